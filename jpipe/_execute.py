@@ -1,0 +1,128 @@
+"""The one loop that drives every schedule.
+
+It takes no decision: which program runs, what it keeps and where its results go is
+in the steps, which `_program` derived from the schedule. It never waits: Python
+dispatches ahead of the devices.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ._action import Action
+from ._vjp import Leaves
+
+Cells = list[list[Any]]
+
+
+@dataclass
+class Live:
+    """Every array that a mini-batch in flight holds: flat leaves, or ``None``.
+
+    ``x``, ``extra``, ``held``, ``cotangents`` and ``emitted`` are indexed by stage,
+    then micro-batch; the others by stage. ``x`` has one row more than there are
+    stages: the outputs of the last one. A cell is emptied at its last use.
+    """
+
+    weights: list[Leaves]
+    x: Cells
+    extra: Cells
+    held: Cells
+    cotangents: Cells
+    emitted: Cells
+    grads: list[Leaves]
+    tally: list[Leaves]
+
+
+class Step(NamedTuple):
+    """One action, with everything resolved that can be before the arrays are there.
+
+    Attributes:
+      run: one of the functions below.
+      stage: its stage.
+      microbatch: its micro-batch.
+      program: the compiled program.
+      send: moves the result to the next stage, or the one before.
+      kept: the positions of the input's leaves that the backward will read.
+      action: what the schedule called it; of two that were fused, the second.
+    """
+
+    run: "Callable[[Step, Live], None]"
+    stage: int
+    microbatch: int
+    program: Callable[..., Any]
+    send: Callable[[Leaves], Leaves]
+    kept: tuple[int, ...]
+    action: Action
+
+
+def execute(
+    steps: Sequence[Step],
+    live: Live,
+    observe: Callable[[Step, Live], None] | None = None,
+) -> None:
+    """Runs all steps in order; results are left in ``live``.
+
+    Args:
+      steps: in an order that respects every dependency.
+      live: the arrays; changed in place.
+      observe: called after each step, for measurements.
+
+    Raises:
+      Exception: what a program raised, with a note that names the action.
+    """
+    step = None
+    try:
+        for step in steps:
+            step.run(step, live)
+            if observe is not None:
+                observe(step, live)
+    except Exception as error:
+        if step is not None:
+            error.add_note(f"raised in action {step.action}")
+        raise
+
+
+def infer(step: Step, live: Live) -> None:
+    """A forward of which nothing is kept."""
+    _, s, m, program, send, _, _ = step
+    x, extra = live.x[s][m], live.extra[s][m]
+    live.x[s][m] = live.extra[s][m] = None
+    live.x[s + 1][m] = send(program(live.weights[s], x, extra))
+
+
+def forward(step: Step, live: Live) -> None:
+    """A forward that keeps what its backward will read."""
+    _, s, m, program, send, kept, _ = step
+    x = live.x[s][m]
+    live.x[s][m] = None
+    y, carried, live.tally[s], live.emitted[s][m] = program(
+        live.weights[s], x, live.extra[s][m], live.tally[s]
+    )
+    live.held[s][m] = [x[i] for i in kept], carried
+    live.x[s + 1][m] = send(y)
+
+
+def backward(step: Step, live: Live) -> None:
+    """A backward: adds to the gradients, sends the cotangent of the input back."""
+    _, s, m, program, send, _, _ = step
+    (kept, carried), extra = live.held[s][m], live.extra[s][m]
+    cotangents = live.cotangents[s][m]
+    live.held[s][m] = live.extra[s][m] = live.cotangents[s][m] = None
+    x_grads, live.grads[s] = program(
+        live.weights[s], kept, extra, carried, cotangents, live.grads[s]
+    )
+    if s:
+        live.cotangents[s - 1][m] = send(x_grads)
+
+
+def fused(step: Step, live: Live) -> None:
+    """Forward and backward of the stage with the loss, in one program."""
+    _, s, m, program, send, _, _ = step
+    x, extra = live.x[s][m], live.extra[s][m]
+    live.x[s][m] = live.extra[s][m] = None
+    x_grads, live.tally[s], live.emitted[s][m], live.grads[s] = program(
+        live.weights[s], x, extra, live.tally[s], live.grads[s]
+    )
+    if s:
+        live.cotangents[s - 1][m] = send(x_grads)

@@ -1,0 +1,143 @@
+"""The loss and its gradients through a pipeline."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import _execute, _transfer
+from ._objective import Objective
+from ._program import Program
+
+PyTree = Any
+
+
+class Outcome(NamedTuple):
+    """What a mini-batch gives, as flat leaves per stage.
+
+    Attributes:
+      loss: the loss of the whole mini-batch, a scalar on the last device.
+      aux: what the loss function returned beside it, stacked along a new first axis.
+      grads: the gradients of the trainable leaves of each stage, on its device.
+      changed: the new values of the leaves that training changes, of each stage.
+    """
+
+    loss: jax.Array
+    aux: PyTree
+    grads: list[Sequence[jax.Array]]
+    changed: list[Sequence[jax.Array]]
+
+
+class Gradient:
+    """A program with a loss, and how to read its results.
+
+    Args:
+      program: the compiled mini-batch.
+      objective: its loss.
+    """
+
+    def __init__(self, program: Program, objective: Objective) -> None:
+        self.program = program
+        self._objective = objective
+        self._weighted = objective.reduction == "weighted"
+        self._num_losses = objective.num_tallies
+        self._stack = jax.jit(
+            lambda rows: [jnp.stack(column) for column in zip(*rows, strict=True)]
+        )
+        self._check_aux()
+
+    def __call__(
+        self,
+        weights: list[list[jax.Array]],
+        x: Sequence[Any],
+        targets: Sequence[Any],
+        rngs: Sequence[jax.Array],
+        observe: Callable[..., None] | None = None,
+    ) -> Outcome:
+        """Runs the mini-batch. Never waits.
+
+        Args:
+          weights: the leaves of each stage's variables, in place.
+          x: the leaves of the input, anywhere.
+          targets: the leaves of the targets, anywhere.
+          rngs: the leaves of the keys of the step, anywhere.
+          observe: see `_execute.execute`.
+
+        Returns:
+          The loss, aux, gradients and changed leaves.
+        """
+        live = self.program.feed(weights, x, targets, rngs)
+        _execute.execute(self.program.steps, live, observe)
+        sums = live.tally[-1][: self._num_losses]
+        changed = [*live.tally[:-1], live.tally[-1][self._num_losses :]]
+        loss, grads = sums[0], live.grads
+        if self._weighted:
+            loss, *_ = _divide([loss], sums[1])
+            grads = [
+                _divide(leaves, _transfer.put([sums[1]], device)[0]) if leaves else []
+                for leaves, device in zip(grads, self.program.devices, strict=True)
+            ]
+        return Outcome(loss, self._aux(live.emitted[-1]), grads, changed)
+
+    def _aux(self, rows: list[Any]) -> PyTree:
+        if not rows[0]:
+            leaves = []
+        else:
+            leaves = self._stack(rows)
+        return jax.tree.unflatten(jax.tree.structure(self.program.last_task.y), leaves)
+
+    def _check_aux(self) -> None:
+        """Micro-batches of two sizes may not give aux of two shapes."""
+        rows = self.program.rows[-1]
+        first, last = rows[0].task.y, rows[-1].task.y
+        pairs = zip(
+            jax.tree_util.tree_leaves_with_path(first),
+            jax.tree.leaves(last),
+            strict=True,
+        )
+        faults = [
+            f"aux{jax.tree_util.keystr(path)}: {a.shape} and {b.shape}"
+            for (path, a), b in pairs
+            if a.shape != b.shape
+        ]
+        if faults:
+            raise ValueError(
+                "aux is stacked over micro-batches, but their sizes "
+                f"{self.program.batch.sizes} differ and so do the shapes of aux: "
+                + "; ".join(faults)
+                + "; return sums or means, or a batch that num_microbatches divides"
+            )
+
+
+@jax.jit
+def _divide(leaves: Sequence[jax.Array], weight: jax.Array) -> list[jax.Array]:
+    return [(leaf / weight.astype(leaf.dtype)).astype(leaf.dtype) for leaf in leaves]
+
+
+def gradient_tree(params: PyTree, grads: Sequence[jax.Array]) -> PyTree:
+    """Gradients in the structure of the parameters.
+
+    Args:
+      params: one entry per layer; only its structure, shapes and dtypes are read.
+      grads: the gradients of the floating leaves, in order.
+
+    Returns:
+      The tree; a leaf of integers has the gradient that `jax.grad` with ``allow_int``
+      gives it: zeros of dtype float0.
+    """
+    given = iter(grads)
+    return jax.tree.map(
+        lambda leaf: (
+            next(given)
+            if jnp.issubdtype(leaf.dtype, jnp.inexact)
+            else np.zeros(leaf.shape, jax.dtypes.float0)
+        ),
+        params,
+    )
+
+
+def params_only(variables: Sequence[Any]) -> tuple[PyTree, ...]:
+    """The parameters of each layer, ``{}`` where there are none."""
+    return tuple(dict(entry).get("params", {}) for entry in variables)

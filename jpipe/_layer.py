@@ -1,0 +1,157 @@
+"""What a user may list as a layer, brought to one form: explicit init and apply."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from . import linen
+
+PyTree = Any
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A layer with explicit ``init`` and ``apply``, for models that are not Flax.
+
+    Attributes:
+      init: ``init(key, x) -> variables``: a mapping with the trainable pytree under
+        ``"params"`` and constants under any other name. ``x`` has the shapes and
+        dtypes of the layer's input; its values are zeros.
+      apply: ``apply(variables, x) -> y``. Where its signature names ``train``,
+        ``deterministic``, ``use_running_average`` or ``rngs``, it is given them.
+      name: how pictures and errors call it.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jpipe
+      >>> scale = jpipe.Stage(
+      ...     init=lambda key, x: {"params": jnp.ones(x.shape[-1])},
+      ...     apply=lambda variables, x: variables["params"] * x,
+      ...     name="scale",
+      ... )
+      >>> pipe = jpipe.pipeline([scale], num_microbatches=2)
+      >>> pipe.init(jax.random.key(0), jnp.ones((4, 3)))[0]["params"].shape
+      (3,)
+    """
+
+    init: Callable[[jax.Array, PyTree], Mapping[str, PyTree]]
+    apply: Callable[..., PyTree]
+    name: str = "Stage"
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """A layer of any origin, as two pure functions.
+
+    Attributes:
+      name: how pictures and errors call it.
+      source: the object that the user listed.
+      init: ``(key, spec) -> variables``, where ``spec`` is the input as a pytree of
+        `jax.ShapeDtypeStruct`.
+      apply: ``(variables, x, rngs, train) -> (y, changed)``: ``changed`` holds the
+        collections that training changes, ``{}`` where there are none.
+    """
+
+    name: str
+    source: Any
+    init: Callable[[jax.Array, PyTree], dict[str, PyTree]]
+    apply: Callable[..., tuple[PyTree, dict[str, PyTree]]]
+
+
+def as_layers(listed: Sequence[Any]) -> tuple[Layer, ...]:
+    """Brings every object of the user's list to one form.
+
+    Args:
+      listed: linen modules, `Stage` objects and functions of one pytree.
+
+    Returns:
+      One `Layer` per object, in order.
+
+    Raises:
+      TypeError: with every object that is none of these.
+      ValueError: if the list is empty.
+    """
+    try:
+        objects = list(listed)
+    except TypeError:
+        raise TypeError(
+            f"stages={listed!r}: needs a sequence of layers, such as "
+            f"[nn.Dense(8), nn.relu]"
+        ) from None
+    if not objects:
+        raise ValueError("stages=[]: a pipeline needs at least one layer")
+    faults = [
+        f"layer {i}: {_why_not(source)}"
+        for i, source in enumerate(objects)
+        if _why_not(source)
+    ]
+    if faults:
+        raise TypeError(
+            "a layer is a flax.linen module, a jpipe.Stage or a function x -> y:\n"
+            + "\n".join(f"  * {fault}" for fault in faults)
+        )
+    return tuple(_as_layer(source) for source in objects)
+
+
+def _why_not(source: Any) -> str:
+    if isinstance(source, type):
+        return f"{source.__name__} is a class; write {source.__name__}(...)"
+    if linen.is_nnx(source):
+        return (
+            f"{type(source).__name__} is an nnx module, which this version does not "
+            f"run; use flax.linen or a jpipe.Stage"
+        )
+    if not (linen.is_module(source) or isinstance(source, Stage) or callable(source)):
+        return f"{source!r} is a {type(source).__name__}"
+    return ""
+
+
+def _as_layer(source: Any) -> Layer:
+    if linen.is_module(source):
+        return Layer(
+            linen.name(source), source, linen.init(source), linen.apply(source)
+        )
+    if isinstance(source, Stage):
+        return _from_stage(source)
+    return _from_function(source)
+
+
+def _from_stage(stage: Stage) -> Layer:
+    accepted = parameter_names(stage.apply)
+
+    def init(key: jax.Array, spec: PyTree) -> dict[str, PyTree]:
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), spec)
+        return dict(stage.init(key, zeros))
+
+    def apply(variables, x, rngs, train):
+        return stage.apply(variables, x, **_switches(accepted, rngs, train)), {}
+
+    return Layer(stage.name, stage, init, apply)
+
+
+def _from_function(function: Callable[..., PyTree]) -> Layer:
+    accepted = parameter_names(function)
+
+    def apply(variables, x, rngs, train):
+        del variables
+        return function(x, **_switches(accepted, rngs, train)), {}
+
+    inner = getattr(function, "func", function)
+    name = getattr(inner, "__name__", type(inner).__name__)
+    return Layer(name, function, lambda key, spec: {}, apply)
+
+
+def _switches(accepted: frozenset[str], rngs: PyTree, train: bool) -> dict[str, Any]:
+    offered = {**linen.switches(train), "rngs": rngs}
+    return {name: value for name, value in offered.items() if name in accepted}
+
+
+def parameter_names(function: Callable[..., Any]) -> frozenset[str]:
+    """The parameters that a callable names; none where Python cannot tell."""
+    try:
+        return frozenset(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return frozenset()

@@ -1,0 +1,217 @@
+"""Mini-batches cut in micro-batches, and put together again."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+PyTree = Any
+Axes = Any
+
+
+def sizes(batch_size: int, num_microbatches: int) -> tuple[int, ...]:
+    """Sizes that differ by at most one and sum to the batch: ``10, 4 -> 3, 3, 2, 2``."""
+    quotient, rest = divmod(batch_size, num_microbatches)
+    return tuple(quotient + (i < rest) for i in range(num_microbatches))
+
+
+def specs(tree: PyTree, what: str) -> PyTree:
+    """The shapes and dtypes of a pytree of arrays.
+
+    Args:
+      tree: JAX or NumPy arrays, or `jax.ShapeDtypeStruct` leaves.
+      what: how errors call the tree.
+
+    Returns:
+      The tree with `jax.ShapeDtypeStruct` leaves, of the dtypes that JAX will use.
+
+    Raises:
+      TypeError: with the path of every leaf that is not an array.
+    """
+    faults = []
+
+    def spec(path: Any, leaf: Any) -> Any:
+        try:
+            if not hasattr(leaf, "shape"):
+                raise TypeError
+            if isinstance(leaf, jax.ShapeDtypeStruct):
+                return leaf
+            aval = jax.typeof(leaf)
+        except TypeError:
+            faults.append(f"{what}{jax.tree_util.keystr(path)} is {_describe(leaf)}")
+            return None
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+
+    result = jax.tree_util.tree_map_with_path(spec, tree)
+    if faults:
+        raise TypeError(
+            "every leaf must be an array; convert with jnp.asarray:\n"
+            + "\n".join(f"  * {fault}" for fault in faults)
+        )
+    return result
+
+
+def _describe(leaf: Any) -> str:
+    dtype = getattr(leaf, "dtype", None)
+    kind = type(leaf).__name__
+    return f"a {kind} of dtype {dtype}" if dtype is not None else f"a {kind}: {leaf!r}"
+
+
+def flat_axes(axes: Axes, tree: PyTree, what: str, name: str) -> list[int | None]:
+    """One axis per leaf, from a prefix of the tree as `jax.vmap` takes it.
+
+    Args:
+      axes: an int, ``None``, or a pytree of these that is a prefix of ``tree``.
+      tree: the tree.
+      what: how errors call the tree.
+      name: how errors call the argument that ``axes`` is.
+
+    Returns:
+      The axes of the leaves in order.
+
+    Raises:
+      ValueError: if ``axes`` does not fit the tree.
+    """
+    try:
+        full = jax.tree.broadcast(axes, tree, is_leaf=lambda node: node is None)
+    except ValueError as error:
+        raise ValueError(
+            f"{name}={axes!r} is no prefix of {what}, whose structure is "
+            f"{jax.tree.structure(tree)}: {error}"
+        ) from None
+    flat = jax.tree.leaves(full, is_leaf=lambda node: node is None)
+    for axis in flat:
+        if axis is not None and (isinstance(axis, bool) or not isinstance(axis, int)):
+            raise ValueError(f"{name}: {axis!r} is neither an axis nor None")
+    return flat
+
+
+def batch_size(
+    parts: Sequence[tuple[str, PyTree, Sequence[int | None]]], num_microbatches: int
+) -> int:
+    """The size of the mini-batch, on which all split leaves must agree.
+
+    Args:
+      parts: for each tree how errors call it, its specs and the axes of its leaves.
+      num_microbatches: M.
+
+    Returns:
+      The number of examples.
+
+    Raises:
+      ValueError: if leaves disagree, lack the axis, or there are fewer than M.
+    """
+    found: dict[str, int] = {}
+    faults = []
+    for what, tree, axes in parts:
+        flat = jax.tree_util.tree_leaves_with_path(tree)
+        for (path, leaf), axis in zip(flat, axes, strict=True):
+            if axis is None:
+                continue
+            label = f"{what}{jax.tree_util.keystr(path)}"
+            if not -leaf.ndim <= axis < leaf.ndim:
+                faults.append(f"{label} of shape {leaf.shape} has no axis {axis}")
+            else:
+                found[label] = leaf.shape[axis]
+    if faults:
+        raise ValueError("cannot split the batch:\n  * " + "\n  * ".join(faults))
+    if not found:
+        raise ValueError(
+            "cannot split the batch: no leaf has a batch axis (in_axes is None, or "
+            "the trees have no leaves)"
+        )
+    if len(set(found.values())) > 1:
+        listed = "\n".join(f"  * {label}: {size}" for label, size in found.items())
+        raise ValueError(f"leaves differ in batch size:\n{listed}")
+    size = next(iter(found.values()))
+    if size < num_microbatches:
+        raise ValueError(
+            f"{next(iter(found))} has {size} examples, fewer than "
+            f"num_microbatches={num_microbatches}; give at least one example per "
+            f"micro-batch, or build the pipeline with num_microbatches={max(size, 1)}"
+        )
+    return size
+
+
+def part_specs(
+    leaves: Sequence[jax.ShapeDtypeStruct], axes: Sequence[int | None], size: int
+) -> list[jax.ShapeDtypeStruct]:
+    """The leaves of one micro-batch of the given size."""
+
+    def part(leaf: jax.ShapeDtypeStruct, axis: int | None) -> jax.ShapeDtypeStruct:
+        if axis is None:
+            return leaf
+        shape = list(leaf.shape)
+        shape[axis] = size
+        return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
+
+    return [part(leaf, axis) for leaf, axis in zip(leaves, axes, strict=True)]
+
+
+def splitter(axes: Sequence[int | None], parts: Sequence[int]) -> Any:
+    """A compiled split: flat leaves on one device -> a list of leaves per micro-batch.
+
+    A leaf without a batch axis is the same array in every micro-batch, not a copy.
+    """
+    if len(parts) == 1:
+        return lambda leaves: [list(leaves)]
+    offsets = [sum(parts[:i]) for i in range(1, len(parts))]
+
+    @jax.jit
+    def split(leaves: Sequence[jax.Array]) -> list[list[jax.Array]]:
+        split_axes = [axis for axis in axes if axis is not None]
+        columns = [
+            jnp.split(leaf, offsets, axis=axis)
+            for leaf, axis in zip(leaves, split_axes, strict=True)
+        ]
+        return [list(row) for row in zip(*columns, strict=True)]
+
+    def run(leaves: Sequence[jax.Array]) -> list[list[jax.Array]]:
+        pairs = list(zip(leaves, axes, strict=True))
+        rows = split([leaf for leaf, axis in pairs if axis is not None])
+        if len(rows[0]) == len(pairs):
+            return rows
+        merged = []
+        for row in rows:
+            pieces = iter(row)
+            merged.append([x if axis is None else next(pieces) for x, axis in pairs])
+        return merged
+
+    return run
+
+
+def joiner(axes: Sequence[int]) -> Any:
+    """The inverse of `splitter`: a list of leaves per micro-batch -> flat leaves."""
+
+    @jax.jit
+    def join(rows: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
+        columns = zip(*rows, strict=True)
+        return [
+            jnp.concatenate(column, axis)
+            for column, axis in zip(columns, axes, strict=True)
+        ]
+
+    return lambda rows: list(rows[0]) if len(rows) == 1 else join(rows)
+
+
+def check_joinable(outputs: PyTree, axis: int, size: int) -> None:
+    """Checks that the outputs of a micro-batch can be joined to those of a batch.
+
+    Args:
+      outputs: specs of the outputs of one micro-batch.
+      axis: the axis on which they are joined.
+      size: the number of examples in the micro-batch.
+
+    Raises:
+      ValueError: with every leaf whose axis has another size.
+    """
+    faults = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(outputs):
+        if not -leaf.ndim <= axis < leaf.ndim or leaf.shape[axis] != size:
+            faults.append(f"outputs{jax.tree_util.keystr(path)} has shape {leaf.shape}")
+    if faults:
+        raise ValueError(
+            f"outputs of a micro-batch of {size} cannot be joined on out_axes={axis}:\n"
+            + "\n".join(f"  * {fault}" for fault in faults)
+        )

@@ -1,0 +1,111 @@
+"""The loss of a mini-batch, composed of its micro-batches."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ._stage import shapes
+
+PyTree = Any
+
+REDUCTIONS = ("mean", "sum", "weighted")
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A loss function and how micro-batches combine.
+
+    Attributes:
+      loss_fn: ``(outputs, targets) -> loss``, or ``(loss, aux)`` with ``has_aux``;
+        for ``"weighted"`` the loss is a pair ``(total, weight)``.
+      has_aux: whether ``loss_fn`` returns something beside the loss.
+      reduction: ``"mean"``: each micro-batch weighs its share of the examples;
+        ``"sum"``: the losses add up; ``"weighted"``: the totals add up, the weights
+        add up, and the loss is their quotient.
+    """
+
+    loss_fn: Callable[..., Any]
+    has_aux: bool = False
+    reduction: str = "mean"
+
+    def __post_init__(self) -> None:
+        if not callable(self.loss_fn):
+            raise TypeError(
+                f"loss_fn={self.loss_fn!r}: needs a function "
+                f"(outputs, targets) -> scalar"
+            )
+        if self.reduction not in REDUCTIONS:
+            raise ValueError(
+                f"unknown reduction {self.reduction!r}: choose "
+                f"{', '.join(map(repr, REDUCTIONS))}"
+            )
+
+    @property
+    def num_tallies(self) -> int:
+        """How many running sums the loss needs."""
+        return 2 if self.reduction == "weighted" else 1
+
+    def __call__(
+        self, outputs: PyTree, targets: PyTree, share: jax.Array
+    ) -> tuple[jax.Array, list[jax.Array], PyTree]:
+        """The contribution of one micro-batch.
+
+        Args:
+          outputs: what the last layer returned.
+          targets: the targets of the micro-batch.
+          share: the micro-batch's part of the examples, a scalar.
+
+        Returns:
+          The scalar to differentiate, further sums to keep (the weight), and aux.
+
+        Raises:
+          TypeError: if ``loss_fn`` returns something else than was agreed.
+        """
+        try:
+            result = self.loss_fn(outputs, targets)
+        except Exception as error:
+            error.add_note(
+                f"raised by loss_fn on outputs {shapes(outputs)} and "
+                f"targets {shapes(targets)}"
+            )
+            raise
+        result, aux = self._without_aux(result)
+        if self.reduction != "weighted":
+            loss = _scalar(result, "loss_fn must return a scalar loss", outputs)
+            return (
+                (loss * share.astype(loss.dtype) if self.reduction == "mean" else loss),
+                [],
+                aux,
+            )
+        if not isinstance(result, Sequence) or len(result) != 2:
+            raise TypeError(
+                "reduction='weighted': loss_fn must return (total, weight), two "
+                f"scalars; it returned {shapes(result)}"
+            )
+        total = _scalar(result[0], "the total must be a scalar", outputs)
+        weight = _scalar(result[1], "the weight must be a scalar", outputs)
+        return total, [jax.lax.stop_gradient(weight.astype(total.dtype))], aux
+
+    def _without_aux(self, result: Any) -> tuple[Any, PyTree]:
+        if not self.has_aux:
+            return result, ()
+        if not isinstance(result, Sequence) or len(result) != 2:
+            raise TypeError(
+                f"has_aux=True: loss_fn must return (loss, aux); it returned "
+                f"{shapes(result)}"
+            )
+        return result[0], result[1]
+
+
+def _scalar(value: Any, needed: str, outputs: PyTree) -> jax.Array:
+    dtype = getattr(value, "dtype", None)
+    if isinstance(value, (int, float)) or dtype is None or jnp.shape(value) != ():
+        raise TypeError(
+            f"{needed}; it returned {shapes(value)} for outputs {shapes(outputs)}"
+        )
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"{needed} of a floating dtype; it returned {shapes(value)}")
+    return value

@@ -1,0 +1,119 @@
+"""Any optax optimizer, applied where the parameters are."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import optax
+
+from ._placed import Home, Placed
+from ._task import is_inexact
+
+PyTree = Any
+
+
+class Optimizer:
+    """An optimizer whose state and updates are spread like the parameters.
+
+    The state is that of ``tx.init`` on all parameters at once, keyed by layer: it does
+    not depend on the number of stages. Leaves of integers are no parameters: the
+    optimizer does not see them and the update does not change them.
+
+    Args:
+      tx: the optax transformation.
+      params: specs of the parameters, one entry per layer.
+      stage_of_layer: the stage of each layer.
+      devices: the device of each stage.
+      donate: whether an update may overwrite its arguments.
+    """
+
+    def __init__(
+        self,
+        tx: optax.GradientTransformation,
+        params: PyTree,
+        stage_of_layer: Sequence[int],
+        devices: Sequence[jax.Device],
+        donate: bool,
+    ) -> None:
+        self._trainable = [is_inexact(leaf) for leaf in jax.tree.leaves(params)]
+        self._params_tree = jax.tree.structure(params)
+        free = self._hide_integers(params)
+        place = {
+            path: stage_of_layer[path[0].idx]
+            for path, _ in jax.tree_util.tree_leaves_with_path(free)
+        }
+
+        def homes(tree: PyTree) -> list[Home]:
+            paths = jax.tree_util.tree_leaves_with_path(tree)
+            return [_home(path, place) for path, _ in paths]
+
+        self._init = Placed(
+            tx.init,
+            [free],
+            in_homes=homes(free),
+            out_homes=homes,
+            devices=devices,
+            donate=[False] * len(place),
+            name="optimizer_init",
+        )
+        self.state = self._init.result
+        self._state_tree = jax.tree.structure(self.state)
+
+        def update(grads: PyTree, state: PyTree, params: PyTree) -> Any:
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        state_homes = homes(self.state)
+        param_homes = homes(free)
+        self._update = Placed(
+            update,
+            [free, self.state, free],
+            in_homes=[*param_homes, *state_homes, *param_homes],
+            out_homes=lambda _: [*param_homes, *state_homes],
+            devices=devices,
+            donate=[True] * len(place) + [donate] * (len(state_homes) + len(place)),
+            name="optimizer_update",
+        )
+
+    def init(self, params: PyTree) -> PyTree:
+        """The optimizer's state for parameters that are in place."""
+        leaves = self._init(jax.tree.leaves(self._hide_integers(params)))
+        return jax.tree.unflatten(self._state_tree, leaves)
+
+    def update(
+        self, grads: Sequence[jax.Array], state: PyTree, params: Sequence[jax.Array]
+    ) -> tuple[list[jax.Array], PyTree]:
+        """One update.
+
+        Args:
+          grads: the gradients of the trainable leaves, in order; overwritten.
+          state: the optimizer's state.
+          params: all leaves of the parameters, in order.
+
+        Returns:
+          All leaves of the new parameters, and the new state.
+        """
+        free = [leaf for leaf, yes in zip(params, self._trainable, strict=True) if yes]
+        results = self._update([*grads, *jax.tree.leaves(state), *free])
+        new = iter(results[: len(free)])
+        leaves = [
+            next(new) if yes else leaf
+            for leaf, yes in zip(params, self._trainable, strict=True)
+        ]
+        return leaves, jax.tree.unflatten(self._state_tree, results[len(free) :])
+
+    def _hide_integers(self, params: PyTree) -> PyTree:
+        leaves = [
+            leaf if yes else None
+            for leaf, yes in zip(jax.tree.leaves(params), self._trainable, strict=True)
+        ]
+        return jax.tree.unflatten(self._params_tree, leaves)
+
+
+def _home(path: Any, place: dict[Any, int]) -> Home:
+    """Where a leaf of the optimizer's state belongs.
+
+    A leaf that mirrors a parameter, as a momentum does, has the parameter's path at
+    the end of its own.
+    """
+    return next((place[path[i:]] for i in range(len(path)) if path[i:] in place), None)

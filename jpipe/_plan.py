@@ -1,0 +1,107 @@
+"""Who runs what, in names and numbers: no arrays, functions or devices."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .schedules import Schedule
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage.
+
+    Attributes:
+      index: its number.
+      rank: the rank that runs it.
+      device: the name of the rank's device.
+      layers: the names of its layers.
+      remat: what it keeps between forward and backward.
+      num_params: the number of parameters; ``None`` while shapes are unknown.
+      param_bytes: their bytes.
+      held_bytes: the most that it keeps between forward and backward in a step;
+        ``None`` while no step is compiled.
+    """
+
+    index: int
+    rank: int
+    device: str
+    layers: tuple[str, ...]
+    remat: str
+    num_params: int | None = None
+    param_bytes: int | None = None
+    held_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A pipeline on paper; prints as a table and the grid of its schedule.
+
+    Attributes:
+      stages: one entry per stage.
+      schedule: who runs which action when.
+      peak_bytes: the most that a step holds on each device beside parameters and
+        optimizer state, as the executor counts; empty while no step is compiled.
+    """
+
+    stages: tuple[StagePlan, ...]
+    schedule: Schedule
+    peak_bytes: tuple[tuple[str, int], ...] = ()
+
+    def __str__(self) -> str:
+        header = ["stage", "device", "layers", "remat", "parameters", "bytes", "held"]
+        rows = [header, *(_row(stage) for stage in self.stages)]
+        if all(stage.num_params is None for stage in self.stages):
+            rows = [row[:4] for row in rows]
+        elif all(stage.held_bytes is None for stage in self.stages):
+            rows = [row[:6] for row in rows]
+        parts = [_table(rows), str(self.schedule)]
+        if self.peak_bytes:
+            listed = ", ".join(f"{name} {size(n)}" for name, n in self.peak_bytes)
+            parts.append(f"peak of a step beside parameters and optimizer: {listed}")
+        return "\n".join(parts)
+
+
+def _row(stage: StagePlan) -> list[str]:
+    return [
+        str(stage.index),
+        stage.device,
+        _abbreviate(stage.layers),
+        stage.remat,
+        "" if stage.num_params is None else f"{stage.num_params:,}",
+        "" if stage.param_bytes is None else size(stage.param_bytes),
+        "" if stage.held_bytes is None else size(stage.held_bytes),
+    ]
+
+
+def _abbreviate(layers: Sequence[str]) -> str:
+    """Repeated neighbours are counted: ``Block x 3, Dense``."""
+    runs: list[tuple[str, int]] = []
+    for name in layers:
+        if runs and runs[-1][0] == name:
+            runs[-1] = (name, runs[-1][1] + 1)
+        else:
+            runs.append((name, 1))
+    return ", ".join(name if n == 1 else f"{name} x {n}" for name, n in runs)
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    numeric = {4, 5, 6}
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(width) if i in numeric else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def size(num_bytes: int) -> str:
+    """Bytes for people, in powers of 1024: ``1.5 MiB``."""
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"

@@ -1,0 +1,344 @@
+"""From a schedule and the functions of its stages to the steps that the executor runs."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import _execute, _microbatch, _remat, _transfer
+from ._action import BACKWARD, FORWARD, Action
+from ._compile import StagePrograms
+from ._execute import Live, Step
+from ._objective import Objective
+from ._stage import StageFunction
+from ._task import Task, Weights, trace
+from .schedules import Schedule
+
+PyTree = Any
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A mini-batch as abstract values: what a program is compiled for.
+
+    Attributes:
+      x: specs of the whole input.
+      x_axes: the batch axis of each of its leaves.
+      targets: specs of the whole targets; ``()`` where there is no loss.
+      target_axes: the batch axis of each of their leaves.
+      rngs: specs of the keys of a step, or ``None``.
+      sizes: the number of examples in each micro-batch.
+    """
+
+    x: PyTree
+    x_axes: list[int | None]
+    targets: PyTree
+    target_axes: list[int | None]
+    rngs: PyTree
+    sizes: tuple[int, ...]
+
+    def part(self, size: int) -> tuple[PyTree, dict[str, PyTree]]:
+        """Specs of the input and of the rest of a micro-batch: see `_task.EXTRA`."""
+        extra = {
+            "targets": _part(self.targets, self.target_axes, size),
+            "share": jax.ShapeDtypeStruct((), jnp.result_type(float)),
+        }
+        if self.rngs is not None:
+            extra["rngs"] = self.rngs
+            extra["microbatch"] = jax.ShapeDtypeStruct((), np.dtype(np.int32))
+        return _part(self.x, self.x_axes, size), extra
+
+
+def _part(tree: PyTree, axes: Sequence[int | None], size: int) -> PyTree:
+    leaves, structure = jax.tree.flatten(tree)
+    return jax.tree.unflatten(structure, _microbatch.part_specs(leaves, axes, size))
+
+
+@dataclass(frozen=True)
+class Pipe:
+    """What is fixed for all batches: stages, their devices, the schedule, remat."""
+
+    stages: tuple[StageFunction, ...]
+    devices: tuple[jax.Device, ...]
+    schedule: Schedule
+    remat: tuple[Any, ...]
+
+
+class Program:
+    """A mini-batch compiled: how to feed it, and the steps to run.
+
+    Attributes:
+      batch: what it is compiled for.
+      rows: the programs of each stage and micro-batch; equal ones are one object.
+      steps: what `_execute.execute` runs, in order.
+    """
+
+    def __init__(
+        self,
+        pipe: Pipe,
+        weights: Sequence[Weights],
+        batch: Batch,
+        *,
+        train: bool,
+        objective: Objective | None = None,
+    ) -> None:
+        self.batch = batch
+        self.weights = weights
+        self.devices = pipe.devices
+        self.rows = _stage_programs(pipe, weights, batch, train, objective)
+        lower = _lower_training if objective else _lower_inference
+        self.steps = lower(pipe, self.rows)
+        self._split_x = _microbatch.splitter(batch.x_axes, batch.sizes)
+        self._split_targets = _microbatch.splitter(batch.target_axes, batch.sizes)
+        self._constants = [self._constant_extra(s) for s in range(len(self.rows))]
+        self._zeros = [
+            row[0].zeros(device)
+            for row, device in zip(self.rows, self.devices, strict=True)
+        ]
+
+    @property
+    def last_task(self) -> Task:
+        """The task of the last stage on the first micro-batch."""
+        return self.rows[-1][0].task
+
+    def reads_rngs(self) -> bool:
+        """Whether any layer is random."""
+        return any("rngs" in row[0].task.extra for row in self.rows)
+
+    def feed(
+        self,
+        weights: list[list[jax.Array]],
+        x: Sequence[Any],
+        targets: Sequence[Any] = (),
+        rngs: Sequence[jax.Array] = (),
+    ) -> Live:
+        """Moves a mini-batch to where it is read and cuts it in micro-batches.
+
+        Args:
+          weights: the leaves of each stage's variables, in place.
+          x: the leaves of the input, anywhere.
+          targets: the leaves of the targets, anywhere.
+          rngs: the leaves of the step's keys, anywhere.
+
+        Returns:
+          What the executor starts from, with every sum at zero.
+        """
+        return self._live(
+            weights,
+            self._split_x(_transfer.put(x, self.devices[0])),
+            [self._extra(s, targets, rngs) for s in range(len(self.rows))],
+            [zeros() for zeros in self._zeros],
+        )
+
+    def abstract_feed(self) -> Live:
+        """What `feed` gives, as specs: one object for what is one array."""
+        return self._live(
+            [list(weights.specs) for weights in self.weights],
+            [jax.tree.leaves(self.batch.part(size)[0]) for size in self.batch.sizes],
+            [[self._abstract_extra(program) for program in row] for row in self.rows],
+            [jax.eval_shape(zeros) for zeros in self._zeros],
+        )
+
+    def _abstract_extra(self, program: StagePrograms) -> list[jax.ShapeDtypeStruct]:
+        size = self.batch.sizes[self.rows[program.task.index].index(program)]
+        _, extra = self.batch.part(size)
+        return jax.tree.leaves([extra[name] for name in program.task.extra])
+
+    def _live(
+        self,
+        weights: list[list[Any]],
+        x: list[list[Any]],
+        extra: list[list[list[Any]]],
+        sums: Sequence[tuple[list[Any], list[Any]]],
+    ) -> Live:
+        stages, count = len(self.rows), len(self.batch.sizes)
+
+        def empty(rows: int) -> list[list[Any]]:
+            return [[None] * count for _ in range(rows)]
+
+        live = Live(
+            weights=weights,
+            x=[x, *empty(stages)],
+            extra=extra,
+            held=empty(stages),
+            cotangents=empty(stages),
+            emitted=empty(stages),
+            grads=[grads for grads, _ in sums],
+            tally=[tally for _, tally in sums],
+        )
+        live.cotangents[-1] = [()] * count
+        return live
+
+    def _constant_extra(self, s: int) -> list[list[jax.Array]]:
+        """What never changes from step to step, so that it is moved only once."""
+        total = sum(self.batch.sizes)
+        columns = {
+            "microbatch": [np.int32(m) for m in range(len(self.batch.sizes))],
+            "share": [np.float64(size / total) for size in self.batch.sizes],
+        }
+        wanted = self.rows[s][0].task.extra
+        return [
+            _transfer.put(column, self.devices[s])
+            for name, column in columns.items()
+            if name in wanted
+        ]
+
+    def _extra(
+        self, s: int, targets: Sequence[Any], rngs: Sequence[jax.Array]
+    ) -> list[list[jax.Array]]:
+        """What the micro-batches bring to a stage, in the order of `_task.EXTRA`."""
+        wanted, device = self.rows[s][0].task.extra, self.devices[s]
+        extra: list[list[jax.Array]] = [[] for _ in self.batch.sizes]
+        if "targets" in wanted:
+            extra = self._split_targets(_transfer.put(targets, device))
+        if "rngs" in wanted:
+            keys = _transfer.put(rngs, device)
+            extra = [[*row, *keys] for row in extra]
+        for column in self._constants[s]:
+            extra = [[*row, leaf] for row, leaf in zip(extra, column, strict=True)]
+        return extra
+
+
+def _stage_programs(
+    pipe: Pipe,
+    weights: Sequence[Weights],
+    batch: Batch,
+    train: bool,
+    objective: Objective | None,
+) -> list[list[StagePrograms]]:
+    tasks = {
+        size: _tasks(pipe.stages, weights, batch, size, train, objective)
+        for size in dict.fromkeys(batch.sizes)
+    }
+    made: dict[Any, StagePrograms] = {}
+
+    def program(s: int, m: int) -> StagePrograms:
+        size = batch.sizes[m]
+        mode = _remat.mode(pipe.remat[s], m, len(batch.sizes))
+        if (s, size, mode) not in made:
+            made[s, size, mode] = StagePrograms(tasks[size][s], mode)
+        return made[s, size, mode]
+
+    return [
+        [program(s, m) for m in range(len(batch.sizes))]
+        for s in range(len(pipe.stages))
+    ]
+
+
+def _tasks(
+    stages: Sequence[StageFunction],
+    weights: Sequence[Weights],
+    batch: Batch,
+    size: int,
+    train: bool,
+    objective: Objective | None,
+) -> list[Task]:
+    """Traces the stages one after the other, on micro-batches of one size."""
+    x, extra = batch.part(size)
+    tasks = []
+    trainable_before = False
+    for stage, own in zip(stages, weights, strict=True):
+        last = stage.index == len(stages) - 1
+        task = trace(
+            stage,
+            own,
+            x,
+            extra,
+            train=train,
+            objective=objective if last else None,
+            differentiate_x=trainable_before,
+        )
+        tasks.append(task)
+        x = task.y
+        trainable_before = trainable_before or any(own.trainable)
+    return tasks
+
+
+def _lower_inference(pipe: Pipe, rows: list[list[StagePrograms]]) -> list[Step]:
+    return [
+        Step(
+            run=_execute.infer,
+            stage=action.stage,
+            microbatch=action.microbatch,
+            program=rows[action.stage][action.microbatch].infer,
+            send=_sender(pipe, action, rows),
+            kept=(),
+            action=action,
+        )
+        for action in pipe.schedule.forwards().simulate().order()
+    ]
+
+
+def _lower_training(pipe: Pipe, rows: list[list[StagePrograms]]) -> list[Step]:
+    adjacent = _forwards_before_their_backward(pipe.schedule)
+    last = len(pipe.stages) - 1
+
+    def fuses(action: Action) -> bool:
+        """Whether a pair of the stage with the loss becomes one program.
+
+        It does if nothing runs in between; and if nothing is to be kept in between,
+        for then the forward would compute only what the backward computes again.
+        """
+        program = rows[action.stage][action.microbatch]
+        return action.stage == last and (
+            action._replace(op=FORWARD) in adjacent or program.mode == "full"
+        )
+
+    steps = []
+    for action in pipe.schedule.simulate().order():
+        program = rows[action.stage][action.microbatch]
+        run: Callable[[Step, Live], None]
+        kept: tuple[int, ...] = ()
+        if fuses(action):
+            if action.op == FORWARD and action not in adjacent:
+                continue  # its backward will do the work
+            if action.op == BACKWARD and action._replace(op=FORWARD) in adjacent:
+                continue  # its forward has done it
+            run, compiled = _execute.fused, program.fused
+            action = action._replace(op=BACKWARD)
+        elif action.op == FORWARD:
+            run, compiled = _execute.forward, program.forward
+            kept = program.cut.kept
+        elif program.has_backward:
+            run, compiled = _execute.backward, program.backward
+        else:
+            continue
+        steps.append(
+            Step(
+                run=run,
+                stage=action.stage,
+                microbatch=action.microbatch,
+                program=compiled,
+                send=_sender(pipe, action, rows),
+                kept=kept,
+                action=action,
+            )
+        )
+    return steps
+
+
+def _forwards_before_their_backward(schedule: Schedule) -> set[Action]:
+    return {
+        action
+        for row in schedule.rows
+        for action, after in zip(row, row[1:], strict=False)
+        if action.op == FORWARD and after == action._replace(op=BACKWARD)
+    }
+
+
+def _sender(
+    pipe: Pipe, action: Action, rows: list[list[StagePrograms]]
+) -> Callable[[Any], Any]:
+    """Where the result of an action goes: derived, never written by a schedule."""
+    task = rows[action.stage][action.microbatch].task
+    source = pipe.devices[action.stage]
+    if action.op == BACKWARD:
+        return _transfer.sender(
+            source, pipe.devices[max(action.stage - 1, 0)], sum(task.wanted.x)
+        )
+    after = min(action.stage + 1, len(pipe.stages) - 1)
+    count = 0 if task.has_loss else len(jax.tree.leaves(task.y))
+    return _transfer.sender(source, pipe.devices[after], count)

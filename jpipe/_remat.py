@@ -1,0 +1,68 @@
+"""What a stage keeps between its forward and its backward."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+NAMES = ("full", "none", "except_last")
+
+# "full", "none", or a policy of `jax.checkpoint_policies`.
+Mode = Any
+
+
+def per_stage(remat: Any, num_stages: int) -> tuple[Any, ...]:
+    """One setting per stage, from one for all or a sequence of them.
+
+    Args:
+      remat: a name, a policy of `jax.checkpoint_policies`, or one per stage.
+      num_stages: the number of stages.
+
+    Returns:
+      A name or a policy for each stage.
+
+    Raises:
+      ValueError: with every setting that is none of these, or if their number is
+        not that of the stages.
+    """
+    several = isinstance(remat, Sequence) and not isinstance(remat, str)
+    settings = tuple(remat) if several else (remat,) * num_stages
+    if len(settings) != num_stages:
+        raise ValueError(
+            f"remat has {len(settings)} entries for {num_stages} stages; give one for "
+            f"all or one per stage"
+        )
+    unknown = [s for s in settings if s not in NAMES and not callable(s)]
+    if unknown:
+        listed = ", ".join(repr(s) for s in dict.fromkeys(map(repr, unknown)))
+        raise ValueError(
+            f"unknown remat {listed.replace(chr(34), '')}: choose "
+            f"{', '.join(map(repr, NAMES))} or a policy of jax.checkpoint_policies"
+        )
+    return settings
+
+
+def mode(setting: Any, microbatch: int, num_microbatches: int) -> Mode:
+    """What one micro-batch does: ``"except_last"`` keeps residuals of the last only."""
+    if setting == "except_last":
+        return "none" if microbatch == num_microbatches - 1 else "full"
+    return setting
+
+
+def wrapper(mode: Mode) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The transform that makes `jax.vjp` keep what the mode says.
+
+    Forward and backward are different programs, so XLA cannot undo the
+    recomputation by finding common subexpressions and needs no barrier against it.
+    """
+    if mode == "none":
+        return lambda function: function
+    policy = None if mode == "full" else mode
+    return lambda function: jax.checkpoint(function, policy=policy, prevent_cse=False)
+
+
+def name(setting: Any) -> str:
+    """How a plan prints a setting."""
+    if isinstance(setting, str):
+        return setting
+    return getattr(setting, "__name__", None) or type(setting).__name__

@@ -1,0 +1,49 @@
+"""Randomness as a function of step, micro-batch and layer, and of nothing else.
+
+Stages, devices, schedules and rematerialization do not enter, so none of them
+changes a dropout mask.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+# One key, or a dictionary of keys by stream name, as Flax takes them.
+Rngs = Any
+
+
+def layer_key(key: jax.Array, layer: int) -> jax.Array:
+    """The key with which a layer is initialized."""
+    return jax.random.fold_in(key, layer)
+
+
+def training_key(key: jax.Array) -> jax.Array:
+    """The key that a train state keeps; none of the keys of `layer_key`."""
+    return jax.random.fold_in(key, 2**31 - 1)
+
+
+def layer_rngs(rngs: Rngs, microbatch: jax.Array, layer: int) -> Rngs:
+    """The keys of one layer on one micro-batch.
+
+    Args:
+      rngs: the keys of the step: one, a dictionary of them, or ``None``.
+      microbatch: the number of the micro-batch, an int32 scalar.
+      layer: the number of the layer in the user's list.
+
+    Returns:
+      A dictionary of keys by stream name. A single key serves every stream: Flax
+      falls back on ``"params"`` for a name that is missing.
+    """
+    if rngs is None:
+        return None
+    streams = rngs if isinstance(rngs, Mapping) else {"params": rngs, "dropout": rngs}
+    return {
+        name: jax.random.fold_in(jax.random.fold_in(key, microbatch), layer)
+        for name, key in streams.items()
+    }
+
+
+def step_key(rng: jax.Array, step: jax.Array) -> jax.Array:
+    """The key of one training step, from which every layer's keys follow."""
+    return jax.random.fold_in(rng, step)

@@ -1,0 +1,145 @@
+"""What `jpipe.pipeline` is given, checked: every fault found before any work."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from .schedules import BY_NAME, Schedule
+
+
+def check_num_microbatches(number: Any) -> int:
+    """Returns the number of micro-batches if it is an int of at least 1."""
+    if isinstance(number, bool) or not hasattr(number, "__index__"):
+        raise TypeError(
+            f"num_microbatches={number!r} is a {type(number).__name__}; needs an int "
+            f"of at least 1"
+        )
+    number = number.__index__()
+    if number < 1:
+        raise ValueError(f"num_microbatches={number}: needs at least 1")
+    return number
+
+
+def check_balance(balance: Any, num_layers: int) -> tuple[int, ...]:
+    """Returns the number of layers of each stage.
+
+    Args:
+      balance: a sequence of positive ints that sum to the number of layers, or
+        ``None`` for one layer per stage.
+      num_layers: the number of layers.
+
+    Raises:
+      ValueError: with every fault of the numbers.
+      TypeError: if it is no sequence of ints.
+    """
+    if balance is None:
+        return (1,) * num_layers
+    if isinstance(balance, str):
+        raise ValueError(
+            f"balance={balance!r}: this version does not choose by itself; give the "
+            f"number of layers of each stage, such as "
+            f"balance={[num_layers - num_layers // 2, num_layers // 2]}"
+        )
+    try:
+        sizes = list(balance)
+    except TypeError:
+        sizes = [None]
+    if any(isinstance(n, bool) or not hasattr(n, "__index__") for n in sizes):
+        raise TypeError(
+            f"balance={balance!r}: needs a sequence of ints, the number of layers of "
+            f"each stage"
+        )
+    sizes = [n.__index__() for n in sizes]
+    faults = []
+    if any(n < 1 for n in sizes):
+        faults.append("every stage needs at least one layer")
+    if sum(sizes) != num_layers:
+        faults.append(f"its sum is {sum(sizes)}, the model has {num_layers} layers")
+    if faults:
+        raise ValueError(f"balance={sizes}: {'; '.join(faults)}")
+    return tuple(sizes)
+
+
+def choose_schedule(schedule: Any, num_stages: int, num_microbatches: int) -> Schedule:
+    """Returns a valid schedule for so many stages and micro-batches.
+
+    A builder is asked for every number of ranks that divides the number of stages,
+    from one stage per rank on, so that builders with several stages per rank fit too.
+
+    Args:
+      schedule: a name, a builder or a `Schedule`.
+      num_stages: the number of stages.
+      num_microbatches: the number of micro-batches.
+
+    Raises:
+      ValueError: if the name is unknown or the schedule is for other numbers.
+      TypeError: if it is none of these.
+    """
+    if isinstance(schedule, str):
+        if schedule not in BY_NAME:
+            raise ValueError(
+                f"unknown schedule {schedule!r}: choose "
+                f"{', '.join(map(repr, BY_NAME))}, a builder of jpipe.schedules or a "
+                f"Schedule"
+            )
+        schedule = BY_NAME[schedule]
+    if isinstance(schedule, Schedule):
+        return _check_fit(schedule, num_stages, num_microbatches).validate()
+    if not callable(schedule):
+        raise TypeError(
+            f"schedule={schedule!r} is a {type(schedule).__name__}; needs a name "
+            f"({', '.join(map(repr, BY_NAME))}), a builder of jpipe.schedules or a "
+            f"Schedule"
+        )
+    built = None
+    for stages_per_rank in range(1, num_stages + 1):
+        if num_stages % stages_per_rank == 0:
+            built = schedule(num_stages // stages_per_rank, num_microbatches)
+            if built.num_stages == num_stages:
+                break
+    assert built is not None
+    return _check_fit(built, num_stages, num_microbatches).validate()
+
+
+def _check_fit(schedule: Schedule, num_stages: int, num_microbatches: int) -> Schedule:
+    faults = []
+    if schedule.num_stages != num_stages:
+        faults.append(f"{schedule.num_stages} stages, the pipeline has {num_stages}")
+    if schedule.num_microbatches != num_microbatches:
+        faults.append(
+            f"{schedule.num_microbatches} micro-batches, the pipeline has "
+            f"num_microbatches={num_microbatches}"
+        )
+    if faults:
+        raise ValueError(f"schedule {schedule.name!r} is for {' and '.join(faults)}")
+    return schedule
+
+
+def choose_devices(devices: Any, schedule: Schedule) -> tuple[jax.Device, ...]:
+    """Returns the device of each stage.
+
+    Args:
+      devices: one device per rank; surplus ones are left idle; ``None`` means
+        `jax.devices`.
+      schedule: who runs which stage.
+
+    Raises:
+      ValueError: if there are fewer devices than ranks.
+      TypeError: if an entry is no device.
+    """
+    given: Sequence[Any] = jax.devices() if devices is None else list(devices)
+    strangers = [d for d in given if not isinstance(d, jax.Device)]
+    if strangers:
+        raise TypeError(f"devices: {strangers!r} are no jax.Device objects")
+    needed = schedule.num_ranks
+    if len(given) < needed:
+        what = "stages" if schedule.num_stages == needed else "ranks"
+        raise ValueError(
+            f"{needed} {what} need {needed} devices, there are {len(given)}; repeat "
+            f"devices, as in devices=[jax.devices()[i % {max(len(given), 1)}] for i in "
+            f"range({needed})], group layers with balance=, or, on CPU, make more "
+            f"devices at the start of the program with "
+            f"jax.config.update('jax_num_cpu_devices', {needed})"
+        )
+    return tuple(given[rank] for rank in schedule.placement)

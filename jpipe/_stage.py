@@ -1,0 +1,132 @@
+"""A stage: neighbouring layers as one pure function, with abstract shapes."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from . import _rng
+from ._layer import Layer
+
+PyTree = Any
+
+
+@dataclass(frozen=True)
+class StageFunction:
+    """The layers of one stage, one after the other.
+
+    Attributes:
+      index: the number of the stage.
+      first: the number of its first layer in the user's list.
+      layers: its layers.
+    """
+
+    index: int
+    first: int
+    layers: tuple[Layer, ...]
+
+    @property
+    def span(self) -> slice:
+        """Where its layers stand in a tuple with one entry per layer."""
+        return slice(self.first, self.first + len(self.layers))
+
+    def __call__(
+        self,
+        variables: Sequence[PyTree],
+        x: PyTree,
+        rngs: _rng.Rngs = None,
+        microbatch: jax.Array | None = None,
+        train: bool = False,
+    ) -> tuple[PyTree, tuple[dict[str, PyTree], ...]]:
+        """Applies the layers.
+
+        Args:
+          variables: one entry per layer of the stage.
+          x: the input of its first layer.
+          rngs: the keys of the step, or ``None``.
+          microbatch: the number of the micro-batch; needed with ``rngs``.
+          train: whether this is training.
+
+        Returns:
+          The output of the last layer, and the collections that each layer changed.
+        """
+        changed = []
+        for offset, (layer, entry) in enumerate(
+            zip(self.layers, variables, strict=True)
+        ):
+            number = self.first + offset
+            keys = _rng.layer_rngs(rngs, microbatch, number)
+            with naming(self.index, number, layer, x), jax.named_scope(layer.name):
+                x, change = layer.apply(entry, x, keys, train)
+            changed.append(change)
+        return x, tuple(changed)
+
+
+def fuse(layers: Sequence[Layer], balance: Sequence[int]) -> tuple[StageFunction, ...]:
+    """Groups neighbouring layers into stages of the given sizes."""
+    stages = []
+    first = 0
+    for index, size in enumerate(balance):
+        stages.append(StageFunction(index, first, tuple(layers[first : first + size])))
+        first += size
+    return tuple(stages)
+
+
+def walk(
+    stages: Sequence[StageFunction], key: jax.Array, spec: PyTree
+) -> Iterator[tuple[int, Layer, PyTree, PyTree]]:
+    """Walks the model on abstract values only.
+
+    Args:
+      stages: all stages, in order.
+      key: any key.
+      spec: the input of the model, as `jax.ShapeDtypeStruct` leaves.
+
+    Yields:
+      For each layer its stage's number, itself, its input and its variables, the
+      last two as `jax.ShapeDtypeStruct` leaves.
+    """
+    for stage in stages:
+        for offset, layer in enumerate(stage.layers):
+            with naming(stage.index, stage.first + offset, layer, spec):
+                variables = jax.eval_shape(
+                    lambda k, layer=layer, spec=spec: layer.init(k, spec), key
+                )
+                yield stage.index, layer, spec, variables
+                spec, _ = jax.eval_shape(
+                    lambda v, x, k, layer=layer: layer.apply(
+                        v, x, _rng.layer_rngs(k, 0, 0), False
+                    ),
+                    variables,
+                    spec,
+                    key,
+                )
+
+
+@contextmanager
+def naming(stage: int, number: int, layer: Layer, x: PyTree) -> Iterator[None]:
+    """Adds to any exception which layer raised it, where, and on what input."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(
+            f"raised by layer {number} ({layer.name}) of stage {stage}, "
+            f"whose input was {shapes(x)}"
+        )
+        raise
+
+
+def shapes(tree: PyTree) -> str:
+    """A pytree as text: ``float32[8,16]`` in place of each array."""
+    return str(jax.tree.map(_Shape, tree))
+
+
+class _Shape:
+    def __init__(self, leaf: Any) -> None:
+        shape = ",".join(map(str, getattr(leaf, "shape", ())))
+        self.text = f"{getattr(leaf, 'dtype', type(leaf).__name__)}[{shape}]"
+
+    def __repr__(self) -> str:
+        return self.text

@@ -1,0 +1,283 @@
+"""The work of one stage on one micro-batch, as a function of flat leaves.
+
+The layers are traced here, once; everything after works on the jaxpr.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from . import _jaxpr
+from ._objective import Objective
+from ._stage import StageFunction
+from ._vjp import Differentiable, Leaves
+
+PyTree = Any
+
+# What a micro-batch brings to a stage beside its input, in this order. A stage is
+# given only what it reads.
+EXTRA = ("targets", "rngs", "microbatch", "share")
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The variables of one stage as flat leaves.
+
+    Attributes:
+      tree: the structure, with one entry per layer.
+      specs: shapes and dtypes.
+      paths: where each leaf stands, from the layer's number within the stage.
+      trainable: which leaves have a gradient: those of floating dtype in "params".
+    """
+
+    tree: Any
+    specs: tuple[jax.ShapeDtypeStruct, ...]
+    paths: tuple[Any, ...]
+    trainable: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, variables: Sequence[PyTree]) -> "Weights":
+        """Reads the structure of the variables of a stage's layers."""
+        flat, tree = jax.tree_util.tree_flatten_with_path(tuple(variables))
+        paths = tuple(path for path, _ in flat)
+        leaves = [leaf for _, leaf in flat]
+        trainable = tuple(
+            is_params(path) and is_inexact(leaf)
+            for path, leaf in zip(paths, leaves, strict=True)
+        )
+        specs = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
+        return cls(tree, specs, paths, trainable)
+
+
+def is_params(path: Any) -> bool:
+    """Whether the path of a leaf, from the layer's number on, is one of params."""
+    return getattr(path[1], "key", None) == "params"
+
+
+def is_inexact(leaf: Any) -> bool:
+    """Whether a leaf has a gradient: floating or complex dtype."""
+    return jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One stage on micro-batches of one size.
+
+    Its function gives ``(outputs, aux)``: the outputs are differentiated. They are
+    the floating leaves of the stage's output, or the loss on the stage that has it.
+    The aux are ``num_passed`` leaves that go on with the outputs (integers; the weight
+    of a weighted loss), ``num_emitted`` that go to the caller, and those `changed`.
+
+    Attributes:
+      stage: its layers.
+      weights: the variables of the stage.
+      x: specs of the leaves of its input.
+      extra: specs of the leaves beside the input, by name: see `EXTRA`.
+      y: specs of its output as a pytree; of the aux of the loss where the loss is.
+      wanted: what is differentiated.
+      changed: the positions in ``weights`` of the leaves that training changes.
+      has_loss: whether the loss is in this stage.
+      num_passed: see above.
+      num_emitted: see above.
+      closed: the jaxpr of the function, over the leaves of weights, x and extra.
+    """
+
+    stage: StageFunction
+    weights: Weights
+    x: tuple[jax.ShapeDtypeStruct, ...]
+    extra: Mapping[str, tuple[jax.ShapeDtypeStruct, ...]]
+    y: PyTree
+    wanted: Differentiable
+    changed: tuple[int, ...]
+    has_loss: bool
+    num_passed: int
+    num_emitted: int
+    closed: core.ClosedJaxpr
+
+    @property
+    def index(self) -> int:
+        """The number of the stage."""
+        return self.stage.index
+
+    @property
+    def num_outputs(self) -> int:
+        """How many results are differentiated."""
+        results = len(self.closed.jaxpr.outvars)
+        return results - self.num_passed - self.num_emitted - len(self.changed)
+
+    @property
+    def extra_specs(self) -> list[jax.ShapeDtypeStruct]:
+        """Specs of the leaves beside the input, in order."""
+        return [leaf for leaves in self.extra.values() for leaf in leaves]
+
+    @property
+    def tally_specs(self) -> list[jax.ShapeDtypeStruct]:
+        """Specs of the running sums that the forward of this stage keeps."""
+        sums = self.closed.out_avals[: self.num_outputs + self.num_passed]
+        changed = [self.weights.specs[i] for i in self.changed]
+        kept = [*(sums if self.has_loss else []), *changed]
+        return [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in kept]
+
+    def run(self, weights: Leaves, x: Leaves, extra: Leaves) -> tuple[list, list]:
+        """``(outputs, aux)`` of flat leaves."""
+        flat = core.jaxpr_as_fun(self.closed)(*weights, *x, *extra)
+        return flat[: self.num_outputs], flat[self.num_outputs :]
+
+    def send(self, outputs: Leaves, aux: Leaves) -> list[Any]:
+        """The leaves for the next stage, in the order of ``y``; none with the loss."""
+        if self.has_loss:
+            return []
+        free, fixed = iter(outputs), iter(aux)
+        leaves = jax.tree.leaves(self.y)
+        return [next(free) if is_inexact(leaf) else next(fixed) for leaf in leaves]
+
+    def emit(self, aux: Leaves) -> list[Any]:
+        """The leaves of what the loss function returned beside the loss."""
+        return list(aux[self.num_passed : self.num_passed + self.num_emitted])
+
+    def tally(
+        self, tally: Leaves, outputs: Leaves, aux: Leaves, extra: Leaves
+    ) -> list[Any]:
+        """Adds one micro-batch: its loss, and its share of what training changes.
+
+        A changed leaf becomes the mean over the examples of what the micro-batches
+        made of it; a changed leaf of integers is what the last one made of it.
+        """
+        losses = [*outputs, *aux[: self.num_passed]] if self.has_loss else []
+        states = aux[self.num_passed + self.num_emitted :]
+        sums = [old + new for old, new in zip(tally, losses, strict=False)]
+        for old, new in zip(tally[len(losses) :], states, strict=True):
+            share = extra[-1]
+            sums.append(old + new * share.astype(new.dtype) if is_inexact(new) else new)
+        return sums
+
+
+def trace(
+    stage: StageFunction,
+    weights: Weights,
+    x: PyTree,
+    extra: Mapping[str, PyTree],
+    *,
+    train: bool,
+    objective: Objective | None = None,
+    differentiate_x: bool = False,
+) -> Task:
+    """Traces a stage on abstract values.
+
+    Args:
+      stage: its layers.
+      weights: its variables.
+      x: specs of its input.
+      extra: specs of what a micro-batch brings beside its input, by name.
+      train: whether this is training.
+      objective: the loss, on the last stage in training.
+      differentiate_x: whether an earlier stage wants the gradient of the input.
+
+    Returns:
+      The task; of ``extra`` it asks only for what it reads.
+    """
+    x_leaves, x_tree = jax.tree.flatten(x)
+    extra = {name: extra[name] for name in EXTRA if name in extra}
+    position = {path: i for i, path in enumerate(weights.paths)}
+    changed_at: list[int] = []
+
+    def whole(weight_leaves: Leaves, x_leaves: Leaves, extra: Mapping[str, PyTree]):
+        variables = jax.tree.unflatten(weights.tree, weight_leaves)
+        y, changed = stage(
+            variables,
+            jax.tree.unflatten(x_tree, x_leaves),
+            extra.get("rngs"),
+            extra.get("microbatch"),
+            train,
+        )
+        changes = {
+            position[path]: leaf
+            for path, leaf in jax.tree_util.tree_leaves_with_path(changed)
+            if path in position
+        }
+        changed_at[:] = changes
+        loss = []
+        if objective is not None:
+            scalar, sums, y = objective(y, extra["targets"], extra["share"])
+            loss = [scalar, *sums]
+        return loss, jax.tree.map(jnp.asarray, y), list(changes.values())
+
+    # A dictionary is flattened in the order of its keys.
+    ordered = {f"{EXTRA.index(name)}": value for name, value in extra.items()}
+    named = dict(zip(ordered, extra, strict=True))
+    closed, (loss, y, _) = _jaxpr.trace(
+        lambda w, x, e: whole(w, x, {named[key]: value for key, value in e.items()}),
+        weights.specs,
+        x_leaves,
+        ordered,
+    )
+    flat_extra = {name: tuple(jax.tree.leaves(value)) for name, value in extra.items()}
+    return _prune(
+        Task(
+            stage=stage,
+            weights=weights,
+            x=tuple(x_leaves),
+            extra=flat_extra,
+            y=y,
+            wanted=Differentiable(
+                weights.trainable,
+                tuple(differentiate_x and is_inexact(leaf) for leaf in x_leaves),
+            ),
+            changed=tuple(changed_at),
+            has_loss=objective is not None,
+            num_passed=0,
+            num_emitted=0,
+            closed=closed,
+        ),
+        len(loss),
+    )
+
+
+def _prune(task: Task, num_losses: int) -> Task:
+    """Puts the results in order and drops what changes nothing and what is not read."""
+    jaxpr = task.closed.jaxpr
+    num_y = len(jax.tree.leaves(task.y))
+    losses = jaxpr.outvars[:num_losses]
+    y = jaxpr.outvars[num_losses : num_losses + num_y]
+    inputs = set(jaxpr.invars)
+    changes = [
+        (at, var)
+        for at, var in zip(
+            task.changed, jaxpr.outvars[num_losses + num_y :], strict=True
+        )
+        if isinstance(var, core.Literal) or var not in inputs
+    ]
+    if task.has_loss:
+        outputs, passed, emitted = losses[:1], losses[1:], y
+    else:
+        outputs = [var for var in y if is_inexact(var.aval)]
+        passed = [var for var in y if not is_inexact(var.aval)]
+        emitted = []
+    results = [*outputs, *passed, *emitted, *(var for _, var in changes)]
+    closed = _jaxpr.prune(task.closed, results)
+
+    # The share of the examples is needed by the mean, and by what training changes.
+    always = {"share"} if changes else set()
+    first = len(task.weights.specs) + len(task.x)
+    live = _jaxpr.live_inputs(closed)
+    keep_vars = list(closed.jaxpr.invars[:first])
+    extra = {}
+    for name, leaves in task.extra.items():
+        end = first + len(leaves)
+        if any(live[first:end]) or name in always:
+            extra[name] = leaves
+            keep_vars += closed.jaxpr.invars[first:end]
+        first = end
+    closed = core.ClosedJaxpr(closed.jaxpr.replace(invars=keep_vars), closed.consts)
+    return replace(
+        task,
+        extra=extra,
+        changed=tuple(at for at, _ in changes),
+        num_passed=len(passed),
+        num_emitted=len(emitted),
+        closed=closed,
+    )

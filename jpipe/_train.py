@@ -1,0 +1,177 @@
+"""Training: the state, and the step that changes it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import optax
+
+from . import _rng, _signature, _variables
+from ._gradient import Gradient
+from ._optimizer import Optimizer
+
+PyTree = Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """Everything that a training step changes; a pytree, keyed by layer.
+
+    Nothing in it depends on the number of stages, the devices or the schedule.
+
+    Attributes:
+      step: the number of steps taken, an int32 scalar.
+      params: the parameters, one entry per layer, ``{}`` where there are none.
+      opt_state: the optimizer's state, that of ``tx.init(params)``.
+      model_state: the other collections, such as ``batch_stats``, one entry per layer.
+      rng: the key from which each step's keys follow.
+    """
+
+    step: jax.Array
+    params: tuple[PyTree, ...]
+    opt_state: PyTree
+    model_state: tuple[PyTree, ...]
+    rng: jax.Array
+
+    @property
+    def variables(self) -> tuple[PyTree, ...]:
+        """The variables as `Pipeline.apply` takes them."""
+        return _variables.merge(self.params, self.model_state)
+
+
+class TrainStep:
+    """``step(state, x, targets) -> (state, metrics)``; made by `Pipeline.train_step`.
+
+    Args:
+      find_gradient: gives the compiled gradient for variables and a batch.
+      make_optimizer: gives the optimizer for parameters.
+      check_placed: checks that the leaves of each stage are in place.
+      has_aux: whether the loss function returns something beside the loss.
+      donate: whether the given state is overwritten.
+    """
+
+    def __init__(
+        self,
+        find_gradient: Callable[..., Gradient],
+        make_optimizer: Callable[[PyTree], Optimizer],
+        check_placed: Callable[[Sequence[Sequence[Any]]], None],
+        *,
+        has_aux: bool,
+        donate: bool,
+    ) -> None:
+        self._find_gradient = find_gradient
+        self._make_optimizer = make_optimizer
+        self._check_placed = check_placed
+        self._has_aux = has_aux
+        self._donate = donate
+        self._compiled: dict[Any, _Compiled] = {}
+
+    def __call__(
+        self, state: TrainState, x: PyTree, targets: PyTree
+    ) -> tuple[TrainState, dict[str, Any]]:
+        """Takes one step. Returns as soon as the work is dispatched.
+
+        Args:
+          state: the state; its memory is used again, unless ``donate=False``.
+          x: the input of the mini-batch, on the host or any device.
+          targets: its targets, on the host or any device.
+
+        Returns:
+          The new state, and ``{"loss": ...}`` with ``"aux"`` where there is one.
+
+        Raises:
+          ValueError: if the state or the batch does not fit; nothing is changed.
+          TypeError: if a leaf of the batch is not an array; nothing is changed.
+        """
+        _check_state(state)
+        pool, state_tree = jax.tree.flatten((state.params, state.model_state))
+        batch, batch_tree = jax.tree.flatten((x, targets))
+        signature = (state_tree, batch_tree, _signature.kinds((*pool, *batch)))
+        if signature not in self._compiled:
+            gradient = self._find_gradient(state.variables, x, targets, state.rng, True)
+            optimizer = self._make_optimizer(state.params)
+            self._compiled[signature] = _Compiled(gradient, optimizer, state)
+        compiled = self._compiled[signature]
+        weights = [[pool[i] for i in order] for order in compiled.order]
+        self._check_placed(weights)
+
+        key, number = _advance(state.rng, state.step)
+        x_leaves, target_leaves = jax.tree.leaves(x), jax.tree.leaves(targets)
+        outcome = compiled.gradient(weights, x_leaves, target_leaves, [key])
+        count = len(jax.tree.leaves(state.params))
+        grads = [leaf for leaves in outcome.grads for leaf in leaves]
+        params, opt_state = compiled.optimizer.update(
+            grads, state.opt_state, pool[:count]
+        )
+        pool = [*params, *pool[count:]]
+        for positions, leaves in zip(compiled.changed, outcome.changed, strict=True):
+            for i, leaf in zip(positions, leaves, strict=True):
+                pool[i] = leaf
+        new_params, model_state = jax.tree.unflatten(state_tree, pool)
+        metrics = {"loss": outcome.loss}
+        if self._has_aux:
+            metrics["aux"] = outcome.aux
+        new = TrainState(number, new_params, opt_state, model_state, state.rng)
+        return new, metrics
+
+
+class _Compiled:
+    """A step for one signature: its programs, and how leaves are reordered.
+
+    The leaves of a state count parameters first, then the other collections; the
+    weights of a stage are in the order of its variables.
+
+    Attributes:
+      order: for each stage the positions of its weights among the leaves of a state.
+      changed: for each stage the positions of those that training changes.
+    """
+
+    def __init__(
+        self, gradient: Gradient, optimizer: Optimizer, state: TrainState
+    ) -> None:
+        self.gradient = gradient
+        self.optimizer = optimizer
+        leaves, tree = jax.tree.flatten((state.params, state.model_state))
+        numbered = _variables.merge(*jax.tree.unflatten(tree, range(len(leaves))))
+        tasks = [row[0].task for row in gradient.program.rows]
+        self.order = [jax.tree.leaves(numbered[task.stage.span]) for task in tasks]
+        self.changed = [
+            [order[i] for i in task.changed]
+            for order, task in zip(self.order, tasks, strict=True)
+        ]
+
+
+@jax.jit
+def _advance(rng: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return _rng.step_key(rng, step), step + 1
+
+
+def _check_state(state: Any) -> None:
+    if not isinstance(state, TrainState):
+        raise TypeError(
+            f"state is a {type(state).__name__}; needs the TrainState that "
+            f"Pipeline.init_train_state or an earlier step returned"
+        )
+    first = next(iter(jax.tree.leaves(state.params)), state.step)
+    if isinstance(first, jax.Array) and first.is_deleted():
+        raise ValueError(
+            "this state was given to an earlier step, which used its memory again; go "
+            "on with the state that it returned, or build the step with "
+            "pipe.train_step(..., donate=False)"
+        )
+
+
+def check_optimizer(tx: Any) -> optax.GradientTransformation:
+    """Returns ``tx`` if it is an optax transformation.
+
+    Raises:
+      TypeError: if it is not.
+    """
+    if not (hasattr(tx, "init") and hasattr(tx, "update")):
+        raise TypeError(
+            f"tx={tx!r} is a {type(tx).__name__}; needs an optax optimizer, such as "
+            f"optax.adamw(1e-3)"
+        )
+    return tx

@@ -1,0 +1,109 @@
+"""The variables that a user holds: one entry per layer, each on its layer's device."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from ._stage import StageFunction
+
+PyTree = Any
+
+
+def check(expected: Sequence[PyTree], given: Any) -> None:
+    """Checks that variables are those of this model.
+
+    Args:
+      expected: what the layers' init gives, as specs, one entry per layer.
+      given: what the caller passed.
+
+    Raises:
+      ValueError: with every leaf that is missing, surplus or of another shape.
+    """
+    if not isinstance(given, Sequence) or len(given) != len(expected):
+        length = len(given) if isinstance(given, Sequence) else type(given).__name__
+        raise ValueError(
+            f"variables has {length} entries, the model {len(expected)} layers; give a "
+            f"tuple with one entry per layer, as Pipeline.init returns it"
+        )
+    strangers = [
+        f"variables[{i}] is a {type(entry).__name__}"
+        for i, entry in enumerate(given)
+        if not isinstance(entry, Mapping)
+    ]
+    if strangers:
+        raise ValueError(
+            "variables must have a mapping such as {'params': ...} for each layer: "
+            + "; ".join(strangers)
+        )
+    wanted, found = _shapes(expected), _shapes(given)
+    faults = [f"missing: {path} {wanted[path]}" for path in wanted if path not in found]
+    faults += [f"surplus: {path} {found[path]}" for path in found if path not in wanted]
+    faults += [
+        f"{path} has shape {found[path]}, the model needs {wanted[path]}"
+        for path in wanted
+        if path in found and found[path] != wanted[path]
+    ]
+    if faults:
+        raise ValueError(
+            "the variables are not those of this model:\n"
+            + "\n".join(f"  * {fault}" for fault in faults)
+        )
+
+
+def _shapes(variables: Sequence[PyTree]) -> dict[str, tuple[int, ...]]:
+    flat = jax.tree_util.tree_leaves_with_path(tuple(variables))
+    return {
+        f"variables{jax.tree_util.keystr(path)}": tuple(leaf.shape)
+        for path, leaf in flat
+    }
+
+
+def check_placed(
+    weights: Sequence[Sequence[Any]],
+    stages: Sequence[StageFunction],
+    devices: Sequence[jax.Device],
+) -> None:
+    """Checks that every leaf is where its stage runs.
+
+    Raises:
+      ValueError: with each stage whose leaves are elsewhere.
+    """
+    faults = []
+    for leaves, stage, device in zip(weights, stages, devices, strict=True):
+        # A leaf of NumPy answers "cpu", a sharded one its sharding.
+        elsewhere = {str(leaf.device) for leaf in leaves if leaf.device != device}
+        if elsewhere:
+            layers = f"layers {stage.first} to {stage.span.stop - 1}"
+            faults.append(
+                f"stage {stage.index} ({layers}) runs on {device}, its "
+                f"variables are on {', '.join(sorted(elsewhere))}"
+            )
+    if faults:
+        raise ValueError(
+            "variables are not in place; type variables = pipe.place(variables):\n"
+            + "\n".join(f"  * {fault}" for fault in faults)
+        )
+
+
+def params(variables: Sequence[Any]) -> tuple[PyTree, ...]:
+    """The parameters of each layer, ``{}`` where there are none."""
+    return tuple(entry.get("params", {}) for entry in variables)
+
+
+def model_state(variables: Sequence[Any]) -> tuple[PyTree, ...]:
+    """The other collections of each layer, ``{}`` where there are none."""
+    return tuple(
+        {name: value for name, value in entry.items() if name != "params"}
+        for entry in variables
+    )
+
+
+def merge(
+    params: Sequence[PyTree], model_state: Sequence[PyTree]
+) -> tuple[PyTree, ...]:
+    """The inverse of `params` and `model_state`."""
+    return tuple(
+        {**state, "params": own} if jax.tree.leaves(own) else dict(state)
+        for own, state in zip(params, model_state, strict=True)
+    )

@@ -1,0 +1,269 @@
+"""A function cut in two programs: a forward and the backward that completes it.
+
+`jax.vjp` inside `jax.jit` returns its residuals as outputs, and with them fresh
+copies of whatever the backward reads: the weights above all, once per micro-batch
+in flight. Here the residuals are read off the jaxpr of the forward, and only those
+leave it that nobody holds anyway:
+
+* a residual that *is* an input (a weight, the stage's input, a target) is passed to
+  the backward again;
+* one that follows from the weights alone (a cast to bfloat16, a broadcast scale) is
+  computed again from them;
+* one that the backward turns out not to read is dropped;
+* the rest is *carried* from the forward to the backward.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.extend import core
+
+from . import _jaxpr
+
+Leaves = Sequence[Any]
+# f(weights, x, extra) -> (outputs, aux): flat leaves in, flat leaves out. Outputs are
+# differentiated, aux is not.
+Function = Callable[[Leaves, Leaves, Leaves], tuple[list[Any], list[Any]]]
+
+
+class Cut(NamedTuple):
+    """The two halves of one function.
+
+    Attributes:
+      forward: ``(weights, x, extra) -> (outputs, aux, carried)``.
+      backward: ``(weights, kept, extra, carried, cotangents) -> (weight_grads,
+        x_grads)``, of the differentiated leaves only.
+      kept: the positions in ``x`` of the leaves that the backward reads.
+      outputs: the specs of the outputs.
+      aux: the specs of the aux.
+      carried: the specs of the carried residuals.
+    """
+
+    forward: Callable[..., tuple[list[Any], list[Any], list[Any]]]
+    backward: Callable[..., tuple[list[Any], list[Any]]]
+    kept: tuple[int, ...]
+    outputs: list[jax.ShapeDtypeStruct]
+    aux: list[jax.ShapeDtypeStruct]
+    carried: list[jax.ShapeDtypeStruct]
+
+
+class Differentiable(NamedTuple):
+    """Which leaves of the weights and of x are differentiated."""
+
+    weights: tuple[bool, ...]
+    x: tuple[bool, ...]
+
+
+def cut(
+    function: Function,
+    weights: Leaves,
+    x: Leaves,
+    extra: Leaves,
+    wanted: Differentiable,
+    remat: Callable[[Callable[..., Any]], Callable[..., Any]],
+) -> Cut:
+    """Cuts a function in a forward and a backward.
+
+    Args:
+      function: what to differentiate.
+      weights: specs of the leaves that stay where they are.
+      x: specs of the leaves that belong to one micro-batch.
+      extra: specs of further leaves of one micro-batch that are at hand for both
+        halves and have no gradient: targets, keys.
+      wanted: which leaves are differentiated.
+      remat: wraps the function, as `jax.checkpoint` does, to say what is carried.
+
+    Returns:
+      The two halves, over flat leaves.
+    """
+    tree: list[Any] = []
+
+    def forward(weights: Leaves, x: Leaves, extra: Leaves) -> Any:
+        outputs, pullback, aux = _vjp(function, weights, x, extra, wanted, remat)
+        residuals, structure = jax.tree.flatten(pullback)
+        tree.append(structure)
+        return outputs, aux, residuals
+
+    closed, (outputs, aux, residuals) = _jaxpr.trace(forward, weights, x, extra)
+    structure = tree[-1]
+    count = len(outputs) + len(aux)
+    variables = closed.jaxpr.outvars[count:]
+    source = _Sources(closed, variables, len(weights))
+
+    def backward(weights: Leaves, x: Leaves, extra: Leaves, carried: Leaves, cts: Any):
+        pullback = jax.tree.unflatten(
+            structure, source.gather([*weights, *x, *extra], carried)
+        )
+        return pullback(list(cts))
+
+    specs = [residuals[i] for i in source.carried]
+    traced, _ = _jaxpr.trace(backward, weights, x, extra, specs, outputs)
+    live = _jaxpr.live_inputs(traced)
+    first_x, first_extra = len(weights), len(weights) + len(x)
+    first_carried = first_extra + len(extra)
+    kept = tuple(i for i in range(len(x)) if live[first_x + i])
+    needed = [i for i in range(len(specs)) if live[first_carried + i]]
+
+    carried_vars = [variables[source.carried[i]] for i in needed]
+    program = core.ClosedJaxpr(
+        closed.jaxpr.replace(outvars=[*closed.jaxpr.outvars[:count], *carried_vars]),
+        closed.consts,
+    )
+    return Cut(
+        _forward_half(program, len(outputs), len(aux)),
+        _backward_half(traced, len(x), kept, specs, needed, wanted),
+        kept,
+        outputs,
+        aux,
+        [specs[i] for i in needed],
+    )
+
+
+def value_and_vjp(
+    function: Function,
+    weights: Leaves,
+    x: Leaves,
+    extra: Leaves,
+    wanted: Differentiable,
+) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
+    """Forward and backward in one: ``(outputs, aux, weight_grads, x_grads)``.
+
+    The cotangent of every output is one, so this is for scalar outputs.
+    """
+    outputs, pullback, aux = _vjp(function, weights, x, extra, wanted, lambda f: f)
+    weight_grads, x_grads = pullback([jax.numpy.ones_like(out) for out in outputs])
+    return outputs, aux, weight_grads, x_grads
+
+
+def _vjp(
+    function: Function,
+    weights: Leaves,
+    x: Leaves,
+    extra: Leaves,
+    wanted: Differentiable,
+    remat: Callable[[Callable[..., Any]], Callable[..., Any]],
+) -> Any:
+    free_weights, fixed_weights = _divide(weights, wanted.weights)
+    free_x, fixed_x = _divide(x, wanted.x)
+
+    def of_the_free(free_weights, free_x, fixed_weights, fixed_x, extra):
+        return function(
+            _join(free_weights, fixed_weights, wanted.weights),
+            _join(free_x, fixed_x, wanted.x),
+            extra,
+        )
+
+    wrapped = remat(of_the_free)
+    return jax.vjp(
+        lambda w, x: wrapped(w, x, fixed_weights, fixed_x, extra),
+        free_weights,
+        free_x,
+        has_aux=True,
+    )
+
+
+def _divide(leaves: Leaves, chosen: Sequence[bool]) -> tuple[list[Any], list[Any]]:
+    pairs = list(zip(leaves, chosen, strict=True))
+    return [x for x, yes in pairs if yes], [x for x, yes in pairs if not yes]
+
+
+def _join(free: Leaves, fixed: Leaves, chosen: Sequence[bool]) -> list[Any]:
+    some, others = iter(free), iter(fixed)
+    return [next(some) if yes else next(others) for yes in chosen]
+
+
+class _Sources:
+    """Where the backward finds each residual: see the head of this file."""
+
+    def __init__(
+        self, closed: core.ClosedJaxpr, variables: Sequence[Any], num_weights: int
+    ) -> None:
+        invars = closed.jaxpr.invars
+        self._input = {var: i for i, var in enumerate(invars)}
+        is_data = [i >= num_weights for i in range(len(invars))]
+        data = _jaxpr.depending_on(closed, is_data)
+        self._variables = list(variables)
+        again = [
+            var
+            for var in self._variables
+            if not self._is_input(var)
+            and (isinstance(var, core.Literal) or var not in data)
+        ]
+        self._again = {_identity(var): i for i, var in enumerate(again)}
+        self._recompute = _jaxpr.evaluate(closed, again, without=data)
+        self.carried: list[int] = []
+        self._place: dict[Any, int] = {}
+        for i, var in enumerate(self._variables):
+            known = self._is_input(var) or _identity(var) in self._again
+            if not known and var not in self._place:
+                self._place[var] = len(self.carried)
+                self.carried.append(i)
+
+    def _is_input(self, var: Any) -> bool:
+        return not isinstance(var, core.Literal) and var in self._input
+
+    def gather(self, inputs: Leaves, carried: Leaves) -> list[Any]:
+        """All residuals, given the inputs of the forward and what it carried."""
+        recomputed = self._recompute(*inputs)
+
+        def find(var: Any) -> Any:
+            if self._is_input(var):
+                return inputs[self._input[var]]
+            if _identity(var) in self._again:
+                return recomputed[self._again[_identity(var)]]
+            return carried[self._place[var]]
+
+        return [find(var) for var in self._variables]
+
+
+def _identity(var: Any) -> int:
+    # Literals are not hashable; the variables outlive this analysis.
+    return id(var)
+
+
+def _forward_half(program: core.ClosedJaxpr, num_outputs: int, num_aux: int) -> Any:
+    run = core.jaxpr_as_fun(program)
+
+    def forward(weights: Leaves, x: Leaves, extra: Leaves) -> Any:
+        flat = run(*weights, *x, *extra)
+        end = num_outputs + num_aux
+        return flat[:num_outputs], flat[num_outputs:end], flat[end:]
+
+    return forward
+
+
+def _backward_half(
+    traced: core.ClosedJaxpr,
+    num_x: int,
+    kept: Sequence[int],
+    specs: Sequence[Any],
+    needed: Sequence[int],
+    wanted: Differentiable,
+) -> Any:
+    run = core.jaxpr_as_fun(traced)
+    num_grads = sum(wanted.weights)
+
+    def backward(
+        weights: Leaves, kept_x: Leaves, extra: Leaves, carried: Leaves, cts: Leaves
+    ) -> Any:
+        # Leaves that the backward does not read have no value any more; zeros stand
+        # in for them and vanish when XLA removes dead code.
+        x_specs = traced.jaxpr.invars[len(weights) : len(weights) + num_x]
+        x = [_nothing(var.aval) for var in x_specs]
+        for i, leaf in zip(kept, kept_x, strict=True):
+            x[i] = leaf
+        residuals = [_nothing(spec) for spec in specs]
+        for i, leaf in zip(needed, carried, strict=True):
+            residuals[i] = leaf
+        flat = run(*weights, *x, *extra, *residuals, *cts)
+        return flat[:num_grads], flat[num_grads:]
+
+    return backward
+
+
+def _nothing(spec: Any) -> Any:
+    if jax.dtypes.issubdtype(spec.dtype, jax.dtypes.prng_key):
+        return jax.random.key(0, impl=jax.random.key_impl(spec))
+    return np.zeros(spec.shape, spec.dtype)
