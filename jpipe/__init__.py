@@ -5,9 +5,9 @@ from importlib.metadata import version as _version
 from . import schedules as schedules
 from ._layer import Stage as Stage
 from ._pipeline import Pipeline as Pipeline
-from ._pipeline import pipeline as pipeline
-from ._pipeline import sequential as sequential
 from ._plan import Plan as Plan
 from ._train import TrainState as TrainState
+from ._transform import pipeline as pipeline
+from ._transform import sequential as sequential
 
 __version__ = _version("jpipe")

@@ -15,6 +15,7 @@ from jax.sharding import SingleDeviceSharding
 
 from . import _remat, _vjp
 from ._task import Task
+from ._transfer import Device
 from ._vjp import Leaves
 
 Compiled = Callable[..., Any]
@@ -76,7 +77,10 @@ class StagePrograms:
 
     @cached_property
     def backward(self) -> Compiled:
-        """``(weights, kept, extra, carried, cotangents, grads) -> (x_grads, grads)``."""
+        """``(weights, kept, extra, carried, cotangents, grads) -> (x_grads, grads)``.
+
+        The gradients of the weights are added to the sums that it is given.
+        """
         task, cut = self.task, self.cut
 
         def backward(
@@ -125,7 +129,7 @@ class StagePrograms:
         """Whether a backward has anything to compute."""
         return any(self.task.wanted.weights) or any(self.task.wanted.x)
 
-    def zeros(self, device: jax.Device) -> Compiled:
+    def zeros(self, device: Device) -> Compiled:
         """``() -> (grads, tally)``: the sums before the first micro-batch."""
         grads = _chosen(self.task.weights.specs, self.task.wanted.weights)
         specs = [list(grads), self.task.tally_specs]

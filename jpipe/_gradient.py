@@ -10,6 +10,7 @@ import numpy as np
 from . import _execute, _transfer
 from ._objective import Objective
 from ._program import Program
+from ._vjp import Leaves
 
 PyTree = Any
 
@@ -26,8 +27,8 @@ class Outcome(NamedTuple):
 
     loss: jax.Array
     aux: PyTree
-    grads: list[Sequence[jax.Array]]
-    changed: list[Sequence[jax.Array]]
+    grads: Sequence[Sequence[jax.Array]]
+    changed: Sequence[Sequence[jax.Array]]
 
 
 class Gradient:
@@ -50,7 +51,7 @@ class Gradient:
 
     def __call__(
         self,
-        weights: list[list[jax.Array]],
+        weights: list[Leaves],
         x: Sequence[Any],
         targets: Sequence[Any],
         rngs: Sequence[jax.Array],
@@ -82,10 +83,7 @@ class Gradient:
         return Outcome(loss, self._aux(live.emitted[-1]), grads, changed)
 
     def _aux(self, rows: list[Any]) -> PyTree:
-        if not rows[0]:
-            leaves = []
-        else:
-            leaves = self._stack(rows)
+        leaves = [] if not rows[0] else self._stack(rows)
         return jax.tree.unflatten(jax.tree.structure(self.program.last_task.y), leaves)
 
     def _check_aux(self) -> None:

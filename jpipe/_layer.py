@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -117,6 +118,35 @@ def _as_layer(source: Any) -> Layer:
     if isinstance(source, Stage):
         return _from_stage(source)
     return _from_function(source)
+
+
+def initialize(layer: Layer, key: jax.Array, spec: PyTree) -> dict[str, PyTree]:
+    """Makes the variables of a layer, compiled on the device of the key.
+
+    Random numbers take long to compile: layers that are equal, as the blocks of a
+    Transformer are, share one program, in this pipeline and in the next.
+
+    Args:
+      layer: the layer.
+      key: its key.
+      spec: its input, as `jax.ShapeDtypeStruct` leaves.
+
+    Returns:
+      Its variables, on the device of the key.
+    """
+    try:
+        hash(layer.source)
+    except TypeError:  # a module with an array or a list among its attributes
+        return jax.jit(lambda key: layer.init(key, spec))(key)
+    leaves, tree = jax.tree.flatten(spec)
+    kinds = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+    return _initialize(layer.source, key, tree, kinds)
+
+
+@partial(jax.jit, static_argnums=(0, 2, 3))
+def _initialize(source: Any, key: jax.Array, tree: Any, kinds: Any) -> Any:
+    leaves = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in kinds]
+    return _as_layer(source).init(key, jax.tree.unflatten(tree, leaves))
 
 
 def _from_stage(stage: Stage) -> Layer:

@@ -8,6 +8,7 @@ import jax
 from . import _execute
 from ._execute import Live, Step
 from ._program import Program
+from ._transfer import Device
 
 
 def nbytes(tree: Any) -> int:
@@ -29,7 +30,7 @@ class Meter:
         stage.
     """
 
-    def __init__(self, devices: Sequence[jax.Device]) -> None:
+    def __init__(self, devices: Sequence[Device]) -> None:
         self._devices = devices
         self.peak = dict.fromkeys(devices, 0)
         self.activations = [0] * len(devices)

@@ -11,7 +11,7 @@ Axes = Any
 
 
 def sizes(batch_size: int, num_microbatches: int) -> tuple[int, ...]:
-    """Sizes that differ by at most one and sum to the batch: ``10, 4 -> 3, 3, 2, 2``."""
+    """Sizes that differ by at most one and sum to the batch: 10 in 4 is 3, 3, 2, 2."""
     quotient, rest = divmod(batch_size, num_microbatches)
     return tuple(quotient + (i < rest) for i in range(num_microbatches))
 

@@ -6,8 +6,10 @@ from typing import Any
 import jax
 import optax
 
+from . import _transfer
 from ._placed import Home, Placed
 from ._task import is_inexact
+from ._transfer import Device
 
 PyTree = Any
 
@@ -32,20 +34,16 @@ class Optimizer:
         tx: optax.GradientTransformation,
         params: PyTree,
         stage_of_layer: Sequence[int],
-        devices: Sequence[jax.Device],
+        devices: Sequence[Device],
         donate: bool,
     ) -> None:
         self._trainable = [is_inexact(leaf) for leaf in jax.tree.leaves(params)]
         self._params_tree = jax.tree.structure(params)
         free = self._hide_integers(params)
-        place = {
-            path: stage_of_layer[path[0].idx]
-            for path, _ in jax.tree_util.tree_leaves_with_path(free)
-        }
+        place = _places(free, stage_of_layer)
 
         def homes(tree: PyTree) -> list[Home]:
-            paths = jax.tree_util.tree_leaves_with_path(tree)
-            return [_home(path, place) for path, _ in paths]
+            return _homes(tree, place)
 
         self._init = Placed(
             tx.init,
@@ -110,10 +108,46 @@ class Optimizer:
         return jax.tree.unflatten(self._params_tree, leaves)
 
 
-def _home(path: Any, place: dict[Any, int]) -> Home:
-    """Where a leaf of the optimizer's state belongs.
+def place_state(
+    state: PyTree,
+    params: PyTree,
+    stage_of_layer: Sequence[int],
+    devices: Sequence[Device],
+) -> PyTree:
+    """Puts an optimizer's state where its parameters belong.
+
+    Args:
+      state: the state, on the host or any devices.
+      params: the parameters, or any tree of their structure.
+      stage_of_layer: the stage of each layer.
+      devices: the device of each stage.
+
+    Returns:
+      The same values; what belongs to no parameter is on the first device.
+    """
+    leaves, tree = jax.tree.flatten(state)
+    homes = _homes(state, _places(params, stage_of_layer))
+    placed = [
+        _transfer.put([leaf], devices[home or 0])[0]
+        for leaf, home in zip(leaves, homes, strict=True)
+    ]
+    return jax.tree.unflatten(tree, placed)
+
+
+def _places(params: PyTree, stage_of_layer: Sequence[int]) -> dict[Any, int]:
+    flat = jax.tree_util.tree_leaves_with_path(params)
+    return {path: stage_of_layer[path[0].idx] for path, _ in flat}
+
+
+def _homes(tree: PyTree, place: dict[Any, int]) -> list[Home]:
+    """Where each leaf of the optimizer's state belongs.
 
     A leaf that mirrors a parameter, as a momentum does, has the parameter's path at
     the end of its own.
     """
-    return next((place[path[i:]] for i in range(len(path)) if path[i:] in place), None)
+
+    def home(path: Any) -> Home:
+        ends = (path[i:] for i in range(len(path)))
+        return next((place[end] for end in ends if end in place), None)
+
+    return [home(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]

@@ -15,6 +15,7 @@ import jax
 from jax.extend import core
 
 from . import _jaxpr, _transfer
+from ._transfer import Device
 
 # The number of a place, or None for what every place may have: constants, counters,
 # and what follows from them alone. Such equations are computed wherever needed.
@@ -60,7 +61,7 @@ class Placed:
         *,
         in_homes: Sequence[Home],
         out_homes: Callable[[Any], Sequence[Home]],
-        devices: Sequence[jax.Device],
+        devices: Sequence[Device],
         donate: Sequence[bool],
         name: str,
     ) -> None:
@@ -214,8 +215,11 @@ def _append(results: list[Any], atom: Any) -> None:
 
 
 def _heaviest(placed: Sequence[Any], home: dict[Any, Home]) -> Home:
-    """The place that holds most bytes; of equals the last, so that a sum of scalars
-    passes from place to place instead of gathering all terms in one."""
+    """The place that holds most bytes.
+
+    Of equals the last, so that a sum of scalars passes from place to place instead of
+    gathering all its terms in one.
+    """
     weight: dict[int, int] = {}
     for var in placed:
         place = home[var]

@@ -1,5 +1,6 @@
-"""From a schedule and the functions of its stages to the steps that the executor runs."""
+"""From a schedule and the functions of its stages to the steps of the executor."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,8 @@ from ._execute import Live, Step
 from ._objective import Objective
 from ._stage import StageFunction
 from ._task import Task, Weights, trace
+from ._transfer import Device
+from ._vjp import Leaves
 from .schedules import Schedule
 
 PyTree = Any
@@ -62,7 +65,7 @@ class Pipe:
     """What is fixed for all batches: stages, their devices, the schedule, remat."""
 
     stages: tuple[StageFunction, ...]
-    devices: tuple[jax.Device, ...]
+    devices: tuple[Device, ...]
     schedule: Schedule
     remat: tuple[Any, ...]
 
@@ -110,7 +113,7 @@ class Program:
 
     def feed(
         self,
-        weights: list[list[jax.Array]],
+        weights: list[Leaves],
         x: Sequence[Any],
         targets: Sequence[Any] = (),
         rngs: Sequence[jax.Array] = (),
@@ -136,7 +139,7 @@ class Program:
     def abstract_feed(self) -> Live:
         """What `feed` gives, as specs: one object for what is one array."""
         return self._live(
-            [list(weights.specs) for weights in self.weights],
+            [weights.specs for weights in self.weights],
             [jax.tree.leaves(self.batch.part(size)[0]) for size in self.batch.sizes],
             [[self._abstract_extra(program) for program in row] for row in self.rows],
             [jax.eval_shape(zeros) for zeros in self._zeros],
@@ -149,7 +152,7 @@ class Program:
 
     def _live(
         self,
-        weights: list[list[Any]],
+        weights: list[Leaves],
         x: list[list[Any]],
         extra: list[list[list[Any]]],
         sums: Sequence[tuple[list[Any], list[Any]]],
@@ -324,7 +327,7 @@ def _forwards_before_their_backward(schedule: Schedule) -> set[Action]:
     return {
         action
         for row in schedule.rows
-        for action, after in zip(row, row[1:], strict=False)
+        for action, after in itertools.pairwise(row)
         if action.op == FORWARD and after == action._replace(op=BACKWARD)
     }
 

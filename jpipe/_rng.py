@@ -23,7 +23,7 @@ def training_key(key: jax.Array) -> jax.Array:
     return jax.random.fold_in(key, 2**31 - 1)
 
 
-def layer_rngs(rngs: Rngs, microbatch: jax.Array, layer: int) -> Rngs:
+def layer_rngs(rngs: Rngs, microbatch: jax.Array | int, layer: int) -> Rngs:
     """The keys of one layer on one micro-batch.
 
     Args:

@@ -1,10 +1,12 @@
 """What `jpipe.pipeline` is given, checked: every fault found before any work."""
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
+from ._transfer import Device
 from .schedules import BY_NAME, Schedule
 
 
@@ -15,7 +17,7 @@ def check_num_microbatches(number: Any) -> int:
             f"num_microbatches={number!r} is a {type(number).__name__}; needs an int "
             f"of at least 1"
         )
-    number = number.__index__()
+    number = operator.index(number)
     if number < 1:
         raise ValueError(f"num_microbatches={number}: needs at least 1")
     return number
@@ -41,16 +43,13 @@ def check_balance(balance: Any, num_layers: int) -> tuple[int, ...]:
             f"number of layers of each stage, such as "
             f"balance={[num_layers - num_layers // 2, num_layers // 2]}"
         )
-    try:
-        sizes = list(balance)
-    except TypeError:
-        sizes = [None]
+    sizes = list(balance) if hasattr(balance, "__iter__") else [balance, None]
     if any(isinstance(n, bool) or not hasattr(n, "__index__") for n in sizes):
         raise TypeError(
             f"balance={balance!r}: needs a sequence of ints, the number of layers of "
             f"each stage"
         )
-    sizes = [n.__index__() for n in sizes]
+    sizes = [operator.index(n) for n in sizes]
     faults = []
     if any(n < 1 for n in sizes):
         faults.append("every stage needs at least one layer")
@@ -92,14 +91,16 @@ def choose_schedule(schedule: Any, num_stages: int, num_microbatches: int) -> Sc
             f"({', '.join(map(repr, BY_NAME))}), a builder of jpipe.schedules or a "
             f"Schedule"
         )
-    built = None
-    for stages_per_rank in range(1, num_stages + 1):
-        if num_stages % stages_per_rank == 0:
-            built = schedule(num_stages // stages_per_rank, num_microbatches)
+    return _build(schedule, num_stages, num_microbatches).validate()
+
+
+def _build(builder: Any, num_stages: int, num_microbatches: int) -> Schedule:
+    for num_ranks in range(num_stages, 0, -1):
+        if num_stages % num_ranks == 0:
+            built = builder(num_ranks, num_microbatches)
             if built.num_stages == num_stages:
-                break
-    assert built is not None
-    return _check_fit(built, num_stages, num_microbatches).validate()
+                return _check_fit(built, num_stages, num_microbatches)
+    raise ValueError(f"schedule {builder!r} has no order for {num_stages} stages")
 
 
 def _check_fit(schedule: Schedule, num_stages: int, num_microbatches: int) -> Schedule:
@@ -116,7 +117,7 @@ def _check_fit(schedule: Schedule, num_stages: int, num_microbatches: int) -> Sc
     return schedule
 
 
-def choose_devices(devices: Any, schedule: Schedule) -> tuple[jax.Device, ...]:
+def choose_devices(devices: Any, schedule: Schedule) -> tuple[Device, ...]:
     """Returns the device of each stage.
 
     Args:

@@ -37,7 +37,7 @@ class StageFunction:
         variables: Sequence[PyTree],
         x: PyTree,
         rngs: _rng.Rngs = None,
-        microbatch: jax.Array | None = None,
+        microbatch: jax.Array | int = 0,
         train: bool = False,
     ) -> tuple[PyTree, tuple[dict[str, PyTree], ...]]:
         """Applies the layers.
@@ -46,7 +46,7 @@ class StageFunction:
           variables: one entry per layer of the stage.
           x: the input of its first layer.
           rngs: the keys of the step, or ``None``.
-          microbatch: the number of the micro-batch; needed with ``rngs``.
+          microbatch: the number of the micro-batch.
           train: whether this is training.
 
         Returns:

@@ -191,7 +191,7 @@ def trace(
             variables,
             jax.tree.unflatten(x_tree, x_leaves),
             extra.get("rngs"),
-            extra.get("microbatch"),
+            extra.get("microbatch", 0),
             train,
         )
         changes = {

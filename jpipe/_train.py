@@ -10,6 +10,7 @@ import optax
 from . import _rng, _signature, _variables
 from ._gradient import Gradient
 from ._optimizer import Optimizer
+from ._vjp import Leaves
 
 PyTree = Any
 
@@ -94,7 +95,7 @@ class TrainStep:
             optimizer = self._make_optimizer(state.params)
             self._compiled[signature] = _Compiled(gradient, optimizer, state)
         compiled = self._compiled[signature]
-        weights = [[pool[i] for i in order] for order in compiled.order]
+        weights: list[Leaves] = [[pool[i] for i in order] for order in compiled.order]
         self._check_placed(weights)
 
         key, number = _advance(state.rng, state.step)

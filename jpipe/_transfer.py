@@ -6,16 +6,21 @@ from typing import Any
 import jax
 
 Leaves = Sequence[Any]
+# To a type checker `jax.Device` is a variable and no type.
+Device = Any
 
 
-def put(leaves: Leaves, device: jax.Device) -> list[jax.Array]:
+def put(leaves: Leaves, device: Device) -> list[jax.Array]:
     """Flat leaves, from the host or any device, onto one device. Never waits."""
     return jax.device_put(list(leaves), device) if leaves else []
 
 
-def sender(
-    source: jax.Device, target: jax.Device, count: int
-) -> Callable[[Leaves], Leaves]:
+def put_tree(tree: Any, device: Device) -> Any:
+    """A pytree, from the host or any device, onto one device. Never waits."""
+    return jax.device_put(tree, device)
+
+
+def sender(source: Device, target: Device, count: int) -> Callable[[Leaves], Leaves]:
     """A function that moves ``count`` leaves from one device to another.
 
     Neighbours on one device hand the arrays over: even a `jax.device_put` that has

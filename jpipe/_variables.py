@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from ._stage import StageFunction
+from ._transfer import Device
 
 PyTree = Any
 
@@ -20,12 +21,7 @@ def check(expected: Sequence[PyTree], given: Any) -> None:
     Raises:
       ValueError: with every leaf that is missing, surplus or of another shape.
     """
-    if not isinstance(given, Sequence) or len(given) != len(expected):
-        length = len(given) if isinstance(given, Sequence) else type(given).__name__
-        raise ValueError(
-            f"variables has {length} entries, the model {len(expected)} layers; give a "
-            f"tuple with one entry per layer, as Pipeline.init returns it"
-        )
+    check_length(given, len(expected))
     strangers = [
         f"variables[{i}] is a {type(entry).__name__}"
         for i, entry in enumerate(given)
@@ -51,6 +47,20 @@ def check(expected: Sequence[PyTree], given: Any) -> None:
         )
 
 
+def check_length(given: Any, num_layers: int) -> None:
+    """Checks that there is one entry per layer.
+
+    Raises:
+      ValueError: if there is not.
+    """
+    if not isinstance(given, Sequence) or len(given) != num_layers:
+        length = len(given) if isinstance(given, Sequence) else type(given).__name__
+        raise ValueError(
+            f"variables has {length} entries, the model {num_layers} layers; give a "
+            f"tuple with one entry per layer, as Pipeline.init returns it"
+        )
+
+
 def _shapes(variables: Sequence[PyTree]) -> dict[str, tuple[int, ...]]:
     flat = jax.tree_util.tree_leaves_with_path(tuple(variables))
     return {
@@ -62,7 +72,7 @@ def _shapes(variables: Sequence[PyTree]) -> dict[str, tuple[int, ...]]:
 def check_placed(
     weights: Sequence[Sequence[Any]],
     stages: Sequence[StageFunction],
-    devices: Sequence[jax.Device],
+    devices: Sequence[Device],
 ) -> None:
     """Checks that every leaf is where its stage runs.
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
@@ -133,7 +134,7 @@ def value_and_vjp(
     The cotangent of every output is one, so this is for scalar outputs.
     """
     outputs, pullback, aux = _vjp(function, weights, x, extra, wanted, lambda f: f)
-    weight_grads, x_grads = pullback([jax.numpy.ones_like(out) for out in outputs])
+    weight_grads, x_grads = pullback([jnp.ones_like(out) for out in outputs])
     return outputs, aux, weight_grads, x_grads
 
 
@@ -264,6 +265,6 @@ def _backward_half(
 
 
 def _nothing(spec: Any) -> Any:
-    if jax.dtypes.issubdtype(spec.dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(spec.dtype, jax.dtypes.prng_key):
         return jax.random.key(0, impl=jax.random.key_impl(spec))
     return np.zeros(spec.shape, spec.dtype)

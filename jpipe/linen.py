@@ -64,7 +64,7 @@ def apply(
     return run
 
 
-def _asked(module: linen.Module, train: bool) -> dict[str, bool]:
+def _asked(module: linen.Module, train: bool) -> dict[str, Any]:
     """The switches that ``__call__`` names and the module has not set itself."""
     named = inspect.signature(type(module).__call__).parameters
     return {

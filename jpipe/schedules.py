@@ -65,7 +65,7 @@ class Schedule:
 
     @classmethod
     def from_text(cls, text: str, name: str = "custom") -> "Schedule":
-        """Reads a schedule that `to_text` or a person wrote.
+        r"""Reads a schedule that `to_text` or a person wrote.
 
         Args:
           text: one line per rank, cells such as ``2F0`` separated by blanks.

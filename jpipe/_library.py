@@ -1,0 +1,146 @@
+"""The programs that a pipeline has compiled, and how to make the next one.
+
+A program is compiled for structures, shapes and dtypes; every check of what the
+caller gave is made here, on abstract values, before anything is compiled or moved.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import jax
+
+from . import _microbatch, _signature, _variables
+from ._gradient import Gradient
+from ._layer import Layer
+from ._objective import Objective
+from ._program import Batch, Pipe, Program
+from ._rng import Rngs
+from ._stage import walk
+from ._task import Weights
+
+PyTree = Any
+FindGradient = Callable[[Any, PyTree, PyTree, Rngs, bool], Gradient]
+
+
+class Axes(NamedTuple):
+    """Where the examples are: the arguments of `jpipe.pipeline` of these names."""
+
+    in_axes: Any
+    target_axes: Any
+    out_axes: int
+
+
+class Inference(NamedTuple):
+    """A compiled forward pass.
+
+    Attributes:
+      program: the mini-batch.
+      join: joins the outputs of its micro-batches, as flat leaves.
+      tree: their structure.
+    """
+
+    program: Program
+    join: Callable[[Sequence[Sequence[jax.Array]]], list[jax.Array]]
+    tree: Any
+
+
+class Library:
+    """The compiled programs of one pipeline, found by what they were compiled for.
+
+    Attributes:
+      weights: the variables seen last, for print; empty before the first.
+      training: the program with a loss seen last, for print.
+    """
+
+    def __init__(self, pipe: Pipe, axes: Axes) -> None:
+        self._pipe = pipe
+        self._axes = axes
+        self._inference: dict[Any, Inference] = {}
+        # By objective: a loss function that is written anew for each call would
+        # otherwise keep its programs for ever.
+        self.gradients = lru_cache(maxsize=32)(self._gradients)
+        self.weights: Sequence[Weights] = ()
+        self.training: Program | None = None
+
+    def inference(
+        self, variables: Any, x: PyTree, rngs: Rngs, train: bool
+    ) -> Inference:
+        """The forward pass for such variables and such an input."""
+        signature = _signature.of(variables, x, rngs), train
+        if signature not in self._inference:
+            batch = self._batch(x, (), rngs)
+            weights = self._check(variables, batch.x)
+            program = Program(self._pipe, weights, batch, train=train)
+            y, axis = program.last_task.y, self._axes.out_axes
+            _microbatch.check_joinable(y, axis, batch.sizes[0])
+            leaves, tree = jax.tree.flatten(y)
+            join = _microbatch.joiner([axis] * len(leaves))
+            self._inference[signature] = Inference(program, join, tree)
+        return self._inference[signature]
+
+    def _gradients(self, objective: Objective) -> FindGradient:
+        """The gradients of one objective, by what they are compiled for."""
+        compiled: dict[Any, Gradient] = {}
+
+        def find(
+            variables: Any, x: PyTree, targets: PyTree, rngs: Rngs, train: bool
+        ) -> Gradient:
+            signature = _signature.of(variables, x, targets, rngs), train
+            if signature not in compiled:
+                batch = self._batch(x, targets, rngs)
+                weights = self._check(variables, batch.x)
+                program = Program(
+                    self._pipe, weights, batch, train=train, objective=objective
+                )
+                compiled[signature] = Gradient(program, objective)
+                self.training = program
+            return compiled[signature]
+
+        return find
+
+    def _batch(self, x: PyTree, targets: PyTree, rngs: Rngs) -> Batch:
+        x = _microbatch.specs(x, "x")
+        targets = _microbatch.specs(targets, "targets")
+        x_axes = _microbatch.flat_axes(self._axes.in_axes, x, "x", "in_axes")
+        target_axes = _microbatch.flat_axes(
+            self._axes.target_axes, targets, "targets", "target_axes"
+        )
+        number = self._pipe.schedule.num_microbatches
+        parts = [("x", x, x_axes), ("targets", targets, target_axes)]
+        sizes = _microbatch.sizes(_microbatch.batch_size(parts, number), number)
+        keys = None if rngs is None else _microbatch.specs(rngs, "rngs")
+        return Batch(x, x_axes, targets, target_axes, keys, sizes)
+
+    def _check(self, variables: Any, x: PyTree) -> list[Weights]:
+        """Checks the variables against what the layers would make for such an input."""
+        walked = walk(self._pipe.stages, jax.random.key(0), x)
+        expected = [spec for _, _, _, spec in walked]
+        self.check_untied(expected)
+        _variables.check(expected, variables)
+        self.saw(variables)
+        return list(self.weights)
+
+    def saw(self, variables: Sequence[PyTree]) -> None:
+        """Takes note of variables, or their specs, for print."""
+        stages = self._pipe.stages
+        self.weights = [Weights.of(variables[stage.span]) for stage in stages]
+
+    def check_untied(self, specs: Sequence[PyTree]) -> None:
+        """Refuses one module with parameters in two places of the list.
+
+        Raises:
+          ValueError: that names both places.
+        """
+        layers: list[Layer] = [
+            layer for stage in self._pipe.stages for layer in stage.layers
+        ]
+        seen: dict[int, int] = {}
+        for number, (layer, variables) in enumerate(zip(layers, specs, strict=True)):
+            first = seen.setdefault(id(layer.source), number)
+            if first != number and jax.tree.leaves(variables):
+                raise ValueError(
+                    f"layers {first} and {number} are the same {layer.name} object: "
+                    f"shared parameters are not in this version; list two modules, or "
+                    f"wrap both uses in one module"
+                )

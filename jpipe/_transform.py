@@ -1,0 +1,127 @@
+"""`jpipe.pipeline`: a sequence of layers as one program over many devices."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from . import _remat, _setup
+from ._layer import as_layers
+from ._library import Axes
+from ._pipeline import Pipeline
+from ._program import Pipe
+from ._stage import fuse
+from ._transfer import Device
+from .schedules import Schedule, ScheduleBuilder
+
+
+def pipeline(
+    stages: Sequence[Any],
+    num_microbatches: int,
+    *,
+    balance: Sequence[int] | None = None,
+    devices: Sequence[Device] | None = None,
+    schedule: str | ScheduleBuilder | Schedule = "1f1b",
+    remat: Any = "full",
+    in_axes: Any = 0,
+    target_axes: Any = 0,
+    out_axes: int = 0,
+) -> Pipeline:
+    """Turns a sequence of layers into one training program over many devices.
+
+    The program gives the numbers of the same layers on one device. Each stage, a
+    group of neighbouring layers, is compiled onto its own device; a mini-batch is cut
+    in micro-batches, which pass through the stages in the order of a schedule.
+
+    Args:
+      stages: the layers: linen modules, `Stage` objects, functions ``x -> y``; each
+        maps one pytree to one pytree.
+      num_microbatches: into how many micro-batches a mini-batch is cut, at least 1.
+        Their sizes differ by at most one.
+      balance: how many layers each stage takes, such as ``[3, 2, 4]``; left out,
+        each layer is a stage.
+      devices: one per rank, default `jax.devices`; repeat a device to let it serve
+        several stages.
+      schedule: a name of `jpipe.schedules.BY_NAME`, a builder, or a `Schedule`.
+      remat: what is kept between forward and backward. ``"full"``: the stage's
+        inputs; the rest is computed again. ``"none"``: the residuals.
+        ``"except_last"``: residuals of the last micro-batch only. Or a policy of
+        `jax.checkpoint_policies`. One for all stages, or one per stage.
+      in_axes: the batch axis of the inputs, as `jax.vmap` takes it: an int, ``None``
+        for what every micro-batch gets whole, or a pytree prefix of these.
+      target_axes: the same for the targets.
+      out_axes: the batch axis of the outputs, on which `Pipeline.apply` joins them.
+
+    Returns:
+      The pipeline. Nothing is compiled yet.
+
+    Raises:
+      ValueError: if a number, name or length does not fit; with all faults of a kind.
+      TypeError: if a layer, device or number is of a wrong type.
+      ScheduleError: if a schedule cannot run.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jpipe
+      >>> from flax import linen as nn
+      >>> pipe = jpipe.pipeline(
+      ...     [nn.Dense(8), nn.relu, nn.Dense(1)], num_microbatches=2, balance=[2, 1]
+      ... )
+      >>> x = jnp.ones((4, 3))
+      >>> variables = pipe.init(jax.random.key(0), x)
+      >>> pipe.apply(variables, x).shape
+      (4, 1)
+
+    References:
+      Huang et al., `GPipe: Efficient Training of Giant Neural Networks using
+      Pipeline Parallelism <https://arxiv.org/abs/1811.06965>`_ (2019).
+      Kim et al., `torchgpipe: On-the-fly Pipeline Parallelism for Training Giant
+      Models <https://arxiv.org/abs/2004.09910>`_ (2020).
+    """
+    layers = as_layers(stages)
+    number = _setup.check_num_microbatches(num_microbatches)
+    groups = fuse(layers, _setup.check_balance(balance, len(layers)))
+    settings = _remat.per_stage(remat, len(groups))
+    chosen = _setup.choose_schedule(schedule, len(groups), number)
+    placed = _setup.choose_devices(devices, chosen)
+    pipe = Pipe(groups, placed, chosen, settings)
+    return Pipeline(pipe, Axes(in_axes, target_axes, out_axes))
+
+
+def sequential(
+    layers: Sequence[Any],
+    num_microbatches: int = 1,
+    *,
+    devices: Sequence[Device] | None = None,
+    **options: Any,
+) -> Pipeline:
+    """The unpipelined twin of `pipeline`: the same layers as one stage on one device.
+
+    With the same number of micro-batches it draws the same dropout. Each micro-batch
+    is one compiled forward and backward; nothing is recomputed.
+
+    Args:
+      layers: as for `pipeline`.
+      num_microbatches: as for `pipeline`; the gradients are accumulated.
+      devices: the device, as a sequence of one; default the first.
+      **options: ``in_axes``, ``target_axes`` and ``out_axes`` of `pipeline`.
+
+    Returns:
+      A pipeline with one stage.
+
+    Raises:
+      ValueError: as for `pipeline`.
+      TypeError: as for `pipeline`.
+
+    Example:
+      >>> import jpipe
+      >>> from flax import linen as nn
+      >>> jpipe.sequential([nn.Dense(8), nn.relu]).num_stages
+      1
+    """
+    listed = list(layers)
+    return pipeline(
+        listed,
+        num_microbatches,
+        balance=[len(listed)] if listed else None,
+        devices=devices,
+        remat="none",
+        **options,
+    )
