@@ -45,6 +45,7 @@ class Step(NamedTuple):
       send: moves the result to the next stage, or the one before.
       kept: the positions of the input's leaves that the backward will read.
       action: what the schedule called it; of two that were fused, the second.
+      device: where it runs, for messages.
     """
 
     run: "Callable[[Step, Live], None]"
@@ -54,6 +55,7 @@ class Step(NamedTuple):
     send: Callable[[Leaves], Leaves]
     kept: tuple[int, ...]
     action: Action
+    device: str
 
 
 def execute(
@@ -79,13 +81,13 @@ def execute(
                 observe(step, live)
     except Exception as error:
         if step is not None:
-            error.add_note(f"raised in action {step.action}")
+            error.add_note(f"raised in action {step.action} on {step.device}")
         raise
 
 
 def infer(step: Step, live: Live) -> None:
     """A forward of which nothing is kept."""
-    _, s, m, program, send, _, _ = step
+    _, s, m, program, send, *_ = step
     x, extra = live.x[s][m], live.extra[s][m]
     live.x[s][m] = live.extra[s][m] = None
     live.x[s + 1][m] = send(program(live.weights[s], x, extra))
@@ -93,7 +95,7 @@ def infer(step: Step, live: Live) -> None:
 
 def forward(step: Step, live: Live) -> None:
     """A forward that keeps what its backward will read."""
-    _, s, m, program, send, kept, _ = step
+    _, s, m, program, send, kept, *_ = step
     x = live.x[s][m]
     live.x[s][m] = None
     y, carried, live.tally[s], live.emitted[s][m] = program(
@@ -105,7 +107,7 @@ def forward(step: Step, live: Live) -> None:
 
 def backward(step: Step, live: Live) -> None:
     """A backward: adds to the gradients, sends the cotangent of the input back."""
-    _, s, m, program, send, _, _ = step
+    _, s, m, program, send, *_ = step
     (kept, carried), extra = live.held[s][m], live.extra[s][m]
     cotangents = live.cotangents[s][m]
     live.held[s][m] = live.extra[s][m] = live.cotangents[s][m] = None
@@ -118,7 +120,7 @@ def backward(step: Step, live: Live) -> None:
 
 def fused(step: Step, live: Live) -> None:
     """Forward and backward of the stage with the loss, in one program."""
-    _, s, m, program, send, _, _ = step
+    _, s, m, program, send, *_ = step
     x, extra = live.x[s][m], live.extra[s][m]
     live.x[s][m] = live.extra[s][m] = None
     x_grads, live.tally[s], live.emitted[s][m], live.grads[s] = program(

@@ -57,7 +57,8 @@ class Optimizer:
         self.state = self._init.result
         self._state_tree = jax.tree.structure(self.state)
 
-        def update(grads: PyTree, state: PyTree, params: PyTree) -> Any:
+        # Parameters come first: of what may be overwritten, they are.
+        def update(params: PyTree, state: PyTree, grads: PyTree) -> Any:
             updates, state = tx.update(grads, state, params)
             return optax.apply_updates(params, updates), state
 
@@ -69,7 +70,7 @@ class Optimizer:
             in_homes=[*param_homes, *state_homes, *param_homes],
             out_homes=lambda _: [*param_homes, *state_homes],
             devices=devices,
-            donate=[True] * len(place) + [donate] * (len(state_homes) + len(place)),
+            donate=[donate] * (len(place) + len(state_homes)) + [True] * len(place),
             name="optimizer_update",
         )
 
@@ -92,7 +93,7 @@ class Optimizer:
           All leaves of the new parameters, and the new state.
         """
         free = [leaf for leaf, yes in zip(params, self._trainable, strict=True) if yes]
-        results = self._update([*grads, *jax.tree.leaves(state), *free])
+        results = self._update([*free, *jax.tree.leaves(state), *grads])
         new = iter(results[: len(free)])
         leaves = [
             next(new) if yes else leaf

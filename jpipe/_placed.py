@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 from jax.extend import core
+from jax.sharding import SingleDeviceSharding
 
 from . import _jaxpr, _transfer
 from ._transfer import Device
@@ -140,7 +141,14 @@ class Placed:
             calls.append(
                 _Call(
                     segment.home,
-                    jax.jit(program, donate_argnums=_matching(part, free)),
+                    jax.jit(
+                        program,
+                        donate_argnums=_matching(part, free),
+                        # What has no arguments would land on the default device.
+                        out_shardings=None
+                        if part.jaxpr.invars
+                        else SingleDeviceSharding(self._devices[segment.home]),
+                    ),
                     tuple(self._slot[var] for var in part.jaxpr.invars),
                     tuple(
                         self._new_slot(_key(atom, segment.home))

@@ -270,6 +270,7 @@ def _lower_inference(pipe: Pipe, rows: list[list[StagePrograms]]) -> list[Step]:
             send=_sender(pipe, action, rows),
             kept=(),
             action=action,
+            device=str(pipe.devices[action.stage]),
         )
         for action in pipe.schedule.forwards().simulate().order()
     ]
@@ -318,6 +319,7 @@ def _lower_training(pipe: Pipe, rows: list[list[StagePrograms]]) -> list[Step]:
                 send=_sender(pipe, action, rows),
                 kept=kept,
                 action=action,
+                device=str(pipe.devices[action.stage]),
             )
         )
     return steps

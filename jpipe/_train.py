@@ -155,8 +155,8 @@ def _check_state(state: Any) -> None:
             f"state is a {type(state).__name__}; needs the TrainState that "
             f"Pipeline.init_train_state or an earlier step returned"
         )
-    first = next(iter(jax.tree.leaves(state.params)), state.step)
-    if isinstance(first, jax.Array) and first.is_deleted():
+    leaves = jax.tree.leaves((state.params, state.opt_state))
+    if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
         raise ValueError(
             "this state was given to an earlier step, which used its memory again; go "
             "on with the state that it returned, or build the step with "

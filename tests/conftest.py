@@ -10,7 +10,13 @@ jax.config.update("jax_default_matmul_precision", "highest")
 
 
 @pytest.fixture
-def x64():
-    """Double precision, where the arithmetic allows comparisons at 1e-12."""
+def double():
+    """Double precision, where the arithmetic allows comparisons at 1e-12.
+
+    XLA leaves out most of its optimizations, which halves the time to compile: these
+    tests ask for the numbers of many programs, the others for the programs.
+    """
+    jax.config.update("jax_disable_most_optimizations", True)
     with jax.enable_x64(True):
         yield
+    jax.config.update("jax_disable_most_optimizations", False)

@@ -86,7 +86,7 @@ def value_and_grad(
     return jax.jit(jax.value_and_grad(loss, allow_int=True))(params)
 
 
-def adam_steps(
+def optax_steps(
     layers: Sequence[Any],
     params: PyTree,
     x: PyTree,
@@ -107,7 +107,13 @@ def adam_steps(
 
 def on_host(tree: PyTree) -> PyTree:
     """The tree as NumPy arrays, wherever its leaves are."""
-    return jax.tree.map(np.asarray, tree)
+
+    def fetch(leaf: Any) -> np.ndarray:
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        return np.asarray(leaf)
+
+    return jax.tree.map(fetch, tree)
 
 
 def params_of(variables: Sequence[Any]) -> tuple[PyTree, ...]:

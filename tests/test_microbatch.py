@@ -125,6 +125,7 @@ def test_split_cuts_like_numpy_and_join_is_its_inverse(batch, data):
         np.testing.assert_array_equal(leaf, leaves[i], strict=True)
 
 
+@settings(max_examples=50, deadline=None)
 @given(batches(), st.data())
 def test_specs_of_a_part_are_those_of_the_part(batch, data):
     specs = jax.tree.leaves(_microbatch.specs(batch.tree, "x"))
@@ -239,6 +240,7 @@ def test_the_cases_for_vmap_are_of_both_kinds():
     assert 10 <= count <= len(ALIKE) - 10
 
 
+@settings(max_examples=50, deadline=None)
 @given(batches())
 def test_in_axes_per_leaf_mean_what_they_mean_to_vmap(batch):
     if all(axis is None for axis in flatten(batch)[1]):
@@ -337,8 +339,9 @@ def test_specs_of_random_keys_keep_their_dtype():
     assert _microbatch.specs(keys, "x") == _microbatch.specs(spec, "x") == spec
 
 
-def test_double_precision_stays_where_it_is_enabled(x64):
-    assert _microbatch.specs(np.ones(3), "x").dtype == np.float64
+def test_double_precision_stays_where_it_is_enabled():
+    with jax.enable_x64(True):
+        assert _microbatch.specs(np.ones(3), "x").dtype == np.float64
 
 
 def test_numpy_and_jax_inputs_give_the_same():
@@ -349,9 +352,7 @@ def test_numpy_and_jax_inputs_give_the_same():
     pipe = jpipe.pipeline([layer], num_microbatches=2)
     x = np.random.default_rng(0).normal(size=(5, 3))
     shapes = jax.ShapeDtypeStruct((5, 3), np.float32)
-    made = [
-        pipe.init(jax.random.key(0), given) for given in (x, jnp.asarray(x), shapes)
-    ]
+    made = [pipe.init(jax.random.key(0), like) for like in (x, jnp.asarray(x), shapes)]
     for other in made[1:]:
         np.testing.assert_array_equal(other[0]["params"], made[0][0]["params"])
     np.testing.assert_array_equal(

@@ -312,6 +312,7 @@ def swap(row: list, i: int, j: int) -> None:
     row[i], row[j] = row[j], row[i]
 
 
+@settings(deadline=None)
 @given(mutations())
 def test_every_single_mutation_is_refused_with_its_reason(mutation):
     schedule, says = mutation
@@ -319,6 +320,7 @@ def test_every_single_mutation_is_refused_with_its_reason(mutation):
         schedule.validate()
 
 
+@settings(deadline=None)
 @given(mutations())
 def test_every_single_mutation_is_refused_as_text(mutation):
     schedule, _ = mutation

@@ -56,7 +56,7 @@ MATRIX = [
 
 @pytest.mark.parametrize(("stages", "microbatches", "schedule", "remat"), MATRIX)
 def test_gradients_equal_one_device_in_double_precision(
-    x64, stages, microbatches, schedule, remat
+    double, stages, microbatches, schedule, remat
 ):
     layers = ref.mlp(jnp.float64)
     x, targets = ref.regression(8, jnp.float64)
@@ -88,7 +88,7 @@ def test_bfloat16_computes_what_bfloat16_computes_on_one_device(remat):
     compare(pipe, layers, x, targets, 2**-4)
 
 
-def test_one_stage_of_remat_per_stage(x64):
+def test_one_stage_of_remat_per_stage(double):
     layers = ref.mlp(jnp.float64)
     x, targets = ref.regression(8, jnp.float64)
     pipe = jpipe.pipeline(
@@ -97,7 +97,7 @@ def test_one_stage_of_remat_per_stage(x64):
     compare(pipe, layers, x, targets, ref.FLOAT64)
 
 
-def test_forward_equals_one_device(x64):
+def test_forward_equals_one_device(double):
     layers = ref.mlp(jnp.float64)
     x, _ = ref.regression(10, jnp.float64)
     for microbatches in (1, 4):
@@ -227,20 +227,20 @@ class TestBatches:
 
     @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
     @pytest.mark.parametrize("remat", ["full", "none", "except_last"])
-    def test_uneven_batch_has_exact_weights(self, x64, schedule, remat):
+    def test_uneven_batch_has_exact_weights(self, double, schedule, remat):
         layers = ref.mlp(jnp.float64)
         pipe = jpipe.pipeline(layers, 4, balance=[3, 3], schedule=schedule, remat=remat)
         x, targets = ref.regression(10, jnp.float64)
         compare(pipe, layers, x, targets, ref.FLOAT64)
 
-    def test_later_batch_of_another_size(self, x64):
+    def test_later_batch_of_another_size(self, double):
         layers = ref.mlp(jnp.float64)
         pipe = jpipe.pipeline(layers, 4, balance=[3, 3])
         for batch in (10, 4, 13, 10):
             x, targets = ref.regression(batch, jnp.float64, seed=batch)
             compare(pipe, layers, x, targets, ref.FLOAT64)
 
-    def test_more_stages_than_microbatches_and_one_of_everything(self, x64):
+    def test_more_stages_than_microbatches_and_one_of_everything(self, double):
         layers = ref.mlp(jnp.float64)
         x, targets = ref.regression(1, jnp.float64)
         compare(jpipe.pipeline(layers, 1), layers, x, targets, ref.FLOAT64)
@@ -255,7 +255,7 @@ class TestBatches:
         assert grads == ({}, {})
         np.testing.assert_allclose(loss, ref.mse(jnp.cos(jnp.sin(x)), x), rtol=1e-6)
 
-    def test_any_pytree_at_every_boundary(self, x64):
+    def test_any_pytree_at_every_boundary(self, double):
         """Dictionaries, tuples, integers and booleans between stages and in targets."""
         f64 = jnp.float64
 
@@ -298,7 +298,7 @@ class TestBatches:
             compare(pipe, layers, x, targets, ref.FLOAT64, loss_fn)
 
     @pytest.mark.parametrize("remat", ["full", "none"])
-    def test_in_axes_as_vmap_has_it(self, x64, remat):
+    def test_in_axes_as_vmap_has_it(self, double, remat):
         f64 = jnp.float64
 
         class Attend(nn.Module):
@@ -338,7 +338,7 @@ class TestUnusualLeaves:
 
     @pytest.mark.parametrize("remat", ["full", "none"])
     @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-    def test_gradients(self, x64, remat, schedule):
+    def test_gradients(self, double, remat, schedule):
         f64 = jnp.float64
         layers = [jnp.sin, self.Odd(), jnp.tanh, self.Odd(), ref.dense(4, f64)]
         pipe = jpipe.pipeline(layers, 2, remat=remat, schedule=schedule)
@@ -376,7 +376,7 @@ class TestReductions:
         )
 
     @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-    def test_sum(self, x64, schedule):
+    def test_sum(self, double, schedule):
         def total(y, t):
             return jnp.sum((y - t) ** 2)
 
@@ -384,7 +384,7 @@ class TestReductions:
         ref.assert_close(actual, ref.value_and_grad(*model, total), ref.FLOAT64)
 
     @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-    def test_weighted_by_a_mask_that_empties_a_microbatch(self, x64, schedule):
+    def test_weighted_by_a_mask_that_empties_a_microbatch(self, double, schedule):
         def masked(y, t):
             mask = (t[:, :1] > 0.3).astype(y.dtype)
             return jnp.sum(mask * (y - t) ** 2), jnp.sum(mask)
