@@ -36,7 +36,10 @@ def specs(tree: PyTree, what: str) -> PyTree:
             if not hasattr(leaf, "shape"):
                 raise TypeError
             if isinstance(leaf, jax.ShapeDtypeStruct):
-                return leaf
+                dtype = jax.dtypes.canonicalize_dtype(
+                    leaf.dtype, allow_extended_dtype=True
+                )
+                return jax.ShapeDtypeStruct(leaf.shape, dtype)
             aval = jax.typeof(leaf)
         except TypeError:
             faults.append(f"{what}{jax.tree_util.keystr(path)} is {_describe(leaf)}")
@@ -80,7 +83,10 @@ def flat_axes(axes: Axes, tree: PyTree, what: str, name: str) -> list[int | None
             f"{name}={axes!r} is no prefix of {what}, whose structure is "
             f"{jax.tree.structure(tree)}: {error}"
         ) from None
-    flat = jax.tree.leaves(full, is_leaf=lambda node: node is None)
+    # `None` in the tree is no leaf and has no axis; in the axes it is one.
+    nodes = jax.tree.leaves(tree, is_leaf=lambda node: node is None)
+    found = jax.tree.leaves(full, is_leaf=lambda node: node is None)
+    flat = [axis for axis, node in zip(found, nodes, strict=True) if node is not None]
     for axis in flat:
         if axis is not None and (isinstance(axis, bool) or not isinstance(axis, int)):
             raise ValueError(f"{name}: {axis!r} is neither an axis nor None")
@@ -126,10 +132,11 @@ def batch_size(
         raise ValueError(f"leaves differ in batch size:\n{listed}")
     size = next(iter(found.values()))
     if size < num_microbatches:
+        other = f", or build the pipeline with num_microbatches={size}" if size else ""
         raise ValueError(
             f"{next(iter(found))} has {size} examples, fewer than "
             f"num_microbatches={num_microbatches}; give at least one example per "
-            f"micro-batch, or build the pipeline with num_microbatches={max(size, 1)}"
+            f"micro-batch{other}"
         )
     return size
 
@@ -170,6 +177,7 @@ def splitter(axes: Sequence[int | None], parts: Sequence[int]) -> Any:
     def run(leaves: Sequence[jax.Array]) -> list[list[jax.Array]]:
         pairs = list(zip(leaves, axes, strict=True))
         rows = split([leaf for leaf, axis in pairs if axis is not None])
+        rows = rows or [[] for _ in parts]  # no leaf has an axis
         if len(rows[0]) == len(pairs):
             return rows
         merged = []

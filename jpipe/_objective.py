@@ -43,6 +43,13 @@ class Objective:
                 f"{', '.join(map(repr, REDUCTIONS))}"
             )
 
+    def __hash__(self) -> int:
+        try:
+            own = hash(self.loss_fn)
+        except TypeError:
+            own = id(self.loss_fn)
+        return hash((own, self.has_aux, self.reduction))
+
     @property
     def num_tallies(self) -> int:
         """How many running sums the loss needs."""
@@ -75,24 +82,33 @@ class Objective:
         result, aux = self._without_aux(result)
         if self.reduction != "weighted":
             loss = _scalar(result, "loss_fn must return a scalar loss", outputs)
-            return (
-                (loss * share.astype(loss.dtype) if self.reduction == "mean" else loss),
-                [],
-                aux,
-            )
+            if self.reduction == "mean":
+                loss = loss * share.astype(loss.dtype)
+            return loss, [], aux
         if not isinstance(result, Sequence) or len(result) != 2:
             raise TypeError(
                 "reduction='weighted': loss_fn must return (total, weight), two "
                 f"scalars; it returned {shapes(result)}"
             )
         total = _scalar(result[0], "the total must be a scalar", outputs)
-        weight = _scalar(result[1], "the weight must be a scalar", outputs)
+        weight = jnp.asarray(result[1])
+        if weight.ndim:
+            raise TypeError(
+                f"the weight must be a scalar; it returned {shapes(weight)}"
+            )
         return total, [jax.lax.stop_gradient(weight.astype(total.dtype))], aux
 
     def _without_aux(self, result: Any) -> tuple[Any, PyTree]:
+        pair = isinstance(result, Sequence) and len(result) == 2
         if not self.has_aux:
+            if pair and self.reduction != "weighted":
+                raise TypeError(
+                    f"loss_fn must return a scalar loss; it returned {shapes(result)}: "
+                    f"for (loss, aux) type has_aux=True, for (total, weight) "
+                    f"reduction='weighted'"
+                )
             return result, ()
-        if not isinstance(result, Sequence) or len(result) != 2:
+        if not pair:
             raise TypeError(
                 f"has_aux=True: loss_fn must return (loss, aux); it returned "
                 f"{shapes(result)}"
@@ -102,7 +118,7 @@ class Objective:
 
 def _scalar(value: Any, needed: str, outputs: PyTree) -> jax.Array:
     dtype = getattr(value, "dtype", None)
-    if isinstance(value, (int, float)) or dtype is None or jnp.shape(value) != ():
+    if dtype is None or jnp.shape(value) != ():
         raise TypeError(
             f"{needed}; it returned {shapes(value)} for outputs {shapes(outputs)}"
         )

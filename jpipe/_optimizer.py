@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import optax
 
-from . import _transfer
+from . import _signature, _transfer
 from ._placed import Home, Placed
 from ._task import is_inexact
 from ._transfer import Device
@@ -63,6 +63,8 @@ class Optimizer:
             return optax.apply_updates(params, updates), state
 
         state_homes = homes(self.state)
+        self._state_kinds = _signature.kinds(jax.tree.leaves(self.state))
+        self._state_devices = [devices[home or 0] for home in state_homes]
         param_homes = homes(free)
         self._update = Placed(
             update,
@@ -78,6 +80,24 @@ class Optimizer:
         """The optimizer's state for parameters that are in place."""
         leaves = self._init(jax.tree.leaves(self._hide_integers(params)))
         return jax.tree.unflatten(self._state_tree, leaves)
+
+    def check(self, state: PyTree) -> None:
+        """Checks that a state is one of this optimizer, in place.
+
+        Raises:
+          ValueError: if it is not.
+        """
+        leaves, tree = jax.tree.flatten(state)
+        if tree != self._state_tree or _signature.kinds(leaves) != self._state_kinds:
+            raise ValueError(
+                "state.opt_state is not that of the optimizer of this step; give the "
+                "same tx to Pipeline.init_train_state and Pipeline.train_step"
+            )
+        pairs = zip(leaves, self._state_devices, strict=True)
+        if any(leaf.device != device for leaf, device in pairs):
+            raise ValueError(
+                "state.opt_state is not in place; type state = pipe.place(state)"
+            )
 
     def update(
         self, grads: Sequence[jax.Array], state: PyTree, params: Sequence[jax.Array]

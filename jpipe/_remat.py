@@ -34,9 +34,9 @@ def per_stage(remat: Any, num_stages: int) -> tuple[Any, ...]:
         )
     unknown = [s for s in settings if s not in NAMES and not callable(s)]
     if unknown:
-        listed = ", ".join(repr(s) for s in dict.fromkeys(map(repr, unknown)))
+        listed = ", ".join(dict.fromkeys(map(repr, unknown)))
         raise ValueError(
-            f"unknown remat {listed.replace(chr(34), '')}: choose "
+            f"unknown remat {listed}: choose "
             f"{', '.join(map(repr, NAMES))} or a policy of jax.checkpoint_policies"
         )
     return settings

@@ -38,10 +38,11 @@ def check_balance(balance: Any, num_layers: int) -> tuple[int, ...]:
     if balance is None:
         return (1,) * num_layers
     if isinstance(balance, str):
+        half = num_layers // 2
+        example = [num_layers - half, half] if half else [num_layers]
         raise ValueError(
             f"balance={balance!r}: this version does not choose by itself; give the "
-            f"number of layers of each stage, such as "
-            f"balance={[num_layers - num_layers // 2, num_layers // 2]}"
+            f"number of layers of each stage, such as balance={example}"
         )
     sizes = list(balance) if hasattr(balance, "__iter__") else [balance, None]
     if any(isinstance(n, bool) or not hasattr(n, "__index__") for n in sizes):
@@ -98,6 +99,11 @@ def _build(builder: Any, num_stages: int, num_microbatches: int) -> Schedule:
     for num_ranks in range(num_stages, 0, -1):
         if num_stages % num_ranks == 0:
             built = builder(num_ranks, num_microbatches)
+            if not isinstance(built, Schedule):
+                raise TypeError(
+                    f"schedule={builder!r} returned a {type(built).__name__}; a "
+                    f"builder is (num_ranks, num_microbatches) -> Schedule"
+                )
             if built.num_stages == num_stages:
                 return _check_fit(built, num_stages, num_microbatches)
     raise ValueError(f"schedule {builder!r} has no order for {num_stages} stages")
@@ -129,6 +135,11 @@ def choose_devices(devices: Any, schedule: Schedule) -> tuple[Device, ...]:
       ValueError: if there are fewer devices than ranks.
       TypeError: if an entry is no device.
     """
+    if devices is not None and not hasattr(devices, "__iter__"):
+        raise TypeError(
+            f"devices={devices!r} is a {type(devices).__name__}; needs a sequence of "
+            f"devices, such as devices=[{devices!r}]"
+        )
     given: Sequence[Any] = jax.devices() if devices is None else list(devices)
     strangers = [d for d in given if not isinstance(d, jax.Device)]
     if strangers:

@@ -97,6 +97,7 @@ class TrainStep:
         compiled = self._compiled[signature]
         weights: list[Leaves] = [[pool[i] for i in order] for order in compiled.order]
         self._check_placed(weights)
+        compiled.optimizer.check(state.opt_state)
 
         key, number = _advance(state.rng, state.step)
         x_leaves, target_leaves = jax.tree.leaves(x), jax.tree.leaves(targets)

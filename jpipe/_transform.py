@@ -81,6 +81,10 @@ def pipeline(
     settings = _remat.per_stage(remat, len(groups))
     chosen = _setup.choose_schedule(schedule, len(groups), number)
     placed = _setup.choose_devices(devices, chosen)
+    if isinstance(out_axes, bool) or not isinstance(out_axes, int):
+        raise TypeError(
+            f"out_axes={out_axes!r}: needs an int, the axis of the examples"
+        )
     pipe = Pipe(groups, placed, chosen, settings)
     return Pipeline(pipe, Axes(in_axes, target_axes, out_axes))
 
@@ -116,11 +120,11 @@ def sequential(
       >>> jpipe.sequential([nn.Dense(8), nn.relu]).num_stages
       1
     """
-    listed = list(layers)
+    listed: Any = list(layers) if hasattr(layers, "__iter__") else layers
     return pipeline(
         listed,
         num_microbatches,
-        balance=[len(listed)] if listed else None,
+        balance=[len(listed)] if isinstance(listed, list) and listed else None,
         devices=devices,
         remat="none",
         **options,

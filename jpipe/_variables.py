@@ -32,6 +32,16 @@ def check(expected: Sequence[PyTree], given: Any) -> None:
             "variables must have a mapping such as {'params': ...} for each layer: "
             + "; ".join(strangers)
         )
+    strangers = [
+        f"variables{jax.tree_util.keystr(path)} is a {type(leaf).__name__}"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tuple(given))
+        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype")
+    ]
+    if strangers:
+        raise ValueError(
+            "every leaf must be an array; type variables = pipe.place(variables): "
+            + "; ".join(strangers)
+        )
     wanted, found = _shapes(expected), _shapes(given)
     faults = [f"missing: {path} {wanted[path]}" for path in wanted if path not in found]
     faults += [f"surplus: {path} {found[path]}" for path in found if path not in wanted]

@@ -71,6 +71,17 @@ def compose(layers: Sequence[Any], params: Sequence[PyTree], x: PyTree) -> PyTre
     return x
 
 
+def gradient(
+    layers: Sequence[Any], loss_fn: Callable[..., Any] = mse
+) -> Callable[[PyTree, PyTree, PyTree], tuple[jax.Array, PyTree]]:
+    """``(params, x, targets) -> (loss, grads)`` of the whole batch, on one device."""
+
+    def loss(params: PyTree, x: PyTree, targets: PyTree) -> jax.Array:
+        return loss_fn(compose(layers, params, x), targets)
+
+    return jax.jit(jax.value_and_grad(loss, allow_int=True))
+
+
 def value_and_grad(
     layers: Sequence[Any],
     params: Sequence[PyTree],
@@ -79,11 +90,7 @@ def value_and_grad(
     loss_fn: Callable[..., Any] = mse,
 ) -> tuple[jax.Array, PyTree]:
     """The loss of the whole batch and its gradients, on one device."""
-
-    def loss(params: PyTree) -> jax.Array:
-        return loss_fn(compose(layers, params, x), targets)
-
-    return jax.jit(jax.value_and_grad(loss, allow_int=True))(params)
+    return gradient(layers, loss_fn)(params, x, targets)
 
 
 def optax_steps(
@@ -97,9 +104,10 @@ def optax_steps(
     """Steps of an optimizer on the whole batch, on one device."""
     state = tx.init(params)
     losses = []
+    step, update = gradient(layers), jax.jit(tx.update)
     for _ in range(count):
-        loss, grads = value_and_grad(layers, params, x, targets)
-        updates, state = tx.update(grads, state, params)
+        loss, grads = step(params, x, targets)
+        updates, state = update(grads, state, params)
         params = optax.apply_updates(params, updates)
         losses.append(float(loss))
     return params, state, losses

@@ -54,12 +54,14 @@ def test_steps_equal_multi_steps_over_the_micro_batches(double):
     tx = optax.sgd(0.1, momentum=0.9)
     state, _ = train(pipe, tx, x, targets, 3)
     params = ref.params_of(pipe.init(jax.random.key(0), x))
-    multi = optax.MultiSteps(tx, every_k_schedule=4).gradient_transformation()
+    # Its accumulator is of single precision unless told otherwise.
+    multi = optax.MultiSteps(tx, 4, accumulator_dtype=jnp.float64)
     multi_state = multi.init(params)
+    step, update = ref.gradient(layers), jax.jit(multi.update)
     for _ in range(3):
         for x_part, t_part in zip(jnp.split(x, 4), jnp.split(targets, 4), strict=True):
-            _, grads = ref.value_and_grad(layers, params, x_part, t_part)
-            updates, multi_state = multi.update(grads, multi_state, params)
+            _, grads = step(params, x_part, t_part)
+            updates, multi_state = update(grads, multi_state, params)
             params = optax.apply_updates(params, updates)
     ref.assert_close(state.params, params, ref.FLOAT64)
 

@@ -1,0 +1,61 @@
+"""What the documents show is run: docstrings, README, and the examples."""
+
+import doctest
+import importlib
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import jpipe
+
+ROOT = Path(__file__).parent.parent
+MODULES = [f"jpipe.{m.name}" for m in pkgutil.iter_modules(jpipe.__path__)]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstrings(name):
+    result = doctest.testmod(
+        importlib.import_module(name), optionflags=doctest.NORMALIZE_WHITESPACE
+    )
+    assert result.failed == 0
+
+
+def test_some_docstrings_have_examples():
+    finder = doctest.DocTestFinder()
+    modules = map(importlib.import_module, MODULES)
+    count = sum(len(t.examples) > 0 for m in modules for t in finder.find(m))
+    assert count >= 5
+
+
+def run(*command: str) -> str:
+    """What a program prints, in a process of its own."""
+    result = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "COLUMNS": "100"},
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def test_the_program_on_the_first_screen_of_readme_prints_what_it_shows():
+    readme = (ROOT / "README.md").read_text()
+    program, shown = re.findall(r"```(?:python|text)\n(.*?)```", readme, re.DOTALL)[:2]
+    assert readme.index(program) < 1000
+    assert run("-c", program).split() == shown.split()
+
+
+def test_every_option_of_the_main_job_is_documented():
+    text = run("examples/train_text.py", "--help")
+    options = set(re.findall(r"^\s+(--[\w-]+)", text, re.MULTILINE))
+    assert {"--stages", "--schedule", "--remat", "--steps"} <= options
+    for line in re.findall(r"^\s+--[\w-]+ [^\n]*(?:\n\s{20,}[^\n]*)*", text, re.M):
+        assert len(line.split()) > 3, line
