@@ -1,0 +1,1 @@
+"""Measurements of jpipe, and the page that they fill."""

@@ -134,8 +134,3 @@ def gradient_tree(params: PyTree, grads: Sequence[jax.Array]) -> PyTree:
         ),
         params,
     )
-
-
-def params_only(variables: Sequence[Any]) -> tuple[PyTree, ...]:
-    """The parameters of each layer, ``{}`` where there are none."""
-    return tuple(dict(entry).get("params", {}) for entry in variables)

@@ -8,8 +8,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
-from . import linen
+from . import _linen
 
 PyTree = Any
 
@@ -100,20 +101,20 @@ def as_layers(listed: Sequence[Any]) -> tuple[Layer, ...]:
 def _why_not(source: Any) -> str:
     if isinstance(source, type):
         return f"{source.__name__} is a class; write {source.__name__}(...)"
-    if linen.is_nnx(source):
+    if isinstance(source, nnx.Module):
         return (
             f"{type(source).__name__} is an nnx module, which this version does not "
             f"run; use flax.linen or a jpipe.Stage"
         )
-    if not (linen.is_module(source) or isinstance(source, Stage) or callable(source)):
+    if not (_linen.is_module(source) or isinstance(source, Stage) or callable(source)):
         return f"{source!r} is a {type(source).__name__}"
     return ""
 
 
 def _as_layer(source: Any) -> Layer:
-    if linen.is_module(source):
+    if _linen.is_module(source):
         return Layer(
-            linen.name(source), source, linen.init(source), linen.apply(source)
+            _linen.name(source), source, _linen.init(source), _linen.apply(source)
         )
     if isinstance(source, Stage):
         return _from_stage(source)
@@ -175,7 +176,7 @@ def _from_function(function: Callable[..., PyTree]) -> Layer:
 
 
 def _switches(accepted: frozenset[str], rngs: PyTree, train: bool) -> dict[str, Any]:
-    offered = {**linen.switches(train), "rngs": rngs}
+    offered = {**_linen.switches(train), "rngs": rngs}
     return {name: value for name, value in offered.items() if name in accepted}
 
 

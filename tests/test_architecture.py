@@ -17,7 +17,7 @@ LIBRARY = Path(jpipe.__file__).parent
 LAYERS = {
     "what a pipeline is, without jax": ["_action", "timeline", "schedules"],
     "what a model is: functions and abstract values": [
-        "linen",
+        "_linen",
         "_jaxpr",
         "_layer",
         "_microbatch",

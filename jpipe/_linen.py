@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from flax import linen, nnx
+from flax import linen
 
 PyTree = Any
 
@@ -13,11 +13,6 @@ PyTree = Any
 def is_module(source: Any) -> bool:
     """Whether an object is a linen module."""
     return isinstance(source, linen.Module)
-
-
-def is_nnx(source: Any) -> bool:
-    """Whether an object is an nnx module, which is callable but no function."""
-    return isinstance(source, nnx.Module)
 
 
 def name(module: linen.Module) -> str:
