@@ -4,6 +4,9 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+# A block that starts as the identity learns sooner: it need not first unlearn noise.
+ZEROS = nn.initializers.zeros
+
 
 class Embedding(nn.Module):
     """Tokens to vectors: what each token is, plus where it stands.
@@ -21,9 +24,9 @@ class Embedding(nn.Module):
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Maps integers ``[batch, length]`` to vectors ``[batch, length, width]``."""
-        small = nn.initializers.normal(0.02)
-        meaning = nn.Embed(self.vocab_size, self.width, embedding_init=small)
-        position = self.param("position", small, (self.context, self.width))
+        normal = nn.initializers.normal(0.5)
+        meaning = nn.Embed(self.vocab_size, self.width, embedding_init=normal)
+        position = self.param("position", normal, (self.context, self.width))
         return meaning(tokens) + position[: tokens.shape[1]]
 
 
@@ -42,10 +45,11 @@ class Attention(nn.Module):
         width = x.shape[-1]
         heads = (3, self.num_heads, width // self.num_heads)
         # No bias: softmax ignores that of the keys, whose gradient is rounding alone.
-        qkv = nn.DenseGeneral(heads, use_bias=False, name="qkv")(x)
+        qkv = nn.DenseGeneral(heads, use_bias=False)(x)
         query, key, value = jnp.moveaxis(qkv, -3, 0)
         read = jax.nn.dot_product_attention(query, key, value, is_causal=True)
-        return nn.DenseGeneral(width, axis=(-2, -1), use_bias=False, name="out")(read)
+        out = nn.DenseGeneral(width, (-2, -1), use_bias=False, kernel_init=ZEROS)
+        return out(read)
 
 
 class Block(nn.Module):
@@ -63,7 +67,7 @@ class Block(nn.Module):
         width = x.shape[-1]
         x = x + Attention(self.num_heads)(nn.LayerNorm()(x))
         hidden = nn.gelu(nn.Dense(4 * width)(nn.LayerNorm()(x)))
-        return x + nn.Dense(width)(hidden)
+        return x + nn.Dense(width, kernel_init=ZEROS)(hidden)
 
 
 class Head(nn.Module):

@@ -118,22 +118,19 @@ class Pipeline:
           TypeError: if a leaf of ``x`` is not an array.
           ValueError: if one module with parameters stands twice in the list.
         """
-        variables = []
-        specs = []
         spec = _microbatch.specs(x, "x")
-        local = _transfer.put_tree(key, self.devices[0])
-        for number, (s, layer, x_spec, expected) in enumerate(
-            walk(self._pipe.stages, key, spec)
-        ):
-            specs.append(expected)
-            # Made on the first device, where equal layers share a compiled program.
-            made = expected
-            if jax.tree.leaves(expected):
-                own = _rng.layer_key(local, number)
-                made = initialize(layer, own, x_spec)
-            variables.append(_transfer.put_tree(made, self.devices[s]))
+        walked = list(walk(self._pipe.stages, key, spec))
+        specs = [expected for *_, expected in walked]
         self._library.check_untied(specs)
         self._library.saw(specs)
+
+        # Made on the first device, where equal layers share a compiled program.
+        local = _transfer.put_tree(key, self.devices[0])
+        variables = []
+        for number, (s, layer, x_spec, made) in enumerate(walked):
+            if jax.tree.leaves(made):
+                made = initialize(layer, _rng.layer_key(local, number), x_spec)
+            variables.append(_transfer.put_tree(made, self.devices[s]))
         return tuple(variables)
 
     def place(self, tree: Any) -> Any:

@@ -108,7 +108,7 @@ class Placed:
         moved = dict(
             zip(away, _transfer.put([values[s] for s in away], device), strict=True)
         )
-        return [moved.get(s, values[s]) if s in moved else values[s] for s in slots]
+        return [moved.get(s, values[s]) for s in slots]
 
     def _new_slot(self, key: Any) -> int:
         return self._slot.setdefault(key, len(self._slot))

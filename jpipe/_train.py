@@ -67,6 +67,7 @@ class TrainStep:
         self._check_placed = check_placed
         self._has_aux = has_aux
         self._donate = donate
+        self._optimizers: dict[Any, Optimizer] = {}
         self._compiled: dict[Any, _Compiled] = {}
 
     def __call__(
@@ -87,45 +88,53 @@ class TrainStep:
           TypeError: if a leaf of the batch is not an array; nothing is changed.
         """
         _check_state(state)
-        pool, state_tree = jax.tree.flatten((state.params, state.model_state))
-        batch, batch_tree = jax.tree.flatten((x, targets))
-        signature = (state_tree, batch_tree, _signature.kinds((*pool, *batch)))
-        if signature not in self._compiled:
-            gradient = self._find_gradient(state.variables, x, targets, state.rng, True)
-            optimizer = self._make_optimizer(state.params)
-            self._compiled[signature] = _Compiled(gradient, optimizer, state)
-        compiled = self._compiled[signature]
+        pool, tree = jax.tree.flatten((state.params, state.model_state))
+        compiled = self._compile((tree, _signature.kinds(pool)), state, x, targets)
         weights: list[Leaves] = [[pool[i] for i in order] for order in compiled.order]
         self._check_placed(weights)
         compiled.optimizer.check(state.opt_state)
 
         key, number = _advance(state.rng, state.step)
-        x_leaves, target_leaves = jax.tree.leaves(x), jax.tree.leaves(targets)
-        outcome = compiled.gradient(weights, x_leaves, target_leaves, [key])
-        count = len(jax.tree.leaves(state.params))
+        outcome = compiled.gradient(
+            weights, jax.tree.leaves(x), jax.tree.leaves(targets), [key]
+        )
         grads = [leaf for leaves in outcome.grads for leaf in leaves]
-        params, opt_state = compiled.optimizer.update(
+        count = compiled.num_params
+        pool[:count], opt_state = compiled.optimizer.update(
             grads, state.opt_state, pool[:count]
         )
-        pool = [*params, *pool[count:]]
         for positions, leaves in zip(compiled.changed, outcome.changed, strict=True):
             for i, leaf in zip(positions, leaves, strict=True):
                 pool[i] = leaf
-        new_params, model_state = jax.tree.unflatten(state_tree, pool)
+        params, model_state = jax.tree.unflatten(tree, pool)
         metrics = {"loss": outcome.loss}
         if self._has_aux:
             metrics["aux"] = outcome.aux
-        new = TrainState(number, new_params, opt_state, model_state, state.rng)
-        return new, metrics
+        return TrainState(number, params, opt_state, model_state, state.rng), metrics
+
+    def _compile(
+        self, kind: Any, state: TrainState, x: PyTree, targets: PyTree
+    ) -> "_Compiled":
+        """The programs for such a state and batch; all checks of shapes are here."""
+        signature = kind, _signature.of(x, targets)
+        if signature not in self._compiled:
+            gradient = self._find_gradient(state.variables, x, targets, state.rng, True)
+            # A batch of another size needs another gradient, not another optimizer.
+            if kind not in self._optimizers:
+                self._optimizers[kind] = self._make_optimizer(state.params)
+            optimizer = self._optimizers[kind]
+            self._compiled[signature] = _Compiled(gradient, optimizer, state)
+        return self._compiled[signature]
 
 
 class _Compiled:
-    """A step for one signature: its programs, and how leaves are reordered.
+    """A step for one kind of state and batch, and how leaves are reordered.
 
     The leaves of a state count parameters first, then the other collections; the
     weights of a stage are in the order of its variables.
 
     Attributes:
+      num_params: the number of leaves that are parameters.
       order: for each stage the positions of its weights among the leaves of a state.
       changed: for each stage the positions of those that training changes.
     """
@@ -135,6 +144,7 @@ class _Compiled:
     ) -> None:
         self.gradient = gradient
         self.optimizer = optimizer
+        self.num_params = len(jax.tree.leaves(state.params))
         leaves, tree = jax.tree.flatten((state.params, state.model_state))
         numbered = _variables.merge(*jax.tree.unflatten(tree, range(len(leaves))))
         tasks = [row[0].task for row in gradient.program.rows]

@@ -273,3 +273,20 @@ def test_print_says_who_runs_what():
     pipe.value_and_grad(ref.mse)(variables, x, targets)
     assert "peak of a step" in str(pipe)
     assert repr(pipe) == "<jpipe.Pipeline: 6 layers in 3 stages, 4 micro-batches, 1f1b>"
+
+
+def test_a_batch_of_another_size_compiles_no_second_optimizer():
+    updates = []
+
+    def counted(updates_, state, params=None):
+        updates.append(1)
+        return updates_, state
+
+    tx = optax.GradientTransformation(lambda params: optax.EmptyState(), counted)
+    pipe = jpipe.pipeline([ref.dense(4)], 2)
+    state = pipe.init_train_state(jax.random.key(0), ref.regression(4)[0], tx)
+    before = len(updates)
+    step = pipe.train_step(ref.mse, tx)
+    for batch in (4, 7, 4):
+        state, _ = step(state, *ref.regression(batch))
+    assert len(updates) - before == 1
