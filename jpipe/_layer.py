@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -39,7 +40,7 @@ class Stage:
       (3,)
     """
 
-    init: Callable[[jax.Array, PyTree], Mapping[str, PyTree]]
+    init: Callable[[chex.PRNGKey, PyTree], Mapping[str, PyTree]]
     apply: Callable[..., PyTree]
     name: str = "Stage"
 
@@ -59,7 +60,7 @@ class Layer:
 
     name: str
     source: Any
-    init: Callable[[jax.Array, PyTree], dict[str, PyTree]]
+    init: Callable[[chex.PRNGKey, PyTree], dict[str, PyTree]]
     apply: Callable[..., tuple[PyTree, dict[str, PyTree]]]
 
 
@@ -121,7 +122,7 @@ def _as_layer(source: Any) -> Layer:
     return _from_function(source)
 
 
-def initialize(layer: Layer, key: jax.Array, spec: PyTree) -> dict[str, PyTree]:
+def initialize(layer: Layer, key: chex.PRNGKey, spec: PyTree) -> dict[str, PyTree]:
     """Makes the variables of a layer, compiled on the device of the key.
 
     Random numbers take long to compile: layers that are equal, as the blocks of a
@@ -145,7 +146,7 @@ def initialize(layer: Layer, key: jax.Array, spec: PyTree) -> dict[str, PyTree]:
 
 
 @partial(jax.jit, static_argnums=(0, 2, 3))
-def _initialize(source: Any, key: jax.Array, tree: Any, kinds: Any) -> Any:
+def _initialize(source: Any, key: chex.PRNGKey, tree: Any, kinds: Any) -> Any:
     leaves = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in kinds]
     return _as_layer(source).init(key, jax.tree.unflatten(tree, leaves))
 
@@ -153,7 +154,7 @@ def _initialize(source: Any, key: jax.Array, tree: Any, kinds: Any) -> Any:
 def _from_stage(stage: Stage) -> Layer:
     accepted = parameter_names(stage.apply)
 
-    def init(key: jax.Array, spec: PyTree) -> dict[str, PyTree]:
+    def init(key: chex.PRNGKey, spec: PyTree) -> dict[str, PyTree]:
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), spec)
         return dict(stage.init(key, zeros))
 

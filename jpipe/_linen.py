@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import jax
+import chex
 from flax import linen
 
 PyTree = Any
@@ -29,14 +29,14 @@ def switches(train: bool) -> dict[str, bool]:
     }
 
 
-def init(module: linen.Module) -> Callable[[jax.Array, PyTree], dict[str, PyTree]]:
+def init(module: linen.Module) -> Callable[[chex.PRNGKey, PyTree], dict[str, PyTree]]:
     """``(key, spec) -> variables`` of a module, from the shapes of its input alone.
 
     The values are those of ``module.init(key, x)``. A module whose parameters
     depend on the values of ``x`` raises Flax's ``LazyInitError``.
     """
 
-    def run(key: jax.Array, spec: PyTree) -> dict[str, PyTree]:
+    def run(key: chex.PRNGKey, spec: PyTree) -> dict[str, PyTree]:
         variables = module.lazy_init(key, spec, **_asked(module, train=False))
         return dict(variables)
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import optax
@@ -101,7 +102,7 @@ class Pipeline:
     def __str__(self) -> str:
         return str(self.plan)
 
-    def init(self, key: jax.Array, x: PyTree) -> tuple[PyTree, ...]:
+    def init(self, key: chex.PRNGKey, x: PyTree) -> tuple[PyTree, ...]:
         """Makes the variables of all layers, each on its layer's device.
 
         The values depend on the key, the layer's number and shapes only, not on
@@ -258,7 +259,7 @@ class Pipeline:
         return run
 
     def init_train_state(
-        self, key: jax.Array, x: PyTree, tx: optax.GradientTransformation
+        self, key: chex.PRNGKey, x: PyTree, tx: optax.GradientTransformation
     ) -> TrainState:
         """Makes everything that training changes, each part where it is used.
 

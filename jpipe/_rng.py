@@ -5,25 +5,27 @@ changes a dropout mask.
 """
 
 from collections.abc import Mapping
-from typing import Any
 
+import chex
 import jax
 
 # One key, or a dictionary of keys by stream name, as Flax takes them.
-Rngs = Any
+Rngs = chex.PRNGKey | Mapping[str, chex.PRNGKey] | None
 
 
-def layer_key(key: jax.Array, layer: int) -> jax.Array:
+def layer_key(key: chex.PRNGKey, layer: int) -> chex.PRNGKey:
     """The key with which a layer is initialized."""
     return jax.random.fold_in(key, layer)
 
 
-def training_key(key: jax.Array) -> jax.Array:
+def training_key(key: chex.PRNGKey) -> chex.PRNGKey:
     """The key that a train state keeps; none of the keys of `layer_key`."""
     return jax.random.fold_in(key, 2**31 - 1)
 
 
-def layer_rngs(rngs: Rngs, microbatch: jax.Array | int, layer: int) -> Rngs:
+def layer_rngs(
+    rngs: Rngs, microbatch: jax.Array | int, layer: int
+) -> dict[str, chex.PRNGKey] | None:
     """The keys of one layer on one micro-batch.
 
     Args:
@@ -44,6 +46,6 @@ def layer_rngs(rngs: Rngs, microbatch: jax.Array | int, layer: int) -> Rngs:
     }
 
 
-def step_key(rng: jax.Array, step: jax.Array) -> jax.Array:
+def step_key(rng: chex.PRNGKey, step: jax.Array) -> chex.PRNGKey:
     """The key of one training step, from which every layer's keys follow."""
     return jax.random.fold_in(rng, step)

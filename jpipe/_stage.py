@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import chex
 import jax
 
 from . import _rng
@@ -75,7 +76,7 @@ def fuse(layers: Sequence[Layer], balance: Sequence[int]) -> tuple[StageFunction
 
 
 def walk(
-    stages: Sequence[StageFunction], key: jax.Array, spec: PyTree
+    stages: Sequence[StageFunction], key: chex.PRNGKey, spec: PyTree
 ) -> Iterator[tuple[int, Layer, PyTree, PyTree]]:
     """Walks the model on abstract values only.
 

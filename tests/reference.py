@@ -6,6 +6,7 @@ Nothing here uses jpipe: plain Flax ``apply``, plain `jax.value_and_grad`.
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -154,7 +155,7 @@ def assert_close(actual: PyTree, expected: PyTree, relative: float) -> None:
 
 
 def _assert_same_structure(actual: PyTree, expected: PyTree) -> None:
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    chex.assert_trees_all_equal_structs(actual, expected)
 
 
 def _pairs(actual: PyTree, expected: PyTree) -> list[tuple[str, Any, Any]]:

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import jpipe
-from jpipe.schedules import Schedule
+from jpipe.schedules import Action, Schedule
 
 from . import reference as ref
 
@@ -418,3 +418,35 @@ class TestReductions:
         np.testing.assert_array_equal(aux["n"], [2, 2, 2, 2])
         y = pipe.apply(variables, x)
         np.testing.assert_allclose(aux["y"].reshape(8, 4), y, rtol=1e-5, atol=1e-6)
+
+
+def looped(num_ranks: int, num_microbatches: int) -> Schedule:
+    """A builder of the user's own: two stages per rank, breadth first."""
+
+    def row(rank: int) -> tuple[Action, ...]:
+        numbers = range(num_microbatches)
+        stages = (rank, rank + num_ranks)
+        forwards = [Action("F", s, m) for s in stages for m in numbers]
+        backwards = [Action("B", s, m) for s in stages[::-1] for m in numbers]
+        return (*forwards, *backwards)
+
+    return Schedule(
+        "looped",
+        2 * num_ranks,
+        num_microbatches,
+        (*range(num_ranks), *range(num_ranks)),
+        tuple(map(row, range(num_ranks))),
+    )
+
+
+@pytest.mark.parametrize("remat", ["full", "none"])
+def test_a_builder_with_several_stages_per_rank(double, monkeypatch, remat):
+    """To add a schedule is to name a builder: nothing else knows of schedules."""
+    monkeypatch.setitem(jpipe.schedules.BY_NAME, "looped", looped)
+    layers = ref.mlp(jnp.float64)
+    x, targets = ref.regression(6, jnp.float64)
+    pipe = jpipe.pipeline(
+        layers, 3, balance=[2, 1, 2, 1], schedule="looped", remat=remat
+    )
+    assert pipe.devices == (*jax.devices()[:2], *jax.devices()[:2])
+    compare(pipe, layers, x, targets, ref.FLOAT64)
