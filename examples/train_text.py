@@ -15,152 +15,97 @@ The exit status is 1 if the two differ by more than rounding explains.
 import argparse
 import math
 import sys
-import sysconfig
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
 import optax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from stdlib_text import (
+    VOCAB_SIZE,
+    Batch,
+    even_batches,
+    random_batches,
+    read_corpus,
+    unigram_bits,
+)
 from transformer import balance, transformer
 
 import jpipe
 
-Variables = Sequence[Any]
-Step = Callable[[jpipe.TrainState, Any, Any], tuple[jpipe.TrainState, dict[str, Any]]]
-
-VOCAB_SIZE = 256
-MAX_FILE_BYTES = 2**16
-HELD_BACK_EVERY = 10
-EVALUATION_BYTES = 2**15
 STEPS_IN_FLIGHT = 2
-# Largest difference of a gradient, in units of the largest gradient of its layer.
-GRADIENT_TOLERANCE = 1e-4
-PARAMETER_TOLERANCE = 1e-6
+
+Options = argparse.Namespace
+State = jpipe.TrainState
+Step = Callable[[State, Any, Any], tuple[State, dict[str, Any]]]
 
 
 def main() -> int:
     """Trains, evaluates, writes some text and compares; returns the exit status."""
     options = parse_options()
     corpus = read_corpus()
-    batches = draw_batches(corpus.training, options)
+    shape = options.batch_size, options.context
+    batches = random_batches(corpus.training, *shape, options.seed)
     layers = transformer(
         VOCAB_SIZE, options.context, options.width, options.depth, options.heads
     )
-    placed = {
-        "balance": balance(options.depth, options.stages),
-        "devices": make_devices(options.stages),
-    }
-    pipe = jpipe.pipeline(
+    in_stages = partial(
+        jpipe.pipeline,
         layers,
-        options.microbatches,
-        schedule=options.schedule,
-        remat=options.remat,
-        **placed,
+        balance=balance(options.depth, options.stages),
+        devices=make_devices(options.stages),
     )
+    try:
+        pipe = in_stages(
+            options.microbatches, schedule=options.schedule, remat=options.remat
+        )
+    except ValueError as error:
+        sys.exit(str(error))
     tx = make_optimizer(options)
-    state = pipe.init_train_state(jax.random.key(options.seed), next(batches)[0], tx)
-    print(pipe, end="\n\n")
+    state = pipe.init_train_state(jax.random.key(options.seed), next(batches).x, tx)
+    print(pipe, end="\n\n", flush=True)
 
-    step = pipe.train_step(cross_entropy, tx)
-    state = train(step, state, batches, options)
+    state = train(pipe.train_step(cross_entropy, tx), state, batches, options)
 
-    held_back = spread_batches(corpus.held_back, options)
+    held_back = even_batches(corpus.held_back, *shape, options.evaluation_batches)
     number = sum(batch.targets.size for batch in held_back)
     print(f"\nbits per byte, on {number:,} bytes of files that were held back")
     print(f"  unigram model  {unigram_bits(corpus.training, held_back):.3f}")
-    print(f"  this model     {model_bits(pipe, state.variables, held_back):.3f}")
+    print(f"  this model     {model_bits(pipe, state, held_back):.3f}", flush=True)
 
-    # The same variables serve a pipeline of one micro-batch: a batch of one text.
-    writer = jpipe.pipeline(layers, 1, **placed)
-    text = write(writer, state.variables, options)
-    print(f"\nwhat it writes after {options.prompt!r}")
-    print("\n".join(f"  | {line}" for line in text.splitlines()))
+    # The same variables serve a pipeline of one micro-batch, here one text.
+    text = write(in_stages(1), state, options)
+    print(f"\nwhat the model writes after {options.prompt!r}")
+    print("\n".join(f"  | {line}" for line in text.splitlines()), flush=True)
 
-    twin = jpipe.sequential(layers, options.microbatches, devices=pipe.devices[:1])
-    return 0 if agree(pipe, twin, state, next(batches), tx) else 1
-
-
-class Batch(NamedTuple):
-    """Windows of text ``[batch_size, context]``, and the bytes that follow each byte.
-
-    Attributes:
-      x: what the model reads.
-      targets: what it has to tell.
-    """
-
-    x: np.ndarray
-    targets: np.ndarray
+    one_device = jpipe.sequential(
+        layers, options.microbatches, devices=pipe.devices[:1]
+    )
+    # A tenth of the rate at which training ends.
+    slack = options.learning_rate / 100
+    return 0 if agree(pipe, one_device, state, next(batches), tx, slack) else 1
 
 
-class Corpus(NamedTuple):
-    """Text as integers from 0 to 255.
-
-    Attributes:
-      training: what the model learns from.
-      held_back: whole files that it never sees.
-    """
-
-    training: np.ndarray
-    held_back: np.ndarray
-
-
-def read_corpus() -> Corpus:
-    """Reads the modules of the standard library; every tenth file is held back."""
-    folder = Path(sysconfig.get_path("stdlib"))
-    # Names that begin with "_" are left out: some describe the machine.
-    files = sorted(folder.glob("[a-z]*.py"))
-    texts = [path.read_bytes()[:MAX_FILE_BYTES] for path in files]
-    held_back = texts[::HELD_BACK_EVERY]
-    training = [text for i, text in enumerate(texts) if i % HELD_BACK_EVERY]
-    corpus = Corpus(_integers(training), _integers(held_back))
-    if len(corpus.held_back) < EVALUATION_BYTES:
-        sys.exit(f"{folder} holds {len(files)} modules: too few bytes to train on")
-    return corpus
-
-
-def _integers(texts: Sequence[bytes]) -> np.ndarray:
-    return np.frombuffer(b"".join(texts), np.uint8).astype(np.int32)
-
-
-def draw_batches(text: np.ndarray, options: argparse.Namespace) -> Iterator[Batch]:
-    """Batches of windows at random places of a text, without end."""
-    rng = np.random.default_rng(options.seed)
-    while True:
-        starts = rng.integers(len(text) - options.context, size=options.batch_size)
-        yield _windows(text, starts, options.context)
-
-
-def spread_batches(text: np.ndarray, options: argparse.Namespace) -> list[Batch]:
-    """Batches of windows spread evenly over a text."""
-    number = max(1, EVALUATION_BYTES // (options.batch_size * options.context))
-    last = len(text) - options.context - 1
-    starts = np.linspace(0, last, number * options.batch_size).astype(int)
-    return [_windows(text, s, options.context) for s in np.split(starts, number)]
-
-
-def _windows(text: np.ndarray, starts: np.ndarray, length: int) -> Batch:
-    windows = text[starts[:, None] + np.arange(length + 1)]
-    return Batch(windows[:, :-1], windows[:, 1:])
-
-
-def make_devices(number: int) -> list[jax.Device]:
-    """One device per stage; where there are too few, some serve several."""
+def make_devices(number: int) -> list[Any]:
+    """One device per stage; where there are fewer, some serve several stages."""
     # This concerns CPUs only: where there are GPUs, jax.devices() lists those.
     jax.config.update("jax_num_cpu_devices", number)
-    # GPUs would round what they multiply to fewer bits, and blur the comparison.
+    # GPUs else round what they multiply to 11 bits, which would blur the comparison.
     jax.config.update("jax_default_matmul_precision", "highest")
     found = jax.devices()
     return [found[i % len(found)] for i in range(number)]
 
 
-def make_optimizer(options: argparse.Namespace) -> optax.GradientTransformation:
-    """AdamW with clipped gradients; its rate warms up, then falls along a cosine."""
+def make_optimizer(options: Options) -> optax.GradientTransformation:
+    """AdamW; its rate warms up, then falls along a cosine to a tenth of its peak.
+
+    Gradients are clipped by their norm over all stages.
+    """
     warmup = math.ceil(options.steps / 10)
     rate = optax.warmup_cosine_decay_schedule(
         init_value=options.learning_rate / warmup,
@@ -169,21 +114,18 @@ def make_optimizer(options: argparse.Namespace) -> optax.GradientTransformation:
         decay_steps=options.steps + 1,
         end_value=options.learning_rate / 10,
     )
-    adamw = optax.adamw(rate, b2=0.98, weight_decay=options.weight_decay)
+    adamw = optax.adamw(rate, b2=0.98, weight_decay=0.1)
     return optax.chain(optax.clip_by_global_norm(1.0), adamw)
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """The mean over all tokens, in nats."""
+    """The mean over all bytes, in nats."""
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
 
 def train(
-    step: Step,
-    state: jpipe.TrainState,
-    batches: Iterator[Batch],
-    options: argparse.Namespace,
-) -> jpipe.TrainState:
+    step: Step, state: State, batches: Iterator[Batch], options: Options
+) -> State:
     """Takes all steps and shows how they go."""
     # A loss is read when later steps are under way, so that no device waits for it.
     unread: deque[jax.Array] = deque()
@@ -221,6 +163,7 @@ class Report:
         self._tokens = tokens
         self._done = 0
         self._start = 0.0
+        self._loss = 0.0
 
     def __enter__(self) -> "Report":
         self._bar.start()
@@ -230,48 +173,40 @@ class Report:
         self._bar.stop()
 
     def add(self, loss: float) -> None:
-        """Shows one more step."""
+        """Shows one more step, its loss averaged with those before."""
+        now = time.perf_counter()
         self._done += 1
         if self._done == 1:
-            # The first step compiles; the speed is that of the others.
-            self._start = time.perf_counter()
-        seconds = time.perf_counter() - self._start
-        speed = (self._done - 1) * self._tokens / seconds if self._done > 1 else 0
-        news = f"{loss / math.log(2):.2f} bits per byte, {speed:,.0f} tokens/s"
+            # The first step compiles: the speed is that of the others.
+            self._start, self._loss = now, loss
+        self._loss += (loss - self._loss) / min(self._done, 20)
+        news = f"{self._loss / math.log(2):.2f} bits per byte"
+        if self._done > 1:
+            speed = (self._done - 1) * self._tokens / (now - self._start)
+            news += f", {speed:,.0f} tokens/s"
         self._bar.update(self._task, advance=1, description="training", news=news)
         if self._bar.disable and self._done % math.ceil(self._steps / 10) == 0:
             print(f"step {self._done} of {self._steps}: {news}", flush=True)
 
 
-def unigram_bits(training: np.ndarray, batches: Sequence[Batch]) -> float:
-    """Bits per byte of a model that knows only how frequent each byte is."""
-    counts = np.bincount(training, minlength=VOCAB_SIZE) + 1
-    bits = -np.log2(counts / counts.sum())
-    return float(np.mean([bits[batch.targets] for batch in batches]))
-
-
-def model_bits(
-    pipe: jpipe.Pipeline, variables: Variables, batches: Sequence[Batch]
-) -> float:
+def model_bits(pipe: jpipe.Pipeline, state: State, batches: Sequence[Batch]) -> float:
     """Bits per byte of the model, from forward passes through the pipeline."""
     loss = jax.jit(cross_entropy)
-    losses = [loss(pipe.apply(variables, x), targets) for x, targets in batches]
+    losses = [loss(pipe.apply(state.variables, x), targets) for x, targets in batches]
     return float(np.mean(losses)) / math.log(2)
 
 
-def write(
-    pipe: jpipe.Pipeline, variables: Variables, options: argparse.Namespace
-) -> str:
-    """Goes on after the prompt, byte by byte, as the model finds likely."""
+def write(pipe: jpipe.Pipeline, state: State, options: Options) -> str:
+    """Goes on after the prompt, byte by byte, with what the model finds likely."""
     rng = np.random.default_rng(options.seed)
     text = list(options.prompt.encode())
     for _ in range(options.write):
         seen = text[-options.context :]
-        # One shape for all lengths, so that nothing is compiled again: no byte reads
-        # what follows it, so what fills the window does not matter.
+        # Always a whole window, so that nothing is compiled again; what fills it does
+        # not matter, since no byte reads what follows it.
         window = np.zeros((1, options.context), np.int32)
         window[0, : len(seen)] = seen
-        logits = np.asarray(pipe.apply(variables, window))[0, len(seen) - 1]
+        logits = np.asarray(pipe.apply(state.variables, window))[0, len(seen) - 1]
         likely = np.exp((logits - logits.max()) / options.temperature)
         text.append(int(rng.choice(VOCAB_SIZE, p=likely / likely.sum())))
     return bytes(text).decode(errors="replace")
@@ -279,75 +214,147 @@ def write(
 
 def agree(
     pipe: jpipe.Pipeline,
-    twin: jpipe.Pipeline,
-    state: jpipe.TrainState,
+    one_device: jpipe.Pipeline,
+    state: State,
     batch: Batch,
     tx: optax.GradientTransformation,
+    slack: float,
 ) -> bool:
-    """Whether a step in stages and the same step on one device are the same.
+    """Whether a step in stages is the same step on one device, up to rounding.
 
-    The state is used up.
+    Args:
+      pipe: the stages.
+      one_device: the same layers on one device.
+      state: where both start.
+      batch: what both see.
+      tx: the optimizer.
+      slack: by how much parameters may differ beside their own rounding. Adam divides
+        a gradient by its usual size; where that is as small as rounding, a weight
+        may move otherwise by a part of the learning rate. A wrong update differs by
+        all of it.
     """
-    steps, moved = {}, jax.device_put(state, twin.devices[0])
-    for which, start in ((twin, moved), (pipe, state)):
-        # No layer draws numbers; with these keys the program of the step is used again.
-        gradients = which.value_and_grad(cross_entropy)
-        _, grads = gradients(start.variables, *batch, rngs=start.rng)
-        new, _ = which.train_step(cross_entropy, tx, donate=False)(start, *batch)
-        steps[which] = grads, new.params
-    (grads, params), (twin_grads, twin_params) = steps[pipe], steps[twin]
-    for g,h in zip(jax.tree.leaves(grads),jax.tree.leaves(twin_grads)):
-        g,h=np.asarray(g),np.asarray(h)
-        print(g.shape, abs(g).max(), abs(g-h).max(), abs(g-h).max()/abs(g).max())
-    for g,h in zip(jax.tree.leaves(params),jax.tree.leaves(twin_params)):
-        g,h=np.asarray(g),np.asarray(h)
-        print(g.shape, abs(g).max(), abs(g-h).max(), abs(g-h).max()/abs(g).max())
-    return True
+    print(
+        f"\none more step in {pipe.num_stages} stages and on one device, from the same "
+        f"state and batch",
+        flush=True,
+    )
+    moved = jax.device_put(state, one_device.devices[0])
+    grads, params = _gradients_and_parameters(pipe, state, batch, tx)
+    expected_grads, expected = _gradients_and_parameters(one_device, moved, batch, tx)
+    parts = [
+        _compare("gradients ", grads, expected_grads, 1e-5, 0.0),
+        _compare("parameters", params, expected, 1e-6, slack),
+    ]
+    # Unlike Python's max, NumPy's keeps a NaN, which is not below 1.
+    worst = np.max(parts)
+    print(
+        "Each program adds in its own order, and float32 has 7 digits: a gradient\n"
+        "may differ by some 1e-6 of the largest in its array, a parameter in its\n"
+        "last digit. Ten times as much would be an error; "
+        f"this is {worst:.0%} of that."
+    )
+    return bool(worst <= 1)
 
 
-def parse_options() -> argparse.Namespace:
+def _gradients_and_parameters(
+    pipe: jpipe.Pipeline, state: State, batch: Batch, tx: optax.GradientTransformation
+) -> tuple[Any, Any]:
+    # No layer draws random numbers. The key is given since the step has one too: then
+    # both are the same compiled program.
+    gradients = pipe.value_and_grad(cross_entropy)
+    _, grads = gradients(state.variables, *batch, rngs=state.rng)
+    # Without donation: the same memory may be part of the other pipeline's state.
+    new, _ = pipe.train_step(cross_entropy, tx, donate=False)(state, *batch)
+    return grads, new.params
+
+
+def _compare(
+    name: str, values: Any, expected: Any, relative: float, absolute: float
+) -> float:
+    """Prints the largest difference; returns the largest part of what is allowed.
+
+    Args:
+      name: what is compared.
+      values: a pytree of arrays.
+      expected: what they should be.
+      relative: the difference that is allowed, in units of an array's largest value.
+      absolute: what is allowed beside.
+    """
+    pairs = zip(jax.tree.leaves(values), jax.tree.leaves(expected), strict=True)
+    arrays = [(np.asarray(value), np.asarray(other)) for value, other in pairs]
+    tiny = np.finfo(np.float32).tiny
+    differences = [np.abs(value - other).max() for value, other in arrays]
+    allowed = [relative * np.abs(other).max() + absolute + tiny for _, other in arrays]
+    print(f"  {name}  differ by at most {np.max(differences):.1e}", flush=True)
+    return float(np.max(np.divide(differences, allowed)))
+
+
+def parse_options() -> Options:
     """The options of the command line."""
     parser = argparse.ArgumentParser(
         description="Trains a language model on the Python standard library, in "
         "stages on many devices.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-
-    def add(name: str, default: Any, what: str, **keywords: Any) -> None:
-        kind = keywords.pop("type", type(default))
-        parser.add_argument(name, default=default, help=what, type=kind, **keywords)
-
-    count, positive = _at_least_one, _above_zero
-    schedules, remats = sorted(jpipe.schedules.BY_NAME), ["none", "except_last", "full"]
-    add("--stages", 4, "groups of layers, each on its device", type=count)
-    add("--microbatches", 4, "parts of a batch", type=count)
-    add("--schedule", "1f1b", "the order of the parts", choices=schedules)
-    add("--remat", "none", "what is computed again, not kept", choices=remats)
-    add("--steps", 500, "training steps", type=count)
-    add("--batch-size", 8, "windows of text in a batch", type=count)
-    add("--context", 64, "bytes in a window", type=count)
-    add("--width", 256, "size of the vector of a byte", type=count)
-    add("--depth", 4, "blocks of the Transformer", type=count)
-    add("--heads", 4, "attention heads of a block", type=count)
-    add("--learning-rate", 2e-3, "AdamW's highest rate", type=positive)
-    add("--weight-decay", 0.1, "AdamW's decay")
-    add("--prompt", "def ", "how the text that the model writes begins")
-    add("--write", 300, "bytes that the model writes", type=count)
-    add("--temperature", 0.7, "how daring it writes", type=positive)
-    add("--seed", 0, "of initial values, batches and writing")
+    add = parser.add_argument
+    schedules = sorted(jpipe.schedules.BY_NAME)
+    remats = ["none", "except_last", "full"]
+    whole = _at_least(1)
+    add("--stages", type=whole, default=4, help="groups of layers, each on its device")
+    add("--microbatches", type=whole, default=4, help="parts that a batch is cut in")
+    add("--schedule", choices=schedules, default="1f1b", help="the order of the parts")
+    add("--remat", choices=remats, default="none", help="which parts are recomputed")
+    add("--steps", type=whole, default=500, help="training steps")
+    add("--evaluation-batches", type=whole, default=64, help="batches held back")
+    add("--batch-size", type=whole, default=8, help="windows of text in a batch")
+    add("--context", type=whole, default=64, help="bytes in a window")
+    add("--width", type=whole, default=256, help="numbers that stand for a byte")
+    add("--depth", type=whole, default=4, help="blocks of the Transformer")
+    add("--heads", type=whole, default=4, help="attention heads of a block")
+    add("--learning-rate", type=_positive, default=2e-3, help="the highest rate")
+    add("--prompt", default="def ", help="what the model goes on from")
+    add("--write", type=whole, default=300, help="bytes that the model writes")
+    add("--temperature", type=_positive, default=0.6, help="how daringly it writes")
+    add("--seed", type=_at_least(0), default=0, help="of weights, batches and writing")
     options = parser.parse_args()
+    if faults := list(_faults(options)):
+        parser.error("; ".join(faults))
     return options
 
 
-def _at_least_one(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{number} is less than 1")
-    return number
+def _faults(options: Options) -> Iterator[str]:
+    """What is wrong with options that are fine one by one."""
+    if options.depth < options.stages:
+        yield f"--depth {options.depth} is less than --stages {options.stages}"
+    if options.batch_size < options.microbatches:
+        yield (
+            f"--batch-size {options.batch_size} is less than "
+            f"--microbatches {options.microbatches}"
+        )
+    if options.width % options.heads:
+        yield f"--heads {options.heads} does not divide --width {options.width}"
+    if not options.prompt:
+        yield "--prompt is empty"
 
 
-def _above_zero(text: str) -> float:
-    if (number := float(text)) <= 0:
-        raise argparse.ArgumentTypeError(f"{number} is not above 0")
+def _at_least(least: int) -> Callable[[str], int]:
+    def convert(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is no whole number from {least} on"
+            )
+        return int(text)
+
+    return convert
+
+
+def _positive(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
     return number
 
 

@@ -44,7 +44,7 @@ class Schedule:
       1F0 1B0 1F1 1B1 1F2 1B2
       >>> print(schedule)
       1f1b: 2 ranks, 2 stages, 3 micro-batches, bubble 25.0 %
-      rank 0 |F0 F1 .  B0 B0 F2 .  B1 B1 .  B2 B2|
+      rank 0 |F0 F1 .  .  B0 B0 F2 B1 B1 .  B2 B2|
       rank 1 |.  F0 B0 B0 F1 B1 B1 F2 B2 B2 .  . |
     """
 
@@ -78,7 +78,7 @@ class Schedule:
           ScheduleError: if a cell is no action or the schedule cannot run.
 
         Example:
-          >>> Schedule.from_text("0F0 0B0\\n1F0 1B0").placement
+          >>> Schedule.from_text("0F0 0B0\n1F0 1B0").placement
           (0, 1)
         """
         lines = [line for line in text.splitlines() if line.strip()]
@@ -151,8 +151,9 @@ class Schedule:
     def __str__(self) -> str:
         timeline = self.simulate()
         return (
-            f"{self.name}: {self.num_ranks} ranks, {self.num_stages} stages, "
-            f"{self.num_microbatches} micro-batches, "
+            f"{self.name}: {_count(self.num_ranks, 'rank')}, "
+            f"{_count(self.num_stages, 'stage')}, "
+            f"{_count(self.num_microbatches, 'micro-batch', 'es')}, "
             f"bubble {timeline.bubble_fraction:.1%}".replace("%", " %")
             + "\n"
             + timeline.to_text()
@@ -235,6 +236,10 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 BY_NAME: dict[str, ScheduleBuilder] = {"1f1b": one_f_one_b, "gpipe": gpipe}
+
+
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}{plural if number != 1 else ''}"
 
 
 def _one_stage_per_rank(

@@ -59,3 +59,34 @@ def test_every_option_of_the_main_job_is_documented():
     assert {"--stages", "--schedule", "--remat", "--steps"} <= options
     for line in re.findall(r"^\s+--[\w-]+ [^\n]*(?:\n\s{20,}[^\n]*)*", text, re.M):
         assert len(line.split()) > 3, line
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        (["functional_loop.py"], r"accuracy .*\b[89]\d\.\d"),
+        (["digits.py"], r"9[5-9]\.\d"),
+        (
+            ["train_text.py", "--steps=3", "--evaluation-batches=2", "--write=8"]
+            + ["--width=32", "--heads=2", "--context=16", "--schedule=gpipe"],
+            r"parameters +differ by at most \d",
+        ),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_examples_run(command, shown):
+    assert re.search(shown, run(f"examples/{command[0]}", *command[1:]))
+
+
+def test_bad_options_of_the_main_job_are_refused_in_one_line():
+    command = ["examples/train_text.py", "--stages=9", "--batch-size=1"]
+    result = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 2
+    assert "--stages 9" in result.stderr
+    assert "--batch-size 1" in result.stderr
