@@ -97,7 +97,7 @@ def test_picture_names_the_stage_where_a_rank_has_several():
     v_shape = Schedule.from_text("0F0 2F0 2B0 0B0\n1F0 1B0", name="v")
     assert v_shape.placement == (0, 1, 0)
     assert str(v_shape) == (
-        "v: 2 ranks, 3 stages, 1 micro-batches, bubble 50.0 %\n"
+        "v: 2 ranks, 3 stages, 1 micro-batch, bubble 50.0 %\n"
         "rank 0 |0F0 .   2F0 2B0 2B0 .   .   0B0 0B0|\n"
         "rank 1 |.   1F0 .   .   .   1B0 1B0 .   .  |"
     )
