@@ -413,7 +413,7 @@ def tables(result: dict[str, Any]) -> str:
         f"| its compiled calls and moves alone | {cost['bare_us']:.1f} |",
         f"| Python beside them | {cost['python_us']:.1f} |",
         "",
-        "| remat | held per micro-batch | stage input | weights | `jit(vjp)` as it is |",
+        "| remat | held per micro-batch | stage input | weights | plain `jit(vjp)` |",
         "| --- | --: | --: | --: | --: |",
     ]
     for row in result["held"]:

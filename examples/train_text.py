@@ -181,7 +181,7 @@ class Report:
             self._start, self._loss = now, loss
         self._loss += (loss - self._loss) / min(self._done, 20)
         news = f"{self._loss / math.log(2):.2f} bits per byte"
-        if self._done > 1:
+        if self._done > 1 + STEPS_IN_FLIGHT:
             speed = (self._done - 1) * self._tokens / (now - self._start)
             news += f", {speed:,.0f} tokens/s"
         self._bar.update(self._task, advance=1, description="training", news=news)
@@ -234,11 +234,9 @@ def agree(
         all of it.
     """
     print(
-        f"\none more step in {pipe.num_stages} stages and on one device, from the same "
-        f"state and batch",
-        flush=True,
+        "\none more step, from the same state: the pipeline and one device", flush=True
     )
-    moved = jax.device_put(state, one_device.devices[0])
+    moved = one_device.place(state)
     grads, params = _gradients_and_parameters(pipe, state, batch, tx)
     expected_grads, expected = _gradients_and_parameters(one_device, moved, batch, tx)
     parts = [
@@ -314,7 +312,7 @@ def parse_options() -> Options:
     add("--learning-rate", type=_positive, default=2e-3, help="the highest rate")
     add("--prompt", default="def ", help="what the model goes on from")
     add("--write", type=whole, default=300, help="bytes that the model writes")
-    add("--temperature", type=_positive, default=0.6, help="how daringly it writes")
+    add("--temperature", type=_positive, default=0.7, help="how daringly it writes")
     add("--seed", type=_at_least(0), default=0, help="of weights, batches and writing")
     options = parser.parse_args()
     if faults := list(_faults(options)):

@@ -118,10 +118,11 @@ def balance(depth: int, num_stages: int) -> list[int]:
     Returns:
       One number per stage, ``depth + 2`` together.
     """
-    # The middle stages take what is left over: the ends have the embedding and head.
     sizes = [depth // num_stages] * num_stages
-    for i in range(depth % num_stages):
-        sizes[(num_stages // 2 + i) % num_stages] += 1
+    # The middle comes first with what is left over: the ends have more to do already.
+    order = [*range(1, num_stages - 1), 0, num_stages - 1]
+    for stage in order[: depth % num_stages]:
+        sizes[stage] += 1
     sizes[0] += 1
     sizes[-1] += 1
     return sizes

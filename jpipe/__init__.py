@@ -7,6 +7,7 @@ from ._layer import Stage as Stage
 from ._pipeline import Pipeline as Pipeline
 from ._plan import Plan as Plan
 from ._train import TrainState as TrainState
+from ._train import TrainStep as TrainStep
 from ._transform import pipeline as pipeline
 from ._transform import sequential as sequential
 

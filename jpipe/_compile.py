@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from . import _remat, _vjp
-from ._task import Task
+from ._task import Task, accumulate, sum_spec
 from ._transfer import Device
 from ._vjp import Leaves
 
@@ -94,7 +94,7 @@ class StagePrograms:
             if task.has_loss:
                 cotangents = [jnp.ones((), spec.dtype) for spec in cut.outputs]
             new, x_grads = cut.backward(weights, kept, extra, carried, cotangents)
-            return x_grads, _add(grads, new)
+            return x_grads, accumulate(grads, new)
 
         x_grads = _chosen(task.x, task.wanted.x)
         kept = [task.x[i] for i in cut.kept]
@@ -118,7 +118,7 @@ class StagePrograms:
                 task.run, weights, x, extra, task.wanted
             )
             sums = task.tally(tally, outputs, aux, extra)
-            return x_grads, sums, task.emit(aux), _add(grads, new)
+            return x_grads, sums, task.emit(aux), accumulate(grads, new)
 
         x_grads = _chosen(task.x, task.wanted.x)
         donated = self._reusable([(1, task.x, self.owns_x)], x_grads)
@@ -131,8 +131,8 @@ class StagePrograms:
 
     def zeros(self, device: Device) -> Compiled:
         """``() -> (grads, tally)``: the sums before the first micro-batch."""
-        grads = _chosen(self.task.weights.specs, self.task.wanted.weights)
-        specs = [list(grads), self.task.tally_specs]
+        trainable = _chosen(self.task.weights.specs, self.task.wanted.weights)
+        specs = [[sum_spec(leaf) for leaf in trainable], self.task.tally_specs]
         if not any(specs):
             return lambda: ([], [])
 
@@ -167,7 +167,3 @@ class StagePrograms:
 
 def _chosen(leaves: Leaves, chosen: Sequence[bool]) -> list[Any]:
     return [leaf for leaf, yes in zip(leaves, chosen, strict=True) if yes]
-
-
-def _add(sums: Leaves, new: Leaves) -> list[Any]:
-    return [old + leaf for old, leaf in zip(sums, new, strict=True)]

@@ -1,6 +1,7 @@
 """The loss and its gradients through a pipeline."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -41,9 +42,21 @@ class Gradient:
 
     def __init__(self, program: Program, objective: Objective) -> None:
         self.program = program
-        self._objective = objective
-        self._weighted = objective.reduction == "weighted"
         self._num_losses = objective.num_tallies
+        tasks = [row[0].task for row in program.rows]
+        weights = [task.weights for task in tasks]
+        self._grad_dtypes = [
+            tuple(
+                spec.dtype
+                for spec, yes in zip(own.specs, own.trainable, strict=True)
+                if yes
+            )
+            for own in weights
+        ]
+        self._state_dtypes = [
+            tuple(task.weights.specs[i].dtype for i in task.changed) for task in tasks
+        ]
+        self._loss_dtypes = (program.last_task.closed.out_avals[0].dtype,)
         self._stack = jax.jit(
             lambda rows: [jnp.stack(column) for column in zip(*rows, strict=True)]
         )
@@ -71,16 +84,39 @@ class Gradient:
         """
         live = self.program.feed(weights, x, targets, rngs)
         _execute.execute(self.program.steps, live, observe)
-        sums = live.tally[-1][: self._num_losses]
-        changed = [*live.tally[:-1], live.tally[-1][self._num_losses :]]
-        loss, grads = sums[0], live.grads
-        if self._weighted:
-            loss, *_ = _divide([loss], sums[1])
-            grads = [
-                _divide(leaves, _transfer.put([sums[1]], device)[0]) if leaves else []
-                for leaves, device in zip(grads, self.program.devices, strict=True)
+        tally = live.tally
+        losses, states = tally[-1][: self._num_losses], tally[-1][self._num_losses :]
+        tally[-1] = states
+        (loss,) = self._finish([losses[0]], self._loss_dtypes, losses[1:], -1)
+        grads, changed = (
+            [
+                self._finish(leaves, dtypes, divisor, s)
+                for s, (leaves, dtypes) in enumerate(zip(sums, kinds, strict=True))
             ]
+            for sums, kinds, divisor in (
+                (live.grads, self._grad_dtypes, losses[1:]),
+                (tally, self._state_dtypes, []),
+            )
+        )
         return Outcome(loss, self._aux(live.emitted[-1]), grads, changed)
+
+    def _finish(
+        self,
+        sums: Sequence[jax.Array],
+        dtypes: tuple[Any, ...],
+        divisor: Sequence[jax.Array],
+        s: int,
+    ) -> Sequence[jax.Array]:
+        """Makes sums over micro-batches what they stand for, on the device of a stage.
+
+        Sums in another precision than their leaves are cast; those of a weighted loss
+        are divided by the sum of weights. Mostly there is nothing to do.
+        """
+        same = all(x.dtype == dtype for x, dtype in zip(sums, dtypes, strict=True))
+        if not sums or (same and not divisor):
+            return sums
+        device = self.program.devices[s]
+        return _divide_and_cast(sums, _transfer.put(divisor, device), dtypes)
 
     def _aux(self, rows: list[Any]) -> PyTree:
         leaves = [] if not rows[0] else self._stack(rows)
@@ -109,9 +145,13 @@ class Gradient:
             )
 
 
-@jax.jit
-def _divide(leaves: Sequence[jax.Array], weight: jax.Array) -> list[jax.Array]:
-    return [(leaf / weight.astype(leaf.dtype)).astype(leaf.dtype) for leaf in leaves]
+@partial(jax.jit, static_argnums=2)
+def _divide_and_cast(
+    sums: Sequence[jax.Array], divisor: Sequence[jax.Array], dtypes: tuple[Any, ...]
+) -> list[jax.Array]:
+    for weight in divisor:
+        sums = [x / weight.astype(x.dtype) for x in sums]
+    return [x.astype(dtype) for x, dtype in zip(sums, dtypes, strict=True)]
 
 
 def gradient_tree(params: PyTree, grads: Sequence[jax.Array]) -> PyTree:

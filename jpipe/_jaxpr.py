@@ -12,12 +12,16 @@ from jax.extend import core
 PyTree = Any
 
 
-def trace(function: Callable[..., Any], *specs: PyTree) -> tuple[core.ClosedJaxpr, Any]:
+def trace(
+    function: Callable[..., Any], *specs: PyTree, open_branches: bool = False
+) -> tuple[core.ClosedJaxpr, Any]:
     """Traces a function on abstract arguments, with inner calls of `jax.jit` inlined.
 
     Args:
       function: of any pytrees.
       *specs: its arguments, with `jax.ShapeDtypeStruct` leaves.
+      open_branches: whether all branches of a `jax.lax.cond` are computed, leaf by
+        leaf, and their results selected: what it computes is then visible.
 
     Returns:
       The jaxpr over flat leaves, and the specs of the function's result.
@@ -27,11 +31,17 @@ def trace(function: Callable[..., Any], *specs: PyTree) -> tuple[core.ClosedJaxp
         jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)
         for var in closed.jaxpr.invars
     ]
-    return jax.make_jaxpr(lambda *args: _inline(closed, args))(*flat), result
+
+    def inlined(*args: Any) -> list[Any]:
+        return _inline(closed, args, open_branches)
+
+    return jax.make_jaxpr(inlined)(*flat), result
 
 
-def _inline(closed: core.ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
-    """Evaluates a jaxpr, entering the jaxprs of inner jit calls."""
+def _inline(
+    closed: core.ClosedJaxpr, args: Sequence[Any], open_branches: bool
+) -> list[Any]:
+    """Evaluates a jaxpr, entering the jaxprs of inner jit calls, and of branches."""
     values: dict[core.Var, Any] = dict(
         zip(closed.jaxpr.constvars, closed.consts, strict=True)
     )
@@ -43,7 +53,13 @@ def _inline(closed: core.ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     for eqn in closed.jaxpr.eqns:
         operands = [read(atom) for atom in eqn.invars]
         if eqn.primitive.name in ("jit", "pjit"):
-            results = _inline(eqn.params["jaxpr"], operands)
+            results = _inline(eqn.params["jaxpr"], operands, open_branches)
+        elif open_branches and eqn.primitive.name == "cond" and not eqn.effects:
+            which, *rest = operands
+            cases = [_inline(branch, rest, True) for branch in eqn.params["branches"]]
+            results = [
+                jax.lax.select_n(which, *case) for case in zip(*cases, strict=True)
+            ]
         else:
             results = _bind(closed.jaxpr, eqn, operands)
         values.update(zip(eqn.outvars, results, strict=True))
@@ -78,13 +94,8 @@ def prune(closed: core.ClosedJaxpr, outvars: Sequence[Any]) -> core.ClosedJaxpr:
 
     Equations with effects, such as a debug print, stay.
     """
-    live = _variables(outvars)
-    eqns = []
-    for eqn in reversed(closed.jaxpr.eqns):
-        if eqn.effects or not live.isdisjoint(eqn.outvars):
-            live |= _variables(eqn.invars)
-            eqns.append(eqn)
-    jaxpr = closed.jaxpr.replace(eqns=eqns[::-1], outvars=list(outvars))
+    eqns = _needed(closed.jaxpr.eqns, outvars)
+    jaxpr = closed.jaxpr.replace(eqns=eqns, outvars=list(outvars))
     return core.ClosedJaxpr(jaxpr, closed.consts)
 
 
@@ -102,18 +113,26 @@ def _variables(atoms: Sequence[Any]) -> set[core.Var]:
 
 
 def evaluate(
-    closed: core.ClosedJaxpr, outvars: Sequence[Any], *, without: set[core.Var]
+    closed: core.ClosedJaxpr, outvars: Sequence[Any]
 ) -> Callable[..., list[Any]]:
     """A function of the same inputs that computes only the given variables.
 
-    Args:
-      closed: the whole computation.
-      outvars: what to compute; nothing in it may depend on ``without``.
-      without: variables that must not be computed.
-
-    Returns:
-      A function of the flat inputs of ``closed``.
+    What they do not need is left out, effects such as a debug print too.
     """
-    eqns = [eqn for eqn in closed.jaxpr.eqns if not set(eqn.outvars) & without]
+    quiet = [eqn for eqn in closed.jaxpr.eqns if not eqn.effects]
+    eqns = _needed(quiet, outvars)
     part = closed.jaxpr.replace(eqns=eqns, outvars=list(outvars))
     return core.jaxpr_as_fun(core.ClosedJaxpr(part, closed.consts))
+
+
+def _needed(
+    equations: Sequence[core.JaxprEqn], outvars: Sequence[Any]
+) -> list[core.JaxprEqn]:
+    """The equations that the variables need, and those with effects, in order."""
+    live = _variables(outvars)
+    eqns = []
+    for eqn in reversed(equations):
+        if eqn.effects or not live.isdisjoint(eqn.outvars):
+            live |= _variables(eqn.invars)
+            eqns.append(eqn)
+    return eqns[::-1]

@@ -184,6 +184,8 @@ def _switches(accepted: frozenset[str], rngs: PyTree, train: bool) -> dict[str, 
 def parameter_names(function: Callable[..., Any]) -> frozenset[str]:
     """The parameters that a callable names; none where Python cannot tell."""
     try:
-        return frozenset(inspect.signature(function).parameters)
+        names = frozenset(inspect.signature(function).parameters)
     except (TypeError, ValueError):
         return frozenset()
+    # What functools.partial has set is the user's choice.
+    return names - frozenset(getattr(function, "keywords", None) or {})

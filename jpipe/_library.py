@@ -13,6 +13,7 @@ import jax
 from . import _microbatch, _signature, _variables
 from ._gradient import Gradient
 from ._layer import Layer
+from ._memory import Meter, predict
 from ._objective import Objective
 from ._program import Batch, Pipe, Program
 from ._rng import Rngs
@@ -20,6 +21,7 @@ from ._stage import walk
 from ._task import Weights
 
 PyTree = Any
+Expected = tuple[int, Layer, PyTree, PyTree]
 FindGradient = Callable[[Any, PyTree, PyTree, Rngs, bool], Gradient]
 
 
@@ -62,6 +64,8 @@ class Library:
         self.gradients = lru_cache(maxsize=32)(self._gradients)
         self.weights: Sequence[Weights] = ()
         self.training: Program | None = None
+        self._expected: dict[Any, list[Expected]] = {}
+        self._meter: Meter | None = None
 
     def inference(
         self, variables: Any, x: PyTree, rngs: Rngs, train: bool
@@ -73,7 +77,8 @@ class Library:
             weights = self._check(variables, batch.x)
             program = Program(self._pipe, weights, batch, train=train)
             y, axis = program.last_task.y, self._axes.out_axes
-            _microbatch.check_joinable(y, axis, batch.sizes[0])
+            if len(batch.sizes) > 1:
+                _microbatch.check_joinable(y, axis, batch.sizes[0])
             leaves, tree = jax.tree.flatten(y)
             join = _microbatch.joiner([axis] * len(leaves))
             self._inference[signature] = Inference(program, join, tree)
@@ -94,12 +99,13 @@ class Library:
                     self._pipe, weights, batch, train=train, objective=objective
                 )
                 compiled[signature] = Gradient(program, objective)
-                self.training = program
+                self.training, self._meter = program, None
             return compiled[signature]
 
         return find
 
     def _batch(self, x: PyTree, targets: PyTree, rngs: Rngs) -> Batch:
+        _variables.check_concrete(jax.tree.leaves((x, targets, rngs)))
         x = _microbatch.specs(x, "x")
         targets = _microbatch.specs(targets, "targets")
         x_axes = _microbatch.flat_axes(self._axes.in_axes, x, "x", "in_axes")
@@ -112,35 +118,50 @@ class Library:
         keys = None if rngs is None else _microbatch.specs(rngs, "rngs")
         return Batch(x, x_axes, targets, target_axes, keys, sizes)
 
-    def _check(self, variables: Any, x: PyTree) -> list[Weights]:
-        """Checks the variables against what the layers would make for such an input."""
-        walked = walk(self._pipe.stages, jax.random.key(0), x)
-        expected = [spec for _, _, _, spec in walked]
-        self.check_untied(expected)
-        _variables.check(expected, variables)
-        self.saw(variables)
-        return list(self.weights)
+    def expected(self, x: PyTree) -> list[Expected]:
+        """What the layers are given and would make, for such an input.
 
-    def saw(self, variables: Sequence[PyTree]) -> None:
-        """Takes note of variables, or their specs, for print."""
-        stages = self._pipe.stages
-        self.weights = [Weights.of(variables[stage.span]) for stage in stages]
+        Args:
+          x: the input, as `jax.ShapeDtypeStruct` leaves.
 
-    def check_untied(self, specs: Sequence[PyTree]) -> None:
-        """Refuses one module with parameters in two places of the list.
+        Returns:
+          For each layer its stage's number, itself, its input and its variables.
 
         Raises:
-          ValueError: that names both places.
+          ValueError: if one module with parameters stands in two places of the list.
         """
-        layers: list[Layer] = [
-            layer for stage in self._pipe.stages for layer in stage.layers
-        ]
-        seen: dict[int, int] = {}
-        for number, (layer, variables) in enumerate(zip(layers, specs, strict=True)):
-            first = seen.setdefault(id(layer.source), number)
-            if first != number and jax.tree.leaves(variables):
-                raise ValueError(
-                    f"layers {first} and {number} are the same {layer.name} object: "
-                    f"shared parameters are not in this version; list two modules, or "
-                    f"wrap both uses in one module"
-                )
+        signature = _signature.of(x)
+        if signature not in self._expected:
+            walked = list(walk(self._pipe.stages, jax.random.key(0), x))
+            _check_untied([layer for _, layer, *_ in walked], [v for *_, v in walked])
+            self._expected[signature] = walked
+        return self._expected[signature]
+
+    def note_weights(self, variables: Sequence[PyTree]) -> Sequence[Weights]:
+        """Reads the structure of variables, or of their specs; keeps it for print."""
+        stages = self._pipe.stages
+        self.weights = [Weights.of(variables[stage.span]) for stage in stages]
+        return self.weights
+
+    def _check(self, variables: Any, x: PyTree) -> Sequence[Weights]:
+        """Checks the variables against what the layers would make for such an input."""
+        _variables.check([made for *_, made in self.expected(x)], variables)
+        return self.note_weights(variables)
+
+    def memory(self) -> Meter | None:
+        """What a training step holds, once one is compiled."""
+        if self._meter is None and self.training is not None:
+            self._meter = predict(self.training)
+        return self._meter
+
+
+def _check_untied(layers: Sequence[Layer], specs: Sequence[PyTree]) -> None:
+    seen: dict[int, int] = {}
+    for number, (layer, variables) in enumerate(zip(layers, specs, strict=True)):
+        first = seen.setdefault(id(layer.source), number)
+        if first != number and jax.tree.leaves(variables):
+            raise ValueError(
+                f"layers {first} and {number} are the same {layer.name} object: "
+                f"shared parameters are not in this version; list two modules, or "
+                f"wrap both uses in one module"
+            )

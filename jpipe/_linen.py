@@ -37,8 +37,8 @@ def init(module: linen.Module) -> Callable[[chex.PRNGKey, PyTree], dict[str, PyT
     """
 
     def run(key: chex.PRNGKey, spec: PyTree) -> dict[str, PyTree]:
-        variables = module.lazy_init(key, spec, **_asked(module, train=False))
-        return dict(variables)
+        args, keywords = _asked(module, train=False)
+        return dict(module.lazy_init(key, spec, *args, **keywords))
 
     return run
 
@@ -50,20 +50,44 @@ def apply(
 
     def run(variables, x, rngs, train):
         mutable = [key for key in variables if key != "params"] if train else []
-        keywords = _asked(module, train)
+        args, keywords = _asked(module, train)
         if not mutable:
-            return module.apply(variables, x, rngs=rngs, **keywords), {}
-        y, changed = module.apply(variables, x, rngs=rngs, mutable=mutable, **keywords)
+            return module.apply(variables, x, *args, rngs=rngs, **keywords), {}
+        y, changed = module.apply(
+            variables, x, *args, rngs=rngs, mutable=mutable, **keywords
+        )
         return y, dict(changed)
 
     return run
 
 
-def _asked(module: linen.Module, train: bool) -> dict[str, Any]:
-    """The switches that ``__call__`` names and the module has not set itself."""
-    named = inspect.signature(type(module).__call__).parameters
-    return {
-        key: value
-        for key, value in switches(train).items()
-        if key in named and getattr(module, key, None) is None
+def _asked(module: linen.Module, train: bool) -> tuple[list[Any], dict[str, Any]]:
+    """The switches that ``__call__`` names and the module has not set itself.
+
+    They are passed by position where they can be: `flax.linen.remat` lets only such
+    arguments be static.
+    """
+    _, _, *after_x = inspect.signature(type(module).__call__).parameters.values()
+    values = {
+        name: value
+        for name, value in switches(train).items()
+        if not _is_set(module, name)
     }
+    asked = [parameter.name for parameter in after_x if parameter.name in values]
+    args = []
+    for parameter in after_x:
+        by_position = parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+        value = values.get(parameter.name, parameter.default)
+        if not by_position or value is inspect.Parameter.empty:
+            break
+        if not set(asked) - {p.name for p in after_x[: len(args)]}:
+            break
+        args.append(value)
+    given = {parameter.name for parameter in after_x[: len(args)]}
+    return args, {name: values[name] for name in asked if name not in given}
+
+
+def _is_set(module: linen.Module, name: str) -> bool:
+    """Whether the user chose a switch when making the module."""
+    fields = type(module).__dataclass_fields__
+    return name in fields and getattr(module, name) is not None

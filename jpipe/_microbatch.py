@@ -88,7 +88,7 @@ def flat_axes(axes: Axes, tree: PyTree, what: str, name: str) -> list[int | None
     found = jax.tree.leaves(full, is_leaf=lambda node: node is None)
     flat = [axis for axis, node in zip(found, nodes, strict=True) if node is not None]
     for axis in flat:
-        if axis is not None and (isinstance(axis, bool) or not isinstance(axis, int)):
+        if isinstance(axis, bool) or not (axis is None or hasattr(axis, "__index__")):
             raise ValueError(f"{name}: {axis!r} is neither an axis nor None")
     return flat
 

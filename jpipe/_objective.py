@@ -96,7 +96,8 @@ class Objective:
             raise TypeError(
                 f"the weight must be a scalar; it returned {shapes(weight)}"
             )
-        return total, [jax.lax.stop_gradient(weight.astype(total.dtype))], aux
+        weight = weight.astype(jnp.promote_types(jnp.float32, total.dtype))
+        return total, [jax.lax.stop_gradient(weight)], aux
 
     def _without_aux(self, result: Any) -> tuple[Any, PyTree]:
         pair = isinstance(result, Sequence) and len(result) == 2

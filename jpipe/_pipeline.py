@@ -13,12 +13,11 @@ from ._execute import execute
 from ._gradient import gradient_tree
 from ._layer import initialize
 from ._library import Axes, Library
-from ._memory import nbytes, predict
+from ._memory import nbytes
 from ._objective import Objective
 from ._optimizer import Optimizer, place_state
 from ._plan import Plan, StagePlan
 from ._program import Pipe
-from ._stage import walk
 from ._task import is_params
 from ._train import TrainState, TrainStep, check_optimizer
 from ._transfer import Device
@@ -63,8 +62,7 @@ class Pipeline:
     @property
     def plan(self) -> Plan:
         """Who runs what, in names and numbers; says more the more is known."""
-        program = self._library.training
-        meter = predict(program) if program else None
+        meter = self._library.memory()
         peak = meter.peak.items() if meter else ()
         return Plan(
             tuple(
@@ -106,7 +104,8 @@ class Pipeline:
         """Makes the variables of all layers, each on its layer's device.
 
         The values depend on the key, the layer's number and shapes only, not on
-        balance, devices or schedule. Only the shapes of ``x`` are used.
+        balance, devices or schedule. Only the shapes of ``x`` are used. Each layer is
+        made on the first device and moved, so that device needs room for one more.
 
         Args:
           key: a JAX random key.
@@ -120,10 +119,8 @@ class Pipeline:
           ValueError: if one module with parameters stands twice in the list.
         """
         spec = _microbatch.specs(x, "x")
-        walked = list(walk(self._pipe.stages, key, spec))
-        specs = [expected for *_, expected in walked]
-        self._library.check_untied(specs)
-        self._library.saw(specs)
+        walked = self._library.expected(spec)
+        self._library.note_weights([made for *_, made in walked])
 
         # Made on the first device, where equal layers share a compiled program.
         local = _transfer.put_tree(key, self.devices[0])
@@ -142,7 +139,8 @@ class Pipeline:
             devices: from a pipeline of another balance, or from a checkpoint.
 
         Returns:
-          The same values in place.
+          The same values in place. What was there already is not copied: a step that
+          overwrites the result overwrites it in ``tree`` too.
 
         Raises:
           ValueError: if there is not one entry per layer.

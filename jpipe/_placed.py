@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core
 from jax.sharding import SingleDeviceSharding
 
@@ -66,7 +67,9 @@ class Placed:
         donate: Sequence[bool],
         name: str,
     ) -> None:
-        closed, self.result = _jaxpr.trace(function, *specs)
+        closed, self.result = _jaxpr.trace(
+            _distinct(function), *specs, open_branches=True
+        )
         closed = _jaxpr.prune(closed, closed.jaxpr.outvars)
         homes = [home or 0 for home in out_homes(self.result)]
         self._devices = devices
@@ -89,6 +92,11 @@ class Placed:
             **dict(enumerate(self._stored)),
             **{slot: call.home for call in self._calls for slot in call.fills},
         }
+        self._away = [
+            (i, (slot, home))
+            for i, (slot, home) in enumerate(self._outputs)
+            if devices[self._slot_home[slot]] != devices[home]
+        ]
 
     def __call__(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
         """Evaluates the function on flat leaves, each in its place. Never waits."""
@@ -96,7 +104,10 @@ class Placed:
         for call in self._calls:
             results = call.program(*self._at(call.home, call.reads, values))
             values.update(zip(call.fills, results, strict=True))
-        return [self._at(home, (slot,), values)[0] for slot, home in self._outputs]
+        results = [values[slot] for slot, _ in self._outputs]
+        for i, (slot, home) in self._away:
+            results[i] = _transfer.put([values[slot]], self._devices[home])[0]
+        return results
 
     def _at(
         self, home: int, slots: Sequence[int], values: dict[int, jax.Array]
@@ -159,11 +170,30 @@ class Placed:
         return calls
 
 
+def _distinct(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with an array of its own for every result.
+
+    A result that is also an argument or another result would be one array in two
+    places of a state, which the next update could overwrite only once.
+    """
+
+    def run(*args: Any) -> Any:
+        taken = {id(leaf) for leaf in jax.tree.leaves(args)}
+
+        def own(leaf: Any) -> Any:
+            if id(leaf) in taken:
+                return jnp.array(leaf, copy=True)
+            taken.add(id(leaf))
+            return leaf
+
+        return jax.tree.map(own, function(*args))
+
+    return run
+
+
 def _key(atom: Any, home: Home) -> Any:
-    # A constant result has no variable: it is filled per place and value.
-    if isinstance(atom, core.Literal):
-        return (home, str(atom.aval), str(atom.val))
-    return atom
+    # A constant result has no variable; equal ones are not one array.
+    return (home, id(atom)) if isinstance(atom, core.Literal) else atom
 
 
 def _named(run: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -141,12 +141,19 @@ class Program:
         return self._live(
             [weights.specs for weights in self.weights],
             [jax.tree.leaves(self.batch.part(size)[0]) for size in self.batch.sizes],
-            [[self._abstract_extra(program) for program in row] for row in self.rows],
+            [
+                [
+                    self._abstract_extra(program, size)
+                    for program, size in zip(row, self.batch.sizes, strict=True)
+                ]
+                for row in self.rows
+            ],
             [jax.eval_shape(zeros) for zeros in self._zeros],
         )
 
-    def _abstract_extra(self, program: StagePrograms) -> list[jax.ShapeDtypeStruct]:
-        size = self.batch.sizes[self.rows[program.task.index].index(program)]
+    def _abstract_extra(
+        self, program: StagePrograms, size: int
+    ) -> list[jax.ShapeDtypeStruct]:
         _, extra = self.batch.part(size)
         return jax.tree.leaves([extra[name] for name in program.task.extra])
 

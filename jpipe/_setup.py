@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from ._transfer import Device
-from .schedules import BY_NAME, Schedule
+from .schedules import BY_NAME, Schedule, ScheduleError
 
 
 def check_num_microbatches(number: Any) -> int:
@@ -96,17 +96,27 @@ def choose_schedule(schedule: Any, num_stages: int, num_microbatches: int) -> Sc
 
 
 def _build(builder: Any, num_stages: int, num_microbatches: int) -> Schedule:
+    refused = []
     for num_ranks in range(num_stages, 0, -1):
-        if num_stages % num_ranks == 0:
+        if num_stages % num_ranks:
+            continue
+        try:
             built = builder(num_ranks, num_microbatches)
-            if not isinstance(built, Schedule):
-                raise TypeError(
-                    f"schedule={builder!r} returned a {type(built).__name__}; a "
-                    f"builder is (num_ranks, num_microbatches) -> Schedule"
-                )
-            if built.num_stages == num_stages:
-                return _check_fit(built, num_stages, num_microbatches)
-    raise ValueError(f"schedule {builder!r} has no order for {num_stages} stages")
+        except ScheduleError as error:  # an order that so many ranks do not have
+            refused.append(f"{num_ranks} ranks: {error}")
+            continue
+        if not isinstance(built, Schedule):
+            raise TypeError(
+                f"schedule={builder!r} returned a {type(built).__name__}; a "
+                f"builder is (num_ranks, num_microbatches) -> Schedule"
+            )
+        if built.num_stages == num_stages:
+            return _check_fit(built, num_stages, num_microbatches)
+    raise ScheduleError(
+        f"schedule={builder!r} has no order for {num_stages} stages and "
+        f"{num_microbatches} micro-batches"
+        + "".join(f"\n  * {line}" for line in refused)
+    )
 
 
 def _check_fit(schedule: Schedule, num_stages: int, num_microbatches: int) -> Schedule:

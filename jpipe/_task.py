@@ -63,6 +63,23 @@ def is_inexact(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
+def sum_spec(leaf: Any) -> jax.ShapeDtypeStruct:
+    """The spec of a sum over micro-batches of such leaves.
+
+    Half precision is summed in single: with eight bits, the hundredth term of a sum
+    of equal terms is lost.
+    """
+    dtype = leaf.dtype
+    if is_inexact(leaf) and dtype.itemsize < 4:
+        dtype = jnp.dtype(jnp.float32)
+    return jax.ShapeDtypeStruct(leaf.shape, dtype)
+
+
+def accumulate(sums: Leaves, new: Leaves) -> list[Any]:
+    """Adds leaves to sums, in the precision of the sums."""
+    return [old + x.astype(old.dtype) for old, x in zip(sums, new, strict=True)]
+
+
 @dataclass(frozen=True)
 class Task:
     """One stage on micro-batches of one size.
@@ -115,12 +132,18 @@ class Task:
         return [leaf for leaves in self.extra.values() for leaf in leaves]
 
     @property
+    def share_at(self) -> int:
+        """The position of the micro-batch's share among the extra leaves."""
+        names = list(self.extra)[: list(self.extra).index("share")]
+        return sum(len(self.extra[name]) for name in names)
+
+    @property
     def tally_specs(self) -> list[jax.ShapeDtypeStruct]:
         """Specs of the running sums that the forward of this stage keeps."""
         sums = self.closed.out_avals[: self.num_outputs + self.num_passed]
         changed = [self.weights.specs[i] for i in self.changed]
         kept = [*(sums if self.has_loss else []), *changed]
-        return [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in kept]
+        return [sum_spec(leaf) for leaf in kept]
 
     def run(self, weights: Leaves, x: Leaves, extra: Leaves) -> tuple[list, list]:
         """``(outputs, aux)`` of flat leaves."""
@@ -149,10 +172,12 @@ class Task:
         """
         losses = [*outputs, *aux[: self.num_passed]] if self.has_loss else []
         states = aux[self.num_passed + self.num_emitted :]
-        sums = [old + new for old, new in zip(tally, losses, strict=False)]
+        sums = accumulate(tally[: len(losses)], losses)
         for old, new in zip(tally[len(losses) :], states, strict=True):
-            share = extra[-1]
-            sums.append(old + new * share.astype(new.dtype) if is_inexact(new) else new)
+            if is_inexact(new):
+                share = extra[self.share_at]
+                new = old + new.astype(old.dtype) * share.astype(old.dtype)
+            sums.append(new)
         return sums
 
 
@@ -181,11 +206,12 @@ def trace(
       The task; of ``extra`` it asks only for what it reads.
     """
     x_leaves, x_tree = jax.tree.flatten(x)
-    extra = {name: extra[name] for name in EXTRA if name in extra}
+    names = [name for name in EXTRA if name in extra]
     position = {path: i for i, path in enumerate(weights.paths)}
     changed_at: list[int] = []
 
-    def whole(weight_leaves: Leaves, x_leaves: Leaves, extra: Mapping[str, PyTree]):
+    def whole(weight_leaves: Leaves, x_leaves: Leaves, values: Sequence[PyTree]):
+        extra = dict(zip(names, values, strict=True))
         variables = jax.tree.unflatten(weights.tree, weight_leaves)
         y, changed = stage(
             variables,
@@ -206,22 +232,14 @@ def trace(
             loss = [scalar, *sums]
         return loss, jax.tree.map(jnp.asarray, y), list(changes.values())
 
-    # A dictionary is flattened in the order of its keys.
-    ordered = {f"{EXTRA.index(name)}": value for name, value in extra.items()}
-    named = dict(zip(ordered, extra, strict=True))
-    closed, (loss, y, _) = _jaxpr.trace(
-        lambda w, x, e: whole(w, x, {named[key]: value for key, value in e.items()}),
-        weights.specs,
-        x_leaves,
-        ordered,
-    )
-    flat_extra = {name: tuple(jax.tree.leaves(value)) for name, value in extra.items()}
+    values = [extra[name] for name in names]
+    closed, (loss, y, _) = _jaxpr.trace(whole, weights.specs, x_leaves, values)
     return _prune(
         Task(
             stage=stage,
             weights=weights,
             x=tuple(x_leaves),
-            extra=flat_extra,
+            extra={name: tuple(jax.tree.leaves(extra[name])) for name in names},
             y=y,
             wanted=Differentiable(
                 weights.trainable,
@@ -243,13 +261,12 @@ def _prune(task: Task, num_losses: int) -> Task:
     num_y = len(jax.tree.leaves(task.y))
     losses = jaxpr.outvars[:num_losses]
     y = jaxpr.outvars[num_losses : num_losses + num_y]
-    inputs = set(jaxpr.invars)
     changes = [
         (at, var)
         for at, var in zip(
             task.changed, jaxpr.outvars[num_losses + num_y :], strict=True
         )
-        if isinstance(var, core.Literal) or var not in inputs
+        if var is not jaxpr.invars[at]
     ]
     if task.has_loss:
         outputs, passed, emitted = losses[:1], losses[1:], y

@@ -167,6 +167,7 @@ def _check_state(state: Any) -> None:
             f"Pipeline.init_train_state or an earlier step returned"
         )
     leaves = jax.tree.leaves((state.params, state.opt_state))
+    _variables.check_concrete([*leaves, state.step])
     if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
         raise ValueError(
             "this state was given to an earlier step, which used its memory again; go "

@@ -94,7 +94,9 @@ def sequential(
     num_microbatches: int = 1,
     *,
     devices: Sequence[Device] | None = None,
-    **options: Any,
+    in_axes: Any = 0,
+    target_axes: Any = 0,
+    out_axes: int = 0,
 ) -> Pipeline:
     """The unpipelined twin of `pipeline`: the same layers as one stage on one device.
 
@@ -105,7 +107,9 @@ def sequential(
       layers: as for `pipeline`.
       num_microbatches: as for `pipeline`; the gradients are accumulated.
       devices: the device, as a sequence of one; default the first.
-      **options: ``in_axes``, ``target_axes`` and ``out_axes`` of `pipeline`.
+      in_axes: as for `pipeline`.
+      target_axes: as for `pipeline`.
+      out_axes: as for `pipeline`.
 
     Returns:
       A pipeline with one stage.
@@ -127,5 +131,7 @@ def sequential(
         balance=[len(listed)] if isinstance(listed, list) and listed else None,
         devices=devices,
         remat="none",
-        **options,
+        in_axes=in_axes,
+        target_axes=target_axes,
+        out_axes=out_axes,
     )

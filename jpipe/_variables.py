@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+from jax import core
 
 from ._stage import StageFunction
 from ._transfer import Device
@@ -88,7 +89,9 @@ def check_placed(
 
     Raises:
       ValueError: with each stage whose leaves are elsewhere.
+      TypeError: if a leaf belongs to a trace.
     """
+    check_concrete([leaf for leaves in weights for leaf in leaves])
     faults = []
     for leaves, stage, device in zip(weights, stages, devices, strict=True):
         # A leaf of NumPy answers "cpu", a sharded one its sharding.
@@ -103,6 +106,19 @@ def check_placed(
         raise ValueError(
             "variables are not in place; type variables = pipe.place(variables):\n"
             + "\n".join(f"  * {fault}" for fault in faults)
+        )
+
+
+def check_concrete(leaves: Sequence[Any]) -> None:
+    """Checks that no leaf belongs to a trace.
+
+    Raises:
+      TypeError: if one does.
+    """
+    if any(isinstance(leaf, core.Tracer) for leaf in leaves):
+        raise TypeError(
+            "a pipeline compiles its own stages, each for its device: call it outside "
+            "of jax.jit, jax.grad, jax.vmap and jax.eval_shape"
         )
 
 

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend import core
 
 from . import _jaxpr
@@ -114,7 +113,13 @@ def cut(
     )
     return Cut(
         _forward_half(program, len(outputs), len(aux)),
-        _backward_half(traced, len(x), kept, specs, needed, wanted),
+        _backward_half(
+            traced,
+            [len(weights), len(x), len(extra), len(specs), len(outputs)],
+            kept,
+            needed,
+            sum(wanted.weights),
+        ),
         kept,
         outputs,
         aux,
@@ -146,8 +151,8 @@ def _vjp(
     wanted: Differentiable,
     remat: Callable[[Callable[..., Any]], Callable[..., Any]],
 ) -> Any:
-    free_weights, fixed_weights = _divide(weights, wanted.weights)
-    free_x, fixed_x = _divide(x, wanted.x)
+    free_weights, fixed_weights = _separate(weights, wanted.weights)
+    free_x, fixed_x = _separate(x, wanted.x)
 
     def of_the_free(free_weights, free_x, fixed_weights, fixed_x, extra):
         return function(
@@ -165,7 +170,7 @@ def _vjp(
     )
 
 
-def _divide(leaves: Leaves, chosen: Sequence[bool]) -> tuple[list[Any], list[Any]]:
+def _separate(leaves: Leaves, chosen: Sequence[bool]) -> tuple[list[Any], list[Any]]:
     pairs = list(zip(leaves, chosen, strict=True))
     return [x for x, yes in pairs if yes], [x for x, yes in pairs if not yes]
 
@@ -192,12 +197,13 @@ class _Sources:
             if not self._is_input(var)
             and (isinstance(var, core.Literal) or var not in data)
         ]
-        self._again = {_identity(var): i for i, var in enumerate(again)}
-        self._recompute = _jaxpr.evaluate(closed, again, without=data)
+        # By identity: literals are not hashable. The jaxpr keeps the variables alive.
+        self._again = {id(var): i for i, var in enumerate(again)}
+        self._recompute = _jaxpr.evaluate(closed, again)
         self.carried: list[int] = []
         self._place: dict[Any, int] = {}
         for i, var in enumerate(self._variables):
-            known = self._is_input(var) or _identity(var) in self._again
+            known = self._is_input(var) or id(var) in self._again
             if not known and var not in self._place:
                 self._place[var] = len(self.carried)
                 self.carried.append(i)
@@ -212,16 +218,11 @@ class _Sources:
         def find(var: Any) -> Any:
             if self._is_input(var):
                 return inputs[self._input[var]]
-            if _identity(var) in self._again:
-                return recomputed[self._again[_identity(var)]]
+            if id(var) in self._again:
+                return recomputed[self._again[id(var)]]
             return carried[self._place[var]]
 
         return [find(var) for var in self._variables]
-
-
-def _identity(var: Any) -> int:
-    # Literals are not hashable; the variables outlive this analysis.
-    return id(var)
 
 
 def _forward_half(program: core.ClosedJaxpr, num_outputs: int, num_aux: int) -> Any:
@@ -237,34 +238,39 @@ def _forward_half(program: core.ClosedJaxpr, num_outputs: int, num_aux: int) -> 
 
 def _backward_half(
     traced: core.ClosedJaxpr,
-    num_x: int,
+    sizes: Sequence[int],
     kept: Sequence[int],
-    specs: Sequence[Any],
     needed: Sequence[int],
-    wanted: Differentiable,
+    num_grads: int,
 ) -> Any:
-    run = core.jaxpr_as_fun(traced)
-    num_grads = sum(wanted.weights)
+    """The backward, given only what it reads.
+
+    Args:
+      traced: the backward given everything: weights, x, extra, residuals, cotangents.
+      sizes: the number of leaves of each of these.
+      kept: which leaves of x it reads.
+      needed: which residuals it reads.
+      num_grads: the number of gradients of weights among its results.
+    """
+    pruned = _jaxpr.prune(traced, traced.jaxpr.outvars)
+    invars = iter(pruned.jaxpr.invars)
+    weights, x, extra, residuals, cts = (
+        [next(invars) for _ in range(size)] for size in sizes
+    )
+    read = [
+        *weights,
+        *(x[i] for i in kept),
+        *extra,
+        *(residuals[i] for i in needed),
+        *cts,
+    ]
+    closed = core.ClosedJaxpr(pruned.jaxpr.replace(invars=read), pruned.consts)
+    run = core.jaxpr_as_fun(closed)
 
     def backward(
         weights: Leaves, kept_x: Leaves, extra: Leaves, carried: Leaves, cts: Leaves
     ) -> Any:
-        # Leaves that the backward does not read have no value any more; zeros stand
-        # in for them and vanish when XLA removes dead code.
-        x_specs = traced.jaxpr.invars[len(weights) : len(weights) + num_x]
-        x = [_nothing(var.aval) for var in x_specs]
-        for i, leaf in zip(kept, kept_x, strict=True):
-            x[i] = leaf
-        residuals = [_nothing(spec) for spec in specs]
-        for i, leaf in zip(needed, carried, strict=True):
-            residuals[i] = leaf
-        flat = run(*weights, *x, *extra, *residuals, *cts)
+        flat = run(*weights, *kept_x, *extra, *carried, *cts)
         return flat[:num_grads], flat[num_grads:]
 
     return backward
-
-
-def _nothing(spec: Any) -> Any:
-    if jnp.issubdtype(spec.dtype, jax.dtypes.prng_key):
-        return jax.random.key(0, impl=jax.random.key_impl(spec))
-    return np.zeros(spec.shape, spec.dtype)

@@ -101,8 +101,9 @@ class Schedule:
     def validate(self) -> "Schedule":
         """Checks that the schedule runs everything once, in an order that ends.
 
-        Gradients are summed in the order of the backwards, so that order must
-        ascend in each stage: then every schedule gives the same bits.
+        Losses are summed in the order of the forwards and gradients in that of the
+        backwards, so both must ascend in each stage: then every schedule gives the
+        same bits.
 
         Returns:
           The schedule itself.
@@ -301,22 +302,20 @@ def _count_faults(schedule: Schedule) -> list[str]:
 
 
 def _order_faults(schedule: Schedule) -> list[str]:
-    """Backwards before their forward, or out of ascending order in a stage."""
+    """Backwards before their forward, or micro-batches out of order in a stage."""
     faults = []
     for rank, row in enumerate(schedule.rows):
         position = {action: i for i, action in enumerate(row)}
-        last: dict[int, Action] = {}
+        last: dict[tuple[str, int], Action] = {}
         for action in row:
-            if action.op != BACKWARD:
-                continue
             forward = action._replace(op=FORWARD)
             if position[forward] > position[action]:
                 faults.append(f"rank {rank} runs {action} before {forward}")
-            before = last.get(action.stage)
+            before = last.get((action.op, action.stage))
             if before is not None and before.microbatch > action.microbatch:
                 faults.append(
-                    f"rank {rank} runs {before} before {action}: gradients are summed "
-                    f"in ascending order of micro-batches"
+                    f"rank {rank} runs {before} before {action}: losses and gradients "
+                    f"are summed in ascending order of micro-batches"
                 )
-            last[action.stage] = action
+            last[action.op, action.stage] = action
     return faults

@@ -387,12 +387,13 @@ COST = {"F": "forward", "B": "backward"}
 @given(any_orders(), st.sampled_from([Costs(), Costs(1.0, 1.0), Costs(3.0, 0.5)]))
 def test_validator_and_simulator_agree_with_graph_theory(schedule, costs):
     # Neither a schedule that can run is refused, nor one accepted that cannot.
-    backwards = [
-        [a.microbatch for a in row if a.op == "B" and a.stage == stage]
+    orders = [
+        [a.microbatch for a in row if (a.op, a.stage) == (op, stage)]
         for row in schedule.rows
         for stage in range(schedule.num_stages)
+        for op in "FB"
     ]
-    ascending = all(order == sorted(order) for order in backwards)
+    ascending = all(order == sorted(order) for order in orders)
     try:
         start = starts(schedule, costs)
     except CycleError:

@@ -218,11 +218,13 @@ def test_collections_are_committed_once_per_mini_batch(double):
     hidden = layers[0].apply({"params": ref.params_of(state.variables)[0]}, x)
     state, _ = step(state, x, targets)
     mean = np.asarray(state.model_state[1]["batch_stats"]["mean"])
-    np.testing.assert_allclose(mean, 0.1 * np.mean(hidden, axis=0), rtol=1e-10)
+    # Flax makes running statistics in single precision, and so they stay.
+    assert mean.dtype == np.float32
+    np.testing.assert_allclose(mean, 0.1 * np.mean(hidden, axis=0), rtol=1e-6)
     twin = jpipe.sequential(layers, 4)
     twin_state = twin.init_train_state(jax.random.key(0), x, tx)
     twin_state, _ = twin.train_step(ref.mse, tx)(twin_state, x, targets)
-    ref.assert_close(state.model_state, twin_state.model_state, ref.FLOAT64)
+    ref.assert_close(state.model_state, twin_state.model_state, ref.FLOAT32)
     # Without a train step nothing is committed, and evaluation reads what was.
     evaluated = pipe.apply(state.variables, x)
     again = pipe.apply(state.variables, x)

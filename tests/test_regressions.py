@@ -1,0 +1,211 @@
+"""Faults that were found and mended: each test fails without its fix."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+
+import jpipe
+from jpipe.schedules import ScheduleError, one_f_one_b
+
+from . import reference as ref
+
+DOTS = jax.checkpoint_policies.dots_saveable
+
+
+@pytest.mark.parametrize("remat", ["full", "none", DOTS])
+def test_a_layer_may_print_what_it_computes(remat, capfd):
+    def printing(x):
+        jax.debug.print("mean {}", x.mean())
+        return x
+
+    layers = [ref.dense(4), printing, ref.dense(4)]
+    pipe = jpipe.pipeline(layers, 2, remat=remat, schedule="gpipe")
+    x, targets = ref.regression(4)
+    variables = pipe.init(jax.random.key(0), x)
+    value = pipe.value_and_grad(ref.mse)(variables, x, targets)
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("mean") >= 2
+    layers[1] = jnp.positive
+    expected = ref.value_and_grad(layers, ref.params_of(variables), x, targets)
+    ref.assert_close(value, expected, ref.FLOAT32)
+
+
+OPTIMIZERS = {
+    # Its first moment starts as the first update: one array in two places.
+    "novograd": optax.novograd(1e-2),
+    "cocob": optax.contrib.cocob(),
+    "copies of the parameters in the state": optax.GradientTransformation(
+        lambda params: (params, params),
+        lambda grads, state, params=None: (grads, (grads, state[1])),
+    ),
+    # Both hold branches over the whole tree.
+    "MultiSteps": optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
+    "apply_if_finite": optax.apply_if_finite(optax.adam(1e-2), 3),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_result_of_an_optimizer_is_an_array_of_its_own(name):
+    tx = OPTIMIZERS[name]
+    layers = ref.mlp()
+    x, targets = ref.regression(8)
+    pipe = jpipe.pipeline(layers, 2, balance=[2, 2, 2])
+    state = pipe.init_train_state(jax.random.key(0), x, tx)
+    expected = ref.optax_steps(
+        layers, ref.params_of(state.variables), x, targets, tx, 3
+    )
+    step = pipe.train_step(ref.mse, tx)
+    for _ in range(3):
+        state, _ = step(state, x, targets)
+    ref.assert_close(state.params, expected[0], 1e-4)
+
+
+@pytest.mark.parametrize("name", ["MultiSteps", "apply_if_finite"])
+def test_an_optimizer_with_branches_moves_no_parameters(name, monkeypatch):
+    moved = []
+    real = jax.device_put
+
+    def counting(tree, device=None, **options):
+        moved.extend(leaf.size for leaf in jax.tree.leaves(tree))
+        return real(tree, device, **options)
+
+    tx = OPTIMIZERS[name]
+    pipe = jpipe.pipeline(ref.mlp(), 2, balance=[2, 2, 2])
+    x, targets = ref.regression(8)
+    state = pipe.init_train_state(jax.random.key(0), x, tx)
+    step = pipe.train_step(ref.mse, tx)
+    state, _ = step(state, x, targets)
+    monkeypatch.setattr(jax, "device_put", counting)
+    step(state, x, targets)
+    # The largest that moves is a boundary activation: four examples of width 12.
+    assert max(moved) == 48
+
+
+class Previous(nn.Module):
+    """Keeps in one variable what another was."""
+
+    @nn.compact
+    def __call__(self, x):
+        now = self.variable("memory", "now", lambda: jnp.float32(0))
+        before = self.variable("memory", "before", lambda: jnp.float32(-5))
+        if self.is_mutable_collection("memory"):
+            before.value = now.value
+            now.value = now.value + 1
+        return ref.dense(4)(x)
+
+
+def test_a_variable_may_take_the_value_of_another():
+    pipe = jpipe.pipeline([Previous(), jnp.tanh], 2)
+    x, targets = ref.regression(4)
+    tx = optax.sgd(0.0)
+    state = pipe.init_train_state(jax.random.key(0), x, tx)
+    made = ref.on_host(state.model_state[0]["memory"])
+    state, _ = pipe.train_step(ref.mse, tx)(state, x, targets)
+    memory = ref.on_host(state.model_state[0]["memory"])
+    assert memory["before"] == made["now"]
+    assert memory["now"] == made["now"] + 1
+
+
+def test_half_precision_is_summed_in_single_precision():
+    """The gradient of a thousand equal micro-batches is that of one."""
+    pipes = [jpipe.pipeline([ref.dense(1, jnp.bfloat16)], m) for m in (1, 512)]
+    x = jnp.ones((512, 3), jnp.bfloat16)
+    targets = jnp.full((512, 1), 3.0)
+    variables = pipes[0].init(jax.random.key(0), x)
+
+    def loss_fn(y, t):
+        return jnp.mean((y.astype(jnp.float32) - t) ** 2)
+
+    whole, parts = (
+        pipe.value_and_grad(loss_fn)(variables, x, targets)[1] for pipe in pipes
+    )
+    assert parts[0]["bias"].dtype == jnp.bfloat16
+    # XLA sums the batch in bfloat16 too; lost terms would halve the gradient.
+    ref.assert_close(parts, whole, 2**-4)
+
+
+def test_keys_may_pass_through_the_stages():
+    layers = [
+        lambda p: (jnp.sin(p[0]), p[1]),
+        nn.Sequential([lambda p: p[0], ref.dense(4)]),
+        jnp.tanh,
+    ]
+    x, targets = ref.regression(4)
+    keys = jax.random.split(jax.random.key(1), 4)
+    for remat in ("full", "none"):
+        pipe = jpipe.pipeline(layers, 2, remat=remat)
+        variables = pipe.init(jax.random.key(0), (x, keys))
+        value = pipe.value_and_grad(ref.mse)(variables, (x, keys), targets)
+        params = ref.params_of(variables)
+        expected = ref.value_and_grad(layers, params, (x, keys), targets)
+        ref.assert_close(value, expected, ref.FLOAT32)
+
+
+def test_what_partial_has_set_stays_set():
+    def scaled(x, train=False):
+        return 2 * x if train else x
+
+    pipe = jpipe.pipeline([functools.partial(scaled, train=True)], 1)
+    np.testing.assert_array_equal(pipe.apply(({},), jnp.ones(2)), [2, 2])
+    pipe = jpipe.pipeline([scaled], 1)
+    np.testing.assert_array_equal(pipe.apply(({},), jnp.ones(2)), [1, 1])
+    np.testing.assert_array_equal(pipe.apply(({},), jnp.ones(2), train=True), [2, 2])
+
+
+class Switched(nn.Module):
+    """A block with a switch that stands by position."""
+
+    @nn.compact
+    def __call__(self, x, train):
+        return nn.Dropout(0.5)(ref.dense(4)(x), deterministic=not train)
+
+
+def test_a_rematerialized_block_has_static_switches():
+    layer = nn.remat(Switched, static_argnums=(2,))()
+    pipe = jpipe.pipeline([layer, ref.dense(4)], 2)
+    x, targets = ref.regression(4)
+    variables = pipe.init(jax.random.key(0), x)
+    pipe.apply(variables, x)
+    rngs = {"dropout": jax.random.key(1)}
+    plain = jpipe.pipeline([Switched(), ref.dense(4)], 2)
+    params = [{"params": p} for p in ref.params_of(variables)]
+    # The same parameters under the name that flax gives the plain block's layers.
+    expected = plain.value_and_grad(ref.mse)(plain.place(params), x, targets, rngs=rngs)
+    actual = pipe.value_and_grad(ref.mse)(variables, x, targets, rngs=rngs)
+    ref.assert_close(actual, expected, ref.FLOAT32)
+
+
+def test_inside_a_trace_the_message_says_where_to_call():
+    pipe = jpipe.pipeline([ref.dense(4)], 2)
+    x, targets = ref.regression(4)
+    variables = pipe.init(jax.random.key(0), x)
+    says = pytest.raises(TypeError, match=r"outside of jax\.jit")
+    with says:
+        jax.jit(pipe.value_and_grad(ref.mse))(variables, x, targets)
+    with says:
+        jax.eval_shape(pipe.apply, variables, x)
+    tx = optax.sgd(0.1)
+    state = pipe.init_train_state(jax.random.key(0), x, tx)
+    with says:
+        jax.jit(pipe.train_step(ref.mse, tx))(state, x, targets)
+
+
+def test_a_builder_may_refuse_a_number_of_ranks():
+    def picky(num_ranks, num_microbatches):
+        if num_ranks > 1:
+            raise ScheduleError("one rank only")
+        return one_f_one_b(num_ranks, num_microbatches)
+
+    assert jpipe.pipeline([jnp.sin], 2, schedule=picky).num_stages == 1
+    with pytest.raises(ScheduleError, match="2 ranks: one rank only"):
+        jpipe.pipeline([jnp.sin, jnp.cos], 2, schedule=picky)
+
+
+def test_one_micro_batch_has_nothing_to_join():
+    pipe = jpipe.sequential([lambda x: x.sum()])
+    assert pipe.apply(({},), jnp.ones(3)) == 3
