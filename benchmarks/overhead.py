@@ -46,11 +46,11 @@ class Block(nn.Module):
 
 
 def transformer() -> tuple[list[Any], jax.Array, jax.Array]:
-    """Layers, tokens and next tokens: 0.9 M parameters, batch 32, 64 tokens each."""
+    """Layers, tokens and next tokens: 0.9 M parameters, batch 64 of 64 tokens."""
     width, vocabulary = 128, 256
     layers = [nn.Embed(vocabulary, width), *(Block(width, 4) for _ in range(4))]
     layers += [nn.LayerNorm(), nn.Dense(vocabulary)]
-    tokens = jax.random.randint(jax.random.key(1), (32, 65), 0, vocabulary)
+    tokens = jax.random.randint(jax.random.key(1), (64, 65), 0, vocabulary)
     return layers, tokens[:, :-1], tokens[:, 1:]
 
 
