@@ -32,9 +32,9 @@ def test_some_docstrings_have_examples():
     assert count >= 5
 
 
-def run(*command: str) -> str:
-    """What a program prints, in a process of its own."""
-    result = subprocess.run(
+def start(*command: str) -> subprocess.CompletedProcess[str]:
+    """A program in a process of its own."""
+    return subprocess.run(
         [sys.executable, *command],
         cwd=ROOT,
         capture_output=True,
@@ -42,6 +42,11 @@ def run(*command: str) -> str:
         check=False,
         env={**os.environ, "COLUMNS": "100"},
     )
+
+
+def run(*command: str) -> str:
+    """What a program prints that ends well."""
+    result = start(*command)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
@@ -79,14 +84,7 @@ def test_examples_run(command, shown):
 
 
 def test_bad_options_of_the_main_job_are_refused_in_one_line():
-    command = ["examples/train_text.py", "--stages=9", "--batch-size=1"]
-    result = subprocess.run(
-        [sys.executable, *command],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    result = start("examples/train_text.py", "--stages=9", "--batch-size=1")
     assert result.returncode == 2
     assert "--stages 9" in result.stderr
     assert "--batch-size 1" in result.stderr
