@@ -1,6 +1,6 @@
 """What jpipe costs beside the arithmetic: throughput, Python per action, bytes held.
 
-Run it with ``python -m benchmarks.overhead`` (about two minutes on two cores). Times
+Run it with ``python -m benchmarks.overhead`` (about ten minutes on two cores). Times
 are compared within one run, the two sides interleaved, medians of many.
 """
 
@@ -26,91 +26,10 @@ import jpipe  # noqa: E402
 from jpipe import _execute, _memory, _transfer  # noqa: E402
 from jpipe._objective import Objective  # noqa: E402
 
+from . import one_stage  # noqa: E402
+from .one_stage import Block  # noqa: E402
+
 PyTree = Any
-
-
-class Block(nn.Module):
-    """A pre-LN Transformer block with causal attention."""
-
-    width: int
-    heads: int
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Float ``[batch, time, width]`` to the same."""
-        mask = nn.make_causal_mask(x[..., 0])
-        attend = nn.MultiHeadDotProductAttention(self.heads)
-        x = x + attend(nn.LayerNorm()(x), mask=mask)
-        h = nn.gelu(nn.Dense(4 * self.width)(nn.LayerNorm()(x)))
-        return x + nn.Dense(self.width)(h)
-
-
-def transformer() -> tuple[list[Any], jax.Array, jax.Array]:
-    """Layers, tokens and next tokens: 0.9 M parameters, batch 64 of 64 tokens."""
-    width, vocabulary = 128, 256
-    layers = [nn.Embed(vocabulary, width), *(Block(width, 4) for _ in range(4))]
-    layers += [nn.LayerNorm(), nn.Dense(vocabulary)]
-    tokens = jax.random.randint(jax.random.key(1), (64, 65), 0, vocabulary)
-    return layers, tokens[:, :-1], tokens[:, 1:]
-
-
-def cnn() -> tuple[list[Any], jax.Array, jax.Array]:
-    """Layers, images and labels: four convolutions, batch 64 of 32 x 32."""
-    layers = [
-        nn.Conv(32, (3, 3)),
-        nn.relu,
-        nn.Conv(64, (3, 3), strides=(2, 2)),
-        nn.relu,
-        nn.Conv(64, (3, 3)),
-        nn.relu,
-        nn.Conv(128, (3, 3), strides=(2, 2)),
-        nn.relu,
-        lambda x: jnp.mean(x, axis=(1, 2)),
-        nn.Dense(10),
-    ]
-    images = jax.random.normal(jax.random.key(1), (64, 32, 32, 3))
-    return layers, images, jax.random.randint(jax.random.key(2), (64,), 0, 10)
-
-
-def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """A mean over examples."""
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-
-
-def scan_step(
-    layers: Sequence[Any],
-    tx: optax.GradientTransformation,
-    num_microbatches: int,
-    unroll: bool,
-) -> Callable[..., Any]:
-    """The step that a user writes by hand: one jit, `lax.scan` over micro-batches.
-
-    XLA on CPU runs a convolution inside a loop far slower than outside, so the scan
-    can be unrolled; then XLA may also run micro-batches side by side.
-    """
-
-    def loss(params: PyTree, x: Any, targets: jax.Array) -> jax.Array:
-        for layer, own in zip(layers, params, strict=True):
-            is_module = isinstance(layer, nn.Module)
-            x = layer.apply({"params": own}, x) if is_module else layer(x)
-        return cross_entropy(x, targets)
-
-    def step(params: PyTree, opt_state: PyTree, x: jax.Array, targets: jax.Array):
-        def split(leaf: jax.Array) -> jax.Array:
-            return leaf.reshape(num_microbatches, -1, *leaf.shape[1:])
-
-        def body(sums: PyTree, part: Any) -> Any:
-            value, grads = jax.value_and_grad(loss)(params, *part)
-            return jax.tree.map(jnp.add, sums, (value, grads)), None
-
-        zeros = jax.tree.map(jnp.zeros_like, (jnp.float32(0), params))
-        parts = split(x), split(targets)
-        sums, _ = jax.lax.scan(body, zeros, parts, unroll=unroll)
-        value, grads = jax.tree.map(lambda leaf: leaf / num_microbatches, sums)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, value
-
-    return jax.jit(step, donate_argnums=(0, 1))
 
 
 def interleaved(sides: dict[str, Callable[[], None]], rounds: int) -> dict[str, list]:
@@ -124,54 +43,6 @@ def interleaved(sides: dict[str, Callable[[], None]], rounds: int) -> dict[str, 
             if number:
                 seconds[name].append(time.perf_counter() - start)
     return seconds
-
-
-def one_stage_throughput(model: Callable[[], Any], rounds: int) -> dict[str, float]:
-    """One stage and M micro-batches against the hand-written step, same model.
-
-    Args:
-      model: gives layers, inputs and targets.
-      rounds: how many steps of each side are timed.
-
-    Returns:
-      The median milliseconds of each, and the median over neighbouring steps of
-      jpipe's throughput by that of each hand-written step.
-    """
-    layers, x, targets = model()
-    number, tx = 8, optax.adamw(1e-3)
-    pipe = jpipe.sequential(layers, number)
-    state = pipe.init_train_state(jax.random.key(0), x, tx)
-    step = pipe.train_step(cross_entropy, tx)
-
-    def run_jpipe(state: Any) -> Any:
-        return step(state, x, targets)[0]
-
-    def run_by_hand(by_hand: Callable[..., Any]) -> Callable[[Any], Any]:
-        return lambda state: by_hand(*state, x, targets)[:2]
-
-    # Copies: every side overwrites its parameters.
-    copies = [jax.tree.map(jnp.array, state.params) for _ in range(2)]
-    states: dict[str, Any] = {"jpipe": state}
-    runs: dict[str, Callable[[Any], Any]] = {"jpipe": run_jpipe}
-    for name, params in zip(("scan", "unrolled"), copies, strict=True):
-        states[name] = params, tx.init(params)
-        runs[name] = run_by_hand(scan_step(layers, tx, number, name == "unrolled"))
-
-    def once(name: str) -> Callable[[], None]:
-        def run() -> None:
-            states[name] = jax.block_until_ready(runs[name](states[name]))
-
-        return run
-
-    seconds = interleaved({name: once(name) for name in runs}, rounds)
-    medians = {f"{n}_ms": 1e3 * statistics.median(t) for n, t in seconds.items()}
-    ratios = {
-        f"by_{name}": statistics.median(
-            a / b for a, b in zip(seconds[name], seconds["jpipe"], strict=True)
-        )
-        for name in ("scan", "unrolled")
-    }
-    return {**medians, **ratios}
 
 
 def dispatch_cost(rounds: int) -> dict[str, float]:
@@ -376,15 +247,20 @@ def provenance() -> str:
 def main() -> None:
     """Prints the tables, or JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=30, help="steps timed per side")
+    parser.add_argument("--rounds", type=int, default=16, help="steps timed per side")
+    parser.add_argument("--processes", type=int, default=5, help="of each model")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args()
     result = {
         "provenance": provenance(),
-        "throughput": {
-            model.__name__: one_stage_throughput(model, options.rounds)
-            for model in (transformer, cnn)
-        },
+        "throughput": [
+            {"model": model, "keeps": keeps}
+            | one_stage.in_processes(
+                model, options.processes, max(options.rounds // 2, 1), keeps
+            )
+            for keeps in (True, False)
+            for model in ("transformer", "cnn")
+        ],
         "dispatch": dispatch_cost(options.rounds),
         "held": held_bytes(),
         "first_gradient": first_gradient(options.rounds),
@@ -397,14 +273,18 @@ def tables(result: dict[str, Any]) -> str:
     lines = [
         result["provenance"],
         "",
-        "| one stage, M = 8 | jpipe, ms | `lax.scan`, ms | unrolled, ms "
-        "| throughput by scan's | by unrolled's |",
-        "| --- | --: | --: | --: | --: | --: |",
+        "| one stage, M = 8 | malloc | jpipe, ms | `lax.scan`, ms | unrolled, ms "
+        "| page faults | the scan's | throughput by scan's | least to most "
+        "| by unrolled's |",
+        "| --- | --- | --: | --: | --: | --: | --: | --: | --: | --: |",
     ]
-    for name, row in result["throughput"].items():
+    for row in result["throughput"]:
         lines.append(
-            f"| {name} | {row['jpipe_ms']:.1f} | {row['scan_ms']:.1f} | "
-            f"{row['unrolled_ms']:.1f} | {row['by_scan']:.3f} | "
+            f"| {row['model']} | {'keeps' if row['keeps'] else 'default'} | "
+            f"{row['jpipe_ms']:.0f} | {row['scan_ms']:.0f} | "
+            f"{row['unrolled_ms']:.0f} | {row['jpipe_faults']:,.0f} | "
+            f"{row['scan_faults']:,.0f} | **{row['by_scan']:.3f}** | "
+            f"{row['by_scan_least']:.3f} to {row['by_scan_most']:.3f} | "
             f"{row['by_unrolled']:.3f} |"
         )
     cost = result["dispatch"]

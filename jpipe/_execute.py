@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ._action import Action
 from ._vjp import Leaves
+from .schedules._action import Action
 
 Cells = list[list[Any]]
 

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import _execute, _microbatch, _remat, _transfer
-from ._action import BACKWARD, FORWARD, Action
 from ._compile import StagePrograms
 from ._execute import Live, Step
 from ._objective import Objective
@@ -19,6 +18,7 @@ from ._task import Task, Weights, trace
 from ._transfer import Device
 from ._vjp import Leaves
 from .schedules import Schedule
+from .schedules._action import BACKWARD, FORWARD, Action
 
 PyTree = Any
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from ._transfer import Device
-from .schedules import BY_NAME, Schedule, ScheduleError
+from .schedules import BY_NAME, Schedule, ScheduleError, named
 
 
 def check_num_microbatches(number: Any) -> int:
@@ -77,13 +77,7 @@ def choose_schedule(schedule: Any, num_stages: int, num_microbatches: int) -> Sc
       TypeError: if it is none of these.
     """
     if isinstance(schedule, str):
-        if schedule not in BY_NAME:
-            raise ValueError(
-                f"unknown schedule {schedule!r}: choose "
-                f"{', '.join(map(repr, BY_NAME))}, a builder of jpipe.schedules or a "
-                f"Schedule"
-            )
-        schedule = BY_NAME[schedule]
+        schedule = named(schedule)
     if isinstance(schedule, Schedule):
         return _check_fit(schedule, num_stages, num_microbatches).validate()
     if not callable(schedule):

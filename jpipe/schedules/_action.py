@@ -1,0 +1,100 @@
+"""One cell of a pipeline schedule: an operation of a stage on a micro-batch."""
+
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+FORWARD = "F"
+BACKWARD = "B"
+# The two halves of a backward: the gradient of the stage's input, which the stage
+# before waits for, and that of its weights, which nobody waits for.
+INPUT = "I"
+WEIGHT = "W"
+OPS = (FORWARD, BACKWARD, INPUT, WEIGHT)
+
+_PATTERN = re.compile(rf"(\d+)([{''.join(OPS)}])(\d+)")
+
+
+class Action(NamedTuple):
+    """What a rank does next: ``op`` of ``stage`` on ``microbatch``.
+
+    Prints as the literature writes it: ``2F0`` is the forward of stage 2 on
+    micro-batch 0, ``2B0`` its backward. A backward may be split in two: ``2I0`` makes
+    the gradient of the stage's input, ``2W0`` that of its weights. Stages and
+    micro-batches count from 0.
+
+    Example:
+      >>> Action("F", 2, 0)
+      2F0
+      >>> Action.parse("1B3").microbatch
+      3
+    """
+
+    op: str
+    stage: int
+    microbatch: int
+
+    def __repr__(self) -> str:
+        return f"{self.stage}{self.op}{self.microbatch}"
+
+    __str__ = __repr__
+
+    @classmethod
+    def parse(cls, text: str) -> "Action":
+        """Reads what `str` wrote.
+
+        Args:
+          text: a stage, an op and a micro-batch without blanks, such as ``"2F0"``.
+
+        Returns:
+          The action.
+
+        Raises:
+          ValueError: if the text is anything else.
+        """
+        match = _PATTERN.fullmatch(text)
+        if match is None:
+            raise ValueError(
+                f"{text!r} is no action: write stage, op ({', '.join(OPS)}) and "
+                f"micro-batch without blanks, such as '2F0'"
+            )
+        stage, op, microbatch = match.groups()
+        return cls(op, int(stage), int(microbatch))
+
+
+class Needs:
+    """Which results each action reads: the whole meaning of a schedule.
+
+    A forward reads the output of the stage before. A backward, whole or its first
+    half, reads what its own forward kept and, except on the last stage where the loss
+    is, the gradient that the stage after it computed. The second half reads what the
+    first one left.
+
+    Args:
+      rows: the actions of each rank. A backward that waits for the stage after it
+        waits for the half that is there, or for the whole.
+      num_stages: the number of stages.
+
+    Example:
+      >>> row = [Action.parse(cell) for cell in "0F0 1F0 1I0 0B0 1W0".split()]
+      >>> needs = Needs([row], num_stages=2)
+      >>> needs(Action.parse("0B0"))
+      (0F0, 1I0)
+    """
+
+    def __init__(self, rows: Iterable[Iterable[Action]], num_stages: int) -> None:
+        self._last = num_stages - 1
+        self._split = {a for row in rows for a in row if a.op == INPUT}
+
+    def __call__(self, action: Action) -> tuple[Action, ...]:
+        """The actions that must have run before this one; at most two."""
+        op, stage, _ = action
+        if op == FORWARD:
+            return (action._replace(stage=stage - 1),) if stage else ()
+        if op == WEIGHT:
+            return (action._replace(op=INPUT),)
+        own = action._replace(op=FORWARD)
+        if stage == self._last:
+            return (own,)
+        after = action._replace(op=INPUT, stage=stage + 1)
+        return own, after if after in self._split else after._replace(op=BACKWARD)

@@ -1,0 +1,68 @@
+"""Schedules side by side."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ._costs import Costs
+from ._schedule import Schedule
+from ._timeline import Timeline
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What schedules would take for the same work; prints as a table.
+
+    Attributes:
+      timelines: one for each schedule, in the order given.
+    """
+
+    timelines: tuple[Timeline, ...]
+
+    def __str__(self) -> str:
+        header = ["schedule", "stages", "time", "bubble", "peak bytes per rank"]
+        rows = [header, *(_row(timeline) for timeline in self.timelines)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        rows.insert(1, ["-" * width for width in widths])
+        return "\n".join(
+            "| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in rows
+        )
+
+
+def compare(schedules: Iterable[Schedule], costs: Costs | None = None) -> Comparison:
+    """Predicts time, idle share and memory of schedules that do the same work.
+
+    Args:
+      schedules: of the same number of ranks and micro-batches.
+      costs: one number per field: what all the layers of one rank cost. A schedule
+        with v stages per rank cuts them in v equal chunks. Costs per stage are taken
+        as they are, and then all schedules need that number of stages.
+
+    Returns:
+      A comparison; printed, it is a Markdown table.
+
+    Example:
+      >>> print(compare([gpipe(4, 8), zb_h1(4, 8)]))
+      | schedule | stages | time | bubble | peak bytes per rank |
+      | -------- | ------ | ---- | ------ | ------------------- |
+      | gpipe    | 4      | 33   | 27.3 % | 8, 8, 8, 8          |
+      | zb_h1    | 4      | 27   | 11.1 % | 4, 4, 4, 4          |
+    """
+    costs = costs or Costs()
+    return Comparison(
+        tuple(
+            schedule.simulate(
+                costs.per_chunk(schedule.num_stages // schedule.num_ranks)
+            )
+            for schedule in schedules
+        )
+    )
+
+
+def _row(timeline: Timeline) -> list[str]:
+    return [
+        timeline.name,
+        str(timeline.num_stages),
+        f"{timeline.makespan:.4g}",
+        f"{timeline.bubble_fraction:.1%}".replace("%", " %"),
+        ", ".join(f"{peak:.4g}" for peak in timeline.peak_bytes),
+    ]

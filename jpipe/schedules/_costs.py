@@ -1,0 +1,130 @@
+"""What the actions of a schedule cost: time, transfers, bytes."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ._action import BACKWARD, FORWARD, INPUT, WEIGHT, Action
+
+# One number for all stages, one per stage, or one per stage and micro-batch.
+Numbers = Any
+
+_TIMES = ("forward", "backward", "input_grad", "weight_grad")
+_CHUNKED = (*_TIMES, "residual_bytes", "pending_bytes")
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What one action costs, in time and in memory.
+
+    Every field but ``latency`` and ``bandwidth`` is one number for all stages, a
+    sequence with one per stage, or a sequence of sequences with one per stage and
+    micro-batch. By default times are in units of a forward and bytes in units of
+    what a stage keeps of one micro-batch.
+
+    Attributes:
+      forward: time of F, in any unit; seconds where bandwidth is bytes per second.
+      backward: time of B, recomputation included.
+      input_grad: time of I; default: half of ``backward``.
+      weight_grad: time of W; default: the rest of ``backward``.
+      latency: time that a transfer between two ranks takes whatever its size.
+      bandwidth: bytes per unit of time between two ranks.
+      boundary_bytes: the input of a stage, of one micro-batch.
+      cotangent_bytes: the gradient of that input; default: ``boundary_bytes``.
+      residual_bytes: what a stage holds of one micro-batch between F and B, its input
+        included where it is kept.
+      pending_bytes: what it holds between I and W.
+      parameter_bytes: its parameters, and all else that stays.
+      accumulator_bytes: its sums of gradients.
+      extra_bytes: what one micro-batch brings to it beside the input, such as targets.
+      shared_bytes: what all micro-batches bring to it together, such as keys.
+      emitted_bytes: what one forward of it leaves until the end of the step.
+
+    Example:
+      >>> Costs(forward=[1.0, 1.5], backward=3.0).of(Action("I", 1, 0))
+      1.5
+    """
+
+    forward: Numbers = 1.0
+    backward: Numbers = 2.0
+    input_grad: Numbers | None = None
+    weight_grad: Numbers | None = None
+    latency: float = 0.0
+    bandwidth: float = math.inf
+    boundary_bytes: Numbers = 0
+    cotangent_bytes: Numbers | None = None
+    residual_bytes: Numbers = 1
+    pending_bytes: Numbers = 1
+    parameter_bytes: Numbers = 0
+    accumulator_bytes: Numbers = 0
+    extra_bytes: Numbers = 0
+    shared_bytes: Numbers = 0
+    emitted_bytes: Numbers = 0
+
+    def of(self, action: Action) -> float:
+        """The time of one action."""
+        op, *where = action
+        backward = at(self.backward, *where)
+        if op == FORWARD:
+            return at(self.forward, *where)
+        if op == BACKWARD:
+            return backward
+        half = backward / 2 if self.input_grad is None else at(self.input_grad, *where)
+        if op == INPUT:
+            return half
+        assert op == WEIGHT
+        rest = max(backward - half, 0.0)
+        return rest if self.weight_grad is None else at(self.weight_grad, *where)
+
+    def transfer(self, action: Action) -> float:
+        """The time in which the result of an action reaches the rank that reads it."""
+        op, stage, microbatch = action
+        if op == FORWARD:
+            size = at(self.boundary_bytes, stage + 1, microbatch)
+        else:
+            size = self.cotangent(stage, microbatch)
+        return self.latency + size / self.bandwidth
+
+    def cotangent(self, stage: int, microbatch: int) -> float:
+        """The bytes of the gradient of the input of a stage."""
+        given = self.cotangent_bytes
+        return at(self.boundary_bytes if given is None else given, stage, microbatch)
+
+    def per_chunk(self, num_chunks: int) -> "Costs":
+        """The costs of one of the equal chunks that a rank's layers are cut in.
+
+        Args:
+          num_chunks: how many stages each rank runs.
+
+        Returns:
+          Times and kept bytes divided by it; a boundary is as large as before.
+
+        Raises:
+          ValueError: if the costs are given per stage, so that they fit one number of
+            stages only.
+        """
+        if num_chunks == 1:
+            return self
+        values = {name: getattr(self, name) for name in _CHUNKED}
+        given = {name: value for name, value in values.items() if value is not None}
+        listed = [name for name, value in given.items() if isinstance(value, Sequence)]
+        if listed:
+            raise ValueError(
+                f"costs per stage ({', '.join(listed)}) do not say what the stages of "
+                f"a schedule with {num_chunks} stages per rank cost: give one number "
+                f"per field, for the layers of one rank"
+            )
+        return dataclasses.replace(
+            self, **{name: value / num_chunks for name, value in given.items()}
+        )
+
+
+def at(value: Numbers, *where: int) -> float:
+    """The number for a stage and a micro-batch, from what a field was given."""
+    for index in where:
+        if not isinstance(value, Sequence):
+            return value
+        value = value[index]
+    return value

@@ -1,0 +1,143 @@
+"""One stage per rank, forwards and whole backwards."""
+
+from collections.abc import Iterator
+
+from ._action import BACKWARD, FORWARD
+from ._build import Cell, build, check
+from ._schedule import Schedule
+
+
+def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
+    """GPipe: all forwards, then all backwards.
+
+    Every rank holds all micro-batches at the turn. The backwards run in ascending
+    order (torchgpipe runs them descending; the time is the same).
+
+    Args:
+      num_ranks: the number of ranks, one stage on each.
+      num_microbatches: the number of micro-batches, any positive number.
+
+    Returns:
+      A valid schedule. With equal stages its idle fraction is
+      ``(p - 1) / (m + p - 1)`` for p ranks and m micro-batches.
+
+    Raises:
+      ScheduleError: if either number is less than 1.
+
+    Example:
+      >>> print(gpipe(2, 2).to_text())
+      0F0 0F1 0B0 0B1
+      1F0 1F1 1B0 1B1
+
+    References:
+      Huang et al., `GPipe: Efficient Training of Giant Neural Networks using
+      Pipeline Parallelism <https://arxiv.org/abs/1811.06965>`_ (2019).
+    """
+    return _warmed_up(
+        "gpipe", num_ranks, num_microbatches, [num_microbatches] * num_ranks
+    )
+
+
+def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
+    """1F1B: after warm-up each rank alternates one forward and one backward.
+
+    Rank ``r`` holds at most ``min(m, p - r)`` micro-batches for p ranks and m
+    micro-batches, where GPipe holds m.
+
+    Args:
+      num_ranks: the number of ranks, one stage on each.
+      num_microbatches: the number of micro-batches, any positive number.
+
+    Returns:
+      A valid schedule. With equal stages its idle fraction is that of `gpipe`.
+
+    Raises:
+      ScheduleError: if either number is less than 1.
+
+    Example:
+      >>> print(one_f_one_b(2, 2).to_text())
+      0F0 0F1 0B0 0B1
+      1F0 1B0 1F1 1B1
+
+    References:
+      Narayanan et al., `Memory-Efficient Pipeline-Parallel DNN Training
+      <https://arxiv.org/abs/2006.09503>`_ (2021): there "PipeDream-Flush".
+    """
+    warmup = [num_ranks - 1 - rank for rank in range(num_ranks)]
+    return _warmed_up("1f1b", num_ranks, num_microbatches, warmup)
+
+
+def eager_one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
+    """Eager 1F1B: twice the warm-up of `one_f_one_b`, which hides slow transfers.
+
+    Between two ranks an activation and a gradient are on their way at any time, so a
+    transfer that takes no longer than the work costs nothing in the steady state.
+    Rank ``r`` holds at most ``min(m, 2 (p - 1 - r) + 1)`` micro-batches.
+
+    Args:
+      num_ranks: the number of ranks, one stage on each.
+      num_microbatches: the number of micro-batches, any positive number.
+
+    Returns:
+      A valid schedule. With free transfers it takes the time of `one_f_one_b`.
+
+    Raises:
+      ScheduleError: if either number is less than 1.
+
+    Example:
+      >>> slow = Costs(latency=0.5)
+      >>> one_f_one_b(4, 8).simulate(slow).makespan
+      41.0
+      >>> eager_one_f_one_b(4, 8).simulate(slow).makespan
+      36.0
+
+    References:
+      Zhuang et al., `On Optimizing the Communication of Model Parallelism
+      <https://arxiv.org/abs/2211.05322>`_ (2023).
+    """
+    warmup = [2 * (num_ranks - 1 - rank) for rank in range(num_ranks)]
+    return _warmed_up("eager_1f1b", num_ranks, num_microbatches, warmup)
+
+
+def forward_only(num_ranks: int, num_microbatches: int) -> Schedule:
+    """Inference: every rank runs its forwards, and nothing is kept.
+
+    Args:
+      num_ranks: the number of ranks, one stage on each.
+      num_microbatches: the number of micro-batches, any positive number.
+
+    Returns:
+      A valid schedule for `Pipeline.apply`; it cannot train.
+
+    Raises:
+      ScheduleError: if either number is less than 1.
+
+    Example:
+      >>> print(forward_only(2, 3))
+      forward_only: 2 ranks, 2 stages, 3 micro-batches, bubble 25.0 %
+      rank 0 |F0 F1 F2 . |
+      rank 1 |.  F0 F1 F2|
+    """
+    numbers = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
+    check("forward_only", numbers)
+    cells = [(FORWARD, 0, i) for i in range(num_microbatches)]
+    return build(
+        "forward_only", num_ranks, num_microbatches, lambda _: cells, forward_only=True
+    )
+
+
+def _warmed_up(
+    name: str, num_ranks: int, num_microbatches: int, warmup: list[int]
+) -> Schedule:
+    """So many forwards on each rank, then one and one, then what is left."""
+    check(name, {"num_ranks": num_ranks, "num_microbatches": num_microbatches})
+
+    def row(rank: int) -> Iterator[Cell]:
+        first = min(num_microbatches, warmup[rank])
+        yield from ((FORWARD, 0, i) for i in range(first))
+        for i in range(num_microbatches):
+            if first + i < num_microbatches:
+                yield FORWARD, 0, first + i
+            yield BACKWARD, 0, i
+
+    return build(name, num_ranks, num_microbatches, row)

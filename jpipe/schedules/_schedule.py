@@ -1,0 +1,226 @@
+"""Pipeline schedules as data: who runs which action, in which order."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from . import _validate
+from ._action import FORWARD, Action
+from ._costs import Costs
+from ._simulate import ScheduleError, simulate
+from ._timeline import Timeline
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The actions of every rank, in order.
+
+    Attributes:
+      name: what to call it.
+      num_stages: the number of stages.
+      num_microbatches: the number of micro-batches of one step.
+      placement: the rank of each stage.
+      rows: the actions of each rank, in the order in which it runs them.
+      forward_only: whether it is for inference: no backward at all.
+
+    Example:
+      >>> schedule = one_f_one_b(2, 3)
+      >>> print(schedule.to_text())
+      0F0 0F1 0B0 0F2 0B1 0B2
+      1F0 1B0 1F1 1B1 1F2 1B2
+      >>> print(schedule)
+      1f1b: 2 ranks, 2 stages, 3 micro-batches, bubble 25.0 %
+      rank 0 |F0 F1 .  .  B0 B0 F2 B1 B1 .  B2 B2|
+      rank 1 |.  F0 B0 B0 F1 B1 B1 F2 B2 B2 .  . |
+    """
+
+    name: str
+    num_stages: int
+    num_microbatches: int
+    placement: tuple[int, ...]
+    rows: tuple[tuple[Action, ...], ...]
+    forward_only: bool = False
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks."""
+        return len(self.rows)
+
+    def to_text(self) -> str:
+        """One line per rank, cells separated by blanks; `from_text` reads it."""
+        return "\n".join(" ".join(map(str, row)) for row in self.rows)
+
+    @classmethod
+    def from_text(cls, text: str, name: str = "custom") -> "Schedule":
+        r"""Reads a schedule that `to_text` or a person wrote.
+
+        Args:
+          text: one line per rank, cells such as ``2F0`` separated by blanks. Blank
+            lines and what follows a ``#`` do not count.
+          name: what to call it.
+
+        Returns:
+          A valid schedule; sizes and placement are read off the cells. Without any
+          backward it is one for inference.
+
+        Raises:
+          ScheduleError: if a cell is no action or the schedule cannot run.
+
+        Example:
+          >>> Schedule.from_text("0F0 0B0\n1F0 1B0").placement
+          (0, 1)
+        """
+        lines = [line.partition("#")[0].split() for line in text.splitlines()]
+        rows = _parse(name, [line for line in lines if line])
+        cells = [(action, rank) for rank, row in enumerate(rows) for action in row]
+        if not cells:
+            raise ScheduleError("an empty text holds no schedule")
+        rank_of = {action.stage: rank for action, rank in reversed(cells)}
+        num_stages = max(rank_of) + 1
+        return cls(
+            name,
+            num_stages,
+            max(action.microbatch for action, _ in cells) + 1,
+            tuple(rank_of.get(stage, 0) for stage in range(num_stages)),
+            rows,
+            forward_only=all(action.op == FORWARD for action, _ in cells),
+        ).validate()
+
+    def to_json(self) -> str:
+        """All of it as a JSON object; `from_json` reads it."""
+        fields = dataclasses.asdict(self)
+        fields["rows"] = [[str(action) for action in row] for row in self.rows]
+        return json.dumps(fields)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Schedule":
+        """Reads what `to_json` wrote.
+
+        Raises:
+          ScheduleError: if the text is something else, or the schedule cannot run.
+
+        Example:
+          >>> schedule = zb_h1(2, 3)
+          >>> Schedule.from_json(schedule.to_json()) == schedule
+          True
+        """
+        try:
+            fields: dict[str, Any] = json.loads(text)
+            rows = _parse(fields["name"], fields.pop("rows"))
+            placement = tuple(fields.pop("placement"))
+            schedule = cls(**fields, placement=placement, rows=rows)
+        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+            raise ScheduleError(
+                f"no schedule as Schedule.to_json writes it: {error!r}"
+            ) from None
+        return schedule.validate()
+
+    def validate(
+        self, *, max_bytes: float | None = None, costs: Costs | None = None
+    ) -> "Schedule":
+        """Checks that the schedule runs everything once, in an order that ends.
+
+        Args:
+          max_bytes: the most that a rank may hold at any time.
+          costs: what `max_bytes` is counted in; see `Costs`.
+
+        Returns:
+          The schedule itself.
+
+        Raises:
+          ScheduleError: with every fault that was found, each with its rule: E1
+            unknown op, E2 stage, E3 micro-batch out of range, E4 on a rank that is not
+            its stage's, E5 missing, E6 twice, E7 both whole and split, E8 order on the
+            rank, E9 a cycle of waiting ranks, E10 backward on another rank than its
+            forward, E11 memory.
+
+        Warns:
+          UserWarning: E12, if a rank runs nothing.
+        """
+        faults = []
+        if len(self.placement) != self.num_stages:
+            faults.append(
+                f"E4 placement has {len(self.placement)} entries for "
+                f"{self.num_stages} stages"
+            )
+        faults = faults or _validate.faults(
+            self.rows, self.placement, self.num_microbatches, self.forward_only
+        )
+        if not faults:
+            try:
+                peaks = self.simulate(costs).peak_bytes
+            except ScheduleError as error:
+                peaks = ()
+                faults.append(f"E9 {error}")
+            faults += [
+                f"E11 rank {rank} holds {peak:g} bytes, more than {max_bytes:g}"
+                for rank, peak in enumerate(peaks)
+                if max_bytes is not None and peak > max_bytes
+            ]
+        if faults:
+            raise ScheduleError(
+                f"schedule {self.name!r} cannot run:\n"
+                + "\n".join(f"  * {fault}" for fault in faults)
+            )
+        return self
+
+    def simulate(self, costs: Costs | None = None) -> Timeline:
+        """When each action would run, and what each rank would hold.
+
+        Args:
+          costs: what each action costs; default: a backward is two forwards, its
+            halves one each, and a stage keeps one unit of memory of a micro-batch.
+
+        Returns:
+          The timeline, in the unit of the costs.
+
+        Raises:
+          ScheduleError: if some ranks wait for ever.
+        """
+        return simulate(self.name, self.rows, self.placement, costs or Costs())
+
+    def forwards(self) -> "Schedule":
+        """The same schedule without its backwards: how inference runs."""
+        if self.forward_only:
+            return self
+        rows = tuple(
+            tuple(action for action in row if action.op == FORWARD) for row in self.rows
+        )
+        name = f"{self.name} (forward)"
+        return dataclasses.replace(self, name=name, rows=rows, forward_only=True)
+
+    def __str__(self) -> str:
+        timeline = self.simulate()
+        return (
+            f"{self.name}: {_count(self.num_ranks, 'rank')}, "
+            f"{_count(self.num_stages, 'stage')}, "
+            f"{_count(self.num_microbatches, 'micro-batch', 'es')}, "
+            f"bubble {timeline.bubble_fraction:.1%}".replace("%", " %")
+            + "\n"
+            + timeline.to_text()
+        )
+
+
+ScheduleBuilder = Callable[[int, int], Schedule]
+
+
+def _parse(name: str, lines: list[list[str]]) -> tuple[tuple[Action, ...], ...]:
+    faults, rows = [], []
+    for rank, line in enumerate(lines):
+        row = []
+        for position, cell in enumerate(line):
+            try:
+                row.append(Action.parse(cell))
+            except ValueError as error:
+                faults.append(f"E1 {error} (rank {rank}, position {position})")
+        rows.append(tuple(row))
+    if faults:
+        listed = "\n".join(f"  * {fault}" for fault in faults)
+        raise ScheduleError(f"schedule {name!r} cannot run:\n{listed}")
+    return tuple(rows)
+
+
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}{plural if number != 1 else ''}"

@@ -1,0 +1,156 @@
+"""A schedule run on paper: each rank in its order, each action once it can."""
+
+from collections.abc import Iterable, Mapping
+
+from ._action import BACKWARD, FORWARD, INPUT, Action, Needs
+from ._costs import Costs, at
+from ._timeline import MemoryEvent, Timeline
+
+Rows = tuple[tuple[Action, ...], ...]
+
+
+class ScheduleError(ValueError):
+    """A schedule that cannot run; the message lists every fault."""
+
+
+def simulate(
+    name: str, rows: Rows, placement: tuple[int, ...], costs: Costs
+) -> Timeline:
+    """Predicts when each action runs and what each rank holds.
+
+    Args:
+      name: of the schedule.
+      rows: the actions of each rank, in order.
+      placement: the rank of each stage.
+      costs: what each action costs.
+
+    Returns:
+      The timeline.
+
+    Raises:
+      ScheduleError: if some ranks wait for ever; the message shows the cycle.
+    """
+    needs = Needs(rows, len(placement))
+    start: dict[Action, float] = {}
+    end: dict[Action, float] = {}
+    free = [0.0] * len(rows)
+    position = [0] * len(rows)
+
+    def arrival(need: Action, action: Action) -> float:
+        moved = placement[need.stage] != placement[action.stage]
+        return end[need] + (costs.transfer(need) if moved else 0.0)
+
+    progress = True
+    while progress:
+        progress = False
+        for rank, row in enumerate(rows):
+            while position[rank] < len(row):
+                action = row[position[rank]]
+                reads = needs(action)
+                if not all(need in end for need in reads):
+                    break
+                ready = [arrival(need, action) for need in reads]
+                start[action] = max([free[rank], *ready])
+                end[action] = free[rank] = start[action] + costs.of(action)
+                position[rank] += 1
+                progress = True
+    stuck = {
+        r: row[position[r]] for r, row in enumerate(rows) if position[r] < len(row)
+    }
+    if stuck:
+        raise ScheduleError(_cycle(rows, needs, stuck, end))
+    timeline = Timeline(name, placement, rows, start, end, (), costs)
+    memory = tuple(_memory(timeline, costs))
+    return Timeline(name, placement, rows, start, end, memory, costs)
+
+
+def _memory(timeline: Timeline, costs: Costs) -> Iterable[MemoryEvent]:
+    """The bytes of each rank before the first action, then as they change.
+
+    What an action reads is freed when it ends; what it sends is held by the receiver
+    from then on.
+    """
+    placement, order = timeline.placement, timeline.order()
+    training = any(action.op != FORWARD for action in order)
+    held = [0.0] * len(timeline.rows)
+    last_reader: dict[int, Action] = {}  # of what the micro-batches of a stage share
+    for action in order:
+        if action.op in (BACKWARD, INPUT) or not training:
+            last_reader[action.stage] = action
+        if action.op == FORWARD:
+            rank = placement[action.stage]
+            held[rank] += at(costs.extra_bytes, *action[1:])
+            if action.stage == 0:
+                held[rank] += at(costs.boundary_bytes, *action[1:])
+    for stage, rank in enumerate(placement):
+        for size in (
+            costs.parameter_bytes,
+            costs.accumulator_bytes,
+            costs.shared_bytes,
+        ):
+            held[rank] += at(size, stage)
+    yield from (MemoryEvent(0.0, rank, size) for rank, size in enumerate(held))
+
+    for action in order:
+        changes = _changes(action, costs, timeline.num_stages - 1, training)
+        if last_reader.get(action.stage) == action:
+            changes.append((action.stage, -at(costs.shared_bytes, action.stage)))
+        for stage, change in changes:
+            held[placement[stage]] += change
+        for rank in dict.fromkeys(placement[stage] for stage, _ in changes):
+            yield MemoryEvent(timeline.end[action], rank, held[rank])
+
+
+def _changes(
+    action: Action, costs: Costs, last: int, training: bool
+) -> list[tuple[int, float]]:
+    """The bytes that an action adds to stages: its own first, then the receiver."""
+    op, stage, i = action
+    residual, extra = (
+        at(costs.residual_bytes, stage, i),
+        at(costs.extra_bytes, stage, i),
+    )
+    pending = at(costs.pending_bytes, stage, i)
+    if op == FORWARD:
+        kept = residual if training else -extra
+        kept += at(costs.emitted_bytes, stage, i) - at(costs.boundary_bytes, stage, i)
+        sent = at(costs.boundary_bytes, stage + 1, i) if stage < last else 0
+        return [(stage, kept), (stage + 1, sent)] if stage < last else [(stage, kept)]
+    if op not in (BACKWARD, INPUT):
+        return [(stage, -pending)]
+    freed = residual + extra + (costs.cotangent(stage + 1, i) if stage < last else 0)
+    own = (stage, (pending if op == INPUT else 0) - freed)
+    return [own, (stage - 1, costs.cotangent(stage, i))] if stage else [own]
+
+
+def _cycle(
+    rows: Rows,
+    needs: Needs,
+    stuck: Mapping[int, Action],
+    done: Mapping[Action, float],
+) -> str:
+    """Who waits for whom: from one rank that stands still to where the chain closes."""
+    rank_of = {action: rank for rank, row in enumerate(rows) for action in row}
+    absent = []
+    for rank, action in stuck.items():
+        missing = [str(n) for n in needs(action) if n not in rank_of]
+        absent += [
+            f"rank {rank}: {action} waits for {n}, which nobody runs" for n in missing
+        ]
+    if absent:
+        return "the schedule waits for ever: " + "; ".join(absent)
+    chain: list[int] = []
+    wait: dict[int, str] = {}
+    rank = next(iter(stuck))
+    while rank not in wait:
+        action = stuck[rank]
+        need = next(n for n in needs(action) if n not in done)
+        owner = rank_of[need]
+        after = "" if stuck[owner] == need else f" after {stuck[owner]}"
+        wait[rank] = (
+            f"rank {rank}: {action} waits for {need}, which rank {owner} runs{after}"
+        )
+        chain.append(rank)
+        rank = owner
+    cycle = chain[chain.index(rank) :]
+    return "the schedule waits for ever: " + "; ".join(wait[r] for r in cycle)

@@ -1,0 +1,199 @@
+"""When each action of a schedule runs, predicted or measured."""
+
+import dataclasses
+import statistics
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ._action import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Needs
+from ._costs import Costs
+
+_FIELD = {
+    FORWARD: "forward",
+    BACKWARD: "backward",
+    INPUT: "input_grad",
+    WEIGHT: "weight_grad",
+}
+
+
+class MemoryEvent(NamedTuple):
+    """From ``time`` on ``rank`` holds so many ``bytes``."""
+
+    time: float
+    rank: int
+    bytes: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The start and end of every action, and the bytes that each rank holds.
+
+    Attributes:
+      name: of the schedule.
+      placement: the rank of each stage.
+      rows: the actions of each rank, in order.
+      start: when each action starts, in the unit of the costs; seconds if measured.
+      end: when it ends.
+      memory: what each rank holds from when on: first all ranks before the first
+        action, then each change in the order in which it came about.
+      costs: what it was predicted from; ``None`` if it was measured.
+    """
+
+    name: str
+    placement: tuple[int, ...]
+    rows: tuple[tuple[Action, ...], ...]
+    start: Mapping[Action, float]
+    end: Mapping[Action, float]
+    memory: tuple[MemoryEvent, ...] = ()
+    costs: Costs | None = None
+
+    @property
+    def num_stages(self) -> int:
+        """The number of stages."""
+        return len(self.placement)
+
+    @property
+    def makespan(self) -> float:
+        """The time from the first start to the last end."""
+        first = min(self.start.values(), default=0.0)
+        return max(self.end.values(), default=0.0) - first
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """The time that each rank spends in actions."""
+        return tuple(sum(self.end[a] - self.start[a] for a in row) for row in self.rows)
+
+    @property
+    def idle(self) -> tuple[float, ...]:
+        """The time that each rank spends waiting, within the makespan."""
+        return tuple(self.makespan - time for time in self.busy)
+
+    @property
+    def bubble_fraction(self) -> float:
+        """The share of all ranks' time that is idle, between 0 and 1."""
+        total = self.makespan * len(self.rows)
+        return sum(self.idle) / total if total else 0.0
+
+    @property
+    def bottleneck(self) -> int:
+        """The rank with the most to do: no order makes the step faster than that."""
+        busy = self.busy
+        return max(range(len(busy)), key=busy.__getitem__, default=0)
+
+    @property
+    def peak_bytes(self) -> tuple[float, ...]:
+        """The most that each rank holds at any time."""
+        return tuple(self.peak_of([rank]) for rank in range(len(self.rows)))
+
+    def peak_of(self, ranks: Collection[int]) -> float:
+        """The most that some ranks hold together: those that share a device."""
+        count = len(self.rows)
+        now = {event.rank: event.bytes for event in self.memory[:count]}
+        peak = sum(now.get(rank, 0.0) for rank in ranks)
+        for _, rank, size in self.memory[count:]:
+            now[rank] = size
+            peak = max(peak, sum(now[rank] for rank in ranks))
+        return peak
+
+    def order(self) -> tuple[Action, ...]:
+        """All actions in one order that respects every dependency: by end."""
+        # A dependency ends first, or with it if it takes no time; the mapping holds
+        # the actions in an order of execution already, and the sort is stable.
+        return tuple(sorted(self.end, key=self.end.__getitem__))
+
+    def needs(self) -> Needs:
+        """What each action reads."""
+        return Needs(self.rows, self.num_stages)
+
+    @property
+    def critical_path(self) -> tuple[Action, ...]:
+        """The chain of actions, each waiting for the one before, that ends last.
+
+        To make the step faster, make one of these faster.
+        """
+        needs = self.needs()
+        before: dict[Action, Action] = {}
+        for row in self.rows:
+            before.update(zip(row[1:], row[:-1], strict=True))
+
+        def arrival(need: Action, action: Action) -> float:
+            moved = self.placement[need.stage] != self.placement[action.stage]
+            delay = self.costs.transfer(need) if self.costs and moved else 0.0
+            return self.end[need] + delay
+
+        path = [max(self.end, key=self.end.__getitem__)] if self.end else []
+        while path:
+            action = path[-1]
+            waits = [(arrival(need, action), need) for need in needs(action)]
+            if action in before:
+                waits.append((self.end[before[action]], before[action]))
+            if not waits:
+                break
+            path.append(max(waits)[1])
+        return tuple(reversed(path))
+
+    def median_costs(self, costs: Costs | None = None) -> Costs:
+        """The median time of each op of each stage.
+
+        Args:
+          costs: what the other fields are; default: those of this timeline.
+
+        Returns:
+          Costs with one time per stage, for predicting this or another schedule of
+          the same stages. An op that did not run costs what it costs by default:
+          nothing, for those that were not asked for.
+        """
+        times: dict[str, dict[int, list[float]]] = defaultdict(
+            lambda: defaultdict(list)
+        )
+        for action, start in self.start.items():
+            times[_FIELD[action.op]][action.stage].append(self.end[action] - start)
+        fields = {
+            name: [
+                statistics.median(by_stage.get(stage, [0.0]))
+                for stage in range(self.num_stages)
+            ]
+            for name, by_stage in times.items()
+        }
+        return dataclasses.replace(costs or self.costs or Costs(), **fields)
+
+    def to_text(self) -> str:
+        """A picture: one line per rank, one column per unit of time, ``.`` is idle.
+
+        The number of the stage is left out where each rank has a single one.
+        """
+        return grid(self.rows, self.start, self.end, self.num_stages > len(self.rows))
+
+
+def grid(
+    rows: Sequence[Sequence[Action]],
+    start: Mapping[Action, float],
+    end: Mapping[Action, float],
+    several: bool,
+) -> str:
+    """Rows of cells, one column per unit of time.
+
+    Args:
+      rows: the actions of each rank.
+      start: when each starts; rounded to columns.
+      end: when it ends.
+      several: whether ranks run several stages, so that cells have to name them.
+    """
+    labels = {
+        action: str(action) if several else f"{action.op}{action.microbatch}"
+        for row in rows
+        for action in row
+    }
+    width = max((len(label) for label in labels.values()), default=1)
+    columns = round(max(end.values(), default=0.0))
+    lines = []
+    for rank, row in enumerate(rows):
+        cells = ["."] * columns
+        for action in row:
+            for column in range(round(start[action]), round(end[action])):
+                cells[column] = labels[action]
+        line = " ".join(cell.ljust(width) for cell in cells)
+        lines.append(f"rank {rank} |{line}|")
+    return "\n".join(lines)
