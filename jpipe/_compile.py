@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from . import _remat, _vjp
+from . import _jaxpr, _remat, _split, _vjp
 from ._task import Task, accumulate, sum_spec
 from ._transfer import Device
 from ._vjp import Leaves
@@ -124,10 +124,111 @@ class StagePrograms:
         donated = self._reusable([(1, task.x, self.owns_x)], x_grads)
         return self._jit(forward_backward, (*donated, 3, 4))
 
+    @cached_property
+    def halves(self) -> _split.Halves:
+        """The backward in two halves; its data are kept, extra, carried, cotangents."""
+        cut = self.cut
+        num_grads = sum(self.task.wanted.weights)
+        is_first = [i >= num_grads for i in range(len(cut.pullback.jaxpr.outvars))]
+        return _split.split(cut.pullback, len(self.task.weights.specs), is_first)
+
+    @cached_property
+    def input_grad(self) -> Compiled:
+        """``(weights, kept, extra, carried, cotangents) -> (x_grads, crossing)``."""
+        task, cut, halves = self.task, self.cut, self.halves
+
+        def input_grad(
+            weights: Leaves,
+            kept: Leaves,
+            extra: Leaves,
+            carried: Leaves,
+            cotangents: Leaves,
+        ) -> Any:
+            if task.has_loss:
+                cotangents = [jnp.ones((), spec.dtype) for spec in cut.outputs]
+            return halves.first(weights, [*kept, *extra, *carried, *cotangents])
+
+        results = [*_chosen(task.x, task.wanted.x), *halves.crossing]
+        return self._jit(input_grad, self._reusable(self._unread(), results))
+
+    def _unread(self) -> list[tuple[int, Leaves, bool]]:
+        """What the first half is given and the second half does not read."""
+        task, cut = self.task, self.cut
+        kept = [task.x[i] for i in cut.kept]
+        cotangents = [] if task.has_loss else cut.outputs
+        groups = []
+        end = 0
+        for argument, leaves in enumerate(
+            (kept, task.extra_specs, cut.carried, cotangents), start=1
+        ):
+            start, end = end, end + len(leaves)
+            unread = not any(start <= i < end for i in self.halves.read)
+            owned = {1: self.owns_x, 2: False}.get(argument, True)
+            groups.append((argument, leaves, owned and unread))
+        return groups
+
+    @cached_property
+    def weight_grad(self) -> Compiled:
+        """``(weights, left, grads) -> grads``, after `input_grad`."""
+        return self._second_half(self.halves)
+
+    @cached_property
+    def fused_halves(self) -> _split.Halves:
+        """Forward and backward of the stage with the loss, cut in two.
+
+        The first half gives the gradient of the input and all that the forward does;
+        the data are x and extra.
+        """
+        task = self.task
+
+        def whole(weights: Leaves, x: Leaves, extra: Leaves) -> Any:
+            return _vjp.value_and_vjp(task.run, weights, x, extra, task.wanted)
+
+        closed, results = _jaxpr.trace(
+            whole, task.weights.specs, task.x, task.extra_specs
+        )
+        is_first = [i != 2 for i, part in enumerate(results) for _ in part]
+        return _split.split(closed, len(task.weights.specs), is_first)
+
+    @cached_property
+    def fused_input(self) -> Compiled:
+        """``(weights, x, extra, tally) -> (x_grads, tally, emitted, crossing)``."""
+        task, halves = self.task, self.fused_halves
+
+        def forward_input_grad(
+            weights: Leaves, x: Leaves, extra: Leaves, tally: Leaves
+        ) -> Any:
+            results, crossing = halves.first(weights, [*x, *extra])
+            first_aux, first_x = task.num_outputs, task.num_results
+            aux = results[first_aux:first_x]
+            sums = task.tally(tally, results[:first_aux], aux, extra)
+            return results[first_x:], sums, task.emit(aux), crossing
+
+        results = [*_chosen(task.x, task.wanted.x), *halves.crossing]
+        unread = not any(i < len(task.x) for i in halves.read)
+        groups = [(1, task.x, self.owns_x and unread)]
+        return self._jit(forward_input_grad, (*self._reusable(groups, results), 3))
+
+    @cached_property
+    def fused_weight(self) -> Compiled:
+        """``(weights, left, grads) -> grads``, after `fused_input`."""
+        return self._second_half(self.fused_halves)
+
+    def _second_half(self, halves: _split.Halves) -> Compiled:
+        def weight_grad(weights: Leaves, left: Leaves, grads: Leaves) -> list[Any]:
+            return accumulate(grads, halves.second(weights, left))
+
+        return self._jit(weight_grad, (2,))
+
     @property
-    def has_backward(self) -> bool:
-        """Whether a backward has anything to compute."""
-        return any(self.task.wanted.weights) or any(self.task.wanted.x)
+    def differentiates_weights(self) -> bool:
+        """Whether a backward has gradients of weights to compute."""
+        return any(self.task.wanted.weights)
+
+    @property
+    def differentiates_x(self) -> bool:
+        """Whether a backward has a gradient of the input to compute."""
+        return any(self.task.wanted.x)
 
     def zeros(self, device: Device) -> Compiled:
         """``() -> (grads, tally)``: the sums before the first micro-batch."""

@@ -43,8 +43,9 @@ class Step(NamedTuple):
       microbatch: its micro-batch.
       program: the compiled program.
       send: moves the result to the next stage, or the one before.
-      kept: the positions of the input's leaves that the backward will read.
-      action: what the schedule called it; of two that were fused, the second.
+      kept: the positions of the leaves that a later action will read again, among
+        those of the input; after a first half among all that it was given.
+      action: what it is; of two that were fused, the second.
       device: where it runs, for messages.
     """
 
@@ -126,5 +127,40 @@ def fused(step: Step, live: Live) -> None:
     x_grads, live.tally[s], live.emitted[s][m], live.grads[s] = program(
         live.weights[s], x, extra, live.tally[s], live.grads[s]
     )
+    if s:
+        live.cotangents[s - 1][m] = send(x_grads)
+
+
+def input_grad(step: Step, live: Live) -> None:
+    """The first half of a backward: sends the cotangent of the input back."""
+    _, s, m, program, send, kept, *_ = step
+    (x, carried), extra = live.held[s][m], live.extra[s][m]
+    cotangents = live.cotangents[s][m]
+    live.extra[s][m] = live.cotangents[s][m] = None
+    x_grads, crossing = program(live.weights[s], x, extra, carried, cotangents)
+    given = (*x, *extra, *carried, *cotangents)
+    live.held[s][m] = [*(given[i] for i in kept), *crossing]
+    if s:
+        live.cotangents[s - 1][m] = send(x_grads)
+
+
+def weight_grad(step: Step, live: Live) -> None:
+    """The second half of a backward: adds to the gradients."""
+    _, s, m, program, *_ = step
+    left = live.held[s][m]
+    live.held[s][m] = None
+    live.grads[s] = program(live.weights[s], left, live.grads[s])
+
+
+def fused_input(step: Step, live: Live) -> None:
+    """Forward and first half of the backward of the stage with the loss."""
+    _, s, m, program, send, kept, *_ = step
+    x, extra = live.x[s][m], live.extra[s][m]
+    live.x[s][m] = live.extra[s][m] = None
+    x_grads, live.tally[s], live.emitted[s][m], crossing = program(
+        live.weights[s], x, extra, live.tally[s]
+    )
+    given = (*x, *extra)
+    live.held[s][m] = [*(given[i] for i in kept), *crossing]
     if s:
         live.cotangents[s - 1][m] = send(x_grads)

@@ -3,7 +3,7 @@
 `jax.extend.core` is JAX's public door to jaxprs.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import jax
@@ -11,9 +11,15 @@ from jax.extend import core
 
 PyTree = Any
 
+# The names that JAX has given to the primitive of `jax.jit`.
+_CALLS = ("jit", "pjit")
+_CHECKPOINT = "checkpoint"
+
 
 def trace(
-    function: Callable[..., Any], *specs: PyTree, open_branches: bool = False
+    function: Callable[..., Any],
+    *specs: PyTree,
+    open_branches: bool = False,
 ) -> tuple[core.ClosedJaxpr, Any]:
     """Traces a function on abstract arguments, with inner calls of `jax.jit` inlined.
 
@@ -27,21 +33,41 @@ def trace(
       The jaxpr over flat leaves, and the specs of the function's result.
     """
     closed, result = jax.make_jaxpr(function, return_shape=True)(*specs)
+    return _retrace(closed, open_branches, _CALLS), result
+
+
+def open_checkpoints(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    """The same computation with calls of `jax.checkpoint` inlined.
+
+    For programs that hold nothing but a backward: beside its forward, XLA would find
+    what is computed again and keep it instead.
+    """
+    if all(eqn.primitive.name != _CHECKPOINT for eqn in closed.jaxpr.eqns):
+        return closed
+    return _retrace(closed, False, {*_CALLS, _CHECKPOINT})
+
+
+def _retrace(
+    closed: core.ClosedJaxpr, open_branches: bool, calls: Container[str]
+) -> core.ClosedJaxpr:
     flat = [
         jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)
         for var in closed.jaxpr.invars
     ]
 
     def inlined(*args: Any) -> list[Any]:
-        return _inline(closed, args, open_branches)
+        return _inline(closed, args, open_branches, calls)
 
-    return jax.make_jaxpr(inlined)(*flat), result
+    return jax.make_jaxpr(inlined)(*flat)
 
 
 def _inline(
-    closed: core.ClosedJaxpr, args: Sequence[Any], open_branches: bool
+    closed: core.ClosedJaxpr,
+    args: Sequence[Any],
+    open_branches: bool,
+    calls: Container[str],
 ) -> list[Any]:
-    """Evaluates a jaxpr, entering the jaxprs of inner jit calls, and of branches."""
+    """Evaluates a jaxpr, entering the jaxprs of inner calls, and of branches."""
     values: dict[core.Var, Any] = dict(
         zip(closed.jaxpr.constvars, closed.consts, strict=True)
     )
@@ -52,11 +78,15 @@ def _inline(
 
     for eqn in closed.jaxpr.eqns:
         operands = [read(atom) for atom in eqn.invars]
-        if eqn.primitive.name in ("jit", "pjit"):
-            results = _inline(eqn.params["jaxpr"], operands, open_branches)
+        if eqn.primitive.name in calls:
+            inner = eqn.params["jaxpr"]
+            if not isinstance(inner, core.ClosedJaxpr):
+                inner = core.ClosedJaxpr(inner, [])
+            results = _inline(inner, operands, open_branches, calls)
         elif open_branches and eqn.primitive.name == "cond" and not eqn.effects:
             which, *rest = operands
-            cases = [_inline(branch, rest, True) for branch in eqn.params["branches"]]
+            branches = eqn.params["branches"]
+            cases = [_inline(branch, rest, True, calls) for branch in branches]
             results = [
                 jax.lax.select_n(which, *case) for case in zip(*cases, strict=True)
             ]
@@ -84,7 +114,7 @@ def depending_on(closed: core.ClosedJaxpr, inputs: Sequence[bool]) -> set[core.V
     jaxpr = closed.jaxpr
     reached = {var for var, chosen in zip(jaxpr.invars, inputs, strict=True) if chosen}
     for eqn in jaxpr.eqns:
-        if eqn.effects or not reached.isdisjoint(_variables(eqn.invars)):
+        if eqn.effects or not reached.isdisjoint(variables(eqn.invars)):
             reached.update(eqn.outvars)
     return reached
 
@@ -102,13 +132,14 @@ def prune(closed: core.ClosedJaxpr, outvars: Sequence[Any]) -> core.ClosedJaxpr:
 def live_inputs(closed: core.ClosedJaxpr) -> list[bool]:
     """Which inputs the results need."""
     jaxpr = prune(closed, closed.jaxpr.outvars).jaxpr
-    live = _variables(jaxpr.outvars)
+    live = variables(jaxpr.outvars)
     for eqn in jaxpr.eqns:
-        live |= _variables(eqn.invars)
+        live |= variables(eqn.invars)
     return [var in live for var in jaxpr.invars]
 
 
-def _variables(atoms: Sequence[Any]) -> set[core.Var]:
+def variables(atoms: Sequence[Any]) -> set[core.Var]:
+    """Those of the atoms that are no literals."""
     return {atom for atom in atoms if not isinstance(atom, core.Literal)}
 
 
@@ -129,10 +160,10 @@ def _needed(
     equations: Sequence[core.JaxprEqn], outvars: Sequence[Any]
 ) -> list[core.JaxprEqn]:
     """The equations that the variables need, and those with effects, in order."""
-    live = _variables(outvars)
+    live = variables(outvars)
     eqns = []
     for eqn in reversed(equations):
         if eqn.effects or not live.isdisjoint(eqn.outvars):
-            live |= _variables(eqn.invars)
+            live |= variables(eqn.invars)
             eqns.append(eqn)
     return eqns[::-1]

@@ -1,7 +1,6 @@
 """From a schedule and the functions of its stages to the steps of the executor."""
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,16 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import _execute, _microbatch, _remat, _transfer
+from . import _lower, _microbatch, _remat, _transfer
 from ._compile import StagePrograms
-from ._execute import Live, Step
+from ._execute import Live
 from ._objective import Objective
 from ._stage import StageFunction
 from ._task import Task, Weights, trace
 from ._transfer import Device
 from ._vjp import Leaves
 from .schedules import Schedule
-from .schedules._action import BACKWARD, FORWARD, Action
 
 PyTree = Any
 
@@ -92,8 +90,8 @@ class Program:
         self.weights = weights
         self.devices = pipe.devices
         self.rows = _stage_programs(pipe, weights, batch, train, objective)
-        lower = _lower_training if objective else _lower_inference
-        self.steps = lower(pipe, self.rows)
+        lower = _lower.training if objective else _lower.inference
+        self.steps = lower(pipe.schedule, pipe.devices, self.rows)
         self._split_x = _microbatch.splitter(batch.x_axes, batch.sizes)
         self._split_targets = _microbatch.splitter(batch.target_axes, batch.sizes)
         self._constants = [self._constant_extra(s) for s in range(len(self.rows))]
@@ -265,92 +263,3 @@ def _tasks(
         x = task.y
         trainable_before = trainable_before or any(own.trainable)
     return tasks
-
-
-def _lower_inference(pipe: Pipe, rows: list[list[StagePrograms]]) -> list[Step]:
-    return [
-        Step(
-            run=_execute.infer,
-            stage=action.stage,
-            microbatch=action.microbatch,
-            program=rows[action.stage][action.microbatch].infer,
-            send=_sender(pipe, action, rows),
-            kept=(),
-            action=action,
-            device=str(pipe.devices[action.stage]),
-        )
-        for action in pipe.schedule.forwards().simulate().order()
-    ]
-
-
-def _lower_training(pipe: Pipe, rows: list[list[StagePrograms]]) -> list[Step]:
-    adjacent = _forwards_before_their_backward(pipe.schedule)
-    last = len(pipe.stages) - 1
-
-    def fuses(action: Action) -> bool:
-        """Whether a pair of the stage with the loss becomes one program.
-
-        It does if nothing runs in between; and if nothing is to be kept in between,
-        for then the forward would compute only what the backward computes again.
-        """
-        program = rows[action.stage][action.microbatch]
-        return action.stage == last and (
-            action._replace(op=FORWARD) in adjacent or program.mode == "full"
-        )
-
-    steps = []
-    for action in pipe.schedule.simulate().order():
-        program = rows[action.stage][action.microbatch]
-        run: Callable[[Step, Live], None]
-        kept: tuple[int, ...] = ()
-        if fuses(action):
-            if action.op == FORWARD and action not in adjacent:
-                continue  # its backward will do the work
-            if action.op == BACKWARD and action._replace(op=FORWARD) in adjacent:
-                continue  # its forward has done it
-            run, compiled = _execute.fused, program.fused
-            action = action._replace(op=BACKWARD)
-        elif action.op == FORWARD:
-            run, compiled = _execute.forward, program.forward
-            kept = program.cut.kept
-        elif program.has_backward:
-            run, compiled = _execute.backward, program.backward
-        else:
-            continue
-        steps.append(
-            Step(
-                run=run,
-                stage=action.stage,
-                microbatch=action.microbatch,
-                program=compiled,
-                send=_sender(pipe, action, rows),
-                kept=kept,
-                action=action,
-                device=str(pipe.devices[action.stage]),
-            )
-        )
-    return steps
-
-
-def _forwards_before_their_backward(schedule: Schedule) -> set[Action]:
-    return {
-        action
-        for row in schedule.rows
-        for action, after in itertools.pairwise(row)
-        if action.op == FORWARD and after == action._replace(op=BACKWARD)
-    }
-
-
-def _sender(
-    pipe: Pipe, action: Action, rows: list[list[StagePrograms]]
-) -> Callable[[Any], Any]:
-    """Where the result of an action goes: derived, never written by a schedule."""
-    task = rows[action.stage][action.microbatch].task
-    source = pipe.devices[action.stage]
-    if action.op == BACKWARD:
-        return _transfer.sender(
-            source, pipe.devices[max(action.stage - 1, 0)], sum(task.wanted.x)
-        )
-    after = min(action.stage + 1, len(pipe.stages) - 1)
-    count = 0 if task.has_loss else len(jax.tree.leaves(task.y))
-    return _transfer.sender(source, pipe.devices[after], count)

@@ -123,8 +123,13 @@ class Task:
     @property
     def num_outputs(self) -> int:
         """How many results are differentiated."""
-        results = len(self.closed.jaxpr.outvars)
-        return results - self.num_passed - self.num_emitted - len(self.changed)
+        aux = self.num_passed + self.num_emitted + len(self.changed)
+        return self.num_results - aux
+
+    @property
+    def num_results(self) -> int:
+        """How many results there are."""
+        return len(self.closed.jaxpr.outvars)
 
     @property
     def extra_specs(self) -> list[jax.ShapeDtypeStruct]:

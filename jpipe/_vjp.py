@@ -35,6 +35,8 @@ class Cut(NamedTuple):
       forward: ``(weights, x, extra) -> (outputs, aux, carried)``.
       backward: ``(weights, kept, extra, carried, cotangents) -> (weight_grads,
         x_grads)``, of the differentiated leaves only.
+      pullback: the jaxpr of the backward, over flat leaves; the gradients of the
+        weights come first among its results.
       kept: the positions in ``x`` of the leaves that the backward reads.
       outputs: the specs of the outputs.
       aux: the specs of the aux.
@@ -43,6 +45,7 @@ class Cut(NamedTuple):
 
     forward: Callable[..., tuple[list[Any], list[Any], list[Any]]]
     backward: Callable[..., tuple[list[Any], list[Any]]]
+    pullback: core.ClosedJaxpr
     kept: tuple[int, ...]
     outputs: list[jax.ShapeDtypeStruct]
     aux: list[jax.ShapeDtypeStruct]
@@ -111,15 +114,12 @@ def cut(
         closed.jaxpr.replace(outvars=[*closed.jaxpr.outvars[:count], *carried_vars]),
         closed.consts,
     )
+    sizes = [len(weights), len(x), len(extra), len(specs), len(outputs)]
+    pullback = _reading_only(traced, sizes, kept, needed)
     return Cut(
         _forward_half(program, len(outputs), len(aux)),
-        _backward_half(
-            traced,
-            [len(weights), len(x), len(extra), len(specs), len(outputs)],
-            kept,
-            needed,
-            sum(wanted.weights),
-        ),
+        _backward_half(pullback, sum(wanted.weights)),
+        pullback,
         kept,
         outputs,
         aux,
@@ -236,13 +236,12 @@ def _forward_half(program: core.ClosedJaxpr, num_outputs: int, num_aux: int) -> 
     return forward
 
 
-def _backward_half(
+def _reading_only(
     traced: core.ClosedJaxpr,
     sizes: Sequence[int],
     kept: Sequence[int],
     needed: Sequence[int],
-    num_grads: int,
-) -> Any:
+) -> core.ClosedJaxpr:
     """The backward, given only what it reads.
 
     Args:
@@ -250,7 +249,6 @@ def _backward_half(
       sizes: the number of leaves of each of these.
       kept: which leaves of x it reads.
       needed: which residuals it reads.
-      num_grads: the number of gradients of weights among its results.
     """
     pruned = _jaxpr.prune(traced, traced.jaxpr.outvars)
     invars = iter(pruned.jaxpr.invars)
@@ -264,8 +262,11 @@ def _backward_half(
         *(residuals[i] for i in needed),
         *cts,
     ]
-    closed = core.ClosedJaxpr(pruned.jaxpr.replace(invars=read), pruned.consts)
-    run = core.jaxpr_as_fun(closed)
+    return core.ClosedJaxpr(pruned.jaxpr.replace(invars=read), pruned.consts)
+
+
+def _backward_half(pullback: core.ClosedJaxpr, num_grads: int) -> Any:
+    run = core.jaxpr_as_fun(pullback)
 
     def backward(
         weights: Leaves, kept_x: Leaves, extra: Leaves, carried: Leaves, cts: Leaves

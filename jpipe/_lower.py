@@ -1,0 +1,157 @@
+"""From a schedule and compiled stages to the steps of the executor."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from . import _execute, _transfer
+from ._compile import StagePrograms
+from ._execute import Step
+from ._transfer import Device
+from .schedules import Action, Schedule
+from .schedules._action import BACKWARD, FORWARD, INPUT, WEIGHT
+
+Rows = Sequence[Sequence[StagePrograms]]
+
+
+def inference(schedule: Schedule, devices: Sequence[Device], rows: Rows) -> list[Step]:
+    """The forwards of a schedule, of which nothing is kept.
+
+    Args:
+      schedule: who runs what.
+      devices: the device of each stage.
+      rows: the programs of each stage and micro-batch.
+
+    Returns:
+      The steps, in an order that respects every dependency.
+    """
+    make = _Lowering(devices, rows)
+    return [
+        make.step(action, _execute.infer, make.of(action).infer)
+        for action in schedule.forwards().simulate().order()
+    ]
+
+
+def training(schedule: Schedule, devices: Sequence[Device], rows: Rows) -> list[Step]:
+    """A whole schedule. What has nothing to compute is left out.
+
+    A forward of the stage with the loss becomes one program with its backward if
+    nothing runs in between; and if nothing is to be kept in between, for then the
+    forward would compute only what the backward computes again.
+
+    Args:
+      schedule: who runs what.
+      devices: the device of each stage.
+      rows: the programs of each stage and micro-batch.
+
+    Returns:
+      The steps, in an order that respects every dependency.
+    """
+    make = _Lowering(devices, rows)
+    fused = _fused(schedule, rows)
+    steps = []
+    for scheduled in schedule.simulate().order():
+        action = _real(scheduled, rows)
+        if action is None or (action.op == FORWARD and action[1:] in fused):
+            continue
+        step = (make.fused if action[1:] in fused else make.single)(action)
+        steps += [] if step is None else [step]
+    return steps
+
+
+def _real(action: Action, rows: Rows) -> Action | None:
+    """What an action amounts to, where a half of a backward has nothing to compute."""
+    programs = rows[action.stage][action.microbatch]
+    has = {INPUT: programs.differentiates_x, WEIGHT: programs.differentiates_weights}
+    if action.op not in has or all(has.values()):
+        return action
+    # The first half stays if there is nothing to compute: with the loss, say.
+    alone = WEIGHT if has[WEIGHT] else INPUT
+    return action._replace(op=BACKWARD) if action.op == alone else None
+
+
+def _fused(schedule: Schedule, rows: Rows) -> set[tuple[int, int]]:
+    """The stage with the loss and its micro-batches whose forward is not run alone."""
+    last = schedule.num_stages - 1
+    full = {(last, m) for m, program in enumerate(rows[last]) if program.mode == "full"}
+    row = schedule.rows[schedule.placement[last]]
+    real = [action for action in (_real(a, rows) for a in row) if action is not None]
+    adjacent = {
+        action[1:]
+        for action, after in itertools.pairwise(real)
+        if action.op == FORWARD and action.stage == last and after[1:] == action[1:]
+    }
+    return full | adjacent
+
+
+class _Lowering:
+    """Makes the step of an action.
+
+    Args:
+      devices: the device of each stage.
+      rows: the programs of each stage and micro-batch.
+    """
+
+    def __init__(self, devices: Sequence[Device], rows: Rows) -> None:
+        self._devices = devices
+        self._rows = rows
+
+    def of(self, action: Action) -> StagePrograms:
+        """The programs of its stage and micro-batch."""
+        return self._rows[action.stage][action.microbatch]
+
+    def step(
+        self,
+        action: Action,
+        run: Callable[..., None],
+        program: Callable[..., Any],
+        kept: tuple[int, ...] = (),
+    ) -> Step:
+        """One step, with its transfer: derived, never written by a schedule."""
+        return Step(
+            run=run,
+            stage=action.stage,
+            microbatch=action.microbatch,
+            program=program,
+            send=self._sender(action),
+            kept=kept,
+            action=action,
+            device=str(self._devices[action.stage]),
+        )
+
+    def single(self, action: Action) -> Step | None:
+        """The step of an action by itself; ``None`` if there is nothing to compute."""
+        programs = self.of(action)
+        if action.op == FORWARD:
+            kept = programs.cut.kept
+            return self.step(action, _execute.forward, programs.forward, kept)
+        if action.op == INPUT:
+            kept = programs.halves.read
+            return self.step(action, _execute.input_grad, programs.input_grad, kept)
+        if action.op == WEIGHT:
+            return self.step(action, _execute.weight_grad, programs.weight_grad)
+        if programs.differentiates_weights or programs.differentiates_x:
+            return self.step(action, _execute.backward, programs.backward)
+        return None
+
+    def fused(self, action: Action) -> Step:
+        """The step of a backward, or of a half, that does its forward's work too."""
+        programs = self.of(action)
+        if action.op == INPUT:
+            kept = programs.fused_halves.read
+            return self.step(action, _execute.fused_input, programs.fused_input, kept)
+        if action.op == WEIGHT:
+            return self.step(action, _execute.weight_grad, programs.fused_weight)
+        return self.step(action, _execute.fused, programs.fused)
+
+    def _sender(self, action: Action) -> Callable[[Any], Any]:
+        task = self.of(action).task
+        source, last = self._devices[action.stage], len(self._devices) - 1
+        if action.op == FORWARD:
+            after = min(action.stage + 1, last)
+            count = 0 if task.has_loss else len(jax.tree.leaves(task.y))
+            return _transfer.sender(source, self._devices[after], count)
+        before = max(action.stage - 1, 0)
+        return _transfer.sender(source, self._devices[before], sum(task.wanted.x))

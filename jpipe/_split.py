@@ -1,0 +1,114 @@
+"""A backward cut in two: the gradient of the input first, that of the weights later.
+
+The stage before waits for the first and nobody for the second, so a schedule can put
+the second where a rank would idle. Both are slices of one jaxpr. The first computes
+what the gradient of the input needs; the second the rest, from the inputs that it
+reads again and from values of the first that *cross*. What follows from the weights
+alone is computed in both and crosses nothing.
+
+A call that the slice would have to enter, such as a `jax.lax.scan`, stays whole: in
+the first half if the gradient of the input needs any of its results.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend import core
+
+from . import _jaxpr
+from ._vjp import Leaves
+
+
+class Halves(NamedTuple):
+    """The two halves of a program ``(weights, data) -> (first, second)``.
+
+    Attributes:
+      first: ``(weights, data) -> (first, crossing)``.
+      second: ``(weights, left) -> second`` where ``left`` is those of the data that
+        it reads, then what crosses.
+      read: the positions of these data.
+      crossing: the specs of what crosses.
+    """
+
+    first: Callable[[Leaves, Leaves], tuple[list[Any], list[Any]]]
+    second: Callable[[Leaves, Leaves], list[Any]]
+    read: tuple[int, ...]
+    crossing: list[jax.ShapeDtypeStruct]
+
+
+def split(closed: core.ClosedJaxpr, num_weights: int, is_first: list[bool]) -> Halves:
+    """Cuts a program in two.
+
+    Args:
+      closed: its jaxpr; the weights come first among its inputs.
+      num_weights: how many of its inputs are weights.
+      is_first: which of its results the first half gives.
+
+    Returns:
+      The halves.
+    """
+    opened = _jaxpr.open_checkpoints(closed)
+    jaxpr = opened.jaxpr
+    weights, data = jaxpr.invars[:num_weights], jaxpr.invars[num_weights:]
+    pairs = list(zip(jaxpr.outvars, is_first, strict=True))
+    wanted_first = [var for var, first in pairs if first]
+    wanted_second = [var for var, first in pairs if not first]
+
+    first = _jaxpr.prune(opened, wanted_first)
+    is_data = [i >= num_weights for i in range(len(jaxpr.invars))]
+    from_data = _jaxpr.depending_on(opened, is_data)
+    computed = {v for eqn in first.jaxpr.eqns for v in eqn.outvars if v in from_data}
+    second_eqns, needed = _remainder(jaxpr.eqns, wanted_second, computed)
+
+    read = tuple(i for i, var in enumerate(data) if var in needed)
+    crossing = [
+        v for eqn in first.jaxpr.eqns for v in eqn.outvars if v in needed & computed
+    ]
+    first = core.ClosedJaxpr(
+        first.jaxpr.replace(outvars=[*wanted_first, *crossing]), opened.consts
+    )
+    second = core.ClosedJaxpr(
+        jaxpr.replace(
+            invars=[*weights, *(data[i] for i in read), *crossing],
+            eqns=second_eqns,
+            outvars=wanted_second,
+        ),
+        opened.consts,
+    )
+    specs = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in crossing]
+    return Halves(_first(first, len(wanted_first)), _second(second), read, specs)
+
+
+def _remainder(
+    equations: Sequence[core.JaxprEqn],
+    outvars: Sequence[Any],
+    computed: set[core.Var],
+) -> tuple[list[core.JaxprEqn], set[core.Var]]:
+    """The equations that some results need beside what is computed already.
+
+    Returns:
+      The equations in order, and all variables that they and the results read.
+    """
+    needed = _jaxpr.variables(outvars)
+    eqns = []
+    for eqn in reversed(equations):
+        if (needed - computed).intersection(eqn.outvars):
+            needed |= _jaxpr.variables(eqn.invars)
+            eqns.append(eqn)
+    return eqns[::-1], needed
+
+
+def _first(program: core.ClosedJaxpr, count: int) -> Any:
+    run = core.jaxpr_as_fun(program)
+
+    def first(weights: Leaves, data: Leaves) -> tuple[list[Any], list[Any]]:
+        flat = run(*weights, *data)
+        return flat[:count], flat[count:]
+
+    return first
+
+
+def _second(program: core.ClosedJaxpr) -> Any:
+    run = core.jaxpr_as_fun(program)
+    return lambda weights, left: run(*weights, *left)
