@@ -151,9 +151,7 @@ def held_bytes() -> list[dict[str, Any]]:
             return jnp.mean((y - t) ** 2)
 
         gradient = pipe._library.gradients(Objective(loss))(variables, x, x, None, True)
-        meter = _memory.Meter(pipe.devices)
-        weights: list[Any] = [jax.tree.leaves(entry) for entry in variables]
-        gradient(weights, [x], [x], [], meter)
+        costs = _memory.costs_of(gradient.program)
         part = x[:2]
 
         def naive(variables: PyTree, part: jax.Array, layer: nn.Module = layers[0]):
@@ -165,7 +163,7 @@ def held_bytes() -> list[dict[str, Any]]:
         rows.append(
             {
                 "remat": remat,
-                "held": meter.activations[0] // number,
+                "held": costs.residual_bytes[0][0],
                 "input": part.nbytes,
                 "weights": _memory.nbytes(variables[0]),
                 "naive_vjp": _memory.nbytes(pullback),

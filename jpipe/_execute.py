@@ -62,19 +62,22 @@ class Step(NamedTuple):
 def execute(
     steps: Sequence[Step],
     live: Live,
-    observe: Callable[[Step, Live], None] | None = None,
+    observe: Callable[[Step | None, Live], None] | None = None,
 ) -> None:
     """Runs all steps in order; results are left in ``live``.
 
     Args:
       steps: in an order that respects every dependency.
       live: the arrays; changed in place.
-      observe: called after each step, for measurements.
+      observe: called before the first step, with ``None``, and after each, for
+        measurements.
 
     Raises:
       Exception: what a program raised, with a note that names the action.
     """
     step = None
+    if observe is not None:
+        observe(None, live)
     try:
         for step in steps:
             step.run(step, live)

@@ -11,9 +11,10 @@ from jax.extend import core
 
 PyTree = Any
 
-# The names that JAX has given to the primitive of `jax.jit`.
+# The names that JAX gives, or has given, to the primitives of `jax.jit` and of
+# `jax.checkpoint`.
 _CALLS = ("jit", "pjit")
-_CHECKPOINT = "checkpoint"
+_CHECKPOINTS = ("remat2", "checkpoint")
 
 
 def trace(
@@ -42,9 +43,9 @@ def open_checkpoints(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
     For programs that hold nothing but a backward: beside its forward, XLA would find
     what is computed again and keep it instead.
     """
-    if all(eqn.primitive.name != _CHECKPOINT for eqn in closed.jaxpr.eqns):
+    if all(eqn.primitive.name not in _CHECKPOINTS for eqn in closed.jaxpr.eqns):
         return closed
-    return _retrace(closed, False, {*_CALLS, _CHECKPOINT})
+    return _retrace(closed, False, (*_CALLS, *_CHECKPOINTS))
 
 
 def _retrace(

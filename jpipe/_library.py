@@ -13,12 +13,13 @@ import jax
 from . import _microbatch, _signature, _variables
 from ._gradient import Gradient
 from ._layer import Layer
-from ._memory import Meter, predict
+from ._memory import costs_of
 from ._objective import Objective
 from ._program import Batch, Pipe, Program
 from ._rng import Rngs
 from ._stage import walk
 from ._task import Weights
+from .schedules import Timeline
 
 PyTree = Any
 Expected = tuple[int, Layer, PyTree, PyTree]
@@ -52,6 +53,7 @@ class Library:
 
     Attributes:
       weights: the variables seen last, for print; empty before the first.
+      objective: the loss asked for last; ``None`` before the first.
       training: the program with a loss seen last, for print.
     """
 
@@ -61,11 +63,12 @@ class Library:
         self._inference: dict[Any, Inference] = {}
         # By objective: a loss function that is written anew for each call would
         # otherwise keep its programs for ever.
-        self.gradients = lru_cache(maxsize=32)(self._gradients)
+        self._gradients = lru_cache(maxsize=32)(self._find_gradients)
         self.weights: Sequence[Weights] = ()
+        self.objective: Objective | None = None
         self.training: Program | None = None
         self._expected: dict[Any, list[Expected]] = {}
-        self._meter: Meter | None = None
+        self._timeline: Timeline | None = None
 
     def inference(
         self, variables: Any, x: PyTree, rngs: Rngs, train: bool
@@ -84,8 +87,18 @@ class Library:
             self._inference[signature] = Inference(program, join, tree)
         return self._inference[signature]
 
-    def _gradients(self, objective: Objective) -> FindGradient:
+    def gradients(self, objective: Objective) -> FindGradient:
         """The gradients of one objective, by what they are compiled for."""
+        schedule = self._pipe.schedule
+        if schedule.forward_only:
+            raise ValueError(
+                f"schedule {schedule.name!r} has forwards only: it can apply, not "
+                f"train; build the pipeline with another, such as schedule='1f1b'"
+            )
+        self.objective = objective
+        return self._gradients(objective)
+
+    def _find_gradients(self, objective: Objective) -> FindGradient:
         compiled: dict[Any, Gradient] = {}
 
         def find(
@@ -99,7 +112,7 @@ class Library:
                     self._pipe, weights, batch, train=train, objective=objective
                 )
                 compiled[signature] = Gradient(program, objective)
-                self.training, self._meter = program, None
+                self.training, self._timeline = program, None
             return compiled[signature]
 
         return find
@@ -148,11 +161,12 @@ class Library:
         _variables.check([made for *_, made in self.expected(x)], variables)
         return self.note_weights(variables)
 
-    def memory(self) -> Meter | None:
-        """What a training step holds, once one is compiled."""
-        if self._meter is None and self.training is not None:
-            self._meter = predict(self.training)
-        return self._meter
+    def predicted(self) -> Timeline | None:
+        """What a training step holds, once one is compiled; times are in units."""
+        if self._timeline is None and self.training is not None:
+            costs = costs_of(self.training)
+            self._timeline = self._pipe.schedule.simulate(costs)
+        return self._timeline
 
 
 def _check_untied(layers: Sequence[Layer], specs: Sequence[PyTree]) -> None:

@@ -1,5 +1,6 @@
-"""How many bytes a mini-batch in flight holds on each device."""
+"""How many bytes a mini-batch in flight holds: what to predict it from, and a count."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,7 +9,8 @@ import jax
 from . import _execute
 from ._execute import Live, Step
 from ._program import Program
-from ._transfer import Device
+from .schedules import Action, Costs
+from .schedules._action import BACKWARD, FORWARD, INPUT, WEIGHT
 
 
 def nbytes(tree: Any) -> int:
@@ -20,48 +22,70 @@ def nbytes(tree: Any) -> int:
 class Meter:
     """Counts what the executor holds: give it to `_execute.execute` as ``observe``.
 
-    Counted are inputs, boundary activations, residuals, cotangents, sums of gradients
-    and of losses, targets and keys; not the weights and the optimizer's state, and
-    not what a program needs while it runs.
-
-    Attributes:
-      peak: the largest number of bytes after any action, by device.
-      activations: the largest number of bytes kept between forward and backward, by
-        stage.
-    """
-
-    def __init__(self, devices: Sequence[Device]) -> None:
-        self._devices = devices
-        self.peak = dict.fromkeys(devices, 0)
-        self.activations = [0] * len(devices)
-
-    def __call__(self, step: Step, live: Live) -> None:
-        """Takes the count after one action."""
-        count = dict.fromkeys(self._devices, 0)
-        for s, device in enumerate(self._devices):
-            held = nbytes(live.held[s])
-            self.activations[s] = max(self.activations[s], held)
-            rows = [live.x[s], live.extra[s], live.cotangents[s], live.emitted[s]]
-            count[device] += held + nbytes([*rows, live.grads[s], live.tally[s]])
-        for device, total in count.items():
-            self.peak[device] = max(self.peak[device], total)
-
-
-def predict(program: Program) -> Meter:
-    """What a `Meter` will count when a program runs, found without running it.
-
-    The executor's own loop walks the steps on shapes and dtypes.
+    Counted are weights, inputs, boundary activations, residuals, cotangents, sums of
+    gradients and of losses, targets and keys; not the optimizer's state, and not what
+    a program needs while it runs.
 
     Args:
-      program: a compiled mini-batch.
+      placement: the rank of each stage.
+
+    Attributes:
+      counts: the bytes of each stage before the first action, then after each.
+      actions: what had run before each count; ``None`` for the first.
+    """
+
+    def __init__(self, placement: Sequence[int]) -> None:
+        self._placement = placement
+        self.counts: list[list[int]] = []
+        self.actions: list[Any] = []
+
+    def __call__(self, step: Step | None, live: Live) -> None:
+        """Takes the count after one action."""
+        self.actions.append(step and step.action)
+        self.counts.append(
+            [
+                nbytes([part[s] for part in _parts(live)])
+                for s in range(len(self._placement))
+            ]
+        )
+
+    def ranks(self) -> list[list[int]]:
+        """Each count by rank instead of by stage."""
+        return [
+            [
+                sum(n for n, own in zip(row, self._placement, strict=True) if own == r)
+                for r in range(max(self._placement) + 1)
+            ]
+            for row in self.counts
+        ]
+
+    @property
+    def peak_bytes(self) -> tuple[int, ...]:
+        """The most that each rank held at any count."""
+        return tuple(map(max, zip(*self.ranks(), strict=True)))
+
+
+def _parts(live: Live) -> list[list[Any]]:
+    by_microbatch = [live.x, live.extra, live.held, live.cotangents, live.emitted]
+    return [live.weights, *by_microbatch, live.grads, live.tally]
+
+
+def costs_of(program: Program) -> Costs:
+    """The bytes that a compiled mini-batch moves and keeps; times are left at one.
+
+    The executor's own loop walks the steps on shapes and dtypes, and its cells are
+    read. `Schedule.simulate` predicts from them what a `Meter` counts, to the byte.
+
+    Args:
+      program: a mini-batch with a loss.
 
     Returns:
-      The meter at the end of the mini-batch.
+      Costs with one number per stage and micro-batch.
     """
-    meter = Meter(program.devices)
+    reader = _Reader(program)
     steps = [_abstract(step) for step in program.steps]
-    _execute.execute(steps, program.abstract_feed(), meter)
-    return meter
+    _execute.execute(steps, program.abstract_feed(), reader)
+    return reader.costs()
 
 
 def _abstract(step: Step) -> Step:
@@ -71,3 +95,105 @@ def _abstract(step: Step) -> Step:
         return jax.eval_shape(step.program, *leaves)
 
     return step._replace(program=program, send=lambda leaves: leaves)
+
+
+class _Reader:
+    """Reads off the executor's cells what `Costs` asks for."""
+
+    _FIELDS = ("boundary", "cotangent", "residual", "pending", "extra", "emitted")
+
+    def __init__(self, program: Program) -> None:
+        self._schedule = program.schedule
+        self._rows = program.rows
+        self._ran: set[Action] = set()
+        count = len(program.batch.sizes)
+        self._table = {
+            field: [[0] * count for _ in program.rows] for field in self._FIELDS
+        }
+        self._shared: list[dict[int, Any]] = []
+        self._shared_x: dict[int, Any] = {}
+        self._start: dict[str, Any] = {}
+
+    def __call__(self, step: Step | None, live: Live) -> None:
+        if step is None:
+            self._read_start(live)
+            return
+        table, action = self._table, step.action
+        op, s, m = action
+        self._ran.add(action)
+        table["emitted"][s][m] = nbytes(live.emitted[s][m])
+        if op in (FORWARD, INPUT):
+            kept = "residual" if op == FORWARD else "pending"
+            table[kept][s][m] = self._own(s, live.held[s][m])
+        if op == FORWARD and s + 1 < len(live.weights):
+            table["boundary"][s + 1][m] = nbytes(live.x[s + 1][m])
+        if op in (BACKWARD, INPUT) and s:
+            table["cotangent"][s][m] = nbytes(live.cotangents[s - 1][m])
+
+    def _read_start(self, live: Live) -> None:
+        """What is there before the first action; an array of all micro-batches once."""
+        for s, extra in enumerate(live.extra):
+            cells = [*extra, *(live.x[0] if s == 0 else [])]
+            self._shared.append(_repeated(cells))
+            self._table["extra"][s] = [self._own(s, cell) for cell in extra]
+        self._shared_x = _repeated(live.x[0])
+        self._table["boundary"][0] = [self._own(0, cell) for cell in live.x[0]]
+        sums = zip(live.grads, live.tally, strict=True)
+        self._start = {
+            "parameter_bytes": [nbytes(weights) for weights in live.weights],
+            "accumulator_bytes": [nbytes(pair) for pair in sums],
+            "shared_bytes": [nbytes(list(found.values())) for found in self._shared],
+        }
+
+    def _own(self, s: int, tree: Any) -> int:
+        leaves = jax.tree.leaves(tree)
+        return nbytes([leaf for leaf in leaves if id(leaf) not in self._shared[s]])
+
+    def costs(self) -> Costs:
+        """The costs, once all steps were walked."""
+        for row in self._schedule.rows:
+            for action in row:
+                if action not in self._ran:
+                    self._leave_waiting(action)
+        tables: dict[str, Any] = {f"{name}_bytes": t for name, t in self._table.items()}
+        return Costs(**tables, **self._start)
+
+    def _leave_waiting(self, action: Action) -> None:
+        """An action that does nothing changes nothing: a later one does its work."""
+        table = self._table
+        op, s, m = action
+        if op == FORWARD:
+            table["residual"][s][m] = table["boundary"][s][m] - table["emitted"][s][m]
+        elif op != WEIGHT and not self._backward_ran(s, m):
+            self._leave_frozen(s, m)
+        elif op == INPUT and self._waits_for_second_half(s, m):
+            waits = table["residual"][s][m] + table["extra"][s][m]
+            if s + 1 < len(self._shared):
+                waits += table["cotangent"][s + 1][m]
+            if m == len(table["extra"][s]) - 1:
+                waits += self._start["shared_bytes"][s]
+            table["pending"][s][m] = waits
+
+    def _waits_for_second_half(self, s: int, m: int) -> bool:
+        return self._rows[s][m].differentiates_weights
+
+    def _backward_ran(self, s: int, m: int) -> bool:
+        return any(Action(op, s, m) in self._ran for op in (BACKWARD, INPUT, WEIGHT))
+
+    def _leave_frozen(self, s: int, m: int) -> None:
+        """Nobody takes what a micro-batch brought; its input goes with the forward."""
+        table, start = self._table, self._start
+        start["parameter_bytes"][s] += table["extra"][s][m]
+        table["extra"][s][m] = 0
+        if m == len(table["extra"][s]) - 1:
+            inputs = nbytes(list(self._shared_x.values())) if s == 0 else 0
+            start["parameter_bytes"][s] += start["shared_bytes"][s] - inputs
+            start["shared_bytes"][s] = inputs
+            table["residual"][s][m] -= inputs
+
+
+def _repeated(cells: Sequence[Any]) -> dict[int, Any]:
+    """The arrays that stand in several cells, by identity."""
+    leaves = [leaf for cell in cells for leaf in cell]
+    count = Counter(map(id, leaves))
+    return {id(leaf): leaf for leaf in leaves if count[id(leaf)] > 1}

@@ -8,21 +8,21 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from . import _microbatch, _remat, _rng, _transfer, _variables
+from . import _microbatch, _rng, _transfer, _variables
+from ._describe import describe
 from ._execute import execute
 from ._gradient import gradient_tree
 from ._layer import initialize
 from ._library import Axes, Library
-from ._memory import nbytes
 from ._objective import Objective
 from ._optimizer import Optimizer, place_state
-from ._plan import Plan, StagePlan
+from ._plan import Plan
+from ._profile import profile
 from ._program import Pipe
-from ._task import is_params
 from ._train import TrainState, TrainStep, check_optimizer
 from ._transfer import Device
 from ._vjp import Leaves
-from .schedules import Schedule
+from .schedules import Schedule, Timeline
 
 PyTree = Any
 LossFunction = Callable[[PyTree, PyTree], Any]
@@ -62,33 +62,7 @@ class Pipeline:
     @property
     def plan(self) -> Plan:
         """Who runs what, in names and numbers; says more the more is known."""
-        meter = self._library.memory()
-        peak = meter.peak.items() if meter else ()
-        return Plan(
-            tuple(
-                self._stage_plan(s, meter.activations[s] if meter else None)
-                for s in range(self.num_stages)
-            ),
-            self.schedule,
-            tuple((str(device), count) for device, count in peak),
-        )
-
-    def _stage_plan(self, s: int, held_bytes: int | None) -> StagePlan:
-        stage, weights = self._pipe.stages[s], self._library.weights
-        params = None
-        if weights:
-            pairs = zip(weights[s].specs, weights[s].paths, strict=True)
-            params = [spec for spec, path in pairs if is_params(path)]
-        return StagePlan(
-            index=s,
-            rank=self.schedule.placement[s],
-            device=str(self.devices[s]),
-            layers=tuple(layer.name for layer in stage.layers),
-            remat=_remat.name(self._pipe.remat[s]),
-            num_params=None if params is None else sum(spec.size for spec in params),
-            param_bytes=None if params is None else nbytes(params),
-            held_bytes=held_bytes,
-        )
+        return describe(self._pipe, self._library)
 
     def __repr__(self) -> str:
         return (
@@ -320,6 +294,69 @@ class Pipeline:
             has_aux=has_aux,
             donate=donate,
         )
+
+    def profile_step(
+        self,
+        state: TrainState,
+        batch: tuple[PyTree, PyTree],
+        loss_fn: LossFunction | None = None,
+        *,
+        has_aux: bool = False,
+        reduction: str = "mean",
+    ) -> Timeline:
+        """Runs the gradients of a mini-batch with each action timed.
+
+        Ranks work side by side as in a step, but each action is waited for, so the
+        whole takes somewhat longer than a step. The state is not changed.
+
+        Args:
+          state: a train state, in place.
+          batch: the input and the targets.
+          loss_fn: as for `train_step`; default: the loss, with its options, of the
+            step that was built last.
+          has_aux: as for `train_step`.
+          reduction: as for `train_step`.
+
+        Returns:
+          What was measured, in seconds and bytes. Its ``costs`` are the median time of
+          each op of each stage, with the bytes of the program: give them to
+          `Schedule.simulate` to predict this or another schedule of the same stages.
+
+        Raises:
+          ValueError: if there is no loss yet, or the state or the batch does not fit.
+          TypeError: if ``batch`` is no pair.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, jpipe, optax
+          >>> from flax import linen as nn
+          >>> pipe = jpipe.pipeline([nn.Dense(3)], num_microbatches=2)
+          >>> x = jnp.ones((4, 3))
+          >>> state = pipe.init_train_state(jax.random.key(0), x, optax.sgd(0.1))
+          >>> square = lambda y, t: jnp.mean((y - t) ** 2)
+          >>> measured = pipe.profile_step(state, (x, x), square)
+          >>> predicted = pipe.schedule.simulate(measured.costs)
+          >>> predicted.peak_bytes == measured.peak_bytes
+          True
+        """
+        if not isinstance(batch, tuple) or len(batch) != 2:
+            raise TypeError(
+                f"batch is a {type(batch).__name__}; needs the pair (x, targets)"
+            )
+        objective = Objective(loss_fn, has_aux, reduction) if loss_fn else None
+        objective = objective or self._library.objective
+        if objective is None:
+            raise ValueError(
+                "no step was built yet whose loss could be profiled; give loss_fn="
+            )
+        x, targets = batch
+        key = _rng.step_key(state.rng, state.step)
+        gradient = self._library.gradients(objective)(
+            state.variables, x, targets, state.rng, True
+        )
+        weights = self._leaves(state.variables)
+        leaves = jax.tree.leaves(x), jax.tree.leaves(targets), [key]
+        program = gradient.program
+        return profile(program, lambda: program.feed(weights, *leaves))
 
     def _leaves(self, variables: Sequence[PyTree]) -> list[Leaves]:
         weights: list[Leaves] = [

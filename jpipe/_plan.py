@@ -39,8 +39,8 @@ class Plan:
     Attributes:
       stages: one entry per stage.
       schedule: who runs which action when.
-      peak_bytes: the most that a step holds on each device beside parameters and
-        optimizer state, as the executor counts; empty while no step is compiled.
+      peak_bytes: the most that a step holds on each device, parameters included, beside
+        the optimizer's state; empty while no step is compiled.
     """
 
     stages: tuple[StagePlan, ...]
@@ -57,7 +57,7 @@ class Plan:
         parts = [_table(rows), str(self.schedule)]
         if self.peak_bytes:
             listed = ", ".join(f"{name} {size(n)}" for name, n in self.peak_bytes)
-            parts.append(f"peak of a step beside parameters and optimizer: {listed}")
+            parts.append(f"peak of a step beside the optimizer's state: {listed}")
         return "\n".join(parts)
 
 

@@ -73,6 +73,8 @@ class Program:
 
     Attributes:
       batch: what it is compiled for.
+      devices: the device of each stage.
+      schedule: who runs which action when.
       rows: the programs of each stage and micro-batch; equal ones are one object.
       steps: what `_execute.execute` runs, in order.
     """
@@ -89,6 +91,7 @@ class Program:
         self.batch = batch
         self.weights = weights
         self.devices = pipe.devices
+        self.schedule = pipe.schedule
         self.rows = _stage_programs(pipe, weights, batch, train, objective)
         lower = _lower.training if objective else _lower.inference
         self.steps = lower(pipe.schedule, pipe.devices, self.rows)

@@ -13,9 +13,32 @@ import jpipe
 
 LIBRARY = Path(jpipe.__file__).parent
 
-# Nothing imports what stands below it. A new module has to say where it stands.
+# Nothing imports what stands below it. A new module has to say where it stands. A
+# module of a sub-package has a dotted name; that of the package is its `__init__`.
 LAYERS = {
-    "what a pipeline is, without jax": ["_action", "timeline", "schedules"],
+    "what a pipeline is, without jax": [
+        "schedules",
+        "schedules._action",
+        "schedules._build",
+        "schedules._compare",
+        "schedules._costs",
+        "schedules._flush",
+        "schedules._looped",
+        "schedules._schedule",
+        "schedules._simulate",
+        "schedules._timeline",
+        "schedules._validate",
+        "schedules._zero_bubble",
+        "draw",
+        "draw._frame",
+        "draw._layout",
+        "draw._palette",
+        "draw._panel",
+        "draw._png",
+        "draw._shapes",
+        "draw._svg",
+        "draw._trace",
+    ],
     "what a model is: functions and abstract values": [
         "_linen",
         "_jaxpr",
@@ -24,6 +47,7 @@ LAYERS = {
         "_objective",
         "_rng",
         "_signature",
+        "_split",
         "_stage",
         "_task",
         "_vjp",
@@ -31,26 +55,32 @@ LAYERS = {
     "who does what, when: moves nothing": ["_plan", "_remat"],
     "do it": [
         "_compile",
+        "_describe",
         "_execute",
         "_gradient",
         "_library",
+        "_lower",
         "_memory",
         "_optimizer",
         "_placed",
+        "_profile",
         "_program",
         "_train",
         "_transfer",
         "_variables",
     ],
-    "what users type": ["__init__", "_pipeline", "_setup", "_transform"],
+    "what users type": ["__init__", "__main__", "_pipeline", "_setup", "_transform"],
 }
 PURE = LAYERS["what a pipeline is, without jax"]
 
 # `device_put` anywhere else would be a transfer that the memory count and a later
 # multi-process transport do not see.
 MOVES_DATA = {"_transfer"}
-# Python dispatches ahead of the devices: nothing in the library waits for a result.
-MAY_WAIT: set[str] = set()
+# Python dispatches ahead of the devices: nothing in the library waits for a result but
+# what measures how long results take.
+MAY_WAIT = {"_profile"}
+# An optional dependency, imported when it is asked for: inside a function.
+OPTIONAL = {("draw._png", "matplotlib")}
 # The one file that may hold private names of JAX, each with its reason.
 MAY_BE_PRIVATE = {"_compat"}
 
@@ -61,31 +91,63 @@ WITHOUT_A_SUBJECT = {"utils", "types", "core", "common", "helpers", "misc", "bas
 # ---------------------------------------------------------------- reading source
 
 
+ROOT = "__init__"
+
+
 def modules(folder: Path) -> dict[str, Path]:
-    return {path.stem: path for path in sorted(folder.rglob("*.py"))}
+    """The files of a package by their names in it, those of its packages included."""
+    return {name_of(path, folder): path for path in sorted(folder.rglob("*.py"))}
+
+
+def name_of(path: Path, folder: Path) -> str:
+    parts = path.relative_to(folder).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == ROOT else parts) or ROOT
 
 
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
-def neighbours(path: Path) -> set[str]:
+def neighbours(path: Path, folder: Path) -> set[str]:
     """The modules of the same package that a file imports.
 
     Also those inside a function or under ``TYPE_CHECKING``: a cycle that is hidden is
     a cycle.
+
+    Args:
+      path: the file.
+      folder: of the package; what a sub-package imports from it counts too.
     """
+    files = set(modules(folder))
+    here = path.relative_to(folder).parent.parts
     found = set()
     for node in ast.walk(parse(path)):
         if isinstance(node, ast.ImportFrom) and node.level:
-            names = [alias.name for alias in node.names]
-            found.update([node.module.split(".")[0]] if node.module else names)
+            package = here[: len(here) - (node.level - 1)]
+            inner = node.module.split(".") if node.module else []
+            targets = [(*package, *inner, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom | ast.Import):
-            for name in absolute_imports(node):
-                package, *inner = name.split(".")
-                if package == path.parent.name:
-                    found.add(inner[0] if inner else "__init__")
-    return found
+            names = [name.split(".") for name in absolute_imports(node)]
+            targets = [tuple(rest) for first, *rest in names if first == folder.name]
+        else:
+            continue
+        for target in targets:
+            found |= loaded(target, files, here)
+    return found & files
+
+
+def loaded(target: tuple[str, ...], files: set[str], here: tuple[str, ...]) -> set[str]:
+    """The module that an import names, and the packages that run before it does.
+
+    What follows the last module is a name in it. The packages that the importing file
+    is in itself are running already.
+    """
+    depth = len(target)
+    while depth and ".".join(target[:depth]) not in files:
+        depth -= 1
+    module = ".".join(target[:depth]) or ROOT
+    outer = {target[:n] for n in range(1, depth)}
+    return {module} | {".".join(p) for p in outer if here[: len(p)] != p}
 
 
 def absolute_imports(node: ast.ImportFrom | ast.Import) -> list[str]:
@@ -95,8 +157,7 @@ def absolute_imports(node: ast.ImportFrom | ast.Import) -> list[str]:
 
 
 def graph(folder: Path) -> dict[str, set[str]]:
-    files = modules(folder)
-    return {name: neighbours(path) & set(files) for name, path in files.items()}
+    return {name: neighbours(path, folder) for name, path in modules(folder).items()}
 
 
 def foreign_names(path: Path) -> set[str]:
@@ -180,12 +241,24 @@ def beyond_the_standard_library(folder: Path) -> list[str]:
         f"{module} imports {name}"
         for module in PURE
         if module in files
-        for node in ast.walk(parse(files[module]))
-        if isinstance(node, ast.Import)
-        or (isinstance(node, ast.ImportFrom) and not node.level)
-        for name in absolute_imports(node)
+        for name, late in foreign_imports(parse(files[module]))
         if name.split(".")[0] not in sys.stdlib_module_names
+        and not (late and (module, name.split(".")[0]) in OPTIONAL)
     ]
+
+
+def foreign_imports(tree: ast.Module) -> Iterator[tuple[str, bool]]:
+    """What is imported from other packages, and whether only inside a function."""
+    late = {
+        node
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef)
+        for node in ast.walk(function)
+    }
+    for node in ast.walk(tree):
+        relative = isinstance(node, ast.ImportFrom) and node.level
+        if isinstance(node, ast.ImportFrom | ast.Import) and not relative:
+            yield from ((name, node in late) for name in absolute_imports(node))
 
 
 def moves_data(folder: Path) -> list[str]:
@@ -235,7 +308,11 @@ def long_files(folder: Path) -> list[str]:
 
 
 def without_a_subject(folder: Path) -> list[str]:
-    return [name for name in modules(folder) if name.strip("_") in WITHOUT_A_SUBJECT]
+    return [
+        name
+        for name in modules(folder)
+        if name.split(".")[-1].strip("_") in WITHOUT_A_SUBJECT
+    ]
 
 
 # What breaks each rule: the source of a module, and what the rule says of it.
@@ -244,26 +321,46 @@ RULES: dict[Callable[[Path], list[str]], list[tuple[str, str, str]]] = {
         ("_plan", "from . import _plan", "_plan -> _plan"),
         ("_plan", "def f():\n    from ._plan import Plan", "_plan -> _plan"),
         ("_plan", "import jpipe._plan", "_plan -> _plan"),
+        ("draw._svg", "from . import _svg", "draw._svg -> draw._svg"),
+        ("draw._svg", "from ..draw._svg import f", "draw._svg -> draw._svg"),
     ],
     imports_upwards: [
         (
-            "_action",
-            "from .timeline import x\nfrom ._remat import y",
-            "_action imports",
+            "schedules._action",
+            "from ._timeline import x\nfrom .._remat import y",
+            "schedules._action imports _remat",
         ),
-        ("schedules", "from . import _remat", "schedules imports _remat"),
+        ("schedules", "from .. import _remat", "schedules imports _remat"),
         ("schedules", "from jpipe import _remat", "schedules imports _remat"),
+        ("draw._svg", "import jpipe._remat", "draw._svg imports _remat"),
+        ("_remat", "from .__main__ import main", "_remat imports __main__"),
     ],
-    without_a_layer: [("_new", "", "_new")],
+    without_a_layer: [("_new", "", "_new"), ("draw._new", "", "draw._new")],
     beyond_the_standard_library: [
-        ("_action", "import jax.numpy as jnp", "_action imports jax.numpy"),
+        (
+            "schedules._action",
+            "import jax.numpy as jnp",
+            "schedules._action imports jax.numpy",
+        ),
         ("schedules", "from numpy import array", "schedules imports numpy.array"),
-        ("timeline", "def f():\n    import flax", "timeline imports flax"),
+        (
+            "schedules._timeline",
+            "def f():\n    import flax",
+            "schedules._timeline imports flax",
+        ),
+        ("draw._svg", "import matplotlib", "draw._svg imports matplotlib"),
+        ("draw._png", "import matplotlib", "draw._png imports matplotlib"),
+        (
+            "draw._png",
+            "try:\n    import matplotlib\nexcept ImportError:\n    pass",
+            "draw._png imports matplotlib",
+        ),
     ],
     moves_data: [
         ("_plan", "import jax\njax.device_put(0)", "_plan: device_put"),
         ("_plan", "from jax import device_put as put", "_plan: device_put"),
         ("_plan", "jax.device_put_sharded", "_plan: device_put_sharded"),
+        ("draw._svg", "jax.device_put(0)", "draw._svg: device_put"),
     ],
     waits: [
         ("_plan", "x.block_until_ready()", "_plan: block_until_ready"),
@@ -280,8 +377,15 @@ RULES: dict[Callable[[Path], list[str]], list[tuple[str, str, str]]] = {
         ("_plan", "load('jax._src.core')", "_plan: jax._src.core"),
         ("_plan", "import flax\nflax.core._f", "_plan: flax.core._f"),
     ],
-    long_files: [("_plan", "x = 0\n" * 401, "_plan: 401 lines")],
-    without_a_subject: [("_utils", "", "_utils"), ("helpers", "", "helpers")],
+    long_files: [
+        ("_plan", "x = 0\n" * 401, "_plan: 401 lines"),
+        ("draw", "x = 0\n" * 401, "draw: 401 lines"),
+    ],
+    without_a_subject: [
+        ("_utils", "", "_utils"),
+        ("helpers", "", "helpers"),
+        ("draw._utils", "", "draw._utils"),
+    ],
 }
 
 BROKEN = [
@@ -296,17 +400,84 @@ def test_the_library_keeps(rule):
     assert rule(LIBRARY) == []
 
 
+# A package that keeps all rules, with packages in it.
+SOUND = {
+    "schedules": "from ._timeline import Timeline",
+    "schedules._action": "import re",
+    "schedules._timeline": "from ._action import Action\nfrom . import _action",
+    "draw": "from ._trace import trace",
+    "draw._trace": "from ..schedules import Timeline",
+    "_remat": "from .schedules._action import Action\nfrom . import draw",
+    "__main__": "from . import _remat",
+}
+
+
+def write(folder: Path, module: str, source: str) -> None:
+    path = folder.joinpath(*module.split("."))
+    path = path / f"{ROOT}.py" if module in ("schedules", "draw") else path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(".py").write_text(source)
+
+
+@pytest.fixture
+def package(tmp_path):
+    for module, source in SOUND.items():
+        write(tmp_path / "jpipe", module, source)
+    return tmp_path / "jpipe"
+
+
+def test_imports_are_found_through_packages(package):
+    assert graph(package) == {
+        "schedules": {"schedules._timeline"},
+        "schedules._action": set(),
+        "schedules._timeline": {"schedules._action"},
+        "draw": {"draw._trace"},
+        "draw._trace": {"schedules"},
+        "_remat": {"schedules", "schedules._action", "draw"},
+        "__main__": {"_remat"},
+    }
+
+
 @pytest.mark.parametrize(("rule", "module", "source", "says"), BROKEN)
-def test_a_broken_rule_is_noticed(tmp_path, rule, module, source, says):
-    package = tmp_path / "jpipe"
-    package.mkdir()
-    for name in ("_action", "timeline", "_remat"):
-        (package / f"{name}.py").write_text("")
+def test_a_broken_rule_is_noticed(package, rule, module, source, says):
     assert rule(package) == []
-    (package / f"{module}.py").write_text(source)
+    write(package, module, source)
     faults = rule(package)
     assert faults
     assert faults[0].startswith(says)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        # Names of a package come from its `__init__`, which imports this module.
+        "from . import Action",
+        "from ..schedules import Action",
+        "from jpipe.schedules import Action",
+        # A module of another package runs the `__init__` of that package first.
+        "from ..draw import trace",
+        "from ..draw._shapes import Rect",
+        "import jpipe.draw._shapes",
+    ],
+)
+def test_a_cycle_through_packages_is_noticed(package, source):
+    write(package, "draw._shapes", "")
+    assert cycles(package) == []
+    write(package, "schedules._action", source)
+    (cycle,) = cycles(package)
+    assert {"schedules", "schedules._action"} <= set(cycle.split(" -> "))
+
+
+@pytest.mark.parametrize("module", ["_png", "_layout"])
+def test_what_draws_bitmaps_may_ask_for_matplotlib_when_it_draws(package, module):
+    write(package, f"draw.{module}", "def png():\n    import matplotlib.patches")
+    says = [] if module == "_png" else ["draw._layout imports matplotlib.patches"]
+    assert beyond_the_standard_library(package) == says
+
+
+def test_what_measures_may_wait(package):
+    write(package, "_profile", "x.block_until_ready()")
+    assert waits(package) == []
 
 
 @pytest.mark.parametrize(
@@ -325,8 +496,14 @@ def test_public_names_are_not_taken_for_private(tmp_path, source):
 
 
 def test_the_rules_read_the_whole_library():
-    assert {"_action", "_pipeline", "_transfer", "schedules"} <= set(modules(LIBRARY))
-    assert sum(map(len, graph(LIBRARY).values())) > 40
+    assert {"_pipeline", "_transfer", ROOT, "schedules", "draw._svg"} <= set(
+        modules(LIBRARY)
+    )
+    imports = graph(LIBRARY)
+    assert sum(map(len, imports.values())) > 100
+    assert {"schedules", "schedules._action"} <= imports["_execute"]
+    assert "schedules._validate" in imports["schedules._schedule"]
+    assert {"draw", "schedules"} <= imports["__main__"]
     assert "jax.extend.core.Literal" in foreign_names(LIBRARY / "_jaxpr.py")
     assert "device_put" in words(LIBRARY / "_transfer.py")
 

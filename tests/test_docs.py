@@ -14,7 +14,7 @@ import pytest
 import jpipe
 
 ROOT = Path(__file__).parent.parent
-MODULES = [f"jpipe.{m.name}" for m in pkgutil.iter_modules(jpipe.__path__)]
+MODULES = [m.name for m in pkgutil.walk_packages(jpipe.__path__, "jpipe.")]
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -71,16 +71,26 @@ def test_every_option_of_the_main_job_is_documented():
     [
         ("functional_loop.py", r"accuracy .*\b[89]\d\.\d"),
         ("digits.py", r"9[5-9]\.\d"),
+        ("schedules.py --out={folder}", r"zb_v +\| 8 +\| 25\.5 +\| 5\.9 %"),
         (
             "train_text.py --steps=3 --evaluation-batches=2 --write=8 --width=32 "
             "--heads=2 --context=16 --schedule=gpipe",
             r"parameters +differ by at most \d",
         ),
     ],
-    ids=["functional_loop", "digits", "train_text"],
+    ids=["functional_loop", "digits", "schedules", "train_text"],
 )
-def test_examples_run(command, shown):
+def test_examples_run(command, shown, tmp_path):
+    command = command.format(folder=tmp_path)
     assert re.search(shown, run(*f"examples/{command}".split()))
+
+
+def test_the_gallery_is_what_the_example_draws(tmp_path):
+    run("examples/schedules.py", f"--out={tmp_path}")
+    drawn = {path.name: path.read_text() for path in tmp_path.glob("*.svg")}
+    kept = {path.name: path.read_text() for path in (ROOT / "docs/gallery").glob("*")}
+    assert drawn
+    assert drawn == kept
 
 
 def test_bad_options_of_the_main_job_are_refused_in_one_line():

@@ -41,6 +41,7 @@ def compare(schedules: Iterable[Schedule], costs: Costs | None = None) -> Compar
       A comparison; printed, it is a Markdown table.
 
     Example:
+      >>> from jpipe.schedules import gpipe, zb_h1
       >>> print(compare([gpipe(4, 8), zb_h1(4, 8)]))
       | schedule | stages | time | bubble | peak bytes per rank |
       | -------- | ------ | ---- | ------ | ------------------- |

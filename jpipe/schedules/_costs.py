@@ -12,7 +12,13 @@ from ._action import BACKWARD, FORWARD, INPUT, WEIGHT, Action
 Numbers = Any
 
 _TIMES = ("forward", "backward", "input_grad", "weight_grad")
-_CHUNKED = (*_TIMES, "residual_bytes", "pending_bytes")
+_CHUNKED = (
+    *_TIMES,
+    "residual_bytes",
+    "pending_bytes",
+    "parameter_bytes",
+    "accumulator_bytes",
+)
 
 
 @dataclass(frozen=True)
@@ -99,7 +105,8 @@ class Costs:
           num_chunks: how many stages each rank runs.
 
         Returns:
-          Times and kept bytes divided by it; a boundary is as large as before.
+          Times, kept bytes, parameters and their sums of gradients divided by it; a
+          boundary is as large as before.
 
         Raises:
           ValueError: if the costs are given per stage, so that they fit one number of
@@ -107,17 +114,17 @@ class Costs:
         """
         if num_chunks == 1:
             return self
-        values = {name: getattr(self, name) for name in _CHUNKED}
-        given = {name: value for name, value in values.items() if value is not None}
-        listed = [name for name, value in given.items() if isinstance(value, Sequence)]
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        listed = [name for name, value in values.items() if isinstance(value, Sequence)]
         if listed:
             raise ValueError(
                 f"costs per stage ({', '.join(listed)}) do not say what the stages of "
                 f"a schedule with {num_chunks} stages per rank cost: give one number "
                 f"per field, for the layers of one rank"
             )
+        given = [name for name in _CHUNKED if values[name] is not None]
         return dataclasses.replace(
-            self, **{name: value / num_chunks for name, value in given.items()}
+            self, **{name: values[name] / num_chunks for name in given}
         )
 
 

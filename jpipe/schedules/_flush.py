@@ -85,6 +85,7 @@ def eager_one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
       ScheduleError: if either number is less than 1.
 
     Example:
+      >>> from jpipe.schedules import Costs
       >>> slow = Costs(latency=0.5)
       >>> one_f_one_b(4, 8).simulate(slow).makespan
       41.0

@@ -26,6 +26,7 @@ class Schedule:
       forward_only: whether it is for inference: no backward at all.
 
     Example:
+      >>> from jpipe.schedules import one_f_one_b
       >>> schedule = one_f_one_b(2, 3)
       >>> print(schedule.to_text())
       0F0 0F1 0B0 0F2 0B1 0B2
@@ -102,6 +103,7 @@ class Schedule:
           ScheduleError: if the text is something else, or the schedule cannot run.
 
         Example:
+          >>> from jpipe.schedules import zb_h1
           >>> schedule = zb_h1(2, 3)
           >>> Schedule.from_json(schedule.to_json()) == schedule
           True
@@ -110,6 +112,9 @@ class Schedule:
             fields: dict[str, Any] = json.loads(text)
             rows = _parse(fields["name"], fields.pop("rows"))
             placement = tuple(fields.pop("placement"))
+            numbers = (fields["num_stages"], fields["num_microbatches"], *placement)
+            if not all(isinstance(number, int) for number in numbers):
+                raise TypeError("sizes and placement are integers")
             schedule = cls(**fields, placement=placement, rows=rows)
         except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
             raise ScheduleError(

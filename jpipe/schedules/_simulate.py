@@ -85,7 +85,7 @@ def _memory(timeline: Timeline, costs: Costs) -> Iterable[MemoryEvent]:
     for stage, rank in enumerate(placement):
         for size in (
             costs.parameter_bytes,
-            costs.accumulator_bytes,
+            costs.accumulator_bytes if training else 0,
             costs.shared_bytes,
         ):
             held[rank] += at(size, stage)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ._action import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Needs
-from ._costs import Costs
+from ._costs import Costs, at
 
 _FIELD = {
     FORWARD: "forward",
@@ -95,6 +95,25 @@ class Timeline:
         for _, rank, size in self.memory[count:]:
             now[rank] = size
             peak = max(peak, sum(now[rank] for rank in ranks))
+        return peak
+
+    def peak_kept(self, stage: int) -> float:
+        """The most that a stage keeps between the actions of a micro-batch."""
+        costs = self.costs or Costs()
+        now = peak = 0.0
+        for action in self.order():
+            op, at_stage, i = action
+            if at_stage != stage:
+                continue
+            residual = at(costs.residual_bytes, stage, i)
+            pending = at(costs.pending_bytes, stage, i)
+            now += {
+                FORWARD: residual,
+                BACKWARD: -residual,
+                INPUT: pending - residual,
+                WEIGHT: -pending,
+            }[op]
+            peak = max(peak, now)
         return peak
 
     def order(self) -> tuple[Action, ...]:

@@ -113,6 +113,7 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
       ScheduleError: if either number is less than 1.
 
     Example:
+      >>> from jpipe.schedules import Costs
       >>> zb_v(4, 8).placement
       (0, 1, 2, 3, 3, 2, 1, 0)
       >>> round(zb_v(4, 8).simulate(Costs(1, 2)).bubble_fraction, 3)
@@ -172,7 +173,7 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
     Example:
       >>> round(dualpipe_v(4, 8).simulate().bubble_fraction, 3)
       0.059
-      >>> dualpipe_v(4, 7)
+      >>> dualpipe_v(4, 7)  # doctest: +NORMALIZE_WHITESPACE
       Traceback (most recent call last):
       jpipe.schedules._simulate.ScheduleError: dualpipe_v: num_microbatches=7: needs at
       least 2 * num_ranks = 8

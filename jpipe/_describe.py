@@ -1,0 +1,54 @@
+"""The plan of a pipeline, from what is known of it so far."""
+
+from . import _remat
+from ._library import Library
+from ._memory import nbytes
+from ._plan import Plan, StagePlan
+from ._program import Pipe
+from ._task import is_params
+
+
+def describe(pipe: Pipe, library: Library) -> Plan:
+    """Says who runs what, and more the more is known.
+
+    Args:
+      pipe: what is fixed for all batches.
+      library: what was compiled: parameters are known once variables were seen, bytes
+        once there is a program with a loss.
+
+    Returns:
+      The plan.
+    """
+    step, placement = library.predicted(), pipe.schedule.placement
+    ranks: dict[str, set[int]] = {}  # of each device: users may repeat one
+    for device, rank in zip(pipe.devices, placement, strict=True):
+        ranks.setdefault(str(device), set()).add(rank)
+    peaks = (
+        (name, int(step.peak_of(own)) if step else 0) for name, own in ranks.items()
+    )
+    return Plan(
+        tuple(
+            _stage(pipe, library, s, int(step.peak_kept(s)) if step else None)
+            for s in range(len(pipe.stages))
+        ),
+        pipe.schedule,
+        tuple(peaks) if step else (),
+    )
+
+
+def _stage(pipe: Pipe, library: Library, s: int, held_bytes: int | None) -> StagePlan:
+    stage, weights = pipe.stages[s], library.weights
+    params = None
+    if weights:
+        pairs = zip(weights[s].specs, weights[s].paths, strict=True)
+        params = [spec for spec, path in pairs if is_params(path)]
+    return StagePlan(
+        index=s,
+        rank=pipe.schedule.placement[s],
+        device=str(pipe.devices[s]),
+        layers=tuple(layer.name for layer in stage.layers),
+        remat=_remat.name(pipe.remat[s]),
+        num_params=None if params is None else sum(spec.size for spec in params),
+        param_bytes=None if params is None else nbytes(params),
+        held_bytes=held_bytes,
+    )

@@ -1,0 +1,158 @@
+"""A step whose actions are timed: ranks work side by side, each action is waited for.
+
+One thread per rank walks its row. It waits for what an action reads, runs it, waits
+for what it makes and notes both times; then it sends. The programs are those of an
+ordinary step, which never waits and is therefore a little faster.
+"""
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+
+from ._execute import Live, Step, execute
+from ._memory import Meter, costs_of
+from ._program import Program
+from .schedules import Action, MemoryEvent, Timeline
+from .schedules._action import BACKWARD, FORWARD, INPUT, WEIGHT, Needs
+
+
+@dataclass
+class _Clock:
+    """When actions ran, in seconds since the first began, and how long moves took."""
+
+    origin: float = field(default_factory=time.perf_counter)
+    start: dict[Action, float] = field(default_factory=dict)
+    end: dict[Action, float] = field(default_factory=dict)
+    moves: list[float] = field(default_factory=list)
+
+    def now(self) -> float:
+        return time.perf_counter() - self.origin
+
+
+def profile(program: Program, feed: Callable[[], Live]) -> Timeline:
+    """Runs a mini-batch with each action timed.
+
+    Args:
+      program: a compiled mini-batch with a loss.
+      feed: gives what the executor starts from; called twice, since the first run
+        compiles.
+
+    Returns:
+      What was measured: starts and ends in seconds, bytes as the executor held them,
+      and as ``costs`` the median time of each op of each stage with the median time
+      of a transfer as latency, for predictions.
+    """
+    execute(program.steps, feed())
+    live = feed()
+    jax.block_until_ready((live.x, live.extra, live.grads, live.tally))
+    placement = program.schedule.placement
+    meter, clock = Meter(placement), _Clock()
+    meter(None, live)
+    memory = [MemoryEvent(0.0, rank, n) for rank, n in enumerate(meter.ranks()[-1])]
+
+    done = {step.action: threading.Event() for step in program.steps}
+    needs = Needs(program.schedule.rows, len(placement))
+    failed = threading.Event()
+    counting = threading.Lock()
+
+    def work(steps: Sequence[Step]) -> None:
+        try:
+            for step in steps:
+                for need in _waits(step.action, needs, done):
+                    while not done[need].wait(0.1):
+                        if failed.is_set():
+                            return
+                _timed_run(step, live, clock)
+                with counting:
+                    meter(step, live)
+                    _note_memory(memory, meter, clock.end[step.action])
+                done[step.action].set()
+        except BaseException:
+            failed.set()
+            raise
+
+    ranks = range(program.schedule.num_ranks)
+    rows = [[s for s in program.steps if placement[s.stage] == rank] for rank in ranks]
+    with ThreadPoolExecutor(len(rows)) as pool:
+        for future in [pool.submit(work, row) for row in rows]:
+            future.result()
+    return _timeline(program, clock, sorted(memory, key=lambda event: event.time))
+
+
+def _waits(
+    action: Action, needs: Callable[[Action], tuple[Action, ...]], done: Any
+) -> list[Action]:
+    """The steps that an action waits for, through those that were not run alone."""
+    waits, todo = [], list(needs(action))
+    while todo:
+        need = todo.pop()
+        if need in done:
+            waits.append(need)
+        elif (whole := need._replace(op=BACKWARD)) in done and need.op != FORWARD:
+            waits.append(whole)
+        else:
+            todo += needs(need)
+    return [need for need in waits if need != action]
+
+
+def _timed_run(step: Step, live: Live, clock: _Clock) -> None:
+    def program(*args: Any) -> Any:
+        jax.block_until_ready(args)
+        clock.start[step.action] = clock.now()
+        result = jax.block_until_ready(step.program(*args))
+        clock.end[step.action] = clock.now()
+        return result
+
+    def send(leaves: Any) -> Any:
+        begin = clock.now()
+        moved = jax.block_until_ready(step.send(leaves))
+        if moved is not leaves:
+            clock.moves.append(clock.now() - begin)
+        return moved
+
+    timed = step._replace(program=program, send=send)
+    timed.run(timed, live)
+
+
+def _note_memory(memory: list[MemoryEvent], meter: Meter, when: float) -> None:
+    before, after = meter.ranks()[-2:]
+    memory += [
+        MemoryEvent(when, rank, new)
+        for rank, (old, new) in enumerate(zip(before, after, strict=True))
+        if old != new
+    ]
+
+
+def _timeline(
+    program: Program, clock: _Clock, memory: Sequence[MemoryEvent]
+) -> Timeline:
+    """The timeline of the schedule; what was not run alone takes no time."""
+    schedule = program.schedule
+    start, end = {}, {}
+    free = [0.0] * schedule.num_ranks
+    for action in schedule.simulate().order():
+        rank = schedule.placement[action.stage]
+        real = action if action in clock.start else _whole(action, program, clock)
+        start[action] = clock.start[real] if real else free[rank]
+        end[action] = clock.end[real] if real else free[rank]
+        free[rank] = end[action]
+    timeline = Timeline(
+        schedule.name, schedule.placement, schedule.rows, start, end, tuple(memory)
+    )
+    costs = timeline.median_costs(costs_of(program))
+    latency = statistics.median(clock.moves) if clock.moves else 0.0
+    return replace(timeline, costs=replace(costs, latency=latency))
+
+
+def _whole(action: Action, program: Program, clock: _Clock) -> Action | None:
+    """The whole backward that ran in place of one of its halves, where it ran."""
+    programs = program.rows[action.stage][action.microbatch]
+    half = WEIGHT if programs.differentiates_weights else INPUT
+    whole = action._replace(op=BACKWARD)
+    return whole if action.op == half and whole in clock.start else None
