@@ -16,10 +16,11 @@ from typing import Any
 import jax
 
 from ._execute import Live, Step, execute
-from ._memory import Meter, costs_of
+from ._memory import costs_of
 from ._program import Program
-from .schedules import Action, MemoryEvent, Timeline
+from .schedules import Action, Timeline
 from .schedules._action import BACKWARD, FORWARD, INPUT, WEIGHT, Needs
+from .schedules._simulate import memory_events
 
 
 @dataclass
@@ -44,22 +45,17 @@ def profile(program: Program, feed: Callable[[], Live]) -> Timeline:
         compiles.
 
     Returns:
-      What was measured: starts and ends in seconds, bytes as the executor held them,
-      and as ``costs`` the median time of each op of each stage with the median time
-      of a transfer as latency, for predictions.
+      What was measured: starts and ends in seconds; the bytes that the executor holds
+      at these times; and as ``costs``, for predictions, the median time of each op of
+      each stage, with the median time of a transfer as latency.
     """
     execute(program.steps, feed())
     live = feed()
     jax.block_until_ready((live.x, live.extra, live.grads, live.tally))
-    placement = program.schedule.placement
-    meter, clock = Meter(placement), _Clock()
-    meter(None, live)
-    memory = [MemoryEvent(0.0, rank, n) for rank, n in enumerate(meter.ranks()[-1])]
-
+    placement, clock = program.schedule.placement, _Clock()
     done = {step.action: threading.Event() for step in program.steps}
     needs = Needs(program.schedule.rows, len(placement))
     failed = threading.Event()
-    counting = threading.Lock()
 
     def work(steps: Sequence[Step]) -> None:
         try:
@@ -69,9 +65,6 @@ def profile(program: Program, feed: Callable[[], Live]) -> Timeline:
                         if failed.is_set():
                             return
                 _timed_run(step, live, clock)
-                with counting:
-                    meter(step, live)
-                    _note_memory(memory, meter, clock.end[step.action])
                 done[step.action].set()
         except BaseException:
             failed.set()
@@ -82,7 +75,7 @@ def profile(program: Program, feed: Callable[[], Live]) -> Timeline:
     with ThreadPoolExecutor(len(rows)) as pool:
         for future in [pool.submit(work, row) for row in rows]:
             future.result()
-    return _timeline(program, clock, sorted(memory, key=lambda event: event.time))
+    return _timeline(program, clock)
 
 
 def _waits(
@@ -120,18 +113,7 @@ def _timed_run(step: Step, live: Live, clock: _Clock) -> None:
     timed.run(timed, live)
 
 
-def _note_memory(memory: list[MemoryEvent], meter: Meter, when: float) -> None:
-    before, after = meter.ranks()[-2:]
-    memory += [
-        MemoryEvent(when, rank, new)
-        for rank, (old, new) in enumerate(zip(before, after, strict=True))
-        if old != new
-    ]
-
-
-def _timeline(
-    program: Program, clock: _Clock, memory: Sequence[MemoryEvent]
-) -> Timeline:
+def _timeline(program: Program, clock: _Clock) -> Timeline:
     """The timeline of the schedule; what was not run alone takes no time."""
     schedule = program.schedule
     start, end = {}, {}
@@ -142,12 +124,14 @@ def _timeline(
         start[action] = clock.start[real] if real else free[rank]
         end[action] = clock.end[real] if real else free[rank]
         free[rank] = end[action]
-    timeline = Timeline(
-        schedule.name, schedule.placement, schedule.rows, start, end, tuple(memory)
-    )
+    timeline = Timeline(schedule.name, schedule.placement, schedule.rows, start, end)
     costs = timeline.median_costs(costs_of(program))
     latency = statistics.median(clock.moves) if clock.moves else 0.0
-    return replace(timeline, costs=replace(costs, latency=latency))
+    return replace(
+        timeline,
+        costs=replace(costs, latency=latency),
+        memory=tuple(memory_events(timeline, costs)),
+    )
 
 
 def _whole(action: Action, program: Program, clock: _Clock) -> Action | None:

@@ -10,7 +10,6 @@ from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
 import jpipe
-from jpipe import _memory
 from jpipe._objective import Objective
 
 from . import reference as ref

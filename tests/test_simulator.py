@@ -711,3 +711,17 @@ def test_a_comparison_takes_costs_per_stage_for_one_stage_per_rank():
     timelines = compare(iter([gpipe(4, 8), one_f_one_b(4, 8)]), costs).timelines
     assert [timeline.makespan for timeline in timelines] == [45.0, 45.0]
     assert [timeline.name for timeline in timelines] == ["gpipe", "1f1b"]
+
+
+def test_costs_per_stage_compare_schedules_of_that_many_stages():
+    costs = Costs(forward=[1.0] * 8, backward=[2.0] * 7 + [3.0])
+    both = [BY_NAME["interleaved"](4, 8), BY_NAME["zb_v"](4, 8)]
+    compared = compare(both, costs).timelines
+    assert compared == tuple(schedule.simulate(costs) for schedule in both)
+    with pytest.raises(
+        ValueError, match="costs are for 8 stages, gpipe has 4; give one"
+    ):
+        compare([*both, BY_NAME["gpipe"](4, 8)], costs)
+    uneven = Costs(forward=[1.0] * 8, backward=[2.0] * 4)
+    with pytest.raises(ValueError, match="forward: 8, backward: 4"):
+        compare(both, uneven)

@@ -40,6 +40,9 @@ def compare(schedules: Iterable[Schedule], costs: Costs | None = None) -> Compar
     Returns:
       A comparison; printed, it is a Markdown table.
 
+    Raises:
+      ValueError: if costs are given per stage and a schedule has another number.
+
     Example:
       >>> from jpipe.schedules import gpipe, zb_h1
       >>> print(compare([gpipe(4, 8), zb_h1(4, 8)]))
@@ -50,13 +53,20 @@ def compare(schedules: Iterable[Schedule], costs: Costs | None = None) -> Compar
     """
     costs = costs or Costs()
     return Comparison(
-        tuple(
-            schedule.simulate(
-                costs.per_chunk(schedule.num_stages // schedule.num_ranks)
-            )
-            for schedule in schedules
-        )
+        tuple(schedule.simulate(_fitting(costs, schedule)) for schedule in schedules)
     )
+
+
+def _fitting(costs: Costs, schedule: Schedule) -> Costs:
+    if costs.num_stages is None:
+        return costs.per_chunk(schedule.num_stages // schedule.num_ranks)
+    if costs.num_stages != schedule.num_stages:
+        raise ValueError(
+            f"costs are for {costs.num_stages} stages, {schedule.name} has "
+            f"{schedule.num_stages}; give one number per field, for the layers of one "
+            f"rank, to compare schedules with different numbers of stages"
+        )
+    return costs
 
 
 def _row(timeline: Timeline) -> list[str]:

@@ -98,6 +98,20 @@ class Costs:
         given = self.cotangent_bytes
         return at(self.boundary_bytes if given is None else given, stage, microbatch)
 
+    @property
+    def num_stages(self) -> int | None:
+        """For how many stages costs are given; ``None`` if one number serves all.
+
+        Raises:
+          ValueError: if the fields disagree.
+        """
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        given = {n: len(v) for n, v in values.items() if isinstance(v, Sequence)}
+        if len(set(given.values())) > 1:
+            listed = ", ".join(f"{name}: {count}" for name, count in given.items())
+            raise ValueError(f"costs are for different numbers of stages: {listed}")
+        return next(iter(given.values()), None)
+
     def per_chunk(self, num_chunks: int) -> "Costs":
         """The costs of one of the equal chunks that a rank's layers are cut in.
 

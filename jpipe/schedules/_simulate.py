@@ -51,7 +51,11 @@ def simulate(
                     break
                 ready = [arrival(need, action) for need in reads]
                 start[action] = max([free[rank], *ready])
-                end[action] = free[rank] = start[action] + costs.of(action)
+                end[action] = start[action] + costs.of(action)
+                # What takes no time, such as a forward that its backward does on the
+                # way, holds nobody up.
+                if end[action] > start[action]:
+                    free[rank] = end[action]
                 position[rank] += 1
                 progress = True
     stuck = {
@@ -60,11 +64,11 @@ def simulate(
     if stuck:
         raise ScheduleError(_cycle(rows, needs, stuck, end))
     timeline = Timeline(name, placement, rows, start, end, (), costs)
-    memory = tuple(_memory(timeline, costs))
+    memory = tuple(memory_events(timeline, costs))
     return Timeline(name, placement, rows, start, end, memory, costs)
 
 
-def _memory(timeline: Timeline, costs: Costs) -> Iterable[MemoryEvent]:
+def memory_events(timeline: Timeline, costs: Costs) -> Iterable[MemoryEvent]:
     """The bytes of each rank before the first action, then as they change.
 
     What an action reads is freed when it ends; what it sends is held by the receiver
