@@ -34,6 +34,7 @@ format: $(VENV)/dev
 
 bench: $(VENV)/examples  ## the figures of benchmarks/README.md
 	$(RUN) -m benchmarks.overhead $(ARGS)
+	$(RUN) -m benchmarks.schedules
 
 clean:
 	rm -rf .venv build *.egg-info

@@ -2,6 +2,7 @@
 
 from importlib.metadata import version as _version
 
+from . import draw as draw
 from . import schedules as schedules
 from ._layer import Stage as Stage
 from ._pipeline import Pipeline as Pipeline

@@ -135,7 +135,10 @@ class Timeline:
         needs = self.needs()
         before: dict[Action, Action] = {}
         for row in self.rows:
-            before.update(zip(row[1:], row[:-1], strict=True))
+            busy: list[Action] = []  # what takes no time holds nobody up
+            for action in row:
+                before.update({action: busy[-1]} if busy else {})
+                busy += [action] if self.end[action] > self.start[action] else []
 
         def arrival(need: Action, action: Action) -> float:
             moved = self.placement[need.stage] != self.placement[action.stage]
