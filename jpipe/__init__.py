@@ -7,6 +7,9 @@ from . import schedules as schedules
 from ._layer import Stage as Stage
 from ._pipeline import Pipeline as Pipeline
 from ._plan import Plan as Plan
+from ._skip import isolate as isolate
+from ._skip import pop as pop
+from ._skip import stash as stash
 from ._train import TrainState as TrainState
 from ._train import TrainStep as TrainStep
 from ._transform import pipeline as pipeline

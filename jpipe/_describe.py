@@ -5,6 +5,7 @@ from ._library import Library
 from ._memory import nbytes
 from ._plan import Plan, StagePlan
 from ._program import Pipe
+from ._skip import label
 from ._task import is_params
 
 
@@ -33,6 +34,7 @@ def describe(pipe: Pipe, library: Library) -> Plan:
         ),
         pipe.schedule,
         tuple(peaks) if step else (),
+        tuple((label(r.key), r.source, r.target) for r in library.routes),
     )
 
 

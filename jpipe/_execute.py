@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ._transfer import Group
 from ._vjp import Leaves
 from .schedules._action import Action
 
@@ -42,21 +43,23 @@ class Step(NamedTuple):
       stage: its stage.
       microbatch: its micro-batch.
       program: the compiled program.
-      send: moves the result to the next stage, or the one before.
+      send: ``(cells, microbatch, leaves)`` moves the result to where it is read.
       kept: the positions of the leaves that a later action will read again, among
         those of the input; after a first half among all that it was given.
       action: what it is; of two that were fused, the second.
       device: where it runs, for messages.
+      routes: where ``send`` sends to.
     """
 
     run: "Callable[[Step, Live], None]"
     stage: int
     microbatch: int
     program: Callable[..., Any]
-    send: Callable[[Leaves], Leaves]
+    send: Callable[[Cells, int, Leaves], None]
     kept: tuple[int, ...]
     action: Action
     device: str
+    routes: Sequence[Group]
 
 
 def execute(
@@ -94,7 +97,7 @@ def infer(step: Step, live: Live) -> None:
     _, s, m, program, send, *_ = step
     x, extra = live.x[s][m], live.extra[s][m]
     live.x[s][m] = live.extra[s][m] = None
-    live.x[s + 1][m] = send(program(live.weights[s], x, extra))
+    send(live.x, m, program(live.weights[s], x, extra))
 
 
 def forward(step: Step, live: Live) -> None:
@@ -106,7 +109,7 @@ def forward(step: Step, live: Live) -> None:
         live.weights[s], x, live.extra[s][m], live.tally[s]
     )
     live.held[s][m] = [x[i] for i in kept], carried
-    live.x[s + 1][m] = send(y)
+    send(live.x, m, y)
 
 
 def backward(step: Step, live: Live) -> None:
@@ -118,8 +121,7 @@ def backward(step: Step, live: Live) -> None:
     x_grads, live.grads[s] = program(
         live.weights[s], kept, extra, carried, cotangents, live.grads[s]
     )
-    if s:
-        live.cotangents[s - 1][m] = send(x_grads)
+    send(live.cotangents, m, x_grads)
 
 
 def fused(step: Step, live: Live) -> None:
@@ -130,8 +132,7 @@ def fused(step: Step, live: Live) -> None:
     x_grads, live.tally[s], live.emitted[s][m], live.grads[s] = program(
         live.weights[s], x, extra, live.tally[s], live.grads[s]
     )
-    if s:
-        live.cotangents[s - 1][m] = send(x_grads)
+    send(live.cotangents, m, x_grads)
 
 
 def input_grad(step: Step, live: Live) -> None:
@@ -143,8 +144,7 @@ def input_grad(step: Step, live: Live) -> None:
     x_grads, crossing = program(live.weights[s], x, extra, carried, cotangents)
     given = (*x, *extra, *carried, *cotangents)
     live.held[s][m] = [*(given[i] for i in kept), *crossing]
-    if s:
-        live.cotangents[s - 1][m] = send(x_grads)
+    send(live.cotangents, m, x_grads)
 
 
 def weight_grad(step: Step, live: Live) -> None:
@@ -165,5 +165,4 @@ def fused_input(step: Step, live: Live) -> None:
     )
     given = (*x, *extra)
     live.held[s][m] = [*(given[i] for i in kept), *crossing]
-    if s:
-        live.cotangents[s - 1][m] = send(x_grads)
+    send(live.cotangents, m, x_grads)

@@ -1,8 +1,8 @@
 """What a user may list as a layer, brought to one form: explicit init and apply."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from . import _linen
+from . import _linen, _skip
 
 PyTree = Any
 
@@ -56,12 +56,14 @@ class Layer:
         `jax.ShapeDtypeStruct`.
       apply: ``(variables, x, rngs, train) -> (y, changed)``: ``changed`` holds the
         collections that training changes, ``{}`` where there are none.
+      namespace: that of the names which it stashes and pops.
     """
 
     name: str
     source: Any
     init: Callable[[chex.PRNGKey, PyTree], dict[str, PyTree]]
     apply: Callable[..., tuple[PyTree, dict[str, PyTree]]]
+    namespace: Hashable = None
 
 
 def as_layers(listed: Sequence[Any]) -> tuple[Layer, ...]:
@@ -100,6 +102,8 @@ def as_layers(listed: Sequence[Any]) -> tuple[Layer, ...]:
 
 
 def _why_not(source: Any) -> str:
+    if isinstance(source, _skip.Isolated):
+        return _why_not(source.layer)
     if isinstance(source, type):
         return f"{source.__name__} is a class; write {source.__name__}(...)"
     if isinstance(source, nnx.Module):
@@ -113,6 +117,8 @@ def _why_not(source: Any) -> str:
 
 
 def _as_layer(source: Any) -> Layer:
+    if isinstance(source, _skip.Isolated):
+        return replace(_as_layer(source.layer), namespace=source.namespace)
     if _linen.is_module(source):
         return Layer(
             _linen.name(source), source, _linen.init(source), _linen.apply(source)
@@ -122,7 +128,12 @@ def _as_layer(source: Any) -> Layer:
     return _from_function(source)
 
 
-def initialize(layer: Layer, key: chex.PRNGKey, spec: PyTree) -> dict[str, PyTree]:
+def initialize(
+    layer: Layer,
+    key: chex.PRNGKey,
+    spec: PyTree,
+    skips: Mapping[_skip.Key, PyTree],
+) -> dict[str, PyTree]:
     """Makes the variables of a layer, compiled on the device of the key.
 
     Random numbers take long to compile: layers that are equal, as the blocks of a
@@ -132,6 +143,7 @@ def initialize(layer: Layer, key: chex.PRNGKey, spec: PyTree) -> dict[str, PyTre
       layer: the layer.
       key: its key.
       spec: its input, as `jax.ShapeDtypeStruct` leaves.
+      skips: what it may pop, likewise.
 
     Returns:
       Its variables, on the device of the key.
@@ -139,24 +151,48 @@ def initialize(layer: Layer, key: chex.PRNGKey, spec: PyTree) -> dict[str, PyTre
     try:
         hash(layer.source)
     except TypeError:  # a module with an array or a list among its attributes
-        return jax.jit(lambda key: layer.init(key, spec))(key)
-    leaves, tree = jax.tree.flatten(spec)
+        return jax.jit(lambda key: init_with(layer, key, spec, skips))(key)
+    names, values = tuple(skips), tuple(skips.values())
+    leaves, tree = jax.tree.flatten((spec, values))
     kinds = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
-    return _initialize(layer.source, key, tree, kinds)
+    return _initialize(layer.source, layer.namespace, key, names, tree, kinds)
 
 
-@partial(jax.jit, static_argnums=(0, 2, 3))
-def _initialize(source: Any, key: chex.PRNGKey, tree: Any, kinds: Any) -> Any:
+@partial(jax.jit, static_argnums=(0, 1, 3, 4, 5))
+def _initialize(
+    source: Any, namespace: Any, key: chex.PRNGKey, names: Any, tree: Any, kinds: Any
+) -> Any:
     leaves = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in kinds]
-    return _as_layer(source).init(key, jax.tree.unflatten(tree, leaves))
+    spec, values = jax.tree.unflatten(tree, leaves)
+    layer = replace(_as_layer(source), namespace=namespace)
+    return init_with(layer, key, spec, dict(zip(names, values, strict=True)))
+
+
+def init_with(
+    layer: Layer,
+    key: chex.PRNGKey,
+    spec: PyTree,
+    skips: Mapping[_skip.Key, PyTree],
+    guess: PyTree = None,
+    frames: list[_skip.Frame] | None = None,
+) -> dict[str, PyTree]:
+    """The variables of a layer that may pop zeros of the given shapes."""
+    zeros = {name: _zeros(value) for name, value in skips.items()}
+    with _skip.applying(zeros, layer.namespace, guess=guess, watch=False) as frame:
+        if frames is not None:
+            frames.append(frame)
+        return layer.init(key, spec)
+
+
+def _zeros(spec: PyTree) -> PyTree:
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), spec)
 
 
 def _from_stage(stage: Stage) -> Layer:
     accepted = parameter_names(stage.apply)
 
     def init(key: chex.PRNGKey, spec: PyTree) -> dict[str, PyTree]:
-        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), spec)
-        return dict(stage.init(key, zeros))
+        return dict(stage.init(key, _zeros(spec)))
 
     def apply(variables, x, rngs, train):
         return stage.apply(variables, x, **_switches(accepted, rngs, train)), {}

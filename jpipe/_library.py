@@ -12,17 +12,17 @@ import jax
 
 from . import _microbatch, _signature, _variables
 from ._gradient import Gradient
-from ._layer import Layer
 from ._memory import costs_of
 from ._objective import Objective
 from ._program import Batch, Pipe, Program
 from ._rng import Rngs
-from ._stage import walk
+from ._skip import Route
+from ._stage import Visit, walk
 from ._task import Weights
 from .schedules import Timeline
 
 PyTree = Any
-Expected = tuple[int, Layer, PyTree, PyTree]
+Expected = tuple[list[Visit], tuple[Route, ...]]
 FindGradient = Callable[[Any, PyTree, PyTree, Rngs, bool], Gradient]
 
 
@@ -53,6 +53,7 @@ class Library:
 
     Attributes:
       weights: the variables seen last, for print; empty before the first.
+      routes: the skip connections between stages, for print.
       objective: the loss asked for last; ``None`` before the first.
       training: the program with a loss seen last, for print.
     """
@@ -67,7 +68,8 @@ class Library:
         self.weights: Sequence[Weights] = ()
         self.objective: Objective | None = None
         self.training: Program | None = None
-        self._expected: dict[Any, list[Expected]] = {}
+        self.routes: tuple[Route, ...] = ()
+        self._expected: dict[Any, Expected] = {}
         self._timeline: Timeline | None = None
 
     def inference(
@@ -78,7 +80,8 @@ class Library:
         if signature not in self._inference:
             batch = self._batch(x, (), rngs)
             weights = self._check(variables, batch.x)
-            program = Program(self._pipe, weights, batch, train=train)
+            routes = self.expected(batch.x)[1]
+            program = Program(self._pipe, weights, batch, train=train, routes=routes)
             y, axis = program.last_task.y, self._axes.out_axes
             if len(batch.sizes) > 1:
                 _microbatch.check_joinable(y, axis, batch.sizes[0])
@@ -109,7 +112,12 @@ class Library:
                 batch = self._batch(x, targets, rngs)
                 weights = self._check(variables, batch.x)
                 program = Program(
-                    self._pipe, weights, batch, train=train, objective=objective
+                    self._pipe,
+                    weights,
+                    batch,
+                    train=train,
+                    objective=objective,
+                    routes=self.expected(batch.x)[1],
                 )
                 compiled[signature] = Gradient(program, objective)
                 self.training, self._timeline = program, None
@@ -131,23 +139,25 @@ class Library:
         keys = None if rngs is None else _microbatch.specs(rngs, "rngs")
         return Batch(x, x_axes, targets, target_axes, keys, sizes)
 
-    def expected(self, x: PyTree) -> list[Expected]:
+    def expected(self, x: PyTree) -> Expected:
         """What the layers are given and would make, for such an input.
 
         Args:
           x: the input, as `jax.ShapeDtypeStruct` leaves.
 
         Returns:
-          For each layer its stage's number, itself, its input and its variables.
+          What is met at each layer, and the routes of the skip connections.
 
         Raises:
-          ValueError: if one module with parameters stands in two places of the list.
+          ValueError: if one module with parameters stands in two places of the list,
+            or skip connections do not fit.
         """
         signature = _signature.of(x)
         if signature not in self._expected:
-            walked = list(walk(self._pipe.stages, jax.random.key(0), x))
-            _check_untied([layer for _, layer, *_ in walked], [v for *_, v in walked])
-            self._expected[signature] = walked
+            visits, routes = walk(self._pipe.stages, jax.random.key(0), x)
+            _check_untied(visits)
+            self._expected[signature] = visits, routes
+            self.routes = routes
         return self._expected[signature]
 
     def note_weights(self, variables: Sequence[PyTree]) -> Sequence[Weights]:
@@ -158,7 +168,8 @@ class Library:
 
     def _check(self, variables: Any, x: PyTree) -> Sequence[Weights]:
         """Checks the variables against what the layers would make for such an input."""
-        _variables.check([made for *_, made in self.expected(x)], variables)
+        expected = [visit.variables for visit in self.expected(x)[0]]
+        _variables.check(expected, variables)
         return self.note_weights(variables)
 
     def predicted(self) -> Timeline | None:
@@ -169,13 +180,13 @@ class Library:
         return self._timeline
 
 
-def _check_untied(layers: Sequence[Layer], specs: Sequence[PyTree]) -> None:
+def _check_untied(visits: Sequence[Visit]) -> None:
     seen: dict[int, int] = {}
-    for number, (layer, variables) in enumerate(zip(layers, specs, strict=True)):
-        first = seen.setdefault(id(layer.source), number)
-        if first != number and jax.tree.leaves(variables):
+    for number, visit in enumerate(visits):
+        first = seen.setdefault(id(visit.layer.source), number)
+        if first != number and jax.tree.leaves(visit.variables):
             raise ValueError(
-                f"layers {first} and {number} are the same {layer.name} object: "
+                f"layers {first} and {number} are the same {visit.layer.name} object: "
                 f"shared parameters are not in this version; list two modules, or "
                 f"wrap both uses in one module"
             )

@@ -4,12 +4,10 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-
 from . import _execute, _transfer
 from ._compile import StagePrograms
 from ._execute import Step
-from ._transfer import Device
+from ._transfer import Device, Group
 from .schedules import Action, Schedule
 from .schedules._action import BACKWARD, FORWARD, INPUT, WEIGHT
 
@@ -109,16 +107,18 @@ class _Lowering:
         program: Callable[..., Any],
         kept: tuple[int, ...] = (),
     ) -> Step:
-        """One step, with its transfer: derived, never written by a schedule."""
+        """One step, with its transfers."""
+        source, groups = self._devices[action.stage], self._groups(action)
         return Step(
             run=run,
             stage=action.stage,
             microbatch=action.microbatch,
             program=program,
-            send=self._sender(action),
+            send=_transfer.deliverer(source, groups),
             kept=kept,
             action=action,
-            device=str(self._devices[action.stage]),
+            device=str(source),
+            routes=groups,
         )
 
     def single(self, action: Action) -> Step | None:
@@ -146,12 +146,23 @@ class _Lowering:
             return self.step(action, _execute.weight_grad, programs.fused_weight)
         return self.step(action, _execute.fused, programs.fused)
 
-    def _sender(self, action: Action) -> Callable[[Any], Any]:
+    def _groups(self, action: Action) -> list[Group]:
+        """Where the result of an action goes: derived, never written by a schedule."""
         task = self.of(action).task
-        source, last = self._devices[action.stage], len(self._devices) - 1
+        pairs = task.sent if action.op == FORWARD else task.returned
+        groups: list[Group] = []
+        for stage, count in pairs:
+            if groups and groups[-1].stage == stage:
+                count += groups.pop().size
+            # The outputs of the last stage stay where they are.
+            device = self._devices[min(stage, len(self._devices) - 1)]
+            joins = stage < len(self._rows) and self._joins(action, stage)
+            groups.append(Group(stage, count, device, joins))
+        return groups
+
+    def _joins(self, action: Action, stage: int) -> bool:
+        """Whether skip connections too end where the result of an action goes."""
+        ports = self._rows[stage][action.microbatch].task.ports
         if action.op == FORWARD:
-            after = min(action.stage + 1, last)
-            count = 0 if task.has_loss else len(jax.tree.leaves(task.y))
-            return _transfer.sender(source, self._devices[after], count)
-        before = max(action.stage - 1, 0)
-        return _transfer.sender(source, self._devices[before], sum(task.wanted.x))
+            return any(route.source != stage - 1 for route in ports.incoming)
+        return any(route.target != stage + 1 for route in ports.outgoing)

@@ -6,11 +6,12 @@ from typing import Any
 
 import jax
 
-from . import _execute
+from . import _execute, _transfer
 from ._execute import Live, Step
 from ._program import Program
 from .schedules import Action, Costs
 from .schedules._action import BACKWARD, FORWARD, INPUT, WEIGHT
+from .schedules._costs import Skip
 
 
 def nbytes(tree: Any) -> int:
@@ -94,7 +95,8 @@ def _abstract(step: Step) -> Step:
     def program(*leaves: Any) -> Any:
         return jax.eval_shape(step.program, *leaves)
 
-    return step._replace(program=program, send=lambda leaves: leaves)
+    routes = [route._replace(device=None) for route in step.routes]
+    return step._replace(program=program, send=_transfer.deliverer(None, routes))
 
 
 class _Reader:
@@ -105,6 +107,7 @@ class _Reader:
     def __init__(self, program: Program) -> None:
         self._schedule = program.schedule
         self._rows = program.rows
+        self._skips = _skips(program)
         self._ran: set[Action] = set()
         count = len(program.batch.sizes)
         self._table = {
@@ -126,9 +129,11 @@ class _Reader:
             kept = "residual" if op == FORWARD else "pending"
             table[kept][s][m] = self._own(s, live.held[s][m])
         if op == FORWARD and s + 1 < len(live.weights):
-            table["boundary"][s + 1][m] = nbytes(live.x[s + 1][m])
+            arrived = sum(k.bytes[m] for k in self._skips if k.target == s + 1)
+            table["boundary"][s + 1][m] = nbytes(live.x[s + 1][m]) - arrived
         if op in (BACKWARD, INPUT) and s:
-            table["cotangent"][s][m] = nbytes(live.cotangents[s - 1][m])
+            back = sum(k.cotangent_bytes[m] for k in self._skips if k.source == s - 1)
+            table["cotangent"][s][m] = nbytes(live.cotangents[s - 1][m]) - back
 
     def _read_start(self, live: Live) -> None:
         """What is there before the first action; an array of all micro-batches once."""
@@ -156,20 +161,23 @@ class _Reader:
                 if action not in self._ran:
                     self._leave_waiting(action)
         tables: dict[str, Any] = {f"{name}_bytes": t for name, t in self._table.items()}
-        return Costs(**tables, **self._start)
+        return Costs(**tables, **self._start, skips=self._skips)
 
     def _leave_waiting(self, action: Action) -> None:
         """An action that does nothing changes nothing: a later one does its work."""
         table = self._table
         op, s, m = action
         if op == FORWARD:
-            table["residual"][s][m] = table["boundary"][s][m] - table["emitted"][s][m]
+            waits = sum(k.bytes[m] for k in self._skips if k.target == s)
+            waits += table["boundary"][s][m] - table["emitted"][s][m]
+            table["residual"][s][m] = waits
         elif op != WEIGHT and not self._backward_ran(s, m):
             self._leave_frozen(s, m)
         elif op == INPUT and self._waits_for_second_half(s, m):
             waits = table["residual"][s][m] + table["extra"][s][m]
             if s + 1 < len(self._shared):
                 waits += table["cotangent"][s + 1][m]
+            waits += sum(k.cotangent_bytes[m] for k in self._skips if k.source == s)
             if m == len(table["extra"][s]) - 1:
                 waits += self._start["shared_bytes"][s]
             table["pending"][s][m] = waits
@@ -190,6 +198,24 @@ class _Reader:
             start["parameter_bytes"][s] += start["shared_bytes"][s] - inputs
             start["shared_bytes"][s] = inputs
             table["residual"][s][m] -= inputs
+
+
+def _skips(program: Program) -> tuple[Skip, ...]:
+    """The bytes of each skip connection, for each micro-batch."""
+    found = []
+    for s, row in enumerate(program.rows):
+        for r, route in enumerate(row[0].task.ports.incoming):
+            tasks = [programs.task for programs in row]
+            pairs = [task.incoming(r) for task in tasks]
+            found.append(
+                Skip(
+                    route.source,
+                    s,
+                    [nbytes(specs) for specs, _ in pairs],
+                    [nbytes(wanted) for _, wanted in pairs],
+                )
+            )
+    return tuple(found)
 
 
 def _repeated(cells: Sequence[Any]) -> dict[int, Any]:

@@ -93,16 +93,18 @@ class Pipeline:
           ValueError: if one module with parameters stands twice in the list.
         """
         spec = _microbatch.specs(x, "x")
-        walked = self._library.expected(spec)
-        self._library.note_weights([made for *_, made in walked])
+        visits, _ = self._library.expected(spec)
+        self._library.note_weights([visit.variables for visit in visits])
 
         # Made on the first device, where equal layers share a compiled program.
         local = _transfer.put_tree(key, self.devices[0])
         variables = []
-        for number, (s, layer, x_spec, made) in enumerate(walked):
+        for number, visit in enumerate(visits):
+            made = visit.variables
             if jax.tree.leaves(made):
-                made = initialize(layer, _rng.layer_key(local, number), x_spec)
-            variables.append(_transfer.put_tree(made, self.devices[s]))
+                own = _rng.layer_key(local, number)
+                made = initialize(visit.layer, own, visit.x, visit.skips)
+            variables.append(_transfer.put_tree(made, self.devices[visit.stage]))
         return tuple(variables)
 
     def place(self, tree: Any) -> Any:

@@ -41,11 +41,14 @@ class Plan:
       schedule: who runs which action when.
       peak_bytes: the most that a step holds on each device, parameters included, beside
         the optimizer's state; empty while no step is compiled.
+      skips: the name, source and target stage of each long skip connection; empty while
+        no input was seen.
     """
 
     stages: tuple[StagePlan, ...]
     schedule: Schedule
     peak_bytes: tuple[tuple[str, int], ...] = ()
+    skips: tuple[tuple[str, int, int], ...] = ()
 
     def __str__(self) -> str:
         header = ["stage", "device", "layers", "remat", "parameters", "bytes", "held"]
@@ -55,6 +58,9 @@ class Plan:
         elif all(stage.held_bytes is None for stage in self.stages):
             rows = [row[:6] for row in rows]
         parts = [_table(rows), str(self.schedule)]
+        if self.skips:
+            listed = ", ".join(f"{name}: stage {s} to {t}" for name, s, t in self.skips)
+            parts.append(f"skip connections: {listed}")
         if self.peak_bytes:
             listed = ", ".join(f"{name} {size(n)}" for name, n in self.peak_bytes)
             parts.append(f"peak of a step beside the optimizer's state: {listed}")

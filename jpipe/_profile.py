@@ -102,12 +102,12 @@ def _timed_run(step: Step, live: Live, clock: _Clock) -> None:
         clock.end[step.action] = clock.now()
         return result
 
-    def send(leaves: Any) -> Any:
+    def send(cells: Any, microbatch: int, leaves: Any) -> None:
         begin = clock.now()
-        moved = jax.block_until_ready(step.send(leaves))
-        if moved is not leaves:
+        step.send(cells, microbatch, leaves)
+        jax.block_until_ready([cells[route.stage][microbatch] for route in step.routes])
+        if any(r.size and str(r.device) != step.device for r in step.routes):
             clock.moves.append(clock.now() - begin)
-        return moved
 
     timed = step._replace(program=program, send=send)
     timed.run(timed, live)

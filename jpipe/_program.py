@@ -1,5 +1,7 @@
 """From a schedule and the functions of its stages to the steps of the executor."""
 
+import itertools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +14,7 @@ from . import _lower, _microbatch, _remat, _transfer
 from ._compile import StagePrograms
 from ._execute import Live
 from ._objective import Objective
+from ._skip import Ports, Route
 from ._stage import StageFunction
 from ._task import Task, Weights, trace
 from ._transfer import Device
@@ -87,12 +90,13 @@ class Program:
         *,
         train: bool,
         objective: Objective | None = None,
+        routes: Sequence[Route] = (),
     ) -> None:
         self.batch = batch
         self.weights = weights
         self.devices = pipe.devices
         self.schedule = pipe.schedule
-        self.rows = _stage_programs(pipe, weights, batch, train, objective)
+        self.rows = _stage_programs(pipe, weights, batch, train, objective, routes)
         lower = _lower.training if objective else _lower.inference
         self.steps = lower(pipe.schedule, pipe.devices, self.rows)
         self._split_x = _microbatch.splitter(batch.x_axes, batch.sizes)
@@ -219,9 +223,10 @@ def _stage_programs(
     batch: Batch,
     train: bool,
     objective: Objective | None,
+    routes: Sequence[Route],
 ) -> list[list[StagePrograms]]:
     tasks = {
-        size: _tasks(pipe.stages, weights, batch, size, train, objective)
+        size: _tasks(pipe, weights, batch, size, train, objective, routes)
         for size in dict.fromkeys(batch.sizes)
     }
     made: dict[Any, StagePrograms] = {}
@@ -240,19 +245,34 @@ def _stage_programs(
 
 
 def _tasks(
-    stages: Sequence[StageFunction],
+    pipe: Pipe,
     weights: Sequence[Weights],
     batch: Batch,
     size: int,
     train: bool,
     objective: Objective | None,
+    routes: Sequence[Route],
 ) -> list[Task]:
     """Traces the stages one after the other, on micro-batches of one size."""
     x, extra = batch.part(size)
-    tasks = []
-    trainable_before = False
-    for stage, own in zip(stages, weights, strict=True):
-        last = stage.index == len(stages) - 1
+    tasks: list[Task] = []
+    skips: dict[Any, PyTree] = {}
+    # Whether the gradient of a stage's output is of use: to itself or before.
+    useful = list(
+        itertools.accumulate((any(w.trainable) for w in weights), operator.or_)
+    )
+    for stage, own in zip(pipe.stages, weights, strict=True):
+        last = stage.index == len(pipe.stages) - 1
+        ports = Ports.of(routes, stage.index)
+        wanted = [stage.index > 0 and useful[stage.index - 1]] * len(jax.tree.leaves(x))
+        if ports.incoming:
+            arrived = tuple(skips.pop(route.key) for route in ports.incoming)
+            of_skips = [
+                useful[route.source]
+                for route, skip in zip(ports.incoming, arrived, strict=True)
+                for _ in jax.tree.leaves(skip)
+            ]
+            x, wanted = (arrived, x), of_skips + wanted
         task = trace(
             stage,
             own,
@@ -260,9 +280,14 @@ def _tasks(
             extra,
             train=train,
             objective=objective if last else None,
-            differentiate_x=trainable_before,
+            differentiate=wanted,
+            ports=ports,
         )
         tasks.append(task)
         x = task.y
-        trainable_before = trainable_before or any(own.trainable)
+        if ports.outgoing:
+            left, x = task.y
+            skips.update(
+                zip((route.key for route in ports.outgoing), left, strict=True)
+            )
     return tasks

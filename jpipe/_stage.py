@@ -3,13 +3,14 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import chex
 import jax
+import jax.numpy as jnp
 
-from . import _rng
-from ._layer import Layer
+from . import _rng, _skip
+from ._layer import Layer, init_with
 
 PyTree = Any
 
@@ -40,6 +41,7 @@ class StageFunction:
         rngs: _rng.Rngs = None,
         microbatch: jax.Array | int = 0,
         train: bool = False,
+        skips: dict[_skip.Key, PyTree] | None = None,
     ) -> tuple[PyTree, tuple[dict[str, PyTree], ...]]:
         """Applies the layers.
 
@@ -49,17 +51,23 @@ class StageFunction:
           rngs: the keys of the step, or ``None``.
           microbatch: the number of the micro-batch.
           train: whether this is training.
+          skips: what its layers may pop; in the end what they stashed for later stages.
 
         Returns:
           The output of the last layer, and the collections that each layer changed.
         """
         changed = []
+        skips = {} if skips is None else skips
         for offset, (layer, entry) in enumerate(
             zip(self.layers, variables, strict=True)
         ):
             number = self.first + offset
             keys = _rng.layer_rngs(rngs, microbatch, number)
-            with naming(self.index, number, layer, x), jax.named_scope(layer.name):
+            with (
+                naming(self.index, number, layer, x),
+                jax.named_scope(layer.name),
+                _skip.applying(skips, layer.namespace),
+            ):
                 x, change = layer.apply(entry, x, keys, train)
             changed.append(change)
         return x, tuple(changed)
@@ -75,9 +83,27 @@ def fuse(layers: Sequence[Layer], balance: Sequence[int]) -> tuple[StageFunction
     return tuple(stages)
 
 
+class Visit(NamedTuple):
+    """One layer, as it was met on abstract values.
+
+    Attributes:
+      stage: the number of its stage.
+      layer: the layer.
+      x: its input, as `jax.ShapeDtypeStruct` leaves.
+      skips: what it may pop, likewise.
+      variables: its variables, likewise.
+    """
+
+    stage: int
+    layer: Layer
+    x: PyTree
+    skips: dict[_skip.Key, PyTree]
+    variables: PyTree
+
+
 def walk(
     stages: Sequence[StageFunction], key: chex.PRNGKey, spec: PyTree
-) -> Iterator[tuple[int, Layer, PyTree, PyTree]]:
+) -> tuple[list[Visit], tuple[_skip.Route, ...]]:
     """Walks the model on abstract values only.
 
     Args:
@@ -85,25 +111,65 @@ def walk(
       key: any key.
       spec: the input of the model, as `jax.ShapeDtypeStruct` leaves.
 
-    Yields:
-      For each layer its stage's number, itself, its input and its variables, the
-      last two as `jax.ShapeDtypeStruct` leaves.
+    Returns:
+      What was met at each layer, and the routes of the skip connections.
+
+    Raises:
+      ValueError: if the skip connections do not fit, with every fault.
     """
+    visits: list[Visit] = []
+    uses: list[_skip.Use] = []
+    skips: dict[_skip.Key, PyTree] = {}
     for stage in stages:
-        for offset, layer in enumerate(stage.layers):
-            with naming(stage.index, stage.first + offset, layer, spec):
-                variables = jax.eval_shape(
-                    lambda k, layer=layer, spec=spec: layer.init(k, spec), key
-                )
-                yield stage.index, layer, spec, variables
-                spec, _ = jax.eval_shape(
-                    lambda v, x, k, layer=layer: layer.apply(
-                        v, x, _rng.layer_rngs(k, 0, 0), False
-                    ),
-                    variables,
-                    spec,
-                    key,
-                )
+        for number, layer in enumerate(stage.layers, stage.first):
+            frames: list[_skip.Frame] = []
+            try:
+                with naming(stage.index, number, layer, spec):
+                    made = _visit(stage.index, layer, key, spec, skips, frames)
+            except Exception:
+                uses += [_skip.Use(number, layer.name, stage.index, f) for f in frames]
+                # After a guess at what an unknown name pops, an error says nothing.
+                if any(use.frame.unknown for use in uses):
+                    _skip.routes(uses, complete=False)
+                raise
+            visit, spec, skips = made
+            visits.append(visit)
+            uses.append(_skip.Use(number, layer.name, stage.index, frames[-1]))
+    return visits, _skip.routes(uses)
+
+
+def _visit(
+    stage: int,
+    layer: Layer,
+    key: chex.PRNGKey,
+    spec: PyTree,
+    skips: dict[_skip.Key, PyTree],
+    frames: list[_skip.Frame],
+) -> tuple[Visit, PyTree, dict[_skip.Key, PyTree]]:
+    """One layer; also its output and what is left to be popped."""
+
+    def init(key: chex.PRNGKey) -> PyTree:
+        guess = _guess(spec)
+        return init_with(layer, key, spec, skips, guess, frames)
+
+    def apply(variables: PyTree, x: PyTree, key: chex.PRNGKey, skips: Any) -> Any:
+        values = dict(zip(names, skips, strict=True))
+        with _skip.applying(values, layer.namespace, guess=_guess(x)) as frame:
+            frames.append(frame)
+            y, _ = layer.apply(variables, x, _rng.layer_rngs(key, 0, 0), False)
+        left.extend(values)
+        return y, list(values.values())
+
+    names, left = list(skips), []
+    variables = jax.eval_shape(init, key)
+    y, values = jax.eval_shape(apply, variables, spec, key, list(skips.values()))
+    visit = Visit(stage, layer, spec, skips, variables)
+    return visit, y, dict(zip(left, values, strict=True))
+
+
+def _guess(x: PyTree) -> PyTree:
+    """Something to go on with where a name is unknown, to find the other faults too."""
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), x)
 
 
 @contextmanager

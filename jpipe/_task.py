@@ -13,6 +13,7 @@ from jax.extend import core
 
 from . import _jaxpr
 from ._objective import Objective
+from ._skip import NO_PORTS, Ports
 from ._stage import StageFunction
 from ._vjp import Differentiable, Leaves
 
@@ -93,19 +94,23 @@ class Task:
       stage: its layers.
       weights: the variables of the stage.
       x: specs of the leaves of its input.
+      x_tree: their structure.
       extra: specs of the leaves beside the input, by name: see `EXTRA`.
-      y: specs of its output as a pytree; of the aux of the loss where the loss is.
+      y: specs of its output as a pytree, of ``(skips, output)`` if skip connections
+        leave it; of the aux of the loss where the loss is.
       wanted: what is differentiated.
       changed: the positions in ``weights`` of the leaves that training changes.
       has_loss: whether the loss is in this stage.
       num_passed: see above.
       num_emitted: see above.
       closed: the jaxpr of the function, over the leaves of weights, x and extra.
+      ports: the skip connections that enter with x and leave with y.
     """
 
     stage: StageFunction
     weights: Weights
     x: tuple[jax.ShapeDtypeStruct, ...]
+    x_tree: Any
     extra: Mapping[str, tuple[jax.ShapeDtypeStruct, ...]]
     y: PyTree
     wanted: Differentiable
@@ -114,6 +119,7 @@ class Task:
     num_passed: int
     num_emitted: int
     closed: core.ClosedJaxpr
+    ports: Ports = NO_PORTS
 
     @property
     def index(self) -> int:
@@ -149,6 +155,45 @@ class Task:
         changed = [self.weights.specs[i] for i in self.changed]
         kept = [*(sums if self.has_loss else []), *changed]
         return [sum_spec(leaf) for leaf in kept]
+
+    @property
+    def sent(self) -> list[tuple[int, int]]:
+        """Where the leaves of ``y`` go: ``(stage, count)`` in order."""
+        if self.has_loss:
+            return [(self.index + 1, 0)]
+        if not self.ports.outgoing:
+            return [(self.index + 1, len(jax.tree.leaves(self.y)))]
+        skips, y = self.y
+        targets = [route.target for route in self.ports.outgoing]
+        counts = [len(jax.tree.leaves(skip)) for skip in skips]
+        return [
+            *zip(targets, counts, strict=True),
+            (self.index + 1, len(jax.tree.leaves(y))),
+        ]
+
+    @property
+    def returned(self) -> list[tuple[int, int]]:
+        """Where the gradients of the leaves of x go: ``(stage, count)`` in order."""
+        wanted = iter(self.wanted.x)
+        skips, (before, _) = self.received[:-1], self.received[-1]
+        groups = [(s, sum(next(wanted) for _ in range(n))) for s, n in skips]
+        return [*groups, (before, sum(wanted))] if self.index else []
+
+    def incoming(self, number: int) -> tuple[list[Any], list[Any]]:
+        """The leaves of x of a skip connection, and those with a gradient."""
+        counts = [count for _, count in self.received]
+        at = slice(sum(counts[:number]), sum(counts[: number + 1]))
+        pairs = list(zip(self.x[at], self.wanted.x[at], strict=True))
+        return [leaf for leaf, _ in pairs], [leaf for leaf, yes in pairs if yes]
+
+    @property
+    def received(self) -> list[tuple[int, int]]:
+        """Where the leaves of x come from: ``(stage, count)`` in order."""
+        sources = [route.source for route in self.ports.incoming]
+        skips = self.x_tree.children()[0].children() if sources else []
+        counts = [tree.num_leaves for tree in skips]
+        rest = len(self.x) - sum(counts)
+        return [*zip(sources, counts, strict=True), (self.index - 1, rest)]
 
     def run(self, weights: Leaves, x: Leaves, extra: Leaves) -> tuple[list, list]:
         """``(outputs, aux)`` of flat leaves."""
@@ -194,18 +239,21 @@ def trace(
     *,
     train: bool,
     objective: Objective | None = None,
-    differentiate_x: bool = False,
+    differentiate: Sequence[bool] = (),
+    ports: Ports = NO_PORTS,
 ) -> Task:
     """Traces a stage on abstract values.
 
     Args:
       stage: its layers.
       weights: its variables.
-      x: specs of its input.
+      x: specs of its input; of ``(skips, input)`` if skip connections enter it.
       extra: specs of what a micro-batch brings beside its input, by name.
       train: whether this is training.
       objective: the loss, on the last stage in training.
-      differentiate_x: whether an earlier stage wants the gradient of the input.
+      differentiate: for each leaf of ``x``, whether an earlier stage wants its
+        gradient.
+      ports: the skip connections of the stage.
 
     Returns:
       The task; of ``extra`` it asks only for what it reads.
@@ -218,13 +266,16 @@ def trace(
     def whole(weight_leaves: Leaves, x_leaves: Leaves, values: Sequence[PyTree]):
         extra = dict(zip(names, values, strict=True))
         variables = jax.tree.unflatten(weights.tree, weight_leaves)
+        x, skips = jax.tree.unflatten(x_tree, x_leaves), {}
+        if ports.incoming:
+            arrived, x = x
+            keys = [route.key for route in ports.incoming]
+            skips = dict(zip(keys, arrived, strict=True))
         y, changed = stage(
-            variables,
-            jax.tree.unflatten(x_tree, x_leaves),
-            extra.get("rngs"),
-            extra.get("microbatch", 0),
-            train,
+            variables, x, extra.get("rngs"), extra.get("microbatch", 0), train, skips
         )
+        if ports.outgoing:
+            y = tuple(skips[route.key] for route in ports.outgoing), y
         changes = {
             position[path]: leaf
             for path, leaf in jax.tree_util.tree_leaves_with_path(changed)
@@ -244,17 +295,22 @@ def trace(
             stage=stage,
             weights=weights,
             x=tuple(x_leaves),
+            x_tree=x_tree,
             extra={name: tuple(jax.tree.leaves(extra[name])) for name in names},
             y=y,
             wanted=Differentiable(
                 weights.trainable,
-                tuple(differentiate_x and is_inexact(leaf) for leaf in x_leaves),
+                tuple(
+                    wanted and is_inexact(leaf)
+                    for wanted, leaf in zip(differentiate, x_leaves, strict=True)
+                ),
             ),
             changed=tuple(changed_at),
             has_loss=objective is not None,
             num_passed=0,
             num_emitted=0,
             closed=closed,
+            ports=ports,
         ),
         len(loss),
     )

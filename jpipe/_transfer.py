@@ -1,7 +1,7 @@
 """The only place that moves data between devices."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -18,6 +18,56 @@ def put(leaves: Leaves, device: Device) -> list[jax.Array]:
 def put_tree(tree: Any, device: Device) -> Any:
     """A pytree, from the host or any device, onto one device. Never waits."""
     return jax.device_put(tree, device)
+
+
+class Group(NamedTuple):
+    """Neighbours among the leaves of a result, which go to one stage.
+
+    Attributes:
+      stage: where they go.
+      size: how many they are.
+      device: that of the stage; that of the source if nothing moves.
+      joins: whether other stages send to the same cell, before or after.
+    """
+
+    stage: int
+    size: int
+    device: Device
+    joins: bool
+
+
+def deliverer(
+    source: Device, groups: Sequence[Group]
+) -> Callable[[list[list[Any]], int, Leaves], None]:
+    """A function that moves a result into the cells of those who read it.
+
+    Args:
+      source: the device that made the result.
+      groups: where its leaves go, in order.
+
+    Returns:
+      ``(cells, microbatch, leaves)``, where ``cells[stage][microbatch]`` is set, or
+      extended if several stages send to it.
+    """
+    puts = [sender(source, group.device, group.size) for group in groups]
+    if not groups:
+        return lambda cells, microbatch, leaves: None
+    if len(groups) == 1 and not groups[0].joins:
+        (put,), stage = puts, groups[0].stage
+
+        def deliver_all(cells: Any, microbatch: int, leaves: Leaves) -> None:
+            cells[stage][microbatch] = put(leaves)
+
+        return deliver_all
+
+    def deliver(cells: Any, microbatch: int, leaves: Leaves) -> None:
+        end = 0
+        for group, put in zip(groups, puts, strict=True):
+            start, end = end, end + group.size
+            there = cells[group.stage][microbatch] or ()
+            cells[group.stage][microbatch] = [*there, *put(leaves[start:end])]
+
+    return deliver
 
 
 def sender(source: Device, target: Device, count: int) -> Callable[[Leaves], Leaves]:

@@ -44,12 +44,17 @@ def check_exact(pipe, x, targets, rngs=None, **objective):
     events = iter(timeline.memory[ranks:])
     event = next(events, None)
     for action in timeline.order():
-        # An action changes one rank or two: the events up to the next action's.
+        # An action changes its own rank and those that it sends to: so many events.
         touched = {pipe.schedule.placement[action.stage]}
         if action.op == "F" and action.stage + 1 < pipe.num_stages:
             touched.add(pipe.schedule.placement[action.stage + 1])
         if action.op in "BI" and action.stage:
             touched.add(pipe.schedule.placement[action.stage - 1])
+        for skip in costs.skips:
+            if (action.op, action.stage) == ("F", skip.source):
+                touched.add(pipe.schedule.placement[skip.target])
+            if action.op in "BI" and action.stage == skip.target:
+                touched.add(pipe.schedule.placement[skip.source])
         for _ in touched:
             now[event.rank] = event.bytes
             event = next(events, None)

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ._action import BACKWARD, FORWARD, INPUT, WEIGHT, Action
 
@@ -19,6 +19,22 @@ _CHUNKED = (
     "parameter_bytes",
     "accumulator_bytes",
 )
+
+
+class Skip(NamedTuple):
+    """What goes from one stage straight to a later one.
+
+    Attributes:
+      source: the stage that sends it.
+      target: the stage that waits for it; its gradient goes the other way.
+      bytes: of one micro-batch; one number, or one for each.
+      cotangent_bytes: of its gradient, likewise.
+    """
+
+    source: int
+    target: int
+    bytes: Numbers
+    cotangent_bytes: Numbers
 
 
 @dataclass(frozen=True)
@@ -47,6 +63,7 @@ class Costs:
       extra_bytes: what one micro-batch brings to it beside the input, such as targets.
       shared_bytes: what all micro-batches bring to it together, such as keys.
       emitted_bytes: what one forward of it leaves until the end of the step.
+      skips: the long skip connections.
 
     Example:
       >>> Costs(forward=[1.0, 1.5], backward=3.0).of(Action("I", 1, 0))
@@ -68,6 +85,7 @@ class Costs:
     extra_bytes: Numbers = 0
     shared_bytes: Numbers = 0
     emitted_bytes: Numbers = 0
+    skips: "tuple[Skip, ...]" = ()
 
     def of(self, action: Action) -> float:
         """The time of one action."""
@@ -106,6 +124,7 @@ class Costs:
           ValueError: if the fields disagree.
         """
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        values.pop("skips")
         given = {n: len(v) for n, v in values.items() if isinstance(v, Sequence)}
         if len(set(given.values())) > 1:
             listed = ", ".join(f"{name}: {count}" for name, count in given.items())
@@ -129,7 +148,11 @@ class Costs:
         if num_chunks == 1:
             return self
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        listed = [name for name, value in values.items() if isinstance(value, Sequence)]
+        listed = [
+            name
+            for name, value in values.items()
+            if isinstance(value, Sequence) and value
+        ]
         if listed:
             raise ValueError(
                 f"costs per stage ({', '.join(listed)}) do not say what the stages of "

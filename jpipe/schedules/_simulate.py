@@ -108,23 +108,31 @@ def memory_events(timeline: Timeline, costs: Costs) -> Iterable[MemoryEvent]:
 def _changes(
     action: Action, costs: Costs, last: int, training: bool
 ) -> list[tuple[int, float]]:
-    """The bytes that an action adds to stages: its own first, then the receiver."""
+    """The bytes that an action adds to stages: its own first, then the receivers."""
     op, stage, i = action
     residual, extra = (
         at(costs.residual_bytes, stage, i),
         at(costs.extra_bytes, stage, i),
     )
     pending = at(costs.pending_bytes, stage, i)
+    arrived = [skip for skip in costs.skips if skip.target == stage]
+    left = [skip for skip in costs.skips if skip.source == stage]
     if op == FORWARD:
         kept = residual if training else -extra
         kept += at(costs.emitted_bytes, stage, i) - at(costs.boundary_bytes, stage, i)
-        sent = at(costs.boundary_bytes, stage + 1, i) if stage < last else 0
-        return [(stage, kept), (stage + 1, sent)] if stage < last else [(stage, kept)]
+        kept -= sum(at(skip.bytes, i) for skip in arrived)
+        sent = [(skip.target, at(skip.bytes, i)) for skip in left]
+        if stage < last:
+            sent.append((stage + 1, at(costs.boundary_bytes, stage + 1, i)))
+        return [(stage, kept), *sent]
     if op not in (BACKWARD, INPUT):
         return [(stage, -pending)]
     freed = residual + extra + (costs.cotangent(stage + 1, i) if stage < last else 0)
-    own = (stage, (pending if op == INPUT else 0) - freed)
-    return [own, (stage - 1, costs.cotangent(stage, i))] if stage else [own]
+    freed += sum(at(skip.cotangent_bytes, i) for skip in left)
+    sent = [(skip.source, at(skip.cotangent_bytes, i)) for skip in arrived]
+    if stage:
+        sent.append((stage - 1, costs.cotangent(stage, i)))
+    return [(stage, (pending if op == INPUT else 0) - freed), *sent]
 
 
 def _cycle(
