@@ -5,6 +5,7 @@ from importlib.metadata import version as _version
 from . import draw as draw
 from . import schedules as schedules
 from ._layer import Stage as Stage
+from ._layer import layer as layer
 from ._pipeline import Pipeline as Pipeline
 from ._plan import Plan as Plan
 from ._skip import isolate as isolate

@@ -11,6 +11,7 @@ import numpy as np
 from . import _execute, _transfer
 from ._objective import Objective
 from ._program import Program
+from ._tied import Ties
 from ._vjp import Leaves
 
 PyTree = Any
@@ -38,21 +39,16 @@ class Gradient:
     Args:
       program: the compiled mini-batch.
       objective: its loss.
+      ties: which leaves layers share.
     """
 
-    def __init__(self, program: Program, objective: Objective) -> None:
+    def __init__(self, program: Program, objective: Objective, ties: Ties) -> None:
         self.program = program
+        self._ties = ties
         self._num_losses = objective.num_tallies
         tasks = [row[0].task for row in program.rows]
         weights = [task.weights for task in tasks]
-        self._grad_dtypes = [
-            tuple(
-                spec.dtype
-                for spec, yes in zip(own.specs, own.trainable, strict=True)
-                if yes
-            )
-            for own in weights
-        ]
+        self._grad_dtypes = ties.gradient_dtypes(weights)
         self._state_dtypes = [
             tuple(task.weights.specs[i].dtype for i in task.changed) for task in tasks
         ]
@@ -87,6 +83,7 @@ class Gradient:
         tally = live.tally
         losses, states = tally[-1][: self._num_losses], tally[-1][self._num_losses :]
         tally[-1] = states
+        live.grads[:] = self._ties.gather(live.grads, self.program.devices)
         (loss,) = self._finish([losses[0]], self._loss_dtypes, losses[1:], -1)
         grads, changed = (
             [

@@ -9,9 +9,8 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
-from . import _linen, _skip
+from . import _linen, _nnx, _skip
 
 PyTree = Any
 
@@ -56,6 +55,7 @@ class Layer:
         `jax.ShapeDtypeStruct`.
       apply: ``(variables, x, rngs, train) -> (y, changed)``: ``changed`` holds the
         collections that training changes, ``{}`` where there are none.
+      module: the object whose parameters it uses, if it is not the source.
       namespace: that of the names which it stashes and pops.
     """
 
@@ -63,21 +63,71 @@ class Layer:
     source: Any
     init: Callable[[chex.PRNGKey, PyTree], dict[str, PyTree]]
     apply: Callable[..., tuple[PyTree, dict[str, PyTree]]]
+    module: Any = None
     namespace: Hashable = None
+
+    @property
+    def identity(self) -> int:
+        """Layers of the same identity share their parameters."""
+        return id(self.source if self.module is None else self.module)
+
+
+@dataclass(frozen=True)
+class Method:
+    """Another method of a module as a layer: see `layer`."""
+
+    module: Any
+    method: str
+
+
+def layer(module: Any, method: str = "__call__") -> Method:
+    """A layer that calls a method of a module.
+
+    With the same module elsewhere in the list, the two share parameters.
+
+    Args:
+      module: a linen module.
+      method: the name of the method; it maps one pytree to one pytree.
+
+    Returns:
+      What to list as a layer.
+
+    Raises:
+      ValueError: if the module has no such method.
+      TypeError: if it is no module.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jpipe
+      >>> from flax import linen as nn
+      >>> embed = nn.Embed(256, 32)
+      >>> head = jpipe.layer(embed, method="attend")
+      >>> pipe = jpipe.pipeline([embed, nn.Dense(32), head], 2, balance=[3])
+      >>> variables = pipe.init(jax.random.key(0), jnp.ones((4, 8), int))
+      >>> jax.tree.map(jnp.shape, variables[0]), variables[2]
+      ({'params': {'embedding': (256, 32)}}, {})
+    """
+    if not _linen.is_module(module):
+        raise TypeError(
+            f"layer({module!r}): needs a flax.linen module, this is a "
+            f"{type(module).__name__}"
+        )
+    if not callable(getattr(type(module), method, None)):
+        raise ValueError(f"{type(module).__name__} has no method {method!r}")
+    return Method(module, method)
 
 
 def as_layers(listed: Sequence[Any]) -> tuple[Layer, ...]:
     """Brings every object of the user's list to one form.
 
     Args:
-      listed: linen modules, `Stage` objects and functions of one pytree.
+      listed: linen modules, nnx modules, `Stage` objects and functions of one pytree.
 
     Returns:
       One `Layer` per object, in order.
 
     Raises:
       TypeError: with every object that is none of these.
-      ValueError: if the list is empty.
+      ValueError: if the list is empty, or two nnx modules share a Variable.
     """
     try:
         objects = list(listed)
@@ -95,10 +145,19 @@ def as_layers(listed: Sequence[Any]) -> tuple[Layer, ...]:
     ]
     if faults:
         raise TypeError(
-            "a layer is a flax.linen module, a jpipe.Stage or a function x -> y:\n"
+            "a layer is a flax.linen module, a flax.nnx module, a jpipe.Stage or a "
+            "function x -> y:\n" + "\n".join(f"  * {fault}" for fault in faults)
+        )
+    layers = tuple(_as_layer(source) for source in objects)
+    modules = {number: layer.module for number, layer in enumerate(layers)}
+    faults = _nnx.shared({i: m for i, m in modules.items() if _nnx.is_module(m)})
+    if faults:
+        raise ValueError(
+            "each layer has variables of its own; list one module object twice to tie "
+            "all that it holds, or write a module that calls both:\n"
             + "\n".join(f"  * {fault}" for fault in faults)
         )
-    return tuple(_as_layer(source) for source in objects)
+    return layers
 
 
 def _why_not(source: Any) -> str:
@@ -106,12 +165,10 @@ def _why_not(source: Any) -> str:
         return _why_not(source.layer)
     if isinstance(source, type):
         return f"{source.__name__} is a class; write {source.__name__}(...)"
-    if isinstance(source, nnx.Module):
-        return (
-            f"{type(source).__name__} is an nnx module, which this version does not "
-            f"run; use flax.linen or a jpipe.Stage"
-        )
-    if not (_linen.is_module(source) or isinstance(source, Stage) or callable(source)):
+    if reason := _nnx.why_not(source):
+        return reason
+    known = isinstance(source, Stage | Method) or _linen.is_module(source)
+    if not (known or callable(source)):
         return f"{source!r} is a {type(source).__name__}"
     return ""
 
@@ -119,9 +176,22 @@ def _why_not(source: Any) -> str:
 def _as_layer(source: Any) -> Layer:
     if isinstance(source, _skip.Isolated):
         return replace(_as_layer(source.layer), namespace=source.namespace)
+    if isinstance(source, Method):
+        return _from_method(source)
     if _linen.is_module(source):
         return Layer(
-            _linen.name(source), source, _linen.init(source), _linen.apply(source)
+            _linen.name(source),
+            source,
+            _linen.init(source),
+            _linen.apply(source),
+        )
+    if _nnx.is_module(source):
+        return Layer(
+            _nnx.name(source),
+            source,
+            _nnx.init(source),
+            _nnx.apply(source),
+            source,
         )
     if isinstance(source, Stage):
         return _from_stage(source)
@@ -146,8 +216,12 @@ def initialize(
       skips: what it may pop, likewise.
 
     Returns:
-      Its variables, on the device of the key.
+      Its variables, on the device of the key; those of an nnx module, which has them
+      already, where they are.
     """
+    if _nnx.is_module(layer.module):
+        # A compiled program would keep the values that the module has now.
+        return layer.init(key, spec)
     try:
         hash(layer.source)
     except TypeError:  # a module with an array or a list among its attributes
@@ -168,6 +242,27 @@ def _initialize(
     return init_with(layer, key, spec, dict(zip(names, values, strict=True)))
 
 
+def as_module(layer: Layer, variables: Mapping[str, PyTree]) -> Any:
+    """What the user listed, with values.
+
+    Args:
+      layer: the layer.
+      variables: its variables.
+
+    Returns:
+      A bound linen module, or a new nnx module; it holds the arrays themselves. A
+      function or a `Stage` as it is.
+
+    Raises:
+      ValueError: if the variables of an nnx module are not those of the layer.
+    """
+    if _nnx.is_module(layer.source):
+        return _nnx.as_module(layer.source, variables)
+    if _linen.is_module(layer.source):
+        return layer.source.bind(variables)
+    return layer.source
+
+
 def init_with(
     layer: Layer,
     key: chex.PRNGKey,
@@ -186,6 +281,17 @@ def init_with(
 
 def _zeros(spec: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), spec)
+
+
+def _from_method(listed: Method) -> Layer:
+    module, method = listed.module, listed.method
+    return Layer(
+        f"{_linen.name(module)}.{method}",
+        listed,
+        _linen.init(module, method),
+        _linen.apply(module, method),
+        module,
+    )
 
 
 def _from_stage(stage: Stage) -> Layer:

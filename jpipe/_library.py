@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from . import _microbatch, _signature, _variables
+from . import _microbatch, _signature, _tied, _variables
 from ._gradient import Gradient
 from ._memory import costs_of
 from ._objective import Objective
@@ -52,7 +52,8 @@ class Library:
     """The compiled programs of one pipeline, found by what they were compiled for.
 
     Attributes:
-      weights: the variables seen last, for print; empty before the first.
+      weights: the variables seen last; empty before the first.
+      ties: which of their leaves layers share.
       routes: the skip connections between stages, for print.
       objective: the loss asked for last; ``None`` before the first.
       training: the program with a loss seen last, for print.
@@ -66,6 +67,7 @@ class Library:
         # otherwise keep its programs for ever.
         self._gradients = lru_cache(maxsize=32)(self._find_gradients)
         self.weights: Sequence[Weights] = ()
+        self.ties: _tied.Ties | None = None
         self.objective: Objective | None = None
         self.training: Program | None = None
         self.routes: tuple[Route, ...] = ()
@@ -119,7 +121,8 @@ class Library:
                     objective=objective,
                     routes=self.expected(batch.x)[1],
                 )
-                compiled[signature] = Gradient(program, objective)
+                ties = _tied.Ties(self._pipe.stages, self._pipe.owners, weights)
+                compiled[signature] = Gradient(program, objective, ties)
                 self.training, self._timeline = program, None
             return compiled[signature]
 
@@ -149,21 +152,21 @@ class Library:
           What is met at each layer, and the routes of the skip connections.
 
         Raises:
-          ValueError: if one module with parameters stands in two places of the list,
-            or skip connections do not fit.
+          ValueError: if skip connections do not fit.
         """
         signature = _signature.of(x)
         if signature not in self._expected:
             visits, routes = walk(self._pipe.stages, jax.random.key(0), x)
-            _check_untied(visits)
             self._expected[signature] = visits, routes
             self.routes = routes
         return self._expected[signature]
 
     def note_weights(self, variables: Sequence[PyTree]) -> Sequence[Weights]:
         """Reads the structure of variables, or of their specs; keeps it for print."""
-        stages = self._pipe.stages
-        self.weights = [Weights.of(variables[stage.span]) for stage in stages]
+        stages, owners = self._pipe.stages, self._pipe.owners
+        entries = _tied.shared(variables, owners)
+        self.weights = [Weights.of(entries[stage.span]) for stage in stages]
+        self.ties = _tied.Ties(stages, owners, self.weights)
         return self.weights
 
     def _check(self, variables: Any, x: PyTree) -> Sequence[Weights]:
@@ -178,15 +181,3 @@ class Library:
             costs = costs_of(self.training)
             self._timeline = self._pipe.schedule.simulate(costs)
         return self._timeline
-
-
-def _check_untied(visits: Sequence[Visit]) -> None:
-    seen: dict[int, int] = {}
-    for number, visit in enumerate(visits):
-        first = seen.setdefault(id(visit.layer.source), number)
-        if first != number and jax.tree.leaves(visit.variables):
-            raise ValueError(
-                f"layers {first} and {number} are the same {visit.layer.name} object: "
-                f"shared parameters are not in this version; list two modules, or "
-                f"wrap both uses in one module"
-            )

@@ -29,7 +29,9 @@ def switches(train: bool) -> dict[str, bool]:
     }
 
 
-def init(module: linen.Module) -> Callable[[chex.PRNGKey, PyTree], dict[str, PyTree]]:
+def init(
+    module: linen.Module, method: str = "__call__"
+) -> Callable[[chex.PRNGKey, PyTree], dict[str, PyTree]]:
     """``(key, spec) -> variables`` of a module, from the shapes of its input alone.
 
     The values are those of ``module.init(key, x)``. A module whose parameters
@@ -37,37 +39,41 @@ def init(module: linen.Module) -> Callable[[chex.PRNGKey, PyTree], dict[str, PyT
     """
 
     def run(key: chex.PRNGKey, spec: PyTree) -> dict[str, PyTree]:
-        args, keywords = _asked(module, train=False)
-        return dict(module.lazy_init(key, spec, *args, **keywords))
+        args, keywords = _asked(module, method, train=False)
+        called = getattr(type(module), method)
+        made = module.lazy_init(key, spec, *args, method=called, **keywords)
+        return dict(made)
 
     return run
 
 
 def apply(
-    module: linen.Module,
+    module: linen.Module, method: str = "__call__"
 ) -> Callable[..., tuple[PyTree, dict[str, PyTree]]]:
     """``(variables, x, rngs, train) -> (y, changed)`` of a module."""
 
     def run(variables, x, rngs, train):
         mutable = [key for key in variables if key != "params"] if train else []
-        args, keywords = _asked(module, train)
+        args, keywords = _asked(module, method, train)
+        keywords |= {"rngs": rngs, "method": method}
         if not mutable:
-            return module.apply(variables, x, *args, rngs=rngs, **keywords), {}
-        y, changed = module.apply(
-            variables, x, *args, rngs=rngs, mutable=mutable, **keywords
-        )
+            return module.apply(variables, x, *args, **keywords), {}
+        y, changed = module.apply(variables, x, *args, mutable=mutable, **keywords)
         return y, dict(changed)
 
     return run
 
 
-def _asked(module: linen.Module, train: bool) -> tuple[list[Any], dict[str, Any]]:
-    """The switches that ``__call__`` names and the module has not set itself.
+def _asked(
+    module: linen.Module, method: str, train: bool
+) -> tuple[list[Any], dict[str, Any]]:
+    """The switches that a method names and the module has not set itself.
 
     They are passed by position where they can be: `flax.linen.remat` lets only such
     arguments be static.
     """
-    _, _, *after_x = inspect.signature(type(module).__call__).parameters.values()
+    signature = inspect.signature(getattr(type(module), method))
+    _, _, *after_x = signature.parameters.values()
     values = {
         name: value
         for name, value in switches(train).items()

@@ -59,7 +59,15 @@ class Optimizer:
 
         # Parameters come first: of what may be overwritten, they are.
         def update(params: PyTree, state: PyTree, grads: PyTree) -> Any:
-            updates, state = tx.update(grads, state, params)
+            try:
+                updates, state = tx.update(grads, state, params)
+            except Exception as error:
+                error.add_note(
+                    "raised by tx.update, which a train step gives the gradients, the "
+                    "state and the parameters, nothing else; for an optimizer that "
+                    "needs more, type pipe.value_and_grad and call tx.update yourself"
+                )
+                raise
             return optax.apply_updates(params, updates), state
 
         state_homes = homes(self.state)

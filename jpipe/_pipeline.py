@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from . import _microbatch, _rng, _transfer, _variables
+from . import _microbatch, _rng, _tied, _transfer, _variables
 from ._describe import describe
 from ._execute import execute
 from ._gradient import gradient_tree
@@ -292,7 +292,7 @@ class Pipeline:
         return TrainStep(
             self._library.gradients(Objective(loss_fn, has_aux, reduction)),
             lambda params: self._optimizer(tx, params, donate),
-            self._check_placed,
+            self._bring,
             has_aux=has_aux,
             donate=donate,
         )
@@ -361,14 +361,20 @@ class Pipeline:
         return profile(program, lambda: program.feed(weights, *leaves))
 
     def _leaves(self, variables: Sequence[PyTree]) -> list[Leaves]:
+        entries = _tied.shared(variables, self._pipe.owners)
         weights: list[Leaves] = [
-            jax.tree.leaves(tuple(variables[stage.span])) for stage in self._pipe.stages
+            jax.tree.leaves(entries[stage.span]) for stage in self._pipe.stages
         ]
-        self._check_placed(weights)
+        self._bring(weights)
         return weights
 
-    def _check_placed(self, weights: Sequence[Sequence[Any]]) -> None:
-        _variables.check_placed(weights, self._pipe.stages, self.devices)
+    def _bring(self, weights: list[Any]) -> None:
+        """Checks that leaves are in place, and brings those that stages borrow."""
+        ties = self._library.ties
+        assert ties is not None, "no variables were seen"
+        own = ties.own(weights)
+        _variables.check_placed(own, self._pipe.stages, self.devices)
+        ties.bring(weights, self.devices)
 
     def _optimizer(
         self, tx: optax.GradientTransformation, params: PyTree, donate: bool

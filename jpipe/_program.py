@@ -4,13 +4,14 @@ import itertools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import _lower, _microbatch, _remat, _transfer
+from . import _lower, _microbatch, _remat, _tied, _transfer
 from ._compile import StagePrograms
 from ._execute import Live
 from ._objective import Objective
@@ -70,6 +71,11 @@ class Pipe:
     schedule: Schedule
     remat: tuple[Any, ...]
 
+    @cached_property
+    def owners(self) -> tuple[int, ...]:
+        """For each layer the one that owns its variables."""
+        return _tied.owners(self.stages)
+
 
 class Program:
     """A mini-batch compiled: how to feed it, and the steps to run.
@@ -78,6 +84,7 @@ class Program:
       batch: what it is compiled for.
       devices: the device of each stage.
       schedule: who runs which action when.
+      owners: for each layer the one that owns its variables.
       rows: the programs of each stage and micro-batch; equal ones are one object.
       steps: what `_execute.execute` runs, in order.
     """
@@ -96,6 +103,7 @@ class Program:
         self.weights = weights
         self.devices = pipe.devices
         self.schedule = pipe.schedule
+        self.owners = pipe.owners
         self.rows = _stage_programs(pipe, weights, batch, train, objective, routes)
         lower = _lower.training if objective else _lower.inference
         self.steps = lower(pipe.schedule, pipe.devices, self.rows)

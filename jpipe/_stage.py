@@ -91,7 +91,7 @@ class Visit(NamedTuple):
       layer: the layer.
       x: its input, as `jax.ShapeDtypeStruct` leaves.
       skips: what it may pop, likewise.
-      variables: its variables, likewise.
+      variables: its variables, likewise; ``{}`` if an earlier layer owns them.
     """
 
     stage: int
@@ -118,6 +118,7 @@ def walk(
       ValueError: if the skip connections do not fit, with every fault.
     """
     visits: list[Visit] = []
+    first: dict[int, Visit] = {}  # by module: layers with the same one share variables
     uses: list[_skip.Use] = []
     skips: dict[_skip.Key, PyTree] = {}
     for stage in stages:
@@ -125,7 +126,8 @@ def walk(
             frames: list[_skip.Frame] = []
             try:
                 with naming(stage.index, number, layer, spec):
-                    made = _visit(stage.index, layer, key, spec, skips, frames)
+                    owner = first.get(layer.identity)
+                    made = _visit(stage.index, layer, key, spec, skips, frames, owner)
             except Exception:
                 uses += [_skip.Use(number, layer.name, stage.index, f) for f in frames]
                 # After a guess at what an unknown name pops, an error says nothing.
@@ -134,6 +136,7 @@ def walk(
                 raise
             visit, spec, skips = made
             visits.append(visit)
+            first.setdefault(layer.identity, visit)
             uses.append(_skip.Use(number, layer.name, stage.index, frames[-1]))
     return visits, _skip.routes(uses)
 
@@ -145,6 +148,7 @@ def _visit(
     spec: PyTree,
     skips: dict[_skip.Key, PyTree],
     frames: list[_skip.Frame],
+    owner: Visit | None,
 ) -> tuple[Visit, PyTree, dict[_skip.Key, PyTree]]:
     """One layer; also its output and what is left to be popped."""
 
@@ -161,9 +165,18 @@ def _visit(
         return y, list(values.values())
 
     names, left = list(skips), []
-    variables = jax.eval_shape(init, key)
+    variables = jax.eval_shape(init, key) if owner is None else owner.variables
+    if owner is not None and jax.tree.leaves(
+        {name: value for name, value in variables.items() if name != "params"}
+    ):
+        raise ValueError(
+            f"{layer.name} is listed twice and has collections beside its parameters "
+            f"({', '.join(variables)}): they cannot be shared; list two modules, or "
+            f"wrap both uses in one"
+        )
     y, values = jax.eval_shape(apply, variables, spec, key, list(skips.values()))
-    visit = Visit(stage, layer, spec, skips, variables)
+    own = variables if owner is None else {}
+    visit = Visit(stage, layer, spec, skips, own)
     return visit, y, dict(zip(left, values, strict=True))
 
 

@@ -1,13 +1,13 @@
 """Training: the state, and the step that changes it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import optax
 
-from . import _rng, _signature, _variables
+from . import _rng, _signature, _tied, _variables
 from ._gradient import Gradient
 from ._optimizer import Optimizer
 from ._vjp import Leaves
@@ -48,7 +48,8 @@ class TrainStep:
     Args:
       find_gradient: gives the compiled gradient for variables and a batch.
       make_optimizer: gives the optimizer for parameters.
-      check_placed: checks that the leaves of each stage are in place.
+      bring: checks that the leaves of each stage are in place, and brings those that
+        it borrows.
       has_aux: whether the loss function returns something beside the loss.
       donate: whether the given state is overwritten.
     """
@@ -57,14 +58,14 @@ class TrainStep:
         self,
         find_gradient: Callable[..., Gradient],
         make_optimizer: Callable[[PyTree], Optimizer],
-        check_placed: Callable[[Sequence[Sequence[Any]]], None],
+        bring: Callable[[list[Leaves]], None],
         *,
         has_aux: bool,
         donate: bool,
     ) -> None:
         self._find_gradient = find_gradient
         self._make_optimizer = make_optimizer
-        self._check_placed = check_placed
+        self._bring = bring
         self._has_aux = has_aux
         self._donate = donate
         self._optimizers: dict[Any, Optimizer] = {}
@@ -91,7 +92,7 @@ class TrainStep:
         pool, tree = jax.tree.flatten((state.params, state.model_state))
         compiled = self._compile((tree, _signature.kinds(pool)), state, x, targets)
         weights: list[Leaves] = [[pool[i] for i in order] for order in compiled.order]
-        self._check_placed(weights)
+        self._bring(weights)
         compiled.optimizer.check(state.opt_state)
 
         key, number = _advance(state.rng, state.step)
@@ -148,7 +149,8 @@ class _Compiled:
         leaves, tree = jax.tree.flatten((state.params, state.model_state))
         numbered = _variables.merge(*jax.tree.unflatten(tree, range(len(leaves))))
         tasks = [row[0].task for row in gradient.program.rows]
-        self.order = [jax.tree.leaves(numbered[task.stage.span]) for task in tasks]
+        entries = _tied.shared(numbered, gradient.program.owners)
+        self.order = [jax.tree.leaves(entries[task.stage.span]) for task in tasks]
         self.changed = [
             [order[i] for i in task.changed]
             for order, task in zip(self.order, tasks, strict=True)
