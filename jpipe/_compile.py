@@ -14,9 +14,10 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from . import _jaxpr, _remat, _split, _vjp
-from ._task import Task, accumulate, sum_spec
+from ._task import Task
 from ._transfer import Device
 from ._vjp import Leaves
+from ._weights import accumulate, sum_spec
 
 Compiled = Callable[..., Any]
 

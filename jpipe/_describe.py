@@ -6,7 +6,7 @@ from ._memory import nbytes
 from ._plan import Plan, StagePlan
 from ._program import Pipe
 from ._skip import label
-from ._task import is_params
+from ._weights import is_params
 
 
 def describe(pipe: Pipe, library: Library) -> Plan:

@@ -49,9 +49,10 @@ class Gradient:
         tasks = [row[0].task for row in program.rows]
         weights = [task.weights for task in tasks]
         self._grad_dtypes = ties.gradient_dtypes(weights)
-        self._state_dtypes = [
-            tuple(task.weights.specs[i].dtype for i in task.changed) for task in tasks
+        self._commits = [
+            jax.jit(task.commit) if task.changed else None for task in tasks
         ]
+        self._changed = [task.changed for task in tasks]
         self._loss_dtypes = (program.last_task.closed.out_avals[0].dtype,)
         self._stack = jax.jit(
             lambda rows: [jnp.stack(column) for column in zip(*rows, strict=True)]
@@ -85,16 +86,18 @@ class Gradient:
         tally[-1] = states
         live.grads[:] = self._ties.gather(live.grads, self.program.devices)
         (loss,) = self._finish([losses[0]], self._loss_dtypes, losses[1:], -1)
-        grads, changed = (
-            [
-                self._finish(leaves, dtypes, divisor, s)
-                for s, (leaves, dtypes) in enumerate(zip(sums, kinds, strict=True))
-            ]
-            for sums, kinds, divisor in (
-                (live.grads, self._grad_dtypes, losses[1:]),
-                (tally, self._state_dtypes, []),
+        grads = [
+            self._finish(leaves, dtypes, losses[1:], s)
+            for s, (leaves, dtypes) in enumerate(
+                zip(live.grads, self._grad_dtypes, strict=True)
             )
-        )
+        ]
+        changed = [
+            commit([weights[s][i] for i in self._changed[s]], tally[s])
+            if commit
+            else []
+            for s, commit in enumerate(self._commits)
+        ]
         return Outcome(loss, self._aux(live.emitted[-1]), grads, changed)
 
     def _finish(

@@ -67,9 +67,14 @@ class Layer:
     namespace: Hashable = None
 
     @property
+    def owner(self) -> Any:
+        """The object whose parameters it uses."""
+        return self.source if self.module is None else self.module
+
+    @property
     def identity(self) -> int:
         """Layers of the same identity share their parameters."""
-        return id(self.source if self.module is None else self.module)
+        return id(self.owner)
 
 
 @dataclass(frozen=True)
@@ -149,8 +154,8 @@ def as_layers(listed: Sequence[Any]) -> tuple[Layer, ...]:
             "function x -> y:\n" + "\n".join(f"  * {fault}" for fault in faults)
         )
     layers = tuple(_as_layer(source) for source in objects)
-    modules = {number: layer.module for number, layer in enumerate(layers)}
-    faults = _nnx.shared({i: m for i, m in modules.items() if _nnx.is_module(m)})
+    owners = {number: layer.owner for number, layer in enumerate(layers)}
+    faults = _nnx.shared({i: m for i, m in owners.items() if _nnx.is_module(m)})
     if faults:
         raise ValueError(
             "each layer has variables of its own; list one module object twice to tie "
@@ -191,7 +196,6 @@ def _as_layer(source: Any) -> Layer:
             source,
             _nnx.init(source),
             _nnx.apply(source),
-            source,
         )
     if isinstance(source, Stage):
         return _from_stage(source)
@@ -219,7 +223,7 @@ def initialize(
       Its variables, on the device of the key; those of an nnx module, which has them
       already, where they are.
     """
-    if _nnx.is_module(layer.module):
+    if _nnx.is_module(layer.owner):
         # A compiled program would keep the values that the module has now.
         return layer.init(key, spec)
     try:
@@ -256,11 +260,11 @@ def as_module(layer: Layer, variables: Mapping[str, PyTree]) -> Any:
     Raises:
       ValueError: if the variables of an nnx module are not those of the layer.
     """
-    if _nnx.is_module(layer.source):
-        return _nnx.as_module(layer.source, variables)
-    if _linen.is_module(layer.source):
-        return layer.source.bind(variables)
-    return layer.source
+    if _nnx.is_module(layer.owner):
+        return _nnx.as_module(layer.owner, variables)
+    if _linen.is_module(layer.owner):
+        return layer.owner.bind(variables)
+    return layer.owner
 
 
 def init_with(

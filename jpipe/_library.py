@@ -18,7 +18,7 @@ from ._program import Batch, Pipe, Program
 from ._rng import Rngs
 from ._skip import Route
 from ._stage import Visit, walk
-from ._task import Weights
+from ._weights import Weights
 from .schedules import Timeline
 
 PyTree = Any
@@ -133,9 +133,9 @@ class Library:
         x = _microbatch.specs(x, "x")
         targets = _microbatch.specs(targets, "targets")
         x_axes = _microbatch.flat_axes(self._axes.in_axes, x, "x", "in_axes")
-        target_axes = _microbatch.flat_axes(
-            self._axes.target_axes, targets, "targets", "target_axes"
-        )
+        # Without a loss there are no targets, whatever their axes would be.
+        axes = self._axes.target_axes if jax.tree.leaves(targets) else 0
+        target_axes = _microbatch.flat_axes(axes, targets, "targets", "target_axes")
         number = self._pipe.schedule.num_microbatches
         parts = [("x", x, x_axes), ("targets", targets, target_axes)]
         sizes = _microbatch.sizes(_microbatch.batch_size(parts, number), number)

@@ -7,6 +7,8 @@ from typing import Any
 import chex
 from flax import linen
 
+from . import _batchnorm
+
 PyTree = Any
 
 
@@ -58,7 +60,8 @@ def apply(
         keywords |= {"rngs": rngs, "method": method}
         if not mutable:
             return module.apply(variables, x, *args, **keywords), {}
-        y, changed = module.apply(variables, x, *args, mutable=mutable, **keywords)
+        with linen.intercept_methods(_batchnorm.intercept):
+            y, changed = module.apply(variables, x, *args, mutable=mutable, **keywords)
         return y, dict(changed)
 
     return run

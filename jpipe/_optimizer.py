@@ -8,8 +8,9 @@ import optax
 
 from . import _signature, _transfer
 from ._placed import Home, Placed
-from ._task import is_inexact
+from ._stage import shapes
 from ._transfer import Device
+from ._weights import is_inexact
 
 PyTree = Any
 
@@ -60,7 +61,7 @@ class Optimizer:
         # Parameters come first: of what may be overwritten, they are.
         def update(params: PyTree, state: PyTree, grads: PyTree) -> Any:
             try:
-                updates, state = tx.update(grads, state, params)
+                updates, new = tx.update(grads, state, params)
             except Exception as error:
                 error.add_note(
                     "raised by tx.update, which a train step gives the gradients, the "
@@ -68,7 +69,13 @@ class Optimizer:
                     "needs more, type pipe.value_and_grad and call tx.update yourself"
                 )
                 raise
-            return optax.apply_updates(params, updates), state
+            if _signature.of(new) != _signature.of(state):
+                raise ValueError(
+                    f"tx.update returns a state {shapes(new)}, tx.init made one "
+                    f"{shapes(state)}: a train step needs one structure and fixed "
+                    f"shapes; type pipe.value_and_grad and call tx.update yourself"
+                )
+            return optax.apply_updates(params, updates), new
 
         state_homes = homes(self.state)
         self._state_kinds = _signature.kinds(jax.tree.leaves(self.state))
@@ -172,11 +179,14 @@ def _homes(tree: PyTree, place: dict[Any, int]) -> list[Home]:
     """Where each leaf of the optimizer's state belongs.
 
     A leaf that mirrors a parameter, as a momentum does, has the parameter's path at
-    the end of its own.
+    the end of its own; one of several that belong to a parameter, as SM3 has one per
+    axis, has it further in. There a path of one number would be found by accident.
     """
 
     def home(path: Any) -> Home:
-        ends = (path[i:] for i in range(len(path)))
-        return next((place[end] for end in ends if end in place), None)
+        parts = [path[i:] for i in range(len(path))]
+        for end in range(len(path) - 1, 1, -1):
+            parts += [path[i:end] for i in range(end - 1)]
+        return next((place[part] for part in parts if part in place), None)
 
     return [home(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]

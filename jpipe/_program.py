@@ -17,9 +17,10 @@ from ._execute import Live
 from ._objective import Objective
 from ._skip import Ports, Route
 from ._stage import StageFunction
-from ._task import Task, Weights, trace
+from ._task import Task, trace
 from ._transfer import Device
 from ._vjp import Leaves
+from ._weights import Weights
 from .schedules import Schedule
 
 PyTree = Any

@@ -9,7 +9,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from . import _rng, _skip
+from . import _batchnorm, _rng, _skip
 from ._layer import Layer, init_with
 
 PyTree = Any
@@ -63,6 +63,7 @@ class StageFunction:
         ):
             number = self.first + offset
             keys = _rng.layer_rngs(rngs, microbatch, number)
+            _batchnorm.enter_layer(offset)
             with (
                 naming(self.index, number, layer, x),
                 jax.named_scope(layer.name),

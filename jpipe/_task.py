@@ -11,80 +11,18 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from . import _jaxpr
+from . import _batchnorm, _jaxpr
 from ._objective import Objective
 from ._skip import NO_PORTS, Ports
 from ._stage import StageFunction
 from ._vjp import Differentiable, Leaves
+from ._weights import Weights, accumulate, is_inexact, sum_spec
 
 PyTree = Any
 
 # What a micro-batch brings to a stage beside its input, in this order. A stage is
 # given only what it reads.
 EXTRA = ("targets", "rngs", "microbatch", "share")
-
-
-@dataclass(frozen=True)
-class Weights:
-    """The variables of one stage as flat leaves.
-
-    Attributes:
-      tree: the structure, with one entry per layer.
-      specs: shapes and dtypes.
-      paths: where each leaf stands, from the layer's number within the stage.
-      trainable: which leaves have a gradient: those of floating dtype in "params".
-    """
-
-    tree: Any
-    specs: tuple[jax.ShapeDtypeStruct, ...]
-    paths: tuple[Any, ...]
-    trainable: tuple[bool, ...]
-
-    @property
-    def trainable_specs(self) -> list[jax.ShapeDtypeStruct]:
-        """Those of the leaves that have a gradient."""
-        pairs = zip(self.specs, self.trainable, strict=True)
-        return [spec for spec, yes in pairs if yes]
-
-    @classmethod
-    def of(cls, variables: Sequence[PyTree]) -> "Weights":
-        """Reads the structure of the variables of a stage's layers."""
-        flat, tree = jax.tree_util.tree_flatten_with_path(tuple(variables))
-        paths = tuple(path for path, _ in flat)
-        leaves = [leaf for _, leaf in flat]
-        trainable = tuple(
-            is_params(path) and is_inexact(leaf)
-            for path, leaf in zip(paths, leaves, strict=True)
-        )
-        specs = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
-        return cls(tree, specs, paths, trainable)
-
-
-def is_params(path: Any) -> bool:
-    """Whether the path of a leaf, from the layer's number on, is one of params."""
-    return getattr(path[1], "key", None) == "params"
-
-
-def is_inexact(leaf: Any) -> bool:
-    """Whether a leaf has a gradient: floating or complex dtype."""
-    return jnp.issubdtype(leaf.dtype, jnp.inexact)
-
-
-def sum_spec(leaf: Any) -> jax.ShapeDtypeStruct:
-    """The spec of a sum over micro-batches of such leaves.
-
-    Half precision is summed in single: with eight bits, the hundredth term of a sum
-    of equal terms is lost.
-    """
-    dtype = leaf.dtype
-    if is_inexact(leaf) and dtype.itemsize < 4:
-        dtype = jnp.dtype(jnp.float32)
-    return jax.ShapeDtypeStruct(leaf.shape, dtype)
-
-
-def accumulate(sums: Leaves, new: Leaves) -> list[Any]:
-    """Adds leaves to sums, in the precision of the sums."""
-    return [old + x.astype(old.dtype) for old, x in zip(sums, new, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -111,6 +49,8 @@ class Task:
       num_emitted: see above.
       closed: the jaxpr of the function, over the leaves of weights, x and extra.
       ports: the skip connections that enter with x and leave with y.
+      norms: of each batch norm where its mean and its variance stand in ``changed``,
+        and its momentum.
     """
 
     stage: StageFunction
@@ -126,6 +66,7 @@ class Task:
     num_emitted: int
     closed: core.ClosedJaxpr
     ports: Ports = NO_PORTS
+    norms: tuple[tuple[int, int, float], ...] = ()
 
     @property
     def index(self) -> int:
@@ -159,7 +100,8 @@ class Task:
         """Specs of the running sums that the forward of this stage keeps."""
         sums = self.closed.out_avals[: self.num_outputs + self.num_passed]
         changed = [self.weights.specs[i] for i in self.changed]
-        kept = [*(sums if self.has_loss else []), *changed]
+        seen = [jax.ShapeDtypeStruct((), jnp.result_type(float))] if self.norms else []
+        kept = [*(sums if self.has_loss else []), *changed, *seen]
         return [sum_spec(leaf) for leaf in kept]
 
     @property
@@ -224,17 +166,44 @@ class Task:
         """Adds one micro-batch: its loss, and its share of what training changes.
 
         A changed leaf becomes the mean over the examples of what the micro-batches
-        made of it; a changed leaf of integers is what the last one made of it.
+        made of it, and statistics of a batch norm become those of all micro-batches;
+        a changed leaf of integers is what the last one made of it.
         """
         losses = [*outputs, *aux[: self.num_passed]] if self.has_loss else []
         states = aux[self.num_passed + self.num_emitted :]
         sums = accumulate(tally[: len(losses)], losses)
-        for old, new in zip(tally[len(losses) :], states, strict=True):
+        before = tally[len(losses) : len(losses) + len(states)]
+        after = []
+        for old, new in zip(before, states, strict=True):
             if is_inexact(new):
                 share = extra[self.share_at]
                 new = old + new.astype(old.dtype) * share.astype(old.dtype)
-            sums.append(new)
-        return sums
+            after.append(new)
+        if self.norms:
+            share, seen = extra[self.share_at], tally[-1]
+            for mean, var, _ in self.norms:
+                so_far = _batchnorm.Merged(before[mean], before[var])
+                after[mean], after[var] = _batchnorm.merge(
+                    so_far, states[mean], states[var], seen, share
+                )
+            after.append(seen + share)
+        return sums + after
+
+    def commit(self, old: Leaves, tally: Leaves) -> list[Any]:
+        """What training makes of the changed leaves, once all micro-batches ran.
+
+        Args:
+          old: these leaves before the mini-batch.
+          tally: the running sums, without those of losses.
+
+        Returns:
+          Their new values.
+        """
+        new = list(tally[: len(self.changed)])
+        for mean, var, momentum in self.norms:
+            for at in (mean, var):
+                new[at] = _batchnorm.commit(old[at], new[at], momentum)
+        return [x.astype(leaf.dtype) for x, leaf in zip(new, old, strict=True)]
 
 
 def trace(
@@ -295,8 +264,9 @@ def trace(
         return loss, jax.tree.map(jnp.asarray, y), list(changes.values())
 
     values = [extra[name] for name in names]
-    closed, (loss, y, _) = _jaxpr.trace(whole, weights.specs, x_leaves, values)
-    return _prune(
+    with _batchnorm.recording() as record:
+        closed, (loss, y, _) = _jaxpr.trace(whole, weights.specs, x_leaves, values)
+    task = _prune(
         Task(
             stage=stage,
             weights=weights,
@@ -320,6 +290,23 @@ def trace(
         ),
         len(loss),
     )
+    return replace(task, norms=_norms(task, record.norms))
+
+
+def _norms(
+    task: Task, met: Sequence[_batchnorm.Norm]
+) -> tuple[tuple[int, int, float], ...]:
+    """Where the statistics of batch norms stand among the changed leaves."""
+    place = {
+        tuple(getattr(key, "key", getattr(key, "idx", None)) for key in path): i
+        for i, path in enumerate(task.weights.paths[at] for at in task.changed)
+    }
+    found = {}
+    for (layer, *names), momentum in met:
+        pair = [(layer, "batch_stats", *names, leaf) for leaf in ("mean", "var")]
+        if all(leaf in place for leaf in pair):
+            found[place[pair[0]], place[pair[1]]] = momentum
+    return tuple((*at, momentum) for at, momentum in found.items())
 
 
 def _prune(task: Task, num_losses: int) -> Task:

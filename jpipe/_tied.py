@@ -13,8 +13,8 @@ import jax
 
 from . import _transfer
 from ._stage import StageFunction
-from ._task import Weights
 from ._transfer import Device
+from ._weights import Weights
 
 PyTree = Any
 

@@ -71,14 +71,36 @@ def test_every_option_of_the_main_job_is_documented():
     [
         ("functional_loop.py", r"accuracy .*\b[89]\d\.\d"),
         ("digits.py", r"9[5-9]\.\d"),
+        (
+            "mixed_precision.py",
+            r"(?s)step 130: .*skipped\nstep 131: scale 2\^16.* 9\d\.\d% on 360",
+        ),
         ("schedules.py --out={folder}", r"zb_v +\| 8 +\| 25\.5 +\| 5\.9 %"),
         (
             "train_text.py --steps=3 --evaluation-batches=2 --write=8 --width=32 "
             "--heads=2 --context=16 --schedule=gpipe",
             r"parameters +differ by at most \d",
         ),
+        (
+            "unet.py --steps=3 --batch-size=4 --patch=16 --width=4 "
+            "--schedule=zb_h1 --png={folder}/unet.png",
+            r"gradients +differ by at most \d",
+        ),
+        (
+            "tied_lm.py --steps=2 --width=16 --blocks=2 --batch-size=8 "
+            "--microbatches=4 --schedule=zb_v",
+            r"differ from one device by at most \d\.\de-(0[6-9]|\d\d)|most 0\.0e",
+        ),
     ],
-    ids=["functional_loop", "digits", "schedules", "train_text"],
+    ids=[
+        "functional_loop",
+        "digits",
+        "mixed_precision",
+        "schedules",
+        "train_text",
+        "unet",
+        "tied_lm",
+    ],
 )
 def test_examples_run(command, shown, tmp_path):
     command = command.format(folder=tmp_path)

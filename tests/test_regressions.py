@@ -209,3 +209,8 @@ def test_a_builder_may_refuse_a_number_of_ranks():
 def test_one_micro_batch_has_nothing_to_join():
     pipe = jpipe.sequential([lambda x: x.sum()])
     assert pipe.apply(({},), jnp.ones(3)) == 3
+
+
+def test_apply_does_not_ask_for_the_axes_of_targets():
+    pipe = jpipe.pipeline([jnp.sin], 2, target_axes=(0, None))
+    np.testing.assert_allclose(pipe.apply(({},), jnp.ones(4)), np.sin(np.ones(4)))

@@ -1,0 +1,141 @@
+"""Batch norm: running statistics of the whole mini-batch, committed once.
+
+A `flax` batch norm normalizes each micro-batch by itself, as it would normalize the
+shard of a data-parallel worker. Its running statistics should not show that: they
+are those of the mini-batch. So it is run with a momentum of zero, which leaves the
+statistics of the micro-batch where the running ones would be; these are merged as
+Chan et al. do, which loses nothing to cancellation; and at the end of the mini-batch
+the running statistics move once, with the momentum that the user chose.
+
+References:
+  Chan, Golub, LeVeque, `Algorithms for Computing the Sample Variance
+  <https://doi.org/10.1080/00031305.1983.10483115>`_ (1983).
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+from flax import linen
+
+
+class Norm(NamedTuple):
+    """A batch norm that was met.
+
+    Attributes:
+      path: the number of its layer in the stage, then the names that lead to it.
+      momentum: how much of the running statistics a mini-batch leaves.
+    """
+
+    path: tuple[int | str, ...]
+    momentum: float
+
+
+@dataclass
+class Record:
+    """The batch norms of a stage, as its layers are traced.
+
+    Attributes:
+      layer: the number of the layer that is being applied.
+      norms: what was met so far.
+    """
+
+    layer: int = 0
+    norms: list[Norm] = field(default_factory=list)
+
+
+_current: ContextVar[Record | None] = ContextVar("jpipe_batchnorm", default=None)
+
+
+@contextmanager
+def recording() -> Iterator[Record]:
+    """The scope in which batch norms give statistics of the micro-batch."""
+    record = Record()
+    token = _current.set(record)
+    try:
+        yield record
+    finally:
+        _current.reset(token)
+
+
+def enter_layer(number: int) -> None:
+    """Says whose batch norms come now."""
+    record = _current.get()
+    if record is not None:
+        record.layer = number
+
+
+def note(names: tuple[str, ...], momentum: float) -> bool:
+    """Says that a batch norm is about to run.
+
+    Args:
+      names: where its statistics are among those of the layer.
+      momentum: what the user chose.
+
+    Returns:
+      Whether it is to run with a momentum of zero.
+    """
+    record = _current.get()
+    if record is None:
+        return False
+    record.norms.append(Norm((record.layer, *names), momentum))
+    return True
+
+
+def intercept(call: Callable[..., Any], args: Any, keywords: Any, context: Any) -> Any:
+    """For `flax.linen.intercept_methods`: runs batch norms with a momentum of zero."""
+    module: Any = context.module
+    if not isinstance(module, linen.BatchNorm) or context.method_name != "__call__":
+        return call(*args, **keywords)
+    momentum = module.momentum
+    if not note(tuple(module.path), momentum):
+        return call(*args, **keywords)
+    # A bound module cannot be cloned in place, and refuses to be changed.
+    object.__setattr__(module, "momentum", 0.0)
+    try:
+        return call(*args, **keywords)
+    finally:
+        object.__setattr__(module, "momentum", momentum)
+
+
+class Merged(NamedTuple):
+    """Statistics of the micro-batches so far.
+
+    Attributes:
+      mean: their mean.
+      spread: the mean of the squares of what differs from it, times ``share``.
+    """
+
+    mean: jax.Array
+    spread: jax.Array
+
+
+def merge(
+    so_far: Merged, mean: jax.Array, var: jax.Array, seen: jax.Array, share: jax.Array
+) -> Merged:
+    """Adds the statistics of a micro-batch.
+
+    Args:
+      so_far: those of the micro-batches before.
+      mean: the mean over the micro-batch.
+      var: its variance.
+      seen: the share of the mini-batch that the micro-batches before hold.
+      share: that of this one.
+
+    Returns:
+      The statistics of all of them.
+    """
+    total = seen + share
+    delta = mean - so_far.mean
+    return Merged(
+        so_far.mean + delta * (share / total),
+        so_far.spread + var * share + delta**2 * (seen * share / total),
+    )
+
+
+def commit(old: jax.Array, new: jax.Array, momentum: float) -> jax.Array:
+    """Running statistics after a mini-batch."""
+    return momentum * old + (1 - momentum) * new

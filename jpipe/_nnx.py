@@ -1,0 +1,384 @@
+"""Flax nnx modules as layers.
+
+An nnx module holds its values itself. A pipeline keeps them outside, by collection and
+path, and makes a new module of them inside of each trace: the user's is only read.
+"""
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from . import _linen
+
+PyTree = Any
+Path = tuple[Any, ...]
+Keys = Mapping[str, chex.PRNGKey] | None
+
+
+def is_module(source: Any) -> bool:
+    """Whether an object is an nnx module."""
+    return isinstance(source, nnx.Module)
+
+
+def name(module: nnx.Module) -> str:
+    """What to call a module: its class."""
+    return type(module).__name__
+
+
+def why_not(source: Any) -> str:
+    """Why an object cannot be a layer, if nnx is the reason; else empty."""
+    kind = type(source).__name__
+    if is_module(source):
+        return _unfit(source)
+    if isinstance(source, nnx.Pytree):
+        return f"{kind} is an nnx.Pytree; derive it from nnx.Module"
+    function = source.func if isinstance(source, functools.partial) else source
+    bound = getattr(function, "__self__", function)
+    if is_module(bound):
+        return (
+            f"a function bound to an nnx {type(bound).__name__}, whose values would "
+            f"become constants; list the module itself"
+        )
+    return ""
+
+
+def _unfit(module: nnx.Module) -> str:
+    try:
+        for leaf in _flat(module)[1].values():
+            _collection(leaf)
+    except ValueError as error:
+        return f"{name(module)}: {error}"
+    return (
+        "" if callable(module) else f"{name(module)} is an nnx module without __call__"
+    )
+
+
+def init(module: nnx.Module) -> Callable[[chex.PRNGKey, PyTree], dict[str, PyTree]]:
+    """``(key, spec) -> variables`` of a module: the values that it holds.
+
+    They are copies: a training step overwrites what it is given.
+    """
+
+    def run(key: chex.PRNGKey, spec: PyTree) -> dict[str, PyTree]:
+        del key, spec
+        return _variables(module)
+
+    return run
+
+
+def apply(
+    module: nnx.Module, method: str = "__call__"
+) -> Callable[..., tuple[PyTree, dict[str, PyTree]]]:
+    """``(variables, x, rngs, train) -> (y, changed)`` of a method of a module.
+
+    The module is set to training or evaluation as by its ``train`` and ``eval``, and
+    what of ``train``, ``deterministic``, ``use_running_average`` and ``rngs`` the
+    method names is passed.
+    """
+
+    def run(variables, x, rngs, train):
+        own = _merge(module, variables)
+        count = _seed(own, rngs)
+        own.train() if train else own.eval()
+        offered: dict[str, Any] = _linen.switches(train)
+        if rngs is not None:
+            offered["rngs"] = _as_rngs(rngs, count)
+        call = getattr(own, method)
+        args, keywords = _asked(call, offered)
+        y = call(x, *args, **keywords)
+        changed = _changed(own, variables)
+        return y, changed if train else {}
+
+    return run
+
+
+def as_module(module: nnx.Module, variables: Mapping[str, PyTree]) -> nnx.Module:
+    """A new module like the given one, with other values.
+
+    It holds the arrays themselves: a training step that overwrites them takes them
+    from it. Its random streams and its mode are those of the given module.
+
+    Args:
+      module: the module.
+      variables: its variables, as `init` gives them.
+
+    Returns:
+      The new module; it shares nothing with the given one that a call changes.
+
+    Raises:
+      ValueError: if a value is missing.
+    """
+    return _merge(module, variables)
+
+
+def shared(modules: Mapping[int, nnx.Module]) -> list[str]:
+    """What two modules both hold, where they are two objects.
+
+    Args:
+      modules: modules, by the numbers of their layers.
+
+    Returns:
+      One sentence for each pair of layers, with what they share.
+    """
+    owners: dict[int, tuple[int, nnx.Module, Path]] = {}
+    faults: dict[tuple[int, int], str] = {}
+    for number, module in modules.items():
+        for path, leaf in nnx.iter_graph(module, graph=True):
+            if not isinstance(leaf, nnx.Variable) or _collection(leaf) is None:
+                continue
+            first, owner, there = owners.setdefault(id(leaf), (number, module, path))
+            if owner is not module and (first, number) not in faults:
+                faults[first, number] = (
+                    f"layers {first} ({name(owner)}) and {number} ({name(module)}) "
+                    f"share a {type(leaf).__name__}: {_dotted(there)} of the one is "
+                    f"{_dotted(path)} of the other"
+                )
+    return list(faults.values())
+
+
+# ------------------------------------------------------------------ values by path
+
+
+def _flat(module: nnx.Module) -> tuple[Any, dict[Path, Any]]:
+    """What of a module is static, and its leaves by their paths."""
+    graphdef, state = nnx.split(module, graph=True)
+    return graphdef, dict(nnx.to_flat_state(state))
+
+
+def _collection(leaf: Any) -> str | None:
+    """The collection in which a pipeline carries a leaf, if it does.
+
+    It does not carry the state of random streams, which follows from the keys of the
+    step, and intermediate results, which are outputs.
+    """
+    if isinstance(leaf, jax.Ref):
+        raise ValueError("a jax.Ref cannot be given to a pipeline; use an nnx.Variable")
+    if isinstance(leaf, jax.Array | np.ndarray):
+        return "arrays"
+    if not isinstance(leaf, nnx.Variable):
+        return None  # such as the None of a missing bias
+    if isinstance(leaf, nnx.RngState | nnx.Intermediate):
+        return None
+    kind = type(leaf).__name__
+    if leaf.ref or leaf.hijax:
+        raise ValueError(
+            f"a {kind} that is a reference (ref or hijax) cannot be given to a "
+            f"pipeline; make it with ref=False and hijax=False"
+        )
+    if isinstance(leaf, nnx.Param):
+        return "params"
+    if isinstance(leaf, nnx.BatchStat):
+        return "batch_stats"
+    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", kind)
+    if snake.lower() == "params":
+        raise ValueError(
+            f"the Variable type {kind} takes the name of what is trained; rename it, "
+            f"or derive it from nnx.Param"
+        )
+    return snake.lower()
+
+
+def _value(leaf: Any) -> PyTree:
+    return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
+
+
+def _variables(module: nnx.Module) -> dict[str, PyTree]:
+    """The values of a module: by collection, then nested as its attributes are."""
+    found: dict[str, PyTree] = {}
+    for path, leaf in _flat(module)[1].items():
+        collection = _collection(leaf)
+        if collection is not None:
+            _put(found, (collection, *path), jax.tree.map(_copy, _value(leaf)))
+    return found
+
+
+def _copy(leaf: Any) -> jax.Array:
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jnp.copy(leaf)
+    # The dtype is named so that a Python number loses its weak type: it would be
+    # another program than the one for the number after a step.
+    return jnp.array(leaf, jnp.result_type(leaf), copy=True)
+
+
+def _put(tree: dict[Any, PyTree], path: Path, value: PyTree) -> None:
+    for part in path[:-1]:
+        tree = tree.setdefault(part, {})
+    tree[path[-1]] = value
+
+
+def _get(tree: Any, path: Path) -> PyTree:
+    for part in path:
+        tree = tree[part]
+    return tree
+
+
+def _merge(module: nnx.Module, variables: Mapping[str, PyTree]) -> nnx.Module:
+    """A new module of the structure of one and the values of a pipeline."""
+    graphdef, leaves = _flat(module)
+    state, missing = {}, []
+    for path, leaf in leaves.items():
+        collection = _collection(leaf)
+        value = _value(leaf)
+        if collection is not None:
+            try:
+                value = _get(variables, (collection, *path))
+            except (KeyError, TypeError, IndexError):
+                missing.append(f"{collection}/{_dotted(path)}")
+        state[path] = leaf.replace(value) if isinstance(leaf, nnx.Variable) else value
+    if missing:
+        raise ValueError(
+            f"the variables are not those of this {name(module)}: missing "
+            + ", ".join(missing)
+        )
+    merged = nnx.merge(graphdef, nnx.from_flat_state(state))
+    if any(isinstance(leaf, nnx.Intermediate) for leaf in leaves.values()):
+        nnx.pop(merged, nnx.Intermediate)  # results of a call before
+    return merged
+
+
+def _changed(module: nnx.Module, before: Mapping[str, PyTree]) -> dict[str, PyTree]:
+    """The collections after a call, but the parameters, which the optimizer changes.
+
+    Raises:
+      ValueError: if the call made or deleted variables, or gave one another shape.
+    """
+    after: dict[str, PyTree] = {}
+    faults = []
+    for path, leaf in _flat(module)[1].items():
+        collection = _collection(leaf)
+        if collection is None:
+            continue
+        value = _value(leaf)
+        try:
+            old = _get(before, (collection, *path))
+        except (KeyError, TypeError, IndexError):
+            if isinstance(leaf, nnx.Variable):
+                kind = type(leaf).__name__
+                faults.append(f"it made the {kind} {_dotted(path)}")
+            continue
+        if _kind(old) != _kind(value):
+            was, now = _kind(old), _kind(value)
+            faults.append(f"{collection}/{_dotted(path)} was {was} and became {now}")
+        if collection != "params":
+            _put(after, (collection, *path), value)
+    if faults:
+        raise ValueError(
+            f"a call of this {name(module)} changes which variables there are, or "
+            f"their shapes; make them in __init__, in their final shape:\n"
+            + "\n".join(f"  * {fault}" for fault in faults)
+        )
+    return after
+
+
+def _kind(value: PyTree) -> Any:
+    return jax.tree.map(np.shape, value)
+
+
+def _dotted(path: Sequence[Any]) -> str:
+    return ".".join(map(str, path))
+
+
+# ---------------------------------------------------------------------- randomness
+
+
+class _Missing(nnx.RngStream):
+    """A random stream for which there is no key."""
+
+    path: str
+
+    def __call__(self) -> jax.Array:
+        raise ValueError(
+            f"{self.path} draws from the random stream {self.tag!r}, for which there "
+            f"is no key; give rngs=jax.random.key(0) or "
+            f"rngs={{{self.tag!r}: jax.random.key(0)}}"
+        )
+
+
+def _seed(module: nnx.Module, rngs: Keys) -> int:
+    """Starts the random streams of a module anew.
+
+    Streams of one name get keys of their own, by their order in the module: two
+    dropouts draw differently.
+
+    Returns:
+      The number of streams.
+    """
+    streams = [
+        (path, node)
+        for path, node in nnx.iter_graph(module, graph=True)
+        if isinstance(node, nnx.RngStream)
+    ]
+    for number, (path, stream) in enumerate(streams):
+        key, shape = _key_of(rngs, stream.tag), stream.key.get_value().shape
+        if key is None:
+            # Known only when it is drawn from, wherever that is: a class goes through
+            # nnx.remat and nnx.scan, as a flag beside the module would not.
+            object.__setattr__(stream, "__class__", _Missing)
+            setattr(stream, "path", _dotted(path))  # noqa: B010
+            key = jax.random.key(0)
+        key = jax.random.fold_in(key, number)
+        stream.key.set_value(jax.random.split(key, shape) if shape else key)
+        stream.count.set_value(jnp.zeros(shape, jnp.uint32))
+    return len(streams)
+
+
+def _key_of(rngs: Keys, stream: str) -> chex.PRNGKey | None:
+    # The one stream of nnx.Rngs(0) serves all and is called "default": it takes a key
+    # that was given for dropout.
+    for given in (stream, "default", "params", *["dropout"] * (stream == "default")):
+        if rngs is not None and given in rngs:
+            return _typed(rngs[given])
+    return None
+
+
+def _typed(key: chex.PRNGKey) -> jax.Array:
+    is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    return jnp.asarray(key) if is_typed else jax.random.wrap_key_data(key)
+
+
+def _as_rngs(rngs: Mapping[str, chex.PRNGKey], first: int) -> nnx.Rngs:
+    """The keys for a ``__call__`` that asks for them, other than those of `_seed`."""
+    given = {"default": rngs["params"], **rngs} if "params" in rngs else rngs
+    return nnx.Rngs(
+        {
+            stream: jax.random.fold_in(_typed(given[stream]), number)
+            for number, stream in enumerate(sorted(given), first)
+        }
+    )
+
+
+# ----------------------------------------------------------------------- arguments
+
+
+def _asked(
+    call: Callable[..., PyTree], offered: Mapping[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """What a call names of what is offered.
+
+    It is passed by position where it can be: `flax.nnx.remat` lets only such arguments
+    be static.
+    """
+    after_x = list(inspect.signature(call).parameters.values())[1:]
+    asked = [parameter.name for parameter in after_x if parameter.name in offered]
+    args: list[Any] = []
+    for parameter in after_x:
+        value = offered.get(parameter.name, parameter.default)
+        given = {p.name for p in after_x[: len(args)]}
+        by_position = parameter.kind in (
+            inspect.Parameter.POSITIONAL_ONLY,
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        )
+        missing = value is inspect.Parameter.empty
+        if missing or not by_position or set(asked) <= given:
+            break
+        args.append(value)
+    given = {parameter.name for parameter in after_x[: len(args)]}
+    return args, {name: offered[name] for name in asked if name not in given}
