@@ -30,7 +30,7 @@ class Norm(NamedTuple):
       momentum: how much of the running statistics a mini-batch leaves.
     """
 
-    path: tuple[int | str, ...]
+    path: tuple[Any, ...]
     momentum: float
 
 
@@ -68,7 +68,7 @@ def enter_layer(number: int) -> None:
         record.layer = number
 
 
-def note(names: tuple[str, ...], momentum: float) -> bool:
+def note(names: tuple[Any, ...], momentum: float) -> bool:
     """Says that a batch norm is about to run.
 
     Args:

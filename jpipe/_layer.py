@@ -91,7 +91,7 @@ def layer(module: Any, method: str = "__call__") -> Method:
     With the same module elsewhere in the list, the two share parameters.
 
     Args:
-      module: a linen module.
+      module: a linen or nnx module.
       method: the name of the method; it maps one pytree to one pytree.
 
     Returns:
@@ -111,10 +111,9 @@ def layer(module: Any, method: str = "__call__") -> Method:
       >>> jax.tree.map(jnp.shape, variables[0]), variables[2]
       ({'params': {'embedding': (256, 32)}}, {})
     """
-    if not _linen.is_module(module):
+    if not (_linen.is_module(module) or _nnx.is_module(module)):
         raise TypeError(
-            f"layer({module!r}): needs a flax.linen module, this is a "
-            f"{type(module).__name__}"
+            f"layer({module!r}): needs a flax module, this is a {type(module).__name__}"
         )
     if not callable(getattr(type(module), method, None)):
         raise ValueError(f"{type(module).__name__} has no method {method!r}")
@@ -289,13 +288,15 @@ def _zeros(spec: PyTree) -> PyTree:
 
 def _from_method(listed: Method) -> Layer:
     module, method = listed.module, listed.method
-    return Layer(
-        f"{_linen.name(module)}.{method}",
-        listed,
-        _linen.init(module, method),
-        _linen.apply(module, method),
-        module,
-    )
+    if _nnx.is_module(module):
+        name, init, apply = _nnx.name(module), _nnx.init(module), _nnx.apply
+    else:
+        name, init, apply = (
+            _linen.name(module),
+            _linen.init(module, method),
+            _linen.apply,
+        )
+    return Layer(f"{name}.{method}", listed, init, apply(module, method), module)
 
 
 def _from_stage(stage: Stage) -> Layer:

@@ -103,6 +103,18 @@ class Library:
         self.objective = objective
         return self._gradients(objective)
 
+    def last_objective(self) -> Objective:
+        """The loss asked for last.
+
+        Raises:
+          ValueError: if none was.
+        """
+        if self.objective is None:
+            raise ValueError(
+                "no step was built yet whose loss could be profiled; give loss_fn="
+            )
+        return self.objective
+
     def _find_gradients(self, objective: Objective) -> FindGradient:
         compiled: dict[Any, Gradient] = {}
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from . import _linen
+from . import _batchnorm, _linen
 
 PyTree = Any
 Path = tuple[Any, ...]
@@ -88,6 +88,8 @@ def apply(
         own = _merge(module, variables)
         count = _seed(own, rngs)
         own.train() if train else own.eval()
+        if train:
+            _leave_statistics(own)
         offered: dict[str, Any] = _linen.switches(train)
         if rngs is not None:
             offered["rngs"] = _as_rngs(rngs, count)
@@ -98,6 +100,15 @@ def apply(
         return y, changed if train else {}
 
     return run
+
+
+def _leave_statistics(module: nnx.Module) -> None:
+    """Lets batch norms leave the statistics of the micro-batch: see `_batchnorm`."""
+    for path, node in nnx.iter_graph(module, graph=True):
+        if isinstance(node, nnx.BatchNorm) and _batchnorm.note(
+            tuple(path), node.momentum
+        ):
+            node.momentum = 0.0
 
 
 def as_module(module: nnx.Module, variables: Mapping[str, PyTree]) -> nnx.Module:

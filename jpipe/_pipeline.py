@@ -12,7 +12,7 @@ from . import _microbatch, _rng, _tied, _transfer, _variables
 from ._describe import describe
 from ._execute import execute
 from ._gradient import gradient_tree
-from ._layer import initialize
+from ._layer import as_module, initialize
 from ._library import Axes, Library
 from ._objective import Objective
 from ._optimizer import Optimizer, place_state
@@ -297,6 +297,28 @@ class Pipeline:
             donate=donate,
         )
 
+    def modules(self, variables: Sequence[PyTree]) -> list[Any]:
+        """What was listed as layers, with values: the way back to Flax.
+
+        Args:
+          variables: one entry per layer, such as ``state.variables``.
+
+        Returns:
+          For each layer a bound linen module or a new nnx module, ready to be called;
+          a function or a `Stage` as it is. They hold the arrays themselves, which a
+          training step overwrites: copy them first if training goes on.
+
+        Raises:
+          ValueError: if the variables are not those of the layers.
+        """
+        layers = [layer for stage in self._pipe.stages for layer in stage.layers]
+        _variables.check_length(variables, len(layers))
+        entries = _tied.shared(variables, self._pipe.owners)
+        return [
+            as_module(layer, entry)
+            for layer, entry in zip(layers, entries, strict=True)
+        ]
+
     def profile_step(
         self,
         state: TrainState,
@@ -344,12 +366,8 @@ class Pipeline:
             raise TypeError(
                 f"batch is a {type(batch).__name__}; needs the pair (x, targets)"
             )
-        objective = Objective(loss_fn, has_aux, reduction) if loss_fn else None
-        objective = objective or self._library.objective
-        if objective is None:
-            raise ValueError(
-                "no step was built yet whose loss could be profiled; give loss_fn="
-            )
+        given = Objective(loss_fn, has_aux, reduction) if loss_fn else None
+        objective = given or self._library.last_objective()
         x, targets = batch
         key = _rng.step_key(state.rng, state.step)
         gradient = self._library.gradients(objective)(
@@ -357,8 +375,9 @@ class Pipeline:
         )
         weights = self._leaves(state.variables)
         leaves = jax.tree.leaves(x), jax.tree.leaves(targets), [key]
-        program = gradient.program
-        return profile(program, lambda: program.feed(weights, *leaves))
+        return profile(
+            gradient.program, lambda: gradient.program.feed(weights, *leaves)
+        )
 
     def _leaves(self, variables: Sequence[PyTree]) -> list[Leaves]:
         entries = _tied.shared(variables, self._pipe.owners)

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from flax import nnx
 
 import jpipe
 
@@ -204,3 +205,48 @@ def test_gradients_are_those_of_norms_per_microbatch(double):
 
     expected = jax.value_and_grad(loss)(ref.params_of(variables))
     ref.assert_close(value, expected, 1e-10)  # E[x^2] - E[x]^2 against the variance
+
+
+def test_so_it_is_for_nnx():
+    x, targets = ref.regression(14)
+    norm = nnx.BatchNorm(5, momentum=0.9, rngs=nnx.Rngs(0))
+    dense = nnx.Linear(5, 4, rngs=nnx.Rngs(1))
+    pipe = jpipe.pipeline([norm, dense], 4)
+    state = committed(pipe, x, targets)
+    stats = state.model_state[0]["batch_stats"]
+    np.testing.assert_allclose(stats["mean"], 0.1 * x.mean(0), rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(stats["var"], 0.9 + 0.1 * x.var(0), rtol=ULPS)
+    assert norm.momentum == 0.9
+    (back, _) = pipe.modules(state.variables)
+    assert back.momentum == 0.9
+    np.testing.assert_array_equal(back.mean[...], stats["mean"])
+
+
+def test_another_method_of_a_tied_nnx_module():
+    class Table(nnx.Module):
+        def __init__(self):
+            self.table = nnx.Param(jax.random.normal(jax.random.key(0), (7, 3)))
+
+        def __call__(self, tokens):
+            return self.table[...][tokens]
+
+        def attend(self, x):
+            return x @ self.table[...].T
+
+    table = Table()
+    pipe = jpipe.pipeline([table, jnp.tanh, jpipe.layer(table, method="attend")], 2)
+    tokens = jnp.arange(6)
+    variables = pipe.init(jax.random.key(0), tokens)
+    assert variables[2] == {}
+
+    def loss(logits, targets):
+        return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+
+    value = pipe.value_and_grad(loss)(variables, tokens, tokens)
+
+    def whole(params):
+        own = params[0]["table"]
+        return loss(jnp.tanh(own[tokens]) @ own.T, tokens)
+
+    expected = jax.value_and_grad(whole)(ref.params_of(variables))
+    ref.assert_close(value, expected, ref.FLOAT32)
