@@ -17,7 +17,7 @@ from ._library import Axes, Library
 from ._objective import Objective
 from ._optimizer import Optimizer, place_state
 from ._plan import Plan
-from ._profile import profile
+from ._profile import check_pair, profile
 from ._program import Pipe
 from ._train import TrainState, TrainStep, check_optimizer
 from ._transfer import Device
@@ -66,8 +66,8 @@ class Pipeline:
 
     def __repr__(self) -> str:
         return (
-            f"<jpipe.Pipeline: {sum(len(s.layers) for s in self._pipe.stages)} layers "
-            f"in {self.num_stages} stages, {self.num_microbatches} micro-batches, "
+            f"<jpipe.Pipeline: {len(self._stage_of_layer())} layers in "
+            f"{self.num_stages} stages, {self.num_microbatches} micro-batches, "
             f"{self.schedule.name}>"
         )
 
@@ -330,21 +330,18 @@ class Pipeline:
     ) -> Timeline:
         """Runs the gradients of a mini-batch with each action timed.
 
-        Ranks work side by side as in a step, but each action is waited for, so the
-        whole takes somewhat longer than a step. The state is not changed.
+        Each action is waited for, so the whole takes somewhat longer than a step.
 
         Args:
           state: a train state, in place.
           batch: the input and the targets.
-          loss_fn: as for `train_step`; default: the loss, with its options, of the
-            step that was built last.
+          loss_fn: as for `train_step`; default: that of the step built last.
           has_aux: as for `train_step`.
           reduction: as for `train_step`.
 
         Returns:
-          What was measured, in seconds and bytes. Its ``costs`` are the median time of
-          each op of each stage, with the bytes of the program: give them to
-          `Schedule.simulate` to predict this or another schedule of the same stages.
+          What was measured, in seconds and bytes. Its ``costs``, the median times and
+          the bytes of each stage, are what `Schedule.simulate` predicts from.
 
         Raises:
           ValueError: if there is no loss yet, or the state or the batch does not fit.
@@ -362,10 +359,7 @@ class Pipeline:
           >>> predicted.peak_bytes == measured.peak_bytes
           True
         """
-        if not isinstance(batch, tuple) or len(batch) != 2:
-            raise TypeError(
-                f"batch is a {type(batch).__name__}; needs the pair (x, targets)"
-            )
+        check_pair(batch)
         given = Objective(loss_fn, has_aux, reduction) if loss_fn else None
         objective = given or self._library.last_objective()
         x, targets = batch

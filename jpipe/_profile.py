@@ -78,6 +78,18 @@ def profile(program: Program, feed: Callable[[], Live]) -> Timeline:
     return _timeline(program, clock)
 
 
+def check_pair(batch: Any) -> None:
+    """Checks that a batch is a pair of input and targets.
+
+    Raises:
+      TypeError: if it is not.
+    """
+    if not isinstance(batch, tuple) or len(batch) != 2:
+        raise TypeError(
+            f"batch is a {type(batch).__name__}; needs the pair (x, targets)"
+        )
+
+
 def _waits(
     action: Action, needs: Callable[[Action], tuple[Action, ...]], done: Any
 ) -> list[Action]:
