@@ -41,10 +41,12 @@ class Record:
     Attributes:
       layer: the number of the layer that is being applied.
       norms: what was met so far.
+      written: the running mean that each left, to notice a second call.
     """
 
     layer: int = 0
     norms: list[Norm] = field(default_factory=list)
+    written: dict[Any, Any] = field(default_factory=dict)
 
 
 _current: ContextVar[Record | None] = ContextVar("jpipe_batchnorm", default=None)
@@ -93,12 +95,25 @@ def intercept(call: Callable[..., Any], args: Any, keywords: Any, context: Any) 
     momentum = module.momentum
     if not note(tuple(module.path), momentum):
         return call(*args, **keywords)
+    record = _current.get()
+    assert record is not None
+    here = record.layer, *module.path
+    if record.written.get(here, module) is _running_mean(module):
+        raise ValueError(
+            f"batch norm {'/'.join(module.path) or type(module).__name__} is called "
+            f"twice in one layer: only one of its statistics would count; make two"
+        )
     # A bound module cannot be cloned in place, and refuses to be changed.
     object.__setattr__(module, "momentum", 0.0)
     try:
         return call(*args, **keywords)
     finally:
         object.__setattr__(module, "momentum", momentum)
+        record.written[here] = _running_mean(module)
+
+
+def _running_mean(module: linen.BatchNorm) -> Any:
+    return module.get_variable("batch_stats", "mean")
 
 
 class Merged(NamedTuple):

@@ -179,7 +179,9 @@ def _why_not(source: Any) -> str:
 
 def _as_layer(source: Any) -> Layer:
     if isinstance(source, _skip.Isolated):
-        return replace(_as_layer(source.layer), namespace=source.namespace)
+        inner, outer = _as_layer(source.layer), source.namespace
+        both = outer if inner.namespace is None else (outer, inner.namespace)
+        return replace(inner, namespace=both)
     if isinstance(source, Method):
         return _from_method(source)
     if _linen.is_module(source):

@@ -152,6 +152,8 @@ class _Lowering:
         pairs = task.sent if action.op == FORWARD else task.returned
         groups: list[Group] = []
         for stage, count in pairs:
+            if not count and action.op != FORWARD:
+                continue  # no gradient: nobody waits for it
             if groups and groups[-1].stage == stage:
                 count += groups.pop().size
             # The outputs of the last stage stay where they are.

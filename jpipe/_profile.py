@@ -8,18 +8,19 @@ ordinary step, which never waits and is therefore a little faster.
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 
+from ._compile import StagePrograms
 from ._execute import Live, Step, execute
 from ._memory import costs_of
 from ._program import Program
 from .schedules import Action, Timeline
-from .schedules._action import BACKWARD, FORWARD, INPUT, WEIGHT, Needs
+from .schedules._action import BACKWARD, INPUT, WEIGHT, Needs
 from .schedules._simulate import memory_events
 
 
@@ -60,7 +61,7 @@ def profile(program: Program, feed: Callable[[], Live]) -> Timeline:
     def work(steps: Sequence[Step]) -> None:
         try:
             for step in steps:
-                for need in _waits(step.action, needs, done):
+                for need in _waits(step.action, needs, done, program.rows):
                     while not done[need].wait(0.1):
                         if failed.is_set():
                             return
@@ -91,7 +92,10 @@ def check_pair(batch: Any) -> None:
 
 
 def _waits(
-    action: Action, needs: Callable[[Action], tuple[Action, ...]], done: Any
+    action: Action,
+    needs: Callable[[Action], tuple[Action, ...]],
+    done: Container[Action],
+    rows: Sequence[Sequence[StagePrograms]],
 ) -> list[Action]:
     """The steps that an action waits for, through those that were not run alone."""
     waits, todo = [], list(needs(action))
@@ -99,8 +103,11 @@ def _waits(
         need = todo.pop()
         if need in done:
             waits.append(need)
-        elif (whole := need._replace(op=BACKWARD)) in done and need.op != FORWARD:
-            waits.append(whole)
+        elif (
+            need.op == INPUT
+            and not rows[need.stage][need.microbatch].differentiates_weights
+        ):
+            waits.append(need._replace(op=BACKWARD))  # the whole ran in its place
         else:
             todo += needs(need)
     return [need for need in waits if need != action]

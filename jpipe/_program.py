@@ -193,7 +193,10 @@ class Program:
             grads=[grads for grads, _ in sums],
             tally=[tally for _, tally in sums],
         )
-        live.cotangents[-1] = [()] * count
+        for s, row in enumerate(self.rows):
+            # No gradient comes to the loss, or to a stage whose output has none.
+            if row[0].task.has_loss or not row[0].task.num_outputs:
+                live.cotangents[s] = [()] * count
         return live
 
     def _constant_extra(self, s: int) -> list[list[jax.Array]]:

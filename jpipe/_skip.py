@@ -6,7 +6,7 @@ every route is static: the value leaves the stage that stashes it as one more ou
 and enters the stage that pops it as one more input, with nothing in between.
 """
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -290,3 +290,19 @@ def label(key: Key) -> str:
 
 def _by(*uses: Use) -> str:
     return " and ".join(f"layer {use.layer} ({use.name})" for use in uses)
+
+
+def check_left(values: Mapping[Key, PyTree], ports: Ports) -> None:
+    """Checks that what a stage leaves is what its routes say.
+
+    Raises:
+      ValueError: if its layers stash or pop otherwise in training than in evaluation,
+        in which the routes were found.
+    """
+    expected = {route.key for route in ports.outgoing}
+    wrong = [label(key) for key in expected ^ set(values)]
+    if wrong:
+        raise ValueError(
+            f"{', '.join(sorted(wrong))}: stashed or popped in training and not in "
+            f"evaluation, or the other way round; do both whatever train is"
+        )

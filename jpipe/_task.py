@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from . import _batchnorm, _jaxpr
+from . import _batchnorm, _jaxpr, _skip
 from ._objective import Objective
 from ._skip import NO_PORTS, Ports
 from ._stage import StageFunction
@@ -249,6 +249,7 @@ def trace(
         y, changed = stage(
             variables, x, extra.get("rngs"), extra.get("microbatch", 0), train, skips
         )
+        _skip.check_left(skips, ports)
         if ports.outgoing:
             y = tuple(skips[route.key] for route in ports.outgoing), y
         changes = {

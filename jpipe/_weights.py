@@ -44,8 +44,9 @@ class Weights:
             is_params(path) and is_inexact(leaf)
             for path, leaf in zip(paths, leaves, strict=True)
         )
-        specs = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
-        return cls(tree, specs, paths, trainable)
+        # One object for what is one array: a tied leaf may stand in a stage twice.
+        made = {id(x): jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves}
+        return cls(tree, tuple(made[id(x)] for x in leaves), paths, trainable)
 
 
 def is_params(path: Any) -> bool:

@@ -197,3 +197,12 @@ def test_the_meter_sees_an_array_that_is_kept_too_long():
             program.steps[i] = step._replace(run=forgetful)
     meter, _ = counted(pipe, x, targets)
     assert meter.ranks()[-1][0] > right
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_a_tied_module_twice_in_one_stage_is_counted_once(schedule):
+    twice = ref.dense(5)
+    layers = [twice, jnp.tanh, twice, jnp.sin, ref.dense(4)]
+    pipe = jpipe.pipeline(layers, 3, balance=[3, 2], schedule=schedule)
+    x, targets = ref.regression(6)
+    check_exact(pipe, x, targets)

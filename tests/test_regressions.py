@@ -10,7 +10,7 @@ import pytest
 from flax import linen as nn
 
 import jpipe
-from jpipe.schedules import ScheduleError, one_f_one_b
+from jpipe.schedules import Schedule, ScheduleError, one_f_one_b
 
 from . import reference as ref
 
@@ -214,3 +214,94 @@ def test_one_micro_batch_has_nothing_to_join():
 def test_apply_does_not_ask_for_the_axes_of_targets():
     pipe = jpipe.pipeline([jnp.sin], 2, target_axes=(0, None))
     np.testing.assert_allclose(pipe.apply(({},), jnp.ones(4)), np.sin(np.ones(4)))
+
+
+class TestBoundariesWithoutGradients:
+    """A stage whose input is integers only has no first half of a backward."""
+
+    def layers(self):
+        class Digitize(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                return jnp.argmax(nn.Dense(7)(x), -1)
+
+        return [Digitize(), nn.Embed(7, 5), nn.Dense(4)]
+
+    @pytest.mark.parametrize("schedule", ["zb_h1", "zb_h2", "gpipe"])
+    @pytest.mark.parametrize("remat", ["full", "none"])
+    def test_trains_under_every_schedule(self, schedule, remat):
+        x, targets = ref.regression(8)
+        values = [
+            pipe.value_and_grad(ref.mse)(pipe.init(jax.random.key(0), x), x, targets)
+            for pipe in (
+                jpipe.pipeline(self.layers(), 4, schedule=schedule, remat=remat),
+                jpipe.sequential(self.layers(), 4),
+            )
+        ]
+        ref.assert_close(*values, ref.FLOAT32)
+
+    def test_a_profile_does_not_wait_for_what_it_does_not_read(self):
+        def first(x):
+            jpipe.stash("x", x)
+            return jnp.argmax(x, -1)
+
+        def last(x):
+            return x + jpipe.pop("x")[:, :4]
+
+        order = Schedule.from_text(
+            """
+            0F0 0F1 0B0 0F2 0B1 0B2
+            1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2
+            2F0 2B0 2F1 2B1 2F2 2B2
+            """
+        )
+        layers = [ref.dense(6), first, nn.Embed(6, 4), last, ref.dense(4)]
+        pipe = jpipe.pipeline(layers, 3, balance=[2, 1, 2], schedule=order)
+        x, targets = ref.regression(6)
+        state = pipe.init_train_state(jax.random.key(0), x, optax.sgd(0.1))
+        assert pipe.profile_step(state, (x, targets), ref.mse).makespan > 0
+
+
+def test_a_batch_norm_that_is_called_twice_is_refused():
+    class Twice(nn.Module):
+        @nn.compact
+        def __call__(self, x, train: bool):
+            norm = nn.BatchNorm(not train, name="norm")
+            return norm(x) + norm(2 * x)
+
+    pipe = jpipe.pipeline([Twice(), ref.dense(4)], 2)
+    x, targets = ref.regression(4)
+    variables = pipe.init(jax.random.key(0), x)
+    with pytest.raises(ValueError, match="batch norm norm is called twice in one"):
+        pipe.value_and_grad(ref.mse)(variables, x, targets)
+
+
+def test_skips_that_depend_on_training_are_refused_whatever_the_balance():
+    def first(x, train):
+        if train:
+            jpipe.stash("q", x)
+        return x
+
+    def second(x, train):
+        return x + jpipe.pop("q") if train else x
+
+    x, _ = ref.regression(4)
+    pipe = jpipe.pipeline([first, second], 2)
+    with pytest.raises(ValueError, match="stashed or popped in training and not in"):
+        pipe.value_and_grad(ref.mse)(({}, {}), x, x)
+
+
+def test_namespaces_nest():
+    def keep(x):
+        jpipe.stash("a", x)
+        return x
+
+    def take(x):
+        return x + jpipe.pop("a")
+
+    def block(name, layer):
+        return jpipe.isolate(jpipe.isolate(layer, name), "outer")
+
+    layers = [block("i", keep), block("j", keep), block("i", take), block("j", take)]
+    y = jpipe.sequential(layers).apply(({},) * 4, jnp.ones(3))
+    np.testing.assert_array_equal(y, 3 * np.ones(3))

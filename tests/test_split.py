@@ -311,7 +311,9 @@ class TestWhatRuns:
         pairs = [(s, t) for s, t in pairwise(range(len(placement)))]
         for s, t in pairs:
             step = next(p for p in program.steps if p.action[:2] == ("F", s))
-            moved = step.send(leaves)
+            cells = [[None] for _ in range(len(placement) + 1)]
+            step.send(cells, 0, leaves)
+            moved = cells[t][0]
             assert (moved is leaves) == (placement[s] == placement[t])
 
 
