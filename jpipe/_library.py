@@ -67,7 +67,7 @@ class Library:
         # otherwise keep its programs for ever.
         self._gradients = lru_cache(maxsize=32)(self._find_gradients)
         self.weights: Sequence[Weights] = ()
-        self.ties: _tied.Ties | None = None
+        self.ties = _tied.Ties((), (), ())
         self.objective: Objective | None = None
         self.training: Program | None = None
         self.routes: tuple[Route, ...] = ()
@@ -133,8 +133,7 @@ class Library:
                     objective=objective,
                     routes=self.expected(batch.x)[1],
                 )
-                ties = _tied.Ties(self._pipe.stages, self._pipe.owners, weights)
-                compiled[signature] = Gradient(program, objective, ties)
+                compiled[signature] = Gradient(program, objective, self.ties)
                 self.training, self._timeline = program, None
             return compiled[signature]
 

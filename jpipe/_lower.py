@@ -32,7 +32,9 @@ def inference(schedule: Schedule, devices: Sequence[Device], rows: Rows) -> list
     ]
 
 
-def training(schedule: Schedule, devices: Sequence[Device], rows: Rows) -> list[Step]:
+def training(
+    schedule: Schedule, devices: Sequence[Device], rows: Rows
+) -> tuple[list[Step], dict[Action, Action]]:
     """A whole schedule. What has nothing to compute is left out.
 
     A forward of the stage with the loss becomes one program with its backward if
@@ -45,18 +47,21 @@ def training(schedule: Schedule, devices: Sequence[Device], rows: Rows) -> list[
       rows: the programs of each stage and micro-batch.
 
     Returns:
-      The steps, in an order that respects every dependency.
+      The steps, in an order that respects every dependency; and by scheduled action
+      the one that does its work in its place. What is missing there does nothing.
     """
     make = _Lowering(devices, rows)
     fused = _fused(schedule, rows)
-    steps = []
+    steps, ran = [], {}
     for scheduled in schedule.simulate().order():
         action = _real(scheduled, rows)
         if action is None or (action.op == FORWARD and action[1:] in fused):
             continue
         step = (make.fused if action[1:] in fused else make.single)(action)
-        steps += [] if step is None else [step]
-    return steps
+        if step is not None:
+            steps.append(step)
+            ran[scheduled] = action
+    return steps, ran
 
 
 def _real(action: Action, rows: Rows) -> Action | None:

@@ -106,9 +106,8 @@ class _Reader:
 
     def __init__(self, program: Program) -> None:
         self._schedule = program.schedule
-        self._rows = program.rows
         self._skips = _skips(program)
-        self._ran: set[Action] = set()
+        self._ran = program.ran
         count = len(program.batch.sizes)
         self._table = {
             field: [[0] * count for _ in program.rows] for field in self._FIELDS
@@ -123,7 +122,6 @@ class _Reader:
             return
         table, action = self._table, step.action
         op, s, m = action
-        self._ran.add(action)
         table["emitted"][s][m] = nbytes(live.emitted[s][m])
         if op in (FORWARD, INPUT):
             kept = "residual" if op == FORWARD else "pending"
@@ -158,7 +156,7 @@ class _Reader:
         """The costs, once all steps were walked."""
         for row in self._schedule.rows:
             for action in row:
-                if action not in self._ran:
+                if self._ran.get(action) != action:
                     self._leave_waiting(action)
         tables: dict[str, Any] = {f"{name}_bytes": t for name, t in self._table.items()}
         return Costs(**tables, **self._start, skips=self._skips)
@@ -173,7 +171,7 @@ class _Reader:
             table["residual"][s][m] = waits
         elif op != WEIGHT and not self._backward_ran(s, m):
             self._leave_frozen(s, m)
-        elif op == INPUT and self._waits_for_second_half(s, m):
+        elif op == INPUT and Action(WEIGHT, s, m) in self._ran:
             waits = table["residual"][s][m] + table["extra"][s][m]
             if s + 1 < len(self._shared):
                 waits += table["cotangent"][s + 1][m]
@@ -181,9 +179,6 @@ class _Reader:
             if m == len(table["extra"][s]) - 1:
                 waits += self._start["shared_bytes"][s]
             table["pending"][s][m] = waits
-
-    def _waits_for_second_half(self, s: int, m: int) -> bool:
-        return self._rows[s][m].differentiates_weights
 
     def _backward_ran(self, s: int, m: int) -> bool:
         return any(Action(op, s, m) in self._ran for op in (BACKWARD, INPUT, WEIGHT))

@@ -384,7 +384,6 @@ class Pipeline:
     def _bring(self, weights: list[Any]) -> None:
         """Checks that leaves are in place, and brings those that stages borrow."""
         ties = self._library.ties
-        assert ties is not None, "no variables were seen"
         own = ties.own(weights)
         _variables.check_placed(own, self._pipe.stages, self.devices)
         ties.bring(weights, self.devices)

@@ -8,19 +8,18 @@ ordinary step, which never waits and is therefore a little faster.
 import statistics
 import threading
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 
-from ._compile import StagePrograms
 from ._execute import Live, Step, execute
 from ._memory import costs_of
 from ._program import Program
 from .schedules import Action, Timeline
-from .schedules._action import BACKWARD, INPUT, WEIGHT, Needs
+from .schedules._action import Needs
 from .schedules._simulate import memory_events
 
 
@@ -61,7 +60,7 @@ def profile(program: Program, feed: Callable[[], Live]) -> Timeline:
     def work(steps: Sequence[Step]) -> None:
         try:
             for step in steps:
-                for need in _waits(step.action, needs, done, program.rows):
+                for need in _waits(step.action, needs, program.ran):
                     while not done[need].wait(0.1):
                         if failed.is_set():
                             return
@@ -94,20 +93,14 @@ def check_pair(batch: Any) -> None:
 def _waits(
     action: Action,
     needs: Callable[[Action], tuple[Action, ...]],
-    done: Container[Action],
-    rows: Sequence[Sequence[StagePrograms]],
+    ran: Mapping[Action, Action],
 ) -> list[Action]:
     """The steps that an action waits for, through those that were not run alone."""
     waits, todo = [], list(needs(action))
     while todo:
         need = todo.pop()
-        if need in done:
-            waits.append(need)
-        elif (
-            need.op == INPUT
-            and not rows[need.stage][need.microbatch].differentiates_weights
-        ):
-            waits.append(need._replace(op=BACKWARD))  # the whole ran in its place
+        if need in ran:
+            waits.append(ran[need])
         else:
             todo += needs(need)
     return [need for need in waits if need != action]
@@ -139,7 +132,7 @@ def _timeline(program: Program, clock: _Clock) -> Timeline:
     free = [0.0] * schedule.num_ranks
     for action in schedule.simulate().order():
         rank = schedule.placement[action.stage]
-        real = action if action in clock.start else _whole(action, program, clock)
+        real = program.ran.get(action)
         start[action] = clock.start[real] if real else free[rank]
         end[action] = clock.end[real] if real else free[rank]
         free[rank] = end[action]
@@ -151,11 +144,3 @@ def _timeline(program: Program, clock: _Clock) -> Timeline:
         costs=replace(costs, latency=latency),
         memory=tuple(memory_events(timeline, costs)),
     )
-
-
-def _whole(action: Action, program: Program, clock: _Clock) -> Action | None:
-    """The whole backward that ran in place of one of its halves, where it ran."""
-    programs = program.rows[action.stage][action.microbatch]
-    half = WEIGHT if programs.differentiates_weights else INPUT
-    whole = action._replace(op=BACKWARD)
-    return whole if action.op == half and whole in clock.start else None

@@ -2,6 +2,7 @@
 
 import itertools
 import operator
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,7 +22,7 @@ from ._task import Task, trace
 from ._transfer import Device
 from ._vjp import Leaves
 from ._weights import Weights
-from .schedules import Schedule
+from .schedules import Action, Schedule
 
 PyTree = Any
 
@@ -88,6 +89,8 @@ class Program:
       owners: for each layer the one that owns its variables.
       rows: the programs of each stage and micro-batch; equal ones are one object.
       steps: what `_execute.execute` runs, in order.
+      ran: with a loss, by scheduled action the one that runs in its place: itself, or
+        the whole backward for a half. Others have nothing to do by themselves.
     """
 
     def __init__(
@@ -106,8 +109,12 @@ class Program:
         self.schedule = pipe.schedule
         self.owners = pipe.owners
         self.rows = _stage_programs(pipe, weights, batch, train, objective, routes)
-        lower = _lower.training if objective else _lower.inference
-        self.steps = lower(pipe.schedule, pipe.devices, self.rows)
+        placed = pipe.schedule, pipe.devices, self.rows
+        self.ran: dict[Action, Action] = {}
+        if objective:
+            self.steps, self.ran = _lower.training(*placed)
+        else:
+            self.steps = _lower.inference(*placed)
         self._split_x = _microbatch.splitter(batch.x_axes, batch.sizes)
         self._split_targets = _microbatch.splitter(batch.target_axes, batch.sizes)
         self._constants = [self._constant_extra(s) for s in range(len(self.rows))]
@@ -302,4 +309,26 @@ def _tasks(
             skips.update(
                 zip((route.key for route in ports.outgoing), left, strict=True)
             )
+    _assert_moves_fit(tasks)
     return tasks
+
+
+def _assert_moves_fit(tasks: Sequence[Task]) -> None:
+    """What each stage sends to another is what that one takes for it, leaf for leaf.
+
+    Leaves travel without names: that both sides sort the skip connections alike is
+    worth a look, once, on shapes.
+    """
+    sent: dict[tuple[int, int], list[Any]] = defaultdict(list)
+    received: dict[tuple[int, int], list[Any]] = defaultdict(list)
+    for task in tasks:
+        leaves = iter([] if task.has_loss else jax.tree.leaves(task.y))
+        for target, count in task.sent:
+            sent[task.index, target] += itertools.islice(leaves, count)
+        leaves = iter(task.x)
+        for source, count in task.received:
+            received[source, task.index] += itertools.islice(leaves, count)
+    for (source, target), specs in received.items():
+        moved = [(spec.shape, spec.dtype) for spec in specs]
+        given = [(spec.shape, spec.dtype) for spec in sent[source, target]]
+        assert source < 0 or moved == given, (source, target, given, moved)

@@ -235,32 +235,18 @@ def trace(
     """
     x_leaves, x_tree = jax.tree.flatten(x)
     names = [name for name in EXTRA if name in extra]
-    position = {path: i for i, path in enumerate(weights.paths)}
     changed_at: list[int] = []
 
     def whole(weight_leaves: Leaves, x_leaves: Leaves, values: Sequence[PyTree]):
-        extra = dict(zip(names, values, strict=True))
+        given = dict(zip(names, values, strict=True))
         variables = jax.tree.unflatten(weights.tree, weight_leaves)
-        x, skips = jax.tree.unflatten(x_tree, x_leaves), {}
-        if ports.incoming:
-            arrived, x = x
-            keys = [route.key for route in ports.incoming]
-            skips = dict(zip(keys, arrived, strict=True))
-        y, changed = stage(
-            variables, x, extra.get("rngs"), extra.get("microbatch", 0), train, skips
-        )
-        _skip.check_left(skips, ports)
-        if ports.outgoing:
-            y = tuple(skips[route.key] for route in ports.outgoing), y
-        changes = {
-            position[path]: leaf
-            for path, leaf in jax.tree_util.tree_leaves_with_path(changed)
-            if path in position
-        }
+        x = jax.tree.unflatten(x_tree, x_leaves)
+        y, changed = _applied(stage, ports, variables, x, given, train)
+        changes = _changes(weights, changed)
         changed_at[:] = changes
         loss = []
         if objective is not None:
-            scalar, sums, y = objective(y, extra["targets"], extra["share"])
+            scalar, sums, y = objective(y, given["targets"], given["share"])
             loss = [scalar, *sums]
         return loss, jax.tree.map(jnp.asarray, y), list(changes.values())
 
@@ -292,6 +278,39 @@ def trace(
         len(loss),
     )
     return replace(task, norms=_norms(task, record.norms))
+
+
+def _applied(
+    stage: StageFunction,
+    ports: Ports,
+    variables: PyTree,
+    x: PyTree,
+    extra: Mapping[str, PyTree],
+    train: bool,
+) -> tuple[PyTree, PyTree]:
+    """The output of a stage, with the skips that leave it, and what it changed."""
+    skips = {}
+    if ports.incoming:
+        arrived, x = x
+        keys = [route.key for route in ports.incoming]
+        skips = dict(zip(keys, arrived, strict=True))
+    y, changed = stage(
+        variables, x, extra.get("rngs"), extra.get("microbatch", 0), train, skips
+    )
+    _skip.check_left(skips, ports)
+    if ports.outgoing:
+        y = tuple(skips[route.key] for route in ports.outgoing), y
+    return y, changed
+
+
+def _changes(weights: Weights, changed: PyTree) -> dict[int, Any]:
+    """The changed leaves, by their positions among those of the variables."""
+    position = {path: i for i, path in enumerate(weights.paths)}
+    return {
+        position[path]: leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(changed)
+        if path in position
+    }
 
 
 def _norms(

@@ -7,6 +7,7 @@ and its sum of gradients is moved back and added, in the order of the layers.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -48,12 +49,12 @@ class Ties:
         owners: Sequence[int],
         weights: Sequence[Weights],
     ) -> None:
-        self._stage_of = [stage.index for stage in stages for _ in stage.layers]
         # Of each stage the positions of what it borrows among all its leaves.
         self._borrowed: list[list[int]] = []
-        # Among the gradients: of each stage what it keeps, and what is added to what.
+        # Of each stage what it keeps among its gradients.
         self._kept: list[list[int]] = []
-        self._added: list[tuple[int, int, int, int]] = []
+        # By borrowing stage and home: which gradients are added to which.
+        self._added: dict[tuple[int, int], list[tuple[int, int]]] = {}
         own: dict[Any, tuple[int, int]] = {}
         for stage, given in zip(stages, weights, strict=True):
             borrowed, kept, number = [], [], 0
@@ -68,7 +69,9 @@ class Ties:
                     own[leaf] = stage.index, number
                     kept.append(number)
                 else:
-                    self._added.append((stage.index, number, *own[leaf]))
+                    home, at = own[leaf]
+                    pairs = self._added.setdefault((stage.index, home), [])
+                    pairs.append((number, at))
                 number += 1
             self._borrowed.append(borrowed)
             self._kept.append(kept)
@@ -77,23 +80,18 @@ class Ties:
         """The leaves of each stage without those that it borrows."""
         if not any(self._borrowed):
             return weights
-        return [
-            [leaf for i, leaf in enumerate(leaves) if i not in borrowed]
-            for leaves, borrowed in zip(weights, self._borrowed, strict=True)
-        ]
+        owned = []
+        for leaves, positions in zip(weights, self._borrowed, strict=True):
+            borrowed = set(positions)
+            owned.append([x for i, x in enumerate(leaves) if i not in borrowed])
+        return owned
 
     def gradient_dtypes(self, weights: Sequence[Weights]) -> list[tuple[Any, ...]]:
         """The dtypes of what `gather` returns, once no longer sums."""
+        specs = [given.trainable_specs for given in weights]
         return [
-            tuple(
-                [
-                    s.dtype
-                    for s, t in zip(given.specs, given.trainable, strict=True)
-                    if t
-                ][i]
-                for i in kept
-            )
-            for given, kept in zip(weights, self._kept, strict=True)
+            tuple(of_stage[i].dtype for i in kept)
+            for of_stage, kept in zip(specs, self._kept, strict=True)
         ]
 
     def bring(self, weights: Sequence[list[Any]], devices: Sequence[Device]) -> None:
@@ -112,7 +110,7 @@ class Ties:
         """Adds the gradients of borrowed leaves to those of their owners.
 
         Args:
-          grads: the sums of each stage; those of owners are overwritten.
+          grads: the sums of each stage.
           devices: the device of each stage.
 
         Returns:
@@ -121,15 +119,26 @@ class Ties:
         if not self._added:
             return grads
         sums = [list(leaves) for leaves in grads]
-        for stage, number, home, at in self._added:
-            (moved,) = _transfer.put([sums[stage][number]], devices[home])
-            sums[home][at] = _add(sums[home][at], moved)
+        for (stage, home), pairs in self._added.items():
+            moved = _transfer.put([sums[stage][i] for i, _ in pairs], devices[home])
+            # Several layers of a stage may borrow one leaf.
+            owned = list(dict.fromkeys(at for _, at in pairs))
+            places = tuple(owned.index(at) for _, at in pairs)
+            totals = _add([sums[home][at] for at in owned], moved, places)
+            for at, total in zip(owned, totals, strict=True):
+                sums[home][at] = total
         return [
             [leaves[i] for i in kept]
             for leaves, kept in zip(sums, self._kept, strict=True)
         ]
 
 
-@jax.jit
-def _add(total: jax.Array, more: jax.Array) -> jax.Array:
-    return total + more
+@partial(jax.jit, static_argnums=2)
+def _add(
+    totals: Sequence[jax.Array], more: Sequence[jax.Array], places: tuple[int, ...]
+) -> list[jax.Array]:
+    """Adds leaves, one after the other, each to the total at its place."""
+    sums = list(totals)
+    for leaf, at in zip(more, places, strict=True):
+        sums[at] = sums[at] + leaf
+    return sums

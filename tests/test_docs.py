@@ -78,7 +78,7 @@ def test_every_option_of_the_main_job_is_documented():
         ("schedules.py --out={folder}", r"zb_v +\| 8 +\| 25\.5 +\| 5\.9 %"),
         (
             "train_text.py --steps=3 --evaluation-batches=2 --write=8 --width=32 "
-            "--heads=2 --context=16 --schedule=gpipe",
+            "--heads=2 --context=16 --schedule=gpipe --stages=2 --depth=2",
             r"parameters +differ by at most \d",
         ),
         (
