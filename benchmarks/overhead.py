@@ -6,18 +6,15 @@ are compared within one run, the two sides interleaved, medians of many.
 
 import argparse
 import json
-import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from datetime import date
 from typing import Any
 
 import jax
 
 jax.config.update("jax_num_cpu_devices", 4)
 
-import flax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import optax  # noqa: E402
 from flax import linen as nn  # noqa: E402
@@ -28,6 +25,7 @@ from jpipe._objective import Objective  # noqa: E402
 
 from . import one_stage  # noqa: E402
 from .one_stage import Block  # noqa: E402
+from .provenance import line, provenance  # noqa: E402
 
 PyTree = Any
 
@@ -45,7 +43,7 @@ def interleaved(sides: dict[str, Callable[[], None]], rounds: int) -> dict[str, 
     return seconds
 
 
-def dispatch_cost(rounds: int) -> dict[str, float]:
+def dispatch_cost(rounds: int, one_device: bool = False) -> dict[str, float]:
     """Microseconds of a step per action, on four stages of tiny layers, M = 32.
 
     The bare loop issues the same compiled calls and the same `jax.device_put`, on the
@@ -53,6 +51,7 @@ def dispatch_cost(rounds: int) -> dict[str, float]:
 
     Args:
       rounds: how many times each side is timed.
+      one_device: whether all stages are on the first device.
 
     Returns:
       Microseconds per action of the schedule: of the whole step, of the executor's
@@ -60,7 +59,8 @@ def dispatch_cost(rounds: int) -> dict[str, float]:
     """
     width, number = 8, 32
     layers = [nn.Dense(width) for _ in range(4)]
-    pipe = jpipe.pipeline(layers, number)
+    devices = jax.devices()[:1] * 4 if one_device else None
+    pipe = jpipe.pipeline(layers, number, devices=devices)
     x = jnp.ones((number, width))
     tx = optax.sgd(1e-3)
     state = pipe.init_train_state(jax.random.key(0), x, tx)
@@ -232,14 +232,14 @@ def first_gradient(rounds: int) -> dict[str, float]:
     }
 
 
-def provenance() -> str:
-    """Where and with what the figures were made."""
-    devices = jax.devices()
-    return (
-        f"jax {jax.__version__}, flax {flax.__version__}, Python "
-        f"{platform.python_version()}, {len(devices)} {devices[0].device_kind} devices "
-        f"on {platform.machine()}, {date.today().isoformat()}"
-    )
+def one_stage_costs(rounds: int, processes: int) -> list[dict[str, Any]]:
+    """`one_stage.in_processes` of both models, with each way of malloc."""
+    return [
+        {"model": model, "keeps": keeps}
+        | one_stage.in_processes(model, processes, max(rounds // 2, 1), keeps)
+        for keeps in (True, False)
+        for model in ("transformer", "cnn")
+    ]
 
 
 def main() -> None:
@@ -248,35 +248,36 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=16, help="steps timed per side")
     parser.add_argument("--processes", type=int, default=5, help="of each model")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--part", action="append", choices=list(_TABLES), help="default: all"
+    )
     options = parser.parse_args()
-    result = {
-        "provenance": provenance(),
-        "throughput": [
-            {"model": model, "keeps": keeps}
-            | one_stage.in_processes(
-                model, options.processes, max(options.rounds // 2, 1), keeps
-            )
-            for keeps in (True, False)
-            for model in ("transformer", "cnn")
-        ],
-        "dispatch": dispatch_cost(options.rounds),
-        "held": held_bytes(),
-        "first_gradient": first_gradient(options.rounds),
+    parts = {
+        "throughput": lambda: one_stage_costs(options.rounds, options.processes),
+        "dispatch": lambda: dispatch_cost(options.rounds),
+        "held": held_bytes,
+        "first_gradient": lambda: first_gradient(options.rounds),
     }
+    result: dict[str, Any] = {"provenance": provenance()}
+    for name in options.part or parts:
+        result[name] = parts[name]()
     print(json.dumps(result, indent=2) if options.json else tables(result))
 
 
 def tables(result: dict[str, Any]) -> str:
     """The result as Markdown."""
+    made = [make(result[name]) for name, make in _TABLES.items() if name in result]
+    return "\n\n".join([line(result["provenance"]), *made])
+
+
+def _throughput_table(rows: list[dict[str, Any]]) -> str:
     lines = [
-        result["provenance"],
-        "",
         "| one stage, M = 8 | malloc | jpipe, ms | `lax.scan`, ms | unrolled, ms "
         "| page faults | the scan's | throughput by scan's | least to most "
         "| by unrolled's |",
         "| --- | --- | --: | --: | --: | --: | --: | --: | --: | --: |",
     ]
-    for row in result["throughput"]:
+    for row in rows:
         lines.append(
             f"| {row['model']} | {'keeps' if row['keeps'] else 'default'} | "
             f"{row['jpipe_ms']:.0f} | {row['scan_ms']:.0f} | "
@@ -285,33 +286,50 @@ def tables(result: dict[str, Any]) -> str:
             f"{row['by_scan_least']:.3f} to {row['by_scan_most']:.3f} | "
             f"{row['by_unrolled']:.3f} |"
         )
-    cost = result["dispatch"]
-    lines += [
-        "",
+    return "\n".join(lines)
+
+
+def _dispatch_table(cost: dict[str, float]) -> str:
+    lines = [
         "| 4 stages of tiny layers, M = 32 | µs per action |",
         "| --- | --: |",
         f"| the whole step, to the last result | {cost['step_us']:.1f} |",
         f"| the executor's loop | {cost['loop_us']:.1f} |",
         f"| its compiled calls and moves alone | {cost['bare_us']:.1f} |",
         f"| Python beside them | {cost['python_us']:.1f} |",
-        "",
+    ]
+    return "\n".join(lines)
+
+
+def _held_table(rows: list[dict[str, Any]]) -> str:
+    lines = [
         "| remat | held per micro-batch | stage input | weights | plain `jit(vjp)` |",
         "| --- | --: | --: | --: | --: |",
     ]
-    for row in result["held"]:
+    for row in rows:
         lines.append(
             f"| {row['remat']} | {row['held']:,} | {row['input']:,} | "
             f"{row['weights']:,} | {row['naive_vjp']:,} |"
         )
-    first = result["first_gradient"]
-    lines += [
-        "",
+    return "\n".join(lines)
+
+
+def _first_table(first: dict[str, float]) -> str:
+    lines = [
         "| first micro-batch | compile, s | eight backwards, ms |",
         "| --- | --: | --: |",
         f"| adds to zeros | {first['zeros_compile_s']:.2f} | {first['zeros_ms']:.1f} |",
         f"| writes | {first['write_compile_s']:.2f} | {first['write_ms']:.1f} |",
     ]
     return "\n".join(lines)
+
+
+_TABLES: dict[str, Callable[[Any], str]] = {
+    "throughput": _throughput_table,
+    "dispatch": _dispatch_table,
+    "held": _held_table,
+    "first_gradient": _first_table,
+}
 
 
 if __name__ == "__main__":

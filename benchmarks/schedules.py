@@ -29,7 +29,7 @@ import optax  # noqa: E402
 import jpipe  # noqa: E402
 
 from .one_stage import KEEP_MEMORY, Block  # noqa: E402
-from .overhead import provenance  # noqa: E402
+from .provenance import line, provenance  # noqa: E402
 
 RANKS, BLOCKS, WIDTH, TIME = 2, 8, 128, 64
 
@@ -87,7 +87,7 @@ def main() -> None:
         # Read when a process starts: so start again.
         command = [sys.executable, "-m", "benchmarks.schedules", *sys.argv[1:]]
         os.execve(sys.executable, command, os.environ | KEEP_MEMORY)
-    print(provenance())
+    print(line(provenance()))
     for remat in ("none", "full"):
         print("\n" + table(remat, options.microbatches, options.rounds))
 

@@ -1,0 +1,208 @@
+"""The published tables, run here: ``python -m benchmarks list|run|table|peers``."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from .results import FOLDER, Result
+
+# Before JAX starts: eight host devices of one thread each stand in for as many
+# accelerators, and malloc keeps what is freed, as the allocators of GPUs do.
+DEVICES = 8
+_FLAGS = f"--xla_force_host_platform_device_count={DEVICES} "
+_FLAGS += "--xla_cpu_multi_thread_eigen=false"
+# At the tiny scale speed is not the subject, and compiling is most of the time.
+_TINY = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Does what was typed.
+
+    Args:
+      argv: what was typed after ``python -m benchmarks``; default: that of the process.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["peers"]:
+        from .peers.command import main as compare
+
+        return compare(argv[1:])
+    options = _parser().parse_args(argv)
+    options.do(options)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    listed = commands.add_parser("list", help="the tables and their experiments")
+    listed.set_defaults(do=_list)
+
+    run = commands.add_parser("run", help="run experiments and save what came out")
+    run.add_argument("benchmark", nargs="*", help="names that `list` shows")
+    run.add_argument("--all", action="store_true", help="every table")
+    run.add_argument(
+        "--experiment", action="append", default=[], help="one row; may be repeated"
+    )
+    run.add_argument("--steps", type=int, default=0, help="timed steps")
+    run.add_argument(
+        "--examples",
+        type=int,
+        default=0,
+        help="largest micro-batch that is timed for a prediction; times of larger ones "
+        "are scaled (default: 2 at full scale on a CPU, else no limit)",
+    )
+    run.add_argument(
+        "--bandwidth", type=float, default=12.0, help="of predictions, in GB/s"
+    )
+    run.add_argument("--data", type=Path, help="an ImageNet folder")
+    run.add_argument("--seeds", type=int, default=0, help="of accuracy")
+    run.set_defaults(do=_run)
+
+    table = commands.add_parser("table", help="print a saved result beside the paper's")
+    table.add_argument("benchmark", nargs="*", help="names that `list` shows")
+    table.add_argument("--all", action="store_true", help="every table")
+    table.set_defaults(do=_table)
+    for command in (run, table):
+        command.add_argument(
+            "--scale", default="small", choices=["full", "small", "tiny"]
+        )
+        command.add_argument(
+            "--folder", type=Path, default=FOLDER, help="where results are kept"
+        )
+
+    # Only named here: it parses its own options.
+    commands.add_parser(
+        "peers",
+        help="jpipe, torchgpipe and torch.distributed.pipelining",
+        add_help=False,
+    )
+    return parser
+
+
+def _names(options: argparse.Namespace) -> list[str]:
+    from .published import BY_NAME
+
+    names = list(BY_NAME) if options.all else options.benchmark
+    unknown = [name for name in names if name not in BY_NAME]
+    if unknown or not names:
+        given = f"unknown: {', '.join(unknown)}" if unknown else "no table was named"
+        raise SystemExit(f"{given}; choose from {', '.join(BY_NAME)}, or --all")
+    return names
+
+
+def _list(options: argparse.Namespace) -> None:
+    from .published import BY_NAME
+
+    for benchmark in BY_NAME.values():
+        print(f"{benchmark.name}\n  {benchmark.title}")
+        print(f"  {', '.join(row.name for row in benchmark.rows)}")
+
+
+def _run(options: argparse.Namespace) -> None:
+    _start_again_with_flags(options.scale)
+    import jax
+    from rich.progress import Progress, TimeElapsedColumn
+
+    from .published import BY_NAME
+    from .run import Options, Runner, default_rows, row_names
+
+    chosen = {}
+    for name in _names(options):
+        known = row_names(BY_NAME[name], options.scale)
+        unknown = [row for row in options.experiment if row not in known]
+        if unknown:
+            raise SystemExit(
+                f"{name} has no experiment {', '.join(unknown)} at {options.scale} "
+                f"scale; it has {', '.join(known)}"
+            )
+        rows = options.experiment or default_rows(BY_NAME[name], options.scale)
+        chosen[name] = rows
+    on_cpu = jax.default_backend() == "cpu"
+    with Progress(*Progress.get_default_columns(), TimeElapsedColumn()) as progress:
+        runner = Runner(
+            Options(
+                scale=options.scale,
+                steps=options.steps or {"tiny": 2}.get(options.scale, 10),
+                examples=options.examples
+                or (2 if on_cpu and options.scale == "full" else None),
+                bandwidth=options.bandwidth,
+                measured=_measured(options.scale),
+                data=options.data,
+                seeds=options.seeds or {"tiny": 2}.get(options.scale, 5),
+            ),
+            progress,
+        )
+        for name, rows in chosen.items():
+            task = progress.add_task(name, total=len(rows))
+            for row in rows:
+                progress.update(task, description=f"{name}: {row}")
+                result = runner.run(BY_NAME[name], row)
+                _keep(result, options.folder)
+                progress.advance(task)
+            text = _kept(name, options.scale, options.folder)
+            progress.console.print(text, markup=False, soft_wrap=True)
+
+
+def _keep(result: Result, folder: Path) -> None:
+    """Saves a result over an earlier one as JSON, Markdown and PNG."""
+    from .plot import plot
+    from .published import BY_NAME
+    from .report import table
+
+    path = folder / f"{result.benchmark}-{result.scale}.json"
+    result = result.merged(Result.load(path) if path.exists() else None)
+    result.save(folder)
+    benchmark = BY_NAME[result.benchmark]
+    path.with_suffix(".md").write_text(table(benchmark, result))
+    plot(benchmark, result, path.with_suffix(".png"))
+
+
+def _measured(scale: str) -> list:
+    """The devices that are really there: accelerators, or as many as there are cores.
+
+    At full scale a CPU is too slow to train these models: there only predictions.
+    """
+    import jax
+
+    from .provenance import cores
+
+    if jax.default_backend() != "cpu":
+        return jax.devices()
+    return [] if scale == "full" else jax.devices()[: min(cores(), DEVICES)]
+
+
+def _table(options: argparse.Namespace) -> None:
+    for name in _names(options):
+        print(_kept(name, options.scale, options.folder))
+
+
+def _kept(name: str, scale: str, folder: Path) -> str:
+    """The table of a saved result, or what to type for one."""
+    from .published import BY_NAME
+    from .report import table
+
+    path = folder / f"{name}-{scale}.json"
+    if path.exists():
+        return table(BY_NAME[name], Result.load(path))
+    return (
+        f"{name}: no result at {scale} scale yet; type "
+        f"python -m benchmarks run {name} --scale {scale}"
+    )
+
+
+def _start_again_with_flags(scale: str) -> None:
+    """Flags and variables are read when a process starts."""
+    from .one_stage import KEEP_MEMORY
+
+    wanted = dict(KEEP_MEMORY)
+    given = os.environ.get("XLA_FLAGS", "")
+    if _FLAGS not in given:
+        wanted["XLA_FLAGS"] = f"{given} {_FLAGS} {_TINY if scale == 'tiny' else ''}"
+    if not wanted.items() <= os.environ.items():
+        command = [sys.executable, "-m", "benchmarks", *sys.argv[1:]]
+        os.execve(sys.executable, command, os.environ | wanted)
+
+
+if __name__ == "__main__":
+    main()

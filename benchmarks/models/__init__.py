@@ -1,0 +1,1 @@
+"""The models of the published tables, as sequences of Flax layers."""

@@ -1,0 +1,176 @@
+"""jpipe, and the plain training step in JAX, in a process of its own.
+
+Both stages are in one process: two CPU devices, each with one thread of its own for
+arithmetic (`--xla_cpu_multi_thread_eigen=false`), until stages can live in processes of
+their own. Python drives both from a third thread.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen as nn
+
+import jpipe
+
+from ..one_stage import Block, cross_entropy
+from .measure import arguments, measured, pin, report, resident
+from .workload import LEARNING_RATE, Case, Layer, Size, Weights
+
+PyTree = Any
+
+
+def module(layer: Layer, size: Size) -> Any:
+    """The Flax module, or function, of a layer."""
+    if layer.kind == "dense":
+        return nn.Dense(layer.outputs)
+    if layer.kind == "embed":
+        return nn.Embed(layer.inputs, layer.outputs)
+    return {"relu": nn.relu, "block": Block(size.width, size.heads)}.get(
+        layer.kind, nn.LayerNorm()
+    )
+
+
+def params(layer: Layer, size: Size) -> PyTree:
+    """The weights of a layer under the names that its Flax module gives them."""
+    weights = layer.weights()
+    if layer.kind == "embed":
+        return {"embedding": weights["table"]}
+    return _block_params(weights, size) if layer.kind == "block" else weights
+
+
+def _block_params(weights: Weights, size: Size) -> PyTree:
+    def part(name: str) -> Weights:
+        prefix = f"{name}/"
+        return {
+            key.removeprefix(prefix): value
+            for key, value in weights.items()
+            if key.startswith(prefix)
+        }
+
+    heads = size.heads, size.width // size.heads
+
+    def into_heads(own: Weights) -> Weights:
+        kernel, bias = own["kernel"], own["bias"]
+        return {"kernel": kernel.reshape(-1, *heads), "bias": bias.reshape(heads)}
+
+    out = part("out")
+    attention: PyTree = {n: into_heads(part(n)) for n in ("query", "key", "value")}
+    kernel = out["kernel"].reshape(*heads, -1)
+    attention["out"] = {"kernel": kernel, "bias": out["bias"]}
+    return {
+        "LayerNorm_0": part("norm1"),
+        "MultiHeadDotProductAttention_0": attention,
+        "LayerNorm_1": part("norm2"),
+        "Dense_0": part("up"),
+        "Dense_1": part("down"),
+    }
+
+
+def pipeline(case: Case) -> tuple[int, Callable[[], float]]:
+    """Two stages of jpipe: how many parameters, and what takes a step."""
+    layers, (x, targets) = case.layers(), case.data()
+    pipe = jpipe.pipeline(
+        [module(layer, case.size) for layer in layers],
+        case.microbatches,
+        balance=case.balance(),
+        schedule=case.schedule,
+        remat=case.remat,
+    )
+    tx = optax.sgd(LEARNING_RATE)
+    state = pipe.init_train_state(jax.random.key(0), x, tx)
+    loaded = tuple(params(layer, case.size) for layer in layers)
+    count = _count(state.params)
+    if jax.tree.map(np.shape, state.params) != jax.tree.map(np.shape, loaded):
+        raise ValueError("the modules do not have the weights that were drawn for them")
+    box = [pipe.place(dataclasses.replace(state, params=loaded))]
+    take = pipe.train_step(cross_entropy, tx)
+
+    def step() -> float:
+        state, metrics = take(box.pop(), x, targets)
+        box.append(jax.block_until_ready(state))
+        return float(metrics["loss"])
+
+    return count, step
+
+
+def baseline(case: Case) -> tuple[int, Callable[[], float]]:
+    """The same of the plain step: in one `jax.jit`, a scan over micro-batches."""
+    layers, size = case.layers(), case.size
+    x, targets = jax.device_put(case.data())
+    stages = _stages([module(layer, size) for layer in layers], case)
+    weights = [jax.device_put(params(layer, size)) for layer in layers]
+
+    def loss(weights: PyTree, x: Any, targets: Any) -> Any:
+        for start, run in stages:
+            x = run(weights[start:], x)
+        return cross_entropy(x, targets)
+
+    def split(leaf: Any) -> Any:
+        return leaf.reshape(case.microbatches, -1, *leaf.shape[1:])
+
+    def update(weights: PyTree, x: Any, targets: Any) -> Any:
+        def body(sums: PyTree, part: Any) -> Any:
+            found = jax.value_and_grad(loss)(weights, *part)
+            return jax.tree.map(jnp.add, sums, found), None
+
+        zeros = jax.tree.map(jnp.zeros_like, (jnp.float32(0), weights))
+        (value, grads), _ = jax.lax.scan(body, zeros, (split(x), split(targets)))
+        rate = LEARNING_RATE / case.microbatches
+        new = jax.tree.map(lambda w, g: w - rate * g, weights, grads)
+        return new, value / case.microbatches
+
+    take = jax.jit(update, donate_argnums=0)
+    count, box = _count(weights), [weights]
+
+    def step() -> float:
+        weights, value = take(box.pop(), x, targets)
+        box.append(jax.block_until_ready(weights))
+        return float(value)
+
+    return count, step
+
+
+def _count(params: PyTree) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+def _stages(modules: list[Any], case: Case) -> list[tuple[int, Callable[..., Any]]]:
+    """Both halves of the model: the number of the first layer, and a function."""
+
+    def half(own: list[Any]) -> Callable[..., Any]:
+        def run(weights: PyTree, x: Any) -> Any:
+            for layer, w in zip(own, weights, strict=False):
+                is_module = isinstance(layer, nn.Module)
+                x = layer.apply({"params": w}, x) if is_module else layer(x)
+            return x
+
+        return run
+
+    first, _ = case.balance()
+    halves = [(0, half(modules[:first])), (first, half(modules[first:]))]
+    return [
+        (start, jax.checkpoint(run) if number in case.recomputed else run)
+        for number, (start, run) in enumerate(halves)
+    ]
+
+
+def main() -> None:
+    """Runs one case in this process."""
+    case, cores, _ = arguments()
+    pin(cores)
+    is_baseline = case.schedule == "baseline"
+    jax.config.update("jax_num_cpu_devices", 1 if is_baseline else 2)
+    # Starts the runtime and the compiler, which are no part of the model.
+    jax.block_until_ready(jax.jit(jax.grad(jnp.square))(1.0))
+    start = resident("VmRSS")
+    count, step = (baseline if is_baseline else pipeline)(case)
+    report(measured(case, step, count), start_bytes=start)
+
+
+if __name__ == "__main__":
+    main()

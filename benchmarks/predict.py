@@ -1,0 +1,208 @@
+"""Cells that are predicted: what several devices would do, from times of one.
+
+The programs of the stages are timed one after the other on one device that does
+nothing else; the simulator runs the schedule with these times, with transfers at a
+stated bandwidth. Where micro-batches are too large for this device, they are timed
+with fewer examples and the times are scaled by the number of examples.
+"""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jpipe
+from jpipe import _execute
+from jpipe._execute import Step
+from jpipe._program import Program
+from jpipe._transfer import Device
+from jpipe.schedules import Costs, Timeline
+
+from .compiled import Way
+from .experiment import Setting, fill
+from .stages import Call, Calls, program_of
+
+
+class Link(NamedTuple):
+    """What moves between two devices.
+
+    Attributes:
+      bandwidth: bytes per second.
+      latency: seconds that a transfer takes whatever its size.
+    """
+
+    bandwidth: float
+    latency: float = 20e-6
+
+
+class Prediction(NamedTuple):
+    """A training step on devices that are not there.
+
+    Attributes:
+      timeline: its gradients.
+      update: the seconds of the optimizer, on the device with most parameters.
+      examples: of the mini-batch.
+    """
+
+    timeline: Timeline
+    update: float
+    examples: int
+
+    @property
+    def throughput(self) -> float:
+        """Examples per second."""
+        return self.examples / (self.timeline.makespan + self.update)
+
+
+class Predictor:
+    """Times programs once and predicts from them.
+
+    Args:
+      device: where they are timed.
+      repeats: how often; the median counts.
+      most_examples: the largest micro-batch that is timed.
+    """
+
+    def __init__(
+        self, device: Device, repeats: int = 3, most_examples: int | None = None
+    ) -> None:
+        self._device = device
+        self._repeats = repeats
+        self._most = most_examples
+        self._seconds: dict[Any, float] = {}
+
+    def predict(self, setting: Setting, way: Way, link: Link) -> Prediction:
+        """Predicts a training step with a device for each stage."""
+        timed = min(setting.size, self._most or setting.size)
+        scale = setting.size / timed
+        small = dataclasses.replace(setting, size=timed)
+        pipe = way.pipe(small)
+        batch = small.work.specs(small.batch)
+        program = program_of(pipe, small.work.loss, *batch)
+        calls = Calls(program)
+        if small.work.by_layer:
+            seconds = self._by_layer(small)
+        else:
+            seconds = self._by_stage(calls)
+        forward = _table(program)
+        backward = _table(program)
+        for step in program.steps:
+            _, s, m = step.action
+            table = forward if step.action.op == "F" else backward
+            table[s][m] = scale * seconds(step, program)
+        costs = dataclasses.replace(
+            _scaled_transfers(calls.costs, scale),
+            forward=forward,
+            backward=backward,
+            bandwidth=link.bandwidth,
+            latency=link.latency,
+        )
+        per_parameter = self._update_seconds(setting.work.tx)
+        parameters = [
+            sum(s.size for s in weights.trainable_specs) for weights in program.weights
+        ]
+        return Prediction(
+            pipe.schedule.simulate(costs),
+            per_parameter * max(parameters, default=0),
+            setting.batch,
+        )
+
+    def _by_stage(self, calls: Calls) -> Callable[[Step, Program], float]:
+        times = [self._time(call) for call in calls.distinct]
+        return lambda step, program: times[calls.of[step.action]]
+
+    def _by_layer(self, setting: Setting) -> Callable[[Step, Program], float]:
+        """Sums of times of single layers; each layer is a stage of its own here."""
+        layers = setting.work.layers
+        single = dataclasses.replace(setting, balance=(1,) * len(layers))
+        single = dataclasses.replace(single, microbatches=1)
+        tables: dict[str, dict[str, list[float]]] = {}
+        for mode in ("full", "none"):
+            pipe = Way("gpipe", mode).pipe(single)
+            batch = setting.work.specs(setting.size)
+            calls = Calls(program_of(pipe, setting.work.loss, *batch))
+            ops = {op: [0.0] * len(layers) for op in "FB"}
+            for action, number in calls.of.items():
+                ops[action.op][action.stage] = self._time(calls.distinct[number])
+            tables[mode] = ops
+
+        def seconds(step: Step, program: Program) -> float:
+            programs = program.rows[step.stage][step.microbatch]
+            span = programs.task.stage.span
+            if step.run is _execute.fused:
+                return sum(sum(tables["none"][op][span]) for op in "FB")
+            return sum(tables[str(programs.mode)][step.action.op][span])
+
+        return seconds
+
+    def _time(self, call: Call) -> float:
+        key = call.shapes, hash(call.text)
+        if key not in self._seconds:
+            self._seconds[key] = self._timed(call.program, call.args)
+        return self._seconds[key]
+
+    def _timed(self, program: Any, specs: tuple[Any, ...]) -> float:
+        """The median seconds of a program on random numbers, compilation apart."""
+        lowered = program.lower(*specs)
+        donated = [info.donated for info in jax.tree.leaves(lowered.args_info)]
+        random = np.random.default_rng(0)
+        leaves, tree = jax.tree.flatten(specs)
+        leaves = [jax.device_put(fill(leaf, random), self._device) for leaf in leaves]
+        seconds = []
+        for _ in range(self._repeats + 1):
+            # What is donated is gone after the call.
+            given = [
+                jnp.copy(leaf) if gone else leaf
+                for leaf, gone in zip(leaves, donated, strict=True)
+            ]
+            args = jax.block_until_ready(jax.tree.unflatten(tree, given))
+            del given
+            start = time.perf_counter()
+            result = jax.block_until_ready(program(*args))
+            seconds.append(time.perf_counter() - start)
+            del args, result
+        return statistics.median(seconds[1:])
+
+    def _update_seconds(self, tx: optax.GradientTransformation) -> float:
+        """Seconds of the optimizer per parameter, on a vector of four million."""
+        spec = jax.ShapeDtypeStruct((1 << 22,), jnp.float32)
+        key = "update", id(tx)
+        if key not in self._seconds:
+            state = jax.eval_shape(tx.init, spec)
+
+            def update(params: Any, state: Any, grads: Any) -> Any:
+                updates, state = tx.update(grads, state, params)
+                return optax.apply_updates(params, updates), state
+
+            program = jax.jit(update, donate_argnums=(0, 1))
+            args = (spec, state, spec)
+            self._seconds[key] = self._timed(program, args) / spec.size
+        return self._seconds[key]
+
+
+def _table(program: Program) -> list[list[float]]:
+    """Zeros by stage and micro-batch: what is not run alone takes no time."""
+    return [[0.0] * len(row) for row in program.rows]
+
+
+def _scaled_transfers(costs: Costs, scale: float) -> Costs:
+    def scaled(table: Any) -> Any:
+        return [[scale * size for size in row] for row in table]
+
+    return dataclasses.replace(
+        costs,
+        boundary_bytes=scaled(costs.boundary_bytes),
+        cotangent_bytes=scaled(costs.cotangent_bytes),
+    )
+
+
+def speed_up_limit(pipe: jpipe.Pipeline) -> float:
+    """The speed-up of equal stages: what the bubble of the schedule leaves."""
+    bubble = pipe.schedule.simulate(Costs()).bubble_fraction
+    return pipe.schedule.num_ranks * (1 - bubble)

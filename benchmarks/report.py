@@ -1,0 +1,227 @@
+"""A result as a Markdown table: the published columns, ours beside them."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from . import provenance
+from .experiment import Experiment
+from .published import Benchmark
+from .results import Cell, Result
+
+# How a cell is marked: measured ones are not.
+_MARKS = {"measured": "", "compiled": " ᶜ", "predicted": " ᵖ"}
+LEGEND = (
+    "Without a mark: measured. ᶜ compiled: bytes of the executables and of the "
+    "simulated schedule; nothing ran. ᵖ predicted: the stages were timed one after "
+    "the other on one device, the rest is the simulator's."
+)
+Cells = dict[str, Cell]
+Column = tuple[str, Callable[[Experiment, Cells], str]]
+
+
+def table(benchmark: Benchmark, result: Result) -> str:
+    """The Markdown of a result, with what has to be known to read it.
+
+    Args:
+      benchmark: the published table.
+      result: our cells.
+
+    Returns:
+      A title, the table, notes, and where the figures were made.
+    """
+    columns = _COLUMNS[benchmark.kind](benchmark, result)
+    names = [row.name for row in benchmark.rows]
+    ours = [name for name in result.rows if name not in names]
+    rows = [row for row in benchmark.rows if row.name in result.rows or row.published]
+    rows += [Experiment(name, (1,), 1, 1) for name in ours]
+    lines = [
+        f"### {benchmark.title}",
+        "",
+        f"`python -m benchmarks run {benchmark.name} --scale {result.scale}`",
+        "",
+        "| " + " | ".join(name for name, _ in columns) + " |",
+        "| --- |" + " --: |" * (len(columns) - 1),
+    ]
+    for row in rows:
+        cells = result.rows.get(row.name, {})
+        lines.append("| " + " | ".join(make(row, cells) for _, make in columns) + " |")
+    lines += ["", LEGEND]
+    if benchmark.note:
+        lines += ["", benchmark.note]
+    return "\n".join([*lines, "", *_where(result)]) + "\n"
+
+
+def _where(result: Result) -> list[str]:
+    """Of which machine, versions and date the rows are."""
+    groups: dict[str, list[str]] = {}
+    for name, where in result.provenance.items():
+        groups.setdefault(provenance.line(where), []).append(name)
+    if len(groups) == 1:
+        return [f"Made with {next(iter(groups))}."]
+    return [f"{', '.join(names)}: made with {line}." for line, names in groups.items()]
+
+
+def number(value: float) -> str:
+    """Three significant digits, all of an integer."""
+    if value == int(value) and abs(value) >= 1:
+        return f"{int(value):,}"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    if abs(value) < 0.1:
+        return f"{value:.3g}"
+    return f"{value:.{3 - len(str(int(abs(value)))) + (abs(value) < 1)}f}"
+
+
+def shown(cell: Cell | None) -> str:
+    """A cell with its mark; a dash for none."""
+    if cell is None:
+        return "-"
+    spread = f" ± {number(cell.spread)}" if cell.spread else ""
+    return f"{number(cell.value)}{spread}{_MARKS[cell.kind]}"
+
+
+def _published(name: str) -> Callable[[Experiment, Cells], str]:
+    def make(row: Experiment, cells: Cells) -> str:
+        value = row.published.get(name)
+        return "-" if value is None else number(value)
+
+    return make
+
+
+def _ours(name: str) -> Callable[[Experiment, Cells], str]:
+    return lambda row, cells: shown(cells.get(name))
+
+
+def _first(benchmark: Benchmark, row: Experiment) -> Experiment:
+    """The row by which the speed-ups of its group are divided."""
+    return next(other for other in benchmark.rows if other.group == row.group)
+
+
+def published_speed_up(benchmark: Benchmark, row: Experiment) -> float | None:
+    """Recomputed from the published throughput; else as published."""
+    first = _first(benchmark, row)
+    if "samples/s" in row.published:
+        return row.published["samples/s"] / first.published["samples/s"]
+    return row.published.get("speed-up of GPipe")
+
+
+def speed_up(
+    benchmark: Benchmark, result: Result, row: Experiment, column: str
+) -> Cell | None:
+    """Our throughput by that of the first row, filled in the same way."""
+    cell = result.rows.get(row.name, {}).get(column)
+    base = result.rows.get(_first(benchmark, row).name, {})
+    by = base.get(column) or base.get("predicted samples/s")
+    if cell is None or by is None or (cell.kind != by.kind):
+        return None
+    return Cell(cell.value / by.value, cell.kind, "")
+
+
+def prediction_error(cells: Cells) -> float | None:
+    """By how much a prediction is too high, where both were made."""
+    made, found = cells.get("predicted samples/s"), cells.get("samples/s")
+    return made.value / found.value - 1 if made and found else None
+
+
+def _speed(benchmark: Benchmark, result: Result) -> Sequence[Column]:
+    def published(row: Experiment, cells: Cells) -> str:
+        value = published_speed_up(benchmark, row)
+        return "-" if value is None else f"{value:.3f}"
+
+    def ours(column: str) -> Callable[[Experiment, Cells], str]:
+        def make(row: Experiment, cells: Cells) -> str:
+            cell = speed_up(benchmark, result, row, column)
+            return f"{cell.value:.3f}{_MARKS[cell.kind]}" if cell else "-"
+
+        return make
+
+    def error(row: Experiment, cells: Cells) -> str:
+        value = prediction_error(cells)
+        return "-" if value is None else f"{100 * value:+.1f} %"
+
+    columns: list[Column] = [("experiment", lambda row, cells: row.name)]
+    if any("samples/s" in row.published for row in benchmark.rows):
+        columns += [
+            ("torchgpipe, samples/s", _published("samples/s")),
+            ("torchgpipe, speed-up", published),
+        ]
+    if any("speed-up of GPipe" in row.published for row in benchmark.rows):
+        columns.append(("GPipe, speed-up", _published("speed-up of GPipe")))
+    return [
+        *columns,
+        ("jpipe, samples/s", _ours("samples/s")),
+        ("speed-up", ours("samples/s")),
+        ("jpipe, samples/s", _ours("predicted samples/s")),
+        ("speed-up", ours("predicted samples/s")),
+        ("predicted by measured", error),
+        ("with 1F1B, samples/s", _ours("1f1b samples/s")),
+        ("speed-up", ours("1f1b samples/s")),
+    ]
+
+
+def _memory(benchmark: Benchmark, result: Result) -> Sequence[Column]:
+    names: dict[str, Any] = {
+        name: None for row in benchmark.rows for name in row.published
+    }
+    ours = {
+        "jpipe, parameters": "parameters",
+        "model, GiB": "model",
+        "activations, GiB": "activations",
+        "all, GiB": "memory",
+        "activations with 1F1B, GiB": "activations (1f1b)",
+        "all with 1F1B, GiB": "memory (1f1b)",
+    }
+    columns: list[Column] = [("experiment", lambda row, cells: row.name)]
+    columns += [(f"published: {name}", _published(name)) for name in names]
+    return columns + [(title, _ours(name)) for title, name in ours.items()]
+
+
+def _timeline(benchmark: Benchmark, result: Result) -> Sequence[Column]:
+    columns: list[Column] = [("experiment", lambda row, cells: row.name)]
+    for name, column in (
+        ("samples/s", "samples/s"),
+        ("utilization, %", "utilization"),
+        ("memory, GiB", "memory"),
+    ):
+        columns += [
+            (f"torchgpipe, {name}", _published(name)),
+            (f"jpipe, {name}", _ours(column)),
+            (f"with 1F1B, {name}", _ours(f"{column} (1f1b)")),
+        ]
+    return columns
+
+
+def _largest(benchmark: Benchmark, result: Result) -> Sequence[Column]:
+    columns: list[Column] = [("experiment", lambda row, cells: row.name)]
+    for name in ("size", "parameters", "model, GB", "activations, GB"):
+        ours = name.replace("GB", "GiB")
+        columns += [
+            (f"GPipe, {name}", _published(name)),
+            (f"jpipe, {ours}", _ours(ours.partition(",")[0])),
+        ]
+    return columns
+
+
+def _accuracy(benchmark: Benchmark, result: Result) -> Sequence[Column]:
+    def published(row: Experiment, cells: Cells) -> str:
+        value = row.published.get("error, %")
+        if value is None:
+            return "-"
+        return f"{value:.2f} ± {row.published['spread of the error, %']:.2f}"
+
+    return [
+        ("experiment", lambda row, cells: row.name),
+        ("published, error in %", published),
+        ("published, samples/s", _published("samples/s")),
+        ("jpipe, error in %", _ours("error")),
+        ("jpipe, samples/s", _ours("throughput")),
+    ]
+
+
+_COLUMNS = {
+    "speed": _speed,
+    "memory": _memory,
+    "timeline": _timeline,
+    "largest": _largest,
+    "accuracy": _accuracy,
+}

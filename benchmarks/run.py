@@ -1,0 +1,211 @@
+"""Runs the experiments of a table: which cells each kind of table has."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+from rich.progress import Progress
+
+from jpipe._transfer import Device
+
+from . import accuracy
+from .compiled import Way, peak
+from .experiment import Experiment
+from .largest import largest
+from .measure import measure
+from .predict import Link, Predictor
+from .provenance import provenance
+from .published import Benchmark
+from .results import COMPILED, MEASURED, PREDICTED, Cell, Result, Rows
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to run.
+
+    Attributes:
+      scale: ``"full"``, ``"small"`` or ``"tiny"``.
+      steps: how many are timed.
+      examples: the largest micro-batch that is timed for a prediction.
+      bandwidth: of predicted transfers, in gigabytes per second.
+      measured: the devices that cells may be measured on; none: only predictions.
+      data: an ImageNet folder.
+      seeds: of accuracy.
+    """
+
+    scale: str
+    steps: int
+    examples: int | None
+    bandwidth: float
+    measured: Sequence[Device]
+    data: Path | None = None
+    seeds: int = 5
+
+
+def row_names(benchmark: Benchmark, scale: str) -> list[str]:
+    """The experiments that a table has at a scale."""
+    if benchmark.kind == "accuracy":
+        return accuracy.EXPERIMENTS[scale]
+    return [row.name for row in benchmark.rows]
+
+
+def default_rows(benchmark: Benchmark, scale: str) -> list[str]:
+    """Those that are run if none are named."""
+    few = scale == "tiny" and benchmark.tiny
+    return list(benchmark.tiny) if few else row_names(benchmark, scale)
+
+
+class Runner:
+    """Runs experiments.
+
+    Args:
+      options: how.
+      progress: shows how far.
+    """
+
+    def __init__(self, options: Options, progress: Progress) -> None:
+        self._options = options
+        self._progress = progress
+        self._predictor = Predictor(
+            jax.devices()[0], most_examples=options.examples, repeats=3
+        )
+
+    def run(self, benchmark: Benchmark, name: str) -> Result:
+        """Runs one experiment of a table.
+
+        Args:
+          benchmark: the table.
+          name: of the experiment.
+
+        Returns:
+          Its cells.
+
+        Raises:
+          SystemExit: if images or devices that it needs are not there.
+        """
+        scale = self._options.scale
+        if benchmark.kind == "accuracy":
+            rows = self._accuracy(name)
+        else:
+            rows = {name: getattr(self, benchmark.kind)(benchmark, benchmark.row(name))}
+        where = provenance() | {"options": self._told()}
+        return Result(benchmark.name, scale, dict.fromkeys(rows, where), rows)
+
+    def _accuracy(self, name: str) -> Rows:
+        options = self._options
+        try:
+            return accuracy.run(
+                options.scale,
+                experiments=[name],
+                seeds=options.seeds,
+                data=options.data,
+                progress=self._progress,
+            )
+        except ValueError as error:
+            raise SystemExit(str(error)) from None
+
+    def speed(self, benchmark: Benchmark, row: Experiment) -> dict[str, Cell]:
+        """Throughput: measured where the devices are there, and predicted."""
+        setting = benchmark.setting(row, self._options.scale)
+        cells = {}
+        published = self._published(row)
+        # An interconnect that was asked for is not there.
+        if row.num_stages <= len(self._options.measured) and row.bandwidth is None:
+            task = self._progress.add_task("steps", total=self._options.steps + 1)
+            found = measure(
+                setting,
+                published,
+                self._options.measured,
+                self._options.steps,
+                lambda: self._progress.advance(task),
+            )
+            self._progress.remove_task(task)
+            cells["samples/s"] = Cell(
+                found.throughput,
+                MEASURED,
+                "samples/s",
+                found.spread,
+                {"compile_s": found.compile_s, "seconds": found.seconds},
+            )
+        ways = {"predicted samples/s": published}
+        if row.num_stages > 1:
+            ways["1f1b samples/s"] = Way("1f1b", "full")
+        for column, way in ways.items():
+            made = self._predictor.predict(setting, way, self._link(row))
+            cells[column] = Cell(
+                made.throughput,
+                PREDICTED,
+                "samples/s",
+                detail={
+                    "schedule": way.schedule,
+                    "remat": way.remat,
+                    "bubble": made.timeline.bubble_fraction,
+                    "update_s": made.update,
+                },
+            )
+        return cells
+
+    def memory(self, benchmark: Benchmark, row: Experiment) -> dict[str, Cell]:
+        """Bytes of all devices, as published and under 1F1B."""
+        setting = benchmark.setting(row, self._options.scale)
+        cells = {}
+        ways = {"": self._published(row)}
+        if row.num_stages > 1:
+            ways[" (1f1b)"] = Way("1f1b", "full")
+        for suffix, way in ways.items():
+            found = peak(setting, way)
+            detail = {
+                "schedule": way.schedule,
+                "remat": way.remat,
+                "bytes of each device": found.devices,
+            }
+            cells["parameters"] = Cell(found.parameters, COMPILED)
+            cells["model"] = Cell(found.model / GIB, COMPILED, "GiB")
+            cells[f"activations{suffix}"] = Cell(
+                found.activations / GIB, COMPILED, "GiB", detail=detail
+            )
+            cells[f"memory{suffix}"] = Cell(
+                sum(found.devices) / GIB, COMPILED, "GiB", detail=detail
+            )
+        return cells
+
+    def timeline(self, benchmark: Benchmark, row: Experiment) -> dict[str, Cell]:
+        """Throughput, utilization and memory."""
+        setting = benchmark.setting(row, self._options.scale)
+        cells = {}
+        ways = {"": self._published(row), " (1f1b)": Way("1f1b", "full")}
+        for suffix, way in ways.items():
+            made = self._predictor.predict(setting, way, self._link(row))
+            found = peak(setting, way)
+            busy = 100 * (1 - made.timeline.bubble_fraction)
+            cells |= {
+                f"samples/s{suffix}": Cell(made.throughput, PREDICTED, "samples/s"),
+                f"utilization{suffix}": Cell(busy, PREDICTED, "%"),
+                f"memory{suffix}": Cell(sum(found.devices) / GIB, COMPILED, "GiB"),
+            }
+        return cells
+
+    def largest(self, benchmark: Benchmark, row: Experiment) -> dict[str, Cell]:
+        """The largest model that fits."""
+        return largest(benchmark, row, self._options.scale, self._shown())
+
+    def _shown(self) -> Callable[[str], None]:
+        return lambda text: self._progress.console.print(f"  {text}")
+
+    def _published(self, row: Experiment) -> Way:
+        """As torchgpipe ran it; the tiny scale saves the programs of two modes."""
+        tiny = self._options.scale == "tiny" and row.num_stages > 1
+        return Way("gpipe", "full" if tiny else row.remat)
+
+    def _link(self, row: Experiment) -> Link:
+        return Link(1e9 * (row.bandwidth or self._options.bandwidth))
+
+    def _told(self) -> dict[str, object]:
+        told = dataclasses.asdict(dataclasses.replace(self._options, measured=()))
+        told["measured"] = len(self._options.measured)
+        told["data"] = str(self._options.data) if self._options.data else None
+        return told
