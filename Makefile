@@ -7,7 +7,7 @@ VENV := .venv/$(VERSION)
 RUN := $(VENV)/bin/python
 ARGS ?=
 
-.PHONY: demo test suite transparency lint format bench clean
+.PHONY: demo test suite transparency lint format bench tables bench-gpu clean
 
 demo: $(VENV)/examples  ## train a Transformer through a four-stage pipeline
 	$(RUN) examples/train_text.py $(ARGS)
@@ -35,6 +35,13 @@ format: $(VENV)/dev
 bench: $(VENV)/examples  ## the figures of benchmarks/README.md
 	$(RUN) -m benchmarks.overhead $(ARGS)
 	$(RUN) -m benchmarks.schedules
+
+tables: $(VENV)/examples  ## the published tables, at a scale for two cores
+	$(RUN) -m benchmarks run --all --scale small $(ARGS)
+
+# An accelerator's own environment: `make bench-gpu RUN=python` where JAX finds it.
+bench-gpu:  ## what one accelerator shows, as JSON, in ten minutes
+	$(RUN) -m benchmarks.gpu $(ARGS)
 
 clean:
 	rm -rf .venv build *.egg-info

@@ -1,4 +1,4 @@
-"""The published tables, run here: ``python -m benchmarks list|run|table|peers``."""
+"""The published tables, run here: list, run, table, page, peers."""
 
 import argparse
 import os
@@ -70,6 +70,9 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--folder", type=Path, default=FOLDER, help="where results are kept"
         )
+
+    page = commands.add_parser("page", help="write kept results into the README")
+    page.set_defaults(do=_page)
 
     # Only named here: it parses its own options.
     commands.add_parser(
@@ -148,13 +151,13 @@ def _keep(result: Result, folder: Path) -> None:
     """Saves a result over an earlier one as JSON, Markdown and PNG."""
     from .plot import plot
     from .published import BY_NAME
-    from .report import table
+    from .report import whole
 
     path = folder / f"{result.benchmark}-{result.scale}.json"
     result = result.merged(Result.load(path) if path.exists() else None)
     result.save(folder)
     benchmark = BY_NAME[result.benchmark]
-    path.with_suffix(".md").write_text(table(benchmark, result))
+    path.with_suffix(".md").write_text(whole(benchmark, result))
     plot(benchmark, result, path.with_suffix(".png"))
 
 
@@ -177,14 +180,20 @@ def _table(options: argparse.Namespace) -> None:
         print(_kept(name, options.scale, options.folder))
 
 
+def _page(options: argparse.Namespace) -> None:
+    from .page import PAGE, written
+
+    PAGE.write_text(written(PAGE.read_text()))
+
+
 def _kept(name: str, scale: str, folder: Path) -> str:
     """The table of a saved result, or what to type for one."""
     from .published import BY_NAME
-    from .report import table
+    from .report import whole
 
     path = folder / f"{name}-{scale}.json"
     if path.exists():
-        return table(BY_NAME[name], Result.load(path))
+        return whole(BY_NAME[name], Result.load(path))
     return (
         f"{name}: no result at {scale} scale yet; type "
         f"python -m benchmarks run {name} --scale {scale}"

@@ -47,8 +47,8 @@ def largest(
         return held
 
     units = search(most, limit, _first_guess(row, scale))
-    if units == 0:
-        return {}
+    if units == 0:  # even the smallest is too large
+        return {"size": Cell(0, COMPILED)}
     size, result = found[units]
     detail = {"limit of a device, bytes": limit, "bytes": result.devices}
     return {

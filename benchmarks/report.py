@@ -19,15 +19,23 @@ Cells = dict[str, Cell]
 Column = tuple[str, Callable[[Experiment, Cells], str]]
 
 
+def whole(benchmark: Benchmark, result: Result) -> str:
+    """A table with its title and what has to be known to read it."""
+    lines = [f"### {benchmark.title}", "", table(benchmark, result), LEGEND]
+    if benchmark.note:
+        lines += ["", benchmark.note]
+    return "\n".join(lines) + "\n"
+
+
 def table(benchmark: Benchmark, result: Result) -> str:
-    """The Markdown of a result, with what has to be known to read it.
+    """The Markdown of a result.
 
     Args:
       benchmark: the published table.
       result: our cells.
 
     Returns:
-      A title, the table, notes, and where the figures were made.
+      The command, the table, and where the figures were made.
     """
     columns = _COLUMNS[benchmark.kind](benchmark, result)
     names = [row.name for row in benchmark.rows]
@@ -35,8 +43,6 @@ def table(benchmark: Benchmark, result: Result) -> str:
     rows = [row for row in benchmark.rows if row.name in result.rows or row.published]
     rows += [Experiment(name, (1,), 1, 1) for name in ours]
     lines = [
-        f"### {benchmark.title}",
-        "",
         f"`python -m benchmarks run {benchmark.name} --scale {result.scale}`",
         "",
         "| " + " | ".join(name for name, _ in columns) + " |",
@@ -45,9 +51,6 @@ def table(benchmark: Benchmark, result: Result) -> str:
     for row in rows:
         cells = result.rows.get(row.name, {})
         lines.append("| " + " | ".join(make(row, cells) for _, make in columns) + " |")
-    lines += ["", LEGEND]
-    if benchmark.note:
-        lines += ["", benchmark.note]
     return "\n".join([*lines, "", *_where(result)]) + "\n"
 
 

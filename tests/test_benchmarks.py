@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -23,10 +22,11 @@ from benchmarks.compiled import Way, _peak_of_rank, peak, workspace
 from benchmarks.experiment import SCALES, Setting, Work, scaled_balance
 from benchmarks.largest import search
 from benchmarks.measure import Measurement, measure
+from benchmarks.page import PAGE, written
 from benchmarks.predict import Link, Predictor
 from benchmarks.published import BY_NAME
 from benchmarks.report import number, published_speed_up, shown, table
-from benchmarks.results import COMPILED, MEASURED, PREDICTED, Cell, Result
+from benchmarks.results import COMPILED, FOLDER, MEASURED, PREDICTED, Cell, Result
 from benchmarks.run import default_rows, row_names
 from benchmarks.stages import Calls, program_of
 
@@ -370,16 +370,20 @@ def test_the_accelerator_benchmark_runs_a_part(tmp_path):
 
 
 def test_the_page_shows_what_was_saved():
-    """Each full or small result that is kept stands in the page, as it was printed."""
-    page = (ROOT / "benchmarks" / "README.md").read_text()
-    kept = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
-    for path in kept:
+    page = PAGE.read_text()
+    assert page == written(page), "type python -m benchmarks page"
+    for benchmark in BY_NAME.values():
+        assert f"### {benchmark.title}" in page
+
+
+def test_results_of_the_page_are_of_real_sizes_and_marked():
+    for path in FOLDER.glob("*-*.json"):
         name, _, scale = path.stem.rpartition("-")
         if name not in BY_NAME:
             continue
-        assert scale in ("full", "small"), path
-        text = table(BY_NAME[name], Result.load(path))
-        rows = [line for line in text.splitlines() if line.startswith("|")]
-        missing = [row for row in rows if row not in page]
-        assert not missing, f"{path.name}: type python -m benchmarks page"
-        assert re.search(rf"benchmarks run {name} --scale {scale}", page)
+        assert scale in ("full", "small"), "tiny figures say nothing"
+        result = Result.load(path)
+        for cells in result.rows.values():
+            if scale == "full" and result.provenance:
+                on_cpu = all("cpu" in w["devices"] for w in result.provenance.values())
+                assert not (on_cpu and any(c.kind == MEASURED for c in cells.values()))

@@ -1,0 +1,35 @@
+"""The tables of the page, written from the results that are kept."""
+
+from pathlib import Path
+
+from .published import BY_NAME, Benchmark
+from .report import LEGEND, table
+from .results import FOLDER, Result
+
+PAGE = Path(__file__).parent / "README.md"
+BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
+
+
+def written(page: str, folder: Path = FOLDER) -> str:
+    """The page with the tables of what is kept in place of those that it has."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    sections = [section(benchmark, folder) for benchmark in BY_NAME.values()]
+    return "\n".join([f"{before}{BEGIN}", "", LEGEND, "", *sections, f"{END}{after}"])
+
+
+def section(benchmark: Benchmark, folder: Path) -> str:
+    """The table of every scale that was run, or what to type for one."""
+    lines = [f"### {benchmark.title}", ""]
+    if benchmark.note:
+        lines += [benchmark.note, ""]
+    paths = [folder / f"{benchmark.name}-{scale}.json" for scale in ("full", "small")]
+    kept = [path for path in paths if path.exists()]
+    for path in kept:
+        lines += [table(benchmark, Result.load(path))]
+        picture = path.with_suffix(".png").name
+        lines += [f"![{benchmark.name}]({folder.name}/{picture})", ""]
+    if not kept:
+        command = f"python -m benchmarks run {benchmark.name} --scale small"
+        lines += [f"Not run yet: `{command}`.", ""]
+    return "\n".join(lines)
