@@ -3,9 +3,10 @@
 import argparse
 import os
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
-from .results import FOLDER, Result
+from .results import FOLDER, SCALES, Result
 
 # Before JAX starts: eight host devices of one thread each stand in for as many
 # accelerators, and malloc keeps what is freed, as the allocators of GPUs do.
@@ -13,7 +14,9 @@ DEVICES = 8
 _FLAGS = f"--xla_force_host_platform_device_count={DEVICES} "
 _FLAGS += "--xla_cpu_multi_thread_eigen=false"
 # At the tiny scale speed is not the subject, and compiling is most of the time.
-_TINY = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+_TINY = "--xla_backend_optimization_level=0"
+if version("jax").startswith("0.10."):  # later ones do not know this
+    _TINY += " --xla_cpu_use_fusion_emitters=false"
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -27,7 +30,10 @@ def main(argv: list[str] | None = None) -> None:
         from .peers.command import main as compare
 
         return compare(argv[1:])
-    options = _parser().parse_args(argv)
+    parser = _parser()
+    options = parser.parse_args(argv)
+    if getattr(options, "steps", 0) == 1:
+        parser.error("--steps 1: needs at least 2, for a spread")
     options.do(options)
 
 
@@ -64,9 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     table.add_argument("--all", action="store_true", help="every table")
     table.set_defaults(do=_table)
     for command in (run, table):
-        command.add_argument(
-            "--scale", default="small", choices=["full", "small", "tiny"]
-        )
+        command.add_argument("--scale", default="small", choices=SCALES)
         command.add_argument(
             "--folder", type=Path, default=FOLDER, help="where results are kept"
         )
@@ -121,6 +125,7 @@ def _run(options: argparse.Namespace) -> None:
             )
         rows = options.experiment or default_rows(BY_NAME[name], options.scale)
         chosen[name] = rows
+    failed: list[str] = []
     on_cpu = jax.default_backend() == "cpu"
     with Progress(*Progress.get_default_columns(), TimeElapsedColumn()) as progress:
         runner = Runner(
@@ -137,14 +142,21 @@ def _run(options: argparse.Namespace) -> None:
             progress,
         )
         for name, rows in chosen.items():
-            task = progress.add_task(name, total=len(rows))
-            for row in rows:
-                progress.update(task, description=f"{name}: {row}")
-                result = runner.run(BY_NAME[name], row)
-                _keep(result, options.folder)
+            # Rows of accuracy are checked together before the first is trained.
+            whole = BY_NAME[name].kind == "accuracy"
+            task = progress.add_task(name, total=1 if whole else len(rows))
+            for part in [rows] if whole else [[row] for row in rows]:
+                progress.update(task, description=f"{name}: {', '.join(part)[:40]}")
+                try:
+                    _keep(runner.run(BY_NAME[name], part), options.folder)
+                except Exception as error:
+                    # The others may still run: what fails is told at the end.
+                    failed.append(f"{name}: {', '.join(part)}: {error!r}")
                 progress.advance(task)
             text = _kept(name, options.scale, options.folder)
             progress.console.print(text, markup=False, soft_wrap=True)
+    if failed:
+        raise SystemExit("not run:\n" + "\n".join(failed))
 
 
 def _keep(result: Result, folder: Path) -> None:

@@ -12,8 +12,6 @@ import optax
 
 PyTree = Any
 
-SCALES = ("full", "small", "tiny")
-
 
 @dataclass(frozen=True)
 class Experiment:
@@ -30,6 +28,7 @@ class Experiment:
       group: rows that share a first row, by which speed-ups are divided.
       bandwidth: gigabytes per second between devices, if not that of the run.
       published: figures by name, such as ``"samples/s"``.
+      ours: whether it is run here; else it is published only.
     """
 
     name: str
@@ -42,6 +41,7 @@ class Experiment:
     group: str = ""
     bandwidth: float | None = None
     published: Mapping[str, float] = field(default_factory=dict)
+    ours: bool = True
 
     @property
     def num_stages(self) -> int:
@@ -111,20 +111,32 @@ class Setting:
 
 
 # The most micro-batches, and the most examples in each.
-_LIMITS = {"small": (16, 4), "tiny": (4, 2)}
+_LIMITS = {"small": (32, 4), "tiny": (4, 2)}
 
 
-def fit(experiment: Experiment, work: Work, scale: str) -> Setting:
+def fit(
+    experiment: Experiment, work: Work, scale: str, same_batch: bool = False
+) -> Setting:
     """Keeps the shape of an experiment at a scale.
 
     At full scale sizes are those published, but that all micro-batches are equal: a
-    batch that does not divide is rounded to the next one that does.
+    batch that does not divide becomes the nearest one that does.
+
+    Args:
+      experiment: the row.
+      work: its model and data.
+      scale: one of `SCALES`.
+      same_batch: whether all rows of the table have one mini-batch, however many
+        micro-batches it is cut in.
     """
     count = experiment.microbatches
     size = round(experiment.batch / count)
     if scale != "full":
         most_count, most_size = _LIMITS[scale]
-        count, size = min(count, most_count), min(size, most_size)
+        count = min(count, most_count)
+        size = min(size, most_size)
+        if same_batch:
+            size = min(experiment.batch, most_count) // count
     balance = scaled_balance(experiment.balance, len(work.layers))
     return Setting(work, balance, count, size)
 

@@ -75,6 +75,7 @@ def search(most: Callable[[int], int], limit: int, guess: int) -> int:
       11
     """
     low, high = (0, 0), (0, 0)  # the largest that fits, the smallest that does not
+    width = 0
     tried = max(guess, 1)
     while high[0] != low[0] + 1:
         value = most(tried)
@@ -86,7 +87,10 @@ def search(most: Callable[[int], int], limit: int, guess: int) -> int:
             tried = min(max(tried + 1, tried * limit // max(value, 1)), 2 * tried)
         elif high[0] > low[0] + 1:
             share = (limit - low[1]) / (high[1] - low[1])
-            inside = low[0] + int(share * (high[0] - low[0]))
+            before, width = width, high[0] - low[0]
+            if before and width > before / 2:  # the guess by proportion did not help
+                share = 0.5
+            inside = low[0] + int(share * width)
             tried = min(max(inside, low[0] + 1), high[0] - 1)
     return low[0]
 
@@ -104,10 +108,11 @@ def _setting(
 ) -> tuple[Setting, int]:
     """A size in units as a setting."""
     if row.group == "amoebanet":
-        size = 16 * units
-        model = row.model[0], size if scale == "full" else 8 * size
+        size = units * (16 if scale == "full" else 8)
+        # Other scales divide the filters by sixteen.
+        model = row.model[0], size if scale == "full" else 16 * size
     else:
-        # Embedding and projection are one block less to hold.
-        size = max(units * row.num_stages - (row.num_stages > 1), 1)
+        # Embedding and projection take the place of a block: as many layers each.
+        size = units * row.num_stages - 2 if row.num_stages > 1 else units
         model = (size,)
     return benchmark.setting(dataclasses.replace(row, model=model), scale), size

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import jax
 
 import jpipe
-from jpipe._transfer import Device
 
 from .compiled import Way
 from .experiment import Setting, random_key
@@ -43,7 +42,7 @@ class Measurement(NamedTuple):
 def measure(
     setting: Setting,
     way: Way,
-    devices: Sequence[Device],
+    devices: Sequence[Any],
     steps: int,
     tick: Callable[[], None] = lambda: None,
 ) -> Measurement:

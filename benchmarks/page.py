@@ -12,6 +12,7 @@ BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
 
 def written(page: str, folder: Path = FOLDER) -> str:
     """The page with the tables of what is kept in place of those that it has."""
+    assert page.find(BEGIN) < page.find(END) != -1, "the page has lost its marks"
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
     sections = [section(benchmark, folder) for benchmark in BY_NAME.values()]

@@ -17,11 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-import jpipe
 from jpipe import _execute
 from jpipe._execute import Step
 from jpipe._program import Program
-from jpipe._transfer import Device
 from jpipe.schedules import Costs, Timeline
 
 from .compiled import Way
@@ -70,12 +68,13 @@ class Predictor:
     """
 
     def __init__(
-        self, device: Device, repeats: int = 3, most_examples: int | None = None
+        self, device: Any, repeats: int = 3, most_examples: int | None = None
     ) -> None:
         self._device = device
         self._repeats = repeats
         self._most = most_examples
         self._seconds: dict[Any, float] = {}
+        self._tables: dict[Any, dict[str, dict[str, list[float]]]] = {}
 
     def predict(self, setting: Setting, way: Way, link: Link) -> Prediction:
         """Predicts a training step with a device for each stage."""
@@ -119,18 +118,12 @@ class Predictor:
 
     def _by_layer(self, setting: Setting) -> Callable[[Step, Program], float]:
         """Sums of times of single layers; each layer is a stage of its own here."""
-        layers = setting.work.layers
-        single = dataclasses.replace(setting, balance=(1,) * len(layers))
-        single = dataclasses.replace(single, microbatches=1)
-        tables: dict[str, dict[str, list[float]]] = {}
-        for mode in ("full", "none"):
-            pipe = Way("gpipe", mode).pipe(single)
-            batch = setting.work.specs(setting.size)
-            calls = Calls(program_of(pipe, setting.work.loss, *batch))
-            ops = {op: [0.0] * len(layers) for op in "FB"}
-            for action, number in calls.of.items():
-                ops[action.op][action.stage] = self._time(calls.distinct[number])
-            tables[mode] = ops
+        # Rows of one table mostly have the same layers.
+        key = tuple(setting.work.layers), setting.size
+        if key not in self._tables:
+            modes = ("full", "none")
+            self._tables[key] = {mode: self._layers(setting, mode) for mode in modes}
+        tables = self._tables[key]
 
         def seconds(step: Step, program: Program) -> float:
             programs = program.rows[step.stage][step.microbatch]
@@ -139,6 +132,18 @@ class Predictor:
                 return sum(sum(tables["none"][op][span]) for op in "FB")
             return sum(tables[str(programs.mode)][step.action.op][span])
 
+        return seconds
+
+    def _layers(self, setting: Setting, mode: str) -> dict[str, list[float]]:
+        """The seconds of the F and the B of each layer by itself."""
+        count = len(setting.work.layers)
+        single = dataclasses.replace(setting, balance=(1,) * count, microbatches=1)
+        pipe = Way("gpipe", mode).pipe(single)
+        batch = setting.work.specs(setting.size)
+        calls = Calls(program_of(pipe, setting.work.loss, *batch))
+        seconds = {op: [0.0] * count for op in "FB"}
+        for action, number in calls.of.items():
+            seconds[action.op][action.stage] = self._time(calls.distinct[number])
         return seconds
 
     def _time(self, call: Call) -> float:
@@ -153,7 +158,9 @@ class Predictor:
         donated = [info.donated for info in jax.tree.leaves(lowered.args_info)]
         random = np.random.default_rng(0)
         leaves, tree = jax.tree.flatten(specs)
-        leaves = [jax.device_put(fill(leaf, random), self._device) for leaf in leaves]
+        leaves = [
+            jax.device_put(fill(leaf, random, 2), self._device) for leaf in leaves
+        ]
         seconds = []
         for _ in range(self._repeats + 1):
             # What is donated is gone after the call.
@@ -172,18 +179,14 @@ class Predictor:
     def _update_seconds(self, tx: optax.GradientTransformation) -> float:
         """Seconds of the optimizer per parameter, on a vector of four million."""
         spec = jax.ShapeDtypeStruct((1 << 22,), jnp.float32)
-        key = "update", id(tx)
-        if key not in self._seconds:
-            state = jax.eval_shape(tx.init, spec)
+        state = jax.eval_shape(tx.init, spec)
 
-            def update(params: Any, state: Any, grads: Any) -> Any:
-                updates, state = tx.update(grads, state, params)
-                return optax.apply_updates(params, updates), state
+        def update(params: Any, state: Any, grads: Any) -> Any:
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
 
-            program = jax.jit(update, donate_argnums=(0, 1))
-            args = (spec, state, spec)
-            self._seconds[key] = self._timed(program, args) / spec.size
-        return self._seconds[key]
+        program = jax.jit(update, donate_argnums=(0, 1))
+        return self._time(Call(program, (spec, state, spec))) / spec.size
 
 
 def _table(program: Program) -> list[list[float]]:
@@ -199,10 +202,11 @@ def _scaled_transfers(costs: Costs, scale: float) -> Costs:
         costs,
         boundary_bytes=scaled(costs.boundary_bytes),
         cotangent_bytes=scaled(costs.cotangent_bytes),
+        skips=tuple(
+            skip._replace(
+                bytes=[scale * size for size in skip.bytes],
+                cotangent_bytes=[scale * size for size in skip.cotangent_bytes],
+            )
+            for skip in costs.skips
+        ),
     )
-
-
-def speed_up_limit(pipe: jpipe.Pipeline) -> float:
-    """The speed-up of equal stages: what the bubble of the schedule leaves."""
-    bubble = pipe.schedule.simulate(Costs()).bubble_fraction
-    return pipe.schedule.num_ranks * (1 - bubble)

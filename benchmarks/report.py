@@ -12,8 +12,9 @@ from .results import Cell, Result
 _MARKS = {"measured": "", "compiled": " ᶜ", "predicted": " ᵖ"}
 LEGEND = (
     "Without a mark: measured. ᶜ compiled: bytes of the executables and of the "
-    "simulated schedule; nothing ran. ᵖ predicted: the stages were timed one after "
-    "the other on one device, the rest is the simulator's."
+    "simulated schedule; nothing ran. ᵖ predicted: the programs of the stages (of "
+    "AmoebaNet and the Transformers: of the layers) were timed one after the other on "
+    "one device, the rest is the simulator's."
 )
 Cells = dict[str, Cell]
 Column = tuple[str, Callable[[Experiment, Cells], str]]
@@ -40,7 +41,7 @@ def table(benchmark: Benchmark, result: Result) -> str:
     columns = _COLUMNS[benchmark.kind](benchmark, result)
     names = [row.name for row in benchmark.rows]
     ours = [name for name in result.rows if name not in names]
-    rows = [row for row in benchmark.rows if row.name in result.rows or row.published]
+    rows = list(benchmark.rows)
     rows += [Experiment(name, (1,), 1, 1) for name in ours]
     lines = [
         f"`python -m benchmarks run {benchmark.name} --scale {result.scale}`",
@@ -51,14 +52,21 @@ def table(benchmark: Benchmark, result: Result) -> str:
     for row in rows:
         cells = result.rows.get(row.name, {})
         lines.append("| " + " | ".join(make(row, cells) for _, make in columns) + " |")
-    return "\n".join([*lines, "", *_where(result)]) + "\n"
+    return "\n".join([*lines, "", *_where(benchmark, result)]) + "\n"
 
 
-def _where(result: Result) -> list[str]:
+def _where(benchmark: Benchmark, result: Result) -> list[str]:
     """Of which machine, versions and date the rows are."""
     groups: dict[str, list[str]] = {}
     for name, where in result.provenance.items():
-        groups.setdefault(provenance.line(where), []).append(name)
+        line = provenance.line(where)
+        options = where.get("options") or {}
+        if benchmark.kind in ("speed", "timeline"):
+            own = benchmark.row(name).bandwidth
+            line += f"; predicted transfers at {own or options.get('bandwidth')} GB/s"
+            if options.get("examples"):
+                line += f", micro-batches timed with {options['examples']} examples"
+        groups.setdefault(line, []).append(name)
     if len(groups) == 1:
         return [f"Made with {next(iter(groups))}."]
     return [f"{', '.join(names)}: made with {line}." for line, names in groups.items()]
@@ -75,6 +83,14 @@ def number(value: float) -> str:
     return f"{value:.{3 - len(str(int(abs(value)))) + (abs(value) < 1)}f}"
 
 
+def as_published(value: float) -> str:
+    """A figure with the digits that it was published with."""
+    for unit, size in (("B", 1e9), ("M", 1e6)):
+        if value >= size:
+            return f"{value / size:g} {unit}"
+    return f"{value:g}"
+
+
 def shown(cell: Cell | None) -> str:
     """A cell with its mark; a dash for none."""
     if cell is None:
@@ -86,7 +102,7 @@ def shown(cell: Cell | None) -> str:
 def _published(name: str) -> Callable[[Experiment, Cells], str]:
     def make(row: Experiment, cells: Cells) -> str:
         value = row.published.get(name)
-        return "-" if value is None else number(value)
+        return "-" if value is None else as_published(value)
 
     return make
 
@@ -113,17 +129,36 @@ def speed_up(
 ) -> Cell | None:
     """Our throughput by that of the first row, filled in the same way."""
     cell = result.rows.get(row.name, {}).get(column)
-    base = result.rows.get(_first(benchmark, row).name, {})
-    by = base.get(column) or base.get("predicted samples/s")
-    if cell is None or by is None or (cell.kind != by.kind):
+    first = _first(benchmark, row).name
+    # 1F1B as well is divided by what the table divides by.
+    base = "predicted samples/s" if column == "1f1b samples/s" else column
+    by = result.rows.get(first, {}).get(base)
+    if cell is None or by is None or not _same_machine(result, row.name, first):
         return None
     return Cell(cell.value / by.value, cell.kind, "")
+
+
+def _same_machine(result: Result, *names: str) -> bool:
+    """Whether figures may be divided by each other."""
+    keys = ("devices", "processor", "cores", "jax")
+    found = [[result.provenance[name].get(key) for key in keys] for name in names]
+    return found[0] == found[-1]
 
 
 def prediction_error(cells: Cells) -> float | None:
     """By how much a prediction is too high, where both were made."""
     made, found = cells.get("predicted samples/s"), cells.get("samples/s")
     return made.value / found.value - 1 if made and found else None
+
+
+def _cut(row: Experiment, cells: Cells) -> str:
+    """Micro-batches and the examples in each, of ours."""
+    told = next((c.detail for c in cells.values() if "micro-batches" in c.detail), None)
+    return f"{told['micro-batches']} x {told['examples in each']}" if told else "-"
+
+
+_NAME: Column = ("experiment", lambda row, cells: row.name)
+_CUT: Column = ("jpipe, micro-batches x examples", _cut)
 
 
 def _speed(benchmark: Benchmark, result: Result) -> Sequence[Column]:
@@ -142,7 +177,7 @@ def _speed(benchmark: Benchmark, result: Result) -> Sequence[Column]:
         value = prediction_error(cells)
         return "-" if value is None else f"{100 * value:+.1f} %"
 
-    columns: list[Column] = [("experiment", lambda row, cells: row.name)]
+    columns: list[Column] = [_NAME, _CUT]
     if any("samples/s" in row.published for row in benchmark.rows):
         columns += [
             ("torchgpipe, samples/s", _published("samples/s")),
@@ -174,13 +209,13 @@ def _memory(benchmark: Benchmark, result: Result) -> Sequence[Column]:
         "activations with 1F1B, GiB": "activations (1f1b)",
         "all with 1F1B, GiB": "memory (1f1b)",
     }
-    columns: list[Column] = [("experiment", lambda row, cells: row.name)]
+    columns: list[Column] = [_NAME, _CUT]
     columns += [(f"published: {name}", _published(name)) for name in names]
     return columns + [(title, _ours(name)) for title, name in ours.items()]
 
 
 def _timeline(benchmark: Benchmark, result: Result) -> Sequence[Column]:
-    columns: list[Column] = [("experiment", lambda row, cells: row.name)]
+    columns: list[Column] = [_NAME]
     for name, column in (
         ("samples/s", "samples/s"),
         ("utilization, %", "utilization"),
@@ -195,7 +230,7 @@ def _timeline(benchmark: Benchmark, result: Result) -> Sequence[Column]:
 
 
 def _largest(benchmark: Benchmark, result: Result) -> Sequence[Column]:
-    columns: list[Column] = [("experiment", lambda row, cells: row.name)]
+    columns: list[Column] = [_NAME]
     for name in ("size", "parameters", "model, GB", "activations, GB"):
         ours = name.replace("GB", "GiB")
         columns += [
@@ -218,6 +253,7 @@ def _accuracy(benchmark: Benchmark, result: Result) -> Sequence[Column]:
         ("published, samples/s", _published("samples/s")),
         ("jpipe, error in %", _ours("error")),
         ("jpipe, samples/s", _ours("throughput")),
+        ("largest difference of a parameter", _ours("difference")),
     ]
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 MEASURED, COMPILED, PREDICTED = KINDS = ("measured", "compiled", "predicted")
+SCALES = ("full", "small", "tiny")
 FOLDER = Path(__file__).parent / "results"
 
 

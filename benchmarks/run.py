@@ -4,18 +4,17 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 from rich.progress import Progress
 
-from jpipe._transfer import Device
-
 from . import accuracy
 from .compiled import Way, peak
-from .experiment import Experiment
+from .experiment import Experiment, Setting
 from .largest import largest
 from .measure import measure
-from .predict import Link, Predictor
+from .predict import Link, Prediction, Predictor
 from .provenance import provenance
 from .published import Benchmark
 from .results import COMPILED, MEASURED, PREDICTED, Cell, Result, Rows
@@ -41,7 +40,7 @@ class Options:
     steps: int
     examples: int | None
     bandwidth: float
-    measured: Sequence[Device]
+    measured: Sequence[Any]
     data: Path | None = None
     seeds: int = 5
 
@@ -50,7 +49,7 @@ def row_names(benchmark: Benchmark, scale: str) -> list[str]:
     """The experiments that a table has at a scale."""
     if benchmark.kind == "accuracy":
         return accuracy.EXPERIMENTS[scale]
-    return [row.name for row in benchmark.rows]
+    return [row.name for row in benchmark.rows if row.ours]
 
 
 def default_rows(benchmark: Benchmark, scale: str) -> list[str]:
@@ -70,43 +69,51 @@ class Runner:
     def __init__(self, options: Options, progress: Progress) -> None:
         self._options = options
         self._progress = progress
-        self._predictor = Predictor(
-            jax.devices()[0], most_examples=options.examples, repeats=3
-        )
+        self._predictor = Predictor(jax.devices()[0], most_examples=options.examples)
+        # Read once: a result that is saved may be part of what is checked out.
+        self._where = provenance() | {"options": self._told()}
+        self._cells = {
+            "speed": self.speed,
+            "memory": self.memory,
+            "timeline": self.timeline,
+            "largest": self.largest,
+        }
 
-    def run(self, benchmark: Benchmark, name: str) -> Result:
-        """Runs one experiment of a table.
+    def run(self, benchmark: Benchmark, names: Sequence[str]) -> Result:
+        """Runs experiments of a table.
 
         Args:
           benchmark: the table.
-          name: of the experiment.
+          names: of the experiments.
 
         Returns:
-          Its cells.
+          Their cells.
 
         Raises:
-          SystemExit: if images or devices that it needs are not there.
+          ValueError: if images or devices that accuracy needs are not there.
         """
         scale = self._options.scale
         if benchmark.kind == "accuracy":
-            rows = self._accuracy(name)
+            rows = self._accuracy(names)
         else:
-            rows = {name: getattr(self, benchmark.kind)(benchmark, benchmark.row(name))}
-        where = provenance() | {"options": self._told()}
-        return Result(benchmark.name, scale, dict.fromkeys(rows, where), rows)
+            cells = self._cells[benchmark.kind]
+            rows = {name: cells(benchmark, benchmark.row(name)) for name in names}
+        return Result(benchmark.name, scale, dict.fromkeys(rows, self._where), rows)
 
-    def _accuracy(self, name: str) -> Rows:
+    def _accuracy(self, names: Sequence[str]) -> Rows:
         options = self._options
-        try:
-            return accuracy.run(
-                options.scale,
-                experiments=[name],
-                seeds=options.seeds,
-                data=options.data,
-                progress=self._progress,
-            )
-        except ValueError as error:
-            raise SystemExit(str(error)) from None
+        rows = accuracy.run(
+            options.scale,
+            experiments=names,
+            seeds=options.seeds,
+            data=options.data,
+            progress=self._progress,
+        )
+        if options.scale != "full":
+            # A model this thin on cores that stages share: no throughput to speak of.
+            for cells in rows.values():
+                cells.pop("throughput", None)
+        return rows
 
     def speed(self, benchmark: Benchmark, row: Experiment) -> dict[str, Cell]:
         """Throughput: measured where the devices are there, and predicted."""
@@ -129,7 +136,8 @@ class Runner:
                 MEASURED,
                 "samples/s",
                 found.spread,
-                {"compile_s": found.compile_s, "seconds": found.seconds},
+                _told(setting, published)
+                | {"compile_s": found.compile_s, "seconds": found.seconds},
             )
         ways = {"predicted samples/s": published}
         if row.num_stages > 1:
@@ -140,12 +148,7 @@ class Runner:
                 made.throughput,
                 PREDICTED,
                 "samples/s",
-                detail={
-                    "schedule": way.schedule,
-                    "remat": way.remat,
-                    "bubble": made.timeline.bubble_fraction,
-                    "update_s": made.update,
-                },
+                detail=_told(setting, way) | self._foretold(setting, row, made),
             )
         return cells
 
@@ -158,11 +161,7 @@ class Runner:
             ways[" (1f1b)"] = Way("1f1b", "full")
         for suffix, way in ways.items():
             found = peak(setting, way)
-            detail = {
-                "schedule": way.schedule,
-                "remat": way.remat,
-                "bytes of each device": found.devices,
-            }
+            detail = _told(setting, way) | {"bytes of each device": found.devices}
             cells["parameters"] = Cell(found.parameters, COMPILED)
             cells["model"] = Cell(found.model / GIB, COMPILED, "GiB")
             cells[f"activations{suffix}"] = Cell(
@@ -183,9 +182,20 @@ class Runner:
             found = peak(setting, way)
             busy = 100 * (1 - made.timeline.bubble_fraction)
             cells |= {
-                f"samples/s{suffix}": Cell(made.throughput, PREDICTED, "samples/s"),
+                f"samples/s{suffix}": Cell(
+                    made.throughput,
+                    PREDICTED,
+                    "samples/s",
+                    detail=_told(setting, way) | self._foretold(setting, row, made),
+                ),
                 f"utilization{suffix}": Cell(busy, PREDICTED, "%"),
-                f"memory{suffix}": Cell(sum(found.devices) / GIB, COMPILED, "GiB"),
+                f"memory{suffix}": Cell(
+                    sum(found.devices) / GIB,
+                    COMPILED,
+                    "GiB",
+                    detail=_told(setting, way)
+                    | {"bytes of each device": found.devices},
+                ),
             }
         return cells
 
@@ -204,8 +214,33 @@ class Runner:
     def _link(self, row: Experiment) -> Link:
         return Link(1e9 * (row.bandwidth or self._options.bandwidth))
 
+    def _foretold(
+        self, setting: Setting, row: Experiment, made: Prediction
+    ) -> dict[str, Any]:
+        """What a prediction was made from."""
+        link = self._link(row)
+        return {
+            "bubble": made.timeline.bubble_fraction,
+            "update_s": made.update,
+            "bandwidth, bytes/s": link.bandwidth,
+            "latency, s": link.latency,
+            "examples timed": min(setting.size, self._options.examples or setting.size),
+            "single layers were timed": setting.work.by_layer,
+        }
+
     def _told(self) -> dict[str, object]:
         told = dataclasses.asdict(dataclasses.replace(self._options, measured=()))
         told["measured"] = len(self._options.measured)
         told["data"] = str(self._options.data) if self._options.data else None
         return told
+
+
+def _told(setting: Setting, way: Way) -> dict[str, Any]:
+    """What was run."""
+    return {
+        "schedule": way.schedule,
+        "remat": way.remat,
+        "layers per stage": setting.balance,
+        "micro-batches": setting.microbatches,
+        "examples in each": setting.size,
+    }

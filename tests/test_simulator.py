@@ -16,6 +16,7 @@ from jpipe.schedules import (
     Costs,
     MemoryEvent,
     Schedule,
+    Skip,
     Timeline,
     compare,
     dualpipe_v,
@@ -739,3 +740,39 @@ def test_a_forward_that_takes_no_time_does_not_hold_up_its_rank():
     assert timeline.makespan == 1.0 + 3 * 3.0 + 2.0
     path = timeline.critical_path
     assert sum(costs.of(action) for action in path) == timeline.makespan
+
+
+class TestSkipTransfers:
+    """A skip connection moves bytes from rank to rank, past those between."""
+
+    def costs(self, size, **options):
+        skip = Skip(0, 2, size, options.pop("back", size))
+        return Costs(forward=1.0, backward=1.0, skips=(skip,), **options)
+
+    def test_a_forward_waits_for_its_skip(self):
+        # F0 ends at 1; its skip takes 10; the neighbour's result is there at 2.
+        timeline = gpipe(3, 1).simulate(self.costs(10, back=0, bandwidth=1.0))
+        assert timeline.start[Action("F", 2, 0)] == 11
+        assert timeline.makespan == 11 + 1 + 3
+
+    def test_a_backward_waits_for_the_gradient_of_its_skip(self):
+        costs = dataclasses.replace(self.costs(0, back=10), bandwidth=1.0)
+        timeline = gpipe(3, 1).simulate(costs)
+        # B of the last stage ends at 4; its gradient reaches the first at 14.
+        assert timeline.end[Action("B", 2, 0)] == 4
+        assert timeline.start[Action("B", 0, 0)] == 14
+        assert timeline.critical_path[-2:] == (Action("B", 2, 0), Action("B", 0, 0))
+
+    def test_split_backwards_send_it_with_the_first_half(self):
+        costs = dataclasses.replace(self.costs(0, back=10), bandwidth=1.0)
+        timeline = zb_h1(3, 3).simulate(costs)
+        assert timeline.start[Action("I", 0, 0)] >= timeline.end[Action("I", 2, 0)] + 10
+
+    def test_latency_counts_and_nothing_moves_within_a_rank(self):
+        far = gpipe(3, 1).simulate(self.costs(1, latency=3.0))
+        assert far.start[Action("F", 2, 0)] == 1 + 3 + 1 + 3
+        near = zb_v(1, 1).simulate(
+            Costs(forward=1.0, backward=1.0, skips=(Skip(0, 1, 99, 99),), bandwidth=1.0)
+        )
+        free = zb_v(1, 1).simulate(Costs(forward=1.0, backward=1.0))
+        assert near.makespan == free.makespan

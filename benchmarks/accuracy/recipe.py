@@ -4,8 +4,9 @@ A batch that is k times larger is trained k times faster: the learning rate is
 proportional to the batch, and reached gradually, since at first the weights change too
 quickly for that rule.
 
-One number is not theirs. They keep weight decay off the scales and biases of batch
-norms; the published tables of pipelines decay all parameters, and so does this.
+Where torchgpipe's own training differs from that paper, this follows torchgpipe, for it
+stands beside its table: all parameters are decayed, those of batch norms too; the
+warm-up takes four epochs; and the last scale of a block starts at one.
 
 References:
   Goyal et al., `Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour

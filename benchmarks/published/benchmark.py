@@ -18,6 +18,7 @@ class Benchmark:
       rows: the experiments.
       work: gives the model and its data, for an experiment and a scale.
       note: what has to be known to read the published figures.
+      same_batch: whether all rows have one mini-batch.
       tiny: the rows that are run at the tiny scale if none are named; all, if empty.
     """
 
@@ -27,12 +28,13 @@ class Benchmark:
     rows: tuple[Experiment, ...]
     work: Callable[[Experiment, str], Work] | None = None
     note: str = ""
+    same_batch: bool = False
     tiny: tuple[str, ...] = ()
 
     def setting(self, row: Experiment, scale: str) -> Setting:
         """A row at a scale."""
         assert self.work is not None, f"{self.name} has no model of its own"
-        return fit(row, self.work(row, scale), scale)
+        return fit(row, self.work(row, scale), scale, self.same_batch)
 
     def row(self, name: str) -> Experiment:
         """The experiment of a name."""

@@ -208,5 +208,6 @@ LARGEST = Benchmark(
     largest_work,
     "AmoebaNet-D (L, D) on GPUs of 8 GB, L as published and D sought; Transformer-L "
     "on TPUs of 16 GB, the number of blocks sought.",
+    same_batch=True,
     tiny=("transformer-pipeline-1", "transformer-pipeline-8"),
 )

@@ -12,6 +12,7 @@ from ._action import Action as Action
 from ._compare import Comparison as Comparison
 from ._compare import compare as compare
 from ._costs import Costs as Costs
+from ._costs import Skip as Skip
 from ._flush import eager_one_f_one_b, forward_only, gpipe, one_f_one_b
 from ._looped import interleaved, looped_bfs
 from ._schedule import Schedule as Schedule

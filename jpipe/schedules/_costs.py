@@ -111,6 +111,31 @@ class Costs:
             size = self.cotangent(stage, microbatch)
         return self.latency + size / self.bandwidth
 
+    def skip_transfers(self, action: Action) -> list[tuple[Action, float]]:
+        """What an action waits for beside the results of its neighbours.
+
+        Args:
+          action: an F, which waits for skip connections that end at its stage; a B or
+            I, for the gradients of those that begin there.
+
+        Returns:
+          The actions that send, a whole backward as B, and the time of each transfer.
+        """
+        op, stage, microbatch = action
+        found = []
+        for skip in self.skips:
+            if op == FORWARD and skip.target == stage:
+                sender, size = Action(FORWARD, skip.source, microbatch), skip.bytes
+            elif op in (BACKWARD, INPUT) and skip.source == stage:
+                sender = Action(BACKWARD, skip.target, microbatch)
+                size = skip.cotangent_bytes
+            else:
+                continue
+            moved = at(size, microbatch)
+            if moved:
+                found.append((sender, self.latency + moved / self.bandwidth))
+        return found
+
     def cotangent(self, stage: int, microbatch: int) -> float:
         """The bytes of the gradient of the input of a stage."""
         given = self.cotangent_bytes

@@ -40,6 +40,15 @@ def simulate(
         moved = placement[need.stage] != placement[action.stage]
         return end[need] + (costs.transfer(need) if moved else 0.0)
 
+    def skips(action: Action) -> list[float]:
+        """When the skip connections of an action arrive; their senders have run."""
+        rank = placement[action.stage]
+        return [
+            end[sender if sender in end else sender._replace(op=INPUT)] + seconds
+            for sender, seconds in (costs.skip_transfers(action) if costs.skips else ())
+            if placement[sender.stage] != rank
+        ]
+
     progress = True
     while progress:
         progress = False
@@ -49,7 +58,7 @@ def simulate(
                 reads = needs(action)
                 if not all(need in end for need in reads):
                     break
-                ready = [arrival(need, action) for need in reads]
+                ready = [arrival(need, action) for need in reads] + skips(action)
                 start[action] = max([free[rank], *ready])
                 end[action] = start[action] + costs.of(action)
                 # What takes no time, such as a forward that its backward does on the

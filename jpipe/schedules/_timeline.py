@@ -149,12 +149,25 @@ class Timeline:
         while path:
             action = path[-1]
             waits = [(arrival(need, action), need) for need in needs(action)]
+            waits += self._skip_arrivals(action)
             if action in before:
                 waits.append((self.end[before[action]], before[action]))
             if not waits:
                 break
             path.append(max(waits)[1])
         return tuple(reversed(path))
+
+    def _skip_arrivals(self, action: Action) -> list[tuple[float, Action]]:
+        """When the skip connections of an action arrive from other ranks, and whence."""
+        found = []
+        for sender, seconds in self.costs.skip_transfers(action) if self.costs else ():
+            real = sender if sender in self.end else sender._replace(op=INPUT)
+            if (
+                real in self.end
+                and self.placement[real.stage] != (self.placement[action.stage])
+            ):
+                found.append((self.end[real] + seconds, real))
+        return found
 
     def median_costs(self, costs: Costs | None = None) -> Costs:
         """The median time of each op of each stage.
