@@ -95,8 +95,8 @@ TIMELINE = Benchmark(
         _timeline("dep-str-ptl", 58.477, 75, 23.5, carried=False),
     ),
     work,
-    "torchgpipe's rows `baseline` and `dep-x-x` take away the order of its backwards and "
-    "its copy streams. Here a schedule is the order and every move is asynchronous, so "
+    "torchgpipe's rows `baseline` and `dep-x-x` take away the order of its backwards "
+    "and its copy streams. Here a schedule is the order and every move is asynchronous, so "
     "there is nothing to take away. What remains are skips carried through every stage "
     "(`dep-str-x`) and skips that go straight to where they are popped "
     "(`dep-str-ptl`).",

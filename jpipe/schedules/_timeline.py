@@ -158,7 +158,7 @@ class Timeline:
         return tuple(reversed(path))
 
     def _skip_arrivals(self, action: Action) -> list[tuple[float, Action]]:
-        """When the skip connections of an action arrive from other ranks, and whence."""
+        """When skip connections arrive from other ranks, and what sent them."""
         found = []
         for sender, seconds in self.costs.skip_transfers(action) if self.costs else ():
             real = sender if sender in self.end else sender._replace(op=INPUT)
