@@ -153,12 +153,13 @@ def prediction_error(cells: Cells) -> float | None:
 
 def _cut(row: Experiment, cells: Cells) -> str:
     """Micro-batches and the examples in each, of ours."""
-    told = next((c.detail for c in cells.values() if "micro-batches" in c.detail), None)
+    details = [cell.detail for cell in cells.values()]
+    told = next((detail for detail in details if "micro-batches" in detail), None)
     return f"{told['micro-batches']} x {told['examples in each']}" if told else "-"
 
 
 _NAME: Column = ("experiment", lambda row, cells: row.name)
-_CUT: Column = ("jpipe, micro-batches x examples", _cut)
+_CUT: Column = ("jpipe, M x examples", _cut)
 
 
 def _speed(benchmark: Benchmark, result: Result) -> Sequence[Column]:

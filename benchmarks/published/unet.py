@@ -96,10 +96,10 @@ TIMELINE = Benchmark(
     ),
     work,
     "torchgpipe's rows `baseline` and `dep-x-x` take away the order of its backwards "
-    "and its copy streams. Here a schedule is the order and every move is asynchronous, so "
-    "there is nothing to take away. What remains are skips carried through every stage "
-    "(`dep-str-x`) and skips that go straight to where they are popped "
-    "(`dep-str-ptl`).",
+    "and its copy streams. Here a schedule is the order and every move is "
+    "asynchronous, so there is nothing to take away. What remains are skips carried "
+    "through every stage (`dep-str-x`) and skips that go straight to where they are "
+    "popped (`dep-str-ptl`).",
     tiny=("dep-str-ptl",),
 )
 
