@@ -39,9 +39,9 @@ bench: $(VENV)/examples  ## the figures of benchmarks/README.md
 tables: $(VENV)/examples  ## the published tables, at a scale for two cores
 	$(RUN) -m benchmarks run --all --scale small $(ARGS)
 
-# An accelerator's own environment: `make bench-gpu RUN=python` where JAX finds it.
+# In the environment that is active: the one whose JAX finds the accelerator.
 bench-gpu:  ## what one accelerator shows, as JSON, in ten minutes
-	$(RUN) -m benchmarks.gpu $(ARGS)
+	$(PYTHON) -m benchmarks.gpu $(ARGS)
 
 clean:
 	rm -rf .venv build *.egg-info

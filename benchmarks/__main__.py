@@ -161,13 +161,16 @@ def _run(options: argparse.Namespace) -> None:
 
 def _keep(result: Result, folder: Path) -> None:
     """Saves a result over an earlier one as JSON, Markdown and PNG."""
+    path = folder / f"{result.benchmark}-{result.scale}.json"
+    result = result.merged(Result.load(path) if path.exists() else None)
+    _render(result, result.save(folder))
+
+
+def _render(result: Result, path: Path) -> None:
     from .plot import plot
     from .published import BY_NAME
     from .report import whole
 
-    path = folder / f"{result.benchmark}-{result.scale}.json"
-    result = result.merged(Result.load(path) if path.exists() else None)
-    result.save(folder)
     benchmark = BY_NAME[result.benchmark]
     path.with_suffix(".md").write_text(whole(benchmark, result))
     plot(benchmark, result, path.with_suffix(".png"))
@@ -193,8 +196,13 @@ def _table(options: argparse.Namespace) -> None:
 
 
 def _page(options: argparse.Namespace) -> None:
+    """Writes the page, and the Markdown and pictures of kept results anew."""
     from .page import PAGE, written
+    from .published import BY_NAME
 
+    for name in BY_NAME:
+        for path in FOLDER.glob(f"{name}-*.json"):
+            _render(Result.load(path), path)
     PAGE.write_text(written(PAGE.read_text()))
 
 

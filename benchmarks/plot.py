@@ -123,7 +123,10 @@ def _bars_of(published: str, ours: dict[str, str], label: str) -> Maker:
             by_name[name].published.get(published) if name in by_name else None
             for name in names
         ]
-        bars: Bars = {"published": (_COLORS["published"], "", figures)}
+        bars: Bars = {}
+        # Bytes of small models beside those of large ones would show nothing.
+        if result.scale == "full" or label.endswith("%"):
+            bars["published"] = (_COLORS["published"], "", figures)
         for title, column in ours.items():
             cells = _cells(result, names, column)
             kinds = {cell.kind for cell in cells if cell}

@@ -151,15 +151,22 @@ def prediction_error(cells: Cells) -> float | None:
     return made.value / found.value - 1 if made and found else None
 
 
-def _cut(row: Experiment, cells: Cells) -> str:
-    """Micro-batches and the examples in each, of ours."""
-    details = [cell.detail for cell in cells.values()]
-    told = next((detail for detail in details if "micro-batches" in detail), None)
-    return f"{told['micro-batches']} x {told['examples in each']}" if told else "-"
-
-
 _NAME: Column = ("experiment", lambda row, cells: row.name)
-_CUT: Column = ("jpipe, M x examples", _cut)
+
+
+def _cut(result: Result) -> Column:
+    """Micro-batches and the examples in each, of ours."""
+
+    def make(row: Experiment, cells: Cells) -> str:
+        if not cells:
+            return "-"
+        if result.scale == "full":
+            return f"{row.microbatches} x {round(row.batch / row.microbatches)}"
+        details = [cell.detail for cell in cells.values()]
+        told = next(detail for detail in details if "micro-batches" in detail)
+        return f"{told['micro-batches']} x {told['examples in each']}"
+
+    return "jpipe, M x examples", make
 
 
 def _speed(benchmark: Benchmark, result: Result) -> Sequence[Column]:
@@ -178,7 +185,7 @@ def _speed(benchmark: Benchmark, result: Result) -> Sequence[Column]:
         value = prediction_error(cells)
         return "-" if value is None else f"{100 * value:+.1f} %"
 
-    columns: list[Column] = [_NAME, _CUT]
+    columns: list[Column] = [_NAME, _cut(result)]
     if any("samples/s" in row.published for row in benchmark.rows):
         columns += [
             ("torchgpipe, samples/s", _published("samples/s")),
@@ -210,7 +217,7 @@ def _memory(benchmark: Benchmark, result: Result) -> Sequence[Column]:
         "activations with 1F1B, GiB": "activations (1f1b)",
         "all with 1F1B, GiB": "memory (1f1b)",
     }
-    columns: list[Column] = [_NAME, _CUT]
+    columns: list[Column] = [_NAME, _cut(result)]
     columns += [(f"published: {name}", _published(name)) for name in names]
     return columns + [(title, _ours(name)) for title, name in ours.items()]
 
