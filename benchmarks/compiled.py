@@ -18,10 +18,14 @@ from jpipe.schedules import Action, Timeline
 from .experiment import PyTree, Setting
 from .stages import Call, Calls, program_of
 
-# The layout of the memory does not depend on how well the code is optimized.
-_QUICK = {
+# The layout of the memory does not depend on how well the code is optimized. It does
+# depend on the order of operations: XLA on CPU takes, by default, the one in which most
+# can run at once, with the gradients of all weights alive together; here it takes the
+# one that holds least, as compilers for accelerators, which run one at a time, do.
+_OPTIONS = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
+    "xla_cpu_enable_concurrency_optimized_scheduler": False,
 }
 _known: dict[Any, int] = {}
 
@@ -100,7 +104,7 @@ def workspace(call: Call) -> int:
     key = call.shapes, hash(call.text)
     if key not in _known:
         lowered = call.program.lower(*call.args)
-        memory = lowered.compile(compiler_options=_QUICK).memory_analysis()
+        memory = lowered.compile(compiler_options=_OPTIONS).memory_analysis()
         _known[key] = (
             memory.temp_size_in_bytes
             + memory.output_size_in_bytes
