@@ -52,11 +52,13 @@ def table(benchmark: Benchmark, result: Result) -> str:
     for row in rows:
         cells = result.rows.get(row.name, {})
         lines.append("| " + " | ".join(make(row, cells) for _, make in columns) + " |")
-    return "\n".join([*lines, "", *_where(benchmark, result)]) + "\n"
+    made = "\n\n".join(_where(benchmark, result))
+    return "\n".join([*lines, "", made]).rstrip() + "\n"
 
 
 def _where(benchmark: Benchmark, result: Result) -> list[str]:
     """Of which machine, versions and date the rows are."""
+    lines: list[str] = []
     groups: dict[str, list[str]] = {}
     for name, where in result.provenance.items():
         line = provenance.line(where)
@@ -67,9 +69,17 @@ def _where(benchmark: Benchmark, result: Result) -> list[str]:
             if options.get("examples"):
                 line += f", micro-batches timed with {options['examples']} examples"
         groups.setdefault(line, []).append(name)
+    if result.scale != "full":
+        smaller = (
+            "fewer filters or narrower layers, smaller images or shorter sequences"
+        )
+        lines.append(
+            f"Ours at {result.scale} scale: {smaller}; published at full size."
+        )
     if len(groups) == 1:
-        return [f"Made with {next(iter(groups))}."]
-    return [f"{', '.join(names)}: made with {line}." for line, names in groups.items()]
+        return [*lines, f"Made with {next(iter(groups))}."]
+    made = [f"{', '.join(names)}: made with {line}." for line, names in groups.items()]
+    return lines + made
 
 
 def number(value: float) -> str:
@@ -163,8 +173,9 @@ def _cut(result: Result) -> Column:
         if result.scale == "full":
             return f"{row.microbatches} x {round(row.batch / row.microbatches)}"
         details = [cell.detail for cell in cells.values()]
-        told = next(detail for detail in details if "micro-batches" in detail)
-        return f"{told['micro-batches']} x {told['examples in each']}"
+        told = [detail for detail in details if "micro-batches" in detail][:1]
+        cut = [f"{d['micro-batches']} x {d['examples in each']}" for d in told]
+        return cut[0] if cut else "-"
 
     return "jpipe, M x examples", make
 
