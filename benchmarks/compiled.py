@@ -25,7 +25,7 @@ from .stages import Call, Calls, program_of
 _OPTIONS = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
-    "xla_cpu_enable_concurrency_optimized_scheduler": False,
+    "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
 }
 _known: dict[Any, int] = {}
 

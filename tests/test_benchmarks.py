@@ -147,6 +147,15 @@ class TestCompiled:
         # One result, and at least one product on the way.
         assert 2 * 64 * 64 * 4 <= workspace(call) <= 4 * 64 * 64 * 4
 
+    def test_gradients_are_added_one_after_the_other(self):
+        # In the order that XLA takes by default on CPU all of them are alive together.
+        layers = [nn.Conv(64, (3, 3), use_bias=False) for _ in range(8)]
+        image = jax.ShapeDtypeStruct((4, 4, 64), jnp.float32)
+        convs = replace(work(), layers=layers, x=image, targets=image)
+        found = peak(Setting(convs, (8,), 2, 1), Way("gpipe", "full"))
+        gradients = 4 * found.parameters
+        assert found.activations < 0.75 * gradients
+
     def test_model_bytes_are_parameters_gradients_and_slots(self):
         setting = Setting(replace(work(), tx=optax.adam(1e-3)), (3, 3), 2, 2)
         found = peak(setting, Way("gpipe", "full"))
