@@ -31,8 +31,8 @@ def plot(benchmark: Benchmark, result: Result, path: Path) -> None:
       path: a file that ends in ``.png``.
     """
     names = [row.name for row in benchmark.rows]
-    if benchmark.kind == "accuracy":
-        names += [name for name in result.rows if name not in names]
+    if benchmark.kind == "accuracy" and result.scale != "full":
+        names = list(result.rows)  # other images: beside the published they say nothing
     label, bars = _BARS[benchmark.kind](benchmark, result, names)
     bars = {title: bar for title, bar in bars.items() if any(bar[2])}
     keep = [i for i in range(len(names)) if any(bar[2][i] for bar in bars.values())]
@@ -41,6 +41,8 @@ def plot(benchmark: Benchmark, result: Result, path: Path) -> None:
     width = 0.8 / max(len(bars), 1)
     for n, (title, (color, hatch, values)) in enumerate(bars.items()):
         _draw(axes, [values[i] for i in keep], n, width, title, color, hatch)
+    if benchmark.kind == "accuracy":
+        _draw_spreads(axes, [result.rows.get(names[i], {}).get("error") for i in keep])
     axes.set_xticks(
         [i + 0.4 - width / 2 for i in range(len(keep))],
         [names[i] for i in keep],
@@ -79,6 +81,22 @@ def _draw(
         text = f"{height:.2f}" if height < 10 else f"{height:.0f}"
         axes.annotate(
             text, (place, height), ha="center", va="bottom", fontsize=6, color="#444"
+        )
+
+
+def _draw_spreads(axes: Axes, cells: list[Cell | None]) -> None:
+    """Standard deviations over seeds, on the last bars that were drawn."""
+    bars = axes.containers[-1] if axes.containers else []
+    found = [cell for cell in cells if cell]
+    places = [bar.get_x() + bar.get_width() / 2 for bar in bars]
+    if len(places) == len(found):
+        axes.errorbar(
+            places,
+            [cell.value for cell in found],
+            [cell.spread or 0.0 for cell in found],
+            fmt="none",
+            ecolor="#444",
+            capsize=3,
         )
 
 
@@ -125,7 +143,7 @@ def _bars_of(published: str, ours: dict[str, str], label: str) -> Maker:
         ]
         bars: Bars = {}
         # Bytes of small models beside those of large ones would show nothing.
-        if result.scale == "full" or label.endswith("%"):
+        if result.scale == "full" or label.startswith("utilization"):
             bars["published"] = (_COLORS["published"], "", figures)
         for title, column in ours.items():
             cells = _cells(result, names, column)

@@ -70,12 +70,8 @@ def _where(benchmark: Benchmark, result: Result) -> list[str]:
                 line += f", micro-batches timed with {options['examples']} examples"
         groups.setdefault(line, []).append(name)
     if result.scale != "full":
-        smaller = (
-            "fewer filters or narrower layers, smaller images or shorter sequences"
-        )
-        lines.append(
-            f"Ours at {result.scale} scale: {smaller}; published at full size."
-        )
+        smaller = _SMALLER.get(benchmark.kind, _NARROWER)
+        lines.append(f"Ours at {result.scale} scale: {smaller}")
     if len(groups) == 1:
         return [*lines, f"Made with {next(iter(groups))}."]
     made = [f"{', '.join(names)}: made with {line}." for line, names in groups.items()]
@@ -161,6 +157,16 @@ def prediction_error(cells: Cells) -> float | None:
     return made.value / found.value - 1 if made and found else None
 
 
+_NARROWER = (
+    "fewer filters or narrower layers, smaller images or shorter sequences; published "
+    "at full size."
+)
+_SMALLER = {
+    "accuracy": "a thin ResNet on the digits of scikit-learn, 360 of 1797 held back, "
+    "means and standard deviations over seeds. One device normalizes the whole "
+    "mini-batch, pipelines each micro-batch of 16 images; with as many micro-batches "
+    "one device has the parameters of the pipeline, as the last row says."
+}
 _NAME: Column = ("experiment", lambda row, cells: row.name)
 
 
