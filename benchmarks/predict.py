@@ -7,9 +7,12 @@ with fewer examples and the times are scaled by the number of examples.
 """
 
 import dataclasses
+import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -170,9 +173,10 @@ class Predictor:
             ]
             args = jax.block_until_ready(jax.tree.unflatten(tree, given))
             del given
-            start = time.perf_counter()
-            result = jax.block_until_ready(program(*args))
-            seconds.append(time.perf_counter() - start)
+            with one_core():
+                start = time.perf_counter()
+                result = jax.block_until_ready(program(*args))
+                seconds.append(time.perf_counter() - start)
             del args, result
         return statistics.median(seconds[1:])
 
@@ -187,6 +191,32 @@ class Predictor:
 
         program = jax.jit(update, donate_argnums=(0, 1))
         return self._time(Call(program, (spec, state, spec))) / spec.size
+
+
+@contextmanager
+def one_core() -> Iterator[None]:
+    """Keeps all threads of this process on one core, where the system allows it.
+
+    A device made of a CPU has one thread for arithmetic, but XLA also runs operations
+    side by side on all cores: alone in the process it would be more than one device.
+    """
+    tasks = Path("/proc/self/task")
+    if not (hasattr(os, "sched_setaffinity") and tasks.exists()):
+        yield
+        return
+    allowed = os.sched_getaffinity(0)
+    _keep_on({max(allowed)}, tasks)
+    try:
+        yield
+    finally:
+        _keep_on(allowed, tasks)
+
+
+def _keep_on(allowed: set[int], tasks: Path) -> None:
+    for task in tasks.iterdir():
+        # A thread may end meanwhile.
+        with suppress(ProcessLookupError):
+            os.sched_setaffinity(int(task.name), allowed)
 
 
 def _table(program: Program) -> list[list[float]]:

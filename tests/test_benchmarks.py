@@ -23,7 +23,7 @@ from benchmarks.experiment import Setting, Work, scaled_balance
 from benchmarks.largest import search
 from benchmarks.measure import Measurement, measure
 from benchmarks.page import PAGE, written
-from benchmarks.predict import Link, Predictor
+from benchmarks.predict import Link, Predictor, one_core
 from benchmarks.published import BY_NAME
 from benchmarks.report import number, published_speed_up, shown, table
 from benchmarks.results import (
@@ -217,6 +217,14 @@ class TestPredicted:
             for bandwidth in (1e30, 2 * 8 * 4.0)  # a boundary takes one second
         ]
         assert times[1] >= times[0] + 2
+
+    def test_times_are_of_one_core_and_all_come_back(self):
+        if not hasattr(os, "sched_getaffinity"):
+            pytest.skip("this system does not say which cores a process may use")
+        before = os.sched_getaffinity(0)
+        with one_core():
+            assert len(os.sched_getaffinity(0)) == 1
+        assert os.sched_getaffinity(0) == before
 
     def test_programs_that_donate_can_be_timed_again(self):
         setting = Setting(work(), (3, 3), 2, 2)
