@@ -50,6 +50,8 @@ def plot(benchmark: Benchmark, result: Result, path: Path) -> None:
         ha="right" if len(keep) > 6 else "center",
     )
     axes.set_ylabel(label)
+    if benchmark.kind == "largest":  # from millions of parameters to many billions
+        axes.set_yscale("log")
     axes.set_title(f"{benchmark.name} (ours: {result.scale} scale)", fontsize=10)
     axes.legend(fontsize=8, frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
@@ -78,10 +80,21 @@ def _draw(
         linewidth=0,
     )
     for place, height in zip(places, heights, strict=True):
-        text = f"{height:.2f}" if height < 10 else f"{height:.0f}"
         axes.annotate(
-            text, (place, height), ha="center", va="bottom", fontsize=6, color="#444"
+            _text(height),
+            (place, height),
+            ha="center",
+            va="bottom",
+            fontsize=6,
+            color="#444",
         )
+
+
+def _text(height: float) -> str:
+    for unit, size in ((" B", 1e9), (" M", 1e6)):
+        if height >= size:
+            return f"{height / size:.3g}{unit}"
+    return f"{height:.2f}" if height < 10 else f"{height:.0f}"
 
 
 def _draw_spreads(axes: Axes, cells: list[Cell | None]) -> None:
