@@ -164,7 +164,7 @@ class _Lowering:
             # The outputs of the last stage stay where they are.
             device = self._devices[min(stage, len(self._devices) - 1)]
             joins = stage < len(self._rows) and self._joins(action, stage)
-            groups.append(Group(stage, count, device, joins))
+            groups.append(Group(stage, count, device, joins, task.sends_keys))
         return groups
 
     def _joins(self, action: Action, stage: int) -> bool:

@@ -105,6 +105,14 @@ class Task:
         return [sum_spec(leaf) for leaf in kept]
 
     @property
+    def sends_keys(self) -> bool:
+        """Whether typed keys of `jax.random` are among the leaves of ``y``."""
+        return any(
+            jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+            for leaf in jax.tree.leaves(self.y)
+        )
+
+    @property
     def sent(self) -> list[tuple[int, int]]:
         """Where the leaves of ``y`` go: ``(stage, count)`` in order."""
         if self.has_loss:

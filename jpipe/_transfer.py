@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from . import _compat
+
 Leaves = Sequence[Any]
 # To a type checker `jax.Device` is a variable and no type.
 Device = Any
@@ -28,12 +30,14 @@ class Group(NamedTuple):
       size: how many they are.
       device: that of the stage; that of the source if nothing moves.
       joins: whether other stages send to the same cell, before or after.
+      has_keys: whether keys of `jax.random` are among all leaves of the result.
     """
 
     stage: int
     size: int
     device: Device
     joins: bool
+    has_keys: bool
 
 
 def deliverer(
@@ -49,7 +53,7 @@ def deliverer(
       ``(cells, microbatch, leaves)``, where ``cells[stage][microbatch]`` is set, or
       extended if several stages send to it.
     """
-    puts = [sender(source, group.device, group.size) for group in groups]
+    puts = [sender(source, group) for group in groups]
     if not groups:
         return lambda cells, microbatch, leaves: None
     if len(groups) == 1 and not groups[0].joins:
@@ -70,12 +74,13 @@ def deliverer(
     return deliver
 
 
-def sender(source: Device, target: Device, count: int) -> Callable[[Leaves], Leaves]:
-    """A function that moves ``count`` leaves from one device to another.
+def sender(source: Device, group: Group) -> Callable[[Leaves], Leaves]:
+    """A function that moves the leaves of one group to its device.
 
     Neighbours on one device hand the arrays over: even a `jax.device_put` that has
     nothing to do costs as much as the call of a compiled function.
     """
-    if source == target or not count:
+    if source == group.device or not group.size:
         return lambda leaves: leaves
-    return lambda leaves: jax.device_put(leaves, target)
+    copy = None if group.has_keys else _compat.copier(group.device)
+    return copy or (lambda leaves: jax.device_put(leaves, group.device))

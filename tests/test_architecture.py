@@ -58,6 +58,7 @@ LAYERS = {
     ],
     "who does what, when: moves nothing": ["_plan", "_remat"],
     "do it": [
+        "_compat",
         "_compile",
         "_describe",
         "_execute",
@@ -80,7 +81,7 @@ PURE = LAYERS["what a pipeline is, without jax"]
 
 # `device_put` anywhere else would be a transfer that the memory count and a later
 # multi-process transport do not see.
-MOVES_DATA = {"_transfer"}
+MOVES_DATA = {"_transfer", "_compat"}
 # Python dispatches ahead of the devices: nothing in the library waits for a result but
 # what measures how long results take.
 MAY_WAIT = {"_profile"}

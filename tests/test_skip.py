@@ -151,11 +151,11 @@ class TestTransfers:
         variables = pipe.init(jax.random.key(0), x)
         made = []
 
-        def sender(source, target, count):
+        def sender(source, group):
             def send(leaves):
-                if source != target and count:
-                    made.append((source.id, target.id))
-                return jax.device_put(leaves, target)
+                if source != group.device and group.size:
+                    made.append((source.id, group.device.id))
+                return jax.device_put(leaves, group.device)
 
             return send
 
