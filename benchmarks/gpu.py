@@ -165,7 +165,7 @@ def eight_stages(scale: str, steps: int) -> dict[str, Any]:
 
 def dispatch() -> dict[str, Any]:
     """Microseconds of a step per action: four stages, all on the one device."""
-    from .overhead import dispatch_cost
+    from .dispatch import dispatch_cost
 
     return dict(dispatch_cost(16, one_device=True))
 

@@ -128,7 +128,9 @@ def throughput(model: Callable[[], Any], rounds: int) -> dict[str, float]:
       rounds: how many steps of each side are timed, in turns.
 
     Returns:
-      The median milliseconds and page faults of a step of each side.
+      The median milliseconds and page faults of a step of each side; and the
+      throughput of jpipe by that of each hand-written step, the median of the rounds'
+      ratios: what slows the machine for a while slows both sides of a round.
     """
     layers, x, targets = model()
     number, tx = 8, optax.adamw(1e-3)
@@ -159,6 +161,10 @@ def throughput(model: Callable[[], Any], rounds: int) -> dict[str, float]:
     for name, pairs in figures.items():
         columns = zip(*pairs, strict=True)
         result[f"{name}_ms"], result[f"{name}_faults"] = map(statistics.median, columns)
+    for name in ("scan", "unrolled"):
+        rounds_of_both = zip(figures[name], figures["jpipe"], strict=True)
+        ratios = [theirs / ours for (theirs, _), (ours, _) in rounds_of_both]
+        result[f"by_{name}"] = statistics.median(ratios)
     return result
 
 
@@ -178,18 +184,14 @@ def in_processes(
       keep_memory: whether malloc keeps what is freed; else it does as it likes.
 
     Returns:
-      Medians over processes; the throughput of jpipe by that of each hand-written
-      step, with the least and the greatest of any process.
+      Medians over processes, with the least and the greatest `by_scan` of any.
     """
     command = [sys.executable, "-m", "benchmarks.one_stage", model, f"{rounds}"]
     environment = os.environ | (KEEP_MEMORY if keep_memory else {})
     rows = []
     for _ in range(processes):
         output = subprocess.check_output(command, env=environment, text=True)
-        row = json.loads(output)
-        for name in ("scan", "unrolled"):
-            row[f"by_{name}"] = row[f"{name}_ms"] / row["jpipe_ms"]
-        rows.append(row)
+        rows.append(json.loads(output))
     result = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
     result["by_scan_least"] = min(row["by_scan"] for row in rows)
     result["by_scan_most"] = max(row["by_scan"] for row in rows)

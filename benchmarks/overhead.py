@@ -8,127 +8,23 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from flax import linen as nn
 
-jax.config.update("jax_num_cpu_devices", 4)
+import jpipe
+from jpipe import _memory, _transfer
+from jpipe._objective import Objective
 
-import jax.numpy as jnp  # noqa: E402
-import optax  # noqa: E402
-from flax import linen as nn  # noqa: E402
-
-import jpipe  # noqa: E402
-from jpipe import _execute, _memory, _transfer  # noqa: E402
-from jpipe._objective import Objective  # noqa: E402
-
-from . import one_stage  # noqa: E402
-from .one_stage import Block  # noqa: E402
-from .provenance import line, provenance  # noqa: E402
+from . import dispatch, one_stage
+from .dispatch import interleaved, square
+from .one_stage import Block
+from .provenance import line, provenance
 
 PyTree = Any
-
-
-def interleaved(sides: dict[str, Callable[[], None]], rounds: int) -> dict[str, list]:
-    """Seconds of each side, taken in turns; the first round warms up."""
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    for number in range(rounds + 1):
-        names = list(sides) if number % 2 else list(sides)[::-1]
-        for name in names:
-            start = time.perf_counter()
-            sides[name]()
-            if number:
-                seconds[name].append(time.perf_counter() - start)
-    return seconds
-
-
-def dispatch_cost(rounds: int, one_device: bool = False) -> dict[str, float]:
-    """Microseconds of a step per action, on four stages of tiny layers, M = 32.
-
-    The bare loop issues the same compiled calls and the same `jax.device_put`, on the
-    arrays that the step issued them on, with nothing around them.
-
-    Args:
-      rounds: how many times each side is timed.
-      one_device: whether all stages are on the first device.
-
-    Returns:
-      Microseconds per action of the schedule: of the whole step, of the executor's
-      loop, of the bare calls, and the difference of the last two.
-    """
-    width, number = 8, 32
-    layers = [nn.Dense(width) for _ in range(4)]
-    devices = jax.devices()[:1] * 4 if one_device else None
-    pipe = jpipe.pipeline(layers, number, devices=devices)
-    x = jnp.ones((number, width))
-    tx = optax.sgd(1e-3)
-    state = pipe.init_train_state(jax.random.key(0), x, tx)
-
-    def square(y: jax.Array, t: jax.Array) -> jax.Array:
-        return jnp.mean((y - t) ** 2)
-
-    step = pipe.train_step(square, tx)
-    variables = pipe.place(state.variables)
-    gradient = pipe._library.gradients(Objective(square))(variables, x, x, None, True)
-    weights: list[Any] = [
-        jax.tree.leaves(entry) for entry in pipe.init(jax.random.key(0), x)
-    ]
-    program = gradient.program
-    box = {"state": state}
-
-    def whole() -> None:
-        box["state"], metrics = step(box["state"], x, x)
-        jax.block_until_ready((box["state"], metrics))
-
-    def fed() -> Any:
-        live = program.feed(weights, [x], [x])
-        jax.block_until_ready((live.x, live.extra, live.grads, live.tally))
-        return live
-
-    loop, bare = [], []
-    for _ in range(rounds + 1):
-        live = fed()
-        start = time.perf_counter()
-        _execute.execute(program.steps, live)
-        loop.append(time.perf_counter() - start)
-        jax.block_until_ready((live.grads, live.tally))
-        bare.append(_bare_loop(program.steps, fed()))
-    seconds = interleaved({"whole": whole}, rounds)["whole"]
-    actions = 2 * 4 * number
-    micro = 1e6 / actions
-    loop_us = micro * statistics.median(loop[1:])
-    bare_us = micro * statistics.median(bare[1:])
-    return {
-        "step_us": micro * statistics.median(seconds),
-        "loop_us": loop_us,
-        "bare_us": bare_us,
-        "python_us": micro
-        * statistics.median(a - b for a, b in zip(loop[1:], bare[1:], strict=True)),
-    }
-
-
-def _bare_loop(steps: Sequence[_execute.Step], live: _execute.Live) -> float:
-    """Seconds in the compiled calls and moves alone, in the order of the steps."""
-    seconds = 0.0
-
-    def timed(call: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
-            nonlocal seconds
-            start = time.perf_counter()
-            result = call(*args)
-            seconds += time.perf_counter() - start
-            return result
-
-        return run
-
-    wrapped = [
-        step._replace(program=timed(step.program), send=timed(step.send))
-        for step in steps
-    ]
-    _execute.execute(wrapped, live)
-    jax.block_until_ready((live.grads, live.tally))
-    return seconds
 
 
 def held_bytes() -> list[dict[str, Any]]:
@@ -146,11 +42,8 @@ def held_bytes() -> list[dict[str, Any]]:
     for remat in ("full", "none"):
         pipe = jpipe.pipeline(layers, number, schedule="gpipe", remat=remat)
         variables = pipe.init(jax.random.key(0), x)
-
-        def loss(y: jax.Array, t: jax.Array) -> jax.Array:
-            return jnp.mean((y - t) ** 2)
-
-        gradient = pipe._library.gradients(Objective(loss))(variables, x, x, None, True)
+        find = pipe._library.gradients(Objective(square))
+        gradient = find(variables, x, x, None, True)
         costs = _memory.costs_of(gradient.program)
         part = x[:2]
 
@@ -236,7 +129,7 @@ def one_stage_costs(rounds: int, processes: int) -> list[dict[str, Any]]:
     """`one_stage.in_processes` of both models, with each way of malloc."""
     return [
         {"model": model, "keeps": keeps}
-        | one_stage.in_processes(model, processes, max(rounds // 2, 1), keeps)
+        | one_stage.in_processes(model, processes, rounds, keeps)
         for keeps in (True, False)
         for model in ("transformer", "cnn")
     ]
@@ -246,15 +139,16 @@ def main() -> None:
     """Prints the tables, or JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=16, help="steps timed per side")
-    parser.add_argument("--processes", type=int, default=5, help="of each model")
+    parser.add_argument("--processes", type=int, default=5, help="of each side")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--part", action="append", choices=list(_TABLES), help="default: all"
     )
     options = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", 4)
     parts = {
         "throughput": lambda: one_stage_costs(options.rounds, options.processes),
-        "dispatch": lambda: dispatch_cost(options.rounds),
+        "dispatch": lambda: dispatch.in_processes(options.processes, options.rounds),
         "held": held_bytes,
         "first_gradient": lambda: first_gradient(options.rounds),
     }
@@ -293,10 +187,14 @@ def _dispatch_table(cost: dict[str, float]) -> str:
     lines = [
         "| 4 stages of tiny layers, M = 32 | µs per action |",
         "| --- | --: |",
-        f"| the whole step, to the last result | {cost['step_us']:.1f} |",
+        f"| the whole step, to the last result | **{cost['step_us']:.1f}** |",
+        f"| least to most of any process | {cost['step_us_least']:.1f} to "
+        f"{cost['step_us_most']:.1f} |",
         f"| the executor's loop | {cost['loop_us']:.1f} |",
         f"| its compiled calls and moves alone | {cost['bare_us']:.1f} |",
         f"| Python beside them | {cost['python_us']:.1f} |",
+        f"| the whole step if every move were a `jax.device_put` | "
+        f"{cost['device_put_step_us']:.1f} |",
     ]
     return "\n".join(lines)
 

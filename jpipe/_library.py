@@ -17,7 +17,7 @@ from ._objective import Objective
 from ._program import Batch, Pipe, Program
 from ._rng import Rngs
 from ._skip import Route
-from ._stage import Visit, walk
+from ._walk import Visit, walk
 from ._weights import Weights
 from .schedules import Timeline
 

@@ -54,6 +54,7 @@ LAYERS = {
         "_stage",
         "_task",
         "_vjp",
+        "_walk",
         "_weights",
     ],
     "who does what, when: moves nothing": ["_plan", "_remat"],

@@ -2,7 +2,6 @@
 
 import math
 from functools import cache, partial
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ import jpipe
 from benchmarks.models import amoebanet
 from benchmarks.models.amoebanet import amoebanetd
 from benchmarks.models.resnet import convolution, linear, max_pool, resnet101
-from jpipe import _layer, _stage, _variables
+from jpipe import _layer, _stage, _variables, _walk
 
 from . import reference as ref
 
@@ -29,7 +28,7 @@ def walk(layers, balance=None, size=224, dtype=jnp.float32):
     """What jpipe meets at each layer, and the routes of the skip connections."""
     stages = _stage.fuse(_layer.as_layers(layers), balance or [len(layers)])
     spec = jax.ShapeDtypeStruct((2, size, size, 3), dtype)
-    return _stage.walk(stages, jax.random.key(0), spec)
+    return _walk.walk(stages, jax.random.key(0), spec)
 
 
 def elements(tree):
@@ -40,16 +39,16 @@ def counts(visits, collection):
     return [elements(visit.variables.get(collection, {})) for visit in visits]
 
 
+def shapes_of(layers):
+    """The input and the variables of each layer, for small images."""
+    return [(visit.x, visit.variables) for visit in walk(layers, size=32)[0]]
+
+
 def per_stage(numbers, balance):
     """Sums of so many neighbours each."""
     assert sum(balance) == len(numbers)
     ends = np.cumsum(balance)
     return [sum(numbers[e - n : e]) for e, n in zip(ends, balance, strict=True)]
-
-
-class Visit(NamedTuple):
-    x: Any
-    variables: Any
 
 
 @cache
@@ -64,29 +63,7 @@ def resnet_visits():
 
 @cache
 def amoebanet_visits(num_layers, num_filters):
-    return visits_of(amoebanetd(1000, num_layers, num_filters), 224)
-
-
-def visits_of(layers, size):
-    """The input and the variables of each layer; equal layers are met once."""
-    visits = []
-    x = jax.ShapeDtypeStruct((2, size, size, 3), jnp.float32)
-    for layer in layers:
-        leaves, tree = jax.tree.flatten(x)
-        y, variables = made(layer, tree, *[(leaf.shape, leaf.dtype) for leaf in leaves])
-        visits.append(Visit(x, variables))
-        x = y
-    return visits
-
-
-@cache
-def made(layer, tree, *kinds):
-    """The output and the variables of a layer, for a pair or an array of such kinds."""
-    x = jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(*kind) for kind in kinds])
-    switches = [] if layer.name == "classify" else [False]
-    return jax.eval_shape(
-        lambda x: layer.init_with_output(jax.random.key(0), x, *switches), x
-    )
+    return walk(amoebanetd(1000, num_layers, num_filters))[0]
 
 
 class TestResNet:
@@ -218,10 +195,10 @@ class TestAmoebaNet:
         layers = part_of_amoebanet(0, 1, 3)
         others = part_of_amoebanet(0, 1, 3, average_for_max=True)
         assert layers[1] != others[1]
-        assert visits_of(layers, 32) == visits_of(others, 32)
+        assert shapes_of(layers) == shapes_of(others)
 
     def test_half_precision_is_that_of_the_computation(self):
-        visits = visits_of(part_of_amoebanet(0, 1, 3, dtype=jnp.bfloat16), 32)
+        visits = walk(part_of_amoebanet(0, 1, 3, dtype=jnp.bfloat16), size=32)[0]
         inputs = jax.tree.leaves([visit.x for visit in visits[1:]])
         assert {leaf.dtype for leaf in inputs} == {jnp.dtype(jnp.bfloat16)}
         leaves = jax.tree.leaves([visit.variables for visit in visits])

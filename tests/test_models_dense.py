@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from functools import cache, partial
+from functools import cache
 from itertools import pairwise
 
 import jax
@@ -15,7 +15,7 @@ from flax import linen as nn
 import jpipe
 from benchmarks.models.transformer import transformer, transformer_l
 from benchmarks.models.unet import convolution, unet
-from jpipe import _layer, _skip, _stage
+from jpipe import _layer, _stage, _walk
 
 from . import reference as ref
 
@@ -78,36 +78,12 @@ def size(tree):
 
 
 @cache
-def outline(layer, shape, dtype):
-    """The shapes of a layer's output and variables; equal layers are met once."""
-    spec = jax.ShapeDtypeStruct(shape, dtype)
-    if not isinstance(layer, nn.Module):
-        return jax.eval_shape(layer, spec), {}
-    run = layer.init_with_output
-    if isinstance(layer, nn.Dropout):
-        run = partial(run, deterministic=True)
-    return jax.eval_shape(run, KEY, spec)
-
-
-@cache
 def walked(num_convs, base_channels):
-    """Parameters of each layer, and the routes between layers.
-
-    As the library walks a model, without meeting a thousand equal layers one by one.
-    """
-    x, skips, uses, counts = IMAGES, {}, [], []
+    """Parameters of each layer, and the routes between layers."""
     layers = _layer.as_layers(unet(num_convs, base_channels))
-    for number, layer in enumerate(layers):
-        frame, variables = _skip.Frame(skips, None), {}
-        if layer.namespace is None:
-            x, variables = outline(layer.source, x.shape, x.dtype)
-        else:  # it stashes or pops
-            frames = []
-            _, x, skips = _stage._visit(number, layer, KEY, x, skips, frames, None)
-            frame = frames[-1]
-        uses.append(_skip.Use(number, layer.name, number, frame))
-        counts.append(size(variables))
-    return counts, _skip.routes(uses)
+    stages = _stage.fuse(layers, [1] * len(layers))
+    visits, routes = _walk.walk(stages, KEY, IMAGES)
+    return [size(visit.variables) for visit in visits], routes
 
 
 def by_formula(num_convs, base_channels, depth=5):

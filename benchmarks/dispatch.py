@@ -1,0 +1,189 @@
+"""What Python costs per action, on layers so small that there is nothing else.
+
+Run it with ``python -m benchmarks.dispatch``; `benchmarks.overhead` runs it in several
+processes, since processes differ by more than what is measured.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import linen as nn
+
+import jpipe
+from jpipe import _compat, _execute
+from jpipe._objective import Objective
+from jpipe._program import Program
+
+WIDTH, STAGES, NUMBER = 8, 4, 32
+ACTIONS = 2 * STAGES * NUMBER
+
+
+def square(y: jax.Array, targets: jax.Array) -> jax.Array:
+    """A mean over examples."""
+    return jnp.mean((y - targets) ** 2)
+
+
+def dispatch_cost(rounds: int, one_device: bool = False) -> dict[str, float]:
+    """Microseconds of a step per action, on four stages of tiny layers, M = 32.
+
+    The bare loop issues the same compiled calls and the same moves, on the arrays that
+    the step issued them on, with nothing around them.
+
+    Args:
+      rounds: how many times each side is timed.
+      one_device: whether all stages are on the first device.
+
+    Returns:
+      Microseconds per action of the schedule: of the whole step, of the executor's
+      loop, of the bare calls and moves, of the difference of these two; and of the
+      whole step if every move were a `jax.device_put`.
+    """
+    pipe, x = _pipe(one_device), jnp.ones((NUMBER, WIDTH))
+    seconds = interleaved(
+        {"step": _step(pipe, x), "device_put": _step_by_device_put(x, one_device)},
+        rounds,
+    )
+    loop, bare = _loops(pipe, x, rounds)
+
+    def micro(values: Sequence[float]) -> float:
+        return 1e6 / ACTIONS * statistics.median(values)
+
+    return {
+        "step_us": micro(seconds["step"]),
+        "loop_us": micro(loop),
+        "bare_us": micro(bare),
+        "python_us": micro([a - b for a, b in zip(loop, bare, strict=True)]),
+        "device_put_step_us": micro(seconds["device_put"]),
+    }
+
+
+def interleaved(sides: dict[str, Callable[[], None]], rounds: int) -> dict[str, list]:
+    """Seconds of each side, taken in turns; the first round warms up."""
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for number in range(rounds + 1):
+        names = list(sides) if number % 2 else list(sides)[::-1]
+        for name in names:
+            start = time.perf_counter()
+            sides[name]()
+            if number:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def _pipe(one_device: bool) -> jpipe.Pipeline:
+    devices = jax.devices()[:1] * STAGES if one_device else None
+    layers = [nn.Dense(WIDTH) for _ in range(STAGES)]
+    return jpipe.pipeline(layers, NUMBER, devices=devices)
+
+
+def _step(pipe: jpipe.Pipeline, x: jax.Array) -> Callable[[], None]:
+    """A whole training step, to its last result."""
+    tx = optax.sgd(1e-3)
+    box = {"state": pipe.init_train_state(jax.random.key(0), x, tx)}
+    step = pipe.train_step(square, tx)
+
+    def whole() -> None:
+        box["state"], metrics = step(box["state"], x, x)
+        jax.block_until_ready((box["state"], metrics))
+
+    return whole
+
+
+def _step_by_device_put(x: jax.Array, one_device: bool) -> Callable[[], None]:
+    """The same, as in a JAX without what jpipe's transfers use."""
+    step = _step(_pipe(one_device), x)
+    with mock.patch.object(_compat, "copier", return_value=None):
+        step()
+    return step
+
+
+def _loops(
+    pipe: jpipe.Pipeline, x: jax.Array, rounds: int
+) -> tuple[list[float], list[float]]:
+    """Seconds of the executor's loop, and of its calls and moves alone."""
+    variables = pipe.init(jax.random.key(0), x)
+    weights: list[Any] = [jax.tree.leaves(entry) for entry in variables]
+    find = pipe._library.gradients(Objective(square))
+    program = find(variables, x, x, None, True).program
+    loop, bare = [], []
+    for _ in range(rounds + 1):
+        live = _fed(program, weights, x)
+        start = time.perf_counter()
+        _execute.execute(program.steps, live)
+        loop.append(time.perf_counter() - start)
+        jax.block_until_ready((live.grads, live.tally))
+        bare.append(_bare(program.steps, _fed(program, weights, x)))
+    return loop[1:], bare[1:]
+
+
+def _fed(program: Program, weights: list[Any], x: jax.Array) -> _execute.Live:
+    live = program.feed(weights, [x], [x])
+    jax.block_until_ready((live.x, live.extra, live.grads, live.tally))
+    return live
+
+
+def _bare(steps: Sequence[_execute.Step], live: _execute.Live) -> float:
+    """Seconds in the compiled calls and moves alone, in the order of the steps."""
+    seconds = 0.0
+
+    def timed(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            nonlocal seconds
+            start = time.perf_counter()
+            result = call(*args)
+            seconds += time.perf_counter() - start
+            return result
+
+        return run
+
+    wrapped = [
+        step._replace(program=timed(step.program), send=timed(step.send))
+        for step in steps
+    ]
+    _execute.execute(wrapped, live)
+    jax.block_until_ready((live.grads, live.tally))
+    return seconds
+
+
+def in_processes(processes: int, rounds: int) -> dict[str, float]:
+    """`dispatch_cost` in several processes, one after the other.
+
+    Args:
+      processes: how many.
+      rounds: how many times each side is timed in each.
+
+    Returns:
+      Medians over processes, with the least and the greatest whole step of any.
+    """
+    command = [sys.executable, "-m", "benchmarks.dispatch", str(rounds)]
+    rows = [
+        json.loads(subprocess.check_output(command, text=True))
+        for _ in range(processes)
+    ]
+    result = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
+    result["step_us_least"] = min(row["step_us"] for row in rows)
+    result["step_us_most"] = max(row["step_us"] for row in rows)
+    return result
+
+
+def main() -> None:
+    """Prints `dispatch_cost` of four CPU devices as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("rounds", type=int, nargs="?", default=16)
+    rounds = parser.parse_args().rounds
+    jax.config.update("jax_num_cpu_devices", STAGES)
+    print(json.dumps(dispatch_cost(rounds)))
+
+
+if __name__ == "__main__":
+    main()
