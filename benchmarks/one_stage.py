@@ -52,12 +52,12 @@ class Block(nn.Module):
         return x + nn.Dense(self.width)(h)
 
 
-def transformer() -> tuple[list[Any], jax.Array, jax.Array]:
-    """Layers, tokens and next tokens: 3.3 M parameters, batch 128 of 64 tokens."""
+def transformer(batch: int = 256) -> tuple[list[Any], jax.Array, jax.Array]:
+    """Layers, tokens and next tokens: 3.3 M parameters, sequences of 64 tokens."""
     width, vocabulary = 256, 256
     layers = [nn.Embed(vocabulary, width), *(Block(width, 4) for _ in range(4))]
     layers += [nn.LayerNorm(), nn.Dense(vocabulary)]
-    tokens = jax.random.randint(jax.random.key(1), (128, 65), 0, vocabulary)
+    tokens = jax.random.randint(jax.random.key(1), (batch, 65), 0, vocabulary)
     return layers, tokens[:, :-1], tokens[:, 1:]
 
 
@@ -77,6 +77,13 @@ def cnn() -> tuple[list[Any], jax.Array, jax.Array]:
     ]
     images = jax.random.normal(jax.random.key(1), (64, 32, 32, 3))
     return layers, images, jax.random.randint(jax.random.key(2), (64,), 0, 10)
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "transformer": transformer,
+    "transformer-half-batch": lambda: transformer(128),
+    "cnn": cnn,
+}
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
@@ -178,7 +185,7 @@ def in_processes(
     """`throughput` in several processes, one after the other.
 
     Args:
-      model: ``"transformer"`` or ``"cnn"``.
+      model: one of `MODELS`.
       processes: how many.
       rounds: steps per side in each.
       keep_memory: whether malloc keeps what is freed; else it does as it likes.
@@ -201,11 +208,10 @@ def in_processes(
 def main() -> None:
     """Prints `throughput` of one model as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", choices=["transformer", "cnn"])
+    parser.add_argument("model", choices=list(MODELS))
     parser.add_argument("rounds", type=int, nargs="?", default=15)
     options = parser.parse_args()
-    model = {"transformer": transformer, "cnn": cnn}[options.model]
-    print(json.dumps(throughput(model, options.rounds)))
+    print(json.dumps(throughput(MODELS[options.model], options.rounds)))
 
 
 if __name__ == "__main__":

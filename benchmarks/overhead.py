@@ -126,12 +126,13 @@ def first_gradient(rounds: int) -> dict[str, float]:
 
 
 def one_stage_costs(rounds: int, processes: int) -> list[dict[str, Any]]:
-    """`one_stage.in_processes` of both models, with each way of malloc."""
+    """`one_stage.in_processes` of every model, with each way of malloc."""
     return [
         {"model": model, "keeps": keeps}
         | one_stage.in_processes(model, processes, rounds, keeps)
         for keeps in (True, False)
-        for model in ("transformer", "cnn")
+        for model in one_stage.MODELS
+        if keeps or model != "transformer-half-batch"
     ]
 
 
