@@ -132,7 +132,6 @@ def one_stage_costs(rounds: int, processes: int) -> list[dict[str, Any]]:
         | one_stage.in_processes(model, processes, rounds, keeps)
         for keeps in (True, False)
         for model in one_stage.MODELS
-        if keeps or model != "transformer-half-batch"
     ]
 
 

@@ -6,7 +6,7 @@ numbers and timed.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 import jpipe
-from jpipe import _execute, _memory, _transfer
+from jpipe import _execute, _memory
 from jpipe._execute import Step
 from jpipe._objective import Objective
 from jpipe._program import Program
@@ -91,17 +91,11 @@ class Calls:
         self._by_program: dict[int, int] = {}
         self._by_shapes: dict[Any, list[int]] = {}
         self.costs: Costs = _memory.costs_of(program)
-        steps = [self._noted(step) for step in program.steps]
+        steps = _memory.abstract(program.steps, self._note)
         _execute.execute(steps, program.abstract_feed())
 
-    def _noted(self, step: Step) -> Step:
-        def program(*args: Any) -> Any:
-            self.of[step.action] = self._number(step, args)
-            return jax.eval_shape(step.program, *args)
-
-        routes = [route._replace(device=None) for route in step.routes]
-        send = _transfer.deliverer(None, routes)
-        return step._replace(program=program, send=send)
+    def _note(self, step: Step, args: Sequence[Any]) -> None:
+        self.of[step.action] = self._number(step, tuple(args))
 
     def _number(self, step: Step, args: tuple[Any, ...]) -> int:
         known = self._by_program.get(id(step.program))

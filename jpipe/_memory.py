@@ -1,7 +1,8 @@
 """How many bytes a mini-batch in flight holds: what to predict it from, and a count."""
 
+import copy
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -84,19 +85,37 @@ def costs_of(program: Program) -> Costs:
       Costs with one number per stage and micro-batch.
     """
     reader = _Reader(program)
-    steps = [_abstract(step) for step in program.steps]
-    _execute.execute(steps, program.abstract_feed(), reader)
+    _execute.execute(abstract(program.steps), program.abstract_feed(), reader)
     return reader.costs()
 
 
-def _abstract(step: Step) -> Step:
-    """The same step on shapes and dtypes: nothing is computed, nothing moves."""
+def abstract(
+    steps: Sequence[Step], note: Callable[[Step, Sequence[Any]], None] | None = None
+) -> list[Step]:
+    """The same steps on shapes and dtypes: nothing is computed, nothing moves.
 
-    def program(*leaves: Any) -> Any:
-        return jax.eval_shape(step.program, *leaves)
+    Args:
+      steps: of one program.
+      note: called with each step and what its compiled program is given.
 
-    routes = [route._replace(device=None) for route in step.routes]
-    return step._replace(program=program, send=_transfer.deliverer(None, routes))
+    Returns:
+      Steps for the executor, whose results are specs: one object for each array.
+    """
+    # A compiled program is always given the same shapes: it is traced once.
+    known: dict[int, Any] = {}
+
+    def on_specs(step: Step) -> Step:
+        def program(*args: Any) -> Any:
+            if note is not None:
+                note(step, args)
+            if id(step.program) not in known:
+                known[id(step.program)] = jax.eval_shape(step.program, *args)
+            return jax.tree.map(copy.copy, known[id(step.program)])
+
+        routes = [route._replace(device=None) for route in step.routes]
+        return step._replace(program=program, send=_transfer.deliverer(None, routes))
+
+    return [on_specs(step) for step in steps]
 
 
 class _Reader:
