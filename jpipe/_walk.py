@@ -1,5 +1,6 @@
 """A model met layer by layer on abstract values: what each is given and would make."""
 
+import copy
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -112,8 +113,11 @@ class _Walk:
 
     def _outcome(self, layer: Layer, frames: list[_skip.Frame]) -> _Outcome:
         kind = _kind(layer, self.spec)
-        if kind in self._known and layer.identity not in self._owners:
-            return self._known[kind]
+        known = self._known.get(kind)
+        tied = known is not None and known.variables and layer.identity in self._owners
+        if known is not None and not tied:
+            # Arrays of its own: what counts bytes tells them apart by identity.
+            return jax.tree.map(copy.copy, known)
         outcome = self._traced(layer, frames)
         # One that stashes or pops is another each time.
         if kind is not None and not any(f.stashed or f.popped for f in frames):

@@ -1,0 +1,172 @@
+"""The walk on abstract values: equal layers are traced once, and stay apart."""
+
+from collections import Counter
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import jpipe
+from jpipe import _layer, _stage, _walk
+
+from . import reference as ref
+
+X = jax.ShapeDtypeStruct((4, 5), jnp.float32)
+
+
+def walk(layers, x=X):
+    listed = _layer.as_layers(layers)
+    stages = _stage.fuse(listed, [1] * len(listed))
+    return _walk.walk(stages, jax.random.key(0), x)
+
+
+class Counted(nn.Module):
+    """A dense layer that counts by name how often Flax calls it."""
+
+    features: int
+    calls: ClassVar[Counter] = Counter()
+
+    @nn.compact
+    def __call__(self, x):
+        self.calls[self.features] += 1
+        return nn.Dense(self.features)(x)
+
+
+@pytest.fixture(autouse=True)
+def none_counted():
+    Counted.calls.clear()
+
+
+def specs(visit):
+    return jax.tree.leaves((visit.x, visit.variables))
+
+
+def test_equal_layers_are_traced_once():
+    walk([Counted(5), Counted(5), Counted(5)])
+    once = Counted.calls[5]
+    Counted.calls.clear()
+    walk([Counted(5)])
+    assert once == Counted.calls[5]
+
+
+def test_on_another_input_they_are_traced_again():
+    visits, _ = walk([Counted(7), Counted(7)])
+    shapes = [jax.tree.leaves(v.variables)[1].shape for v in visits]
+    assert shapes == [(5, 7), (7, 7)]
+
+
+def test_another_dtype_is_another_input():
+    layers = [jnp.tanh, lambda x: x.astype(jnp.bfloat16), jnp.tanh, jnp.tanh]
+    visits, _ = walk(layers)
+    dtypes = [str(visit.x.dtype) for visit in visits]
+    assert dtypes == ["float32", "float32", "bfloat16", "bfloat16"]
+
+
+def test_every_layer_has_specs_of_its_own():
+    """Bytes are counted by identity: two arrays of one shape are not one array."""
+    visits, _ = walk([nn.Dense(5) for _ in range(4)])
+    leaves = [leaf for v in visits for leaf in jax.tree.leaves(v.variables)]
+    assert len(set(map(id, leaves))) == len(leaves) == 8
+
+
+def test_the_plan_counts_equal_layers_each():
+    pipe = jpipe.pipeline([nn.Dense(5) for _ in range(4)], 2, balance=[3, 1])
+    pipe.init(jax.random.key(0), X)
+    assert [stage.num_params for stage in pipe.plan.stages] == [90, 30]
+
+
+def test_what_is_met_is_what_each_layer_would_make_alone():
+    dense = nn.Dense(5)
+    layers = [
+        *[dense, jnp.tanh, dense, jnp.tanh, nn.Dense(5), nn.BatchNorm()],
+        *[nn.BatchNorm(), nnx.Linear(5, 3, rngs=nnx.Rngs(0)), jnp.tanh],
+    ]
+    visits, _ = walk(layers)
+    x = jnp.ones((4, 5))
+    pipe = jpipe.sequential(layers)
+    variables = pipe.init(jax.random.key(0), x)
+    for visit, own in zip(visits, variables, strict=True):
+        made = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), own)
+        assert made == jax.tree.map(lambda s: (s.shape, s.dtype), visit.variables)
+    y = pipe.apply(variables, x)
+    assert y.shape == (4, 3)
+
+
+def stasher(x):
+    jpipe.stash("a", x)
+    return x
+
+
+def popper(x):
+    return x + jpipe.pop("a")
+
+
+def test_layers_that_stash_are_met_each_time():
+    """A function that stashes, and one that pops, twice each under two namespaces."""
+    layers = [
+        *[jpipe.isolate(f, "first") for f in (stasher, popper)],
+        *[jpipe.isolate(f, "second") for f in (stasher, popper)],
+    ]
+    visits, routes = walk(layers)
+    assert [(r.key[0], r.source, r.target) for r in routes] == [
+        ("first", 0, 1),
+        ("second", 2, 3),
+    ]
+    assert [list(v.skips) for v in visits] == [
+        [],
+        [("first", "a")],
+        [],
+        [("second", "a")],
+    ]
+
+
+def test_a_second_stash_of_one_function_is_still_a_fault():
+    with pytest.raises(ValueError, match="stashed twice"):
+        walk([stasher, stasher, popper])
+
+
+class Shifted(nn.Module):
+    """Has an array among its attributes: it cannot be hashed."""
+
+    shift: np.ndarray
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(5)(x) + self.shift
+
+
+def test_layers_that_cannot_be_hashed_are_met_each_time():
+    visits, _ = walk([Shifted(np.ones(5)), Shifted(np.zeros(5))])
+    assert [len(jax.tree.leaves(v.variables)) for v in visits] == [2, 2]
+
+
+class Fails(nn.Module):
+    """Raises on an input that is not five wide."""
+
+    @nn.compact
+    def __call__(self, x):
+        if x.shape[-1] != 5:
+            raise TypeError("five, please")
+        return nn.Dense(5)(x)
+
+
+def test_an_error_names_the_layer_though_its_equal_was_met():
+    with pytest.raises(TypeError, match="five") as caught:
+        walk([Fails(), Fails(), nn.Dense(6), Fails()])
+    assert "layer 3 (Fails)" in "".join(caught.value.__notes__)
+
+
+def test_equal_layers_train_as_different_ones():
+    layers = [nn.Dense(5), jnp.tanh, nn.Dense(5), jnp.tanh, nn.Dense(5), nn.Dense(4)]
+    pipe = jpipe.pipeline(layers, 3, balance=[2, 2, 2])
+    x, targets = ref.regression(6)
+    variables = pipe.init(jax.random.key(0), x)
+    first, second = (np.asarray(variables[i]["params"]["kernel"]) for i in (0, 2))
+    assert not (first == second).any()
+    value = pipe.value_and_grad(ref.mse)(variables, x, targets)
+    expected = ref.value_and_grad(layers, ref.params_of(variables), x, targets)
+    ref.assert_close(value, expected, ref.FLOAT32)
