@@ -165,6 +165,14 @@ class TestCompiled:
         assert found.model == 4 * 4 * parameters + 2 * 4
         assert found.activations > 0
 
+    def test_equal_layers_are_counted_each(self):
+        wide = jax.ShapeDtypeStruct((64,), jnp.float32)
+        layers = [nn.Dense(64) for _ in range(6)]
+        equal = replace(work(), layers=layers, x=wide, targets=wide)
+        found = peak(Setting(equal, (3, 3), 2, 1), Way("1f1b", "full"))
+        assert found.parameters == 6 * 65 * 64
+        assert found.activations > 0
+
     def test_equal_stages_are_one_call(self):
         blocks = [nn.Dense(8) if i % 2 else nn.relu for i in range(10)]
         setting = Setting(replace(work(), layers=blocks), (2,) * 5, 3, 2)
