@@ -27,15 +27,15 @@ PyTree = Any
 
 # XLA on CPU asks malloc for the temporary memory of every call. By default glibc gives
 # large blocks back to the system at once, and the next call meets them as page faults:
-# on GPUs, whose allocator keeps what is freed, nothing of the kind happens. Large pages
-# save part of what is left: the processor finds fewer of them faster.
+# on GPUs, whose allocator keeps what is freed, nothing of the kind happens.
 KEEP_MEMORY = {
-    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(1 << 36),
     "MALLOC_TOP_PAD_": str(1 << 28),
     "MALLOC_ARENA_MAX": "1",
 }
+# Pages of 2 MiB, from glibc 2.35 on: fewer entries for the processor to look up.
+LARGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
 class Block(nn.Module):
@@ -186,13 +186,14 @@ def in_processes(
       model: one of `MODELS`.
       processes: how many.
       rounds: steps per side in each.
-      keep_memory: whether malloc keeps what is freed; else it does as it likes.
+      keep_memory: whether malloc keeps what is freed, in large pages; else it does as
+        it likes.
 
     Returns:
       Medians over processes, with the least and the greatest `by_scan` of any.
     """
     command = [sys.executable, "-m", "benchmarks.one_stage", model, f"{rounds}"]
-    environment = os.environ | (KEEP_MEMORY if keep_memory else {})
+    environment = os.environ | (KEEP_MEMORY | LARGE_PAGES if keep_memory else {})
     rows = []
     for _ in range(processes):
         output = subprocess.check_output(command, env=environment, text=True)

@@ -3,7 +3,6 @@
 import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import chex
@@ -152,7 +151,7 @@ def as_layers(listed: Sequence[Any]) -> tuple[Layer, ...]:
             "a layer is a flax.linen module, a flax.nnx module, a jpipe.Stage or a "
             "function x -> y:\n" + "\n".join(f"  * {fault}" for fault in faults)
         )
-    layers = tuple(_as_layer(source) for source in objects)
+    layers = tuple(as_layer(source) for source in objects)
     owners = {number: layer.owner for number, layer in enumerate(layers)}
     faults = _nnx.shared({i: m for i, m in owners.items() if _nnx.is_module(m)})
     if faults:
@@ -177,9 +176,10 @@ def _why_not(source: Any) -> str:
     return ""
 
 
-def _as_layer(source: Any) -> Layer:
+def as_layer(source: Any) -> Layer:
+    """One object of the user's list, known to be a layer."""
     if isinstance(source, _skip.Isolated):
-        inner, outer = _as_layer(source.layer), source.namespace
+        inner, outer = as_layer(source.layer), source.namespace
         both = outer if inner.namespace is None else (outer, inner.namespace)
         return replace(inner, namespace=both)
     if isinstance(source, Method):
@@ -203,50 +203,6 @@ def _as_layer(source: Any) -> Layer:
     return _from_function(source)
 
 
-def initialize(
-    layer: Layer,
-    key: chex.PRNGKey,
-    spec: PyTree,
-    skips: Mapping[_skip.Key, PyTree],
-) -> dict[str, PyTree]:
-    """Makes the variables of a layer, compiled on the device of the key.
-
-    Random numbers take long to compile: layers that are equal, as the blocks of a
-    Transformer are, share one program, in this pipeline and in the next.
-
-    Args:
-      layer: the layer.
-      key: its key.
-      spec: its input, as `jax.ShapeDtypeStruct` leaves.
-      skips: what it may pop, likewise.
-
-    Returns:
-      Its variables, on the device of the key; those of an nnx module, which has them
-      already, where they are.
-    """
-    if _nnx.is_module(layer.owner):
-        # A compiled program would keep the values that the module has now.
-        return layer.init(key, spec)
-    try:
-        hash(layer.source)
-    except TypeError:  # a module with an array or a list among its attributes
-        return jax.jit(lambda key: init_with(layer, key, spec, skips))(key)
-    names, values = tuple(skips), tuple(skips.values())
-    leaves, tree = jax.tree.flatten((spec, values))
-    kinds = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
-    return _initialize(layer.source, layer.namespace, key, names, tree, kinds)
-
-
-@partial(jax.jit, static_argnums=(0, 1, 3, 4, 5))
-def _initialize(
-    source: Any, namespace: Any, key: chex.PRNGKey, names: Any, tree: Any, kinds: Any
-) -> Any:
-    leaves = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in kinds]
-    spec, values = jax.tree.unflatten(tree, leaves)
-    layer = replace(_as_layer(source), namespace=namespace)
-    return init_with(layer, key, spec, dict(zip(names, values, strict=True)))
-
-
 def as_module(layer: Layer, variables: Mapping[str, PyTree]) -> Any:
     """What the user listed, with values.
 
@@ -268,23 +224,8 @@ def as_module(layer: Layer, variables: Mapping[str, PyTree]) -> Any:
     return layer.owner
 
 
-def init_with(
-    layer: Layer,
-    key: chex.PRNGKey,
-    spec: PyTree,
-    skips: Mapping[_skip.Key, PyTree],
-    guess: PyTree = None,
-    frames: list[_skip.Frame] | None = None,
-) -> dict[str, PyTree]:
-    """The variables of a layer that may pop zeros of the given shapes."""
-    zeros = {name: _zeros(value) for name, value in skips.items()}
-    with _skip.applying(zeros, layer.namespace, guess=guess, watch=False) as frame:
-        if frames is not None:
-            frames.append(frame)
-        return layer.init(key, spec)
-
-
-def _zeros(spec: PyTree) -> PyTree:
+def zeros(spec: PyTree) -> PyTree:
+    """An array of zeros for each spec."""
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), spec)
 
 
@@ -305,7 +246,7 @@ def _from_stage(stage: Stage) -> Layer:
     accepted = parameter_names(stage.apply)
 
     def init(key: chex.PRNGKey, spec: PyTree) -> dict[str, PyTree]:
-        return dict(stage.init(key, _zeros(spec)))
+        return dict(stage.init(key, zeros(spec)))
 
     def apply(variables, x, rngs, train):
         return stage.apply(variables, x, **_switches(accepted, rngs, train)), {}

@@ -153,18 +153,19 @@ class _Lowering:
 
     def _groups(self, action: Action) -> list[Group]:
         """Where the result of an action goes: derived, never written by a schedule."""
-        task = self.of(action).task
-        pairs = task.sent if action.op == FORWARD else task.returned
+        task, forward = self.of(action).task, action.op == FORWARD
+        pairs = task.sent if forward else task.returned
+        has_keys = forward and task.sends_keys
         groups: list[Group] = []
         for stage, count in pairs:
-            if not count and action.op != FORWARD:
+            if not count and not forward:
                 continue  # no gradient: nobody waits for it
             if groups and groups[-1].stage == stage:
                 count += groups.pop().size
             # The outputs of the last stage stay where they are.
             device = self._devices[min(stage, len(self._devices) - 1)]
             joins = stage < len(self._rows) and self._joins(action, stage)
-            groups.append(Group(stage, count, device, joins, task.sends_keys))
+            groups.append(Group(stage, count, device, joins, has_keys))
         return groups
 
     def _joins(self, action: Action, stage: int) -> bool:

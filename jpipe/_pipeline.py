@@ -12,7 +12,8 @@ from . import _microbatch, _rng, _tied, _transfer, _variables
 from ._describe import describe
 from ._execute import execute
 from ._gradient import gradient_tree
-from ._layer import as_module, initialize
+from ._initialize import initialize
+from ._layer import as_module
 from ._library import Axes, Library
 from ._objective import Objective
 from ._optimizer import Optimizer, place_state

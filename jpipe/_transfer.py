@@ -1,4 +1,4 @@
-"""The only place that moves data between devices."""
+"""The only place from which data moves between devices."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -80,7 +80,8 @@ def sender(source: Device, group: Group) -> Callable[[Leaves], Leaves]:
     Neighbours on one device hand the arrays over: even a `jax.device_put` that has
     nothing to do costs as much as the call of a compiled function.
     """
-    if source == group.device or not group.size:
+    target = group.device
+    if source == target or not group.size:
         return lambda leaves: leaves
-    copy = None if group.has_keys else _compat.copier(group.device)
-    return copy or (lambda leaves: jax.device_put(leaves, group.device))
+    copy = None if group.has_keys else _compat.copier(source, target)
+    return copy or (lambda leaves: jax.device_put(leaves, target))

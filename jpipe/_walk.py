@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 import chex
 import jax
-import jax.numpy as jnp
 
 from . import _rng, _skip
-from ._layer import Layer, init_with
+from ._initialize import init_with, kind
+from ._layer import Layer, zeros
 from ._stage import StageFunction, naming
 
 PyTree = Any
@@ -49,12 +49,12 @@ def walk(
     Raises:
       ValueError: if the skip connections do not fit, with every fault.
     """
-    way = _Walk(key, spec)
+    so_far = _Walk(key, spec)
     for stage in stages:
         for number, layer in enumerate(stage.layers, stage.first):
-            with naming(stage.index, number, layer, way.spec):
-                way.meet(stage.index, number, layer)
-    return way.visits, _skip.routes(way.uses)
+            with naming(stage.index, number, layer, so_far.spec):
+                so_far.visit(stage.index, number, layer)
+    return so_far.visits, _skip.routes(so_far.uses)
 
 
 class _Outcome(NamedTuple):
@@ -88,7 +88,7 @@ class _Walk:
         # Equal layers on equal inputs are traced once.
         self._known: dict[Hashable, _Outcome] = {}
 
-    def meet(self, stage: int, number: int, layer: Layer) -> None:
+    def visit(self, stage: int, number: int, layer: Layer) -> None:
         """Goes through one layer."""
         before, frames = dict(self._skips), []
         shared = layer.identity in self._owners
@@ -112,28 +112,33 @@ class _Walk:
         self.uses += [_skip.Use(number, layer.name, stage, frame) for frame in frames]
 
     def _outcome(self, layer: Layer, frames: list[_skip.Frame]) -> _Outcome:
-        kind = _kind(layer, self.spec)
-        known = self._known.get(kind)
-        tied = known is not None and known.variables and layer.identity in self._owners
-        if known is not None and not tied:
+        # Tied layers go their own way: an earlier one owns their variables.
+        alike = None if layer.identity in self._owners else kind(layer.source)
+        if alike is None:
+            return self._traced(layer, frames)
+        leaves, tree = jax.tree.flatten(self.spec)
+        key = alike, tree, tuple(leaves)
+        if key in self._known:
             # Arrays of its own: what counts bytes tells them apart by identity.
-            return jax.tree.map(copy.copy, known)
+            return jax.tree.map(copy.copy, self._known[key])
         outcome = self._traced(layer, frames)
         # One that stashes or pops is another each time.
-        if kind is not None and not any(f.stashed or f.popped for f in frames):
-            self._known[kind] = outcome
+        if not any(frame.stashed or frame.popped for frame in frames):
+            self._known[key] = outcome
         return outcome
 
     def _traced(self, layer: Layer, frames: list[_skip.Frame]) -> _Outcome:
         spec, skips = self.spec, self._skips
         names, left = list(skips), []
+        # Zeros are what an unknown name pops: something to go on with, to find the
+        # other faults too.
 
         def init(key: chex.PRNGKey) -> PyTree:
-            return init_with(layer, key, spec, skips, _guess(spec), frames)
+            return init_with(layer, key, spec, skips, zeros(spec), frames)
 
         def apply(variables: PyTree, x: PyTree, key: chex.PRNGKey, popped: Any) -> Any:
             values = dict(zip(names, popped, strict=True))
-            with _skip.applying(values, layer.namespace, guess=_guess(x)) as frame:
+            with _skip.applying(values, layer.namespace, guess=zeros(x)) as frame:
                 frames.append(frame)
                 y, _ = layer.apply(variables, x, _rng.layer_rngs(key, 0, 0), False)
             left.extend(values)
@@ -150,17 +155,6 @@ class _Walk:
         return _Outcome(variables, y)
 
 
-def _kind(layer: Layer, spec: PyTree) -> Hashable:
-    """What layers that make the same of their input have in common, if it is known."""
-    leaves, tree = jax.tree.flatten(spec)
-    kind = layer.source, tree, tuple(leaves)
-    try:
-        hash(kind)
-    except TypeError:  # a module with an array or a list among its attributes
-        return None
-    return kind
-
-
 def _check_shareable(layer: Layer, variables: PyTree) -> None:
     others = {name: value for name, value in variables.items() if name != "params"}
     if jax.tree.leaves(others):
@@ -169,8 +163,3 @@ def _check_shareable(layer: Layer, variables: PyTree) -> None:
             f"({', '.join(variables)}): they cannot be shared; list two modules, or "
             f"wrap both uses in one"
         )
-
-
-def _guess(x: PyTree) -> PyTree:
-    """Something to go on with where a name is unknown, to find the other faults too."""
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), x)

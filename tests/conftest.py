@@ -12,6 +12,8 @@ from pathlib import Path
 import jax
 import pytest
 
+from jpipe import _compat
+
 jax.config.update("jax_num_cpu_devices", 8)
 # No silent promotion of dtypes: a library that mixes them by accident is caught.
 jax.config.update("jax_numpy_dtype_promotion", "standard")
@@ -53,3 +55,28 @@ def double():
     with jax.enable_x64(True):
         yield
     jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture
+def moved(monkeypatch):
+    """The size and the target of every array that pipelines move, made after this."""
+    moved = []
+    put, copier = jax.device_put, _compat.copier
+
+    def counting_put(tree, device=None, **options):
+        moved.extend((leaf.size, device) for leaf in jax.tree.leaves(tree))
+        return put(tree, device, **options)
+
+    def counting_copier(source, target):
+        copy = copier(source, target)
+        assert copy is not None
+
+        def counting(leaves):
+            moved.extend((leaf.size, target) for leaf in leaves)
+            return copy(leaves)
+
+        return counting
+
+    monkeypatch.setattr(jax, "device_put", counting_put)
+    monkeypatch.setattr(_compat, "copier", counting_copier)
+    return moved

@@ -43,6 +43,7 @@ LAYERS = {
         "_batchnorm",
         "_linen",
         "_jaxpr",
+        "_initialize",
         "_layer",
         "_microbatch",
         "_nnx",

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxlib import _jax
 
 import jpipe
 from jpipe import _compat, _transfer
@@ -46,7 +47,7 @@ class TestACopy:
     def test_is_what_device_put_gives(self, dtype, shape):
         first, second = jax.devices()[:2]
         made = jax.device_put(jnp.ones(shape, dtype), first)
-        (copied,) = _compat.copier(second)([made])
+        (copied,) = _compat.copier(first, second)([made])
         put = jax.device_put(made, second)
         assert copied.aval == put.aval
         assert copied.sharding == put.sharding
@@ -57,7 +58,7 @@ class TestACopy:
     def test_keeps_weak_types(self):
         weak = jax.device_put(jnp.asarray(1.0), jax.devices()[0])
         assert weak.weak_type
-        (copied,) = _compat.copier(jax.devices()[1])([weak])
+        (copied,) = _compat.copier(*jax.devices()[:2])([weak])
         assert copied.weak_type
 
     def test_is_no_other_argument_to_a_compiled_function(self):
@@ -65,19 +66,19 @@ class TestACopy:
         made = jax.device_put(jnp.ones(3), first)
         program = jax.jit(lambda x: x + 1)
         program(jax.device_put(made, second))
-        program(*_compat.copier(second)([made]))
+        program(*_compat.copier(first, second)([made]))
         assert program._cache_size() == 1
 
     def test_outlives_its_source(self):
         first, second = jax.devices()[:2]
         for number in range(20):
             made = jax.device_put(jnp.full(100_000, float(number)), first)
-            (copied,) = _compat.copier(second)([made])
+            (copied,) = _compat.copier(first, second)([made])
             made.delete()
             assert (copied == number).all()
 
     def test_takes_any_number_of_leaves(self):
-        copy = _compat.copier(jax.devices()[1])
+        copy = _compat.copier(*jax.devices()[:2])
         assert copy([]) == []
         leaves = [jnp.float32(i) for i in range(5)]
         assert [float(leaf) for leaf in copy(leaves)] == [0, 1, 2, 3, 4]
@@ -110,7 +111,7 @@ class TestTheGuardOfTransfers:
     def test_holds_again_after_a_copy(self):
         program = jax.jit(jnp.negative)
         program(np.ones(3, np.float32))
-        _compat.copier(jax.devices()[1])([jnp.ones(3)])
+        _compat.copier(*jax.devices()[:2])([jnp.ones(3)])
         with (
             jax.transfer_guard_host_to_device("disallow"),
             pytest.raises(Exception, match="Disallowed host-to-device transfer"),
@@ -130,6 +131,23 @@ def test_keys_travel_too():
     )
 
 
+@pytest.mark.parametrize("guard", ["disallow", "disallow_explicit"])
+def test_a_first_use_under_a_guard_is_not_the_last_word(guard, fresh):
+    with jax.transfer_guard(guard):
+        assert _compat.copier(*jax.devices()[:2]) is not None
+
+
+def test_nor_is_a_first_use_in_a_trace(fresh):
+    found = []
+
+    def traced(x):
+        found.append(_compat.copier(*jax.devices()[:2]))
+        return x
+
+    jax.eval_shape(traced, 0.0)
+    assert found[0] is not None
+
+
 class Missing:
     """A jaxlib without the names."""
 
@@ -144,14 +162,24 @@ class Other:
         return first
 
 
-@pytest.mark.parametrize("jaxlib", [Missing, Other])
+class Loose:
+    """A jaxlib whose function leaves arrays free to move."""
+
+    guard_lib = _jax.guard_lib
+
+    @staticmethod
+    def batched_device_put(aval, sharding, xs, devices):
+        return jax.numpy.zeros(aval.shape, aval.dtype)
+
+
+@pytest.mark.parametrize("jaxlib", [Missing, Other, Loose])
 def test_a_jax_without_the_names_gives_the_same_bits(jaxlib, fresh, monkeypatch):
     layers = ref.mlp()
     x, targets = ref.regression(6)
     expected = gradient_of(layers, x, targets)
     _compat.copier.cache_clear()
     monkeypatch.setitem(sys.modules, "jaxlib._jax", jaxlib)
-    assert _compat.copier(jax.devices()[1]) is None
+    assert _compat.copier(*jax.devices()[:2]) is None
     value = gradient_of(layers, x, targets)
     for mine, theirs in zip(
         jax.tree.leaves(value), jax.tree.leaves(expected), strict=True
@@ -159,11 +187,16 @@ def test_a_jax_without_the_names_gives_the_same_bits(jaxlib, fresh, monkeypatch)
         assert (mine == theirs).all()
 
 
-def test_devices_of_other_processes_are_left_to_device_put(fresh):
-    class Elsewhere:
-        platform = "cpu"
+class Elsewhere:
+    """A device of another process."""
 
-    assert _compat.copier(Elsewhere()) is None
+    process_index = 1
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_devices_of_other_processes_are_left_to_device_put(swap):
+    pair = [jax.devices()[0], Elsewhere()]
+    assert _compat.copier(*(pair[::-1] if swap else pair)) is None
 
 
 def test_moves_leave_nothing_behind():

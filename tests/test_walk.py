@@ -1,5 +1,6 @@
 """The walk on abstract values: equal layers are traced once, and stay apart."""
 
+import dataclasses
 from collections import Counter
 from typing import ClassVar
 
@@ -142,6 +143,124 @@ class Shifted(nn.Module):
 def test_layers_that_cannot_be_hashed_are_met_each_time():
     visits, _ = walk([Shifted(np.ones(5)), Shifted(np.zeros(5))])
     assert [len(jax.tree.leaves(v.variables)) for v in visits] == [2, 2]
+
+
+class Add(nn.Module):
+    """Adds a number, whose type decides on the dtype."""
+
+    number: object
+
+    def __call__(self, x):
+        return x + self.number
+
+
+class Scale(nn.Module):
+    """A parameter of the input's dtype."""
+
+    @nn.compact
+    def __call__(self, x):
+        return x * self.param("scale", nn.initializers.ones, (), x.dtype)
+
+
+class Full(nn.Module):
+    """A parameter of the dtype of an attribute."""
+
+    number: object
+
+    @nn.compact
+    def __call__(self, x):
+        return x * self.param("number", lambda key: jnp.full((), self.number))
+
+
+class Hidden(nn.Module):
+    """Has an attribute that comparisons do not see."""
+
+    features: int = dataclasses.field(compare=False)
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(self.features)(x)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """A function with an attribute that comparisons do not see."""
+
+    width: int = dataclasses.field(compare=False)
+
+    def __call__(self, x):
+        return x[:, : self.width]
+
+
+class Same(nnx.Module):
+    """An nnx module that says that it is equal to all of its class."""
+
+    def __init__(self, entering, features):
+        self.dense = nnx.Linear(entering, features, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.dense(x)
+
+    def __eq__(self, other):
+        return isinstance(other, Same)
+
+    def __hash__(self):
+        return 1
+
+
+class TestWhatIsEqualToPythonMayNotDoTheSame:
+    def test_one_and_one_point_zero(self):
+        integers = jax.ShapeDtypeStruct((4, 5), jnp.int32)
+        visits, _ = walk([Add(1), Scale(), Add(1), Add(1.0), Scale()], integers)
+        dtypes = [v.variables["params"]["scale"].dtype for v in visits if v.variables]
+        assert dtypes == [jnp.int32, jnp.float32]
+
+    def test_neither_as_initial_values(self):
+        pipe = jpipe.sequential([Full(2), Full(2.0)])
+        variables = pipe.init(jax.random.key(0), X)
+        dtypes = [v["params"]["number"].dtype for v in variables]
+        assert dtypes == [jnp.int32, jnp.float32]
+
+    @pytest.mark.parametrize(
+        "layers", [[Hidden(3), Hidden(2)], [Cut(3), Cut(2), nn.Dense(2)]]
+    )
+    def test_attributes_that_comparisons_do_not_see(self, layers):
+        pipe = jpipe.sequential(layers)
+        x = jnp.ones((4, 5))
+        assert pipe.apply(pipe.init(jax.random.key(0), x), x).shape == (4, 2)
+
+    def test_an_equality_of_the_users_own(self):
+        layers = [Same(5, 5), Same(5, 3), nn.Dense(2)]
+        pipe = jpipe.sequential(layers)
+        x = jnp.ones((4, 5))
+        assert pipe.apply(pipe.init(jax.random.key(0), x), x).shape == (4, 2)
+
+
+class Two(nn.Module):
+    """Two dense layers, of which one method uses the second only."""
+
+    def setup(self):
+        self.first, self.second = nn.Dense(3), nn.Dense(3)
+
+    def __call__(self, x):
+        return self.second(self.first(x))
+
+    def last(self, x):
+        return self.second(x)
+
+
+def test_a_tied_layer_says_nothing_of_an_equal_one_that_is_not():
+    tied, free = Two(), Two()
+    layers = [tied, jpipe.layer(tied, "last"), jpipe.layer(free, "last")]
+    pipe = jpipe.sequential(layers)
+    x = jnp.ones((4, 3))
+    variables = pipe.init(jax.random.key(0), x)
+    assert [sorted(v.get("params", ())) for v in variables] == [
+        ["first", "second"],
+        [],
+        ["second"],
+    ]
+    assert pipe.apply(variables, x).shape == (4, 3)
 
 
 class Fails(nn.Module):
