@@ -8,6 +8,7 @@ from .experiment import Experiment
 from .published import Benchmark
 from .results import Cell, Result
 
+_EMPTY = "-"
 # How a cell is marked: measured ones are not.
 _MARKS = {"measured": "", "compiled": " ᶜ", "predicted": " ᵖ"}
 LEGEND = (
@@ -43,15 +44,20 @@ def table(benchmark: Benchmark, result: Result) -> str:
     ours = [name for name in result.rows if name not in names]
     rows = list(benchmark.rows)
     rows += [Experiment(name, (1,), 1, 1) for name in ours]
+    filled = [
+        [name, *(make(row, result.rows.get(row.name, {})) for row in rows)]
+        for name, make in columns
+    ]
+    if result.rows:  # else the empty columns show what could be there
+        filled = [column for column in filled if set(column[1:]) != {_EMPTY}]
+    head, *body = zip(*filled, strict=True)
     lines = [
         f"`python -m benchmarks run {benchmark.name} --scale {result.scale}`",
         "",
-        "| " + " | ".join(name for name, _ in columns) + " |",
-        "| --- |" + " --: |" * (len(columns) - 1),
+        "| " + " | ".join(head) + " |",
+        "| --- |" + " --: |" * (len(head) - 1),
+        *("| " + " | ".join(cells) + " |" for cells in body),
     ]
-    for row in rows:
-        cells = result.rows.get(row.name, {})
-        lines.append("| " + " | ".join(make(row, cells) for _, make in columns) + " |")
     made = "\n\n".join(_where(benchmark, result))
     return "\n".join([*lines, "", made]).rstrip() + "\n"
 
@@ -100,7 +106,7 @@ def as_published(value: float) -> str:
 def shown(cell: Cell | None) -> str:
     """A cell with its mark; a dash for none."""
     if cell is None:
-        return "-"
+        return _EMPTY
     spread = f" ± {number(cell.spread)}" if cell.spread else ""
     return f"{number(cell.value)}{spread}{_MARKS[cell.kind]}"
 
@@ -108,7 +114,7 @@ def shown(cell: Cell | None) -> str:
 def _published(name: str) -> Callable[[Experiment, Cells], str]:
     def make(row: Experiment, cells: Cells) -> str:
         value = row.published.get(name)
-        return "-" if value is None else as_published(value)
+        return _EMPTY if value is None else as_published(value)
 
     return make
 
@@ -175,13 +181,13 @@ def _cut(result: Result) -> Column:
 
     def make(row: Experiment, cells: Cells) -> str:
         if not cells:
-            return "-"
+            return _EMPTY
         if result.scale == "full":
             return f"{row.microbatches} x {round(row.batch / row.microbatches)}"
         details = [cell.detail for cell in cells.values()]
         told = [detail for detail in details if "micro-batches" in detail][:1]
         cut = [f"{d['micro-batches']} x {d['examples in each']}" for d in told]
-        return cut[0] if cut else "-"
+        return cut[0] if cut else _EMPTY
 
     return "jpipe, M x examples", make
 
@@ -189,18 +195,18 @@ def _cut(result: Result) -> Column:
 def _speed(benchmark: Benchmark, result: Result) -> Sequence[Column]:
     def published(row: Experiment, cells: Cells) -> str:
         value = published_speed_up(benchmark, row)
-        return "-" if value is None else f"{value:.3f}"
+        return _EMPTY if value is None else f"{value:.3f}"
 
     def ours(column: str) -> Callable[[Experiment, Cells], str]:
         def make(row: Experiment, cells: Cells) -> str:
             cell = speed_up(benchmark, result, row, column)
-            return f"{cell.value:.3f}{_MARKS[cell.kind]}" if cell else "-"
+            return f"{cell.value:.3f}{_MARKS[cell.kind]}" if cell else _EMPTY
 
         return make
 
     def error(row: Experiment, cells: Cells) -> str:
         value = prediction_error(cells)
-        return "-" if value is None else f"{100 * value:+.1f} %"
+        return _EMPTY if value is None else f"{100 * value:+.1f} %"
 
     columns: list[Column] = [_NAME, _cut(result)]
     if any("samples/s" in row.published for row in benchmark.rows):
@@ -269,7 +275,7 @@ def _accuracy(benchmark: Benchmark, result: Result) -> Sequence[Column]:
     def published(row: Experiment, cells: Cells) -> str:
         value = row.published.get("error, %")
         if value is None:
-            return "-"
+            return _EMPTY
         return f"{value:.2f} ± {row.published['spread of the error, %']:.2f}"
 
     return [

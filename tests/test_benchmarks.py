@@ -314,6 +314,13 @@ class TestResults:
     def test_numbers(self, value, text):
         assert number(value) == text
 
+    @pytest.mark.parametrize("ran", [False, True])
+    def test_columns_without_a_figure_are_left_out_of_what_ran(self, ran):
+        rows = {"baseline": {"predicted samples/s": Cell(3.0, PREDICTED)}}
+        text = table(BY_NAME["unet-speed"], self.result(rows if ran else {}))
+        assert "| torchgpipe, samples/s |" in text
+        assert ("predicted by measured" in text) == (not ran)
+
     def test_speed_ups_are_of_cells_of_one_kind(self):
         measured, predicted = Cell(2.0, MEASURED), Cell(3.0, PREDICTED)
         rows = {
