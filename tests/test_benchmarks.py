@@ -321,6 +321,13 @@ class TestResults:
         assert "| torchgpipe, samples/s |" in text
         assert ("predicted by measured" in text) == (not ran)
 
+    def test_other_scales_show_the_rows_that_ran(self):
+        rows = {"baseline": {"samples/s": Cell(3.0, MEASURED)}}
+        for scale, shown_rows in (("full", 5), ("small", 1)):
+            result = replace(self.result(rows), scale=scale)
+            lines = table(BY_NAME["unet-speed"], result).splitlines()
+            assert sum(line.startswith("| ") for line in lines) == 2 + shown_rows
+
     def test_speed_ups_are_of_cells_of_one_kind(self):
         measured, predicted = Cell(2.0, MEASURED), Cell(3.0, PREDICTED)
         rows = {
