@@ -7,8 +7,6 @@ processes, since processes differ by more than what is measured.
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -153,27 +151,6 @@ def _bare(steps: Sequence[_execute.Step], live: _execute.Live) -> float:
     _execute.execute(wrapped, live)
     jax.block_until_ready((live.grads, live.tally))
     return seconds
-
-
-def in_processes(processes: int, rounds: int) -> dict[str, float]:
-    """`dispatch_cost` in several processes, one after the other.
-
-    Args:
-      processes: how many.
-      rounds: how many times each side is timed in each.
-
-    Returns:
-      Medians over processes, with the least and the greatest whole step of any.
-    """
-    command = [sys.executable, "-m", "benchmarks.dispatch", str(rounds)]
-    rows = [
-        json.loads(subprocess.check_output(command, text=True))
-        for _ in range(processes)
-    ]
-    result = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
-    result["step_us_least"] = min(row["step_us"] for row in rows)
-    result["step_us_most"] = max(row["step_us"] for row in rows)
-    return result
 
 
 def main() -> None:

@@ -7,11 +7,8 @@ outweighs what is measured.
 
 import argparse
 import json
-import os
 import resource
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -175,33 +172,6 @@ def throughput(model: Callable[[], Any], rounds: int) -> dict[str, float]:
 
 def _page_faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-
-
-def in_processes(
-    model: str, processes: int, rounds: int, keep_memory: bool
-) -> dict[str, float]:
-    """`throughput` in several processes, one after the other.
-
-    Args:
-      model: one of `MODELS`.
-      processes: how many.
-      rounds: steps per side in each.
-      keep_memory: whether malloc keeps what is freed, in large pages; else it does as
-        it likes.
-
-    Returns:
-      Medians over processes, with the least and the greatest `by_scan` of any.
-    """
-    command = [sys.executable, "-m", "benchmarks.one_stage", model, f"{rounds}"]
-    environment = os.environ | (KEEP_MEMORY | LARGE_PAGES if keep_memory else {})
-    rows = []
-    for _ in range(processes):
-        output = subprocess.check_output(command, env=environment, text=True)
-        rows.append(json.loads(output))
-    result = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
-    result["by_scan_least"] = min(row["by_scan"] for row in rows)
-    result["by_scan_most"] = max(row["by_scan"] for row in rows)
-    return result
 
 
 def main() -> None:

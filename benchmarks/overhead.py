@@ -19,9 +19,10 @@ import jpipe
 from jpipe import _memory, _transfer
 from jpipe._objective import Objective
 
-from . import dispatch, one_stage
+from . import one_stage
 from .dispatch import interleaved, square
 from .one_stage import Block
+from .processes import medians
 from .provenance import line, provenance
 
 PyTree = Any
@@ -126,13 +127,25 @@ def first_gradient(rounds: int) -> dict[str, float]:
 
 
 def one_stage_costs(rounds: int, processes: int) -> list[dict[str, Any]]:
-    """`one_stage.in_processes` of every model, with each way of malloc."""
+    """`one_stage.throughput` of every model; malloc keeps memory, or is as it is."""
+    kept = one_stage.KEEP_MEMORY | one_stage.LARGE_PAGES
     return [
-        {"model": model, "keeps": keeps}
-        | one_stage.in_processes(model, processes, rounds, keeps)
-        for keeps in (True, False)
+        {"model": model, "keeps": bool(variables)}
+        | medians(
+            "benchmarks.one_stage",
+            [model, f"{rounds}"],
+            processes,
+            "by_scan",
+            variables,
+        )
+        for variables in (kept, {})
         for model in one_stage.MODELS
     ]
+
+
+def dispatch_costs(rounds: int, processes: int) -> dict[str, Any]:
+    """`dispatch.dispatch_cost` of four CPU devices."""
+    return medians("benchmarks.dispatch", [f"{rounds}"], processes, "step_us")
 
 
 def main() -> None:
@@ -148,7 +161,7 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", 4)
     parts = {
         "throughput": lambda: one_stage_costs(options.rounds, options.processes),
-        "dispatch": lambda: dispatch.in_processes(options.processes, options.rounds),
+        "dispatch": lambda: dispatch_costs(options.rounds, options.processes),
         "held": held_bytes,
         "first_gradient": lambda: first_gradient(options.rounds),
     }

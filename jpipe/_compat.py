@@ -21,9 +21,9 @@ def copier(source: Any, target: Any) -> Copy | None:
 
     Uses ``jaxlib._jax.batched_device_put``, where every `jax.device_put` of an array
     onto one device ends, and the thread's transfer guard, to which these copies are
-    as explicit as that. Before it gets there `jax.device_put` spends 15 to 35
-    microseconds of Python on each array, as much as two calls of a compiled function,
-    on questions that have one answer for all arrays that one stage sends to another.
+    as explicit as that. Before it gets there `jax.device_put` spends on each array more
+    Python than the call of a compiled function takes, on questions that have one answer
+    for all arrays that one stage sends to another (benchmarks/dispatch.py measures it).
     Free when `jax.device_put` has a fast path as `jax.jit` has; it has none up to JAX
     0.12.
 
