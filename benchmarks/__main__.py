@@ -5,8 +5,14 @@ import os
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .results import FOLDER, SCALES, Result
+
+if TYPE_CHECKING:  # JAX starts with the flags below, not before them
+    from rich.progress import Progress
+
+    from .run import Options, Runner
 
 # Before JAX starts: eight host devices of one thread each stand in for as many
 # accelerators, and malloc keeps what is freed, as the allocators of GPUs do.
@@ -108,11 +114,26 @@ def _list(options: argparse.Namespace) -> None:
 
 def _run(options: argparse.Namespace) -> None:
     _start_again_with_flags(options.scale)
-    import jax
     from rich.progress import Progress, TimeElapsedColumn
 
+    from .run import Runner
+
+    chosen = _chosen_rows(options)
+    failed: list[str] = []
+    with Progress(*Progress.get_default_columns(), TimeElapsedColumn()) as progress:
+        runner = Runner(_how_to_run(options), progress)
+        for name, rows in chosen.items():
+            failed += _run_table(name, rows, runner, progress, options.folder)
+            text = _kept(name, options.scale, options.folder)
+            progress.console.print(text, markup=False, soft_wrap=True)
+    if failed:
+        raise SystemExit("not run:\n" + "\n".join(failed))
+
+
+def _chosen_rows(options: argparse.Namespace) -> dict[str, list[str]]:
+    """The experiments of each table that was named."""
     from .published import BY_NAME
-    from .run import Options, Runner, default_rows, row_names
+    from .run import default_rows, row_names
 
     chosen = {}
     for name in _names(options):
@@ -123,40 +144,48 @@ def _run(options: argparse.Namespace) -> None:
                 f"{name} has no experiment {', '.join(unknown)} at {options.scale} "
                 f"scale; it has {', '.join(known)}"
             )
-        rows = options.experiment or default_rows(BY_NAME[name], options.scale)
-        chosen[name] = rows
-    failed: list[str] = []
-    on_cpu = jax.default_backend() == "cpu"
-    with Progress(*Progress.get_default_columns(), TimeElapsedColumn()) as progress:
-        runner = Runner(
-            Options(
-                scale=options.scale,
-                steps=options.steps or {"tiny": 2}.get(options.scale, 10),
-                examples=options.examples
-                or (2 if on_cpu and options.scale == "full" else None),
-                bandwidth=options.bandwidth,
-                measured=_measured(options.scale),
-                data=options.data,
-                seeds=options.seeds or {"tiny": 2}.get(options.scale, 5),
-            ),
-            progress,
-        )
-        for name, rows in chosen.items():
-            # Rows of accuracy are checked together before the first is trained.
-            whole = BY_NAME[name].kind == "accuracy"
-            task = progress.add_task(name, total=1 if whole else len(rows))
-            for part in [rows] if whole else [[row] for row in rows]:
-                progress.update(task, description=f"{name}: {', '.join(part)[:40]}")
-                try:
-                    _keep(runner.run(BY_NAME[name], part), options.folder)
-                except Exception as error:
-                    # The others may still run: what fails is told at the end.
-                    failed.append(f"{name}: {', '.join(part)}: {error!r}")
-                progress.advance(task)
-            text = _kept(name, options.scale, options.folder)
-            progress.console.print(text, markup=False, soft_wrap=True)
-    if failed:
-        raise SystemExit("not run:\n" + "\n".join(failed))
+        chosen[name] = options.experiment or default_rows(BY_NAME[name], options.scale)
+    return chosen
+
+
+def _how_to_run(options: argparse.Namespace) -> "Options":
+    """What was typed, and what follows from the scale and the devices."""
+    import jax
+
+    from .run import Options
+
+    is_large_for_it = jax.default_backend() == "cpu" and options.scale == "full"
+    return Options(
+        scale=options.scale,
+        steps=options.steps or {"tiny": 2}.get(options.scale, 10),
+        examples=options.examples or (2 if is_large_for_it else None),
+        bandwidth=options.bandwidth,
+        measured=_measured(options.scale),
+        data=options.data,
+        seeds=options.seeds or {"tiny": 2}.get(options.scale, 5),
+    )
+
+
+def _run_table(
+    name: str, rows: list[str], runner: "Runner", progress: "Progress", folder: Path
+) -> list[str]:
+    """Runs and keeps experiments of one table; returns what failed, and why."""
+    from .published import BY_NAME
+
+    # Rows of accuracy are checked together before the first is trained.
+    is_one_run = BY_NAME[name].kind == "accuracy"
+    parts = [rows] if is_one_run else [[row] for row in rows]
+    task = progress.add_task(name, total=len(parts))
+    failed = []
+    for part in parts:
+        progress.update(task, description=f"{name}: {', '.join(part)[:40]}")
+        try:
+            _keep(runner.run(BY_NAME[name], part), folder)
+        except Exception as error:
+            # The others may still run: what fails is told at the end.
+            failed.append(f"{name}: {', '.join(part)}: {error!r}")
+        progress.advance(task)
+    return failed
 
 
 def _keep(result: Result, folder: Path) -> None:

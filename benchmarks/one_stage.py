@@ -11,7 +11,8 @@ import resource
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,10 @@ import optax
 from flax import linen as nn
 
 import jpipe
+
+from . import by_hand
+from .experiment import mean_cross_entropy
+from .predict import one_core
 
 PyTree = Any
 
@@ -81,97 +86,74 @@ def cnn() -> tuple[list[Any], jax.Array, jax.Array]:
 MODELS: dict[str, Callable[[], Any]] = {"transformer": transformer, "cnn": cnn}
 
 
-def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """A mean over examples."""
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-
-
-def scan_step(
-    layers: Sequence[Any],
-    tx: optax.GradientTransformation,
-    num_microbatches: int,
-    unroll: bool,
-) -> Callable[..., Any]:
-    """The step that a user writes by hand: one jit, `lax.scan` over micro-batches.
-
-    XLA on CPU runs a convolution inside a loop far slower than outside, so the scan
-    can be unrolled; then XLA may also run micro-batches side by side.
-    """
-
-    def loss(params: PyTree, x: Any, targets: jax.Array) -> jax.Array:
-        for layer, own in zip(layers, params, strict=True):
-            is_module = isinstance(layer, nn.Module)
-            x = layer.apply({"params": own}, x) if is_module else layer(x)
-        return cross_entropy(x, targets)
-
-    def step(params: PyTree, opt_state: PyTree, x: jax.Array, targets: jax.Array):
-        def split(leaf: jax.Array) -> jax.Array:
-            return leaf.reshape(num_microbatches, -1, *leaf.shape[1:])
-
-        def body(sums: PyTree, part: Any) -> Any:
-            value, grads = jax.value_and_grad(loss)(params, *part)
-            return jax.tree.map(jnp.add, sums, (value, grads)), None
-
-        zeros = jax.tree.map(jnp.zeros_like, (jnp.float32(0), params))
-        parts = split(x), split(targets)
-        sums, _ = jax.lax.scan(body, zeros, parts, unroll=unroll)
-        value, grads = jax.tree.map(lambda leaf: leaf / num_microbatches, sums)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, value
-
-    return jax.jit(step, donate_argnums=(0, 1))
-
-
-def throughput(model: Callable[[], Any], rounds: int) -> dict[str, float]:
-    """One stage and M micro-batches against the hand-written step, same model.
+def throughput(
+    model: Callable[[], Any],
+    rounds: int,
+    others: Sequence[str] = ("scan", "unrolled"),
+) -> dict[str, float]:
+    """One stage and M micro-batches against hand-written steps, same model.
 
     Args:
       model: gives layers, inputs and targets.
       rounds: how many steps of each side are timed, in turns.
+      others: keys of `by_hand.STEPS`.
 
     Returns:
-      The median milliseconds and page faults of a step of each side; and the
-      throughput of jpipe by that of each hand-written step, the median of the rounds'
-      ratios: what slows the machine for a while slows both sides of a round.
+      The median milliseconds, page faults and busy cores of a step of each side; and
+      the throughput of jpipe by that of each hand-written step, the median of the
+      rounds' ratios: what slows the machine for a while slows both sides of a round.
     """
     layers, x, targets = model()
     number, tx = 8, optax.adamw(1e-3)
     pipe = jpipe.sequential(layers, number)
     state = pipe.init_train_state(jax.random.key(0), x, tx)
-    step = pipe.train_step(cross_entropy, tx)
+    step = pipe.train_step(mean_cross_entropy, tx)
 
-    def run_by_hand(by_hand: Callable[..., Any]) -> Callable[[Any], Any]:
-        return lambda state: by_hand(*state, x, targets)[:2]
+    def run_by_hand(step: by_hand.Step) -> Callable[[Any], Any]:
+        return lambda state: step(*state, x, targets)[:2]
 
     # Copies: every side overwrites its parameters.
-    copies = [jax.tree.map(jnp.array, state.params) for _ in range(2)]
+    copies = [jax.tree.map(jnp.array, state.params) for _ in others]
     states: dict[str, Any] = {"jpipe": state}
     runs: dict[str, Any] = {"jpipe": lambda state: step(state, x, targets)[0]}
-    for name, params in zip(("scan", "unrolled"), copies, strict=True):
+    for name, params in zip(others, copies, strict=True):
         states[name] = params, tx.init(params)
-        runs[name] = run_by_hand(scan_step(layers, tx, number, name == "unrolled"))
+        runs[name] = run_by_hand(by_hand.STEPS[name](layers, tx, number))
 
-    figures: dict[str, list[tuple[float, int]]] = {name: [] for name in runs}
+    figures: dict[str, list[_Step]] = {name: [] for name in runs}
     for turn in range(rounds + 2):
         for name in list(runs)[:: 1 if turn % 2 else -1]:
-            faults, start = _page_faults(), time.perf_counter()
-            states[name] = jax.block_until_ready(runs[name](states[name]))
-            seconds = time.perf_counter() - start
+            states[name], figure = _timed(runs[name], states[name])
             if turn > 1:  # before, all sides compile and warm up
-                figures[name].append((1e3 * seconds, _page_faults() - faults))
+                figures[name].append(figure)
     result = {}
-    for name, pairs in figures.items():
-        columns = zip(*pairs, strict=True)
-        result[f"{name}_ms"], result[f"{name}_faults"] = map(statistics.median, columns)
-    for name in ("scan", "unrolled"):
+    for name, steps in figures.items():
+        for kind, column in zip(_Step._fields, zip(*steps, strict=True), strict=True):
+            result[f"{name}_{kind}"] = statistics.median(column)
+    for name in others:
         rounds_of_both = zip(figures[name], figures["jpipe"], strict=True)
-        ratios = [theirs / ours for (theirs, _), (ours, _) in rounds_of_both]
+        ratios = [theirs.ms / ours.ms for theirs, ours in rounds_of_both]
         result[f"by_{name}"] = statistics.median(ratios)
     return result
 
 
-def _page_faults() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+class _Step(NamedTuple):
+    """What one step took: milliseconds, minor page faults, cores at work."""
+
+    ms: float
+    faults: int
+    busy: float
+
+
+def _timed(run: Callable[[Any], Any], state: Any) -> tuple[Any, _Step]:
+    def now() -> tuple[float, int, float]:
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        return time.perf_counter(), faults, time.process_time()
+
+    before = now()
+    state = jax.block_until_ready(run(state))
+    wall, faults, cpu = (b - a for a, b in zip(before, now(), strict=True))
+    return state, _Step(1e3 * wall, int(faults), cpu / wall)
 
 
 def main() -> None:
@@ -179,8 +161,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", choices=list(MODELS))
     parser.add_argument("rounds", type=int, nargs="?", default=15)
+    parser.add_argument(
+        "--against",
+        nargs="+",
+        choices=list(by_hand.STEPS),
+        default=["scan", "unrolled"],
+        help="the hand-written steps",
+    )
+    parser.add_argument("--one-core", action="store_true", help="both sides on it")
     options = parser.parse_args()
-    print(json.dumps(throughput(MODELS[options.model], options.rounds)))
+    # Before JAX starts its threads, which then are as many as there are cores.
+    with one_core() if options.one_core else nullcontext():
+        result = throughput(MODELS[options.model], options.rounds, options.against)
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

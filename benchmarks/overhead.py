@@ -127,18 +127,18 @@ def first_gradient(rounds: int) -> dict[str, float]:
 
 
 def one_stage_costs(rounds: int, processes: int) -> list[dict[str, Any]]:
-    """`one_stage.throughput` of every model; malloc keeps memory, or is as it is."""
+    """`one_stage.throughput` of every model, by cores and by what malloc keeps."""
     kept = one_stage.KEEP_MEMORY | one_stage.LARGE_PAGES
     return [
-        {"model": model, "keeps": bool(variables)}
+        {"model": model, "one_core": one_core, "keeps": bool(variables)}
         | medians(
             "benchmarks.one_stage",
-            [model, f"{rounds}"],
+            [model, f"{rounds}", *["--one-core"] * one_core],
             processes,
             "by_scan",
             variables,
         )
-        for variables in (kept, {})
+        for one_core, variables in ((True, kept), (False, kept), (False, {}))
         for model in one_stage.MODELS
     ]
 
@@ -179,17 +179,20 @@ def tables(result: dict[str, Any]) -> str:
 
 def _throughput_table(rows: list[dict[str, Any]]) -> str:
     lines = [
-        "| one stage, M = 8 | malloc | jpipe, ms | `lax.scan`, ms | unrolled, ms "
-        "| page faults | the scan's | throughput by scan's | least to most "
-        "| by unrolled's |",
-        "| --- | --- | --: | --: | --: | --: | --: | --: | --: | --: |",
+        "| one stage, M = 8 | cores | malloc | jpipe, ms | `lax.scan`, ms "
+        "| unrolled, ms "
+        "| page faults | the scan's | cores busy | the scan's "
+        "| throughput by scan's | least to most | by unrolled's |",
+        f"| --- | --- | --- |{' --: |' * 10}",
     ]
     for row in rows:
         lines.append(
-            f"| {row['model']} | {'keeps' if row['keeps'] else 'default'} | "
+            f"| {row['model']} | {'one' if row['one_core'] else 'all'} | "
+            f"{'keeps' if row['keeps'] else 'default'} | "
             f"{row['jpipe_ms']:.0f} | {row['scan_ms']:.0f} | "
             f"{row['unrolled_ms']:.0f} | {row['jpipe_faults']:,.0f} | "
-            f"{row['scan_faults']:,.0f} | **{row['by_scan']:.3f}** | "
+            f"{row['scan_faults']:,.0f} | {row['jpipe_busy']:.2f} | "
+            f"{row['scan_busy']:.2f} | **{row['by_scan']:.3f}** | "
             f"{row['by_scan_least']:.3f} to {row['by_scan_most']:.3f} | "
             f"{row['by_unrolled']:.3f} |"
         )

@@ -31,8 +31,9 @@ def plot(benchmark: Benchmark, result: Result, path: Path) -> None:
       path: a file that ends in ``.png``.
     """
     names = [row.name for row in benchmark.rows]
-    if benchmark.kind == "accuracy" and result.scale != "full":
-        names = list(result.rows)  # other images: beside the published they say nothing
+    if result.scale != "full":  # published rows alone would say nothing
+        ours = [name for name in result.rows if name not in names]
+        names = [name for name in names if name in result.rows] + ours
     label, bars = _BARS[benchmark.kind](benchmark, result, names)
     bars = {title: bar for title, bar in bars.items() if any(bar[2])}
     keep = [i for i in range(len(names)) if any(bar[2][i] for bar in bars.values())]

@@ -17,7 +17,8 @@ from flax import linen as nn
 
 import jpipe
 
-from ..one_stage import Block, cross_entropy
+from ..experiment import mean_cross_entropy
+from ..one_stage import Block
 from .measure import arguments, measured, pin, report, resident
 from .workload import LEARNING_RATE, Case, Layer, Size, Weights
 
@@ -88,7 +89,7 @@ def pipeline(case: Case) -> tuple[int, Callable[[], float]]:
     if jax.tree.map(np.shape, state.params) != jax.tree.map(np.shape, loaded):
         raise ValueError("the modules do not have the weights that were drawn for them")
     box = [pipe.place(dataclasses.replace(state, params=loaded))]
-    take = pipe.train_step(cross_entropy, tx)
+    take = pipe.train_step(mean_cross_entropy, tx)
 
     def step() -> float:
         state, metrics = take(box.pop(), x, targets)
@@ -108,7 +109,7 @@ def baseline(case: Case) -> tuple[int, Callable[[], float]]:
     def loss(weights: PyTree, x: Any, targets: Any) -> Any:
         for start, run in stages:
             x = run(weights[start:], x)
-        return cross_entropy(x, targets)
+        return mean_cross_entropy(x, targets)
 
     def split(leaf: Any) -> Any:
         return leaf.reshape(case.microbatches, -1, *leaf.shape[1:])
