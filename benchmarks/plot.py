@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from .published import Benchmark
-from .report import published_speed_up, speed_up
+from .report import published_speed_up, rows_shown, speed_up
 from .results import Cell, Result
 
 _COLORS = {
@@ -23,17 +23,21 @@ Maker = Callable[[Benchmark, Result, list[str]], tuple[str, Bars]]
 
 
 def plot(benchmark: Benchmark, result: Result, path: Path) -> None:
-    """Draws bars for each experiment that has any.
+    """Writes the picture of a result to a file that ends in ``.png``."""
+    drawn(benchmark, result).savefig(path, dpi=120)
+
+
+def drawn(benchmark: Benchmark, result: Result) -> Figure:
+    """Bars for each experiment that has any.
 
     Args:
       benchmark: the published table.
       result: our cells.
-      path: a file that ends in ``.png``.
+
+    Returns:
+      The picture.
     """
-    names = [row.name for row in benchmark.rows]
-    if result.scale != "full":  # published rows alone would say nothing
-        ours = [name for name in result.rows if name not in names]
-        names = [name for name in names if name in result.rows] + ours
+    names = [row.name for row in rows_shown(benchmark, result)]
     label, bars = _BARS[benchmark.kind](benchmark, result, names)
     bars = {title: bar for title, bar in bars.items() if any(bar[2])}
     keep = [i for i in range(len(names)) if any(bar[2][i] for bar in bars.values())]
@@ -56,7 +60,7 @@ def plot(benchmark: Benchmark, result: Result, path: Path) -> None:
     axes.set_title(f"{benchmark.name} (ours: {result.scale} scale)", fontsize=10)
     axes.legend(fontsize=8, frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=120)
+    return figure
 
 
 def _draw(

@@ -40,12 +40,7 @@ def table(benchmark: Benchmark, result: Result) -> str:
       The command, the table, and where the figures were made.
     """
     columns = _COLUMNS[benchmark.kind](benchmark, result)
-    names = [row.name for row in benchmark.rows]
-    ours = [name for name in result.rows if name not in names]
-    # At other scales the published rows are only what ours are compared with.
-    short = result.scale != "full" and benchmark.kind != "accuracy"
-    rows = [row for row in benchmark.rows if row.name in result.rows or not short]
-    rows += [Experiment(name, (1,), 1, 1) for name in ours]
+    rows = rows_shown(benchmark, result)
     filled = [
         [name, *(make(row, result.rows.get(row.name, {})) for row in rows)]
         for name, make in columns
@@ -62,6 +57,20 @@ def table(benchmark: Benchmark, result: Result) -> str:
     ]
     made = "\n\n".join(_where(benchmark, result))
     return "\n".join([*lines, "", made]).rstrip() + "\n"
+
+
+def rows_shown(benchmark: Benchmark, result: Result) -> list[Experiment]:
+    """The published rows, and after them those that are only ours.
+
+    At other scales than the published one its rows are only what ours are compared
+    with: those that were not run are left out.
+    """
+    short = result.scale != "full" and benchmark.kind != "accuracy"
+    rows = [row for row in benchmark.rows if row.name in result.rows or not short]
+    names = {row.name for row in benchmark.rows}
+    return rows + [
+        Experiment(name, (1,), 1, 1) for name in result.rows if name not in names
+    ]
 
 
 def _where(benchmark: Benchmark, result: Result) -> list[str]:

@@ -23,7 +23,9 @@ from benchmarks.experiment import Setting, Work, scaled_balance
 from benchmarks.largest import search
 from benchmarks.measure import Measurement, measure
 from benchmarks.page import PAGE, written
+from benchmarks.plot import drawn
 from benchmarks.predict import Link, Predictor, one_core
+from benchmarks.provenance import cores
 from benchmarks.published import BY_NAME
 from benchmarks.report import number, published_speed_up, shown, table
 from benchmarks.results import (
@@ -327,6 +329,8 @@ class TestResults:
             result = replace(self.result(rows), scale=scale)
             lines = table(BY_NAME["unet-speed"], result).splitlines()
             assert sum(line.startswith("| ") for line in lines) == 2 + shown_rows
+            (axes,) = drawn(BY_NAME["unet-speed"], result).axes
+            assert len(axes.get_xticks()) == shown_rows
 
     def test_speed_ups_are_of_cells_of_one_kind(self):
         measured, predicted = Cell(2.0, MEASURED), Cell(3.0, PREDICTED)
@@ -391,8 +395,10 @@ def test_every_table_runs_at_the_tiny_scale(tmp_path):
         assert picture.startswith(b"\x89PNG")
 
     speed = results["resnet101-speed"].rows["pipeline-2"]
-    assert speed["samples/s"].kind == MEASURED
-    assert speed["samples/s"].detail["compile_s"] > 0
+    assert ("samples/s" in speed) == (cores() > 1)  # two stages need two
+    if "samples/s" in speed:
+        assert speed["samples/s"].kind == MEASURED
+        assert speed["samples/s"].detail["compile_s"] > 0
     assert speed["predicted samples/s"].kind == PREDICTED
     slow = results["table3-slow-interconnect"].rows["transformer-k2"]
     assert {cell.kind for cell in slow.values()} == {PREDICTED}
