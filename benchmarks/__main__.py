@@ -154,11 +154,11 @@ def _how_to_run(options: argparse.Namespace) -> "Options":
 
     from .run import Options
 
-    is_large_for_it = jax.default_backend() == "cpu" and options.scale == "full"
+    is_full_on_cpu = jax.default_backend() == "cpu" and options.scale == "full"
     return Options(
         scale=options.scale,
         steps=options.steps or {"tiny": 2}.get(options.scale, 10),
-        examples=options.examples or (2 if is_large_for_it else None),
+        examples=options.examples or (2 if is_full_on_cpu else None),
         bandwidth=options.bandwidth,
         measured=_measured(options.scale),
         data=options.data,

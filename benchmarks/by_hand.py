@@ -19,8 +19,8 @@ PyTree = Any
 Step = Callable[..., tuple[PyTree, PyTree, jax.Array]]
 
 
-class _Parts:
-    """What every step is made of; plain functions, to be compiled together or apart."""
+class _Accumulation:
+    """What every step does, as functions to be compiled together or apart."""
 
     def __init__(
         self, layers: Sequence[Any], tx: optax.GradientTransformation, number: int
@@ -60,15 +60,15 @@ def scan_step(
     XLA on CPU runs a convolution inside a loop far slower than outside, so the scan
     can be unrolled; then XLA may also run micro-batches side by side.
     """
-    parts = _Parts(layers, tx, number)
+    work = _Accumulation(layers, tx, number)
 
     def step(params: PyTree, opt_state: PyTree, x: jax.Array, targets: jax.Array):
         def body(sums: PyTree, part: Any) -> Any:
-            return parts.add(params, sums, part), None
+            return work.add(params, sums, part), None
 
-        each = parts.split(x), parts.split(targets)
-        sums, _ = jax.lax.scan(body, parts.zeros(params), each, unroll=unroll)
-        return parts.update(params, opt_state, sums)
+        each = work.split(x), work.split(targets)
+        sums, _ = jax.lax.scan(body, work.zeros(params), each, unroll=unroll)
+        return work.update(params, opt_state, sums)
 
     return jax.jit(step, donate_argnums=(0, 1))
 
@@ -88,21 +88,21 @@ def calls_step(
       in_loop: put the work of each call into a loop that turns once; XLA cannot know
         how often it turns.
     """
-    parts = _Parts(layers, tx, number)
+    work = _Accumulation(layers, tx, number)
 
     def add(params: PyTree, sums: PyTree, part: Any, turns: jax.Array) -> PyTree:
-        if not in_loop:
-            return parts.add(params, sums, part)
-        body = lambda _, sums: parts.add(params, sums, part)  # noqa: E731
-        return jax.lax.fori_loop(0, turns, body, sums)
+        def body(_: jax.Array, sums: PyTree) -> PyTree:
+            return work.add(params, sums, part)
+
+        return jax.lax.fori_loop(0, turns, body, sums) if in_loop else body(turns, sums)
 
     def cut(x: jax.Array, targets: jax.Array) -> list[Any]:
-        each = (jnp.unstack(parts.split(leaf)) for leaf in (x, targets))
+        each = (jnp.unstack(work.split(leaf)) for leaf in (x, targets))
         return list(zip(*each, strict=True))
 
     jit_add = jax.jit(add, donate_argnums=1)
-    jit_update = jax.jit(parts.update, donate_argnums=(0, 1))
-    jit_zeros, jit_cut = jax.jit(parts.zeros), jax.jit(cut)
+    jit_update = jax.jit(work.update, donate_argnums=(0, 1))
+    jit_zeros, jit_cut = jax.jit(work.zeros), jax.jit(cut)
     once = jnp.int32(1)
 
     def step(params: PyTree, opt_state: PyTree, x: jax.Array, targets: jax.Array):

@@ -7,6 +7,7 @@ outweighs what is measured.
 
 import argparse
 import json
+import os
 import resource
 import statistics
 import time
@@ -25,7 +26,8 @@ from . import by_hand
 from .experiment import mean_cross_entropy
 from .predict import one_core
 
-PyTree = Any
+Runs = dict[str, Callable[[Any], Any]]
+States = dict[str, Any]
 
 # XLA on CPU asks malloc for the temporary memory of every call. By default glibc gives
 # large blocks back to the system at once, and the next call meets them as page faults:
@@ -103,41 +105,39 @@ def throughput(
       the throughput of jpipe by that of each hand-written step, the median of the
       rounds' ratios: what slows the machine for a while slows both sides of a round.
     """
+    runs, states = _sides(model, others)
+    figures: dict[str, list[_Figure]] = {name: [] for name in runs}
+    for turn in range(rounds + 2):
+        for name in list(runs)[:: 1 if turn % 2 else -1]:
+            states[name], figure = _timed(runs[name], states[name])
+            if turn > 1:  # before, all sides compile and warm up
+                figures[name].append(figure)
+    return _summary(figures, others)
+
+
+def _sides(model: Callable[[], Any], others: Sequence[str]) -> tuple[Runs, States]:
+    """Each step as a function of its state, and the states: equal parameters."""
     layers, x, targets = model()
     number, tx = 8, optax.adamw(1e-3)
     pipe = jpipe.sequential(layers, number)
     state = pipe.init_train_state(jax.random.key(0), x, tx)
     step = pipe.train_step(mean_cross_entropy, tx)
 
-    def run_by_hand(step: by_hand.Step) -> Callable[[Any], Any]:
-        return lambda state: step(*state, x, targets)[:2]
+    def run_by_hand(name: str) -> Callable[[Any], Any]:
+        by_hand_step = by_hand.STEPS[name](layers, tx, number)
+        return lambda state: by_hand_step(*state, x, targets)[:2]
 
     # Copies: every side overwrites its parameters.
     copies = [jax.tree.map(jnp.array, state.params) for _ in others]
-    states: dict[str, Any] = {"jpipe": state}
-    runs: dict[str, Any] = {"jpipe": lambda state: step(state, x, targets)[0]}
+    states: States = {"jpipe": state}
+    runs: Runs = {"jpipe": lambda state: step(state, x, targets)[0]}
     for name, params in zip(others, copies, strict=True):
         states[name] = params, tx.init(params)
-        runs[name] = run_by_hand(by_hand.STEPS[name](layers, tx, number))
-
-    figures: dict[str, list[_Step]] = {name: [] for name in runs}
-    for turn in range(rounds + 2):
-        for name in list(runs)[:: 1 if turn % 2 else -1]:
-            states[name], figure = _timed(runs[name], states[name])
-            if turn > 1:  # before, all sides compile and warm up
-                figures[name].append(figure)
-    result = {}
-    for name, steps in figures.items():
-        for kind, column in zip(_Step._fields, zip(*steps, strict=True), strict=True):
-            result[f"{name}_{kind}"] = statistics.median(column)
-    for name in others:
-        rounds_of_both = zip(figures[name], figures["jpipe"], strict=True)
-        ratios = [theirs.ms / ours.ms for theirs, ours in rounds_of_both]
-        result[f"by_{name}"] = statistics.median(ratios)
-    return result
+        runs[name] = run_by_hand(name)
+    return runs, states
 
 
-class _Step(NamedTuple):
+class _Figure(NamedTuple):
     """What one step took: milliseconds, minor page faults, cores at work."""
 
     ms: float
@@ -145,7 +145,7 @@ class _Step(NamedTuple):
     busy: float
 
 
-def _timed(run: Callable[[Any], Any], state: Any) -> tuple[Any, _Step]:
+def _timed(run: Callable[[Any], Any], state: Any) -> tuple[Any, _Figure]:
     def now() -> tuple[float, int, float]:
         faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         return time.perf_counter(), faults, time.process_time()
@@ -153,7 +153,22 @@ def _timed(run: Callable[[Any], Any], state: Any) -> tuple[Any, _Step]:
     before = now()
     state = jax.block_until_ready(run(state))
     wall, faults, cpu = (b - a for a, b in zip(before, now(), strict=True))
-    return state, _Step(1e3 * wall, int(faults), cpu / wall)
+    return state, _Figure(1e3 * wall, int(faults), cpu / wall)
+
+
+def _summary(
+    figures: dict[str, list[_Figure]], others: Sequence[str]
+) -> dict[str, float]:
+    result = {}
+    for name, steps in figures.items():
+        columns = zip(*steps, strict=True)
+        for kind, column in zip(_Figure._fields, columns, strict=True):
+            result[f"{name}_{kind}"] = statistics.median(column)
+    for name in others:
+        rounds_of_both = zip(figures[name], figures["jpipe"], strict=True)
+        ratios = [theirs.ms / ours.ms for theirs, ours in rounds_of_both]
+        result[f"by_{name}"] = statistics.median(ratios)
+    return result
 
 
 def main() -> None:
@@ -168,8 +183,12 @@ def main() -> None:
         default=["scan", "unrolled"],
         help="the hand-written steps",
     )
-    parser.add_argument("--one-core", action="store_true", help="both sides on it")
+    parser.add_argument(
+        "--one-core", action="store_true", help="run every side on one core"
+    )
     options = parser.parse_args()
+    if options.one_core and not hasattr(os, "sched_setaffinity"):
+        parser.error("--one-core: this system cannot keep a process on a core")
     # Before JAX starts its threads, which then are as many as there are cores.
     with one_core() if options.one_core else nullcontext():
         result = throughput(MODELS[options.model], options.rounds, options.against)

@@ -1,7 +1,7 @@
 """What jpipe costs beside the arithmetic: throughput, Python per action, bytes held.
 
-Run it with ``python -m benchmarks.overhead`` (about ten minutes on two cores). Times
-are compared within one run, the two sides interleaved, medians of many.
+Run it with ``python -m benchmarks.overhead`` (about an hour on two cores; ``--part``
+chooses). Times are compared within one run, the sides interleaved, medians of many.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import jpipe
 from jpipe import _memory, _transfer
 from jpipe._objective import Objective
 
-from . import one_stage
+from . import by_hand, one_stage
 from .dispatch import interleaved, square
 from .one_stage import Block
 from .processes import medians
@@ -143,6 +143,17 @@ def one_stage_costs(rounds: int, processes: int) -> list[dict[str, Any]]:
     ]
 
 
+def calls_costs(rounds: int, processes: int) -> dict[str, Any]:
+    """`one_stage.throughput` of the Transformer against calls written by hand."""
+    return medians(
+        "benchmarks.one_stage",
+        ["transformer", f"{rounds}", "--against", *by_hand.STEPS],
+        processes,
+        "by_scan",
+        one_stage.KEEP_MEMORY | one_stage.LARGE_PAGES,
+    )
+
+
 def dispatch_costs(rounds: int, processes: int) -> dict[str, Any]:
     """`dispatch.dispatch_cost` of four CPU devices."""
     return medians("benchmarks.dispatch", [f"{rounds}"], processes, "step_us")
@@ -161,6 +172,7 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", 4)
     parts = {
         "throughput": lambda: one_stage_costs(options.rounds, options.processes),
+        "calls": lambda: calls_costs(options.rounds, options.processes),
         "dispatch": lambda: dispatch_costs(options.rounds, options.processes),
         "held": held_bytes,
         "first_gradient": lambda: first_gradient(options.rounds),
@@ -195,6 +207,26 @@ def _throughput_table(rows: list[dict[str, Any]]) -> str:
             f"{row['scan_busy']:.2f} | **{row['by_scan']:.3f}** | "
             f"{row['by_scan_least']:.3f} to {row['by_scan_most']:.3f} | "
             f"{row['by_unrolled']:.3f} |"
+        )
+    return "\n".join(lines)
+
+
+def _calls_table(cost: dict[str, Any]) -> str:
+    names = {
+        "jpipe": "jpipe",
+        "scan": "`lax.scan`",
+        "unrolled": "the scan, unrolled",
+        "calls": "a call per micro-batch, by hand",
+        "calls_in_loop": "the same, each in a loop that turns once",
+    }
+    lines = [
+        "| transformer, all cores | ms | cores busy | jpipe's throughput by it |",
+        "| --- | --: | --: | --: |",
+    ]
+    for key, name in names.items():
+        by = f"{cost[f'by_{key}']:.3f}" if f"by_{key}" in cost else ""
+        lines.append(
+            f"| {name} | {cost[f'{key}_ms']:.0f} | {cost[f'{key}_busy']:.2f} | {by} |"
         )
     return "\n".join(lines)
 
@@ -240,6 +272,7 @@ def _first_table(first: dict[str, float]) -> str:
 
 _TABLES: dict[str, Callable[[Any], str]] = {
     "throughput": _throughput_table,
+    "calls": _calls_table,
     "dispatch": _dispatch_table,
     "held": _held_table,
     "first_gradient": _first_table,

@@ -38,10 +38,11 @@ def provenance() -> dict[str, Any]:
 def line(where: dict[str, Any]) -> str:
     """The same in a sentence, for a page."""
     commit = f", commit {where['commit']}" if where["commit"] else ""
+    cores = "1 core" if where["cores"] == 1 else f"{where['cores']} cores"
     return (
         f"jpipe {where['jpipe']}, jax {where['jax']}, flax {where['flax']}, "
-        f"Python {where['python']}; {where['devices']} devices on {where['cores']} "
-        f"cores of {where['processor']}; {where['date']}{commit}"
+        f"Python {where['python']}; {where['devices']} devices on {cores} of "
+        f"{where['processor']}; {where['date']}{commit}"
     )
 
 

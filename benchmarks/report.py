@@ -49,7 +49,7 @@ def table(benchmark: Benchmark, result: Result) -> str:
         filled = [column for column in filled if set(column[1:]) != {_EMPTY}]
     head, *body = zip(*filled, strict=True)
     lines = [
-        f"`python -m benchmarks run {benchmark.name} --scale {result.scale}`",
+        f"`{_command(benchmark, result)}`",
         "",
         "| " + " | ".join(head) + " |",
         "| --- |" + " --: |" * (len(head) - 1),
@@ -57,6 +57,16 @@ def table(benchmark: Benchmark, result: Result) -> str:
     ]
     made = "\n\n".join(_where(benchmark, result))
     return "\n".join([*lines, "", made]).rstrip() + "\n"
+
+
+def _command(benchmark: Benchmark, result: Result) -> str:
+    """What makes the rows that a table shows."""
+    words = f"python -m benchmarks run {benchmark.name} --scale {result.scale}"
+    names = [row.name for row in benchmark.rows if row.ours]
+    ran = [name for name in names if name in result.rows]
+    if result.scale == "full" or not 0 < len(ran) < len(names):
+        return words
+    return " ".join([words, *(f"--experiment {name}" for name in ran)])
 
 
 def rows_shown(benchmark: Benchmark, result: Result) -> list[Experiment]:

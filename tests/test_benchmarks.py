@@ -15,6 +15,7 @@ import pytest
 from flax import linen as nn
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.progress import Progress
 
 import jpipe
 from benchmarks import __main__ as command
@@ -25,7 +26,7 @@ from benchmarks.measure import Measurement, measure
 from benchmarks.page import PAGE, written
 from benchmarks.plot import drawn
 from benchmarks.predict import Link, Predictor, one_core
-from benchmarks.provenance import cores
+from benchmarks.provenance import cores, provenance
 from benchmarks.published import BY_NAME
 from benchmarks.report import number, published_speed_up, shown, table
 from benchmarks.results import (
@@ -362,6 +363,29 @@ class TestCommand:
     def test_a_missing_result_says_what_to_type(self, tmp_path, capsys):
         command.main(["table", "unet-speed", "--folder", str(tmp_path)])
         assert "python -m benchmarks run unet-speed" in capsys.readouterr().out
+
+
+def test_a_row_that_fails_does_not_stop_the_others(tmp_path):
+    class Runner:
+        """Rows run, all but one."""
+
+        def run(self, benchmark, names):
+            if names == ["pipeline-1"]:
+                raise MemoryError("too large")
+            rows = {name: {"samples/s": Cell(1.0, MEASURED)} for name in names}
+            return Result(
+                benchmark.name, "tiny", dict.fromkeys(rows, provenance()), rows
+            )
+
+    names = ["baseline", "pipeline-1", "pipeline-2"]
+    with Progress(disable=True) as progress:
+        failed = command._run_table("unet-speed", names, Runner(), progress, tmp_path)
+    assert failed == ["unet-speed: pipeline-1: MemoryError('too large')"]
+    kept = Result.load(tmp_path / "unet-speed-tiny.json")
+    assert list(kept.rows) == ["baseline", "pipeline-2"]
+    assert "--experiment baseline --experiment pipeline-2" in table(
+        BY_NAME["unet-speed"], kept
+    )
 
 
 def run_tiny(module, *words):
