@@ -231,7 +231,7 @@ class Runner:
     def _told(self) -> dict[str, object]:
         told = dataclasses.asdict(dataclasses.replace(self._options, measured=()))
         told["measured"] = len(self._options.measured)
-        told["data"] = str(self._options.data) if self._options.data else None
+        told["data"] = self._options.data.name if self._options.data else None
         return told
 
 

@@ -463,3 +463,17 @@ def test_results_of_the_page_are_of_real_sizes_and_marked():
         for row, cells in result.rows.items():
             if scale == "full" and "cpu" in result.provenance[row]["devices"]:
                 assert all(cell.kind != MEASURED for cell in cells.values()), row
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.json")))
+def test_results_tell_no_path_of_a_machine(name):
+    def texts(value):
+        if isinstance(value, dict):
+            return [text for part in value.values() for text in texts(part)]
+        if isinstance(value, list):
+            return [text for part in value for text in texts(part)]
+        return [value] if isinstance(value, str) else []
+
+    found = texts(json.loads((FOLDER / f"{name}.json").read_text()))
+    assert found
+    assert not [text for text in found if Path(text).is_absolute()]

@@ -44,6 +44,8 @@ def test_our_side_alone(capsys, tmp_path):
     result = json.loads(path.read_text())
     assert {"jax", "jaxlib", "flax", "jpipe"} <= result["provenance"]["versions"].keys()
     assert result["settings"]["microbatches"] == 4
+    assert str(tmp_path) not in json.dumps(result)
+    assert sys.executable not in json.dumps(result)
     assert result["skipped"] == {}
     row = result["rows"][1]
     assert row["of_ideal"] == pytest.approx(row["speed_up"] / 1.6)

@@ -19,6 +19,9 @@ from .workload import SIZES, Case
 SCALES = ("full", "small", "tiny")
 REMATS = ("none", "full")
 
+# Where things are on one machine: nothing that a result should tell.
+_PATHS = ("json", "torch_python")
+
 
 def main(argv: list[str] | None = None) -> None:
     """Runs the comparison and prints it as Markdown.
@@ -40,7 +43,7 @@ def main(argv: list[str] | None = None) -> None:
     rounds = measure(planned(options, list(found)), options.rounds)
     result = {
         "provenance": made | {"load_after": load()},
-        "settings": {k: v for k, v in vars(options).items() if k != "json"},
+        "settings": {k: v for k, v in vars(options).items() if k not in _PATHS},
         "skipped": skipped,
         "rows": report.rows(rounds),
         "same_work": report.same_work(rounds),
