@@ -104,6 +104,8 @@ def _text(height: float) -> str:
 
 def _draw_spreads(axes: Axes, cells: list[Cell | None]) -> None:
     """Standard deviations over seeds, on the last bars that were drawn."""
+    for text in axes.texts:  # at the foot of its bar, out of the way of the lines
+        text.set(y=0, color="white")
     bars = axes.containers[-1] if axes.containers else []
     found = [cell for cell in cells if cell]
     places = [bar.get_x() + bar.get_width() / 2 for bar in bars]
