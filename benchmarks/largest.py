@@ -1,7 +1,8 @@
 """The largest model that devices of a given memory can train, from compiled bytes."""
 
 import dataclasses
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 
 from .compiled import Peak, Way, peak
 from .experiment import Experiment, Setting
@@ -74,32 +75,41 @@ def search(most: Callable[[int], int], limit: int, guess: int) -> int:
       >>> search(lambda n: 100 + 7 * n * n, 1000, 3)
       11
     """
-    low, high = (0, 0), (0, 0)  # the largest that fits, the smallest that does not
-    width = 0
-    tried = max(guess, 1)
-    while high[0] != low[0] + 1:
-        value = most(tried)
-        if value <= limit:
-            low = tried, value
+    low, high = 0, None  # the largest that fits, the smallest that does not
+    tried: dict[int, int] = {}
+    size = max(guess, 1)
+    while high is None or high > low + 1:
+        tried[size] = most(size)
+        if tried[size] <= limit:
+            low = size
         else:
-            high = tried, value
-        if not high[0]:  # nothing exceeded it yet: in proportion, at most twice
-            tried = min(max(tried + 1, tried * limit // max(value, 1)), 2 * tried)
-        elif high[0] > low[0] + 1:
-            share = (limit - low[1]) / (high[1] - low[1])
-            before, width = width, high[0] - low[0]
-            if before and width > before / 2:  # the guess by proportion did not help
-                share = 0.5
-            inside = low[0] + int(share * width)
-            tried = min(max(inside, low[0] + 1), high[0] - 1)
-    return low[0]
+            high = size
+        size = _by_power_law(tried, limit)
+        if high is None:
+            size = min(max(size, low + 1), 4 * low)
+        elif len(tried) % 4:
+            size = min(max(size, low + 1), high - 1)
+        else:  # where a power law is far off, halving ends
+            size = (low + high) // 2
+    return low
+
+
+def _by_power_law(tried: Mapping[int, int], limit: int) -> int:
+    """Where the limit would be reached, by the two values that are closest to it."""
+    points = [(math.log(max(v, 1) / limit), math.log(n)) for n, v in tried.items()]
+    (value, size), *others = sorted(points, key=lambda point: abs(point[0]))
+    power = 1.5  # between the weights of wider layers and those of more layers
+    if others:
+        power = (others[0][0] - value) / (others[0][1] - size)
+    return int(math.exp(size - value / max(power, 0.5)))
 
 
 def _first_guess(row: Experiment, scale: str) -> int:
-    if scale != "full":
+    """What was published, in units of this scale."""
+    if scale == "tiny":
         return 2
     if row.group == "amoebanet":
-        return row.model[1] // 16
+        return row.model[1] // (16 if scale == "full" else 64)
     return max(round(row.model[0] / row.num_stages), 1)
 
 

@@ -53,6 +53,7 @@ SPEED_UPS = {
     ],
     "unet-speed": [1, 0.858, 1.246, 2.352, 3.105],
 }
+WITH_MODELS = [name for name, benchmark in BY_NAME.items() if benchmark.work]
 DEFERRED = {"transformer-pipeline-32", "transformer-pipeline-128"}
 
 
@@ -73,7 +74,7 @@ class TestPublished:
         np.testing.assert_allclose(found, SPEED_UPS[name], atol=6e-4)
 
     @pytest.mark.parametrize("scale", SCALES)
-    @pytest.mark.parametrize("name", [n for n, b in BY_NAME.items() if b.work])
+    @pytest.mark.parametrize("name", WITH_MODELS)
     def test_every_row_can_be_cut_at_every_scale(self, name, scale):
         for row in BY_NAME[name].rows:
             if row.name in DEFERRED:
@@ -85,6 +86,14 @@ class TestPublished:
             if scale == "full" and row.group != "transformer":
                 assert setting.balance == row.balance
                 assert abs(setting.batch - row.batch) <= setting.microbatches / 2
+
+    @pytest.mark.parametrize("scale", SCALES)
+    @pytest.mark.parametrize("name", WITH_MODELS)
+    def test_layers_made_twice_are_equal(self, name, scale):
+        benchmark = BY_NAME[name]
+        row = benchmark.rows[-1]
+        once, again = (benchmark.setting(row, scale).work.layers for _ in range(2))
+        assert once == again, "what was timed for one row would be timed for each"
 
     def test_names_are_unique_and_tiny_ones_exist(self):
         for benchmark in BY_NAME.values():
@@ -116,6 +125,7 @@ def test_search_finds_the_largest(slope, power, offset, guess):
     assert most(found) <= limit or found == 0
     assert most(found + 1) > limit
     assert len(set(tried)) == len(tried), "a size was compiled twice"
+    assert len(tried) <= 16, "at full size each takes minutes"
 
 
 class TestCompiled:

@@ -12,8 +12,8 @@ References:
   the balances.
 """
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -144,9 +144,13 @@ def linear(features: int, fan_in: int, dtype: Any = None) -> nn.Dense:
       fan_in: what it is given; Flax does not tell this to the bias.
       dtype: of the computation.
     """
-    bound = fan_in**-0.5
-    bias = partial(jax.random.uniform, minval=-bound, maxval=bound)
+    bias = _uniform_within(fan_in**-0.5)
     return nn.Dense(features, dtype=dtype, kernel_init=TORCH_UNIFORM, bias_init=bias)
+
+
+@cache  # partials are equal only to themselves, and layers only if these are
+def _uniform_within(bound: float) -> Callable[..., jax.Array]:
+    return partial(jax.random.uniform, minval=-bound, maxval=bound)
 
 
 def convolution(
