@@ -85,19 +85,20 @@ def calls_step(
       layers: linen modules and functions.
       tx: the optimizer.
       number: of micro-batches.
-      in_loop: put the work of each call into a loop that turns once; XLA cannot know
-        how often it turns.
+      in_loop: put the work of each call into a loop that turns once. XLA cannot know
+        how often it turns; and each turn takes its own part of the micro-batches that
+        it is given, for what is the same in all turns XLA would do before the loop.
     """
     work = _Accumulation(layers, tx, number)
 
     def add(params: PyTree, sums: PyTree, part: Any, turns: jax.Array) -> PyTree:
-        def body(_: jax.Array, sums: PyTree) -> PyTree:
-            return work.add(params, sums, part)
+        def body(turn: Any, sums: PyTree) -> PyTree:
+            return work.add(params, sums, [leaf[turn] for leaf in part])
 
-        return jax.lax.fori_loop(0, turns, body, sums) if in_loop else body(turns, sums)
+        return jax.lax.fori_loop(0, turns, body, sums) if in_loop else body(0, sums)
 
     def cut(x: jax.Array, targets: jax.Array) -> list[Any]:
-        each = (jnp.unstack(work.split(leaf)) for leaf in (x, targets))
+        each = (jnp.split(work.split(leaf), number) for leaf in (x, targets))
         return list(zip(*each, strict=True))
 
     jit_add = jax.jit(add, donate_argnums=1)

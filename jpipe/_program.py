@@ -18,7 +18,8 @@ from ._execute import Live
 from ._objective import Objective
 from ._skip import Ports, Route
 from ._stage import StageFunction
-from ._task import Task, trace
+from ._task import Task
+from ._trace import trace
 from ._transfer import Device
 from ._vjp import Leaves
 from ._weights import Weights

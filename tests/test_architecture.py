@@ -54,6 +54,7 @@ LAYERS = {
         "_split",
         "_stage",
         "_task",
+        "_trace",
         "_vjp",
         "_walk",
         "_weights",

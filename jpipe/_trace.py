@@ -1,0 +1,190 @@
+"""From the layers of a stage to its task: traced here, once.
+
+Everything after works on the jaxpr.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from . import _batchnorm, _jaxpr, _skip
+from ._objective import Objective
+from ._skip import NO_PORTS, Ports
+from ._stage import StageFunction
+from ._task import EXTRA, Task
+from ._vjp import Differentiable, Leaves
+from ._weights import Weights, is_inexact
+
+PyTree = Any
+
+
+def trace(
+    stage: StageFunction,
+    weights: Weights,
+    x: PyTree,
+    extra: Mapping[str, PyTree],
+    *,
+    train: bool,
+    objective: Objective | None = None,
+    differentiate: Sequence[bool] = (),
+    ports: Ports = NO_PORTS,
+) -> Task:
+    """Traces a stage on abstract values.
+
+    Args:
+      stage: its layers.
+      weights: its variables.
+      x: specs of its input; of ``(skips, input)`` if skip connections enter it.
+      extra: specs of what a micro-batch brings beside its input, by name.
+      train: whether this is training.
+      objective: the loss, on the last stage in training.
+      differentiate: for each leaf of ``x``, whether an earlier stage wants its
+        gradient.
+      ports: the skip connections of the stage.
+
+    Returns:
+      The task; of ``extra`` it asks only for what it reads.
+    """
+    x_leaves, x_tree = jax.tree.flatten(x)
+    names = [name for name in EXTRA if name in extra]
+    changed_at: list[int] = []
+
+    def whole(weight_leaves: Leaves, x_leaves: Leaves, values: Sequence[PyTree]):
+        given = dict(zip(names, values, strict=True))
+        variables = jax.tree.unflatten(weights.tree, weight_leaves)
+        x = jax.tree.unflatten(x_tree, x_leaves)
+        y, changed = _applied(stage, ports, variables, x, given, train)
+        changes = _changes(weights, changed)
+        changed_at[:] = changes
+        loss = []
+        if objective is not None:
+            scalar, sums, y = objective(y, given["targets"], given["share"])
+            loss = [scalar, *sums]
+        return loss, jax.tree.map(jnp.asarray, y), list(changes.values())
+
+    values = [extra[name] for name in names]
+    with _batchnorm.recording() as record:
+        closed, (loss, y, _) = _jaxpr.trace(whole, weights.specs, x_leaves, values)
+    task = _prune(
+        Task(
+            stage=stage,
+            weights=weights,
+            x=tuple(x_leaves),
+            x_tree=x_tree,
+            extra={name: tuple(jax.tree.leaves(extra[name])) for name in names},
+            y=y,
+            wanted=Differentiable(
+                weights.trainable,
+                tuple(
+                    wanted and is_inexact(leaf)
+                    for wanted, leaf in zip(differentiate, x_leaves, strict=True)
+                ),
+            ),
+            changed=tuple(changed_at),
+            has_loss=objective is not None,
+            num_passed=0,
+            num_emitted=0,
+            closed=closed,
+            ports=ports,
+        ),
+        len(loss),
+    )
+    return replace(task, norms=_norms(task, record.norms))
+
+
+def _applied(
+    stage: StageFunction,
+    ports: Ports,
+    variables: PyTree,
+    x: PyTree,
+    extra: Mapping[str, PyTree],
+    train: bool,
+) -> tuple[PyTree, PyTree]:
+    """The output of a stage, with the skips that leave it, and what it changed."""
+    skips = {}
+    if ports.incoming:
+        arrived, x = x
+        keys = [route.key for route in ports.incoming]
+        skips = dict(zip(keys, arrived, strict=True))
+    y, changed = stage(
+        variables, x, extra.get("rngs"), extra.get("microbatch", 0), train, skips
+    )
+    _skip.check_left(skips, ports)
+    if ports.outgoing:
+        y = tuple(skips[route.key] for route in ports.outgoing), y
+    return y, changed
+
+
+def _changes(weights: Weights, changed: PyTree) -> dict[int, Any]:
+    """The changed leaves, by their positions among those of the variables."""
+    position = {path: i for i, path in enumerate(weights.paths)}
+    return {
+        position[path]: leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(changed)
+        if path in position
+    }
+
+
+def _norms(
+    task: Task, met: Sequence[_batchnorm.Norm]
+) -> tuple[tuple[int, int, float], ...]:
+    """Where the statistics of batch norms stand among the changed leaves."""
+    place = {
+        tuple(getattr(key, "key", getattr(key, "idx", None)) for key in path): i
+        for i, path in enumerate(task.weights.paths[at] for at in task.changed)
+    }
+    found = {}
+    for (layer, *names), momentum in met:
+        pair = [(layer, "batch_stats", *names, leaf) for leaf in ("mean", "var")]
+        if all(leaf in place for leaf in pair):
+            found[place[pair[0]], place[pair[1]]] = momentum
+    return tuple((*at, momentum) for at, momentum in found.items())
+
+
+def _prune(task: Task, num_losses: int) -> Task:
+    """Puts the results in order and drops what changes nothing and what is not read."""
+    jaxpr = task.closed.jaxpr
+    num_y = len(jax.tree.leaves(task.y))
+    losses = jaxpr.outvars[:num_losses]
+    y = jaxpr.outvars[num_losses : num_losses + num_y]
+    changes = [
+        (at, var)
+        for at, var in zip(
+            task.changed, jaxpr.outvars[num_losses + num_y :], strict=True
+        )
+        if var is not jaxpr.invars[at]
+    ]
+    if task.has_loss:
+        outputs, passed, emitted = losses[:1], losses[1:], y
+    else:
+        outputs = [var for var in y if is_inexact(var.aval)]
+        passed = [var for var in y if not is_inexact(var.aval)]
+        emitted = []
+    results = [*outputs, *passed, *emitted, *(var for _, var in changes)]
+    closed = _jaxpr.prune(task.closed, results)
+
+    # The share of the examples is needed by the mean, and by what training changes.
+    always = {"share"} if changes else set()
+    first = len(task.weights.specs) + len(task.x)
+    live = _jaxpr.live_inputs(closed)
+    keep_vars = list(closed.jaxpr.invars[:first])
+    extra = {}
+    for name, leaves in task.extra.items():
+        end = first + len(leaves)
+        if any(live[first:end]) or name in always:
+            extra[name] = leaves
+            keep_vars += closed.jaxpr.invars[first:end]
+        first = end
+    closed = core.ClosedJaxpr(closed.jaxpr.replace(invars=keep_vars), closed.consts)
+    return replace(
+        task,
+        extra=extra,
+        changed=tuple(at for at, _ in changes),
+        num_passed=len(passed),
+        num_emitted=len(emitted),
+        closed=closed,
+    )
