@@ -161,7 +161,7 @@ class Program:
     def abstract_feed(self) -> Live:
         """What `feed` gives, as specs: one object for what is one array."""
         return self._live(
-            [weights.specs for weights in self.weights],
+            [list(weights.specs) for weights in self.weights],
             [jax.tree.leaves(self.batch.part(size)[0]) for size in self.batch.sizes],
             [
                 [

@@ -6,7 +6,7 @@ import pytest
 from flax import linen as nn
 
 import jpipe
-from jpipe import _execute, _memory, schedules
+from jpipe import _compile, _execute, _memory, schedules
 from jpipe._objective import Objective
 
 from . import reference as ref
@@ -206,3 +206,26 @@ def test_a_tied_module_twice_in_one_stage_is_counted_once(schedule):
     pipe = jpipe.pipeline(layers, 3, balance=[3, 2], schedule=schedule)
     x, targets = ref.regression(6)
     check_exact(pipe, x, targets)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb_v"])
+def test_what_a_step_has_traced_is_not_traced_for_the_count(name, monkeypatch):
+    stages = 4 if name == "zb_v" else 2
+    devices = jax.devices()[:2] * (stages // 2)
+    layers = [ref.dense(4) for _ in range(stages)]
+    pipe = jpipe.pipeline(layers, 4, schedule=name, devices=devices)
+    x, targets = ref.regression(8)
+    _, program = counted(pipe, x, targets)
+    traced = []
+    accumulate = _compile.accumulate
+
+    def noted(sums, new):
+        traced.append(len(sums))
+        return accumulate(sums, new)
+
+    monkeypatch.setattr(_compile, "accumulate", noted)
+    _memory.costs_of(program)
+    assert not traced
+    # Of another mini-batch everything is traced: the count can fail.
+    counted(pipe, x[:4], targets[:4])
+    assert traced
