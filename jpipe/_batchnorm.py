@@ -97,8 +97,8 @@ def intercept(call: Callable[..., Any], args: Any, keywords: Any, context: Any) 
         return call(*args, **keywords)
     record = _current.get()
     assert record is not None
-    here = record.layer, *module.path
-    if record.written.get(here, module) is _running_mean(module):
+    here, before = (record.layer, *module.path), _running_mean(module)
+    if record.written.get(here, module) is before:
         raise ValueError(
             f"batch norm {'/'.join(module.path) or type(module).__name__} is called "
             f"twice in one layer: only one of its statistics would count; make two"
@@ -109,7 +109,9 @@ def intercept(call: Callable[..., Any], args: Any, keywords: Any, context: Any) 
         return call(*args, **keywords)
     finally:
         object.__setattr__(module, "momentum", momentum)
-        record.written[here] = _running_mean(module)
+        after = _running_mean(module)
+        if after is not before:  # a frozen one writes nothing
+            record.written[here] = after
 
 
 def _running_mean(module: linen.BatchNorm) -> Any:

@@ -112,11 +112,11 @@ class Gradient:
         Sums in another precision than their leaves are cast; those of a weighted loss
         are divided by the sum of weights. Mostly there is nothing to do.
         """
+        if sums and divisor:
+            (weight,) = _transfer.put(divisor, self.program.devices[s])
+            sums = _divide(sums, weight)
         same = all(x.dtype == dtype for x, dtype in zip(sums, dtypes, strict=True))
-        if not sums or (same and not divisor):
-            return sums
-        device = self.program.devices[s]
-        return _divide_and_cast(sums, _transfer.put(divisor, device), dtypes)
+        return sums if same else _cast(sums, dtypes)
 
     def _aux(self, rows: list[Any]) -> PyTree:
         leaves = [] if not rows[0] else self._stack(rows)
@@ -145,12 +145,13 @@ class Gradient:
             )
 
 
-@partial(jax.jit, static_argnums=2)
-def _divide_and_cast(
-    sums: Sequence[jax.Array], divisor: Sequence[jax.Array], dtypes: tuple[Any, ...]
-) -> list[jax.Array]:
-    for weight in divisor:
-        sums = [x / weight.astype(x.dtype) for x in sums]
+@partial(jax.jit, donate_argnums=0)
+def _divide(sums: Sequence[jax.Array], divisor: jax.Array) -> list[jax.Array]:
+    return [x / divisor.astype(x.dtype) for x in sums]
+
+
+@partial(jax.jit, static_argnums=1)
+def _cast(sums: Sequence[jax.Array], dtypes: tuple[Any, ...]) -> list[jax.Array]:
     return [x.astype(dtype) for x, dtype in zip(sums, dtypes, strict=True)]
 
 

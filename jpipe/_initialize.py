@@ -7,6 +7,7 @@ from typing import Any
 
 import chex
 import jax
+import jax.numpy as jnp
 
 from . import _linen, _nnx, _skip
 from ._layer import Layer, Method, as_layer, zeros
@@ -115,4 +116,11 @@ def init_with(
     with _skip.applying(popped, layer.namespace, guess=guess, watch=False) as frame:
         if frames is not None:
             frames.append(frame)
-        return layer.init(key, spec)
+        return jax.tree.map(_strong, layer.init(key, spec))
+
+
+def _strong(leaf: Any) -> Any:
+    """Without a weak type: after a step it would be another program's argument."""
+    dtype = jnp.result_type(leaf)
+    is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    return leaf if is_key else jnp.asarray(leaf, dtype)

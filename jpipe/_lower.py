@@ -79,6 +79,9 @@ def _fused(schedule: Schedule, rows: Rows) -> set[tuple[int, int]]:
     """The stage with the loss and its micro-batches whose forward is not run alone."""
     last = schedule.num_stages - 1
     full = {(last, m) for m, program in enumerate(rows[last]) if program.mode == "full"}
+    if full and rows[last][0].task.changes_integers:
+        # All of them, or one that is not would run before those that are.
+        full = {(last, m) for m in range(len(rows[last]))}
     row = schedule.rows[schedule.placement[last]]
     real = [action for action in (_real(a, rows) for a in row) if action is not None]
     adjacent = {

@@ -103,16 +103,34 @@ class Optimizer:
           ValueError: if it is not.
         """
         leaves, tree = jax.tree.flatten(state)
-        if tree != self._state_tree or _signature.kinds(leaves) != self._state_kinds:
+        if tree != self._state_tree:
             raise ValueError(
                 "state.opt_state is not that of the optimizer of this step; give the "
                 "same tx to Pipeline.init_train_state and Pipeline.train_step"
+            )
+        if _signature.kinds(leaves) != self._state_kinds:
+            raise ValueError(
+                "state.opt_state does not fit the optimizer of this step; write "
+                "hyperparameters as jnp.asarray(value, dtype):\n" + self._misfits(state)
             )
         pairs = zip(leaves, self._state_devices, strict=True)
         if any(leaf.device != device for leaf, device in pairs):
             raise ValueError(
                 "state.opt_state is not in place; type state = pipe.place(state)"
             )
+
+    def _misfits(self, state: PyTree) -> str:
+        """The leaves of a state that are of another kind than they should be."""
+        found = jax.tree_util.tree_leaves_with_path(state)
+        kinds = _signature.kinds(leaf for _, leaf in found)
+        return "\n".join(
+            f"  * opt_state{jax.tree_util.keystr(path)}: given {_told(*given)}, "
+            f"needs {_told(*needed)}"
+            for (path, _), given, needed in zip(
+                found, kinds, self._state_kinds, strict=True
+            )
+            if given != needed
+        )
 
     def update(
         self, grads: Sequence[jax.Array], state: PyTree, params: Sequence[jax.Array]
@@ -190,3 +208,10 @@ def _homes(tree: PyTree, place: dict[Any, int]) -> list[Home]:
         return next((place[part] for part in parts if part in place), None)
 
     return [home(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def _told(shape: tuple[int, ...] | None, dtype: Any) -> str:
+    """The kind of a leaf: see `_signature.kinds`."""
+    if shape is None:
+        return f"a Python {dtype.__name__}"
+    return f"{dtype}[{','.join(map(str, shape))}]"

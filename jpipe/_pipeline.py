@@ -91,7 +91,7 @@ class Pipeline:
 
         Raises:
           TypeError: if a leaf of ``x`` is not an array.
-          ValueError: if one module with parameters stands twice in the list.
+          ValueError: if a module stands twice in the list and has more than parameters.
         """
         spec = _microbatch.specs(x, "x")
         visits, _ = self._library.expected(spec)

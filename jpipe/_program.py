@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import _lower, _microbatch, _remat, _tied, _transfer
+from . import _lower, _microbatch, _remat, _tied, _transfer, _variables
 from ._compile import StagePrograms
 from ._execute import Live
 from ._objective import Objective
@@ -58,6 +58,11 @@ class Batch:
             extra["rngs"] = self.rngs
             extra["microbatch"] = jax.ShapeDtypeStruct((), np.dtype(np.int32))
         return _part(self.x, self.x_axes, size), extra
+
+
+def _no_sums() -> tuple[list[Any], list[Any]]:
+    """Without a loss there are no gradients to sum."""
+    return [], []
 
 
 def _part(tree: PyTree, axes: Sequence[int | None], size: int) -> PyTree:
@@ -120,7 +125,7 @@ class Program:
         self._split_targets = _microbatch.splitter(batch.target_axes, batch.sizes)
         self._constants = [self._constant_extra(s) for s in range(len(self.rows))]
         self._zeros = [
-            row[0].zeros(device)
+            row[0].zeros(device) if objective else _no_sums
             for row, device in zip(self.rows, self.devices, strict=True)
         ]
 
@@ -150,7 +155,11 @@ class Program:
 
         Returns:
           What the executor starts from, with every sum at zero.
+
+        Raises:
+          TypeError: if one of them belongs to a trace.
         """
+        _variables.check_concrete([*x, *targets, *rngs])
         return self._live(
             weights,
             self._split_x(_transfer.put(x, self.devices[0])),

@@ -35,11 +35,15 @@ def layer_rngs(
 
     Returns:
       A dictionary of keys by stream name. A single key serves every stream: Flax
-      falls back on ``"params"`` for a name that is missing.
+      falls back on ``"params"`` for a name that is missing, and draws the same numbers
+      from two streams of the same key.
     """
     if rngs is None:
         return None
-    streams = rngs if isinstance(rngs, Mapping) else {"params": rngs, "dropout": rngs}
+    if isinstance(rngs, Mapping):
+        streams = rngs
+    else:
+        streams = {"params": rngs, "dropout": jax.random.fold_in(rngs, 1)}
     return {
         name: jax.random.fold_in(jax.random.fold_in(key, microbatch), layer)
         for name, key in streams.items()

@@ -81,6 +81,11 @@ class Task:
         return len(self.closed.jaxpr.outvars)
 
     @property
+    def changes_integers(self) -> bool:
+        """Whether training changes a leaf of integers: the last micro-batch's stays."""
+        return any(not is_inexact(self.weights.specs[i]) for i in self.changed)
+
+    @property
     def extra_specs(self) -> list[jax.ShapeDtypeStruct]:
         """Specs of the leaves beside the input, in order."""
         return [leaf for leaves in self.extra.values() for leaf in leaves]
@@ -187,9 +192,12 @@ class Task:
             share, seen = extra[self.share_at], tally[-1]
             for mean, var, _ in self.norms:
                 so_far = _batchnorm.Merged(before[mean], before[var])
-                after[mean], after[var] = _batchnorm.merge(
+                merged = _batchnorm.merge(
                     so_far, states[mean], states[var], seen, share
                 )
+                # The share may be of a wider dtype than the statistics.
+                after[mean] = merged.mean.astype(so_far.mean.dtype)
+                after[var] = merged.spread.astype(so_far.spread.dtype)
             after.append(seen + share)
         return sums + after
 

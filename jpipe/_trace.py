@@ -59,6 +59,7 @@ def trace(
         x = jax.tree.unflatten(x_tree, x_leaves)
         y, changed = _applied(stage, ports, variables, x, given, train)
         changes = _changes(weights, changed)
+        _check_written(stage, weights, changes)
         changed_at[:] = changes
         loss = []
         if objective is not None:
@@ -127,6 +128,21 @@ def _changes(weights: Weights, changed: PyTree) -> dict[int, Any]:
         for path, leaf in jax.tree_util.tree_leaves_with_path(changed)
         if path in position
     }
+
+
+def _check_written(
+    stage: StageFunction, weights: Weights, changes: Mapping[int, Any]
+) -> None:
+    """A mean over micro-batches has no place in a leaf of integers."""
+    for at, leaf in changes.items():
+        spec, (place, *names) = weights.specs[at], weights.paths[at]
+        if is_inexact(jnp.asarray(leaf)) and not is_inexact(spec):
+            raise ValueError(
+                f"layer {stage.first + place.idx} ({stage.layers[place.idx].name}) "
+                f"writes {jnp.result_type(leaf)} to "
+                f"{jax.tree_util.keystr(tuple(names))}, which it made as {spec.dtype}; "
+                f"make it of a floating dtype"
+            )
 
 
 def _norms(

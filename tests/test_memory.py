@@ -127,6 +127,12 @@ def test_so_it_does_on_one_rank(name):
     check_exact(pipe, x, targets, {"dropout": jax.random.key(3)})
 
 
+def test_so_it_does_with_statistics_of_a_narrower_dtype(double):
+    pipe = jpipe.pipeline([nn.BatchNorm(), ref.dense(4)], 3)
+    x, targets = ref.regression(6, jnp.float32)
+    check_exact(pipe, x, targets)
+
+
 class TestClosedForms:
     width, batch, microbatches = 32, 16, 8
     boundary = batch // microbatches * width * 4

@@ -10,6 +10,7 @@ import pytest
 from flax import linen as nn
 
 import jpipe
+from jpipe import _gradient
 from jpipe.schedules import Schedule, ScheduleError, one_f_one_b
 
 from . import reference as ref
@@ -298,3 +299,158 @@ def test_namespaces_nest():
     layers = [block("i", keep), block("j", keep), block("i", take), block("j", take)]
     y = jpipe.sequential(layers).apply(({},) * 4, jnp.ones(3))
     np.testing.assert_array_equal(y, 3 * np.ones(3))
+
+
+def test_a_forward_alone_makes_no_sums_of_gradients():
+    pipe = jpipe.pipeline([ref.dense(4), ref.dense(4)], 2)
+    x, _ = ref.regression(4)
+    variables = pipe.init(jax.random.key(0), x)
+    inference = pipe._library.inference(variables, x, None, False)
+    live = inference.program.feed(pipe._leaves(variables), [x])
+    assert not jax.tree.leaves((live.grads, live.tally))
+
+
+class Last(nn.Module):
+    """Keeps the first number of the micro-batch that it saw last, as an integer."""
+
+    @nn.compact
+    def __call__(self, x):
+        seen = self.variable("memory", "seen", lambda: jnp.int32(-1))
+        if self.is_mutable_collection("memory") and not self.is_initializing():
+            seen.value = x[0, 0].astype(jnp.int32)
+        return nn.Dense(1)(x)
+
+
+@pytest.mark.parametrize("remat", ["full", "none", "except_last"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_an_integer_is_what_the_last_microbatch_makes_of_it(schedule, remat):
+    x, tx = jnp.arange(4.0)[:, None], optax.sgd(0.0)
+    layers = [jnp.positive, Last()]
+    pipe = jpipe.pipeline(layers, 4, schedule=schedule, remat=remat)
+    state = pipe.init_train_state(jax.random.key(0), x, tx)
+    state, metrics = pipe.train_step(ref.mse, tx)(state, x, x)
+    assert state.model_state[1]["memory"]["seen"] == 3
+    twin = jpipe.sequential(layers)
+    other = twin.init_train_state(jax.random.key(0), x, tx)
+    _, expected = twin.train_step(ref.mse, tx)(other, x, x)
+    np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-6)
+
+
+def test_parameters_that_start_from_a_python_number_compile_nothing_twice(caplog):
+    class Scale(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(3)(x) * self.param("scale", lambda key: 1.5)
+
+    pipe = jpipe.pipeline([Scale(), nn.Dense(4)], 2)
+    x, targets = ref.regression(4)
+    tx = optax.adam(1e-2)
+    state = pipe.init_train_state(jax.random.key(0), x, tx)
+    assert not any(leaf.weak_type for leaf in jax.tree.leaves(state.params))
+    step = pipe.train_step(ref.mse, tx)
+    state, _ = step(state, x, targets)
+    caplog.clear()
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        step(state, x, targets)
+    assert not [r for r in caplog.records if "Compiling" in r.getMessage()]
+
+
+def test_streams_of_one_key_draw_different_numbers():
+    class Two(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            keys = self.make_rng("noise"), self.make_rng("dropout")
+            noise, dropout = (jax.random.uniform(key, x.shape) for key in keys)
+            return noise - dropout
+
+    pipe = jpipe.sequential([Two()], 2)
+    y = pipe.apply(({},), jnp.ones((4, 3)), rngs=jax.random.key(0), train=True)
+    assert np.all(np.asarray(y) != 0)
+
+
+def test_a_mean_is_not_kept_as_an_integer():
+    class Mean(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            kept = self.variable("stats", "m", lambda: jnp.array(0))
+            if self.is_mutable_collection("stats") and not self.is_initializing():
+                kept.value = x.mean()
+            return nn.Dense(4)(x)
+
+    pipe = jpipe.pipeline([ref.dense(4), Mean()], 2)
+    x, targets = ref.regression(4)
+    variables = pipe.init(jax.random.key(0), x)
+    message = r"layer 1 \(Mean\) writes float32 to \['stats'\]\['m'\], .* as int32"
+    with pytest.raises(ValueError, match=message):
+        pipe.value_and_grad(ref.mse)(variables, x, targets)
+
+
+def test_sums_of_a_weighted_loss_are_divided_in_place(monkeypatch):
+    given = []
+    divide = _gradient._divide
+
+    def noted(sums, weight):
+        given.extend(sums)
+        return divide(sums, weight)
+
+    monkeypatch.setattr(_gradient, "_divide", noted)
+    pipe = jpipe.pipeline([ref.dense(4), ref.dense(4)], 2)
+    x, targets = ref.regression(4)
+    variables = pipe.init(jax.random.key(0), x)
+
+    def loss(y, t):
+        return jnp.sum((y - t) ** 2), jnp.float32(y.size)
+
+    pipe.value_and_grad(loss, reduction="weighted")(variables, x, targets)
+    assert len(given) == 5
+    assert all(leaf.is_deleted() for leaf in given)
+
+
+def test_a_frozen_batch_norm_may_be_called_twice():
+    class Frozen(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            norm = nn.BatchNorm(use_running_average=True, name="norm")
+            return norm(x) + norm(2 * x)
+
+    layers = [Frozen(), ref.dense(4)]
+    pipe = jpipe.pipeline(layers, 2)
+    x, targets = ref.regression(4)
+    variables = pipe.init(jax.random.key(0), x)
+    value = pipe.value_and_grad(ref.mse)(variables, x, targets)
+    variables = jax.device_get(variables)
+
+    def loss(params):
+        h = layers[0].apply({**variables[0], "params": params[0]}, x)
+        return ref.mse(layers[1].apply({"params": params[1]}, h), targets)
+
+    params = [entry["params"] for entry in variables]
+    expected, grads = jax.value_and_grad(loss)(params)
+    np.testing.assert_allclose(value[0], expected, rtol=1e-6)
+    ref.assert_close(list(value[1]), grads, ref.FLOAT32)
+
+
+def test_a_hyperparameter_that_is_a_python_number_is_named():
+    tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+    pipe = jpipe.sequential([ref.dense(4)], 2)
+    x, targets = ref.regression(4)
+    state = pipe.init_train_state(jax.random.key(0), x, tx)
+    state.opt_state.hyperparams["learning_rate"] = 0.05
+    message = r"learning_rate'\]: given a Python float, needs float32\[\]"
+    with pytest.raises(ValueError, match=message):
+        pipe.train_step(ref.mse, tx)(state, x, targets)
+    state.opt_state.hyperparams["learning_rate"] = jnp.asarray(0.05)
+    pipe.train_step(ref.mse, tx)(state, x, targets)
+
+
+def test_tracers_are_refused_the_second_time_too():
+    pipe = jpipe.pipeline([jnp.sin, jnp.cos], 2)
+    x, _ = ref.regression(4)
+
+    def total(x):
+        return pipe.apply(({}, {}), x).sum()
+
+    for _ in range(2):
+        with pytest.raises(TypeError, match="a pipeline compiles its own stages"):
+            jax.grad(total)(x)
+        total(x)
