@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -56,16 +57,18 @@ def profile(program: Program, feed: Callable[[], Live]) -> Timeline:
     done = {step.action: threading.Event() for step in program.steps}
     needs = Needs(program.schedule.rows, len(placement))
     failed = threading.Event()
+    settings = _settings()
 
     def work(steps: Sequence[Step]) -> None:
         try:
-            for step in steps:
-                for need in _waits(step.action, needs, program.ran):
-                    while not done[need].wait(0.1):
-                        if failed.is_set():
-                            return
-                _timed_run(step, live, clock)
-                done[step.action].set()
+            with settings():
+                for step in steps:
+                    for need in _waits(step.action, needs, program.ran):
+                        while not done[need].wait(0.1):
+                            if failed.is_set():
+                                return
+                    _timed_run(step, live, clock)
+                    done[step.action].set()
         except BaseException:
             failed.set()
             raise
@@ -76,6 +79,23 @@ def profile(program: Program, feed: Callable[[], Live]) -> Timeline:
         for future in [pool.submit(work, row) for row in rows]:
             future.result()
     return _timeline(program, clock)
+
+
+def _settings() -> Callable[[], ExitStack]:
+    """What this thread's `with` blocks say of numbers, for other threads to enter.
+
+    A thread begins with JAX's global settings, and other settings are other programs.
+    """
+    config: Any = jax.config
+    x64, precision = config.jax_enable_x64, config.jax_default_matmul_precision
+
+    def enter() -> ExitStack:
+        stack = ExitStack()
+        stack.enter_context(jax.enable_x64(x64))
+        stack.enter_context(jax.default_matmul_precision(precision))
+        return stack
+
+    return enter
 
 
 def check_pair(batch: Any) -> None:

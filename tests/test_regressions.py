@@ -11,6 +11,7 @@ from flax import linen as nn
 
 import jpipe
 from jpipe import _gradient
+from jpipe._task import Task
 from jpipe.schedules import Schedule, ScheduleError, one_f_one_b
 
 from . import reference as ref
@@ -454,3 +455,27 @@ def test_tracers_are_refused_the_second_time_too():
         with pytest.raises(TypeError, match="a pipeline compiles its own stages"):
             jax.grad(total)(x)
         total(x)
+
+
+SETTINGS = {
+    "precision": lambda: jax.default_matmul_precision("bfloat16"),
+    "x64": lambda: jax.enable_x64(True),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_profile_runs_the_programs_of_the_step_around_it(name, monkeypatch):
+    traced = []
+    tally = Task.tally
+
+    def noted(*args):
+        traced.append(args[0].index)
+        return tally(*args)
+
+    monkeypatch.setattr(Task, "tally", noted)
+    pipe = jpipe.pipeline([ref.dense(4), ref.dense(4)], 2)
+    x, targets = ref.regression(4)
+    with SETTINGS[name]():
+        state = pipe.init_train_state(jax.random.key(0), x, optax.sgd(0.1))
+        pipe.profile_step(state, (x, targets), ref.mse)
+    assert sorted(traced) == [0, 1], "a program was traced again while it was timed"
