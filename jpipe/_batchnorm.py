@@ -12,8 +12,9 @@ References:
   <https://doi.org/10.1080/00031305.1983.10483115>`_ (1983).
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import itertools
+from collections.abc import Callable, Container, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -50,6 +51,9 @@ class Record:
 
 
 _current: ContextVar[Record | None] = ContextVar("jpipe_batchnorm", default=None)
+# Its value is a part of the key by which JAX finds what it has traced.
+_met = jax.make_user_context()
+_layers = itertools.count(1)
 
 
 @contextmanager
@@ -68,6 +72,17 @@ def enter_layer(number: int) -> None:
     record = _current.get()
     if record is not None:
         record.layer = number
+
+
+def meeting(mutable: Container[str]) -> AbstractContextManager[None]:
+    """The scope in which a layer is applied, so that all its batch norms are met.
+
+    What `flax.linen.jit` has traced for an equal layer, JAX would not run again.
+
+    Args:
+      mutable: the collections that the layer may change.
+    """
+    return _met(next(_layers)) if "batch_stats" in mutable else nullcontext()
 
 
 def note(names: tuple[Any, ...], momentum: float) -> bool:

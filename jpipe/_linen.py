@@ -60,7 +60,7 @@ def apply(
         keywords |= {"rngs": rngs, "method": method}
         if not mutable:
             return module.apply(variables, x, *args, **keywords), {}
-        with linen.intercept_methods(_batchnorm.intercept):
+        with _batchnorm.meeting(mutable), linen.intercept_methods(_batchnorm.intercept):
             y, changed = module.apply(variables, x, *args, mutable=mutable, **keywords)
         return y, dict(changed)
 

@@ -479,3 +479,30 @@ def test_a_profile_runs_the_programs_of_the_step_around_it(name, monkeypatch):
         state = pipe.init_train_state(jax.random.key(0), x, optax.sgd(0.1))
         pipe.profile_step(state, (x, targets), ref.mse)
     assert sorted(traced) == [0, 1], "a program was traced again while it was timed"
+
+
+def test_batch_norms_inside_a_jit_of_flax_are_met_each_time():
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x, train: bool):
+            return nn.BatchNorm(not train, momentum=0.9, name="norm")(x) + 5.0
+
+    x = jax.random.normal(jax.random.key(1), (8, 3))
+    tx = optax.sgd(0.0)
+
+    def statistics(block, stages):
+        pipe = jpipe.pipeline([block(), block()], 2, balance=stages)
+        state = pipe.init_train_state(jax.random.key(0), x, tx)
+        state, _ = pipe.train_step(ref.mse, tx)(state, x, x)
+        return jax.device_get(state.model_state)
+
+    jitted = nn.jit(Block, static_argnums=(2,))
+    expected = statistics(Block, [2])
+    for stages in ([2], [1, 1]):
+        ref.assert_close(statistics(jitted, stages), expected, ref.FLOAT32)
+    # Nor does what was traced here come out where the momentum is the user's.
+    variables = jitted().init(jax.random.key(0), x, False)
+    _, changed = jitted().apply(variables, x[:4], True, mutable=["batch_stats"])
+    np.testing.assert_allclose(
+        changed["batch_stats"]["norm"]["mean"], 0.1 * x[:4].mean(axis=0), rtol=1e-5
+    )
