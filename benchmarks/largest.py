@@ -19,6 +19,9 @@ _LIMITS = {
 }
 
 
+_fitted: dict[tuple[str, str, str], int] = {}
+
+
 def largest(
     benchmark: Benchmark, row: Experiment, scale: str, tell: Callable[[str], None]
 ) -> dict[str, Cell]:
@@ -47,7 +50,10 @@ def largest(
         tell(f"{row.name}: size {size} takes {held / GIB:.2f} GiB on a device")
         return held
 
-    units = search(most, limit, _first_guess(row, scale))
+    # As many units fit on a device of every pipeline, or nearly so.
+    kind = row.group, row.remat, scale
+    units = search(most, limit, _fitted.get(kind) or _first_guess(row, scale))
+    _fitted[kind] = units
     if units == 0:  # even the smallest is too large
         return {"size": Cell(0, COMPILED)}
     size, result = found[units]

@@ -19,9 +19,9 @@ from rich.progress import Progress
 
 import jpipe
 from benchmarks import __main__ as command
-from benchmarks.compiled import Way, _peak_of_rank, peak, workspace
+from benchmarks import largest
+from benchmarks.compiled import Peak, Way, _peak_of_rank, peak, workspace
 from benchmarks.experiment import Setting, Work, scaled_balance
-from benchmarks.largest import search
 from benchmarks.measure import Measurement, measure
 from benchmarks.page import PAGE, written
 from benchmarks.plot import drawn
@@ -121,11 +121,29 @@ def test_search_finds_the_largest(slope, power, offset, guess):
 
     limit = 4000
     tried = []
-    found = search(lambda n: tried.append(n) or most(n), limit, guess)
+    found = largest.search(lambda n: tried.append(n) or most(n), limit, guess)
     assert most(found) <= limit or found == 0
     assert most(found + 1) > limit
     assert len(set(tried)) == len(tried), "a size was compiled twice"
     assert len(tried) <= 16, "at full size each takes minutes"
+
+
+def test_a_search_begins_where_the_row_before_ended(monkeypatch):
+    guesses = []
+
+    def search(most, limit, guess):
+        guesses.append(guess)
+        most(5)
+        return 5
+
+    monkeypatch.setattr(largest, "search", search)
+    monkeypatch.setattr(largest, "_fitted", {})
+    monkeypatch.setattr(largest, "peak", lambda setting, way: Peak((10,), 1, 1))
+    table = BY_NAME["table1-memory"]
+    for count in (1, 8):
+        row = table.row(f"transformer-pipeline-{count}")
+        largest.largest(table, row, "small", lambda text: None)
+    assert guesses == [13, 5]
 
 
 class TestCompiled:
