@@ -115,6 +115,8 @@ def _first_guess(row: Experiment, scale: str) -> int:
     if scale == "tiny":
         return 2
     if row.group == "amoebanet":
+        # At small scale a sixteenth of the filters in units of eight, and twice as
+        # many: the limit is four times what as many squares of them would need.
         return row.model[1] // (16 if scale == "full" else 64)
     return max(round(row.model[0] / row.num_stages), 1)
 
