@@ -129,11 +129,11 @@ class Predictor:
         tables = self._tables[key]
 
         def seconds(step: Step, program: Program) -> float:
-            programs = program.rows[step.stage][step.microbatch]
-            span = programs.task.stage.span
+            work = program.rows[step.stage][step.microbatch]
+            span, mode = work.task.stage.span, work.programs.derivatives.mode
             if step.run is _execute.fused:
                 return sum(sum(tables["none"][op][span]) for op in "FB")
-            return sum(tables[str(programs.mode)][step.action.op][span])
+            return sum(tables[str(mode)][step.action.op][span])
 
         return seconds
 

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from . import _jaxpr, _remat, _split, _vjp
-from ._task import Task
+from . import _split
+from ._derivatives import Derivatives
 from ._transfer import Device
 from ._vjp import Leaves
 from ._weights import accumulate, sum_spec
@@ -25,47 +25,50 @@ Compiled = Callable[..., Any]
 class StagePrograms:
     """What one stage can be asked to do; compiled when it is first asked.
 
-    Attributes:
-      task: the function of the stage.
-      mode: what is kept between forward and backward.
+    Equal stages on one device have one.
+
+    Args:
+      derivatives: the function of the stage, and what differentiation makes of it.
+      device: where it runs.
       owns_x: whether the input belongs to the pipeline, which may then reuse its
         memory, and not to the caller, as that of the first stage.
+
+    Attributes:
+      derivatives: see above.
     """
 
-    def __init__(self, task: Task, mode: _remat.Mode) -> None:
-        self.task = task
-        self.mode = mode
-        self.owns_x = task.index > 0
+    def __init__(self, derivatives: Derivatives, device: Device, owns_x: bool) -> None:
+        self.derivatives = derivatives
+        self._task = derivatives.task
+        self._device = device
+        self._owns_x = owns_x
+        self._stages: dict[int, None] = {}
 
-    @cached_property
-    def cut(self) -> _vjp.Cut:
-        """Forward and backward as two functions, and what passes between them."""
-        task = self.task
-        return _vjp.cut(
-            task.run,
-            task.weights.specs,
-            task.x,
-            task.extra_specs,
-            task.wanted,
-            _remat.wrapper(self.mode),
-        )
+    def serve(self, stage: int) -> None:
+        """Takes the number of a stage in the names of its programs, for profiles."""
+        self._stages[stage] = None
+
+    def _named(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        stages = "_".join(map(str, self._stages))
+        function.__name__ = f"stage{stages}_{function.__name__}"
+        return function
 
     @cached_property
     def infer(self) -> Compiled:
         """``(weights, x, extra) -> y``: a forward of which nothing is kept."""
 
         def infer(weights: Leaves, x: Leaves, extra: Leaves) -> list[Any]:
-            outputs, aux = self.task.run(weights, x, extra)
-            return self.task.send(outputs, aux)
+            outputs, aux = self._task.run(weights, x, extra)
+            return self._task.send(outputs, aux)
 
-        y = jax.tree.leaves(self.task.y)
-        donated = self._reusable([(1, self.task.x, self.owns_x)], y)
+        y = jax.tree.leaves(self._task.y)
+        donated = self._reusable([(1, self._task.x, self._owns_x)], y)
         return self._jit(infer, donated)
 
     @cached_property
     def forward(self) -> Compiled:
         """``(weights, x, extra, tally) -> (y, carried, tally, emitted)``."""
-        task, cut = self.task, self.cut
+        task, cut = self._task, self.derivatives.cut
 
         def forward(weights: Leaves, x: Leaves, extra: Leaves, tally: Leaves) -> Any:
             outputs, aux, carried = cut.forward(weights, x, extra)
@@ -73,7 +76,7 @@ class StagePrograms:
             return task.send(outputs, aux), carried, sums, task.emit(aux)
 
         y = [] if task.has_loss else jax.tree.leaves(task.y)
-        donated = self._reusable([(1, task.x, self.owns_x and not cut.kept)], y)
+        donated = self._reusable([(1, task.x, self._owns_x and not cut.kept)], y)
         return self._jit(forward, (*donated, 3))
 
     @cached_property
@@ -82,7 +85,7 @@ class StagePrograms:
 
         The gradients of the weights are added to the sums that it is given.
         """
-        task, cut = self.task, self.cut
+        task, cut = self._task, self.derivatives.cut
 
         def backward(
             weights: Leaves,
@@ -100,7 +103,11 @@ class StagePrograms:
         x_grads = _chosen(task.x, task.wanted.x)
         kept = [task.x[i] for i in cut.kept]
         cotangents = [] if task.has_loss else cut.outputs
-        groups = [(1, kept, self.owns_x), (4, cotangents, True), (3, cut.carried, True)]
+        groups = [
+            (1, kept, self._owns_x),
+            (4, cotangents, True),
+            (3, cut.carried, True),
+        ]
         return self._jit(backward, (*self._reusable(groups, x_grads), 5))
 
     @cached_property
@@ -110,33 +117,23 @@ class StagePrograms:
         Forward and backward of the stage with the loss in one: nothing leaves in
         between and nothing is computed twice.
         """
-        task = self.task
+        task, derivatives = self._task, self.derivatives
 
         def forward_backward(
             weights: Leaves, x: Leaves, extra: Leaves, tally: Leaves, grads: Leaves
         ) -> Any:
-            outputs, aux, new, x_grads = _vjp.value_and_vjp(
-                task.run, weights, x, extra, task.wanted
-            )
+            outputs, aux, new, x_grads = derivatives.fused(weights, x, extra)
             sums = task.tally(tally, outputs, aux, extra)
             return x_grads, sums, task.emit(aux), accumulate(grads, new)
 
         x_grads = _chosen(task.x, task.wanted.x)
-        donated = self._reusable([(1, task.x, self.owns_x)], x_grads)
+        donated = self._reusable([(1, task.x, self._owns_x)], x_grads)
         return self._jit(forward_backward, (*donated, 3, 4))
-
-    @cached_property
-    def halves(self) -> _split.Halves:
-        """The backward in two halves; its data are kept, extra, carried, cotangents."""
-        cut = self.cut
-        num_grads = sum(self.task.wanted.weights)
-        is_first = [i >= num_grads for i in range(len(cut.pullback.jaxpr.outvars))]
-        return _split.split(cut.pullback, len(self.task.weights.specs), is_first)
 
     @cached_property
     def input_grad(self) -> Compiled:
         """``(weights, kept, extra, carried, cotangents) -> (x_grads, crossing)``."""
-        task, cut, halves = self.task, self.cut, self.halves
+        task, cut, halves = self._task, self.derivatives.cut, self.derivatives.halves
 
         def input_grad(
             weights: Leaves,
@@ -154,7 +151,7 @@ class StagePrograms:
 
     def _unread(self) -> list[tuple[int, Leaves, bool]]:
         """What the first half is given and the second half does not read."""
-        task, cut = self.task, self.cut
+        task, cut = self._task, self.derivatives.cut
         kept = [task.x[i] for i in cut.kept]
         cotangents = [] if task.has_loss else cut.outputs
         groups = []
@@ -163,38 +160,20 @@ class StagePrograms:
             (kept, task.extra_specs, cut.carried, cotangents), start=1
         ):
             start, end = end, end + len(leaves)
-            unread = not any(start <= i < end for i in self.halves.read)
-            owned = {1: self.owns_x, 2: False}.get(argument, True)
+            unread = not any(start <= i < end for i in self.derivatives.halves.read)
+            owned = {1: self._owns_x, 2: False}.get(argument, True)
             groups.append((argument, leaves, owned and unread))
         return groups
 
     @cached_property
     def weight_grad(self) -> Compiled:
         """``(weights, left, grads) -> grads``, after `input_grad`."""
-        return self._second_half(self.halves)
-
-    @cached_property
-    def fused_halves(self) -> _split.Halves:
-        """Forward and backward of the stage with the loss, cut in two.
-
-        The first half gives the gradient of the input and all that the forward does;
-        the data are x and extra.
-        """
-        task = self.task
-
-        def whole(weights: Leaves, x: Leaves, extra: Leaves) -> Any:
-            return _vjp.value_and_vjp(task.run, weights, x, extra, task.wanted)
-
-        closed, results = _jaxpr.trace(
-            whole, task.weights.specs, task.x, task.extra_specs
-        )
-        is_first = [i != 2 for i, part in enumerate(results) for _ in part]
-        return _split.split(closed, len(task.weights.specs), is_first)
+        return self._second_half(self.derivatives.halves)
 
     @cached_property
     def fused_input(self) -> Compiled:
         """``(weights, x, extra, tally) -> (x_grads, tally, emitted, crossing)``."""
-        task, halves = self.task, self.fused_halves
+        task, halves = self._task, self.derivatives.fused_halves
 
         def forward_input_grad(
             weights: Leaves, x: Leaves, extra: Leaves, tally: Leaves
@@ -207,13 +186,13 @@ class StagePrograms:
 
         results = [*_chosen(task.x, task.wanted.x), *halves.crossing]
         unread = not any(i < len(task.x) for i in halves.read)
-        groups = [(1, task.x, self.owns_x and unread)]
+        groups = [(1, task.x, self._owns_x and unread)]
         return self._jit(forward_input_grad, (*self._reusable(groups, results), 3))
 
     @cached_property
     def fused_weight(self) -> Compiled:
         """``(weights, left, grads) -> grads``, after `fused_input`."""
-        return self._second_half(self.fused_halves)
+        return self._second_half(self.derivatives.fused_halves)
 
     def _second_half(self, halves: _split.Halves) -> Compiled:
         def weight_grad(weights: Leaves, left: Leaves, grads: Leaves) -> list[Any]:
@@ -221,32 +200,24 @@ class StagePrograms:
 
         return self._jit(weight_grad, (2,))
 
-    @property
-    def differentiates_weights(self) -> bool:
-        """Whether a backward has gradients of weights to compute."""
-        return any(self.task.wanted.weights)
-
-    @property
-    def differentiates_x(self) -> bool:
-        """Whether a backward has a gradient of the input to compute."""
-        return any(self.task.wanted.x)
-
-    def zeros(self, device: Device) -> Compiled:
+    @cached_property
+    def zeros(self) -> Compiled:
         """``() -> (grads, tally)``: the sums before the first micro-batch."""
-        trainable = _chosen(self.task.weights.specs, self.task.wanted.weights)
-        specs = [[sum_spec(leaf) for leaf in trainable], self.task.tally_specs]
+        task = self._task
+        trainable = _chosen(task.weights.specs, task.wanted.weights)
+        specs = [[sum_spec(leaf) for leaf in trainable], task.tally_specs]
         if not any(specs):
             return lambda: ([], [])
 
         def zeros() -> Any:
             return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), specs)
 
-        zeros.__name__ = f"stage{self.task.index}_zeros"
-        return jax.jit(zeros, out_shardings=SingleDeviceSharding(device))
+        return jax.jit(
+            self._named(zeros), out_shardings=SingleDeviceSharding(self._device)
+        )
 
     def _jit(self, function: Callable[..., Any], donated: Sequence[int]) -> Compiled:
-        function.__name__ = f"stage{self.task.index}_{function.__name__}"
-        return jax.jit(function, donate_argnums=tuple(donated))
+        return jax.jit(self._named(function), donate_argnums=tuple(donated))
 
     @staticmethod
     def _reusable(

@@ -4,9 +4,9 @@ from . import _remat
 from ._library import Library
 from ._memory import nbytes
 from ._plan import Plan, StagePlan
-from ._program import Pipe
 from ._skip import label
 from ._weights import is_params
+from ._work import Pipe
 
 
 def describe(pipe: Pipe, library: Library) -> Plan:

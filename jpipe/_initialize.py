@@ -9,8 +9,9 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from . import _linen, _nnx, _skip
-from ._layer import Layer, Method, as_layer, zeros
+from . import _nnx, _skip
+from ._alike import kind
+from ._layer import Layer, as_layer, zeros
 
 PyTree = Any
 
@@ -76,31 +77,6 @@ def _initialize(
     spec, values = jax.tree.unflatten(tree, leaves)
     layer = replace(as_layer(origin.source), namespace=namespace)
     return init_with(layer, key, spec, dict(zip(names, values, strict=True)))
-
-
-def kind(source: Any) -> Hashable:
-    """What is equal for layers that do the same; ``None`` where it cannot be told.
-
-    Two linen modules do the same if their attributes are the same. To Python 1 and 1.0
-    are equal, to dtypes they are not, and a field can be left out of comparisons: so
-    they must read the same too.
-
-    Args:
-      source: the object that the user listed.
-
-    Returns:
-      Something hashable, for linen modules and their methods.
-    """
-    if isinstance(source, Method):
-        inner = kind(source.module)
-        return None if inner is None else (inner, source.method)
-    if not _linen.is_module(source):
-        return None
-    try:
-        hash(source)
-    except TypeError:  # an array or a list among its attributes
-        return None
-    return type(source), source, repr(source)
 
 
 def init_with(

@@ -11,14 +11,16 @@ from typing import Any, NamedTuple
 import jax
 
 from . import _microbatch, _signature, _tied, _variables
+from ._batch import Batch
 from ._gradient import Gradient
 from ._memory import costs_of
 from ._objective import Objective
-from ._program import Batch, Pipe, Program
+from ._program import Program
 from ._rng import Rngs
 from ._skip import Route
 from ._walk import Visit, walk
 from ._weights import Weights
+from ._work import Pipe
 from .schedules import Timeline
 
 PyTree = Any

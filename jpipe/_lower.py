@@ -5,13 +5,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import _execute, _transfer
-from ._compile import StagePrograms
 from ._execute import Step
 from ._transfer import Device, Group
+from ._work import Rows, Work
 from .schedules import Action, Schedule
 from .schedules._action import BACKWARD, FORWARD, INPUT, WEIGHT
-
-Rows = Sequence[Sequence[StagePrograms]]
 
 
 def inference(schedule: Schedule, devices: Sequence[Device], rows: Rows) -> list[Step]:
@@ -20,14 +18,14 @@ def inference(schedule: Schedule, devices: Sequence[Device], rows: Rows) -> list
     Args:
       schedule: who runs what.
       devices: the device of each stage.
-      rows: the programs of each stage and micro-batch.
+      rows: the work of each stage on each micro-batch.
 
     Returns:
       The steps, in an order that respects every dependency.
     """
     make = _Lowering(devices, rows)
     return [
-        make.step(action, _execute.infer, make.of(action).infer)
+        make.step(action, _execute.infer, make.of(action).programs.infer)
         for action in schedule.forwards().simulate().order()
     ]
 
@@ -44,7 +42,7 @@ def training(
     Args:
       schedule: who runs what.
       devices: the device of each stage.
-      rows: the programs of each stage and micro-batch.
+      rows: the work of each stage on each micro-batch.
 
     Returns:
       The steps, in an order that respects every dependency; and by scheduled action
@@ -66,8 +64,8 @@ def training(
 
 def _real(action: Action, rows: Rows) -> Action | None:
     """What an action amounts to, where a half of a backward has nothing to compute."""
-    programs = rows[action.stage][action.microbatch]
-    has = {INPUT: programs.differentiates_x, WEIGHT: programs.differentiates_weights}
+    derivatives = rows[action.stage][action.microbatch].programs.derivatives
+    has = {INPUT: derivatives.of_x, WEIGHT: derivatives.of_weights}
     if action.op not in has or all(has.values()):
         return action
     # The first half stays if there is nothing to compute: with the loss, say.
@@ -78,7 +76,8 @@ def _real(action: Action, rows: Rows) -> Action | None:
 def _fused(schedule: Schedule, rows: Rows) -> set[tuple[int, int]]:
     """The stage with the loss and its micro-batches whose forward is not run alone."""
     last = schedule.num_stages - 1
-    full = {(last, m) for m, program in enumerate(rows[last]) if program.mode == "full"}
+    modes = [work.programs.derivatives.mode for work in rows[last]]
+    full = {(last, m) for m, mode in enumerate(modes) if mode == "full"}
     if full and rows[last][0].task.changes_integers:
         # All of them, or one that is not would run before those that are.
         full = {(last, m) for m in range(len(rows[last]))}
@@ -97,15 +96,15 @@ class _Lowering:
 
     Args:
       devices: the device of each stage.
-      rows: the programs of each stage and micro-batch.
+      rows: the work of each stage on each micro-batch.
     """
 
     def __init__(self, devices: Sequence[Device], rows: Rows) -> None:
         self._devices = devices
         self._rows = rows
 
-    def of(self, action: Action) -> StagePrograms:
-        """The programs of its stage and micro-batch."""
+    def of(self, action: Action) -> Work:
+        """The work of its stage on its micro-batch."""
         return self._rows[action.stage][action.microbatch]
 
     def step(
@@ -131,24 +130,26 @@ class _Lowering:
 
     def single(self, action: Action) -> Step | None:
         """The step of an action by itself; ``None`` if there is nothing to compute."""
-        programs = self.of(action)
+        programs = self.of(action).programs
+        derivatives = programs.derivatives
         if action.op == FORWARD:
-            kept = programs.cut.kept
+            kept = derivatives.cut.kept
             return self.step(action, _execute.forward, programs.forward, kept)
         if action.op == INPUT:
-            kept = programs.halves.read
+            kept = derivatives.halves.read
             return self.step(action, _execute.input_grad, programs.input_grad, kept)
         if action.op == WEIGHT:
             return self.step(action, _execute.weight_grad, programs.weight_grad)
-        if programs.differentiates_weights or programs.differentiates_x:
+        if derivatives.of_weights or derivatives.of_x:
             return self.step(action, _execute.backward, programs.backward)
         return None
 
     def fused(self, action: Action) -> Step:
         """The step of a backward, or of a half, that does its forward's work too."""
-        programs = self.of(action)
+        programs = self.of(action).programs
+        derivatives = programs.derivatives
         if action.op == INPUT:
-            kept = programs.fused_halves.read
+            kept = derivatives.fused_halves.read
             return self.step(action, _execute.fused_input, programs.fused_input, kept)
         if action.op == WEIGHT:
             return self.step(action, _execute.weight_grad, programs.fused_weight)

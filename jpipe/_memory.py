@@ -219,7 +219,7 @@ def _skips(program: Program) -> tuple[Skip, ...]:
     found = []
     for s, row in enumerate(program.rows):
         for r, route in enumerate(row[0].task.ports.incoming):
-            tasks = [programs.task for programs in row]
+            tasks = [work.task for work in row]
             pairs = [task.incoming(r) for task in tasks]
             found.append(
                 Skip(

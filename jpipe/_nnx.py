@@ -7,7 +7,7 @@ path, and makes a new module of them inside of each trace: the user's is only re
 import functools
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import chex
@@ -16,11 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from . import _batchnorm, _linen
+from . import _batchnorm, _linen, _nnx_rngs
+from ._nnx_rngs import Path, dotted
 
 PyTree = Any
-Path = tuple[Any, ...]
-Keys = Mapping[str, chex.PRNGKey] | None
 
 
 def is_module(source: Any) -> bool:
@@ -86,13 +85,13 @@ def apply(
 
     def run(variables, x, rngs, train):
         own = _merge(module, variables)
-        count = _seed(own, rngs)
+        count = _nnx_rngs.seed(own, rngs)
         own.train() if train else own.eval()
         if train:
             _leave_statistics(own)
         offered: dict[str, Any] = _linen.switches(train)
         if rngs is not None:
-            offered["rngs"] = _as_rngs(rngs, count)
+            offered["rngs"] = _nnx_rngs.as_rngs(rngs, count)
         call = getattr(own, method)
         args, keywords = _asked(call, offered)
         y = call(x, *args, **keywords)
@@ -109,6 +108,32 @@ def _leave_statistics(module: nnx.Module) -> None:
             tuple(path), node.momentum
         ):
             node.momentum = 0.0
+
+
+def kind(module: nnx.Module) -> Hashable:
+    """What is equal for modules that do the same with the same variables.
+
+    Args:
+      module: the module.
+
+    Returns:
+      Something hashable; ``None`` where it cannot be told, as of a module with values
+      that a pipeline does not carry.
+    """
+    graphdef, leaves = _flat(module)
+    if any(_collection(leaf) is None for leaf in leaves.values() if leaf is not None):
+        return None
+    variables = [
+        (path, type(leaf), repr(leaf.get_metadata()))
+        for path, leaf in leaves.items()
+        if isinstance(leaf, nnx.Variable)
+    ]
+    try:
+        hash(graphdef)
+    except TypeError:  # a list among its attributes
+        return None
+    # To Python 1 and 1.0 are equal: they must read the same too.
+    return graphdef, repr(graphdef), tuple(variables)
 
 
 def as_module(module: nnx.Module, variables: Mapping[str, PyTree]) -> nnx.Module:
@@ -149,8 +174,8 @@ def shared(modules: Mapping[int, nnx.Module]) -> list[str]:
             if owner is not module and (first, number) not in faults:
                 faults[first, number] = (
                     f"layers {first} ({name(owner)}) and {number} ({name(module)}) "
-                    f"share a {type(leaf).__name__}: {_dotted(there)} of the one is "
-                    f"{_dotted(path)} of the other"
+                    f"share a {type(leaf).__name__}: {dotted(there)} of the one is "
+                    f"{dotted(path)} of the other"
                 )
     return list(faults.values())
 
@@ -242,7 +267,7 @@ def _merge(module: nnx.Module, variables: Mapping[str, PyTree]) -> nnx.Module:
             try:
                 value = _get(variables, (collection, *path))
             except (KeyError, TypeError, IndexError):
-                missing.append(f"{collection}/{_dotted(path)}")
+                missing.append(f"{collection}/{dotted(path)}")
         state[path] = leaf.replace(value) if isinstance(leaf, nnx.Variable) else value
     if missing:
         raise ValueError(
@@ -273,11 +298,11 @@ def _changed(module: nnx.Module, before: Mapping[str, PyTree]) -> dict[str, PyTr
         except (KeyError, TypeError, IndexError):
             if isinstance(leaf, nnx.Variable):
                 kind = type(leaf).__name__
-                faults.append(f"it made the {kind} {_dotted(path)}")
+                faults.append(f"it made the {kind} {dotted(path)}")
             continue
         if _kind(old) != _kind(value):
             was, now = _kind(old), _kind(value)
-            faults.append(f"{collection}/{_dotted(path)} was {was} and became {now}")
+            faults.append(f"{collection}/{dotted(path)} was {was} and became {now}")
         if collection != "params":
             _put(after, (collection, *path), value)
     if faults:
@@ -291,79 +316,6 @@ def _changed(module: nnx.Module, before: Mapping[str, PyTree]) -> dict[str, PyTr
 
 def _kind(value: PyTree) -> Any:
     return jax.tree.map(np.shape, value)
-
-
-def _dotted(path: Sequence[Any]) -> str:
-    return ".".join(map(str, path))
-
-
-# ---------------------------------------------------------------------- randomness
-
-
-class _Missing(nnx.RngStream):
-    """A random stream for which there is no key."""
-
-    path: str
-
-    def __call__(self) -> jax.Array:
-        raise ValueError(
-            f"{self.path} draws from the random stream {self.tag!r}, for which there "
-            f"is no key; give rngs=jax.random.key(0) or "
-            f"rngs={{{self.tag!r}: jax.random.key(0)}}"
-        )
-
-
-def _seed(module: nnx.Module, rngs: Keys) -> int:
-    """Starts the random streams of a module anew.
-
-    Streams of one name get keys of their own, by their order in the module: two
-    dropouts draw differently.
-
-    Returns:
-      The number of streams.
-    """
-    streams = [
-        (path, node)
-        for path, node in nnx.iter_graph(module, graph=True)
-        if isinstance(node, nnx.RngStream)
-    ]
-    for number, (path, stream) in enumerate(streams):
-        key, shape = _key_of(rngs, stream.tag), stream.key.get_value().shape
-        if key is None:
-            # Known only when it is drawn from, wherever that is: a class goes through
-            # nnx.remat and nnx.scan, as a flag beside the module would not.
-            object.__setattr__(stream, "__class__", _Missing)
-            setattr(stream, "path", _dotted(path))  # noqa: B010
-            key = jax.random.key(0)
-        key = jax.random.fold_in(key, number)
-        stream.key.set_value(jax.random.split(key, shape) if shape else key)
-        stream.count.set_value(jnp.zeros(shape, jnp.uint32))
-    return len(streams)
-
-
-def _key_of(rngs: Keys, stream: str) -> chex.PRNGKey | None:
-    # The one stream of nnx.Rngs(0) serves all and is called "default": it takes a key
-    # that was given for dropout.
-    for given in (stream, "default", "params", *["dropout"] * (stream == "default")):
-        if rngs is not None and given in rngs:
-            return _typed(rngs[given])
-    return None
-
-
-def _typed(key: chex.PRNGKey) -> jax.Array:
-    is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    return jnp.asarray(key) if is_typed else jax.random.wrap_key_data(key)
-
-
-def _as_rngs(rngs: Mapping[str, chex.PRNGKey], first: int) -> nnx.Rngs:
-    """The keys for a ``__call__`` that asks for them, other than those of `_seed`."""
-    given = {"default": rngs["params"], **rngs} if "params" in rngs else rngs
-    return nnx.Rngs(
-        {
-            stream: jax.random.fold_in(_typed(given[stream]), number)
-            for number, stream in enumerate(sorted(given), first)
-        }
-    )
 
 
 # ----------------------------------------------------------------------- arguments

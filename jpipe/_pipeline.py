@@ -19,10 +19,10 @@ from ._objective import Objective
 from ._optimizer import Optimizer, place_state
 from ._plan import Plan
 from ._profile import check_pair, profile
-from ._program import Pipe
 from ._train import TrainState, TrainStep, check_optimizer
 from ._transfer import Device
 from ._vjp import Leaves
+from ._work import Pipe
 from .schedules import Schedule, Timeline
 
 PyTree = Any

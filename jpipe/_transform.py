@@ -7,9 +7,9 @@ from . import _remat, _setup
 from ._layer import as_layers
 from ._library import Axes
 from ._pipeline import Pipeline
-from ._program import Pipe
 from ._stage import fuse
 from ._transfer import Device
+from ._work import Pipe
 from .schedules import Schedule, ScheduleBuilder
 
 

@@ -8,7 +8,8 @@ import chex
 import jax
 
 from . import _rng, _skip
-from ._initialize import init_with, kind
+from ._alike import kind
+from ._initialize import init_with
 from ._layer import Layer, zeros
 from ._stage import StageFunction, naming
 

@@ -40,13 +40,17 @@ LAYERS = {
         "draw._trace",
     ],
     "what a model is: functions and abstract values": [
+        "_alike",
+        "_batch",
         "_batchnorm",
+        "_chain",
         "_linen",
         "_jaxpr",
         "_initialize",
         "_layer",
         "_microbatch",
         "_nnx",
+        "_nnx_rngs",
         "_objective",
         "_rng",
         "_signature",
@@ -63,6 +67,7 @@ LAYERS = {
     "do it": [
         "_compat",
         "_compile",
+        "_derivatives",
         "_describe",
         "_execute",
         "_gradient",
@@ -77,6 +82,7 @@ LAYERS = {
         "_train",
         "_transfer",
         "_variables",
+        "_work",
     ],
     "what users type": ["__init__", "__main__", "_pipeline", "_setup", "_transform"],
 }

@@ -111,7 +111,9 @@ class TestResiduals:
         find = pipe._library.gradients(Objective(ref.mse))
         targets = jnp.ones((x.shape[0], 4))
         gradient = find(variables, x, targets, None, True)
-        return gradient.program.rows[0][0].cut, variables[0]["params"]
+        return gradient.program.rows[0][0].programs.derivatives.cut, variables[0][
+            "params"
+        ]
 
     @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
     def test_no_copy_of_the_weights_whatever_the_dtype(self, dtype):

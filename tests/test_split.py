@@ -141,16 +141,16 @@ def primitives(function, *specs):
 
 def halves_and_whole(program, s):
     """What both halves and the whole backward of a stage compute."""
-    programs = program.rows[s][0]
-    task, cut = programs.task, programs.cut
+    task, programs = program.rows[s][0]
+    cut, halves = programs.derivatives.cut, programs.derivatives.halves
     weights = list(task.weights.specs)
     kept = [task.x[i] for i in cut.kept]
     given = (weights, kept, task.extra_specs, cut.carried, cut.outputs)
     data = [*kept, *task.extra_specs, *cut.carried, *cut.outputs]
-    left = [*(data[i] for i in programs.halves.read), *programs.halves.crossing]
+    left = [*(data[i] for i in halves.read), *halves.crossing]
     return (
-        primitives(programs.halves.first, weights, data),
-        primitives(programs.halves.second, weights, left),
+        primitives(halves.first, weights, data),
+        primitives(halves.second, weights, left),
         primitives(cut.backward, *given),
     )
 
@@ -245,13 +245,13 @@ class TestWhatTheHalvesCompute:
         x = jnp.ones((8, 32))
         layers = [ref.dense(64), ref.Residual(64)]
         program = program_of([*layers, ref.dense(4)], x, x[:, :4], remat=remat)
-        programs = program.rows[1][0]
-        task, cut = programs.task, programs.cut
+        task, programs = program.rows[1][0]
+        cut, split = programs.derivatives.cut, programs.derivatives.halves
         kept = [task.x[i] for i in cut.kept]
         data = (kept, task.extra_specs, cut.carried, cut.outputs)
         grads = list(task.weights.specs)
         pool = [leaf for part in data for leaf in part]
-        left = [*(pool[i] for i in programs.halves.read), *programs.halves.crossing]
+        left = [*(pool[i] for i in split.read), *split.crossing]
 
         def flops(compiled, *args):
             return compiled.lower(grads, *args).compile().cost_analysis()["flops"]
@@ -271,7 +271,7 @@ class TestWhatTheHalvesCompute:
         layers = [ref.dense(6), Scaled(), ref.dense(3)]
         x = jnp.ones((4, 5))
         program = program_of(layers, x, x[:, :3], schedule="zb_h1", remat="none")
-        crossing = program.rows[1][0].halves.crossing
+        crossing = program.rows[1][0].programs.derivatives.halves.crossing
         assert (6, 6) not in [spec.shape for spec in crossing]
 
 

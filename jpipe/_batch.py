@@ -1,0 +1,50 @@
+"""A mini-batch as abstract values, and what of it each micro-batch brings."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import _microbatch
+
+PyTree = Any
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A mini-batch as abstract values: what a program is compiled for.
+
+    Attributes:
+      x: specs of the whole input.
+      x_axes: the batch axis of each of its leaves.
+      targets: specs of the whole targets; ``()`` where there is no loss.
+      target_axes: the batch axis of each of their leaves.
+      rngs: specs of the keys of a step, or ``None``.
+      sizes: the number of examples in each micro-batch.
+    """
+
+    x: PyTree
+    x_axes: list[int | None]
+    targets: PyTree
+    target_axes: list[int | None]
+    rngs: PyTree
+    sizes: tuple[int, ...]
+
+    def part(self, size: int) -> tuple[PyTree, dict[str, PyTree]]:
+        """Specs of the input and of the rest of a micro-batch: see `_task.EXTRA`."""
+        extra = {
+            "targets": _part(self.targets, self.target_axes, size),
+            "share": jax.ShapeDtypeStruct((), jnp.result_type(float)),
+        }
+        if self.rngs is not None:
+            extra["rngs"] = self.rngs
+            extra["microbatch"] = jax.ShapeDtypeStruct((), np.dtype(np.int32))
+        return _part(self.x, self.x_axes, size), extra
+
+
+def _part(tree: PyTree, axes: Sequence[int | None], size: int) -> PyTree:
+    leaves, structure = jax.tree.flatten(tree)
+    return jax.tree.unflatten(structure, _microbatch.part_specs(leaves, axes, size))

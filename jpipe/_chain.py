@@ -1,0 +1,149 @@
+"""The stages traced one after the other, each on what the one before gives."""
+
+import itertools
+import operator
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from . import _alike
+from ._objective import Objective
+from ._skip import Ports, Route
+from ._stage import StageFunction
+from ._task import Task
+from ._trace import trace
+from ._weights import Weights
+
+PyTree = Any
+
+
+def tasks(
+    stages: Sequence[StageFunction],
+    weights: Sequence[Weights],
+    x: PyTree,
+    extra: Mapping[str, PyTree],
+    *,
+    train: bool,
+    objective: Objective | None,
+    routes: Sequence[Route],
+) -> list[Task]:
+    """Traces all stages on micro-batches of one size; of equal ones the first.
+
+    Args:
+      stages: their layers.
+      weights: the variables of each.
+      x: specs of the input of the first.
+      extra: specs of what a micro-batch brings beside it, by name.
+      train: whether this is training.
+      objective: the loss; ``None`` for a forward pass.
+      routes: the skip connections between stages.
+
+    Returns:
+      One task per stage; those of equal stages have one jaxpr.
+    """
+    tasks: list[Task] = []
+    trace_once = _Tracer(extra, train)
+    skips: dict[Any, PyTree] = {}
+    # Whether the gradient of a stage's output is of use: to itself or before.
+    useful = list(
+        itertools.accumulate((any(w.trainable) for w in weights), operator.or_)
+    )
+    for stage, own in zip(stages, weights, strict=True):
+        last = stage.index == len(stages) - 1
+        ports = Ports.of(routes, stage.index)
+        wanted = [stage.index > 0 and useful[stage.index - 1]] * len(jax.tree.leaves(x))
+        if ports.incoming:
+            arrived = tuple(skips.pop(route.key) for route in ports.incoming)
+            of_skips = [
+                useful[route.source]
+                for route, skip in zip(ports.incoming, arrived, strict=True)
+                for _ in jax.tree.leaves(skip)
+            ]
+            x, wanted = (arrived, x), of_skips + wanted
+        task = trace_once(
+            stage,
+            own,
+            x,
+            objective=objective if last else None,
+            differentiate=tuple(wanted),
+            ports=ports,
+        )
+        tasks.append(task)
+        x = task.y
+        if ports.outgoing:
+            left, x = task.y
+            skips.update(
+                zip((route.key for route in ports.outgoing), left, strict=True)
+            )
+    _assert_moves_fit(tasks)
+    return tasks
+
+
+class _Tracer:
+    """Traces stages; of equal ones the first.
+
+    Args:
+      extra: specs of what a micro-batch brings beside its input, by name.
+      train: whether this is training.
+    """
+
+    def __init__(self, extra: Mapping[str, PyTree], train: bool) -> None:
+        self._extra = extra
+        self._train = train
+        self._known: dict[Hashable, Task] = {}
+
+    def __call__(
+        self,
+        stage: StageFunction,
+        weights: Weights,
+        x: PyTree,
+        *,
+        objective: Objective | None,
+        differentiate: tuple[bool, ...],
+        ports: Ports,
+    ) -> Task:
+        """The task of a stage: see `_trace.trace`."""
+        leaves, tree = jax.tree.flatten(x)
+        layers = tuple(map(_alike.function, stage.layers))
+        given = weights, tree, tuple(leaves), differentiate
+        key = layers, given, objective, ports
+        if key in self._known:
+            return replace(self._known[key], stage=stage, weights=weights)
+        task = trace(
+            stage,
+            weights,
+            x,
+            self._extra,
+            train=self._train,
+            objective=objective,
+            differentiate=differentiate,
+            ports=ports,
+        )
+        # What is random is another in each layer: its number goes into the keys.
+        if "rngs" not in task.extra:
+            self._known[key] = task
+        return task
+
+
+def _assert_moves_fit(tasks: Sequence[Task]) -> None:
+    """What each stage sends to another is what that one takes for it, leaf for leaf.
+
+    Leaves travel without names: that both sides sort the skip connections alike is
+    worth a look, once, on shapes.
+    """
+    sent: dict[tuple[int, int], list[Any]] = defaultdict(list)
+    received: dict[tuple[int, int], list[Any]] = defaultdict(list)
+    for task in tasks:
+        leaves = iter([] if task.has_loss else jax.tree.leaves(task.y))
+        for target, count in task.sent:
+            sent[task.index, target] += itertools.islice(leaves, count)
+        leaves = iter(task.x)
+        for source, count in task.received:
+            received[source, task.index] += itertools.islice(leaves, count)
+    for (source, target), specs in received.items():
+        moved = [(spec.shape, spec.dtype) for spec in specs]
+        given = [(spec.shape, spec.dtype) for spec in sent[source, target]]
+        assert source < 0 or moved == given, (source, target, given, moved)

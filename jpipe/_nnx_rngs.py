@@ -1,0 +1,95 @@
+"""The random streams of nnx modules: started anew from the keys of a step."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+Path = tuple[Any, ...]
+Keys = Mapping[str, chex.PRNGKey] | None
+
+
+class _Missing(nnx.RngStream):
+    """A random stream for which there is no key."""
+
+    path: str
+
+    def __call__(self) -> jax.Array:
+        raise ValueError(
+            f"{self.path} draws from the random stream {self.tag!r}, for which there "
+            f"is no key; give rngs=jax.random.key(0) or "
+            f"rngs={{{self.tag!r}: jax.random.key(0)}}"
+        )
+
+
+def seed(module: nnx.Module, rngs: Keys) -> int:
+    """Starts the random streams of a module anew.
+
+    Streams of one name get keys of their own, by their order in the module: two
+    dropouts draw differently.
+
+    Args:
+      module: the module, which this changes.
+      rngs: the keys by name, or ``None``.
+
+    Returns:
+      The number of streams.
+    """
+    streams = [
+        (path, node)
+        for path, node in nnx.iter_graph(module, graph=True)
+        if isinstance(node, nnx.RngStream)
+    ]
+    for number, (path, stream) in enumerate(streams):
+        key, shape = _key_of(rngs, stream.tag), stream.key.get_value().shape
+        if key is None:
+            # Known only when it is drawn from, wherever that is: a class goes through
+            # nnx.remat and nnx.scan, as a flag beside the module would not.
+            object.__setattr__(stream, "__class__", _Missing)
+            setattr(stream, "path", dotted(path))  # noqa: B010
+            key = jax.random.key(0)
+        key = jax.random.fold_in(key, number)
+        stream.key.set_value(jax.random.split(key, shape) if shape else key)
+        stream.count.set_value(jnp.zeros(shape, jnp.uint32))
+    return len(streams)
+
+
+def as_rngs(rngs: Mapping[str, chex.PRNGKey], first: int) -> nnx.Rngs:
+    """The keys for a ``__call__`` that asks for them, other than those of `seed`.
+
+    Args:
+      rngs: the keys by name.
+      first: how many streams `seed` started.
+
+    Returns:
+      One stream for each key, and "default" from "params".
+    """
+    given = {"default": rngs["params"], **rngs} if "params" in rngs else rngs
+    return nnx.Rngs(
+        {
+            stream: jax.random.fold_in(_typed(given[stream]), number)
+            for number, stream in enumerate(sorted(given), first)
+        }
+    )
+
+
+def dotted(path: Path) -> str:
+    """A path in a module, as Python writes attributes."""
+    return ".".join(map(str, path))
+
+
+def _key_of(rngs: Keys, stream: str) -> chex.PRNGKey | None:
+    # The one stream of nnx.Rngs(0) serves all and is called "default": it takes a key
+    # that was given for dropout.
+    for given in (stream, "default", "params", *["dropout"] * (stream == "default")):
+        if rngs is not None and given in rngs:
+            return _typed(rngs[given])
+    return None
+
+
+def _typed(key: chex.PRNGKey) -> jax.Array:
+    is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    return jnp.asarray(key) if is_typed else jax.random.wrap_key_data(key)

@@ -1,0 +1,267 @@
+"""Equal stages: traced once, compiled once for a device; and nothing else is equal."""
+
+import itertools
+import re
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import jpipe
+from jpipe import _alike
+from jpipe._objective import Objective
+
+from . import reference as ref
+
+WIDTH = 6
+X, TARGETS = ref.regression(8)
+
+
+def program_of(layers, balance=None, x=X, rngs=None, **options):
+    options.setdefault("devices", jax.devices()[:1] * len(balance or layers))
+    pipe = jpipe.pipeline(layers, 2, balance=balance, **options)
+    variables = pipe.init(jax.random.key(0), x)
+    find = pipe._library.gradients(Objective(ref.mse))
+    return find(variables, x, TARGETS, rngs, True).program
+
+
+def around(*middle):
+    """Stages that are given and give the same width, between two that do not."""
+    return [ref.dense(WIDTH), *middle, ref.dense(4)]
+
+
+def are_equal(first, second, **options):
+    """Whether two layers, each a stage between others, share what is traced."""
+    rows = program_of(around(first, second), **options).rows
+    return rows[1][0].task.closed is rows[2][0].task.closed
+
+
+class Block(nnx.Module):
+    """A residual block, with what may differ between two of them."""
+
+    def __init__(self, seed, scale=1.0, rate=None, about=None, kept=None):
+        rngs = nnx.Rngs(seed)
+        options = {} if about is None else {"kernel_metadata": {"about": about}}
+        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs, **options)
+        self.scale = scale
+        self.drop = None if rate is None else nnx.Dropout(rate, rngs=rngs)
+        self.cache = None if kept is None else nnx.Intermediate(jnp.array(kept))
+
+    def __call__(self, x):
+        y = self.scale * self.linear(x)
+        return x + (y if self.drop is None else self.drop(y))
+
+
+class Scaled(nn.Module):
+    """Equal attributes need not do the same: to dtypes 1 and 1.0 differ."""
+
+    scale: float
+
+    @nn.compact
+    def __call__(self, x):
+        return x * self.scale + nn.Dense(WIDTH)(x)
+
+
+class WithList(nn.Module):
+    """A module that has no hash."""
+
+    widths: list
+
+    @nn.compact
+    def __call__(self, x):
+        for width in self.widths:
+            x = nn.Dense(width)(x)
+        return x
+
+
+class TestWhatIsEqual:
+    @pytest.mark.parametrize(
+        ("first", "second"),
+        [
+            (nn.Dense(WIDTH), nn.Dense(WIDTH)),
+            (ref.Residual(WIDTH), ref.Residual(WIDTH)),
+            (jnp.tanh, jnp.tanh),
+            (Block(1), Block(2)),
+            (Block(1, scale=2.0), Block(2, scale=2.0)),
+            (jpipe.layer(nn.Dense(WIDTH)), jpipe.layer(nn.Dense(WIDTH))),
+        ],
+    )
+    def test_these(self, first, second):
+        assert are_equal(first, second)
+
+    @pytest.mark.parametrize(
+        ("first", "second"),
+        [
+            (nn.Dense(WIDTH), nn.Dense(WIDTH, use_bias=False)),
+            (nn.Dense(WIDTH), ref.Residual(WIDTH)),
+            (nn.Dense(WIDTH, name="a"), nn.Dense(WIDTH, name="b")),
+            (Scaled(1), Scaled(1.0)),
+            (jnp.tanh, jnp.sin),
+            (lambda x: 2 * x, lambda x: 3 * x),
+            (WithList([WIDTH]), WithList([WIDTH])),
+            (Block(1), Block(1, scale=2.0)),
+            (Block(1, scale=1), Block(1, scale=1.0)),
+            (Block(1), Block(1, about="rows")),
+            (Block(1, kept=1.0), Block(1, kept=2.0)),
+            (Block(1, rate=0.5), Block(1, rate=0.5)),
+            (nn.Dense(WIDTH), Block(1)),
+        ],
+    )
+    def test_not_these(self, first, second):
+        rngs = {"dropout": jax.random.key(1)}
+        assert not are_equal(first, second, rngs=rngs)
+
+    def test_not_what_is_random(self):
+        drop = nn.Dropout(0.5, deterministic=False)
+        assert not are_equal(drop, drop, rngs={"dropout": jax.random.key(1)})
+        quiet = nn.Dropout(0.5, deterministic=True)
+        assert are_equal(quiet, quiet, rngs={"dropout": jax.random.key(1)})
+
+    def test_not_with_another_input(self):
+        layers = [nn.Dense(WIDTH), nn.Dense(WIDTH), nn.Dense(WIDTH), nn.Dense(4)]
+        rows = program_of(layers).rows  # the first is given a width of five
+        first, second, third, _ = (row[0].task.closed for row in rows)
+        assert first is not second
+        assert second is third
+
+    def test_not_with_other_skip_connections(self):
+        def stash(x):
+            jpipe.stash("skip", x)
+            return x
+
+        def pop(x):
+            return x + jpipe.pop("skip")
+
+        def both(namespace):
+            return [jpipe.isolate(layer, namespace) for layer in (stash, pop)]
+
+        rows = program_of(around(*both("a"), *both("b")), [1, 2, 2, 1]).rows
+        assert rows[1][0].task.closed is not rows[2][0].task.closed
+
+    def test_not_where_one_keeps_what_the_other_computes_again(self):
+        layers = around(ref.Residual(WIDTH), ref.Residual(WIDTH))
+        remat = ["full", "full", "none", "none"]
+        rows = program_of(layers, remat=remat).rows
+        first, second = (row[0].programs for row in rows[1:3])
+        assert rows[1][0].task.closed is rows[2][0].task.closed
+        assert first.derivatives is not second.derivatives
+
+
+class Counted(nn.Module):
+    """A dense layer that counts how often Flax calls it."""
+
+    calls: ClassVar[list] = []
+
+    @nn.compact
+    def __call__(self, x):
+        self.calls.append(x.shape)
+        return nn.Dense(WIDTH)(x)
+
+
+class TestWhatIsMadeOnce:
+    def test_the_trace(self):
+        def calls(number):
+            Counted.calls.clear()
+            program_of(around(*(Counted() for _ in range(number))))
+            return len(Counted.calls)
+
+        calls(1)  # which compiles what makes its parameters
+        assert calls(5) == calls(1)
+
+    def test_on_one_device_the_compiled_programs(self, caplog):
+        layers = around(*(ref.Residual(WIDTH) for _ in range(6)))
+        pipe = jpipe.pipeline(layers, 4, balance=[1] * 8, schedule="interleaved")
+        variables = pipe.init(jax.random.key(0), X)
+        assert [jax.devices().index(d) for d in pipe.devices] == [0, 1, 2, 3] * 2
+        with jax.log_compiles(), caplog.at_level("WARNING"):
+            pipe.value_and_grad(ref.mse)(variables, X, TARGETS)
+        ended = re.findall(r"XLA compilation of jit\((stage\w+)\)", caplog.text)
+        names = ["stage0", "stage1_5", "stage2_6", "stage3", "stage4"]
+        programs = [f"{name}_{op}" for name in names for op in ("forward", "backward")]
+        zeros = [f"{name}_zeros" for name in [*names, "stage7"]]
+        assert sorted(ended) == sorted([*programs, *zeros, "stage7_forward_backward"])
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zb_v"])
+def test_equal_stages_train_as_one_device_does(double, schedule):
+    layers = [ref.Residual(WIDTH, jnp.float64) for _ in range(8)]
+    x, targets = jax.random.normal(jax.random.key(3), (2, 10, WIDTH), jnp.float64)
+    tx = optax.adam(1e-2)
+    pipe = jpipe.pipeline(layers, 4, schedule=schedule, balance=[1] * 8)
+    state = pipe.init_train_state(jax.random.key(0), x, tx)
+    params = tuple(ref.on_host(entry) for entry in state.params)
+    expected, _, losses = ref.optax_steps(layers, params, x, targets, tx, 3)
+    step = pipe.train_step(ref.mse, tx)
+    for loss in losses:
+        state, metrics = step(state, x, targets)
+        assert float(metrics["loss"]) == pytest.approx(loss, rel=ref.FLOAT64)
+    ref.assert_close(state.params, expected, ref.FLOAT64)
+
+
+class Normed(nn.Module):
+    """A block whose statistics training changes."""
+
+    @nn.compact
+    def __call__(self, x, train: bool):
+        x = nn.BatchNorm(use_running_average=not train, momentum=0.9)(x)
+        return jnp.tanh(nn.Dense(WIDTH)(x))
+
+
+class NormedNnx(nnx.Module):
+    """The same as an nnx module."""
+
+    def __init__(self, seed):
+        self.norm = nnx.BatchNorm(WIDTH, momentum=0.9, rngs=nnx.Rngs(seed))
+        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(seed))
+
+    def __call__(self, x):
+        return jnp.tanh(self.linear(self.norm(x)))
+
+
+class Dropped(nn.Module):
+    """A block that is another in each layer: its keys are."""
+
+    @nn.compact
+    def __call__(self, x, train: bool):
+        return nn.Dropout(0.5, deterministic=not train)(nn.Dense(WIDTH)(x))
+
+
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        [Normed() for _ in range(6)],
+        [NormedNnx(seed) for seed in range(6)],
+        [Block(seed) for seed in range(6)],
+        [Dropped() for _ in range(6)],
+        [ref.dense(WIDTH)] * 6,  # tied: one module, six times
+    ],
+    ids=["batch norm", "nnx batch norm", "nnx", "dropout", "tied"],
+)
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_sharing_changes_no_bit(blocks, schedule, monkeypatch):
+    """The same programs run, whether stages share them or each has its own."""
+    x = jax.random.normal(jax.random.key(3), (10, WIDTH))
+    tx = optax.adam(1e-2)
+
+    def trained():
+        pipe = jpipe.pipeline(blocks, 4, schedule=schedule, balance=[1] * 6)
+        state = pipe.init_train_state(jax.random.key(0), x, tx)
+        step = pipe.train_step(ref.mse, tx)
+        for _ in range(2):
+            state, metrics = step(state, x, jnp.cos(x))
+        y = pipe.apply(state.variables, x)
+        return state.variables, metrics["loss"], y, pipe._library.training.rows
+
+    *shared, rows = trained()
+    number = itertools.count()
+    monkeypatch.setattr(_alike, "function", lambda layer: next(number))
+    *alone, others = trained()
+    ref.assert_equal(shared, alone)
+    assert len({id(row[0].task.closed) for row in others}) == 6
+    # The first has an input without gradient, the last has the loss.
+    number = 6 if isinstance(blocks[0], Dropped) else 3
+    assert len({id(row[0].task.closed) for row in rows}) == number
