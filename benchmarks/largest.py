@@ -19,51 +19,58 @@ _LIMITS = {
 }
 
 
-_fitted: dict[tuple[str, str, str], int] = {}
-
-
-def largest(
-    benchmark: Benchmark, row: Experiment, scale: str, tell: Callable[[str], None]
-) -> dict[str, Cell]:
+class Largest:
     """Searches the largest size of which no device holds more than it has.
 
     AmoebaNet grows in filters, by 16, with its layers as published; the Transformer
-    by one block on every device.
+    by one block on every device. As many of these units fit on a device of every
+    pipeline, or nearly so: a search begins where the one before ended.
 
     Args:
-      benchmark: the table.
-      row: the experiment, which says the number of devices.
       scale: ``"full"``, ``"small"`` or ``"tiny"``.
       tell: called with a line for each size that was tried.
-
-    Returns:
-      The size (filters or blocks), parameters, model and activations.
     """
-    limit = _LIMITS[scale][row.group]
-    found: dict[int, tuple[int, Peak]] = {}
 
-    def most(units: int) -> int:
-        setting, size = _setting(benchmark, row, scale, units)
-        result = peak(setting, Way("gpipe", row.remat))
-        found[units] = size, result
-        held = max(result.devices)
-        tell(f"{row.name}: size {size} takes {held / GIB:.2f} GiB on a device")
-        return held
+    def __init__(self, scale: str, tell: Callable[[str], None]) -> None:
+        self._scale = scale
+        self._tell = tell
+        self._ended: dict[tuple[str, str], int] = {}
 
-    # As many units fit on a device of every pipeline, or nearly so.
-    kind = row.group, row.remat, scale
-    units = search(most, limit, _fitted.get(kind) or _first_guess(row, scale))
-    _fitted[kind] = units
-    if units == 0:  # even the smallest is too large
-        return {"size": Cell(0, COMPILED)}
-    size, result = found[units]
-    detail = {"limit of a device, bytes": limit, "bytes": result.devices}
-    return {
-        "size": Cell(size, COMPILED, "", detail=detail),
-        "parameters": Cell(result.parameters, COMPILED),
-        "model": Cell(result.model / GIB, COMPILED, "GiB"),
-        "activations": Cell(result.activations / GIB, COMPILED, "GiB"),
-    }
+    def find(self, benchmark: Benchmark, row: Experiment) -> dict[str, Cell]:
+        """The largest model of a row.
+
+        Args:
+          benchmark: the table.
+          row: the experiment, which says the number of devices.
+
+        Returns:
+          The size (filters or blocks), parameters, model and activations.
+        """
+        limit = _LIMITS[self._scale][row.group]
+        found: dict[int, tuple[int, Peak]] = {}
+
+        def most(units: int) -> int:
+            setting, size = _setting(benchmark, row, self._scale, units)
+            result = peak(setting, Way("gpipe", row.remat))
+            found[units] = size, result
+            held = max(result.devices)
+            took = f"size {size} takes {held / GIB:.2f} GiB on a device"
+            self._tell(f"{row.name}: {took}")
+            return held
+
+        kind = row.group, row.remat
+        guess = self._ended.get(kind) or _first_guess(row, self._scale)
+        units = self._ended[kind] = search(most, limit, guess)
+        if units == 0:  # even the smallest is too large
+            return {"size": Cell(0, COMPILED)}
+        size, result = found[units]
+        detail = {"limit of a device, bytes": limit, "bytes": result.devices}
+        return {
+            "size": Cell(size, COMPILED, "", detail=detail),
+            "parameters": Cell(result.parameters, COMPILED),
+            "model": Cell(result.model / GIB, COMPILED, "GiB"),
+            "activations": Cell(result.activations / GIB, COMPILED, "GiB"),
+        }
 
 
 def search(most: Callable[[int], int], limit: int, guess: int) -> int:

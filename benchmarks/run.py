@@ -12,7 +12,7 @@ from rich.progress import Progress
 from . import accuracy
 from .compiled import Way, peak
 from .experiment import Experiment, Setting
-from .largest import largest
+from .largest import Largest
 from .measure import measure
 from .predict import Link, Prediction, Predictor
 from .provenance import provenance
@@ -76,7 +76,7 @@ class Runner:
             "speed": self.speed,
             "memory": self.memory,
             "timeline": self.timeline,
-            "largest": self.largest,
+            "largest": Largest(options.scale, self._shown()).find,
         }
 
     def run(self, benchmark: Benchmark, names: Sequence[str]) -> Result:
@@ -198,10 +198,6 @@ class Runner:
                 ),
             }
         return cells
-
-    def largest(self, benchmark: Benchmark, row: Experiment) -> dict[str, Cell]:
-        """The largest model that fits."""
-        return largest(benchmark, row, self._options.scale, self._shown())
 
     def _shown(self) -> Callable[[str], None]:
         return lambda text: self._progress.console.print(f"  {text}")

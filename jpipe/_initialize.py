@@ -39,7 +39,7 @@ def initialize(
     """
     if _nnx.is_module(layer.owner):
         # A compiled program would keep the values that the module has now.
-        return layer.init(key, spec)
+        return jax.tree.map(_strong, layer.init(key, spec))
     alike = kind(layer.source)
     if alike is None:
         return jax.jit(lambda key: init_with(layer, key, spec, skips))(key)

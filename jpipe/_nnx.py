@@ -232,16 +232,8 @@ def _variables(module: nnx.Module) -> dict[str, PyTree]:
     for path, leaf in _flat(module)[1].items():
         collection = _collection(leaf)
         if collection is not None:
-            _put(found, (collection, *path), jax.tree.map(_copy, _value(leaf)))
+            _put(found, (collection, *path), jax.tree.map(jnp.copy, _value(leaf)))
     return found
-
-
-def _copy(leaf: Any) -> jax.Array:
-    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return jnp.copy(leaf)
-    # The dtype is named so that a Python number loses its weak type: it would be
-    # another program than the one for the number after a step.
-    return jnp.array(leaf, jnp.result_type(leaf), copy=True)
 
 
 def _put(tree: dict[Any, PyTree], path: Path, value: PyTree) -> None:

@@ -137,12 +137,11 @@ def test_a_search_begins_where_the_row_before_ended(monkeypatch):
         return 5
 
     monkeypatch.setattr(largest, "search", search)
-    monkeypatch.setattr(largest, "_fitted", {})
     monkeypatch.setattr(largest, "peak", lambda setting, way: Peak((10,), 1, 1))
     table = BY_NAME["table1-memory"]
+    searches = largest.Largest("small", lambda text: None)
     for count in (1, 8):
-        row = table.row(f"transformer-pipeline-{count}")
-        largest.largest(table, row, "small", lambda text: None)
+        searches.find(table, table.row(f"transformer-pipeline-{count}"))
     assert guesses == [13, 5]
 
 
