@@ -216,6 +216,17 @@ class StagePrograms:
             self._named(zeros), out_shardings=SingleDeviceSharding(self._device)
         )
 
+    @cached_property
+    def commit(self) -> Compiled | None:
+        """``(old, tally) -> new``: what training makes of the changed leaves."""
+        if not self._task.changed:
+            return None
+
+        def commit(old: Leaves, tally: Leaves) -> list[Any]:
+            return self._task.commit(old, tally)
+
+        return self._jit(commit, ())
+
     def _jit(self, function: Callable[..., Any], donated: Sequence[int]) -> Compiled:
         return jax.jit(self._named(function), donate_argnums=tuple(donated))
 

@@ -49,9 +49,7 @@ class Gradient:
         tasks = [row[0].task for row in program.rows]
         weights = [task.weights for task in tasks]
         self._grad_dtypes = ties.gradient_dtypes(weights)
-        self._commits = [
-            jax.jit(task.commit) if task.changed else None for task in tasks
-        ]
+        self._commits = [row[0].programs.commit for row in program.rows]
         self._changed = [task.changed for task in tasks]
         self._loss_dtypes = (program.last_task.closed.out_avals[0].dtype,)
         self._stack = jax.jit(
