@@ -224,7 +224,7 @@ def _plain(setting: Any, steps: int) -> float:
     import optax
 
     import jpipe
-    from jpipe import _variables
+    from jpipe._run import _variables
 
     from .experiment import random_key
 

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 import jpipe
-from jpipe import _memory, _transfer
-from jpipe._objective import Objective
+from jpipe._functions._objective import Objective
+from jpipe._run import _memory, _transfer
 
 from . import by_hand, one_stage
 from .dispatch import interleaved, square

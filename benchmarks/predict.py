@@ -20,9 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jpipe import _execute
-from jpipe._execute import Step
-from jpipe._program import Program
+from jpipe._run import _execute
+from jpipe._run._execute import Step
+from jpipe._run._program import Program
 from jpipe.schedules import Costs, Timeline
 
 from .compiled import Way

@@ -14,10 +14,10 @@ from typing import Any
 import jax
 
 import jpipe
-from jpipe import _execute, _memory
-from jpipe._execute import Step
-from jpipe._objective import Objective
-from jpipe._program import Program
+from jpipe._functions._objective import Objective
+from jpipe._run import _execute, _memory
+from jpipe._run._execute import Step
+from jpipe._run._program import Program
 from jpipe.schedules import Action, Costs
 
 from .experiment import random_key

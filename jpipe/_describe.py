@@ -1,12 +1,12 @@
 """The plan of a pipeline, from what is known of it so far."""
 
-from . import _remat
+from ._functions import _remat
+from ._functions._weights import is_params
+from ._layers._skip import label
 from ._library import Library
-from ._memory import nbytes
 from ._plan import Plan, StagePlan
-from ._skip import label
-from ._weights import is_params
-from ._work import Pipe
+from ._run._memory import nbytes
+from ._run._work import Pipe
 
 
 def describe(pipe: Pipe, library: Library) -> Plan:

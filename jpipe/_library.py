@@ -10,17 +10,18 @@ from typing import Any, NamedTuple
 
 import jax
 
-from . import _microbatch, _signature, _tied, _variables
-from ._batch import Batch
-from ._gradient import Gradient
-from ._memory import costs_of
-from ._objective import Objective
-from ._program import Program
-from ._rng import Rngs
-from ._skip import Route
-from ._walk import Visit, walk
-from ._weights import Weights
-from ._work import Pipe
+from ._functions import _microbatch
+from ._functions._batch import Batch
+from ._functions._objective import Objective
+from ._functions._weights import Weights
+from ._layers._rng import Rngs
+from ._layers._skip import Route
+from ._layers._walk import Visit, walk
+from ._run import _signature, _tied, _variables
+from ._run._memory import costs_of
+from ._run._program import Program
+from ._run._work import Pipe
+from ._train._gradient import Gradient
 from .schedules import Timeline
 
 PyTree = Any

@@ -8,21 +8,22 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from . import _microbatch, _rng, _tied, _transfer, _variables
 from ._describe import describe
-from ._execute import execute
-from ._gradient import gradient_tree
-from ._initialize import initialize
-from ._layer import as_module
+from ._functions import _microbatch
+from ._functions._objective import Objective
+from ._functions._vjp import Leaves
+from ._layers import _rng
+from ._layers._initialize import initialize
+from ._layers._layer import as_module
 from ._library import Axes, Library
-from ._objective import Objective
-from ._optimizer import Optimizer, place_state
 from ._plan import Plan
-from ._profile import check_pair, profile
-from ._train import TrainState, TrainStep, check_optimizer
-from ._transfer import Device
-from ._vjp import Leaves
-from ._work import Pipe
+from ._profile import as_pair, profile
+from ._run import _tied, _transfer, _variables
+from ._run._execute import execute
+from ._run._work import Pipe
+from ._train._gradient import gradient_tree
+from ._train._optimizer import Optimizer, place_state
+from ._train._step import TrainState, TrainStep, check_optimizer
 from .schedules import Schedule, Timeline
 
 PyTree = Any
@@ -56,7 +57,7 @@ class Pipeline:
         return self._pipe.schedule
 
     @property
-    def devices(self) -> tuple[Device, ...]:
+    def devices(self) -> tuple[_transfer.Device, ...]:
         """The device of each stage."""
         return self._pipe.devices
 
@@ -360,10 +361,9 @@ class Pipeline:
           >>> predicted.peak_bytes == measured.peak_bytes
           True
         """
-        check_pair(batch)
+        x, targets = as_pair(batch)
         given = Objective(loss_fn, has_aux, reduction) if loss_fn else None
         objective = given or self._library.last_objective()
-        x, targets = batch
         key = _rng.step_key(state.rng, state.step)
         gradient = self._library.gradients(objective)(
             state.variables, x, targets, state.rng, True

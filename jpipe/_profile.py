@@ -16,9 +16,9 @@ from typing import Any
 
 import jax
 
-from ._execute import Live, Step, execute
-from ._memory import costs_of
-from ._program import Program
+from ._run._execute import Live, Step, execute
+from ._run._memory import costs_of
+from ._run._program import Program
 from .schedules import Action, Timeline
 from .schedules._action import Needs
 from .schedules._simulate import memory_events
@@ -98,16 +98,17 @@ def _settings() -> Callable[[], ExitStack]:
     return enter
 
 
-def check_pair(batch: Any) -> None:
-    """Checks that a batch is a pair of input and targets.
+def as_pair(batch: Any) -> tuple[Any, Any]:
+    """The input and the targets of a batch.
 
     Raises:
-      TypeError: if it is not.
+      TypeError: if it is no pair.
     """
     if not isinstance(batch, tuple) or len(batch) != 2:
         raise TypeError(
             f"batch is a {type(batch).__name__}; needs the pair (x, targets)"
         )
+    return batch
 
 
 def _waits(

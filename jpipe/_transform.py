@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 from typing import Any
 
-from . import _remat, _setup
-from ._layer import as_layers
+from . import _setup
+from ._functions import _remat
+from ._layers._layer import as_layers
+from ._layers._stage import fuse
 from ._library import Axes
 from ._pipeline import Pipeline
-from ._stage import fuse
-from ._transfer import Device
-from ._work import Pipe
+from ._run._transfer import Device
+from ._run._work import Pipe
 from .schedules import Schedule, ScheduleBuilder
 
 

@@ -12,8 +12,8 @@ from flax import linen as nn
 from flax import nnx
 
 import jpipe
-from jpipe import _alike
-from jpipe._objective import Objective
+from jpipe._functions._objective import Objective
+from jpipe._layers import _alike
 
 from . import reference as ref
 

@@ -13,91 +13,22 @@ import jpipe
 
 LIBRARY = Path(jpipe.__file__).parent
 
-# Nothing imports what stands below it. A new module has to say where it stands. A
-# module of a sub-package has a dotted name; that of the package is its `__init__`.
-LAYERS = {
-    "what a pipeline is, without jax": [
-        "schedules",
-        "schedules._action",
-        "schedules._build",
-        "schedules._compare",
-        "schedules._costs",
-        "schedules._flush",
-        "schedules._looped",
-        "schedules._schedule",
-        "schedules._simulate",
-        "schedules._timeline",
-        "schedules._validate",
-        "schedules._zero_bubble",
-        "draw",
-        "draw._frame",
-        "draw._layout",
-        "draw._palette",
-        "draw._panel",
-        "draw._png",
-        "draw._shapes",
-        "draw._svg",
-        "draw._trace",
-    ],
-    "what a model is: functions and abstract values": [
-        "_alike",
-        "_batch",
-        "_batchnorm",
-        "_chain",
-        "_linen",
-        "_jaxpr",
-        "_initialize",
-        "_layer",
-        "_microbatch",
-        "_nnx",
-        "_nnx_rngs",
-        "_objective",
-        "_rng",
-        "_signature",
-        "_skip",
-        "_split",
-        "_stage",
-        "_task",
-        "_trace",
-        "_vjp",
-        "_walk",
-        "_weights",
-    ],
-    "who does what, when: moves nothing": ["_plan", "_remat"],
-    "do it": [
-        "_compat",
-        "_compile",
-        "_derivatives",
-        "_describe",
-        "_execute",
-        "_gradient",
-        "_library",
-        "_lower",
-        "_memory",
-        "_optimizer",
-        "_placed",
-        "_profile",
-        "_program",
-        "_tied",
-        "_train",
-        "_transfer",
-        "_variables",
-        "_work",
-    ],
-    "what users type": ["__init__", "__main__", "_pipeline", "_setup", "_transform"],
-}
-PURE = LAYERS["what a pipeline is, without jax"]
+# The rooms of the house, each a folder: nothing imports what stands below it. What
+# users type is in no folder and stands last. A module in a folder has a dotted name;
+# that of the folder is its `__init__`.
+PURE = ("schedules", "draw")  # what a pipeline is, without jax
+ROOMS = (*PURE, "_layers", "_functions", "_run", "_train", "")
 
 # `device_put` anywhere else would be a transfer that the memory count and a later
 # multi-process transport do not see.
-MOVES_DATA = {"_transfer", "_compat"}
+MOVES_DATA = {"_run._transfer", "_run._compat"}
 # Python dispatches ahead of the devices: nothing in the library waits for a result but
 # what measures how long results take.
 MAY_WAIT = {"_profile"}
 # An optional dependency, imported when it is asked for: inside a function.
 OPTIONAL = {("draw._png", "matplotlib")}
 # The one file that may hold private names of JAX, each with its reason.
-MAY_BE_PRIVATE = {"_compat"}
+MAY_BE_PRIVATE = {"_run._compat"}
 
 LONGEST_FILE = 400
 WITHOUT_A_SUBJECT = {"utils", "types", "core", "common", "helpers", "misc", "base"}
@@ -235,28 +166,32 @@ def cycles(folder: Path) -> list[str]:
     return []
 
 
+def room(module: str) -> str:
+    """The folder of a module; empty for what is in none."""
+    first, *rest = module.split(".")
+    return first if rest or first in ROOMS else ""
+
+
 def imports_upwards(folder: Path) -> list[str]:
-    height = {name: i for i, layer in enumerate(LAYERS.values()) for name in layer}
+    height = {name: i for i, name in enumerate(ROOMS)}
     return [
         f"{name} imports {other}"
         for name, others in graph(folder).items()
         for other in sorted(others)
-        if name in height and height.get(other, 0) > height[name]
+        if height.get(room(name), 0) < height.get(room(other), 0)
     ]
 
 
-def without_a_layer(folder: Path) -> list[str]:
-    known = {name for layer in LAYERS.values() for name in layer} | MAY_BE_PRIVATE
-    return sorted(set(modules(folder)) - known)
+def in_an_unknown_room(folder: Path) -> list[str]:
+    return [name for name in modules(folder) if room(name) not in ROOMS]
 
 
 def beyond_the_standard_library(folder: Path) -> list[str]:
-    files = modules(folder)
     return [
         f"{module} imports {name}"
-        for module in PURE
-        if module in files
-        for name, late in foreign_imports(parse(files[module]))
+        for module, path in modules(folder).items()
+        if room(module) in PURE
+        for name, late in foreign_imports(parse(path))
         if name.split(".")[0] not in sys.stdlib_module_names
         and not (late and (module, name.split(".")[0]) in OPTIONAL)
     ]
@@ -342,15 +277,20 @@ RULES: dict[Callable[[Path], list[str]], list[tuple[str, str, str]]] = {
     imports_upwards: [
         (
             "schedules._action",
-            "from ._timeline import x\nfrom .._remat import y",
-            "schedules._action imports _remat",
+            "from ._timeline import x\nfrom .._layers._stage import y",
+            "schedules._action imports _layers",
         ),
-        ("schedules", "from .. import _remat", "schedules imports _remat"),
-        ("schedules", "from jpipe import _remat", "schedules imports _remat"),
-        ("draw._svg", "import jpipe._remat", "draw._svg imports _remat"),
-        ("_remat", "from .__main__ import main", "_remat imports __main__"),
+        ("schedules", "from .._layers import _stage", "schedules imports _layers"),
+        ("schedules", "from jpipe._layers import x", "schedules imports _layers"),
+        ("schedules", "from .. import draw", "schedules imports draw"),
+        ("draw._svg", "import jpipe._layers._stage", "draw._svg imports _layers"),
+        (
+            "_layers._stage",
+            "from ..__main__ import main",
+            "_layers._stage imports __main__",
+        ),
     ],
-    without_a_layer: [("_new", "", "_new"), ("draw._new", "", "draw._new")],
+    in_an_unknown_room: [("_new._module", "", "_new._module")],
     beyond_the_standard_library: [
         (
             "schedules._action",
@@ -422,14 +362,15 @@ SOUND = {
     "schedules._timeline": "from ._action import Action\nfrom . import _action",
     "draw": "from ._trace import trace",
     "draw._trace": "from ..schedules import Timeline",
-    "_remat": "from .schedules._action import Action\nfrom . import draw",
-    "__main__": "from . import _remat",
+    "_layers": "",
+    "_layers._stage": "from ..schedules._action import Action\nfrom .. import draw",
+    "__main__": "from ._layers import _stage",
 }
 
 
 def write(folder: Path, module: str, source: str) -> None:
     path = folder.joinpath(*module.split("."))
-    path = path / f"{ROOT}.py" if module in ("schedules", "draw") else path
+    path = path / f"{ROOT}.py" if module in ROOMS else path
     path.parent.mkdir(parents=True, exist_ok=True)
     path.with_suffix(".py").write_text(source)
 
@@ -448,8 +389,9 @@ def test_imports_are_found_through_packages(package):
         "schedules._timeline": {"schedules._action"},
         "draw": {"draw._trace"},
         "draw._trace": {"schedules"},
-        "_remat": {"schedules", "schedules._action", "draw"},
-        "__main__": {"_remat"},
+        "_layers": set(),
+        "_layers._stage": {"schedules", "schedules._action", "draw"},
+        "__main__": {"_layers", "_layers._stage"},
     }
 
 
@@ -511,19 +453,18 @@ def test_public_names_are_not_taken_for_private(tmp_path, source):
 
 
 def test_the_rules_read_the_whole_library():
-    assert {"_pipeline", "_transfer", ROOT, "schedules", "draw._svg"} <= set(
+    assert {"_pipeline", "_run._transfer", ROOT, "schedules", "draw._svg"} <= set(
         modules(LIBRARY)
     )
     imports = graph(LIBRARY)
     assert sum(map(len, imports.values())) > 100
-    assert {"schedules", "schedules._action"} <= imports["_execute"]
+    assert {"schedules", "schedules._action"} <= imports["_run._execute"]
     assert "schedules._validate" in imports["schedules._schedule"]
     assert {"draw", "schedules"} <= imports["__main__"]
-    assert "jax.extend.core.Literal" in foreign_names(LIBRARY / "_jaxpr.py")
-    assert "device_put" in words(LIBRARY / "_transfer.py")
+    functions = LIBRARY / "_functions"
+    assert "jax.extend.core.Literal" in foreign_names(functions / "_jaxpr.py")
+    assert "device_put" in words(LIBRARY / "_run" / "_transfer.py")
 
 
-def test_every_layer_lists_modules_that_exist():
-    listed = [name for layer in LAYERS.values() for name in layer]
-    assert sorted(listed) == sorted(set(listed))
-    assert set(listed) <= set(modules(LIBRARY))
+def test_every_room_is_there():
+    assert set(ROOMS) == set(map(room, modules(LIBRARY)))

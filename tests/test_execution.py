@@ -10,7 +10,7 @@ from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
 import jpipe
-from jpipe._objective import Objective
+from jpipe._functions._objective import Objective
 
 from . import reference as ref
 

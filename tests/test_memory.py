@@ -6,8 +6,9 @@ import pytest
 from flax import linen as nn
 
 import jpipe
-from jpipe import _compile, _execute, _memory, schedules
-from jpipe._objective import Objective
+from jpipe import schedules
+from jpipe._functions._objective import Objective
+from jpipe._run import _compile, _execute, _memory
 
 from . import reference as ref
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 
 import jpipe
-from jpipe import _microbatch
+from jpipe._functions import _microbatch
 
 # ---------------------------------------------------------------------- sizes
 

@@ -13,7 +13,8 @@ import jpipe
 from benchmarks.models import amoebanet
 from benchmarks.models.amoebanet import amoebanetd
 from benchmarks.models.resnet import convolution, linear, max_pool, resnet101
-from jpipe import _layer, _stage, _variables, _walk
+from jpipe._layers import _layer, _stage, _walk
+from jpipe._run import _variables
 
 from . import reference as ref
 

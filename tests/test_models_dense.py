@@ -15,7 +15,7 @@ from flax import linen as nn
 import jpipe
 from benchmarks.models.transformer import transformer, transformer_l
 from benchmarks.models.unet import convolution, unet
-from jpipe import _layer, _stage, _walk
+from jpipe._layers import _layer, _stage, _walk
 
 from . import reference as ref
 

@@ -14,7 +14,7 @@ from flax import linen as nn
 from flax import nnx
 
 import jpipe
-from jpipe import _layer
+from jpipe._layers import _layer
 
 from . import reference as ref
 

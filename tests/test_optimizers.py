@@ -20,7 +20,7 @@ from flax import linen as nn
 from optax import contrib
 
 import jpipe
-from jpipe import _placed
+from jpipe._train import _placed
 
 from . import reference as ref
 

@@ -10,8 +10,8 @@ import pytest
 from flax import linen as nn
 
 import jpipe
-from jpipe import _gradient
-from jpipe._task import Task
+from jpipe._functions._task import Task
+from jpipe._train import _gradient
 from jpipe.schedules import Schedule, ScheduleError, one_f_one_b
 
 from . import reference as ref

@@ -10,7 +10,7 @@ import pytest
 from flax import linen as nn
 
 import jpipe
-from jpipe import _transfer
+from jpipe._run import _transfer
 from jpipe.schedules import Schedule
 
 from . import reference as ref

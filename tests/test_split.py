@@ -11,8 +11,9 @@ import pytest
 from flax import linen as nn
 
 import jpipe
-from jpipe import _execute, _memory, schedules
-from jpipe._objective import Objective
+from jpipe import schedules
+from jpipe._functions._objective import Objective
+from jpipe._run import _execute, _memory
 from jpipe.schedules import Schedule
 
 from . import reference as ref

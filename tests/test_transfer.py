@@ -11,7 +11,7 @@ import pytest
 from jaxlib import _jax
 
 import jpipe
-from jpipe import _compat, _transfer
+from jpipe._run import _compat, _transfer
 
 from . import reference as ref
 

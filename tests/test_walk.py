@@ -12,7 +12,7 @@ from flax import linen as nn
 from flax import nnx
 
 import jpipe
-from jpipe import _layer, _stage, _walk
+from jpipe._layers import _layer, _stage, _walk
 
 from . import reference as ref
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import jax
 
+from .._functions._weights import Weights
+from .._layers._stage import StageFunction
 from . import _transfer
-from ._stage import StageFunction
 from ._transfer import Device
-from ._weights import Weights
 
 PyTree = Any
 

@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from . import _batchnorm, _jaxpr, _skip
+from .._layers import _batchnorm, _skip
+from .._layers._skip import NO_PORTS, Ports
+from .._layers._stage import StageFunction
+from . import _jaxpr
 from ._objective import Objective
-from ._skip import NO_PORTS, Ports
-from ._stage import StageFunction
 from ._task import EXTRA, Task
 from ._vjp import Differentiable, Leaves
 from ._weights import Weights, is_inexact

@@ -9,17 +9,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from . import _chain, _remat, _tied
-from ._batch import Batch
+from .._functions import _chain, _remat
+from .._functions._batch import Batch
+from .._functions._derivatives import Derivatives
+from .._functions._objective import Objective
+from .._functions._task import Task
+from .._functions._weights import Weights
+from .._layers._skip import Route
+from .._layers._stage import StageFunction
+from ..schedules import Schedule
+from . import _tied
 from ._compile import StagePrograms
-from ._derivatives import Derivatives
-from ._objective import Objective
-from ._skip import Route
-from ._stage import StageFunction
-from ._task import Task
 from ._transfer import Device
-from ._weights import Weights
-from .schedules import Schedule
 
 
 @dataclass(frozen=True)

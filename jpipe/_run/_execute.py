@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from .._functions._vjp import Leaves
+from ..schedules._action import Action
 from ._transfer import Group
-from ._vjp import Leaves
-from .schedules._action import Action
 
 Cells = list[list[Any]]
 

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import _execute, _transfer
-from ._objective import Objective
-from ._program import Program
-from ._tied import Ties
-from ._vjp import Leaves
+from .._functions._objective import Objective
+from .._functions._vjp import Leaves
+from .._run import _execute, _transfer
+from .._run._program import Program
+from .._run._tied import Ties
 
 PyTree = Any
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ._stage import shapes
+from .._layers._stage import shapes
 
 PyTree = Any
 

@@ -16,8 +16,9 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.sharding import SingleDeviceSharding
 
-from . import _jaxpr, _transfer
-from ._transfer import Device
+from .._functions import _jaxpr
+from .._run import _transfer
+from .._run._transfer import Device
 
 # The number of a place, or None for what every place may have: constants, counters,
 # and what follows from them alone. Such equations are computed wherever needed.

@@ -7,12 +7,12 @@ from typing import Any
 
 import jax
 
+from ..schedules import Action, Costs
+from ..schedules._action import BACKWARD, FORWARD, INPUT, WEIGHT
+from ..schedules._costs import Skip
 from . import _execute, _transfer
 from ._execute import Live, Step
 from ._program import Program
-from .schedules import Action, Costs
-from .schedules._action import BACKWARD, FORWARD, INPUT, WEIGHT
-from .schedules._costs import Skip
 
 
 def nbytes(tree: Any) -> int:

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from . import _batchnorm
-from ._skip import NO_PORTS, Ports
-from ._stage import StageFunction
+from .._layers import _batchnorm
+from .._layers._skip import NO_PORTS, Ports
+from .._layers._stage import StageFunction
 from ._vjp import Differentiable, Leaves
 from ._weights import Weights, accumulate, is_inexact, sum_spec
 

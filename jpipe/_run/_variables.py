@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax import core
 
-from ._stage import StageFunction
+from .._layers._stage import StageFunction
 from ._transfer import Device
 
 PyTree = Any

@@ -6,11 +6,11 @@ from typing import Any
 import jax
 import optax
 
-from . import _signature, _transfer
+from .._functions._weights import is_inexact
+from .._layers._stage import shapes
+from .._run import _signature, _transfer
+from .._run._transfer import Device
 from ._placed import Home, Placed
-from ._stage import shapes
-from ._transfer import Device
-from ._weights import is_inexact
 
 PyTree = Any
 

@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from . import _split
-from ._derivatives import Derivatives
+from .._functions import _split
+from .._functions._derivatives import Derivatives
+from .._functions._vjp import Leaves
+from .._functions._weights import accumulate, sum_spec
 from ._transfer import Device
-from ._vjp import Leaves
-from ._weights import accumulate, sum_spec
 
 Compiled = Callable[..., Any]
 

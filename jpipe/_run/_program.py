@@ -6,16 +6,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from . import _lower, _microbatch, _transfer, _variables
-from ._batch import Batch
+from .._functions import _microbatch
+from .._functions._batch import Batch
+from .._functions._objective import Objective
+from .._functions._task import Task
+from .._functions._vjp import Leaves
+from .._functions._weights import Weights
+from .._layers._skip import Route
+from ..schedules import Action
+from . import _lower, _transfer, _variables
 from ._execute import Live
-from ._objective import Objective
-from ._skip import Route
-from ._task import Task
-from ._vjp import Leaves
-from ._weights import Weights
 from ._work import Pipe, rows_of
-from .schedules import Action
 
 PyTree = Any
 

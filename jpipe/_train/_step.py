@@ -7,10 +7,11 @@ from typing import Any
 import jax
 import optax
 
-from . import _rng, _signature, _tied, _variables
+from .._functions._vjp import Leaves
+from .._layers import _rng
+from .._run import _signature, _tied, _variables
 from ._gradient import Gradient
 from ._optimizer import Optimizer
-from ._vjp import Leaves
 
 PyTree = Any
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import jax
 
-from . import _alike
+from .._layers import _alike
+from .._layers._skip import Ports, Route
+from .._layers._stage import StageFunction
 from ._objective import Objective
-from ._skip import Ports, Route
-from ._stage import StageFunction
 from ._task import Task
 from ._trace import trace
 from ._weights import Weights

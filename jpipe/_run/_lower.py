@@ -4,12 +4,12 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ..schedules import Action, Schedule
+from ..schedules._action import BACKWARD, FORWARD, INPUT, WEIGHT
 from . import _execute, _transfer
 from ._execute import Step
 from ._transfer import Device, Group
 from ._work import Rows, Work
-from .schedules import Action, Schedule
-from .schedules._action import BACKWARD, FORWARD, INPUT, WEIGHT
 
 
 def inference(schedule: Schedule, devices: Sequence[Device], rows: Rows) -> list[Step]:

@@ -1,0 +1,1 @@
+"""What a stage computes on a micro-batch: traced, differentiated and cut as jaxprs."""

@@ -1,0 +1,1 @@
+"""What a model is: layers of any origin as pure functions, met on abstract values."""

@@ -1,0 +1,1 @@
+"""How a mini-batch runs: compiled programs, transfers, the loop that drives them."""
