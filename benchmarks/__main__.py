@@ -7,12 +7,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .results import FOLDER, SCALES, Result
+from .tables.results import FOLDER, SCALES, Result
 
 if TYPE_CHECKING:  # JAX starts with the flags below, not before them
     from rich.progress import Progress
 
-    from .run import Options, Runner
+    from .tables.run import Options, Runner
 
 # Before JAX starts: eight host devices of one thread each stand in for as many
 # accelerators, and malloc keeps what is freed, as the allocators of GPUs do.
@@ -116,7 +116,7 @@ def _run(options: argparse.Namespace) -> None:
     _start_again_with_flags(options.scale)
     from rich.progress import Progress, TimeElapsedColumn
 
-    from .run import Runner
+    from .tables.run import Runner
 
     chosen = _chosen_rows(options)
     failed: list[str] = []
@@ -133,7 +133,7 @@ def _run(options: argparse.Namespace) -> None:
 def _chosen_rows(options: argparse.Namespace) -> dict[str, list[str]]:
     """The experiments of each table that was named."""
     from .published import BY_NAME
-    from .run import default_rows, row_names
+    from .tables.run import default_rows, row_names
 
     chosen = {}
     for name in _names(options):
@@ -152,7 +152,7 @@ def _how_to_run(options: argparse.Namespace) -> "Options":
     """What was typed, and what follows from the scale and the devices."""
     import jax
 
-    from .run import Options
+    from .tables.run import Options
 
     is_full_on_cpu = jax.default_backend() == "cpu" and options.scale == "full"
     return Options(
@@ -196,9 +196,9 @@ def _keep(result: Result, folder: Path) -> None:
 
 
 def _render(result: Result, path: Path) -> None:
-    from .plot import plot
     from .published import BY_NAME
-    from .report import whole
+    from .tables.plot import plot
+    from .tables.report import whole
 
     benchmark = BY_NAME[result.benchmark]
     path.with_suffix(".md").write_text(whole(benchmark, result))
@@ -226,8 +226,8 @@ def _table(options: argparse.Namespace) -> None:
 
 def _page(options: argparse.Namespace) -> None:
     """Writes the page, and the Markdown and pictures of kept results anew."""
-    from .page import PAGE, written
     from .published import BY_NAME
+    from .tables.page import PAGE, written
 
     for name in BY_NAME:
         for path in FOLDER.glob(f"{name}-*.json"):
@@ -238,7 +238,7 @@ def _page(options: argparse.Namespace) -> None:
 def _kept(name: str, scale: str, folder: Path) -> str:
     """The table of a saved result, or what to type for one."""
     from .published import BY_NAME
-    from .report import whole
+    from .tables.report import whole
 
     path = folder / f"{name}-{scale}.json"
     if path.exists():
@@ -251,7 +251,7 @@ def _kept(name: str, scale: str, folder: Path) -> str:
 
 def _start_again_with_flags(scale: str) -> None:
     """Flags and variables are read when a process starts."""
-    from .one_stage import KEEP_MEMORY
+    from .overhead.one_stage import KEEP_MEMORY
 
     wanted = dict(KEEP_MEMORY)
     given = os.environ.get("XLA_FLAGS", "")

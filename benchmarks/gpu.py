@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .results import SCALES
+from .tables.results import SCALES
 
 MODELS = {
     "resnet101": ("resnet101-speed", "pipeline-1", 0.853),
@@ -165,7 +165,7 @@ def eight_stages(scale: str, steps: int) -> dict[str, Any]:
 
 def dispatch() -> dict[str, Any]:
     """Microseconds of a step per action: four stages, all on the one device."""
-    from .dispatch import dispatch_cost
+    from .overhead.dispatch import dispatch_cost
 
     cost = dispatch_cost(16, one_device=True)
     # Nothing moves on one device.
@@ -180,7 +180,7 @@ def memory(model: str, scale: str) -> dict[str, Any]:
     """
     import jax
 
-    from .compiled import Way, peak
+    from .cells.compiled import Way, peak
 
     setting = _setting(MEMORY[model], "pipeline-1", scale, {})
     predicted = peak(setting, Way("gpipe", "except_last"))
@@ -210,8 +210,8 @@ def _piped(setting: Any, balance: tuple[int, ...], steps: int) -> float:
 
     import jax
 
-    from .compiled import Way
-    from .measure import measure
+    from .cells.compiled import Way
+    from .cells.measure import measure
 
     setting = dataclasses.replace(setting, balance=balance)
     devices = jax.devices()[:1] * len(balance)

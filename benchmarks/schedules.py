@@ -28,7 +28,7 @@ import optax  # noqa: E402
 
 import jpipe  # noqa: E402
 
-from .one_stage import KEEP_MEMORY, Block  # noqa: E402
+from .overhead.one_stage import KEEP_MEMORY, Block  # noqa: E402
 from .provenance import line, provenance  # noqa: E402
 
 RANKS, BLOCKS, WIDTH, TIME = 2, 8, 128, 64

@@ -19,17 +19,18 @@ from rich.progress import Progress
 
 import jpipe
 from benchmarks import __main__ as command
-from benchmarks import largest
-from benchmarks.compiled import Peak, Way, _peak_of_rank, peak, workspace
+from benchmarks.cells import largest
+from benchmarks.cells.compiled import Peak, Way, _peak_of_rank, peak, workspace
+from benchmarks.cells.measure import Measurement, measure
+from benchmarks.cells.predict import Link, Predictor, one_core
+from benchmarks.cells.stages import Calls, program_of
 from benchmarks.experiment import Setting, Work, scaled_balance
-from benchmarks.measure import Measurement, measure
-from benchmarks.page import PAGE, written
-from benchmarks.plot import drawn
-from benchmarks.predict import Link, Predictor, one_core
 from benchmarks.provenance import cores, provenance
 from benchmarks.published import BY_NAME
-from benchmarks.report import number, published_speed_up, shown, table
-from benchmarks.results import (
+from benchmarks.tables.page import PAGE, written
+from benchmarks.tables.plot import drawn
+from benchmarks.tables.report import number, published_speed_up, shown, table
+from benchmarks.tables.results import (
     COMPILED,
     FOLDER,
     MEASURED,
@@ -38,8 +39,7 @@ from benchmarks.results import (
     Cell,
     Result,
 )
-from benchmarks.run import default_rows, row_names
-from benchmarks.stages import Calls, program_of
+from benchmarks.tables.run import default_rows, row_names
 
 ROOT = Path(__file__).parent.parent
 

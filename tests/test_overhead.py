@@ -8,8 +8,9 @@ import pytest
 from flax import linen as nn
 
 import jpipe
-from benchmarks import by_hand, one_stage, overhead
 from benchmarks.experiment import mean_cross_entropy
+from benchmarks.overhead import by_hand, one_stage
+from benchmarks.overhead import command as overhead
 
 # Floats of one size summed in another order.
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}

@@ -18,7 +18,7 @@ import jax
 from rich.progress import Progress
 
 from ..models.resnet import resnet101
-from ..results import Cell, Rows
+from ..tables.results import Cell, Rows
 from . import digits
 from .imagenet import ImageFolder
 from .recipe import Recipe

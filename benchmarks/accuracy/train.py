@@ -11,7 +11,7 @@ import numpy as np
 
 import jpipe
 
-from ..results import MEASURED, Cell
+from ..tables.results import MEASURED, Cell
 from .recipe import Recipe, cross_entropy
 
 Batch = tuple[np.ndarray, np.ndarray]

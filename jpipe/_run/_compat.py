@@ -23,7 +23,8 @@ def copier(source: Any, target: Any) -> Copy | None:
     onto one device ends, and the thread's transfer guard, to which these copies are
     as explicit as that. Before it gets there `jax.device_put` spends on each array more
     Python than the call of a compiled function takes, on questions that have one answer
-    for all arrays that one stage sends to another (benchmarks/dispatch.py measures it).
+    for all arrays that one stage sends to another (benchmarks/overhead/dispatch.py
+    measures it).
     Free when `jax.device_put` has a fast path as `jax.jit` has; it has none up to JAX
     0.12.
 

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from .published import BY_NAME, Benchmark
+from ..published import BY_NAME, Benchmark
 from .report import LEGEND, table
 from .results import FOLDER, Result
 
-PAGE = Path(__file__).parent / "README.md"
+PAGE = Path(__file__).parents[1] / "README.md"
 BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
 
 

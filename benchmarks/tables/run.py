@@ -9,14 +9,14 @@ from typing import Any
 import jax
 from rich.progress import Progress
 
-from . import accuracy
-from .compiled import Way, peak
-from .experiment import Experiment, Setting
-from .largest import Largest
-from .measure import measure
-from .predict import Link, Prediction, Predictor
-from .provenance import provenance
-from .published import Benchmark
+from .. import accuracy
+from ..cells.compiled import Way, peak
+from ..cells.largest import Largest
+from ..cells.measure import measure
+from ..cells.predict import Link, Prediction, Predictor
+from ..experiment import Experiment, Setting
+from ..provenance import provenance
+from ..published import Benchmark
 from .results import COMPILED, MEASURED, PREDICTED, Cell, Result, Rows
 
 GIB = 1 << 30

@@ -25,8 +25,8 @@ from jpipe._run._execute import Step
 from jpipe._run._program import Program
 from jpipe.schedules import Costs, Timeline
 
+from ..experiment import Setting, fill
 from .compiled import Way
-from .experiment import Setting, fill
 from .stages import Call, Calls, program_of
 
 

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from . import provenance
-from .experiment import Experiment
-from .published import Benchmark
+from .. import provenance
+from ..experiment import Experiment
+from ..published import Benchmark
 from .results import Cell, Result
 
 _EMPTY = "-"

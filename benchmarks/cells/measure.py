@@ -9,8 +9,8 @@ import jax
 
 import jpipe
 
+from ..experiment import Setting, random_key
 from .compiled import Way
-from .experiment import Setting, random_key
 
 
 class Measurement(NamedTuple):

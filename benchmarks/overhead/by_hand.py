@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 from flax import linen as nn
 
-from .experiment import mean_cross_entropy
+from ..experiment import mean_cross_entropy
 
 PyTree = Any
 Step = Callable[..., tuple[PyTree, PyTree, jax.Array]]

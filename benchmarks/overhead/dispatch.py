@@ -1,6 +1,6 @@
 """What Python costs per action, on layers so small that there is nothing else.
 
-Run it with ``python -m benchmarks.dispatch``; `benchmarks.overhead` runs it in several
+Run it with ``python -m benchmarks.overhead.dispatch``; `command` runs it in several
 processes, since processes differ by more than what is measured.
 """
 

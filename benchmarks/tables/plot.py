@@ -6,7 +6,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .published import Benchmark
+from ..published import Benchmark
 from .report import published_speed_up, rows_shown, speed_up
 from .results import Cell, Result
 

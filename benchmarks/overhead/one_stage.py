@@ -1,7 +1,7 @@
 """One stage and M micro-batches against the step that a user writes by hand.
 
-Run it with ``python -m benchmarks.one_stage transformer``; `benchmarks.overhead` runs
-it in several processes, since the luck of one process with its memory allocator
+Run it with ``python -m benchmarks.overhead.one_stage transformer``; `command` runs it
+in several processes, since the luck of one process with its memory allocator
 outweighs what is measured.
 """
 
@@ -22,9 +22,9 @@ from flax import linen as nn
 
 import jpipe
 
+from ..cells.predict import one_core
+from ..experiment import mean_cross_entropy
 from . import by_hand
-from .experiment import mean_cross_entropy
-from .predict import one_core
 
 Runs = dict[str, Callable[[Any], Any]]
 States = dict[str, Any]

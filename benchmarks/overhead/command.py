@@ -19,11 +19,11 @@ import jpipe
 from jpipe._functions._objective import Objective
 from jpipe._run import _memory, _transfer
 
+from ..provenance import line, provenance
 from . import by_hand, one_stage
 from .dispatch import interleaved, square
 from .one_stage import Block
 from .processes import medians
-from .provenance import line, provenance
 
 PyTree = Any
 
@@ -132,7 +132,7 @@ def one_stage_costs(rounds: int, processes: int) -> list[dict[str, Any]]:
     return [
         {"model": model, "one_core": one_core, "keeps": bool(variables)}
         | medians(
-            "benchmarks.one_stage",
+            "benchmarks.overhead.one_stage",
             [model, f"{rounds}", *["--one-core"] * one_core],
             processes,
             "by_scan",
@@ -146,7 +146,7 @@ def one_stage_costs(rounds: int, processes: int) -> list[dict[str, Any]]:
 def calls_costs(rounds: int, processes: int) -> dict[str, Any]:
     """`one_stage.throughput` of the Transformer against calls written by hand."""
     return medians(
-        "benchmarks.one_stage",
+        "benchmarks.overhead.one_stage",
         ["transformer", f"{rounds}", "--against", *by_hand.STEPS],
         processes,
         "by_scan",
@@ -156,7 +156,7 @@ def calls_costs(rounds: int, processes: int) -> dict[str, Any]:
 
 def dispatch_costs(rounds: int, processes: int) -> dict[str, Any]:
     """`dispatch.dispatch_cost` of four CPU devices."""
-    return medians("benchmarks.dispatch", [f"{rounds}"], processes, "step_us")
+    return medians("benchmarks.overhead.dispatch", [f"{rounds}"], processes, "step_us")
 
 
 def main() -> None:
@@ -277,7 +277,3 @@ _TABLES: dict[str, Callable[[Any], str]] = {
     "held": _held_table,
     "first_gradient": _first_table,
 }
-
-
-if __name__ == "__main__":
-    main()

@@ -4,10 +4,10 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 
+from ..experiment import Experiment, Setting
+from ..published.benchmark import Benchmark
+from ..tables.results import COMPILED, Cell
 from .compiled import Peak, Way, peak
-from .experiment import Experiment, Setting
-from .published.benchmark import Benchmark
-from .results import COMPILED, Cell
 
 GIB = 1 << 30
 

@@ -15,7 +15,7 @@ import jax
 import jpipe
 from jpipe.schedules import Action, Timeline
 
-from .experiment import PyTree, Setting
+from ..experiment import PyTree, Setting
 from .stages import Call, Calls, program_of
 
 # The layout of the memory does not depend on how well the code is optimized. It does

@@ -20,7 +20,7 @@ from jpipe._run._execute import Step
 from jpipe._run._program import Program
 from jpipe.schedules import Action, Costs
 
-from .experiment import random_key
+from ..experiment import random_key
 
 PyTree = Any
 

@@ -19,7 +19,7 @@ def medians(
     """Runs a module that prints a flat JSON object, one process after the other.
 
     Args:
-      module: its name, such as ``"benchmarks.dispatch"``.
+      module: its name, such as ``"benchmarks.overhead.dispatch"``.
       words: what follows it on the command line.
       processes: how many.
       spread: the figure whose least and greatest are told too.

@@ -1,0 +1,1 @@
+"""Three ways to fill a cell of a table: measured, compiled, predicted."""

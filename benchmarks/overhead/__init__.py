@@ -1,0 +1,1 @@
+"""What jpipe costs beside the arithmetic: run `python -m benchmarks.overhead`."""

@@ -1,0 +1,1 @@
+"""The tables: run row by row, kept as JSON, written as Markdown, drawn."""
