@@ -238,7 +238,7 @@ def _plain(setting: Any, steps: int) -> float:
     def step(params: Any, rest: Any, opt_state: Any) -> Any:
         def loss(params: Any) -> Any:
             variables = _variables.merge(params, rest)
-            y, changed = stage(variables, x, key, 0, True)
+            y, changed = stage(variables, x, key, None, True)
             return work.loss(y, targets), changed
 
         (value, changed), grads = jax.value_and_grad(loss, has_aux=True)(params)

@@ -43,7 +43,10 @@ def _stage(pipe: Pipe, library: Library, s: int, held_bytes: int | None) -> Stag
     params = None
     if weights:
         pairs = zip(weights[s].specs, weights[s].paths, strict=True)
-        params = [spec for spec, path in pairs if is_params(path)]
+        # A leaf that is tied within the stage stands in it twice.
+        params = list(
+            {id(spec): spec for spec, path in pairs if is_params(path)}.values()
+        )
     return StagePlan(
         index=s,
         rank=pipe.schedule.placement[s],

@@ -262,6 +262,12 @@ def test_leaf_that_is_no_array(call):
         call({"a": 3, "b": "text", "c": X})
 
 
+def test_a_list_of_numbers_does_not_fill_the_screen():
+    pipe = jpipe.sequential([jnp.tanh], 2)
+    with pytest.raises(TypeError, match=r"x\[19\] is a float: 1.0\n  \* and 28 more$"):
+        pipe.apply(({},), [1.0] * 48)
+
+
 def test_batch_smaller_than_the_number_of_microbatches(pipe, variables):
     match = says("x has 1 examples", "num_microbatches=2", "num_microbatches=1")
     with pytest.raises(ValueError, match=match):

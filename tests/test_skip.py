@@ -232,6 +232,13 @@ class TestFaults:
         with pytest.raises(RuntimeError, match=re.escape("pop('a')")):
             jpipe.pop("a")
 
+    def test_names_without_a_hash(self):
+        with pytest.raises(TypeError, match=re.escape("isolate(..., ['a']): needs a")):
+            jpipe.isolate(keep, ["a"])
+        layers = [lambda x: jpipe.stash(["a"], x)]
+        with pytest.raises(TypeError, match="hashable name, such as a string; this is"):
+            jpipe.sequential(layers).init(jax.random.key(0), jnp.ones((2, 3)))
+
     @pytest.mark.parametrize(
         "transform",
         [

@@ -171,3 +171,14 @@ def test_another_method_alone_is_a_layer():
     variables = pipe.init(jax.random.key(0), x)
     table = variables[0]["params"]["embedding"]
     ref.assert_close(pipe.apply(variables, x), x @ table.T, ref.FLOAT32)
+
+
+def test_the_plan_counts_what_is_tied_within_a_stage_once():
+    embed = nn.Embed(VOCABULARY, WIDTH)
+    layers = [embed, nn.Dense(WIDTH), jpipe.layer(embed, method="attend")]
+    pipe = jpipe.sequential(layers, 2)
+    tokens = jnp.ones((4, 3), jnp.int32)
+    variables = pipe.init(jax.random.key(0), tokens)
+    (stage,) = pipe.plan.stages
+    assert stage.num_params == sum(leaf.size for leaf in jax.tree.leaves(variables))
+    assert stage.param_bytes == 4 * stage.num_params

@@ -289,3 +289,17 @@ def test_equal_layers_train_as_different_ones():
     value = pipe.value_and_grad(ref.mse)(variables, x, targets)
     expected = ref.value_and_grad(layers, ref.params_of(variables), x, targets)
     ref.assert_close(value, expected, ref.FLOAT32)
+
+
+def test_nothing_of_a_trace_outlives_it():
+    x = jnp.ones((4, 5))
+
+    def keep(x):
+        jpipe.stash("x", x)
+        return 2 * x
+
+    with jax.check_tracer_leaks(True):
+        layers = [keep, jnp.sin, lambda x: x + jpipe.pop("x"), nn.Dense(3)]
+        pipe = jpipe.pipeline(layers, 2, balance=[1, 2, 1])
+        variables = pipe.init(jax.random.key(0), x)
+        pipe.value_and_grad(ref.mse)(variables, x, x[:, :3])

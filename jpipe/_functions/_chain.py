@@ -122,9 +122,7 @@ class _Tracer:
             differentiate=differentiate,
             ports=ports,
         )
-        # What is random is another in each layer: its number goes into the keys.
-        if "rngs" not in task.extra:
-            self._known[key] = task
+        self._known[key] = task
         return task
 
 

@@ -9,6 +9,9 @@ import jax.numpy as jnp
 PyTree = Any
 Axes = Any
 
+# How many faults of a kind a message lists.
+_MOST = 20
+
 
 def sizes(batch_size: int, num_microbatches: int) -> tuple[int, ...]:
     """Sizes that differ by at most one and sum to the batch: 10 in 4 is 3, 3, 2, 2."""
@@ -48,9 +51,12 @@ def specs(tree: PyTree, what: str) -> PyTree:
 
     result = jax.tree_util.tree_map_with_path(spec, tree)
     if faults:
+        lines = [f"  * {fault}" for fault in faults[:_MOST]]
+        if len(faults) > _MOST:  # numbers in a list, say
+            lines.append(f"  * and {len(faults) - _MOST} more")
         raise TypeError(
             "every leaf must be an array; convert with jnp.asarray:\n"
-            + "\n".join(f"  * {fault}" for fault in faults)
+            + "\n".join(lines)
         )
     return result
 

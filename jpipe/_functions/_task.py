@@ -18,7 +18,7 @@ PyTree = Any
 
 # What a micro-batch brings to a stage beside its input, in this order. A stage is
 # given only what it reads.
-EXTRA = ("targets", "rngs", "microbatch", "share")
+EXTRA = ("targets", "rngs", "place", "share")
 
 
 @dataclass(frozen=True)

@@ -1,44 +1,50 @@
-"""Which layers are alike, so that what is made for one serves all."""
+"""Which layers are alike, so that what is made for one serves all.
 
-from collections.abc import Hashable
+Two are, if nothing that they hold tells them apart. Python's ``==`` does not ask that:
+to it 1 and 1.0 are equal, and a class says itself what to leave out.
+"""
+
+import dataclasses
+import functools
+import types
+from collections.abc import Hashable, Mapping
 from typing import Any
+
+from flax import linen as nn
+from flax.core import FrozenDict
+from flax.typing import HashableMapping
+from jax.tree_util import PyTreeDef
 
 from . import _linen, _nnx
 from ._layer import Layer, Method
+
+_ATOMS = (types.NoneType, bool, int, float, complex, str, bytes)
+_MAPPINGS = (dict, FrozenDict, HashableMapping)
+# What of a linen module is about the object and the call that it is in.
+_PASSING = {"_id", "_state"}
 
 
 def kind(source: Any) -> Hashable:
     """What is equal for layers that are made and applied alike.
 
-    Two linen modules do the same if their attributes are the same. To Python 1 and 1.0
-    are equal, to dtypes they are not, and a field can be left out of comparisons: so
-    they must read the same too.
-
     Args:
       source: the object that the user listed.
 
     Returns:
-      Something hashable for linen modules and their methods; ``None`` where it cannot
-      be told.
+      Something hashable for linen modules and their methods; ``None`` for others,
+      of which it cannot be told how they are made.
     """
     if isinstance(source, Method):
         inner = kind(source.module)
         return None if inner is None else (inner, source.method)
-    if not _linen.is_module(source):
-        return None
-    try:
-        hash(source)
-    except TypeError:  # an array or a list among its attributes
-        return None
-    return type(source), source, repr(source)
+    return _Content().of(source) if _linen.is_module(source) else None
 
 
 def function(layer: Layer) -> Hashable:
     """What is equal for layers that do the same with the same variables.
 
     Args:
-      layer: a layer, whose source stays alive: an object that is listed twice is told
-        by its identity.
+      layer: a layer.
 
     Returns:
       Something hashable.
@@ -46,5 +52,70 @@ def function(layer: Layer) -> Hashable:
     source, method = layer.source, ""
     if isinstance(source, Method):
         source, method = source.module, source.method
-    known = _nnx.kind(source) if _nnx.is_module(source) else kind(source)
-    return (id(source) if known is None else known), method, layer.namespace
+    if _nnx.is_module(source):
+        # The values that a pipeline does not carry are part of the function.
+        static, is_whole = _nnx.static(source)
+        source = static if is_whole else source
+    return _Content().of(source), method, layer.namespace
+
+
+class _Same:
+    """An object that is equal to itself only; it stays alive as long as this."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._value is other._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+
+class _Content:
+    """Reads what an object holds, down to what can only be told by identity."""
+
+    def __init__(self) -> None:
+        # One module held twice is not two that are alike: its parameters are shared.
+        self._met: dict[int, int] = {}
+
+    def of(self, value: Any) -> Hashable:
+        """Something hashable that is equal for objects that hold the same."""
+        cls = type(value)
+        if cls in _ATOMS:
+            return cls, repr(value)  # which tells 0.0 from -0.0
+        if cls is PyTreeDef:
+            return cls, value
+        if cls in (tuple, list) or _is_named_tuple(cls):
+            return cls, tuple(map(self.of, value))
+        if cls in _MAPPINGS:
+            return cls, self._items(value)
+        if cls is functools.partial:
+            return cls, *map(self.of, (value.func, value.args, value.keywords))
+        if cls is types.MethodType:
+            return cls, self.of(value.__self__), _Same(value.__func__)
+        if not dataclasses.is_dataclass(cls):
+            return _Same(value)
+        if id(value) in self._met:
+            return cls, self._met[id(value)]
+        self._met[id(value)] = len(self._met)
+        return cls, self._items(_attributes(value))
+
+    def _items(self, mapping: Mapping[Any, Any]) -> Hashable:
+        return tuple((self.of(key), self.of(item)) for key, item in mapping.items())
+
+
+def _is_named_tuple(cls: type) -> bool:
+    return issubclass(cls, tuple) and hasattr(cls, "_fields")
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """The fields of an instance of a dataclass, and what else was set on it."""
+    names = [field.name for field in dataclasses.fields(value)]
+    passing = _PASSING if isinstance(value, nn.Module) else set()
+    others = [name for name in getattr(value, "__dict__", ()) if name not in names]
+    return {
+        name: getattr(value, name)
+        for name in [*names, *others]
+        if name not in passing and hasattr(value, name)
+    }

@@ -7,7 +7,7 @@ path, and makes a new module of them inside of each trace: the user's is only re
 import functools
 import inspect
 import re
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import chex
@@ -110,30 +110,25 @@ def _leave_statistics(module: nnx.Module) -> None:
             node.momentum = 0.0
 
 
-def kind(module: nnx.Module) -> Hashable:
-    """What is equal for modules that do the same with the same variables.
+def static(module: nnx.Module) -> tuple[Any, bool]:
+    """What of a module a pipeline does not carry as variables.
 
     Args:
       module: the module.
 
     Returns:
-      Something hashable; ``None`` where it cannot be told, as of a module with values
-      that a pipeline does not carry.
+      Its structure, its static attributes and the metadata of its variables, in
+      tuples, lists, mappings and dataclasses; and whether that is all: values that
+      are not carried, such as those of random streams, are not in it.
     """
     graphdef, leaves = _flat(module)
-    if any(_collection(leaf) is None for leaf in leaves.values() if leaf is not None):
-        return None
     variables = [
-        (path, type(leaf), repr(leaf.get_metadata()))
+        (path, type(leaf), leaf.get_metadata())
         for path, leaf in leaves.items()
         if isinstance(leaf, nnx.Variable)
     ]
-    try:
-        hash(graphdef)
-    except TypeError:  # a list among its attributes
-        return None
-    # To Python 1 and 1.0 are equal: they must read the same too.
-    return graphdef, repr(graphdef), tuple(variables)
+    carried = [leaf is None or _collection(leaf) for leaf in leaves.values()]
+    return (graphdef, variables), all(carried)
 
 
 def as_module(module: nnx.Module, variables: Mapping[str, PyTree]) -> nnx.Module:

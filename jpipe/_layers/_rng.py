@@ -24,14 +24,14 @@ def training_key(key: chex.PRNGKey) -> chex.PRNGKey:
 
 
 def layer_rngs(
-    rngs: Rngs, microbatch: jax.Array | int, layer: int
+    rngs: Rngs, microbatch: jax.Array | int, layer: jax.Array | int
 ) -> dict[str, chex.PRNGKey] | None:
     """The keys of one layer on one micro-batch.
 
     Args:
       rngs: the keys of the step: one, a dictionary of them, or ``None``.
       microbatch: the number of the micro-batch, an int32 scalar.
-      layer: the number of the layer in the user's list.
+      layer: the number of the layer in the user's list, likewise.
 
     Returns:
       A dictionary of keys by stream name. A single key serves every stream: Flax

@@ -61,6 +61,8 @@ def applying(
         yield frame
     finally:
         _current.reset(token)
+        # Its keys may outlive the trace of the layer, its values may not.
+        frame.values, frame.guess, frame.trace = {}, None, None
 
 
 def stash(name: Hashable, x: PyTree) -> None:
@@ -77,6 +79,7 @@ def stash(name: Hashable, x: PyTree) -> None:
     Raises:
       RuntimeError: outside of a pipeline's layer, or inside a transformation of JAX
         within one.
+      TypeError: if the name is not hashable.
 
     Example:
       >>> import jax, jax.numpy as jnp, jpipe
@@ -124,6 +127,7 @@ def pop(name: Hashable) -> PyTree:
 
 
 def _frame(function: str, name: Hashable, instead: str) -> Frame:
+    _check_hashable(f"{function}({name!r})", name, "name")
     frame = _current.get()
     if frame is None:
         raise RuntimeError(
@@ -138,6 +142,16 @@ def _frame(function: str, name: Hashable, instead: str) -> Frame:
             f"such as jax.jit, jax.checkpoint, vmap, scan or nn.remat; {instead}"
         )
     return frame
+
+
+def _check_hashable(call: str, value: Any, what: str) -> None:
+    try:
+        hash(value)
+    except TypeError:
+        raise TypeError(
+            f"{call}: needs a hashable {what}, such as a string; this is a "
+            f"{type(value).__name__}"
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -159,6 +173,9 @@ def isolate(layer: Any, namespace: Hashable) -> Isolated:
     Returns:
       The layer, to be listed in its place.
 
+    Raises:
+      TypeError: if the namespace is not hashable.
+
     Example:
       >>> import jax.numpy as jnp, jpipe
       >>> def keep(x):
@@ -171,6 +188,7 @@ def isolate(layer: Any, namespace: Hashable) -> Isolated:
       >>> pipe.apply(({},) * 4, jnp.zeros(2)).shape
       (2,)
     """
+    _check_hashable(f"isolate(..., {namespace!r})", namespace, "namespace")
     return Isolated(layer, namespace)
 
 

@@ -158,12 +158,15 @@ class Program:
 
     def _constant_extra(self, s: int) -> list[list[jax.Array]]:
         """What never changes from step to step, so that it is moved only once."""
-        total = sum(self.batch.sizes)
+        total, task = sum(self.batch.sizes), self.rows[s][0].task
         columns = {
-            "microbatch": [np.int32(m) for m in range(len(self.batch.sizes))],
+            "place": [
+                np.array([m, task.stage.first], np.int32)
+                for m in range(len(self.batch.sizes))
+            ],
             "share": [np.float64(size / total) for size in self.batch.sizes],
         }
-        wanted = self.rows[s][0].task.extra
+        wanted = task.extra
         return [
             _transfer.put(column, self.devices[s])
             for name, column in columns.items()
