@@ -1175,4 +1175,4 @@ def test_schedules_and_their_pictures_load_without_jax():
 
 
 def test_the_probe_sees_jax_where_it_is():
-    assert "jax" in imported_by("_signature")
+    assert "jax" in imported_by("_run._signature")
