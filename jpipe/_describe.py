@@ -6,7 +6,7 @@ from ._layers._skip import label
 from ._library import Library
 from ._plan import Plan, StagePlan
 from ._run._memory import nbytes
-from ._run._work import Pipe
+from ._run._pipe import Pipe
 
 
 def describe(pipe: Pipe, library: Library) -> Plan:
@@ -43,10 +43,11 @@ def _stage(pipe: Pipe, library: Library, s: int, held_bytes: int | None) -> Stag
     params = None
     if weights:
         pairs = zip(weights[s].specs, weights[s].paths, strict=True)
-        # A leaf that is tied within the stage stands in it twice.
-        params = list(
-            {id(spec): spec for spec, path in pairs if is_params(path)}.values()
-        )
+        params = [
+            spec
+            for spec, path in pairs
+            if is_params(path) and not _stands_before(pipe, s, path[0].idx)
+        ]
     return StagePlan(
         index=s,
         rank=pipe.schedule.placement[s],
@@ -54,6 +55,12 @@ def _stage(pipe: Pipe, library: Library, s: int, held_bytes: int | None) -> Stag
         layers=tuple(layer.name for layer in stage.layers),
         remat=_remat.name(pipe.remat[s]),
         num_params=None if params is None else sum(spec.size for spec in params),
-        param_bytes=None if params is None else nbytes(params),
+        param_bytes=None if params is None else sum(map(nbytes, params)),
         held_bytes=held_bytes,
     )
+
+
+def _stands_before(pipe: Pipe, s: int, layer: int) -> bool:
+    """Whether the variables of a layer are those of an earlier one of its stage."""
+    first = pipe.stages[s].first
+    return first <= pipe.owners[first + layer] < first + layer

@@ -19,8 +19,8 @@ from ._layers._skip import Route
 from ._layers._walk import Visit, walk
 from ._run import _signature, _tied, _variables
 from ._run._memory import costs_of
+from ._run._pipe import Pipe
 from ._run._program import Program
-from ._run._work import Pipe
 from ._train._gradient import Gradient
 from .schedules import Timeline
 

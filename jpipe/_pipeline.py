@@ -20,7 +20,7 @@ from ._plan import Plan
 from ._profile import as_pair, profile
 from ._run import _tied, _transfer, _variables
 from ._run._execute import execute
-from ._run._work import Pipe
+from ._run._pipe import Pipe
 from ._train._gradient import gradient_tree
 from ._train._optimizer import Optimizer, place_state
 from ._train._step import TrainState, TrainStep, check_optimizer

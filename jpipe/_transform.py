@@ -9,8 +9,8 @@ from ._layers._layer import as_layers
 from ._layers._stage import fuse
 from ._library import Axes
 from ._pipeline import Pipeline
+from ._run._pipe import Pipe
 from ._run._transfer import Device
-from ._run._work import Pipe
 from .schedules import Schedule, ScheduleBuilder
 
 

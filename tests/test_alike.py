@@ -1,5 +1,6 @@
 """Equal stages: traced once, compiled once for a device; and nothing else is equal."""
 
+import collections
 import dataclasses
 import itertools
 import re
@@ -108,6 +109,45 @@ class Config:
     scale: float = dataclasses.field(default=1.0, compare=False, repr=False)
 
 
+class Slots:
+    """A base whose slot is no field of what is derived from it."""
+
+    __slots__ = ("scale",)
+
+
+@dataclasses.dataclass(eq=False)
+class Slotted(Slots):
+    """A dataclass that holds more than its fields."""
+
+    value: dataclasses.InitVar[float]
+
+    def __post_init__(self, value):
+        self.scale = value
+
+    def __call__(self, x):
+        return self.scale * x
+
+
+@dataclasses.dataclass(init=False, eq=False)
+class Items(dict):
+    """A dataclass that holds items too."""
+
+    def __call__(self, x):
+        return self["scale"] * x
+
+
+class Pair(collections.namedtuple("Pair", "a b")):
+    """A named tuple with an attribute beside its items."""
+
+    def __new__(cls, scale):
+        pair = super().__new__(cls, 0, 0)
+        pair.scale = scale
+        return pair
+
+    def __call__(self, x):
+        return self.scale * x
+
+
 class Configured(nn.Module):
     """A module with a config that it calls or reads."""
 
@@ -181,6 +221,7 @@ class TestWhatIsEqual:
             (Dropped(), Dropped()),
             (Twice(*[nn.Dense(WIDTH)] * 2), Twice(*[nn.Dense(WIDTH)] * 2)),
             (Block(1, config=Config(2.0)), Block(2, config=Config(2.0))),
+            (Block(1, rate=0.5), Block(2, rate=0.5)),
             (
                 nn.Dropout(0.5, deterministic=False),
                 nn.Dropout(0.5, deterministic=False),
@@ -219,7 +260,11 @@ class TestWhatIsEqual:
             (Block(1, scale=1), Block(1, scale=1.0)),
             (Block(1), Block(1, about="rows")),
             (Block(1, kept=1.0), Block(1, kept=2.0)),
-            (Block(1, rate=0.5), Block(1, rate=0.5)),
+            (Block(1, rate=0.5), Block(1, rate=0.25)),
+            (Block(1, kept=1.0), Block(1, kept=1.0)),
+            (Slotted(1.0), Slotted(3.0)),
+            (Items(scale=1.0), Items(scale=3.0)),
+            (Pair(1.0), Pair(3.0)),
             (nn.Dense(WIDTH), Block(1)),
         ],
     )
@@ -364,7 +409,7 @@ def test_sharing_changes_no_bit(blocks, schedule, monkeypatch):
 
     *shared, rows = trained()
     number = itertools.count()
-    monkeypatch.setattr(_alike, "function", lambda layer: next(number))
+    monkeypatch.setattr(_alike, "behaviour", lambda layer: next(number))
     *alone, others = trained()
     ref.assert_equal(shared, alone)
     assert len({id(row[0].task.closed) for row in others}) == 6

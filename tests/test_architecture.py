@@ -13,11 +13,11 @@ import jpipe
 
 LIBRARY = Path(jpipe.__file__).parent
 
-# The rooms of the house, each a folder: nothing imports what stands below it. What
+# The folders of the library: nothing imports what stands below it. What
 # users type is in no folder and stands last. A module in a folder has a dotted name;
 # that of the folder is its `__init__`.
 PURE = ("schedules", "draw")  # what a pipeline is, without jax
-ROOMS = (*PURE, "_layers", "_functions", "_run", "_train", "")
+FOLDERS = (*PURE, "_layers", "_functions", "_run", "_train", "")
 
 # `device_put` anywhere else would be a transfer that the memory count and a later
 # multi-process transport do not see.
@@ -166,31 +166,31 @@ def cycles(folder: Path) -> list[str]:
     return []
 
 
-def room(module: str) -> str:
+def folder_of(module: str) -> str:
     """The folder of a module; empty for what is in none."""
     first, *rest = module.split(".")
-    return first if rest or first in ROOMS else ""
+    return first if rest or first in FOLDERS else ""
 
 
 def imports_upwards(folder: Path) -> list[str]:
-    height = {name: i for i, name in enumerate(ROOMS)}
+    height = {name: i for i, name in enumerate(FOLDERS)}
     return [
         f"{name} imports {other}"
         for name, others in graph(folder).items()
         for other in sorted(others)
-        if height.get(room(name), 0) < height.get(room(other), 0)
+        if height.get(folder_of(name), 0) < height.get(folder_of(other), 0)
     ]
 
 
-def in_an_unknown_room(folder: Path) -> list[str]:
-    return [name for name in modules(folder) if room(name) not in ROOMS]
+def in_an_unknown_folder(folder: Path) -> list[str]:
+    return [name for name in modules(folder) if folder_of(name) not in FOLDERS]
 
 
 def beyond_the_standard_library(folder: Path) -> list[str]:
     return [
         f"{module} imports {name}"
         for module, path in modules(folder).items()
-        if room(module) in PURE
+        if folder_of(module) in PURE
         for name, late in foreign_imports(parse(path))
         if name.split(".")[0] not in sys.stdlib_module_names
         and not (late and (module, name.split(".")[0]) in OPTIONAL)
@@ -290,7 +290,7 @@ RULES: dict[Callable[[Path], list[str]], list[tuple[str, str, str]]] = {
             "_layers._stage imports __main__",
         ),
     ],
-    in_an_unknown_room: [("_new._module", "", "_new._module")],
+    in_an_unknown_folder: [("_new._module", "", "_new._module")],
     beyond_the_standard_library: [
         (
             "schedules._action",
@@ -370,7 +370,7 @@ SOUND = {
 
 def write(folder: Path, module: str, source: str) -> None:
     path = folder.joinpath(*module.split("."))
-    path = path / f"{ROOT}.py" if module in ROOMS else path
+    path = path / f"{ROOT}.py" if module in FOLDERS else path
     path.parent.mkdir(parents=True, exist_ok=True)
     path.with_suffix(".py").write_text(source)
 
@@ -466,5 +466,5 @@ def test_the_rules_read_the_whole_library():
     assert "device_put" in words(LIBRARY / "_run" / "_transfer.py")
 
 
-def test_every_room_is_there():
-    assert set(ROOMS) == set(map(room, modules(LIBRARY)))
+def test_every_folder_is_there():
+    assert set(FOLDERS) == set(map(folder_of, modules(LIBRARY)))

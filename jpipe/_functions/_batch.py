@@ -41,7 +41,7 @@ class Batch:
         }
         if self.rngs is not None:
             extra["rngs"] = self.rngs
-            extra["place"] = jax.ShapeDtypeStruct((2,), np.dtype(np.int32))
+            extra["numbers"] = jax.ShapeDtypeStruct((2,), np.dtype(np.int32))
         return _part(self.x, self.x_axes, size), extra
 
 

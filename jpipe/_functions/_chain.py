@@ -44,7 +44,7 @@ def tasks(
     Returns:
       One task per stage; those of equal stages have one jaxpr.
     """
-    tasks: list[Task] = []
+    traced: list[Task] = []
     trace_once = _Tracer(extra, train)
     skips: dict[Any, PyTree] = {}
     # Whether the gradient of a stage's output is of use: to itself or before.
@@ -52,34 +52,40 @@ def tasks(
         itertools.accumulate((any(w.trainable) for w in weights), operator.or_)
     )
     for stage, own in zip(stages, weights, strict=True):
-        last = stage.index == len(stages) - 1
         ports = Ports.of(routes, stage.index)
-        wanted = [stage.index > 0 and useful[stage.index - 1]] * len(jax.tree.leaves(x))
+        before = stage.index > 0 and useful[stage.index - 1]
+        wanted = [before] * len(jax.tree.leaves(x))
         if ports.incoming:
             arrived = tuple(skips.pop(route.key) for route in ports.incoming)
-            of_skips = [
-                useful[route.source]
-                for route, skip in zip(ports.incoming, arrived, strict=True)
-                for _ in jax.tree.leaves(skip)
-            ]
-            x, wanted = (arrived, x), of_skips + wanted
+            wanted = _wanted(arrived, ports.incoming, useful) + wanted
+            x = arrived, x
         task = trace_once(
             stage,
             own,
             x,
-            objective=objective if last else None,
+            objective=objective if stage is stages[-1] else None,
             differentiate=tuple(wanted),
             ports=ports,
         )
-        tasks.append(task)
+        traced.append(task)
         x = task.y
         if ports.outgoing:
             left, x = task.y
-            skips.update(
-                zip((route.key for route in ports.outgoing), left, strict=True)
-            )
-    _assert_moves_fit(tasks)
-    return tasks
+            keys = [route.key for route in ports.outgoing]
+            skips.update(zip(keys, left, strict=True))
+    _assert_moves_fit(traced)
+    return traced
+
+
+def _wanted(
+    arrived: Sequence[PyTree], routes: Sequence[Route], useful: Sequence[bool]
+) -> list[bool]:
+    """Of each leaf of the skip connections, whether its gradient is of use."""
+    return [
+        useful[route.source]
+        for route, skip in zip(routes, arrived, strict=True)
+        for _ in jax.tree.leaves(skip)
+    ]
 
 
 class _Tracer:
@@ -107,7 +113,7 @@ class _Tracer:
     ) -> Task:
         """The task of a stage: see `_trace.trace`."""
         leaves, tree = jax.tree.flatten(x)
-        layers = tuple(map(_alike.function, stage.layers))
+        layers = tuple(map(_alike.behaviour, stage.layers))
         given = weights, tree, tuple(leaves), differentiate
         key = layers, given, objective, ports
         if key in self._known:

@@ -12,7 +12,8 @@ class Derivatives:
     """A task as forwards and backwards; equal stages on any device have one.
 
     Attributes:
-      task: the function of a stage.
+      task: that of the first of the equal stages, whose number and whose neighbours
+        are not those of the others.
       mode: what is kept between forward and backward.
     """
 
@@ -60,11 +61,11 @@ class Derivatives:
         return _split.split(closed, len(task.weights.specs), is_first)
 
     @property
-    def of_weights(self) -> bool:
+    def has_weight_grads(self) -> bool:
         """Whether a backward has gradients of weights to compute."""
         return any(self.task.wanted.weights)
 
     @property
-    def of_x(self) -> bool:
+    def has_x_grads(self) -> bool:
         """Whether a backward has a gradient of the input to compute."""
         return any(self.task.wanted.x)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 PyTree = Any
 Axes = Any
 
-# How many faults of a kind a message lists.
+# A list of a thousand numbers is one fault to who reads of it, not a thousand.
 _MOST = 20
 
 

@@ -16,9 +16,9 @@ from ._weights import Weights, accumulate, is_inexact, sum_spec
 
 PyTree = Any
 
-# What a micro-batch brings to a stage beside its input, in this order. A stage is
-# given only what it reads.
-EXTRA = ("targets", "rngs", "place", "share")
+# What a stage is given on a micro-batch beside its input, in this order, and only what
+# it reads. The numbers are that of the micro-batch and that of the stage's first layer.
+EXTRA = ("targets", "rngs", "numbers", "share")
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,7 @@ def _applied(
         keys = [route.key for route in ports.incoming]
         skips = dict(zip(keys, arrived, strict=True))
     y, changed = stage(
-        variables, x, extra.get("rngs"), extra.get("place"), train, skips
+        variables, x, extra.get("rngs"), extra.get("numbers"), train, skips
     )
     _skip.check_left(skips, ports)
     if ports.outgoing:

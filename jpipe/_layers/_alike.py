@@ -20,11 +20,11 @@ from ._layer import Layer, Method
 
 _ATOMS = (types.NoneType, bool, int, float, complex, str, bytes)
 _MAPPINGS = (dict, FrozenDict, HashableMapping)
-# What of a linen module is about the object and the call that it is in.
-_PASSING = {"_id", "_state"}
+# Flax's notes on a linen module and on the call that it is in, not what it is.
+_NOTES = {"_id", "_state"}
 
 
-def kind(source: Any) -> Hashable:
+def origin(source: Any) -> Hashable:
     """What is equal for layers that are made and applied alike.
 
     Args:
@@ -35,12 +35,12 @@ def kind(source: Any) -> Hashable:
       of which it cannot be told how they are made.
     """
     if isinstance(source, Method):
-        inner = kind(source.module)
+        inner = origin(source.module)
         return None if inner is None else (inner, source.method)
     return _Content().of(source) if _linen.is_module(source) else None
 
 
-def function(layer: Layer) -> Hashable:
+def behaviour(layer: Layer) -> Hashable:
     """What is equal for layers that do the same with the same variables.
 
     Args:
@@ -77,7 +77,7 @@ class _Content:
 
     def __init__(self) -> None:
         # One module held twice is not two that are alike: its parameters are shared.
-        self._met: dict[int, int] = {}
+        self._met: dict[int, tuple[int, Any]] = {}
 
     def of(self, value: Any) -> Hashable:
         """Something hashable that is equal for objects that hold the same."""
@@ -94,11 +94,11 @@ class _Content:
             return cls, *map(self.of, (value.func, value.args, value.keywords))
         if cls is types.MethodType:
             return cls, self.of(value.__self__), _Same(value.__func__)
-        if not dataclasses.is_dataclass(cls):
+        if not dataclasses.is_dataclass(cls) or _holds_more(cls):
             return _Same(value)
         if id(value) in self._met:
-            return cls, self._met[id(value)]
-        self._met[id(value)] = len(self._met)
+            return cls, self._met[id(value)][0]
+        self._met[id(value)] = len(self._met), value
         return cls, self._items(_attributes(value))
 
     def _items(self, mapping: Mapping[Any, Any]) -> Hashable:
@@ -106,16 +106,32 @@ class _Content:
 
 
 def _is_named_tuple(cls: type) -> bool:
-    return issubclass(cls, tuple) and hasattr(cls, "_fields")
+    # With a __dict__ it is derived from a named tuple, and may hold more.
+    return issubclass(cls, tuple) and hasattr(cls, "_fields") and not cls.__dictoffset__
+
+
+def _holds_more(cls: type) -> bool:
+    """Whether instances of a dataclass hold more than fields and a ``__dict__``."""
+    names = {field.name for field in dataclasses.fields(cls)}
+    # Another __new__ is that of a builtin, which holds items, or the user's own.
+    return cls.__new__ is not object.__new__ or not _slots(cls) <= names
+
+
+def _slots(cls: type) -> set[str]:
+    slots: set[str] = set()
+    for base in cls.__mro__:
+        own = vars(base).get("__slots__", ())
+        slots |= {own} if isinstance(own, str) else set(own)
+    return slots - {"__dict__", "__weakref__"}
 
 
 def _attributes(value: Any) -> dict[str, Any]:
     """The fields of an instance of a dataclass, and what else was set on it."""
     names = [field.name for field in dataclasses.fields(value)]
-    passing = _PASSING if isinstance(value, nn.Module) else set()
+    notes = _NOTES if isinstance(value, nn.Module) else set()
     others = [name for name in getattr(value, "__dict__", ()) if name not in names]
     return {
         name: getattr(value, name)
         for name in [*names, *others]
-        if name not in passing and hasattr(value, name)
+        if name not in notes and hasattr(value, name)
     }

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from . import _nnx, _skip
-from ._alike import kind
+from ._alike import origin
 from ._layer import Layer, as_layer, zeros
 
 PyTree = Any
@@ -40,18 +40,18 @@ def initialize(
     if _nnx.is_module(layer.owner):
         # A compiled program would keep the values that the module has now.
         return jax.tree.map(_strong, layer.init(key, spec))
-    alike = kind(layer.source)
+    alike = origin(layer.source)
     if alike is None:
         return jax.jit(lambda key: init_with(layer, key, spec, skips))(key)
     names, values = tuple(skips), tuple(skips.values())
     leaves, tree = jax.tree.flatten((spec, values))
     shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
-    origin = _Origin(layer.source, alike)
-    return _initialize(origin, layer.namespace, key, names, tree, shapes)
+    maker = _Origin(layer.source, alike)
+    return _initialize(maker, layer.namespace, key, names, tree, shapes)
 
 
 class _Origin:
-    """What a layer is made from; equal if of one kind."""
+    """What a layer is made from; equal if they are made alike."""
 
     def __init__(self, source: Any, alike: Hashable) -> None:
         self.source = source

@@ -117,18 +117,22 @@ def static(module: nnx.Module) -> tuple[Any, bool]:
       module: the module.
 
     Returns:
-      Its structure, its static attributes and the metadata of its variables, in
-      tuples, lists, mappings and dataclasses; and whether that is all: values that
-      are not carried, such as those of random streams, are not in it.
+      Its structure, its static attributes, the metadata of its variables and the
+      shapes of its random streams, in tuples, lists, mappings and dataclasses; and
+      whether that is all: other values that are not carried are not in it.
     """
     graphdef, leaves = _flat(module)
+    streams = _nnx_rngs.shapes(module)
     variables = [
         (path, type(leaf), leaf.get_metadata())
         for path, leaf in leaves.items()
         if isinstance(leaf, nnx.Variable)
     ]
-    carried = [leaf is None or _collection(leaf) for leaf in leaves.values()]
-    return (graphdef, variables), all(carried)
+    known = [
+        leaf is None or path in streams or _collection(leaf)
+        for path, leaf in leaves.items()
+    ]
+    return (graphdef, variables, streams), all(known)
 
 
 def as_module(module: nnx.Module, variables: Mapping[str, PyTree]) -> nnx.Module:

@@ -38,12 +38,8 @@ def seed(module: nnx.Module, rngs: Keys) -> int:
     Returns:
       The number of streams.
     """
-    streams = [
-        (path, node)
-        for path, node in nnx.iter_graph(module, graph=True)
-        if isinstance(node, nnx.RngStream)
-    ]
-    for number, (path, stream) in enumerate(streams):
+    streams = _streams(module)
+    for number, (path, stream) in enumerate(streams.items()):
         key, shape = _key_of(rngs, stream.tag), stream.key.get_value().shape
         if key is None:
             # Known only when it is drawn from, wherever that is: a class goes through
@@ -55,6 +51,22 @@ def seed(module: nnx.Module, rngs: Keys) -> int:
         stream.key.set_value(jax.random.split(key, shape) if shape else key)
         stream.count.set_value(jnp.zeros(shape, jnp.uint32))
     return len(streams)
+
+
+def shapes(module: nnx.Module) -> dict[Path, tuple[int, ...]]:
+    """What of the values of random streams `seed` keeps: their shapes.
+
+    Args:
+      module: the module.
+
+    Returns:
+      The shape of each key and of each count, by its path.
+    """
+    return {
+        (*path, name): getattr(stream, name).get_value().shape
+        for path, stream in _streams(module).items()
+        for name in ("key", "count")
+    }
 
 
 def as_rngs(rngs: Mapping[str, chex.PRNGKey], first: int) -> nnx.Rngs:
@@ -79,6 +91,14 @@ def as_rngs(rngs: Mapping[str, chex.PRNGKey], first: int) -> nnx.Rngs:
 def dotted(path: Path) -> str:
     """A path in a module, as Python writes attributes."""
     return ".".join(map(str, path))
+
+
+def _streams(module: nnx.Module) -> dict[Path, nnx.RngStream]:
+    return {
+        tuple(path): node
+        for path, node in nnx.iter_graph(module, graph=True)
+        if isinstance(node, nnx.RngStream)
+    }
 
 
 def _key_of(rngs: Keys, stream: str) -> chex.PRNGKey | None:

@@ -37,7 +37,7 @@ class StageFunction:
         variables: Sequence[PyTree],
         x: PyTree,
         rngs: _rng.Rngs = None,
-        place: Sequence[jax.Array | int] | None = None,
+        numbers: Sequence[jax.Array | int] | None = None,
         train: bool = False,
         skips: dict[_skip.Key, PyTree] | None = None,
     ) -> tuple[PyTree, tuple[dict[str, PyTree], ...]]:
@@ -47,8 +47,8 @@ class StageFunction:
           variables: one entry per layer of the stage.
           x: the input of its first layer.
           rngs: the keys of the step, or ``None``.
-          place: the number of the micro-batch, and that of the first layer: traced,
-            so that equal stages draw from other keys in one program.
+          numbers: of the micro-batch and of the first layer; traced, so that equal
+            stages draw from other keys in one program.
           train: whether this is training.
           skips: what its layers may pop; in the end what they stashed for later stages.
 
@@ -56,7 +56,7 @@ class StageFunction:
           The output of the last layer, and the collections that each layer changed.
         """
         changed = []
-        microbatch, first = (0, self.first) if place is None else place
+        microbatch, first = (0, self.first) if numbers is None else numbers
         skips = {} if skips is None else skips
         for offset, (layer, entry) in enumerate(
             zip(self.layers, variables, strict=True)

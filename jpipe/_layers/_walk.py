@@ -8,7 +8,7 @@ import chex
 import jax
 
 from . import _rng, _skip
-from ._alike import kind
+from ._alike import origin
 from ._initialize import init_with
 from ._layer import Layer, zeros
 from ._stage import StageFunction, naming
@@ -114,7 +114,7 @@ class _Walk:
 
     def _outcome(self, layer: Layer, frames: list[_skip.Frame]) -> _Outcome:
         # Tied layers go their own way: an earlier one owns their variables.
-        alike = None if layer.identity in self._owners else kind(layer.source)
+        alike = None if layer.identity in self._owners else origin(layer.source)
         if alike is None:
             return self._traced(layer, frames)
         leaves, tree = jax.tree.flatten(self.spec)

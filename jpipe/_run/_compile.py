@@ -1,4 +1,4 @@
-"""The compiled programs of one stage, for micro-batches of one size.
+"""The compiled programs of a stage and its equals, for micro-batches of one size.
 
 Each is one `jax.jit` call over flat leaves; sums are kept inside it, in donated
 buffers, so that an action of the schedule costs a single dispatch.
@@ -21,9 +21,12 @@ from ._transfer import Device
 
 Compiled = Callable[..., Any]
 
+# How many of the stages that share a program its name lists.
+_NAMED = 4
+
 
 class StagePrograms:
-    """What one stage can be asked to do; compiled when it is first asked.
+    """What a stage can be asked to do; compiled when it is first asked.
 
     Equal stages on one device have one.
 
@@ -34,7 +37,7 @@ class StagePrograms:
         memory, and not to the caller, as that of the first stage.
 
     Attributes:
-      derivatives: see above.
+      derivatives: of the task of the first of these stages.
     """
 
     def __init__(self, derivatives: Derivatives, device: Device, owns_x: bool) -> None:
@@ -49,7 +52,9 @@ class StagePrograms:
         self._stages[stage] = None
 
     def _named(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        stages = "_".join(map(str, self._stages))
+        # Names become file names: those of a hundred stages would be too long.
+        first, rest = list(self._stages)[:_NAMED], len(self._stages) - _NAMED
+        stages = "_".join(map(str, first)) + (f"_and_{rest}_more" if rest > 0 else "")
         function.__name__ = f"stage{stages}_{function.__name__}"
         return function
 

@@ -1,7 +1,7 @@
 """The one loop that drives every schedule.
 
 It takes no decision: which program runs, what it keeps and where its results go is
-in the steps, which `_program` derived from the schedule. It never waits: Python
+in the steps, which `_lower` derived from the schedule. It never waits: Python
 dispatches ahead of the devices.
 """
 

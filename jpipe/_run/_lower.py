@@ -65,7 +65,7 @@ def training(
 def _real(action: Action, rows: Rows) -> Action | None:
     """What an action amounts to, where a half of a backward has nothing to compute."""
     derivatives = rows[action.stage][action.microbatch].programs.derivatives
-    has = {INPUT: derivatives.of_x, WEIGHT: derivatives.of_weights}
+    has = {INPUT: derivatives.has_x_grads, WEIGHT: derivatives.has_weight_grads}
     if action.op not in has or all(has.values()):
         return action
     # The first half stays if there is nothing to compute: with the loss, say.
@@ -140,7 +140,7 @@ class _Lowering:
             return self.step(action, _execute.input_grad, programs.input_grad, kept)
         if action.op == WEIGHT:
             return self.step(action, _execute.weight_grad, programs.weight_grad)
-        if derivatives.of_weights or derivatives.of_x:
+        if derivatives.has_weight_grads or derivatives.has_x_grads:
             return self.step(action, _execute.backward, programs.backward)
         return None
 

@@ -1,4 +1,4 @@
-"""From a schedule and the functions of its stages to the steps of the executor."""
+"""A mini-batch compiled: how it is fed, and the steps that run it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +16,8 @@ from .._layers._skip import Route
 from ..schedules import Action
 from . import _lower, _transfer, _variables
 from ._execute import Live
-from ._work import Pipe, rows_of
+from ._pipe import Pipe
+from ._work import rows_of
 
 PyTree = Any
 
@@ -160,7 +161,7 @@ class Program:
         """What never changes from step to step, so that it is moved only once."""
         total, task = sum(self.batch.sizes), self.rows[s][0].task
         columns = {
-            "place": [
+            "numbers": [
                 np.array([m, task.stage.first], np.int32)
                 for m in range(len(self.batch.sizes))
             ],

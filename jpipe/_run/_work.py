@@ -5,9 +5,7 @@ once; on one device they are compiled once too.
 """
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from .._functions import _chain, _remat
 from .._functions._batch import Batch
@@ -16,26 +14,9 @@ from .._functions._objective import Objective
 from .._functions._task import Task
 from .._functions._weights import Weights
 from .._layers._skip import Route
-from .._layers._stage import StageFunction
-from ..schedules import Schedule
-from . import _tied
 from ._compile import StagePrograms
+from ._pipe import Pipe
 from ._transfer import Device
-
-
-@dataclass(frozen=True)
-class Pipe:
-    """What is fixed for all batches: stages, their devices, the schedule, remat."""
-
-    stages: tuple[StageFunction, ...]
-    devices: tuple[Device, ...]
-    schedule: Schedule
-    remat: tuple[Any, ...]
-
-    @cached_property
-    def owners(self) -> tuple[int, ...]:
-        """For each layer the one that owns its variables."""
-        return _tied.owners(self.stages)
 
 
 class Work(NamedTuple):
@@ -86,18 +67,18 @@ def rows_of(
         )
         for size in dict.fromkeys(batch.sizes)
     }
-    made = _Made(pipe.devices)
+    shared = _SharedPrograms(pipe.devices)
     count = len(batch.sizes)
 
     def work(stage: int, microbatch: int) -> Work:
         task = tasks[batch.sizes[microbatch]][stage]
         mode = _remat.mode(pipe.remat[stage], microbatch, count)
-        return Work(task, made.programs(task, mode))
+        return Work(task, shared.of(task, mode))
 
     return [[work(s, m) for m in range(count)] for s in range(len(pipe.stages))]
 
 
-class _Made:
+class _SharedPrograms:
     """What was made for a task, to be found for an equal one.
 
     Args:
@@ -109,7 +90,7 @@ class _Made:
         self._derivatives: dict[Hashable, Derivatives] = {}
         self._programs: dict[Hashable, StagePrograms] = {}
 
-    def programs(self, task: Task, mode: _remat.Mode) -> StagePrograms:
+    def of(self, task: Task, mode: _remat.Mode) -> StagePrograms:
         """The programs of a task; equal tasks have one jaxpr: see `_chain.tasks`."""
         stage, device = task.index, self._devices[task.index]
         function = id(task.closed), mode

@@ -1,0 +1,32 @@
+"""What is fixed for all mini-batches of a pipeline."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from .._layers._stage import StageFunction
+from ..schedules import Schedule
+from . import _tied
+from ._transfer import Device
+
+
+@dataclass(frozen=True)
+class Pipe:
+    """A pipeline without its batches.
+
+    Attributes:
+      stages: all stages, in order.
+      devices: the device of each.
+      schedule: who runs which action when.
+      remat: what each stage keeps: see `_remat`.
+    """
+
+    stages: tuple[StageFunction, ...]
+    devices: tuple[Device, ...]
+    schedule: Schedule
+    remat: tuple[Any, ...]
+
+    @cached_property
+    def owners(self) -> tuple[int, ...]:
+        """For each layer the one that owns its variables."""
+        return _tied.owners(self.stages)
