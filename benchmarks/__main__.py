@@ -7,7 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .tables.results import FOLDER, SCALES, Result
+from .result import FOLDER, SCALES, Result
 
 if TYPE_CHECKING:  # JAX starts with the flags below, not before them
     from rich.progress import Progress
@@ -251,7 +251,7 @@ def _kept(name: str, scale: str, folder: Path) -> str:
 
 def _start_again_with_flags(scale: str) -> None:
     """Flags and variables are read when a process starts."""
-    from .overhead.one_stage import KEEP_MEMORY
+    from .allocator import KEEP_MEMORY
 
     wanted = dict(KEEP_MEMORY)
     given = os.environ.get("XLA_FLAGS", "")

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .tables.results import SCALES
+from .result import SCALES
 
 MODELS = {
     "resnet101": ("resnet101-speed", "pipeline-1", 0.853),
@@ -39,7 +39,7 @@ PARTS = (
 
 def main() -> None:
     """Runs all parts, or one in this process."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser("python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--scale", default="full", choices=SCALES)
     parser.add_argument("--steps", type=int, default=10, help="timed steps")
     parser.add_argument("--seconds", type=float, default=570, help="for all parts")

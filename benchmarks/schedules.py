@@ -28,7 +28,8 @@ import optax  # noqa: E402
 
 import jpipe  # noqa: E402
 
-from .overhead.one_stage import KEEP_MEMORY, Block  # noqa: E402
+from .allocator import KEEP_MEMORY  # noqa: E402
+from .models.block import Block  # noqa: E402
 from .provenance import line, provenance  # noqa: E402
 
 RANKS, BLOCKS, WIDTH, TIME = 2, 8, 128, 64
@@ -79,7 +80,9 @@ def square(y: jax.Array, t: jax.Array) -> jax.Array:
 
 def main() -> None:
     """Prints a table for each way to rematerialize."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.schedules", description=__doc__
+    )
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--microbatches", type=int, default=8)
     options = parser.parse_args()

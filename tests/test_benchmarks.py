@@ -27,10 +27,7 @@ from benchmarks.cells.stages import Calls, program_of
 from benchmarks.experiment import Setting, Work, scaled_balance
 from benchmarks.provenance import cores, provenance
 from benchmarks.published import BY_NAME
-from benchmarks.tables.page import PAGE, written
-from benchmarks.tables.plot import drawn
-from benchmarks.tables.report import number, published_speed_up, shown, table
-from benchmarks.tables.results import (
+from benchmarks.result import (
     COMPILED,
     FOLDER,
     MEASURED,
@@ -39,6 +36,9 @@ from benchmarks.tables.results import (
     Cell,
     Result,
 )
+from benchmarks.tables.page import PAGE, written
+from benchmarks.tables.plot import drawn
+from benchmarks.tables.report import number, published_speed_up, shown, table
 from benchmarks.tables.run import default_rows, row_names
 
 ROOT = Path(__file__).parent.parent

@@ -18,7 +18,7 @@ import jax
 from rich.progress import Progress
 
 from ..models.resnet import resnet101
-from ..tables.results import Cell, Rows
+from ..result import Cell, Rows
 from . import digits
 from .imagenet import ImageFolder
 from .recipe import Recipe

@@ -18,7 +18,7 @@ import numpy as np
 from sklearn.datasets import load_digits
 
 from ..models.resnet import resnet101
-from ..tables.results import MEASURED, Cell, Rows
+from ..result import MEASURED, Cell, Rows
 from .recipe import Recipe
 from .train import Batch, Experiment, Training
 

@@ -11,7 +11,7 @@ import numpy as np
 
 import jpipe
 
-from ..tables.results import MEASURED, Cell
+from ..result import MEASURED, Cell
 from .recipe import Recipe, cross_entropy
 
 Batch = tuple[np.ndarray, np.ndarray]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from ..experiment import Experiment, Setting
 from ..published.benchmark import Benchmark
-from ..tables.results import COMPILED, Cell
+from ..result import COMPILED, Cell
 from .compiled import Peak, Way, peak
 
 GIB = 1 << 30

@@ -19,10 +19,11 @@ import jpipe
 from jpipe._functions._objective import Objective
 from jpipe._run import _memory, _transfer
 
+from .. import allocator
+from ..models.block import Block
 from ..provenance import line, provenance
 from . import by_hand, one_stage
 from .dispatch import interleaved, square
-from .one_stage import Block
 from .processes import medians
 
 PyTree = Any
@@ -128,7 +129,7 @@ def first_gradient(rounds: int) -> dict[str, float]:
 
 def one_stage_costs(rounds: int, processes: int) -> list[dict[str, Any]]:
     """`one_stage.throughput` of every model, by cores and by what malloc keeps."""
-    kept = one_stage.KEEP_MEMORY | one_stage.LARGE_PAGES
+    kept = allocator.KEEP_MEMORY | allocator.LARGE_PAGES
     return [
         {"model": model, "one_core": one_core, "keeps": bool(variables)}
         | medians(
@@ -150,7 +151,7 @@ def calls_costs(rounds: int, processes: int) -> dict[str, Any]:
         ["transformer", f"{rounds}", "--against", *by_hand.STEPS],
         processes,
         "by_scan",
-        one_stage.KEEP_MEMORY | one_stage.LARGE_PAGES,
+        allocator.KEEP_MEMORY | allocator.LARGE_PAGES,
     )
 
 
@@ -161,7 +162,9 @@ def dispatch_costs(rounds: int, processes: int) -> dict[str, Any]:
 
 def main() -> None:
     """Prints the tables, or JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.overhead", description=__doc__
+    )
     parser.add_argument("--rounds", type=int, default=16, help="steps timed per side")
     parser.add_argument("--processes", type=int, default=5, help="of each side")
     parser.add_argument("--json", action="store_true", help="print JSON")

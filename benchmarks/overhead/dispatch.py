@@ -1,7 +1,7 @@
 """What Python costs per action, on layers so small that there is nothing else.
 
-Run it with ``python -m benchmarks.overhead.dispatch``; `command` runs it in several
-processes, since processes differ by more than what is measured.
+Run it with ``python -m benchmarks.overhead.dispatch``; the command of this folder runs
+it in several processes, since processes differ by more than what is measured.
 """
 
 import argparse
@@ -155,7 +155,9 @@ def _bare(steps: Sequence[_execute.Step], live: _execute.Live) -> float:
 
 def main() -> None:
     """Prints `dispatch_cost` of four CPU devices as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.overhead.dispatch", description=__doc__
+    )
     parser.add_argument("rounds", type=int, nargs="?", default=16)
     rounds = parser.parse_args().rounds
     jax.config.update("jax_num_cpu_devices", STAGES)

@@ -1,8 +1,8 @@
 """One stage and M micro-batches against the step that a user writes by hand.
 
-Run it with ``python -m benchmarks.overhead.one_stage transformer``; `command` runs it
-in several processes, since the luck of one process with its memory allocator
-outweighs what is measured.
+Run it with ``python -m benchmarks.overhead.one_stage transformer``.
+``python -m benchmarks.overhead`` runs it in several processes, since the luck of one
+process with its memory allocator outweighs what is measured.
 """
 
 import argparse
@@ -24,38 +24,11 @@ import jpipe
 
 from ..cells.predict import one_core
 from ..experiment import mean_cross_entropy
+from ..models.block import Block
 from . import by_hand
 
 Runs = dict[str, Callable[[Any], Any]]
 States = dict[str, Any]
-
-# XLA on CPU asks malloc for the temporary memory of every call. By default glibc gives
-# large blocks back to the system at once, and the next call meets them as page faults:
-# on GPUs, whose allocator keeps what is freed, nothing of the kind happens.
-KEEP_MEMORY = {
-    "MALLOC_MMAP_MAX_": "0",
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 36),
-    "MALLOC_TOP_PAD_": str(1 << 28),
-    "MALLOC_ARENA_MAX": "1",
-}
-# Pages of 2 MiB, from glibc 2.35 on: fewer entries for the processor to look up.
-LARGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-
-
-class Block(nn.Module):
-    """A pre-LN Transformer block with causal attention."""
-
-    width: int
-    heads: int
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Float ``[batch, time, width]`` to the same."""
-        mask = nn.make_causal_mask(x[..., 0])
-        attend = nn.MultiHeadDotProductAttention(self.heads)
-        x = x + attend(nn.LayerNorm()(x), mask=mask)
-        h = nn.gelu(nn.Dense(4 * self.width)(nn.LayerNorm()(x)))
-        return x + nn.Dense(self.width)(h)
 
 
 def transformer() -> tuple[list[Any], jax.Array, jax.Array]:
@@ -173,7 +146,9 @@ def _summary(
 
 def main() -> None:
     """Prints `throughput` of one model as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.overhead.one_stage", description=__doc__
+    )
     parser.add_argument("model", choices=list(MODELS))
     parser.add_argument("rounds", type=int, nargs="?", default=15)
     parser.add_argument(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
-from ..overhead.one_stage import KEEP_MEMORY
+from ..allocator import KEEP_MEMORY
 from .workload import Case
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,7 +18,7 @@ from flax import linen as nn
 import jpipe
 
 from ..experiment import mean_cross_entropy
-from ..overhead.one_stage import Block
+from ..models.block import Block
 from .measure import arguments, measured, pin, report, resident
 from .workload import LEARNING_RATE, Case, Layer, Size, Weights
 

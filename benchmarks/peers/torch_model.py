@@ -42,7 +42,7 @@ def _load(module: Any, **arrays: np.ndarray) -> None:
 
 
 class Block(nn.Module):
-    """A pre-LN Transformer block with causal attention, as `one_stage.Block`.
+    """A pre-LN Transformer block with causal attention, as `models.block.Block`.
 
     Args:
       weights: as `workload` draws them.

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from ..published import BY_NAME, Benchmark
+from ..result import FOLDER, Result
 from .report import LEGEND, table
-from .results import FOLDER, Result
 
 PAGE = Path(__file__).parents[1] / "README.md"
 BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"

@@ -7,8 +7,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ..published import Benchmark
+from ..result import Cell, Result
 from .report import published_speed_up, rows_shown, speed_up
-from .results import Cell, Result
 
 _COLORS = {
     "published": "#9aa5b1",
@@ -96,8 +96,8 @@ def _draw(
 
 
 def _text(height: float) -> str:
-    for unit, size in ((" B", 1e9), (" M", 1e6)):
-        if height >= size:
+    for unit, size, least in ((" B", 1e9, 1e9), (" M", 1e6, 1e6), (" k", 1e3, 1e5)):
+        if height >= least:
             return f"{height / size:.3g}{unit}"
     return f"{height:.2f}" if height < 10 else f"{height:.0f}"
 

@@ -6,7 +6,7 @@ from typing import Any
 from .. import provenance
 from ..experiment import Experiment
 from ..published import Benchmark
-from .results import Cell, Result
+from ..result import Cell, Result
 
 _EMPTY = "-"
 # How a cell is marked: measured ones are not.

@@ -17,7 +17,7 @@ from ..cells.predict import Link, Prediction, Predictor
 from ..experiment import Experiment, Setting
 from ..provenance import provenance
 from ..published import Benchmark
-from .results import COMPILED, MEASURED, PREDICTED, Cell, Result, Rows
+from ..result import COMPILED, MEASURED, PREDICTED, Cell, Result, Rows
 
 GIB = 1 << 30
 

@@ -14,7 +14,7 @@ from typing import Any
 
 MEASURED, COMPILED, PREDICTED = KINDS = ("measured", "compiled", "predicted")
 SCALES = ("full", "small", "tiny")
-FOLDER = Path(__file__).parents[1] / "results"
+FOLDER = Path(__file__).parent / "results"
 
 
 @dataclass(frozen=True)
