@@ -1,7 +1,8 @@
 """Which layers are alike, so that what is made for one serves all.
 
 Two are, if nothing that they hold tells them apart. Python's ``==`` does not ask that:
-to it 1 and 1.0 are equal, and a class says itself what to leave out.
+to it 1 and 1.0 are equal, and a class says itself what to leave out. A name that a
+linen module was given is something it holds: blocks with names of their own differ.
 """
 
 import dataclasses
