@@ -345,6 +345,13 @@ class TestWhatIsMadeOnce:
         assert sorted(ended) == sorted([*programs, *zeros, "stage7_forward_backward"])
 
 
+def test_names_of_programs_that_many_stages_share_stay_short():
+    """JAX makes file names of them: of its compilation cache, of dumps of XLA."""
+    rows = program_of(around(*(jnp.tanh for _ in range(9)))).rows
+    (programs,) = {row[0].programs for row in rows[1:-1]}
+    assert programs.forward.__name__ == "stage1_2_3_4_and_5_more_forward"
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zb_v"])
 def test_equal_stages_train_as_one_device_does(double, schedule):
     layers = [ref.Residual(WIDTH, jnp.float64) for _ in range(8)]
