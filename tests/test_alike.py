@@ -280,6 +280,27 @@ class TestWhatIsEqual:
             kernels = [entry["params"]["Dense_0"]["kernel"][0, 0] for entry in made]
             assert kernels == [scale, 2 * scale]
 
+    @pytest.mark.parametrize("hashable", [True, False])
+    def test_nor_is_one_made_as_before_its_config_changed(self, hashable):
+        class Settings:
+            """A config that may be changed, such as those of `ml_collections`."""
+
+            if not hashable:
+                __hash__ = None
+
+        class Made(nn.Module):
+            settings: Any
+
+            @nn.compact
+            def __call__(self, x):
+                init = nn.initializers.constant(self.settings.scale)
+                return nn.Dense(WIDTH, kernel_init=init)(x)
+
+        settings = Settings()
+        for settings.scale in (1.0, 3.0):
+            made = jpipe.sequential([Made(settings)]).init(jax.random.key(0), X)
+            assert made[0]["params"]["Dense_0"]["kernel"][0, 0] == settings.scale
+
     def test_not_with_another_input(self):
         layers = [nn.Dense(WIDTH), nn.Dense(WIDTH), nn.Dense(WIDTH), nn.Dense(4)]
         rows = program_of(layers).rows  # the first is given a width of five

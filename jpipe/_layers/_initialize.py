@@ -40,7 +40,7 @@ def initialize(
     if _nnx.is_module(layer.owner):
         # A compiled program would keep the values that the module has now.
         return jax.tree.map(_strong, layer.init(key, spec))
-    alike = origin(layer.source)
+    alike = origin(layer.source, lasting=True)
     if alike is None:
         return jax.jit(lambda key: init_with(layer, key, spec, skips))(key)
     names, values = tuple(skips), tuple(skips.values())
