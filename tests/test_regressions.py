@@ -257,20 +257,6 @@ class TestBoundariesWithoutGradients:
         assert pipe.profile_step(state, (x, targets), ref.mse).makespan > 0
 
 
-def test_a_batch_norm_that_is_called_twice_is_refused():
-    class Twice(nn.Module):
-        @nn.compact
-        def __call__(self, x, train: bool):
-            norm = nn.BatchNorm(not train, name="norm")
-            return norm(x) + norm(2 * x)
-
-    pipe = jpipe.pipeline([Twice(), ref.dense(4)], 2)
-    x, targets = ref.regression(4)
-    variables = pipe.init(jax.random.key(0), x)
-    with pytest.raises(ValueError, match="batch norm norm is called twice in one"):
-        pipe.value_and_grad(ref.mse)(variables, x, targets)
-
-
 def test_skips_that_depend_on_training_are_refused_whatever_the_balance():
     def first(x, train):
         if train:
@@ -407,30 +393,6 @@ def test_sums_of_a_weighted_loss_are_divided_in_place(monkeypatch):
     assert all(leaf.is_deleted() for leaf in given)
 
 
-def test_a_frozen_batch_norm_may_be_called_twice():
-    class Frozen(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            norm = nn.BatchNorm(use_running_average=True, name="norm")
-            return norm(x) + norm(2 * x)
-
-    layers = [Frozen(), ref.dense(4)]
-    pipe = jpipe.pipeline(layers, 2)
-    x, targets = ref.regression(4)
-    variables = pipe.init(jax.random.key(0), x)
-    value = pipe.value_and_grad(ref.mse)(variables, x, targets)
-    variables = jax.device_get(variables)
-
-    def loss(params):
-        h = layers[0].apply({**variables[0], "params": params[0]}, x)
-        return ref.mse(layers[1].apply({"params": params[1]}, h), targets)
-
-    params = [entry["params"] for entry in variables]
-    expected, grads = jax.value_and_grad(loss)(params)
-    np.testing.assert_allclose(value[0], expected, rtol=1e-6)
-    ref.assert_close(list(value[1]), grads, ref.FLOAT32)
-
-
 def test_a_hyperparameter_that_is_a_python_number_is_named():
     tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
     pipe = jpipe.sequential([ref.dense(4)], 2)
@@ -479,30 +441,3 @@ def test_a_profile_runs_the_programs_of_the_step_around_it(name, monkeypatch):
         state = pipe.init_train_state(jax.random.key(0), x, optax.sgd(0.1))
         pipe.profile_step(state, (x, targets), ref.mse)
     assert sorted(traced) == [0, 1], "a program was traced again while it was timed"
-
-
-def test_batch_norms_inside_a_jit_of_flax_are_met_each_time():
-    class Block(nn.Module):
-        @nn.compact
-        def __call__(self, x, train: bool):
-            return nn.BatchNorm(not train, momentum=0.9, name="norm")(x) + 5.0
-
-    x = jax.random.normal(jax.random.key(1), (8, 3))
-    tx = optax.sgd(0.0)
-
-    def statistics(block, stages):
-        pipe = jpipe.pipeline([block(), block()], 2, balance=stages)
-        state = pipe.init_train_state(jax.random.key(0), x, tx)
-        state, _ = pipe.train_step(ref.mse, tx)(state, x, x)
-        return jax.device_get(state.model_state)
-
-    jitted = nn.jit(Block, static_argnums=(2,))
-    expected = statistics(Block, [2])
-    for stages in ([2], [1, 1]):
-        ref.assert_close(statistics(jitted, stages), expected, ref.FLOAT32)
-    # Nor does what was traced here come out where the momentum is the user's.
-    variables = jitted().init(jax.random.key(0), x, False)
-    _, changed = jitted().apply(variables, x[:4], True, mutable=["batch_stats"])
-    np.testing.assert_allclose(
-        changed["batch_stats"]["norm"]["mean"], 0.1 * x[:4].mean(axis=0), rtol=1e-5
-    )

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import linen as nn
+from flax import nnx
 
 import jpipe
 
@@ -182,3 +183,33 @@ def test_the_plan_counts_what_is_tied_within_a_stage_once():
     (stage,) = pipe.plan.stages
     assert stage.num_params == sum(leaf.size for leaf in jax.tree.leaves(variables))
     assert stage.param_bytes == 4 * stage.num_params
+
+
+def test_another_method_of_a_tied_nnx_module():
+    class Table(nnx.Module):
+        def __init__(self):
+            self.table = nnx.Param(jax.random.normal(jax.random.key(0), (7, 3)))
+
+        def __call__(self, tokens):
+            return self.table[...][tokens]
+
+        def attend(self, x):
+            return x @ self.table[...].T
+
+    table = Table()
+    pipe = jpipe.pipeline([table, jnp.tanh, jpipe.layer(table, method="attend")], 2)
+    tokens = jnp.arange(6)
+    variables = pipe.init(jax.random.key(0), tokens)
+    assert variables[2] == {}
+
+    def loss(logits, targets):
+        return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+
+    value = pipe.value_and_grad(loss)(variables, tokens, tokens)
+
+    def whole(params):
+        own = params[0]["table"]
+        return loss(jnp.tanh(own[tokens]) @ own.T, tokens)
+
+    expected = jax.value_and_grad(whole)(ref.params_of(variables))
+    ref.assert_close(value, expected, ref.FLOAT32)

@@ -42,12 +42,12 @@ class Record:
     Attributes:
       layer: the number of the layer that is being applied.
       norms: what was met so far.
-      written: the running mean that each left, to notice a second call.
+      written: the running means that they left, with the numbers of their layers.
     """
 
     layer: int = 0
     norms: list[Norm] = field(default_factory=list)
-    written: dict[Any, Any] = field(default_factory=dict)
+    written: list[tuple[int, Any]] = field(default_factory=list)
 
 
 _current: ContextVar[Record | None] = ContextVar("jpipe_batchnorm", default=None)
@@ -102,6 +102,32 @@ def note(names: tuple[Any, ...], momentum: float) -> bool:
     return True
 
 
+@contextmanager
+def once(running_mean: Callable[[], Any], name: str) -> Iterator[None]:
+    """The scope of a call of a batch norm: the first in its layer that writes.
+
+    A second one would start from what the first left, which is not a running mean.
+
+    Args:
+      running_mean: reads the mean that the batch norm holds.
+      name: what to call it.
+
+    Raises:
+      ValueError: if a call before has written the mean that it holds.
+    """
+    record, before = _current.get(), running_mean()
+    assert record is not None
+    if any(at == record.layer and mean is before for at, mean in record.written):
+        raise ValueError(
+            f"batch norm {name} is called twice in one layer: only one of its "
+            f"statistics would count; make two"
+        )
+    yield
+    after = running_mean()
+    if after is not before:  # a frozen one writes nothing
+        record.written.append((record.layer, after))
+
+
 def intercept(call: Callable[..., Any], args: Any, keywords: Any, context: Any) -> Any:
     """For `flax.linen.intercept_methods`: runs batch norms with a momentum of zero."""
     module: Any = context.module
@@ -110,27 +136,14 @@ def intercept(call: Callable[..., Any], args: Any, keywords: Any, context: Any) 
     momentum = module.momentum
     if not note(tuple(module.path), momentum):
         return call(*args, **keywords)
-    record = _current.get()
-    assert record is not None
-    here, before = (record.layer, *module.path), _running_mean(module)
-    if record.written.get(here, module) is before:
-        raise ValueError(
-            f"batch norm {'/'.join(module.path) or type(module).__name__} is called "
-            f"twice in one layer: only one of its statistics would count; make two"
-        )
+    name = "/".join(module.path) or type(module).__name__
     # A bound module cannot be cloned in place, and refuses to be changed.
     object.__setattr__(module, "momentum", 0.0)
     try:
-        return call(*args, **keywords)
+        with once(lambda: module.get_variable("batch_stats", "mean"), name):
+            return call(*args, **keywords)
     finally:
         object.__setattr__(module, "momentum", momentum)
-        after = _running_mean(module)
-        if after is not before:  # a frozen one writes nothing
-            record.written[here] = after
-
-
-def _running_mean(module: linen.BatchNorm) -> Any:
-    return module.get_variable("batch_stats", "mean")
 
 
 class Merged(NamedTuple):

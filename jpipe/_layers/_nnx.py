@@ -108,6 +108,22 @@ def _leave_statistics(module: nnx.Module) -> None:
             tuple(path), node.momentum
         ):
             node.momentum = 0.0
+            node.__class__ = _called_once(type(node))
+
+
+@functools.cache
+def _called_once(kind: type[nnx.BatchNorm]) -> type[nnx.BatchNorm]:
+    """A class of batch norms like the given one, but for `_batchnorm.once`."""
+
+    class CalledOnce(kind):
+        __slots__ = ()  # so that an instance of the one can become one of the other
+
+        def __call__(self, *args: Any, **keywords: Any) -> Any:
+            with _batchnorm.once(self.mean.get_raw_value, kind.__name__):
+                return super().__call__(*args, **keywords)
+
+    CalledOnce.__name__ = CalledOnce.__qualname__ = kind.__name__
+    return CalledOnce
 
 
 def static(module: nnx.Module) -> tuple[Any, bool]:
