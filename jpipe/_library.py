@@ -14,6 +14,7 @@ from ._functions import _microbatch
 from ._functions._batch import Batch
 from ._functions._objective import Objective
 from ._functions._weights import Weights
+from ._layers._initialize import Initializers
 from ._layers._rng import Rngs
 from ._layers._skip import Route
 from ._layers._walk import Visit, walk
@@ -60,6 +61,7 @@ class Library:
       routes: the skip connections between stages, for print.
       objective: the loss asked for last; ``None`` before the first.
       training: the program with a loss seen last, for print.
+      initialize: makes the variables of a layer.
     """
 
     def __init__(self, pipe: Pipe, axes: Axes) -> None:
@@ -76,6 +78,7 @@ class Library:
         self.routes: tuple[Route, ...] = ()
         self._expected: dict[Any, Expected] = {}
         self._timeline: Timeline | None = None
+        self.initialize = Initializers()
 
     def inference(
         self, variables: Any, x: PyTree, rngs: Rngs, train: bool

@@ -13,7 +13,6 @@ from ._functions import _microbatch
 from ._functions._objective import Objective
 from ._functions._vjp import Leaves
 from ._layers import _rng
-from ._layers._initialize import initialize
 from ._layers._layer import as_module
 from ._library import Axes, Library
 from ._plan import Plan
@@ -105,7 +104,7 @@ class Pipeline:
             made = visit.variables
             if jax.tree.leaves(made):
                 own = _rng.layer_key(local, number)
-                made = initialize(visit.layer, own, visit.x, visit.skips)
+                made = self._library.initialize(visit.layer, own, visit.x, visit.skips)
             variables.append(_transfer.put_tree(made, self.devices[visit.stage]))
         return tuple(variables)
 

@@ -6,13 +6,11 @@ linen module was given is something it holds: blocks with names of their own dif
 """
 
 import dataclasses
-import enum
 import functools
 import types
 from collections.abc import Hashable, Mapping
 from typing import Any
 
-import numpy as np
 from flax import linen as nn
 from flax.core import FrozenDict
 from flax.typing import HashableMapping
@@ -22,32 +20,27 @@ from . import _linen, _nnx
 from ._layer import Layer, Method
 
 _ATOMS = (types.NoneType, bool, int, float, complex, str, bytes)
-_CONSTANTS = (enum.Enum, np.dtype)
 _MAPPINGS = (dict, FrozenDict, HashableMapping)
 # Flax's notes on a linen module and on the call that it is in, not what it is.
 _NOTES = {"_id", "_state"}
 
 
-def origin(source: Any, *, lasting: bool = False) -> Hashable:
+def origin(source: Any) -> Hashable:
     """What is equal for layers that are made and applied alike.
 
     Args:
       source: the object that the user listed.
-      lasting: whether it has to stay true. An object that is told by its identity may
-        be changed before it is met again, as a config or an array may be.
 
     Returns:
       Something hashable for linen modules and their methods; ``None`` for others,
-      of which it cannot be told how they are made, and for what does not last.
+      of which it cannot be told how they are made.
     """
     module, method = source, ""
     if isinstance(source, Method):
         module, method = source.module, source.method
     if not _linen.is_module(module):
         return None
-    content = _Content()
-    told = content.of(module), method
-    return None if lasting and content.may_change else told
+    return _Content().of(module), method
 
 
 def behaviour(layer: Layer) -> Hashable:
@@ -83,14 +76,9 @@ class _Same:
 
 
 class _Content:
-    """Reads what an object holds, down to what can only be told by identity.
-
-    Attributes:
-      may_change: whether something told by identity is no function, class or constant.
-    """
+    """Reads what an object holds, down to what can only be told by identity."""
 
     def __init__(self) -> None:
-        self.may_change = False
         # One module held twice is not two that are alike: its parameters are shared.
         self._met: dict[int, tuple[int, Any]] = {}
 
@@ -110,7 +98,6 @@ class _Content:
         if cls is types.MethodType:
             return cls, self.of(value.__self__), _Same(value.__func__)
         if not dataclasses.is_dataclass(cls) or _holds_more(cls):
-            self.may_change |= not (callable(value) or isinstance(value, _CONSTANTS))
             return _Same(value)
         if id(value) in self._met:
             return cls, self._met[id(value)][0]

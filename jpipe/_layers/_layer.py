@@ -13,6 +13,9 @@ from . import _linen, _nnx, _skip
 
 PyTree = Any
 
+# By other names a layer would never be told that it is trained.
+_MISNAMED = {"training", "is_training", "is_train", "is_eval", "is_inference"}
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -151,6 +154,17 @@ def as_layers(listed: Sequence[Any]) -> tuple[Layer, ...]:
             "a layer is a flax.linen module, a flax.nnx module, a jpipe.Stage or a "
             "function x -> y:\n" + "\n".join(f"  * {fault}" for fault in faults)
         )
+    faults = [
+        f"layer {i}: {fault}"
+        for i, source in enumerate(objects)
+        if (fault := _misnamed(source))
+    ]
+    if faults:
+        raise ValueError(
+            "a layer is told whether it is trained by a parameter train, deterministic "
+            "or use_running_average; rename the parameter (functools.partial chooses "
+            "for a function):\n" + "\n".join(f"  * {fault}" for fault in faults)
+        )
     layers = tuple(as_layer(source) for source in objects)
     owners = {number: layer.owner for number, layer in enumerate(layers)}
     faults = _nnx.shared({i: m for i, m in owners.items() if _nnx.is_module(m)})
@@ -170,10 +184,31 @@ def _why_not(source: Any) -> str:
         return f"{source.__name__} is a class; write {source.__name__}(...)"
     if reason := _nnx.why_not(source):
         return reason
+    if reason := _linen.why_not(source):
+        return reason
     known = isinstance(source, Stage | Method) or _linen.is_module(source)
     if not (known or callable(source)):
         return f"{source!r} is a {type(source).__name__}"
     return ""
+
+
+def _misnamed(source: Any) -> str:
+    """The parameter by which a layer asks in vain whether it is trained, if any."""
+    if isinstance(source, _skip.Isolated):
+        return _misnamed(source.layer)
+    method = "__call__"
+    if isinstance(source, Method):
+        source, method = source.module, source.method
+    if _linen.is_module(source) or _nnx.is_module(source):
+        called, name = getattr(type(source), method), type(source).__name__
+    elif isinstance(source, Stage):
+        called, name = source.apply, source.name
+    else:
+        called, name = source, _name(source)
+    names = parameter_names(called)
+    if names & set(_linen.switches(True)):
+        return ""
+    return "".join(f"{name} takes {switch}" for switch in sorted(names & _MISNAMED))
 
 
 def as_layer(source: Any) -> Layer:
@@ -261,9 +296,12 @@ def _from_function(function: Callable[..., PyTree]) -> Layer:
         del variables
         return function(x, **_switches(accepted, rngs, train)), {}
 
+    return Layer(_name(function), function, lambda key, spec: {}, apply)
+
+
+def _name(function: Callable[..., PyTree]) -> str:
     inner = getattr(function, "func", function)
-    name = getattr(inner, "__name__", type(inner).__name__)
-    return Layer(name, function, lambda key, spec: {}, apply)
+    return getattr(inner, "__name__", type(inner).__name__)
 
 
 def _switches(accepted: frozenset[str], rngs: PyTree, train: bool) -> dict[str, Any]:

@@ -1,11 +1,13 @@
 """Flax linen modules as layers."""
 
+import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import chex
-from flax import linen
+from flax import errors, linen
 
 from . import _batchnorm
 
@@ -15,6 +17,18 @@ PyTree = Any
 def is_module(source: Any) -> bool:
     """Whether an object is a linen module."""
     return isinstance(source, linen.Module)
+
+
+def why_not(source: Any) -> str:
+    """Why an object cannot be a layer, if linen is the reason; else empty."""
+    function = source.func if isinstance(source, functools.partial) else source
+    module = getattr(function, "__self__", None)
+    if not is_module(module):
+        return ""
+    return (
+        f"a function bound to a linen {type(module).__name__}, whose values would "
+        f"become constants; list jpipe.layer(module, method={function.__name__!r})"
+    )
 
 
 def name(module: linen.Module) -> str:
@@ -43,7 +57,8 @@ def init(
     def run(key: chex.PRNGKey, spec: PyTree) -> dict[str, PyTree]:
         args, keywords = _asked(module, method, train=False)
         called = getattr(type(module), method)
-        made = module.lazy_init(key, spec, *args, method=called, **keywords)
+        with _explained():
+            made = module.lazy_init(key, spec, *args, method=called, **keywords)
         return dict(made)
 
     return run
@@ -55,16 +70,45 @@ def apply(
     """``(variables, x, rngs, train) -> (y, changed)`` of a module."""
 
     def run(variables, x, rngs, train):
-        mutable = [key for key in variables if key != "params"] if train else []
         args, keywords = _asked(module, method, train)
         keywords |= {"rngs": rngs, "method": method}
-        if not mutable:
-            return module.apply(variables, x, *args, **keywords), {}
+        if not train:
+            # A batch norm that nobody tells to leave its statistics moves them in vain.
+            mutable = [key for key in variables if key == "batch_stats"]
+            with _explained():
+                y, _ = module.apply(variables, x, *args, mutable=mutable, **keywords)
+            return y, {}
+        mutable = [key for key in variables if key != "params"]
         with _batchnorm.meeting(mutable), linen.intercept_methods(_batchnorm.intercept):
             y, changed = module.apply(variables, x, *args, mutable=mutable, **keywords)
         return y, dict(changed)
 
     return run
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Adds to errors of Flax what to type instead, in a pipeline."""
+    try:
+        yield
+    except errors.ModifyScopeVariableError as error:
+        error.add_note(
+            "where it is not trained a layer may not change what it holds: let its "
+            "__call__ take train, and write only if that is true"
+        )
+        raise
+    except errors.ScopeParamNotFoundError as error:
+        error.add_note(
+            "a module that is listed more than once holds what its first place makes: "
+            "list its parts as modules of their own"
+        )
+        raise
+    except errors.LazyInitError as error:
+        error.add_note(
+            "what a layer holds at the start follows from the shapes of its input "
+            "alone; what it computes leaves it as a part of its output, not by sow"
+        )
+        raise
 
 
 def _asked(
