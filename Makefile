@@ -21,7 +21,7 @@ suite: $(VENV)/dev
 	$(RUN) -m pytest -n 2 $(ARGS)
 
 transparency: $(VENV)/dev
-	$(RUN) -m pytest -n 2 tests/test_transparency.py tests/test_training.py $(ARGS)
+	$(RUN) -m pytest -n 2 tests/test_transparency.py tests/train/test_training.py $(ARGS)
 
 lint: $(VENV)/dev  ## style and types
 	$(RUN) -m ruff check .

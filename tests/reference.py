@@ -1,6 +1,6 @@
 """What the tests compare with: the model composed by hand, on one device.
 
-Nothing here uses jpipe: plain Flax ``apply``, plain `jax.value_and_grad`.
+Nothing here imports jpipe: plain Flax ``apply``, plain `jax.value_and_grad`.
 """
 
 from collections.abc import Callable, Sequence
@@ -92,6 +92,26 @@ def value_and_grad(
 ) -> tuple[jax.Array, PyTree]:
     """The loss of the whole batch and its gradients, on one device."""
     return gradient(layers, loss_fn)(params, x, targets)
+
+
+def compare(
+    pipe: Any,
+    layers: Sequence[Any],
+    x: PyTree,
+    targets: PyTree,
+    relative: float,
+    loss_fn: Callable[..., Any] = mse,
+) -> tuple[PyTree, PyTree]:
+    """Asserts that a pipeline gives the loss and gradients of its layers.
+
+    Returns:
+      Its variables and its gradients.
+    """
+    variables = pipe.init(jax.random.key(0), x)
+    loss, grads = pipe.value_and_grad(loss_fn)(variables, x, targets)
+    expected = value_and_grad(layers, params_of(variables), x, targets, loss_fn)
+    assert_close((loss, grads), expected, relative)
+    return variables, grads
 
 
 def optax_steps(

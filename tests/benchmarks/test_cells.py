@@ -1,0 +1,197 @@
+"""How cells of the tables are filled: compiled, predicted, measured, searched."""
+
+import os
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import linen as nn
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.cells import largest
+from benchmarks.cells.compiled import Peak, Way, _peak_of_rank, peak, workspace
+from benchmarks.cells.measure import Measurement, measure
+from benchmarks.cells.predict import Link, Predictor, one_core
+from benchmarks.cells.stages import Calls, program_of
+from benchmarks.experiment import Setting
+from benchmarks.published import BY_NAME
+
+from .work import work
+
+
+@given(st.integers(1, 60), st.integers(1, 9), st.integers(0, 500), st.integers(1, 80))
+def test_search_finds_the_largest(slope, power, offset, guess):
+    def most(n):
+        return offset + slope * n ** (1 + power % 2)
+
+    limit = 4000
+    tried = []
+    found = largest.search(lambda n: tried.append(n) or most(n), limit, guess)
+    assert most(found) <= limit or found == 0
+    assert most(found + 1) > limit
+    assert len(set(tried)) == len(tried), "a size was compiled twice"
+    assert len(tried) <= 16, "at full size each takes minutes"
+
+
+def test_a_search_begins_where_the_row_before_ended(monkeypatch):
+    guesses = []
+
+    def search(most, limit, guess):
+        guesses.append(guess)
+        most(5)
+        return 5
+
+    monkeypatch.setattr(largest, "search", search)
+    monkeypatch.setattr(largest, "peak", lambda setting, way: Peak((10,), 1, 1))
+    table = BY_NAME["table1-memory"]
+    searches = largest.Largest("small", lambda text: None)
+    for count in (1, 8):
+        searches.find(table, table.row(f"transformer-pipeline-{count}"))
+    assert guesses == [13, 5]
+
+
+class TestCompiled:
+    def test_without_workspace_it_is_the_simulators_peak(self):
+        setting = Setting(work(), (2, 2, 2), 4, 2)
+        pipe = Way("1f1b", "full").pipe(setting)
+        calls = Calls(
+            program_of(pipe, setting.work.loss, *setting.work.specs(setting.batch))
+        )
+        timeline = pipe.schedule.simulate(calls.costs)
+        nothing = dict.fromkeys(calls.of, 0)
+        for rank, expected in enumerate(timeline.peak_bytes):
+            assert _peak_of_rank(timeline, rank, nothing) <= expected
+            # Arrivals at the end of an action are not there while it runs.
+            much = dict.fromkeys(calls.of, 10**9)
+            over = _peak_of_rank(timeline, rank, much) - 10**9
+            assert expected / 2 <= over <= expected
+
+    def test_workspace_is_what_xla_says(self):
+        x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+        setting = Setting(work(2), (1, 1), 1, 4)
+        program = program_of(
+            Way("gpipe", "none").pipe(setting),
+            setting.work.loss,
+            *setting.work.specs(4),
+        )
+        call = replace(
+            Calls(program).distinct[0],
+            program=jax.jit(lambda a, b: jnp.sin(a @ b) @ b),
+            args=(x, x),
+        )
+        # One result, and at least one product on the way.
+        assert 2 * 64 * 64 * 4 <= workspace(call) <= 4 * 64 * 64 * 4
+
+    def test_gradients_are_added_one_after_the_other(self):
+        # In the order that XLA takes by default on CPU all of them are alive together.
+        layers = [nn.Conv(64, (3, 3), use_bias=False) for _ in range(8)]
+        image = jax.ShapeDtypeStruct((4, 4, 64), jnp.float32)
+        convs = replace(work(), layers=layers, x=image, targets=image)
+        found = peak(Setting(convs, (8,), 2, 1), Way("gpipe", "full"))
+        gradients = 4 * found.parameters
+        assert found.activations < 0.75 * gradients
+
+    def test_model_bytes_are_parameters_gradients_and_slots(self):
+        setting = Setting(replace(work(), tx=optax.adam(1e-3)), (3, 3), 2, 2)
+        found = peak(setting, Way("gpipe", "full"))
+        parameters = 6 * (8 * 8 + 8)
+        assert found.parameters == parameters
+        # Parameters, gradients, two moments, and the count of each stage.
+        assert found.model == 4 * 4 * parameters + 2 * 4
+        assert found.activations > 0
+
+    def test_equal_layers_are_counted_each(self):
+        wide = jax.ShapeDtypeStruct((64,), jnp.float32)
+        layers = [nn.Dense(64) for _ in range(6)]
+        equal = replace(work(), layers=layers, x=wide, targets=wide)
+        found = peak(Setting(equal, (3, 3), 2, 1), Way("1f1b", "full"))
+        assert found.parameters == 6 * 65 * 64
+        assert found.activations > 0
+
+    def test_equal_stages_are_one_call(self):
+        blocks = [nn.Dense(8) if i % 2 else nn.relu for i in range(10)]
+        setting = Setting(replace(work(), layers=blocks), (2,) * 5, 3, 2)
+        pipe = Way("gpipe", "full").pipe(setting)
+        calls = Calls(
+            program_of(pipe, setting.work.loss, *setting.work.specs(setting.batch))
+        )
+        # F of all but the last, B of the first, B of those between, and the last's.
+        assert len(calls.distinct) == 4
+        assert len(calls.of) == 2 * 4 * 3 + 3
+
+
+class TestPredicted:
+    def test_equal_times_give_the_closed_form(self, monkeypatch):
+        monkeypatch.setattr(Predictor, "_timed", lambda self, program, specs: 1.0)
+        setting = Setting(work(), (2, 2, 2), 8, 2)
+        predictor = Predictor(jax.devices()[0])
+        made = predictor.predict(setting, Way("gpipe", "full"), Link(1e30, 0.0))
+        # The second rank waits for one F, runs eight F and eight B, and one B of the
+        # first follows; the last, whose F are part of its B, is done by then.
+        assert made.timeline.makespan == 1 + 8 + 8 + 1
+        assert made.throughput == pytest.approx(16 / (18 + made.update))
+
+    def test_layers_add_up_to_stages(self, monkeypatch):
+        monkeypatch.setattr(Predictor, "_timed", lambda self, program, specs: 1.0)
+        setting = Setting(work(by_layer=True), (2, 4), 4, 2)
+        predictor = Predictor(jax.devices()[0])
+        made = predictor.predict(setting, Way("gpipe", "full"), Link(1e30, 0.0))
+        costs = made.timeline.costs
+        assert costs.forward == [[2.0] * 4, [0.0] * 4]
+        # The last of four layers is fused with the loss: three F, three B, and it.
+        assert costs.backward == [[2.0] * 4, [7.0] * 4]
+
+    def test_large_microbatches_are_scaled(self, monkeypatch):
+        monkeypatch.setattr(Predictor, "_timed", lambda self, program, specs: 1.0)
+        setting = Setting(work(), (3, 3), 2, 12)
+        few = Predictor(jax.devices()[0], most_examples=4)
+        made = few.predict(setting, Way("gpipe", "full"), Link(1e9, 0.0))
+        assert made.timeline.costs.forward[0] == [3.0, 3.0]
+        assert made.timeline.costs.boundary_bytes[1] == [12 * 8 * 4] * 2
+        assert made.examples == 24
+
+    def test_a_slow_link_costs_time(self, monkeypatch):
+        monkeypatch.setattr(Predictor, "_timed", lambda self, program, specs: 1.0)
+        setting, way = Setting(work(), (3, 3), 2, 2), Way("gpipe", "full")
+        times = [
+            Predictor(jax.devices()[0])
+            .predict(setting, way, Link(bandwidth, 0.0))
+            .timeline.makespan
+            for bandwidth in (1e30, 2 * 8 * 4.0)  # a boundary takes one second
+        ]
+        assert times[1] >= times[0] + 2
+
+    def test_times_are_of_one_core_and_all_come_back(self):
+        if not hasattr(os, "sched_getaffinity"):
+            pytest.skip("this system does not say which cores a process may use")
+        before = os.sched_getaffinity(0)
+        with one_core():
+            assert len(os.sched_getaffinity(0)) == 1
+        assert os.sched_getaffinity(0) == before
+
+    def test_programs_that_donate_can_be_timed_again(self):
+        setting = Setting(work(), (3, 3), 2, 2)
+        made = Predictor(jax.devices()[0], repeats=2).predict(
+            setting, Way("1f1b", "except_last"), Link(12e9)
+        )
+        assert made.throughput > 0
+
+
+def test_measured_steps_are_counted():
+    ticks = []
+    devices = jax.devices()[:2]
+    found = measure(
+        Setting(work(), (3, 3), 2, 4),
+        Way("gpipe", "except_last"),
+        devices,
+        3,
+        lambda: ticks.append(0),
+    )
+    assert len(found.seconds) == 3
+    assert len(ticks) == 4
+    assert found.throughput > 0
+    assert Measurement(1.0, (1.0, 2.0, 4.0), 8).throughput == 4.0
+    assert Measurement(1.0, (1.0, 2.0, 4.0), 8).spread == pytest.approx((6 - 3) / 2)

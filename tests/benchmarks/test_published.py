@@ -1,0 +1,74 @@
+"""The published tables: their data, and how rows are cut."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.experiment import scaled_balance
+from benchmarks.published import BY_NAME
+from benchmarks.result import SCALES
+from benchmarks.tables.report import published_speed_up
+from benchmarks.tables.run import default_rows, row_names
+
+from .work import DEFERRED, WITH_MODELS
+
+# What the benchmark page of torchgpipe says of its own throughputs.
+SPEED_UPS = {
+    "resnet101-speed": [1, 0.853, 1.414, 2.774, 4.294],
+    "amoebanetd-speed": [
+        *(1, 1.539, 1.773),
+        *(1.004, 1.666, 2.709),
+        *(0.932, 2.621, 4.953),
+    ],
+    "unet-speed": [1, 0.858, 1.246, 2.352, 3.105],
+}
+
+
+class TestPublished:
+    @pytest.mark.parametrize("name", SPEED_UPS)
+    def test_speed_ups_follow_from_throughputs(self, name):
+        benchmark = BY_NAME[name]
+        found = [published_speed_up(benchmark, row) for row in benchmark.rows]
+        # The page rounds to three digits; its n4m32 is one off its own column.
+        np.testing.assert_allclose(found, SPEED_UPS[name], atol=6e-4)
+
+    @pytest.mark.parametrize("scale", SCALES)
+    @pytest.mark.parametrize("name", WITH_MODELS)
+    def test_every_row_can_be_cut_at_every_scale(self, name, scale):
+        for row in BY_NAME[name].rows:
+            if row.name in DEFERRED:
+                continue  # as many layers again, and nothing else
+            setting = BY_NAME[name].setting(row, scale)
+            assert sum(setting.balance) == len(setting.work.layers)
+            assert len(setting.balance) == row.num_stages
+            assert min(setting.balance) >= 1
+            if scale == "full" and row.group != "transformer":
+                assert setting.balance == row.balance
+                assert abs(setting.batch - row.batch) <= setting.microbatches / 2
+
+    @pytest.mark.parametrize("scale", SCALES)
+    @pytest.mark.parametrize("name", WITH_MODELS)
+    def test_layers_made_twice_are_equal(self, name, scale):
+        benchmark = BY_NAME[name]
+        row = benchmark.rows[-1]
+        once, again = (benchmark.setting(row, scale).work.layers for _ in range(2))
+        assert once == again, "what was timed for one row would be timed for each"
+
+    def test_names_are_unique_and_tiny_ones_exist(self):
+        for benchmark in BY_NAME.values():
+            names = [row.name for row in benchmark.rows]
+            assert len(set(names)) == len(names)
+            assert set(benchmark.tiny) <= set(names)
+            for scale in SCALES:
+                known = row_names(benchmark, scale)
+                assert set(default_rows(benchmark, scale)) <= set(known)
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=8), st.integers(0, 200))
+def test_scaled_balances_keep_shares(balance, extra):
+    layers = len(balance) + extra
+    scaled = scaled_balance(tuple(balance), layers)
+    assert sum(scaled) == layers
+    assert min(scaled) >= 1
+    assert scaled_balance(tuple(balance), sum(balance)) == tuple(balance)

@@ -1,0 +1,104 @@
+"""Traces for Perfetto: slices, arrows, counters."""
+
+import itertools
+import json
+from collections import Counter
+
+import pytest
+
+from jpipe import draw
+
+from .pictures import CLOSE, NAMES, measured, predicted
+
+
+def events(timelines, phase: str, **options) -> list[dict]:
+    found = json.loads(draw.trace(timelines, **options))["traceEvents"]
+    return [event for event in found if event["ph"] == phase]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_trace_has_a_slice_for_each_action(name):
+    timeline = predicted(name)
+    found = {event["name"]: event for event in events(timeline, "X", unit=1000)}
+    assert set(found) == set(map(str, timeline.start))
+    for rank, row in enumerate(timeline.rows):
+        for action in row:
+            event = found[str(action)]
+            assert event["ts"] == CLOSE(1000 * timeline.start[action], abs=1e-3)
+            taken = timeline.end[action] - timeline.start[action]
+            assert event["dur"] == CLOSE(1000 * taken, abs=2e-3)
+            assert (event["pid"], event["tid"]) == (0, rank)
+            where = {"stage": action.stage, "micro-batch": action.microbatch}
+            assert event["args"] == where
+    assert len(events(timeline, "X")) == len(timeline.start)
+
+
+def test_slices_of_a_thread_do_not_overlap():
+    timeline = measured(predicted("interleaved"), factor=1e-6 / 3)
+    for rank in range(4):
+        row = [e for e in events(timeline, "X") if e["tid"] == rank]
+        for before, after in itertools.pairwise(row):
+            end = round(1000 * before["ts"]) + round(1000 * before["dur"])
+            assert end <= round(1000 * after["ts"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_trace_has_an_arrow_for_each_transfer_from_slice_to_slice(name):
+    timeline = predicted(name)
+    needs, placement = timeline.needs(), timeline.placement
+    expected = Counter(
+        (str(need), str(action))
+        for action in timeline.start
+        for need in needs(action)
+        if placement[need.stage] != placement[action.stage]
+    )
+    slices = events(timeline, "X")
+
+    def around(event) -> str:
+        (name,) = [
+            s["name"]
+            for s in slices
+            if s["tid"] == event["tid"] and s["ts"] < event["ts"] < s["ts"] + s["dur"]
+        ]
+        return name
+
+    begins = {event["id"]: event for event in events(timeline, "s")}
+    ends = {event["id"]: event for event in events(timeline, "f")}
+    assert begins.keys() == ends.keys()
+    found = Counter((around(begins[i]), around(ends[i])) for i in begins)
+    assert found == expected
+    assert all(event["bp"] == "e" for event in ends.values())
+
+
+def test_arrows_stay_in_their_process():
+    timelines = [predicted("1f1b"), measured(predicted("1f1b"))]
+    begins, ends = events(timelines, "s"), events(timelines, "f")
+    assert len({event["id"] for event in begins}) == len(begins) == 2 * 48
+    pid_of = {event["id"]: event["pid"] for event in begins}
+    assert all(event["pid"] == pid_of[event["id"]] for event in ends)
+
+
+def test_trace_names_processes_and_threads_and_counts_memory():
+    timeline = predicted("1f1b")
+    pair = [timeline, measured(timeline)]
+    names = {
+        (event["name"], event["pid"], event["tid"]): event["args"].get("name")
+        for event in events(pair, "M", titles=["predicted", "measured"])
+    }
+    assert names["process_name", 0, 0] == "predicted"
+    assert names["process_name", 1, 0] == "measured"
+    assert names["thread_name", 1, 3] == "rank 3"
+    counters = events(pair, "C")
+    assert len(counters) == 2 * len(timeline.memory)
+    first = [e["args"]["bytes"] for e in counters if e["pid"] == 0]
+    assert first == [event.bytes for event in timeline.memory]
+    assert {e["name"] for e in counters} == {f"memory of rank {r}" for r in range(4)}
+
+
+def test_measured_seconds_become_microseconds_from_zero():
+    timeline = measured(predicted("1f1b"), factor=0.5, later=1000.0)
+    found = {event["name"]: event for event in events(timeline, "X")}
+    assert found["0F0"]["ts"] == 0
+    assert found["0F1"]["ts"] == CLOSE(500_000)
+    assert found["0B0"]["dur"] == CLOSE(1_000_000)
+    assert min(event["ts"] for event in events(timeline, "C")) == 0

@@ -1,0 +1,119 @@
+"""Errors inside a layer: which layer it was, where, and on what input."""
+
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import errors
+from flax import linen as nn
+
+import jpipe
+
+from .model import KEY, TARGETS, Unlucky, X, fragile, mse
+
+
+def notes_of(call) -> list[str]:
+    """The notes of an exception that kept its type."""
+    with pytest.raises(Unlucky, match="no luck") as raised:
+        call()
+    assert type(raised.value) is Unlucky
+    return raised.value.__notes__
+
+
+def test_exception_in_init_names_the_layer():
+    notes = notes_of(lambda: fragile("always").init(KEY, X))
+    note = "raised by layer 3 (Fragile) of stage 2, whose input was float32[4,3]"
+    assert note in notes
+
+
+def test_exception_in_a_function_and_in_a_stage_names_the_layer():
+    def broken(x):
+        raise Unlucky("no luck in functions")
+
+    def apply(variables, x):
+        raise Unlucky("no luck in stages")
+
+    stage = jpipe.Stage(init=lambda key, x: {}, apply=apply, name="Own")
+    for layer, name in ((broken, "broken"), (stage, "Own")):
+        notes = notes_of(
+            lambda layer=layer: jpipe.pipeline([nn.relu, layer], 2).init(KEY, X)
+        )
+        assert any(f"layer 1 ({name}) of stage 1" in note for note in notes)
+
+
+def test_exception_in_apply_and_value_and_grad_names_the_layer():
+    # Only micro-batches are small: the whole batch went through.
+    pipe = fragile("small")
+    variables = pipe.init(KEY, X)
+    note = "raised by layer 3 (Fragile) of stage 2, whose input was float32[2,3]"
+    assert note in notes_of(lambda: pipe.apply(variables, X))
+    run = pipe.value_and_grad(mse)
+    assert note in notes_of(lambda: run(variables, X, TARGETS))
+
+
+def test_exception_in_training_names_the_layer():
+    pipe = fragile("training")
+    state = pipe.init_train_state(KEY, X, optax.sgd(0.1))
+    note = "raised by layer 3 (Fragile) of stage 2, whose input was float32[2,3]"
+    run = pipe.value_and_grad(mse)
+    assert note in notes_of(lambda: run(state.variables, X, TARGETS))
+    step = pipe.train_step(mse, optax.sgd(0.1))
+    assert note in notes_of(lambda: step(state, X, TARGETS))
+
+
+def test_inputs_of_a_layer_are_described_as_a_tree():
+    def broken(x):
+        raise Unlucky("no luck with trees")
+
+    pipe = jpipe.pipeline([lambda x: {"a": x, "n": x[:, 0] > 0}, broken], 2)
+    notes = notes_of(lambda: pipe.init(KEY, X))
+    assert any("whose input was {'a': float32[4,3], 'n': bool[4]}" in n for n in notes)
+
+
+class Counting(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        count = self.variable("counts", "calls", jnp.zeros, ())
+        if not self.is_initializing():
+            count.value += 1
+        return x
+
+
+class Sowing(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        self.sow("losses", "size", jnp.mean(x**2))
+        return x
+
+
+class Parts(nn.Module):
+    def setup(self):
+        self.first, self.second = nn.Dense(4), nn.Dense(2)
+
+    def head(self, x):
+        return self.first(x)
+
+    def tail(self, x):
+        return self.second(x)
+
+
+PARTS = Parts()
+
+
+@pytest.mark.parametrize(
+    ("layers", "error", "advice"),
+    [
+        ([Counting()], errors.ModifyScopeVariableError, "let its __call__ take train"),
+        ([Sowing()], errors.LazyInitError, "as a part of its output, not by sow"),
+        (
+            [jpipe.layer(PARTS, "head"), jpipe.layer(PARTS, "tail")],
+            errors.ScopeParamNotFoundError,
+            "list its parts as modules of their own",
+        ),
+    ],
+)
+def test_errors_of_flax_are_answered_with_what_to_type(layers, error, advice):
+    with pytest.raises(error) as raised:
+        jpipe.pipeline(layers, 2).init(KEY, X)
+    notes = raised.value.__notes__
+    assert any(advice in note for note in notes)
+    assert any(note.startswith("raised by layer") for note in notes)

@@ -1,0 +1,316 @@
+"""The backward in two halves: what each computes, and that nothing else changes."""
+
+import collections
+from itertools import pairwise
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import linen as nn
+
+import jpipe
+from jpipe import schedules
+from jpipe._functions._objective import Objective
+from jpipe._run import _execute
+from jpipe.schedules import Schedule
+
+from .. import reference as ref
+from ..schedules.orders import TRAINING
+
+
+def grads_of(layers, x, targets, microbatches, **options):
+    pipe = jpipe.pipeline(layers, microbatches, **options)
+    variables = pipe.init(jax.random.key(0), x)
+    value = pipe.value_and_grad(ref.mse)(variables, x, targets)
+    return pipe, variables, value
+
+
+def program_of(layers, x, targets, microbatches=2, **options):
+    pipe = jpipe.pipeline(layers, microbatches, **options)
+    variables = pipe.init(jax.random.key(0), x)
+    return pipe._library.gradients(Objective(ref.mse))(
+        variables, x, targets, None, True
+    ).program
+
+
+class TestTheCatalogueTrains:
+    @pytest.mark.parametrize("remat", ["full", "none"])
+    @pytest.mark.parametrize("name", TRAINING)
+    def test_gradients_equal_one_device(self, double, name, remat):
+        layers = [*ref.mlp(jnp.float64)[:3], ref.dense(4, jnp.float64)]
+        x, targets = ref.regression(9, jnp.float64)
+        microbatches = 8 if name == "dualpipe_v" else 4
+        _, variables, value = grads_of(
+            layers, x, targets, microbatches, schedule=name, remat=remat
+        )
+        params = ref.params_of(variables)
+        expected = ref.value_and_grad(layers, params, x, targets)
+        ref.assert_close(value, expected, ref.FLOAT64)
+
+    def test_whole_backwards_give_the_same_bits(self):
+        layers = [*ref.mlp()[:3], ref.dense(4)]
+        x, targets = ref.regression(16)
+        whole = ["gpipe", "1f1b", "eager_1f1b", "interleaved", "looped_bfs"]
+        first, *others = (
+            grads_of(layers, x, targets, 8, schedule=name)[2] for name in whole
+        )
+        for other in others:
+            ref.assert_equal(other, first)
+
+    def test_halves_give_the_same_bits_in_every_order_and_ulps_off_the_whole(self):
+        layers = [*ref.mlp()[:3], ref.dense(4)]
+        x, targets = ref.regression(16)
+        first, second, third = (
+            grads_of(layers, x, targets, 8, schedule=name)[2]
+            for name in ("zb_h1", "zb_h2", "zb_v")
+        )
+        ref.assert_equal(second, first)
+        ref.assert_equal(third, first)
+        whole = grads_of(layers, x, targets, 8, schedule="gpipe")[2]
+        ref.assert_close(first, whole, 1e-6)  # XLA fuses otherwise: a few ulps
+
+    def test_a_users_mixture_of_halves_and_wholes(self, double):
+        text = """
+            0F0 0F1 0F2 0I0 0W0 0B1 0B2   # the first stage has no first half
+            1F0 1I0 1F1 1F2 1W0 1B1 1I2 1W2
+            2F0 2B0 2F1 2I1 2F2 2I2 2W1 2W2
+        """
+        layers = [ref.dense(6, jnp.float64), jnp.tanh, ref.dense(4, jnp.float64)]
+        layers.insert(2, ref.Residual(6, jnp.float64))
+        x, targets = ref.regression(7, jnp.float64)
+        for remat in ("full", "none"):
+            _, variables, value = grads_of(
+                layers,
+                x,
+                targets,
+                3,
+                balance=[1, 2, 1],
+                schedule=Schedule.from_text(text),
+                remat=remat,
+            )
+            params = ref.params_of(variables)
+            expected = ref.value_and_grad(layers, params, x, targets)
+            ref.assert_close(value, expected, ref.FLOAT64)
+
+    def test_training_steps_equal_optax_on_one_device(self, double):
+        layers = [*ref.mlp(jnp.float64)[:3], ref.dense(4, jnp.float64)]
+        x, targets = ref.regression(12, jnp.float64)
+        tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2))
+        pipe = jpipe.pipeline(layers, 4, schedule="zb_v")
+        state = pipe.init_train_state(jax.random.key(0), x, tx)
+        params = tuple(ref.on_host(entry) for entry in state.params)
+        expected, _, losses = ref.optax_steps(layers, params, x, targets, tx, 3)
+        step = pipe.train_step(ref.mse, tx)
+        for loss in losses:
+            state, metrics = step(state, x, targets)
+            assert float(metrics["loss"]) == pytest.approx(loss, rel=ref.FLOAT64)
+        ref.assert_close(state.params, expected, ref.FLOAT64)
+
+    def test_a_schedule_without_backwards_applies_and_does_not_train(self):
+        layers = [ref.dense(4), ref.dense(3)]
+        pipe = jpipe.pipeline(layers, 2, schedule="forward_only")
+        x, _ = ref.regression(6)
+        variables = pipe.init(jax.random.key(0), x)
+        expected = ref.compose(layers, ref.params_of(variables), x)
+        ref.assert_close(pipe.apply(variables, x), expected, ref.FLOAT32)
+        with pytest.raises(
+            ValueError, match="'forward_only' has forwards only: it can"
+        ):
+            pipe.value_and_grad(ref.mse)
+        with pytest.raises(ValueError, match="such as schedule='1f1b'"):
+            pipe.train_step(ref.mse, optax.sgd(0.1))
+
+
+def primitives(function, *specs):
+    """How often each primitive stands in what a function computes."""
+    count = collections.Counter()
+
+    def visit(jaxpr):
+        for eqn in jaxpr.eqns:
+            inner = [getattr(v, "jaxpr", v) for v in eqn.params.values()]
+            inner = [v for v in inner if hasattr(v, "eqns")]
+            count[eqn.primitive.name] += not inner
+            for sub in inner:
+                visit(sub)
+
+    visit(jax.make_jaxpr(function)(*specs).jaxpr)
+    return count
+
+
+def halves_and_whole(program, s):
+    """What both halves and the whole backward of a stage compute."""
+    task, programs = program.rows[s][0]
+    cut, halves = programs.derivatives.cut, programs.derivatives.halves
+    weights = list(task.weights.specs)
+    kept = [task.x[i] for i in cut.kept]
+    given = (weights, kept, task.extra_specs, cut.carried, cut.outputs)
+    data = [*kept, *task.extra_specs, *cut.carried, *cut.outputs]
+    left = [*(data[i] for i in halves.read), *halves.crossing]
+    return (
+        primitives(halves.first, weights, data),
+        primitives(halves.second, weights, left),
+        primitives(cut.backward, *given),
+    )
+
+
+class Chain(nn.Module):
+    """Two matrix products with a sine between, in one of several wrappings."""
+
+    wrap: str = "plain"
+
+    @nn.compact
+    def __call__(self, x):
+        def both(first, second, x):
+            return jnp.sin(x @ first) @ second
+
+        width = x.shape[-1]
+        weights = [
+            self.param(name, nn.initializers.lecun_normal(), (width, width), x.dtype)
+            for name in ("first", "second")
+        ]
+        if self.wrap == "jit":
+            both = jax.jit(both)
+        if self.wrap == "checkpoint":
+            both = jax.checkpoint(both)
+        if self.wrap == "custom_vjp":
+            both = custom(both)
+        if self.wrap == "scan":
+            both = scanned
+        return both(*weights, x)
+
+
+def custom(function):
+    wrapped = jax.custom_vjp(function)
+
+    def forward(first, second, x):
+        y, pullback = jax.vjp(function, first, second, x)
+        return y, pullback
+
+    wrapped.defvjp(forward, lambda pullback, ct: pullback(ct))
+    return wrapped
+
+
+def scanned(first, second, x):
+    stacked = jnp.stack([first, second])
+    return jax.lax.scan(lambda x, w: (jnp.sin(x @ w), None), x, stacked)[0]
+
+
+def chain_program(wrap, remat):
+    x, targets = jnp.ones((4, 5)), jnp.ones((4, 3))
+    layers = [ref.dense(6), Chain(wrap), ref.dense(3)]
+    return program_of(layers, x, targets, schedule="zb_h1", remat=remat)
+
+
+class TestWhatTheHalvesCompute:
+    @pytest.mark.parametrize("wrap", ["plain", "jit", "custom_vjp"])
+    def test_the_first_has_the_products_of_dx_the_second_those_of_dw(self, wrap):
+        first, second, whole = halves_and_whole(chain_program(wrap, "none"), 1)
+        assert first["dot_general"] == second["dot_general"] == 2
+        assert whole["dot_general"] == 4
+
+    @pytest.mark.parametrize(
+        ("wrap", "remat"),
+        [("plain", "full"), ("checkpoint", "none"), ("checkpoint", "full")],
+    )
+    def test_what_is_recomputed_is_recomputed_once(self, wrap, remat):
+        first, second, whole = halves_and_whole(chain_program(wrap, remat), 1)
+        assert whole["dot_general"] - 4 in (1, 2)  # the forward again
+        assert second["dot_general"] == 2
+        for name in ("dot_general", "sin", "cos"):
+            assert first[name] + second[name] == whole[name]
+
+    def test_a_scan_stays_whole_in_the_first(self):
+        first, second, _ = halves_and_whole(chain_program("scan", "none"), 1)
+        assert first["dot_general"] == 2
+        assert second["dot_general"] == 0
+
+    @pytest.mark.parametrize(
+        "wrap", ["plain", "jit", "custom_vjp", "checkpoint", "scan"]
+    )
+    @pytest.mark.parametrize("remat", ["full", "none"])
+    def test_gradients_are_those_of_one_device(self, double, wrap, remat):
+        layers = [ref.dense(6, jnp.float64), Chain(wrap), ref.dense(3, jnp.float64)]
+        x, targets = ref.regression(5, jnp.float64)
+        _, variables, value = grads_of(
+            layers, x, targets[:, :3], 3, schedule="zb_h1", remat=remat
+        )
+        params = ref.params_of(variables)
+        expected = ref.value_and_grad(layers, params, x, targets[:, :3])
+        ref.assert_close(value, expected, ref.FLOAT64)
+
+    @pytest.mark.parametrize("remat", ["full", "none"])
+    def test_both_cost_no_more_than_a_tenth_above_the_whole(self, remat):
+        x = jnp.ones((8, 32))
+        layers = [ref.dense(64), ref.Residual(64)]
+        program = program_of([*layers, ref.dense(4)], x, x[:, :4], remat=remat)
+        task, programs = program.rows[1][0]
+        cut, split = programs.derivatives.cut, programs.derivatives.halves
+        kept = [task.x[i] for i in cut.kept]
+        data = (kept, task.extra_specs, cut.carried, cut.outputs)
+        grads = list(task.weights.specs)
+        pool = [leaf for part in data for leaf in part]
+        left = [*(pool[i] for i in split.read), *split.crossing]
+
+        def flops(compiled, *args):
+            return compiled.lower(grads, *args).compile().cost_analysis()["flops"]
+
+        whole = flops(programs.backward, *data, grads)
+        halves = flops(programs.input_grad, *data)
+        halves += flops(programs.weight_grad, left, grads)
+        assert halves <= 1.1 * whole
+
+    def test_nothing_that_follows_from_weights_alone_crosses(self):
+        class Scaled(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                w = self.param("w", nn.initializers.ones, (6, 6), x.dtype)
+                return jnp.sin(x @ jnp.exp(w))
+
+        layers = [ref.dense(6), Scaled(), ref.dense(3)]
+        x = jnp.ones((4, 5))
+        program = program_of(layers, x, x[:, :3], schedule="zb_h1", remat="none")
+        crossing = program.rows[1][0].programs.derivatives.halves.crossing
+        assert (6, 6) not in [spec.shape for spec in crossing]
+
+
+class TestWhatRuns:
+    def test_the_first_stage_has_no_first_half(self):
+        program = chain_program("plain", "full")
+        runs = [(step.action.op, step.stage) for step in program.steps]
+        assert ("I", 0) not in runs
+        assert ("B", 0) in runs
+        assert ("W", 1) in runs
+
+    def test_layers_without_parameters_have_no_second_half(self):
+        layers = [ref.dense(6), jnp.sin, ref.dense(3)]
+        x = jnp.ones((4, 5))
+        program = program_of(layers, x, x[:, :3], schedule="zb_h1")
+        assert {step.action.op for step in program.steps if step.stage == 1} == {
+            "F",
+            "B",
+        }
+
+    @pytest.mark.parametrize("remat", ["full", "none"])
+    def test_the_forward_with_the_loss_joins_the_first_half(self, remat):
+        x = jnp.ones((4, 5))
+        layers = [ref.dense(6), ref.dense(3)]
+        program = program_of(layers, x, x[:, :3], schedule="zb_h1", remat=remat)
+        runs = {step.run for step in program.steps if step.stage == 1}
+        assert runs == {_execute.fused_input, _execute.weight_grad}
+
+    @pytest.mark.parametrize("name", ["zb_v", "interleaved", "looped_bfs"])
+    def test_neighbours_on_one_rank_move_nothing(self, name):
+        schedule = schedules.BY_NAME[name](2, 4)
+        layers = [ref.dense(5) for _ in range(schedule.num_stages)]
+        x = jnp.ones((8, 5))
+        program = program_of(layers, x, x, 4, schedule=schedule)
+        leaves = [jnp.ones(3)]
+        placement = schedule.placement
+        pairs = [(s, t) for s, t in pairwise(range(len(placement)))]
+        for s, t in pairs:
+            step = next(p for p in program.steps if p.action[:2] == ("F", s))
+            cells = [[None] for _ in range(len(placement) + 1)]
+            step.send(cells, 0, leaves)
+            moved = cells[t][0]
+            assert (moved is leaves) == (placement[s] == placement[t])

@@ -1,0 +1,122 @@
+"""What the documents show is run: docstrings, README, and the examples."""
+
+import doctest
+import importlib
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import jpipe
+
+ROOT = Path(__file__).parents[2]
+MODULES = [m.name for m in pkgutil.walk_packages(jpipe.__path__, "jpipe.")]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstrings(name):
+    result = doctest.testmod(
+        importlib.import_module(name), optionflags=doctest.NORMALIZE_WHITESPACE
+    )
+    assert result.failed == 0
+
+
+def test_some_docstrings_have_examples():
+    finder = doctest.DocTestFinder()
+    modules = map(importlib.import_module, MODULES)
+    count = sum(len(t.examples) > 0 for m in modules for t in finder.find(m))
+    assert count >= 5
+
+
+def start(*command: str) -> subprocess.CompletedProcess[str]:
+    """A program in a process of its own."""
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "COLUMNS": "100"},
+    )
+
+
+def run(*command: str) -> str:
+    """What a program prints that ends well."""
+    result = start(*command)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def test_the_program_on_the_first_screen_of_readme_prints_what_it_shows():
+    readme = (ROOT / "README.md").read_text()
+    program, shown = re.findall(r"```(?:python|text)\n(.*?)```", readme, re.DOTALL)[:2]
+    assert readme.index(program) < 300
+    assert run("-c", program).split() == shown.split()
+
+
+def test_every_option_of_the_main_job_is_documented():
+    text = run("examples/train_text.py", "--help")
+    options = set(re.findall(r"^\s+(--[\w-]+)", text, re.MULTILINE))
+    assert {"--stages", "--schedule", "--remat", "--steps"} <= options
+    for line in re.findall(r"^\s+--[\w-]+ [^\n]*(?:\n\s{20,}[^\n]*)*", text, re.M):
+        assert len(line.split()) > 3, line
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        ("functional_loop.py", r"accuracy .*\b[89]\d\.\d"),
+        ("digits.py", r"9[5-9]\.\d"),
+        (
+            "mixed_precision.py",
+            r"(?s)step 130: .*skipped\nstep 131: scale 2\^16.* 9\d\.\d% on 360",
+        ),
+        ("schedules.py --out={folder}", r"zb_v +\| 8 +\| 25\.5 +\| 5\.9 %"),
+        (
+            "train_text.py --steps=3 --evaluation-batches=2 --write=8 --width=32 "
+            "--heads=2 --context=16 --schedule=gpipe --stages=2 --depth=2",
+            r"parameters +differ by at most \d",
+        ),
+        (
+            "unet.py --steps=3 --batch-size=4 --patch=16 --width=4 "
+            "--schedule=zb_h1 --png={folder}/unet.png",
+            r"gradients +differ by at most \d",
+        ),
+        (
+            "tied_lm.py --steps=2 --width=16 --blocks=2 --batch-size=8 "
+            "--microbatches=4 --schedule=zb_v",
+            r"differ from one device by at most \d\.\de-(0[6-9]|\d\d)|most 0\.0e",
+        ),
+    ],
+    ids=[
+        "functional_loop",
+        "digits",
+        "mixed_precision",
+        "schedules",
+        "train_text",
+        "unet",
+        "tied_lm",
+    ],
+)
+def test_examples_run(command, shown, tmp_path):
+    command = command.format(folder=tmp_path)
+    assert re.search(shown, run(*f"examples/{command}".split()))
+
+
+def test_the_gallery_is_what_the_example_draws(tmp_path):
+    run("examples/schedules.py", f"--out={tmp_path}")
+    drawn = {path.name: path.read_text() for path in tmp_path.glob("*.svg")}
+    kept = {path.name: path.read_text() for path in (ROOT / "docs/gallery").glob("*")}
+    assert drawn
+    assert drawn == kept
+
+
+def test_bad_options_of_the_main_job_are_refused_in_one_line():
+    result = start("examples/train_text.py", "--stages=9", "--batch-size=1")
+    assert result.returncode == 2
+    assert "--stages 9" in result.stderr
+    assert "--batch-size 1" in result.stderr

@@ -1,0 +1,42 @@
+"""What may be loaded without JAX."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import jpipe
+
+# Loads modules of the package without running its __init__, which imports JAX.
+PROBE = """
+import importlib, sys, types
+package = types.ModuleType("jpipe")
+package.__path__ = [sys.argv[1]]
+sys.modules["jpipe"] = package
+for module in sys.argv[2:]:
+    importlib.import_module(f"jpipe.{module}")
+print(*sorted({"jax", "jaxlib", "numpy", "flax", "optax"} & set(sys.modules)))
+"""
+
+
+LIBRARY = Path(jpipe.__file__).parent
+
+
+def imported_by(*modules: str) -> list[str]:
+    command = [sys.executable, "-c", PROBE, str(LIBRARY), *modules]
+    return subprocess.run(
+        command, check=True, capture_output=True, text=True
+    ).stdout.split()
+
+
+def test_schedules_and_their_pictures_load_without_jax():
+    modules = [
+        ".".join(path.relative_to(LIBRARY).with_suffix("").parts)
+        for folder in ("schedules", "draw")
+        for path in (LIBRARY / folder).glob("*.py")
+    ]
+    assert {"schedules._zero_bubble", "schedules._validate"} <= set(modules)
+    assert imported_by(*modules) == []
+
+
+def test_the_probe_sees_jax_where_it_is():
+    assert "jax" in imported_by("_run._signature")

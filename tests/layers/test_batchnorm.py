@@ -1,0 +1,355 @@
+"""Running statistics: those of the whole mini-batch, however it is cut."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import jpipe
+
+from .. import reference as ref
+
+# Flax keeps running statistics in single precision: an ulp is 1.2e-7. The merged
+# ones are rounded once per micro-batch, the reference once.
+ULPS = 1e-6
+
+
+class Normed(nn.Module):
+    """A dense layer and a batch norm, whose statistics are far from zero."""
+
+    momentum: float = 0.9
+
+    @nn.compact
+    def __call__(self, x, train: bool):
+        x = 3 * nn.Dense(6)(x) + 100
+        return nn.BatchNorm(not train, momentum=self.momentum, name="norm")(x)
+
+
+def layers():
+    return [
+        nn.BatchNorm(momentum=0.5),
+        Normed(),
+        jnp.tanh,
+        Normed(0.99),
+        ref.dense(4),
+    ]
+
+
+def committed(pipe, x, targets, steps=1):
+    state = pipe.init_train_state(jax.random.key(0), x, optax.sgd(0.0))
+    step = pipe.train_step(ref.mse, optax.sgd(0.0))
+    for _ in range(steps):
+        state, _ = step(state, x, targets)
+    return state
+
+
+def by_hand(state, x, parts, steps):
+    """Statistics in double precision; each micro-batch is normalized by itself."""
+    params = ref.params_of(state.variables)
+    stats = {}
+
+    def normed(name, momentum, batches, width):
+        whole = np.concatenate(batches)
+        mean, var = np.zeros(width), np.ones(width)
+        for _ in range(steps):
+            mean = momentum * mean + (1 - momentum) * whole.mean(0)
+            var = momentum * var + (1 - momentum) * whole.var(0)
+        stats[name] = mean, var
+        return [(b - b.mean(0)) / np.sqrt(b.var(0) + 1e-5) for b in batches]
+
+    def scaled(p, batches):
+        return [b * p["scale"] + p["bias"] for b in batches]
+
+    def dense(p, batches):
+        return [3 * (b @ p["kernel"] + p["bias"]) + 100 for b in batches]
+
+    batches = [np.asarray(b, np.float64) for b in np.split(x, parts)]
+    batches = scaled(params[0], normed(0, 0.5, batches, x.shape[1]))
+    for number, momentum in ((1, 0.9), (3, 0.99)):
+        batches = dense(params[number]["Dense_0"], batches)
+        batches = normed(number, momentum, batches, 6)
+        batches = [np.tanh(b) for b in scaled(params[number]["norm"], batches)]
+    return stats
+
+
+@pytest.mark.parametrize("remat", ["full", "none", "except_last"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb_h1"])
+def test_statistics_are_those_of_the_whole_batch(schedule, remat):
+    x, targets = ref.regression(14)
+    x = x * 5 + 1000  # E[x^2] - E[x]^2 would lose it all here
+    pipe = jpipe.pipeline(
+        layers(), 4, balance=[2, 2, 1], schedule=schedule, remat=remat
+    )
+    state = committed(pipe, x, targets, steps=2)
+    expected = by_hand(state, np.asarray(x), [4, 8, 11], steps=2)
+    mean, var = (state.model_state[0]["batch_stats"][n] for n in ("mean", "var"))
+    np.testing.assert_allclose(mean, expected[0][0], rtol=ULPS)
+    # Flax itself takes E[x^2] - E[x]^2 of each micro-batch: at 1000 with a spread of
+    # 5 that leaves three digits of the variance within a micro-batch.
+    np.testing.assert_allclose(var, expected[0][1], rtol=2e-2)
+    for number in (1, 3):
+        own = state.model_state[number]["batch_stats"]["norm"]
+        np.testing.assert_allclose(own["mean"], expected[number][0], rtol=1e-4)
+        np.testing.assert_allclose(own["var"], expected[number][1], rtol=2e-2)
+
+
+def test_the_statistics_equal_one_full_batch_step_of_flax():
+    # The first layer sees the batch itself: Flax on the whole batch is the reference.
+    x, targets = ref.regression(14)
+    norm = nn.BatchNorm(momentum=0.9)
+    variables = norm.init(jax.random.key(0), x, use_running_average=False)
+    _, expected = norm.apply(
+        variables, x, use_running_average=False, mutable=["batch_stats"]
+    )
+    for microbatches in (1, 2, 4, 5, 14):
+        pipe = jpipe.pipeline([norm, ref.dense(4)], microbatches)
+        state = committed(pipe, x, targets)
+        actual = state.model_state[0]["batch_stats"]
+        ref.assert_close(actual, expected["batch_stats"], ULPS)
+
+
+def test_the_spread_between_microbatches_counts():
+    # Two micro-batches without any variance within, and all of it between them.
+    x = jnp.concatenate([jnp.zeros((4, 3)), jnp.ones((4, 3))])
+    pipe = jpipe.pipeline([nn.BatchNorm(momentum=0.0), ref.dense(4)], 2)
+    state = committed(pipe, x, jnp.zeros((8, 4)))
+    stats = state.model_state[0]["batch_stats"]
+    np.testing.assert_allclose(stats["mean"], 0.5, rtol=ULPS)
+    np.testing.assert_allclose(stats["var"], 0.25, rtol=ULPS)
+
+
+def test_they_do_not_depend_on_balance_schedule_or_remat():
+    x, targets = ref.regression(12)
+    states = [
+        committed(pipe, x, targets).model_state
+        for pipe in (
+            jpipe.sequential(layers(), 3),
+            jpipe.pipeline(layers(), 3, balance=[1, 2, 2], schedule="gpipe"),
+            jpipe.pipeline(layers(), 3, balance=[4, 1], remat="none"),
+            jpipe.pipeline(layers(), 3, balance=[2, 2, 1], schedule="zb_h2"),
+        )
+    ]
+    for other in states[1:]:
+        ref.assert_close(other, states[0], 1e-5)
+
+
+def test_convolutions_count_positions_as_examples():
+    x = jax.random.normal(jax.random.key(3), (6, 5, 5, 2))
+    norm = nn.BatchNorm(momentum=0.8)
+    variables = norm.init(jax.random.key(0), x, use_running_average=False)
+    _, expected = norm.apply(
+        variables, x, use_running_average=False, mutable=["batch_stats"]
+    )
+    pipe = jpipe.pipeline([norm, lambda x: x.mean((1, 2))], 4)
+    state = committed(pipe, x, jnp.zeros((6, 2)))
+    actual = state.model_state[0]["batch_stats"]
+    ref.assert_close(actual, expected["batch_stats"], ULPS)
+
+
+def test_inside_remat_and_scan_of_flax():
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x, train: bool):
+            return nn.BatchNorm(not train, momentum=0.9, name="norm")(x)
+
+    class Wrapped(nn.Module):
+        @nn.compact
+        def __call__(self, x, train: bool):
+            return nn.remat(Block, static_argnums=(2,))(name="block")(x, train)
+
+    x, targets = ref.regression(8)
+    pipe = jpipe.pipeline([Wrapped(), ref.dense(4)], 4)
+    plain = jpipe.pipeline([Block(), ref.dense(4)], 4)
+    actual = committed(pipe, x, targets).model_state[0]["batch_stats"]["block"]
+    expected = committed(plain, x, targets).model_state[0]["batch_stats"]
+    ref.assert_close(actual, expected, ULPS)
+    np.testing.assert_allclose(actual["norm"]["mean"], 0.1 * x.mean(0), rtol=1e-5)
+
+
+def test_evaluation_reads_them_and_changes_nothing():
+    x, targets = ref.regression(8)
+    pipe = jpipe.pipeline(layers(), 2, balance=[2, 3])
+    state = committed(pipe, x, targets)
+    before = ref.on_host(state.model_state)
+    first = pipe.apply(state.variables, x)
+    np.testing.assert_array_equal(first, pipe.apply(state.variables, x))
+    ref.assert_equal(state.model_state, before)
+
+
+def test_gradients_are_those_of_norms_per_microbatch(double):
+    class Double(nn.Module):
+        @nn.compact
+        def __call__(self, x, train: bool):
+            return nn.BatchNorm(not train, dtype=jnp.float64, param_dtype=jnp.float64)(
+                x
+            )
+
+    model = [Double(), ref.dense(4, jnp.float64)]
+    x, targets = ref.regression(6, jnp.float64)
+    pipe = jpipe.pipeline(model, 2)
+    variables = pipe.init(jax.random.key(0), x)
+    value = pipe.value_and_grad(ref.mse)(variables, x, targets)
+
+    def loss(params):
+        def one(x):
+            mean, var = x.mean(0), x.var(0)
+            own = params[0]["BatchNorm_0"]
+            x = (x - mean) / jnp.sqrt(var + 1e-5) * own["scale"] + own["bias"]
+            return x @ params[1]["kernel"] + params[1]["bias"]
+
+        y = jnp.concatenate([one(part) for part in jnp.split(x, 2)])
+        return ref.mse(y, targets)
+
+    expected = jax.value_and_grad(loss)(ref.params_of(variables))
+    ref.assert_close(value, expected, 1e-10)  # E[x^2] - E[x]^2 against the variance
+
+
+def test_so_it_is_for_nnx():
+    x, targets = ref.regression(14)
+    norm = nnx.BatchNorm(5, momentum=0.9, rngs=nnx.Rngs(0))
+    dense = nnx.Linear(5, 4, rngs=nnx.Rngs(1))
+    pipe = jpipe.pipeline([norm, dense], 4)
+    state = committed(pipe, x, targets)
+    stats = state.model_state[0]["batch_stats"]
+    np.testing.assert_allclose(stats["mean"], 0.1 * x.mean(0), rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(stats["var"], 0.9 + 0.1 * x.var(0), rtol=ULPS)
+    assert norm.momentum == 0.9
+    (back, _) = pipe.modules(state.variables)
+    assert back.momentum == 0.9
+    np.testing.assert_array_equal(back.mean[...], stats["mean"])
+
+
+def test_a_batch_norm_that_is_called_twice_is_refused():
+    class Twice(nn.Module):
+        @nn.compact
+        def __call__(self, x, train: bool):
+            norm = nn.BatchNorm(not train, name="norm")
+            return norm(x) + norm(2 * x)
+
+    pipe = jpipe.pipeline([Twice(), ref.dense(4)], 2)
+    x, targets = ref.regression(4)
+    variables = pipe.init(jax.random.key(0), x)
+    with pytest.raises(ValueError, match="batch norm norm is called twice in one"):
+        pipe.value_and_grad(ref.mse)(variables, x, targets)
+
+
+class TwiceNnx(nnx.Module):
+    """Normalizes two inputs with one batch norm."""
+
+    def __init__(self, frozen=False):
+        self.norm = nnx.BatchNorm(5, use_running_average=frozen, rngs=nnx.Rngs(0))
+        self.norm.mean[...] = self.norm.mean[...] + 0.3
+
+    def __call__(self, x):
+        return self.norm(x) + self.norm(2 * x)
+
+
+def test_one_of_nnx_that_is_called_twice_is_refused():
+    pipe = jpipe.pipeline([TwiceNnx(), ref.dense(4)], 2)
+    x, targets = ref.regression(4)
+    variables = pipe.init(jax.random.key(0), x)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="batch norm BatchNorm is called twice"):
+            pipe.value_and_grad(ref.mse)(variables, x, targets)
+    # Evaluation writes no statistics.
+    expected = TwiceNnx(frozen=True)(x) @ variables[1]["params"]["kernel"]
+    np.testing.assert_allclose(pipe.apply(variables, x), expected, rtol=1e-5)
+
+
+def test_a_frozen_batch_norm_may_be_called_twice():
+    class Frozen(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            norm = nn.BatchNorm(use_running_average=True, name="norm")
+            return norm(x) + norm(2 * x)
+
+    layers = [Frozen(), ref.dense(4)]
+    pipe = jpipe.pipeline(layers, 2)
+    x, targets = ref.regression(4)
+    variables = pipe.init(jax.random.key(0), x)
+    value = pipe.value_and_grad(ref.mse)(variables, x, targets)
+    variables = jax.device_get(variables)
+
+    def loss(params):
+        h = layers[0].apply({**variables[0], "params": params[0]}, x)
+        return ref.mse(layers[1].apply({"params": params[1]}, h), targets)
+
+    params = [entry["params"] for entry in variables]
+    expected, grads = jax.value_and_grad(loss)(params)
+    np.testing.assert_allclose(value[0], expected, rtol=1e-6)
+    ref.assert_close(list(value[1]), grads, ref.FLOAT32)
+
+
+def test_a_frozen_one_of_nnx_may_be_called_twice():
+    class Frozen(TwiceNnx):
+        def __call__(self, x):
+            return self.norm(x, True) + self.norm(2 * x, use_running_average=True)
+
+    layers = [Frozen(), nnx.Linear(5, 4, rngs=nnx.Rngs(1))]
+    x, targets = ref.regression(6)
+    expected = nnx.value_and_grad(lambda own: ref.mse(own[1](own[0](x)), targets))
+    expected = jax.tree.leaves(expected(nnx.List(layers)))
+    pipe = jpipe.pipeline(layers, 2)
+    state = pipe.init_train_state(jax.random.key(0), x, optax.sgd(0.1))
+    before = jax.device_get(state.model_state)
+    value = pipe.value_and_grad(ref.mse)(state.variables, x, targets)
+    ref.assert_close(jax.tree.leaves(value), expected, ref.FLOAT32)
+    state, _ = pipe.train_step(ref.mse, optax.sgd(0.1))(state, x, targets)
+    ref.assert_equal(jax.device_get(state.model_state), before)
+
+
+def test_batch_norms_inside_a_jit_of_flax_are_met_each_time():
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x, train: bool):
+            return nn.BatchNorm(not train, momentum=0.9, name="norm")(x) + 5.0
+
+    x = jax.random.normal(jax.random.key(1), (8, 3))
+    tx = optax.sgd(0.0)
+
+    def statistics(block, stages):
+        pipe = jpipe.pipeline([block(), block()], 2, balance=stages)
+        state = pipe.init_train_state(jax.random.key(0), x, tx)
+        state, _ = pipe.train_step(ref.mse, tx)(state, x, x)
+        return jax.device_get(state.model_state)
+
+    jitted = nn.jit(Block, static_argnums=(2,))
+    expected = statistics(Block, [2])
+    for stages in ([2], [1, 1]):
+        ref.assert_close(statistics(jitted, stages), expected, ref.FLOAT32)
+    # Nor does what was traced here come out where the momentum is the user's.
+    variables = jitted().init(jax.random.key(0), x, False)
+    _, changed = jitted().apply(variables, x[:4], True, mutable=["batch_stats"])
+    np.testing.assert_allclose(
+        changed["batch_stats"]["norm"]["mean"], 0.1 * x[:4].mean(axis=0), rtol=1e-5
+    )
+
+
+def test_one_without_a_switch_keeps_its_statistics_where_it_is_not_trained():
+    class Always(nn.Module):
+        """Normalizes by the batch, trained or not."""
+
+        @nn.compact
+        def __call__(self, x):
+            return nn.BatchNorm(use_running_average=False, momentum=0.9)(x)
+
+    x = jax.random.normal(jax.random.key(1), (8, 3)) + 2
+    tx = optax.sgd(0.0)
+    pipe = jpipe.pipeline([Always(), ref.dense(2)], 2)
+    state = pipe.init_train_state(jax.random.key(0), x, tx)
+    alone, _ = Always().apply(state.variables[0], x[:4], mutable=["batch_stats"])
+    head = state.params[1]
+    expected = alone @ jax.device_get(head["kernel"]) + jax.device_get(head["bias"])
+    before = jax.device_get(state.model_state)
+    for _ in range(2):
+        outputs = pipe.apply(state.variables, x)
+        np.testing.assert_allclose(outputs[:4], expected, rtol=1e-5, atol=1e-6)
+        pipe.value_and_grad(ref.mse)(state.variables, x, outputs, train=False)
+    ref.assert_equal(jax.device_get(state.model_state), before)
+    state, _ = pipe.train_step(ref.mse, tx)(state, x, outputs)
+    stats = state.model_state[0]["batch_stats"]["BatchNorm_0"]
+    np.testing.assert_allclose(stats["mean"], 0.1 * x.mean(0), rtol=1e-5)
+    np.testing.assert_allclose(stats["var"], 0.9 + 0.1 * x.var(0), rtol=1e-5)

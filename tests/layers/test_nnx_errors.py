@@ -1,0 +1,140 @@
+"""Modules of nnx that a pipeline cannot carry, and why."""
+
+import functools
+
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import jpipe
+from jpipe._layers import _layer
+
+from .. import reference as ref
+from .nnx_modules import KEY, Block, Noisy, Rematerialized, says
+
+
+def test_a_missing_key_names_the_stream():
+    class Inner(nnx.Module):
+        def __init__(self, rngs):
+            self.parts = nnx.List([Rematerialized(3, rngs)])
+
+        def __call__(self, x, train):
+            return self.parts[0](x, True, train)
+
+    x = jnp.ones((4, 3))
+    pipe = jpipe.pipeline([nnx.relu, Inner(nnx.Rngs(0, dropout=1))], 2)
+    variables = pipe.init(KEY, x)
+    grad = pipe.value_and_grad(ref.mse)
+    for rngs in (None, {"noise": KEY}):
+        match = says("parts.0.dropout.rngs", "stream 'dropout'", "rngs={'dropout': ")
+        with pytest.raises(ValueError, match=match) as error:
+            grad(variables, x, x, rngs=rngs)
+        assert "raised by layer 1 (Inner) of stage 1" in error.value.__notes__[0]
+    # Nothing is drawn in evaluation, or at a rate of zero.
+    grad(variables, x, x, train=False)
+    pipe = jpipe.pipeline([nnx.Dropout(0.0, rngs=nnx.Rngs(0))], 2)
+    pipe.apply(({},), x, train=True)
+
+
+def test_one_module_twice_is_no_fault():
+    block = Block(3, nnx.Rngs(0))
+    jpipe.pipeline([block, nnx.relu, block], 2)
+
+
+def test_modules_that_share_a_variable():
+    class Tied(nnx.Module):
+        def __init__(self, embed):
+            self.inner = embed
+
+        def __call__(self, x):
+            return self.inner.attend(x)
+
+    embed = nnx.Embed(4, 3, rngs=nnx.Rngs(0))
+    other = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
+    with pytest.raises(
+        ValueError,
+        match=says(
+            "list one module object twice",
+            "layers 0 (Embed) and 2 (Tied) share a Param",
+            "embedding of the one is inner.embedding of the other",
+        ),
+    ):
+        jpipe.pipeline([embed, other, Tied(embed)], 2)
+    # Random streams are seeded anew for each layer: they may be shared.
+    rngs = nnx.Rngs(0)
+    shared = [Noisy(rngs), Noisy(rngs)]
+    for layer in shared:
+        layer.rngs = rngs
+    jpipe.pipeline(shared, 2)
+
+
+def test_modules_that_cannot_be_layers():
+    class NoCall(nnx.Module):
+        pass
+
+    class Params(nnx.Variable):
+        pass
+
+    class Takes(nnx.Module):
+        def __init__(self):
+            self.params = Params(jnp.ones(2))
+
+        def __call__(self, x):
+            return x
+
+    class Tree(nnx.Pytree):
+        def __call__(self, x):
+            return x
+
+    class Reference(Takes):
+        def __init__(self):
+            self.value = nnx.Param(jnp.ones(2), ref=True)
+
+    linear = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    listed = [NoCall(), linear, Takes(), Tree(), linear.__call__, Reference()]
+    listed += [nnx.Linear, functools.partial(linear), functools.partial(nnx.relu)]
+    with pytest.raises(TypeError) as error:
+        jpipe.pipeline(listed, 2)
+    lines = str(error.value).splitlines()[1:]
+    expected = [
+        "layer 0: NoCall is an nnx module without __call__",
+        "layer 2: Takes: the Variable type Params takes the name of what is trained",
+        "layer 3: Tree is an nnx.Pytree; derive it from nnx.Module",
+        "layer 4: a function bound to an nnx Linear",
+        "layer 5: Reference: a Param that is a reference",
+        "layer 6: Linear is a class",
+        "layer 7: a function bound to an nnx Linear",
+    ]
+    assert len(lines) == len(expected)
+    for line, start in zip(lines, expected, strict=True):
+        assert line.startswith(f"  * {start}")
+
+
+def test_calls_that_change_what_variables_there_are():
+    class Grows(nnx.Module):
+        def __init__(self):
+            self.cache = nnx.Cache(jnp.zeros((1, 3)))
+
+        def __call__(self, x):
+            self.cache.set_value(jnp.concatenate([self.cache[...], x]))
+            self.late = nnx.Param(jnp.ones(3))
+            return x
+
+    pipe = jpipe.pipeline([Grows()], 2)
+    match = says(
+        "this Grows changes which variables",
+        "make them in __init__",
+        "cache/cache was (1, 3) and became (3, 3)",
+        "it made the Param late",
+    )
+    with pytest.raises(ValueError, match=match):
+        pipe.init(KEY, jnp.ones((2, 3)))
+
+
+def test_variables_of_another_module():
+    pipe = jpipe.pipeline([nnx.Linear(3, 2, rngs=nnx.Rngs(0))], 2)
+    with pytest.raises(ValueError, match=r"missing: .*'params'.*'bias'"):
+        pipe.apply(({"params": {"kernel": jnp.ones((3, 2))}},), jnp.ones((2, 3)))
+    (layer,) = _layer.as_layers([nnx.Linear(3, 2, rngs=nnx.Rngs(0))])
+    with pytest.raises(ValueError, match=r"not those of this Linear: .*params/bias"):
+        _layer.as_module(layer, {"params": {"kernel": jnp.ones((3, 2))}})

@@ -1,0 +1,169 @@
+"""Random streams of nnx modules: they follow from the step, not from the cut."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jpipe
+
+from .. import reference as ref
+from .nnx_modules import KEY, Noisy, Rematerialized
+
+
+def test_dropout_depends_on_step_micro_batch_and_layer_only():
+    x = jnp.ones((8, 16))
+
+    def run(balance, remat="full", key=9, schedule="1f1b", rngs=None):
+        layers = [Noisy(nnx.Rngs(0)), Noisy(nnx.Rngs(0)), jnp.sin]
+        pipe = jpipe.pipeline(layers, 4, balance=balance, remat=remat)
+        rngs = jax.random.key(key) if rngs is None else rngs
+        return np.asarray(pipe.apply((({},) * 3), x, rngs=rngs, train=True))
+
+    first = run([3])
+    for balance in ([1, 2], [1, 1, 1]):
+        np.testing.assert_array_equal(first, run(balance))
+    assert (first != run([3], key=10)).any()
+    # One key given for dropout serves the stream that nnx.Rngs(0) makes.
+    np.testing.assert_array_equal(first, run([3], rngs={"dropout": jax.random.key(9)}))
+
+    def masks(layers):
+        pipe = jpipe.pipeline(layers, 4, balance=[len(layers)])
+        rngs = jax.random.key(9)
+        return np.asarray(pipe.apply(({},) * len(layers), x, rngs=rngs, train=True))
+
+    one = masks([Noisy(nnx.Rngs(0))])
+    # The two streams of a module, the micro-batches, and the layers.
+    assert (one[:, 0] != one[:, 1]).any()
+    assert (one[:2] != one[2:4]).any()
+    assert (one != masks([jnp.abs, Noisy(nnx.Rngs(0))])).any()
+    assert set(np.unique(one)) == {0.0, 2.0}
+    # The seed of the module is for its initialization.
+    np.testing.assert_array_equal(one, masks([Noisy(nnx.Rngs(5))]))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_gradients_with_dropout_equal_those_of_its_masks(double, schedule):
+    """The masks are read off once; then dropout is a product with them."""
+    width, rngs = 5, jax.random.key(3)
+    x, targets = ref.regression(8, jnp.float64)
+    targets = jnp.concatenate([targets, targets[:, :1]], axis=1)
+    options = {"dtype": jnp.float64, "param_dtype": jnp.float64}
+    dense = nnx.Linear(width, width, rngs=nnx.Rngs(0), **options)
+    dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(1))
+    ones = jpipe.sequential([jnp.ones_like, dropout], 4)
+    masks = ones.apply(({}, {}), x, rngs=rngs, train=True)
+
+    def loss(own):
+        module = nnx.clone(dense)
+        nnx.update(module, nnx.State(own))
+        return ref.mse(jnp.sin(module(x) * masks), targets)
+
+    params = nnx.to_pure_dict(nnx.state(dense, nnx.Param))
+    expected = jax.value_and_grad(loss)(params)
+    for balance, remat in itertools.product([[3], [1, 2], [2, 1]], ["full", "none"]):
+        pipe = jpipe.pipeline(
+            [dense, dropout, jnp.sin],
+            4,
+            balance=balance,
+            remat=remat,
+            schedule=schedule,
+        )
+        value, grads = pipe.value_and_grad(ref.mse)(
+            pipe.init(KEY, x), x, targets, rngs=rngs
+        )
+        ref.assert_close((value, grads[0]), expected, ref.FLOAT64)
+
+
+def test_each_step_draws_anew():
+    x = jnp.ones((4, 8))
+    layers = [nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(1))]
+    tx = optax.sgd(0.0)
+
+    def losses():
+        pipe = jpipe.pipeline(layers, 2)
+        state = pipe.init_train_state(KEY, x, tx)
+        step = pipe.train_step(ref.mse, tx)
+        found = []
+        for _ in range(3):
+            state, metrics = step(state, x, x)
+            found.append(float(metrics["loss"]))
+        return found
+
+    first = losses()
+    assert len(set(first)) == 3
+    assert first == losses()
+
+
+def test_a_call_that_names_rngs_is_given_them():
+    seen = []
+
+    class Asks(nnx.Module):
+        def __call__(self, x, use_running_average, *, rngs=None, deterministic):
+            seen.append((use_running_average, deterministic, rngs is None))
+            return x + jax.random.normal(rngs.noise(), x.shape) if rngs else x
+
+    class Both(nnx.Module):
+        def __init__(self):
+            self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+
+        def __call__(self, x, rngs):
+            given = nnx.Dropout(0.5)(x, rngs=rngs)
+            return jnp.stack([self.dropout(x), given], axis=1)
+
+    x = jnp.ones((2, 40))
+    pipe = jpipe.pipeline([Asks()], 1)
+    np.testing.assert_array_equal(pipe.apply(({},), x), x)
+    noise = pipe.apply(({},), x, rngs={"noise": KEY}, train=True)
+    assert (noise != x).all()
+    other = pipe.apply(({},), x, rngs=jax.random.key(1), train=True)
+    assert (noise != other).all()
+    assert (True, True, True) in seen
+    assert (False, False, False) in seen
+    # A stream of the module and one of the same name that it is given differ.
+    pipe = jpipe.pipeline([Both()], 1)
+    y = pipe.apply(({},), x, rngs={"dropout": KEY}, train=True)
+    assert (y[:, 0] != y[:, 1]).any()
+
+
+def test_streams_of_several_keys_and_old_keys():
+    class Split(nnx.Module):
+        def __init__(self):
+            self.streams = nnx.Rngs(dropout=0).dropout.split(3)
+
+        def __call__(self, x):
+            keys = jax.vmap(jax.random.fold_in)(
+                self.streams.key[...], self.streams.count[...]
+            )
+            return x + jax.vmap(lambda key: jax.random.normal(key))(keys)
+
+    x = jnp.zeros((2, 3))
+    pipe = jpipe.pipeline([Split()], 1)
+    y = pipe.apply(({},), x, rngs={"dropout": jax.random.key(4)}, train=True)
+    assert len(np.unique(y)) == 3
+    old = pipe.apply(({},), x, rngs={"dropout": jax.random.PRNGKey(4)}, train=True)
+    np.testing.assert_array_equal(y, old)
+
+
+def test_dropout_inside_of_remat(double):
+    layer = Rematerialized(5, nnx.Rngs(0), jnp.float64)
+    x, _ = ref.regression(8, jnp.float64)
+    pipe = jpipe.pipeline([layer], 2)
+    variables = pipe.init(KEY, x)
+    y = pipe.apply(variables, x, rngs=KEY, train=True)
+    full = 2 * pipe.apply(variables, x)
+    kept = np.asarray(y) != 0
+    assert 0.2 < kept.mean() < 0.8
+    np.testing.assert_allclose(y[kept], full[kept], rtol=1e-12)
+    # In training too the collections keep their values: they are equal micro-batches.
+    x, targets = ref.regression(4, jnp.float64)
+    tx = optax.sgd(0.1)
+    pipe = jpipe.pipeline([layer, nnx.Linear(5, 4, rngs=nnx.Rngs(0))], 2)
+    state = pipe.init_train_state(KEY, x, tx)
+    old = ref.on_host(state.model_state)
+    state, _ = pipe.train_step(ref.mse, tx)(state, x, targets)
+    ref.assert_close(state.model_state, old, ref.FLOAT64)

@@ -1,0 +1,132 @@
+"""Equal stages: traced once, compiled once for a device, and no bit changes."""
+
+import itertools
+import re
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import jpipe
+from jpipe._layers import _alike
+
+from .. import reference as ref
+from .stages import TARGETS, WIDTH, Block, Dropped, X, around, program_of
+
+
+class Counted(nn.Module):
+    """A dense layer that counts how often Flax calls it."""
+
+    calls: ClassVar[list] = []
+
+    @nn.compact
+    def __call__(self, x):
+        self.calls.append(x.shape)
+        return nn.Dense(WIDTH)(x)
+
+
+class TestWhatIsMadeOnce:
+    def test_the_trace(self):
+        def calls(number):
+            Counted.calls.clear()
+            program_of(around(*(Counted() for _ in range(number))))
+            return len(Counted.calls)
+
+        calls(1)  # which compiles what makes its parameters
+        assert calls(5) == calls(1)
+
+    def test_on_one_device_the_compiled_programs(self, caplog):
+        layers = around(*(ref.Residual(WIDTH) for _ in range(6)))
+        pipe = jpipe.pipeline(layers, 4, balance=[1] * 8, schedule="interleaved")
+        variables = pipe.init(jax.random.key(0), X)
+        assert [jax.devices().index(d) for d in pipe.devices] == [0, 1, 2, 3] * 2
+        with jax.log_compiles(), caplog.at_level("WARNING"):
+            pipe.value_and_grad(ref.mse)(variables, X, TARGETS)
+        ended = re.findall(r"XLA compilation of jit\((stage\w+)\)", caplog.text)
+        names = ["stage0", "stage1_5", "stage2_6", "stage3", "stage4"]
+        programs = [f"{name}_{op}" for name in names for op in ("forward", "backward")]
+        zeros = [f"{name}_zeros" for name in [*names, "stage7"]]
+        assert sorted(ended) == sorted([*programs, *zeros, "stage7_forward_backward"])
+
+
+def test_names_of_programs_that_many_stages_share_stay_short():
+    """JAX makes file names of them: of its compilation cache, of dumps of XLA."""
+    rows = program_of(around(*(jnp.tanh for _ in range(9)))).rows
+    (programs,) = {row[0].programs for row in rows[1:-1]}
+    assert programs.forward.__name__ == "stage1_2_3_4_and_5_more_forward"
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zb_v"])
+def test_equal_stages_train_as_one_device_does(double, schedule):
+    layers = [ref.Residual(WIDTH, jnp.float64) for _ in range(8)]
+    x, targets = jax.random.normal(jax.random.key(3), (2, 10, WIDTH), jnp.float64)
+    tx = optax.adam(1e-2)
+    pipe = jpipe.pipeline(layers, 4, schedule=schedule, balance=[1] * 8)
+    state = pipe.init_train_state(jax.random.key(0), x, tx)
+    params = tuple(ref.on_host(entry) for entry in state.params)
+    expected, _, losses = ref.optax_steps(layers, params, x, targets, tx, 3)
+    step = pipe.train_step(ref.mse, tx)
+    for loss in losses:
+        state, metrics = step(state, x, targets)
+        assert float(metrics["loss"]) == pytest.approx(loss, rel=ref.FLOAT64)
+    ref.assert_close(state.params, expected, ref.FLOAT64)
+
+
+class Normed(nn.Module):
+    """A block whose statistics training changes."""
+
+    @nn.compact
+    def __call__(self, x, train: bool):
+        x = nn.BatchNorm(use_running_average=not train, momentum=0.9)(x)
+        return jnp.tanh(nn.Dense(WIDTH)(x))
+
+
+class NormedNnx(nnx.Module):
+    """The same as an nnx module."""
+
+    def __init__(self, seed):
+        self.norm = nnx.BatchNorm(WIDTH, momentum=0.9, rngs=nnx.Rngs(seed))
+        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(seed))
+
+    def __call__(self, x):
+        return jnp.tanh(self.linear(self.norm(x)))
+
+
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        [Normed() for _ in range(6)],
+        [NormedNnx(seed) for seed in range(6)],
+        [Block(seed) for seed in range(6)],
+        [Dropped() for _ in range(6)],
+        [ref.dense(WIDTH)] * 6,  # tied: one module, six times
+    ],
+    ids=["batch norm", "nnx batch norm", "nnx", "dropout", "tied"],
+)
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_sharing_changes_no_bit(blocks, schedule, monkeypatch):
+    """The same programs run, whether stages share them or each has its own."""
+    x = jax.random.normal(jax.random.key(3), (10, WIDTH))
+    tx = optax.adam(1e-2)
+
+    def trained():
+        pipe = jpipe.pipeline(blocks, 4, schedule=schedule, balance=[1] * 6)
+        state = pipe.init_train_state(jax.random.key(0), x, tx)
+        step = pipe.train_step(ref.mse, tx)
+        for _ in range(2):
+            state, metrics = step(state, x, jnp.cos(x))
+        y = pipe.apply(state.variables, x)
+        return state.variables, metrics["loss"], y, pipe._library.training.rows
+
+    *shared, rows = trained()
+    number = itertools.count()
+    monkeypatch.setattr(_alike, "behaviour", lambda layer: next(number))
+    *alone, others = trained()
+    ref.assert_equal(shared, alone)
+    assert len({id(row[0].task.closed) for row in others}) == 6
+    # The first has an input without gradient, the last has the loss.
+    assert len({id(row[0].task.closed) for row in rows}) == 3

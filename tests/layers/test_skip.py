@@ -1,0 +1,309 @@
+"""Long skip connections: transparent, straight, freed; every fault is named."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+
+import jpipe
+from jpipe._run import _transfer
+from jpipe.schedules import Schedule
+
+from .. import reference as ref
+from ..run.held import check_exact
+
+
+class Down(nn.Module):
+    """Halves the width and stashes a pytree with an integer leaf and ``None``."""
+
+    name_: str = "skip"
+
+    @nn.compact
+    def __call__(self, x):
+        h = nn.Dense(x.shape[-1] // 2, param_dtype=x.dtype)(x)
+        value = {"x": jnp.sin(x), "rows": jnp.arange(len(x)), "none": None}
+        jpipe.stash(self.name_, value)
+        return nn.tanh(h)
+
+
+class Up(nn.Module):
+    """Doubles the width and adds what was stashed."""
+
+    name_: str = "skip"
+
+    @nn.compact
+    def __call__(self, x):
+        skip = jpipe.pop(self.name_)
+        assert skip["none"] is None
+        weight = 1 / (1 + skip["rows"].astype(x.dtype))
+        h = nn.Dense(2 * x.shape[-1], param_dtype=x.dtype)(x)
+        return h + skip["x"] * weight[:, None]
+
+
+def layers(dtype=jnp.float32):
+    """A small U: two skips, one inside the other, of one block class."""
+    return [
+        ref.dense(8, dtype),
+        jpipe.isolate(Down(), "outer"),
+        jpipe.isolate(Down(), "inner"),
+        jnp.sin,
+        jpipe.isolate(Up(), "inner"),
+        jpipe.isolate(Up(), "outer"),
+        ref.dense(4, dtype),
+    ]
+
+
+def by_hand(params, x, parts):
+    """The same arithmetic without jpipe, micro-batch by micro-batch."""
+
+    def down(p, x):
+        h = x @ p["Dense_0"]["kernel"] + p["Dense_0"]["bias"]
+        return jnp.tanh(h), jnp.sin(x)
+
+    def up(p, x, skip):
+        weight = 1 / (1 + jnp.arange(len(x)).astype(x.dtype))
+        h = x @ p["Dense_0"]["kernel"] + p["Dense_0"]["bias"]
+        return h + skip * weight[:, None]
+
+    def one(x):
+        x = x @ params[0]["kernel"] + params[0]["bias"]
+        x, outer = down(params[1], x)
+        x, inner = down(params[2], x)
+        x = jnp.sin(x)
+        x = up(params[4], x, inner)
+        x = up(params[5], x, outer)
+        return x @ params[6]["kernel"] + params[6]["bias"]
+
+    return jnp.concatenate([one(part) for part in jnp.split(x, parts)])
+
+
+def expected_of(params, x, targets, parts):
+    def loss(params):
+        return ref.mse(by_hand(params, x, parts), targets)
+
+    return jax.value_and_grad(loss)(params)
+
+
+@pytest.mark.parametrize(
+    ("balance", "schedule", "remat"),
+    [
+        ([7], "1f1b", "none"),  # all in one stage
+        ([2, 2, 1, 2], "1f1b", "full"),
+        ([2, 2, 1, 2], "gpipe", "none"),
+        ([2, 2, 1, 2], "zb_h1", "full"),
+        ([2, 2, 1, 2], "zb_v", "none"),
+        ([1, 1, 1, 1, 1, 1, 1], "1f1b", "none"),
+        ([2, 1, 2, 2], "interleaved", "full"),
+        ([3, 4], "zb_h2", "none"),
+    ],
+)
+def test_gradients_equal_one_device(double, balance, schedule, remat):
+    model = layers(jnp.float64)
+    pipe = jpipe.pipeline(model, 2, balance=balance, schedule=schedule, remat=remat)
+    x, targets = ref.regression(6, jnp.float64)
+    variables = pipe.init(jax.random.key(0), x)
+    params = ref.params_of(variables)
+    value = pipe.value_and_grad(ref.mse)(variables, x, targets)
+    ref.assert_close(value, expected_of(params, x, targets, [3]), ref.FLOAT64)
+    ref.assert_close(pipe.apply(variables, x), by_hand(params, x, [3]), ref.FLOAT64)
+
+
+def test_init_gives_the_same_values_whatever_the_balance():
+    x, _ = ref.regression(6)
+    first = jpipe.sequential(layers(), 2).init(jax.random.key(0), x)
+    pipe = jpipe.pipeline(layers(), 2, balance=[2, 2, 1, 2])
+    ref.assert_equal(pipe.init(jax.random.key(0), x), first)
+
+
+def test_training_continues_in_a_pipe_of_another_balance():
+    x, targets = ref.regression(8)
+    tx = optax.adam(1e-2)
+    one = jpipe.pipeline(layers(), 4, balance=[2, 2, 1, 2], schedule="zb_h1")
+    two = jpipe.pipeline(layers(), 4, balance=[4, 3])
+    state = one.init_train_state(jax.random.key(0), x, tx)
+    losses = []
+    for pipe in (one, two, one):
+        state = pipe.place(state)
+        state, metrics = pipe.train_step(ref.mse, tx)(state, x, targets)
+        losses.append(float(metrics["loss"]))
+    assert losses[2] < losses[1] < losses[0]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "gpipe"])
+@pytest.mark.parametrize("remat", ["full", "none"])
+def test_the_simulator_counts_them_to_the_byte(schedule, remat):
+    pipe = jpipe.pipeline(
+        layers(), 3, balance=[2, 1, 2, 2], schedule=schedule, remat=remat
+    )
+    x, targets = ref.regression(6)
+    check_exact(pipe, x, targets)
+
+
+class TestTransfers:
+    def moves(self, monkeypatch, balance, schedule="1f1b"):
+        """From which device to which each transfer of a forward pass goes."""
+        pipe = jpipe.pipeline(layers(), 1, balance=balance, schedule=schedule)
+        x, _ = ref.regression(4)
+        variables = pipe.init(jax.random.key(0), x)
+        made = []
+
+        def sender(source, group):
+            def send(leaves):
+                if source != group.device and group.size:
+                    made.append((source.id, group.device.id))
+                return jax.device_put(leaves, group.device)
+
+            return send
+
+        monkeypatch.setattr(_transfer, "sender", sender)
+        pipe.apply(variables, x)
+        return made
+
+    def test_go_straight_to_where_they_are_popped(self, monkeypatch):
+        # The inner one ends in the next stage: it travels with the boundary.
+        moves = self.moves(monkeypatch, [2, 2, 1, 2])
+        assert sorted(moves) == [(0, 1), (0, 3), (1, 2), (2, 3)]
+
+    def test_nothing_moves_between_stages_of_one_rank(self, monkeypatch):
+        # ZB-V: the first and the last stage are on one rank.
+        moves = self.moves(monkeypatch, [2, 2, 1, 2], "zb_v")
+        assert (0, 0) not in moves
+        assert sorted(moves) == [(0, 1), (1, 0)]
+
+
+def test_the_plan_shows_the_routes():
+    pipe = jpipe.pipeline(layers(), 2, balance=[2, 2, 1, 2])
+    x, _ = ref.regression(4)
+    pipe.init(jax.random.key(0), x)
+    assert "'skip' of 'outer': stage 0 to 3" in str(pipe)
+    assert "'skip' of 'inner': stage 1 to 2" in str(pipe)
+
+
+def keep(x):
+    jpipe.stash("a", x)
+    return x
+
+
+def take(x):
+    return x + jpipe.pop("a")
+
+
+def refused(layers, *messages):
+    with pytest.raises(ValueError, match="the skip connections do not fit") as caught:
+        jpipe.sequential(layers).init(jax.random.key(0), jnp.ones((2, 3)))
+    for message in messages:
+        assert message in str(caught.value)
+
+
+class TestFaults:
+    def test_all_at_once(self):
+        refused(
+            [
+                take,
+                keep,
+                keep,
+                lambda x: x + jpipe.pop("nowhere"),
+                jpipe.isolate(keep, "ns"),
+            ],
+            "'a' is popped by layer 0 (take) before it is stashed by layer 1 (keep)",
+            "'a' is stashed twice: by layer 1 (keep) and layer 2 (keep)",
+            "'nowhere' is popped by layer 3 (<lambda>) and never stashed",
+            "'a' of 'ns' is stashed by layer 4 (keep) and never popped",
+        )
+
+    def test_popped_twice(self):
+        refused(
+            [keep, take, take], "'a' is popped twice: by layer 1 (take) and layer 2"
+        )
+
+    def test_what_a_guess_breaks_later_does_not_hide_the_fault(self):
+        refused(
+            [lambda x: x @ jpipe.pop("matrix"), lambda x: x @ jnp.ones((99, 3))],
+            "'matrix' is popped by layer 0 (<lambda>) and never stashed",
+        )
+
+    def test_outside_of_a_pipeline(self):
+        with pytest.raises(RuntimeError, match="is for the layers of a pipeline"):
+            jpipe.stash("a", 1)
+        with pytest.raises(RuntimeError, match=re.escape("pop('a')")):
+            jpipe.pop("a")
+
+    def test_names_without_a_hash(self):
+        with pytest.raises(TypeError, match=re.escape("isolate(..., ['a']): needs a")):
+            jpipe.isolate(keep, ["a"])
+        layers = [lambda x: jpipe.stash(["a"], x)]
+        with pytest.raises(TypeError, match="hashable name, such as a string; this is"):
+            jpipe.sequential(layers).init(jax.random.key(0), jnp.ones((2, 3)))
+
+    @pytest.mark.parametrize(
+        "transform",
+        [
+            jax.jit,
+            jax.checkpoint,
+            jax.vmap,
+            lambda f: lambda x: jax.lax.map(f, x),
+        ],
+        ids=["jit", "checkpoint", "vmap", "map"],
+    )
+    def test_inside_a_transformation(self, transform):
+        layers = [transform(keep), take]
+        with pytest.raises(RuntimeError, match="return the value from it and stash it"):
+            jpipe.sequential(layers).init(jax.random.key(0), jnp.ones((2, 3)))
+        layers = [keep, transform(take)]
+        with pytest.raises(RuntimeError, match="pop it outside and pass it in"):
+            jpipe.sequential(layers).init(jax.random.key(0), jnp.ones((2, 3)))
+
+
+def test_a_frozen_source_gets_no_gradient_and_a_users_order_runs(double):
+    text = "0F0 0F1 0B0 0B1\n1F0 1F1 1B0 1B1\n2F0 2B0 2F1 2B1"
+    pipe = jpipe.pipeline(
+        [keep, ref.dense(5, jnp.float64), take],
+        2,
+        schedule=Schedule.from_text(text),
+    )
+    x, _ = ref.regression(4, jnp.float64)
+    variables = pipe.init(jax.random.key(0), x)
+    loss, grads = pipe.value_and_grad(ref.mse)(variables, x, x)
+
+    def whole(params):
+        return ref.mse(x @ params["kernel"] + params["bias"] + x, x)
+
+    params = ref.params_of(variables)[1]
+    expected = jax.value_and_grad(whole)(params)
+    ref.assert_close((loss, grads[1]), expected, ref.FLOAT64)
+    assert np.asarray(loss).dtype == np.float64
+
+
+def test_skips_that_depend_on_training_are_refused_whatever_the_balance():
+    def first(x, train):
+        if train:
+            jpipe.stash("q", x)
+        return x
+
+    def second(x, train):
+        return x + jpipe.pop("q") if train else x
+
+    x, _ = ref.regression(4)
+    pipe = jpipe.pipeline([first, second], 2)
+    with pytest.raises(ValueError, match="stashed or popped in training and not in"):
+        pipe.value_and_grad(ref.mse)(({}, {}), x, x)
+
+
+def test_namespaces_nest():
+    def keep(x):
+        jpipe.stash("a", x)
+        return x
+
+    def take(x):
+        return x + jpipe.pop("a")
+
+    def block(name, layer):
+        return jpipe.isolate(jpipe.isolate(layer, name), "outer")
+
+    layers = [block("i", keep), block("j", keep), block("i", take), block("j", take)]
+    y = jpipe.sequential(layers).apply(({},) * 4, jnp.ones(3))
+    np.testing.assert_array_equal(y, 3 * np.ones(3))

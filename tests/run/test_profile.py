@@ -1,0 +1,125 @@
+"""A measured timeline of a step, which it leaves as it was."""
+
+from itertools import pairwise
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jpipe
+from jpipe import schedules
+from jpipe._functions._task import Task
+from jpipe._run import _memory
+
+from .. import reference as ref
+from ..schedules.orders import TRAINING
+
+
+class TestProfile:
+    def state_and_pipe(self, name="zb_v"):
+        pipe = jpipe.pipeline([ref.dense(6) for _ in range(4)], 4, schedule=name)
+        x = jnp.ones((8, 6))
+        tx = optax.sgd(0.1)
+        return pipe, pipe.init_train_state(jax.random.key(0), x, tx), x, tx
+
+    @pytest.mark.parametrize("name", TRAINING)
+    def test_is_a_timeline_of_the_same_schedule(self, name):
+        stages = schedules.BY_NAME[name](2, 4).num_stages
+        layers = [ref.Residual(6) for _ in range(stages)]
+        pipe = jpipe.pipeline(layers, 4, schedule=name)
+        x = jnp.ones((8, 6))
+        state = pipe.init_train_state(jax.random.key(0), x, optax.sgd(0.1))
+        measured = pipe.profile_step(state, (x, x), ref.mse)
+        assert measured.rows == pipe.schedule.rows
+        assert set(measured.start) == {a for row in measured.rows for a in row}
+        needs = measured.needs()
+        for row in measured.rows:
+            for before, after in pairwise(row):
+                assert measured.end[before] <= measured.start[after]
+            for action in row:
+                assert measured.start[action] <= measured.end[action]
+                if measured.start[action] < measured.end[action]:
+                    for need in needs(action):
+                        assert measured.end[need] <= measured.start[action]
+        assert measured.makespan > 0
+        predicted = pipe.schedule.simulate(measured.costs)
+        assert predicted.makespan > 0
+        # What the simulator says of memory does not depend on times but for the order
+        # of arrivals: each rank ends with its weights and sums, measured and predicted.
+        for timeline in (measured, predicted):
+            last = {event.rank: event.bytes for event in timeline.memory}
+            assert last == {
+                rank: sum(
+                    _memory.nbytes([state.params[s]]) * 2 + 4 * (s == stages - 1)
+                    for s in range(stages)
+                    if measured.placement[s] == rank
+                )
+                for rank in range(pipe.schedule.num_ranks)
+            }
+
+    def test_changes_nothing_and_finds_the_loss_of_the_step(self):
+        pipe, state, x, tx = self.state_and_pipe()
+        before = ref.on_host(state.params)
+        with pytest.raises(ValueError, match=r"no step was built yet .* give loss_fn="):
+            pipe.profile_step(state, (x, x))
+        step = pipe.train_step(ref.mse, tx)
+        pipe.profile_step(state, (x, x))
+        ref.assert_equal(state.params, before)
+        state, _ = step(state, x, x)
+
+    def test_refuses_what_is_no_pair(self):
+        pipe, state, x, _ = self.state_and_pipe()
+        with pytest.raises(TypeError, match=r"needs the pair \(x, targets\)"):
+            pipe.profile_step(state, x, ref.mse)
+
+    def test_an_error_in_one_rank_ends_the_others(self):
+        pipe, state, x, _ = self.state_and_pipe("gpipe")
+        pipe.profile_step(state, (x, x), ref.mse)
+        program = pipe._library.training
+        assert program is not None
+
+        def broken(*args):
+            raise RuntimeError("broken on purpose")
+
+        at = next(
+            i for i, step in enumerate(program.steps) if str(step.action) == "1B2"
+        )
+        program.steps[at] = program.steps[at]._replace(program=broken)
+        with pytest.raises(RuntimeError, match="broken on purpose"):
+            pipe.profile_step(state, (x, x), ref.mse)
+
+
+def test_costs_are_numbers_that_numpy_and_json_understand():
+    pipe = jpipe.pipeline([ref.dense(6), ref.dense(6)], 2)
+    x = jnp.ones((4, 6))
+    state = pipe.init_train_state(jax.random.key(0), x, optax.sgd(0.1))
+    costs = pipe.profile_step(state, (x, x), ref.mse).costs
+    assert costs is not None
+    assert np.shape(costs.residual_bytes) == (2, 2)
+    assert np.shape(costs.forward) == (2,)
+
+
+SETTINGS = {
+    "precision": lambda: jax.default_matmul_precision("bfloat16"),
+    "x64": lambda: jax.enable_x64(True),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_profile_runs_the_programs_of_the_step_around_it(name, monkeypatch):
+    traced = []
+    tally = Task.tally
+
+    def noted(*args):
+        traced.append(args[0].index)
+        return tally(*args)
+
+    monkeypatch.setattr(Task, "tally", noted)
+    pipe = jpipe.pipeline([ref.dense(4), ref.dense(4)], 2)
+    x, targets = ref.regression(4)
+    with SETTINGS[name]():
+        state = pipe.init_train_state(jax.random.key(0), x, optax.sgd(0.1))
+        pipe.profile_step(state, (x, targets), ref.mse)
+    assert sorted(traced) == [0, 1], "a program was traced again while it was timed"

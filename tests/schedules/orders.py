@@ -1,0 +1,85 @@
+"""Orders of actions: of which sizes, what each action reads, how one is refused."""
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from jpipe.schedules import BY_NAME, Action, Schedule, ScheduleError
+
+IN_A_V = {"zb_v", "dualpipe_v"}
+IN_A_LOOP = {"interleaved", "looped_bfs"}
+TRAINING = [name for name in BY_NAME if name != "forward_only"]
+ON_A_LINE = set(BY_NAME) - IN_A_V - IN_A_LOOP
+every_name = pytest.mark.parametrize("name", BY_NAME)
+
+
+def fewest(name: str, num_ranks: int) -> int:
+    """The fewest micro-batches that a schedule is made for."""
+    return 2 * num_ranks if name == "dualpipe_v" else 1
+
+
+def sizes(name: str) -> Iterator[tuple[int, int]]:
+    """Ranks and micro-batches: fewer, as many, more, multiples and others."""
+    for p in range(1, 7):
+        first = fewest(name, p)
+        yield from ((p, m) for m in range(first, first + 13))
+
+
+def sums(row: tuple[Action, ...], num_stages: int) -> Iterator[list[int]]:
+    """The micro-batches that each stage adds up: losses, then gradients."""
+    for stage in range(num_stages):
+        for ops in ("F", "BW"):
+            yield [a.microbatch for a in row if a.stage == stage and a.op in ops]
+
+
+def reads(action: Action, num_stages: int, split: set[Action]) -> list[Action]:
+    """What an action waits for, written again here to check the library's.
+
+    Args:
+      action: that waits.
+      num_stages: the number of stages.
+      split: the first halves (I) that there are; other backwards are whole.
+    """
+    op, stage, i = action
+    if op == "F":
+        return [Action("F", stage - 1, i)] if stage else []
+    if op == "W":
+        return [Action("I", stage, i)]
+    found = [Action("F", stage, i)]
+    if stage + 1 < num_stages:
+        half = Action("I", stage + 1, i)
+        found.append(half if half in split else Action("B", stage + 1, i))
+    return found
+
+
+def halves(schedule: Schedule) -> set[Action]:
+    return {action for row in schedule.rows for action in row if action.op == "I"}
+
+
+def by_hand(text: str, num_microbatches: int, placement=None, **fields) -> Schedule:
+    """A schedule that nobody has checked, whatever its cells are."""
+    rows = tuple(
+        tuple(
+            Action(op, int(stage), int(i))
+            for stage, op, i in re.findall(r"(-?\d+)([A-Z])(-?\d+)", line)
+        )
+        for line in text.split("\n")
+    )
+    placement = tuple(range(len(rows))) if placement is None else placement
+    return Schedule("mine", len(placement), num_microbatches, placement, rows, **fields)
+
+
+def refusal_of(schedule: Schedule, **limits) -> str:
+    with pytest.raises(ScheduleError) as refusal:
+        schedule.validate(**limits)
+    first, _, faults = str(refusal.value).partition("\n")
+    assert first == f"schedule {schedule.name!r} cannot run:"
+    return faults
+
+
+ASCENDING = "losses and gradients are summed in ascending order of micro-batches"
+
+
+def swap(row: list, i: int, j: int) -> None:
+    row[i], row[j] = row[j], row[i]

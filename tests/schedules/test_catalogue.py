@@ -1,0 +1,189 @@
+"""The schedules of the catalogue: as published, and in closed form."""
+
+import pytest
+
+from jpipe.schedules import (
+    BY_NAME,
+    Action,
+    Schedule,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    zb_h1,
+)
+
+from .orders import IN_A_V, ON_A_LINE, every_name, sizes
+
+PICTURES = {
+    "gpipe": """\
+r0 |F0 F1 F2 F3 F4 F5 F6 F7 .  .  .  .  .  .  .  .  .  B0 B0 B1 B1 B2 B2 B3 B3 B4 B4 B5 B5 B6 B6 B7 B7 |
+r1 |.  F0 F1 F2 F3 F4 F5 F6 F7 .  .  .  .  .  .  B0 B0 B1 B1 B2 B2 B3 B3 B4 B4 B5 B5 B6 B6 B7 B7 .  .  |
+r2 |.  .  F0 F1 F2 F3 F4 F5 F6 F7 .  .  .  B0 B0 B1 B1 B2 B2 B3 B3 B4 B4 B5 B5 B6 B6 B7 B7 .  .  .  .  |
+r3 |.  .  .  F0 F1 F2 F3 F4 F5 F6 F7 B0 B0 B1 B1 B2 B2 B3 B3 B4 B4 B5 B5 B6 B6 B7 B7 .  .  .  .  .  .  |""",  # noqa: E501
+    "1f1b": """\
+r0 |F0 F1 F2 F3 .  .  .  .  .  .  B0 B0 F4 B1 B1 F5 B2 B2 F6 B3 B3 F7 B4 B4 .  B5 B5 .  B6 B6 .  B7 B7 |
+r1 |.  F0 F1 F2 .  .  .  .  B0 B0 F3 B1 B1 F4 B2 B2 F5 B3 B3 F6 B4 B4 F7 B5 B5 .  B6 B6 .  B7 B7 .  .  |
+r2 |.  .  F0 F1 .  .  B0 B0 F2 B1 B1 F3 B2 B2 F4 B3 B3 F5 B4 B4 F6 B5 B5 F7 B6 B6 .  B7 B7 .  .  .  .  |
+r3 |.  .  .  F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 F4 B4 B4 F5 B5 B5 F6 B6 B6 F7 B7 B7 .  .  .  .  .  .  |""",  # noqa: E501
+    "interleaved": """\
+r0 |F0 F1 F2 F3 f0 f1 f2 f3 F4 F5 F6 .  .  .  b0 b0 F7 b1 b1 .  f4 b2 b2 f5 b3 b3 f6 B0 B0 f7 B1 B1 B2 B2 .  B3 B3 .  b4 b4 .  b5 b5 .  b6 b6 .  b7 b7 B4 B4 B5 B5 B6 B6 B7 B7 |
+r1 |.  F0 F1 F2 F3 f0 f1 f2 f3 F4 .  .  b0 b0 F5 b1 b1 F6 b2 b2 F7 b3 b3 f4 B0 B0 f5 B1 B1 f6 B2 B2 f7 B3 B3 .  b4 b4 .  b5 b5 .  b6 b6 .  b7 b7 B4 B4 B5 B5 B6 B6 B7 B7 .  .  |
+r2 |.  .  F0 F1 F2 F3 f0 f1 f2 .  b0 b0 f3 b1 b1 F4 b2 b2 F5 b3 b3 F6 B0 B0 F7 B1 B1 f4 B2 B2 f5 B3 B3 f6 b4 b4 f7 b5 b5 .  b6 b6 .  b7 b7 B4 B4 B5 B5 B6 B6 B7 B7 .  .  .  .  |
+r3 |.  .  .  F0 F1 F2 F3 f0 b0 b0 f1 b1 b1 f2 b2 b2 f3 b3 b3 F4 B0 B0 F5 B1 B1 F6 B2 B2 F7 B3 B3 f4 b4 b4 f5 b5 b5 f6 b6 b6 f7 b7 b7 B4 B4 B5 B5 B6 B6 B7 B7 .  .  .  .  .  .  |""",  # noqa: E501
+    # The literature's backwards descend here; ours ascend everywhere, which takes as
+    # long and sums the same bits as every other schedule.
+    "looped_bfs": """\
+r0 |F0 F1 F2 F3 F4 F5 F6 F7 f0 f1 f2 f3 f4 f5 f6 f7 .  .  .  .  .  .  .  .  .  b0 b0 b1 b1 b2 b2 b3 b3 b4 b4 b5 b5 b6 b6 b7 b7 B0 B0 B1 B1 B2 B2 B3 B3 B4 B4 B5 B5 B6 B6 B7 B7 |
+r1 |.  F0 F1 F2 F3 F4 F5 F6 F7 f0 f1 f2 f3 f4 f5 f6 f7 .  .  .  .  .  .  b0 b0 b1 b1 b2 b2 b3 b3 b4 b4 b5 b5 b6 b6 b7 b7 B0 B0 B1 B1 B2 B2 B3 B3 B4 B4 B5 B5 B6 B6 B7 B7 .  .  |
+r2 |.  .  F0 F1 F2 F3 F4 F5 F6 F7 f0 f1 f2 f3 f4 f5 f6 f7 .  .  .  b0 b0 b1 b1 b2 b2 b3 b3 b4 b4 b5 b5 b6 b6 b7 b7 B0 B0 B1 B1 B2 B2 B3 B3 B4 B4 B5 B5 B6 B6 B7 B7 .  .  .  .  |
+r3 |.  .  .  F0 F1 F2 F3 F4 F5 F6 F7 f0 f1 f2 f3 f4 f5 f6 f7 b0 b0 b1 b1 b2 b2 b3 b3 b4 b4 b5 b5 b6 b6 b7 b7 B0 B0 B1 B1 B2 B2 B3 B3 B4 B4 B5 B5 B6 B6 B7 B7 .  .  .  .  .  .  |""",  # noqa: E501
+    "zb_h1": """\
+r0 |F0 F1 F2 F3 .  .  .  I0 W0 F4 I1 W1 F5 I2 W2 F6 I3 W3 F7 I4 W4 I5 W5 I6 W6 I7 W7 |
+r1 |.  F0 F1 F2 .  .  I0 F3 I1 W0 F4 I2 W1 F5 I3 W2 F6 I4 W3 F7 I5 W4 I6 W5 I7 W6 W7 |
+r2 |.  .  F0 F1 .  I0 F2 I1 F3 I2 W0 F4 I3 W1 F5 I4 W2 F6 I5 W3 F7 I6 W4 I7 W5 W6 W7 |
+r3 |.  .  .  F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 F6 I6 W3 F7 I7 W4 W5 W6 W7 |""",  # noqa: E501
+    "zb_h2": """\
+r0 |F0 F1 F2 F3 F4 F5 F6 I0 W0 F7 I1 W1 I2 W2 I3 W3 I4 W4 I5 W5 I6 W6 I7 W7 .  .  .  |
+r1 |.  F0 F1 F2 F3 F4 I0 F5 I1 F6 I2 W0 F7 I3 W1 I4 W2 I5 W3 I6 W4 I7 W5 W6 W7 .  .  |
+r2 |.  .  F0 F1 F2 I0 F3 I1 F4 I2 F5 I3 F6 I4 W0 F7 I5 W1 I6 W2 I7 W3 W4 W5 W6 W7 .  |
+r3 |.  .  .  F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 F5 I5 F6 I6 W0 F7 I7 W1 W2 W3 W4 W5 W6 W7 |""",  # noqa: E501
+    "zb_v": """\
+r0 |F0 F1 F2 F3 F4 F5 F6 f0 i0 w0 f1 i1 w1 f2 i2 w2 f3 i3 w3 F7 I0 W0 f4 i4 w4 I1 W1 f5 i5 w5 I2 W2 f6 i6 w6 I3 W3 f7 i7 w7 I4 W4 I5 W5 I6 W6 I7 W7 .  .  .  |
+r1 |.  F0 F1 F2 F3 F4 f0 F5 f1 i0 w0 f2 i1 w1 f3 i2 w2 F6 I0 W0 f4 i3 w3 F7 I1 W1 f5 i4 w4 I2 W2 f6 i5 w5 I3 W3 f7 i6 w6 I4 i7 I5 W4 I6 W5 I7 W6 w7 W7 .  .  |
+r2 |.  .  F0 F1 F2 f0 F3 f1 F4 f2 i0 w0 f3 i1 w1 F5 I0 W0 f4 i2 w2 F6 I1 W1 f5 i3 w3 F7 I2 W2 f6 i4 w4 I3 W3 f7 i5 w5 I4 i6 I5 i7 I6 W4 I7 W5 w6 w7 W6 W7 .  |
+r3 |.  .  .  F0 f0 F1 f1 F2 f2 F3 f3 i0 w0 F4 I0 W0 f4 i1 w1 F5 I1 W1 f5 i2 w2 F6 I2 W2 f6 i3 w3 F7 I3 W3 f7 i4 w4 I4 i5 I5 i6 I6 i7 I7 W4 w5 w6 w7 W5 W6 W7 |""",  # noqa: E501
+    "dualpipe_v": """\
+r0 |F0 F1 F2 F3 F4 F5 F6 f0 i0 w0 f1 i1 w1 f2 i2 w2 f3 F7 b3 b3 f4 B0 B0 b4 b4 f5 .  B1 B1 b5 b5 f6 .  B2 B2 b6 b6 f7 .  B3 B3 b7 b7 I4 W4 I5 W5 I6 W6 I7 W7 |
+r1 |.  F0 F1 F2 F3 F4 f0 F5 f1 i0 w0 f2 i1 w1 f3 F6 b2 b2 f4 B0 B0 F7 b3 b3 f5 B1 B1 b4 b4 f6 .  B2 B2 b5 b5 f7 .  B3 B3 b6 b6 B4 B4 i7 I5 w7 I6 W5 I7 W6 W7 |
+r2 |.  .  F0 F1 F2 f0 F3 f1 F4 f2 i0 w0 f3 F5 b1 b1 f4 B0 B0 F6 b2 b2 f5 B1 B1 F7 b3 b3 f6 B2 B2 b4 b4 f7 .  B3 B3 b5 b5 B4 B4 b6 b6 I5 i7 I6 W5 I7 w7 W6 W7 |
+r3 |.  .  .  F0 f0 F1 f1 F2 f2 F3 f3 F4 b0 b0 f4 B0 B0 F5 b1 b1 f5 B1 B1 F6 b2 b2 f6 B2 B2 F7 b3 b3 f7 B3 B3 b4 b4 B4 B4 b5 b5 B5 B5 i6 I6 i7 I7 w6 W6 w7 W7 |""",  # noqa: E501
+}
+
+
+# Where the literature draws none: what each rank starts with tells them apart.
+ORDERS = {
+    "eager_1f1b": """\
+0F0 0F1 0F2 0F3 0F4 0F5 0F6 0B0 0F7 0B1 0B2 0B3 0B4 0B5 0B6 0B7
+1F0 1F1 1F2 1F3 1F4 1B0 1F5 1B1 1F6 1B2 1F7 1B3 1B4 1B5 1B6 1B7
+2F0 2F1 2F2 2B0 2F3 2B1 2F4 2B2 2F5 2B3 2F6 2B4 2F7 2B5 2B6 2B7
+3F0 3B0 3F1 3B1 3F2 3B2 3F3 3B3 3F4 3B4 3F5 3B5 3F6 3B6 3F7 3B7""",
+    "forward_only": """\
+0F0 0F1 0F2 0F3 0F4 0F5 0F6 0F7
+1F0 1F1 1F2 1F3 1F4 1F5 1F6 1F7
+2F0 2F1 2F2 2F3 2F4 2F5 2F6 2F7
+3F0 3F1 3F2 3F3 3F4 3F5 3F6 3F7""",
+}
+
+
+def stage_of(name: str, num_ranks: int, rank: int, chunk: int) -> int:
+    """Which stage a chunk of a rank is: round the ranks, or down and up again."""
+    if name in IN_A_V and chunk:
+        return 2 * num_ranks - 1 - rank
+    return chunk * num_ranks + rank
+
+
+def cells(picture: str) -> list[list[str]]:
+    """The columns of each rank of a picture."""
+    lines = [line for line in picture.splitlines() if "|" in line]
+    return [line.split("|")[1].split() for line in lines]
+
+
+def drawn(name: str, picture: str) -> list[dict[Action, tuple[int, int]]]:
+    """The actions of each rank in order, each with the columns where it is drawn."""
+    grid = cells(picture)
+    rows: list[dict[Action, tuple[int, int]]] = [{} for _ in grid]
+    for rank, line in enumerate(grid):
+        for column, cell in enumerate(line):
+            if cell == ".":
+                continue
+            stage = stage_of(name, len(grid), rank, int(cell[0].islower()))
+            action = Action(cell[0].upper(), stage, int(cell[1:]))
+            start, _ = rows[rank].get(action, (column, None))
+            rows[rank][action] = (start, column + 1)
+    return rows
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_four_ranks_and_eight_microbatches_run_as_published(name):
+    picture = drawn(name, PICTURES[name])
+    schedule = BY_NAME[name](4, 8)
+    assert [list(row) for row in schedule.rows] == [list(row) for row in picture]
+    timeline = schedule.simulate()
+    for row in picture:
+        for action, columns in row.items():
+            assert (timeline.start[action], timeline.end[action]) == columns
+
+
+@pytest.mark.parametrize("name", sorted(ON_A_LINE & set(PICTURES)))
+def test_a_schedule_prints_as_published(name):
+    assert cells(str(BY_NAME[name](4, 8))) == cells(PICTURES[name])
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_four_ranks_and_eight_microbatches_are_in_this_order(name):
+    assert BY_NAME[name](4, 8).to_text() == ORDERS[name]
+
+
+def test_every_schedule_of_the_catalogue_is_drawn_or_written_down():
+    assert set(PICTURES) | set(ORDERS) == set(BY_NAME)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "order"),
+    [
+        pytest.param(gpipe(1, 3), "0F0 0F1 0F2 0B0 0B1 0B2", id="gpipe, one rank"),
+        pytest.param(one_f_one_b(1, 3), "0F0 0B0 0F1 0B1 0F2 0B2", id="1f1b, one rank"),
+        pytest.param(
+            zb_h1(1, 2), "0F0 0I0 0W0 0F1 0I1 0W1", id="zb_h1, one rank: no lag"
+        ),
+        # With one micro-batch there is nothing to choose.
+        pytest.param(gpipe(3, 1), "0F0 0B0\n1F0 1B0\n2F0 2B0", id="gpipe, m=1"),
+        pytest.param(one_f_one_b(3, 1), "0F0 0B0\n1F0 1B0\n2F0 2B0", id="1f1b, m=1"),
+        pytest.param(
+            gpipe(4, 2),
+            "0F0 0F1 0B0 0B1\n1F0 1F1 1B0 1B1\n2F0 2F1 2B0 2B1\n3F0 3F1 3B0 3B1",
+            id="gpipe, fewer micro-batches than ranks",
+        ),
+        pytest.param(
+            one_f_one_b(4, 2),
+            "0F0 0F1 0B0 0B1\n1F0 1F1 1B0 1B1\n2F0 2F1 2B0 2B1\n3F0 3B0 3F1 3B1",
+            id="1f1b, fewer micro-batches than ranks",
+        ),
+        pytest.param(
+            zb_h1(3, 1),
+            "0F0 0I0 0W0\n1F0 1I0 1W0\n2F0 2I0 2W0",
+            id="zb_h1, fewer micro-batches than ranks",
+        ),
+        pytest.param(
+            interleaved(2, 1),
+            "0F0 2F0 2B0 0B0\n1F0 3F0 3B0 1B0",
+            id="interleaved, a group that is not full",
+        ),
+    ],
+)
+def test_small_cases_have_these_orders(schedule, order):
+    assert schedule.to_text() == order
+
+
+def test_picture_names_the_stage_where_a_rank_has_several():
+    v_shape = Schedule.from_text("0F0 2F0 2B0 0B0\n1F0 1B0", name="v")
+    assert v_shape.placement == (0, 1, 0)
+    assert str(v_shape) == (
+        "v: 2 ranks, 3 stages, 1 micro-batch, bubble 50.0 %\n"
+        "rank 0 |0F0 .   2F0 2B0 2B0 .   .   0B0 0B0|\n"
+        "rank 1 |.   1F0 .   .   .   1B0 1B0 .   .  |"
+    )
+
+
+@every_name
+def test_every_stage_is_where_its_shape_puts_it(name):
+    for p, m in sizes(name):
+        schedule = BY_NAME[name](p, m)
+        chunks = 1 if name in ON_A_LINE else 2
+        assert (schedule.name, schedule.num_microbatches) == (name, m)
+        assert (schedule.num_ranks, schedule.num_stages) == (p, chunks * p)
+        assert {
+            stage_of(name, p, rank, chunk): rank
+            for rank in range(p)
+            for chunk in range(chunks)
+        } == dict(enumerate(schedule.placement))

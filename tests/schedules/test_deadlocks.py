@@ -1,0 +1,155 @@
+"""Orders at random: the validator, the simulator and graph theory agree."""
+
+import itertools
+import re
+from graphlib import CycleError, TopologicalSorter
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from jpipe.schedules import Action, Costs, Schedule, ScheduleError
+
+from .orders import by_hand, halves, reads, refusal_of, sums, swap
+
+
+@st.composite
+def any_orders(draw):
+    """Complete schedules of up to two stages per rank; most of them can run."""
+    num_ranks, m = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    more = draw(st.lists(st.integers(0, num_ranks - 1), max_size=num_ranks))
+    placement = tuple(draw(st.permutations([*range(num_ranks), *more])))
+    num_stages = len(placement)
+    pairs = list(itertools.product(range(num_stages), range(m)))
+    split = {Action("I", *pair) for pair in pairs if draw(st.booleans())}
+    todo = [
+        Action(op, *pair)
+        for pair in pairs
+        for op in ("FIW" if Action("I", *pair) in split else "FB")
+    ]
+    rows: list[list[Action]] = [[] for _ in range(num_ranks)]
+    done: set[Action] = set()
+    while todo:
+        ready = [
+            action
+            for action in todo
+            if done.issuperset(reads(action, num_stages, split))
+            and not any(comes_before(other, action) for other in todo)
+        ]
+        action = draw(st.sampled_from(ready))
+        todo.remove(action)
+        done.add(action)
+        rows[placement[action.stage]].append(action)
+    for row in rows:
+        if draw(st.integers(0, 3)) == 0:
+            at = st.integers(0, len(row) - 1)
+            swap(row, draw(at), draw(at))
+    return Schedule("any", num_stages, m, placement, tuple(map(tuple, rows)))
+
+
+def comes_before(one: Action, other: Action) -> bool:
+    """Whether both are terms of one sum, and one is the earlier."""
+    same = any(one.op in ops and other.op in ops for ops in ("F", "BW"))
+    return same and one.stage == other.stage and one.microbatch < other.microbatch
+
+
+COST = {"F": "forward", "B": "backward", "I": "input_grad", "W": "weight_grad"}
+
+
+def starts(schedule: Schedule, costs: Costs) -> dict[Action, float]:
+    """The start of each action: the longest path to it in the graph of what it needs.
+
+    Raises:
+      CycleError: if there is no order.
+    """
+    split, rank = halves(schedule), schedule.placement
+    # What each action comes after, and how long after its end.
+    needs = {
+        action: {
+            read: costs.latency * (rank[read.stage] != rank[action.stage])
+            for read in reads(action, schedule.num_stages, split)
+        }
+        for row in schedule.rows
+        for action in row
+    }
+    for row in schedule.rows:
+        for earlier, later in itertools.pairwise(row):
+            needs[later].setdefault(earlier, 0.0)
+    start: dict[Action, float] = {}
+    for action in TopologicalSorter(needs).static_order():
+        arrivals = [
+            start[need] + getattr(costs, COST[need.op]) + delay
+            for need, delay in needs[action].items()
+        ]
+        start[action] = max(arrivals, default=0.0)
+    return start
+
+
+ANY_COSTS = [
+    Costs(1.0, 2.0, 1.0, 1.0),
+    Costs(1.0, 1.0, 0.25, 0.75, latency=0.5),
+    Costs(3.0, 0.5, 0.5, 0.0, latency=2.0),
+]
+
+
+@settings(max_examples=300, deadline=None)
+@given(any_orders(), st.sampled_from(ANY_COSTS))
+def test_validator_and_simulator_agree_with_graph_theory(schedule, costs):
+    # Neither a schedule that can run is refused, nor one accepted that cannot.
+    ascending = all(
+        order == sorted(order)
+        for row in schedule.rows
+        for order in sums(row, schedule.num_stages)
+    )
+    try:
+        start = starts(schedule, costs)
+    except CycleError:
+        start = None
+    if start is None or not ascending:
+        faults = refusal_of(schedule)
+        assert ("E9" in faults) == ("E8" not in faults)
+    else:
+        assert schedule.validate() is schedule
+        assert schedule.simulate(costs).start == start
+        assert Schedule.from_text(schedule.to_text(), "any") == schedule
+    if start is None:
+        with pytest.raises(ScheduleError, match="the schedule waits for ever: rank"):
+            schedule.simulate()
+
+
+def waits(schedule: Schedule) -> list[tuple[str, ...]]:
+    """The rank, its action, what it waits for, on which rank, after which action."""
+    try:
+        schedule.simulate()
+    except ScheduleError as refusal:
+        says = str(refusal).removeprefix("the schedule waits for ever: ")
+        return [WAIT.fullmatch(clause).groups() for clause in says.split("; ")]
+    return []
+
+
+WAIT = re.compile(
+    r"rank (\d+): (\w+) waits for (\w+), which rank (\d+) runs(?: after (\w+))?"
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(any_orders())
+def test_ranks_that_wait_for_each_other_are_printed_as_a_cycle(schedule):
+    cycle = waits(schedule)
+    position = {str(a): at for row in schedule.rows for at, a in enumerate(row)}
+    split = halves(schedule)
+    for wait, following in zip(cycle, cycle[1:] + cycle[:1], strict=True):
+        rank, action, need, owner, after = wait
+        # The rank that it waits for stands still at its own wait.
+        assert following[:2] == (owner, after or need)
+        assert not after or position[after] < position[need]
+        waiting, awaited = Action.parse(action), Action.parse(need)
+        assert waiting in schedule.rows[int(rank)]
+        assert awaited in schedule.rows[int(owner)]
+        assert awaited in reads(waiting, schedule.num_stages, split)
+
+
+def test_simulating_what_nobody_runs_says_so():
+    # `validate` finds it before; a schedule made by hand may not have been asked.
+    with pytest.raises(ScheduleError, match="0B0 waits for 1B0, which nobody runs"):
+        by_hand("0F0 0B0\n1F0", 1).simulate()

@@ -1,0 +1,124 @@
+"""Bytes that ranks hold, from when to when: made by hand."""
+
+import hypothesis.strategies as st
+from hypothesis import given, settings
+
+from jpipe.schedules import (
+    Costs,
+    MemoryEvent,
+    Schedule,
+    Timeline,
+    forward_only,
+    gpipe,
+    one_f_one_b,
+)
+
+from .predictions import predictions
+
+DIGITS = {
+    "boundary_bytes": 1,
+    "cotangent_bytes": 10,
+    "residual_bytes": 100,
+    "pending_bytes": 1_000,
+    "extra_bytes": 10_000,
+    "shared_bytes": 100_000,
+    "emitted_bytes": 1_000_000,
+    "parameter_bytes": 10_000_000,
+    "accumulator_bytes": 100_000_000,
+}
+
+
+EVERY_BYTE = Costs(**{name: [digit, 3 * digit] for name, digit in DIGITS.items()})
+
+
+def held(timeline: Timeline, rank: int) -> list[tuple[float, str]]:
+    return [
+        (time, f"{size:09.0f}")
+        for time, where, size in timeline.memory
+        if where == rank
+    ]
+
+
+def test_every_byte_of_two_ranks_is_held_from_when_to_when():
+    # rank 0 |F0 F1 .  B0 B0 .  .  B1 B1|
+    # rank 1 |.  F0 I0 W0 F1 B1 B1 .  . |
+    schedule = Schedule.from_text("0F0 0F1 0B0 0B1\n1F0 1I0 1W0 1F1 1B1")
+    timeline = schedule.simulate(EVERY_BYTE)
+    # Digits: accumulators, parameters, emitted, shared, extra, pending, residual,
+    # cotangent, boundary.
+    assert held(timeline, 0) == [
+        (0.0, "110120002"),  # both inputs, both extras
+        (1.0, "111120101"),  # 0F0: its input became a residual; it emitted
+        (2.0, "112120200"),  # 0F1
+        (3.0, "112120230"),  # 1I0 sent the gradient of its input
+        (5.0, "112110100"),  # 0B0: residual, extra and that gradient are freed
+        (7.0, "112110130"),  # 1B1 sent
+        (9.0, "112000000"),  # 0B1, the last reader of what is shared
+    ]
+    assert held(timeline, 1) == [
+        (0.0, "330360000"),
+        (1.0, "330360003"),  # 0F0 sent
+        (2.0, "330360006"),  # 0F1 sent
+        (2.0, "333360303"),  # 1F0
+        (3.0, "333333003"),  # 1I0 leaves what 1W0 needs
+        (4.0, "333330003"),  # 1W0
+        (5.0, "336330300"),  # 1F1
+        (7.0, "336000000"),  # 1B1
+    ]
+    assert timeline.peak_bytes == (112120230, 336330300)
+    # Of residuals and what is pending alone: two of 0F, and what 1I0 left.
+    assert (timeline.peak_kept(0), timeline.peak_kept(1)) == (200, 3000)
+
+
+def test_inference_keeps_no_residuals_and_has_no_sums_of_gradients():
+    timeline = Schedule.from_text("0F0 0F1\n1F0 1F1").simulate(EVERY_BYTE)
+    assert held(timeline, 0) == [
+        (0.0, "010120002"),
+        (1.0, "011110001"),  # 0F0
+        (2.0, "012000000"),  # 0F1
+    ]
+    assert held(timeline, 1) == [
+        (0.0, "030360000"),
+        (1.0, "030360003"),  # 0F0 sent
+        (2.0, "030360006"),  # 0F1 sent
+        (2.0, "033330003"),  # 1F0
+        (3.0, "036000000"),  # 1F1
+    ]
+
+
+def test_bytes_may_differ_by_microbatch():
+    costs = Costs(residual_bytes=[[1, 20, 300]])
+    timeline = gpipe(1, 3).simulate(costs)
+    assert timeline.memory == (
+        MemoryEvent(0.0, 0, 0),
+        MemoryEvent(1.0, 0, 1),
+        MemoryEvent(2.0, 0, 21),
+        MemoryEvent(3.0, 0, 321),
+        MemoryEvent(5.0, 0, 320),
+        MemoryEvent(7.0, 0, 300),
+        MemoryEvent(9.0, 0, 0),
+    )
+
+
+def test_ranks_of_one_device_peak_together():
+    # Rank 0 begins with two inputs of 10 bytes and ends with none; rank 1 begins with
+    # nothing and is left with two outputs of 3 bytes.
+    costs = Costs(boundary_bytes=[10, 0], emitted_bytes=[0, 3])
+    timeline = forward_only(2, 2).simulate(costs)
+    assert timeline.peak_bytes == (20, 6)
+    assert timeline.peak_of([0, 1]) == timeline.peak_of([1, 0]) == 20
+    assert timeline.peak_of([1]) == 6
+    assert timeline.peak_of([]) == 0
+    # Here both peaks are at time 2, when both forwards of rank 0 have run.
+    timeline = one_f_one_b(2, 2).simulate(Costs(residual_bytes=[1, 5]))
+    assert timeline.peak_bytes == (2, 5)
+    assert timeline.peak_of([0, 1]) == 7
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.data())
+def test_what_all_ranks_hold_together_is_between_the_largest_and_the_sum(data):
+    schedule, costs = data.draw(predictions())
+    peaks = schedule.simulate(costs).peak_bytes
+    together = schedule.simulate(costs).peak_of(range(schedule.num_ranks))
+    assert max(peaks) <= together <= sum(peaks) + 1e-9

@@ -1,0 +1,75 @@
+"""Schedules as text and as JSON: what is read, and what is refused."""
+
+import json
+import re
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from jpipe.schedules import Action, Schedule, ScheduleError, gpipe
+
+
+@given(st.sampled_from("FBIW"), st.integers(0, 10**6), st.integers(0, 10**6))
+def test_action_reads_what_it_prints(op, stage, microbatch):
+    action = Action(op, stage, microbatch)
+    assert str(action) == repr(action) == f"{stage}{op}{microbatch}"
+    assert Action.parse(str(action)) == action
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "F0", "2F", "2X0", "2f0", "-1F0", "2 F0", " 2F0", "2F0\n", "2F0junk", "2F0.5"],
+)
+def test_action_refuses_anything_else(text):
+    says = f"{text!r} is no action: write stage, op (F, B, I, W) and micro-batch"
+    with pytest.raises(ValueError, match=re.escape(says)):
+        Action.parse(text)
+
+
+def test_all_cells_of_a_text_that_are_no_actions_are_in_one_message():
+    with pytest.raises(ScheduleError) as refusal:
+        Schedule.from_text("0F0 0G0\n1F0 1B0 B", name="mine")
+    says = "is no action: write stage, op (F, B, I, W) and micro-batch without blanks"
+    assert str(refusal.value) == (
+        "schedule 'mine' cannot run:\n"
+        f"  * E1 '0G0' {says}, such as '2F0' (rank 0, position 1)\n"
+        f"  * E1 'B' {says}, such as '2F0' (rank 1, position 2)"
+    )
+
+
+@pytest.mark.parametrize("text", ["", "\n  \n", "# 0F0 0B0"])
+def test_empty_text_is_refused(text):
+    with pytest.raises(ScheduleError, match=r"^an empty text holds no schedule$"):
+        Schedule.from_text(text)
+
+
+def test_blank_lines_and_comments_in_text_do_not_count():
+    text = "# two ranks\n0F0 0B0  # the first\n\n1F0 1B0\n"
+    assert Schedule.from_text(text).rows == gpipe(2, 1).rows
+
+
+def json_with(**fields) -> str:
+    return json.dumps({**json.loads(gpipe(2, 1).to_json()), **fields})
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("nonsense", "no schedule as Schedule.to_json writes it: JSONDecodeError"),
+        ("[]", "no schedule as Schedule.to_json writes it: TypeError"),
+        ("{}", "no schedule as Schedule.to_json writes it: KeyError('name')"),
+        (json_with(more=1), "got an unexpected keyword argument 'more'"),
+        (json_with(rows=None), "no schedule as Schedule.to_json writes it: TypeError"),
+        (json_with(rows=[[1]]), "no schedule as Schedule.to_json writes it: TypeError"),
+        (json_with(num_microbatches="1"), "sizes and placement are integers"),
+        (json_with(placement=["0", "1"]), "sizes and placement are integers"),
+        (json_with(rows=[["0F0", "0G0"]]), "E1 '0G0' is no action"),
+        (json_with(num_microbatches=2), "E5 0F1 never runs"),
+        (json_with(forward_only=True), "E7 0B0 in a schedule that is forward_only"),
+        (json_with(placement=[1, 0]), "E4 0F0: stage 0 is placed on rank 1"),
+    ],
+)
+def test_json_that_is_no_schedule_is_refused(text, says):
+    with pytest.raises(ScheduleError, match=re.escape(says)):
+        Schedule.from_json(text)

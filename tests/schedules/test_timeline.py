@@ -1,0 +1,119 @@
+"""What is read off a timeline: its order, its critical path, its costs."""
+
+import itertools
+
+from hypothesis import given, settings
+
+from jpipe.schedules import Action, Costs, Timeline, gpipe, one_f_one_b
+
+from .predictions import predictions
+
+
+@settings(deadline=None)
+@given(predictions())
+def test_the_order_is_by_end_and_respects_every_dependency(prediction):
+    schedule, costs = prediction
+    timeline = schedule.simulate(costs)
+    order = timeline.order()
+    assert sorted(order) == sorted(timeline.end)
+    ends = [timeline.end[action] for action in order]
+    assert ends == sorted(ends)
+    place = {action: i for i, action in enumerate(order)}
+    needs = timeline.needs()
+    for row in schedule.rows:
+        # What takes no time holds nobody up, and may come later than its neighbours.
+        busy = [action for action in row if costs.of(action)]
+        assert sorted(busy, key=place.__getitem__) == busy
+        for action in row:
+            assert all(place[need] < place[action] for need in needs(action))
+
+
+@settings(deadline=None)
+@given(predictions())
+def test_the_critical_path_is_a_chain_whose_times_add_up_to_the_makespan(prediction):
+    schedule, costs = prediction
+    timeline = schedule.simulate(costs)
+    path, needs = timeline.critical_path, timeline.needs()
+    # Of the same rank, and earlier: what is between takes no time.
+    earlier = {p for row in schedule.rows for p in itertools.combinations(row, 2)}
+    total = sum(costs.of(action) for action in path)
+    for before, after in itertools.pairwise(path):
+        reads = before in needs(after)
+        assert reads or (before, after) in earlier
+        ranks = {schedule.placement[action.stage] for action in (before, after)}
+        if len(ranks) == 2:
+            assert reads
+            total += costs.latency
+    assert total == timeline.makespan
+    assert timeline.start[path[0]] == 0.0
+
+
+def test_the_critical_path_of_a_slow_stage_goes_through_all_its_work():
+    # 0F0, then stage 1 without a pause, then 0B2; the transfers belong to it.
+    timeline = gpipe(2, 3).simulate(Costs([1, 5], [2, 10], latency=0.5))
+    assert list(map(str, timeline.critical_path)) == (
+        ["0F0", "1F0", "1F1", "1F2", "1B0", "1B1", "1B2", "0B2"]
+    )
+    assert timeline.makespan == 1 + 0.5 + 3 * 15 + 0.5 + 2
+
+
+@settings(deadline=None)
+@given(predictions())
+def test_median_costs_of_a_prediction_are_what_it_was_made_of(prediction):
+    schedule, costs = prediction
+    timeline = schedule.simulate(costs)
+    medians = timeline.median_costs()
+    ran = {(action.op, action.stage) for action in timeline.end}
+    fields = {
+        "F": "forward",
+        "B": "backward",
+        "I": "input_grad",
+        "W": "weight_grad",
+    }
+    for op, field in fields.items():
+        given_ = getattr(costs, field)
+        stages = [stage for stage in range(schedule.num_stages) if (op, stage) in ran]
+        if not stages:
+            assert getattr(medians, field) == given_
+        else:
+            assert [getattr(medians, field)[s] for s in stages] == [
+                given_[s] for s in stages
+            ]
+    assert schedule.simulate(medians).start == timeline.start
+    assert schedule.simulate(medians).memory == timeline.memory
+
+
+def test_the_median_ignores_a_micro_batch_that_was_slow():
+    # As the first one is that has to be compiled.
+    slow = Costs(forward=[[90, 1, 2], [3, 3, 70]], backward=4, parameter_bytes=7)
+    timeline = gpipe(2, 3).simulate(slow)
+    medians = timeline.median_costs()
+    assert (medians.forward, medians.backward) == ([2, 3], [4, 4])
+    assert (medians.input_grad, medians.parameter_bytes) == (None, 7)
+    other = timeline.median_costs(Costs(latency=3.0))
+    assert (other.forward, other.latency, other.parameter_bytes) == ([2, 3], 3.0, 0)
+
+
+def test_a_measured_timeline_counts_from_its_first_start():
+    # 0F0 from 100 to 101, 1F0 from 101 to 104: rank 0 waits 3 of 4, rank 1 1 of 4.
+    first, second = Action("F", 0, 0), Action("F", 1, 0)
+    timeline = Timeline(
+        "measured",
+        (0, 1),
+        ((first,), (second,)),
+        {first: 100.0, second: 101.0},
+        {first: 101.0, second: 104.0},
+    )
+    assert timeline.makespan == 4.0
+    assert timeline.idle == (3.0, 1.0)
+    assert timeline.bubble_fraction == 0.5
+    assert timeline.bottleneck == 1
+    assert timeline.critical_path == (first, second)
+    assert timeline.median_costs().forward == [1.0, 3.0]
+    assert timeline.peak_bytes == (0.0, 0.0)
+
+
+def test_the_bottleneck_is_the_rank_with_most_to_do_not_the_one_that_ends_last():
+    timeline = one_f_one_b(3, 4).simulate(Costs([1, 1, 4], [1, 1, 4]))
+    assert timeline.bottleneck == 2
+    assert max(timeline.rows, key=lambda row: timeline.end[row[-1]])[0].stage == 0

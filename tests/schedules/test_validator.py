@@ -1,0 +1,231 @@
+"""Schedules that cannot run: each rule, by hand."""
+
+import dataclasses
+import re
+
+import pytest
+
+from jpipe.schedules import Costs, gpipe
+
+from .orders import ASCENDING, by_hand, refusal_of
+
+REFUSED = {
+    "E1 of an unknown op": (
+        by_hand("0F0 0B0 0R0", 1),
+        """\
+  * E1 0R0: the ops are F, B, I, W (rank 0, position 2)
+      rank 0: 0F0 0B0 0R0
+                      ^^^""",
+    ),
+    "E2 of a stage past the last and one before the first": (
+        by_hand("0F0 0B0\n1F0 2F0 1B0 -1F0", 1),
+        """\
+  * E2 2F0: the stages are 0 to 1 (rank 1, position 1)
+      rank 1: 1F0 2F0 1B0 -1F0
+                  ^^^
+  * E2 -1F0: the stages are 0 to 1 (rank 1, position 3)
+      rank 1: 1F0 2F0 1B0 -1F0
+                          ^^^^""",
+    ),
+    "E3 of a micro-batch past the last and one before the first": (
+        by_hand("0F0 0B0 0F1 0B-1", 1),
+        """\
+  * E3 0F1: the micro-batches are 0 to 0 (rank 0, position 2)
+      rank 0: 0F0 0B0 0F1 0B-1
+                      ^^^
+  * E3 0B-1: the micro-batches are 0 to 0 (rank 0, position 3)
+      rank 0: 0F0 0B0 0F1 0B-1
+                          ^^^^""",
+    ),
+    "E4 of a stage on another rank": (
+        by_hand("0F0 1F0 0B0\n1B0", 1),
+        """\
+  * E4 1F0: stage 1 is placed on rank 1 (rank 0, position 1)
+      rank 0: 0F0 1F0 0B0
+                  ^^^""",
+    ),
+    "E4 of a placement for fewer stages": (
+        dataclasses.replace(gpipe(2, 1), placement=(0,)),
+        "  * E4 placement has 1 entries for 2 stages",
+    ),
+    "E4 of a placement on ranks that do not exist": (
+        by_hand("0F0 0B0", 1, placement=(3,)),
+        """\
+  * E4 stages [0] are placed on ranks that are not 0 to 0
+  * E4 0F0: stage 0 is placed on rank 3 (rank 0, position 0)
+      rank 0: 0F0 0B0
+              ^^^
+  * E4 0B0: stage 0 is placed on rank 3 (rank 0, position 1)
+      rank 0: 0F0 0B0
+                  ^^^""",
+    ),
+    "E5 of a forward": (by_hand("0F0 0B0\n1B0", 1), "  * E5 1F0 never runs"),
+    "E5 of a backward": (
+        by_hand("0F0\n1F0 1B0", 1),
+        "  * E5 0B0 never runs, nor do 0I0 and 0W0",
+    ),
+    "E5 of one half of a backward": (
+        by_hand("0F0 0I0\n1F0 1W0", 1),
+        "  * E5 0W0 never runs, 0I0 does\n  * E5 1I0 never runs, 1W0 does",
+    ),
+    "E5 of a micro-batch": (
+        by_hand("0F0 0B0", 2),
+        "  * E5 0F1 never runs\n  * E5 0B1 never runs, nor do 0I1 and 0W1",
+    ),
+    "E6 of an action that runs three times": (
+        by_hand("0F0 0B0 0F0 0F0", 1),
+        """\
+  * E6 0F0 runs 3 times (rank 0, position 2)
+      rank 0: 0F0 0B0 0F0 0F0
+                      ^^^
+  * E6 0F0 runs 3 times (rank 0, position 3)
+      rank 0: 0F0 0B0 0F0 0F0
+                          ^^^""",
+    ),
+    "E7 of a whole backward beside its halves": (
+        by_hand("0F0 0B0 0I0 0W0\n1F0 1B0 1W0", 1),
+        "  * E7 0B0 and 0I0 and 0W0 both run\n  * E7 1B0 and 1W0 both run",
+    ),
+    "E7 of a backward in inference": (
+        by_hand("0F0 0B0", 1, forward_only=True),
+        "  * E7 0B0 in a schedule that is forward_only",
+    ),
+    "E8 of a backward before its forward": (
+        by_hand("0B0 0F0\n1I0 1F0 1W0", 1),
+        """\
+  * E8 0B0 runs before 0F0 (rank 0, position 0)
+      rank 0: 0B0 0F0
+              ^^^
+  * E8 1I0 runs before 1F0 (rank 1, position 0)
+      rank 1: 1I0 1F0 1W0
+              ^^^""",
+    ),
+    "E8 of a second half before the first": (
+        by_hand("0F0 0W0 0I0", 1),
+        """\
+  * E8 0W0 runs before 0I0 (rank 0, position 1)
+      rank 0: 0F0 0W0 0I0
+                  ^^^""",
+    ),
+    "E8 of forwards that descend": (
+        by_hand("0F1 0F0 0B0 0B1", 2),
+        f"""\
+  * E8 0F0 runs after 0F1: {ASCENDING} (rank 0, position 1)
+      rank 0: 0F1 0F0 0B0 0B1
+                  ^^^""",
+    ),
+    "E8 of sums that descend, whole and split, far from both ends": (
+        by_hand("0F0 0F1 0F2 0F3 0F4 0I0 0I1 0B2 0W0 0W1 0B3 0B4", 5),
+        f"""\
+  * E8 0W0 runs after 0B2: {ASCENDING} (rank 0, position 8)
+      rank 0: ... 0F4 0I0 0I1 0B2 0W0 0W1 0B3 0B4
+                                  ^^^""",
+    ),
+    "E8 of a cell between cells of other widths": (
+        by_hand(
+            "0F0 0F1 0F2 0F3 0F4 0F5 0F6 0F7 0F8 0F10 0F9 0F11",
+            12,
+            forward_only=True,
+        ),
+        f"""\
+  * E8 0F9 runs after 0F10: {ASCENDING} (rank 0, position 10)
+      rank 0: ... 0F6 0F7 0F8 0F10 0F9 0F11
+                                   ^^^""",
+    ),
+    "E9 of two ranks": (
+        by_hand("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1", 2),
+        "  * E9 the schedule waits for ever: "
+        "rank 0: 0B0 waits for 1B0, which rank 1 runs after 1F1; "
+        "rank 1: 1F1 waits for 0F1, which rank 0 runs after 0B0",
+    ),
+    "E9 of one rank that waits for itself": (
+        by_hand("1F0 0F0 1B0 0B0", 1, placement=(0, 0)),
+        "  * E9 the schedule waits for ever: "
+        "rank 0: 1F0 waits for 0F0, which rank 0 runs after 1F0",
+    ),
+    "E9 without the rank that only waits for the cycle": (
+        by_hand(
+            "0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1\n2F0 2F1 2B0 2B1", 2, placement=(0, 1, 2)
+        ),
+        "  * E9 the schedule waits for ever: "
+        "rank 1: 1B0 waits for 2B0, which rank 2 runs after 2F1; "
+        "rank 2: 2F1 waits for 1F1, which rank 1 runs after 1B0",
+    ),
+    "E10 of a backward on another rank than its forward": (
+        by_hand("0F0 0B0 1I0\n1F0 1W0", 1),
+        """\
+  * E10 1I0: stage 1 is placed on rank 1, where its forward runs (rank 0, position 2)
+      rank 0: 0F0 0B0 1I0
+                      ^^^""",
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", REFUSED)
+def test_the_validator_refuses_with(rule):
+    schedule, says = REFUSED[rule]
+    assert refusal_of(schedule) == says
+
+
+def test_every_rule_that_needs_no_limit_has_an_example():
+    assert {rule.split()[0] for rule in REFUSED} == {f"E{n}" for n in range(1, 11)}
+
+
+def test_e11_names_each_rank_that_holds_more_than_the_limit():
+    schedule = gpipe(3, 4)
+    costs = Costs(residual_bytes=[2, 1, 2])
+    assert schedule.validate(max_bytes=8, costs=costs) is schedule
+    assert refusal_of(schedule, max_bytes=7.5, costs=costs) == (
+        "  * E11 rank 0 holds 8 bytes, more than 7.5\n"
+        "  * E11 rank 2 holds 8 bytes, more than 7.5"
+    )
+    assert refusal_of(schedule, max_bytes=3).count("E11") == 3
+
+
+def test_e12_warns_of_a_rank_with_nothing_to_do():
+    schedule = by_hand("0F0 0B0\n", 1, placement=(0,))
+    with pytest.warns(UserWarning, match="^E12 rank 1 runs nothing$"):
+        assert schedule.validate() is schedule
+
+
+def test_a_rank_whose_stage_is_missing_is_refused_and_not_only_warned_of():
+    # Warnings are errors in these tests: one would hide the refusal.
+    assert refusal_of(by_hand("0F0 0B0\n", 1)) == (
+        "  * E5 1F0 never runs\n  * E5 1B0 never runs, nor do 1I0 and 1W0"
+    )
+
+
+def test_all_faults_are_in_one_message():
+    # A stage that is nowhere, two on the wrong rank, one missing, two twice.
+    schedule = by_hand("0F0 0B0 7F0\n0F0 0B0 1F0", 1)
+    assert (
+        refusal_of(schedule)
+        == """\
+  * E2 7F0: the stages are 0 to 1 (rank 0, position 2)
+      rank 0: 0F0 0B0 7F0
+                      ^^^
+  * E4 0F0: stage 0 is placed on rank 0 (rank 1, position 0)
+      rank 1: 0F0 0B0 1F0
+              ^^^
+  * E10 0B0: stage 0 is placed on rank 0, where its forward runs (rank 1, position 1)
+      rank 1: 0F0 0B0 1F0
+                  ^^^
+  * E5 1B0 never runs, nor do 1I0 and 1W0
+  * E6 0F0 runs 2 times (rank 1, position 0)
+      rank 1: 0F0 0B0 1F0
+              ^^^
+  * E6 0B0 runs 2 times (rank 1, position 1)
+      rank 1: 0F0 0B0 1F0
+                  ^^^"""
+    )
+
+
+def test_all_faults_of_order_are_in_one_message():
+    faults = refusal_of(by_hand("0B0 0F0 0W1 0I1 0F1\n1F1 1F0 1B1 1B0", 2))
+    assert re.findall(r"E8 (.*?)[:(]", faults) == [
+        "0B0 runs before 0F0 ",
+        "0W1 runs before 0I1 ",
+        "0I1 runs before 0F1 ",
+        "1F0 runs after 1F1",
+        "1B0 runs after 1B1",
+    ]
