@@ -11,7 +11,7 @@ from ._layers._skip import pop as pop
 from ._layers._skip import stash as stash
 from ._pipeline import Pipeline as Pipeline
 from ._plan import Plan as Plan
-from ._train._step import TrainState as TrainState
+from ._train._state import TrainState as TrainState
 from ._train._step import TrainStep as TrainStep
 from ._transform import pipeline as pipeline
 from ._transform import sequential as sequential

@@ -5,11 +5,10 @@ from typing import Any
 
 import chex
 import jax
-import jax.numpy as jnp
 import optax
 
+from . import _start
 from ._describe import describe
-from ._functions import _microbatch
 from ._functions._objective import Objective
 from ._functions._vjp import Leaves
 from ._layers import _rng
@@ -21,8 +20,8 @@ from ._run import _tied, _transfer, _variables
 from ._run._execute import execute
 from ._run._pipe import Pipe
 from ._train._gradient import gradient_tree
-from ._train._optimizer import Optimizer, place_state
-from ._train._step import TrainState, TrainStep, check_optimizer
+from ._train._state import TrainState
+from ._train._step import TrainStep, check_optimizer
 from .schedules import Schedule, Timeline
 
 PyTree = Any
@@ -67,7 +66,7 @@ class Pipeline:
 
     def __repr__(self) -> str:
         return (
-            f"<jpipe.Pipeline: {len(self._stage_of_layer())} layers in "
+            f"<jpipe.Pipeline: {len(self._pipe.stage_of_layer)} layers in "
             f"{self.num_stages} stages, {self.num_microbatches} micro-batches, "
             f"{self.schedule.name}>"
         )
@@ -93,20 +92,7 @@ class Pipeline:
           TypeError: if a leaf of ``x`` is not an array.
           ValueError: if a module stands twice in the list and has more than parameters.
         """
-        spec = _microbatch.specs(x, "x")
-        visits, _ = self._library.expected(spec)
-        self._library.note_weights([visit.variables for visit in visits])
-
-        # Made on the first device, where equal layers share a compiled program.
-        local = _transfer.put_tree(key, self.devices[0])
-        variables = []
-        for number, visit in enumerate(visits):
-            made = visit.variables
-            if jax.tree.leaves(made):
-                own = _rng.layer_key(local, number)
-                made = self._library.initialize(visit.layer, own, visit.x, visit.skips)
-            variables.append(_transfer.put_tree(made, self.devices[visit.stage]))
-        return tuple(variables)
+        return _start.make(self._pipe, self._library, key, x)
 
     def place(self, tree: Any) -> Any:
         """Puts variables, or a train state, on the devices of their layers.
@@ -120,25 +106,9 @@ class Pipeline:
           overwrites the result overwrites it in ``tree`` too.
 
         Raises:
-          ValueError: if there is not one entry per layer.
+          ValueError: if there is not one entry per layer, or a step overwrote it.
         """
-        if isinstance(tree, TrainState):
-            step, rng = _transfer.put([tree.step, tree.rng], self.devices[0])
-            return TrainState(
-                step=step,
-                params=self.place(tree.params),
-                opt_state=place_state(
-                    tree.opt_state, tree.params, self._stage_of_layer(), self.devices
-                ),
-                model_state=self.place(tree.model_state),
-                rng=rng,
-            )
-        stage_of_layer = self._stage_of_layer()
-        _variables.check_length(tree, len(stage_of_layer))
-        return tuple(
-            _transfer.put_tree(entry, self.devices[s])
-            for entry, s in zip(tree, stage_of_layer, strict=True)
-        )
+        return _start.place(self._pipe, tree)
 
     def apply(
         self,
@@ -234,7 +204,12 @@ class Pipeline:
         return run
 
     def init_train_state(
-        self, key: chex.PRNGKey, x: PyTree, tx: optax.GradientTransformation
+        self,
+        key: chex.PRNGKey,
+        x: PyTree,
+        tx: optax.GradientTransformation,
+        *,
+        variables: Sequence[PyTree] | None = None,
     ) -> TrainState:
         """Makes everything that training changes, each part where it is used.
 
@@ -242,25 +217,22 @@ class Pipeline:
           key: a JAX random key; the state keeps a key that follows from it.
           x: an input, or its `jax.ShapeDtypeStruct` leaves.
           tx: the optax optimizer.
+          variables: what to start from instead of `init`, such as pretrained ones, on
+            the host or any devices: one entry per layer. They are copied.
 
         Returns:
           The state at step 0.
 
         Raises:
           TypeError: if ``tx`` is no optax transformation.
+          ValueError: if the variables are not those of the model.
         """
         check_optimizer(tx)
-        variables = self.init(key, x)
-        params = _variables.params(variables)
-        first = self.devices[0]
-        rng, step = _transfer.put([_rng.training_key(key), jnp.int32(0)], first)
-        return TrainState(
-            step=step,
-            params=params,
-            opt_state=self._optimizer(tx, params, donate=False).init(params),
-            model_state=_variables.model_state(variables),
-            rng=rng,
-        )
+        if variables is None:
+            variables = self.init(key, x)
+        else:
+            variables = _start.take(self._pipe, self._library, variables, x)
+        return _start.train_state(self._pipe, key, variables, tx)
 
     def train_step(
         self,
@@ -292,7 +264,7 @@ class Pipeline:
         check_optimizer(tx)
         return TrainStep(
             self._library.gradients(Objective(loss_fn, has_aux, reduction)),
-            lambda params: self._optimizer(tx, params, donate),
+            lambda params: _start.optimizer(self._pipe, tx, params, donate),
             self._bring,
             has_aux=has_aux,
             donate=donate,
@@ -378,6 +350,8 @@ class Pipeline:
         weights: list[Leaves] = [
             jax.tree.leaves(entries[stage.span]) for stage in self._pipe.stages
         ]
+        for leaves in weights:
+            _variables.check_alive(leaves)
         self._bring(weights)
         return weights
 
@@ -387,12 +361,3 @@ class Pipeline:
         own = ties.own(weights)
         _variables.check_placed(own, self._pipe.stages, self.devices)
         ties.bring(weights, self.devices)
-
-    def _optimizer(
-        self, tx: optax.GradientTransformation, params: PyTree, donate: bool
-    ) -> Optimizer:
-        specs = _microbatch.specs(params, "params")
-        return Optimizer(tx, specs, self._stage_of_layer(), self.devices, donate)
-
-    def _stage_of_layer(self) -> list[int]:
-        return [stage.index for stage in self._pipe.stages for _ in stage.layers]

@@ -138,7 +138,12 @@ def batch_size(
         raise ValueError(f"leaves differ in batch size:\n{listed}")
     size = next(iter(found.values()))
     if size < num_microbatches:
-        other = f", or build the pipeline with num_microbatches={size}" if size else ""
+        other = (
+            f", or build a pipeline of these layers with num_microbatches={size}: it "
+            f"takes the same variables"
+            if size
+            else ""
+        )
         raise ValueError(
             f"{next(iter(found))} has {size} examples, fewer than "
             f"num_microbatches={num_microbatches}; give at least one example per "

@@ -47,7 +47,7 @@ class Initializers:
         """
         if _nnx.is_module(layer.owner):
             # A compiled program would keep the values that the module has now.
-            return jax.tree.map(_strong, layer.init(key, spec))
+            return jax.tree.map(strong, layer.init(key, spec))
         program = partial(init_with, layer, spec=spec, skips=skips)
         alike = origin(layer.source)
         if alike is None:
@@ -71,11 +71,11 @@ def init_with(
     with _skip.applying(popped, layer.namespace, guess=guess, watch=False) as frame:
         if frames is not None:
             frames.append(frame)
-        return jax.tree.map(_strong, layer.init(key, spec))
+        return jax.tree.map(strong, layer.init(key, spec))
 
 
-def _strong(leaf: Any) -> Any:
-    """Without a weak type: after a step it would be another program's argument."""
+def strong(leaf: Any) -> Any:
+    """An array that is not weakly typed, as after a step, so that programs fit both."""
     dtype = jnp.result_type(leaf)
     is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
     return leaf if is_key else jnp.asarray(leaf, dtype)

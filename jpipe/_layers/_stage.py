@@ -12,6 +12,9 @@ from ._layer import Layer
 
 PyTree = Any
 
+# A message names so many layers of a stage at most.
+_NAMED = 6
+
 
 @dataclass(frozen=True)
 class StageFunction:
@@ -72,6 +75,13 @@ class StageFunction:
                 x, change = layer.apply(entry, x, keys, train)
             changed.append(change)
         return x, tuple(changed)
+
+    def __str__(self) -> str:
+        names = [layer.name for layer in self.layers]
+        if len(names) > _NAMED:
+            names[_NAMED - 2 : -1] = ["..."]
+        last = self.first + len(self.layers) - 1
+        return f"layers {self.first} to {last} ({', '.join(names)})"
 
 
 def fuse(layers: Sequence[Layer], balance: Sequence[int]) -> tuple[StageFunction, ...]:

@@ -48,6 +48,7 @@ class Step(NamedTuple):
         those of the input; after a first half among all that it was given.
       action: what it is; of two that were fused, the second.
       device: where it runs, for messages.
+      layers: what runs, for messages.
       routes: where ``send`` sends to.
     """
 
@@ -59,6 +60,7 @@ class Step(NamedTuple):
     kept: tuple[int, ...]
     action: Action
     device: str
+    layers: str
     routes: Sequence[Group]
 
 
@@ -88,7 +90,9 @@ def execute(
                 observe(step, live)
     except Exception as error:
         if step is not None:
-            error.add_note(f"raised in action {step.action} on {step.device}")
+            error.add_note(
+                f"raised in action {step.action} on {step.device}: {step.layers}"
+            )
         raise
 
 

@@ -102,6 +102,7 @@ class _Lowering:
     def __init__(self, devices: Sequence[Device], rows: Rows) -> None:
         self._devices = devices
         self._rows = rows
+        self._layers = [str(row[0].task.stage) for row in rows]
 
     def of(self, action: Action) -> Work:
         """The work of its stage on its micro-batch."""
@@ -125,6 +126,7 @@ class _Lowering:
             kept=kept,
             action=action,
             device=str(source),
+            layers=self._layers[action.stage],
             routes=groups,
         )
 

@@ -30,3 +30,8 @@ class Pipe:
     def owners(self) -> tuple[int, ...]:
         """For each layer the one that owns its variables."""
         return _tied.owners(self.stages)
+
+    @cached_property
+    def stage_of_layer(self) -> tuple[int, ...]:
+        """The stage of each layer."""
+        return tuple(stage.index for stage in self.stages for _ in stage.layers)

@@ -122,6 +122,21 @@ def check_concrete(leaves: Sequence[Any]) -> None:
         )
 
 
+def check_alive(leaves: Sequence[Any]) -> None:
+    """Checks that no leaf was overwritten.
+
+    Raises:
+      ValueError: if one was.
+    """
+    arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
+    if any(not isinstance(a, core.Tracer) and a.is_deleted() for a in arrays):
+        raise ValueError(
+            "this state was given to an earlier step, which used its memory again; go "
+            "on with the state that it returned, or build the step with "
+            "pipe.train_step(..., donate=False)"
+        )
+
+
 def params(variables: Sequence[Any]) -> tuple[PyTree, ...]:
     """The parameters of each layer, ``{}`` where there are none."""
     return tuple(entry.get("params", {}) for entry in variables)

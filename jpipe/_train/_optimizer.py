@@ -66,14 +66,16 @@ class Optimizer:
                 error.add_note(
                     "raised by tx.update, which a train step gives the gradients, the "
                     "state and the parameters, nothing else; for an optimizer that "
-                    "needs more, type pipe.value_and_grad and call tx.update yourself"
+                    "needs more, type pipe.value_and_grad, bring gradients and "
+                    "parameters to one device (jax.device_put) and call tx.update there"
                 )
                 raise
             if _signature.of(new) != _signature.of(state):
                 raise ValueError(
                     f"tx.update returns a state {shapes(new)}, tx.init made one "
                     f"{shapes(state)}: a train step needs one structure and fixed "
-                    f"shapes; type pipe.value_and_grad and call tx.update yourself"
+                    f"shapes; type pipe.value_and_grad, bring gradients and parameters "
+                    f"to one device (jax.device_put) and call tx.update there"
                 )
             return optax.apply_updates(params, updates), new
 

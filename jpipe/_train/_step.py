@@ -1,7 +1,6 @@
-"""Training: the state, and the step that changes it."""
+"""The training step: gradients of a mini-batch, then one update."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -12,35 +11,9 @@ from .._layers import _rng
 from .._run import _signature, _tied, _variables
 from ._gradient import Gradient
 from ._optimizer import Optimizer
+from ._state import TrainState, check_state
 
 PyTree = Any
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class TrainState:
-    """Everything that a training step changes; a pytree, keyed by layer.
-
-    Nothing in it depends on the number of stages, the devices or the schedule.
-
-    Attributes:
-      step: the number of steps taken, an int32 scalar.
-      params: the parameters, one entry per layer, ``{}`` where there are none.
-      opt_state: the optimizer's state, that of ``tx.init(params)``.
-      model_state: the other collections, such as ``batch_stats``, one entry per layer.
-      rng: the key from which each step's keys follow.
-    """
-
-    step: jax.Array
-    params: tuple[PyTree, ...]
-    opt_state: PyTree
-    model_state: tuple[PyTree, ...]
-    rng: jax.Array
-
-    @property
-    def variables(self) -> tuple[PyTree, ...]:
-        """The variables as `Pipeline.apply` takes them."""
-        return _variables.merge(self.params, self.model_state)
 
 
 class TrainStep:
@@ -89,7 +62,7 @@ class TrainStep:
           ValueError: if the state or the batch does not fit; nothing is changed.
           TypeError: if a leaf of the batch is not an array; nothing is changed.
         """
-        _check_state(state)
+        check_state(state)
         pool, tree = jax.tree.flatten((state.params, state.model_state))
         compiled = self._compile((tree, _signature.kinds(pool)), state, x, targets)
         weights: list[Leaves] = [[pool[i] for i in order] for order in compiled.order]
@@ -161,22 +134,6 @@ class _Compiled:
 @jax.jit
 def _advance(rng: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
     return _rng.step_key(rng, step), step + 1
-
-
-def _check_state(state: Any) -> None:
-    if not isinstance(state, TrainState):
-        raise TypeError(
-            f"state is a {type(state).__name__}; needs the TrainState that "
-            f"Pipeline.init_train_state or an earlier step returned"
-        )
-    leaves = jax.tree.leaves((state.params, state.opt_state))
-    _variables.check_concrete([*leaves, state.step])
-    if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
-        raise ValueError(
-            "this state was given to an earlier step, which used its memory again; go "
-            "on with the state that it returned, or build the step with "
-            "pipe.train_step(..., donate=False)"
-        )
 
 
 def check_optimizer(tx: Any) -> optax.GradientTransformation:

@@ -184,16 +184,18 @@ def test_an_error_while_running_names_the_action():
         if step is not None and str(step.action) == "0B1":
             raise Broken
 
-    pipe = jpipe.pipeline([ref.dense(4), ref.dense(4)], 2)
-    x, targets = ref.regression(4)
+    layers = [*[ref.dense(4)] * 9, jnp.tanh]
+    pipe = jpipe.pipeline(layers, 2, balance=[9, 1])
+    x = targets = jnp.ones((4, 4))
     variables = pipe.init(jax.random.key(0), x)
     gradient = pipe._library.gradients(Objective(ref.mse))(
         variables, x, targets, None, True
     )
-    weights = [jax.tree.leaves(entry) for entry in variables]
     with pytest.raises(Broken) as caught:
-        gradient(weights, [x], [targets], [], observe)
-    assert caught.value.__notes__ == ["raised in action 0B1 on cpu:0"]
+        gradient(pipe._leaves(variables), [x], [targets], [], observe)
+    (note,) = caught.value.__notes__
+    layers = "layers 0 to 8 (Dense, Dense, Dense, Dense, ..., Dense)"
+    assert note == f"raised in action 0B1 on cpu:0: {layers}"
 
 
 def test_stages_of_one_rank_hand_arrays_over(moved):

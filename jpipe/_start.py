@@ -1,0 +1,103 @@
+"""What training starts from: variables and a state, each part where it is used."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+
+from ._functions import _microbatch
+from ._layers import _rng
+from ._layers._initialize import strong
+from ._library import Library
+from ._run import _transfer, _variables
+from ._run._pipe import Pipe
+from ._train._optimizer import Optimizer, place_state
+from ._train._state import TrainState
+
+PyTree = Any
+
+
+def make(
+    pipe: Pipe, library: Library, key: chex.PRNGKey, x: PyTree
+) -> tuple[PyTree, ...]:
+    """Makes the variables of all layers: see `Pipeline.init`."""
+    visits, _ = library.expected(_microbatch.specs(x, "x"))
+    library.note_weights([visit.variables for visit in visits])
+
+    # Made on the first device, where equal layers share a compiled program.
+    local = _transfer.put_tree(key, pipe.devices[0])
+    variables = []
+    for number, visit in enumerate(visits):
+        made = visit.variables
+        if jax.tree.leaves(made):
+            own = _rng.layer_key(local, number)
+            made = library.initialize(visit.layer, own, visit.x, visit.skips)
+        variables.append(_transfer.put_tree(made, pipe.devices[visit.stage]))
+    return tuple(variables)
+
+
+def take(
+    pipe: Pipe, library: Library, variables: Sequence[PyTree], x: PyTree
+) -> tuple[PyTree, ...]:
+    """Copies of variables, in place.
+
+    Raises:
+      ValueError: if they are not those of the model, or overwritten.
+    """
+    visits, _ = library.expected(_microbatch.specs(x, "x"))
+    _variables.check([visit.variables for visit in visits], variables)
+    placed = jax.tree.map(strong, place(pipe, variables))
+    return jax.tree.map(jnp.copy, placed)
+
+
+def place(pipe: Pipe, tree: Any) -> Any:
+    """Puts variables, or a train state, in place: see `Pipeline.place`."""
+    if isinstance(tree, TrainState):
+        first = pipe.devices[0]
+        _variables.check_alive(jax.tree.leaves(tree))
+        step, rng = _transfer.put([tree.step, tree.rng], first)
+        return TrainState(
+            step=step,
+            params=place(pipe, tree.params),
+            opt_state=place_state(
+                tree.opt_state, tree.params, pipe.stage_of_layer, pipe.devices
+            ),
+            model_state=place(pipe, tree.model_state),
+            rng=rng,
+        )
+    _variables.check_length(tree, len(pipe.stage_of_layer))
+    _variables.check_alive(jax.tree.leaves(tree))
+    return tuple(
+        _transfer.put_tree(entry, pipe.devices[s])
+        for entry, s in zip(tree, pipe.stage_of_layer, strict=True)
+    )
+
+
+def optimizer(
+    pipe: Pipe, tx: optax.GradientTransformation, params: PyTree, donate: bool
+) -> Optimizer:
+    """The optimizer of such parameters, applied where they are."""
+    specs = _microbatch.specs(params, "params")
+    return Optimizer(tx, specs, pipe.stage_of_layer, pipe.devices, donate)
+
+
+def train_state(
+    pipe: Pipe,
+    key: chex.PRNGKey,
+    variables: Sequence[PyTree],
+    tx: optax.GradientTransformation,
+) -> TrainState:
+    """The state at step 0, of variables that it may overwrite."""
+    params = _variables.params(variables)
+    start = [_rng.training_key(key), jnp.int32(0)]
+    rng, step = _transfer.put(start, pipe.devices[0])
+    return TrainState(
+        step=step,
+        params=params,
+        opt_state=optimizer(pipe, tx, params, donate=False).init(params),
+        model_state=_variables.model_state(variables),
+        rng=rng,
+    )

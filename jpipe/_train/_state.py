@@ -1,0 +1,92 @@
+"""The state of training."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import serialization
+
+from .._run import _variables
+
+PyTree = Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """Everything that a training step changes; a pytree, keyed by layer.
+
+    Nothing in it depends on the number of stages, the devices or the schedule. Orbax
+    and `flax.serialization` save and restore it; `Pipeline.place` puts what they
+    restore in place.
+
+    Attributes:
+      step: the number of steps taken, an int32 scalar.
+      params: the parameters, one entry per layer, ``{}`` where there are none.
+      opt_state: the optimizer's state, that of ``tx.init(params)``.
+      model_state: the other collections, such as ``batch_stats``, one entry per layer.
+      rng: the key from which each step's keys follow.
+    """
+
+    step: jax.Array
+    params: tuple[PyTree, ...]
+    opt_state: PyTree
+    model_state: tuple[PyTree, ...]
+    rng: jax.Array
+
+    def replace(self, **changes: Any) -> "TrainState":
+        """The same state with other values of some attributes."""
+        return replace(self, **changes)
+
+    @property
+    def variables(self) -> tuple[PyTree, ...]:
+        """The variables as `Pipeline.apply` takes them."""
+        return _variables.merge(self.params, self.model_state)
+
+
+def _to_state_dict(state: TrainState) -> dict[str, Any]:
+    """What `flax.serialization` saves: a key as the numbers that it is made of."""
+    values = {field.name: getattr(state, field.name) for field in fields(state)}
+    if _is_key(state.rng):
+        values["rng"] = jax.random.key_data(state.rng)
+    return {name: serialization.to_state_dict(value) for name, value in values.items()}
+
+
+def _from_state_dict(like: TrainState, saved: Mapping[str, Any]) -> TrainState:
+    values: dict[str, Any] = {
+        field.name: serialization.from_state_dict(
+            getattr(like, field.name), saved[field.name], name=field.name
+        )
+        for field in fields(like)
+        if field.name != "rng"
+    }
+    rng = saved["rng"]
+    if _is_key(like.rng):
+        rng = jax.random.wrap_key_data(rng, impl=jax.random.key_impl(like.rng))
+    return TrainState(rng=rng, **values)
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+serialization.register_serialization_state(TrainState, _to_state_dict, _from_state_dict)
+
+
+def check_state(state: Any) -> None:
+    """Checks that something is a state that a step can change.
+
+    Raises:
+      TypeError: if it is none, or belongs to a trace.
+      ValueError: if an earlier step has overwritten it.
+    """
+    if not isinstance(state, TrainState):
+        raise TypeError(
+            f"state is a {type(state).__name__}; needs the TrainState that "
+            f"Pipeline.init_train_state or an earlier step returned"
+        )
+    leaves = jax.tree.leaves((state.params, state.opt_state))
+    _variables.check_concrete([*leaves, state.step])
+    _variables.check_alive(leaves)

@@ -1,0 +1,152 @@
+"""The state of training: begun with given variables, saved, restored, overwritten."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import serialization
+
+import jpipe
+
+from .. import reference as ref
+
+TX = optax.adamw(0.1)
+
+
+def model(balance=None):
+    """With tied parameters, statistics, and something to draw."""
+    again = ref.dense(5)
+    drop = nn.Dropout(0.2, deterministic=False)
+    layers = [again, nn.BatchNorm(), again, drop, ref.dense(4)]
+    return jpipe.pipeline(layers, 2, balance=balance)
+
+
+def steps(pipe, state, number=2):
+    step = pipe.train_step(ref.mse, TX)
+    for _ in range(number):
+        state, metrics = step(state, *ref.regression(8))
+    return jax.device_get((state.variables, metrics))
+
+
+def copy(state):
+    return jax.tree.map(jnp.copy, state)
+
+
+class TestGivenVariables:
+    @pytest.mark.parametrize("come_from", ["here", "the host", "another balance"])
+    def test_training_starts_from_them(self, come_from):
+        x, _ = ref.regression(8)
+        pipe = model()
+        trained = pipe.init_train_state(jax.random.key(3), x, TX)
+        given = trained.variables
+        if come_from == "the host":
+            given = jax.device_get(given)
+        if come_from == "another balance":
+            given = model([5]).place(given)
+        state = pipe.init_train_state(jax.random.key(3), x, TX, variables=given)
+        ref.assert_equal(jax.device_get(state.params), jax.device_get(trained.params))
+        ref.assert_equal(steps(pipe, state), steps(pipe, trained))
+
+    def test_they_are_copied(self):
+        x, _ = ref.regression(8)
+        pipe = model()
+        given = pipe.init(jax.random.key(3), x)
+        before = jax.device_get(given)
+        state = pipe.init_train_state(jax.random.key(4), x, TX, variables=given)
+        steps(pipe, state)
+        ref.assert_equal(jax.device_get(given), before)
+
+    def test_what_an_optimizer_copies_it_copies_from_them(self):
+        x, _ = ref.regression(8)
+        pipe = jpipe.pipeline([ref.dense(5), ref.dense(4)], 2)
+        given = pipe.init(jax.random.key(3), x)
+        tx = optax.contrib.schedule_free(optax.sgd(0.1), 0.1)
+        state = pipe.init_train_state(jax.random.key(4), x, tx, variables=given)
+        ref.assert_equal(jax.device_get(state.opt_state.z), ref.params_of(given))
+
+    def test_a_number_of_python_makes_no_second_program(self):
+        class Scale(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                return x * self.param("scale", lambda key: jnp.float32(1))
+
+        x, targets = ref.regression(8)
+        pipe = jpipe.pipeline([Scale(), ref.dense(4)], 2)
+        given = list(pipe.init(jax.random.key(3), x))
+        given[0] = {"params": {"scale": jnp.asarray(2.0)}}
+        assert given[0]["params"]["scale"].weak_type
+        state = pipe.init_train_state(jax.random.key(4), x, TX, variables=given)
+        step = pipe.train_step(ref.mse, TX)
+        for _ in range(2):
+            state, _ = step(state, x, targets)
+        assert len(step._compiled) == 1
+
+    def test_of_another_model_they_are_refused(self):
+        x, _ = ref.regression(8)
+        with pytest.raises(ValueError, match="not those of this model") as refusal:
+            model().init_train_state(
+                jax.random.key(0), x, TX, variables=[{}, {}, {}, {}, {"params": {}}]
+            )
+        assert r"missing: variables[0]['params']['kernel'] (5, 5)" in str(refusal.value)
+
+
+class TestSaved:
+    @pytest.mark.parametrize("impl", ["threefry2x32", "rbg", None])
+    def test_by_flax_and_restored_into_another_pipeline(self, impl):
+        x, _ = ref.regression(8)
+        key = jax.random.PRNGKey(3) if impl is None else jax.random.key(3, impl=impl)
+        pipe, other = model(), model([2, 3])
+        state = pipe.init_train_state(key, x, TX)
+        saved = serialization.to_bytes(state)
+        like = other.init_train_state(key, x, TX)
+        restored = other.place(serialization.from_bytes(like, saved))
+        assert restored.rng.dtype == state.rng.dtype
+        assert jax.tree.structure(restored) == jax.tree.structure(state)
+        mine, theirs = steps(pipe, state), steps(other, restored)
+        ref.assert_close(theirs, mine, 1e-4)
+
+    def test_replace(self):
+        x, _ = ref.regression(8)
+        state = model().init_train_state(jax.random.key(0), x, TX)
+        other = state.replace(step=jnp.int32(7))
+        assert int(other.step) == 7
+        assert other.params is state.params
+        with pytest.raises(TypeError, match="stop"):
+            state.replace(stop=1)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda pipe, state, x: pipe.apply(state.variables, x),
+        lambda pipe, state, x: pipe.place(state),
+        lambda pipe, state, x: pipe.place(state.variables),
+        lambda pipe, state, x: pipe.profile_step(state, (x, x), ref.mse),
+        lambda pipe, state, x: pipe.value_and_grad(ref.mse)(state.variables, x, x),
+        lambda pipe, state, x: pipe.init_train_state(
+            state.rng, x, TX, variables=state.variables
+        ),
+    ],
+)
+def test_what_a_step_has_overwritten_is_said_to_be(use):
+    x = jnp.ones((4, 5))
+    pipe = jpipe.pipeline([ref.dense(5), ref.dense(5)], 2)
+    state = pipe.init_train_state(jax.random.key(0), x, TX)
+    kept = copy(state)
+    pipe.train_step(ref.mse, TX)(state, x, x)
+    with pytest.raises(ValueError, match="given to an earlier step, which used its"):
+        use(pipe, state, x)
+    use(pipe, kept, x)
+
+
+def test_numpy_leaves_can_be_put_in_place():
+    x, _ = ref.regression(8)
+    pipe = model()
+    state = pipe.init_train_state(jax.random.key(0), x, TX)
+    host = jax.tree.map(np.asarray, state.replace(rng=jax.random.PRNGKey(0)))
+    placed = pipe.place(host)
+    assert {leaf.device for leaf in jax.tree.leaves(placed.params[4])} == {
+        pipe.devices[4]
+    }
