@@ -1,6 +1,7 @@
 """What a user may list as a layer, brought to one form: explicit init and apply."""
 
 import inspect
+import reprlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -115,7 +116,8 @@ def layer(module: Any, method: str = "__call__") -> Method:
     """
     if not (_linen.is_module(module) or _nnx.is_module(module)):
         raise TypeError(
-            f"layer({module!r}): needs a flax module, this is a {type(module).__name__}"
+            f"layer({reprlib.repr(module)}): needs a flax module, this is a "
+            f"{type(module).__name__}"
         )
     if not callable(getattr(type(module), method, None)):
         raise ValueError(f"{type(module).__name__} has no method {method!r}")
@@ -139,7 +141,7 @@ def as_layers(listed: Sequence[Any]) -> tuple[Layer, ...]:
         objects = list(listed)
     except TypeError:
         raise TypeError(
-            f"stages={listed!r}: needs a sequence of layers, such as "
+            f"stages={reprlib.repr(listed)}: needs a sequence of layers, such as "
             f"[nn.Dense(8), nn.relu]"
         ) from None
     if not objects:
@@ -187,9 +189,12 @@ def _why_not(source: Any) -> str:
     if reason := _linen.why_not(source):
         return reason
     known = isinstance(source, Stage | Method) or _linen.is_module(source)
-    if not (known or callable(source)):
-        return f"{source!r} is a {type(source).__name__}"
-    return ""
+    if known or callable(source):
+        return ""
+    kind = type(source).__name__
+    if isinstance(source, list | tuple):
+        return f"a {kind}; list its layers themselves, and type balance= for stages"
+    return f"{reprlib.repr(source)} is a {kind}"
 
 
 def _misnamed(source: Any) -> str:
@@ -281,7 +286,14 @@ def _from_stage(stage: Stage) -> Layer:
     accepted = parameter_names(stage.apply)
 
     def init(key: chex.PRNGKey, spec: PyTree) -> dict[str, PyTree]:
-        return dict(stage.init(key, zeros(spec)))
+        made = stage.init(key, zeros(spec))
+        if not isinstance(made, Mapping):
+            kind = "array" if isinstance(made, jax.Array) else type(made).__name__
+            raise TypeError(
+                f"the init of a jpipe.Stage returns a mapping, such as "
+                f"{{'params': ...}} or {{}}; this one returned: {kind}"
+            )
+        return dict(made)
 
     def apply(variables, x, rngs, train):
         return stage.apply(variables, x, **_switches(accepted, rngs, train)), {}

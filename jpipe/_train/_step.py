@@ -1,5 +1,6 @@
 """The training step: gradients of a mini-batch, then one update."""
 
+import reprlib
 from collections.abc import Callable
 from typing import Any
 
@@ -144,7 +145,7 @@ def check_optimizer(tx: Any) -> optax.GradientTransformation:
     """
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
         raise TypeError(
-            f"tx={tx!r} is a {type(tx).__name__}; needs an optax optimizer, such as "
-            f"optax.adamw(1e-3)"
+            f"tx={reprlib.repr(tx)} is a {type(tx).__name__}; needs an optax "
+            f"optimizer, such as optax.adamw(1e-3)"
         )
     return tx

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from ..schedules import Timeline
+from ..schedules import Schedule, Timeline
 from . import _palette as palette
 from ._frame import LABEL, Frame, frame_of, number
 from ._panel import height, panel, summary
@@ -53,7 +53,13 @@ def picture(
 
 def listed(timelines: Timeline | Iterable[Timeline]) -> tuple[Timeline, ...]:
     """One timeline or several, as several; none is an error."""
-    shown = (timelines,) if isinstance(timelines, Timeline) else tuple(timelines)
+    one = isinstance(timelines, Timeline | Schedule)
+    shown = (timelines,) if one else tuple(timelines)
+    if any(isinstance(timeline, Schedule) for timeline in shown):
+        raise TypeError(
+            "a schedule has no times yet: draw schedule.simulate(), or with costs "
+            "schedule.simulate(jpipe.schedules.Costs(...))"
+        )
     if not shown:
         raise ValueError("no timelines: give one or more, as Schedule.simulate returns")
     return shown

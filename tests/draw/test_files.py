@@ -26,6 +26,14 @@ def test_no_timelines_and_a_wrong_number_of_titles(render):
         render(predicted("gpipe"), titles=["a", "b"])
 
 
+@pytest.mark.parametrize("draws", [draw.svg, draw.trace])
+def test_a_schedule_in_place_of_a_timeline(draws):
+    schedule = BY_NAME["gpipe"](2, 3)
+    for given in (schedule, [schedule.simulate(), schedule]):
+        with pytest.raises(TypeError, match=r"draw schedule\.simulate\(\)"):
+            draws(given)
+
+
 def test_a_picture_that_would_be_too_narrow():
     with pytest.raises(ValueError, match="width=100: must be at least 400"):
         draw.svg(predicted("gpipe"), width=100)

@@ -117,3 +117,10 @@ def test_errors_of_flax_are_answered_with_what_to_type(layers, error, advice):
     notes = raised.value.__notes__
     assert any(advice in note for note in notes)
     assert any(note.startswith("raised by layer") for note in notes)
+
+
+@pytest.mark.parametrize("made", [jnp.ones(3), [1.0], None], ids=str)
+def test_a_stage_whose_init_returns_no_mapping(made):
+    stage = jpipe.Stage(lambda key, x: made, lambda variables, x: x)
+    with pytest.raises(TypeError, match=r"init of a jpipe\.Stage returns a mapping"):
+        jpipe.pipeline([stage], 2).init(KEY, X)

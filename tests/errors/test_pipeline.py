@@ -31,6 +31,8 @@ def test_layers_that_are_no_layers_are_all_listed():
         nnx.Module(),
         nn.Dense(2),
         "relu",
+        [nn.Dense(2)],
+        np.ones((100, 100)),
     ]
     with pytest.raises(TypeError, match=r"module, a jpipe\.Stage or a func") as refusal:
         jpipe.pipeline(listed, 2)
@@ -39,6 +41,8 @@ def test_layers_that_are_no_layers_are_all_listed():
         r"layer 1: Dense is a class; write Dense\(\.\.\.\)",
         r"layer 3: Module is an nnx module without __call__",
         r"layer 5: 'relu' is a str",
+        r"layer 6: a list; list its layers themselves, and type balance= for stages",
+        r"layer 7: array\(.{1,40} is a ndarray",
     ]
     lines = str(refusal.value).splitlines()[1:]
     assert len(lines) == len(faults)

@@ -1,4 +1,4 @@
-"""What the documents show is run: docstrings, README, and the examples."""
+"""What the documents show is run: docstrings, README, guide and examples."""
 
 import doctest
 import importlib
@@ -56,6 +56,12 @@ def test_the_program_on_the_first_screen_of_readme_prints_what_it_shows():
     program, shown = re.findall(r"```(?:python|text)\n(.*?)```", readme, re.DOTALL)[:2]
     assert readme.index(program) < 300
     assert run("-c", program).split() == shown.split()
+
+
+def test_the_guide_is_a_program_that_runs():
+    guide = (ROOT / "docs" / "guide.md").read_text()
+    program = "\n".join(re.findall(r"```python\n(.*?)```", guide, re.DOTALL))
+    assert re.match(r"gradient \d+\.\d+\nparameters {'bias'", run("-c", program))
 
 
 def test_every_option_of_the_main_job_is_documented():
