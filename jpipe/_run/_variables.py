@@ -128,8 +128,12 @@ def check_alive(leaves: Sequence[Any]) -> None:
     Raises:
       ValueError: if one was.
     """
-    arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
-    if any(not isinstance(a, core.Tracer) and a.is_deleted() for a in arrays):
+    try:
+        # Asking for the method is cheaper than asking what a leaf is.
+        overwritten = any(getattr(leaf, "is_deleted", bool)() for leaf in leaves)
+    except jax.errors.ConcretizationTypeError:  # a tracer
+        return
+    if overwritten:
         raise ValueError(
             "this state was given to an earlier step, which used its memory again; go "
             "on with the state that it returned, or build the step with "

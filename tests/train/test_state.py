@@ -150,3 +150,11 @@ def test_numpy_leaves_can_be_put_in_place():
     assert {leaf.device for leaf in jax.tree.leaves(placed.params[4])} == {
         pipe.devices[4]
     }
+
+
+def test_place_can_be_traced():
+    x, _ = ref.regression(8)
+    pipe = jpipe.pipeline([ref.dense(5), ref.dense(4)], 2)
+    state = pipe.init_train_state(jax.random.key(0), x, TX)
+    shapes = jax.eval_shape(pipe.place, state)
+    assert jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, state)
