@@ -3,7 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ._layers._stage import abbreviate
 from .schedules import Schedule
+
+# Columns of a grid beyond which its middle is left out.
+_WIDEST = 160
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,7 @@ class Plan:
             rows = [row[:4] for row in rows]
         elif all(stage.held_bytes is None for stage in self.stages):
             rows = [row[:6] for row in rows]
-        parts = [_table(rows), str(self.schedule)]
+        parts = [_table(rows), _folded(str(self.schedule))]
         if self.skips:
             listed = ", ".join(f"{name}: stage {s} to {t}" for name, s, t in self.skips)
             parts.append(f"skip connections: {listed}")
@@ -71,7 +75,7 @@ def _row(stage: StagePlan) -> list[str]:
     return [
         str(stage.index),
         stage.device,
-        _abbreviate(stage.layers),
+        abbreviate(stage.layers),
         stage.remat,
         "" if stage.num_params is None else f"{stage.num_params:,}",
         "" if stage.param_bytes is None else size(stage.param_bytes),
@@ -79,15 +83,18 @@ def _row(stage: StagePlan) -> list[str]:
     ]
 
 
-def _abbreviate(layers: Sequence[str]) -> str:
-    """Repeated neighbours are counted: ``Block x 3, Dense``."""
-    runs: list[tuple[str, int]] = []
-    for name in layers:
-        if runs and runs[-1][0] == name:
-            runs[-1] = (name, runs[-1][1] + 1)
-        else:
-            runs.append((name, 1))
-    return ", ".join(name if n == 1 else f"{name} x {n}" for name, n in runs)
+def _folded(grid: str) -> str:
+    """A grid without its middle, where it is too wide to be read."""
+    title, *rows = grid.split("\n")
+    width = max(map(len, rows))
+    if width <= _WIDEST:
+        return grid
+    # Between two cells every row has a blank.
+    gaps = [i for i in range(width) if all(row[i : i + 1] == " " for row in rows)]
+    start = max(i for i in gaps if i < 2 * _WIDEST // 3)
+    end = min(i for i in gaps if i > width - _WIDEST // 4)
+    says = f"({end - start} columns left out; print(pipe.schedule) shows all)"
+    return "\n".join([title, *(f"{r[:start]} ...{r[end:]}" for r in rows), says])
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:

@@ -1,5 +1,6 @@
 """A stage: neighbouring layers as one pure function, with abstract shapes."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,9 +12,6 @@ from . import _batchnorm, _rng, _skip
 from ._layer import Layer
 
 PyTree = Any
-
-# A message names so many layers of a stage at most.
-_NAMED = 6
 
 
 @dataclass(frozen=True)
@@ -77,11 +75,8 @@ class StageFunction:
         return x, tuple(changed)
 
     def __str__(self) -> str:
-        names = [layer.name for layer in self.layers]
-        if len(names) > _NAMED:
-            names[_NAMED - 2 : -1] = ["..."]
-        last = self.first + len(self.layers) - 1
-        return f"layers {self.first} to {last} ({', '.join(names)})"
+        names = abbreviate([layer.name for layer in self.layers])
+        return f"layers {self.first} to {self.span.stop - 1} ({names})"
 
 
 def fuse(layers: Sequence[Layer], balance: Sequence[int]) -> tuple[StageFunction, ...]:
@@ -92,6 +87,12 @@ def fuse(layers: Sequence[Layer], balance: Sequence[int]) -> tuple[StageFunction
         stages.append(StageFunction(index, first, tuple(layers[first : first + size])))
         first += size
     return tuple(stages)
+
+
+def abbreviate(names: Sequence[str]) -> str:
+    """Names in one line; repeated neighbours are counted: ``Block x 3, Dense``."""
+    runs = [(name, len(list(same))) for name, same in itertools.groupby(names)]
+    return ", ".join(name if n == 1 else f"{name} x {n}" for name, n in runs)
 
 
 @contextmanager

@@ -222,6 +222,7 @@ def grid(
         for action in row
     }
     width = max((len(label) for label in labels.values()), default=1)
+    digits = len(str(len(rows) - 1))
     columns = round(max(end.values(), default=0.0))
     lines = []
     for rank, row in enumerate(rows):
@@ -230,5 +231,5 @@ def grid(
             for column in range(round(start[action]), round(end[action])):
                 cells[column] = labels[action]
         line = " ".join(cell.ljust(width) for cell in cells)
-        lines.append(f"rank {rank} |{line}|")
+        lines.append(f"rank {rank:{digits}} |{line}|")
     return "\n".join(lines)

@@ -194,7 +194,7 @@ def test_an_error_while_running_names_the_action():
     with pytest.raises(Broken) as caught:
         gradient(pipe._leaves(variables), [x], [targets], [], observe)
     (note,) = caught.value.__notes__
-    layers = "layers 0 to 8 (Dense, Dense, Dense, Dense, ..., Dense)"
+    layers = "layers 0 to 8 (Dense x 9)"
     assert note == f"raised in action 0B1 on cpu:0: {layers}"
 
 

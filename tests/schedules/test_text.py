@@ -73,3 +73,10 @@ def json_with(**fields) -> str:
 def test_json_that_is_no_schedule_is_refused(text, says):
     with pytest.raises(ScheduleError, match=re.escape(says)):
         Schedule.from_json(text)
+
+
+def test_the_rows_of_many_ranks_stand_under_one_another():
+    grid = gpipe(11, 2).simulate().to_text().split("\n")
+    assert grid[9].startswith("rank  9 |.  ")
+    assert grid[10].startswith("rank 10 |.  ")
+    assert len({len(line) for line in grid}) == 1
