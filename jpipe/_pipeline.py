@@ -7,7 +7,7 @@ import chex
 import jax
 import optax
 
-from . import _start
+from . import _values
 from ._describe import describe
 from ._functions._objective import Objective
 from ._functions._vjp import Leaves
@@ -92,7 +92,7 @@ class Pipeline:
           TypeError: if a leaf of ``x`` is not an array.
           ValueError: if a module stands twice in the list and has more than parameters.
         """
-        return _start.make(self._pipe, self._library, key, x)
+        return _values.make(self._pipe, self._library, key, x)
 
     def place(self, tree: Any) -> Any:
         """Puts variables, or a train state, on the devices of their layers.
@@ -108,7 +108,7 @@ class Pipeline:
         Raises:
           ValueError: if there is not one entry per layer, or a step overwrote it.
         """
-        return _start.place(self._pipe, tree)
+        return _values.place(self._pipe, tree)
 
     def apply(
         self,
@@ -231,8 +231,8 @@ class Pipeline:
         if variables is None:
             variables = self.init(key, x)
         else:
-            variables = _start.take(self._pipe, self._library, variables, x)
-        return _start.train_state(self._pipe, key, variables, tx)
+            variables = _values.take(self._pipe, self._library, variables, x)
+        return _values.train_state(self._pipe, key, variables, tx)
 
     def train_step(
         self,
@@ -264,7 +264,7 @@ class Pipeline:
         check_optimizer(tx)
         return TrainStep(
             self._library.gradients(Objective(loss_fn, has_aux, reduction)),
-            lambda params: _start.optimizer(self._pipe, tx, params, donate),
+            lambda params: _values.optimizer(self._pipe, tx, params, donate),
             self._bring,
             has_aux=has_aux,
             donate=donate,
@@ -286,6 +286,7 @@ class Pipeline:
         """
         layers = [layer for stage in self._pipe.stages for layer in stage.layers]
         _variables.check_length(variables, len(layers))
+        _variables.check_alive(jax.tree.leaves(variables))
         entries = _tied.shared(variables, self._pipe.owners)
         return [
             as_module(layer, entry)

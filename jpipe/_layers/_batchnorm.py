@@ -13,6 +13,7 @@ References:
 """
 
 import itertools
+import weakref
 from collections.abc import Callable, Container, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -42,12 +43,13 @@ class Record:
     Attributes:
       layer: the number of the layer that is being applied.
       norms: what was met so far.
-      written: the running means that they left, with the numbers of their layers.
+      written: the running means that those of this layer left. It does not keep them:
+        they belong to a trace.
     """
 
     layer: int = 0
     norms: list[Norm] = field(default_factory=list)
-    written: list[tuple[int, Any]] = field(default_factory=list)
+    written: list[weakref.ref[Any]] = field(default_factory=list)
 
 
 _current: ContextVar[Record | None] = ContextVar("jpipe_batchnorm", default=None)
@@ -72,6 +74,7 @@ def enter_layer(number: int) -> None:
     record = _current.get()
     if record is not None:
         record.layer = number
+        record.written.clear()
 
 
 def meeting(mutable: Container[str]) -> AbstractContextManager[None]:
@@ -102,30 +105,32 @@ def note(names: tuple[Any, ...], momentum: float) -> bool:
     return True
 
 
-@contextmanager
-def once(running_mean: Callable[[], Any], name: str) -> Iterator[None]:
-    """The scope of a call of a batch norm: the first in its layer that writes.
+def check_running(name: str, mean: Any) -> None:
+    """Checks that the mean that a batch norm holds is the running one.
 
-    A second one would start from what the first left, which is not a running mean.
+    After it has normalized by the micro-batch, it is not. That is told by the array:
+    through a transformation inside the layer, such as `jax.checkpoint`, the array is
+    another one, and nothing is noticed.
 
     Args:
-      running_mean: reads the mean that the batch norm holds.
       name: what to call it.
+      mean: what it holds.
 
     Raises:
-      ValueError: if a call before has written the mean that it holds.
+      ValueError: if a call before in the same layer has left it.
     """
-    record, before = _current.get(), running_mean()
-    assert record is not None
-    if any(at == record.layer and mean is before for at, mean in record.written):
+    record = _current.get()
+    if record and any(written() is mean for written in record.written):
         raise ValueError(
-            f"batch norm {name} is called twice in one layer: only one of its "
-            f"statistics would count; make two"
+            f"batch norm {name} is called twice in one layer: the second time it would "
+            f"start from the statistics of the micro-batch; make two"
         )
-    yield
-    after = running_mean()
-    if after is not before:  # a frozen one writes nothing
-        record.written.append((record.layer, after))
+
+
+def note_written(mean: Any) -> None:
+    """Says that a batch norm has left the mean of the micro-batch."""
+    if record := _current.get():
+        record.written.append(weakref.ref(mean))
 
 
 def intercept(call: Callable[..., Any], args: Any, keywords: Any, context: Any) -> Any:
@@ -137,13 +142,18 @@ def intercept(call: Callable[..., Any], args: Any, keywords: Any, context: Any) 
     if not note(tuple(module.path), momentum):
         return call(*args, **keywords)
     name = "/".join(module.path) or type(module).__name__
+    before = module.get_variable("batch_stats", "mean")
+    check_running(name, before)
     # A bound module cannot be cloned in place, and refuses to be changed.
     object.__setattr__(module, "momentum", 0.0)
     try:
-        with once(lambda: module.get_variable("batch_stats", "mean"), name):
-            return call(*args, **keywords)
+        y = call(*args, **keywords)
     finally:
         object.__setattr__(module, "momentum", momentum)
+    after = module.get_variable("batch_stats", "mean")
+    if after is not before:  # a frozen one writes nothing
+        note_written(after)
+    return y
 
 
 class Merged(NamedTuple):

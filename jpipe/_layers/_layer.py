@@ -1,5 +1,6 @@
 """What a user may list as a layer, brought to one form: explicit init and apply."""
 
+import functools
 import inspect
 import reprlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -114,7 +115,7 @@ def layer(module: Any, method: str = "__call__") -> Method:
       >>> jax.tree.map(jnp.shape, variables[0]), variables[2]
       ({'params': {'embedding': (256, 32)}}, {})
     """
-    if not (_linen.is_module(module) or _nnx.is_module(module)):
+    if not _is_module(module):
         raise TypeError(
             f"layer({reprlib.repr(module)}): needs a flax module, this is a "
             f"{type(module).__name__}"
@@ -135,7 +136,8 @@ def as_layers(listed: Sequence[Any]) -> tuple[Layer, ...]:
 
     Raises:
       TypeError: with every object that is none of these.
-      ValueError: if the list is empty, or two nnx modules share a Variable.
+      ValueError: if the list is empty, two nnx modules share a Variable, or a layer
+        would never be told that it is trained.
     """
     try:
         objects = list(listed)
@@ -164,8 +166,8 @@ def as_layers(listed: Sequence[Any]) -> tuple[Layer, ...]:
     if faults:
         raise ValueError(
             "a layer is told whether it is trained by a parameter train, deterministic "
-            "or use_running_average; rename the parameter (functools.partial chooses "
-            "for a function):\n" + "\n".join(f"  * {fault}" for fault in faults)
+            "or use_running_average; rename the parameter, or list a module or a "
+            "function that chooses:\n" + "\n".join(f"  * {fault}" for fault in faults)
         )
     layers = tuple(as_layer(source) for source in objects)
     owners = {number: layer.owner for number, layer in enumerate(layers)}
@@ -184,9 +186,7 @@ def _why_not(source: Any) -> str:
         return _why_not(source.layer)
     if isinstance(source, type):
         return f"{source.__name__} is a class; write {source.__name__}(...)"
-    if reason := _nnx.why_not(source):
-        return reason
-    if reason := _linen.why_not(source):
+    if reason := _nnx.why_not(source) or _hides_module(source):
         return reason
     known = isinstance(source, Stage | Method) or _linen.is_module(source)
     if known or callable(source):
@@ -197,23 +197,51 @@ def _why_not(source: Any) -> str:
     return f"{reprlib.repr(source)} is a {kind}"
 
 
+def _hides_module(source: Any) -> str:
+    """Why a function cannot be a layer, if it calls a module: it hides the values."""
+    function: Any = source
+    while not _is_module(module := getattr(function, "__self__", function)):
+        if isinstance(function, functools.partial):
+            function = function.func
+        elif hasattr(function, "__wrapped__"):  # by `jax.jit`, say
+            function = function.__wrapped__
+        else:
+            return ""
+    if module is source:
+        return ""
+    kind, method = type(module).__name__, getattr(function, "__name__", "__call__")
+    own = "itself" if method == "__call__" else f"as jpipe.layer(module, {method!r})"
+    return (
+        f"a function that calls a {kind}, whose values would become constants; list "
+        f"the module {own}"
+    )
+
+
+def _is_module(value: Any) -> bool:
+    return _linen.is_module(value) or _nnx.is_module(value)
+
+
 def _misnamed(source: Any) -> str:
-    """The parameter by which a layer asks in vain whether it is trained, if any."""
+    """By which parameters a layer asks in vain whether it is trained, if it does."""
     if isinstance(source, _skip.Isolated):
         return _misnamed(source.layer)
-    method = "__call__"
+    method, chosen = "__call__", set[str]()
     if isinstance(source, Method):
         source, method = source.module, source.method
     if _linen.is_module(source) or _nnx.is_module(source):
-        called, name = getattr(type(source), method), type(source).__name__
+        called, name, data = getattr(type(source), method), type(source).__name__, 2
+        chosen = {
+            field for field in _MISNAMED if getattr(source, field, None) is not None
+        }
     elif isinstance(source, Stage):
-        called, name = source.apply, source.name
+        called, name, data = source.apply, source.name, 2
     else:
-        called, name = source, _name(source)
-    names = parameter_names(called)
+        called, name, data = source, _name(source), 1
+    names = parameter_names(called, after=data)
     if names & set(_linen.switches(True)):
         return ""
-    return "".join(f"{name} takes {switch}" for switch in sorted(names & _MISNAMED))
+    switches = sorted(names & _MISNAMED - chosen)
+    return f"{name} takes {' and '.join(switches)}" if switches else ""
 
 
 def as_layer(source: Any) -> Layer:
@@ -321,11 +349,19 @@ def _switches(accepted: frozenset[str], rngs: PyTree, train: bool) -> dict[str, 
     return {name: value for name, value in offered.items() if name in accepted}
 
 
-def parameter_names(function: Callable[..., Any]) -> frozenset[str]:
-    """The parameters that a callable names; none where Python cannot tell."""
+def parameter_names(function: Callable[..., Any], after: int = 0) -> frozenset[str]:
+    """The parameters that a callable names; none where Python cannot tell.
+
+    Args:
+      function: the callable.
+      after: how many come first, for what is computed on.
+    """
     try:
-        names = frozenset(inspect.signature(function).parameters)
+        parameters = list(inspect.signature(function).parameters.values())[after:]
     except (TypeError, ValueError):
         return frozenset()
+    inner = inspect.unwrap(function)
     # What functools.partial has set is the user's choice.
-    return names - frozenset(getattr(function, "keywords", None) or {})
+    chosen = inner.keywords if isinstance(inner, functools.partial) else {}
+    various = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    return frozenset(p.name for p in parameters if p.kind not in various) - set(chosen)

@@ -1,34 +1,24 @@
 """Flax linen modules as layers."""
 
-import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import chex
+import jax
 from flax import errors, linen
 
 from . import _batchnorm
 
 PyTree = Any
 
+_NOT_SOWN = "what it computes leaves it as a part of its output, not by sow"
+
 
 def is_module(source: Any) -> bool:
     """Whether an object is a linen module."""
     return isinstance(source, linen.Module)
-
-
-def why_not(source: Any) -> str:
-    """Why an object cannot be a layer, if linen is the reason; else empty."""
-    function = source.func if isinstance(source, functools.partial) else source
-    module = getattr(function, "__self__", None)
-    if not is_module(module):
-        return ""
-    return (
-        f"a function bound to a linen {type(module).__name__}, whose values would "
-        f"become constants; list jpipe.layer(module, method={function.__name__!r})"
-    )
 
 
 def name(module: linen.Module) -> str:
@@ -71,16 +61,14 @@ def apply(
 
     def run(variables, x, rngs, train):
         args, keywords = _asked(module, method, train)
+        mutable = [key for key in variables if key != "params"] if train else []
         keywords |= {"rngs": rngs, "method": method}
-        if not train:
-            # A batch norm that nobody tells to leave its statistics moves them in vain.
-            mutable = [key for key in variables if key == "batch_stats"]
+        if not mutable:
             with _explained():
-                y, _ = module.apply(variables, x, *args, mutable=mutable, **keywords)
-            return y, {}
-        mutable = [key for key in variables if key != "params"]
+                return module.apply(variables, x, *args, **keywords), {}
         with _batchnorm.meeting(mutable), linen.intercept_methods(_batchnorm.intercept):
             y, changed = module.apply(variables, x, *args, mutable=mutable, **keywords)
+        _check_none_made(module, variables, changed)
         return y, dict(changed)
 
     return run
@@ -94,7 +82,7 @@ def _explained() -> Iterator[None]:
     except errors.ModifyScopeVariableError as error:
         error.add_note(
             "where it is not trained a layer may not change what it holds: let its "
-            "__call__ take train, and write only if that is true"
+            "__call__ take train, and write (use_running_average=not train) only then"
         )
         raise
     except errors.ScopeParamNotFoundError as error:
@@ -105,10 +93,31 @@ def _explained() -> Iterator[None]:
         raise
     except errors.LazyInitError as error:
         error.add_note(
-            "what a layer holds at the start follows from the shapes of its input "
-            "alone; what it computes leaves it as a part of its output, not by sow"
+            f"what a layer holds at the start follows from the shapes of its input "
+            f"alone; {_NOT_SOWN}"
         )
         raise
+
+
+def _check_none_made(
+    module: linen.Module, before: Mapping[str, PyTree], after: Mapping[str, PyTree]
+) -> None:
+    """Checks that a call only changed what there was.
+
+    Raises:
+      ValueError: with what it made.
+    """
+    made = [
+        jax.tree_util.keystr(path, simple=True, separator="/")
+        for name in after
+        for path, _ in jax.tree_util.tree_leaves_with_path({name: after[name]})
+        if jax.tree.structure(after[name]) != jax.tree.structure(before[name])
+    ]
+    if made:
+        raise ValueError(
+            f"a call of this {type(module).__name__} changes which variables there "
+            f"are: {', '.join(made)}; {_NOT_SOWN}"
+        )
 
 
 def _asked(

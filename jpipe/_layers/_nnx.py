@@ -4,7 +4,6 @@ An nnx module holds its values itself. A pipeline keeps them outside, by collect
 path, and makes a new module of them inside of each trace: the user's is only read.
 """
 
-import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping
@@ -34,18 +33,10 @@ def name(module: nnx.Module) -> str:
 
 def why_not(source: Any) -> str:
     """Why an object cannot be a layer, if nnx is the reason; else empty."""
-    kind = type(source).__name__
     if is_module(source):
         return _unfit(source)
     if isinstance(source, nnx.Pytree):
-        return f"{kind} is an nnx.Pytree; derive it from nnx.Module"
-    function = source.func if isinstance(source, functools.partial) else source
-    bound = getattr(function, "__self__", function)
-    if is_module(bound):
-        return (
-            f"a function bound to an nnx {type(bound).__name__}, whose values would "
-            f"become constants; list the module itself"
-        )
+        return f"{type(source).__name__} is an nnx.Pytree; derive it from nnx.Module"
     return ""
 
 
@@ -108,22 +99,26 @@ def _leave_statistics(module: nnx.Module) -> None:
             tuple(path), node.momentum
         ):
             node.momentum = 0.0
-            node.__class__ = _called_once(type(node))
+            _watch(node.mean, dotted(path) or name(node))
 
 
-@functools.cache
-def _called_once(kind: type[nnx.BatchNorm]) -> type[nnx.BatchNorm]:
-    """A class of batch norms like the given one, but for `_batchnorm.once`."""
+def _watch(mean: nnx.Variable, called: str) -> None:
+    """Tells `_batchnorm` when a running mean is read, and when it is written."""
 
-    class CalledOnce(kind):
-        __slots__ = ()  # so that an instance of the one can become one of the other
+    def read(variable: nnx.Variable, value: jax.Array) -> jax.Array:
+        _batchnorm.check_running(called, variable.get_raw_value())
+        return value
 
-        def __call__(self, *args: Any, **keywords: Any) -> Any:
-            with _batchnorm.once(self.mean.get_raw_value, kind.__name__):
-                return super().__call__(*args, **keywords)
+    def write(variable: nnx.Variable, value: jax.Array) -> jax.Array:
+        # In its final dtype it is what the variable will hold, and is known again.
+        value = jnp.asarray(value, variable.dtype)
+        _batchnorm.note_written(value)
+        return value
 
-    CalledOnce.__name__ = CalledOnce.__qualname__ = kind.__name__
-    return CalledOnce
+    for hook, ours in (("on_get_value", read), ("on_set_value", write)):
+        own = mean.get_metadata().get(hook, ())
+        own = own if isinstance(own, tuple) else (own,)
+        mean.set_metadata(**{hook: (*own, ours)})
 
 
 def static(module: nnx.Module) -> tuple[Any, bool]:

@@ -22,6 +22,11 @@ def put_tree(tree: Any, device: Device) -> Any:
     return jax.device_put(tree, device)
 
 
+def copy_tree(tree: Any, device: Device) -> Any:
+    """As `put_tree`, but what is there already is copied."""
+    return jax.device_put(tree, device, may_alias=False)
+
+
 class Group(NamedTuple):
     """Neighbours among the leaves of a result, which go to one stage.
 

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 from jax import core
 
+from .._functions._weights import is_inexact
 from .._layers._stage import StageFunction
 from ._transfer import Device
 
@@ -51,6 +52,8 @@ def check(expected: Sequence[PyTree], given: Any) -> None:
         for path in wanted
         if path in found and found[path] != wanted[path]
     ]
+    if not faults:
+        faults = _other_kinds(expected, given)
     if faults:
         raise ValueError(
             "the variables are not those of this model:\n"
@@ -78,6 +81,21 @@ def _shapes(variables: Sequence[PyTree]) -> dict[str, tuple[int, ...]]:
         f"variables{jax.tree_util.keystr(path)}": tuple(leaf.shape)
         for path, leaf in flat
     }
+
+
+def _other_kinds(expected: Sequence[PyTree], given: Sequence[PyTree]) -> list[str]:
+    """Integers in place of floats, which would not be trained, or the reverse."""
+    pairs = zip(
+        jax.tree_util.tree_leaves_with_path(tuple(given)),
+        jax.tree.leaves(tuple(expected)),
+        strict=True,
+    )
+    return [
+        f"variables{jax.tree_util.keystr(path)} is {leaf.dtype}, the model needs "
+        f"{spec.dtype}"
+        for (path, leaf), spec in pairs
+        if is_inexact(leaf) != is_inexact(spec)
+    ]
 
 
 def check_placed(
@@ -129,15 +147,16 @@ def check_alive(leaves: Sequence[Any]) -> None:
       ValueError: if one was.
     """
     try:
-        # Asking for the method is cheaper than asking what a leaf is.
+        # Asking for the method is cheaper than asking what a leaf is; a leaf of NumPy
+        # has none, and is not deleted: bool() is False.
         overwritten = any(getattr(leaf, "is_deleted", bool)() for leaf in leaves)
     except jax.errors.ConcretizationTypeError:  # a tracer
         return
     if overwritten:
         raise ValueError(
-            "this state was given to an earlier step, which used its memory again; go "
-            "on with the state that it returned, or build the step with "
-            "pipe.train_step(..., donate=False)"
+            "this state was given to an earlier step, which used its memory again, as "
+            "that of all its arrays; go on with the state that it returned, or build "
+            "the step with pipe.train_step(..., donate=False)"
         )
 
 

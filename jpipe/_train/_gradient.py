@@ -145,8 +145,6 @@ class Gradient:
 
 @partial(jax.jit, donate_argnums=0)
 def _divide(sums: Sequence[jax.Array], divisor: jax.Array) -> list[jax.Array]:
-    # A mini-batch without weight, all of it masked, asks for no change.
-    divisor = jnp.where(divisor == 0, 1, divisor)
     return [x / divisor.astype(x.dtype) for x in sums]
 
 

@@ -47,29 +47,38 @@ class TrainState:
 
 
 def _to_state_dict(state: TrainState) -> dict[str, Any]:
-    """What `flax.serialization` saves: a key as the numbers that it is made of."""
-    values = {field.name: getattr(state, field.name) for field in fields(state)}
-    if _is_key(state.rng):
-        values["rng"] = jax.random.key_data(state.rng)
-    return {name: serialization.to_state_dict(value) for name, value in values.items()}
+    """What `flax.serialization` saves: keys as the numbers that they are made of."""
+    plain = jax.tree.map(
+        lambda leaf: jax.random.key_data(leaf) if _is_key(leaf) else leaf, state
+    )
+    return {
+        field.name: serialization.to_state_dict(getattr(plain, field.name))
+        for field in fields(state)
+    }
 
 
 def _from_state_dict(like: TrainState, saved: Mapping[str, Any]) -> TrainState:
-    values: dict[str, Any] = {
-        field.name: serialization.from_state_dict(
-            getattr(like, field.name), saved[field.name], name=field.name
+    names = [field.name for field in fields(like)]
+    if set(saved) != set(names):
+        raise ValueError(
+            f"no TrainState was saved here: its fields are {', '.join(names)}; these "
+            f"are {', '.join(saved) or 'none'}"
         )
-        for field in fields(like)
-        if field.name != "rng"
+    restored: dict[str, Any] = {
+        name: serialization.from_state_dict(getattr(like, name), saved[name], name)
+        for name in names
     }
-    rng = saved["rng"]
-    if _is_key(like.rng):
-        rng = jax.random.wrap_key_data(rng, impl=jax.random.key_impl(like.rng))
-    return TrainState(rng=rng, **values)
+    return jax.tree.map(_as_key, like, TrainState(**restored))
+
+
+def _as_key(like: Any, restored: Any) -> Any:
+    if not _is_key(like):
+        return restored
+    return jax.random.wrap_key_data(restored, impl=jax.random.key_impl(like))
 
 
 def _is_key(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key)
 
 
 serialization.register_serialization_state(TrainState, _to_state_dict, _from_state_dict)

@@ -103,7 +103,6 @@ PARTS = Parts()
     ("layers", "error", "advice"),
     [
         ([Counting()], errors.ModifyScopeVariableError, "let its __call__ take train"),
-        ([Sowing()], errors.LazyInitError, "as a part of its output, not by sow"),
         (
             [jpipe.layer(PARTS, "head"), jpipe.layer(PARTS, "tail")],
             errors.ScopeParamNotFoundError,
@@ -124,3 +123,18 @@ def test_a_stage_whose_init_returns_no_mapping(made):
     stage = jpipe.Stage(lambda key, x: made, lambda variables, x: x)
     with pytest.raises(TypeError, match=r"init of a jpipe\.Stage returns a mapping"):
         jpipe.pipeline([stage], 2).init(KEY, X)
+
+
+def test_what_is_sown_is_refused():
+    """At the start or in training: versions of Flax differ."""
+
+    def train():
+        pipe = jpipe.pipeline([Sowing()], 2)
+        state = pipe.init_train_state(KEY, X, optax.sgd(0.1))
+        pipe.train_step(mse, optax.sgd(0.1))(state, X, X)
+
+    with pytest.raises((errors.LazyInitError, ValueError)) as raised:
+        train()
+    told = [str(raised.value), *raised.value.__notes__]
+    assert any("as a part of its output, not by sow" in text for text in told)
+    assert any(text.startswith("raised by layer 0 (Sowing)") for text in told)

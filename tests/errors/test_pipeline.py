@@ -50,12 +50,29 @@ def test_layers_that_are_no_layers_are_all_listed():
         assert re.fullmatch(rf"  \* {fault}", line)
 
 
-def test_methods_of_bound_modules():
-    model = nn.Dense(3).bind(nn.Dense(3).init(KEY, X))
-    listed = [model.__call__, functools.partial(model.__call__)]
-    both = says("layer 0", "bound to a linen Dense", "method='__call__'", "layer 1")
-    with pytest.raises(TypeError, match=both):
-        jpipe.pipeline(listed, 2)
+BOUND = nn.Dense(3).bind(nn.Dense(3).init(KEY, X))
+EMBED = nn.Embed(3, 4)
+LINEAR = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(
+    ("listed", "fault"),
+    [
+        (BOUND.__call__, "a function that calls a Dense"),
+        (functools.partial(BOUND), "a function that calls a Dense"),
+        (functools.partial(BOUND.__call__), "list the module itself"),
+        (jax.jit(BOUND.__call__), "list the module itself"),
+        (jax.jit(functools.partial(BOUND.__call__)), "list the module itself"),
+        (EMBED.attend, "list the module as jpipe.layer(module, 'attend')"),
+        (LINEAR.__call__, "a function that calls a Linear"),
+        (functools.partial(LINEAR), "list the module itself"),
+        (jax.checkpoint(LINEAR.__call__), "list the module itself"),
+    ],
+)
+def test_functions_that_hide_a_module(listed, fault):
+    with pytest.raises(TypeError, match=says("layer 1", "become constants")) as no:
+        jpipe.pipeline([nn.relu, listed], 2)
+    assert fault in str(no.value)
 
 
 @pytest.mark.parametrize("make", [jpipe.pipeline, jpipe.sequential])

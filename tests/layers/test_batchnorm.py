@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
@@ -11,21 +10,11 @@ from flax import nnx
 import jpipe
 
 from .. import reference as ref
+from .normed import Normed, committed
 
 # Flax keeps running statistics in single precision: an ulp is 1.2e-7. The merged
 # ones are rounded once per micro-batch, the reference once.
 ULPS = 1e-6
-
-
-class Normed(nn.Module):
-    """A dense layer and a batch norm, whose statistics are far from zero."""
-
-    momentum: float = 0.9
-
-    @nn.compact
-    def __call__(self, x, train: bool):
-        x = 3 * nn.Dense(6)(x) + 100
-        return nn.BatchNorm(not train, momentum=self.momentum, name="norm")(x)
 
 
 def layers():
@@ -36,14 +25,6 @@ def layers():
         Normed(0.99),
         ref.dense(4),
     ]
-
-
-def committed(pipe, x, targets, steps=1):
-    state = pipe.init_train_state(jax.random.key(0), x, optax.sgd(0.0))
-    step = pipe.train_step(ref.mse, optax.sgd(0.0))
-    for _ in range(steps):
-        state, _ = step(state, x, targets)
-    return state
 
 
 def by_hand(state, x, parts, steps):
@@ -220,136 +201,3 @@ def test_so_it_is_for_nnx():
     (back, _) = pipe.modules(state.variables)
     assert back.momentum == 0.9
     np.testing.assert_array_equal(back.mean[...], stats["mean"])
-
-
-def test_a_batch_norm_that_is_called_twice_is_refused():
-    class Twice(nn.Module):
-        @nn.compact
-        def __call__(self, x, train: bool):
-            norm = nn.BatchNorm(not train, name="norm")
-            return norm(x) + norm(2 * x)
-
-    pipe = jpipe.pipeline([Twice(), ref.dense(4)], 2)
-    x, targets = ref.regression(4)
-    variables = pipe.init(jax.random.key(0), x)
-    with pytest.raises(ValueError, match="batch norm norm is called twice in one"):
-        pipe.value_and_grad(ref.mse)(variables, x, targets)
-
-
-class TwiceNnx(nnx.Module):
-    """Normalizes two inputs with one batch norm."""
-
-    def __init__(self, frozen=False):
-        self.norm = nnx.BatchNorm(5, use_running_average=frozen, rngs=nnx.Rngs(0))
-        self.norm.mean[...] = self.norm.mean[...] + 0.3
-
-    def __call__(self, x):
-        return self.norm(x) + self.norm(2 * x)
-
-
-def test_one_of_nnx_that_is_called_twice_is_refused():
-    pipe = jpipe.pipeline([TwiceNnx(), ref.dense(4)], 2)
-    x, targets = ref.regression(4)
-    variables = pipe.init(jax.random.key(0), x)
-    for _ in range(2):
-        with pytest.raises(ValueError, match="batch norm BatchNorm is called twice"):
-            pipe.value_and_grad(ref.mse)(variables, x, targets)
-    # Evaluation writes no statistics.
-    expected = TwiceNnx(frozen=True)(x) @ variables[1]["params"]["kernel"]
-    np.testing.assert_allclose(pipe.apply(variables, x), expected, rtol=1e-5)
-
-
-def test_a_frozen_batch_norm_may_be_called_twice():
-    class Frozen(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            norm = nn.BatchNorm(use_running_average=True, name="norm")
-            return norm(x) + norm(2 * x)
-
-    layers = [Frozen(), ref.dense(4)]
-    pipe = jpipe.pipeline(layers, 2)
-    x, targets = ref.regression(4)
-    variables = pipe.init(jax.random.key(0), x)
-    value = pipe.value_and_grad(ref.mse)(variables, x, targets)
-    variables = jax.device_get(variables)
-
-    def loss(params):
-        h = layers[0].apply({**variables[0], "params": params[0]}, x)
-        return ref.mse(layers[1].apply({"params": params[1]}, h), targets)
-
-    params = [entry["params"] for entry in variables]
-    expected, grads = jax.value_and_grad(loss)(params)
-    np.testing.assert_allclose(value[0], expected, rtol=1e-6)
-    ref.assert_close(list(value[1]), grads, ref.FLOAT32)
-
-
-def test_a_frozen_one_of_nnx_may_be_called_twice():
-    class Frozen(TwiceNnx):
-        def __call__(self, x):
-            return self.norm(x, True) + self.norm(2 * x, use_running_average=True)
-
-    layers = [Frozen(), nnx.Linear(5, 4, rngs=nnx.Rngs(1))]
-    x, targets = ref.regression(6)
-    expected = nnx.value_and_grad(lambda own: ref.mse(own[1](own[0](x)), targets))
-    expected = jax.tree.leaves(expected(nnx.List(layers)))
-    pipe = jpipe.pipeline(layers, 2)
-    state = pipe.init_train_state(jax.random.key(0), x, optax.sgd(0.1))
-    before = jax.device_get(state.model_state)
-    value = pipe.value_and_grad(ref.mse)(state.variables, x, targets)
-    ref.assert_close(jax.tree.leaves(value), expected, ref.FLOAT32)
-    state, _ = pipe.train_step(ref.mse, optax.sgd(0.1))(state, x, targets)
-    ref.assert_equal(jax.device_get(state.model_state), before)
-
-
-def test_batch_norms_inside_a_jit_of_flax_are_met_each_time():
-    class Block(nn.Module):
-        @nn.compact
-        def __call__(self, x, train: bool):
-            return nn.BatchNorm(not train, momentum=0.9, name="norm")(x) + 5.0
-
-    x = jax.random.normal(jax.random.key(1), (8, 3))
-    tx = optax.sgd(0.0)
-
-    def statistics(block, stages):
-        pipe = jpipe.pipeline([block(), block()], 2, balance=stages)
-        state = pipe.init_train_state(jax.random.key(0), x, tx)
-        state, _ = pipe.train_step(ref.mse, tx)(state, x, x)
-        return jax.device_get(state.model_state)
-
-    jitted = nn.jit(Block, static_argnums=(2,))
-    expected = statistics(Block, [2])
-    for stages in ([2], [1, 1]):
-        ref.assert_close(statistics(jitted, stages), expected, ref.FLOAT32)
-    # Nor does what was traced here come out where the momentum is the user's.
-    variables = jitted().init(jax.random.key(0), x, False)
-    _, changed = jitted().apply(variables, x[:4], True, mutable=["batch_stats"])
-    np.testing.assert_allclose(
-        changed["batch_stats"]["norm"]["mean"], 0.1 * x[:4].mean(axis=0), rtol=1e-5
-    )
-
-
-def test_one_without_a_switch_keeps_its_statistics_where_it_is_not_trained():
-    class Always(nn.Module):
-        """Normalizes by the batch, trained or not."""
-
-        @nn.compact
-        def __call__(self, x):
-            return nn.BatchNorm(use_running_average=False, momentum=0.9)(x)
-
-    x = jax.random.normal(jax.random.key(1), (8, 3)) + 2
-    tx = optax.sgd(0.0)
-    pipe = jpipe.pipeline([Always(), ref.dense(2)], 2)
-    state = pipe.init_train_state(jax.random.key(0), x, tx)
-    alone, _ = Always().apply(state.variables[0], x[:4], mutable=["batch_stats"])
-    head = state.params[1]
-    expected = alone @ jax.device_get(head["kernel"]) + jax.device_get(head["bias"])
-    before = jax.device_get(state.model_state)
-    for _ in range(2):
-        outputs = pipe.apply(state.variables, x)
-        np.testing.assert_allclose(outputs[:4], expected, rtol=1e-5, atol=1e-6)
-        pipe.value_and_grad(ref.mse)(state.variables, x, outputs, train=False)
-    ref.assert_equal(jax.device_get(state.model_state), before)
-    state, _ = pipe.train_step(ref.mse, tx)(state, x, outputs)
-    stats = state.model_state[0]["batch_stats"]["BatchNorm_0"]
-    np.testing.assert_allclose(stats["mean"], 0.1 * x.mean(0), rtol=1e-5)
-    np.testing.assert_allclose(stats["var"], 0.9 + 0.1 * x.var(0), rtol=1e-5)

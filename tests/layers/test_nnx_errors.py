@@ -100,10 +100,10 @@ def test_modules_that_cannot_be_layers():
         "layer 0: NoCall is an nnx module without __call__",
         "layer 2: Takes: the Variable type Params takes the name of what is trained",
         "layer 3: Tree is an nnx.Pytree; derive it from nnx.Module",
-        "layer 4: a function bound to an nnx Linear",
+        "layer 4: a function that calls a Linear",
         "layer 5: Reference: a Param that is a reference",
         "layer 6: Linear is a class",
-        "layer 7: a function bound to an nnx Linear",
+        "layer 7: a function that calls a Linear",
     ]
     assert len(lines) == len(expected)
     for line, start in zip(lines, expected, strict=True):

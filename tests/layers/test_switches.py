@@ -36,21 +36,35 @@ class Told(nn.Module):
         return nn.Dropout(0.5)(x, deterministic=not training)
 
 
+class Chosen(nn.Module):
+    """Its maker may choose."""
+
+    training: bool | None = None
+
+    def __call__(self, x, training=None):
+        return x if nn.merge_param("training", self.training, training) else -x
+
+
 class ToldNnx(nnx.Module):
     def __call__(self, x, training=False):
         return x
 
 
 def test_a_switch_by_another_name_is_refused():
-    def function(x, is_train=False):
+    def function(x, is_train=False, training=False):
         return x
 
     stage = jpipe.Stage(lambda key, x: {}, lambda variables, x, is_eval=True: x)
     layers = [
         *(Told(), jpipe.layer(Told(), method="head"), ToldNnx()),
         *(function, stage, jpipe.isolate(Told(), "a")),
-        functools.partial(function, is_train=True),
+        # These are told, or ask for something else.
+        functools.partial(function, is_train=True, training=True),
+        jax.jit(functools.partial(function, is_train=True, training=True)),
         lambda x, training=False, train=False: x,
+        lambda training: training,
+        lambda x, **training: x,
+        Chosen(training=False),
     ]
     with pytest.raises(ValueError, match="by a parameter train, deterministic") as no:
         jpipe.pipeline(layers, 2, balance=[len(layers)])
@@ -59,7 +73,7 @@ def test_a_switch_by_another_name_is_refused():
         "  * layer 0: Told takes training",
         "  * layer 1: Told takes is_training",
         "  * layer 2: ToldNnx takes training",
-        "  * layer 3: function takes is_train",
+        "  * layer 3: function takes is_train and training",
         "  * layer 4: Stage takes is_eval",
         "  * layer 5: Told takes training",
     ]

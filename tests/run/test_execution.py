@@ -198,6 +198,18 @@ def test_an_error_while_running_names_the_action():
     assert note == f"raised in action 0B1 on cpu:0: {layers}"
 
 
+def test_what_is_not_a_number_is_blamed_on_a_stage():
+    def bad(x):
+        return jnp.log(-jnp.abs(x) - 1)
+
+    pipe = jpipe.pipeline([ref.dense(4), ref.dense(4), bad, ref.dense(4)], 2)
+    x, targets = ref.regression(4)
+    variables = pipe.init(jax.random.key(0), x)
+    with jax.debug_nans(True), pytest.raises(FloatingPointError) as caught:
+        pipe.value_and_grad(ref.mse)(variables, x, targets)
+    assert caught.value.__notes__[-1].endswith("on cpu:2: layers 2 to 2 (bad)")
+
+
 def test_stages_of_one_rank_hand_arrays_over(moved):
     """Neighbours on one device move nothing, and their gradients are right."""
     layers = [ref.dense(8), jnp.tanh, ref.dense(4)]

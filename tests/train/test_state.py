@@ -83,6 +83,17 @@ class TestGivenVariables:
             state, _ = step(state, x, targets)
         assert len(step._compiled) == 1
 
+    def test_integers_are_no_floats(self):
+        x, _ = ref.regression(8)
+        pipe = jpipe.pipeline([ref.dense(5)], 2)
+        given = [{"params": {"kernel": np.eye(5, dtype=int), "bias": np.zeros(5)}}]
+        with pytest.raises(ValueError, match=r"'kernel'\] is int64, the model"):
+            pipe.init_train_state(jax.random.key(0), x, TX, variables=given)
+        given[0]["params"]["kernel"] = np.eye(5, dtype=np.float16)
+        state = pipe.init_train_state(jax.random.key(0), x, TX, variables=given)
+        assert state.params[0]["kernel"].dtype == jnp.float16
+        assert "30" in str(pipe)  # the parameters, as after `init`
+
     def test_of_another_model_they_are_refused(self):
         x, _ = ref.regression(8)
         with pytest.raises(ValueError, match="not those of this model") as refusal:
@@ -106,6 +117,26 @@ class TestSaved:
         assert jax.tree.structure(restored) == jax.tree.structure(state)
         mine, theirs = steps(pipe, state), steps(other, restored)
         ref.assert_close(theirs, mine, 1e-4)
+
+    def test_keys_in_an_optimizer_are_saved_too(self):
+        x, targets = ref.regression(8)
+        tx = optax.add_noise(0.1, 0.5, jax.random.key(3))
+        pipe = jpipe.pipeline([ref.dense(5), ref.dense(4)], 2)
+        state = pipe.init_train_state(jax.random.key(0), x, tx)
+        like = jax.tree.map(jnp.copy, state)
+        saved = serialization.to_bytes(state)
+        restored = pipe.place(serialization.from_bytes(like, saved))
+        step = pipe.train_step(ref.mse, tx)
+        ours, theirs = (step(s, x, targets)[0].params for s in (state, restored))
+        ref.assert_equal(jax.device_get(theirs), jax.device_get(ours))
+
+    def test_what_is_no_state_is_refused(self):
+        x, _ = ref.regression(8)
+        state = model().init_train_state(jax.random.key(0), x, TX)
+        saved = serialization.to_state_dict(state)
+        del saved["step"]
+        with pytest.raises(ValueError, match="no TrainState was saved here"):
+            serialization.from_state_dict(state, saved)
 
     def test_replace(self):
         x, _ = ref.regression(8)

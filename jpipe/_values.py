@@ -1,4 +1,4 @@
-"""What training starts from: variables and a state, each part where it is used."""
+"""Variables and states: made, taken over, and put where each part is used."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -49,8 +49,13 @@ def take(
     """
     visits, _ = library.expected(_microbatch.specs(x, "x"))
     _variables.check([visit.variables for visit in visits], variables)
-    placed = jax.tree.map(strong, place(pipe, variables))
-    return jax.tree.map(jnp.copy, placed)
+    _variables.check_alive(jax.tree.leaves(variables))
+    library.note_weights(variables)
+    copies = tuple(
+        _transfer.copy_tree(entry, pipe.devices[s])
+        for entry, s in zip(variables, pipe.stage_of_layer, strict=True)
+    )
+    return jax.tree.map(strong, copies)
 
 
 def place(pipe: Pipe, tree: Any) -> Any:

@@ -1,0 +1,210 @@
+"""Batch norms of any class, called in any way: once, twice, frozen, never told."""
+
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import errors, nnx
+from flax import linen as nn
+
+import jpipe
+
+from .. import reference as ref
+from .normed import Normed, committed
+
+
+def test_a_batch_norm_that_is_called_twice_is_refused():
+    class Twice(nn.Module):
+        @nn.compact
+        def __call__(self, x, train: bool):
+            norm = nn.BatchNorm(not train, name="norm")
+            return norm(x) + norm(2 * x)
+
+    pipe = jpipe.pipeline([Twice(), ref.dense(4)], 2)
+    x, targets = ref.regression(4)
+    variables = pipe.init(jax.random.key(0), x)
+    with pytest.raises(ValueError, match="batch norm norm is called twice in one"):
+        pipe.value_and_grad(ref.mse)(variables, x, targets)
+
+
+class TwiceNnx(nnx.Module):
+    """Normalizes two inputs with one batch norm."""
+
+    def __init__(self, frozen=False):
+        self.norm = nnx.BatchNorm(5, use_running_average=frozen, rngs=nnx.Rngs(0))
+        self.norm.mean[...] = self.norm.mean[...] + 0.3
+
+    def __call__(self, x):
+        return self.norm(x) + self.norm(2 * x)
+
+
+def test_one_of_nnx_that_is_called_twice_is_refused():
+    pipe = jpipe.pipeline([TwiceNnx(), ref.dense(4)], 2)
+    x, targets = ref.regression(4)
+    variables = pipe.init(jax.random.key(0), x)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="batch norm norm is called twice in one"):
+            pipe.value_and_grad(ref.mse)(variables, x, targets)
+    # Evaluation writes no statistics.
+    expected = TwiceNnx(frozen=True)(x) @ variables[1]["params"]["kernel"]
+    np.testing.assert_allclose(pipe.apply(variables, x), expected, rtol=1e-5)
+
+
+def test_a_frozen_batch_norm_may_be_called_twice():
+    class Frozen(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            norm = nn.BatchNorm(use_running_average=True, name="norm")
+            return norm(x) + norm(2 * x)
+
+    layers = [Frozen(), ref.dense(4)]
+    pipe = jpipe.pipeline(layers, 2)
+    x, targets = ref.regression(4)
+    variables = pipe.init(jax.random.key(0), x)
+    value = pipe.value_and_grad(ref.mse)(variables, x, targets)
+    variables = jax.device_get(variables)
+
+    def loss(params):
+        h = layers[0].apply({**variables[0], "params": params[0]}, x)
+        return ref.mse(layers[1].apply({"params": params[1]}, h), targets)
+
+    params = [entry["params"] for entry in variables]
+    expected, grads = jax.value_and_grad(loss)(params)
+    np.testing.assert_allclose(value[0], expected, rtol=1e-6)
+    ref.assert_close(list(value[1]), grads, ref.FLOAT32)
+
+
+def test_a_frozen_one_of_nnx_may_be_called_twice():
+    class Frozen(TwiceNnx):
+        def __call__(self, x):
+            return self.norm(x, True) + self.norm(2 * x, use_running_average=True)
+
+    layers = [Frozen(), nnx.Linear(5, 4, rngs=nnx.Rngs(1))]
+    x, targets = ref.regression(6)
+    expected = nnx.value_and_grad(lambda own: ref.mse(own[1](own[0](x)), targets))
+    expected = jax.tree.leaves(expected(nnx.List(layers)))
+    pipe = jpipe.pipeline(layers, 2)
+    state = pipe.init_train_state(jax.random.key(0), x, optax.sgd(0.1))
+    before = jax.device_get(state.model_state)
+    value = pipe.value_and_grad(ref.mse)(state.variables, x, targets)
+    ref.assert_close(jax.tree.leaves(value), expected, ref.FLOAT32)
+    state, _ = pipe.train_step(ref.mse, optax.sgd(0.1))(state, x, targets)
+    ref.assert_equal(jax.device_get(state.model_state), before)
+
+
+def test_batch_norms_inside_a_jit_of_flax_are_met_each_time():
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x, train: bool):
+            return nn.BatchNorm(not train, momentum=0.9, name="norm")(x) + 5.0
+
+    x = jax.random.normal(jax.random.key(1), (8, 3))
+    tx = optax.sgd(0.0)
+
+    def statistics(block, stages):
+        pipe = jpipe.pipeline([block(), block()], 2, balance=stages)
+        state = pipe.init_train_state(jax.random.key(0), x, tx)
+        state, _ = pipe.train_step(ref.mse, tx)(state, x, x)
+        return jax.device_get(state.model_state)
+
+    jitted = nn.jit(Block, static_argnums=(2,))
+    expected = statistics(Block, [2])
+    for stages in ([2], [1, 1]):
+        ref.assert_close(statistics(jitted, stages), expected, ref.FLOAT32)
+    # Nor does what was traced here come out where the momentum is the user's.
+    variables = jitted().init(jax.random.key(0), x, False)
+    _, changed = jitted().apply(variables, x[:4], True, mutable=["batch_stats"])
+    np.testing.assert_allclose(
+        changed["batch_stats"]["norm"]["mean"], 0.1 * x[:4].mean(axis=0), rtol=1e-5
+    )
+
+
+class Always(nn.Module):
+    """Normalizes by the batch, trained or not."""
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.BatchNorm(use_running_average=False)(x)
+
+
+def test_one_that_is_not_told_whether_it_is_trained_is_refused():
+    pipe = jpipe.pipeline([Always()], 2)
+    with pytest.raises(errors.ModifyScopeVariableError) as refusal:
+        pipe.init(jax.random.key(0), jnp.ones((4, 3)))
+    assert "use_running_average=not train" in "".join(refusal.value.__notes__)
+
+
+def test_where_it_is_not_trained_a_layer_sees_that_nothing_can_be_changed():
+    class Asks(nn.Module):
+        """Asks Flax instead of taking a switch."""
+
+        @nn.compact
+        def __call__(self, x):
+            trained = self.is_mutable_collection("batch_stats")
+            frozen = not trained or self.is_initializing()
+            return nn.BatchNorm(use_running_average=frozen)(x)
+
+    x = jax.random.normal(jax.random.key(1), (8, 3)) + 2
+    pipe = jpipe.pipeline([Asks()], 2)
+    variables = pipe.init(jax.random.key(0), x)
+    expected = Asks().apply(variables[0], x)
+    np.testing.assert_allclose(pipe.apply(variables, x), expected, rtol=1e-6)
+
+
+class Named(nnx.BatchNorm):
+    """Takes another switch, and registers those that derive from it."""
+
+    derived: ClassVar = []
+
+    def __init_subclass__(cls, *, why, **options):
+        super().__init_subclass__(**options)
+        Named.derived.append(cls)
+
+    def __call__(self, x, train=False):
+        assert type(self) is Named
+        return super().__call__(x, use_running_average=not train)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, nnx.remat, nnx.jit])
+@pytest.mark.parametrize("kind", [nnx.BatchNorm, Named])
+def test_a_class_of_the_users_own_stays_what_it_is(kind, wrap):
+    class Block(nnx.Module):
+        def __init__(self):
+            self.norm = kind(5, momentum=0.5, rngs=nnx.Rngs(0))
+
+        def __call__(self, x, train):
+            frozen = {} if kind is Named else {"use_running_average": not train}
+            switch = {"train": train} if kind is Named else frozen
+            return wrap(lambda norm, x: norm(x, **switch))(self.norm, x)
+
+    x, targets = ref.regression(8)
+    for layer in (kind(5, momentum=0.5, rngs=nnx.Rngs(0)), Block()):
+        with jax.check_tracer_leaks():
+            state = committed(jpipe.pipeline([layer, ref.dense(4)], 2), x, targets)
+        (mean, var) = jax.tree.leaves(state.model_state[0])
+        np.testing.assert_allclose(mean, 0.5 * x.mean(0), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(var, 0.5 + 0.5 * x.var(0), rtol=1e-5)
+    assert Named.derived == []
+
+
+def test_trained_and_then_frozen_is_twice_too():
+    class Both(nnx.Module):
+        def __init__(self):
+            self.norm = nnx.BatchNorm(5, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return self.norm(x) + self.norm(x, use_running_average=True)
+
+    x, targets = ref.regression(8)
+    with pytest.raises(ValueError, match="start from the statistics of the micro"):
+        committed(jpipe.pipeline([Both(), ref.dense(4)], 2), x, targets)
+
+
+@pytest.mark.parametrize("norm", [Normed(), nnx.BatchNorm(5, rngs=nnx.Rngs(0))])
+def test_no_tracer_outlives_its_trace(norm):
+    x, targets = ref.regression(8)
+    with jax.check_tracer_leaks():
+        committed(jpipe.pipeline([norm, ref.dense(4)], 2), x, targets)
