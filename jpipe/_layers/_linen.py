@@ -107,17 +107,19 @@ def _check_none_made(
     Raises:
       ValueError: with what it made.
     """
-    made = [
-        jax.tree_util.keystr(path, simple=True, separator="/")
-        for name in after
-        for path, _ in jax.tree_util.tree_leaves_with_path({name: after[name]})
-        if jax.tree.structure(after[name]) != jax.tree.structure(before[name])
-    ]
+    made = _paths(after) - _paths({name: before[name] for name in after})
     if made:
         raise ValueError(
             f"a call of this {type(module).__name__} changes which variables there "
-            f"are: {', '.join(made)}; {_NOT_SOWN}"
+            f"are, by {', '.join(sorted(made))}; {_NOT_SOWN}"
         )
+
+
+def _paths(tree: PyTree) -> set[str]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves
+    }
 
 
 def _asked(

@@ -9,6 +9,7 @@ import optax
 import pytest
 from flax import errors, nnx
 from flax import linen as nn
+from flax.core import FrozenDict
 
 import jpipe
 
@@ -208,3 +209,16 @@ def test_no_tracer_outlives_its_trace(norm):
     x, targets = ref.regression(8)
     with jax.check_tracer_leaks():
         committed(jpipe.pipeline([norm, ref.dense(4)], 2), x, targets)
+
+
+def test_statistics_in_a_frozen_dictionary():
+    x, targets = ref.regression(8)
+    pipe = jpipe.pipeline([Normed(), ref.dense(4)], 2)
+    variables = pipe.init(jax.random.key(0), x)
+    frozen = tuple(FrozenDict(entry) for entry in variables)
+    expected = pipe.value_and_grad(ref.mse)(variables, x, targets)
+    loss, grads = pipe.value_and_grad(ref.mse)(frozen, x, targets)
+    ref.assert_equal(
+        jax.device_get((loss, jax.tree.leaves(grads))),
+        jax.device_get((expected[0], jax.tree.leaves(expected[1]))),
+    )
