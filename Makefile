@@ -6,6 +6,8 @@ VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2
 VENV := .venv/$(VERSION)
 RUN := $(VENV)/bin/python
 ARGS ?=
+TRANSPARENCY := tests/test_transparency.py tests/test_batches.py \
+	tests/train/test_training.py tests/train/test_reductions.py
 
 .PHONY: demo test suite transparency lint format bench tables bench-gpu clean
 
@@ -21,7 +23,7 @@ suite: $(VENV)/dev
 	$(RUN) -m pytest -n 2 $(ARGS)
 
 transparency: $(VENV)/dev
-	$(RUN) -m pytest -n 2 tests/test_transparency.py tests/train/test_training.py $(ARGS)
+	$(RUN) -m pytest -n 2 $(TRANSPARENCY) $(ARGS)
 
 lint: $(VENV)/dev  ## style and types
 	$(RUN) -m ruff check .
