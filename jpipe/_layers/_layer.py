@@ -228,7 +228,7 @@ def _misnamed(source: Any) -> str:
     method, chosen = "__call__", set[str]()
     if isinstance(source, Method):
         source, method = source.module, source.method
-    if _linen.is_module(source) or _nnx.is_module(source):
+    if _is_module(source):
         called, name, data = getattr(type(source), method), type(source).__name__, 2
         chosen = {
             field for field in _MISNAMED if getattr(source, field, None) is not None

@@ -1,6 +1,6 @@
 """Any optax optimizer, applied where the parameters are."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +13,11 @@ from .._run._transfer import Device
 from ._placed import Home, Placed
 
 PyTree = Any
+
+_BY_HAND = (
+    "type pipe.value_and_grad, bring gradients and parameters to one device "
+    "(jax.device_put) and call tx.update there"
+)
 
 
 class Optimizer:
@@ -58,33 +63,12 @@ class Optimizer:
         self.state = self._init.result
         self._state_tree = jax.tree.structure(self.state)
 
-        # Parameters come first: of what may be overwritten, they are.
-        def update(params: PyTree, state: PyTree, grads: PyTree) -> Any:
-            try:
-                updates, new = tx.update(grads, state, params)
-            except Exception as error:
-                error.add_note(
-                    "raised by tx.update, which a train step gives the gradients, the "
-                    "state and the parameters, nothing else; for an optimizer that "
-                    "needs more, type pipe.value_and_grad, bring gradients and "
-                    "parameters to one device (jax.device_put) and call tx.update there"
-                )
-                raise
-            if _signature.of(new) != _signature.of(state):
-                raise ValueError(
-                    f"tx.update returns a state {shapes(new)}, tx.init made one "
-                    f"{shapes(state)}: a train step needs one structure and fixed "
-                    f"shapes; type pipe.value_and_grad, bring gradients and parameters "
-                    f"to one device (jax.device_put) and call tx.update there"
-                )
-            return optax.apply_updates(params, updates), new
-
         state_homes = homes(self.state)
         self._state_kinds = _signature.kinds(jax.tree.leaves(self.state))
         self._state_devices = [devices[home or 0] for home in state_homes]
         param_homes = homes(free)
         self._update = Placed(
-            update,
+            _updating(tx),
             [free, self.state, free],
             in_homes=[*param_homes, *state_homes, *param_homes],
             out_homes=lambda _: [*param_homes, *state_homes],
@@ -162,6 +146,33 @@ class Optimizer:
             for leaf, yes in zip(jax.tree.leaves(params), self._trainable, strict=True)
         ]
         return jax.tree.unflatten(self._params_tree, leaves)
+
+
+def _updating(tx: optax.GradientTransformation) -> Callable[..., Any]:
+    """``(params, state, grads) -> (params, state)``, with errors that say what to type.
+
+    Parameters come first: of what may be overwritten, they are.
+    """
+
+    def update(params: PyTree, state: PyTree, grads: PyTree) -> Any:
+        try:
+            updates, new = tx.update(grads, state, params)
+        except Exception as error:
+            error.add_note(
+                f"raised by tx.update, which a train step gives the gradients, the "
+                f"state and the parameters, nothing else; for an optimizer that needs "
+                f"more, {_BY_HAND}"
+            )
+            raise
+        if _signature.of(new) != _signature.of(state):
+            raise ValueError(
+                f"tx.update returns a state {shapes(new)}, tx.init made one "
+                f"{shapes(state)}: a train step needs one structure and fixed shapes; "
+                f"{_BY_HAND}"
+            )
+        return optax.apply_updates(params, updates), new
+
+    return update
 
 
 def place_state(

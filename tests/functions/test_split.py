@@ -98,14 +98,7 @@ class TestTheCatalogueTrains:
         x, targets = ref.regression(12, jnp.float64)
         tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2))
         pipe = jpipe.pipeline(layers, 4, schedule="zb_v")
-        state = pipe.init_train_state(jax.random.key(0), x, tx)
-        params = tuple(ref.on_host(entry) for entry in state.params)
-        expected, _, losses = ref.optax_steps(layers, params, x, targets, tx, 3)
-        step = pipe.train_step(ref.mse, tx)
-        for loss in losses:
-            state, metrics = step(state, x, targets)
-            assert float(metrics["loss"]) == pytest.approx(loss, rel=ref.FLOAT64)
-        ref.assert_close(state.params, expected, ref.FLOAT64)
+        ref.compare_steps(pipe, layers, x, targets, tx, ref.FLOAT64)
 
     def test_a_schedule_without_backwards_applies_and_does_not_train(self):
         layers = [ref.dense(4), ref.dense(3)]

@@ -66,14 +66,7 @@ def test_equal_stages_train_as_one_device_does(double, schedule):
     x, targets = jax.random.normal(jax.random.key(3), (2, 10, WIDTH), jnp.float64)
     tx = optax.adam(1e-2)
     pipe = jpipe.pipeline(layers, 4, schedule=schedule, balance=[1] * 8)
-    state = pipe.init_train_state(jax.random.key(0), x, tx)
-    params = tuple(ref.on_host(entry) for entry in state.params)
-    expected, _, losses = ref.optax_steps(layers, params, x, targets, tx, 3)
-    step = pipe.train_step(ref.mse, tx)
-    for loss in losses:
-        state, metrics = step(state, x, targets)
-        assert float(metrics["loss"]) == pytest.approx(loss, rel=ref.FLOAT64)
-    ref.assert_close(state.params, expected, ref.FLOAT64)
+    ref.compare_steps(pipe, layers, x, targets, tx, ref.FLOAT64)
 
 
 class Normed(nn.Module):
