@@ -3,7 +3,8 @@
 from functools import cached_property
 from typing import Any
 
-from . import _jaxpr, _remat, _split, _vjp
+from .._jaxprs import _jaxpr
+from . import _remat, _split, _vjp
 from ._task import Task
 from ._vjp import Leaves
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import core
 
-from . import _jaxpr
+from .._jaxprs import _jaxpr
 from ._vjp import Leaves
 
 

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from .._jaxprs import _jaxpr
 from .._layers import _batchnorm, _skip
 from .._layers._skip import NO_PORTS, Ports
 from .._layers._stage import StageFunction
-from . import _jaxpr
 from ._objective import Objective
 from ._task import EXTRA, Task
 from ._vjp import Differentiable, Leaves

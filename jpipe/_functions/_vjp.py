@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from . import _jaxpr
+from .._jaxprs import _jaxpr
 
 Leaves = Sequence[Any]
 # f(weights, x, extra) -> (outputs, aux): flat leaves in, flat leaves out. Outputs are

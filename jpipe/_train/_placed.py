@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.sharding import SingleDeviceSharding
 
-from .._functions import _jaxpr
+from .._jaxprs import _jaxpr
 from .._run import _transfer
 from .._run._transfer import Device
 

@@ -228,8 +228,8 @@ def test_the_rules_read_the_whole_library():
     assert {"schedules", "schedules._action"} <= imports["_run._execute"]
     assert "schedules._validate" in imports["schedules._schedule"]
     assert {"draw", "schedules"} <= imports["__main__"]
-    functions = LIBRARY / "_functions"
-    assert "jax.extend.core.Literal" in foreign_names(functions / "_jaxpr.py")
+    jaxprs = LIBRARY / "_jaxprs"
+    assert "jax.extend.core.Literal" in foreign_names(jaxprs / "_jaxpr.py")
     assert "device_put" in words(LIBRARY / "_run" / "_transfer.py")
 
 

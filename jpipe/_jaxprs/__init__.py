@@ -1,0 +1,1 @@
+"""Jaxprs: traced with inner calls inlined, sliced by what depends on what."""
