@@ -39,15 +39,12 @@ def describe(pipe: Pipe, library: Library) -> Plan:
 
 
 def _stage(pipe: Pipe, library: Library, s: int, held_bytes: int | None) -> StagePlan:
-    stage, weights = pipe.stages[s], library.weights
-    params = None
-    if weights:
-        pairs = zip(weights[s].specs, weights[s].paths, strict=True)
-        params = [
-            spec
-            for spec, path in pairs
-            if is_params(path) and not _stands_before(pipe, s, path[0].idx)
-        ]
+    stage, params = pipe.stages[s], None
+    if library.layout is not None:
+        weights, order = library.layout.weights[s], library.layout.order[s]
+        # By leaf: what is tied within the stage is counted once.
+        leaves = zip(order, weights.specs, weights.paths, strict=True)
+        params = {i: spec for i, spec, path in leaves if is_params(path)}.values()
     return StagePlan(
         index=s,
         rank=pipe.schedule.placement[s],
@@ -58,9 +55,3 @@ def _stage(pipe: Pipe, library: Library, s: int, held_bytes: int | None) -> Stag
         param_bytes=None if params is None else sum(map(nbytes, params)),
         held_bytes=held_bytes,
     )
-
-
-def _stands_before(pipe: Pipe, s: int, layer: int) -> bool:
-    """Whether the variables of a layer are those of an earlier one of its stage."""
-    first = pipe.stages[s].first
-    return first <= pipe.owners[first + layer] < first + layer

@@ -13,12 +13,12 @@ import jax
 from ._functions import _microbatch
 from ._functions._batch import Batch
 from ._functions._objective import Objective
-from ._functions._weights import Weights
 from ._layers._initialize import Initializers
 from ._layers._rng import Rngs
 from ._layers._skip import Route
 from ._layers._walk import Visit, walk
-from ._run import _signature, _tied, _variables
+from ._run import _layout, _signature, _variables
+from ._run._layout import Layout
 from ._run._memory import costs_of
 from ._run._pipe import Pipe
 from ._run._program import Program
@@ -56,8 +56,7 @@ class Library:
     """The compiled programs of one pipeline, found by what they were compiled for.
 
     Attributes:
-      weights: the variables seen last; empty before the first.
-      ties: which of their leaves layers share.
+      layout: how the variables seen last lie, for print; ``None`` before the first.
       routes: the skip connections between stages, for print.
       objective: the loss asked for last; ``None`` before the first.
       training: the program with a loss seen last, for print.
@@ -71,8 +70,7 @@ class Library:
         # By objective: a loss function that is written anew for each call would
         # otherwise keep its programs for ever.
         self._gradients = lru_cache(maxsize=32)(self._find_gradients)
-        self.weights: Sequence[Weights] = ()
-        self.ties = _tied.Ties((), (), ())
+        self.layout: Layout | None = None
         self.objective: Objective | None = None
         self.training: Program | None = None
         self.routes: tuple[Route, ...] = ()
@@ -87,9 +85,9 @@ class Library:
         signature = _signature.of(variables, x, rngs), train
         if signature not in self._inference:
             batch = self._batch(x, (), rngs)
-            weights = self._check(variables, batch.x)
+            layout = self._check(variables, batch.x)
             routes = self.expected(batch.x)[1]
-            program = Program(self._pipe, weights, batch, train=train, routes=routes)
+            program = Program(self._pipe, layout, batch, train=train, routes=routes)
             y, axis = program.last_task.y, self._axes.out_axes
             if len(batch.sizes) > 1:
                 _microbatch.check_joinable(y, axis, batch.sizes[0])
@@ -130,16 +128,16 @@ class Library:
             signature = _signature.of(variables, x, targets, rngs), train
             if signature not in compiled:
                 batch = self._batch(x, targets, rngs)
-                weights = self._check(variables, batch.x)
+                layout = self._check(variables, batch.x)
                 program = Program(
                     self._pipe,
-                    weights,
+                    layout,
                     batch,
                     train=train,
                     objective=objective,
                     routes=self.expected(batch.x)[1],
                 )
-                compiled[signature] = Gradient(program, objective, self.ties)
+                compiled[signature] = Gradient(program, objective)
                 self.training, self._timeline = program, None
             return compiled[signature]
 
@@ -178,19 +176,20 @@ class Library:
             self.routes = routes
         return self._expected[signature]
 
-    def note_weights(self, variables: Sequence[PyTree]) -> Sequence[Weights]:
-        """Reads the structure of variables, or of their specs; keeps it for print."""
-        stages, owners = self._pipe.stages, self._pipe.owners
-        entries = _tied.shared(variables, owners)
-        self.weights = [Weights.of(entries[stage.span]) for stage in stages]
-        self.ties = _tied.Ties(stages, owners, self.weights)
-        return self.weights
+    def note(self, variables: Sequence[PyTree], x: PyTree) -> Layout:
+        """How such variables lie, for such an input; kept for print."""
+        self.layout = Layout(self._pipe, self.expected(x)[0], variables)
+        return self.layout
 
-    def _check(self, variables: Any, x: PyTree) -> Sequence[Weights]:
-        """Checks the variables against what the layers would make for such an input."""
-        expected = [visit.variables for visit in self.expected(x)[0]]
-        _variables.check(expected, variables)
-        return self.note_weights(variables)
+    def by_owner(self, variables: Any, x: PyTree) -> Sequence[PyTree]:
+        """Checks variables, and gives each to the entry that `init` gives it to."""
+        known = self._pipe.sharing, self.expected(x)[0], variables
+        _layout.check(*known)
+        return _layout.by_owner(*known)
+
+    def _check(self, variables: Any, x: PyTree) -> Layout:
+        _layout.check(self._pipe.sharing, self.expected(x)[0], variables)
+        return self.note(variables, x)
 
     def predicted(self) -> Timeline | None:
         """What a training step holds, once one is compiled; times are in units."""

@@ -10,13 +10,12 @@ import optax
 from . import _values
 from ._describe import describe
 from ._functions._objective import Objective
-from ._functions._vjp import Leaves
 from ._layers import _rng
 from ._layers._layer import as_module
 from ._library import Axes, Library
 from ._plan import Plan
 from ._profile import as_pair, profile
-from ._run import _tied, _transfer, _variables
+from ._run import _layout, _transfer, _variables
 from ._run._execute import execute
 from ._run._pipe import Pipe
 from ._train._gradient import gradient_tree
@@ -135,8 +134,9 @@ class Pipeline:
           TypeError: if a leaf of ``x`` is not an array.
         """
         inference = self._library.inference(variables, x, rngs, train)
+        weights = inference.program.layout.take(jax.tree.leaves(tuple(variables)))
         live = inference.program.feed(
-            self._leaves(variables), jax.tree.leaves(x), (), jax.tree.leaves(rngs)
+            weights, jax.tree.leaves(x), (), jax.tree.leaves(rngs)
         )
         execute(inference.program.steps, live)
         return jax.tree.unflatten(inference.tree, inference.join(live.x[-1]))
@@ -191,7 +191,7 @@ class Pipeline:
         ) -> Any:
             gradient = gradients(variables, x, targets, rngs, train)
             outcome = gradient(
-                self._leaves(variables),
+                gradient.program.layout.take(jax.tree.leaves(tuple(variables))),
                 jax.tree.leaves(x),
                 jax.tree.leaves(targets),
                 jax.tree.leaves(rngs),
@@ -265,7 +265,6 @@ class Pipeline:
         return TrainStep(
             self._library.gradients(Objective(loss_fn, has_aux, reduction)),
             lambda params: _values.optimizer(self._pipe, tx, params, donate),
-            self._bring,
             has_aux=has_aux,
             donate=donate,
         )
@@ -285,9 +284,9 @@ class Pipeline:
           ValueError: if the variables are not those of the layers.
         """
         layers = [layer for stage in self._pipe.stages for layer in stage.layers]
-        _variables.check_length(variables, len(layers))
+        _variables.check_entries(variables, len(layers))
         _variables.check_alive(jax.tree.leaves(variables))
-        entries = _tied.shared(variables, self._pipe.owners)
+        entries = _layout.complete(self._pipe.sharing, variables)
         return [
             as_module(layer, entry)
             for layer, entry in zip(layers, entries, strict=True)
@@ -340,25 +339,9 @@ class Pipeline:
         gradient = self._library.gradients(objective)(
             state.variables, x, targets, state.rng, True
         )
-        weights = self._leaves(state.variables)
+        layout, values = gradient.program.layout, jax.tree.leaves(state.variables)
         leaves = jax.tree.leaves(x), jax.tree.leaves(targets), [key]
         return profile(
-            gradient.program, lambda: gradient.program.feed(weights, *leaves)
+            gradient.program,
+            lambda: gradient.program.feed(layout.take(values), *leaves),
         )
-
-    def _leaves(self, variables: Sequence[PyTree]) -> list[Leaves]:
-        entries = _tied.shared(variables, self._pipe.owners)
-        weights: list[Leaves] = [
-            jax.tree.leaves(entries[stage.span]) for stage in self._pipe.stages
-        ]
-        for leaves in weights:
-            _variables.check_alive(leaves)
-        self._bring(weights)
-        return weights
-
-    def _bring(self, weights: list[Any]) -> None:
-        """Checks that leaves are in place, and brings those that stages borrow."""
-        ties = self._library.ties
-        own = ties.own(weights)
-        _variables.check_placed(own, self._pipe.stages, self.devices)
-        ties.bring(weights, self.devices)

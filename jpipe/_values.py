@@ -24,8 +24,9 @@ def make(
     pipe: Pipe, library: Library, key: chex.PRNGKey, x: PyTree
 ) -> tuple[PyTree, ...]:
     """Makes the variables of all layers: see `Pipeline.init`."""
-    visits, _ = library.expected(_microbatch.specs(x, "x"))
-    library.note_weights([visit.variables for visit in visits])
+    spec = _microbatch.specs(x, "x")
+    visits, _ = library.expected(spec)
+    library.note([visit.variables for visit in visits], spec)
 
     # Made on the first device, where equal layers share a compiled program.
     local = _transfer.put_tree(key, pipe.devices[0])
@@ -34,7 +35,9 @@ def make(
         made = visit.variables
         if jax.tree.leaves(made):
             own = _rng.layer_key(local, number)
-            made = library.initialize(visit.layer, own, visit.x, visit.skips)
+            made = library.initialize(
+                visit.layer, own, visit.x, visit.skips, visit.borrowed
+            )
         variables.append(_transfer.put_tree(made, pipe.devices[visit.stage]))
     return tuple(variables)
 
@@ -42,15 +45,15 @@ def make(
 def take(
     pipe: Pipe, library: Library, variables: Sequence[PyTree], x: PyTree
 ) -> tuple[PyTree, ...]:
-    """Copies of variables, in place.
+    """Copies of variables, in place, each in the entry that `make` gives it to.
 
     Raises:
       ValueError: if they are not those of the model, or overwritten.
     """
-    visits, _ = library.expected(_microbatch.specs(x, "x"))
-    _variables.check([visit.variables for visit in visits], variables)
+    spec = _microbatch.specs(x, "x")
+    variables = library.by_owner(variables, spec)
     _variables.check_alive(jax.tree.leaves(variables))
-    library.note_weights(variables)
+    library.note(variables, spec)
     copies = tuple(
         _transfer.copy_tree(entry, pipe.devices[s])
         for entry, s in zip(variables, pipe.stage_of_layer, strict=True)

@@ -83,7 +83,7 @@ def peak(setting: Setting, way: Way) -> Peak:
     extra = {action: workspace(calls.distinct[n]) for action, n in calls.of.items()}
     params = [
         [spec for spec, yes in zip(w.specs, w.trainable, strict=True) if yes]
-        for w in program.weights
+        for w in program.layout.weights
     ]
     slots = [_slot_bytes(setting.work.tx, specs) for specs in params]
     devices = [

@@ -107,7 +107,8 @@ class Predictor:
         )
         per_parameter = self._update_seconds(setting.work.tx)
         parameters = [
-            sum(s.size for s in weights.trainable_specs) for weights in program.weights
+            sum(s.size for s in weights.trainable_specs)
+            for weights in program.layout.weights
         ]
         return Prediction(
             pipe.schedule.simulate(costs),

@@ -32,6 +32,7 @@ class Initializers:
         key: chex.PRNGKey,
         spec: PyTree,
         skips: Mapping[_skip.Key, PyTree],
+        borrowed: Mapping[str, PyTree],
     ) -> dict[str, PyTree]:
         """Makes the variables of a layer, compiled on the device of the key.
 
@@ -40,19 +41,21 @@ class Initializers:
           key: its key.
           spec: its input, as `jax.ShapeDtypeStruct` leaves.
           skips: what it may pop, likewise.
+          borrowed: the variables that it has of earlier layers, likewise.
 
         Returns:
-          Its variables, on the device of the key; those of an nnx module, which has
+          Its own variables, on the device of the key; those of an nnx module, which has
           them already, where they are.
         """
         if _nnx.is_module(layer.owner):
             # A compiled program would keep the values that the module has now.
             return jax.tree.map(strong, layer.init(key, spec))
-        program = partial(init_with, layer, spec=spec, skips=skips)
+        given = {"skips": skips, "borrowed": borrowed}
+        program = partial(init_with, layer, spec=spec, **given)
         alike = origin(layer.source)
         if alike is None:
             return jax.jit(program)(key)
-        leaves, tree = jax.tree.flatten((spec, tuple(skips.values())))
+        leaves, tree = jax.tree.flatten((spec, tuple(skips.values()), borrowed))
         shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
         known = alike, layer.namespace, tuple(skips), tree, shapes
         return self._programs.setdefault(known, jax.jit(program))(key)
@@ -63,15 +66,19 @@ def init_with(
     key: chex.PRNGKey,
     spec: PyTree,
     skips: Mapping[_skip.Key, PyTree],
+    borrowed: Mapping[str, PyTree],
     guess: PyTree = None,
     frames: list[_skip.Frame] | None = None,
 ) -> dict[str, PyTree]:
-    """The variables of a layer that may pop zeros of the given shapes."""
+    """The own variables of a layer that may pop zeros of the given shapes."""
     popped = {name: zeros(value) for name, value in skips.items()}
     with _skip.applying(popped, layer.namespace, guess=guess, watch=False) as frame:
         if frames is not None:
             frames.append(frame)
-        return jax.tree.map(strong, layer.init(key, spec))
+        if not borrowed:
+            return jax.tree.map(strong, layer.init(key, spec))
+        made = layer.extend(key, spec, borrowed) if layer.extend else {}
+        return jax.tree.map(strong, made)
 
 
 def strong(leaf: Any) -> Any:

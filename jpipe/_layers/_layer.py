@@ -59,6 +59,8 @@ class Layer:
         `jax.ShapeDtypeStruct`.
       apply: ``(variables, x, rngs, train) -> (y, changed)``: ``changed`` holds the
         collections that training changes, ``{}`` where there are none.
+      extend: ``(key, spec, borrowed) -> variables``: what it makes beside variables
+        that it has of earlier layers; ``None``: nothing.
       module: the object whose parameters it uses, if it is not the source.
       namespace: that of the names which it stashes and pops.
     """
@@ -67,6 +69,7 @@ class Layer:
     source: Any
     init: Callable[[chex.PRNGKey, PyTree], dict[str, PyTree]]
     apply: Callable[..., tuple[PyTree, dict[str, PyTree]]]
+    extend: Callable[[chex.PRNGKey, PyTree, PyTree], dict[str, PyTree]] | None = None
     module: Any = None
     namespace: Hashable = None
 
@@ -74,11 +77,6 @@ class Layer:
     def owner(self) -> Any:
         """The object whose parameters it uses."""
         return self.source if self.module is None else self.module
-
-    @property
-    def identity(self) -> int:
-        """Layers of the same identity share their parameters."""
-        return id(self.owner)
 
 
 @dataclass(frozen=True)
@@ -258,6 +256,7 @@ def as_layer(source: Any) -> Layer:
             source,
             _linen.init(source),
             _linen.apply(source),
+            _linen.extend(source),
         )
     if _nnx.is_module(source):
         return Layer(
@@ -299,15 +298,15 @@ def zeros(spec: PyTree) -> PyTree:
 
 def _from_method(listed: Method) -> Layer:
     module, method = listed.module, listed.method
-    if _nnx.is_module(module):
-        name, init, apply = _nnx.name(module), _nnx.init(module), _nnx.apply
-    else:
-        name, init, apply = (
-            _linen.name(module),
-            _linen.init(module, method),
-            _linen.apply,
-        )
-    return Layer(f"{name}.{method}", listed, init, apply(module, method), module)
+    kind = _nnx if _nnx.is_module(module) else _linen
+    return Layer(
+        f"{kind.name(module)}.{method}",
+        listed,
+        _nnx.init(module) if kind is _nnx else _linen.init(module, method),
+        kind.apply(module, method),
+        None if kind is _nnx else _linen.extend(module, method),
+        module,
+    )
 
 
 def _from_stage(stage: Stage) -> Layer:

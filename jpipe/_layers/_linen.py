@@ -8,8 +8,11 @@ from typing import Any
 import chex
 import jax
 from flax import errors, linen
+from flax.core import DenyList
+from flax.core.partial_eval import lazy_init
 
 from . import _batchnorm
+from ._tree import flat, nested
 
 PyTree = Any
 
@@ -54,6 +57,34 @@ def init(
     return run
 
 
+def extend(
+    module: linen.Module, method: str = "__call__"
+) -> Callable[[chex.PRNGKey, PyTree, PyTree], dict[str, PyTree]]:
+    """``(key, spec, borrowed) -> variables``: what a method makes beside given ones."""
+
+    def run(key: chex.PRNGKey, spec: PyTree, borrowed: PyTree) -> dict[str, PyTree]:
+        args, keywords = _asked(module, method, train=False)
+        given = flat(borrowed)
+
+        def added(key: chex.PRNGKey, borrowed: PyTree, x: PyTree) -> PyTree:
+            _, made = module.apply(
+                borrowed,
+                x,
+                *args,
+                rngs={"params": key},
+                method=getattr(type(module), method),
+                mutable=DenyList("intermediates"),
+                **keywords,
+            )
+            made = flat(made)
+            return nested({name: made[name] for name in made if name not in given})
+
+        with _explained():
+            return lazy_init(added)(key, borrowed, spec)
+
+    return run
+
+
 def apply(
     module: linen.Module, method: str = "__call__"
 ) -> Callable[..., tuple[PyTree, dict[str, PyTree]]]:
@@ -87,8 +118,8 @@ def _explained() -> Iterator[None]:
         raise
     except errors.ScopeParamNotFoundError as error:
         error.add_note(
-            "a module that is listed more than once holds what its first place makes: "
-            "list its parts as modules of their own"
+            "what a layer holds is what it needs in evaluation: let it use the same "
+            "parameters in training"
         )
         raise
     except errors.LazyInitError as error:

@@ -1,17 +1,20 @@
 """A model met layer by layer on abstract values: what each is given and would make."""
 
 import copy
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import chex
 import jax
 
+from .._jaxprs import _jaxpr
 from . import _rng, _skip
 from ._alike import origin
 from ._initialize import init_with
 from ._layer import Layer, zeros
+from ._sharing import Key, Sharing
 from ._stage import StageFunction, naming
+from ._tree import Names, dotted, flat, merged, nested
 
 PyTree = Any
 
@@ -24,7 +27,8 @@ class Visit(NamedTuple):
       layer: the layer.
       x: its input, as `jax.ShapeDtypeStruct` leaves.
       skips: what it may pop, likewise.
-      variables: its variables, likewise; ``{}`` if an earlier layer owns them.
+      variables: its own variables, likewise.
+      borrowed: those that it uses and an earlier layer owns, likewise.
     """
 
     stage: int
@@ -32,6 +36,7 @@ class Visit(NamedTuple):
     x: PyTree
     skips: dict[_skip.Key, PyTree]
     variables: PyTree
+    borrowed: PyTree
 
 
 def walk(
@@ -50,7 +55,7 @@ def walk(
     Raises:
       ValueError: if the skip connections do not fit, with every fault.
     """
-    so_far = _Walk(key, spec)
+    so_far = _Walk(key, spec, Sharing([x for stage in stages for x in stage.layers]))
     for stage in stages:
         for number, layer in enumerate(stage.layers, stage.first):
             with naming(stage.index, number, layer, so_far.spec):
@@ -59,10 +64,11 @@ def walk(
 
 
 class _Outcome(NamedTuple):
-    """What a layer would make: its variables and its output."""
+    """What a layer would make, variables and output, and what it borrows."""
 
     variables: PyTree
     y: PyTree
+    borrowed: PyTree
 
 
 class _Walk:
@@ -71,6 +77,7 @@ class _Walk:
     Args:
       key: any key.
       spec: the input of the model.
+      sharing: which variables of the layers are one.
 
     Attributes:
       spec: the input of the next layer.
@@ -78,23 +85,24 @@ class _Walk:
       uses: what they did with the skip connections.
     """
 
-    def __init__(self, key: chex.PRNGKey, spec: PyTree) -> None:
+    def __init__(self, key: chex.PRNGKey, spec: PyTree, sharing: Sharing) -> None:
         self.spec = spec
         self.visits: list[Visit] = []
         self.uses: list[_skip.Use] = []
         self._key = key
+        self._sharing = sharing
         self._skips: dict[_skip.Key, PyTree] = {}
-        # By module: layers with the same one share variables.
-        self._owners: dict[int, PyTree] = {}
+        # By the root of their module, the variables of the layers so far.
+        self._owned: dict[int, dict[Key, PyTree]] = {}
         # Equal layers on equal inputs are traced once.
         self._known: dict[Hashable, _Outcome] = {}
 
     def visit(self, stage: int, number: int, layer: Layer) -> None:
         """Goes through one layer."""
         before, frames = dict(self._skips), []
-        shared = layer.identity in self._owners
+        lent = self._lent(number)
         try:
-            outcome = self._outcome(layer, frames)
+            outcome = self._outcome(layer, lent, frames)
         except Exception:
             self._note(stage, number, layer, frames)
             # After a guess at what an unknown name pops, an error says nothing.
@@ -102,65 +110,108 @@ class _Walk:
                 _skip.routes(self.uses, complete=False)
             raise
         self._note(stage, number, layer, frames[-1:])
-        own = {} if shared else outcome.variables
-        self.visits.append(Visit(stage, layer, self.spec, before, own))
-        self._owners.setdefault(layer.identity, outcome.variables)
+        _check_shareable(number, layer, outcome.borrowed)
+        own, borrowed = outcome.variables, outcome.borrowed
+        self.visits.append(Visit(stage, layer, self.spec, before, own, borrowed))
+        for names, value in flat(own).items():
+            key = self._sharing.key(number, names)
+            self._owned.setdefault(key.root, {})[key] = value
         self.spec = outcome.y
+
+    def _lent(self, number: int) -> dict[Names, PyTree]:
+        """What layers before own of the modules of this one."""
+        placed = [
+            (self._sharing.place(number, key), value)
+            for root in self._sharing.roots(number)
+            for key, value in self._owned.get(root, {}).items()
+        ]
+        return {names: value for names, value in placed if names is not None}
 
     def _note(
         self, stage: int, number: int, layer: Layer, frames: list[_skip.Frame]
     ) -> None:
         self.uses += [_skip.Use(number, layer.name, stage, frame) for frame in frames]
 
-    def _outcome(self, layer: Layer, frames: list[_skip.Frame]) -> _Outcome:
-        # Tied layers go their own way: an earlier one owns their variables.
-        alike = None if layer.identity in self._owners else origin(layer.source)
+    def _outcome(
+        self, layer: Layer, lent: Mapping[Names, PyTree], frames: list[_skip.Frame]
+    ) -> _Outcome:
+        # Tied layers go their own way.
+        alike = None if lent else origin(layer.source)
         if alike is None:
-            return self._traced(layer, frames)
+            return self._traced(layer, lent, frames)
         leaves, tree = jax.tree.flatten(self.spec)
         key = alike, tree, tuple(leaves)
         if key in self._known:
             # Arrays of its own: what counts bytes tells them apart by identity.
             return jax.tree.map(copy.copy, self._known[key])
-        outcome = self._traced(layer, frames)
+        outcome = self._traced(layer, lent, frames)
         # One that stashes or pops is another each time.
         if not any(frame.stashed or frame.popped for frame in frames):
             self._known[key] = outcome
         return outcome
 
-    def _traced(self, layer: Layer, frames: list[_skip.Frame]) -> _Outcome:
+    def _traced(
+        self, layer: Layer, lent: Mapping[Names, PyTree], frames: list[_skip.Frame]
+    ) -> _Outcome:
         spec, skips = self.spec, self._skips
         names, left = list(skips), []
         # Zeros are what an unknown name pops: something to go on with, to find the
         # other faults too.
 
         def init(key: chex.PRNGKey) -> PyTree:
-            return init_with(layer, key, spec, skips, zeros(spec), frames)
+            given = nested(lent)
+            return init_with(layer, key, spec, skips, given, zeros(spec), frames)
 
-        def apply(variables: PyTree, x: PyTree, key: chex.PRNGKey, popped: Any) -> Any:
-            values = dict(zip(names, popped, strict=True))
-            with _skip.applying(values, layer.namespace, guess=zeros(x)) as frame:
+        def apply(values: Sequence[PyTree], own: PyTree, x: PyTree, key: Any, pop: Any):
+            variables = merged(own, dict(zip(lent, values, strict=True)))
+            popped = dict(zip(names, pop, strict=True))
+            with _skip.applying(popped, layer.namespace, guess=zeros(x)) as frame:
                 frames.append(frame)
                 y, _ = layer.apply(variables, x, _rng.layer_rngs(key, 0, 0), False)
-            left.extend(values)
-            return y, list(values.values())
+            left.extend(popped)
+            return y, list(popped.values())
 
-        if layer.identity in self._owners:
-            variables = self._owners[layer.identity]
-            _check_shareable(layer, variables)
+        own = jax.eval_shape(init, self._key)
+        given = [*lent.values()], own, spec, self._key, [*skips.values()]
+        if not lent:
+            y, values = jax.eval_shape(apply, *given)
+            used = {}
         else:
-            variables = jax.eval_shape(init, self._key)
-        popped = list(skips.values())
-        y, values = jax.eval_shape(apply, variables, spec, self._key, popped)
+            closed, (y, values) = _jaxpr.trace(apply, *given)
+            needed = _read(lent, _jaxpr.live_inputs(closed)) | self._asked(layer, lent)
+            used = {names: value for names, value in lent.items() if names in needed}
         self._skips = dict(zip(left, values, strict=True))
-        return _Outcome(variables, y)
+        return _Outcome(own, y, nested(used))
+
+    def _asked(self, layer: Layer, lent: Mapping[Names, PyTree]) -> set[Names]:
+        """The variables that a layer would make by itself.
+
+        Flax looks for them, read or not: those that ``setup`` makes for other methods.
+        """
+        if layer.extend is None:
+            return set(lent)
+
+        def init(key: chex.PRNGKey) -> PyTree:
+            return init_with(layer, key, self.spec, self._skips, {}, zeros(self.spec))
+
+        try:
+            return set(flat(jax.eval_shape(init, self._key)))
+        except Exception:  # it only looks up what other methods made
+            return set(lent)
 
 
-def _check_shareable(layer: Layer, variables: PyTree) -> None:
-    others = {name: value for name, value in variables.items() if name != "params"}
-    if jax.tree.leaves(others):
+def _read(lent: Mapping[Names, PyTree], live: Sequence[bool]) -> set[Names]:
+    """Of what is lent the variables of which something is read."""
+    owners = [names for names, value in lent.items() for _ in jax.tree.leaves(value)]
+    return {names for names, is_read in zip(owners, live, strict=False) if is_read}
+
+
+def _check_shareable(number: int, layer: Layer, borrowed: PyTree) -> None:
+    others = [names for names in flat(borrowed) if names[0] != "params"]
+    if others:
+        listed = ", ".join(dotted(number, names) for names in others)
         raise ValueError(
-            f"{layer.name} is listed twice and has collections beside its parameters "
-            f"({', '.join(variables)}): they cannot be shared; list two modules, or "
-            f"wrap both uses in one"
+            f"{layer.name} shares a module with an earlier layer, and of it not only "
+            f"parameters ({listed}): these cannot be shared; list two modules, or wrap "
+            f"both uses in one"
         )

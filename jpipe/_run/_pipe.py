@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from .._layers._sharing import Sharing
 from .._layers._stage import StageFunction
 from ..schedules import Schedule
-from . import _tied
 from ._transfer import Device
 
 
@@ -27,9 +27,9 @@ class Pipe:
     remat: tuple[Any, ...]
 
     @cached_property
-    def owners(self) -> tuple[int, ...]:
-        """For each layer the one that owns its variables."""
-        return _tied.owners(self.stages)
+    def sharing(self) -> Sharing:
+        """Which variables of the layers are one."""
+        return Sharing([layer for stage in self.stages for layer in stage.layers])
 
     @cached_property
     def stage_of_layer(self) -> tuple[int, ...]:

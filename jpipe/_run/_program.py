@@ -11,11 +11,11 @@ from .._functions._batch import Batch
 from .._functions._objective import Objective
 from .._functions._task import Task
 from .._functions._vjp import Leaves
-from .._functions._weights import Weights
 from .._layers._skip import Route
 from ..schedules import Action
 from . import _lower, _transfer, _variables
 from ._execute import Live
+from ._layout import Layout
 from ._pipe import Pipe
 from ._work import rows_of
 
@@ -34,7 +34,7 @@ class Program:
       batch: what it is compiled for.
       devices: the device of each stage.
       schedule: who runs which action when.
-      owners: for each layer the one that owns its variables.
+      layout: which leaves of all variables each stage uses.
       rows: the work of each stage on each micro-batch.
       steps: what `_execute.execute` runs, in order.
       ran: with a loss, by scheduled action the one that runs in its place: itself, or
@@ -44,7 +44,7 @@ class Program:
     def __init__(
         self,
         pipe: Pipe,
-        weights: Sequence[Weights],
+        layout: Layout,
         batch: Batch,
         *,
         train: bool,
@@ -52,12 +52,16 @@ class Program:
         routes: Sequence[Route] = (),
     ) -> None:
         self.batch = batch
-        self.weights = weights
+        self.layout = layout
         self.devices = pipe.devices
         self.schedule = pipe.schedule
-        self.owners = pipe.owners
         self.rows = rows_of(
-            pipe, weights, batch, train=train, objective=objective, routes=routes
+            pipe,
+            layout.weights,
+            batch,
+            train=train,
+            objective=objective,
+            routes=routes,
         )
         placed = pipe.schedule, pipe.devices, self.rows
         self.ran: dict[Action, Action] = {}
@@ -113,7 +117,7 @@ class Program:
     def abstract_feed(self) -> Live:
         """What `feed` gives, as specs: one object for what is one array."""
         return self._live(
-            [list(weights.specs) for weights in self.weights],
+            [list(weights.specs) for weights in self.layout.weights],
             [jax.tree.leaves(self.batch.part(size)[0]) for size in self.batch.sizes],
             [
                 [

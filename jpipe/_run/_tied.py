@@ -1,9 +1,8 @@
-"""Tied parameters: layers that list the same module share its parameters.
+"""Tied parameters: leaves that stages use and the entry of another layer holds.
 
-The first layer that lists a module owns its variables; the entries of the others are
-empty, so that there is one value, one gradient, one update, counted once in every
-norm. A stage that borrows is given a copy where it runs, moved once per mini-batch,
-and its sum of gradients is moved back and added, in the order of the layers.
+There is one value, one gradient, one update, counted once in every norm. A stage that
+borrows a leaf is given a copy where it runs, moved once per mini-batch, and its sum of
+gradients is moved back and added, in the order of the layers.
 """
 
 from collections.abc import Sequence
@@ -17,64 +16,53 @@ from .._layers._stage import StageFunction
 from . import _transfer
 from ._transfer import Device
 
-PyTree = Any
-
-
-def owners(stages: Sequence[StageFunction]) -> tuple[int, ...]:
-    """For each layer the first one that lists the same module: itself, mostly."""
-    layers = [layer for stage in stages for layer in stage.layers]
-    first: dict[int, int] = {}
-    return tuple(
-        first.setdefault(layer.identity, number) for number, layer in enumerate(layers)
-    )
-
-
-def shared(variables: Sequence[PyTree], owners: Sequence[int]) -> tuple[PyTree, ...]:
-    """What each layer uses: its own entry or that of the owner."""
-    return tuple(variables[owner] for owner in owners)
-
 
 class Ties:
     """Which leaves of which stages are borrowed.
 
     Args:
       stages: all stages, in order.
-      owners: the owner of each layer.
       weights: what each stage is given, borrowed leaves included.
+      order: of each stage the positions of these leaves among those of all variables.
+      layer_of: of each leaf of all variables the layer in whose entry it stands.
     """
 
     def __init__(
         self,
         stages: Sequence[StageFunction],
-        owners: Sequence[int],
         weights: Sequence[Weights],
+        order: Sequence[Sequence[int]],
+        layer_of: Sequence[int],
     ) -> None:
         # Of each stage the positions of what it borrows among all its leaves.
         self._borrowed: list[list[int]] = []
-        # Of each stage what it keeps among its gradients.
+        # Of each stage what it keeps among its gradients, in the order of all leaves.
         self._kept: list[list[int]] = []
         # By borrowing stage and home: which gradients are added to which.
         self._added: dict[tuple[int, int], list[tuple[int, int]]] = {}
-        own: dict[Any, tuple[int, int]] = {}
-        for stage, given in zip(stages, weights, strict=True):
-            borrowed, kept, number = [], [], 0
-            for position, path in enumerate(given.paths):
-                layer = stage.first + path[0].idx
-                leaf = owners[layer], path[1:]
-                if owners[layer] != layer:
+        own: dict[int, tuple[int, int]] = {}
+        others: list[tuple[int, int, int]] = []
+        for stage, given, leaves in zip(stages, weights, order, strict=True):
+            borrowed, kept, number = [], {}, 0
+            for position, (leaf, path) in enumerate(
+                zip(leaves, given.paths, strict=True)
+            ):
+                is_own = stage.first + path[0].idx == layer_of[leaf]
+                if not is_own:
                     borrowed.append(position)
                 if not given.trainable[position]:
                     continue
-                if owners[layer] == layer:
+                if is_own:
                     own[leaf] = stage.index, number
-                    kept.append(number)
+                    kept[leaf] = number
                 else:
-                    home, at = own[leaf]
-                    pairs = self._added.setdefault((stage.index, home), [])
-                    pairs.append((number, at))
+                    others.append((stage.index, number, leaf))
                 number += 1
             self._borrowed.append(borrowed)
-            self._kept.append(kept)
+            self._kept.append([kept[leaf] for leaf in sorted(kept)])
+        for stage, number, leaf in others:
+            home, at = own[leaf]
+            self._added.setdefault((stage, home), []).append((number, at))
 
     def own(self, weights: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
         """The leaves of each stage without those that it borrows."""

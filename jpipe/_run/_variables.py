@@ -13,17 +13,13 @@ from ._transfer import Device
 PyTree = Any
 
 
-def check(expected: Sequence[PyTree], given: Any) -> None:
-    """Checks that variables are those of this model.
-
-    Args:
-      expected: what the layers' init gives, as specs, one entry per layer.
-      given: what the caller passed.
+def check_entries(given: Any, num_layers: int) -> None:
+    """Checks that there is a mapping for each layer.
 
     Raises:
-      ValueError: with every leaf that is missing, surplus or of another shape.
+      ValueError: if there is not.
     """
-    check_length(given, len(expected))
+    check_length(given, num_layers)
     strangers = [
         f"variables[{i}] is a {type(entry).__name__}"
         for i, entry in enumerate(given)
@@ -34,6 +30,20 @@ def check(expected: Sequence[PyTree], given: Any) -> None:
             "variables must have a mapping such as {'params': ...} for each layer: "
             + "; ".join(strangers)
         )
+
+
+def check(expected: Sequence[PyTree], given: Any, faults: Sequence[str] = ()) -> None:
+    """Checks that variables are those of this model.
+
+    Args:
+      expected: what the layers would hold, as specs, one entry per layer.
+      given: what the caller passed: a mapping for each layer.
+      faults: what was found before.
+
+    Raises:
+      ValueError: with these, and every leaf that is missing, surplus or of another
+        shape.
+    """
     strangers = [
         f"variables{jax.tree_util.keystr(path)} is a {type(leaf).__name__}"
         for path, leaf in jax.tree_util.tree_leaves_with_path(tuple(given))
@@ -45,7 +55,10 @@ def check(expected: Sequence[PyTree], given: Any) -> None:
             + "; ".join(strangers)
         )
     wanted, found = _shapes(expected), _shapes(given)
-    faults = [f"missing: {path} {wanted[path]}" for path in wanted if path not in found]
+    faults = list(faults)
+    faults += [
+        f"missing: {path} {wanted[path]}" for path in wanted if path not in found
+    ]
     faults += [f"surplus: {path} {found[path]}" for path in found if path not in wanted]
     faults += [
         f"{path} has shape {found[path]}, the model needs {wanted[path]}"

@@ -12,7 +12,6 @@ from .._functions._objective import Objective
 from .._functions._vjp import Leaves
 from .._run import _execute, _transfer
 from .._run._program import Program
-from .._run._tied import Ties
 
 PyTree = Any
 
@@ -39,16 +38,15 @@ class Gradient:
     Args:
       program: the compiled mini-batch.
       objective: its loss.
-      ties: which leaves layers share.
     """
 
-    def __init__(self, program: Program, objective: Objective, ties: Ties) -> None:
+    def __init__(self, program: Program, objective: Objective) -> None:
         self.program = program
-        self._ties = ties
+        self._ties = program.layout.ties
         self._num_losses = objective.num_tallies
         tasks = [row[0].task for row in program.rows]
         weights = [task.weights for task in tasks]
-        self._grad_dtypes = ties.gradient_dtypes(weights)
+        self._grad_dtypes = self._ties.gradient_dtypes(weights)
         self._commits = [row[0].programs.commit for row in program.rows]
         self._changed = [task.changed for task in tasks]
         self._loss_dtypes = (program.last_task.closed.out_avals[0].dtype,)

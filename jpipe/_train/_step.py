@@ -7,9 +7,8 @@ from typing import Any
 import jax
 import optax
 
-from .._functions._vjp import Leaves
 from .._layers import _rng
-from .._run import _signature, _tied, _variables
+from .._run import _signature, _variables
 from ._gradient import Gradient
 from ._optimizer import Optimizer
 from ._state import TrainState, check_state
@@ -23,8 +22,6 @@ class TrainStep:
     Args:
       find_gradient: gives the compiled gradient for variables and a batch.
       make_optimizer: gives the optimizer for parameters.
-      bring: checks that the leaves of each stage are in place, and brings those that
-        it borrows.
       has_aux: whether the loss function returns something beside the loss.
       donate: whether the given state is overwritten.
     """
@@ -33,14 +30,12 @@ class TrainStep:
         self,
         find_gradient: Callable[..., Gradient],
         make_optimizer: Callable[[PyTree], Optimizer],
-        bring: Callable[[list[Leaves]], None],
         *,
         has_aux: bool,
         donate: bool,
     ) -> None:
         self._find_gradient = find_gradient
         self._make_optimizer = make_optimizer
-        self._bring = bring
         self._has_aux = has_aux
         self._donate = donate
         self._optimizers: dict[Any, Optimizer] = {}
@@ -66,8 +61,7 @@ class TrainStep:
         check_state(state)
         pool, tree = jax.tree.flatten((state.params, state.model_state))
         compiled = self._compile((tree, _signature.kinds(pool)), state, x, targets)
-        weights: list[Leaves] = [[pool[i] for i in order] for order in compiled.order]
-        self._bring(weights)
+        weights = compiled.layout.take([pool[i] for i in compiled.order])
         compiled.optimizer.check(state.opt_state)
 
         key, number = _advance(state.rng, state.step)
@@ -106,13 +100,14 @@ class TrainStep:
 class _Compiled:
     """A step for one kind of state and batch, and how leaves are reordered.
 
-    The leaves of a state count parameters first, then the other collections; the
-    weights of a stage are in the order of its variables.
+    The leaves of a state count parameters first, then the other collections; those of
+    variables count layer by layer.
 
     Attributes:
       num_params: the number of leaves that are parameters.
-      order: for each stage the positions of its weights among the leaves of a state.
-      changed: for each stage the positions of those that training changes.
+      layout: which leaves of the variables each stage uses.
+      order: the positions of the leaves of the variables among those of a state.
+      changed: for each stage the positions in a state of those that training changes.
     """
 
     def __init__(
@@ -123,12 +118,11 @@ class _Compiled:
         self.num_params = len(jax.tree.leaves(state.params))
         leaves, tree = jax.tree.flatten((state.params, state.model_state))
         numbered = _variables.merge(*jax.tree.unflatten(tree, range(len(leaves))))
-        tasks = [row[0].task for row in gradient.program.rows]
-        entries = _tied.shared(numbered, gradient.program.owners)
-        self.order = [jax.tree.leaves(entries[task.stage.span]) for task in tasks]
+        self.layout = gradient.program.layout
+        self.order = jax.tree.leaves(numbered)
         self.changed = [
-            [order[i] for i in task.changed]
-            for order, task in zip(self.order, tasks, strict=True)
+            [self.order[order[i]] for i in row[0].task.changed]
+            for order, row in zip(self.layout.order, gradient.program.rows, strict=True)
         ]
 
 

@@ -17,7 +17,7 @@ def counted(pipe, x, targets, rngs=None, **objective):
     )
     meter = _memory.Meter(pipe.schedule.placement)
     gradient(
-        pipe._leaves(variables),
+        gradient.program.layout.take(jax.tree.leaves(variables)),
         jax.tree.leaves(x),
         jax.tree.leaves(targets),
         jax.tree.leaves(rngs),

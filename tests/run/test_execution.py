@@ -191,8 +191,9 @@ def test_an_error_while_running_names_the_action():
     gradient = pipe._library.gradients(Objective(ref.mse))(
         variables, x, targets, None, True
     )
+    weights = gradient.program.layout.take(jax.tree.leaves(variables))
     with pytest.raises(Broken) as caught:
-        gradient(pipe._leaves(variables), [x], [targets], [], observe)
+        gradient(weights, [x], [targets], [], observe)
     (note,) = caught.value.__notes__
     layers = "layers 0 to 8 (Dense x 9)"
     assert note == f"raised in action 0B1 on cpu:0: {layers}"

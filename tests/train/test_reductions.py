@@ -95,7 +95,8 @@ def test_a_forward_alone_makes_no_sums_of_gradients():
     x, _ = ref.regression(4)
     variables = pipe.init(jax.random.key(0), x)
     inference = pipe._library.inference(variables, x, None, False)
-    live = inference.program.feed(pipe._leaves(variables), [x])
+    weights = inference.program.layout.take(jax.tree.leaves(variables))
+    live = inference.program.feed(weights, [x])
     assert not jax.tree.leaves((live.grads, live.tally))
 
 

@@ -1,0 +1,106 @@
+"""Whose a variable is: that of the module that makes it, in whatever layers it stands.
+
+A module may stand in several layers: listed twice, as an attribute of two modules, as
+a part of a bound module that is listed too. As under one Flax parent, what it makes is
+one value. It stands in the entry of the first layer that needs it, by the names that
+it has there; a later layer borrows it, and owns what its own use adds.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from flax import linen
+
+from . import _linen
+from ._layer import Layer
+from ._tree import Names
+
+
+class Key(NamedTuple):
+    """What a variable is known by, in whatever layer it stands.
+
+    Attributes:
+      root: the identity of a module that the user made; of the tree of modules that it
+        is bound in, if it is.
+      collection: the collection of the variable.
+      names: the names that lead to it from there.
+    """
+
+    root: int
+    collection: str
+    names: Names
+
+
+class _Made(NamedTuple):
+    """A module that the user made: its root, and the names that lead from there."""
+
+    root: int
+    names: Names
+
+
+class Sharing:
+    """Which variables of some layers are one.
+
+    Args:
+      layers: all layers, in order.
+    """
+
+    def __init__(self, layers: Sequence[Layer]) -> None:
+        # Of each layer the modules that the user made, by the names that lead to them.
+        self._modules = [_modules(layer) for layer in layers]
+
+    def key(self, layer: int, names: Names) -> Key:
+        """What a variable of a layer is known by."""
+        collection, *inner = names
+        made = self._modules[layer]
+        # That of the innermost module: it makes the variable.
+        end = next(n for n in range(len(inner), -1, -1) if tuple(inner[:n]) in made)
+        root, before = made[tuple(inner[:end])]
+        return Key(root, collection, (*before, *inner[end:]))
+
+    def roots(self, layer: int) -> set[int]:
+        """The roots of all modules of a layer."""
+        return {made.root for made in self._modules[layer].values()}
+
+    def place(self, layer: int, key: Key) -> Names | None:
+        """Where a variable would stand in a layer, if one of its modules makes it."""
+        for names, (root, before) in self._modules[layer].items():
+            after = key.names[len(before) :]
+            if root == key.root and key.names[: len(before)] == before:
+                place = key.collection, *names, *after
+                if self.key(layer, place) == key:
+                    return place
+        return None
+
+
+def _modules(layer: Layer) -> dict[Names, _Made]:
+    owner = layer.owner
+    found = {(): _identity(owner)}
+    if _linen.is_module(owner) and any(True for _ in _held(owner)):
+        # Flax itself says what it calls those that it finds in attributes.
+        _find(owner, owner.bind({}), found)
+    return found
+
+
+def _find(module: Any, bound: Any, found: dict[Names, _Made]) -> None:
+    for inner, copy in zip(_held(module), _held(bound), strict=True):
+        if copy.path not in found:
+            found[copy.path] = _identity(inner)
+            _find(inner, copy, found)
+
+
+def _held(module: linen.Module) -> Iterator[linen.Module]:
+    """The modules in the attributes of a module."""
+    for field in dataclasses.fields(module):
+        if field.name not in ("parent", "name"):
+            value = getattr(module, field.name, None)
+            leaves = jax.tree.leaves(value, is_leaf=_linen.is_module)
+            yield from filter(_linen.is_module, leaves)
+
+
+def _identity(module: Any) -> _Made:
+    if _linen.is_module(module) and module.scope is not None:
+        return _Made(id(module.scope.root), module.path)
+    return _Made(id(module), ())

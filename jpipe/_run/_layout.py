@@ -1,0 +1,168 @@
+"""How given variables lie: which of their leaves each stage uses, and whose they are.
+
+A variable that several layers use is given once, in the entry of any of them: that is
+where its gradient is returned.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from .._functions._weights import Weights
+from .._layers._sharing import Key, Sharing
+from .._layers._tree import Names, dotted, flat, merged, nested
+from .._layers._walk import Visit
+from . import _variables
+from ._pipe import Pipe
+from ._tied import Ties
+
+PyTree = Any
+# The layer in whose entry a variable stands, and its names there.
+Place = tuple[int, Names]
+
+
+class Layout:
+    """Which leaves of variables of one structure each stage uses.
+
+    Args:
+      pipe: the stages.
+      visits: what is met at each layer.
+      variables: variables that were checked, or their specs.
+
+    Attributes:
+      order: for each stage the positions of its leaves among those of all variables.
+      weights: the variables of each stage.
+      ties: which of them other layers hold.
+    """
+
+    def __init__(
+        self, pipe: Pipe, visits: Sequence[Visit], variables: Sequence[PyTree]
+    ) -> None:
+        leaves, tree = jax.tree.flatten(tuple(variables))
+        numbered = jax.tree.unflatten(tree, range(len(leaves)))
+        places = _places(pipe.sharing, variables)
+        entries = [
+            merged(numbered[i], _borrowed(pipe.sharing, i, visit, numbered, places))
+            for i, visit in enumerate(visits)
+        ]
+        self.order = [jax.tree.leaves(entries[stage.span]) for stage in pipe.stages]
+        self.weights = [
+            Weights.of(jax.tree.map(leaves.__getitem__, entries[stage.span]))
+            for stage in pipe.stages
+        ]
+        layer_of = [
+            i for i, entry in enumerate(numbered) for _ in jax.tree.leaves(entry)
+        ]
+        self.ties = Ties(pipe.stages, self.weights, self.order, layer_of)
+        self._pipe = pipe
+
+    def take(self, leaves: Sequence[Any]) -> list[list[Any]]:
+        """What each stage is given, where it runs.
+
+        Args:
+          leaves: those of all variables.
+
+        Returns:
+          The leaves of each stage, with copies of those that it borrows.
+
+        Raises:
+          ValueError: if one was overwritten, or is not where its stage runs.
+          TypeError: if one belongs to a trace.
+        """
+        _variables.check_alive(leaves)
+        weights = [[leaves[i] for i in order] for order in self.order]
+        own, pipe = self.ties.own(weights), self._pipe
+        _variables.check_placed(own, pipe.stages, pipe.devices)
+        self.ties.bring(weights, pipe.devices)
+        return weights
+
+
+def check(sharing: Sharing, visits: Sequence[Visit], given: Any) -> None:
+    """Checks that variables are those of this model.
+
+    Args:
+      sharing: which variables of the layers are one.
+      visits: what is met at each layer.
+      given: what the caller passed.
+
+    Raises:
+      ValueError: with every leaf that is missing, surplus, given twice or of another
+        shape.
+    """
+    _variables.check_entries(given, len(visits))
+    needed: dict[Key, tuple[Place, PyTree]] = {}
+    for i, visit in enumerate(visits):
+        for names, spec in flat(visit.variables).items():
+            needed[sharing.key(i, names)] = (i, names), spec
+    places = _places(sharing, given)
+    expected: list[dict[Names, PyTree]] = [{} for _ in visits]
+    twice = {}
+    for key, (place, spec) in needed.items():
+        first, *others = places.get(key, [place])
+        expected[first[0]][first[1]] = spec
+        twice |= dict.fromkeys(others, first)
+    rest = [
+        nested(
+            {names: x for names, x in flat(entry).items() if (i, names) not in twice}
+        )
+        for i, entry in enumerate(given)
+    ]
+    faults = [
+        f"tied: {dotted(*other)} is {dotted(*first)}; give {{}} in its place"
+        for other, first in twice.items()
+    ]
+    _variables.check(list(map(nested, expected)), rest if twice else given, faults)
+
+
+def by_owner(
+    sharing: Sharing, visits: Sequence[Visit], variables: Sequence[PyTree]
+) -> list[PyTree]:
+    """Checked variables, each in the entry of the layer that `init` gives it to."""
+    places = _places(sharing, variables)
+    entries = []
+    for i, (visit, entry) in enumerate(zip(visits, variables, strict=True)):
+        found = {n: places[sharing.key(i, n)][0] for n in flat(visit.variables)}
+        if set(found.values()) != {(i, names) for names in flat(entry)}:
+            entry = nested(
+                {n: flat(variables[at])[there] for n, (at, there) in found.items()}
+            )
+        entries.append(entry)
+    return entries
+
+
+def complete(sharing: Sharing, variables: Sequence[PyTree]) -> list[PyTree]:
+    """What each layer may use: its own entry, and what others hold of its modules."""
+    places = _places(sharing, variables)
+    entries = []
+    for i, entry in enumerate(variables):
+        lent = {}
+        for key, ((layer, names), *_) in places.items():
+            if layer != i and (here := sharing.place(i, key)) is not None:
+                lent[here] = flat(variables[layer])[names]
+        entries.append(merged(entry, lent))
+    return entries
+
+
+def _places(sharing: Sharing, variables: Sequence[PyTree]) -> dict[Key, list[Place]]:
+    places: dict[Key, list[Place]] = {}
+    for i, entry in enumerate(variables):
+        for names in flat(entry):
+            places.setdefault(sharing.key(i, names), []).append((i, names))
+    return places
+
+
+def _borrowed(
+    sharing: Sharing,
+    layer: int,
+    visit: Visit,
+    variables: Sequence[PyTree],
+    places: Mapping[Key, Sequence[Place]],
+) -> dict[Names, PyTree]:
+    """Of what a layer uses that which stands in the entries of others."""
+    borrowed = {}
+    for names in [*flat(visit.variables), *flat(visit.borrowed)]:
+        (owner, there), *_ = places[sharing.key(layer, names)]
+        if owner != layer:
+            borrowed[names] = flat(variables[owner])[there]
+    return borrowed
