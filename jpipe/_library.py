@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ._functions import _microbatch
+from ._functions import _batch, _microbatch
 from ._functions._batch import Batch
 from ._functions._objective import Objective
 from ._layers._initialize import Initializers
@@ -69,7 +69,7 @@ class Library:
         self._inference: dict[Any, Inference] = {}
         # By objective: a loss function that is written anew for each call would
         # otherwise keep its programs for ever.
-        self._gradients = lru_cache(maxsize=32)(self._find_gradients)
+        self._gradients = lru_cache(maxsize=32)(lambda _: {})
         self.layout: Layout | None = None
         self.objective: Objective | None = None
         self.training: Program | None = None
@@ -82,11 +82,11 @@ class Library:
         self, variables: Any, x: PyTree, rngs: Rngs, train: bool
     ) -> Inference:
         """The forward pass for such variables and such an input."""
-        signature = _signature.of(variables, x, rngs), train
+        signature = _signature.settings(), _signature.of(variables, x, rngs), train
         if signature not in self._inference:
             batch = self._batch(x, (), rngs)
-            layout = self._check(variables, batch.x)
-            routes = self.expected(batch.x)[1]
+            layout = self._check(variables, batch.first)
+            routes = self.expected(batch.first)[1]
             program = Program(self._pipe, layout, batch, train=train, routes=routes)
             y, axis = program.last_task.y, self._axes.out_axes
             if len(batch.sizes) > 1:
@@ -105,7 +105,31 @@ class Library:
                 f"train; build the pipeline with another, such as schedule='1f1b'"
             )
         self.objective = objective
-        return self._gradients(objective)
+        own = self._gradients(objective)
+
+        def find(
+            variables: Any, x: PyTree, targets: PyTree, rngs: Rngs, train: bool
+        ) -> Gradient:
+            asked = objective.now()
+            compiled = own if asked is objective else self._gradients(asked)
+            kind = _signature.of(variables, x, targets, rngs), train
+            signature = _signature.settings(), kind
+            if signature not in compiled:
+                batch = self._batch(x, targets, rngs)
+                layout = self._check(variables, batch.first)
+                program = Program(
+                    self._pipe,
+                    layout,
+                    batch,
+                    train=train,
+                    objective=asked,
+                    routes=self.expected(batch.first)[1],
+                )
+                compiled[signature] = Gradient(program, asked)
+                self.training, self._timeline = program, None
+            return compiled[signature]
+
+        return find
 
     def last_objective(self) -> Objective:
         """The loss asked for last.
@@ -118,30 +142,6 @@ class Library:
                 "no step was built yet whose loss could be profiled; give loss_fn="
             )
         return self.objective
-
-    def _find_gradients(self, objective: Objective) -> FindGradient:
-        compiled: dict[Any, Gradient] = {}
-
-        def find(
-            variables: Any, x: PyTree, targets: PyTree, rngs: Rngs, train: bool
-        ) -> Gradient:
-            signature = _signature.of(variables, x, targets, rngs), train
-            if signature not in compiled:
-                batch = self._batch(x, targets, rngs)
-                layout = self._check(variables, batch.x)
-                program = Program(
-                    self._pipe,
-                    layout,
-                    batch,
-                    train=train,
-                    objective=objective,
-                    routes=self.expected(batch.x)[1],
-                )
-                compiled[signature] = Gradient(program, objective)
-                self.training, self._timeline = program, None
-            return compiled[signature]
-
-        return find
 
     def _batch(self, x: PyTree, targets: PyTree, rngs: Rngs) -> Batch:
         _variables.check_concrete(jax.tree.leaves((x, targets, rngs)))
@@ -157,11 +157,17 @@ class Library:
         keys = None if rngs is None else _microbatch.specs(rngs, "rngs")
         return Batch(x, x_axes, targets, target_axes, keys, sizes)
 
+    def sample(self, x: PyTree) -> PyTree:
+        """Specs of what the layers meet of an input: see `_batch.first`."""
+        x = _microbatch.specs(x, "x")
+        axes = _microbatch.flat_axes(self._axes.in_axes, x, "x", "in_axes")
+        return _batch.first(x, axes, self._pipe.schedule.num_microbatches)
+
     def expected(self, x: PyTree) -> Expected:
         """What the layers are given and would make, for such an input.
 
         Args:
-          x: the input, as `jax.ShapeDtypeStruct` leaves.
+          x: the input of a micro-batch, as `jax.ShapeDtypeStruct` leaves.
 
         Returns:
           What is met at each layer, and the routes of the skip connections.
@@ -169,7 +175,7 @@ class Library:
         Raises:
           ValueError: if skip connections do not fit.
         """
-        signature = _signature.of(x)
+        signature = _signature.settings(), _signature.of(x)
         if signature not in self._expected:
             visits, routes = walk(self._pipe.stages, jax.random.key(0), x)
             self._expected[signature] = visits, routes

@@ -82,7 +82,8 @@ class Pipeline:
 
         Args:
           key: a JAX random key.
-          x: an input, or its `jax.ShapeDtypeStruct` leaves.
+          x: an input, or its `jax.ShapeDtypeStruct` leaves. Layers are made for its
+            first micro-batch, as they run; for all of it if it has fewer examples.
 
         Returns:
           One entry per layer: its Flax variables, ``{}`` where it has none.
@@ -152,7 +153,8 @@ class Pipeline:
 
         Args:
           loss_fn: ``(outputs, targets) -> scalar``, applied to each micro-batch on the
-            last device.
+            last device. What an object or a bound method holds is read at each call;
+            if it holds something else than before, it is traced again.
           has_aux: whether ``loss_fn`` returns ``(loss, aux)``.
           reduction: how micro-batches combine. ``"mean"``: the loss is a mean over
             examples. ``"sum"``: it is a sum. ``"weighted"``: ``loss_fn`` returns
@@ -262,10 +264,11 @@ class Pipeline:
           TypeError: if ``tx`` is no optax transformation.
         """
         check_optimizer(tx)
+        objective = Objective(loss_fn, has_aux, reduction)
         return TrainStep(
-            self._library.gradients(Objective(loss_fn, has_aux, reduction)),
+            self._library.gradients(objective),
             lambda params: _values.optimizer(self._pipe, tx, params, donate),
-            has_aux=has_aux,
+            objective=objective,
             donate=donate,
         )
 

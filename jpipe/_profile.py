@@ -2,7 +2,9 @@
 
 One thread per rank walks its row. It waits for what an action reads, runs it, waits
 for what it makes and notes both times; then it sends. The programs are those of an
-ordinary step, which never waits and is therefore a little faster.
+ordinary step, which never waits and is therefore a little faster. They are compiled
+before, in the thread of the caller: a `with` block around it, such as
+`jax.default_matmul_precision`, says nothing to other threads.
 """
 
 import statistics
@@ -10,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -50,52 +51,49 @@ def profile(program: Program, feed: Callable[[], Live]) -> Timeline:
       at these times; and as ``costs``, for predictions, the median time of each op of
       each stage, with the median time of a transfer as latency.
     """
-    execute(program.steps, feed())
+    compiled = _compiled(program.steps, feed())
     live = feed()
     jax.block_until_ready((live.x, live.extra, live.grads, live.tally))
     placement, clock = program.schedule.placement, _Clock()
-    done = {step.action: threading.Event() for step in program.steps}
+    done = {step.action: threading.Event() for step in compiled}
     needs = Needs(program.schedule.rows, len(placement))
     failed = threading.Event()
-    settings = _settings()
 
     def work(steps: Sequence[Step]) -> None:
         try:
-            with settings():
-                for step in steps:
-                    for need in _waits(step.action, needs, program.ran):
-                        while not done[need].wait(0.1):
-                            if failed.is_set():
-                                return
-                    _timed_run(step, live, clock)
-                    done[step.action].set()
+            for step in steps:
+                for need in _waits(step.action, needs, program.ran):
+                    while not done[need].wait(0.1):
+                        if failed.is_set():
+                            return
+                _timed_run(step, live, clock)
+                done[step.action].set()
         except BaseException:
             failed.set()
             raise
 
     ranks = range(program.schedule.num_ranks)
-    rows = [[s for s in program.steps if placement[s.stage] == rank] for rank in ranks]
+    rows = [[s for s in compiled if placement[s.stage] == rank] for rank in ranks]
     with ThreadPoolExecutor(len(rows)) as pool:
         for future in [pool.submit(work, row) for row in rows]:
             future.result()
     return _timeline(program, clock)
 
 
-def _settings() -> Callable[[], ExitStack]:
-    """What this thread's `with` blocks say of numbers, for other threads to enter.
+def _compiled(steps: Sequence[Step], live: Live) -> list[Step]:
+    """Runs a mini-batch; the same steps with what `jax.jit` made of each for it."""
+    compiled = []
 
-    A thread begins with JAX's global settings, and other settings are other programs.
-    """
-    config: Any = jax.config
-    x64, precision = config.jax_enable_x64, config.jax_default_matmul_precision
+    def noting(step: Step) -> Step:
+        def program(*args: Any) -> Any:
+            ahead: Any = step.program
+            compiled.append(step._replace(program=ahead.lower(*args).compile()))
+            return ahead(*args)
 
-    def enter() -> ExitStack:
-        stack = ExitStack()
-        stack.enter_context(jax.enable_x64(x64))
-        stack.enter_context(jax.default_matmul_precision(precision))
-        return stack
+        return step._replace(program=program)
 
-    return enter
+    execute([noting(step) for step in steps], live)
+    return compiled
 
 
 def as_pair(batch: Any) -> tuple[Any, Any]:

@@ -24,7 +24,7 @@ def make(
     pipe: Pipe, library: Library, key: chex.PRNGKey, x: PyTree
 ) -> tuple[PyTree, ...]:
     """Makes the variables of all layers: see `Pipeline.init`."""
-    spec = _microbatch.specs(x, "x")
+    spec = library.sample(x)
     visits, _ = library.expected(spec)
     library.note([visit.variables for visit in visits], spec)
 
@@ -50,7 +50,7 @@ def take(
     Raises:
       ValueError: if they are not those of the model, or overwritten.
     """
-    spec = _microbatch.specs(x, "x")
+    spec = library.sample(x)
     variables = library.by_owner(variables, spec)
     _variables.check_alive(jax.tree.leaves(variables))
     library.note(variables, spec)
@@ -102,10 +102,13 @@ def train_state(
     params = _variables.params(variables)
     start = [_rng.training_key(key), jnp.int32(0)]
     rng, step = _transfer.put(start, pipe.devices[0])
+    init = optimizer(pipe, tx, params, donate=False).init
+    with jax.disable_jit(False):  # zeros made by hand are on the default device
+        opt_state = init(params)
     return TrainState(
         step=step,
         params=params,
-        opt_state=optimizer(pipe, tx, params, donate=False).init(params),
+        opt_state=opt_state,
         model_state=_variables.model_state(variables),
         rng=rng,
     )

@@ -33,6 +33,11 @@ class Batch:
     rngs: PyTree
     sizes: tuple[int, ...]
 
+    @property
+    def first(self) -> PyTree:
+        """Specs of the input of the first micro-batch; no other has more examples."""
+        return self.part(self.sizes[0])[0]
+
     def part(self, size: int) -> tuple[PyTree, dict[str, PyTree]]:
         """Specs of the input and of the rest of a micro-batch: see `_task.EXTRA`."""
         extra = {
@@ -43,6 +48,26 @@ class Batch:
             extra["rngs"] = self.rngs
             extra["numbers"] = jax.ShapeDtypeStruct((2,), np.dtype(np.int32))
         return _part(self.x, self.x_axes, size), extra
+
+
+def first(x: PyTree, axes: Sequence[int | None], num_microbatches: int) -> PyTree:
+    """The first micro-batch of an input from which variables are made.
+
+    Args:
+      x: specs of the input.
+      axes: the batch axis of each of its leaves.
+      num_microbatches: M.
+
+    Returns:
+      Specs of the micro-batch; of the whole input if it cannot be cut, as a single
+      example cannot.
+    """
+    pairs = list(zip(jax.tree.leaves(x), axes, strict=True))
+    has_axis = all(a is None or -leaf.ndim <= a < leaf.ndim for leaf, a in pairs)
+    found = {leaf.shape[a] for leaf, a in pairs if a is not None} if has_axis else ()
+    if len(found) != 1 or min(found) < num_microbatches:
+        return x
+    return _part(x, axes, _microbatch.sizes(min(found), num_microbatches)[0])
 
 
 def _part(tree: PyTree, axes: Sequence[int | None], size: int) -> PyTree:

@@ -1,13 +1,15 @@
 """The loss of a mini-batch, composed of its micro-batches."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import copy
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from .._layers._stage import shapes
+from ._held import Holder
 
 PyTree = Any
 
@@ -25,11 +27,14 @@ class Objective:
       reduction: ``"mean"``: each micro-batch weighs its share of the examples;
         ``"sum"``: the losses add up; ``"weighted"``: the totals add up, the weights
         add up, and the loss is their quotient.
+      held: what tells ``loss_fn`` apart: see `_held`; Python's ``==`` is the user's.
     """
 
-    loss_fn: Callable[..., Any]
+    loss_fn: Callable[..., Any] = field(compare=False)
     has_aux: bool = False
     reduction: str = "mean"
+    held: Hashable = field(init=False, repr=False)
+    _holder: Holder = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not callable(self.loss_fn):
@@ -43,12 +48,22 @@ class Objective:
                 f"{', '.join(map(repr, REDUCTIONS))}"
             )
 
+        object.__setattr__(self, "_holder", Holder(self.loss_fn))
+        object.__setattr__(self, "held", self._holder.read())
+
     def __hash__(self) -> int:
-        try:
-            own = hash(self.loss_fn)
-        except TypeError:
-            own = id(self.loss_fn)
-        return hash((own, self.has_aux, self.reduction))
+        return hash((self.held, self.has_aux, self.reduction))
+
+    def now(self) -> "Objective":
+        """The same with what its loss function holds now."""
+        if not self._holder.changes:
+            return self
+        held = self._holder.read()
+        if held == self.held:
+            return self
+        other = copy.copy(self)
+        object.__setattr__(other, "held", held)
+        return other
 
     @property
     def num_tallies(self) -> int:
@@ -72,7 +87,7 @@ class Objective:
           TypeError: if ``loss_fn`` returns something else than was agreed.
         """
         try:
-            result = self.loss_fn(outputs, targets)
+            result = self._holder.traced(outputs, targets)
         except Exception as error:
             error.add_note(
                 f"raised by loss_fn on outputs {shapes(outputs)} and "

@@ -8,7 +8,7 @@ linen module was given is something it holds: blocks with names of their own dif
 import dataclasses
 import functools
 import types
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 from flax import linen as nn
@@ -40,7 +40,7 @@ def origin(source: Any) -> Hashable:
         module, method = source.module, source.method
     if not _linen.is_module(module):
         return None
-    return _Content().of(module), method
+    return Content().of(module), method
 
 
 def behaviour(layer: Layer) -> Hashable:
@@ -59,23 +59,23 @@ def behaviour(layer: Layer) -> Hashable:
         # The values that a pipeline does not carry are part of the function.
         static, is_whole = _nnx.static(source)
         source = static if is_whole else source
-    return _Content().of(source), method, layer.namespace
+    return Content().of(source), method, layer.namespace
 
 
-class _Same:
+class Same:
     """An object that is equal to itself only; it stays alive as long as this."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self._value is other._value
+        return isinstance(other, Same) and self._value is other._value
 
     def __hash__(self) -> int:
         return id(self._value)
 
 
-class _Content:
+class Content:
     """Reads what an object holds, down to what can only be told by identity."""
 
     def __init__(self) -> None:
@@ -92,19 +92,28 @@ class _Content:
         if cls in (tuple, list) or _is_named_tuple(cls):
             return cls, tuple(map(self.of, value))
         if cls in _MAPPINGS:
-            return cls, self._items(value)
+            return cls, self.items(value)
         if cls is functools.partial:
             return cls, *map(self.of, (value.func, value.args, value.keywords))
         if cls is types.MethodType:
-            return cls, self.of(value.__self__), _Same(value.__func__)
-        if not dataclasses.is_dataclass(cls) or _holds_more(cls):
-            return _Same(value)
-        if id(value) in self._met:
-            return cls, self._met[id(value)][0]
-        self._met[id(value)] = len(self._met), value
-        return cls, self._items(_attributes(value))
+            return cls, self.of(value.__self__), Same(value.__func__)
+        if not dataclasses.is_dataclass(cls) or holds_more(cls):
+            return self.other(value)
+        return cls, self.once(value, attributes)
 
-    def _items(self, mapping: Mapping[Any, Any]) -> Hashable:
+    def other(self, value: Any) -> Hashable:
+        """What tells an object apart of which it cannot be told what it holds."""
+        return Same(value)
+
+    def once(self, value: Any, read: Callable[[Any], Mapping[str, Any]]) -> Hashable:
+        """What an object holds; where it is met again, which one it is."""
+        if id(value) in self._met:
+            return self._met[id(value)][0]
+        self._met[id(value)] = len(self._met), value
+        return self.items(read(value))
+
+    def items(self, mapping: Mapping[Any, Any]) -> Hashable:
+        """What a mapping holds, in its order."""
         return tuple((self.of(key), self.of(item)) for key, item in mapping.items())
 
 
@@ -113,7 +122,7 @@ def _is_named_tuple(cls: type) -> bool:
     return issubclass(cls, tuple) and hasattr(cls, "_fields") and not cls.__dictoffset__
 
 
-def _holds_more(cls: type) -> bool:
+def holds_more(cls: type) -> bool:
     """Whether instances of a dataclass hold more than fields and a ``__dict__``."""
     names = {field.name for field in dataclasses.fields(cls)}
     # Another __new__ is that of a builtin, which holds items, or the user's own.
@@ -128,7 +137,7 @@ def _slots(cls: type) -> set[str]:
     return slots - {"__dict__", "__weakref__"}
 
 
-def _attributes(value: Any) -> dict[str, Any]:
+def attributes(value: Any) -> dict[str, Any]:
     """The fields of an instance of a dataclass, and what else was set on it."""
     names = [field.name for field in dataclasses.fields(value)]
     notes = _NOTES if isinstance(value, nn.Module) else set()

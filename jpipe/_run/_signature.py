@@ -1,9 +1,15 @@
-"""What a compiled program depends on: structures, shapes and dtypes."""
+"""What a compiled program depends on: structures, shapes and dtypes, and settings."""
 
 from collections.abc import Iterable
 from typing import Any
 
 import jax
+
+from . import _compat
+
+# Under which settings of JAX it is called: what `jax.jit` tells apart beside arguments,
+# a program that was traced once must be told apart by.
+settings = _compat.settings_reader()
 
 
 def kinds(leaves: Iterable[Any]) -> tuple[Any, ...]:

@@ -2,11 +2,13 @@
 
 import reprlib
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import jax
 import optax
 
+from .._functions._objective import Objective
 from .._layers import _rng
 from .._run import _signature, _variables
 from ._gradient import Gradient
@@ -22,7 +24,7 @@ class TrainStep:
     Args:
       find_gradient: gives the compiled gradient for variables and a batch.
       make_optimizer: gives the optimizer for parameters.
-      has_aux: whether the loss function returns something beside the loss.
+      objective: the loss.
       donate: whether the given state is overwritten.
     """
 
@@ -31,15 +33,16 @@ class TrainStep:
         find_gradient: Callable[..., Gradient],
         make_optimizer: Callable[[PyTree], Optimizer],
         *,
-        has_aux: bool,
+        objective: Objective,
         donate: bool,
     ) -> None:
         self._find_gradient = find_gradient
         self._make_optimizer = make_optimizer
-        self._has_aux = has_aux
+        self._objective = objective
         self._donate = donate
         self._optimizers: dict[Any, Optimizer] = {}
-        self._compiled: dict[Any, _Compiled] = {}
+        # By what the loss holds, which may be something else for each call.
+        self._compiled = lru_cache(maxsize=32)(_no_programs)
 
     def __call__(
         self, state: TrainState, x: PyTree, targets: PyTree
@@ -60,7 +63,8 @@ class TrainStep:
         """
         check_state(state)
         pool, tree = jax.tree.flatten((state.params, state.model_state))
-        compiled = self._compile((tree, _signature.kinds(pool)), state, x, targets)
+        kind = _signature.settings(), tree, _signature.kinds(pool)
+        compiled = self._compile(kind, state, x, targets)
         weights = compiled.layout.take([pool[i] for i in compiled.order])
         compiled.optimizer.check(state.opt_state)
 
@@ -78,23 +82,35 @@ class TrainStep:
                 pool[i] = leaf
         params, model_state = jax.tree.unflatten(tree, pool)
         metrics = {"loss": outcome.loss}
-        if self._has_aux:
+        if self._objective.has_aux:
             metrics["aux"] = outcome.aux
         return TrainState(number, params, opt_state, model_state, state.rng), metrics
 
     def _compile(
         self, kind: Any, state: TrainState, x: PyTree, targets: PyTree
     ) -> "_Compiled":
-        """The programs for such a state and batch; all checks of shapes are here."""
+        """The programs for such a state and batch; all checks of shapes are here.
+
+        Args:
+          kind: the settings, and the structure and kinds of the leaves of the state.
+          state: the state.
+          x: the input of the mini-batch.
+          targets: its targets.
+        """
         signature = kind, _signature.of(x, targets)
-        if signature not in self._compiled:
+        known = self._compiled(self._objective.now())
+        if signature not in known:
             gradient = self._find_gradient(state.variables, x, targets, state.rng, True)
             # A batch of another size needs another gradient, not another optimizer.
             if kind not in self._optimizers:
                 self._optimizers[kind] = self._make_optimizer(state.params)
             optimizer = self._optimizers[kind]
-            self._compiled[signature] = _Compiled(gradient, optimizer, state)
-        return self._compiled[signature]
+            known[signature] = _Compiled(gradient, optimizer, state)
+        return known[signature]
+
+
+def _no_programs(_: Objective) -> "dict[Any, _Compiled]":
+    return {}
 
 
 class _Compiled:

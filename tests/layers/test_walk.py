@@ -323,3 +323,44 @@ def test_parameters_that_start_from_a_python_number_compile_nothing_twice(caplog
     with jax.log_compiles(), caplog.at_level("WARNING"):
         step(state, x, targets)
     assert not [r for r in caplog.records if "Compiling" in r.getMessage()]
+
+
+class TestLayersMeetMicroBatches:
+    """Layers are met as they run: with a micro-batch, not with the mini-batch."""
+
+    def layer(self, x):
+        assert x["rows"].shape[1] == 4, x
+        return (x["rows"].reshape(3, 4) + x["whole"]).T
+
+    def test_in_every_call(self):
+        axes = {"rows": 1, "whole": None}
+        layers = [self.layer, ref.dense(2)]
+        pipe = jpipe.pipeline(layers, 2, in_axes=axes)
+        x = {"rows": jnp.arange(24.0).reshape(3, 8), "whole": jnp.ones((3, 1))}
+        targets = jnp.ones((8, 2))
+        variables = pipe.init(jax.random.key(0), x)
+        y = pipe.apply(variables, x)
+        assert y.shape == (8, 2)
+        loss, _ = pipe.value_and_grad(ref.mse)(variables, x, targets)
+        assert loss == pytest.approx(float(ref.mse(y, targets)), rel=1e-5)
+        tx = optax.sgd(0.1)
+        for given in (None, variables):
+            key = jax.random.key(0)
+            state = pipe.init_train_state(key, x, tx, variables=given)
+            _, metrics = pipe.train_step(ref.mse, tx)(state, x, targets)
+            assert metrics["loss"] == loss
+
+    @pytest.mark.parametrize(("examples", "size"), [(1, 1), (3, 3), (4, 1), (10, 3)])
+    def test_a_sample_that_is_too_small_is_met_whole(self, examples, size):
+        shapes = []
+
+        def noted(x):
+            shapes.append(x.shape)
+            return x
+
+        pipe = jpipe.pipeline([noted, ref.dense(4)], 4)
+        x = jnp.ones((examples, 5))
+        made = pipe.init(jax.random.key(0), x)
+        assert {shape[0] for shape in shapes} == {size}
+        other = jpipe.sequential([noted, ref.dense(4)]).init(jax.random.key(0), x)
+        ref.assert_equal(made, other)

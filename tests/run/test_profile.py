@@ -17,6 +17,25 @@ from .. import reference as ref
 from ..schedules.orders import TRAINING
 
 
+class Broken:
+    """A program that runs when it is compiled, and breaks when it is timed."""
+
+    def __init__(self, program):
+        self.program = program
+
+    def lower(self, *args):
+        return self
+
+    def compile(self):
+        def broken(*args):
+            raise RuntimeError("broken on purpose")
+
+        return broken
+
+    def __call__(self, *args):
+        return self.program(*args)
+
+
 class TestProfile:
     def state_and_pipe(self, name="zb_v"):
         pipe = jpipe.pipeline([ref.dense(6) for _ in range(4)], 4, schedule=name)
@@ -80,12 +99,10 @@ class TestProfile:
         program = pipe._library.training
         assert program is not None
 
-        def broken(*args):
-            raise RuntimeError("broken on purpose")
-
         at = next(
             i for i, step in enumerate(program.steps) if str(step.action) == "1B2"
         )
+        broken = Broken(program.steps[at].program)
         program.steps[at] = program.steps[at]._replace(program=broken)
         with pytest.raises(RuntimeError, match="broken on purpose"):
             pipe.profile_step(state, (x, x), ref.mse)

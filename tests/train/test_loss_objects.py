@@ -1,0 +1,257 @@
+"""Losses that are objects: told apart by what they hold, which is read at each call."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import jpipe
+
+from .. import reference as ref
+
+
+class Scaled:
+    """A loss whose equality says nothing of what it holds."""
+
+    def __init__(self, scale):
+        self.scale = scale
+        self.calls = 0
+
+    def __eq__(self, other):
+        return isinstance(other, Scaled)
+
+    def __hash__(self):
+        return 0
+
+    def __call__(self, y, t):
+        return self.scale * jnp.mean((y - t) ** 2)
+
+    def counting(self, y, t):
+        self.calls += 1
+        return self(y, t)
+
+
+class Slotted(Scaled):
+    __slots__ = ("__hidden",)
+
+    def __init__(self, scale):
+        self.__hidden = scale
+
+    def __call__(self, y, t):
+        return self.__hidden * jnp.mean((y - t) ** 2)
+
+    scale = property(
+        lambda self: self.__hidden,
+        lambda self, value: setattr(self, "_Slotted__hidden", value),
+    )
+
+
+@dataclasses.dataclass
+class Data:
+    scale: float
+
+    def __call__(self, y, t):
+        return self.scale * jnp.mean((y - t) ** 2)
+
+
+class Derived(Scaled):
+    def __call__(self, y, t):
+        return super().__call__(y, t)
+
+
+class Handing(Scaled):
+    def __call__(self, y, t):
+        return scaled_by(self, y, t)
+
+
+def scaled_by(loss, y, t):
+    return loss.scale * jnp.mean((y - t) ** 2)
+
+
+class InNumpy(Scaled):
+    """Its scale changes in place."""
+
+    def __init__(self, scale):
+        self.held = {"scale": [np.asarray(scale, np.float32)]}
+
+    def __call__(self, y, t):
+        return self.held["scale"][0] * jnp.mean((y - t) ** 2)
+
+    scale = property(
+        lambda self: self.held["scale"][0],
+        lambda self, value: self.held["scale"][0].__setitem__((), value),
+    )
+
+
+class Linen(nn.Module):
+    @nn.compact
+    def __call__(self, y, t):
+        scale = self.param("scale", nn.initializers.constant(1.0), ())
+        return scale * jnp.mean((y - t) ** 2)
+
+
+class Nnx(nnx.Module):
+    def __init__(self, scale):
+        self.held = nnx.Param(jnp.float32(scale))
+
+    def __call__(self, y, t):
+        return self.held[...] * jnp.mean((y - t) ** 2)
+
+    @property
+    def scale(self):
+        return self.held[...]
+
+    @scale.setter
+    def scale(self, value):
+        self.held[...] = jnp.float32(value)
+
+
+MAKERS = {
+    "object": Scaled,
+    "slots": Slotted,
+    "dataclass": Data,
+    "super": Derived,
+    "handed on": Handing,
+    "numpy": InNumpy,
+    "nnx": Nnx,
+}
+
+
+@functools.cache
+def model():
+    """A pipeline that counts how often it is traced, its variables and data."""
+    traces = []
+
+    def counted(x):
+        traces.append(1)
+        return jnp.tanh(x)
+
+    pipe = jpipe.pipeline([ref.dense(4), counted], 2)
+    x, targets = ref.regression(4)
+    return pipe, pipe.init(jax.random.key(0), x), x, targets, traces
+
+
+def check(gradient, scale):
+    """That the loss is scaled so, and how many traces that took."""
+    _, variables, x, targets, traces = model()
+    before = len(traces)
+    found = gradient(variables, x, targets)
+    count = len(traces) - before
+    layers, params = [ref.dense(4), jnp.tanh], ref.params_of(variables)
+    plain = ref.value_and_grad(layers, params, x, targets)
+    expected = jax.tree.map(lambda leaf: leaf * scale, plain)
+    ref.assert_close(found, expected, ref.FLOAT32)
+    return count
+
+
+@pytest.mark.parametrize("kind", ["itself", "method", "partial"])
+@pytest.mark.parametrize("name", MAKERS)
+def test_what_a_loss_holds_is_read_at_each_call(name, kind):
+    loss = MAKERS[name](1.0)
+    wrap = {
+        "itself": lambda: loss,
+        "method": lambda: loss.__call__,
+        "partial": lambda: functools.partial(loss),
+    }[kind]
+    gradient = model()[0].value_and_grad(wrap())
+    check(gradient, 1.0)
+    assert not check(gradient, 1.0)
+    loss.scale = 3.0
+    assert check(gradient, 3.0)
+    assert not check(gradient, 3.0)
+    loss.scale = 1.0
+    if name != "nnx":  # whose array is another one
+        assert not check(gradient, 1.0)
+        assert not check(model()[0].value_and_grad(wrap()), 1.0)
+
+
+def test_losses_that_are_equal_are_two_if_they_hold_something_else():
+    pipe = model()[0]
+    for one, other in [(Scaled(1.0), Scaled(2.0)), (Data(1.0), Data(2.0))]:
+        check(pipe.value_and_grad(one), 1.0)
+        check(pipe.value_and_grad(other), 2.0)
+    _, variables, x, t, traces = model()
+    pipe.value_and_grad(Data(True))(variables, x, t)
+    before = len(traces)
+    pipe.value_and_grad(Data(1))(variables, x, t)
+    assert len(traces) > before, "1 and True are equal, and are not one program"
+    before = len(traces)
+    pipe.value_and_grad(Data(1))(variables, x, t)
+    assert len(traces) == before, "what holds the same is one program"
+
+
+def test_a_bound_linen_module_is_a_loss():
+    loss = Linen()
+    one, two = ({"params": {"scale": jnp.float32(scale)}} for scale in (1, 2))
+    pipe = model()[0]
+    bound = loss.bind(one)
+    gradient = pipe.value_and_grad(bound)
+    check(gradient, 1.0)
+    assert not check(gradient, 1.0)
+    assert check(pipe.value_and_grad(loss.bind(two)), 2.0)
+    assert not check(gradient, 1.0)
+
+
+def test_a_train_step_reads_its_loss_at_each_call():
+    pipe, _, x, targets, traces = model()
+    loss, tx = Scaled(1.0), optax.sgd(0.1)
+    state = pipe.init_train_state(jax.random.key(0), x, tx)
+    step = pipe.train_step(loss.counting, tx, donate=False)
+    losses, counts = [], []
+    for loss.scale in (1.0, 1.0, 2.0, 2.0):
+        before = len(traces)
+        losses.append(float(step(state, x, targets)[1]["loss"]))
+        counts.append(len(traces) - before > 0)
+    np.testing.assert_allclose(losses, np.array([1, 1, 2, 2]) * losses[0], 1e-6)
+    assert counts == [True, False, True, False]
+
+
+class Trainer:
+    """What it has come to is beside its loss, which does not read it."""
+
+    def __init__(self, pipe, x):
+        self.scale, self.number = 1.0, 0
+        self.state = pipe.init_train_state(jax.random.key(0), x, optax.sgd(0.1))
+        self.step = pipe.train_step(self.loss, optax.sgd(0.1))
+
+    def loss(self, y, t):
+        return self.scaled(jnp.mean((y - t) ** 2))
+
+    def scaled(self, value):
+        return self.scale * value
+
+    def train(self, x, targets):
+        self.state, _ = self.step(self.state, x, targets)
+        self.number += 1
+
+
+def test_what_a_loss_does_not_read_may_change():
+    pipe, _, x, targets, traces = model()
+    trainer = Trainer(pipe, x)
+    trainer.train(x, targets)
+    before = len(traces)
+    for _ in range(3):
+        trainer.train(x, targets)
+    assert len(traces) == before
+    trainer.scale = 2.0
+    trainer.train(x, targets)
+    assert len(traces) > before
+
+
+def test_a_loss_that_never_stays_the_same_is_told_what_that_costs():
+    loss = Scaled(0.0)
+    gradient = model()[0].value_and_grad(loss)
+    for loss.scale in (1.0, 2.0, 3.0):
+        check(gradient, loss.scale)
+    loss.scale = 4.0
+    says = "holds something else for the 5th time; each time all is compiled anew"
+    with pytest.warns(UserWarning, match=says):
+        check(gradient, 4.0)
+    loss.scale = 5.0
+    check(gradient, 5.0)
