@@ -176,11 +176,19 @@ def assert_equal(actual: PyTree, expected: PyTree) -> None:
         np.testing.assert_array_equal(a, e, err_msg=path, strict=True)
 
 
-def assert_close(actual: PyTree, expected: PyTree, relative: float) -> None:
+def assert_close(
+    actual: PyTree, expected: PyTree, relative: float, scale: float = 0.0
+) -> None:
     """Every leaf is close, relative to the largest entry of the expected leaf.
 
     Entries of one leaf are sums of terms of one size, so an entry near zero is as
     uncertain as the largest one.
+
+    Args:
+      actual: a tree.
+      expected: what it should be.
+      relative: how close.
+      scale: the size of the terms, if it is more than that of the largest entry.
     """
     _assert_same_structure(actual, expected)
     for path, a, e in _pairs(actual, expected):
@@ -188,9 +196,9 @@ def assert_close(actual: PyTree, expected: PyTree, relative: float) -> None:
         assert a.dtype == e.dtype, path
         if e.dtype == jax.dtypes.float0 or not e.size:
             continue
-        scale = max(float(np.max(np.abs(e))), 1e-30)
+        size = max(float(np.max(np.abs(e))), scale, 1e-30)
         error = float(np.max(np.abs(a.astype(np.float64) - e.astype(np.float64))))
-        assert error <= relative * scale, f"{path}: {error / scale:.2e} of {relative}"
+        assert error <= relative * size, f"{path}: {error / size:.2e} of {relative}"
 
 
 def _assert_same_structure(actual: PyTree, expected: PyTree) -> None:

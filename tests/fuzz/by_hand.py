@@ -1,0 +1,215 @@
+"""A model on one device: its layers applied one after the other, by Flax and optax.
+
+Of jpipe only what holds the user's modules is read here. Where a layer looks at its
+whole batch, the loss is composed of micro-batches; else it is of the mini-batch.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen as nn
+from flax import nnx
+
+import jpipe
+
+from . import layers as vocabulary
+from .layers import MOMENTUM
+
+PyTree = Any
+Loss = Callable[[PyTree, PyTree], tuple[jax.Array, PyTree]]
+# A part of a mini-batch: how many of its examples, its input and its targets.
+Part = tuple[int, PyTree, PyTree]
+
+
+def compose(
+    layers: Sequence[Any], variables: Sequence[PyTree], x: PyTree, train: bool = False
+) -> tuple[PyTree, tuple[PyTree, ...]]:
+    """The output of the layers, and their variables after the call."""
+    x = jax.tree.map(jnp.asarray, x)
+    owned: dict[int, int] = {}
+    after = list(variables)
+    shelf: vocabulary.Shelf = {}
+    for number, listed in enumerate(layers):
+        namespace: Any = None
+        while hasattr(listed, "namespace"):  # by jpipe.isolate
+            namespace, listed = (namespace, listed.namespace), listed.layer
+        module, method = listed, "__call__"
+        if hasattr(listed, "method"):  # by jpipe.layer
+            module, method = listed.module, listed.method
+        own = owned.setdefault(id(module), number)
+        with vocabulary.by_hand(shelf, namespace):
+            x, after[own] = _call(module, method, after[own], x, train)
+    return x, tuple(after)
+
+
+def _call(module: Any, method: str, variables: PyTree, x: PyTree, train: bool) -> Any:
+    if isinstance(module, nnx.Module):
+        return _call_nnx(module, method, variables, x, train)
+    if isinstance(module, jpipe.Stage):
+        return module.apply(variables, x), variables
+    if not isinstance(module, nn.Module):
+        return module(x), variables
+    switches = {
+        "train": train,
+        "deterministic": not train,
+        "use_running_average": not train,
+    }
+    _, _, *after_x = inspect.signature(getattr(type(module), method)).parameters
+    args = [switches[name] for name in after_x[:1] if name in switches]
+    mutable = [name for name in variables if name != "params"] if train else []
+    y, changed = module.apply(variables, x, *args, method=method, mutable=mutable)
+    return y, {**variables, **changed}
+
+
+def _call_nnx(
+    module: Any, method: str, variables: PyTree, x: PyTree, train: bool
+) -> Any:
+    kinds = {"params": nnx.Param, "batch_stats": nnx.BatchStat}
+    own = nnx.clone(module)
+    for name, values in variables.items():
+        nnx.update(own, nnx.State(values))
+    own.train() if train else own.eval()
+    y = getattr(own, method)(x)
+    after = {
+        name: nnx.to_pure_dict(nnx.state(own, kinds[name])) for name in variables
+    }
+    return y, {**after, **{k: variables[k] for k in variables if k == "params"}}
+
+
+def value_and_grad(
+    layers: Sequence[Any],
+    variables: Sequence[PyTree],
+    parts: Sequence[Part],
+    loss_fn: Loss,
+) -> tuple[jax.Array, PyTree, PyTree, tuple[PyTree, ...]]:
+    """Loss, aux, gradients, and the variables after one mini-batch.
+
+    Args:
+      layers: the layers.
+      variables: theirs.
+      parts: the mini-batch, as one part or as micro-batches.
+      loss_fn: ``(outputs of all parts, their targets) -> (loss, aux)``, each joined.
+    """
+
+    def loss(params: PyTree) -> Any:
+        given = merged(variables, params)
+        results = [compose(layers, given, x, train=True) for _, x, _ in parts]
+        outputs = _joined([y for y, _ in results])
+        value, aux = loss_fn(outputs, _joined([targets for _, _, targets in parts]))
+        return value, (aux, [after for _, after in results])
+
+    params = tuple(entry.get("params", {}) for entry in variables)
+    (value, (aux, afters)), grads = jax.value_and_grad(
+        loss, has_aux=True, allow_int=True
+    )(params)
+    sizes = [size for size, _, _ in parts]
+    return value, aux, grads, _committed(variables, afters, sizes)
+
+
+def merged(variables: Sequence[PyTree], params: Sequence[PyTree]) -> list[PyTree]:
+    """The variables with other parameters."""
+    return [
+        {**entry, "params": own} if "params" in entry else entry
+        for entry, own in zip(variables, params, strict=True)
+    ]
+
+
+def _joined(trees: Sequence[PyTree]) -> PyTree:
+    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *trees)
+
+
+def _committed(
+    before: Sequence[PyTree], afters: Sequence[Sequence[PyTree]], sizes: Sequence[int]
+) -> tuple[PyTree, ...]:
+    """The collections after a mini-batch, from what each micro-batch made of them.
+
+    A running mean or variance moves once, towards that of the whole mini-batch; other
+    collections become the mean over examples; integers those of the last micro-batch.
+    """
+    shares = [size / sum(sizes) for size in sizes]
+
+    def mean(leaves: Sequence[Any]) -> Any:
+        return sum(share * leaf for share, leaf in zip(shares, leaves, strict=True))
+
+    def batch_norm(old: dict[str, Any], new: list[dict[str, Any]]) -> dict[str, Any]:
+        """A norm moved by the momentum from each statistic; that is undone here."""
+        if not {"mean", "var"} <= set(old):
+            return {
+                name: batch_norm(old[name], [tree[name] for tree in new])
+                for name in old
+            }
+        seen = {
+            name: [(tree[name] - MOMENTUM * old[name]) / (1 - MOMENTUM) for tree in new]
+            for name in ("mean", "var")
+        }
+        squares = [v + m**2 for m, v in zip(seen["mean"], seen["var"], strict=True)]
+        whole = mean(seen["mean"])
+        now = {"mean": whole, "var": mean(squares) - whole**2}
+        return {k: MOMENTUM * old[k] + (1 - MOMENTUM) * now[k] for k in now}
+
+    committed = []
+    for number, entry in enumerate(before):
+        new = [after[number] for after in afters]
+        found = dict(entry)
+        for name in entry:
+            trees = [tree[name] for tree in new]
+            if name == "batch_stats":
+                found[name] = batch_norm(entry[name], trees)
+            elif name != "params":
+                found[name] = jax.tree.map(
+                    lambda *leaves: (
+                        mean(leaves)
+                        if jnp.issubdtype(leaves[0].dtype, jnp.floating)
+                        else leaves[-1]
+                    ),
+                    *trees,
+                )
+        committed.append(found)
+    return tuple(committed)
+
+
+def steps(
+    layers: Sequence[Any],
+    variables: Sequence[PyTree],
+    parts: Sequence[Part],
+    loss_fn: Loss,
+    tx: optax.GradientTransformation,
+    count: int,
+) -> tuple[list[jax.Array], tuple[PyTree, ...], PyTree]:
+    """The losses of some steps, the variables after them, and the optimizer's state.
+
+    Leaves of integers are no parameters: the optimizer is not shown them.
+    """
+    losses, state = [], None
+    for _ in range(count):
+        loss, _, grads, after = value_and_grad(layers, variables, parts, loss_fn)
+        losses.append(loss)
+        whole = tuple(entry.get("params", {}) for entry in variables)
+        params = _floating(whole, whole)
+        state = tx.init(params) if state is None else state
+        updates, state = tx.update(_floating(grads, whole), state, params)
+        new = jax.tree.map(
+            lambda own, free: own if free is None else free,
+            whole,
+            optax.apply_updates(params, updates),
+        )
+        variables = tuple(merged(after, new))
+    return losses, variables, state
+
+
+def _floating(tree: PyTree, like: PyTree) -> PyTree:
+    return jax.tree.map(
+        lambda leaf, own: leaf if jnp.issubdtype(own.dtype, jnp.floating) else None,
+        tree,
+        like,
+    )
+
+
+def on_host(tree: PyTree) -> PyTree:
+    """Copies as arrays of the first device, which is where all this is computed."""
+    return jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), tree)
