@@ -24,6 +24,8 @@ PyTree = Any
 Loss = Callable[[PyTree, PyTree], tuple[jax.Array, PyTree]]
 # A part of a mini-batch: how many of its examples, its input and its targets.
 Part = tuple[int, PyTree, PyTree]
+# Of the path of a parameter, from the number of its layer on, and its value.
+Trainable = Callable[[tuple[Any, ...], Any], bool]
 
 
 def compose(
@@ -32,6 +34,7 @@ def compose(
     """The output of the layers, and their variables after the call."""
     x = jax.tree.map(jnp.asarray, x)
     owned: dict[int, int] = {}
+    held: dict[int, PyTree] = {}
     after = list(variables)
     shelf: vocabulary.Shelf = {}
     for number, listed in enumerate(layers):
@@ -42,9 +45,22 @@ def compose(
         if hasattr(listed, "method"):  # by jpipe.layer
             module, method = listed.module, listed.method
         own = owned.setdefault(id(module), number)
+        after[own] = _with_held(module, after[own], held)
         with vocabulary.by_hand(shelf, namespace):
             x, after[own] = _call(module, method, after[own], x, train)
     return x, tuple(after)
+
+
+def _with_held(module: Any, entry: PyTree, held: dict[int, PyTree]) -> PyTree:
+    """The variables of a layer, with those of a part that an earlier layer has too."""
+    if not isinstance(module, vocabulary.Around):
+        held.setdefault(id(module), entry.get("params"))
+        return entry
+    known = held.get(id(module.inner))
+    if known is not None:
+        return {**entry, "params": {"inner": known}}
+    held[id(module.inner)] = entry["params"]["inner"]
+    return entry
 
 
 def _call(module: Any, method: str, variables: PyTree, x: PyTree, train: bool) -> Any:
@@ -86,6 +102,7 @@ def value_and_grad(
     variables: Sequence[PyTree],
     parts: Sequence[Part],
     loss_fn: Loss,
+    trainable: Trainable | None = None,
 ) -> tuple[jax.Array, PyTree, PyTree, tuple[PyTree, ...]]:
     """Loss, aux, gradients, and the variables after one mini-batch.
 
@@ -94,10 +111,11 @@ def value_and_grad(
       variables: theirs.
       parts: the mini-batch, as one part or as micro-batches.
       loss_fn: ``(outputs of all parts, their targets) -> (loss, aux)``, each joined.
+      trainable: which parameters have a gradient; ``None`` stands for the others.
     """
 
-    def loss(params: PyTree) -> Any:
-        given = merged(variables, params)
+    def loss(free: PyTree) -> Any:
+        given = _merged(variables, _restored(free, params))
         results = [compose(layers, given, x, train=True) for _, x, _ in parts]
         outputs = _joined([y for y, _ in results])
         value, aux = loss_fn(outputs, _joined([targets for _, _, targets in parts]))
@@ -106,12 +124,26 @@ def value_and_grad(
     params = tuple(entry.get("params", {}) for entry in variables)
     (value, (aux, afters)), grads = jax.value_and_grad(
         loss, has_aux=True, allow_int=True
-    )(params)
+    )(selected(params, trainable))
     sizes = [size for size, _, _ in parts]
     return value, aux, grads, _committed(variables, afters, sizes)
 
 
-def merged(variables: Sequence[PyTree], params: Sequence[PyTree]) -> list[PyTree]:
+def selected(params: PyTree, trainable: Trainable | None) -> PyTree:
+    """The parameters, with ``None`` for those that are not trained."""
+
+    def select(path: Any, leaf: Any) -> Any:
+        at = tuple(getattr(key, "key", getattr(key, "idx", None)) for key in path)
+        return leaf if trainable is None or trainable(at, leaf) else None
+
+    return jax.tree_util.tree_map_with_path(select, params)
+
+
+def _restored(free: PyTree, whole: PyTree) -> PyTree:
+    return jax.tree.map(lambda own, new: own if new is None else new, whole, free)
+
+
+def _merged(variables: Sequence[PyTree], params: Sequence[PyTree]) -> list[PyTree]:
     """The variables with other parameters."""
     return [
         {**entry, "params": own} if "params" in entry else entry
@@ -180,6 +212,7 @@ def steps(
     loss_fn: Loss,
     tx: optax.GradientTransformation,
     count: int,
+    trainable: Trainable | None = None,
 ) -> tuple[list[jax.Array], tuple[PyTree, ...], PyTree]:
     """The losses of some steps, the variables after them, and the optimizer's state.
 
@@ -187,26 +220,24 @@ def steps(
     """
     losses, state = [], None
     for _ in range(count):
-        loss, _, grads, after = value_and_grad(layers, variables, parts, loss_fn)
+        loss, _, grads, after = value_and_grad(
+            layers, variables, parts, loss_fn, trainable
+        )
         losses.append(loss)
         whole = tuple(entry.get("params", {}) for entry in variables)
-        params = _floating(whole, whole)
+        params = _floating(selected(whole, trainable), whole)
         state = tx.init(params) if state is None else state
         updates, state = tx.update(_floating(grads, whole), state, params)
-        new = jax.tree.map(
-            lambda own, free: own if free is None else free,
-            whole,
-            optax.apply_updates(params, updates),
-        )
-        variables = tuple(merged(after, new))
+        new = _restored(optax.apply_updates(params, updates), whole)
+        variables = tuple(_merged(after, new))
     return losses, variables, state
 
 
 def _floating(tree: PyTree, like: PyTree) -> PyTree:
     return jax.tree.map(
-        lambda leaf, own: leaf if jnp.issubdtype(own.dtype, jnp.floating) else None,
-        tree,
+        lambda own, leaf: leaf if jnp.issubdtype(own.dtype, jnp.floating) else None,
         like,
+        tree,
     )
 
 

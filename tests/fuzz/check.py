@@ -207,6 +207,7 @@ def check(
     optimizer: str,
     by_hand: str,
     normed: bool,
+    trainable: hand.Trainable | None = None,
     again: dict[str, Any] | None = None,
 ) -> None:
     """Asserts that a pipeline of these layers gives the numbers of one device.
@@ -227,6 +228,8 @@ def check(
         they draw random numbers.
       normed: whether layers normalize. Then the gradient of a bias before them may be
         nothing but rounding errors, so entries are compared with those of all leaves.
+      trainable: as for `jpipe.Pipeline.value_and_grad`, as a function; all parameters
+        are trained if there are none that it chooses.
       again: settings with which another pipeline gives the same bits.
     """
     settings = {
@@ -243,14 +246,18 @@ def check(
     ref.assert_equal(variables, alone)
 
     loss = _loss(reduction, has_aux)
-    options = {"reduction": reduction, "has_aux": has_aux}
+    options: dict[str, Any] = {"reduction": reduction, "has_aux": has_aux}
+    params = ref.params_of(variables)
+    if not _largest(hand.selected(params, trainable)):
+        trainable = None
+    chosen = {} if trainable is None else {"trainable": trainable}
 
     def close(what: str, actual: PyTree, expected: PyTree) -> None:
         scale = _largest(expected) if normed else 0.0
         ref.assert_close({what: actual}, {what: expected}, CLOSE[batch.dtype], scale)
 
     def gradient(pipe: jpipe.Pipeline, variables: PyTree) -> Any:
-        value = pipe.value_and_grad(loss, **options)
+        value = pipe.value_and_grad(loss, **options, **chosen)
         return value(variables, batch.x, batch.targets, rngs=KEY(3))
 
     found = gradient(pipe, variables)
@@ -266,18 +273,31 @@ def check(
     close("output", y, composed)
 
     tx = OPTIMIZERS[optimizer]()
-    trained = _train(pipe, batch, loss, tx, options)
-    close("training", trained, _train(twin, batch, loss, tx, options))
+
+    def train(pipe: jpipe.Pipeline) -> tuple[list[Any], PyTree, PyTree]:
+        """The losses, the variables and the optimizer's state after some steps."""
+        state = pipe.init_train_state(KEY(0), batch.x, tx, **chosen)
+        step = pipe.train_step(loss, tx, **options, **chosen)
+        losses = []
+        for _ in range(STEPS):
+            state, metrics = step(state, batch.x, batch.targets)
+            losses.append(metrics["loss"])
+        return losses, state.variables, state.opt_state
+
+    trained = train(pipe)
+    close("training", trained, train(twin))
     if by_hand == "nothing":
         return
     sizes = [len(part) for part in np.array_split(range(batch.size), num_microbatches)]
     ends = np.cumsum([0, *sizes]) if by_hand == "microbatches" else [0, batch.size]
     parts = [batch.part(a, b) for a, b in zip(ends, ends[1:], strict=False)]
     whole = _whole_loss(reduction, sizes)
-    value, aux, grads, _ = hand.value_and_grad(layers, variables, parts, whole)
+    value, aux, grads, _ = hand.value_and_grad(
+        layers, variables, parts, whole, trainable
+    )
     expected = ((value, aux) if has_aux else value), grads
     close("gradient by hand", found, expected)
-    expected = hand.steps(layers, variables, parts, whole, tx, STEPS)
+    expected = hand.steps(layers, variables, parts, whole, tx, STEPS, trainable)
     close("training by hand", trained, expected)
 
 
@@ -289,19 +309,6 @@ def _pipeline(layers: Sequence[Any], number: int, settings: Any) -> jpipe.Pipeli
     return jpipe.pipeline(
         layers, number, **{**settings, "devices": devices, "schedule": schedule}
     )
-
-
-def _train(
-    pipe: jpipe.Pipeline, batch: Batch, loss: Any, tx: Any, options: dict[str, Any]
-) -> tuple[list[Any], PyTree, PyTree]:
-    """The losses, the variables and the optimizer's state after some steps."""
-    state = pipe.init_train_state(KEY(0), batch.x, tx)
-    step = pipe.train_step(loss, tx, **options)
-    losses = []
-    for _ in range(STEPS):
-        state, metrics = step(state, batch.x, batch.targets)
-        losses.append(metrics["loss"])
-    return losses, state.variables, state.opt_state
 
 
 def _largest(tree: PyTree) -> float:

@@ -1,16 +1,29 @@
 """Random programs, as text that a reader can paste."""
 
+import inspect
 import random
 from typing import Any, NamedTuple
 
 import hypothesis.strategies as st
 
+import jpipe
 from jpipe.schedules import BY_NAME, Action, Schedule, ScheduleError
 
 from . import check
 
-# Not before the library ties, or refuses, modules that two layers hold in fields.
+# Whether modules that are listed and held by others too are drawn: when the library
+# ties them. Their parameters are then in the entry of the first layer.
 TIES_BELOW_THE_TOP = False
+# Which parameters are trained, where the library lets one choose.
+TRAINABLE = [
+    None,
+    "lambda path, leaf: path[0] > 0",
+    "lambda path, leaf: path[0] % 2 == 0",
+    "lambda path, leaf: leaf.ndim < 2",
+    "lambda path, leaf: path[-1] == 'kernel'",
+]
+if "trainable" not in inspect.signature(jpipe.Pipeline.train_step).parameters:
+    del TRAINABLE[1:]
 
 HEADER = """\
 import tests.conftest  # eight CPU devices
@@ -182,6 +195,12 @@ def _uses(
         back = Choice(f"jpipe.layer({name}, 'back')", shape)
         found.append((name, choice.after, back))
     found.append((name, shape, choice._replace(text=_isolated(name, "other"))))
+    if TIES_BELOW_THE_TOP and not text.lower().startswith("nnx"):
+        for tree in (False, True):
+            around = choice._replace(
+                text=f"Around({name})", after=choice.after._replace(tree=tree)
+            )
+            found.append((name, shape._replace(tree=tree), around))
     return found
 
 
@@ -333,7 +352,8 @@ def programs(draw: st.DrawFn) -> Program:
         "normed": "norm" in model.traits,
         "again": again,
     }
-    return Program(_text(dtype, model, number, remat, settings))
+    trainable = draw(st.sampled_from(TRAINABLE * 2 + [None] * 4))
+    return Program(_text(dtype, model, number, remat, trainable, settings))
 
 
 def _balance(draw: st.DrawFn, count: int) -> list[int]:
@@ -348,13 +368,19 @@ def _balance(draw: st.DrawFn, count: int) -> list[int]:
 
 
 def _text(
-    dtype: str, model: Model, number: int, remat: str, settings: dict[str, Any]
+    dtype: str,
+    model: Model,
+    number: int,
+    remat: str,
+    trainable: str | None,
+    settings: dict[str, Any],
 ) -> str:
     lines = [f"dtype = jnp.{dtype}"]
     lines += [f"{name} = {text}" for name, text in model.names.items()]
     lines += ["check(", "    ["]
     lines += [f"        {text}," for text in model.layers]
     lines += ["    ],", f"    {model.batch},", f"    {number},", f"    remat={remat},"]
+    lines += [f"    trainable={trainable},"] if trainable else []
     for name, value in settings.items():
         if isinstance(value, str) and "\n" in value:
             rows = "\n".join(f"        {row}" for row in value.split("\n"))
