@@ -72,6 +72,22 @@ def test_gradients_equal_one_device_in_single_precision(schedule, remat):
     ref.compare(pipe, layers, x, targets, ref.FLOAT32)
 
 
+def test_what_is_offloaded_may_be_of_the_shape_of_sums():
+    """Sums of statistics are donated, on the device; what is offloaded is not there."""
+    layers = [ref.dense(3), nn.BatchNorm()]
+    x, targets = ref.regression(6)
+
+    def loss_fn(y, t):
+        return jnp.mean((y @ jnp.arange(3, dtype=y.dtype) - t[:, 0]) ** 2)
+
+    def run(remat):
+        pipe = jpipe.pipeline(layers, 2, schedule="gpipe", remat=remat)
+        variables = pipe.init(jax.random.key(0), x)
+        return pipe.value_and_grad(loss_fn)(variables, x, targets)
+
+    ref.assert_close(run(OFFLOAD), run("full"), ref.FLOAT32)
+
+
 @pytest.mark.parametrize("remat", ["full", "none"])
 def test_bfloat16_computes_what_bfloat16_computes_on_one_device(remat):
     layers = ref.mlp(jnp.bfloat16)

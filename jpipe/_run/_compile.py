@@ -72,13 +72,17 @@ class StagePrograms:
 
     @cached_property
     def forward(self) -> Compiled:
-        """``(weights, x, extra, tally) -> (y, carried, tally, emitted)``."""
+        """``(weights, x, extra, tally) -> (y, tally, emitted, carried)``.
+
+        Donated memory is given to the first results that fit. What a policy offloads
+        is on the host and must not get it, so what is carried comes last.
+        """
         task, cut = self._task, self.derivatives.cut
 
         def forward(weights: Leaves, x: Leaves, extra: Leaves, tally: Leaves) -> Any:
             outputs, aux, carried = cut.forward(weights, x, extra)
             sums = task.tally(tally, outputs, aux, extra)
-            return task.send(outputs, aux), carried, sums, task.emit(aux)
+            return task.send(outputs, aux), sums, task.emit(aux), carried
 
         y = [] if task.has_loss else jax.tree.leaves(task.y)
         donated = self._reusable([(1, task.x, self._owns_x and not cut.kept)], y)

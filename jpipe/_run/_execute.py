@@ -109,7 +109,7 @@ def forward(step: Step, live: Live) -> None:
     _, s, m, program, send, kept, *_ = step
     x = live.x[s][m]
     live.x[s][m] = None
-    y, carried, live.tally[s], live.emitted[s][m] = program(
+    y, live.tally[s], live.emitted[s][m], carried = program(
         live.weights[s], x, live.extra[s][m], live.tally[s]
     )
     live.held[s][m] = [x[i] for i in kept], carried
