@@ -6,10 +6,11 @@ VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2
 VENV := .venv/$(VERSION)
 RUN := $(VENV)/bin/python
 ARGS ?=
+EXAMPLES ?= 2000
 TRANSPARENCY := tests/test_transparency.py tests/test_batches.py \
 	tests/train/test_training.py tests/train/test_reductions.py
 
-.PHONY: demo test suite transparency lint format bench tables bench-gpu clean
+.PHONY: demo test suite transparency fuzz lint format bench tables bench-gpu clean
 
 demo: $(VENV)/examples  ## train a Transformer through a four-stage pipeline
 	$(RUN) examples/train_text.py $(ARGS)
@@ -24,6 +25,12 @@ suite: $(VENV)/dev
 
 transparency: $(VENV)/dev
 	$(RUN) -m pytest -n 2 $(TRANSPARENCY) $(ARGS)
+
+fuzz: $(VENV)/dev  ## EXAMPLES random programs; with SEED those of an earlier run
+	@seed=$(or $(SEED),$$(date +%s)); \
+	echo "make fuzz EXAMPLES=$(EXAMPLES) SEED=$$seed"; \
+	JPIPE_FUZZ_EXAMPLES=$(EXAMPLES) JPIPE_FUZZ_SEED=$$seed \
+	$(RUN) -m pytest -n 2 tests/test_fuzz.py $(ARGS)
 
 lint: $(VENV)/dev  ## style and types
 	$(RUN) -m ruff check .

@@ -85,16 +85,15 @@ def _call(module: Any, method: str, variables: PyTree, x: PyTree, train: bool) -
 def _call_nnx(
     module: Any, method: str, variables: PyTree, x: PyTree, train: bool
 ) -> Any:
-    kinds = {"params": nnx.Param, "batch_stats": nnx.BatchStat}
     own = nnx.clone(module)
-    for name, values in variables.items():
+    for values in variables.values():
         nnx.update(own, nnx.State(values))
     own.train() if train else own.eval()
     y = getattr(own, method)(x)
-    after = {
-        name: nnx.to_pure_dict(nnx.state(own, kinds[name])) for name in variables
-    }
-    return y, {**after, **{k: variables[k] for k in variables if k == "params"}}
+    if "batch_stats" not in variables:
+        return y, variables
+    statistics = nnx.to_pure_dict(nnx.state(own, nnx.BatchStat))
+    return y, {**variables, "batch_stats": statistics}
 
 
 def value_and_grad(

@@ -3,6 +3,7 @@
 Its names, and those of `layers`, are all that the text of a program needs.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -290,7 +291,7 @@ def check(
         return
     sizes = [len(part) for part in np.array_split(range(batch.size), num_microbatches)]
     ends = np.cumsum([0, *sizes]) if by_hand == "microbatches" else [0, batch.size]
-    parts = [batch.part(a, b) for a, b in zip(ends, ends[1:], strict=False)]
+    parts = [batch.part(a, b) for a, b in itertools.pairwise(ends)]
     whole = _whole_loss(reduction, sizes)
     value, aux, grads, _ = hand.value_and_grad(
         layers, variables, parts, whole, trainable

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import linen as nn
 from flax import nnx
 
@@ -24,6 +23,7 @@ __all__ = [
     "Around",
     "Averages",
     "Block",
+    "Fill",
     "Keep",
     "NnxBlock",
     "Odd",
@@ -36,7 +36,6 @@ __all__ = [
     "conv",
     "dense",
     "embed",
-    "fill",
     "forget",
     "group_norm",
     "join",
@@ -312,7 +311,7 @@ class Around(nn.Module):
         return put_back(self.inner(h))
 
 
-class fill(nn.Module):  # noqa: N801
+class Fill(nn.Module):
     """Adds a table of integers' own rows to the array of a tree."""
 
     dtype: Any

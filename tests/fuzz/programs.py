@@ -111,7 +111,7 @@ def _of_arrays(shape: Shape) -> list[Choice]:
 def _of_trees(shape: Shape) -> list[Choice]:
     return [
         Choice("masked", shape),
-        Choice("fill(dtype)", shape),
+        Choice("Fill(dtype)", shape),
         Choice("Around(dense(3, dtype))", shape._replace(width=3)),
         Choice("Around(Block(dtype, 0.5))", shape, "random"),
         Choice("unwrap", shape._replace(tree=False)),
@@ -165,6 +165,10 @@ def models(draw: st.DrawFn, dtype: str, size: int) -> Model:
         layers.append(_isolated("add('skip')", name) if isolated else f"add({name!r})")
     if begin == "tokens" and not shape.tree and shape.width == 3:
         layers += draw(st.sampled_from([[], ["jpipe.layer(embedding, 'attend')"]]))
+    for name in list(names):
+        if sum(name in text for text in layers) == 1:  # it has no need of a name
+            own = names.pop(name)
+            layers = [text.replace(name, own) for text in layers]
     return Model(names, layers, traits, batch.format(size=size))
 
 
@@ -208,9 +212,7 @@ def _isolated(text: str, namespace: str) -> str:
     return f"jpipe.isolate({text}, {namespace!r})"
 
 
-def _of_skips(
-    shape: Shape, skips: list[tuple[str, bool]], number: int
-) -> list[Choice]:
+def _of_skips(shape: Shape, skips: list[tuple[str, bool]], number: int) -> list[Choice]:
     """Stashes under new names, and pops of any that is open."""
     name = f"s{number}"
     found = [
@@ -228,9 +230,7 @@ def _of_skips(
     return found
 
 
-def _note_skip(
-    choice: Choice, skips: list[tuple[str, bool]], number: int
-) -> None:
+def _note_skip(choice: Choice, skips: list[tuple[str, bool]], number: int) -> None:
     if choice.skip > 0:
         skips.append((f"s{number}", "isolate" in choice.text))
     else:
@@ -248,6 +248,7 @@ REMATS = [
             "dots_with_no_batch_dims_saveable",
             "everything_saveable",
             "nothing_saveable",
+            "offload_dot_with_no_batch_dims('device', 'pinned_host')",
         )
     ),
 ]
@@ -318,9 +319,7 @@ def programs(draw: st.DrawFn) -> Program:
     model = draw(models(dtype, size))
     balance = _balance(draw, len(model.layers))
     stages = len(balance)
-    schedule = draw(
-        st.sampled_from(fitting(stages, number)) | orders(stages, number)
-    )
+    schedule = draw(st.sampled_from(fitting(stages, number)) | orders(stages, number))
     order = schedule if schedule in BY_NAME else Schedule.from_text(schedule)
     ranks = stages if isinstance(order, str) else order.num_ranks
     devices = draw(st.lists(st.integers(0, 7), min_size=ranks, max_size=ranks))
