@@ -207,7 +207,7 @@ def check(
     has_aux: bool,
     optimizer: str,
     by_hand: str,
-    normed: bool,
+    rough: bool,
     trainable: hand.Trainable | None = None,
     again: dict[str, Any] | None = None,
 ) -> None:
@@ -226,9 +226,9 @@ def check(
       optimizer: a name of `OPTIMIZERS`.
       by_hand: what plain Flax is given in training: the mini-batch as a "whole"; each
         of its "microbatches", where layers look at all examples; or "nothing", where
-        they draw random numbers.
-      normed: whether layers normalize. Then the gradient of a bias before them may be
-        nothing but rounding errors, so entries are compared with those of all leaves.
+        they draw random numbers, or have too few bits for sums in another order.
+      rough: whether a gradient may be nothing but rounding errors, as that of a bias
+        before a norm is: then errors are relative to the largest entry of all leaves.
       trainable: as for `jpipe.Pipeline.value_and_grad`, as a function; all parameters
         are trained if there are none that it chooses.
       again: settings with which another pipeline gives the same bits.
@@ -254,7 +254,7 @@ def check(
     chosen = {} if trainable is None else {"trainable": trainable}
 
     def close(what: str, actual: PyTree, expected: PyTree) -> None:
-        scale = _largest(expected) if normed else 0.0
+        scale = _largest(expected) if rough else 0.0
         ref.assert_close({what: actual}, {what: expected}, CLOSE[batch.dtype], scale)
 
     def gradient(pipe: jpipe.Pipeline, variables: PyTree) -> Any:
@@ -290,7 +290,8 @@ def check(
     if by_hand == "nothing":
         return
     sizes = [len(part) for part in np.array_split(range(batch.size), num_microbatches)]
-    ends = np.cumsum([0, *sizes]) if by_hand == "microbatches" else [0, batch.size]
+    cut = sizes if by_hand == "microbatches" else [batch.size]
+    ends = [0, *itertools.accumulate(cut)]
     parts = [batch.part(a, b) for a, b in itertools.pairwise(ends)]
     whole = _whole_loss(reduction, sizes)
     value, aux, grads, _ = hand.value_and_grad(

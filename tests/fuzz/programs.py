@@ -338,7 +338,7 @@ def programs(draw: st.DrawFn) -> Program:
     exact = dtype == "float64" and not model.traits & {"norm", "random"}
     optimizers = list(check.OPTIMIZERS)[: None if exact else -3]
     by_hand = "microbatches" if "batch" in model.traits else "whole"
-    if "random" in model.traits:
+    if "random" in model.traits or dtype == "bfloat16":
         by_hand = "nothing"
     settings = {
         "balance": balance,
@@ -348,7 +348,7 @@ def programs(draw: st.DrawFn) -> Program:
         "has_aux": draw(st.booleans()),
         "optimizer": draw(st.sampled_from(optimizers)),
         "by_hand": by_hand,
-        "normed": "norm" in model.traits,
+        "rough": "norm" in model.traits or dtype == "bfloat16",
         "again": again,
     }
     trainable = draw(st.sampled_from(TRAINABLE * 2 + [None] * 4))
