@@ -1,7 +1,7 @@
 """Random models in random pipelines: loss, gradients and training of one device.
 
 The same programs each time, for two minutes of one core; `make fuzz` runs others, as
-many as one likes. What fails is shown as a program that can be pasted: see `tests.fuzz`.
+many as one likes. What fails is shown as a program to paste: see `tests.fuzz`.
 """
 
 import os
@@ -17,6 +17,49 @@ SEED = int(os.environ.get("JPIPE_FUZZ_SEED", "0"))
 # One test of pytest, so that workers share them; after it, JAX forgets what it traced,
 # which is 40 MiB for each program.
 PER_SHARD = 20
+
+
+# Programs that failed once.
+FOUND = {
+    "a gradient took the memory of what was offloaded": """
+dtype = jnp.float64
+offload = jax.checkpoint_policies.offload_dot_with_no_batch_dims(
+    "device", "pinned_host"
+)
+check(
+    [
+        Keep('s0', dtype),
+        dense(2, dtype),
+        nn.relu,
+        noise,
+        Averages(dtype),
+        add('s0'),
+    ],
+    floats(3, 0, dtype),
+    2,
+    remat=['full', 'none', 'full', offload, offload],
+    balance=[1, 1, 2, 1, 1],
+    devices=[6, 4, 2, 3],
+    schedule='''
+        2F0 2F1 2B0 2I1 2W1
+        0F0 0F1 0I0 0W0 0B1
+        1F0 1F1 1I0 1W0 1B1
+        3F0 3F1 4F0 4F1 4I0 4W0 3I0 4B1 3W0 3B1
+    ''',
+    reduction='sum',
+    has_aux=True,
+    optimizer='every other',
+    by_hand='nothing',
+    rough=False,
+    again=None,
+)
+"""
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_programs_that_failed_once(double, name):
+    Program(FOUND[name]).run()
 
 
 @pytest.mark.parametrize("shard", range(-(-EXAMPLES // PER_SHARD)))

@@ -41,6 +41,7 @@ class Cut(NamedTuple):
       outputs: the specs of the outputs.
       aux: the specs of the aux.
       carried: the specs of the carried residuals.
+      offloaded: whether a policy keeps some of these in the memory of the host.
     """
 
     forward: Callable[..., tuple[list[Any], list[Any], list[Any]]]
@@ -50,6 +51,7 @@ class Cut(NamedTuple):
     outputs: list[jax.ShapeDtypeStruct]
     aux: list[jax.ShapeDtypeStruct]
     carried: list[jax.ShapeDtypeStruct]
+    offloaded: bool
 
 
 class Differentiable(NamedTuple):
@@ -124,6 +126,7 @@ def cut(
         outputs,
         aux,
         [specs[i] for i in needed],
+        any(var.aval.memory_space == jax.memory.Space.Host for var in carried_vars),
     )
 
 

@@ -115,7 +115,7 @@ class StagePrograms:
         groups = [
             (1, kept, self._owns_x),
             (4, cotangents, True),
-            (3, cut.carried, True),
+            (3, cut.carried, not cut.offloaded),
         ]
         return self._jit(backward, (*self._reusable(groups, x_grads), 5))
 
@@ -170,7 +170,9 @@ class StagePrograms:
         ):
             start, end = end, end + len(leaves)
             unread = not any(start <= i < end for i in self.derivatives.halves.read)
-            owned = {1: self._owns_x, 2: False}.get(argument, True)
+            owned = {1: self._owns_x, 2: False, 3: not cut.offloaded}.get(
+                argument, True
+            )
             groups.append((argument, leaves, owned and unread))
         return groups
 
