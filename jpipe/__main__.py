@@ -20,6 +20,8 @@ from .schedules import Costs, Schedule, ScheduleError, Timeline
 
 # Into so many columns the text grid cuts the shortest action at most.
 _FINEST = 8
+# A text grid of more cells than that is not printed: nobody would look at it.
+_LARGEST = 1_000_000
 
 
 class _Unfit(ValueError):
@@ -106,8 +108,12 @@ def _check(arguments: argparse.Namespace) -> int:
             return 1
     for warning in caught:
         print(f"warning: {warning.message}", file=sys.stderr)
-    print(schedule)
-    print(f"peak per rank, in micro-batches of a stage: {_peaks(schedule.simulate())}")
+    timeline = schedule.simulate()
+    if len(timeline.rows) * timeline.makespan > _LARGEST:
+        print(_summary(timeline, schedule.num_microbatches))
+    else:
+        print(schedule)
+        print(f"peak per rank, in micro-batches of a stage: {_peaks(timeline)}")
     return 0
 
 

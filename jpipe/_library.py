@@ -14,6 +14,7 @@ from ._functions import _batch, _microbatch
 from ._functions._batch import Batch
 from ._functions._objective import Objective
 from ._layers._initialize import Initializers
+from ._layers import _rng
 from ._layers._rng import Rngs
 from ._layers._skip import Route
 from ._layers._walk import Visit, walk
@@ -177,7 +178,7 @@ class Library:
         """
         signature = _signature.settings(), _signature.of(x)
         if signature not in self._expected:
-            visits, routes = walk(self._pipe.stages, jax.random.key(0), x)
+            visits, routes = walk(self._pipe.stages, _rng.key_spec(), x)
             self._expected[signature] = visits, routes
             self.routes = routes
         return self._expected[signature]

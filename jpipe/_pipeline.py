@@ -16,6 +16,7 @@ from ._library import Axes, Library
 from ._plan import Plan
 from ._profile import as_pair, profile
 from ._run import _layout, _transfer, _variables
+from ._run._context import outside_of_meshes
 from ._run._execute import execute
 from ._run._pipe import Pipe
 from ._train._gradient import gradient_tree
@@ -70,9 +71,11 @@ class Pipeline:
             f"{self.schedule.name}>"
         )
 
+    @outside_of_meshes
     def __str__(self) -> str:
         return str(self.plan)
 
+    @outside_of_meshes
     def init(self, key: chex.PRNGKey, x: PyTree) -> tuple[PyTree, ...]:
         """Makes the variables of all layers, each on its layer's device.
 
@@ -94,6 +97,7 @@ class Pipeline:
         """
         return _values.make(self._pipe, self._library, key, x)
 
+    @outside_of_meshes
     def place(self, tree: Any) -> Any:
         """Puts variables, or a train state, on the devices of their layers.
 
@@ -110,6 +114,7 @@ class Pipeline:
         """
         return _values.place(self._pipe, tree)
 
+    @outside_of_meshes
     def apply(
         self,
         variables: Sequence[PyTree],
@@ -183,6 +188,7 @@ class Pipeline:
         """
         gradients = self._library.gradients(Objective(loss_fn, has_aux, reduction))
 
+        @outside_of_meshes
         def run(
             variables: Sequence[PyTree],
             x: PyTree,
@@ -205,6 +211,7 @@ class Pipeline:
 
         return run
 
+    @outside_of_meshes
     def init_train_state(
         self,
         key: chex.PRNGKey,
@@ -272,6 +279,7 @@ class Pipeline:
             donate=donate,
         )
 
+    @outside_of_meshes
     def modules(self, variables: Sequence[PyTree]) -> list[Any]:
         """What was listed as layers, with values: the way back to Flax.
 
@@ -295,6 +303,7 @@ class Pipeline:
             for layer, entry in zip(layers, entries, strict=True)
         ]
 
+    @outside_of_meshes
     def profile_step(
         self,
         state: TrainState,

@@ -5,7 +5,7 @@ from typing import Any
 
 import chex
 import jax
-import jax.numpy as jnp
+import numpy as np
 import optax
 
 from ._functions import _microbatch
@@ -30,11 +30,12 @@ def make(
 
     # Made on the first device, where equal layers share a compiled program.
     local = _transfer.put_tree(key, pipe.devices[0])
+    numbers = _transfer.put([*map(np.uint32, range(len(visits)))], pipe.devices[0])
     variables = []
     for number, visit in enumerate(visits):
         made = visit.variables
         if jax.tree.leaves(made):
-            own = _rng.layer_key(local, number)
+            own = _rng.layer_key(local, numbers[number])
             made = library.initialize(
                 visit.layer, own, visit.x, visit.skips, visit.borrowed
             )
@@ -100,8 +101,7 @@ def train_state(
 ) -> TrainState:
     """The state at step 0, of variables that it may overwrite."""
     params = _variables.params(variables)
-    start = [_rng.training_key(key), jnp.int32(0)]
-    rng, step = _transfer.put(start, pipe.devices[0])
+    rng, step = _transfer.put([key, np.int32(0)], pipe.devices[0])
     init = optimizer(pipe, tx, params, donate=False).init
     with jax.disable_jit(False):  # zeros made by hand are on the default device
         opt_state = init(params)
@@ -110,5 +110,5 @@ def train_state(
         params=params,
         opt_state=opt_state,
         model_state=_variables.model_state(variables),
-        rng=rng,
+        rng=_rng.training_key(rng),
     )

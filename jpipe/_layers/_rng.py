@@ -13,11 +13,17 @@ import jax
 Rngs = chex.PRNGKey | Mapping[str, chex.PRNGKey] | None
 
 
-def layer_key(key: chex.PRNGKey, layer: int) -> chex.PRNGKey:
+def key_spec() -> jax.ShapeDtypeStruct:
+    """Any key, where only its shape and dtype are asked for."""
+    return jax.eval_shape(jax.random.key, 0)
+
+
+def layer_key(key: chex.PRNGKey, layer: jax.Array | int) -> chex.PRNGKey:
     """The key with which a layer is initialized."""
     return jax.random.fold_in(key, layer)
 
 
+@jax.jit  # to be given a number is to move it
 def training_key(key: chex.PRNGKey) -> chex.PRNGKey:
     """The key that a train state keeps; none of the keys of `layer_key`."""
     return jax.random.fold_in(key, 2**31 - 1)

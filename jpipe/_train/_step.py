@@ -11,6 +11,7 @@ import optax
 from .._functions._objective import Objective
 from .._layers import _rng
 from .._run import _signature, _variables
+from .._run._context import outside_of_meshes
 from ._gradient import Gradient
 from ._optimizer import Optimizer
 from ._state import TrainState, check_state
@@ -44,6 +45,7 @@ class TrainStep:
         # By what the loss holds, which may be something else for each call.
         self._compiled = lru_cache(maxsize=32)(_no_programs)
 
+    @outside_of_meshes
     def __call__(
         self, state: TrainState, x: PyTree, targets: PyTree
     ) -> tuple[TrainState, dict[str, Any]]:

@@ -1,6 +1,7 @@
 """One cell of a pipeline schedule: an operation of a stage on a micro-batch."""
 
 import re
+import reprlib
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -12,7 +13,10 @@ INPUT = "I"
 WEIGHT = "W"
 OPS = (FORWARD, BACKWARD, INPUT, WEIGHT)
 
-_PATTERN = re.compile(rf"(\d+)([{''.join(OPS)}])(\d+)")
+_PATTERN = re.compile(rf"([0-9]+)([{''.join(OPS)}])([0-9]+)")
+# Stages and micro-batches are counted, one cell or more for each: no schedule that
+# fits into a memory has numbers of more digits, and Python does not read any number.
+MOST_DIGITS = 12
 
 
 class Action(NamedTuple):
@@ -52,13 +56,18 @@ class Action(NamedTuple):
         Raises:
           ValueError: if the text is anything else.
         """
-        match = _PATTERN.fullmatch(text)
+        match = _PATTERN.fullmatch(text) if isinstance(text, str) else None
         if match is None:
             raise ValueError(
-                f"{text!r} is no action: write stage, op ({', '.join(OPS)}) and "
-                f"micro-batch without blanks, such as '2F0'"
+                f"{reprlib.repr(text)} is no action: write stage, op "
+                f"({', '.join(OPS)}) and micro-batch without blanks, such as '2F0'"
             )
         stage, op, microbatch = match.groups()
+        if max(len(stage), len(microbatch)) > MOST_DIGITS:
+            raise ValueError(
+                f"{reprlib.repr(text)} is no action: stages and micro-batches have "
+                f"at most {MOST_DIGITS} digits"
+            )
         return cls(op, int(stage), int(microbatch))
 
 

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import math
+import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +13,8 @@ from ._action import FORWARD, Action
 from ._costs import Costs
 from ._simulate import ScheduleError, simulate
 from ._timeline import Timeline
+
+_NO_JSON = "no schedule as Schedule.to_json writes it"
 
 
 @dataclass(frozen=True)
@@ -80,10 +84,15 @@ class Schedule:
             raise ScheduleError("an empty text holds no schedule")
         rank_of = {action.stage: rank for action, rank in reversed(cells)}
         num_stages = max(rank_of) + 1
+        num_microbatches = max(action.microbatch for action, _ in cells) + 1
+        pairs = {action[1:] for action, _ in cells}
+        if says := _validate.absent(pairs, num_stages, num_microbatches):
+            # Said before anything is as long as a number is large.
+            raise ScheduleError(_validate.refusal(name, [says]))
         return cls(
             name,
             num_stages,
-            max(action.microbatch for action, _ in cells) + 1,
+            num_microbatches,
             tuple(rank_of.get(stage, 0) for stage in range(num_stages)),
             rows,
             forward_only=all(action.op == FORWARD for action, _ in cells),
@@ -108,18 +117,27 @@ class Schedule:
           >>> Schedule.from_json(schedule.to_json()) == schedule
           True
         """
+        needs = [field.name for field in dataclasses.fields(cls)]
         try:
-            fields: dict[str, Any] = json.loads(text)
-            rows = _parse(fields["name"], fields.pop("rows"))
-            placement = tuple(fields.pop("placement"))
-            numbers = (fields["num_stages"], fields["num_microbatches"], *placement)
-            if not all(isinstance(number, int) for number in numbers):
-                raise TypeError("sizes and placement are integers")
-            schedule = cls(**fields, placement=placement, rows=rows)
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-            raise ScheduleError(
-                f"no schedule as Schedule.to_json writes it: {error!r}"
-            ) from None
+            fields = json.loads(text)
+        # A number of thousands of digits is a ValueError, as is what is no JSON.
+        except (ValueError, RecursionError) as error:
+            raise ScheduleError(f"{_NO_JSON}: {error!r}") from None
+        if not isinstance(fields, dict):
+            kind = type(fields).__name__
+            raise ScheduleError(f"{_NO_JSON}: a {kind}, needs an object")
+        missing = [name for name in needs[:-1] if name not in fields]
+        surplus = [name for name in fields if name not in needs]
+        if missing or surplus:
+            faults = [f"missing: {reprlib.repr(missing)}"] if missing else []
+            faults += [f"surplus: {reprlib.repr(surplus)}"] if surplus else []
+            raise ScheduleError(f"{_NO_JSON}: {'; '.join(faults)}")
+        name, rows, placement = (fields[key] for key in ("name", "rows", "placement"))
+        if isinstance(rows, list) and all(isinstance(row, list) for row in rows):
+            fields["rows"] = _parse(name, rows)
+        if isinstance(placement, list):
+            fields["placement"] = tuple(placement)
+        schedule = cls(**fields)
         return schedule.validate()
 
     def validate(
@@ -135,17 +153,18 @@ class Schedule:
           The schedule itself.
 
         Raises:
-          ScheduleError: with every fault that was found, each with its rule: E1
-            unknown op, E2 stage, E3 micro-batch out of range, E4 on a rank that is not
-            its stage's, E5 missing, E6 twice, E7 both whole and split, E8 order on the
-            rank, E9 a cycle of waiting ranks, E10 backward on another rank than its
-            forward, E11 memory.
+          ScheduleError: with every fault that was found, each with its rule: E0 a
+            field or cell that is of no use, E1 unknown op, E2 stage, E3 micro-batch
+            out of range, E4 on a rank that is not its stage's, E5 missing, E6 twice,
+            E7 both whole and split, E8 order on the rank, E9 a cycle of waiting
+            ranks, E10 backward on another rank than its forward, E11 memory.
 
         Warns:
           UserWarning: E12, if a rank runs nothing.
         """
-        faults = []
-        if len(self.placement) != self.num_stages:
+        fields = (getattr(self, field.name) for field in dataclasses.fields(self))
+        faults = list(_validate.malformed(*fields))
+        if not faults and len(self.placement) != self.num_stages:
             faults.append(
                 f"E4 placement has {len(self.placement)} entries for "
                 f"{self.num_stages} stages"
@@ -155,20 +174,18 @@ class Schedule:
         )
         if not faults:
             try:
-                peaks = self.simulate(costs).peak_bytes
+                timeline = self.simulate(costs)
             except ScheduleError as error:
-                peaks = ()
                 faults.append(f"E9 {error}")
-            faults += [
-                f"E11 rank {rank} holds {peak:g} bytes, more than {max_bytes:g}"
-                for rank, peak in enumerate(peaks)
-                if max_bytes is not None and peak > max_bytes
-            ]
+            else:
+                most = math.inf if max_bytes is None else max_bytes
+                faults += [
+                    f"E11 rank {rank} holds {peak:g} bytes, more than {most:g}"
+                    for rank, peak in enumerate(timeline.peak_bytes)
+                    if peak > most
+                ]
         if faults:
-            raise ScheduleError(
-                f"schedule {self.name!r} cannot run:\n"
-                + "\n".join(f"  * {fault}" for fault in faults)
-            )
+            raise ScheduleError(_validate.refusal(self.name, faults))
         return self
 
     def simulate(self, costs: Costs | None = None) -> Timeline:
@@ -211,7 +228,7 @@ class Schedule:
 ScheduleBuilder = Callable[[int, int], Schedule]
 
 
-def _parse(name: str, lines: list[list[str]]) -> tuple[tuple[Action, ...], ...]:
+def _parse(name: str, lines: list[list[Any]]) -> tuple[tuple[Action, ...], ...]:
     faults, rows = [], []
     for rank, line in enumerate(lines):
         row = []
@@ -222,8 +239,7 @@ def _parse(name: str, lines: list[list[str]]) -> tuple[tuple[Action, ...], ...]:
                 faults.append(f"E1 {error} (rank {rank}, position {position})")
         rows.append(tuple(row))
     if faults:
-        listed = "\n".join(f"  * {fault}" for fault in faults)
-        raise ScheduleError(f"schedule {name!r} cannot run:\n{listed}")
+        raise ScheduleError(_validate.refusal(name, faults))
     return tuple(rows)
 
 

@@ -1,5 +1,6 @@
 """A schedule run on paper: each rank in its order, each action once it can."""
 
+import heapq
 from collections.abc import Iterable, Mapping
 
 from ._action import BACKWARD, FORWARD, INPUT, Action, Needs
@@ -49,14 +50,21 @@ def simulate(
             if placement[sender.stage] != rank
         ]
 
-    progress = True
-    while progress:
-        progress = False
-        for rank, row in enumerate(rows):
+    # Ranks are looked at in rounds, in their order; one that waits for an action is
+    # looked at again when that has run: in this round, if its turn is still to come.
+    waiting: dict[Action, list[int]] = {}
+    turns = list(range(len(rows)))
+    while turns:
+        later: list[int] = []
+        while turns:
+            rank = heapq.heappop(turns)
+            row = rows[rank]
             while position[rank] < len(row):
                 action = row[position[rank]]
                 reads = needs(action)
-                if not all(need in end for need in reads):
+                missing = next((need for need in reads if need not in end), None)
+                if missing is not None:
+                    waiting.setdefault(missing, []).append(rank)
                     break
                 ready = [arrival(need, action) for need in reads] + skips(action)
                 start[action] = max([free[rank], *ready])
@@ -66,7 +74,9 @@ def simulate(
                 if end[action] > start[action]:
                     free[rank] = end[action]
                 position[rank] += 1
-                progress = True
+                for other in waiting.pop(action, ()):
+                    heapq.heappush(turns if other > rank else later, other)
+        turns = later
     stuck = {
         r: row[position[r]] for r, row in enumerate(rows) if position[r] < len(row)
     }

@@ -85,7 +85,10 @@ class Timeline:
     @property
     def peak_bytes(self) -> tuple[float, ...]:
         """The most that each rank holds at any time."""
-        return tuple(self.peak_of([rank]) for rank in range(len(self.rows)))
+        peaks = [0.0] * len(self.rows)
+        for _, rank, size in self.memory:
+            peaks[rank] = max(peaks[rank], size)
+        return tuple(peaks)
 
     def peak_of(self, ranks: Collection[int]) -> float:
         """The most that some ranks hold together: those that share a device."""

@@ -19,12 +19,49 @@ def test_action_reads_what_it_prints(op, stage, microbatch):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "F0", "2F", "2X0", "2f0", "-1F0", "2 F0", " 2F0", "2F0\n", "2F0junk", "2F0.5"],
+    [
+        "",
+        "F0",
+        "2F",
+        "2X0",
+        "2f0",
+        "٢F0",
+        "-1F0",
+        "2 F0",
+        " 2F0",
+        "2F0\n",
+        "2F0junk",
+        "2F0.5",
+    ],
 )
 def test_action_refuses_anything_else(text):
     says = f"{text!r} is no action: write stage, op (F, B, I, W) and micro-batch"
     with pytest.raises(ValueError, match=re.escape(says)):
         Action.parse(text)
+
+
+def test_action_refuses_numbers_that_no_schedule_has():
+    assert Action.parse("9" * 12 + "F0").stage == 10**12 - 1
+    for text in ("1" * 13 + "F0", "0F" + "1" * 5000):
+        with pytest.raises(ValueError, match="micro-batches have at most 12 digits"):
+            Action.parse(text)
+
+
+def test_a_text_that_is_none_is_refused_in_few_lines():
+    with pytest.raises(ScheduleError) as refusal:
+        Schedule.from_text("to be or not to be " * 100)
+    lines = str(refusal.value).splitlines()
+    assert len(lines) == 52
+    assert lines[-1] == "  * and 550 more"
+
+
+@pytest.mark.parametrize(
+    "text", ["0F1000", "0F999999999999", "999999999999F0 0B0", "0F0 0B0\n1F0 12345B0"]
+)
+def test_a_number_that_is_too_large_is_refused_before_anything_is_as_long(text):
+    says = r"E5 stages 0 to \d+ and micro-batches 0 to \d+ are \d+ pairs, of \d+ of "
+    with pytest.raises(ScheduleError, match=says + "them there is no cell"):
+        Schedule.from_text(text)
 
 
 def test_all_cells_of_a_text_that_are_no_actions_are_in_one_message():
@@ -57,13 +94,26 @@ def json_with(**fields) -> str:
     ("text", "says"),
     [
         ("nonsense", "no schedule as Schedule.to_json writes it: JSONDecodeError"),
-        ("[]", "no schedule as Schedule.to_json writes it: TypeError"),
-        ("{}", "no schedule as Schedule.to_json writes it: KeyError('name')"),
-        (json_with(more=1), "got an unexpected keyword argument 'more'"),
-        (json_with(rows=None), "no schedule as Schedule.to_json writes it: TypeError"),
-        (json_with(rows=[[1]]), "no schedule as Schedule.to_json writes it: TypeError"),
-        (json_with(num_microbatches="1"), "sizes and placement are integers"),
-        (json_with(placement=["0", "1"]), "sizes and placement are integers"),
+        ("[" * 10**5, "no schedule as Schedule.to_json writes it: RecursionError"),
+        ("9" * 10**4, "no schedule as Schedule.to_json writes it: ValueError"),
+        ("[]", "no schedule as Schedule.to_json writes it: a list, needs an object"),
+        (
+            "{}",
+            "missing: ['name', 'num_stages', 'num_microbatches', 'placement', 'rows",
+        ),
+        (json_with(more=1), "surplus: ['more']"),
+        (json_with(name=None), "E0 name is a NoneType, needs a text"),
+        (json_with(rows=None), "E0 rows is a NoneType, needs a tuple of rows"),
+        (json_with(rows=["0F0"]), "E0 rows[0] is a str, needs a tuple of actions"),
+        (json_with(rows=[[1]]), "E1 1 is no action: write stage, op"),
+        (json_with(num_stages=0), "E0 num_stages is less than 1"),
+        (json_with(num_stages=True), "E0 num_stages is a bool, needs an int"),
+        (json_with(num_stages=float("nan")), "E0 num_stages is a float, needs an int"),
+        (json_with(num_microbatches="1"), "E0 num_microbatches is a str, needs an int"),
+        (json_with(num_microbatches=10**12), "has more than 12 digits"),
+        (json_with(placement=["0", "1"]), "E0 placement[1] is a str, needs an int"),
+        (json_with(placement="01"), "E0 placement is a str, needs a tuple of ranks"),
+        (json_with(forward_only=1), "E0 forward_only is a int, needs True or False"),
         (json_with(rows=[["0F0", "0G0"]]), "E1 '0G0' is no action"),
         (json_with(num_microbatches=2), "E5 0F1 never runs"),
         (json_with(forward_only=True), "E7 0B0 in a schedule that is forward_only"),

@@ -5,11 +5,44 @@ import re
 
 import pytest
 
-from jpipe.schedules import Costs, gpipe
+from jpipe.schedules import Action, Costs, Schedule, gpipe
 
 from .orders import ASCENDING, by_hand, refusal_of
 
 REFUSED = {
+    "E0 of fields of other types": (
+        Schedule("mine", "2", 1.0, {0: 0}, None, "no"),
+        """\
+  * E0 placement is a dict, needs a tuple of ranks
+  * E0 rows is a NoneType, needs a tuple of rows
+  * E0 forward_only is a str, needs True or False
+  * E0 num_stages is a str, needs an int
+  * E0 num_microbatches is a float, needs an int""",
+    ),
+    "E0 of cells that are no actions": (
+        Schedule("mine", 1, 1, (True,), (("0F0", ("B", 0, 0)), 3)),
+        """\
+  * E0 placement[0] is a bool, needs an int
+  * E0 rows[0][0] is a str, needs a jpipe.schedules.Action, such as Action.parse('2F0')
+  * E0 rows[0][1] is a tuple, needs a jpipe.schedules.Action, such as \
+Action.parse('2F0')
+  * E0 rows[1] is a int, needs a tuple of actions""",
+    ),
+    "E0 of numbers that are none, or beyond all size": (
+        Schedule(
+            "mine",
+            1,
+            10**5000,
+            (10**12,),
+            ((Action("F", None, 0), Action("F", 0, -(10**12)), Action(0, 0, 0)),),
+        ),
+        """\
+  * E0 num_microbatches has more than 12 digits
+  * E0 placement[0] has more than 12 digits
+  * E0 rows[0][0].stage is a NoneType, needs an int
+  * E0 rows[0][1].microbatch has more than 12 digits
+  * E0 rows[0][2].op is a int, needs a text""",
+    ),
     "E1 of an unknown op": (
         by_hand("0F0 0B0 0R0", 1),
         """\
@@ -71,6 +104,15 @@ REFUSED = {
     "E5 of a micro-batch": (
         by_hand("0F0 0B0", 2),
         "  * E5 0F1 never runs\n  * E5 0B1 never runs, nor do 0I1 and 0W1",
+    ),
+    "E5 of more than anybody would read": (
+        by_hand("0F0 0B0\n1F0 1B1", 10**11),
+        """\
+  * E5 stages 0 to 1 and micro-batches 0 to 99999999999 are 200000000000 pairs, of \
+199999999997 of them there is no cell, 0F1 the first; if that is more than was meant, \
+a number is too large
+  * E5 1B0 never runs, nor do 1I0 and 1W0
+  * E5 1F1 never runs""",
     ),
     "E6 of an action that runs three times": (
         by_hand("0F0 0B0 0F0 0F0", 1),
@@ -168,7 +210,7 @@ def test_the_validator_refuses_with(rule):
 
 
 def test_every_rule_that_needs_no_limit_has_an_example():
-    assert {rule.split()[0] for rule in REFUSED} == {f"E{n}" for n in range(1, 11)}
+    assert {rule.split()[0] for rule in REFUSED} == {f"E{n}" for n in range(11)}
 
 
 def test_e11_names_each_rank_that_holds_more_than_the_limit():
