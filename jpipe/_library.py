@@ -13,8 +13,8 @@ import jax
 from ._functions import _batch, _microbatch
 from ._functions._batch import Batch
 from ._functions._objective import Objective
-from ._layers._initialize import Initializers
 from ._layers import _rng
+from ._layers._initialize import Initializers
 from ._layers._rng import Rngs
 from ._layers._skip import Route
 from ._layers._walk import Visit, walk

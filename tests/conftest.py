@@ -64,7 +64,8 @@ def moved(monkeypatch):
     put, copier = jax.device_put, _compat.copier
 
     def counting_put(tree, device=None, **options):
-        moved.extend((leaf.size, device) for leaf in jax.tree.leaves(tree))
+        target = getattr(device, "device_set", {device})
+        moved.extend((leaf.size, *target) for leaf in jax.tree.leaves(tree))
         return put(tree, device, **options)
 
     def counting_copier(source, target):

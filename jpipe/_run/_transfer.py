@@ -1,9 +1,11 @@
 """The only place from which data moves between devices."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import SingleDeviceSharding
 
 from . import _compat
 
@@ -12,19 +14,29 @@ Leaves = Sequence[Any]
 Device = Any
 
 
+@functools.cache
+def on(device: Device) -> SingleDeviceSharding:
+    """A whole array on one device.
+
+    To `jax.device_put` a device alone says less: what was spread over a mesh of
+    explicit axes would be on the device and still of a type that names the mesh.
+    """
+    return SingleDeviceSharding(device)
+
+
 def put(leaves: Leaves, device: Device) -> list[jax.Array]:
     """Flat leaves, from the host or any device, onto one device. Never waits."""
-    return jax.device_put(list(leaves), device) if leaves else []
+    return jax.device_put(list(leaves), on(device)) if leaves else []
 
 
 def put_tree(tree: Any, device: Device) -> Any:
     """A pytree, from the host or any device, onto one device. Never waits."""
-    return jax.device_put(tree, device)
+    return jax.device_put(tree, on(device))
 
 
 def copy_tree(tree: Any, device: Device) -> Any:
     """As `put_tree`, but what is there already is copied."""
-    return jax.device_put(tree, device, may_alias=False)
+    return jax.device_put(tree, on(device), may_alias=False)
 
 
 class Group(NamedTuple):
