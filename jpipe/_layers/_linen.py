@@ -24,6 +24,11 @@ def is_module(source: Any) -> bool:
     return isinstance(source, linen.Module)
 
 
+def is_box(node: Any) -> bool:
+    """Whether a node of variables is a box, such as a `flax.linen.Partitioned`."""
+    return isinstance(node, linen.meta.AxisMetadata)
+
+
 def name(module: linen.Module) -> str:
     """What to call a module: its own name or that of its class."""
     return module.name or type(module).__name__

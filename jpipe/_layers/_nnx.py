@@ -236,6 +236,10 @@ def _value(leaf: Any) -> PyTree:
     return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
 
 
+def _holds_box(leaf: Any) -> bool:
+    return _linen.is_box(_value(leaf))
+
+
 def _variables(module: nnx.Module) -> dict[str, PyTree]:
     """The values of a module: by collection, then nested as its attributes are."""
     found: dict[str, PyTree] = {}
@@ -271,6 +275,12 @@ def _merge(module: nnx.Module, variables: Mapping[str, PyTree]) -> nnx.Module:
             except (KeyError, TypeError, IndexError):
                 missing.append(f"{collection}/{dotted(path)}")
         state[path] = leaf.replace(value) if isinstance(leaf, nnx.Variable) else value
+    if boxed := [dotted(path) for path, leaf in state.items() if _holds_box(leaf)]:
+        raise ValueError(
+            f"an nnx module keeps how a value is partitioned beside it: give this "
+            f"{name(module)} plain arrays for {', '.join(boxed)}, as "
+            f"flax.linen.unbox(variables) makes them"
+        )
     if missing:
         raise ValueError(
             f"the variables are not those of this {name(module)}: missing "

@@ -7,6 +7,7 @@ import jax
 from jax import core
 
 from .._functions._weights import is_inexact
+from .._layers._linen import is_box
 from .._layers._stage import StageFunction
 from ._transfer import Device
 
@@ -54,6 +55,7 @@ def check(expected: Sequence[PyTree], given: Any, faults: Sequence[str] = ()) ->
             "every leaf must be an array; type variables = pipe.place(variables): "
             + "; ".join(strangers)
         )
+    expected, given = unboxed(expected), unboxed(given)
     wanted, found = _shapes(expected), _shapes(given)
     faults = list(faults)
     faults += [
@@ -72,6 +74,20 @@ def check(expected: Sequence[PyTree], given: Any, faults: Sequence[str] = ()) ->
             "the variables are not those of this model:\n"
             + "\n".join(f"  * {fault}" for fault in faults)
         )
+
+
+def unboxed(variables: Sequence[PyTree]) -> tuple[PyTree, ...]:
+    """Variables without the boxes that tell how Flax would partition them.
+
+    Flax takes boxed values for plain ones and plain ones for boxed, and so do we: what
+    is compared is what is in the boxes. Results have those that were given.
+    """
+
+    def inner(node: Any) -> Any:
+        leaves = jax.tree.leaves(node) if is_box(node) else ()
+        return leaves[0] if len(leaves) == 1 else node
+
+    return jax.tree.map(inner, tuple(variables), is_leaf=is_box)
 
 
 def check_length(given: Any, num_layers: int) -> None:
