@@ -85,6 +85,7 @@ class Library:
         """The forward pass for such variables and such an input."""
         signature = _signature.settings(), _signature.of(variables, x, rngs), train
         if signature not in self._inference:
+            self._check_order(variables)
             batch = self._batch(x, (), rngs)
             layout = self._check(variables, batch.first)
             routes = self.expected(batch.first)[1]
@@ -116,6 +117,7 @@ class Library:
             kind = _signature.of(variables, x, targets, rngs), train
             signature = _signature.settings(), kind
             if signature not in compiled:
+                self._check_order(variables)
                 batch = self._batch(x, targets, rngs)
                 layout = self._check(variables, batch.first)
                 program = Program(
@@ -143,6 +145,11 @@ class Library:
                 "no step was built yet whose loss could be profiled; give loss_fn="
             )
         return self.objective
+
+    def _check_order(self, variables: Any) -> None:
+        """Tells arguments in another order, before a batch is made of variables."""
+        if not isinstance(variables, Sequence):
+            _variables.check_length(variables, len(self._pipe.stage_of_layer))
 
     def _batch(self, x: PyTree, targets: PyTree, rngs: Rngs) -> Batch:
         _variables.check_concrete(jax.tree.leaves((x, targets, rngs)))

@@ -20,7 +20,7 @@ from ._run._context import outside_of_meshes
 from ._run._execute import execute
 from ._run._pipe import Pipe
 from ._train._gradient import gradient_tree
-from ._train._state import TrainState
+from ._train._state import TrainState, check_state
 from ._train._step import TrainStep, check_optimizer
 from .schedules import Schedule, Timeline
 
@@ -344,6 +344,7 @@ class Pipeline:
           >>> predicted.peak_bytes == measured.peak_bytes
           True
         """
+        check_state(state)
         x, targets = as_pair(batch)
         given = Objective(loss_fn, has_aux, reduction) if loss_fn else None
         objective = given or self._library.last_objective()

@@ -139,10 +139,12 @@ def choose_devices(devices: Any, schedule: Schedule) -> tuple[Device, ...]:
       ValueError: if there are fewer devices than ranks.
       TypeError: if an entry is no device.
     """
-    if devices is not None and not hasattr(devices, "__iter__"):
+    if isinstance(devices, str) or not hasattr(devices or [], "__iter__"):
+        one = isinstance(devices, jax.Device)
+        example = f"[{devices!r}]" if one else "jax.devices()[:2]"
         raise TypeError(
             f"devices={devices!r} is a {type(devices).__name__}; needs a sequence of "
-            f"devices, such as devices=[{devices!r}]"
+            f"jax.Device objects, such as devices={example}"
         )
     given: Sequence[Any] = jax.devices() if devices is None else list(devices)
     strangers = [d for d in given if not isinstance(d, jax.Device)]

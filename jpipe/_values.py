@@ -24,6 +24,7 @@ def make(
     pipe: Pipe, library: Library, key: chex.PRNGKey, x: PyTree
 ) -> tuple[PyTree, ...]:
     """Makes the variables of all layers: see `Pipeline.init`."""
+    _rng.check_key(key)
     spec = library.sample(x)
     visits, _ = library.expected(spec)
     library.note([visit.variables for visit in visits], spec)
@@ -100,6 +101,7 @@ def train_state(
     tx: optax.GradientTransformation,
 ) -> TrainState:
     """The state at step 0, of variables that it may overwrite."""
+    _rng.check_key(key)
     params = _variables.params(variables)
     rng, step = _transfer.put([key, np.int32(0)], pipe.devices[0])
     init = optimizer(pipe, tx, params, donate=False).init

@@ -231,6 +231,8 @@ def check_joinable(outputs: PyTree, axis: int, size: int) -> None:
             faults.append(f"outputs{jax.tree_util.keystr(path)} has shape {leaf.shape}")
     if faults:
         raise ValueError(
-            f"outputs of a micro-batch of {size} cannot be joined on out_axes={axis}:\n"
+            f"outputs of a micro-batch of {size} cannot be joined on out_axes={axis}; "
+            f"return the examples on that axis and reshape what apply returns, or, in "
+            f"training, in loss_fn; or type out_axes= or num_microbatches=1:\n"
             + "\n".join(f"  * {fault}" for fault in faults)
         )

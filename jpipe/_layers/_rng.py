@@ -4,18 +4,40 @@ Stages, devices, schedules and rematerialization do not enter, so none of them
 changes a dropout mask.
 """
 
+import reprlib
 from collections.abc import Mapping
+from typing import Any
 
 import chex
 import jax
+import jax.numpy as jnp
 
 # One key, or a dictionary of keys by stream name, as Flax takes them.
 Rngs = chex.PRNGKey | Mapping[str, chex.PRNGKey] | None
 
 
-def key_spec() -> jax.ShapeDtypeStruct:
+def key_spec() -> Any:
     """Any key, where only its shape and dtype are asked for."""
     return jax.eval_shape(jax.random.key, 0)
+
+
+def check_key(key: Any) -> None:
+    """Checks that something is a key of `jax.random`, typed or raw.
+
+    Raises:
+      TypeError: if it is not.
+    """
+    dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
+    if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        if shape == ():
+            return
+    elif dtype == jnp.uint32 and shape is not None and len(shape) == 1:
+        return
+    given = reprlib.repr(key) if dtype is None else f"a {dtype}{list(shape or ())}"
+    seed = key if isinstance(key, int) else 0
+    raise TypeError(
+        f"key is {given}; needs a random key, such as jax.random.key({seed})"
+    )
 
 
 def layer_key(key: chex.PRNGKey, layer: jax.Array | int) -> chex.PRNGKey:

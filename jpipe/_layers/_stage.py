@@ -105,6 +105,12 @@ def naming(stage: int, number: int, layer: Layer, x: PyTree) -> Iterator[None]:
             f"raised by layer {number} ({layer.name}) of stage {stage}, "
             f"whose input was {shapes(x)}"
         )
+        if isinstance(error, NameError) and "axis name" in str(error):
+            error.add_note(
+                "a pipeline maps no axis: drop axis_name, and collectives over it such "
+                "as jax.lax.pmean; the loss and the running statistics of batch norms "
+                "are those of the whole mini-batch without them"
+            )
         raise
 
 

@@ -1,7 +1,8 @@
 """A model met layer by layer on abstract values: what each is given and would make."""
 
 import copy
-from collections.abc import Hashable, Mapping, Sequence
+import reprlib
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import chex
@@ -91,6 +92,7 @@ class _Walk:
         self.uses: list[_skip.Use] = []
         self._key = key
         self._sharing = sharing
+        self._number = 0  # of the layer that is visited
         self._skips: dict[_skip.Key, PyTree] = {}
         # By the root of their module, the variables of the layers so far.
         self._owned: dict[int, dict[Key, PyTree]] = {}
@@ -99,6 +101,7 @@ class _Walk:
 
     def visit(self, stage: int, number: int, layer: Layer) -> None:
         """Goes through one layer."""
+        self._number = number
         before, frames = dict(self._skips), []
         lent = self._lent(number)
         try:
@@ -153,7 +156,7 @@ class _Walk:
     def _traced(
         self, layer: Layer, lent: Mapping[Names, PyTree], frames: list[_skip.Frame]
     ) -> _Outcome:
-        spec, skips = self.spec, self._skips
+        spec, skips, number = self.spec, self._skips, self._number
         names, left = list(skips), []
         # Zeros are what an unknown name pops: something to go on with, to find the
         # other faults too.
@@ -168,6 +171,7 @@ class _Walk:
             with _skip.applying(popped, layer.namespace, guess=zeros(x)) as frame:
                 frames.append(frame)
                 y, _ = layer.apply(variables, x, _rng.layer_rngs(key, 0, 0), False)
+                _check_output(number, layer, y)
             left.extend(popped)
             return y, list(popped.values())
 
@@ -204,6 +208,29 @@ def _read(lent: Mapping[Names, PyTree], live: Sequence[bool]) -> set[Names]:
     """Of what is lent the variables of which something is read."""
     owners = [names for names, value in lent.items() for _ in jax.tree.leaves(value)]
     return {names for names, is_read in zip(owners, live, strict=False) if is_read}
+
+
+def _check_output(number: int, layer: Layer, y: PyTree) -> None:
+    """Checks that a layer returned arrays: nothing else goes from stage to stage."""
+    faults = []
+    # JAX warns of a generator among leaves, which says less than we do.
+    found = jax.tree_util.tree_leaves_with_path(
+        y, is_leaf=lambda node: isinstance(node, Iterator)
+    )
+    for path, leaf in found:
+        try:
+            jax.typeof(leaf)
+        except TypeError:
+            told = f"{reprlib.repr(leaf)}, a {type(leaf).__name__}"
+            faults.append(f"output{jax.tree_util.keystr(path)} is {told}")
+    if faults:
+        raise TypeError(
+            f"layer {number} ({layer.name}) must return a pytree of arrays; list a "
+            f"function after it, or a jpipe.layer of another method, that returns "
+            f"arrays in tuples, lists or dicts, or register the class of what it "
+            f"returns with jax.tree_util.register_dataclass:\n"
+            + "\n".join(f"  * {fault}" for fault in faults)
+        )
 
 
 def _check_shareable(number: int, layer: Layer, borrowed: PyTree) -> None:

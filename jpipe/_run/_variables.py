@@ -97,9 +97,12 @@ def check_length(given: Any, num_layers: int) -> None:
       ValueError: if there is not.
     """
     if not isinstance(given, Sequence) or len(given) != num_layers:
-        length = len(given) if isinstance(given, Sequence) else type(given).__name__
+        sequence = isinstance(given, Sequence)
+        told = (
+            f"has {len(given)} entries" if sequence else f"is a {type(given).__name__}"
+        )
         raise ValueError(
-            f"variables has {length} entries, the model {num_layers} layers; give a "
+            f"variables {told}, the model has {num_layers} layers; give a "
             f"tuple with one entry per layer, as Pipeline.init returns it"
         )
 

@@ -37,7 +37,10 @@ class TrainState:
     rng: jax.Array
 
     def replace(self, **changes: Any) -> "TrainState":
-        """The same state with other values of some attributes."""
+        """The same state with other values of some attributes; a list is a tuple."""
+        for name in ("params", "model_state"):
+            if isinstance(changes.get(name), list):
+                changes[name] = tuple(changes[name])
         return replace(self, **changes)
 
     @property
@@ -89,12 +92,27 @@ def check_state(state: Any) -> None:
 
     Raises:
       TypeError: if it is none, or belongs to a trace.
-      ValueError: if an earlier step has overwritten it.
+      ValueError: if it has not one entry per layer, or a step has overwritten it.
     """
     if not isinstance(state, TrainState):
         raise TypeError(
             f"state is a {type(state).__name__}; needs the TrainState that "
             f"Pipeline.init_train_state or an earlier step returned"
+        )
+    faults = [
+        f"state.{name} is a {type(entries).__name__}"
+        for name in ("params", "model_state")
+        if not isinstance(entries := getattr(state, name), tuple)
+    ]
+    if not faults and len(state.params) != len(state.model_state):
+        faults.append(
+            f"state.params has {len(state.params)} entries, state.model_state "
+            f"{len(state.model_state)}"
+        )
+    if faults:
+        raise ValueError(
+            f"{'; '.join(faults)}: each is a tuple with one entry per layer, {{}} "
+            f"where a layer has none; type state.replace(params=tuple(params))"
         )
     leaves = jax.tree.leaves((state.params, state.opt_state))
     _variables.check_concrete([*leaves, state.step])
