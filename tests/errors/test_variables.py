@@ -14,7 +14,7 @@ def test_variables_of_a_model_that_does_not_share():
     shared = nn.Dense(3)
     pipe = jpipe.pipeline([shared, nn.relu, shared, nn.relu], 2)
     apart = jpipe.pipeline([nn.Dense(3), nn.relu, nn.Dense(3), nn.relu], 2)
-    with pytest.raises(ValueError, match=says("surplus: variables[2]['params']")):
+    with pytest.raises(ValueError, match=says("tied: variables[2]['params']")):
         pipe.apply(apart.init(KEY, X), X)
 
 
