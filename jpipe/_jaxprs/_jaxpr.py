@@ -10,6 +10,7 @@ import jax
 from jax.extend import core
 
 PyTree = Any
+Ending = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
 
 # The names that JAX gives, or has given, to the primitives of `jax.jit` and of
 # `jax.checkpoint`.
@@ -20,21 +21,33 @@ _CHECKPOINTS = ("remat2", "checkpoint")
 def trace(
     function: Callable[..., Any],
     *specs: PyTree,
-    open_branches: bool = False,
+    ending: Ending | None = None,
 ) -> tuple[core.ClosedJaxpr, Any]:
     """Traces a function on abstract arguments, with inner calls of `jax.jit` inlined.
 
     Args:
       function: of any pytrees.
       *specs: its arguments, with `jax.ShapeDtypeStruct` leaves.
-      open_branches: whether all branches of a `jax.lax.cond` are computed, leaf by
-        leaf, and their results selected: what it computes is then visible.
+      ending: of flat arguments and results: what becomes of the results.
 
     Returns:
       The jaxpr over flat leaves, and the specs of the function's result.
     """
     closed, result = jax.make_jaxpr(function, return_shape=True)(*specs)
-    return _retrace(closed, open_branches, _CALLS), result
+    return _retrace(closed, _CALLS, ending=ending), result
+
+
+def open_branches(
+    closed: core.ClosedJaxpr, chosen: Container[int]
+) -> core.ClosedJaxpr:
+    """The same computation with both sides of some branches in the open.
+
+    Args:
+      closed: the jaxpr.
+      chosen: the ids of its equations that are a `jax.lax.cond`. All their branches
+        are computed, and the results selected, leaf by leaf.
+    """
+    return _retrace(closed, _CALLS, chosen)
 
 
 def open_checkpoints(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
@@ -45,19 +58,20 @@ def open_checkpoints(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
     """
     if all(eqn.primitive.name not in _CHECKPOINTS for eqn in closed.jaxpr.eqns):
         return closed
-    return _retrace(closed, False, (*_CALLS, *_CHECKPOINTS))
+    return _retrace(closed, (*_CALLS, *_CHECKPOINTS))
 
 
 def _retrace(
-    closed: core.ClosedJaxpr, open_branches: bool, calls: Container[str]
+    closed: core.ClosedJaxpr,
+    calls: Container[str],
+    opened: Container[int] = (),
+    ending: Ending | None = None,
 ) -> core.ClosedJaxpr:
-    flat = [
-        jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)
-        for var in closed.jaxpr.invars
-    ]
+    flat = [spec(var.aval) for var in closed.jaxpr.invars]
 
-    def inlined(*args: Any) -> list[Any]:
-        return _inline(closed, args, open_branches, calls)
+    def inlined(*args: Any) -> Sequence[Any]:
+        results = _inline(closed, args, calls, opened)
+        return ending(args, results) if ending else results
 
     return jax.make_jaxpr(inlined)(*flat)
 
@@ -65,8 +79,8 @@ def _retrace(
 def _inline(
     closed: core.ClosedJaxpr,
     args: Sequence[Any],
-    open_branches: bool,
     calls: Container[str],
+    opened: Container[int],
 ) -> list[Any]:
     """Evaluates a jaxpr, entering the jaxprs of inner calls, and of branches."""
     values: dict[core.Var, Any] = dict(
@@ -83,11 +97,11 @@ def _inline(
             inner = eqn.params["jaxpr"]
             if not isinstance(inner, core.ClosedJaxpr):
                 inner = core.ClosedJaxpr(inner, [])
-            results = _inline(inner, operands, open_branches, calls)
-        elif open_branches and eqn.primitive.name == "cond" and not eqn.effects:
+            results = _inline(inner, operands, calls, opened)
+        elif id(eqn) in opened:
             which, *rest = operands
             branches = eqn.params["branches"]
-            cases = [_inline(branch, rest, True, calls) for branch in branches]
+            cases = [_inline(branch, rest, calls, opened) for branch in branches]
             results = [
                 jax.lax.select_n(which, *case) for case in zip(*cases, strict=True)
             ]
@@ -128,6 +142,23 @@ def prune(closed: core.ClosedJaxpr, outvars: Sequence[Any]) -> core.ClosedJaxpr:
     eqns = _needed(closed.jaxpr.eqns, outvars)
     jaxpr = closed.jaxpr.replace(eqns=eqns, outvars=list(outvars))
     return core.ClosedJaxpr(jaxpr, closed.consts)
+
+
+def contains(closed: core.ClosedJaxpr, name: str) -> bool:
+    """Whether a primitive of that name is in a jaxpr, or in one inside of it."""
+    inner = [
+        value if isinstance(value, core.ClosedJaxpr) else core.ClosedJaxpr(value, [])
+        for eqn in closed.jaxpr.eqns
+        for value in jax.tree.leaves(list(eqn.params.values()))
+        if isinstance(value, core.ClosedJaxpr | core.Jaxpr)
+    ]
+    names = {eqn.primitive.name for eqn in closed.jaxpr.eqns}
+    return name in names or any(contains(jaxpr, name) for jaxpr in inner)
+
+
+def spec(aval: Any) -> jax.ShapeDtypeStruct:
+    """What a value is like, as far as tracing asks."""
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
 def live_inputs(closed: core.ClosedJaxpr) -> list[bool]:

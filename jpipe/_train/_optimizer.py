@@ -10,13 +10,14 @@ from .._functions._weights import is_inexact
 from .._layers._stage import shapes
 from .._run import _signature, _transfer
 from .._run._transfer import Device
-from ._placed import Home, Placed
+from ._homes import Path, homes, paths, places
+from ._placed import Layout, Placed
 
 PyTree = Any
 
 _BY_HAND = (
-    "type pipe.value_and_grad, bring gradients and parameters to one device "
-    "(jax.device_put) and call tx.update there"
+    "type pipe.value_and_grad and tx = pipe.optimizer(tx), and call tx.update in a "
+    "loop of your own"
 )
 
 
@@ -47,33 +48,32 @@ class Optimizer:
         self._params_tree = jax.tree.structure(params)
         free = self._hide_integers(params)
         place = _places(free, stage_of_layer)
-
-        def homes(tree: PyTree) -> list[Home]:
-            return _homes(tree, place)
-
+        params_at = homes(free, place)
+        stored = [devices[home or 0] for home in params_at]
         self._init = Placed(
             tx.init,
             [free],
-            in_homes=homes(free),
-            out_homes=homes,
+            Layout(params_at, stored, lambda state: homes(state, place)),
             devices=devices,
-            donate=[False] * len(place),
+            donate=[False] * len(stored),
             name="optimizer_init",
         )
         self.state = self._init.result
         self._state_tree = jax.tree.structure(self.state)
 
-        state_homes = homes(self.state)
+        state_at = homes(self.state, place)
         self._state_kinds = _signature.kinds(jax.tree.leaves(self.state))
-        self._state_devices = [devices[home or 0] for home in state_homes]
-        param_homes = homes(free)
+        self._state_devices = [devices[home or 0] for home in state_at]
         self._update = Placed(
             _updating(tx),
             [free, self.state, free],
-            in_homes=[*param_homes, *state_homes, *param_homes],
-            out_homes=lambda _: [*param_homes, *state_homes],
+            Layout(
+                [*params_at, *state_at, *params_at],
+                [*stored, *self._state_devices, *stored],
+                lambda _: [*params_at, *state_at],
+            ),
             devices=devices,
-            donate=[donate] * (len(place) + len(state_homes)) + [True] * len(place),
+            donate=[donate] * len(params_at + state_at) + [True] * len(params_at),
             name="optimizer_update",
         )
 
@@ -193,34 +193,16 @@ def place_state(
       The same values; what belongs to no parameter is on the first device.
     """
     leaves, tree = jax.tree.flatten(state)
-    homes = _homes(state, _places(params, stage_of_layer))
+    wanted = homes(state, _places(params, stage_of_layer))
     placed = [
         _transfer.put([leaf], devices[home or 0])[0]
-        for leaf, home in zip(leaves, homes, strict=True)
+        for leaf, home in zip(leaves, wanted, strict=True)
     ]
     return jax.tree.unflatten(tree, placed)
 
 
-def _places(params: PyTree, stage_of_layer: Sequence[int]) -> dict[Any, int]:
-    flat = jax.tree_util.tree_leaves_with_path(params)
-    return {path: stage_of_layer[path[0].idx] for path, _ in flat}
-
-
-def _homes(tree: PyTree, place: dict[Any, int]) -> list[Home]:
-    """Where each leaf of the optimizer's state belongs.
-
-    A leaf that mirrors a parameter, as a momentum does, has the parameter's path at
-    the end of its own; one of several that belong to a parameter, as SM3 has one per
-    axis, has it further in. There a path of one number would be found by accident.
-    """
-
-    def home(path: Any) -> Home:
-        parts = [path[i:] for i in range(len(path))]
-        for end in range(len(path) - 1, 1, -1):
-            parts += [path[i:end] for i in range(end - 1)]
-        return next((place[part] for part in parts if part in place), None)
-
-    return [home(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+def _places(params: PyTree, stage_of_layer: Sequence[int]) -> dict[Path, int]:
+    return places((path, stage_of_layer[path[0].idx]) for path in paths(params))
 
 
 def _told(shape: tuple[int, ...] | None, dtype: Any) -> str:

@@ -1,0 +1,175 @@
+"""A jaxpr cut along the placement of its operands.
+
+Every equation runs where most of its operands' bytes are; neighbouring equations of
+one place become one segment, which is compiled as one program.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jax.extend import core
+
+from .._functions import _jaxpr
+from ._homes import Home, heaviest
+
+
+@dataclass
+class Segment:
+    """Equations that run in one place without waiting for another in between."""
+
+    home: int
+    eqns: list[tuple[int, core.JaxprEqn]] = field(default_factory=list)
+    results: list[Any] = field(default_factory=list)
+
+
+def open_branches(
+    closed: core.ClosedJaxpr, in_homes: Sequence[Home]
+) -> core.ClosedJaxpr:
+    """The same computation without a `jax.lax.cond` over operands of several places.
+
+    All its branches are computed, leaf by leaf, and their results selected: each leaf
+    may then stay where it is. One with a `jax.lax.while_loop` in a branch, which may
+    end only where it is asked for, is left: it runs in one place.
+    """
+    while True:
+        home = dict(zip(closed.jaxpr.invars, in_homes, strict=True))
+        spread(closed, home)
+        opened = {id(eqn) for eqn in closed.jaxpr.eqns if _may_open(eqn, home)}
+        if not opened:
+            return closed
+        closed = _jaxpr.open_branches(closed, opened)
+
+
+def _may_open(eqn: core.JaxprEqn, home: dict[Any, Home]) -> bool:
+    if eqn.primitive.name != "cond" or eqn.effects:
+        return False
+    _, *operands = eqn.invars
+    over = {_home(atom, home) for atom in operands} - {None}
+    return len(over) > 1 and not any(
+        _jaxpr.contains(branch, "while") for branch in eqn.params["branches"]
+    )
+
+
+def spread(closed: core.ClosedJaxpr, home: dict[Any, Home]) -> list[Home]:
+    """Gives every equation a place; extends ``home`` to all variables."""
+    home.update(dict.fromkeys(closed.jaxpr.constvars))
+    chosen = []
+    for eqn in closed.jaxpr.eqns:
+        placed = [v for v in eqn.invars if _home(v, home) is not None]
+        place = heaviest(
+            [(home[v] or 0, v.aval.size * v.aval.dtype.itemsize) for v in placed]
+        )
+        if place is None and eqn.effects:
+            place = 0  # what nobody needs would be left out
+        chosen.append(place)
+        home.update(dict.fromkeys(eqn.outvars, place))
+        for var, start in zip(eqn.outvars, _carried(eqn), strict=False):
+            # What a loop carries belongs where it was before, for all who read it.
+            if _home(start, home) is not None:
+                home[var] = _home(start, home)
+    return chosen
+
+
+def _home(atom: Any, home: dict[Any, Home]) -> Home:
+    return None if isinstance(atom, core.Literal) else home[atom]
+
+
+def _carried(eqn: core.JaxprEqn) -> Sequence[Any]:
+    """The operands of a loop that become its first results."""
+    if eqn.primitive.name == "scan":
+        first = eqn.params["num_consts"]
+        return eqn.invars[first : first + eqn.params["num_carry"]]
+    if eqn.primitive.name == "while":
+        first = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
+        return eqn.invars[first:]
+    return ()
+
+
+def segments(
+    closed: core.ClosedJaxpr, home: dict[Any, Home], out_homes: Sequence[int]
+) -> list[Segment]:
+    """Cuts a jaxpr; extends ``home`` to all variables.
+
+    Args:
+      closed: the jaxpr.
+      home: the place of each of its inputs.
+      out_homes: for results that follow from nothing placed, where they are wanted.
+
+    Returns:
+      The segments, in an order in which they can run.
+    """
+    found: dict[tuple[int, int], Segment] = {}
+    depth: dict[Any, int] = dict.fromkeys(closed.jaxpr.invars, 0)
+    producer: dict[Any, Segment] = {}
+    chosen = spread(closed, home)
+    for number, (eqn, place) in enumerate(zip(closed.jaxpr.eqns, chosen, strict=True)):
+        if place is None:
+            continue
+        wave = max(
+            (
+                depth[v] + (home[v] != place)
+                for v in eqn.invars
+                if _home(v, home) is not None
+            ),
+            default=0,
+        )
+        # A result that belongs elsewhere is a wave further on: its readers wait.
+        depth.update({v: wave + (home[v] != place) for v in eqn.outvars})
+        segment = found.setdefault((wave, place), Segment(place))
+        segment.eqns.append((number, eqn))
+        producer.update(dict.fromkeys(eqn.outvars, segment))
+
+    ordered = [found[key] for key in sorted(found)]
+    for atom, place in zip(closed.jaxpr.outvars, out_homes, strict=True):
+        if _home(atom, home) is None:
+            if not isinstance(atom, core.Literal) and atom in depth:
+                continue  # an argument that is returned as it came
+            # A shared result: computed where it is wanted, with whatever runs there.
+            first = next((s for s in ordered if s.home == place), None)
+            if first is None:
+                first = Segment(place)
+                ordered.append(first)
+            _append(first.results, atom)
+        elif atom in producer:
+            _append(producer[atom].results, atom)
+    for segment in ordered:
+        for _, eqn in segment.eqns:
+            for atom in eqn.invars:
+                made = None if isinstance(atom, core.Literal) else producer.get(atom)
+                if made is not None and made is not segment:
+                    _append(made.results, atom)
+    return ordered
+
+
+def _append(results: list[Any], atom: Any) -> None:
+    if all(atom is not other for other in results):
+        results.append(atom)
+
+
+def as_jaxpr(
+    closed: core.ClosedJaxpr, segment: Segment, home: dict[Any, Home]
+) -> core.ClosedJaxpr:
+    """The segment with the shared equations that it needs, as a jaxpr of its own."""
+    own = {number for number, _ in segment.eqns}
+    needed = {v for v in segment.results if not isinstance(v, core.Literal)}
+    eqns = []
+    for number, eqn in reversed(list(enumerate(closed.jaxpr.eqns))):
+        shared = all(home[v] is None for v in eqn.outvars)
+        if number in own or (shared and not needed.isdisjoint(eqn.outvars)):
+            eqns.append(eqn)
+            needed.update(_jaxpr.variables(eqn.invars))
+    defined = {v for eqn in eqns for v in eqn.outvars}
+    constants = set(closed.jaxpr.constvars)
+    arguments = [
+        v for v in _in_order(closed) if v in needed and v not in defined | constants
+    ]
+    part = closed.jaxpr.replace(
+        invars=arguments, outvars=list(segment.results), eqns=eqns[::-1]
+    )
+    return core.ClosedJaxpr(part, closed.consts)
+
+
+def _in_order(closed: core.ClosedJaxpr) -> list[Any]:
+    results = [var for eqn in closed.jaxpr.eqns for var in eqn.outvars]
+    return [*closed.jaxpr.invars, *results]
