@@ -13,6 +13,7 @@ from ._functions._objective import Objective
 from ._layers import _rng
 from ._layers._layer import as_module
 from ._library import Axes, Library
+from ._loop import OwnLoop
 from ._plan import Plan
 from ._profile import as_pair, profile
 from ._run import _layout, _transfer, _variables
@@ -28,7 +29,7 @@ PyTree = Any
 LossFunction = Callable[[PyTree, PyTree], Any]
 
 
-class Pipeline:
+class Pipeline(OwnLoop):
     """A sequence of layers spread over devices; made by `pipeline`.
 
     It holds no arrays: variables and train states are given and returned. What it

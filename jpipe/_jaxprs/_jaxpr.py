@@ -37,9 +37,7 @@ def trace(
     return _retrace(closed, _CALLS, ending=ending), result
 
 
-def open_branches(
-    closed: core.ClosedJaxpr, chosen: Container[int]
-) -> core.ClosedJaxpr:
+def open_branches(closed: core.ClosedJaxpr, chosen: Container[int]) -> core.ClosedJaxpr:
     """The same computation with both sides of some branches in the open.
 
     Args:

@@ -26,3 +26,22 @@ def of(*trees: Any) -> Any:
     """The structure of pytrees, and the kind of each leaf."""
     leaves, tree = jax.tree.flatten(trees)
     return tree, kinds(leaves)
+
+
+def call(tree: Any, leaves: Iterable[Any], statics: Any) -> Any:
+    """What the programs of a call depend on: all that `jax.jit` tells apart.
+
+    Args:
+      tree: the structure of the arguments.
+      leaves: their leaves, of which it matters where they are and whether bound to it.
+      statics: arguments that are compared by value.
+    """
+    return tree, tuple([_located(leaf) for leaf in leaves]), statics
+
+
+def _located(leaf: Any) -> tuple[Any, ...]:
+    try:
+        return leaf.aval, leaf.sharding, leaf.committed
+    except AttributeError:  # on the host, or a tracer
+        kind = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
+        return type(leaf), *kind

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from . import _compat
@@ -102,3 +103,19 @@ def sender(source: Device, group: Group) -> Callable[[Leaves], Leaves]:
         return lambda leaves: leaves
     copy = None if group.has_keys else _compat.copier(source, target)
     return copy or (lambda leaves: jax.device_put(leaves, target))
+
+
+def bringer(
+    source: Device | None, target: Device, leaves: Sequence[Any]
+) -> Callable[[Leaves], Leaves]:
+    """A function that moves leaves to a device, each time from the same one.
+
+    Args:
+      source: the device where they are; ``None`` if it is not known, or the host.
+      target: the device where they go.
+      leaves: jaxpr variables of their kinds.
+    """
+    keys = any(jnp.issubdtype(x.aval.dtype, jax.dtypes.prng_key) for x in leaves)
+    if source is None:
+        return lambda given: put(given, target)
+    return sender(source, Group(0, len(leaves), target, False, keys))

@@ -188,7 +188,8 @@ def check_alive(leaves: Sequence[Any]) -> None:
         raise ValueError(
             "this state was given to an earlier step, which used its memory again, as "
             "that of all its arrays; go on with the state that it returned, or build "
-            "the step with pipe.train_step(..., donate=False)"
+            "the step with pipe.train_step(..., donate=False), or pipe.jit without "
+            "donate_argnums"
         )
 
 

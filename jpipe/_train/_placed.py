@@ -59,18 +59,21 @@ class Layout:
     ending: Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]] = own_results
 
 
+_Arrival = tuple[tuple[int, ...], Callable[[Sequence[Any]], Sequence[Any]]]
+
+
 @dataclass(frozen=True)
 class _Call:
     """A compiled segment: which slots it reads, fills and reads last.
 
     Attributes:
-      away: the positions among ``reads`` of what is on another device.
+      arrivals: the positions among ``reads`` of what comes from another device, and
+        what brings it.
     """
 
-    device: Device
     program: Callable[..., Any]
     reads: tuple[int, ...]
-    away: tuple[int, ...]
+    arrivals: Sequence[_Arrival]
     fills: tuple[int, ...]
     frees: tuple[int, ...]
 
@@ -98,6 +101,7 @@ class Placed:
         name: str,
     ) -> None:
         closed, self.result = _jaxpr.trace(function, *specs, ending=layout.ending)
+        self.tree = jax.tree.structure(self.result)
         closed = _segments.open_branches(closed, layout.in_homes)
         closed = _jaxpr.prune(closed, closed.jaxpr.outvars)
         wanted = [home or 0 for home in layout.out_homes(self.result)]
@@ -114,30 +118,28 @@ class Placed:
         ]
         self._calls = _freeing(calls, len(invars), self._outputs)
         self._blank = [None] * (len(self._slot) - len(invars))
-        self._away = []
+        self._leavings: list[_Arrival] = []
         for i, (atom, home) in enumerate(zip(outvars, wanted, strict=True)):
             placed = None if isinstance(atom, core.Literal) else self._home[atom]
             target = devices[home if placed is None or not layout.stay else placed]
-            if self._device[self._outputs[i]] != target:
-                self._away.append((i, target))
+            source = self._device[self._outputs[i]]
+            if source != target:
+                self._leavings.append(((i,), _transfer.bringer(source, target, [atom])))
 
     def __call__(self, leaves: Sequence[Any]) -> list[jax.Array]:
         """Evaluates the function on flat leaves, each in its place. Never waits."""
         values: list[Any] = [*leaves, *self._blank]
         for call in self._calls:
             given = [values[slot] for slot in call.reads]
-            if call.away:
-                moved = _transfer.put([given[i] for i in call.away], call.device)
-                for i, leaf in zip(call.away, moved, strict=True):
-                    given[i] = leaf
+            if call.arrivals:
+                _bring(given, call.arrivals)
             results = call.program(*given)
             for slot, leaf in zip(call.fills, results, strict=True):
                 values[slot] = leaf
             for slot in call.frees:
                 values[slot] = None
         results = [values[slot] for slot in self._outputs]
-        for i, device in self._away:
-            results[i] = _transfer.put([results[i]], device)[0]
+        _bring(results, self._leavings)
         return results
 
     def _compile(
@@ -181,9 +183,30 @@ class Placed:
                 fills.append(len(self._device))
                 self._slot[_key(atom, segment.home)] = fills[-1]
                 self._device.append(device)
-            away = [i for i, where in enumerate(at) if where not in (None, device)]
-            calls.append(_Call(device, program, reads, tuple(away), tuple(fills), ()))
+            arrivals = _arrivals(part.jaxpr.invars, at, device)
+            calls.append(_Call(program, reads, arrivals, tuple(fills), ()))
         return calls
+
+
+def _arrivals(
+    variables: Sequence[Any], at: Sequence[Device | None], target: Device
+) -> list[_Arrival]:
+    """What comes from each other device; uncommitted arrays JAX takes as they are."""
+    found = []
+    for source in dict.fromkeys(at):
+        if source not in (None, target):
+            positions = tuple(i for i, device in enumerate(at) if device == source)
+            leaves = [variables[i] for i in positions]
+            found.append((positions, _transfer.bringer(source, target, leaves)))
+    return found
+
+
+def _bring(leaves: list[Any], arrivals: Sequence[_Arrival]) -> None:
+    """Replaces leaves by copies where they are wanted. Never waits."""
+    for positions, bring in arrivals:
+        moved = bring([leaves[i] for i in positions])
+        for i, leaf in zip(positions, moved, strict=True):
+            leaves[i] = leaf
 
 
 def _key(atom: Any, home: Home) -> Any:

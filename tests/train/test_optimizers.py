@@ -20,7 +20,7 @@ from flax import linen as nn
 from optax import contrib
 
 import jpipe
-from jpipe._train import _placed
+from jpipe._run import _transfer
 
 from .. import reference as ref
 
@@ -288,17 +288,35 @@ def in_the_pipeline(tx, batches):
     return state.params, state.opt_state
 
 
+def in_a_loop(tx, batches):
+    """The same from a loop of one's own, as one would write it for one device."""
+    pipe, tx = model().pipe, model().pipe.optimizer(tx)
+    params = pipe.place(model().params)
+    state, gradient = tx.init(params), pipe.value_and_grad(ref.mse)
+    for x in batches:
+        variables = [{"params": layer} for layer in params]
+        _, grads = gradient(variables, x, model().targets)
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
 @pytest.fixture
 def moved(monkeypatch):
     """The shapes of all that optimizers move between devices."""
     shapes = []
-    put = _placed._transfer.put
+    bringer = _transfer.bringer
 
-    def noting(leaves, device):
-        shapes.extend(leaf.shape for leaf in leaves)
-        return put(leaves, device)
+    def noting(*between):
+        bring = bringer(*between)
 
-    monkeypatch.setattr(_placed, "_transfer", SimpleNamespace(put=noting))
+        def noted(leaves):
+            shapes.extend(leaf.shape for leaf in leaves)
+            return bring(leaves)
+
+        return noted
+
+    monkeypatch.setattr(_transfer, "bringer", noting)
     return shapes
 
 
@@ -306,10 +324,14 @@ def moved(monkeypatch):
 def test_steps_equal_those_on_one_device_and_move_no_parameter(double, name, moved):
     tx = CATALOGUE[name]()
     batches = [model().x] * STEPS
-    actual = in_the_pipeline(tx, batches)
-    # Ten is the smallest vector of parameters; some optimizers have shorter ones.
-    assert (max(map(math.prod, moved), default=0) >= 10) == (name in MOVING), moved
-    ref.assert_close(actual, on_one_device(tx, batches), ref.FLOAT64)
+    expected = on_one_device(tx, batches)
+    for steps in (in_the_pipeline, in_a_loop):
+        moved.clear()
+        actual = steps(tx, batches)
+        # Ten is the smallest vector of parameters; some optimizers have shorter ones.
+        largest = max(map(math.prod, moved), default=0)
+        assert (largest >= 10) == (name in MOVING), moved
+        ref.assert_close(actual, expected, ref.FLOAT64)
 
 
 @pytest.mark.parametrize("name", ["apply_if_finite", "zero_nans", "chain"])

@@ -1,0 +1,371 @@
+"""Functions of trees that are spread over the devices of a pipeline."""
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from .._functions import _jaxpr
+from .._functions._weights import is_inexact
+from .._layers._stage import shapes
+from .._run import _signature, _variables
+from .._run._transfer import Device
+from ._homes import Home, homes, paths, places
+from ._placed import Layout, Placed, own_results
+from ._step import check_optimizer
+
+PyTree = Any
+# Of the specs of ``(args, kwargs)``, the place of each leaf, and its device.
+FindLayout = Callable[[PyTree, Sequence[Home], Sequence[Device | None]], Layout]
+
+# Whether such a function is being traced: another one inside is a part of it.
+_tracing = ContextVar("tracing", default=False)
+
+
+def _as_found(
+    arguments: PyTree, at: Sequence[Home], stored: Sequence[Device | None]
+) -> Layout:
+    """Leaves belong where they are, and results where they are computed.
+
+    What follows from nothing placed belongs where an argument of its path is.
+    """
+    found = [path[2:] for path in paths(arguments)]
+    place = places(zip(found, at, strict=True))
+    return Layout(
+        at,
+        stored,
+        lambda result: homes(result, place),
+        stay=True,
+        # An argument that is returned is handed back, as jax.jit does.
+        ending=lambda args, results: own_results((), results),
+    )
+
+
+class Spread:
+    """A function evaluated where its arguments are, compiled once for each kind.
+
+    Args:
+      function: of any pytrees.
+      devices: the places.
+      donate: the positions of arguments that may be overwritten.
+      static: the positions of arguments that are no pytrees of arrays.
+      find_layout: where leaves and results belong.
+      name: how profiles and errors call it.
+      blame: what to say of an error that the function raises.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        devices: Sequence[Device],
+        *,
+        donate: Sequence[int] = (),
+        static: Sequence[int] = (),
+        find_layout: FindLayout = _as_found,
+        name: str,
+        blame: str,
+    ) -> None:
+        self._function = function
+        self._devices = tuple(dict.fromkeys(devices))
+        self._donate = donate
+        self._static = static
+        self._find_layout = find_layout
+        self._blame = blame
+        self._name = name
+        self._programs: dict[Any, Placed] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluates the function. Never waits."""
+        if _tracing.get():
+            return self._function(*args, **kwargs)
+        traced, statics = self._split(args) if self._static else (args, ())
+        leaves, tree = jax.tree.flatten((traced, kwargs))
+        _variables.check_alive(leaves)
+        kind = _signature.call(tree, leaves, statics)
+        program = self._programs.get(kind)
+        if program is None:
+            program = self._compile(traced, kwargs, statics)
+            self._programs[kind] = program
+        if self._donate:
+            self._check_donated(leaves, (traced, kwargs), statics)
+        return jax.tree.unflatten(program.tree, program(leaves))
+
+    def _split(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
+        """The arguments without the static ones, and these with their positions."""
+        static = {i % len(args) for i in self._static if -len(args) <= i < len(args)}
+        statics = tuple((i, args[i]) for i in sorted(static))
+        for i, value in statics:
+            try:
+                hash(value)
+            except TypeError as error:
+                error.add_note(f"argument {i} of {self._name} is in static_argnums")
+                raise
+        return tuple(x for i, x in enumerate(args) if i not in static), statics
+
+    def _compile(
+        self, args: Sequence[Any], kwargs: dict[str, Any], statics: Sequence[Any]
+    ) -> Placed:
+        """The programs for such arguments; all checks of them are here."""
+        arguments = args, kwargs
+        leaves, tree = jax.tree.flatten(arguments)
+        _variables.check_concrete(leaves)
+        self._check_leaves(arguments)
+        stored = [
+            next(iter(leaf.devices())) if getattr(leaf, "committed", False) else None
+            for leaf in leaves
+        ]
+        number: dict[Any, int] = {device: i for i, device in enumerate(self._devices)}
+        at = [number.get(device) for device in stored]
+        specs = jax.tree.unflatten(
+            tree, [_jaxpr.spec(jax.typeof(leaf)) for leaf in leaves]
+        )
+        return Placed(
+            self._whole(statics),
+            specs,
+            self._find_layout(specs, at, stored),
+            devices=self._devices,
+            donate=self._donated(arguments, statics),
+            name=self._name,
+        )
+
+    def _whole(self, statics: Sequence[Any]) -> Callable[..., Any]:
+        """``(args, kwargs)`` to the result, as the trace sees the function."""
+
+        def whole(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+            given = list(args)
+            for i, value in statics:
+                given.insert(i, value)
+            token = _tracing.set(True)
+            try:
+                return self._function(*given, **kwargs)
+            except Exception as error:
+                error.add_note(f"{self._blame}; its arguments were {shapes(args)}")
+                raise
+            finally:
+                _tracing.reset(token)
+
+        return whole
+
+    def _donated(self, arguments: PyTree, statics: Sequence[Any]) -> list[bool]:
+        """Whether each leaf may be overwritten."""
+        args, _ = arguments
+        static = {i for i, _ in statics}
+        positions = [i for i in range(len(args) + len(static)) if i not in static]
+        donated = {i % (len(args) + len(static)) for i in self._donate if args}
+        return [
+            path[0].idx == 0 and positions[path[1].idx] in donated
+            for path in paths(arguments)
+        ]
+
+    def _check_donated(
+        self, leaves: Sequence[Any], arguments: PyTree, statics: Sequence[Any]
+    ) -> None:
+        """Checks that no array is given twice of which a program may overwrite one."""
+        if len(set(map(id, leaves))) == len(leaves):
+            return
+        donated = self._donated(arguments, statics)
+        named: dict[int, list[str]] = {}
+        for leaf, path in zip(leaves, paths(arguments), strict=True):
+            named.setdefault(id(leaf), []).append(_told(path))
+        ids = {id(leaf) for leaf, yes in zip(leaves, donated, strict=True) if yes}
+        twice = [
+            " and ".join(names)
+            for at, names in named.items()
+            if at in ids and len(names) > 1
+        ]
+        if twice:
+            raise ValueError(
+                f"{'; '.join(twice)}: one array, which donate_argnums lets "
+                f"{self._name} overwrite; give it a copy (jnp.copy), or do not donate"
+            )
+
+    def _check_leaves(self, arguments: PyTree) -> None:
+        """Checks that each leaf is an array, or a number, in one place."""
+        strange, sharded = [], []
+        for path, leaf in jax.tree_util.tree_leaves_with_path(arguments):
+            try:
+                jax.typeof(leaf)
+            except TypeError:
+                strange.append(f"{_told(path)} is a {type(leaf).__name__}")
+            if isinstance(leaf, jax.Array) and len(leaf.devices()) > 1:
+                sharded.append(f"{_told(path)} is on {len(leaf.devices())} devices")
+        if strange:
+            raise TypeError(
+                f"{self._name} takes pytrees of arrays and numbers; name what is none "
+                f"in static_argnums: {'; '.join(strange)}"
+            )
+        if sharded:
+            raise ValueError(
+                f"{self._name} takes arrays that are on one device each; type "
+                f"jax.device_put(array, device): {'; '.join(sharded)}"
+            )
+
+
+def _told(path: Any) -> str:
+    """The path of a leaf of ``(args, kwargs)``."""
+    which, first, *rest = path
+    start = f"argument {first.idx}" if which.idx == 0 else f"argument {first.key!r}"
+    return start + jax.tree_util.keystr(tuple(rest))
+
+
+def jit(
+    function: Callable[..., Any],
+    devices: Sequence[Device],
+    donate_argnums: int | Sequence[int],
+    static_argnums: int | Sequence[int],
+) -> Callable[..., Any]:
+    """See `Pipeline.jit`."""
+    if not callable(function):
+        raise TypeError(
+            f"pipe.jit takes a function, not a {type(function).__name__}; type "
+            f"pipe.jit(f) or @pipe.jit"
+        )
+    donate, static = _numbers(donate_argnums), _numbers(static_argnums)
+    if both := set(donate) & set(static):
+        raise ValueError(
+            f"donate_argnums and static_argnums both name {sorted(both)}; a static "
+            f"argument has no memory to give"
+        )
+    name = getattr(function, "__name__", type(function).__name__)
+    spread = Spread(
+        function,
+        devices,
+        donate=donate,
+        static=static,
+        name=name,
+        blame=f"raised by {name}, which pipe.jit traces as jax.jit does",
+    )
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return spread(*args, **kwargs)
+
+    return run
+
+
+def _numbers(argnums: int | Sequence[int]) -> tuple[int, ...]:
+    if isinstance(argnums, Sequence):
+        return tuple(map(operator.index, argnums))
+    return (operator.index(argnums),)
+
+
+def optimizer(
+    tx: Any, devices: Sequence[Device]
+) -> optax.GradientTransformationExtraArgs:
+    """See `Pipeline.optimizer`."""
+    tx = check_optimizer(tx)
+    if isinstance(tx, optax.MultiSteps):
+        tx = tx.gradient_transformation()
+    full = optax.with_extra_args_support(tx)
+
+    def init_free(params: PyTree) -> PyTree:
+        return full.init(_floating(params))
+
+    def update_free(
+        functions: Sequence[tuple[str, Any]],
+        grads: PyTree,
+        state: PyTree,
+        params: PyTree,
+        extra: dict[str, Any],
+    ) -> tuple[PyTree, PyTree]:
+        free = None if params is None else _floating(params)
+        updates, state = full.update(
+            _floating(grads), state, free, **extra, **dict(functions)
+        )
+        return _with_integers(updates, grads, params), state
+
+    spread_init = Spread(
+        init_free,
+        devices,
+        find_layout=_of_init,
+        name="optimizer_init",
+        blame="raised by tx.init",
+    )
+    spread_update = Spread(
+        update_free,
+        devices,
+        static=(0,),
+        find_layout=_of_update,
+        name="optimizer_update",
+        blame=(
+            "raised by tx.update; what an optimizer needs beside gradients, state and "
+            "parameters is given by name: tx.update(grads, state, params, value=loss)"
+        ),
+    )
+
+    def init(params: PyTree) -> PyTree:
+        return spread_init(params)
+
+    def update(
+        grads: PyTree, state: PyTree, params: PyTree = None, **extra: Any
+    ) -> tuple[PyTree, PyTree]:
+        functions = {name: value for name, value in extra.items() if _is_static(value)}
+        given = {name: value for name, value in extra.items() if name not in functions}
+        return spread_update(tuple(functions.items()), grads, state, params, given)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _is_static(value: Any) -> bool:
+    """Whether something is a function, not a pytree that can be called."""
+    return callable(value) and jax.tree.leaves(value) == [value]
+
+
+def _floating(tree: PyTree) -> PyTree:
+    """The tree with nothing in place of integers, which are no parameters."""
+    return jax.tree.map(lambda leaf: leaf if is_inexact(leaf) else None, tree)
+
+
+def _with_integers(updates: PyTree, grads: PyTree, params: PyTree) -> PyTree:
+    """Updates with zeros in place of what `_floating` left out."""
+    if all(map(is_inexact, jax.tree.leaves((grads, params)))):
+        return updates
+    if params is None:
+        raise ValueError(
+            "a gradient of integers says neither their dtype nor their device; give "
+            "the parameters too: tx.update(grads, state, params)"
+        )
+    return jax.tree.map(
+        lambda own, leaf: (
+            own if leaf is None or is_inexact(leaf) else jnp.zeros_like(leaf)
+        ),
+        updates,
+        params,
+        is_leaf=lambda leaf: leaf is None,
+    )
+
+
+def _of_init(
+    arguments: PyTree, at: Sequence[Home], stored: Sequence[Device | None]
+) -> Layout:
+    """The state of an optimizer is where its parameters are."""
+    found = [path[2:] for path in paths(arguments)]
+    place = places(zip(found, at, strict=True))
+    return Layout(at, stored, lambda state: homes(state, place))
+
+
+def _of_update(
+    arguments: PyTree, at: Sequence[Home], stored: Sequence[Device | None]
+) -> Layout:
+    """Updates and state are where the parameters are, or the gradients.
+
+    A leaf of the state that belongs to none of them, such as a count, belongs to all.
+    """
+    grads, state, params, _ = range(4)
+    flat = [(path[1].idx, path[2:]) for path in paths(arguments)]
+    place = places(
+        (path, home)
+        for (number, path), home in zip(flat, at, strict=True)
+        if number in (grads, params)
+    )
+    own = iter(homes(arguments[0][state], place))
+    settled = [
+        None if number == state and next(own) is None else home
+        for (number, _), home in zip(flat, at, strict=True)
+    ]
+    return Layout(settled, stored, lambda result: homes(result, place))
