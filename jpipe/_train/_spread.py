@@ -302,11 +302,11 @@ def optimizer(
         return spread_init(params)
 
     def update(
-        grads: PyTree, state: PyTree, params: PyTree = None, **extra: Any
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, PyTree]:
         functions = {name: value for name, value in extra.items() if _is_static(value)}
         given = {name: value for name, value in extra.items() if name not in functions}
-        return spread_update(tuple(functions.items()), grads, state, params, given)
+        return spread_update(tuple(functions.items()), updates, state, params, given)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

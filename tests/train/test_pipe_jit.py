@@ -48,10 +48,6 @@ FUNCTIONS = {
         lambda a, p: optax.incremental_update(p, a, 0.1),
         lambda: (tree(), tree(1)),
     ),
-    "ema": (
-        lambda p: optax.ema(0.9).update(p, optax.ema(0.9).init(p)),
-        lambda: (tree(),),
-    ),
     "penalty": (
         lambda p: 0.5 * sum(jnp.sum(x**2) for x in jax.tree.leaves(p)),
         lambda: (tree(),),
