@@ -37,7 +37,8 @@ class OwnLoop:
           f: a function of any pytrees, which `jax.jit` could trace. A
             `jax.lax.while_loop` or `jax.lax.scan` over leaves of several devices runs
             on one of them, to which it brings them all; of a `jax.lax.cond` over such
-            leaves all branches are computed.
+            leaves all branches are computed, unless a while loop is in one: then it
+            runs on one device too.
           donate_argnums: the positions of arguments whose memory results may take.
             Those leaves whose memory was taken cannot be used again.
           static_argnums: the positions of arguments that are hashable values, not

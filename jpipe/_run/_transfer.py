@@ -106,16 +106,14 @@ def sender(source: Device, group: Group) -> Callable[[Leaves], Leaves]:
 
 
 def bringer(
-    source: Device | None, target: Device, leaves: Sequence[Any]
+    source: Device, target: Device, leaves: Sequence[Any]
 ) -> Callable[[Leaves], Leaves]:
     """A function that moves leaves to a device, each time from the same one.
 
     Args:
-      source: the device where they are; ``None`` if it is not known, or the host.
+      source: the device where they are.
       target: the device where they go.
       leaves: jaxpr variables of their kinds.
     """
     keys = any(jnp.issubdtype(x.aval.dtype, jax.dtypes.prng_key) for x in leaves)
-    if source is None:
-        return lambda given: put(given, target)
     return sender(source, Group(0, len(leaves), target, False, keys))

@@ -36,14 +36,14 @@ def _as_found(
     """
     found = [path[2:] for path in paths(arguments)]
     place = places(zip(found, at, strict=True))
-    return Layout(
-        at,
-        stored,
-        lambda result: homes(result, place),
-        stay=True,
-        # An argument that is returned is handed back, as jax.jit does.
-        ending=lambda args, results: own_results((), results),
-    )
+
+    def ending(args: Sequence[Any], results: Sequence[Any]) -> Sequence[Any]:
+        # An array that is returned is handed back, as jax.jit does; what is on the
+        # host is copied, or the result would change with it.
+        loose = [leaf for leaf, at in zip(args, stored, strict=True) if at is None]
+        return own_results(loose, results)
+
+    return Layout(at, stored, lambda result: homes(result, place), True, ending)
 
 
 class Spread:
