@@ -75,15 +75,17 @@ def _home(atom: Any, home: dict[Any, Home]) -> Home:
     return None if isinstance(atom, core.Literal) else home[atom]
 
 
+# The parameters of loops that count the operands before what they carry.
+_BEFORE = {"scan": ["num_consts"], "while": ["cond_nconsts", "body_nconsts"]}
+
+
 def _carried(eqn: core.JaxprEqn) -> Sequence[Any]:
     """The operands of a loop that become its first results."""
-    if eqn.primitive.name == "scan":
-        first = eqn.params["num_consts"]
-        return eqn.invars[first : first + eqn.params["num_carry"]]
-    if eqn.primitive.name == "while":
-        first = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
-        return eqn.invars[first:]
-    return ()
+    names = _BEFORE.get(eqn.primitive.name, [])
+    if not names or not eqn.params.keys() >= {*names}:
+        return ()
+    first = sum(eqn.params[name] for name in names)
+    return eqn.invars[first:][: eqn.params.get("num_carry")]
 
 
 def segments(

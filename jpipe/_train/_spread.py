@@ -86,13 +86,13 @@ class Spread:
         traced, statics = self._split(args) if self._static else (args, ())
         leaves, tree = jax.tree.flatten((traced, kwargs))
         _variables.check_alive(leaves)
-        kind = _signature.call(tree, leaves, statics)
+        kind = _signature.call(tree, leaves, [value for _, value in statics])
         program = self._programs.get(kind)
         if program is None:
             program = self._compile(traced, kwargs, statics)
             self._programs[kind] = program
         if self._donate:
-            self._check_donated(leaves, (traced, kwargs), statics)
+            self._check_donated(leaves, (_whole(traced, statics), kwargs))
         return jax.tree.unflatten(program.tree, program(leaves))
 
     def _split(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
@@ -111,10 +111,10 @@ class Spread:
         self, args: Sequence[Any], kwargs: dict[str, Any], statics: Sequence[Any]
     ) -> Placed:
         """The programs for such arguments; all checks of them are here."""
-        arguments = args, kwargs
-        leaves, tree = jax.tree.flatten(arguments)
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        named = _whole(args, statics), kwargs
         _variables.check_concrete(leaves)
-        self._check_leaves(arguments)
+        self._check_leaves(named)
         stored = [
             next(iter(leaf.devices())) if getattr(leaf, "committed", False) else None
             for leaf in leaves
@@ -125,21 +125,21 @@ class Spread:
             tree, [_jaxpr.spec(jax.typeof(leaf)) for leaf in leaves]
         )
         return Placed(
-            self._whole(statics),
+            self._traced(statics),
             specs,
             self._find_layout(specs, at, stored),
             devices=self._devices,
-            donate=self._donated(arguments, statics),
+            donate=self._donated(named),
             name=self._name,
         )
 
-    def _whole(self, statics: Sequence[Any]) -> Callable[..., Any]:
+    def _traced(self, statics: Sequence[Any]) -> Callable[..., Any]:
         """``(args, kwargs)`` to the result, as the trace sees the function."""
 
-        def whole(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-            given = list(args)
+        def traced(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+            given = _whole(args, statics)
             for i, value in statics:
-                given.insert(i, value)
+                given[i] = value
             token = _tracing.set(True)
             try:
                 return self._function(*given, **kwargs)
@@ -149,26 +149,21 @@ class Spread:
             finally:
                 _tracing.reset(token)
 
-        return whole
+        return traced
 
-    def _donated(self, arguments: PyTree, statics: Sequence[Any]) -> list[bool]:
+    def _donated(self, arguments: PyTree) -> list[bool]:
         """Whether each leaf may be overwritten."""
-        args, _ = arguments
-        static = {i for i, _ in statics}
-        positions = [i for i in range(len(args) + len(static)) if i not in static]
-        donated = {i % (len(args) + len(static)) for i in self._donate if args}
+        count = len(arguments[0])
+        donated = {i % count for i in self._donate if -count <= i < count}
         return [
-            path[0].idx == 0 and positions[path[1].idx] in donated
-            for path in paths(arguments)
+            path[0].idx == 0 and path[1].idx in donated for path in paths(arguments)
         ]
 
-    def _check_donated(
-        self, leaves: Sequence[Any], arguments: PyTree, statics: Sequence[Any]
-    ) -> None:
+    def _check_donated(self, leaves: Sequence[Any], arguments: PyTree) -> None:
         """Checks that no array is given twice of which a program may overwrite one."""
         if len(set(map(id, leaves))) == len(leaves):
             return
-        donated = self._donated(arguments, statics)
+        donated = self._donated(arguments)
         named: dict[int, list[str]] = {}
         for leaf, path in zip(leaves, paths(arguments), strict=True):
             named.setdefault(id(leaf), []).append(_told(path))
@@ -204,6 +199,14 @@ class Spread:
                 f"{self._name} takes arrays that are on one device each; type "
                 f"jax.device_put(array, device): {'; '.join(sharded)}"
             )
+
+
+def _whole(args: Sequence[Any], statics: Sequence[tuple[int, Any]]) -> list[Any]:
+    """The arguments at their positions, with nothing in place of static ones."""
+    given = list(args)
+    for i, _ in statics:
+        given.insert(i, None)
+    return given
 
 
 def _told(path: Any) -> str:

@@ -262,6 +262,8 @@ def test_static_arguments_are_compared_by_value():
         ref.assert_close(f(2, p, "power"), jax.tree.map(jnp.square, on_one(p)), 1e-6)
         ref.assert_equal(f(2, p, "none"), p)
     assert log == ["power", "power", "none"]
+    f(2.0, p, "none")
+    assert len(log) == 4
     with pytest.raises(TypeError, match="unhashable") as refusal:
         f([3], p, "power")
     assert refusal.value.__notes__ == ["argument 0 of power is in static_argnums"]
@@ -328,8 +330,9 @@ class TestErrors:
         assert "float32[3,4]" in note
 
     def test_name_all_that_is_no_array(self):
+        f = PIPE.jit(lambda *a, **k: 0, static_argnums=0)
         with pytest.raises(TypeError, match="static_argnums") as error:
-            PIPE.jit(lambda *a, **k: 0)(1, [np.ones(2), "a"], mode="train")
+            f("b", [np.ones(2), "a"], mode="train")
         assert "argument 1[1] is a str" in str(error.value)
         assert "argument 'mode' is a str" in str(error.value)
 
