@@ -37,7 +37,7 @@ def call(tree: Any, leaves: Iterable[Any], statics: Iterable[Any]) -> Any:
       statics: arguments that are compared by type and value.
     """
     values = tuple([(type(value), value) for value in statics])
-    return tree, tuple([_located(leaf) for leaf in leaves]), values
+    return settings(), tree, tuple([_located(leaf) for leaf in leaves]), values
 
 
 def _located(leaf: Any) -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ from .._layers._stage import shapes
 from .._run import _signature, _transfer
 from .._run._transfer import Device
 from ._homes import Path, homes, paths, places
-from ._placed import Layout, Placed
+from ._placed import Placed, Placement
 
 PyTree = Any
 
@@ -53,7 +53,7 @@ class Optimizer:
         self._init = Placed(
             tx.init,
             [free],
-            Layout(params_at, stored, lambda state: homes(state, place)),
+            Placement(params_at, stored, lambda state: homes(state, place)),
             devices=devices,
             donate=[False] * len(stored),
             name="optimizer_init",
@@ -67,7 +67,7 @@ class Optimizer:
         self._update = Placed(
             _updating(tx),
             [free, self.state, free],
-            Layout(
+            Placement(
                 [*params_at, *state_at, *params_at],
                 [*stored, *self._state_devices, *stored],
                 lambda _: [*params_at, *state_at],

@@ -39,7 +39,7 @@ def own_results(args: Sequence[Any], results: Sequence[Any]) -> list[Any]:
 
 
 @dataclass(frozen=True)
-class Layout:
+class Placement:
     """Where the leaves of a function are, and where its results are wanted.
 
     Attributes:
@@ -84,7 +84,7 @@ class Placed:
     Args:
       function: of any pytrees.
       specs: its arguments as `jax.ShapeDtypeStruct` pytrees.
-      layout: where its leaves are.
+      placement: where its leaves are.
       devices: the device of each place.
       donate: whether each flat argument leaf may be overwritten.
       name: how profiles call the programs.
@@ -94,23 +94,23 @@ class Placed:
         self,
         function: Callable[..., Any],
         specs: Sequence[Any],
-        layout: Layout,
+        placement: Placement,
         *,
         devices: Sequence[Device],
         donate: Sequence[bool],
         name: str,
     ) -> None:
-        closed, self.result = _jaxpr.trace(function, *specs, ending=layout.ending)
+        closed, self.result = _jaxpr.trace(function, *specs, ending=placement.ending)
         self.tree = jax.tree.structure(self.result)
-        closed = _segments.open_branches(closed, layout.in_homes)
+        closed = _segments.open_branches(closed, placement.in_homes)
         closed = _jaxpr.prune(closed, closed.jaxpr.outvars)
-        wanted = [home or 0 for home in layout.out_homes(self.result)]
+        wanted = [home or 0 for home in placement.out_homes(self.result)]
         self._devices = devices
         invars, outvars = closed.jaxpr.invars, closed.jaxpr.outvars
-        self._home: dict[Any, Home] = dict(zip(invars, layout.in_homes, strict=True))
+        self._home: dict[Any, Home] = dict(zip(invars, placement.in_homes, strict=True))
         segments = _segments.segments(closed, self._home, wanted)
         self._slot: dict[Any, int] = {var: i for i, var in enumerate(invars)}
-        self._device: list[Device | None] = list(layout.stored)
+        self._device: list[Device | None] = list(placement.stored)
         calls = self._compile(closed, segments, donate, name)
         self._outputs = [
             self._slot[_key(atom, home)]
@@ -121,7 +121,7 @@ class Placed:
         self._leavings: list[_Arrival] = []
         for i, (atom, home) in enumerate(zip(outvars, wanted, strict=True)):
             placed = None if isinstance(atom, core.Literal) else self._home[atom]
-            target = devices[home if placed is None or not layout.stay else placed]
+            target = devices[home if placed is None or not placement.stay else placed]
             source = self._device[self._outputs[i]]
             if source != target:
                 self._leavings.append(((i,), _transfer.bringer(source, target, [atom])))

@@ -10,7 +10,7 @@ from typing import Any
 
 from jax.extend import core
 
-from .._functions import _jaxpr
+from .._jaxprs import _jaxpr
 from ._homes import Home, heaviest
 
 

@@ -10,18 +10,19 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._functions import _jaxpr
 from .._functions._weights import is_inexact
+from .._jaxprs import _jaxpr
 from .._layers._stage import shapes
 from .._run import _signature, _variables
+from .._run._context import outside_of_meshes
 from .._run._transfer import Device
 from ._homes import Home, homes, paths, places
-from ._placed import Layout, Placed, own_results
+from ._placed import Placed, Placement, own_results
 from ._step import check_optimizer
 
 PyTree = Any
 # Of the specs of ``(args, kwargs)``, the place of each leaf, and its device.
-FindLayout = Callable[[PyTree, Sequence[Home], Sequence[Device | None]], Layout]
+FindPlacement = Callable[[PyTree, Sequence[Home], Sequence[Device | None]], Placement]
 
 # Whether such a function is being traced: another one inside is a part of it.
 _tracing = ContextVar("tracing", default=False)
@@ -29,7 +30,7 @@ _tracing = ContextVar("tracing", default=False)
 
 def _as_found(
     arguments: PyTree, at: Sequence[Home], stored: Sequence[Device | None]
-) -> Layout:
+) -> Placement:
     """Leaves belong where they are, and results where they are computed.
 
     What follows from nothing placed belongs where an argument of its path is.
@@ -43,7 +44,7 @@ def _as_found(
         loose = [leaf for leaf, at in zip(args, stored, strict=True) if at is None]
         return own_results(loose, results)
 
-    return Layout(at, stored, lambda result: homes(result, place), True, ending)
+    return Placement(at, stored, lambda result: homes(result, place), True, ending)
 
 
 class Spread:
@@ -54,7 +55,7 @@ class Spread:
       devices: the places.
       donate: the positions of arguments that may be overwritten.
       static: the positions of arguments that are no pytrees of arrays.
-      find_layout: where leaves and results belong.
+      find_placement: where leaves and results belong.
       name: how profiles and errors call it.
       blame: what to say of an error that the function raises.
     """
@@ -66,7 +67,7 @@ class Spread:
         *,
         donate: Sequence[int] = (),
         static: Sequence[int] = (),
-        find_layout: FindLayout = _as_found,
+        find_placement: FindPlacement = _as_found,
         name: str,
         blame: str,
     ) -> None:
@@ -74,11 +75,12 @@ class Spread:
         self._devices = tuple(dict.fromkeys(devices))
         self._donate = donate
         self._static = static
-        self._find_layout = find_layout
+        self._find_placement = find_placement
         self._blame = blame
         self._name = name
         self._programs: dict[Any, Placed] = {}
 
+    @outside_of_meshes
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluates the function. Never waits."""
         if _tracing.get():
@@ -127,7 +129,7 @@ class Spread:
         return Placed(
             self._traced(statics),
             specs,
-            self._find_layout(specs, at, stored),
+            self._find_placement(specs, at, stored),
             devices=self._devices,
             donate=self._donated(named),
             name=self._name,
@@ -285,7 +287,7 @@ def optimizer(
     spread_init = Spread(
         init_free,
         devices,
-        find_layout=_of_init,
+        find_placement=_of_init,
         name="optimizer_init",
         blame="raised by tx.init",
     )
@@ -293,7 +295,7 @@ def optimizer(
         update_free,
         devices,
         static=(0,),
-        find_layout=_of_update,
+        find_placement=_of_update,
         name="optimizer_update",
         blame=(
             "raised by tx.update; what an optimizer needs beside gradients, state and "
@@ -345,16 +347,16 @@ def _with_integers(updates: PyTree, grads: PyTree, params: PyTree) -> PyTree:
 
 def _of_init(
     arguments: PyTree, at: Sequence[Home], stored: Sequence[Device | None]
-) -> Layout:
+) -> Placement:
     """The state of an optimizer is where its parameters are."""
     found = [path[2:] for path in paths(arguments)]
     place = places(zip(found, at, strict=True))
-    return Layout(at, stored, lambda state: homes(state, place))
+    return Placement(at, stored, lambda state: homes(state, place))
 
 
 def _of_update(
     arguments: PyTree, at: Sequence[Home], stored: Sequence[Device | None]
-) -> Layout:
+) -> Placement:
     """Updates and state are where the parameters are, or the gradients.
 
     A leaf of the state that belongs to none of them, such as a count, belongs to all.
@@ -371,4 +373,4 @@ def _of_update(
         None if number == state and next(own) is None else home
         for (number, _), home in zip(flat, at, strict=True)
     ]
-    return Layout(settled, stored, lambda result: homes(result, place))
+    return Placement(settled, stored, lambda result: homes(result, place))

@@ -88,6 +88,7 @@ class Sowing(nn.Module):
 class OnlyTrained(nn.Module):
     @nn.compact
     def __call__(self, x, train):
+        x = nn.Dense(3)(x)
         return nn.Dense(2)(x) if train else x
 
 
@@ -96,7 +97,7 @@ class OnlyTrained(nn.Module):
     [
         ([Counting()], errors.ModifyScopeVariableError, "let its __call__ take train"),
         (
-            [nn.Dense(3), OnlyTrained()],
+            [OnlyTrained()],
             errors.ScopeParamNotFoundError,
             "let it use the same parameters in training",
         ),
