@@ -39,12 +39,18 @@ def describe(pipe: Pipe, library: Library) -> Plan:
 
 
 def _stage(pipe: Pipe, library: Library, s: int, held_bytes: int | None) -> StagePlan:
-    stage, params = pipe.stages[s], None
-    if library.layout is not None:
-        weights, order = library.layout.weights[s], library.layout.order[s]
+    stage, training = pipe.stages[s], library.training
+    layout = training.layout if training else library.layout
+    params = trained = None
+    if layout is not None:
+        own = layout.weights[s]
+        pairs = zip(own.specs, own.trainable, strict=True)
+        leaves = zip(layout.order[s], own.paths, pairs, strict=True)
         # By leaf: what is tied within the stage is counted once.
-        leaves = zip(order, weights.specs, weights.paths, strict=True)
-        params = {i: spec for i, spec, path in leaves if is_params(path)}.values()
+        found = {leaf: pair for leaf, path, pair in leaves if is_params(path)}.values()
+        params = [spec for spec, _ in found]
+        if training:
+            trained = sum(spec.size for spec, yes in found if yes)
     return StagePlan(
         index=s,
         rank=pipe.schedule.placement[s],
@@ -54,4 +60,5 @@ def _stage(pipe: Pipe, library: Library, s: int, held_bytes: int | None) -> Stag
         num_params=None if params is None else sum(spec.size for spec in params),
         param_bytes=None if params is None else sum(map(nbytes, params)),
         held_bytes=held_bytes,
+        num_trained=trained,
     )

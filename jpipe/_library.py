@@ -13,6 +13,7 @@ import jax
 from ._functions import _batch, _microbatch
 from ._functions._batch import Batch
 from ._functions._objective import Objective
+from ._functions._trainable import Trainable
 from ._layers import _rng
 from ._layers._initialize import Initializers
 from ._layers._rng import Rngs
@@ -29,6 +30,8 @@ from .schedules import Timeline
 PyTree = Any
 Expected = tuple[list[Visit], tuple[Route, ...]]
 FindGradient = Callable[[Any, PyTree, PyTree, Rngs, bool], Gradient]
+Marks = tuple[PyTree, ...]
+ALL = Trainable()
 
 
 class Axes(NamedTuple):
@@ -60,6 +63,7 @@ class Library:
       layout: how the variables seen last lie, for print; ``None`` before the first.
       routes: the skip connections between stages, for print.
       objective: the loss asked for last; ``None`` before the first.
+      trainable: what was to be trained by it.
       training: the program with a loss seen last, for print.
       initialize: makes the variables of a layer.
     """
@@ -70,9 +74,10 @@ class Library:
         self._inference: dict[Any, Inference] = {}
         # By objective: a loss function that is written anew for each call would
         # otherwise keep its programs for ever.
-        self._gradients = lru_cache(maxsize=32)(lambda _: {})
+        self._gradients = lru_cache(maxsize=32)(lambda _: ({}, {}))
         self.layout: Layout | None = None
         self.objective: Objective | None = None
+        self.trainable = ALL
         self.training: Program | None = None
         self.routes: tuple[Route, ...] = ()
         self._expected: dict[Any, Expected] = {}
@@ -98,7 +103,9 @@ class Library:
             self._inference[signature] = Inference(program, join, tree)
         return self._inference[signature]
 
-    def gradients(self, objective: Objective) -> FindGradient:
+    def gradients(
+        self, objective: Objective, trainable: Trainable = ALL
+    ) -> FindGradient:
         """The gradients of one objective, by what they are compiled for."""
         schedule = self._pipe.schedule
         if schedule.forward_only:
@@ -106,36 +113,44 @@ class Library:
                 f"schedule {schedule.name!r} has forwards only: it can apply, not "
                 f"train; build the pipeline with another, such as schedule='1f1b'"
             )
-        self.objective = objective
+        self.objective, self.trainable = objective, trainable
         own = self._gradients(objective)
+        # Two selections that come to the same leaves, such as a function that is
+        # written anew, have the same programs.
+        selected = lru_cache(maxsize=32)(lambda _: {})
 
         def find(
             variables: Any, x: PyTree, targets: PyTree, rngs: Rngs, train: bool
         ) -> Gradient:
             asked = objective.now()
-            compiled = own if asked is objective else self._gradients(asked)
+            known, compiled = own if asked is objective else self._gradients(asked)
+            if not trainable.selects_all:
+                known = selected(asked)
             kind = _signature.of(variables, x, targets, rngs), train
             signature = _signature.settings(), kind
-            if signature not in compiled:
+            if signature not in known:
                 self._check_order(variables)
                 batch = self._batch(x, targets, rngs)
-                layout = self._check(variables, batch.first)
-                program = Program(
-                    self._pipe,
-                    layout,
-                    batch,
-                    train=train,
-                    objective=asked,
-                    routes=self.expected(batch.first)[1],
-                )
-                compiled[signature] = Gradient(program, asked)
-                self.training, self._timeline = program, None
-            return compiled[signature]
+                layout = self._check(variables, batch.first, trainable)
+                key = signature, tuple(layout.marks)
+                if key not in compiled:
+                    program = Program(
+                        self._pipe,
+                        layout,
+                        batch,
+                        train=train,
+                        objective=asked,
+                        routes=self.expected(batch.first)[1],
+                    )
+                    compiled[key] = Gradient(program, asked)
+                    self.training, self._timeline = program, None
+                known[signature] = compiled[key]
+            return known[signature]
 
         return find
 
-    def last_objective(self) -> Objective:
-        """The loss asked for last.
+    def last_objective(self) -> tuple[Objective, Trainable]:
+        """The loss asked for last, and what was to be trained by it.
 
         Raises:
           ValueError: if none was.
@@ -144,7 +159,7 @@ class Library:
             raise ValueError(
                 "no step was built yet whose loss could be profiled; give loss_fn="
             )
-        return self.objective
+        return self.objective, self.trainable
 
     def _check_order(self, variables: Any) -> None:
         """Tells arguments in another order, before a batch is made of variables."""
@@ -190,10 +205,18 @@ class Library:
             self.routes = routes
         return self._expected[signature]
 
-    def note(self, variables: Sequence[PyTree], x: PyTree) -> Layout:
+    def note(
+        self, variables: Sequence[PyTree], x: PyTree, trainable: Trainable = ALL
+    ) -> Layout:
         """How such variables lie, for such an input; kept for print."""
-        self.layout = Layout(self._pipe, self.expected(x)[0], variables)
+        visits, marks = self.expected(x)[0], self.marks(variables, trainable)
+        self.layout = Layout(self._pipe, visits, variables, marks)
         return self.layout
+
+    def marks(self, variables: Sequence[PyTree], trainable: Trainable) -> Marks:
+        """Whether each leaf of the variables, or of their specs, is trained."""
+        stages = self._pipe.stages
+        return trainable.marks([a for s in stages for a in s.layers], variables)
 
     def by_owner(self, variables: Any, x: PyTree) -> Sequence[PyTree]:
         """Checks variables, and gives each to the entry that `init` gives it to."""
@@ -201,9 +224,9 @@ class Library:
         _layout.check(*known)
         return _layout.by_owner(*known)
 
-    def _check(self, variables: Any, x: PyTree) -> Layout:
+    def _check(self, variables: Any, x: PyTree, trainable: Trainable = ALL) -> Layout:
         _layout.check(self._pipe.sharing, self.expected(x)[0], variables)
-        return self.note(variables, x)
+        return self.note(variables, x, trainable)
 
     def predicted(self) -> Timeline | None:
         """What a training step holds, once one is compiled; times are in units."""

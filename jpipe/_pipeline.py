@@ -10,6 +10,7 @@ import optax
 from . import _values
 from ._describe import describe
 from ._functions._objective import Objective
+from ._functions._trainable import Trainable
 from ._layers import _rng
 from ._layers._layer import as_module
 from ._library import Axes, Library
@@ -20,9 +21,9 @@ from ._run import _layout, _transfer, _variables
 from ._run._context import outside_of_meshes
 from ._run._execute import execute
 from ._run._pipe import Pipe
-from ._train._gradient import gradient_tree
 from ._train._state import TrainState, check_state
 from ._train._step import TrainStep, check_optimizer
+from ._train._value_and_grad import ValueAndGrad
 from .schedules import Schedule, Timeline
 
 PyTree = Any
@@ -153,7 +154,9 @@ class Pipeline(OwnLoop):
         loss_fn: LossFunction,
         *,
         has_aux: bool = False,
+        aux_axes: Any = None,
         reduction: str = "mean",
+        trainable: Any = None,
     ) -> Callable[..., Any]:
         """The loss of a mini-batch and its gradients, as `jax.value_and_grad`.
 
@@ -162,22 +165,32 @@ class Pipeline(OwnLoop):
             last device. What an object or a bound method holds is read at each call;
             if it holds something else than before, it is traced again.
           has_aux: whether ``loss_fn`` returns ``(loss, aux)``.
+          aux_axes: on which axes the micro-batches' aux are joined, as ``out_axes`` of
+            `jax.vmap`: an int, or a pytree of ints and ``None`` that is a prefix of
+            aux. ``None``: they are stacked along a new first axis.
           reduction: how micro-batches combine. ``"mean"``: the loss is a mean over
             examples. ``"sum"``: it is a sum. ``"weighted"``: ``loss_fn`` returns
             ``(total, weight)`` and the loss is the sum of totals over the sum of
             weights; the weight is taken as a constant.
+          trainable: which parameters have gradients; default: all. By path, from the
+            layer's number on: text with wildcards, such as ``"*/lora_*"``, that matches
+            a leaf or all below; by ``(path, leaf) -> bool``, where a path is
+            ``(2, "query", "lora_a")``; by what `flax.nnx` takes as a filter of
+            Variables, such as `nnx.LoRAParam`; or by a list of these. The rest costs
+            nothing. Other collections change in training all the same: what freezes
+            the statistics of a batch norm is its own ``use_running_average=True``.
 
         Returns:
           ``f(variables, x, targets, *, rngs=None, train=True) -> (loss, grads)``, or
           ``((loss, aux), grads)``: ``grads[i]`` has the structure of
-          ``variables[i]["params"]`` and its device; ``aux`` has a new first axis, one
-          entry per micro-batch.
+          ``variables[i]["params"]`` and its device, with ``None`` where ``trainable``
+          left a leaf out: optax then takes parameters with the same gaps.
 
         Raises:
           ValueError: if the reduction is unknown; from ``f``, if batch, targets or
-            variables do not fit.
-          TypeError: if ``loss_fn`` is no function; from ``f``, if it does not return
-            what was agreed.
+            variables do not fit, or ``trainable`` selects nothing.
+          TypeError: if ``loss_fn`` or ``trainable`` is nothing such; from ``f``, if
+            ``loss_fn`` does not return what was agreed.
 
         Example:
           >>> import jax, jax.numpy as jnp, jpipe
@@ -187,30 +200,12 @@ class Pipeline(OwnLoop):
           >>> float(loss), grads
           (1.0, ({},))
         """
-        gradients = self._library.gradients(Objective(loss_fn, has_aux, reduction))
-
-        @outside_of_meshes
-        def run(
-            variables: Sequence[PyTree],
-            x: PyTree,
-            targets: PyTree,
-            *,
-            rngs: _rng.Rngs = None,
-            train: bool = True,
-        ) -> Any:
-            gradient = gradients(variables, x, targets, rngs, train)
-            outcome = gradient(
-                gradient.program.layout.take(jax.tree.leaves(tuple(variables))),
-                jax.tree.leaves(x),
-                jax.tree.leaves(targets),
-                jax.tree.leaves(rngs),
-            )
-            leaves = [leaf for stage in outcome.grads for leaf in stage]
-            grads = gradient_tree(_variables.params(variables), leaves)
-            value = (outcome.loss, outcome.aux) if has_aux else outcome.loss
-            return value, grads
-
-        return run
+        objective = Objective(loss_fn, has_aux, reduction, aux_axes)
+        return ValueAndGrad(
+            self._library.gradients(objective, Trainable(trainable)),
+            has_aux=has_aux,
+            selected=trainable is not None,
+        )
 
     @outside_of_meshes
     def init_train_state(
@@ -220,6 +215,7 @@ class Pipeline(OwnLoop):
         tx: optax.GradientTransformation,
         *,
         variables: Sequence[PyTree] | None = None,
+        trainable: Any = None,
     ) -> TrainState:
         """Makes everything that training changes, each part where it is used.
 
@@ -229,6 +225,7 @@ class Pipeline(OwnLoop):
           tx: the optax optimizer.
           variables: what to start from instead of `init`, such as pretrained ones, on
             the host or any devices: one entry per layer. They are copied.
+          trainable: as for `value_and_grad`; ``tx`` sees ``None`` for the rest.
 
         Returns:
           The state at step 0.
@@ -238,11 +235,14 @@ class Pipeline(OwnLoop):
           ValueError: if the variables are not those of the model.
         """
         check_optimizer(tx)
+        chosen = Trainable(trainable)
         if variables is None:
             variables = self.init(key, x)
         else:
             variables = _values.take(self._pipe, self._library, variables, x)
-        return _values.train_state(self._pipe, key, variables, tx)
+        return _values.train_state(
+            self._pipe, self._library, key, variables, tx, chosen
+        )
 
     def train_step(
         self,
@@ -250,7 +250,9 @@ class Pipeline(OwnLoop):
         tx: optax.GradientTransformation,
         *,
         has_aux: bool = False,
+        aux_axes: Any = None,
         reduction: str = "mean",
+        trainable: Any = None,
         donate: bool = True,
     ) -> TrainStep:
         """One training step: gradients of a mini-batch, and one optax update.
@@ -260,7 +262,10 @@ class Pipeline(OwnLoop):
           tx: the optax optimizer with which the state was made. It sees all
             parameters, as on one device, whatever their devices.
           has_aux: as for `value_and_grad`; ``metrics["aux"]``.
+          aux_axes: as for `value_and_grad`.
           reduction: as for `value_and_grad`.
+          trainable: as for `value_and_grad`, and as the state was made with. The step
+            leaves the rest as it is: the same arrays.
           donate: whether a step overwrites the memory of the state that it is given;
             that state cannot be used again. Without it a step needs room for both.
 
@@ -272,10 +277,10 @@ class Pipeline(OwnLoop):
           TypeError: if ``tx`` is no optax transformation.
         """
         check_optimizer(tx)
-        objective = Objective(loss_fn, has_aux, reduction)
+        objective = Objective(loss_fn, has_aux, reduction, aux_axes)
         return TrainStep(
-            self._library.gradients(objective),
-            lambda params: _values.optimizer(self._pipe, tx, params, donate),
+            self._library.gradients(objective, Trainable(trainable)),
+            lambda *params: _values.optimizer(self._pipe, tx, *params, donate=donate),
             objective=objective,
             donate=donate,
         )
@@ -313,6 +318,7 @@ class Pipeline(OwnLoop):
         *,
         has_aux: bool = False,
         reduction: str = "mean",
+        trainable: Any = None,
     ) -> Timeline:
         """Runs the gradients of a mini-batch with each action timed.
 
@@ -321,9 +327,10 @@ class Pipeline(OwnLoop):
         Args:
           state: a train state, in place.
           batch: the input and the targets.
-          loss_fn: as for `train_step`; default: that of the step built last.
+          loss_fn: as for `train_step`; default: all is as in the step built last.
           has_aux: as for `train_step`.
           reduction: as for `train_step`.
+          trainable: as for `train_step`.
 
         Returns:
           What was measured, in seconds and bytes. Its ``costs``, the median times and
@@ -347,10 +354,13 @@ class Pipeline(OwnLoop):
         """
         check_state(state)
         x, targets = as_pair(batch)
-        given = Objective(loss_fn, has_aux, reduction) if loss_fn else None
-        objective = given or self._library.last_objective()
+        if loss_fn is None:
+            objective, chosen = self._library.last_objective()
+        else:
+            objective = Objective(loss_fn, has_aux, reduction)
+            chosen = Trainable(trainable)
         key = _rng.step_key(state.rng, state.step)
-        gradient = self._library.gradients(objective)(
+        gradient = self._library.gradients(objective, chosen)(
             state.variables, x, targets, state.rng, True
         )
         layout, values = gradient.program.layout, jax.tree.leaves(state.variables)

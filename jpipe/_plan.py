@@ -24,6 +24,7 @@ class StagePlan:
       param_bytes: their bytes.
       held_bytes: the most that it keeps between forward and backward in a step;
         ``None`` while no step is compiled.
+      num_trained: how many of the parameters the step trains.
     """
 
     index: int
@@ -34,6 +35,7 @@ class StagePlan:
     num_params: int | None = None
     param_bytes: int | None = None
     held_bytes: int | None = None
+    num_trained: int | None = None
 
 
 @dataclass(frozen=True)
@@ -72,12 +74,15 @@ class Plan:
 
 
 def _row(stage: StagePlan) -> list[str]:
+    params = "" if stage.num_params is None else f"{stage.num_params:,}"
+    if stage.num_trained not in (None, stage.num_params):
+        params += f" ({stage.num_trained:,} trained)"
     return [
         str(stage.index),
         stage.device,
         abbreviate(stage.layers),
         stage.remat,
-        "" if stage.num_params is None else f"{stage.num_params:,}",
+        params,
         "" if stage.param_bytes is None else size(stage.param_bytes),
         "" if stage.held_bytes is None else size(stage.held_bytes),
     ]

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 
 from ._functions import _microbatch
+from ._functions._trainable import Trainable
 from ._layers import _rng
 from ._layers._initialize import strong
 from ._library import Library
@@ -87,24 +88,31 @@ def place(pipe: Pipe, tree: Any) -> Any:
 
 
 def optimizer(
-    pipe: Pipe, tx: optax.GradientTransformation, params: PyTree, donate: bool
+    pipe: Pipe,
+    tx: optax.GradientTransformation,
+    params: PyTree,
+    trained: Sequence[bool],
+    donate: bool,
 ) -> Optimizer:
     """The optimizer of such parameters, applied where they are."""
     specs = _microbatch.specs(params, "params")
-    return Optimizer(tx, specs, pipe.stage_of_layer, pipe.devices, donate)
+    return Optimizer(tx, specs, trained, pipe.stage_of_layer, pipe.devices, donate)
 
 
 def train_state(
     pipe: Pipe,
+    library: Library,
     key: chex.PRNGKey,
     variables: Sequence[PyTree],
     tx: optax.GradientTransformation,
+    trainable: Trainable,
 ) -> TrainState:
     """The state at step 0, of variables that it may overwrite."""
     _rng.check_key(key)
     params = _variables.params(variables)
+    trained = jax.tree.leaves(_variables.params(library.marks(variables, trainable)))
     rng, step = _transfer.put([key, np.int32(0)], pipe.devices[0])
-    init = optimizer(pipe, tx, params, donate=False).init
+    init = optimizer(pipe, tx, params, trained, donate=False).init
     with jax.disable_jit(False):  # zeros made by hand are on the default device
         opt_state = init(params)
     return TrainState(

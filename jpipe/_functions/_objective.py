@@ -27,12 +27,15 @@ class Objective:
       reduction: ``"mean"``: each micro-batch weighs its share of the examples;
         ``"sum"``: the losses add up; ``"weighted"``: the totals add up, the weights
         add up, and the loss is their quotient.
+      aux_axes: on which axes aux of micro-batches are joined, as a prefix of aux;
+        ``None``: on a new one.
       held: what tells ``loss_fn`` apart: see `_held`; Python's ``==`` is the user's.
     """
 
     loss_fn: Callable[..., Any] = field(compare=False)
     has_aux: bool = False
     reduction: str = "mean"
+    aux_axes: Any = None
     held: Hashable = field(init=False, repr=False)
     _holder: Holder = field(init=False, repr=False, compare=False)
 
@@ -47,6 +50,8 @@ class Objective:
                 f"unknown reduction {self.reduction!r}: choose "
                 f"{', '.join(map(repr, REDUCTIONS))}"
             )
+        if self.aux_axes is not None and not self.has_aux:
+            raise ValueError(f"aux_axes={self.aux_axes!r} needs has_aux=True")
 
         object.__setattr__(self, "_holder", Holder(self.loss_fn))
         object.__setattr__(self, "held", self._holder.read())

@@ -20,7 +20,7 @@ class Weights:
       tree: the structure, with one entry per layer.
       specs: shapes and dtypes.
       paths: where each leaf stands, from the layer's number within the stage.
-      trainable: which leaves have a gradient: those of floating dtype in "params".
+      trainable: which leaves have a gradient: see `_trainable`.
     """
 
     tree: Any
@@ -35,15 +35,17 @@ class Weights:
         return [spec for spec, yes in pairs if yes]
 
     @classmethod
-    def of(cls, variables: Sequence[PyTree]) -> "Weights":
-        """Reads the structure of the variables of a stage's layers."""
+    def of(cls, variables: Sequence[PyTree], marks: Sequence[PyTree]) -> "Weights":
+        """Reads the structure of the variables of a stage's layers.
+
+        Args:
+          variables: one entry per layer.
+          marks: whether each of their leaves is trained.
+        """
         flat, tree = jax.tree_util.tree_flatten_with_path(tuple(variables))
         paths = tuple(path for path, _ in flat)
         leaves = [leaf for _, leaf in flat]
-        trainable = tuple(
-            is_params(path) and is_inexact(leaf)
-            for path, leaf in zip(paths, leaves, strict=True)
-        )
+        trainable = tuple(jax.tree.leaves(tuple(marks)))
         # One object for what is one array: a tied leaf may stand in a stage twice.
         made = {id(x): jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves}
         return cls(tree, tuple(made[id(x)] for x in leaves), paths, trainable)

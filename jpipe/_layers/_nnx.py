@@ -165,6 +165,18 @@ def as_module(module: nnx.Module, variables: Mapping[str, PyTree]) -> nnx.Module
     return _merge(module, variables)
 
 
+def parameters(source: Any) -> dict[Path, nnx.Variable]:
+    """The Variables that hold the parameters of a module, by their paths.
+
+    Args:
+      source: an nnx module; what is none has no Variables.
+    """
+    leaves = _flat(source)[1] if is_module(source) else {}
+    return {
+        path: leaf for path, leaf in leaves.items() if _collection(leaf) == "params"
+    }
+
+
 def shared(modules: Mapping[int, nnx.Module]) -> list[str]:
     """What two modules both hold, where they are two objects.
 

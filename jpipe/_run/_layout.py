@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from .._functions._vjp import Leaves
 from .._functions._weights import Weights
 from .._layers._sharing import Key, Sharing
 from .._layers._tree import Names, dotted, flat, merged, nested
@@ -29,15 +30,22 @@ class Layout:
       pipe: the stages.
       visits: what is met at each layer.
       variables: variables that were checked, or their specs.
+      marks: whether each of their leaves is trained.
 
     Attributes:
       order: for each stage the positions of its leaves among those of all variables.
       weights: the variables of each stage.
+      marks: whether each leaf of all variables is trained.
+      trained: the same of the parameters alone.
       ties: which of them other layers hold.
     """
 
     def __init__(
-        self, pipe: Pipe, visits: Sequence[Visit], variables: Sequence[PyTree]
+        self,
+        pipe: Pipe,
+        visits: Sequence[Visit],
+        variables: Sequence[PyTree],
+        marks: Sequence[PyTree],
     ) -> None:
         leaves, tree = jax.tree.flatten(tuple(variables))
         numbered = jax.tree.unflatten(tree, range(len(leaves)))
@@ -47,8 +55,13 @@ class Layout:
             for i, visit in enumerate(visits)
         ]
         self.order = [jax.tree.leaves(entries[stage.span]) for stage in pipe.stages]
+        self.marks: list[bool] = jax.tree.leaves(tuple(marks))
+        self.trained: list[bool] = jax.tree.leaves(_variables.params(marks))
         self.weights = [
-            Weights.of(jax.tree.map(leaves.__getitem__, entries[stage.span]))
+            Weights.of(
+                jax.tree.map(leaves.__getitem__, entries[stage.span]),
+                jax.tree.map(self.marks.__getitem__, entries[stage.span]),
+            )
             for stage in pipe.stages
         ]
         layer_of = [
@@ -57,7 +70,7 @@ class Layout:
         self.ties = Ties(pipe.stages, self.weights, self.order, layer_of)
         self._pipe = pipe
 
-    def take(self, leaves: Sequence[Any]) -> list[list[Any]]:
+    def take(self, leaves: Sequence[Any]) -> list[Leaves]:
         """What each stage is given, where it runs.
 
         Args:
@@ -71,7 +84,7 @@ class Layout:
           TypeError: if one belongs to a trace.
         """
         _variables.check_alive(leaves)
-        weights = [[leaves[i] for i in order] for order in self.order]
+        weights: list[Any] = [[leaves[i] for i in order] for order in self.order]
         own, pipe = self.ties.own(weights), self._pipe
         _variables.check_placed(own, pipe.stages, pipe.devices)
         self.ties.bring(weights, pipe.devices)

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from .._functions import _microbatch
 from .._functions._objective import Objective
 from .._functions._vjp import Leaves
 from .._run import _execute, _transfer
@@ -21,7 +21,7 @@ class Outcome(NamedTuple):
 
     Attributes:
       loss: the loss of the whole mini-batch, a scalar on the last device.
-      aux: what the loss function returned beside it, stacked along a new first axis.
+      aux: what the loss function returned beside it, of all micro-batches.
       grads: the gradients of the trainable leaves of each stage, on its device.
       changed: the new values of the leaves that training changes, of each stage.
     """
@@ -38,10 +38,14 @@ class Gradient:
     Args:
       program: the compiled mini-batch.
       objective: its loss.
+
+    Attributes:
+      trained: whether each leaf of the parameters has a gradient.
     """
 
     def __init__(self, program: Program, objective: Objective) -> None:
         self.program = program
+        self.trained = program.layout.trained
         self._ties = program.layout.ties
         self._num_losses = objective.num_tallies
         tasks = [row[0].task for row in program.rows]
@@ -50,10 +54,11 @@ class Gradient:
         self._commits = [row[0].programs.commit for row in program.rows]
         self._changed = [task.changed for task in tasks]
         self._loss_dtypes = (program.last_task.closed.out_avals[0].dtype,)
-        self._stack = jax.jit(
-            lambda rows: [jnp.stack(column) for column in zip(*rows, strict=True)]
-        )
-        self._check_aux()
+        aux = program.last_task.y
+        axes = _microbatch.flat_axes(objective.aux_axes, aux, "aux", "aux_axes")
+        _check_aux(program, axes)
+        self._aux_tree = jax.tree.structure(aux)
+        self._join = _joiner(axes)
 
     def __call__(
         self,
@@ -115,30 +120,58 @@ class Gradient:
         return sums if same else _cast(sums, dtypes)
 
     def _aux(self, rows: list[Any]) -> PyTree:
-        leaves = [] if not rows[0] else self._stack(rows)
-        return jax.tree.unflatten(jax.tree.structure(self.program.last_task.y), leaves)
+        leaves = [] if not rows[0] else self._join(rows)
+        return jax.tree.unflatten(self._aux_tree, leaves)
 
-    def _check_aux(self) -> None:
-        """Micro-batches of two sizes may not give aux of two shapes."""
-        rows = self.program.rows[-1]
-        first, last = rows[0].task.y, rows[-1].task.y
-        pairs = zip(
-            jax.tree_util.tree_leaves_with_path(first),
-            jax.tree.leaves(last),
-            strict=True,
-        )
-        faults = [
-            f"aux{jax.tree_util.keystr(path)}: {a.shape} and {b.shape}"
-            for (path, a), b in pairs
-            if a.shape != b.shape
+
+def _joiner(axes: Sequence[int | None]) -> Callable[[list[Any]], list[jax.Array]]:
+    """Leaves per micro-batch -> flat leaves; stacked where there is no axis."""
+
+    @jax.jit
+    def join(rows: list[Any]) -> list[jax.Array]:
+        return [
+            jnp.stack(column) if axis is None else jnp.concatenate(column, axis)
+            for column, axis in zip(zip(*rows, strict=True), axes, strict=True)
         ]
-        if faults:
-            raise ValueError(
-                "aux is stacked over micro-batches, but their sizes "
-                f"{self.program.batch.sizes} differ and so do the shapes of aux: "
-                + "; ".join(faults)
-                + "; return sums or means, or a batch that num_microbatches divides"
-            )
+
+    return join
+
+
+def _check_aux(program: Program, axes: Sequence[int | None]) -> None:
+    """Checks that aux of all micro-batches, of two sizes maybe, can be joined.
+
+    Raises:
+      ValueError: with every leaf that lacks the axis or differs elsewhere.
+    """
+    rows, sizes = program.rows[-1], program.batch.sizes
+    triples = zip(
+        jax.tree_util.tree_leaves_with_path(rows[0].task.y),
+        jax.tree.leaves(rows[-1].task.y),
+        axes,
+        strict=True,
+    )
+    lacking, ragged = [], []
+    for (path, a), b, axis in triples:
+        label = f"aux{jax.tree_util.keystr(path)}"
+        if axis is not None and not -a.ndim <= axis < a.ndim:
+            lacking.append(f"{label} of shape {a.shape} has no axis {axis}")
+        elif _beside(a.shape, axis) != _beside(b.shape, axis):
+            on = "" if axis is None else f", joined on axis {axis}"
+            ragged.append(f"{label}{on}: {a.shape} and {b.shape}")
+    if lacking:
+        raise ValueError("cannot join aux on aux_axes: " + "; ".join(lacking))
+    if ragged:
+        raise ValueError(
+            f"the sizes {sizes} of micro-batches differ and so do the shapes of aux: "
+            + "; ".join(ragged)
+            + "; return sums or means, name in aux_axes= the axis of the examples, or "
+            "give a batch that num_microbatches divides"
+        )
+
+
+def _beside(shape: tuple[int, ...], axis: int | None) -> tuple[int, ...]:
+    """A shape without one axis."""
+    return shape if axis is None else (*shape[:axis], *shape[axis:][1:])
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -149,25 +182,3 @@ def _divide(sums: Sequence[jax.Array], divisor: jax.Array) -> list[jax.Array]:
 @partial(jax.jit, static_argnums=1)
 def _cast(sums: Sequence[jax.Array], dtypes: tuple[Any, ...]) -> list[jax.Array]:
     return [x.astype(dtype) for x, dtype in zip(sums, dtypes, strict=True)]
-
-
-def gradient_tree(params: PyTree, grads: Sequence[jax.Array]) -> PyTree:
-    """Gradients in the structure of the parameters.
-
-    Args:
-      params: one entry per layer; only its structure, shapes and dtypes are read.
-      grads: the gradients of the floating leaves, in order.
-
-    Returns:
-      The tree; a leaf of integers has the gradient that `jax.grad` with ``allow_int``
-      gives it: zeros of dtype float0.
-    """
-    given = iter(grads)
-    return jax.tree.map(
-        lambda leaf: (
-            next(given)
-            if jnp.issubdtype(leaf.dtype, jnp.inexact)
-            else np.zeros(leaf.shape, jax.dtypes.float0)
-        ),
-        params,
-    )

@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import optax
 
-from .._functions._weights import is_inexact
 from .._layers._stage import shapes
 from .._run import _signature, _transfer
 from .._run._transfer import Device
@@ -14,6 +13,9 @@ from ._homes import Path, homes, paths, places
 from ._placed import Placed, Placement
 
 PyTree = Any
+
+# Of the leaves that a state lacks or has too many, how many an error lists.
+_SHOWN = 4
 
 _BY_HAND = (
     "type pipe.value_and_grad and tx = pipe.optimizer(tx), and call tx.update in a "
@@ -25,12 +27,13 @@ class Optimizer:
     """An optimizer whose state and updates are spread like the parameters.
 
     The state is that of ``tx.init`` on all parameters at once, keyed by layer: it does
-    not depend on the number of stages. Leaves of integers are no parameters: the
-    optimizer does not see them and the update does not change them.
+    not depend on the number of stages. What is not trained, as no leaf of integers is,
+    the optimizer does not see, ``None`` in its place, and the update does not change.
 
     Args:
       tx: the optax transformation.
       params: specs of the parameters, one entry per layer.
+      trained: whether each of their leaves is trained.
       stage_of_layer: the stage of each layer.
       devices: the device of each stage.
       donate: whether an update may overwrite its arguments.
@@ -40,13 +43,14 @@ class Optimizer:
         self,
         tx: optax.GradientTransformation,
         params: PyTree,
+        trained: Sequence[bool],
         stage_of_layer: Sequence[int],
         devices: Sequence[Device],
         donate: bool,
     ) -> None:
-        self._trainable = [is_inexact(leaf) for leaf in jax.tree.leaves(params)]
+        self._trained = trained
         self._params_tree = jax.tree.structure(params)
-        free = self._hide_integers(params)
+        free = self._hide_frozen(params)
         place = _places(free, stage_of_layer)
         params_at = homes(free, place)
         stored = [devices[home or 0] for home in params_at]
@@ -79,7 +83,7 @@ class Optimizer:
 
     def init(self, params: PyTree) -> PyTree:
         """The optimizer's state for parameters that are in place."""
-        leaves = self._init(jax.tree.leaves(self._hide_integers(params)))
+        leaves = self._init(jax.tree.leaves(self._hide_frozen(params)))
         return jax.tree.unflatten(self._state_tree, leaves)
 
     def check(self, state: PyTree) -> None:
@@ -92,7 +96,8 @@ class Optimizer:
         if tree != self._state_tree:
             raise ValueError(
                 "state.opt_state is not that of the optimizer of this step; give the "
-                "same tx to Pipeline.init_train_state and Pipeline.train_step"
+                "same tx and the same trainable= to Pipeline.init_train_state and "
+                "Pipeline.train_step" + self._other_selection(state)
             )
         if _signature.kinds(leaves) != self._state_kinds:
             raise ValueError(
@@ -104,6 +109,24 @@ class Optimizer:
             raise ValueError(
                 "state.opt_state is not in place; type state = pipe.place(state)"
             )
+
+    def _other_selection(self, state: PyTree) -> str:
+        """Which leaves differ, if the state was made to train other parameters."""
+        (given, tree), (needed, own) = _with_gaps(state), _with_gaps(self.state)
+        if tree != own:
+            return ""
+        faults = [
+            f"opt_state{jax.tree_util.keystr(path)} is "
+            f"{'missing' if leaf is None else 'surplus'}"
+            for (path, leaf), (_, need) in zip(given, needed, strict=True)
+            if (leaf is None) != (need is None)
+        ]
+        more = f", and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
+        return (
+            "; the state was made to train other parameters: "
+            + ", ".join(faults[:_SHOWN])
+            + more
+        )
 
     def _misfits(self, state: PyTree) -> str:
         """The leaves of a state that are of another kind than they should be."""
@@ -131,21 +154,26 @@ class Optimizer:
         Returns:
           All leaves of the new parameters, and the new state.
         """
-        free = [leaf for leaf, yes in zip(params, self._trainable, strict=True) if yes]
+        free = [leaf for leaf, yes in zip(params, self._trained, strict=True) if yes]
         results = self._update([*free, *jax.tree.leaves(state), *grads])
         new = iter(results[: len(free)])
         leaves = [
             next(new) if yes else leaf
-            for leaf, yes in zip(params, self._trainable, strict=True)
+            for leaf, yes in zip(params, self._trained, strict=True)
         ]
         return leaves, jax.tree.unflatten(self._state_tree, results[len(free) :])
 
-    def _hide_integers(self, params: PyTree) -> PyTree:
+    def _hide_frozen(self, params: PyTree) -> PyTree:
         leaves = [
             leaf if yes else None
-            for leaf, yes in zip(jax.tree.leaves(params), self._trainable, strict=True)
+            for leaf, yes in zip(jax.tree.leaves(params), self._trained, strict=True)
         ]
         return jax.tree.unflatten(self._params_tree, leaves)
+
+
+def _with_gaps(tree: PyTree) -> tuple[list[Any], Any]:
+    """The leaves with their paths, ``None`` among them, and the structure."""
+    return jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is None)
 
 
 def _updating(tx: optax.GradientTransformation) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
 """The training step: gradients of a mini-batch, then one update."""
 
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -24,7 +24,7 @@ class TrainStep:
 
     Args:
       find_gradient: gives the compiled gradient for variables and a batch.
-      make_optimizer: gives the optimizer for parameters.
+      make_optimizer: gives the optimizer for parameters, given which are trained.
       objective: the loss.
       donate: whether the given state is overwritten.
     """
@@ -32,7 +32,7 @@ class TrainStep:
     def __init__(
         self,
         find_gradient: Callable[..., Gradient],
-        make_optimizer: Callable[[PyTree], Optimizer],
+        make_optimizer: Callable[[PyTree, Sequence[bool]], Optimizer],
         *,
         objective: Objective,
         donate: bool,
@@ -105,7 +105,8 @@ class TrainStep:
             gradient = self._find_gradient(state.variables, x, targets, state.rng, True)
             # A batch of another size needs another gradient, not another optimizer.
             if kind not in self._optimizers:
-                self._optimizers[kind] = self._make_optimizer(state.params)
+                made = self._make_optimizer(state.params, gradient.trained)
+                self._optimizers[kind] = made
             optimizer = self._optimizers[kind]
             known[signature] = _Compiled(gradient, optimizer, state)
         return known[signature]

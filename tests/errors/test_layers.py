@@ -104,9 +104,13 @@ class OnlyTrained(nn.Module):
     ],
 )
 def test_errors_of_flax_are_answered_with_what_to_type(layers, error, advice):
-    with pytest.raises(error) as raised:
-        pipe = jpipe.pipeline(layers, 2)
+    pipe = jpipe.pipeline(layers, 2)
+
+    def trained():
         pipe.apply(pipe.init(KEY, X), X, train=True)
+
+    with pytest.raises(error) as raised:
+        trained()
     notes = raised.value.__notes__
     assert any(advice in note for note in notes)
     assert any(note.startswith("raised by layer") for note in notes)

@@ -81,6 +81,10 @@ def test_every_option_of_the_main_job_is_documented():
             "mixed_precision.py",
             r"(?s)step 130: .*skipped\nstep 131: scale 2\^16.* 9\d\.\d% on 360",
         ),
+        (
+            "lora.py",
+            r"adapters: +9\d\.\d% .*\nadapters take [2-6]\d% of the memory and",
+        ),
         ("schedules.py --out={folder}", r"zb_v +\| 8 +\| 25\.5 +\| 5\.9 %"),
         (
             "train_text.py --steps=3 --evaluation-batches=2 --write=8 --width=32 "
@@ -102,6 +106,7 @@ def test_every_option_of_the_main_job_is_documented():
         "functional_loop",
         "digits",
         "mixed_precision",
+        "lora",
         "schedules",
         "train_text",
         "unet",

@@ -3,6 +3,7 @@
 import jax
 
 from jpipe._functions._objective import Objective
+from jpipe._functions._trainable import Trainable
 from jpipe._run import _memory
 
 from .. import reference as ref
@@ -12,7 +13,8 @@ def counted(pipe, x, targets, rngs=None, **objective):
     """What the executor held after each action of a real run, and the program."""
     variables = pipe.init(jax.random.key(0), x)
     loss = objective.pop("loss", ref.mse)
-    gradient = pipe._library.gradients(Objective(loss, **objective))(
+    trainable = Trainable(objective.pop("trainable", None))
+    gradient = pipe._library.gradients(Objective(loss, **objective), trainable)(
         variables, x, targets, rngs, True
     )
     meter = _memory.Meter(pipe.schedule.placement)

@@ -1,0 +1,175 @@
+"""Which parameters are trained: what users give as ``trainable=``."""
+
+import difflib
+import fnmatch
+import reprlib
+from collections.abc import Callable, Sequence
+from types import EllipsisType
+from typing import Any, NamedTuple, cast
+
+import jax
+import numpy as np
+from flax import nnx
+
+from .._layers import _nnx
+from .._layers._layer import Layer
+from ._weights import is_inexact, is_params
+
+PyTree = Any
+Path = tuple[Any, ...]
+
+_NEEDS = (
+    "trainable= takes paths such as '*/lora_*', a function (path, leaf) -> bool, an "
+    "nnx filter such as nnx.LoRAParam, or a list of these"
+)
+
+
+class _Leaf(NamedTuple):
+    """A floating leaf of the parameters: what a rule is asked about.
+
+    Attributes:
+      path: from the layer's number on, within "params".
+      value: its spec; of an nnx layer as a Variable of its type and metadata.
+    """
+
+    path: Path
+    value: Any
+
+    @property
+    def names(self) -> list[str]:
+        """The path as text, and those of the subtrees that it is in."""
+        parts = list(map(str, self.path))
+        return ["/".join(parts[:end]) for end in range(len(parts), 0, -1)]
+
+
+class Trainable:
+    """A selection of parameters.
+
+    Args:
+      given: see `Pipeline.value_and_grad`; ``None``: all floating leaves.
+
+    Raises:
+      TypeError: if it is no selection.
+    """
+
+    def __init__(self, given: Any = None) -> None:
+        self.selects_all = given is None
+        several = (
+            given if isinstance(given, list | tuple | set | frozenset) else [given]
+        )
+        if not several:
+            raise TypeError(f"trainable={given!r} names nothing; {_NEEDS}")
+        self._rules = [] if given is None else [(r, _rule(r)) for r in several]
+
+    def marks(
+        self, layers: Sequence[Layer], variables: Sequence[PyTree]
+    ) -> tuple[PyTree, ...]:
+        """Whether each leaf is trained.
+
+        Args:
+          layers: all of them.
+          variables: one entry per layer, or their specs.
+
+        Returns:
+          A boolean in place of each leaf: those of other collections than "params"
+          and of other dtypes than floating ones are not trained.
+
+        Raises:
+          ValueError: with every part of the selection that selects nothing.
+        """
+        flat, tree = jax.tree_util.tree_flatten_with_path(tuple(variables))
+        floating = {
+            i: _names(path)
+            for i, (path, leaf) in enumerate(flat)
+            if is_params(path) and is_inexact(leaf)
+        }
+        chosen = set(floating)
+        if not self.selects_all:
+            kinds = {n: _nnx.parameters(layer.owner) for n, layer in enumerate(layers)}
+            chosen = self._chosen(
+                {
+                    i: _Leaf((at[0], *at[2:]), _as_given(at, flat[i][1], kinds[at[0]]))
+                    for i, at in floating.items()
+                }
+            )
+        return jax.tree.unflatten(tree, [i in chosen for i in range(len(flat))])
+
+    def _chosen(self, leaves: dict[int, _Leaf]) -> set[int]:
+        """Which of the floating leaves the rules select, by their numbers."""
+        chosen, idle = set[int](), []
+        for given, rule in self._rules:
+            found = {i for i, leaf in leaves.items() if rule(leaf)}
+            chosen |= found
+            if not found:
+                idle.append(f"{_told(given)}: {_instead(given, list(leaves.values()))}")
+        if idle:
+            raise ValueError(
+                "trainable= selects none of the floating parameters by\n"
+                + "\n".join(f"  * {fault}" for fault in idle)
+                + f"\nA path starts with the layer's number. {_NEEDS}"
+            )
+        return chosen
+
+
+def _rule(given: Any) -> Callable[[_Leaf], bool]:
+    if isinstance(given, str):
+        return lambda leaf: any(fnmatch.fnmatchcase(n, given) for n in leaf.names)
+    if not (callable(given) or isinstance(given, bool | EllipsisType)):
+        kind = type(given).__name__
+        raise TypeError(f"trainable={reprlib.repr(given)} is a {kind}; {_NEEDS}")
+    predicate = nnx.filterlib.to_predicate(cast(Any, given))
+
+    def ask(leaf: _Leaf) -> bool:
+        try:
+            answer = predicate(leaf.path, leaf.value)
+        except Exception as error:
+            error.add_note(f"raised by trainable={_told(given)} on {tuple(leaf)}")
+            raise
+        if not isinstance(answer, bool | np.bool_):
+            raise TypeError(
+                f"trainable={_told(given)} answers {answer!r} for {leaf.path}; needs "
+                f"True or False"
+            )
+        return bool(answer)
+
+    return ask
+
+
+def _names(path: Any) -> Path:
+    """The keys of a path of JAX, as they are written in the tree."""
+    names = "key", "idx", "name"
+    return tuple(next(getattr(k, n) for n in names if hasattr(k, n)) for k in path)
+
+
+def _as_given(at: Path, leaf: Any, kinds: dict[Path, nnx.Variable]) -> Any:
+    """What a rule is told of a leaf; a Variable may hold a pytree."""
+    spec = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    parts = (at[2:end] for end in range(len(at), 2, -1))
+    variable = next((kinds[part] for part in parts if part in kinds), None)
+    if variable is None:
+        return spec
+    told = variable.replace(spec)
+    # Hooks compute with values.
+    metadata = told.get_metadata().items()
+    told.set_metadata({k: v for k, v in metadata if not k.startswith("on_")})
+    return told
+
+
+def _told(given: Any) -> str:
+    return getattr(given, "__name__", None) or reprlib.repr(given)
+
+
+def _instead(given: Any, leaves: Sequence[_Leaf]) -> str:
+    """What there is, where a rule selects nothing."""
+    if not leaves:
+        return "there are none"
+    names = list(dict.fromkeys(leaf.names[0] for leaf in leaves))
+    if isinstance(given, str):
+        close = difflib.get_close_matches(given, names, n=3, cutoff=0)
+        return f"the nearest are {', '.join(map(repr, close))}"
+    types = {type(leaf.value) for leaf in leaves}
+    listed = sorted(t.__name__ for t in types if issubclass(t, nnx.Variable))
+    return (
+        f"there are {len(leaves)}, such as {leaves[0].path} and {leaves[-1].path}; "
+        f"Variable types: {', '.join(listed) or 'none, as no layer is of nnx'}"
+    )
