@@ -5,7 +5,7 @@ from importlib.metadata import version as _version
 from . import draw as draw
 from . import schedules as schedules
 from ._layers._layer import Stage as Stage
-from ._layers._layer import layer as layer
+from ._layers._method import layer as layer
 from ._layers._skip import isolate as isolate
 from ._layers._skip import pop as pop
 from ._layers._skip import stash as stash

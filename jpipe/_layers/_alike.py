@@ -17,7 +17,8 @@ from flax.typing import HashableMapping
 from jax.tree_util import PyTreeDef
 
 from . import _linen, _nnx
-from ._layer import Layer, Method
+from ._layer import Layer
+from ._method import Method
 
 _ATOMS = (types.NoneType, bool, int, float, complex, str, bytes)
 _MAPPINGS = (dict, FrozenDict, HashableMapping)
@@ -40,7 +41,8 @@ def origin(source: Any) -> Hashable:
         module, method = source.module, source.method
     if not _linen.is_module(module):
         return None
-    return Content().of(module), method
+    content = Content()
+    return content.of(module), content.of(method)
 
 
 def behaviour(layer: Layer) -> Hashable:
@@ -59,7 +61,8 @@ def behaviour(layer: Layer) -> Hashable:
         # The values that a pipeline does not carry are part of the function.
         static, is_whole = _nnx.static(source)
         source = static if is_whole else source
-    return Content().of(source), method, layer.namespace
+    content = Content()
+    return content.of(source), content.of(method), layer.namespace
 
 
 class Same:
@@ -97,6 +100,8 @@ class Content:
             return cls, *map(self.of, (value.func, value.args, value.keywords))
         if cls is types.MethodType:
             return cls, self.of(value.__self__), Same(value.__func__)
+        if cls is types.FunctionType:
+            return cls, self._function(value)
         if not dataclasses.is_dataclass(cls) or holds_more(cls):
             return self.other(value)
         return cls, self.once(value, attributes)
@@ -104,6 +109,21 @@ class Content:
     def other(self, value: Any) -> Hashable:
         """What tells an object apart of which it cannot be told what it holds."""
         return Same(value)
+
+    def _function(self, value: types.FunctionType) -> Hashable:
+        """What a function is: functions made in a loop have one code."""
+        try:
+            closure = [cell.cell_contents for cell in value.__closure__ or ()]
+        except ValueError:  # one is empty yet
+            return Same(value)
+        held = {
+            "defaults": value.__defaults__,
+            "keywords": value.__kwdefaults__,
+            "attributes": vars(value),
+            "closure": closure,
+        }
+        code = Same(value.__code__), Same(value.__globals__)
+        return code, self.once(value, lambda _: held)
 
     def once(self, value: Any, read: Callable[[Any], Mapping[str, Any]]) -> Hashable:
         """What an object holds; where it is met again, which one it is."""

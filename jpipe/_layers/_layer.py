@@ -1,7 +1,6 @@
 """What a user may list as a layer, brought to one form: explicit init and apply."""
 
 import functools
-import inspect
 import reprlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,12 +10,11 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from . import _linen, _nnx, _skip
+from . import _linen, _nnx, _nnx_watch, _skip, _switches
+from ._method import Method
+from ._question import Looking, watched
 
 PyTree = Any
-
-# By other names a layer would never be told that it is trained.
-_MISNAMED = {"training", "is_training", "is_train", "is_eval", "is_inference"}
 
 
 @dataclass(frozen=True)
@@ -77,50 +75,6 @@ class Layer:
     def owner(self) -> Any:
         """The object whose parameters it uses."""
         return self.source if self.module is None else self.module
-
-
-@dataclass(frozen=True)
-class Method:
-    """Another method of a module as a layer: see `layer`."""
-
-    module: Any
-    method: str
-
-
-def layer(module: Any, method: str = "__call__") -> Method:
-    """A layer that calls a method of a module.
-
-    With the same module elsewhere in the list, the two share parameters.
-
-    Args:
-      module: a linen or nnx module.
-      method: the name of the method; it maps one pytree to one pytree.
-
-    Returns:
-      What to list as a layer.
-
-    Raises:
-      ValueError: if the module has no such method.
-      TypeError: if it is no module.
-
-    Example:
-      >>> import jax, jax.numpy as jnp, jpipe
-      >>> from flax import linen as nn
-      >>> embed = nn.Embed(256, 32)
-      >>> head = jpipe.layer(embed, method="attend")
-      >>> pipe = jpipe.pipeline([embed, nn.Dense(32), head], 2, balance=[3])
-      >>> variables = pipe.init(jax.random.key(0), jnp.ones((4, 8), int))
-      >>> jax.tree.map(jnp.shape, variables[0]), variables[2]
-      ({'params': {'embedding': (256, 32)}}, {})
-    """
-    if not _is_module(module):
-        raise TypeError(
-            f"layer({reprlib.repr(module)}): needs a flax module, this is a "
-            f"{type(module).__name__}"
-        )
-    if not callable(getattr(type(module), method, None)):
-        raise ValueError(f"{type(module).__name__} has no method {method!r}")
-    return Method(module, method)
 
 
 def as_layers(listed: Sequence[Any]) -> tuple[Layer, ...]:
@@ -223,23 +177,31 @@ def _misnamed(source: Any) -> str:
     """By which parameters a layer asks in vain whether it is trained, if it does."""
     if isinstance(source, _skip.Isolated):
         return _misnamed(source.layer)
-    method, chosen = "__call__", set[str]()
-    if isinstance(source, Method):
-        source, method = source.module, source.method
-    if _is_module(source):
-        called, name, data = getattr(type(source), method), type(source).__name__, 2
-        chosen = {
-            field for field in _MISNAMED if getattr(source, field, None) is not None
-        }
+    module, method = _split(source)
+    if _is_module(module):
+        function = getattr(type(module), method) if isinstance(method, str) else method
+        name, data = type(module).__name__, 2
     elif isinstance(source, Stage):
-        called, name, data = source.apply, source.name, 2
+        function, name, data = source.apply, source.name, 2
     else:
-        called, name, data = source, _name(source), 1
-    names = parameter_names(called, after=data)
-    if names & set(_linen.switches(True)):
+        function, name, data = source, _name(source), 1
+    names = _switches.misnamed(
+        function, data, lambda field: getattr(module, field, None) is not None
+    )
+    if not names:
         return ""
-    switches = sorted(names & _MISNAMED - chosen)
-    return f"{name} takes {' and '.join(switches)}" if switches else ""
+    takes = f"{name} takes {' and '.join(names)}"
+    if not isinstance(method, str) or not _is_module(module):
+        return takes
+    called = "module" if method == "__call__" else f"module.{method}"
+    given = ", ".join(
+        f"{name}={'not ' if name in _switches.MEAN_EVALUATION else ''}train"
+        for name in names
+    )
+    return (
+        f"{takes}; list jpipe.layer(module, lambda module, x, train: "
+        f"{called}(x, {given}))"
+    )
 
 
 def as_layer(source: Any) -> Layer:
@@ -248,26 +210,19 @@ def as_layer(source: Any) -> Layer:
         inner, outer = as_layer(source.layer), source.namespace
         both = outer if inner.namespace is None else (outer, inner.namespace)
         return replace(inner, namespace=both)
-    if isinstance(source, Method):
-        return _from_method(source)
-    if _linen.is_module(source):
-        return Layer(
-            _linen.name(source),
-            source,
-            _linen.init(source),
-            _linen.apply(source),
-            _linen.extend(source),
-        )
-    if _nnx.is_module(source):
-        return Layer(
-            _nnx.name(source),
-            source,
-            _nnx.init(source),
-            _nnx.apply(source),
-        )
     if isinstance(source, Stage):
         return _from_stage(source)
+    module, method = _split(source)
+    if _is_module(module):
+        return _from_module(source, module, method)
     return _from_function(source)
+
+
+def _split(source: Any) -> tuple[Any, str | Callable[..., PyTree]]:
+    """What was listed, and which method or function of it is called."""
+    if isinstance(source, Method):
+        return source.module, source.method
+    return source, "__call__"
 
 
 def as_module(layer: Layer, variables: Mapping[str, PyTree]) -> Any:
@@ -296,21 +251,30 @@ def zeros(spec: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), spec)
 
 
-def _from_method(listed: Method) -> Layer:
-    module, method = listed.module, listed.method
-    kind = _nnx if _nnx.is_module(module) else _linen
-    return Layer(
-        f"{kind.name(module)}.{method}",
-        listed,
-        _nnx.init(module) if kind is _nnx else _linen.init(module, method),
-        kind.apply(module, method),
-        None if kind is _nnx else _linen.extend(module, method),
-        module,
-    )
+def _from_module(source: Any, module: Any, method: Any) -> Layer:
+    called = method if isinstance(method, str) else getattr(method, "__name__", "")
+    listed, looking, extend = "", None, None
+    if isinstance(method, str):
+        listed = "module" if method == "__call__" else f"module.{method}"
+    if _nnx.is_module(module):
+        name, init = _nnx.name(module), _nnx.init(module)
+        apply = _nnx.apply(module, method)
+        looking = Looking(
+            functools.partial(_nnx_watch.looking, module),
+            functools.partial(_nnx_watch.leaves_open, module),
+        )
+    else:
+        name, init = _linen.name(module), _linen.init(module, method)
+        apply, extend = _linen.apply(module, method), _linen.extend(module, method)
+    if isinstance(source, Method) and called not in ("", "<lambda>"):
+        name = f"{name}.{called}"
+    owner = module if isinstance(source, Method) else None
+    apply = watched(apply, listed, looking)
+    return Layer(name, source, init, apply, extend, owner)
 
 
 def _from_stage(stage: Stage) -> Layer:
-    accepted = parameter_names(stage.apply)
+    accepted = _switches.parameter_names(stage.apply)
 
     def init(key: chex.PRNGKey, spec: PyTree) -> dict[str, PyTree]:
         made = stage.init(key, zeros(spec))
@@ -323,19 +287,19 @@ def _from_stage(stage: Stage) -> Layer:
         return dict(made)
 
     def apply(variables, x, rngs, train):
-        return stage.apply(variables, x, **_switches(accepted, rngs, train)), {}
+        return stage.apply(variables, x, **_given(accepted, rngs, train)), {}
 
-    return Layer(stage.name, stage, init, apply)
+    return Layer(stage.name, stage, init, watched(apply))
 
 
 def _from_function(function: Callable[..., PyTree]) -> Layer:
-    accepted = parameter_names(function)
+    accepted = _switches.parameter_names(function)
 
     def apply(variables, x, rngs, train):
         del variables
-        return function(x, **_switches(accepted, rngs, train)), {}
+        return function(x, **_given(accepted, rngs, train)), {}
 
-    return Layer(_name(function), function, lambda key, spec: {}, apply)
+    return Layer(_name(function), function, lambda key, spec: {}, watched(apply))
 
 
 def _name(function: Callable[..., PyTree]) -> str:
@@ -343,24 +307,6 @@ def _name(function: Callable[..., PyTree]) -> str:
     return getattr(inner, "__name__", type(inner).__name__)
 
 
-def _switches(accepted: frozenset[str], rngs: PyTree, train: bool) -> dict[str, Any]:
-    offered = {**_linen.switches(train), "rngs": rngs}
+def _given(accepted: frozenset[str], rngs: PyTree, train: bool) -> dict[str, Any]:
+    offered = {**_switches.switches(train), "rngs": rngs}
     return {name: value for name, value in offered.items() if name in accepted}
-
-
-def parameter_names(function: Callable[..., Any], after: int = 0) -> frozenset[str]:
-    """The parameters that a callable names; none where Python cannot tell.
-
-    Args:
-      function: the callable.
-      after: how many come first, for what is computed on.
-    """
-    try:
-        parameters = list(inspect.signature(function).parameters.values())[after:]
-    except (TypeError, ValueError):
-        return frozenset()
-    inner = inspect.unwrap(function)
-    # What functools.partial has set is the user's choice.
-    chosen = inner.keywords if isinstance(inner, functools.partial) else {}
-    various = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-    return frozenset(p.name for p in parameters if p.kind not in various) - set(chosen)

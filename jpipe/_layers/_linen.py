@@ -11,10 +11,13 @@ from flax import errors, linen
 from flax.core import DenyList
 from flax.core.partial_eval import lazy_init
 
-from . import _batchnorm
+from . import _batchnorm, _switches, _watch
+from ._inputs import explained
 from ._tree import flat, nested
 
 PyTree = Any
+# The name of a method, or a function of a module and its input.
+Method = str | Callable[..., PyTree]
 
 _NOT_SOWN = "what it computes leaves it as a part of its output, not by sow"
 
@@ -34,17 +37,8 @@ def name(module: linen.Module) -> str:
     return module.name or type(module).__name__
 
 
-def switches(train: bool) -> dict[str, bool]:
-    """The names by which Flax layers ask whether they are being trained."""
-    return {
-        "train": train,
-        "deterministic": not train,
-        "use_running_average": not train,
-    }
-
-
 def init(
-    module: linen.Module, method: str = "__call__"
+    module: linen.Module, method: Method = "__call__"
 ) -> Callable[[chex.PRNGKey, PyTree], dict[str, PyTree]]:
     """``(key, spec) -> variables`` of a module, from the shapes of its input alone.
 
@@ -53,9 +47,8 @@ def init(
     """
 
     def run(key: chex.PRNGKey, spec: PyTree) -> dict[str, PyTree]:
-        args, keywords = _asked(module, method, train=False)
-        called = getattr(type(module), method)
-        with _explained():
+        called, args, keywords = _called(module, method, {"params": key}, train=False)
+        with _explained(), explained(module, method, spec):
             made = module.lazy_init(key, spec, *args, method=called, **keywords)
         return dict(made)
 
@@ -63,12 +56,13 @@ def init(
 
 
 def extend(
-    module: linen.Module, method: str = "__call__"
+    module: linen.Module, method: Method = "__call__"
 ) -> Callable[[chex.PRNGKey, PyTree, PyTree], dict[str, PyTree]]:
     """``(key, spec, borrowed) -> variables``: what a method makes beside given ones."""
 
     def run(key: chex.PRNGKey, spec: PyTree, borrowed: PyTree) -> dict[str, PyTree]:
-        args, keywords = _asked(module, method, train=False)
+        rngs = {"params": key}
+        called, args, keywords = _called(module, method, rngs, train=False)
         given = flat(borrowed)
 
         def added(key: chex.PRNGKey, borrowed: PyTree, x: PyTree) -> PyTree:
@@ -77,32 +71,36 @@ def extend(
                 x,
                 *args,
                 rngs={"params": key},
-                method=getattr(type(module), method),
+                method=called,
                 mutable=DenyList("intermediates"),
                 **keywords,
             )
             made = flat(made)
             return nested({name: made[name] for name in made if name not in given})
 
-        with _explained():
+        with _explained(), explained(module, method, spec):
             return lazy_init(added)(key, borrowed, spec)
 
     return run
 
 
 def apply(
-    module: linen.Module, method: str = "__call__"
+    module: linen.Module, method: Method = "__call__"
 ) -> Callable[..., tuple[PyTree, dict[str, PyTree]]]:
     """``(variables, x, rngs, train) -> (y, changed)`` of a module."""
 
     def run(variables, x, rngs, train):
-        args, keywords = _asked(module, method, train)
+        called, args, keywords = _called(module, method, rngs, train)
         mutable = [key for key in variables if key != "params"] if train else []
-        keywords |= {"rngs": rngs, "method": method}
+        keywords |= {"rngs": rngs, "method": called}
         if not mutable:
-            with _explained():
+            with _explained(), explained(module, method, x):
                 return module.apply(variables, x, *args, **keywords), {}
-        with _batchnorm.meeting(mutable), linen.intercept_methods(_batchnorm.intercept):
+        with (
+            _batchnorm.meeting(mutable),
+            linen.intercept_methods(_batchnorm.intercept),
+            explained(module, method, x),
+        ):
             y, changed = module.apply(variables, x, *args, mutable=mutable, **keywords)
         _check_none_made(module, variables, changed)
         return y, dict(changed)
@@ -158,36 +156,39 @@ def _paths(tree: PyTree) -> set[str]:
     }
 
 
-def _asked(
-    module: linen.Module, method: str, train: bool
-) -> tuple[list[Any], dict[str, Any]]:
-    """The switches that a method names and the module has not set itself.
+def _called(
+    module: linen.Module, method: Method, rngs: PyTree, train: bool
+) -> tuple[Callable[..., PyTree], list[Any], dict[str, Any]]:
+    """What to call with a module and its input, and what it is told.
 
-    They are passed by position where they can be: `flax.linen.remat` lets only such
-    arguments be static.
+    A method is told what of the switches it names and the module has not set itself; a
+    function what it names.
     """
-    signature = inspect.signature(getattr(type(module), method))
-    _, _, *after_x = signature.parameters.values()
-    values = {
-        name: value
-        for name, value in switches(train).items()
-        if not _is_set(module, name)
-    }
-    asked = [parameter.name for parameter in after_x if parameter.name in values]
-    args = []
-    for parameter in after_x:
-        by_position = parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
-        value = values.get(parameter.name, parameter.default)
-        if not by_position or value is inspect.Parameter.empty:
-            break
-        if not set(asked) - {p.name for p in after_x[: len(args)]}:
-            break
-        args.append(value)
-    given = {parameter.name for parameter in after_x[: len(args)]}
-    return args, {name: values[name] for name in asked if name not in given}
+    if isinstance(method, str):
+        called = getattr(type(module), method)
+        offered = {
+            name: value
+            for name, value in _switches.switches(train).items()
+            if not is_set(module, name)
+        }
+    else:
+        called, names = method, _switches.parameter_names(method, after=2)
+        offered = {**_switches.switches(train), "rngs": rngs}
+        offered = {name: value for name, value in offered.items() if name in names}
+    _, _, *after_x = inspect.signature(called).parameters.values()
+    _watch.told(p.name for p in after_x if p.name in offered)
+    args, keywords = _switches.arguments(after_x, offered)
+    if isinstance(method, str):
+        return called, args, keywords
+
+    # Flax would take rngs for its own.
+    def call(module: linen.Module, x: PyTree) -> PyTree:
+        return method(module, x, *args, **keywords)
+
+    return call, [], {}
 
 
-def _is_set(module: linen.Module, name: str) -> bool:
+def is_set(module: linen.Module, name: str) -> bool:
     """Whether the user chose a switch when making the module."""
     fields = type(module).__dataclass_fields__
     return name in fields and getattr(module, name) is not None

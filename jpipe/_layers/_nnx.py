@@ -4,6 +4,7 @@ An nnx module holds its values itself. A pipeline keeps them outside, by collect
 path, and makes a new module of them inside of each trace: the user's is only read.
 """
 
+import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping
@@ -15,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from . import _batchnorm, _linen, _nnx_rngs
+from . import _linen, _nnx_rngs, _nnx_watch, _switches, _watch
+from ._inputs import explained
 from ._nnx_rngs import Path, dotted
 
 PyTree = Any
@@ -65,60 +67,69 @@ def init(module: nnx.Module) -> Callable[[chex.PRNGKey, PyTree], dict[str, PyTre
 
 
 def apply(
-    module: nnx.Module, method: str = "__call__"
+    module: nnx.Module, method: str | Callable[..., PyTree] = "__call__"
 ) -> Callable[..., tuple[PyTree, dict[str, PyTree]]]:
     """``(variables, x, rngs, train) -> (y, changed)`` of a method of a module.
 
-    The module is set to training or evaluation as by its ``train`` and ``eval``, and
-    what of ``train``, ``deterministic``, ``use_running_average`` and ``rngs`` the
-    method names is passed.
+    What the user set on the module, as by its ``eval``, stays in training; what is left
+    open is trained. In evaluation it is evaluated. The call is passed what it names of
+    ``train``, ``deterministic``, ``use_running_average`` and ``rngs``.
     """
 
     def run(variables, x, rngs, train):
         own = _merge(module, variables)
         count = _nnx_rngs.seed(own, rngs)
-        own.train() if train else own.eval()
-        if train:
-            _leave_statistics(own)
-        offered: dict[str, Any] = _linen.switches(train)
+        offered: dict[str, Any] = _switches.switches(train)
         if rngs is not None:
             offered["rngs"] = _nnx_rngs.as_rngs(rngs, count)
-        call = getattr(own, method)
-        args, keywords = _asked(call, offered)
-        y = call(x, *args, **keywords)
+        call, after_x, open_names = _called(own, method, frozen=train)
+        offered = {name: offered[name] for name in offered if name in open_names}
+        _nnx_watch.train(own) if train else own.eval()
+        _nnx_watch.watch(own, train)
+        _watch.told(offered)
+        args, keywords = _switches.arguments(after_x, offered)
+        with explained(module, method, x):
+            y = call(x, *args, **keywords)
         changed = _changed(own, variables)
         return y, changed if train else {}
 
     return run
 
 
-def _leave_statistics(module: nnx.Module) -> None:
-    """Lets batch norms leave the statistics of the micro-batch: see `_batchnorm`."""
-    for path, node in nnx.iter_graph(module, graph=True):
-        if isinstance(node, nnx.BatchNorm) and _batchnorm.note(
-            tuple(path), node.momentum
-        ):
-            node.momentum = 0.0
-            _watch(node.mean, dotted(path) or name(node))
+def _called(
+    own: nnx.Module, method: str | Callable[..., PyTree], frozen: bool
+) -> tuple[Callable[..., PyTree], list[inspect.Parameter], frozenset[str]]:
+    """What to call with an input, its other parameters, and which of them are open.
+
+    Args:
+      own: the module, as the user set it.
+      method: the name of its method, or a function of a module and its input.
+      frozen: whether what is frozen stays so: it says so by its attributes, and an
+        argument would overrule them.
+    """
+    if isinstance(method, str):
+        call, names = getattr(own, method), None
+    else:
+        call = functools.partial(method, own)
+        names = _switches.parameter_names(method, after=2)
+    _, *after_x = inspect.signature(call).parameters.values()
+    if names is None:
+        partly = frozen and _nnx_watch.holds_frozen(own)
+        names = frozenset(
+            parameter.name
+            for parameter in after_x
+            if parameter.kind not in _switches.VARIOUS
+            and not (partly and _says_it_itself(own, parameter))
+        )
+    return call, after_x, names
 
 
-def _watch(mean: nnx.Variable, called: str) -> None:
-    """Tells `_batchnorm` when a running mean is read, and when it is written."""
-
-    def read(variable: nnx.Variable, value: jax.Array) -> jax.Array:
-        _batchnorm.check_running(called, variable.get_raw_value())
-        return value
-
-    def write(variable: nnx.Variable, value: jax.Array) -> jax.Array:
-        # In its final dtype it is what the variable will hold, and is known again.
-        value = jnp.asarray(value, variable.dtype)
-        _batchnorm.note_written(value)
-        return value
-
-    for hook, ours in (("on_get_value", read), ("on_set_value", write)):
-        own = mean.get_metadata().get(hook, ())
-        own = own if isinstance(own, tuple) else (own,)
-        mean.set_metadata(**{hook: (*own, ours)})
+def _says_it_itself(own: nnx.Module, parameter: inspect.Parameter) -> bool:
+    """Whether a module that holds something frozen decides where nobody fills this."""
+    if parameter.default is None:
+        return parameter.name != "rngs"
+    has_default = parameter.default is not inspect.Parameter.empty
+    return has_default and getattr(own, parameter.name, None) is True
 
 
 def static(module: nnx.Module) -> tuple[Any, bool]:
@@ -340,32 +351,3 @@ def _changed(module: nnx.Module, before: Mapping[str, PyTree]) -> dict[str, PyTr
 
 def _kind(value: PyTree) -> Any:
     return jax.tree.map(np.shape, value)
-
-
-# ----------------------------------------------------------------------- arguments
-
-
-def _asked(
-    call: Callable[..., PyTree], offered: Mapping[str, Any]
-) -> tuple[list[Any], dict[str, Any]]:
-    """What a call names of what is offered.
-
-    It is passed by position where it can be: `flax.nnx.remat` lets only such arguments
-    be static.
-    """
-    after_x = list(inspect.signature(call).parameters.values())[1:]
-    asked = [parameter.name for parameter in after_x if parameter.name in offered]
-    args: list[Any] = []
-    for parameter in after_x:
-        value = offered.get(parameter.name, parameter.default)
-        given = {p.name for p in after_x[: len(args)]}
-        by_position = parameter.kind in (
-            inspect.Parameter.POSITIONAL_ONLY,
-            inspect.Parameter.POSITIONAL_OR_KEYWORD,
-        )
-        missing = value is inspect.Parameter.empty
-        if missing or not by_position or set(asked) <= given:
-            break
-        args.append(value)
-    given = {parameter.name for parameter in after_x[: len(args)]}
-    return args, {name: offered[name] for name in asked if name not in given}

@@ -13,7 +13,7 @@ from . import check
 
 # Whether modules that are listed and held by others too are drawn: when the library
 # ties them. Their parameters are then in the entry of the first layer.
-TIES_BELOW_THE_TOP = False
+TIES_BELOW_THE_TOP = True
 # Which parameters are trained, where the library lets one choose.
 TRAINABLE = [
     None,

@@ -124,7 +124,7 @@ def test_calls_that_change_what_variables_there_are():
     match = says(
         "this Grows changes which variables",
         "make them in __init__",
-        "cache/cache was (1, 3) and became (3, 3)",
+        "cache/cache was (1, 3) and became (2, 3)",
         "it made the Param late",
     )
     with pytest.raises(ValueError, match=match):

@@ -69,14 +69,23 @@ def test_a_switch_by_another_name_is_refused():
     with pytest.raises(ValueError, match="by a parameter train, deterministic") as no:
         jpipe.pipeline(layers, 2, balance=[len(layers)])
     _, *faults = str(no.value).split("\n")
+    line = "list jpipe.layer(module, lambda module, x, train: module"
     assert faults == [
-        "  * layer 0: Told takes training",
-        "  * layer 1: Told takes is_training",
-        "  * layer 2: ToldNnx takes training",
+        f"  * layer 0: Told takes training; {line}(x, training=train))",
+        f"  * layer 1: Told takes is_training; {line}.head(x, is_training=train))",
+        f"  * layer 2: ToldNnx takes training; {line}(x, training=train))",
         "  * layer 3: function takes is_train and training",
         "  * layer 4: Stage takes is_eval",
-        "  * layer 5: Told takes training",
+        f"  * layer 5: Told takes training; {line}(x, training=train))",
     ]
+
+
+def test_a_module_that_is_told_by_another_name():
+    typed = jpipe.layer(Told(), lambda module, x, train: module(x, training=train))
+    pipe = jpipe.sequential([typed], 2)
+    y = pipe.apply(({},), jnp.ones((4, 8)), rngs=jax.random.key(0), train=True)
+    assert set(np.unique(y)) == {0, 2}
+    np.testing.assert_array_equal(pipe.apply(({},), jnp.ones((4, 8))), 1)
 
 
 class Switched(nn.Module):

@@ -1,0 +1,264 @@
+"""`jpipe.layer` with a function of a module and its input."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import jpipe
+
+from .. import reference as ref
+from .test_alike import are_equal
+
+KEY = jax.random.key(0)
+
+
+class Block(nn.Module):
+    """Takes a mask beside its input, and gives what it looked at beside its output."""
+
+    @nn.compact
+    def __call__(self, hidden, attention_mask, deterministic=True):
+        weights = ref.dense(4, hidden.dtype)(hidden) * attention_mask
+        return nn.Dropout(0.5)(hidden + weights, deterministic), weights
+
+
+class Parts(nn.Module):
+    """Has methods that share a layer made in setup."""
+
+    def setup(self):
+        self.dense = ref.dense(4, jnp.float64)
+
+    def into(self, x):
+        return self.dense(x)
+
+    def out(self, x):
+        return x @ self.dense.variables["params"]["kernel"].T
+
+
+class BlockNnx(nnx.Module):
+    def __init__(self, seed=0):
+        rngs, double = nnx.Rngs(seed), jnp.float64
+        self.dense = nnx.Linear(4, 4, rngs=rngs, dtype=double, param_dtype=double)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, hidden, attention_mask, deterministic=True):
+        weights = self.dense(hidden) * attention_mask
+        return self.dropout(hidden + weights, deterministic=deterministic), weights
+
+
+def masked(block, x):
+    return {**x, "h": block(x["h"], attention_mask=x["mask"], deterministic=True)[0]}
+
+
+def data():
+    key_x, key_m, key_t = jax.random.split(KEY, 3)
+    h = jax.random.normal(key_x, (6, 4), jnp.float64)
+    mask = jax.random.bernoulli(key_m, 0.5, (6, 4))
+    return {"h": h, "mask": mask}, jax.random.normal(key_t, (6, 4), jnp.float64)
+
+
+def loss_fn(y, targets):
+    return ref.mse(y["h"], targets)
+
+
+def test_a_mask_of_linen(double):
+    x, targets = data()
+    blocks = [Block(), Block()]
+    listed = [jpipe.layer(block, masked) for block in blocks]
+    pipe = jpipe.pipeline(listed, 3)
+    variables = pipe.init(KEY, x)
+    # The variables of the module, as Flax makes them.
+    own = Block().init(jax.random.fold_in(KEY, 0), x["h"], x["mask"])
+    assert jax.tree.structure(own) == jax.tree.structure(variables[0])
+    actual = pipe.value_and_grad(loss_fn)(variables, x, targets)
+
+    def whole(params):
+        y = x["h"]
+        for block, own in zip(blocks, params, strict=True):
+            y, _ = block.apply({"params": own}, y, x["mask"])
+        return ref.mse(y, targets)
+
+    expected = jax.value_and_grad(whole)(ref.params_of(variables))
+    ref.assert_close(actual, expected, ref.FLOAT64)
+    assert pipe.apply(variables, x)["mask"].dtype == bool
+
+
+def test_a_mask_of_nnx(double):
+    x, targets = data()
+    blocks = [BlockNnx(0), BlockNnx(1)]
+    pipe = jpipe.pipeline([jpipe.layer(block, masked) for block in blocks], 3)
+    actual = pipe.value_and_grad(loss_fn)(pipe.init(KEY, x), x, targets)
+
+    def whole(blocks):
+        y = x["h"]
+        for block in blocks:
+            y, _ = block(y, x["mask"])
+        return ref.mse(y, targets)
+
+    expected = nnx.value_and_grad(whole)(nnx.List(blocks))
+    ref.assert_close(jax.tree.leaves(actual), jax.tree.leaves(expected), ref.FLOAT64)
+
+
+def test_functions_of_one_module_share_its_parameters(double):
+    x, targets = ref.regression(6, jnp.float64)
+    parts = Parts()
+    listed = [
+        jpipe.layer(parts, lambda parts, x: jnp.tanh(parts.into(x))),
+        jpipe.layer(parts, Parts.out),
+        ref.dense(4, jnp.float64),
+    ]
+    pipe = jpipe.pipeline(listed, 3)
+    assert [layer.name for stage in pipe._pipe.stages for layer in stage.layers] == [
+        *("Parts", "Parts.out", "Dense")
+    ]
+    variables = pipe.init(KEY, x)
+    assert variables[1] == {}
+    loss, grads = pipe.value_and_grad(ref.mse)(variables, x, targets)
+
+    def whole(params):
+        dense = params[0]["dense"]
+        h = jnp.tanh(x @ dense["kernel"] + dense["bias"]) @ dense["kernel"].T
+        return ref.mse(h @ params[2]["kernel"] + params[2]["bias"], targets)
+
+    expected = jax.value_and_grad(whole)(ref.params_of(variables))
+    ref.assert_close((loss, grads), expected, ref.FLOAT64)
+
+
+def told(module, x, /, *, deterministic, rngs):
+    """Drops by itself, with the keys that it is given."""
+    if deterministic:
+        return x
+    key = rngs["dropout"] if isinstance(rngs, dict) else rngs.dropout()
+    return x * jax.random.bernoulli(key, 0.5, x.shape)
+
+
+@pytest.mark.parametrize("module", [nn.Dense(4), nnx.Linear(4, 4, rngs=nnx.Rngs(0))])
+def test_it_is_given_what_it_names(module):
+    """By name or by position."""
+    x = jnp.ones((4, 4))
+    seen = []
+
+    def by_position(module, x, train, use_running_average):
+        seen.append((train, use_running_average))
+        return x
+
+    listed = [jpipe.layer(module, told), jpipe.layer(module, by_position)]
+    pipe = jpipe.sequential(listed, 2)
+    variables = pipe.init(KEY, x)
+    for train in (False, True):
+        seen.clear()
+        rngs = {"dropout": KEY}
+        y = np.asarray(pipe.apply(variables, x, rngs=rngs, train=train))
+        assert set(seen) == {(train, not train)}
+        assert set(np.unique(y)) == ({0, 1} if train else {1})
+
+
+def test_the_module_is_told_nothing_by_itself(double):
+    x, targets = data()
+    listed = jpipe.layer(Block(), lambda block, x: block(x["h"], x["mask"])[0])
+    pipe = jpipe.sequential([listed], 2)
+    variables = pipe.init(KEY, x)
+    with pytest.raises(ValueError, match="write deterministic=not train there"):
+        pipe.value_and_grad(ref.mse)(variables, x, targets)
+
+
+@pytest.mark.parametrize(
+    "method", [lambda x: x, nn.Dense(4).__call__, 3, jnp.tanh], ids=str
+)
+def test_a_function_that_does_not_take_the_module_and_its_input(method):
+    with pytest.raises(ValueError, match="lambda module, x: module"):
+        jpipe.layer(nn.Dense(4), method)
+
+
+def scaled(scale, default=None):
+    return lambda module, x, by=default: module(x) * scale
+
+
+def test_functions_made_in_a_loop_are_equal_if_what_they_hold_is():
+    def layers(first, second):
+        return [jpipe.layer(nn.Dense(6), function) for function in (first, second)]
+
+    def other(module, x):
+        return module(x) * 2.0
+
+    assert are_equal(*layers(scaled(2.0), scaled(2.0)))
+    assert are_equal(*layers(other, other))
+    assert are_equal(*layers(functools.partial(other), functools.partial(other)))
+    for first, second in (
+        (scaled(2.0), scaled(2)),
+        (scaled(2.0), scaled(2.0, default=1)),
+        (scaled(2.0), other),
+        (scaled(np.ones(6)), scaled(np.ones(6))),
+    ):
+        assert not are_equal(*layers(first, second))
+
+
+def test_functions_that_differ_compute_what_they_say():
+    x = jnp.ones((4, 3))
+    listed = [jpipe.layer(nn.Dense(3), scaled(float(i))) for i in range(1, 4)]
+    pipe = jpipe.pipeline(listed, 2)
+    variables = pipe.init(KEY, x)
+    expected = x
+    for i, own in enumerate(ref.params_of(variables), 1):
+        expected = (expected @ own["kernel"] + own["bias"]) * i
+    np.testing.assert_allclose(pipe.apply(variables, x), expected, rtol=1e-5)
+
+
+class Two(nn.Module):
+    """Takes two inputs."""
+
+    @nn.compact
+    def __call__(self, hidden, mask, deterministic=True):
+        return nn.Dropout(0.5)(hidden, deterministic) * mask
+
+
+class TwoNnx(nnx.Module):
+    def __call__(self, hidden, mask):
+        return hidden * mask
+
+
+ONE, TUPLE, DICT = (
+    jnp.ones((4, 3)),
+    (jnp.ones((4, 3)),) * 2,
+    dict.fromkeys(("x", "mask"), jnp.ones((4, 3))),
+)
+LISTED = "list jpipe.layer(module, lambda module, x"
+
+
+@pytest.mark.parametrize(
+    ("module", "x", "typed"),
+    [
+        (
+            Two(),
+            DICT,
+            ", deterministic: module(x['x'], mask=x['mask'], "
+            "deterministic=deterministic))",
+        ),
+        (TwoNnx(), DICT, ": module(x['x'], mask=x['mask']))"),
+        (TwoNnx(), TUPLE, ": module(x[0], mask=x[1]))"),
+        (TwoNnx(), ONE, ": module(x['hidden'], mask=x['mask']))"),
+        (nn.Dense(3), DICT, ": {**x, 'mask': module(x['mask'])})"),
+        (nn.Dense(3), TUPLE, ": (module(x[0]), *x[1:]))"),
+        (nn.Embed(3, 3), TUPLE, ": (module(x[0]), *x[1:]))"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_an_input_that_does_not_fit_is_answered_with_what_to_type(module, x, typed):
+    def run(listed):
+        pipe = jpipe.sequential([listed], 2)
+        variables = pipe.init(KEY, x)
+        return pipe.apply(variables, x)
+
+    # Of which type the error is, the module decides.
+    with pytest.raises((TypeError, AttributeError, ValueError, Warning)) as error:
+        run(module)
+    (note,) = [note for note in error.value.__notes__ if LISTED in note]
+    assert note.endswith(LISTED + typed)
+    if x is not ONE and not isinstance(module, nn.Embed):
+        (line,) = re.findall(r"jpipe\.layer\(.*", note)
+        run(eval(line, {"jpipe": jpipe, "module": module}))
