@@ -168,7 +168,9 @@ def test_the_module_is_told_nothing_by_itself(double):
 
 
 @pytest.mark.parametrize(
-    "method", [lambda x: x, nn.Dense(4).__call__, 3, jnp.tanh], ids=str
+    "method",
+    [lambda x: x, nn.Dense(4).__call__, 3, jnp.tanh],
+    ids=["one argument", "bound method", "number", "jitted"],
 )
 def test_a_function_that_does_not_take_the_module_and_its_input(method):
     with pytest.raises(ValueError, match="lambda module, x: module"):
