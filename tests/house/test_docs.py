@@ -101,6 +101,8 @@ def test_every_option_of_the_main_job_is_documented():
             "--microbatches=4 --schedule=zb_v",
             r"differ from one device by at most \d\.\de-(0[6-9]|\d\d)|most 0\.0e",
         ),
+        ("gpt2.py --steps=2", r"differ by at most \d\.\de-0[67]\n"),
+        ("t5.py --steps=2", r"differ by at most \d\.\de-0[67]\n"),
     ],
     ids=[
         "functional_loop",
@@ -111,6 +113,8 @@ def test_every_option_of_the_main_job_is_documented():
         "train_text",
         "unet",
         "tied_lm",
+        "gpt2",
+        "t5",
     ],
 )
 def test_examples_run(command, shown, tmp_path):

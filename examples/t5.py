@@ -1,0 +1,229 @@
+"""An encoder-decoder in the manner of T5, trained through a pipeline.
+
+What makes it hard to cut: one table of embeddings serves the encoder, the decoder and
+the head; one table of relative positions serves all blocks of a side, wherever they
+run; every decoder block reads what the encoder made, and masks. It learns to sort.
+
+    python examples/t5.py
+"""
+
+import argparse
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen as nn
+
+import jpipe
+
+STAGES, PAD, VOCAB, WIDTH, HEADS, BLOCKS, LENGTH = 4, 0, 32, 48, 4, 2, 12
+
+
+# ------------------------------------------------------- the model, as it always was
+
+
+class RelativeBias(nn.Module):
+    """What a head adds for how far apart two tokens are; shared by the blocks."""
+
+    buckets: int = 2 * LENGTH
+
+    @nn.compact
+    def __call__(self, length):
+        """The bias ``[head, from, to]`` of so many tokens."""
+        table = self.param("table", nn.initializers.normal(0.1), (self.buckets, HEADS))
+        at = jnp.arange(length)
+        apart = jnp.clip(at[None] - at[:, None] + LENGTH, 0, self.buckets - 1)
+        return table[apart].transpose(2, 0, 1)
+
+
+class Attention(nn.Module):
+    """T5's attention: no bias in its products, no scaling, relative positions."""
+
+    @nn.compact
+    def __call__(self, h, memory, mask, bias=0.0):
+        """What ``h`` finds in ``memory``, both ``[batch, length, width]``."""
+
+        def heads(name, x):
+            made = nn.Dense(WIDTH, use_bias=False, name=name)(x)
+            return made.reshape(*x.shape[:-1], HEADS, -1)
+
+        q, k, v = heads("q", h), heads("k", memory), heads("v", memory)
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) + bias
+        weights = nn.softmax(jnp.where(mask, scores, -1e9))
+        h = jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(h.shape)
+        return nn.Dense(WIDTH, use_bias=False, name="o")(h)
+
+
+class Block(nn.Module):
+    """A block of the encoder, or of the decoder if it is given the encoder's output."""
+
+    bias: Any
+    rate: float = 0.1
+
+    @nn.compact
+    def __call__(self, h, mask, memory=None, memory_mask=None, *, deterministic):
+        """Vectors ``[batch, length, width]`` to the same."""
+        drop = nn.Dropout(self.rate, deterministic=deterministic)
+        a = nn.RMSNorm()(h)
+        h = h + drop(Attention(name="self")(a, a, mask, self.bias(h.shape[1])))
+        if memory is not None:
+            a = Attention(name="cross")(nn.RMSNorm()(h), memory, memory_mask)
+            h = h + drop(a)
+        m = nn.relu(nn.Dense(4 * WIDTH, use_bias=False, name="wi")(nn.RMSNorm()(h)))
+        return h + drop(nn.Dense(WIDTH, use_bias=False, name="wo")(drop(m)))
+
+
+def masks_of(tokens, shifted):
+    """Who sees whom in the encoder, in the decoder, and across."""
+    there = (tokens != PAD)[:, None, None]
+    return {"encoder": there, "decoder": nn.make_causal_mask(shifted), "across": there}
+
+
+# ------------------------------------------------------------- what a pipeline needs
+
+
+def begin(embed, x):
+    """Source and shifted target to what the encoder passes on."""
+    masks = masks_of(x["source"], x["shifted"])
+    return {"h": embed(x["source"]), "shifted": x["shifted"], "masks": masks}
+
+
+def encode(block, x, deterministic):
+    """A block of the encoder."""
+    h = block(x["h"], x["masks"]["encoder"], deterministic=deterministic)
+    return {**x, "h": h}
+
+
+def turn(embed, x):
+    """From the encoder to the decoder."""
+    return {"h": embed(x["shifted"]), "memory": x["h"], "masks": x["masks"]}
+
+
+def decode(block, x, deterministic):
+    """A block of the decoder."""
+    masks, rest = x["masks"], {"deterministic": deterministic}
+    h = block(x["h"], masks["decoder"], x["memory"], masks["across"], **rest)
+    return {**x, "h": h}
+
+
+def layers():
+    """All layers: the table of embeddings three times, each bias in all its blocks."""
+    embed = nn.Embed(VOCAB, WIDTH, embedding_init=nn.initializers.normal(0.3))
+    left, right = RelativeBias(), RelativeBias()
+    return [
+        jpipe.layer(embed, begin),
+        *(jpipe.layer(Block(left), encode) for _ in range(BLOCKS)),
+        jpipe.layer(embed, turn),
+        *(jpipe.layer(Block(right), decode) for _ in range(BLOCKS)),
+        jpipe.layer(embed, lambda embed, x: embed.attend(nn.standardize(x["h"]))),
+    ]
+
+
+# ------------------------------------------------- the same model, as one Flax module
+
+
+class Whole(nn.Module):
+    """The program as it was, for comparison."""
+
+    def setup(self):
+        """Makes the parts."""
+        self.embed = nn.Embed(VOCAB, WIDTH, embedding_init=nn.initializers.normal(0.3))
+        self.left, self.right = RelativeBias(), RelativeBias()
+        self.encoder = [Block(self.left) for _ in range(BLOCKS)]
+        self.decoder = [Block(self.right) for _ in range(BLOCKS)]
+
+    def __call__(self, x, deterministic=True):
+        """Source and shifted target to logits."""
+        rest = {"deterministic": deterministic}
+        masks = masks_of(x["source"], x["shifted"])
+        memory, h = self.embed(x["source"]), self.embed(x["shifted"])
+        for block in self.encoder:
+            memory = block(memory, masks["encoder"], **rest)
+        for block in self.decoder:
+            h = block(h, masks["decoder"], memory, masks["across"], **rest)
+        return self.embed.attend(nn.standardize(h))
+
+
+def variables_of(params):
+    """Parameters of the whole model, one entry per layer.
+
+    A table stands in the entry of the first layer that uses it.
+    """
+    left, right = (
+        [dict(params[f"{side}_{i}"]) for i in range(BLOCKS)]
+        for side in ("encoder", "decoder")
+    )
+    left[0]["bias"], right[0]["bias"] = params["left"], params["right"]
+    entries = [params["embed"], *left, {}, *right, {}]
+    return [{"params": own} for own in entries]
+
+
+# --------------------------------------------------------------------------- training
+
+
+def batch_of(rng, size):
+    """Letters, padded, and the same letters sorted."""
+    source = np.zeros((size, LENGTH), np.int32)
+    target = np.zeros((size, LENGTH), np.int32)
+    for row, length in enumerate(rng.integers(4, LENGTH + 1, size)):
+        letters = rng.integers(2, VOCAB, length)
+        source[row, :length], target[row, :length] = letters, np.sort(letters)
+    shifted = np.concatenate([np.ones((size, 1), np.int32), target[:, :-1]], axis=1)
+    return {"source": source, "shifted": shifted}, target
+
+
+def loss_fn(logits, targets):
+    """The total over the tokens that are there, and their number."""
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+    return (losses * (targets != PAD)).sum(), (targets != PAD).sum()
+
+
+def main() -> None:
+    """Compares a step with the module on one device, and trains."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--steps", type=int, default=201, help="optimizer steps")
+    steps = parser.parse_args().steps
+    jax.config.update("jax_num_cpu_devices", STAGES)
+    rng = np.random.default_rng(0)
+    x, targets = batch_of(rng, 32)
+    params = Whole().init(jax.random.key(0), x)["params"]
+    pipe = jpipe.pipeline(layers(), num_microbatches=8, balance=[2, 1, 2, 2])
+    tx = optax.adam(3e-3)
+    state = pipe.init_train_state(
+        jax.random.key(1), x, tx, variables=variables_of(params)
+    )
+
+    def whole(params):
+        total, weight = loss_fn(Whole().apply({"params": params}, x), targets)
+        return total / weight
+
+    loss, grads = jax.value_and_grad(whole)(params)
+    ours, split = pipe.value_and_grad(loss_fn, reduction="weighted")(
+        state.variables, x, targets, train=False
+    )
+    expected = [entry["params"] for entry in variables_of(grads)]
+    print(f"loss {ours:.6f}, of the module on one device {loss:.6f}")
+    print(f"gradients differ by at most {largest_difference(split, expected):.1e}")
+
+    step = pipe.train_step(loss_fn, tx, reduction="weighted")
+    for number in range(steps):
+        state, metrics = step(state, *batch_of(rng, 32))
+        if number % 50 == 0:
+            print(f"step {number}: loss {metrics['loss']:.3f}")
+    x, targets = batch_of(rng, 128)
+    right = np.asarray(pipe.apply(state.variables, x).argmax(-1) == targets)
+    print(f"{right[targets != PAD].mean():.1%} of the letters are right")
+
+
+def largest_difference(ours, expected) -> float:
+    """Of the leaves, relative to the largest of each."""
+    pairs = zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True)
+    return max(
+        float(np.abs(np.subtract(a, b)).max() / np.abs(b).max()) for a, b in pairs
+    )
+
+
+if __name__ == "__main__":
+    main()
