@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from jpipe._run import _compat
+from jpipe import _compat
 
 jax.config.update("jax_num_cpu_devices", 8)
 # No silent promotion of dtypes: a library that mixes them by accident is caught.

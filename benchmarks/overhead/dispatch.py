@@ -18,8 +18,9 @@ import optax
 from flax import linen as nn
 
 import jpipe
+from jpipe import _compat
 from jpipe._functions._objective import Objective
-from jpipe._run import _compat, _execute
+from jpipe._run import _execute
 from jpipe._run._program import Program
 
 WIDTH, STAGES, NUMBER = 8, 4, 32

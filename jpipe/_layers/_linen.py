@@ -1,7 +1,7 @@
 """Flax linen modules as layers."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ from flax import errors, linen
 from flax.core import DenyList
 from flax.core.partial_eval import lazy_init
 
+from .. import _compat
 from . import _batchnorm, _switches, _watch
 from ._inputs import explained
 from ._tree import flat, nested
@@ -82,6 +83,20 @@ def extend(
             return lazy_init(added)(key, borrowed, spec)
 
     return run
+
+
+@contextmanager
+def adopting() -> Iterator[dict[Hashable, tuple[str, ...]]]:
+    """Notes by what identity, and at which path, modules take in others."""
+    found: dict[Hashable, tuple[str, ...]] = {}
+
+    def note(call: Any, args: Any, keywords: Any, context: Any) -> Any:
+        y = call(*args, **keywords)
+        found.update(_compat.adopted(context.module.scope.root))
+        return y
+
+    with linen.intercept_methods(note):
+        yield found
 
 
 def apply(

@@ -64,6 +64,10 @@ class Sharing:
         """The roots of all modules of a layer."""
         return {made.root for made in self._modules[layer].values()}
 
+    def holds(self, layer: int, path: Names) -> bool:
+        """Whether a module of a layer is one that the user gave it as an attribute."""
+        return path in self._modules[layer]
+
     def place(self, layer: int, key: Key) -> Names | None:
         """Where a variable would stand in a layer, if one of its modules makes it."""
         for names, (root, before) in self._modules[layer].items():

@@ -9,7 +9,7 @@ import chex
 import jax
 
 from .._jaxprs import _jaxpr
-from . import _rng, _skip
+from . import _linen, _rng, _skip
 from ._alike import origin
 from ._initialize import init_with
 from ._layer import Layer, zeros
@@ -98,6 +98,8 @@ class _Walk:
         self._owned: dict[int, dict[Key, PyTree]] = {}
         # Equal layers on equal inputs are traced once.
         self._known: dict[Hashable, _Outcome] = {}
+        # By their identity, the layers that took modules from elsewhere.
+        self._takers: dict[Hashable, tuple[int, Layer]] = {}
 
     def visit(self, stage: int, number: int, layer: Layer) -> None:
         """Goes through one layer."""
@@ -148,8 +150,10 @@ class _Walk:
             # Arrays of its own: what counts bytes tells them apart by identity.
             return jax.tree.map(copy.copy, self._known[key])
         outcome = self._traced(layer, lent, frames)
-        # One that stashes or pops is another each time.
-        if not any(frame.stashed or frame.popped for frame in frames):
+        # One that stashes or pops is another each time; one that takes a module from
+        # elsewhere shares it with its equals.
+        takes = any(number == self._number for number, _ in self._takers.values())
+        if not takes and not any(frame.stashed or frame.popped for frame in frames):
             self._known[key] = outcome
         return outcome
 
@@ -175,7 +179,9 @@ class _Walk:
             left.extend(popped)
             return y, list(popped.values())
 
-        own = jax.eval_shape(init, self._key)
+        with _linen.adopting() as adopted:
+            own = jax.eval_shape(init, self._key)
+        self._check_adopted(layer, adopted)
         given = [*lent.values()], own, spec, self._key, [*skips.values()]
         if not lent:
             y, values = jax.eval_shape(apply, *given)
@@ -186,6 +192,22 @@ class _Walk:
             used = {names: value for names, value in lent.items() if names in needed}
         self._skips = dict(zip(left, values, strict=True))
         return _Outcome(own, y, nested(used))
+
+    def _check_adopted(
+        self, layer: Layer, adopted: Mapping[Hashable, tuple[str, ...]]
+    ) -> None:
+        """Checks that no module, given as no attribute, is taken by two layers."""
+        for module, path in adopted.items():
+            if self._sharing.holds(self._number, path):
+                continue
+            number, first = self._takers.setdefault(module, (self._number, layer))
+            if number != self._number:
+                raise ValueError(
+                    f"layers {number} ({first.name}) and {self._number} ({layer.name}) "
+                    f"take one module, here {'/'.join(path)}, that was made outside of "
+                    f"both: under one Flax parent they share its parameters; give it "
+                    f"to both as an attribute to share them, or make it in setup"
+                )
 
     def _asked(self, layer: Layer, lent: Mapping[Names, PyTree]) -> set[Names]:
         """The variables that a layer would make by itself.

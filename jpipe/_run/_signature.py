@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from . import _compat
+from .. import _compat
 
 # Under which settings of JAX it is called: what `jax.jit` tells apart beside arguments,
 # a program that was traced once must be told apart by.

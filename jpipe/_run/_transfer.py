@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from . import _compat
+from .. import _compat
 
 Leaves = Sequence[Any]
 # To a type checker `jax.Device` is a variable and no type.

@@ -11,7 +11,8 @@ import pytest
 from flax import linen as nn
 
 import jpipe
-from jpipe._run import _compat, _signature
+from jpipe import _compat
+from jpipe._run import _signature
 
 from .. import reference as ref
 

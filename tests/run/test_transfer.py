@@ -11,7 +11,8 @@ import pytest
 from jaxlib import _jax
 
 import jpipe
-from jpipe._run import _compat, _transfer
+from jpipe import _compat
+from jpipe._run import _transfer
 
 from .. import reference as ref
 
