@@ -133,7 +133,8 @@ def selected(params: PyTree, trainable: Trainable | None) -> PyTree:
 
     def select(path: Any, leaf: Any) -> Any:
         at = tuple(getattr(key, "key", getattr(key, "idx", None)) for key in path)
-        return leaf if trainable is None or trainable(at, leaf) else None
+        floats = jnp.issubdtype(leaf.dtype, jnp.inexact)
+        return leaf if trainable is None or (floats and trainable(at, leaf)) else None
 
     return jax.tree_util.tree_map_with_path(select, params)
 

@@ -11,9 +11,6 @@ from jpipe.schedules import BY_NAME, Action, Schedule, ScheduleError
 
 from . import check
 
-# Whether modules that are listed and held by others too are drawn: when the library
-# ties them. Their parameters are then in the entry of the first layer.
-TIES_BELOW_THE_TOP = True
 # Which parameters are trained, where the library lets one choose.
 TRAINABLE = [
     None,
@@ -199,7 +196,7 @@ def _uses(
         back = Choice(f"jpipe.layer({name}, 'back')", shape)
         found.append((name, choice.after, back))
     found.append((name, shape, choice._replace(text=_isolated(name, "other"))))
-    if TIES_BELOW_THE_TOP and not text.lower().startswith("nnx"):
+    if not text.lower().startswith(("nnx", "nn.remat")):  # which takes a static switch
         for tree in (False, True):
             around = choice._replace(
                 text=f"Around({name})", after=choice.after._replace(tree=tree)
