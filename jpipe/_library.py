@@ -196,8 +196,9 @@ class Library:
           What is met at each layer, and the routes of the skip connections.
 
         Raises:
-          ValueError: if skip connections do not fit.
+          ValueError: if skip connections do not fit, or a layer was changed.
         """
+        self._pipe.kept.check()
         signature = _signature.settings(), _signature.of(x)
         if signature not in self._expected:
             visits, routes = walk(self._pipe.stages, _rng.key_spec(), x)

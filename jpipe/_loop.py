@@ -74,7 +74,8 @@ class OwnLoop:
 
         Its ``init`` and ``update`` do what those of ``tx`` do on one device, for all
         parameters at once, each where the parameter is, as `train_step` does. Nothing
-        is overwritten. Leaves of integers are no parameters: ``tx`` does not see them,
+        is overwritten. As under `jax.jit`, what ``tx`` itself holds is read when it is
+        traced. Leaves of integers are no parameters: ``tx`` does not see them,
         and their updates are zeros.
 
         Args:

@@ -5,6 +5,7 @@ from typing import Any
 
 from . import _setup
 from ._functions import _remat
+from ._layers._kept import Kept
 from ._layers._layer import as_layers
 from ._layers._stage import fuse
 from ._library import Axes
@@ -86,7 +87,7 @@ def pipeline(
         raise TypeError(
             f"out_axes={out_axes!r}: needs an int, the axis of the examples"
         )
-    pipe = Pipe(groups, placed, chosen, settings)
+    pipe = Pipe(groups, placed, chosen, settings, Kept(layers))
     return Pipeline(pipe, Axes(in_axes, target_axes, out_axes))
 
 

@@ -45,11 +45,13 @@ class Record:
       norms: what was met so far.
       written: the running means that those of this layer left. It does not keep them:
         they belong to a trace.
+      running: the modules whose calls have not ended.
     """
 
     layer: int = 0
     norms: list[Norm] = field(default_factory=list)
     written: list[weakref.ref[Any]] = field(default_factory=list)
+    running: list[Any] = field(default_factory=list)
 
 
 _current: ContextVar[Record | None] = ContextVar("jpipe_batchnorm", default=None)
@@ -138,21 +140,31 @@ def intercept(call: Callable[..., Any], args: Any, keywords: Any, context: Any) 
     module: Any = context.module
     if not isinstance(module, linen.BatchNorm) or context.method_name != "__call__":
         return call(*args, **keywords)
-    momentum = module.momentum
-    if not note(tuple(module.path), momentum):
+    momentum, record = module.momentum, _current.get()
+    # A class of the user's own may call that of Flax, which is met again then.
+    if record is None or module in record.running:
         return call(*args, **keywords)
+    note(tuple(module.path), momentum)
     name = "/".join(module.path) or type(module).__name__
     before = module.get_variable("batch_stats", "mean")
     check_running(name, before)
     # A bound module cannot be cloned in place, and refuses to be changed.
     object.__setattr__(module, "momentum", 0.0)
+    record.running.append(module)
     try:
         y = call(*args, **keywords)
     finally:
+        record.running.pop()
         object.__setattr__(module, "momentum", momentum)
     after = module.get_variable("batch_stats", "mean")
     if after is not before:  # a frozen one writes nothing
         note_written(after)
+        if keywords.get("mask") is not None:
+            raise ValueError(
+                f"batch norm {name} is given a mask: statistics of micro-batches are "
+                f"merged by their examples, of which a mask leaves some out; normalize "
+                f"all, or freeze it (use_running_average=True)"
+            )
     return y
 
 

@@ -9,8 +9,10 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
+from flax import linen as nn
+from flax import nnx
 
-from . import _linen, _nnx, _nnx_watch, _skip, _switches
+from . import _hidden, _linen, _nnx, _nnx_watch, _skip, _switches
 from ._method import Method
 from ._question import Looking, watched
 
@@ -138,7 +140,10 @@ def _why_not(source: Any) -> str:
         return _why_not(source.layer)
     if isinstance(source, type):
         return f"{source.__name__} is a class; write {source.__name__}(...)"
-    if reason := _nnx.why_not(source) or _hides_module(source):
+    module, method = _split(source)
+    function = None if isinstance(method, str) else method
+    reason = _nnx.why_not(source) or _hidden.why_not(module, function)
+    if reason := reason or _various(module, method):
         return reason
     known = isinstance(source, Stage | Method) or _linen.is_module(source)
     if known or callable(source):
@@ -149,23 +154,18 @@ def _why_not(source: Any) -> str:
     return f"{reprlib.repr(source)} is a {kind}"
 
 
-def _hides_module(source: Any) -> str:
-    """Why a function cannot be a layer, if it calls a module: it hides the values."""
-    function: Any = source
-    while not _is_module(module := getattr(function, "__self__", function)):
-        if isinstance(function, functools.partial):
-            function = function.func
-        elif hasattr(function, "__wrapped__"):  # by `jax.jit`, say
-            function = function.__wrapped__
-        else:
-            return ""
-    if module is source:
+def _various(module: Any, method: Any) -> str:
+    """Why a module cannot be a layer, if a switch may be among any keywords."""
+    if not _is_module(module) or isinstance(module, nn.Sequential | nnx.Sequential):
+        return ""  # what a Sequential passes on goes to its first part alone
+    call = getattr(type(module), method) if isinstance(method, str) else method
+    if not _switches.takes_any(call):
         return ""
-    kind, method = type(module).__name__, getattr(function, "__name__", "__call__")
-    own = "itself" if method == "__call__" else f"as jpipe.layer(module, {method!r})"
     return (
-        f"a function that calls a {kind}, whose values would become constants; list "
-        f"the module {own}"
+        f"{type(module).__name__} is called with any keywords (**), which may say "
+        f"whether it is trained; "
+        f"list jpipe.layer(module, lambda module, x, train: module(x, train=train)) "
+        f"with those that it takes"
     )
 
 

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import chex
@@ -85,14 +86,30 @@ def extend(
     return run
 
 
+@dataclass
+class Adopted:
+    """What modules took in from outside.
+
+    Attributes:
+      modules: by their identities, the paths of what they became.
+      in_place: whether one took the place of what it is in: `flax.linen.share_scope`.
+    """
+
+    modules: dict[Hashable, tuple[str, ...]] = field(default_factory=dict)
+    in_place: bool = False
+
+
 @contextmanager
-def adopting() -> Iterator[dict[Hashable, tuple[str, ...]]]:
-    """Notes by what identity, and at which path, modules take in others."""
-    found: dict[Hashable, tuple[str, ...]] = {}
+def adopting() -> Iterator[Adopted]:
+    """The scope in which it is noted what modules take in."""
+    found = Adopted()
 
     def note(call: Any, args: Any, keywords: Any, context: Any) -> Any:
         y = call(*args, **keywords)
-        found.update(_compat.adopted(context.module.scope.root))
+        module = context.module
+        found.modules.update(_compat.adopted(module.scope.root))
+        outer = module.parent
+        found.in_place |= is_module(outer) and outer.scope is module.scope
         return y
 
     with linen.intercept_methods(note):

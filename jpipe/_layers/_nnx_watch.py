@@ -48,31 +48,29 @@ def train(module: nnx.Module) -> None:
                     setattr(node, name, False)
 
 
-class _Dropout(nnx.Dropout):
-    """Notes what it does."""
-
-    path: Any
-    frozen: bool
-
-    def __call__(self, inputs: jax.Array, **options: Any) -> jax.Array:
-        _note(self, "dropout", options.get("deterministic"), self.rate)
-        return super().__call__(inputs, **options)
+# Of the classes that are watched what they are called, and where their rate is.
+_WATCHED = {
+    nnx.Dropout: ("dropout", "rate"),
+    nnx.MultiHeadAttention: ("attention", "dropout_rate"),
+}
 
 
-class _Attention(nnx.MultiHeadAttention):
-    """Notes what it does."""
+@functools.cache
+def _noting(kind: type) -> type | None:
+    """A class that does what the given one does and notes it; else ``None``."""
+    found = next((_WATCHED[base] for base in kind.__mro__ if base in _WATCHED), None)
+    if found is None:
+        return None
+    called, rate = found
+    plain: Any = kind.__call__
 
-    path: Any
-    frozen: bool
+    @functools.wraps(plain)
+    def call(self: Any, *args: Any, **options: Any) -> Any:
+        _note(self, called, options.get("deterministic"), getattr(self, rate))
+        return plain(self, *args, **options)
 
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        _note(self, "attention", options.get("deterministic"), self.dropout_rate)
-        return super().__call__(*args, **options)
-
-
-_CLASSES = {nnx.Dropout: _Dropout, nnx.MultiHeadAttention: _Attention}
-for _kind, _watched in _CLASSES.items():
-    _watched.__name__, _watched.__qualname__ = _kind.__name__, _kind.__qualname__
+    names = {"__call__": call, "__module__": kind.__module__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (kind,), {**names, "__qualname__": kind.__qualname__})
 
 
 def _note(node: Any, kind: str, switch: bool | None, rate: float) -> None:
@@ -91,9 +89,9 @@ def watch(module: nnx.Module, train: bool) -> None:
       train: whether it is trained.
     """
     for path, node in nnx.iter_graph(module, graph=True):
-        if type(node) in _CLASSES:
+        if noting := _noting(type(node)):
             # A class goes through nnx.remat and nnx.scan.
-            object.__setattr__(node, "__class__", _CLASSES[type(node)])
+            object.__setattr__(node, "__class__", noting)
             setattr(node, "path", tuple(path))  # noqa: B010
             setattr(node, "frozen", is_frozen(node))  # noqa: B010
         elif isinstance(node, nnx.BatchNorm):

@@ -7,12 +7,13 @@ it has there; a later layer borrows it, and owns what its own use adds.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from flax import linen
 
+from .. import _compat
 from . import _linen
 from ._layer import Layer
 from ._tree import Names
@@ -34,10 +35,17 @@ class Key(NamedTuple):
 
 
 class _Made(NamedTuple):
-    """A module that the user made: its root, and the names that lead from there."""
+    """A module that the user made.
+
+    Attributes:
+      root: see `Key`.
+      names: those that lead to it from there.
+      identity: by what Flax knows it.
+    """
 
     root: int
     names: Names
+    identity: Hashable
 
 
 class Sharing:
@@ -57,20 +65,26 @@ class Sharing:
         made = self._modules[layer]
         # That of the innermost module: it makes the variable.
         end = next(n for n in range(len(inner), -1, -1) if tuple(inner[:n]) in made)
-        root, before = made[tuple(inner[:end])]
+        root, before, _ = made[tuple(inner[:end])]
         return Key(root, collection, (*before, *inner[end:]))
 
     def roots(self, layer: int) -> set[int]:
         """The roots of all modules of a layer."""
         return {made.root for made in self._modules[layer].values()}
 
-    def holds(self, layer: int, path: Names) -> bool:
-        """Whether a module of a layer is one that the user gave it as an attribute."""
-        return path in self._modules[layer]
+    def made(self, layer: int) -> dict[Names, Hashable]:
+        """The modules of a layer that the user made, by what Flax knows them."""
+        return {names: made.identity for names, made in self._modules[layer].items()}
+
+    def lends(self, layer: int) -> bool:
+        """Whether a module in the attributes of a layer is in another layer too."""
+        inner = {made.root for names, made in self._modules[layer].items() if names}
+        others = (self.roots(i) for i in range(len(self._modules)) if i != layer)
+        return any(inner & roots for roots in others)
 
     def place(self, layer: int, key: Key) -> Names | None:
         """Where a variable would stand in a layer, if one of its modules makes it."""
-        for names, (root, before) in self._modules[layer].items():
+        for names, (root, before, _) in self._modules[layer].items():
             after = key.names[len(before) :]
             if root == key.root and key.names[: len(before)] == before:
                 place = key.collection, *names, *after
@@ -99,12 +113,24 @@ def _held(module: linen.Module) -> Iterator[linen.Module]:
     """The modules in the attributes of a module."""
     for field in dataclasses.fields(module):
         if field.name not in ("parent", "name"):
-            value = getattr(module, field.name, None)
-            leaves = jax.tree.leaves(value, is_leaf=_linen.is_module)
-            yield from filter(_linen.is_module, leaves)
+            yield from _in(getattr(module, field.name, None))
+
+
+def _in(value: Any) -> Iterator[linen.Module]:
+    if _linen.is_module(value):
+        yield value
+    elif isinstance(value, Mapping):  # whose keys JAX could not always sort
+        for name in sorted(value, key=str):
+            yield from _in(value[name])
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _in(item)
+    else:
+        leaves = jax.tree.leaves(value, is_leaf=_linen.is_module)
+        yield from filter(_linen.is_module, leaves)
 
 
 def _identity(module: Any) -> _Made:
     if _linen.is_module(module) and module.scope is not None:
-        return _Made(id(module.scope.root), module.path)
-    return _Made(id(module), ())
+        return _Made(id(module.scope.root), module.path, _compat.identity(module))
+    return _Made(id(module), (), _compat.identity(module))

@@ -25,6 +25,17 @@ def switches(train: bool) -> dict[str, bool]:
     }
 
 
+def takes_any(call: Callable[..., Any]) -> bool:
+    """Whether a call takes any keywords and names no switch itself."""
+    try:
+        parameters = inspect.signature(call).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    known = any(parameter.name in switches(True) for parameter in parameters)
+    various = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+    return various and not known
+
+
 def means_training(name: str, value: Any) -> bool:
     """What a value of a switch says."""
     return switches(True)[name] == bool(value)

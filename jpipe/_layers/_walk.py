@@ -72,6 +72,15 @@ class _Outcome(NamedTuple):
     borrowed: PyTree
 
 
+class _Taker(NamedTuple):
+    """A layer that has a module: as an attribute, or as it took it from elsewhere."""
+
+    number: int
+    name: str
+    key: Key
+    took: bool
+
+
 class _Walk:
     """How far the walk has come.
 
@@ -98,8 +107,10 @@ class _Walk:
         self._owned: dict[int, dict[Key, PyTree]] = {}
         # Equal layers on equal inputs are traced once.
         self._known: dict[Hashable, _Outcome] = {}
-        # By their identity, the layers that took modules from elsewhere.
-        self._takers: dict[Hashable, tuple[int, Layer]] = {}
+        # What the layer that is visited took from elsewhere.
+        self._took: set[Hashable] = set()
+        # By the identity of a module, the first layer that has it.
+        self._takers: dict[Hashable, _Taker] = {}
 
     def visit(self, stage: int, number: int, layer: Layer) -> None:
         """Goes through one layer."""
@@ -152,8 +163,9 @@ class _Walk:
         outcome = self._traced(layer, lent, frames)
         # One that stashes or pops is another each time; one that takes a module from
         # elsewhere shares it with its equals.
-        takes = any(number == self._number for number, _ in self._takers.values())
-        if not takes and not any(frame.stashed or frame.popped for frame in frames):
+        if not self._took and not any(
+            frame.stashed or frame.popped for frame in frames
+        ):
             self._known[key] = outcome
         return outcome
 
@@ -182,6 +194,8 @@ class _Walk:
         with _linen.adopting() as adopted:
             own = jax.eval_shape(init, self._key)
         self._check_adopted(layer, adopted)
+        given = self._sharing.made(number)
+        self._took = {m for m, path in adopted.modules.items() if path not in given}
         given = [*lent.values()], own, spec, self._key, [*skips.values()]
         if not lent:
             y, values = jax.eval_shape(apply, *given)
@@ -193,20 +207,27 @@ class _Walk:
         self._skips = dict(zip(left, values, strict=True))
         return _Outcome(own, y, nested(used))
 
-    def _check_adopted(
-        self, layer: Layer, adopted: Mapping[Hashable, tuple[str, ...]]
-    ) -> None:
-        """Checks that no module, given as no attribute, is taken by two layers."""
-        for module, path in adopted.items():
-            if self._sharing.holds(self._number, path):
-                continue
-            number, first = self._takers.setdefault(module, (self._number, layer))
-            if number != self._number:
+    def _check_adopted(self, layer: Layer, adopted: _linen.Adopted) -> None:
+        """Checks that no module is shared in a way that its names do not tell."""
+        if adopted.in_place and self._sharing.lends(self._number):
+            raise ValueError(
+                f"{layer.name} puts a module in its own place (share_scope) that "
+                f"another layer has too; list functions of one module that holds both: "
+                f"jpipe.layer(module, function)"
+            )
+        given = self._sharing.made(self._number)
+        taken = {path: module for module, path in adopted.modules.items()}
+        for path, module in (taken | given).items():
+            own = self._sharing.key(self._number, ("params", *path, ""))
+            taker = _Taker(self._number, layer.name, own, path not in given)
+            first = self._takers.setdefault(module, taker)
+            if first.key != own and (first.took or taker.took):
                 raise ValueError(
-                    f"layers {number} ({first.name}) and {self._number} ({layer.name}) "
-                    f"take one module, here {'/'.join(path)}, that was made outside of "
-                    f"both: under one Flax parent they share its parameters; give it "
-                    f"to both as an attribute to share them, or make it in setup"
+                    f"layers {first.number} ({first.name}) and {taker.number} "
+                    f"({taker.name}) take one module, here {'/'.join(path)}, that was "
+                    f"made outside of both: under one Flax parent they share its "
+                    f"parameters; give it to both as an attribute to share them, or "
+                    f"make it in setup"
                 )
 
     def _asked(self, layer: Layer, lent: Mapping[Names, PyTree]) -> set[Names]:

@@ -80,9 +80,11 @@ class Layout:
           The leaves of each stage, with copies of those that it borrows.
 
         Raises:
-          ValueError: if one was overwritten, or is not where its stage runs.
+          ValueError: if one was overwritten, or is not where its stage runs; or if a
+            layer was changed.
           TypeError: if one belongs to a trace.
         """
+        self._pipe.kept.check()
         _variables.check_alive(leaves)
         weights: list[Any] = [[leaves[i] for i in order] for order in self.order]
         own, pipe = self.ties.own(weights), self._pipe

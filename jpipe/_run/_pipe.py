@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from .._layers._kept import Kept
 from .._layers._sharing import Sharing
 from .._layers._stage import StageFunction
 from ..schedules import Schedule
@@ -19,12 +20,14 @@ class Pipe:
       devices: the device of each.
       schedule: who runs which action when.
       remat: what each stage keeps: see `_remat`.
+      kept: what tells whether layers were changed since.
     """
 
     stages: tuple[StageFunction, ...]
     devices: tuple[Device, ...]
     schedule: Schedule
     remat: tuple[Any, ...]
+    kept: Kept
 
     @cached_property
     def sharing(self) -> Sharing:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from .. import _compat
@@ -37,7 +38,9 @@ def put_tree(tree: Any, device: Device) -> Any:
 
 def copy_tree(tree: Any, device: Device) -> Any:
     """As `put_tree`, but what is there already is copied."""
-    return jax.device_put(tree, on(device), may_alias=False)
+    # Of NumPy's arrays JAX may go on reading the memory, which the user may fill anew.
+    own = jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, tree)
+    return jax.device_put(own, on(device), may_alias=False)
 
 
 class Group(NamedTuple):

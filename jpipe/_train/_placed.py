@@ -49,14 +49,12 @@ class Placement:
       out_homes: the place of each flat result leaf, of the specs of the result;
         ``None`` is the first place.
       stay: whether a result that follows from something placed stays where that is.
-      ending: what is made of the flat arguments and results, as part of the function.
     """
 
     in_homes: Sequence[Home]
     stored: Sequence[Device | None]
     out_homes: Callable[[Any], Sequence[Home]]
     stay: bool = False
-    ending: Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]] = own_results
 
 
 _Arrival = tuple[tuple[int, ...], Callable[[Sequence[Any]], Sequence[Any]]]
@@ -100,7 +98,7 @@ class Placed:
         donate: Sequence[bool],
         name: str,
     ) -> None:
-        closed, self.result = _jaxpr.trace(function, *specs, ending=placement.ending)
+        closed, self.result = _jaxpr.trace(function, *specs, ending=own_results)
         self.tree = jax.tree.structure(self.result)
         closed = _segments.open_branches(closed, placement.in_homes)
         closed = _jaxpr.prune(closed, closed.jaxpr.outvars)
@@ -108,6 +106,7 @@ class Placed:
         self._devices = devices
         invars, outvars = closed.jaxpr.invars, closed.jaxpr.outvars
         self._home: dict[Any, Home] = dict(zip(invars, placement.in_homes, strict=True))
+        _segments.check_order(closed, dict(self._home))
         segments = _segments.segments(closed, self._home, wanted)
         self._slot: dict[Any, int] = {var: i for i, var in enumerate(invars)}
         self._device: list[Device | None] = list(placement.stored)

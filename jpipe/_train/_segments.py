@@ -30,7 +30,7 @@ def open_branches(
 
     All its branches are computed, leaf by leaf, and their results selected: each leaf
     may then stay where it is. One with a `jax.lax.while_loop` in a branch, which may
-    end only where it is asked for, is left: it runs in one place.
+    end only where it is asked for, or with a callback, is left: it runs in one place.
     """
     while True:
         home = dict(zip(closed.jaxpr.invars, in_homes, strict=True))
@@ -47,8 +47,29 @@ def _may_open(eqn: core.JaxprEqn, home: dict[Any, Home]) -> bool:
     _, *operands = eqn.invars
     over = {_home(atom, home) for atom in operands} - {None}
     return len(over) > 1 and not any(
-        _jaxpr.contains(branch, "while") for branch in eqn.params["branches"]
+        _jaxpr.contains(branch, name)
+        for branch in eqn.params["branches"]
+        for name in ("while", "pure_callback")
     )
+
+
+def check_order(closed: core.ClosedJaxpr, home: dict[Any, Home]) -> None:
+    """Checks that effects whose order counts are in one place: places run side by side.
+
+    Raises:
+      ValueError: if they are in several.
+    """
+    ordered = {
+        (eqn.primitive.name, place)
+        for eqn, place in zip(closed.jaxpr.eqns, spread(closed, home), strict=True)
+        if any(type(effect).__name__.startswith("Ordered") for effect in eqn.effects)
+    }
+    if len({place for _, place in ordered}) > 1:
+        names = ", ".join(sorted({name for name, _ in ordered}))
+        raise ValueError(
+            f"effects with ordered=True ({names}) on values of several devices, which "
+            f"run side by side; write ordered=False, or call them on the results"
+        )
 
 
 def spread(closed: core.ClosedJaxpr, home: dict[Any, Home]) -> list[Home]:
@@ -75,17 +96,20 @@ def _home(atom: Any, home: dict[Any, Home]) -> Home:
     return None if isinstance(atom, core.Literal) else home[atom]
 
 
-# The parameters of loops that count the operands before what they carry.
-_BEFORE = {"scan": ["num_consts"], "while": ["cond_nconsts", "body_nconsts"]}
-
-
 def _carried(eqn: core.JaxprEqn) -> Sequence[Any]:
     """The operands of a loop that become its first results."""
-    names = _BEFORE.get(eqn.primitive.name, [])
-    if not names or not eqn.params.keys() >= {*names}:
+    if eqn.primitive.name == "while":
+        return eqn.invars[len(eqn.invars) - len(eqn.outvars) :]
+    if eqn.primitive.name != "scan":
         return ()
-    first = sum(eqn.params[name] for name in names)
-    return eqn.invars[first:][: eqn.params.get("num_carry")]
+    # What a scan goes along has an axis more outside of it, what it carries has not.
+    body: Any = eqn.params["jaxpr"]
+    given: list[Any] = [atom.aval for atom in eqn.invars]
+    made: list[Any] = [var.aval for var in eqn.outvars]
+    xs = sum(x.ndim > y.ndim for x, y in zip(given, body.in_avals, strict=True))
+    carry = sum(x.ndim == y.ndim for x, y in zip(made, body.out_avals, strict=True))
+    end = len(eqn.invars) - xs
+    return eqn.invars[end - carry : end]
 
 
 def segments(

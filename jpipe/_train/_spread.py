@@ -17,13 +17,15 @@ from .._run import _signature, _variables
 from .._run._context import outside_of_meshes
 from .._run._transfer import Device
 from ._homes import Home, homes, paths, places
-from ._placed import Placed, Placement, own_results
+from ._placed import Placed, Placement
 from ._step import check_optimizer
 
 PyTree = Any
 # Of the specs of ``(args, kwargs)``, the place of each leaf, and its device.
 FindPlacement = Callable[[PyTree, Sequence[Home], Sequence[Device | None]], Placement]
 
+# How many programs a function keeps.
+_MOST = 64
 # Whether such a function is being traced: another one inside is a part of it.
 _tracing = ContextVar("tracing", default=False)
 
@@ -37,14 +39,7 @@ def _as_found(
     """
     found = [path[2:] for path in paths(arguments)]
     place = places(zip(found, at, strict=True))
-
-    def ending(args: Sequence[Any], results: Sequence[Any]) -> Sequence[Any]:
-        # An array that is returned is handed back, as jax.jit does; what is on the
-        # host is copied, or the result would change with it.
-        loose = [leaf for leaf, at in zip(args, stored, strict=True) if at is None]
-        return own_results(loose, results)
-
-    return Placement(at, stored, lambda result: homes(result, place), True, ending)
+    return Placement(at, stored, lambda result: homes(result, place), True)
 
 
 class Spread:
@@ -93,6 +88,8 @@ class Spread:
         if program is None:
             program = self._compile(traced, kwargs, statics)
             self._programs[kind] = program
+            if len(self._programs) > _MOST:  # a function made anew at each call, say
+                del self._programs[next(iter(self._programs))]
         if self._donate:
             self._check_donated(leaves, (_whole(traced, statics), kwargs))
         return jax.tree.unflatten(program.tree, program(leaves))

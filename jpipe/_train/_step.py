@@ -65,7 +65,8 @@ class TrainStep:
         """
         check_state(state)
         pool, tree = jax.tree.flatten((state.params, state.model_state))
-        kind = _signature.settings(), tree, _signature.kinds(pool)
+        kinds = _signature.kinds([*pool, state.rng])
+        kind = _signature.settings(), tree, kinds
         compiled = self._compile(kind, state, x, targets)
         weights = compiled.layout.take([pool[i] for i in compiled.order])
         compiled.optimizer.check(state.opt_state)

@@ -306,9 +306,10 @@ class Around(nn.Module):
     inner: nn.Module
 
     @nn.compact
-    def __call__(self, x):
+    def __call__(self, x, train: bool = False):
         h, put_back = _opened(x)
-        return put_back(self.inner(h))
+        told = {"train": train} if isinstance(self.inner, Block) else {}
+        return put_back(self.inner(h, **told))
 
 
 class Fill(nn.Module):

@@ -222,3 +222,46 @@ def test_statistics_in_a_frozen_dictionary():
         jax.device_get((loss, jax.tree.leaves(grads))),
         jax.device_get((expected[0], jax.tree.leaves(expected[1]))),
     )
+
+
+class Derived(nn.BatchNorm):
+    """A class of the user's own, which calls that of Flax."""
+
+    def __call__(self, x, use_running_average=None, *, mask=None):
+        y = super().__call__(x, use_running_average=use_running_average, mask=mask)
+        return nn.relu(y)
+
+
+class Masked(nn.Module):
+    """A norm of a class that is given, perhaps with a mask."""
+
+    kind: type = nn.BatchNorm
+    mask: bool = False
+    frozen: bool = False
+
+    @nn.compact
+    def __call__(self, x, train: bool):
+        mask = jnp.ones((len(x), 1), bool) if self.mask else None
+        norm = self.kind(momentum=0.9, name="norm")
+        return norm(x, use_running_average=self.frozen or not train, mask=mask)
+
+
+def after_a_step(layer):
+    x, targets = ref.regression(6)
+    tx = optax.sgd(0.1)
+    pipe = jpipe.pipeline([layer, ref.dense(4)], 2)
+    state = pipe.init_train_state(jax.random.key(0), x, tx)
+    state, _ = pipe.train_step(ref.mse, tx)(state, x, targets)
+    return state.model_state[0]["batch_stats"]["norm"]["mean"], x
+
+
+def test_a_class_that_calls_that_of_flax_keeps_its_momentum():
+    mean, x = after_a_step(Masked(Derived))
+    ref.assert_close(mean, 0.1 * x.mean(0), ref.FLOAT32)
+
+
+def test_a_mask_is_refused_where_statistics_are_merged():
+    with pytest.raises(ValueError, match="batch norm norm is given a mask: statistics"):
+        after_a_step(Masked(mask=True))
+    mean, _ = after_a_step(Masked(mask=True, frozen=True))
+    assert not mean.any()

@@ -10,7 +10,6 @@ import pytest
 from flax import linen as nn
 
 import jpipe
-from jpipe import _compat
 
 from .. import reference as ref
 
@@ -309,33 +308,6 @@ def test_a_use_that_only_looks_up_what_another_made():
     assert variables[1] == {}
     kernel = ref.params_of(variables)[0]["kernel"]
     ref.assert_close(pipe.apply(variables, x), x @ kernel @ kernel.T, ref.FLOAT32)
-
-
-OUTSIDE = nn.Dense(WIDTH)
-
-
-class Takes(nn.Module):
-    """It takes a module from elsewhere."""
-
-    def setup(self):
-        self.part = OUTSIDE
-
-    def __call__(self, x):
-        return self.part(x)
-
-
-def test_a_module_that_two_layers_take_from_elsewhere_is_refused():
-    x = jnp.ones((4, WIDTH))
-    alone = jpipe.pipeline([Takes(), Holder(nn.Dense(WIDTH)), nn.Dense(2)], 2)
-    assert sorted(alone.init(jax.random.key(0), x)[0]["params"]) == ["part"]
-    for layers in ([Takes(), Takes()], [Takes(), nn.relu, Holder(Takes())]):
-        with pytest.raises(ValueError, match=r"layers 0 .*Takes. and . .*take one mod"):
-            jpipe.pipeline(layers, 2).init(jax.random.key(0), x)
-
-
-def test_without_the_name_of_flax_they_are_not_noticed(monkeypatch):
-    monkeypatch.delattr("flax.linen.module._caches")
-    assert _compat.adopted(object()) == {}
 
 
 def test_statistics_of_a_shared_module_are_refused():

@@ -83,6 +83,30 @@ class TestGivenVariables:
             state, _ = step(state, x, targets)
         assert len(step._compiled(step._objective)) == 1
 
+    def test_memory_of_numpy_may_be_filled_anew(self):
+        """JAX shares it with NumPy if it begins at a multiple of 64 bytes."""
+        raw = np.empty(4 * 20 + 64, np.uint8)
+        start = -raw.ctypes.data % 64
+        kernel = raw[start : start + 80].view(np.float32).reshape(5, 4)
+        kernel[:] = 1
+        given = [{"params": {"kernel": kernel, "bias": np.zeros(4, np.float32)}}]
+        pipe, x = jpipe.pipeline([ref.dense(4)], 2), ref.regression(8)[0]
+        state = pipe.init_train_state(jax.random.key(4), x, TX, variables=given)
+        jax.block_until_ready(state.params)
+        kernel[:] = 9
+        assert state.params[0]["kernel"].max() == 1
+
+    def test_a_key_of_another_kind_is_another_program(self):
+        x, targets = ref.regression(8)
+        pipe = jpipe.pipeline([ref.dense(4)], 2)
+        state = pipe.init_train_state(jax.random.key(4), x, TX)
+        step = pipe.train_step(ref.mse, TX, donate=False)
+        losses = [
+            step(state.replace(rng=key), x, targets)[1]["loss"]
+            for key in (state.rng, jax.random.PRNGKey(3), jax.random.key(3, impl="rbg"))
+        ]
+        assert len(set(map(float, losses))) == 1
+
     def test_integers_are_no_floats(self):
         x, _ = ref.regression(8)
         pipe = jpipe.pipeline([ref.dense(5)], 2)
