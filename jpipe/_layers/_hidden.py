@@ -33,7 +33,7 @@ def why_not(source: Any, function: Any = None) -> str:
         function = source
     if function is None:
         return ""
-    while not (module := _of_method(function)):
+    while not _is_module(module := getattr(function, "__self__", function)):
         if isinstance(function, functools.partial):
             function = function.func
         elif hasattr(function, "__wrapped__"):  # by `jax.jit`, say
@@ -51,12 +51,14 @@ def why_not(source: Any, function: Any = None) -> str:
 _CONSTANT = "whose values would be constants, which nobody trains"
 
 
+def _is_module(value: Any) -> bool:
+    return _linen.is_module(value) or _nnx.is_module(value)
+
+
 def _of_method(value: Any) -> Any:
-    """The module that a method is bound to, or a module itself that is called."""
+    """The module that a method is bound to."""
     module = getattr(value, "__self__", None)
-    if _linen.is_module(module) or _nnx.is_module(module):
-        return module
-    return None
+    return module if _is_module(module) else None
 
 
 def _captured(function: Any) -> str:
