@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from differences import largest_difference
 from flax import linen as nn
 from stdlib_text import VOCAB_SIZE, random_batches, read_corpus
 
@@ -185,14 +186,6 @@ def main() -> None:
         state, metrics = step(state, *next(batches))
         if number % 20 == 0:
             print(f"step {number}: {metrics['loss'] / np.log(2):.2f} bits per byte")
-
-
-def largest_difference(ours, expected) -> float:
-    """Of the leaves, relative to the largest of each."""
-    pairs = zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True)
-    return max(
-        float(np.abs(np.subtract(a, b)).max() / np.abs(b).max()) for a, b in pairs
-    )
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from differences import largest_difference
 from flax import linen as nn
 
 import jpipe
@@ -215,14 +216,6 @@ def main() -> None:
     x, targets = batch_of(rng, 128)
     right = np.asarray(pipe.apply(state.variables, x).argmax(-1) == targets)
     print(f"{right[targets != PAD].mean():.1%} of the letters are right")
-
-
-def largest_difference(ours, expected) -> float:
-    """Of the leaves, relative to the largest of each."""
-    pairs = zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True)
-    return max(
-        float(np.abs(np.subtract(a, b)).max() / np.abs(b).max()) for a, b in pairs
-    )
 
 
 if __name__ == "__main__":
