@@ -196,7 +196,8 @@ def _uses(
         back = Choice(f"jpipe.layer({name}, 'back')", shape)
         found.append((name, choice.after, back))
     found.append((name, shape, choice._replace(text=_isolated(name, "other"))))
-    if not text.lower().startswith(("nnx", "nn.remat")):  # which takes a static switch
+    # Around gives the array of a tree alone, and no switch that is static.
+    if not text.lower().startswith(("nnx", "nn.remat", "fill")):
         for tree in (False, True):
             around = choice._replace(
                 text=f"Around({name})", after=choice.after._replace(tree=tree)
