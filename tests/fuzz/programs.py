@@ -196,8 +196,9 @@ def _uses(
         back = Choice(f"jpipe.layer({name}, 'back')", shape)
         found.append((name, choice.after, back))
     found.append((name, shape, choice._replace(text=_isolated(name, "other"))))
-    # Around gives the array of a tree alone, and no switch that is static.
-    if not text.lower().startswith(("nnx", "nn.remat", "fill")):
+    # Around gives the array of a tree alone, and no switch that is static; by hand it
+    # is known around one module.
+    if not text.lower().startswith(("nnx", "nn.remat", "fill", "around")):
         for tree in (False, True):
             around = choice._replace(
                 text=f"Around({name})", after=choice.after._replace(tree=tree)
