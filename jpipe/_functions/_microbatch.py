@@ -6,6 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._jaxprs import _jaxpr
+
 PyTree = Any
 Axes = Any
 
@@ -20,7 +22,7 @@ def sizes(batch_size: int, num_microbatches: int) -> tuple[int, ...]:
 
 
 def specs(tree: PyTree, what: str) -> PyTree:
-    """The shapes and dtypes of a pytree of arrays.
+    """The shapes and dtypes of a pytree of arrays, and which are weakly typed.
 
     Args:
       tree: JAX or NumPy arrays, or `jax.ShapeDtypeStruct` leaves.
@@ -42,12 +44,12 @@ def specs(tree: PyTree, what: str) -> PyTree:
                 dtype = jax.dtypes.canonicalize_dtype(
                     leaf.dtype, allow_extended_dtype=True
                 )
-                return jax.ShapeDtypeStruct(leaf.shape, dtype)
-            aval = jax.typeof(leaf)
+                weak = leaf.weak_type
+                return jax.ShapeDtypeStruct(leaf.shape, dtype, weak_type=weak)
+            return _jaxpr.spec(jax.typeof(leaf))
         except TypeError:
             faults.append(f"{what}{jax.tree_util.keystr(path)} is {_describe(leaf)}")
             return None
-        return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
     result = jax.tree_util.tree_map_with_path(spec, tree)
     if faults:
@@ -162,7 +164,8 @@ def part_specs(
             return leaf
         shape = list(leaf.shape)
         shape[axis] = size
-        return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
+        weak = leaf.weak_type
+        return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype, weak_type=weak)
 
     return [part(leaf, axis) for leaf, axis in zip(leaves, axes, strict=True)]
 

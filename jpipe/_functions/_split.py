@@ -76,7 +76,7 @@ def split(closed: core.ClosedJaxpr, num_weights: int, is_first: list[bool]) -> H
         ),
         opened.consts,
     )
-    specs = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in crossing]
+    specs = [_jaxpr.spec(var.aval) for var in crossing]
     return Halves(_first(first, len(wanted_first)), _second(second), read, specs)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._jaxprs import _jaxpr
 from ._vjp import Leaves
 
 PyTree = Any
@@ -47,7 +48,7 @@ class Weights:
         leaves = [leaf for _, leaf in flat]
         trainable = tuple(jax.tree.leaves(tuple(marks)))
         # One object for what is one array: a tied leaf may stand in a stage twice.
-        made = {id(x): jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves}
+        made = {id(x): _jaxpr.spec(x) for x in leaves}
         return cls(tree, tuple(made[id(x)] for x in leaves), paths, trainable)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core
 
 PyTree = Any
@@ -154,9 +155,25 @@ def contains(closed: core.ClosedJaxpr, name: str) -> bool:
     return name in names or any(contains(jaxpr, name) for jaxpr in inner)
 
 
-def spec(aval: Any) -> jax.ShapeDtypeStruct:
-    """What a value is like, as far as tracing asks."""
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+def spec(value: Any) -> jax.ShapeDtypeStruct:
+    """What a value is like, as far as tracing asks; an array of NumPy is not weak."""
+    weak = getattr(value, "weak_type", False)
+    return jax.ShapeDtypeStruct(value.shape, value.dtype, weak_type=weak)
+
+
+def zeros(specs: PyTree) -> PyTree:
+    """An array of zeros for each spec, weakly typed where the spec is."""
+
+    def zero(leaf: Any) -> jax.Array:
+        strong = jnp.zeros(leaf.shape, leaf.dtype)
+        if not getattr(leaf, "weak_type", False):
+            return strong
+        # `jax.numpy` makes weak zeros only like a weak array; a trace has one.
+        closed = jax.make_jaxpr(jnp.zeros_like)(spec(leaf))
+        (weak,) = core.jaxpr_as_fun(closed)(strong)
+        return weak
+
+    return jax.tree.map(zero, specs)
 
 
 def live_inputs(closed: core.ClosedJaxpr) -> list[bool]:

@@ -8,9 +8,10 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from .._jaxprs._jaxpr import zeros
 from . import _nnx, _skip
 from ._alike import origin
-from ._layer import Layer, zeros
+from ._layer import Layer
 
 PyTree = Any
 
@@ -55,9 +56,8 @@ class Initializers:
         alike = origin(layer.source)
         if alike is None:
             return jax.jit(program)(key)
-        leaves, tree = jax.tree.flatten((spec, tuple(skips.values()), borrowed))
-        shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
-        known = alike, layer.namespace, tuple(skips), tree, shapes
+        specs, tree = jax.tree.flatten((spec, tuple(skips.values()), borrowed))
+        known = alike, layer.namespace, tuple(skips), tree, tuple(specs)
         return self._programs.setdefault(known, jax.jit(program))(key)
 
 

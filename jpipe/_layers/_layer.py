@@ -8,10 +8,10 @@ from typing import Any
 
 import chex
 import jax
-import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
 
+from .._jaxprs._jaxpr import zeros
 from . import _hidden, _linen, _nnx, _nnx_watch, _skip, _switches
 from ._method import Method
 from ._question import Looking, watched
@@ -244,11 +244,6 @@ def as_module(layer: Layer, variables: Mapping[str, PyTree]) -> Any:
     if _linen.is_module(layer.owner):
         return layer.owner.bind(variables)
     return layer.owner
-
-
-def zeros(spec: PyTree) -> PyTree:
-    """An array of zeros for each spec."""
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), spec)
 
 
 def _from_module(source: Any, module: Any, method: Any) -> Layer:

@@ -13,7 +13,8 @@ from flax.core import DenyList
 from flax.core.partial_eval import lazy_init
 
 from .. import _compat
-from . import _batchnorm, _switches, _watch
+from .._jaxprs._jaxpr import zeros
+from . import _batchnorm, _skip, _switches, _watch
 from ._inputs import explained
 from ._tree import flat, nested
 
@@ -50,9 +51,12 @@ def init(
 
     def run(key: chex.PRNGKey, spec: PyTree) -> dict[str, PyTree]:
         called, args, keywords = _called(module, method, {"params": key}, train=False)
+
+        def make(x: PyTree) -> PyTree:
+            return module.lazy_init(key, x, *args, method=called, **keywords)
+
         with _explained(), explained(module, method, spec):
-            made = module.lazy_init(key, spec, *args, method=called, **keywords)
-        return dict(made)
+            return dict(_met(make, spec))
 
     return run
 
@@ -81,9 +85,24 @@ def extend(
             return nested({name: made[name] for name in made if name not in given})
 
         with _explained(), explained(module, method, spec):
-            return lazy_init(added)(key, borrowed, spec)
+            return _met(lambda x: lazy_init(added)(key, borrowed, x), spec)
 
     return run
+
+
+def _met(make: Callable[[PyTree], PyTree], spec: PyTree) -> PyTree:
+    """What a lazy initialization makes for an input.
+
+    To Flax a spec is strongly typed. What is weakly typed is given as zeros, once it
+    is known that nothing depends on their values.
+    """
+    leaves, tree = jax.tree.flatten(spec)
+    if not any(leaf.weak_type for leaf in leaves):
+        return make(spec)
+    with _skip.rehearsal()():
+        make(spec)
+    given = [zeros(leaf) if leaf.weak_type else leaf for leaf in leaves]
+    return make(jax.tree.unflatten(tree, given))
 
 
 @dataclass

@@ -9,10 +9,11 @@ import chex
 import jax
 
 from .._jaxprs import _jaxpr
+from .._jaxprs._jaxpr import zeros
 from . import _linen, _rng, _skip
 from ._alike import origin
 from ._initialize import init_with
-from ._layer import Layer, zeros
+from ._layer import Layer
 from ._sharing import Key, Sharing
 from ._stage import StageFunction, naming
 from ._tree import Names, dotted, flat, merged, nested

@@ -1,4 +1,4 @@
-"""What a compiled program depends on: structures, shapes and dtypes, and settings."""
+"""What a compiled program depends on: structures, kinds of arrays, and settings."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -13,13 +13,25 @@ settings = _compat.settings_reader()
 
 
 def kinds(leaves: Iterable[Any]) -> tuple[Any, ...]:
-    """The shape and dtype of each leaf, hashable; of what is no array, its type."""
-    return tuple(
-        [
-            (getattr(leaf, "shape", None), getattr(leaf, "dtype", type(leaf)))
-            for leaf in leaves
-        ]
-    )
+    """Shape, dtype and weakness of each leaf, hashable; of what is no array, its type.
+
+    A weakly typed array takes the dtype of what it meets, so it makes another program.
+    """
+    return tuple([_kind(leaf) for leaf in leaves])
+
+
+def _kind(leaf: Any) -> tuple[Any, ...]:
+    try:
+        aval = leaf.aval  # each of the three, asked of the array, would look it up
+        return aval.shape, aval.dtype, aval.weak_type
+    except AttributeError:  # a spec, an array of NumPy, or none
+        weak = getattr(leaf, "weak_type", False)
+        return getattr(leaf, "shape", None), getattr(leaf, "dtype", type(leaf)), weak
+
+
+def shapes(leaves: Iterable[Any]) -> tuple[Any, ...]:
+    """The same without weakness."""
+    return tuple([_kind(leaf)[:2] for leaf in leaves])
 
 
 def of(*trees: Any) -> Any:

@@ -66,7 +66,7 @@ class Optimizer:
         self._state_tree = jax.tree.structure(self.state)
 
         state_at = homes(self.state, place)
-        self._state_kinds = _signature.kinds(jax.tree.leaves(self.state))
+        self._state_shapes = _signature.shapes(jax.tree.leaves(self.state))
         self._state_devices = [devices[home or 0] for home in state_at]
         self._update = Placed(
             _updating(tx),
@@ -99,7 +99,7 @@ class Optimizer:
                 "same tx and the same trainable= to Pipeline.init_train_state and "
                 "Pipeline.train_step" + self._other_selection(state)
             )
-        if _signature.kinds(leaves) != self._state_kinds:
+        if _signature.shapes(leaves) != self._state_shapes:
             raise ValueError(
                 "state.opt_state does not fit the optimizer of this step; write "
                 "hyperparameters as jnp.asarray(value, dtype):\n" + self._misfits(state)
@@ -131,12 +131,12 @@ class Optimizer:
     def _misfits(self, state: PyTree) -> str:
         """The leaves of a state that are of another kind than they should be."""
         found = jax.tree_util.tree_leaves_with_path(state)
-        kinds = _signature.kinds(leaf for _, leaf in found)
+        kinds = _signature.shapes(leaf for _, leaf in found)
         return "\n".join(
             f"  * opt_state{jax.tree_util.keystr(path)}: given {_told(*given)}, "
             f"needs {_told(*needed)}"
             for (path, _), given, needed in zip(
-                found, kinds, self._state_kinds, strict=True
+                found, kinds, self._state_shapes, strict=True
             )
             if given != needed
         )
@@ -192,7 +192,7 @@ def _updating(tx: optax.GradientTransformation) -> Callable[..., Any]:
                 f"more, {_BY_HAND}"
             )
             raise
-        if _signature.of(new) != _signature.of(state):
+        if _form(new) != _form(state):
             raise ValueError(
                 f"tx.update returns a state {shapes(new)}, tx.init made one "
                 f"{shapes(state)}: a train step needs one structure and fixed shapes; "
@@ -201,6 +201,11 @@ def _updating(tx: optax.GradientTransformation) -> Callable[..., Any]:
         return optax.apply_updates(params, updates), new
 
     return update
+
+
+def _form(state: PyTree) -> Any:
+    leaves, tree = jax.tree.flatten(state)
+    return tree, _signature.shapes(leaves)
 
 
 def place_state(
@@ -234,7 +239,7 @@ def _places(params: PyTree, stage_of_layer: Sequence[int]) -> dict[Path, int]:
 
 
 def _told(shape: tuple[int, ...] | None, dtype: Any) -> str:
-    """The kind of a leaf: see `_signature.kinds`."""
+    """The kind of a leaf: see `_signature.shapes`."""
     if shape is None:
         return f"a Python {dtype.__name__}"
     return f"{dtype}[{','.join(map(str, shape))}]"
