@@ -50,10 +50,11 @@ def init(
     """
 
     def run(key: chex.PRNGKey, spec: PyTree) -> dict[str, PyTree]:
-        called, args, keywords = _called(module, method, {"params": key}, train=False)
+        rngs = _streams(key)
+        called, args, keywords = _called(module, method, rngs, train=False)
 
         def make(x: PyTree) -> PyTree:
-            return module.lazy_init(key, x, *args, method=called, **keywords)
+            return module.lazy_init(rngs, x, *args, method=called, **keywords)
 
         with _explained(), explained(module, method, spec):
             return dict(_met(make, spec))
@@ -67,7 +68,7 @@ def extend(
     """``(key, spec, borrowed) -> variables``: what a method makes beside given ones."""
 
     def run(key: chex.PRNGKey, spec: PyTree, borrowed: PyTree) -> dict[str, PyTree]:
-        rngs = {"params": key}
+        rngs = _streams(key)
         called, args, keywords = _called(module, method, rngs, train=False)
         given = flat(borrowed)
 
@@ -76,7 +77,7 @@ def extend(
                 borrowed,
                 x,
                 *args,
-                rngs={"params": key},
+                rngs=_streams(key),
                 method=called,
                 mutable=DenyList("intermediates"),
                 **keywords,
@@ -88,6 +89,15 @@ def extend(
             return _met(lambda x: lazy_init(added)(key, borrowed, x), spec)
 
     return run
+
+
+def _streams(key: chex.PRNGKey) -> dict[str, chex.PRNGKey]:
+    """The keys of an initialization, by stream name.
+
+    Flax takes what linen asks for by another name from ``"params"``, and what an nnx
+    module asks for, in `nnx.bridge.to_linen` wherever that is, from ``"default"``.
+    """
+    return {"params": key, "default": jax.random.fold_in(key, 1)}
 
 
 def _met(make: Callable[[PyTree], PyTree], spec: PyTree) -> PyTree:

@@ -62,20 +62,20 @@ def layer_rngs(
       layer: the number of the layer in the user's list, likewise.
 
     Returns:
-      A dictionary of keys by stream name. A single key serves every stream: Flax
-      falls back on ``"params"`` for a name that is missing, and draws the same numbers
-      from two streams of the same key.
+      A dictionary of keys by stream name. A single key serves every stream: for a name
+      that is missing linen falls back on ``"params"`` and nnx on ``"default"``. Flax
+      draws the same numbers from two streams of the same key.
     """
     if rngs is None:
         return None
-    if isinstance(rngs, Mapping):
-        streams = rngs
-    else:
-        streams = {"params": rngs, "dropout": jax.random.fold_in(rngs, 1)}
-    return {
+    is_single = not isinstance(rngs, Mapping)
+    if is_single:
+        rngs = {"params": rngs, "dropout": jax.random.fold_in(rngs, 1)}
+    streams = {
         name: jax.random.fold_in(jax.random.fold_in(key, microbatch), layer)
-        for name, key in streams.items()
+        for name, key in rngs.items()
     }
+    return {**streams, "default": streams["params"]} if is_single else streams
 
 
 def step_key(rng: chex.PRNGKey, step: jax.Array) -> chex.PRNGKey:
