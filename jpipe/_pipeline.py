@@ -82,8 +82,10 @@ class Pipeline(OwnLoop):
         """Makes the variables of all layers, each on its layer's device.
 
         The values depend on the key, the layer's number and shapes only, not on
-        balance, devices or schedule. Only the shapes of ``x`` are used. Each layer is
-        made on the first device and moved, so that device needs room for one more.
+        balance, devices or schedule. Of ``x`` only shapes and dtypes are used. What an
+        initializer makes weakly typed, as optax does not leave it, is strongly typed.
+        Each layer is made on the first device and moved, so that device needs room for
+        one more.
 
         Args:
           key: a JAX random key.

@@ -261,3 +261,29 @@ class TestVariables:
             ref.assert_close((value, grads[0]), expected, 1e-2)
             y = pipe.apply(pipe.place(given), x)
             assert y.dtype == (scale(given[0], x) + 1).dtype
+
+    def test_a_weak_parameter_of_a_state_is_strong_after_a_step(self):
+        """So optax makes it: the first step computes in half precision, the second not.
+
+        Other than the parameters that `init` makes, as after a step.
+        """
+
+        class Scale(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                return x * self.param("scale", nn.initializers.ones, ())
+
+        layers = [Scale(), lambda y: y + 1]
+        pipe, tx = jpipe.pipeline(layers, 2), optax.sgd(0.1)
+        x = jnp.full((4, 3), 1.25, jnp.bfloat16)
+        state = pipe.init_train_state(jax.random.key(0), x, tx)
+        params = {"scale": jnp.asarray(1.7)}, {}
+        state = pipe.place(state.replace(params=jax.tree.map(jnp.copy, params)))
+        assert state.params[0]["scale"].weak_type
+        step = pipe.train_step(ref.mse, tx)
+        for dtype in (jnp.bfloat16, jnp.float32, jnp.float32):
+            loss, grads = ref.gradient(layers)(params, x, x)
+            params = optax.apply_updates(params, tx.update(grads, tx.init(params))[0])
+            state, metrics = step(state, x, x)
+            assert metrics["loss"].dtype == loss.dtype == dtype
+            ref.assert_close((metrics["loss"], state.params), (loss, params), 1e-2)
