@@ -21,6 +21,34 @@ PER_SHARD = 20
 
 # Programs that failed once.
 FOUND = {
+    "the second half of a backward reads the cotangent of the loss": """
+dtype = jnp.float64
+embedding = embed(dtype)
+check(
+    [
+        embedding,
+        Keep('s0', dtype),
+        add('s0'),
+        forget,
+        jpipe.layer(embedding, 'attend'),
+    ],
+    tokens(6, dtype),
+    2,
+    remat='none',
+    trainable=lambda path, leaf: path[0] % 2 == 0,
+    balance=[1, 1, 1, 2],
+    devices=[6],
+    schedule=(
+        '0F0 1F0 2F0 0F1 3F0 1F1 2F1 3F1 3I0 2I0 1B0 3W0 2W0 0B0 3B1 2B1 1B1 0B1'
+    ),
+    reduction='sum',
+    has_aux=False,
+    optimizer='skipping',
+    by_hand='whole',
+    rough=False,
+    again=None,
+)
+""",
     "a gradient took the memory of what was offloaded": """
 dtype = jnp.float64
 offload = jax.checkpoint_policies.offload_dot_with_no_batch_dims(
@@ -53,7 +81,7 @@ check(
     rough=False,
     again=None,
 )
-"""
+""",
 }
 
 

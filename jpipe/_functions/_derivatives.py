@@ -33,6 +33,7 @@ class Derivatives:
             task.extra_specs,
             task.wanted,
             _remat.wrapper(self.mode),
+            task.has_loss,
         )
 
     @cached_property

@@ -38,7 +38,7 @@ class Cut(NamedTuple):
       pullback: the jaxpr of the backward, over flat leaves; the gradients of the
         weights come first among its results.
       kept: the positions in ``x`` of the leaves that the backward reads.
-      outputs: the specs of the outputs.
+      outputs: the specs of the outputs that have cotangents.
       aux: the specs of the aux.
       carried: the specs of the carried residuals.
       offloaded: whether a policy keeps some of these in the memory of the host.
@@ -68,6 +68,7 @@ def cut(
     extra: Leaves,
     wanted: Differentiable,
     remat: Callable[[Callable[..., Any]], Callable[..., Any]],
+    is_loss: bool,
 ) -> Cut:
     """Cuts a function in a forward and a backward.
 
@@ -79,6 +80,7 @@ def cut(
         halves and have no gradient: targets, keys.
       wanted: which leaves are differentiated.
       remat: wraps the function, as `jax.checkpoint` does, to say what is carried.
+      is_loss: whether all outputs are scalars whose cotangents are one.
 
     Returns:
       The two halves, over flat leaves.
@@ -101,10 +103,13 @@ def cut(
         pullback = jax.tree.unflatten(
             structure, source.gather([*weights, *x, *extra], carried)
         )
+        if is_loss:
+            cts = [jnp.ones((), out.dtype) for out in outputs]
         return pullback(list(cts))
 
     specs = [residuals[i] for i in source.carried]
-    traced, _ = _jaxpr.trace(backward, weights, x, extra, specs, outputs)
+    given = [] if is_loss else outputs
+    traced, _ = _jaxpr.trace(backward, weights, x, extra, specs, given)
     live = _jaxpr.live_inputs(traced)
     first_x, first_extra = len(weights), len(weights) + len(x)
     first_carried = first_extra + len(extra)
@@ -116,14 +121,14 @@ def cut(
         closed.jaxpr.replace(outvars=[*closed.jaxpr.outvars[:count], *carried_vars]),
         closed.consts,
     )
-    sizes = [len(weights), len(x), len(extra), len(specs), len(outputs)]
+    sizes = [len(weights), len(x), len(extra), len(specs), len(given)]
     pullback = _reading_only(traced, sizes, kept, needed)
     return Cut(
         _forward_half(program, len(outputs), len(aux)),
         _backward_half(pullback, sum(wanted.weights)),
         pullback,
         kept,
-        outputs,
+        given,
         aux,
         [specs[i] for i in needed],
         any(var.aval.memory_space == jax.memory.Space.Host for var in carried_vars),

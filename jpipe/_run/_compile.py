@@ -104,17 +104,14 @@ class StagePrograms:
             cotangents: Leaves,
             grads: Leaves,
         ) -> Any:
-            if task.has_loss:
-                cotangents = [jnp.ones((), spec.dtype) for spec in cut.outputs]
             new, x_grads = cut.backward(weights, kept, extra, carried, cotangents)
             return x_grads, accumulate(grads, new)
 
         x_grads = _chosen(task.x, task.wanted.x)
         kept = [task.x[i] for i in cut.kept]
-        cotangents = [] if task.has_loss else cut.outputs
         groups = [
             (1, kept, self._owns_x),
-            (4, cotangents, True),
+            (4, cut.outputs, True),
             (3, cut.carried, not cut.offloaded),
         ]
         return self._jit(backward, (*self._reusable(groups, x_grads), 5))
@@ -142,7 +139,7 @@ class StagePrograms:
     @cached_property
     def input_grad(self) -> Compiled:
         """``(weights, kept, extra, carried, cotangents) -> (x_grads, crossing)``."""
-        task, cut, halves = self._task, self.derivatives.cut, self.derivatives.halves
+        task, halves = self._task, self.derivatives.halves
 
         def input_grad(
             weights: Leaves,
@@ -151,8 +148,6 @@ class StagePrograms:
             carried: Leaves,
             cotangents: Leaves,
         ) -> Any:
-            if task.has_loss:
-                cotangents = [jnp.ones((), spec.dtype) for spec in cut.outputs]
             return halves.first(weights, [*kept, *extra, *carried, *cotangents])
 
         results = [*_chosen(task.x, task.wanted.x), *halves.crossing]
@@ -162,11 +157,10 @@ class StagePrograms:
         """What the first half is given and the second half does not read."""
         task, cut = self._task, self.derivatives.cut
         kept = [task.x[i] for i in cut.kept]
-        cotangents = [] if task.has_loss else cut.outputs
         groups = []
         end = 0
         for argument, leaves in enumerate(
-            (kept, task.extra_specs, cut.carried, cotangents), start=1
+            (kept, task.extra_specs, cut.carried, cut.outputs), start=1
         ):
             start, end = end, end + len(leaves)
             unread = not any(start <= i < end for i in self.derivatives.halves.read)

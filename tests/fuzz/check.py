@@ -302,10 +302,12 @@ def check(
         layers, variables, parts, whole, trainable
     )
     expected = ((value, aux) if has_aux else value), grads
-    close("gradient by hand", found, expected)
+    # A norm of few examples that are almost equal makes its errors larger, and two in
+    # a row do so twice.
+    close("gradient by hand", found, expected, grown=1000 if rough else 1)
     expected = hand.steps(layers, variables, parts, whole, tx, STEPS, trainable)
     # Each step starts from the errors of the one before.
-    close("training by hand", trained, expected, grown=2**STEPS)
+    close("training by hand", trained, expected, grown=1000 if rough else 2**STEPS)
 
 
 def _pipeline(layers: Sequence[Any], number: int, settings: Any) -> jpipe.Pipeline:
