@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from . import _batchnorm, _watch
@@ -95,29 +94,35 @@ def watch(module: nnx.Module, train: bool) -> None:
             setattr(node, "path", tuple(path))  # noqa: B010
             setattr(node, "frozen", is_frozen(node))  # noqa: B010
         elif isinstance(node, nnx.BatchNorm):
-            _watch_norm(node, tuple(path))
-            if train and _batchnorm.note(tuple(path), node.momentum):
+            mark = None
+            if train:
+                called = dotted(path) or type(node).__name__
+                mark = _batchnorm.meet(called, node.momentum)
+            if mark:
                 node.momentum = 0.0
+            _watch_norm(node, tuple(path), mark)
 
 
-def _watch_norm(norm: nnx.BatchNorm, path: tuple[Any, ...]) -> None:
+def _watch_norm(
+    norm: nnx.BatchNorm,
+    path: tuple[Any, ...],
+    mark: Callable[[jax.Array], jax.Array] | None,
+) -> None:
     """Lets a batch norm tell when its running mean is read, and when it is written."""
-    called, frozen = dotted(path) or type(norm).__name__, is_frozen(norm)
+    frozen = is_frozen(norm)
 
     def read(variable: nnx.Variable, value: jax.Array) -> jax.Array:
-        _batchnorm.check_running(called, variable.get_raw_value())
+        del variable
         record = _watch.current()
         if record and (*path, 0) not in record.met:
             _watch.note(record, path, "batch norm", True, 1, frozen)
         return value
 
     def write(variable: nnx.Variable, value: jax.Array) -> jax.Array:
-        # In its final dtype it is what the variable will hold, and is known again.
-        value = jnp.asarray(value, variable.dtype)
-        _batchnorm.note_written(value)
+        del variable
         if record := _watch.current():
             record.met[*path, 0].trained = True
-        return value
+        return mark(value) if mark else value
 
     for hook, ours in (("on_get_value", read), ("on_set_value", write)):
         own = norm.mean.get_metadata().get(hook, ())
