@@ -14,7 +14,7 @@ References:
 
 import itertools
 from collections.abc import Callable, Container, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -106,7 +106,8 @@ def enter_layer(number: int) -> None:
         record.layer = number
 
 
-def meeting(mutable: Container[str]) -> AbstractContextManager[None]:
+@contextmanager
+def meeting(mutable: Container[str]) -> Iterator[None]:
     """The scope in which a layer is applied, so that its batch norms are met.
 
     What `flax.linen.jit` has traced for an equal layer, JAX would not run again.
@@ -114,7 +115,11 @@ def meeting(mutable: Container[str]) -> AbstractContextManager[None]:
     Args:
       mutable: the collections that the layer may change.
     """
-    return _met(next(_layers)) if "batch_stats" in mutable else nullcontext()
+    if "batch_stats" not in mutable:
+        yield
+        return
+    with _met(next(_layers)), linen.intercept_methods(_intercept):
+        yield
 
 
 def meet(name: str, momentum: float) -> Callable[[jax.Array], jax.Array] | None:
@@ -153,7 +158,7 @@ def masked(name: str) -> ValueError:
     )
 
 
-def intercept(call: Callable[..., Any], args: Any, keywords: Any, context: Any) -> Any:
+def _intercept(call: Callable[..., Any], args: Any, keywords: Any, context: Any) -> Any:
     """For `flax.linen.intercept_methods`: runs batch norms with a momentum of zero."""
     module: Any = context.module
     record = _current.get()

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from . import _batchnorm, _skip, _switches
+from . import _batchnorm, _bridge, _skip, _switches
 from ._watch import Call, Fills, Met, Place, Record, others, watching
 
 PyTree = Any
@@ -67,7 +67,11 @@ def watched(
             record = Record(train, fills)
 
             def call(*args: PyTree) -> PyTree:
-                with rehearsal(), _batchnorm.recording(), watching(record):
+                with (
+                    rehearsal(),
+                    _batchnorm.recording(),
+                    watching(record, _bridge.intercept),
+                ):
                     return apply(*args, train)
 
             with _seen(next(_numbers)), looking.scope() if looking else nullcontext():
@@ -79,7 +83,7 @@ def watched(
 
         record = Record(train)
         try:
-            with _seen(int(train)), watching(record):
+            with _seen(int(train)), watching(record, _bridge.intercept):
                 y, changed = apply(variables, x, rngs, train)
         except Exception as error:
             seen = record.wrong or record.thawed

@@ -116,11 +116,11 @@ _current: ContextVar[Record | None] = ContextVar("jpipe_watch", default=None)
 
 
 @contextmanager
-def watching(record: Record) -> Iterator[None]:
-    """The scope in which a layer is seen."""
+def watching(record: Record, also: Callable[..., Any]) -> Iterator[None]:
+    """The scope in which a layer is seen; ``also`` intercepts methods of linen too."""
     token = _current.set(record)
     try:
-        with linen.intercept_methods(_intercept):
+        with linen.intercept_methods(_intercept), linen.intercept_methods(also):
             yield
     finally:
         _current.reset(token)
