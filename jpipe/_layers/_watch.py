@@ -73,6 +73,7 @@ class Record:
       stack: those that are running.
       met: the dropouts and batch norms that ran, with how manyth time.
       failed: whether the trace ended in an exception.
+      y: what the layer returned, as far as tracing asks, if it was traced for that.
     """
 
     train: bool
@@ -82,6 +83,7 @@ class Record:
     stack: list[Call] = field(default_factory=list)
     met: dict[Place, Met] = field(default_factory=dict)
     failed: bool = False
+    y: Any = None
 
     @property
     def wrong(self) -> dict[Place, Met]:
