@@ -21,7 +21,8 @@ def intercept(call: Callable[..., Any], args: Any, keywords: Any, context: Any) 
     bridged = isinstance(module, nnx.bridge.ToLinen)
     if record is None or not bridged or context.method_name != "__call__":
         return call(*args, **keywords)
-    kind, convert = module.nnx_class, module.metadata_fn
+    kind: Any = module.nnx_class
+    convert: Any = module.metadata_fn  # it may be None
     with ExitStack() as stack:
 
         def make(*args: Any, **keywords: Any) -> nnx.Module:
