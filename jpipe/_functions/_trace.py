@@ -13,6 +13,7 @@ from jax.extend import core
 
 from .._jaxprs import _jaxpr
 from .._layers import _batchnorm, _skip
+from .._layers._batchnorm import Norm
 from .._layers._skip import NO_PORTS, Ports
 from .._layers._stage import StageFunction
 from ._objective import Objective
@@ -71,6 +72,9 @@ def trace(
     values = [extra[name] for name in names]
     with _batchnorm.recording() as record:
         closed, (loss, y, _) = _jaxpr.trace(whole, weights.specs, x_leaves, values)
+    results, again = record.left(closed)
+    first = len(results) - len(changed_at)
+    again.update(*results[:first])
     task = _prune(
         Task(
             stage=stage,
@@ -95,7 +99,8 @@ def trace(
         ),
         len(loss),
     )
-    return replace(task, norms=_norms(task, record.norms))
+    left = dict(zip(changed_at, results[first:], strict=True))
+    return replace(task, norms=_norms(task, left, again))
 
 
 def _applied(
@@ -147,19 +152,40 @@ def _check_written(
 
 
 def _norms(
-    task: Task, met: Sequence[_batchnorm.Norm]
+    task: Task, left: Mapping[int, set[Norm]], again: set[Norm]
 ) -> tuple[tuple[int, int, float], ...]:
-    """Where the statistics of batch norms stand among the changed leaves."""
-    place = {
-        tuple(getattr(key, "key", getattr(key, "idx", None)) for key in path): i
-        for i, path in enumerate(task.weights.paths[at] for at in task.changed)
-    }
-    found = {}
-    for (layer, *names), momentum in met:
-        pair = [(layer, "batch_stats", *names, leaf) for leaf in ("mean", "var")]
-        if all(leaf in place for leaf in pair):
-            found[place[pair[0]], place[pair[1]]] = momentum
-    return tuple((*at, momentum) for at, momentum in found.items())
+    """Where the statistics of batch norms stand among the changed leaves.
+
+    Args:
+      task: what they are in.
+      left: for each changed leaf, which norms left it or what it follows from.
+      again: the norms that left what something else follows from.
+
+    Raises:
+      ValueError: if what a norm left is anything but its own running mean.
+    """
+    paths = [task.weights.paths[at] for at in task.changed]
+    place = {path: i for i, path in enumerate(paths)}
+    found = []
+    for (*path, last), at in zip(paths, task.changed, strict=True):
+        if not left[at]:
+            continue
+        # In two branches it is met twice, and left once.
+        momentum, *others = [norm.momentum for norm in left[at]]
+        pair = [(*path, jax.tree_util.DictKey(name)) for name in ("mean", "var")]
+        known = (*path, last) == pair[0] and pair[1] in place
+        if known and all(other == momentum for other in others):
+            found.append((place[pair[0]], place[pair[1]], momentum))
+        else:
+            again |= left[at]
+    for norm in again:
+        error = _batchnorm.called_twice(norm.name)
+        number, layer = task.stage.first + norm.layer, task.stage.layers[norm.layer]
+        error.add_note(
+            f"raised by layer {number} ({layer.name}) of stage {task.stage.index}"
+        )
+        raise error
+    return tuple(found)
 
 
 def _prune(task: Task, num_losses: int) -> Task:

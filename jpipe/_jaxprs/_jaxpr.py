@@ -145,14 +145,36 @@ def prune(closed: core.ClosedJaxpr, outvars: Sequence[Any]) -> core.ClosedJaxpr:
 
 def contains(closed: core.ClosedJaxpr, name: str) -> bool:
     """Whether a primitive of that name is in a jaxpr, or in one inside of it."""
-    inner = [
-        value if isinstance(value, core.ClosedJaxpr) else core.ClosedJaxpr(value, [])
+    return any(
+        eqn.primitive.name == name
+        or any(contains(inner, name) for inner in inside(eqn))
         for eqn in closed.jaxpr.eqns
+    )
+
+
+def inside(eqn: core.JaxprEqn) -> list[core.ClosedJaxpr]:
+    """The jaxprs of a call, of branches or of a loop."""
+    return [
+        value if isinstance(value, core.ClosedJaxpr) else core.ClosedJaxpr(value, [])
         for value in jax.tree.leaves(list(eqn.params.values()))
         if isinstance(value, core.ClosedJaxpr | core.Jaxpr)
     ]
-    names = {eqn.primitive.name for eqn in closed.jaxpr.eqns}
-    return name in names or any(contains(jaxpr, name) for jaxpr in inner)
+
+
+def carried(eqn: core.JaxprEqn) -> slice:
+    """Which operands of a loop become its first results; of another equation none."""
+    if eqn.primitive.name == "while":
+        return slice(len(eqn.invars) - len(eqn.outvars), len(eqn.invars))
+    if eqn.primitive.name != "scan":
+        return slice(0)
+    # What a scan goes along has an axis more outside of it, what it carries has not.
+    body: Any = eqn.params["jaxpr"]
+    given: list[Any] = [atom.aval for atom in eqn.invars]
+    made: list[Any] = [var.aval for var in eqn.outvars]
+    xs = sum(x.ndim > y.ndim for x, y in zip(given, body.in_avals, strict=True))
+    carry = sum(x.ndim == y.ndim for x, y in zip(made, body.out_avals, strict=True))
+    end = len(eqn.invars) - xs
+    return slice(end - carry, end)
 
 
 def spec(value: Any) -> jax.ShapeDtypeStruct:

@@ -13,26 +13,34 @@ References:
 """
 
 import itertools
-import weakref
 from collections.abc import Callable, Container, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
 from flax import linen
+from jax.extend import core
+
+from .._jaxprs import _marks
+
+# How the marks on the running means that batch norms leave begin.
+_MARK = "jpipe batch norm "
 
 
-class Norm(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Norm:
     """A batch norm that was met.
 
     Attributes:
-      path: the number of its layer in the stage, then the names that lead to it.
+      layer: the number of its layer in the stage.
+      name: what to call it.
       momentum: how much of the running statistics a mini-batch leaves.
     """
 
-    path: tuple[Any, ...]
+    layer: int
+    name: str
     momentum: float
 
 
@@ -40,18 +48,38 @@ class Norm(NamedTuple):
 class Record:
     """The batch norms of a stage, as its layers are traced.
 
+    What one leaves is marked, and followed in the jaxpr: Python does not see all
+    calls, as `flax.linen.jit` runs what it has traced, and knows no array again behind
+    a transformation such as `flax.linen.remat`.
+
     Attributes:
       layer: the number of the layer that is being applied.
-      norms: what was met so far.
-      written: the running means that those of this layer left. It does not keep them:
-        they belong to a trace.
+      norms: what was met so far; a mark is the number of one.
       running: the modules whose calls have not ended.
     """
 
     layer: int = 0
     norms: list[Norm] = field(default_factory=list)
-    written: list[weakref.ref[Any]] = field(default_factory=list)
     running: list[Any] = field(default_factory=list)
+
+    def left(self, closed: core.ClosedJaxpr) -> tuple[list[set[Norm]], set[Norm]]:
+        """Where in the jaxpr of the stage the running means are that its norms left.
+
+        Args:
+          closed: the jaxpr.
+
+        Returns:
+          For each of its results, by which norms it was left or follows from what they
+          left; and those that left one to a norm, which is not the running one.
+        """
+        if not self.norms:
+            return [set() for _ in closed.jaxpr.outvars], set()
+        results, again = _marks.follow(closed, _MARK)
+        return [self._known(marks) for marks in results], self._known(again)
+
+    def _known(self, marks: Container[str]) -> set[Norm]:
+        numbered = enumerate(self.norms)
+        return {norm for number, norm in numbered if f"{_MARK}{number}" in marks}
 
 
 _current: ContextVar[Record | None] = ContextVar("jpipe_batchnorm", default=None)
@@ -76,78 +104,71 @@ def enter_layer(number: int) -> None:
     record = _current.get()
     if record is not None:
         record.layer = number
-        record.written.clear()
 
 
-def meeting(mutable: Container[str]) -> AbstractContextManager[None]:
-    """The scope in which a layer is applied, so that all its batch norms are met.
+@contextmanager
+def meeting(mutable: Container[str]) -> Iterator[None]:
+    """The scope in which a layer is applied, so that its batch norms are met.
 
     What `flax.linen.jit` has traced for an equal layer, JAX would not run again.
 
     Args:
       mutable: the collections that the layer may change.
     """
-    return _met(next(_layers)) if "batch_stats" in mutable else nullcontext()
+    if "batch_stats" not in mutable:
+        yield
+        return
+    with _met(next(_layers)), linen.intercept_methods(_intercept):
+        yield
 
 
-def note(names: tuple[Any, ...], momentum: float) -> bool:
+def meet(name: str, momentum: float) -> Callable[[jax.Array], jax.Array] | None:
     """Says that a batch norm is about to run.
 
     Args:
-      names: where its statistics are among those of the layer.
+      name: what to call it.
       momentum: what the user chose.
 
     Returns:
-      Whether it is to run with a momentum of zero.
+      What marks the running mean that it leaves, if it is to run with a momentum of
+      zero.
     """
     record = _current.get()
     if record is None:
-        return False
-    record.norms.append(Norm((record.layer, *names), momentum))
-    return True
+        return None
+    record.norms.append(Norm(record.layer, name, momentum))
+    text = f"{_MARK}{len(record.norms) - 1}"
+    return lambda mean: _marks.mark(mean, text)
 
 
-def check_running(name: str, mean: Any) -> None:
-    """Checks that the mean that a batch norm holds is the running one.
-
-    After it has normalized by the micro-batch, it is not. That is told by the array:
-    through a transformation inside the layer, such as `jax.checkpoint`, the array is
-    another one, and nothing is noticed.
-
-    Args:
-      name: what to call it.
-      mean: what it holds.
-
-    Raises:
-      ValueError: if a call before in the same layer has left it.
-    """
-    record = _current.get()
-    if record and any(written() is mean for written in record.written):
-        raise ValueError(
-            f"batch norm {name} is called twice in one layer: the second time it would "
-            f"start from the statistics of the micro-batch; make two"
-        )
+def called_twice(name: str) -> ValueError:
+    """The refusal of a batch norm that would start from what another call left."""
+    return ValueError(
+        f"batch norm {name} is called twice in one layer: the second time it would "
+        f"start from the statistics of the micro-batch; make two"
+    )
 
 
-def note_written(mean: Any) -> None:
-    """Says that a batch norm has left the mean of the micro-batch."""
-    if record := _current.get():
-        record.written.append(weakref.ref(mean))
+def masked(name: str) -> ValueError:
+    """The refusal of a batch norm that is trained with a mask."""
+    return ValueError(
+        f"batch norm {name} is given a mask: statistics of micro-batches are merged by "
+        f"their examples, of which a mask leaves some out; normalize all, or freeze it "
+        f"(use_running_average=True)"
+    )
 
 
-def intercept(call: Callable[..., Any], args: Any, keywords: Any, context: Any) -> Any:
+def _intercept(call: Callable[..., Any], args: Any, keywords: Any, context: Any) -> Any:
     """For `flax.linen.intercept_methods`: runs batch norms with a momentum of zero."""
     module: Any = context.module
-    if not isinstance(module, linen.BatchNorm) or context.method_name != "__call__":
+    record = _current.get()
+    norm = isinstance(module, linen.BatchNorm) and context.method_name == "__call__"
+    if record is None or not norm:
         return call(*args, **keywords)
-    momentum, record = module.momentum, _current.get()
-    # A class of the user's own may call that of Flax, which is met again then.
-    if record is None or module in record.running:
-        return call(*args, **keywords)
-    note(tuple(module.path), momentum)
+    momentum, before = module.momentum, _mean(module)
     name = "/".join(module.path) or type(module).__name__
-    before = module.get_variable("batch_stats", "mean")
-    check_running(name, before)
+    # A class of the user's own may call that of Flax, which is met again then.
+    mark = None if module in record.running else meet(name, momentum)
     # A bound module cannot be cloned in place, and refuses to be changed.
     object.__setattr__(module, "momentum", 0.0)
     record.running.append(module)
@@ -156,16 +177,18 @@ def intercept(call: Callable[..., Any], args: Any, keywords: Any, context: Any) 
     finally:
         record.running.pop()
         object.__setattr__(module, "momentum", momentum)
-    after = module.get_variable("batch_stats", "mean")
-    if after is not before:  # a frozen one writes nothing
-        note_written(after)
-        if keywords.get("mask") is not None:
-            raise ValueError(
-                f"batch norm {name} is given a mask: statistics of micro-batches are "
-                f"merged by their examples, of which a mask leaves some out; normalize "
-                f"all, or freeze it (use_running_average=True)"
-            )
+    after = _mean(module)
+    if after is before:  # a frozen one writes nothing
+        return y
+    if keywords.get("mask") is not None:
+        raise masked(name)
+    if mark:
+        module.put_variable("batch_stats", "mean", jax.tree.map(mark, after))
     return y
+
+
+def _mean(module: linen.BatchNorm) -> Any:
+    return module.get_variable("batch_stats", "mean")
 
 
 class Merged(NamedTuple):

@@ -157,11 +157,7 @@ def apply(
         if not mutable:
             with _explained(), explained(module, method, x):
                 return module.apply(variables, x, *args, **keywords), {}
-        with (
-            _batchnorm.meeting(mutable),
-            linen.intercept_methods(_batchnorm.intercept),
-            explained(module, method, x),
-        ):
+        with _batchnorm.meeting(mutable), explained(module, method, x):
             y, changed = module.apply(variables, x, *args, mutable=mutable, **keywords)
         _check_none_made(module, variables, changed)
         return y, dict(changed)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from . import _linen, _nnx_rngs, _nnx_watch, _switches, _watch
+from . import _batchnorm, _linen, _nnx_rngs, _nnx_watch, _switches, _watch
 from ._inputs import explained
 from ._nnx_rngs import Path, dotted
 
@@ -84,11 +84,11 @@ def apply(
             offered["rngs"] = _nnx_rngs.as_rngs(rngs, count)
         call, after_x, open_names = _called(own, method, frozen=train)
         offered = {name: offered[name] for name in offered if name in open_names}
-        _nnx_watch.train(own) if train else own.eval()
-        _nnx_watch.watch(own, train)
+        _nnx_watch.prepare(own, train)
         _watch.told(offered)
         args, keywords = _switches.arguments(after_x, offered)
-        with explained(module, method, x):
+        mutable = variables if train else ()
+        with _batchnorm.meeting(mutable), explained(module, method, x):
             y = call(x, *args, **keywords)
         changed = _changed(own, variables)
         return y, changed if train else {}

@@ -14,13 +14,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from . import _batchnorm, _watch
 from ._nnx_rngs import dotted
 
 _SWITCHES = ("deterministic", "use_running_average")
+_HOOKS = ("on_get_value", "on_set_value")
 # A class is the same for all threads.
 _lock = threading.RLock()
 
@@ -35,12 +35,29 @@ def holds_frozen(module: nnx.Module) -> bool:
     return any(is_frozen(node) for _, node in nnx.iter_graph(module, graph=True))
 
 
-def train(module: nnx.Module) -> None:
-    """Sets a module to training, but for what the user set.
+def prepare(module: nnx.Module, train: bool, place: tuple[Any, ...] = ()) -> None:
+    """Sets a module to training or to evaluation, and lets its parts note what they do.
+
+    What the user set stays in training. There batch norms leave the statistics of the
+    micro-batch: see `_batchnorm`.
 
     Args:
       module: the module, which this changes.
+      train: whether it is trained.
+      place: where in the layer it is.
     """
+    _train(module) if train else module.eval()
+    for path, node in nnx.iter_graph(module, graph=True):
+        if noting := _noting(type(node)):
+            # A class goes through nnx.remat and nnx.scan.
+            object.__setattr__(node, "__class__", noting)
+            setattr(node, "path", (*place, *path))  # noqa: B010
+            setattr(node, "frozen", is_frozen(node))  # noqa: B010
+        elif isinstance(node, nnx.BatchNorm):
+            _watch_norm(node, (*place, *path), train)
+
+
+def _train(module: nnx.Module) -> None:
     for _, node in nnx.iter_graph(module, graph=True):
         if isinstance(node, nnx.Module):
             for name in _SWITCHES:
@@ -79,50 +96,61 @@ def _note(node: Any, kind: str, switch: bool | None, rate: float) -> None:
         _watch.note(record, node.path, kind, switch, rate, node.frozen)
 
 
-def watch(module: nnx.Module, train: bool) -> None:
-    """Lets the parts of a module note what they do.
-
-    In training batch norms leave the statistics of the micro-batch: see `_batchnorm`.
-
-    Args:
-      module: the module, which this changes.
-      train: whether it is trained.
-    """
-    for path, node in nnx.iter_graph(module, graph=True):
-        if noting := _noting(type(node)):
-            # A class goes through nnx.remat and nnx.scan.
-            object.__setattr__(node, "__class__", noting)
-            setattr(node, "path", tuple(path))  # noqa: B010
-            setattr(node, "frozen", is_frozen(node))  # noqa: B010
-        elif isinstance(node, nnx.BatchNorm):
-            _watch_norm(node, tuple(path))
-            if train and _batchnorm.note(tuple(path), node.momentum):
-                node.momentum = 0.0
-
-
-def _watch_norm(norm: nnx.BatchNorm, path: tuple[Any, ...]) -> None:
+def _watch_norm(norm: nnx.BatchNorm, path: tuple[Any, ...], train: bool) -> None:
     """Lets a batch norm tell when its running mean is read, and when it is written."""
     called, frozen = dotted(path) or type(norm).__name__, is_frozen(norm)
+    mark = _batchnorm.meet(called, norm.momentum) if train else None
+    if mark:
+        norm.momentum = 0.0
 
     def read(variable: nnx.Variable, value: jax.Array) -> jax.Array:
-        _batchnorm.check_running(called, variable.get_raw_value())
+        del variable
         record = _watch.current()
         if record and (*path, 0) not in record.met:
             _watch.note(record, path, "batch norm", True, 1, frozen)
         return value
 
     def write(variable: nnx.Variable, value: jax.Array) -> jax.Array:
-        # In its final dtype it is what the variable will hold, and is known again.
-        value = jnp.asarray(value, variable.dtype)
-        _batchnorm.note_written(value)
+        del variable
         if record := _watch.current():
             record.met[*path, 0].trained = True
-        return value
+        if mark and _is_masked():
+            raise _batchnorm.masked(called)
+        return mark(value) if mark else value
 
-    for hook, ours in (("on_get_value", read), ("on_set_value", write)):
-        own = norm.mean.get_metadata().get(hook, ())
-        own = own if isinstance(own, tuple) else (own,)
-        norm.mean.set_metadata(**{hook: (*own, ours)})
+    for hook, ours in zip(_HOOKS, (read, write), strict=True):
+        norm.mean.set_metadata(**{hook: (*_hooks(norm.mean, hook), ours)})
+
+
+def unwatch(variable: nnx.Variable) -> None:
+    """Takes from a variable what `prepare` has given it."""
+    for hook in _HOOKS:
+        hooks = _hooks(variable, hook)
+        own = tuple(
+            each for each in hooks if getattr(each, "__module__", "") != __name__
+        )
+        if own:
+            variable.set_metadata(**{hook: own})
+        elif hooks:
+            variable.del_metadata(hook)
+
+
+def _hooks(variable: nnx.Variable, hook: str) -> tuple[Callable[..., Any], ...]:
+    own = variable.get_metadata().get(hook, ())
+    return own if isinstance(own, tuple) else (own,)
+
+
+def _is_masked() -> bool:
+    """Whether the call of Flax's batch norm that is running was given a mask.
+
+    It may be the call of a class of the user's own, which stays what it is: so it is
+    looked for in what Python is running.
+    """
+    code = inspect.unwrap(nnx.BatchNorm.__call__).__code__
+    frame = inspect.currentframe()
+    while frame and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None and frame.f_locals.get("mask") is not None
 
 
 def leaves_open(module: nnx.Module) -> bool:
@@ -146,7 +174,7 @@ def looking(module: nnx.Module) -> Iterator[None]:
         found = _methods(module)
         try:
             for kind, name, method in found:
-                setattr(kind, name, _seen(kind, method))
+                setattr(kind, name, _seen(kind, name, method))
             yield
         finally:
             for kind, name, method in found:
@@ -166,12 +194,19 @@ def _methods(module: nnx.Module) -> list[tuple[type, str, Callable[..., Any]]]:
         (kind, name, method)
         for kind in classes
         for name, method in vars(kind).items()
-        if isinstance(method, types.FunctionType)
+        if _is_method(method)
         and (name == "__call__" or not (name.startswith("__") or _watch.is_flax(kind)))
     ]
 
 
-def _seen(kind: type, method: Callable[..., Any]) -> Callable[..., Any]:
+def _is_method(value: Any) -> bool:
+    """Whether a class gives it itself; it may be what `flax.nnx.jit` made of one."""
+    binds = hasattr(type(value), "__get__")
+    unbound = isinstance(value, staticmethod | classmethod)
+    return binds and not unbound and inspect.isfunction(inspect.unwrap(value))
+
+
+def _seen(kind: type, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: Any, *args: Any, **keywords: Any) -> Any:
         record = _watch.current()
@@ -181,7 +216,7 @@ def _seen(kind: type, method: Callable[..., Any]) -> Callable[..., Any]:
         own = types.MethodType(method, self)
         return _watch.enter(
             record,
-            (None, kind.__name__, method.__name__),
+            (None, kind.__name__, name),
             chosen,
             method,
             _watch.bind(own, args, keywords),

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from . import _batchnorm, _skip, _switches
+from . import _batchnorm, _bridge, _skip, _switches
 from ._watch import Call, Fills, Met, Place, Record, others, watching
 
 PyTree = Any
@@ -67,19 +67,23 @@ def watched(
             record = Record(train, fills)
 
             def call(*args: PyTree) -> PyTree:
-                with rehearsal(), _batchnorm.recording(), watching(record):
+                with (
+                    rehearsal(),
+                    _batchnorm.recording(),
+                    watching(record, _bridge.intercept),
+                ):
                     return apply(*args, train)
 
             with _seen(next(_numbers)), looking.scope() if looking else nullcontext():
                 try:
-                    jax.eval_shape(call, variables, x, rngs)
+                    record.y, _ = jax.eval_shape(call, variables, x, rngs)
                 except Exception:  # what it says depends on what was filled
                     record.failed = True
             return record
 
         record = Record(train)
         try:
-            with _seen(int(train)), watching(record):
+            with _seen(int(train)), watching(record, _bridge.intercept):
                 y, changed = apply(variables, x, rngs, train)
         except Exception as error:
             seen = record.wrong or record.thawed
@@ -190,7 +194,8 @@ def _faults(
 
     for at, met in base.wrong.items():
         for call, name in _suspects(met):
-            right = [v for v, other in trials.of(call, name) if _mends(at, other, name)]
+            tried = trials.of(call, name)
+            right = [v for v, other in tried if _mends(at, base, other, name)]
             if right:
                 add(met.path, met.kind, call, name, right[0])
                 break
@@ -240,13 +245,37 @@ def _suspects(met: Met) -> list[tuple[Call, str]]:
     return found
 
 
-def _mends(at: Place, other: Record, name: str) -> bool:
-    """Whether what was seen with a parameter filled is what is meant."""
+def _mends(at: Place, base: Record, other: Record, name: str) -> bool:
+    """Whether what was seen with a parameter filled is what is meant.
+
+    Args:
+      at: the dropout or the batch norm that does not do what is meant.
+      base: what was seen with nothing filled.
+      other: what was seen with the parameter filled.
+      name: the parameter.
+    """
     if at in other.met:
         return other.met[at].trained == other.train
+    known = name in _switches.MISNAMED or name in _switches.switches(True)
     if other.failed:  # a transformation, say, that takes no such argument
-        return name in _switches.MISNAMED or name in _switches.switches(True)
-    return not other.train  # in evaluation, not to run is to do nothing
+        return known
+    # In evaluation, not to run is to do nothing.
+    return not other.train and (known or _leaves_all_else(base, other))
+
+
+def _leaves_all_else(base: Record, other: Record) -> bool:
+    """Whether only dropouts and batch norms, and what holds them, do not run.
+
+    What says whether a layer is trained leaves the rest as it is; a parameter that does
+    not, such as ``features_only``, is for something else.
+    """
+    gone = [met for at, met in base.met.items() if at not in other.met]
+    paths = {met.path for met in gone}
+    places = {call.place for met in gone for call in met.calls}
+    return jax.tree.flatten(base.y) == jax.tree.flatten(other.y) and all(
+        place[0] in paths or place in places
+        for place in base.calls.keys() - other.calls.keys()
+    )
 
 
 # ---------------------------------------------------------------------- what to say

@@ -73,6 +73,7 @@ class Record:
       stack: those that are running.
       met: the dropouts and batch norms that ran, with how manyth time.
       failed: whether the trace ended in an exception.
+      y: what the layer returned, as far as tracing asks, if it was traced for that.
     """
 
     train: bool
@@ -82,6 +83,7 @@ class Record:
     stack: list[Call] = field(default_factory=list)
     met: dict[Place, Met] = field(default_factory=dict)
     failed: bool = False
+    y: Any = None
 
     @property
     def wrong(self) -> dict[Place, Met]:
@@ -116,11 +118,11 @@ _current: ContextVar[Record | None] = ContextVar("jpipe_watch", default=None)
 
 
 @contextmanager
-def watching(record: Record) -> Iterator[None]:
-    """The scope in which a layer is seen."""
+def watching(record: Record, also: Callable[..., Any]) -> Iterator[None]:
+    """The scope in which a layer is seen; ``also`` intercepts methods of linen too."""
     token = _current.set(record)
     try:
-        with linen.intercept_methods(_intercept):
+        with linen.intercept_methods(_intercept), linen.intercept_methods(also):
             yield
     finally:
         _current.reset(token)

@@ -85,7 +85,8 @@ def spread(closed: core.ClosedJaxpr, home: dict[Any, Home]) -> list[Home]:
             place = 0  # what nobody needs would be left out
         chosen.append(place)
         home.update(dict.fromkeys(eqn.outvars, place))
-        for var, start in zip(eqn.outvars, _carried(eqn), strict=False):
+        carried = eqn.invars[_jaxpr.carried(eqn)]
+        for var, start in zip(eqn.outvars, carried, strict=False):
             # What a loop carries belongs where it was before, for all who read it.
             if _home(start, home) is not None:
                 home[var] = _home(start, home)
@@ -94,22 +95,6 @@ def spread(closed: core.ClosedJaxpr, home: dict[Any, Home]) -> list[Home]:
 
 def _home(atom: Any, home: dict[Any, Home]) -> Home:
     return None if isinstance(atom, core.Literal) else home[atom]
-
-
-def _carried(eqn: core.JaxprEqn) -> Sequence[Any]:
-    """The operands of a loop that become its first results."""
-    if eqn.primitive.name == "while":
-        return eqn.invars[len(eqn.invars) - len(eqn.outvars) :]
-    if eqn.primitive.name != "scan":
-        return ()
-    # What a scan goes along has an axis more outside of it, what it carries has not.
-    body: Any = eqn.params["jaxpr"]
-    given: list[Any] = [atom.aval for atom in eqn.invars]
-    made: list[Any] = [var.aval for var in eqn.outvars]
-    xs = sum(x.ndim > y.ndim for x, y in zip(given, body.in_avals, strict=True))
-    carry = sum(x.ndim == y.ndim for x, y in zip(made, body.out_avals, strict=True))
-    end = len(eqn.invars) - xs
-    return eqn.invars[end - carry : end]
 
 
 def segments(

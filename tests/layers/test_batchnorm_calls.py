@@ -265,3 +265,50 @@ def test_a_mask_is_refused_where_statistics_are_merged():
         after_a_step(Masked(mask=True))
     mean, _ = after_a_step(Masked(mask=True, frozen=True))
     assert not mean.any()
+
+
+class MasksItself(nn.BatchNorm):
+    """A class of the user's own, which gives that of Flax a mask."""
+
+    def __call__(self, x, use_running_average=None, *, mask=None):
+        mask = jnp.ones((len(x), 1), bool)
+        return super().__call__(x, use_running_average, mask=mask)
+
+
+class MasksItselfNnx(nnx.BatchNorm):
+    def __call__(self, x, use_running_average=None, *, mask=None):
+        mask = jnp.ones((len(x), 1), bool)
+        return super().__call__(x, use_running_average, mask=mask)
+
+
+class MaskedNnx(nnx.Module):
+    """A norm that is given a mask, perhaps in a transformation."""
+
+    def __init__(self, kind=nnx.BatchNorm, wrap=lambda f: f, mask=True, frozen=None):
+        self.norm = kind(5, rngs=nnx.Rngs(0), use_running_average=frozen)
+        self.wrap, self.mask = wrap, mask
+
+    def __call__(self, x):
+        mask = jnp.ones((len(x), 1), bool) if self.mask else None
+        return self.wrap(lambda norm, x: norm(x, mask=mask))(self.norm, x)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        Masked(MasksItself),
+        MaskedNnx(),
+        MaskedNnx(wrap=nnx.remat),
+        MaskedNnx(wrap=nnx.jit),
+        MaskedNnx(MasksItselfNnx, mask=False),
+    ],
+    ids=["class", "nnx", "nnx.remat", "nnx.jit", "class of nnx"],
+)
+def test_masks_are_refused_wherever_they_are_given(layer):
+    with pytest.raises(ValueError, match="batch norm norm is given a mask: statistics"):
+        after_a_step(layer)
+
+
+def test_a_mask_for_a_frozen_norm_of_nnx_is_none_for_its_statistics():
+    mean, _ = after_a_step(MaskedNnx(frozen=True))
+    assert not mean.any()

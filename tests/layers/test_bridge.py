@@ -1,4 +1,6 @@
-"""Modules of nnx inside of linen ones: their streams of random numbers have keys."""
+"""Modules of nnx inside those of linen, and of linen inside those of nnx."""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,72 +12,174 @@ from flax import nnx
 import jpipe
 
 from .. import reference as ref
+from .normed import committed
 
-KEY = jax.random.key(0)
-
-
-class Dropped(nnx.Module):
-    def __init__(self, rngs):
-        self.dense = nnx.Linear(5, 4, rngs=rngs)
-        self.dropout = nnx.Dropout(0.5, rngs=rngs)
-
-    def __call__(self, x):
-        return self.dropout(self.dense(x))
+KEY, X = jax.random.key(0), jnp.ones((8, 5))
+RNGS = {"dropout": jax.random.key(1)}
+MEAN, VAR = 0.3, 2.0
 
 
-class Noisy(nnx.Module):
-    """Draws from a stream of its own name, which no key is given for."""
+class Open(nnx.Module):
+    """A batch norm that nobody tells; its statistics are those of other data."""
 
-    def __init__(self, rngs):
-        self.noise = rngs.noise.fork()
+    def __init__(self, rngs, frozen=False):
+        self.norm = nnx.BatchNorm(
+            5, momentum=0.9, rngs=rngs, use_running_average=frozen
+        )
+        self.norm.mean[...] = jnp.full(5, MEAN)
+        self.norm.var[...] = jnp.full(5, VAR)
 
     def __call__(self, x):
-        return x + jax.random.normal(self.noise(), x.shape)
+        return self.norm(x)
 
 
-class Inside(nn.Module):
+class Told(Open):
+    def __call__(self, x, train=False):
+        return self.norm(x, use_running_average=not train)
+
+
+class Masked(Open):
+    def __call__(self, x):
+        return self.norm(x, mask=jnp.ones((len(x), 1), bool))
+
+
+class Drops(nnx.Module):
+    def __init__(self, rngs, deterministic=False):
+        self.dropout = nnx.Dropout(0.5, deterministic=deterministic)
+
+    def __call__(self, x):
+        return self.dropout(x, rngs=nnx.Rngs(dropout=0))
+
+
+class Guards(Drops):
+    def __call__(self, x, more=False):
+        return super().__call__(x) if more else x
+
+
+class Linen(nn.Module):
+    """Calls a module of nnx, perhaps in a transformation, perhaps twice."""
+
+    kind: Any
+    wrap: Any = staticmethod(lambda kind: kind)
+    count: int = 1
+
     @nn.compact
     def __call__(self, x):
-        return nnx.bridge.to_linen(Dropped)(nn.Dense(5)(x))
+        own = self.wrap(nnx.bridge.ToLinen)(self.kind, name="own")
+        return sum(own(k * x) for k in range(1, 1 + self.count))
 
 
-def bridged(module):
-    return jpipe.layer(nnx.bridge.to_linen(module), lambda module, x: module(x))
+class Tells(nn.Module):
+    kind: Any
+
+    @nn.compact
+    def __call__(self, x, train):
+        return nnx.bridge.to_linen(self.kind, name="own")(x, train)
+
+
+def stats_after_a_step(layer):
+    x, targets = ref.regression(8)
+    state = committed(jpipe.pipeline([layer, ref.dense(4)], 2), x, targets)
+    found = jax.tree_util.tree_leaves_with_path(state.model_state[0])
+    return {path[-1].key: np.asarray(leaf) for path, leaf in found}, x
 
 
 @pytest.mark.parametrize(
-    ("module", "layer"),
+    "layer",
     [
-        (nnx.bridge.to_linen(Dropped), bridged(Dropped)),
-        (Inside(), jpipe.layer(Inside(), lambda module, x: module(x))),
+        Linen(Open),
+        Linen(Open, wrap=nn.remat),
+        Linen(Open, wrap=nn.jit),
+        Tells(Told),
     ],
-    ids=["alone", "inside"],
 )
-def test_init_gives_the_values_of_flax(module, layer):
-    pipe = jpipe.pipeline([layer, jnp.tanh], 2)
-    x, targets = ref.regression(4)
-    variables = pipe.init(KEY, x)
-    keys = {"params": jax.random.fold_in(KEY, 0), "dropout": jax.random.key(7)}
-    expected = jax.jit(module.init)(keys, x)
-    ref.assert_equal(variables[0]["params"], expected["params"])
-
-    loss_and_grad = pipe.value_and_grad(ref.mse)
-    losses = {
-        float(loss_and_grad(variables, x, targets, rngs=jax.random.key(k))[0])
-        for k in (1, 2, 1)
+def test_statistics_of_nnx_in_linen_are_those_of_the_mini_batch(layer):
+    stats, x = stats_after_a_step(layer)
+    expected = {
+        "mean": 0.9 * MEAN + 0.1 * x.mean(0),
+        "var": 0.9 * VAR + 0.1 * x.var(0),
     }
-    assert len(losses) == 2
+    ref.assert_close(stats, jax.device_get(expected), ref.FLOAT32)
+    pipe = jpipe.sequential([layer], 2)
+    y = pipe.apply(pipe.init(KEY, X), X)
+    np.testing.assert_allclose(y, (X - MEAN) / jnp.sqrt(VAR + 1e-5), rtol=1e-6)
 
 
-def test_one_key_serves_streams_of_any_name():
-    pipe = jpipe.pipeline([bridged(Noisy), jnp.copy], 2)
-    x = jnp.zeros((4, 3))
-    variables = pipe.init(KEY, x)
-    drawn = [
-        np.asarray(pipe.apply(variables, x, rngs=jax.random.key(k), train=True))
-        for k in (1, 2)
-    ]
-    rows = np.concatenate(drawn)  # a row for each example, of four micro-batches
-    assert len({row.tobytes() for row in rows}) == len(rows)
-    again = pipe.apply(variables, x, rngs=jax.random.key(1), train=True)
-    np.testing.assert_array_equal(again, drawn[0])
+def test_one_of_nnx_in_linen_that_is_frozen_stays_frozen():
+    class Frozen(Open):
+        def __init__(self, rngs):
+            super().__init__(rngs, frozen=True)
+
+    stats, _ = stats_after_a_step(Linen(Frozen))
+    assert (stats["mean"] == np.float32(MEAN)).all()
+    assert (stats["var"] == np.float32(VAR)).all()
+
+
+@pytest.mark.parametrize(
+    ("layer", "refusal"),
+    [
+        (Linen(Open, count=2), "own.norm is called twice in one layer"),
+        (Linen(Masked), "batch norm own.norm is given a mask"),
+        (Linen(Told), "batch norm own/norm does what evaluation does, as nobody fills"),
+        (Linen(Guards), "nobody fills more=False of Guards.__call__; where ToLinen"),
+    ],
+)
+def test_what_is_refused_of_nnx_in_linen(layer, refusal):
+    with pytest.raises(ValueError, match=refusal):
+        stats_after_a_step(layer)
+
+
+def drops(layer, train):
+    pipe = jpipe.sequential([layer], 2)
+    y = pipe.apply(pipe.init(KEY, X), X, rngs=RNGS, train=train)
+    return bool((np.asarray(y) == 0).any())
+
+
+def test_dropout_of_nnx_in_linen_is_off_in_evaluation():
+    assert drops(Linen(Drops), True)
+    assert not drops(Linen(Drops), False)
+
+
+class LinenNorm(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=False):
+        norm = nn.BatchNorm(not train, momentum=0.9, name="norm")
+        return nn.Dropout(0.0)(norm(x), deterministic=not train)
+
+
+class Nnx(nnx.Module):
+    """Calls a linen module, whose statistics may change in training."""
+
+    def __init__(self, function):
+        own = nnx.bridge.ToNNX(LinenNorm(), rngs=nnx.Rngs(0, dropout=1))
+        self.own = nnx.bridge.lazy_init(own, X)
+        self.function = function
+
+    def __call__(self, x, train):
+        def call(own, x):
+            return own(x, train, mutable=["batch_stats"] if train else False)
+
+        return self.function(call, self.own, x)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda call, own, x: call(own, x),
+        lambda call, own, x: nnx.remat(call)(own, x),
+    ],
+)
+def test_statistics_of_linen_in_nnx_are_those_of_the_mini_batch(function):
+    stats, x = stats_after_a_step(Nnx(function))
+    expected = {"mean": 0.1 * x.mean(0), "var": 0.9 + 0.1 * x.var(0)}
+    ref.assert_close(stats, jax.device_get(expected), ref.FLOAT32)
+
+
+def test_one_of_linen_in_nnx_that_is_called_twice_is_refused():
+    with pytest.raises(ValueError, match="batch norm norm is called twice in one"):
+        stats_after_a_step(Nnx(lambda call, own, x: call(own, x) + call(own, 2 * x)))
+
+
+def test_one_of_linen_in_nnx_that_nobody_told_is_asked_about():
+    with pytest.raises(ValueError, match="where ToNNX calls it, write train=train"):
+        stats_after_a_step(Nnx(lambda call, own, x: own(x)))

@@ -1,0 +1,79 @@
+"""Marks on values, followed through a jaxpr."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jpipe._jaxprs._marks import follow, mark
+
+
+def a(x):
+    return mark(x, "mark a")
+
+
+def b(x):
+    return mark(x, "mark b")
+
+
+def loop(x):
+    return jax.lax.scan(lambda c, y: (c + 1, a(y)), x, jnp.stack([x, x]))
+
+
+def carried(x):
+    return jax.lax.fori_loop(0, 2, lambda _, c: (c[1], a(c[2]), c[2]), (x, x, x))
+
+
+def grows(x):
+    return jax.lax.while_loop(lambda c: c.sum() < 9, lambda c: a(c) + 1, x)
+
+
+def decides(x):
+    return jax.lax.cond(a(x).sum() > 0, b, lambda x: x, x)
+
+
+@jax.custom_vjp
+def custom(x, y):
+    return a(x), y
+
+
+custom.defvjp(lambda x, y: (custom(x, y), None), lambda _, g: g)
+
+
+def callback(x):
+    spec = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return jax.pure_callback(lambda x, y: (x, y), (spec, spec), a(x), x)
+
+
+def solved(x):
+    """An equation whose operands are not those of the jaxprs inside of it."""
+    return jax.lax.custom_linear_solve(lambda y: 2 * y, x, lambda _, y: a(y) / 2)
+
+
+@pytest.mark.parametrize(
+    ("function", "results", "remarked"),
+    [
+        (lambda x: (a(x), x, a(x) + b(2 * x)), ["a", "", "ab"], ""),
+        (lambda x: b(jax.jit(a)(x)), ["ab"], "a"),
+        (lambda x: jax.checkpoint(lambda x: (a(x), jnp.sin(x)))(x), ["a", ""], ""),
+        (lambda x: jax.checkpoint(jax.jit(a))(jax.jit(a)(x)), ["a"], "a"),
+        (lambda x: jax.lax.cond(x.sum() > 0, a, b, x), ["ab"], ""),
+        (decides, ["ab"], ""),
+        (loop, ["", "a"], ""),
+        (carried, ["a", "a", ""], ""),
+        (grows, ["a"], "a"),
+        (lambda x: custom(x, 2 * x), ["a", ""], ""),
+        (callback, ["a", "a"], ""),
+        (solved, ["a"], ""),
+    ],
+)
+def test_marks_are_followed(function, results, remarked):
+    closed = jax.make_jaxpr(function)(jnp.ones(2))
+    found, again = follow(closed, "mark ")
+    short = [{text.removeprefix("mark ") for text in marks} for marks in found]
+    assert short == [set(marks) for marks in results]
+    assert {text.removeprefix("mark ") for text in again} == set(remarked)
+
+
+def test_marks_of_others_are_nothing():
+    closed = jax.make_jaxpr(a)(jnp.ones(2))
+    assert follow(closed, "other") == ([frozenset()], set())
