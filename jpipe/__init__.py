@@ -1,8 +1,10 @@
 """Pipeline-parallel training of Flax models in JAX."""
 
+import importlib as _importlib
 from importlib.metadata import version as _version
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
 
-from . import draw as draw
 from . import schedules as schedules
 from ._layers._layer import Stage as Stage
 from ._layers._method import layer as layer
@@ -11,9 +13,20 @@ from ._layers._skip import pop as pop
 from ._layers._skip import stash as stash
 from ._pipeline import Pipeline as Pipeline
 from ._plan import Plan as Plan
+from ._report import Report as Report
 from ._train._state import TrainState as TrainState
 from ._train._step import TrainStep as TrainStep
 from ._transform import pipeline as pipeline
 from ._transform import sequential as sequential
 
+if _TYPE_CHECKING:
+    from . import draw as draw
+
 __version__ = _version("jpipe")
+
+
+def __getattr__(name: str) -> _Any:
+    # A step draws nothing.
+    if name == "draw":
+        return _importlib.import_module("jpipe.draw")
+    raise AttributeError(f"module 'jpipe' has no attribute {name!r}")

@@ -1,12 +1,16 @@
 """The plan of a pipeline, from what is known of it so far."""
 
+from collections.abc import Sequence
+
 from ._functions import _remat
 from ._functions._weights import is_params
+from ._instructions import _bytes
+from ._instructions._bytes import most_kept, nbytes
 from ._layers._skip import label
 from ._library import Library
 from ._plan import Plan, StagePlan
-from ._run._memory import nbytes
 from ._run._pipe import Pipe
+from .schedules import Action
 
 
 def describe(pipe: Pipe, library: Library) -> Plan:
@@ -20,20 +24,21 @@ def describe(pipe: Pipe, library: Library) -> Plan:
     Returns:
       The plan.
     """
-    step, placement = library.predicted(), pipe.schedule.placement
-    ranks: dict[str, set[int]] = {}  # of each device: users may repeat one
-    for device, rank in zip(pipe.devices, placement, strict=True):
-        ranks.setdefault(str(device), set()).add(rank)
-    peaks = (
-        (name, int(step.peak_of(own)) if step else 0) for name, own in ranks.items()
-    )
+    held: Sequence[int | None] = [None] * len(pipe.stages)
+    peaks: tuple[tuple[str, int], ...] = ()
+    ran: tuple[Action, ...] = ()
+    if library.training is not None:
+        program = library.training.program
+        held = most_kept(program, len(pipe.stages))
+        calls = [i.label for i in program.instructions if i.source is None]
+        ran = tuple(label for label in calls if not isinstance(label, str))
+        names = map(str, program.devices)
+        peaks = tuple(zip(names, _bytes.peaks(program), strict=True))
     return Plan(
-        tuple(
-            _stage(pipe, library, s, int(step.peak_kept(s)) if step else None)
-            for s in range(len(pipe.stages))
-        ),
+        tuple(_stage(pipe, library, s, size) for s, size in enumerate(held)),
         pipe.schedule,
-        tuple(peaks) if step else (),
+        ran,
+        peaks,
         tuple((label(r.key), r.source, r.target) for r in library.routes),
     )
 

@@ -14,18 +14,17 @@ from ._functions import _batch, _microbatch
 from ._functions._batch import Batch
 from ._functions._objective import Objective
 from ._functions._trainable import Trainable
-from ._layers import _rng
+from ._layers import _hidden, _rng
 from ._layers._initialize import Initializers
 from ._layers._rng import Rngs
 from ._layers._skip import Route
 from ._layers._walk import Visit, walk
 from ._run import _layout, _signature, _variables
+from ._run._inference import Inference
 from ._run._layout import Layout
-from ._run._memory import costs_of
 from ._run._pipe import Pipe
-from ._run._program import Program
+from ._run._work import Works
 from ._train._gradient import Gradient
-from .schedules import Timeline
 
 PyTree = Any
 Expected = tuple[list[Visit], tuple[Route, ...]]
@@ -42,20 +41,6 @@ class Axes(NamedTuple):
     out_axes: int
 
 
-class Inference(NamedTuple):
-    """A compiled forward pass.
-
-    Attributes:
-      program: the mini-batch.
-      join: joins the outputs of its micro-batches, as flat leaves.
-      tree: their structure.
-    """
-
-    program: Program
-    join: Callable[[Sequence[Sequence[jax.Array]]], list[jax.Array]]
-    tree: Any
-
-
 class Library:
     """The compiled programs of one pipeline, found by what they were compiled for.
 
@@ -64,7 +49,7 @@ class Library:
       routes: the skip connections between stages, for print.
       objective: the loss asked for last; ``None`` before the first.
       trainable: what was to be trained by it.
-      training: the program with a loss seen last, for print.
+      training: the mini-batch with a loss seen last, for print.
       initialize: makes the variables of a layer.
     """
 
@@ -78,10 +63,9 @@ class Library:
         self.layout: Layout | None = None
         self.objective: Objective | None = None
         self.trainable = ALL
-        self.training: Program | None = None
+        self.training: Gradient | None = None
         self.routes: tuple[Route, ...] = ()
         self._expected: dict[Any, Expected] = {}
-        self._timeline: Timeline | None = None
         self.initialize = Initializers()
 
     def inference(
@@ -94,25 +78,35 @@ class Library:
             batch = self._batch(x, (), rngs)
             layout = self._check(variables, batch.first)
             routes = self.expected(batch.first)[1]
-            program = Program(self._pipe, layout, batch, train=train, routes=routes)
-            y, axis = program.last_task.y, self._axes.out_axes
-            if len(batch.sizes) > 1:
-                _microbatch.check_joinable(y, axis, batch.sizes[0])
-            leaves, tree = jax.tree.flatten(y)
-            join = _microbatch.joiner([axis] * len(leaves))
-            self._inference[signature] = Inference(program, join, tree)
+            works = Works(
+                self._pipe,
+                layout.weights,
+                batch,
+                train=train,
+                objective=None,
+                routes=routes,
+            )
+            made = Inference(self._pipe, layout, batch, works, self._axes.out_axes)
+            self._inference[signature] = made
         return self._inference[signature]
 
     def gradients(
         self, objective: Objective, trainable: Trainable = ALL
     ) -> FindGradient:
-        """The gradients of one objective, by what they are compiled for."""
+        """The gradients of one objective, by what they are compiled for.
+
+        Raises:
+          ValueError: if the schedule cannot train.
+          TypeError: if the loss takes what is trained.
+        """
         schedule = self._pipe.schedule
         if schedule.forward_only:
             raise ValueError(
                 f"schedule {schedule.name!r} has forwards only: it can apply, not "
                 f"train; build the pipeline with another, such as schedule='1f1b'"
             )
+        layers = [layer for stage in self._pipe.stages for layer in stage.layers]
+        _hidden.check_loss(objective.loss_fn, (layer.owner for layer in layers))
         self.objective, self.trainable = objective, trainable
         own = self._gradients(objective)
         # Two selections that come to the same leaves, such as a function that is
@@ -134,16 +128,16 @@ class Library:
                 layout = self._check(variables, batch.first, trainable)
                 key = signature, tuple(layout.marks)
                 if key not in compiled:
-                    program = Program(
+                    works = Works(
                         self._pipe,
-                        layout,
+                        layout.weights,
                         batch,
                         train=train,
                         objective=asked,
                         routes=self.expected(batch.first)[1],
                     )
-                    compiled[key] = Gradient(program, asked)
-                    self.training, self._timeline = program, None
+                    made = Gradient(self._pipe, layout, batch, works, asked)
+                    compiled[key] = self.training = made
                 known[signature] = compiled[key]
             return known[signature]
 
@@ -228,10 +222,3 @@ class Library:
     def _check(self, variables: Any, x: PyTree, trainable: Trainable = ALL) -> Layout:
         _layout.check(self._pipe.sharing, self.expected(x)[0], variables)
         return self.note(variables, x, trainable)
-
-    def predicted(self) -> Timeline | None:
-        """What a training step holds, once one is compiled; times are in units."""
-        if self._timeline is None and self.training is not None:
-            costs = costs_of(self.training)
-            self._timeline = self._pipe.schedule.simulate(costs)
-        return self._timeline

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ._layers._stage import abbreviate
-from .schedules import Schedule
+from .schedules import Action, Costs, Schedule
+from .schedules._action import BACKWARD, FORWARD, INPUT, WEIGHT
 
 # Columns of a grid beyond which its middle is left out.
 _WIDEST = 160
@@ -45,6 +46,9 @@ class Plan:
     Attributes:
       stages: one entry per stage.
       schedule: who runs which action when.
+      ran: the actions that a step runs, each as one program; empty while no step is
+        compiled. A forward that is missing is a part of its backward; half of a
+        backward that is missing has nothing to compute.
       peak_bytes: the most that a step holds on each device, parameters included, beside
         the optimizer's state; empty while no step is compiled.
       skips: the name, source and target stage of each long skip connection; empty while
@@ -53,6 +57,7 @@ class Plan:
 
     stages: tuple[StagePlan, ...]
     schedule: Schedule
+    ran: tuple[Action, ...] = ()
     peak_bytes: tuple[tuple[str, int], ...] = ()
     skips: tuple[tuple[str, int, int], ...] = ()
 
@@ -63,7 +68,7 @@ class Plan:
             rows = [row[:4] for row in rows]
         elif all(stage.held_bytes is None for stage in self.stages):
             rows = [row[:6] for row in rows]
-        parts = [_table(rows), _folded(str(self.schedule))]
+        parts = [_table(rows), _folded(self._grid())]
         if self.skips:
             listed = ", ".join(f"{name}: stage {s} to {t}" for name, s, t in self.skips)
             parts.append(f"skip connections: {listed}")
@@ -71,6 +76,35 @@ class Plan:
             listed = ", ".join(f"{name} {size(n)}" for name, n in self.peak_bytes)
             parts.append(f"peak of a step beside the optimizer's state: {listed}")
         return "\n".join(parts)
+
+    def _grid(self) -> str:
+        """The schedule as it runs."""
+        if not self.ran:
+            return str(self.schedule)
+        ran, default = set(self.ran), Costs()
+
+        def last(action: Action) -> float:
+            if action not in ran:
+                return 0.0
+            forward = action._replace(op=FORWARD)
+            joined = action.op in (BACKWARD, INPUT) and forward not in ran
+            return default.of(action) + joined * default.of(forward)
+
+        def lasts(op: str) -> list[list[float]]:
+            microbatches = range(self.schedule.num_microbatches)
+            return [
+                [last(Action(op, s, m)) for m in microbatches]
+                for s in range(len(self.stages))
+            ]
+
+        return self.schedule.drawn(
+            Costs(
+                forward=lasts(FORWARD),
+                backward=lasts(BACKWARD),
+                input_grad=lasts(INPUT),
+                weight_grad=lasts(WEIGHT),
+            )
+        )
 
 
 def _row(stage: StagePlan) -> list[str]:

@@ -10,19 +10,19 @@ before, in the thread of the caller: a `with` block around it, such as
 import statistics
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 
-from ._run._execute import Live, Step, execute
-from ._run._memory import costs_of
-from ._run._program import Program
+from ._instructions._bytes import held
+from ._instructions._program import Instruction, Step
+from ._run._costs import costs_of
+from ._train._gradient import Gradient
 from .schedules import Action, Timeline
-from .schedules._action import Needs
-from .schedules._simulate import memory_events
+from .schedules._timeline import MemoryEvent
 
 
 @dataclass
@@ -38,62 +38,48 @@ class _Clock:
         return time.perf_counter() - self.origin
 
 
-def profile(program: Program, feed: Callable[[], Live]) -> Timeline:
+def profile(gradient: Gradient, leaves: Sequence[Any]) -> Timeline:
     """Runs a mini-batch with each action timed.
 
     Args:
-      program: a compiled mini-batch with a loss.
-      feed: gives what the executor starts from; called twice, since the first run
-        compiles.
+      gradient: a mini-batch with a loss.
+      leaves: what its program is given.
 
     Returns:
-      What was measured: starts and ends in seconds; the bytes that the executor holds
-      at these times; and as ``costs``, for predictions, the median time of each op of
-      each stage, with the median time of a transfer as latency.
+      What was measured: starts and ends in seconds; the bytes that are held at these
+      times; and as ``costs``, for predictions, the median time of each op of each
+      stage, with the median time of a transfer as latency.
     """
-    compiled = _compiled(program.steps, feed())
-    live = feed()
-    jax.block_until_ready((live.x, live.extra, live.grads, live.tally))
-    placement, clock = program.schedule.placement, _Clock()
-    done = {step.action: threading.Event() for step in compiled}
-    needs = Needs(program.schedule.rows, len(placement))
+    program = gradient.program
+    jax.block_until_ready(program(leaves))
+    slots, clock = program.start(leaves), _Clock()
+    maker = {s: n for n, i in enumerate(program.instructions) for s in i.writes}
+    done = [threading.Event() for _ in program.instructions]
     failed = threading.Event()
 
-    def work(steps: Sequence[Step]) -> None:
+    def work(numbers: Sequence[int]) -> None:
         try:
-            for step in steps:
-                for need in _waits(step.action, needs, program.ran):
-                    while not done[need].wait(0.1):
+            for number in numbers:
+                instruction = program.instructions[number]
+                for slot in (*instruction.reads, *instruction.donates):
+                    while slot in maker and not done[maker[slot]].wait(0.1):
                         if failed.is_set():
                             return
-                _timed_run(step, live, clock)
-                done[step.action].set()
+                _timed_run(program.steps[number], instruction, slots, clock)
+                done[number].set()
         except BaseException:
             failed.set()
             raise
 
-    ranks = range(program.schedule.num_ranks)
-    rows = [[s for s in compiled if placement[s.stage] == rank] for rank in ranks]
+    rows: dict[int, list[int]] = {}
+    for number, instruction in enumerate(program.instructions):
+        # The sender waits for a transfer.
+        source = instruction.place if instruction.source is None else instruction.source
+        rows.setdefault(source, []).append(number)
     with ThreadPoolExecutor(len(rows)) as pool:
-        for future in [pool.submit(work, row) for row in rows]:
+        for future in [pool.submit(work, row) for row in rows.values()]:
             future.result()
-    return _timeline(program, clock)
-
-
-def _compiled(steps: Sequence[Step], live: Live) -> list[Step]:
-    """Runs a mini-batch; the same steps with what `jax.jit` made of each for it."""
-    compiled = []
-
-    def noting(step: Step) -> Step:
-        def program(*args: Any) -> Any:
-            ahead: Any = step.program
-            compiled.append(step._replace(program=ahead.lower(*args).compile()))
-            return ahead(*args)
-
-        return step._replace(program=program)
-
-    execute([noting(step) for step in steps], live)
-    return compiled
+    return _timeline(gradient, clock)
 
 
 def as_pair(batch: Any) -> tuple[Any, Any]:
@@ -109,57 +95,60 @@ def as_pair(batch: Any) -> tuple[Any, Any]:
     return batch
 
 
-def _waits(
-    action: Action,
-    needs: Callable[[Action], tuple[Action, ...]],
-    ran: Mapping[Action, Action],
-) -> list[Action]:
-    """The steps that an action waits for, through those that were not run alone."""
-    waits, todo = [], list(needs(action))
-    while todo:
-        need = todo.pop()
-        if need in ran:
-            waits.append(ran[need])
-        else:
-            todo += needs(need)
-    return [need for need in waits if need != action]
+def _timed_run(
+    step: Step, instruction: Instruction, slots: list[Any], clock: _Clock
+) -> None:
+    given = step.reads(slots), step.donates(slots)
+    jax.block_until_ready(given)
+    begin = clock.now()
+    slots[step.writes] = results = jax.block_until_ready(step.run(*given))
+    del results
+    end = clock.now()
+    if instruction.source is None:
+        clock.start[instruction.label], clock.end[instruction.label] = begin, end
+    elif instruction.source >= 0:
+        clock.moves.append(end - begin)
 
 
-def _timed_run(step: Step, live: Live, clock: _Clock) -> None:
-    def program(*args: Any) -> Any:
-        jax.block_until_ready(args)
-        clock.start[step.action] = clock.now()
-        result = jax.block_until_ready(step.program(*args))
-        clock.end[step.action] = clock.now()
-        return result
-
-    def send(cells: Any, microbatch: int, leaves: Any) -> None:
-        begin = clock.now()
-        step.send(cells, microbatch, leaves)
-        jax.block_until_ready([cells[route.stage][microbatch] for route in step.routes])
-        if any(r.size and str(r.device) != step.device for r in step.routes):
-            clock.moves.append(clock.now() - begin)
-
-    timed = step._replace(program=program, send=send)
-    timed.run(timed, live)
-
-
-def _timeline(program: Program, clock: _Clock) -> Timeline:
-    """The timeline of the schedule; what was not run alone takes no time."""
-    schedule = program.schedule
+def _timeline(gradient: Gradient, clock: _Clock) -> Timeline:
+    """The timeline of the schedule; what was not run by itself takes no time."""
+    pipe, program = gradient.pipe, gradient.program
+    schedule = pipe.schedule
     start, end = {}, {}
     free = [0.0] * schedule.num_ranks
     for action in schedule.simulate().order():
         rank = schedule.placement[action.stage]
-        real = program.ran.get(action)
-        start[action] = clock.start[real] if real else free[rank]
-        end[action] = clock.end[real] if real else free[rank]
+        start[action] = clock.start.get(action, free[rank])
+        end[action] = clock.end.get(action, free[rank])
         free[rank] = end[action]
+    origin = min(start.values())
+    start = {action: time - origin for action, time in start.items()}
+    end = {action: time - origin for action, time in end.items()}
     timeline = Timeline(schedule.name, schedule.placement, schedule.rows, start, end)
-    costs = timeline.median_costs(costs_of(program))
+    known = costs_of(program, gradient.works, gradient.batch, len(pipe.stages))
     latency = statistics.median(clock.moves) if clock.moves else 0.0
     return replace(
         timeline,
-        costs=replace(costs, latency=latency),
-        memory=tuple(memory_events(timeline, costs)),
+        costs=replace(timeline.median_costs(known), latency=latency),
+        memory=tuple(_memory(gradient, timeline)),
     )
+
+
+def _memory(gradient: Gradient, timeline: Timeline) -> Iterable[MemoryEvent]:
+    """The bytes of each rank when its actions end.
+
+    Of a device that serves several ranks all is counted as that of the first.
+    """
+    pipe, program = gradient.pipe, gradient.program
+    rank_of: dict[int, int] = {}
+    for s, rank in enumerate(pipe.schedule.placement):
+        rank_of[pipe.place(s)] = min(rank_of.get(pipe.place(s), rank), rank)
+    counts = held(program)
+    now = 0.0
+    for place, rank in rank_of.items():
+        yield MemoryEvent(0.0, rank, float(counts[0][place]))
+    for instruction, count in zip(program.instructions, counts[1:], strict=True):
+        now = max(now, timeline.end.get(instruction.label, now))
+        for place in dict.fromkeys([instruction.place, instruction.source]):
+            if place in rank_of:
+                yield MemoryEvent(now, rank_of[place], float(count[place]))

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from ._run._transfer import Device
+from ._instructions._transfer import Device
 from .schedules import BY_NAME, Schedule, ScheduleError, named
 
 

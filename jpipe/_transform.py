@@ -5,13 +5,13 @@ from typing import Any
 
 from . import _setup
 from ._functions import _remat
+from ._instructions._transfer import Device
 from ._layers._kept import Kept
 from ._layers._layer import as_layers
 from ._layers._stage import fuse
 from ._library import Axes
 from ._pipeline import Pipeline
 from ._run._pipe import Pipe
-from ._run._transfer import Device
 from .schedules import Schedule, ScheduleBuilder
 
 

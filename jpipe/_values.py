@@ -10,10 +10,11 @@ import optax
 
 from ._functions import _microbatch
 from ._functions._trainable import Trainable
+from ._instructions import _transfer
 from ._layers import _rng
 from ._layers._initialize import strong
 from ._library import Library
-from ._run import _transfer, _variables
+from ._run import _variables
 from ._run._pipe import Pipe
 from ._train._optimizer import Optimizer, place_state
 from ._train._state import TrainState
@@ -92,11 +93,10 @@ def optimizer(
     tx: optax.GradientTransformation,
     params: PyTree,
     trained: Sequence[bool],
-    donate: bool,
 ) -> Optimizer:
     """The optimizer of such parameters, applied where they are."""
     specs = _microbatch.specs(params, "params")
-    return Optimizer(tx, specs, trained, pipe.stage_of_layer, pipe.devices, donate)
+    return Optimizer(tx, specs, trained, pipe)
 
 
 def train_state(
@@ -112,7 +112,7 @@ def train_state(
     params = _variables.params(variables)
     trained = jax.tree.leaves(_variables.params(library.marks(variables, trainable)))
     rng, step = _transfer.put([key, np.int32(0)], pipe.devices[0])
-    init = optimizer(pipe, tx, params, trained, donate=False).init
+    init = optimizer(pipe, tx, params, trained).init
     with jax.disable_jit(False):  # zeros made by hand are on the default device
         opt_state = init(params)
     return TrainState(

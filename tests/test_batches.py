@@ -148,3 +148,27 @@ class TestUnusualLeaves:
         for _ in range(2):
             state, _ = step(state, x, targets)
         np.testing.assert_array_equal(state.params[0]["shift"], np.arange(3))
+
+
+def test_a_leaf_without_an_axis_is_one_array_in_all_micro_batches():
+    pipe = jpipe.pipeline(
+        [lambda x: x["rows"] @ x["matrix"], jnp.sin],
+        num_microbatches=3,
+        in_axes={"rows": 0, "matrix": None},
+    )
+    x = {"rows": jnp.ones((6, 4)), "matrix": jnp.ones((4, 5))}
+    program = pipe._library.inference(({}, {}), x, None, False).program
+    shapes = [spec.shape for spec in program.specs]
+    (split,) = (i for i in program.instructions if i.label == "split")
+    assert [shapes[slot] for slot in (*split.reads, *split.donates)] == [(6, 4)]
+    reads = [
+        {slot for slot in (*i.reads, *i.donates) if shapes[slot] == (4, 5)}
+        for i in program.instructions
+        if str(i.label) in ("0F0", "0F1", "0F2") and i.source is None
+    ]
+    assert len(reads) == 3
+    assert len(set.union(*reads)) == 1
+    pipe = jpipe.sequential(
+        [lambda x: x["rows"] @ x["matrix"]], 3, in_axes={"rows": 0, "matrix": None}
+    )
+    np.testing.assert_array_equal(pipe.apply(({},), x), np.full((6, 5), 4.0))

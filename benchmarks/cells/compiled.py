@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import jax
 
 import jpipe
+from jpipe._instructions._bytes import nbytes
 from jpipe.schedules import Action, Timeline
 
 from ..experiment import PyTree, Setting
-from .stages import Call, Calls, program_of
+from .stages import Call, Calls, gradient_of
 
 # The layout of the memory does not depend on how well the code is optimized. It does
 # depend on the order of operations: XLA on CPU takes, by default, the one in which most
@@ -77,13 +78,14 @@ class Way:
 def peak(setting: Setting, way: Way) -> Peak:
     """The bytes of a training step, predicted from compiled programs."""
     pipe = way.pipe(setting)
-    program = program_of(pipe, setting.work.loss, *setting.work.specs(setting.batch))
-    calls = Calls(program)
+    batch = setting.work.specs(setting.batch)
+    gradient = gradient_of(pipe, setting.work.loss, *batch)
+    calls = Calls(gradient)
     timeline = pipe.schedule.simulate(calls.costs)
     extra = {action: workspace(calls.distinct[n]) for action, n in calls.of.items()}
     params = [
         [spec for spec, yes in zip(w.specs, w.trainable, strict=True) if yes]
-        for w in program.layout.weights
+        for w in gradient.layout.weights
     ]
     slots = [_slot_bytes(setting.work.tx, specs) for specs in params]
     devices = [
@@ -91,7 +93,7 @@ def peak(setting: Setting, way: Way) -> Peak:
     ]
     for stage, rank in enumerate(timeline.placement):
         devices[rank] += slots[stage]
-    weights = sum(map(_nbytes, params))
+    weights = sum(nbytes(spec) for specs in params for spec in specs)
     return Peak(
         devices=tuple(devices),
         model=2 * weights + sum(slots),
@@ -130,8 +132,4 @@ def _peak_of_rank(timeline: Timeline, rank: int, extra: Mapping[Action, int]) ->
 
 def _slot_bytes(tx: Any, params: Sequence[jax.ShapeDtypeStruct]) -> int:
     state: PyTree = jax.eval_shape(tx.init, list(params))
-    return _nbytes(jax.tree.leaves(state))
-
-
-def _nbytes(leaves: Sequence[Any]) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    return sum(map(nbytes, jax.tree.leaves(state)))

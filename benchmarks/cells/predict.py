@@ -20,14 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jpipe._run import _execute
-from jpipe._run._execute import Step
-from jpipe._run._program import Program
-from jpipe.schedules import Costs, Timeline
+import jpipe
+from jpipe._train._gradient import Gradient
+from jpipe.schedules import Action, Costs, Timeline
 
 from ..experiment import Setting, fill
 from .compiled import Way
-from .stages import Call, Calls, program_of
+from .stages import Call, Calls, gradient_of
 
 
 class Link(NamedTuple):
@@ -86,18 +85,16 @@ class Predictor:
         small = dataclasses.replace(setting, size=timed)
         pipe = way.pipe(small)
         batch = small.work.specs(small.batch)
-        program = program_of(pipe, small.work.loss, *batch)
-        calls = Calls(program)
+        gradient = gradient_of(pipe, small.work.loss, *batch)
+        calls = Calls(gradient)
         if small.work.by_layer:
-            seconds = self._by_layer(small)
+            seconds = self._by_layer(small, gradient, calls)
         else:
             seconds = self._by_stage(calls)
-        forward = _table(program)
-        backward = _table(program)
-        for step in program.steps:
-            _, s, m = step.action
-            table = forward if step.action.op == "F" else backward
-            table[s][m] = scale * seconds(step, program)
+        forward, backward = _table(pipe), _table(pipe)
+        for action in calls.of:
+            table = forward if action.op == "F" else backward
+            table[action.stage][action.microbatch] = scale * seconds(action)
         costs = dataclasses.replace(
             _scaled_transfers(calls.costs, scale),
             forward=forward,
@@ -108,7 +105,7 @@ class Predictor:
         per_parameter = self._update_seconds(setting.work.tx)
         parameters = [
             sum(s.size for s in weights.trainable_specs)
-            for weights in program.layout.weights
+            for weights in gradient.layout.weights
         ]
         return Prediction(
             pipe.schedule.simulate(costs),
@@ -116,11 +113,13 @@ class Predictor:
             setting.batch,
         )
 
-    def _by_stage(self, calls: Calls) -> Callable[[Step, Program], float]:
+    def _by_stage(self, calls: Calls) -> Callable[[Action], float]:
         times = [self._time(call) for call in calls.distinct]
-        return lambda step, program: times[calls.of[step.action]]
+        return lambda action: times[calls.of[action]]
 
-    def _by_layer(self, setting: Setting) -> Callable[[Step, Program], float]:
+    def _by_layer(
+        self, setting: Setting, gradient: Gradient, calls: Calls
+    ) -> Callable[[Action], float]:
         """Sums of times of single layers; each layer is a stage of its own here."""
         # Rows of one table mostly have the same layers.
         key = tuple(setting.work.layers), setting.size
@@ -129,12 +128,12 @@ class Predictor:
             self._tables[key] = {mode: self._layers(setting, mode) for mode in modes}
         tables = self._tables[key]
 
-        def seconds(step: Step, program: Program) -> float:
-            work = program.rows[step.stage][step.microbatch]
-            span, mode = work.task.stage.span, work.programs.derivatives.mode
-            if step.run is _execute.fused:
+        def seconds(action: Action) -> float:
+            op, s, m = action
+            span = gradient.pipe.stages[s].span
+            if Action("F", s, m) not in calls.of:  # the backward does its work too
                 return sum(sum(tables["none"][op][span]) for op in "FB")
-            return sum(tables[str(mode)][step.action.op][span])
+            return sum(tables[str(gradient.works.mode(s, m))][op][span])
 
         return seconds
 
@@ -144,7 +143,7 @@ class Predictor:
         single = dataclasses.replace(setting, balance=(1,) * count, microbatches=1)
         pipe = Way("gpipe", mode).pipe(single)
         batch = setting.work.specs(setting.size)
-        calls = Calls(program_of(pipe, setting.work.loss, *batch))
+        calls = Calls(gradient_of(pipe, setting.work.loss, *batch))
         seconds = {op: [0.0] * count for op in "FB"}
         for action, number in calls.of.items():
             seconds[action.op][action.stage] = self._time(calls.distinct[number])
@@ -220,9 +219,9 @@ def _keep_on(allowed: set[int], tasks: Path) -> None:
             os.sched_setaffinity(int(task.name), allowed)
 
 
-def _table(program: Program) -> list[list[float]]:
+def _table(pipe: jpipe.Pipeline) -> list[list[float]]:
     """Zeros by stage and micro-batch: what is not run alone takes no time."""
-    return [[0.0] * len(row) for row in program.rows]
+    return [[0.0] * pipe.num_microbatches for _ in range(pipe.num_stages)]
 
 
 def _scaled_transfers(costs: Costs, scale: float) -> Costs:

@@ -6,8 +6,8 @@ numbers and timed.
 """
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
@@ -15,9 +15,13 @@ import jax
 
 import jpipe
 from jpipe._functions._objective import Objective
-from jpipe._run import _execute, _memory
-from jpipe._run._execute import Step
-from jpipe._run._program import Program
+from jpipe._instructions._compile import Compiled
+from jpipe._instructions._program import Instruction
+from jpipe._jaxprs import _jaxpr
+from jpipe._library import Library
+from jpipe._run._costs import costs_of
+from jpipe._run._pipe import Pipe
+from jpipe._train._gradient import Gradient
 from jpipe.schedules import Action, Costs
 
 from ..experiment import random_key
@@ -25,25 +29,37 @@ from ..experiment import random_key
 PyTree = Any
 
 
-def program_of(
+class _Apart(Pipe):
+    """Stages that pass everything on, as if each had a device of its own."""
+
+    @cached_property
+    def places(self) -> tuple[Any, ...]:
+        return self.devices
+
+    def place(self, stage: int) -> int:
+        return stage
+
+
+def gradient_of(
     pipe: jpipe.Pipeline, loss: Callable[..., Any], x: PyTree, targets: PyTree
-) -> Program:
+) -> Gradient:
     """The mini-batch of a pipeline that a train step would compile; compiles nothing.
 
     Args:
-      pipe: the pipeline.
+      pipe: the pipeline; its stages may be on one device.
       loss: the loss function.
       x: specs of the input.
       targets: specs of the targets.
 
     Returns:
-      The program, with the rngs of a train step.
+      The mini-batch, with the rngs of a train step.
     """
-    library = pipe._library
+    known = pipe._pipe
+    apart = _Apart(*(getattr(known, field.name) for field in fields(Pipe)))
+    library = Library(apart, pipe._library._axes)
     variables = tuple(visit.variables for visit in library.expected(x)[0])
     key = jax.eval_shape(random_key)
-    find = library.gradients(Objective(loss))
-    return find(variables, x, targets, key, True).program
+    return library.gradients(Objective(loss))(variables, x, targets, key, True)
 
 
 @dataclass(frozen=True)
@@ -74,41 +90,45 @@ class Call:
 
 
 class Calls:
-    """All calls of a program, those that compute the same made one.
+    """All calls of the actions of a mini-batch, those that compute the same made one.
+
+    Args:
+      gradient: the mini-batch.
 
     Attributes:
-      program: the mini-batch.
       distinct: the calls that differ.
       of: which of them an action runs, by its number in `distinct`; actions that run
         nothing by themselves are missing.
       costs: the bytes that the mini-batch moves and keeps.
     """
 
-    def __init__(self, program: Program) -> None:
-        self.program = program
+    def __init__(self, gradient: Gradient) -> None:
+        program, stages = gradient.program, len(gradient.pipe.stages)
+        self.costs: Costs = costs_of(program, gradient.works, gradient.batch, stages)
         self.distinct: list[Call] = []
         self.of: dict[Action, int] = {}
-        self._by_program: dict[int, int] = {}
+        self._specs = list(map(_jaxpr.spec, program.specs))
+        # Equal stages have one function; it is traced once.
+        self._by_function: dict[Any, int] = {}
         self._by_shapes: dict[Any, list[int]] = {}
-        self.costs: Costs = _memory.costs_of(program)
-        steps = _memory.abstract(program.steps, self._note)
-        _execute.execute(steps, program.abstract_feed())
+        for instruction in program.instructions:
+            run, label = instruction.run, instruction.label
+            if isinstance(run, Compiled) and not isinstance(label, str):
+                self.of[label] = self._number(instruction, run)
 
-    def _note(self, step: Step, args: Sequence[Any]) -> None:
-        self.of[step.action] = self._number(step, tuple(args))
+    def _number(self, instruction: Instruction, compiled: Compiled) -> int:
+        key = compiled.function, tuple(compiled.kept), tuple(compiled.donated)
+        if key not in self._by_function:
+            slots = instruction.reads, instruction.donates
+            args = tuple(tuple(self._specs[slot] for slot in part) for part in slots)
+            self._by_function[key] = self._find(Call(compiled.run, args))
+        return self._by_function[key]
 
-    def _number(self, step: Step, args: tuple[Any, ...]) -> int:
-        known = self._by_program.get(id(step.program))
-        if known is not None:
-            return known
-        call = Call(step.program, args)
+    def _find(self, call: Call) -> int:
         alike = self._by_shapes.setdefault(call.shapes, [])
         for number in alike:
             if self.distinct[number].text == call.text:
-                break
-        else:
-            number = len(self.distinct)
-            self.distinct.append(call)
-            alike.append(number)
-        self._by_program[id(step.program)] = number
-        return number
+                return number
+        alike.append(len(self.distinct))
+        self.distinct.append(call)
+        return alike[-1]

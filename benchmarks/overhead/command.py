@@ -16,10 +16,9 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 import jpipe
-from jpipe._functions._objective import Objective
-from jpipe._run import _memory, _transfer
 
 from .. import allocator
+from ..cells.stages import Calls, gradient_of
 from ..models.block import Block
 from ..provenance import line, provenance
 from . import by_hand, one_stage
@@ -44,27 +43,28 @@ def held_bytes() -> list[dict[str, Any]]:
     for remat in ("full", "none"):
         pipe = jpipe.pipeline(layers, number, schedule="gpipe", remat=remat)
         variables = pipe.init(jax.random.key(0), x)
-        find = pipe._library.gradients(Objective(square))
-        gradient = find(variables, x, x, None, True)
-        costs = _memory.costs_of(gradient.program)
+        spec = jax.eval_shape(lambda: x)
+        costs = Calls(gradient_of(pipe, square, spec, spec)).costs
         part = x[:2]
 
         def naive(variables: PyTree, part: jax.Array, layer: nn.Module = layers[0]):
             return jax.vjp(layer.apply, variables, part)[1]
 
-        pullback = jax.jit(naive)(
-            _transfer.put_tree(variables[0], jax.devices()[0]), part
-        )
+        pullback = jax.jit(naive)(variables[0], part)
         rows.append(
             {
                 "remat": remat,
                 "held": costs.residual_bytes[0][0],
                 "input": part.nbytes,
-                "weights": _memory.nbytes(variables[0]),
-                "naive_vjp": _memory.nbytes(pullback),
+                "weights": _nbytes(variables[0]),
+                "naive_vjp": _nbytes(pullback),
             }
         )
     return rows
+
+
+def _nbytes(tree: PyTree) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
 
 def first_gradient(rounds: int) -> dict[str, float]:

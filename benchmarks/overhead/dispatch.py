@@ -20,8 +20,7 @@ from flax import linen as nn
 import jpipe
 from jpipe import _compat
 from jpipe._functions._objective import Objective
-from jpipe._run import _execute
-from jpipe._run._program import Program
+from jpipe._instructions._program import Program
 
 WIDTH, STAGES, NUMBER = 8, 4, 32
 ACTIONS = 2 * STAGES * NUMBER
@@ -111,46 +110,36 @@ def _loops(
 ) -> tuple[list[float], list[float]]:
     """Seconds of the executor's loop, and of its calls and moves alone."""
     variables = pipe.init(jax.random.key(0), x)
-    weights: list[Any] = [jax.tree.leaves(entry) for entry in variables]
     find = pipe._library.gradients(Objective(square))
-    program = find(variables, x, x, None, True).program
+    gradient = find(variables, x, x, None, True)
+    program, leaves = gradient.program, gradient.arguments(variables, x, x, None)
     loop, bare = [], []
     for _ in range(rounds + 1):
-        live = _fed(program, weights, x)
         start = time.perf_counter()
-        _execute.execute(program.steps, live)
+        results = program(leaves)
         loop.append(time.perf_counter() - start)
-        jax.block_until_ready((live.grads, live.tally))
-        bare.append(_bare(program.steps, _fed(program, weights, x)))
+        jax.block_until_ready(results)
+        bare.append(_bare(program, leaves))
     return loop[1:], bare[1:]
 
 
-def _fed(program: Program, weights: list[Any], x: jax.Array) -> _execute.Live:
-    live = program.feed(weights, [x], [x])
-    jax.block_until_ready((live.x, live.extra, live.grads, live.tally))
-    return live
-
-
-def _bare(steps: Sequence[_execute.Step], live: _execute.Live) -> float:
-    """Seconds in the compiled calls and moves alone, in the order of the steps."""
+def _bare(program: Program, leaves: Sequence[Any]) -> float:
+    """Seconds in the compiled calls and moves alone, in their order."""
     seconds = 0.0
 
     def timed(call: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
+        def run(read: Any, donated: Any) -> Any:
             nonlocal seconds
             start = time.perf_counter()
-            result = call(*args)
+            result = call(read, donated)
             seconds += time.perf_counter() - start
             return result
 
         return run
 
-    wrapped = [
-        step._replace(program=timed(step.program), send=timed(step.send))
-        for step in steps
-    ]
-    _execute.execute(wrapped, live)
-    jax.block_until_ready((live.grads, live.tally))
+    steps = [step._replace(run=timed(step.run)) for step in program.steps]
+    with mock.patch.object(program, "steps", steps):
+        jax.block_until_ready(program(leaves))
     return seconds
 
 

@@ -1,12 +1,11 @@
 """What differentiation makes of a task: traced when first asked, not yet compiled."""
 
 from functools import cached_property
-from typing import Any
 
-from .._jaxprs import _jaxpr
+from .._jaxprs._function import Function
 from . import _remat, _split, _vjp
 from ._task import Task
-from ._vjp import Leaves
+from ._weights import accumulate, sum_spec
 
 
 class Derivatives:
@@ -15,16 +14,19 @@ class Derivatives:
     Attributes:
       task: that of the first of the equal stages, whose number and whose neighbours
         are not those of the others.
-      mode: what is kept between forward and backward.
     """
 
     def __init__(self, task: Task, mode: _remat.Mode) -> None:
         self.task = task
-        self.mode = mode
+        self._mode = mode
 
     @cached_property
-    def cut(self) -> _vjp.Cut:
-        """Forward and backward as two functions, and what passes between them."""
+    def infer(self) -> Function:
+        """``(weights, x, extra) -> (outputs, aux)``: of which nothing is kept."""
+        return Function.of("forward", self.task.closed)
+
+    @cached_property
+    def _cut(self) -> _vjp.Cut:
         task = self.task
         return _vjp.cut(
             task.run,
@@ -32,42 +34,76 @@ class Derivatives:
             task.x,
             task.extra_specs,
             task.wanted,
-            _remat.wrapper(self.mode),
+            _remat.wrapper(self._mode),
             task.has_loss,
         )
 
     @cached_property
-    def halves(self) -> _split.Halves:
-        """The backward in two halves; its data are kept, extra, carried, cotangents."""
-        cut = self.cut
-        num_grads = sum(self.task.wanted.weights)
-        is_first = [i >= num_grads for i in range(len(cut.pullback.jaxpr.outvars))]
-        return _split.split(cut.pullback, len(self.task.weights.specs), is_first)
+    def _halves(self) -> _split.Halves:
+        backward, count = self._cut.backward, self.num_grads
+        is_first = [i >= count for i in range(len(backward.jaxpr.outvars))]
+        return _split.split(backward, len(self.task.weights.specs), is_first)
 
-    def fused(self, weights: Leaves, x: Leaves, extra: Leaves) -> Any:
-        """``(outputs, aux, weight_grads, x_grads)``: nothing is kept in between."""
-        return _vjp.value_and_vjp(self.task.run, weights, x, extra, self.task.wanted)
+    @property
+    def num_grads(self) -> int:
+        """How many leaves of the weights are differentiated."""
+        return sum(self.task.wanted.weights)
 
     @cached_property
-    def fused_halves(self) -> _split.Halves:
-        """Forward and backward of the stage with the loss, cut in two.
+    def forward(self) -> Function:
+        """``(weights, x, extra) -> (outputs, aux, carried)``."""
+        return Function.of("forward", self._cut.forward)
 
-        The first half gives the gradient of the input and all that the forward does;
-        the data are x and extra.
-        """
-        task = self.task
-        closed, results = _jaxpr.trace(
-            self.fused, task.weights.specs, task.x, task.extra_specs
+    @cached_property
+    def backward(self) -> Function:
+        """``(weights, x, extra, carried, cotangents) -> (weight_grads, x_grads)``."""
+        return Function.of("backward", self._cut.backward)
+
+    @cached_property
+    def input_grad(self) -> Function:
+        """``(weights, x, extra, carried, cotangents) -> (x_grads, crossing)``."""
+        return Function.of("input_grad", self._halves.first)
+
+    @cached_property
+    def weight_grad(self) -> Function:
+        """``(weights, x, extra, carried, cotangents, crossing) -> weight_grads``."""
+        return Function.of("weight_grad", self._halves.second)
+
+    @cached_property
+    def add(self) -> Function:
+        """``(sums, weight_grads) -> sums``."""
+        specs = [sum_spec(leaf) for leaf in self.task.weights.trainable_specs]
+        count = len(specs)
+        return Function(
+            "add", lambda *leaves: accumulate(leaves[:count], leaves[count:]), specs
         )
-        is_first = [i != 2 for i, part in enumerate(results) for _ in part]
-        return _split.split(closed, len(task.weights.specs), is_first)
 
-    @property
-    def has_weight_grads(self) -> bool:
-        """Whether a backward has gradients of weights to compute."""
-        return any(self.task.wanted.weights)
+    @cached_property
+    def tally(self) -> Function:
+        """``(tally, outputs, aux, extra) -> tally``: adds one micro-batch."""
+        task = self.task
+        sizes = len(task.tally_specs), task.num_outputs, task.num_aux
+        first, second, third = sizes[0], sum(sizes[:2]), sum(sizes)
 
-    @property
-    def has_x_grads(self) -> bool:
-        """Whether a backward has a gradient of the input to compute."""
-        return any(self.task.wanted.x)
+        def tally(*leaves):
+            return task.tally(
+                leaves[:first],
+                leaves[first:second],
+                leaves[second:third],
+                leaves[third:],
+            )
+
+        results = task.closed.out_avals
+        specs = [*task.tally_specs, *results, *task.extra_specs]
+        return Function.like("tally", tally, *specs)
+
+    @cached_property
+    def commit(self) -> Function:
+        """``(changed, tally) -> changed``: what training makes of these leaves."""
+        task = self.task
+        old = [task.weights.specs[i] for i in task.changed]
+        return Function(
+            "commit",
+            lambda *leaves: task.commit(leaves[: len(old)], leaves[len(old) :]),
+            old,
+        )

@@ -35,6 +35,9 @@ _FIXED = (
     np.dtype,
 )
 
+# What is told apart by its value.
+_PLAIN = bool | int | float | complex | str | bytes | None
+
 # Builtins that find a local variable without naming it.
 _SEE_ALL = {"locals", "eval", "exec", "super"}
 # So often a function may hold something else before it is said what that costs.
@@ -62,7 +65,7 @@ class Holder:
     def read(self) -> Hashable:
         """What is equal as long as the function holds the same."""
         if not self.changes:
-            return Same(self._function)
+            return Same(self._function), _closed_over(self._function)
         held = self._read()
         if len(self._seen) < _MANY and held not in self._seen:
             self._seen.add(held)
@@ -92,6 +95,25 @@ class Holder:
     def _read(self) -> Hashable:
         held = _Held().callee(self._function)
         return self._before.get(held, held)
+
+
+def _closed_over(function: Any) -> Hashable:
+    """The numbers, texts and arrays that a plain function takes from outside.
+
+    As they are when a step is built: a step built again after one was changed is
+    another.
+    """
+    if not isinstance(function, types.FunctionType):
+        return ()
+    try:
+        outside = inspect.getclosurevars(function)
+    except ValueError:  # a cell is empty yet
+        return ()
+    values = {**outside.globals, **outside.nonlocals}
+    return tuple(
+        (name, type(value), value if isinstance(value, _PLAIN) else Same(value))
+        for name, value in sorted(values.items())
+    )
 
 
 class _Held(Content):

@@ -1,6 +1,6 @@
 """Mini-batches cut in micro-batches, and put together again."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -170,51 +170,33 @@ def part_specs(
     return [part(leaf, axis) for leaf, axis in zip(leaves, axes, strict=True)]
 
 
-def splitter(axes: Sequence[int | None], parts: Sequence[int]) -> Any:
-    """A compiled split: flat leaves on one device -> a list of leaves per micro-batch.
-
-    A leaf without a batch axis is the same array in every micro-batch, not a copy.
-    """
-    if len(parts) == 1:
-        return lambda leaves: [list(leaves)]
+def splitter(
+    axes: Sequence[int], parts: Sequence[int]
+) -> Callable[..., list[jax.Array]]:
+    """A split: flat leaves -> those of each micro-batch, one after the other."""
     offsets = [sum(parts[:i]) for i in range(1, len(parts))]
 
-    @jax.jit
-    def split(leaves: Sequence[jax.Array]) -> list[list[jax.Array]]:
-        split_axes = [axis for axis in axes if axis is not None]
+    def split(*leaves: jax.Array) -> list[jax.Array]:
         columns = [
             jnp.split(leaf, offsets, axis=axis)
-            for leaf, axis in zip(leaves, split_axes, strict=True)
+            for leaf, axis in zip(leaves, axes, strict=True)
         ]
-        return [list(row) for row in zip(*columns, strict=True)]
+        return [leaf for row in zip(*columns, strict=True) for leaf in row]
 
-    def run(leaves: Sequence[jax.Array]) -> list[list[jax.Array]]:
-        pairs = list(zip(leaves, axes, strict=True))
-        rows = split([leaf for leaf, axis in pairs if axis is not None])
-        rows = rows or [[] for _ in parts]  # no leaf has an axis
-        if len(rows[0]) == len(pairs):
-            return rows
-        merged = []
-        for row in rows:
-            pieces = iter(row)
-            merged.append([x if axis is None else next(pieces) for x, axis in pairs])
-        return merged
-
-    return run
+    return split
 
 
-def joiner(axes: Sequence[int]) -> Any:
-    """The inverse of `splitter`: a list of leaves per micro-batch -> flat leaves."""
+def joiner(axes: Sequence[int | None]) -> Callable[..., list[jax.Array]]:
+    """The inverse of `splitter`; what has no axis is stacked on a new first one."""
 
-    @jax.jit
-    def join(rows: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
-        columns = zip(*rows, strict=True)
+    def join(*leaves: jax.Array) -> list[jax.Array]:
+        columns = [leaves[i :: len(axes)] for i in range(len(axes))]
         return [
-            jnp.concatenate(column, axis)
+            jnp.stack(column) if axis is None else jnp.concatenate(column, axis)
             for column, axis in zip(columns, axes, strict=True)
         ]
 
-    return lambda rows: list(rows[0]) if len(rows) == 1 else join(rows)
+    return join
 
 
 def check_joinable(outputs: PyTree, axis: int, size: int) -> None:

@@ -70,11 +70,6 @@ class Objective:
         object.__setattr__(other, "held", held)
         return other
 
-    @property
-    def num_tallies(self) -> int:
-        """How many running sums the loss needs."""
-        return 2 if self.reduction == "weighted" else 1
-
     def __call__(
         self, outputs: PyTree, targets: PyTree, share: jax.Array
     ) -> tuple[jax.Array, list[jax.Array], PyTree]:

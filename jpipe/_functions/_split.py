@@ -10,31 +10,24 @@ A call that the slice would have to enter, such as a `jax.lax.scan`, stays whole
 the first half if the gradient of the input needs any of its results.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
 from jax.extend import core
 
 from .._jaxprs import _jaxpr
-from ._vjp import Leaves
 
 
 class Halves(NamedTuple):
-    """The two halves of a program ``(weights, data) -> (first, second)``.
+    """The two halves of a program, as jaxprs over flat leaves.
 
     Attributes:
       first: ``(weights, data) -> (first, crossing)``.
-      second: ``(weights, left) -> second`` where ``left`` is those of the data that
-        it reads, then what crosses.
-      read: the positions of these data.
-      crossing: the specs of what crosses.
+      second: ``(weights, data, crossing) -> second``.
     """
 
-    first: Callable[[Leaves, Leaves], tuple[list[Any], list[Any]]]
-    second: Callable[[Leaves, Leaves], list[Any]]
-    read: tuple[int, ...]
-    crossing: list[jax.ShapeDtypeStruct]
+    first: core.ClosedJaxpr
+    second: core.ClosedJaxpr
 
 
 def split(closed: core.ClosedJaxpr, num_weights: int, is_first: list[bool]) -> Halves:
@@ -50,7 +43,6 @@ def split(closed: core.ClosedJaxpr, num_weights: int, is_first: list[bool]) -> H
     """
     opened = _jaxpr.open_checkpoints(closed)
     jaxpr = opened.jaxpr
-    weights, data = jaxpr.invars[:num_weights], jaxpr.invars[num_weights:]
     pairs = list(zip(jaxpr.outvars, is_first, strict=True))
     wanted_first = [var for var, first in pairs if first]
     wanted_second = [var for var, first in pairs if not first]
@@ -60,8 +52,6 @@ def split(closed: core.ClosedJaxpr, num_weights: int, is_first: list[bool]) -> H
     from_data = _jaxpr.depending_on(opened, is_data)
     computed = {v for eqn in first.jaxpr.eqns for v in eqn.outvars if v in from_data}
     second_eqns, needed = _remainder(jaxpr.eqns, wanted_second, computed)
-
-    read = tuple(i for i, var in enumerate(data) if var in needed)
     crossing = [
         v for eqn in first.jaxpr.eqns for v in eqn.outvars if v in needed & computed
     ]
@@ -70,14 +60,13 @@ def split(closed: core.ClosedJaxpr, num_weights: int, is_first: list[bool]) -> H
     )
     second = core.ClosedJaxpr(
         jaxpr.replace(
-            invars=[*weights, *(data[i] for i in read), *crossing],
+            invars=[*jaxpr.invars, *crossing],
             eqns=second_eqns,
             outvars=wanted_second,
         ),
         opened.consts,
     )
-    specs = [_jaxpr.spec(var.aval) for var in crossing]
-    return Halves(_first(first, len(wanted_first)), _second(second), read, specs)
+    return Halves(first, second)
 
 
 def _remainder(
@@ -97,18 +86,3 @@ def _remainder(
             needed |= _jaxpr.variables(eqn.invars)
             eqns.append(eqn)
     return eqns[::-1], needed
-
-
-def _first(program: core.ClosedJaxpr, count: int) -> Any:
-    run = core.jaxpr_as_fun(program)
-
-    def first(weights: Leaves, data: Leaves) -> tuple[list[Any], list[Any]]:
-        flat = run(*weights, *data)
-        return flat[:count], flat[count:]
-
-    return first
-
-
-def _second(program: core.ClosedJaxpr) -> Any:
-    run = core.jaxpr_as_fun(program)
-    return lambda weights, left: run(*weights, *left)

@@ -1,6 +1,6 @@
 """The work of one stage on one micro-batch, as a function of flat leaves."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +81,16 @@ class Task:
         return len(self.closed.jaxpr.outvars)
 
     @property
+    def num_aux(self) -> int:
+        """How many results are not."""
+        return self.num_results - self.num_outputs
+
+    @property
+    def num_losses(self) -> int:
+        """How many sums of the tally are those of the loss."""
+        return 1 + self.num_passed if self.has_loss else 0
+
+    @property
     def changes_integers(self) -> bool:
         """Whether training changes a leaf of integers: the last micro-batch's stays."""
         return any(not is_inexact(self.weights.specs[i]) for i in self.changed)
@@ -105,69 +115,22 @@ class Task:
         kept = [*(sums if self.has_loss else []), *changed, *seen]
         return [sum_spec(leaf) for leaf in kept]
 
-    @property
-    def sends_keys(self) -> bool:
-        """Whether typed keys of `jax.random` are among the leaves of ``y``."""
-        return any(
-            jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-            for leaf in jax.tree.leaves(self.y)
-        )
-
-    @property
-    def sent(self) -> list[tuple[int, int]]:
-        """Where the leaves of ``y`` go: ``(stage, count)`` in order."""
-        if self.has_loss:
-            return [(self.index + 1, 0)]
-        if not self.ports.outgoing:
-            return [(self.index + 1, len(jax.tree.leaves(self.y)))]
-        skips, y = self.y
-        targets = [route.target for route in self.ports.outgoing]
-        counts = [len(jax.tree.leaves(skip)) for skip in skips]
-        return [
-            *zip(targets, counts, strict=True),
-            (self.index + 1, len(jax.tree.leaves(y))),
-        ]
-
-    @property
-    def returned(self) -> list[tuple[int, int]]:
-        """Where the gradients of the leaves of x go: ``(stage, count)`` in order."""
-        wanted = iter(self.wanted.x)
-        skips, (before, _) = self.received[:-1], self.received[-1]
-        groups = [(s, sum(next(wanted) for _ in range(n))) for s, n in skips]
-        return [*groups, (before, sum(wanted))] if self.index else []
-
-    def incoming(self, number: int) -> tuple[list[Any], list[Any]]:
-        """The leaves of x of a skip connection, and those with a gradient."""
-        counts = [count for _, count in self.received]
-        at = slice(sum(counts[:number]), sum(counts[: number + 1]))
-        pairs = list(zip(self.x[at], self.wanted.x[at], strict=True))
-        return [leaf for leaf, _ in pairs], [leaf for leaf, yes in pairs if yes]
-
-    @property
-    def received(self) -> list[tuple[int, int]]:
-        """Where the leaves of x come from: ``(stage, count)`` in order."""
-        sources = [route.source for route in self.ports.incoming]
-        skips = self.x_tree.children()[0].children() if sources else []
-        counts = [tree.num_leaves for tree in skips]
-        rest = len(self.x) - sum(counts)
-        return [*zip(sources, counts, strict=True), (self.index - 1, rest)]
+    def sent(self, results: Sequence[Any]) -> list[Any]:
+        """Of the results those that leave the stage, in the order of ``y``."""
+        free = iter(results[: self.num_outputs])
+        fixed = iter(results[self.num_outputs : self.num_results])
+        leaves = [] if self.has_loss else jax.tree.leaves(self.y)
+        return [next(free) if is_inexact(leaf) else next(fixed) for leaf in leaves]
 
     def run(self, weights: Leaves, x: Leaves, extra: Leaves) -> tuple[list, list]:
         """``(outputs, aux)`` of flat leaves."""
         flat = core.jaxpr_as_fun(self.closed)(*weights, *x, *extra)
         return flat[: self.num_outputs], flat[self.num_outputs :]
 
-    def send(self, outputs: Leaves, aux: Leaves) -> list[Any]:
-        """The leaves for the next stage, in the order of ``y``; none with the loss."""
-        if self.has_loss:
-            return []
-        free, fixed = iter(outputs), iter(aux)
-        leaves = jax.tree.leaves(self.y)
-        return [next(free) if is_inexact(leaf) else next(fixed) for leaf in leaves]
-
-    def emit(self, aux: Leaves) -> list[Any]:
-        """The leaves of what the loss function returned beside the loss."""
-        return list(aux[self.num_passed : self.num_passed + self.num_emitted])
+    def emitted(self, results: Sequence[Any]) -> list[Any]:
+        """Of the results what the loss function returned beside the loss."""
+        first = self.num_outputs + self.num_passed
+        return list(results[first : first + self.num_emitted])
 
     def tally(
         self, tally: Leaves, outputs: Leaves, aux: Leaves, extra: Leaves

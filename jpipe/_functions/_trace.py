@@ -70,6 +70,8 @@ def trace(
         return loss, jax.tree.map(jnp.asarray, y), list(changes.values())
 
     values = [extra[name] for name in names]
+    pairs = zip(differentiate, x_leaves, strict=True)
+    wanted = [asked and is_inexact(leaf) for asked, leaf in pairs]
     with _batchnorm.recording() as record:
         closed, (loss, y, _) = _jaxpr.trace(whole, weights.specs, x_leaves, values)
     results, again = record.left(closed)
@@ -83,13 +85,7 @@ def trace(
             x_tree=x_tree,
             extra={name: tuple(jax.tree.leaves(extra[name])) for name in names},
             y=y,
-            wanted=Differentiable(
-                weights.trainable,
-                tuple(
-                    wanted and is_inexact(leaf)
-                    for wanted, leaf in zip(differentiate, x_leaves, strict=True)
-                ),
-            ),
+            wanted=Differentiable(weights.trainable, tuple(wanted)),
             changed=tuple(changed_at),
             has_loss=objective is not None,
             num_passed=0,

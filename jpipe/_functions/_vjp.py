@@ -9,8 +9,7 @@ leave it that nobody holds anyway:
   the backward again;
 * one that follows from the weights alone (a cast to bfloat16, a broadcast scale) is
   computed again from them;
-* one that the backward turns out not to read is dropped;
-* the rest is *carried* from the forward to the backward.
+* the rest is *carried* from the forward to the backward, if that reads it.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,29 +28,19 @@ Function = Callable[[Leaves, Leaves, Leaves], tuple[list[Any], list[Any]]]
 
 
 class Cut(NamedTuple):
-    """The two halves of one function.
+    """The two halves of one function, as jaxprs over flat leaves.
 
     Attributes:
-      forward: ``(weights, x, extra) -> (outputs, aux, carried)``.
-      backward: ``(weights, kept, extra, carried, cotangents) -> (weight_grads,
-        x_grads)``, of the differentiated leaves only.
-      pullback: the jaxpr of the backward, over flat leaves; the gradients of the
-        weights come first among its results.
-      kept: the positions in ``x`` of the leaves that the backward reads.
-      outputs: the specs of the outputs that have cotangents.
-      aux: the specs of the aux.
-      carried: the specs of the carried residuals.
-      offloaded: whether a policy keeps some of these in the memory of the host.
+      forward: ``(weights, x, extra) -> (outputs, aux, carried)``. Of what is carried
+        the backward may not read all.
+      backward: ``(weights, x, extra, carried, cotangents) -> (weight_grads, x_grads)``,
+        of the differentiated leaves only; without cotangents if these are ones.
+      num_carried: how many leaves are carried.
     """
 
-    forward: Callable[..., tuple[list[Any], list[Any], list[Any]]]
-    backward: Callable[..., tuple[list[Any], list[Any]]]
-    pullback: core.ClosedJaxpr
-    kept: tuple[int, ...]
-    outputs: list[jax.ShapeDtypeStruct]
-    aux: list[jax.ShapeDtypeStruct]
-    carried: list[jax.ShapeDtypeStruct]
-    offloaded: bool
+    forward: core.ClosedJaxpr
+    backward: core.ClosedJaxpr
+    num_carried: int
 
 
 class Differentiable(NamedTuple):
@@ -80,10 +69,10 @@ def cut(
         halves and have no gradient: targets, keys.
       wanted: which leaves are differentiated.
       remat: wraps the function, as `jax.checkpoint` does, to say what is carried.
-      is_loss: whether all outputs are scalars whose cotangents are one.
+      is_loss: whether all outputs are scalars whose cotangents are ones.
 
     Returns:
-      The two halves, over flat leaves.
+      The two halves.
     """
     tree: list[Any] = []
 
@@ -99,56 +88,23 @@ def cut(
     variables = closed.jaxpr.outvars[count:]
     source = _Sources(closed, variables, len(weights))
 
-    def backward(weights: Leaves, x: Leaves, extra: Leaves, carried: Leaves, cts: Any):
+    def backward(
+        weights: Leaves, x: Leaves, extra: Leaves, carried: Leaves, *cotangents: Any
+    ) -> Any:
         pullback = jax.tree.unflatten(
             structure, source.gather([*weights, *x, *extra], carried)
         )
         if is_loss:
-            cts = [jnp.ones((), out.dtype) for out in outputs]
-        return pullback(list(cts))
+            cotangents = tuple(jnp.ones((), out.dtype) for out in outputs)
+        return pullback(list(cotangents))
 
     specs = [residuals[i] for i in source.carried]
-    given = [] if is_loss else outputs
-    traced, _ = _jaxpr.trace(backward, weights, x, extra, specs, given)
-    live = _jaxpr.live_inputs(traced)
-    first_x, first_extra = len(weights), len(weights) + len(x)
-    first_carried = first_extra + len(extra)
-    kept = tuple(i for i in range(len(x)) if live[first_x + i])
-    needed = [i for i in range(len(specs)) if live[first_carried + i]]
-
-    carried_vars = [variables[source.carried[i]] for i in needed]
-    program = core.ClosedJaxpr(
-        closed.jaxpr.replace(outvars=[*closed.jaxpr.outvars[:count], *carried_vars]),
-        closed.consts,
-    )
-    sizes = [len(weights), len(x), len(extra), len(specs), len(given)]
-    pullback = _reading_only(traced, sizes, kept, needed)
-    return Cut(
-        _forward_half(program, len(outputs), len(aux)),
-        _backward_half(pullback, sum(wanted.weights)),
-        pullback,
-        kept,
-        given,
-        aux,
-        [specs[i] for i in needed],
-        any(var.aval.memory_space == jax.memory.Space.Host for var in carried_vars),
-    )
-
-
-def value_and_vjp(
-    function: Function,
-    weights: Leaves,
-    x: Leaves,
-    extra: Leaves,
-    wanted: Differentiable,
-) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
-    """Forward and backward in one: ``(outputs, aux, weight_grads, x_grads)``.
-
-    The cotangent of every output is one, so this is for scalar outputs.
-    """
-    outputs, pullback, aux = _vjp(function, weights, x, extra, wanted, lambda f: f)
-    weight_grads, x_grads = pullback([jnp.ones_like(out) for out in outputs])
-    return outputs, aux, weight_grads, x_grads
+    cotangents = [] if is_loss else outputs
+    traced, _ = _jaxpr.trace(backward, weights, x, extra, specs, *cotangents)
+    carried = [variables[i] for i in source.carried]
+    outvars = [*closed.jaxpr.outvars[:count], *carried]
+    program = core.ClosedJaxpr(closed.jaxpr.replace(outvars=outvars), closed.consts)
+    return Cut(program, traced, len(specs))
 
 
 def _vjp(
@@ -231,55 +187,3 @@ class _Sources:
             return carried[self._place[var]]
 
         return [find(var) for var in self._variables]
-
-
-def _forward_half(program: core.ClosedJaxpr, num_outputs: int, num_aux: int) -> Any:
-    run = core.jaxpr_as_fun(program)
-
-    def forward(weights: Leaves, x: Leaves, extra: Leaves) -> Any:
-        flat = run(*weights, *x, *extra)
-        end = num_outputs + num_aux
-        return flat[:num_outputs], flat[num_outputs:end], flat[end:]
-
-    return forward
-
-
-def _reading_only(
-    traced: core.ClosedJaxpr,
-    sizes: Sequence[int],
-    kept: Sequence[int],
-    needed: Sequence[int],
-) -> core.ClosedJaxpr:
-    """The backward, given only what it reads.
-
-    Args:
-      traced: the backward given everything: weights, x, extra, residuals, cotangents.
-      sizes: the number of leaves of each of these.
-      kept: which leaves of x it reads.
-      needed: which residuals it reads.
-    """
-    pruned = _jaxpr.prune(traced, traced.jaxpr.outvars)
-    invars = iter(pruned.jaxpr.invars)
-    weights, x, extra, residuals, cts = (
-        [next(invars) for _ in range(size)] for size in sizes
-    )
-    read = [
-        *weights,
-        *(x[i] for i in kept),
-        *extra,
-        *(residuals[i] for i in needed),
-        *cts,
-    ]
-    return core.ClosedJaxpr(pruned.jaxpr.replace(invars=read), pruned.consts)
-
-
-def _backward_half(pullback: core.ClosedJaxpr, num_grads: int) -> Any:
-    run = core.jaxpr_as_fun(pullback)
-
-    def backward(
-        weights: Leaves, kept_x: Leaves, extra: Leaves, carried: Leaves, cts: Leaves
-    ) -> Any:
-        flat = run(*weights, *kept_x, *extra, *carried, *cts)
-        return flat[:num_grads], flat[num_grads:]
-
-    return backward

@@ -3,7 +3,8 @@
 `jax.extend.core` is JAX's public door to jaxprs.
 """
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -38,12 +39,19 @@ def trace(
     return _retrace(closed, _CALLS, ending=ending), result
 
 
-def open_branches(closed: core.ClosedJaxpr, chosen: Container[int]) -> core.ClosedJaxpr:
-    """The same computation with both sides of some branches in the open.
+# Positions of the results of a `jax.lax.cond`, in groups.
+Groups = Sequence[Sequence[int]]
+
+
+def open_branches(
+    closed: core.ClosedJaxpr, chosen: Mapping[int, Groups]
+) -> core.ClosedJaxpr:
+    """The same computation with some branches cut apart, or in the open.
 
     Args:
       closed: the jaxpr.
-      chosen: the ids of its equations that are a `jax.lax.cond`. All their branches
+      chosen: by the ids of its equations that are a `jax.lax.cond`: their results in
+        groups, each of which gets a cond of its own; or no groups: then all branches
         are computed, and the results selected, leaf by leaf.
     """
     return _retrace(closed, _CALLS, chosen)
@@ -63,7 +71,7 @@ def open_checkpoints(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
 def _retrace(
     closed: core.ClosedJaxpr,
     calls: Container[str],
-    opened: Container[int] = (),
+    opened: Mapping[int, Groups] = MappingProxyType({}),
     ending: Ending | None = None,
 ) -> core.ClosedJaxpr:
     flat = [spec(var.aval) for var in closed.jaxpr.invars]
@@ -79,7 +87,7 @@ def _inline(
     closed: core.ClosedJaxpr,
     args: Sequence[Any],
     calls: Container[str],
-    opened: Container[int],
+    opened: Mapping[int, Groups],
 ) -> list[Any]:
     """Evaluates a jaxpr, entering the jaxprs of inner calls, and of branches."""
     values: dict[core.Var, Any] = dict(
@@ -98,16 +106,50 @@ def _inline(
                 inner = core.ClosedJaxpr(inner, [])
             results = _inline(inner, operands, calls, opened)
         elif id(eqn) in opened:
-            which, *rest = operands
-            branches = eqn.params["branches"]
-            cases = [_inline(branch, rest, calls, opened) for branch in branches]
-            results = [
-                jax.lax.select_n(which, *case) for case in zip(*cases, strict=True)
-            ]
+            results = _choose(eqn, operands, opened[id(eqn)])
         else:
             results = _bind(closed.jaxpr, eqn, operands)
         values.update(zip(eqn.outvars, results, strict=True))
     return [read(atom) for atom in closed.jaxpr.outvars]
+
+
+def _choose(eqn: core.JaxprEqn, operands: Sequence[Any], groups: Groups) -> list[Any]:
+    """Evaluates a `jax.lax.cond`: see `open_branches`."""
+    which, *rest = operands
+    branches = eqn.params["branches"]
+    if not groups:
+        cases = [core.jaxpr_as_fun(branch)(*rest) for branch in branches]
+        return [jax.lax.select_n(which, *case) for case in zip(*cases, strict=True)]
+    results: list[Any] = [None] * len(eqn.outvars)
+    for group in groups:
+        parts, needed = branches_of(eqn, group)
+        runs = [core.jaxpr_as_fun(part) for part in parts]
+        made = jax.lax.switch(which, runs, *[rest[i] for i in needed])
+        for i, result in zip(group, made, strict=True):
+            results[i] = result
+    return results
+
+
+def branches_of(
+    eqn: core.JaxprEqn, group: Sequence[int]
+) -> tuple[list[core.ClosedJaxpr], list[int]]:
+    """The branches of a `jax.lax.cond` that give some of its results.
+
+    Returns:
+      The branches, and the positions of the operands that one of them needs.
+    """
+    whole = [
+        prune(branch, [branch.jaxpr.outvars[i] for i in group])
+        for branch in eqn.params["branches"]
+    ]
+    live = zip(*map(live_inputs, whole), strict=True)
+    needed = [i for i, any_of in enumerate(live) if any(any_of)]
+    parts = []
+    for branch in whole:
+        invars = [branch.jaxpr.invars[i] for i in needed]
+        jaxpr = branch.jaxpr.replace(invars=invars)
+        parts.append(core.ClosedJaxpr(jaxpr, branch.consts))
+    return parts, needed
 
 
 def _bind(jaxpr: core.Jaxpr, eqn: core.JaxprEqn, operands: Sequence[Any]) -> list[Any]:

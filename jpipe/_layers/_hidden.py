@@ -1,105 +1,126 @@
 """Modules that a layer hides: their values would be constants, which nobody trains."""
 
-import dataclasses
-import dis
 import functools
-import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable
 from typing import Any
 
+from flax import nnx
+
 from . import _linen, _nnx
+from ._reach import is_variable, reached
 
 
-def why_not(source: Any, function: Any = None) -> str:
+def why_not(source: Any, function: Any = None, method: str = "") -> str:
     """Why an object cannot be a layer, if it hides a module.
 
     Args:
-      source: what the user listed.
+      source: what is called: a module, a function, or the ``apply`` of a stage.
       function: the function of a module by which it is called, if there is one.
+      method: its method by which it is called, if there is one.
 
     Returns:
       The reason; empty if it hides none.
     """
-    if _linen.is_module(source):
-        for field in dataclasses.fields(source):
-            value = getattr(source, field.name, None)
-            if field.name != "parent" and (found := _of_method(value)):
-                return (
-                    f"its {field.name} is a method of a {type(found).__name__} that is "
-                    f"bound, {_CONSTANT}; list functions of the whole module: "
-                    f"jpipe.layer(module, function)"
-                )
-    elif not _nnx.is_module(source):
-        function = source
-    if function is None:
-        return ""
-    while not _is_module(module := getattr(function, "__self__", function)):
-        if isinstance(function, functools.partial):
-            function = function.func
-        elif hasattr(function, "__wrapped__"):  # by `jax.jit`, say
-            function = function.__wrapped__
-        else:
-            return _captured(function)
-    method = getattr(function, "__name__", "__call__")
-    own = "itself" if method == "__call__" else f"as jpipe.layer(module, {method!r})"
-    return (
-        f"a function that calls a {type(module).__name__}, whose values would become "
-        f"constants; list the module {own}"
-    )
+    module = source if _is_module(source) else None
+    function = function if module is not None else source
+    if function is not None:
+        hidden, method_of = _bare(function)
+        if _is_module(hidden):
+            own = (
+                "itself"
+                if method_of == "__call__"
+                else f"as jpipe.layer(module, {method_of!r})"
+            )
+            return (
+                f"a function that calls a {type(hidden).__name__}, whose values would "
+                f"become constants; list the module {own}"
+            )
+    for found, value in reached(function, module, method):
+        place = found or "itself"
+        kind = "function" if module is None else type(module).__name__
+        return (
+            f"a {kind} that takes {place}, a {type(value).__name__}, from outside, "
+            f"whose values would be constants, which nobody trains; list that module, "
+            f"or one that holds all that the function needs, as jpipe.layer(module, "
+            f"function); for constants let it take the values (nnx.split, "
+            f"module.unbind())"
+        )
+    return ""
 
 
-_CONSTANT = "whose values would be constants, which nobody trains"
+def check_loss(loss_fn: Any, owners: Iterable[Any]) -> None:
+    """Checks that what a loss reads is not trained, since it would not be.
+
+    Args:
+      loss_fn: the loss.
+      owners: the objects whose parameters the layers use.
+
+    Raises:
+      TypeError: if it is a module with parameters, or takes some of a layer.
+    """
+    own, _ = _bare(loss_fn)
+    faults, owners = [], list(enumerate(owners))
+    for place, value in reached(loss_fn):
+        numbers = [str(i) for i, owner in owners if _share(value, owner)]
+        if numbers:
+            which = f"layer{'s' * (len(numbers) > 1)} {' and '.join(numbers)}"
+            faults.append(f"{place or 'itself'}, a {type(value).__name__}, of {which}")
+        elif _nnx.is_module(own) and _has_params(value) and _share(value, own):
+            raise TypeError(
+                f"loss_fn is a {type(own).__name__}, whose parameters would be "
+                f"constants, which nobody trains; list it as the last layer, which "
+                f"passes on what the loss needs; for constants give lambda outputs, "
+                f"targets: module(outputs, targets)"
+            )
+    if faults:
+        raise TypeError(
+            "what loss_fn takes of layers would be constants, which nobody trains; "
+            "compute it in the last layer (list the module there again, which ties "
+            "them, or jpipe.layer(module, function)) and pass it on to the loss:\n"
+            + "\n".join(f"  * it takes {fault}" for fault in faults)
+        )
 
 
 def _is_module(value: Any) -> bool:
     return _linen.is_module(value) or _nnx.is_module(value)
 
 
-def _of_method(value: Any) -> Any:
-    """The module that a method is bound to."""
-    module = getattr(value, "__self__", None)
-    return module if _is_module(module) else None
+def _bare(function: Any) -> tuple[Any, str]:
+    """What is called in the end, without what Python and JAX put around it."""
+    while not _is_module(module := getattr(function, "__self__", function)):
+        if isinstance(function, functools.partial):
+            function = function.func
+        elif hasattr(function, "__wrapped__"):  # by `jax.jit`, say
+            function = function.__wrapped__
+        else:
+            return function, ""
+    return module, getattr(function, "__name__", "__call__")
 
 
-def _captured(function: Any) -> str:
-    """Why a function cannot be a layer, if it has a module from outside."""
-    for name, value in _outside(function):
-        held = [value, *_items(value)]
-        for module in (_of_method(item) or item for item in held):
-            bound = _linen.is_module(module) and module.scope is not None
-            if bound or _nnx.is_module(module):
-                return (
-                    f"a function that takes {name}, a {type(module).__name__}, from "
-                    f"outside, {_CONSTANT}; list that module, or one that holds all "
-                    f"that the function needs, as jpipe.layer(module, function); for "
-                    f"constants let it take the values (nnx.split, module.unbind())"
-                )
-    return ""
+def _variables(module: Any) -> dict[int, Any]:
+    """The Variables of an nnx module, or one itself, by identity."""
+    if isinstance(module, nnx.Variable):
+        return {id(module): module}
+    if not _nnx.is_module(module):
+        return {}
+    nodes = [node for _, node in nnx.iter_graph(module, graph=True)]
+    return {id(node): node for node in nodes if isinstance(node, nnx.Variable)}
 
 
-def _outside(function: Any) -> Iterator[tuple[str, Any]]:
-    """The variables that a function reads and does not make, by their names."""
-    if not isinstance(function, types.FunctionType):
-        return
-    code = function.__code__
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            yield name, cell.cell_contents
-        except ValueError:  # nothing is in it yet
-            continue
-    for instruction in dis.get_instructions(code):
-        if instruction.opname == "LOAD_GLOBAL":
-            name = instruction.argval
-            if name in function.__globals__:
-                yield name, function.__globals__[name]
-    defaults = [
-        *(function.__defaults__ or ()),
-        *(function.__kwdefaults__ or {}).values(),
-    ]
-    yield from (("a default", value) for value in defaults)
+def _has_params(value: Any) -> bool:
+    return any(isinstance(leaf, nnx.Param) for leaf in _variables(value).values())
 
 
-def _items(value: Any) -> list[Any]:
-    if isinstance(value, Mapping):
-        return list(value.values())
-    return list(value) if isinstance(value, list | tuple) else []
+def _share(value: Any, owner: Any) -> bool:
+    """Whether what a loss takes is of a layer, or the layer of it."""
+    if not is_variable(owner):
+        return False
+    if _linen.is_module(value) or _linen.is_module(owner):
+        if not (_linen.is_module(value) and _linen.is_module(owner)):
+            return False  # they have no variables in common
+        length = min(len(value.path), len(owner.path))
+        return (
+            value.scope.root is owner.scope.root
+            and value.path[:length] == owner.path[:length]
+        )
+    return not _variables(value).keys().isdisjoint(_variables(owner))

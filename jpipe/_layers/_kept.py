@@ -9,12 +9,11 @@ import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
-import numpy as np
 from flax import nnx
 
 from . import _nnx
 from ._layer import Layer
+from ._nnx_lasting import is_array, is_own, is_same
 from ._nnx_rngs import dotted
 
 
@@ -24,7 +23,9 @@ class _Node(NamedTuple):
     layer: int
     name: str
     path: tuple[Any, ...]
+    kind: type
     held: dict[str, Any]
+    all_names: frozenset[str]
     names: tuple[str, ...]
     values: tuple[Any, ...]
 
@@ -54,7 +55,8 @@ class Kept:
         changed = [
             node
             for node in self._nodes
-            if not all(map(operator.is_, map(node.held.get, node.names), node.values))
+            if node.held.keys() != node.all_names
+            or not all(map(operator.is_, map(node.held.get, node.names), node.values))
         ]
         faults = [fault for node in changed for fault in _faults(node)]
         if faults:
@@ -68,24 +70,34 @@ class Kept:
 def _node(number: int, name: str, path: tuple[Any, ...], node: Any) -> _Node:
     held = vars(node)
     static = {key: value for key, value in held.items() if _is_static(key, value)}
-    return _Node(number, name, path, held, tuple(static), tuple(static.values()))
-
-
-def _is_static(name: str, value: Any) -> bool:
-    return not name.startswith("_pytree__") and not isinstance(
-        value, nnx.Variable | jax.Array | np.ndarray
+    return _Node(
+        number,
+        name,
+        path,
+        type(node),
+        held,
+        frozenset(held),
+        tuple(static),
+        tuple(static.values()),
     )
 
 
+def _is_static(name: str, value: Any) -> bool:
+    return is_own(name) and not (isinstance(value, nnx.Variable) or is_array(value))
+
+
 def _faults(node: _Node) -> list[str]:
-    faults = []
-    for name, before in zip(node.names, node.values, strict=True):
-        now = node.held.get(name)
-        plain = isinstance(before, bool | int | float | str | tuple | None)
-        if now is before or (plain and type(now) is type(before) and now == before):
-            continue
-        where = dotted((*node.path, name))
-        faults.append(
-            f"{where} of layer {node.layer} ({node.name}) was {before!r} and is {now!r}"
-        )
-    return faults
+    # What is set on the object first may be an attribute of its class, as one that
+    # `eval` sets.
+    new = {
+        name: getattr(node.kind, name, None)
+        for name, value in node.held.items()
+        if name not in node.all_names and _is_static(name, value)
+    }
+    before = {**dict(zip(node.names, node.values, strict=True)), **new}
+    return [
+        f"{dotted((*node.path, name))} of layer {node.layer} ({node.name}) was "
+        f"{value!r} and is {node.held.get(name)!r}"
+        for name, value in before.items()
+        if not is_same(value, node.held.get(name))
+    ]

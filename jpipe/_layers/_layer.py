@@ -103,9 +103,9 @@ def as_layers(listed: Sequence[Any]) -> tuple[Layer, ...]:
     if not objects:
         raise ValueError("stages=[]: a pipeline needs at least one layer")
     faults = [
-        f"layer {i}: {_why_not(source)}"
+        f"layer {i}: {fault}"
         for i, source in enumerate(objects)
-        if _why_not(source)
+        if (fault := _why_not(source))
     ]
     if faults:
         raise TypeError(
@@ -141,8 +141,9 @@ def _why_not(source: Any) -> str:
     if isinstance(source, type):
         return f"{source.__name__} is a class; write {source.__name__}(...)"
     module, method = _split(source)
-    function = None if isinstance(method, str) else method
-    reason = _nnx.why_not(source) or _hidden.why_not(module, function)
+    function, name = (None, method) if isinstance(method, str) else (method, "")
+    called = source.apply if isinstance(source, Stage) else module
+    reason = _nnx.why_not(source) or _hidden.why_not(called, function, name)
     if reason := reason or _various(module, method):
         return reason
     known = isinstance(source, Stage | Method) or _linen.is_module(source)

@@ -16,7 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from . import _batchnorm, _linen, _nnx_rngs, _nnx_watch, _switches, _watch
+from . import (
+    _batchnorm,
+    _linen,
+    _nnx_lasting,
+    _nnx_rngs,
+    _nnx_watch,
+    _switches,
+    _watch,
+)
 from ._inputs import explained
 from ._nnx_rngs import Path, dotted
 
@@ -46,6 +54,8 @@ def _unfit(module: nnx.Module) -> str:
     try:
         for leaf in _flat(module)[1].values():
             _collection(leaf)
+        if loose := _nnx_rngs.loose(module):
+            raise ValueError(loose)
     except ValueError as error:
         return f"{name(module)}: {error}"
     return (
@@ -83,14 +93,17 @@ def apply(
         if rngs is not None:
             offered["rngs"] = _nnx_rngs.as_rngs(rngs, count)
         call, after_x, open_names = _called(own, method, frozen=train)
-        offered = {name: offered[name] for name in offered if name in open_names}
+        offered = {given: offered[given] for given in offered if given in open_names}
         _nnx_watch.prepare(own, train)
         _watch.told(offered)
         args, keywords = _switches.arguments(after_x, offered)
         mutable = variables if train else ()
+        lasting = _nnx_lasting.Lasting(own) if train else None
         with _batchnorm.meeting(mutable), explained(module, method, x):
             y = call(x, *args, **keywords)
         changed = _changed(own, variables)
+        if lasting and (faults := lasting.faults()):
+            raise _nnx_lasting.refusal(name(module), faults)
         return y, changed if train else {}
 
     return run

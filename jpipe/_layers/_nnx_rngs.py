@@ -69,6 +69,27 @@ def shapes(module: nnx.Module) -> dict[Path, tuple[int, ...]]:
     }
 
 
+def loose(module: nnx.Module) -> str:
+    """What is wrong with random state that no stream holds, if there is any.
+
+    `seed` does not start it anew, nor is it carried from step to step.
+    """
+    streams = _streams(module).values()
+    seeded = {id(part) for stream in streams for part in (stream.key, stream.count)}
+    held = [
+        f"{dotted(tuple(path))} ({type(node).__name__})"
+        for path, node in nnx.iter_graph(module, graph=True)
+        if isinstance(node, nnx.RngState) and id(node) not in seeded
+    ]
+    if not held:
+        return ""
+    return (
+        f"{', '.join(held)} is held outside of a random stream, and would give the "
+        f"same numbers in every step; hold nnx.Rngs(0), or rngs.fork(), and draw its "
+        f"keys by calling it"
+    )
+
+
 def as_rngs(rngs: Mapping[str, chex.PRNGKey], first: int) -> nnx.Rngs:
     """The keys for a ``__call__`` that asks for them, other than those of `seed`.
 

@@ -19,7 +19,7 @@ from flax import nnx
 from . import _batchnorm, _watch
 from ._nnx_rngs import dotted
 
-_SWITCHES = ("deterministic", "use_running_average")
+SWITCHES = ("deterministic", "use_running_average")
 _HOOKS = ("on_get_value", "on_set_value")
 # A class is the same for all threads.
 _lock = threading.RLock()
@@ -27,7 +27,7 @@ _lock = threading.RLock()
 
 def is_frozen(node: Any) -> bool:
     """Whether the user set a node to evaluation, as `nnx.Module.eval` does."""
-    return any(getattr(node, name, None) is True for name in _SWITCHES)
+    return any(getattr(node, name, None) is True for name in SWITCHES)
 
 
 def holds_frozen(module: nnx.Module) -> bool:
@@ -60,7 +60,7 @@ def prepare(module: nnx.Module, train: bool, place: tuple[Any, ...] = ()) -> Non
 def _train(module: nnx.Module) -> None:
     for _, node in nnx.iter_graph(module, graph=True):
         if isinstance(node, nnx.Module):
-            for name in _SWITCHES:
+            for name in SWITCHES:
                 if name in vars(node) and getattr(node, name) is None:
                     setattr(node, name, False)
 

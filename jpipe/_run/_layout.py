@@ -9,14 +9,14 @@ from typing import Any
 
 import jax
 
-from .._functions._vjp import Leaves
 from .._functions._weights import Weights
+from .._instructions._graph import Graph, Value
+from .._jaxprs import _jaxpr
 from .._layers._sharing import Key, Sharing
 from .._layers._tree import Names, dotted, flat, merged, nested
 from .._layers._walk import Visit
 from . import _variables
 from ._pipe import Pipe
-from ._tied import Ties
 
 PyTree = Any
 # The layer in whose entry a variable stands, and its names there.
@@ -37,7 +37,9 @@ class Layout:
       weights: the variables of each stage.
       marks: whether each leaf of all variables is trained.
       trained: the same of the parameters alone.
-      ties: which of them other layers hold.
+      own: for each stage whether each of its leaves stands in the entry of its layer;
+        others it borrows.
+      specs: of each leaf of all variables what it is like, and its place.
     """
 
     def __init__(
@@ -67,17 +69,30 @@ class Layout:
         layer_of = [
             i for i, entry in enumerate(numbered) for _ in jax.tree.leaves(entry)
         ]
-        self.ties = Ties(pipe.stages, self.weights, self.order, layer_of)
+        self.own = [
+            [
+                stage.first + path[0].idx == layer_of[leaf]
+                for leaf, path in zip(order, weights.paths, strict=True)
+            ]
+            for stage, order, weights in zip(
+                pipe.stages, self.order, self.weights, strict=True
+            )
+        ]
+        self.specs = [
+            (_jaxpr.spec(leaf), pipe.place(pipe.stage_of_layer[layer]))
+            for leaf, layer in zip(leaves, layer_of, strict=True)
+        ]
         self._pipe = pipe
 
-    def take(self, leaves: Sequence[Any]) -> list[Leaves]:
-        """What each stage is given, where it runs.
+    def arguments(self, graph: Graph) -> list[Value]:
+        """All leaves of the variables as arguments of a graph, each in its place."""
+        return [graph.argument(*spec) for spec in self.specs]
+
+    def check(self, leaves: Sequence[Any]) -> None:
+        """Checks what a run is given: see `_variables`.
 
         Args:
           leaves: those of all variables.
-
-        Returns:
-          The leaves of each stage, with copies of those that it borrows.
 
         Raises:
           ValueError: if one was overwritten, or is not where its stage runs; or if a
@@ -86,11 +101,11 @@ class Layout:
         """
         self._pipe.kept.check()
         _variables.check_alive(leaves)
-        weights: list[Any] = [[leaves[i] for i in order] for order in self.order]
-        own, pipe = self.ties.own(weights), self._pipe
-        _variables.check_placed(own, pipe.stages, pipe.devices)
-        self.ties.bring(weights, pipe.devices)
-        return weights
+        own = [
+            [leaves[i] for i, yes in zip(order, marks, strict=True) if yes]
+            for order, marks in zip(self.order, self.own, strict=True)
+        ]
+        _variables.check_placed(own, self._pipe.stages, self._pipe.devices)
 
 
 def check(sharing: Sharing, visits: Sequence[Visit], given: Any) -> None:

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from .._instructions._transfer import Device
 from .._layers._kept import Kept
 from .._layers._sharing import Sharing
 from .._layers._stage import StageFunction
 from ..schedules import Schedule
-from ._transfer import Device
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,15 @@ class Pipe:
     def sharing(self) -> Sharing:
         """Which variables of the layers are one."""
         return Sharing([layer for stage in self.stages for layer in stage.layers])
+
+    @cached_property
+    def places(self) -> tuple[Device, ...]:
+        """The device of each place: a device may serve several stages."""
+        return tuple(dict.fromkeys(self.devices))
+
+    def place(self, stage: int) -> int:
+        """The place of a stage."""
+        return self.places.index(self.devices[stage])
 
     @cached_property
     def stage_of_layer(self) -> tuple[int, ...]:

@@ -9,7 +9,14 @@ from .. import _compat
 
 # Under which settings of JAX it is called: what `jax.jit` tells apart beside arguments,
 # a program that was traced once must be told apart by.
-settings = _compat.settings_reader()
+_of_traces = _compat.settings_reader()
+# To a type checker it has no attributes.
+_config: Any = jax.config
+
+
+def settings() -> Any:
+    """Equal when the same programs are right; where NaNs are looked for, others are."""
+    return _of_traces(), _config.jax_debug_nans, _config.jax_debug_infs
 
 
 def kinds(leaves: Iterable[Any]) -> tuple[Any, ...]:

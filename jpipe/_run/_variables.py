@@ -1,5 +1,6 @@
 """The variables that a user holds: one entry per layer, each on its layer's device."""
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -7,9 +8,9 @@ import jax
 from jax import core
 
 from .._functions._weights import is_inexact
+from .._instructions._transfer import Device
 from .._layers._linen import is_box
 from .._layers._stage import StageFunction
-from ._transfer import Device
 
 PyTree = Any
 
@@ -172,6 +173,10 @@ def check_concrete(leaves: Sequence[Any]) -> None:
         )
 
 
+# Cheaper than asking first what a leaf is.
+_is_deleted = operator.methodcaller("is_deleted")
+
+
 def check_alive(leaves: Sequence[Any]) -> None:
     """Checks that no leaf was overwritten.
 
@@ -179,8 +184,8 @@ def check_alive(leaves: Sequence[Any]) -> None:
       ValueError: if one was.
     """
     try:
-        # Asking for the method is cheaper than asking what a leaf is; a leaf of NumPy
-        # has none, and is not deleted: bool() is False.
+        overwritten = any(map(_is_deleted, leaves))
+    except AttributeError:  # a leaf of NumPy has no such method; bool() is False
         overwritten = any(getattr(leaf, "is_deleted", bool)() for leaf in leaves)
     except jax.errors.ConcretizationTypeError:  # a tracer
         return

@@ -1,11 +1,10 @@
-"""What each stage does on each micro-batch: its task, and the programs that do it.
+"""What each stage does on each micro-batch: its task, and the functions that do it.
 
 Equal stages, as the middle ones of a Transformer are, are traced and differentiated
-once; on one device they are compiled once too.
+once; in one place they are compiled once too.
 """
 
-from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 from .._functions import _chain, _remat
 from .._functions._batch import Batch
@@ -14,36 +13,11 @@ from .._functions._objective import Objective
 from .._functions._task import Task
 from .._functions._weights import Weights
 from .._layers._skip import Route
-from ._compile import StagePrograms
 from ._pipe import Pipe
-from ._transfer import Device
 
 
-class Work(NamedTuple):
-    """One stage on one micro-batch.
-
-    Attributes:
-      task: what it computes, and where that goes.
-      programs: what computes it; equal work on one device has one object.
-    """
-
-    task: Task
-    programs: StagePrograms
-
-
-Rows = Sequence[Sequence[Work]]
-
-
-def rows_of(
-    pipe: Pipe,
-    weights: Sequence[Weights],
-    batch: Batch,
-    *,
-    train: bool,
-    objective: Objective | None,
-    routes: Sequence[Route],
-) -> Rows:
-    """All work on a mini-batch: stages are traced, nothing is compiled.
+class Works:
+    """All stages on the micro-batches of a mini-batch: traced, not yet compiled.
 
     Args:
       pipe: the stages, where they run and what they keep.
@@ -52,54 +26,48 @@ def rows_of(
       train: whether this is training.
       objective: the loss; ``None`` for a forward pass.
       routes: the skip connections between stages.
-
-    Returns:
-      By stage and micro-batch.
-    """
-    tasks = {
-        size: _chain.tasks(
-            pipe.stages,
-            weights,
-            *batch.part(size),
-            train=train,
-            objective=objective,
-            routes=routes,
-        )
-        for size in dict.fromkeys(batch.sizes)
-    }
-    shared = _SharedPrograms(pipe.devices)
-    count = len(batch.sizes)
-
-    def work(stage: int, microbatch: int) -> Work:
-        task = tasks[batch.sizes[microbatch]][stage]
-        mode = _remat.mode(pipe.remat[stage], microbatch, count)
-        return Work(task, shared.of(task, mode))
-
-    return [[work(s, m) for m in range(count)] for s in range(len(pipe.stages))]
-
-
-class _SharedPrograms:
-    """What was made for a task, to be found for an equal one.
-
-    Args:
-      devices: the device of each stage.
     """
 
-    def __init__(self, devices: Sequence[Device]) -> None:
-        self._devices = devices
-        self._derivatives: dict[Hashable, Derivatives] = {}
-        self._programs: dict[Hashable, StagePrograms] = {}
+    def __init__(
+        self,
+        pipe: Pipe,
+        weights: Sequence[Weights],
+        batch: Batch,
+        *,
+        train: bool,
+        objective: Objective | None,
+        routes: Sequence[Route],
+    ) -> None:
+        self._sizes = batch.sizes
+        self._remat = pipe.remat
+        self._tasks = {
+            size: _chain.tasks(
+                pipe.stages,
+                weights,
+                *batch.part(size),
+                train=train,
+                objective=objective,
+                routes=routes,
+            )
+            for size in dict.fromkeys(batch.sizes)
+        }
+        self._derivatives: dict[tuple[int, _remat.Mode], Derivatives] = {}
 
-    def of(self, task: Task, mode: _remat.Mode) -> StagePrograms:
-        """The programs of a task; equal tasks have one jaxpr: see `_chain.tasks`."""
-        stage, device = task.index, self._devices[task.index]
-        function = id(task.closed), mode
-        if function not in self._derivatives:
-            self._derivatives[function] = Derivatives(task, mode)
-        owns_x = stage > 0
-        key = function, device, owns_x
-        if key not in self._programs:
-            derivatives = self._derivatives[function]
-            self._programs[key] = StagePrograms(derivatives, device, owns_x)
-        self._programs[key].serve(stage)
-        return self._programs[key]
+    def task(self, stage: int, microbatch: int = 0) -> Task:
+        """What a stage computes on a micro-batch."""
+        return self._tasks[self._sizes[microbatch]][stage]
+
+    def mode(self, stage: int, microbatch: int) -> _remat.Mode:
+        """What a stage keeps of a micro-batch."""
+        count = len(self._sizes)
+        return _remat.mode(self._remat[stage], microbatch, count)
+
+    def derivatives(
+        self, stage: int, microbatch: int, mode: _remat.Mode = "none"
+    ) -> Derivatives:
+        """The functions of a task; equal tasks have one jaxpr: see `_chain.tasks`."""
+        task = self.task(stage, microbatch)
+        key = id(task.closed), mode
+        if key not in self._derivatives:
+            self._derivatives[key] = Derivatives(task, mode)
+        return self._derivatives[key]

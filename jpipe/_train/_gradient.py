@@ -1,152 +1,145 @@
 """The loss and its gradients through a pipeline."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from .._functions import _microbatch
+from .._functions._batch import Batch
 from .._functions._objective import Objective
-from .._functions._vjp import Leaves
-from .._run import _execute, _transfer
-from .._run._program import Program
+from .._instructions._graph import OUTSIDE, Graph, Value
+from .._instructions._program import Program
+from .._jaxprs._function import Function
+from .._run import _variables
+from .._run._layout import Layout
+from .._run._lower import Lowering
+from .._run._pipe import Pipe
+from .._run._work import Works
 
 PyTree = Any
 
 
 class Outcome(NamedTuple):
-    """What a mini-batch gives, as flat leaves per stage.
+    """What a mini-batch gives.
 
     Attributes:
-      loss: the loss of the whole mini-batch, a scalar on the last device.
+      loss: the loss of the whole mini-batch.
       aux: what the loss function returned beside it, of all micro-batches.
-      grads: the gradients of the trainable leaves of each stage, on its device.
-      changed: the new values of the leaves that training changes, of each stage.
+      grads: the gradient of each trained leaf, in the order of the variables.
+      changed: the new value of each leaf that training changes, by its position.
     """
 
-    loss: jax.Array
-    aux: PyTree
-    grads: Sequence[Sequence[jax.Array]]
-    changed: Sequence[Sequence[jax.Array]]
+    loss: Value
+    aux: list[Value]
+    grads: list[Value]
+    changed: dict[int, Value]
 
 
 class Gradient:
-    """A program with a loss, and how to read its results.
+    """A mini-batch with a loss: traced, and written into a graph when asked.
 
     Args:
-      program: the compiled mini-batch.
-      objective: its loss.
+      pipe: the stages.
+      layout: which variables each uses.
+      batch: the mini-batch.
+      works: what each stage does on each micro-batch.
+      objective: the loss.
 
     Attributes:
-      trained: whether each leaf of the parameters has a gradient.
+      layout: which variables each stage uses.
+      aux_tree: the structure of what the loss function returns beside the loss.
     """
 
-    def __init__(self, program: Program, objective: Objective) -> None:
-        self.program = program
-        self.trained = program.layout.trained
-        self._ties = program.layout.ties
-        self._num_losses = objective.num_tallies
-        tasks = [row[0].task for row in program.rows]
-        weights = [task.weights for task in tasks]
-        self._grad_dtypes = self._ties.gradient_dtypes(weights)
-        self._commits = [row[0].programs.commit for row in program.rows]
-        self._changed = [task.changed for task in tasks]
-        self._loss_dtypes = (program.last_task.closed.out_avals[0].dtype,)
-        aux = program.last_task.y
-        axes = _microbatch.flat_axes(objective.aux_axes, aux, "aux", "aux_axes")
-        _check_aux(program, axes)
-        self._aux_tree = jax.tree.structure(aux)
-        self._join = _joiner(axes)
-
-    def __call__(
+    def __init__(
         self,
-        weights: list[Leaves],
-        x: Sequence[Any],
-        targets: Sequence[Any],
-        rngs: Sequence[jax.Array],
-        observe: Callable[..., None] | None = None,
+        pipe: Pipe,
+        layout: Layout,
+        batch: Batch,
+        works: Works,
+        objective: Objective,
+    ) -> None:
+        self.pipe = pipe
+        self.layout = layout
+        self.batch = batch
+        self.works = works
+        last = len(pipe.stages) - 1
+        aux = works.task(last).y
+        axes = _microbatch.flat_axes(objective.aux_axes, aux, "aux", "aux_axes")
+        _check_aux(aux, works.task(last, len(batch.sizes) - 1).y, axes, batch.sizes)
+        self.aux_tree = jax.tree.structure(aux)
+        self._aux_axes = axes
+
+    def into(
+        self,
+        graph: Graph,
+        variables: Sequence[Value],
+        x: Sequence[Value],
+        targets: Sequence[Value],
+        rngs: Sequence[Value],
     ) -> Outcome:
-        """Runs the mini-batch. Never waits.
+        """Writes the mini-batch into a graph.
 
         Args:
-          weights: the leaves of each stage's variables, in place.
+          graph: the graph.
+          variables: the leaves of all variables, in place.
           x: the leaves of the input, anywhere.
           targets: the leaves of the targets, anywhere.
           rngs: the leaves of the keys of the step, anywhere.
-          observe: see `_execute.execute`.
-
-        Returns:
-          The loss, aux, gradients and changed leaves.
         """
-        live = self.program.feed(weights, x, targets, rngs)
-        _execute.execute(self.program.steps, live, observe)
-        tally = live.tally
-        losses, states = tally[-1][: self._num_losses], tally[-1][self._num_losses :]
-        tally[-1] = states
-        live.grads[:] = self._ties.gather(live.grads, self.program.devices)
-        (loss,) = self._finish([losses[0]], self._loss_dtypes, losses[1:], -1)
-        grads = [
-            self._finish(leaves, dtypes, losses[1:], s)
-            for s, (leaves, dtypes) in enumerate(
-                zip(live.grads, self._grad_dtypes, strict=True)
-            )
-        ]
-        changed = [
-            commit([weights[s][i] for i in self._changed[s]], tally[s])
-            if commit
-            else []
-            for s, commit in enumerate(self._commits)
-        ]
-        return Outcome(loss, self._aux(live.emitted[-1]), grads, changed)
+        given = variables, x, targets, rngs
+        lowering = Lowering(
+            graph, self.pipe, self.layout, self.batch, self.works, *given
+        )
+        loss, rows, grads, changed = lowering.training()
+        aux = []
+        if self._aux_axes:
+            leaves = [value for row in rows for value in row]
+            specs = [graph.specs[value] for value in leaves]
+            join = Function.like("join_aux", _microbatch.joiner(self._aux_axes), *specs)
+            aux = graph.call(join, self.pipe.place(len(self.pipe.stages) - 1), leaves)
+        return Outcome(loss, aux, [grads[i] for i in sorted(grads)], changed)
 
-    def _finish(
-        self,
-        sums: Sequence[jax.Array],
-        dtypes: tuple[Any, ...],
-        divisor: Sequence[jax.Array],
-        s: int,
-    ) -> Sequence[jax.Array]:
-        """Makes sums over micro-batches what they stand for, on the device of a stage.
+    @cached_property
+    def program(self) -> Program:
+        """``(*variables, *x, *targets, *rngs) -> (loss, *aux, *grads)``."""
+        graph, batch = Graph(), self.batch
+        variables = self.layout.arguments(graph)
+        given = [
+            [graph.argument(spec, OUTSIDE) for spec in jax.tree.leaves(tree)]
+            for tree in (batch.x, batch.targets, batch.rngs)
+        ]
+        loss, aux, grads, _ = self.into(graph, variables, *given)
+        return Program(graph, [loss, *aux, *grads], self.pipe.places)
 
-        Sums in another precision than their leaves are cast; those of a weighted loss
-        are divided by the sum of weights. Mostly there is nothing to do.
+    def arguments(
+        self, variables: PyTree, x: PyTree, targets: PyTree, rngs: PyTree
+    ) -> list[Any]:
+        """What the program is given.
+
+        Raises:
+          ValueError: if variables were overwritten or are not in place.
+          TypeError: if a leaf belongs to a trace.
         """
-        if sums and divisor:
-            (weight,) = _transfer.put(divisor, self.program.devices[s])
-            sums = _divide(sums, weight)
-        same = all(x.dtype == dtype for x, dtype in zip(sums, dtypes, strict=True))
-        return sums if same else _cast(sums, dtypes)
-
-    def _aux(self, rows: list[Any]) -> PyTree:
-        leaves = [] if not rows[0] else self._join(rows)
-        return jax.tree.unflatten(self._aux_tree, leaves)
+        leaves = jax.tree.leaves(tuple(variables))
+        self.layout.check(leaves)
+        batch = jax.tree.leaves((x, targets, rngs))
+        _variables.check_concrete(batch)
+        return leaves + batch
 
 
-def _joiner(axes: Sequence[int | None]) -> Callable[[list[Any]], list[jax.Array]]:
-    """Leaves per micro-batch -> flat leaves; stacked where there is no axis."""
-
-    @jax.jit
-    def join(rows: list[Any]) -> list[jax.Array]:
-        return [
-            jnp.stack(column) if axis is None else jnp.concatenate(column, axis)
-            for column, axis in zip(zip(*rows, strict=True), axes, strict=True)
-        ]
-
-    return join
-
-
-def _check_aux(program: Program, axes: Sequence[int | None]) -> None:
+def _check_aux(
+    first: PyTree, last: PyTree, axes: Sequence[int | None], sizes: Sequence[int]
+) -> None:
     """Checks that aux of all micro-batches, of two sizes maybe, can be joined.
 
     Raises:
       ValueError: with every leaf that lacks the axis or differs elsewhere.
     """
-    rows, sizes = program.rows[-1], program.batch.sizes
     triples = zip(
-        jax.tree_util.tree_leaves_with_path(rows[0].task.y),
-        jax.tree.leaves(rows[-1].task.y),
+        jax.tree_util.tree_leaves_with_path(first),
+        jax.tree.leaves(last),
         axes,
         strict=True,
     )
@@ -172,13 +165,3 @@ def _check_aux(program: Program, axes: Sequence[int | None]) -> None:
 def _beside(shape: tuple[int, ...], axis: int | None) -> tuple[int, ...]:
     """A shape without one axis."""
     return shape if axis is None else (*shape[:axis], *shape[axis:][1:])
-
-
-@partial(jax.jit, donate_argnums=0)
-def _divide(sums: Sequence[jax.Array], divisor: jax.Array) -> list[jax.Array]:
-    return [x / divisor.astype(x.dtype) for x in sums]
-
-
-@partial(jax.jit, static_argnums=1)
-def _cast(sums: Sequence[jax.Array], dtypes: tuple[Any, ...]) -> list[jax.Array]:
-    return [x.astype(dtype) for x, dtype in zip(sums, dtypes, strict=True)]

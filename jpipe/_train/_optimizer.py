@@ -6,9 +6,13 @@ from typing import Any
 import jax
 import optax
 
+from .._instructions import _transfer
+from .._instructions._graph import Graph, Value
+from .._instructions._program import Program
+from .._instructions._transfer import Device
 from .._layers._stage import shapes
-from .._run import _signature, _transfer
-from .._run._transfer import Device
+from .._run import _signature
+from .._run._pipe import Pipe
 from ._homes import Path, homes, paths, places
 from ._placed import Placed, Placement
 
@@ -34,9 +38,7 @@ class Optimizer:
       tx: the optax transformation.
       params: specs of the parameters, one entry per layer.
       trained: whether each of their leaves is trained.
-      stage_of_layer: the stage of each layer.
-      devices: the device of each stage.
-      donate: whether an update may overwrite its arguments.
+      pipe: the stages, and where they run.
     """
 
     def __init__(
@@ -44,47 +46,40 @@ class Optimizer:
         tx: optax.GradientTransformation,
         params: PyTree,
         trained: Sequence[bool],
-        stage_of_layer: Sequence[int],
-        devices: Sequence[Device],
-        donate: bool,
+        pipe: Pipe,
     ) -> None:
         self._trained = trained
         self._params_tree = jax.tree.structure(params)
         free = self._hide_frozen(params)
-        place = _places(free, stage_of_layer)
+        place = _places(free, pipe.stage_of_layer)
+        at = [pipe.place(s) for s in range(len(pipe.stages))]
         params_at = homes(free, place)
-        stored = [devices[home or 0] for home in params_at]
-        self._init = Placed(
-            tx.init,
-            [free],
-            Placement(params_at, stored, lambda state: homes(state, place)),
-            devices=devices,
-            donate=[False] * len(stored),
-            name="optimizer_init",
-        )
+        placement = Placement(params_at, lambda state: homes(state, place), at)
+        self._init = Placed(tx.init, [free], placement, "optimizer_init")
+        self._pipe = pipe
+        self._free, self._params_places = free, [at[home or 0] for home in params_at]
         self.state = self._init.result
         self._state_tree = jax.tree.structure(self.state)
 
         state_at = homes(self.state, place)
         self._state_shapes = _signature.shapes(jax.tree.leaves(self.state))
-        self._state_devices = [devices[home or 0] for home in state_at]
-        self._update = Placed(
-            _updating(tx),
-            [free, self.state, free],
-            Placement(
-                [*params_at, *state_at, *params_at],
-                [*stored, *self._state_devices, *stored],
-                lambda _: [*params_at, *state_at],
-            ),
-            devices=devices,
-            donate=[donate] * len(params_at + state_at) + [True] * len(params_at),
-            name="optimizer_update",
+        self.state_places = [at[home or 0] for home in state_at]
+        self._state_devices = [pipe.places[place] for place in self.state_places]
+        placement = Placement(
+            [*params_at, *state_at, *params_at], lambda _: [*params_at, *state_at], at
         )
+        trees = [free, self.state, free]
+        self._update = Placed(_updating(tx), trees, placement, "optimizer_update")
 
     def init(self, params: PyTree) -> PyTree:
         """The optimizer's state for parameters that are in place."""
-        leaves = self._init(jax.tree.leaves(self._hide_frozen(params)))
-        return jax.tree.unflatten(self._state_tree, leaves)
+        graph = Graph()
+        leaves = jax.tree.leaves(self._hide_frozen(params))
+        pairs = zip(jax.tree.leaves(self._free), self._params_places, strict=True)
+        arguments = [graph.argument(spec, place) for spec, place in pairs]
+        outputs = self._init.into(graph, arguments)
+        program = Program(graph, outputs, self._pipe.places)
+        return jax.tree.unflatten(self._state_tree, program(leaves))
 
     def check(self, state: PyTree) -> None:
         """Checks that a state is one of this optimizer, in place.
@@ -142,26 +137,31 @@ class Optimizer:
         )
 
     def update(
-        self, grads: Sequence[jax.Array], state: PyTree, params: Sequence[jax.Array]
-    ) -> tuple[list[jax.Array], PyTree]:
-        """One update.
+        self,
+        graph: Graph,
+        grads: Sequence[Value],
+        state: Sequence[Value],
+        params: Sequence[Value],
+    ) -> tuple[list[Value], list[Value]]:
+        """Writes one update into a graph.
 
         Args:
-          grads: the gradients of the trainable leaves, in order; overwritten.
-          state: the optimizer's state.
+          graph: the graph.
+          grads: the gradients of the trainable leaves, in order.
+          state: the leaves of the optimizer's state.
           params: all leaves of the parameters, in order.
 
         Returns:
-          All leaves of the new parameters, and the new state.
+          All leaves of the new parameters, and those of the new state.
         """
         free = [leaf for leaf, yes in zip(params, self._trained, strict=True) if yes]
-        results = self._update([*free, *jax.tree.leaves(state), *grads])
+        results = self._update.into(graph, [*free, *state, *grads])
         new = iter(results[: len(free)])
         leaves = [
             next(new) if yes else leaf
             for leaf, yes in zip(params, self._trained, strict=True)
         ]
-        return leaves, jax.tree.unflatten(self._state_tree, results[len(free) :])
+        return leaves, results[len(free) :]
 
     def _hide_frozen(self, params: PyTree) -> PyTree:
         leaves = [

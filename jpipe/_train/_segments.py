@@ -28,29 +28,64 @@ def open_branches(
 ) -> core.ClosedJaxpr:
     """The same computation without a `jax.lax.cond` over operands of several places.
 
-    All its branches are computed, leaf by leaf, and their results selected: each leaf
-    may then stay where it is. One with a `jax.lax.while_loop` in a branch, which may
-    end only where it is asked for, or with a callback, is left: it runs in one place.
+    Where each result needs operands of one place alone, each place gets a cond of its
+    own. Otherwise all branches are computed, leaf by leaf, and their results selected:
+    each leaf may then stay where it is. One with a `jax.lax.while_loop` in a branch,
+    which may end only where it is asked for, or with a callback, is left: it runs in
+    one place.
     """
     while True:
         home = dict(zip(closed.jaxpr.invars, in_homes, strict=True))
         spread(closed, home)
-        opened = {id(eqn) for eqn in closed.jaxpr.eqns if _may_open(eqn, home)}
-        if not opened:
+        found: dict[int, _jaxpr.Groups] = {}
+        for eqn in closed.jaxpr.eqns:
+            if _spans_places(eqn, home):
+                groups = _by_place(eqn, home)
+                if groups or not _contains(eqn, "while"):
+                    found[id(eqn)] = groups
+        if not found:
             return closed
-        closed = _jaxpr.open_branches(closed, opened)
+        closed = _jaxpr.open_branches(closed, found)
 
 
-def _may_open(eqn: core.JaxprEqn, home: dict[Any, Home]) -> bool:
+def _spans_places(eqn: core.JaxprEqn, home: dict[Any, Home]) -> bool:
     if eqn.primitive.name != "cond" or eqn.effects:
         return False
+    # A number may come from elsewhere.
+    over = {_home(atom, home) for atom in eqn.invars[1:] if _size(atom) > 1} - {None}
+    return len(over) > 1 and not _contains(eqn, "pure_callback")
+
+
+def _size(atom: Any) -> int:
+    return atom.aval.size
+
+
+def _contains(eqn: core.JaxprEqn, name: str) -> bool:
+    return any(_jaxpr.contains(branch, name) for branch in eqn.params["branches"])
+
+
+def _by_place(eqn: core.JaxprEqn, home: dict[Any, Home]) -> _jaxpr.Groups:
+    """The results of a `jax.lax.cond` by place; nothing if they need other places."""
     _, *operands = eqn.invars
-    over = {_home(atom, home) for atom in operands} - {None}
-    return len(over) > 1 and not any(
-        _jaxpr.contains(branch, name)
-        for branch in eqn.params["branches"]
-        for name in ("while", "pure_callback")
-    )
+    homes = [_home(atom, home) for atom in operands]
+    wanted: list[Home] = [None] * len(eqn.outvars)
+    for branch in eqn.params["branches"]:
+        inner = dict(zip(branch.jaxpr.invars, homes, strict=True))
+        spread(branch, inner)
+        for i, atom in enumerate(branch.jaxpr.outvars):
+            own = _home(atom, inner)
+            if own is not None and wanted[i] not in (None, own):
+                return ()
+            wanted[i] = own if wanted[i] is None else wanted[i]
+    groups: dict[Home, list[int]] = {}
+    for i, place in enumerate(wanted):
+        groups.setdefault(place, []).append(i)
+    for place, group in groups.items():
+        _, needed = _jaxpr.branches_of(eqn, group)
+        for i in needed:
+            if homes[i] not in (place, None) and _size(operands[i]) > 1:
+                return ()
+    return tuple(groups.values()) if len(groups) > 1 else ()
 
 
 def check_order(closed: core.ClosedJaxpr, home: dict[Any, Home]) -> None:

@@ -11,18 +11,20 @@ import jax.numpy as jnp
 import optax
 
 from .._functions._weights import is_inexact
+from .._instructions._graph import NOWHERE, OUTSIDE, Graph, Place
+from .._instructions._program import Program
+from .._instructions._transfer import Device
 from .._jaxprs import _jaxpr
 from .._layers._stage import shapes
 from .._run import _signature, _variables
 from .._run._context import outside_of_meshes
-from .._run._transfer import Device
 from ._homes import Home, homes, paths, places
 from ._placed import Placed, Placement
 from ._step import check_optimizer
 
 PyTree = Any
-# Of the specs of ``(args, kwargs)``, the place of each leaf, and its device.
-FindPlacement = Callable[[PyTree, Sequence[Home], Sequence[Device | None]], Placement]
+# Of the specs of ``(args, kwargs)``, and the place of each leaf.
+FindPlacement = Callable[[PyTree, Sequence[Home]], Placement]
 
 # How many programs a function keeps.
 _MOST = 64
@@ -30,16 +32,14 @@ _MOST = 64
 _tracing = ContextVar("tracing", default=False)
 
 
-def _as_found(
-    arguments: PyTree, at: Sequence[Home], stored: Sequence[Device | None]
-) -> Placement:
+def _as_found(arguments: PyTree, at: Sequence[Home]) -> Placement:
     """Leaves belong where they are, and results where they are computed.
 
     What follows from nothing placed belongs where an argument of its path is.
     """
     found = [path[2:] for path in paths(arguments)]
     place = places(zip(found, at, strict=True))
-    return Placement(at, stored, lambda result: homes(result, place), True)
+    return Placement(at, lambda result: homes(result, place), stay=True)
 
 
 class Spread:
@@ -73,7 +73,7 @@ class Spread:
         self._find_placement = find_placement
         self._blame = blame
         self._name = name
-        self._programs: dict[Any, Placed] = {}
+        self._programs: dict[Any, tuple[Any, Program]] = {}
 
     @outside_of_meshes
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -92,7 +92,8 @@ class Spread:
                 del self._programs[next(iter(self._programs))]
         if self._donate:
             self._check_donated(leaves, (_whole(traced, statics), kwargs))
-        return jax.tree.unflatten(program.tree, program(leaves))
+        tree, program = program
+        return jax.tree.unflatten(tree, program(leaves))
 
     def _split(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
         """The arguments without the static ones, and these with their positions."""
@@ -108,8 +109,8 @@ class Spread:
 
     def _compile(
         self, args: Sequence[Any], kwargs: dict[str, Any], statics: Sequence[Any]
-    ) -> Placed:
-        """The programs for such arguments; all checks of them are here."""
+    ) -> tuple[Any, Program]:
+        """The structure of the result, and the program; all checks are here."""
         leaves, tree = jax.tree.flatten((args, kwargs))
         named = _whole(args, statics), kwargs
         _variables.check_concrete(leaves)
@@ -120,17 +121,20 @@ class Spread:
         ]
         number: dict[Any, int] = {device: i for i, device in enumerate(self._devices)}
         at = [number.get(device) for device in stored]
-        specs = jax.tree.unflatten(
-            tree, [_jaxpr.spec(jax.typeof(leaf)) for leaf in leaves]
+        flat = [_jaxpr.spec(jax.typeof(leaf)) for leaf in leaves]
+        specs = jax.tree.unflatten(tree, flat)
+        placed = Placed(
+            self._traced(statics), specs, self._find_placement(specs, at), self._name
         )
-        return Placed(
-            self._traced(statics),
-            specs,
-            self._find_placement(specs, at, stored),
-            devices=self._devices,
-            donate=self._donated(named),
-            name=self._name,
-        )
+        graph = Graph()
+        arguments = [
+            graph.argument(spec, _place(device, home), yes)
+            for spec, device, home, yes in zip(
+                flat, stored, at, self._donated(named), strict=True
+            )
+        ]
+        outputs = placed.into(graph, arguments)
+        return placed.tree, Program(graph, outputs, self._devices)
 
     def _traced(self, statics: Sequence[Any]) -> Callable[..., Any]:
         """``(args, kwargs)`` to the result, as the trace sees the function."""
@@ -198,6 +202,13 @@ class Spread:
                 f"{self._name} takes arrays that are on one device each; type "
                 f"jax.device_put(array, device): {'; '.join(sharded)}"
             )
+
+
+def _place(device: Device | None, home: Home) -> Place:
+    """The place of a leaf; what is elsewhere is brought to whoever reads it."""
+    if device is None:
+        return NOWHERE
+    return OUTSIDE if home is None else home
 
 
 def _whole(args: Sequence[Any], statics: Sequence[tuple[int, Any]]) -> list[Any]:
@@ -342,18 +353,14 @@ def _with_integers(updates: PyTree, grads: PyTree, params: PyTree) -> PyTree:
     )
 
 
-def _of_init(
-    arguments: PyTree, at: Sequence[Home], stored: Sequence[Device | None]
-) -> Placement:
+def _of_init(arguments: PyTree, at: Sequence[Home]) -> Placement:
     """The state of an optimizer is where its parameters are."""
     found = [path[2:] for path in paths(arguments)]
     place = places(zip(found, at, strict=True))
-    return Placement(at, stored, lambda state: homes(state, place))
+    return Placement(at, lambda state: homes(state, place))
 
 
-def _of_update(
-    arguments: PyTree, at: Sequence[Home], stored: Sequence[Device | None]
-) -> Placement:
+def _of_update(arguments: PyTree, at: Sequence[Home]) -> Placement:
     """Updates and state are where the parameters are, or the gradients.
 
     A leaf of the state that belongs to none of them, such as a count, belongs to all.
@@ -370,4 +377,4 @@ def _of_update(
         None if number == state and next(own) is None else home
         for (number, _), home in zip(flat, at, strict=True)
     ]
-    return Placement(settled, stored, lambda result: homes(result, place))
+    return Placement(settled, lambda result: homes(result, place))

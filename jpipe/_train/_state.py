@@ -1,8 +1,8 @@
 """The state of training."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,20 @@ from flax import serialization
 from .._run import _variables
 
 PyTree = Any
+
+
+class Made(NamedTuple):
+    """What a step knows of a state that it returned, as long as nobody changes that.
+
+    Attributes:
+      by: the step.
+      form: what its leaves are like.
+      leaves: the leaves.
+    """
+
+    by: Any
+    form: int
+    leaves: Sequence[Any]
 
 
 @jax.tree_util.register_dataclass
@@ -35,6 +49,11 @@ class TrainState:
     opt_state: PyTree
     model_state: tuple[PyTree, ...]
     rng: jax.Array
+    made: ClassVar[Made | None] = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy or a pickle has: no more than the fields."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def replace(self, **changes: Any) -> "TrainState":
         """The same state with other values of some attributes; a list is a tuple."""
@@ -47,6 +66,18 @@ class TrainState:
     def variables(self) -> tuple[PyTree, ...]:
         """The variables as `Pipeline.apply` takes them."""
         return _variables.merge(self.params, self.model_state)
+
+
+def note_made(state: TrainState, made: Made) -> None:
+    """Notes what a step knows of a state that it returns; it is no part of it."""
+    object.__setattr__(state, "made", made)
+
+
+def become(state: TrainState, other: TrainState) -> None:
+    """Makes one state what another is, as if its variable had been assigned."""
+    for field in fields(state):
+        object.__setattr__(state, field.name, getattr(other, field.name))
+    object.__setattr__(state, "made", other.made)
 
 
 def _to_state_dict(state: TrainState) -> dict[str, Any]:
@@ -114,6 +145,3 @@ def check_state(state: Any) -> None:
             f"{'; '.join(faults)}: each is a tuple with one entry per layer, {{}} "
             f"where a layer has none; type state.replace(params=tuple(params))"
         )
-    leaves = jax.tree.leaves((state.params, state.opt_state))
-    _variables.check_concrete([*leaves, state.step])
-    _variables.check_alive(leaves)

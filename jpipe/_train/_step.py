@@ -1,5 +1,6 @@
 """The training step: gradients of a mini-batch, then one update."""
 
+import operator
 import reprlib
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -9,14 +10,21 @@ import jax
 import optax
 
 from .._functions._objective import Objective
+from .._instructions._graph import OUTSIDE, Graph
+from .._instructions._interrupts import Interrupts
+from .._instructions._program import Program
+from .._jaxprs import _jaxpr
+from .._jaxprs._function import Function
 from .._layers import _rng
 from .._run import _signature, _variables
 from .._run._context import outside_of_meshes
 from ._gradient import Gradient
 from ._optimizer import Optimizer
-from ._state import TrainState, check_state
+from ._state import Made, TrainState, become, check_state, note_made
 
 PyTree = Any
+# To a type checker it has no attributes.
+_config: Any = jax.config
 
 
 class TrainStep:
@@ -44,6 +52,8 @@ class TrainStep:
         self._optimizers: dict[Any, Optimizer] = {}
         # By what the loss holds, which may be something else for each call.
         self._compiled = lru_cache(maxsize=32)(_no_programs)
+        # The structure and the kinds of the leaves of states that were checked.
+        self._forms: dict[Any, int] = {}
 
     @outside_of_meshes
     def __call__(
@@ -60,56 +70,82 @@ class TrainStep:
           The new state, and ``{"loss": ...}`` with ``"aux"`` where there is one.
 
         Raises:
+          KeyboardInterrupt: as ever; then ``state`` is as it was, or, if it was being
+            overwritten, what the step would have returned: ``state.step`` tells.
           ValueError: if the state or the batch does not fit; nothing is changed.
           TypeError: if a leaf of the batch is not an array; nothing is changed.
         """
         check_state(state)
-        pool, tree = jax.tree.flatten((state.params, state.model_state))
-        kinds = _signature.kinds([*pool, state.rng])
-        kind = _signature.settings(), tree, kinds
-        compiled = self._compile(kind, state, x, targets)
-        weights = compiled.layout.take([pool[i] for i in compiled.order])
-        compiled.optimizer.check(state.opt_state)
+        trees = state.params, state.model_state, state.opt_state
+        leaves, tree = jax.tree.flatten((trees, state.rng, state.step))
+        known = state.made
+        if known and known.by is self and _are(leaves, known.leaves):
+            form = known.form
+        else:
+            known, form = None, self.form(tree, leaves)
+        _variables.check_alive(leaves)
+        compiled = self._compile(form, state, x, targets)
+        if known:
+            compiled.gradient.pipe.kept.check()
+        else:
+            _variables.check_concrete(leaves)
+            compiled.gradient.layout.check([leaves[i] for i in compiled.order])
+            compiled.optimizer.check(state.opt_state)
+        batch = jax.tree.leaves((x, targets))
+        _variables.check_concrete(batch)
+        with Interrupts() as interrupts:
+            outputs = compiled.program(leaves + batch, overwriting=interrupts.hold)
+            new, metrics = compiled.result(outputs, self)
+            if interrupts.waiting:
+                # What was given is overwritten, and what is returned arrives nowhere.
+                become(state, new)
+        return new, metrics
 
-        key, number = _advance(state.rng, state.step)
-        outcome = compiled.gradient(
-            weights, jax.tree.leaves(x), jax.tree.leaves(targets), [key]
+    @outside_of_meshes
+    def program(self, state: TrainState, x: PyTree, targets: PyTree) -> Program:
+        """What a call with such arguments runs."""
+        check_state(state)
+        trees = state.params, state.model_state, state.opt_state
+        leaves, tree = jax.tree.flatten((trees, state.rng, state.step))
+        return self._compile(self.form(tree, leaves), state, x, targets).program
+
+    def form(self, tree: Any, leaves: Sequence[Any]) -> int:
+        """The number of a structure and of the kinds of its leaves."""
+        return self._forms.setdefault(
+            (tree, _signature.kinds(leaves)), len(self._forms)
         )
-        grads = [leaf for leaves in outcome.grads for leaf in leaves]
-        count = compiled.num_params
-        pool[:count], opt_state = compiled.optimizer.update(
-            grads, state.opt_state, pool[:count]
-        )
-        for positions, leaves in zip(compiled.changed, outcome.changed, strict=True):
-            for i, leaf in zip(positions, leaves, strict=True):
-                pool[i] = leaf
-        params, model_state = jax.tree.unflatten(tree, pool)
-        metrics = {"loss": outcome.loss}
-        if self._objective.has_aux:
-            metrics["aux"] = outcome.aux
-        return TrainState(number, params, opt_state, model_state, state.rng), metrics
+
+    def _may_donate(self) -> bool:
+        """Whether a state is overwritten: not where a program may be expected to fail.
+
+        What was overwritten when it failed could not be given back.
+        """
+        return self._donate and not (_config.jax_debug_nans or _config.jax_debug_infs)
 
     def _compile(
-        self, kind: Any, state: TrainState, x: PyTree, targets: PyTree
+        self, form: int, state: TrainState, x: PyTree, targets: PyTree
     ) -> "_Compiled":
         """The programs for such a state and batch; all checks of shapes are here.
 
         Args:
-          kind: the settings, and the structure and kinds of the leaves of the state.
+          form: what the leaves of the state are like: see `_form`.
           state: the state.
           x: the input of the mini-batch.
           targets: its targets.
         """
+        kind = _signature.settings(), form
         signature = kind, _signature.of(x, targets)
         known = self._compiled(self._objective.now())
         if signature not in known:
             gradient = self._find_gradient(state.variables, x, targets, state.rng, True)
             # A batch of another size needs another gradient, not another optimizer.
             if kind not in self._optimizers:
-                made = self._make_optimizer(state.params, gradient.trained)
+                made = self._make_optimizer(state.params, gradient.layout.trained)
                 self._optimizers[kind] = made
             optimizer = self._optimizers[kind]
-            known[signature] = _Compiled(gradient, optimizer, state)
+            known[signature] = _Compiled(
+                gradient, optimizer, state, self._objective.has_aux, self._may_donate()
+            )
         return known[signature]
 
 
@@ -118,35 +154,94 @@ def _no_programs(_: Objective) -> "dict[Any, _Compiled]":
 
 
 class _Compiled:
-    """A step for one kind of state and batch, and how leaves are reordered.
+    """A step for one kind of state and batch, as one program.
 
     The leaves of a state count parameters first, then the other collections; those of
     variables count layer by layer.
 
     Attributes:
-      num_params: the number of leaves that are parameters.
-      layout: which leaves of the variables each stage uses.
+      gradient: of the mini-batch.
+      optimizer: what makes an update of it.
       order: the positions of the leaves of the variables among those of a state.
-      changed: for each stage the positions in a state of those that training changes.
+      program: ``(*params, *model_state, *opt_state, rng, step, *x, *targets)`` to
+        ``(*params, *model_state, *opt_state, rng, step, loss, *aux)``.
     """
 
     def __init__(
-        self, gradient: Gradient, optimizer: Optimizer, state: TrainState
+        self,
+        gradient: Gradient,
+        optimizer: Optimizer,
+        state: TrainState,
+        has_aux: bool,
+        donate: bool,
     ) -> None:
         self.gradient = gradient
         self.optimizer = optimizer
-        self.num_params = len(jax.tree.leaves(state.params))
+        self._has_aux = has_aux
         leaves, tree = jax.tree.flatten((state.params, state.model_state))
         numbered = _variables.merge(*jax.tree.unflatten(tree, range(len(leaves))))
-        self.layout = gradient.program.layout
         self.order = jax.tree.leaves(numbered)
-        self.changed = [
-            [self.order[order[i]] for i in row[0].task.changed]
-            for order, row in zip(self.layout.order, gradient.program.rows, strict=True)
+        trees = state.params, state.model_state, state.opt_state
+        self._tree = jax.tree.structure((trees, state.rng, state.step))
+        self._form: int | None = None
+        self._num_params = len(jax.tree.leaves(state.params))
+        self.program = self._lowered(donate, state.rng, state.step)
+
+    def _lowered(self, donate: bool, rng: Any, step: Any) -> Program:
+        graph, gradient, optimizer = Graph(), self.gradient, self.optimizer
+        own = gradient.layout.specs
+        position = {at: i for i, at in enumerate(self.order)}
+        pool = [
+            graph.argument(*own[position[at]], donate) for at in range(len(self.order))
         ]
+        pairs = zip(
+            jax.tree.leaves(optimizer.state), optimizer.state_places, strict=True
+        )
+        opt_state = [graph.argument(spec, place, donate) for spec, place in pairs]
+        key, number = (_jaxpr.spec(jax.typeof(leaf)) for leaf in (rng, step))
+        first = gradient.pipe.place(0)
+        given = [graph.argument(spec, OUTSIDE) for spec in (key, number)]
+        x, targets = (
+            [graph.argument(spec, OUTSIDE) for spec in jax.tree.leaves(tree)]
+            for tree in (gradient.batch.x, gradient.batch.targets)
+        )
+        advance = Function("advance", _advance, [key, number])
+        rngs, after = graph.call(advance, first, given)
+        variables = [pool[i] for i in self.order]
+        loss, aux, grads, changed = gradient.into(graph, variables, x, targets, [rngs])
+        count = self._num_params
+        params, opt_state = optimizer.update(graph, grads, opt_state, pool[:count])
+        new = [*params, *pool[count:]]
+        for leaf, value in changed.items():
+            new[self.order[leaf]] = value
+        outputs = [*new, *opt_state, given[0], after, loss, *aux]
+        return Program(graph, outputs, gradient.pipe.places)
+
+    def result(
+        self, leaves: Sequence[Any], by: "TrainStep"
+    ) -> tuple[TrainState, dict[str, Any]]:
+        """What a step returns, of the outputs of its program."""
+        count = self._tree.num_leaves
+        held = leaves[:count]
+        (params, model_state, opt_state), rng, step = jax.tree.unflatten(
+            self._tree, held
+        )
+        state = TrainState(step, params, opt_state, model_state, rng)
+        if self._form is None:  # that of what was given, but for weak types
+            self._form = by.form(self._tree, held)
+        note_made(state, Made(by, self._form, held))
+        metrics = {"loss": leaves[count]}
+        if self._has_aux:
+            aux = leaves[count + 1 :]
+            metrics["aux"] = jax.tree.unflatten(self.gradient.aux_tree, aux)
+        return state, metrics
 
 
-@jax.jit
+def _are(leaves: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether these are those arrays."""
+    return len(leaves) == len(others) and all(map(operator.is_, leaves, others))
+
+
 def _advance(rng: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
     return _rng.step_key(rng, step), step + 1
 

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from .._instructions._program import Program
 from .._layers._rng import Rngs
 from .._run import _variables
 from .._run._context import outside_of_meshes
@@ -62,20 +63,33 @@ class ValueAndGrad:
           TypeError: if the loss function does not return what was agreed.
         """
         gradient = self._find_gradient(variables, x, targets, rngs, train)
-        outcome = gradient(
-            gradient.program.layout.take(jax.tree.leaves(tuple(variables))),
-            jax.tree.leaves(x),
-            jax.tree.leaves(targets),
-            jax.tree.leaves(rngs),
+        given = gradient.arguments(variables, x, targets, rngs)
+        loss, *rest = gradient.program(given)
+        count = gradient.aux_tree.num_leaves
+        aux, found = (
+            jax.tree.unflatten(gradient.aux_tree, rest[:count]),
+            iter(rest[count:]),
         )
-        found = iter([leaf for stage in outcome.grads for leaf in stage])
         leaves, tree = jax.tree.flatten(_variables.params(variables))
         grads = [
             next(found) if trained else self._without(leaf)
-            for leaf, trained in zip(leaves, gradient.trained, strict=True)
+            for leaf, trained in zip(leaves, gradient.layout.trained, strict=True)
         ]
-        value = (outcome.loss, outcome.aux) if self._has_aux else outcome.loss
+        value = (loss, aux) if self._has_aux else loss
         return value, jax.tree.unflatten(tree, grads)
+
+    @outside_of_meshes
+    def program(
+        self,
+        variables: Sequence[PyTree],
+        x: PyTree,
+        targets: PyTree,
+        *,
+        rngs: Rngs = None,
+        train: bool = True,
+    ) -> Program:
+        """What a call with such arguments runs."""
+        return self._find_gradient(variables, x, targets, rngs, train).program
 
     def _without(self, leaf: Any) -> Any:
         """What stands for the gradient of a leaf that has none."""

@@ -214,7 +214,11 @@ class Schedule:
         return dataclasses.replace(self, name=name, rows=rows, forward_only=True)
 
     def __str__(self) -> str:
-        timeline = self.simulate()
+        return self.drawn(Costs())
+
+    def drawn(self, costs: Costs) -> str:
+        """The schedule as text, with other costs; what takes no time is not there."""
+        timeline = self.simulate(costs)
         return (
             f"{self.name}: {_count(self.num_ranks, 'rank')}, "
             f"{_count(self.num_stages, 'stage')}, "

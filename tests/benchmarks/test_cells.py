@@ -11,13 +11,16 @@ from flax import linen as nn
 from hypothesis import given
 from hypothesis import strategies as st
 
+import jpipe
 from benchmarks.cells import largest
 from benchmarks.cells.compiled import Peak, Way, _peak_of_rank, peak, workspace
 from benchmarks.cells.measure import Measurement, measure
 from benchmarks.cells.predict import Link, Predictor, one_core
-from benchmarks.cells.stages import Calls, program_of
-from benchmarks.experiment import Setting
+from benchmarks.cells.stages import Calls, gradient_of
+from benchmarks.experiment import Setting, random_key
 from benchmarks.published import BY_NAME
+from jpipe._functions._objective import Objective
+from jpipe._run._costs import costs_of
 
 from .work import work
 
@@ -58,7 +61,7 @@ class TestCompiled:
         setting = Setting(work(), (2, 2, 2), 4, 2)
         pipe = Way("1f1b", "full").pipe(setting)
         calls = Calls(
-            program_of(pipe, setting.work.loss, *setting.work.specs(setting.batch))
+            gradient_of(pipe, setting.work.loss, *setting.work.specs(setting.batch))
         )
         timeline = pipe.schedule.simulate(calls.costs)
         nothing = dict.fromkeys(calls.of, 0)
@@ -72,13 +75,13 @@ class TestCompiled:
     def test_workspace_is_what_xla_says(self):
         x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
         setting = Setting(work(2), (1, 1), 1, 4)
-        program = program_of(
+        gradient = gradient_of(
             Way("gpipe", "none").pipe(setting),
             setting.work.loss,
             *setting.work.specs(4),
         )
         call = replace(
-            Calls(program).distinct[0],
+            Calls(gradient).distinct[0],
             program=jax.jit(lambda a, b: jnp.sin(a @ b) @ b),
             args=(x, x),
         )
@@ -116,11 +119,29 @@ class TestCompiled:
         setting = Setting(replace(work(), layers=blocks), (2,) * 5, 3, 2)
         pipe = Way("gpipe", "full").pipe(setting)
         calls = Calls(
-            program_of(pipe, setting.work.loss, *setting.work.specs(setting.batch))
+            gradient_of(pipe, setting.work.loss, *setting.work.specs(setting.batch))
         )
         # F of all but the last, B of the first, B of those between, and the last's.
         assert len(calls.distinct) == 4
         assert len(calls.of) == 2 * 4 * 3 + 3
+
+    def test_on_one_device_stages_count_what_they_would_on_their_own(self):
+        # What a stage keeps of its output, the next one keeps as its input.
+        layers = [layer for _ in range(3) for layer in (nn.Dense(8), jnp.tanh)]
+        setting = Setting(replace(work(), layers=layers), (2, 2, 2), 4, 2)
+        loss, batch = setting.work.loss, setting.work.specs(setting.batch)
+        together = Way("gpipe", "none").pipe(setting)
+        assert len(set(together.devices)) == 1
+        apart = jpipe.pipeline(
+            layers, 4, balance=(2, 2, 2), schedule="gpipe", remat="none"
+        )
+        assert len(set(apart.devices)) == 3
+        visits, _ = apart._library.expected(batch[0])
+        variables = tuple(visit.variables for visit in visits)
+        find = apart._library.gradients(Objective(loss))
+        real = find(variables, *batch, jax.eval_shape(random_key), True)
+        expected = costs_of(real.program, real.works, real.batch, 3)
+        assert Calls(gradient_of(together, loss, *batch)).costs == expected
 
 
 class TestPredicted:

@@ -99,25 +99,29 @@ def test_split_cuts_like_numpy_and_join_is_its_inverse(batch, data):
     leaves, axes = flatten(batch)
     number = data.draw(st.integers(1, batch.size), label="num_microbatches")
     parts = _microbatch.sizes(batch.size, number)
-    rows = _microbatch.splitter(axes, parts)(leaves)
-    assert len(rows) == number
+    pairs = [pair for pair in zip(leaves, axes, strict=True) if pair[1] is not None]
+    leaves, axes = [leaf for leaf, _ in pairs], [axis for _, axis in pairs]
+    split = jax.jit(_microbatch.splitter(axes, parts))(*leaves)
+    assert len(split) == number * len(leaves)
 
-    for i, (leaf, axis) in enumerate(zip(leaves, axes, strict=True)):
-        column = [row[i] for row in rows]
-        if axis is None:
-            # The same object in every micro-batch, not a copy.
-            assert all(part is leaf for part in column)
-            continue
+    for i, (leaf, axis) in enumerate(pairs):
         for part, expected in zip(
-            column, np.array_split(np.asarray(leaf), number, axis), strict=True
+            split[i :: len(leaves)],
+            np.array_split(np.asarray(leaf), number, axis),
+            strict=True,
         ):
             np.testing.assert_array_equal(part, expected, strict=True)
 
-    split = [i for i, axis in enumerate(axes) if axis is not None]
-    join = _microbatch.joiner([axes[i] for i in split])
-    joined = join([[row[i] for i in split] for row in rows])
-    for i, leaf in zip(split, joined, strict=True):
-        np.testing.assert_array_equal(leaf, leaves[i], strict=True)
+    joined = jax.jit(_microbatch.joiner(axes))(*split)
+    for leaf, original in zip(joined, leaves, strict=True):
+        np.testing.assert_array_equal(leaf, original, strict=True)
+
+
+def test_what_has_no_axis_is_stacked_when_it_is_joined():
+    join = _microbatch.joiner([None, 0])
+    first, second = join(jnp.ones(2), jnp.ones(1), jnp.zeros(2), jnp.ones(2))
+    np.testing.assert_array_equal(first, [[1, 1], [0, 0]])
+    assert second.shape == (3,)
 
 
 @settings(max_examples=50, deadline=None)

@@ -12,8 +12,7 @@ from flax import linen as nn
 import jpipe
 from jpipe import schedules
 from jpipe._functions._objective import Objective
-from jpipe._run import _execute
-from jpipe.schedules import Schedule
+from jpipe.schedules import Action, Schedule
 
 from .. import reference as ref
 from ..schedules.orders import TRAINING
@@ -26,12 +25,11 @@ def grads_of(layers, x, targets, microbatches, **options):
     return pipe, variables, value
 
 
-def program_of(layers, x, targets, microbatches=2, **options):
+def gradient_of(layers, x, targets, microbatches=2, **options):
     pipe = jpipe.pipeline(layers, microbatches, **options)
     variables = pipe.init(jax.random.key(0), x)
-    return pipe._library.gradients(Objective(ref.mse))(
-        variables, x, targets, None, True
-    ).program
+    find = pipe._library.gradients(Objective(ref.mse))
+    return find(variables, x, targets, None, True)
 
 
 class TestTheCatalogueTrains:
@@ -115,8 +113,8 @@ class TestTheCatalogueTrains:
             pipe.train_step(ref.mse, optax.sgd(0.1))
 
 
-def primitives(function, *specs):
-    """How often each primitive stands in what a function computes."""
+def primitives(function, offered):
+    """How often each primitive stands in what a function of leaves computes."""
     count = collections.Counter()
 
     def visit(jaxpr):
@@ -127,24 +125,34 @@ def primitives(function, *specs):
             for sub in inner:
                 visit(sub)
 
-    visit(jax.make_jaxpr(function)(*specs).jaxpr)
+    visit(jax.make_jaxpr(function.run)(*read(function, offered)).jaxpr)
     return count
 
 
-def halves_and_whole(program, s):
+def read(function, offered):
+    """Of the leaves that a function is offered, those that it reads."""
+    return [offered[i] for i in function.reads]
+
+
+def backwards_of(gradient, s):
+    """Both halves and the whole backward of a stage, each with what it is offered."""
+    works = gradient.works
+    task, made = works.task(s), works.derivatives(s, 0, works.mode(s, 0))
+    results = list(made.forward.results)
+    carried, outputs = results[task.num_results :], results[: task.num_outputs]
+    given = [*task.weights.specs, *task.x, *task.extra_specs, *carried, *outputs]
+    both = [*given, *crossing_of(made)]
+    return (made.input_grad, given), (made.weight_grad, both), (made.backward, given)
+
+
+def crossing_of(derivatives):
+    """What the second half is given by the first."""
+    return list(derivatives.input_grad.results)[sum(derivatives.task.wanted.x) :]
+
+
+def halves_and_whole(gradient, s):
     """What both halves and the whole backward of a stage compute."""
-    task, programs = program.rows[s][0]
-    cut, halves = programs.derivatives.cut, programs.derivatives.halves
-    weights = list(task.weights.specs)
-    kept = [task.x[i] for i in cut.kept]
-    given = (weights, kept, task.extra_specs, cut.carried, cut.outputs)
-    data = [*kept, *task.extra_specs, *cut.carried, *cut.outputs]
-    left = [*(data[i] for i in halves.read), *halves.crossing]
-    return (
-        primitives(halves.first, weights, data),
-        primitives(halves.second, weights, left),
-        primitives(cut.backward, *given),
-    )
+    return [primitives(*each) for each in backwards_of(gradient, s)]
 
 
 class Chain(nn.Module):
@@ -189,16 +197,16 @@ def scanned(first, second, x):
     return jax.lax.scan(lambda x, w: (jnp.sin(x @ w), None), x, stacked)[0]
 
 
-def chain_program(wrap, remat):
+def chain_gradient(wrap, remat):
     x, targets = jnp.ones((4, 5)), jnp.ones((4, 3))
     layers = [ref.dense(6), Chain(wrap), ref.dense(3)]
-    return program_of(layers, x, targets, schedule="zb_h1", remat=remat)
+    return gradient_of(layers, x, targets, schedule="zb_h1", remat=remat)
 
 
 class TestWhatTheHalvesCompute:
     @pytest.mark.parametrize("wrap", ["plain", "jit", "custom_vjp"])
     def test_the_first_has_the_products_of_dx_the_second_those_of_dw(self, wrap):
-        first, second, whole = halves_and_whole(chain_program(wrap, "none"), 1)
+        first, second, whole = halves_and_whole(chain_gradient(wrap, "none"), 1)
         assert first["dot_general"] == second["dot_general"] == 2
         assert whole["dot_general"] == 4
 
@@ -207,14 +215,14 @@ class TestWhatTheHalvesCompute:
         [("plain", "full"), ("checkpoint", "none"), ("checkpoint", "full")],
     )
     def test_what_is_recomputed_is_recomputed_once(self, wrap, remat):
-        first, second, whole = halves_and_whole(chain_program(wrap, remat), 1)
+        first, second, whole = halves_and_whole(chain_gradient(wrap, remat), 1)
         assert whole["dot_general"] - 4 in (1, 2)  # the forward again
         assert second["dot_general"] == 2
         for name in ("dot_general", "sin", "cos"):
             assert first[name] + second[name] == whole[name]
 
     def test_a_scan_stays_whole_in_the_first(self):
-        first, second, _ = halves_and_whole(chain_program("scan", "none"), 1)
+        first, second, _ = halves_and_whole(chain_gradient("scan", "none"), 1)
         assert first["dot_general"] == 2
         assert second["dot_general"] == 0
 
@@ -236,22 +244,14 @@ class TestWhatTheHalvesCompute:
     def test_both_cost_no_more_than_a_tenth_above_the_whole(self, remat):
         x = jnp.ones((8, 32))
         layers = [ref.dense(64), ref.Residual(64)]
-        program = program_of([*layers, ref.dense(4)], x, x[:, :4], remat=remat)
-        task, programs = program.rows[1][0]
-        cut, split = programs.derivatives.cut, programs.derivatives.halves
-        kept = [task.x[i] for i in cut.kept]
-        data = (kept, task.extra_specs, cut.carried, cut.outputs)
-        grads = list(task.weights.specs)
-        pool = [leaf for part in data for leaf in part]
-        left = [*(pool[i] for i in split.read), *split.crossing]
+        gradient = gradient_of([*layers, ref.dense(4)], x, x[:, :4], remat=remat)
 
-        def flops(compiled, *args):
-            return compiled.lower(grads, *args).compile().cost_analysis()["flops"]
+        def flops(function, offered):
+            lowered = jax.jit(function.run).lower(*read(function, offered))
+            return lowered.compile().cost_analysis()["flops"]
 
-        whole = flops(programs.backward, *data, grads)
-        halves = flops(programs.input_grad, *data)
-        halves += flops(programs.weight_grad, left, grads)
-        assert halves <= 1.1 * whole
+        first, second, whole = (flops(*each) for each in backwards_of(gradient, 1))
+        assert first + second <= 1.1 * whole
 
     def test_nothing_that_follows_from_weights_alone_crosses(self):
         class Scaled(nn.Module):
@@ -262,48 +262,73 @@ class TestWhatTheHalvesCompute:
 
         layers = [ref.dense(6), Scaled(), ref.dense(3)]
         x = jnp.ones((4, 5))
-        program = program_of(layers, x, x[:, :3], schedule="zb_h1", remat="none")
-        crossing = program.rows[1][0].programs.derivatives.halves.crossing
+        works = gradient_of(layers, x, x[:, :3], schedule="zb_h1", remat="none").works
+        crossing = crossing_of(works.derivatives(1, 0, works.mode(1, 0)))
+        assert crossing
         assert (6, 6) not in [spec.shape for spec in crossing]
 
 
+def calls_of(gradient, s):
+    """What the calls of a stage compute, by the op of their action."""
+    calls = collections.defaultdict(set)
+    for instruction in gradient.program.instructions:
+        label = instruction.label
+        if instruction.source is None and getattr(label, "stage", None) == s:
+            calls[label.op].add(instruction.run.function.name)
+    return dict(calls)
+
+
 class TestWhatRuns:
+    """What is drawn; a half that has nothing to compute is left out."""
+
     def test_the_first_stage_has_no_first_half(self):
-        program = chain_program("plain", "full")
-        runs = [(step.action.op, step.stage) for step in program.steps]
-        assert ("I", 0) not in runs
-        assert ("B", 0) in runs
-        assert ("W", 1) in runs
+        gradient = chain_gradient("plain", "full")
+        assert calls_of(gradient, 0) == {
+            "F": {"forward"},
+            "W": {"weight_grad_add"},
+        }
+        assert calls_of(gradient, 1) == {
+            "F": {"forward"},
+            "I": {"input_grad"},
+            "W": {"weight_grad_add"},
+        }
 
     def test_layers_without_parameters_have_no_second_half(self):
         layers = [ref.dense(6), jnp.sin, ref.dense(3)]
         x = jnp.ones((4, 5))
-        program = program_of(layers, x, x[:, :3], schedule="zb_h1")
-        assert {step.action.op for step in program.steps if step.stage == 1} == {
-            "F",
-            "B",
-        }
+        gradient = gradient_of(layers, x, x[:, :3], schedule="zb_h1")
+        assert calls_of(gradient, 1) == {"F": {"forward"}, "I": {"input_grad"}}
 
     @pytest.mark.parametrize("remat", ["full", "none"])
     def test_the_forward_with_the_loss_joins_the_first_half(self, remat):
         x = jnp.ones((4, 5))
         layers = [ref.dense(6), ref.dense(3)]
-        program = program_of(layers, x, x[:, :3], schedule="zb_h1", remat=remat)
-        runs = {step.run for step in program.steps if step.stage == 1}
-        assert runs == {_execute.fused_input, _execute.weight_grad}
+        gradient = gradient_of(layers, x, x[:, :3], schedule="zb_h1", remat=remat)
+        assert calls_of(gradient, 1) == {
+            "I": {"forward_tally_input_grad"},
+            "W": {"weight_grad_add"},
+        }
 
     @pytest.mark.parametrize("name", ["zb_v", "interleaved", "looped_bfs"])
     def test_neighbours_on_one_rank_move_nothing(self, name):
         schedule = schedules.BY_NAME[name](2, 4)
         layers = [ref.dense(5) for _ in range(schedule.num_stages)]
         x = jnp.ones((8, 5))
-        program = program_of(layers, x, x, 4, schedule=schedule)
-        leaves = [jnp.ones(3)]
-        placement = schedule.placement
-        pairs = [(s, t) for s, t in pairwise(range(len(placement)))]
-        for s, t in pairs:
-            step = next(p for p in program.steps if p.action[:2] == ("F", s))
-            cells = [[None] for _ in range(len(placement) + 1)]
-            step.send(cells, 0, leaves)
-            moved = cells[t][0]
-            assert (moved is leaves) == (placement[s] == placement[t])
+        gradient = gradient_of(layers, x, x, 4, schedule=schedule)
+        place, devices = gradient.pipe.place, gradient.pipe.devices
+        found = collections.Counter(
+            (i.source, i.place, i.label.op in "BI", *i.label[1:])
+            for i in gradient.program.instructions
+            if isinstance(i.label, Action) and i.source is not None
+        )
+        apart = [
+            pair
+            for pair in pairwise(range(schedule.num_stages))
+            if devices[pair[0]] != devices[pair[1]]
+        ]
+        assert found == {
+            (place(a), place(b), a > b, a, m): 1
+            for pair in apart
+            for a, b in (pair, pair[::-1])
+            for m in range(4)
+        }

@@ -14,10 +14,20 @@ LIBRARY = Path(jpipe.__file__).parent
 # in no folder and stands last. A module in a folder has a dotted name;
 # that of the folder is its `__init__`.
 PURE = ("schedules", "draw")  # what a pipeline is, without jax
-FOLDERS = (*PURE, "_compat", "_jaxprs", "_layers", "_functions", "_run", "_train", "")
+FOLDERS = (
+    *PURE,
+    "_compat",
+    "_jaxprs",
+    "_layers",
+    "_functions",
+    "_instructions",
+    "_run",
+    "_train",
+    "",
+)
 # `device_put` anywhere else would be a transfer that the memory count and a later
 # multi-process transport do not see.
-MOVES_DATA = {"_run._transfer", "_compat"}
+MOVES_DATA = {"_instructions._transfer", "_compat"}
 # Python dispatches ahead of the devices: nothing in the library waits for a result but
 # what measures how long results take.
 MAY_WAIT = {"_profile"}

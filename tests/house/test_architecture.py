@@ -220,17 +220,17 @@ def test_public_names_are_not_taken_for_private(tmp_path, source):
 
 
 def test_the_rules_read_the_whole_library():
-    assert {"_pipeline", "_run._transfer", ROOT, "schedules", "draw._svg"} <= set(
+    assert {"_pipeline", "_run._lower", ROOT, "schedules", "draw._svg"} <= set(
         modules(LIBRARY)
     )
     imports = graph(LIBRARY)
     assert sum(map(len, imports.values())) > 100
-    assert {"schedules", "schedules._action"} <= imports["_run._execute"]
+    assert {"schedules", "schedules._action"} <= imports["_run._lower"]
     assert "schedules._validate" in imports["schedules._schedule"]
     assert {"draw", "schedules"} <= imports["__main__"]
     jaxprs = LIBRARY / "_jaxprs"
     assert "jax.extend.core.Literal" in foreign_names(jaxprs / "_jaxpr.py")
-    assert "device_put" in words(LIBRARY / "_run" / "_transfer.py")
+    assert "device_put" in words(LIBRARY / "_instructions" / "_transfer.py")
 
 
 def test_every_folder_is_there():

@@ -1,4 +1,4 @@
-"""Stages and their programs."""
+"""Stages, and what is made of them."""
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +16,12 @@ WIDTH = 6
 X, TARGETS = ref.regression(8)
 
 
-def program_of(layers, balance=None, x=X, rngs=None, **options):
+def gradient_of(layers, balance=None, x=X, rngs=None, **options):
     options.setdefault("devices", jax.devices()[:1] * len(balance or layers))
     pipe = jpipe.pipeline(layers, 2, balance=balance, **options)
     variables = pipe.init(jax.random.key(0), x)
     find = pipe._library.gradients(Objective(ref.mse))
-    return find(variables, x, TARGETS, rngs, True).program
+    return find(variables, x, TARGETS, rngs, True)
 
 
 def around(*middle):

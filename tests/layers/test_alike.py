@@ -13,7 +13,7 @@ from flax import linen as nn
 import jpipe
 
 from .. import reference as ref
-from .stages import WIDTH, Block, Dropped, X, around, program_of
+from .stages import WIDTH, Block, Dropped, X, around, gradient_of
 
 RNGS = {"dropout": jax.random.key(1)}
 # As text it is shortened.
@@ -22,8 +22,8 @@ LONG = np.zeros((1200, 1), np.float32)
 
 def are_equal(first, second, **options):
     """Whether two layers, each a stage between others, share what is traced."""
-    rows = program_of(around(first, second), **options).rows
-    return rows[1][0].task.closed is rows[2][0].task.closed
+    works = gradient_of(around(first, second), **options).works
+    return works.task(1).closed is works.task(2).closed
 
 
 class Scaled(nn.Module):
@@ -262,8 +262,8 @@ class TestWhatIsEqual:
 
     def test_not_with_another_input(self):
         layers = [nn.Dense(WIDTH), nn.Dense(WIDTH), nn.Dense(WIDTH), nn.Dense(4)]
-        rows = program_of(layers).rows  # the first is given a width of five
-        first, second, third, _ = (row[0].task.closed for row in rows)
+        works = gradient_of(layers).works  # the first is given a width of five
+        first, second, third = (works.task(s).closed for s in range(3))
         assert first is not second
         assert second is third
 
@@ -278,13 +278,13 @@ class TestWhatIsEqual:
         def both(namespace):
             return [jpipe.isolate(layer, namespace) for layer in (stash, pop)]
 
-        rows = program_of(around(*both("a"), *both("b")), [1, 2, 2, 1]).rows
-        assert rows[1][0].task.closed is not rows[2][0].task.closed
+        works = gradient_of(around(*both("a"), *both("b")), [1, 2, 2, 1]).works
+        assert works.task(1).closed is not works.task(2).closed
 
     def test_not_where_one_keeps_what_the_other_computes_again(self):
         layers = around(ref.Residual(WIDTH), ref.Residual(WIDTH))
         remat = ["full", "full", "none", "none"]
-        rows = program_of(layers, remat=remat).rows
-        first, second = (row[0].programs for row in rows[1:3])
-        assert rows[1][0].task.closed is rows[2][0].task.closed
-        assert first.derivatives is not second.derivatives
+        works = gradient_of(layers, remat=remat).works
+        first, second = (works.derivatives(s, 0, works.mode(s, 0)) for s in (1, 2))
+        assert works.task(1).closed is works.task(2).closed
+        assert first is not second

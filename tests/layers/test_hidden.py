@@ -49,19 +49,25 @@ def from_outside():
         return module.b(x)
 
     return {
-        "a variable": (lambda x: pair.b(x), "takes pair, a Pair"),
-        "a global variable": (lambda x: GLOBAL.b(x), "takes GLOBAL, a Pair"),
-        "a list": ((lambda parts: lambda x: parts[0](x))([pair.b]), "parts, a Linear"),
+        "a variable": (lambda x: pair.b(x), r"takes pair\.b, a Linear"),
+        "a global variable": (lambda x: GLOBAL.b(x), r"takes GLOBAL\.b, a Linear"),
+        "a list": (
+            (lambda parts: lambda x: parts[0](x))([pair.b]),
+            r"\[0\], a Linear",
+        ),
         "a method": ((lambda f: lambda x: f(x))(pair.b.__call__), "takes f, a Linear"),
         "a bound linen module": (lambda x: bound.first(x), "takes bound, a Whole"),
         "a default": (default, "takes a default, a Pair"),
-        "in a partial": (functools.partial(lambda x, n: pair.b(x), n=1), "takes pair"),
-        "in a jitted one": (jax.jit(lambda x: pair.b(x)), "takes pair, a Pair"),
+        "in a partial": (functools.partial(lambda x, n: pair(x), n=1), "takes pair, "),
+        "in a jitted one": (jax.jit(lambda x: pair.b(x)), r"takes pair\.b, a Linear"),
         "beside its own module": (
             jpipe.layer(pair.a, lambda a, x: pair.b(a(x))),
-            "takes pair, a Pair",
+            r"takes pair\.b, a Linear",
         ),
-        "a method in a part": (bound.second, "its function is a method of a Dense"),
+        "a method in a part": (
+            bound.second,
+            "takes self.function, a Dense",
+        ),
     }
 
 

@@ -76,3 +76,30 @@ def test_equal_values_and_other_arrays_are_no_change():
     module.norm.mean[...] = jnp.ones(5)
     module(x)
     pipe.apply(variables, x)
+
+
+def test_an_attribute_that_hides_one_of_the_class_is_noticed():
+    class Switched(nnx.Module):
+        deterministic = False
+        last: jax.Array
+        gain: int
+
+        def __call__(self, x):
+            return x * (1 if self.deterministic else 10)
+
+    module = Switched()
+    x, _ = ref.regression(4)
+    pipe = jpipe.pipeline([jpipe.layer(module, lambda module, x: module(x))], 2)
+    pipe.apply(({},), x)
+    module.train()  # as it was
+    module.last = jnp.ones(2)
+    pipe.apply(({},), x)
+    module.eval()
+    fault = r"deterministic of layer 0 .* was False and is True"
+    with pytest.raises(ValueError, match=f"make a new one(?s:.*){fault}"):
+        pipe.apply(({},), x)
+    module = Switched()
+    pipe = jpipe.pipeline([jpipe.layer(module, lambda module, x: module(x))], 2)
+    module.gain = 2
+    with pytest.raises(ValueError, match=r"gain of layer 0 .* was None and is 2"):
+        pipe.apply(({},), x)

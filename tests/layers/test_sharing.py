@@ -13,9 +13,10 @@ from flax import nnx
 
 import jpipe
 from jpipe._layers import _alike
+from jpipe.schedules import Action
 
 from .. import reference as ref
-from .stages import TARGETS, WIDTH, Block, Dropped, X, around, program_of
+from .stages import TARGETS, WIDTH, Block, Dropped, X, around, gradient_of
 
 
 class Counted(nn.Module):
@@ -33,7 +34,7 @@ class TestWhatIsMadeOnce:
     def test_the_trace(self):
         def calls(number):
             Counted.calls.clear()
-            program_of(around(*(Counted() for _ in range(number))))
+            gradient_of(around(*(Counted() for _ in range(number))))
             return len(Counted.calls)
 
         calls(1)  # which compiles what makes its parameters
@@ -46,18 +47,23 @@ class TestWhatIsMadeOnce:
         assert [jax.devices().index(d) for d in pipe.devices] == [0, 1, 2, 3] * 2
         with jax.log_compiles(), caplog.at_level("WARNING"):
             pipe.value_and_grad(ref.mse)(variables, X, TARGETS)
-        ended = re.findall(r"XLA compilation of jit\((stage\w+)\)", caplog.text)
+        given = re.findall(r"Compiling jit\((stage\w+|zeros)\)", caplog.text)
         names = ["stage0", "stage1_5", "stage2_6", "stage3", "stage4"]
-        programs = [f"{name}_{op}" for name in names for op in ("forward", "backward")]
-        zeros = [f"{name}_zeros" for name in [*names, "stage7"]]
-        assert sorted(ended) == sorted([*programs, *zeros, "stage7_forward_backward"])
+        parts = ("forward", "backward_add")
+        programs = [f"{name}_{part}" for name in names for part in parts]
+        last = "stage7_forward_tally_backward_add"
+        assert sorted(given) == sorted([*programs, last, *["zeros"] * 4])
 
 
 def test_names_of_programs_that_many_stages_share_stay_short():
     """JAX makes file names of them: of its compilation cache, of dumps of XLA."""
-    rows = program_of(around(*(jnp.tanh for _ in range(9)))).rows
-    (programs,) = {row[0].programs for row in rows[1:-1]}
-    assert programs.forward.__name__ == "stage1_2_3_4_and_5_more_forward"
+    program = gradient_of(around(*(jnp.tanh for _ in range(9)))).program
+    (compiled,) = {
+        i.run
+        for i in program.instructions
+        if isinstance(i.label, Action) and i.label.op == "F" and 0 < i.label.stage < 10
+    }
+    assert compiled.run.__name__ == "stage1_2_3_4_and_5_more_forward"
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zb_v"])
@@ -113,13 +119,13 @@ def test_sharing_changes_no_bit(blocks, schedule, monkeypatch):
         for _ in range(2):
             state, metrics = step(state, x, jnp.cos(x))
         y = pipe.apply(state.variables, x)
-        return state.variables, metrics["loss"], y, pipe._library.training.rows
+        return state.variables, metrics["loss"], y, pipe._library.training.works
 
-    *shared, rows = trained()
+    *shared, works = trained()
     number = itertools.count()
     monkeypatch.setattr(_alike, "behaviour", lambda layer: next(number))
     *alone, others = trained()
     ref.assert_equal(shared, alone)
-    assert len({id(row[0].task.closed) for row in others}) == 6
+    assert len({id(others.task(s).closed) for s in range(6)}) == 6
     # The first has an input without gradient, the last has the loss.
-    assert len({id(row[0].task.closed) for row in rows}) == 3
+    assert len({id(works.task(s).closed) for s in range(6)}) == 3

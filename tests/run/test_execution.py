@@ -1,5 +1,6 @@
 """How a step runs: nothing twice, nothing kept, nothing waited for."""
 
+import re
 import time
 
 import jax
@@ -10,9 +11,11 @@ from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
 import jpipe
-from jpipe._functions._objective import Objective
+from jpipe import schedules
 
 from .. import reference as ref
+from ..schedules.orders import TRAINING
+from .held import gradient_of
 
 
 def step_and_state(pipe, x, tx=None, **options):
@@ -105,35 +108,43 @@ class TestNothingKept:
 class TestResiduals:
     """What passes from a forward to its backward."""
 
-    def cut(self, layer, x, remat):
+    def passed(self, layer, x, remat):
+        """What the first stage hands to its backward, and its weights.
+
+        Of its weights and its input the positions of what the backward reads; the
+        specs of what the forward carries to it beside these.
+        """
         pipe = jpipe.pipeline([layer, ref.dense(4)], 1, remat=remat, schedule="gpipe")
-        variables = pipe.init(jax.random.key(0), x)
-        find = pipe._library.gradients(Objective(ref.mse))
-        targets = jnp.ones((x.shape[0], 4))
-        gradient = find(variables, x, targets, None, True)
-        return gradient.program.rows[0][0].programs.derivatives.cut, variables[0][
-            "params"
-        ]
+        gradient, _ = gradient_of(pipe, x, jnp.ones((x.shape[0], 4)))
+        works = gradient.works
+        made, task = works.derivatives(0, 0, works.mode(0, 0)), works.task(0)
+        first = len(task.weights.specs) + len(task.x) + len(task.extra_specs)
+        results = list(made.forward.results)[task.num_results :]
+        reads = made.backward.reads
+        carried = [results[i - first] for i in reads if 0 <= i - first < len(results)]
+        given = [i for i in reads if i < first]
+        return given, carried, task.weights.specs
 
     @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
     def test_no_copy_of_the_weights_whatever_the_dtype(self, dtype):
         """A cast of the weights is made again, not carried."""
         layer = nn.Sequential([nn.Dense(256, dtype=dtype), nn.Dense(256, dtype=dtype)])
-        cut, params = self.cut(layer, jnp.ones((2, 256)), "none")
-        shapes = {leaf.shape for leaf in jax.tree.leaves(params) if leaf.ndim == 2}
+        _, carried, weights = self.passed(layer, jnp.ones((2, 256)), "none")
+        shapes = {leaf.shape for leaf in weights if leaf.ndim == 2}
         assert shapes == {(256, 256)}
-        assert not [spec for spec in cut.carried if spec.shape in shapes]
+        assert carried
+        assert not [spec for spec in carried if spec.shape in shapes]
 
     def test_nothing_that_is_an_input_is_carried(self):
-        cut, _ = self.cut(ref.dense(64), jnp.ones((2, 32)), "none")
-        assert cut.kept == (0,)
-        assert cut.carried == []
+        given, carried, weights = self.passed(ref.dense(64), jnp.ones((2, 32)), "none")
+        assert given == [len(weights)]  # the input
+        assert carried == []
 
     def test_an_input_that_the_backward_does_not_read_is_not_kept(self):
         layer = nn.Sequential([jnp.sin, ref.dense(4)])
-        cut, _ = self.cut(layer, jnp.ones((2, 8)), "none")
-        assert cut.kept == ()
-        assert [spec.shape for spec in cut.carried] in ([(2, 8)], [(2, 8), (2, 8)])
+        given, carried, _ = self.passed(layer, jnp.ones((2, 8)), "none")
+        assert given == []
+        assert [spec.shape for spec in carried] == [(2, 8)]
 
     def test_a_policy_carries_what_it_names(self):
         policy = jax.checkpoint_policies.save_only_these_names("kept")
@@ -142,19 +153,26 @@ class TestResiduals:
             return checkpoint_name(jnp.sin(x), "kept") ** 2
 
         layer = nn.Sequential([ref.dense(8), named, ref.dense(8), jnp.tanh])
-        cut, _ = self.cut(layer, jnp.ones((2, 8)), policy)
-        assert [spec.shape for spec in cut.carried] == [(2, 8)]
+        _, carried, _ = self.passed(layer, jnp.ones((2, 8)), policy)
+        assert [spec.shape for spec in carried] == [(2, 8)]
 
     def test_offloaded_residuals_are_in_host_memory(self):
         policy = jax.checkpoint_policies.offload_dot_with_no_batch_dims(
             "device", "pinned_host"
         )
         layer = nn.Sequential([ref.dense(8), jnp.sin, ref.dense(8), jnp.tanh])
-        x = jnp.ones((2, 8))
-        cut, params = self.cut(layer, x, policy)
-        leaves = jax.tree.leaves(params)
-        _, _, carried = jax.jit(cut.forward)(leaves, [x], [])
-        assert {leaf.sharding.memory_kind for leaf in carried} == {"pinned_host"}
+        pipe = jpipe.pipeline([layer, ref.dense(4)], 2, remat=policy, schedule="gpipe")
+        gradient, leaves = gradient_of(pipe, jnp.ones((4, 8)), jnp.ones((4, 4)))
+        kinds = set()
+
+        def observe(instruction, slots):
+            if str(instruction.label) in ("0F0", "0F1") and instruction.source is None:
+                # One that leaves the stage, and one that waits for the backward.
+                _, *carried = (slots[slot] for slot in instruction.writes)
+                kinds.update(leaf.sharding.memory_kind for leaf in carried)
+
+        gradient.program(leaves, observe)
+        assert kinds == {"pinned_host"}
 
 
 def test_dispatch_returns_before_the_work_is_done():
@@ -180,35 +198,50 @@ def test_an_error_while_running_names_the_action():
     class Broken(Exception):
         pass
 
-    def observe(step, live):
-        if step is not None and str(step.action) == "0B1":
+    def observe(instruction, slots):
+        if str(instruction.label) == "0B1":
             raise Broken
 
     layers = [*[ref.dense(4)] * 9, jnp.tanh]
     pipe = jpipe.pipeline(layers, 2, balance=[9, 1])
     x = targets = jnp.ones((4, 4))
-    variables = pipe.init(jax.random.key(0), x)
-    gradient = pipe._library.gradients(Objective(ref.mse))(
-        variables, x, targets, None, True
-    )
-    weights = gradient.program.layout.take(jax.tree.leaves(variables))
+    gradient, leaves = gradient_of(pipe, x, targets)
     with pytest.raises(Broken) as caught:
-        gradient(weights, [x], [targets], [], observe)
+        gradient.program(leaves, observe)
     (note,) = caught.value.__notes__
     layers = "layers 0 to 8 (Dense x 9)"
     assert note == f"raised in action 0B1 on cpu:0: {layers}"
 
 
-def test_what_is_not_a_number_is_blamed_on_a_stage():
-    def bad(x):
-        return jnp.log(-jnp.abs(x) - 1)
+def not_a_number(x):
+    return jnp.log(-jnp.abs(x) - 1)
 
-    pipe = jpipe.pipeline([ref.dense(4), ref.dense(4), bad, ref.dense(4)], 2)
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_is_not_a_number_is_blamed_on_a_stage(compiled):
+    layers = [ref.dense(4), ref.dense(4), not_a_number, ref.dense(4)]
+    pipe = jpipe.pipeline(layers, 2)
     x, targets = ref.regression(4)
     variables = pipe.init(jax.random.key(0), x)
+    gradient = pipe.value_and_grad(ref.mse)
+    if compiled:
+        gradient(variables, x, targets)
     with jax.debug_nans(True), pytest.raises(FloatingPointError) as caught:
-        pipe.value_and_grad(ref.mse)(variables, x, targets)
-    assert caught.value.__notes__[-1].endswith("on cpu:2: layers 2 to 2 (bad)")
+        gradient(variables, x, targets)
+    assert caught.value.__notes__[-1].endswith("on cpu:2: layers 2 to 2 (not_a_number)")
+
+
+def test_so_it_is_where_memory_is_given_away():
+    """JAX runs the program again, on arguments that are still there."""
+    pipe = jpipe.pipeline([ref.dense(4), ref.dense(4)], 2)
+    x, targets = ref.regression(4)
+    variables = pipe.init(jax.random.key(0), x)
+    gradient = pipe.value_and_grad(lambda y, t: not_a_number(ref.mse(y, t)))
+    with jax.debug_nans(True), pytest.raises(FloatingPointError) as caught:
+        gradient(variables, x, targets)
+    assert "stage1_forward_tally_backward_add" in str(caught.value)
+    note = "raised in action 1B0 on cpu:1: layers 1 to 1 (Dense)"
+    assert caught.value.__notes__[-1] == note
 
 
 def test_stages_of_one_rank_hand_arrays_over(moved):
@@ -275,3 +308,30 @@ def test_a_layer_may_print_what_it_computes(remat, capfd):
     layers[1] = jnp.positive
     expected = ref.value_and_grad(layers, ref.params_of(variables), x, targets)
     ref.assert_close(value, expected, ref.FLOAT32)
+
+
+@pytest.mark.parametrize("remat", ["full", "none", "except_last"])
+@pytest.mark.parametrize("name", TRAINING)
+def test_what_is_drawn_is_what_runs(name, remat):
+    stages = schedules.BY_NAME[name](2, 4).num_stages
+    pipe = jpipe.pipeline(
+        [ref.dense(4) for _ in range(stages)], 4, schedule=name, remat=remat
+    )
+    x = jnp.ones((4, 4))
+    gradient, leaves = gradient_of(pipe, x, x)
+    ran = []
+
+    def observe(instruction, slots):
+        if instruction.source is None and not isinstance(instruction.label, str):
+            ran.append(str(instruction.label))
+
+    gradient.program(leaves, observe)
+    grid = re.findall(r"^rank \d+ \|(.*)\|$", str(pipe), re.MULTILINE)
+    drawn = {
+        cell if cell[0].isdigit() else f"{rank}{cell}"
+        for rank, row in enumerate(grid)
+        for cell in row.split()
+        if cell != "."
+    }
+    assert drawn == set(ran)
+    assert len(set(ran)) == len(ran)

@@ -29,7 +29,6 @@ OTHER = {
 }
 SAME = {
     "nothing": contextlib.nullcontext,
-    "debug_nans": lambda: jax.debug_nans(True),
     "another default, the same value": lambda: jax.enable_x64(False),
 }
 
@@ -90,7 +89,7 @@ def test_what_no_program_depends_on_traces_none(name, call, traced):
 def test_the_public_way_tells_the_same_settings_apart(name, monkeypatch):
     monkeypatch.delattr(importlib.import_module("jax._src.config"), "trace_context")
     read = _compat.settings_reader()
-    assert read is not _signature.settings
+    assert read is not _signature._of_traces
     before = read()
     assert read() == before
     with {**OTHER, **SAME}[name]():

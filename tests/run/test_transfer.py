@@ -1,7 +1,6 @@
 """Moves between stages: as `jax.device_put` makes them, and as cheap as a call."""
 
 import gc
-import itertools
 import sys
 
 import jax
@@ -12,7 +11,9 @@ from jaxlib import _jax
 
 import jpipe
 from jpipe import _compat
-from jpipe._run import _transfer
+from jpipe._instructions._graph import Graph
+from jpipe._instructions._program import Program
+from jpipe._jaxprs._function import Function
 
 from .. import reference as ref
 
@@ -214,15 +215,14 @@ def test_moves_leave_nothing_behind():
     assert len(set(counts[1:])) == 1
 
 
-def test_one_result_can_go_to_several_stages():
-    devices = jax.devices()[:3]
-    groups = [
-        _transfer.Group(stage, 1, devices[stage], False, False) for stage in (2, 1)
-    ]
-    cells = [[None] for _ in devices]
-    leaves = [jax.device_put(jnp.float32(i), devices[0]) for i in range(2)]
-    _transfer.deliverer(devices[0], groups)(cells, 0, leaves)
-    arrived = [cells[2][0][0], cells[1][0][0]]
-    assert [float(leaf) for leaf in arrived] == [0, 1]
-    assert [leaf.device for leaf in arrived] == [devices[2], devices[1]]
-    assert all(a is not b for a, b in itertools.product(arrived, leaves))
+def test_one_result_can_go_to_several_places():
+    graph = Graph()
+    given = graph.argument(jax.ShapeDtypeStruct((), jnp.float32), 0)
+    double = Function.like("double", lambda x: [2 * x], graph.specs[given])
+    (made,) = graph.call(double, 0, [given])
+    outputs = [made, *(graph.at(made, place) for place in (2, 1))]
+    program = Program(graph, outputs, jax.devices()[:3])
+    arrived = program([jax.device_put(jnp.float32(3), jax.devices()[0])])
+    assert [float(leaf) for leaf in arrived] == [6, 6, 6]
+    assert [leaf.device.id for leaf in arrived] == [0, 2, 1]
+    assert len(set(map(id, arrived))) == 3

@@ -98,7 +98,7 @@ class Linen(nn.Module):
 
 class Nnx(nnx.Module):
     def __init__(self, scale):
-        self.held = nnx.Param(jnp.float32(scale))
+        self.held = nnx.Variable(jnp.float32(scale))
 
     def __call__(self, y, t):
         return self.held[...] * jnp.mean((y - t) ** 2)
@@ -255,3 +255,18 @@ def test_a_loss_that_never_stays_the_same_is_told_what_that_costs():
         check(gradient, 4.0)
     loss.scale = 5.0
     check(gradient, 5.0)
+
+
+def test_a_step_built_again_reads_what_its_loss_closes_over():
+    weight = 1.0
+
+    def loss(y, t):
+        return weight * ref.mse(y, t)
+
+    pipe = jpipe.pipeline([ref.dense(4)], 2)
+    x, targets = ref.regression(4)
+    variables = pipe.init(jax.random.key(0), x)
+    first, _ = pipe.value_and_grad(loss)(variables, x, targets)
+    weight = 5.0
+    second, _ = pipe.value_and_grad(loss)(variables, x, targets)
+    assert float(second) == pytest.approx(5 * float(first), rel=1e-6)

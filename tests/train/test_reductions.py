@@ -7,9 +7,9 @@ import pytest
 from flax import linen as nn
 
 import jpipe
-from jpipe._train import _gradient
 
 from .. import reference as ref
+from ..run.held import gradient_of
 
 
 class TestReductions:
@@ -94,10 +94,9 @@ def test_a_forward_alone_makes_no_sums_of_gradients():
     pipe = jpipe.pipeline([ref.dense(4), ref.dense(4)], 2)
     x, _ = ref.regression(4)
     variables = pipe.init(jax.random.key(0), x)
-    inference = pipe._library.inference(variables, x, None, False)
-    weights = inference.program.layout.take(jax.tree.leaves(variables))
-    live = inference.program.feed(weights, [x])
-    assert not jax.tree.leaves((live.grads, live.tally))
+    program = pipe._library.inference(variables, x, None, False).program
+    names = [i.run.function.name for i in program.instructions if i.source is None]
+    assert names == ["split", *["forward"] * 4, "join"]
 
 
 def test_a_mean_is_not_kept_as_an_integer():
@@ -117,22 +116,28 @@ def test_a_mean_is_not_kept_as_an_integer():
         pipe.value_and_grad(ref.mse)(variables, x, targets)
 
 
-def test_sums_of_a_weighted_loss_are_divided_in_place(monkeypatch):
-    given = []
-    divide = _gradient._divide
-
-    def noted(sums, weight):
-        given.extend(sums)
-        return divide(sums, weight)
-
-    monkeypatch.setattr(_gradient, "_divide", noted)
+def test_sums_of_a_weighted_loss_are_divided_in_place():
     pipe = jpipe.pipeline([ref.dense(4), ref.dense(4)], 2)
     x, targets = ref.regression(4)
-    variables = pipe.init(jax.random.key(0), x)
 
     def loss(y, t):
         return jnp.sum((y - t) ** 2), jnp.float32(y.size)
 
-    pipe.value_and_grad(loss, reduction="weighted")(variables, x, targets)
-    assert len(given) == 5
-    assert all(leaf.is_deleted() for leaf in given)
+    gradient, leaves = gradient_of(pipe, x, targets, loss=loss, reduction="weighted")
+    program = gradient.program
+    program.compile()
+    given, calls = {}, []
+
+    def observe(instruction, slots):
+        if instruction.label == "finish":
+            sums = [given[slot] for slot in instruction.donates]
+            calls.append((len(sums), all(leaf.is_deleted() for leaf in sums)))
+        given.update(
+            (slot, slots[slot])
+            for slot in instruction.writes
+            if slots[slot] is not None
+        )
+
+    program(leaves, observe)
+    # The loss; the gradients of a kernel and a bias on each of two devices.
+    assert sorted(calls) == [(1, True), (2, True), (2, True)]

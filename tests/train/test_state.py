@@ -1,5 +1,8 @@
 """The state of training: begun with given variables, saved, restored, overwritten."""
 
+import copy
+import pickle
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,7 +33,7 @@ def steps(pipe, state, number=2):
     return jax.device_get((state.variables, metrics))
 
 
-def copy(state):
+def copied(state):
     return jax.tree.map(jnp.copy, state)
 
 
@@ -189,7 +192,7 @@ def test_what_a_step_has_overwritten_is_said_to_be(use):
     x = jnp.ones((4, 5))
     pipe = jpipe.pipeline([ref.dense(5), ref.dense(5)], 2)
     state = pipe.init_train_state(jax.random.key(0), x, TX)
-    kept = copy(state)
+    kept = copied(state)
     pipe.train_step(ref.mse, TX)(state, x, x)
     with pytest.raises(ValueError, match="given to an earlier step, which used its"):
         use(pipe, state, x)
@@ -213,3 +216,39 @@ def test_place_can_be_traced():
     state = pipe.init_train_state(jax.random.key(0), x, TX)
     shapes = jax.eval_shape(pipe.place, state)
     assert jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, state)
+
+
+def test_a_state_that_a_step_returned_is_copied_and_pickled():
+    pipe, (x, targets) = jpipe.pipeline([ref.dense(4)], 2), ref.regression(4)
+    tx = optax.adam(1e-2)
+    state = pipe.init_train_state(jax.random.key(0), x, tx)
+    step = pipe.train_step(ref.mse, tx, donate=False)
+    state, _ = step(state, x, targets)
+    plain = state.replace(rng=jax.random.key_data(state.rng))
+    for other in (copy.deepcopy(plain), pickle.loads(pickle.dumps(plain))):
+        ref.assert_equal(other, plain)
+    ref.assert_equal(step(copy.copy(state), x, targets), step(state, x, targets))
+
+
+@pytest.mark.parametrize("number", [7, np.int64(7), jnp.asarray(7), np.int32(7)])
+def test_the_number_of_a_step_may_be_set(number):
+    pipe, (x, targets) = jpipe.pipeline([ref.dense(4)], 2), ref.regression(4)
+    tx = optax.adam(1e-2)
+    step = pipe.train_step(ref.mse, tx)
+    for double in (False, True):
+        with jax.enable_x64(double):
+            state = pipe.init_train_state(jax.random.key(0), x, tx)
+            state, _ = step(state.replace(step=number), x, targets)
+            assert int(state.step) == 8
+            state, _ = step(state, x, targets)
+            assert int(state.step) == 9
+
+
+def test_what_is_placed_does_not_share_the_memory_of_numpy():
+    pipe, (x, _) = jpipe.pipeline([ref.dense(4)], 2), ref.regression(4)
+    variables = pipe.init(jax.random.key(0), x)
+    given = jax.tree.map(lambda leaf: np.array(leaf), variables)
+    placed = pipe.place(given)
+    for leaf in jax.tree.leaves(given):
+        leaf[:] = 0
+    ref.assert_equal(placed, variables)

@@ -64,3 +64,35 @@ def test_a_hyperparameter_that_is_a_python_number_is_named():
         pipe.train_step(ref.mse, tx)(state, x, targets)
     state.opt_state.hyperparams["learning_rate"] = jnp.asarray(0.05)
     pipe.train_step(ref.mse, tx)(state, x, targets)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_whole"),
+    [("MultiSteps", True), ("apply_if_finite", True), ("of the norm", False)],
+)
+def test_what_a_branch_skips_is_not_computed(name, is_whole):
+    """Each place has a branch of its own, unless the branch itself looks at all."""
+    clipped = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))
+    of_the_norm = optax.MultiSteps(clipped, 2).gradient_transformation()
+    tx = {**OPTIMIZERS, "of the norm": of_the_norm}[name]
+    pipe = jpipe.pipeline(ref.mlp(), 2, balance=[2, 2, 2])
+    x, targets = ref.regression(8)
+    state = pipe.init_train_state(jax.random.key(0), x, tx)
+    step = pipe.train_step(ref.mse, tx)
+    step(state, x, targets)
+    (compiled,) = step._compiled(step._objective).values()
+    updates = [
+        jax.make_jaxpr(program.function.run)(*program.arguments).jaxpr
+        for (function, _), program in compiled.program.programs.items()
+        if function.name.startswith("optimizer")
+    ]
+    branches = [
+        eqn for jaxpr in updates for eqn in jaxpr.eqns if eqn.primitive.name == "cond"
+    ]
+    products = [
+        eqn
+        for jaxpr in updates
+        for eqn in jaxpr.eqns
+        if eqn.primitive.name == "sqrt" and eqn.outvars[0].aval.size > 1
+    ]  # of Adam, outside of any branch
+    assert bool(branches) == bool(not products) == is_whole

@@ -1,0 +1,1 @@
+"""One list of instructions over slots, and the loop that runs it."""

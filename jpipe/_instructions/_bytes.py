@@ -1,0 +1,105 @@
+"""How many bytes each place holds, read off a list of instructions."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from ._program import Program
+
+
+def nbytes(spec: Any) -> int:
+    """The bytes of an array."""
+    return spec.size * spec.dtype.itemsize
+
+
+def held(program: Program) -> list[list[int]]:
+    """The bytes of each place before the first instruction, then after each.
+
+    Counted are arguments that are in a place, which are the caller's and stay unless
+    they are donated, and all that instructions make; not what a program needs while it
+    runs.
+    """
+    places = range(len(program.devices))
+    sizes = list(map(nbytes, program.specs))
+    now = [0 for _ in places]
+    given = len(program.specs) - sum(len(i.writes) for i in program.instructions)
+    for slot in range(given):
+        if program.places[slot] >= 0:
+            now[program.places[slot]] += sizes[slot]
+    counts = [list(now)]
+    for instruction in program.instructions:
+        own = set(instruction.donates)
+        ended = [slot for slot in instruction.frees if slot >= given or slot in own]
+        for slots, sign in ((instruction.writes, 1), (ended, -1)):
+            for slot in slots:
+                if program.places[slot] >= 0:
+                    now[program.places[slot]] += sign * sizes[slot]
+        counts.append(list(now))
+    return counts
+
+
+def peaks(program: Program) -> list[int]:
+    """The most that each place holds."""
+    return [max(column) for column in zip(*held(program), strict=True)]
+
+
+Cells = dict[tuple[int, int], int]
+
+
+def kept(program: Program) -> Cells:
+    """What each stage holds of each micro-batch between its forward and its backward.
+
+    Read off the list: what a forward has read or made and only backwards of the same
+    stage and micro-batch read later.
+    """
+    readers: dict[int, list[Any]] = {}
+    brought = set[int]()  # with the batch, such as targets
+    for instruction in program.instructions:
+        for slot in {*instruction.reads, *instruction.donates}:
+            readers.setdefault(slot, []).append(instruction.label)
+        if isinstance(instruction.label, str):
+            brought.update(instruction.writes)
+    found: Cells = {}
+    for instruction in program.instructions:
+        label = instruction.label
+        if getattr(label, "op", None) != "F" or instruction.source is not None:
+            continue
+        touched = {*instruction.reads, *instruction.donates, *instruction.writes}
+        for slot in touched:
+            if slot in brought and label.stage:
+                continue
+            labels = readers.get(slot, [])
+            alone = all(_is_of(x, label.microbatch) for x in labels)
+            if alone and any(_same_cell(label, x) for x in labels):
+                cell = label.stage, label.microbatch
+                found[cell] = found.get(cell, 0) + nbytes(program.specs[slot])
+    return found
+
+
+def _is_of(label: Any, microbatch: int) -> bool:
+    return not isinstance(label, str) and label.microbatch == microbatch
+
+
+def _same_cell(label: Any, other: Any) -> bool:
+    return getattr(other, "op", None) in ("B", "I", "W") and label[1:] == other[1:]
+
+
+def most_kept(program: Program, num_stages: int) -> Sequence[int]:
+    """The most that each stage keeps of all micro-batches at once."""
+    sizes = kept(program)
+    now, most = [0] * num_stages, [0] * num_stages
+    last = {
+        i.label[1:]: n
+        for n, i in enumerate(program.instructions)
+        if getattr(i.label, "op", None) in ("B", "I", "W") and i.source is None
+    }
+    for number, instruction in enumerate(program.instructions):
+        label = instruction.label
+        if instruction.source is not None or isinstance(label, str):
+            continue
+        cell = label[1:]
+        if label.op == "F":
+            now[label.stage] += sizes.get(cell, 0)
+            most[label.stage] = max(most[label.stage], now[label.stage])
+        elif last[cell] == number:
+            now[label.stage] -= sizes.get(cell, 0)
+    return most

@@ -1,0 +1,221 @@
+"""A function compiled for one place."""
+
+import hashlib
+import os
+import sys
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from typing import Any
+
+import jax
+
+from .._jaxprs._function import Function
+from ._graph import NOWHERE, Place
+from ._transfer import Device, on
+
+# To a type checker it has no attributes.
+_config: Any = jax.config
+
+# How many of the stages that share a program its name lists.
+_NAMED = 4
+
+
+class Compiled:
+    """A function compiled for one place: ``(leaves read, leaves donated) -> leaves``.
+
+    Args:
+      function: what it computes.
+      arguments: the specs of its arguments.
+      kept: the positions of the results that somebody reads.
+      donated: those of the arguments whose memory these take over.
+      device: where it runs.
+      places: where the arguments are.
+      labels: what its calls are, for its name in profiles.
+
+    Attributes:
+      name: how profiles call it.
+      device: where it runs.
+      seconds: how long XLA took; zero if it is not compiled, or was before.
+    """
+
+    def __init__(
+        self,
+        function: Function,
+        arguments: Sequence[Any],
+        kept: Sequence[int],
+        donated: Sequence[int],
+        device: Device,
+        places: Sequence[Place],
+        labels: Sequence[Any],
+    ) -> None:
+        self.function = function
+        self.arguments = arguments
+        self.kept = kept
+        self.donated = donated
+        count, given = len(arguments), list(donated)
+        order = [i for i in range(count) if i not in set(donated)] + given
+
+        def program(read: Sequence[Any], donated: Sequence[Any]) -> tuple[Any, ...]:
+            leaves: list[Any] = [None] * count
+            for i, leaf in zip(order, (*read, *donated), strict=True):
+                leaves[i] = leaf
+            results = function.run(*leaves)
+            return tuple([results[i] for i in kept])
+
+        program.__name__ = self.name = _named(function.name, labels)
+        self.run = jax.jit(
+            program,
+            donate_argnums=1 if donated else (),
+            # What is given is then a part of the text by which executables are found.
+            keep_unused=True,
+            # What has no arguments in a place would land on the default device.
+            out_shardings=None if set(places) - {NOWHERE} else on(device),
+        )
+
+        self.seconds = 0.0
+        self.device = device
+        self._order = order
+        self._is_placed = NOWHERE not in places
+
+    def trace(self) -> Any:
+        """Traced for XLA; ``None`` if what it is given may be of other kinds each time.
+
+        So is what is in no place, or in the memory of the host. Nothing is compiled
+        under `jax.disable_jit`; and where NaNs are looked for, `jax.jit` says where.
+        """
+        kinds = *self.arguments, *self.function.results
+        if not self._is_placed or any(map(on_host, kinds)):
+            return None
+        debug = _config.jax_debug_nans or _config.jax_debug_infs
+        if _config.jax_disable_jit or debug:
+            return None
+        specs = [_located(self.arguments[i], self.device) for i in self._order]
+        end = len(specs) - len(self.donated)
+        return self.run.trace(tuple(specs[:end]), tuple(specs[end:]))
+
+    def key(self, traced: Any, lowered: Any) -> Any:
+        """What tells one executable from another: all that is written into it.
+
+        The text has memory layouts, donation and what is computed. It has no Python
+        functions that are called, and of keys and weakly typed arrays only what they
+        are made of.
+        """
+        text = lowered.as_text()
+        if "callback" in text:
+            return object()
+        text = hashlib.sha256(text.encode()).digest()
+        avals = *traced.jaxpr.in_avals, *traced.jaxpr.out_avals
+        options = tuple(sorted(_config.values.items(), key=lambda item: item[0]))
+        kinds = tuple((x.shape, x.dtype, x.weak_type) for x in avals)
+        return text, kinds, lowered.in_tree, self.device, repr(options)
+
+    @property
+    def flops(self) -> float | None:
+        """Of one call; ``None`` if it is not compiled or XLA does not say."""
+        analysis = getattr(self.run, "cost_analysis", dict)()
+        return (analysis or {}).get("flops")
+
+    @property
+    def workspace_bytes(self) -> int | None:
+        """What it needs while it runs, likewise."""
+        analysis = getattr(self.run, "memory_analysis", lambda: None)()
+        return getattr(analysis, "temp_size_in_bytes", None)
+
+    def __call__(self, read: Any, donated: Any) -> Any:
+        """Calls it, compiled or not."""
+        return self.run(read, donated)
+
+
+# Executables by what was compiled, so that a cell of a notebook that makes the same
+# pipeline or the same step again compiles nothing. None belongs to a pipeline.
+_executables: "OrderedDict[Any, Any]" = OrderedDict()
+_MOST = 512
+# After so many seconds it is said on a terminal how far compiling has come.
+_LONG = 3.0
+
+
+def compile_all(programs: Iterable[Compiled]) -> None:
+    """Compiles programs side by side: XLA does so without the interpreter's lock.
+
+    While some are compiled the next ones are traced, in the thread of the caller: a
+    `with` block around it, such as `jax.default_matmul_precision`, says nothing to
+    other threads.
+    """
+    found: dict[Any, list[Compiled]] = {}
+    running: dict[Future[tuple[Any, float]], Any] = {}
+    progress = _Progress()
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool, progress:
+        for program in programs:
+            traced = program.trace()
+            if traced is None:
+                continue
+            lowered = traced.lower()
+            key = program.key(traced, lowered)
+            if key not in found and key not in _executables:
+                running[pool.submit(_timed, lowered)] = key
+            found.setdefault(key, []).append(program)
+        for done, future in enumerate(as_completed(running), start=1):
+            key = running[future]
+            _executables[key], found[key][0].seconds = future.result()
+            progress.say(done, len(running))
+    for key, alike in found.items():
+        _executables.move_to_end(key)
+        for program in alike:
+            program.run = _executables[key]
+    while len(_executables) > _MOST:
+        _executables.popitem(last=False)
+
+
+def _timed(lowered: Any) -> tuple[Any, float]:
+    start = time.monotonic()
+    return lowered.compile(), time.monotonic() - start
+
+
+class _Progress:
+    """A line on a terminal that says how far compiling has come, if it takes long."""
+
+    def __init__(self) -> None:
+        self._start = time.monotonic()
+        self._shown = False
+
+    def __enter__(self) -> "_Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._shown:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+
+    def say(self, done: int, total: int) -> None:
+        """Says how many are done."""
+        seconds = time.monotonic() - self._start
+        if seconds > _LONG and sys.stderr.isatty():
+            self._shown = True
+            sys.stderr.write(
+                f"\rjpipe: {done} of {total} programs compiled in {seconds:.0f} s"
+            )
+            sys.stderr.flush()
+
+
+def on_host(spec: Any) -> bool:
+    """Whether a policy keeps an array in the memory of the host."""
+    return getattr(spec, "memory_space", None) == jax.memory.Space.Host
+
+
+def _located(spec: Any, device: Device) -> jax.ShapeDtypeStruct:
+    weak = getattr(spec, "weak_type", False)
+    return jax.ShapeDtypeStruct(
+        spec.shape, spec.dtype, sharding=on(device), weak_type=weak
+    )
+
+
+def _named(name: str, labels: Sequence[Any]) -> str:
+    """A name for profiles; it becomes that of files: a hundred stages are too many."""
+    stages = sorted({x.stage for x in labels if not isinstance(x, str)})
+    if not stages:
+        return name
+    listed = "_".join(map(str, stages[:_NAMED]))
+    rest = len(stages) - _NAMED
+    return f"stage{listed}{f'_and_{rest}_more' if rest > 0 else ''}_{name}"

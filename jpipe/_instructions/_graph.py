@@ -1,0 +1,203 @@
+"""What a program computes and where, before anything is compiled.
+
+Values are leaves: each is made once, in one place. Whoever asks for a value elsewhere
+gets a copy, which leaves as soon as the value is made; so transfers are written by
+nobody.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from .._jaxprs._function import Function, composed
+
+Value = int
+# A place by its number; what is nowhere yet, such as an uncommitted array, is taken by
+# JAX wherever it is read.
+Place = int
+NOWHERE: Place = -1
+# Where a batch comes from: the host, or any device. Whoever reads it gets a copy.
+OUTSIDE: Place = -2
+
+
+@dataclass
+class Operation:
+    """A call of a function, or a copy to another place.
+
+    Attributes:
+      place: where it runs; of a copy, where it goes.
+      function: what it computes; ``None`` for a copy.
+      reads: its arguments.
+      writes: its results.
+      label: what it is: an action of the schedule, or words.
+      layers: what runs, for messages.
+    """
+
+    place: Place
+    function: Function | None
+    reads: list[Value]
+    writes: list[Value]
+    label: Any = ""
+    layers: str = ""
+
+
+@dataclass
+class Graph:
+    """Calls of functions in the order in which they run, over values.
+
+    Attributes:
+      specs: the shape and dtype of each value.
+      places: where each value is made.
+      arguments: the values that a run is given.
+      donated: those of them that it may overwrite.
+      constants: the values that stay from run to run.
+      operations: the calls.
+    """
+
+    specs: list[Any] = field(default_factory=list)
+    places: list[Place] = field(default_factory=list)
+    arguments: list[Value] = field(default_factory=list)
+    donated: set[Value] = field(default_factory=set)
+    constants: dict[Value, Any] = field(default_factory=dict)
+    operations: list[Operation] = field(default_factory=list)
+    _copies: dict[tuple[Value, Place], Value] = field(default_factory=dict)
+    _source: dict[Value, Value] = field(default_factory=dict)
+    _constants: dict[Any, Value] = field(default_factory=dict)
+    _composed: dict[Any, Function] = field(default_factory=dict)
+
+    def _make(self, spec: Any, place: Place) -> Value:
+        self.specs.append(spec)
+        self.places.append(place)
+        return len(self.specs) - 1
+
+    def argument(self, spec: Any, place: Place, donated: bool = False) -> Value:
+        """A value that each run is given."""
+        value = self._make(spec, place)
+        self.arguments.append(value)
+        if donated:
+            self.donated.add(value)
+        return value
+
+    def constant(self, array: Any, place: Place) -> Value:
+        """A value that is the same in each run: a NumPy array."""
+        key = array.dtype, array.shape, array.tobytes(), place
+        if key not in self._constants:
+            spec = jax.ShapeDtypeStruct(
+                array.shape, jax.dtypes.canonicalize_dtype(array.dtype)
+            )
+            value = self._make(spec, place)
+            self._constants[key] = value
+            self.constants[value] = array
+        return self._constants[key]
+
+    def call(
+        self,
+        function: Function,
+        place: Place,
+        reads: Sequence[Value],
+        label: Any = "",
+        layers: str = "",
+    ) -> list[Value]:
+        """Calls a function in a place, on values from anywhere.
+
+        Returns:
+          Its results.
+        """
+        if function.reads is not None:
+            reads = [reads[i] for i in function.reads]
+        here = [self.at(value, place) for value in reads]
+        writes: list[Value] = []
+        for i, spec in enumerate(function.results):
+            at = function.same.get(i)
+            if at is None:
+                writes.append(self._make(spec, place))
+            else:
+                writes.append(here[at] if at >= 0 else writes[~at])
+        self.operations.append(
+            Operation(place, function, here, writes, label or function.name, layers)
+        )
+        return writes
+
+    def at(self, value: Value, place: Place) -> Value:
+        """The value in a place: itself, or a copy."""
+        if self.places[value] == place:
+            return value
+        value = self._source.get(value, value)
+        if self.places[value] in (place, NOWHERE):
+            return value
+        if (value, place) not in self._copies:
+            copy = self._make(self.specs[value], place)
+            self._copies[value, place], self._source[copy] = copy, value
+        return self._copies[value, place]
+
+    def fuse(self) -> None:
+        """Makes one operation of the last two, which run in one place."""
+        second, first = self.operations.pop(), self.operations.pop()
+        assert first.function
+        assert second.function
+        assert first.place == second.place
+        made = {value: ~i for i, value in reversed(list(enumerate(first.writes)))}
+        reads, own = list(first.reads), set(first.reads)
+        at = {value: i for i, value in reversed(list(enumerate(reads)))}
+        for value in second.reads:
+            if value not in made and value not in own:
+                own.add(value)
+                at[value] = len(reads)
+                reads.append(value)
+        # What the first hands on as it came is an argument of both.
+        wires = tuple(at.get(value, made.get(value, 0)) for value in second.reads)
+        parts = first.function, second.function, len(first.reads), wires
+        if parts not in self._composed:
+            self._composed[parts] = composed(*parts)
+        function = self._composed[parts]
+        writes = [*first.writes, *second.writes]
+        self.operations.append(
+            Operation(first.place, function, reads, writes, second.label, second.layers)
+        )
+
+    def with_copies(self, outputs: Sequence[Value]) -> list[Operation]:
+        """The operations that the outputs need, or that have effects, with all copies.
+
+        A copy comes right after what it is a copy of.
+        """
+        needed = set(outputs)
+        needed |= {self._source.get(value, value) for value in outputs}
+        kept = []
+        for operation in reversed(self.operations):
+            assert operation.function
+            if operation.function.has_effects or not needed.isdisjoint(
+                set(operation.writes) - set(operation.reads)
+            ):
+                kept.append(operation)
+                needed.update(operation.reads)
+                needed.update(self._source.get(v, v) for v in operation.reads)
+        copies: dict[Value, list[tuple[Place, Value]]] = {}
+        for (value, place), copy in self._copies.items():
+            if copy in needed:
+                copies.setdefault(value, []).append((place, copy))
+        done = [*self._copying([*self.arguments, *self.constants], copies)]
+        seen = {*self.arguments, *self.constants}
+        for operation in reversed(kept):
+            done.append(operation)
+            new = [v for v in dict.fromkeys(operation.writes) if v not in seen]
+            seen.update(new)
+            done += self._copying(new, copies, operation.label)
+        return done
+
+    def _copying(
+        self,
+        values: Sequence[Value],
+        copies: dict[Value, list[tuple[Place, Value]]],
+        label: Any = "arguments",
+    ) -> list[Operation]:
+        """One copy from each place to each where some of the values are wanted."""
+        found: dict[tuple[Place, Place], Operation] = {}
+        for value in values:
+            for place, copy in copies.get(value, ()):
+                way = self.places[value], place
+                move = found.setdefault(way, Operation(place, None, [], [], label))
+                move.reads.append(value)
+                move.writes.append(copy)
+        return list(found.values())

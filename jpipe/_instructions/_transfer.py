@@ -1,0 +1,64 @@
+"""The only place from which data moves between devices."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from .. import _compat
+
+Leaves = Sequence[Any]
+# To a type checker `jax.Device` is a variable and no type.
+Device = Any
+
+
+@functools.cache
+def on(device: Device) -> SingleDeviceSharding:
+    """A whole array on one device.
+
+    To `jax.device_put` a device alone says less: what was spread over a mesh of
+    explicit axes would be on the device and still of a type that names the mesh.
+    """
+    return SingleDeviceSharding(device)
+
+
+def put(leaves: Leaves, device: Device) -> list[jax.Array]:
+    """Flat leaves, from the host or any device, onto one device. Never waits."""
+    return jax.device_put(list(leaves), on(device)) if leaves else []
+
+
+def put_tree(tree: Any, device: Device) -> Any:
+    """A pytree, from the host or any device, onto one device. Never waits."""
+    return jax.device_put(_off_numpy(tree), on(device))
+
+
+def copy_tree(tree: Any, device: Device) -> Any:
+    """As `put_tree`, but what is there already is copied."""
+    return jax.device_put(_off_numpy(tree), on(device), may_alias=False)
+
+
+def _off_numpy(tree: Any) -> Any:
+    """The tree with copies of NumPy's arrays.
+
+    JAX may go on reading their memory, which the user may fill anew.
+    """
+    return jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, tree)
+
+
+def sender(
+    source: Device, target: Device, has_keys: bool
+) -> Callable[[Leaves], Sequence[jax.Array]]:
+    """A function that copies leaves, each time from one device to one other.
+
+    Args:
+      source: the device where they are.
+      target: the device where they go.
+      has_keys: whether typed keys of `jax.random` are among them.
+    """
+    copy = None if has_keys else _compat.copier(source, target)
+    # It takes a device in less time than a sharding; a type that names a mesh stays,
+    # as with `copier`.
+    return copy or (lambda leaves: jax.device_put(leaves, target))

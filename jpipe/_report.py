@@ -1,0 +1,97 @@
+"""What is known of programs once they are compiled."""
+
+from dataclasses import dataclass
+
+from ._instructions._bytes import peaks
+from ._instructions._program import Program
+from ._plan import size
+
+
+@dataclass(frozen=True)
+class CompiledProgram:
+    """One compiled program.
+
+    Attributes:
+      name: how profiles call it.
+      device: where it runs.
+      calls: how often a call of the whole runs it.
+      flops: of one of these calls; ``None`` if XLA does not say.
+      workspace_bytes: what it needs while it runs, beside arguments and results;
+        ``None`` if XLA does not say.
+      seconds: how long XLA took; zero if it was compiled before.
+    """
+
+    name: str
+    device: str
+    calls: int
+    flops: float | None
+    workspace_bytes: int | None
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `Pipeline.compile` knows; prints as a table.
+
+    Attributes:
+      programs: one entry for each compiled program.
+      peak_bytes: the most that each device holds between programs, arguments included.
+      seconds: how long it took to trace and to compile all of them, side by side.
+    """
+
+    programs: tuple[CompiledProgram, ...]
+    peak_bytes: tuple[tuple[str, int], ...]
+    seconds: float
+
+    @property
+    def flops(self) -> float:
+        """Of all calls, as far as XLA says."""
+        return sum((p.flops or 0.0) * p.calls for p in self.programs)
+
+    def __str__(self) -> str:
+        header = ["program", "device", "calls", "flops", "workspace", "compiled in"]
+        rows = [header]
+        for p in self.programs:
+            flops = "" if p.flops is None else f"{p.flops:,.0f}"
+            space = "" if p.workspace_bytes is None else size(p.workspace_bytes)
+            rows.append(
+                [p.name, p.device, str(p.calls), flops, space, f"{p.seconds:.2f} s"]
+            )
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join(
+                cell.ljust(width) if i < 2 else cell.rjust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in rows
+        ]
+        peak = ", ".join(f"{name} {size(n)}" for name, n in self.peak_bytes)
+        return "\n".join(
+            [
+                *lines,
+                f"peak: {peak}",
+                f"{self.flops:,.0f} flops; {len(self.programs)} programs in "
+                f"{self.seconds:.1f} s",
+            ]
+        )
+
+
+def report(program: Program, seconds: float) -> Report:
+    """What is known of a program that is compiled."""
+    calls: dict[int, int] = {}
+    for instruction in program.instructions:
+        calls[id(instruction.run)] = calls.get(id(instruction.run), 0) + 1
+    found = [
+        CompiledProgram(
+            compiled.name,
+            str(compiled.device),
+            calls[id(compiled)],
+            compiled.flops,
+            compiled.workspace_bytes,
+            compiled.seconds,
+        )
+        for compiled in program.programs.values()
+    ]
+    names = map(str, program.devices)
+    held = tuple(zip(names, peaks(program), strict=True))
+    return Report(tuple(found), held, seconds)

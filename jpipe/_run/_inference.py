@@ -1,0 +1,64 @@
+"""A forward pass of a mini-batch, of which nothing is kept."""
+
+from typing import Any
+
+import jax
+
+from .._functions import _microbatch
+from .._functions._batch import Batch
+from .._instructions._graph import OUTSIDE, Graph
+from .._instructions._program import Program
+from .._jaxprs._function import Function
+from . import _variables
+from ._layout import Layout
+from ._lower import Lowering
+from ._pipe import Pipe
+from ._work import Works
+
+PyTree = Any
+
+
+class Inference:
+    """``(variables, x, rngs) -> y`` for a whole mini-batch.
+
+    Args:
+      pipe: the stages.
+      layout: which variables each uses.
+      batch: the mini-batch.
+      works: what each stage does on each micro-batch.
+      out_axis: where the outputs of the micro-batches are joined.
+    """
+
+    def __init__(
+        self, pipe: Pipe, layout: Layout, batch: Batch, works: Works, out_axis: int
+    ) -> None:
+        y = works.task(len(pipe.stages) - 1).y
+        if len(batch.sizes) > 1:
+            _microbatch.check_joinable(y, out_axis, batch.sizes[0])
+        self._layout = layout
+        self._tree = jax.tree.structure(y)
+        graph = Graph()
+        variables = layout.arguments(graph)
+        x, rngs = (
+            [graph.argument(spec, OUTSIDE) for spec in jax.tree.leaves(tree)]
+            for tree in (batch.x, batch.rngs)
+        )
+        lowering = Lowering(graph, pipe, layout, batch, works, variables, x, (), rngs)
+        rows = lowering.inference()
+        outputs = rows[0]
+        if len(rows) > 1:
+            count = self._tree.num_leaves
+            leaves = [value for row in rows for value in row]
+            specs = [graph.specs[value] for value in leaves]
+            axes = [out_axis] * count
+            join = Function.like("join", _microbatch.joiner(axes), *specs)
+            outputs = graph.call(join, pipe.place(len(pipe.stages) - 1), leaves)
+        self.program = Program(graph, outputs, pipe.places)
+
+    def __call__(self, variables: PyTree, x: PyTree, rngs: PyTree) -> PyTree:
+        """Runs the forward pass. Never waits."""
+        leaves = jax.tree.leaves(tuple(variables))
+        self._layout.check(leaves)
+        given = jax.tree.leaves((x, rngs))
+        _variables.check_concrete(given)
+        return jax.tree.unflatten(self._tree, self.program(leaves + given))

@@ -1,0 +1,43 @@
+"""Small graphs: leaves of three floats, in two places."""
+
+import jax
+import jax.numpy as jnp
+
+from jpipe._instructions._graph import Graph
+from jpipe._instructions._program import Program
+from jpipe._jaxprs._function import Function
+
+SPEC = jax.ShapeDtypeStruct((3,), jnp.float32)
+
+
+def function(run, *specs, name="function"):
+    """A function of such leaves."""
+    return Function.like(name, run, *specs)
+
+
+def arguments(count, place=0, donated=False):
+    """A graph with so many arguments."""
+    graph = Graph()
+    return graph, [graph.argument(SPEC, place, donated) for _ in range(count)]
+
+
+def program(graph, outputs):
+    return Program(graph, outputs, jax.devices()[:2])
+
+
+def leaf(number, place=0):
+    """An argument in its place."""
+    return jax.device_put(jnp.full(3, number, jnp.float32), jax.devices()[place])
+
+
+def calls(made):
+    return [i for i in made.instructions if i.source is None]
+
+
+def moves(made):
+    return [i for i in made.instructions if i.source is not None]
+
+
+ADD = function(lambda x, y: [x + y], SPEC, SPEC, name="add")
+DOUBLE = function(lambda x: [2 * x], SPEC, name="double")
+BOTH = function(lambda x: [jnp.sin(x), jnp.cos(x)], SPEC, name="both")

@@ -1,0 +1,159 @@
+"""What becomes of calls and values: copies, constants, what nobody needs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jpipe._instructions._graph import NOWHERE, OUTSIDE, Graph
+
+from .graphs import ADD, BOTH, DOUBLE, SPEC, arguments, calls, function, leaf, moves
+from .graphs import program as program_of
+
+
+def names(operations):
+    return [operation.function and operation.function.name for operation in operations]
+
+
+def test_what_nobody_needs_is_not_done():
+    graph, (x,) = arguments(1)
+    graph.call(DOUBLE, 0, [x])
+    (unread,) = graph.call(DOUBLE, 1, [x])
+    graph.call(DOUBLE, 1, [unread])
+    (y,) = graph.call(ADD, 0, [x, x])
+    assert names(graph.with_copies([y])) == ["add"]
+
+
+def test_effects_are_kept_and_what_they_need():
+    def run(x):
+        jax.debug.print("{}", x)
+        return [x]
+
+    printing = function(run, SPEC, name="printing")
+    graph, (x,) = arguments(1)
+    (y,) = graph.call(DOUBLE, 0, [x])
+    graph.call(printing, 1, [y])
+    assert names(graph.with_copies([x])) == ["double", None, "printing"]
+
+
+def test_what_only_hands_on_is_not_run():
+    hand = function(lambda x, y: [x, x + y], SPEC, SPEC, name="hand")
+    graph, (x, y) = arguments(2)
+    first, _ = graph.call(hand, 0, [x, y])
+    assert first == x
+    (z,) = graph.call(DOUBLE, 0, [first])
+    assert names(graph.with_copies([z])) == ["double"]
+
+
+def test_a_copy_is_made_once_right_after_its_source():
+    graph, (x,) = arguments(1)
+    sine, cosine = graph.call(BOTH, 0, [x])
+    (double,) = graph.call(DOUBLE, 0, [sine])
+    outputs = [*graph.call(ADD, 1, [sine, cosine]), *graph.call(ADD, 1, [sine, double])]
+    done = graph.with_copies(outputs)
+    assert names(done) == ["both", None, "double", None, "add", "add"]
+    # All that goes one way leaves at once.
+    assert done[1].reads == [sine, cosine]
+    assert (done[1].place, done[1].label) == (1, "both")
+    assert done[3].reads == [double]
+
+
+def test_a_copy_of_a_copy_is_one_of_the_source():
+    graph, (x,) = arguments(1)
+    there = graph.at(x, 1)
+    assert graph.at(there, 1) == there != x
+    assert graph.at(there, 0) == x
+    further = graph.at(there, 2)
+    (first, second) = graph.with_copies([there, further])
+    assert first.reads == second.reads == [x]
+
+
+def test_an_output_elsewhere_is_copied_and_a_copy_that_nobody_reads_is_not():
+    graph, (x,) = arguments(1)
+    there = graph.at(x, 1)
+    assert names(graph.with_copies([there])) == [None]
+    assert graph.with_copies([x]) == []
+
+
+def test_what_is_in_no_place_is_read_where_it_is():
+    graph, (x,) = arguments(1, NOWHERE)
+    assert graph.at(x, 1) == x
+    graph, (x,) = arguments(1, OUTSIDE)
+    assert graph.at(x, 1) != x
+
+
+def test_batches_arrive_first_each_place_at_one_stroke():
+    graph, (x, y) = arguments(2, OUTSIDE)
+    outputs = [*graph.call(ADD, 0, [x, y]), *graph.call(DOUBLE, 1, [y])]
+    first, second, *rest = graph.with_copies(outputs)
+    assert (first.place, first.reads, first.label) == (0, [x, y], "arguments")
+    assert (second.place, second.reads, second.label) == (1, [y], "arguments")
+    assert names(rest) == ["add", "double"]
+
+
+def test_equal_constants_are_one_in_a_place():
+    graph = Graph()
+    one = graph.constant(np.float32(1), 0)
+    assert graph.constant(np.float32(1), 0) == one
+    others = [np.float32(2), np.int32(1), np.ones(1, np.float32)]
+    found = [graph.constant(np.asarray(other), 0) for other in others]
+    assert len({one, graph.constant(np.float32(1), 1), *found}) == 5
+    add = function(lambda x, y: [x + y], *[graph.specs[one]] * 2)
+    made = program_of(graph, graph.call(add, 0, [one, one]))
+    assert float(made([])[0]) == float(made([])[0]) == 2
+
+
+class TestFuse:
+    def graphs(self, fused):
+        graph, (x, y) = arguments(2)
+        sine, cosine = graph.call(BOTH, 0, [x], "first", "a")
+        (out,) = graph.call(ADD, 0, [cosine, y], "second", "b")
+        if fused:
+            graph.fuse()
+        return program_of(graph, [sine, out])
+
+    def test_gives_the_same_numbers_in_one_call(self):
+        apart, fused = self.graphs(False), self.graphs(True)
+        assert [len(calls(made)) for made in (apart, fused)] == [2, 1]
+        given = [leaf(2), leaf(3)]
+        for expected, actual in zip(apart(given), fused(given), strict=True):
+            np.testing.assert_allclose(actual, expected, rtol=1e-6)
+
+    def test_is_what_the_second_was_and_makes_no_more_than_is_read(self):
+        (call,) = calls(self.graphs(True))
+        assert (call.label, call.layers) == ("second", "b")
+        assert call.run.function.name == "both_add"
+        assert len(call.writes) == 2  # the cosine passes within
+
+    def test_equal_pairs_are_one_function(self):
+        graph, (x, y) = arguments(2)
+        total = y
+        for _ in range(3):
+            (double,) = graph.call(DOUBLE, 0, [x])
+            (total,) = graph.call(ADD, 0, [total, double])
+            graph.fuse()
+        made = program_of(graph, [total])
+        assert len(calls(made)) == 3
+        assert len(made.programs) == 1
+        np.testing.assert_array_equal(made([leaf(1), leaf(0)])[0], [6] * 3)
+
+    def test_reads_an_argument_of_both_once(self):
+        hand = function(lambda x, y: [x, x + y], SPEC, SPEC)
+        graph, (x, y) = arguments(2)
+        first, added = graph.call(hand, 0, [x, y])
+        (out,) = graph.call(ADD, 0, [first, added])
+        graph.fuse()
+        made = program_of(graph, [out])
+        (call,) = calls(made)
+        assert len(call.reads) == 2
+        np.testing.assert_array_equal(made([leaf(1), leaf(2)])[0], [4] * 3)
+
+
+def test_numbers_cross_places():
+    graph, (x,) = arguments(1)
+    (double,) = graph.call(DOUBLE, 1, [x])
+    (out,) = graph.call(ADD, 0, [double, x])
+    made = program_of(graph, [out, double])
+    assert [(i.source, i.place) for i in moves(made)] == [(0, 1), (1, 0)]
+    first, second = made([leaf(1)])
+    assert (first.device, second.device) == tuple(jax.devices()[:2])
+    np.testing.assert_array_equal(first, jnp.full(3, 3.0))

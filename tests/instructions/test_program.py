@@ -1,0 +1,229 @@
+"""The list of instructions: what is donated, freed, made, and said of an error."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jpipe._instructions._bytes import held
+from jpipe._instructions._graph import NOWHERE, OUTSIDE, Graph
+from jpipe.schedules import Action
+
+from .graphs import ADD, BOTH, DOUBLE, SPEC, arguments, calls, function, leaf, moves
+from .graphs import program as program_of
+
+
+def donated(graph, outputs):
+    """How many arguments each call donates."""
+    return [len(call.donates) for call in calls(program_of(graph, outputs))]
+
+
+class TestDonation:
+    def test_of_what_the_list_made_and_reads_there_for_the_last_time(self):
+        graph, (x,) = arguments(1)
+        (a,) = graph.call(DOUBLE, 0, [x], "first")
+        (b,) = graph.call(function(lambda x: [x + 1], SPEC), 0, [a], "second")
+        made = program_of(graph, [b])
+        assert [len(call.donates) for call in calls(made)] == [0, 1]
+        given, seen = leaf(1), {}
+
+        def observe(instruction, slots):
+            seen[instruction.label] = slots[instruction.writes.start]
+
+        np.testing.assert_array_equal(made([given], observe)[0], [3] * 3)
+        assert not given.is_deleted()
+        assert seen["first"].is_deleted()
+
+    @pytest.mark.parametrize("place", [0, OUTSIDE, NOWHERE])
+    def test_of_an_argument_only_if_it_may_be_overwritten(self, place):
+        graph, (x,) = arguments(1, place)
+        assert donated(graph, graph.call(DOUBLE, 0, [x])) == [0]
+
+    def test_of_one_that_may(self):
+        graph, (x,) = arguments(1, donated=True)
+        made = program_of(graph, graph.call(DOUBLE, 0, [x]))
+        given = leaf(1)
+        np.testing.assert_array_equal(made([given])[0], [2] * 3)
+        assert given.is_deleted()
+
+    def test_never_of_what_is_returned(self):
+        graph, (x,) = arguments(1, donated=True)
+        (a,) = graph.call(DOUBLE, 0, [x])
+        (b,) = graph.call(function(lambda x: [x + 1], SPEC), 0, [a])
+        assert donated(graph, [a, b]) == [1, 0]
+
+    def test_not_of_what_is_read_again(self):
+        graph, (x,) = arguments(1, donated=True)
+        (a,) = graph.call(DOUBLE, 0, [x])
+        (b,) = graph.call(ADD, 0, [a, x])
+        # The first read of the argument is not its last; one result is one memory.
+        assert donated(graph, [b]) == [0, 1]
+
+    def test_of_what_was_sent_and_of_what_arrived(self):
+        graph, (x,) = arguments(1)
+        (a,) = graph.call(DOUBLE, 0, [x])
+        (b,) = graph.call(function(lambda x: [x + 1], SPEC), 0, [a])
+        (c,) = graph.call(ADD, 1, [a, b])
+        made = program_of(graph, [c])
+        assert [i.source for i in made.instructions] == [None, 0, None, 0, None]
+        assert [len(call.donates) for call in calls(made)] == [0, 1, 1]
+        np.testing.assert_array_equal(made([leaf(1)])[0], [5] * 3)
+
+    def test_not_if_one_call_reads_it_twice(self):
+        graph, (x,) = arguments(1, donated=True)
+        assert donated(graph, graph.call(ADD, 0, [x, x])) == [0]
+
+    def test_only_if_all_calls_of_the_function_can(self):
+        graph, (x, kept) = arguments(2)
+        graph.donated = {x}
+        (a,) = graph.call(DOUBLE, 0, [x])
+        (b,) = graph.call(DOUBLE, 0, [kept])
+        assert donated(graph, [a, b]) == [0, 0]
+        graph, (x, kept) = arguments(2)
+        graph.donated = {x, kept}
+        (a,) = graph.call(DOUBLE, 0, [x])
+        (b,) = graph.call(DOUBLE, 0, [kept])
+        assert donated(graph, [a, b]) == [1, 1]
+
+    def test_only_where_a_result_fits(self):
+        graph, (x, y) = arguments(2, donated=True)
+        assert donated(graph, graph.call(ADD, 0, [x, y])) == [1]
+        graph, (x,) = arguments(1, donated=True)
+        whole = function(lambda x: [x.astype(jnp.int32), x.sum()], SPEC)
+        assert donated(graph, graph.call(whole, 0, [x])) == [0]
+
+    def test_not_for_a_result_that_nobody_reads(self):
+        graph, (x, y) = arguments(2, donated=True)
+        both = function(lambda x, y: [x + y, x.sum()], SPEC, SPEC)
+        assert donated(graph, graph.call(both, 0, [x, y])[1:]) == [0]
+
+    def test_not_of_keys(self):
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        graph = Graph()
+        x = graph.argument(key, 0, donated=True)
+        split = function(lambda key: [jax.random.split(key)[0]], key)
+        assert donated(graph, graph.call(split, 0, [x])) == [0]
+
+    def test_what_a_call_hands_on_is_what_it_was(self):
+        """An argument of the user's stays the user's, whatever it is called."""
+        hand = function(lambda x, y: [x, x + y], SPEC, SPEC)
+        graph, (x, y) = arguments(2)
+        same, total = graph.call(hand, 0, [x, y])
+        (out,) = graph.call(function(lambda x: [x - 1], SPEC), 0, [same])
+        made = program_of(graph, [out, total])
+        assert [len(call.donates) for call in calls(made)] == [0, 0]
+        assert [len(call.writes) for call in calls(made)] == [1, 1]
+
+    def test_two_names_of_one_result_are_one_array(self):
+        twice = function(lambda x: (lambda y: [y, y])(3 * x), SPEC)
+        graph, (x,) = arguments(1)
+        first, second = graph.call(twice, 0, [x])
+        (out,) = graph.call(ADD, 0, [first, second])
+        made = program_of(graph, [out])
+        assert [len(call.donates) for call in calls(made)] == [0, 0]
+        assert len(calls(made)[0].writes) == 1
+        np.testing.assert_array_equal(made([leaf(1)])[0], [6] * 3)
+
+
+class TestTheList:
+    def made(self):
+        graph, (x,) = arguments(1)
+        sine, cosine = graph.call(BOTH, 0, [x], Action("F", 0, 0), "Both")
+        (there,) = graph.call(DOUBLE, 1, [sine], Action("F", 1, 0), "Double")
+        (out,) = graph.call(ADD, 0, [there, cosine], Action("B", 0, 0), "Both")
+        return program_of(graph, [out])
+
+    def test_frees_at_the_last_use(self):
+        made = self.made()
+        last = {}
+        for number, instruction in enumerate(made.instructions):
+            for slot in (*instruction.reads, *instruction.donates):
+                last[slot] = number
+        freed = {
+            slot: number
+            for number, instruction in enumerate(made.instructions)
+            for slot in instruction.frees
+        }
+        for slot in made.outputs:
+            last.pop(slot, None)
+        assert freed == last
+        assert len(freed) + len(made.outputs) == len(made.specs)
+
+        def observe(instruction, slots):
+            assert all(slots[slot] is None for slot in instruction.frees)
+            assert all(slots[s] is not None for s in instruction.writes)
+
+        made([leaf(1)], observe)
+
+    def test_results_that_nobody_reads_are_not_made(self):
+        graph, (x,) = arguments(1)
+        sine, _ = graph.call(BOTH, 0, [x])
+        made = program_of(graph, [sine])
+        (call,) = calls(made)
+        assert call.run.kept == [0]
+        assert len(call.writes) == 1
+        np.testing.assert_array_equal(made([leaf(1)])[0], jnp.sin(leaf(1)))
+
+    def test_bytes_are_those_of_what_is_written_and_freed(self):
+        made = self.made()
+        (given, *after) = held(made)
+        assert given == [12, 0]
+        # The argument stays its owner's. Of both results one is sent, doubled, sent
+        # back, and added to the other.
+        assert [i.source for i in made.instructions] == [None, 0, None, 1, None]
+        assert after == [[36, 0], [24, 12], [24, 12], [36, 0], [24, 0]]
+
+    def test_calls_of_one_function_in_one_place_share_a_program(self):
+        graph, (x,) = arguments(1)
+        (a,) = graph.call(DOUBLE, 0, [x])
+        (b,) = graph.call(DOUBLE, 0, [a])
+        (c,) = graph.call(DOUBLE, 1, [b])
+        made = program_of(graph, [c])
+        assert len(made.programs) == 2
+        np.testing.assert_array_equal(made([leaf(1)])[0], [8] * 3)
+
+    def test_a_second_run_is_given_nothing_of_the_first(self):
+        made = self.made()
+        first, second = made([leaf(1)])[0], made([leaf(2)])[0]
+        np.testing.assert_array_equal(first, 2 * jnp.sin(leaf(1)) + jnp.cos(leaf(1)))
+        np.testing.assert_array_equal(second, 2 * jnp.sin(leaf(2)) + jnp.cos(leaf(2)))
+
+    def test_arguments_may_be_returned_and_sent(self):
+        graph, (x,) = arguments(1)
+        made = program_of(graph, [x, graph.at(x, 1)])
+        (move,) = moves(made)
+        assert (move.source, move.place, move.label) == (0, 1, "arguments")
+        given = leaf(1)
+        first, second = made([given])
+        assert first is given
+        assert second.device == jax.devices()[1]
+
+    def test_a_batch_may_come_from_the_host(self):
+        graph, (x,) = arguments(1, OUTSIDE)
+        made = program_of(graph, graph.call(DOUBLE, 1, [x]))
+        (out,) = made([np.ones(3, np.float32)])
+        assert out.device == jax.devices()[1]
+
+
+class TestErrors:
+    def broken(self, label, layers):
+        class Broken(Exception):
+            pass
+
+        def observe(instruction, slots):
+            if instruction.label == label:
+                raise Broken
+
+        graph, (x,) = arguments(1)
+        (a,) = graph.call(DOUBLE, 0, [x])
+        made = program_of(graph, graph.call(DOUBLE, 1, [a], label, layers))
+        with pytest.raises(Broken) as caught:
+            made([leaf(1)], observe)
+        return caught.value.__notes__
+
+    def test_name_the_action_its_device_and_its_layers(self):
+        notes = self.broken(Action("F", 1, 2), "layers 3 to 4")
+        assert notes == ["raised in action 1F2 on cpu:1: layers 3 to 4"]
+
+    def test_name_what_is_no_action_by_its_words(self):
+        assert self.broken("join", "") == ["raised in join on cpu:1"]

@@ -1,0 +1,132 @@
+"""Programs that are compiled ahead, side by side, and what is then known."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jpipe
+from jpipe._instructions import _compile
+
+from .. import reference as ref
+
+
+def made(schedule="1f1b"):
+    layers = [ref.dense(6), jnp.tanh, ref.dense(6), ref.dense(4)]
+    return jpipe.pipeline(layers, 4, balance=[2, 1, 1], schedule=schedule)
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """What XLA compiles, by name, with nothing compiled before."""
+    monkeypatch.setattr(_compile, "_executables", _compile.OrderedDict())
+    names = []
+    timed = _compile._timed
+
+    def noting(lowered):
+        names.append(lowered.as_text().split("@", 1)[1].split(" ", 1)[0])
+        return timed(lowered)
+
+    monkeypatch.setattr(_compile, "_timed", noting)
+    return names
+
+
+def calls(pipe, x, targets):
+    """All that can be compiled ahead, with arguments."""
+    tx = optax.adam(1e-2)
+    state = pipe.init_train_state(jax.random.key(0), x, tx)
+    return {
+        "apply": (pipe.apply, (state.variables, x)),
+        "value_and_grad": (
+            pipe.value_and_grad(ref.mse),
+            (state.variables, x, targets),
+        ),
+        "train_step": (pipe.train_step(ref.mse, tx), (state, x, targets)),
+    }
+
+
+@pytest.mark.parametrize("name", ["apply", "value_and_grad", "train_step"])
+def test_the_first_call_compiles_nothing_more(name, compiled):
+    pipe, (x, targets) = made(), ref.regression(8)
+    function, args = calls(pipe, x, targets)[name]
+    compiled.clear()
+    report = pipe.compile(function, *args)
+    assert len(compiled) == len(report.programs) > 2
+    assert all(program.seconds > 0 for program in report.programs)
+    assert report.flops > 0
+    assert report.seconds > 0
+    assert [device for device, _ in report.peak_bytes] == ["cpu:0", "cpu:1", "cpu:2"]
+    assert str(report).splitlines()[0].split()[:2] == ["program", "device"]
+    compiled.clear()
+    function(*args)
+    assert not compiled
+
+
+def test_shapes_are_enough():
+    pipe, (x, targets) = made(), ref.regression(8)
+    variables = pipe.init(jax.random.key(0), x)
+    specs = jax.eval_shape(lambda: (variables, x, targets))
+    gradient = pipe.value_and_grad(ref.mse)
+    report = pipe.compile(gradient, *specs)
+    backwards = [p for p in report.programs if "backward" in p.name]
+    assert sum(program.calls for program in backwards) == 3 * 4
+    value = gradient(variables, x, targets)
+    layers = [ref.dense(6), jnp.tanh, ref.dense(6), ref.dense(4)]
+    expected = ref.value_and_grad(layers, ref.params_of(variables), x, targets)
+    ref.assert_close(value, expected, ref.FLOAT32)
+
+
+def test_the_same_step_made_again_compiles_nothing(compiled):
+    """As a cell of a notebook does."""
+    x, targets = ref.regression(8)
+    results = []
+    for _ in range(2):
+        compiled.clear()
+        pipe = made()
+        function, args = calls(pipe, x, targets)["train_step"]
+        results.append(function(*args))
+    assert not compiled
+    ref.assert_equal(*results)
+
+
+def test_what_calls_python_is_compiled_for_each(compiled, capfd):
+    x, targets = ref.regression(8)
+    for word in ("first", "second"):
+
+        def printing(x, word=word):
+            jax.debug.callback(lambda: print(word))
+            return x
+
+        pipe = jpipe.pipeline([ref.dense(4), printing], 2, balance=[2])
+        variables = pipe.init(jax.random.key(0), x)
+        capfd.readouterr()
+        pipe.value_and_grad(ref.mse)(variables, x, targets)
+        jax.effects_barrier()
+        assert set(capfd.readouterr().out.split()) == {word}
+
+
+def test_executables_are_not_kept_without_end(compiled, monkeypatch):
+    monkeypatch.setattr(_compile, "_MOST", 3)
+    pipe, (x, targets) = made(), ref.regression(8)
+    function, args = calls(pipe, x, targets)["train_step"]
+    function(*args)
+    assert len(_compile._executables) == 3
+
+
+def test_what_cannot_be_compiled_is_refused():
+    pipe, (x, _) = made(), ref.regression(8)
+    with pytest.raises(TypeError, match=r"pipe\.compile takes what"):
+        pipe.compile(lambda x: x, x)
+    with pytest.raises(TypeError, match="and its arguments; not <bound method"):
+        pipe.compile(pipe.init, x)
+
+
+def test_it_is_said_on_a_terminal_how_far_compiling_has_come(monkeypatch, capsys):
+    monkeypatch.setattr(_compile, "_LONG", -1.0)
+    monkeypatch.setattr(_compile.sys.stderr, "isatty", lambda: True, raising=False)
+    with _compile._Progress() as progress:
+        progress.say(1, 2)
+        progress.say(2, 2)
+    said = capsys.readouterr().err
+    assert "jpipe: 1 of 2 programs compiled in 0 s" in said
+    assert said.endswith("\r\x1b[K")
