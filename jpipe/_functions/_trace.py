@@ -13,7 +13,7 @@ from jax.extend import core
 
 from .._jaxprs import _jaxpr
 from .._layers import _batchnorm, _skip
-from .._layers._batchnorm import Norm
+from .._layers._batchnorm import Left, Norm
 from .._layers._skip import NO_PORTS, Ports
 from .._layers._stage import StageFunction
 from ._objective import Objective
@@ -76,7 +76,7 @@ def trace(
         closed, (loss, y, _) = _jaxpr.trace(whole, weights.specs, x_leaves, values)
     results, again = record.left(closed)
     first = len(results) - len(changed_at)
-    again.update(*results[:first])
+    read = set().union(*(norms for left in results[:first] for norms in left))
     task = _prune(
         Task(
             stage=stage,
@@ -96,7 +96,7 @@ def trace(
         len(loss),
     )
     left = dict(zip(changed_at, results[first:], strict=True))
-    return replace(task, norms=_norms(task, left, again))
+    return replace(task, norms=_norms(task, left, again, read))
 
 
 def _applied(
@@ -148,39 +148,46 @@ def _check_written(
 
 
 def _norms(
-    task: Task, left: Mapping[int, set[Norm]], again: set[Norm]
+    task: Task, left: Mapping[int, Left], again: set[Norm], read: set[Norm]
 ) -> tuple[tuple[int, int, float], ...]:
     """Where the statistics of batch norms stand among the changed leaves.
 
     Args:
       task: what they are in.
       left: for each changed leaf, which norms left it or what it follows from.
-      again: the norms that left what something else follows from.
+      again: the norms that left what another call of a norm started from.
+      read: the norms that left what an output follows from.
 
     Raises:
-      ValueError: if what a norm left is anything but its own running mean.
+      ValueError: if what a norm left is anything but its own running statistics.
     """
     paths = [task.weights.paths[at] for at in task.changed]
     place = {path: i for i, path in enumerate(paths)}
     found = []
     for (*path, last), at in zip(paths, task.changed, strict=True):
-        if not left[at]:
+        by, after = left[at]
+        read |= after
+        if not by:
             continue
         # In two branches it is met twice, and left once.
-        momentum, *others = [norm.momentum for norm in left[at]]
-        pair = [(*path, jax.tree_util.DictKey(name)) for name in ("mean", "var")]
-        known = (*path, last) == pair[0] and pair[1] in place
-        if known and all(other == momentum for other in others):
-            found.append((place[pair[0]], place[pair[1]], momentum))
-        else:
-            again |= left[at]
-    for norm in again:
-        error = _batchnorm.called_twice(norm.name)
-        number, layer = task.stage.first + norm.layer, task.stage.layers[norm.layer]
-        error.add_note(
-            f"raised by layer {number} ({layer.name}) of stage {task.stage.index}"
+        momentum, *others = [norm.momentum for norm in by]
+        mean, var = (
+            (*path, jax.tree_util.DictKey(name)) for name in _batchnorm.STATISTICS
         )
-        raise error
+        pair = (*path, last) in (mean, var) and mean in place and var in place
+        same = pair and all(left[task.changed[place[x]]].by == by for x in (mean, var))
+        if not same or any(other != momentum for other in others):
+            read |= by
+        elif (*path, last) == mean:
+            found.append((place[mean], place[var], momentum))
+    for norms, refusal in ((again, _batchnorm.called_twice), (read, _batchnorm.not_left_alone)):
+        for norm in norms:
+            error = refusal(norm.name)
+            number, layer = task.stage.first + norm.layer, task.stage.layers[norm.layer]
+            error.add_note(
+                f"raised by layer {number} ({layer.name}) of stage {task.stage.index}"
+            )
+            raise error
     return tuple(found)
 
 

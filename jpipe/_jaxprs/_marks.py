@@ -5,7 +5,7 @@ again, or not at all, as JAX has traced it before. The jaxpr tells.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -13,8 +13,32 @@ from jax.extend import core
 
 from . import _jaxpr
 
-Marks = frozenset[str]
-_NONE: Marks = frozenset()
+# What gives the values that it is given, in another order or shape.
+_MOVES = ("broadcast_in_dim", "copy", "reshape", "squeeze", "transpose")
+
+
+class Marks(NamedTuple):
+    """The marks that tell what a value is.
+
+    Attributes:
+      here: those on the value itself; several, where branches give one each.
+      behind: those on values from which it is computed.
+    """
+
+    here: frozenset[str] = frozenset()
+    behind: frozenset[str] = frozenset()
+
+    @property
+    def all(self) -> frozenset[str]:
+        """The marks on all that the value depends on."""
+        return self.here | self.behind
+
+    def computed(self) -> "Marks":
+        """Those on what is computed from the value."""
+        return Marks(behind=self.all)
+
+
+_NONE = Marks()
 
 
 def mark(x: jax.Array, text: str) -> jax.Array:
@@ -30,8 +54,8 @@ def follow(closed: core.ClosedJaxpr, prefix: str) -> tuple[list[Marks], set[str]
       prefix: how the texts of the marks begin.
 
     Returns:
-      For each result the marks on values that it may depend on; and those on values
-      on which a value may depend that is marked itself.
+      The marks of each result; and those on values on which a value may depend that is
+      marked itself.
     """
     remarked: set[str] = set()
     given = [_NONE] * len(closed.jaxpr.invars)
@@ -50,8 +74,9 @@ def _follow(
         operands = [read(atom) for atom in eqn.invars]
         text = eqn.params["name"] if eqn.primitive.name == "name" else ""
         if text.startswith(prefix):
-            remarked |= _any(operands)
-            results = [_any(operands) | {text}]
+            known = _any(operands).all
+            remarked |= known
+            results = [Marks(frozenset([text]), known)]
         else:
             results = _through(eqn, operands, prefix, remarked)
         marks.update(zip(eqn.outvars, results, strict=True))
@@ -75,14 +100,17 @@ def _through(
         for jaxpr in inside:
             spread = [_any(operands)] * len(jaxpr.invars)
             operands = operands + _follow(jaxpr, spread, prefix, remarked)
-        return [_any(operands)] * len(eqn.outvars)
+        found = _any(operands)
+        moved = eqn.primitive.name in _MOVES
+        return [found if moved else found.computed()] * len(eqn.outvars)
     carried = _jaxpr.carried(eqn)
     while True:
         cases = []
         for jaxpr in bodies:
             first = len(operands) - len(jaxpr.invars)
             made = _follow(jaxpr, operands[first:], prefix, remarked)
-            cases.append([_any([*operands[:first], marks]) for marks in made])
+            chosen = _any(operands[:first]).computed()
+            cases.append([_any([chosen, marks]) for marks in made])
         results = [_any(case) for case in zip(*cases, strict=True)]
         before = operands[carried]
         after = [_any(pair) for pair in zip(before, results, strict=False)]
@@ -92,4 +120,8 @@ def _through(
 
 
 def _any(marks: Iterable[Marks]) -> Marks:
-    return frozenset().union(*marks)
+    marks = list(marks)
+    return Marks(
+        frozenset().union(*(each.here for each in marks)),
+        frozenset().union(*(each.behind for each in marks)),
+    )

@@ -5,13 +5,16 @@ shard of a data-parallel worker. Its running statistics should not show that: th
 are those of the mini-batch. So it is run with a momentum of zero, which leaves the
 statistics of the micro-batch where the running ones would be; these are merged as
 Chan et al. do, which loses nothing to cancellation; and at the end of the mini-batch
-the running statistics move once, with the momentum that the user chose.
+the running statistics move once, with the momentum that the user chose. All of this
+holds for what the call of `flax` computes: a class of the user's own may call it, and
+nothing but it may write what it leaves.
 
 References:
   Chan, Golub, LeVeque, `Algorithms for Computing the Sample Variance
   <https://doi.org/10.1080/00031305.1983.10483115>`_ (1983).
 """
 
+import inspect
 import itertools
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
@@ -25,8 +28,9 @@ from jax.extend import core
 
 from .._jaxprs import _marks
 
-# How the marks on the running means that batch norms leave begin.
+# How the marks on the statistics that batch norms leave begin.
 _MARK = "jpipe batch norm "
+STATISTICS = ("mean", "var")
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +48,18 @@ class Norm:
     momentum: float
 
 
+class Left(NamedTuple):
+    """What batch norms have to do with a result.
+
+    Attributes:
+      by: those of which it is a running mean or variance, as they left it.
+      after: those on whose statistics it depends in another way.
+    """
+
+    by: set[Norm]
+    after: set[Norm]
+
+
 @dataclass
 class Record:
     """The batch norms of a stage, as its layers are traced.
@@ -55,27 +71,26 @@ class Record:
     Attributes:
       layer: the number of the layer that is being applied.
       norms: what was met so far; a mark is the number of one.
-      running: the modules whose calls have not ended.
     """
 
     layer: int = 0
     norms: list[Norm] = field(default_factory=list)
-    running: list[Any] = field(default_factory=list)
 
-    def left(self, closed: core.ClosedJaxpr) -> tuple[list[set[Norm]], set[Norm]]:
-        """Where in the jaxpr of the stage the running means are that its norms left.
+    def left(self, closed: core.ClosedJaxpr) -> tuple[list[Left], set[Norm]]:
+        """Where in the jaxpr of the stage the statistics are that its norms left.
 
         Args:
           closed: the jaxpr.
 
         Returns:
-          For each of its results, by which norms it was left or follows from what they
-          left; and those that left one to a norm, which is not the running one.
+          For each of its results, which norms left it or what it follows from; and
+          those that left something to a norm, which is not what was running before.
         """
         if not self.norms:
-            return [set() for _ in closed.jaxpr.outvars], set()
+            return [Left(set(), set()) for _ in closed.jaxpr.outvars], set()
         results, again = _marks.follow(closed, _MARK)
-        return [self._known(marks) for marks in results], self._known(again)
+        found = [Left(*map(self._known, marks)) for marks in results]
+        return found, self._known(again)
 
     def _known(self, marks: Container[str]) -> set[Norm]:
         numbered = enumerate(self.norms)
@@ -130,15 +145,14 @@ def meet(name: str, momentum: float) -> Callable[[jax.Array], jax.Array] | None:
       momentum: what the user chose.
 
     Returns:
-      What marks the running mean that it leaves, if it is to run with a momentum of
-      zero.
+      What marks the statistics that it leaves, if it is to run with a momentum of zero.
     """
     record = _current.get()
     if record is None:
         return None
     record.norms.append(Norm(record.layer, name, momentum))
     text = f"{_MARK}{len(record.norms) - 1}"
-    return lambda mean: _marks.mark(mean, text)
+    return lambda x: _marks.mark(x, text)
 
 
 def called_twice(name: str) -> ValueError:
@@ -146,6 +160,18 @@ def called_twice(name: str) -> ValueError:
     return ValueError(
         f"batch norm {name} is called twice in one layer: the second time it would "
         f"start from the statistics of the micro-batch; make two"
+    )
+
+
+def not_left_alone(name: str) -> ValueError:
+    """The refusal of what follows from the statistics that a batch norm leaves."""
+    return ValueError(
+        f"what batch norm {name} leaves as its running statistics is read, copied or "
+        f"changed in the same step, by another call of it or by code that is not "
+        f"Flax's: there it is that of one micro-batch, as the running ones move once in "
+        f"a mini-batch; make two norms, or read it before the norm is called; for a "
+        f"rule of your own make a norm that derives from Module, with its own "
+        f'nnx.BatchStat or self.variable("batch_stats", ...)'
     )
 
 
@@ -158,37 +184,42 @@ def masked(name: str) -> ValueError:
     )
 
 
+# What Flax's own method runs; that of a class derived from it is another.
+_CALL = inspect.unwrap(linen.BatchNorm.__call__).__code__
+
+
 def _intercept(call: Callable[..., Any], args: Any, keywords: Any, context: Any) -> Any:
     """For `flax.linen.intercept_methods`: runs batch norms with a momentum of zero."""
     module: Any = context.module
-    record = _current.get()
-    norm = isinstance(module, linen.BatchNorm) and context.method_name == "__call__"
-    if record is None or not norm:
+    if _current.get() is None or not _is_flaxs(context.orig_method):
         return call(*args, **keywords)
-    momentum, before = module.momentum, _mean(module)
-    name = "/".join(module.path) or type(module).__name__
-    # A class of the user's own may call that of Flax, which is met again then.
-    mark = None if module in record.running else meet(name, momentum)
+    momentum, before = module.momentum, _statistics(module)
+    mark = meet("/".join(module.path) or type(module).__name__, momentum)
     # A bound module cannot be cloned in place, and refuses to be changed.
     object.__setattr__(module, "momentum", 0.0)
-    record.running.append(module)
     try:
         y = call(*args, **keywords)
     finally:
-        record.running.pop()
         object.__setattr__(module, "momentum", momentum)
-    after = _mean(module)
-    if after is before:  # a frozen one writes nothing
+    after = _statistics(module)
+    if after[0] is before[0]:  # a frozen one writes nothing
         return y
     if keywords.get("mask") is not None:
-        raise masked(name)
-    if mark:
-        module.put_variable("batch_stats", "mean", jax.tree.map(mark, after))
+        raise masked("/".join(module.path) or type(module).__name__)
+    for name, value in zip(STATISTICS, after, strict=True):
+        module.put_variable("batch_stats", name, jax.tree.map(mark, value))
     return y
 
 
-def _mean(module: linen.BatchNorm) -> Any:
-    return module.get_variable("batch_stats", "mean")
+def _is_flaxs(method: Callable[..., Any]) -> bool:
+    """Whether a method is that of `flax.linen.BatchNorm`, of whatever class it is."""
+    # Flax gives it with the module bound by functools.partial.
+    function = inspect.unwrap(getattr(method, "func", method))
+    return getattr(function, "__code__", None) is _CALL
+
+
+def _statistics(module: linen.BatchNorm) -> list[Any]:
+    return [module.get_variable("batch_stats", name) for name in STATISTICS]
 
 
 class Merged(NamedTuple):

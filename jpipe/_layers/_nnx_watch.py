@@ -97,7 +97,7 @@ def _note(node: Any, kind: str, switch: bool | None, rate: float) -> None:
 
 
 def _watch_norm(norm: nnx.BatchNorm, path: tuple[Any, ...], train: bool) -> None:
-    """Lets a batch norm tell when its running mean is read, and when it is written."""
+    """Lets a batch norm tell when its statistics are read, and when they are written."""
     called, frozen = dotted(path) or type(norm).__name__, is_frozen(norm)
     mark = _batchnorm.meet(called, norm.momentum) if train else None
     if mark:
@@ -114,12 +114,18 @@ def _watch_norm(norm: nnx.BatchNorm, path: tuple[Any, ...], train: bool) -> None
         del variable
         if record := _watch.current():
             record.met[*path, 0].trained = True
-        if mark and _is_masked():
+        if not mark:
+            return value
+        running = _running()
+        if not running or running["self"].momentum != 0:
+            raise _batchnorm.not_left_alone(called)
+        if running["mask"] is not None:
             raise _batchnorm.masked(called)
-        return mark(value) if mark else value
+        return mark(value)
 
-    for hook, ours in zip(_HOOKS, (read, write), strict=True):
-        norm.mean.set_metadata(**{hook: (*_hooks(norm.mean, hook), ours)})
+    for statistic in (norm.mean, norm.var):
+        for hook, ours in zip(_HOOKS, (read, write), strict=True):
+            statistic.set_metadata(**{hook: (*_hooks(statistic, hook), ours)})
 
 
 def unwatch(variable: nnx.Variable) -> None:
@@ -140,8 +146,8 @@ def _hooks(variable: nnx.Variable, hook: str) -> tuple[Callable[..., Any], ...]:
     return own if isinstance(own, tuple) else (own,)
 
 
-def _is_masked() -> bool:
-    """Whether the call of Flax's batch norm that is running was given a mask.
+def _running() -> dict[str, Any]:
+    """What the call of Flax's batch norm that is running was given; empty if none is.
 
     It may be the call of a class of the user's own, which stays what it is: so it is
     looked for in what Python is running.
@@ -150,7 +156,7 @@ def _is_masked() -> bool:
     frame = inspect.currentframe()
     while frame and frame.f_code is not code:
         frame = frame.f_back
-    return frame is not None and frame.f_locals.get("mask") is not None
+    return frame.f_locals if frame else {}
 
 
 def leaves_open(module: nnx.Module) -> bool:

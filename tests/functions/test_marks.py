@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jpipe._jaxprs._marks import follow, mark
+from jpipe._jaxprs._marks import Marks, follow, mark
 
 
 def a(x):
@@ -69,11 +69,36 @@ def solved(x):
 def test_marks_are_followed(function, results, remarked):
     closed = jax.make_jaxpr(function)(jnp.ones(2))
     found, again = follow(closed, "mark ")
-    short = [{text.removeprefix("mark ") for text in marks} for marks in found]
+    short = [{text.removeprefix("mark ") for text in marks.all} for marks in found]
     assert short == [set(marks) for marks in results]
     assert {text.removeprefix("mark ") for text in again} == set(remarked)
 
 
+def chooses(x):
+    return jax.lax.cond(a(x).sum() > 0, b, lambda x: 2 * b(x), x)
+
+
+@pytest.mark.parametrize(
+    ("function", "results"),
+    [
+        (lambda x: (a(x), 2 * a(x), b(a(x))), ["a", "-a", "b-a"]),
+        (lambda x: (a(x)[:, None], jnp.clip(a(x), 0, 1)), ["a", "-a"]),
+        (lambda x: jax.lax.cond(x.sum() > 0, a, b, x), ["ab"]),
+        (chooses, ["b-ab"]),
+        (loop, ["", "a"]),
+        (jax.vmap(a, out_axes=1), ["a"]),
+        (jax.checkpoint(jax.jit(a)), ["a"]),
+    ],
+)
+def test_what_is_marked_is_told_from_what_follows_from_it(function, results):
+    closed = jax.make_jaxpr(function)(jnp.ones((2, 2)))
+    found, _ = follow(closed, "mark ")
+    for marks, expected in zip(found, results, strict=True):
+        here, _, behind = expected.partition("-")
+        assert {text[-1] for text in marks.here} == set(here)
+        assert {text[-1] for text in marks.behind} == set(behind)
+
+
 def test_marks_of_others_are_nothing():
     closed = jax.make_jaxpr(a)(jnp.ones(2))
-    assert follow(closed, "other") == ([frozenset()], set())
+    assert follow(closed, "other") == ([Marks()], set())

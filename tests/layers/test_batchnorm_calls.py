@@ -200,7 +200,7 @@ def test_trained_and_then_frozen_is_twice_too():
             return self.norm(x) + self.norm(x, use_running_average=True)
 
     x, targets = ref.regression(8)
-    with pytest.raises(ValueError, match="start from the statistics of the micro"):
+    with pytest.raises(ValueError, match="is read, copied or changed in the same step"):
         committed(jpipe.pipeline([Both(), ref.dense(4)], 2), x, targets)
 
 
