@@ -61,7 +61,6 @@ def trace(
         x = jax.tree.unflatten(x_tree, x_leaves)
         y, changed = _applied(stage, ports, variables, x, given, train)
         changes = _changes(weights, changed)
-        _check_written(stage, weights, changes)
         changed_at[:] = changes
         loss = []
         if objective is not None:
@@ -96,7 +95,10 @@ def trace(
         len(loss),
     )
     left = dict(zip(changed_at, results[first:], strict=True))
-    return replace(task, norms=_norms(task, left, again, read))
+    task = replace(task, norms=_norms(task, left, again, read))
+    avals = closed.out_avals[first:]
+    _check_written(task, dict(zip(changed_at, avals, strict=True)))
+    return task
 
 
 def _applied(
@@ -132,18 +134,24 @@ def _changes(weights: Weights, changed: PyTree) -> dict[int, Any]:
     }
 
 
-def _check_written(
-    stage: StageFunction, weights: Weights, changes: Mapping[int, Any]
-) -> None:
-    """A mean over micro-batches has no place in a leaf of integers."""
-    for at, leaf in changes.items():
-        spec, (place, *names) = weights.specs[at], weights.paths[at]
-        if is_inexact(jnp.asarray(leaf)) and not is_inexact(spec):
+def _check_written(task: Task, avals: Mapping[int, Any]) -> None:
+    """A leaf keeps its dtype, in which all that is written to it must have a place.
+
+    A mean over micro-batches has none in integers. Running statistics of batch norms
+    are Flax's own, and keep the dtype in which Flax makes them.
+    """
+    norms = {place for mean, var, _ in task.norms for place in (mean, var)}
+    for place, at in enumerate(task.changed):
+        spec, new = task.weights.specs[at], _jaxpr.spec(avals[at])
+        wider = jnp.result_type(new, spec.dtype) != spec.dtype
+        if wider and is_inexact(new) and place not in norms:
+            layer, *names = task.weights.paths[at]
+            stage = task.stage
             raise ValueError(
-                f"layer {stage.first + place.idx} ({stage.layers[place.idx].name}) "
-                f"writes {jnp.result_type(leaf)} to "
-                f"{jax.tree_util.keystr(tuple(names))}, which it made as {spec.dtype}; "
-                f"make it of a floating dtype"
+                f"layer {stage.first + layer.idx} ({stage.layers[layer.idx].name}) "
+                f"writes {new.dtype} to {jax.tree_util.keystr(tuple(names))}, which it "
+                f"made as {spec.dtype}, and a pipeline keeps dtypes; make it of "
+                f"{new.dtype}, or write what is cast to {spec.dtype}"
             )
 
 

@@ -175,6 +175,16 @@ def not_left_alone(name: str) -> ValueError:
     )
 
 
+def in_evaluation(name: str) -> ValueError:
+    """The refusal of a batch norm that is trained where nothing is."""
+    return ValueError(
+        f"batch norm {name} is trained in evaluation, and would normalize by the "
+        f"micro-batch, as something in the module says use_running_average=False; "
+        f"leave it out, as evaluation sets the norm itself, or let __call__ take train "
+        f"and pass use_running_average=not train"
+    )
+
+
 def masked(name: str) -> ValueError:
     """The refusal of a batch norm that is trained with a mask."""
     return ValueError(

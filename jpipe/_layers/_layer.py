@@ -164,9 +164,9 @@ def _various(module: Any, method: Any) -> str:
         return ""
     return (
         f"{type(module).__name__} is called with any keywords (**), which may say "
-        f"whether it is trained; "
-        f"list jpipe.layer(module, lambda module, x, train: module(x, train=train)) "
-        f"with those that it takes"
+        f"whether it is trained; list jpipe.layer(module, lambda module, x: module(x)) "
+        f"if it takes none that does, and jpipe.layer(module, lambda module, x, train: "
+        f"module(x, train=train)), by the name that it has, if it does"
     )
 
 

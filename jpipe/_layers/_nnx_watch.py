@@ -114,14 +114,14 @@ def _watch_norm(norm: nnx.BatchNorm, path: tuple[Any, ...], train: bool) -> None
         del variable
         if record := _watch.current():
             record.met[*path, 0].trained = True
-        if not mark:
-            return value
         running = _running()
+        if running and not train:
+            raise _batchnorm.in_evaluation(called)
         if not running or running["self"].momentum != 0:
             raise _batchnorm.not_left_alone(called)
         if running["mask"] is not None:
             raise _batchnorm.masked(called)
-        return mark(value)
+        return mark(value) if mark else value
 
     for statistic in (norm.mean, norm.var):
         for hook, ours in zip(_HOOKS, (read, write), strict=True):

@@ -118,6 +118,35 @@ def _is_key(leaf: Any) -> bool:
 serialization.register_serialization_state(TrainState, _to_state_dict, _from_state_dict)
 
 
+def check_apart(state: TrainState) -> None:
+    """Checks that no array stands twice in what a step overwrites.
+
+    Raises:
+      ValueError: with where it stands, if one does.
+    """
+    held = {name: getattr(state, name) for name in ("params", "model_state")}
+    flat = [
+        (path, leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(
+            {**held, "opt_state": state.opt_state}
+        )
+        if isinstance(leaf, jax.Array)
+    ]
+    if len({id(leaf) for _, leaf in flat}) == len(flat):
+        return
+    places: dict[int, list[str]] = {}
+    for (name, *path), leaf in flat:
+        text = f"state.{name.key}{jax.tree_util.keystr(tuple(path))}"
+        places.setdefault(id(leaf), []).append(text)
+    twice = [" and ".join(found) for found in places.values() if len(found) > 1]
+    raise ValueError(
+        "a step overwrites its state, in which an array stands twice; copy one, as in "
+        "jax.tree.map(jnp.copy, tree), or build the step with "
+        "pipe.train_step(..., donate=False):\n"
+        + "\n".join(f"  * {each}" for each in twice)
+    )
+
+
 def check_state(state: Any) -> None:
     """Checks that something is a state that a step can change.
 

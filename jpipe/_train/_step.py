@@ -20,7 +20,7 @@ from .._run import _signature, _variables
 from .._run._context import outside_of_meshes
 from ._gradient import Gradient
 from ._optimizer import Optimizer
-from ._state import Made, TrainState, become, check_state, note_made
+from ._state import Made, TrainState, become, check_apart, check_state, note_made
 
 PyTree = Any
 # To a type checker it has no attributes.
@@ -91,6 +91,8 @@ class TrainStep:
             _variables.check_concrete(leaves)
             compiled.gradient.layout.check([leaves[i] for i in compiled.order])
             compiled.optimizer.check(state.opt_state)
+            if self._may_donate():
+                check_apart(state)
         batch = jax.tree.leaves((x, targets))
         _variables.check_concrete(batch)
         with Interrupts() as interrupts:

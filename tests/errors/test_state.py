@@ -89,6 +89,16 @@ def test_state_that_was_not_donated_can_be_used_again(pipe, first_state, second_
         assert_same(step(state, X, TARGETS)[0], second_state)
 
 
+def test_an_array_that_stands_twice_in_a_state_is_named(pipe):
+    tx = optax.trace(0.9)
+    state = pipe.init_train_state(KEY, X, tx)
+    state = state.replace(opt_state=optax.TraceState(trace=state.params))
+    match = says("stands twice", "jnp.copy", "donate=False", "  * state.", " and state.")
+    with pytest.raises(ValueError, match=match):
+        pipe.train_step(mse, tx)(state, X, TARGETS)
+    pipe.train_step(mse, tx, donate=False)(state, X, TARGETS)
+
+
 def with_bias(state: jpipe.TrainState, bias: Any) -> jpipe.TrainState:
     first = {**state.params[0], "bias": bias}
     return dataclasses.replace(state, params=(first, *state.params[1:]))

@@ -134,3 +134,15 @@ def test_a_class_of_linen_with_a_rule_of_its_own_keeps_it():
     (mean,) = jax.tree.leaves(state.model_state[0])
     # The mean over the micro-batches of what each has made of it.
     np.testing.assert_allclose(mean, 0.5 * x.mean(0), rtol=1e-5, atol=1e-6)
+
+
+def says_it_itself(own, x):
+    return own.norm(x, use_running_average=not own.training)
+
+
+def test_a_norm_that_an_attribute_trains_in_evaluation_is_refused():
+    layer = Around(says_it_itself)
+    layer.training = True
+    pipe = jpipe.pipeline([layer, ref.dense(4)], 2)
+    with pytest.raises(ValueError, match="norm is trained in evaluation.*not train"):
+        pipe.init(jax.random.key(0), jnp.ones((4, 5)))

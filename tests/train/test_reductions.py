@@ -99,11 +99,12 @@ def test_a_forward_alone_makes_no_sums_of_gradients():
     assert names == ["split", *["forward"] * 4, "join"]
 
 
-def test_a_mean_is_not_kept_as_an_integer():
+@pytest.mark.parametrize("dtype", ["int32", "bfloat16"])
+def test_a_mean_is_kept_in_no_dtype_in_which_it_has_no_place(dtype):
     class Mean(nn.Module):
         @nn.compact
         def __call__(self, x):
-            kept = self.variable("stats", "m", lambda: jnp.array(0))
+            kept = self.variable("stats", "m", lambda: jnp.array(0, dtype))
             if self.is_mutable_collection("stats") and not self.is_initializing():
                 kept.value = x.mean()
             return nn.Dense(4)(x)
@@ -111,7 +112,7 @@ def test_a_mean_is_not_kept_as_an_integer():
     pipe = jpipe.pipeline([ref.dense(4), Mean()], 2)
     x, targets = ref.regression(4)
     variables = pipe.init(jax.random.key(0), x)
-    message = r"layer 1 \(Mean\) writes float32 to \['stats'\]\['m'\], .* as int32"
+    message = rf"layer 1 \(Mean\) writes float32 to \['stats'\]\['m'\], .* as {dtype}"
     with pytest.raises(ValueError, match=message):
         pipe.value_and_grad(ref.mse)(variables, x, targets)
 
