@@ -188,14 +188,17 @@ def _norms(
             read |= by
         elif (*path, last) == mean:
             found.append((place[mean], place[var], momentum))
-    for norms, refusal in ((again, _batchnorm.called_twice), (read, _batchnorm.not_left_alone)):
-        for norm in norms:
-            error = refusal(norm.name)
-            number, layer = task.stage.first + norm.layer, task.stage.layers[norm.layer]
-            error.add_note(
-                f"raised by layer {number} ({layer.name}) of stage {task.stage.index}"
-            )
-            raise error
+    for norm in (*again, *read):
+        error = (
+            _batchnorm.called_twice(norm.name)
+            if norm in again
+            else _batchnorm.not_left_alone(norm.name)
+        )
+        number, layer = task.stage.first + norm.layer, task.stage.layers[norm.layer]
+        error.add_note(
+            f"raised by layer {number} ({layer.name}) of stage {task.stage.index}"
+        )
+        raise error
     return tuple(found)
 
 

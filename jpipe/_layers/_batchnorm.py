@@ -168,8 +168,8 @@ def not_left_alone(name: str) -> ValueError:
     return ValueError(
         f"what batch norm {name} leaves as its running statistics is read, copied or "
         f"changed in the same step, by another call of it or by code that is not "
-        f"Flax's: there it is that of one micro-batch, as the running ones move once in "
-        f"a mini-batch; make two norms, or read it before the norm is called; for a "
+        f"Flax's: there it is that of one micro-batch, and the running ones move once "
+        f"in a mini-batch; make two norms, or read it before the norm is called; for a "
         f"rule of your own make a norm that derives from Module, with its own "
         f'nnx.BatchStat or self.variable("batch_stats", ...)'
     )

@@ -97,7 +97,7 @@ def _note(node: Any, kind: str, switch: bool | None, rate: float) -> None:
 
 
 def _watch_norm(norm: nnx.BatchNorm, path: tuple[Any, ...], train: bool) -> None:
-    """Lets a batch norm tell when its statistics are read, and when they are written."""
+    """Lets a batch norm tell when its statistics are read, and when written."""
     called, frozen = dotted(path) or type(norm).__name__, is_frozen(norm)
     mark = _batchnorm.meet(called, norm.momentum) if train else None
     if mark:

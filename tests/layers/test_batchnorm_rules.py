@@ -144,5 +144,5 @@ def test_a_norm_that_an_attribute_trains_in_evaluation_is_refused():
     layer = Around(says_it_itself)
     layer.training = True
     pipe = jpipe.pipeline([layer, ref.dense(4)], 2)
-    with pytest.raises(ValueError, match="norm is trained in evaluation.*not train"):
+    with pytest.raises(ValueError, match=r"norm is trained in evaluation.*not train"):
         pipe.init(jax.random.key(0), jnp.ones((4, 5)))
