@@ -339,7 +339,7 @@ def _at_least(least: int) -> Callable[[str], int]:
     def convert(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
             raise argparse.ArgumentTypeError(
-                f"{text!r} is no whole number from {least} on"
+                f"{text!r} is not a whole number from {least} on"
             )
         return int(text)
 
@@ -352,7 +352,7 @@ def _positive(text: str) -> float:
     except ValueError:
         number = math.nan
     if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return number
 
 

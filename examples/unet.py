@@ -344,7 +344,7 @@ def _faults(options: Options) -> Iterator[str]:
             f"--microbatches {options.microbatches}"
         )
     if options.patch % 2**LEVELS or not 0 < options.patch <= LARGEST:
-        yield f"--patch is no multiple of {2**LEVELS} from {2**LEVELS} to {LARGEST}"
+        yield f"--patch is not a multiple of {2**LEVELS} from {2**LEVELS} to {LARGEST}"
     # Better now than after the training.
     if not Path(options.png).absolute().parent.is_dir():
         yield f"--png {options.png} is in no folder that is there"

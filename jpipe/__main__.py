@@ -151,7 +151,7 @@ def _read(file: str) -> tuple[str, str]:
             return sys.stdin.read(), "stdin"
         return Path(file).read_text("utf-8"), Path(file).stem
     except UnicodeDecodeError:
-        raise _Unfit(f"{file}: is no text in UTF-8") from None
+        raise _Unfit(f"{file}: is not a text in UTF-8") from None
 
 
 def _summary(timeline: Timeline, num_microbatches: int) -> str:

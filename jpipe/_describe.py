@@ -2,23 +2,23 @@
 
 from collections.abc import Sequence
 
+from ._cache import ProgramCache
 from ._functions import _remat
 from ._functions._weights import is_params
 from ._instructions import _bytes
 from ._instructions._bytes import most_kept, nbytes
 from ._layers._skip import label
-from ._library import Library
 from ._plan import Plan, StagePlan
 from ._run._pipe import Pipe
 from .schedules import Action
 
 
-def describe(pipe: Pipe, library: Library) -> Plan:
+def describe(pipe: Pipe, programs: ProgramCache) -> Plan:
     """Says who runs what, and more the more is known.
 
     Args:
       pipe: what is fixed for all batches.
-      library: what was compiled: parameters are known once variables were seen, bytes
+      programs: what was compiled: parameters are known once variables were seen, bytes
         once there is a program with a loss.
 
     Returns:
@@ -27,25 +27,27 @@ def describe(pipe: Pipe, library: Library) -> Plan:
     held: Sequence[int | None] = [None] * len(pipe.stages)
     peaks: tuple[tuple[str, int], ...] = ()
     ran: tuple[Action, ...] = ()
-    if library.training is not None:
-        program = library.training.program
+    if programs.training is not None:
+        program = programs.training.program
         held = most_kept(program, len(pipe.stages))
         calls = [i.label for i in program.instructions if i.source is None]
         ran = tuple(label for label in calls if not isinstance(label, str))
         names = map(str, program.devices)
         peaks = tuple(zip(names, _bytes.peaks(program), strict=True))
     return Plan(
-        tuple(_stage(pipe, library, s, size) for s, size in enumerate(held)),
+        tuple(_stage(pipe, programs, s, size) for s, size in enumerate(held)),
         pipe.schedule,
         ran,
         peaks,
-        tuple((label(r.key), r.source, r.target) for r in library.routes),
+        tuple((label(r.key), r.source, r.target) for r in programs.routes),
     )
 
 
-def _stage(pipe: Pipe, library: Library, s: int, held_bytes: int | None) -> StagePlan:
-    stage, training = pipe.stages[s], library.training
-    layout = training.layout if training else library.layout
+def _stage(
+    pipe: Pipe, programs: ProgramCache, s: int, held_bytes: int | None
+) -> StagePlan:
+    stage, training = pipe.stages[s], programs.training
+    layout = training.layout if training else programs.layout
     params = trained = None
     if layout is not None:
         own = layout.weights[s]

@@ -83,7 +83,7 @@ class OwnLoop:
             leaves all branches are computed, unless a while loop is in one: then it
             runs on one device too.
           donate_argnums: the positions of arguments whose memory results may take.
-            Those leaves whose memory was taken cannot be used again.
+            Leaves that were donated cannot be used again.
           static_argnums: the positions of arguments that are hashable values, not
             arrays; each value is compiled anew.
 
@@ -93,8 +93,8 @@ class OwnLoop:
           an argument leaf with the end of its path is, else on the first device.
 
         Raises:
-          TypeError: if ``f`` is no function; from the function, if a leaf is no array
-            or number, or belongs to a trace.
+          TypeError: if ``f`` is not a function; from the function, if a leaf is not an
+            array or number, or belongs to a trace.
           ValueError: from the function, if an array was overwritten, is sharded, or is
             donated and given twice.
 
@@ -118,7 +118,7 @@ class OwnLoop:
         Its ``init`` and ``update`` do what those of ``tx`` do on one device, for all
         parameters at once, each where the parameter is, as `train_step` does. Nothing
         is overwritten. As under `jax.jit`, what ``tx`` itself holds is read when it is
-        traced. Leaves of integers are no parameters: ``tx`` does not see them,
+        traced. Leaves of integers are not parameters: ``tx`` does not see them,
         and their updates are zeros.
 
         Args:
@@ -130,7 +130,7 @@ class OwnLoop:
           what is given by name, such as ``value=loss``.
 
         Raises:
-          TypeError: if ``tx`` is no optax transformation.
+          TypeError: if ``tx`` is not an optax transformation.
 
         Example:
           >>> import jax, jax.numpy as jnp, jpipe, optax

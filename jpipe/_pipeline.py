@@ -8,13 +8,13 @@ import jax
 import optax
 
 from . import _values
+from ._cache import Axes, ProgramCache
 from ._describe import describe
 from ._functions._objective import Objective
 from ._functions._trainable import Trainable
 from ._instructions import _transfer
 from ._layers import _rng
 from ._layers._layer import as_module
-from ._library import Axes, Library
 from ._loop import OwnLoop
 from ._plan import Plan
 from ._profile import as_pair, profile
@@ -40,7 +40,7 @@ class Pipeline(OwnLoop):
 
     def __init__(self, pipe: Pipe, axes: Axes) -> None:
         self._pipe = pipe
-        self._library = Library(pipe, axes)
+        self._cache = ProgramCache(pipe, axes)
 
     @property
     def num_stages(self) -> int:
@@ -65,7 +65,7 @@ class Pipeline(OwnLoop):
     @property
     def plan(self) -> Plan:
         """Who runs what, in names and numbers; says more the more is known."""
-        return describe(self._pipe, self._library)
+        return describe(self._pipe, self._cache)
 
     def __repr__(self) -> str:
         return (
@@ -100,7 +100,7 @@ class Pipeline(OwnLoop):
           TypeError: if a leaf of ``x`` is not an array.
           ValueError: if a module stands twice in the list and has more than parameters.
         """
-        return _values.make(self._pipe, self._library, key, x)
+        return _values.make(self._pipe, self._cache, key, x)
 
     @outside_of_meshes
     def place(self, tree: Any) -> Any:
@@ -151,7 +151,7 @@ class Pipeline(OwnLoop):
     def _inference(
         self, variables: Any, x: PyTree, *, rngs: _rng.Rngs = None, train: bool = False
     ) -> Inference:
-        return self._library.inference(variables, x, rngs, train)
+        return self._cache.inference(variables, x, rngs, train)
 
     def value_and_grad(
         self,
@@ -206,7 +206,7 @@ class Pipeline(OwnLoop):
         """
         objective = Objective(loss_fn, has_aux, reduction, aux_axes)
         return ValueAndGrad(
-            self._library.gradients(objective, Trainable(trainable)),
+            self._cache.gradients(objective, Trainable(trainable)),
             has_aux=has_aux,
             selected=trainable is not None,
         )
@@ -235,7 +235,7 @@ class Pipeline(OwnLoop):
           The state at step 0.
 
         Raises:
-          TypeError: if ``tx`` is no optax transformation.
+          TypeError: if ``tx`` is not an optax transformation.
           ValueError: if the variables are not those of the model.
         """
         check_optimizer(tx)
@@ -243,10 +243,8 @@ class Pipeline(OwnLoop):
         if variables is None:
             variables = self.init(key, x)
         else:
-            variables = _values.take(self._pipe, self._library, variables, x)
-        return _values.train_state(
-            self._pipe, self._library, key, variables, tx, chosen
-        )
+            variables = _values.take(self._pipe, self._cache, variables, x)
+        return _values.train_state(self._pipe, self._cache, key, variables, tx, chosen)
 
     def train_step(
         self,
@@ -278,12 +276,12 @@ class Pipeline(OwnLoop):
 
         Raises:
           ValueError: if the reduction is unknown.
-          TypeError: if ``tx`` is no optax transformation.
+          TypeError: if ``tx`` is not an optax transformation.
         """
         check_optimizer(tx)
         objective = Objective(loss_fn, has_aux, reduction, aux_axes)
         return TrainStep(
-            self._library.gradients(objective, Trainable(trainable)),
+            self._cache.gradients(objective, Trainable(trainable)),
             lambda *params: _values.optimizer(self._pipe, tx, *params),
             objective=objective,
             donate=donate,
@@ -342,7 +340,7 @@ class Pipeline(OwnLoop):
 
         Raises:
           ValueError: if there is no loss yet, or the state or the batch does not fit.
-          TypeError: if ``batch`` is no pair.
+          TypeError: if ``batch`` is not a pair.
 
         Example:
           >>> import jax, jax.numpy as jnp, jpipe, optax
@@ -360,12 +358,12 @@ class Pipeline(OwnLoop):
         check_state(state)
         x, targets = as_pair(batch)
         if loss_fn is None:
-            objective, chosen = self._library.last_objective()
+            objective, chosen = self._cache.last_objective()
         else:
             objective = Objective(loss_fn, has_aux, reduction)
             chosen = Trainable(trainable)
         key = _rng.step_key(state.rng, state.step)
-        gradient = self._library.gradients(objective, chosen)(
+        gradient = self._cache.gradients(objective, chosen)(
             state.variables, x, targets, state.rng, True
         )
         leaves = gradient.arguments(state.variables, x, targets, key)

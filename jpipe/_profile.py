@@ -86,7 +86,7 @@ def as_pair(batch: Any) -> tuple[Any, Any]:
     """The input and the targets of a batch.
 
     Raises:
-      TypeError: if it is no pair.
+      TypeError: if it is not a pair.
     """
     if not isinstance(batch, tuple) or len(batch) != 2:
         raise TypeError(

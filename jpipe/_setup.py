@@ -33,7 +33,7 @@ def check_balance(balance: Any, num_layers: int) -> tuple[int, ...]:
 
     Raises:
       ValueError: with every fault of the numbers.
-      TypeError: if it is no sequence of ints.
+      TypeError: if it is not a sequence of ints.
     """
     if balance is None:
         return (1,) * num_layers
@@ -137,7 +137,7 @@ def choose_devices(devices: Any, schedule: Schedule) -> tuple[Device, ...]:
 
     Raises:
       ValueError: if there are fewer devices than ranks.
-      TypeError: if an entry is no device.
+      TypeError: if an entry is not a device.
     """
     if isinstance(devices, str) or not hasattr(devices or [], "__iter__"):
         one = isinstance(devices, jax.Device)
@@ -147,9 +147,9 @@ def choose_devices(devices: Any, schedule: Schedule) -> tuple[Device, ...]:
             f"jax.Device objects, such as devices={example}"
         )
     given: Sequence[Any] = jax.devices() if devices is None else list(devices)
-    strangers = [d for d in given if not isinstance(d, jax.Device)]
-    if strangers:
-        raise TypeError(f"devices: {strangers!r} are no jax.Device objects")
+    not_devices = [d for d in given if not isinstance(d, jax.Device)]
+    if not_devices:
+        raise TypeError(f"devices: {not_devices!r} are not jax.Device objects")
     needed = schedule.num_ranks
     if len(given) < needed:
         what = "stages" if schedule.num_stages == needed else "ranks"

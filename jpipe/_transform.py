@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from . import _setup
+from ._cache import Axes
 from ._functions import _remat
 from ._instructions._transfer import Device
 from ._layers._kept import Kept
 from ._layers._layer import as_layers
 from ._layers._stage import fuse
-from ._library import Axes
 from ._pipeline import Pipeline
 from ._run._pipe import Pipe
 from .schedules import Schedule, ScheduleBuilder

@@ -8,12 +8,12 @@ import jax
 import numpy as np
 import optax
 
+from ._cache import ProgramCache
 from ._functions import _microbatch
 from ._functions._trainable import Trainable
 from ._instructions import _transfer
 from ._layers import _rng
 from ._layers._initialize import strong
-from ._library import Library
 from ._run import _variables
 from ._run._pipe import Pipe
 from ._train._optimizer import Optimizer, place_state
@@ -23,13 +23,13 @@ PyTree = Any
 
 
 def make(
-    pipe: Pipe, library: Library, key: chex.PRNGKey, x: PyTree
+    pipe: Pipe, programs: ProgramCache, key: chex.PRNGKey, x: PyTree
 ) -> tuple[PyTree, ...]:
     """Makes the variables of all layers: see `Pipeline.init`."""
     _rng.check_key(key)
-    spec = library.sample(x)
-    visits, _ = library.expected(spec)
-    library.note([visit.variables for visit in visits], spec)
+    spec = programs.sample(x)
+    visits, _ = programs.expected(spec)
+    programs.note([visit.variables for visit in visits], spec)
 
     # Made on the first device, where equal layers share a compiled program.
     local = _transfer.put_tree(key, pipe.devices[0])
@@ -39,7 +39,7 @@ def make(
         made = visit.variables
         if jax.tree.leaves(made):
             own = _rng.layer_key(local, numbers[number])
-            made = library.initialize(
+            made = programs.initialize(
                 visit.layer, own, visit.x, visit.skips, visit.borrowed
             )
         variables.append(_transfer.put_tree(made, pipe.devices[visit.stage]))
@@ -47,17 +47,17 @@ def make(
 
 
 def take(
-    pipe: Pipe, library: Library, variables: Sequence[PyTree], x: PyTree
+    pipe: Pipe, programs: ProgramCache, variables: Sequence[PyTree], x: PyTree
 ) -> tuple[PyTree, ...]:
     """Copies of variables, in place, each in the entry that `make` gives it to.
 
     Raises:
       ValueError: if they are not those of the model, or overwritten.
     """
-    spec = library.sample(x)
-    variables = library.by_owner(variables, spec)
+    spec = programs.sample(x)
+    variables = programs.by_owner(variables, spec)
     _variables.check_alive(jax.tree.leaves(variables))
-    library.note(variables, spec)
+    programs.note(variables, spec)
     copies = tuple(
         _transfer.copy_tree(entry, pipe.devices[s])
         for entry, s in zip(variables, pipe.stage_of_layer, strict=True)
@@ -101,7 +101,7 @@ def optimizer(
 
 def train_state(
     pipe: Pipe,
-    library: Library,
+    programs: ProgramCache,
     key: chex.PRNGKey,
     variables: Sequence[PyTree],
     tx: optax.GradientTransformation,
@@ -110,7 +110,7 @@ def train_state(
     """The state at step 0, of variables that it may overwrite."""
     _rng.check_key(key)
     params = _variables.params(variables)
-    trained = jax.tree.leaves(_variables.params(library.marks(variables, trainable)))
+    trained = jax.tree.leaves(_variables.params(programs.marks(variables, trainable)))
     rng, step = _transfer.put([key, np.int32(0)], pipe.devices[0])
     init = optimizer(pipe, tx, params, trained).init
     with jax.disable_jit(False):  # zeros made by hand are on the default device

@@ -157,7 +157,7 @@ def test_a_leaf_without_an_axis_is_one_array_in_all_micro_batches():
         in_axes={"rows": 0, "matrix": None},
     )
     x = {"rows": jnp.ones((6, 4)), "matrix": jnp.ones((4, 5))}
-    program = pipe._library.inference(({}, {}), x, None, False).program
+    program = pipe._cache.inference(({}, {}), x, None, False).program
     shapes = [spec.shape for spec in program.specs]
     (split,) = (i for i in program.instructions if i.label == "split")
     assert [shapes[slot] for slot in (*split.reads, *split.donates)] == [(6, 4)]

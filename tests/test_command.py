@@ -30,7 +30,7 @@ def works(result: tuple[int, str, str]) -> str:
 
 
 def refused(result: tuple[int, str, str], *parts: str) -> None:
-    """Nothing was printed; the errors contain these texts and are no traceback."""
+    """Nothing was printed; the errors contain these texts and are not traceback."""
     status, out, err = result
     assert status == 2
     assert out == ""
@@ -269,7 +269,7 @@ def test_check_reads_standard_input(command, monkeypatch):
     [
         ("0F0 0B0\n1F0", ["mine", "E5 1B0 never runs"]),
         ("0F0 0B0 0B0\n1B0 1F0", ["E6 0B0 runs 2 times"]),
-        ("0F0 x", ["E1", "'x' is no action", "'2F0'"]),
+        ("0F0 x", ["E1", "'x' is not an action", "'2F0'"]),
         ("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1", ["E9", "waits"]),
         ("", ["empty"]),
         ("{}", ["Schedule.to_json"]),

@@ -14,11 +14,11 @@ from typing import Any
 import jax
 
 import jpipe
+from jpipe._cache import ProgramCache
 from jpipe._functions._objective import Objective
 from jpipe._instructions._compile import Compiled
 from jpipe._instructions._program import Instruction
 from jpipe._jaxprs import _jaxpr
-from jpipe._library import Library
 from jpipe._run._costs import costs_of
 from jpipe._run._pipe import Pipe
 from jpipe._train._gradient import Gradient
@@ -56,7 +56,7 @@ def gradient_of(
     """
     known = pipe._pipe
     apart = _Apart(*(getattr(known, field.name) for field in fields(Pipe)))
-    library = Library(apart, pipe._library._axes)
+    library = ProgramCache(apart, pipe._cache._axes)
     variables = tuple(visit.variables for visit in library.expected(x)[0])
     key = jax.eval_shape(random_key)
     return library.gradients(Objective(loss))(variables, x, targets, key, True)

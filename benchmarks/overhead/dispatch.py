@@ -110,7 +110,7 @@ def _loops(
 ) -> tuple[list[float], list[float]]:
     """Seconds of the executor's loop, and of its calls and moves alone."""
     variables = pipe.init(jax.random.key(0), x)
-    find = pipe._library.gradients(Objective(square))
+    find = pipe._cache.gradients(Objective(square))
     gradient = find(variables, x, x, None, True)
     program, leaves = gradient.program, gradient.arguments(variables, x, x, None)
     loop, bare = [], []

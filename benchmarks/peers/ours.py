@@ -166,7 +166,7 @@ def main() -> None:
     pin(cores)
     is_baseline = case.schedule == "baseline"
     jax.config.update("jax_num_cpu_devices", 1 if is_baseline else 2)
-    # Starts the runtime and the compiler, which are no part of the model.
+    # Starts the runtime and the compiler, which are not part of the model.
     jax.block_until_ready(jax.jit(jax.grad(jnp.square))(1.0))
     start = resident("VmRSS")
     count, step = (baseline if is_baseline else pipeline)(case)

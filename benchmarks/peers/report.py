@@ -103,7 +103,7 @@ def same_work(rounds: Rounds) -> list[dict[str, Any]]:
                 "parameters": counts,
                 "losses": losses,
                 "apart": max(apart),
-                # Written so that a loss that is no number is not the same.
+                # Written so that a loss that is not a number is not the same.
                 "same": counts == [parameters] and all(a <= TOLERANCE for a in apart),
             }
         )

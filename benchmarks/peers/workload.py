@@ -95,7 +95,7 @@ class Case:
       model: ``"mlp"`` or ``"transformer"``.
       scale: ``"full"``, ``"small"`` or ``"tiny"``.
       microbatches: how many a mini-batch is cut into, by the baseline as well.
-      schedule: ``"gpipe"`` or ``"1f1b"``; ``"baseline"`` is no pipeline.
+      schedule: ``"gpipe"`` or ``"1f1b"``; ``"baseline"`` is not a pipeline.
       remat: ``"none"``, or ``"full"``: stages keep their inputs only.
       recomputed: of a baseline with remat ``"full"``: the stages whose forward it
         computes twice, those that the pipeline beside it computes twice.

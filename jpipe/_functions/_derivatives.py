@@ -51,42 +51,44 @@ class Derivatives:
 
     @cached_property
     def forward(self) -> Function:
-        """``(weights, x, extra) -> (outputs, aux, carried)``."""
+        """``(weights, x, extra) -> (outputs, aux, residuals)``."""
         return Function.of("forward", self._cut.forward)
 
     @cached_property
     def backward(self) -> Function:
-        """``(weights, x, extra, carried, cotangents) -> (weight_grads, x_grads)``."""
+        """``(weights, x, extra, residuals, cotangents) -> (weight_grads, x_grads)``."""
         return Function.of("backward", self._cut.backward)
 
     @cached_property
     def input_grad(self) -> Function:
-        """``(weights, x, extra, carried, cotangents) -> (x_grads, crossing)``."""
+        """``(weights, x, extra, residuals, cotangents) -> (x_grads, residuals)``."""
         return Function.of("input_grad", self._halves.first)
 
     @cached_property
     def weight_grad(self) -> Function:
-        """``(weights, x, extra, carried, cotangents, crossing) -> weight_grads``."""
+        """``(*what input_grad reads, *residuals of it) -> weight_grads``."""
         return Function.of("weight_grad", self._halves.second)
 
     @cached_property
-    def add(self) -> Function:
+    def add_grads(self) -> Function:
         """``(sums, weight_grads) -> sums``."""
         specs = [sum_spec(leaf) for leaf in self.task.weights.trainable_specs]
         count = len(specs)
         return Function(
-            "add", lambda *leaves: accumulate(leaves[:count], leaves[count:]), specs
+            "add_grads",
+            lambda *leaves: accumulate(leaves[:count], leaves[count:]),
+            specs,
         )
 
     @cached_property
-    def tally(self) -> Function:
-        """``(tally, outputs, aux, extra) -> tally``: adds one micro-batch."""
+    def add_results(self) -> Function:
+        """``(sums, outputs, aux, extra) -> sums``: adds one micro-batch."""
         task = self.task
-        sizes = len(task.tally_specs), task.num_outputs, task.num_aux
+        sizes = len(task.sum_specs), task.num_outputs, task.num_aux
         first, second, third = sizes[0], sum(sizes[:2]), sum(sizes)
 
-        def tally(*leaves):
-            return task.tally(
+        def add(*leaves):
+            return task.add_results(
                 leaves[:first],
                 leaves[first:second],
                 leaves[second:third],
@@ -94,12 +96,12 @@ class Derivatives:
             )
 
         results = task.closed.out_avals
-        specs = [*task.tally_specs, *results, *task.extra_specs]
-        return Function.like("tally", tally, *specs)
+        specs = [*task.sum_specs, *results, *task.extra_specs]
+        return Function.like("add_results", add, *specs)
 
     @cached_property
     def commit(self) -> Function:
-        """``(changed, tally) -> changed``: what training makes of these leaves."""
+        """``(changed, sums) -> changed``: what training makes of these leaves."""
         task = self.task
         old = [task.weights.specs[i] for i in task.changed]
         return Function(

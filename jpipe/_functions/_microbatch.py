@@ -88,10 +88,10 @@ def flat_axes(axes: Axes, tree: PyTree, what: str, name: str) -> list[int | None
         full = jax.tree.broadcast(axes, tree, is_leaf=lambda node: node is None)
     except ValueError as error:
         raise ValueError(
-            f"{name}={axes!r} is no prefix of {what}, whose structure is "
+            f"{name}={axes!r} is not a prefix of {what}, whose structure is "
             f"{jax.tree.structure(tree)}: {error}"
         ) from None
-    # `None` in the tree is no leaf and has no axis; in the axes it is one.
+    # `None` in the tree is not a leaf and has no axis; in the axes it is one.
     nodes = jax.tree.leaves(tree, is_leaf=lambda node: node is None)
     found = jax.tree.leaves(full, is_leaf=lambda node: node is None)
     flat = [axis for axis, node in zip(found, nodes, strict=True) if node is not None]

@@ -3,8 +3,8 @@
 The stage before waits for the first and nobody for the second, so a schedule can put
 the second where a rank would idle. Both are slices of one jaxpr. The first computes
 what the gradient of the input needs; the second the rest, from the inputs that it
-reads again and from values of the first that *cross*. What follows from the weights
-alone is computed in both and crosses nothing.
+reads again and from residuals of the first. What follows from the weights alone is
+computed in both, and is none of them.
 
 A call that the slice would have to enter, such as a `jax.lax.scan`, stays whole: in
 the first half if the gradient of the input needs any of its results.
@@ -22,8 +22,8 @@ class Halves(NamedTuple):
     """The two halves of a program, as jaxprs over flat leaves.
 
     Attributes:
-      first: ``(weights, data) -> (first, crossing)``.
-      second: ``(weights, data, crossing) -> second``.
+      first: ``(weights, data) -> (first, residuals)``.
+      second: ``(weights, data, residuals) -> second``.
     """
 
     first: core.ClosedJaxpr
@@ -52,15 +52,15 @@ def split(closed: core.ClosedJaxpr, num_weights: int, is_first: list[bool]) -> H
     from_data = _jaxpr.depending_on(opened, is_data)
     computed = {v for eqn in first.jaxpr.eqns for v in eqn.outvars if v in from_data}
     second_eqns, needed = _remainder(jaxpr.eqns, wanted_second, computed)
-    crossing = [
+    residuals = [
         v for eqn in first.jaxpr.eqns for v in eqn.outvars if v in needed & computed
     ]
     first = core.ClosedJaxpr(
-        first.jaxpr.replace(outvars=[*wanted_first, *crossing]), opened.consts
+        first.jaxpr.replace(outvars=[*wanted_first, *residuals]), opened.consts
     )
     second = core.ClosedJaxpr(
         jaxpr.replace(
-            invars=[*jaxpr.invars, *crossing],
+            invars=[*jaxpr.invars, *residuals],
             eqns=second_eqns,
             outvars=wanted_second,
         ),

@@ -28,7 +28,7 @@ class Task:
     Its function gives ``(outputs, aux)``: the outputs are differentiated. They are
     the floating leaves of the stage's output, or the loss on the stage that has it.
     The aux are ``num_passed`` leaves that go on with the outputs (integers; the weight
-    of a weighted loss), ``num_emitted`` that go to the caller, and those `changed`.
+    of a weighted loss), ``num_loss_aux`` that go to the caller, and those `changed`.
 
     Attributes:
       stage: its layers.
@@ -42,7 +42,7 @@ class Task:
       changed: the positions in ``weights`` of the leaves that training changes.
       has_loss: whether the loss is in this stage.
       num_passed: see above.
-      num_emitted: see above.
+      num_loss_aux: see above.
       closed: the jaxpr of the function, over the leaves of weights, x and extra.
       ports: the skip connections that enter with x and leave with y.
       norms: of each batch norm where its mean and its variance stand in ``changed``,
@@ -59,7 +59,7 @@ class Task:
     changed: tuple[int, ...]
     has_loss: bool
     num_passed: int
-    num_emitted: int
+    num_loss_aux: int
     closed: core.ClosedJaxpr
     ports: Ports = NO_PORTS
     norms: tuple[tuple[int, int, float], ...] = ()
@@ -72,7 +72,7 @@ class Task:
     @property
     def num_outputs(self) -> int:
         """How many results are differentiated."""
-        aux = self.num_passed + self.num_emitted + len(self.changed)
+        aux = self.num_passed + self.num_loss_aux + len(self.changed)
         return self.num_results - aux
 
     @property
@@ -87,7 +87,7 @@ class Task:
 
     @property
     def num_losses(self) -> int:
-        """How many sums of the tally are those of the loss."""
+        """How many of the sums are those of the loss."""
         return 1 + self.num_passed if self.has_loss else 0
 
     @property
@@ -107,7 +107,7 @@ class Task:
         return sum(len(self.extra[name]) for name in names)
 
     @property
-    def tally_specs(self) -> list[jax.ShapeDtypeStruct]:
+    def sum_specs(self) -> list[jax.ShapeDtypeStruct]:
         """Specs of the running sums that the forward of this stage keeps."""
         sums = self.closed.out_avals[: self.num_outputs + self.num_passed]
         changed = [self.weights.specs[i] for i in self.changed]
@@ -127,13 +127,13 @@ class Task:
         flat = core.jaxpr_as_fun(self.closed)(*weights, *x, *extra)
         return flat[: self.num_outputs], flat[self.num_outputs :]
 
-    def emitted(self, results: Sequence[Any]) -> list[Any]:
+    def loss_aux(self, results: Sequence[Any]) -> list[Any]:
         """Of the results what the loss function returned beside the loss."""
         first = self.num_outputs + self.num_passed
-        return list(results[first : first + self.num_emitted])
+        return list(results[first : first + self.num_loss_aux])
 
-    def tally(
-        self, tally: Leaves, outputs: Leaves, aux: Leaves, extra: Leaves
+    def add_results(
+        self, sums: Leaves, outputs: Leaves, aux: Leaves, extra: Leaves
     ) -> list[Any]:
         """Adds one micro-batch: its loss, and its share of what training changes.
 
@@ -142,9 +142,9 @@ class Task:
         a changed leaf of integers is what the last one made of it.
         """
         losses = [*outputs, *aux[: self.num_passed]] if self.has_loss else []
-        states = aux[self.num_passed + self.num_emitted :]
-        sums = accumulate(tally[: len(losses)], losses)
-        before = tally[len(losses) : len(losses) + len(states)]
+        states = aux[self.num_passed + self.num_loss_aux :]
+        total = accumulate(sums[: len(losses)], losses)
+        before = sums[len(losses) : len(losses) + len(states)]
         after = []
         for old, new in zip(before, states, strict=True):
             if is_inexact(new):
@@ -152,7 +152,7 @@ class Task:
                 new = old + new.astype(old.dtype) * share.astype(old.dtype)
             after.append(new)
         if self.norms:
-            share, seen = extra[self.share_at], tally[-1]
+            share, seen = extra[self.share_at], sums[-1]
             for mean, var, _ in self.norms:
                 so_far = _batchnorm.Merged(before[mean], before[var])
                 merged = _batchnorm.merge(
@@ -160,21 +160,21 @@ class Task:
                 )
                 # The share may be of a wider dtype than the statistics.
                 after[mean] = merged.mean.astype(so_far.mean.dtype)
-                after[var] = merged.spread.astype(so_far.spread.dtype)
+                after[var] = merged.m2.astype(so_far.m2.dtype)
             after.append(seen + share)
-        return sums + after
+        return total + after
 
-    def commit(self, old: Leaves, tally: Leaves) -> list[Any]:
+    def commit(self, old: Leaves, sums: Leaves) -> list[Any]:
         """What training makes of the changed leaves, once all micro-batches ran.
 
         Args:
           old: these leaves before the mini-batch.
-          tally: the running sums, without those of losses.
+          sums: the running sums, without those of losses.
 
         Returns:
           Their new values.
         """
-        new = list(tally[: len(self.changed)])
+        new = list(sums[: len(self.changed)])
         for mean, var, momentum in self.norms:
             for at in (mean, var):
                 new[at] = _batchnorm.commit(old[at], new[at], momentum)

@@ -88,7 +88,7 @@ def trace(
             changed=tuple(changed_at),
             has_loss=objective is not None,
             num_passed=0,
-            num_emitted=0,
+            num_loss_aux=0,
             closed=closed,
             ports=ports,
         ),
@@ -216,12 +216,12 @@ def _prune(task: Task, num_losses: int) -> Task:
         if var is not jaxpr.invars[at]
     ]
     if task.has_loss:
-        outputs, passed, emitted = losses[:1], losses[1:], y
+        outputs, passed, loss_aux = losses[:1], losses[1:], y
     else:
         outputs = [var for var in y if is_inexact(var.aval)]
         passed = [var for var in y if not is_inexact(var.aval)]
-        emitted = []
-    results = [*outputs, *passed, *emitted, *(var for _, var in changes)]
+        loss_aux = []
+    results = [*outputs, *passed, *loss_aux, *(var for _, var in changes)]
     closed = _jaxpr.prune(task.closed, results)
 
     # The share of the examples is needed by the mean, and by what training changes.
@@ -242,6 +242,6 @@ def _prune(task: Task, num_losses: int) -> Task:
         extra=extra,
         changed=tuple(at for at, _ in changes),
         num_passed=len(passed),
-        num_emitted=len(emitted),
+        num_loss_aux=len(loss_aux),
         closed=closed,
     )

@@ -49,7 +49,7 @@ class Trainable:
       given: see `Pipeline.value_and_grad`; ``None``: all floating leaves.
 
     Raises:
-      TypeError: if it is no selection.
+      TypeError: if it is not a selection.
     """
 
     def __init__(self, given: Any = None) -> None:

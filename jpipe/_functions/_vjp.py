@@ -1,15 +1,14 @@
 """A function cut in two programs: a forward and the backward that completes it.
 
-`jax.vjp` inside `jax.jit` returns its residuals as outputs, and with them fresh
-copies of whatever the backward reads: the weights above all, once per micro-batch
-in flight. Here the residuals are read off the jaxpr of the forward, and only those
-leave it that nobody holds anyway:
+`jax.vjp` inside `jax.jit` returns what its pullback holds as outputs: fresh copies of
+whatever the backward reads, the weights above all, once per micro-batch in flight. Here
+that is read off the jaxpr of the forward:
 
-* a residual that *is* an input (a weight, the stage's input, a target) is passed to
-  the backward again;
-* one that follows from the weights alone (a cast to bfloat16, a broadcast scale) is
+* what *is* an input (a weight, the stage's input, a target) is passed to the backward
+  again;
+* what follows from the weights alone (a cast to bfloat16, a broadcast scale) is
   computed again from them;
-* the rest is *carried* from the forward to the backward, if that reads it.
+* the rest are the *residuals*, which the forward returns for the backward.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,16 +30,15 @@ class Cut(NamedTuple):
     """The two halves of one function, as jaxprs over flat leaves.
 
     Attributes:
-      forward: ``(weights, x, extra) -> (outputs, aux, carried)``. Of what is carried
-        the backward may not read all.
-      backward: ``(weights, x, extra, carried, cotangents) -> (weight_grads, x_grads)``,
-        of the differentiated leaves only; without cotangents if these are ones.
-      num_carried: how many leaves are carried.
+      forward: ``(weights, x, extra) -> (outputs, aux, residuals)``. The backward may
+        not read all of these.
+      backward: ``(weights, x, extra, residuals, cotangents) -> (weight_grads,
+        x_grads)``, of the differentiated leaves only; without cotangents if these are
+        ones.
     """
 
     forward: core.ClosedJaxpr
     backward: core.ClosedJaxpr
-    num_carried: int
 
 
 class Differentiable(NamedTuple):
@@ -68,7 +66,7 @@ def cut(
       extra: specs of further leaves of one micro-batch that are at hand for both
         halves and have no gradient: targets, keys.
       wanted: which leaves are differentiated.
-      remat: wraps the function, as `jax.checkpoint` does, to say what is carried.
+      remat: wraps the function, as `jax.checkpoint` does, to say what are residuals.
       is_loss: whether all outputs are scalars whose cotangents are ones.
 
     Returns:
@@ -78,33 +76,35 @@ def cut(
 
     def forward(weights: Leaves, x: Leaves, extra: Leaves) -> Any:
         outputs, pullback, aux = _vjp(function, weights, x, extra, wanted, remat)
-        residuals, structure = jax.tree.flatten(pullback)
+        held, structure = jax.tree.flatten(pullback)
         tree.append(structure)
-        return outputs, aux, residuals
+        return outputs, aux, held
 
-    closed, (outputs, aux, residuals) = _jaxpr.trace(forward, weights, x, extra)
+    closed, (outputs, aux, held) = _jaxpr.trace(forward, weights, x, extra)
     structure = tree[-1]
     count = len(outputs) + len(aux)
     variables = closed.jaxpr.outvars[count:]
     source = _Sources(closed, variables, len(weights))
 
     def backward(
-        weights: Leaves, x: Leaves, extra: Leaves, carried: Leaves, *cotangents: Any
+        weights: Leaves, x: Leaves, extra: Leaves, residuals: Leaves, *cotangents: Any
     ) -> Any:
         pullback = jax.tree.unflatten(
-            structure, source.gather([*weights, *x, *extra], carried)
+            structure, source.gather([*weights, *x, *extra], residuals)
         )
         if is_loss:
             cotangents = tuple(jnp.ones((), out.dtype) for out in outputs)
         return pullback(list(cotangents))
 
-    specs = [residuals[i] for i in source.carried]
+    specs = [held[i] for i in source.residuals]
     cotangents = [] if is_loss else outputs
     traced, _ = _jaxpr.trace(backward, weights, x, extra, specs, *cotangents)
-    carried = [variables[i] for i in source.carried]
-    outvars = [*closed.jaxpr.outvars[:count], *carried]
+    outvars = [
+        *closed.jaxpr.outvars[:count],
+        *(variables[i] for i in source.residuals),
+    ]
     program = core.ClosedJaxpr(closed.jaxpr.replace(outvars=outvars), closed.consts)
-    return Cut(program, traced, len(specs))
+    return Cut(program, traced)
 
 
 def _vjp(
@@ -145,7 +145,7 @@ def _join(free: Leaves, fixed: Leaves, chosen: Sequence[bool]) -> list[Any]:
 
 
 class _Sources:
-    """Where the backward finds each residual: see the head of this file."""
+    """Where the backward finds what its pullback holds: see the head of this file."""
 
     def __init__(
         self, closed: core.ClosedJaxpr, variables: Sequence[Any], num_weights: int
@@ -164,19 +164,19 @@ class _Sources:
         # By identity: literals are not hashable. The jaxpr keeps the variables alive.
         self._again = {id(var): i for i, var in enumerate(again)}
         self._recompute = _jaxpr.evaluate(closed, again)
-        self.carried: list[int] = []
+        self.residuals: list[int] = []
         self._place: dict[Any, int] = {}
         for i, var in enumerate(self._variables):
             known = self._is_input(var) or id(var) in self._again
             if not known and var not in self._place:
-                self._place[var] = len(self.carried)
-                self.carried.append(i)
+                self._place[var] = len(self.residuals)
+                self.residuals.append(i)
 
     def _is_input(self, var: Any) -> bool:
         return not isinstance(var, core.Literal) and var in self._input
 
-    def gather(self, inputs: Leaves, carried: Leaves) -> list[Any]:
-        """All residuals, given the inputs of the forward and what it carried."""
+    def gather(self, inputs: Leaves, residuals: Leaves) -> list[Any]:
+        """All of it, given the inputs of the forward and its residuals."""
         recomputed = self._recompute(*inputs)
 
         def find(var: Any) -> Any:
@@ -184,6 +184,6 @@ class _Sources:
                 return inputs[self._input[var]]
             if id(var) in self._again:
                 return recomputed[self._again[id(var)]]
-            return carried[self._place[var]]
+            return residuals[self._place[var]]
 
         return [find(var) for var in self._variables]

@@ -203,7 +203,7 @@ def inside(eqn: core.JaxprEqn) -> list[core.ClosedJaxpr]:
     ]
 
 
-def carried(eqn: core.JaxprEqn) -> slice:
+def carry(eqn: core.JaxprEqn) -> slice:
     """Which operands of a loop become its first results; of another equation none."""
     if eqn.primitive.name == "while":
         return slice(len(eqn.invars) - len(eqn.outvars), len(eqn.invars))
@@ -250,7 +250,7 @@ def live_inputs(closed: core.ClosedJaxpr) -> list[bool]:
 
 
 def variables(atoms: Sequence[Any]) -> set[core.Var]:
-    """Those of the atoms that are no literals."""
+    """Those of the atoms that are not literals."""
     return {atom for atom in atoms if not isinstance(atom, core.Literal)}
 
 

@@ -103,7 +103,7 @@ def _through(
         found = _any(operands)
         moved = eqn.primitive.name in _MOVES
         return [found if moved else found.computed()] * len(eqn.outvars)
-    carried = _jaxpr.carried(eqn)
+    carry = _jaxpr.carry(eqn)
     while True:
         cases = []
         for jaxpr in bodies:
@@ -112,11 +112,11 @@ def _through(
             chosen = _any(operands[:first]).computed()
             cases.append([_any([chosen, marks]) for marks in made])
         results = [_any(case) for case in zip(*cases, strict=True)]
-        before = operands[carried]
+        before = operands[carry]
         after = [_any(pair) for pair in zip(before, results, strict=False)]
         if before == after:
             return results
-        operands[carried] = after
+        operands[carry] = after
 
 
 def _any(marks: Iterable[Marks]) -> Marks:

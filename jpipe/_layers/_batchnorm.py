@@ -212,7 +212,7 @@ def _intercept(call: Callable[..., Any], args: Any, keywords: Any, context: Any)
     finally:
         object.__setattr__(module, "momentum", momentum)
     after = _statistics(module)
-    if after[0] is before[0]:  # a frozen one writes nothing
+    if mark is None or after[0] is before[0]:  # a frozen one writes nothing
         return y
     if keywords.get("mask") is not None:
         raise masked("/".join(module.path) or type(module).__name__)
@@ -237,11 +237,11 @@ class Merged(NamedTuple):
 
     Attributes:
       mean: their mean.
-      spread: the mean of the squares of what differs from it, times ``share``.
+      m2: the sum of the squares of what differs from it, each times its share.
     """
 
     mean: jax.Array
-    spread: jax.Array
+    m2: jax.Array
 
 
 def merge(
@@ -263,7 +263,7 @@ def merge(
     delta = mean - so_far.mean
     return Merged(
         so_far.mean + delta * (share / total),
-        so_far.spread + var * share + delta**2 * (seen * share / total),
+        so_far.m2 + var * share + delta**2 * (seen * share / total),
     )
 
 

@@ -37,7 +37,7 @@ def layer(module: Any, method: str | Callable[..., PyTree] = "__call__") -> Meth
     Raises:
       ValueError: if the module has no such method, or the function does not take the
         module and its input.
-      TypeError: if it is no module.
+      TypeError: if it is not a module.
 
     Example:
       >>> import jax, jax.numpy as jnp, jpipe

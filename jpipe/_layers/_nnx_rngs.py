@@ -20,7 +20,7 @@ class _Missing(nnx.RngStream):
     def __call__(self) -> jax.Array:
         raise ValueError(
             f"{self.path} draws from the random stream {self.tag!r}, for which there "
-            f"is no key; give rngs=jax.random.key(0) or "
+            f"is not a key; give rngs=jax.random.key(0) or "
             f"rngs={{{self.tag!r}: jax.random.key(0)}}"
         )
 

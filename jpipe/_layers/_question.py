@@ -50,7 +50,7 @@ def watched(
     Args:
       apply: ``(variables, x, rngs, train) -> (y, changed)``.
       listed: how the layer calls its module, as ``"module"`` or ``"module.head"``;
-        empty if it is no method of a module.
+        empty if it is not a method of a module.
       looking: how all calls inside the layer are seen, if they are not otherwise.
 
     Returns:
@@ -288,7 +288,7 @@ def _ask(faults: list[Fault], train: bool, listed: str) -> ValueError:
       faults: all that was found in a layer.
       train: whether this is training.
       listed: how the layer calls its module, as ``"module"`` or ``"module.head"``;
-        empty if it is no method of a module.
+        empty if it is not a method of a module.
     """
     lines = dict.fromkeys(  # a call that went through nn.remat was met twice
         _open(fault, fault.call, train, listed)

@@ -60,7 +60,7 @@ def costs_of(program: Program, works: Works, batch: Batch, num_stages: int) -> C
         return sum(_total(specs) for name, specs in parts if name != "rngs")
 
     sums = [
-        [*map(sum_spec, row[0].weights.trainable_specs), *row[0].tally_specs]
+        [*map(sum_spec, row[0].weights.trainable_specs), *row[0].sum_specs]
         for row in tasks
     ]
     return Costs(

@@ -80,18 +80,18 @@ class Lowering:
         self._names = [str(stage) for stage in pipe.stages]
         self._rngs = rngs
         rows = self._split(x, batch.x_axes, 0)
-        # What each stage is given, by stage and micro-batch; what it kept between
-        # actions; the cotangents of its outputs; what the loss function returned.
+        # By stage and micro-batch, what each stage is given, what its backward reads,
+        # the cotangents of its outputs; what a loss function returned beside the loss.
         self._x: dict[Cell, Values] = {(0, m): row for m, row in enumerate(rows)}
         self._skips: dict[tuple[Any, int], Values] = {}
-        self._kept: dict[Cell, Values] = {}
+        self._residuals: dict[Cell, Values] = {}
         self._cotangents: dict[tuple[Cell, Any], Values] = {}
-        self._emitted: dict[int, Values] = {}
+        self._aux: dict[int, Values] = {}
         last = len(pipe.stages) - 1
         has_loss = works.task(last).has_loss
         self._targets = self._split(targets, batch.target_axes, last) * has_loss
         self._grads: list[Values] = []
-        self._tally: list[Values] = []
+        self._sums: list[Values] = []
 
     # ------------------------------------------------------------- what comes in
 
@@ -164,7 +164,7 @@ class Lowering:
                 self._backward(action, mode, follows=True)
             else:
                 self._backward(action, mode)
-        return self._sums()
+        return self._totals()
 
     def _deferred(self) -> set[Cell]:
         """The forwards of the stage with the loss that run with their backwards.
@@ -200,7 +200,7 @@ class Lowering:
         for s in range(len(self._pipe.stages)):
             task = self._works.task(s)
             grads = [sum_spec(leaf) for leaf in task.weights.trainable_specs]
-            groups += [(s, grads), (s, task.tally_specs)]
+            groups += [(s, grads), (s, task.sum_specs)]
         found: list[Values] = [[] for _ in groups]
         for place in dict.fromkeys(self._pipe.place(s) for s, _ in groups):
             own = [i for i, (s, _) in enumerate(groups) if self._pipe.place(s) == place]
@@ -211,7 +211,7 @@ class Lowering:
             values = iter(self._graph.call(zeros, place, []))
             for i in own:
                 found[i] = [next(values) for _ in groups[i][1]]
-        self._grads, self._tally = found[::2], found[1::2]
+        self._grads, self._sums = found[::2], found[1::2]
 
     def _given(self, cell: Cell) -> Values:
         """The weights, the input and the rest of a stage on a micro-batch."""
@@ -235,7 +235,7 @@ class Lowering:
         stage, m = cell
         tree = jax.tree.structure(task.y)
         if task.has_loss:
-            self._emitted[m] = task.emitted(results)
+            self._aux[m] = task.loss_aux(results)
             return
         y = jax.tree.unflatten(tree, task.sent(results))
         if task.ports.outgoing:
@@ -251,12 +251,12 @@ class Lowering:
         given = self._given(cell)
         results = self._call(functions.forward, action, given)
         self._send(task, cell, results)
-        self._kept[cell] = [*given, *results[task.num_results :]]
-        if task.tally_specs:
+        self._residuals[cell] = [*given, *results[task.num_results :]]
+        if task.sum_specs:
             end = len(given) - len(task.extra_specs)
             added = [*results[: task.num_results], *given[end:]]
-            reads = [*self._tally[stage], *added]
-            self._tally[stage] = self._call(functions.tally, action, reads)
+            reads = [*self._sums[stage], *added]
+            self._sums[stage] = self._call(functions.add_results, action, reads)
             self._graph.fuse()
 
     def _backward(self, action: Action, mode: Any, follows: bool = False) -> None:
@@ -266,9 +266,9 @@ class Lowering:
         task, functions = self._works.task(*cell), self._works.derivatives(*cell, mode)
         if not self._does(action):
             return
-        given = self._kept[cell]
+        given = self._residuals[cell]
         if op != WEIGHT:
-            given = self._kept[cell] = [*given, *self._received(task, m)]
+            given = self._residuals[cell] = [*given, *self._received(task, m)]
         weights = task.weights.trainable_specs
         if op == BACKWARD:
             results, count = self._call(functions.backward, action, given), len(weights)
@@ -277,12 +277,12 @@ class Lowering:
             results = self._call(functions.input_grad, action, given)
             count = sum(task.wanted.x)
             grads, x_grads = [], results[:count]
-            self._kept[cell] = [*given, *results[count:]]
+            self._residuals[cell] = [*given, *results[count:]]
         else:
             grads, x_grads = self._call(functions.weight_grad, action, given), []
         if grads:
             sums = [*self._grads[stage], *grads]
-            self._grads[stage] = self._call(functions.add, action, sums)
+            self._grads[stage] = self._call(functions.add_grads, action, sums)
             self._graph.fuse()
         if follows:
             self._graph.fuse()
@@ -313,11 +313,11 @@ class Lowering:
 
     # ------------------------------------------------------------ what comes out
 
-    def _sums(self) -> Sums:
+    def _totals(self) -> Sums:
         works, graph = self._works, self._graph
         stages = range(len(self._pipe.stages))
         last = stages[-1]
-        losses = self._tally[last][: works.task(last).num_losses]
+        losses = self._sums[last][: works.task(last).num_losses]
         (loss,) = self._finished(
             [losses[0]], [works.task(last).closed.out_avals[0].dtype], losses[1:], last
         )
@@ -326,12 +326,12 @@ class Lowering:
             task = works.task(s)
             if task.changed:
                 old = [self._weights[s][i] for i in task.changed]
-                tally = self._tally[s][task.num_losses :]
+                sums = self._sums[s][task.num_losses :]
                 function = works.derivatives(s, 0, works.mode(s, 0)).commit
-                new = graph.call(function, self._pipe.place(s), [*old, *tally])
+                new = graph.call(function, self._pipe.place(s), [*old, *sums])
                 at = [self._layout.order[s][i] for i in task.changed]
                 changed |= dict(zip(at, new, strict=True))
-        aux = [self._emitted[m] for m in range(len(self._batch.sizes))]
+        aux = [self._aux[m] for m in range(len(self._batch.sizes))]
         return Sums(loss, aux, self._gradients(losses[1:]), changed)
 
     def _gradients(self, divisor: Values) -> dict[int, Value]:

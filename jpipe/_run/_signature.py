@@ -20,7 +20,7 @@ def settings() -> Any:
 
 
 def kinds(leaves: Iterable[Any]) -> tuple[Any, ...]:
-    """Shape, dtype and weakness of each leaf, hashable; of what is no array, its type.
+    """Shape, dtype and weakness of each leaf, hashable; its type, if it is no array.
 
     A weakly typed array takes the dtype of what it meets, so it makes another program.
     """

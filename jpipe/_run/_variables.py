@@ -22,15 +22,15 @@ def check_entries(given: Any, num_layers: int) -> None:
       ValueError: if there is not.
     """
     check_length(given, num_layers)
-    strangers = [
+    not_mappings = [
         f"variables[{i}] is a {type(entry).__name__}"
         for i, entry in enumerate(given)
         if not isinstance(entry, Mapping)
     ]
-    if strangers:
+    if not_mappings:
         raise ValueError(
             "variables must have a mapping such as {'params': ...} for each layer: "
-            + "; ".join(strangers)
+            + "; ".join(not_mappings)
         )
 
 
@@ -46,15 +46,15 @@ def check(expected: Sequence[PyTree], given: Any, faults: Sequence[str] = ()) ->
       ValueError: with these, and every leaf that is missing, surplus or of another
         shape.
     """
-    strangers = [
+    not_arrays = [
         f"variables{jax.tree_util.keystr(path)} is a {type(leaf).__name__}"
         for path, leaf in jax.tree_util.tree_leaves_with_path(tuple(given))
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype")
     ]
-    if strangers:
+    if not_arrays:
         raise ValueError(
             "every leaf must be an array; type variables = pipe.place(variables): "
-            + "; ".join(strangers)
+            + "; ".join(not_arrays)
         )
     expected, given = unboxed(expected), unboxed(given)
     wanted, found = _shapes(expected), _shapes(given)
@@ -191,8 +191,8 @@ def check_alive(leaves: Sequence[Any]) -> None:
         return
     if overwritten:
         raise ValueError(
-            "this state was given to an earlier step, which used its memory again, as "
-            "that of all its arrays; go on with the state that it returned, or build "
+            "this state was donated: it was given to an earlier step, which has "
+            "overwritten its arrays; go on with the state that it returned, or build "
             "the step with pipe.train_step(..., donate=False), or pipe.jit without "
             "donate_argnums"
         )

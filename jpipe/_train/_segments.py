@@ -120,8 +120,8 @@ def spread(closed: core.ClosedJaxpr, home: dict[Any, Home]) -> list[Home]:
             place = 0  # what nobody needs would be left out
         chosen.append(place)
         home.update(dict.fromkeys(eqn.outvars, place))
-        carried = eqn.invars[_jaxpr.carried(eqn)]
-        for var, start in zip(eqn.outvars, carried, strict=False):
+        carry = eqn.invars[_jaxpr.carry(eqn)]
+        for var, start in zip(eqn.outvars, carry, strict=False):
             # What a loop carries belongs where it was before, for all who read it.
             if _home(start, home) is not None:
                 home[var] = _home(start, home)

@@ -49,7 +49,7 @@ class Spread:
       function: of any pytrees.
       devices: the places.
       donate: the positions of arguments that may be overwritten.
-      static: the positions of arguments that are no pytrees of arrays.
+      static: the positions of arguments that are not pytrees of arrays.
       find_placement: where leaves and results belong.
       name: how profiles and errors call it.
       blame: what to say of an error that the function raises.
@@ -330,7 +330,7 @@ def _is_static(value: Any) -> bool:
 
 
 def _floating(tree: PyTree) -> PyTree:
-    """The tree with nothing in place of integers, which are no parameters."""
+    """The tree with nothing in place of integers, which are not parameters."""
     return jax.tree.map(lambda leaf: leaf if is_inexact(leaf) else None, tree)
 
 

@@ -69,7 +69,7 @@ class TrainState:
 
 
 def note_made(state: TrainState, made: Made) -> None:
-    """Notes what a step knows of a state that it returns; it is no part of it."""
+    """Notes what a step knows of a state that it returns; it is not a part of it."""
     object.__setattr__(state, "made", made)
 
 

@@ -62,7 +62,7 @@ class TrainStep:
         """Takes one step. Returns as soon as the work is dispatched.
 
         Args:
-          state: the state; its memory is used again, unless ``donate=False``.
+          state: the state; its arrays are donated, unless ``donate=False``.
           x: the input of the mini-batch, on the host or any device.
           targets: its targets, on the host or any device.
 

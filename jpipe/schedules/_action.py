@@ -59,13 +59,13 @@ class Action(NamedTuple):
         match = _PATTERN.fullmatch(text) if isinstance(text, str) else None
         if match is None:
             raise ValueError(
-                f"{reprlib.repr(text)} is no action: write stage, op "
+                f"{reprlib.repr(text)} is not an action: write stage, op "
                 f"({', '.join(OPS)}) and micro-batch without blanks, such as '2F0'"
             )
         stage, op, microbatch = match.groups()
         if max(len(stage), len(microbatch)) > MOST_DIGITS:
             raise ValueError(
-                f"{reprlib.repr(text)} is no action: stages and micro-batches have "
+                f"{reprlib.repr(text)} is not an action: stages and micro-batches have "
                 f"at most {MOST_DIGITS} digits"
             )
         return cls(op, int(stage), int(microbatch))

@@ -71,7 +71,7 @@ class Schedule:
           backward it is one for inference.
 
         Raises:
-          ScheduleError: if a cell is no action or the schedule cannot run.
+          ScheduleError: if a cell is not an action or the schedule cannot run.
 
         Example:
           >>> Schedule.from_text("0F0 0B0\n1F0 1B0").placement
@@ -199,7 +199,7 @@ class Schedule:
           The timeline, in the unit of the costs.
 
         Raises:
-          ScheduleError: if some ranks wait for ever.
+          ScheduleError: if the schedule deadlocks.
         """
         return simulate(self.name, self.rows, self.placement, costs or Costs())
 

@@ -29,7 +29,7 @@ def simulate(
       The timeline.
 
     Raises:
-      ScheduleError: if some ranks wait for ever; the message shows the cycle.
+      ScheduleError: if the schedule deadlocks; the message shows the cycle.
     """
     needs = Needs(rows, len(placement))
     start: dict[Action, float] = {}
@@ -169,7 +169,7 @@ def _cycle(
             f"rank {rank}: {action} waits for {n}, which nobody runs" for n in missing
         ]
     if absent:
-        return "the schedule waits for ever: " + "; ".join(absent)
+        return "the schedule deadlocks: " + "; ".join(absent)
     chain: list[int] = []
     wait: dict[int, str] = {}
     rank = next(iter(stuck))
@@ -184,4 +184,4 @@ def _cycle(
         chain.append(rank)
         rank = owner
     cycle = chain[chain.index(rank) :]
-    return "the schedule waits for ever: " + "; ".join(wait[r] for r in cycle)
+    return "the schedule deadlocks: " + "; ".join(wait[r] for r in cycle)

@@ -11,7 +11,7 @@ Rows = tuple[tuple[Action, ...], ...]
 
 # How many cells of a row are shown on each side of the one at fault.
 _AROUND = 4
-# So many faults are read; a text that is no schedule at all has one for each word.
+# So many faults are read; a text that is not a schedule at all has one for each word.
 _MOST = 50
 
 
@@ -79,7 +79,7 @@ def malformed(
 
 
 def _no_size(number: Any) -> str:
-    """Why something is no number of stages, ranks or micro-batches."""
+    """Why something is not a number of stages, ranks or micro-batches."""
     if isinstance(number, bool) or not hasattr(number, "__index__"):
         return f"is a {type(number).__name__}, needs an int"
     if abs(number) >= 10**MOST_DIGITS:

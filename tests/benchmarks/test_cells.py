@@ -136,9 +136,9 @@ class TestCompiled:
             layers, 4, balance=(2, 2, 2), schedule="gpipe", remat="none"
         )
         assert len(set(apart.devices)) == 3
-        visits, _ = apart._library.expected(batch[0])
+        visits, _ = apart._cache.expected(batch[0])
         variables = tuple(visit.variables for visit in visits)
-        find = apart._library.gradients(Objective(loss))
+        find = apart._cache.gradients(Objective(loss))
         real = find(variables, *batch, jax.eval_shape(random_key), True)
         expected = costs_of(real.program, real.works, real.batch, 3)
         assert Calls(gradient_of(together, loss, *batch)).costs == expected

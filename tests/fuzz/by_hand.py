@@ -216,7 +216,7 @@ def steps(
 ) -> tuple[list[jax.Array], tuple[PyTree, ...], PyTree]:
     """The losses of some steps, the variables after them, and the optimizer's state.
 
-    Leaves of integers are no parameters: the optimizer is not shown them.
+    Leaves of integers are not parameters: the optimizer is not shown them.
     """
     losses, state = [], None
     for _ in range(count):

@@ -20,7 +20,7 @@ def gradient_of(layers, balance=None, x=X, rngs=None, **options):
     options.setdefault("devices", jax.devices()[:1] * len(balance or layers))
     pipe = jpipe.pipeline(layers, 2, balance=balance, **options)
     variables = pipe.init(jax.random.key(0), x)
-    find = pipe._library.gradients(Objective(ref.mse))
+    find = pipe._cache.gradients(Objective(ref.mse))
     return find(variables, x, TARGETS, rngs, True)
 
 

@@ -73,7 +73,7 @@ class Config:
 
 
 class Slots:
-    """A base whose slot is no field of what is derived from it."""
+    """A base whose slot is not a field of what is derived from it."""
 
     __slots__ = ("scale",)
 

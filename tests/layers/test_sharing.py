@@ -49,9 +49,9 @@ class TestWhatIsMadeOnce:
             pipe.value_and_grad(ref.mse)(variables, X, TARGETS)
         given = re.findall(r"Compiling jit\((stage\w+|zeros)\)", caplog.text)
         names = ["stage0", "stage1_5", "stage2_6", "stage3", "stage4"]
-        parts = ("forward", "backward_add")
+        parts = ("forward", "backward_add_grads")
         programs = [f"{name}_{part}" for name in names for part in parts]
-        last = "stage7_forward_tally_backward_add"
+        last = "stage7_forward_add_results_backward_add_grads"
         assert sorted(given) == sorted([*programs, last, *["zeros"] * 4])
 
 
@@ -119,7 +119,7 @@ def test_sharing_changes_no_bit(blocks, schedule, monkeypatch):
         for _ in range(2):
             state, metrics = step(state, x, jnp.cos(x))
         y = pipe.apply(state.variables, x)
-        return state.variables, metrics["loss"], y, pipe._library.training.works
+        return state.variables, metrics["loss"], y, pipe._cache.training.works
 
     *shared, works = trained()
     number = itertools.count()

@@ -148,7 +148,7 @@ class TestTransfers:
         pipe = jpipe.pipeline(layers(), 1, balance=balance, schedule=schedule)
         x, _ = ref.regression(4)
         variables = pipe.init(jax.random.key(0), x)
-        program = pipe._library.inference(variables, x, None, False).program
+        program = pipe._cache.inference(variables, x, None, False).program
         return [
             (program.devices[i.source].id, program.devices[i.place].id)
             for i in program.instructions

@@ -25,7 +25,7 @@ class Sampled(nn.Module):
 
 
 class Shaped(nn.Module):
-    """The same with a head that is no module."""
+    """The same with a head that is not a module."""
 
     @nn.compact
     def __call__(self, x, features_only=False):

@@ -14,7 +14,7 @@ def gradient_of(pipe, x, targets, rngs=None, **objective):
     variables = pipe.init(jax.random.key(0), x)
     loss = objective.pop("loss", ref.mse)
     trainable = Trainable(objective.pop("trainable", None))
-    find = pipe._library.gradients(Objective(loss, **objective), trainable)
+    find = pipe._cache.gradients(Objective(loss, **objective), trainable)
     gradient = find(variables, x, targets, rngs, True)
     return gradient, gradient.arguments(variables, x, targets, rngs)
 

@@ -239,7 +239,7 @@ def test_so_it_is_where_memory_is_given_away():
     gradient = pipe.value_and_grad(lambda y, t: not_a_number(ref.mse(y, t)))
     with jax.debug_nans(True), pytest.raises(FloatingPointError) as caught:
         gradient(variables, x, targets)
-    assert "stage1_forward_tally_backward_add" in str(caught.value)
+    assert "stage1_forward_add_results_backward_add_grads" in str(caught.value)
     note = "raised in action 1B0 on cpu:1: layers 1 to 1 (Dense)"
     assert caught.value.__notes__[-1] == note
 

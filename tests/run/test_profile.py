@@ -72,7 +72,7 @@ class TestProfile:
     def test_an_error_in_one_rank_ends_the_others(self):
         pipe, state, x, _ = self.state_and_pipe("gpipe")
         pipe.profile_step(state, (x, x), ref.mse)
-        program = pipe._library.training.program
+        program = pipe._cache.training.program
 
         def broken(*args):
             raise RuntimeError("broken on purpose")
@@ -111,7 +111,7 @@ def test_a_profile_runs_the_programs_of_the_step_around_it(name, monkeypatch):
     with SETTINGS[name]():
         state = pipe.init_train_state(jax.random.key(0), x, optax.sgd(0.1))
         pipe.profile_step(state, (x, targets), ref.mse)
-    program = pipe._library.training.program
+    program = pipe._cache.training.program
     calls = zip(program.instructions, program.steps, strict=True)
     run = [step.run for instruction, step in calls if instruction.source is None]
     assert all(isinstance(program, jax.stages.Compiled) for program in run)

@@ -122,7 +122,7 @@ class TestTheGuardOfTransfers:
 
 
 def test_keys_travel_too():
-    """Typed keys are no plain arrays: `jax.device_put` moves them."""
+    """Typed keys are not plain arrays: `jax.device_put` moves them."""
     layers = [ref.dense(4), noise, add_noise]
     x, targets = ref.regression(4)
     value = gradient_of(layers, x, targets)

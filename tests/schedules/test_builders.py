@@ -93,7 +93,7 @@ def test_a_group_with_fewer_microbatches_than_ranks_is_refused_with_the_cycle():
         interleaved(4, 8, group=2)
     assert str(refusal.value) == (
         "schedule 'interleaved' cannot run:\n"
-        "  * E9 the schedule waits for ever: "
+        "  * E9 the schedule deadlocks: "
         "rank 0: 4F3 waits for 3F3, which rank 3 runs after 3B0; "
         "rank 3: 3B0 waits for 4B0, which rank 0 runs after 4F3"
     )

@@ -113,7 +113,7 @@ def test_validator_and_simulator_agree_with_graph_theory(schedule, costs):
         assert schedule.simulate(costs).start == start
         assert Schedule.from_text(schedule.to_text(), "any") == schedule
     if start is None:
-        with pytest.raises(ScheduleError, match="the schedule waits for ever: rank"):
+        with pytest.raises(ScheduleError, match="the schedule deadlocks: rank"):
             schedule.simulate()
 
 
@@ -122,7 +122,7 @@ def waits(schedule: Schedule) -> list[tuple[str, ...]]:
     try:
         schedule.simulate()
     except ScheduleError as refusal:
-        says = str(refusal).removeprefix("the schedule waits for ever: ")
+        says = str(refusal).removeprefix("the schedule deadlocks: ")
         return [WAIT.fullmatch(clause).groups() for clause in says.split("; ")]
     return []
 

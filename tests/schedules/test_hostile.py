@@ -1,4 +1,4 @@
-"""Texts and JSON that are no schedules: refused in time and memory of their size."""
+"""Texts and JSON that are not schedules: refused in time and memory of their size."""
 
 import io
 import json

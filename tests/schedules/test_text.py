@@ -35,7 +35,7 @@ def test_action_reads_what_it_prints(op, stage, microbatch):
     ],
 )
 def test_action_refuses_anything_else(text):
-    says = f"{text!r} is no action: write stage, op (F, B, I, W) and micro-batch"
+    says = f"{text!r} is not an action: write stage, op (F, B, I, W) and micro-batch"
     with pytest.raises(ValueError, match=re.escape(says)):
         Action.parse(text)
 
@@ -67,7 +67,9 @@ def test_a_number_that_is_too_large_is_refused_before_anything_is_as_long(text):
 def test_all_cells_of_a_text_that_are_no_actions_are_in_one_message():
     with pytest.raises(ScheduleError) as refusal:
         Schedule.from_text("0F0 0G0\n1F0 1B0 B", name="mine")
-    says = "is no action: write stage, op (F, B, I, W) and micro-batch without blanks"
+    says = (
+        "is not an action: write stage, op (F, B, I, W) and micro-batch without blanks"
+    )
     assert str(refusal.value) == (
         "schedule 'mine' cannot run:\n"
         f"  * E1 '0G0' {says}, such as '2F0' (rank 0, position 1)\n"
@@ -105,7 +107,7 @@ def json_with(**fields) -> str:
         (json_with(name=None), "E0 name is a NoneType, needs a text"),
         (json_with(rows=None), "E0 rows is a NoneType, needs a tuple of rows"),
         (json_with(rows=["0F0"]), "E0 rows[0] is a str, needs a tuple of actions"),
-        (json_with(rows=[[1]]), "E1 1 is no action: write stage, op"),
+        (json_with(rows=[[1]]), "E1 1 is not an action: write stage, op"),
         (json_with(num_stages=0), "E0 num_stages is less than 1"),
         (json_with(num_stages=True), "E0 num_stages is a bool, needs an int"),
         (json_with(num_stages=float("nan")), "E0 num_stages is a float, needs an int"),
@@ -114,7 +116,7 @@ def json_with(**fields) -> str:
         (json_with(placement=["0", "1"]), "E0 placement[1] is a str, needs an int"),
         (json_with(placement="01"), "E0 placement is a str, needs a tuple of ranks"),
         (json_with(forward_only=1), "E0 forward_only is a int, needs True or False"),
-        (json_with(rows=[["0F0", "0G0"]]), "E1 '0G0' is no action"),
+        (json_with(rows=[["0F0", "0G0"]]), "E1 '0G0' is not an action"),
         (json_with(num_microbatches=2), "E5 0F1 never runs"),
         (json_with(forward_only=True), "E7 0B0 in a schedule that is forward_only"),
         (json_with(placement=[1, 0]), "E4 0F0: stage 0 is placed on rank 1"),

@@ -19,7 +19,7 @@ REFUSED = {
   * E0 num_stages is a str, needs an int
   * E0 num_microbatches is a float, needs an int""",
     ),
-    "E0 of cells that are no actions": (
+    "E0 of cells that are not actions": (
         Schedule("mine", 1, 1, (True,), (("0F0", ("B", 0, 0)), 3)),
         """\
   * E0 placement[0] is a bool, needs an int
@@ -176,20 +176,20 @@ a number is too large
     ),
     "E9 of two ranks": (
         by_hand("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1", 2),
-        "  * E9 the schedule waits for ever: "
+        "  * E9 the schedule deadlocks: "
         "rank 0: 0B0 waits for 1B0, which rank 1 runs after 1F1; "
         "rank 1: 1F1 waits for 0F1, which rank 0 runs after 0B0",
     ),
     "E9 of one rank that waits for itself": (
         by_hand("1F0 0F0 1B0 0B0", 1, placement=(0, 0)),
-        "  * E9 the schedule waits for ever: "
+        "  * E9 the schedule deadlocks: "
         "rank 0: 1F0 waits for 0F0, which rank 0 runs after 1F0",
     ),
     "E9 without the rank that only waits for the cycle": (
         by_hand(
             "0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1\n2F0 2F1 2B0 2B1", 2, placement=(0, 1, 2)
         ),
-        "  * E9 the schedule waits for ever: "
+        "  * E9 the schedule deadlocks: "
         "rank 1: 1B0 waits for 2B0, which rank 2 runs after 2F1; "
         "rank 2: 2F1 waits for 1F1, which rank 1 runs after 1B0",
     ),

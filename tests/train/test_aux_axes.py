@@ -123,7 +123,7 @@ def test_one_loss_with_two_settings_gives_each_its_own():
         ),
         ({**AXES, "worst": "0"}, "aux_axes: '0' is neither an axis nor None"),
         ({**AXES, "worst": True}, "aux_axes: True is neither an axis nor None"),
-        ([0], "aux_axes=[0] is no prefix of aux, whose structure is"),
+        ([0], "aux_axes=[0] is not a prefix of aux, whose structure is"),
     ],
 )
 def test_axes_that_do_not_fit(axes, says):

@@ -53,7 +53,7 @@ ASKING = {
         by_function,
     ),
     "monitor": (lambda: optax.monitor({"norm": optax.tree.norm}), by_value),
-    # The state of the object itself, which is no transformation.
+    # The state of the object itself, which is not a transformation.
     "MultiSteps": (
         lambda: optax.MultiSteps(optax.adam(RATE), 2, accumulator_dtype=jnp.float64),
         lambda loss, grads: {},

@@ -94,7 +94,7 @@ def test_a_forward_alone_makes_no_sums_of_gradients():
     pipe = jpipe.pipeline([ref.dense(4), ref.dense(4)], 2)
     x, _ = ref.regression(4)
     variables = pipe.init(jax.random.key(0), x)
-    program = pipe._library.inference(variables, x, None, False).program
+    program = pipe._cache.inference(variables, x, None, False).program
     names = [i.run.function.name for i in program.instructions if i.source is None]
     assert names == ["split", *["forward"] * 4, "join"]
 

@@ -41,7 +41,7 @@ class Axes(NamedTuple):
     out_axes: int
 
 
-class Library:
+class ProgramCache:
     """The compiled programs of one pipeline, found by what they were compiled for.
 
     Attributes:
