@@ -96,6 +96,11 @@ class Task:
         return any(not is_inexact(self.weights.specs[i]) for i in self.changed)
 
     @property
+    def _has_means(self) -> bool:
+        """Whether training changes a leaf that is a mean over the examples."""
+        return any(is_inexact(self.weights.specs[i]) for i in self.changed)
+
+    @property
     def extra_specs(self) -> list[jax.ShapeDtypeStruct]:
         """Specs of the leaves beside the input, in order."""
         return [leaf for leaves in self.extra.values() for leaf in leaves]
@@ -111,7 +116,8 @@ class Task:
         """Specs of the running sums that the forward of this stage keeps."""
         sums = self.closed.out_avals[: self.num_outputs + self.num_passed]
         changed = [self.weights.specs[i] for i in self.changed]
-        seen = [jax.ShapeDtypeStruct((), jnp.result_type(float))] if self.norms else []
+        share = jax.ShapeDtypeStruct((), jnp.result_type(float))
+        seen = [share] if self._has_means else []
         kept = [*(sums if self.has_loss else []), *changed, *seen]
         return [sum_spec(leaf) for leaf in kept]
 
@@ -145,24 +151,21 @@ class Task:
         states = aux[self.num_passed + self.num_loss_aux :]
         total = accumulate(sums[: len(losses)], losses)
         before = sums[len(losses) : len(losses) + len(states)]
-        after = []
-        for old, new in zip(before, states, strict=True):
-            if is_inexact(new):
-                share = extra[self.share_at]
-                new = old + new.astype(old.dtype) * share.astype(old.dtype)
-            after.append(new)
-        if self.norms:
-            share, seen = extra[self.share_at], sums[-1]
-            for mean, var, _ in self.norms:
-                so_far = _batchnorm.Merged(before[mean], before[var])
-                merged = _batchnorm.merge(
-                    so_far, states[mean], states[var], seen, share
-                )
-                # The share may be of a wider dtype than the statistics.
-                after[mean] = merged.mean.astype(so_far.mean.dtype)
-                after[var] = merged.m2.astype(so_far.m2.dtype)
-            after.append(seen + share)
-        return total + after
+        if not self._has_means:
+            return [*total, *states]
+        share, seen = extra[self.share_at], sums[-1]
+        weight = share / (seen + share)
+        after = [
+            _mean(old, new, weight) if is_inexact(old) else new
+            for old, new in zip(before, states, strict=True)
+        ]
+        for mean, var, _ in self.norms:
+            so_far = _batchnorm.Merged(before[mean], before[var])
+            merged = _batchnorm.merge(so_far, states[mean], states[var], seen, share)
+            # The share may be of a wider dtype than the statistics.
+            after[mean] = merged.mean.astype(so_far.mean.dtype)
+            after[var] = merged.m2.astype(so_far.m2.dtype)
+        return [*total, *after, seen + share]
 
     def commit(self, old: Leaves, sums: Leaves) -> list[Any]:
         """What training makes of the changed leaves, once all micro-batches ran.
@@ -179,3 +182,10 @@ class Task:
             for at in (mean, var):
                 new[at] = _batchnorm.commit(old[at], new[at], momentum)
         return [x.astype(leaf.dtype) for x, leaf in zip(new, old, strict=True)]
+
+
+def _mean(so_far: jax.Array, new: jax.Array, weight: jax.Array) -> jax.Array:
+    """A mean with one more value; the mean of equal ones is that value to the bit."""
+    new = new.astype(so_far.dtype)
+    moved = so_far + (new - so_far) * weight.astype(so_far.dtype)
+    return jnp.where(new == so_far, so_far, moved)

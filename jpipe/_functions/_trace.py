@@ -22,6 +22,9 @@ from ._vjp import Differentiable, Leaves
 from ._weights import Weights, is_inexact
 
 PyTree = Any
+_SINGLE = jnp.dtype(jnp.float32).itemsize
+# What Flax's own TrainState overwrites with its gradient.
+_BY_GRADIENT = "_overwrite_with_gradient"
 
 
 def trace(
@@ -58,6 +61,8 @@ def trace(
     def whole(weight_leaves: Leaves, x_leaves: Leaves, values: Sequence[PyTree]):
         given = dict(zip(names, values, strict=True))
         variables = jax.tree.unflatten(weights.tree, weight_leaves)
+        if train:
+            _check_collections(stage, variables)
         x = jax.tree.unflatten(x_tree, x_leaves)
         y, changed = _applied(stage, ports, variables, x, given, train)
         changes = _changes(weights, changed)
@@ -75,7 +80,13 @@ def trace(
         closed, (loss, y, _) = _jaxpr.trace(whole, weights.specs, x_leaves, values)
     results, again = record.left(closed)
     first = len(results) - len(changed_at)
-    read = set().union(*(norms for left in results[:first] for norms in left))
+    # A transformation such as nn.remat returns all it was given as if it had made it.
+    same = {
+        at
+        for at, found in zip(changed_at, results[first:], strict=True)
+        if found.input == at
+    }
+    read = set().union(*(found.by | found.after for found in results[:first]))
     task = _prune(
         Task(
             stage=stage,
@@ -93,6 +104,7 @@ def trace(
             ports=ports,
         ),
         len(loss),
+        same,
     )
     left = dict(zip(changed_at, results[first:], strict=True))
     task = replace(task, norms=_norms(task, left, again, read))
@@ -134,17 +146,30 @@ def _changes(weights: Weights, changed: PyTree) -> dict[int, Any]:
     }
 
 
+def _check_collections(stage: StageFunction, variables: PyTree) -> None:
+    """Refuses what Flax changes in a way that a pipeline does not know."""
+    for layer, entry in zip(stage.layers, variables, strict=True):
+        if _BY_GRADIENT in entry:
+            raise ValueError(
+                f"layer {layer.name} holds the collection {_BY_GRADIENT}, as the fp8 "
+                f"operations of flax.linen do, whose values a step replaces by their "
+                f"gradients; a pipeline does not, and would leave them as they are: "
+                f"train without dot_general_cls; evaluation works"
+            )
+
+
 def _check_written(task: Task, avals: Mapping[int, Any]) -> None:
     """A leaf keeps its dtype, in which all that is written to it must have a place.
 
     A mean over micro-batches has none in integers. Running statistics of batch norms
-    are Flax's own, and keep the dtype in which Flax makes them.
+    may stay in single precision, in which Flax makes them.
     """
     norms = {place for mean, var, _ in task.norms for place in (mean, var)}
     for place, at in enumerate(task.changed):
         spec, new = task.weights.specs[at], _jaxpr.spec(avals[at])
         wider = jnp.result_type(new, spec.dtype) != spec.dtype
-        if wider and is_inexact(new) and place not in norms:
+        fits = place in norms and spec.dtype.itemsize >= _SINGLE
+        if wider and is_inexact(new) and not fits:
             layer, *names = task.weights.paths[at]
             stage = task.stage
             raise ValueError(
@@ -173,7 +198,7 @@ def _norms(
     place = {path: i for i, path in enumerate(paths)}
     found = []
     for (*path, last), at in zip(paths, task.changed, strict=True):
-        by, after = left[at]
+        _, by, after = left[at]
         read |= after
         if not by:
             continue
@@ -202,8 +227,14 @@ def _norms(
     return tuple(found)
 
 
-def _prune(task: Task, num_losses: int) -> Task:
-    """Puts the results in order and drops what changes nothing and what is not read."""
+def _prune(task: Task, num_losses: int, same: set[int]) -> Task:
+    """Puts the results in order and drops what is not read.
+
+    Args:
+      task: with all that its function gives.
+      num_losses: how many results make the loss.
+      same: the positions of leaves of the weights that are given back as they were.
+    """
     jaxpr = task.closed.jaxpr
     num_y = len(jax.tree.leaves(task.y))
     losses = jaxpr.outvars[:num_losses]
@@ -213,7 +244,7 @@ def _prune(task: Task, num_losses: int) -> Task:
         for at, var in zip(
             task.changed, jaxpr.outvars[num_losses + num_y :], strict=True
         )
-        if var is not jaxpr.invars[at]
+        if at not in same
     ]
     if task.has_loss:
         outputs, passed, loss_aux = losses[:1], losses[1:], y

@@ -13,8 +13,17 @@ from jax.extend import core
 
 from . import _jaxpr
 
-# What gives the values that it is given, in another order or shape.
-_MOVES = ("broadcast_in_dim", "copy", "reshape", "squeeze", "transpose")
+# What gives the values that it is given, in another order, shape or dtype.
+_MOVES = (
+    "broadcast_in_dim",
+    "convert_element_type",
+    "copy",
+    "reshape",
+    "squeeze",
+    "transpose",
+)
+# The mark on an input that was given none: whatever bears it is that input itself.
+_INPUT = "input "
 
 
 class Marks(NamedTuple):
@@ -33,9 +42,30 @@ class Marks(NamedTuple):
         """The marks on all that the value depends on."""
         return self.here | self.behind
 
+    @property
+    def inputs(self) -> set[int]:
+        """The numbers of the inputs on which the value may depend."""
+        return {
+            int(text.removeprefix(_INPUT))
+            for text in self.all
+            if text.startswith(_INPUT)
+        }
+
+    @property
+    def input(self) -> int | None:
+        """The number of the input that the value is, if it is one whatever happens."""
+        text, *others = self.here or [""]
+        alone = not others and not self.behind and text.startswith(_INPUT)
+        return int(text.removeprefix(_INPUT)) if alone else None
+
     def computed(self) -> "Marks":
         """Those on what is computed from the value."""
         return Marks(behind=self.all)
+
+    def moved(self) -> "Marks":
+        """Those on what holds the same values, elsewhere."""
+        inputs = frozenset(text for text in self.here if text.startswith(_INPUT))
+        return Marks(self.here - inputs, self.behind | inputs)
 
 
 _NONE = Marks()
@@ -51,14 +81,15 @@ def follow(closed: core.ClosedJaxpr, prefix: str) -> tuple[list[Marks], set[str]
 
     Args:
       closed: the jaxpr.
-      prefix: how the texts of the marks begin.
+      prefix: how the texts of the marks begin; empty if only inputs are followed.
 
     Returns:
       The marks of each result; and those on values on which a value may depend that is
       marked itself.
     """
     remarked: set[str] = set()
-    given = [_NONE] * len(closed.jaxpr.invars)
+    count = len(closed.jaxpr.invars)
+    given = [Marks(frozenset([f"{_INPUT}{i}"])) for i in range(count)]
     return _follow(closed.jaxpr, given, prefix, remarked), remarked
 
 
@@ -73,9 +104,9 @@ def _follow(
     for eqn in jaxpr.eqns:
         operands = [read(atom) for atom in eqn.invars]
         text = eqn.params["name"] if eqn.primitive.name == "name" else ""
-        if text.startswith(prefix):
+        if prefix and text.startswith(prefix):
             known = _any(operands).all
-            remarked |= known
+            remarked |= {mark for mark in known if mark.startswith(prefix)}
             results = [Marks(frozenset([text]), known)]
         else:
             results = _through(eqn, operands, prefix, remarked)
@@ -101,8 +132,8 @@ def _through(
             spread = [_any(operands)] * len(jaxpr.invars)
             operands = operands + _follow(jaxpr, spread, prefix, remarked)
         found = _any(operands)
-        moved = eqn.primitive.name in _MOVES
-        return [found if moved else found.computed()] * len(eqn.outvars)
+        moves = eqn.primitive.name in _MOVES
+        return [found.moved() if moves else found.computed()] * len(eqn.outvars)
     carry = _jaxpr.carry(eqn)
     while True:
         cases = []

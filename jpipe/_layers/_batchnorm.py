@@ -49,13 +49,15 @@ class Norm:
 
 
 class Left(NamedTuple):
-    """What batch norms have to do with a result.
+    """What a result of a stage is.
 
     Attributes:
-      by: those of which it is a running mean or variance, as they left it.
+      input: the number of the input of the jaxpr that it is, if it is one.
+      by: the norms of which it is a running mean or variance, as they left it.
       after: those on whose statistics it depends in another way.
     """
 
+    input: int | None
     by: set[Norm]
     after: set[Norm]
 
@@ -83,13 +85,14 @@ class Record:
           closed: the jaxpr.
 
         Returns:
-          For each of its results, which norms left it or what it follows from; and
-          those that left something to a norm, which is not what was running before.
+          What each of its results is; and the norms that left something to a norm,
+          which is not what was running before.
         """
-        if not self.norms:
-            return [Left(set(), set()) for _ in closed.jaxpr.outvars], set()
         results, again = _marks.follow(closed, _MARK)
-        found = [Left(*map(self._known, marks)) for marks in results]
+        found = [
+            Left(marks.input, self._known(marks.here), self._known(marks.behind))
+            for marks in results
+        ]
         return found, self._known(again)
 
     def _known(self, marks: Container[str]) -> set[Norm]:
@@ -150,6 +153,11 @@ def meet(name: str, momentum: float) -> Callable[[jax.Array], jax.Array] | None:
     record = _current.get()
     if record is None:
         return None
+    if isinstance(momentum, jax.Array):
+        raise ValueError(
+            f"the momentum of batch norm {name} is an array, or computed in the call; "
+            f"give a number of Python, or freeze the norm and write a rule of your own"
+        )
     record.norms.append(Norm(record.layer, name, momentum))
     text = f"{_MARK}{len(record.norms) - 1}"
     return lambda x: _marks.mark(x, text)

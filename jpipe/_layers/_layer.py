@@ -3,7 +3,7 @@
 import functools
 import reprlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import chex
@@ -63,6 +63,7 @@ class Layer:
         that it has of earlier layers; ``None``: nothing.
       module: the object whose parameters it uses, if it is not the source.
       namespace: that of the names which it stashes and pops.
+      streams: the random streams that it asks for beside those of Flax.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Layer:
     extend: Callable[[chex.PRNGKey, PyTree, PyTree], dict[str, PyTree]] | None = None
     module: Any = None
     namespace: Hashable = None
+    streams: set[str] = field(default_factory=set)
 
     @property
     def owner(self) -> Any:

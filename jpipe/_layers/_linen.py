@@ -10,11 +10,11 @@ import chex
 import jax
 from flax import errors, linen
 from flax.core import DenyList
-from flax.core.partial_eval import lazy_init
 
 from .. import _compat
+from .._jaxprs import _jaxpr, _marks
 from .._jaxprs._jaxpr import zeros
-from . import _batchnorm, _skip, _switches, _watch
+from . import _batchnorm, _switches, _watch
 from ._inputs import explained
 from ._tree import flat, nested
 
@@ -45,19 +45,19 @@ def init(
 ) -> Callable[[chex.PRNGKey, PyTree], dict[str, PyTree]]:
     """``(key, spec) -> variables`` of a module, from the shapes of its input alone.
 
-    The values are those of ``module.init(key, x)``. A module whose parameters
-    depend on the values of ``x`` raises Flax's ``LazyInitError``.
+    The values are those of ``module.init(key, x)``. A module whose parameters depend on
+    the values of ``x`` is refused.
     """
 
     def run(key: chex.PRNGKey, spec: PyTree) -> dict[str, PyTree]:
         rngs = _streams(key)
         called, args, keywords = _called(module, method, rngs, train=False)
 
-        def make(x: PyTree) -> PyTree:
-            return module.lazy_init(rngs, x, *args, method=called, **keywords)
+        def make(rngs: PyTree, x: PyTree) -> PyTree:
+            return module.init(rngs, x, *args, method=called, **keywords)
 
         with _explained(), explained(module, method, spec):
-            return dict(_met(make, spec))
+            return dict(_made(make, rngs, spec))
 
     return run
 
@@ -72,12 +72,13 @@ def extend(
         called, args, keywords = _called(module, method, rngs, train=False)
         given = flat(borrowed)
 
-        def added(key: chex.PRNGKey, borrowed: PyTree, x: PyTree) -> PyTree:
+        def added(known: tuple[PyTree, PyTree], x: PyTree) -> PyTree:
+            borrowed, rngs = known
             _, made = module.apply(
                 borrowed,
                 x,
                 *args,
-                rngs=_streams(key),
+                rngs=rngs,
                 method=called,
                 mutable=DenyList("intermediates"),
                 **keywords,
@@ -86,7 +87,7 @@ def extend(
             return nested({name: made[name] for name in made if name not in given})
 
         with _explained(), explained(module, method, spec):
-            return _met(lambda x: lazy_init(added)(key, borrowed, x), spec)
+            return _made(added, (borrowed, rngs), spec)
 
     return run
 
@@ -100,19 +101,38 @@ def _streams(key: chex.PRNGKey) -> dict[str, chex.PRNGKey]:
     return {"params": key, "default": jax.random.fold_in(key, 1)}
 
 
-def _met(make: Callable[[PyTree], PyTree], spec: PyTree) -> PyTree:
-    """What a lazy initialization makes for an input.
+def _made(
+    make: Callable[[PyTree, PyTree], PyTree], known: PyTree, spec: PyTree
+) -> PyTree:
+    """What an initialization makes for an input of which only the shapes are known.
 
-    To Flax a spec is strongly typed. What is weakly typed is given as zeros, once it
-    is known that nothing depends on their values.
+    Args:
+      make: ``(known, x) -> variables``.
+      known: what it may read.
+      spec: the input.
+
+    Raises:
+      ValueError: with what would depend on the values of the input.
     """
-    leaves, tree = jax.tree.flatten(spec)
-    if not any(leaf.weak_type for leaf in leaves):
-        return make(spec)
-    with _skip.rehearsal()():
-        make(spec)
-    given = [zeros(leaf) if leaf.weak_type else leaf for leaf in leaves]
-    return make(jax.tree.unflatten(tree, given))
+    closed, made = _jaxpr.trace(make, known, spec)
+    given = jax.tree.leaves(known)
+    results, _ = _marks.follow(closed, "")
+    paths = jax.tree_util.tree_leaves_with_path(made)
+    faults = [
+        jax.tree_util.keystr(path, simple=True, separator="/")
+        for (path, _), marks in zip(paths, results, strict=True)
+        if any(number >= len(given) for number in marks.inputs)
+    ]
+    if faults:
+        raise ValueError(
+            f"what a layer holds at the start follows from the shapes of its input "
+            f"alone, and not from its values, as {', '.join(faults)} would; "
+            f"{_NOT_SOWN}; where they are made in a branch (nn.cond, nn.switch) or in "
+            f"nn.custom_vjp, call the module once outside, if self.is_initializing()"
+        )
+    values = _jaxpr.evaluate(closed, closed.jaxpr.outvars)
+    leaves = values(*given, *jax.tree.leaves(zeros(spec)))
+    return jax.tree.unflatten(jax.tree.structure(made), leaves)
 
 
 @dataclass
@@ -180,12 +200,6 @@ def _explained() -> Iterator[None]:
         error.add_note(
             "what a layer holds is what it needs in evaluation: let it use the same "
             "parameters in training"
-        )
-        raise
-    except errors.LazyInitError as error:
-        error.add_note(
-            f"what a layer holds at the start follows from the shapes of its input "
-            f"alone; {_NOT_SOWN}"
         )
         raise
 

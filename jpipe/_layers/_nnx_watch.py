@@ -47,6 +47,7 @@ def prepare(module: nnx.Module, train: bool, place: tuple[Any, ...] = ()) -> Non
       place: where in the layer it is.
     """
     _train(module) if train else module.eval()
+    momenta: dict[int, Any] = {}  # by whose statistics a norm moves
     for path, node in nnx.iter_graph(module, graph=True):
         if noting := _noting(type(node)):
             # A class goes through nnx.remat and nnx.scan.
@@ -54,7 +55,14 @@ def prepare(module: nnx.Module, train: bool, place: tuple[Any, ...] = ()) -> Non
             setattr(node, "path", (*place, *path))  # noqa: B010
             setattr(node, "frozen", is_frozen(node))  # noqa: B010
         elif isinstance(node, nnx.BatchNorm):
-            _watch_norm(node, (*place, *path), train)
+            known = id(node.mean)
+            if known not in momenta:
+                momenta[known] = node.momentum
+                _watch_norm(node, (*place, *path), train)
+            elif momenta[known] != node.momentum:
+                raise _batchnorm.not_left_alone(dotted((*place, *path)))
+            elif train:
+                node.momentum = 0.0
 
 
 def _train(module: nnx.Module) -> None:
@@ -102,6 +110,8 @@ def _watch_norm(norm: nnx.BatchNorm, path: tuple[Any, ...], train: bool) -> None
     mark = _batchnorm.meet(called, norm.momentum) if train else None
     if mark:
         norm.momentum = 0.0
+    # What a user's own hook would be given is not the running statistics.
+    hooked = any(_hooks(x, hook) for x in (norm.mean, norm.var) for hook in _HOOKS)
 
     def read(variable: nnx.Variable, value: jax.Array) -> jax.Array:
         del variable
@@ -111,17 +121,17 @@ def _watch_norm(norm: nnx.BatchNorm, path: tuple[Any, ...], train: bool) -> None
         return value
 
     def write(variable: nnx.Variable, value: jax.Array) -> jax.Array:
-        del variable
         if record := _watch.current():
             record.met[*path, 0].trained = True
         running = _running()
         if running and not train:
             raise _batchnorm.in_evaluation(called)
-        if not running or running["self"].momentum != 0:
+        if hooked or not running or not _is_zero(running["self"].momentum):
             raise _batchnorm.not_left_alone(called)
         if running["mask"] is not None:
             raise _batchnorm.masked(called)
-        return mark(value) if mark else value
+        # Of another dtype, nnx would scatter it into what there is.
+        return mark(value.astype(variable.get_raw_value().dtype)) if mark else value
 
     for statistic in (norm.mean, norm.var):
         for hook, ours in zip(_HOOKS, (read, write), strict=True):
@@ -144,6 +154,10 @@ def unwatch(variable: nnx.Variable) -> None:
 def _hooks(variable: nnx.Variable, hook: str) -> tuple[Callable[..., Any], ...]:
     own = variable.get_metadata().get(hook, ())
     return own if isinstance(own, tuple) else (own,)
+
+
+def _is_zero(momentum: Any) -> bool:
+    return isinstance(momentum, float) and momentum == 0
 
 
 def _running() -> dict[str, Any]:

@@ -10,7 +10,7 @@ is traced again with the parameter filled, and nothing but the answer is kept.
 """
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -54,8 +54,7 @@ def watched(
       looking: how all calls inside the layer are seen, if they are not otherwise.
 
     Returns:
-      The same function; but of batch norms that are frozen it leaves the statistics
-      as they are, whatever the layer has sent them through.
+      The same function.
     """
 
     def run(
@@ -93,35 +92,9 @@ def watched(
         hidden = train and looking is not None and looking.needed()
         if faults := _faults(record, again, hidden):
             raise _ask(faults, train, listed)
-        return y, _put_back(changed, variables, record.frozen)
+        return y, changed
 
     return run
-
-
-def _put_back(
-    changed: dict[str, PyTree], variables: Mapping[str, PyTree], frozen: set[Place]
-) -> dict[str, PyTree]:
-    """What a layer changed, but for the statistics of frozen batch norms.
-
-    A transformation such as `flax.linen.remat` returns them as if it had made them.
-    """
-    if not frozen or "batch_stats" not in changed:
-        return changed
-    old = {
-        _names(path): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(variables["batch_stats"])
-    }
-
-    def kept(path: Any, leaf: Any) -> Any:
-        names = _names(path)
-        return old.get(names, leaf) if names[:-1] in frozen else leaf
-
-    stats = jax.tree_util.tree_map_with_path(kept, changed["batch_stats"])
-    return {**changed, "batch_stats": stats}
-
-
-def _names(path: Any) -> Place:
-    return tuple(getattr(key, "key", getattr(key, "idx", None)) for key in path)
 
 
 # ------------------------------------------------------------------ what decided it

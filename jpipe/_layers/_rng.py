@@ -5,7 +5,8 @@ changes a dropout mask.
 """
 
 import reprlib
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import chex
@@ -52,7 +53,10 @@ def training_key(key: chex.PRNGKey) -> chex.PRNGKey:
 
 
 def layer_rngs(
-    rngs: Rngs, microbatch: jax.Array | int, layer: jax.Array | int
+    rngs: Rngs,
+    microbatch: jax.Array | int,
+    layer: jax.Array | int,
+    streams: Iterable[str] = (),
 ) -> dict[str, chex.PRNGKey] | None:
     """The keys of one layer on one micro-batch.
 
@@ -60,22 +64,27 @@ def layer_rngs(
       rngs: the keys of the step: one, a dictionary of them, or ``None``.
       microbatch: the number of the micro-batch, an int32 scalar.
       layer: the number of the layer in the user's list, likewise.
+      streams: what a single key serves beside the streams of Flax.
 
     Returns:
-      A dictionary of keys by stream name. A single key serves every stream: for a name
-      that is missing linen falls back on ``"params"`` and nnx on ``"default"``. Flax
-      draws the same numbers from two streams of the same key.
+      A dictionary of keys by stream name. A single key serves every stream, each with
+      a key of its own: Flax draws the same numbers from two streams of one. For a name
+      that is missing nnx takes ``"default"``.
     """
     if rngs is None:
         return None
     is_single = not isinstance(rngs, Mapping)
-    if is_single:
-        rngs = {"params": rngs, "dropout": jax.random.fold_in(rngs, 1)}
-    streams = {
+    if not isinstance(rngs, Mapping):
+        key = rngs
+        named = {
+            name: jax.random.fold_in(key, zlib.crc32(name.encode())) for name in streams
+        }
+        rngs = {"params": key, "dropout": jax.random.fold_in(key, 1), **named}
+    keys = {
         name: jax.random.fold_in(jax.random.fold_in(key, microbatch), layer)
         for name, key in rngs.items()
     }
-    return {**streams, "default": streams["params"]} if is_single else streams
+    return {**keys, "default": keys["params"]} if is_single else keys
 
 
 def step_key(rng: chex.PRNGKey, step: jax.Array) -> chex.PRNGKey:

@@ -10,6 +10,7 @@ import jax
 
 from . import _batchnorm, _rng, _skip
 from ._layer import Layer
+from ._streams import applied
 
 PyTree = Any
 
@@ -63,14 +64,10 @@ class StageFunction:
             zip(self.layers, variables, strict=True)
         ):
             number = self.first + offset
-            keys = _rng.layer_rngs(rngs, microbatch, first + offset)
+            numbers = microbatch, first + offset
             _batchnorm.enter_layer(offset)
-            with (
-                naming(self.index, number, layer, x),
-                jax.named_scope(layer.name),
-                _skip.applying(skips, layer.namespace),
-            ):
-                x, change = layer.apply(entry, x, keys, train)
+            with naming(self.index, number, layer, x), jax.named_scope(layer.name):
+                x, change = applied(layer, entry, x, rngs, numbers, train, skips)
             changed.append(change)
         return x, tuple(changed)
 

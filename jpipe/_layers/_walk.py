@@ -10,12 +10,13 @@ import jax
 
 from .._jaxprs import _jaxpr
 from .._jaxprs._jaxpr import zeros
-from . import _linen, _rng, _skip
+from . import _linen, _skip
 from ._alike import origin
 from ._initialize import init_with
 from ._layer import Layer
 from ._sharing import Key, Sharing
 from ._stage import StageFunction, naming
+from ._streams import applied
 from ._tree import Names, dotted, flat, merged, nested
 
 PyTree = Any
@@ -185,10 +186,10 @@ class _Walk:
         def apply(values: Sequence[PyTree], own: PyTree, x: PyTree, key: Any, pop: Any):
             variables = merged(own, dict(zip(lent, values, strict=True)))
             popped = dict(zip(names, pop, strict=True))
-            with _skip.applying(popped, layer.namespace, guess=zeros(x)) as frame:
-                frames.append(frame)
-                y, _ = layer.apply(variables, x, _rng.layer_rngs(key, 0, 0), False)
-                _check_output(number, layer, y)
+            y, _ = applied(
+                layer, variables, x, key, (0, 0), False, popped, zeros(x), frames
+            )
+            _check_output(number, layer, y)
             left.extend(popped)
             return y, list(popped.values())
 

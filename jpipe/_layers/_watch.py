@@ -102,13 +102,6 @@ class Record:
         return [met for met in self.met.values() if met.frozen and met.trained]
 
     @property
-    def frozen(self) -> set[Place]:
-        """The paths of the batch norms that ran and were not trained."""
-        norms = [met for met in self.met.values() if met.kind == "batch norm"]
-        trained = {norm.path for norm in norms if norm.trained}
-        return {norm.path for norm in norms} - trained
-
-    @property
     def active(self) -> set[tuple[Place, str]]:
         """Those that ran as in training: the paths, and what they are."""
         return {(met.path, met.kind) for met in self.met.values() if met.trained}

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jpipe._jaxprs._marks import Marks, follow, mark
+from jpipe._jaxprs._marks import follow, mark
 
 
 def a(x):
@@ -69,7 +69,7 @@ def solved(x):
 def test_marks_are_followed(function, results, remarked):
     closed = jax.make_jaxpr(function)(jnp.ones(2))
     found, again = follow(closed, "mark ")
-    short = [{text.removeprefix("mark ") for text in marks.all} for marks in found]
+    short = [letters(marks.all) for marks in found]
     assert short == [set(marks) for marks in results]
     assert {text.removeprefix("mark ") for text in again} == set(remarked)
 
@@ -95,10 +95,39 @@ def test_what_is_marked_is_told_from_what_follows_from_it(function, results):
     found, _ = follow(closed, "mark ")
     for marks, expected in zip(found, results, strict=True):
         here, _, behind = expected.partition("-")
-        assert {text[-1] for text in marks.here} == set(here)
-        assert {text[-1] for text in marks.behind} == set(behind)
+        assert letters(marks.here) == set(here)
+        assert letters(marks.behind) == set(behind)
 
 
 def test_marks_of_others_are_nothing():
     closed = jax.make_jaxpr(a)(jnp.ones(2))
-    assert follow(closed, "other") == ([Marks()], set())
+    (marks,), again = follow(closed, "other")
+    assert not again
+    assert not letters(marks.all, "other")
+
+
+def letters(marks, prefix="mark "):
+    return {text.removeprefix(prefix) for text in marks if text.startswith(prefix)}
+
+
+def turned(x, y):
+    return jax.lax.fori_loop(0, 2, lambda _, c: (c[1], c[0]), (x, y))
+
+
+@pytest.mark.parametrize(
+    ("function", "inputs"),
+    [
+        (lambda x, y: (y, x + y, 1.0 * x), [1, None, None]),
+        (jax.checkpoint(lambda x, y: (y, jax.jit(jnp.sin)(y), x)), [1, None, 0]),
+        (lambda x, y: (x.T, x.reshape(4)), [None, None]),
+        (lambda x, y: jax.lax.scan(lambda c, z: (c, z), x, y), [0, 1]),
+        (lambda x, y: jax.lax.scan(lambda c, z: (c + 1, z), x, y), [None, 1]),
+        (turned, [None, None]),
+        (lambda x, y: jax.lax.cond(x.sum() > 0, lambda: x, lambda: 2 * x), [None]),
+        (jax.vmap(lambda x, y: (y, x), in_axes=(0, 0)), [1, 0]),
+    ],
+)
+def test_an_input_is_known_again(function, inputs):
+    x = jnp.ones((2, 2))
+    found, _ = follow(jax.make_jaxpr(function)(x, 2 * x), "mark ")
+    assert [marks.input for marks in found] == inputs

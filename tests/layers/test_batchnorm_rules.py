@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
@@ -146,3 +147,110 @@ def test_a_norm_that_an_attribute_trains_in_evaluation_is_refused():
     pipe = jpipe.pipeline([layer, ref.dense(4)], 2)
     with pytest.raises(ValueError, match=r"norm is trained in evaluation.*not train"):
         pipe.init(jax.random.key(0), jnp.ones((4, 5)))
+
+
+class Observed(nn.BatchNorm):
+    """Normalizes by its running mean, and moves it by a rule of its own."""
+
+    def __call__(self, x, train):
+        y = super().__call__(x, use_running_average=True)
+        if train and not self.is_initializing():
+            mean = self.get_variable("batch_stats", "mean")
+            self.put_variable("batch_stats", "mean", 0.9 * mean + 0.1 * x.mean(0))
+        return y
+
+
+def observed(norm, x):
+    y = norm(x)
+    nnx.update(norm, {"mean": 0.9 * norm.mean[...] + 0.1 * x.mean(0)})
+    return y
+
+
+def test_frozen_norms_move_as_the_user_moves_them():
+    def frozen():
+        return nnx.BatchNorm(5, use_running_average=True, rngs=nnx.Rngs(0))
+
+    x, targets = ref.regression(8)
+    layers = [
+        Observed(),
+        nn.remat(Observed, static_argnums=(2,))(),
+        Around(lambda own, x: observed(own.norm, x), lambda *_, **__: frozen()),
+    ]
+    for layer in layers:
+        state = committed(jpipe.pipeline([layer, ref.dense(4)], 2), x, targets)
+        mean = next(
+            leaf for leaf in jax.tree.leaves(state.model_state[0]) if leaf.any()
+        )
+        np.testing.assert_allclose(mean, 0.1 * x.mean(0), rtol=1e-5, atol=1e-6)
+
+
+def test_a_hook_of_the_users_own_is_not_given_those_of_a_micro_batch():
+    layer = Around(lambda own, x: own.norm(x))
+    layer.norm.mean.set_metadata(on_set_value=lambda _, value: jnp.clip(value, -1, 1))
+    x, targets = ref.regression(8)
+    with pytest.raises(ValueError, match=CHANGED):
+        committed(jpipe.pipeline([layer, ref.dense(4)], 2), x, targets)
+
+
+class Cumulative(nn.Module):
+    """A norm whose momentum follows from how often it was called."""
+
+    @nn.compact
+    def __call__(self, x, train):
+        count = self.variable("batch_stats", "count", lambda: jnp.zeros((), jnp.int32))
+        if train and not self.is_initializing():
+            count.value += 1
+        return nn.BatchNorm(not train, momentum=1 - 1 / (count.value + 1.0))(x)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [Cumulative(), nnx.BatchNorm(5, momentum=jnp.asarray(0.5), rngs=nnx.Rngs(0))],
+    ids=["linen", "nnx"],
+)
+def test_a_momentum_that_is_an_array_is_refused(layer):
+    x, targets = ref.regression(8)
+    with pytest.raises(ValueError, match=r"momentum of batch norm .* is an array"):
+        committed(jpipe.pipeline([layer, ref.dense(4)], 2), x, targets)
+
+
+def sharing(momentum):
+    layer = Around(lambda own, x: own.norm(x), nnx.BatchNorm)
+    layer.norm = nnx.BatchNorm(5, momentum=0.5, rngs=nnx.Rngs(0))
+    layer.other = nnx.BatchNorm(5, momentum=momentum, rngs=nnx.Rngs(0))
+    layer.other.mean, layer.other.var = layer.norm.mean, layer.norm.var
+    return layer
+
+
+def test_norms_that_share_statistics():
+    x, targets = ref.regression(8)
+    state = committed(jpipe.pipeline([sharing(0.5), ref.dense(4)], 2), x, targets)
+    mean = state.model_state[0]["batch_stats"]["norm"]["mean"]
+    np.testing.assert_allclose(mean, 0.5 * x.mean(0), rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match=CHANGED):
+        committed(jpipe.pipeline([sharing(0.9), ref.dense(4)], 2), x, targets)
+
+
+def test_statistics_of_another_dtype(double):
+    x, targets = ref.regression(8)
+    norm = nnx.BatchNorm(5, momentum=0.5, rngs=nnx.Rngs(0))
+    state = committed(jpipe.pipeline([norm, ref.dense(4)], 2), x, targets)
+    mean = state.model_state[0]["batch_stats"]["mean"]
+    assert mean.dtype == jnp.float32
+    np.testing.assert_allclose(mean, 0.5 * x.mean(0), rtol=1e-5, atol=1e-6)
+
+
+def test_statistics_in_half_precision_would_stand_still():
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x, train):
+            return nn.BatchNorm(not train)(x)
+
+    x, targets = ref.regression(8)
+    tx = optax.sgd(0.1)
+    pipe = jpipe.pipeline([Block(), ref.dense(4)], 2)
+    variables = pipe.init(jax.random.key(0), x)
+    half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), variables)
+    state = pipe.init_train_state(jax.random.key(0), x, tx, variables=half)
+    with pytest.raises(ValueError, match=r"writes float32 .* made as bfloat16"):
+        pipe.train_step(ref.mse, tx)(state, x, targets)

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from flax import nnx
 
 import jpipe
 
@@ -61,3 +62,43 @@ def test_an_integer_is_what_the_last_microbatch_makes_of_it(schedule, remat):
     other = twin.init_train_state(jax.random.key(0), x, tx)
     _, expected = twin.train_step(ref.mse, tx)(other, x, x)
     np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-6)
+
+
+class Counts(nnx.Module):
+    """Counts its calls in floats, and holds a constant behind a transformation."""
+
+    def __init__(self):
+        self.calls = nnx.Variable(jnp.zeros(()))
+        self.constant = nnx.Variable(jnp.asarray([0.1, 1.7, 3.3]))
+        self.linear = nnx.Linear(5, 4, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        scaled = nnx.remat(lambda own, x: own.linear(x) * own.constant[...].sum())
+        return scaled(self, x)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 3, 7])
+def test_the_mean_of_equal_values_is_that_value(num_microbatches):
+    x, targets = ref.regression(10)
+    tx = optax.sgd(1e-4)
+    layer = Counts()
+    pipe = jpipe.pipeline([layer, ref.dense(4)], num_microbatches)
+    state = pipe.init_train_state(jax.random.key(0), x, tx)
+    step = pipe.train_step(ref.mse, tx)
+    for _ in range(20):
+        state, _ = step(state, x, targets)
+    held = state.model_state[0]["variable"]
+    assert held["calls"] == 20
+    np.testing.assert_array_equal(held["constant"], layer.constant[...])
+
+
+def test_what_flax_overwrites_with_gradients_is_refused():
+    x, targets = ref.regression(8)
+    tx = optax.sgd(0.1)
+    layer = nn.Dense(4, dot_general_cls=nn.Fp8DirectDotGeneralOp)
+    pipe = jpipe.pipeline([layer, ref.dense(4)], 2)
+    state = pipe.init_train_state(jax.random.key(0), x, tx)
+    pipe.apply(state.variables, x)
+    with pytest.raises(ValueError, match="Dense holds the collection _overwrite_with"):
+        pipe.train_step(ref.mse, tx)(state, x, targets)
