@@ -97,23 +97,34 @@ class Holder:
         return self._before.get(held, held)
 
 
-def _closed_over(function: Any) -> Hashable:
+def _closed_over(function: Any, around: tuple[Any, ...] = ()) -> Hashable:
     """The numbers, texts and arrays that a plain function takes from outside.
 
     As they are when a step is built: a step built again after one was changed is
-    another.
+    another. What functions of the same module take that it calls is in it too.
     """
-    if not isinstance(function, types.FunctionType):
+    if not isinstance(function, types.FunctionType) or function in around:
         return ()
+    inside = (*around, function)
     try:
         outside = inspect.getclosurevars(function)
     except ValueError:  # a cell is empty yet
         return ()
     values = {**outside.globals, **outside.nonlocals}
     return tuple(
-        (name, type(value), value if isinstance(value, _PLAIN) else Same(value))
+        (
+            name,
+            type(value),
+            value if isinstance(value, _PLAIN) else Same(value),
+            _closed_over(value, inside) if _is_near(value, function) else (),
+        )
         for name, value in sorted(values.items())
     )
+
+
+def _is_near(value: Any, function: types.FunctionType) -> bool:
+    """Whether a value is a function of the module that another is of."""
+    return getattr(value, "__globals__", None) is function.__globals__
 
 
 class _Held(Content):

@@ -10,13 +10,16 @@ from . import _linen, _nnx
 from ._reach import is_variable, reached
 
 
-def why_not(source: Any, function: Any = None, method: str = "") -> str:
+def why_not(
+    source: Any, function: Any = None, method: str = "", explicit: bool = False
+) -> str:
     """Why an object cannot be a layer, if it hides a module.
 
     Args:
       source: what is called: a module, a function, or the ``apply`` of a stage.
       function: the function of a module by which it is called, if there is one.
       method: its method by which it is called, if there is one.
+      explicit: whether it is given variables beside its input.
 
     Returns:
       The reason; empty if it hides none.
@@ -25,6 +28,8 @@ def why_not(source: Any, function: Any = None, method: str = "") -> str:
     function = function if module is not None else source
     if function is not None:
         hidden, method_of = _bare(function)
+        if explicit and _linen.is_module(hidden) and method_of == "apply":
+            return ""  # it is given its values
         if _is_module(hidden):
             own = (
                 "itself"

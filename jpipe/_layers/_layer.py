@@ -122,8 +122,9 @@ def as_layers(listed: Sequence[Any]) -> tuple[Layer, ...]:
     if faults:
         raise ValueError(
             "a layer is told whether it is trained by a parameter train, deterministic "
-            "or use_running_average; rename the parameter, or list a module or a "
-            "function that chooses:\n" + "\n".join(f"  * {fault}" for fault in faults)
+            "or use_running_average, and given random keys by one named rngs, as "
+            "{'dropout': key}; rename the parameter, or list a module or a function "
+            "that chooses:\n" + "\n".join(f"  * {fault}" for fault in faults)
         )
     layers = tuple(as_layer(source) for source in objects)
     owners = {number: layer.owner for number, layer in enumerate(layers)}
@@ -144,8 +145,9 @@ def _why_not(source: Any) -> str:
         return f"{source.__name__} is a class; write {source.__name__}(...)"
     module, method = _split(source)
     function, name = (None, method) if isinstance(method, str) else (method, "")
-    called = source.apply if isinstance(source, Stage) else module
-    reason = _nnx.why_not(source) or _hidden.why_not(called, function, name)
+    explicit = isinstance(source, Stage)
+    called = source.apply if explicit else module
+    reason = _nnx.why_not(source) or _hidden.why_not(called, function, name, explicit)
     if reason := reason or _various(module, method):
         return reason
     known = isinstance(source, Stage | Method) or _linen.is_module(source)

@@ -8,6 +8,8 @@ from typing import Any
 # By these names a layer is not told, though it asks.
 MEAN_EVALUATION = frozenset({"is_eval", "is_inference"})
 MISNAMED = frozenset({"training", "is_training", "is_train"}) | MEAN_EVALUATION
+# By these a function asks for random keys; modules of Flax have streams.
+MISNAMED_KEYS = frozenset({"rng", "rng_key", "prng", "prng_key", "dropout_rng"})
 
 _POSITIONAL = (
     inspect.Parameter.POSITIONAL_ONLY,
@@ -90,7 +92,7 @@ def parameter_names(function: Callable[..., Any], after: int = 0) -> frozenset[s
 def misnamed(
     function: Callable[..., Any], after: int, chosen: Callable[[str], bool]
 ) -> list[str]:
-    """By which parameters a layer asks in vain whether it is trained, if it does.
+    """By which parameters a layer asks in vain, for whether it is trained or for keys.
 
     Args:
       function: what is called.
@@ -98,6 +100,7 @@ def misnamed(
       chosen: whether its maker has set a parameter already.
     """
     names = parameter_names(function, after)
-    if names & set(switches(True)):
-        return []
-    return sorted(name for name in names & MISNAMED if not chosen(name))
+    asks = MISNAMED if not names & set(switches(True)) else frozenset()
+    if after == 1 and "rngs" not in names:
+        asks |= MISNAMED_KEYS
+    return sorted(name for name in names & asks if not chosen(name))

@@ -78,6 +78,18 @@ def test_a_layer_that_has_a_module_from_outside_is_refused(name):
         jpipe.pipeline([nn.Dense(3), layer], 2)
 
 
+def test_a_stage_may_be_made_of_methods_of_a_module():
+    dense = nn.Dense(3)
+    stage = jpipe.Stage(dense.init, dense.apply)
+    pipe = jpipe.pipeline([stage, nn.Dense(3)], 2)
+    variables = pipe.init(jax.random.key(0), X)
+    assert pipe.apply(variables, X).shape == X.shape
+    with pytest.raises(
+        TypeError, match=r"calls a Dense.*jpipe\.layer\(module, 'apply'"
+    ):
+        jpipe.pipeline([dense.apply], 2)
+
+
 def test_what_is_no_bound_module_is_none_of_this():
     dense, values = nn.Dense(3), {"params": {"kernel": jnp.eye(3), "bias": X[0]}}
     graphdef, state = nnx.split(nnx.Linear(3, 3, rngs=nnx.Rngs(0)))

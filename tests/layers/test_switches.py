@@ -50,6 +50,17 @@ class ToldNnx(nnx.Module):
         return x
 
 
+def test_a_function_that_asks_for_keys_by_another_name_is_refused():
+    def drop(x, rng=None):
+        return x if rng is None else x * jax.random.bernoulli(rng, 0.5, x.shape)
+
+    with pytest.raises(
+        ValueError, match=r"one named rngs, as .*layer 1: drop takes rng"
+    ):
+        jpipe.pipeline([jnp.tanh, drop], 2)
+    jpipe.pipeline([jnp.tanh, functools.partial(drop, rng=jax.random.key(0))], 2)
+
+
 def test_a_switch_by_another_name_is_refused():
     def function(x, is_train=False, training=False):
         return x

@@ -270,3 +270,25 @@ def test_a_step_built_again_reads_what_its_loss_closes_over():
     weight = 5.0
     second, _ = pipe.value_and_grad(loss)(variables, x, targets)
     assert float(second) == pytest.approx(5 * float(first), rel=1e-6)
+
+
+FACTOR = 1.0
+
+
+def penalty(y):
+    return FACTOR * (y**2).mean()
+
+
+def penalized(y, t):
+    return ref.mse(y, t) + penalty(y)
+
+
+def test_and_what_its_helpers_take(monkeypatch):
+    pipe = jpipe.pipeline([ref.dense(4)], 2)
+    x, targets = ref.regression(4)
+    variables = pipe.init(jax.random.key(0), x)
+    y = pipe.apply(variables, x)
+    for factor in (1.0, 5.0):
+        monkeypatch.setitem(globals(), "FACTOR", factor)
+        loss, _ = pipe.value_and_grad(penalized)(variables, x, targets)
+        np.testing.assert_allclose(loss, penalized(y, targets), rtol=1e-6)
