@@ -21,9 +21,9 @@ from .. import allocator
 from ..cells.stages import Calls, gradient_of
 from ..models.block import Block
 from ..provenance import line, provenance
-from . import by_hand, one_stage
+from . import by_hand, compiling, one_stage
 from .dispatch import interleaved, square
-from .processes import medians
+from .processes import medians, one_process
 
 PyTree = Any
 
@@ -160,6 +160,28 @@ def dispatch_costs(rounds: int, processes: int) -> dict[str, Any]:
     return medians("benchmarks.overhead.dispatch", [f"{rounds}"], processes, "step_us")
 
 
+def compile_costs(processes: int) -> list[dict[str, Any]]:
+    """`compiling.first_step` of every model, the sides in turns."""
+    rows = []
+    for model in compiling.HEADS:
+        runs = [
+            {
+                side: one_process("benchmarks.overhead.compiling", [model, side])
+                for side in compiling.SIDES
+            }
+            for _ in range(processes)
+        ]
+        ratios = [run["jpipe"]["first_s"] / run["plain"]["first_s"] for run in runs]
+        row: dict[str, Any] = {
+            f"{side}_{name}": statistics.median(run[side][name] for run in runs)
+            for side in compiling.SIDES
+            for name in ("first_s", "again_s")
+        }
+        row |= {"by_plain": statistics.median(ratios), "model": model}
+        rows.append(row | {"least": min(ratios), "most": max(ratios)})
+    return rows
+
+
 def main() -> None:
     """Prints the tables, or JSON."""
     parser = argparse.ArgumentParser(
@@ -179,6 +201,7 @@ def main() -> None:
         "dispatch": lambda: dispatch_costs(options.rounds, options.processes),
         "held": held_bytes,
         "first_gradient": lambda: first_gradient(options.rounds),
+        "compiling": lambda: compile_costs(options.processes),
     }
     result: dict[str, Any] = {"provenance": provenance()}
     for name in options.part or parts:
@@ -273,10 +296,27 @@ def _first_table(first: dict[str, float]) -> str:
     return "\n".join(lines)
 
 
+def _compiling_table(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        "| 14 blocks, 4 stages | first step, s | plain `jax.jit`, s | ratio "
+        "| least to most | built again, s | plain, s |",
+        f"| --- |{' --: |' * 6}",
+    ]
+    for row in rows:
+        lines.append(
+            f"| {row['model']} stages | {row['jpipe_first_s']:.1f} | "
+            f"{row['plain_first_s']:.1f} | **{row['by_plain']:.2f}** | "
+            f"{row['least']:.2f} to {row['most']:.2f} | "
+            f"{row['jpipe_again_s']:.1f} | {row['plain_again_s']:.1f} |"
+        )
+    return "\n".join(lines)
+
+
 _TABLES: dict[str, Callable[[Any], str]] = {
     "throughput": _throughput_table,
     "calls": _calls_table,
     "dispatch": _dispatch_table,
     "held": _held_table,
     "first_gradient": _first_table,
+    "compiling": _compiling_table,
 }

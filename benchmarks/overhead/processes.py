@@ -28,13 +28,17 @@ def medians(
     Returns:
       The median of each figure, ``f"{spread}_least"`` and ``f"{spread}_most"``.
     """
-    command = [sys.executable, "-m", module, *words]
-    environment = os.environ | dict(variables or {})
-    rows = [
-        json.loads(subprocess.check_output(command, env=environment, text=True))
-        for _ in range(processes)
-    ]
+    rows = [one_process(module, words, variables) for _ in range(processes)]
     result = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
     result[f"{spread}_least"] = min(row[spread] for row in rows)
     result[f"{spread}_most"] = max(row[spread] for row in rows)
     return result
+
+
+def one_process(
+    module: str, words: list[str], variables: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """What a module prints that prints a JSON object; see `medians`."""
+    command = [sys.executable, "-m", module, *words]
+    environment = os.environ | dict(variables or {})
+    return json.loads(subprocess.check_output(command, env=environment, text=True))

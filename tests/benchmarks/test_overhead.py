@@ -9,7 +9,7 @@ from flax import linen as nn
 
 import jpipe
 from benchmarks.experiment import mean_cross_entropy
-from benchmarks.overhead import by_hand, one_stage
+from benchmarks.overhead import by_hand, compiling, one_stage
 from benchmarks.overhead import command as overhead
 
 # Floats of one size summed in another order.
@@ -67,3 +67,31 @@ def test_a_table_of_calls_has_a_row_for_every_step():
     ).splitlines()[2:]
     assert len(lines) == 2 + 1 + len(by_hand.STEPS)
     assert len({cells(line) for line in lines}) == 1
+
+
+def test_the_sides_of_compiling_train_the_same_blocks(monkeypatch):
+    monkeypatch.setattr(compiling, "WIDTH", 8)
+    blocks = [[compiling.Block(8, heads)] for heads in (1, 2, 4, 8)]
+    sizes = []
+    for make in compiling.SIDES.values():
+        step, state = make(blocks)
+        before = [leaf.shape for leaf in jax.tree.leaves(state)]
+        after = step(state, compiling._batch())
+        assert [leaf.shape for leaf in jax.tree.leaves(after)] == before
+        state = after
+        params = state.params if hasattr(state, "params") else state[0]
+        sizes.append(sum(leaf.size for leaf in jax.tree.leaves(params)))
+    assert sizes[0] == sizes[1]
+
+
+def test_a_table_of_compiling_has_a_cell_under_every_heading(monkeypatch):
+    def run(module, words):
+        return {"first_s": 2.0 + (words[1] == "jpipe"), "again_s": 1.0}
+
+    monkeypatch.setattr(overhead, "one_process", run)
+    result = {"provenance": overhead.provenance()}
+    lines = overhead.tables(result | {"compiling": overhead.compile_costs(3)})
+    lines = lines.splitlines()[2:]
+    assert len(lines) == 4
+    assert len({cells(line) for line in lines}) == 1
+    assert "| **1.50** | 1.50 to 1.50 |" in lines[2]

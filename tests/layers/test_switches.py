@@ -55,7 +55,7 @@ def test_a_function_that_asks_for_keys_by_another_name_is_refused():
         return x if rng is None else x * jax.random.bernoulli(rng, 0.5, x.shape)
 
     with pytest.raises(
-        ValueError, match=r"one named rngs, as .*layer 1: drop takes rng"
+        ValueError, match=r"(?s)one named rngs, as .*layer 1: drop takes rng"
     ):
         jpipe.pipeline([jnp.tanh, drop], 2)
     jpipe.pipeline([jnp.tanh, functools.partial(drop, rng=jax.random.key(0))], 2)
