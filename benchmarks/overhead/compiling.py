@@ -22,10 +22,10 @@ from .dispatch import square
 
 PyTree = Any
 Step = Callable[[PyTree, jax.Array], PyTree]
-WIDTH, STAGES, MICROBATCHES = 64, 4, 8
+WIDTH, STAGES, MICROBATCHES = 256, 4, 8
 # How many heads the blocks of each stage have: a stage is another program for each.
 HEADS = {
-    "equal": [[4] * 4, [4] * 4, [4] * 3, [4] * 3],
+    "equal": [[4] * 3, [4] * 4, [4] * 4, [4] * 3],
     "unequal": [[1, 2, 4, 8], [8, 4, 2, 1], [1, 4, 8], [8, 1, 2]],
 }
 
@@ -93,7 +93,7 @@ def first_step(side: str, model: str) -> dict[str, float]:
 
 
 def _batch() -> jax.Array:
-    return jnp.ones((2 * MICROBATCHES, 16, WIDTH))
+    return jnp.ones((4 * MICROBATCHES, 64, WIDTH))
 
 
 def main() -> None:

@@ -253,6 +253,11 @@ def _programs(
         if operation.function:
             key = operation.function, operation.place
             calls.setdefault(key, []).append((number, operation))
+    # A name for all places: JAX's persistent cache finds it for any, on a GPU.
+    labels: dict[Function, list[Any]] = {}
+    for (function, _), own in calls.items():
+        known = labels.setdefault(function, [])
+        known += [operation.label for _, operation in own]
     owned = {v for operation in operations for v in _made(graph, operation)}
     owned |= graph.donated
     programs = {}
@@ -293,7 +298,7 @@ def _programs(
             sorted(donated),
             devices[place],
             [graph.places[v] for v in first.reads],
-            [operation.label for _, operation in own],
+            labels[function],
         )
     return programs
 

@@ -94,7 +94,7 @@ class Placed:
         self._calls = []
         for segment in _segments.segments(closed, self._home, self._wanted):
             part = _segments.as_jaxpr(closed, segment, self._home)
-            function_ = Function.of(f"{name}_{segment.home}", part)
+            function_ = Function.of(name, part)
             self._calls.append((segment, part.jaxpr.invars, function_))
 
     def into(self, graph: Graph, arguments: Sequence[Value]) -> list[Value]:

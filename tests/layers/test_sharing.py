@@ -48,7 +48,8 @@ class TestWhatIsMadeOnce:
         with jax.log_compiles(), caplog.at_level("WARNING"):
             pipe.value_and_grad(ref.mse)(variables, X, TARGETS)
         given = re.findall(r"Compiling jit\((stage\w+|zeros)\)", caplog.text)
-        names = ["stage0", "stage1_5", "stage2_6", "stage3", "stage4"]
+        # One name on every device: JAX's persistent cache may find it for another.
+        names = ["stage0", *["stage1_2_3_4_and_2_more"] * 4]
         parts = ("forward", "backward_add_grads")
         programs = [f"{name}_{part}" for name in names for part in parts]
         last = "stage7_forward_add_results_backward_add_grads"

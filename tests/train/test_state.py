@@ -194,7 +194,7 @@ def test_what_a_step_has_overwritten_is_said_to_be(use):
     state = pipe.init_train_state(jax.random.key(0), x, TX)
     kept = copied(state)
     pipe.train_step(ref.mse, TX)(state, x, x)
-    with pytest.raises(ValueError, match="given to an earlier step, which used its"):
+    with pytest.raises(ValueError, match="donated: it was given to an earlier step"):
         use(pipe, state, x)
     use(pipe, kept, x)
 
