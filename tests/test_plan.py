@@ -1,10 +1,16 @@
 """A pipeline on paper: what `print` shows of it."""
 
+import re
+
 import jax
 import pytest
 from flax import linen as nn
 
 import jpipe
+from jpipe import schedules
+
+from . import reference as ref
+from .run.held import gradient_of
 
 
 def printed(stages, microbatches, schedule="1f1b"):
@@ -39,3 +45,29 @@ def test_a_wide_grid_is_cut_in_the_middle(stages, microbatches, schedule):
 def test_a_grid_that_can_be_read_is_whole():
     lines, pipe = printed(4, 9)
     assert "\n".join(lines).endswith(str(pipe.schedule))
+
+
+RUNNING = [name for name in schedules.BY_NAME if name != "forward_only"]
+
+
+@pytest.mark.parametrize("remat", ["full", "none", "except_last"])
+@pytest.mark.parametrize("name", RUNNING)
+def test_what_is_drawn_is_what_runs(name, remat):
+    schedule = schedules.BY_NAME[name](2, 4)
+    layers = [ref.dense(3) for _ in range(schedule.num_stages)]
+    x, targets = ref.regression(4)
+    pipe = jpipe.pipeline(layers, 4, schedule=schedule, remat=remat)
+    gradient, leaves = gradient_of(pipe, x, targets[:, :3])
+    ran = [[] for _ in range(schedule.num_ranks)]
+
+    def observe(instruction, _):
+        label = instruction.label
+        if instruction.source is None and not isinstance(label, str):
+            rank = schedule.placement[label.stage]
+            single = schedule.num_stages == schedule.num_ranks
+            ran[rank].append(str(label)[single:] if single else str(label))
+
+    gradient.program(leaves, observe)
+    rows = re.findall(r"^rank \d+ \|(.*)\|$", str(pipe), re.MULTILINE)
+    drawn = [list(dict.fromkeys(re.findall(r"\w+", row))) for row in rows]
+    assert drawn == [list(dict.fromkeys(cells)) for cells in ran]
