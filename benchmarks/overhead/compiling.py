@@ -6,6 +6,7 @@ own, in turns, since a process compiles nothing twice.
 """
 
 import argparse
+import itertools
 import json
 import time
 from collections.abc import Callable
@@ -92,6 +93,38 @@ def first_step(side: str, model: str) -> dict[str, float]:
     return {"first_s": found[0], "again_s": found[1]}
 
 
+def gradients(model: str) -> dict[str, float]:
+    """What XLA takes for one stage and for all, each as one program.
+
+    Args:
+      model: a key of `HEADS`.
+
+    Returns:
+      Processor seconds that compile the gradient of the first stage's blocks, and of
+      all blocks.
+    """
+    found = {}
+    for name, heads in (
+        ("stage", HEADS[model][0]),
+        ("whole", [*itertools.chain(*HEADS[model])]),
+    ):
+        layers = [Block(WIDTH, count) for count in heads]
+        x = _batch()
+        params = [layer.init(jax.random.key(0), x) for layer in layers]
+
+        def loss(params: list[PyTree], layers: list[Block] = layers) -> jax.Array:
+            y: Any = _batch()
+            for layer, own in zip(layers, params, strict=True):
+                y = layer.apply(own, y)
+            return square(y, _batch())
+
+        lowered = jax.jit(jax.grad(loss)).lower(params)
+        start = time.process_time()
+        lowered.compile()
+        found[f"{name}_s"] = time.process_time() - start
+    return found
+
+
 def _batch() -> jax.Array:
     return jnp.ones((4 * MICROBATCHES, 64, WIDTH))
 
@@ -99,11 +132,15 @@ def _batch() -> jax.Array:
 def main() -> None:
     """Prints one side as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
+    # "gradients": what XLA takes for one stage beside the whole.
     parser.add_argument("model", choices=list(HEADS))
-    parser.add_argument("side", choices=list(SIDES))
+    parser.add_argument("side", choices=[*SIDES, "gradients"])
     options = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", STAGES)
-    print(json.dumps(first_step(options.side, options.model)))
+    if options.side == "gradients":
+        print(json.dumps(gradients(options.model)))
+    else:
+        print(json.dumps(first_step(options.side, options.model)))
 
 
 if __name__ == "__main__":
