@@ -192,7 +192,7 @@ class ProgramCache:
         Raises:
           ValueError: if skip connections do not fit, or a layer was changed.
         """
-        self._pipe.kept.check()
+        self._pipe.unchanged.check()
         signature = _signature.settings(), _signature.of(x)
         if signature not in self._expected:
             visits, routes = walk(self._pipe.stages, _rng.key_spec(), x)

@@ -6,7 +6,7 @@ from ._cache import ProgramCache
 from ._functions import _remat
 from ._functions._weights import is_params
 from ._instructions import _bytes
-from ._instructions._bytes import most_kept, nbytes
+from ._instructions._bytes import most_residuals, nbytes
 from ._layers._skip import label
 from ._plan import Plan, StagePlan
 from ._run._pipe import Pipe
@@ -29,7 +29,7 @@ def describe(pipe: Pipe, programs: ProgramCache) -> Plan:
     ran: tuple[Action, ...] = ()
     if programs.training is not None:
         program = programs.training.program
-        held = most_kept(program, len(pipe.stages))
+        held = most_residuals(program, len(pipe.stages))
         calls = [i.label for i in program.instructions if i.source is None]
         ran = tuple(label for label in calls if not isinstance(label, str))
         names = map(str, program.devices)

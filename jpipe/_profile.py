@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from ._instructions._bytes import held
+from ._instructions._bytes import live
 from ._instructions._program import Instruction, Step
 from ._run._costs import costs_of
 from ._train._gradient import Gradient
@@ -143,7 +143,7 @@ def _memory(gradient: Gradient, timeline: Timeline) -> Iterable[MemoryEvent]:
     rank_of: dict[int, int] = {}
     for s, rank in enumerate(pipe.schedule.placement):
         rank_of[pipe.place(s)] = min(rank_of.get(pipe.place(s), rank), rank)
-    counts = held(program)
+    counts = live(program)
     now = 0.0
     for place, rank in rank_of.items():
         yield MemoryEvent(0.0, rank, float(counts[0][place]))

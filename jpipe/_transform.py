@@ -7,9 +7,9 @@ from . import _setup
 from ._cache import Axes
 from ._functions import _remat
 from ._instructions._transfer import Device
-from ._layers._kept import Kept
 from ._layers._layer import as_layers
 from ._layers._stage import fuse
+from ._layers._unchanged import Unchanged
 from ._pipeline import Pipeline
 from ._run._pipe import Pipe
 from .schedules import Schedule, ScheduleBuilder
@@ -87,7 +87,7 @@ def pipeline(
         raise TypeError(
             f"out_axes={out_axes!r}: needs an int, the axis of the examples"
         )
-    pipe = Pipe(groups, placed, chosen, settings, Kept(layers))
+    pipe = Pipe(groups, placed, chosen, settings, Unchanged(layers))
     return Pipeline(pipe, Axes(in_axes, target_axes, out_axes))
 
 

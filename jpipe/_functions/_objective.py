@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from .._layers._stage import shapes
-from ._held import Holder
+from ._captured import Holder
 
 PyTree = Any
 

@@ -49,6 +49,11 @@ def mode(setting: Any, microbatch: int, num_microbatches: int) -> Mode:
     return setting
 
 
+def keeps_nothing(mode: Mode) -> bool:
+    """Whether no residual is kept: a forward by itself makes only its output."""
+    return mode == "full"
+
+
 def wrapper(mode: Mode) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """The transform that makes `jax.vjp` keep what the mode says.
 

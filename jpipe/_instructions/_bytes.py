@@ -11,7 +11,7 @@ def nbytes(spec: Any) -> int:
     return spec.size * spec.dtype.itemsize
 
 
-def held(program: Program) -> list[list[int]]:
+def live(program: Program) -> list[list[int]]:
     """The bytes of each place before the first instruction, then after each.
 
     Counted are arguments that are in a place, which are the caller's and stay unless
@@ -39,13 +39,13 @@ def held(program: Program) -> list[list[int]]:
 
 def peaks(program: Program) -> list[int]:
     """The most that each place holds."""
-    return [max(column) for column in zip(*held(program), strict=True)]
+    return [max(column) for column in zip(*live(program), strict=True)]
 
 
 Cells = dict[tuple[int, int], int]
 
 
-def kept(program: Program) -> Cells:
+def residuals(program: Program) -> Cells:
     """What each stage holds of each micro-batch between its forward and its backward.
 
     Read off the list: what a forward has read or made and only backwards of the same
@@ -83,9 +83,9 @@ def _same_cell(label: Any, other: Any) -> bool:
     return getattr(other, "op", None) in ("B", "I", "W") and label[1:] == other[1:]
 
 
-def most_kept(program: Program, num_stages: int) -> Sequence[int]:
+def most_residuals(program: Program, num_stages: int) -> Sequence[int]:
     """The most that each stage keeps of all micro-batches at once."""
-    sizes = kept(program)
+    sizes = residuals(program)
     now, most = [0] * num_stages, [0] * num_stages
     last = {
         i.label[1:]: n

@@ -1,4 +1,4 @@
-"""The only place from which data moves between devices."""
+"""How data moves between devices: nothing else moves any but `_compat.copier`."""
 
 import functools
 from collections.abc import Callable, Sequence

@@ -1,1 +1,1 @@
-"""How a mini-batch runs: compiled programs, transfers, the loop that drives them."""
+"""A schedule and its stages written as a list of instructions."""

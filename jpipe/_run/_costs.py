@@ -8,7 +8,7 @@ import jax
 from .._functions._batch import Batch
 from .._functions._task import Task
 from .._functions._weights import sum_spec
-from .._instructions._bytes import kept, nbytes
+from .._instructions._bytes import nbytes, residuals
 from .._instructions._program import Program
 from ..schedules import Action, Costs
 from ..schedules._action import FORWARD, INPUT, WEIGHT
@@ -30,7 +30,7 @@ def costs_of(program: Program, works: Works, batch: Batch, num_stages: int) -> C
     """
     stages, count = range(num_stages), range(len(batch.sizes))
     ran = {i.label for i in program.instructions if i.source is None}
-    between = kept(program)
+    between = residuals(program)
     tasks = [[works.task(s, m) for m in count] for s in stages]
 
     def table(number: Any) -> list[list[int]]:

@@ -99,7 +99,7 @@ class Layout:
             layer was changed.
           TypeError: if one belongs to a trace.
         """
-        self._pipe.kept.check()
+        self._pipe.unchanged.check()
         _variables.check_alive(leaves)
         own = [
             [leaves[i] for i, yes in zip(order, marks, strict=True) if yes]

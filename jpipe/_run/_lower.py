@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._functions import _microbatch
+from .._functions import _microbatch, _remat
 from .._functions._batch import Batch
 from .._functions._task import Task
 from .._functions._weights import sum_spec
@@ -175,7 +175,9 @@ class Lowering:
         """
         schedule, works = self._pipe.schedule, self._works
         last, count = schedule.num_stages - 1, schedule.num_microbatches
-        full = {(last, m) for m in range(count) if works.mode(last, m) == "full"}
+        full = {
+            (last, m) for m in range(count) if _remat.keeps_nothing(works.mode(last, m))
+        }
         if full and works.task(last).changes_integers:
             # All of them, or one that is not would run before those that are.
             full = {(last, m) for m in range(count)}

@@ -5,9 +5,9 @@ from functools import cached_property
 from typing import Any
 
 from .._instructions._transfer import Device
-from .._layers._kept import Kept
 from .._layers._sharing import Sharing
 from .._layers._stage import StageFunction
+from .._layers._unchanged import Unchanged
 from ..schedules import Schedule
 
 
@@ -20,14 +20,14 @@ class Pipe:
       devices: the device of each.
       schedule: who runs which action when.
       remat: what each stage keeps: see `_remat`.
-      kept: what tells whether layers were changed since.
+      unchanged: what tells whether layers were changed since.
     """
 
     stages: tuple[StageFunction, ...]
     devices: tuple[Device, ...]
     schedule: Schedule
     remat: tuple[Any, ...]
-    kept: Kept
+    unchanged: Unchanged
 
     @cached_property
     def sharing(self) -> Sharing:

@@ -86,7 +86,7 @@ class TrainStep:
         _variables.check_alive(leaves)
         compiled = self._compile(form, state, x, targets)
         if known:
-            compiled.gradient.pipe.kept.check()
+            compiled.gradient.pipe.unchanged.check()
         else:
             _variables.check_concrete(leaves)
             compiled.gradient.layout.check([leaves[i] for i in compiled.order])

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpipe._instructions._bytes import held
+from jpipe._instructions._bytes import live
 from jpipe._instructions._graph import NOWHERE, OUTSIDE, Graph
 from jpipe.schedules import Action
 
@@ -166,7 +166,7 @@ class TestTheList:
 
     def test_bytes_are_those_of_what_is_written_and_freed(self):
         made = self.made()
-        (given, *after) = held(made)
+        (given, *after) = live(made)
         assert given == [12, 0]
         # The argument stays its owner's. Of both results one is sent, doubled, sent
         # back, and added to the other.

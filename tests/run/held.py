@@ -4,7 +4,7 @@ import jax
 
 from jpipe._functions._objective import Objective
 from jpipe._functions._trainable import Trainable
-from jpipe._instructions._bytes import held, peaks
+from jpipe._instructions._bytes import live, peaks
 
 from .. import reference as ref
 
@@ -51,7 +51,7 @@ def check_exact(pipe, x, targets, rngs=None, **objective):
     """The bytes of the list, instruction by instruction, against those of a run."""
     gradient, leaves = gradient_of(pipe, x, targets, rngs, **objective)
     program = gradient.program
-    assert counted(program, leaves) == held(program)[1:]
+    assert counted(program, leaves) == live(program)[1:]
     assert pipe.plan.peak_bytes == tuple(
         zip(map(str, program.devices), peaks(program), strict=True)
     )

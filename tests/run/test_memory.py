@@ -7,7 +7,7 @@ from flax import linen as nn
 
 import jpipe
 from jpipe import schedules
-from jpipe._instructions._bytes import held, nbytes, peaks
+from jpipe._instructions._bytes import live, nbytes, peaks
 from jpipe._run._costs import costs_of
 
 from .. import reference as ref
@@ -128,10 +128,10 @@ def test_the_count_sees_an_array_that_is_kept_too_long():
     x, targets = jnp.ones((6, 4)), jnp.ones((6, 4))
     gradient, leaves = gradient_of(pipe, x, targets)
     program = gradient.program
-    assert counted(program, leaves) == held(program)[1:]
+    assert counted(program, leaves) == live(program)[1:]
     program.steps = [step._replace(frees=()) for step in program.steps]
     kept = counted(program, leaves, ahead=False)
-    assert kept[-1][0] > held(program)[-1][0]
+    assert kept[-1][0] > live(program)[-1][0]
 
 
 def test_what_is_held_of_a_stage_is_counted_by_hand():
@@ -141,7 +141,7 @@ def test_what_is_held_of_a_stage_is_counted_by_hand():
     # Both inputs of the first stage; the other one runs forwards with backwards.
     assert pipe.plan.stages[0].held_bytes == x.nbytes
     assert pipe.plan.stages[1].held_bytes == 0
-    start, *_ = held(gradient.program)
+    start, *_ = live(gradient.program)
     params = sum(map(nbytes, gradient.layout.weights[0].specs))
     assert start[0] == params
 

@@ -30,7 +30,7 @@ class _Node(NamedTuple):
     values: tuple[Any, ...]
 
 
-class Kept:
+class Unchanged:
     """The attributes of all nnx modules of a pipeline.
 
     Args:
