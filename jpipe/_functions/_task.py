@@ -187,5 +187,6 @@ class Task:
 def _mean(so_far: jax.Array, new: jax.Array, weight: jax.Array) -> jax.Array:
     """A mean with one more value; the mean of equal ones is that value to the bit."""
     new = new.astype(so_far.dtype)
-    moved = so_far + (new - so_far) * weight.astype(so_far.dtype)
-    return jnp.where(new == so_far, so_far, moved)
+    weight = weight.astype(so_far.dtype)
+    # Not by their difference, which may overflow, or be none of two infinities.
+    return jnp.where(new == so_far, so_far, so_far * (1 - weight) + new * weight)

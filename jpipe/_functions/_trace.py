@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from .._jaxprs import _jaxpr
-from .._layers import _batchnorm, _skip
+from .._layers import _batchnorm, _skip, _streams
 from .._layers._batchnorm import Left, Norm
 from .._layers._skip import NO_PORTS, Ports
 from .._layers._stage import StageFunction
@@ -77,7 +77,9 @@ def trace(
     pairs = zip(differentiate, x_leaves, strict=True)
     wanted = [asked and is_inexact(leaf) for asked, leaf in pairs]
     with _batchnorm.recording() as record:
-        closed, (loss, y, _) = _jaxpr.trace(whole, weights.specs, x_leaves, values)
+        closed, (loss, y, _) = _streams.retried(
+            lambda: _jaxpr.trace(whole, weights.specs, x_leaves, values)
+        )
     results, again = record.left(closed)
     first = len(results) - len(changed_at)
     # A transformation such as nn.remat returns all it was given as if it had made it.
@@ -167,9 +169,10 @@ def _check_written(task: Task, avals: Mapping[int, Any]) -> None:
     norms = {place for mean, var, _ in task.norms for place in (mean, var)}
     for place, at in enumerate(task.changed):
         spec, new = task.weights.specs[at], _jaxpr.spec(avals[at])
-        wider = jnp.result_type(new, spec.dtype) != spec.dtype
         fits = place in norms and spec.dtype.itemsize >= _SINGLE
-        if wider and is_inexact(new) and not fits:
+        if not is_inexact(new) or fits:
+            continue
+        if jnp.result_type(new, spec.dtype) != spec.dtype:
             layer, *names = task.weights.paths[at]
             stage = task.stage
             raise ValueError(

@@ -119,7 +119,7 @@ def _through(
 ) -> list[Marks]:
     """The marks on the results of an equation."""
     inside = [closed.jaxpr for closed in _jaxpr.inside(eqn)]
-    # The first operands say which branch it is, or when a loop ends.
+    # The first operands say which branch it is, or are for the end of a loop.
     fewer = eqn.primitive.name in ("cond", "while")
     bodies = [
         jaxpr
@@ -142,12 +142,32 @@ def _through(
             made = _follow(jaxpr, operands[first:], prefix, remarked)
             chosen = _any(operands[:first]).computed()
             cases.append([_any([chosen, marks]) for marks in made])
-        results = [_any(case) for case in zip(*cases, strict=True)]
+        ends = _ends(eqn, operands, prefix, remarked)
+        results = [_joined([*case]) for case in zip(*cases, strict=True)]
         before = operands[carry]
-        after = [_any(pair) for pair in zip(before, results, strict=False)]
+        # A loop may not turn at all.
+        after = [_joined(pair) for pair in zip(before, results, strict=False)]
         if before == after:
-            return results
+            return [_any([ends, marks]) for marks in (*after, *results[len(after) :])]
         operands[carry] = after
+
+
+def _ends(
+    eqn: core.JaxprEqn, operands: list[Marks], prefix: str, remarked: set[str]
+) -> Marks:
+    """Those on what says when a loop ends."""
+    if eqn.primitive.name != "while":
+        return _NONE
+    cond, count = eqn.params["cond_jaxpr"].jaxpr, eqn.params["cond_nconsts"]
+    given = [*operands[:count], *operands[_jaxpr.carry(eqn)]]
+    return _any(_follow(cond, given, prefix, remarked)).computed()
+
+
+def _joined(cases: Sequence[Marks]) -> Marks:
+    """Those on what is one of several values: an input, if all are that one."""
+    found = _any(cases)
+    same = all(case.here == found.here for case in cases)
+    return found if same else found.moved()
 
 
 def _any(marks: Iterable[Marks]) -> Marks:

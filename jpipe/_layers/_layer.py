@@ -63,7 +63,8 @@ class Layer:
         that it has of earlier layers; ``None``: nothing.
       module: the object whose parameters it uses, if it is not the source.
       namespace: that of the names which it stashes and pops.
-      streams: the random streams that it asks for beside those of Flax.
+      streams: the random streams that it asks for beside those of Flax, in training
+        and in evaluation.
     """
 
     name: str
@@ -73,7 +74,7 @@ class Layer:
     extend: Callable[[chex.PRNGKey, PyTree, PyTree], dict[str, PyTree]] | None = None
     module: Any = None
     namespace: Hashable = None
-    streams: set[str] = field(default_factory=set)
+    streams: dict[bool, set[str]] = field(default_factory=dict)
 
     @property
     def owner(self) -> Any:
@@ -191,7 +192,10 @@ def _misnamed(source: Any) -> str:
     else:
         function, name, data = source, _name(source), 1
     names = _switches.misnamed(
-        function, data, lambda field: getattr(module, field, None) is not None
+        function,
+        data,
+        lambda field: getattr(module, field, None) is not None,
+        _is_module(module),
     )
     if not names:
         return ""

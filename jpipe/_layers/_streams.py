@@ -2,15 +2,15 @@
 
 A single key serves every stream. Of one that it was not given Flax says that there is
 none (``has_rng``), draws from another in its place, and leaves it whole where a
-transformation is told to split it. So a module that asks for a further stream is
-applied again, with it.
+transformation is told to split it. So a trace in which a module asks for a further
+stream is given up, and made anew with it.
 """
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from flax import linen
@@ -19,6 +19,9 @@ from . import _rng, _skip
 from ._layer import Layer
 
 PyTree = Any
+
+
+Traced = TypeVar("Traced")
 
 
 class _Asked(BaseException):
@@ -45,7 +48,7 @@ def applied(
     guess: PyTree = None,
     frames: list[_skip.Frame] | None = None,
 ) -> tuple[PyTree, dict[str, PyTree]]:
-    """Applies a layer, with all random streams that it asks for.
+    """Applies a layer, inside of `retried`, with the random streams that it asks for.
 
     Args:
       layer: the layer.
@@ -62,24 +65,29 @@ def applied(
       Its output, and what it changed.
     """
     frames = [] if frames is None else frames
+    streams = layer.streams.setdefault(train, set())
+    keys = _rng.layer_rngs(rngs, *numbers, streams=streams)
+    single = rngs is not None and not isinstance(rngs, Mapping)
+    try:
+        with (
+            _noticing(frozenset(keys) if single and keys else None),
+            _skip.applying(skips, layer.namespace, guess=guess) as frame,
+        ):
+            frames.append(frame)
+            return layer.apply(variables, x, keys, train)
+    except _Asked as asked:
+        frames.pop()
+        streams.add(asked.stream)
+        raise
+
+
+def retried(trace: Callable[[], Traced]) -> Traced:
+    """What a trace gives, once its layers have all streams that they ask for."""
     while True:
-        keys = _rng.layer_rngs(rngs, *numbers, streams=layer.streams)
-        single = rngs is not None and not isinstance(rngs, Mapping)
-        values = dict(skips)
         try:
-            with (
-                _noticing(frozenset(keys) if single and keys else None),
-                _skip.applying(values, layer.namespace, guess=guess) as frame,
-            ):
-                frames.append(frame)
-                y, changed = layer.apply(variables, x, keys, train)
-        except _Asked as asked:
-            frames.pop()
-            layer.streams.add(asked.stream)
+            return trace()
+        except _Asked:
             continue
-        skips.clear()
-        skips.update(values)
-        return y, changed
 
 
 @contextmanager

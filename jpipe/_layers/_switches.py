@@ -90,7 +90,10 @@ def parameter_names(function: Callable[..., Any], after: int = 0) -> frozenset[s
 
 
 def misnamed(
-    function: Callable[..., Any], after: int, chosen: Callable[[str], bool]
+    function: Callable[..., Any],
+    after: int,
+    chosen: Callable[[str], bool],
+    has_streams: bool,
 ) -> list[str]:
     """By which parameters a layer asks in vain, for whether it is trained or for keys.
 
@@ -98,9 +101,10 @@ def misnamed(
       function: what is called.
       after: how many of its parameters are for what it is computed on.
       chosen: whether its maker has set a parameter already.
+      has_streams: whether it has random streams of its own, as a module of Flax.
     """
     names = parameter_names(function, after)
     asks = MISNAMED if not names & set(switches(True)) else frozenset()
-    if after == 1 and "rngs" not in names:
+    if not has_streams and "rngs" not in names:
         asks |= MISNAMED_KEYS
     return sorted(name for name in names & asks if not chosen(name))

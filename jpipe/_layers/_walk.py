@@ -16,7 +16,7 @@ from ._initialize import init_with
 from ._layer import Layer
 from ._sharing import Key, Sharing
 from ._stage import StageFunction, naming
-from ._streams import applied
+from ._streams import applied, retried
 from ._tree import Names, dotted, flat, merged, nested
 
 PyTree = Any
@@ -200,10 +200,10 @@ class _Walk:
         self._took = {m for m, path in adopted.modules.items() if path not in given}
         given = [*lent.values()], own, spec, self._key, [*skips.values()]
         if not lent:
-            y, values = jax.eval_shape(apply, *given)
+            y, values = retried(lambda: jax.eval_shape(apply, *given))
             used = {}
         else:
-            closed, (y, values) = _jaxpr.trace(apply, *given)
+            closed, (y, values) = retried(lambda: _jaxpr.trace(apply, *given))
             needed = _read(lent, _jaxpr.live_inputs(closed)) | self._asked(layer, lent)
             used = {names: value for names, value in lent.items() if names in needed}
         self._skips = dict(zip(left, values, strict=True))

@@ -1,5 +1,6 @@
 """The state of training."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, NamedTuple
@@ -118,25 +119,35 @@ def _is_key(leaf: Any) -> bool:
 serialization.register_serialization_state(TrainState, _to_state_dict, _from_state_dict)
 
 
-def check_apart(state: TrainState) -> None:
-    """Checks that no array stands twice in what a step overwrites.
+def check_apart(state: TrainState, donated: frozenset[int]) -> None:
+    """Checks that no array that a step overwrites stands in a state twice.
+
+    Args:
+      state: the state.
+      donated: the numbers of the leaves that are overwritten.
 
     Raises:
       ValueError: with where it stands, if one does.
     """
-    held = {name: getattr(state, name) for name in ("params", "model_state")}
-    flat = [
-        (path, leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(
-            {**held, "opt_state": state.opt_state}
-        )
-        if isinstance(leaf, jax.Array)
-    ]
-    if len({id(leaf) for _, leaf in flat}) == len(flat):
+    trees = state.params, state.model_state, state.opt_state
+    leaves = jax.tree.leaves(trees)
+    counts = Counter(map(id, leaves))
+    overwritten = {
+        id(leaf)
+        for number, leaf in enumerate(leaves)
+        if number in donated and isinstance(leaf, jax.Array)
+    }
+    if all(counts[known] == 1 for known in overwritten):
         return
+    names = ("params", "model_state", "opt_state")
+    flat = [
+        (f"state.{name}{jax.tree_util.keystr(path)}", leaf)
+        for name, tree in zip(names, trees, strict=True)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        if id(leaf) in overwritten
+    ]
     places: dict[int, list[str]] = {}
-    for (name, *path), leaf in flat:
-        text = f"state.{name.key}{jax.tree_util.keystr(tuple(path))}"
+    for text, leaf in flat:
         places.setdefault(id(leaf), []).append(text)
     twice = [" and ".join(found) for found in places.values() if len(found) > 1]
     raise ValueError(

@@ -91,8 +91,7 @@ class TrainStep:
             _variables.check_concrete(leaves)
             compiled.gradient.layout.check([leaves[i] for i in compiled.order])
             compiled.optimizer.check(state.opt_state)
-            if self._may_donate():
-                check_apart(state)
+            check_apart(state, compiled.donated)
         batch = jax.tree.leaves((x, targets))
         _variables.check_concrete(batch)
         with Interrupts() as interrupts:
@@ -165,6 +164,7 @@ class _Compiled:
       gradient: of the mini-batch.
       optimizer: what makes an update of it.
       order: the positions of the leaves of the variables among those of a state.
+      donated: the numbers of the slots that are overwritten, arguments first.
       program: ``(*params, *model_state, *opt_state, rng, step, *x, *targets)`` to
         ``(*params, *model_state, *opt_state, rng, step, loss, *aux)``.
     """
@@ -188,6 +188,11 @@ class _Compiled:
         self._form: int | None = None
         self._num_params = len(jax.tree.leaves(state.params))
         self.program = self._lowered(donate, state.rng, state.step)
+        self.donated = frozenset(
+            slot
+            for instruction in self.program.instructions
+            for slot in instruction.donates
+        )
 
     def _lowered(self, donate: bool, rng: Any, step: Any) -> Program:
         graph, gradient, optimizer = Graph(), self.gradient, self.optimizer

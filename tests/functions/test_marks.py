@@ -114,6 +114,20 @@ def turned(x, y):
     return jax.lax.fori_loop(0, 2, lambda _, c: (c[1], c[0]), (x, y))
 
 
+def shifted(x, y):
+    """Perhaps it does not turn at all."""
+    return jax.lax.while_loop(lambda c: False, lambda c: (c[1], c[1]), (x, y))
+
+
+def test_how_often_a_loop_turns_is_in_what_it_gives():
+    def loop(x, y):
+        return jax.lax.fori_loop(0, x[0, 0].astype(int), lambda _, c: c * 2, y)
+
+    x = jnp.ones((2, 2))
+    (marks,), _ = follow(jax.make_jaxpr(loop)(x, x), "mark ")
+    assert marks.inputs == {0, 1}
+
+
 @pytest.mark.parametrize(
     ("function", "inputs"),
     [
@@ -124,6 +138,8 @@ def turned(x, y):
         (lambda x, y: jax.lax.scan(lambda c, z: (c + 1, z), x, y), [None, 1]),
         (turned, [None, None]),
         (lambda x, y: jax.lax.cond(x.sum() > 0, lambda: x, lambda: 2 * x), [None]),
+        (lambda x, y: jax.lax.cond(True, lambda: x, lambda: jnp.ones((2, 2))), [None]),
+        (shifted, [None, 1]),
         (jax.vmap(lambda x, y: (y, x), in_axes=(0, 0)), [1, 0]),
     ],
 )

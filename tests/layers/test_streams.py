@@ -102,3 +102,37 @@ def test_training_draws_anew_in_each_step():
     assert losses[0] != losses[1]
     assert losses[:2] == losses[2:]
     assert min(losses) > 0.1
+
+
+def test_what_is_seen_twice_runs_once(capfd):
+    """A trace that is given up leaves no effects."""
+
+    class Prints(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            jax.debug.print("here")
+            return x + jax.random.normal(self.make_rng("noise"), x.shape)
+
+    outputs([Prints(), jnp.negative], jnp.zeros((4, 3)), KEY)
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("here") == 2
+
+
+def test_evaluation_does_not_depend_on_what_was_trained_before():
+    class Inner(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return x + jax.random.normal(self.make_rng("noise"), x.shape)
+
+    def layer(x, train, rngs):
+        if rngs is None:
+            return x
+        if train:
+            return Inner().apply({}, x, rngs=rngs)
+        return x + len(rngs)
+
+    x = jnp.zeros((4, 3))
+    pipes = [jpipe.pipeline([layer, jnp.negative], 2) for _ in range(2)]
+    pipes[1].apply(({}, {}), x, rngs=KEY, train=True)
+    first, second = (pipe.apply(({}, {}), x, rngs=KEY) for pipe in pipes)
+    ref.assert_equal(first, second)

@@ -1,5 +1,7 @@
 """Collections beside the parameters: what a step makes of them."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -102,3 +104,43 @@ def test_what_flax_overwrites_with_gradients_is_refused():
     pipe.apply(state.variables, x)
     with pytest.raises(ValueError, match="Dense holds the collection _overwrite_with"):
         pipe.train_step(ref.mse, tx)(state, x, targets)
+
+
+class Writes(nn.Module):
+    """Writes what a function makes of its input."""
+
+    function: Any
+    first: Any = 0.0
+
+    @nn.compact
+    def __call__(self, x, train):
+        held = self.variable("state", "held", lambda: jnp.asarray(self.first))
+        if train:
+            held.value = self.function(x, held.value)
+        return nn.Dense(4)(x)
+
+
+def written(function, first=0.0):
+    """What two micro-batches have made of a state, whose inputs begin with 0 and 1."""
+    x = jnp.arange(8.0)[:, None] * jnp.ones(4)
+    tx = optax.sgd(0.1)
+    pipe = jpipe.pipeline([Writes(function, first), ref.dense(4)], 2)
+    state = pipe.init_train_state(jax.random.key(0), x, tx)
+    state, _ = pipe.train_step(ref.mse, tx)(state, x, x)
+    return state.model_state[0]["state"]["held"]
+
+
+@pytest.mark.parametrize("values", [(np.inf, 1), (1, np.inf), (-np.inf, -5)])
+def test_a_mean_with_an_infinity_is_one(values):
+    held = written(lambda x, _: jnp.where(x[0, 0] == 0, *map(float, values)))
+    assert held == next(value for value in values if np.isinf(value))
+
+
+def test_a_mean_of_large_values_does_not_overflow():
+    assert written(lambda x, _: jnp.where(x[0, 0] == 0, 3e38, -3e38)) == 0
+
+
+def test_a_key_that_a_layer_holds_moves_on():
+    key = jax.random.key(3)
+    held = written(lambda _, key: jax.random.split(key)[0], key)
+    assert held == jax.random.split(key)[0]
