@@ -13,7 +13,7 @@ from jax.extend import core
 
 from .._jaxprs import _jaxpr
 from .._layers import _batchnorm, _skip, _streams
-from .._layers._batchnorm import Left, Norm
+from .._layers._batchnorm import Left, Norm, Record
 from .._layers._skip import NO_PORTS, Ports
 from .._layers._stage import StageFunction
 from ._objective import Objective
@@ -80,38 +80,42 @@ def trace(
         closed, (loss, y, _) = _streams.retried(
             lambda: _jaxpr.trace(whole, weights.specs, x_leaves, values)
         )
-    results, again = record.left(closed)
-    first = len(results) - len(changed_at)
-    # A transformation such as nn.remat returns all it was given as if it had made it.
-    same = {
-        at
-        for at, found in zip(changed_at, results[first:], strict=True)
-        if found.input == at
-    }
-    read = set().union(*(found.by | found.after for found in results[:first]))
-    task = _prune(
-        Task(
-            stage=stage,
-            weights=weights,
-            x=tuple(x_leaves),
-            x_tree=x_tree,
-            extra={name: tuple(jax.tree.leaves(extra[name])) for name in names},
-            y=y,
-            wanted=Differentiable(weights.trainable, tuple(wanted)),
-            changed=tuple(changed_at),
-            has_loss=objective is not None,
-            num_passed=0,
-            num_loss_aux=0,
-            closed=closed,
-            ports=ports,
-        ),
-        len(loss),
-        same,
+    task = Task(
+        stage=stage,
+        weights=weights,
+        x=tuple(x_leaves),
+        x_tree=x_tree,
+        extra={name: tuple(jax.tree.leaves(extra[name])) for name in names},
+        y=y,
+        wanted=Differentiable(weights.trainable, tuple(wanted)),
+        changed=tuple(changed_at),
+        has_loss=objective is not None,
+        num_passed=0,
+        num_loss_aux=0,
+        closed=closed,
+        ports=ports,
     )
-    left = dict(zip(changed_at, results[first:], strict=True))
+    return _checked(task, len(loss), record)
+
+
+def _checked(task: Task, num_losses: int, record: Record) -> Task:
+    """The task with what is read of it alone, once what it changes is checked.
+
+    Args:
+      task: with all that its function gives.
+      num_losses: how many results make the loss.
+      record: the batch norms that were met.
+    """
+    results, again = record.left(task.closed)
+    first = len(results) - len(task.changed)
+    left = dict(zip(task.changed, results[first:], strict=True))
+    avals = dict(zip(task.changed, task.closed.out_avals[first:], strict=True))
+    # A transformation such as nn.remat returns all it was given as if it had made it.
+    same = {at for at, found in left.items() if found.input == at}
+    read = set().union(*(found.by | found.after for found in results[:first]))
+    task = _prune(task, num_losses, same)
     task = replace(task, norms=_norms(task, left, again, read))
-    avals = closed.out_avals[first:]
-    _check_written(task, dict(zip(changed_at, avals, strict=True)))
+    _check_written(task, avals)
     return task
 
 
