@@ -58,6 +58,7 @@ class Holder:
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
         self.changes = not isinstance(function, _FIXED)
+        self._outside = _outside(function)
         # What it held after it was traced, to what it held before.
         self._before: dict[Hashable, Hashable] = {}
         self._seen: set[Hashable] = set()
@@ -65,7 +66,7 @@ class Holder:
     def read(self) -> Hashable:
         """What is equal as long as the function holds the same."""
         if not self.changes:
-            return Same(self._function), _closed_over(self._function)
+            return Same(self._function), self._outside
         held = self._read()
         if len(self._seen) < _MANY and held not in self._seen:
             self._seen.add(held)
@@ -76,7 +77,7 @@ class Holder:
                     f"what stays, and give what changes beside the targets",
                     stacklevel=2,
                 )
-        return held
+        return held, self._outside
 
     def traced(self, *args: Any) -> Any:
         """Calls the function, whose own changes tell no other function.
@@ -95,6 +96,26 @@ class Holder:
     def _read(self) -> Hashable:
         held = _Held().callee(self._function)
         return self._before.get(held, held)
+
+
+def _outside(function: Any) -> Hashable:
+    """What a loss of any kind takes from outside when a step is built of it."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    if isinstance(function, types.MethodType):
+        kind, code = type(function.__self__), function.__func__
+    elif isinstance(function, types.FunctionType):
+        return _closed_over(function)
+    else:
+        kind = type(function)
+        code = inspect.getattr_static(kind, "__call__", None)
+    members = [
+        (name, type(member), member)
+        for base in kind.__mro__
+        for name, member in vars(base).items()
+        if isinstance(member, _PLAIN)
+    ]
+    return kind, tuple(members), _closed_over(code)
 
 
 def _closed_over(function: Any, around: tuple[Any, ...] = ()) -> Hashable:

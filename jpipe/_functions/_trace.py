@@ -19,7 +19,7 @@ from .._layers._stage import StageFunction
 from ._objective import Objective
 from ._task import EXTRA, Task
 from ._vjp import Differentiable, Leaves
-from ._weights import Weights, is_inexact
+from ._weights import Weights, is_inexact, is_params
 
 PyTree = Any
 _SINGLE = jnp.dtype(jnp.float32).itemsize
@@ -112,6 +112,7 @@ def _checked(task: Task, num_losses: int, record: Record) -> Task:
     avals = dict(zip(task.changed, task.closed.out_avals[first:], strict=True))
     # A transformation such as nn.remat returns all it was given as if it had made it.
     same = {at for at, found in left.items() if found.input == at}
+    _check_lasting(task, [at for at in task.changed if at not in same])
     read = set().union(*(found.by | found.after for found in results[:first]))
     task = _prune(task, num_losses, same)
     task = replace(task, norms=_norms(task, left, again, read))
@@ -162,6 +163,37 @@ def _check_collections(stage: StageFunction, variables: PyTree) -> None:
                 f"gradients; a pipeline does not, and would leave them as they are: "
                 f"train without dot_general_cls; evaluation works"
             )
+
+
+def _check_lasting(task: Task, written: Sequence[int]) -> None:
+    """Refuses a call that writes what the step does not take from it."""
+    params, keys = [], []
+    for at in written:
+        layer, *names = task.weights.paths[at]
+        where = (
+            f"  * layer {task.stage.first + layer.idx} "
+            f"({task.stage.layers[layer.idx].name}) writes "
+            f"{jax.tree_util.keystr(tuple(names), simple=True, separator='/')}"
+        )
+        if is_params(task.weights.paths[at]):
+            params.append(where)
+        elif jnp.issubdtype(task.weights.specs[at].dtype, jax.dtypes.prng_key):
+            keys.append(where)
+    if params:
+        raise ValueError(
+            "parameters are changed by the optimizer alone; what a call writes to them "
+            "would be lost when it ends. Keep what it changes in an nnx.BatchStat, or "
+            "in a subclass of nnx.Variable of your own; and where a weight is "
+            "normalized, compute it in the call and use it without writing it back:\n"
+            + "\n".join(params)
+        )
+    if keys:
+        raise ValueError(
+            "a call changes a random key that is no random stream, from which all "
+            "micro-batches would draw the same; draw from streams: rngs() of an "
+            "nnx.Rngs(0), or of rngs.fork(), that the module holds in its place; "
+            "self.make_rng in flax.linen:\n" + "\n".join(keys)
+        )
 
 
 def _check_written(task: Task, avals: Mapping[int, Any]) -> None:

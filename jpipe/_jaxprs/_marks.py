@@ -20,9 +20,9 @@ _MOVES = (
     "copy",
     "reshape",
     "squeeze",
-    "transpose",
 )
-# The mark on an input that was given none: whatever bears it is that input itself.
+# The mark on an input that was given none: whatever bears it is that input itself, or
+# with the order of its axes behind it that input transposed.
 _INPUT = "input "
 
 
@@ -45,18 +45,15 @@ class Marks(NamedTuple):
     @property
     def inputs(self) -> set[int]:
         """The numbers of the inputs on which the value may depend."""
-        return {
-            int(text.removeprefix(_INPUT))
-            for text in self.all
-            if text.startswith(_INPUT)
-        }
+        return {int(text.split()[1]) for text in self.all if text.startswith(_INPUT)}
 
     @property
     def input(self) -> int | None:
         """The number of the input that the value is, if it is one whatever happens."""
         text, *others = self.here or [""]
-        alone = not others and not self.behind and text.startswith(_INPUT)
-        return int(text.removeprefix(_INPUT)) if alone else None
+        alone = not others and not self.behind
+        number = text.removeprefix(_INPUT)
+        return int(number) if alone and number.isdecimal() else None
 
     def computed(self) -> "Marks":
         """Those on what is computed from the value."""
@@ -67,8 +64,25 @@ class Marks(NamedTuple):
         inputs = frozenset(text for text in self.here if text.startswith(_INPUT))
         return Marks(self.here - inputs, self.behind | inputs)
 
+    def transposed(self, axes: Sequence[int]) -> "Marks":
+        """Those on what holds the same values, with its axes in another order."""
+        return Marks(frozenset(_reorder(text, axes) for text in self.here), self.behind)
+
 
 _NONE = Marks()
+
+
+def _reorder(text: str, axes: Sequence[int]) -> str:
+    """The mark on an input, transposed once more; any other as it is."""
+    if not text.startswith(_INPUT):
+        return text
+    number, *before = map(int, text.removeprefix(_INPUT).split())
+    before = before or list(range(len(axes)))
+    if len(before) != len(axes):  # it was transposed in a loop that goes along it
+        return f"{_INPUT}{number} -1"
+    order = [before[axis] for axis in axes]
+    back = order == list(range(len(axes)))
+    return " ".join([f"{_INPUT}{number}", *([] if back else map(str, order))])
 
 
 def mark(x: jax.Array, text: str) -> jax.Array:
@@ -132,6 +146,8 @@ def _through(
             spread = [_any(operands)] * len(jaxpr.invars)
             operands = operands + _follow(jaxpr, spread, prefix, remarked)
         found = _any(operands)
+        if eqn.primitive.name == "transpose":
+            return [found.transposed(eqn.params["permutation"])]
         moves = eqn.primitive.name in _MOVES
         return [found.moved() if moves else found.computed()] * len(eqn.outvars)
     carry = _jaxpr.carry(eqn)

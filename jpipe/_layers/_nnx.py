@@ -329,7 +329,7 @@ def _merge(module: nnx.Module, variables: Mapping[str, PyTree]) -> nnx.Module:
 
 
 def _changed(module: nnx.Module, before: Mapping[str, PyTree]) -> dict[str, PyTree]:
-    """The collections after a call, but the parameters, which the optimizer changes.
+    """The collections after a call, whether it changed them or not.
 
     Raises:
       ValueError: if the call made or deleted variables, or gave one another shape.
@@ -351,8 +351,7 @@ def _changed(module: nnx.Module, before: Mapping[str, PyTree]) -> dict[str, PyTr
         if _kind(old) != _kind(value):
             was, now = _kind(old), _kind(value)
             faults.append(f"{collection}/{dotted(path)} was {was} and became {now}")
-        if collection != "params":
-            _put(after, (collection, *path), value)
+        _put(after, (collection, *path), value)
     if faults:
         raise ValueError(
             f"a call of this {name(module)} changes which variables there are, or "

@@ -1,15 +1,13 @@
 """What a call of an nnx module changes, though nothing of it lasts.
 
 A pipeline makes a new module in each trace and carries the values of its Variables on.
-What a call leaves in Python, or in a parameter, is gone with that module: so that it is
-looked for, and refused.
+What a call leaves in Python is gone with that module: so that it is looked for, and
+refused. What it writes to Variables the jaxpr tells.
 """
 
-import operator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -50,70 +48,30 @@ class Lasting:
     """A module as it is before a call in training.
 
     Args:
-      module: the module, whose Variables note from now on that they are written.
+      module: the module.
     """
 
     def __init__(self, module: nnx.Module) -> None:
         self._module = module
-        # A transformation, such as nnx.remat, puts other arrays into all Variables:
-        # that one was written is told by its hook, which goes through. A copy that the
-        # call made may be written: it has the hook, and the original has its value.
-        # What nnx.update writes has no hook, and is not noticed.
-        self._written: set[Path] = set()
-        self._variables: dict[Path, tuple[nnx.Variable, list[Any]]] = {}
+        self._variables: dict[Path, str] = {}
         self._attributes: dict[Path, dict[str, Any]] = {}
-        nodes = {tuple(path): node for path, node in nnx.iter_graph(module, graph=True)}
-        # What holds a linen module gives its Variables to it, with their hooks, and
-        # makes new ones of what it returns; linen refuses what would be lost.
-        linen = [
-            path for path, node in nodes.items() if isinstance(node, nnx.bridge.ToNNX)
-        ]
-        for path, node in nodes.items():
-            if any(path[: len(start)] == start for start in linen):
-                continue
+        for path, node in _nodes(module).items():
             if isinstance(node, nnx.Pytree):
                 self._attributes[path] = _attributes(node)
             elif isinstance(node, nnx.Variable) and not _is_passing(node):
-                self._variables[path] = node, jax.tree.leaves(node.get_raw_value())
-                self._watch(path, node)
-
-    def _watch(self, path: Path, variable: nnx.Variable) -> None:
-        # Caches keep hooks: so that they hold no Variable, which would keep a trace.
-        written = self._written
-
-        def write(variable: nnx.Variable, value: Any) -> Any:
-            written.add(path)
-            return value
-
-        own = variable.get_metadata().get("on_set_value", ())
-        own = own if isinstance(own, tuple) else (own,)
-        variable.set_metadata(on_set_value=(*own, write))
+                self._variables[path] = type(node).__name__
 
     def faults(self) -> list[str]:
         """What the call has changed that would not last, one sentence for each kind."""
-        now = {tuple(p): node for p, node in nnx.iter_graph(self._module, graph=True)}
-        deleted, params, keys = [], [], []
-        for path, (variable, before) in self._variables.items():
-            held, called = now.get(path), f"{type(variable).__name__} {dotted(path)}"
-            if not isinstance(held, nnx.Variable):
-                deleted.append(called)
-                continue
-            known = path in self._written or held is not variable
-            if known and not _are(jax.tree.leaves(held.get_raw_value()), before):
-                if isinstance(variable, nnx.Param):
-                    params.append(called)
-                elif _holds_key(variable):
-                    keys.append(called)
+        now = _nodes(self._module)
+        deleted = [
+            f"{kind} {dotted(path)}"
+            for path, kind in self._variables.items()
+            if not isinstance(now.get(path), nnx.Variable)
+        ]
         found = {
-            "it writes the {}; parameters are changed by the optimizer alone: keep "
-            "what a call changes in an nnx.BatchStat, or in a subclass of nnx.Variable "
-            "of your own; and where a weight is normalized, compute it in the call "
-            "and use it without writing it back": params,
             "it deletes the {}; keep it, and hold in another nnx.Variable whether it "
             "is used": deleted,
-            "it changes the random key in the {}, from which all micro-batches would "
-            "draw the same; hold nnx.Rngs(0), or rngs.fork(), in its place, and draw "
-            "keys by calling that": keys,
             "it changes the {}; keep what a call changes in an nnx.Variable that "
             "__init__ makes, and choose by its value with jnp.where or "
             "jax.lax.cond": self._lost_attributes(now),
@@ -143,21 +101,22 @@ def refusal(called: str, faults: list[str]) -> ValueError:
     )
 
 
-def _are(after: list[Any], before: list[Any]) -> bool:
-    """Whether these are the same objects."""
-    return len(after) == len(before) and all(map(operator.is_, after, before))
+def _nodes(module: nnx.Module) -> dict[Path, Any]:
+    """The nodes of a module by their paths, but those in a linen module that it holds.
+
+    Linen makes new Variables of what it returns, and refuses itself what would be lost.
+    """
+    nodes = {tuple(path): node for path, node in nnx.iter_graph(module, graph=True)}
+    linen = [path for path, node in nodes.items() if isinstance(node, nnx.bridge.ToNNX)]
+    return {
+        path: node
+        for path, node in nodes.items()
+        if not any(path[: len(start)] == start for start in linen)
+    }
 
 
 def _is_passing(variable: nnx.Variable) -> bool:
     return isinstance(variable, nnx.RngState | nnx.Intermediate)
-
-
-def _holds_key(variable: nnx.Variable) -> bool:
-    return any(
-        jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        for leaf in jax.tree.leaves(variable.get_raw_value())
-        if isinstance(leaf, jax.Array)
-    )
 
 
 def _attributes(node: nnx.Pytree) -> dict[str, Any]:

@@ -283,12 +283,31 @@ def penalized(y, t):
     return ref.mse(y, t) + penalty(y)
 
 
-def test_and_what_its_helpers_take(monkeypatch):
+class Penalized:
+    factor = 1.0
+
+    def __call__(self, y, t):
+        return self.factor * penalized(y, t)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: penalized,
+        lambda: functools.partial(penalized),
+        lambda: functools.partial(functools.partial(penalized)),
+        Penalized,
+        lambda: Penalized().__call__,
+    ],
+)
+def test_and_what_its_helpers_and_its_class_take(make, monkeypatch):
     pipe = jpipe.pipeline([ref.dense(4)], 2)
     x, targets = ref.regression(4)
     variables = pipe.init(jax.random.key(0), x)
     y = pipe.apply(variables, x)
+    loss_fn = make()
     for factor in (1.0, 5.0):
         monkeypatch.setitem(globals(), "FACTOR", factor)
-        loss, _ = pipe.value_and_grad(penalized)(variables, x, targets)
-        np.testing.assert_allclose(loss, penalized(y, targets), rtol=1e-6)
+        monkeypatch.setattr(Penalized, "factor", factor)
+        loss, _ = pipe.value_and_grad(loss_fn)(variables, x, targets)
+        np.testing.assert_allclose(loss, loss_fn(y, targets), rtol=1e-6)
