@@ -74,6 +74,7 @@ class ProgramCache:
         """The forward pass for such variables and such an input."""
         signature = _signature.settings(), _signature.of(variables, x, rngs), train
         if signature not in self._inference:
+            self._pipe.unchanged.check_outside()
             self._check_order(variables)
             batch = self._batch(x, (), rngs)
             layout = self._check(variables, batch.first)
@@ -105,6 +106,7 @@ class ProgramCache:
                 f"schedule {schedule.name!r} has forwards only: it can apply, not "
                 f"train; build the pipeline with another, such as schedule='1f1b'"
             )
+        self._pipe.unchanged.check_outside()
         layers = [layer for stage in self._pipe.stages for layer in stage.layers]
         _hidden.check_loss(objective.loss_fn, (layer.owner for layer in layers))
         self.objective, self.trainable = objective, trainable
@@ -123,6 +125,7 @@ class ProgramCache:
             kind = _signature.of(variables, x, targets, rngs), train
             signature = _signature.settings(), kind
             if signature not in known:
+                self._pipe.unchanged.check_outside()
                 self._check_order(variables)
                 batch = self._batch(x, targets, rngs)
                 layout = self._check(variables, batch.first, trainable)
@@ -136,6 +139,7 @@ class ProgramCache:
                         objective=asked,
                         routes=self.expected(batch.first)[1],
                     )
+                    _check_constants(works, len(self._pipe.stages), variables)
                     made = Gradient(self._pipe, layout, batch, works, asked)
                     compiled[key] = self.training = made
                 known[signature] = compiled[key]
@@ -222,3 +226,29 @@ class ProgramCache:
     def _check(self, variables: Any, x: PyTree, trainable: Trainable = ALL) -> Layout:
         _layout.check(self._pipe.sharing, self.expected(x)[0], variables)
         return self.note(variables, x, trainable)
+
+
+def _check_constants(
+    works: Works, num_stages: int, variables: Sequence[PyTree]
+) -> None:
+    """Checks that what is trained is not closed over by a layer or the loss too.
+
+    Raises:
+      TypeError: with the variables that are.
+    """
+    tasks = map(works.task, range(num_stages))
+    constants = {id(array) for task in tasks for array in task.closed.consts}
+    found = [
+        f"variables{jax.tree_util.keystr(path)}"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tuple(variables))
+        if id(leaf) in constants
+    ]
+    if found:
+        raise TypeError(
+            "the loss or a layer takes variables from outside, which would be "
+            "constants without a gradient and stay as they are now; add their "
+            "gradient to that of the loss: pipe.jit(jax.value_and_grad(penalty))"
+            "(params), where penalty is a function of them, or let the optimizer "
+            "decay them (optax.add_decayed_weights); for constants give copies:\n"
+            + "\n".join(f"  * {name}" for name in found)
+        )

@@ -158,6 +158,7 @@ class Pipeline(OwnLoop):
         loss_fn: LossFunction,
         *,
         has_aux: bool = False,
+        has_state: bool = False,
         aux_axes: Any = None,
         reduction: str = "mean",
         trainable: Any = None,
@@ -169,6 +170,10 @@ class Pipeline(OwnLoop):
             last device. What an object or a bound method holds is read at each call;
             if it holds something else than before, it is traced again.
           has_aux: whether ``loss_fn`` returns ``(loss, aux)``.
+          has_state: whether the other collections, such as ``batch_stats``, are
+            returned as they are after the mini-batch, one entry per layer: the next
+            variables are ``[{**own, **new} for own, new in zip(variables, state)]``.
+            Without it they are left as given, which is warned of once.
           aux_axes: on which axes the micro-batches' aux are joined, as ``out_axes`` of
             `jax.vmap`: an int, or a pytree of ints and ``None`` that is a prefix of
             aux. ``None``: they are stacked along a new first axis.
@@ -185,8 +190,9 @@ class Pipeline(OwnLoop):
             the statistics of a batch norm is its own ``use_running_average=True``.
 
         Returns:
-          ``f(variables, x, targets, *, rngs=None, train=True) -> (loss, grads)``, or
-          ``((loss, aux), grads)``: ``grads[i]`` has the structure of
+          ``f(variables, x, targets, *, rngs=None, train=True) -> (loss, grads)``;
+          ``((loss, aux), grads)``, ``((loss, state), grads)`` or ``((loss, aux,
+          state), grads)``: ``grads[i]`` has the structure of
           ``variables[i]["params"]`` and its device, with ``None`` where ``trainable``
           left a leaf out: optax then takes parameters with the same gaps.
 
@@ -208,6 +214,7 @@ class Pipeline(OwnLoop):
         return ValueAndGrad(
             self._cache.gradients(objective, Trainable(trainable)),
             has_aux=has_aux,
+            has_state=has_state,
             selected=trainable is not None,
         )
 

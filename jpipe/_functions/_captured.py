@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._layers import _alike
+from .._layers import _alike, _outside
 from .._layers._alike import Content, Same
 
 # What holds nothing that changes but by being another one.
@@ -34,9 +34,6 @@ _FIXED = (
     np.ufunc,
     np.dtype,
 )
-
-# What is told apart by its value.
-_PLAIN = bool | int | float | complex | str | bytes | None
 
 # Builtins that find a local variable without naming it.
 _SEE_ALL = {"locals", "eval", "exec", "super"}
@@ -58,7 +55,7 @@ class Holder:
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
         self.changes = not isinstance(function, _FIXED)
-        self._outside = _outside(function)
+        self._outside = _outside.taken(function)
         # What it held after it was traced, to what it held before.
         self._before: dict[Hashable, Hashable] = {}
         self._seen: set[Hashable] = set()
@@ -96,56 +93,6 @@ class Holder:
     def _read(self) -> Hashable:
         held = _Held().callee(self._function)
         return self._before.get(held, held)
-
-
-def _outside(function: Any) -> Hashable:
-    """What a loss of any kind takes from outside when a step is built of it."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    if isinstance(function, types.MethodType):
-        kind, code = type(function.__self__), function.__func__
-    elif isinstance(function, types.FunctionType):
-        return _closed_over(function)
-    else:
-        kind = type(function)
-        code = inspect.getattr_static(kind, "__call__", None)
-    members = [
-        (name, type(member), member)
-        for base in kind.__mro__
-        for name, member in vars(base).items()
-        if isinstance(member, _PLAIN)
-    ]
-    return kind, tuple(members), _closed_over(code)
-
-
-def _closed_over(function: Any, around: tuple[Any, ...] = ()) -> Hashable:
-    """The numbers, texts and arrays that a plain function takes from outside.
-
-    As they are when a step is built: a step built again after one was changed is
-    another. What functions of the same module take that it calls is in it too.
-    """
-    if not isinstance(function, types.FunctionType) or function in around:
-        return ()
-    inside = (*around, function)
-    try:
-        outside = inspect.getclosurevars(function)
-    except ValueError:  # a cell is empty yet
-        return ()
-    values = {**outside.globals, **outside.nonlocals}
-    return tuple(
-        (
-            name,
-            type(value),
-            value if isinstance(value, _PLAIN) else Same(value),
-            _closed_over(value, inside) if _is_near(value, function) else (),
-        )
-        for name, value in sorted(values.items())
-    )
-
-
-def _is_near(value: Any, function: types.FunctionType) -> bool:
-    """Whether a value is a function of the module that another is of."""
-    return getattr(value, "__globals__", None) is function.__globals__
 
 
 class _Held(Content):

@@ -1,12 +1,14 @@
 """The loss of a mini-batch, composed of its micro-batches."""
 
 import copy
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 
 from .._layers._stage import shapes
 from ._captured import Holder
@@ -112,7 +114,7 @@ class Objective:
                 f"the weight must be a scalar; it returned {shapes(weight)}"
             )
         weight = weight.astype(jnp.promote_types(jnp.float32, total.dtype))
-        return total, [jax.lax.stop_gradient(weight)], aux
+        return total, [jax.lax.stop_gradient(_constant(weight))], aux
 
     def _without_aux(self, result: Any) -> tuple[Any, PyTree]:
         pair = isinstance(result, Sequence) and len(result) == 2
@@ -130,6 +132,25 @@ class Objective:
                 f"{shapes(result)}"
             )
         return result[0], result[1]
+
+
+@jax.custom_jvp
+def _constant(weight: jax.Array) -> jax.Array:
+    """A weight, whose gradient would be lost."""
+    return weight
+
+
+@functools.partial(_constant.defjvp, symbolic_zeros=True)
+def _refuse_tangent(primals: Any, tangents: Any) -> Any:
+    (weight,), (tangent,) = primals, tangents
+    if not isinstance(tangent, SymbolicZero):
+        raise TypeError(
+            "reduction='weighted': the weight follows from outputs, so that it has a "
+            "gradient, which a pipeline would leave out: the gradient of a quotient "
+            "needs both sums. Compute the weight of targets alone; to take it for a "
+            "constant return (total, jax.lax.stop_gradient(weight))"
+        )
+    return weight, tangent
 
 
 def _scalar(value: Any, needed: str, outputs: PyTree) -> jax.Array:

@@ -213,9 +213,11 @@ def _check_written(task: Task, avals: Mapping[int, Any]) -> None:
             stage = task.stage
             raise ValueError(
                 f"layer {stage.first + layer.idx} ({stage.layers[layer.idx].name}) "
-                f"writes {new.dtype} to {jax.tree_util.keystr(tuple(names))}, which it "
-                f"made as {spec.dtype}, and a pipeline keeps dtypes; make it of "
-                f"{new.dtype}, or write what is cast to {spec.dtype}"
+                f"writes {new.dtype} to {jax.tree_util.keystr(tuple(names))}, which is "
+                f"{spec.dtype}, and a pipeline keeps dtypes: where you cast variables, "
+                f"cast the parameters alone; else let the layer make it of "
+                f"{new.dtype}, or write what is cast to {spec.dtype}, or cast this "
+                f"leaf of pipe.init(key, x) and give that as variables="
             )
 
 

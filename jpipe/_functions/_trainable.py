@@ -118,10 +118,14 @@ def _rule(given: Any) -> Callable[[_Leaf], bool]:
         kind = type(given).__name__
         raise TypeError(f"trainable={reprlib.repr(given)} is a {kind}; {_NEEDS}")
     predicate = nnx.filterlib.to_predicate(cast(Any, given))
+    of_types = isinstance(given, type) or type(given).__module__.startswith("flax.nnx")
 
     def ask(leaf: _Leaf) -> bool:
+        value = leaf.value
+        if of_types and not isinstance(value, nnx.Variable):
+            value = nnx.Param(value)  # as nnx would hold it
         try:
-            answer = predicate(leaf.path, leaf.value)
+            answer = predicate(leaf.path, value)
         except Exception as error:
             error.add_note(f"raised by trainable={_told(given)} on {tuple(leaf)}")
             raise
@@ -169,6 +173,8 @@ def _instead(given: Any, leaves: Sequence[_Leaf]) -> str:
         return f"the nearest are {', '.join(map(repr, close))}"
     types = {type(leaf.value) for leaf in leaves}
     listed = sorted(t.__name__ for t in types if issubclass(t, nnx.Variable))
+    if isinstance(given, type) and not issubclass(given, nnx.Param):
+        return f"what is trained is an nnx.Param; derive {given.__name__} from that"
     return (
         f"there are {len(leaves)}, such as {leaves[0].path} and {leaves[-1].path}; "
         f"Variable types: {', '.join(listed) or 'none, as no layer is of nnx'}"

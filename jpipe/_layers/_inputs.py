@@ -25,6 +25,11 @@ def explained(
     try:
         yield
     except Exception as error:
+        if isinstance(error, TypeError) and "argument: 'rngs'" in str(error):
+            error.add_note(
+                "no keys were given: type rngs=key in the call of the pipeline, or let "
+                "the layer do without them in evaluation (rngs=None)"
+            )
         if isinstance(method, str) and (line := _line(module, method, x)):
             error.add_note(line)
         raise

@@ -22,6 +22,12 @@ PyTree = Any
 # The name of a method, or a function of a module and its input.
 Method = str | Callable[..., PyTree]
 
+# What gives back all that was made in it as if it followed from its arguments.
+_INSIDE = ("cond", "custom_vjp_call", "custom_vjp_call_jaxpr")
+_OUTSIDE = (
+    "where they are made in a branch (nn.cond, nn.switch) or in nn.custom_vjp, call "
+    "the module once outside, if self.is_initializing()"
+)
 _NOT_SOWN = "what it computes leaves it as a part of its output, not by sow"
 
 
@@ -124,11 +130,11 @@ def _made(
         if any(number >= len(given) for number in marks.inputs)
     ]
     if faults:
+        made_inside = any(_jaxpr.contains(closed, name) for name in _INSIDE)
         raise ValueError(
             f"what a layer holds at the start follows from the shapes of its input "
             f"alone, and not from its values, as {', '.join(faults)} would; "
-            f"{_NOT_SOWN}; where they are made in a branch (nn.cond, nn.switch) or in "
-            f"nn.custom_vjp, call the module once outside, if self.is_initializing()"
+            + (_OUTSIDE if made_inside else _NOT_SOWN)
         )
     values = _jaxpr.evaluate(closed, closed.jaxpr.outvars)
     leaves = values(*given, *jax.tree.leaves(zeros(spec)))
@@ -199,7 +205,8 @@ def _explained() -> Iterator[None]:
     except errors.ScopeParamNotFoundError as error:
         error.add_note(
             "what a layer holds is what it needs in evaluation: let it use the same "
-            "parameters in training"
+            "parameters in training, or make there what only training uses: "
+            "if train or self.is_initializing()"
         )
         raise
 

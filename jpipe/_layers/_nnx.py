@@ -51,6 +51,20 @@ def why_not(source: Any) -> str:
 
 
 def _unfit(module: nnx.Module) -> str:
+    if isinstance(module, nnx.WeightNorm | nnx.SpectralNorm):
+        return (
+            f"a {name(module)} writes what it normalizes to its parameters in every "
+            f"call, which training would lose; write a module that computes the weight "
+            f"in its call, and does not write it; to evaluate list jpipe.layer(module, "
+            f"lambda module, x: module(x))"
+        )
+    for path, node in nnx.iter_graph(module, graph=True):
+        if isinstance(node, nnx.Variable) and _is_abstract(node):
+            return (
+                f"{name(module)}: {dotted(path)} holds a shape and no value, as of "
+                f"nnx.eval_shape; make the module itself: its values are replaced by "
+                f"those given as variables="
+            )
     try:
         for leaf in _flat(module)[1].values():
             _collection(leaf)
@@ -61,6 +75,11 @@ def _unfit(module: nnx.Module) -> str:
     return (
         "" if callable(module) else f"{name(module)} is an nnx module without __call__"
     )
+
+
+def _is_abstract(variable: nnx.Variable) -> bool:
+    leaves = jax.tree.leaves(variable.get_raw_value())
+    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
 
 
 def init(module: nnx.Module) -> Callable[[chex.PRNGKey, PyTree], dict[str, PyTree]]:

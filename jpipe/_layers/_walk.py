@@ -246,7 +246,7 @@ class _Walk:
         try:
             return set(flat(jax.eval_shape(init, self._key)))
         except Exception:  # it only looks up what other methods made
-            return set(lent)
+            return {names for names in lent if names[0] == "params"}
 
 
 def _read(lent: Mapping[Names, PyTree], live: Sequence[bool]) -> set[Names]:

@@ -102,16 +102,33 @@ class Gradient:
         return Outcome(loss, aux, [grads[i] for i in sorted(grads)], changed)
 
     @cached_property
+    def changed(self) -> list[int]:
+        """The positions among the variables of the leaves that training changes."""
+        works, orders = self.works, self.layout.order
+        return sorted(
+            order[i] for s, order in enumerate(orders) for i in works.task(s).changed
+        )
+
+    @cached_property
     def program(self) -> Program:
         """``(*variables, *x, *targets, *rngs) -> (loss, *aux, *grads)``."""
+        return self._lowered(with_changed=False)
+
+    @cached_property
+    def program_with_changed(self) -> Program:
+        """The same, which gives the new values of `changed` too."""
+        return self._lowered(with_changed=True)
+
+    def _lowered(self, with_changed: bool) -> Program:
         graph, batch = Graph(), self.batch
         variables = self.layout.arguments(graph)
         given = [
             [graph.argument(spec, OUTSIDE) for spec in jax.tree.leaves(tree)]
             for tree in (batch.x, batch.targets, batch.rngs)
         ]
-        loss, aux, grads, _ = self.into(graph, variables, *given)
-        return Program(graph, [loss, *aux, *grads], self.pipe.places)
+        loss, aux, grads, changed = self.into(graph, variables, *given)
+        new = [changed[i] for i in self.changed] if with_changed else []
+        return Program(graph, [loss, *aux, *grads, *new], self.pipe.places)
 
     def arguments(
         self, variables: PyTree, x: PyTree, targets: PyTree, rngs: PyTree

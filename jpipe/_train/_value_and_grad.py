@@ -1,5 +1,6 @@
 """The loss of a mini-batch and its gradients, in the structures that users hold."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ class ValueAndGrad:
     Args:
       find_gradient: gives the compiled gradient for variables and a batch.
       has_aux: whether the loss function returns something beside the loss.
+      has_state: whether what training changes beside parameters is returned too.
       selected: whether it was said which leaves are trained. Others have no gradient,
         ``None``; else leaves of integers have that of `jax.grad` with ``allow_int``.
     """
@@ -30,10 +32,13 @@ class ValueAndGrad:
         find_gradient: Callable[..., Gradient],
         *,
         has_aux: bool,
+        has_state: bool,
         selected: bool,
     ) -> None:
         self._find_gradient = find_gradient
         self._has_aux = has_aux
+        self._has_state = has_state
+        self._was_told = False
         self._selected = selected
 
     @outside_of_meshes
@@ -56,7 +61,8 @@ class ValueAndGrad:
           train: given to layers that ask whether they are trained.
 
         Returns:
-          ``(loss, grads)``, or ``((loss, aux), grads)``.
+          ``(loss, grads)``; ``((loss, aux), grads)``, ``((loss, state), grads)`` or
+          ``((loss, aux, state), grads)``.
 
         Raises:
           ValueError: if batch, targets or variables do not fit.
@@ -64,19 +70,39 @@ class ValueAndGrad:
         """
         gradient = self._find_gradient(variables, x, targets, rngs, train)
         given = gradient.arguments(variables, x, targets, rngs)
-        loss, *rest = gradient.program(given)
-        count = gradient.aux_tree.num_leaves
-        aux, found = (
-            jax.tree.unflatten(gradient.aux_tree, rest[:count]),
-            iter(rest[count:]),
-        )
+        loss, *rest = self._program(gradient, variables)(given)
+        found = iter(rest)
+        aux = [next(found) for _ in range(gradient.aux_tree.num_leaves)]
         leaves, tree = jax.tree.flatten(_variables.params(variables))
         grads = [
             next(found) if trained else self._without(leaf)
             for leaf, trained in zip(leaves, gradient.layout.trained, strict=True)
         ]
-        value = (loss, aux) if self._has_aux else loss
+        beside = [jax.tree.unflatten(gradient.aux_tree, aux)] if self._has_aux else []
+        if self._has_state:
+            leaves, whole = jax.tree.flatten(tuple(variables))
+            for i, new in zip(gradient.changed, found, strict=True):
+                leaves[i] = new
+            beside.append(_variables.model_state(jax.tree.unflatten(whole, leaves)))
+        value = (loss, *beside) if beside else loss
         return value, jax.tree.unflatten(tree, grads)
+
+    def _program(self, gradient: Gradient, variables: Sequence[PyTree]) -> Program:
+        """What runs; that it leaves something out is said once."""
+        if self._has_state:
+            return gradient.program_with_changed
+        if gradient.changed and not self._was_told:
+            self._was_told = True
+            flat = jax.tree_util.tree_leaves_with_path(tuple(variables))
+            paths = [flat[i][0][:2] for i in gradient.changed]  # layer and collection
+            listed = dict.fromkeys(f"variables{jax.tree_util.keystr(p)}" for p in paths)
+            warnings.warn(
+                f"value_and_grad leaves {', '.join(listed)} as given, which training "
+                f"changes; type value_and_grad(..., has_state=True), which returns "
+                f"((loss, state), grads), or take a train_step, which keeps them",
+                stacklevel=4,
+            )
+        return gradient.program
 
     @outside_of_meshes
     def program(
@@ -89,7 +115,8 @@ class ValueAndGrad:
         train: bool = True,
     ) -> Program:
         """What a call with such arguments runs."""
-        return self._find_gradient(variables, x, targets, rngs, train).program
+        gradient = self._find_gradient(variables, x, targets, rngs, train)
+        return self._program(gradient, variables)
 
     def _without(self, leaf: Any) -> Any:
         """What stands for the gradient of a leaf that has none."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -283,6 +284,27 @@ def penalized(y, t):
     return ref.mse(y, t) + penalty(y)
 
 
+# Of another dtype JAX keeps what it has cast, by the identity of the array.
+FACTORS = np.ones(4, np.float32)
+
+
+def scaled(factor, y, t):
+    return factor * ref.mse(y, t)
+
+
+helper = functools.partial(scaled, 1.0)
+MODULE = types.ModuleType("losses")
+MODULE.factor = 1.0
+
+
+def wraps(loss):
+    @functools.wraps(loss)
+    def wrapper(y, t):
+        return loss(y, t)
+
+    return wrapper
+
+
 class Penalized:
     factor = 1.0
 
@@ -298,6 +320,13 @@ class Penalized:
         lambda: functools.partial(functools.partial(penalized)),
         Penalized,
         lambda: Penalized().__call__,
+        lambda: wraps(penalized),
+        lambda: lambda y, t: jax.vmap(lambda a, b: FACTOR * ref.mse(a, b))(y, t).mean(),
+        lambda: lambda y, t: sum([FACTOR * ref.mse(a, t) for a in [y]]),
+        lambda: lambda y, t: MODULE.factor * ref.mse(y, t),
+        lambda: lambda y, t: Penalized.factor * ref.mse(y, t),
+        lambda: lambda y, t: jnp.mean(FACTORS * (y - t) ** 2),
+        lambda: lambda y, t: helper(y, t),
     ],
 )
 def test_and_what_its_helpers_and_its_class_take(make, monkeypatch):
@@ -308,6 +337,31 @@ def test_and_what_its_helpers_and_its_class_take(make, monkeypatch):
     loss_fn = make()
     for factor in (1.0, 5.0):
         monkeypatch.setitem(globals(), "FACTOR", factor)
+        monkeypatch.setitem(
+            globals(), "helped", lambda y, t, f=factor: f * ref.mse(y, t)
+        )
         monkeypatch.setattr(Penalized, "factor", factor)
+        monkeypatch.setattr(MODULE, "factor", factor)
+        FACTORS[:] = factor
         loss, _ = pipe.value_and_grad(loss_fn)(variables, x, targets)
         np.testing.assert_allclose(loss, loss_fn(y, targets), rtol=1e-6)
+
+
+def test_a_loss_that_closes_over_what_is_trained_is_refused():
+    pipe = jpipe.pipeline([ref.dense(4)], 2)
+    x, targets = ref.regression(4)
+    tx = optax.sgd(0.1)
+    state = pipe.init_train_state(jax.random.key(0), x, tx)
+
+    def decayed(y, t):
+        return ref.mse(y, t) + optax.tree.norm(state.params, squared=True)
+
+    match = r"without a gradient(.|\n)*pipe.jit(.|\n)*variables\[0\]\['params'\]"
+    with pytest.raises(TypeError, match=match):
+        pipe.train_step(decayed, tx)(state, x, targets)
+    with pytest.raises(TypeError, match=match):
+        pipe.value_and_grad(decayed)(state.variables, x, targets)
+    copies = jax.tree.map(jnp.copy, state.params)
+    pipe.value_and_grad(lambda y, t: ref.mse(y, t) + optax.tree.norm(copies))(
+        state.variables, x, targets
+    )

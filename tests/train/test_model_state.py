@@ -1,5 +1,6 @@
 """Collections beside the parameters: what a step makes of them."""
 
+import warnings
 from typing import Any
 
 import jax
@@ -140,7 +141,55 @@ def test_a_mean_of_large_values_does_not_overflow():
     assert written(lambda x, _: jnp.where(x[0, 0] == 0, 3e38, -3e38)) == 0
 
 
-def test_a_key_that_a_layer_holds_moves_on():
-    key = jax.random.key(3)
-    held = written(lambda _, key: jax.random.split(key)[0], key)
-    assert held == jax.random.split(key)[0]
+def test_a_key_that_a_layer_moves_on_is_refused():
+    with pytest.raises(ValueError, match="all micro-batches would draw the same"):
+        written(lambda _, key: jax.random.split(key)[0], jax.random.key(3))
+
+
+def normed(batch=8):
+    x, targets = ref.regression(batch)
+    norms = [nn.BatchNorm(), nnx.BatchNorm(5, rngs=nnx.Rngs(0))]
+    layers = [norms[0], jnp.tanh, norms[1], ref.dense(4)]
+    pipe = jpipe.pipeline(layers, 3, balance=[2, 2])
+    return pipe, pipe.init(jax.random.key(0), x), x, targets
+
+
+def test_a_loop_of_ones_own_has_the_state_that_a_step_keeps():
+    pipe, variables, x, targets = normed(10)
+    tx = optax.sgd(0.1)
+    state = pipe.init_train_state(jax.random.key(0), x, tx, variables=variables)
+    find = pipe.value_and_grad(ref.mse, has_state=True)
+    with_aux = pipe.value_and_grad(
+        lambda y, t: (ref.mse(y, t), y), has_aux=True, has_state=True, aux_axes=0
+    )
+    update = pipe.optimizer(tx)
+    params, opt_state = state.params, update.init(state.params)
+    step = pipe.train_step(ref.mse, tx, donate=False)
+    for _ in range(2):
+        state, metrics = step(state, x, targets)
+        (_, y, same), _ = with_aux(variables, x, targets)
+        (loss, new), grads = find(variables, x, targets)
+        ref.assert_equal(new, same)
+        assert y.shape == targets.shape
+        ref.assert_close(loss, metrics["loss"], ref.FLOAT32)
+        updates, opt_state = update.update(grads, opt_state, params)
+        params = pipe.jit(optax.apply_updates)(params, updates)
+        variables = [
+            {**own, **held, "params": p} if "params" in own else {**own, **held}
+            for own, held, p in zip(variables, new, params, strict=True)
+        ]
+        ref.assert_close(new, state.model_state, ref.FLOAT32)
+        ref.assert_close(params, state.params, ref.FLOAT32)
+
+
+def test_what_value_and_grad_leaves_is_said_once():
+    pipe, variables, x, targets = normed()
+    find = pipe.value_and_grad(ref.mse)
+    says = r"variables\[0\]\['batch_stats'\], .*\[2\].*has_state=True"
+    find(variables, x, targets, train=False)
+    with pytest.warns(UserWarning, match=says) as told:
+        find(variables, x, targets)
+    assert told[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        find(variables, x, targets)

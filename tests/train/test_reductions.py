@@ -49,6 +49,23 @@ class TestReductions:
         actual, *model = self.grads(masked, 9, "weighted", schedule=schedule)
         ref.assert_close(actual, ref.value_and_grad(*model, whole), ref.FLOAT64)
 
+    @pytest.mark.parametrize("remat", ["full", "none"])
+    def test_a_weight_with_a_gradient_is_asked_about(self, double, remat):
+        def dice(y, t):
+            return -2 * jnp.sum(y * t), jnp.sum(jnp.tanh(y)) + jnp.sum(t)
+
+        def counted(y, t):
+            return jnp.sum(y * t), jnp.sum(y > 0) + jnp.sum(jnp.ones_like(y))
+
+        def stopped(y, t):
+            total, weight = dice(y, t)
+            return total, jax.lax.stop_gradient(weight)
+
+        with pytest.raises(TypeError, match=r"a gradient.*jax\.lax\.stop_gradient"):
+            self.grads(dice, 2, "weighted", remat=remat)
+        for loss in (counted, stopped):
+            self.grads(loss, 2, "weighted", remat=remat)
+
     @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
     @pytest.mark.parametrize("remat", ["full", "none"])
     def test_aux_is_stacked_over_microbatches(self, schedule, remat):
@@ -112,7 +129,9 @@ def test_a_mean_is_kept_in_no_dtype_in_which_it_has_no_place(dtype):
     pipe = jpipe.pipeline([ref.dense(4), Mean()], 2)
     x, targets = ref.regression(4)
     variables = pipe.init(jax.random.key(0), x)
-    message = rf"layer 1 \(Mean\) writes float32 to \['stats'\]\['m'\], .* as {dtype}"
+    message = (
+        rf"layer 1 \(Mean\) writes float32 to \['stats'\]\['m'\], which is {dtype}"
+    )
     with pytest.raises(ValueError, match=message):
         pipe.value_and_grad(ref.mse)(variables, x, targets)
 
