@@ -10,6 +10,7 @@ import chex
 import jax
 from flax import errors, linen
 from flax.core import DenyList
+from jax.extend import core
 
 from .. import _compat
 from .._jaxprs import _jaxpr, _marks
@@ -130,8 +131,8 @@ def _made(
             f"{_NOT_SOWN}; where they are made in a branch (nn.cond, nn.switch) or in "
             f"nn.custom_vjp, call the module once outside, if self.is_initializing()"
         )
-    values = _jaxpr.evaluate(closed, closed.jaxpr.outvars)
-    leaves = values(*given, *jax.tree.leaves(zeros(spec)))
+    values = _jaxpr.rest(closed, closed.jaxpr.outvars, [])
+    leaves = core.jaxpr_as_fun(values)(*given, *jax.tree.leaves(zeros(spec)))
     return jax.tree.unflatten(jax.tree.structure(made), leaves)
 
 
