@@ -32,7 +32,7 @@ _CHEAP = frozenset(
     bitcast_convert_type broadcast broadcast_in_dim concatenate dynamic_slice
     expand_dims gather iota pad reshape rev slice split squeeze transpose
     argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum
-    reduce_xor
+    reduce_xor reduce_window reduce_window_max reduce_window_min reduce_window_sum
     random_wrap random_unwrap
     """.split()
 )
@@ -42,26 +42,25 @@ _CALLS = frozenset(
     + ["jit", "pjit"]
 )
 _PRODUCTS = frozenset(["dot_general", "conv_general_dilated"])
-# Dear, unless what is kept for it is more than if it were computed again.
-_RANDOM = frozenset(
-    ["random_bits", "random_fold_in", "random_seed", "random_split", "threefry2x32"]
-)
+# Loops and kernels may hold any number of these.
+_DEAR = _PRODUCTS | {"ffi_call", "pallas_call", "scan", "while"}
 # Of this much all capacities together: SciPy counts in 32 bits.
 _TOTAL = 2**29
 
 
-def is_cheap(eqn: core.JaxprEqn, others: Container[str] = ()) -> bool:
+def is_cheap(eqn: core.JaxprEqn, others: bool = False) -> bool:
     """Whether computing an equation again takes less than reading what it made.
 
     Args:
       eqn: the equation.
-      others: the names of primitives that are taken for cheap too.
+      others: whether all others than products, loops and kernels are.
     """
     name = eqn.primitive.name
     if name in _CALLS:
         inside = (inner for closed in _jaxpr.inside(eqn) for inner in closed.jaxpr.eqns)
         return all(is_cheap(inner, others) for inner in inside)
-    return (name in _CHEAP or name in others) and not eqn.effects
+    cheap = name not in _DEAR if others else name in _CHEAP
+    return cheap and not eqn.effects
 
 
 class NoWay(Exception):
@@ -77,8 +76,8 @@ def cheapest(
 ) -> list[core.Var]:
     """The values to keep so that others follow from them by cheap equations.
 
-    Never more bytes than products and convolutions with the inputs: where the masks of
-    dropouts would be, they are drawn again.
+    Random bits, sorts and the like are dear as products are, unless more would be kept
+    for them than products and inputs are.
 
     Args:
       closed: the jaxpr that computes all.
@@ -108,7 +107,7 @@ def cheapest(
 
     found = _cut(jaxpr, sizes, wanted)
     if size(found) > size(_products(jaxpr, wanted) & costly):
-        found = _cut(jaxpr, sizes, wanted, _RANDOM)
+        found = _cut(jaxpr, sizes, wanted, others=True)
     return [var for var in found if var not in jaxpr.invars]
 
 
@@ -128,7 +127,7 @@ def _cut(
     jaxpr: core.Jaxpr,
     sizes: Mapping[core.Var, int | None],
     wanted: Sequence[Any],
-    others: Container[str] = (),
+    others: bool = False,
 ) -> list[core.Var]:
     """The minimum cut between what is dear and what is wanted.
 
