@@ -1,7 +1,9 @@
 """What differentiation makes of a task: traced when first asked, not yet compiled."""
 
+from dataclasses import replace
 from functools import cached_property
 
+from .._jaxprs import _loops
 from .._jaxprs._function import Function
 from . import _remat, _split, _vjp
 from ._task import Task
@@ -19,6 +21,7 @@ class Derivatives:
     def __init__(self, task: Task, mode: _remat.Mode) -> None:
         self.task = task
         self._mode = mode
+        self._fewest = _remat.keeps_fewest(mode)
 
     @cached_property
     def infer(self) -> Function:
@@ -28,6 +31,8 @@ class Derivatives:
     @cached_property
     def _cut(self) -> _vjp.Cut:
         task = self.task
+        if self._fewest:
+            task = replace(task, closed=_loops.keep_fewest(task.closed))
         return _vjp.cut(
             task.run,
             task.weights.specs,
@@ -35,6 +40,7 @@ class Derivatives:
             task.extra_specs,
             task.wanted,
             _remat.wrapper(self._mode),
+            self._fewest,
             task.has_loss,
         )
 
@@ -42,7 +48,8 @@ class Derivatives:
     def _halves(self) -> _split.Halves:
         backward, count = self._cut.backward, self.num_grads
         is_first = [i >= count for i in range(len(backward.jaxpr.outvars))]
-        return _split.split(backward, len(self.task.weights.specs), is_first)
+        num_weights, fewest = len(self.task.weights.specs), self._fewest
+        return _split.split(backward, num_weights, is_first, fewest)
 
     @property
     def num_grads(self) -> int:

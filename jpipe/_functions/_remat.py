@@ -5,10 +5,11 @@ from typing import Any
 
 import jax
 
-NAMES = ("full", "none", "except_last")
+NAMES = ("full", "none", "dots", "min_cut", "except_last")
 
-# "full", "none", or a policy of `jax.checkpoint_policies`.
+# One of these names but the last, or a policy of `jax.checkpoint_policies`.
 Mode = Any
+_POLICIES = {"full": None, "dots": jax.checkpoint_policies.dots_saveable}
 
 
 def per_stage(remat: Any, num_stages: int) -> tuple[Any, ...]:
@@ -54,15 +55,20 @@ def keeps_nothing(mode: Mode) -> bool:
     return mode == "full"
 
 
+def keeps_fewest(mode: Mode) -> bool:
+    """Whether of what a backward reads the fewest bytes are kept that it needs."""
+    return mode == "min_cut"
+
+
 def wrapper(mode: Mode) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """The transform that makes `jax.vjp` keep what the mode says.
 
-    Forward and backward are different programs, so XLA cannot undo the
-    recomputation by finding common subexpressions and needs no barrier against it.
+    Forward and backward are different programs: XLA needs no barrier against finding
+    common subexpressions.
     """
-    if mode == "none":
+    if mode in ("none", "min_cut"):
         return lambda function: function
-    policy = None if mode == "full" else mode
+    policy = _POLICIES[mode] if isinstance(mode, str) else mode
     return lambda function: jax.checkpoint(function, policy=policy, prevent_cse=False)
 
 

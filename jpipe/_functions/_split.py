@@ -3,19 +3,19 @@
 The stage before waits for the first and nobody for the second, so a schedule can put
 the second where a rank would idle. Both are slices of one jaxpr. The first computes
 what the gradient of the input needs; the second the rest, from the inputs that it
-reads again and from residuals of the first. What follows from the weights alone is
-computed in both, and is none of them.
+reads again and from residuals of the first: all that both need, or the fewest bytes
+from which it follows cheaply. What follows from the weights alone is computed in both,
+and is none of them.
 
 A call that the slice would have to enter, such as a `jax.lax.scan`, stays whole: in
 the first half if the gradient of the input needs any of its results.
 """
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jax.extend import core
 
-from .._jaxprs import _jaxpr
+from .._jaxprs import _cheapest, _jaxpr
 
 
 class Halves(NamedTuple):
@@ -30,13 +30,16 @@ class Halves(NamedTuple):
     second: core.ClosedJaxpr
 
 
-def split(closed: core.ClosedJaxpr, num_weights: int, is_first: list[bool]) -> Halves:
+def split(
+    closed: core.ClosedJaxpr, num_weights: int, is_first: list[bool], fewest: bool
+) -> Halves:
     """Cuts a program in two.
 
     Args:
       closed: its jaxpr; the weights come first among its inputs.
       num_weights: how many of its inputs are weights.
       is_first: which of its results the first half gives.
+      fewest: whether residuals are the fewest bytes.
 
     Returns:
       The halves.
@@ -48,41 +51,21 @@ def split(closed: core.ClosedJaxpr, num_weights: int, is_first: list[bool]) -> H
     wanted_second = [var for var, first in pairs if not first]
 
     first = _jaxpr.prune(opened, wanted_first)
-    is_data = [i >= num_weights for i in range(len(jaxpr.invars))]
-    from_data = _jaxpr.depending_on(opened, is_data)
-    computed = {v for eqn in first.jaxpr.eqns for v in eqn.outvars if v in from_data}
-    second_eqns, needed = _remainder(jaxpr.eqns, wanted_second, computed)
-    residuals = [
-        v for eqn in first.jaxpr.eqns for v in eqn.outvars if v in needed & computed
-    ]
-    first = core.ClosedJaxpr(
-        first.jaxpr.replace(outvars=[*wanted_first, *residuals]), opened.consts
-    )
-    second = core.ClosedJaxpr(
-        jaxpr.replace(
-            invars=[*jaxpr.invars, *residuals],
-            eqns=second_eqns,
-            outvars=wanted_second,
-        ),
-        opened.consts,
-    )
-    return Halves(first, second)
+    constant = [i < num_weights for i in range(len(jaxpr.invars))]
+    from_data = _jaxpr.depending_on(opened, [not yes for yes in constant])
+    made = [v for eqn in first.jaxpr.eqns for v in eqn.outvars if v in from_data]
+    residuals = _read(_jaxpr.rest(opened, wanted_second, made), made)
+    if fewest:
+        whole = _jaxpr.rest(opened, wanted_second, residuals)
+        wanted = _read(whole, [*jaxpr.invars, *residuals])
+        held = [False] * len(constant)
+        residuals = _cheapest.cheapest(first, wanted, constant, held)
+    outvars = [*wanted_first, *residuals]
+    first = core.ClosedJaxpr(first.jaxpr.replace(outvars=outvars), opened.consts)
+    return Halves(first, _jaxpr.rest(opened, wanted_second, residuals))
 
 
-def _remainder(
-    equations: Sequence[core.JaxprEqn],
-    outvars: Sequence[Any],
-    computed: set[core.Var],
-) -> tuple[list[core.JaxprEqn], set[core.Var]]:
-    """The equations that some results need beside what is computed already.
-
-    Returns:
-      The equations in order, and all variables that they and the results read.
-    """
-    needed = _jaxpr.variables(outvars)
-    eqns = []
-    for eqn in reversed(equations):
-        if (needed - computed).intersection(eqn.outvars):
-            needed |= _jaxpr.variables(eqn.invars)
-            eqns.append(eqn)
-    return eqns[::-1], needed
+def _read(closed: core.ClosedJaxpr, variables: list[core.Var]) -> list[core.Var]:
+    """Those of the last inputs of a jaxpr that it reads, by their names outside."""
+    live = _jaxpr.live_inputs(closed)[-len(variables) :] if variables else []
+    return [var for var, yes in zip(variables, live, strict=True) if yes]

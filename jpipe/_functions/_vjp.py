@@ -8,7 +8,11 @@ that is read off the jaxpr of the forward:
   again;
 * what follows from the weights alone (a cast to bfloat16, a broadcast scale) is
   computed again from them;
-* the rest are the *residuals*, which the forward returns for the backward.
+* of the rest all is kept, or the fewest bytes from which it follows cheaply: these are
+  the *residuals*, which the forward returns for the backward.
+
+Forward and backward are different programs, so XLA cannot undo what is computed again
+by finding common subexpressions.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from .._jaxprs import _jaxpr
+from .._jaxprs import _cheapest, _jaxpr
 
 Leaves = Sequence[Any]
 # f(weights, x, extra) -> (outputs, aux): flat leaves in, flat leaves out. Outputs are
@@ -55,6 +59,7 @@ def cut(
     extra: Leaves,
     wanted: Differentiable,
     remat: Callable[[Callable[..., Any]], Callable[..., Any]],
+    fewest: bool,
     is_loss: bool,
 ) -> Cut:
     """Cuts a function in a forward and a backward.
@@ -66,7 +71,9 @@ def cut(
       extra: specs of further leaves of one micro-batch that are at hand for both
         halves and have no gradient: targets, keys.
       wanted: which leaves are differentiated.
-      remat: wraps the function, as `jax.checkpoint` does, to say what are residuals.
+      remat: wraps the function, as `jax.checkpoint` does, to say what the backward
+        reads.
+      fewest: whether of that only the fewest bytes are residuals.
       is_loss: whether all outputs are scalars whose cotangents are ones.
 
     Returns:
@@ -80,29 +87,27 @@ def cut(
         tree.append(structure)
         return outputs, aux, held
 
-    closed, (outputs, aux, held) = _jaxpr.trace(forward, weights, x, extra)
+    closed, (outputs, aux, _) = _jaxpr.trace(forward, weights, x, extra)
     structure = tree[-1]
     count = len(outputs) + len(aux)
     variables = closed.jaxpr.outvars[count:]
-    source = _Sources(closed, variables, len(weights))
+    sizes = len(weights), len(x), len(extra)
+    residuals = _residuals(closed, variables, sizes, fewest)
+    again = core.jaxpr_as_fun(_jaxpr.rest(closed, variables, residuals))
 
     def backward(
         weights: Leaves, x: Leaves, extra: Leaves, residuals: Leaves, *cotangents: Any
     ) -> Any:
-        pullback = jax.tree.unflatten(
-            structure, source.gather([*weights, *x, *extra], residuals)
-        )
+        held = again(*weights, *x, *extra, *residuals)
+        pullback = jax.tree.unflatten(structure, held)
         if is_loss:
             cotangents = tuple(jnp.ones((), out.dtype) for out in outputs)
         return pullback(list(cotangents))
 
-    specs = [held[i] for i in source.residuals]
+    specs = [_jaxpr.spec(var.aval) for var in residuals]
     cotangents = [] if is_loss else outputs
     traced, _ = _jaxpr.trace(backward, weights, x, extra, specs, *cotangents)
-    outvars = [
-        *closed.jaxpr.outvars[:count],
-        *(variables[i] for i in source.residuals),
-    ]
+    outvars = [*closed.jaxpr.outvars[:count], *residuals]
     program = core.ClosedJaxpr(closed.jaxpr.replace(outvars=outvars), closed.consts)
     return Cut(program, traced)
 
@@ -144,46 +149,25 @@ def _join(free: Leaves, fixed: Leaves, chosen: Sequence[bool]) -> list[Any]:
     return [next(some) if yes else next(others) for yes in chosen]
 
 
-class _Sources:
-    """Where the backward finds what its pullback holds: see the head of this file."""
+def _residuals(
+    closed: core.ClosedJaxpr,
+    variables: Sequence[Any],
+    sizes: tuple[int, int, int],
+    fewest: bool,
+) -> list[core.Var]:
+    """What the forward returns for the backward: see the head of this file.
 
-    def __init__(
-        self, closed: core.ClosedJaxpr, variables: Sequence[Any], num_weights: int
-    ) -> None:
-        invars = closed.jaxpr.invars
-        self._input = {var: i for i, var in enumerate(invars)}
-        is_data = [i >= num_weights for i in range(len(invars))]
-        data = _jaxpr.depending_on(closed, is_data)
-        self._variables = list(variables)
-        again = [
-            var
-            for var in self._variables
-            if not self._is_input(var)
-            and (isinstance(var, core.Literal) or var not in data)
-        ]
-        # By identity: literals are not hashable. The jaxpr keeps the variables alive.
-        self._again = {id(var): i for i, var in enumerate(again)}
-        self._recompute = _jaxpr.evaluate(closed, again)
-        self.residuals: list[int] = []
-        self._place: dict[Any, int] = {}
-        for i, var in enumerate(self._variables):
-            known = self._is_input(var) or id(var) in self._again
-            if not known and var not in self._place:
-                self._place[var] = len(self.residuals)
-                self.residuals.append(i)
-
-    def _is_input(self, var: Any) -> bool:
-        return not isinstance(var, core.Literal) and var in self._input
-
-    def gather(self, inputs: Leaves, residuals: Leaves) -> list[Any]:
-        """All of it, given the inputs of the forward and its residuals."""
-        recomputed = self._recompute(*inputs)
-
-        def find(var: Any) -> Any:
-            if self._is_input(var):
-                return inputs[self._input[var]]
-            if id(var) in self._again:
-                return recomputed[self._again[id(var)]]
-            return residuals[self._place[var]]
-
-        return [find(var) for var in self._variables]
+    Args:
+      closed: the jaxpr of the forward.
+      variables: those that the backward reads.
+      sizes: how many of its inputs are weights, x, and extra.
+      fewest: whether to look for the fewest bytes.
+    """
+    constant = [i == 0 for i, size in enumerate(sizes) for _ in range(size)]
+    if fewest:
+        held = [i == 2 for i, size in enumerate(sizes) for _ in range(size)]
+        return _cheapest.cheapest(closed, variables, constant, held)
+    data = _jaxpr.depending_on(closed, [not yes for yes in constant])
+    kept = data.difference(closed.jaxpr.invars)
+    read = [var for var in variables if not isinstance(var, core.Literal)]
+    return [var for var in dict.fromkeys(read) if var in kept]

@@ -13,11 +13,13 @@ from jax.extend import core
 
 PyTree = Any
 Ending = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
+# The results of an equation, made of its operands in another way.
+Rule = Callable[[Sequence[Any]], Sequence[Any]]
 
 # The names that JAX gives, or has given, to the primitives of `jax.jit` and of
 # `jax.checkpoint`.
 _CALLS = ("jit", "pjit")
-_CHECKPOINTS = ("remat2", "checkpoint")
+CHECKPOINTS = ("remat2", "checkpoint")
 
 
 def trace(
@@ -63,9 +65,9 @@ def open_checkpoints(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
     For programs that hold nothing but a backward: beside its forward, XLA would find
     what is computed again and keep it instead.
     """
-    if all(eqn.primitive.name not in _CHECKPOINTS for eqn in closed.jaxpr.eqns):
+    if all(eqn.primitive.name not in CHECKPOINTS for eqn in closed.jaxpr.eqns):
         return closed
-    return _retrace(closed, (*_CALLS, *_CHECKPOINTS))
+    return _retrace(closed, (*_CALLS, *CHECKPOINTS))
 
 
 def _retrace(
@@ -74,22 +76,34 @@ def _retrace(
     opened: Mapping[int, Groups] = MappingProxyType({}),
     ending: Ending | None = None,
 ) -> core.ClosedJaxpr:
-    flat = [spec(var.aval) for var in closed.jaxpr.invars]
+    def rule(eqn: core.JaxprEqn) -> Rule | None:
+        if eqn.primitive.name in calls:
+            (inner,) = inside(eqn)
+            return lambda operands: evaluate(inner, operands, rule)
+        if id(eqn) in opened:
+            return lambda operands: _choose(eqn, operands, opened[id(eqn)])
+        return None
 
     def inlined(*args: Any) -> Sequence[Any]:
-        results = _inline(closed, args, calls, opened)
+        results = evaluate(closed, args, rule)
         return ending(args, results) if ending else results
 
-    return jax.make_jaxpr(inlined)(*flat)
+    return jax.make_jaxpr(inlined)(*map(spec, closed.in_avals))
 
 
-def _inline(
+def evaluate(
     closed: core.ClosedJaxpr,
     args: Sequence[Any],
-    calls: Container[str],
-    opened: Mapping[int, Groups],
+    rule: Callable[[core.JaxprEqn], Rule | None],
 ) -> list[Any]:
-    """Evaluates a jaxpr, entering the jaxprs of inner calls, and of branches."""
+    """Evaluates a jaxpr, some of its equations by rules.
+
+    Args:
+      closed: the jaxpr.
+      args: its inputs.
+      rule: what takes the place of an equation, as a function of its operands; ``None``
+        for those that stay.
+    """
     values: dict[core.Var, Any] = dict(
         zip(closed.jaxpr.constvars, closed.consts, strict=True)
     )
@@ -100,15 +114,8 @@ def _inline(
 
     for eqn in closed.jaxpr.eqns:
         operands = [read(atom) for atom in eqn.invars]
-        if eqn.primitive.name in calls:
-            inner = eqn.params["jaxpr"]
-            if not isinstance(inner, core.ClosedJaxpr):
-                inner = core.ClosedJaxpr(inner, [])
-            results = _inline(inner, operands, calls, opened)
-        elif id(eqn) in opened:
-            results = _choose(eqn, operands, opened[id(eqn)])
-        else:
-            results = _bind(closed.jaxpr, eqn, operands)
+        run = rule(eqn)
+        results = run(operands) if run else bind(closed.jaxpr, eqn, operands)
         values.update(zip(eqn.outvars, results, strict=True))
     return [read(atom) for atom in closed.jaxpr.outvars]
 
@@ -152,7 +159,7 @@ def branches_of(
     return parts, needed
 
 
-def _bind(jaxpr: core.Jaxpr, eqn: core.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+def bind(jaxpr: core.Jaxpr, eqn: core.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
     """Evaluates one equation, as a jaxpr of its own: the public way to do so."""
     value = {
         atom: operand
@@ -254,17 +261,31 @@ def variables(atoms: Sequence[Any]) -> set[core.Var]:
     return {atom for atom in atoms if not isinstance(atom, core.Literal)}
 
 
-def evaluate(
-    closed: core.ClosedJaxpr, outvars: Sequence[Any]
-) -> Callable[..., list[Any]]:
-    """A function of the same inputs that computes only the given variables.
+def rest(
+    closed: core.ClosedJaxpr, outvars: Sequence[Any], known: Sequence[core.Var]
+) -> core.ClosedJaxpr:
+    """What is left to compute of some variables where others are known.
 
-    What they do not need is left out, effects such as a debug print too.
+    Args:
+      closed: the jaxpr.
+      outvars: variables of it.
+      known: those which are given, after its inputs.
+
+    Returns:
+      ``(*inputs, *known) -> outvars``, without what they do not need, effects such as a
+      debug print too.
     """
-    quiet = [eqn for eqn in closed.jaxpr.eqns if not eqn.effects]
-    eqns = _needed(quiet, outvars)
-    part = closed.jaxpr.replace(eqns=eqns, outvars=list(outvars))
-    return core.jaxpr_as_fun(core.ClosedJaxpr(part, closed.consts))
+    needed, have = variables(outvars), set(known)
+    eqns = []
+    for eqn in reversed(closed.jaxpr.eqns):
+        if not (needed - have).isdisjoint(eqn.outvars):
+            needed |= variables(eqn.invars)
+            eqns.append(eqn)
+    invars = [*closed.jaxpr.invars, *known]
+    jaxpr = closed.jaxpr.replace(
+        invars=invars, eqns=eqns[::-1], outvars=list(outvars)
+    )
+    return core.ClosedJaxpr(jaxpr, closed.consts)
 
 
 def _needed(

@@ -10,6 +10,7 @@ import chex
 import jax
 from flax import errors, linen
 from flax.core import DenyList
+from jax.extend import core
 
 from .. import _compat
 from .._jaxprs import _jaxpr, _marks
@@ -136,8 +137,8 @@ def _made(
             f"alone, and not from its values, as {', '.join(faults)} would; "
             + (_OUTSIDE if made_inside else _NOT_SOWN)
         )
-    values = _jaxpr.evaluate(closed, closed.jaxpr.outvars)
-    leaves = values(*given, *jax.tree.leaves(zeros(spec)))
+    values = _jaxpr.rest(closed, closed.jaxpr.outvars, [])
+    leaves = core.jaxpr_as_fun(values)(*given, *jax.tree.leaves(zeros(spec)))
     return jax.tree.unflatten(jax.tree.structure(made), leaves)
 
 

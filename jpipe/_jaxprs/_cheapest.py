@@ -1,0 +1,197 @@
+"""The fewest bytes from which the rest of a computation can be had cheaply.
+
+A program that is cut in two hands values from the first half to the second. What is
+cheap to compute need not pass: a bias added, a mask, a norm of what passes anyway.
+Which values pass is a minimum cut: from what must be computed once, through equations
+that may be computed again, to what the second half reads.
+
+References:
+  Dinitz, *Algorithm for solution of a problem of maximum flow in networks with power
+  estimation*, 1970, as `scipy.sparse.csgraph.maximum_flow` has it.
+"""
+
+import math
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend import core
+from scipy.sparse import csgraph, csr_array
+
+from . import _jaxpr
+
+# What is computed again: element by element, by moving, and by reducing.
+_CHEAP = frozenset(
+    """
+    abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp conj
+    convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2
+    expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p logistic lt max min
+    mul name ne neg nextafter not or population_count pow real reduce_precision rem
+    round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin
+    sinh sqrt square stop_gradient sub tan tanh xor
+    bitcast_convert_type broadcast broadcast_in_dim concatenate dynamic_slice
+    expand_dims gather iota pad reshape rev slice split squeeze transpose
+    argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum
+    reduce_xor reduce_window reduce_window_max reduce_window_min reduce_window_sum
+    random_wrap random_unwrap
+    """.split()
+)
+# What is as cheap as what is inside.
+_CALLS = frozenset(
+    ["cond", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"]
+    + ["jit", "pjit"]
+)
+_PRODUCTS = frozenset(["dot_general", "conv_general_dilated"])
+# Loops and kernels may hold any number of these.
+_DEAR = _PRODUCTS | {"ffi_call", "pallas_call", "scan", "while"}
+# Of this much all capacities together: SciPy counts in 32 bits.
+_TOTAL = 2**29
+
+
+def is_cheap(eqn: core.JaxprEqn, others: bool = False) -> bool:
+    """Whether computing an equation again takes less than reading what it made.
+
+    Args:
+      eqn: the equation.
+      others: whether all others than products, loops and kernels are.
+    """
+    name = eqn.primitive.name
+    if name in _CALLS:
+        inside = (inner for closed in _jaxpr.inside(eqn) for inner in closed.jaxpr.eqns)
+        return all(is_cheap(inner, others) for inner in inside)
+    cheap = name not in _DEAR if others else name in _CHEAP
+    return cheap and not eqn.effects
+
+
+class NoWay(Exception):
+    """Something that is wanted follows from nothing that may be kept."""
+
+
+def cheapest(
+    closed: core.ClosedJaxpr,
+    wanted: Sequence[Any],
+    constant: Sequence[bool],
+    held: Sequence[bool],
+    named: Container[core.Var] | None = None,
+) -> list[core.Var]:
+    """The values to keep so that others follow from them by cheap equations.
+
+    Random bits, sorts and the like are dear as products are, unless more would be kept
+    for them than products and inputs are.
+
+    Args:
+      closed: the jaxpr that computes all.
+      wanted: variables of it that are needed again.
+      constant: which of its inputs are such that what follows from them alone may be
+        computed again, whatever computes it.
+      held: which of its other inputs are kept anyway.
+      named: the results that may be kept; default: all.
+
+    Returns:
+      The results of equations among those of the fewest bytes, which inputs may be too;
+      of as few, those that leave the least to compute.
+
+    Raises:
+      NoWay: if there is none.
+    """
+    jaxpr = closed.jaxpr
+    costly = _jaxpr.depending_on(closed, [not yes for yes in constant])
+    at_hand = {var for var, yes in zip(jaxpr.invars, held, strict=True) if yes}
+    sizes = {v: 0 if v in at_hand else nbytes(v) for v in _made(jaxpr) if v in costly}
+    if named is not None:
+        may = {*jaxpr.invars, *(var for var in sizes if var in named)}
+        sizes = {var: size if var in may else None for var, size in sizes.items()}
+
+    def size(variables: Iterable[core.Var]) -> int:
+        return sum(sizes[var] or 0 for var in variables)
+
+    found = _cut(jaxpr, sizes, wanted)
+    if size(found) > size(_products(jaxpr, wanted) & costly):
+        found = _cut(jaxpr, sizes, wanted, others=True)
+    return [var for var in found if var not in jaxpr.invars]
+
+
+def _products(jaxpr: core.Jaxpr, wanted: Sequence[Any]) -> set[core.Var]:
+    """Results of products, and inputs, from which all follows without a product."""
+    needed, found = _jaxpr.variables(wanted), set()
+    for eqn in reversed(jaxpr.eqns):
+        made = needed.intersection(eqn.outvars)
+        if made and eqn.primitive.name in _PRODUCTS:
+            found |= made
+        elif made:
+            needed |= _jaxpr.variables(eqn.invars)
+    return found | needed.intersection(jaxpr.invars)
+
+
+def _cut(
+    jaxpr: core.Jaxpr,
+    sizes: Mapping[core.Var, int | None],
+    wanted: Sequence[Any],
+    others: bool = False,
+) -> list[core.Var]:
+    """The minimum cut between what is dear and what is wanted.
+
+    Args:
+      jaxpr: what computes all.
+      sizes: the bytes of each variable, ``None`` if it may not be kept; those that are
+        not in it are at hand.
+      wanted: what is needed again.
+      others: see `is_cheap`.
+    """
+    number = {var: i for i, var in enumerate(sizes)}
+    ends = _jaxpr.variables(wanted) & number.keys()
+    if not ends:
+        return []
+    count = len(number)
+    source, first, sink = range(2 * count, 2 * count + 3)
+    # Each variable is an edge of its size, from `i` to `count + i`.
+    capacities = enumerate(_capacities(list(sizes.values())))
+    edges = [(i, count + i, capacity) for i, capacity in capacities]
+    starts = {var for var in jaxpr.invars if var in number}
+    for eqn in jaxpr.eqns:
+        made = [var for var in eqn.outvars if var in number]
+        if not is_cheap(eqn, others):
+            starts.update(made)
+            continue
+        for var in _jaxpr.variables(eqn.invars) & number.keys():
+            edges += [(count + number[var], number[v], _TOTAL) for v in made]
+    # All flow goes through one edge, so that it has a place in 32 bits.
+    edges += [(first, source, _TOTAL)]
+    edges += [(source, number[var], _TOTAL) for var in starts]
+    edges += [(count + number[var], sink, _TOTAL) for var in ends]
+    behind = _behind(edges, first, sink)
+    if behind[source]:
+        raise NoWay
+    return [var for var, i in number.items() if not behind[i] and behind[count + i]]
+
+
+def _made(jaxpr: core.Jaxpr) -> list[core.Var]:
+    return [*jaxpr.invars, *(var for eqn in jaxpr.eqns for var in eqn.outvars)]
+
+
+def nbytes(var: Any) -> int:
+    """The bytes of a variable, of nothing one."""
+    return max(math.prod(var.aval.shape) * var.aval.dtype.itemsize, 1)
+
+
+def _capacities(sizes: Sequence[int | None]) -> list[int]:
+    """Sizes in a unit in which their sum has a place; beyond it what may not be."""
+    known = [size for size in sizes if size]
+    # A unit that all are multiples of, if it is large enough.
+    unit = max(math.gcd(*known), math.ceil(3 * sum(known) / _TOTAL), 1)
+    return [_TOTAL if size is None else math.ceil(size / unit) for size in sizes]
+
+
+def _behind(edges: Sequence[tuple[int, int, int]], source: int, sink: int) -> Any:
+    """Which nodes are behind the minimum cut that is nearest to the sink."""
+    rows, columns, capacities = np.array(edges, np.int32).T
+    size = max(source, sink) + 1
+    graph = csr_array((capacities, (rows, columns)), (size, size), dtype=np.int32)
+    flow = csgraph.maximum_flow(graph, source, sink).flow
+    # From the sink against the edges on which more could flow.
+    left = (graph - flow).T.tocsr()
+    left.eliminate_zeros()
+    reached = csgraph.breadth_first_order(left, sink, return_predecessors=False)
+    behind = np.zeros(size, bool)
+    behind[reached] = True
+    return behind

@@ -1,0 +1,123 @@
+"""Loops whose iterations keep the fewest bytes for their backward.
+
+What a `jax.lax.scan` hands from its forward to its backward is decided where JAX
+differentiates it, iteration by iteration. So its body is given to `jax.checkpoint`,
+with a name on the values that are to be kept.
+"""
+
+from collections.abc import Callable, Container, Sequence
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend import core
+
+from . import _cheapest, _jaxpr
+
+_KEPT = "jpipe kept"
+Body = Callable[..., Sequence[Any]]
+
+
+def keep_fewest(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    """The same computation, whose loops keep the fewest bytes where differentiated.
+
+    The body of a loop that calls `jax.checkpoint` itself stays as it is.
+    """
+
+    def rule(eqn: core.JaxprEqn) -> _jaxpr.Rule | None:
+        if eqn.primitive.name != "scan":
+            return None
+        return lambda operands: _scan(eqn.params, operands)
+
+    if not _jaxpr.contains(closed, "scan"):
+        return closed
+    specs = map(_jaxpr.spec, closed.in_avals)
+    return jax.make_jaxpr(lambda *args: _jaxpr.evaluate(closed, args, rule))(*specs)
+
+
+def _scan(params: Any, operands: Sequence[Any]) -> list[Any]:
+    """A loop along arrays, with a body that keeps what is chosen."""
+    body = _keeping(keep_fewest(params["jaxpr"]))
+    end = params["num_carry"]
+    first = params["num_consts"]
+    consts, xs = list(operands[:first]), list(operands[first + end :])
+
+    def step(carry: Sequence[Any], x: Sequence[Any]) -> Any:
+        results = body(*consts, *carry, *x)
+        return results[:end], results[end:]
+
+    carry, ys = jax.lax.scan(
+        step,
+        list(operands[first : first + end]),
+        xs,
+        params["length"],
+        params["reverse"],
+        params["unroll"],
+    )
+    return [*carry, *ys]
+
+
+def _keeping(body: core.ClosedJaxpr) -> Body:
+    """The body of a loop under `jax.checkpoint`, with the fewest bytes for residuals.
+
+    As it is, if it calls `jax.checkpoint` itself, or if its backward reads what has no
+    name in its forward and is dear: the residuals of a loop inside, say.
+    """
+    eqns = body.jaxpr.eqns
+    if any(eqn.primitive.name in _jaxpr.CHECKPOINTS for eqn in eqns):
+        return core.jaxpr_as_fun(body)
+    differentiated = _differentiated(_named(body, range(len(eqns))), body.in_avals)
+    numbers = {
+        var: int(eqn.params["name"].removeprefix(_KEPT))
+        for eqn in differentiated.jaxpr.eqns
+        if eqn.primitive.name == "name" and eqn.params["name"].startswith(_KEPT)
+        for var in eqn.outvars
+    }
+    nothing = [False] * len(body.in_avals)
+    try:
+        kept = _cheapest.cheapest(
+            differentiated, differentiated.jaxpr.outvars, nothing, nothing, numbers
+        )
+    except _cheapest.NoWay:
+        return core.jaxpr_as_fun(body)
+    chosen = {numbers[var] for var in kept}
+    policy = jax.checkpoint_policies.save_only_these_names(
+        *(f"{_KEPT}{number}" for number in chosen)
+    )
+    return jax.checkpoint(_named(body, chosen), policy=policy, prevent_cse=False)
+
+
+def _named(body: core.ClosedJaxpr, numbers: Container[int]) -> Body:
+    """The body, with names on the results of some of its equations."""
+    number = {id(eqn): i for i, eqn in enumerate(body.jaxpr.eqns)}
+
+    def rule(eqn: core.JaxprEqn) -> _jaxpr.Rule | None:
+        i = number[id(eqn)]
+        if i not in numbers:
+            return None
+        return lambda operands: [
+            checkpoint_name(made, f"{_KEPT}{i}")
+            for made in _jaxpr.bind(body.jaxpr, eqn, operands)
+        ]
+
+    return lambda *args: _jaxpr.evaluate(body, args, rule)
+
+
+def _differentiated(body: Body, avals: Sequence[Any]) -> core.ClosedJaxpr:
+    """What the forward of a body gives to its backward."""
+    free = [jax.numpy.issubdtype(aval.dtype, jax.numpy.inexact) for aval in avals]
+
+    def forward(*args: Any) -> list[Any]:
+        def of_the_free(*some: Any) -> Any:
+            rest = iter(some)
+            results = body(
+                *(next(rest) if yes else x for x, yes in zip(args, free, strict=True))
+            )
+            is_free = [jax.numpy.issubdtype(y.dtype, jax.numpy.inexact) for y in results]
+            return [y for y, yes in zip(results, is_free, strict=True) if yes]
+
+        given = [x for x, yes in zip(args, free, strict=True) if yes]
+        _, pullback = jax.vjp(of_the_free, *given)
+        return jax.tree.leaves(pullback)
+
+    return jax.make_jaxpr(forward)(*map(_jaxpr.spec, avals))

@@ -1,0 +1,97 @@
+"""The fewest bytes from which the rest follows cheaply, against all other choices."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from jax.extend import core
+
+from jpipe._jaxprs import _jaxpr
+from jpipe._jaxprs._cheapest import cheapest, is_cheap, nbytes
+
+# What a step computes of one or two values; those in DEAR are dear.
+ONE = [jnp.sin, lambda x: x.astype(jnp.bfloat16), lambda x: x > 0, jnp.sum]
+DEAR = [
+    lambda x: jnp.outer(x, x) @ x,
+    lambda x: jax.lax.scan(lambda c, y: (c + y, c), 0.0, x)[1],
+]
+TWO = [jnp.add, jnp.multiply, lambda x, y: jnp.where(x > 0, x, y)]
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from([*ONE, *DEAR, *TWO]), st.integers(0, 99), st.integers(0, 99)
+    ),
+    min_size=1,
+    max_size=5,
+)
+SPEC = jax.ShapeDtypeStruct((4,), jnp.float32)
+
+
+def build(steps):
+    """The jaxpr of a function of a weight and two inputs: each step makes a value."""
+
+    def run(*made):
+        made = list(made)
+        for function, *numbers in steps:
+            given = [jnp.float32(made[n % len(made)]) for n in numbers]
+            given = [jnp.broadcast_to(x, 4) for x in given]
+            made.append(function(*given[: 1 + (function in TWO)]))
+        return made
+
+    return _jaxpr.trace(run, SPEC, SPEC, SPEC)[0]
+
+
+def follows(jaxpr, kept, wanted):
+    """Whether variables follow cheaply from others, and from the weight in any way."""
+    known, constant = {*kept}, {jaxpr.invars[0]}
+    for eqn in jaxpr.eqns:
+        operands = _jaxpr.variables(eqn.invars)
+        if operands <= constant:
+            constant.update(eqn.outvars)
+        if is_cheap(eqn) and operands <= known | constant:
+            known.update(eqn.outvars)
+    return _jaxpr.variables(wanted) <= known | constant
+
+
+@settings(deadline=None)
+@given(STEPS, st.integers(1, 99), st.booleans())
+def test_no_other_choice_has_fewer_bytes(steps, number, held):
+    closed = build(steps)
+    jaxpr = closed.jaxpr
+    made = [var for eqn in jaxpr.eqns for var in eqn.outvars]
+    assume(len(made) <= 11)
+    wanted = [var for i, var in enumerate(made) if number >> i % 7 & 1]
+    found = cheapest(closed, wanted, [True, False, False], [False, False, held])
+    # Which inputs are kept is not said: those that are read.
+    rest = _jaxpr.rest(closed, wanted, found)
+    live = _jaxpr.live_inputs(rest)
+    kept = [var for var, yes in zip(jaxpr.invars, live, strict=False) if yes]
+
+    def size(variables):
+        return sum(nbytes(v) for v in variables if not (held and v is jaxpr.invars[2]))
+
+    assert follows(jaxpr, [*found, *kept[live[0] :]], wanted)
+    fewest = min(
+        size(some)
+        for count in range(len(made) + 3)
+        for some in itertools.combinations([*jaxpr.invars[1:], *made], count)
+        if follows(jaxpr, some, wanted)
+    )
+    assert size([*found, *kept[live[0] :]]) == fewest
+
+
+@settings(deadline=None)
+@given(STEPS, st.integers(1, 99))
+def test_the_rest_is_the_same(steps, number):
+    closed = build(steps)
+    made = [var for eqn in closed.jaxpr.eqns for var in eqn.outvars]
+    wanted = [var for i, var in enumerate(made) if number >> i % 7 & 1]
+    found = cheapest(closed, wanted, [True, False, False], [False] * 3)
+    inputs = jnp.split(jax.random.normal(jax.random.key(0), (12,)), 3)
+    kept = core.jaxpr_as_fun(_jaxpr.prune(closed, found))(*inputs)
+    rest = core.jaxpr_as_fun(_jaxpr.rest(closed, wanted, found))(*inputs, *kept)
+    whole = core.jaxpr_as_fun(_jaxpr.prune(closed, wanted))(*inputs)
+    for one, other in zip(rest, whole, strict=True):
+        np.testing.assert_array_equal(one, other)
