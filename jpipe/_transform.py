@@ -22,7 +22,7 @@ def pipeline(
     balance: Sequence[int] | None = None,
     devices: Sequence[Device] | None = None,
     schedule: str | ScheduleBuilder | Schedule = "1f1b",
-    remat: Any = "full",
+    remat: Any = "min_cut",
     in_axes: Any = 0,
     target_axes: Any = 0,
     out_axes: int = 0,
@@ -43,10 +43,13 @@ def pipeline(
       devices: one per rank, default `jax.devices`; repeat a device to let it serve
         several stages.
       schedule: a name of `jpipe.schedules.BY_NAME`, a builder, or a `Schedule`.
-      remat: what is kept between forward and backward. ``"full"``: the stage's
-        inputs; the rest is computed again. ``"none"``: the residuals.
-        ``"except_last"``: residuals of the last micro-batch only. Or a policy of
-        `jax.checkpoint_policies`. One for all stages, or one per stage.
+      remat: what is kept between forward and backward. ``"min_cut"``: the fewest
+        bytes from which all that the backward reads follows without a product, a
+        convolution or a loop. ``"dots"``: the results of products and convolutions,
+        and the stage's inputs. ``"full"``: its inputs; the rest is computed again.
+        ``"none"``: all that the backward reads. ``"except_last"``: ``"full"``, but
+        ``"none"`` for the last micro-batch. Or a policy of `jax.checkpoint_policies`.
+        One for all stages, or one per stage.
       in_axes: the batch axis of the inputs, as `jax.vmap` takes it: an int, ``None``
         for what every micro-batch gets whole, or a pytree prefix of these.
       target_axes: the same for the targets.

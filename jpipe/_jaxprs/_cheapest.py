@@ -22,24 +22,120 @@ from . import _jaxpr
 
 # What is computed again: element by element, by moving, and by reducing.
 _CHEAP = frozenset(
-    """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp conj
-    convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2
-    expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p logistic lt max min
-    mul name ne neg nextafter not or population_count pow real reduce_precision rem
-    round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin
-    sinh sqrt square stop_gradient sub tan tanh xor
-    bitcast_convert_type broadcast broadcast_in_dim concatenate dynamic_slice
-    expand_dims gather iota pad reshape rev slice split squeeze transpose
-    argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum
-    reduce_xor reduce_window reduce_window_max reduce_window_min reduce_window_sum
-    random_wrap random_unwrap
-    """.split()
+    [
+        "abs",
+        "acos",
+        "acosh",
+        "add",
+        "add_any",
+        "and",
+        "asin",
+        "asinh",
+        "atan",
+        "atan2",
+        "atanh",
+        "cbrt",
+        "ceil",
+        "clamp",
+        "conj",
+        "convert_element_type",
+        "copy",
+        "copy_p",
+        "cos",
+        "cosh",
+        "digamma",
+        "div",
+        "eq",
+        "erf",
+        "erf_inv",
+        "erfc",
+        "exp",
+        "exp2",
+        "expm1",
+        "floor",
+        "ge",
+        "gt",
+        "imag",
+        "integer_pow",
+        "is_finite",
+        "le",
+        "lgamma",
+        "log",
+        "log1p",
+        "logistic",
+        "lt",
+        "max",
+        "min",
+        "mul",
+        "name",
+        "ne",
+        "neg",
+        "nextafter",
+        "not",
+        "or",
+        "population_count",
+        "pow",
+        "real",
+        "reduce_precision",
+        "rem",
+        "round",
+        "rsqrt",
+        "select_n",
+        "shift_left",
+        "shift_right_arithmetic",
+        "shift_right_logical",
+        "sign",
+        "sin",
+        "sinh",
+        "sqrt",
+        "square",
+        "stop_gradient",
+        "sub",
+        "tan",
+        "tanh",
+        "xor",
+        "bitcast_convert_type",
+        "broadcast",
+        "broadcast_in_dim",
+        "concatenate",
+        "dynamic_slice",
+        "expand_dims",
+        "gather",
+        "iota",
+        "pad",
+        "reshape",
+        "rev",
+        "slice",
+        "split",
+        "squeeze",
+        "transpose",
+        "argmax",
+        "argmin",
+        "reduce_and",
+        "reduce_max",
+        "reduce_min",
+        "reduce_or",
+        "reduce_prod",
+        "reduce_sum",
+        "reduce_xor",
+        "reduce_window",
+        "reduce_window_max",
+        "reduce_window_min",
+        "reduce_window_sum",
+        "random_wrap",
+        "random_unwrap",
+    ]
 )
 # What is as cheap as what is inside.
 _CALLS = frozenset(
-    ["cond", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"]
-    + ["jit", "pjit"]
+    [
+        "cond",
+        "custom_jvp_call",
+        "custom_vjp_call",
+        "custom_vjp_call_jaxpr",
+        "jit",
+        "pjit",
+    ]
 )
 _PRODUCTS = frozenset(["dot_general", "conv_general_dilated"])
 # Loops and kernels may hold any number of these.
@@ -63,7 +159,7 @@ def is_cheap(eqn: core.JaxprEqn, others: bool = False) -> bool:
     return cheap and not eqn.effects
 
 
-class NoWay(Exception):
+class NoWayError(Exception):
     """Something that is wanted follows from nothing that may be kept."""
 
 
@@ -92,7 +188,7 @@ def cheapest(
       of as few, those that leave the least to compute.
 
     Raises:
-      NoWay: if there is none.
+      NoWayError: if there is none.
     """
     jaxpr = closed.jaxpr
     costly = _jaxpr.depending_on(closed, [not yes for yes in constant])
@@ -161,7 +257,7 @@ def _cut(
     edges += [(count + number[var], sink, _TOTAL) for var in ends]
     behind = _behind(edges, first, sink)
     if behind[source]:
-        raise NoWay
+        raise NoWayError
     return [var for var, i in number.items() if not behind[i] and behind[count + i]]
 
 

@@ -282,9 +282,7 @@ def rest(
             needed |= variables(eqn.invars)
             eqns.append(eqn)
     invars = [*closed.jaxpr.invars, *known]
-    jaxpr = closed.jaxpr.replace(
-        invars=invars, eqns=eqns[::-1], outvars=list(outvars)
-    )
+    jaxpr = closed.jaxpr.replace(invars=invars, eqns=eqns[::-1], outvars=list(outvars))
     return core.ClosedJaxpr(jaxpr, closed.consts)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
@@ -78,7 +79,7 @@ def _keeping(body: core.ClosedJaxpr) -> Body:
         kept = _cheapest.cheapest(
             differentiated, differentiated.jaxpr.outvars, nothing, nothing, numbers
         )
-    except _cheapest.NoWay:
+    except _cheapest.NoWayError:
         return core.jaxpr_as_fun(body)
     chosen = {numbers[var] for var in kept}
     policy = jax.checkpoint_policies.save_only_these_names(
@@ -105,19 +106,18 @@ def _named(body: core.ClosedJaxpr, numbers: Container[int]) -> Body:
 
 def _differentiated(body: Body, avals: Sequence[Any]) -> core.ClosedJaxpr:
     """What the forward of a body gives to its backward."""
-    free = [jax.numpy.issubdtype(aval.dtype, jax.numpy.inexact) for aval in avals]
 
     def forward(*args: Any) -> list[Any]:
-        def of_the_free(*some: Any) -> Any:
-            rest = iter(some)
-            results = body(
-                *(next(rest) if yes else x for x, yes in zip(args, free, strict=True))
-            )
-            is_free = [jax.numpy.issubdtype(y.dtype, jax.numpy.inexact) for y in results]
-            return [y for y, yes in zip(results, is_free, strict=True) if yes]
+        def of_the_free(*free: Any) -> list[Any]:
+            own = iter(free)
+            results = body(*(next(own) if _is_inexact(x) else x for x in args))
+            return [y for y in results if _is_inexact(y)]
 
-        given = [x for x, yes in zip(args, free, strict=True) if yes]
-        _, pullback = jax.vjp(of_the_free, *given)
+        _, pullback = jax.vjp(of_the_free, *filter(_is_inexact, args))
         return jax.tree.leaves(pullback)
 
     return jax.make_jaxpr(forward)(*map(_jaxpr.spec, avals))
+
+
+def _is_inexact(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)

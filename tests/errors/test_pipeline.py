@@ -211,7 +211,7 @@ def test_schedule_that_cannot_run():
 
 
 def test_unknown_remat():
-    known = "'full', 'none', 'except_last' or a policy of jax.checkpoint_policies"
+    known = "'none', 'dots', 'min_cut', 'except_last' or a policy of jax.checkpoint_p"
     with pytest.raises(ValueError, match=says("unknown remat 'half'", known)):
         jpipe.pipeline(two_stages(), 2, remat="half")
 

@@ -240,6 +240,8 @@ REMATS = [
     "'full'",
     "'none'",
     "'except_last'",
+    "'dots'",
+    "'min_cut'",
     *(
         f"jax.checkpoint_policies.{name}"
         for name in (

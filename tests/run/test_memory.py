@@ -95,8 +95,8 @@ class TestClosedForms:
     def test_full_remat_holds_boundary_inputs_only(self):
         # min(m, p - r) micro-batches; the forward with the loss is a part of its
         # backward, and keeps nothing
-        assert self.held(schedule="1f1b") == [4, 3, 2, 0]
-        assert self.held(schedule="gpipe") == [8, 8, 8, 0]
+        assert self.held(schedule="1f1b", remat="full") == [4, 3, 2, 0]
+        assert self.held(schedule="gpipe", remat="full") == [8, 8, 8, 0]
 
     def test_kept_residuals_hold_no_weights_and_nothing_twice(self):
         # The backward of a dense layer needs its input and its weights, no more.
@@ -135,7 +135,8 @@ def test_the_count_sees_an_array_that_is_kept_too_long():
 
 
 def test_what_is_held_of_a_stage_is_counted_by_hand():
-    pipe = jpipe.pipeline([ref.dense(5), ref.dense(4)], 2, schedule="gpipe")
+    layers = [ref.dense(5), ref.dense(4)]
+    pipe = jpipe.pipeline(layers, 2, schedule="gpipe", remat="full")
     x, targets = ref.regression(6)
     gradient, _ = gradient_of(pipe, x, targets)
     # Both inputs of the first stage; the other one runs forwards with backwards.
