@@ -11,6 +11,7 @@ from ._layers._skip import label
 from ._plan import Plan, StagePlan
 from ._run._pipe import Pipe
 from .schedules import Action
+from .schedules._action import FORWARD
 
 
 def describe(pipe: Pipe, programs: ProgramCache) -> Plan:
@@ -30,12 +31,12 @@ def describe(pipe: Pipe, programs: ProgramCache) -> Plan:
     if programs.training is not None:
         program = programs.training.program
         held = most_residuals(program, len(pipe.stages))
-        calls = [i.label for i in program.instructions if i.source is None]
+        calls = [i.label for i in program.instructions if not i.is_move]
         ran = tuple(label for label in calls if not isinstance(label, str))
         names = map(str, program.devices)
         peaks = tuple(zip(names, _bytes.peaks(program), strict=True))
     return Plan(
-        tuple(_stage(pipe, programs, s, size) for s, size in enumerate(held)),
+        tuple(_stage(pipe, programs, s, size, ran) for s, size in enumerate(held)),
         pipe.schedule,
         ran,
         peaks,
@@ -44,7 +45,11 @@ def describe(pipe: Pipe, programs: ProgramCache) -> Plan:
 
 
 def _stage(
-    pipe: Pipe, programs: ProgramCache, s: int, held_bytes: int | None
+    pipe: Pipe,
+    programs: ProgramCache,
+    s: int,
+    held_bytes: int | None,
+    ran: Sequence[Action],
 ) -> StagePlan:
     stage, training = pipe.stages[s], programs.training
     layout = training.layout if training else programs.layout
@@ -58,6 +63,8 @@ def _stage(
         params = [spec for spec, _ in found]
         if training:
             trained = sum(spec.size for spec, yes in found if yes)
+    by_itself = any(action.op == FORWARD and action.stage == s for action in ran)
+    kept = training.works.kept(s) if training and by_itself else None
     return StagePlan(
         index=s,
         rank=pipe.schedule.placement[s],
@@ -68,4 +75,6 @@ def _stage(
         param_bytes=None if params is None else sum(map(nbytes, params)),
         held_bytes=held_bytes,
         num_trained=trained,
+        kept=kept.nbytes if kept else {},
+        again=kept.again if kept else None,
     )

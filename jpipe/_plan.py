@@ -1,7 +1,7 @@
 """Who runs what, in names and numbers: no arrays, functions or devices."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from ._layers._stage import abbreviate
 from .schedules import Action, Costs, Schedule
@@ -26,6 +26,10 @@ class StagePlan:
       held_bytes: the most that it keeps between forward and backward in a step;
         ``None`` while no step is compiled.
       num_trained: how many of the parameters the step trains.
+      kept: the bytes that it keeps of one micro-batch, by remat modes, as far as they
+        are known: all where nothing is computed again by `jax.checkpoint`.
+      again: the floating-point operations that its backward takes for computing again
+        what was not kept; ``None`` if it is not known.
     """
 
     index: int
@@ -37,6 +41,8 @@ class StagePlan:
     param_bytes: int | None = None
     held_bytes: int | None = None
     num_trained: int | None = None
+    kept: Mapping[str, int] = field(default_factory=dict)
+    again: int | None = None
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,8 @@ class Plan:
             rows = [row[:4] for row in rows]
         elif all(stage.held_bytes is None for stage in self.stages):
             rows = [row[:6] for row in rows]
-        parts = [_table(rows), _folded(self._grid())]
+        parts = [_table(rows, numbers_from=4), _folded(self._grid())]
+        parts += _kept(self.stages)
         if self.skips:
             listed = ", ".join(f"{name}: stage {s} to {t}" for name, s, t in self.skips)
             parts.append(f"skip connections: {listed}")
@@ -136,13 +143,30 @@ def _folded(grid: str) -> str:
     return "\n".join([title, *(f"{r[:start]} ...{r[end:]}" for r in rows), says])
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
+def _kept(stages: Sequence[StagePlan]) -> list[str]:
+    """What stages keep under each mode; those that keep as much are told together."""
+    alike: dict[tuple[tuple[tuple[str, int], ...], int | None], list[str]] = {}
+    for stage in stages:
+        if stage.kept:
+            key = tuple(stage.kept.items()), stage.again
+            alike.setdefault(key, []).append(str(stage.index))
+    if not alike:
+        return []
+    modes = list(dict.fromkeys(mode for kept, _ in alike for mode, _ in kept))
+    rows = [["kept of a micro-batch by", *modes, "flops for the rest"]]
+    for (kept, again), numbers in alike.items():
+        cells = [size(dict(kept)[m]) if m in dict(kept) else "" for m in modes]
+        name = f"stage{'s' * (len(numbers) > 1)} {', '.join(numbers)}"
+        rows.append([name, *cells, "" if again is None else f"{again:,}"])
+    return [_table(rows, numbers_from=1)]
+
+
+def _table(rows: Sequence[Sequence[str]], numbers_from: int) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    numeric = {4, 5, 6}
     lines = []
     for row in rows:
         cells = [
-            cell.rjust(width) if i in numeric else cell.ljust(width)
+            cell.rjust(width) if i >= numbers_from else cell.ljust(width)
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         lines.append("  ".join(cells).rstrip())

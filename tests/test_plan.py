@@ -62,7 +62,7 @@ def test_what_is_drawn_is_what_runs(name, remat):
 
     def observe(instruction, _):
         label = instruction.label
-        if instruction.source is None and not isinstance(label, str):
+        if not instruction.is_move and not isinstance(label, str):
             rank = schedule.placement[label.stage]
             single = schedule.num_stages == schedule.num_ranks
             ran[rank].append(str(label)[single:] if single else str(label))

@@ -5,7 +5,7 @@ from functools import cached_property
 
 from .._jaxprs import _loops
 from .._jaxprs._function import Function
-from . import _remat, _split, _vjp
+from . import _kept, _remat, _split, _vjp
 from ._task import Task
 from ._weights import accumulate, sum_spec
 
@@ -21,7 +21,6 @@ class Derivatives:
     def __init__(self, task: Task, mode: _remat.Mode) -> None:
         self.task = task
         self._mode = mode
-        self._fewest = _remat.keeps_fewest(mode)
 
     @cached_property
     def infer(self) -> Function:
@@ -30,8 +29,8 @@ class Derivatives:
 
     @cached_property
     def _cut(self) -> _vjp.Cut:
-        task = self.task
-        if self._fewest:
+        task, fewest = self.task, _remat.keeps_fewest(self._mode)
+        if fewest:
             task = replace(task, closed=_loops.keep_fewest(task.closed))
         return _vjp.cut(
             task.run,
@@ -40,7 +39,7 @@ class Derivatives:
             task.extra_specs,
             task.wanted,
             _remat.wrapper(self._mode),
-            self._fewest,
+            fewest,
             task.has_loss,
         )
 
@@ -48,8 +47,20 @@ class Derivatives:
     def _halves(self) -> _split.Halves:
         backward, count = self._cut.backward, self.num_grads
         is_first = [i >= count for i in range(len(backward.jaxpr.outvars))]
-        num_weights, fewest = len(self.task.weights.specs), self._fewest
-        return _split.split(backward, num_weights, is_first, fewest)
+        return _split.split(
+            backward,
+            len(self.task.weights.specs),
+            is_first,
+            _remat.halves_keep_fewest(self._mode),
+        )
+
+    @cached_property
+    def kept(self) -> _kept.Kept:
+        """What is kept of a micro-batch, and what is computed again."""
+        task = self.task
+        sizes = len(task.weights.specs), len(task.x), len(task.extra_specs)
+        cut = self._cut
+        return _kept.kept(cut.reads, cut.residuals, sizes, _remat.name(self._mode))
 
     @property
     def num_grads(self) -> int:

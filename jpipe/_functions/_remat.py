@@ -60,6 +60,19 @@ def keeps_fewest(mode: Mode) -> bool:
     return mode == "min_cut"
 
 
+def in_one(setting: Any, whole: bool) -> Mode:
+    """What a forward keeps that is one program with its backward, or with I of it.
+
+    Nothing is kept between the two; W comes later, and reads what I leaves.
+    """
+    return "none" if whole or setting == "none" else "min_cut"
+
+
+def halves_keep_fewest(mode: Mode) -> bool:
+    """Whether I leaves to W the fewest bytes that it needs."""
+    return mode != "none"
+
+
 def wrapper(mode: Mode) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """The transform that makes `jax.vjp` keep what the mode says.
 

@@ -42,6 +42,8 @@ class Cut(NamedTuple):
     """
 
     forward: core.ClosedJaxpr
+    reads: core.ClosedJaxpr
+    residuals: list[core.Var]
     backward: core.ClosedJaxpr
 
 
@@ -109,7 +111,8 @@ def cut(
     traced, _ = _jaxpr.trace(backward, weights, x, extra, specs, *cotangents)
     outvars = [*closed.jaxpr.outvars[:count], *residuals]
     program = core.ClosedJaxpr(closed.jaxpr.replace(outvars=outvars), closed.consts)
-    return Cut(program, traced)
+    reads = core.ClosedJaxpr(closed.jaxpr.replace(outvars=variables), closed.consts)
+    return Cut(program, reads, residuals, traced)
 
 
 def _vjp(

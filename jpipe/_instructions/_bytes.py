@@ -61,7 +61,7 @@ def residuals(program: Program) -> Cells:
     found: Cells = {}
     for instruction in program.instructions:
         label = instruction.label
-        if getattr(label, "op", None) != "F" or instruction.source is not None:
+        if getattr(label, "op", None) != "F" or instruction.is_move:
             continue
         touched = {*instruction.reads, *instruction.donates, *instruction.writes}
         for slot in touched:
@@ -90,11 +90,11 @@ def most_residuals(program: Program, num_stages: int) -> Sequence[int]:
     last = {
         i.label[1:]: n
         for n, i in enumerate(program.instructions)
-        if getattr(i.label, "op", None) in ("B", "I", "W") and i.source is None
+        if getattr(i.label, "op", None) in ("B", "I", "W") and not i.is_move
     }
     for number, instruction in enumerate(program.instructions):
         label = instruction.label
-        if instruction.source is not None or isinstance(label, str):
+        if instruction.is_move or isinstance(label, str):
             continue
         cell = label[1:]
         if label.op == "F":

@@ -50,6 +50,11 @@ class Instruction:
     label: Any
     layers: str
 
+    @property
+    def is_move(self) -> bool:
+        """Whether it is a move; else it is a call."""
+        return self.source is not None
+
 
 class Step(NamedTuple):
     """An instruction, as the loop reads it."""

@@ -19,127 +19,8 @@ from jax.extend import core
 from scipy.sparse import csgraph, csr_array
 
 from . import _jaxpr
+from ._primitives import CALLS, CHEAP, HEAVY, PRODUCTS
 
-# What is computed again: element by element, by moving, and by reducing.
-_CHEAP = frozenset(
-    [
-        "abs",
-        "acos",
-        "acosh",
-        "add",
-        "add_any",
-        "and",
-        "asin",
-        "asinh",
-        "atan",
-        "atan2",
-        "atanh",
-        "cbrt",
-        "ceil",
-        "clamp",
-        "conj",
-        "convert_element_type",
-        "copy",
-        "copy_p",
-        "cos",
-        "cosh",
-        "digamma",
-        "div",
-        "eq",
-        "erf",
-        "erf_inv",
-        "erfc",
-        "exp",
-        "exp2",
-        "expm1",
-        "floor",
-        "ge",
-        "gt",
-        "imag",
-        "integer_pow",
-        "is_finite",
-        "le",
-        "lgamma",
-        "log",
-        "log1p",
-        "logistic",
-        "lt",
-        "max",
-        "min",
-        "mul",
-        "name",
-        "ne",
-        "neg",
-        "nextafter",
-        "not",
-        "or",
-        "population_count",
-        "pow",
-        "real",
-        "reduce_precision",
-        "rem",
-        "round",
-        "rsqrt",
-        "select_n",
-        "shift_left",
-        "shift_right_arithmetic",
-        "shift_right_logical",
-        "sign",
-        "sin",
-        "sinh",
-        "sqrt",
-        "square",
-        "stop_gradient",
-        "sub",
-        "tan",
-        "tanh",
-        "xor",
-        "bitcast_convert_type",
-        "broadcast",
-        "broadcast_in_dim",
-        "concatenate",
-        "dynamic_slice",
-        "expand_dims",
-        "gather",
-        "iota",
-        "pad",
-        "reshape",
-        "rev",
-        "slice",
-        "split",
-        "squeeze",
-        "transpose",
-        "argmax",
-        "argmin",
-        "reduce_and",
-        "reduce_max",
-        "reduce_min",
-        "reduce_or",
-        "reduce_prod",
-        "reduce_sum",
-        "reduce_xor",
-        "reduce_window",
-        "reduce_window_max",
-        "reduce_window_min",
-        "reduce_window_sum",
-        "random_wrap",
-        "random_unwrap",
-    ]
-)
-# What is as cheap as what is inside.
-_CALLS = frozenset(
-    [
-        "cond",
-        "custom_jvp_call",
-        "custom_vjp_call",
-        "custom_vjp_call_jaxpr",
-        "jit",
-        "pjit",
-    ]
-)
-_PRODUCTS = frozenset(["dot_general", "conv_general_dilated"])
-# Loops and kernels may hold any number of these.
-_DEAR = _PRODUCTS | {"ffi_call", "pallas_call", "scan", "while"}
 # Of this much all capacities together: SciPy counts in 32 bits.
 _TOTAL = 2**29
 
@@ -152,10 +33,10 @@ def is_cheap(eqn: core.JaxprEqn, others: bool = False) -> bool:
       others: whether all others than products, loops and kernels are.
     """
     name = eqn.primitive.name
-    if name in _CALLS:
+    if name in CALLS:
         inside = (inner for closed in _jaxpr.inside(eqn) for inner in closed.jaxpr.eqns)
         return all(is_cheap(inner, others) for inner in inside)
-    cheap = name not in _DEAR if others else name in _CHEAP
+    cheap = name not in HEAVY if others else name in CHEAP
     return cheap and not eqn.effects
 
 
@@ -202,17 +83,17 @@ def cheapest(
         return sum(sizes[var] or 0 for var in variables)
 
     found = _cut(jaxpr, sizes, wanted)
-    if size(found) > size(_products(jaxpr, wanted) & costly):
+    if size(found) > size(products(jaxpr, wanted) & costly):
         found = _cut(jaxpr, sizes, wanted, others=True)
     return [var for var in found if var not in jaxpr.invars]
 
 
-def _products(jaxpr: core.Jaxpr, wanted: Sequence[Any]) -> set[core.Var]:
+def products(jaxpr: core.Jaxpr, wanted: Sequence[Any]) -> set[core.Var]:
     """Results of products, and inputs, from which all follows without a product."""
     needed, found = _jaxpr.variables(wanted), set()
     for eqn in reversed(jaxpr.eqns):
         made = needed.intersection(eqn.outvars)
-        if made and eqn.primitive.name in _PRODUCTS:
+        if made and eqn.primitive.name in PRODUCTS:
             found |= made
         elif made:
             needed |= _jaxpr.variables(eqn.invars)

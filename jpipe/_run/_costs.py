@@ -29,7 +29,7 @@ def costs_of(program: Program, works: Works, batch: Batch, num_stages: int) -> C
       Costs with one number per stage and micro-batch.
     """
     stages, count = range(num_stages), range(len(batch.sizes))
-    ran = {i.label for i in program.instructions if i.source is None}
+    ran = {i.label for i in program.instructions if not i.is_move}
     between = residuals(program)
     tasks = [[works.task(s, m) for m in count] for s in stages]
 
@@ -116,7 +116,7 @@ def _pending(program: Program, s: int, m: int) -> int:
     first = next(
         n
         for n, i in enumerate(program.instructions)
-        if i.label == Action(INPUT, s, m) and i.source is None
+        if i.label == Action(INPUT, s, m) and not i.is_move
     )
     before = program.instructions[: first + 1]
     made = {slot for i in before for slot in i.writes if i.label[0] != WEIGHT}
@@ -129,6 +129,6 @@ def _pending(program: Program, s: int, m: int) -> int:
         for i in program.instructions
         if not isinstance(i.label, str) and i.label[1:] != (s, m)
         for slot in i.reads
-        if i.source is None
+        if not i.is_move
     }
     return sum(nbytes(program.specs[slot]) for slot in read & made - ended - others)

@@ -158,7 +158,9 @@ class Lowering:
                 if cell not in deferred:
                     self._forward(action, self._works.mode(*cell))
                 continue
-            mode = "none" if cell in deferred else self._works.mode(*cell)
+            mode = self._works.mode(*cell)
+            if cell in deferred:
+                mode = _remat.in_one(mode, whole=action.op == BACKWARD)
             if cell in deferred and action.op != WEIGHT:
                 self._forward(action, mode)
                 self._backward(action, mode, follows=True)

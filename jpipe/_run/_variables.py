@@ -198,6 +198,21 @@ def check_alive(leaves: Sequence[Any]) -> None:
         )
 
 
+def twice(flat: Sequence[tuple[str, Any]], overwritten: Sequence[bool]) -> list[str]:
+    """Where arrays stand of which a program overwrites one, if they stand twice.
+
+    Args:
+      flat: all leaves that it is given, by what to call them.
+      overwritten: whether it may overwrite each.
+    """
+    names: dict[int, list[str]] = {}
+    for name, leaf in flat:
+        names.setdefault(id(leaf), []).append(name)
+    pairs = zip(flat, overwritten, strict=True)
+    ids = {id(x) for (_, x), yes in pairs if yes and isinstance(x, jax.Array)}
+    return [" and ".join(n) for at, n in names.items() if at in ids and len(n) > 1]
+
+
 def params(variables: Sequence[Any]) -> tuple[PyTree, ...]:
     """The parameters of each layer, ``{}`` where there are none."""
     return tuple(entry.get("params", {}) for entry in variables)

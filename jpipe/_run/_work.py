@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from .._functions import _chain, _remat
 from .._functions._batch import Batch
 from .._functions._derivatives import Derivatives
+from .._functions._kept import Kept
 from .._functions._objective import Objective
 from .._functions._task import Task
 from .._functions._weights import Weights
@@ -71,3 +72,7 @@ class Works:
         if key not in self._derivatives:
             self._derivatives[key] = Derivatives(task, mode)
         return self._derivatives[key]
+
+    def kept(self, stage: int) -> Kept:
+        """What a stage keeps of the first micro-batch."""
+        return self.derivatives(stage, 0, self.mode(stage, 0)).kept

@@ -166,16 +166,9 @@ class Spread:
         """Checks that no array is given twice of which a program may overwrite one."""
         if len(set(map(id, leaves))) == len(leaves):
             return
-        donated = self._donated(arguments)
-        named: dict[int, list[str]] = {}
-        for leaf, path in zip(leaves, paths(arguments), strict=True):
-            named.setdefault(id(leaf), []).append(_told(path))
-        ids = {id(leaf) for leaf, yes in zip(leaves, donated, strict=True) if yes}
-        twice = [
-            " and ".join(names)
-            for at, names in named.items()
-            if at in ids and len(names) > 1
-        ]
+        names = map(_told, paths(arguments))
+        flat = list(zip(names, leaves, strict=True))
+        twice = _variables.twice(flat, self._donated(arguments))
         if twice:
             raise ValueError(
                 f"{'; '.join(twice)}: one array, which donate_argnums lets "

@@ -1,6 +1,5 @@
 """The state of training."""
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, NamedTuple
@@ -131,25 +130,17 @@ def check_apart(state: TrainState, donated: frozenset[int]) -> None:
     """
     trees = state.params, state.model_state, state.opt_state
     leaves = jax.tree.leaves(trees)
-    counts = Counter(map(id, leaves))
-    overwritten = {
-        id(leaf)
-        for number, leaf in enumerate(leaves)
-        if number in donated and isinstance(leaf, jax.Array)
-    }
-    if all(counts[known] == 1 for known in overwritten):
+    if len(set(map(id, leaves))) == len(leaves):
         return
-    names = ("params", "model_state", "opt_state")
+    names = "params", "model_state", "opt_state"
     flat = [
         (f"state.{name}{jax.tree_util.keystr(path)}", leaf)
         for name, tree in zip(names, trees, strict=True)
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-        if id(leaf) in overwritten
     ]
-    places: dict[int, list[str]] = {}
-    for text, leaf in flat:
-        places.setdefault(id(leaf), []).append(text)
-    twice = [" and ".join(found) for found in places.values() if len(found) > 1]
+    twice = _variables.twice(flat, [i in donated for i in range(len(flat))])
+    if not twice:
+        return
     raise ValueError(
         "a step overwrites its state, in which an array stands twice; copy one, as in "
         "jax.tree.map(jnp.copy, tree), or build the step with "

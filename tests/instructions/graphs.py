@@ -31,11 +31,11 @@ def leaf(number, place=0):
 
 
 def calls(made):
-    return [i for i in made.instructions if i.source is None]
+    return [i for i in made.instructions if not i.is_move]
 
 
 def moves(made):
-    return [i for i in made.instructions if i.source is not None]
+    return [i for i in made.instructions if i.is_move]
 
 
 ADD = function(lambda x, y: [x + y], SPEC, SPEC, name="add")

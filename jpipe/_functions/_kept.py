@@ -1,0 +1,63 @@
+"""What a stage would keep of a micro-batch under the remat modes, and compute again."""
+
+from typing import NamedTuple
+
+from jax.extend import core
+
+from .._jaxprs import _cheapest, _flops, _jaxpr
+
+
+class Kept(NamedTuple):
+    """Known of one stage on one micro-batch.
+
+    Attributes:
+      nbytes: what is kept between forward and backward, by the names of remat modes:
+        residuals, and the input where a backward reads it.
+      again: the floating-point operations that the backward takes for computing the
+        rest again; ``None`` if it is not known.
+    """
+
+    nbytes: dict[str, int]
+    again: int | None
+
+
+def kept(
+    reads: core.ClosedJaxpr,
+    residuals: list[core.Var],
+    sizes: tuple[int, int, int],
+    mode: str,
+) -> Kept:
+    """What is kept under the mode; and under others, if nothing is computed again.
+
+    Args:
+      reads: ``(weights, x, extra) ->`` all that the backward reads.
+      residuals: those of its variables that the forward hands on.
+      sizes: how many of its inputs are weights, x, and extra.
+      mode: the mode that it was made with.
+    """
+    jaxpr = reads.jaxpr
+    x = jaxpr.invars[sizes[0] : sizes[0] + sizes[1]]
+
+    def total(variables: set[core.Var]) -> int:
+        return sum(map(_cheapest.nbytes, variables))
+
+    def with_inputs(some: list[core.Var]) -> int:
+        live = _jaxpr.live_inputs(_jaxpr.rest(reads, jaxpr.outvars, some))
+        pairs = zip(jaxpr.invars, live, strict=False)
+        return total({*some, *(var for var, yes in pairs if yes and var in x)})
+
+    own = {mode: with_inputs(residuals)}
+    if mode not in ("none", "min_cut"):
+        return Kept(own, None)
+    constant = [i < sizes[0] for i in range(len(jaxpr.invars))]
+    data = _jaxpr.depending_on(reads, [not yes for yes in constant])
+    products = _cheapest.products(jaxpr, jaxpr.outvars) & data
+    outvars = _jaxpr.variables(jaxpr.outvars)
+    extra = jaxpr.invars[sizes[0] + sizes[1] :]
+    every = {
+        "full": total({*x}),
+        "dots": total(products.difference(extra)),
+        "none": total((outvars & data).difference(extra)),
+    }
+    again = _jaxpr.rest(reads, jaxpr.outvars, residuals)
+    return Kept(every | own, _flops.flops(again))

@@ -1,0 +1,49 @@
+"""How many floating-point operations a jaxpr takes, counted without a device."""
+
+import math
+from typing import Any
+
+from jax.extend import core
+
+from . import _jaxpr
+from ._primitives import MOVES, REDUCTIONS
+
+
+def flops(closed: core.ClosedJaxpr) -> int:
+    """The operations of a jaxpr: of a product two per term, else one per result.
+
+    A loop takes those of its body as often as it turns, a branch those of the dearest;
+    of a `jax.lax.while_loop` once, as nobody knows how often it turns.
+    """
+    return sum(map(_of, closed.jaxpr.eqns))
+
+
+def _of(eqn: core.JaxprEqn) -> int:
+    name, params = eqn.primitive.name, eqn.params
+    made = sum(_size(var) for var in eqn.outvars)
+    if name == "dot_general":
+        (contracted, _), _ = params["dimension_numbers"]
+        shape = _aval(eqn.invars[0]).shape
+        return 2 * made * math.prod(shape[axis] for axis in contracted)
+    if name == "conv_general_dilated":
+        kernel = _aval(eqn.invars[1]).shape
+        channels = kernel[params["dimension_numbers"].rhs_spec[0]]
+        return 2 * made * (math.prod(kernel) // max(channels, 1))
+    if name in MOVES:
+        return 0
+    if name in REDUCTIONS:
+        return sum(_size(atom) for atom in eqn.invars)
+    inside = [flops(closed) for closed in _jaxpr.inside(eqn)]
+    if name == "scan":
+        return params["length"] * sum(inside)
+    if name == "cond":
+        return max(inside)
+    return sum(inside) if inside else made
+
+
+def _aval(atom: Any) -> Any:
+    return atom.aval
+
+
+def _size(atom: Any) -> int:
+    return math.prod(_aval(atom).shape)

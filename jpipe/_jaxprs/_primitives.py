@@ -1,0 +1,32 @@
+"""Primitives of JAX by what they cost."""
+
+_ONE_BY_ONE = """
+    abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp conj cos
+    cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow
+    is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not or
+    population_count pow real reduce_precision rem round rsqrt select_n shift_left
+    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh
+    xor
+"""
+_MOVES = """
+    bitcast_convert_type broadcast broadcast_in_dim concatenate convert_element_type
+    copy copy_p dynamic_slice expand_dims gather iota name pad random_unwrap
+    random_wrap reshape rev slice split squeeze stop_gradient transpose
+"""
+_REDUCTIONS = """
+    argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum
+    reduce_window reduce_window_max reduce_window_min reduce_window_sum reduce_xor
+"""
+_CALLS = "cond custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr jit pjit"
+
+# What computes nothing.
+MOVES = frozenset(_MOVES.split())
+# What computes one result of many elements.
+REDUCTIONS = frozenset(_REDUCTIONS.split())
+# What is computed again in less time than it takes to read what was kept.
+CHEAP = MOVES | REDUCTIONS | frozenset(_ONE_BY_ONE.split())
+# What costs as much as what is inside.
+CALLS = frozenset(_CALLS.split())
+PRODUCTS = frozenset(["dot_general", "conv_general_dilated"])
+# Loops and kernels may hold any number of products.
+HEAVY = PRODUCTS | {"ffi_call", "pallas_call", "scan", "while"}
