@@ -46,18 +46,19 @@ def kept(
         pairs = zip(jaxpr.invars, live, strict=False)
         return total({*some, *(var for var, yes in pairs if yes and var in x)})
 
-    own = {mode: with_inputs(residuals)}
+    own = with_inputs(residuals)
     if mode not in ("none", "min_cut"):
-        return Kept(own, None)
+        return Kept({mode: own}, None)
     constant = [i < sizes[0] for i in range(len(jaxpr.invars))]
     data = _jaxpr.depending_on(reads, [not yes for yes in constant])
     products = _cheapest.products(jaxpr, jaxpr.outvars) & data
     outvars = _jaxpr.variables(jaxpr.outvars)
     extra = jaxpr.invars[sizes[0] + sizes[1] :]
-    every = {
+    nbytes = {
         "full": total({*x}),
+        **({mode: own} if mode == "min_cut" else {}),
         "dots": total(products.difference(extra)),
         "none": total((outvars & data).difference(extra)),
     }
     again = _jaxpr.rest(reads, jaxpr.outvars, residuals)
-    return Kept(every | own, _flops.flops(again))
+    return Kept(nbytes, _flops.flops(again))

@@ -38,7 +38,7 @@ def keep_fewest(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
 
 def _scan(params: Any, operands: Sequence[Any]) -> list[Any]:
     """A loop along arrays, with a body that keeps what is chosen."""
-    body = _keeping(keep_fewest(params["jaxpr"]))
+    body = _keeping(params["jaxpr"])
     end = params["num_carry"]
     first = params["num_consts"]
     consts, xs = list(operands[:first]), list(operands[first + end :])
@@ -61,8 +61,8 @@ def _scan(params: Any, operands: Sequence[Any]) -> list[Any]:
 def _keeping(body: core.ClosedJaxpr) -> Body:
     """The body of a loop under `jax.checkpoint`, with the fewest bytes for residuals.
 
-    As it is, if it calls `jax.checkpoint` itself, or if its backward reads what has no
-    name in its forward and is dear: the residuals of a loop inside, say.
+    As it is, if it calls `jax.checkpoint` itself. If its backward reads what has no
+    name in its forward, such as the residuals of a loop inside, it keeps products.
     """
     eqns = body.jaxpr.eqns
     if any(eqn.primitive.name in _jaxpr.CHECKPOINTS for eqn in eqns):
@@ -80,7 +80,11 @@ def _keeping(body: core.ClosedJaxpr) -> Body:
             differentiated, differentiated.jaxpr.outvars, nothing, nothing, numbers
         )
     except _cheapest.NoWayError:
-        return core.jaxpr_as_fun(body)
+        return jax.checkpoint(
+            core.jaxpr_as_fun(body),
+            policy=jax.checkpoint_policies.dots_saveable,
+            prevent_cse=False,
+        )
     chosen = {numbers[var] for var in kept}
     policy = jax.checkpoint_policies.save_only_these_names(
         *(f"{_KEPT}{number}" for number in chosen)

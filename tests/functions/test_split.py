@@ -33,7 +33,7 @@ def gradient_of(layers, x, targets, microbatches=2, **options):
 
 
 class TestTheCatalogueTrains:
-    @pytest.mark.parametrize("remat", ["full", "none"])
+    @pytest.mark.parametrize("remat", ["full", "min_cut"])
     @pytest.mark.parametrize("name", TRAINING)
     def test_gradients_equal_one_device(self, double, name, remat):
         layers = [*ref.mlp(jnp.float64)[:3], ref.dense(4, jnp.float64)]
@@ -229,7 +229,7 @@ class TestWhatTheHalvesCompute:
     @pytest.mark.parametrize(
         "wrap", ["plain", "jit", "custom_vjp", "checkpoint", "scan"]
     )
-    @pytest.mark.parametrize("remat", ["full", "none"])
+    @pytest.mark.parametrize("remat", ["full", "none", "min_cut"])
     def test_gradients_are_those_of_one_device(self, double, wrap, remat):
         layers = [ref.dense(6, jnp.float64), Chain(wrap), ref.dense(3, jnp.float64)]
         x, targets = ref.regression(5, jnp.float64)
@@ -240,7 +240,7 @@ class TestWhatTheHalvesCompute:
         expected = ref.value_and_grad(layers, params, x, targets[:, :3])
         ref.assert_close(value, expected, ref.FLOAT64)
 
-    @pytest.mark.parametrize("remat", ["full", "none"])
+    @pytest.mark.parametrize("remat", ["full", "none", "min_cut"])
     def test_both_cost_no_more_than_a_tenth_above_the_whole(self, remat):
         x = jnp.ones((8, 32))
         layers = [ref.dense(64), ref.Residual(64)]

@@ -1,0 +1,171 @@
+"""Remat modes: the same numbers, and how many bytes each keeps."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import jpipe
+
+from .. import reference as ref
+
+MODES = ("full", "min_cut", "dots", "none")
+WIDTH = 8
+KEY = jax.random.key(3)
+
+
+class Perceptron(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        h = nn.gelu(nn.Dense(4 * WIDTH, param_dtype=float)(nn.LayerNorm()(x)))
+        return x + nn.Dense(WIDTH, param_dtype=float)(h)
+
+
+class Attention(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return x + nn.MultiHeadDotProductAttention(2, param_dtype=float)(x)
+
+
+class Convolution(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        y = nn.Conv(WIDTH, (3, 3), use_bias=False, param_dtype=float)(x[..., None])
+        y = nn.relu(nn.BatchNorm(use_running_average=not train)(y))
+        y = nn.max_pool(y, (2, 2), (1, 1), padding="SAME")
+        return x + nn.Dropout(0.1)(y, deterministic=not train).mean(-1)
+
+
+class Step(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return Perceptron()(x), None
+
+
+def scanned(step):
+    return nn.scan(
+        step, variable_axes={"params": 0}, split_rngs={"params": True}, length=3
+    )
+
+
+class Scanned(nn.Module):
+    remat: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        return scanned(nn.remat(Step) if self.remat else Step)()(x, None)[0]
+
+
+class Recurrent(nn.Module):
+    """A loop in a loop, along an array, with a constant from outside."""
+
+    @nn.compact
+    def __call__(self, x):
+        w = self.param("w", nn.initializers.normal(), (WIDTH, WIDTH), float)
+
+        def turn(carry, row):
+            inner, _ = jax.lax.scan(lambda c, _: (jnp.tanh(c @ w), None), row, None, 2)
+            return jnp.sin(carry) + inner, jnp.exp(-(carry**2))
+
+        last, along = jax.lax.scan(turn, x[:, 0], x.swapaxes(0, 1))
+        return along.swapaxes(0, 1) + last[:, None]
+
+
+@jax.custom_vjp
+def clipped(x):
+    return jnp.tanh(x)
+
+
+clipped.defvjp(lambda x: (jnp.tanh(x), x > 0), lambda positive, g: (g * positive,))
+
+
+class Ruled(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        h = clipped(nn.Dense(WIDTH, param_dtype=float)(x))
+        return jax.lax.cond(h.sum() > 0, jnp.sin, jnp.exp, h)
+
+
+LAYERS = {
+    "perceptron": Perceptron,
+    "attention": Attention,
+    "convolution": Convolution,
+    "scan": Scanned,
+    "scan of remat": functools.partial(Scanned, remat=True),
+    "loops": Recurrent,
+    "rules": Ruled,
+    "nnx": lambda: nnx.Sequential(
+        nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0), param_dtype=float), nnx.gelu
+    ),
+}
+
+
+@functools.cache
+def found(name, mode, schedule="1f1b"):
+    """The plan of a pipeline whose first stage has two such layers, and gradients."""
+    with jax.enable_x64(True):
+        layers = [LAYERS[name]() for _ in range(2)] + [ref.dense(4, float)]
+        x = jax.random.normal(KEY, (6, 5, WIDTH), float)
+        pipe = jpipe.pipeline(layers, 3, balance=[2, 1], remat=mode, schedule=schedule)
+        find = pipe.value_and_grad(ref.mse)
+        value = find(pipe.init(KEY, x), x, jnp.ones((6, 5, 4)), rngs=KEY)
+        return pipe.plan, jax.device_get(value)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_numbers_are_the_same(name):
+    _, expected = found(name, "none")
+    for mode in MODES[:-1]:
+        ref.assert_close(found(name, mode)[1], expected, ref.FLOAT64)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_minimum_cut_keeps_no_more_than_any_other_mode(name):
+    held = {mode: found(name, mode)[0].stages[0].held_bytes for mode in MODES}
+    assert held["full"] <= held["min_cut"] <= held["none"]
+    if name == "loops":  # what they carry is kept; a policy runs them again for it
+        assert held["min_cut"] < held["none"] / 2
+    else:
+        assert held["min_cut"] <= held["dots"]
+
+
+def test_it_is_counted_by_hand():
+    """Of a block of two products: its input and the result of the first."""
+    stage = found("perceptron", "min_cut")[0].stages[0]
+    rows = 2 * 5 * WIDTH * 8  # [microbatch, time, width] in double precision
+    assert stage.kept["min_cut"] == 2 * (rows + 4 * rows)
+    assert stage.held_bytes == 2 * stage.kept["min_cut"]  # of two micro-batches
+
+
+@pytest.mark.parametrize("name", ["perceptron", "attention", "convolution", "rules"])
+def test_what_is_told_of_other_modes_is_what_they_keep(name):
+    told = found(name, "min_cut")[0].stages[0].kept
+    assert list(told) == list(MODES)
+    for mode in MODES:
+        assert found(name, mode)[0].stages[0].kept[mode] == told[mode]
+    assert found(name, "none")[0].stages[0].again <= 2  # what follows from weights
+
+
+def test_a_plan_prints_what_is_kept():
+    text = str(found("perceptron", "min_cut")[0])
+    lines = [line.split() for line in text.splitlines()]
+    at = next(i for i, line in enumerate(lines) if line[:1] == ["kept"])
+    assert lines[at][-7:] == [*MODES, "flops", "for", "the", "rest"][-7:]
+    assert lines[at + 1][:2] == ["stage", "0"]
+    assert all(line[:2] != ["stage", "1"] for line in lines)  # F with B: it keeps none
+
+
+@pytest.mark.parametrize("name", ["perceptron", "attention", "scan"])
+@pytest.mark.parametrize("schedule", ["zb_h1", "zb_h2"])
+def test_what_waits_for_w_is_no_more_and_the_numbers_are_the_same(name, schedule):
+    plain, expected = found(name, "none", schedule)
+    for mode in ("full", "min_cut"):
+        plan, value = found(name, mode, schedule)
+        ref.assert_close(value, expected, ref.FLOAT64)
+        for (_, most), (_, without) in zip(
+            plan.peak_bytes, plain.peak_bytes, strict=True
+        ):
+            assert most <= without
