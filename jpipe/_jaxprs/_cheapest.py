@@ -85,7 +85,8 @@ def cheapest(
     found = _cut(jaxpr, sizes, wanted)
     if size(found) > size(products(jaxpr, wanted) & costly):
         found = _cut(jaxpr, sizes, wanted, others=True)
-    return [var for var in found if var not in jaxpr.invars]
+    inputs = {*jaxpr.invars}
+    return [var for var in found if var not in inputs]
 
 
 def products(jaxpr: core.Jaxpr, wanted: Sequence[Any]) -> set[core.Var]:
@@ -132,8 +133,9 @@ def _cut(
             continue
         for var in _jaxpr.variables(eqn.invars) & number.keys():
             edges += [(count + number[var], number[v], _TOTAL) for v in made]
-    # All flow goes through one edge, so that it has a place in 32 bits.
-    edges += [(first, source, _TOTAL)]
+    # All flow goes through one edge, so that it has a place in 32 bits; it is full
+    # before one of those is that may not be cut.
+    edges += [(first, source, _TOTAL // 2)]
     edges += [(source, number[var], _TOTAL) for var in starts]
     edges += [(count + number[var], sink, _TOTAL) for var in ends]
     behind = _behind(edges, first, sink)

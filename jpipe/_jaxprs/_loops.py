@@ -38,7 +38,7 @@ def keep_fewest(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
 
 def _scan(params: Any, operands: Sequence[Any]) -> list[Any]:
     """A loop along arrays, with a body that keeps what is chosen."""
-    body = _keeping(params["jaxpr"])
+    body = _keeping(params)
     end = params["num_carry"]
     first = params["num_consts"]
     consts, xs = list(operands[:first]), list(operands[first + end :])
@@ -58,12 +58,13 @@ def _scan(params: Any, operands: Sequence[Any]) -> list[Any]:
     return [*carry, *ys]
 
 
-def _keeping(body: core.ClosedJaxpr) -> Body:
+def _keeping(params: Any) -> Body:
     """The body of a loop under `jax.checkpoint`, with the fewest bytes for residuals.
 
     As it is, if it calls `jax.checkpoint` itself. If its backward reads what has no
     name in its forward, such as the residuals of a loop inside, it keeps products.
     """
+    body: core.ClosedJaxpr = params["jaxpr"]
     eqns = body.jaxpr.eqns
     if any(eqn.primitive.name in _jaxpr.CHECKPOINTS for eqn in eqns):
         return core.jaxpr_as_fun(body)
@@ -74,10 +75,17 @@ def _keeping(body: core.ClosedJaxpr) -> Body:
         if eqn.primitive.name == "name" and eqn.params["name"].startswith(_KEPT)
         for var in eqn.outvars
     }
-    nothing = [False] * len(body.in_avals)
+    count = len(body.in_avals)
+    first, end = params["num_consts"], params["num_consts"] + params["num_carry"]
+    # What it goes along, and what is the same each time, it has as a whole.
+    held = [i not in range(first, end) for i in range(count)]
     try:
         kept = _cheapest.cheapest(
-            differentiated, differentiated.jaxpr.outvars, nothing, nothing, numbers
+            differentiated,
+            differentiated.jaxpr.outvars,
+            [False] * count,
+            held,
+            numbers,
         )
     except _cheapest.NoWayError:
         return jax.checkpoint(

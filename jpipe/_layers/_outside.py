@@ -21,6 +21,7 @@ from ._alike import Same
 # What is told apart by its value.
 PLAIN = bool | int | float | complex | str | bytes | None
 _CALLABLE = functools.partial | types.FunctionType | types.MethodType
+_GLOBALS, _ATTRIBUTES = ("LOAD_GLOBAL", "LOAD_NAME"), ("LOAD_ATTR", "LOAD_METHOD")
 _LIBRARIES = sys.stdlib_module_names | {
     *("jax", "jaxlib", "flax", "numpy", "optax", "chex", "jpipe", "scipy", "ml_dtypes"),
 }
@@ -63,13 +64,16 @@ class _Reader:
         call, kind = own
         if is_library(kind.__module__):
             return ()
-        members = [
-            (name, type(member), member)
-            for base in kind.__mro__
-            for name, member in vars(base).items()
-            if isinstance(member, PLAIN)
-        ]
+        members: list[Hashable] = []
+        for base in kind.__mro__:
+            if not is_library(base.__module__):
+                members += [self._member(*item) for item in vars(base).items()]
         return kind, tuple(members), self._function(call)
+
+    def _member(self, name: str, member: Any) -> Hashable:
+        if isinstance(member, PLAIN):
+            return name, type(member), member
+        return name, self._function(member)
 
     def _function(self, function: Any) -> Hashable:
         function = inspect.unwrap(function)
@@ -88,17 +92,16 @@ class _Reader:
         if isinstance(value, types.FunctionType):
             code = value.__code__  # a function that is written again is the same
             return code.co_code, code.co_consts, code.co_names, self._function(value)
-        calls = isinstance(value, _CALLABLE) or hasattr(value, "__wrapped__")
+        calls = isinstance(value, _CALLABLE | type) or hasattr(value, "__wrapped__")
         return Same(value), self.of(value) if calls else ()
 
 
 def _outside(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     """The values that the code of a function names, in functions inside it too."""
-    code, reads = function.__code__, list(_reads(function.__code__))
-    names = {i.argval for i in reads if i.opname in ("LOAD_ATTR", "LOAD_METHOD")}
     defaults = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()
     yield from (("a default", value) for value in defaults)
-    outside = {i.argval for i in reads if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    code = function.__code__
+    outside, names = _reads(code)
     found = outside & function.__globals__.keys()
     known = {name: function.__globals__[name] for name in found}
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
@@ -118,8 +121,15 @@ def _of(value: Any) -> Any:
     return value.__name__ if isinstance(value, types.ModuleType) else value.__module__
 
 
-def _reads(code: types.CodeType) -> Iterator[dis.Instruction]:
-    yield from dis.get_instructions(code)
+@functools.lru_cache(maxsize=1024)
+def _reads(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    """The globals and the attributes that code names, in functions inside it too."""
+    instructions = list(dis.get_instructions(code))
+    outside = {i.argval for i in instructions if i.opname in _GLOBALS}
+    names = {i.argval for i in instructions if i.opname in _ATTRIBUTES}
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _reads(constant)
+            inside = _reads(constant)
+            outside |= inside[0]
+            names |= inside[1]
+    return frozenset(outside), frozenset(names)
