@@ -27,6 +27,8 @@ NOTES = """\
 - jpipe's stages are two CPU devices of one process, with one thread each for
   arithmetic; Python drives both. torch.distributed.pipelining has a process and a core
   per stage.
+- remat "default" is each library as it comes: jpipe keeps the fewest bytes, PyTorch
+  all that autograd reads, torchgpipe the inputs of all micro-batches but the last.
 - torchgpipe was made for GPUs. PyTorch has one CPU device: torchgpipe runs the forwards
   of both stages in one worker thread, and autograd runs all backwards on CPU in the
   thread that called it. Its stages cannot overlap here."""

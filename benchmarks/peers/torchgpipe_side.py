@@ -18,7 +18,7 @@ from .measure import measured, report, resident
 from .torch_model import count, cross_entropy, data, half, optimizer, prepare
 from .workload import Case
 
-CHECKPOINT = {"none": "never", "full": "always"}
+CHECKPOINT = {"none": "never", "full": "always", "default": "except_last"}
 
 
 def pipeline(case: Case) -> tuple[Any, Callable[[], float]]:

@@ -96,7 +96,8 @@ class Case:
       scale: ``"full"``, ``"small"`` or ``"tiny"``.
       microbatches: how many a mini-batch is cut into, by the baseline as well.
       schedule: ``"gpipe"`` or ``"1f1b"``; ``"baseline"`` is not a pipeline.
-      remat: ``"none"``, or ``"full"``: stages keep their inputs only.
+      remat: ``"none"``; ``"full"``: stages keep their inputs only; or ``"default"``:
+        each library as it comes.
       recomputed: of a baseline with remat ``"full"``: the stages whose forward it
         computes twice, those that the pipeline beside it computes twice.
     """

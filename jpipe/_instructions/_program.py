@@ -5,20 +5,16 @@ From the list alone follow the frees, what is donated, the bytes of each place, 
 programs to compile.
 """
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
-
-from .._jaxprs._function import Function
 from . import _transfer
-from ._compile import Compiled, compile_all, on_host
-from ._graph import OUTSIDE, Graph, Operation, Place, Value
+from ._compile import Compiled, compile_all
+from ._donated import compiled, is_key, last_uses
+from ._graph import OUTSIDE, Graph, Place, Value
 from ._transfer import Device
 
 Slot = int
@@ -88,8 +84,8 @@ class Program:
         operations = graph.with_copies(outputs)
         slot = {v: i for i, v in enumerate([*graph.arguments, *graph.constants])}
         self._num_arguments = len(graph.arguments)
-        last = _last_uses(operations, outputs)
-        self.programs = _programs(graph, operations, last, devices)
+        last = last_uses(operations, outputs)
+        self.programs = compiled(graph, operations, last, devices)
         self.instructions: list[Instruction] = []
         for number, operation in enumerate(operations):
             new = [v for v in operation.writes if v not in slot]
@@ -223,99 +219,12 @@ def _getter(slots: Sequence[Slot]) -> Callable[[list[Any]], tuple[Any, ...]]:
     return lambda values: (values[only],)
 
 
-def _last_uses(
-    operations: Sequence[Operation], outputs: Sequence[Value]
-) -> dict[Value, int]:
-    """The number of the last operation that reads each value."""
-    last = {v: i for i, operation in enumerate(operations) for v in operation.reads}
-    return last | dict.fromkeys(outputs, len(operations))
-
-
 def _mover(
     graph: Graph, values: Sequence[Value], devices: Sequence[Device], target: Place
 ) -> Callable[[Any, Any], Sequence[Any]]:
     source = graph.places[values[0]]
     if source == OUTSIDE:
         return lambda leaves, _: _transfer.put(leaves, devices[target])
-    keys = any(_is_key(graph.specs[value]) for value in values)
+    keys = any(is_key(graph.specs[value]) for value in values)
     send = _transfer.sender(devices[source], devices[target], keys)
     return lambda leaves, _: send(leaves)
-
-
-def _is_key(spec: Any) -> bool:
-    return jnp.issubdtype(spec.dtype, jax.dtypes.prng_key)
-
-
-def _programs(
-    graph: Graph,
-    operations: Sequence[Operation],
-    last: dict[Value, int],
-    devices: Sequence[Device],
-) -> dict[tuple[Function, Place], Compiled]:
-    """What is compiled: of the calls of a function in a place, what suits them all."""
-    calls: dict[tuple[Function, Place], list[tuple[int, Operation]]] = {}
-    for number, operation in enumerate(operations):
-        if operation.function:
-            key = operation.function, operation.place
-            calls.setdefault(key, []).append((number, operation))
-    # A name for all places: JAX's persistent cache finds it for any, on a GPU.
-    labels: dict[Function, list[Any]] = {}
-    for (function, _), own in calls.items():
-        known = labels.setdefault(function, [])
-        known += [operation.label for _, operation in own]
-    owned = {v for operation in operations for v in _made(graph, operation)}
-    owned |= graph.donated
-    programs = {}
-    for (function, place), own in calls.items():
-        kept = [
-            i
-            for i in range(len(function.results))
-            if i not in function.same
-            and any(operation.writes[i] in last for _, operation in own)
-        ]
-        # Memory goes to the first results that fit: never to what is on the host.
-        kept.sort(key=lambda i: i in function.offloaded)
-        free = Counter(
-            _kind(function.results[i]) for i in kept if i not in function.offloaded
-        )
-        donated = []
-        first = own[0][1]
-        # First what only an overwriting frees; then from the last, as sums are, which
-        # are added to in place.
-        reads = list(enumerate(first.reads))
-        reads.sort(key=lambda pair: (pair[1] not in graph.donated, -pair[0]))
-        for i, value in reads:
-            kind = _kind(graph.specs[value])
-            if free[kind] and all(
-                operation.reads[i] in owned
-                and last[operation.reads[i]] == number
-                and operation.reads.count(operation.reads[i]) == 1
-                and not _is_key(graph.specs[value])
-                and not on_host(graph.specs[value])
-                for number, operation in own
-            ):
-                free[kind] -= 1
-                donated.append(i)
-        programs[function, place] = Compiled(
-            function,
-            [graph.specs[v] for v in first.reads],
-            kept,
-            sorted(donated),
-            devices[place],
-            [graph.places[v] for v in first.reads],
-            labels[function],
-        )
-    return programs
-
-
-def _made(graph: Graph, operation: Operation) -> Sequence[Value]:
-    """The arrays that are new: what comes from outside may share the user's memory."""
-    if operation.function is None:
-        outside = graph.places[operation.reads[0]] == OUTSIDE
-        return () if outside else operation.writes
-    same = operation.function.same
-    return [v for i, v in enumerate(operation.writes) if i not in same]
-
-
-def _kind(spec: Any) -> Any:
-    return spec.shape, spec.dtype

@@ -1,0 +1,105 @@
+"""What is compiled of the calls in a graph: what they return, and what they overwrite.
+
+A program is compiled for all calls of a function in a place. It returns what any of
+them is asked for, and takes the memory of what all of them read last.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._jaxprs._function import Function
+from ._compile import Compiled, on_host
+from ._graph import OUTSIDE, Graph, Operation, Place, Value
+from ._transfer import Device
+
+
+def last_uses(
+    operations: Sequence[Operation], outputs: Sequence[Value]
+) -> dict[Value, int]:
+    """The number of the last operation that reads each value."""
+    last = {v: i for i, operation in enumerate(operations) for v in operation.reads}
+    return last | dict.fromkeys(outputs, len(operations))
+
+
+def compiled(
+    graph: Graph,
+    operations: Sequence[Operation],
+    last: dict[Value, int],
+    devices: Sequence[Device],
+) -> dict[tuple[Function, Place], Compiled]:
+    """What is compiled: of the calls of a function in a place, what suits them all."""
+    calls: dict[tuple[Function, Place], list[tuple[int, Operation]]] = {}
+    for number, operation in enumerate(operations):
+        if operation.function:
+            key = operation.function, operation.place
+            calls.setdefault(key, []).append((number, operation))
+    # A name for all places: JAX's persistent cache finds it for any, on a GPU.
+    labels: dict[Function, list[Any]] = {}
+    for (function, _), own in calls.items():
+        known = labels.setdefault(function, [])
+        known += [operation.label for _, operation in own]
+    owned = {v for operation in operations for v in _made(graph, operation)}
+    owned |= graph.donated
+    programs = {}
+    for (function, place), own in calls.items():
+        kept = [
+            i
+            for i in range(len(function.results))
+            if i not in function.same
+            and any(operation.writes[i] in last for _, operation in own)
+        ]
+        # Memory goes to the first results that fit: never to what is on the host.
+        kept.sort(key=lambda i: i in function.offloaded)
+        free = Counter(
+            _kind(function.results[i]) for i in kept if i not in function.offloaded
+        )
+        donated = []
+        first = own[0][1]
+        # First what only an overwriting frees; then from the last, as sums are, which
+        # are added to in place.
+        reads = list(enumerate(first.reads))
+        reads.sort(key=lambda pair: (pair[1] not in graph.donated, -pair[0]))
+        for i, value in reads:
+            kind = _kind(graph.specs[value])
+            if free[kind] and all(
+                operation.reads[i] in owned
+                and last[operation.reads[i]] == number
+                and operation.reads.count(operation.reads[i]) == 1
+                and not is_key(graph.specs[value])
+                and not on_host(graph.specs[value])
+                for number, operation in own
+            ):
+                free[kind] -= 1
+                donated.append(i)
+        programs[function, place] = Compiled(
+            function,
+            [graph.specs[v] for v in first.reads],
+            kept,
+            sorted(donated),
+            devices[place],
+            [graph.places[v] for v in first.reads],
+            labels[function],
+        )
+    return programs
+
+
+def is_key(spec: Any) -> bool:
+    """Whether it is a random key."""
+    return jnp.issubdtype(spec.dtype, jax.dtypes.prng_key)
+
+
+def _made(graph: Graph, operation: Operation) -> Sequence[Value]:
+    """The arrays that are new: what comes from outside may share the user's memory."""
+    if operation.function is None:
+        outside = graph.places[operation.reads[0]] == OUTSIDE
+        return () if outside else operation.writes
+    same = operation.function.same
+    return [v for i, v in enumerate(operation.writes) if i not in same]
+
+
+def _kind(spec: Any) -> Any:
+    return spec.shape, spec.dtype
