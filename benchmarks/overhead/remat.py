@@ -28,6 +28,7 @@ from .dispatch import square
 
 MODES = ("full", "none", "dots", "min_cut")
 MICROBATCHES = 8
+SCHEDULES = ("gpipe", "1f1b", "zb_h1", "zb_h2", "zb_v", "dualpipe_v")
 
 
 class Perceptron(nn.Module):
@@ -119,13 +120,43 @@ def table(results: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def peaks() -> str:
+    """The most that any of four devices holds under each schedule, in Markdown.
+
+    Read off the list of instructions of a step: nothing is compiled.
+    """
+    lines = ["| peak, MiB | " + " | ".join(f"`{mode}`" for mode in MODES) + " |"]
+    lines.append("| --- |" + " --: |" * len(MODES))
+    x = jax.random.normal(jax.random.key(1), (16, 128, 256))
+    for name in SCHEDULES:
+        stages = jpipe.schedules.BY_NAME[name](4, MICROBATCHES).num_stages
+        cells = []
+        for mode in MODES:
+            layers = [Block(256, 4) for _ in range(8)]
+            balance = [8 // stages] * stages
+            pipe = jpipe.pipeline(
+                layers, MICROBATCHES, remat=mode, balance=balance, schedule=name
+            )
+            variables = pipe.init(jax.random.key(0), x)
+            pipe.value_and_grad(square).program(variables, x, x)
+            cells.append(f"{max(size for _, size in pipe.plan.peak_bytes) / 2**20:.1f}")
+        lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Measures what was named, and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="*", default=list(MODELS))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument(
+        "--schedules", action="store_true", help="what each schedule holds instead"
+    )
     options = parser.parse_args()
+    if options.schedules:
+        jax.config.update("jax_num_cpu_devices", 4)
+        return print(peaks())
     jax.config.update("jax_num_cpu_devices", 2)
     results = {
         name: measure(name, options.rounds)
