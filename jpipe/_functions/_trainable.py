@@ -173,9 +173,11 @@ def _instead(given: Any, leaves: Sequence[_Leaf]) -> str:
         return f"the nearest are {', '.join(map(repr, close))}"
     types = {type(leaf.value) for leaf in leaves}
     listed = sorted(t.__name__ for t in types if issubclass(t, nnx.Variable))
-    if isinstance(given, type) and not issubclass(given, nnx.Param):
-        return f"what is trained is an nnx.Param; derive {given.__name__} from that"
+    own = isinstance(given, type) and issubclass(given, nnx.Variable)
+    derive = own and not issubclass(given, nnx.Param | nnx.BatchStat)
     return (
         f"there are {len(leaves)}, such as {leaves[0].path} and {leaves[-1].path}; "
         f"Variable types: {', '.join(listed) or 'none, as no layer is of nnx'}"
+        + f"; derive {given.__name__} from nnx.Param to train it"
+        * derive
     )

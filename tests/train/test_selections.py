@@ -30,7 +30,7 @@ class Adapted(nnx.Module):
 
 
 def model():
-    """A linen layer between two of nnx; it knows of no Variables."""
+    """A linen layer between two of nnx."""
     rngs = nnx.Rngs(0)
     first, last = Adapted(rngs), Adapted(rngs)
     layers = [first, jnp.tanh, ref.dense(5), last]
@@ -52,7 +52,9 @@ SCALES = {f"{i}/scale/{p}" for i in (0, 3) for p in ("all", "each")}
         (nnx.All(nnx.LoRAParam, nnx.PathContains("lora")), LORA),
         (
             nnx.All(nnx.Param, nnx.Not(nnx.LoRAParam)),
-            BASES := {f"{i}/base/{p}" for i in (0, 3) for p in ("kernel", "bias")},
+            # As nnx would hold them, the parameters of linen are Params.
+            (BASES := {f"{i}/base/{p}" for i in (0, 3) for p in ("kernel", "bias")})
+            | {"2/bias", "2/kernel"},
         ),
         (told, LORA | {"0/scale/each", "3/scale/each"}),
         ({"*/lora_?", "?/scale"}, LORA | SCALES),
