@@ -178,6 +178,6 @@ def _instead(given: Any, leaves: Sequence[_Leaf]) -> str:
     return (
         f"there are {len(leaves)}, such as {leaves[0].path} and {leaves[-1].path}; "
         f"Variable types: {', '.join(listed) or 'none, as no layer is of nnx'}"
-        + f"; derive {given.__name__} from nnx.Param to train it"
+        + f"; derive {_told(given)} from nnx.Param to train it"
         * derive
     )
