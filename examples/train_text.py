@@ -296,12 +296,12 @@ def parse_options() -> Options:
     )
     add = parser.add_argument
     schedules = sorted(jpipe.schedules.BY_NAME)
-    remats = ["none", "except_last", "full"]
+    remats = ["min_cut", "dots", "none", "except_last", "full"]
     whole = _at_least(1)
     add("--stages", type=whole, default=4, help="groups of layers, each on its device")
     add("--microbatches", type=whole, default=4, help="parts that a batch is cut in")
     add("--schedule", choices=schedules, default="1f1b", help="the order of the parts")
-    add("--remat", choices=remats, default="none", help="which parts are recomputed")
+    add("--remat", choices=remats, default="min_cut", help="what is kept for B")
     add("--steps", type=whole, default=500, help="training steps")
     add("--evaluation-batches", type=whole, default=64, help="batches held back")
     add("--batch-size", type=whole, default=8, help="windows of text in a batch")

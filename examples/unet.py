@@ -315,10 +315,10 @@ def parse_options() -> Options:
     )
     add = parser.add_argument
     schedules = sorted(jpipe.schedules.BY_NAME)
-    remats = ["none", "except_last", "full"]
+    remats = ["min_cut", "dots", "none", "except_last", "full"]
     add("--steps", type=int, default=1200, help="training steps")
     add("--schedule", choices=schedules, default="1f1b", help="the order of the parts")
-    add("--remat", choices=remats, default="none", help="which parts are recomputed")
+    add("--remat", choices=remats, default="min_cut", help="what is kept for B")
     add("--batch-size", type=int, default=8, help="patches in a batch")
     add("--microbatches", type=int, default=4, help="parts that a batch is cut in")
     add("--patch", type=int, default=32, help="pixels along a patch to train on")
