@@ -139,7 +139,7 @@ class ProgramCache:
                         objective=asked,
                         routes=self.expected(batch.first)[1],
                     )
-                    _check_constants(works, len(self._pipe.stages), variables)
+                    _check_constants(works, layout, variables)
                     made = Gradient(self._pipe, layout, batch, works, asked)
                     compiled[key] = self.training = made
                 known[signature] = compiled[key]
@@ -228,20 +228,22 @@ class ProgramCache:
         return self.note(variables, x, trainable)
 
 
-def _check_constants(
-    works: Works, num_stages: int, variables: Sequence[PyTree]
-) -> None:
+def _check_constants(works: Works, layout: Layout, variables: Sequence[PyTree]) -> None:
     """Checks that what is trained is not closed over by a layer or the loss too.
 
     Raises:
       TypeError: with the variables that are.
     """
-    tasks = map(works.task, range(num_stages))
+    tasks = map(works.task, range(len(layout.order)))
     constants = {id(array) for task in tasks for array in task.closed.consts}
     found = [
         f"variables{jax.tree_util.keystr(path)}"
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tuple(variables))
-        if id(leaf) in constants
+        for (path, leaf), trained in zip(
+            jax.tree_util.tree_leaves_with_path(tuple(variables)),
+            layout.marks,
+            strict=True,
+        )
+        if trained and id(leaf) in constants
     ]
     if found:
         raise TypeError(

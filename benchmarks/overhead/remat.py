@@ -138,7 +138,8 @@ def peaks() -> str:
                 layers, MICROBATCHES, remat=mode, balance=balance, schedule=name
             )
             variables = pipe.init(jax.random.key(0), x)
-            pipe.value_and_grad(square).program(variables, x, x)
+            gradient: Any = pipe.value_and_grad(square)
+            gradient.program(variables, x, x)
             cells.append(f"{max(size for _, size in pipe.plan.peak_bytes) / 2**20:.1f}")
         lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
     return "\n".join(lines)

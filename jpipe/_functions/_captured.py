@@ -55,7 +55,8 @@ class Holder:
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
         self.changes = not isinstance(function, _FIXED)
-        self._outside = _outside.taken(function)
+        outside = _outside.taken(function, identities=True)
+        self._outside = tuple(outside.items())
         # What it held after it was traced, to what it held before.
         self._before: dict[Hashable, Hashable] = {}
         self._seen: set[Hashable] = set()

@@ -145,10 +145,11 @@ def _refuse_tangent(primals: Any, tangents: Any) -> Any:
     (weight,), (tangent,) = primals, tangents
     if not isinstance(tangent, SymbolicZero):
         raise TypeError(
-            "reduction='weighted': the weight follows from outputs, so that it has a "
-            "gradient, which a pipeline would leave out: the gradient of a quotient "
-            "needs both sums. Compute the weight of targets alone; to take it for a "
-            "constant return (total, jax.lax.stop_gradient(weight))"
+            "reduction='weighted': the weight follows from outputs, or comes from a "
+            "jax.custom_vjp, so that it has a gradient, which a pipeline would leave "
+            "out: the gradient of a quotient needs both sums. Compute the weight of "
+            "targets alone; to take it for a constant return (total, "
+            "jax.lax.stop_gradient(weight))"
         )
     return weight, tangent
 

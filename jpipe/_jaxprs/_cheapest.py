@@ -19,7 +19,7 @@ from jax.extend import core
 from scipy.sparse import csgraph, csr_array
 
 from . import _jaxpr
-from ._primitives import CALLS, CHEAP, HEAVY, PRODUCTS
+from ._primitives import CALLS, CHEAP, MIDDLING, PRODUCTS
 
 # Of this much all capacities together: SciPy counts in 32 bits.
 _TOTAL = 2**29
@@ -30,13 +30,13 @@ def is_cheap(eqn: core.JaxprEqn, others: bool = False) -> bool:
 
     Args:
       eqn: the equation.
-      others: whether all others than products, loops and kernels are.
+      others: whether random bits, sorts and the like are too.
     """
     name = eqn.primitive.name
     if name in CALLS:
         inside = (inner for closed in _jaxpr.inside(eqn) for inner in closed.jaxpr.eqns)
         return all(is_cheap(inner, others) for inner in inside)
-    cheap = name not in HEAVY if others else name in CHEAP
+    cheap = name in CHEAP or (others and name in MIDDLING)
     return cheap and not eqn.effects
 
 

@@ -61,14 +61,21 @@ def _scan(params: Any, operands: Sequence[Any]) -> list[Any]:
 def _keeping(params: Any) -> Body:
     """The body of a loop under `jax.checkpoint`, with the fewest bytes for residuals.
 
-    As it is, if it calls `jax.checkpoint` itself. If its backward reads what has no
-    name in its forward, such as the residuals of a loop inside, it keeps products.
+    As it is, if it calls `jax.checkpoint` itself, has effects, which would come twice,
+    or cannot be differentiated: where it is, JAX says so. If its backward reads what
+    has no name in its forward, such as residuals of a loop inside, it keeps products.
     """
     body: core.ClosedJaxpr = params["jaxpr"]
     eqns = body.jaxpr.eqns
-    if any(eqn.primitive.name in _jaxpr.CHECKPOINTS for eqn in eqns):
-        return core.jaxpr_as_fun(body)
-    differentiated = _differentiated(_named(body, range(len(eqns))), body.in_avals)
+    plain = core.jaxpr_as_fun(body)
+    own = any(eqn.primitive.name in _jaxpr.CHECKPOINTS for eqn in eqns)
+    if own or body.effects:
+        return plain
+    named = _named(body, range(len(eqns)))
+    try:
+        differentiated = _differentiated(named, body.in_avals)
+    except Exception:
+        return plain
     numbers = {
         var: int(eqn.params["name"].removeprefix(_KEPT))
         for eqn in differentiated.jaxpr.eqns
@@ -88,11 +95,8 @@ def _keeping(params: Any) -> Body:
             numbers,
         )
     except _cheapest.NoWayError:
-        return jax.checkpoint(
-            core.jaxpr_as_fun(body),
-            policy=jax.checkpoint_policies.dots_saveable,
-            prevent_cse=False,
-        )
+        policy = jax.checkpoint_policies.dots_saveable
+        return jax.checkpoint(plain, policy=policy, prevent_cse=False)
     chosen = {numbers[var] for var in kept}
     policy = jax.checkpoint_policies.save_only_these_names(
         *(f"{_KEPT}{number}" for number in chosen)

@@ -10,12 +10,16 @@ _ONE_BY_ONE = """
 """
 _MOVES = """
     bitcast_convert_type broadcast broadcast_in_dim concatenate convert_element_type
-    copy copy_p dynamic_slice expand_dims gather iota name pad random_unwrap
-    random_wrap reshape rev slice split squeeze stop_gradient transpose
+    copy copy_p dynamic_slice empty empty2 expand_dims gather iota name pad
+    random_unwrap random_wrap reshape rev slice split squeeze stop_gradient transpose
 """
 _REDUCTIONS = """
     argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum
     reduce_window reduce_window_max reduce_window_min reduce_window_sum reduce_xor
+"""
+_MIDDLING = """
+    cumlogsumexp cummax cummin cumprod cumsum random_bits random_fold_in random_seed
+    random_split sort threefry2x32 top_k
 """
 _CALLS = "cond custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr jit pjit"
 
@@ -28,5 +32,5 @@ CHEAP = MOVES | REDUCTIONS | frozenset(_ONE_BY_ONE.split())
 # What costs as much as what is inside.
 CALLS = frozenset(_CALLS.split())
 PRODUCTS = frozenset(["dot_general", "conv_general_dilated"])
-# Loops and kernels may hold any number of products.
-HEAVY = PRODUCTS | {"ffi_call", "pallas_call", "scan", "while"}
+# Dear, unless what is kept for it is more than products are.
+MIDDLING = frozenset(_MIDDLING.split())

@@ -79,11 +79,14 @@ class Unchanged:
         Raises:
           ValueError: with every layer that takes something else.
         """
-        changed = [
-            f"  * layer {number} ({layer.name})"
-            for number, layer in enumerate(self._layers)
-            if _outside.taken(_called(layer)) != self._outside[number]
-        ]
+        changed = []
+        pairs = zip(self._layers, self._outside, strict=True)
+        for number, (layer, before) in enumerate(pairs):
+            now = _outside.taken(_called(layer))
+            names = [n for n in before | now if before.get(n) != now.get(n)]
+            if names:
+                listed = ", ".join(names)
+                changed.append(f"  * layer {number} ({layer.name}): {listed}")
         if changed:
             raise ValueError(
                 "what layers take from outside of them, such as a global variable, was "
