@@ -28,7 +28,7 @@ def keep_fewest(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
     def rule(eqn: core.JaxprEqn) -> _jaxpr.Rule | None:
         if eqn.primitive.name != "scan":
             return None
-        return lambda operands: _scan(eqn.params, operands)
+        return lambda operands: _scan(eqn, operands)
 
     if not _jaxpr.contains(closed, "scan"):
         return closed
@@ -36,20 +36,21 @@ def keep_fewest(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
     return jax.make_jaxpr(lambda *args: _jaxpr.evaluate(closed, args, rule))(*specs)
 
 
-def _scan(params: Any, operands: Sequence[Any]) -> list[Any]:
+def _scan(eqn: core.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
     """A loop along arrays, with a body that keeps what is chosen."""
-    body = _keeping(params)
-    end = params["num_carry"]
-    first = params["num_consts"]
-    consts, xs = list(operands[:first]), list(operands[first + end :])
+    params: Any = eqn.params
+    carried = _jaxpr.carry(eqn)
+    body = _keeping(params["jaxpr"], carried)
+    count = carried.stop - carried.start
+    consts, xs = list(operands[: carried.start]), list(operands[carried.stop :])
 
     def step(carry: Sequence[Any], x: Sequence[Any]) -> Any:
         results = body(*consts, *carry, *x)
-        return results[:end], results[end:]
+        return results[:count], results[count:]
 
     carry, ys = jax.lax.scan(
         step,
-        list(operands[first : first + end]),
+        list(operands[carried]),
         xs,
         params["length"],
         params["reverse"],
@@ -58,14 +59,13 @@ def _scan(params: Any, operands: Sequence[Any]) -> list[Any]:
     return [*carry, *ys]
 
 
-def _keeping(params: Any) -> Body:
+def _keeping(body: core.ClosedJaxpr, carried: slice) -> Body:
     """The body of a loop under `jax.checkpoint`, with the fewest bytes for residuals.
 
     As it is, if it calls `jax.checkpoint` itself, has effects, which would come twice,
     or cannot be differentiated: where it is, JAX says so. If its backward reads what
     has no name in its forward, such as residuals of a loop inside, it keeps products.
     """
-    body: core.ClosedJaxpr = params["jaxpr"]
     eqns = body.jaxpr.eqns
     plain = core.jaxpr_as_fun(body)
     own = any(eqn.primitive.name in _jaxpr.CHECKPOINTS for eqn in eqns)
@@ -83,9 +83,8 @@ def _keeping(params: Any) -> Body:
         for var in eqn.outvars
     }
     count = len(body.in_avals)
-    first, end = params["num_consts"], params["num_consts"] + params["num_carry"]
     # What it goes along, and what is the same each time, it has as a whole.
-    held = [i not in range(first, end) for i in range(count)]
+    held = [i not in range(count)[carried] for i in range(count)]
     try:
         kept = _cheapest.cheapest(
             differentiated,

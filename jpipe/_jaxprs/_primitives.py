@@ -1,17 +1,18 @@
 """Primitives of JAX by what they cost."""
 
 _ONE_BY_ONE = """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp conj cos
-    cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow
-    is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not or
-    population_count pow real reduce_precision rem round rsqrt select_n shift_left
-    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh
-    xor
+    abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp clz
+    complex conj cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge
+    gt imag integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to max
+    min mul ne neg nextafter not one_minus_square or polynomial population_count pow
+    real reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic
+    shift_right_logical sign sin sinh sqrt square sub tan tanh xor
 """
 _MOVES = """
     bitcast_convert_type broadcast broadcast_in_dim concatenate convert_element_type
-    copy copy_p dynamic_slice empty empty2 expand_dims gather iota name pad
-    random_unwrap random_wrap reshape rev slice split squeeze stop_gradient transpose
+    copy copy_p dynamic_slice dynamic_update_slice empty empty2 expand_dims gather iota
+    name pad random_unwrap random_wrap reshape rev slice split squeeze stack
+    stop_gradient tile transpose unstack
 """
 _REDUCTIONS = """
     argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum
