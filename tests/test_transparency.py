@@ -147,7 +147,8 @@ def test_random_stacks_of_random_sizes(double, data):
         balance=balance,
         schedule=data.draw(st.sampled_from(["gpipe", "1f1b"]), label="schedule"),
         remat=data.draw(
-            st.sampled_from(["full", "none", "except_last", DOTS]), label="remat"
+            st.sampled_from(["min_cut", "full", "none", "except_last", DOTS]),
+            label="remat",
         ),
     )
     x, targets = ref.regression(batch, jnp.float64)
