@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from . import _linen
 from ._alike import Same
 
 _PLAIN = bool | int | float | complex | str | bytes | None
@@ -152,11 +153,11 @@ def _outside(function: types.FunctionType, names: _Code) -> Iterator[tuple[str, 
 def _unwrapped(value: Any) -> Any:
     """A function without what Python and JAX put around it."""
     for _ in range(100):
-        # What a user's object has under any name is not asked for.
-        ours = isinstance(value, types.FunctionType) or _is_library(
-            type(value).__module__
-        )
-        inner = getattr(value, "__wrapped__", None) if ours else None
+        # A user's object may have something under any name; a linen module that is
+        # bound runs its setup before it has not.
+        plain = _is_library(type(value).__module__) and not _linen.is_module(value)
+        asked = plain or isinstance(value, types.FunctionType)
+        inner = getattr(value, "__wrapped__", None) if asked else None
         if inner is None:
             break
         value = inner
