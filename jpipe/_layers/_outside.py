@@ -10,7 +10,6 @@ import dis
 import functools
 import hashlib
 import operator
-import sys
 import types
 from collections.abc import Hashable, Iterator
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ import numpy as np
 
 from . import _linen
 from ._alike import Same
+from ._reach import LIBRARIES
 
 _PLAIN = bool | int | float | complex | str | bytes | None
 _GLOBALS, _ATTRIBUTES = ("LOAD_GLOBAL", "LOAD_NAME"), ("LOAD_ATTR", "LOAD_METHOD")
@@ -26,9 +26,6 @@ _GLOBALS, _ATTRIBUTES = ("LOAD_GLOBAL", "LOAD_NAME"), ("LOAD_ATTR", "LOAD_METHOD
 _READ = functools.partial | types.FunctionType | types.MethodType | type
 _STORES = ("STORE_GLOBAL", "STORE_NAME", "STORE_DEREF", "STORE_ATTR")
 _first = operator.itemgetter(0)
-_LIBRARIES = sys.stdlib_module_names | {
-    *("jax", "jaxlib", "flax", "numpy", "optax", "chex", "jpipe", "scipy", "ml_dtypes"),
-}
 
 
 def taken(function: Any, identities: bool = False) -> dict[str, Hashable]:
@@ -165,7 +162,7 @@ def _unwrapped(value: Any) -> Any:
 
 
 def _is_library(name: Any) -> bool:
-    return isinstance(name, str) and name.partition(".")[0] in _LIBRARIES
+    return isinstance(name, str) and name.partition(".")[0] in LIBRARIES
 
 
 def _text(code: types.CodeType) -> Hashable:

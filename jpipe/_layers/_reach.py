@@ -24,9 +24,11 @@ from flax.core import FrozenDict
 from . import _linen, _nnx
 
 # The code of these names nothing of a user's; what they were given is in closures.
-_LIBRARIES = sys.stdlib_module_names | {
+LIBRARIES = sys.stdlib_module_names | {
     *("jax", "jaxlib", "flax", "numpy", "optax", "chex", "jpipe", "scipy", "ml_dtypes"),
-    # They hold all that there is, such as the arguments of tests.
+}
+# The tools of tests and notebooks hold all that there is, such as arguments of tests.
+_LIBRARIES = LIBRARIES | {
     *("pytest", "_pytest", "pluggy", "hypothesis", "IPython", "ipykernel", "absl"),
 }
 _ATOMS = (types.NoneType, bool, int, float, complex, str, bytes)
