@@ -1,5 +1,6 @@
 """Who runs what, in names and numbers: no arrays, functions or devices."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -46,8 +47,60 @@ class StagePlan:
 
 
 @dataclass(frozen=True)
+class Memory:
+    """What a device holds at its peak, predicted: bytes.
+
+    Attributes:
+      parameters: and all else that a layer has, such as batch statistics.
+      gradients: their sums over micro-batches.
+      optimizer: its state.
+      held: activations: what waits between actions.
+      workspace: what the largest program needs while it runs.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    held: int
+    workspace: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(dataclasses.astuple(self))
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a plan would take, and why it was chosen.
+
+    Attributes:
+      seconds: of a step, predicted.
+      bound: seconds that no schedule of this balance can beat.
+      bubble: the share of the ranks' time in which they wait.
+      busy: seconds that each rank computes.
+      memory: of each rank at its peak.
+      memory_limit: bytes of a device; ``None`` if none was given.
+      sent_bytes: between all devices in a step.
+      reasons: in sentences: what holds it up, what it was chosen over, what is idle.
+    """
+
+    seconds: float
+    bound: float
+    bubble: float
+    busy: tuple[float, ...]
+    memory: tuple[Memory, ...]
+    memory_limit: int | None = None
+    sent_bytes: int = 0
+    reasons: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Plan:
     """A pipeline on paper; prints as a table and the grid of its schedule.
+
+    `Pipeline.plan` is that of a pipeline, `jpipe.plan` makes one for
+    `jpipe.pipeline` to build.
 
     Attributes:
       stages: one entry per stage.
@@ -59,6 +112,7 @@ class Plan:
         the optimizer's state; empty while no step is compiled.
       skips: the name, source and target stage of each long skip connection; empty while
         no input was seen.
+      forecast: what it would take; ``None`` if the pipeline was not planned.
     """
 
     stages: tuple[StagePlan, ...]
@@ -66,6 +120,17 @@ class Plan:
     ran: tuple[Action, ...] = ()
     peak_bytes: tuple[tuple[str, int], ...] = ()
     skips: tuple[tuple[str, int, int], ...] = ()
+    forecast: Forecast | None = None
+
+    @property
+    def balance(self) -> list[int]:
+        """The number of layers of each stage."""
+        return [len(stage.layers) for stage in self.stages]
+
+    @property
+    def remat(self) -> list[str]:
+        """What each stage keeps."""
+        return [stage.remat for stage in self.stages]
 
     def __str__(self) -> str:
         header = ["stage", "device", "layers", "remat", "parameters", "bytes", "held"]
@@ -82,6 +147,8 @@ class Plan:
         if self.peak_bytes:
             listed = ", ".join(f"{name} {size(n)}" for name, n in self.peak_bytes)
             parts.append(f"peak of a step beside the optimizer's state: {listed}")
+        if self.forecast:
+            parts.append(_foretold(self.forecast))
         return "\n".join(parts)
 
     def _grid(self) -> str:
@@ -112,6 +179,26 @@ class Plan:
                 weight_grad=lasts(WEIGHT),
             )
         )
+
+
+def _foretold(forecast: Forecast) -> str:
+    """What a plan would take, and why."""
+    rows = [["predicted", "busy", *(f.name for f in dataclasses.fields(Memory)), "all"]]
+    for rank, (busy, memory) in enumerate(
+        zip(forecast.busy, forecast.memory, strict=True)
+    ):
+        sizes = map(size, (*dataclasses.astuple(memory), memory.total))
+        rows.append([f"rank {rank}", duration(busy), *sizes])
+    limit = forecast.memory_limit
+    lines = [
+        _table(rows, numbers_from=1),
+        f"predicted: {duration(forecast.seconds)} a step, bubble {forecast.bubble:.1%}, "
+        f"{forecast.seconds / forecast.bound:.2f} times the least that any order of "
+        f"these stages can take"
+        + (f"; {size(limit)} a device" if limit is not None else ""),
+        *forecast.reasons,
+    ]
+    return "\n".join(lines)
 
 
 def _row(stage: StagePlan) -> list[str]:
@@ -181,3 +268,11 @@ def size(num_bytes: int) -> str:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.1f} TiB"
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people: ``1.5 ms``."""
+    for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "µs")):
+        if seconds * factor >= 1:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} µs"
