@@ -12,7 +12,7 @@ from ._layers._skip import isolate as isolate
 from ._layers._skip import pop as pop
 from ._layers._skip import stash as stash
 from ._pipeline import Pipeline as Pipeline
-from ._plan import Plan as Plan
+from .planning._plan import Plan as Plan
 from ._report import Report as Report
 from ._train._state import TrainState as TrainState
 from ._train._step import TrainStep as TrainStep

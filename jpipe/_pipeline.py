@@ -16,7 +16,7 @@ from ._instructions import _transfer
 from ._layers import _rng
 from ._layers._layer import as_module
 from ._loop import OwnLoop
-from ._plan import Plan
+from .planning._plan import Plan
 from ._profile import as_pair, profile
 from ._run import _layout, _variables
 from ._run._context import outside_of_meshes

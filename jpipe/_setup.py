@@ -7,6 +7,8 @@ from typing import Any
 import jax
 
 from ._instructions._transfer import Device
+from ._layers._layer import Layer
+from .planning._plan import Plan
 from .schedules import BY_NAME, Schedule, ScheduleError, named
 
 
@@ -23,6 +25,39 @@ def check_num_microbatches(number: Any) -> int:
     return number
 
 
+def check_plan(plan: Any, layers: Sequence[Layer], given: Sequence[str]) -> None:
+    """Checks that a plan is one, is for these layers, and decides alone.
+
+    Args:
+      plan: what was given as one.
+      layers: of the pipeline.
+      given: the names of arguments that were given beside it and that it decides.
+
+    Raises:
+      TypeError: if it is not a plan.
+      ValueError: with every fault.
+    """
+    if not isinstance(plan, Plan):
+        raise TypeError(
+            f"plan={plan!r} is a {type(plan).__name__}; needs what jpipe.plan returned, "
+            f"or Plan.from_json(text)"
+        )
+    faults = [f"it decides {name}, which was given too" for name in given]
+    names = [name for stage in plan.stages for name in stage.layers]
+    own = [layer.name for layer in layers]
+    if len(names) != len(own):
+        faults.append(f"it is for {len(names)} layers, there are {len(own)}")
+    else:
+        pairs = zip(names, own, strict=True)
+        faults += [
+            f"layer {i} is {has}, in the plan {name}"
+            for i, (name, has) in enumerate(pairs)
+            if name != has
+        ]
+    if faults:
+        raise ValueError("plan: " + "; ".join(faults))
+
+
 def check_balance(balance: Any, num_layers: int) -> tuple[int, ...]:
     """Returns the number of layers of each stage.
 
@@ -37,13 +72,6 @@ def check_balance(balance: Any, num_layers: int) -> tuple[int, ...]:
     """
     if balance is None:
         return (1,) * num_layers
-    if isinstance(balance, str):
-        half = num_layers // 2
-        example = [num_layers - half, half] if half else [num_layers]
-        raise ValueError(
-            f"balance={balance!r}: this version does not choose by itself; give the "
-            f"number of layers of each stage, such as balance={example}"
-        )
     sizes = list(balance) if hasattr(balance, "__iter__") else [balance, None]
     if any(isinstance(n, bool) or not hasattr(n, "__index__") for n in sizes):
         raise TypeError(

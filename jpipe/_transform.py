@@ -12,14 +12,17 @@ from ._layers._stage import fuse
 from ._layers._unchanged import Unchanged
 from ._pipeline import Pipeline
 from ._run._pipe import Pipe
+from .planning._plan import Plan
 from .schedules import Schedule, ScheduleBuilder
 
 
 def pipeline(
     stages: Sequence[Any],
-    num_microbatches: int,
+    num_microbatches: int | None = None,
     *,
-    balance: Sequence[int] | None = None,
+    balance: Sequence[int] | str | None = None,
+    sample: Any = None,
+    plan: Plan | None = None,
     devices: Sequence[Device] | None = None,
     schedule: str | ScheduleBuilder | Schedule = "1f1b",
     remat: Any = "min_cut",
@@ -39,7 +42,11 @@ def pipeline(
       num_microbatches: into how many micro-batches a mini-batch is cut, at least 1.
         Their sizes differ by at most one.
       balance: how many layers each stage takes, such as ``[3, 2, 4]``; left out,
-        each layer is a stage.
+        each layer is a stage. Or what to make equal, as many stages as there are
+        devices: ``"time"``, measured, ``"flops"``, ``"params"`` or ``"memory"``.
+      sample: for these, an input of a mini-batch, or a profile of the layers.
+      plan: from `jpipe.plan`, in place of ``num_microbatches``, ``balance``,
+        ``schedule`` and ``remat``.
       devices: one per rank, default `jax.devices`; repeat a device to let it serve
         several stages.
       schedule: a name of `jpipe.schedules.BY_NAME`, a builder, or a `Schedule`.
@@ -81,7 +88,21 @@ def pipeline(
       Models <https://arxiv.org/abs/2004.09910>`_ (2020).
     """
     layers = as_layers(stages)
+    if plan is not None:
+        given = {
+            "num_microbatches": num_microbatches is not None,
+            "balance": balance is not None,
+            "schedule": schedule != "1f1b",
+            "remat": remat != "min_cut",
+        }
+        _setup.check_plan(plan, layers, [name for name, yes in given.items() if yes])
+        num_microbatches, schedule = plan.schedule.num_microbatches, plan.schedule
+        balance, remat = plan.balance, plan.remat
     number = _setup.check_num_microbatches(num_microbatches)
+    if isinstance(balance, str):
+        from .planning._balance import balanced  # measures, which a step does not
+
+        balance = balanced(balance, stages, number, sample, devices, schedule, remat)
     groups = fuse(layers, _setup.check_balance(balance, len(layers)))
     settings = _remat.per_stage(remat, len(groups))
     chosen = _setup.choose_schedule(schedule, len(groups), number)

@@ -139,7 +139,12 @@ def number(value: float) -> str:
 
 def peak_label(value: float) -> str:
     """A peak of memory as it is written."""
+    return f"peak {amount(value)}"
+
+
+def amount(value: float) -> str:
+    """Bytes as they are written."""
     power = 0
     while value >= 1024 and power < len(_BYTES) - 1:
         value, power = value / 1024, power + 1
-    return f"peak {number(value)} {_BYTES[power]}".rstrip()
+    return f"{number(value)} {_BYTES[power]}".rstrip()

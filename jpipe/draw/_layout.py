@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from ..schedules import Schedule, Timeline
 from . import _palette as palette
+from ._bars import bars
 from ._frame import LABEL, Frame, frame_of, number
 from ._panel import height, panel, summary
 from ._shapes import Path, Picture, Rect, Shape, Text, text_width
@@ -22,7 +23,7 @@ def picture(
     """Lays out timelines.
 
     Args:
-      timelines: one or several.
+      timelines: one or several; or a plan with a forecast.
       titles: one for each; default: their names.
       width: in pixels; default: what the actions need.
 
@@ -32,6 +33,8 @@ def picture(
     Raises:
       ValueError: if there is no timeline, or another number of titles.
     """
+    if getattr(timelines, "forecast", None) is not None:
+        return bars(timelines)
     shown = listed(timelines)
     names = named(shown, titles)
     frame = frame_of(shown, width)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .._plan import Memory
+from ._plan import Memory
 from ..schedules import Action, Costs, Schedule, Timeline
 from ..schedules._action import BACKWARD, FORWARD, INPUT, WEIGHT
 from ._profile import Profile

@@ -1,163 +1,331 @@
-"""`jpipe.plan`: how to cut a model, how many micro-batches, which schedule, and why."""
+"""Who runs what, in names and numbers: no arrays, functions or devices."""
 
-import math
-from collections.abc import Iterable, Sequence
-from typing import Any
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-from .._plan import Forecast, Plan, StagePlan, duration, size
-from ..schedules import lower_bound
-from ._forecast import Candidate, Hardware
-from ._profile import Profile
-from ._search import Space, search
+from .._layers._stage import abbreviate
+from ..schedules import Action, Costs, Schedule
+from ..schedules._action import BACKWARD, FORWARD, INPUT, WEIGHT
+
+# Columns of a grid beyond which its middle is left out.
+_WIDEST = 160
 
 
-def chosen(candidates: Sequence[Candidate], space: Space) -> Plan:
-    """The best of the candidates, with the reasons.
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage.
 
-    Args:
-      candidates: from `search`.
-      space: what they were chosen from.
-
-    Returns:
-      The plan.
-
-    Raises:
-      ValueError: if none fits: with what is short, where, by how much, and what would.
+    Attributes:
+      index: its number.
+      rank: the rank that runs it.
+      device: the name of the rank's device.
+      layers: the names of its layers.
+      remat: what it keeps between forward and backward.
+      num_params: the number of parameters; ``None`` while shapes are unknown.
+      param_bytes: their bytes.
+      held_bytes: the most that it keeps between forward and backward in a step;
+        ``None`` while no step is compiled.
+      num_trained: how many of the parameters the step trains.
+      kept: the bytes that it keeps of one micro-batch, by remat modes, as far as they
+        are known: all where nothing is computed again by `jax.checkpoint`.
+      again: the floating-point operations that its backward takes for computing again
+        what was not kept; ``None`` if it is not known.
     """
-    best = candidates[0]
-    if not best.fits(space.hardware):
-        raise ValueError(_nothing_fits(best, space))
-    profile = space.profiles[best.schedule.num_microbatches]
-    costs = best.timeline.costs
-    assert costs is not None
-    sent = _sent(best)
-    return Plan(
-        stages=tuple(_stages(best, profile)),
-        schedule=best.schedule,
-        skips=tuple(_skips(best, profile)),
-        forecast=Forecast(
-            seconds=best.seconds,
-            bound=lower_bound(
-                costs,
-                best.schedule.num_ranks,
-                best.schedule.num_microbatches,
-                placement=best.schedule.placement,
-            ),
-            bubble=best.timeline.bubble_fraction,
-            busy=best.timeline.busy,
-            memory=best.memory,
-            memory_limit=space.hardware.memory_limit,
-            sent_bytes=sent,
-            reasons=tuple(_reasons(best, candidates, space, sent)),
-        ),
-    )
+
+    index: int
+    rank: int
+    device: str
+    layers: tuple[str, ...]
+    remat: str
+    num_params: int | None = None
+    param_bytes: int | None = None
+    held_bytes: int | None = None
+    num_trained: int | None = None
+    kept: Mapping[str, int] = field(default_factory=dict)
+    again: int | None = None
 
 
-def _reasons(
-    best: Candidate, candidates: Sequence[Candidate], space: Space, sent: int
-) -> Iterable[str]:
-    """Why this one, in sentences."""
-    timeline, hardware = best.timeline, space.hardware
-    rank = timeline.bottleneck
-    stages = [s for s, at in enumerate(timeline.placement) if at == rank]
-    named = " and ".join(map(str, stages))
-    yield (
-        f"bottleneck: rank {rank} (stage {named}) computes "
-        f"{duration(timeline.busy[rank])} of {duration(best.seconds)}"
-    )
-    fullest = max(range(len(best.memory)), key=lambda r: best.memory[r].total)
-    room = ""
-    if hardware.memory_limit is not None:
-        left = hardware.memory_limit - best.memory[fullest].total
-        room = f", {size(left)} below the limit"
-    yield f"memory: rank {fullest} needs most, {size(best.memory[fullest].total)}{room}"
-    slow = "" if hardware.bandwidth else "; they were taken to cost no time"
-    yield f"transfers: {size(sent)} a step between devices{slow}"
-    others = [c for c in candidates[1:] if c.fits(hardware) and not _same(c, best)]
-    if others:
-        more = others[0].seconds / best.seconds - 1
-        yield f"runner-up: {others[0]}: {duration(others[0].seconds)}, {more:.1%} more"
-    idle = hardware.num_devices - best.schedule.num_ranks
-    if idle:
-        full = [
-            c
-            for c in candidates
-            if c.schedule.num_ranks == hardware.num_devices and c.fits(hardware)
-        ]
-        instead = (
-            f"with all {hardware.num_devices} it would take {duration(full[0].seconds)}"
-            if full
-            else f"nothing that uses all {hardware.num_devices} was found"
-        )
-        yield f"{idle} of {hardware.num_devices} devices are left idle: {instead}"
+@dataclass(frozen=True)
+class Memory:
+    """What a device holds at its peak, predicted: bytes.
+
+    Attributes:
+      parameters: and all else that a layer has, such as batch statistics.
+      gradients: their sums over micro-batches.
+      optimizer: its state.
+      held: activations: what waits between actions.
+      workspace: what the largest program needs while it runs.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    held: int
+    workspace: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(dataclasses.astuple(self))
 
 
-def _same(one: Candidate, other: Candidate) -> bool:
-    """Whether two differ in nothing that takes time: in what they keep only."""
-    return (one.balance, one.schedule) == (other.balance, other.schedule)
+@dataclass(frozen=True)
+class Forecast:
+    """What a plan would take, and why it was chosen.
+
+    Attributes:
+      seconds: of a step, predicted.
+      bound: seconds that no schedule of this balance can beat.
+      bubble: the share of the ranks' time in which they wait.
+      busy: seconds that each rank computes.
+      memory: of each rank at its peak.
+      memory_limit: bytes of a device; ``None`` if none was given.
+      sent_bytes: between all devices in a step.
+      reasons: in sentences: what holds it up, what it was chosen over, what is idle.
+    """
+
+    seconds: float
+    bound: float
+    bubble: float
+    busy: tuple[float, ...]
+    memory: tuple[Memory, ...]
+    memory_limit: int | None = None
+    sent_bytes: int = 0
+    reasons: tuple[str, ...] = ()
 
 
-def _nothing_fits(nearest: Candidate, space: Space) -> str:
-    limit = space.hardware.memory_limit
-    assert limit is not None
-    lines = []
-    for rank, memory in enumerate(nearest.memory):
-        if memory.total > limit:
-            lines.append(
-                f"rank {rank} needs {size(memory.total)}, {size(memory.total - limit)} "
-                f"more than it has: parameters {size(memory.parameters)}, gradients "
-                f"{size(memory.gradients)}, optimizer {size(memory.optimizer)}, "
-                f"activations {size(memory.held)}, workspace {size(memory.workspace)}"
+@dataclass(frozen=True)
+class Plan:
+    """A pipeline on paper; prints as a table and the grid of its schedule.
+
+    `Pipeline.plan` is that of a pipeline, `jpipe.plan` makes one for
+    `jpipe.pipeline` to build.
+
+    Attributes:
+      stages: one entry per stage.
+      schedule: who runs which action when.
+      ran: the actions that a step runs, each as one program; empty while no step is
+        compiled. A forward that is missing is a part of its backward; half of a
+        backward that is missing has nothing to compute.
+      peak_bytes: the most that a step holds on each device, parameters included, beside
+        the optimizer's state; empty while no step is compiled.
+      skips: the name, source and target stage of each long skip connection; empty while
+        no input was seen.
+      forecast: what it would take; ``None`` if the pipeline was not planned.
+    """
+
+    stages: tuple[StagePlan, ...]
+    schedule: Schedule
+    ran: tuple[Action, ...] = ()
+    peak_bytes: tuple[tuple[str, int], ...] = ()
+    skips: tuple[tuple[str, int, int], ...] = ()
+    forecast: Forecast | None = None
+
+    @property
+    def balance(self) -> list[int]:
+        """The number of layers of each stage."""
+        return [len(stage.layers) for stage in self.stages]
+
+    @property
+    def remat(self) -> list[str]:
+        """What each stage keeps."""
+        return [stage.remat for stage in self.stages]
+
+    def to_json(self) -> str:
+        """All of it as a JSON object; `from_json` reads it."""
+        fields = dataclasses.asdict(self)
+        fields["schedule"] = json.loads(self.schedule.to_json())
+        fields["ran"] = list(map(str, self.ran))
+        return json.dumps(fields, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Plan":
+        """Reads what `to_json` wrote.
+
+        Raises:
+          ValueError: if the text is something else, or its schedule cannot run.
+
+        Example:
+          >>> import jpipe
+          >>> plan = jpipe.pipeline([lambda x: x], num_microbatches=2).plan
+          >>> jpipe.Plan.from_json(plan.to_json()) == plan
+          True
+        """
+        try:
+            fields = json.loads(text)
+            schedule = Schedule.from_json(json.dumps(fields.pop("schedule")))
+            foretold = fields.pop("forecast")
+            if foretold is not None:
+                foretold["memory"] = tuple(Memory(**own) for own in foretold["memory"])
+                foretold |= {k: tuple(foretold[k]) for k in ("busy", "reasons")}
+                foretold = Forecast(**foretold)
+            plan = cls(
+                stages=tuple(
+                    StagePlan(**own | {"layers": tuple(own["layers"])})
+                    for own in fields.pop("stages")
+                ),
+                schedule=schedule,
+                forecast=foretold,
+                ran=tuple(map(Action.parse, fields.pop("ran"))),
+                peak_bytes=tuple(map(tuple, fields.pop("peak_bytes"))),
+                skips=tuple(map(tuple, fields.pop("skips"))),
             )
-    return (
-        f"memory_limit={limit:,} bytes on {space.hardware.num_devices} devices: no plan "
-        f"fits. The nearest is {nearest}:\n  * "
-        + "\n  * ".join(lines)
-        + f"\nIt fits {nearest.schedule.num_ranks} devices of "
-        f"{size(nearest.most_bytes)}; else take more devices (num_devices=), smaller "
-        f"micro-batches (num_microbatches=) or a smaller model"
-    )
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"no plan as Plan.to_json writes it: {error!r}") from None
+        if fields or schedule.num_stages != len(plan.stages):
+            fault = (
+                f"surplus: {sorted(fields)}"
+                if fields
+                else (
+                    f"{len(plan.stages)} stages, its schedule has {schedule.num_stages}"
+                )
+            )
+            raise ValueError(f"no plan as Plan.to_json writes it: {fault}")
+        return plan
 
+    def __str__(self) -> str:
+        header = ["stage", "device", "layers", "remat", "parameters", "bytes", "held"]
+        rows = [header, *(_row(stage) for stage in self.stages)]
+        if all(stage.num_params is None for stage in self.stages):
+            rows = [row[:4] for row in rows]
+        elif all(stage.held_bytes is None for stage in self.stages):
+            rows = [row[:6] for row in rows]
+        parts = [_table(rows, numbers_from=4), _folded(self._grid())]
+        parts += _kept(self.stages)
+        if self.skips:
+            listed = ", ".join(f"{name}: stage {s} to {t}" for name, s, t in self.skips)
+            parts.append(f"skip connections: {listed}")
+        if self.peak_bytes:
+            listed = ", ".join(f"{name} {size(n)}" for name, n in self.peak_bytes)
+            parts.append(f"peak of a step beside the optimizer's state: {listed}")
+        if self.forecast:
+            parts.append(_foretold(self.forecast))
+        return "\n".join(parts)
 
-def _sent(best: Candidate) -> int:
-    """The bytes that cross between ranks in a step."""
-    costs, placement = best.timeline.costs, best.timeline.placement
-    assert costs is not None
-    count = best.schedule.num_microbatches
-    total = 0
-    for stage in range(1, len(placement)):
-        if placement[stage] != placement[stage - 1]:
-            total += costs.boundary_bytes[stage] + costs.cotangent(stage, 0)
-    for skip in costs.skips:
-        if placement[skip.source] != placement[skip.target]:
-            total += skip.bytes + skip.cotangent_bytes
-    return int(total * count)
+    def _grid(self) -> str:
+        """The schedule as it runs."""
+        if not self.ran:
+            return str(self.schedule)
+        ran, default = set(self.ran), Costs()
 
+        def last(action: Action) -> float:
+            if action not in ran:
+                return 0.0
+            forward = action._replace(op=FORWARD)
+            joined = action.op in (BACKWARD, INPUT) and forward not in ran
+            return default.of(action) + joined * default.of(forward)
 
-def _stages(best: Candidate, profile: Profile) -> Iterable[StagePlan]:
-    first = 0
-    for index, count in enumerate(best.balance):
-        own = profile.layers[first : first + count]
-        rank = best.schedule.placement[index]
-        modes = dict.fromkeys(mode for layer in own for mode in layer.kept_bytes)
-        yield StagePlan(
-            index=index,
-            rank=rank,
-            device=f"rank {rank}",
-            layers=tuple(layer.name for layer in own),
-            remat=best.remat[index],
-            num_params=sum(layer.num_params for layer in own),
-            param_bytes=sum(layer.param_bytes for layer in own),
-            held_bytes=int(best.timeline.peak_kept(index)),
-            kept={
-                mode: sum(layer.kept_bytes.get(mode, 0) for layer in own)
-                for mode in modes
-            },
+        def lasts(op: str) -> list[list[float]]:
+            microbatches = range(self.schedule.num_microbatches)
+            return [
+                [last(Action(op, s, m)) for m in microbatches]
+                for s in range(len(self.stages))
+            ]
+
+        return self.schedule.drawn(
+            Costs(
+                forward=lasts(FORWARD),
+                backward=lasts(BACKWARD),
+                input_grad=lasts(INPUT),
+                weight_grad=lasts(WEIGHT),
+            )
         )
-        first += count
 
 
-def _skips(best: Candidate, profile: Profile) -> Iterable[tuple[str, int, int]]:
-    stage_of = [s for s, count in enumerate(best.balance) for _ in range(count)]
-    for skip in profile.skips:
-        yield skip.name, stage_of[skip.source], stage_of[skip.target]
+def _foretold(forecast: Forecast) -> str:
+    """What a plan would take, and why."""
+    rows = [["predicted", "busy", *(f.name for f in dataclasses.fields(Memory)), "all"]]
+    for rank, (busy, memory) in enumerate(
+        zip(forecast.busy, forecast.memory, strict=True)
+    ):
+        sizes = map(size, (*dataclasses.astuple(memory), memory.total))
+        rows.append([f"rank {rank}", duration(busy), *sizes])
+    limit = forecast.memory_limit
+    lines = [
+        _table(rows, numbers_from=1),
+        f"predicted: {duration(forecast.seconds)} a step, bubble {forecast.bubble:.1%}, "
+        f"{forecast.seconds / forecast.bound:.2f} times the least that any order of "
+        f"these stages can take"
+        + (f"; {size(limit)} a device" if limit is not None else ""),
+        *forecast.reasons,
+    ]
+    return "\n".join(lines)
+
+
+def _row(stage: StagePlan) -> list[str]:
+    params = "" if stage.num_params is None else f"{stage.num_params:,}"
+    if stage.num_trained not in (None, stage.num_params):
+        params += f" ({stage.num_trained:,} trained)"
+    return [
+        str(stage.index),
+        stage.device,
+        abbreviate(stage.layers),
+        stage.remat,
+        params,
+        "" if stage.param_bytes is None else size(stage.param_bytes),
+        "" if stage.held_bytes is None else size(stage.held_bytes),
+    ]
+
+
+def _folded(grid: str) -> str:
+    """A grid without its middle, where it is too wide to be read."""
+    title, *rows = grid.split("\n")
+    width = max(map(len, rows))
+    if width <= _WIDEST:
+        return grid
+    # Between two cells every row has a blank.
+    gaps = [i for i in range(width) if all(row[i : i + 1] == " " for row in rows)]
+    start = max(i for i in gaps if i < 2 * _WIDEST // 3)
+    end = min(i for i in gaps if i > width - _WIDEST // 4)
+    says = f"({end - start} columns left out; print(pipe.schedule) shows all)"
+    return "\n".join([title, *(f"{r[:start]} ...{r[end:]}" for r in rows), says])
+
+
+def _kept(stages: Sequence[StagePlan]) -> list[str]:
+    """What stages keep under each mode; those that keep as much are told together."""
+    alike: dict[tuple[tuple[tuple[str, int], ...], int | None], list[str]] = {}
+    for stage in stages:
+        if stage.kept:
+            key = tuple(stage.kept.items()), stage.again
+            alike.setdefault(key, []).append(str(stage.index))
+    if not alike:
+        return []
+    modes = list(dict.fromkeys(mode for kept, _ in alike for mode, _ in kept))
+    rows = [["kept of a micro-batch by", *modes, "flops for the rest"]]
+    for (kept, again), numbers in alike.items():
+        cells = [size(dict(kept)[m]) if m in dict(kept) else "" for m in modes]
+        name = f"stage{'s' * (len(numbers) > 1)} {', '.join(numbers)}"
+        rows.append([name, *cells, "" if again is None else f"{again:,}"])
+    return [_table(rows, numbers_from=1)]
+
+
+def _table(rows: Sequence[Sequence[str]], numbers_from: int) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(width) if i >= numbers_from else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def size(num_bytes: int) -> str:
+    """Bytes for people, in powers of 1024: ``1.5 MiB``."""
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people: ``1.5 ms``."""
+    for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "µs")):
+        if seconds * factor >= 1:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} µs"

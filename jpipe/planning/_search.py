@@ -37,7 +37,9 @@ class Space:
     made: bool = True
 
 
-def search(space: Space, tell: Callable[[int], None] = lambda tried: None) -> list[Candidate]:
+def search(
+    space: Space, tell: Callable[[int], None] = lambda tried: None
+) -> list[Candidate]:
     """All candidates, those that fit first, the fastest of them first.
 
     Args:
@@ -106,7 +108,9 @@ def _cut(
             num_microbatches=schedule.num_microbatches,
             bandwidth=hardware.bandwidth,
             latency=hardware.latency,
-            schedule=schedule if capped or schedule.num_ranks < schedule.num_stages else None,
+            schedule=schedule
+            if capped or schedule.num_ranks < schedule.num_stages
+            else None,
             max_bytes=hardware.memory_limit if capped else None,
             remat=mode,
         )
@@ -114,14 +118,20 @@ def _cut(
         return None
 
 
-def _fitted(profile: Profile, candidate: Candidate, space: Space) -> Iterator[Candidate]:
+def _fitted(
+    profile: Profile, candidate: Candidate, space: Space
+) -> Iterator[Candidate]:
     """Keeps less, step by step, in the stages of ranks that need more than they have."""
     limit = space.hardware.memory_limit
     assert limit is not None
     following = dict(itertools.pairwise(space.remats))
     while not candidate.fits(space.hardware):
         remat, placement = list(candidate.remat), candidate.schedule.placement
-        over = [s for s, rank in enumerate(placement) if candidate.memory[rank].total > limit]
+        over = [
+            s
+            for s, rank in enumerate(placement)
+            if candidate.memory[rank].total > limit
+        ]
         changed = [s for s in over if remat[s] in following]
         if not changed:
             return

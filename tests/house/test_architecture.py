@@ -28,9 +28,9 @@ from .rules import (
 # What breaks each rule: the source of a module, and what the rule says of it.
 RULES: dict[Callable[[Path], list[str]], list[tuple[str, str, str]]] = {
     cycles: [
-        ("_plan", "from . import _plan", "_plan -> _plan"),
-        ("_plan", "def f():\n    from ._plan import Plan", "_plan -> _plan"),
-        ("_plan", "import jpipe._plan", "_plan -> _plan"),
+        ("_loop", "from . import _loop", "_loop -> _loop"),
+        ("_loop", "def f():\n    from ._loop import OwnLoop", "_loop -> _loop"),
+        ("_loop", "import jpipe._loop", "_loop -> _loop"),
         ("draw._svg", "from . import _svg", "draw._svg -> draw._svg"),
         ("draw._svg", "from ..draw._svg import f", "draw._svg -> draw._svg"),
     ],
@@ -72,28 +72,28 @@ RULES: dict[Callable[[Path], list[str]], list[tuple[str, str, str]]] = {
         ),
     ],
     moves_data: [
-        ("_plan", "import jax\njax.device_put(0)", "_plan: device_put"),
-        ("_plan", "from jax import device_put as put", "_plan: device_put"),
-        ("_plan", "jax.device_put_sharded", "_plan: device_put_sharded"),
+        ("_loop", "import jax\njax.device_put(0)", "_loop: device_put"),
+        ("_loop", "from jax import device_put as put", "_loop: device_put"),
+        ("_loop", "jax.device_put_sharded", "_loop: device_put_sharded"),
         ("draw._svg", "jax.device_put(0)", "draw._svg: device_put"),
     ],
     waits: [
-        ("_plan", "x.block_until_ready()", "_plan: block_until_ready"),
-        ("_plan", "from jax import device_get", "_plan: device_get"),
+        ("_loop", "x.block_until_ready()", "_loop: block_until_ready"),
+        ("_loop", "from jax import device_get", "_loop: device_get"),
     ],
     private_names: [
-        ("_plan", "import jax._src.core", "_plan: jax._src.core"),
-        ("_plan", "from jax._src import core", "_plan: jax._src.core"),
-        ("_plan", "import jax as j\nj._src.core", "_plan: jax._src"),
-        ("_plan", "from jax import numpy\nnumpy._f()", "_plan: jax.numpy._f"),
-        ("_plan", "from jax.interpreters import ad", "_plan: jax.interpreters.ad"),
-        ("_plan", "import jaxlib", "_plan: jaxlib"),
-        ("_plan", "import jax\ngetattr(jax, '_src')", "_plan: jax._src"),
-        ("_plan", "load('jax._src.core')", "_plan: jax._src.core"),
-        ("_plan", "import flax\nflax.core._f", "_plan: flax.core._f"),
+        ("_loop", "import jax._src.core", "_loop: jax._src.core"),
+        ("_loop", "from jax._src import core", "_loop: jax._src.core"),
+        ("_loop", "import jax as j\nj._src.core", "_loop: jax._src"),
+        ("_loop", "from jax import numpy\nnumpy._f()", "_loop: jax.numpy._f"),
+        ("_loop", "from jax.interpreters import ad", "_loop: jax.interpreters.ad"),
+        ("_loop", "import jaxlib", "_loop: jaxlib"),
+        ("_loop", "import jax\ngetattr(jax, '_src')", "_loop: jax._src"),
+        ("_loop", "load('jax._src.core')", "_loop: jax._src.core"),
+        ("_loop", "import flax\nflax.core._f", "_loop: flax.core._f"),
     ],
     long_files: [
-        ("_plan", "x = 0\n" * 401, "_plan: 401 lines"),
+        ("_loop", "x = 0\n" * 401, "_loop: 401 lines"),
         ("draw", "x = 0\n" * 401, "draw: 401 lines"),
     ],
     without_a_subject: [
@@ -215,7 +215,7 @@ def test_what_measures_may_wait(package):
     ],
 )
 def test_public_names_are_not_taken_for_private(tmp_path, source):
-    (tmp_path / "_plan.py").write_text(source)
+    (tmp_path / "_loop.py").write_text(source)
     assert private_names(tmp_path) == []
 
 
