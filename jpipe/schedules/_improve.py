@@ -164,8 +164,8 @@ def climb(run: Run, allowed: Allowed, budget: int) -> Run:
 
 
 def merge(run: Run, allowed: Allowed) -> Run:
-    """Halves that follow each other made whole, where the step is no longer for it."""
-    tables = run.tables
+    """Halves that follow each other made whole, where nothing takes longer for it."""
+    tables, seconds = run.tables, run.tables.seconds
     to_rest = tables.first(WEIGHT, 0) - tables.first(INPUT, 0)
     to_whole = tables.first(BACKWARD, 0) - tables.first(INPUT, 0)
     low, high = tables.first(INPUT, 0), tables.first(WEIGHT, 0)
@@ -173,7 +173,11 @@ def merge(run: Run, allowed: Allowed) -> Run:
         row: list[int] = []
         for number in run.rows[rank]:
             before = row[-1] if row else -1
-            if low <= before < high and number == before + to_rest:
+            if (
+                low <= before < high
+                and number == before + to_rest
+                and seconds[before + to_whole] <= seconds[before] + seconds[number]
+            ):
                 row[-1] = before + to_whole
             else:
                 row.append(number)
