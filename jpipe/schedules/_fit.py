@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from ._costs import Costs
 from ._placements import placements
 from ._schedule import Schedule
-from ._search import Search, one_at_a_time
+from ._search import Search
 from ._simulate import ScheduleError
 from ._tables import Tables
 
@@ -44,8 +44,9 @@ def fit(
 
     Raises:
       ScheduleError: if a number is less than 1, the stages do not divide among the
-        ranks, costs are negative or not finite, or no schedule can hold so little: then
-        the message says what is short on which rank and what would do.
+        ranks, costs are negative or not finite, or nothing fits: then the message says
+        what is short on which rank and what would do. With one stage per rank no
+        schedule does with less than that.
 
     Example:
       >>> from jpipe.schedules import zb_h1
@@ -70,7 +71,7 @@ def fit(
         search.begin()
     fastest = min(search.fastest for search in searches)
     if fastest == math.inf:
-        raise ScheduleError(_short(options, most or []))
+        raise ScheduleError(_short(searches, most or []))
     for search in searches:
         if search.fastest <= fastest * _HOPEFUL:
             search.go_on()
@@ -97,21 +98,14 @@ def _limits(
     return most
 
 
-def _short(options: list[Tables], most: Sequence[float]) -> str:
-    """Which ranks have too little, and what is enough.
+def _short(searches: list[Search], most: Sequence[float]) -> str:
+    """Which ranks have too little, and what is enough: where least is missing."""
 
-    Of several placements, that which is short of least.
-    """
-    needs = []
-    for tables in options:
-        run = tables.run(tables.numbered(one_at_a_time(tables)))
-        assert run is not None
-        needs.append(run.peaks())
+    def missing(peaks: list[float]) -> tuple[float, float]:
+        most_on_one = max(peak - limit for peak, limit in zip(peaks, most, strict=True))
+        return most_on_one, sum(peaks)
 
-    def missing(peaks: list[float]) -> float:
-        return max(peak - limit for peak, limit in zip(peaks, most, strict=True))
-
-    peaks = min(needs, key=missing)
+    peaks = min((peaks for s in searches for peaks in s.peaks()), key=missing)
     lines = [
         f"\n  * rank {rank} holds at least {peak:g} bytes, {peak - limit:g} more than "
         f"{limit:g}"
@@ -120,7 +114,7 @@ def _short(options: list[Tables], most: Sequence[float]) -> str:
     ]
     least = ", ".join(f"{peak:g}" for peak in peaks)
     return (
-        f"fit: no schedule of these stages fits into max_bytes, not even one "
+        f"fit: no schedule was found that fits into max_bytes, not even with one "
         f"micro-batch at a time:{''.join(lines)}\n"
         f"max_bytes of {max(peaks):g} would do, or by rank [{least}]; or cut the "
         f"stages elsewhere, or make micro-batches smaller"

@@ -11,7 +11,7 @@ from ._catalogue import BY_NAME
 from ._improve import climb, justify, latest_starts, merge
 from ._looped import interleaved, interleaved_zb, looped_bfs
 from ._schedule import Schedule
-from ._simulate import ScheduleError
+from ._simulate import Rows, ScheduleError
 from ._tables import Numbered, Run, Tables
 
 # The name of what is none of the catalogue's.
@@ -84,6 +84,10 @@ class Search:
         if self.fastest > self._good:
             self._add_bettered()
 
+    def peaks(self) -> Iterator[list[float]]:
+        """What each of those that were tried holds, fitting or not."""
+        return (found.run.peaks() for found in self._found)
+
     @property
     def fastest(self) -> float:
         """The least makespan of those that fit."""
@@ -130,7 +134,7 @@ class Search:
             cells = (action for row in schedule.rows for action in row)
             whole = any(action.op == BACKWARD for action in cells)
             self._add(schedule.name, tables.numbered(schedule.rows), whole)
-        self._add(MADE, tables.numbered(one_at_a_time(tables)), True)
+        self._add(MADE, tables.numbered(_one_at_a_time(tables)), True)
 
     def _add_lists(self) -> None:
         """List schedules by simple rules, with several limits of what is in flight."""
@@ -188,10 +192,11 @@ class Search:
                 self._found.append(Found(MADE, run, found.whole))
 
 
-def one_at_a_time(tables: Tables):
+def _one_at_a_time(tables: Tables) -> Rows:
     """Each micro-batch forward and backward before the next begins.
 
-    No schedule holds less, on any rank at that.
+    With one stage per rank no schedule holds less, on any rank: what is held of a
+    micro-batch, and what others bring or leave, is held in each.
     """
     rows: list[list[Action]] = [[] for _ in range(tables.num_ranks)]
     stages = range(tables.num_stages)

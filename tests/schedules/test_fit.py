@@ -191,7 +191,7 @@ def test_what_cannot_fit_says_what_is_short_and_what_would_do():
     costs = Costs([1, 1], residual_bytes=[3, 5], parameter_bytes=[10, 20])
     assert fit(costs, 2, 4, [13, 25]).simulate(costs).peak_bytes == (13, 25)
     says = (
-        "fit: no schedule of these stages fits into max_bytes, not even one "
+        "fit: no schedule was found that fits into max_bytes, not even with one "
         "micro-batch at a time:\n"
         "  * rank 1 holds at least 25 bytes, 1 more than 24\n"
         "max_bytes of 25 would do, or by rank [13, 25]; or cut the stages "
