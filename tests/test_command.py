@@ -168,7 +168,7 @@ SIZES = "--ranks 4 --microbatches 8"
         (f"draw gpipe {SIZES} --png a.gif", ["'a.gif'", ".png or .pdf"]),
         (
             f"draw zb_v {SIZES} --chunks 3",
-            ["--chunks 3: zb_v has no such choice", "interleaved or looped_bfs"],
+            ["--chunks 3: zb_v has no such choice", "interleaved or interleaved_zb"],
         ),
         (
             "draw dualpipe_v --ranks 4 --microbatches 4",

@@ -62,3 +62,8 @@ def build(
 def v_shape(num_ranks: int) -> Callable[[int, int], int]:
     """Two chunks per rank, down the ranks and up again: the last hands to itself."""
     return lambda rank, chunk: 2 * num_ranks - 1 - rank if chunk else rank
+
+
+def loop(num_ranks: int) -> Callable[[int, int], int]:
+    """Chunks round the ranks: the last hands on to the first."""
+    return lambda rank, chunk: chunk * num_ranks + rank

@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, NamedTuple
 
 from ._action import BACKWARD, FORWARD, INPUT, WEIGHT, Action
@@ -11,6 +12,7 @@ from ._action import BACKWARD, FORWARD, INPUT, WEIGHT, Action
 # One number for all stages, one per stage, or one per stage and micro-batch.
 Numbers = Any
 
+_OF_ALL = ("latency", "bandwidth")
 _TIMES = ("forward", "backward", "input_grad", "weight_grad")
 _CHUNKED = (
     *_TIMES,
@@ -197,3 +199,42 @@ def at(value: Numbers, *where: int) -> float:
             return value
         value = value[index]
     return value
+
+
+def faults_of(costs: Costs, num_microbatches: int) -> list[str]:
+    """What is no cost: numbers below 0 or not finite, too few micro-batches.
+
+    Args:
+      costs: what is looked at.
+      num_microbatches: for how many every stage needs a number, or one for all.
+
+    Returns:
+      A line for each, with the field and the stage; none if all can be used.
+    """
+    found: list[str] = []
+
+    def look(name: str, value: Any, depth: int) -> None:
+        if isinstance(value, Sequence) and not isinstance(value, str) and depth:
+            if depth == 1 and len(value) < num_microbatches:
+                found.append(
+                    f"{name} has {len(value)} entries, for {num_microbatches} "
+                    f"micro-batches"
+                )
+            for at_index, inner in enumerate(value):
+                look(f"{name}[{at_index}]", inner, depth - 1)
+        elif not isinstance(value, Real):
+            kind = type(value).__name__
+            found.append(f"{name} is a {kind}, needs a number or a list of them")
+        elif not float(value) >= 0 or (value == math.inf and name != "bandwidth"):
+            found.append(f"{name}={float(value):g} is not 0 or more and finite")
+        elif name == "bandwidth" and not value:
+            found.append("bandwidth=0 moves nothing")
+
+    for field in dataclasses.fields(costs):
+        value = getattr(costs, field.name)
+        if field.name != "skips" and value is not None:
+            look(field.name, value, 0 if field.name in _OF_ALL else 2)
+    for number, skip in enumerate(costs.skips):
+        look(f"skips[{number}].bytes", skip.bytes, 1)
+        look(f"skips[{number}].cotangent_bytes", skip.cotangent_bytes, 1)
+    return found

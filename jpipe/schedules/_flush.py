@@ -38,6 +38,33 @@ def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
     )
 
 
+def gpipe_last_one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
+    """GPipe, but the last rank runs each backward right after its forward.
+
+    The last rank holds one micro-batch in place of all, and has nothing to compute
+    again where the others recompute; its gradients are there before the others ask.
+
+    Args:
+      num_ranks: the number of ranks, one stage on each.
+      num_microbatches: the number of micro-batches, any positive number.
+
+    Returns:
+      A valid schedule. It takes no longer than `gpipe`.
+
+    Raises:
+      ScheduleError: if either number is less than 1.
+
+    Example:
+      >>> print(gpipe_last_one_f_one_b(2, 2).to_text())
+      0F0 0F1 0B0 0B1
+      1F0 1B0 1F1 1B1
+      >>> gpipe_last_one_f_one_b(4, 8).simulate().peak_bytes
+      (8.0, 8.0, 8.0, 1.0)
+    """
+    warmup = [num_microbatches] * (num_ranks - 1) + [0]
+    return _warmed_up("gpipe_last_1f1b", num_ranks, num_microbatches, warmup)
+
+
 def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
     """1F1B: after warm-up each rank alternates one forward and one backward.
 

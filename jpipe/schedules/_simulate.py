@@ -100,11 +100,10 @@ def memory_events(timeline: Timeline, costs: Costs) -> Iterable[MemoryEvent]:
     for action in order:
         if action.op in (BACKWARD, INPUT) or not training:
             last_reader[action.stage] = action
-        if action.op == FORWARD:
-            rank = placement[action.stage]
-            held[rank] += at(costs.extra_bytes, *action[1:])
-            if action.stage == 0:
-                held[rank] += at(costs.boundary_bytes, *action[1:])
+    # By number, so that a sum does not depend on who runs first.
+    for _, stage, i in sorted(action for action in order if action.op == FORWARD):
+        held[placement[stage]] += at(costs.extra_bytes, stage, i)
+        held[placement[stage]] += 0 if stage else at(costs.boundary_bytes, stage, i)
     for stage, rank in enumerate(placement):
         for size in (
             costs.parameter_bytes,
@@ -115,7 +114,7 @@ def memory_events(timeline: Timeline, costs: Costs) -> Iterable[MemoryEvent]:
     yield from (MemoryEvent(0.0, rank, size) for rank, size in enumerate(held))
 
     for action in order:
-        changes = _changes(action, costs, timeline.num_stages - 1, training)
+        changes = changes_of(action, costs, timeline.num_stages - 1, training)
         if last_reader.get(action.stage) == action:
             changes.append((action.stage, -at(costs.shared_bytes, action.stage)))
         for stage, change in changes:
@@ -124,7 +123,7 @@ def memory_events(timeline: Timeline, costs: Costs) -> Iterable[MemoryEvent]:
             yield MemoryEvent(timeline.end[action], rank, held[rank])
 
 
-def _changes(
+def changes_of(
     action: Action, costs: Costs, last: int, training: bool
 ) -> list[tuple[int, float]]:
     """The bytes that an action adds to stages: its own first, then the receivers."""

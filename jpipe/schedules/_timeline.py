@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ._action import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Needs
+from ._alone import least
 from ._costs import Costs, at
 
 _FIELD = {
@@ -29,6 +30,9 @@ class MemoryEvent(NamedTuple):
 @dataclass(frozen=True)
 class Timeline:
     """The start and end of every action, and the bytes that each rank holds.
+
+    Prints as one line: its time, how far that is from what no schedule can beat, the
+    bubble, the peaks.
 
     Attributes:
       name: of the schedule.
@@ -75,6 +79,40 @@ class Timeline:
         """The share of all ranks' time that is idle, between 0 and 1."""
         total = self.makespan * len(self.rows)
         return sum(self.idle) / total if total else 0.0
+
+    @property
+    def lower_bound(self) -> float:
+        """The time that no schedule of these stages beats, at these costs.
+
+        See `jpipe.schedules.lower_bound`.
+
+        Raises:
+          ValueError: if it was measured: then there are no costs to count with.
+        """
+        if self.costs is None:
+            raise ValueError(
+                f"{self.name} was measured: schedule.simulate(costs) has costs that a "
+                f"bound can be computed from"
+            )
+        count = max((action.microbatch for action in self.end), default=-1) + 1
+        forward_only = all(action.op == FORWARD for action in self.end)
+        return least(self.costs, self.placement, count, forward_only)
+
+    @property
+    def gap(self) -> float:
+        """How much longer it takes than the bound, as a share of the bound."""
+        bound = self.lower_bound
+        # Sums in another order are a little other.
+        return max(self.makespan / bound - 1, 0.0) if bound else 0.0
+
+    def __str__(self) -> str:
+        gap = "" if self.costs is None else f" ({_share(self.gap)} above the bound)"
+        says = f"{self.name}: time {self.makespan:.4g}{gap}, "
+        says += f"bubble {_share(self.bubble_fraction)}"
+        if self.memory:
+            peaks = ", ".join(f"{peak:.4g}" for peak in self.peak_bytes)
+            says += f", peak bytes per rank {peaks}"
+        return says
 
     @property
     def bottleneck(self) -> int:
@@ -203,6 +241,10 @@ class Timeline:
         The number of the stage is left out where each rank has a single one.
         """
         return grid(self.rows, self.start, self.end, self.num_stages > len(self.rows))
+
+
+def _share(fraction: float) -> str:
+    return f"{fraction:.1%}".replace("%", " %")
 
 
 def grid(

@@ -1,5 +1,6 @@
 """Backwards in two halves: the second fills the time in which a rank would wait."""
 
+import math
 from collections import deque
 from collections.abc import Iterator
 
@@ -42,7 +43,7 @@ def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
     )
 
 
-def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
+def zb_h2(num_ranks: int, num_microbatches: int, latency: float = 0.0) -> Schedule:
     """ZB-H2: more forwards first, so that no rank waits between its first and last.
 
     With ``F = I = W`` each rank works without a gap, but ranks begin and end one
@@ -53,14 +54,22 @@ def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
       num_ranks: the number of ranks, one stage on each.
       num_microbatches: the number of micro-batches, any positive number; what is said
         here is for ``2 p - 1`` or more.
+      latency: the time c that a transfer takes, in units of a forward. So much more is
+        begun first that ranks do not wait for transfers either.
 
     Returns:
-      A valid schedule; a rank holds at most ``2 p - 1`` micro-batches.
+      A valid schedule; a rank holds at most ``2 p - 1 + 2 (p - 1) c`` micro-batches.
 
     Raises:
-      ScheduleError: if either number is less than 1.
+      ScheduleError: if either number is less than 1, or the latency less than 0.
 
     Example:
+      >>> from jpipe.schedules import Costs
+      >>> slow = Costs(latency=2.0)
+      >>> zb_h2(4, 24).simulate(slow).makespan
+      90.0
+      >>> zb_h2(4, 24, latency=2.0).simulate(slow).makespan
+      81.0
       >>> print(zb_h2(2, 3))
       zb_h2: 2 ranks, 2 stages, 3 micro-batches, bubble 10.0 %
       rank 0 |F0 F1 F2 I0 W0 I1 W1 I2 W2 . |
@@ -70,8 +79,13 @@ def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
       Qi et al., `Zero Bubble Pipeline Parallelism
       <https://arxiv.org/abs/2401.10241>`_ (2024).
     """
-    warmup = [2 * (num_ranks - rank) - 1 for rank in range(num_ranks)]
-    lag = [2 * rank for rank in range(num_ranks)]
+    if not 0 <= latency < math.inf:
+        raise ScheduleError(f"zb_h2: latency={latency}: must be at least 0 and finite")
+    warmup = [
+        math.floor(2 * (num_ranks - rank) - 1 + 2 * (num_ranks - rank - 1) * latency)
+        for rank in range(num_ranks)
+    ]
+    lag = [warmup[0] - first for first in warmup]
     return _lagging("zb_h2", num_ranks, num_microbatches, warmup, lag)
 
 

@@ -22,7 +22,7 @@ from .orders import every_name, sizes
 
 @every_name
 def test_builders_refuse_less_than_one_and_name_all_that_is_wrong(name):
-    group = ", group=0" if name == "interleaved" else ""
+    group = ", group=0" if name in ("interleaved", "interleaved_zb") else ""
     says = f"{name}: num_ranks=0, num_microbatches=-2{group}: must be at least 1"
     with pytest.raises(ScheduleError, match=f"^{re.escape(says)}$"):
         BY_NAME[name](0, -2)

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from jpipe.schedules import (
-    BY_NAME,
     Costs,
     Schedule,
     Timeline,
@@ -233,9 +232,12 @@ def test_idle_share_of_four_ranks_with_equal_thirds(m, fractions):
 )
 def test_step_time_of_four_ranks_with_slow_transfers(latency, makespans):
     # Eager 1F1B hides the latency as gpipe does; 1F1B waits for it again and again.
-    names = [name for name in BY_NAME if name != "forward_only"]
+    builders = [
+        *(gpipe, one_f_one_b, eager_one_f_one_b, interleaved, looped_bfs),
+        *(zb_h1, zb_h2, zb_v, dualpipe_v),
+    ]
     timelines = compare(
-        [BY_NAME[name](4, 8) for name in names], Costs(latency=latency)
+        [build(4, 8) for build in builders], Costs(latency=latency)
     ).timelines
     assert [timeline.makespan for timeline in timelines] == makespans
 

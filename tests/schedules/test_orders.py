@@ -4,12 +4,11 @@ from collections import Counter
 
 from jpipe.schedules import BY_NAME, Action, Schedule, forward_only, gpipe
 
-from .orders import ON_A_LINE, every_name, halves, reads, sizes, sums
+from .orders import BOTH, ON_A_LINE, SPLIT, every_name, halves, reads, sizes, sums
 
 
 @every_name
 def test_runs_everything_once_for_any_number_of_microbatches(name):
-    whole = {"zb_h1": False, "zb_h2": False, "zb_v": False, "dualpipe_v": None}
     for p, m in sizes(name):
         schedule = BY_NAME[name](p, m)
         assert schedule.validate() is schedule
@@ -21,8 +20,8 @@ def test_runs_everything_once_for_any_number_of_microbatches(name):
         for stage, rank in enumerate(schedule.placement):
             for i in range(m):
                 f, b, half, rest = (Action(op, stage, i) for op in "FBIW")
-                is_whole = whole.get(name, True)
-                if is_whole is None:
+                is_whole = name not in SPLIT
+                if name in BOTH:
                     is_whole = (b, rank) in ran
                 backward = [b] if is_whole else [half, rest]
                 todo = [f] if name == "forward_only" else [f, *backward]

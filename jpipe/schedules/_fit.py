@@ -1,0 +1,121 @@
+"""A schedule made to measure: the fastest that is found for given costs and memory."""
+
+import math
+from collections.abc import Iterable, Sequence
+
+from ._costs import Costs
+from ._placements import placements
+from ._schedule import Schedule
+from ._search import Search
+from ._simulate import ScheduleError
+from ._tables import Tables
+
+# A placement whose best so far takes this much longer than another's is left alone.
+_HOPEFUL = 1.05
+
+
+def fit(
+    costs: Costs,
+    num_ranks: int,
+    num_microbatches: int,
+    max_bytes: float | Sequence[float] | None = None,
+) -> Schedule:
+    """The fastest valid schedule that is found for these costs under this memory.
+
+    Tried are the schedules of the catalogue, so that none of them is faster, and others
+    made for the costs: ranks that take what is ready by several rules, all of it again
+    with what is not urgent pushed out of the way, and swaps on the longest chain. What
+    no schedule can beat is `lower_bound`; the timeline of the result tells how far it
+    is from that.
+
+    Args:
+      costs: what each action costs, one entry per stage. For as many stages as ranks
+        each rank runs one; for twice as many they are placed in a V or round the
+        ranks, for other multiples round the ranks. Numbers for all stages: one stage
+        per rank.
+      num_ranks: the number of ranks.
+      num_microbatches: the number of micro-batches.
+      max_bytes: the most that a rank may hold, counted as `Timeline.peak_bytes` is; one
+        number, or one for each rank. Default: any.
+
+    Returns:
+      A valid schedule, the same for the same costs. Its name is that of the catalogue
+      where it is one of them, else ``"fit"``.
+
+    Raises:
+      ScheduleError: if a number is less than 1, the stages do not divide among the
+        ranks, costs are negative or not finite, or nothing fits: then the message says
+        what is short on which rank and what would do. With one stage per rank no
+        schedule does with less than that.
+
+    Example:
+      >>> from jpipe.schedules import zb_h1
+      >>> costs = Costs([1, 1.5, 1, 0.8], [2, 2.5, 2, 2], latency=0.3)
+      >>> made = fit(costs, 4, 16, max_bytes=6)
+      >>> for schedule in zb_h1(4, 16), made:  # doctest: +NORMALIZE_WHITESPACE
+      ...     print(schedule.simulate(costs))
+      zb_h1: time 67.4 (3.2 % above the bound), bubble 24.0 %, peak bytes per rank
+      4, 4, 4, 4
+      fit: time 65.3 (0.0 % above the bound), bubble 21.6 %, peak bytes per rank
+      6, 6, 6, 5
+
+    References:
+      Qi et al., `Pipeline Parallelism with Controllable Memory
+      <https://arxiv.org/abs/2405.15362>`_ (2024).
+    """
+    where = placements("fit", costs, num_ranks, num_microbatches)
+    most = _limits(max_bytes, num_ranks)
+    options = [Tables(costs, some, num_ranks, num_microbatches) for some in where]
+    searches = [Search(tables, most) for tables in options]
+    for search in searches:
+        search.begin()
+    fastest = min(search.fastest for search in searches)
+    if fastest == math.inf:
+        raise ScheduleError(_short(searches, most or []))
+    for search in searches:
+        if search.fastest <= fastest * _HOPEFUL:
+            search.go_on()
+    return min(searches, key=lambda search: search.fastest).best().schedule()
+
+
+def _limits(
+    max_bytes: float | Sequence[float] | None, num_ranks: int
+) -> list[float] | None:
+    """The most bytes of each rank."""
+    if max_bytes is None:
+        return None
+    if isinstance(max_bytes, Iterable):
+        most = list(max_bytes)
+    else:
+        most = [float(max_bytes)] * num_ranks
+    if len(most) != num_ranks:
+        raise ScheduleError(
+            f"fit: max_bytes has {len(most)} entries, num_ranks={num_ranks}: give one "
+            f"number, or one for each rank"
+        )
+    if any(math.isnan(limit) for limit in most):
+        raise ScheduleError(f"fit: max_bytes={max_bytes} holds what is no number")
+    return most
+
+
+def _short(searches: list[Search], most: Sequence[float]) -> str:
+    """Which ranks have too little, and what is enough: where least is missing."""
+
+    def missing(peaks: list[float]) -> tuple[float, float]:
+        most_on_one = max(peak - limit for peak, limit in zip(peaks, most, strict=True))
+        return most_on_one, sum(peaks)
+
+    peaks = min((peaks for s in searches for peaks in s.peaks()), key=missing)
+    lines = [
+        f"\n  * rank {rank} holds at least {peak:g} bytes, {peak - limit:g} more than "
+        f"{limit:g}"
+        for rank, (peak, limit) in enumerate(zip(peaks, most, strict=True))
+        if peak > limit
+    ]
+    least = ", ".join(f"{peak:g}" for peak in peaks)
+    return (
+        f"fit: no schedule was found that fits into max_bytes, not even with one "
+        f"micro-batch at a time:{''.join(lines)}\n"
+        f"max_bytes of {max(peaks):g} would do, or by rank [{least}]; or cut the "
+        f"stages elsewhere, or make micro-batches smaller"
+    )

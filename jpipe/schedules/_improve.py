@@ -1,0 +1,206 @@
+"""Orders made better: pushed late, then early again; then changed where it counts."""
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable
+
+from ._action import BACKWARD, INPUT, OPS, WEIGHT
+from ._arrange import Limits, arrange
+from ._tables import Numbered, Run, Tables
+
+Allowed = Callable[[Run], bool]
+
+
+def latest_starts(run: Run) -> list[float]:
+    """When each action would start if all ran as late as the makespan lets them.
+
+    The last goes first; each goes to the latest free time of its rank that is early
+    enough for all who read it.
+    """
+    tables = run.tables
+    own, far, delay, slot = tables.own, tables.far, tables.delay, tables.slot
+    latest = [run.makespan] * len(tables.seconds)
+    starts = [0.0] * len(tables.seconds)
+    gaps: list[list[tuple[float, ...]]] = [
+        [(-math.inf, run.makespan)] for _ in run.rows
+    ]
+    count, stages = tables.num_microbatches, tables.num_stages
+    by_end = sorted(range(len(run.order)), key=run.ends.__getitem__)
+    for at in reversed(by_end):
+        number = run.order[at]
+        seconds = tables.seconds[number]
+        rank = tables.placement[number // count % stages]
+        start = _take(gaps[rank], latest[slot[number]], seconds)
+        starts[number] = start
+        reads = [(own[number], 0.0), (far[number], delay[number])]
+        if number % count:
+            # Each stage runs its micro-batches in order.
+            reads.append((slot[number - 1], 0.0))
+        for read, later in [*reads, *tables.skips.get(number, ())]:
+            if read >= 0:
+                latest[read] = min(latest[read], start - later)
+    # Who reads a whole backward reads it as a first half; both have one place in line.
+    whole, half = tables.first(BACKWARD, 0), tables.first(INPUT, 0)
+    for at in range(half - whole):
+        one = starts[whole + at] or starts[half + at]
+        starts[whole + at] = starts[half + at] = one
+    return starts
+
+
+def _take(gaps: list[tuple[float, ...]], latest: float, seconds: float) -> float:
+    """Takes the latest free time that ends by then; returns its start."""
+    for at in range(bisect_left(gaps, (latest,)) - 1, -1, -1):
+        low, high = gaps[at]
+        end = min(high, latest)
+        start = end - seconds
+        if start >= low:
+            if seconds > 0:
+                rest = [(low, start), (end, high)]
+                gaps[at : at + 1] = [gap for gap in rest if gap[0] < gap[1]]
+            return start
+    raise AssertionError("the first gap has no beginning")
+
+
+def justify(
+    run: Run, limits: Limits, allowed: Allowed, whole: bool = False, rounds: int = 3
+) -> Run:
+    """Everything late, then early in that order, as long as that makes it shorter."""
+    for _ in range(rounds):
+        rows = arrange(run.tables, latest_starts(run), limits, whole)
+        new = run.tables.run(rows) if rows else None
+        if new is None or new.makespan >= run.makespan or not allowed(new):
+            break
+        run = new
+    return run
+
+
+def tails(run: Run) -> list[float]:
+    """How long it takes from the start of each action to the end of the step.
+
+    By slot; with the orders as they are.
+    """
+    tables = run.tables
+    own, far, delay, slot = tables.own, tables.far, tables.delay, tables.slot
+    after = [0.0] * len(tables.seconds)
+    tail = [0.0] * len(tables.seconds)
+    row_of = {number: (row, at) for row in run.rows for at, number in enumerate(row)}
+    for number in reversed(run.order):
+        at = slot[number]
+        long = tail[at] = after[at] + tables.seconds[number]
+        row, place = row_of[number]
+        if place:
+            before = slot[row[place - 1]]
+            after[before] = max(after[before], long)
+        if (read := own[number]) >= 0:
+            after[read] = max(after[read], long)
+        if (read := far[number]) >= 0:
+            after[read] = max(after[read], long + delay[number])
+        for read, later in tables.skips.get(number, ()):
+            after[read] = max(after[read], long + later)
+    return tail
+
+
+def swaps(run: Run) -> list[tuple[int, int]]:
+    """Neighbours of a rank, the second held up by the first, on a longest chain.
+
+    No other change of orders makes the step shorter.
+
+    Returns:
+      Rank and place of the first of each.
+    """
+    tables, tail = run.tables, tails(run)
+    end = dict(zip(run.order, run.ends, strict=True))
+    close = run.makespan * 1e-9
+    found = []
+    for rank, row in enumerate(run.rows):
+        for at in range(len(row) - 1):
+            first, second = row[at], row[at + 1]
+            start = end[second] - tables.seconds[second]
+            if (
+                start - end[first] <= close
+                and start + tail[tables.slot[second]] >= run.makespan - close
+                and _may_swap(tables, first, second)
+            ):
+                found.append((rank, at))
+    return found
+
+
+def _may_swap(tables: Tables, first: int, second: int) -> bool:
+    """Whether the second does not read the first, nor follows it in its stage."""
+    count, stages = tables.num_microbatches, tables.num_stages
+    if tables.own[second] == tables.slot[first]:
+        return False
+    if first // count % stages != second // count % stages:
+        return True
+    ops = {OPS[number // count // stages] for number in (first, second)}
+    # Gradients are summed in order, and a whole backward is both of its halves.
+    return len(ops) == 2 and not (BACKWARD in ops and ops & {INPUT, WEIGHT})
+
+
+def climb(run: Run, allowed: Allowed, budget: int) -> Run:
+    """Swaps neighbours on a longest chain while that makes the step shorter.
+
+    Args:
+      run: the order to start from.
+      allowed: whether an order may be kept.
+      budget: how many orders are tried.
+    """
+    tried = True
+    while tried and budget > 0:
+        tried = False
+        for rank, at in swaps(run):
+            if budget <= 0:
+                break
+            budget -= 1
+            rows = list(run.rows)
+            row = list(rows[rank])
+            row[at], row[at + 1] = row[at + 1], row[at]
+            rows[rank] = row
+            new = run.tables.run(rows)
+            if new is not None and new.makespan < run.makespan and allowed(new):
+                run, tried = new, True
+                break
+    return run
+
+
+def merge(run: Run, allowed: Allowed) -> Run:
+    """Halves that follow each other made whole, where nothing takes longer for it."""
+    tables, seconds = run.tables, run.tables.seconds
+    to_rest = tables.first(WEIGHT, 0) - tables.first(INPUT, 0)
+    to_whole = tables.first(BACKWARD, 0) - tables.first(INPUT, 0)
+    low, high = tables.first(INPUT, 0), tables.first(WEIGHT, 0)
+    for rank in range(len(run.rows)):
+        row: list[int] = []
+        for number in run.rows[rank]:
+            before = row[-1] if row else -1
+            if (
+                low <= before < high
+                and number == before + to_rest
+                and seconds[before + to_whole] <= seconds[before] + seconds[number]
+            ):
+                row[-1] = before + to_whole
+            else:
+                row.append(number)
+        if len(row) < len(run.rows[rank]):
+            rows = [*run.rows[:rank], row, *run.rows[rank + 1 :]]
+            new = tables.run(rows)
+            if new is not None and new.makespan <= run.makespan and allowed(new):
+                run = new
+    return run
+
+
+def most_held(tables: Tables, rows: Numbered) -> list[int]:
+    """The most stages of micro-batches that each rank has begun and not ended."""
+    whole, half = tables.first(BACKWARD, 0), tables.first(INPUT, 0)
+    rest = tables.first(WEIGHT, 0)
+    found = []
+    for row in rows:
+        now = most = 0
+        for number in row:
+            if number < whole:
+                now += 1
+                most = max(most, now)
+            elif number < half or number >= rest:
+                now -= 1
+        found.append(most)
+    return found

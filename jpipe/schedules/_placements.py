@@ -1,0 +1,48 @@
+"""Where stages can be: on a line, in a V, round the ranks."""
+
+from ._build import check, loop, v_shape
+from ._costs import Costs, faults_of
+from ._simulate import ScheduleError
+
+
+def placements(
+    name: str, costs: Costs, num_ranks: int, num_microbatches: int
+) -> list[tuple[int, ...]]:
+    """The placements of as many stages as costs are given for.
+
+    Args:
+      name: who asks, for messages.
+      costs: what each stage costs; numbers for all: one stage per rank.
+      num_ranks: the number of ranks.
+      num_microbatches: the number of micro-batches.
+
+    Raises:
+      ScheduleError: if a number is less than 1, the stages do not divide, or costs are
+        negative or not finite.
+    """
+    check_costs(name, costs, num_ranks, num_microbatches)
+    stages = num_ranks if costs.num_stages is None else costs.num_stages
+    if stages < 1 or stages % num_ranks:
+        raise ScheduleError(
+            f"{name}: costs are for {stages} stages, num_ranks={num_ranks}: give costs "
+            f"for {num_ranks} stages, or for a multiple of it"
+        )
+    chunks = stages // num_ranks
+    shapes = [v_shape(num_ranks)] if chunks == 2 else []
+    found = []
+    for shape in [*shapes, loop(num_ranks)]:
+        rank_of = {
+            shape(rank, chunk): rank
+            for rank in range(num_ranks)
+            for chunk in range(chunks)
+        }
+        found.append(tuple(rank_of[stage] for stage in range(stages)))
+    return list(dict.fromkeys(found))
+
+
+def check_costs(name: str, costs: Costs, num_ranks: int, num_microbatches: int) -> None:
+    """Refuses numbers less than one, and what is no cost, naming all of it."""
+    check(name, {"num_ranks": num_ranks, "num_microbatches": num_microbatches})
+    if faults := faults_of(costs, num_microbatches):
+        lines = "".join(f"\n  * {fault}" for fault in faults)
+        raise ScheduleError(f"{name}: costs cannot be used:{lines}")

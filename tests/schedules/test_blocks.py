@@ -1,0 +1,166 @@
+"""Schedules in a V that repeat one block: what they hold, how long they idle."""
+
+import math
+import re
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from jpipe.schedules import Costs, Schedule, ScheduleError, build_v, zb_v
+
+BLOCKS = {
+    # What a rank holds, in micro-batches of both its stages; the most that it idles
+    # in slots, of which a micro-batch has six.
+    "v_min": (lambda p: math.ceil((p + 2) / 3), lambda p: 4 * p - (5 if p % 3 else 3)),
+    "v_half": (lambda p: p // 2 + 1, lambda p: 7 * p // 2 - (2 if p % 2 == 0 else 3)),
+    "zb_v": (lambda p: p, lambda p: p - 1),
+    "1f1b_v": (lambda p: 2 * p // 3 + 1, lambda p: 6 * (p - 1) + (2 if p > 2 else 0)),
+}
+every_block = pytest.mark.parametrize("block", BLOCKS)
+
+
+def held(schedule: Schedule) -> list[int]:
+    """The most stages of micro-batches that each rank has begun and not ended."""
+    found = []
+    for row in schedule.rows:
+        now = [0]
+        for action in row:
+            now.append(now[-1] + {"F": 1, "B": -1, "I": 0, "W": -1}[action.op])
+        found.append(max(now))
+    return found
+
+
+@every_block
+def test_a_block_of_the_literature_holds_and_idles_what_its_table_says(block):
+    peak, idle = BLOCKS[block]
+    for p in range(1, 11):
+        for m in {1, 2, p, 2 * p - 1, 2 * p, 2 * p + 1, 4 * p}:
+            schedule = build_v(p, m, block=block).validate()
+            assert (schedule.name, schedule.num_stages) == (block, 2 * p)
+            assert schedule.placement == (*range(p), *reversed(range(p)))
+            timeline = schedule.simulate()
+            assert max(held(schedule)) == max(timeline.peak_bytes)
+            assert max(held(schedule)) <= 2 * min(m, peak(p))
+            if m >= 2 * p:
+                assert max(held(schedule)) == 2 * peak(p)
+            # Few micro-batches cannot fill a steady phase.
+            longest = idle(p) if m >= 2 * p - 1 else max(idle(p), 6 * p - 6)
+            assert max(timeline.idle) <= max(longest, 0)
+            assert len(set(timeline.idle)) == 1
+
+
+def test_the_literature_gives_a_third_and_a_half_of_what_1f1b_holds():
+    for p in range(2, 33):
+        m = 2 * p
+        assert max(held(build_v(p, m, block="v_min"))) / 2 <= p / 3 + 4 / 3
+        assert max(held(build_v(p, m, block="v_half"))) / 2 <= p / 2 + 1
+    for p, m in ((8, 64), (16, 64)):
+        slots = 6 * m
+        v_min = max(build_v(p, m, block="v_min").simulate().idle) / slots
+        v_half = max(build_v(p, m, block="v_half").simulate().idle) / slots
+        assert v_min <= 2 * p / (3 * m)
+        assert v_half <= p / (2 * m) + p / (12 * m)
+
+
+def test_the_block_of_zb_v_takes_the_time_and_the_memory_of_zb_v():
+    for p in range(1, 7):
+        for m in (2 * p - 1, 2 * p, 3 * p + 1):
+            ours, known = build_v(p, m, block="zb_v").simulate(), zb_v(p, m).simulate()
+            assert ours.makespan == known.makespan
+            assert max(ours.peak_bytes) == max(known.peak_bytes)
+
+
+def test_measured_costs_reorder_a_block_within_its_memory():
+    forward = [1, 2, 1, 3, 1, 1, 2, 1]
+    costs = Costs(forward, [2 * f for f in forward], latency=0.5)
+    for block in BLOCKS:
+        plain = build_v(4, 12, block=block)
+        measured = build_v(4, 12, block=block, costs=costs).validate()
+        assert measured.simulate(costs).makespan <= plain.simulate(costs).makespan
+        assert max(held(measured)) <= max(held(plain))
+    times = [
+        build_v(4, 12, block="v_half", costs=some).simulate(costs).makespan
+        for some in (None, costs)
+    ]
+    assert times[1] < times[0]
+
+
+def test_more_in_flight_is_used_and_never_exceeded():
+    costs = Costs(latency=1.0)
+    times = []
+    for most in (6, 8, 12, 16):
+        schedule = build_v(4, 16, block="v_half", costs=costs, max_in_flight=most)
+        assert max(held(schedule.validate())) <= most
+        times.append(schedule.simulate(costs).makespan)
+    assert times == sorted(times, reverse=True)
+    assert times[-1] < times[0]
+
+
+@st.composite
+def blocks(draw):
+    """Slots of one's own: along the V, each as soon as its rank is free, or later."""
+    p = draw(st.integers(1, 5))
+    starts: list[list[int]] = [[] for _ in range(p)]
+    now = draw(st.integers(0, 3))
+    for at in range(4):
+        for rank in range(p) if at % 2 == 0 else reversed(range(p)):
+            now += 1 + draw(st.integers(0, 2))
+            while now % 6 in {slot % 6 for slot in starts[rank]}:
+                now += 1
+            starts[rank].append(now)
+    return starts
+
+
+@settings(max_examples=60, deadline=None)
+@given(blocks(), st.integers(1, 9))
+def test_any_block_that_can_be_repeated_makes_a_valid_schedule(starts, m):
+    schedule = build_v(len(starts), m, block=starts).validate()
+    assert (schedule.name, schedule.num_microbatches) == ("v", m)
+    # No more than the slots from the first forward to the last second half allow.
+    for rank, (first, second, after, last) in enumerate(starts):
+        life = (last + 12 - first) + (after + 12 - second)
+        assert held(schedule)[rank] <= max(held(schedule)) <= 2 * m
+        assert held(build_v(len(starts), m, block=starts))[rank] <= life // 6 + 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"block": "v_third"}, "unknown block 'v_third': choose 'v_min', 'v_half', "),
+        (
+            {"block": [(0, 1, 2, 3)]},
+            "the block cannot be repeated:\n  * it has 1 ranks, needs 2, each with "
+            "four slots, of F, F, I and I of its first, second, second and first chunk",
+        ),
+        (
+            {"block": [(0, 3, 4), (1, 2, "5", 6)]},
+            "the block cannot be repeated:\n  * rank 0: (0, 3, 4): needs four slots",
+        ),
+        (
+            {"block": [(0, 6, 4, 7), (1, 2, 5, 6)]},
+            "the block cannot be repeated:\n"
+            "  * rank 0: slots (0, 6, 4, 7) are not four different ones of every 6\n"
+            "  * I of chunk 1 of rank 0 is in slot 4, before F of chunk 1 of rank 0 in "
+            "slot 6 has ended",
+        ),
+        (
+            {"costs": Costs([1, 2, 3])},
+            "v_half: costs are for 3 stages, a V of 2 ranks has 4",
+        ),
+        (
+            {"max_in_flight": 3},
+            "v_half: max_in_flight=3: its block holds 4 stages of micro-batches on "
+            "rank 0; give at least that, or another block",
+        ),
+    ],
+)
+def test_what_cannot_be_built_is_refused(arguments, says):
+    with pytest.raises(ScheduleError, match=f"^{re.escape(says)}"):
+        build_v(2, 4, **arguments)
+
+
+def test_build_v_refuses_less_than_one():
+    says = "v: num_ranks=0, num_microbatches=0: must be at least 1"
+    with pytest.raises(ScheduleError, match=f"^{says}$"):
+        build_v(0, 0, block=[])

@@ -1,0 +1,228 @@
+"""Schedules made to measure: valid, under their cap, never behind the catalogue."""
+
+import re
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from jpipe.schedules import (
+    BY_NAME,
+    Costs,
+    Schedule,
+    ScheduleError,
+    Skip,
+    fit,
+    lower_bound,
+)
+from jpipe.schedules._tables import Tables
+
+from .predictions import any_time, predictions
+
+any_bytes = st.integers(0, 9)
+BYTES = (
+    "boundary_bytes",
+    "cotangent_bytes",
+    "residual_bytes",
+    "pending_bytes",
+    "parameter_bytes",
+    "accumulator_bytes",
+    "extra_bytes",
+    "shared_bytes",
+    "emitted_bytes",
+)
+
+
+@st.composite
+def any_costs(draw, stages: int) -> Costs:
+    """Times and bytes of each stage; of some fields one number for all."""
+
+    def per_stage(of):
+        return draw(st.lists(of, min_size=stages, max_size=stages))
+
+    times = [per_stage(any_time) for _ in range(2)]
+    halves = [per_stage(any_time) if draw(st.booleans()) else None for _ in range(2)]
+    sizes = {name: per_stage(any_bytes) for name in BYTES if draw(st.booleans())}
+    skips = ()
+    if stages > 2 and draw(st.booleans()):
+        skips = (Skip(0, stages - 1, draw(any_bytes), draw(any_bytes)),)
+    return Costs(*times, *halves, draw(any_time), 4.0, **sizes, skips=skips)
+
+
+def catalogue(p: int, m: int, stages: int) -> list[Schedule]:
+    """All schedules of this number of stages that train."""
+    found = []
+    for build in BY_NAME.values():
+        try:
+            schedule = build(p, m)
+        except ScheduleError:
+            continue  # too few micro-batches
+        if schedule.num_stages == stages and not schedule.forward_only:
+            found.append(schedule)
+    return found
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.data())
+def test_never_slower_than_the_best_of_the_catalogue_under_the_same_cap(data):
+    p, chunks = (
+        data.draw(st.sampled_from([1, 2, 3, 4])),
+        data.draw(st.sampled_from([1, 2])),
+    )
+    m = data.draw(st.integers(1, 9))
+    costs = data.draw(any_costs(chunks * p))
+    known = [(s, s.simulate(costs)) for s in catalogue(p, m, chunks * p)]
+    # Caps that some of the catalogue meet exactly, or nearly, or nobody.
+    caps = [max(timeline.peak_bytes) for _, timeline in known]
+    cap = data.draw(st.sampled_from([None, *caps])) if caps else None
+    if cap is not None:
+        cap += data.draw(st.sampled_from([0, 0, 1, -1]))
+    try:
+        found = fit(costs, p, m, cap)
+    except ScheduleError:
+        assert cap is not None
+        assert all(peak > cap for peak in caps)
+        return
+    assert found.validate(max_bytes=cap, costs=costs) is found
+    assert (found.num_ranks, found.num_stages) == (p, chunks * p)
+    assert found.num_microbatches == m
+    timeline = found.simulate(costs)
+    fitting = [t for _, t in known if cap is None or max(t.peak_bytes) <= cap]
+    for other in fitting:
+        assert timeline.makespan <= other.makespan
+    assert lower_bound(costs, p, m) <= timeline.makespan * (1 + 1e-12)
+    if found.name in BY_NAME:
+        assert found == BY_NAME[found.name](p, m)
+
+
+@settings(max_examples=60, deadline=None)
+@given(predictions(), st.data())
+def test_time_and_bytes_are_counted_as_the_simulator_does(prediction, data):
+    schedule, times = prediction
+    if schedule.forward_only:
+        return
+    stages, m = schedule.num_stages, schedule.num_microbatches
+    costs = data.draw(any_costs(stages))
+    if data.draw(st.booleans()):
+        each = st.lists(st.floats(0, 9), min_size=m, max_size=m)
+        costs = Costs(
+            [data.draw(each) for _ in range(stages)],
+            residual_bytes=[data.draw(each) for _ in range(stages)],
+            extra_bytes=[data.draw(each) for _ in range(stages)],
+        )
+    for some in (times, costs):
+        timeline = schedule.simulate(some)
+        tables = Tables(some, schedule.placement, schedule.num_ranks, m)
+        run = tables.run(tables.numbered(schedule.rows))
+        assert run is not None
+        assert tables.actions(run.rows) == schedule.rows
+        assert dict(zip(map(tables.action, run.order), run.ends, strict=True)) == (
+            timeline.end
+        )
+        assert tuple(run.peaks()) == timeline.peak_bytes
+
+
+SLOW_LAST = Costs([1, 1, 1, 1.5], [2, 2, 2, 3], latency=0.4)
+UNEVEN = Costs([1, 1.5, 1, 0.8], [2, 2.5, 2, 2], latency=0.3)
+IN_CHUNKS = Costs(
+    [1, 1.2, 0.8, 1, 1.1, 0.9, 1, 1.3], [2, 2.4, 1.6, 2, 2.2, 1.8, 2, 2.6], latency=0.6
+)
+
+
+@pytest.mark.parametrize(
+    ("costs", "m", "cap", "margin"),
+    [
+        # Between what zb_h1 (4) and zb_h2 (7) hold.
+        pytest.param(UNEVEN, 16, 6, 0.03, id="uneven stages"),
+        pytest.param(Costs([1] * 4, latency=0.4), 8, 6, 0.10, id="latency"),
+        pytest.param(IN_CHUNKS, 8, None, 0.03, id="two stages per rank"),
+        pytest.param(IN_CHUNKS, 16, 7, 0.02, id="less than zb_v holds"),
+    ],
+)
+def test_faster_than_the_best_of_the_catalogue_by_a_margin(costs, m, cap, margin):
+    timelines = [s.simulate(costs) for s in catalogue(4, m, costs.num_stages)]
+    best = min(t.makespan for t in timelines if cap is None or max(t.peak_bytes) <= cap)
+    made = fit(costs, 4, m, cap)
+    assert made.name == "fit"
+    timeline = made.validate(max_bytes=cap, costs=costs).simulate(costs)
+    assert timeline.makespan <= best * (1 - margin)
+
+
+def test_something_fits_where_nothing_of_the_catalogue_does():
+    costs = Costs([1] * 4)
+    assert min(max(s.simulate(costs).peak_bytes) for s in catalogue(4, 16, 4)) == 4
+    times = [fit(costs, 4, 16, cap).simulate(costs).makespan for cap in (1, 2, 3, 4)]
+    # One at a time: four F, four I and, before the next can begin, the W of rank 0.
+    assert times[0] == 16 * 9
+    assert times == sorted(set(times), reverse=True)
+    assert times[3] == 51
+
+
+def test_each_rank_may_have_a_cap_of_its_own():
+    caps = [5, 2, 3, 1]
+    timeline = fit(SLOW_LAST, 4, 12, caps).simulate(SLOW_LAST)
+    assert all(peak <= cap for peak, cap in zip(timeline.peak_bytes, caps, strict=True))
+    alike = fit(SLOW_LAST, 4, 12, [4, 4, 4, 4])
+    assert alike == fit(SLOW_LAST, 4, 12, 4)
+
+
+def test_the_same_costs_give_the_same_schedule():
+    assert fit(IN_CHUNKS, 4, 8, 7) == fit(IN_CHUNKS, 4, 8, 7)
+
+
+def test_numbers_for_all_stages_mean_one_stage_per_rank():
+    assert fit(Costs(), 3, 5).num_stages == 3
+
+
+def test_more_than_two_stages_per_rank_go_round_the_ranks():
+    made = fit(Costs([1] * 6, latency=0.3), 2, 4)
+    assert made.validate().placement == (0, 1, 0, 1, 0, 1)
+
+
+def test_stages_of_one_rank_are_placed_so_that_it_is_faster():
+    # In a V the slow ends are on one rank, round the ranks each has one of them.
+    costs = Costs([3, 1, 1, 3])
+    assert fit(costs, 2, 8).placement == (0, 1, 0, 1)
+    costs = Costs([3, 1, 3, 1])
+    assert fit(costs, 2, 8).placement == (0, 1, 1, 0)
+
+
+def test_what_cannot_fit_says_what_is_short_and_what_would_do():
+    costs = Costs([1, 1], residual_bytes=[3, 5], parameter_bytes=[10, 20])
+    assert fit(costs, 2, 4, [13, 25]).simulate(costs).peak_bytes == (13, 25)
+    says = (
+        "fit: no schedule was found that fits into max_bytes, not even with one "
+        "micro-batch at a time:\n"
+        "  * rank 1 holds at least 25 bytes, 1 more than 24\n"
+        "max_bytes of 25 would do, or by rank [13, 25]; or cut the stages "
+        "elsewhere, or make micro-batches smaller"
+    )
+    with pytest.raises(ScheduleError, match=f"^{re.escape(says)}$"):
+        fit(costs, 2, 4, 24)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_the_least_cap_that_is_named_does_and_no_schedule_does_with_less(data):
+    p, chunks = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 2))
+    m = data.draw(st.integers(1, 5))
+    costs = data.draw(any_costs(chunks * p))
+    with pytest.raises(ScheduleError, match="would do") as refusal:
+        fit(costs, p, m, -1)
+    said = re.search(r"or by rank \[(.*)\]", str(refusal.value))
+    least = [float(number) for number in said.group(1).split(", ")]
+    assert fit(costs, p, m, least).validate(costs=costs)
+    for schedule in catalogue(p, m, chunks * p):
+        assert max(schedule.simulate(costs).peak_bytes) >= max(least)
+
+
+@pytest.mark.parametrize(
+    ("most", "says"),
+    [
+        ([1, 2, 3], "max_bytes has 3 entries, num_ranks=2: give one number, or one"),
+        (float("nan"), "max_bytes=nan holds what is no number"),
+    ],
+)
+def test_caps_that_are_none_are_refused(most, says):
+    with pytest.raises(ScheduleError, match=f"^fit: {re.escape(says)}"):
+        fit(Costs(), 2, 2, most)
