@@ -23,6 +23,7 @@ FOLDERS = (
     "_instructions",
     "_run",
     "_train",
+    "planning",
     "",
 )
 # `device_put` anywhere else would be a transfer that the memory count and a later
