@@ -147,7 +147,9 @@ class Chain:
             kept = [layer.kept_bytes[mode] for layer in layers]
             return between(np.array(kept, float), none=0.0)
         given = [self.profile.boundary_bytes(i) for i in range(self.num_layers)]
-        kept = np.triu(np.outer([*map(float, given), 0.0], np.ones(self.num_layers + 1)), 1)
+        kept = np.triu(
+            np.outer([*map(float, given), 0.0], np.ones(self.num_layers + 1)), 1
+        )
         readers: dict[tuple[int, str, int, bool], list[int]] = {}
         for skip in skips:
             key = skip.source, skip.name, skip.bytes, skip.is_output

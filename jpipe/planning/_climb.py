@@ -1,5 +1,8 @@
 """Cuts made better by moving their ends, where no exact method is known."""
 
+import heapq
+import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -8,43 +11,48 @@ Ends = tuple[int, ...]
 Key = tuple[float, ...]
 
 
+def every(num_layers: int, num_stages: int, most: int) -> Iterator[Ends]:
+    """All cuts, if they are no more than so many; else none."""
+    if math.comb(num_layers - 1, num_stages - 1) <= most:
+        for inner in itertools.combinations(range(1, num_layers), num_stages - 1):
+            yield (0, *inner, num_layers)
+
+
 def climb(
     starts: Iterable[Ends],
     key: Callable[[Ends], Key],
     most: int,
-    reach: int = 1,
-) -> Ends:
-    """The best cut that moves from some cuts lead to, each move for the better.
+    patience: int = 12,
+) -> list[Ends]:
+    """The best cuts among some and those around the best of them.
 
     Args:
-      starts: where to begin: at the best of them.
-      key: of a cut; its calls are counted.
+      starts: where to begin.
+      key: of a cut.
       most: how many cuts to look at, beside the starts.
-      reach: how many layers an end moves at most.
+      patience: around how many cuts to look for a better one before giving up.
 
     Returns:
-      The best cut seen.
+      All cuts seen, the best first.
     """
-    seen: dict[Ends, Key] = {}
-
-    def known(ends: Ends) -> Key:
-        if ends not in seen:
-            seen[ends] = key(ends)
-        return seen[ends]
-
-    best = min(dict.fromkeys(starts), key=known)
+    seen = {ends: key(ends) for ends in dict.fromkeys(starts)}
     most += len(seen)
-    better = True
-    while better and len(seen) < most:
-        better = False
-        for ends in _moves(best, reach):
-            if len(seen) >= most:
-                break
-            if known(ends) < known(best):
-                # Go on from there: what was tried before is not counted again.
-                best, better = ends, True
-                break
-    return best
+    # An end moves up to half a stage.
+    reach = max(1, max((ends[-1] // (2 * len(ends)) for ends in seen), default=1))
+    # Around the best first; around some more, which may lead to a better one yet.
+    waiting = [(value, ends) for ends, value in seen.items()]
+    heapq.heapify(waiting)
+    best, left = waiting[0][0], patience
+    while waiting and left and len(seen) < most:
+        left -= 1
+        for ends in _moves(heapq.heappop(waiting)[1], reach):
+            if ends in seen or len(seen) >= most:
+                continue
+            value = seen[ends] = key(ends)
+            heapq.heappush(waiting, (value, ends))
+            if value < best:
+                best, left = value, patience
+    return sorted(seen, key=lambda ends: (seen[ends], ends))
 
 
 def _moves(ends: Ends, reach: int) -> Iterator[Ends]:
@@ -65,5 +73,5 @@ def _moved(ends: Ends, by: dict[int, int]) -> Iterator[Any]:
     moved = list(ends)
     for i, step in by.items():
         moved[i] += step
-    if all(a < b for a, b in zip(moved, moved[1:], strict=False)):
+    if all(a < b for a, b in itertools.pairwise(moved)):
         yield tuple(moved)

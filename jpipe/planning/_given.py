@@ -2,6 +2,7 @@
 
 import functools
 import math
+import numbers
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -258,8 +259,10 @@ def _contradictions(
                 f"together: {group} and cuts={inside}: with one stage per rank layers "
                 f"{min(group)} to {max(group)} have to be one stage"
             )
-    places = num_layers - 1 - len(
-        {i for g in pins.groups for i in range(min(g) + 1, max(g) + 1)}
+    places = (
+        num_layers
+        - 1
+        - len({i for g in pins.groups for i in range(min(g) + 1, max(g) + 1)})
     )
     if places + 1 < num_stages:
         yield (
@@ -289,4 +292,4 @@ def _max_bytes(
 
 
 def _is_size(value: Any) -> bool:
-    return isinstance(value, int | float | np.number) and 0 < value <= math.inf
+    return isinstance(value, numbers.Real) and 0 < float(value) <= math.inf

@@ -24,7 +24,9 @@ class Held(NamedTuple):
 def of_schedule(schedule: Schedule) -> tuple[Held, ...]:
     """What each rank of a schedule holds."""
     return tuple(
-        _of_rank(schedule, rank, [s for s, r in enumerate(schedule.placement) if r == rank])
+        _of_rank(
+            schedule, rank, [s for s, r in enumerate(schedule.placement) if r == rank]
+        )
         for rank in range(schedule.num_ranks)
     )
 

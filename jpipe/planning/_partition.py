@@ -8,7 +8,7 @@ import numpy as np
 from ..schedules import Schedule, ScheduleBuilder, gpipe
 from . import _several
 from ._chain import Matrix
-from ._climb import Ends, Key, climb
+from ._climb import Ends, Key, climb, every
 from ._cuts import Problem, best_max, best_step, smallest_max
 from ._given import Given, understood
 from ._profile import Profile
@@ -19,7 +19,7 @@ _FEWEST = 12
 # How many cuts are looked at around the best.
 _TRIED = 400
 # How many of the best are where that begins.
-_BEST = 4
+_BEST = 8
 
 
 def partition(
@@ -81,17 +81,17 @@ def partition(
       >>> partition([1, 2, 3, 4, 5, 6], 3, cuts=[1])
       [1, 3, 2]
     """
-    arguments = dict(
-        objective=objective,
-        num_microbatches=num_microbatches,
-        bandwidth=bandwidth,
-        latency=latency,
-        max_bytes=max_bytes,
-        schedule=schedule,
-        together=together,
-        cuts=cuts,
-        remat=remat,
-    )
+    arguments = {
+        "objective": objective,
+        "num_microbatches": num_microbatches,
+        "bandwidth": bandwidth,
+        "latency": latency,
+        "max_bytes": max_bytes,
+        "schedule": schedule,
+        "together": together,
+        "cuts": cuts,
+        "remat": remat,
+    }
     given = understood(costs, num_stages, arguments)
     one_each = given.num_ranks == num_stages
     ends = _one_each(given) if one_each else _several_each(given)
@@ -128,7 +128,8 @@ def _one_each(given: Given) -> Ends:
         stages = zip(times, itertools.pairwise(ends), strict=True)
         return word(ends) if all(m[s] < np.inf for m, s in stages) else (np.inf,)
 
-    return climb([*found[:_BEST], tight.ends], key, _TRIED)
+    others = every(chain.num_layers, chain.num_stages, _TRIED)
+    return climb([*found[:_BEST], tight.ends, *others], key, _TRIED)[0]
 
 
 def _several_each(given: Given) -> Ends:
@@ -143,7 +144,7 @@ def _several_each(given: Given) -> Ends:
             f"{list(given.placement)}; name layers whose stages share a rank"
         )
     if over > 0:
-        ends, short = _several.nearest(given, found)
+        ends, short = _several.nearest(given, found[:_BEST])
         raise ValueError(_too_small(given, ends, short))
     if given.objective == "max":
         return found[0]
@@ -152,7 +153,9 @@ def _several_each(given: Given) -> Ends:
     def key(ends: Ends) -> Key:
         return word(ends) if not any(_several.broken(given, ends)) else (np.inf,)
 
-    return climb(found[:_BEST], key, _TRIED)
+    # With few cuts all of them are there.
+    starts = found if len(found) <= _TRIED else found[:_BEST]
+    return climb(starts, key, _TRIED)[0]
 
 
 def _last_word(given: Given) -> Callable[[Ends], Key]:
@@ -168,13 +171,13 @@ def _last_word(given: Given) -> Callable[[Ends], Key]:
         slowest = max(_several.loads(given, ends)) * chain.unit
         if count * slowest >= best or not left:
             # No order of its actions makes the rank that has most to do any faster.
-            return (np.inf,)
+            return max(count * slowest, best), 1.0
         left -= 1
         time = schedule.simulate(chain.costs(ends)).makespan
         if given.schedule is None:
             time += (count - 1) * slowest
         best = min(best, time)
-        return (time,)
+        return time, 0.0
 
     return seconds
 

@@ -173,7 +173,9 @@ class Profile:
         if mode == "none":
             return mode
         known = (
-            m for m in ("min_cut", "none") if all(m in x.kept_bytes for x in self.layers)
+            m
+            for m in ("min_cut", "none")
+            if all(m in x.kept_bytes for x in self.layers)
         )
         return next(known, mode)
 
@@ -278,7 +280,9 @@ class Profile:
 
     def _skips(self, ends: Sequence[int]) -> Iterator[Skip]:
         """Skip connections between stages; one array goes to a stage once."""
-        stage_of = [s for s, (a, b) in enumerate(itertools.pairwise(ends)) for _ in range(a, b)]
+        stage_of = [
+            s for s, (a, b) in enumerate(itertools.pairwise(ends)) for _ in range(a, b)
+        ]
         sent: dict[tuple[int, str, int], Skip] = {}
         for skip in self.skips:
             source, target = stage_of[skip.source], stage_of[skip.target]
@@ -318,9 +322,7 @@ def _halves(layer: LayerProfile) -> tuple[float, float]:
 def speed_faults(bandwidth: float | None, latency: float) -> Iterator[str]:
     """Why links of such speed there are not, a line for each fault."""
     yield from _layer.misfit("latency", latency)
-    if bandwidth is not None and (
-        isinstance(bandwidth, str) or not bandwidth > 0
-    ):
+    if bandwidth is not None and (isinstance(bandwidth, str) or not bandwidth > 0):
         yield f"bandwidth={bandwidth!r}; needs bytes per second, more than 0"
 
 

@@ -6,12 +6,15 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ._climb import Ends, Key, climb
+from ._climb import Ends, Key, climb, every
 from ._cuts import Problem, best_max
 from ._given import Given
 
-# How many cuts are tried from each start.
-_TRIED = 1_500
+# How many cuts are tried on paper, and around how many in vain.
+_TRIED = 10_000
+_PATIENCE = 40
+# So many cuts are all tried.
+_FEW = 1_000
 
 
 def candidates(given: Given) -> list[Ends]:
@@ -21,14 +24,9 @@ def candidates(given: Given) -> list[Ends]:
       given: the arguments; its pins and its limit come before all else.
 
     Returns:
-      Where stages begin and end: one cut for each start of the search.
+      Where stages begin and end, in all cuts that were looked at.
     """
-    reach = max(1, given.chain.num_layers // (2 * given.chain.num_stages))
-    found = [
-        climb([start], lambda ends: _on_paper(given, ends), _TRIED, reach)
-        for start in _starts(given)
-    ]
-    return sorted(dict.fromkeys(found), key=lambda ends: _on_paper(given, ends))
+    return climb(_starts(given), lambda e: _on_paper(given, e), _TRIED, _PATIENCE)
 
 
 def nearest(given: Given, starts: list[Ends]) -> tuple[Ends, float]:
@@ -37,7 +35,7 @@ def nearest(given: Given, starts: list[Ends]) -> tuple[Ends, float]:
     def key(ends: Ends) -> Key:
         return (*broken(given, ends)[:1], max(excess(given, ends)))
 
-    ends = climb(starts, key, _TRIED)
+    ends = climb(starts, key, _TRIED)[0]
     return ends, max(excess(given, ends))
 
 
@@ -97,4 +95,5 @@ def _starts(given: Given) -> Iterator[Ends]:
         if cut is not None:
             yield cut.ends
     count = chain.num_stages
+    yield from every(chain.num_layers, count, _FEW)
     yield tuple(chain.num_layers * s // count for s in range(count + 1))

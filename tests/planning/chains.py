@@ -31,10 +31,12 @@ def profile(rng: random.Random, num_layers: int, skips: int = 0, ties: int = 0):
     found = []
     for k in range(skips):
         source, target = sorted(rng.sample(range(num_layers), 2))
-        is_output = rng.random() < 0.3
-        size = layers[source].output_bytes if is_output else rng.randrange(60)
-        name = f"layer{source}" if is_output else f"skip{k}"
-        found.append(SkipProfile(name, source, target, size, size, is_output))
+        is_output, size = rng.random() < 0.3, rng.randrange(60)
+        sizes, name = (size, size), f"skip{k}"
+        if is_output:
+            own = layers[source]
+            sizes, name = (own.output_bytes, own.cotangent_bytes), own.name
+        found.append(SkipProfile(name, source, target, *sizes, is_output))
     groups = tuple(tuple(rng.sample(range(num_layers), 2)) for _ in range(ties))
     return Profile(layers, input_bytes=7, skips=tuple(found), ties=groups)
 

@@ -1,7 +1,5 @@
 """The best cut, by trying all."""
 
-import dataclasses
-import itertools
 import math
 import random
 
@@ -9,7 +7,6 @@ import pytest
 
 from jpipe import schedules
 from jpipe.planning._partition import partition
-from jpipe.planning._profile import LayerProfile, Profile, SkipProfile
 
 from .chains import MODES, every_cut, profile, stages, times, transfers
 
@@ -21,12 +18,17 @@ def drawn(seed):
     num_stages = rng.randint(1, min(4, num_layers))
     modes = tuple(rng.choice(MODES) for _ in range(num_stages))
     bandwidth, latency = rng.choice([(None, 0.0), (10.0, 0.0), (100.0, 0.3)])
-    return rng, profile(rng, num_layers, ties=rng.randrange(2)), modes, dict(
-        num_stages=num_stages,
-        num_microbatches=rng.choice([1, 2, 5, 30]),
-        bandwidth=bandwidth,
-        latency=latency,
-        remat=modes,
+    return (
+        rng,
+        profile(rng, num_layers, ties=rng.randrange(2)),
+        modes,
+        {
+            "num_stages": num_stages,
+            "num_microbatches": rng.choice([1, 2, 5, 30]),
+            "bandwidth": bandwidth,
+            "latency": latency,
+            "remat": modes,
+        },
     )
 
 
@@ -54,7 +56,7 @@ def needs(profile, balance, modes, in_flight):
     ]
 
 
-@pytest.mark.parametrize("seeds", [range(k, k + 250) for k in range(0, 1000, 250)])
+@pytest.mark.parametrize("seeds", [range(k, k + 500) for k in range(0, 2000, 500)])
 def test_no_cut_is_better(seeds):
     for seed in seeds:
         _, given, modes, question = drawn(seed)
@@ -69,6 +71,13 @@ def test_no_cut_is_better(seeds):
         found = partition(given, objective="step", **question)
         _, step = worth(given, found, modes, question)
         assert step == pytest.approx(min(s for _, s in every), rel=1e-9), seed
+
+
+def kept(balance, pair, cuts):
+    """Whether a cut keeps its pins."""
+    own = stages(balance)
+    together = pair is None or any({*pair} <= {*stage} for stage in own)
+    return together and {*cuts} <= {stage[0] for stage in own}
 
 
 @pytest.mark.parametrize("schedule", [None, "gpipe", "zb_h1"])
@@ -89,20 +98,17 @@ def test_no_cut_under_a_limit_and_pins_is_better(schedule):
             modes = ("none",) * count
             peaks = schedules.zb_h1(count, most).simulate().peak_bytes
             in_flight = list(map(int, peaks))
-        question |= dict(remat=modes)
+        question |= {"remat": modes}
         limit = rng.choice([200, 400, [rng.randrange(100, 600) for _ in range(count)]])
         limits = limit if isinstance(limit, list) else [limit] * count
 
-        def pinned(balance):
-            own = stages(balance)
-            together = pair is None or any({*pair} <= {*stage} for stage in own)
-            return together and {*cuts} <= {stage[0] for stage in own}
-
-        every = [b for b in every_cut(len(given.layers), count) if pinned(b)]
+        every = [b for b in every_cut(len(given.layers), count) if kept(b, pair, cuts)]
         over = {
             tuple(b): max(
                 n - most
-                for n, most in zip(needs(given, b, modes, in_flight), limits, strict=True)
+                for n, most in zip(
+                    needs(given, b, modes, in_flight), limits, strict=True
+                )
             )
             for b in every
         }
