@@ -25,7 +25,8 @@ _COLUMNS = (
 
 def write(path: str | os.PathLike[str], fields: Mapping[str, Any]) -> None:
     """Writes the fields of a profile as JSON."""
-    text = json.dumps({"format": _FORMAT, "version": _VERSION, **fields}, indent=1)
+    whole = {"format": _FORMAT, "version": _VERSION, **fields}
+    text = json.dumps(whole, indent=1, default=float)
     Path(path).write_text(text + "\n", encoding="utf-8")
 
 

@@ -79,7 +79,8 @@ class Given:
     @functools.cached_property
     def num_ranks(self) -> int:
         """The number of ranks."""
-        return max(self.placement) + 1
+        schedule = self.schedule
+        return self.chain.num_stages if schedule is None else schedule.num_ranks
 
     @functools.cached_property
     def held(self) -> tuple[Held, ...]:

@@ -42,7 +42,8 @@ def of_one_f_one_b(num_stages: int, num_microbatches: int | None) -> tuple[Held,
 
 def _of_rank(schedule: Schedule, rank: int, stages: Sequence[int]) -> Held:
     place = {stage: i for i, stage in enumerate(stages)}
-    now, seen = [0] * (2 * len(stages)), {}
+    now = [0] * (2 * len(stages))
+    seen = {tuple(now): None}
     for op, stage, _ in schedule.rows[rank]:
         i, after = place[stage], place[stage] + len(stages)
         now[after if op == WEIGHT else i] += 1 if op == FORWARD else -1

@@ -145,7 +145,9 @@ def _several_each(given: Given) -> Ends:
         )
     if over > 0:
         ends, short = _several.nearest(given, found[:_BEST])
-        raise ValueError(_too_small(given, ends, short))
+        if short > 0:
+            raise ValueError(_too_small(given, ends, short))
+        found = [ends]
     if given.objective == "max":
         return found[0]
     word = _last_word(given)

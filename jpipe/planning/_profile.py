@@ -37,7 +37,14 @@ class Profile:
     def faults(self) -> list[str]:
         """What is wrong with the numbers, a line for each fault."""
         fields = (self.layers, self.input_bytes, self.skips, self.ties)
-        return list(_layer.faults(*fields, self.microbatch_size))
+        return [
+            *_layer.faults(*fields, self.microbatch_size),
+            *(
+                f"made[{name!r}]={value!r} is a {type(value).__name__}; needs a text"
+                for name, value in self.made.items()
+                if not isinstance(value, str)
+            ),
+        ]
 
     def costs(
         self,

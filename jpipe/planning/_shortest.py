@@ -13,6 +13,8 @@ from ._net import Net, ReplicatedStage
 
 Vector = npt.NDArray[np.float64]
 Key = tuple[int, int, int]
+# What is less by no more than this is rounding.
+_SAME = 1 - 1e-12
 
 
 class Shortest:
@@ -37,18 +39,20 @@ class Shortest:
         finite = np.concatenate([t[np.isfinite(t)] for t in self.times.values()])
         most = (self.found[0] - least) / count if count else math.inf
         limits = np.unique(finite)
-        # What is above the largest cannot be better; a rounding error must not decide.
-        limits = limits[: np.searchsorted(limits, most * (1 + 1e-9), "right")]
+        # Slower stages than the last of these cannot be better.
+        limits = limits[: np.searchsorted(limits, most / _SAME, "right")]
         # Between two limits, both left out, stages pass in no less than `least`.
         intervals = [(-1, len(limits), least)]
         while intervals:
             low, high, least = intervals.pop()
-            if high - low < 2 or least + count * limits[low + 1] >= self.found[0]:
+            if high - low < 2:
+                continue
+            if least + count * limits[low + 1] >= self.found[0] * _SAME:
                 continue
             middle = (low + high) // 2
             limit = float(limits[middle])
             passing = self.passing(limit)
-            if passing + count * limit < self.found[0]:
+            if passing + count * limit < self.found[0] * _SAME:
                 # A plan whose slowest stage is faster hides less behind it: that is
                 # worse only if it has more stages than there are micro-batches.
                 self.passing(limit, reached=True)

@@ -82,9 +82,10 @@ def test_a_file_of_no_use_tells_every_fault(tmp_path):
 
 
 def test_a_profile_of_no_use_is_not_saved(tmp_path):
-    bad = Profile((LayerProfile("a", float("nan"), 1.0),))
-    with pytest.raises(ValueError, match="forward=nan"):
+    bad = Profile((LayerProfile("a", float("nan"), 1.0),), made={"devices": 2})
+    with pytest.raises(ValueError, match="forward=nan") as refusal:
         bad.save(tmp_path / "profile.json")
+    assert "made['devices']=2 is a int; needs a text" in str(refusal.value)
     assert not list(tmp_path.iterdir())
 
 

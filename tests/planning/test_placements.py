@@ -1,5 +1,6 @@
 """Cuts for a schedule: its simulated time, and several stages on a rank."""
 
+import dataclasses
 import itertools
 import random
 import time
@@ -160,3 +161,12 @@ def test_five_hundred_layers_are_cut_within_a_second():
         assert time.process_time() - began < 1
         assert len(found) == 32
         assert sum(found) == 500
+
+
+def test_a_rank_without_stages_is_no_matter():
+    rows = "0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1"
+    given = schedules.Schedule.from_text(rows)
+    idle = dataclasses.replace(given, rows=(*given.rows, ()))
+    with pytest.warns(UserWarning, match="E12 rank 2 runs nothing"):
+        found = partition([1, 2, 3], 2, objective="step", schedule=idle)
+    assert found == [2, 1]

@@ -124,6 +124,36 @@ def test_no_plan_of_a_random_chain_is_faster(seed):
     assert plan.seconds == pytest.approx(own, rel=1e-9)
 
 
+@pytest.mark.parametrize("seed", range(30))
+def test_no_bottleneck_of_a_random_chain_is_smaller(seed):
+    """All plans that use all devices, in the steady state."""
+    rng = random.Random(seed)
+    num_layers, devices = rng.randint(1, 5), rng.randint(1, 6)
+    given = profile(rng, num_layers, skips=rng.randrange(3) if num_layers > 1 else 0)
+    bandwidth, straight = rng.choice([5.0, 50.0, 500.0]), rng.random() < 0.3
+    devices = min(devices, num_layers) if straight else devices
+
+    def bottleneck(balance, each):
+        found, end = [], 0
+        for size, r in zip(balance, each, strict=True):
+            own, start, end = given.layers[end : end + size], end, end + size
+            ring = 4 * (r - 1) * sum(x.param_bytes for x in own) / (bandwidth * r)
+            found.append((sum(x.forward + x.backward for x in own) + ring) / r)
+            for cut in {start, end} - {0, num_layers}:
+                found.append(crossing(given, cut) / bandwidth / r)
+        return max(found)
+
+    plan = replicate(given, devices, bandwidth=bandwidth, straight=straight)
+    best = min(
+        bottleneck(balance, each)
+        for count in range(1, min(num_layers, devices) + 1)
+        for balance in every_cut(num_layers, count)
+        for each in replicas(count, devices, all_of_them=True)
+        if not straight or max(each) == 1
+    )
+    assert plan.seconds == pytest.approx(best, rel=1e-9)
+
+
 # The shortest step of all plans on eight devices, with 16 micro-batches, by a program
 # that tried them all: up to ten million.
 EXHAUSTIVE = [
