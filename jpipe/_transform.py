@@ -14,6 +14,7 @@ from ._pipeline import Pipeline
 from ._run._pipe import Pipe
 from .planning._plan import Plan
 from .schedules import Schedule, ScheduleBuilder
+from .schedules._choose import choose_schedule
 
 
 def pipeline(
@@ -105,7 +106,7 @@ def pipeline(
         balance = balanced(balance, stages, number, sample, devices, schedule, remat)
     groups = fuse(layers, _setup.check_balance(balance, len(layers)))
     settings = _remat.per_stage(remat, len(groups))
-    chosen = _setup.choose_schedule(schedule, len(groups), number)
+    chosen = choose_schedule(schedule, len(groups), number)
     placed = _setup.choose_devices(devices, chosen)
     if isinstance(out_axes, bool) or not isinstance(out_axes, int):
         raise TypeError(
