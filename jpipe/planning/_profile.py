@@ -1,7 +1,9 @@
 """What each layer of a model costs: times and bytes of one micro-batch."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from ._table import table
 
 
 @dataclass(frozen=True)
@@ -79,3 +81,6 @@ class Profile:
     ties: tuple[tuple[int, ...], ...] = ()
     microbatch_size: int = 1
     made: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return table(self)
