@@ -7,7 +7,6 @@ several rounds, and of these the median. What a call takes that computes nothing
 taken off.
 """
 
-import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -28,7 +27,7 @@ from .._layers._initialize import Initializers
 from ._traced import Sample, Traced, has_backward
 
 # In a round a program is called for about so many seconds, at most so many times.
-_LONG_ENOUGH = 0.01
+_LONG_ENOUGH = 0.05
 _MOST_CALLS = 30
 # Random numbers that are repeated: to draw as many as an activation has takes long.
 _DRAWN = np.random.default_rng(0).standard_normal(1 << 16, np.float32)
@@ -129,9 +128,8 @@ class _Program:
         if not self._rounds:  # what is allocated or chosen at the first call
             self._timed(given)
         seconds, made = self._timed(given)
-        calls = min(math.ceil(_LONG_ENOUGH / max(seconds, 1e-9)), _MOST_CALLS)
         times = [seconds]
-        for _ in range(calls - 1):
+        while sum(times) < _LONG_ENOUGH and len(times) < _MOST_CALLS:
             del made
             seconds, made = self._timed(given)
             times.append(seconds)
