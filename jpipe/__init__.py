@@ -21,6 +21,7 @@ from ._transform import sequential as sequential
 
 if _TYPE_CHECKING:
     from . import draw as draw
+    from .planning._profiler import profile as profile
 
 __version__ = _version("jpipe")
 
@@ -29,4 +30,7 @@ def __getattr__(name: str) -> _Any:
     # A step draws nothing.
     if name == "draw":
         return _importlib.import_module("jpipe.draw")
+    # Nor does it plan.
+    if name == "profile":
+        return _importlib.import_module("jpipe.planning._profiler").profile
     raise AttributeError(f"module 'jpipe' has no attribute {name!r}")

@@ -132,7 +132,7 @@ class Compiled:
 # pipeline or the same step again compiles nothing. None belongs to a pipeline.
 _executables: "OrderedDict[Any, Any]" = OrderedDict()
 _MOST = 512
-# After so many seconds it is said on a terminal how far compiling has come.
+# After so many seconds it is said on a terminal how far a task has come.
 _LONG = 3.0
 
 
@@ -145,7 +145,7 @@ def compile_all(programs: Iterable[Compiled]) -> None:
     """
     found: dict[Any, list[Compiled]] = {}
     running: dict[Future[tuple[Any, float]], Any] = {}
-    progress = _Progress()
+    progress = Progress("programs compiled")
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool, progress:
         for program in programs:
             traced = program.trace()
@@ -173,14 +173,19 @@ def _timed(lowered: Any) -> tuple[Any, float]:
     return lowered.compile(), time.monotonic() - start
 
 
-class _Progress:
-    """A line on a terminal that says how far compiling has come, if it takes long."""
+class Progress:
+    """A line on a terminal that says how far a task has come, if it takes long.
 
-    def __init__(self) -> None:
+    Args:
+      what: is counted, such as "programs compiled".
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
         self._start = time.monotonic()
         self._shown = False
 
-    def __enter__(self) -> "_Progress":
+    def __enter__(self) -> "Progress":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -194,7 +199,7 @@ class _Progress:
         if seconds > _LONG and sys.stderr.isatty():
             self._shown = True
             sys.stderr.write(
-                f"\rjpipe: {done} of {total} programs compiled in {seconds:.0f} s"
+                f"\rjpipe: {done} of {total} {self._what} in {seconds:.0f} s"
             )
             sys.stderr.flush()
 

@@ -15,10 +15,11 @@ def flops(closed: core.ClosedJaxpr) -> int:
     A loop takes those of its body as often as it turns, a branch those of the dearest;
     of a `jax.lax.while_loop` once, as nobody knows how often it turns.
     """
-    return sum(map(_of, closed.jaxpr.eqns))
+    return sum(map(of_equation, closed.jaxpr.eqns))
 
 
-def _of(eqn: core.JaxprEqn) -> int:
+def of_equation(eqn: core.JaxprEqn) -> int:
+    """Those of one equation: see `flops`."""
     name, params = eqn.primitive.name, eqn.params
     made = sum(_size(var) for var in eqn.outvars)
     if name == "dot_general":
@@ -28,7 +29,9 @@ def _of(eqn: core.JaxprEqn) -> int:
     if name == "conv_general_dilated":
         kernel = _aval(eqn.invars[1]).shape
         channels = kernel[params["dimension_numbers"].rhs_spec[0]]
-        return 2 * made * (math.prod(kernel) // max(channels, 1))
+        terms = made * (math.prod(kernel) // max(channels, 1))
+        # Of the zeros between inputs, in the gradient of strides, none is a term.
+        return 2 * terms // math.prod(params["lhs_dilation"])
     if name in MOVES:
         return 0
     if name in REDUCTIONS:

@@ -27,6 +27,7 @@ class Function:
       has_effects: whether it is to run though nobody reads its results.
       reads: which of the arguments that it is offered it reads, and ``run`` is given;
         ``None``: all.
+      closed: the jaxpr over what it reads, if it was made of one.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Function:
     offloaded: frozenset[int] = frozenset()
     has_effects: bool = False
     reads: Sequence[int] | None = None
+    closed: core.ClosedJaxpr | None = None
 
     @classmethod
     def of(cls, name: str, closed: core.ClosedJaxpr) -> "Function":
@@ -63,6 +65,7 @@ class Function:
             frozenset(offloaded),
             bool(closed.effects),
             reads,
+            closed,
         )
 
     @classmethod

@@ -37,15 +37,15 @@ def costs_of(program: Program, works: Works, batch: Batch, num_stages: int) -> C
         return [[number(s, m) for m in count] for s in stages]
 
     def boundary(s: int, m: int) -> int:
-        return _total(_arrived(tasks[s][m])[-1])
+        return total(entering(tasks[s][m])[-1])
 
     def cotangent(s: int, m: int) -> int:
-        return _total(_arrived(tasks[s][m], wanted=True)[-1])
+        return total(entering(tasks[s][m], wanted=True)[-1])
 
     def residual(s: int, m: int) -> int:
         if Action(FORWARD, s, m) in ran:
             return between.get((s, m), 0)
-        return _total(tasks[s][m].x)  # it waits for the backward, which does all
+        return total(tasks[s][m].x)  # it waits for the backward, which does all
 
     def pending(s: int, m: int) -> int:
         if Action(WEIGHT, s, m) not in ran:
@@ -57,7 +57,7 @@ def costs_of(program: Program, works: Works, batch: Batch, num_stages: int) -> C
 
     def extra(s: int, m: int) -> int:
         parts = tasks[s][m].extra.items()
-        return sum(_total(specs) for name, specs in parts if name != "rngs")
+        return sum(total(specs) for name, specs in parts if name != "rngs")
 
     sums = [
         [*map(sum_spec, row[0].weights.trainable_specs), *row[0].sum_specs]
@@ -71,30 +71,30 @@ def costs_of(program: Program, works: Works, batch: Batch, num_stages: int) -> C
         extra_bytes=table(extra),
         emitted_bytes=table(
             lambda s, m: (
-                _total(jax.tree.leaves(tasks[s][m].y)) if tasks[s][m].has_loss else 0
+                total(jax.tree.leaves(tasks[s][m].y)) if tasks[s][m].has_loss else 0
             )
         ),
-        parameter_bytes=[_total(row[0].weights.specs) for row in tasks],
-        accumulator_bytes=list(map(_total, sums)),
-        shared_bytes=[_total(row[0].extra.get("rngs", ())) for row in tasks],
-        skips=tuple(skip for row in tasks for skip in _skips(row)),
+        parameter_bytes=[total(row[0].weights.specs) for row in tasks],
+        accumulator_bytes=list(map(total, sums)),
+        shared_bytes=[total(row[0].extra.get("rngs", ())) for row in tasks],
+        skips=tuple(skip for row in tasks for skip in skips_into(row)),
     )
 
 
-def _skips(row: Sequence[Task]) -> Iterator[Skip]:
+def skips_into(row: Sequence[Task]) -> Iterator[Skip]:
     """The skip connections that end in a stage, given its tasks by micro-batch."""
     for number, route in enumerate(row[0].ports.incoming):
-        sizes = [_total(_arrived(task)[number]) for task in row]
-        cotangents = [_total(_arrived(task, wanted=True)[number]) for task in row]
+        sizes = [total(entering(task)[number]) for task in row]
+        cotangents = [total(entering(task, wanted=True)[number]) for task in row]
         yield Skip(route.source, row[0].index, sizes, cotangents)
 
 
-def _total(specs: Any) -> int:
+def total(specs: Any) -> int:
     """The bytes of arrays; one object stands for one array."""
     return sum(map(nbytes, {id(spec): spec for spec in specs}.values()))
 
 
-def _arrived(task: Task, wanted: bool = False) -> list[list[Any]]:
+def entering(task: Task, wanted: bool = False) -> list[list[Any]]:
     """The leaves of each skip connection that enters a stage, and of its input.
 
     Args:

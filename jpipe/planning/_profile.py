@@ -12,6 +12,7 @@ from ..schedules import Costs, Skip
 from . import _files, _layer
 from ._layer import LayerProfile as LayerProfile
 from ._layer import SkipProfile as SkipProfile
+from ._table import table
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,9 @@ class Profile:
     ties: tuple[tuple[int, ...], ...] = ()
     microbatch_size: int = 1
     made: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return table(self)
 
     def faults(self) -> list[str]:
         """What is wrong with the numbers, a line for each fault."""

@@ -43,5 +43,21 @@ def test_models_are_cut_without_jax():
     assert loaded == ["numpy"]
 
 
+def test_a_step_needs_no_planning_and_no_pictures():
+    said = """
+import sys, jpipe
+late = "jpipe.planning", "jpipe.draw"
+print(*(name for name in sys.modules if name.startswith(late)))
+print(jpipe.profile.__name__, "jpipe.planning" in sys.modules)
+"""
+    command = [sys.executable, "-c", said]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    # What a plan is, as values, is what `print(pipe)` prints.
+    assert done.stdout.splitlines() == [
+        "jpipe.planning jpipe.planning._plan",
+        "profile True",
+    ]
+
+
 def test_the_probe_sees_jax_where_it_is():
     assert "jax" in imported_by("_run._signature")

@@ -124,7 +124,7 @@ def test_what_cannot_be_compiled_is_refused():
 def test_it_is_said_on_a_terminal_how_far_compiling_has_come(monkeypatch, capsys):
     monkeypatch.setattr(_compile, "_LONG", -1.0)
     monkeypatch.setattr(_compile.sys.stderr, "isatty", lambda: True, raising=False)
-    with _compile._Progress() as progress:
+    with _compile.Progress("programs compiled") as progress:
         progress.say(1, 2)
         progress.say(2, 2)
     said = capsys.readouterr().err

@@ -1,0 +1,80 @@
+"""How long programs would take by their jaxprs: nothing is compiled or run.
+
+A roofline: what an equation takes is the time of its floating-point operations or that
+of the bytes that it reads and writes, whichever is longer. XLA fuses what is cheap,
+such as sums, masks and reductions: all of that in a program is taken as one, which
+touches only what others read of it or write for it.
+
+References:
+  Williams et al., `Roofline: An Insightful Visual Performance Model for Multicore
+  Architectures <https://doi.org/10.1145/1498765.1498785>`_ (2009).
+"""
+
+from typing import NamedTuple
+
+from jax.extend import core
+
+from .._jaxprs import _cheapest, _flops, _jaxpr
+from .._jaxprs._function import Function
+
+# What reads of its first operand only as much as it gives.
+_PARTS = frozenset(["dynamic_slice", "gather", "slice"])
+
+
+class Rates(NamedTuple):
+    """What a device does in a second.
+
+    Attributes:
+      flops: floating-point operations.
+      bandwidth: bytes that it reads and writes in its memory.
+    """
+
+    flops: float = 1e12
+    bandwidth: float = 1e11
+
+    def seconds(self, flops: float, num_bytes: float) -> float:
+        """Of so many operations that touch so many bytes."""
+        return max(flops / self.flops, num_bytes / self.bandwidth)
+
+
+def seconds(function: Function, rates: Rates) -> float:
+    """How long a function takes that was made of a jaxpr."""
+    assert function.closed is not None
+    return _seconds(function.closed, rates)
+
+
+def _seconds(closed: core.ClosedJaxpr, rates: Rates) -> float:
+    jaxpr = closed.jaxpr
+    outside = {*jaxpr.invars, *jaxpr.constvars, *_jaxpr.variables(jaxpr.outvars)}
+    touched: dict[core.Var, int] = {}
+    flops, total = 0, 0.0
+    for eqn in jaxpr.eqns:
+        if _cheapest.is_cheap(eqn):
+            flops += _flops.of_equation(eqn)
+            for var, size in _touched(eqn).items():
+                touched[var] = max(touched.get(var, 0), size)
+        else:
+            total += _of_dear(eqn, rates)
+            outside |= _touched(eqn).keys()
+    crossing = sum(size for var, size in touched.items() if var in outside)
+    return total + rates.seconds(flops, crossing)
+
+
+def _touched(eqn: core.JaxprEqn) -> dict[core.Var, int]:
+    """The bytes of each variable that an equation reads or writes."""
+    variables = _jaxpr.variables([*eqn.invars, *eqn.outvars])
+    sizes = {var: _cheapest.nbytes(var) for var in variables}
+    if eqn.primitive.name in _PARTS and eqn.invars[0] in sizes:
+        source = eqn.invars[0]
+        sizes[source] = min(sizes[source], _cheapest.nbytes(eqn.outvars[0]))
+    return sizes
+
+
+def _of_dear(eqn: core.JaxprEqn, rates: Rates) -> float:
+    inside = [_seconds(closed, rates) for closed in _jaxpr.inside(eqn)]
+    if not inside:
+        size = sum(_touched(eqn).values())
+        return rates.seconds(_flops.of_equation(eqn), size)
+    if eqn.primitive.name == "scan":
+        return eqn.params["length"] * sum(inside)
+    return max(inside) if eqn.primitive.name == "cond" else sum(inside)

@@ -1,0 +1,84 @@
+"""What a profile was made on: whatever must be the same where it is used."""
+
+import hashlib
+import os
+import platform
+from collections.abc import Iterator
+from typing import Any
+
+import flax
+import jax
+from jax.extend import core
+
+from .._instructions._transfer import Device
+from .._jaxprs import _jaxpr
+from .._layers._stage import shapes
+from ._estimate import Rates
+from ._traced import Traced
+
+# To a type checker it has no attributes.
+_config: Any = jax.config
+
+
+def made(model: Traced, train: bool, where: Device | Rates) -> dict[str, str]:
+    """What a profile of layers is made on, by name.
+
+    A layer is told by its name, the shapes and dtypes of what it is given, holds and
+    gives, and a digest of the operations that it traces to; not by the values that it
+    holds.
+
+    Args:
+      model: the layers.
+      train: whether this is training.
+      where: the device that they are measured on, or the rates of one on paper.
+    """
+    batch = model.batch
+    return {
+        **(_rates(where) if isinstance(where, Rates) else _device(where)),
+        "jax": jax.__version__,
+        "flax": flax.__version__,
+        "matmul precision": str(_config.jax_default_matmul_precision),
+        "input": shapes(batch.first),
+        "train": str(train),
+        **{f"layer {i}": _layer(model, i) for i in range(len(model.layers))},
+    }
+
+
+def _rates(rates: Rates) -> dict[str, str]:
+    return {
+        "how": "estimated",
+        "flops per second": f"{rates.flops:g}",
+        "bytes per second": f"{rates.bandwidth:g}",
+    }
+
+
+def _device(device: Device) -> dict[str, str]:
+    kind = device.device_kind
+    if device.platform == "cpu":  # to JAX they are all of one kind
+        kind = f"{kind} ({platform.machine()}, {os.cpu_count()} cores)"
+    return {"how": "measured", "device": kind}
+
+
+def _layer(model: Traced, number: int) -> str:
+    task = model.works.task(number)
+    weights = task.weights
+    parts = [
+        str(weights.specs),
+        str([jax.tree_util.keystr(path) for path in weights.paths]),
+        str(task.wanted),
+        str(task.extra),
+        *_operations(task.closed),
+    ]
+    digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
+    x = shapes(jax.tree.unflatten(task.x_tree, task.x))
+    y = "loss" if task.has_loss else shapes(task.y)
+    return f"{model.layers[number].name}: {x} -> {y}, {digest[:12]}"
+
+
+def _operations(closed: core.ClosedJaxpr) -> Iterator[str]:
+    """The operations of a jaxpr, as far as their texts are the same in any process."""
+    for eqn in closed.jaxpr.eqns:
+        made = ", ".join(str(var.aval) for var in eqn.outvars)
+        yield f"{eqn.primitive.name} {eqn.params.get('precision')} {made}"
+        for inner in _jaxpr.inside(eqn):
+            yield from _operations(inner)

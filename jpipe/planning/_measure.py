@@ -1,0 +1,301 @@
+"""How long the programs of layers take on a device.
+
+The device holds what one layer needs, and only while it runs. Others may use the
+machine too, which makes calls longer, some for a moment and some for a while. So of a
+few calls in a row the shortest counts; the layers are measured one after the other in
+several rounds, and of these the median. What a call takes that computes nothing is
+taken off.
+"""
+
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._functions._derivatives import Derivatives
+from .._instructions import _transfer
+from .._instructions._compile import Compiled, Progress, compile_all
+from .._instructions._transfer import Device
+from .._jaxprs import _jaxpr
+from .._jaxprs._function import Function
+from .._layers import _rng
+from .._layers._initialize import Initializers
+from ._traced import Sample, Traced, has_backward
+
+# In a round a program is called for about so many seconds, at most so many times.
+_LONG_ENOUGH = 0.05
+_MOST_CALLS = 30
+# Random numbers that are repeated: to draw as many as an activation has takes long.
+_DRAWN = np.random.default_rng(0).standard_normal(1 << 16, np.float32)
+
+
+class Times(NamedTuple):
+    """Seconds of the programs of a layer; zero where there is nothing to compute.
+
+    Attributes:
+      forward: of its forward, which keeps all that its backward reads.
+      backward: of its backward.
+      input_grad: of the first half of it.
+      weight_grad: of the second.
+      workspace_bytes: the most that one of them needs while it runs, if it is known.
+    """
+
+    forward: float
+    backward: float
+    input_grad: float
+    weight_grad: float
+    workspace_bytes: int | None
+
+
+def measure(
+    model: Traced, sample: Sample, device: Device, rounds: int
+) -> dict[Derivatives, Times]:
+    """Measures the programs of all layers; of equal layers once.
+
+    Args:
+      model: the layers.
+      sample: a mini-batch, whose values the first layer is given if it has any.
+      device: where they run.
+      rounds: how often each layer is visited.
+
+    Returns:
+      The times of the layers, by their functions.
+    """
+    layers = [
+        _Measured(model, numbers[0], functions, sample, device)
+        for functions, numbers in model.alike().items()
+    ]
+    nothing = _Program(_nothing(), device)
+    compile_all(p.compiled for p in [nothing, *(p for x in layers for p in x.programs)])
+    zero = _transfer.put([np.float32(0)], device)
+    initialize = Initializers()
+    done, total = 0, rounds * len(layers)
+    with Progress("visits of layers measured") as progress:
+        for _ in range(rounds):
+            nothing(zero)
+            for layer in layers:
+                layer.visit(initialize)
+                done += 1
+                progress.say(done, total)
+    idle = nothing.seconds
+    return {layer.functions: layer.times(idle) for layer in layers}
+
+
+def _nothing() -> Function:
+    spec = jax.ShapeDtypeStruct((), jnp.float32)
+    return Function.like("nothing", lambda x: [x + 1], spec)
+
+
+class _Program:
+    """A function that is compiled by itself, and how long its calls took.
+
+    Args:
+      function: it was made of a jaxpr.
+      device: where it runs.
+
+    Attributes:
+      compiled: the program.
+    """
+
+    def __init__(self, function: Function, device: Device) -> None:
+        closed = function.closed
+        assert closed is not None
+        self._function = function
+        specs = list(map(_jaxpr.spec, closed.in_avals))
+        self._kept = [i for i in range(len(closed.out_avals)) if i not in function.same]
+        self.compiled = Compiled(
+            function, specs, self._kept, (), device, [0] * len(specs), ()
+        )
+        self._rounds: list[float] = []
+
+    @property
+    def seconds(self) -> float:
+        """The median of the rounds."""
+        return statistics.median(self._rounds)
+
+    def __call__(self, offered: Sequence[Any]) -> list[Any]:
+        """Runs it some times; all its results.
+
+        Args:
+          offered: of these it reads some.
+        """
+        reads = self._function.reads
+        given = tuple(offered if reads is None else [offered[i] for i in reads])
+        if not self._rounds:  # what is allocated or chosen at the first call
+            self._timed(given)
+        seconds, made = self._timed(given)
+        times = [seconds]
+        while sum(times) < _LONG_ENOUGH and len(times) < _MOST_CALLS:
+            del made
+            seconds, made = self._timed(given)
+            times.append(seconds)
+        self._rounds.append(min(times))
+        return self._results(given, made)
+
+    def _timed(self, given: tuple[Any, ...]) -> tuple[float, Sequence[Any]]:
+        start = time.perf_counter()
+        made = jax.block_until_ready(self.compiled(given, ()))
+        return time.perf_counter() - start, made
+
+    def _results(self, given: Sequence[Any], made: Sequence[Any]) -> list[Any]:
+        """All results: some are what the function was given, or other results."""
+        results: list[Any] = [None] * len(self._function.results)
+        for i, value in zip(self._kept, made, strict=True):
+            results[i] = value
+        for i, at in self._function.same.items():
+            results[i] = given[at] if at >= 0 else results[~at]
+        return results
+
+
+class _Measured:
+    """A layer that is measured.
+
+    Attributes:
+      functions: what it does.
+      programs: those of them that compute anything.
+    """
+
+    def __init__(
+        self,
+        model: Traced,
+        number: int,
+        functions: Derivatives,
+        sample: Sample,
+        device: Device,
+    ) -> None:
+        self._model = model
+        self._number = number
+        self._task = model.works.task(number)
+        self._sample = sample
+        self._device = device
+        self.functions = functions
+        found = {"forward": functions.forward}
+        if has_backward(self._task):
+            found["backward"] = functions.backward
+            found["input_grad"] = functions.input_grad
+            found["weight_grad"] = functions.weight_grad
+        self._programs = {
+            name: _Program(function, device)
+            for name, function in found.items()
+            if function.closed is not None and function.closed.jaxpr.eqns
+        }
+
+    @property
+    def programs(self) -> Sequence[_Program]:
+        return tuple(self._programs.values())
+
+    def visit(self, initialize: Initializers) -> None:
+        """Makes what the layer needs, and runs each of its programs for a while."""
+        task = self._task
+        try:
+            given = [*self._weights(initialize), *self._batch()]
+            results = self._run("forward", given)
+            if has_backward(task):
+                outputs = map(_jaxpr.spec, task.closed.out_avals[: task.num_outputs])
+                cotangents = [] if task.has_loss else self._drawn(list(outputs))
+                given += [*results[task.num_results :], *cotangents]
+                self._run("backward", given)
+                halves = self._run("input_grad", given)
+                self._run("weight_grad", [*given, *halves[sum(task.wanted.x) :]])
+        except Exception as error:
+            name = self._model.layers[self._number].name
+            error.add_note(f"raised when layer {self._number} ({name}) was measured")
+            raise
+
+    def times(self, idle: float) -> Times:
+        """The medians.
+
+        Args:
+          idle: what a call takes that computes nothing.
+        """
+        names = "forward", "backward", "input_grad", "weight_grad"
+        found = {name: p.seconds - idle for name, p in self._programs.items()}
+        sizes = [p.compiled.workspace_bytes for p in self.programs]
+        known = [size for size in sizes if size is not None]
+        return Times(
+            *(max(found.get(name, 0.0), 0.0) for name in names),
+            workspace_bytes=max(known, default=0) if len(known) == len(sizes) else None,
+        )
+
+    def _run(self, name: str, given: Sequence[Any]) -> list[Any]:
+        if name in self._programs:
+            return self._programs[name](given)
+        # What computes nothing gives of what it is given.
+        function: Function = getattr(self.functions, name)
+        return list(function.run(*[given[i] for i in function.reads or ()]))
+
+    def _weights(self, initialize: Initializers) -> list[Any]:
+        """Its variables: its own as `Pipeline.init` makes them, borrowed ones drawn."""
+        visit, layout = self._model.visits[self._number], self._model.layout
+        made: Any = ()
+        if jax.tree.leaves(visit.variables):
+            key = _transfer.put_tree(jax.random.key(0), self._device)
+            key = _rng.layer_key(key, self._number)
+            made = initialize(visit.layer, key, visit.x, visit.skips, visit.borrowed)
+        leaves = jax.tree.leaves(_transfer.put_tree(made, self._device))
+        before = self._model.visits[: self._number]
+        first = sum(len(jax.tree.leaves(each.variables)) for each in before)
+        return [
+            leaves[at - first] if own else self._drawn([spec])[0]
+            for at, own, spec in zip(
+                layout.order[self._number],
+                layout.own[self._number],
+                self._task.weights.specs,
+                strict=True,
+            )
+        ]
+
+    def _batch(self) -> list[Any]:
+        """Its input, and what a micro-batch brings beside it: see `_task.EXTRA`."""
+        task, batch, sample = self._task, self._model.batch, self._sample
+        x: Sequence[Any] = task.x
+        if self._number == 0:
+            x = _part(sample.x, batch.x_axes, task.x)
+        found = self._drawn(x)
+        for name, specs in task.extra.items():
+            values: Sequence[Any] = specs
+            if name == "targets":
+                values = _part(sample.targets, batch.target_axes, specs)
+            elif name == "rngs":
+                values = jax.tree.leaves(sample.rngs)
+            elif name == "numbers":
+                values = [np.array([0, self._number], np.int32)]
+            elif name == "share":
+                values = [np.ones((), specs[0].dtype)]
+            found += self._drawn(values)
+        return found
+
+    def _drawn(self, leaves: Sequence[Any]) -> list[jax.Array]:
+        """On the device: arrays as they are, for specs values of their dtype."""
+        return _transfer.put(list(map(_value, leaves)), self._device)
+
+
+def _part(
+    tree: Any, axes: Sequence[int | None], specs: Sequence[jax.ShapeDtypeStruct]
+) -> list[Any]:
+    """The first micro-batch of what has values; of the rest its specs."""
+    parts = []
+    for leaf, axis, spec in zip(jax.tree.leaves(tree), axes, specs, strict=True):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            parts.append(spec)
+        elif axis is None:
+            parts.append(leaf)
+        else:
+            before = (slice(None),) * (axis % leaf.ndim)
+            parts.append(leaf[(*before, slice(spec.shape[axis]))])
+    return parts
+
+
+def _value(leaf: Any) -> Any:
+    """An array of a spec: of normal numbers; of zeros where it is not floating."""
+    if not isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        return jnp.zeros(leaf.shape, leaf.dtype)
+    if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+        return np.zeros(leaf.shape, leaf.dtype)
+    return np.resize(_DRAWN, leaf.shape).astype(leaf.dtype)

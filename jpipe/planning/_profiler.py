@@ -1,0 +1,207 @@
+"""`jpipe.profile`: what each layer of a model costs."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from .._functions._derivatives import Derivatives
+from .._functions._task import Task
+from .._functions._weights import is_inexact
+from .._instructions._bytes import nbytes
+from .._instructions._transfer import Device
+from .._jaxprs._flops import flops
+from .._layers import _rng
+from .._layers._skip import label
+from .._run import _variables
+from .._run._context import outside_of_meshes
+from .._run._costs import entering, skips_into, total
+from ._estimate import Rates, seconds
+from ._measure import Times
+from ._measure import measure as measured
+from ._profile import LayerProfile, Profile, SkipProfile
+from ._request import Request
+from ._traced import Traced, has_backward
+
+PyTree = Any
+
+# Those that are told by name, from the fewest bytes on.
+_MODES = ("full", "min_cut", "dots", "none")
+
+
+@outside_of_meshes
+def profile(
+    layers: Any,
+    sample: PyTree,
+    *,
+    num_microbatches: int = 1,
+    loss: Callable[[PyTree, PyTree], Any] | None = None,
+    targets: PyTree = (),
+    has_aux: bool = False,
+    reduction: str = "mean",
+    trainable: Any = None,
+    in_axes: Any = 0,
+    target_axes: Any = 0,
+    rngs: _rng.Rngs = None,
+    train: bool = True,
+    measure: bool = True,
+    rounds: int = 5,
+    device: Device | None = None,
+    peak_flops: float | None = None,
+    bandwidth: float | None = None,
+) -> Profile:
+    """Finds what each layer of a model costs, on one micro-batch.
+
+    Measured are the programs of each layer by itself: its forward, its backward from
+    residuals, and the halves of that. Equal layers are measured once. The device holds
+    the variables of one layer at a time; what layers before it would give to it is not
+    computed, but drawn: normal numbers, and zeros of other dtypes.
+
+    Estimated times are those of a roofline, of all that XLA does not fuse: the longer
+    of the time for floating-point operations and the time for bytes read and written.
+    They need no device, compile nothing, and are the same each time.
+
+    Args:
+      layers: as `jpipe.pipeline` takes them.
+      sample: an input of a mini-batch, or its `jax.ShapeDtypeStruct` leaves.
+      num_microbatches: into how many micro-batches it is cut; the first is used.
+      loss: ``(outputs, targets) -> scalar``, which is then a part of the last layer;
+        left out, the gradient of the output of the last layer is drawn.
+      targets: those of the mini-batch, in arrays or specs.
+      has_aux: as for `Pipeline.value_and_grad`.
+      reduction: likewise.
+      trainable: likewise.
+      in_axes: as for `jpipe.pipeline`.
+      target_axes: likewise.
+      rngs: as for `Pipeline.apply`; left out in training, a key, as in a training step.
+      train: whether layers do what they do in training.
+      measure: whether to measure; else times are estimated.
+      rounds: how often the layers are measured, one after the other; of each the
+        median counts.
+      device: where to measure; default: the first of `jax.devices`.
+      peak_flops: operations per second for an estimate; default 1e12, with which a
+        microsecond is a million operations.
+      bandwidth: bytes of memory per second for an estimate; default 1e11.
+
+    Returns:
+      The profile. It prints as a table.
+
+    Raises:
+      ValueError: if the layers do not fit each other or the sample, or an argument
+        does not.
+      TypeError: if a layer or a leaf is nothing such.
+
+    Example:
+      >>> import jax.numpy as jnp, jpipe
+      >>> from flax import linen as nn
+      >>> layers = [nn.Dense(8), nn.relu, nn.Dense(2)]
+      >>> costs = jpipe.profile(layers, jnp.ones((4, 16)), measure=False)
+      >>> [layer.num_params for layer in costs.layers]
+      [136, 0, 18]
+      >>> [layer.output_bytes for layer in costs.layers]
+      [128, 128, 32]
+
+    References:
+      Harlap et al., `PipeDream: Fast and Efficient Pipeline Parallel DNN Training
+      <https://arxiv.org/abs/1806.03377>`_ (2018), section 3.2.
+    """
+    request = Request(
+        layers,
+        sample,
+        num_microbatches=num_microbatches,
+        loss=loss,
+        targets=targets,
+        has_aux=has_aux,
+        reduction=reduction,
+        trainable=trainable,
+        in_axes=in_axes,
+        target_axes=target_axes,
+        rngs=rngs,
+        train=train,
+        measure=measure,
+        rounds=rounds,
+        device=device,
+        peak_flops=peak_flops,
+        bandwidth=bandwidth,
+    )
+    model, where = request.model, request.where
+    if isinstance(where, Rates):
+        times = {functions: _estimated(functions, where) for functions in model.alike()}
+    else:
+        times = measured(model, request.batch, where, rounds)
+    return Profile(
+        layers=tuple(_layers(model, times)),
+        input_bytes=total(entering(model.tasks[0])[-1]),
+        skips=tuple(_skips(model)),
+        ties=tuple(model.ties()),
+        microbatch_size=model.batch.sizes[0],
+        made=request.made,
+    )
+
+
+def _estimated(functions: Derivatives, rates: Rates) -> Times:
+    """The times of a layer on paper."""
+    forward = seconds(functions.forward, rates)
+    if not has_backward(functions.task):
+        return Times(forward, 0.0, 0.0, 0.0, None)
+    names = "backward", "input_grad", "weight_grad"
+    return Times(
+        forward,
+        *(seconds(getattr(functions, name), rates) for name in names),
+        workspace_bytes=None,
+    )
+
+
+def _layers(
+    model: Traced, times: Mapping[Derivatives, Times]
+) -> Iterator[LayerProfile]:
+    tasks = model.tasks
+    kept = {functions: _kept(model, n[0]) for functions, n in model.alike().items()}
+    for i, (layer, visit) in enumerate(zip(model.layers, model.visits, strict=True)):
+        functions, own = model.works.derivatives(i, 0), [visit.variables]
+        params = jax.tree.leaves(_variables.params(own))
+        forward = functions.forward.closed
+        output, cotangent = _given(tasks[i], tasks[i + 1 :])
+        yield LayerProfile(
+            name=layer.name,
+            **times[functions]._asdict(),
+            num_params=sum(leaf.size for leaf in params),
+            param_bytes=sum(map(nbytes, params)),
+            state_bytes=sum(map(nbytes, jax.tree.leaves(_variables.model_state(own)))),
+            output_bytes=output,
+            cotangent_bytes=cotangent,
+            kept_bytes=kept[functions],
+            flops=None if forward is None else float(flops(forward)),
+        )
+
+
+def _given(task: Task, after: Sequence[Task]) -> tuple[int, int]:
+    """The bytes that a layer gives to the next one, and of the gradient of these."""
+    if after:
+        following = after[0]
+        cotangents = entering(following, wanted=True)
+        return total(entering(following)[-1]), total(cotangents[-1])
+    leaves = jax.tree.leaves(task.y)
+    wanted = not task.has_loss and has_backward(task)
+    return total(leaves), total(filter(is_inexact, leaves)) if wanted else 0
+
+
+def _kept(model: Traced, number: int) -> dict[str, int]:
+    """What a layer keeps by remat mode, as a stage of a pipeline of that mode."""
+    if not has_backward(model.works.task(number)):
+        return dict.fromkeys(_MODES, 0)
+
+    def by(mode: str) -> Mapping[str, int]:
+        return model.works.derivatives(number, 0, mode).kept.nbytes
+
+    # What follows from no more than the input needs no trace of its own.
+    return {mode: by("none" if mode == "full" else mode)[mode] for mode in _MODES}
+
+
+def _skips(model: Traced) -> Iterator[SkipProfile]:
+    for task in model.tasks:
+        routes = task.ports.incoming
+        for route, skip in zip(routes, skips_into([task]), strict=True):
+            (size,), (cotangent,) = skip.bytes, skip.cotangent_bytes
+            name = label(route.key)
+            yield SkipProfile(name, skip.source, skip.target, size, cotangent)

@@ -1,0 +1,174 @@
+"""A model whose layers are stages of their own, traced on one micro-batch.
+
+What layers share, stash, draw and change is found here as it is for a pipeline.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+
+from .._functions import _microbatch
+from .._functions._batch import Batch
+from .._functions._derivatives import Derivatives
+from .._functions._objective import Objective
+from .._functions._task import Task
+from .._functions._trainable import Trainable
+from .._functions._weights import is_params
+from .._layers import _hidden, _rng
+from .._layers._layer import Layer, as_layers
+from .._layers._stage import fuse
+from .._layers._unchanged import Unchanged
+from .._layers._walk import Visit, walk
+from .._run._layout import Layout
+from .._run._pipe import Pipe
+from .._run._work import Works
+from ..schedules import gpipe
+
+PyTree = Any
+
+
+class Sample(NamedTuple):
+    """A mini-batch, in arrays or specs, and where its examples are.
+
+    Attributes:
+      x: its input.
+      targets: its targets, ``()`` without a loss.
+      rngs: the keys of a step, or ``None``.
+      in_axes: the batch axis of the input, as `jpipe.pipeline` takes it.
+      target_axes: that of the targets.
+      num_microbatches: into how many micro-batches it is cut.
+    """
+
+    x: PyTree
+    targets: PyTree
+    rngs: PyTree
+    in_axes: Any
+    target_axes: Any
+    num_microbatches: int
+
+    def batch(self) -> Batch:
+        """Its specs, with the first micro-batch only: no other is larger.
+
+        Raises:
+          TypeError: if a leaf is not an array.
+          ValueError: if it cannot be cut.
+        """
+        x = _microbatch.specs(self.x, "sample")
+        targets = _microbatch.specs(self.targets, "targets")
+        x_axes = _microbatch.flat_axes(self.in_axes, x, "sample", "in_axes")
+        axes = self.target_axes if jax.tree.leaves(targets) else 0
+        target_axes = _microbatch.flat_axes(axes, targets, "targets", "target_axes")
+        parts = [("sample", x, x_axes), ("targets", targets, target_axes)]
+        number = self.num_microbatches
+        sizes = _microbatch.sizes(_microbatch.batch_size(parts, number), number)
+        keys = None if self.rngs is None else _microbatch.specs(self.rngs, "rngs")
+        return Batch(x, x_axes, targets, target_axes, keys, sizes[:1])
+
+
+@dataclass(frozen=True)
+class Traced:
+    """Layers that are traced on one micro-batch; nothing is compiled.
+
+    Attributes:
+      layers: all layers, in order.
+      visits: what was met at each.
+      batch: the mini-batch of one micro-batch.
+      layout: which variables each layer uses.
+      works: what each layer does.
+    """
+
+    layers: tuple[Layer, ...]
+    visits: Sequence[Visit]
+    batch: Batch
+    layout: Layout
+    works: Works
+
+    @classmethod
+    def of(
+        cls,
+        layers: Any,
+        sample: Sample,
+        objective: Objective | None,
+        trainable: Trainable,
+        train: bool,
+    ) -> "Traced":
+        """Traces layers.
+
+        Args:
+          layers: as `jpipe.pipeline` takes them.
+          sample: a mini-batch.
+          objective: the loss, a part of the last layer; ``None``: without.
+          trainable: which parameters have gradients.
+          train: whether this is training.
+
+        Raises:
+          ValueError: as a pipeline of these layers.
+          TypeError: likewise.
+        """
+        own = tuple(as_layers(layers))
+        if objective is not None:
+            _hidden.check_loss(objective.loss_fn, (layer.owner for layer in own))
+        batch = sample.batch()
+        count = len(own)
+        # The schedule is of no matter, nor where it would run.
+        pipe = Pipe(
+            fuse(own, (1,) * count),
+            (None,) * count,
+            gpipe(count, 1),
+            ("none",) * count,
+            Unchanged(own),
+        )
+        visits, routes = walk(pipe.stages, _rng.key_spec(), batch.first)
+        variables = [visit.variables for visit in visits]
+        marks = trainable.marks(own, variables)
+        layout = Layout(pipe, visits, variables, marks)
+        works = Works(
+            pipe,
+            layout.weights,
+            batch,
+            train=train,
+            objective=objective,
+            routes=routes,
+        )
+        return cls(own, visits, batch, layout, works)
+
+    @property
+    def tasks(self) -> list[Task]:
+        """What each layer computes."""
+        return [self.works.task(i) for i in range(len(self.layers))]
+
+    def alike(self) -> Mapping[Derivatives, list[int]]:
+        """The numbers of the layers that have the same functions."""
+        found: dict[Derivatives, list[int]] = {}
+        for i in range(len(self.layers)):
+            found.setdefault(self.works.derivatives(i, 0), []).append(i)
+        return found
+
+    def ties(self) -> Iterator[tuple[int, ...]]:
+        """The layers that use parameters of the same layer, that one first."""
+        users: dict[int, set[int]] = {}
+        owner: dict[int, int] = {}
+        layout = self.layout
+        for i, (order, weights) in enumerate(
+            zip(layout.order, layout.weights, strict=True)
+        ):
+            for leaf, path, own in zip(
+                order, weights.paths, layout.own[i], strict=True
+            ):
+                if is_params(path):
+                    users.setdefault(leaf, set()).add(i)
+                    if own:
+                        owner[leaf] = i
+        groups: dict[int, set[int]] = {}
+        for leaf, found in users.items():
+            if len(found) > 1:
+                groups.setdefault(owner[leaf], set()).update(found)
+        for i in sorted(groups):
+            yield i, *sorted(groups[i] - {i})
+
+
+def has_backward(task: Task) -> bool:
+    """Whether anything of a layer, or of one before it, is trained."""
+    return any(task.wanted.x) or any(task.wanted.weights)

@@ -1,0 +1,19 @@
+"""Seconds and bytes for people."""
+
+
+def duration(seconds: float) -> str:
+    """Seconds with three digits: ``1.5 ms``."""
+    for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "µs")):
+        if seconds * factor >= 1:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds * 1e9:.3g} ns" if seconds else "0 s"
+
+
+def size(num_bytes: int) -> str:
+    """Bytes in powers of 1024: ``1.5 MiB``."""
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"

@@ -1,0 +1,92 @@
+"""Small models in which layers share, stash, draw, loop and change."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax import nnx
+
+import jpipe
+from jpipe.planning._profile import Profile
+
+from .. import reference as ref
+
+
+class Model(NamedTuple):
+    """Layers with a mini-batch of eight examples, and a loss.
+
+    Attributes:
+      layers: makes them.
+      x: the input.
+      targets: those of the loss.
+      loss: of outputs and targets.
+    """
+
+    layers: Callable[[], list[Any]]
+    x: Any
+    targets: Any
+    loss: Any = ref.mse
+
+
+class Normed(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        h = nn.BatchNorm(use_running_average=not train)(nn.Dense(6)(x))
+        return nn.Dropout(0.5, deterministic=not train)(h)
+
+
+class Net(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.linear, self.norm = (
+            nnx.Linear(6, 6, rngs=rngs),
+            nnx.BatchNorm(6, rngs=rngs),
+        )
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.drop(self.norm(self.linear(x)))
+
+
+def down(x):
+    jpipe.stash("across", x)
+    return jnp.tanh(x[:, ::2])
+
+
+def up(x):
+    return jnp.repeat(x, 2, axis=1) * jpipe.pop("across")
+
+
+def tied():
+    embed = nn.Embed(11, 6)
+    return [embed, ref.dense(6), jpipe.layer(embed, "attend")]
+
+
+def cross_entropy(logits, labels):
+    found = jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], -1)
+    return -jnp.mean(found)
+
+
+X, T = ref.regression(8)
+TOKENS = jnp.arange(40, dtype=jnp.int32).reshape(8, 5) % 11
+MODELS = {
+    "blocks": Model(ref.mlp, X, T),
+    "norms": Model(lambda: [ref.dense(6), Normed(), Normed(), ref.dense(4)], X, T),
+    "nnx": Model(lambda: [ref.dense(6), Net(), Net(), ref.dense(4)], X, T),
+    "skips": Model(lambda: [ref.dense(6), down, ref.dense(3), up, ref.dense(4)], X, T),
+    "tied": Model(tied, TOKENS, TOKENS, cross_entropy),
+    "loop": Model(
+        lambda: [nn.RNN(nn.SimpleCell(6)), jnp.sin, ref.dense(4)],
+        jnp.ones((8, 3, 5)),
+        jnp.ones((8, 3, 4)),
+    ),
+}
+
+
+def profile(name: str, **options: Any) -> Profile:
+    """The profile of a model with its loss, on half of its mini-batch."""
+    model = MODELS[name]
+    given = {"num_microbatches": 2, "loss": model.loss, "targets": model.targets}
+    return jpipe.profile(model.layers(), model.x, **(given | options))

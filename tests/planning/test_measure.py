@@ -1,0 +1,135 @@
+"""Layers that are measured: what is the same as on paper, and orders of magnitude."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jpipe
+from jpipe.planning import _measure
+
+from .. import reference as ref
+from .models import MODELS, X, profile
+
+TIMES = {"forward", "backward", "input_grad", "weight_grad", "workspace_bytes"}
+
+
+@pytest.mark.parametrize("name", ["norms", "nnx", "skips", "tied"])
+def test_all_but_times_is_as_estimated(name):
+    model = MODELS[name]
+    measured, paper = profile(name, rounds=1), profile(name, measure=False)
+    for one, other in zip(measured.layers, paper.layers, strict=True):
+        rest = vars(one).keys() - TIMES
+        assert {key: vars(one)[key] for key in rest} == {
+            key: vars(other)[key] for key in rest
+        }
+        assert one.forward >= 0
+        assert one.workspace_bytes >= 0
+    assert measured.skips == paper.skips
+    assert measured.ties == paper.ties
+    numbers = range(len(model.layers()))
+    assert all(measured.made[f"layer {i}"] == paper.made[f"layer {i}"] for i in numbers)
+    assert measured.made["how"] == "measured"
+    assert measured.made["device"].startswith("cpu (")
+    assert str(measured).startswith("measured on cpu (")
+
+
+def test_more_work_takes_longer():
+    layers = [ref.dense(32), ref.dense(2048), ref.dense(2048), ref.dense(2)]
+    made = jpipe.profile(layers, jnp.ones((64, 32)), rounds=2)
+    small, large = made.layers[0], made.layers[2]
+    for name in ("forward", "backward", "weight_grad"):
+        assert 3 * getattr(small, name) < getattr(large, name)
+    assert small.input_grad == 0
+    assert 0 < large.input_grad < 3 * large.backward
+    assert large.forward < 60
+
+
+def test_equal_layers_are_measured_once(monkeypatch):
+    visited = []
+    visit = _measure._Measured.visit
+
+    def counting(self, initialize):
+        visited.append(self._number)
+        visit(self, initialize)
+
+    monkeypatch.setattr(_measure._Measured, "visit", counting)
+    layers = [ref.dense(5), ref.Residual(5), ref.Residual(5), jnp.tanh, ref.Residual(5)]
+    made = jpipe.profile(layers, X, rounds=2)
+    assert visited == [0, 1, 3] * 2  # in rounds
+    assert made.layers[1] == made.layers[2] == made.layers[4]
+
+
+def test_the_device_holds_one_layer_at_a_time(monkeypatch):
+    held = []
+    run = _measure._Program.__call__
+
+    def watching(self, offered):
+        held.append(sum(leaf.nbytes for leaf in jax.live_arrays()) - before)
+        return run(self, offered)
+
+    monkeypatch.setattr(_measure._Program, "__call__", watching)
+    width = 64
+    # Not equal, and as large.
+    layers = [*(jpipe.layer(ref.dense(width), _scaled(i)) for i in range(6))]
+    x = jax.ShapeDtypeStruct((2, width), jnp.float32)
+    before = sum(leaf.nbytes for leaf in jax.live_arrays())
+    made = jpipe.profile(layers, x, rounds=2)
+    (size,) = {layer.param_bytes for layer in made.layers}
+    assert max(held) >= size
+    # With gradients of the last half, and activations.
+    assert max(held) < 2.5 * size
+    assert len({id(layer) for layer in made.layers}) == 6
+    after = sum(leaf.nbytes for leaf in jax.live_arrays())
+    assert after - before < size
+
+
+def _scaled(factor):
+    return lambda module, x: factor * module(x)
+
+
+def test_the_first_layer_is_given_the_sample_and_others_valid_numbers():
+    seen = {}
+
+    def look(name):
+        def layer(x):
+            jax.debug.callback(lambda x: seen.setdefault(name, np.array(x)), x)
+            return x
+
+        return layer
+
+    tokens = np.arange(3, 11)
+    layers = [look("first"), look("second"), lambda x: x / 2, look("third")]
+    jpipe.profile(layers, tokens, num_microbatches=2, rounds=1)
+    np.testing.assert_array_equal(seen["first"], tokens[:4])
+    np.testing.assert_array_equal(seen["second"], np.zeros(4, int))
+    assert np.std(seen["third"]) > 0.1
+
+
+def test_it_runs_where_it_is_told():
+    device = jax.devices()[3]
+    seen = set()
+    run = _measure._Program.__call__
+
+    def watching(self, offered):
+        results = run(self, offered)
+        seen.update(leaf.device for leaf in [*offered, *results])
+        return results
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_measure._Program, "__call__", watching)
+        jpipe.profile([ref.dense(3)], X, rounds=1, device=device)
+    assert seen == {device}
+
+
+def test_an_error_names_the_layer_that_was_measured():
+    def refuse(x):
+        raise ValueError("broken on purpose")
+
+    def breaking(x):
+        return jax.pure_callback(refuse, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    layers = [jnp.tanh, breaking]
+    with pytest.raises(Exception, match="broken on purpose") as caught:
+        jpipe.profile(layers, X, rounds=1)
+    assert "raised when layer 1 (breaking) was measured" in caught.value.__notes__
