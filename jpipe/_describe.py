@@ -8,8 +8,8 @@ from ._functions._weights import is_params
 from ._instructions import _bytes
 from ._instructions._bytes import most_residuals, nbytes
 from ._layers._skip import label
-from .planning._plan import Plan, StagePlan
 from ._run._pipe import Pipe
+from .planning._plan import Plan, StagePlan
 from .schedules import Action
 from .schedules._action import FORWARD
 

@@ -16,7 +16,6 @@ from ._instructions import _transfer
 from ._layers import _rng
 from ._layers._layer import as_module
 from ._loop import OwnLoop
-from .planning._plan import Plan
 from ._profile import as_pair, profile
 from ._run import _layout, _variables
 from ._run._context import outside_of_meshes
@@ -25,6 +24,7 @@ from ._run._pipe import Pipe
 from ._train._state import TrainState, check_state
 from ._train._step import TrainStep, check_optimizer
 from ._train._value_and_grad import ValueAndGrad
+from .planning._plan import Plan
 from .schedules import Schedule, Timeline
 
 PyTree = Any

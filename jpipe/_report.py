@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from ._instructions._bytes import peaks
 from ._instructions._program import Program
-from .planning._plan import size
+from .planning._units import size
 
 
 @dataclass(frozen=True)

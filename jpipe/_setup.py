@@ -39,8 +39,8 @@ def check_plan(plan: Any, layers: Sequence[Layer], given: Sequence[str]) -> None
     """
     if not isinstance(plan, Plan):
         raise TypeError(
-            f"plan={plan!r} is a {type(plan).__name__}; needs what jpipe.plan returned, "
-            f"or Plan.from_json(text)"
+            f"plan={plan!r} is a {type(plan).__name__}; needs what jpipe.plan "
+            f"returned, or Plan.from_json(text)"
         )
     faults = [f"it decides {name}, which was given too" for name in given]
     names = [name for stage in plan.stages for name in stage.layers]

@@ -2,14 +2,14 @@
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ._plan import Memory
 from ..schedules import Action, Costs, Schedule, Timeline
 from ..schedules._action import BACKWARD, FORWARD, INPUT, WEIGHT
-from ._profile import Profile
+from ._plan import Memory
+from ._profile import Profile, speed_faults
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,16 @@ class Hardware:
     memory_limit: int | None = None
     bandwidth: float | None = None
     latency: float = 0.0
+
+    def faults(self) -> Iterator[str]:
+        """What cannot be, a line for each."""
+        for name in ("num_devices", "memory_limit"):
+            number = getattr(self, name)
+            if number is None:
+                continue
+            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+                yield f"{name}={number!r}: needs an int of at least 1"
+        yield from speed_faults(self.bandwidth, self.latency)
 
 
 @dataclass(frozen=True)

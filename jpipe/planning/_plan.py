@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from .._layers._stage import abbreviate
 from ..schedules import Action, Costs, Schedule
 from ..schedules._action import BACKWARD, FORWARD, INPUT, WEIGHT
+from ._units import duration, size
 
 # Columns of a grid beyond which its middle is left out.
 _WIDEST = 160
@@ -245,8 +246,8 @@ def _foretold(forecast: Forecast) -> str:
     limit = forecast.memory_limit
     lines = [
         _table(rows, numbers_from=1),
-        f"predicted: {duration(forecast.seconds)} a step, bubble {forecast.bubble:.1%}, "
-        f"{forecast.seconds / forecast.bound:.2f} times the least that any order of "
+        f"predicted: {duration(forecast.seconds)} a step, bubble "
+        f"{forecast.bubble:.1%}, {forecast.seconds / forecast.bound:.2f} times the least that any order of "
         f"these stages can take"
         + (f"; {size(limit)} a device" if limit is not None else ""),
         *forecast.reasons,
@@ -311,21 +312,3 @@ def _table(rows: Sequence[Sequence[str]], numbers_from: int) -> str:
         ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
-
-
-def size(num_bytes: int) -> str:
-    """Bytes for people, in powers of 1024: ``1.5 MiB``."""
-    value = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"
-
-
-def duration(seconds: float) -> str:
-    """Seconds for people: ``1.5 ms``."""
-    for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "µs")):
-        if seconds * factor >= 1:
-            return f"{seconds * factor:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} µs"

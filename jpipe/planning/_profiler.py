@@ -26,7 +26,7 @@ from ._traced import Traced, has_backward
 PyTree = Any
 
 # Those that are told by name, from the fewest bytes on.
-_MODES = ("full", "min_cut", "dots", "none")
+MODES = ("full", "min_cut", "dots", "none")
 
 
 @outside_of_meshes
@@ -189,13 +189,13 @@ def _given(task: Task, after: Sequence[Task]) -> tuple[int, int]:
 def _kept(model: Traced, number: int) -> dict[str, int]:
     """What a layer keeps by remat mode, as a stage of a pipeline of that mode."""
     if not has_backward(model.works.task(number)):
-        return dict.fromkeys(_MODES, 0)
+        return dict.fromkeys(MODES, 0)
 
     def by(mode: str) -> Mapping[str, int]:
         return model.works.derivatives(number, 0, mode).kept.nbytes
 
     # What follows from no more than the input needs no trace of its own.
-    return {mode: by("none" if mode == "full" else mode)[mode] for mode in _MODES}
+    return {mode: by("none" if mode == "full" else mode)[mode] for mode in MODES}
 
 
 def _skips(model: Traced) -> Iterator[SkipProfile]:

@@ -1,4 +1,4 @@
-"""Which cut, how many micro-batches, which schedule, what to keep: all tried on paper."""
+"""Cuts, micro-batches, schedules, what stages keep: all tried on paper."""
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -121,7 +121,7 @@ def _cut(
 def _fitted(
     profile: Profile, candidate: Candidate, space: Space
 ) -> Iterator[Candidate]:
-    """Keeps less, step by step, in the stages of ranks that need more than they have."""
+    """Keeps less and less in the stages of ranks that need more than they have."""
     limit = space.hardware.memory_limit
     assert limit is not None
     following = dict(itertools.pairwise(space.remats))
@@ -147,8 +147,13 @@ def _refined(candidate: Candidate, space: Space) -> Iterator[Candidate]:
     """The same stages under a schedule made to measure; then a cut made for it."""
     hardware = space.hardware
     microbatches = candidate.schedule.num_microbatches
-    profile, costs = space.profiles[microbatches], candidate.timeline.costs
-    assert costs is not None
+    profile = space.profiles[microbatches]
+    costs = profile.costs(
+        candidate.balance,
+        remat=candidate.remat,
+        bandwidth=hardware.bandwidth,
+        latency=hardware.latency,
+    )
     room = None
     if hardware.memory_limit is not None:
         room = [

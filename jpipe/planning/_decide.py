@@ -1,14 +1,154 @@
 """`jpipe.plan`: how to cut a model, how many micro-batches, which schedule, and why."""
 
-import math
+import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ._plan import Forecast, Plan, StagePlan, duration, size
-from ..schedules import lower_bound
+import jax
+import optax
+
+from .._instructions._bytes import nbytes
+from .._run import _variables
+from .._train._step import check_optimizer
+from ..schedules import BY_NAME, lower_bound
 from ._forecast import Candidate, Hardware
+from ._layer import LayerProfile
+from ._plan import Forecast, Plan, StagePlan
 from ._profile import Profile
-from ._search import Space, search
+from ._profiler import MODES
+from ._profiler import profile as profiled
+from ._request import Request
+from ._search import REMATS, Space, search
+from ._units import duration, size
+
+PyTree = Any
+
+
+def plan(
+    layers: Any,
+    sample: PyTree,
+    tx: optax.GradientTransformation,
+    *,
+    num_devices: int | None = None,
+    memory_limit: int | None = None,
+    bandwidth: float | None = None,
+    latency: float = 0.0,
+    num_microbatches: int | Sequence[int] | None = None,
+    schedules: Sequence[str] | None = None,
+    remat: Sequence[str] = REMATS,
+    profile: Profile | None = None,
+    **options: Any,
+) -> Plan:
+    """Decides how to run a model: which cut, how many micro-batches, which schedule.
+
+    Layers are profiled, each by itself. Then every schedule of the catalogue is tried
+    on paper, on up to so many devices, with the cut that suits it; stages of devices
+    that need more than they have keep less; the best get a schedule made to measure.
+    The fastest that fits is the plan.
+
+    Args:
+      layers: as `jpipe.pipeline` takes them.
+      sample: an input of a mini-batch, or its `jax.ShapeDtypeStruct` leaves.
+      tx: the optax optimizer, whose state takes memory.
+      num_devices: how many devices there are; default: as many as `jax.devices`.
+      memory_limit: bytes of each; ``None``: as many as it takes.
+      bandwidth: bytes per second between two devices; ``None``: transfers take no time
+        but ``latency``.
+      latency: seconds that a transfer takes whatever its size.
+      num_microbatches: how many, or a choice; default: one, two, four and eight times
+        the number of devices, as far as there are examples.
+      schedules: names of schedules to choose from; default: the catalogue and what is
+        made to measure.
+      remat: what stages may keep, from what keeps most.
+      profile: of ``layers`` on one micro-batch of ``sample``, in place of measuring.
+      **options: for `jpipe.profile`, such as ``loss`` and ``targets``, or
+        ``measure=False``.
+
+    Returns:
+      The plan: it prints with the reasons, `jpipe.draw.svg` draws it, and
+      ``jpipe.pipeline(layers, plan=plan)`` builds it.
+
+    Raises:
+      ValueError: with all faults of the arguments; or if nothing fits the memory: with
+        what is short, where and by how much, and what would fit.
+      TypeError: if an argument is of a wrong type.
+
+    Example:
+      >>> import jax.numpy as jnp, jpipe, optax
+      >>> from flax import linen as nn
+      >>> layers = [nn.Dense(64), nn.relu, nn.Dense(64), nn.relu, nn.Dense(64)]
+      >>> made = jpipe.plan(
+      ...     layers, jnp.ones((32, 64)), optax.sgd(0.1), num_devices=2, measure=False
+      ... )
+      >>> sum(made.balance), jpipe.Plan.from_json(made.to_json()) == made
+      (5, True)
+    """
+    check_optimizer(tx)
+    count = len(jax.devices()) if num_devices is None else num_devices
+    hardware = Hardware(count, memory_limit, bandwidth, latency)
+    request = Request(layers, sample, **options)
+    examples = request.model.batch.sizes[0]
+    numbers = _numbers(num_microbatches, count, examples, profile)
+    names = tuple(BY_NAME if schedules is None else schedules)
+    faults = [*hardware.faults(), *_faults(numbers, names, remat, examples)]
+    if faults:
+        raise ValueError(f"plan: {'; '.join(faults)}")
+    profiles = {}
+    if profile is not None:
+        profile.check(
+            Request(layers, sample, num_microbatches=numbers[0], **options).made
+        )
+        profiles[numbers[0]] = profile
+    else:
+        ends = [
+            profiled(layers, sample, num_microbatches=number, **options)
+            for number in dict.fromkeys([max(numbers), min(numbers)])
+        ]
+        for number in numbers:
+            profiles[number] = interpolated(ends[0], ends[-1], -(-examples // number))
+    slots = [
+        sum(map(nbytes, jax.tree.leaves(jax.eval_shape(tx.init, params))))
+        for visit in request.model.visits
+        for params in [_variables.params([visit.variables])]
+    ]
+    space = Space(
+        profiles,
+        slots,
+        hardware,
+        tuple(name for name in names if name != "forward_only"),
+        tuple(remat),
+        made=schedules is None,
+    )
+    return chosen(search(space), space)
+
+
+def _numbers(
+    given: Any, num_devices: int, examples: int, profile: Profile | None
+) -> tuple[int, ...]:
+    """The numbers of micro-batches to choose from."""
+    if given is not None:
+        return (given,) if isinstance(given, int) else tuple(given)
+    if profile is not None:
+        return (-(-examples // profile.microbatch_size),)
+    some = {min(num_devices * times, examples) for times in (1, 2, 4, 8)}
+    return tuple(sorted(some))
+
+
+def _faults(
+    numbers: Sequence[Any], names: Sequence[str], remat: Sequence[str], examples: int
+) -> Iterable[str]:
+    for number in numbers:
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            yield f"num_microbatches={number!r}: needs an int of at least 1"
+        elif number > examples:
+            yield f"num_microbatches={number} for {examples} examples"
+    for name in names:
+        if name not in BY_NAME:
+            listed = ", ".join(map(repr, BY_NAME))
+            yield f"schedules: {name!r} is unknown: choose from {listed}"
+    for mode in remat:
+        if mode not in MODES:
+            yield f"remat: {mode!r} is unknown: choose {', '.join(map(repr, MODES))}"
 
 
 def chosen(candidates: Sequence[Candidate], space: Space) -> Plan:
@@ -110,8 +250,8 @@ def _nothing_fits(nearest: Candidate, space: Space) -> str:
                 f"activations {size(memory.held)}, workspace {size(memory.workspace)}"
             )
     return (
-        f"memory_limit={limit:,} bytes on {space.hardware.num_devices} devices: no plan "
-        f"fits. The nearest is {nearest}:\n  * "
+        f"memory_limit={limit:,} bytes on {space.hardware.num_devices} devices: no "
+        f"plan fits. The nearest is {nearest}:\n  * "
         + "\n  * ".join(lines)
         + f"\nIt fits {nearest.schedule.num_ranks} devices of "
         f"{size(nearest.most_bytes)}; else take more devices (num_devices=), smaller "
@@ -192,7 +332,10 @@ def interpolated(small: Profile, large: Profile, size: int) -> Profile:
             for f in dataclasses.fields(a)
             if f.name not in ("name", "kept_bytes")
         }
-        kept = {mode: between(a.kept_bytes[mode], b.kept_bytes[mode]) for mode in a.kept_bytes}
+        kept = {
+            mode: between(a.kept_bytes[mode], b.kept_bytes[mode])
+            for mode in a.kept_bytes
+        }
         return LayerProfile(a.name, kept_bytes=kept, **fields)
 
     return dataclasses.replace(
