@@ -15,8 +15,8 @@ _PARTS = {
     "held": "#e69f00",
     "workspace": "#b4bcc6",
 }
-_WIDTH, _TOP, _BAR, _PITCH, _GAP = 860.0, 46.0, 22.0, 32.0, 40.0
-_LEFT, _RIGHT = 200.0, 84.0
+_WIDTH, _TOP, _BAR, _PITCH, _GAP = 890.0, 46.0, 22.0, 32.0, 40.0
+_LEFT, _RIGHT = 230.0, 84.0
 _LIMIT = "#cc0000"
 
 

@@ -247,8 +247,8 @@ def _foretold(forecast: Forecast) -> str:
     lines = [
         _table(rows, numbers_from=1),
         f"predicted: {duration(forecast.seconds)} a step, bubble "
-        f"{forecast.bubble:.1%}, {forecast.seconds / forecast.bound:.2f} times the least that any order of "
-        f"these stages can take"
+        f"{forecast.bubble:.1%}, {forecast.seconds / forecast.bound:.2f} times "
+        f"the least that any order of these stages can take"
         + (f"; {size(limit)} a device" if limit is not None else ""),
         *forecast.reasons,
     ]

@@ -99,18 +99,20 @@ def _cuts(profile: Profile, schedule: Schedule, space: Space) -> Iterator[Candid
 def _cut(
     profile: Profile, schedule: Schedule, mode: str, hardware: Hardware, capped: bool
 ) -> list[int] | None:
-    """The cut with the shortest step; none if no cut keeps within the memory."""
+    """The cut with the shortest step; none if no cut keeps within the memory.
+
+    Where a rank has several stages, the one whose busiest rank has least to do.
+    """
+    several = schedule.num_ranks < schedule.num_stages
     try:
         return partition(
             profile,
             schedule.num_stages,
-            objective="step",
+            objective="max" if several else "step",
             num_microbatches=schedule.num_microbatches,
             bandwidth=hardware.bandwidth,
             latency=hardware.latency,
-            schedule=schedule
-            if capped or schedule.num_ranks < schedule.num_stages
-            else None,
+            schedule=schedule if capped or several else None,
             max_bytes=hardware.memory_limit if capped else None,
             remat=mode,
         )
