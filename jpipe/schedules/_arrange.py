@@ -72,7 +72,13 @@ class _Arrangement:
         self._forward = [tables.first(FORWARD, stage) for stage in range(stages)]
         self._back = [tables.first(back, stage) for stage in range(stages)]
         self._ends = [start + tables.num_microbatches for start in self._forward]
-        self._stop_back = [start + tables.num_microbatches for start in self._back]
+        self._first_of, self._back_of = [*self._forward], [*self._back]
+        self._to_forward = self._forward[0] - self._back[0]
+        # When what an action reads of another stage is there.
+        self._arrives: list[float | None] = [None] * len(tables.seconds)
+        for first in (self._forward[0], self._back[-1]):
+            here = [0.0] * tables.num_microbatches
+            self._arrives[first : first + tables.num_microbatches] = here
         # From the number of an I to that of its W.
         self._to_rest = 0 if whole else tables.first(WEIGHT, 0) - tables.first(INPUT, 0)
         self._rest: list[deque[int]] = [deque() for _ in range(stages)]
@@ -101,27 +107,25 @@ class _Arrangement:
 
     def _choice(self, rank: int, now: float) -> tuple[int, int] | None:
         """What a rank does now, and of which stage."""
-        priority = self._priority
+        priority, arrives = self._priority, self._arrives
+        skips = self._tables.skips
         best: tuple[float, int, int] | None = None
         soon: list[tuple[float, float, int, int]] = []
         for stage in self._tables.stages_of[rank]:
-            offered = []
             forward, back = self._forward[stage], self._back[stage]
-            if forward < self._ends[stage]:
-                offered.append(forward)
-            # Its forward is of this rank, so it has ended if it began.
-            if (
-                back < self._stop_back[stage]
-                and self._end[self._tables.own[back]] is not None
+            for number in (
+                forward if forward < self._ends[stage] else -1,
+                # Only of what has been forward; that is of this rank, and has ended.
+                back if back + self._to_forward < forward else -1,
             ):
-                offered.append(back)
-            for number in offered:
-                arrival = self._arrival(number)
+                arrival = arrives[number] if number >= 0 else None
                 if arrival is None:
                     continue
+                if skips and number in skips:
+                    arrival = self._with_skips(number, arrival)
                 if arrival > now:
                     soon.append((arrival, priority[number], number, stage))
-                    if self._tables.skips:
+                    if skips:
                         heapq.heappush(self._events, (arrival, _WAKE, rank))
                 elif (best is None or priority[number] < best[0]) and self._fits(
                     number, stage, rank
@@ -143,19 +147,11 @@ class _Arrangement:
                 return None
         return best[1:]
 
-    def _arrival(self, number: int) -> float | None:
-        """When what an action reads is there; ``None``: not known yet."""
-        tables, end = self._tables, self._end
-        arrival = 0.0
-        if (read := tables.far[number]) >= 0:
-            ended = end[read]
-            if ended is None:
-                return None
-            arrival = ended + tables.delay[number]
-        for read, seconds in tables.skips.get(number, ()) if tables.skips else ():
-            ended = end[read]
-            if ended is None:
-                return None
+    def _with_skips(self, number: int, arrival: float) -> float:
+        """When the skip connections of an action have arrived too."""
+        for read, seconds in self._tables.skips[number]:
+            ended = self._end[read]
+            assert ended is not None  # its sender is what the neighbour had to read
             arrival = max(arrival, ended + seconds)
         return arrival
 
@@ -204,14 +200,11 @@ class _Arrangement:
             self._rest[stage].popleft()
             return
         if 0 <= reader < tables.num_stages:
-            other = tables.placement[reader]
-            if other != rank:
-                slot = tables.slot[number]
-                # The delay is that of whoever reads it.
-                first = tables.first(FORWARD if reader > stage else INPUT, reader)
-                reading = first + slot % tables.num_microbatches
-                at = stop + tables.delay[reading]
-                heapq.heappush(events, (at, _WAKE, other))
+            first = (self._first_of if reader > stage else self._back_of)[reader]
+            reading = first + number % tables.num_microbatches
+            arrival = self._arrives[reading] = stop + tables.delay[reading]
+            if tables.placement[reader] != rank:
+                heapq.heappush(events, (arrival, _WAKE, tables.placement[reader]))
 
     def _free(self, now: float, number: int) -> None:
         """Gives back what an action frees when it ends."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from ._costs import Costs
 from ._placements import placements
 from ._schedule import Schedule
-from ._search import Search
+from ._search import Search, catalogue
 from ._simulate import ScheduleError
 from ._tables import Tables
 
@@ -66,7 +66,8 @@ def fit(
     where = placements("fit", costs, num_ranks, num_microbatches)
     most = _limits(max_bytes, num_ranks)
     options = [Tables(costs, some, num_ranks, num_microbatches) for some in where]
-    searches = [Search(tables, most) for tables in options]
+    known = catalogue(num_ranks, num_microbatches, len(where[0]) // num_ranks)
+    searches = [Search(tables, most, known) for tables in options]
     for search in searches:
         search.begin()
     fastest = min(search.fastest for search in searches)

@@ -56,10 +56,17 @@ class Search:
     Args:
       tables: what actions cost there.
       most: the most bytes of each rank; ``None``: any.
+      known: schedules to begin with, of which those of the placement are tried.
     """
 
-    def __init__(self, tables: Tables, most: Sequence[float] | None) -> None:
+    def __init__(
+        self,
+        tables: Tables,
+        most: Sequence[float] | None,
+        known: Sequence[Schedule],
+    ) -> None:
         self._tables, self._most = tables, most
+        self._known = [s for s in known if s.placement == tables.placement]
         self._found: list[Found] = []
         self._fits: dict[int, bool] = {}
         bound = least(tables.costs, tables.placement, tables.num_microbatches)
@@ -72,8 +79,8 @@ class Search:
         )
 
     def begin(self) -> None:
-        """Tries the catalogue, then list schedules."""
-        self._add_catalogue()
+        """Tries what is known, then list schedules."""
+        self._add_known()
         if self.fastest > self._good:
             self._add_lists()
 
@@ -128,9 +135,9 @@ class Search:
         if run is not None:
             self._found.append(Found(name, run, whole))
 
-    def _add_catalogue(self) -> None:
+    def _add_known(self) -> None:
         tables = self._tables
-        for schedule in _catalogue(tables):
+        for schedule in self._known:
             cells = (action for row in schedule.rows for action in row)
             whole = any(action.op == BACKWARD for action in cells)
             self._add(schedule.name, tables.numbered(schedule.rows), whole)
@@ -231,25 +238,24 @@ def _by_class(tables: Tables, forward, backward) -> list[float]:
     return priority
 
 
-def _catalogue(tables: Tables) -> Iterator[Schedule]:
-    """Its schedules of this placement, and those that take any number of chunks."""
-    ranks, count = tables.num_ranks, tables.num_microbatches
-    chunks = tables.num_stages // ranks
+def catalogue(num_ranks: int, num_microbatches: int, num_chunks: int) -> list[Schedule]:
+    """Its schedules of so many stages per rank."""
     # A builder says how many stages per rank it makes when it makes some.
     builders = [
         build
         for build in BY_NAME.values()
-        if (small := build(1, 2)).num_stages == chunks and not small.forward_only
+        if (small := build(1, 2)).num_stages == num_chunks and not small.forward_only
     ]
-    if chunks > 2:
+    if num_chunks > 2:
+        # Of those that take any number.
         builders += [
-            lambda p, m, build=build: build(p, m, chunks)
+            lambda p, m, build=build: build(p, m, num_chunks)
             for build in (interleaved, interleaved_zb, looped_bfs)
         ]
+    found = []
     for build in builders:
         try:
-            schedule = build(ranks, count)
+            found.append(build(num_ranks, num_microbatches))
         except ScheduleError:
             continue  # not for so few micro-batches
-        if schedule.placement == tables.placement:
-            yield schedule
+    return found

@@ -1,5 +1,6 @@
 """Idle time and memory in units of actions: closed forms of the literature."""
 
+import math
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -7,13 +8,16 @@ import pytest
 from jpipe.schedules import (
     Costs,
     Schedule,
+    ScheduleError,
     Timeline,
     compare,
     dualpipe_v,
     eager_one_f_one_b,
     forward_only,
     gpipe,
+    gpipe_last_one_f_one_b,
     interleaved,
+    interleaved_zb,
     looped_bfs,
     one_f_one_b,
     zb_h1,
@@ -77,6 +81,11 @@ def within(timeline: Timeline) -> list[float]:
     ("build", "peak"),
     [
         pytest.param(gpipe, lambda p, m, r: m, id="gpipe"),
+        pytest.param(
+            gpipe_last_one_f_one_b,
+            lambda p, m, r: m if r < p - 1 else 1,
+            id="gpipe_last_1f1b",
+        ),
         pytest.param(one_f_one_b, lambda p, m, r: min(m, p - r), id="1f1b"),
         pytest.param(
             eager_one_f_one_b,
@@ -165,6 +174,37 @@ def test_zb_h2_with_and_without_one_end_for_all(f, i, w, sizes):
         check_idle(timeline, costs, (p - 1) * max(f, f + i - 2 * w))
         check_peak(timeline, lambda p, m, r: 2 * p - 1)
         assert max(within(timeline)) == (p - 1) * max(0, f + i - 2 * w)
+
+
+@pytest.mark.parametrize("latency", [0.0, 0.5, 1.0, 1.5, 2.0])
+def test_zb_h2_of_a_latency_waits_for_no_transfer_after_its_first(latency):
+    costs = times(1.0, 1.0, 1.0, latency=latency)
+    for p in (2, 3, 4, 8):
+        timeline = run(zb_h2(p, 6 * p, latency), costs)
+        check_idle(timeline, costs, (p - 1) * (1 + latency))
+        held = math.floor(2 * p - 1 + 2 * (p - 1) * latency)
+        assert max(timeline.peak_bytes) <= held
+    # Without, it waits for a gradient and an activation again and again.
+    plain = run(zb_h2(4, 24), costs).makespan
+    assert (plain > 24 * 3 + 3 * (1 + latency)) == (latency > 1)
+
+
+def test_zb_h2_refuses_a_latency_that_is_none():
+    for latency in (-1.0, math.inf, math.nan):
+        with pytest.raises(ScheduleError, match=f"^zb_h2: latency={latency}: must be"):
+            zb_h2(2, 2, latency)
+
+
+@pytest.mark.parametrize("v", [2, 4])
+def test_interleaved_zb_divides_the_idle_time_of_zb_h1_by_its_chunks(v):
+    costs = times(1.0, 1.0, 1.0, residual_bytes=v, pending_bytes=v)
+    for p, m in some(lambda p: p):
+        if m % p == 0:
+            timeline = run(interleaved_zb(p, m, v), costs)
+            check_idle(timeline, costs, (p - 1) * costs.forward / v)
+            assert max(timeline.peak_bytes) <= v * p
+    for p, m in some():
+        assert interleaved_zb(p, m, 1).rows == zb_h1(p, m).rows
 
 
 def test_split_backwards_of_fewer_microbatches_hold_what_there_is():
