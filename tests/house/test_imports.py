@@ -38,6 +38,10 @@ def test_schedules_and_their_pictures_load_without_jax():
     assert imported_by(*modules) == []
 
 
+def test_the_probe_sees_jax_where_it_is():
+    assert "jax" in imported_by("_run._signature")
+
+
 def test_a_step_needs_no_planning_and_no_pictures():
     said = """
 import sys, jpipe
@@ -48,7 +52,3 @@ print(jpipe.profile.__name__, "jpipe.planning" in sys.modules)
     command = [sys.executable, "-c", said]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     assert done.stdout.splitlines() == ["", "profile True"]
-
-
-def test_the_probe_sees_jax_where_it_is():
-    assert "jax" in imported_by("_run._signature")
