@@ -13,6 +13,7 @@ from ._layers._unchanged import Unchanged
 from ._pipeline import Pipeline
 from ._run._pipe import Pipe
 from .schedules import Schedule, ScheduleBuilder
+from .schedules._choose import choose_schedule
 
 
 def pipeline(
@@ -84,7 +85,7 @@ def pipeline(
     number = _setup.check_num_microbatches(num_microbatches)
     groups = fuse(layers, _setup.check_balance(balance, len(layers)))
     settings = _remat.per_stage(remat, len(groups))
-    chosen = _setup.choose_schedule(schedule, len(groups), number)
+    chosen = choose_schedule(schedule, len(groups), number)
     placed = _setup.choose_devices(devices, chosen)
     if isinstance(out_axes, bool) or not isinstance(out_axes, int):
         raise TypeError(

@@ -1,65 +1,18 @@
 """What each layer of a model costs: times and bytes of one micro-batch."""
 
-from collections.abc import Mapping
+import dataclasses
+import itertools
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from ..schedules import Costs, Skip
+from . import _files, _layer
+from ._layer import LayerProfile as LayerProfile
+from ._layer import SkipProfile as SkipProfile
 from ._table import table
-
-
-@dataclass(frozen=True)
-class LayerProfile:
-    """One layer, on one micro-batch.
-
-    Attributes:
-      name: of the layer, as `Pipeline.plan` calls it.
-      forward: seconds of its forward.
-      backward: seconds of its backward from residuals, nothing computed again.
-      input_grad: the part of ``backward`` that the gradient of its input takes;
-        ``None`` if it is not known.
-      weight_grad: the part for its parameters; ``None`` if it is not known.
-      num_params: how many parameters it owns; of tied layers the first owns them.
-      param_bytes: their bytes.
-      state_bytes: of its other collections, such as batch statistics.
-      output_bytes: what it gives to the next layer.
-      cotangent_bytes: the gradient of that, which comes back.
-      kept_bytes: what it keeps between forward and backward, by remat mode.
-      workspace_bytes: the most that one of its programs needs while it runs, beside
-        arguments and results; ``None`` if it is not known.
-      flops: of its forward; ``None`` if it is not known.
-    """
-
-    name: str
-    forward: float
-    backward: float
-    input_grad: float | None = None
-    weight_grad: float | None = None
-    num_params: int = 0
-    param_bytes: int = 0
-    state_bytes: int = 0
-    output_bytes: int = 0
-    cotangent_bytes: int = 0
-    kept_bytes: Mapping[str, int] = field(default_factory=dict)
-    workspace_bytes: int | None = None
-    flops: float | None = None
-
-
-@dataclass(frozen=True)
-class SkipProfile:
-    """A long skip connection, on one micro-batch.
-
-    Attributes:
-      name: under which it was stashed.
-      source: the number of the layer that stashes it.
-      target: the number of the layer that pops it.
-      bytes: what is carried.
-      cotangent_bytes: its gradient, which comes back.
-    """
-
-    name: str
-    source: int
-    target: int
-    bytes: int
-    cotangent_bytes: int
 
 
 @dataclass(frozen=True)
@@ -84,3 +37,309 @@ class Profile:
 
     def __str__(self) -> str:
         return table(self)
+
+    def faults(self) -> list[str]:
+        """What is wrong with the numbers, a line for each fault."""
+        fields = (self.layers, self.input_bytes, self.skips, self.ties)
+        return [
+            *_layer.faults(*fields, self.microbatch_size),
+            *(
+                f"made[{name!r}]={value!r} is a {type(value).__name__}; needs a text"
+                for name, value in self.made.items()
+                if not isinstance(value, str)
+            ),
+        ]
+
+    def costs(
+        self,
+        balance: Sequence[int],
+        *,
+        remat: str | Sequence[str] = "min_cut",
+        bandwidth: float | None = None,
+        latency: float = 0.0,
+    ) -> Costs:
+        """What the stages of a cut cost, for the simulation of schedules.
+
+        A stage takes the time of its layers, and keeps what they keep. With
+        ``remat="full"`` it keeps its input and what skip connections bring to it, and
+        its backward computes the forward again; what other modes compute again is
+        taken to cost nothing. Between the halves of a backward a stage keeps what
+        ``"min_cut"`` keeps, if that is known: an estimate.
+
+        Args:
+          balance: how many layers each stage has.
+          remat: what is kept between forward and backward, one mode or one per stage:
+            ``"full"``, or one that ``kept_bytes`` of the layers names.
+          bandwidth: bytes per second between two ranks; ``None``: as many as there are.
+          latency: seconds that a transfer takes whatever its size.
+
+        Returns:
+          Costs with one entry per stage, in seconds and bytes of one micro-batch.
+
+        Raises:
+          ValueError: with every fault of the arguments.
+
+        Example:
+          >>> layers = (LayerProfile("a", 1.0, 2.0), LayerProfile("b", 2.0, 4.0))
+          >>> Profile(layers).costs([1, 1], remat="full").backward
+          [3.0, 6.0]
+        """
+        sizes = list(balance)
+        modes = self.modes(remat, len(sizes))
+        faults = [*speed_faults(bandwidth, latency), *self._unfit(sizes, modes)]
+        faults += self.unknown(modes)
+        if faults:
+            raise ValueError(f"profile: {'; '.join(faults)}")
+        ends = [0, *itertools.accumulate(sizes)]
+        stages = list(itertools.pairwise(ends))
+        held = [self.static_bytes(*stage) for stage in stages]
+        pairs = list(zip(stages, modes, strict=True))
+        return dataclasses.replace(
+            self.times(ends, modes, bandwidth, latency),
+            residual_bytes=[self.kept_bytes(*stage, mode) for stage, mode in pairs],
+            pending_bytes=[self.pending_bytes(*stage, mode) for stage, mode in pairs],
+            parameter_bytes=[sum(each) for each in held],
+            accumulator_bytes=[params for params, _ in held],
+        )
+
+    def times(
+        self,
+        ends: Sequence[int],
+        modes: Sequence[str],
+        bandwidth: float | None,
+        latency: float,
+    ) -> Costs:
+        """`costs` without what stages hold: of the layers between two ends each."""
+        stages = list(itertools.pairwise(ends))
+        times = [
+            self._seconds(*stage, mode == "full")
+            for stage, mode in zip(stages, modes, strict=True)
+        ]
+        forward, backward, first_half, second_half = map(list, zip(*times, strict=True))
+        return Costs(
+            forward=forward,
+            backward=backward,
+            input_grad=first_half,
+            weight_grad=second_half,
+            latency=latency,
+            bandwidth=math.inf if bandwidth is None else bandwidth,
+            boundary_bytes=[self.boundary_bytes(first) for first, _ in stages],
+            cotangent_bytes=[
+                self.layers[first - 1].cotangent_bytes if first else 0
+                for first, _ in stages
+            ],
+            skips=tuple(self._skips(ends)),
+        )
+
+    def modes(self, remat: str | Sequence[str], num_stages: int) -> tuple[str, ...]:
+        """One mode per stage, from one for all or a sequence of them."""
+        return (remat,) * num_stages if isinstance(remat, str) else tuple(remat)
+
+    def unknown(self, modes: Sequence[str]) -> list[str]:
+        """Which modes keep nobody knows what, a line for each."""
+        known = [set(layer.kept_bytes) for layer in self.layers]
+        named = sorted({"full"}.union(*known[:1]).intersection(*known) | {"full"})
+        listed = ", ".join(map(repr, named))
+        return [
+            f"what remat={mode!r} keeps is not in the profile: choose {listed}"
+            for mode in dict.fromkeys(modes)
+            if mode not in named
+        ]
+
+    def boundary_bytes(self, first: int) -> int:
+        """What a stage that begins at a layer is given."""
+        return self.layers[first - 1].output_bytes if first else self.input_bytes
+
+    def static_bytes(self, first: int, stop: int) -> tuple[int, int]:
+        """Bytes of parameters and of other state of a stage.
+
+        A stage without the first of some tied layers has a copy of its parameters.
+        """
+        own = self.layers[first:stop]
+        params = sum(layer.param_bytes for layer in own)
+        for group in self.ties:
+            owner = min(group)
+            if owner < first and any(first <= i < stop for i in group):
+                params += self.layers[owner].param_bytes
+        return params, sum(layer.state_bytes for layer in own)
+
+    def kept_bytes(self, first: int, stop: int, mode: str) -> int:
+        """What a stage keeps between forward and backward."""
+        if mode == "full":
+            arrived = {
+                (skip.source, skip.name): skip.bytes
+                for skip in self.skips
+                if skip.source < first <= skip.target < stop
+                and not (skip.is_output and skip.source == first - 1)
+            }
+            return self.boundary_bytes(first) + sum(arrived.values())
+        return sum(layer.kept_bytes[mode] for layer in self.layers[first:stop])
+
+    def pending_bytes(self, first: int, stop: int, mode: str) -> int:
+        """What a stage keeps between the halves of a backward, as well as is known."""
+        return self.kept_bytes(first, stop, self.pending_mode(mode))
+
+    def pending_mode(self, mode: str) -> str:
+        """The mode that keeps about what the first half of a backward leaves."""
+        if mode == "none":
+            return mode
+        known = (
+            m
+            for m in ("min_cut", "none")
+            if all(m in x.kept_bytes for x in self.layers)
+        )
+        return next(known, mode)
+
+    def check(self, made: Mapping[str, str]) -> None:
+        """Refuses a profile that was made on something else.
+
+        Args:
+          made: what it should have been made on, by name.
+
+        Raises:
+          ValueError: if anything differs; the message names all of it.
+
+        Example:
+          >>> Profile((), made={"device": "a"}).check({"device": "b"})
+          Traceback (most recent call last):
+          ValueError: the profile was made on something else:
+            * device: 'a' in the profile, 'b' here
+          Measure again, or use the profile where it was made
+        """
+        differ = [
+            f"{name}: {_quoted(self.made, name)} in the profile, "
+            f"{_quoted(made, name)} here"
+            for name in dict.fromkeys([*self.made, *made])
+            if self.made.get(name) != made.get(name)
+        ]
+        if differ:
+            listed = "".join(f"\n  * {line}" for line in differ)
+            raise ValueError(
+                f"the profile was made on something else:{listed}\nMeasure again, or "
+                f"use the profile where it was made"
+            )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes a JSON file that `load` reads.
+
+        Raises:
+          ValueError: if a number is of no use; the message names all that are.
+        """
+        if faults := self.faults():
+            raise ValueError(_refusal("the profile cannot be saved", faults))
+        _files.write(path, dataclasses.asdict(self))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Profile":
+        """Reads what `save` wrote.
+
+        Raises:
+          ValueError: if the file holds something else; the message names every fault.
+        """
+        fields, faults = _files.read(path)
+        profile = None if faults else cls(**fields)
+        if faults := faults or (profile.faults() if profile else []):
+            raise ValueError(_refusal(f"{os.fspath(path)} holds no profile", faults))
+        assert profile is not None
+        return profile
+
+    @classmethod
+    def from_text(cls, text: str, microbatch_size: int = 1) -> "Profile":
+        r"""Reads the text of PipeDream and DAPPLE: a graph, a line for each node.
+
+        Times are milliseconds and sizes bytes of one micro-batch. Inputs are left out.
+        The nodes become layers in a topological order, that of their numbers where it
+        leaves a choice; an edge to another node than the next is a skip connection.
+        Several activation sizes belong to the edges of the node, in order, if there
+        are as many; else each edge carries their sum. Gradients are as large as what
+        they are of, parameters have four bytes, and with ``remat="none"`` a layer
+        keeps what it gives out: the text says no more.
+
+        Args:
+          text: of the file.
+          microbatch_size: how many examples the times are of; the text does not say.
+
+        Returns:
+          The profile.
+
+        Raises:
+          ValueError: if the text is something else; the message names every fault.
+
+        Example:
+          >>> node = "{} -- Linear -- forward_compute_time=1, backward_compute_time=2, "
+          >>> node += "activation_size=8, parameter_size=16\n"
+          >>> text = node.format("node1") + node.format("node2") + "\tnode1 -- node2"
+          >>> Profile.from_text(text).layers[1].backward
+          0.002
+        """
+        fields, faults = _files.parse(text)
+        profile = None if faults else cls(**fields, microbatch_size=microbatch_size)
+        if faults := faults or (profile.faults() if profile else []):
+            raise ValueError(_refusal("the text holds no profile", faults))
+        assert profile is not None
+        return profile
+
+    def _seconds(self, first: int, stop: int, again: bool) -> tuple[float, ...]:
+        """Of F, B, I and W of a stage; what is not known is half of a backward."""
+        own = self.layers[first:stop]
+        forward = sum(layer.forward for layer in own)
+        backward = sum(layer.backward for layer in own)
+        halves = [_halves(layer) for layer in own]
+        inputs, weights = map(sum, zip(*halves, strict=True))
+        more = forward if again else 0.0
+        return forward, backward + more, inputs + more, weights
+
+    def _skips(self, ends: Sequence[int]) -> Iterator[Skip]:
+        """Skip connections between stages; one array goes to a stage once."""
+        stage_of = [
+            s for s, (a, b) in enumerate(itertools.pairwise(ends)) for _ in range(a, b)
+        ]
+        sent: dict[tuple[int, str, int], Skip] = {}
+        for skip in self.skips:
+            source, target = stage_of[skip.source], stage_of[skip.target]
+            with_boundary = skip.is_output and skip.source == ends[target] - 1
+            if source != target and not with_boundary:
+                key = skip.source, skip.name, target
+                sent[key] = Skip(source, target, skip.bytes, skip.cotangent_bytes)
+        yield from sent.values()
+
+    def _unfit(self, sizes: Sequence[Any], modes: Sequence[str]) -> Iterator[str]:
+        count = len(self.layers)
+        if any(not isinstance(n, int) or n < 1 for n in sizes):
+            yield f"balance={sizes}: every stage needs at least one layer"
+        elif sum(sizes) != count:
+            yield f"balance={sizes}: its sum is {sum(sizes)}, there are {count} layers"
+        yield from mode_faults(modes, len(sizes))
+
+
+def mode_faults(modes: Sequence[str], num_stages: int) -> Iterator[str]:
+    """That there are not as many modes as stages, if so."""
+    if len(modes) != num_stages:
+        yield (
+            f"remat has {len(modes)} entries for {num_stages} stages; give one for all "
+            f"or one per stage"
+        )
+
+
+def _halves(layer: LayerProfile) -> tuple[float, float]:
+    """Seconds of I and W of a layer; what is not known is the rest, or half."""
+    first, second = layer.input_grad, layer.weight_grad
+    if first is None:
+        rest = layer.backward / 2 if second is None else layer.backward - second
+        first = max(rest, 0.0)
+    return first, max(layer.backward - first, 0.0) if second is None else second
+
+
+def speed_faults(bandwidth: float | None, latency: float) -> Iterator[str]:
+    """Why links of such speed there are not, a line for each fault."""
+    yield from _layer.misfit("latency", latency)
+    if bandwidth is not None and (isinstance(bandwidth, str) or not bandwidth > 0):
+        yield f"bandwidth={bandwidth!r}; needs bytes per second, more than 0"
+
+
+def _quoted(made: Mapping[str, str], name: str) -> str:
+    return repr(made[name]) if name in made else "nothing"
+
+
+def _refusal(what: str, faults: Sequence[str]) -> str:
+    return f"{what}:" + "".join(f"\n  * {fault}" for fault in faults)

@@ -9,43 +9,24 @@ in `BY_NAME`.
 """
 
 from ._action import Action as Action
+from ._catalogue import BY_NAME as BY_NAME
+from ._catalogue import named as named
 from ._compare import Comparison as Comparison
 from ._compare import compare as compare
 from ._costs import Costs as Costs
 from ._costs import Skip as Skip
-from ._flush import eager_one_f_one_b, forward_only, gpipe, one_f_one_b
-from ._looped import interleaved, looped_bfs
+from ._flush import eager_one_f_one_b as eager_one_f_one_b
+from ._flush import forward_only as forward_only
+from ._flush import gpipe as gpipe
+from ._flush import one_f_one_b as one_f_one_b
+from ._looped import interleaved as interleaved
+from ._looped import looped_bfs as looped_bfs
 from ._schedule import Schedule as Schedule
 from ._schedule import ScheduleBuilder as ScheduleBuilder
 from ._simulate import ScheduleError as ScheduleError
 from ._timeline import MemoryEvent as MemoryEvent
 from ._timeline import Timeline as Timeline
-from ._zero_bubble import dualpipe_v, zb_h1, zb_h2, zb_v
-
-BY_NAME: dict[str, ScheduleBuilder] = {
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "eager_1f1b": eager_one_f_one_b,
-    "interleaved": interleaved,
-    "looped_bfs": looped_bfs,
-    "zb_h1": zb_h1,
-    "zb_h2": zb_h2,
-    "zb_v": zb_v,
-    "dualpipe_v": dualpipe_v,
-    "forward_only": forward_only,
-}
-
-
-def named(name: str) -> ScheduleBuilder:
-    """The builder of that name; that of the function is understood too.
-
-    Raises:
-      ValueError: if there is none; the message lists those that there are.
-    """
-    key = name.replace("one_f_one_b", "1f1b")
-    if key not in BY_NAME:
-        raise ValueError(
-            f"unknown schedule {name!r}: choose {', '.join(map(repr, BY_NAME))}, a "
-            f"builder of jpipe.schedules or a Schedule"
-        )
-    return BY_NAME[key]
+from ._zero_bubble import dualpipe_v as dualpipe_v
+from ._zero_bubble import zb_h1 as zb_h1
+from ._zero_bubble import zb_h2 as zb_h2
+from ._zero_bubble import zb_v as zb_v

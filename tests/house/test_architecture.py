@@ -49,6 +49,12 @@ RULES: dict[Callable[[Path], list[str]], list[tuple[str, str, str]]] = {
             "from ..__main__ import main",
             "_layers._stage imports __main__",
         ),
+        # What a step needs.
+        (
+            "_layers._stage",
+            "def f():\n    from ..planning._cuts import x",
+            "_layers._stage imports planning",
+        ),
     ],
     in_an_unknown_folder: [("_new._module", "", "_new._module")],
     beyond_the_standard_library: [
@@ -131,6 +137,8 @@ SOUND = {
     "draw._trace": "from ..schedules import Timeline",
     "_layers": "",
     "_layers._stage": "from ..schedules._action import Action\nfrom .. import draw",
+    "planning": "",
+    "planning._cuts": "from ..schedules import Timeline",
     "__main__": "from ._layers import _stage",
 }
 
@@ -158,6 +166,8 @@ def test_imports_are_found_through_packages(package):
         "draw._trace": {"schedules"},
         "_layers": set(),
         "_layers._stage": {"schedules", "schedules._action", "draw"},
+        "planning": set(),
+        "planning._cuts": {"schedules"},
         "__main__": {"_layers", "_layers._stage"},
     }
 

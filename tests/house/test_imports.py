@@ -38,6 +38,11 @@ def test_schedules_and_their_pictures_load_without_jax():
     assert imported_by(*modules) == []
 
 
+def test_models_are_cut_without_jax():
+    loaded = imported_by("planning._partition", "planning._replicas")
+    assert loaded == ["numpy"]
+
+
 def test_the_probe_sees_jax_where_it_is():
     assert "jax" in imported_by("_run._signature")
 

@@ -12,6 +12,8 @@ import jpipe
 from jpipe._functions._objective import Objective
 from jpipe._layers import _rng
 from jpipe._run._costs import costs_of
+from jpipe.planning._partition import partition
+from jpipe.planning._profile import Profile
 from jpipe.planning._request import made_on
 
 from .. import reference as ref
@@ -71,6 +73,22 @@ def test_kept_bytes_are_those_of_one_stage_per_layer(name, mode):
     kept = [stage.kept[mode] for stage in pipe.plan.stages]
     assert [layer.kept_bytes[mode] for layer in made.layers] == kept
     assert sum(kept) > 0
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_profile_is_sound_and_comes_back_from_a_file(name, tmp_path):
+    made = profile(name, measure=False)
+    assert made.faults() == []
+    made.save(tmp_path / "costs.json")
+    again = Profile.load(tmp_path / "costs.json")
+    assert again == made
+    again.check(made.made)
+    count = len(made.layers)
+    costs = made.costs([1] * count, remat="none")
+    _, expected = pipeline_of(name, "none")
+    assert costs.boundary_bytes == [row[0] for row in expected.boundary_bytes]
+    assert costs.forward == [layer.forward for layer in made.layers]
+    assert sum(partition(made, 2)) == count
 
 
 def test_of_tied_layers_the_first_owns_what_others_use():

@@ -1,0 +1,170 @@
+"""A chain of layers as matrices: entry (i, j) is of the stage of layers i to j - 1."""
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ..schedules import Costs
+from ._in_flight import Held
+from ._profile import Profile
+
+Matrix = npt.NDArray[np.float64]
+
+# Times are counted in units, a power of two, of which the whole model takes less than
+# two to the power of this: sums and differences of whole numbers below 2 ** 53 are
+# exact, so that equal layers make equal stages wherever they stand.
+_UNITS = 46
+
+
+@dataclass(frozen=True, eq=False)
+class Chain:
+    """Layers that are to be cut.
+
+    Attributes:
+      profile: of the layers.
+      modes: what each stage keeps; see `Profile.costs`.
+      bandwidth: bytes per second between two ranks; ``None``: as many as there are.
+      latency: seconds that a transfer takes whatever its size.
+    """
+
+    profile: Profile
+    modes: tuple[str, ...]
+    bandwidth: float | None = None
+    latency: float = 0.0
+
+    @property
+    def num_layers(self) -> int:
+        """The number of layers."""
+        return len(self.profile.layers)
+
+    @property
+    def num_stages(self) -> int:
+        """The number of stages."""
+        return len(self.modes)
+
+    @property
+    def has_late_skips(self) -> bool:
+        """Whether skip connections may take longer than what they pass."""
+        return bool(self.profile.skips) and self.bandwidth is not None
+
+    def costs(self, ends: Sequence[int]) -> Costs:
+        """Times and transfers of the stages between two ends each.
+
+        The forward of a last stage that keeps its input only is a part of its backward.
+        """
+        times = self.profile.times(ends, self.modes, self.bandwidth, self.latency)
+        if self.modes[-1] == "full":
+            times.forward[-1] = 0.0
+        return times
+
+    @functools.cached_property
+    def unit(self) -> float:
+        """Seconds in which times are counted."""
+        total = sum(2 * x.forward + x.backward for x in self.profile.layers)
+        return 2.0 ** (math.frexp(total + sum(self._transfers))[1] - _UNITS)
+
+    @functools.cached_property
+    def cuts(self) -> Matrix:
+        """The time of the transfers, there and back, of a cut before each layer."""
+        return np.rint(np.array(self._transfers) / self.unit)
+
+    @functools.cached_property
+    def times(self) -> tuple[Matrix, ...]:
+        """The time of each stage; infinite where it would have no layer."""
+        layers = self.profile.layers
+        forward = self._whole(np.array([layer.forward for layer in layers]))
+        backward = self._whole(np.array([layer.backward for layer in layers]))
+        once = between(forward + backward)
+        twice = between(2 * forward + backward) if "full" in self.modes[:-1] else once
+        return tuple(
+            twice if mode == "full" and stage < self.num_stages - 1 else once
+            for stage, mode in enumerate(self.modes)
+        )
+
+    def stage_bytes(self, held: Held) -> Matrix:
+        """What a rank with one stage needs, for each stage that it may have."""
+        (stage,), counts = held
+        mode = self.modes[stage]
+        kept, pending = self._kept(mode), self._kept(self.profile.pending_mode(mode))
+        moments = [before * kept + after * pending for before, after in counts]
+        return functools.reduce(np.maximum, moments) + self._static
+
+    def rank_bytes(self, held: Held, ends: Sequence[int]) -> float:
+        """What a rank needs in one cut."""
+        stages = [(ends[s], ends[s + 1]) for s in held.stages]
+        modes = [self.modes[s] for s in held.stages]
+        pairs = list(zip(stages, modes, strict=True))
+        kept = [self._kept(mode)[stage] for stage, mode in pairs]
+        kept += [
+            self._kept(self.profile.pending_mode(mode))[stage] for stage, mode in pairs
+        ]
+        most = max(float(np.dot(counts, kept)) for counts in held.counts)
+        return most + sum(float(self._static[stage]) for stage in stages)
+
+    def _whole(self, seconds: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        return np.rint(seconds / self.unit)
+
+    @functools.cached_property
+    def _transfers(self) -> list[float]:
+        seconds = [0.0] * (self.num_layers + 1)
+        for i, layer in enumerate(self.profile.layers[:-1]):
+            size = layer.output_bytes + layer.cotangent_bytes
+            moved = size / self.bandwidth if self.bandwidth else 0.0
+            seconds[i + 1] = 2 * self.latency + moved
+        return seconds
+
+    @functools.cached_property
+    def _static(self) -> Matrix:
+        """Parameters, their sums of gradients, and other state of each stage."""
+        layers = self.profile.layers
+        own = [2 * layer.param_bytes + layer.state_bytes for layer in layers]
+        total = between(np.array(own, float))
+        for group in self.profile.ties:
+            owner, *others = sorted(set(group))
+            for before, tied in itertools.pairwise([owner, *others]):
+                # Stages that begin behind the owner and have this one first of them.
+                copies = 2 * layers[owner].param_bytes
+                total[before + 1 : tied + 1, tied + 1 :] += copies
+        return total
+
+    @functools.cached_property
+    def _by_mode(self) -> dict[str, Matrix]:
+        return {}
+
+    def _kept(self, mode: str) -> Matrix:
+        if mode not in self._by_mode:
+            self._by_mode[mode] = self._kept_anew(mode)
+        return self._by_mode[mode]
+
+    def _kept_anew(self, mode: str) -> Matrix:
+        layers, skips = self.profile.layers, self.profile.skips
+        if mode != "full":
+            kept = [layer.kept_bytes[mode] for layer in layers]
+            return between(np.array(kept, float), none=0.0)
+        given = [self.profile.boundary_bytes(i) for i in range(self.num_layers)]
+        kept = np.triu(
+            np.outer([*map(float, given), 0.0], np.ones(self.num_layers + 1)), 1
+        )
+        readers: dict[tuple[int, str, int, bool], list[int]] = {}
+        for skip in skips:
+            key = skip.source, skip.name, skip.bytes, skip.is_output
+            readers.setdefault(key, []).append(skip.target)
+        for (source, _, size, is_output), targets in readers.items():
+            # Of several readers in a stage the first brings it.
+            first = source + 1 + is_output
+            for before, target in itertools.pairwise([first - 1, *sorted(targets)]):
+                kept[max(first, before + 1) : target + 1, target + 1 :] += size
+        return kept
+
+
+def between(numbers: npt.NDArray[np.float64], none: float = np.inf) -> Matrix:
+    """Sums of numbers i to j - 1, and something else where there are none."""
+    ends = np.concatenate([[0.0], np.cumsum(numbers)])
+    sums = ends[None, :] - ends[:, None]
+    sums[np.tril_indices(len(ends))] = none
+    return sums

@@ -1,0 +1,185 @@
+"""The best contiguous cuts of a chain, exactly: one stage after another."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ._chain import Matrix
+
+
+class Cut(NamedTuple):
+    """One way to cut.
+
+    Attributes:
+      slowest: the time of the slowest stage.
+      passing: the time of all stages one after another, transfers between.
+      ends: where stages begin and end, 0 and the number of layers included.
+    """
+
+    slowest: float
+    passing: float
+    ends: tuple[int, ...]
+
+    def step(self, num_microbatches: int) -> float:
+        """The time of a step: all pass the slowest stage, one of them the others."""
+        return self.passing + (num_microbatches - 1) * self.slowest
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is to be cut, and where it may be.
+
+    Attributes:
+      times: of each stage, by where it begins and ends; infinite where it may not.
+      cuts: the time of the transfers of a cut before each layer.
+    """
+
+    times: Sequence[Matrix]
+    cuts: npt.NDArray[np.float64]
+
+    @property
+    def num_layers(self) -> int:
+        """The number of layers."""
+        return len(self.cuts) - 1
+
+
+def smallest_max(matrices: Sequence[Matrix]) -> tuple[float, tuple[int, ...]]:
+    """The cut whose largest entry is smallest; infinite if there is none."""
+    size = len(matrices[0])
+    best = np.full(size, np.inf)
+    best[0] = -np.inf
+    came = []
+    for matrix in matrices:
+        each = np.maximum(best[:, None], matrix)
+        came.append(each.argmin(axis=0))
+        best = each[came[-1], np.arange(size)]
+    return float(best[-1]), _ends(came, size - 1)
+
+
+def best_max(problem: Problem) -> Cut | None:
+    """The cut with the fastest slowest stage.
+
+    Of several the one whose stages and transfers take the least time together, then
+    the most even one.
+    """
+    slowest, _ = smallest_max(problem.times)
+    # Each layer was rounded to a whole number: of two stages that take as long one may
+    # be this much slower.
+    same = slowest + problem.num_layers
+    return within(problem, same) if math.isfinite(slowest) else None
+
+
+def best_step(problem: Problem, num_microbatches: int) -> list[Cut]:
+    """Cuts of which none has a shorter step than the first.
+
+    Of as many as there are from the fastest slowest stage to the least transfers those
+    are tried that can be better than the best so far.
+    """
+    tight = best_max(problem)
+    if tight is None:
+        return []
+    loose = within(problem, np.inf)
+    assert loose is not None
+    found = {tight.ends: tight, loose.ends: loose}
+    count = num_microbatches - 1
+
+    def best() -> float:
+        return min(cut.step(num_microbatches) for cut in found.values())
+
+    most = (best() - loose.passing) / count if count else -np.inf
+    limits = _limits(problem, tight.slowest, min(most, loose.slowest))
+    # Between two limits: slowest stages from limits[low] on, up to limits[high], which
+    # allow stages and transfers of no less than `least`.
+    intervals = [(0, len(limits) - 1, tight.passing, loose.passing)]
+    while intervals:
+        low, high, before, least = intervals.pop()
+        if low >= high or least >= before:
+            continue
+        if least + count * limits[low + 1] >= best():
+            continue
+        middle = (low + high + 1) // 2
+        cut = within(problem, limits[middle])
+        assert cut is not None
+        found[cut.ends] = cut
+        if middle < high:
+            intervals.append((middle, high, cut.passing, least))
+        if middle - 1 > low:
+            intervals.append((low, middle - 1, before, cut.passing))
+    return sorted(found.values(), key=lambda cut: (cut.step(num_microbatches), cut))
+
+
+def within(problem: Problem, limit: float) -> Cut | None:
+    """The cut with the least time altogether whose stages take no more than a limit.
+
+    Of several the most even one: with the smallest sum of squares.
+    """
+    windows = list(_windows(problem, limit))
+    if len(windows) <= len(problem.times):
+        return None
+    passing = squares = np.zeros(1)
+    came = []
+    for stage, matrix in enumerate(problem.times):
+        (low, high), (left, right) = windows[stage : stage + 2]
+        times = matrix[low : high + 1, left : right + 1]
+        times = np.where(times <= limit, times, np.inf)
+        starts = passing + problem.cuts[low : high + 1] if stage else passing
+        each = starts[:, None] + times
+        passing = each.min(axis=0)
+        even = squares[:, None] + np.square(times)
+        even[each > passing] = np.inf
+        arrived = even.argmin(axis=0)
+        squares = even[arrived, np.arange(right - left + 1)]
+        came.append((low, left, arrived))
+    if not np.isfinite(passing[-1]):
+        return None
+    ends = [problem.num_layers]
+    for low, left, arrived in reversed(came):
+        ends.append(low + int(arrived[ends[-1] - left]))
+    ends.reverse()
+    slowest = max(
+        float(matrix[ends[s], ends[s + 1]]) for s, matrix in enumerate(problem.times)
+    )
+    return Cut(slowest, float(passing[-1]), tuple(ends))
+
+
+def _windows(problem: Problem, limit: float) -> Iterator[tuple[int, int]]:
+    """Where each stage can begin, and the last end, if stages keep within a limit.
+
+    Ends early if they cannot.
+    """
+    count, size = len(problem.times), problem.num_layers
+    last = [0]
+    for stage, matrix in enumerate(problem.times):
+        row = np.flatnonzero((matrix <= limit)[: last[-1] + 1].any(axis=0))
+        if not len(row):
+            return
+        last.append(min(int(row[-1]), size - (count - 1 - stage)))
+    first = [size]
+    for stage, matrix in reversed(list(enumerate(problem.times))):
+        column = np.flatnonzero((matrix <= limit)[:, first[-1] :].any(axis=1))
+        if not len(column):
+            return
+        first.append(max(int(column[0]), stage))
+    first.reverse()
+    for low, high in zip(first, last, strict=True):
+        if low > high:
+            return
+        yield low, high
+
+
+def _limits(problem: Problem, low: float, high: float) -> list[float]:
+    """The times that a stage can take between two, these included."""
+    different = {id(matrix): matrix for matrix in problem.times}
+    inside = [m[(m > low) & (m <= high)] for m in different.values()]
+    return [low, *np.unique(np.concatenate(inside)).tolist()]
+
+
+def _ends(came: Sequence[npt.NDArray[np.intp]], last: int) -> tuple[int, ...]:
+    ends = [last]
+    for arrived in reversed(came):
+        ends.append(int(arrived[ends[-1]]))
+    return tuple(reversed(ends))

@@ -1,0 +1,132 @@
+"""What one layer and one skip connection cost, and what no cost can be."""
+
+import math
+import numbers
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class LayerProfile:
+    """One layer, on one micro-batch.
+
+    Attributes:
+      name: of the layer, as `Pipeline.plan` calls it.
+      forward: seconds of its forward.
+      backward: seconds of its backward from residuals, nothing computed again.
+      input_grad: the part of ``backward`` that the gradient of its input takes;
+        ``None`` if it is not known.
+      weight_grad: the part for its parameters; ``None`` if it is not known.
+      num_params: how many parameters it owns; of tied layers the first owns them.
+      param_bytes: their bytes.
+      state_bytes: of its other collections, such as batch statistics.
+      output_bytes: what it gives to the next layer.
+      cotangent_bytes: the gradient of that, which comes back.
+      kept_bytes: what it keeps between forward and backward, by remat mode.
+      workspace_bytes: the most that one of its programs needs while it runs, beside
+        arguments and results; ``None`` if it is not known.
+      flops: of its forward; ``None`` if it is not known.
+    """
+
+    name: str
+    forward: float
+    backward: float
+    input_grad: float | None = None
+    weight_grad: float | None = None
+    num_params: int = 0
+    param_bytes: int = 0
+    state_bytes: int = 0
+    output_bytes: int = 0
+    cotangent_bytes: int = 0
+    kept_bytes: Mapping[str, int] = field(default_factory=dict)
+    workspace_bytes: int | None = None
+    flops: float | None = None
+
+
+@dataclass(frozen=True)
+class SkipProfile:
+    """A long skip connection, on one micro-batch.
+
+    Attributes:
+      name: under which it was stashed.
+      source: the number of the layer that stashes it.
+      target: the number of the layer that pops it.
+      bytes: what is carried.
+      cotangent_bytes: its gradient, which comes back.
+      is_output: whether it is what its source gives to the next layer, which a cut
+        right behind the source sends once.
+    """
+
+    name: str
+    source: int
+    target: int
+    bytes: int
+    cotangent_bytes: int
+    is_output: bool = False
+
+
+_TIMES = ("forward", "backward", "input_grad", "weight_grad", "flops")
+_SIZES = (
+    "num_params",
+    "param_bytes",
+    "state_bytes",
+    "output_bytes",
+    "cotangent_bytes",
+    "workspace_bytes",
+)
+_OPTIONAL = ("input_grad", "weight_grad", "flops", "workspace_bytes")
+
+
+def faults(
+    layers: Sequence[LayerProfile],
+    input_bytes: int,
+    skips: Sequence[SkipProfile],
+    ties: Sequence[Sequence[int]],
+    microbatch_size: int,
+) -> Iterator[str]:
+    """What is wrong with the fields of a profile, a line for each fault."""
+    if not layers:
+        yield "layers is empty; needs at least one"
+    for i, layer in enumerate(layers):
+        where = f"layer {i} ({layer.name})"
+        for name in _TIMES + _SIZES:
+            value = getattr(layer, name)
+            if value is not None or name not in _OPTIONAL:
+                yield from _misfit(f"{where}: {name}", value, name in _SIZES)
+        for mode, value in layer.kept_bytes.items():
+            yield from _misfit(f"{where}: kept_bytes[{mode!r}]", value, True)
+    yield from _misfit("input_bytes", input_bytes, True)
+    if not _is_int(microbatch_size) or microbatch_size < 1:
+        yield f"microbatch_size={microbatch_size!r}; needs an int of at least 1"
+    for skip in skips:
+        where = f"skip {skip.name!r} from layer {skip.source} to {skip.target}"
+        ends = skip.source, skip.target
+        if not all(map(_is_int, ends)) or not 0 <= ends[0] < ends[1] < len(layers):
+            yield f"{where}; needs 0 <= source < target < {len(layers)}"
+        yield from _misfit(f"{where}: bytes", skip.bytes, True)
+        yield from _misfit(f"{where}: cotangent_bytes", skip.cotangent_bytes, True)
+    for group in ties:
+        inside = all(_is_int(i) and 0 <= i < len(layers) for i in group)
+        if not inside or len(set(group)) < 2:
+            yield (
+                f"ties: {tuple(group)}; needs numbers of two or more of the layers 0 "
+                f"to {len(layers) - 1}"
+            )
+
+
+def misfit(what: str, value: object) -> Iterator[str]:
+    """Why something is no time: a finite number, not negative."""
+    yield from _misfit(what, value, whole=False)
+
+
+def _misfit(what: str, value: object, whole: bool) -> Iterator[str]:
+    kind = "an int" if whole else "a number"
+    fits = _is_int(value) if whole else isinstance(value, numbers.Real)
+    if not fits or isinstance(value, bool):
+        yield f"{what}={value!r} is a {type(value).__name__}; needs {kind}"
+    elif not 0 <= value < math.inf:  # pyright: ignore[reportOperatorIssue]
+        yield f"{what}={value!r}; needs {kind}, finite and not negative"
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,59 @@
+"""What stages with several devices take, by where they begin and end."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ._chain import Matrix, between
+from ._profile import Profile
+
+
+class ReplicatedStage(NamedTuple):
+    """Layers ``start`` to ``end - 1``, on as many devices as there are ``replicas``."""
+
+    start: int
+    end: int
+    replicas: int
+
+
+class Net:
+    """Times of stages and bytes of cuts, by layers.
+
+    Attributes:
+      times: of each stage on one device; infinite where it has no layer.
+      params: their bytes.
+      sent: what crosses a cut before each layer, with the gradients that come back.
+      bandwidth: bytes per second.
+    """
+
+    def __init__(self, profile: Profile, bandwidth: float, transfers: bool) -> None:
+        layers = profile.layers
+        self.times = between(np.array([x.forward + x.backward for x in layers]))
+        self.params = between(np.array([float(x.param_bytes) for x in layers]), 0.0)
+        self.bandwidth = bandwidth
+        self.sent = np.zeros(len(layers) + 1)
+        self.total = float(self.times[0, -1])
+        for cut in range(1, len(layers) if transfers else 0):
+            behind = layers[cut - 1]
+            crossing = {
+                (skip.source, skip.name): skip.bytes + skip.cotangent_bytes
+                for skip in profile.skips
+                if skip.source < cut <= skip.target
+                and not (skip.is_output and skip.source == cut - 1)
+            }
+            self.sent[cut] = behind.output_bytes + behind.cotangent_bytes
+            self.sent[cut] += sum(crossing.values())
+
+    @property
+    def size(self) -> int:
+        """The number of layers, and one."""
+        return len(self.sent)
+
+    def turns(self, replicas: int) -> Matrix:
+        """The time per micro-batch of stages whose replicas take turns."""
+        exchange = 4 * (replicas - 1) * self.params / (self.bandwidth * replicas)
+        return (self.times + exchange) / replicas
+
+    def exchange(self, replicas: int) -> Matrix:
+        """The time in which a ring of replicas adds up the gradients of a stage."""
+        return 2 * (replicas - 1) * self.params / (self.bandwidth * replicas)
