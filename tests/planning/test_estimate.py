@@ -98,6 +98,20 @@ def test_of_tied_layers_the_first_owns_what_others_use():
     assert profile("skips", measure=False).ties == ()
 
 
+def test_a_skip_that_is_the_output_too_is_known():
+    def keep(x):
+        jpipe.stash("x", x := jnp.sin(x))
+        return x
+
+    def add(x):
+        return x + jpipe.pop("x")
+
+    (skip,) = jpipe.profile([keep, jnp.tanh, add], X, measure=False).skips
+    assert skip.is_output
+    (skip,) = profile("skips", measure=False).skips
+    assert not skip.is_output
+
+
 @pytest.mark.parametrize("name", ["norms", "nnx"])
 def test_what_is_no_parameter_is_state(name):
     made = profile(name, measure=False)
