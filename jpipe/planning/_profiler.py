@@ -12,7 +12,7 @@ from .._instructions._bytes import nbytes
 from .._instructions._transfer import Device
 from .._jaxprs._flops import flops
 from .._layers import _rng
-from .._layers._skip import label
+from .._layers._skip import Route, label
 from .._run import _variables
 from .._run._context import outside_of_meshes
 from .._run._costs import entering, skips_into, total
@@ -203,5 +203,20 @@ def _skips(model: Traced) -> Iterator[SkipProfile]:
         routes = task.ports.incoming
         for route, skip in zip(routes, skips_into([task]), strict=True):
             (size,), (cotangent,) = skip.bytes, skip.cotangent_bytes
-            name = label(route.key)
-            yield SkipProfile(name, skip.source, skip.target, size, cotangent)
+            yield SkipProfile(
+                label(route.key),
+                skip.source,
+                skip.target,
+                size,
+                cotangent,
+                is_output=_is_output(model.tasks[skip.source], route),
+            )
+
+
+def _is_output(task: Task, route: Route) -> bool:
+    """Whether what a layer stashes is what it gives to the next one too."""
+    made = task.sent(task.closed.jaxpr.outvars)
+    skips, output = jax.tree.unflatten(jax.tree.structure(task.y), made)
+    own = jax.tree.leaves(skips[task.ports.outgoing.index(route)])
+    given = set(map(id, jax.tree.leaves(output)))
+    return all(id(var) in given for var in own)
