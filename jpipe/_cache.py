@@ -59,7 +59,7 @@ class ProgramCache:
         self._inference: dict[Any, Inference] = {}
         # By objective: a loss function that is written anew for each call would
         # otherwise keep its programs for ever.
-        self._gradients = lru_cache(maxsize=32)(lambda _: ({}, {}))
+        self._gradients = lru_cache(maxsize=32)(lambda _: {})
         self.layout: Layout | None = None
         self.objective: Objective | None = None
         self.trainable = ALL
@@ -110,18 +110,14 @@ class ProgramCache:
         layers = [layer for stage in self._pipe.stages for layer in stage.layers]
         _hidden.check_loss(objective.loss_fn, (layer.owner for layer in layers))
         self.objective, self.trainable = objective, trainable
-        own = self._gradients(objective)
-        # Two selections that come to the same leaves, such as a function that is
-        # written anew, have the same programs.
-        selected = lru_cache(maxsize=32)(lambda _: {})
+        # Of this build, by what the loss holds: it is looked at anew in each.
+        own = lru_cache(maxsize=32)(lambda _: {})
 
         def find(
             variables: Any, x: PyTree, targets: PyTree, rngs: Rngs, train: bool
         ) -> Gradient:
             asked = objective.now()
-            known, compiled = own if asked is objective else self._gradients(asked)
-            if not trainable.selects_all:
-                known = selected(asked)
+            known = own(asked)
             kind = _signature.of(variables, x, targets, rngs), train
             signature = _signature.settings(), kind
             if signature not in known:
@@ -129,8 +125,10 @@ class ProgramCache:
                 self._check_order(variables)
                 batch = self._batch(x, targets, rngs)
                 layout = self._check(variables, batch.first, trainable)
-                key = signature, tuple(layout.marks)
-                if key not in compiled:
+                compiled, key = self._gradients(asked), (signature, tuple(layout.marks))
+                before = compiled.get(key)
+                if before is None or not asked.comes_to_the_same(before.objective):
+                    asked = asked.anew()
                     works = Works(
                         self._pipe,
                         layout.weights,

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import linen as nn
 from rich.progress import track
@@ -90,6 +91,7 @@ def measure(name: str, rounds: int, modes: tuple[str, ...] = MODES) -> dict[str,
             "held": [stage.held_bytes for stage in pipe.plan.stages],
             "peaks": [size for _, size in pipe.plan.peak_bytes],
             "loss": loss,
+            "params": jax.device_get(state.params),
             "seconds": [],
         }
         sides[mode] = state, step
@@ -100,14 +102,26 @@ def measure(name: str, rounds: int, modes: tuple[str, ...] = MODES) -> dict[str,
             jax.block_until_ready((state, metrics))
             found[mode]["seconds"].append(time.perf_counter() - begin)
             sides[mode] = state, step
+    params = {mode: own.pop("params") for mode, own in found.items()}
+    for mode in modes:
+        found[mode]["apart"] = apart(params[mode], params["none"])
     return found
 
 
+def apart(ours: Any, others: Any) -> float:
+    """The largest difference of a parameter, by the largest number in its array."""
+    pairs = zip(jax.tree.leaves(ours), jax.tree.leaves(others), strict=True)
+    return max(
+        float(np.max(np.abs(a - b)) / max(float(np.max(np.abs(b))), 1e-30))
+        for a, b in pairs
+    )
+
+
 def table(results: dict[str, dict[str, Any]]) -> str:
-    """The results in Markdown: bytes of the first stage, and time against ``none``."""
+    """The results in Markdown: bytes, and time and parameters against ``none``."""
     lines = [
-        "| model | " + " | ".join(f"`{mode}`" for mode in MODES) + " |",
-        "| --- |" + " --: |" * len(MODES),
+        "| model | " + " | ".join(f"`{mode}`" for mode in MODES) + " | differs by |",
+        "| --- |" + " --: |" * (len(MODES) + 1),
     ]
     for name, found in results.items():
         cells = []
@@ -116,6 +130,7 @@ def table(results: dict[str, dict[str, Any]]) -> str:
             ratio = statistics.median(own / other for own, other in pairs)
             held = max(found[mode]["held"]) / 2**20
             cells.append(f"{held:.1f} MiB, {ratio:.2f} x")
+        cells.append(f"{found['min_cut']['apart']:.0e}")
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -145,6 +160,23 @@ def peaks() -> str:
     return "\n".join(lines)
 
 
+def planning(count: int) -> str:
+    """Processor seconds to lower a step of so many layers, by mode, in Markdown."""
+    x = jnp.zeros((8, 16, 32))
+    lines = ["| layers | `none` | `min_cut` |", "| --: | --: | --: |"]
+    cells = []
+    for mode in ("none", "min_cut"):
+        layers = [Block(32, 2 ** (i % 5)) for i in range(count)]
+        balance = [count // 4] * 4
+        pipe = jpipe.pipeline(layers, MICROBATCHES, remat=mode, balance=balance)
+        variables = pipe.init(jax.random.key(0), x)
+        gradient: Any = pipe.value_and_grad(square)
+        begin = time.process_time()
+        gradient.program(variables, x, x)
+        cells.append(f"{time.process_time() - begin:.2f} s")
+    return "\n".join([*lines, f"| {count} | {' | '.join(cells)} |"])
+
+
 def main() -> None:
     """Measures what was named, and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -154,10 +186,13 @@ def main() -> None:
     parser.add_argument(
         "--schedules", action="store_true", help="what each schedule holds instead"
     )
+    parser.add_argument(
+        "--planning", type=int, help="how long lowering so many layers takes instead"
+    )
     options = parser.parse_args()
-    if options.schedules:
+    if options.schedules or options.planning:
         jax.config.update("jax_num_cpu_devices", 4)
-        return print(peaks())
+        return print(planning(options.planning) if options.planning else peaks())
     jax.config.update("jax_num_cpu_devices", 2)
     results = {
         name: measure(name, options.rounds)

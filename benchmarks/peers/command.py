@@ -17,7 +17,7 @@ from .measure import separate_cores
 from .workload import SIZES, Case
 
 SCALES = ("full", "small", "tiny")
-REMATS = ("none", "full", "default")
+REMATS = ("none", "full", "default", "compiled")
 
 # Where things are on one machine: nothing that a result should tell.
 _PATHS = ("json", "torch_python")

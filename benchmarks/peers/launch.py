@@ -198,6 +198,7 @@ def _summed(parts: list[dict[str, Any]]) -> dict[str, Any]:
     for name in (
         "parameters",
         "busy_seconds",
+        "idle_bytes",
         "peak_bytes",
         "ever_bytes",
         "start_bytes",

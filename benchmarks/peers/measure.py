@@ -82,11 +82,13 @@ def measured(
 
     Returns:
       The losses of the first steps; seconds of those that are timed; the processor
-      time of all threads in those; the most bytes resident while training, and ever.
+      time of all threads in those; the bytes resident between two steps, when what is
+      not used is given back; the most while training, and ever.
     """
     losses = [step() for _ in range(COMPARED)]
     ever = resident("VmHWM")
     forget_peak()
+    idle = resident("VmRSS")
     step()  # meets the page faults of the memory that was given back
     seconds, busy = [], time.process_time()
     for _ in range(case.steps):
@@ -98,6 +100,7 @@ def measured(
         "losses": losses,
         "seconds": seconds,
         "busy_seconds": time.process_time() - busy,
+        "idle_bytes": idle,
         "peak_bytes": resident("VmHWM"),
         "ever_bytes": max(ever, resident("VmHWM")),
     }

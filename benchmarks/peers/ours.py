@@ -72,31 +72,53 @@ def _block_params(weights: Weights, size: Size) -> PyTree:
     }
 
 
-def pipeline(case: Case) -> tuple[int, Callable[[], float]]:
-    """Two stages of jpipe: how many parameters, and what takes a step."""
-    layers, (x, targets) = case.layers(), case.data()
+@dataclasses.dataclass
+class Training:
+    """A pipeline with what it trains.
+
+    Attributes:
+      pipe: the pipeline.
+      take: its train step.
+      state: before the next step.
+      batch: of every step.
+    """
+
+    pipe: jpipe.Pipeline
+    take: jpipe.TrainStep
+    state: jpipe.TrainState
+    batch: tuple[Any, Any]
+
+    def step(self) -> float:
+        """Takes a step, waits for all of it, and returns the loss."""
+        self.state, metrics = self.take(self.state, *self.batch)
+        jax.block_until_ready(self.state)
+        return float(metrics["loss"])
+
+
+def training(case: Case, devices: Any = None) -> Training:
+    """Two stages of jpipe with the weights that all sides have."""
+    layers, batch = case.layers(), case.data()
     pipe = jpipe.pipeline(
         [module(layer, case.size) for layer in layers],
         case.microbatches,
         balance=case.balance(),
+        devices=devices,
         schedule=case.schedule,
-        remat="min_cut" if case.remat == "default" else case.remat,
+        remat=case.remat if case.remat in ("none", "full") else "min_cut",
     )
     tx = optax.sgd(LEARNING_RATE)
-    state = pipe.init_train_state(jax.random.key(0), x, tx)
+    state = pipe.init_train_state(jax.random.key(0), batch[0], tx)
     loaded = tuple(params(layer, case.size) for layer in layers)
-    count = _count(state.params)
     if jax.tree.map(np.shape, state.params) != jax.tree.map(np.shape, loaded):
         raise ValueError("the modules do not have the weights that were drawn for them")
-    box = [pipe.place(dataclasses.replace(state, params=loaded))]
-    take = pipe.train_step(mean_cross_entropy, tx)
+    state = pipe.place(dataclasses.replace(state, params=loaded))
+    return Training(pipe, pipe.train_step(mean_cross_entropy, tx), state, batch)
 
-    def step() -> float:
-        state, metrics = take(box.pop(), x, targets)
-        box.append(jax.block_until_ready(state))
-        return float(metrics["loss"])
 
-    return count, step
+def pipeline(case: Case) -> tuple[int, Callable[[], float]]:
+    """Two stages of jpipe: how many parameters, and what takes a step."""
+    made = training(case)
+    return _count(made.state.params), made.step
 
 
 def baseline(case: Case) -> tuple[int, Callable[[], float]]:

@@ -23,12 +23,15 @@ NOTES = """\
 - *Peak* is the sum over processes of the most that each had resident while it trained,
   interpreter and libraries included; a page that two processes share counts twice.
   *Above start* is the same less what was resident before there was a model: when all
-  was imported, and the framework had taken a step on one number.
+  was imported, and the framework had taken a step on one number. *A step* is the same
+  less what is resident between two steps, once what nobody uses is given back: what
+  training needs beside weights, compiled programs and what compiling has left behind.
 - jpipe's stages are two CPU devices of one process, with one thread each for
   arithmetic; Python drives both. torch.distributed.pipelining has a process and a core
   per stage.
 - remat "default" is each library as it comes: jpipe keeps the fewest bytes, PyTorch
   all that autograd reads, torchgpipe the inputs of all micro-batches but the last.
+  "compiled" is the same with the stages of PyTorch under `torch.compile`.
 - torchgpipe was made for GPUs. PyTorch has one CPU device: torchgpipe runs the forwards
   of both stages in one worker thread, and autograd runs all backwards on CPU in the
   thread that called it. Its stages cannot overlap here."""
@@ -62,6 +65,9 @@ def _row(run: Run, rounds: Rounds) -> dict[str, Any]:
         "peak_mib": statistics.median(r["peak_bytes"] / MIB for r in results),
         "above_start_mib": statistics.median(
             (r["peak_bytes"] - r["start_bytes"]) / MIB for r in results
+        ),
+        "step_mib": statistics.median(
+            (r["peak_bytes"] - r["idle_bytes"]) / MIB for r in results
         ),
     }
     threads = {"forward_threads", "backward_threads"} & results[0].keys()
@@ -165,8 +171,8 @@ def _table(
         f'| {model}, M = {number}, remat "{remat}" | stages | samples/s '
         "| least to most | speed-up | least to most "
         f"| of the ideal {ideal(number):.2f} | cores busy | peak, MiB "
-        "| above start |",
-        "| --- | --- | --: | --: | --: | --: | --: | --: | --: | --: |",
+        "| above start | a step |",
+        "| --- | --- | --: | --: | --: | --: | --: | --: | --: | --: | --: |",
     ]
     for row in own:
         if "speed_up" in row:
@@ -180,7 +186,7 @@ def _table(
             f"| {row['title']} | {row['stages']} | {row['samples_per_s']:.1f} | "
             f"{row['samples_per_s_least']:.1f} to {row['samples_per_s_most']:.1f} | "
             f"{ratio} | {row['cores_busy']:.2f} | {row['peak_mib']:.0f} | "
-            f"{row['above_start_mib']:.0f} |"
+            f"{row['above_start_mib']:.0f} | {row['step_mib']:.0f} |"
         )
     return lines
 

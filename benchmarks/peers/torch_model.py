@@ -91,7 +91,10 @@ def half(case: Case, stage: int) -> Any:
     first, _ = case.balance()
     layers = case.layers()
     own = layers[first:] if stage else layers[:first]
-    return nn.Sequential(*(module(layer, case.size) for layer in own))
+    made = nn.Sequential(*(module(layer, case.size) for layer in own))
+    if case.remat == "compiled":
+        made.compile()
+    return made
 
 
 class Recomputed(nn.Module):

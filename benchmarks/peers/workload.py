@@ -96,8 +96,9 @@ class Case:
       scale: ``"full"``, ``"small"`` or ``"tiny"``.
       microbatches: how many a mini-batch is cut into, by the baseline as well.
       schedule: ``"gpipe"`` or ``"1f1b"``; ``"baseline"`` is not a pipeline.
-      remat: ``"none"``; ``"full"``: stages keep their inputs only; or ``"default"``:
-        each library as it comes.
+      remat: ``"none"``; ``"full"``: stages keep their inputs only; ``"default"``: each
+        library as it comes; or ``"compiled"``: the same, with PyTorch's stages under
+        `torch.compile`, which decides what autograd keeps.
       recomputed: of a baseline with remat ``"full"``: the stages whose forward it
         computes twice, those that the pipeline beside it computes twice.
     """

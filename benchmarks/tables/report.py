@@ -260,6 +260,8 @@ def _memory(benchmark: Benchmark, result: Result) -> Sequence[Column]:
         "all, GiB": "memory",
         "activations with 1F1B, GiB": "activations (1f1b)",
         "all with 1F1B, GiB": "memory (1f1b)",
+        "activations with 1F1B and min_cut, GiB": "activations (default)",
+        "all with 1F1B and min_cut, GiB": "memory (default)",
     }
     columns: list[Column] = [_NAME, _cut(result)]
     columns += [(f"published: {name}", _published(name)) for name in names]

@@ -153,12 +153,13 @@ class Runner:
         return cells
 
     def memory(self, benchmark: Benchmark, row: Experiment) -> dict[str, Cell]:
-        """Bytes of all devices, as published and under 1F1B."""
+        """Bytes of all devices: as published, under 1F1B, and as jpipe comes."""
         setting = benchmark.setting(row, self._options.scale)
         cells = {}
         ways = {"": self._published(row)}
         if row.num_stages > 1:
             ways[" (1f1b)"] = Way("1f1b", "full")
+            ways[" (default)"] = Way("1f1b", "min_cut")
         for suffix, way in ways.items():
             found = peak(setting, way)
             detail = _told(setting, way) | {"bytes of each device": found.devices}

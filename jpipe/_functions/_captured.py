@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._layers import _alike, _outside
+from .._layers import _alike
 from .._layers._alike import Content, Same
 
 # What holds nothing that changes but by being another one.
@@ -55,8 +55,6 @@ class Holder:
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
         self.changes = not isinstance(function, _FIXED)
-        outside = _outside.taken(function, identities=True)
-        self._outside = tuple(outside.items())
         # What it held after it was traced, to what it held before.
         self._before: dict[Hashable, Hashable] = {}
         self._seen: set[Hashable] = set()
@@ -64,7 +62,7 @@ class Holder:
     def read(self) -> Hashable:
         """What is equal as long as the function holds the same."""
         if not self.changes:
-            return Same(self._function), self._outside
+            return Same(self._function)
         held = self._read()
         if len(self._seen) < _MANY and held not in self._seen:
             self._seen.add(held)
@@ -75,7 +73,7 @@ class Holder:
                     f"what stays, and give what changes beside the targets",
                     stacklevel=2,
                 )
-        return held, self._outside
+        return held
 
     def traced(self, *args: Any) -> Any:
         """Calls the function, whose own changes tell no other function.

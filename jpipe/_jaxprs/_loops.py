@@ -63,8 +63,9 @@ def _keeping(body: core.ClosedJaxpr, carried: slice) -> Body:
     """The body of a loop under `jax.checkpoint`, with the fewest bytes for residuals.
 
     As it is, if it calls `jax.checkpoint` itself, has effects, which would come twice,
-    or cannot be differentiated: where it is, JAX says so. If its backward reads what
-    has no name in its forward, such as residuals of a loop inside, it keeps products.
+    cannot be differentiated, where JAX says so, or computes with complex numbers, which
+    no policy of JAX can save. If its backward reads what has no name in its forward,
+    such as residuals of a loop inside, it keeps products.
     """
     eqns = body.jaxpr.eqns
     plain = core.jaxpr_as_fun(body)
@@ -75,6 +76,8 @@ def _keeping(body: core.ClosedJaxpr, carried: slice) -> Body:
     try:
         differentiated = _differentiated(named, body.in_avals)
     except Exception:
+        return plain
+    if any(map(_is_complex, differentiated.jaxpr.eqns)):
         return plain
     numbers = {
         var: int(eqn.params["name"].removeprefix(_KEPT))
@@ -136,3 +139,8 @@ def _differentiated(body: Body, avals: Sequence[Any]) -> core.ClosedJaxpr:
 
 def _is_inexact(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _is_complex(eqn: core.JaxprEqn) -> bool:
+    specs = [_jaxpr.spec(var.aval) for var in eqn.outvars]
+    return any(jnp.issubdtype(spec.dtype, jnp.complexfloating) for spec in specs)

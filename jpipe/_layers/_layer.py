@@ -8,6 +8,7 @@ from typing import Any
 
 import chex
 import jax
+import numpy as np
 from flax import linen as nn
 from flax import nnx
 
@@ -15,6 +16,7 @@ from .._jaxprs._jaxpr import zeros
 from . import _hidden, _linen, _nnx, _nnx_watch, _skip, _switches
 from ._method import Method
 from ._question import Looking, watched
+from ._reach import LIBRARIES
 
 PyTree = Any
 
@@ -149,7 +151,7 @@ def _why_not(source: Any) -> str:
     explicit = isinstance(source, Stage)
     called = source.apply if explicit else module
     reason = _nnx.why_not(source) or _hidden.why_not(called, function, name, explicit)
-    if reason := reason or _various(module, method):
+    if reason := reason or _various(module, method) or _holds_arrays(source):
         return reason
     known = isinstance(source, Stage | Method) or _linen.is_module(source)
     if known or callable(source):
@@ -161,9 +163,11 @@ def _why_not(source: Any) -> str:
 
 
 def _various(module: Any, method: Any) -> str:
-    """Why a module cannot be a layer, if a switch may be among any keywords."""
-    if not _is_module(module) or isinstance(module, nn.Sequential | nnx.Sequential):
+    """Why something cannot be a layer, if a switch may be among any keywords."""
+    if isinstance(module, nn.Sequential | nnx.Sequential):
         return ""  # what a Sequential passes on goes to its first part alone
+    if not _is_module(module):
+        return _any_keywords(module)
     call = getattr(type(module), method) if isinstance(method, str) else method
     if not _switches.takes_any(call):
         return ""
@@ -172,6 +176,39 @@ def _various(module: Any, method: Any) -> str:
         f"whether it is trained; list jpipe.layer(module, lambda module, x: module(x)) "
         f"if it takes none that does, and jpipe.layer(module, lambda module, x, train: "
         f"module(x, train=train)), by the name that it has, if it does"
+    )
+
+
+def _any_keywords(source: Any) -> str:
+    """The same of a function and of a `Stage`."""
+    is_stage = isinstance(source, Stage)
+    function = source.apply if is_stage else source
+    library = str(getattr(function, "__module__", "")).partition(".")[0] in LIBRARIES
+    if library or isinstance(source, type) or not callable(function):
+        return ""
+    if not _switches.takes_any(function):
+        return ""
+    name, given = (source.name, "variables, x") if is_stage else (_name(source), "x")
+    return (
+        f"{name} takes any keywords (**), which may say whether it is trained; list "
+        f"lambda {given}: f({given}) if it takes none that does, and lambda {given}, "
+        f"train: f({given}, train=train), by the name that it has, if it does"
+    )
+
+
+def _holds_arrays(source: Any) -> str:
+    """Why a callable cannot be a layer, if it is a pytree that would not be trained."""
+    if isinstance(source, Stage | Method | _skip.Isolated) or _is_module(source):
+        return ""
+    leaves = jax.tree.leaves(source)
+    if not callable(source) or (len(leaves) == 1 and leaves[0] is source):
+        return ""
+    if not any(isinstance(x, jax.Array | np.ndarray) for x in leaves):
+        return ""
+    return (
+        f"{type(source).__name__} is a pytree with arrays, which would be constants; "
+        f"to train them list jpipe.Stage(lambda key, x: {{'params': module}}, lambda "
+        f"variables, x: variables['params'](x)), else lambda x: module(x)"
     )
 
 

@@ -1,14 +1,15 @@
 """What functions take from outside: globals, variables of functions around them.
 
-A program is traced with it as it was then. `jax.jit` does not see that it was changed
-since; where a user builds something anew, a step of a loss, a program of layers, it is
-looked at again.
+A program of layers is traced with it as it was then. `jax.jit` does not see that it was
+changed since; where a user builds something anew, it is looked at again.
 """
 
 import contextlib
 import dis
+import enum
 import functools
 import hashlib
+import itertools
 import operator
 import types
 from collections.abc import Hashable, Iterator
@@ -20,28 +21,25 @@ from . import _linen
 from ._alike import Same
 from ._reach import LIBRARIES
 
-_PLAIN = bool | int | float | complex | str | bytes | None
+_PLAIN = bool | int | float | complex | str | bytes | np.generic | enum.Enum | None
 _GLOBALS, _ATTRIBUTES = ("LOAD_GLOBAL", "LOAD_NAME"), ("LOAD_ATTR", "LOAD_METHOD")
-# What is read itself.
-_READ = functools.partial | types.FunctionType | types.MethodType | type
 _STORES = ("STORE_GLOBAL", "STORE_NAME", "STORE_DEREF", "STORE_ATTR")
 _first = operator.itemgetter(0)
 
 
-def taken(function: Any, identities: bool = False) -> dict[str, Hashable]:
+def taken(function: Any) -> dict[str, Hashable]:
     """What a callable takes from outside now, by names.
 
     Numbers, texts, tuples of them and NumPy's arrays by value; functions that are the
-    user's own by their code, and what they take in turn; classes by what stands in
-    them. Not what its own code sets, such as a counter.
+    user's own by their code, and what they take in turn; those of libraries by
+    identity; classes by what stands in them. Not what its own code sets, such as a
+    counter, and no other objects and collections, which may be made anew in another run
+    of a cell, or be what calls are noted in.
 
     Args:
       function: the callable.
-      identities: whether all else is told apart by identity; else it is left out.
-        Objects and collections may be made anew in another run of a cell, or be what
-        calls are noted in.
     """
-    reader = _Reader(identities)
+    reader = _Reader()
     reader.read(function)
     return reader.found
 
@@ -57,23 +55,25 @@ class _Code(NamedTuple):
 class _Reader:
     """Reads what functions take; each is met once."""
 
-    def __init__(self, identities: bool) -> None:
-        self._identities = identities
+    def __init__(self) -> None:
         self.found: dict[str, Hashable] = {}
         self._met: list[Any] = []
 
     def read(self, value: Any) -> None:
         """Reads what a callable or a class takes."""
         if isinstance(value, functools.partial):
-            self._note("a partial", [*value.args, *value.keywords.values()])
+            name = getattr(value.func, "__name__", "a partial")
+            for key, given in [*enumerate(value.args), *value.keywords.items()]:
+                self._note(f"{name}({key})", [given])
             return self.read(value.func)
         if isinstance(value, types.MethodType):
             self._class(type(value.__self__))
             return self.read(value.__func__)
-        value = _unwrapped(value)
-        if isinstance(value, types.FunctionType):
-            self._function(value)
-        else:
+        for inner in _wrapped(value):
+            value = inner
+            if isinstance(value, types.FunctionType):
+                self._function(value)
+        if not isinstance(value, types.FunctionType):
             self._class(value if isinstance(value, type) else type(value))
 
     def _is_new(self, value: Any) -> bool:
@@ -91,8 +91,12 @@ class _Reader:
             if not _is_library(base.__module__)
             for item in vars(base).items()
         ]
-        functions = [_unwrapped(member) for _, member in members]
-        functions = [f for f in functions if isinstance(f, types.FunctionType)]
+        functions = [
+            inner
+            for _, member in members
+            for inner in _wrapped(getattr(member, "fget", None) or member)
+            if isinstance(inner, types.FunctionType)
+        ]
         stores = {name for f in functions for name in _names(f.__code__).stores}
         for name, member in members:
             if not (name in stores or name.startswith("__")):
@@ -102,31 +106,47 @@ class _Reader:
 
     def _function(self, function: types.FunctionType) -> None:
         known = function.__globals__
-        if _is_library(known.get("__name__")) or not self._is_new(function):
+        if not self._is_new(function):
             return
         name, names = function.__qualname__, _names(function.__code__)
-        self.found[name] = _text(function.__code__)
+        if _is_library(known.get("__name__")):
+            # What it was made with; its code is what it is.
+            for at, value in sorted(_closure(function), key=_first):
+                self._note(f"{at} of {name}", [value])
+            return
+        self._add(name, _text(function.__code__))
         self._note(f"a default of {name}", function.__defaults__ or ())
         self._note(f"a default of {name}", (function.__kwdefaults__ or {}).values())
         for at, value in sorted(_outside(function, names), key=_first):
             if at.rpartition(".")[2] in names.stores:
                 continue
             self._note(at, [value])
-            if callable(value):
-                self.read(value)
+
+    def _add(self, name: str, value: Hashable) -> None:
+        """Notes something under a name that may be that of something else too."""
+        key = name
+        for number in itertools.count(2):
+            if key not in self.found:
+                break
+            key = f"{name} ({number})"
+        self.found[key] = value
 
     def _note(self, name: str, values: Any) -> None:
         for number, value in enumerate(values):
             key = f"{name} {number}" if number else name
             if isinstance(value, _PLAIN):
-                self.found[key] = type(value), value
+                self._add(key, (type(value), value))
             elif isinstance(value, tuple):
                 self._note(f"{key}[]", value)
             elif type(value) is np.ndarray and not value.dtype.hasobject:
                 data = hashlib.blake2b(np.ascontiguousarray(value).data.cast("B"))
-                self.found[key] = value.dtype.str, value.shape, data.digest()
-            elif self._identities and not isinstance(value, _READ):
-                self.found[key] = Same(value)
+                self._add(key, (value.dtype.str, value.shape, data.digest()))
+            elif callable(value):
+                inner = [*_wrapped(value)][-1]
+                if _is_fixed(inner):
+                    self._add(key, Same(inner))
+                else:
+                    self.read(value)
 
 
 def _outside(function: types.FunctionType, names: _Code) -> Iterator[tuple[str, Any]]:
@@ -135,11 +155,7 @@ def _outside(function: types.FunctionType, names: _Code) -> Iterator[tuple[str, 
         name: function.__globals__[name]
         for name in names.globals & function.__globals__.keys()
     }
-    cells = function.__closure__ or ()
-    for name, cell in zip(function.__code__.co_freevars, cells, strict=True):
-        with contextlib.suppress(ValueError):  # nothing is in it yet
-            known[name] = cell.cell_contents
-    for name, value in known.items():
+    for name, value in [*known.items(), *_closure(function)]:
         yield name, value
         if isinstance(value, types.ModuleType) and not _is_library(value.__name__):
             held = vars(value)
@@ -147,8 +163,25 @@ def _outside(function: types.FunctionType, names: _Code) -> Iterator[tuple[str, 
             yield from ((f"{name}.{part}", held[part]) for part in found)
 
 
-def _unwrapped(value: Any) -> Any:
-    """A function without what Python and JAX put around it."""
+def _closure(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """The variables of functions around one that it names."""
+    cells = function.__closure__ or ()
+    for name, cell in zip(function.__code__.co_freevars, cells, strict=True):
+        with contextlib.suppress(ValueError):  # nothing is in it yet
+            yield name, cell.cell_contents
+
+
+def _is_fixed(function: Any) -> bool:
+    """Whether a callable is a library's, made of nothing: then it is what it is."""
+    if isinstance(function, functools.partial | types.MethodType):
+        return False
+    made = getattr(function, "__closure__", None)
+    return not made and _is_library(getattr(function, "__module__", None))
+
+
+def _wrapped(value: Any) -> Iterator[Any]:
+    """A callable, and what it has inside that Python and JAX wrap, one by one."""
+    yield value
     for _ in range(100):
         # A user's object may have something under any name; a linen module that is
         # bound runs its setup before it has not.
@@ -158,7 +191,7 @@ def _unwrapped(value: Any) -> Any:
         if inner is None:
             break
         value = inner
-    return value
+        yield value
 
 
 def _is_library(name: Any) -> bool:

@@ -284,6 +284,6 @@ def _check_shareable(number: int, layer: Layer, borrowed: PyTree) -> None:
         listed = ", ".join(dotted(number, names) for names in others)
         raise ValueError(
             f"{layer.name} shares a module with an earlier layer, and of it not only "
-            f"parameters ({listed}): these cannot be shared; list two modules, or wrap "
-            f"both uses in one"
+            f"parameters ({listed}): these cannot be shared; list the modules that it "
+            f"holds one by one, wrap both uses in one layer, or list two modules"
         )

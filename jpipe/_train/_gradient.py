@@ -49,6 +49,7 @@ class Gradient:
 
     Attributes:
       layout: which variables each stage uses.
+      objective: the loss, as it was traced.
       aux_tree: the structure of what the loss function returns beside the loss.
     """
 
@@ -64,6 +65,7 @@ class Gradient:
         self.layout = layout
         self.batch = batch
         self.works = works
+        self.objective = objective
         last = len(pipe.stages) - 1
         aux = works.task(last).y
         axes = _microbatch.flat_axes(objective.aux_axes, aux, "aux", "aux_axes")

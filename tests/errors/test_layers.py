@@ -1,5 +1,9 @@
 """Errors inside a layer: which layer it was, where, and on what input."""
 
+import dataclasses
+import functools
+
+import jax
 import jax.numpy as jnp
 import optax
 import pytest
@@ -134,3 +138,38 @@ def test_what_is_sown_is_refused():
     told = [str(raised.value), *raised.value.__notes__]
     assert any("as a part of its output, not by sow" in text for text in told)
     assert any(text.startswith("raised by layer 0 (Sowing)") for text in told)
+
+
+def passing(*args, **kwargs):
+    return mse(*args, **kwargs)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Tree:
+    w: jax.Array
+
+    def __call__(self, x):
+        return self.w * x
+
+
+@pytest.mark.parametrize(
+    ("layer", "match"),
+    [
+        (passing, r"passing takes any keywords .*lambda x: f\(x\) .*train=train"),
+        (
+            jpipe.Stage(lambda key, x: {}, lambda v, x, **given: x),
+            r"takes any keywords .*lambda variables, x: f\(variables, x\)",
+        ),
+        (Tree(jnp.ones(3)), r"Tree is a pytree with arrays, .* jpipe\.Stage"),
+        (jax.tree_util.Partial(jnp.multiply, jnp.ones(3)), "a pytree with arrays"),
+    ],
+)
+def test_what_may_be_told_or_trained_in_vain_is_asked_about(layer, match):
+    with pytest.raises(TypeError, match=match):
+        jpipe.pipeline([nn.Dense(3), layer], 2)
+
+
+def test_what_takes_keywords_and_is_a_librarys_is_a_layer():
+    layers = [nn.relu, jnp.sin, jax.jit(jnp.tanh), functools.partial(nn.gelu)]
+    assert jpipe.pipeline(layers, 2).num_stages == 4

@@ -271,7 +271,9 @@ def check(
         return value(variables, batch.x, batch.targets, rngs=KEY(3))
 
     found = gradient(pipe, variables)
-    close("gradient", found, gradient(twin, alone))
+    # A norm over one or two examples divides by the root of its epsilon: there one more
+    # bit of an input moves a gradient by 3e-12 of the largest.
+    close("gradient", found, gradient(twin, alone), grown=16 if rough else 1)
     ref.assert_equal(gradient(pipe, variables), found)
     if again is not None:
         other = _pipeline(layers, num_microbatches, {**settings, **again})

@@ -74,6 +74,21 @@ class Recurrent(nn.Module):
         return along.swapaxes(0, 1) + last[:, None]
 
 
+class Unitary(nn.Module):
+    """A loop whose state is complex, which no policy of `jax.checkpoint` can save."""
+
+    @nn.compact
+    def __call__(self, x):
+        phase = self.param("phase", nn.initializers.normal(), (WIDTH,), float)
+
+        def turn(state, row):
+            state = jnp.fft.ifft(jnp.exp(1j * phase) * jnp.fft.fft(jnp.sin(state)))
+            return state + row, jnp.abs(state + row)
+
+        start = jnp.zeros((len(x), WIDTH), complex)
+        return jax.lax.scan(turn, start, x.swapaxes(0, 1))[1].swapaxes(0, 1)
+
+
 @jax.custom_vjp
 def clipped(x):
     return jnp.tanh(x)
@@ -96,6 +111,7 @@ LAYERS = {
     "scan": Scanned,
     "scan of remat": functools.partial(Scanned, remat=True),
     "loops": Recurrent,
+    "complex": Unitary,
     "rules": Ruled,
     "nnx": lambda: nnx.Sequential(
         nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0), param_dtype=float), nnx.gelu
@@ -128,6 +144,8 @@ def test_a_minimum_cut_keeps_no_more_than_any_other_mode(name):
     assert held["full"] <= held["min_cut"] <= held["none"]
     if name == "loops":  # what they carry is kept; a policy runs them again for it
         assert held["min_cut"] < held["none"]
+    elif name == "complex":  # all is kept
+        assert held["min_cut"] <= held["none"]
     else:
         assert held["min_cut"] <= held["dots"]
 
