@@ -1,7 +1,7 @@
 """Cuts, micro-batches, schedules, what stages keep: all tried on paper."""
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from .. import schedules
@@ -183,7 +183,7 @@ def _evaluated(
     )
 
 
-def _ranked(found: Iterator[Candidate], hardware: Hardware) -> list[Candidate]:
+def _ranked(found: Iterable[Candidate], hardware: Hardware) -> list[Candidate]:
     def key(candidate: Candidate) -> tuple[float, ...]:
         if not candidate.fits(hardware):
             return 1, candidate.most_bytes, candidate.seconds

@@ -113,7 +113,7 @@ def test_numpy_numbers_are_numbers():
         ([], ["balance=[]", "its sum is 0"]),
         (
             "time",
-            ["balance='time'", "number of layers of each stage", "balance=[2, 1]"],
+            ["balance='time'", "needs sample=", "a profile of a micro-batch"],
         ),
     ],
     ids=str,
@@ -128,16 +128,6 @@ def test_balance_that_is_no_sequence_of_ints(balance):
     match = says(f"balance={balance!r}", "a sequence of ints")
     with pytest.raises(TypeError, match=match):
         jpipe.pipeline(two_stages(), 2, balance=balance)
-
-
-@pytest.mark.parametrize("num_layers", [1, 2, 5])
-def test_balance_that_an_error_proposes_can_be_typed(num_layers):
-    layers = [nn.relu] * num_layers
-    with pytest.raises(ValueError, match="such as balance=") as refusal:
-        jpipe.pipeline(layers, 2, balance="time")
-    proposed = re.search(r"such as balance=\[([\d, ]+)\]", str(refusal.value))
-    sizes = [int(size) for size in proposed[1].split(",")]
-    assert jpipe.pipeline(layers, 2, balance=sizes).num_stages == len(sizes)
 
 
 def test_more_stages_than_devices():
@@ -177,13 +167,16 @@ def test_one_device_in_place_of_a_sequence():
 
 def test_unknown_schedule():
     with pytest.raises(
-        ValueError, match=says("unknown schedule 'zb'", "'gpipe', '1f1b'", "Schedule")
+        ValueError,
+        match=says("unknown schedule 'zb'", "'gpipe', 'gpipe_last_1f1b'", "Schedule"),
     ):
         jpipe.pipeline(two_stages(), 2, schedule="zb")
 
 
 def test_schedule_that_is_no_schedule():
-    with pytest.raises(TypeError, match=says("schedule=3", "int", "'gpipe', '1f1b'")):
+    with pytest.raises(
+        TypeError, match=says("schedule=3", "int", "'gpipe', 'gpipe_last_1f1b'")
+    ):
         jpipe.pipeline(two_stages(), 2, schedule=3)
 
 

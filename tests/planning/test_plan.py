@@ -1,0 +1,197 @@
+"""`jpipe.plan`: what it decides fits, is predicted as it is simulated, and runs."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import linen as nn
+
+import jpipe
+from jpipe import draw, schedules
+from jpipe.planning._forecast import as_run
+from jpipe.planning._profile import LayerProfile, Profile
+
+from .. import reference as ref
+
+KIB = 1 << 10
+SAMPLE = jax.ShapeDtypeStruct((16, 8), float)
+
+
+def model():
+    return [layer for _ in range(5) for layer in (nn.Dense(32), nn.tanh)] + [
+        nn.Dense(4)
+    ]
+
+
+@functools.cache
+def planned(**options):
+    return jpipe.plan(
+        model(),
+        SAMPLE,
+        optax.adam(1e-3),
+        num_devices=2,
+        num_microbatches=4,
+        measure=False,
+        bandwidth=1e9,
+        **options,
+    )
+
+
+def test_a_plan_is_built_and_gives_the_numbers_of_one_device():
+    plan = planned()
+    pipe, twin = jpipe.pipeline(model(), plan=plan), jpipe.sequential(model(), 4)
+    assert pipe.schedule == plan.schedule
+    assert [len(stage.layers) for stage in pipe.plan.stages] == plan.balance
+    assert pipe.plan.remat == plan.remat
+    x = jax.random.normal(jax.random.key(0), SAMPLE.shape)
+    targets = jnp.ones((16, 4))
+    found, expected = (
+        p.value_and_grad(ref.mse)(p.init(jax.random.key(1), x), x, targets)
+        for p in (pipe, twin)
+    )
+    ref.assert_close(found, expected, ref.FLOAT32)
+
+
+def test_a_plan_says_why():
+    forecast = planned().forecast
+    assert forecast.seconds >= forecast.bound > 0
+    assert [line.partition(":")[0] for line in forecast.reasons] == [
+        "bottleneck",
+        "memory",
+        "transfers",
+        "runner-up",
+    ]
+    text = str(planned())
+    assert all(reason in text for reason in forecast.reasons)
+    assert "times the least that any order of these stages can take" in text
+
+
+def test_what_a_plan_would_hold_is_what_the_list_of_instructions_says():
+    """Parameters, gradients and activations, of a schedule without split backwards."""
+    plan = planned(schedules=("1f1b",))
+    pipe = jpipe.pipeline(model(), plan=plan)
+    x = jax.random.normal(jax.random.key(0), SAMPLE.shape)
+    variables = pipe.init(jax.random.key(1), x)
+    pipe.value_and_grad(ref.mse)(variables, x, jnp.ones((16, 4)))
+    params = [stage.param_bytes for stage in pipe.plan.stages]
+    assert [memory.parameters for memory in plan.forecast.memory] == params
+    assert [memory.gradients for memory in plan.forecast.memory] == params
+    for (_, peak), memory in zip(
+        pipe.plan.peak_bytes, plan.forecast.memory, strict=True
+    ):
+        held = memory.parameters + memory.gradients + memory.held
+        # Beside these: the mini-batch, its targets, losses, keys.
+        assert held == pytest.approx(peak, abs=2 * KIB)
+
+
+def test_a_limit_is_kept_by_keeping_less():
+    free = planned(schedules=("gpipe",))
+    most = max(memory.total for memory in free.forecast.memory)
+    tight = planned(schedules=("gpipe",), memory_limit=most - 1)
+    assert max(memory.total for memory in tight.forecast.memory) < most
+    assert (tight.balance, tight.remat) != (free.balance, free.remat)
+
+
+def test_where_nothing_fits_it_says_what_is_short_and_what_would_do():
+    with pytest.raises(ValueError, match="no plan fits") as raised:
+        planned(memory_limit=10 * KIB)
+    message = str(raised.value)
+    assert "memory_limit=10,240 bytes on 2 devices" in message
+    assert "more than it has: parameters" in message
+    assert "take more devices (num_devices=)" in message
+
+
+def test_devices_that_are_left_idle_are_told():
+    plan = jpipe.plan(
+        [nn.Dense(2)], SAMPLE, optax.sgd(0.1), num_devices=3, measure=False
+    )
+    assert plan.schedule.num_ranks == 1
+    assert plan.forecast.reasons[-1].startswith("2 of 3 devices are left idle: nothing")
+
+
+def test_plans_are_saved_and_drawn():
+    plan = planned()
+    assert jpipe.Plan.from_json(plan.to_json()) == plan
+    for text in ("{", "[]", "{}", plan.to_json().replace('"stages"', '"other"')):
+        with pytest.raises(ValueError, match="no plan as"):
+            jpipe.Plan.from_json(text)
+    text = draw.svg(plan)
+    assert text.count("<title>parameters: ") == plan.schedule.num_ranks
+
+
+def test_faults_are_told_together():
+    with pytest.raises(ValueError, match=r"num_devices=0.*bandwidth=-1.*nope.*'most'"):
+        jpipe.plan(
+            model(),
+            SAMPLE,
+            optax.sgd(0.1),
+            num_devices=0,
+            bandwidth=-1,
+            schedules=("nope",),
+            remat=("most",),
+            measure=False,
+        )
+
+
+def test_a_plan_decides_alone_and_for_its_own_layers():
+    plan = planned()
+    with pytest.raises(ValueError, match="it decides balance, which was given too"):
+        jpipe.pipeline(model(), plan=plan, balance=[5, 6])
+    with pytest.raises(ValueError, match="for 11 layers, there are 10"):
+        jpipe.pipeline(model()[:-1], plan=plan)
+    with pytest.raises(ValueError, match="layer 0 is tanh, in the plan Dense"):
+        jpipe.pipeline([nn.tanh, *model()[1:]], plan=plan)
+    with pytest.raises(TypeError, match=r"what jpipe\.plan returned"):
+        jpipe.pipeline(model(), plan=[5, 6])
+
+
+@pytest.mark.parametrize("kind", ["time", "flops", "params", "memory"])
+def test_a_balance_by_name(kind):
+    profile = Profile(
+        tuple(
+            LayerProfile(
+                f"layer{i}",
+                t,
+                t,
+                param_bytes=int(t),
+                flops=t,
+                kept_bytes={"min_cut": 0},
+            )
+            for i, t in enumerate([1.0, 1.0, 1.0, 3.0])
+        )
+    )
+    pipe = jpipe.pipeline(
+        [nn.relu] * 4, 4, balance=kind, sample=profile, devices=jax.devices()[:2]
+    )
+    assert [len(stage.layers) for stage in pipe.plan.stages] == [3, 1]
+
+
+def test_a_balance_by_name_says_what_to_type():
+    with pytest.raises(ValueError, match="balance='time' needs sample="):
+        jpipe.pipeline([nn.relu] * 4, 4, balance="time")
+    with pytest.raises(ValueError, match="choose 'time', 'flops', 'params', 'memory'"):
+        jpipe.pipeline([nn.relu] * 4, 4, balance="speed", sample=SAMPLE)
+    with pytest.raises(TypeError, match="num_microbatches=None"):
+        jpipe.pipeline([nn.relu] * 4)
+
+
+def test_costs_as_they_run():
+    """Forwards that their backwards follow are a part of them."""
+    profile = Profile(
+        (LayerProfile("a", 1.0, 2.0, 0.5, 1.5), LayerProfile("b", 1.0, 2.0))
+    )
+    schedule = schedules.one_f_one_b(2, 3)
+    costs = as_run(profile.costs([1, 1], remat="full"), schedule, keeps_nothing=True)
+    assert costs.forward == [1.0, [0.0, 0.0, 0.0]]
+    assert costs.backward == [3.0, [3.0, 3.0, 3.0]]
+    assert costs.weight_grad[0] == 3.0
+    assert costs.input_grad[0] == 0.0
+    split = as_run(
+        dataclasses.replace(profile.costs([1, 1], remat="full")),
+        schedules.gpipe(2, 3),
+        keeps_nothing=False,
+    )
+    assert split.forward[1] == [1.0, 1.0, 1.0]
