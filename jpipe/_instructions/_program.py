@@ -134,7 +134,9 @@ class Program:
         self._is_compiled = False
 
     def compile(self) -> None:
-        """Compiles all programs ahead."""
+        """Compiles all programs ahead, unless they are."""
+        if self._is_compiled:
+            return
         compile_all(self.programs.values())
         # The loop calls what was compiled, with nothing in between.
         self.steps = [_step(instruction) for instruction in self.instructions]

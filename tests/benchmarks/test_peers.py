@@ -130,6 +130,7 @@ def found(seconds, **more):
         "busy_seconds": 2 * seconds,
         "peak_bytes": 3 * report.MIB,
         "start_bytes": report.MIB,
+        "idle_bytes": 1.5 * report.MIB,
         "losses": [2.0, 1.0],
         "parameters": 5,
     } | more
@@ -151,7 +152,7 @@ def test_speed_up_is_by_the_baseline_of_the_same_round():
     assert row["cores_busy"] == 2
     assert not report.starved([row | {"cores_busy": 0.2}, plain])
     assert "had 40% of" in report.starved([row, plain | {"cores_busy": 0.4}])[0]
-    assert (row["peak_mib"], row["above_start_mib"]) == (3, 2)
+    assert (row["peak_mib"], row["above_start_mib"], row["step_mib"]) == (3, 2, 1.5)
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,6 @@ def test_a_switch_by_another_name_is_refused():
         jax.jit(functools.partial(function, is_train=True, training=True)),
         lambda x, training=False, train=False: x,
         lambda training: training,
-        lambda x, **training: x,
         Chosen(training=False),
     ]
     with pytest.raises(ValueError, match="by a parameter train, deterministic") as no:

@@ -243,7 +243,7 @@ def test_functions_and_stages_that_call_linen_modules():
 
     stage = jpipe.Stage(
         lambda key, x: Block().init(key, x),
-        lambda variables, x, **keywords: Block().apply(variables, x, **keywords),
+        lambda variables, x: Block().apply(variables, x),
     )
     for listed, told in ((function, "enable_dropout=train"), (stage, "train=train")):
         (line,) = asked(listed, True)

@@ -62,6 +62,16 @@ def test_the_first_call_compiles_nothing_more(name, compiled):
     assert not compiled
 
 
+def test_what_was_called_can_be_asked_for_what_is_known(compiled):
+    pipe, (x, targets) = made(), ref.regression(8)
+    state = pipe.init_train_state(jax.random.key(0), x, optax.sgd(0.1))
+    step = pipe.train_step(ref.mse, optax.sgd(0.1))
+    state, _ = step(state, x, targets)
+    compiled.clear()
+    assert pipe.compile(step, state, x, targets).flops > 0
+    assert compiled == []
+
+
 def test_shapes_are_enough():
     pipe, (x, targets) = made(), ref.regression(8)
     variables = pipe.init(jax.random.key(0), x)
