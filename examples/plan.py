@@ -65,6 +65,7 @@ def main() -> None:
         )
         profile = jpipe.profile(layers, tokens, num_microbatches=4 * count, **SPEED)
         sizes = [len(layers) // count + (i < len(layers) % count) for i in range(count)]
+        assert plan.forecast is not None
         costs = profile.costs(sizes, bandwidth=BETWEEN)
         equal = jpipe.schedules.one_f_one_b(count, 4 * count).simulate(costs)
         print(

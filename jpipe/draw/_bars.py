@@ -1,7 +1,7 @@
 """A plan as bars: what each rank computes and holds, under the limit."""
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from . import _palette as palette
 from ._frame import LABEL, amount
@@ -20,6 +20,23 @@ _LEFT, _RIGHT = 230.0, 84.0
 _LIMIT = "#cc0000"
 
 
+@runtime_checkable
+class Planned(Protocol):
+    """A plan, as far as it is drawn: see `jpipe.Plan`."""
+
+    @property
+    def forecast(self) -> Any:
+        """What it would take."""
+
+    @property
+    def schedule(self) -> Any:
+        """Who runs what when."""
+
+    @property
+    def stages(self) -> Any:
+        """What each stage is."""
+
+
 class _Side(NamedTuple):
     """One of the two columns of bars: from where to where, and what its end is."""
 
@@ -31,7 +48,7 @@ class _Side(NamedTuple):
         return self.left + (self.right - self.left) * value / (self.most or 1.0)
 
 
-def bars(plan: Any) -> Picture:
+def bars(plan: Planned) -> Picture:
     """Lays out a plan: for each rank its time in a step, and its memory at the peak.
 
     Args:
@@ -39,8 +56,13 @@ def bars(plan: Any) -> Picture:
 
     Returns:
       What `svg` and `png` draw.
+
+    Raises:
+      ValueError: if nobody planned it.
     """
     forecast = plan.forecast
+    if forecast is None:
+        raise ValueError("a plan without a forecast: draw what jpipe.plan returns")
     limit = forecast.memory_limit
     totals = [memory.total for memory in forecast.memory]
     middle = _LEFT + (_WIDTH - _LEFT - _RIGHT - _GAP) * 0.45
@@ -65,7 +87,7 @@ def bars(plan: Any) -> Picture:
     return Picture(_WIDTH, bottom + 34, tuple(shapes), says)
 
 
-def _titles(plan: Any, time: _Side, room: _Side) -> Iterator[Shape]:
+def _titles(plan: Planned, time: _Side, room: _Side) -> Iterator[Shape]:
     forecast = plan.forecast
     says = (
         f"{plan.schedule.name}, {plan.schedule.num_microbatches} micro-batches, "
@@ -76,7 +98,7 @@ def _titles(plan: Any, time: _Side, room: _Side) -> Iterator[Shape]:
     yield Text(room.left, _TOP - 10, "memory at the peak", LABEL - 1, palette.GREY)
 
 
-def _name(plan: Any, rank: int, y: float) -> Iterator[Shape]:
+def _name(plan: Planned, rank: int, y: float) -> Iterator[Shape]:
     """The rank, and how many layers of which stages it has."""
     own = [stage for stage in plan.stages if stage.rank == rank]
     counts = " + ".join(str(len(stage.layers)) for stage in own)

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from ..schedules import Schedule, Timeline
 from . import _palette as palette
-from ._bars import bars
+from ._bars import Planned, bars
 from ._frame import LABEL, Frame, frame_of, number
 from ._panel import height, panel, summary
 from ._shapes import Path, Picture, Rect, Shape, Text, text_width
@@ -16,7 +16,7 @@ _SWATCH, _LEGEND_LINE = 18.0, 18.0
 
 
 def picture(
-    timelines: Timeline | Iterable[Timeline],
+    timelines: Timeline | Iterable[Timeline] | Planned,
     titles: Sequence[str] | None = None,
     width: float | None = None,
 ) -> Picture:
@@ -33,7 +33,7 @@ def picture(
     Raises:
       ValueError: if there is no timeline, or another number of titles.
     """
-    if getattr(timelines, "forecast", None) is not None:
+    if isinstance(timelines, Planned):
         return bars(timelines)
     shown = listed(timelines)
     names = named(shown, titles)

@@ -6,6 +6,7 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from ..schedules import Timeline
+from ._bars import Planned
 from ._layout import picture
 from ._shapes import Path, Picture, Rect, Text
 
@@ -16,7 +17,7 @@ _ALIGN = {"start": "left", "middle": "center", "end": "right"}
 
 
 def png(
-    timelines: Timeline | Iterable[Timeline],
+    timelines: Timeline | Iterable[Timeline] | Planned,
     path: str | os.PathLike[str],
     *,
     titles: Sequence[str] | None = None,
@@ -25,7 +26,8 @@ def png(
     """Draws timelines into a PNG or PDF file: the picture of `svg`.
 
     Args:
-      timelines: one or several.
+      timelines: one or several; or a plan from `jpipe.plan`, drawn as bars of time and
+        memory.
       path: of the file to write; its ending, ``.png`` or ``.pdf``, says which.
       titles: one for each; default: their names.
       width: in pixels; default: as for `svg`. A PNG has twice as many dots.

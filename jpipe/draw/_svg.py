@@ -5,6 +5,7 @@ from html import escape
 from itertools import groupby
 
 from ..schedules import Timeline
+from ._bars import Planned
 from ._layout import picture
 from ._shapes import Path, Rect, Shape, Text
 
@@ -19,7 +20,7 @@ patternTransform="rotate(45)"><path d="M0 0V5" stroke="{hatch}" stroke-width="1.
 
 
 def svg(
-    timelines: Timeline | Iterable[Timeline],
+    timelines: Timeline | Iterable[Timeline] | Planned,
     *,
     titles: Sequence[str] | None = None,
     width: float | None = None,
@@ -32,7 +33,8 @@ def svg(
     that rests on a box shows the action and its times.
 
     Args:
-      timelines: one or several.
+      timelines: one or several; or a plan from `jpipe.plan`, drawn as bars of time and
+        memory.
       titles: one for each; default: their names.
       width: in pixels; default: what the actions need for their numbers, at most
         2000. Where boxes are too narrow, numbers are left out.

@@ -118,6 +118,8 @@ def test_plans_are_saved_and_drawn():
     for text in ("{", "[]", "{}", plan.to_json().replace('"stages"', '"other"')):
         with pytest.raises(ValueError, match="no plan as"):
             jpipe.Plan.from_json(text)
+    with pytest.raises(ValueError, match="a plan without a forecast"):
+        draw.svg(jpipe.pipeline([nn.relu], 2).plan)
     text = draw.svg(plan)
     assert text.count("<title>parameters: ") == plan.schedule.num_ranks
 
