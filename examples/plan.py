@@ -19,7 +19,7 @@ import jpipe
 
 GIB = 2**30
 # An accelerator of 100 Tflop/s and 1 TB/s, and 50 GB/s between two of them.
-SPEED = {"measure": False, "peak_flops": 1e14}
+SPEED = {"measure": False, "peak_flops": 1e14, "memory_bandwidth": 1e12}
 BETWEEN = 5e10
 
 

@@ -34,8 +34,8 @@ def plan(
     bandwidth: float | None = None,
     latency: float = 0.0,
     num_microbatches: int | Sequence[int] | None = None,
-    schedules: Sequence[str] | None = None,
-    remat: Sequence[str] = REMATS,
+    schedules: str | Sequence[str] | None = None,
+    remat: str | Sequence[str] = REMATS,
     profile: Profile | None = None,
     **options: Any,
 ) -> Plan:
@@ -57,9 +57,9 @@ def plan(
       latency: seconds that a transfer takes whatever its size.
       num_microbatches: how many, or a choice; default: one, two, four and eight times
         the number of devices, as far as there are examples.
-      schedules: names of schedules to choose from; default: the catalogue and what is
+      schedules: a name, or names to choose from; default: the catalogue and what is
         made to measure.
-      remat: what stages may keep, from what keeps most.
+      remat: a mode, or what stages may keep, from what keeps most.
       profile: of ``layers`` on one micro-batch of ``sample``, in place of measuring.
       **options: for `jpipe.profile`, such as ``loss`` and ``targets``, or
         ``measure=False``.
@@ -89,8 +89,11 @@ def plan(
     request = Request(layers, sample, **options)
     examples = request.model.batch.sizes[0]
     numbers = _numbers(num_microbatches, count, examples, profile)
-    names = tuple(BY_NAME if schedules is None else schedules)
-    faults = [*hardware.faults(), *_faults(numbers, names, remat, examples)]
+    names = _listed(BY_NAME if schedules is None else schedules)
+    modes = _listed(remat)
+    faults = [*hardware.faults(), *_faults(numbers, names, modes, examples)]
+    if profile is not None and len(numbers) != 1:
+        faults.append(f"a profile is of one micro-batch, num_microbatches={numbers}")
     if faults:
         raise ValueError(f"plan: {'; '.join(faults)}")
     profiles = {}
@@ -116,10 +119,21 @@ def plan(
         slots,
         hardware,
         tuple(name for name in names if name != "forward_only"),
-        tuple(remat),
+        modes,
         made=schedules is None,
     )
-    return chosen(search(space), space)
+    candidates = search(space)
+    if not candidates:
+        raise ValueError(
+            f"plan: schedules={list(names)} have no order for {len(slots)} layers on "
+            f"{count} devices in {list(numbers)} micro-batches"
+        )
+    return chosen(candidates, space)
+
+
+def _listed(given: str | Iterable[str]) -> tuple[str, ...]:
+    """One name or several, as several."""
+    return (given,) if isinstance(given, str) else tuple(given)
 
 
 def _numbers(

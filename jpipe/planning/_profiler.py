@@ -48,7 +48,7 @@ def profile(
     rounds: int = 5,
     device: Device | None = None,
     peak_flops: float | None = None,
-    bandwidth: float | None = None,
+    memory_bandwidth: float | None = None,
 ) -> Profile:
     """Finds what each layer of a model costs, on one micro-batch.
 
@@ -81,7 +81,7 @@ def profile(
       device: where to measure; default: the first of `jax.devices`.
       peak_flops: operations per second for an estimate; default 1e12, with which a
         microsecond is a million operations.
-      bandwidth: bytes of memory per second for an estimate; default 1e11.
+      memory_bandwidth: bytes of memory per second for an estimate; default 1e11.
 
     Returns:
       The profile. It prints as a table.
@@ -122,7 +122,7 @@ def profile(
         rounds=rounds,
         device=device,
         peak_flops=peak_flops,
-        bandwidth=bandwidth,
+        memory_bandwidth=memory_bandwidth,
     )
     model, where = request.model, request.where
     if isinstance(where, Rates):

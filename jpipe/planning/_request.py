@@ -46,7 +46,7 @@ class Request:
     rounds: int = 5
     device: Device | None = None
     peak_flops: float | None = None
-    bandwidth: float | None = None
+    memory_bandwidth: float | None = None
 
     def __post_init__(self) -> None:
         if faults := list(self._faults()):
@@ -64,7 +64,7 @@ class Request:
             count = getattr(self, name)
             if isinstance(count, bool) or not isinstance(count, int) or count < 1:
                 yield f"{name}={count!r}: needs an int of at least 1"
-        for name in ("peak_flops", "bandwidth"):
+        for name in ("peak_flops", "memory_bandwidth"):
             rate = getattr(self, name)
             if rate is None:
                 continue
@@ -95,7 +95,7 @@ class Request:
         """The device to measure on; the rates of one on paper."""
         if self.measure:
             return jax.devices()[0] if self.device is None else self.device
-        given = {"flops": self.peak_flops, "bandwidth": self.bandwidth}
+        given = {"flops": self.peak_flops, "bandwidth": self.memory_bandwidth}
         return Rates(**{k: float(v) for k, v in given.items() if v is not None})
 
     @cached_property

@@ -1,7 +1,7 @@
 """Cuts, micro-batches, schedules, what stages keep: all tried on paper."""
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from .. import schedules
@@ -37,28 +37,20 @@ class Space:
     made: bool = True
 
 
-def search(
-    space: Space, tell: Callable[[int], None] = lambda tried: None
-) -> list[Candidate]:
+def search(space: Space) -> list[Candidate]:
     """All candidates, those that fit first, the fastest of them first.
 
     Args:
       space: what to choose from.
-      tell: called with the number of candidates so far.
 
     Returns:
-      The candidates; no two with the same cut, schedule, micro-batches and remat.
+      The candidates; several may be the same.
     """
-    found: dict[str, Candidate] = {}
-    for candidate in _candidates(space):
-        found.setdefault(str(candidate), candidate)
-        tell(len(found))
-    best = _ranked(found.values(), space.hardware)
-    for candidate in best[:_REFINED] if space.made else ():
-        for refined in _refined(candidate, space):
-            found.setdefault(str(refined), refined)
-            tell(len(found))
-    return _ranked(found.values(), space.hardware)
+    found = _ranked(_candidates(space), space.hardware)
+    if space.made:
+        best = found[:_REFINED]
+        found += [refined for each in best for refined in _refined(each, space)]
+    return _ranked(found, space.hardware)
 
 
 def _candidates(space: Space) -> Iterator[Candidate]:
@@ -146,7 +138,7 @@ def _fitted(
 
 
 def _refined(candidate: Candidate, space: Space) -> Iterator[Candidate]:
-    """The same stages under a schedule made to measure; then a cut made for it."""
+    """The same stages under a schedule made to measure, if there is one that fits."""
     hardware = space.hardware
     microbatches = candidate.schedule.num_microbatches
     profile = space.profiles[microbatches]
@@ -187,7 +179,7 @@ def _ranked(found: Iterable[Candidate], hardware: Hardware) -> list[Candidate]:
     def key(candidate: Candidate) -> tuple[float, ...]:
         if not candidate.fits(hardware):
             return 1, candidate.most_bytes, candidate.seconds
-        # Of two as fast, the smaller; then the one with fewer devices.
+        # Of two as fast, the smaller.
         return 0, candidate.seconds, candidate.most_bytes
 
     return sorted(found, key=key)

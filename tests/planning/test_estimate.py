@@ -135,8 +135,8 @@ def test_an_estimate_is_the_same_each_time_and_compiles_nothing(caplog):
 
 
 # Bytes and operations so slow that only one of them counts.
-BYTES = {"peak_flops": 1e30, "bandwidth": 1.0}
-FLOPS = {"peak_flops": 1.0, "bandwidth": 1e30}
+BYTES = {"peak_flops": 1e30, "memory_bandwidth": 1.0}
+FLOPS = {"peak_flops": 1.0, "memory_bandwidth": 1e30}
 
 
 def times(layer):
@@ -259,7 +259,7 @@ class TestMade:
             {"train": False},
             {"num_microbatches": 4},
             {"peak_flops": 1e13},
-            {"bandwidth": 1e9},
+            {"memory_bandwidth": 1e9},
             {"loss": lambda y, t: jnp.sum(y)},
             {"trainable": "0/*"},
         ],
@@ -333,7 +333,10 @@ class TestText:
             r"num_microbatches=0: .* at least 1; rounds=2.0: .*; targets are for a ",
         ),
         ({"peak_flops": 1e12}, r"peak_flops=.* is for an estimate; give measure=False"),
-        ({"measure": False, "bandwidth": 0}, r"bandwidth=0: needs a number above 0"),
+        (
+            {"measure": False, "memory_bandwidth": 0},
+            r"memory_bandwidth=0: needs a number above 0",
+        ),
         ({"num_microbatches": 9}, r"sample has 8 examples, fewer than"),
         ({"measure": False, "in_axes": 3}, r"sample of shape \(8, 5\) has no axis 3"),
     ],

@@ -124,6 +124,20 @@ def test_plans_are_saved_and_drawn():
     assert text.count("<title>parameters: ") == plan.schedule.num_ranks
 
 
+def test_stages_of_one_plan_may_keep_different_things():
+    free = planned(schedules=("gpipe",))
+    first, last = (memory.total for memory in free.forecast.memory)
+    tight = planned(schedules="gpipe", memory_limit=max(first, last) - 1)
+    both = planned(schedules="gpipe", remat="full")
+    assert set(both.remat) == {"full"}
+    assert tight.forecast.seconds <= both.forecast.seconds
+
+
+def test_schedules_that_have_no_order_are_told():
+    with pytest.raises(ValueError, match="have no order for 11 layers on 2 devices"):
+        planned(schedules="forward_only")
+
+
 def test_faults_are_told_together():
     with pytest.raises(ValueError, match=r"num_devices=0.*bandwidth=-1.*nope.*'most'"):
         jpipe.plan(
