@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from ._instructions._bytes import peaks
 from ._instructions._program import Program
-from .planning._units import size
+from .planning._units import columns, size
 
 
 @dataclass(frozen=True)
@@ -57,18 +57,10 @@ class Report:
             rows.append(
                 [p.name, p.device, str(p.calls), flops, space, f"{p.seconds:.2f} s"]
             )
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join(
-                cell.ljust(width) if i < 2 else cell.rjust(width)
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in rows
-        ]
         peak = ", ".join(f"{name} {size(n)}" for name, n in self.peak_bytes)
         return "\n".join(
             [
-                *lines,
+                columns(rows, left=range(2)),
                 f"peak: {peak}",
                 f"{self.flops:,.0f} flops; {len(self.programs)} programs in "
                 f"{self.seconds:.1f} s",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from .._layers._stage import abbreviate
 from ..schedules import Action, Costs, Schedule
 from ..schedules._action import BACKWARD, FORWARD, INPUT, WEIGHT
-from ._units import duration, size
+from ._units import columns, duration, size
 
 # Columns of a grid beyond which its middle is left out.
 _WIDEST = 160
@@ -193,7 +193,7 @@ class Plan:
             rows = [row[:4] for row in rows]
         elif all(stage.held_bytes is None for stage in self.stages):
             rows = [row[:6] for row in rows]
-        parts = [_table(rows, numbers_from=4), _folded(self._grid())]
+        parts = [columns(rows, left=range(4)), _folded(self._grid())]
         parts += _kept(self.stages)
         if self.skips:
             listed = ", ".join(f"{name}: stage {s} to {t}" for name, s, t in self.skips)
@@ -245,7 +245,7 @@ def _foretold(forecast: Forecast) -> str:
         rows.append([f"rank {rank}", duration(busy), *sizes])
     limit = forecast.memory_limit
     lines = [
-        _table(rows, numbers_from=1),
+        columns(rows, left=range(1)),
         f"predicted: {duration(forecast.seconds)} a step, bubble "
         f"{forecast.bubble:.1%}, {forecast.seconds / forecast.bound:.2f} times "
         f"the least that any order of these stages can take"
@@ -299,16 +299,4 @@ def _kept(stages: Sequence[StagePlan]) -> list[str]:
         cells = [size(dict(kept)[m]) if m in dict(kept) else "" for m in modes]
         name = f"stage{'s' * (len(numbers) > 1)} {', '.join(numbers)}"
         rows.append([name, *cells, "" if again is None else f"{again:,}"])
-    return [_table(rows, numbers_from=1)]
-
-
-def _table(rows: Sequence[Sequence[str]], numbers_from: int) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.rjust(width) if i >= numbers_from else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+    return [columns(rows, left=range(1))]

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from ._units import duration, size
+from ._units import columns, duration, size
 
 _TIMES = ("forward", "backward", "input_grad", "weight_grad")
 
@@ -29,15 +29,7 @@ def table(profile: Any) -> str:
     rows.append(_sums(profile.layers, modes))
     if all(layer.workspace_bytes is None for layer in profile.layers):
         rows = [row[:-1] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if i == 1 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-    return "\n".join([_origin(profile), *_beside(profile), *lines])
+    return "\n".join([_origin(profile), *_beside(profile), columns(rows, left={1})])
 
 
 def _told(number: Any, how: Any) -> str:

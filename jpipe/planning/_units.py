@@ -1,4 +1,18 @@
-"""Seconds and bytes for people."""
+"""Seconds, bytes and tables for people."""
+
+from collections.abc import Container, Sequence
+
+
+def columns(rows: Sequence[Sequence[str]], left: Container[int]) -> str:
+    """Rows with cells below each other; the columns at the left begin together."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i in left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
 
 
 def duration(seconds: float) -> str:
