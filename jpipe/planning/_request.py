@@ -1,7 +1,8 @@
 """What `jpipe.profile` is asked: its arguments checked, and what follows from them."""
 
+import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,6 +16,7 @@ from .._layers import _rng
 from .._run import _variables
 from .._run._context import outside_of_meshes
 from ._estimate import Rates
+from ._layer import misfit
 from ._made import made
 from ._traced import Sample, Traced
 
@@ -47,6 +49,7 @@ class Request:
     device: Device | None = None
     peak_flops: float | None = None
     memory_bandwidth: float | None = None
+    action_seconds: float | None = None
 
     def __post_init__(self) -> None:
         if faults := list(self._faults()):
@@ -64,12 +67,14 @@ class Request:
             count = getattr(self, name)
             if isinstance(count, bool) or not isinstance(count, int) or count < 1:
                 yield f"{name}={count!r}: needs an int of at least 1"
-        for name in ("peak_flops", "memory_bandwidth"):
+        for name in ("peak_flops", "memory_bandwidth", "action_seconds"):
             rate = getattr(self, name)
             if rate is None:
                 continue
             if self.measure:
                 yield f"{name}={rate!r} is for an estimate; give measure=False too"
+            elif name == "action_seconds":
+                yield from misfit(name, rate)
             elif not isinstance(rate, int | float) or not 0 < rate < math.inf:
                 yield f"{name}={rate!r}: needs a number above 0, per second"
         if self.loss is None and jax.tree.leaves(self.targets):
@@ -95,7 +100,11 @@ class Request:
         """The device to measure on; the rates of one on paper."""
         if self.measure:
             return jax.devices()[0] if self.device is None else self.device
-        given = {"flops": self.peak_flops, "bandwidth": self.memory_bandwidth}
+        given = {
+            "flops": self.peak_flops,
+            "bandwidth": self.memory_bandwidth,
+            "action": self.action_seconds,
+        }
         return Rates(**{k: float(v) for k, v in given.items() if v is not None})
 
     @cached_property
@@ -106,6 +115,25 @@ class Request:
             objective = Objective(self.loss, self.has_aux, self.reduction)
         trainable = Trainable(self.trainable)
         return Traced.of(self.layers, self.batch, objective, trainable, self.train)
+
+    def resized(self, batch_size: int) -> "Request":
+        """The same for a mini-batch of another size, of which nothing has values."""
+        batch = self.batch._replace(num_microbatches=1).batch()
+
+        def resized(tree: PyTree, axes: Sequence[int | None]) -> PyTree:
+            specs, structure = jax.tree.flatten(tree)
+            for i, axis in enumerate(axes):
+                if axis is not None:
+                    shape = list(specs[i].shape)
+                    shape[axis] = batch_size
+                    specs[i] = specs[i].update(shape=tuple(shape))
+            return jax.tree.unflatten(structure, specs)
+
+        return dataclasses.replace(
+            self,
+            sample=resized(batch.x, batch.x_axes),
+            targets=resized(batch.targets, batch.target_axes),
+        )
 
     @property
     def made(self) -> dict[str, str]:

@@ -35,6 +35,7 @@ def planned(**options):
         num_devices=2,
         num_microbatches=4,
         measure=False,
+        action_seconds=0.0,
         bandwidth=1e9,
         **options,
     )
@@ -162,36 +163,6 @@ def test_a_plan_decides_alone_and_for_its_own_layers():
         jpipe.pipeline([nn.tanh, *model()[1:]], plan=plan)
     with pytest.raises(TypeError, match=r"what jpipe\.plan returned"):
         jpipe.pipeline(model(), plan=[5, 6])
-
-
-@pytest.mark.parametrize("kind", ["time", "flops", "params", "memory"])
-def test_a_balance_by_name(kind):
-    profile = Profile(
-        tuple(
-            LayerProfile(
-                f"layer{i}",
-                t,
-                t,
-                param_bytes=int(t),
-                flops=t,
-                kept_bytes={"min_cut": 0},
-            )
-            for i, t in enumerate([1.0, 1.0, 1.0, 3.0])
-        )
-    )
-    pipe = jpipe.pipeline(
-        [nn.relu] * 4, 4, balance=kind, sample=profile, devices=jax.devices()[:2]
-    )
-    assert [len(stage.layers) for stage in pipe.plan.stages] == [3, 1]
-
-
-def test_a_balance_by_name_says_what_to_type():
-    with pytest.raises(ValueError, match="balance='time' needs sample="):
-        jpipe.pipeline([nn.relu] * 4, 4, balance="time")
-    with pytest.raises(ValueError, match="choose 'time', 'flops', 'params', 'memory'"):
-        jpipe.pipeline([nn.relu] * 4, 4, balance="speed", sample=SAMPLE)
-    with pytest.raises(TypeError, match="num_microbatches=None"):
-        jpipe.pipeline([nn.relu] * 4)
 
 
 def test_costs_as_they_run():
