@@ -20,6 +20,7 @@ from ._profiler import MODES, answer
 from ._reasons import chosen
 from ._request import Request
 from ._search import REMATS, Space, search
+from ._together import beside_neighbours, confirmed
 
 PyTree = Any
 
@@ -129,6 +130,12 @@ def plan(
         profiles = {numbers[0]: profile}
     else:
         profiles = _profiles(asked, numbers, examples)
+    profiles = {
+        number: beside_neighbours(
+            each, dataclasses.replace(request, num_microbatches=number), count, modes
+        )
+        for number, each in profiles.items()
+    }
     model = asked[0].model
     variables = [visit.variables for visit in model.visits]
     slots = state_bytes(tx, _variables.params(variables), model.layout.trained)
@@ -146,7 +153,7 @@ def plan(
             f"plan: schedules={list(names)} have no order for {len(slots)} layers on "
             f"{count} devices in {list(numbers)} micro-batches"
         )
-    return chosen(candidates, space)
+    return chosen(confirmed(candidates, space, request), space)
 
 
 def _profiles(

@@ -50,6 +50,7 @@ class Candidate:
       timeline: the schedule with the costs of these stages.
       memory: of each rank at its peak.
       host: seconds in which one thread has all programs and transfers of a step run.
+      profile: of its layers, by which that was told.
     """
 
     balance: tuple[int, ...]
@@ -57,7 +58,9 @@ class Candidate:
     schedule: Schedule
     timeline: Timeline
     memory: tuple[Memory, ...]
-    host: float = 0.0
+    host: float
+    profile: Profile
+    held: tuple[int, ...]
 
     @property
     def seconds(self) -> float:
@@ -122,7 +125,16 @@ def evaluate(
     again = _again(profile, balance, remat, costs)
     memory = _memory(profile, optimizer_bytes, balance, again, timeline)
     host = action * _dispatched(timeline)
-    return Candidate(tuple(balance), tuple(remat), schedule, timeline, memory, host)
+    return Candidate(
+        balance=tuple(balance),
+        remat=tuple(remat),
+        schedule=schedule,
+        timeline=timeline,
+        memory=memory,
+        host=host,
+        profile=profile,
+        held=tuple(int(timeline.peak_kept(i)) for i in range(len(balance))),
+    )
 
 
 def _dispatched(timeline: Timeline) -> int:

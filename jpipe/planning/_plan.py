@@ -67,6 +67,11 @@ class Memory:
     workspace: int
 
     @property
+    def lasting(self) -> int:
+        """What is there before and after what is held."""
+        return self.parameters + self.gradients
+
+    @property
     def total(self) -> int:
         """All of it."""
         return sum(dataclasses.astuple(self))

@@ -7,7 +7,6 @@ from ..schedules import lower_bound
 from ._forecast import Candidate
 from ._made import measured_on_cpu
 from ._plan import Forecast, Plan, StagePlan
-from ._profile import Profile
 from ._search import Space
 from ._units import duration, size
 
@@ -28,14 +27,13 @@ def chosen(candidates: Sequence[Candidate], space: Space) -> Plan:
     best = candidates[0]
     if not best.fits(space.hardware):
         raise ValueError(_nothing_fits(best, space))
-    profile = space.profiles[best.schedule.num_microbatches]
     costs = best.timeline.costs
     assert costs is not None
     sent = _sent(best)
     return Plan(
-        stages=tuple(_stages(best, profile)),
+        stages=tuple(_stages(best, space)),
         schedule=best.schedule,
-        skips=tuple(_skips(best, profile)),
+        skips=tuple(_skips(best)),
         forecast=Forecast(
             seconds=best.seconds,
             bound=lower_bound(
@@ -51,7 +49,7 @@ def chosen(candidates: Sequence[Candidate], space: Space) -> Plan:
             sent_bytes=sent,
             reasons=(
                 *_reasons(best, candidates, space, sent),
-                *_shared_cores(best, profile),
+                *_shared_cores(best),
             ),
         ),
     )
@@ -102,10 +100,10 @@ def _reasons(
         yield f"{idle} of {hardware.num_devices} devices are left idle: {instead}"
 
 
-def _shared_cores(best: Candidate, profile: Profile) -> Iterable[str]:
+def _shared_cores(best: Candidate) -> Iterable[str]:
     """That devices wait for each other's cores, if the profile was measured on some."""
     ranks, cores = best.schedule.num_ranks, os.cpu_count() or 1
-    if ranks > cores and measured_on_cpu(profile.made):
+    if ranks > cores and measured_on_cpu(best.profile.made):
         yield (
             f"cores: {ranks} devices share the {cores} cores of this machine, each "
             f"layer was measured with all of them to itself: a step will take longer "
@@ -156,12 +154,12 @@ def _sent(best: Candidate) -> int:
     return int(total * count)
 
 
-def _stages(best: Candidate, profile: Profile) -> Iterable[StagePlan]:
-    first = 0
+def _stages(best: Candidate, space: Space) -> Iterable[StagePlan]:
+    first, profile = 0, best.profile
     for index, count in enumerate(best.balance):
-        own = profile.layers[first : first + count]
+        stop = first + count
+        own = profile.layers[first:stop]
         rank = best.schedule.placement[index]
-        modes = dict.fromkeys(mode for layer in own for mode in layer.kept_bytes)
         yield StagePlan(
             index=index,
             rank=rank,
@@ -170,16 +168,18 @@ def _stages(best: Candidate, profile: Profile) -> Iterable[StagePlan]:
             remat=best.remat[index],
             num_params=sum(layer.num_params for layer in own),
             param_bytes=sum(layer.param_bytes for layer in own),
-            held_bytes=int(best.timeline.peak_kept(index)),
+            held_bytes=best.held[index],
             kept={
-                mode: sum(layer.kept_bytes.get(mode, 0) for layer in own)
-                for mode in modes
+                mode: profile.kept_bytes(first, stop, mode)
+                for mode in dict.fromkeys(["full", *space.remats])
             },
         )
-        first += count
+        first = stop
 
 
-def _skips(best: Candidate, profile: Profile) -> Iterable[tuple[str, int, int]]:
+def _skips(best: Candidate) -> Iterable[tuple[str, int, int]]:
     stage_of = [s for s, count in enumerate(best.balance) for _ in range(count)]
-    for skip in profile.skips:
-        yield skip.name, stage_of[skip.source], stage_of[skip.target]
+    for skip in best.profile.skips:
+        source, target = stage_of[skip.source], stage_of[skip.target]
+        if source != target:
+            yield skip.name, source, target

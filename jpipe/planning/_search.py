@@ -58,11 +58,11 @@ def search(space: Space) -> list[Candidate]:
     Returns:
       The candidates; several may be the same.
     """
-    found = _ranked(_candidates(space), space.hardware)
+    found = ranked(_candidates(space), space.hardware)
     if space.made:
         best = found[:_REFINED]
         found += [refined for each in best for refined in _refined(each, space)]
-    return _ranked(found, space.hardware)
+    return ranked(found, space.hardware)
 
 
 def _candidates(space: Space) -> list[Candidate]:
@@ -250,7 +250,9 @@ def _evaluated(
     )
 
 
-def _ranked(found: Iterable[Candidate], hardware: Hardware) -> list[Candidate]:
+def ranked(found: Iterable[Candidate], hardware: Hardware) -> list[Candidate]:
+    """Candidates, those that fit first, the fastest of them first."""
+
     def key(candidate: Candidate) -> tuple[float, ...]:
         if not candidate.fits(hardware):
             return 1, candidate.most_bytes, candidate.seconds
