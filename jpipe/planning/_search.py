@@ -174,7 +174,12 @@ def _cut_for(
         if space.fixed_bytes(profile) > schedule.num_ranks * (space.limit or 0):
             # What stages keep is no matter.
             continue
-        yield from _fitted(profile, candidate, space)
+        less = list(_fitted(profile, candidate, space))
+        yield from less
+        several = schedule.num_ranks < schedule.num_stages
+        if several and any(each.fits(space.hardware) for each in less):
+            # To look for a cut that fits takes long there.
+            continue
         other = _cut(profile, schedule, mode, space.hardware, capped=True)
         if other not in (None, balance):
             yield _evaluated(profile, other, [mode] * len(other), schedule, space)
