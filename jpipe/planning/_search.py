@@ -46,6 +46,17 @@ class Space:
         """The number of layers."""
         return len(self.optimizer_bytes)
 
+    @property
+    def limit(self) -> int | None:
+        """Bytes of a device."""
+        return self.hardware.memory_limit
+
+    def fixed_bytes(self, profile: Profile) -> int:
+        """What all ranks hold together, whatever they keep of micro-batches."""
+        layers = profile.layers
+        own = sum(2 * layer.param_bytes + layer.state_bytes for layer in layers)
+        return own + sum(self.optimizer_bytes)
+
 
 def search(space: Space) -> list[Candidate]:
     """Candidates, those that fit first, the fastest of them first.
@@ -83,7 +94,7 @@ def _candidates(space: Space) -> list[Candidate]:
             for name in space.names:
                 schedule = _built(name, -ranks, microbatches)
                 if schedule and schedule.num_stages <= space.num_layers:
-                    for candidate in _cut_for(schedule, space, cuts):
+                    for candidate in _cut_for(schedule, space, cuts, found):
                         found.add(candidate)
     return found.all
 
@@ -141,7 +152,9 @@ def _built(name: str, num_ranks: int, num_microbatches: int) -> Schedule | None:
         return None
 
 
-def _cut_for(schedule: Schedule, space: Space, cuts: _Cuts) -> Iterator[Candidate]:
+def _cut_for(
+    schedule: Schedule, space: Space, cuts: _Cuts, found: _Found
+) -> Iterator[Candidate]:
     """The best cut with each remat mode, and what it takes to make it fit."""
     profile = space.profiles[schedule.num_microbatches]
     for mode in space.remats:
@@ -154,10 +167,19 @@ def _cut_for(schedule: Schedule, space: Space, cuts: _Cuts) -> Iterator[Candidat
             continue
         candidate = _evaluated(profile, balance, [mode] * len(balance), schedule, space)
         yield candidate
-        if candidate.fits(space.hardware):
-            # Other modes keep less and take longer.
+        slow = candidate.seconds >= found.to_beat(schedule.num_ranks)
+        if slow or candidate.fits(space.hardware):
+            # Other modes keep less and take longer, and so does another cut.
             return
-        yield from _fitted(profile, candidate, space)
+        if space.fixed_bytes(profile) > schedule.num_ranks * (space.limit or 0):
+            # What stages keep is no matter.
+            continue
+        less = list(_fitted(profile, candidate, space))
+        yield from less
+        several = schedule.num_ranks < schedule.num_stages
+        if several and any(each.fits(space.hardware) for each in less):
+            # To look for a cut that fits takes long there.
+            continue
         other = _cut(profile, schedule, mode, space.hardware, capped=True)
         if other not in (None, balance):
             yield _evaluated(profile, other, [mode] * len(other), schedule, space)
