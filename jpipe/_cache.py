@@ -4,6 +4,8 @@ A program is compiled for structures, shapes and dtypes; every check of what the
 caller gave is made here, on abstract values, before anything is compiled or moved.
 """
 
+import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -15,7 +17,6 @@ from ._functions._batch import Batch
 from ._functions._objective import Objective
 from ._functions._trainable import Trainable
 from ._layers import _hidden, _rng
-from ._layers._initialize import Initializers
 from ._layers._rng import Rngs
 from ._layers._skip import Route
 from ._layers._walk import Visit, walk
@@ -31,6 +32,8 @@ Expected = tuple[list[Visit], tuple[Route, ...]]
 FindGradient = Callable[[Any, PyTree, PyTree, Rngs, bool], Gradient]
 Marks = tuple[PyTree, ...]
 ALL = Trainable()
+# So often a loss may be built for the same arrays before it is said what that costs.
+_MANY = 10
 
 
 class Axes(NamedTuple):
@@ -50,23 +53,30 @@ class ProgramCache:
       objective: the loss asked for last; ``None`` before the first.
       trainable: what was to be trained by it.
       training: the mini-batch with a loss seen last, for print.
-      initialize: makes the variables of a layer.
     """
 
     def __init__(self, pipe: Pipe, axes: Axes) -> None:
         self._pipe = pipe
         self._axes = axes
         self._inference: dict[Any, Inference] = {}
-        # By objective: a loss function that is written anew for each call would
-        # otherwise keep its programs for ever.
-        self._gradients = lru_cache(maxsize=32)(lambda _: {})
         self.layout: Layout | None = None
         self.objective: Objective | None = None
         self.trainable = ALL
         self.training: Gradient | None = None
         self.routes: tuple[Route, ...] = ()
         self._expected: dict[Any, Expected] = {}
-        self.initialize = Initializers()
+        self._builds: Counter[Any] = Counter()
+
+    def look_again(self) -> None:
+        """Has all that is asked for from now on traced anew.
+
+        Layers and losses may read what was changed since: globals, variables of
+        functions around them, helpers in other modules. What is built anew has them as
+        they are now, as under a new `jax.jit`; what came to the same is not compiled
+        again: see `_executables`.
+        """
+        self._expected.clear()
+        self._inference.clear()
 
     def inference(
         self, variables: Any, x: PyTree, rngs: Rngs, train: bool
@@ -74,7 +84,6 @@ class ProgramCache:
         """The forward pass for such variables and such an input."""
         signature = _signature.settings(), _signature.of(variables, x, rngs), train
         if signature not in self._inference:
-            self._pipe.unchanged.check_outside()
             self._check_order(variables)
             batch = self._batch(x, (), rngs)
             layout = self._check(variables, batch.first)
@@ -106,44 +115,54 @@ class ProgramCache:
                 f"schedule {schedule.name!r} has forwards only: it can apply, not "
                 f"train; build the pipeline with another, such as schedule='1f1b'"
             )
-        self._pipe.unchanged.check_outside()
         layers = [layer for stage in self._pipe.stages for layer in stage.layers]
         _hidden.check_loss(objective.loss_fn, (layer.owner for layer in layers))
         self.objective, self.trainable = objective, trainable
-        # Of this build, by what the loss holds: it is looked at anew in each.
-        own = lru_cache(maxsize=32)(lambda _: {})
+        self.look_again()
+        # By what the loss holds: one that changes would keep its programs for ever.
+        known_of = lru_cache(maxsize=32)(lambda _: {})
+        code = getattr(objective.loss_fn, "__code__", type(objective.loss_fn))
+        counted = set()
 
         def find(
             variables: Any, x: PyTree, targets: PyTree, rngs: Rngs, train: bool
         ) -> Gradient:
             asked = objective.now()
-            known = own(asked)
+            known = known_of(asked)
             kind = _signature.of(variables, x, targets, rngs), train
             signature = _signature.settings(), kind
             if signature not in known:
-                self._pipe.unchanged.check_outside()
+                if signature not in counted:
+                    counted.add(signature)
+                    self._count((code, signature))
                 self._check_order(variables)
                 batch = self._batch(x, targets, rngs)
                 layout = self._check(variables, batch.first, trainable)
-                compiled, key = self._gradients(asked), (signature, tuple(layout.marks))
-                before = compiled.get(key)
-                if before is None or not asked.comes_to_the_same(before.objective):
-                    asked = asked.anew()
-                    works = Works(
-                        self._pipe,
-                        layout.weights,
-                        batch,
-                        train=train,
-                        objective=asked,
-                        routes=self.expected(batch.first)[1],
-                    )
-                    _check_constants(works, layout, variables)
-                    made = Gradient(self._pipe, layout, batch, works, asked)
-                    compiled[key] = self.training = made
-                known[signature] = compiled[key]
+                works = Works(
+                    self._pipe,
+                    layout.weights,
+                    batch,
+                    train=train,
+                    objective=asked,
+                    routes=self.expected(batch.first)[1],
+                )
+                _check_constants(works, layout, variables)
+                made = Gradient(self._pipe, layout, batch, works, asked)
+                known[signature] = self.training = made
             return known[signature]
 
         return find
+
+    def _count(self, build: Any) -> None:
+        """Says what building in a loop costs."""
+        self._builds[build] += 1
+        if self._builds[build] == _MANY:
+            warnings.warn(
+                f"the same loss is built for the same arrays for the {_MANY}th time, "
+                f"and each time the model is traced anew; call value_and_grad or "
+                f"train_step once, before the loop, and in it what they return",
+                stacklevel=6,
+            )
 
     def last_objective(self) -> tuple[Objective, Trainable]:
         """The loss asked for last, and what was to be trained by it.
