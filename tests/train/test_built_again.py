@@ -218,7 +218,7 @@ def test_it_is_said_what_building_in_a_loop_costs():
 
         return pipe.value_and_grad(loss)(variables, x, targets)
 
-    for _ in range(9):
+    for _ in range(29):
         step()
     with pytest.warns(UserWarning, match="once, before the loop") as caught:
         step()
