@@ -314,7 +314,9 @@ def _stages(best: Candidate, profile: Profile) -> Iterable[StagePlan]:
 def _skips(best: Candidate, profile: Profile) -> Iterable[tuple[str, int, int]]:
     stage_of = [s for s, count in enumerate(best.balance) for _ in range(count)]
     for skip in profile.skips:
-        yield skip.name, stage_of[skip.source], stage_of[skip.target]
+        source, target = stage_of[skip.source], stage_of[skip.target]
+        if source != target:
+            yield skip.name, source, target
 
 
 def interpolated(small: Profile, large: Profile, size: int) -> Profile:

@@ -12,6 +12,8 @@ from ._units import columns, duration, size
 
 # Columns of a grid beyond which its middle is left out.
 _WIDEST = 160
+# So many skip connections are listed.
+_MOST_SKIPS = 8
 
 
 @dataclass(frozen=True)
@@ -196,8 +198,7 @@ class Plan:
         parts = [columns(rows, left=range(4)), _folded(self._grid())]
         parts += _kept(self.stages)
         if self.skips:
-            listed = ", ".join(f"{name}: stage {s} to {t}" for name, s, t in self.skips)
-            parts.append(f"skip connections: {listed}")
+            parts.append(f"skip connections: {_listed(self.skips)}")
         if self.peak_bytes:
             listed = ", ".join(f"{name} {size(n)}" for name, n in self.peak_bytes)
             parts.append(f"peak of a step beside the optimizer's state: {listed}")
@@ -233,6 +234,13 @@ class Plan:
                 weight_grad=lasts(WEIGHT),
             )
         )
+
+
+def _listed(skips: Sequence[tuple[str, int, int]]) -> str:
+    """Skip connections; of many the first."""
+    listed = [f"{name}: stage {s} to {t}" for name, s, t in skips[:_MOST_SKIPS]]
+    more = len(skips) - len(listed)
+    return ", ".join([*listed, f"{more} more"] if more else listed)
 
 
 def _foretold(forecast: Forecast) -> str:
