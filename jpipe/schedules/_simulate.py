@@ -89,19 +89,14 @@ def simulate(
     if stuck:
         raise ScheduleError(_cycle(rows, needs, stuck, end))
     timeline = Timeline(name, placement, rows, start, end, (), costs, replicas)
-    return finished(timeline, costs)
-
-
-def finished(timeline: Timeline, costs: Costs) -> Timeline:
-    """A timeline of actions, with what each rank holds and the sums of gradients."""
     return dataclasses.replace(
         timeline,
         memory=tuple(memory_events(timeline, costs)),
-        exchanges=tuple(_exchanges(timeline, costs)),
+        exchanges=tuple(exchanges(timeline, costs)),
     )
 
 
-def _exchanges(timeline: Timeline, costs: Costs) -> Iterable[Exchange]:
+def exchanges(timeline: Timeline, costs: Costs) -> Iterable[Exchange]:
     """The replicas of a stage add up their gradients after the last of them."""
     for stage in range(timeline.num_stages):
         seconds = at(costs.exchange, stage)

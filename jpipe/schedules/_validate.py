@@ -61,9 +61,8 @@ def malformed(
     ):
         if fault := _no_size(rank):
             yield f"E0 placement[{stage}] {fault}"
-    for stage, ranks in enumerate(
-        replicas if isinstance(replicas, tuple | list) else ()
-    ):
+    shared: Any = replicas if isinstance(replicas, tuple | list) else ()
+    for stage, ranks in enumerate(shared):
         at = f"E0 replicas[{stage}]"
         if not isinstance(ranks, tuple | list):
             yield f"{at} is a {type(ranks).__name__}, needs a tuple of ranks"

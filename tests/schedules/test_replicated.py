@@ -72,7 +72,7 @@ def between(timeline, replicas):
     count = max(a.microbatch for a in timeline.start) + 1
     turn = math.lcm(*replicas)
     first, last = count // 3, count // 3 + count // 3 // turn * turn
-    ends = [timeline.start[Action("F", 0, i)] for i in (first, last)]
+    ends = [timeline.end[Action("B", 0, i)] for i in (first, last)]
     return (ends[1] - ends[0]) / (last - first)
 
 
