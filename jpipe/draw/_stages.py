@@ -71,10 +71,21 @@ def stages(plan: Staged, width: float) -> Picture:
     line = _HEAD + tall + _FOOT + _BETWEEN
     title, *_ = str(plan).partition("\n")
     room = width - 2 * _LEFT
-    each = min(max(int((room + _LINK) // (_NARROW + _LINK)), 1), len(plan.stages))
-    wide = min((room + _LINK) / each - _LINK, _WIDE)
+    each = max(int((room + _LINK) // (_NARROW + _LINK)), 1)
+    if each < len(plan.stages):  # then the last of a line has a link too
+        each = max(int(room // (_NARROW + _LINK)), 1)
+    else:
+        each, room = len(plan.stages), room + _LINK
+    wide = min(room / each - _LINK, _WIDE)
     shapes: list[Shape] = [
-        Text(_LEFT, 18.0, shortened(title, 14.5, room), 13.0, palette.INK, bold=True)
+        Text(
+            _LEFT,
+            18.0,
+            shortened(title, 14.5, width - 2 * _LEFT),
+            13.0,
+            palette.INK,
+            bold=True,
+        )
     ]
     first = 0
     for i, stage in enumerate(plan.stages):
@@ -82,7 +93,7 @@ def stages(plan: Staged, width: float) -> Picture:
         column = _Column(i, x, _TOP + i // each * line, wide, first)
         shapes += _column(plan, column, pitch, tall)
         if i + 1 < len(plan.stages):
-            shapes += _link(plan, column, tall, last=(i + 1) % each == 0)
+            shapes += _link(plan, column, tall)
         first += stage.replicas
     lines = -(-len(plan.stages) // each)
     y = _TOP + lines * line
@@ -131,17 +142,17 @@ def _device(
         yield Text(x + 5, centred(y + tall / 2, size), str(rank), size, ink)
 
 
-def _link(plan: Staged, column: _Column, tall: float, last: bool) -> Iterator[Shape]:
+def _link(plan: Staged, column: _Column, tall: float) -> Iterator[Shape]:
     """From a stage to the next, and how long transfers take there."""
     seconds = plan.links[column.stage]
     x, y = column.right, column.middle(tall)
-    right = x + (16.0 if last else _LINK)
+    right = x + _LINK
     slowest = plan.bottleneck is None and seconds == max(plan.links)
     ink = _SLOWEST if slowest else palette.GREY
     yield Path(((x + 5, y), (right - 9, y)), stroke=ink, width=1.5)
     head = (right - 11, y - 4), (right - 4, y), (right - 11, y + 4)
     yield Path(head, fill=ink)
-    if seconds and not last:
+    if seconds:
         says = f"{number(seconds * 1e3)} ms"
         yield Text((x + right) / 2, y - 7, says, LABEL - 1, ink, "middle")
 

@@ -116,7 +116,7 @@ def _arrows(
     for rank, row in enumerate(timeline.rows):
         for action in row:
             for need in needs(action):
-                source = timeline.homes(need.stage, need.microbatch)
+                source = timeline.homes[need.microbatch][need.stage]
                 if source == rank:
                     continue
                 number = next(numbers)

@@ -13,7 +13,7 @@ _Part = tuple[float, float, float]
 
 def least(
     costs: Costs,
-    home: Homes,
+    homes: Homes,
     num_microbatches: int,
     forward_only: bool = False,
 ) -> float:
@@ -21,19 +21,19 @@ def least(
 
     See `lower_bound`.
     """
-    parts = _parts(costs, home, num_microbatches, forward_only)
+    parts = _parts(costs, homes, num_microbatches, forward_only)
     return max(map(_one_rank, parts.values()), default=0.0)
 
 
 def _parts(
-    costs: Costs, home: Homes, num_microbatches: int, forward_only: bool
+    costs: Costs, homes: Homes, num_microbatches: int, forward_only: bool
 ) -> dict[int, list[_Part]]:
     """What each rank has to do."""
     found: dict[int, list[_Part]] = defaultdict(list)
-    last = home.num_stages - 1
+    last = homes.num_stages - 1
 
     def travel(op: str, stage: int, i: int, to: int) -> float:
-        if home(stage, i) == home(to, i):
+        if homes[i][stage] == homes[i][to]:
             return 0.0
         return costs.transfer(Action(op, stage, i))
 
@@ -60,12 +60,12 @@ def _parts(
             there = travel(FORWARD, stage, i, stage + 1)
             follows[stage] = there + forward[stage + 1] + follows[stage + 1]
         now = 0.0
-        for stage in range(last + 1):
-            found[home(stage, i)].append((now, forward[stage], follows[stage]))
+        for stage, rank in enumerate(homes[i]):
+            found[rank].append((now, forward[stage], follows[stage]))
             now += forward[stage]
             now += travel(FORWARD, stage, i, stage + 1) if stage < last else 0.0
         for stage in reversed(range(0 if forward_only else last + 1)):
-            rank = home(stage, i)
+            rank = homes[i][stage]
             found[rank].append((now, first[stage], after[stage]))
             now += first[stage]
             found[rank].append((now, rest[stage], 0.0))

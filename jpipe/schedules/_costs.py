@@ -162,11 +162,12 @@ class Costs:
             raise ValueError(f"costs are for different numbers of stages: {listed}")
         return next(iter(given.values()), None)
 
-    def per_chunk(self, num_chunks: int) -> "Costs":
+    def per_chunk(self, num_chunks: float) -> "Costs":
         """The costs of one of the equal chunks that a rank's layers are cut in.
 
         Args:
-          num_chunks: how many stages each rank runs.
+          num_chunks: how many stages each rank runs; less than one where ranks share a
+            stage.
 
         Returns:
           Times, kept bytes, parameters and their sums of gradients divided by it; a

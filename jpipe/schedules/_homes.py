@@ -6,13 +6,19 @@ from ._action import Action
 
 
 class Homes:
-    """The rank of each stage and micro-batch.
+    """The placement of each micro-batch: the rank of each stage, by stages.
 
     Args:
       placement: the rank of each stage.
       rows: the actions of each rank.
       replicas: the ranks of each stage, where some have several; else empty. Which of
         them runs a micro-batch is what the rows say.
+
+    Example:
+      >>> rows = [[Action.parse(cell)] for cell in ("0F0", "0F1", "1F0", "1F1")]
+      >>> homes = Homes((0, 2), rows, ((0, 1), (2, 3)))
+      >>> homes[1]
+      [1, 3]
     """
 
     def __init__(
@@ -23,16 +29,15 @@ class Homes:
     ) -> None:
         self._placement, self._replicas = placement, replicas
         self.num_stages = len(placement)
-        self._rank: dict[tuple[int, int], int] = {}
-        if replicas:
-            cells = ((a, rank) for rank, row in enumerate(rows) for a in row)
-            self._rank = {(a.stage, a.microbatch): rank for a, rank in cells}
+        self._each: dict[int, list[int]] = {}
+        for rank, row in enumerate(rows if replicas else ()):
+            for _, stage, microbatch in row:
+                own = self._each.setdefault(microbatch, list(placement))
+                own[stage] = rank
 
-    def __call__(self, stage: int, microbatch: int) -> int:
-        """The rank that runs a stage on a micro-batch."""
-        if not self._replicas:
-            return self._placement[stage]
-        return self._rank[stage, microbatch]
+    def __getitem__(self, microbatch: int) -> Sequence[int]:
+        """The rank of each stage for a micro-batch."""
+        return self._each.get(microbatch, self._placement)
 
     def ranks(self, stage: int) -> Sequence[int]:
         """All ranks that run a stage."""

@@ -38,14 +38,14 @@ def simulate(
     Raises:
       ScheduleError: if the schedule deadlocks; the message shows the cycle.
     """
-    needs, home = Needs(rows, len(placement)), Homes(placement, rows, replicas)
+    needs, homes = Needs(rows, len(placement)), Homes(placement, rows, replicas)
     start: dict[Action, float] = {}
     end: dict[Action, float] = {}
     free = [0.0] * len(rows)
     position = [0] * len(rows)
 
     def arrival(need: Action, rank: int) -> float:
-        moved = home(need.stage, need.microbatch) != rank
+        moved = homes[need.microbatch][need.stage] != rank
         return end[need] + (costs.transfer(need) if moved else 0.0)
 
     def skips(action: Action, rank: int) -> list[float]:
@@ -53,7 +53,7 @@ def simulate(
         return [
             end[sender if sender in end else sender._replace(op=INPUT)] + seconds
             for sender, seconds in (costs.skip_transfers(action) if costs.skips else ())
-            if home(sender.stage, sender.microbatch) != rank
+            if homes[sender.microbatch][sender.stage] != rank
         ]
 
     # Ranks are looked at in rounds, in their order; one that waits for an action is
@@ -98,16 +98,15 @@ def simulate(
 
 def exchanges(timeline: Timeline, costs: Costs) -> Iterable[Exchange]:
     """The replicas of a stage add up their gradients after the last of them."""
-    for stage in range(timeline.num_stages):
-        seconds = at(costs.exchange, stage)
-        ends = [
-            end
-            for action, end in timeline.end.items()
-            if action.stage == stage and action.op != FORWARD
-        ]
-        if seconds and ends:
+    seconds = [at(costs.exchange, stage) for stage in range(timeline.num_stages)]
+    last: dict[int, float] = {}
+    for (op, stage, _), end in timeline.end.items() if any(seconds) else ():
+        if op != FORWARD:
+            last[stage] = max(last.get(stage, end), end)
+    for stage, end in sorted(last.items()):
+        if seconds[stage]:
             ranks = tuple(timeline.homes.ranks(stage))
-            yield Exchange(stage, ranks, max(ends), max(ends) + seconds)
+            yield Exchange(stage, ranks, end, end + seconds[stage])
 
 
 def memory_events(timeline: Timeline, costs: Costs) -> Iterable[MemoryEvent]:
@@ -116,36 +115,38 @@ def memory_events(timeline: Timeline, costs: Costs) -> Iterable[MemoryEvent]:
     What an action reads is freed when it ends; what it sends is held by the receiver
     from then on.
     """
-    home, order = timeline.homes, timeline.order()
+    homes, order = timeline.homes, timeline.order()
     training = any(action.op != FORWARD for action in order)
     held = [0.0] * len(timeline.rows)
     # Of what the micro-batches of a stage share on a rank.
     last_reader: dict[tuple[int, int], Action] = {}
     for action in order:
         if action.op in (BACKWARD, INPUT) or not training:
-            last_reader[action.stage, home(*action[1:])] = action
+            rank = homes[action.microbatch][action.stage]
+            last_reader[action.stage, rank] = action
     # By number, so that a sum does not depend on who runs first.
     for _, stage, i in sorted(action for action in order if action.op == FORWARD):
-        held[home(stage, i)] += at(costs.extra_bytes, stage, i)
-        held[home(stage, i)] += 0 if stage else at(costs.boundary_bytes, stage, i)
+        rank = homes[i][stage]
+        held[rank] += at(costs.extra_bytes, stage, i)
+        held[rank] += 0 if stage else at(costs.boundary_bytes, stage, i)
     for stage in range(timeline.num_stages):
         for size in (
             costs.parameter_bytes,
             costs.accumulator_bytes if training else 0,
             costs.shared_bytes,
         ):
-            for rank in home.ranks(stage):
+            for rank in homes.ranks(stage):
                 held[rank] += at(size, stage)
     yield from (MemoryEvent(0.0, rank, size) for rank, size in enumerate(held))
 
     for action in order:
         changes = changes_of(action, costs, timeline.num_stages - 1, training)
-        if last_reader.get((action.stage, home(*action[1:]))) == action:
+        placement = homes[action.microbatch]
+        if last_reader.get((action.stage, placement[action.stage])) == action:
             changes.append((action.stage, -at(costs.shared_bytes, action.stage)))
-        each = [(home(stage, action.microbatch), change) for stage, change in changes]
-        for rank, change in each:
-            held[rank] += change
-        for rank in dict.fromkeys(rank for rank, _ in each):
+        for stage, change in changes:
+            held[placement[stage]] += change
+        for rank in dict.fromkeys(placement[stage] for stage, _ in changes):
             yield MemoryEvent(timeline.end[action], rank, held[rank])
 
 

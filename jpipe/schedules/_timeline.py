@@ -71,7 +71,7 @@ class Timeline:
 
     @functools.cached_property
     def homes(self) -> Homes:
-        """The rank of each stage and micro-batch."""
+        """The placement of each micro-batch."""
         return Homes(self.placement, self.rows, self.replicas)
 
     @property
@@ -204,7 +204,8 @@ class Timeline:
                 busy += [action] if self.end[action] > self.start[action] else []
 
         def arrival(need: Action, action: Action) -> float:
-            moved = self.homes(*need[1:]) != self.homes(*action[1:])
+            where = self.homes[action.microbatch]
+            moved = where[need.stage] != where[action.stage]
             delay = self.costs.transfer(need) if self.costs and moved else 0.0
             return self.end[need] + delay
 
@@ -225,7 +226,8 @@ class Timeline:
         found = []
         for sender, seconds in self.costs.skip_transfers(action) if self.costs else ():
             real = sender if sender in self.end else sender._replace(op=INPUT)
-            if real in self.end and self.homes(*real[1:]) != self.homes(*action[1:]):
+            where = self.homes[action.microbatch]
+            if real in self.end and where[real.stage] != where[action.stage]:
                 found.append((self.end[real] + seconds, real))
         return found
 

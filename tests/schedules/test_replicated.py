@@ -14,6 +14,7 @@ from jpipe.schedules import (
     Exchange,
     Schedule,
     ScheduleError,
+    compare,
     one_f_one_b,
     replicated,
 )
@@ -229,3 +230,10 @@ def test_bad_numbers_are_named_together():
         replicated([1, 0], 0)
     with pytest.raises(ScheduleError, match=r"len\(replicas\)=0"):
         replicated([], 1)
+
+
+def test_beside_others_a_shared_stage_has_the_layers_of_its_ranks():
+    shared, single = replicated([2, 2], 8), one_f_one_b(4, 8)
+    each = compare([shared, single], Costs(forward=1.0, backward=2.0)).timelines
+    assert [sum(timeline.busy) for timeline in each] == [96.0, 96.0]
+    assert each[0].makespan == shared.simulate(Costs(2.0, 4.0)).makespan == 30.0
