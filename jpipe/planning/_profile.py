@@ -334,7 +334,11 @@ def _halves(layer: LayerProfile) -> tuple[float, float]:
 def speed_faults(bandwidth: float | None, latency: float) -> Iterator[str]:
     """Why links of such speed there are not, a line for each fault."""
     yield from _layer.misfit("latency", latency)
-    if bandwidth is not None and (not isinstance(bandwidth, Real) or not bandwidth > 0):
+    if bandwidth is not None and (
+        isinstance(bandwidth, bool)
+        or not isinstance(bandwidth, Real)
+        or not bandwidth > 0
+    ):
         yield f"bandwidth={bandwidth!r}; needs bytes per second, more than 0"
 
 

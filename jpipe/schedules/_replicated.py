@@ -3,10 +3,11 @@
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from ._action import BACKWARD, FORWARD, Action
-from ._build import check
 from ._schedule import Schedule
+from ._simulate import ScheduleError
 
 
 def replicated(
@@ -31,7 +32,7 @@ def replicated(
       A valid schedule, for `Schedule.simulate` and pictures; no pipeline runs it.
 
     Raises:
-      ScheduleError: if a number is less than 1.
+      ScheduleError: with every number that is no int of at least 1.
 
     Example:
       >>> print(replicated([2, 1], 4))
@@ -44,9 +45,7 @@ def replicated(
       Narayanan et al., `PipeDream <https://doi.org/10.1145/3341301.3359646>`_ (2019):
       there "1F1B-RR".
     """
-    numbers = {f"replicas[{s}]": number for s, number in enumerate(replicas)}
-    numbers |= {"len(replicas)": len(replicas), "num_microbatches": num_microbatches}
-    check("replicated", numbers)
+    _check(replicas, num_microbatches)
     counts = _warmups(with_links(replicas))[::2] if eager else _warmups(replicas)
     ends = [sum(replicas[: s + 1]) for s in range(len(replicas))]
     ranks = tuple(
@@ -63,6 +62,24 @@ def replicated(
     return Schedule(
         name, len(replicas), num_microbatches, placement, rows, replicas=several
     )
+
+
+def _check(replicas: Any, num_microbatches: Any) -> None:
+    listed = isinstance(replicas, Sequence) and not isinstance(replicas, str)
+    numbers = {"num_microbatches": num_microbatches}
+    if listed:
+        numbers |= {f"replicas[{s}]": number for s, number in enumerate(replicas)}
+    wrong = [
+        f"{name}={number!r}"
+        for name, number in numbers.items()
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1
+    ]
+    wrong += [] if listed and replicas else [f"replicas={replicas!r}"]
+    if wrong:
+        raise ScheduleError(
+            f"replicated: {', '.join(wrong)}: needs ints of at least 1, in replicas= "
+            f"one for each stage"
+        )
 
 
 def with_links(replicas: Sequence[int]) -> list[int]:

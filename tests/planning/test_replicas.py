@@ -198,6 +198,8 @@ def test_all_faults_are_told_at_once():
     assert "num_devices=0;" in str(refusal.value)
     assert "bandwidth=[1]; needs bytes per second" in str(refusal.value)
     one = Profile((LayerProfile("a", 1.0, 1.0),))
+    with pytest.raises(ValueError, match="bandwidth=True; needs bytes per second"):
+        replicate(one, 1, bandwidth=True)
     with pytest.raises(ValueError, match="num_devices=2 is more than the 1 layers"):
         replicate(one, 2, bandwidth=1.0, straight=True)
     with pytest.raises(ValueError, match="objective='fast'; needs 'steady' or 'step'"):

@@ -284,7 +284,8 @@ def test_a_text_that_is_something_else_is_refused(text, says):
 
 
 def test_numbers_of_micro_batches_are_checked():
-    with pytest.raises(ScheduleError, match="num_microbatches=0: must be at least 1"):
-        by_hand().simulate(0)
+    for wrong in (0, 2.5, "3"):
+        with pytest.raises(ScheduleError, match=f"num_microbatches={wrong!r}: needs"):
+            by_hand().simulate(wrong)
     # Twice as many as are in flight, where nobody said.
     assert by_hand(count=None).schedule().num_microbatches == 18

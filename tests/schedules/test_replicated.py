@@ -226,10 +226,15 @@ def test_no_pipeline_runs_it_by_mistake():
 
 
 def test_bad_numbers_are_named_together():
-    with pytest.raises(ScheduleError, match=r"replicas\[1\]=0, num_microbatches=0"):
-        replicated([1, 0], 0)
-    with pytest.raises(ScheduleError, match=r"len\(replicas\)=0"):
-        replicated([], 1)
+    with pytest.raises(ScheduleError) as refusal:
+        replicated([1, 0, 2.0, True], "3")
+    assert str(refusal.value) == (
+        "replicated: num_microbatches='3', replicas[1]=0, replicas[2]=2.0, "
+        "replicas[3]=True: needs ints of at least 1, in replicas= one for each stage"
+    )
+    for nothing in ([], 3, "31", None):
+        with pytest.raises(ScheduleError, match="replicated: replicas="):
+            replicated(nothing, 1)
 
 
 def test_beside_others_a_shared_stage_has_the_layers_of_its_ranks():
