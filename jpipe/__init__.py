@@ -24,11 +24,15 @@ if _TYPE_CHECKING:
     from .planning._decide import plan as plan
     from .planning._partition import partition as partition
     from .planning._profiler import profile as profile
+    from .planning._replicas import replicate as replicate
+    from .planning._replicated import Replicated as Replicated
 
 _PLANNING = {
     "plan": "jpipe.planning._decide",
     "partition": "jpipe.planning._partition",
     "profile": "jpipe.planning._profiler",
+    "replicate": "jpipe.planning._replicas",
+    "Replicated": "jpipe.planning._replicated",
 }
 __version__ = _version("jpipe")
 

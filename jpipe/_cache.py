@@ -4,8 +4,10 @@ A program is compiled for structures, shapes and dtypes; every check of what the
 caller gave is made here, on abstract values, before anything is compiled or moved.
 """
 
+import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +17,6 @@ from ._functions._batch import Batch
 from ._functions._objective import Objective
 from ._functions._trainable import Trainable
 from ._layers import _hidden, _rng
-from ._layers._initialize import Initializers
 from ._layers._rng import Rngs
 from ._layers._skip import Route
 from ._layers._walk import Visit, walk
@@ -31,6 +32,8 @@ Expected = tuple[list[Visit], tuple[Route, ...]]
 FindGradient = Callable[[Any, PyTree, PyTree, Rngs, bool], Gradient]
 Marks = tuple[PyTree, ...]
 ALL = Trainable()
+# So often a loss may be built for the same arrays before it is said what that costs.
+_MANY = 30
 
 
 class Axes(NamedTuple):
@@ -41,32 +44,55 @@ class Axes(NamedTuple):
     out_axes: int
 
 
+class Build:
+    """Gradients that were built: what of, and what came of it.
+
+    Args:
+      objective: the loss.
+      trainable: what is trained by it.
+
+    Attributes:
+      known: the mini-batches of a loss, by what it holds: one that changes would keep
+        its programs for ever.
+      kinds: of all arguments that it was traced for.
+    """
+
+    def __init__(self, objective: Objective, trainable: Trainable) -> None:
+        self.objective = objective
+        self.trainable = trainable
+        self.known = lru_cache(maxsize=32)(_no_gradients)
+        self.kinds: set[Any] = set()
+
+
+def _no_gradients(_: Objective) -> dict[Any, Gradient]:
+    return {}
+
+
 class ProgramCache:
     """The compiled programs of one pipeline, found by what they were compiled for.
 
     Attributes:
       layout: how the variables seen last lie, for print; ``None`` before the first.
       routes: the skip connections between stages, for print.
-      objective: the loss asked for last; ``None`` before the first.
-      trainable: what was to be trained by it.
+      built: the gradients that were built last; ``None`` before the first.
       training: the mini-batch with a loss seen last, for print.
-      initialize: makes the variables of a layer.
     """
 
     def __init__(self, pipe: Pipe, axes: Axes) -> None:
         self._pipe = pipe
         self._axes = axes
         self._inference: dict[Any, Inference] = {}
-        # By objective: a loss function that is written anew for each call would
-        # otherwise keep its programs for ever.
-        self._gradients = lru_cache(maxsize=32)(lambda _: {})
         self.layout: Layout | None = None
-        self.objective: Objective | None = None
-        self.trainable = ALL
+        self.built: Build | None = None
         self.training: Gradient | None = None
         self.routes: tuple[Route, ...] = ()
         self._expected: dict[Any, Expected] = {}
-        self.initialize = Initializers()
+        self._builds: Counter[Any] = Counter()
+
+    def look_again(self) -> None:
+        """Has layers met anew, as where variables are made of them."""
+        self._expected.clear()
+        self._inference.clear()
 
     def inference(
         self, variables: Any, x: PyTree, rngs: Rngs, train: bool
@@ -74,7 +100,6 @@ class ProgramCache:
         """The forward pass for such variables and such an input."""
         signature = _signature.settings(), _signature.of(variables, x, rngs), train
         if signature not in self._inference:
-            self._pipe.unchanged.check_outside()
             self._check_order(variables)
             batch = self._batch(x, (), rngs)
             layout = self._check(variables, batch.first)
@@ -106,56 +131,87 @@ class ProgramCache:
                 f"schedule {schedule.name!r} has forwards only: it can apply, not "
                 f"train; build the pipeline with another, such as schedule='1f1b'"
             )
-        self._pipe.unchanged.check_outside()
         layers = [layer for stage in self._pipe.stages for layer in stage.layers]
         _hidden.check_loss(objective.loss_fn, (layer.owner for layer in layers))
-        self.objective, self.trainable = objective, trainable
-        # Of this build, by what the loss holds: it is looked at anew in each.
-        own = lru_cache(maxsize=32)(lambda _: {})
+        # Layers and losses may read what was changed since: globals, variables of
+        # functions around them, helpers in other modules. What is built anew has them
+        # as they are now, as under a new `jax.jit`, and what is evaluated after it too;
+        # what came to the same is not compiled again: see `_compile`.
+        self._inference.clear()
+        self.built = Build(objective, trainable)
+        return partial(self._gradient, self.built)
 
-        def find(
-            variables: Any, x: PyTree, targets: PyTree, rngs: Rngs, train: bool
-        ) -> Gradient:
-            asked = objective.now()
-            known = own(asked)
-            kind = _signature.of(variables, x, targets, rngs), train
-            signature = _signature.settings(), kind
-            if signature not in known:
-                self._pipe.unchanged.check_outside()
-                self._check_order(variables)
-                batch = self._batch(x, targets, rngs)
-                layout = self._check(variables, batch.first, trainable)
-                compiled, key = self._gradients(asked), (signature, tuple(layout.marks))
-                before = compiled.get(key)
-                if before is None or not asked.comes_to_the_same(before.objective):
-                    asked = asked.anew()
-                    works = Works(
-                        self._pipe,
-                        layout.weights,
-                        batch,
-                        train=train,
-                        objective=asked,
-                        routes=self.expected(batch.first)[1],
-                    )
-                    _check_constants(works, layout, variables)
-                    made = Gradient(self._pipe, layout, batch, works, asked)
-                    compiled[key] = self.training = made
-                known[signature] = compiled[key]
-            return known[signature]
+    def _gradient(
+        self,
+        build: Build,
+        variables: Any,
+        x: PyTree,
+        targets: PyTree,
+        rngs: Rngs,
+        train: bool,
+    ) -> Gradient:
+        """The gradient of a build for such arguments."""
+        objective = build.objective.now()
+        known = build.known(objective)
+        kind = _signature.of(variables, x, targets, rngs), train
+        signature = _signature.settings(), kind
+        if signature not in known:
+            self._count(build, signature)
+            self._check_order(variables)
+            batch = self._batch(x, targets, rngs)
+            layout = self._check(variables, batch.first, build.trainable)
+            works = Works(
+                self._pipe,
+                layout.weights,
+                batch,
+                train=train,
+                objective=objective,
+                routes=self.expected(batch.first)[1],
+            )
+            _check_constants(works, layout, variables)
+            made = Gradient(self._pipe, layout, batch, works, objective)
+            known[signature] = self.training = made
+        return known[signature]
 
-        return find
+    def _count(self, build: Build, kind: Any) -> None:
+        """Says what building in a loop costs."""
+        if kind in build.kinds:
+            return
+        build.kinds.add(kind)
+        loss_fn = build.objective.loss_fn
+        code = getattr(loss_fn, "__code__", type(loss_fn))
+        self._builds[code, kind] += 1
+        if self._builds[code, kind] == _MANY:
+            warnings.warn(
+                f"the same loss is built for the same arrays for the {_MANY}th time, "
+                f"and each time the model is traced anew; call value_and_grad or "
+                f"train_step once, before the loop, and in it what they return",
+                stacklevel=6,
+            )
 
-    def last_objective(self) -> tuple[Objective, Trainable]:
-        """The loss asked for last, and what was to be trained by it.
+    def profiled(
+        self, objective: Objective | None, trainable: Trainable
+    ) -> FindGradient:
+        """The gradients that were built last, where these are meant; else new ones.
+
+        Args:
+          objective: the loss; ``None``: that of the last.
+          trainable: what is trained by it.
 
         Raises:
-          ValueError: if none was.
+          ValueError: if none were.
         """
-        if self.objective is None:
+        last = self.built
+        if objective is None and last is None:
             raise ValueError(
                 "no step was built yet whose loss could be profiled; give loss_fn="
             )
-        return self.objective, self.trainable
+        if last is not None:
+            whole = trainable.selects_all and last.trainable.selects_all
+            if objective is None or (whole and objective == last.objective):
+                return partial(self._gradient, last)
+        assert objective is not None
+        return self.gradients(objective, trainable)
 
     def _check_order(self, variables: Any) -> None:
         """Tells arguments in another order, before a batch is made of variables."""

@@ -364,14 +364,9 @@ class Pipeline(OwnLoop):
         """
         check_state(state)
         x, targets = as_pair(batch)
-        if loss_fn is None:
-            objective, chosen = self._cache.last_objective()
-        else:
-            objective = Objective(loss_fn, has_aux, reduction)
-            chosen = Trainable(trainable)
+        objective = None if loss_fn is None else Objective(loss_fn, has_aux, reduction)
+        find = self._cache.profiled(objective, Trainable(trainable))
         key = _rng.step_key(state.rng, state.step)
-        gradient = self._cache.gradients(objective, chosen)(
-            state.variables, x, targets, state.rng, True
-        )
+        gradient = find(state.variables, x, targets, state.rng, True)
         leaves = gradient.arguments(state.variables, x, targets, key)
         return profile(gradient, leaves)

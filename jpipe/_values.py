@@ -15,6 +15,7 @@ from ._instructions import _transfer
 from ._layers import _rng
 from ._layers._initialize import strong
 from ._run import _variables
+from ._run._initialize import Initializers
 from ._run._pipe import Pipe
 from ._train._optimizer import Optimizer, place_state
 from ._train._state import TrainState
@@ -28,20 +29,20 @@ def make(
     """Makes the variables of all layers: see `Pipeline.init`."""
     _rng.check_key(key)
     spec = programs.sample(x)
+    programs.look_again()
     visits, _ = programs.expected(spec)
     programs.note([visit.variables for visit in visits], spec)
 
     # Made on the first device, where equal layers share a compiled program.
     local = _transfer.put_tree(key, pipe.devices[0])
     numbers = _transfer.put([*map(np.uint32, range(len(visits)))], pipe.devices[0])
+    initialize = Initializers(pipe.devices[0])
     variables = []
     for number, visit in enumerate(visits):
         made = visit.variables
         if jax.tree.leaves(made):
             own = _rng.layer_key(local, numbers[number])
-            made = programs.initialize(
-                visit.layer, own, visit.x, visit.skips, visit.borrowed
-            )
+            made = initialize(visit, own)
         variables.append(_transfer.put_tree(made, pipe.devices[visit.stage]))
     return tuple(variables)
 

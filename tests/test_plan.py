@@ -1,8 +1,10 @@
 """A pipeline on paper: what `print` shows of it."""
 
+import functools
 import re
 
 import jax
+import jax.numpy as jnp
 import pytest
 from flax import linen as nn
 
@@ -71,3 +73,29 @@ def test_what_is_drawn_is_what_runs(name, remat):
     rows = re.findall(r"^rank \d+ \|(.*)\|$", str(pipe), re.MULTILINE)
     drawn = [list(dict.fromkeys(re.findall(r"\w+", row))) for row in rows]
     assert drawn == [list(dict.fromkeys(cells)) for cells in ran]
+
+
+def test_long_lists_are_shortened():
+    def named(number):
+        def layer(x):
+            return x
+
+        layer.__name__ = f"f{number}"
+        return layer
+
+    def stashing(x, number):
+        jpipe.stash(f"s{number}", x)
+        return x
+
+    def popping(x, number):
+        return x + jpipe.pop(f"s{number}")
+
+    into, out = (
+        [functools.partial(f, number=number) for number in range(10)]
+        for f in (stashing, popping)
+    )
+    layers = [*map(named, range(9)), *into, *out]
+    pipe = jpipe.pipeline(layers, 2, balance=[9, 10, 10])
+    pipe.apply(({},) * len(layers), jnp.ones((4, 2)))
+    assert " f0, f1, f2, ..., f6, f7, f8 (9) " in str(pipe)
+    assert "'s7': stage 1 to 2, 2 more" in str(pipe)

@@ -2,19 +2,14 @@
 
 import copy
 import functools
-import hashlib
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.custom_derivatives import SymbolicZero
-from jax.extend import core
 
-from .._jaxprs import _jaxpr
-from .._layers._alike import Same
 from .._layers._stage import shapes
 from ._captured import Holder
 
@@ -37,7 +32,6 @@ class Objective:
       aux_axes: on which axes aux of micro-batches are joined, as a prefix of aux;
         ``None``: on a new one.
       held: what tells ``loss_fn`` apart: see `_held`; Python's ``==`` is the user's.
-      traced: what it came to where it was traced: what it was given, and a digest.
     """
 
     loss_fn: Callable[..., Any] = field(compare=False)
@@ -45,9 +39,6 @@ class Objective:
     reduction: str = "mean"
     aux_axes: Any = None
     held: Hashable = field(init=False, repr=False)
-    traced: list[tuple[Any, Hashable]] = field(
-        init=False, repr=False, compare=False, default_factory=list
-    )
     _holder: Holder = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -77,24 +68,9 @@ class Objective:
         held = self._holder.read()
         if held == self.held:
             return self
-        other = self.anew()
+        other = copy.copy(self)
         object.__setattr__(other, "held", held)
         return other
-
-    def anew(self) -> "Objective":
-        """The same, not traced yet."""
-        other = copy.copy(self)
-        object.__setattr__(other, "traced", [])
-        return other
-
-    def comes_to_the_same(self, other: "Objective") -> bool:
-        """Whether it comes now to what another one came to when that was traced.
-
-        Functions may read what was changed since: globals, variables of functions
-        around them, helpers in other modules.
-        """
-        pairs = other.traced
-        return all(_digest(self._holder.traced, *given) == was for given, was in pairs)
 
     def __call__(
         self, outputs: PyTree, targets: PyTree, share: jax.Array
@@ -120,8 +96,6 @@ class Objective:
                 f"targets {shapes(targets)}"
             )
             raise
-        given = jax.tree.map(_jaxpr.spec, (outputs, targets))
-        self.traced.append((given, _digest(self._holder.traced, *given)))
         result, aux = self._without_aux(result)
         if self.reduction != "weighted":
             loss = _scalar(result, "loss_fn must return a scalar loss", outputs)
@@ -158,57 +132,6 @@ class Objective:
                 f"{shapes(result)}"
             )
         return result[0], result[1]
-
-
-def _digest(function: Callable[..., Any], outputs: PyTree, targets: PyTree) -> Hashable:
-    """What a loss computes of arrays, its gradient included; a new one if unknown.
-
-    The text for XLA has all numbers that a function takes from outside; a callback it
-    has by its address only. Arrays, such as those of a teacher, are not written out:
-    they are told apart by identity, NumPy's by value.
-    """
-    structure: list[Any] = []
-
-    def computed(outputs: PyTree, targets: PyTree) -> Any:
-        leaves, tree = jax.tree.flatten(outputs)
-        free = [leaf for leaf in leaves if _is_inexact(leaf)]
-
-        def of_the_free(*given: Any) -> Any:
-            own = iter(given)
-            full = [next(own) if _is_inexact(leaf) else leaf for leaf in leaves]
-            results, made = jax.tree.flatten(function(tree.unflatten(full), targets))
-            structure.append(made)
-            return list(filter(_is_inexact, results)), results
-
-        results, pullback, both = jax.vjp(of_the_free, *free, has_aux=True)
-        return both, pullback(list(map(jnp.ones_like, results)))
-
-    try:
-        # What JAX logs where it only writes the text reads as if it compiled.
-        with jax.log_compiles(False):
-            closed = jax.make_jaxpr(computed)(outputs, targets)
-            given = jax.tree.leaves((outputs, targets))
-            traced = jax.jit(
-                lambda consts, args: _jaxpr.evaluate(
-                    core.ClosedJaxpr(closed.jaxpr, consts), args, lambda eqn: None
-                )
-            ).trace([*map(_jaxpr.spec, closed.consts)], given)
-            text = traced.lower().as_text()
-    except Exception:
-        return object()
-    if "callback" in text:
-        return object()
-    told = [text, str(structure), *map(str, traced.jaxpr.out_avals)]
-    arrays = tuple(map(_told_apart, closed.consts))
-    return hashlib.sha256("\n".join(told).encode()).digest(), arrays
-
-
-def _told_apart(array: Any) -> Hashable:
-    return array.tobytes() if isinstance(array, np.ndarray) else Same(array)
-
-
-def _is_inexact(leaf: Any) -> bool:
-    return jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
 
 
 @jax.custom_jvp

@@ -86,30 +86,11 @@ class Compiled:
         under `jax.disable_jit`; and where NaNs are looked for, `jax.jit` says where.
         """
         kinds = *self.arguments, *self.function.results
-        if not self._is_placed or any(map(on_host, kinds)):
-            return None
-        debug = _config.jax_debug_nans or _config.jax_debug_infs
-        if _config.jax_disable_jit or debug:
+        if not self._is_placed or any(map(on_host, kinds)) or not _is_ahead():
             return None
         specs = [_located(self.arguments[i], self.device) for i in self._order]
         end = len(specs) - len(self.donated)
         return self.run.trace(tuple(specs[:end]), tuple(specs[end:]))
-
-    def key(self, traced: Any, lowered: Any) -> Any:
-        """What tells one executable from another: all that is written into it.
-
-        The text has memory layouts, donation and what is computed. It has no Python
-        functions that are called, and of keys and weakly typed arrays only what they
-        are made of.
-        """
-        text = lowered.as_text()
-        if "callback" in text:
-            return object()
-        text = hashlib.sha256(text.encode()).digest()
-        avals = *traced.jaxpr.in_avals, *traced.jaxpr.out_avals
-        options = tuple(sorted(_config.values.items(), key=lambda item: item[0]))
-        kinds = tuple((x.shape, x.dtype, x.weak_type) for x in avals)
-        return text, kinds, lowered.in_tree, self.device, repr(options)
 
     @property
     def flops(self) -> float | None:
@@ -126,6 +107,29 @@ class Compiled:
     def __call__(self, read: Any, donated: Any) -> Any:
         """Calls it, compiled or not."""
         return self.run(read, donated)
+
+
+def _is_ahead() -> bool:
+    """Whether anything is compiled before it is called, under the settings of JAX."""
+    debug = _config.jax_debug_nans or _config.jax_debug_infs
+    return not (_config.jax_disable_jit or debug)
+
+
+def _key(traced: Any, lowered: Any, device: Device) -> Any:
+    """What tells one executable from another: all that is written into it.
+
+    The text has memory layouts, donation and what is computed. It has no Python
+    functions that are called, and of keys and weakly typed arrays only what they are
+    made of.
+    """
+    text = lowered.as_text()
+    if "callback" in text:
+        return object()
+    text = hashlib.sha256(text.encode()).digest()
+    avals = *traced.jaxpr.in_avals, *traced.jaxpr.out_avals
+    options = tuple(sorted(_config.values.items(), key=lambda item: item[0]))
+    kinds = tuple((x.shape, x.dtype, x.weak_type) for x in avals)
+    return text, kinds, lowered.in_tree, device, repr(options)
 
 
 # Executables by what was compiled, so that a cell of a notebook that makes the same
@@ -152,7 +156,7 @@ def compile_all(programs: Iterable[Compiled]) -> None:
             if traced is None:
                 continue
             lowered = traced.lower()
-            key = program.key(traced, lowered)
+            key = _key(traced, lowered, program.device)
             if key not in found and key not in _executables:
                 running[pool.submit(_timed, lowered)] = key
             found.setdefault(key, []).append(program)
@@ -161,9 +165,29 @@ def compile_all(programs: Iterable[Compiled]) -> None:
             _executables[key], found[key][0].seconds = future.result()
             progress.say(done, len(running))
     for key, alike in found.items():
-        _executables.move_to_end(key)
         for program in alike:
             program.run = _executables[key]
+    _keep(found)
+
+
+def executable(function: Any, argument: Any, device: Device) -> Any:
+    """A jitted function compiled for its argument; or one that computes the same."""
+    if not _is_ahead():
+        return function
+    traced = function.trace(argument)
+    lowered = traced.lower()
+    key = _key(traced, lowered, device)
+    if key not in _executables:
+        _executables[key], _ = _timed(lowered)
+    found = _executables[key]
+    _keep([key])
+    return found
+
+
+def _keep(keys: Iterable[Any]) -> None:
+    """Keeps executables that were asked for rather than those that long were not."""
+    for key in keys:
+        _executables.move_to_end(key)
     while len(_executables) > _MOST:
         _executables.popitem(last=False)
 

@@ -15,6 +15,10 @@ from ._streams import applied
 PyTree = Any
 
 
+# So many runs of equal names are listed; of more the first and the last.
+_MOST_NAMES = 6
+
+
 @dataclass(frozen=True)
 class StageFunction:
     """The layers of one stage, one after the other.
@@ -87,9 +91,13 @@ def fuse(layers: Sequence[Layer], balance: Sequence[int]) -> tuple[StageFunction
 
 
 def abbreviate(names: Sequence[str]) -> str:
-    """Names in one line; repeated neighbours are counted: ``Block x 3, Dense``."""
+    """Names in one line: ``Block x 3, Dense``, or ``Conv, relu, ..., Dense (93)``."""
     runs = [(name, len(list(same))) for name, same in itertools.groupby(names)]
-    return ", ".join(name if n == 1 else f"{name} x {n}" for name, n in runs)
+    shown = [name if n == 1 else f"{name} x {n}" for name, n in runs]
+    if len(shown) > _MOST_NAMES:
+        half = _MOST_NAMES // 2
+        shown = [*shown[:half], "...", f"{', '.join(shown[-half:])} ({len(names)})"]
+    return ", ".join(shown)
 
 
 @contextmanager

@@ -1,9 +1,8 @@
 """What layers were when a pipeline was made of them.
 
 Programs are traced from a layer as it was. An nnx module may be changed afterwards, as
-no linen module can: by its ``eval``, say; and so may what a function takes from
-outside. What was traced would not show that, and what is traced later would: two
-models. So it is noticed.
+no linen module can: by its ``eval``, say. What was traced would not show that, and what
+is traced later would: two models. So it is noticed.
 """
 
 import operator
@@ -12,8 +11,8 @@ from typing import Any, NamedTuple
 
 from flax import nnx
 
-from . import _nnx, _outside
-from ._layer import Layer, Method, Stage
+from . import _nnx
+from ._layer import Layer
 from ._nnx_lasting import is_array, is_own, is_same
 from ._nnx_rngs import dotted
 
@@ -32,15 +31,13 @@ class _Node(NamedTuple):
 
 
 class Unchanged:
-    """The attributes of all nnx modules of a pipeline, and what its functions take.
+    """The attributes of all nnx modules of a pipeline.
 
     Args:
       layers: all layers, in order.
     """
 
     def __init__(self, layers: Sequence[Layer]) -> None:
-        self._layers = layers
-        self._outside = [_outside.taken(_called(layer)) for layer in layers]
         self._nodes = [
             _node(number, layer.name, tuple(path), node)
             for number, layer in enumerate(layers)
@@ -69,41 +66,6 @@ class Unchanged:
                 "nothing, pipe.apply evaluates all:\n"
                 + "\n".join(f"  * {fault}" for fault in faults)
             )
-
-    def check_outside(self) -> None:
-        """Checks that what they take from outside is what it was.
-
-        As under `jax.jit`, what was traced has it as it was: so this is for what is
-        built or traced anew.
-
-        Raises:
-          ValueError: with every layer that takes something else.
-        """
-        changed = []
-        pairs = zip(self._layers, self._outside, strict=True)
-        for number, (layer, before) in enumerate(pairs):
-            now = _outside.taken(_called(layer))
-            names = [n for n in before | now if before.get(n) != now.get(n)]
-            if names:
-                listed = ", ".join(names)
-                changed.append(f"  * layer {number} ({layer.name}): {listed}")
-        if changed:
-            raise ValueError(
-                "what layers take from outside of them, such as a global variable, was "
-                "changed after the pipeline was made of them; make a new one, which "
-                "takes the same variables and states:\n" + "\n".join(changed)
-            )
-
-
-def _called(layer: Layer) -> Any:
-    """The code of a user's that a layer is."""
-    source = layer.source
-    if isinstance(source, Stage):
-        return source.apply
-    if isinstance(source, Method):
-        module, method = source.module, source.method
-        return getattr(module, method) if isinstance(method, str) else method
-    return source
 
 
 def _node(number: int, name: str, path: tuple[Any, ...], node: Any) -> _Node:

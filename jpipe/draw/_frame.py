@@ -64,8 +64,16 @@ class Frame:
         return [i * step / self.factor for i in range(last + 1)]
 
 
-def frame_of(timelines: tuple[Timeline, ...], width: float | None) -> Frame:
-    """The frame in which timelines are drawn one below the other."""
+def frame_of(
+    timelines: tuple[Timeline, ...], width: float | None, seconds: bool = False
+) -> Frame:
+    """The frame in which timelines are drawn one below the other.
+
+    Args:
+      timelines: all of them.
+      width: in pixels; ``None``: what they need.
+      seconds: whether what was predicted is in seconds, as what was measured.
+    """
     span = max(timeline.makespan for timeline in timelines)
     peaks = [peak for timeline in timelines for peak in timeline.peak_bytes]
     ranks = max(len(timeline.rows) for timeline in timelines)
@@ -79,7 +87,7 @@ def frame_of(timelines: tuple[Timeline, ...], width: float | None) -> Frame:
         width = min(max(natural, _NARROWEST), _WIDEST)
     if width < _LEAST:
         raise ValueError(f"width={width:g}: must be at least {_LEAST:g} pixels")
-    factor, unit = _clock(timelines, span)
+    factor, unit = _clock(timelines, span, seconds)
     widest = max(
         (str(action.microbatch) for t in timelines for action in t.start),
         key=len,
@@ -111,9 +119,11 @@ def _ordinary(timelines: tuple[Timeline, ...]) -> float:
     return min(map(statistics.median, times.values()), default=0.0)
 
 
-def _clock(timelines: tuple[Timeline, ...], span: float) -> tuple[float, str]:
+def _clock(
+    timelines: tuple[Timeline, ...], span: float, seconds: bool
+) -> tuple[float, str]:
     """The factor and unit of times: what was measured is in seconds."""
-    if all(timeline.costs is not None for timeline in timelines):
+    if not seconds and all(timeline.costs is not None for timeline in timelines):
         return 1.0, ""
     for factor, unit in ((1.0, "s"), (1e3, "ms")):
         if span * factor >= 1:

@@ -7,7 +7,8 @@ from . import _palette as palette
 from ._bars import Planned, bars
 from ._frame import LABEL, Frame, frame_of, number
 from ._panel import height, panel, summary
-from ._shapes import Path, Picture, Rect, Shape, Text, text_width
+from ._shapes import Path, Picture, Rect, Shape, Text, lowered, text_width
+from ._stages import Staged, stages
 
 _TOP, _BETWEEN = 8.0, 8.0
 _AXIS = 26.0
@@ -16,14 +17,14 @@ _SWATCH, _LEGEND_LINE = 18.0, 18.0
 
 
 def picture(
-    timelines: Timeline | Iterable[Timeline] | Planned,
+    timelines: Timeline | Iterable[Timeline] | Planned | Staged,
     titles: Sequence[str] | None = None,
     width: float | None = None,
 ) -> Picture:
     """Lays out timelines.
 
     Args:
-      timelines: one or several; or a plan with a forecast.
+      timelines: one or several; or a plan with a forecast, or of replicated stages.
       titles: one for each; default: their names.
       width: in pixels; default: what the actions need.
 
@@ -35,9 +36,31 @@ def picture(
     """
     if isinstance(timelines, Planned):
         return bars(timelines)
-    shown = listed(timelines)
+    if isinstance(timelines, Staged):
+        return _of_stages(timelines, titles, width)
+    return _stacked(listed(timelines), titles, width)
+
+
+def _of_stages(
+    plan: Staged, titles: Sequence[str] | None, width: float | None
+) -> Picture:
+    """The stages of a plan, and below them its timeline."""
+    below = _stacked((plan.simulate(),), titles, width, seconds=True)
+    above = stages(plan, below.width)
+    shapes = *above.shapes, *(lowered(shape, above.height) for shape in below.shapes)
+    says = f"{above.description}; {below.description}"
+    return Picture(below.width, above.height + below.height, shapes, says)
+
+
+def _stacked(
+    shown: tuple[Timeline, ...],
+    titles: Sequence[str] | None,
+    width: float | None,
+    seconds: bool = False,
+) -> Picture:
+    """Timelines one below the other."""
     names = named(shown, titles)
-    frame = frame_of(shown, width)
+    frame = frame_of(shown, width, seconds)
     shapes: list[Shape] = []
     y = _TOP
     for timeline, name in zip(shown, names, strict=True):
@@ -121,6 +144,8 @@ def _entries(
 ) -> Iterator[tuple[str, str]]:
     for op in palette.ops(timelines):
         yield op, f"{op} {palette.NAMES[op]}"
+    if any(timeline.exchanges for timeline in timelines):
+        yield "exchange", "exchange of gradients"
     yield "idle", "idle"
     if frame.most_bytes:
         yield "memory", "memory held"
@@ -136,6 +161,8 @@ def _swatch(
     tall = 10.0
     if kind == "idle":
         yield Rect(x, y, _SWATCH, tall, palette.HATCH, hatched=True)
+    elif kind == "exchange":
+        yield Rect(x, y, _SWATCH, tall, palette.EXCHANGE)
     elif kind == "memory":
         right, low = x + _SWATCH, y + tall
         line = ((x, y + 6), (x + 6, y + 6), (x + 6, y), (right, y))

@@ -9,6 +9,7 @@ from ..schedules import Timeline
 from ._bars import Planned
 from ._layout import picture
 from ._shapes import Path, Picture, Rect, Text
+from ._stages import Staged
 
 _SUFFIXES = (".png", ".pdf")
 _PIXELS_PER_INCH = 100
@@ -17,7 +18,7 @@ _ALIGN = {"start": "left", "middle": "center", "end": "right"}
 
 
 def png(
-    timelines: Timeline | Iterable[Timeline] | Planned,
+    timelines: Timeline | Iterable[Timeline] | Planned | Staged,
     path: str | os.PathLike[str],
     *,
     titles: Sequence[str] | None = None,
@@ -26,8 +27,8 @@ def png(
     """Draws timelines into a PNG or PDF file: the picture of `svg`.
 
     Args:
-      timelines: one or several; or a plan from `jpipe.plan`, drawn as bars of time and
-        memory.
+      timelines: one or several; or a plan: from `jpipe.plan`, drawn as bars of time
+        and memory, or from `jpipe.replicate`, as stages above their timeline.
       path: of the file to write; its ending, ``.png`` or ``.pdf``, says which.
       titles: one for each; default: their names.
       width: in pixels; default: as for `svg`. A PNG has twice as many dots.

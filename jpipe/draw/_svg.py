@@ -8,6 +8,7 @@ from ..schedules import Timeline
 from ._bars import Planned
 from ._layout import picture
 from ._shapes import Path, Rect, Shape, Text
+from ._stages import Staged
 
 _HEAD = """\
 <svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" \
@@ -20,7 +21,7 @@ patternTransform="rotate(45)"><path d="M0 0V5" stroke="{hatch}" stroke-width="1.
 
 
 def svg(
-    timelines: Timeline | Iterable[Timeline] | Planned,
+    timelines: Timeline | Iterable[Timeline] | Planned | Staged,
     *,
     titles: Sequence[str] | None = None,
     width: float | None = None,
@@ -33,8 +34,8 @@ def svg(
     that rests on a box shows the action and its times.
 
     Args:
-      timelines: one or several; or a plan from `jpipe.plan`, drawn as bars of time and
-        memory.
+      timelines: one or several; or a plan: from `jpipe.plan`, drawn as bars of time
+        and memory, or from `jpipe.replicate`, as stages above their timeline.
       titles: one for each; default: their names.
       width: in pixels; default: what the actions need for their numbers, at most
         2000. Where boxes are too narrow, numbers are left out.

@@ -23,7 +23,7 @@ from .._instructions._transfer import Device
 from .._jaxprs import _jaxpr
 from .._jaxprs._function import Function
 from .._layers import _rng
-from .._layers._initialize import Initializers
+from .._run._initialize import Initializers
 from ._traced import Sample, Traced, has_backward
 
 # In a round a program is called for about so many seconds, at most so many times.
@@ -80,7 +80,7 @@ def measure(
     compile_all(program.compiled for program in programs)
     zeros = _transfer.put([np.float32(0)] * _LEAVES, device)
     in_a_row = []
-    initialize = Initializers()
+    initialize = Initializers(device)
     done, total = 0, rounds * len(layers)
     with Progress("visits of layers measured") as progress:
         for _ in range(rounds):
@@ -256,7 +256,7 @@ class _Measured:
         if jax.tree.leaves(visit.variables):
             key = _transfer.put_tree(jax.random.key(0), self._device)
             key = _rng.layer_key(key, self._number)
-            made = initialize(visit.layer, key, visit.x, visit.skips, visit.borrowed)
+            made = initialize(visit, key)
         leaves = jax.tree.leaves(_transfer.put_tree(made, self._device))
         before = self._model.visits[: self._number]
         first = sum(len(jax.tree.leaves(each.variables)) for each in before)

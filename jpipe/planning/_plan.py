@@ -8,10 +8,13 @@ from dataclasses import dataclass, field
 from .._layers._stage import abbreviate
 from ..schedules import Action, Costs, Schedule
 from ..schedules._action import BACKWARD, FORWARD, INPUT, WEIGHT
+from ._json import reading, refusal
 from ._units import columns, duration, size
 
 # Columns of a grid beyond which its middle is left out.
 _WIDEST = 160
+# So many skip connections are listed.
+_MOST_SKIPS = 8
 
 
 @dataclass(frozen=True)
@@ -159,7 +162,7 @@ class Plan:
           >>> jpipe.Plan.from_json(plan.to_json()) == plan
           True
         """
-        try:
+        with reading(cls.__name__):
             fields = json.loads(text)
             schedule = Schedule.from_json(json.dumps(fields.pop("schedule")))
             foretold = fields.pop("forecast")
@@ -178,8 +181,6 @@ class Plan:
                 peak_bytes=tuple(map(tuple, fields.pop("peak_bytes"))),
                 skips=tuple(map(tuple, fields.pop("skips"))),
             )
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"no plan as Plan.to_json writes it: {error!r}") from None
         if fields or schedule.num_stages != len(plan.stages):
             fault = (
                 f"surplus: {sorted(fields)}"
@@ -188,7 +189,7 @@ class Plan:
                     f"{len(plan.stages)} stages, its schedule has {schedule.num_stages}"
                 )
             )
-            raise ValueError(f"no plan as Plan.to_json writes it: {fault}")
+            raise ValueError(refusal(cls.__name__, [fault]))
         return plan
 
     def __str__(self) -> str:
@@ -201,8 +202,7 @@ class Plan:
         parts = [columns(rows, left=range(4)), _folded(self._grid())]
         parts += _kept(self.stages)
         if self.skips:
-            listed = ", ".join(f"{name}: stage {s} to {t}" for name, s, t in self.skips)
-            parts.append(f"skip connections: {listed}")
+            parts.append(f"skip connections: {_listed(self.skips)}")
         if self.peak_bytes:
             listed = ", ".join(f"{name} {size(n)}" for name, n in self.peak_bytes)
             parts.append(f"peak of a step beside the optimizer's state: {listed}")
@@ -238,6 +238,13 @@ class Plan:
                 weight_grad=lasts(WEIGHT),
             )
         )
+
+
+def _listed(skips: Sequence[tuple[str, int, int]]) -> str:
+    """Skip connections; of many the first."""
+    listed = [f"{name}: stage {s} to {t}" for name, s, t in skips[:_MOST_SKIPS]]
+    more = len(skips) - len(listed)
+    return ", ".join([*listed, f"{more} more"] if more else listed)
 
 
 def _foretold(forecast: Forecast) -> str:

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 from ..schedules import Costs, Skip
@@ -336,7 +337,11 @@ def mode_faults(modes: Sequence[str], num_stages: int) -> Iterator[str]:
 def speed_faults(bandwidth: float | None, latency: float) -> Iterator[str]:
     """Why links of such speed there are not, a line for each fault."""
     yield from _layer.misfit("latency", latency)
-    if bandwidth is not None and (isinstance(bandwidth, str) or not bandwidth > 0):
+    if bandwidth is not None and (
+        isinstance(bandwidth, bool)
+        or not isinstance(bandwidth, Real)
+        or not bandwidth > 0
+    ):
         yield f"bandwidth={bandwidth!r}; needs bytes per second, more than 0"
 
 

@@ -103,39 +103,3 @@ def test_an_attribute_that_hides_one_of_the_class_is_noticed():
     module.gain = 2
     with pytest.raises(ValueError, match=r"gain of layer 0 .* was None and is 2"):
         pipe.apply(({},), x)
-
-
-GAIN = 1.0
-
-
-def amplified(x):
-    return jax.vmap(lambda row: GAIN * row)(x)
-
-
-class Amplified(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(4)(GAIN * x)
-
-
-@pytest.mark.parametrize(
-    "layer",
-    [amplified, Amplified(), jpipe.layer(nn.Dense(4), lambda m, x: GAIN * m(x))],
-)
-def test_what_a_layer_takes_from_outside_is_looked_at_where_something_is_built(
-    layer, monkeypatch
-):
-    x, targets = ref.regression(4)
-    pipe = jpipe.pipeline([nn.Dense(4), layer], 2)
-    variables = pipe.init(jax.random.key(0), x)
-    find = pipe.value_and_grad(ref.mse)
-    before = find(variables, x, targets)
-    monkeypatch.setitem(globals(), "GAIN", 2.0)
-    ref.assert_equal(find(variables, x, targets), before)  # as under jax.jit
-    match = r"make a new one.*(?s:.*)layer 1"
-    with pytest.raises(ValueError, match=match):
-        pipe.value_and_grad(ref.mse)
-    with pytest.raises(ValueError, match=match):
-        pipe.apply(variables, x)
-    monkeypatch.setitem(globals(), "GAIN", 1.0)
-    pipe.value_and_grad(ref.mse)(variables, x, targets)

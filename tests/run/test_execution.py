@@ -65,23 +65,6 @@ class TestNothingTwice:
             gradient(variables, x, targets)
         assert sorted(shapes) == [(2, 5), (3, 5)]
 
-    def test_a_new_wrapper_of_the_same_loss_traces_it_alone(self):
-        traces = []
-
-        def loss_fn(y, t):
-            traces.append(1)
-            return ref.mse(y, t)
-
-        pipe = jpipe.pipeline([ref.dense(4)], 2)
-        x, targets = ref.regression(4)
-        variables = pipe.init(jax.random.key(0), x)
-        pipe.value_and_grad(loss_fn)(variables, x, targets)
-        before = len(traces)
-        again = pipe.value_and_grad(loss_fn)
-        for _ in range(2):
-            again(variables, x, targets)
-        assert len(traces) == before + 1
-
 
 class TestNothingKept:
     def test_fifty_steps_leave_no_array_behind(self):

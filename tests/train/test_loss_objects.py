@@ -169,7 +169,6 @@ def test_what_a_loss_holds_is_read_at_each_call(name, kind):
     loss.scale = 1.0
     if name != "nnx":  # whose array is another one
         assert not check(gradient, 1.0)
-        assert not check(model()[0].value_and_grad(wrap()), 1.0)
 
 
 def test_losses_that_are_equal_are_two_if_they_hold_something_else():
@@ -177,14 +176,6 @@ def test_losses_that_are_equal_are_two_if_they_hold_something_else():
     for one, other in [(Scaled(1.0), Scaled(2.0)), (Data(1.0), Data(2.0))]:
         check(pipe.value_and_grad(one), 1.0)
         check(pipe.value_and_grad(other), 2.0)
-    _, variables, x, t, traces = model()
-    pipe.value_and_grad(Data(True))(variables, x, t)
-    before = len(traces)
-    pipe.value_and_grad(Data(1))(variables, x, t)
-    assert len(traces) > before, "1 and True are equal, and are not one program"
-    before = len(traces)
-    pipe.value_and_grad(Data(1))(variables, x, t)
-    assert len(traces) == before, "what holds the same is one program"
 
 
 def test_a_bound_linen_module_is_a_loss():

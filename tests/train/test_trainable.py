@@ -305,19 +305,6 @@ class TestWhatItCosts:
         _, works = costs(pipe, x, "*/bias")
         assert len({works.derivatives(s, 0, "full") for s in range(1, 5)}) == 1
 
-    def test_a_function_written_anew_compiles_nothing_anew(self):
-        pipe, (x, _) = stacked(), ref.regression(8)
-        variables = pipe.init(jax.random.key(0), x)
-
-        def found(trainable):
-            gradient = pipe.value_and_grad(ref.mse, trainable=trainable)
-            return gradient._find_gradient(variables, x, x, None, True)
-
-        first = found(lambda path, leaf: path[-1] == "bias")
-        assert found(lambda path, leaf: path[-1] == "bias") is first
-        assert found("*/bias") is first
-        assert found(None) is found(True) is not first
-
     def test_the_plan_says_what_is_trained(self):
         pipe, (x, _) = stacked(), ref.regression(8)
         actions(pipe, "4/bias", x, x)

@@ -1,4 +1,4 @@
-"""A loss that reads what was changed since: built again, it is the loss of now."""
+"""Layers and losses that read what was changed since: built again, they are of now."""
 
 import functools
 import types
@@ -125,20 +125,102 @@ def test_what_a_build_was_traced_with_is_not_what_it_was_built_with():
     assert pipe.value_and_grad(loss)(variables, x, targets[:, :4])[0] == expected
 
 
-def test_a_loss_that_comes_to_the_same_is_not_traced_with_the_layers_again():
-    traced = []
+GAIN = 1.0
 
-    def layer(x):
-        traced.append(0)
-        return 2 * x
 
-    def loss(y, t):
-        return ((y - t) ** 2).mean()
+def amplified(x):
+    return jax.vmap(lambda row: GAIN * row)(x)
 
+
+class Amplified(nn.Module):
+    config: types.SimpleNamespace
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(4)(self.config.gain() * x)
+
+
+class Drawn(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        init = nn.initializers.constant(GAIN)
+        return x * self.param("scale", init, (4,))
+
+
+CONFIG = types.SimpleNamespace(gain=lambda: GAIN)
+READERS = [
+    amplified,
+    Amplified(CONFIG),
+    jpipe.layer(nn.Dense(4), lambda m, x: CONFIG.gain() * m(x)),
+]
+
+
+@pytest.mark.parametrize("layer", READERS)
+def test_a_step_that_is_built_again_has_the_layers_of_now(layer, monkeypatch):
     x, targets = ref.regression(4)
     pipe = jpipe.pipeline([nn.Dense(4), layer], 2)
     variables = pipe.init(jax.random.key(0), x)
-    pipe.value_and_grad(loss)(variables, x, targets[:, :4])
-    before = len(traced)
-    pipe.value_and_grad(loss)(variables, x, targets[:, :4])
-    assert len(traced) == before > 0
+
+    def by_hand(params, gain):
+        y = x @ params[0]["kernel"] + params[0]["bias"]
+        if layer is amplified:
+            y = gain * y
+        elif isinstance(layer, Amplified):
+            own = params[1]["Dense_0"]
+            y = gain * y @ own["kernel"] + own["bias"]
+        else:
+            y = gain * (y @ params[1]["kernel"] + params[1]["bias"])
+        return ((y - targets) ** 2).mean()
+
+    params = ref.params_of(ref.on_host(variables))
+    find = pipe.value_and_grad(ref.mse)
+    before = find(variables, x, targets)
+    ref.assert_close(before, jax.value_and_grad(by_hand)(params, 1.0), 1e-5)
+    applied = pipe.apply(variables, x)
+    monkeypatch.setitem(globals(), "GAIN", 3.0)
+    ref.assert_equal(find(variables, x, targets), before)  # as under jax.jit
+    found = pipe.value_and_grad(ref.mse)(variables, x, targets)
+    ref.assert_close(found, jax.value_and_grad(by_hand)(params, 3.0), 1e-5)
+    # What is trained is what is evaluated.
+    assert not jnp.allclose(pipe.apply(variables, x), applied)
+    loss = ((pipe.apply(variables, x) - targets) ** 2).mean()
+    assert loss == pytest.approx(float(found[0]), rel=1e-5)
+
+
+def test_what_is_made_again_has_the_initializers_and_the_widths_of_now(monkeypatch):
+    x, _ = ref.regression(4)
+    pipe = jpipe.pipeline([nn.Dense(4), Drawn()], 2)
+    for gain in (1.0, 3.0):
+        monkeypatch.setitem(globals(), "GAIN", gain)
+        variables = pipe.init(jax.random.key(0), x)
+        assert (variables[1]["params"]["scale"] == gain).all()
+    wide = types.SimpleNamespace(width=2)
+    layer = jpipe.Stage(
+        init=lambda key, x: {"params": {"w": jnp.ones((x.shape[-1], wide.width))}},
+        apply=lambda variables, x: x @ variables["params"]["w"],
+    )
+    pipe = jpipe.pipeline([nn.Dense(4), layer], 2)
+    for wide.width in (2, 3):
+        variables = pipe.init(jax.random.key(0), x)
+        assert pipe.apply(variables, x).shape == (4, wide.width)
+        value = pipe.value_and_grad(lambda y, t: (y - t[:, :1]).mean())
+        assert value(variables, x, x)[1][1]["w"].shape == (4, wide.width)
+
+
+def test_it_is_said_what_building_in_a_loop_costs():
+    x, targets = ref.regression(4)
+    pipe = jpipe.pipeline([nn.Dense(4)], 2)
+    variables = pipe.init(jax.random.key(0), x)
+
+    def step():
+        def loss(y, t):
+            return ((y - t) ** 2).mean()
+
+        return pipe.value_and_grad(loss)(variables, x, targets)
+
+    for _ in range(29):
+        step()
+    with pytest.warns(UserWarning, match="once, before the loop") as caught:
+        step()
+    assert caught[0].filename == __file__
+    step()

@@ -1,0 +1,1 @@
+"""How good plans are: against every cut and schedule there is, measured."""
