@@ -58,37 +58,6 @@ def check_plan(plan: Any, layers: Sequence[Layer], given: Sequence[str]) -> None
         raise ValueError("plan: " + "; ".join(faults))
 
 
-def check_balance(balance: Any, num_layers: int) -> tuple[int, ...]:
-    """Returns the number of layers of each stage.
-
-    Args:
-      balance: a sequence of positive ints that sum to the number of layers, or
-        ``None`` for one layer per stage.
-      num_layers: the number of layers.
-
-    Raises:
-      ValueError: with every fault of the numbers.
-      TypeError: if it is not a sequence of ints.
-    """
-    if balance is None:
-        return (1,) * num_layers
-    sizes = list(balance) if hasattr(balance, "__iter__") else [balance, None]
-    if any(isinstance(n, bool) or not hasattr(n, "__index__") for n in sizes):
-        raise TypeError(
-            f"balance={balance!r}: needs a sequence of ints, the number of layers of "
-            f"each stage"
-        )
-    sizes = [operator.index(n) for n in sizes]
-    faults = []
-    if any(n < 1 for n in sizes):
-        faults.append("every stage needs at least one layer")
-    if sum(sizes) != num_layers:
-        faults.append(f"its sum is {sum(sizes)}, the model has {num_layers} layers")
-    if faults:
-        raise ValueError(f"balance={sizes}: {'; '.join(faults)}")
-    return tuple(sizes)
-
-
 def choose_devices(devices: Any, schedule: Schedule) -> tuple[Device, ...]:
     """Returns the device of each stage.
 

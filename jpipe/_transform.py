@@ -8,7 +8,7 @@ from ._cache import Axes
 from ._functions import _remat
 from ._instructions._transfer import Device
 from ._layers._layer import as_layers
-from ._layers._stage import fuse
+from ._layers._stage import check_balance, fuse
 from ._layers._unchanged import Unchanged
 from ._pipeline import Pipeline
 from ._run._pipe import Pipe
@@ -107,7 +107,7 @@ def pipeline(
         balance = balanced(
             balance, stages, number, sample, devices, schedule, remat, in_axes
         )
-    groups = fuse(layers, _setup.check_balance(balance, len(layers)))
+    groups = fuse(layers, check_balance(balance, len(layers)))
     settings = _remat.per_stage(remat, len(groups))
     chosen = choose_schedule(schedule, len(groups), number)
     placed = _setup.choose_devices(devices, chosen)

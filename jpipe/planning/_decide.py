@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import optax
 
+from .._layers._layer import as_layers
+from .._layers._stage import check_balance
 from .._run import _variables
 from .._run._context import outside_of_meshes
 from .._train._optimizer import state_bytes
@@ -38,6 +40,7 @@ def plan(
     num_microbatches: int | Sequence[int] | None = None,
     schedules: str | Sequence[str] | None = None,
     remat: str | Sequence[str] = REMATS,
+    balance: Sequence[int] | None = None,
     batch_size: int | None = None,
     profile: Profile | None = None,
     **options: Any,
@@ -74,6 +77,7 @@ def plan(
       schedules: a name, or names to choose from; default: the catalogue and what is
         made to measure.
       remat: a mode, or what stages may keep, from what keeps most.
+      balance: a cut, if it is known already: what would it take?
       batch_size: examples of the mini-batch, if ``sample`` has another number: of its
         leaves only the shapes are used then.
       profile: of ``layers`` on one micro-batch of ``sample``, in place of measuring.
@@ -106,6 +110,9 @@ def plan(
     size_faults = list(_size_faults(batch_size))
     if batch_size is not None and not size_faults:
         request = request.resized(batch_size)
+    given_cut = None
+    if balance is not None:
+        given_cut = check_balance(balance, len(as_layers(layers)))
     examples = request.batch.batch().sizes[0]
     numbers = _numbers(num_microbatches, count, examples, profile)
     names = _listed(BY_NAME if schedules is None else schedules)
@@ -146,6 +153,7 @@ def plan(
         tuple(name for name in names if name != "forward_only"),
         modes,
         made=schedules is None,
+        balance=given_cut,
     )
     candidates = search(space)
     if not candidates:

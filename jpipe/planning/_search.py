@@ -32,6 +32,7 @@ class Space:
       names: of schedules; see `jpipe.schedules.BY_NAME`.
       remats: modes that a stage may have, the one that keeps most first.
       made: whether schedules are made to measure too.
+      balance: the only cut that is meant, if any.
     """
 
     profiles: Mapping[int, Profile]
@@ -40,6 +41,7 @@ class Space:
     names: tuple[str, ...]
     remats: tuple[str, ...]
     made: bool = True
+    balance: tuple[int, ...] | None = None
 
     @property
     def num_layers(self) -> int:
@@ -161,7 +163,7 @@ def _cut_for(
         # Without a limit, schedules with the same placement have the same cut.
         key = schedule.num_microbatches, schedule.placement, mode
         if key not in cuts:
-            cuts[key] = _cut(profile, schedule, mode, space.hardware, capped=False)
+            cuts[key] = _cut(profile, schedule, mode, space, capped=False)
         balance = cuts[key]
         if balance is None:
             continue
@@ -180,18 +182,22 @@ def _cut_for(
         if several and any(each.fits(space.hardware) for each in less):
             # To look for a cut that fits takes long there.
             continue
-        other = _cut(profile, schedule, mode, space.hardware, capped=True)
+        other = _cut(profile, schedule, mode, space, capped=True)
         if other not in (None, balance):
             yield _evaluated(profile, other, [mode] * len(other), schedule, space)
 
 
 def _cut(
-    profile: Profile, schedule: Schedule, mode: str, hardware: Hardware, capped: bool
+    profile: Profile, schedule: Schedule, mode: str, space: Space, capped: bool
 ) -> list[int] | None:
     """The cut with the shortest step; none if no cut keeps within the memory.
 
     Where a rank has several stages, the one whose busiest rank has least to do.
     """
+    if space.balance is not None:
+        own = len(space.balance) == schedule.num_stages
+        return list(space.balance) if own else None
+    hardware = space.hardware
     several = schedule.num_ranks < schedule.num_stages
     try:
         return partition(

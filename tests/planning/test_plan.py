@@ -139,6 +139,19 @@ def test_what_a_plan_would_hold_is_what_the_list_of_instructions_says(
         assert held == pytest.approx(peak, abs=512)
 
 
+def test_a_cut_that_is_known_is_told_what_it_takes():
+    best, free = planned(schedules="1f1b"), planned(schedules="1f1b", balance=(2, 9))
+    assert free.balance == [2, 9]
+    assert free.forecast.seconds > best.forecast.seconds
+    same = planned(schedules="1f1b", balance=tuple(best.balance))
+    assert same.forecast.memory == best.forecast.memory
+    assert same.forecast.seconds == best.forecast.seconds
+    with pytest.raises(ValueError, match=r"balance=\[2, 2\]: its sum is 4"):
+        planned(balance=(2, 2))
+    with pytest.raises(ValueError, match="have no order for"):
+        planned(balance=(2, 3, 6))
+
+
 def test_a_limit_is_kept_by_keeping_less():
     free = planned(schedules=("gpipe",))
     most = max(memory.total for memory in free.forecast.memory)
