@@ -86,7 +86,7 @@ def test_every_option_of_the_main_job_is_documented():
             r"adapters: +9\d\.\d% .*\nadapters take [2-6]\d% of the memory and",
         ),
         (
-            "plan.py --blocks=8 --width=64 --words=500",
+            "plan.py --blocks=4 --width=64 --words=500 --devices=2",
             r"(?s)   8 \|.*\npredicted: .* ms a",
         ),
         ("schedules.py --out={folder}", r"zb_v +\| 8 +\| 25\.5 +\| 5\.9 %"),
