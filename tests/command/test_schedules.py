@@ -1,4 +1,4 @@
-"""``python -m jpipe``: what it prints, what it writes, and how it refuses."""
+"""Commands about schedules: what they print, what they write, how they refuse."""
 
 import io
 import json
@@ -8,36 +8,9 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from jpipe.__main__ import main
 from jpipe.schedules import BY_NAME, zb_v
 
-
-@pytest.fixture
-def command(capsys):
-    """Runs a command; returns its status, what it printed, and its errors."""
-
-    def run(line: str, *more: str) -> tuple[int, str, str]:
-        status = main([*line.split(), *more])
-        return status, *capsys.readouterr()
-
-    return run
-
-
-def works(result: tuple[int, str, str]) -> str:
-    status, out, err = result
-    assert (status, err) == (0, "")
-    return out
-
-
-def refused(result: tuple[int, str, str], *parts: str) -> None:
-    """Nothing was printed; the errors contain these texts and are not traceback."""
-    status, out, err = result
-    assert status == 2
-    assert out == ""
-    assert "Traceback" not in err
-    for part in parts:
-        assert part in err
-
+from .outcome import refused, works
 
 # --------------------------------------------------------------------------- draw
 
