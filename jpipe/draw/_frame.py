@@ -64,8 +64,25 @@ class Frame:
         return [i * step / self.factor for i in range(last + 1)]
 
 
-def frame_of(timelines: tuple[Timeline, ...], width: float | None) -> Frame:
-    """The frame in which timelines are drawn one below the other."""
+def checked(width: float) -> float:
+    """Refuses a page on which nothing could be read."""
+    if width < _LEAST:
+        raise ValueError(f"width={width:g}: must be at least {_LEAST:g} pixels")
+    return width
+
+
+def frame_of(
+    timelines: tuple[Timeline, ...],
+    width: float | None,
+    at_least: float = _NARROWEST,
+) -> Frame:
+    """The frame in which timelines are drawn one below the other.
+
+    Args:
+      timelines: all of them.
+      width: of the page; ``None``: what the actions need.
+      at_least: what it is not narrower than then.
+    """
     span = max(timeline.makespan for timeline in timelines)
     peaks = [peak for timeline in timelines for peak in timeline.peak_bytes]
     ranks = max(len(timeline.rows) for timeline in timelines)
@@ -74,11 +91,10 @@ def frame_of(timelines: tuple[Timeline, ...], width: float | None) -> Frame:
     after = _MARGIN + 8 + max(text_width(label, LABEL - 1) for label in labels)
     shortest = _ordinary(timelines) / span if span else 1.0
     if width is None:
-        # Actions that take no time ask for no room.
+        # Where no action takes any time, none asks for room.
         natural = left + after + _ACTION / max(shortest, _ACTION / _WIDEST)
-        width = min(max(natural, _NARROWEST), _WIDEST)
-    if width < _LEAST:
-        raise ValueError(f"width={width:g}: must be at least {_LEAST:g} pixels")
+        width = min(max(natural, at_least), _WIDEST)
+    width = checked(width)
     factor, unit = _clock(timelines, span)
     widest = max(
         (str(action.microbatch) for t in timelines for action in t.start),
@@ -107,7 +123,8 @@ def _ordinary(timelines: tuple[Timeline, ...]) -> float:
     for i, timeline in enumerate(timelines):
         for action, start in timeline.start.items():
             taken = timeline.end[action] - start
-            times.setdefault((i, action.op), []).append(taken)
+            if taken > 0:
+                times.setdefault((i, action.op), []).append(taken)
     return min(map(statistics.median, times.values()), default=0.0)
 
 

@@ -3,28 +3,33 @@
 from collections.abc import Iterable, Iterator, Sequence
 
 from ..schedules import Schedule, Timeline
+from . import _bars
 from . import _palette as palette
-from ._bars import Planned, bars
-from ._frame import LABEL, Frame, frame_of, number
+from ._frame import LABEL, Frame, checked, frame_of, number
 from ._panel import height, panel, summary
+from ._planned import Planned, planned
+from ._profiled import Profiled, profiled
 from ._shapes import Path, Picture, Rect, Shape, Text, text_width
 
 _TOP, _BETWEEN = 8.0, 8.0
+_WIDE = 890.0  # what bars are given
 _AXIS = 26.0
 _SMALL = 10.0
 _SWATCH, _LEGEND_LINE = 18.0, 18.0
 
 
+# What can be drawn.
+Drawn = Timeline | Iterable[Timeline] | Planned | Profiled
+
+
 def picture(
-    timelines: Timeline | Iterable[Timeline] | Planned,
-    titles: Sequence[str] | None = None,
-    width: float | None = None,
+    drawn: Drawn, titles: Sequence[str] | None = None, width: float | None = None
 ) -> Picture:
     """Lays out timelines.
 
     Args:
-      timelines: one or several; or a plan with a forecast.
-      titles: one for each; default: their names.
+      drawn: one timeline or several; or a plan with a forecast, or a profile.
+      titles: one for each timeline; default: their names.
       width: in pixels; default: what the actions need.
 
     Returns:
@@ -33,17 +38,40 @@ def picture(
     Raises:
       ValueError: if there is no timeline, or another number of titles.
     """
-    if isinstance(timelines, Planned):
-        return bars(timelines)
-    shown = listed(timelines)
+    if isinstance(drawn, Profiled):
+        bars = profiled(drawn)
+        if titles is not None:
+            raise ValueError("titles are for timelines, a profile has none")
+        wide = checked(_WIDE if width is None else width)
+        shapes = tuple(_bars.shapes(bars, wide))
+        return Picture(wide, _bars.height(bars), shapes, bars.title)
+    if isinstance(drawn, Planned):
+        bars, timeline = planned(drawn)
+        frame = frame_of((timeline,), width, at_least=_WIDE)
+        below = _timelines((timeline,), titles, frame, _bars.height(bars))
+        above = tuple(_bars.shapes(bars, frame.width))
+        return below._replace(
+            shapes=(*above, *below.shapes),
+            description=f"{bars.title}; {below.description}",
+        )
+    shown = listed(drawn)
+    return _timelines(shown, titles, frame_of(shown, width), 0.0)
+
+
+def _timelines(
+    shown: tuple[Timeline, ...],
+    titles: Sequence[str] | None,
+    frame: Frame,
+    top: float,
+) -> Picture:
+    """Timelines one below the other, on a page that begins so far above them."""
     names = named(shown, titles)
-    frame = frame_of(shown, width)
     shapes: list[Shape] = []
-    y = _TOP
+    y = top + _TOP
     for timeline, name in zip(shown, names, strict=True):
         shapes += panel(timeline, name, frame, y)
         y += height(timeline, frame) + _BETWEEN
-    grid = [*_grid(frame, _TOP + 26, y - _BETWEEN)]
+    grid = [*_grid(frame, top + _TOP + 26, y - _BETWEEN)]
     shapes += _axis(frame, y - _BETWEEN)
     y += _AXIS
     legend, y = _legend(shown, frame, y)

@@ -1,13 +1,11 @@
 """A picture as PNG or PDF, through matplotlib."""
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path as FilePath
 from typing import Any
 
-from ..schedules import Timeline
-from ._bars import Planned
-from ._layout import picture
+from ._layout import Drawn, picture
 from ._shapes import Path, Picture, Rect, Text
 
 _SUFFIXES = (".png", ".pdf")
@@ -17,7 +15,7 @@ _ALIGN = {"start": "left", "middle": "center", "end": "right"}
 
 
 def png(
-    timelines: Timeline | Iterable[Timeline] | Planned,
+    timelines: Drawn,
     path: str | os.PathLike[str],
     *,
     titles: Sequence[str] | None = None,
@@ -27,7 +25,7 @@ def png(
 
     Args:
       timelines: one or several; or a plan from `jpipe.plan`, drawn as bars of time and
-        memory.
+        memory above its timeline; or a profile, drawn as bars of time and memory.
       path: of the file to write; its ending, ``.png`` or ``.pdf``, says which.
       titles: one for each; default: their names.
       width: in pixels; default: as for `svg`. A PNG has twice as many dots.

@@ -200,6 +200,7 @@ def chosen(candidates: Sequence[Candidate], space: Space) -> Plan:
             bubble=best.timeline.bubble_fraction,
             busy=best.timeline.busy,
             memory=best.memory,
+            costs=costs,
             memory_limit=space.hardware.memory_limit,
             sent_bytes=sent,
             reasons=tuple(_reasons(best, candidates, space, sent)),
