@@ -1,5 +1,7 @@
-"""Schedules on the command line: draw one, compare several, check your own.
+"""Plans and profiles a model, draws and compares schedules: the command line.
 
+python -m jpipe plan model.py:make --devices 4 --memory 16GiB --svg plan.svg
+python -m jpipe profile model.py:make
 python -m jpipe draw zb_v --ranks 4 --microbatches 8 --svg zb_v.svg
 python -m jpipe compare --ranks 4 --microbatches 16 --latency 0.25
 python -m jpipe check my_schedule.txt
@@ -9,7 +11,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from ._command import _schedules
+from ._command import _models, _schedules
 from ._command._refusal import Unfit
 
 
@@ -21,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
       The exit status: 0; 1 if a schedule was checked and cannot run; 2 for arguments
-      that do not fit.
+      that do not fit, and for a model that no plan fits.
 
     Example:
       >>> main(["compare", "--ranks", "4", "--microbatches", "8", "gpipe", "zb_v"])
@@ -44,11 +46,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jpipe",
-        description="Draws, compares and checks schedules of pipelines.",
+        description="Plans and profiles models; draws, compares and checks schedules "
+        "of pipelines.",
         epilog="Options of a command: python -m jpipe draw --help",
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for add in (
+        _models.add_plan,
+        _models.add_profile,
         _schedules.add_draw,
         _schedules.add_compare,
         _schedules.add_check,

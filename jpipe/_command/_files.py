@@ -22,6 +22,15 @@ def read(file: str) -> tuple[str, str]:
         raise Unfit(f"{error.filename}: {error.strerror}") from None
 
 
+def check(paths: Iterable[Path | None]) -> None:
+    """Refuses what cannot be written, before work is done for it."""
+    for path in paths:
+        if path is not None and not path.parent.is_dir():
+            raise Unfit(f"{path}: No such file or directory")
+        if path is not None and path.is_dir():
+            raise Unfit(f"{path}: Is a directory")
+
+
 def write(outputs: Iterable[Output]) -> bool:
     """Writes what was asked for and says so; returns whether anything was."""
     wanted = [(path, output) for path, output in outputs if path is not None]

@@ -156,11 +156,15 @@ def test_arguments_that_do_not_fit(command, line, parts):
     refused(command(line), *parts)
 
 
-@pytest.mark.parametrize("line", ["--help", "draw -h", "compare -h", "check -h"])
+@pytest.mark.parametrize(
+    "line", ["--help", "plan -h", "profile -h", "draw -h", "compare -h", "check -h"]
+)
 def test_help_names_every_option(command, line):
     out = works(command(line))
     named = {
-        "--help": ["draw", "compare", "check"],
+        "--help": ["plan", "profile", "draw", "compare", "check"],
+        "plan -h": ["--devices", "--memory", "--bandwidth", "--profile", "--svg"],
+        "profile -h": ["module:factory", "--microbatches", "--estimate", "--json"],
         "draw -h": ["--ranks", "--costs F,I,W", "--svg", "--png", "--trace", *BY_NAME],
         "compare -h": ["--microbatches", "--latency", "all but forward_only"],
         "check -h": ["2F0", "standard input"],
