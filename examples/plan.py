@@ -74,7 +74,7 @@ def main() -> None:
             f"{plan.schedule.name}"
         )
         if given.svg and count == 4:
-            given.svg.write_text(jpipe.draw.svg(plan), "utf-8")
+            given.svg.write_text(jpipe.draw.svg(plan, width=1100), "utf-8")
     print(plan)
 
 

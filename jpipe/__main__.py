@@ -8,6 +8,7 @@ python -m jpipe check my_schedule.txt
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -40,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(end.code or 0)
     except Unfit as error:
         print(f"error: {error}", file=sys.stderr)
+    except BrokenPipeError:  # who read the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 2
 
 

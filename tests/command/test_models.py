@@ -1,8 +1,10 @@
 """Commands about models: what they print, what they write."""
 
 import json
+import re
 import sys
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -103,6 +105,12 @@ def test_devices_are_those_of_the_machine(command):
         command("plan model:make --estimate --microbatches 16 --schedule gpipe")
     )
     assert f"of {len(jax.devices())} devices are left idle" in out
+
+
+def test_what_readme_types_works(command):
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    (line,) = re.findall(r"^    python -m jpipe (plan .*)$", readme, re.MULTILINE)
+    assert works(command(f"{line} --estimate")).endswith("\nwrote plan.svg\n")
 
 
 @pytest.mark.parametrize("times", ["", "--estimate --flops 1e13"])

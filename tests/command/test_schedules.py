@@ -287,3 +287,15 @@ def test_the_module_is_a_program():
             run, input=text, capture_output=True, text=True, check=False
         )
         assert result.returncode == status, result.stderr
+
+
+def test_output_that_is_read_in_part():
+    line = "draw gpipe --ranks 8 --microbatches 3000"
+    run = [sys.executable, "-m", "jpipe", *line.split()]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(run, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline().startswith("gpipe: 8 ranks")
+        process.stdout.close()
+        assert process.stderr.read() == ""
