@@ -113,6 +113,15 @@ def test_devices_that_are_left_idle_are_told():
     assert plan.forecast.reasons[-1].startswith("2 of 3 devices are left idle: nothing")
 
 
+def stashes(x):
+    jpipe.stash("x", x)
+    return 2 * x
+
+
+def pops(x):
+    return x + jpipe.pop("x")
+
+
 def test_plans_are_saved_and_drawn():
     plan = planned()
     assert jpipe.Plan.from_json(plan.to_json()) == plan
@@ -124,6 +133,16 @@ def test_plans_are_saved_and_drawn():
     )
     assert jpipe.Plan.from_json(fast.to_json()) == fast
     assert "Infinity" not in fast.to_json()
+    plan = jpipe.plan(
+        [nn.Dense(8), stashes, nn.Dense(8), nn.Dense(8), pops],
+        SAMPLE,
+        optax.sgd(0.1),
+        num_devices=2,
+        measure=False,
+        schedules="1f1b",
+    )
+    assert plan.forecast.costs.skips
+    assert jpipe.Plan.from_json(plan.to_json()) == plan
     with pytest.raises(ValueError, match="a plan without a forecast"):
         draw.svg(jpipe.pipeline([nn.relu], 2).plan)
     text = draw.svg(plan)
