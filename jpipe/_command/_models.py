@@ -137,7 +137,8 @@ def _plan(arguments: argparse.Namespace) -> int:
         )
     print(made)
     if arguments.profile is not None:
-        print(f"layers: as in {arguments.profile}")
+        how, *_ = str(options["profile"]).splitlines()
+        print(f"layers: as in {arguments.profile}, {how}")
     elif arguments.estimate:
         print(f"layers: {_estimated(arguments)}")
     else:
@@ -186,7 +187,10 @@ def _check_files(arguments: argparse.Namespace) -> None:
 
 def _rates(arguments: argparse.Namespace) -> dict[str, Any]:
     """How layers are timed, as `jpipe.profile` calls it."""
-    given = {"--flops": arguments.flops, "--memory-bandwidth": arguments.memory_rate}
+    given = {
+        "--flops": arguments.flops,
+        "--memory-bandwidth": arguments.memory_bandwidth,
+    }
     named = [option for option, value in given.items() if value is not None]
     if named and not arguments.estimate:
         are = "is" if len(named) == 1 else "are"
@@ -196,7 +200,7 @@ def _rates(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "measure": False,
         "peak_flops": arguments.flops,
-        "memory_bandwidth": arguments.memory_rate,
+        "memory_bandwidth": arguments.memory_bandwidth,
     }
 
 
@@ -204,7 +208,7 @@ def _estimated(arguments: argparse.Namespace) -> str:
     """At which rates layers were estimated, and whose they are."""
     from ..planning._estimate import Rates
 
-    default, flops, memory = Rates(), arguments.flops, arguments.memory_rate
+    default, flops, memory = Rates(), arguments.flops, arguments.memory_bandwidth
     says = (
         f"estimated at {default.flops if flops is None else flops:g} flops and "
         f"{default.bandwidth if memory is None else memory:g} bytes of memory per "
@@ -272,18 +276,18 @@ def _add_rates(command: argparse.ArgumentParser) -> None:
         action="store_true",
         help="take the times of layers from their operations: nothing is run",
     )
-    for option, read, metavar, what in (
-        ("--flops", speed, "RATE", "of a device in a second, such as 1e14"),
-        ("--memory-bandwidth", rate, "BYTES", "of its memory in a second, such as 1TB"),
-    ):
-        into = "memory_rate" if read is rate else "flops"
-        command.add_argument(
-            option,
-            type=read,
-            dest=into,
-            metavar=metavar,
-            help=f"{what}; for --estimate",
-        )
+    command.add_argument(
+        "--flops",
+        type=speed,
+        metavar="RATE",
+        help="of a device in a second, such as 1e14; for --estimate",
+    )
+    command.add_argument(
+        "--memory-bandwidth",
+        type=rate,
+        metavar="BYTES",
+        help="of a device's memory in a second, such as 1TB; for --estimate",
+    )
 
 
 def _add_files(command: argparse.ArgumentParser) -> None:

@@ -129,7 +129,9 @@ def test_a_plan_takes_a_saved_profile(command, monkeypatch, times):
     monkeypatch.setattr("jpipe.planning._profiler.measured", measures)
     out = works(command("plan model:with_loss --devices 2 --profile costs.json"))
     assert ", 4 micro-batches, bubble " in out
-    assert out.endswith("\nlayers: as in costs.json\n")
+    how, *_ = made.splitlines()
+    assert how.startswith("estimated at 1e+13 flops" if times else "measured on cpu")
+    assert out.endswith(f"\nlayers: as in costs.json, {how}\n")
 
 
 def test_layers_are_measured_where_nothing_else_is_asked_for(command):
