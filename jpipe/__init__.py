@@ -24,12 +24,15 @@ if _TYPE_CHECKING:
     from .planning._partition import partition as partition
     from .planning._plan import Plan as Plan
     from .planning._profiler import profile as profile
+    from .planning._replicas import replicate as replicate
+    from .planning._replicated import Replicated as Replicated
 
 # Imported when they are asked for: the command line draws schedules without JAX, and a
 # step draws nothing and plans nothing.
 _HOME = {
     "Pipeline": "._pipeline",
     "Plan": ".planning._plan",
+    "Replicated": ".planning._replicated",
     "Report": "._report",
     "Stage": "._layers._layer",
     "TrainState": "._train._state",
@@ -41,6 +44,7 @@ _HOME = {
     "plan": ".planning._decide",
     "pop": "._layers._skip",
     "profile": ".planning._profiler",
+    "replicate": ".planning._replicas",
     "sequential": "._transform",
     "stash": "._layers._skip",
 }
@@ -48,6 +52,7 @@ __version__ = _version("jpipe")
 __all__ = [
     "Pipeline",
     "Plan",
+    "Replicated",
     "Report",
     "Stage",
     "TrainState",
@@ -60,6 +65,7 @@ __all__ = [
     "plan",
     "pop",
     "profile",
+    "replicate",
     "schedules",
     "sequential",
     "stash",

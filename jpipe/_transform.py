@@ -44,7 +44,8 @@ def pipeline(
         Their sizes differ by at most one.
       balance: how many layers each stage takes, such as ``[3, 2, 4]``; left out,
         each layer is a stage. Or what to make equal, as many stages as there are
-        devices: ``"time"``, measured, ``"flops"``, ``"params"`` or ``"memory"``.
+        devices: ``"time"``, measured, ``"flops"``, ``"params"`` or ``"memory"``, what
+        a device holds at its peak beside the optimizer's state.
       sample: for these, an input of a mini-batch, or a profile of the layers.
       plan: from `jpipe.plan`, in place of ``num_microbatches``, ``balance``,
         ``schedule`` and ``remat``.
@@ -103,7 +104,9 @@ def pipeline(
     if isinstance(balance, str):
         from .planning._balance import balanced  # measures, which a step does not
 
-        balance = balanced(balance, stages, number, sample, devices, schedule, remat)
+        balance = balanced(
+            balance, stages, number, sample, devices, schedule, remat, in_axes
+        )
     groups = fuse(layers, _setup.check_balance(balance, len(layers)))
     settings = _remat.per_stage(remat, len(groups))
     chosen = choose_schedule(schedule, len(groups), number)

@@ -190,6 +190,7 @@ def _rates(arguments: argparse.Namespace) -> dict[str, Any]:
     given = {
         "--flops": arguments.flops,
         "--memory-bandwidth": arguments.memory_bandwidth,
+        "--action": arguments.action,
     }
     named = [option for option, value in given.items() if value is not None]
     if named and not arguments.estimate:
@@ -201,6 +202,7 @@ def _rates(arguments: argparse.Namespace) -> dict[str, Any]:
         "measure": False,
         "peak_flops": arguments.flops,
         "memory_bandwidth": arguments.memory_bandwidth,
+        "action_seconds": arguments.action,
     }
 
 
@@ -208,14 +210,18 @@ def _estimated(arguments: argparse.Namespace) -> str:
     """At which rates layers were estimated, and whose they are."""
     from ..planning._estimate import Rates
 
-    default, flops, memory = Rates(), arguments.flops, arguments.memory_bandwidth
+    given = {
+        "flops": arguments.flops,
+        "bandwidth": arguments.memory_bandwidth,
+        "action": arguments.action,
+    }
+    rates = Rates(**{name: rate for name, rate in given.items() if rate is not None})
     says = (
-        f"estimated at {default.flops if flops is None else flops:g} flops and "
-        f"{default.bandwidth if memory is None else memory:g} bytes of memory per "
-        "second"
+        f"estimated at {rates.flops:g} flops and {rates.bandwidth:g} bytes of memory "
+        f"per second, and {rates.action * 1e6:g} µs more for each action"
     )
-    if None in (flops, memory):
-        says += "; give those of your device by --flops and --memory-bandwidth"
+    if None in given.values():
+        says += "; --flops, --memory-bandwidth and --action set those of your device"
     return says
 
 
@@ -237,6 +243,7 @@ def _loaded(arguments: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
             "measure": False,
             "peak_flops": float(made.get("flops per second", "nan")),
             "memory_bandwidth": float(made.get("bytes per second", "nan")),
+            "action_seconds": float(made.get("seconds per action", "nan")),
         }
 
 
@@ -287,6 +294,12 @@ def _add_rates(command: argparse.ArgumentParser) -> None:
         type=rate,
         metavar="BYTES",
         help="of a device's memory in a second, such as 1TB; for --estimate",
+    )
+    command.add_argument(
+        "--action",
+        type=duration,
+        metavar="TIME",
+        help="of a program that computes nothing, such as 20us; for --estimate",
     )
 
 

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -15,18 +16,34 @@ Leaves = Sequence[Any]
 Device = Any
 
 
+@dataclass(frozen=True)
+class OnPaper:
+    """A device that is not there: what is lowered for it cannot run.
+
+    Attributes:
+      rank: its number.
+    """
+
+    rank: int
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}"
+
+
 @functools.cache
-def on(device: Device) -> SingleDeviceSharding:
-    """A whole array on one device.
+def on(device: Device) -> SingleDeviceSharding | None:
+    """A whole array on one device; ``None`` for one that is not there.
 
     To `jax.device_put` a device alone says less: what was spread over a mesh of
     explicit axes would be on the device and still of a type that names the mesh.
     """
-    return SingleDeviceSharding(device)
+    return None if isinstance(device, OnPaper) else SingleDeviceSharding(device)
 
 
-def put(leaves: Leaves, device: Device) -> list[jax.Array]:
+def put(leaves: Leaves, device: Device) -> list[Any]:
     """Flat leaves, from the host or any device, onto one device. Never waits."""
+    if isinstance(device, OnPaper):
+        return list(leaves)
     return jax.device_put(list(leaves), on(device)) if leaves else []
 
 
@@ -58,7 +75,8 @@ def sender(
       target: the device where they go.
       has_keys: whether typed keys of `jax.random` are among them.
     """
-    copy = None if has_keys else _compat.copier(source, target)
+    on_paper = isinstance(source, OnPaper) or isinstance(target, OnPaper)
+    copy = None if has_keys or on_paper else _compat.copier(source, target)
     # It takes a device in less time than a sharding; a type that names a mesh stays,
     # as with `copier`.
     return copy or (lambda leaves: jax.device_put(leaves, target))

@@ -7,6 +7,7 @@ import jax
 import optax
 
 from .._instructions import _transfer
+from .._instructions._bytes import nbytes
 from .._instructions._graph import Graph, Value
 from .._instructions._program import Program
 from .._instructions._transfer import Device
@@ -164,11 +165,33 @@ class Optimizer:
         return leaves, results[len(free) :]
 
     def _hide_frozen(self, params: PyTree) -> PyTree:
-        leaves = [
-            leaf if yes else None
-            for leaf, yes in zip(jax.tree.leaves(params), self._trained, strict=True)
-        ]
+        leaves = _hidden(jax.tree.leaves(params), self._trained)
         return jax.tree.unflatten(self._params_tree, leaves)
+
+
+def state_bytes(
+    tx: optax.GradientTransformation, params: PyTree, trained: Sequence[bool]
+) -> list[int]:
+    """The bytes of an optimizer's state that belong to each layer.
+
+    Args:
+      tx: the optax transformation.
+      params: specs of the parameters, one entry per layer.
+      trained: whether each of their leaves is trained.
+    """
+    leaves, tree = jax.tree.flatten(params)
+    free = jax.tree.unflatten(tree, _hidden(leaves, trained))
+    state = jax.eval_shape(tx.init, free)
+    found = [0] * len(params)
+    at = homes(state, _places(free, range(len(params))))
+    for leaf, home in zip(jax.tree.leaves(state), at, strict=True):
+        found[home or 0] += nbytes(leaf)
+    return found
+
+
+def _hidden(leaves: Sequence[Any], trained: Sequence[bool]) -> list[Any]:
+    """The leaves, ``None`` in place of those that are not trained."""
+    return [leaf if yes else None for leaf, yes in zip(leaves, trained, strict=True)]
 
 
 def _with_gaps(tree: PyTree) -> tuple[list[Any], Any]:

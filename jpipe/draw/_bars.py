@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from . import _palette as palette
 from ._frame import LABEL, amount, number
-from ._shapes import Path, Rect, Shape, Text, centred, shortened, text_width
+from ._shapes import Path, Picture, Rect, Shape, Text, centred, shortened, text_width
 
 _TOP, _BAR, _PITCH, _LEGEND = 46.0, 22.0, 30.0, 26.0
 _MARGIN, _LEFT, _BETWEEN = 14.0, 230.0, 28.0
@@ -63,13 +63,13 @@ class _Side(NamedTuple):
         return self.left + (self.right - self.left) * value / (self.most or 1.0)
 
 
-def height(bars: Bars) -> float:
-    """What `shapes` needs."""
-    return _TOP + len(bars.rows) * _PITCH + _LEGEND
+def picture(bars: Bars, width: float) -> Picture:
+    """Lays bars out on a page of that width."""
+    height = _TOP + len(bars.rows) * _PITCH + _LEGEND
+    return Picture(width, height, tuple(_shapes(bars, width)), bars.title)
 
 
-def shapes(bars: Bars, width: float) -> Iterator[Shape]:
-    """What bars are drawn with, from the top of a page of that width."""
+def _shapes(bars: Bars, width: float) -> Iterator[Shape]:
     after = [
         8 + max(text_width(says, LABEL) for says in column)
         for column in zip(*((row.time, row.size) for row in bars.rows), strict=True)

@@ -74,14 +74,16 @@ def checked(width: float) -> float:
 def frame_of(
     timelines: tuple[Timeline, ...],
     width: float | None,
+    seconds: bool = False,
     at_least: float = _NARROWEST,
 ) -> Frame:
     """The frame in which timelines are drawn one below the other.
 
     Args:
       timelines: all of them.
-      width: of the page; ``None``: what the actions need.
-      at_least: what it is not narrower than then.
+      width: in pixels; ``None``: what they need.
+      seconds: whether what was predicted is in seconds, as what was measured.
+      at_least: what it is not narrower than if no width is given.
     """
     span = max(timeline.makespan for timeline in timelines)
     peaks = [peak for timeline in timelines for peak in timeline.peak_bytes]
@@ -95,7 +97,7 @@ def frame_of(
         natural = left + after + _ACTION / max(shortest, _ACTION / _WIDEST)
         width = min(max(natural, at_least), _WIDEST)
     width = checked(width)
-    factor, unit = _clock(timelines, span)
+    factor, unit = _clock(timelines, span, seconds)
     widest = max(
         (str(action.microbatch) for t in timelines for action in t.start),
         key=len,
@@ -128,9 +130,11 @@ def _ordinary(timelines: tuple[Timeline, ...]) -> float:
     return min(map(statistics.median, times.values()), default=0.0)
 
 
-def _clock(timelines: tuple[Timeline, ...], span: float) -> tuple[float, str]:
+def _clock(
+    timelines: tuple[Timeline, ...], span: float, seconds: bool
+) -> tuple[float, str]:
     """The factor and unit of times: what was measured is in seconds."""
-    if all(timeline.costs is not None for timeline in timelines):
+    if not seconds and all(timeline.costs is not None for timeline in timelines):
         return 1.0, ""
     for factor, unit in ((1.0, "s"), (1e3, "ms")):
         if span * factor >= 1:

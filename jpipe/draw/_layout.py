@@ -1,6 +1,7 @@
 """The whole picture: timelines one below the other, one axis, one legend."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from ..schedules import Schedule, Timeline
 from . import _bars
@@ -9,7 +10,8 @@ from ._frame import LABEL, Frame, checked, frame_of, number
 from ._panel import height, panel, summary
 from ._planned import Planned, planned
 from ._profiled import Profiled, profiled
-from ._shapes import Path, Picture, Rect, Shape, Text, text_width
+from ._shapes import Path, Picture, Rect, Shape, Text, lowered, text_width
+from ._stages import Staged, stages
 
 _TOP, _BETWEEN = 8.0, 8.0
 _WIDE = 890.0  # what bars are given
@@ -19,7 +21,7 @@ _SWATCH, _LEGEND_LINE = 18.0, 18.0
 
 
 # What can be drawn.
-Drawn = Timeline | Iterable[Timeline] | Planned | Profiled
+Drawn = Timeline | Iterable[Timeline] | Planned | Staged | Profiled
 
 
 def picture(
@@ -28,7 +30,8 @@ def picture(
     """Lays out timelines.
 
     Args:
-      drawn: one timeline or several; or a plan with a forecast, or a profile.
+      drawn: one timeline or several; or a plan with a forecast, or of replicated
+        stages; or a profile.
       titles: one for each timeline; default: their names.
       width: in pixels; default: what the actions need.
 
@@ -39,39 +42,43 @@ def picture(
       ValueError: if there is no timeline, or another number of titles.
     """
     if isinstance(drawn, Profiled):
-        bars = profiled(drawn)
         if titles is not None:
             raise ValueError("titles are for timelines, a profile has none")
-        wide = checked(_WIDE if width is None else width)
-        shapes = tuple(_bars.shapes(bars, wide))
-        return Picture(wide, _bars.height(bars), shapes, bars.title)
+        return _bars.picture(
+            profiled(drawn), checked(_WIDE if width is None else width)
+        )
     if isinstance(drawn, Planned):
         bars, timeline = planned(drawn)
-        frame = frame_of((timeline,), width, at_least=_WIDE)
-        below = _timelines((timeline,), titles, frame, _bars.height(bars))
-        above = tuple(_bars.shapes(bars, frame.width))
-        return below._replace(
-            shapes=(*above, *below.shapes),
-            description=f"{bars.title}; {below.description}",
-        )
-    shown = listed(drawn)
-    return _timelines(shown, titles, frame_of(shown, width), 0.0)
+        below = _stacked((timeline,), titles, width, seconds=True, at_least=_WIDE)
+        return _joined(_bars.picture(bars, below.width), below)
+    if isinstance(drawn, Staged):
+        below = _stacked((drawn.simulate(),), titles, width, seconds=True)
+        return _joined(stages(drawn, below.width), below)
+    return _stacked(listed(drawn), titles, width)
 
 
-def _timelines(
+def _joined(above: Picture, below: Picture) -> Picture:
+    """One picture above another that is as wide."""
+    shapes = *above.shapes, *(lowered(shape, above.height) for shape in below.shapes)
+    says = f"{above.description}; {below.description}"
+    return Picture(below.width, above.height + below.height, shapes, says)
+
+
+def _stacked(
     shown: tuple[Timeline, ...],
     titles: Sequence[str] | None,
-    frame: Frame,
-    top: float,
+    width: float | None,
+    **options: Any,
 ) -> Picture:
-    """Timelines one below the other, on a page that begins so far above them."""
+    """Timelines one below the other; the options are those of a frame."""
     names = named(shown, titles)
+    frame = frame_of(shown, width, **options)
     shapes: list[Shape] = []
-    y = top + _TOP
+    y = _TOP
     for timeline, name in zip(shown, names, strict=True):
         shapes += panel(timeline, name, frame, y)
         y += height(timeline, frame) + _BETWEEN
-    grid = [*_grid(frame, top + _TOP + 26, y - _BETWEEN)]
+    grid = [*_grid(frame, _TOP + 26, y - _BETWEEN)]
     shapes += _axis(frame, y - _BETWEEN)
     y += _AXIS
     legend, y = _legend(shown, frame, y)
@@ -149,6 +156,8 @@ def _entries(
 ) -> Iterator[tuple[str, str]]:
     for op in palette.ops(timelines):
         yield op, f"{op} {palette.NAMES[op]}"
+    if any(timeline.exchanges for timeline in timelines):
+        yield "exchange", "exchange of gradients"
     yield "idle", "idle"
     if frame.most_bytes:
         yield "memory", "memory held"
@@ -164,6 +173,8 @@ def _swatch(
     tall = 10.0
     if kind == "idle":
         yield Rect(x, y, _SWATCH, tall, palette.HATCH, hatched=True)
+    elif kind == "exchange":
+        yield Rect(x, y, _SWATCH, tall, palette.EXCHANGE)
     elif kind == "memory":
         right, low = x + _SWATCH, y + tall
         line = ((x, y + 6), (x + 6, y + 6), (x + 6, y), (right, y))

@@ -8,6 +8,7 @@ NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gr
 
 INK, GREY, GRID = "#1f2328", "#59636e", "#e4e7eb"
 HATCH = "#b4bcc6"
+EXCHANGE = "#cc79a7"
 MEMORY, MEMORY_LINE = "#d8d3e8", "#6b5b95"
 
 # How far the last stage of a rank is from its op's colour to white.

@@ -39,12 +39,20 @@ def summary(timeline: Timeline, frame: Frame) -> str:
 def gaps(timeline: Timeline, rank: int) -> Iterator[tuple[float, float]]:
     """When a rank waits, from when to when after the first start."""
     now = 0.0
-    for start, end in sorted(since_start(timeline, a) for a in timeline.rows[rank]):
+    busy = [since_start(timeline, action) for action in timeline.rows[rank]]
+    for start, end in sorted([*busy, *_exchanges(timeline, rank)]):
         if start > now:
             yield now, start
         now = max(now, end)
     if now < timeline.makespan:
         yield now, timeline.makespan
+
+
+def _exchanges(timeline: Timeline, rank: int) -> list[tuple[float, float]]:
+    """When a rank adds up gradients with others, after the first start."""
+    first = first_start(timeline)
+    own = (exchange for exchange in timeline.exchanges if rank in exchange.ranks)
+    return [(exchange.start - first, exchange.end - first) for exchange in own]
 
 
 def _pitch(timeline: Timeline, frame: Frame) -> float:
@@ -91,6 +99,10 @@ def _boxes(timeline: Timeline, rank: int, frame: Frame, y: float) -> Iterator[Sh
             middle = centred(y + _BAR / 2, size)
             label = str(action.microbatch)
             numbers.append(Text(x + width / 2, middle, label, size, ink, "middle"))
+    for start, end in _exchanges(timeline, rank):
+        x, width = frame.x(start), frame.x(end) - frame.x(start)
+        says = f"exchange of gradients: {frame.says(start)} to {frame.says(end)}"
+        boxes.append(Rect(x, y, width, _BAR, palette.EXCHANGE, says))
     # Equal colours one after the other make a shorter file.
     yield from sorted(boxes, key=lambda box: (box.fill, box.x))
     yield from sorted(numbers, key=lambda text: (text.fill, text.x))

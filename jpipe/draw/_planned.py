@@ -63,9 +63,12 @@ def planned(plan: Planned) -> tuple[Bars, Timeline]:
         limit=forecast.memory_limit,
     )
     timeline = plan.schedule.simulate(forecast.costs)
-    # As what was measured, it is in seconds. What a rank holds beside the optimizer's
-    # state and workspace would contradict the bars above, which have all of it.
-    return bars, dataclasses.replace(timeline, costs=None, memory=())
+    if timeline.makespan < forecast.seconds:
+        name = f"{timeline.name}: the devices alone, which wait for the host"
+        timeline = dataclasses.replace(timeline, name=name)
+    # What a rank holds beside the optimizer's state and workspace would contradict the
+    # bars above, which have all of it.
+    return bars, dataclasses.replace(timeline, memory=())
 
 
 def _row(plan: Planned, rank: int) -> Row:

@@ -53,6 +53,13 @@ class Picture(NamedTuple):
     description: str
 
 
+def lowered(shape: Shape, by: float) -> Shape:
+    """The same further down."""
+    if isinstance(shape, Path):
+        return shape._replace(points=tuple((x, y + by) for x, y in shape.points))
+    return shape._replace(y=shape.y + by)
+
+
 def text_width(text: str, size: float) -> float:
     """How wide a text is at most, in pixels."""
 

@@ -94,6 +94,19 @@ def _slices(timeline: Timeline, clock: _Clock, pid: int) -> Iterator[Event]:
                 "dur": round(end - start, 3),
                 "args": {"stage": action.stage, "micro-batch": action.microbatch},
             }
+        for exchange in timeline.exchanges:
+            if rank in exchange.ranks:
+                start, end = clock(exchange.start), clock(exchange.end)
+                yield {
+                    "ph": "X",
+                    "name": "exchange of gradients",
+                    "cat": "exchange",
+                    "pid": pid,
+                    "tid": rank,
+                    "ts": start,
+                    "dur": round(end - start, 3),
+                    "args": {"stage": exchange.stage},
+                }
 
 
 def _arrows(
@@ -103,7 +116,7 @@ def _arrows(
     for rank, row in enumerate(timeline.rows):
         for action in row:
             for need in needs(action):
-                source = timeline.placement[need.stage]
+                source = timeline.homes[need.microbatch][need.stage]
                 if source == rank:
                     continue
                 number = next(numbers)

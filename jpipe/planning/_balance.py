@@ -1,14 +1,19 @@
 """A balance by name: equal times, operations, parameters or bytes."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
+from .._layers._layer import as_layers
 from ..schedules import Schedule, named
-from ._partition import partition
+from ._layer import LayerProfile
+from ._made import kind_of, versions
+from ._partition import least_bytes, partition
 from ._profile import Profile
-from ._profiler import profile
+from ._profiler import MODES, profile
+from ._request import made_on
 
 KINDS = ("time", "flops", "params", "memory")
 
@@ -21,24 +26,28 @@ def balanced(
     devices: Sequence[Any] | None,
     schedule: Any,
     remat: Any,
+    in_axes: Any,
 ) -> list[int]:
     """How many layers each stage takes, as many stages as devices have room for.
 
     Args:
-      kind: what is to be equal.
+      kind: what is to be equal; ``"memory"``: what ranks hold at their peaks under the
+        schedule, of parameters, gradients, other state and activations: the fullest
+        holds the least that any cut allows, and of such cuts the fastest is taken.
       layers: as `jpipe.pipeline` takes them.
       num_microbatches: of a mini-batch.
       sample: an input of a mini-batch, or a profile of a micro-batch.
       devices: as `jpipe.pipeline` takes them.
       schedule: likewise.
       remat: likewise.
+      in_axes: likewise.
 
     Returns:
       The balance.
 
     Raises:
-      ValueError: if the kind is unknown, there is no sample, or there are too few
-        layers.
+      ValueError: if the kind is unknown, there is no sample, there are too few
+        layers, or the profile is of others.
     """
     if kind not in KINDS:
         raise ValueError(
@@ -50,33 +59,104 @@ def balanced(
             f"balance={kind!r} needs sample=, an input of a mini-batch or a profile of "
             f"a micro-batch"
         )
-    ranks = len(jax.devices() if devices is None else devices)
+    given = jax.devices() if devices is None else list(devices)
+    ranks = len(given)
     if isinstance(schedule, str):
         schedule = named(schedule)
     if not isinstance(schedule, Schedule):
         schedule = schedule(ranks, num_microbatches)
-    costs = sample
-    if not isinstance(sample, Profile):
+    if isinstance(sample, Profile):
+        costs = sample
+        _check(costs, layers, given[0], in_axes)
+    else:
         costs = profile(
-            layers, sample, num_microbatches=num_microbatches, measure=kind == "time"
+            layers,
+            sample,
+            num_microbatches=num_microbatches,
+            in_axes=in_axes,
+            measure=kind == "time",
         )
     count = schedule.num_stages
-    if kind == "time":
+    if kind in ("time", "memory"):
+        asked = {
+            "schedule": schedule,
+            "num_microbatches": num_microbatches,
+            "remat": _modes(remat),
+        }
+        if kind == "time":
+            return partition(costs, count, objective="step", **asked)
         return partition(
-            costs,
-            count,
-            objective="step",
-            num_microbatches=num_microbatches,
-            schedule=schedule,
-            remat=remat if isinstance(remat, str) else "min_cut",
+            costs, count, max_bytes=least_bytes(costs, count, **asked), **asked
         )
     return partition([_weight(layer, kind) for layer in costs.layers], count)
 
 
-def _weight(layer: Any, kind: str) -> float:
+def _weight(layer: LayerProfile, kind: str) -> float:
     """What is to be equal, of one layer."""
-    if kind == "flops":
-        return layer.flops or 0.0
-    if kind == "params":
-        return layer.param_bytes
-    return layer.param_bytes * 2 + layer.kept_bytes.get("min_cut", 0)
+    return layer.param_bytes if kind == "params" else layer.flops or 0.0
+
+
+def _modes(remat: Any) -> Any:
+    """What stages keep, by the modes that a profile knows; of a policy a guess."""
+    if not isinstance(remat, str) and isinstance(remat, Sequence):
+        return [_modes(each) for each in remat]
+    if remat == "except_last":  # of all micro-batches but one
+        return "full"
+    return remat if remat in MODES else "min_cut"
+
+
+def _check(profile: Profile, layers: Any, device: Any, in_axes: Any) -> None:
+    """Refuses a profile of other layers, as far as it can be told without an input.
+
+    Where the profile says on what input it was made, and that is one array, the layers
+    are traced on such a one.
+
+    Raises:
+      ValueError: with all that differs.
+    """
+    faults, made = profile.faults(), profile.made
+    own = as_layers(layers)
+    if len(profile.layers) != len(own):
+        faults.append(f"it is of {len(profile.layers)} layers, there are {len(own)}")
+    elif "layer 0" in made:  # not read from another's text, or made by hand
+        here = _traced(made, layers, in_axes) or [f"{layer.name}:" for layer in own]
+        there = [made[f"layer {i}"] for i in range(len(own))]
+        faults += [
+            f"layer {i} is {name.rstrip(':')}, in the profile {was.rpartition(', ')[0]}"
+            for i, (name, was) in enumerate(zip(here, there, strict=True))
+            if not was.startswith(name)
+        ]
+    now = versions()
+    if "device" in made:
+        now["device"] = kind_of(device)
+    faults += [
+        f"{name} is {text}, in the profile {made[name]}"
+        for name, text in now.items()
+        if made.get(name, text) != text
+    ]
+    if faults:
+        raise ValueError(
+            f"sample= is a profile of something else: {'; '.join(faults)}. Give a "
+            f"profile of these layers, or an input of a mini-batch"
+        )
+
+
+def _traced(made: Mapping[str, str], layers: Any, in_axes: Any) -> list[str]:
+    """Layers with the shapes that they are given and give; nothing if no input is told.
+
+    What the last gives is left out: it may have been a loss.
+    """
+    told = re.fullmatch(r"(\w+)\[([\d,]*)\]", made.get("input", ""))
+    if told is None:
+        return []
+    shape = tuple(int(size) for size in told[2].split(",") if size)
+    train = made.get("train") == "True"
+    x = jax.ShapeDtypeStruct(shape, told[1])
+    try:
+        here = made_on(layers, x, in_axes=in_axes, train=train, measure=False)
+    except Exception as error:
+        error.add_note(f"raised on {told[0]}, the input of the profile sample=")
+        raise
+    found = [here[f"layer {i}"].rpartition(", ")[0] for i in range(len(layers))]
+    found[-1] = found[-1].partition(" -> ")[0]
+    return found

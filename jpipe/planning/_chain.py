@@ -90,7 +90,7 @@ class Chain:
         """What a rank with one stage needs, for each stage that it may have."""
         (stage,), counts = held
         mode = self.modes[stage]
-        kept, pending = self._kept(mode), self._kept(self.profile.pending_mode(mode))
+        kept, pending = self._kept(mode), self._kept(self._pending[mode])
         moments = [before * kept + after * pending for before, after in counts]
         return functools.reduce(np.maximum, moments) + self._static
 
@@ -100,11 +100,14 @@ class Chain:
         modes = [self.modes[s] for s in held.stages]
         pairs = list(zip(stages, modes, strict=True))
         kept = [self._kept(mode)[stage] for stage, mode in pairs]
-        kept += [
-            self._kept(self.profile.pending_mode(mode))[stage] for stage, mode in pairs
-        ]
+        kept += [self._kept(self._pending[mode])[stage] for stage, mode in pairs]
         most = max(float(np.dot(counts, kept)) for counts in held.counts)
         return most + sum(float(self._static[stage]) for stage in stages)
+
+    @functools.cached_property
+    def _pending(self) -> dict[str, str]:
+        """What stages keep between the halves of a backward, by their modes."""
+        return {mode: self.profile.pending_mode(mode) for mode in set(self.modes)}
 
     def _whole(self, seconds: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         return np.rint(seconds / self.unit)

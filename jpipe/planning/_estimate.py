@@ -27,10 +27,12 @@ class Rates(NamedTuple):
     Attributes:
       flops: floating-point operations.
       bandwidth: bytes that it reads and writes in its memory.
+      action: the seconds of a program that computes nothing; not in a second.
     """
 
     flops: float = 1e12
     bandwidth: float = 1e11
+    action: float = 2e-5
 
     def seconds(self, flops: float, num_bytes: float) -> float:
         """Of so many operations that touch so many bytes."""

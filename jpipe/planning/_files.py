@@ -14,7 +14,15 @@ from ._layer import LayerProfile, SkipProfile
 
 _FORMAT = "jpipe profile"
 _VERSION = 1
-_KEYS = ("layers", "input_bytes", "skips", "ties", "microbatch_size", "made")
+_KEYS = (
+    "layers",
+    "input_bytes",
+    "skips",
+    "ties",
+    "microbatch_size",
+    "made",
+    "action_seconds",
+)
 _COLUMNS = (
     "forward_compute_time",
     "backward_compute_time",

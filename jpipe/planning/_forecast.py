@@ -49,6 +49,8 @@ class Candidate:
       schedule: who runs what when.
       timeline: the schedule with the costs of these stages.
       memory: of each rank at its peak.
+      host: seconds in which one thread has all programs and transfers of a step run.
+      profile: of its layers, by which that was told.
     """
 
     balance: tuple[int, ...]
@@ -56,11 +58,20 @@ class Candidate:
     schedule: Schedule
     timeline: Timeline
     memory: tuple[Memory, ...]
+    host: float
+    profile: Profile
+    held: tuple[int, ...]
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
-        return self.timeline.makespan
+        """Of a step: one thread has all of it run, on all devices."""
+        return max(self.timeline.makespan, self.host)
+
+    @property
+    def bubble(self) -> float:
+        """The share of the ranks' time in which they wait."""
+        total = self.seconds * len(self.timeline.rows)
+        return 1 - sum(self.timeline.busy) / total if total else 0.0
 
     @property
     def most_bytes(self) -> int:
@@ -108,13 +119,43 @@ def evaluate(
         bandwidth=hardware.bandwidth,
         latency=hardware.latency,
     )
-    costs = as_run(costs, schedule, keeps_nothing=remat[-1] == "full")
+    action = profile.action_seconds
+    costs = as_run(costs, schedule, remat[-1] == "full", action)
     timeline = schedule.simulate(costs)
-    memory = _memory(profile, optimizer_bytes, balance, costs, timeline)
-    return Candidate(tuple(balance), tuple(remat), schedule, timeline, memory)
+    again = _again(profile, balance, remat, costs)
+    memory = _memory(profile, optimizer_bytes, balance, again, timeline)
+    host = action * _dispatched(timeline)
+    return Candidate(
+        balance=tuple(balance),
+        remat=tuple(remat),
+        schedule=schedule,
+        timeline=timeline,
+        memory=memory,
+        host=host,
+        profile=profile,
+        held=tuple(int(timeline.peak_kept(i)) for i in range(len(balance))),
+    )
 
 
-def as_run(costs: Costs, schedule: Schedule, keeps_nothing: bool) -> Costs:
+def _dispatched(timeline: Timeline) -> int:
+    """How many programs and transfers a step has."""
+    costs, placement = timeline.costs, timeline.placement
+    assert costs is not None
+    count = sum(costs.of(action) > 0 for row in timeline.rows for action in row)
+    # Of one micro-batch, and its gradients.
+    moved = 0
+    for stage in range(1, len(placement)):
+        if placement[stage] != placement[stage - 1]:
+            moved += 1 + (costs.cotangent(stage, 0) > 0)
+    for skip in costs.skips:
+        if placement[skip.source] != placement[skip.target]:
+            moved += 1 + (skip.cotangent_bytes > 0)
+    return count + moved * len({action.microbatch for action in timeline.rows[0]})
+
+
+def as_run(
+    costs: Costs, schedule: Schedule, keeps_nothing: bool, action_seconds: float = 0.0
+) -> Costs:
     """The costs of what a step runs, where that is not action by action.
 
     A forward of the last stage that its own backward follows is a part of it: nothing
@@ -126,6 +167,8 @@ def as_run(costs: Costs, schedule: Schedule, keeps_nothing: bool) -> Costs:
       schedule: who runs what when.
       keeps_nothing: whether the last stage keeps its input only, so that all of its
         forwards run with their backwards.
+      action_seconds: of each action, whatever it computes; what runs as one program
+        takes it once.
 
     Returns:
       Costs with one number per micro-batch for the last stage.
@@ -140,12 +183,14 @@ def as_run(costs: Costs, schedule: Schedule, keeps_nothing: bool) -> Costs:
     }
     if keeps_nothing:
         joined = set(range(count))
-    forward, whole = costs.forward[last], costs.of(Action(BACKWARD, last, 0))
-    if not keeps_nothing:
-        whole += forward
     inputs = [costs.of(Action(INPUT, s, 0)) for s in range(last + 1)]
     weights = [costs.of(Action(WEIGHT, s, 0)) for s in range(last + 1)]
-    weights[0], inputs[0] = inputs[0] + weights[0], 0.0
+    whole, half = costs.of(Action(BACKWARD, last, 0)), inputs[last]
+    if not keeps_nothing:
+        more = max(costs.forward[last] - action_seconds, 0.0)
+        whole, half = whole + more, half + more
+    weights[0] = max(inputs[0] + weights[0] - action_seconds, 0.0)
+    inputs[0] = 0.0
 
     def with_last(numbers: Any, other: float) -> list[Any]:
         own = [other if m in joined else numbers[last] for m in range(count)]
@@ -155,20 +200,40 @@ def as_run(costs: Costs, schedule: Schedule, keeps_nothing: bool) -> Costs:
         costs,
         forward=with_last(costs.forward, 0.0),
         backward=with_last(costs.backward, whole),
-        input_grad=with_last(inputs, whole - weights[last] if last else 0.0),
+        input_grad=with_last(inputs, half if last else 0.0),
         weight_grad=with_last(weights, weights[last] if last else whole),
         residual_bytes=with_last(costs.residual_bytes, costs.boundary_bytes[last]),
     )
+
+
+def _again(
+    profile: Profile, balance: Sequence[int], remat: Sequence[str], costs: Costs
+) -> list[int]:
+    """What each stage keeps for itself while one program computes it both ways.
+
+    Such a program computes a forward again, or has it as a part of its backward.
+    """
+    ends = [0, *itertools.accumulate(balance)]
+    stages = list(itertools.pairwise(ends))
+    held = [
+        profile.pending_bytes(*stage, mode) if mode == "full" else 0
+        for stage, mode in zip(stages, remat, strict=True)
+    ]
+    if 0.0 in costs.forward[-1]:
+        held[-1] = profile.pending_bytes(*stages[-1], remat[-1])
+    return held
 
 
 def _memory(
     profile: Profile,
     optimizer_bytes: Sequence[int],
     balance: Sequence[int],
-    costs: Costs,
+    again: Sequence[int],
     timeline: Timeline,
 ) -> tuple[Memory, ...]:
     """The parts of each rank's peak."""
+    costs = timeline.costs
+    assert costs is not None
     totals = [[0, 0, 0, 0] for _ in timeline.rows]
     first = 0
     for stage, size in enumerate(balance):
@@ -181,7 +246,7 @@ def _memory(
         own[1] += costs.accumulator_bytes[stage]
         own[2] += sum(optimizer_bytes[i] for i in layers)
         spaces = [profile.layers[i].workspace_bytes or 0 for i in layers]
-        own[3] = max(own[3], *spaces)
+        own[3] = max(own[3], max(spaces) + again[stage])
         first += size
     return tuple(
         Memory(

@@ -42,6 +42,25 @@ class LayerProfile:
     workspace_bytes: int | None = None
     flops: float | None = None
 
+    @property
+    def has_backward(self) -> bool:
+        """Whether anything follows its forward, be it of no time."""
+        return self.backward > 0 or any(self.kept_bytes.values())
+
+    @property
+    def halves(self) -> tuple[float, float]:
+        """Seconds of I and W; what is not known is the rest of a backward, or half."""
+        first, second = self.input_grad, self.weight_grad
+        if first is None:
+            rest = self.backward / 2 if second is None else self.backward - second
+            first = max(rest, 0.0)
+        return first, max(self.backward - first, 0.0) if second is None else second
+
+    @property
+    def least(self) -> float:
+        """Seconds of a micro-batch, the backward whole or in halves."""
+        return self.forward + min(self.backward, sum(self.halves))
+
 
 @dataclass(frozen=True)
 class SkipProfile:

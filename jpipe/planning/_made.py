@@ -3,7 +3,7 @@
 import hashlib
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import flax
@@ -34,9 +34,8 @@ def made(model: Traced, train: bool, where: Device | Rates) -> dict[str, str]:
     """
     batch = model.batch
     return {
-        **(_rates(where) if isinstance(where, Rates) else _device(where)),
-        "jax": jax.__version__,
-        "flax": flax.__version__,
+        **(_rates(where) if isinstance(where, Rates) else _measured(where)),
+        **versions(),
         "matmul precision": str(_config.jax_default_matmul_precision),
         "input": shapes(batch.first),
         "train": str(train),
@@ -49,14 +48,31 @@ def _rates(rates: Rates) -> dict[str, str]:
         "how": "estimated",
         "flops per second": f"{rates.flops:g}",
         "bytes per second": f"{rates.bandwidth:g}",
+        "seconds per action": f"{rates.action:g}",
     }
 
 
-def _device(device: Device) -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Those of what a layer is made with."""
+    return {"jax": jax.__version__, "flax": flax.__version__}
+
+
+def measured_on_cpu(made: Mapping[str, str]) -> bool:
+    """Whether a profile was measured, and on a CPU."""
+    kind = made.get("device", "")
+    return made.get("how") == "measured" and kind.startswith("cpu (")
+
+
+def _measured(device: Device) -> dict[str, str]:
+    return {"how": "measured", "device": kind_of(device)}
+
+
+def kind_of(device: Device) -> str:
+    """What a device is, and of CPUs also where."""
     kind = device.device_kind
     if device.platform == "cpu":  # to JAX they are all of one kind
         kind = f"{kind} ({platform.machine()}, {os.cpu_count()} cores)"
-    return {"how": "measured", "device": kind}
+    return kind
 
 
 def _layer(model: Traced, number: int) -> str:

@@ -4,7 +4,7 @@ The device holds what one layer needs, and only while it runs. Others may use th
 machine too, which makes calls longer, some for a moment and some for a while. So of a
 few calls in a row the shortest counts; the layers are measured one after the other in
 several rounds, and of these the median. What a call takes that computes nothing is
-taken off.
+taken off. What it takes in a row of calls, none of which is waited for, is known too.
 """
 
 import statistics
@@ -29,6 +29,11 @@ from ._traced import Sample, Traced, has_backward
 # In a round a program is called for about so many seconds, at most so many times.
 _LONG_ENOUGH = 0.05
 _MOST_CALLS = 30
+# So many leaves a program of a small layer reads and writes: its input, two weights,
+# their sums of gradients, and what it keeps.
+_LEAVES = 8
+# How often in a round a row of calls is timed, the first time in vain.
+_ROWS = 4
 # Random numbers that are repeated: to draw as many as an activation has takes long.
 _DRAWN = np.random.default_rng(0).standard_normal(1 << 16, np.float32)
 
@@ -53,7 +58,7 @@ class Times(NamedTuple):
 
 def measure(
     model: Traced, sample: Sample, device: Device, rounds: int
-) -> dict[Derivatives, Times]:
+) -> tuple[dict[Derivatives, Times], float]:
     """Measures the programs of all layers; of equal layers once.
 
     Args:
@@ -63,31 +68,37 @@ def measure(
       rounds: how often each layer is visited.
 
     Returns:
-      The times of the layers, by their functions.
+      The times of the layers, by their functions, and that of a call of a program that
+      computes nothing, in a row of them.
     """
     layers = [
         _Measured(model, numbers[0], functions, sample, device)
         for functions, numbers in model.alike().items()
     ]
-    nothing = _Program(_nothing(), device)
-    compile_all(p.compiled for p in [nothing, *(p for x in layers for p in x.programs)])
-    zero = _transfer.put([np.float32(0)], device)
+    nothing, action = (_Program(_nothing(count), device) for count in (1, _LEAVES))
+    programs = [nothing, action, *(p for x in layers for p in x.programs)]
+    compile_all(program.compiled for program in programs)
+    zeros = _transfer.put([np.float32(0)] * _LEAVES, device)
+    in_a_row = []
     initialize = Initializers(device)
     done, total = 0, rounds * len(layers)
     with Progress("visits of layers measured") as progress:
         for _ in range(rounds):
-            nothing(zero)
+            nothing(zeros[:1])
+            in_a_row.append(action.in_a_row(zeros))
             for layer in layers:
                 layer.visit(initialize)
                 done += 1
                 progress.say(done, total)
     idle = nothing.seconds
-    return {layer.functions: layer.times(idle) for layer in layers}
+    times = {layer.functions: layer.times(idle) for layer in layers}
+    return times, statistics.median(in_a_row)
 
 
-def _nothing() -> Function:
-    spec = jax.ShapeDtypeStruct((), jnp.float32)
-    return Function.like("nothing", lambda x: [x + 1], spec)
+def _nothing(count: int) -> Function:
+    """Of so many numbers as many others."""
+    specs = [jax.ShapeDtypeStruct((), jnp.float32)] * count
+    return Function.like("nothing", lambda *leaves: [x + 1 for x in leaves], *specs)
 
 
 class _Program:
@@ -135,6 +146,16 @@ class _Program:
             times.append(seconds)
         self._rounds.append(min(times))
         return self._results(given, made)
+
+    def in_a_row(self, given: Sequence[Any]) -> float:
+        """The seconds of a call among many that are not waited for one by one."""
+        times = []
+        for _ in range(_ROWS):
+            start = time.perf_counter()
+            made = [self.compiled(tuple(given), ()) for _ in range(_MOST_CALLS)]
+            jax.block_until_ready(made)
+            times.append((time.perf_counter() - start) / _MOST_CALLS)
+        return min(times)
 
     def _timed(self, given: tuple[Any, ...]) -> tuple[float, Sequence[Any]]:
         start = time.perf_counter()

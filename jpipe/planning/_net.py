@@ -22,7 +22,9 @@ class Net:
     Attributes:
       times: of each stage on one device; infinite where it has no layer.
       params: their bytes.
-      sent: what crosses a cut before each layer, with the gradients that come back.
+      there: bytes that cross a cut before each layer; skip connections do too.
+      back: those of their gradients.
+      sent: both.
       bandwidth: bytes per second.
     """
 
@@ -31,18 +33,20 @@ class Net:
         self.times = between(np.array([x.forward + x.backward for x in layers]))
         self.params = between(np.array([float(x.param_bytes) for x in layers]), 0.0)
         self.bandwidth = bandwidth
-        self.sent = np.zeros(len(layers) + 1)
+        self.there, self.back = np.zeros((2, len(layers) + 1))
         self.total = float(self.times[0, -1])
         for cut in range(1, len(layers) if transfers else 0):
             behind = layers[cut - 1]
             crossing = {
-                (skip.source, skip.name): skip.bytes + skip.cotangent_bytes
+                (skip.source, skip.name): (skip.bytes, skip.cotangent_bytes)
                 for skip in profile.skips
                 if skip.source < cut <= skip.target
                 and not (skip.is_output and skip.source == cut - 1)
             }
-            self.sent[cut] = behind.output_bytes + behind.cotangent_bytes
-            self.sent[cut] += sum(crossing.values())
+            self.there[cut] = behind.output_bytes + sum(a for a, _ in crossing.values())
+            self.back[cut] = behind.cotangent_bytes
+            self.back[cut] += sum(b for _, b in crossing.values())
+        self.sent = self.there + self.back
 
     @property
     def size(self) -> int:

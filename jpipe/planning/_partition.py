@@ -2,8 +2,10 @@
 
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ..schedules import Schedule, ScheduleBuilder, gpipe
 from . import _several
@@ -20,6 +22,18 @@ _FEWEST = 12
 _TRIED = 400
 # How many of the best are where that begins.
 _BEST = 8
+# What `partition` is asked beside costs and the number of stages.
+_DEFAULTS = {
+    "objective": "max",
+    "num_microbatches": None,
+    "bandwidth": None,
+    "latency": 0.0,
+    "max_bytes": None,
+    "schedule": None,
+    "together": (),
+    "cuts": (),
+    "remat": "min_cut",
+}
 
 
 def partition(
@@ -105,10 +119,7 @@ def _one_each(given: Given) -> Ends:
     masked = {id(m): np.where(allowed, m, np.inf) for m in chain.times}
     times: Sequence[Matrix] = [masked[id(matrix)] for matrix in chain.times]
     if given.max_bytes is not None:
-        over = [np.full_like(allowed, np.inf, float)] * chain.num_stages
-        for held, most in zip(given.held, given.max_bytes, strict=True):
-            excess = chain.stage_bytes(held) - most
-            over[held.stages[0]] = np.where(allowed, excess, np.inf)
+        over = _excess(given, allowed)
         short, ends = smallest_max(over)
         if short > 0:
             raise ValueError(_too_small(given, ends, short))
@@ -130,6 +141,36 @@ def _one_each(given: Given) -> Ends:
 
     others = every(chain.num_layers, chain.num_stages, _TRIED)
     return climb([*found[:_BEST], tight.ends, *others], key, _TRIED)[0]
+
+
+def _excess(given: Given, allowed: npt.NDArray[np.bool_]) -> list[Matrix]:
+    """The bytes by which each stage that a rank may have exceeds its limit."""
+    assert given.max_bytes is not None
+    over = [np.full_like(allowed, np.inf, float)] * given.chain.num_stages
+    for held, most in zip(given.held, given.max_bytes, strict=True):
+        excess = given.chain.stage_bytes(held) - most
+        over[held.stages[0]] = np.where(allowed, excess, np.inf)
+    return over
+
+
+def least_bytes(costs: Profile, num_stages: int, **arguments: Any) -> float:
+    """The most that a rank holds in the cut where that is least.
+
+    Args:
+      costs: as for `partition`.
+      num_stages: likewise.
+      **arguments: likewise.
+
+    Raises:
+      ValueError: as `partition` does.
+    """
+    everything = {**_DEFAULTS, **arguments, "max_bytes": 1}
+    given = understood(costs, num_stages, everything)
+    if given.num_ranks == num_stages:
+        allowed = given.pins.allowed(given.chain.num_layers)
+        return smallest_max(_excess(given, allowed))[0] + 1
+    starts = _several.candidates(given)[:_BEST]
+    return _several.nearest(given, starts)[1] + 1
 
 
 def _several_each(given: Given) -> Ends:

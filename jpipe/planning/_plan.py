@@ -11,6 +11,7 @@ from .._layers._stage import abbreviate
 from ..schedules import Action, Costs, Schedule, Skip
 from ..schedules._action import BACKWARD, FORWARD, INPUT, WEIGHT
 from ..schedules._costs import faults_of
+from ._json import reading, refusal
 from ._units import columns, duration, size
 
 # Columns of a grid beyond which its middle is left out.
@@ -70,6 +71,11 @@ class Memory:
     optimizer: int
     held: int
     workspace: int
+
+    @property
+    def lasting(self) -> int:
+        """What is there before and after what is held."""
+        return self.parameters + self.gradients
 
     @property
     def total(self) -> int:
@@ -163,7 +169,7 @@ class Plan:
           >>> jpipe.Plan.from_json(plan.to_json()) == plan
           True
         """
-        try:
+        with reading(cls.__name__):
             fields = json.loads(text)
             schedule = Schedule.from_json(json.dumps(fields.pop("schedule")))
             foretold = fields.pop("forecast")
@@ -183,8 +189,6 @@ class Plan:
                 peak_bytes=tuple(map(tuple, fields.pop("peak_bytes"))),
                 skips=tuple(map(tuple, fields.pop("skips"))),
             )
-        except (ValueError, TypeError, LookupError, AttributeError) as error:
-            raise ValueError(f"no plan as Plan.to_json writes it: {error!r}") from None
         if fields or schedule.num_stages != len(plan.stages):
             fault = (
                 f"surplus: {sorted(fields)}"
@@ -193,7 +197,7 @@ class Plan:
                     f"{len(plan.stages)} stages, its schedule has {schedule.num_stages}"
                 )
             )
-            raise ValueError(f"no plan as Plan.to_json writes it: {fault}")
+            raise ValueError(refusal(cls.__name__, [fault]))
         return plan
 
     def __str__(self) -> str:

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 from ..schedules import Costs, Skip
@@ -26,6 +27,8 @@ class Profile:
       ties: groups of numbers of layers that use the same parameters.
       microbatch_size: how many examples a micro-batch has.
       made: what it was made on, by name: shapes, dtypes, device, versions, and how.
+      action_seconds: what an action takes whatever it computes: to have a program run
+        from Python.
     """
 
     layers: tuple[LayerProfile, ...]
@@ -34,6 +37,7 @@ class Profile:
     ties: tuple[tuple[int, ...], ...] = ()
     microbatch_size: int = 1
     made: Mapping[str, str] = field(default_factory=dict)
+    action_seconds: float = 0.0
 
     def __str__(self) -> str:
         return table(self)
@@ -43,6 +47,7 @@ class Profile:
         fields = (self.layers, self.input_bytes, self.skips, self.ties)
         return [
             *_layer.faults(*fields, self.microbatch_size),
+            *_layer.misfit("action_seconds", self.action_seconds),
             *(
                 f"made[{name!r}]={value!r} is a {type(value).__name__}; needs a text"
                 for name, value in self.made.items()
@@ -60,7 +65,8 @@ class Profile:
     ) -> Costs:
         """What the stages of a cut cost, for the simulation of schedules.
 
-        A stage takes the time of its layers, and keeps what they keep. With
+        A stage takes the time of its layers and ``action_seconds``, in each of its
+        actions, and keeps what they keep. With
         ``remat="full"`` it keeps its input and what skip connections bring to it, and
         its backward computes the forward again; what other modes compute again is
         taken to cost nothing. Between the halves of a backward a stage keeps what
@@ -284,10 +290,17 @@ class Profile:
         own = self.layers[first:stop]
         forward = sum(layer.forward for layer in own)
         backward = sum(layer.backward for layer in own)
-        halves = [_halves(layer) for layer in own]
-        inputs, weights = map(sum, zip(*halves, strict=True))
+        inputs, weights = map(sum, zip(*(x.halves for x in own), strict=True))
         more = forward if again else 0.0
-        return forward, backward + more, inputs + more, weights
+        call = self.action_seconds
+        # Where nothing is trained there are no actions after the forward.
+        after = call if any(layer.has_backward for layer in own) else 0.0
+        return (
+            forward + call,
+            backward + more + after,
+            inputs + more + after,
+            weights + after,
+        )
 
     def _skips(self, ends: Sequence[int]) -> Iterator[Skip]:
         """Skip connections between stages; one array goes to a stage once."""
@@ -321,19 +334,14 @@ def mode_faults(modes: Sequence[str], num_stages: int) -> Iterator[str]:
         )
 
 
-def _halves(layer: LayerProfile) -> tuple[float, float]:
-    """Seconds of I and W of a layer; what is not known is the rest, or half."""
-    first, second = layer.input_grad, layer.weight_grad
-    if first is None:
-        rest = layer.backward / 2 if second is None else layer.backward - second
-        first = max(rest, 0.0)
-    return first, max(layer.backward - first, 0.0) if second is None else second
-
-
 def speed_faults(bandwidth: float | None, latency: float) -> Iterator[str]:
     """Why links of such speed there are not, a line for each fault."""
     yield from _layer.misfit("latency", latency)
-    if bandwidth is not None and (isinstance(bandwidth, str) or not bandwidth > 0):
+    if bandwidth is not None and (
+        isinstance(bandwidth, bool)
+        or not isinstance(bandwidth, Real)
+        or not bandwidth > 0
+    ):
         yield f"bandwidth={bandwidth!r}; needs bytes per second, more than 0"
 
 

@@ -22,6 +22,7 @@ from ._measure import measure as measured
 from ._profile import LayerProfile, Profile, SkipProfile
 from ._request import Request
 from ._traced import Traced, has_backward
+from ._workspace import workspace_bytes
 
 PyTree = Any
 
@@ -29,7 +30,6 @@ PyTree = Any
 MODES = ("full", "min_cut", "dots", "none")
 
 
-@outside_of_meshes
 def profile(
     layers: Any,
     sample: PyTree,
@@ -49,17 +49,21 @@ def profile(
     device: Device | None = None,
     peak_flops: float | None = None,
     memory_bandwidth: float | None = None,
+    action_seconds: float | None = None,
 ) -> Profile:
     """Finds what each layer of a model costs, on one micro-batch.
 
     Measured are the programs of each layer by itself: its forward, its backward from
-    residuals, and the halves of that. Equal layers are measured once. The device holds
-    the variables of one layer at a time; what layers before it would give to it is not
-    computed, but drawn: normal numbers, and zeros of other dtypes.
+    residuals, and the halves of that; and what a program takes that computes nothing,
+    which is taken off. Equal layers are measured once. The device holds the variables
+    of one layer at a time; what layers before it would give to it is not computed, but
+    drawn: normal numbers, and zeros of other dtypes.
 
     Estimated times are those of a roofline, of all that XLA does not fuse: the longer
     of the time for floating-point operations and the time for bytes read and written.
-    They need no device, compile nothing, and are the same each time.
+    They need no device, compile nothing, and are the same each time. The estimated
+    workspace of a layer is the most that is alive at once in its programs beside what
+    they are given and return: more than what is left of that where XLA fuses.
 
     Args:
       layers: as `jpipe.pipeline` takes them.
@@ -82,6 +86,8 @@ def profile(
       peak_flops: operations per second for an estimate; default 1e12, with which a
         microsecond is a million operations.
       memory_bandwidth: bytes of memory per second for an estimate; default 1e11.
+      action_seconds: what an action takes whatever it computes, for an estimate: to
+        have a program run from Python; default 2e-5.
 
     Returns:
       The profile. It prints as a table.
@@ -123,12 +129,20 @@ def profile(
         device=device,
         peak_flops=peak_flops,
         memory_bandwidth=memory_bandwidth,
+        action_seconds=action_seconds,
     )
+    return answer(request)
+
+
+@outside_of_meshes
+def answer(request: Request) -> Profile:
+    """The profile that is asked for."""
     model, where = request.model, request.where
     if isinstance(where, Rates):
         times = {functions: _estimated(functions, where) for functions in model.alike()}
+        action = where.action
     else:
-        times = measured(model, request.batch, where, rounds)
+        times, action = measured(model, request.batch, where, request.rounds)
     return Profile(
         layers=tuple(_layers(model, times)),
         input_bytes=total(entering(model.tasks[0])[-1]),
@@ -136,20 +150,18 @@ def profile(
         ties=tuple(model.ties()),
         microbatch_size=model.batch.sizes[0],
         made=request.made,
+        action_seconds=action,
     )
 
 
 def _estimated(functions: Derivatives, rates: Rates) -> Times:
     """The times of a layer on paper."""
-    forward = seconds(functions.forward, rates)
-    if not has_backward(functions.task):
-        return Times(forward, 0.0, 0.0, 0.0, None)
-    names = "backward", "input_grad", "weight_grad"
-    return Times(
-        forward,
-        *(seconds(getattr(functions, name), rates) for name in names),
-        workspace_bytes=None,
-    )
+    names = ["forward"]
+    if has_backward(functions.task):
+        names += ["backward", "input_grad", "weight_grad"]
+    found = [getattr(functions, name) for name in names]
+    times = [*(seconds(each, rates) for each in found), 0.0, 0.0, 0.0]
+    return Times(*times[:4], workspace_bytes=max(map(workspace_bytes, found)))
 
 
 def _layers(

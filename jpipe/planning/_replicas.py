@@ -2,74 +2,38 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from ..schedules import Costs
 from ._net import Net, ReplicatedStage
 from ._profile import Profile, speed_faults
+from ._replicated import STEADY, STEP, Replicated, costs_of
 from ._shortest import Shortest
-
-
-@dataclass(frozen=True)
-class Replicated:
-    """Stages with several devices each, and what they would take.
-
-    Attributes:
-      stages: in order.
-      seconds: in the steady state from one micro-batch to the next; or of a step.
-      alone: what one device would take for the same.
-      busy: what each stage computes on one micro-batch, its replicas side by side.
-      num_devices: how many there are.
-      objective: ``"steady"`` or ``"step"``.
-    """
-
-    stages: tuple[ReplicatedStage, ...]
-    seconds: float
-    alone: float
-    busy: tuple[float, ...]
-    num_devices: int
-    objective: str
-
-    def __str__(self) -> str:
-        what = "a micro-batch" if self.objective == "steady" else "a step"
-        used = sum(stage.replicas for stage in self.stages)
-        faster = self.alone / self.seconds if self.seconds else 1.0
-        lines = [
-            f"{self.seconds:.6g} s {what} on {_devices(used)}, {faster:.3f} times as "
-            f"fast as one"
-        ]
-        if used < self.num_devices:
-            lines.append(
-                f"{self.num_devices - used} of {self.num_devices} devices are left "
-                f"idle: with them a step would take no less"
-            )
-        for i, (stage, busy) in enumerate(zip(self.stages, self.busy, strict=True)):
-            lines.append(
-                f"stage {i}: layers {stage.start} to {stage.end - 1}, "
-                f"{_devices(stage.replicas)}, {busy:.6g} s"
-            )
-        return "\n".join(lines)
 
 
 def replicate(
     profile: Profile,
     num_devices: int,
     *,
-    bandwidth: float | None,
+    bandwidth: float | None = None,
     num_microbatches: int | None = None,
     straight: bool = False,
-    objective: str = "steady",
+    objective: str = STEADY,
     transfers: bool = True,
 ) -> Replicated:
     """Cuts layers into stages and gives each a number of devices.
 
+    As PipeDream's planner does: a stage that takes three times as long as others gets
+    three devices, which take turns. What comes out is a plan, to be printed, drawn and
+    simulated; `jpipe.pipeline` runs stages of one device each.
+
     Args:
-      profile: of the layers, on one micro-batch.
+      profile: of the layers, on one micro-batch; from `jpipe.profile`.
       num_devices: how many there are.
       bandwidth: bytes per second between two of them; ``None``: nothing takes time.
-      num_microbatches: of one step.
+      num_microbatches: of one step; ``"step"`` needs it.
       straight: whether each stage has one device.
       objective: ``"steady"``: the time from one micro-batch to the next, replicas
         taking turns; gradients are exchanged for each and add to the time of a stage,
@@ -80,7 +44,8 @@ def replicate(
       transfers: whether the transfers between stages take time.
 
     Returns:
-      The stages with the least time; no others are better.
+      The stages with the least time; no others are better. Printed, it says why;
+      `jpipe.draw.svg` draws it, with the timeline that its ``simulate`` returns.
 
     Raises:
       ValueError: with every fault of the arguments.
@@ -90,17 +55,22 @@ def replicate(
       >>> layers = LayerProfile("a", 1.0, 3.0), LayerProfile("b", 1.0, 1.0)
       >>> print(replicate(Profile(layers), 3, bandwidth=None))
       2 s a micro-batch on 3 devices, 3.000 times as fast as one
-      stage 0: layers 0 to 0, 2 devices, 2 s
-      stage 1: layers 1 to 1, 1 device, 2 s
+      with one device per stage 4 s, 2.000 times as long
+      stage 0 holds it up, 0 s of it exchange of gradients
+      a step of 8 micro-batches, simulated: 20 s, 0 s of it exchange
+      stage  layers  devices  computes  exchange  transfers
+          0  0 to 0        2       2 s       0 s
+          1  1 to 1        1       2 s       0 s        0 s
 
     References:
       Narayanan et al., `PipeDream <https://doi.org/10.1145/3341301.3359646>`_ (2019);
       Fan et al., `DAPPLE <https://arxiv.org/abs/2007.01045>`_ (2021).
     """
-    faults = [*profile.faults(), *speed_faults(bandwidth, 0.0)]
+    faults = _profile_faults(profile)
+    faults += speed_faults(bandwidth, 0.0)
     faults += _unfit(num_devices, num_microbatches, objective)
-    count = len(profile.layers)
-    if not faults and straight and objective == "steady" and num_devices > count:
+    count = 0 if faults else len(profile.layers)
+    if not faults and straight and objective == STEADY and num_devices > count:
         faults.append(
             f"num_devices={num_devices} is more than the {count} layers; straight=True "
             f"needs one for each"
@@ -108,31 +78,49 @@ def replicate(
     if faults:
         raise ValueError(f"replicate cannot plan this: {'; '.join(faults)}")
     net = Net(profile, bandwidth or math.inf, transfers)
-    most = 1 if straight else num_devices
-    if objective == "steady":
-        seconds, stages = _steady(net, num_devices, most)
-        alone = net.total
-    else:
-        seconds, stages = Shortest(net, num_devices, most, num_microbatches or 1).best()
-        alone = net.total * (num_microbatches or 1)
-    busy = tuple(float(net.times[s.start, s.end]) / s.replicas for s in stages)
-    return Replicated(stages, seconds, alone, busy, num_devices, objective)
+
+    def best(devices: int, most: int) -> tuple[float, tuple[ReplicatedStage, ...]]:
+        if objective == STEADY:
+            return _steady(net, devices, most)
+        return Shortest(net, devices, most, num_microbatches or 1).best()
+
+    single, stages = best(min(num_devices, count), 1)
+    if not straight:
+        _, stages = best(num_devices, num_devices)
+    costs = _costs(profile, net, stages)
+    return Replicated(stages, costs, num_devices, objective, single, num_microbatches)
 
 
-def _devices(number: int) -> str:
-    return f"{number} device{'s' * (number > 1)}"
+def _costs(profile: Profile, net: Net, stages: tuple[ReplicatedStage, ...]) -> Costs:
+    """What each stage takes on one device."""
+    own = [profile.layers[start:end] for start, end, _ in stages]
+    return costs_of(
+        forward=tuple(float(sum(x.forward for x in layers)) for layers in own),
+        backward=tuple(float(sum(x.backward for x in layers)) for layers in own),
+        boundary_bytes=tuple(net.there.item(start) for start, _, _ in stages),
+        cotangent_bytes=tuple(net.back.item(start) for start, _, _ in stages),
+        bandwidth=net.bandwidth,
+        exchange=tuple(net.exchange(r).item(start, end) for start, end, r in stages),
+    )
+
+
+def _profile_faults(profile: Any) -> list[str]:
+    if not isinstance(profile, Profile):
+        kind = type(profile).__name__
+        return [f"profile is a {kind}; needs what jpipe.profile returns"]
+    return profile.faults()
 
 
 def _unfit(num_devices: Any, num_microbatches: Any, objective: str) -> Iterator[str]:
     counts = {"num_devices": num_devices, "num_microbatches": num_microbatches}
     if num_microbatches is None:
         del counts["num_microbatches"]
-        if objective == "step":
+        if objective == STEP:
             yield "objective='step' needs num_microbatches="
     for name, number in counts.items():
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
             yield f"{name}={number!r}; needs an int of at least 1"
-    if objective not in ("steady", "step"):
+    if objective not in (STEADY, STEP):
         yield f"objective={objective!r}; needs 'steady' or 'step'"
 
 

@@ -1,22 +1,34 @@
 """What `jpipe.profile` is asked: its arguments checked, and what follows from them."""
 
+import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from .._functions import _remat
 from .._functions._objective import Objective
 from .._functions._trainable import Trainable
-from .._instructions._transfer import Device
+from .._functions._weights import is_inexact
+from .._instructions._program import Program
+from .._instructions._transfer import Device, OnPaper
 from .._layers import _rng
+from .._layers._layer import Layer, as_layers
+from .._layers._stage import fuse
+from .._layers._unchanged import Unchanged
 from .._run import _variables
 from .._run._context import outside_of_meshes
+from .._run._pipe import Pipe
+from .._train._gradient import Gradient
+from ..schedules import Schedule, gpipe
 from ._estimate import Rates
+from ._layer import misfit
 from ._made import made
-from ._traced import Sample, Traced
+from ._traced import Sample, Traced, has_backward
 
 PyTree = Any
 
@@ -47,6 +59,7 @@ class Request:
     device: Device | None = None
     peak_flops: float | None = None
     memory_bandwidth: float | None = None
+    action_seconds: float | None = None
 
     def __post_init__(self) -> None:
         if faults := list(self._faults()):
@@ -64,12 +77,14 @@ class Request:
             count = getattr(self, name)
             if isinstance(count, bool) or not isinstance(count, int) or count < 1:
                 yield f"{name}={count!r}: needs an int of at least 1"
-        for name in ("peak_flops", "memory_bandwidth"):
+        for name in ("peak_flops", "memory_bandwidth", "action_seconds"):
             rate = getattr(self, name)
             if rate is None:
                 continue
             if self.measure:
                 yield f"{name}={rate!r} is for an estimate; give measure=False too"
+            elif name == "action_seconds":
+                yield from misfit(name, rate)
             elif not isinstance(rate, int | float) or not 0 < rate < math.inf:
                 yield f"{name}={rate!r}: needs a number above 0, per second"
         if self.loss is None and jax.tree.leaves(self.targets):
@@ -95,22 +110,96 @@ class Request:
         """The device to measure on; the rates of one on paper."""
         if self.measure:
             return jax.devices()[0] if self.device is None else self.device
-        given = {"flops": self.peak_flops, "bandwidth": self.memory_bandwidth}
+        given = {
+            "flops": self.peak_flops,
+            "bandwidth": self.memory_bandwidth,
+            "action": self.action_seconds,
+        }
         return Rates(**{k: float(v) for k, v in given.items() if v is not None})
 
     @cached_property
     def model(self) -> Traced:
-        """The layers, traced."""
-        objective = None
-        if self.loss is not None:
-            objective = Objective(self.loss, self.has_aux, self.reduction)
-        trainable = Trainable(self.trainable)
-        return Traced.of(self.layers, self.batch, objective, trainable, self.train)
+        """The layers, each traced by itself."""
+        own = as_layers(self.layers)
+        one_each = gpipe(len(own), 1)
+        return self._traced(own, [1] * len(own), one_each, "none", self._objective)
+
+    @outside_of_meshes
+    def kept(self, balance: Sequence[int], mode: str) -> list[int]:
+        """What stages keep of a micro-batch: their layers are traced together."""
+        own, stages = as_layers(self.layers), len(balance)
+        traced = self._traced(own, balance, gpipe(stages, 1), mode, self._objective)
+        works = traced.works
+        return [
+            works.kept(stage).nbytes[mode] if has_backward(works.task(stage)) else 0
+            for stage in range(stages)
+        ]
+
+    @outside_of_meshes
+    def lowered(
+        self, balance: Sequence[int], remat: Sequence[str], schedule: Schedule
+    ) -> Program:
+        """The list of instructions of a mini-batch, on devices that are not there."""
+        own, loss = as_layers(self.layers), self._objective or Objective(_any)
+        traced = self._traced(own, balance, schedule, remat, loss)
+        parts = traced.pipe, traced.layout, traced.batch, traced.works
+        return Gradient(*parts, loss).program
+
+    def _traced(
+        self,
+        layers: Sequence[Layer],
+        balance: Sequence[int],
+        schedule: Schedule,
+        remat: str | Sequence[str],
+        objective: Objective | None,
+    ) -> Traced:
+        """Stages on the first micro-batch, or on as many as a schedule has."""
+        pipe = Pipe(
+            fuse(layers, tuple(balance)),
+            tuple(map(OnPaper, schedule.placement)),
+            schedule,
+            _remat.per_stage(remat, len(balance)),
+            Unchanged(layers),
+        )
+        batch = self.batch.batch(whole=schedule.num_microbatches > 1)
+        return Traced.of(pipe, batch, objective, Trainable(self.trainable), self.train)
+
+    @property
+    def _objective(self) -> Objective | None:
+        """The loss, a part of the last layer."""
+        if self.loss is None:
+            return None
+        return Objective(self.loss, self.has_aux, self.reduction)
+
+    def resized(self, batch_size: int) -> "Request":
+        """The same for a mini-batch of another size, of which nothing has values."""
+        batch = self.batch._replace(num_microbatches=1).batch()
+
+        def resized(tree: PyTree, axes: Sequence[int | None]) -> PyTree:
+            specs, structure = jax.tree.flatten(tree)
+            for i, axis in enumerate(axes):
+                if axis is not None:
+                    shape = list(specs[i].shape)
+                    shape[axis] = batch_size
+                    specs[i] = specs[i].update(shape=tuple(shape))
+            return jax.tree.unflatten(structure, specs)
+
+        return dataclasses.replace(
+            self,
+            sample=resized(batch.x, batch.x_axes),
+            targets=resized(batch.targets, batch.target_axes),
+        )
 
     @property
     def made(self) -> dict[str, str]:
         """What a profile is made on that answers this."""
         return made(self.model, self.train, self.where)
+
+
+def _any(outputs: PyTree, _: PyTree) -> jax.Array:
+    """A loss of any outputs."""
+    leaves = filter(is_inexact, jax.tree.leaves(outputs))
+    return sum((jnp.real(jnp.sum(x)).astype(float) for x in leaves), jnp.zeros(()))
 
 
 @outside_of_meshes

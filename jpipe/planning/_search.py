@@ -1,10 +1,12 @@
 """Cuts, micro-batches, schedules, what stages keep: all tried on paper."""
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from .. import schedules
+from .._instructions._compile import Progress
 from ..schedules import BY_NAME, Schedule, ScheduleError
 from ._forecast import Candidate, Hardware, evaluate
 from ._partition import partition
@@ -14,6 +16,9 @@ from ._profile import Profile
 REMATS = ("min_cut", "full")
 # How many of the best get a schedule made to measure.
 _REFINED = 3
+_ROUNDING = 1e-12
+# Of numbers of micro-batches, placements and modes.
+_Cuts = dict[tuple[int, tuple[int, ...], str], list[int] | None]
 
 
 @dataclass(frozen=True)
@@ -36,9 +41,27 @@ class Space:
     remats: tuple[str, ...]
     made: bool = True
 
+    @property
+    def num_layers(self) -> int:
+        """The number of layers."""
+        return len(self.optimizer_bytes)
+
+    @property
+    def limit(self) -> int | None:
+        """Bytes of a device."""
+        return self.hardware.memory_limit
+
+    def fixed_bytes(self, profile: Profile) -> int:
+        """What all ranks hold together, whatever they keep of micro-batches."""
+        layers = profile.layers
+        own = sum(2 * layer.param_bytes + layer.state_bytes for layer in layers)
+        return own + sum(self.optimizer_bytes)
+
 
 def search(space: Space) -> list[Candidate]:
-    """All candidates, those that fit first, the fastest of them first.
+    """Candidates, those that fit first, the fastest of them first.
+
+    What can be none of the best, whatever its cut and its schedule, is not tried.
 
     Args:
       space: what to choose from.
@@ -46,21 +69,79 @@ def search(space: Space) -> list[Candidate]:
     Returns:
       The candidates; several may be the same.
     """
-    found = _ranked(_candidates(space), space.hardware)
+    found = ranked(_candidates(space), space.hardware)
     if space.made:
         best = found[:_REFINED]
         found += [refined for each in best for refined in _refined(each, space)]
-    return _ranked(found, space.hardware)
+    return ranked(found, space.hardware)
 
 
-def _candidates(space: Space) -> Iterator[Candidate]:
-    """Each number of micro-batches and ranks with each schedule of the catalogue."""
-    for microbatches, profile in space.profiles.items():
-        most = min(space.hardware.num_devices, len(profile.layers))
-        for ranks, name in itertools.product(range(most, 0, -1), space.names):
-            schedule = _built(name, ranks, microbatches)
-            if schedule and schedule.num_stages <= len(profile.layers):
-                yield from _cuts(profile, schedule, space)
+def _candidates(space: Space) -> list[Candidate]:
+    """Numbers of micro-batches and of ranks, with each schedule of the catalogue."""
+    hopes = [
+        (_least(profile, ranks, microbatches), -ranks, microbatches)
+        for microbatches, profile in space.profiles.items()
+        for ranks in range(1, min(space.hardware.num_devices, space.num_layers) + 1)
+    ]
+    found = _Found(space.hardware)
+    cuts: _Cuts = {}
+    # The most hopeful first: beside them others need not be tried.
+    with Progress("numbers of devices and micro-batches planned") as progress:
+        for done, (least, ranks, microbatches) in enumerate(sorted(hopes)):
+            progress.say(done, len(hopes))
+            if least >= found.to_beat(-ranks):
+                continue
+            for name in space.names:
+                schedule = _built(name, -ranks, microbatches)
+                if schedule and schedule.num_stages <= space.num_layers:
+                    for candidate in _cut_for(schedule, space, cuts, found):
+                        found.add(candidate)
+    return found.all
+
+
+class _Found:
+    """What was found so far.
+
+    Args:
+      hardware: what it runs on.
+
+    Attributes:
+      all: the candidates.
+    """
+
+    def __init__(self, hardware: Hardware) -> None:
+        self._hardware = hardware
+        self._best = [math.inf] * _REFINED
+        self._best_of_all_devices = math.inf
+        self.all: list[Candidate] = []
+
+    def add(self, candidate: Candidate) -> None:
+        """Takes a candidate."""
+        self.all.append(candidate)
+        if candidate.fits(self._hardware):
+            seconds = candidate.seconds
+            self._best = sorted([*self._best, seconds])[:_REFINED]
+            if candidate.schedule.num_ranks == self._hardware.num_devices:
+                self._best_of_all_devices = min(self._best_of_all_devices, seconds)
+
+    def to_beat(self, num_ranks: int) -> float:
+        """What takes longer is none of the best, nor what leaves no device idle."""
+        if num_ranks == self._hardware.num_devices:
+            return max(self._best[-1], self._best_of_all_devices)
+        return self._best[-1]
+
+
+def _least(profile: Profile, num_ranks: int, num_microbatches: int) -> float:
+    """Seconds that no step beats, whatever its cut and its schedule.
+
+    The busiest rank has as much to do as all have on average, or what cannot be cut;
+    and one thread has at least a forward of each rank run, and its transfer.
+    """
+    each = [layer.least for layer in profile.layers]
+    busy = max(sum(each) / num_ranks, *each) + profile.action_seconds
+    host = (2 * num_ranks - 1) * profile.action_seconds
+    # Sums in another order are a little other.
+    return num_microbatches * max(busy, host) * (1 - _ROUNDING)
 
 
 def _built(name: str, num_ranks: int, num_microbatches: int) -> Schedule | None:
@@ -71,18 +152,34 @@ def _built(name: str, num_ranks: int, num_microbatches: int) -> Schedule | None:
         return None
 
 
-def _cuts(profile: Profile, schedule: Schedule, space: Space) -> Iterator[Candidate]:
+def _cut_for(
+    schedule: Schedule, space: Space, cuts: _Cuts, found: _Found
+) -> Iterator[Candidate]:
     """The best cut with each remat mode, and what it takes to make it fit."""
+    profile = space.profiles[schedule.num_microbatches]
     for mode in space.remats:
-        balance = _cut(profile, schedule, mode, space.hardware, capped=False)
+        # Without a limit, schedules with the same placement have the same cut.
+        key = schedule.num_microbatches, schedule.placement, mode
+        if key not in cuts:
+            cuts[key] = _cut(profile, schedule, mode, space.hardware, capped=False)
+        balance = cuts[key]
         if balance is None:
             continue
         candidate = _evaluated(profile, balance, [mode] * len(balance), schedule, space)
         yield candidate
-        if candidate.fits(space.hardware):
-            # Other modes keep less and take longer.
+        slow = candidate.seconds >= found.to_beat(schedule.num_ranks)
+        if slow or candidate.fits(space.hardware):
+            # Other modes keep less and take longer, and so does another cut.
             return
-        yield from _fitted(profile, candidate, space)
+        if space.fixed_bytes(profile) > schedule.num_ranks * (space.limit or 0):
+            # What stages keep is no matter.
+            continue
+        less = list(_fitted(profile, candidate, space))
+        yield from less
+        several = schedule.num_ranks < schedule.num_stages
+        if several and any(each.fits(space.hardware) for each in less):
+            # To look for a cut that fits takes long there.
+            continue
         other = _cut(profile, schedule, mode, space.hardware, capped=True)
         if other not in (None, balance):
             yield _evaluated(profile, other, [mode] * len(other), schedule, space)
@@ -175,7 +272,9 @@ def _evaluated(
     )
 
 
-def _ranked(found: Iterable[Candidate], hardware: Hardware) -> list[Candidate]:
+def ranked(found: Iterable[Candidate], hardware: Hardware) -> list[Candidate]:
+    """Candidates, those that fit first, the fastest of them first."""
+
     def key(candidate: Candidate) -> tuple[float, ...]:
         if not candidate.fits(hardware):
             return 1, candidate.most_bytes, candidate.seconds

@@ -1,4 +1,4 @@
-"""A model whose layers are stages of their own, traced on one micro-batch.
+"""A model on abstract values: its layers as stages of their own, or as those of a cut.
 
 What layers share, stash, draw and change is found here as it is for a pipeline.
 """
@@ -17,14 +17,11 @@ from .._functions._task import Task
 from .._functions._trainable import Trainable
 from .._functions._weights import is_params
 from .._layers import _hidden, _rng
-from .._layers._layer import Layer, as_layers
-from .._layers._stage import fuse
-from .._layers._unchanged import Unchanged
+from .._layers._layer import Layer
 from .._layers._walk import Visit, walk
 from .._run._layout import Layout
 from .._run._pipe import Pipe
 from .._run._work import Works
-from ..schedules import gpipe
 
 PyTree = Any
 
@@ -48,8 +45,11 @@ class Sample(NamedTuple):
     target_axes: Any
     num_microbatches: int
 
-    def batch(self) -> Batch:
+    def batch(self, whole: bool = False) -> Batch:
         """Its specs, with the first micro-batch only: no other is larger.
+
+        Args:
+          whole: whether all micro-batches are meant.
 
         Raises:
           TypeError: if a leaf is not an array.
@@ -64,17 +64,20 @@ class Sample(NamedTuple):
         number = self.num_microbatches
         sizes = _microbatch.sizes(_microbatch.batch_size(parts, number), number)
         keys = None if self.rngs is None else _microbatch.specs(self.rngs, "rngs")
-        return Batch(x, x_axes, targets, target_axes, keys, sizes[:1])
+        return Batch(
+            x, x_axes, targets, target_axes, keys, sizes if whole else sizes[:1]
+        )
 
 
 @dataclass(frozen=True)
 class Traced:
-    """Layers that are traced on one micro-batch; nothing is compiled.
+    """Layers that are traced; nothing is compiled.
 
     Attributes:
       layers: all layers, in order.
       visits: what was met at each.
-      batch: the mini-batch of one micro-batch.
+      batch: the mini-batch.
+      pipe: the stages.
       layout: which variables each layer uses.
       works: what each layer does.
     """
@@ -82,14 +85,15 @@ class Traced:
     layers: tuple[Layer, ...]
     visits: Sequence[Visit]
     batch: Batch
+    pipe: Pipe
     layout: Layout
     works: Works
 
     @classmethod
     def of(
         cls,
-        layers: Any,
-        sample: Sample,
+        pipe: Pipe,
+        batch: Batch,
         objective: Objective | None,
         trainable: Trainable,
         train: bool,
@@ -97,8 +101,8 @@ class Traced:
         """Traces layers.
 
         Args:
-          layers: as `jpipe.pipeline` takes them.
-          sample: a mini-batch.
+          pipe: their stages.
+          batch: the mini-batch, or its first micro-batch.
           objective: the loss, a part of the last layer; ``None``: without.
           trainable: which parameters have gradients.
           train: whether this is training.
@@ -107,19 +111,9 @@ class Traced:
           ValueError: as a pipeline of these layers.
           TypeError: likewise.
         """
-        own = tuple(as_layers(layers))
+        own = tuple(layer for stage in pipe.stages for layer in stage.layers)
         if objective is not None:
             _hidden.check_loss(objective.loss_fn, (layer.owner for layer in own))
-        batch = sample.batch()
-        count = len(own)
-        # The schedule is of no matter, nor where it would run.
-        pipe = Pipe(
-            fuse(own, (1,) * count),
-            (None,) * count,
-            gpipe(count, 1),
-            ("none",) * count,
-            Unchanged(own),
-        )
         visits, routes = walk(pipe.stages, _rng.key_spec(), batch.first)
         variables = [visit.variables for visit in visits]
         marks = trainable.marks(own, variables)
@@ -132,7 +126,7 @@ class Traced:
             objective=objective,
             routes=routes,
         )
-        return cls(own, visits, batch, layout, works)
+        return cls(own, visits, batch, pipe, layout, works)
 
     @property
     def tasks(self) -> list[Task]:

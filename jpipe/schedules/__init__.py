@@ -29,9 +29,11 @@ from ._flush import one_f_one_b as one_f_one_b
 from ._looped import interleaved as interleaved
 from ._looped import interleaved_zb as interleaved_zb
 from ._looped import looped_bfs as looped_bfs
+from ._replicated import replicated as replicated
 from ._schedule import Schedule as Schedule
 from ._schedule import ScheduleBuilder as ScheduleBuilder
 from ._simulate import ScheduleError as ScheduleError
+from ._timeline import Exchange as Exchange
 from ._timeline import MemoryEvent as MemoryEvent
 from ._timeline import Timeline as Timeline
 from ._zero_bubble import dualpipe_v as dualpipe_v

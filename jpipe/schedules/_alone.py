@@ -1,10 +1,11 @@
 """Each rank alone: the least time of what it has to do."""
 
 import heapq
-from collections.abc import Sequence
+from collections import defaultdict
 
 from ._action import BACKWARD, FORWARD, INPUT, WEIGHT, Action
 from ._costs import Costs
+from ._homes import Homes
 
 # When a part may begin, how long it takes, and what must still follow it.
 _Part = tuple[float, float, float]
@@ -12,7 +13,7 @@ _Part = tuple[float, float, float]
 
 def least(
     costs: Costs,
-    placement: Sequence[int],
+    homes: Homes,
     num_microbatches: int,
     forward_only: bool = False,
 ) -> float:
@@ -20,18 +21,19 @@ def least(
 
     See `lower_bound`.
     """
-    return max(map(_one_rank, _parts(costs, placement, num_microbatches, forward_only)))
+    parts = _parts(costs, homes, num_microbatches, forward_only)
+    return max(map(_one_rank, parts.values()), default=0.0)
 
 
 def _parts(
-    costs: Costs, placement: Sequence[int], num_microbatches: int, forward_only: bool
-) -> list[list[_Part]]:
+    costs: Costs, homes: Homes, num_microbatches: int, forward_only: bool
+) -> dict[int, list[_Part]]:
     """What each rank has to do."""
-    found: list[list[_Part]] = [[] for _ in range(max(placement) + 1)]
-    last = len(placement) - 1
+    found: dict[int, list[_Part]] = defaultdict(list)
+    last = homes.num_stages - 1
 
     def travel(op: str, stage: int, i: int, to: int) -> float:
-        if placement[stage] == placement[to]:
+        if homes[i][stage] == homes[i][to]:
             return 0.0
         return costs.transfer(Action(op, stage, i))
 
@@ -58,12 +60,12 @@ def _parts(
             there = travel(FORWARD, stage, i, stage + 1)
             follows[stage] = there + forward[stage + 1] + follows[stage + 1]
         now = 0.0
-        for stage, rank in enumerate(placement):
+        for stage, rank in enumerate(homes[i]):
             found[rank].append((now, forward[stage], follows[stage]))
             now += forward[stage]
             now += travel(FORWARD, stage, i, stage + 1) if stage < last else 0.0
         for stage in reversed(range(0 if forward_only else last + 1)):
-            rank = placement[stage]
+            rank = homes[i][stage]
             found[rank].append((now, first[stage], after[stage]))
             now += first[stage]
             found[rank].append((now, rest[stage], 0.0))

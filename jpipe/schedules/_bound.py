@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from ._alone import least
 from ._costs import Costs
+from ._homes import Homes
 from ._placements import check_costs, placements
 from ._simulate import ScheduleError
 
@@ -60,4 +61,6 @@ def lower_bound(
                 f"{name}: placement={tuple(placement)} is not a rank below "
                 f"{num_ranks} for each of {costs.num_stages or 'some'} stages"
             )
-    return min(least(costs, where, num_microbatches, forward_only) for where in some)
+    return min(
+        least(costs, Homes(where), num_microbatches, forward_only) for where in some
+    )

@@ -68,6 +68,11 @@ def _check_fit(schedule: Schedule, num_stages: int, num_microbatches: int) -> Sc
             f"{schedule.num_microbatches} micro-batches, the pipeline has "
             f"num_microbatches={num_microbatches}"
         )
+    if schedule.replicas:
+        raise ValueError(
+            f"schedule {schedule.name!r} has several ranks that take turns at a stage: "
+            f"that is simulated and drawn, not run; give one without replicas"
+        )
     if faults:
         raise ValueError(f"schedule {schedule.name!r} is for {' and '.join(faults)}")
     return schedule

@@ -59,7 +59,9 @@ def compare(schedules: Iterable[Schedule], costs: Costs | None = None) -> Compar
 
 def _fitting(costs: Costs, schedule: Schedule) -> Costs:
     if costs.num_stages is None:
-        return costs.per_chunk(schedule.num_stages // schedule.num_ranks)
+        stages, ranks = schedule.num_stages, schedule.num_ranks
+        # Where several ranks share a stage it has the layers of all of them.
+        return costs.per_chunk(stages // ranks if stages >= ranks else stages / ranks)
     if costs.num_stages != schedule.num_stages:
         raise ValueError(
             f"costs are for {costs.num_stages} stages, {schedule.name} has "

@@ -20,6 +20,7 @@ _CHUNKED = (
     "pending_bytes",
     "parameter_bytes",
     "accumulator_bytes",
+    "exchange",
 )
 
 
@@ -66,6 +67,8 @@ class Costs:
       shared_bytes: what all micro-batches bring to it together, such as keys.
       emitted_bytes: what one forward of it leaves until the end of the step.
       skips: the long skip connections.
+      exchange: time in which the ranks that share a stage add up its gradients, once
+        all of them are there.
 
     Example:
       >>> Costs(forward=[1.0, 1.5], backward=3.0).of(Action("I", 1, 0))
@@ -88,6 +91,7 @@ class Costs:
     shared_bytes: Numbers = 0
     emitted_bytes: Numbers = 0
     skips: "tuple[Skip, ...]" = ()
+    exchange: Numbers = 0.0
 
     def of(self, action: Action) -> float:
         """The time of one action."""
@@ -158,11 +162,12 @@ class Costs:
             raise ValueError(f"costs are for different numbers of stages: {listed}")
         return next(iter(given.values()), None)
 
-    def per_chunk(self, num_chunks: int) -> "Costs":
+    def per_chunk(self, num_chunks: float) -> "Costs":
         """The costs of one of the equal chunks that a rank's layers are cut in.
 
         Args:
-          num_chunks: how many stages each rank runs.
+          num_chunks: how many stages each rank runs; less than one where ranks share a
+            stage.
 
         Returns:
           Times, kept bytes, parameters and their sums of gradients divided by it; a

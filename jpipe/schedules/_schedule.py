@@ -28,6 +28,9 @@ class Schedule:
       placement: the rank of each stage.
       rows: the actions of each rank, in the order in which it runs them.
       forward_only: whether it is for inference: no backward at all.
+      replicas: the ranks of each stage, where several take turns; else empty. Which of
+        them runs a micro-batch, all of it, is what the rows say; ``placement`` has the
+        first. `to_json` keeps it, a text does not say it.
 
     Example:
       >>> from jpipe.schedules import one_f_one_b
@@ -47,6 +50,7 @@ class Schedule:
     placement: tuple[int, ...]
     rows: tuple[tuple[Action, ...], ...]
     forward_only: bool = False
+    replicas: tuple[tuple[int, ...], ...] = ()
 
     @property
     def num_ranks(self) -> int:
@@ -126,7 +130,7 @@ class Schedule:
         if not isinstance(fields, dict):
             kind = type(fields).__name__
             raise ScheduleError(f"{_NO_JSON}: a {kind}, needs an object")
-        missing = [name for name in needs[:-1] if name not in fields]
+        missing = [name for name in needs[:-2] if name not in fields]
         surplus = [name for name in fields if name not in needs]
         if missing or surplus:
             faults = [f"missing: {reprlib.repr(missing)}"] if missing else []
@@ -137,6 +141,9 @@ class Schedule:
             fields["rows"] = _parse(name, rows)
         if isinstance(placement, list):
             fields["placement"] = tuple(placement)
+        if isinstance(replicas := fields.get("replicas"), list):
+            each = (tuple(own) if isinstance(own, list) else own for own in replicas)
+            fields["replicas"] = tuple(each)
         schedule = cls(**fields)
         return schedule.validate()
 
@@ -170,7 +177,11 @@ class Schedule:
                 f"{self.num_stages} stages"
             )
         faults = faults or _validate.faults(
-            self.rows, self.placement, self.num_microbatches, self.forward_only
+            self.rows,
+            self.placement,
+            self.num_microbatches,
+            self.forward_only,
+            self.replicas,
         )
         if not faults:
             try:
@@ -201,7 +212,8 @@ class Schedule:
         Raises:
           ScheduleError: if the schedule deadlocks.
         """
-        return simulate(self.name, self.rows, self.placement, costs or Costs())
+        costs = costs or Costs()
+        return simulate(self.name, self.rows, self.placement, costs, self.replicas)
 
     def forwards(self) -> "Schedule":
         """The same schedule without its backwards: how inference runs."""

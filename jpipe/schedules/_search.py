@@ -8,6 +8,7 @@ from ._action import BACKWARD, FORWARD, INPUT, WEIGHT, Action
 from ._alone import least
 from ._arrange import Limits, arrange
 from ._catalogue import BY_NAME
+from ._homes import Homes
 from ._improve import climb, justify, latest_starts, merge
 from ._looped import interleaved, interleaved_zb, looped_bfs
 from ._schedule import Schedule
@@ -69,7 +70,7 @@ class Search:
         self._known = [s for s in known if s.placement == tables.placement]
         self._found: list[Found] = []
         self._fits: dict[int, bool] = {}
-        bound = least(tables.costs, tables.placement, tables.num_microbatches)
+        bound = least(tables.costs, Homes(tables.placement), tables.num_microbatches)
         self._good = bound * (1 + _ROUNDING)
         # Whether a gradient on its way takes room of its own.
         self._in_transit = most is not None and any(

@@ -1,11 +1,13 @@
 """A schedule run on paper: each rank in its order, each action once it can."""
 
+import dataclasses
 import heapq
 from collections.abc import Iterable, Mapping
 
 from ._action import BACKWARD, FORWARD, INPUT, Action, Needs
 from ._costs import Costs, at
-from ._timeline import MemoryEvent, Timeline
+from ._homes import Homes
+from ._timeline import Exchange, MemoryEvent, Timeline
 
 Rows = tuple[tuple[Action, ...], ...]
 
@@ -15,7 +17,11 @@ class ScheduleError(ValueError):
 
 
 def simulate(
-    name: str, rows: Rows, placement: tuple[int, ...], costs: Costs
+    name: str,
+    rows: Rows,
+    placement: tuple[int, ...],
+    costs: Costs,
+    replicas: tuple[tuple[int, ...], ...] = (),
 ) -> Timeline:
     """Predicts when each action runs and what each rank holds.
 
@@ -24,6 +30,7 @@ def simulate(
       rows: the actions of each rank, in order.
       placement: the rank of each stage.
       costs: what each action costs.
+      replicas: the ranks of each stage, where several take turns.
 
     Returns:
       The timeline.
@@ -31,23 +38,22 @@ def simulate(
     Raises:
       ScheduleError: if the schedule deadlocks; the message shows the cycle.
     """
-    needs = Needs(rows, len(placement))
+    needs, homes = Needs(rows, len(placement)), Homes(placement, rows, replicas)
     start: dict[Action, float] = {}
     end: dict[Action, float] = {}
     free = [0.0] * len(rows)
     position = [0] * len(rows)
 
-    def arrival(need: Action, action: Action) -> float:
-        moved = placement[need.stage] != placement[action.stage]
+    def arrival(need: Action, rank: int) -> float:
+        moved = homes[need.microbatch][need.stage] != rank
         return end[need] + (costs.transfer(need) if moved else 0.0)
 
-    def skips(action: Action) -> list[float]:
+    def skips(action: Action, rank: int) -> list[float]:
         """When the skip connections of an action arrive; their senders have run."""
-        rank = placement[action.stage]
         return [
             end[sender if sender in end else sender._replace(op=INPUT)] + seconds
             for sender, seconds in (costs.skip_transfers(action) if costs.skips else ())
-            if placement[sender.stage] != rank
+            if homes[sender.microbatch][sender.stage] != rank
         ]
 
     # Ranks are looked at in rounds, in their order; one that waits for an action is
@@ -66,7 +72,7 @@ def simulate(
                 if missing is not None:
                     waiting.setdefault(missing, []).append(rank)
                     break
-                ready = [arrival(need, action) for need in reads] + skips(action)
+                ready = [arrival(need, rank) for need in reads] + skips(action, rank)
                 start[action] = max([free[rank], *ready])
                 end[action] = start[action] + costs.of(action)
                 # What takes no time, such as a forward that its backward does on the
@@ -82,9 +88,25 @@ def simulate(
     }
     if stuck:
         raise ScheduleError(_cycle(rows, needs, stuck, end))
-    timeline = Timeline(name, placement, rows, start, end, (), costs)
-    memory = tuple(memory_events(timeline, costs))
-    return Timeline(name, placement, rows, start, end, memory, costs)
+    timeline = Timeline(name, placement, rows, start, end, (), costs, replicas)
+    return dataclasses.replace(
+        timeline,
+        memory=tuple(memory_events(timeline, costs)),
+        exchanges=tuple(exchanges(timeline, costs)),
+    )
+
+
+def exchanges(timeline: Timeline, costs: Costs) -> Iterable[Exchange]:
+    """The replicas of a stage add up their gradients after the last of them."""
+    seconds = [at(costs.exchange, stage) for stage in range(timeline.num_stages)]
+    last: dict[int, float] = {}
+    for (op, stage, _), end in timeline.end.items() if any(seconds) else ():
+        if op != FORWARD:
+            last[stage] = max(last.get(stage, end), end)
+    for stage, end in sorted(last.items()):
+        if seconds[stage]:
+            ranks = tuple(timeline.homes.ranks(stage))
+            yield Exchange(stage, ranks, end, end + seconds[stage])
 
 
 def memory_events(timeline: Timeline, costs: Costs) -> Iterable[MemoryEvent]:
@@ -93,29 +115,34 @@ def memory_events(timeline: Timeline, costs: Costs) -> Iterable[MemoryEvent]:
     What an action reads is freed when it ends; what it sends is held by the receiver
     from then on.
     """
-    placement, order = timeline.placement, timeline.order()
+    homes, order = timeline.homes, timeline.order()
     training = any(action.op != FORWARD for action in order)
     held = [0.0] * len(timeline.rows)
-    last_reader: dict[int, Action] = {}  # of what the micro-batches of a stage share
+    # Of what the micro-batches of a stage share on a rank.
+    last_reader: dict[tuple[int, int], Action] = {}
     for action in order:
         if action.op in (BACKWARD, INPUT) or not training:
-            last_reader[action.stage] = action
+            rank = homes[action.microbatch][action.stage]
+            last_reader[action.stage, rank] = action
     # By number, so that a sum does not depend on who runs first.
     for _, stage, i in sorted(action for action in order if action.op == FORWARD):
-        held[placement[stage]] += at(costs.extra_bytes, stage, i)
-        held[placement[stage]] += 0 if stage else at(costs.boundary_bytes, stage, i)
-    for stage, rank in enumerate(placement):
+        rank = homes[i][stage]
+        held[rank] += at(costs.extra_bytes, stage, i)
+        held[rank] += 0 if stage else at(costs.boundary_bytes, stage, i)
+    for stage in range(timeline.num_stages):
         for size in (
             costs.parameter_bytes,
             costs.accumulator_bytes if training else 0,
             costs.shared_bytes,
         ):
-            held[rank] += at(size, stage)
+            for rank in homes.ranks(stage):
+                held[rank] += at(size, stage)
     yield from (MemoryEvent(0.0, rank, size) for rank, size in enumerate(held))
 
     for action in order:
         changes = changes_of(action, costs, timeline.num_stages - 1, training)
-        if last_reader.get(action.stage) == action:
+        placement = homes[action.microbatch]
+        if last_reader.get((action.stage, placement[action.stage])) == action:
             changes.append((action.stage, -at(costs.shared_bytes, action.stage)))
         for stage, change in changes:
             held[placement[stage]] += change

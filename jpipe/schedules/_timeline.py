@@ -1,6 +1,7 @@
 """When each action of a schedule runs, predicted or measured."""
 
 import dataclasses
+import functools
 import statistics
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
@@ -10,6 +11,7 @@ from typing import NamedTuple
 from ._action import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Needs
 from ._alone import least
 from ._costs import Costs, at
+from ._homes import Homes
 
 _FIELD = {
     FORWARD: "forward",
@@ -25,6 +27,15 @@ class MemoryEvent(NamedTuple):
     time: float
     rank: int
     bytes: float
+
+
+class Exchange(NamedTuple):
+    """From ``start`` to ``end`` the ``ranks`` of ``stage`` add up their gradients."""
+
+    stage: int
+    ranks: tuple[int, ...]
+    start: float
+    end: float
 
 
 @dataclass(frozen=True)
@@ -43,6 +54,9 @@ class Timeline:
       memory: what each rank holds from when on: first all ranks before the first
         action, then each change in the order in which it came about.
       costs: what it was predicted from; ``None`` if it was measured.
+      replicas: the ranks of each stage, where several take turns; else empty.
+      exchanges: when such ranks add up their gradients, after the last of a stage: at
+        the end of the step, or hidden behind other stages that still compute.
     """
 
     name: str
@@ -52,6 +66,13 @@ class Timeline:
     end: Mapping[Action, float]
     memory: tuple[MemoryEvent, ...] = ()
     costs: Costs | None = None
+    replicas: tuple[tuple[int, ...], ...] = ()
+    exchanges: tuple[Exchange, ...] = ()
+
+    @functools.cached_property
+    def homes(self) -> Homes:
+        """The placement of each micro-batch."""
+        return Homes(self.placement, self.rows, self.replicas)
 
     @property
     def num_stages(self) -> int:
@@ -62,7 +83,8 @@ class Timeline:
     def makespan(self) -> float:
         """The time from the first start to the last end."""
         first = min(self.start.values(), default=0.0)
-        return max(self.end.values(), default=0.0) - first
+        exchanged = [exchange.end for exchange in self.exchanges]
+        return max([*self.end.values(), *exchanged], default=0.0) - first
 
     @property
     def busy(self) -> tuple[float, ...]:
@@ -71,7 +93,7 @@ class Timeline:
 
     @property
     def idle(self) -> tuple[float, ...]:
-        """The time that each rank spends waiting, within the makespan."""
+        """The time that each rank spends outside of actions, within the makespan."""
         return tuple(self.makespan - time for time in self.busy)
 
     @property
@@ -96,7 +118,7 @@ class Timeline:
             )
         count = max((action.microbatch for action in self.end), default=-1) + 1
         forward_only = all(action.op == FORWARD for action in self.end)
-        return least(self.costs, self.placement, count, forward_only)
+        return least(self.costs, self.homes, count, forward_only)
 
     @property
     def gap(self) -> float:
@@ -182,7 +204,8 @@ class Timeline:
                 busy += [action] if self.end[action] > self.start[action] else []
 
         def arrival(need: Action, action: Action) -> float:
-            moved = self.placement[need.stage] != self.placement[action.stage]
+            where = self.homes[action.microbatch]
+            moved = where[need.stage] != where[action.stage]
             delay = self.costs.transfer(need) if self.costs and moved else 0.0
             return self.end[need] + delay
 
@@ -203,10 +226,8 @@ class Timeline:
         found = []
         for sender, seconds in self.costs.skip_transfers(action) if self.costs else ():
             real = sender if sender in self.end else sender._replace(op=INPUT)
-            if (
-                real in self.end
-                and self.placement[real.stage] != (self.placement[action.stage])
-            ):
+            where = self.homes[action.microbatch]
+            if real in self.end and where[real.stage] != where[action.stage]:
                 found.append((self.end[real] + seconds, real))
         return found
 

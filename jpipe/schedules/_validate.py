@@ -35,6 +35,7 @@ def malformed(
     placement: Any,
     rows: Any,
     forward_only: Any,
+    replicas: Any,
 ) -> Iterator[str]:
     """Fields and cells of another type than they should have, or beyond all size.
 
@@ -45,6 +46,7 @@ def malformed(
         ("placement", placement, tuple | list, "a tuple of ranks"),
         ("rows", rows, tuple | list, "a tuple of rows"),
         ("forward_only", forward_only, bool, "True or False"),
+        ("replicas", replicas, tuple | list, "a tuple of tuples of ranks"),
     ):
         if not isinstance(value, kind):
             yield f"E0 {field} is a {type(value).__name__}, needs {needed}"
@@ -59,6 +61,15 @@ def malformed(
     ):
         if fault := _no_size(rank):
             yield f"E0 placement[{stage}] {fault}"
+    shared: Any = replicas if isinstance(replicas, tuple | list) else ()
+    for stage, ranks in enumerate(shared):
+        at = f"E0 replicas[{stage}]"
+        if not isinstance(ranks, tuple | list):
+            yield f"{at} is a {type(ranks).__name__}, needs a tuple of ranks"
+            continue
+        for rank in ranks:
+            if fault := _no_size(rank):
+                yield f"{at}: a rank {fault}"
     for rank, row in enumerate(rows if isinstance(rows, tuple | list) else ()):
         if not isinstance(row, tuple | list):
             yield f"E0 rows[{rank}] is a {type(row).__name__}, needs a tuple of actions"
@@ -115,7 +126,11 @@ def absent(
 
 
 def faults(
-    rows: Rows, placement: tuple[int, ...], num_microbatches: int, forward_only: bool
+    rows: Rows,
+    placement: tuple[int, ...],
+    num_microbatches: int,
+    forward_only: bool,
+    replicas: tuple[tuple[int, ...], ...] = (),
 ) -> list[str]:
     """What is wrong with a schedule, apart from ranks that wait for each other.
 
@@ -128,12 +143,15 @@ def faults(
       placement: the rank of each stage.
       num_microbatches: the number of micro-batches.
       forward_only: whether there is nothing but forwards.
+      replicas: the ranks of each stage, where several take turns.
 
     Returns:
       A line or more for each fault, beginning with the number of its rule.
     """
+    if found := list(_misshared(placement, replicas)):
+        return found
     found = [
-        *_out_of_place(rows, placement, num_microbatches),
+        *_out_of_place(rows, placement, num_microbatches, replicas),
         *_miscounted(rows, len(placement), num_microbatches, forward_only),
     ]
     found += [] if found else _misordered(rows)
@@ -143,16 +161,42 @@ def faults(
     return found
 
 
+def _misshared(
+    placement: tuple[int, ...], replicas: tuple[tuple[int, ...], ...]
+) -> Iterator[str]:
+    """Ranks of stages that are not those of one stage each, first of all its own."""
+    if replicas and len(replicas) != len(placement):
+        yield f"E4 replicas has {len(replicas)} entries for {len(placement)} stages"
+        return
+    for stage, ranks in enumerate(replicas):
+        if not ranks or ranks[0] != placement[stage] or len(set(ranks)) != len(ranks):
+            yield (
+                f"E4 replicas[{stage}]={tuple(ranks)}: needs different ranks, "
+                f"placement[{stage}]={placement[stage]} first"
+            )
+
+
 def _out_of_place(
-    rows: Rows, placement: tuple[int, ...], num_microbatches: int
+    rows: Rows,
+    placement: tuple[int, ...],
+    num_microbatches: int,
+    replicas: tuple[tuple[int, ...], ...] = (),
 ) -> Iterator[str]:
     """Actions that name something that does not exist or run in the wrong place."""
     last = len(placement) - 1
-    wrong = [s for s, rank in enumerate(placement) if not 0 <= rank < len(rows)]
+    ranks_of = replicas or [(rank,) for rank in placement]
+    wrong = [
+        s
+        for s, ranks in enumerate(ranks_of)
+        if not all(0 <= rank < len(rows) for rank in ranks)
+    ]
     if wrong:
         yield f"E4 stages {wrong} are placed on ranks that are not 0 to {len(rows) - 1}"
     home = {
-        a for rank, row in enumerate(rows) for a in row if _at_home(a, rank, placement)
+        action: rank
+        for rank, row in enumerate(rows)
+        for action in row
+        if 0 <= action.stage <= last and rank in ranks_of[action.stage]
     }
     for rank, row in enumerate(rows):
         for position, action in enumerate(row):
@@ -164,18 +208,15 @@ def _out_of_place(
                 says = f"E2 {action}: the stages are 0 to {last}"
             elif not 0 <= microbatch < num_microbatches:
                 says = f"E3 {action}: the micro-batches are 0 to {num_microbatches - 1}"
-            elif placement[stage] != rank:
-                says = (
-                    f"E4 {action}: stage {stage} is placed on rank {placement[stage]}"
-                )
+            elif rank not in ranks_of[stage]:
+                listed = " or ".join(map(str, ranks_of[stage]))
+                says = f"E4 {action}: stage {stage} is placed on rank {listed}"
                 if op != FORWARD and action._replace(op=FORWARD) in home:
                     says = says.replace("E4", "E10") + ", where its forward runs"
+            elif home.get(forward := action._replace(op=FORWARD), rank) != rank:
+                says = f"E10 {action}: its forward runs on rank {home[forward]}"
             if says is not None:
                 yield _shown(says, row, rank, position)
-
-
-def _at_home(action: Action, rank: int, placement: tuple[int, ...]) -> bool:
-    return 0 <= action.stage < len(placement) and placement[action.stage] == rank
 
 
 def _miscounted(

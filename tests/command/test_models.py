@@ -70,8 +70,9 @@ def test_a_plan_is_that_of_the_library(command, name):
     )
     assert out == (
         f"{plan}\n"
-        "layers: estimated at 1e+12 flops and 1e+11 bytes of memory per second; give "
-        "those of your device by --flops and --memory-bandwidth\n"
+        "layers: estimated at 1e+12 flops and 1e+11 bytes of memory per second, and "
+        "20 µs more for each action; --flops, --memory-bandwidth and --action set "
+        "those of your device\n"
         "optimizer: none was given; planned for the state of optax.adam\n"
         "wrote plan.json\n"
     )
@@ -80,7 +81,7 @@ def test_a_plan_is_that_of_the_library(command, name):
 
 
 def test_choices_are_those_of_the_library(command):
-    options = "--flops 1e14 --memory-bandwidth 1TB --microbatches 4"
+    options = "--flops 1e14 --memory-bandwidth 1TB --action 5us --microbatches 4"
     choices = "--schedule one_f_one_b gpipe --remat full none"
     out = works(command(f"plan model:with_loss {ESTIMATE} {options} {choices}"))
     plan = jpipe.plan(
@@ -95,9 +96,10 @@ def test_choices_are_those_of_the_library(command):
         measure=False,
         peak_flops=1e14,
         memory_bandwidth=1e12,
+        action_seconds=5e-6,
     )
-    says = "layers: estimated at 1e+14 flops and 1e+12 bytes of memory per second"
-    assert out == f"{plan}\n{says}\n"
+    says = "1e+14 flops and 1e+12 bytes of memory per second, and 5 µs more for each"
+    assert out == f"{plan}\nlayers: estimated at {says} action\n"
 
 
 def test_devices_are_those_of_the_machine(command):
@@ -113,7 +115,7 @@ def test_what_readme_types_works(command):
     assert works(command(f"{line} --estimate")).endswith("\nwrote plan.svg\n")
 
 
-@pytest.mark.parametrize("times", ["", "--estimate --flops 1e13"])
+@pytest.mark.parametrize("times", ["", "--estimate --flops 1e13 --action 3us"])
 def test_a_plan_takes_a_saved_profile(command, monkeypatch, times):
     made = works(
         command(f"profile model:with_loss --microbatches 4 {times} --json costs.json")

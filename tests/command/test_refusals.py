@@ -117,6 +117,7 @@ def test_where_there_is_no_module(command, folder, where, parts):
             "--memory-bandwidth 1TB --flops 1e14",
             ["--flops and --memory-bandwidth are for an estimate"],
         ),
+        ("--action 2us", ["--action is for an estimate: give --estimate too"]),
         ("--devices 0", ["--devices: '0': write a whole number of at least 1"]),
         ("--microbatches 8,x", ["--microbatches: 'x': write a whole number"]),
         ("--schedule gpip", ["unknown schedule 'gpip': choose gpipe, "]),

@@ -19,15 +19,15 @@ CLOSE = functools.partial(pytest.approx, abs=0.02)  # what the file is rounded t
 
 
 @functools.cache
-def planned(**options):
+def planned(tx=None, **options):
     return jpipe.plan(
         [nn.Dense(32), nn.tanh, nn.Dense(32), nn.tanh, nn.Dense(4)],
         jax.ShapeDtypeStruct((16, 8), jnp.float32),
-        optax.adam(1e-3),
+        tx or optax.adam(1e-3),
         num_devices=2,
         num_microbatches=4,
         measure=False,
-        **options,
+        **{"action_seconds": 0.0, **options},
     )
 
 
@@ -35,12 +35,14 @@ def test_bars_are_as_long_as_what_they_say():
     plan = planned(schedules="1f1b", memory_limit=1 << 17)
     root = parsed(plan)
     busy = [box["width"] for _, box in boxes(root, "busy: ")]
-    parts = [box for _, box in boxes(root, "parameters|gradients|optimizer|held")]
+    parts = [
+        box for _, box in boxes(root, "parameters|gradients|optimizer|held|workspace")
+    ]
     scale = busy[0] / plan.forecast.busy[0]
     assert busy == [CLOSE(scale * each) for each in plan.forecast.busy]
     totals = [memory.total for memory in plan.forecast.memory]
     for rank, total in enumerate(totals):
-        own = parts[4 * rank : 4 * rank + 4]
+        own = parts[5 * rank : 5 * rank + 5]
         assert len({box["y"] for box in own}) == 1
         own.sort(key=lambda box: box["x"])
         ends = [box["x"] + box["width"] for box in own]
@@ -90,9 +92,18 @@ def test_forwards_that_are_a_part_of_their_backward_ask_for_no_room():
 
 
 def test_what_no_rank_holds_is_not_explained():
-    shown = [text["text"] for text in texts(parsed(planned(schedules="1f1b")))]
-    assert "optimizer" in shown
-    assert "workspace" not in shown  # it was estimated
+    for tx, there in ((optax.adam(1e-3), True), (optax.sgd(0.1), False)):
+        shown = [t["text"] for t in texts(parsed(planned(tx, schedules="1f1b")))]
+        assert ("optimizer" in shown) is there
+        assert "activations held" in shown
+
+
+def test_a_host_that_is_slower_than_the_devices_is_told():
+    plan = planned(schedules="1f1b")
+    slow = dataclasses.replace(plan.forecast, seconds=2 * plan.forecast.seconds)
+    shown = [t["text"] for t in texts(parsed(dataclasses.replace(plan, forecast=slow)))]
+    assert "1f1b: the devices alone, which wait for the host" in shown
+    assert "1f1b" in [t["text"] for t in texts(parsed(plan))]
 
 
 @pytest.mark.parametrize("width", [None, 1500.0])

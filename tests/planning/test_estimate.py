@@ -87,7 +87,7 @@ def test_a_profile_is_sound_and_comes_back_from_a_file(name, tmp_path):
     costs = made.costs([1] * count, remat="none")
     _, expected = pipeline_of(name, "none")
     assert costs.boundary_bytes == [row[0] for row in expected.boundary_bytes]
-    assert costs.forward == [layer.forward for layer in made.layers]
+    assert costs.forward == [x.forward + made.action_seconds for x in made.layers]
     assert sum(partition(made, 2)) == count
 
 

@@ -2,36 +2,15 @@
 
 import itertools
 import random
-from pathlib import Path
 
 import pytest
 
+from jpipe import replicate
 from jpipe.planning._profile import LayerProfile, Profile
-from jpipe.planning._replicas import replicate
 
 from .chains import every_cut, profile
+from .published import PUBLISHED, read
 
-SHARED = Path(__file__).parents[2].parent / "shared"
-
-
-def read(name):
-    return Profile.from_text((SHARED / name).read_text())
-
-
-# Profile, devices, straight, transfers; the bottleneck and the speed-up as published.
-PUBLISHED = [
-    ("vgg16", 4, False, True, 0.205520896, 3.272),
-    ("vgg16", 4, False, False, 0.175732624, 3.827),
-    ("vgg16", 8, False, True, 0.103833170, 6.477),
-    ("vgg16", 8, False, False, 0.09351323, 7.192),
-    ("vgg16", 4, True, True, 0.411041792, 1.636),
-    ("vgg16", 8, True, True, 0.411041792, 1.636),
-    ("resnet101", 4, False, True, 0.116555, 3.527),
-    ("resnet101", 8, False, True, 0.096591656, 4.256),
-    ("resnet101", 8, False, False, 0.052125, 7.887),
-    ("alexnet", 4, False, True, 0.034217141, 2.493),
-    ("alexnet", 8, False, True, 0.018874368, 4.520),
-]
 STAGES = {
     ("vgg16", 4, True): ((0, 17, 3), (17, 40, 1)),
     ("vgg16", 4, False): ((0, 15, 3), (15, 40, 1)),
@@ -191,7 +170,11 @@ def test_a_plan_says_what_it_leaves_idle():
     assert str(plan) == (
         "16 s a step on 1 device, 1.000 times as fast as one\n"
         "2 of 3 devices are left idle: with them a step would take no less\n"
-        "stage 0: layers 0 to 1, 1 device, 4 s"
+        "4 s through all stages and back, 3 times 4 s in stage 0, the slowest; and "
+        "0 s exchange of gradients that nothing hides\n"
+        "a step of 4 micro-batches, simulated: 16 s, 0 s of it exchange\n"
+        "stage  layers  devices  computes  exchange  transfers\n"
+        "    0  0 to 1        1       4 s       0 s"
     )
 
 
@@ -210,7 +193,13 @@ def test_all_faults_are_told_at_once():
         "objective='step' needs num_microbatches=",
     ):
         assert says in str(refusal.value)
+    with pytest.raises(ValueError, match="profile is a list; needs what") as refusal:
+        replicate([1.0, 2.0], 0, bandwidth=[1])
+    assert "num_devices=0;" in str(refusal.value)
+    assert "bandwidth=[1]; needs bytes per second" in str(refusal.value)
     one = Profile((LayerProfile("a", 1.0, 1.0),))
+    with pytest.raises(ValueError, match="bandwidth=True; needs bytes per second"):
+        replicate(one, 1, bandwidth=True)
     with pytest.raises(ValueError, match="num_devices=2 is more than the 1 layers"):
         replicate(one, 2, bandwidth=1.0, straight=True)
     with pytest.raises(ValueError, match="objective='fast'; needs 'steady' or 'step'"):

@@ -1,0 +1,186 @@
+"""The best of the candidates as a plan, and why it is that."""
+
+import os
+from collections.abc import Iterable, Sequence
+
+from ..schedules import lower_bound
+from ._forecast import Candidate
+from ._made import measured_on_cpu
+from ._plan import Forecast, Plan, StagePlan
+from ._search import Space
+from ._units import duration, size
+
+
+def chosen(candidates: Sequence[Candidate], space: Space) -> Plan:
+    """The best of the candidates, with the reasons.
+
+    Args:
+      candidates: from `search`.
+      space: what they were chosen from.
+
+    Returns:
+      The plan.
+
+    Raises:
+      ValueError: if none fits: with what is short, where, by how much, and what would.
+    """
+    best = candidates[0]
+    if not best.fits(space.hardware):
+        raise ValueError(_nothing_fits(best, space))
+    costs = best.timeline.costs
+    assert costs is not None
+    sent = _sent(best)
+    return Plan(
+        stages=tuple(_stages(best, space)),
+        schedule=best.schedule,
+        skips=tuple(_skips(best)),
+        forecast=Forecast(
+            seconds=best.seconds,
+            bound=lower_bound(
+                costs,
+                best.schedule.num_ranks,
+                best.schedule.num_microbatches,
+                placement=best.schedule.placement,
+            ),
+            bubble=best.bubble,
+            busy=best.timeline.busy,
+            memory=best.memory,
+            costs=costs,
+            memory_limit=space.hardware.memory_limit,
+            sent_bytes=sent,
+            reasons=(
+                *_reasons(best, candidates, space, sent),
+                *_shared_cores(best),
+            ),
+        ),
+    )
+
+
+def _reasons(
+    best: Candidate, candidates: Sequence[Candidate], space: Space, sent: int
+) -> Iterable[str]:
+    """Why this one, in sentences."""
+    timeline, hardware = best.timeline, space.hardware
+    rank = timeline.bottleneck
+    stages = [s for s, at in enumerate(timeline.placement) if at == rank]
+    named = " and ".join(map(str, stages))
+    yield (
+        f"bottleneck: rank {rank} (stage {named}) computes "
+        f"{duration(timeline.busy[rank])} of {duration(best.seconds)}"
+    )
+    if best.host > timeline.makespan:
+        yield (
+            f"host: one thread has all programs and transfers run, which takes "
+            f"{duration(best.host)}, more than the devices need: "
+            f"{duration(timeline.makespan)}"
+        )
+    fullest = max(range(len(best.memory)), key=lambda r: best.memory[r].total)
+    room = ""
+    if hardware.memory_limit is not None:
+        left = hardware.memory_limit - best.memory[fullest].total
+        room = f", {size(left)} below the limit"
+    yield f"memory: rank {fullest} needs most, {size(best.memory[fullest].total)}{room}"
+    slow = "" if hardware.bandwidth else "; they were taken to cost no time"
+    yield f"transfers: {size(sent)} a step between devices{slow}"
+    others = [c for c in candidates[1:] if c.fits(hardware) and not _same(c, best)]
+    if others:
+        more = others[0].seconds / best.seconds - 1
+        yield f"runner-up: {others[0]}: {duration(others[0].seconds)}, {more:.1%} more"
+    idle = hardware.num_devices - best.schedule.num_ranks
+    if idle:
+        full = [
+            c
+            for c in candidates
+            if c.schedule.num_ranks == hardware.num_devices and c.fits(hardware)
+        ]
+        instead = (
+            f"with all {hardware.num_devices} it would take {duration(full[0].seconds)}"
+            if full
+            else f"nothing that uses all {hardware.num_devices} was found"
+        )
+        yield f"{idle} of {hardware.num_devices} devices are left idle: {instead}"
+
+
+def _shared_cores(best: Candidate) -> Iterable[str]:
+    """That devices wait for each other's cores, if the profile was measured on some."""
+    ranks, cores = best.schedule.num_ranks, os.cpu_count() or 1
+    if ranks > cores and measured_on_cpu(best.profile.made):
+        yield (
+            f"cores: {ranks} devices share the {cores} cores of this machine, each "
+            f"layer was measured with all of them to itself: a step will take longer "
+            f"than predicted"
+        )
+
+
+def _same(one: Candidate, other: Candidate) -> bool:
+    """Whether two differ in nothing but what they keep and how they are called."""
+    orders = one.schedule.rows, other.schedule.rows
+    return one.balance == other.balance and orders[0] == orders[1]
+
+
+def _nothing_fits(nearest: Candidate, space: Space) -> str:
+    limit = space.hardware.memory_limit
+    assert limit is not None
+    lines = []
+    for rank, memory in enumerate(nearest.memory):
+        if memory.total > limit:
+            lines.append(
+                f"rank {rank} needs {size(memory.total)}, {size(memory.total - limit)} "
+                f"more than it has: parameters {size(memory.parameters)}, gradients "
+                f"{size(memory.gradients)}, optimizer {size(memory.optimizer)}, "
+                f"activations {size(memory.held)}, workspace {size(memory.workspace)}"
+            )
+    return (
+        f"memory_limit={limit:,} bytes on {space.hardware.num_devices} devices: no "
+        f"plan fits. The nearest is {nearest}:\n  * "
+        + "\n  * ".join(lines)
+        + f"\nIt fits {nearest.schedule.num_ranks} devices of "
+        f"{size(nearest.most_bytes)}; else take more devices (num_devices=), smaller "
+        f"micro-batches (num_microbatches=) or a smaller model"
+    )
+
+
+def _sent(best: Candidate) -> int:
+    """The bytes that cross between ranks in a step."""
+    costs, placement = best.timeline.costs, best.timeline.placement
+    assert costs is not None
+    count = best.schedule.num_microbatches
+    total = 0
+    for stage in range(1, len(placement)):
+        if placement[stage] != placement[stage - 1]:
+            total += costs.boundary_bytes[stage] + costs.cotangent(stage, 0)
+    for skip in costs.skips:
+        if placement[skip.source] != placement[skip.target]:
+            total += skip.bytes + skip.cotangent_bytes
+    return int(total * count)
+
+
+def _stages(best: Candidate, space: Space) -> Iterable[StagePlan]:
+    first, profile = 0, best.profile
+    for index, count in enumerate(best.balance):
+        stop = first + count
+        own = profile.layers[first:stop]
+        rank = best.schedule.placement[index]
+        yield StagePlan(
+            index=index,
+            rank=rank,
+            device=f"rank {rank}",
+            layers=tuple(layer.name for layer in own),
+            remat=best.remat[index],
+            num_params=sum(layer.num_params for layer in own),
+            param_bytes=sum(layer.param_bytes for layer in own),
+            held_bytes=best.held[index],
+            kept={
+                mode: profile.kept_bytes(first, stop, mode)
+                for mode in dict.fromkeys(["full", *space.remats])
+            },
+        )
+        first = stop
+
+
+def _skips(best: Candidate) -> Iterable[tuple[str, int, int]]:
+    stage_of = [s for s, count in enumerate(best.balance) for _ in range(count)]
+    for skip in best.profile.skips:
+        source, target = stage_of[skip.source], stage_of[skip.target]
+        if source != target:
+            yield skip.name, source, target

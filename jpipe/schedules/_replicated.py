@@ -1,0 +1,107 @@
+"""Stages with several ranks each, which take turns."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from ._action import BACKWARD, FORWARD, Action
+from ._schedule import Schedule
+from ._simulate import ScheduleError
+
+
+def replicated(
+    replicas: Sequence[int], num_microbatches: int, *, eager: bool = False
+) -> Schedule:
+    """1F1B with several ranks per stage: micro-batch i runs on the (i mod r)-th of r.
+
+    A rank of stage s with r ranks warms up with k forwards, where the ranks of the
+    next stage, r' of them, do with k': the least with ``k r >= (k' + 1) r'``. With
+    this much in flight nothing waits for itself: in the steady state the time from one
+    micro-batch to the next is that of the slowest stage, forward and backward divided
+    by its number of ranks. Where it divides evenly, stage 0 has as many micro-batches
+    in flight as there are ranks: PipeDream's number.
+
+    Args:
+      replicas: the number of ranks of each stage.
+      num_microbatches: the number of micro-batches, any positive number.
+      eager: whether transfers are counted as stages of their own, on as many links as
+        the side with fewer ranks has: they are hidden, as in `eager_one_f_one_b`.
+
+    Returns:
+      A valid schedule, for `Schedule.simulate` and pictures; no pipeline runs it.
+
+    Raises:
+      ScheduleError: with every number that is no int of at least 1.
+
+    Example:
+      >>> print(replicated([2, 1], 4))
+      1f1b, replicas 2-1: 3 ranks, 2 stages, 4 micro-batches, bubble 46.7 %
+      rank 0 |F0 F2 .  .  B0 B0 .  .  .  .  B2 B2 .  .  . |
+      rank 1 |F1 F3 .  .  .  .  .  B1 B1 .  .  .  .  B3 B3|
+      rank 2 |.  F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 .  . |
+
+    References:
+      Narayanan et al., `PipeDream <https://doi.org/10.1145/3341301.3359646>`_ (2019):
+      there "1F1B-RR".
+    """
+    _check(replicas, num_microbatches)
+    counts = _warmups(with_links(replicas))[::2] if eager else _warmups(replicas)
+    ends = [sum(replicas[: s + 1]) for s in range(len(replicas))]
+    ranks = tuple(
+        tuple(range(end - r, end)) for end, r in zip(ends, replicas, strict=True)
+    )
+    rows = tuple(
+        _row(stage, range(first, num_microbatches, r), counts[stage])
+        for stage, r in enumerate(replicas)
+        for first in range(r)
+    )
+    name = f"{'eager ' * eager}1f1b, replicas {'-'.join(map(str, replicas))}"
+    placement = tuple(own[0] for own in ranks)
+    several = ranks if max(replicas) > 1 else ()
+    return Schedule(
+        name, len(replicas), num_microbatches, placement, rows, replicas=several
+    )
+
+
+def _check(replicas: Any, num_microbatches: Any) -> None:
+    listed = isinstance(replicas, Sequence) and not isinstance(replicas, str)
+    numbers = {"num_microbatches": num_microbatches}
+    if listed:
+        numbers |= {f"replicas[{s}]": number for s, number in enumerate(replicas)}
+    wrong = [
+        f"{name}={number!r}"
+        for name, number in numbers.items()
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1
+    ]
+    wrong += [] if listed and replicas else [f"replicas={replicas!r}"]
+    if wrong:
+        raise ScheduleError(
+            f"replicated: {', '.join(wrong)}: needs ints of at least 1, in replicas= "
+            f"one for each stage"
+        )
+
+
+def with_links(replicas: Sequence[int]) -> list[int]:
+    """The numbers of ranks with the links between them as stages of their own."""
+    found = [replicas[0]]
+    for one, other in itertools.pairwise(replicas):
+        found += [min(one, other), other]
+    return found
+
+
+def _warmups(replicas: Sequence[int]) -> list[int]:
+    """The forwards before the first backward on the ranks of each stage."""
+    counts = [0]
+    for after, own in zip(replicas[:0:-1], replicas[-2::-1], strict=True):
+        counts.append(math.ceil((counts[-1] + 1) * after / own))
+    return counts[::-1]
+
+
+def _row(stage: int, own: range, warmup: int) -> tuple[Action, ...]:
+    """So many forwards, then one and one, then the backwards that are left."""
+    cells = [Action(FORWARD, stage, i) for i in own[:warmup]]
+    for k, i in enumerate(own):
+        cells += [Action(FORWARD, stage, j) for j in own[k + warmup :][:1]]
+        cells.append(Action(BACKWARD, stage, i))
+    return tuple(cells)

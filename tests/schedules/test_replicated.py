@@ -1,0 +1,244 @@
+"""Stages with several ranks that take turns: orders, rules, times, memory."""
+
+import dataclasses
+import json
+import math
+import random
+
+import pytest
+
+from jpipe import pipeline
+from jpipe.schedules import (
+    Action,
+    Costs,
+    Exchange,
+    Schedule,
+    ScheduleError,
+    compare,
+    one_f_one_b,
+    replicated,
+)
+
+# PipeDream's figure with a flush: stages of 3, 2, 2 and 1 units on 3, 2, 2 and 1 ranks.
+FIGURE = """
+F0 F0 F0 F3 F3 F3 F6 F6 F6 . . . . B0 B0 B0 F9 F9 F9 B3 B3 B3 . . . B6 B6 B6 . . . \
+B9 B9 B9 . . . .
+F1 F1 F1 F4 F4 F4 F7 F7 F7 . . . . . . B1 B1 B1 F10 F10 F10 B4 B4 B4 . . . B7 B7 B7 \
+. . . B10 B10 B10 . .
+F2 F2 F2 F5 F5 F5 F8 F8 F8 . . . . . . . . B2 B2 B2 F11 F11 F11 B5 B5 B5 . . . B8 B8 \
+B8 . . . B11 B11 B11
+. . . F0 F0 F2 F2 F4 F4 . . B0 B0 F6 F6 B2 B2 F8 F8 B4 B4 F10 F10 B6 B6 . . B8 B8 . . \
+B10 B10 . . . . .
+. . . F1 F1 . F3 F3 F5 F5 . . . B1 B1 F7 F7 B3 B3 F9 F9 B5 B5 F11 F11 B7 B7 . . B9 B9 \
+. . B11 B11 . . .
+. . . . . F0 F0 F2 F2 B0 B0 F4 F4 B2 B2 F6 F6 B4 B4 F8 F8 B6 B6 F10 F10 B8 B8 . . B10 \
+B10 . . . . . . .
+. . . . . F1 F1 . F3 F3 . B1 B1 F5 F5 B3 B3 F7 F7 B5 B5 F9 F9 B7 B7 F11 F11 B9 B9 . . \
+B11 B11 . . . . .
+. . . . . . . F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7 F8 B8 F9 B9 F10 B10 F11 \
+B11 . . . . . . .
+"""
+
+
+def costs_of(times, back=1.0):
+    return Costs(forward=list(times), backward=[back * time for time in times])
+
+
+def test_the_figure_of_pipedream():
+    timeline = replicated([3, 2, 2, 1], 12).simulate(costs_of([3, 2, 2, 1]))
+    rows = [row.split("|")[1].split() for row in timeline.to_text().splitlines()]
+    assert rows == [line.split() for line in FIGURE.split("\n") if line]
+    assert timeline.peak_bytes == (3, 3, 3, 3, 3, 2, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "counts", "makespans"),
+    [
+        ([3, 2, 2, 1], (8, 12, 16, 32, 64), (45, 57, 69, 117, 213)),
+        ([2, 1, 1], (8,), (33,)),
+        ([2, 2, 2, 2], (8,), (42,)),
+    ],
+)
+def test_balanced_stages_take_what_they_must(replicas, counts, makespans):
+    """The sum over all stages but the last, and the slowest for each micro-batch."""
+    costs = costs_of(replicas, back=2.0)
+    for count, makespan in zip(counts, makespans, strict=True):
+        timeline = replicated(replicas, count).simulate(costs)
+        assert timeline.makespan == makespan
+        assert makespan == 3 * count + 3 * sum(replicas[:-1])
+
+
+def between(timeline, replicas):
+    """The time from one micro-batch to the next, in the middle of a step."""
+    count = max(a.microbatch for a in timeline.start) + 1
+    turn = math.lcm(*replicas)
+    first, last = count // 3, count // 3 + count // 3 // turn * turn
+    ends = [timeline.end[Action("B", 0, i)] for i in (first, last)]
+    return (ends[1] - ends[0]) / (last - first)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_nothing_but_the_slowest_stage_counts_in_the_steady_state(seed):
+    rng = random.Random(seed)
+    replicas = [rng.randint(1, 4) for _ in range(rng.randint(1, 5))]
+    forward = [rng.random() for _ in replicas]
+    backward = [3 * rng.random() for _ in replicas]
+    slowest = max(
+        (f + b) / r for f, b, r in zip(forward, backward, replicas, strict=True)
+    )
+    timeline = (
+        replicated(replicas, 240, eager=rng.random() < 0.5)
+        .validate()
+        .simulate(Costs(forward=forward, backward=backward))
+    )
+    assert between(timeline, replicas) == pytest.approx(slowest, rel=1e-9)
+    assert timeline.lower_bound <= timeline.makespan * (1 + 1e-12)
+
+
+def test_in_flight_are_as_many_as_pipedream_says_where_that_is_enough():
+    def peaks(replicas):
+        timeline = replicated(replicas, 100).simulate()
+        ends = [sum(replicas[:s]) for s in range(len(replicas))]
+        return [timeline.peak_bytes[end] for end in ends]
+
+    for replicas in ([3, 2, 2, 1], [7, 1], [2, 2, 2, 2], [1, 1, 1], [2, 1, 1]):
+        total = sum(replicas)
+        assert peaks(replicas) == [
+            (total - 1 - sum(replicas[:s])) // own + 1 for s, own in enumerate(replicas)
+        ]
+    # Four after three: with two in warm-up on each of the three, all would wait.
+    assert peaks([3, 4, 1]) == [4, 2, 1]
+    fewer = replicated([3, 4, 1], 240)
+    rows = []
+    for first, row in enumerate(fewer.rows[:3]):
+        own = [a.microbatch for a in row if a.op == "F"]
+        cells = [Action("F", 0, i) for i in own[:2]]
+        for i, later in zip(own, [*own[2:], None, None], strict=True):
+            cells += [] if later is None else [Action("F", 0, later)]
+            cells.append(Action("B", 0, i))
+        rows.append(tuple(cells))
+        assert own[0] == first
+    fewer = dataclasses.replace(fewer, rows=(*rows, *fewer.rows[3:])).validate()
+    costs = costs_of([3, 4, 1])
+    assert between(fewer.simulate(costs), [3, 4, 1]) > 2.3
+    enough = replicated([3, 4, 1], 240).simulate(costs)
+    assert between(enough, [3, 4, 1]) == pytest.approx(2.0)
+
+
+def test_transfers_are_hidden_where_they_are_counted():
+    costs = dataclasses.replace(costs_of([1, 1]), latency=1.0)
+    waits = replicated([2, 2], 60).simulate(costs)
+    assert between(waits, [2, 2]) == pytest.approx(1.5)
+    hidden = replicated([2, 2], 60, eager=True).simulate(costs)
+    assert between(hidden, [2, 2]) == pytest.approx(1.0)
+
+
+def test_one_rank_per_stage_is_1f1b():
+    one, other = replicated([1, 1, 1], 5), one_f_one_b(3, 5)
+    assert (one.rows, one.placement, one.replicas) == (other.rows, (0, 1, 2), ())
+
+
+def test_memory_is_that_of_the_micro_batches_of_a_rank():
+    costs = Costs(
+        residual_bytes=[8, 16],
+        boundary_bytes=[1, 2],
+        parameter_bytes=[100, 200],
+        accumulator_bytes=[1000, 2000],
+        extra_bytes=[0, 4],
+    )
+    timeline = replicated([2, 1], 3).simulate(costs)
+    start = {event.rank: event.bytes for event in timeline.memory[:3]}
+    # Both ranks of stage 0 have its parameters; inputs are there from the start.
+    assert start == {0: 1100 + 2, 1: 1100 + 1, 2: 2200 + 3 * 4}
+    last = {event.rank: event.bytes for event in timeline.memory}
+    assert last == {0: 1100, 1: 1100, 2: 2200}
+    assert timeline.peak_bytes[:2] == (1100 + 16 + 2, 1100 + 8 + 2)
+
+
+def test_the_exchange_of_gradients_is_at_the_end_or_hidden():
+    schedule, costs = replicated([2, 2], 4), costs_of([1, 1])
+    plain = schedule.simulate(costs)
+    ends = [max(plain.end[Action("B", s, i)] for i in range(4)) for s in (0, 1)]
+    assert ends == [6.0, 5.0]
+    shown = schedule.simulate(dataclasses.replace(costs, exchange=[0.0, 3.0]))
+    assert shown.exchanges == (Exchange(1, (2, 3), 5.0, 8.0),)
+    assert shown.makespan == 8.0
+    hidden = schedule.simulate(dataclasses.replace(costs, exchange=[0.0, 1.0]))
+    assert hidden.makespan == plain.makespan == 6.0
+    assert hidden.start == plain.start
+    assert schedule.forwards().simulate(dataclasses.replace(costs, exchange=3.0)) == (
+        dataclasses.replace(
+            schedule.forwards().simulate(costs),
+            costs=dataclasses.replace(costs, exchange=3.0),
+        )
+    )
+
+
+def test_json_keeps_who_shares_a_stage():
+    schedule = replicated([3, 1, 2], 7)
+    assert Schedule.from_json(schedule.to_json()) == schedule
+    # Written before stages had several ranks.
+    fields = json.loads(one_f_one_b(2, 2).to_json())
+    del fields["replicas"]
+    assert Schedule.from_json(json.dumps(fields)) == one_f_one_b(2, 2)
+    # A text does not say it, so it is refused and not guessed.
+    with pytest.raises(ScheduleError, match="E4 0F1: stage 0 is placed on rank 0"):
+        Schedule.from_text(replicated([2, 1], 2).to_text())
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"replicas": ((0, 1),)}, "E4 replicas has 1 entries for 2 stages"),
+        (
+            {"replicas": ((1, 0), (2,))},
+            "E4 replicas[0]=(1, 0): needs different ranks, placement[0]=0 first",
+        ),
+        ({"replicas": ((0, 0), (2,))}, "E4 replicas[0]=(0, 0): needs different"),
+        ({"replicas": ((0, 1), ())}, "E4 replicas[1]=(): needs different ranks"),
+        ({"replicas": ((0, 3), (2,))}, "E4 stages [0] are placed on ranks that are"),
+        ({"replicas": ((0,), (2,))}, "E4 0F1: stage 0 is placed on rank 0"),
+        ({"replicas": 3}, "E0 replicas is a int, needs a tuple of tuples of ranks"),
+        ({"replicas": (0, (2,))}, "E0 replicas[0] is a int, needs a tuple of ranks"),
+        ({"replicas": (("a",), (2,))}, "E0 replicas[0]: a rank is a str, needs an int"),
+    ],
+)
+def test_who_shares_a_stage_is_checked(change, says):
+    schedule = dataclasses.replace(replicated([2, 1], 2), **change)
+    with pytest.raises(ScheduleError) as refusal:
+        schedule.validate()
+    assert says in str(refusal.value)
+
+
+def test_a_backward_runs_where_its_forward_ran():
+    schedule = replicated([2, 1], 2)
+    first, second, last = schedule.rows
+    rows = (first[:1] + second[1:], second[:1] + first[1:], last)
+    with pytest.raises(
+        ScheduleError, match=r"E10 0B1: its forward runs on rank 1 \(rank 0"
+    ):
+        dataclasses.replace(schedule, rows=rows).validate()
+
+
+def test_no_pipeline_runs_it_by_mistake():
+    with pytest.raises(ValueError, match="several ranks that take turns at a stage"):
+        pipeline([lambda x: x] * 2, 2, schedule=replicated([2, 1], 2))
+
+
+def test_bad_numbers_are_named_together():
+    with pytest.raises(ScheduleError) as refusal:
+        replicated([1, 0, 2.0, True], "3")
+    assert str(refusal.value) == (
+        "replicated: num_microbatches='3', replicas[1]=0, replicas[2]=2.0, "
+        "replicas[3]=True: needs ints of at least 1, in replicas= one for each stage"
+    )
+    for nothing in ([], 3, "31", None):
+        with pytest.raises(ScheduleError, match="replicated: replicas="):
+            replicated(nothing, 1)
+
+
+def test_beside_others_a_shared_stage_has_the_layers_of_its_ranks():
+    shared, single = replicated([2, 2], 8), one_f_one_b(4, 8)
+    each = compare([shared, single], Costs(forward=1.0, backward=2.0)).timelines
+    assert [sum(timeline.busy) for timeline in each] == [96.0, 96.0]
+    assert each[0].makespan == shared.simulate(Costs(2.0, 4.0)).makespan == 30.0
