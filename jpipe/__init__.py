@@ -6,41 +6,80 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 from . import schedules as schedules
-from ._layers._layer import Stage as Stage
-from ._layers._method import layer as layer
-from ._layers._skip import isolate as isolate
-from ._layers._skip import pop as pop
-from ._layers._skip import stash as stash
-from ._pipeline import Pipeline as Pipeline
-from ._report import Report as Report
-from ._train._state import TrainState as TrainState
-from ._train._step import TrainStep as TrainStep
-from ._transform import pipeline as pipeline
-from ._transform import sequential as sequential
-from .planning._plan import Plan as Plan
 
 if _TYPE_CHECKING:
     from . import draw as draw
+    from ._layers._layer import Stage as Stage
+    from ._layers._method import layer as layer
+    from ._layers._skip import isolate as isolate
+    from ._layers._skip import pop as pop
+    from ._layers._skip import stash as stash
+    from ._pipeline import Pipeline as Pipeline
+    from ._report import Report as Report
+    from ._train._state import TrainState as TrainState
+    from ._train._step import TrainStep as TrainStep
+    from ._transform import pipeline as pipeline
+    from ._transform import sequential as sequential
     from .planning._decide import plan as plan
     from .planning._partition import partition as partition
+    from .planning._plan import Plan as Plan
     from .planning._profiler import profile as profile
     from .planning._replicas import replicate as replicate
     from .planning._replicated import Replicated as Replicated
 
-_PLANNING = {
-    "plan": "jpipe.planning._decide",
-    "partition": "jpipe.planning._partition",
-    "profile": "jpipe.planning._profiler",
-    "replicate": "jpipe.planning._replicas",
-    "Replicated": "jpipe.planning._replicated",
+# Imported when they are asked for: the command line draws schedules without JAX, and a
+# step draws nothing and plans nothing.
+_HOME = {
+    "Pipeline": "._pipeline",
+    "Plan": ".planning._plan",
+    "Replicated": ".planning._replicated",
+    "Report": "._report",
+    "Stage": "._layers._layer",
+    "TrainState": "._train._state",
+    "TrainStep": "._train._step",
+    "isolate": "._layers._skip",
+    "layer": "._layers._method",
+    "partition": ".planning._partition",
+    "pipeline": "._transform",
+    "plan": ".planning._decide",
+    "pop": "._layers._skip",
+    "profile": ".planning._profiler",
+    "replicate": ".planning._replicas",
+    "sequential": "._transform",
+    "stash": "._layers._skip",
 }
 __version__ = _version("jpipe")
+__all__ = [
+    "Pipeline",
+    "Plan",
+    "Replicated",
+    "Report",
+    "Stage",
+    "TrainState",
+    "TrainStep",
+    "draw",
+    "isolate",
+    "layer",
+    "partition",
+    "pipeline",
+    "plan",
+    "pop",
+    "profile",
+    "replicate",
+    "schedules",
+    "sequential",
+    "stash",
+]
 
 
 def __getattr__(name: str) -> _Any:
-    # A step draws nothing and plans nothing.
     if name == "draw":
-        return _importlib.import_module("jpipe.draw")
-    if name in _PLANNING:
-        return getattr(_importlib.import_module(_PLANNING[name]), name)
-    raise AttributeError(f"module 'jpipe' has no attribute {name!r}")
+        return _importlib.import_module(".draw", __name__)
+    if name not in _HOME:
+        raise AttributeError(f"module 'jpipe' has no attribute {name!r}")
+    found = getattr(_importlib.import_module(_HOME[name], __name__), name)
+    return globals().setdefault(name, found)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,40 +1,55 @@
-"""A plan as bars: what each rank computes and holds, under the limit."""
+"""Rows of two bars, of time and of bytes, each made of parts."""
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 from . import _palette as palette
-from ._frame import LABEL, amount
+from ._frame import LABEL, amount, number
 from ._shapes import Path, Picture, Rect, Shape, Text, centred, shortened, text_width
 
-# From what stays to what comes and goes.
-_PARTS = {
-    "parameters": "#6b5b95",
-    "gradients": "#0072b2",
-    "optimizer": "#56b4e9",
-    "held": "#e69f00",
-    "workspace": "#b4bcc6",
-}
-_WIDTH, _TOP, _BAR, _PITCH, _GAP = 890.0, 46.0, 22.0, 32.0, 40.0
-_LEFT, _RIGHT = 230.0, 84.0
+_TOP, _BAR, _PITCH, _LEGEND = 46.0, 22.0, 30.0, 26.0
+_MARGIN, _LEFT, _BETWEEN = 14.0, 230.0, 28.0
 _LIMIT = "#cc0000"
+_FAR = 8  # times what is needed most
 
 
-@runtime_checkable
-class Planned(Protocol):
-    """A plan, as far as it is drawn: see `jpipe.Plan`."""
+class Part(NamedTuple):
+    """A part of a bar; its colour, and what a mouse that rests on it shows."""
 
-    @property
-    def forecast(self) -> Any:
-        """What it would take."""
+    size: float
+    fill: str
+    says: str
 
-    @property
-    def schedule(self) -> Any:
-        """Who runs what when."""
 
-    @property
-    def stages(self) -> Any:
-        """What each stage is."""
+class Row(NamedTuple):
+    """What is written before, between and behind the two bars, and their parts."""
+
+    name: str
+    times: tuple[Part, ...]
+    time: str
+    sizes: tuple[Part, ...]
+    size: str
+
+
+class Bars(NamedTuple):
+    """Rows below each other, on one scale of seconds and one of bytes.
+
+    Attributes:
+      title: above all.
+      heads: above the bars of time, and above those of bytes.
+      rows: from top to bottom.
+      legend: the colours, by what they say.
+      seconds: of which the bars of time are parts, the rest hatched; ``None`` if of
+        nothing.
+      limit: bytes at which a line is drawn; ``None`` for no line.
+    """
+
+    title: str
+    heads: tuple[str, str]
+    rows: tuple[Row, ...]
+    legend: Mapping[str, str]
+    seconds: float | None = None
+    limit: int | None = None
 
 
 class _Side(NamedTuple):
@@ -48,96 +63,77 @@ class _Side(NamedTuple):
         return self.left + (self.right - self.left) * value / (self.most or 1.0)
 
 
-def bars(plan: Planned) -> Picture:
-    """Lays out a plan: for each rank its time in a step, and its memory at the peak.
-
-    Args:
-      plan: from `jpipe.plan`.
-
-    Returns:
-      What `svg` and `png` draw.
-
-    Raises:
-      ValueError: if nobody planned it.
-    """
-    forecast = plan.forecast
-    if forecast is None:
-        raise ValueError("a plan without a forecast: draw what jpipe.plan returns")
-    limit = forecast.memory_limit
-    totals = [memory.total for memory in forecast.memory]
-    middle = _LEFT + (_WIDTH - _LEFT - _RIGHT - _GAP) * 0.45
-    time = _Side(_LEFT, middle, forecast.seconds)
-    room = _Side(middle + _GAP, _WIDTH - _RIGHT, max([*totals, limit or 0]))
-    bottom = _TOP + len(totals) * _PITCH
-    shapes: list[Shape] = [*_titles(plan, time, room)]
-    for rank, total in enumerate(totals):
-        y = _TOP + rank * _PITCH
-        shapes += _name(plan, rank, y)
-        shapes += _time(forecast, rank, time, y)
-        shapes += _memory(forecast.memory[rank], total, room, y)
-    if limit is not None:
-        x = room.x(limit)
-        shapes.append(Path(((x, _TOP - 6), (x, bottom)), stroke=_LIMIT, width=1.5))
-        says = f"limit {amount(limit)}"
-        shapes.append(Text(x, _TOP - 10, says, LABEL - 1, _LIMIT, "middle"))
-    shapes += _legend(bottom + 8)
-    says = f"{plan.schedule.name}: {forecast.seconds:.3g} s a step, " + ", ".join(
-        f"rank {rank} {amount(total)}" for rank, total in enumerate(totals)
-    )
-    return Picture(_WIDTH, bottom + 34, tuple(shapes), says)
+def picture(bars: Bars, width: float) -> Picture:
+    """Lays bars out on a page of that width."""
+    height = _TOP + len(bars.rows) * _PITCH + _LEGEND
+    return Picture(width, height, tuple(_shapes(bars, width)), bars.title)
 
 
-def _titles(plan: Planned, time: _Side, room: _Side) -> Iterator[Shape]:
-    forecast = plan.forecast
-    says = (
-        f"{plan.schedule.name}, {plan.schedule.num_microbatches} micro-batches, "
-        f"{forecast.seconds * 1e3:.4g} ms a step predicted"
-    )
-    yield Text(14.0, 18.0, says, 13.0, palette.INK, bold=True)
-    yield Text(time.left, _TOP - 10, "busy in a step", LABEL - 1, palette.GREY)
-    yield Text(room.left, _TOP - 10, "memory at the peak", LABEL - 1, palette.GREY)
+def _shapes(bars: Bars, width: float) -> Iterator[Shape]:
+    after = [
+        8 + max(text_width(says, LABEL) for says in column)
+        for column in zip(*((row.time, row.size) for row in bars.rows), strict=True)
+    ]
+    part = (width - _LEFT - sum(after) - _BETWEEN - _MARGIN) / 2
+    longest = max(sum(p.size for p in row.times) for row in bars.rows)
+    largest = max(sum(p.size for p in row.sizes) for row in bars.rows)
+    time = _Side(_LEFT, _LEFT + part, bars.seconds or longest)
+    left = time.right + after[0] + _BETWEEN
+    # Under a line that is far away nobody would see the bars.
+    far = bars.limit is not None and bars.limit > _FAR * largest
+    room = _Side(left, left + part, max(largest, 0 if far else bars.limit or 0))
+    bottom = _TOP + len(bars.rows) * _PITCH
+    title = shortened(bars.title, 13.0 * 1.1, width - 2 * _MARGIN)  # bold is wider
+    yield Text(_MARGIN, 18.0, title, 13.0, palette.INK, bold=True)
+    for head, side in zip(bars.heads, (time, room), strict=True):
+        yield Text(side.left, _TOP - 10, head, LABEL - 1, palette.GREY)
+    if bars.limit is not None:
+        x, says = room.right, f"limit {size(bars.limit)}"
+        if not far:
+            x = room.x(bars.limit)
+            yield Path(((x, _TOP - 6), (x, bottom)), stroke=_LIMIT, width=1.5)
+        yield Text(x, _TOP - 10, says, LABEL - 1, _LIMIT, "middle")
+    for i, row in enumerate(bars.rows):
+        yield from _row(row, time, room, _TOP + i * _PITCH, bars.seconds is not None)
+    yield from _legend(bars.legend, bottom)
 
 
-def _name(plan: Planned, rank: int, y: float) -> Iterator[Shape]:
-    """The rank, and how many layers of which stages it has."""
-    own = [stage for stage in plan.stages if stage.rank == rank]
-    counts = " + ".join(str(len(stage.layers)) for stage in own)
-    modes = " and ".join(dict.fromkeys(stage.remat for stage in own))
-    says = f"rank {rank}: {counts} layers, {modes}"
-    shown = shortened(says, LABEL, _LEFT - 24)
-    yield Text(
-        _LEFT - 8, centred(y + _BAR / 2, LABEL), shown, LABEL, palette.INK, "end"
-    )
-
-
-def _time(forecast: Any, rank: int, side: _Side, y: float) -> Iterator[Shape]:
-    busy = forecast.busy[rank]
-    share = f"{busy / forecast.seconds:.0%}" if forecast.seconds else ""
-    end = side.x(busy)
-    yield Rect(side.left, y, side.right - side.left, _BAR, palette.HATCH, hatched=True)
-    fill = palette.OPS["W"]
-    yield Rect(side.left, y, end - side.left, _BAR, fill, f"{busy * 1e3:.4g} ms")
-    ink = palette.ink_on(fill)
+def _row(
+    row: Row, time: _Side, room: _Side, y: float, of_a_whole: bool
+) -> Iterator[Shape]:
     middle = centred(y + _BAR / 2, LABEL)
-    yield Text(side.left + 6, middle, share, LABEL, ink)
+    name = shortened(row.name, LABEL, _LEFT - 8 - _MARGIN)
+    yield Text(_LEFT - 8, middle, name, LABEL, palette.INK, "end")
+    if of_a_whole:
+        whole = time.right - time.left
+        yield Rect(time.left, y, whole, _BAR, palette.HATCH, hatched=True)
+    for side, parts, says in ((time, row.times, row.time), (room, row.sizes, row.size)):
+        now = 0.0
+        for part in parts:
+            left, right = side.x(now), side.x(now + part.size)
+            yield Rect(left, y, right - left, _BAR, part.fill, part.says)
+            now += part.size
+        behind = side.right if side is room or of_a_whole else side.x(now)
+        if says:
+            yield Text(behind + 8, middle, says, LABEL, palette.INK)
 
 
-def _memory(memory: Any, total: int, side: _Side, y: float) -> Iterator[Shape]:
-    now = 0.0
-    for part, fill in _PARTS.items():
-        size = getattr(memory, part)
-        says = f"{part}: {amount(size)}"
-        left, right = side.x(now), side.x(now + size)
-        yield Rect(left, y, right - left, _BAR, fill, says)
-        now += size
-    middle = centred(y + _BAR / 2, LABEL)
-    yield Text(side.right + 8, middle, amount(total), LABEL, palette.INK)
-
-
-def _legend(y: float) -> Iterator[Shape]:
+def _legend(legend: Mapping[str, str], y: float) -> Iterator[Shape]:
     x = _LEFT
-    for part, fill in {"busy": palette.OPS["W"], **_PARTS}.items():
+    for says, fill in legend.items():
         yield Rect(x, y + 3, 14.0, 10.0, fill)
-        says = "activations held" if part == "held" else part
         yield Text(x + 19, y + 12, says, LABEL, palette.INK)
         x += 19 + text_width(says, LABEL) + 14
+
+
+def duration(seconds: float) -> str:
+    """Seconds as they are written."""
+    for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "\N{MICRO SIGN}s")):
+        if seconds * factor >= 1:
+            return f"{number(seconds * factor)} {unit}"
+    return f"{number(seconds * 1e9)} ns"
+
+
+def size(num_bytes: int) -> str:
+    """Bytes as they are written."""
+    return amount(num_bytes) if num_bytes >= 1024 else f"{num_bytes} B"

@@ -64,8 +64,18 @@ class Frame:
         return [i * step / self.factor for i in range(last + 1)]
 
 
+def checked(width: float) -> float:
+    """Refuses a page on which nothing could be read."""
+    if width < _LEAST:
+        raise ValueError(f"width={width:g}: must be at least {_LEAST:g} pixels")
+    return width
+
+
 def frame_of(
-    timelines: tuple[Timeline, ...], width: float | None, seconds: bool = False
+    timelines: tuple[Timeline, ...],
+    width: float | None,
+    seconds: bool = False,
+    at_least: float = _NARROWEST,
 ) -> Frame:
     """The frame in which timelines are drawn one below the other.
 
@@ -73,6 +83,7 @@ def frame_of(
       timelines: all of them.
       width: in pixels; ``None``: what they need.
       seconds: whether what was predicted is in seconds, as what was measured.
+      at_least: what it is not narrower than if no width is given.
     """
     span = max(timeline.makespan for timeline in timelines)
     peaks = [peak for timeline in timelines for peak in timeline.peak_bytes]
@@ -82,11 +93,10 @@ def frame_of(
     after = _MARGIN + 8 + max(text_width(label, LABEL - 1) for label in labels)
     shortest = _ordinary(timelines) / span if span else 1.0
     if width is None:
-        # Actions that take no time ask for no room.
+        # Where no action takes any time, none asks for room.
         natural = left + after + _ACTION / max(shortest, _ACTION / _WIDEST)
-        width = min(max(natural, _NARROWEST), _WIDEST)
-    if width < _LEAST:
-        raise ValueError(f"width={width:g}: must be at least {_LEAST:g} pixels")
+        width = min(max(natural, at_least), _WIDEST)
+    width = checked(width)
     factor, unit = _clock(timelines, span, seconds)
     widest = max(
         (str(action.microbatch) for t in timelines for action in t.start),
@@ -115,7 +125,8 @@ def _ordinary(timelines: tuple[Timeline, ...]) -> float:
     for i, timeline in enumerate(timelines):
         for action, start in timeline.start.items():
             taken = timeline.end[action] - start
-            times.setdefault((i, action.op), []).append(taken)
+            if taken > 0:
+                times.setdefault((i, action.op), []).append(taken)
     return min(map(statistics.median, times.values()), default=0.0)
 
 

@@ -1,31 +1,38 @@
 """The whole picture: timelines one below the other, one axis, one legend."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from ..schedules import Schedule, Timeline
+from . import _bars
 from . import _palette as palette
-from ._bars import Planned, bars
-from ._frame import LABEL, Frame, frame_of, number
+from ._frame import LABEL, Frame, checked, frame_of, number
 from ._panel import height, panel, summary
+from ._planned import Planned, planned
+from ._profiled import Profiled, profiled
 from ._shapes import Path, Picture, Rect, Shape, Text, lowered, text_width
 from ._stages import Staged, stages
 
 _TOP, _BETWEEN = 8.0, 8.0
+_WIDE = 890.0  # what bars are given
 _AXIS = 26.0
 _SMALL = 10.0
 _SWATCH, _LEGEND_LINE = 18.0, 18.0
 
 
+# What can be drawn.
+Drawn = Timeline | Iterable[Timeline] | Planned | Staged | Profiled
+
+
 def picture(
-    timelines: Timeline | Iterable[Timeline] | Planned | Staged,
-    titles: Sequence[str] | None = None,
-    width: float | None = None,
+    drawn: Drawn, titles: Sequence[str] | None = None, width: float | None = None
 ) -> Picture:
     """Lays out timelines.
 
     Args:
-      timelines: one or several; or a plan with a forecast, or of replicated stages.
-      titles: one for each; default: their names.
+      drawn: one timeline or several; or a plan with a forecast, or of replicated
+        stages; or a profile.
+      titles: one for each timeline; default: their names.
       width: in pixels; default: what the actions need.
 
     Returns:
@@ -34,19 +41,24 @@ def picture(
     Raises:
       ValueError: if there is no timeline, or another number of titles.
     """
-    if isinstance(timelines, Planned):
-        return bars(timelines)
-    if isinstance(timelines, Staged):
-        return _of_stages(timelines, titles, width)
-    return _stacked(listed(timelines), titles, width)
+    if isinstance(drawn, Profiled):
+        if titles is not None:
+            raise ValueError("titles are for timelines, a profile has none")
+        return _bars.picture(
+            profiled(drawn), checked(_WIDE if width is None else width)
+        )
+    if isinstance(drawn, Planned):
+        bars, timeline = planned(drawn)
+        below = _stacked((timeline,), titles, width, seconds=True, at_least=_WIDE)
+        return _joined(_bars.picture(bars, below.width), below)
+    if isinstance(drawn, Staged):
+        below = _stacked((drawn.simulate(),), titles, width, seconds=True)
+        return _joined(stages(drawn, below.width), below)
+    return _stacked(listed(drawn), titles, width)
 
 
-def _of_stages(
-    plan: Staged, titles: Sequence[str] | None, width: float | None
-) -> Picture:
-    """The stages of a plan, and below them its timeline."""
-    below = _stacked((plan.simulate(),), titles, width, seconds=True)
-    above = stages(plan, below.width)
+def _joined(above: Picture, below: Picture) -> Picture:
+    """One picture above another that is as wide."""
     shapes = *above.shapes, *(lowered(shape, above.height) for shape in below.shapes)
     says = f"{above.description}; {below.description}"
     return Picture(below.width, above.height + below.height, shapes, says)
@@ -56,11 +68,11 @@ def _stacked(
     shown: tuple[Timeline, ...],
     titles: Sequence[str] | None,
     width: float | None,
-    seconds: bool = False,
+    **options: Any,
 ) -> Picture:
-    """Timelines one below the other."""
+    """Timelines one below the other; the options are those of a frame."""
     names = named(shown, titles)
-    frame = frame_of(shown, width, seconds)
+    frame = frame_of(shown, width, **options)
     shapes: list[Shape] = []
     y = _TOP
     for timeline, name in zip(shown, names, strict=True):

@@ -1,15 +1,12 @@
 """A picture as PNG or PDF, through matplotlib."""
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path as FilePath
 from typing import Any
 
-from ..schedules import Timeline
-from ._bars import Planned
-from ._layout import picture
+from ._layout import Drawn, picture
 from ._shapes import Path, Picture, Rect, Text
-from ._stages import Staged
 
 _SUFFIXES = (".png", ".pdf")
 _PIXELS_PER_INCH = 100
@@ -18,7 +15,7 @@ _ALIGN = {"start": "left", "middle": "center", "end": "right"}
 
 
 def png(
-    timelines: Timeline | Iterable[Timeline] | Planned | Staged,
+    timelines: Drawn,
     path: str | os.PathLike[str],
     *,
     titles: Sequence[str] | None = None,
@@ -28,7 +25,8 @@ def png(
 
     Args:
       timelines: one or several; or a plan: from `jpipe.plan`, drawn as bars of time
-        and memory, or from `jpipe.replicate`, as stages above their timeline.
+        and memory, or from `jpipe.replicate`, as stages, above their timeline; or a
+        profile, drawn as bars of time and memory.
       path: of the file to write; its ending, ``.png`` or ``.pdf``, says which.
       titles: one for each; default: their names.
       width: in pixels; default: as for `svg`. A PNG has twice as many dots.

@@ -4,11 +4,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from itertools import groupby
 
-from ..schedules import Timeline
-from ._bars import Planned
-from ._layout import picture
+from . import _palette as palette
+from ._layout import Drawn, picture
 from ._shapes import Path, Rect, Shape, Text
-from ._stages import Staged
 
 _HEAD = """\
 <svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" \
@@ -21,7 +19,7 @@ patternTransform="rotate(45)"><path d="M0 0V5" stroke="{hatch}" stroke-width="1.
 
 
 def svg(
-    timelines: Timeline | Iterable[Timeline] | Planned | Staged,
+    timelines: Drawn,
     *,
     titles: Sequence[str] | None = None,
     width: float | None = None,
@@ -35,7 +33,8 @@ def svg(
 
     Args:
       timelines: one or several; or a plan: from `jpipe.plan`, drawn as bars of time
-        and memory, or from `jpipe.replicate`, as stages above their timeline.
+        and memory, or from `jpipe.replicate`, as stages, above their timeline; or a
+        profile, drawn as bars of time and memory.
       titles: one for each; default: their names.
       width: in pixels; default: what the actions need for their numbers, at most
         2000. Where boxes are too narrow, numbers are left out.
@@ -57,13 +56,9 @@ def svg(
         width=_number(drawn.width),
         height=_number(drawn.height),
         says=escape(drawn.description),
-        hatch=_hatch(drawn.shapes),
+        hatch=palette.HATCH,
     )
     return "\n".join([head, *_groups(drawn.shapes), "</svg>\n"])
-
-
-def _hatch(shapes: Iterable[Shape]) -> str:
-    return next(s.fill for s in shapes if isinstance(s, Rect) and s.hatched)
 
 
 def _groups(shapes: Iterable[Shape]) -> Iterator[str]:

@@ -18,7 +18,7 @@ def reading(kind: str) -> Iterator[None]:
       ValueError: with what was found.
     """
     # A number of thousands of digits is a ValueError, as is what is no JSON.
-    wrong = ValueError, TypeError, KeyError, AttributeError, RecursionError
+    wrong = ValueError, TypeError, LookupError, AttributeError, RecursionError
     try:
         yield
     except wrong as error:

@@ -2,12 +2,15 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from .._layers._stage import abbreviate
-from ..schedules import Action, Costs, Schedule
+from ..schedules import Action, Costs, Schedule, Skip
 from ..schedules._action import BACKWARD, FORWARD, INPUT, WEIGHT
+from ..schedules._costs import faults_of
 from ._json import reading, refusal
 from ._units import columns, duration, size
 
@@ -90,6 +93,7 @@ class Forecast:
       bubble: the share of the ranks' time in which they wait.
       busy: seconds that each rank computes.
       memory: of each rank at its peak.
+      costs: of the stages, from which all of that was predicted.
       memory_limit: bytes of a device; ``None`` if none was given.
       sent_bytes: between all devices in a step.
       reasons: in sentences: what holds it up, what it was chosen over, what is idle.
@@ -100,6 +104,7 @@ class Forecast:
     bubble: float
     busy: tuple[float, ...]
     memory: tuple[Memory, ...]
+    costs: Costs
     memory_limit: int | None = None
     sent_bytes: int = 0
     reasons: tuple[str, ...] = ()
@@ -146,6 +151,8 @@ class Plan:
         """All of it as a JSON object; `from_json` reads it."""
         fields = dataclasses.asdict(self)
         fields["schedule"] = json.loads(self.schedule.to_json())
+        if self.forecast and math.isinf(self.forecast.costs.bandwidth):
+            fields["forecast"]["costs"]["bandwidth"] = None  # JSON has no infinity
         fields["ran"] = list(map(str, self.ran))
         return json.dumps(fields, indent=1)
 
@@ -169,6 +176,7 @@ class Plan:
             if foretold is not None:
                 foretold["memory"] = tuple(Memory(**own) for own in foretold["memory"])
                 foretold |= {k: tuple(foretold[k]) for k in ("busy", "reasons")}
+                foretold["costs"] = _costs(foretold["costs"], schedule)
                 foretold = Forecast(**foretold)
             plan = cls(
                 stages=tuple(
@@ -238,6 +246,18 @@ class Plan:
                 weight_grad=lasts(WEIGHT),
             )
         )
+
+
+def _costs(fields: dict[str, Any], schedule: Schedule) -> Costs:
+    """Costs from JSON, if they are such and the schedule can be simulated."""
+    fields["skips"] = tuple(Skip(*skip) for skip in fields["skips"])
+    if fields["bandwidth"] is None:
+        fields["bandwidth"] = math.inf
+    costs = Costs(**fields)
+    if faults := faults_of(costs, schedule.num_microbatches):
+        raise ValueError("; ".join(faults))
+    schedule.simulate(costs)
+    return costs
 
 
 def _listed(skips: Sequence[tuple[str, int, int]]) -> str:

@@ -45,6 +45,7 @@ def chosen(candidates: Sequence[Candidate], space: Space) -> Plan:
             bubble=best.bubble,
             busy=best.timeline.busy,
             memory=best.memory,
+            costs=costs,
             memory_limit=space.hardware.memory_limit,
             sent_bytes=sent,
             reasons=(

@@ -24,6 +24,7 @@ FOLDERS = (
     "_run",
     "_train",
     "planning",
+    "_command",
     "",
 )
 # `device_put` anywhere else would be a transfer that the memory count and a later

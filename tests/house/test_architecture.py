@@ -55,6 +55,11 @@ RULES: dict[Callable[[Path], list[str]], list[tuple[str, str, str]]] = {
             "def f():\n    from ..planning._cuts import x",
             "_layers._stage imports planning",
         ),
+        (
+            "planning._cuts",
+            "from .._command import _models",
+            "planning._cuts imports _command",
+        ),
     ],
     in_an_unknown_folder: [("_new._module", "", "_new._module")],
     beyond_the_standard_library: [
@@ -139,6 +144,8 @@ SOUND = {
     "_layers._stage": "from ..schedules._action import Action\nfrom .. import draw",
     "planning": "",
     "planning._cuts": "from ..schedules import Timeline",
+    "_command": "",
+    "_command._models": "from ..planning import _cuts",
     "__main__": "from ._layers import _stage",
 }
 
@@ -168,6 +175,8 @@ def test_imports_are_found_through_packages(package):
         "_layers._stage": {"schedules", "schedules._action", "draw"},
         "planning": set(),
         "planning._cuts": {"schedules"},
+        "_command": set(),
+        "_command._models": {"planning", "planning._cuts"},
         "__main__": {"_layers", "_layers._stage"},
     }
 
@@ -237,7 +246,7 @@ def test_the_rules_read_the_whole_library():
     assert sum(map(len, imports.values())) > 100
     assert {"schedules", "schedules._action"} <= imports["_run._lower"]
     assert "schedules._validate" in imports["schedules._schedule"]
-    assert {"draw", "schedules"} <= imports["__main__"]
+    assert {"draw", "schedules"} <= imports["_command._schedules"]
     jaxprs = LIBRARY / "_jaxprs"
     assert "jax.extend.core.Literal" in foreign_names(jaxprs / "_jaxpr.py")
     assert "device_put" in words(LIBRARY / "_instructions" / "_transfer.py")

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -177,16 +178,58 @@ def test_devices_that_are_left_idle_are_told():
     assert plan.forecast.reasons[-1].startswith("2 of 3 devices are left idle: nothing")
 
 
+def stashes(x):
+    jpipe.stash("x", x)
+    return 2 * x
+
+
+def pops(x):
+    return x + jpipe.pop("x")
+
+
 def test_plans_are_saved_and_drawn():
     plan = planned()
     assert jpipe.Plan.from_json(plan.to_json()) == plan
     for text in ("{", "[]", "{}", plan.to_json().replace('"stages"', '"other"')):
         with pytest.raises(ValueError, match="no plan as"):
             jpipe.Plan.from_json(text)
+    fast = jpipe.plan(
+        model(), SAMPLE, optax.sgd(0.1), num_devices=2, measure=False, schedules="1f1b"
+    )
+    assert jpipe.Plan.from_json(fast.to_json()) == fast
+    assert "Infinity" not in fast.to_json()
+    plan = jpipe.plan(
+        [nn.Dense(8), stashes, nn.Dense(8), nn.Dense(8), pops],
+        SAMPLE,
+        optax.sgd(0.1),
+        num_devices=2,
+        measure=False,
+        action_seconds=0.0,
+        schedules="1f1b",
+    )
+    assert plan.forecast.costs.skips
+    assert jpipe.Plan.from_json(plan.to_json()) == plan
     with pytest.raises(ValueError, match="a plan without a forecast"):
         draw.svg(jpipe.pipeline([nn.relu], 2).plan)
     text = draw.svg(plan)
     assert text.count("<title>parameters: ") == plan.schedule.num_ranks
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"forward": [1.0]}, "IndexError|different numbers of stages"),
+        ({"forward": "soon"}, "forward is a str"),
+        ({"latency": -1}, "latency=-1 is not 0 or more"),
+        ({"other": 1}, "other"),
+        ({"skips": [1]}, "TypeError"),
+    ],
+)
+def test_costs_that_no_schedule_could_have_are_refused(change, says):
+    fields = json.loads(planned().to_json())
+    fields["forecast"]["costs"] |= change
+    with pytest.raises(ValueError, match=f"no plan as .* writes it: .*({says})"):
+        jpipe.Plan.from_json(json.dumps(fields))
 
 
 def test_stages_of_one_plan_may_keep_different_things():

@@ -1,4 +1,4 @@
-"""``python -m jpipe``: what it prints, what it writes, and how it refuses."""
+"""Commands about schedules: what they print, what they write, how they refuse."""
 
 import io
 import json
@@ -8,36 +8,9 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from jpipe.__main__ import main
 from jpipe.schedules import BY_NAME, zb_v
 
-
-@pytest.fixture
-def command(capsys):
-    """Runs a command; returns its status, what it printed, and its errors."""
-
-    def run(line: str, *more: str) -> tuple[int, str, str]:
-        status = main([*line.split(), *more])
-        return status, *capsys.readouterr()
-
-    return run
-
-
-def works(result: tuple[int, str, str]) -> str:
-    status, out, err = result
-    assert (status, err) == (0, "")
-    return out
-
-
-def refused(result: tuple[int, str, str], *parts: str) -> None:
-    """Nothing was printed; the errors contain these texts and are not traceback."""
-    status, out, err = result
-    assert status == 2
-    assert out == ""
-    assert "Traceback" not in err
-    for part in parts:
-        assert part in err
-
+from .outcome import refused, works
 
 # --------------------------------------------------------------------------- draw
 
@@ -183,11 +156,15 @@ def test_arguments_that_do_not_fit(command, line, parts):
     refused(command(line), *parts)
 
 
-@pytest.mark.parametrize("line", ["--help", "draw -h", "compare -h", "check -h"])
+@pytest.mark.parametrize(
+    "line", ["--help", "plan -h", "profile -h", "draw -h", "compare -h", "check -h"]
+)
 def test_help_names_every_option(command, line):
     out = works(command(line))
     named = {
-        "--help": ["draw", "compare", "check"],
+        "--help": ["plan", "profile", "draw", "compare", "check"],
+        "plan -h": ["--devices", "--memory", "--bandwidth", "--profile", "--svg"],
+        "profile -h": ["module:factory", "--microbatches", "--estimate", "--json"],
         "draw -h": ["--ranks", "--costs F,I,W", "--svg", "--png", "--trace", *BY_NAME],
         "compare -h": ["--microbatches", "--latency", "all but forward_only"],
         "check -h": ["2F0", "standard input"],
@@ -310,3 +287,15 @@ def test_the_module_is_a_program():
             run, input=text, capture_output=True, text=True, check=False
         )
         assert result.returncode == status, result.stderr
+
+
+def test_output_that_is_read_in_part():
+    line = "draw gpipe --ranks 8 --microbatches 3000"
+    run = [sys.executable, "-m", "jpipe", *line.split()]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(run, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline().startswith("gpipe: 8 ranks")
+        process.stdout.close()
+        assert process.stderr.read() == ""

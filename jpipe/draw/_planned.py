@@ -1,0 +1,95 @@
+"""A plan: what each rank computes and holds, under the limit, and when."""
+
+import dataclasses
+from typing import Any, Protocol, runtime_checkable
+
+from ..schedules import Timeline
+from . import _palette as palette
+from ._bars import Bars, Part, Row, duration, size
+
+# From what stays to what comes and goes.
+_PARTS = {
+    "parameters": "#6b5b95",
+    "gradients": "#0072b2",
+    "optimizer": "#56b4e9",
+    "held": "#e69f00",
+    "workspace": "#b4bcc6",
+}
+_BUSY = palette.OPS["W"]
+
+
+@runtime_checkable
+class Planned(Protocol):
+    """A plan, as far as it is drawn: see `jpipe.Plan`."""
+
+    @property
+    def forecast(self) -> Any:
+        """What it would take."""
+
+    @property
+    def schedule(self) -> Any:
+        """Who runs what when."""
+
+    @property
+    def stages(self) -> Any:
+        """What each stage is."""
+
+
+def planned(plan: Planned) -> tuple[Bars, Timeline]:
+    """What is drawn of a plan.
+
+    Args:
+      plan: from `jpipe.plan`.
+
+    Returns:
+      For each rank its time in a step and its memory at the peak; the timeline of the
+      step, in seconds.
+
+    Raises:
+      ValueError: if nobody planned it.
+    """
+    forecast = plan.forecast
+    if forecast is None:
+        raise ValueError("a plan without a forecast: draw what jpipe.plan returns")
+    count = plan.schedule.num_microbatches
+    parts = [n for n in _PARTS if any(getattr(m, n) for m in forecast.memory)]
+    bars = Bars(
+        title=f"{plan.schedule.name}, {count} micro-batch{'' if count == 1 else 'es'}, "
+        f"{duration(forecast.seconds)} a step predicted",
+        heads=("busy in a step", "memory at the peak"),
+        rows=tuple(_row(plan, rank) for rank in range(len(forecast.memory))),
+        legend={"busy": _BUSY} | {_named(name): _PARTS[name] for name in parts},
+        seconds=forecast.seconds,
+        limit=forecast.memory_limit,
+    )
+    timeline = plan.schedule.simulate(forecast.costs)
+    if timeline.makespan < forecast.seconds:
+        name = f"{timeline.name}: the devices alone, which wait for the host"
+        timeline = dataclasses.replace(timeline, name=name)
+    # What a rank holds beside the optimizer's state and workspace would contradict the
+    # bars above, which have all of it.
+    return bars, dataclasses.replace(timeline, memory=())
+
+
+def _row(plan: Planned, rank: int) -> Row:
+    forecast = plan.forecast
+    own = [stage for stage in plan.stages if stage.rank == rank]
+    counts = " + ".join(str(len(stage.layers)) for stage in own)
+    modes = " and ".join(dict.fromkeys(stage.remat for stage in own))
+    many = "" if counts == "1" else "s"
+    busy, memory = forecast.busy[rank], forecast.memory[rank]
+    return Row(
+        name=f"rank {rank}: {counts} layer{many}, {modes}",
+        times=(Part(busy, _BUSY, f"busy: {duration(busy)}"),),
+        time=f"{busy / forecast.seconds:.0%}" if forecast.seconds else "",
+        sizes=tuple(
+            Part(held, fill, f"{name}: {size(held)}")
+            for name, fill in _PARTS.items()
+            for held in [getattr(memory, name)]
+        ),
+        size=size(memory.total),
+    )
+
+
+def _named(part: str) -> str:
+    return "activations held" if part == "held" else part

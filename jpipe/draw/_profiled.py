@@ -1,0 +1,83 @@
+"""A profile: what each layer takes and keeps of one micro-batch."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from . import _palette as palette
+from ._bars import Bars, Part, Row, duration, size
+
+# What keeps little, and what more is kept where nothing is computed again.
+_KEPT = {"min_cut": "#e69f00", "none": "#f6dca6"}
+
+
+@runtime_checkable
+class Profiled(Protocol):
+    """A profile, as far as it is drawn: see `jpipe.profile`."""
+
+    @property
+    def layers(self) -> Any:
+        """What each layer costs."""
+
+    @property
+    def microbatch_size(self) -> Any:
+        """How many examples a micro-batch has."""
+
+    @property
+    def made(self) -> Any:
+        """What it was made on, by name."""
+
+
+def profiled(profile: Profiled) -> Bars:
+    """For each layer its times and the bytes that it keeps of a micro-batch.
+
+    Args:
+      profile: from `jpipe.profile`, or read from a file.
+
+    Raises:
+      ValueError: if it has no layers.
+    """
+    layers, examples = profile.layers, profile.microbatch_size
+    if not layers:
+        raise ValueError("a profile without layers: draw what jpipe.profile returns")
+    total = duration(sum(layer.forward + layer.backward for layer in layers))
+    made = profile.made
+    how = f", {made['how']}" if "how" in made else ""
+    how += f" on {made['device']}" if "device" in made else ""
+    modes = [m for m in _KEPT if any(m in x.kept_bytes for x in layers)]
+    return Bars(
+        title=f"{_many(len(layers), 'layer')}, a micro-batch of "
+        f"{_many(examples, 'example')}: {total}{how}",
+        heads=("forward and backward", "kept between them"),
+        rows=tuple(_row(i, layer) for i, layer in enumerate(layers)),
+        legend={palette.NAMES[op]: palette.OPS[op] for op in "FB"}
+        | {f"{'more ' * (m != modes[0])}kept by {m}": _KEPT[m] for m in modes},
+    )
+
+
+def _row(number: int, layer: Any) -> Row:
+    times = {"F": layer.forward, "B": layer.backward}
+    kept = [
+        (mode, layer.kept_bytes[mode]) for mode in _KEPT if mode in layer.kept_bytes
+    ]
+    return Row(
+        name=f"{number} {layer.name}",
+        times=tuple(
+            Part(time, palette.OPS[op], f"{palette.NAMES[op]}: {duration(time)}")
+            for op, time in times.items()
+        ),
+        time=duration(sum(times.values())),
+        sizes=tuple(_above(kept)),
+        size=" to ".join(dict.fromkeys(size(held) for _, held in kept)),
+    )
+
+
+def _above(kept: Sequence[tuple[str, int]]) -> Iterator[Part]:
+    """Each mode from where the one before it ends: what it keeps more."""
+    before = 0
+    for mode, held in kept:
+        yield Part(max(held - before, 0), _KEPT[mode], f"by {mode}: {size(held)}")
+        before = held
+
+
+def _many(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"

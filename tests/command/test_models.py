@@ -1,0 +1,166 @@
+"""Commands about models: what they print, what they write."""
+
+import json
+import re
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import linen as nn
+
+import jpipe
+from jpipe.planning._profile import Profile
+
+from .outcome import works
+
+MODEL = """
+import jax, jax.numpy as jnp, optax
+from flax import linen as nn
+
+def make():
+    layers = [nn.Dense(8), nn.tanh, nn.Dense(8), nn.tanh, nn.Dense(2)]
+    return layers, jax.ShapeDtypeStruct((16, 4), jnp.float32)
+
+def with_loss():
+    layers, sample = make()
+    return {
+        "layers": layers,
+        "sample": sample,
+        "optimizer": optax.sgd(0.1),
+        "loss": lambda y, targets: jnp.mean((y - targets) ** 2),
+        "targets": jax.ShapeDtypeStruct((16, 2), jnp.float32),
+    }
+"""
+ESTIMATE = "--devices 2 --estimate"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """A folder of the user's, in which the command is typed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "model.py").write_text(MODEL)
+    yield tmp_path
+    sys.modules.pop("model", None)
+
+
+def model():
+    """What `make` in `MODEL` gives."""
+    layers = [nn.Dense(8), nn.tanh, nn.Dense(8), nn.tanh, nn.Dense(2)]
+    return layers, jax.ShapeDtypeStruct((16, 4), jnp.float32)
+
+
+@pytest.mark.parametrize("name", ["model:make", "model.py:make"])
+def test_a_plan_is_that_of_the_library(command, name):
+    options = "--memory 1MiB --bandwidth 2GB --latency 3us --microbatches 4,8"
+    out = works(command(f"plan {name} {ESTIMATE} {options} --json plan.json"))
+    plan = jpipe.plan(
+        *model(),
+        optax.adam(1e-3),
+        num_devices=2,
+        memory_limit=1 << 20,
+        bandwidth=2e9,
+        latency=3e-6,
+        num_microbatches=(4, 8),
+        measure=False,
+    )
+    assert out == (
+        f"{plan}\n"
+        "layers: estimated at 1e+12 flops and 1e+11 bytes of memory per second, and "
+        "20 µs more for each action; --flops, --memory-bandwidth and --action set "
+        "those of your device\n"
+        "optimizer: none was given; planned for the state of optax.adam\n"
+        "wrote plan.json\n"
+    )
+    with open("plan.json") as file:
+        assert jpipe.Plan.from_json(file.read()) == plan
+
+
+def test_choices_are_those_of_the_library(command):
+    options = "--flops 1e14 --memory-bandwidth 1TB --action 5us --microbatches 4"
+    choices = "--schedule one_f_one_b gpipe --remat full none"
+    out = works(command(f"plan model:with_loss {ESTIMATE} {options} {choices}"))
+    plan = jpipe.plan(
+        *model(),
+        optax.sgd(0.1),
+        num_devices=2,
+        loss=lambda y, targets: jnp.mean((y - targets) ** 2),
+        targets=jax.ShapeDtypeStruct((16, 2), jnp.float32),
+        num_microbatches=4,
+        schedules=("1f1b", "gpipe"),
+        remat=("none", "full"),  # what keeps most first, in whatever order it is typed
+        measure=False,
+        peak_flops=1e14,
+        memory_bandwidth=1e12,
+        action_seconds=5e-6,
+    )
+    says = "1e+14 flops and 1e+12 bytes of memory per second, and 5 µs more for each"
+    assert out == f"{plan}\nlayers: estimated at {says} action\n"
+
+
+def test_devices_are_those_of_the_machine(command):
+    out = works(
+        command("plan model:make --estimate --microbatches 16 --schedule gpipe")
+    )
+    assert f"of {len(jax.devices())} devices are left idle" in out
+
+
+def test_what_readme_types_works(command):
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    (line,) = re.findall(r"^    python -m jpipe (plan .*)$", readme, re.MULTILINE)
+    assert works(command(f"{line} --estimate")).endswith("\nwrote plan.svg\n")
+
+
+@pytest.mark.parametrize("times", ["", "--estimate --flops 1e13 --action 3us"])
+def test_a_plan_takes_a_saved_profile(command, monkeypatch, times):
+    made = works(
+        command(f"profile model:with_loss --microbatches 4 {times} --json costs.json")
+    )
+    profile = Profile.load("costs.json")
+    assert made == f"{profile}\nwrote costs.json\n"
+    assert profile.microbatch_size == 4
+    assert profile.layers[-1].output_bytes == 0  # it has the loss in it
+
+    def measures(*args):
+        raise AssertionError
+
+    monkeypatch.setattr("jpipe.planning._profiler.measured", measures)
+    out = works(command("plan model:with_loss --devices 2 --profile costs.json"))
+    assert ", 4 micro-batches, bubble " in out
+    how, *_ = made.splitlines()
+    assert how.startswith("estimated at 1e+13 flops" if times else "measured on cpu")
+    assert out.endswith(f"\nlayers: as in costs.json, {how}\n")
+
+
+def test_layers_are_measured_where_nothing_else_is_asked_for(command):
+    out = works(command("plan model:with_loss --devices 2 --microbatches 4"))
+    assert out.endswith("\nlayers: measured on cpu\n")
+
+
+def test_pictures_are_those_of_the_library(command):
+    works(command(f"plan model:make {ESTIMATE} --svg plan.svg --json plan.json"))
+    with open("plan.svg") as svg, open("plan.json") as file:
+        assert svg.read() == jpipe.draw.svg(jpipe.Plan.from_json(file.read()))
+    works(command("profile model:make --estimate --svg costs.svg --json costs.json"))
+    titles = [node.text or "" for node in ET.parse("costs.svg").iter()]
+    assert sum(text.startswith("forward: ") for text in titles) == 5
+    with open("costs.json") as file:
+        assert len(json.load(file)["layers"]) == 5
+
+
+def test_png_is_written_after_what_cannot_be_made_again(command, folder, monkeypatch):
+    pytest.importorskip("matplotlib")
+    line = "profile model:make --estimate --png costs.png --json costs.json"
+    assert works(command(line)).endswith("wrote costs.json\nwrote costs.png\n")
+    assert (folder / "costs.png").read_bytes().startswith(b"\x89PNG")
+    (folder / "costs.json").unlink()
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    status, out, err = command(line)
+    assert status == 2
+    assert out.endswith("wrote costs.json\n")
+    assert "pip install 'jpipe[plot]'" in err
+    assert "Traceback" not in err
