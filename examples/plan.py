@@ -150,7 +150,7 @@ def main() -> None:
     print("\n".join(lines))
     print(plan)
     if given.svg and plan:
-        given.svg.write_text(jpipe.draw.svg(plan), "utf-8")
+        given.svg.write_text(jpipe.draw.svg(plan, width=1100), "utf-8")
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ def test_every_option_of_the_main_job_is_documented():
         ),
         (
             "plan.py --blocks=4 --width=64 --words=500 --devices=2",
-            r"(?s)   8 \|.*\npredicted: .* ms a",
+            r"(?s)   2 \| jpipe\.plan .*\npredicted: .* ms a",
         ),
         ("schedules.py --out={folder}", r"zb_v +\| 8 +\| 25\.5 +\| 5\.9 %"),
         (
