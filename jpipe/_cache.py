@@ -17,6 +17,7 @@ from ._functions._batch import Batch
 from ._functions._objective import Objective
 from ._functions._trainable import Trainable
 from ._layers import _hidden, _rng
+from ._layers._layer import as_layers
 from ._layers._rng import Rngs
 from ._layers._skip import Route
 from ._layers._walk import Visit, walk
@@ -88,11 +89,28 @@ class ProgramCache:
         self.routes: tuple[Route, ...] = ()
         self._expected: dict[Any, Expected] = {}
         self._builds: Counter[Any] = Counter()
+        # Whether anything was traced since layers were met.
+        self._is_used = False
 
     def look_again(self) -> None:
-        """Has layers met anew, as where variables are made of them."""
+        """Has layers checked and met anew, as where variables are made of them.
+
+        Layers and losses may read what was changed since: globals, variables of
+        functions around them, helpers in other modules. What is built anew has them
+        as they are now, as under a new `jax.jit`, and what is evaluated after it too;
+        what came to the same is not compiled again: see `_compile`.
+
+        Raises:
+          ValueError: if layers cannot be those of a pipeline any more.
+          TypeError: likewise.
+        """
+        self._pipe.unchanged.check()
+        as_layers(
+            [layer.source for stage in self._pipe.stages for layer in stage.layers]
+        )
         self._expected.clear()
         self._inference.clear()
+        self._is_used = False
 
     def inference(
         self, variables: Any, x: PyTree, rngs: Rngs, train: bool
@@ -100,6 +118,7 @@ class ProgramCache:
         """The forward pass for such variables and such an input."""
         signature = _signature.settings(), _signature.of(variables, x, rngs), train
         if signature not in self._inference:
+            self._is_used = True
             self._check_order(variables)
             batch = self._batch(x, (), rngs)
             layout = self._check(variables, batch.first)
@@ -133,11 +152,9 @@ class ProgramCache:
             )
         layers = [layer for stage in self._pipe.stages for layer in stage.layers]
         _hidden.check_loss(objective.loss_fn, (layer.owner for layer in layers))
-        # Layers and losses may read what was changed since: globals, variables of
-        # functions around them, helpers in other modules. What is built anew has them
-        # as they are now, as under a new `jax.jit`, and what is evaluated after it too;
-        # what came to the same is not compiled again: see `_compile`.
-        self._inference.clear()
+        if self._is_used:
+            self.look_again()
+        self._is_used = True
         self.built = Build(objective, trainable)
         return partial(self._gradient, self.built)
 

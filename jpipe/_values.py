@@ -56,6 +56,7 @@ def take(
       ValueError: if they are not those of the model, or overwritten.
     """
     spec = programs.sample(x)
+    programs.look_again()
     variables = programs.by_owner(variables, spec)
     _variables.check_alive(jax.tree.leaves(variables))
     programs.note(variables, spec)

@@ -37,7 +37,12 @@ def trace(
     Returns:
       The jaxpr over flat leaves, and the specs of the function's result.
     """
-    closed, result = jax.make_jaxpr(function, return_shape=True)(*specs)
+
+    def anew(*args: PyTree) -> PyTree:
+        # JAX knows functions by identity, and what they read may be another now.
+        return function(*args)
+
+    closed, result = jax.make_jaxpr(anew, return_shape=True)(*specs)
     return _retrace(closed, _CALLS, ending=ending), result
 
 

@@ -297,4 +297,6 @@ def others(default: Any) -> list[Any]:
         return [value for value in type(default) if value is not default]
     if isinstance(default, str):
         return [_Other(default)]
+    if isinstance(default, int) and default in (0, 1):
+        return [1 - default]
     return []

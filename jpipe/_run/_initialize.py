@@ -1,8 +1,7 @@
-"""Initial variables of all layers: equal ones share one compiled program."""
+"""Initial variables of layers: equal ones share one compiled program."""
 
 from collections.abc import Callable, Hashable
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -17,12 +16,25 @@ from .._layers._walk import Visit
 PyTree = Any
 
 
+class _Made(NamedTuple):
+    """A compiled initializer, and the structures of what it gives."""
+
+    run: Callable[[chex.PRNGKey], list[Any]]
+    trees: list[Any]
+
+    def __call__(self, key: chex.PRNGKey) -> PyTree:
+        # What has the same text may have another structure, with other static fields.
+        leaves = self.run(key)
+        return jax.tree.unflatten(self.trees[-1], leaves)
+
+
 class Initializers:
     """The compiled initializers of the layers that are made together.
 
     Random numbers take long to compile: layers that are equal, as the blocks of a
-    Transformer are, share one program. Those made later do so if they are traced to
-    the same: what a function or a class does may have been defined anew.
+    Transformer are, share one program. That their initializers are functions of the key
+    is seen by the second of them, which is traced too: one that takes the next of some
+    arrays, or draws from NumPy, comes to something else each time.
 
     Args:
       device: where they run.
@@ -30,7 +42,7 @@ class Initializers:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._programs: dict[Hashable, Callable[[chex.PRNGKey], PyTree]] = {}
+        self._made: dict[Hashable, list[_Made]] = {}
 
     def __call__(self, visit: Visit, key: chex.PRNGKey) -> dict[str, PyTree]:
         """Makes the variables of a layer, compiled on the device of the key.
@@ -47,10 +59,23 @@ class Initializers:
         if _nnx.is_module(layer.owner):
             # A compiled program would keep the values that the module has now.
             return jax.tree.map(strong, layer.init(key, visit.x))
-        made = partial(init_with, layer, spec=visit.x, skips=skips, borrowed=borrowed)
         alike = origin(layer.source)
+        if alike is None:
+            return self._compiled(visit, key)(key)
         specs, tree = jax.tree.flatten((visit.x, tuple(skips.values()), borrowed))
         known = alike, layer.namespace, tuple(skips), tree, tuple(specs)
-        if alike is None or known not in self._programs:
-            self._programs[known] = executable(jax.jit(made), key, self._device)
-        return self._programs[known](key)
+        made = self._made.setdefault(known, [])
+        if len(made) < 2 or made[-1].run is not made[-2].run:
+            made.append(self._compiled(visit, key))
+        return made[-1](key)
+
+    def _compiled(self, visit: Visit, key: chex.PRNGKey) -> _Made:
+        trees = []
+
+        def leaves(key: chex.PRNGKey) -> list[Any]:
+            given = visit.x, visit.skips, visit.borrowed
+            made, tree = jax.tree.flatten(init_with(visit.layer, key, *given))
+            trees.append(tree)
+            return made
+
+        return _Made(executable(jax.jit(leaves), key, self._device), trees)

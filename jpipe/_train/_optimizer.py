@@ -181,7 +181,8 @@ def state_bytes(
     """
     leaves, tree = jax.tree.flatten(params)
     free = jax.tree.unflatten(tree, _hidden(leaves, trained))
-    state = jax.eval_shape(tx.init, free)
+    # By a new function: JAX knows one by identity, which may read what was changed.
+    state = jax.eval_shape(lambda params: tx.init(params), free)
     found = [0] * len(params)
     at = homes(state, _places(free, range(len(params))))
     for leaf, home in zip(jax.tree.leaves(state), at, strict=True):

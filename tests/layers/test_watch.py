@@ -88,6 +88,12 @@ class Mode(nn.Module):
         return nn.Dropout(0.5)(x, deterministic=mode != "train")
 
 
+class Numbered(nn.Module):
+    @nn.compact
+    def __call__(self, x, phase=0):
+        return nn.Dropout(0.5)(x, deterministic=phase != 1)
+
+
 class Phase(enum.Enum):
     TRAIN = 1
     TEST = 2
@@ -137,6 +143,7 @@ TYPED = (
         (Inference(), False, "module(x, inference=not train))"),
         (InferenceNnx(), False, "module(x, inference=not train))"),
         (Mode(), True, "module(x, mode=... if train else 'eval'))"),
+        (Numbered(), True, "module(x, phase=... if train else 0))"),
         (InPhase(), True, "module(x, phase=... if train else <Phase.TEST: 2>))"),
     ],
     ids=name,

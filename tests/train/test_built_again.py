@@ -1,13 +1,17 @@
 """Layers and losses that read what was changed since: built again, they are of now."""
 
 import functools
+import itertools
 import types
 
+import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from flax import nnx
 
 import jpipe
 
@@ -205,6 +209,116 @@ def test_what_is_made_again_has_the_initializers_and_the_widths_of_now(monkeypat
         assert pipe.apply(variables, x).shape == (4, wide.width)
         value = pipe.value_and_grad(lambda y, t: (y - t[:, :1]).mean())
         assert value(variables, x, x)[1][1]["w"].shape == (4, wide.width)
+
+
+@flax.struct.dataclass
+class Average:
+    value: jax.Array
+    decay: float = flax.struct.field(pytree_node=False)
+
+
+class Averaged(nn.Module):
+    decay: float
+
+    @nn.compact
+    def __call__(self, x):
+        init = lambda: Average(jnp.zeros(x.shape[-1]), self.decay)  # noqa: E731
+        own = self.variable("averages", "x", init).value
+        return x * own.decay
+
+
+def test_variables_of_equal_arrays_keep_what_is_static_in_them():
+    pipe = jpipe.pipeline([Averaged(0.9), Averaged(0.5)], 2)
+    x = jnp.ones((4, 3))
+    variables = pipe.init(jax.random.key(0), x)
+    assert [v["averages"]["x"].decay for v in variables] == [0.9, 0.5]
+    assert pipe.apply(variables, x)[0, 0] == pytest.approx(0.45)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_equal_layers_get_what_their_initializer_gives_to_each(count):
+    given = itertools.count()
+
+    def following(key, shape, dtype):
+        return jnp.full(shape, np.float32(next(given)), dtype)
+
+    layers = [nn.Dense(3, kernel_init=following) for _ in range(count)]
+    pipe = jpipe.pipeline(layers, 2, devices=jax.devices()[:1] * count)
+    variables = pipe.init(jax.random.key(0), jnp.ones((4, 3)))
+    found = [float(v["params"]["kernel"][0, 0]) for v in variables]
+    assert len(set(found)) == count
+    assert found == sorted(found)
+
+
+def test_the_state_of_an_optimizer_is_made_by_what_it_reads_now(monkeypatch):
+    def init(params):
+        return jax.tree.map(lambda leaf: jnp.full_like(leaf, GAIN), params)
+
+    def update(updates, state, params=None):
+        return jax.tree.map(lambda g, s: -0.1 * g - s, updates, state), state
+
+    x, targets = ref.regression(4)
+    tx = optax.GradientTransformation(init, update)
+    for gain in (0.0, 2.0):
+        monkeypatch.setitem(globals(), "GAIN", gain)
+        pipe = jpipe.pipeline([nn.Dense(4)], 2)
+        state = pipe.init_train_state(jax.random.key(0), x, tx)
+        assert all((leaf == gain).all() for leaf in jax.tree.leaves(state.opt_state))
+        after, _ = pipe.train_step(ref.mse, tx, donate=False)(state, x, targets)
+        grads = pipe.value_and_grad(ref.mse)(state.variables, x, targets)[1]
+        expected = jax.tree.map(
+            lambda p, g, own=gain: p - 0.1 * g - own, state.params, grads
+        )
+        ref.assert_close(after.params, expected, 1e-6)
+
+
+def test_skips_may_change_between_two_builds(monkeypatch):
+    def stashing(x):
+        jpipe.stash(f"skip {GAIN}", 2 * x)
+        return x
+
+    def popping(x):
+        return x + jpipe.pop(f"skip {GAIN}")
+
+    x, targets = ref.regression(4)
+    pipe = jpipe.pipeline([nn.Dense(4), stashing, popping], 2)
+    variables = pipe.init(jax.random.key(0), x)
+    found = []
+    for gain in (1.0, 3.0):
+        monkeypatch.setitem(globals(), "GAIN", gain)
+        found.append(pipe.value_and_grad(ref.mse)(variables, x, targets))
+    ref.assert_equal(*found)
+
+
+def swapped(x):
+    return HERE.value(x)
+
+
+def test_what_could_be_no_layer_any_more_is_refused_where_something_is_built():
+    x, targets = ref.regression(4)
+    HERE.value = jnp.tanh
+    a, b = (nnx.Linear(5, 5, rngs=nnx.Rngs(i)) for i in (0, 1))
+    pipe = jpipe.pipeline([a, swapped, b, nn.Dense(4)], 2)
+    variables = pipe.init(jax.random.key(0), x)
+    gradient = pipe.value_and_grad(ref.mse)
+    gradient(variables, x, targets)
+
+    def refused(error, match):
+        for build in (
+            lambda: pipe.value_and_grad(ref.mse),
+            lambda: pipe.init(jax.random.key(0), x),
+        ):
+            with pytest.raises(error, match=match):
+                build()
+
+    HERE.value = nnx.Linear(5, 5, rngs=nnx.Rngs(2))
+    refused(TypeError, r"layer 1: .*a Linear.*from outside")
+    HERE.value = jnp.tanh
+    pipe.value_and_grad(ref.mse)
+    kernel, b.kernel = b.kernel, a.kernel
+    refused(ValueError, r"tie")
+    b.kernel = kernel
+    pipe.value_and_grad(ref.mse)
 
 
 def test_it_is_said_what_building_in_a_loop_costs():
