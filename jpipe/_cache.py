@@ -5,7 +5,6 @@ caller gave is made here, on abstract values, before anything is compiled or mov
 """
 
 import warnings
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -33,7 +32,7 @@ Expected = tuple[list[Visit], tuple[Route, ...]]
 FindGradient = Callable[[Any, PyTree, PyTree, Rngs, bool], Gradient]
 Marks = tuple[PyTree, ...]
 ALL = Trainable()
-# So often a loss may be built for the same arrays before it is said what that costs.
+# So often gradients may be built for one call before it is said what that costs.
 _MANY = 30
 
 
@@ -55,14 +54,14 @@ class Build:
     Attributes:
       known: the mini-batches of a loss, by what it holds: one that changes would keep
         its programs for ever.
-      kinds: of all arguments that it was traced for.
+      calls: how often it was called.
     """
 
     def __init__(self, objective: Objective, trainable: Trainable) -> None:
         self.objective = objective
         self.trainable = trainable
         self.known = lru_cache(maxsize=32)(_no_gradients)
-        self.kinds: set[Any] = set()
+        self.calls = 0
 
 
 def _no_gradients(_: Objective) -> dict[Any, Gradient]:
@@ -88,7 +87,7 @@ class ProgramCache:
         self.training: Gradient | None = None
         self.routes: tuple[Route, ...] = ()
         self._expected: dict[Any, Expected] = {}
-        self._builds: Counter[Any] = Counter()
+        self._in_a_row = 0
         # Whether anything was traced since layers were met.
         self._is_used = False
 
@@ -155,6 +154,8 @@ class ProgramCache:
         if self._is_used:
             self.look_again()
         self._is_used = True
+        once = self.built is not None and self.built.calls == 1
+        self._in_a_row = self._in_a_row + 1 if once else 1
         self.built = Build(objective, trainable)
         return partial(self._gradient, self.built)
 
@@ -168,12 +169,13 @@ class ProgramCache:
         train: bool,
     ) -> Gradient:
         """The gradient of a build for such arguments."""
+        build.calls += 1
         objective = build.objective.now()
         known = build.known(objective)
         kind = _signature.of(variables, x, targets, rngs), train
         signature = _signature.settings(), kind
         if signature not in known:
-            self._count(build, signature)
+            self._say_what_it_costs(build)
             self._check_order(variables)
             batch = self._batch(x, targets, rngs)
             layout = self._check(variables, batch.first, build.trainable)
@@ -190,18 +192,12 @@ class ProgramCache:
             known[signature] = self.training = made
         return known[signature]
 
-    def _count(self, build: Build, kind: Any) -> None:
-        """Says what building in a loop costs."""
-        if kind in build.kinds:
-            return
-        build.kinds.add(kind)
-        loss_fn = build.objective.loss_fn
-        code = getattr(loss_fn, "__code__", type(loss_fn))
-        self._builds[code, kind] += 1
-        if self._builds[code, kind] == _MANY:
+    def _say_what_it_costs(self, build: Build) -> None:
+        """Says what building in a loop costs: what is built, called once and left."""
+        if build.calls == 1 and self._in_a_row == _MANY:
             warnings.warn(
-                f"the same loss is built for the same arrays for the {_MANY}th time, "
-                f"and each time the model is traced anew; call value_and_grad or "
+                f"gradients were built and called once {_MANY} times in a row, and "
+                f"each time the model is traced anew; call value_and_grad or "
                 f"train_step once, before the loop, and in it what they return",
                 stacklevel=6,
             )

@@ -191,10 +191,10 @@ def check_alive(leaves: Sequence[Any]) -> None:
         return
     if overwritten:
         raise ValueError(
-            "this state was donated: it was given to an earlier step, or to a function "
-            "of pipe.jit, which has overwritten its arrays; go on with what that "
-            "returned, or build the step with pipe.train_step(..., donate=False), the "
-            "function without donate_argnums"
+            "this state was donated: it was given to an earlier step, which has "
+            "overwritten its arrays; go on with the state that it returned, or build "
+            "the step with pipe.train_step(..., donate=False), or pipe.jit without "
+            "donate_argnums"
         )
 
 
