@@ -23,6 +23,7 @@ from ._reasons import chosen
 from ._request import Request
 from ._search import REMATS, Space, search
 from ._together import beside_neighbours, confirmed
+from ._traced import Traced
 
 PyTree = Any
 
@@ -120,35 +121,20 @@ def plan(
     faults = [
         *hardware.faults(),
         *size_faults,
-        *_faults(numbers, names, modes, examples),
+        *_faults(numbers, names, modes, examples, profile),
     ]
-    if profile is not None and len(numbers) != 1:
-        faults.append(f"a profile is of one micro-batch, num_microbatches={numbers}")
     if faults:
         raise ValueError(f"plan: {'; '.join(faults)}")
-    # A whole mini-batch at once may be more than a device holds.
-    few = min(set(numbers) - {1}, default=1)
-    asked = [
-        dataclasses.replace(request, num_microbatches=number)
-        for number in dict.fromkeys([max(numbers), few])
-    ]
+    asked = dataclasses.replace(request, num_microbatches=max(numbers))
     if profile is not None:
-        profile.check(asked[0].made)
+        profile.check(asked.made)
         profiles = {numbers[0]: profile}
     else:
         profiles = _profiles(asked, numbers, examples)
-    profiles = {
-        number: beside_neighbours(
-            each, dataclasses.replace(request, num_microbatches=number), count, modes
-        )
-        for number, each in profiles.items()
-    }
-    model = asked[0].model
-    variables = [visit.variables for visit in model.visits]
-    slots = state_bytes(tx, _variables.params(variables), model.layout.trained)
+    profiles = beside_neighbours(profiles, request, count, modes)
     space = Space(
         profiles,
-        slots,
+        _optimizer_bytes(tx, asked.model),
         hardware,
         tuple(name for name in names if name != "forward_only"),
         modes,
@@ -158,21 +144,30 @@ def plan(
     candidates = search(space)
     if not candidates:
         raise ValueError(
-            f"plan: schedules={list(names)} have no order for {len(slots)} layers on "
-            f"{count} devices in {list(numbers)} micro-batches"
+            f"plan: schedules={list(names)} have no order for {space.num_layers} "
+            f"layers on {count} devices in {list(numbers)} micro-batches"
         )
     return chosen(confirmed(candidates, space, request), space)
 
 
 def _profiles(
-    asked: Sequence[Request], numbers: Iterable[int], examples: int
+    asked: Request, numbers: Sequence[int], examples: int
 ) -> Mapping[int, Profile]:
-    """By the number of micro-batches."""
-    ends = list(map(answer, asked))
+    """By the number of micro-batches: of the most, of the fewest, and in between."""
+    # A whole mini-batch at once may be more than a device holds.
+    few = min(set(numbers) - {1}, default=1)
+    small = large = answer(asked)
+    if few != asked.num_microbatches:
+        large = answer(dataclasses.replace(asked, num_microbatches=few))
     return {
-        number: interpolated(ends[0], ends[-1], -(-examples // number))
-        for number in numbers
+        number: interpolated(small, large, -(-examples // number)) for number in numbers
     }
+
+
+def _optimizer_bytes(tx: optax.GradientTransformation, model: Traced) -> list[int]:
+    """The optimizer's state of each layer."""
+    variables = [visit.variables for visit in model.visits]
+    return state_bytes(tx, _variables.params(variables), model.layout.trained)
 
 
 def _listed(given: str | Iterable[str]) -> tuple[str, ...]:
@@ -199,7 +194,11 @@ def _size_faults(batch_size: Any) -> Iterable[str]:
 
 
 def _faults(
-    numbers: Sequence[Any], names: Sequence[str], remat: Sequence[str], examples: int
+    numbers: Sequence[Any],
+    names: Sequence[str],
+    remat: Sequence[str],
+    examples: int,
+    profile: Profile | None,
 ) -> Iterable[str]:
     for number in numbers:
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
@@ -213,3 +212,5 @@ def _faults(
     for mode in remat:
         if mode not in MODES:
             yield f"remat: {mode!r} is unknown: choose {', '.join(map(repr, MODES))}"
+    if profile is not None and len(numbers) != 1:
+        yield f"a profile is of one micro-batch, num_microbatches={numbers}"

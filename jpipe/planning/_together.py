@@ -6,58 +6,86 @@ operations from what is kept before it.
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from .._instructions import _bytes
 from .._instructions._transfer import OnPaper
 from ._forecast import Candidate
+from ._layer import LayerProfile
 from ._partition import partition
 from ._profile import Profile
 from ._request import Request
 from ._search import Space, ranked
 
-# So many of the best are lowered until the best of all is one of them.
-_MOST = 8
+# So many of the best are lowered, until one fits.
+_MOST = 4
 
 
 def beside_neighbours(
-    profile: Profile, request: Request, num_stages: int, remats: Sequence[str]
-) -> Profile:
-    """A profile whose layers keep about what they do in stages.
+    profiles: Mapping[int, Profile],
+    request: Request,
+    num_stages: int,
+    remats: Sequence[str],
+) -> dict[int, Profile]:
+    """Profiles whose layers keep about what they do in stages.
+
+    How much less that is than what they keep by themselves is told by one number of
+    micro-batches, and taken to be the same for all.
 
     Args:
-      profile: of layers by themselves.
-      request: what it answers.
+      profiles: of layers by themselves, by the number of micro-batches.
+      request: what they answer.
       num_stages: of the cut, an even one, by which that is told.
       remats: the modes that stages may have.
 
     Returns:
-      The profile.
+      The profiles.
     """
+    number = max(profiles)
+    profile = profiles[number]
     if num_stages >= len(profile.layers):
-        return profile
+        return dict(profiles)
     balance = partition(profile, num_stages)
-    ends = [0, *itertools.accumulate(balance)]
-    layers = list(profile.layers)
-    # What "full" keeps, the input of a stage, is no sum of what layers keep.
-    for mode in set(remats) - {"full"}:
-        for stage, kept in zip(
-            itertools.pairwise(ends), request.kept(balance, mode), strict=True
-        ):
-            alone = profile.kept_bytes(*stage, mode)
-            for at in range(*stage):
-                own = layers[at].kept_bytes
-                part = own[mode] * kept // alone if alone else 0
-                layers[at] = dataclasses.replace(
-                    layers[at], kept_bytes={**own, mode: part}
-                )
-    return dataclasses.replace(profile, layers=tuple(layers))
+    stages = list(itertools.pairwise([0, *itertools.accumulate(balance)]))
+    asked = dataclasses.replace(request, num_microbatches=number)
+    # By mode, for each layer: what its stage keeps, and its layers by themselves. What
+    # "full" keeps, the input of a stage, is no sum.
+    shares: dict[str, list[tuple[int, int]]] = {}
+    for mode in dict.fromkeys(mode for mode in remats if mode != "full"):
+        pairs = zip(stages, asked.kept(balance, mode), strict=True)
+        shares[mode] = [
+            (kept, profile.kept_bytes(*stage, mode))
+            for stage, kept in pairs
+            for _ in range(*stage)
+        ]
+    return {number: _shared(own, shares) for number, own in profiles.items()}
+
+
+def _shared(
+    profile: Profile, shares: Mapping[str, Sequence[tuple[int, int]]]
+) -> Profile:
+    """A profile whose layers keep a share of what they keep by themselves."""
+
+    def kept(at: int, layer: LayerProfile) -> dict[str, int]:
+        parts = {mode: own[at] for mode, own in shares.items()}
+        return dict(layer.kept_bytes) | {
+            mode: layer.kept_bytes[mode] * part // whole if whole else 0
+            for mode, (part, whole) in parts.items()
+        }
+
+    return dataclasses.replace(
+        profile,
+        layers=tuple(
+            dataclasses.replace(layer, kept_bytes=kept(at, layer))
+            for at, layer in enumerate(profile.layers)
+        ),
+    )
 
 
 def confirmed(
     candidates: Sequence[Candidate], space: Space, request: Request
 ) -> list[Candidate]:
-    """The candidates, of which the first has the bytes of its list of instructions.
+    """The candidates, the first with the bytes that its list of instructions holds.
 
     Args:
       candidates: the best first.
@@ -67,11 +95,13 @@ def confirmed(
     Returns:
       The best first.
     """
-    found, exact = list(candidates), []
-    while len(exact) < _MOST and not any(found[0] is own for own in exact):
-        exact.append(_exactly(found[0], request))
-        found = ranked([exact[-1], *found[1:]], space.hardware)
-    return found
+    exact: list[Candidate] = []
+    for number, candidate in enumerate(candidates[:_MOST]):
+        exact.append(_exactly(candidate, request))
+        if exact[-1].fits(space.hardware):
+            # It takes the time that it took before.
+            return [exact[-1], *exact[:-1], *candidates[number + 1 :]]
+    return ranked([*exact, *candidates[_MOST:]], space.hardware)
 
 
 def _exactly(candidate: Candidate, request: Request) -> Candidate:

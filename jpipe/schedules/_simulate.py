@@ -83,17 +83,26 @@ def simulate(
                 for other in waiting.pop(action, ()):
                     heapq.heappush(turns if other > rank else later, other)
         turns = later
-    stuck = {
-        r: row[position[r]] for r, row in enumerate(rows) if position[r] < len(row)
-    }
-    if stuck:
-        raise ScheduleError(_cycle(rows, needs, stuck, end))
+    _check_ended(rows, position, needs, end)
     timeline = Timeline(name, placement, rows, start, end, (), costs, replicas)
     return dataclasses.replace(
         timeline,
         memory=tuple(memory_events(timeline, costs)),
         exchanges=tuple(exchanges(timeline, costs)),
     )
+
+
+def _check_ended(
+    rows: Rows, position: list[int], needs: Needs, end: Mapping[Action, float]
+) -> None:
+    """Checks that no rank stands before its end."""
+    stuck = {
+        r: row[n]
+        for r, (row, n) in enumerate(zip(rows, position, strict=True))
+        if n < len(row)
+    }
+    if stuck:
+        raise ScheduleError(_cycle(rows, needs, stuck, end))
 
 
 def exchanges(timeline: Timeline, costs: Costs) -> Iterable[Exchange]:

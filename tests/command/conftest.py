@@ -1,5 +1,7 @@
 """A command, run in this process."""
 
+import sys
+
 import pytest
 
 from jpipe.__main__ import main
@@ -14,3 +16,18 @@ def command(capsys):
         return status, *capsys.readouterr()
 
     return run
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch, request):
+    """A folder of the user's with a ``model.py``, in which the command is typed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "model.py").write_text(request.module.MODEL)
+    yield tmp_path
+    for name in [n for n, m in sys.modules.items() if _is_in(m, tmp_path)]:
+        del sys.modules[name]
+
+
+def _is_in(module, folder) -> bool:
+    return str(getattr(module, "__file__", None)).startswith(str(folder))

@@ -38,14 +38,7 @@ def with_loss():
 ESTIMATE = "--devices 2 --estimate"
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    """A folder of the user's, in which the command is typed."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "model.py").write_text(MODEL)
-    yield tmp_path
-    sys.modules.pop("model", None)
+pytestmark = pytest.mark.usefixtures("folder")
 
 
 def model():

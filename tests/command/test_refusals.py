@@ -36,19 +36,7 @@ def loss_only(): return {"layers": LAYERS, "sample": X, "targets": X}
 RETURNS = "needs (layers, sample), (layers, sample, optimizer), or a dict or named"
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    """A folder of the user's, in which the command is typed."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "model.py").write_text(MODEL)
-    yield tmp_path
-    for name in [n for n, m in sys.modules.items() if _is_in(m, tmp_path)]:
-        del sys.modules[name]
-
-
-def _is_in(module, folder) -> bool:
-    return str(getattr(module, "__file__", None)).startswith(str(folder))
+pytestmark = pytest.mark.usefixtures("folder")
 
 
 @pytest.mark.parametrize(

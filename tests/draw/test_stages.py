@@ -1,35 +1,22 @@
 """Stages of several devices: their columns, and the timeline below them."""
 
 import dataclasses
+import functools
 import json
 import re
 
 import pytest
 
 from jpipe import draw
-from jpipe.planning._replicated import Replicated, ReplicatedStage, costs_of
 from jpipe.schedules import Costs, replicated
 
+from ..planning.chains import figure
 from .pictures import CLOSE, SVG, actions, boxes, parsed, texts
 
 REPLICAS = (3, 2, 2, 1)
 
 
-def plan(replicas=REPLICAS, objective="steady", count=12, **costs):
-    """Each stage as long as it has devices; what is exchanged and sent is given."""
-    given = {
-        "forward": tuple(map(float, replicas)),
-        "backward": tuple(map(float, replicas)),
-        "boundary_bytes": (0.0,) * len(replicas),
-        "cotangent_bytes": (0.0,) * len(replicas),
-        "exchange": (0.0,) * len(replicas),
-        "bandwidth": 1.0,
-    }
-    stages = tuple(ReplicatedStage(2 * i, 2 * i + 2, r) for i, r in enumerate(replicas))
-    whole = costs_of(**given | costs)
-    return Replicated(stages, whole, sum(replicas), objective, 6.0, count)
-
-
+plan = functools.partial(figure, layers=2)
 EXCHANGING = plan(exchange=(2.0, 1.0, 0.5, 0.0))
 
 

@@ -8,27 +8,11 @@ import pytest
 
 import jpipe
 from jpipe.planning._profile import LayerProfile, Profile
-from jpipe.planning._replicated import Replicated, ReplicatedStage, costs_of
+from jpipe.planning._replicated import Replicated
 from jpipe.schedules import Action, Schedule, ScheduleError
 
-from .chains import profile
+from .chains import figure, profile
 from .published import PUBLISHED, read
-
-
-def by_hand(replicas=(3, 2, 2, 1), objective="steady", count=12, **costs):
-    """PipeDream's figure: as many units of work as devices in each stage."""
-    given = {
-        "forward": tuple(map(float, replicas)),
-        "backward": tuple(map(float, replicas)),
-        "boundary_bytes": (0.0,) * len(replicas),
-        "cotangent_bytes": (0.0,) * len(replicas),
-        "exchange": (0.0,) * len(replicas),
-        "bandwidth": 1.0,
-    }
-    stages = tuple(ReplicatedStage(i, i + 1, r) for i, r in enumerate(replicas))
-    return Replicated(
-        stages, costs_of(**given | costs), sum(replicas), objective, 6.0, count
-    )
 
 
 def between(plan):
@@ -75,7 +59,7 @@ def test_what_is_planned_for_a_random_chain_is_what_is_simulated(seed):
 
 
 def test_the_figure_of_pipedream():
-    plan = by_hand()
+    plan = figure()
     assert plan.seconds == 2.0
     assert plan.alone == 16.0
     timeline = plan.simulate()
@@ -91,7 +75,7 @@ def test_the_figure_of_pipedream():
 
 
 def test_exchanges_are_once_or_for_each_micro_batch():
-    plan = by_hand(exchange=(2.0, 1.0, 3.0, 0.0))
+    plan = figure(exchange=(2.0, 1.0, 3.0, 0.0))
     # Per micro-batch as PipeDream counts: there and back, by turns.
     assert plan.turns == (2 + 4 / 3, 3.0, 5.0, 2.0)
     assert plan.seconds == 5.0
@@ -110,17 +94,17 @@ def test_exchanges_are_once_or_for_each_micro_batch():
 
 
 def test_a_link_carries_one_thing_at_a_time():
-    slow = by_hand(boundary_bytes=(0.0, 0.0, 3.0, 0.0), cotangent_bytes=(0.0,) * 4)
+    slow = figure(boundary_bytes=(0.0, 0.0, 3.0, 0.0), cotangent_bytes=(0.0,) * 4)
     assert slow.links == (0.0, 1.5, 0.0)
     assert between(slow) == pytest.approx(2.0)
-    slower = by_hand(
+    slower = figure(
         boundary_bytes=(0.0, 0.0, 3.0, 0.0), cotangent_bytes=(0.0, 0.0, 4.0, 0.0)
     )
     assert slower.seconds == 3.5
     assert slower.bottleneck is None
     assert between(slower) == pytest.approx(3.5)
     # One after the other, by hand: a stage on one device each, one micro-batch.
-    both = by_hand(
+    both = figure(
         (1, 1),
         count=2,
         boundary_bytes=(0.0, 5.0),
@@ -135,7 +119,7 @@ def test_a_link_carries_one_thing_at_a_time():
 
 
 def test_the_devices_of_a_step_share_micro_batches():
-    plan = by_hand((2, 1), "step", count=4, exchange=(3.0, 0.0))
+    plan = figure((2, 1), "step", count=4, exchange=(3.0, 0.0))
     assert plan.replicas == (2, 1)
     assert plan.seconds == 2 + 2 + 3 * 2 + 3
     timeline = plan.simulate()
@@ -174,7 +158,7 @@ def test_a_step_takes_about_what_its_objective_says(name, bandwidth, longer):
 
 
 def test_a_plan_says_why():
-    plan = by_hand(exchange=(2.0, 1.0, 3.0, 0.0), boundary_bytes=(0.0, 4.0, 4.0, 1.0))
+    plan = figure(exchange=(2.0, 1.0, 3.0, 0.0), boundary_bytes=(0.0, 4.0, 4.0, 1.0))
     assert str(plan).splitlines()[:-5] == [
         "5 s a micro-batch on 8 devices, 3.200 times as fast as one",
         "with one device per stage 6 s, 1.200 times as long",
@@ -189,7 +173,7 @@ def test_a_plan_says_why():
         "    2  2 to 2        2       2 s       3 s        2 s",
         "    3  3 to 3        1       2 s       0 s        1 s",
     ]
-    plan = by_hand(boundary_bytes=(0.0, 4.0, 8.0, 1.0))
+    plan = figure(boundary_bytes=(0.0, 4.0, 8.0, 1.0))
     assert "transfers between stages 1 and 2 hold it up" in str(plan)
 
 
@@ -224,10 +208,10 @@ def test_json_keeps_all_of_it(objective, bandwidth):
 
 
 def changed(**change):
-    return json.dumps(json.loads(by_hand().to_json()) | change)
+    return json.dumps(json.loads(figure().to_json()) | change)
 
 
-COSTS = json.loads(by_hand().to_json())["costs"]
+COSTS = json.loads(figure().to_json())["costs"]
 
 
 @pytest.mark.parametrize(
@@ -286,6 +270,6 @@ def test_a_text_that_is_something_else_is_refused(text, says):
 def test_numbers_of_micro_batches_are_checked():
     for wrong in (0, 2.5, "3"):
         with pytest.raises(ScheduleError, match=f"num_microbatches={wrong!r}: needs"):
-            by_hand().simulate(wrong)
+            figure().simulate(wrong)
     # Twice as many as are in flight, where nobody said.
-    assert by_hand(count=None).schedule().num_microbatches == 18
+    assert figure(count=None).schedule().num_microbatches == 18
