@@ -23,6 +23,7 @@ if _TYPE_CHECKING:
     from .planning._decide import plan as plan
     from .planning._partition import partition as partition
     from .planning._plan import Plan as Plan
+    from .planning._profile import Profile as Profile
     from .planning._profiler import profile as profile
     from .planning._replicas import replicate as replicate
     from .planning._replicated import Replicated as Replicated
@@ -32,6 +33,7 @@ if _TYPE_CHECKING:
 _HOME = {
     "Pipeline": "._pipeline",
     "Plan": ".planning._plan",
+    "Profile": ".planning._profile",
     "Replicated": ".planning._replicated",
     "Report": "._report",
     "Stage": "._layers._layer",
@@ -52,6 +54,7 @@ __version__ = _version("jpipe")
 __all__ = [
     "Pipeline",
     "Plan",
+    "Profile",
     "Replicated",
     "Report",
     "Stage",

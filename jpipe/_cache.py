@@ -88,8 +88,6 @@ class ProgramCache:
         self.routes: tuple[Route, ...] = ()
         self._expected: dict[Any, Expected] = {}
         self._in_a_row = 0
-        # Whether anything was traced since layers were met.
-        self._is_used = False
 
     def look_again(self) -> None:
         """Has layers checked and met anew, as where variables are made of them.
@@ -109,7 +107,6 @@ class ProgramCache:
         )
         self._expected.clear()
         self._inference.clear()
-        self._is_used = False
 
     def inference(
         self, variables: Any, x: PyTree, rngs: Rngs, train: bool
@@ -117,7 +114,6 @@ class ProgramCache:
         """The forward pass for such variables and such an input."""
         signature = _signature.settings(), _signature.of(variables, x, rngs), train
         if signature not in self._inference:
-            self._is_used = True
             self._check_order(variables)
             batch = self._batch(x, (), rngs)
             layout = self._check(variables, batch.first)
@@ -151,9 +147,7 @@ class ProgramCache:
             )
         layers = [layer for stage in self._pipe.stages for layer in stage.layers]
         _hidden.check_loss(objective.loss_fn, (layer.owner for layer in layers))
-        if self._is_used:
-            self.look_again()
-        self._is_used = True
+        self.look_again()
         once = self.built is not None and self.built.calls == 1
         self._in_a_row = self._in_a_row + 1 if once else 1
         self.built = Build(objective, trainable)

@@ -27,6 +27,7 @@ def make(
     pipe: Pipe, programs: ProgramCache, key: chex.PRNGKey, x: PyTree
 ) -> tuple[PyTree, ...]:
     """Makes the variables of all layers: see `Pipeline.init`."""
+    _variables.check_concrete(jax.tree.leaves((key, x)))
     _rng.check_key(key)
     spec = programs.sample(x)
     programs.look_again()

@@ -6,7 +6,7 @@ from typing import Any
 from .. import provenance
 from ..experiment import Experiment
 from ..published import Benchmark
-from ..result import Cell, Result
+from ..result import PREDICTED, Cell, Result
 
 _EMPTY = "-"
 # How a cell is marked: measured ones are not.
@@ -163,8 +163,9 @@ def speed_up(
     """Our throughput by that of the first row, filled in the same way."""
     cell = result.rows.get(row.name, {}).get(column)
     first = _first(benchmark, row).name
-    # 1F1B as well is divided by what the table divides by.
-    base = "predicted samples/s" if column == "1f1b samples/s" else column
+    # Other schedules and cuts as well are divided by what the table divides by.
+    predicted = cell is not None and cell.kind == PREDICTED
+    base = "predicted samples/s" if predicted else "samples/s"
     by = result.rows.get(first, {}).get(base)
     if cell is None or by is None or not _same_machine(result, row.name, first):
         return None
@@ -246,6 +247,12 @@ def _speed(benchmark: Benchmark, result: Result) -> Sequence[Column]:
         ("predicted by measured", error),
         ("with 1F1B, samples/s", _ours("1f1b samples/s")),
         ("speed-up", ours("1f1b samples/s")),
+        ("own cut, samples/s", _ours("own samples/s")),
+        ("speed-up", ours("own samples/s")),
+        ("own cut, samples/s", _ours("own predicted samples/s")),
+        ("speed-up", ours("own predicted samples/s")),
+        ("own cut with 1F1B, samples/s", _ours("own 1f1b samples/s")),
+        ("speed-up", ours("own 1f1b samples/s")),
     ]
 
 

@@ -11,6 +11,7 @@ from rich.progress import Progress
 
 from .. import accuracy
 from ..cells.compiled import Way, peak
+from ..cells.cut import Cutter
 from ..cells.largest import Largest
 from ..cells.measure import measure
 from ..cells.predict import Link, Prediction, Predictor
@@ -70,6 +71,7 @@ class Runner:
         self._options = options
         self._progress = progress
         self._predictor = Predictor(jax.devices()[0], most_examples=options.examples)
+        self._cutter = Cutter(jax.devices()[0], options.examples)
         # Read once: a result that is saved may be part of what is checked out.
         self._where = provenance() | {"options": self._told()}
         self._cells = {
@@ -118,39 +120,47 @@ class Runner:
     def speed(self, benchmark: Benchmark, row: Experiment) -> dict[str, Cell]:
         """Throughput: measured where the devices are there, and predicted."""
         setting = benchmark.setting(row, self._options.scale)
+        published, link = self._published(row), self._link(row)
+        cells = self._speed(setting, row, published, "")
+        if row.num_stages > 1:
+            ours = Way("1f1b", "full")
+            cells["1f1b samples/s"] = self._predicted(setting, row, ours)
+            own = self._cutter.cut(setting, published, link)
+            cells |= self._speed(own, row, published, "own ")
+            cells["own 1f1b samples/s"] = self._predicted(own, row, ours)
+        return cells
+
+    def _speed(
+        self, setting: Setting, row: Experiment, way: Way, prefix: str
+    ) -> dict[str, Cell]:
+        """One balance, measured and predicted."""
         cells = {}
-        published = self._published(row)
         # An interconnect that was asked for is not there.
         if row.num_stages <= len(self._options.measured) and row.bandwidth is None:
             task = self._progress.add_task("steps", total=self._options.steps + 1)
             found = measure(
                 setting,
-                published,
+                way,
                 self._options.measured,
                 self._options.steps,
                 lambda: self._progress.advance(task),
             )
             self._progress.remove_task(task)
-            cells["samples/s"] = Cell(
+            cells[f"{prefix}samples/s"] = Cell(
                 found.throughput,
                 MEASURED,
                 "samples/s",
                 found.spread,
-                _told(setting, published)
+                _told(setting, way)
                 | {"compile_s": found.compile_s, "seconds": found.seconds},
             )
-        ways = {"predicted samples/s": published}
-        if row.num_stages > 1:
-            ways["1f1b samples/s"] = Way("1f1b", "full")
-        for column, way in ways.items():
-            made = self._predictor.predict(setting, way, self._link(row))
-            cells[column] = Cell(
-                made.throughput,
-                PREDICTED,
-                "samples/s",
-                detail=_told(setting, way) | self._foretold(setting, row, made),
-            )
+        cells[f"{prefix}predicted samples/s"] = self._predicted(setting, row, way)
         return cells
+
+    def _predicted(self, setting: Setting, row: Experiment, way: Way) -> Cell:
+        made = self._predictor.predict(setting, way, self._link(row))
+        detail = _told(setting, way) | self._foretold(setting, row, made)
+        return Cell(made.throughput, PREDICTED, "samples/s", detail=detail)
 
     def memory(self, benchmark: Benchmark, row: Experiment) -> dict[str, Cell]:
         """Bytes of all devices: as published, under 1F1B, and as jpipe comes."""

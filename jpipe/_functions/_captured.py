@@ -12,6 +12,7 @@ import functools
 import inspect
 import types
 import warnings
+from array import array
 from collections import deque
 from collections.abc import Callable, Hashable
 from functools import lru_cache
@@ -119,8 +120,11 @@ class _Held(Content):
         cls = type(value)
         if isinstance(value, _FIXED):
             return Same(value)
-        if cls is np.ndarray and not value.dtype.hasobject:
-            return cls, value.dtype, value.shape, value.tobytes()
+        if isinstance(value, np.ndarray | array | bytearray):
+            held = np.asarray(value)
+            if not held.dtype.hasobject:
+                about = self.once(value, _attributes)  # such as a mask
+                return cls, held.dtype, held.shape, held.tobytes(), about
         return cls, Same(value), self._elements(value), self.once(value, _attributes)
 
     def _read(self, value: Any, method: Any) -> Hashable:

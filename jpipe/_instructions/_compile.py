@@ -119,11 +119,12 @@ def _key(traced: Any, lowered: Any, device: Device) -> Any:
     """What tells one executable from another: all that is written into it.
 
     The text has memory layouts, donation and what is computed. It has no Python
-    functions that are called, and of keys and weakly typed arrays only what they are
-    made of.
+    functions that are called and no `jax.Ref` that is read: a program with these, as
+    one with any effect, is like no other. Of keys and weakly typed arrays it has only
+    what they are made of.
     """
     text = lowered.as_text()
-    if "callback" in text:
+    if "callback" in text or traced.jaxpr.effects:
         return object()
     text = hashlib.sha256(text.encode()).digest()
     avals = *traced.jaxpr.in_avals, *traced.jaxpr.out_avals

@@ -95,6 +95,11 @@ def test_every_table_runs_at_the_tiny_scale(tmp_path):
         assert speed["samples/s"].kind == MEASURED
         assert speed["samples/s"].detail["compile_s"] > 0
     assert speed["predicted samples/s"].kind == PREDICTED
+    own = speed["own 1f1b samples/s"]
+    assert own.kind == PREDICTED
+    assert sum(own.detail["layers per stage"]) == sum(
+        speed["1f1b samples/s"].detail["layers per stage"]
+    )
     slow = results["table3-slow-interconnect"].rows["transformer-k2"]
     assert {cell.kind for cell in slow.values()} == {PREDICTED}
     memory = results["unet-memory"].rows["pipeline-2"]

@@ -211,6 +211,8 @@ def test_inside_a_trace_the_message_says_where_to_call():
         jax.jit(pipe.value_and_grad(ref.mse))(variables, x, targets)
     with says:
         jax.eval_shape(pipe.apply, variables, x)
+    with says:
+        jax.eval_shape(lambda key: pipe.init(key, x), jax.random.key(0))
     tx = optax.sgd(0.1)
     state = pipe.init_train_state(jax.random.key(0), x, tx)
     with says:

@@ -284,7 +284,7 @@ def test_skips_may_change_between_two_builds(monkeypatch):
     pipe = jpipe.pipeline([nn.Dense(4), stashing, popping], 2)
     variables = pipe.init(jax.random.key(0), x)
     found = []
-    for gain in (1.0, 3.0):
+    for gain in (2.0, 3.0):  # the first since variables were made
         monkeypatch.setitem(globals(), "GAIN", gain)
         found.append(pipe.value_and_grad(ref.mse)(variables, x, targets))
     ref.assert_equal(*found)
@@ -300,8 +300,6 @@ def test_what_could_be_no_layer_any_more_is_refused_where_something_is_built():
     a, b = (nnx.Linear(5, 5, rngs=nnx.Rngs(i)) for i in (0, 1))
     pipe = jpipe.pipeline([a, swapped, b, nn.Dense(4)], 2)
     variables = pipe.init(jax.random.key(0), x)
-    gradient = pipe.value_and_grad(ref.mse)
-    gradient(variables, x, targets)
 
     def refused(error, match):
         for build in (
@@ -318,7 +316,32 @@ def test_what_could_be_no_layer_any_more_is_refused_where_something_is_built():
     kernel, b.kernel = b.kernel, a.kernel
     refused(ValueError, r"tie")
     b.kernel = kernel
-    pipe.value_and_grad(ref.mse)
+    pipe.value_and_grad(ref.mse)(variables, x, targets)
+
+
+@pytest.mark.parametrize("first", [jnp.tanh, nn.Dense(5)])
+def test_and_before_anything_is_built(first):
+    """Without variables of its own too: they may come from elsewhere."""
+    HERE.value = jnp.tanh
+    pipe = jpipe.pipeline([first, swapped, nn.Dense(4)], 2)
+    HERE.value = nnx.Linear(5, 5, rngs=nnx.Rngs(2))
+    with pytest.raises(TypeError, match=r"layer 1: .*a Linear.*from outside"):
+        pipe.value_and_grad(ref.mse)
+
+
+def test_executables_of_one_text_that_read_two_refs_are_two():
+    """Of a `jax.Ref` the text has no more than that there is one."""
+    pipe = jpipe.pipeline([jnp.tanh], 1)
+    refs = [jax.new_ref(jnp.asarray(value)) for value in (2.0, 5.0)]
+    x, targets = jnp.full((2, 1), 3.0), jnp.zeros((2, 1))
+    (one,) = jax.device_put([jnp.ones(())], pipe.devices[0])
+    found = [pipe.jit(lambda t, r=r: t * r[...])(one) for r in refs]
+    assert found == [2.0, 5.0]
+    losses = [lambda y, t, r=r: r[...] * ref.mse(y, t) for r in refs]
+    found = [pipe.value_and_grad(loss)(({},), x, targets)[0] for loss in losses]
+    assert found[1] == 2.5 * found[0]
+    refs[0][...] = 4.0
+    assert pipe.value_and_grad(losses[0])(({},), x, targets)[0] == 2 * found[0]
 
 
 def test_it_is_said_what_building_in_a_loop_costs():
