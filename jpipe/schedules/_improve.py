@@ -19,7 +19,7 @@ def latest_starts(run: Run) -> list[float]:
     """
     tables = run.tables
     own, far, delay, slot = tables.own, tables.far, tables.delay, tables.slot
-    latest = [run.makespan] * len(tables.seconds)
+    latest = [run.makespan - more for more in tables.exchange]
     starts = [0.0] * len(tables.seconds)
     gaps: list[list[tuple[float, ...]]] = [
         [(-math.inf, run.makespan)] for _ in run.rows
@@ -81,7 +81,7 @@ def tails(run: Run) -> list[float]:
     """
     tables = run.tables
     own, far, delay, slot = tables.own, tables.far, tables.delay, tables.slot
-    after = [0.0] * len(tables.seconds)
+    after = [*tables.exchange]
     tail = [0.0] * len(tables.seconds)
     row_of = {number: (row, at) for row in run.rows for at, number in enumerate(row)}
     for number in reversed(run.order):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import heapq
+import operator
 from collections.abc import Iterable, Sequence
 
 from ._action import BACKWARD, FORWARD, INPUT, OPS, WEIGHT, Action
@@ -31,6 +32,7 @@ class Tables:
       own: the action of its own rank that it reads; -1 if there is none.
       far: the action of the stage before or after that it reads, likewise.
       delay: how long after its end what is read from `far` arrives.
+      exchange: for how long the step goes on after the last of its stage.
       slot: itself; of a whole backward the first half, as which it is read.
       changes: the bytes that it adds to ranks when it ends, one after the other.
       net: the same, one sum for each rank.
@@ -53,6 +55,7 @@ class Tables:
         self.own: list[int] = []
         self.far: list[int] = []
         self.delay: list[float] = []
+        self.exchange: list[float] = []
         self.slot: list[int] = []
         self.changes: list[Changes] = []
         self.net: list[Changes] = []
@@ -72,6 +75,8 @@ class Tables:
                 self.own += _numbers(own, count)
                 self.far += _numbers(far, count)
                 self.delay += delay * copies
+                exchange = 0.0 if op == FORWARD else at(costs.exchange, stage)
+                self.exchange += [exchange] * count
                 to = INPUT if op == BACKWARD else op
                 self.slot += _numbers(self.first(to, stage), count)
                 self._add_skips(op, stage)
@@ -235,9 +240,10 @@ class Run:
     end: list[float | None]
 
     def __post_init__(self) -> None:
-        slot, end = self.tables.slot, self.end
+        slot, end, more = self.tables.slot, self.end, self.tables.exchange
         self.ends = [_known(end[slot[number]]) for number in self.order]
-        self.makespan = max(self.ends, default=0.0)
+        later = map(more.__getitem__, self.order)
+        self.makespan = max(map(operator.add, self.ends, later), default=0.0)
 
     def peaks(self) -> list[float]:
         """The most bytes that each rank holds, as `Timeline.peak_bytes`."""

@@ -46,7 +46,9 @@ def any_costs(draw, stages: int) -> Costs:
     skips = ()
     if stages > 2 and draw(st.booleans()):
         skips = (Skip(0, stages - 1, draw(any_bytes), draw(any_bytes)),)
-    return Costs(*times, *halves, draw(any_time), 4.0, **sizes, skips=skips)
+    exchange = per_stage(any_time) if draw(st.booleans()) else 0.0
+    fields = {**sizes, "skips": skips, "exchange": exchange}
+    return Costs(*times, *halves, draw(any_time), 4.0, **fields)
 
 
 def catalogue(p: int, m: int, stages: int) -> list[Schedule]:
@@ -120,6 +122,7 @@ def test_time_and_bytes_are_counted_as_the_simulator_does(prediction, data):
             timeline.end
         )
         assert tuple(run.peaks()) == timeline.peak_bytes
+        assert run.makespan == timeline.makespan
 
 
 SLOW_LAST = Costs([1, 1, 1, 1.5], [2, 2, 2, 3], latency=0.4)
@@ -156,6 +159,13 @@ def test_something_fits_where_nothing_of_the_catalogue_does():
     assert times[0] == 16 * 9
     assert times == sorted(set(times), reverse=True)
     assert times[3] == 51
+
+
+def test_what_follows_the_last_backward_of_a_stage_is_a_part_of_the_step():
+    # Of all stages the first is ready last: the sooner, the sooner ends the step.
+    costs = Costs([1] * 4, exchange=[6, 0, 0, 0], latency=0.3)
+    best = min(s.simulate(costs).makespan for s in catalogue(4, 8, 4))
+    assert fit(costs, 4, 8).simulate(costs).makespan <= best - 1
 
 
 def test_each_rank_may_have_a_cap_of_its_own():
