@@ -43,14 +43,17 @@ def profiled(profile: Profiled) -> Bars:
     made = profile.made
     how = f", {made['how']}" if "how" in made else ""
     how += f" on {made['device']}" if "device" in made else ""
-    modes = [m for m in _KEPT if any(m in x.kept_bytes for x in layers)]
+    rows = tuple(_row(i, layer) for i, layer in enumerate(layers))
+    drawn = {p.fill for row in rows for p in (*row.times, *row.sizes) if p.size}
+    ops = {palette.NAMES[op]: palette.OPS[op] for op in "FB"}
+    modes = [mode for mode, fill in _KEPT.items() if fill in drawn]
+    kept = {f"{'more ' * (m != modes[0])}kept by {m}": _KEPT[m] for m in modes}
     return Bars(
         title=f"{_many(len(layers), 'layer')}, a micro-batch of "
         f"{_many(examples, 'example')}: {total}{how}",
         heads=("forward and backward", "kept between them"),
-        rows=tuple(_row(i, layer) for i, layer in enumerate(layers)),
-        legend={palette.NAMES[op]: palette.OPS[op] for op in "FB"}
-        | {f"{'more ' * (m != modes[0])}kept by {m}": _KEPT[m] for m in modes},
+        rows=rows,
+        legend={says: fill for says, fill in (ops | kept).items() if fill in drawn},
     )
 
 

@@ -166,6 +166,23 @@ def test_a_profile_is_a_bar_of_time_and_one_of_bytes_per_layer():
     assert {"kept by min_cut", "more kept by none", "forward"} <= set(shown)
 
 
+@pytest.mark.parametrize(
+    ("kept", "legend"),
+    [
+        ({"min_cut": 300, "none": 300}, {"forward", "kept by min_cut"}),
+        ({"min_cut": 0, "none": 300}, {"forward", "kept by none"}),
+        ({"min_cut": 300}, {"forward", "kept by min_cut"}),
+        ({"min_cut": 0, "none": 0}, {"forward"}),
+        ({"min_cut": 1, "none": 2}, {"forward", "kept by min_cut", "more kept by none"}),
+    ],
+)
+def test_the_legend_of_a_profile_names_what_is_drawn(kept, legend):
+    layers = (LayerProfile("Dense", 1e-3, 0.0, kept_bytes=kept),)
+    shown = {text["text"] for text in texts(parsed(Profile(layers)))}
+    named = {"forward", "backward", "kept by min_cut", "kept by none"}
+    assert shown & {*named, "more kept by none"} == legend
+
+
 def test_a_profile_has_no_timeline_to_title_and_needs_layers_and_room():
     with pytest.raises(ValueError, match="titles are for timelines"):
         draw.svg(PROFILE, titles=["mine"])
