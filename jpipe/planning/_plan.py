@@ -254,7 +254,8 @@ def _costs(fields: dict[str, Any], schedule: Schedule) -> Costs:
     if fields["bandwidth"] is None:
         fields["bandwidth"] = math.inf
     costs = Costs(**fields)
-    if faults := faults_of(costs, schedule.num_microbatches):
+    counts = schedule.num_microbatches, schedule.num_stages
+    if faults := faults_of(costs, *counts):
         raise ValueError("; ".join(faults))
     schedule.simulate(costs)
     return costs

@@ -8,9 +8,8 @@ from ._arrange import Limits
 from ._build import check, v_shape
 from ._costs import Costs
 from ._improve import justify, most_held
-from ._placements import check_costs
 from ._schedule import Schedule
-from ._simulate import ScheduleError
+from ._simulate import ScheduleError, check_costs
 from ._tables import Numbered, Run, Tables
 
 # Six actions of one slot for each micro-batch: F, I and W of two chunks.
@@ -76,12 +75,7 @@ def build_v(
     placement = [v_shape(num_ranks)(rank, 0) for rank in range(num_ranks)]
     placement += reversed(placement)
     if costs is not None:
-        check_costs(name, costs, num_ranks, num_microbatches)
-    if costs is not None and costs.num_stages not in (None, len(placement)):
-        raise ScheduleError(
-            f"{name}: costs are for {costs.num_stages} stages, a V of {num_ranks} "
-            f"ranks has {len(placement)}"
-        )
+        check_costs(name, costs, num_microbatches, len(placement))
     tables = Tables(Costs(), placement, num_ranks, num_microbatches)
     rows = _repeated(tables, slots)
     needs = most_held(tables, rows)

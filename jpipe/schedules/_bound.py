@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 
 from ._alone import least
+from ._build import check
 from ._costs import Costs
 from ._homes import Homes
-from ._placements import check_costs, placements
-from ._simulate import ScheduleError
+from ._placements import placements
+from ._simulate import ScheduleError, check_costs
 
 
 def lower_bound(
@@ -52,14 +53,13 @@ def lower_bound(
     if placement is None:
         some = placements(name, costs, num_ranks, num_microbatches)
     else:
-        check_costs(name, costs, num_ranks, num_microbatches)
+        check(name, {"num_ranks": num_ranks, "num_microbatches": num_microbatches})
+        check_costs(name, costs, num_microbatches, len(placement))
         some = [placement]
-        if costs.num_stages not in (None, len(placement)) or not all(
-            0 <= rank < num_ranks for rank in placement
-        ):
+        if not placement or not all(0 <= rank < num_ranks for rank in placement):
             raise ScheduleError(
                 f"{name}: placement={tuple(placement)} is not a rank below "
-                f"{num_ranks} for each of {costs.num_stages or 'some'} stages"
+                f"{num_ranks} for each stage"
             )
     return min(
         least(costs, Homes(where), num_microbatches, forward_only) for where in some

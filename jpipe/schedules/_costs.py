@@ -13,6 +13,7 @@ from ._action import BACKWARD, FORWARD, INPUT, WEIGHT, Action
 Numbers = Any
 
 _OF_ALL = ("latency", "bandwidth")
+_OF_STAGES = ("parameter_bytes", "accumulator_bytes", "shared_bytes", "exchange")
 _TIMES = ("forward", "backward", "input_grad", "weight_grad")
 _CHUNKED = (
     *_TIMES,
@@ -46,8 +47,9 @@ class Costs:
 
     Every field but ``latency`` and ``bandwidth`` is one number for all stages, a
     sequence with one per stage, or a sequence of sequences with one per stage and
-    micro-batch. By default times are in units of a forward and bytes in units of
-    what a stage keeps of one micro-batch.
+    micro-batch; of ``parameter_bytes``, ``accumulator_bytes``, ``shared_bytes`` and
+    ``exchange`` micro-batches have none of their own. By default times are in units of
+    a forward and bytes in units of what a stage keeps of one micro-batch.
 
     Attributes:
       forward: time of F, in any unit; seconds where bandwidth is bytes per second.
@@ -206,40 +208,61 @@ def at(value: Numbers, *where: int) -> float:
     return value
 
 
-def faults_of(costs: Costs, num_microbatches: int) -> list[str]:
-    """What is no cost: numbers below 0 or not finite, too few micro-batches.
+def faults_of(
+    costs: Costs, num_microbatches: int, num_stages: int | None = None
+) -> list[str]:
+    """What is no cost: numbers below 0 or not finite, too few, of other stages.
 
     Args:
       costs: what is looked at.
       num_microbatches: for how many every stage needs a number, or one for all.
+      num_stages: for how many stages; default: as many as there are.
 
     Returns:
       A line for each, with the field and the stage; none if all can be used.
     """
     found: list[str] = []
 
-    def look(name: str, value: Any, depth: int) -> None:
-        if isinstance(value, Sequence) and not isinstance(value, str) and depth:
-            if depth == 1 and len(value) < num_microbatches:
+    def look(name: str, value: Any, fewest: tuple[int, ...]) -> None:
+        """Of lists in lists, ``fewest`` entries each."""
+        if isinstance(value, Sequence) and not isinstance(value, str) and fewest:
+            if len(value) < fewest[0]:
                 found.append(
-                    f"{name} has {len(value)} entries, for {num_microbatches} "
-                    f"micro-batches"
+                    f"{name} has {len(value)} entries, for {fewest[0]} micro-batches"
                 )
             for at_index, inner in enumerate(value):
-                look(f"{name}[{at_index}]", inner, depth - 1)
+                look(f"{name}[{at_index}]", inner, fewest[1:])
         elif not isinstance(value, Real):
-            kind = type(value).__name__
-            found.append(f"{name} is a {kind}, needs a number or a list of them")
+            kind, lists = type(value).__name__, " or a list of them" * bool(fewest)
+            found.append(f"{name} is a {kind}, needs a number{lists}")
         elif not float(value) >= 0 or (value == math.inf and name != "bandwidth"):
             found.append(f"{name}={float(value):g} is not 0 or more and finite")
         elif name == "bandwidth" and not value:
             found.append("bandwidth=0 moves nothing")
 
     for field in dataclasses.fields(costs):
-        value = getattr(costs, field.name)
-        if field.name != "skips" and value is not None:
-            look(field.name, value, 0 if field.name in _OF_ALL else 2)
+        name, value = field.name, getattr(costs, field.name)
+        if name != "skips" and value is not None:
+            each = () if name in _OF_STAGES else (num_microbatches,)
+            look(name, value, () if name in _OF_ALL else (0, *each))
+    try:
+        given = costs.num_stages
+    except ValueError as error:
+        given, found = None, [*found, str(error)]
+    if given is not None and num_stages not in (None, given):
+        found.append(f"they are for {given} stages, there are {num_stages}")
+    last = math.inf if num_stages is None else num_stages - 1
     for number, skip in enumerate(costs.skips):
-        look(f"skips[{number}].bytes", skip.bytes, 1)
-        look(f"skips[{number}].cotangent_bytes", skip.cotangent_bytes, 1)
+        name = f"skips[{number}]"
+        if not isinstance(skip, Skip):
+            found.append(f"{name} is a {type(skip).__name__}, needs a Skip")
+            continue
+        source, target = skip[:2]
+        if not 0 <= source <= target <= last:
+            found.append(
+                f"{name} goes from stage {source} to {target}, needs a later stage"
+                + (f" of {num_stages}" if num_stages else "")
+            )
+        look(f"{name}.bytes", skip.bytes, (num_microbatches,))
+        look(f"{name}.cotangent_bytes", skip.cotangent_bytes, (num_microbatches,))
     return found

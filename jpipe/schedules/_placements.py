@@ -1,8 +1,8 @@
 """Where stages can be: on a line, in a V, round the ranks."""
 
 from ._build import check, loop, v_shape
-from ._costs import Costs, faults_of
-from ._simulate import ScheduleError
+from ._costs import Costs
+from ._simulate import ScheduleError, check_costs
 
 
 def placements(
@@ -20,13 +20,15 @@ def placements(
       ScheduleError: if a number is less than 1, the stages do not divide, or costs are
         negative or not finite.
     """
-    check_costs(name, costs, num_ranks, num_microbatches)
+    check(name, {"num_ranks": num_ranks, "num_microbatches": num_microbatches})
+    check_costs(name, costs, num_microbatches)
     stages = num_ranks if costs.num_stages is None else costs.num_stages
     if stages < 1 or stages % num_ranks:
         raise ScheduleError(
             f"{name}: costs are for {stages} stages, num_ranks={num_ranks}: give costs "
             f"for {num_ranks} stages, or for a multiple of it"
         )
+    check_costs(name, costs, num_microbatches, stages)  # where skips end
     chunks = stages // num_ranks
     shapes = [v_shape(num_ranks)] if chunks == 2 else []
     found = []
@@ -38,11 +40,3 @@ def placements(
         }
         found.append(tuple(rank_of[stage] for stage in range(stages)))
     return list(dict.fromkeys(found))
-
-
-def check_costs(name: str, costs: Costs, num_ranks: int, num_microbatches: int) -> None:
-    """Refuses numbers less than one, and what is no cost, naming all of it."""
-    check(name, {"num_ranks": num_ranks, "num_microbatches": num_microbatches})
-    if faults := faults_of(costs, num_microbatches):
-        lines = "".join(f"\n  * {fault}" for fault in faults)
-        raise ScheduleError(f"{name}: costs cannot be used:{lines}")

@@ -11,7 +11,7 @@ from typing import Any
 from . import _validate
 from ._action import FORWARD, Action
 from ._costs import Costs
-from ._simulate import ScheduleError, simulate
+from ._simulate import ScheduleError, check_costs, simulate
 from ._timeline import Timeline
 
 _NO_JSON = "no schedule as Schedule.to_json writes it"
@@ -164,7 +164,8 @@ class Schedule:
             field or cell that is of no use, E1 unknown op, E2 stage, E3 micro-batch
             out of range, E4 on a rank that is not its stage's, E5 missing, E6 twice,
             E7 both whole and split, E8 order on the rank, E9 a cycle of waiting
-            ranks, E10 backward on another rank than its forward, E11 memory.
+            ranks, E10 backward on another rank than its forward, E11 memory; or if
+            costs are not of its stages.
 
         Warns:
           UserWarning: E12, if a rank runs nothing.
@@ -184,6 +185,7 @@ class Schedule:
             self.replicas,
         )
         if not faults:
+            costs = self._checked(costs)
             try:
                 timeline = self.simulate(costs)
             except ScheduleError as error:
@@ -210,10 +212,17 @@ class Schedule:
           The timeline, in the unit of the costs.
 
         Raises:
-          ScheduleError: if the schedule deadlocks.
+          ScheduleError: if the schedule deadlocks, or costs are for other numbers of
+            stages or micro-batches, negative or not finite.
         """
-        costs = costs or Costs()
+        costs = self._checked(costs)
         return simulate(self.name, self.rows, self.placement, costs, self.replicas)
+
+    def _checked(self, costs: Costs | None) -> Costs:
+        """Costs of these stages and micro-batches, or a refusal."""
+        costs = Costs() if costs is None else costs
+        check_costs(self.name, costs, self.num_microbatches, self.num_stages)
+        return costs
 
     def forwards(self) -> "Schedule":
         """The same schedule without its backwards: how inference runs."""

@@ -5,7 +5,7 @@ import heapq
 from collections.abc import Iterable, Mapping
 
 from ._action import BACKWARD, FORWARD, INPUT, Action, Needs
-from ._costs import Costs, at
+from ._costs import Costs, at, faults_of
 from ._homes import Homes
 from ._timeline import Exchange, MemoryEvent, Timeline
 
@@ -14,6 +14,18 @@ Rows = tuple[tuple[Action, ...], ...]
 
 class ScheduleError(ValueError):
     """A schedule that cannot run; the message lists every fault."""
+
+
+def check_costs(
+    name: str, costs: Costs, num_microbatches: int, num_stages: int | None = None
+) -> None:
+    """Refuses what is no cost of so many stages and micro-batches, naming all of it."""
+    if not isinstance(costs, Costs):
+        kind = type(costs).__name__
+        raise TypeError(f"{name}: costs is a {kind}, needs a jpipe.schedules.Costs")
+    if faults := faults_of(costs, num_microbatches, num_stages):
+        lines = "".join(f"\n  * {fault}" for fault in faults)
+        raise ScheduleError(f"{name}: costs cannot be used:{lines}")
 
 
 def simulate(

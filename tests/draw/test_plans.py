@@ -173,7 +173,10 @@ def test_a_profile_is_a_bar_of_time_and_one_of_bytes_per_layer():
         ({"min_cut": 0, "none": 300}, {"forward", "kept by none"}),
         ({"min_cut": 300}, {"forward", "kept by min_cut"}),
         ({"min_cut": 0, "none": 0}, {"forward"}),
-        ({"min_cut": 1, "none": 2}, {"forward", "kept by min_cut", "more kept by none"}),
+        (
+            {"min_cut": 1, "none": 2},
+            {"forward", "kept by min_cut", "more kept by none"},
+        ),
     ],
 )
 def test_the_legend_of_a_profile_names_what_is_drawn(kept, legend):

@@ -146,7 +146,7 @@ def test_any_block_that_can_be_repeated_makes_a_valid_schedule(starts, m):
         ),
         (
             {"costs": Costs([1, 2, 3])},
-            "v_half: costs are for 3 stages, a V of 2 ranks has 4",
+            "v_half: costs cannot be used:\n  * they are for 3 stages, there are 4",
         ),
         (
             {"max_in_flight": 3},

@@ -180,7 +180,7 @@ def test_a_timeline_prints_its_time_its_gap_its_bubble_and_its_peaks():
         ),
         (
             (Costs([1, 1]), 2, 3, (0, 2)),
-            "placement=(0, 2) is not a rank below 2 for each of 2 stages",
+            "placement=(0, 2) is not a rank below 2 for each stage",
         ),
     ],
 )

@@ -10,12 +10,15 @@ from jpipe.schedules import (
     Costs,
     MemoryEvent,
     Schedule,
+    ScheduleError,
     Skip,
     Timeline,
     compare,
+    fit,
     gpipe,
     interleaved,
     looped_bfs,
+    lower_bound,
     one_f_one_b,
     zb_h1,
     zb_v,
@@ -213,3 +216,47 @@ class TestSkipTransfers:
         )
         free = zb_v(1, 1).simulate(Costs(forward=1.0, backward=1.0))
         assert near.makespan == free.makespan
+
+
+@pytest.mark.parametrize(
+    ("costs", "says"),
+    [
+        (Costs([1, 1, 1]), ["they are for 3 stages, there are 2"]),
+        (Costs([1]), ["they are for 1 stages, there are 2"]),
+        (
+            Costs([1, -1], [1, 2, 3], exchange=[[1, 1], 2]),
+            [
+                "forward[1]=-1 is not 0 or more and finite",
+                "exchange[0] is a list, needs a number",
+                "costs are for different numbers of stages: forward: 2, backward: 3, "
+                "exchange: 2",
+            ],
+        ),
+        (Costs([[1, 2], [1, 2]]), [f"forward[{s}] has 2 entries" for s in (0, 1)]),
+        (
+            Costs(skips=(Skip(0, 2, 1, 1), Skip(1, 0, 1, -1), (0, 1, 1, 1))),  # pyright: ignore[reportArgumentType]
+            [
+                "skips[0] goes from stage 0 to 2, needs a later stage of 2",
+                "skips[1] goes from stage 1 to 0, needs a later stage of 2",
+                "skips[1].cotangent_bytes=-1 is not 0 or more and finite",
+                "skips[2] is a tuple, needs a Skip",
+            ],
+        ),
+    ],
+)
+def test_costs_of_other_stages_and_what_is_no_cost_are_refused(costs, says):
+    lines = "".join(f"\n  \\* {re.escape(line)}.*" for line in says)
+    schedule = gpipe(2, 3)
+    for use in (schedule.simulate, lambda costs: schedule.validate(costs=costs)):
+        with pytest.raises(
+            ScheduleError, match=f"^gpipe: costs cannot be used:{lines}$"
+        ):
+            use(costs)
+    with pytest.raises(TypeError, match="costs is a list, needs a jpipe"):
+        schedule.simulate([1, 2])  # pyright: ignore[reportArgumentType]
+
+
+def test_a_skip_connection_ends_at_a_stage_that_is_there():
+    for use in (fit, lower_bound):
+        with pytest.raises(ScheduleError, match="from stage 0 to 2, needs a later"):
+            use(Costs(skips=(Skip(0, 2, 1, 1),)), 2, 3)
