@@ -96,14 +96,15 @@ def _lagging(
     check(name, {"num_ranks": num_ranks, "num_microbatches": num_microbatches})
 
     def row(rank: int) -> Iterator[Cell]:
-        yield from ((FORWARD, 0, i) for i in range(warmup[rank]))
+        first = min(warmup[rank], num_microbatches)
+        yield from ((FORWARD, 0, i) for i in range(first))
         for i in range(num_microbatches):
             yield INPUT, 0, i
             if i >= lag[rank]:
                 yield WEIGHT, 0, i - lag[rank]
-            yield FORWARD, 0, warmup[rank] + i
-        first = max(num_microbatches - lag[rank], 0)
-        yield from ((WEIGHT, 0, i) for i in range(first, num_microbatches))
+            yield FORWARD, 0, first + i
+        left = max(num_microbatches - lag[rank], 0)
+        yield from ((WEIGHT, 0, i) for i in range(left, num_microbatches))
 
     return build(name, num_ranks, num_microbatches, row)
 

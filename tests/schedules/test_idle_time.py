@@ -189,6 +189,10 @@ def test_zb_h2_of_a_latency_waits_for_no_transfer_after_its_first(latency):
     assert (plain > 24 * 3 + 3 * (1 + latency)) == (latency > 1)
 
 
+def test_zb_h2_of_a_huge_latency_runs_all_forwards_first():
+    assert str(zb_h2(3, 2, 1e300).rows[0]) == "(0F0, 0F1, 0I0, 0W0, 0I1, 0W1)"
+
+
 def test_zb_h2_refuses_a_latency_that_is_none():
     for latency in (-1.0, math.inf, math.nan):
         with pytest.raises(ScheduleError, match=f"^zb_h2: latency={latency}: must be"):
