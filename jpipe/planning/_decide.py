@@ -26,6 +26,7 @@ from ._together import beside_neighbours, confirmed
 from ._traced import Traced
 
 PyTree = Any
+_FORWARD_ONLY = "forward_only"
 
 
 @outside_of_meshes
@@ -113,10 +114,11 @@ def plan(
         request = request.resized(batch_size)
     given_cut = None
     if balance is not None:
-        given_cut = check_balance(balance, len(as_layers(layers)))
+        given_cut = check_balance(balance, len(as_layers(request.layers)))
     examples = request.batch.batch().sizes[0]
     numbers = _numbers(num_microbatches, count, examples, profile)
-    names = _listed(BY_NAME if schedules is None else schedules)
+    training = [name for name in BY_NAME if name != _FORWARD_ONLY]
+    names = _listed(training if schedules is None else schedules)
     modes = _listed(remat)
     faults = [
         *hardware.faults(),
@@ -136,7 +138,7 @@ def plan(
         profiles,
         _optimizer_bytes(tx, asked.model),
         hardware,
-        tuple(name for name in names if name != "forward_only"),
+        names,
         modes,
         made=schedules is None,
         balance=given_cut,
@@ -209,6 +211,8 @@ def _faults(
         if name not in BY_NAME:
             listed = ", ".join(map(repr, BY_NAME))
             yield f"schedules: {name!r} is unknown: choose from {listed}"
+        elif name == _FORWARD_ONLY:
+            yield f"schedules: {name!r} runs no backward, and a plan is for training"
     for mode in remat:
         if mode not in MODES:
             yield f"remat: {mode!r} is unknown: choose {', '.join(map(repr, MODES))}"

@@ -62,6 +62,8 @@ class Request:
     action_seconds: float | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.layers, Iterator):  # of which there is one look
+            object.__setattr__(self, "layers", [*self.layers])
         if faults := list(self._faults()):
             raise ValueError(f"profile: {'; '.join(faults)}")
         if self.device is not None and not isinstance(self.device, jax.Device):

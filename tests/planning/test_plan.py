@@ -242,8 +242,17 @@ def test_stages_of_one_plan_may_keep_different_things():
 
 
 def test_schedules_that_have_no_order_are_told():
+    options = {"num_devices": 2, "num_microbatches": 1, "measure": False}
     with pytest.raises(ValueError, match="have no order for 11 layers on 2 devices"):
-        planned(schedules="forward_only")
+        jpipe.plan(model(), SAMPLE, optax.sgd(0.1), schedules="dualpipe_v", **options)
+    with pytest.raises(ValueError, match="'forward_only' runs no backward, and a plan"):
+        planned(schedules=("forward_only", "gpipe"))
+
+
+def test_layers_may_come_one_by_one():
+    options = {"num_devices": 2, "measure": False}
+    made = jpipe.plan((x for x in model()), SAMPLE, optax.sgd(0.1), **options)
+    assert made == jpipe.plan(model(), SAMPLE, optax.sgd(0.1), **options)
 
 
 def test_faults_are_told_together():
