@@ -1,5 +1,6 @@
 """Files that a command reads and writes."""
 
+import os
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -24,11 +25,19 @@ def read(file: str) -> tuple[str, str]:
 
 def check(paths: Iterable[Path | None]) -> None:
     """Refuses what cannot be written, before work is done for it."""
-    for path in paths:
-        if path is not None and not path.parent.is_dir():
-            raise Unfit(f"{path}: No such file or directory")
-        if path is not None and path.is_dir():
-            raise Unfit(f"{path}: Is a directory")
+    faults, seen = [], set()
+    for path in filter(None, paths):
+        if path.is_dir():
+            faults.append(f"{path}: Is a directory")
+        elif not path.parent.is_dir():
+            faults.append(f"{path}: No such file or directory")
+        elif not os.access(path if path.exists() else path.parent, os.W_OK):
+            faults.append(f"{path}: Permission denied")
+        elif path.resolve() in seen:
+            faults.append(f"{path}: two outputs would be written there")
+        seen.add(path.resolve())
+    if faults:
+        raise Unfit("\n".join(faults))
 
 
 def write(outputs: Iterable[Output]) -> bool:

@@ -28,6 +28,7 @@ _OPTIONS = {
     "num_devices": "--devices",
     "memory_limit": "--memory",
     "num_microbatches": "--microbatches",
+    "batch_size": "--batch-size",
     "schedules": "--schedule",
     "measure": "--estimate",
 }
@@ -55,6 +56,13 @@ def add_plan(commands: Any) -> None:
             "M,M",
             "how many, or several to choose from, such as 8,16; default: one, two, "
             "four and eight times the number of devices",
+        ),
+        (
+            "--batch-size",
+            count,
+            "N",
+            "examples of the mini-batch, of which the factory's sample then says the "
+            "shapes only; default: those of the sample",
         ),
     ):
         command.add_argument(option, type=read, metavar=metavar, help=what)
@@ -129,6 +137,7 @@ def _plan(arguments: argparse.Namespace) -> int:
             bandwidth=arguments.bandwidth,
             latency=arguments.latency,
             num_microbatches=arguments.microbatches,
+            batch_size=arguments.batch_size,
             schedules=arguments.schedule,
             loss=model.loss,
             targets=model.targets,
@@ -259,12 +268,17 @@ def _refused() -> Iterator[None]:
         raised_in = where.tb_frame.f_globals.get("__name__", "") if where else ""
         if isinstance(error, Unfit) or raised_in.partition(".")[0] != "jpipe":
             raise
-        says = "\n".join([str(error), *getattr(error, "__notes__", ())])
+        says = "\n".join([str(error), *filter(_ours, getattr(error, "__notes__", ()))])
         names = [n for n in _OPTIONS if re.search(rf"\b{n}=", says)]
         if names:
             here = ", ".join(f"{name}= is {_OPTIONS[name]}" for name in names)
             says += f"\nOn the command line {here}"
         raise Unfit(says) from None
+
+
+def _ours(note: str) -> bool:
+    """Whether a note tells of the error; JAX adds one about its traceback."""
+    return "JAX_TRACEBACK_FILTERING" not in note
 
 
 def _add_factory(command: argparse.ArgumentParser) -> None:

@@ -95,6 +95,21 @@ def test_choices_are_those_of_the_library(command):
     assert out == f"{plan}\nlayers: estimated at {says} action\n"
 
 
+def test_a_mini_batch_of_another_size_is_planned_for(command):
+    out = works(command(f"plan model:with_loss {ESTIMATE} --batch-size 64"))
+    plan = jpipe.plan(
+        *model(),
+        optax.sgd(0.1),
+        num_devices=2,
+        loss=lambda y, targets: jnp.mean((y - targets) ** 2),
+        targets=jax.ShapeDtypeStruct((16, 2), jnp.float32),
+        batch_size=64,
+        measure=False,
+    )
+    assert out.startswith(f"{plan}\n")
+    assert out != works(command(f"plan model:with_loss {ESTIMATE}"))
+
+
 def test_devices_are_those_of_the_machine(command):
     out = works(
         command("plan model:make --estimate --microbatches 16 --schedule gpipe")

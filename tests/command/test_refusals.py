@@ -31,6 +31,8 @@ def raises_in_a_layer():
     return [nn.Dense(4), fourth], X
 def does_not_fit(): return [], X
 def opens(): open("/nowhere/data.txt")
+def many_losses():
+    return {"layers": LAYERS, "sample": X, "loss": lambda y, t: y, "targets": X}
 def loss_only(): return {"layers": LAYERS, "sample": X, "targets": X}
 """
 RETURNS = "needs (layers, sample), (layers, sample, optimizer), or a dict or named"
@@ -58,7 +60,7 @@ pytestmark = pytest.mark.usefixtures("folder")
         ("with_arguments", ["needs arguments (width, depth)", "give them defaults"]),
         ("ends", ["model:ends ended the program: SystemExit(0)"]),
         ("LAYERS", ["model:LAYERS is a list; needs a function", "(layers, sample)"]),
-        ("mak", ["model has no 'mak'; its functions: make, layers, ", "and 7 more"]),
+        ("mak", ["model has no 'mak'; its functions: make, layers, ", "and 8 more"]),
         ("does_not_fit", ["a pipeline needs at least one layer"]),
         ("loss_only", ["targets are for a loss; give loss= too"]),
     ],
@@ -116,6 +118,12 @@ def test_where_there_is_no_module(command, folder, where, parts):
         ("--profile x --estimate", ["--profile takes the place of --estimate"]),
         ("--svg no/a.svg", ["error: no/a.svg: No such file or directory\n"]),
         ("--json .", ["error: .: Is a directory\n"]),
+        (
+            "--json no/a.json --svg .",
+            ["error: no/a.json: No such file or directory\n.: Is a directory\n"],
+        ),
+        ("--json a --svg ./a", ["error: a: two outputs would be written there\n"]),
+        ("--batch-size 0", ["--batch-size: '0': write a whole number of at least 1"]),
     ],
 )
 def test_options_that_do_not_fit(command, options, parts):
@@ -138,6 +146,27 @@ def test_faults_are_told_together(command):
         command("plan model:make --estimate --devices 2 --microbatches 9,10"),
         "error: plan: num_microbatches=9 for 8 examples; num_microbatches=10 for 8",
         "\nOn the command line num_microbatches= is --microbatches\n",
+    )
+
+
+def test_what_cannot_be_written_is_told_before_anything_is_done(command, monkeypatch):
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    line = "plan modell:make --estimate --json plan.json --svg plan.svg"
+    says = "error: plan.json: Permission denied\nplan.svg: Permission denied\n"
+    refused(command(line), says)
+
+
+def test_what_jax_says_of_its_traceback_is_left_out(command):
+    result = command("plan model:many_losses --estimate --devices 2")
+    refused(result, "error: loss_fn must return a scalar loss")
+    assert "JAX" not in result[2]
+
+
+def test_a_batch_too_small_names_the_option(command):
+    refused(
+        command("plan model:make --estimate --microbatches 8 --batch-size 4"),
+        "num_microbatches=8 for 4 examples",
+        "num_microbatches= is --microbatches",
     )
 
 
