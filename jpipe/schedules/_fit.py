@@ -46,7 +46,8 @@ def fit(
       ScheduleError: if a number is less than 1, the stages do not divide among the
         ranks, costs are negative or not finite, or nothing fits: then the message says
         what is short on which rank and what would do. With one stage per rank no
-        schedule does with less than that.
+        schedule does with less than that, if all actions take time and the first
+        stage keeps no less than its input.
 
     Example:
       >>> from jpipe.schedules import zb_h1

@@ -204,7 +204,9 @@ def _one_at_a_time(tables: Tables) -> Rows:
     """Each micro-batch forward and backward before the next begins.
 
     With one stage per rank no schedule holds less, on any rank: what is held of a
-    micro-batch, and what others bring or leave, is held in each.
+    micro-batch, and what others bring or leave, is held in each. But what takes no time
+    waits for nobody, so it may be more than one at a time; and where the first stage
+    keeps less than its input, forwards make room.
     """
     rows: list[list[Action]] = [[] for _ in range(tables.num_ranks)]
     stages = range(tables.num_stages)
