@@ -169,8 +169,10 @@ class Named(nnx.BatchNorm):
         return super().__call__(x, use_running_average=not train)
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, nnx.remat, nnx.jit])
-@pytest.mark.parametrize("kind", [nnx.BatchNorm, Named])
+@pytest.mark.parametrize(
+    ("kind", "wrap"),
+    [(nnx.BatchNorm, lambda f: f), (nnx.BatchNorm, nnx.jit), (Named, nnx.remat)],
+)
 def test_a_class_of_the_users_own_stays_what_it_is(kind, wrap):
     class Block(nnx.Module):
         def __init__(self):
