@@ -94,15 +94,19 @@ class Chain:
         moments = [before * kept + after * pending for before, after in counts]
         return functools.reduce(np.maximum, moments) + self._static
 
-    def rank_bytes(self, held: Held, ends: Sequence[int]) -> float:
-        """What a rank needs in one cut."""
-        stages = [(ends[s], ends[s + 1]) for s in held.stages]
+    def rank_bytes(
+        self, held: Held, cuts: Sequence[Sequence[int]]
+    ) -> npt.NDArray[np.float64]:
+        """What a rank needs in each of some cuts."""
+        ends = np.array(cuts)
+        stages = [(ends[:, s], ends[:, s + 1]) for s in held.stages]
         modes = [self.modes[s] for s in held.stages]
-        pairs = list(zip(stages, modes, strict=True))
-        kept = [self._kept(mode)[stage] for stage, mode in pairs]
-        kept += [self._kept(self._pending[mode])[stage] for stage, mode in pairs]
-        most = max(float(np.dot(counts, kept)) for counts in held.counts)
-        return most + sum(float(self._static[stage]) for stage in stages)
+        modes += [self._pending[mode] for mode in modes]
+        pairs = zip(modes, [*stages, *stages], strict=True)
+        kept = [self._kept(mode)[stage] for mode, stage in pairs]
+        # (moments, stages) @ (stages, cuts)
+        each = np.array(held.counts, float) @ np.reshape(kept, (-1, len(cuts)))
+        return each.max(axis=0) + sum(self._static[stage] for stage in stages)
 
     @functools.cached_property
     def _pending(self) -> dict[str, str]:

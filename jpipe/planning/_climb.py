@@ -3,8 +3,10 @@
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
 
 Ends = tuple[int, ...]
 # Smaller is better.
@@ -20,7 +22,7 @@ def every(num_layers: int, num_stages: int, most: int) -> Iterator[Ends]:
 
 def climb(
     starts: Iterable[Ends],
-    key: Callable[[Ends], Key],
+    keys: Callable[[Sequence[Ends]], Sequence[Key]],
     most: int,
     patience: int = 12,
 ) -> list[Ends]:
@@ -28,50 +30,52 @@ def climb(
 
     Args:
       starts: where to begin.
-      key: of a cut.
+      keys: of some cuts, one or more.
       most: how many cuts to look at, beside the starts.
       patience: around how many cuts to look for a better one before giving up.
 
     Returns:
       All cuts seen, the best first.
     """
-    seen = {ends: key(ends) for ends in dict.fromkeys(starts)}
+    first = list(dict.fromkeys(starts))
+    seen = dict(zip(first, keys(first), strict=True))
     most += len(seen)
-    # An end moves up to half a stage.
-    reach = max(1, max((ends[-1] // (2 * len(ends)) for ends in seen), default=1))
+    moves = _moves(first[0])
     # Around the best first; around some more, which may lead to a better one yet.
     waiting = [(value, ends) for ends, value in seen.items()]
     heapq.heapify(waiting)
     best, left = waiting[0][0], patience
     while waiting and left and len(seen) < most:
         left -= 1
-        for ends in _moves(heapq.heappop(waiting)[1], reach):
-            if ends in seen or len(seen) >= most:
-                continue
-            value = seen[ends] = key(ends)
+        moved = heapq.heappop(waiting)[1] + moves
+        moved = moved[(np.diff(moved) > 0).all(axis=1)]
+        new = [ends for ends in map(tuple, moved.tolist()) if ends not in seen]
+        if not (new := new[: most - len(seen)]):
+            continue
+        values = keys(new)
+        seen.update(zip(new, values, strict=True))
+        for value, ends in zip(values, new, strict=True):
             heapq.heappush(waiting, (value, ends))
-            if value < best:
-                best, left = value, patience
+        if min(values) < best:
+            best, left = min(values), patience
     return sorted(seen, key=lambda ends: (seen[ends], ends))
 
 
-def _moves(ends: Ends, reach: int) -> Iterator[Ends]:
-    """Cuts with one end moved, or two by one layer each, the nearest first."""
+def _moves(ends: Ends) -> npt.NDArray[np.intp]:
+    """What to add to ends: one moves, or two by one layer each, the nearest first."""
     last = len(ends) - 1
-    inner = range(1, last)
-    for by in range(1, reach + 1):
-        for i in inner:
-            for step in (-by, by):
-                yield from _moved(ends, {i: step})
-    for i in inner:
-        for j in range(i + 1, last):
-            for steps in ((1, 1), (-1, -1), (1, -1), (-1, 1)):
-                yield from _moved(ends, dict(zip((i, j), steps, strict=True)))
-
-
-def _moved(ends: Ends, by: dict[int, int]) -> Iterator[Any]:
-    moved = list(ends)
-    for i, step in by.items():
-        moved[i] += step
-    if all(a < b for a, b in itertools.pairwise(moved)):
-        yield tuple(moved)
+    one = np.eye(last + 1, dtype=np.intp)
+    # An end moves up to half a stage.
+    reach = max(1, ends[-1] // (2 * len(ends)))
+    single = [
+        step * one[i]
+        for by in range(1, reach + 1)
+        for i in range(1, last)
+        for step in (-by, by)
+    ]
+    double = [
+        a * one[i] + b * one[j]
+        for i, j in itertools.combinations(range(1, last), 2)
+        for a, b in ((1, 1), (-1, -1), (1, -1), (-1, 1))
+    ]
+    return np.array([*single, *double], np.intp).reshape(-1, last + 1)

@@ -133,14 +133,15 @@ def _one_each(given: Given) -> Ends:
     found = [cut.ends for cut in best_step(problem, given.num_microbatches)]
     if given.schedule is None and not chain.has_late_skips:
         return found[0]
-    word = _last_word(given)
 
-    def key(ends: Ends) -> Key:
-        stages = zip(times, itertools.pairwise(ends), strict=True)
-        return word(ends) if all(m[s] < np.inf for m, s in stages) else (np.inf,)
+    def kept(cuts: Sequence[Ends]) -> npt.NDArray[np.bool_]:
+        ends = np.array(cuts)
+        stages = [m[ends[:, s], ends[:, s + 1]] for s, m in enumerate(times)]
+        return np.isfinite(stages).all(axis=0)
 
     others = every(chain.num_layers, chain.num_stages, _TRIED)
-    return climb([*found[:_BEST], tight.ends, *others], key, _TRIED)[0]
+    starts = [*found[:_BEST], tight.ends, *others]
+    return climb(starts, _last_word(given, kept), _TRIED)[0]
 
 
 def _excess(given: Given, allowed: npt.NDArray[np.bool_]) -> list[Matrix]:
@@ -176,42 +177,46 @@ def least_bytes(costs: Profile, num_stages: int, **arguments: Any) -> float:
 def _several_each(given: Given) -> Ends:
     """A good cut for several stages per rank."""
     found = _several.candidates(given)
-    pins, over = _several.broken(given, found[0])
-    if pins:
+    if _several.broken_pins(given, found[:1]).any():
         raise ValueError(
             f"partition: no cut was found that keeps together="
             f"{list(given.pins.groups)} and cuts={list(given.pins.cuts)} with the "
             f"ranks of schedule {given.schedule and given.schedule.name!r}, "
             f"{list(given.placement)}; name layers whose stages share a rank"
         )
-    if over > 0:
+    if _several.over(given, found[:1]).any():
         ends, short = _several.nearest(given, found[:_BEST])
         if short > 0:
             raise ValueError(_too_small(given, ends, short))
         found = [ends]
     if given.objective == "max":
         return found[0]
-    word = _last_word(given)
 
-    def key(ends: Ends) -> Key:
-        return word(ends) if not any(_several.broken(given, ends)) else (np.inf,)
+    def kept(cuts: Sequence[Ends]) -> npt.NDArray[np.bool_]:
+        return _several.broken_pins(given, cuts) + _several.over(given, cuts) == 0
 
     # With few cuts all of them are there.
     starts = found if len(found) <= _TRIED else found[:_BEST]
-    return climb(starts, key, _TRIED)[0]
+    return climb(starts, _last_word(given, kept), _TRIED)[0]
 
 
-def _last_word(given: Given) -> Callable[[Ends], Key]:
-    """The time of a step, simulated, as long as there is time for that."""
+def _last_word(
+    given: Given, kept: Callable[[Sequence[Ends]], npt.NDArray[np.bool_]]
+) -> Callable[[Sequence[Ends]], list[Key]]:
+    """The time of a step, simulated, as long as there is time for that.
+
+    Args:
+      given: the arguments.
+      kept: which of some cuts keep its pins and its limit.
+    """
     chain, count = given.chain, given.num_microbatches
     assert count is not None
     schedule = given.schedule or gpipe(chain.num_stages, 1)
     left = max(_ACTIONS // sum(map(len, schedule.rows)), _FEWEST)
     best = np.inf
 
-    def seconds(ends: Ends) -> Key:
+    def seconds(ends: Ends, slowest: float) -> Key:
         nonlocal left, best
-        slowest = max(_several.loads(given, ends)) * chain.unit
         if count * slowest >= best or not left:
             # No order of its actions makes the rank that has most to do any faster.
             return max(count * slowest, best), 1.0
@@ -222,13 +227,18 @@ def _last_word(given: Given) -> Callable[[Ends], Key]:
         best = min(best, time)
         return time, 0.0
 
-    return seconds
+    def keys(cuts: Sequence[Ends]) -> list[Key]:
+        slowest = _several.loads(given, cuts).max(axis=0) * chain.unit
+        each = zip(cuts, slowest.tolist(), kept(cuts), strict=True)
+        return [seconds(ends, own) if ok else (np.inf,) for ends, own, ok in each]
+
+    return keys
 
 
 def _too_small(given: Given, ends: Ends, short: float) -> str:
     """That a limit is too small, of which rank and by how much, and what would do."""
     assert given.max_bytes is not None
-    needs = [given.chain.rank_bytes(held, ends) for held in given.held]
+    needs = [given.chain.rank_bytes(held, [ends]).item() for held in given.held]
     over = [need - most for need, most in zip(needs, given.max_bytes, strict=True)]
     rank = over.index(max(over))
     stages = [s for s, r in enumerate(given.placement) if r == rank]

@@ -1,14 +1,17 @@
 """Cuts for schedules that run several stages on a rank, in a V or in a loop."""
 
-import bisect
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from ._climb import Ends, Key, climb, every
 from ._cuts import Problem, best_max
 from ._given import Given
+
+# Of some cuts, one for each, or one for each rank and each of them.
+Numbers = npt.NDArray[np.float64]
 
 # How many cuts are tried on paper, and around how many in vain.
 _TRIED = 10_000
@@ -26,63 +29,83 @@ def candidates(given: Given) -> list[Ends]:
     Returns:
       Where stages begin and end, in all cuts that were looked at.
     """
-    return climb(_starts(given), lambda e: _on_paper(given, e), _TRIED, _PATIENCE)
+    return climb(_starts(given), lambda c: _on_paper(given, c), _TRIED, _PATIENCE)
 
 
 def nearest(given: Given, starts: list[Ends]) -> tuple[Ends, float]:
     """The cut that exceeds the limit of bytes by the least that was found."""
 
-    def key(ends: Ends) -> Key:
-        return (*broken(given, ends)[:1], max(excess(given, ends)))
+    def keys(cuts: Sequence[Ends]) -> list[Key]:
+        return _listed(broken_pins(given, cuts), excess(given, cuts).max(axis=0))
 
-    ends = climb(starts, key, _TRIED)[0]
-    return ends, max(excess(given, ends))
+    ends = climb(starts, keys, _TRIED)[0]
+    return ends, float(excess(given, [ends]).max())
 
 
-def broken(given: Given, ends: Ends) -> Key:
-    """How many pins a cut breaks, and by how many bytes it exceeds the limit."""
-    count = len({*given.pins.cuts} - {*ends})
+def broken_pins(given: Given, cuts: Sequence[Ends]) -> Numbers:
+    """How many pins each of some cuts breaks."""
+    ends, placement = np.array(cuts), np.array(given.placement)
+    count = np.zeros(len(cuts))
+    for place in given.pins.cuts:
+        count += (ends != place).all(axis=1)
     for group in given.pins.groups:
-        ranks = {given.placement[bisect.bisect_right(ends, i) - 1] for i in group}
-        count += len(ranks) - 1
-    over = sum(e for e in excess(given, ends) if e > 0) if given.max_bytes else 0.0
-    return float(count), over
+        stages = [(ends <= i).sum(axis=1) - 1 for i in group]
+        ranks = np.sort(placement[stages], axis=0)
+        count += (np.diff(ranks, axis=0) > 0).sum(axis=0)
+    return count
 
 
-def excess(given: Given, ends: Ends) -> list[float]:
-    """The bytes by which each rank exceeds its limit; negative where it has room."""
+def over(given: Given, cuts: Sequence[Ends]) -> Numbers:
+    """By how many bytes each of some cuts exceeds the limits, of all ranks together."""
+    if given.max_bytes is None:
+        return np.zeros(len(cuts))
+    return np.maximum(excess(given, cuts), 0.0).sum(axis=0)
+
+
+def excess(given: Given, cuts: Sequence[Ends]) -> Numbers:
+    """The bytes by which each rank exceeds its limit; negative where it has room.
+
+    Returns:
+      Of shape (ranks, cuts).
+    """
     assert given.max_bytes is not None
-    return [
-        given.chain.rank_bytes(held, ends) - most
-        for held, most in zip(given.held, given.max_bytes, strict=True)
-    ]
+    needs = [given.chain.rank_bytes(held, cuts) for held in given.held]
+    return np.array(needs) - np.array(given.max_bytes, float)[:, None]
 
 
-def loads(given: Given, ends: Ends) -> list[float]:
-    """The time of one micro-batch on each rank, in units of the chain."""
-    each = [0.0] * given.num_ranks
+def loads(given: Given, cuts: Sequence[Ends]) -> Numbers:
+    """The time of one micro-batch on each rank, in units of the chain.
+
+    Returns:
+      Of shape (ranks, cuts).
+    """
+    ends = np.array(cuts)
+    each = np.zeros((given.num_ranks, len(cuts)))
     for stage, (rank, matrix) in enumerate(
         zip(given.placement, given.chain.times, strict=True)
     ):
-        each[rank] += matrix.item(ends[stage], ends[stage + 1])
+        each[rank] += matrix[ends[:, stage], ends[:, stage + 1]]
     return each
 
 
-def _on_paper(given: Given, ends: Ends) -> Key:
-    """What a cut is worth, without running it."""
-    each = loads(given, ends)
-    passing = sum(each) + sum(
-        given.chain.cuts.item(ends[stage])
-        for stage, (one, other) in enumerate(
-            itertools.pairwise(given.placement), start=1
-        )
-        if one != other
-    )
-    even = sum(load * load for load in each)
+def _on_paper(given: Given, cuts: Sequence[Ends]) -> list[Key]:
+    """What some cuts are worth, without running them."""
+    each = loads(given, cuts)
+    pairs = enumerate(itertools.pairwise(given.placement), start=1)
+    crossed = [stage for stage, (one, other) in pairs if one != other]
+    moved = given.chain.cuts[np.array(cuts)[:, crossed]].sum(axis=1)
+    slowest, passing = each.max(axis=0), each.sum(axis=0) + moved
+    broken = broken_pins(given, cuts), over(given, cuts)
+    even = np.square(each).sum(axis=0)
     if given.objective == "max":
-        return (*broken(given, ends), max(each), passing, even)
+        return _listed(*broken, slowest, passing, even)
     count = (given.num_microbatches or 1) - 1
-    return (*broken(given, ends), passing + count * max(each), even)
+    return _listed(*broken, passing + count * slowest, even)
+
+
+def _listed(*columns: Numbers) -> list[Key]:
+    """Keys of cuts, from what there is of each."""
+    return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
 def _starts(given: Given) -> Iterator[Ends]:
