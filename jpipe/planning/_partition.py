@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..schedules import Schedule, ScheduleBuilder, gpipe
+from ..schedules._tables import Numbered, Tables
 from . import _several
 from ._chain import Matrix
 from ._climb import Ends, Key, climb, every
@@ -214,14 +215,20 @@ def _last_word(
     schedule = given.schedule or gpipe(chain.num_stages, 1)
     left = max(_ACTIONS // sum(map(len, schedule.rows)), _FEWEST)
     best = np.inf
+    where = schedule.placement, schedule.num_ranks, schedule.num_microbatches
+    rows: Numbered = []
 
     def seconds(ends: Ends, slowest: float) -> Key:
-        nonlocal left, best
+        nonlocal left, best, rows
         if count * slowest >= best or not left:
             # No order of its actions makes the rank that has most to do any faster.
             return max(count * slowest, best), 1.0
         left -= 1
-        time = schedule.simulate(chain.costs(ends)).makespan
+        tables = Tables(chain.costs(ends), *where)
+        rows = rows or tables.numbered(schedule.rows)
+        run = tables.run(rows)
+        assert run is not None, "schedules were validated"
+        time = run.makespan
         if given.schedule is None:
             time += (count - 1) * slowest
         best = min(best, time)
