@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..schedules import Costs
+from ._climb import Cuts
 from ._in_flight import Held
 from ._profile import Profile
 
@@ -94,12 +95,9 @@ class Chain:
         moments = [before * kept + after * pending for before, after in counts]
         return functools.reduce(np.maximum, moments) + self._static
 
-    def rank_bytes(
-        self, held: Held, cuts: Sequence[Sequence[int]]
-    ) -> npt.NDArray[np.float64]:
+    def rank_bytes(self, held: Held, cuts: Cuts) -> npt.NDArray[np.float64]:
         """What a rank needs in each of some cuts."""
-        ends = np.array(cuts)
-        stages = [(ends[:, s], ends[:, s + 1]) for s in held.stages]
+        stages = [(cuts[:, s], cuts[:, s + 1]) for s in held.stages]
         modes = [self.modes[s] for s in held.stages]
         modes += [self._pending[mode] for mode in modes]
         pairs = zip(modes, [*stages, *stages], strict=True)

@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 Ends = tuple[int, ...]
+# The ends of several cuts, of shape (cuts, stages + 1).
+Cuts = npt.NDArray[np.intp]
 # Smaller is better.
 Key = tuple[float, ...]
 
@@ -22,7 +24,7 @@ def every(num_layers: int, num_stages: int, most: int) -> Iterator[Ends]:
 
 def climb(
     starts: Iterable[Ends],
-    keys: Callable[[Sequence[Ends]], Sequence[Key]],
+    keys: Callable[[Cuts], Sequence[Key]],
     most: int,
     patience: int = 12,
 ) -> list[Ends]:
@@ -38,7 +40,7 @@ def climb(
       All cuts seen, the best first.
     """
     first = list(dict.fromkeys(starts))
-    seen = dict(zip(first, keys(first), strict=True))
+    seen = dict(zip(first, keys(np.array(first)), strict=True))
     most += len(seen)
     moves = _moves(first[0])
     # Around the best first; around some more, which may lead to a better one yet.
@@ -52,7 +54,7 @@ def climb(
         new = [ends for ends in map(tuple, moved.tolist()) if ends not in seen]
         if not (new := new[: most - len(seen)]):
             continue
-        values = keys(new)
+        values = keys(np.array(new))
         seen.update(zip(new, values, strict=True))
         for value, ends in zip(values, new, strict=True):
             heapq.heappush(waiting, (value, ends))
@@ -61,7 +63,7 @@ def climb(
     return sorted(seen, key=lambda ends: (seen[ends], ends))
 
 
-def _moves(ends: Ends) -> npt.NDArray[np.intp]:
+def _moves(ends: Ends) -> Cuts:
     """What to add to ends: one moves, or two by one layer each, the nearest first."""
     last = len(ends) - 1
     one = np.eye(last + 1, dtype=np.intp)

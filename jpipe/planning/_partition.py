@@ -11,7 +11,7 @@ from ..schedules import Schedule, ScheduleBuilder, gpipe
 from ..schedules._tables import Numbered, Tables
 from . import _several
 from ._chain import Matrix
-from ._climb import Ends, Key, climb, every
+from ._climb import Cuts, Ends, Key, climb, every
 from ._cuts import Problem, best_max, best_step, smallest_max
 from ._given import Given, understood
 from ._profile import Profile
@@ -135,10 +135,9 @@ def _one_each(given: Given) -> Ends:
     if given.schedule is None and not chain.has_late_skips:
         return found[0]
 
-    def kept(cuts: Sequence[Ends]) -> npt.NDArray[np.bool_]:
-        ends = np.array(cuts)
-        stages = [m[ends[:, s], ends[:, s + 1]] for s, m in enumerate(times)]
-        return np.isfinite(stages).all(axis=0)
+    def kept(cuts: Cuts) -> npt.NDArray[np.bool_]:
+        stages = [m[cuts[:, s], cuts[:, s + 1]] for s, m in enumerate(times)]
+        return np.max(stages, axis=0) < np.inf
 
     others = every(chain.num_layers, chain.num_stages, _TRIED)
     starts = [*found[:_BEST], tight.ends, *others]
@@ -178,14 +177,15 @@ def least_bytes(costs: Profile, num_stages: int, **arguments: Any) -> float:
 def _several_each(given: Given) -> Ends:
     """A good cut for several stages per rank."""
     found = _several.candidates(given)
-    if _several.broken_pins(given, found[:1]).any():
+    best = np.array(found[:1])
+    if _several.broken_pins(given, best).any():
         raise ValueError(
             f"partition: no cut was found that keeps together="
             f"{list(given.pins.groups)} and cuts={list(given.pins.cuts)} with the "
             f"ranks of schedule {given.schedule and given.schedule.name!r}, "
             f"{list(given.placement)}; name layers whose stages share a rank"
         )
-    if _several.over(given, found[:1]).any():
+    if _several.over(given, best).any():
         ends, short = _several.nearest(given, found[:_BEST])
         if short > 0:
             raise ValueError(_too_small(given, ends, short))
@@ -193,7 +193,7 @@ def _several_each(given: Given) -> Ends:
     if given.objective == "max":
         return found[0]
 
-    def kept(cuts: Sequence[Ends]) -> npt.NDArray[np.bool_]:
+    def kept(cuts: Cuts) -> npt.NDArray[np.bool_]:
         return _several.broken_pins(given, cuts) + _several.over(given, cuts) == 0
 
     # With few cuts all of them are there.
@@ -202,8 +202,8 @@ def _several_each(given: Given) -> Ends:
 
 
 def _last_word(
-    given: Given, kept: Callable[[Sequence[Ends]], npt.NDArray[np.bool_]]
-) -> Callable[[Sequence[Ends]], list[Key]]:
+    given: Given, kept: Callable[[Cuts], npt.NDArray[np.bool_]]
+) -> Callable[[Cuts], list[Key]]:
     """The time of a step, simulated, as long as there is time for that.
 
     Args:
@@ -218,7 +218,7 @@ def _last_word(
     where = schedule.placement, schedule.num_ranks, schedule.num_microbatches
     rows: Numbered = []
 
-    def seconds(ends: Ends, slowest: float) -> Key:
+    def seconds(ends: list[int], slowest: float) -> Key:
         nonlocal left, best, rows
         if count * slowest >= best or not left:
             # No order of its actions makes the rank that has most to do any faster.
@@ -234,9 +234,9 @@ def _last_word(
         best = min(best, time)
         return time, 0.0
 
-    def keys(cuts: Sequence[Ends]) -> list[Key]:
+    def keys(cuts: Cuts) -> list[Key]:
         slowest = _several.loads(given, cuts).max(axis=0) * chain.unit
-        each = zip(cuts, slowest.tolist(), kept(cuts), strict=True)
+        each = zip(cuts.tolist(), slowest.tolist(), kept(cuts), strict=True)
         return [seconds(ends, own) if ok else (np.inf,) for ends, own, ok in each]
 
     return keys
@@ -245,7 +245,8 @@ def _last_word(
 def _too_small(given: Given, ends: Ends, short: float) -> str:
     """That a limit is too small, of which rank and by how much, and what would do."""
     assert given.max_bytes is not None
-    needs = [given.chain.rank_bytes(held, [ends]).item() for held in given.held]
+    cut = np.array([ends])
+    needs = [given.chain.rank_bytes(held, cut).item() for held in given.held]
     over = [need - most for need, most in zip(needs, given.max_bytes, strict=True)]
     rank = over.index(max(over))
     stages = [s for s, r in enumerate(given.placement) if r == rank]

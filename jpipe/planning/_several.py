@@ -1,12 +1,12 @@
 """Cuts for schedules that run several stages on a rank, in a V or in a loop."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
 
-from ._climb import Ends, Key, climb, every
+from ._climb import Cuts, Ends, Key, climb, every
 from ._cuts import Problem, best_max
 from ._given import Given
 
@@ -35,34 +35,34 @@ def candidates(given: Given) -> list[Ends]:
 def nearest(given: Given, starts: list[Ends]) -> tuple[Ends, float]:
     """The cut that exceeds the limit of bytes by the least that was found."""
 
-    def keys(cuts: Sequence[Ends]) -> list[Key]:
+    def keys(cuts: Cuts) -> list[Key]:
         return _listed(broken_pins(given, cuts), excess(given, cuts).max(axis=0))
 
     ends = climb(starts, keys, _TRIED)[0]
-    return ends, float(excess(given, [ends]).max())
+    return ends, float(excess(given, np.array([ends])).max())
 
 
-def broken_pins(given: Given, cuts: Sequence[Ends]) -> Numbers:
+def broken_pins(given: Given, cuts: Cuts) -> Numbers:
     """How many pins each of some cuts breaks."""
-    ends, placement = np.array(cuts), np.array(given.placement)
+    placement = np.array(given.placement)
     count = np.zeros(len(cuts))
     for place in given.pins.cuts:
-        count += (ends != place).all(axis=1)
+        count += (cuts != place).all(axis=1)
     for group in given.pins.groups:
-        stages = [(ends <= i).sum(axis=1) - 1 for i in group]
+        stages = [(cuts <= i).sum(axis=1) - 1 for i in group]
         ranks = np.sort(placement[stages], axis=0)
         count += (np.diff(ranks, axis=0) > 0).sum(axis=0)
     return count
 
 
-def over(given: Given, cuts: Sequence[Ends]) -> Numbers:
+def over(given: Given, cuts: Cuts) -> Numbers:
     """By how many bytes each of some cuts exceeds the limits, of all ranks together."""
     if given.max_bytes is None:
         return np.zeros(len(cuts))
     return np.maximum(excess(given, cuts), 0.0).sum(axis=0)
 
 
-def excess(given: Given, cuts: Sequence[Ends]) -> Numbers:
+def excess(given: Given, cuts: Cuts) -> Numbers:
     """The bytes by which each rank exceeds its limit; negative where it has room.
 
     Returns:
@@ -73,27 +73,26 @@ def excess(given: Given, cuts: Sequence[Ends]) -> Numbers:
     return np.array(needs) - np.array(given.max_bytes, float)[:, None]
 
 
-def loads(given: Given, cuts: Sequence[Ends]) -> Numbers:
+def loads(given: Given, cuts: Cuts) -> Numbers:
     """The time of one micro-batch on each rank, in units of the chain.
 
     Returns:
       Of shape (ranks, cuts).
     """
-    ends = np.array(cuts)
     each = np.zeros((given.num_ranks, len(cuts)))
     for stage, (rank, matrix) in enumerate(
         zip(given.placement, given.chain.times, strict=True)
     ):
-        each[rank] += matrix[ends[:, stage], ends[:, stage + 1]]
+        each[rank] += matrix[cuts[:, stage], cuts[:, stage + 1]]
     return each
 
 
-def _on_paper(given: Given, cuts: Sequence[Ends]) -> list[Key]:
+def _on_paper(given: Given, cuts: Cuts) -> list[Key]:
     """What some cuts are worth, without running them."""
     each = loads(given, cuts)
     pairs = enumerate(itertools.pairwise(given.placement), start=1)
     crossed = [stage for stage, (one, other) in pairs if one != other]
-    moved = given.chain.cuts[np.array(cuts)[:, crossed]].sum(axis=1)
+    moved = given.chain.cuts[cuts[:, crossed]].sum(axis=1)
     slowest, passing = each.max(axis=0), each.sum(axis=0) + moved
     broken = broken_pins(given, cuts), over(given, cuts)
     even = np.square(each).sum(axis=0)
