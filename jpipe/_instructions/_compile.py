@@ -136,7 +136,9 @@ def _key(traced: Any, lowered: Any, device: Device) -> Any:
 # Executables by what was compiled, so that a cell of a notebook that makes the same
 # pipeline or the same step again compiles nothing. None belongs to a pipeline.
 _executables: "OrderedDict[Any, Any]" = OrderedDict()
-_MOST = 512
+# XLA for CPU maps memory about a hundred times for each, and Linux lets a process do
+# that 65,530 times: beyond, LLVM aborts it.
+_MOST = 256
 # After so many seconds it is said on a terminal how far a task has come.
 _LONG = 3.0
 
