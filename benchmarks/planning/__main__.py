@@ -32,7 +32,7 @@ def main() -> None:
     results: dict[str, Result] = {}
 
     def shown(way: Way) -> str:
-        return f"{list(way.balance)}, {way.num_microbatches}, {way.schedule}"
+        return f"{list(way.balance)}, {way.schedule}"
 
     print("| model | plan | fastest | by the fastest | equal | predicted by measured |")
     print("| --- | --- | --- | --: | --: | --: |")

@@ -20,7 +20,7 @@ from rich.progress import Progress
 import jpipe
 
 PyTree = Any
-MICROBATCHES = 4, 8
+MICROBATCHES = 8
 SCHEDULES = "gpipe", "1f1b", "zb_h1"
 # How many of the fastest meet the plan again, and how often.
 BEST, ROUNDS = 3, 15
@@ -30,7 +30,6 @@ class Way(NamedTuple):
     """One way to run a model."""
 
     balance: tuple[int, ...]
-    num_microbatches: int
     schedule: str
 
 
@@ -63,10 +62,9 @@ def square(y: jax.Array, _: PyTree) -> jax.Array:
 
 def ways(num_layers: int) -> Iterator[Way]:
     """Every way: one stage, or two cut anywhere, under each schedule."""
-    for number in MICROBATCHES:
-        yield Way((num_layers,), number, "gpipe")
-        for first, name in itertools.product(range(1, num_layers), SCHEDULES):
-            yield Way((first, num_layers - first), number, name)
+    yield Way((num_layers,), "gpipe")
+    for first, name in itertools.product(range(1, num_layers), SCHEDULES):
+        yield Way((first, num_layers - first), name)
 
 
 def planned(layers: list[Any], x: jax.Array, tx: Any) -> tuple[Way, float]:
@@ -82,9 +80,8 @@ def planned(layers: list[Any], x: jax.Array, tx: Any) -> tuple[Way, float]:
         loss=square,
     )
     assert plan.forecast is not None
-    number = plan.schedule.num_microbatches
     name = plan.schedule.name if len(plan.balance) > 1 else "gpipe"
-    return Way(tuple(plan.balance), number, name), plan.forecast.seconds
+    return Way(tuple(plan.balance), name), plan.forecast.seconds
 
 
 class Runner:
@@ -92,7 +89,7 @@ class Runner:
 
     def __init__(self, layers: list[Any], x: jax.Array, tx: Any, way: Way) -> None:
         pipe = jpipe.pipeline(
-            layers, way.num_microbatches, balance=way.balance, schedule=way.schedule
+            layers, MICROBATCHES, balance=way.balance, schedule=way.schedule
         )
         self._x = x
         self._state = pipe.init_train_state(jax.random.key(0), x, tx)
@@ -120,7 +117,7 @@ def sweep(name: str, layers: list[Any], x: jax.Array, progress: Progress) -> Res
         progress.advance(task)
     fastest = sorted(found, key=lambda each: found[each])[:BEST]
     half = math.ceil(len(layers) / 2)
-    even = Way((half, len(layers) - half), max(MICROBATCHES), "1f1b")
+    even = Way((half, len(layers) - half), "1f1b")
     runners = {
         each: Runner(layers, x, tx, each)
         for each in dict.fromkeys([way, even, *fastest])

@@ -122,9 +122,11 @@ class Runner:
         setting = benchmark.setting(row, self._options.scale)
         published, link = self._published(row), self._link(row)
         cells = self._speed(setting, row, published, "")
+        ours = Way("1f1b", "full")
         if row.num_stages > 1:
-            ours = Way("1f1b", "full")
             cells["1f1b samples/s"] = self._predicted(setting, row, ours)
+        # GPipe published no cuts to stand beside.
+        if row.num_stages > 1 and "samples/s" in row.published:
             own = self._cutter.cut(setting, published, link)
             cells |= self._speed(own, row, published, "own ")
             cells["own 1f1b samples/s"] = self._predicted(own, row, ours)
