@@ -1,5 +1,6 @@
 """Cuts, micro-batches, schedules, what stages keep: all tried on paper."""
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,6 +17,8 @@ from ._profile import Profile
 REMATS = ("min_cut", "full")
 # How many of the best get a schedule made to measure.
 _REFINED = 3
+# How many cuts are made for a limit, until one fits.
+_CAPPED = 5
 _ROUNDING = 1e-12
 # Of numbers of micro-batches, placements and modes.
 _Cuts = dict[tuple[int, tuple[int, ...], str], list[int] | None]
@@ -58,6 +61,14 @@ class Space:
         layers = profile.layers
         own = sum(2 * layer.param_bytes + layer.state_bytes for layer in layers)
         return own + sum(self.optimizer_bytes)
+
+    def with_optimizer(self, profile: Profile) -> Profile:
+        """A profile whose layers have the optimizer's state as a part of their own."""
+        layers = tuple(
+            dataclasses.replace(layer, state_bytes=layer.state_bytes + own)
+            for layer, own in zip(profile.layers, self.optimizer_bytes, strict=True)
+        )
+        return dataclasses.replace(profile, layers=layers)
 
 
 def search(space: Space) -> list[Candidate]:
@@ -163,7 +174,7 @@ def _cut_for(
         # Without a limit, schedules with the same placement have the same cut.
         key = schedule.num_microbatches, schedule.placement, mode
         if key not in cuts:
-            cuts[key] = _cut(profile, schedule, mode, space, capped=False)
+            cuts[key] = _cut(profile, schedule, mode, space)
         balance = cuts[key]
         if balance is None:
             continue
@@ -182,17 +193,48 @@ def _cut_for(
         if several and any(each.fits(space.hardware) for each in less):
             # To look for a cut that fits takes long there.
             continue
-        other = _cut(profile, schedule, mode, space, capped=True)
-        if other not in (None, balance):
-            yield _evaluated(profile, other, [mode] * len(other), schedule, space)
+        yield from _capped(candidate, mode, space)
+
+
+def _capped(candidate: Candidate, mode: str, space: Space) -> Iterator[Candidate]:
+    """Other cuts of the same schedule, until one fits.
+
+    A cut is made by what stages have and keep. What a rank needs beside that, such as
+    workspace and what is on its way to it, is taken off its limit for the next one.
+    """
+    schedule, limit = candidate.schedule, space.limit
+    assert limit is not None
+    profile = candidate.profile
+    room = [float(limit)] * schedule.num_ranks
+    for _ in range(_CAPPED):
+        balance = _cut(profile, schedule, mode, space, room)
+        if balance is None:
+            return
+        other = _evaluated(profile, balance, [mode] * len(balance), schedule, space)
+        yield other
+        if other.fits(space.hardware):
+            return
+        over = [max(memory.total - limit, 0) for memory in other.memory]
+        room = [own - more for own, more in zip(room, over, strict=True)]
 
 
 def _cut(
-    profile: Profile, schedule: Schedule, mode: str, space: Space, capped: bool
+    profile: Profile,
+    schedule: Schedule,
+    mode: str,
+    space: Space,
+    room: Sequence[float] | None = None,
 ) -> list[int] | None:
     """The cut with the shortest step; none if no cut keeps within the memory.
 
     Where a rank has several stages, the one whose busiest rank has least to do.
+
+    Args:
+      profile: of one micro-batch.
+      schedule: for as many stages.
+      mode: what stages keep.
+      space: what to choose from.
+      room: the bytes of each rank, if they matter.
     """
     if space.balance is not None:
         own = len(space.balance) == schedule.num_stages
@@ -201,14 +243,14 @@ def _cut(
     several = schedule.num_ranks < schedule.num_stages
     try:
         return partition(
-            profile,
+            space.with_optimizer(profile),
             schedule.num_stages,
             objective="max" if several else "step",
             num_microbatches=schedule.num_microbatches,
             bandwidth=hardware.bandwidth,
             latency=hardware.latency,
-            schedule=schedule if capped or several else None,
-            max_bytes=hardware.memory_limit if capped else None,
+            schedule=schedule if room or several else None,
+            max_bytes=room,
             remat=mode,
         )
     except ValueError:
