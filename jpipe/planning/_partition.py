@@ -21,8 +21,6 @@ _ACTIONS = 40_000
 _FEWEST = 12
 # How many cuts are looked at around the best.
 _TRIED = 400
-# How many of the best are where that begins.
-_BEST = 8
 # What `partition` is asked beside costs and the number of stages.
 _DEFAULTS = {
     "objective": "max",
@@ -140,7 +138,7 @@ def _one_each(given: Given) -> Ends:
         return np.max(stages, axis=0) < np.inf
 
     others = every(chain.num_layers, chain.num_stages, _TRIED)
-    starts = [*found[:_BEST], tight.ends, *others]
+    starts = [*found[: _several.BEST], tight.ends, *others]
     return climb(starts, _last_word(given, kept), _TRIED)[0]
 
 
@@ -170,8 +168,7 @@ def least_bytes(costs: Profile, num_stages: int, **arguments: Any) -> float:
     if given.num_ranks == num_stages:
         allowed = given.pins.allowed(given.chain.num_layers)
         return smallest_max(_excess(given, allowed))[0] + 1
-    starts = _several.candidates(given)[:_BEST]
-    return _several.nearest(given, starts)[1] + 1
+    return _several.least(given)[1] + 1
 
 
 def _several_each(given: Given) -> Ends:
@@ -186,7 +183,10 @@ def _several_each(given: Given) -> Ends:
             f"{list(given.placement)}; name layers whose stages share a rank"
         )
     if _several.over(given, best).any():
-        ends, short = _several.nearest(given, found[:_BEST])
+        ends, short = _several.nearest(given, found[: _several.BEST])
+        if short > 0:
+            # From where `least_bytes` begins, and so does whoever takes what is said.
+            ends, short = _several.least(given)
         if short > 0:
             raise ValueError(_too_small(given, ends, short))
         found = [ends]
@@ -197,7 +197,7 @@ def _several_each(given: Given) -> Ends:
         return _several.broken_pins(given, cuts) + _several.over(given, cuts) == 0
 
     # With few cuts all of them are there.
-    starts = found if len(found) <= _TRIED else found[:_BEST]
+    starts = found if len(found) <= _TRIED else found[: _several.BEST]
     return climb(starts, _last_word(given, kept), _TRIED)[0]
 
 

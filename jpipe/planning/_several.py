@@ -1,5 +1,6 @@
 """Cuts for schedules that run several stages on a rank, in a V or in a loop."""
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 
@@ -16,6 +17,8 @@ Numbers = npt.NDArray[np.float64]
 # How many cuts are tried on paper, and around how many in vain.
 _TRIED = 10_000
 _PATIENCE = 40
+# How many of the best are where the search for fewer bytes begins.
+BEST = 8
 # So many cuts are all tried.
 _FEW = 1_000
 
@@ -40,6 +43,12 @@ def nearest(given: Given, starts: list[Ends]) -> tuple[Ends, float]:
 
     ends = climb(starts, keys, _TRIED)[0]
     return ends, float(excess(given, np.array([ends])).max())
+
+
+def least(given: Given) -> tuple[Ends, float]:
+    """`nearest` among cuts that need little, whatever the limit of bytes is."""
+    nothing = dataclasses.replace(given, max_bytes=(1,) * given.num_ranks)
+    return nearest(given, candidates(nothing)[:BEST])
 
 
 def broken_pins(given: Given, cuts: Cuts) -> Numbers:

@@ -5,6 +5,7 @@ import random
 import pytest
 
 from jpipe.planning._forecast import Hardware, evaluate
+from jpipe.planning._partition import least_bytes, partition
 from jpipe.planning._search import Space, search
 from jpipe.schedules import BY_NAME
 
@@ -25,3 +26,14 @@ def test_a_cut_under_a_limit_leaves_room_for_the_optimizer(seed):
     limit = min(c.most_bytes for c in every) + 40
     space = Space({4: given}, state, Hardware(3, limit), ("1f1b",), ("min_cut",))
     assert search(space)[0].fits(space.hardware)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_said_to_be_enough_for_several_stages_per_rank_is(seed):
+    given = profile(random.Random(seed), 60)
+    question = {"num_microbatches": 16, "schedule": "zb_v", "remat": "none"}
+    least = least_bytes(given, 16, **question)
+    assert len(partition(given, 16, max_bytes=least, **question)) == 16
+    with pytest.raises(ValueError, match="no cut was found with max_bytes") as refusal:
+        partition(given, 16, max_bytes=least / 2, **question)
+    assert f"works is max_bytes={least:,.0f};" in str(refusal.value)
