@@ -5,8 +5,7 @@ caller gave is made here, on abstract values, before anything is compiled or mov
 """
 
 import warnings
-from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,11 +24,11 @@ from ._run._inference import Inference
 from ._run._layout import Layout
 from ._run._pipe import Pipe
 from ._run._work import Works
+from ._train._build import Build
 from ._train._gradient import Gradient
 
 PyTree = Any
 Expected = tuple[list[Visit], tuple[Route, ...]]
-FindGradient = Callable[[Any, PyTree, PyTree, Rngs, bool], Gradient]
 Marks = tuple[PyTree, ...]
 ALL = Trainable()
 # So often gradients may be built for one call before it is said what that costs.
@@ -42,30 +41,6 @@ class Axes(NamedTuple):
     in_axes: Any
     target_axes: Any
     out_axes: int
-
-
-class Build:
-    """Gradients that were built: what of, and what came of it.
-
-    Args:
-      objective: the loss.
-      trainable: what is trained by it.
-
-    Attributes:
-      known: the mini-batches of a loss, by what it holds: one that changes would keep
-        its programs for ever.
-      calls: how often it was called.
-    """
-
-    def __init__(self, objective: Objective, trainable: Trainable) -> None:
-        self.objective = objective
-        self.trainable = trainable
-        self.known = lru_cache(maxsize=32)(_no_gradients)
-        self.calls = 0
-
-
-def _no_gradients(_: Objective) -> dict[Any, Gradient]:
-    return {}
 
 
 class ProgramCache:
@@ -130,9 +105,7 @@ class ProgramCache:
             self._inference[signature] = made
         return self._inference[signature]
 
-    def gradients(
-        self, objective: Objective, trainable: Trainable = ALL
-    ) -> FindGradient:
+    def gradients(self, objective: Objective, trainable: Trainable = ALL) -> Build:
         """The gradients of one objective, by what they are compiled for.
 
         Raises:
@@ -150,8 +123,8 @@ class ProgramCache:
         self.look_again()
         once = self.built is not None and self.built.calls == 1
         self._in_a_row = self._in_a_row + 1 if once else 1
-        self.built = Build(objective, trainable)
-        return partial(self._gradient, self.built)
+        self.built = Build(self._gradient, objective, trainable)
+        return self.built
 
     def _gradient(
         self,
@@ -163,7 +136,6 @@ class ProgramCache:
         train: bool,
     ) -> Gradient:
         """The gradient of a build for such arguments."""
-        build.calls += 1
         objective = build.objective.now()
         known = build.known(objective)
         kind = _signature.of(variables, x, targets, rngs), train
@@ -193,12 +165,10 @@ class ProgramCache:
                 f"gradients were built and called once {_MANY} times in a row, and "
                 f"each time the model is traced anew; call value_and_grad or "
                 f"train_step once, before the loop, and in it what they return",
-                stacklevel=6,
+                stacklevel=7,
             )
 
-    def profiled(
-        self, objective: Objective | None, trainable: Trainable
-    ) -> FindGradient:
+    def profiled(self, objective: Objective | None, trainable: Trainable) -> Build:
         """The gradients that were built last, where these are meant; else new ones.
 
         Args:
@@ -216,7 +186,7 @@ class ProgramCache:
         if last is not None:
             whole = trainable.selects_all and last.trainable.selects_all
             if objective is None or (whole and objective == last.objective):
-                return partial(self._gradient, last)
+                return last
         assert objective is not None
         return self.gradients(objective, trainable)
 

@@ -19,6 +19,7 @@ from flax import nnx
 from . import (
     _batchnorm,
     _linen,
+    _nnx_held,
     _nnx_lasting,
     _nnx_rngs,
     _nnx_watch,
@@ -342,6 +343,7 @@ def _merge(module: nnx.Module, variables: Mapping[str, PyTree]) -> nnx.Module:
             + ", ".join(missing)
         )
     merged = nnx.merge(graphdef, nnx.from_flat_state(state))
+    _nnx_held.detach(merged)
     if any(isinstance(leaf, nnx.Intermediate) for leaf in leaves.values()):
         nnx.pop(merged, nnx.Intermediate)  # results of a call before
     return merged

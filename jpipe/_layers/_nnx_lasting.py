@@ -7,41 +7,11 @@ refused. What it writes to Variables the jaxpr tells.
 
 from typing import Any
 
-import jax
-import numpy as np
 from flax import nnx
 
 from . import _nnx_watch
+from ._nnx_held import MISSING, differences, form, is_own, is_passing
 from ._nnx_rngs import Path, dotted
-
-
-class _Named:
-    """Stands for a value that is not compared."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def __repr__(self) -> str:
-        return self._text
-
-
-_MISSING, _ARRAY = _Named("missing"), _Named("an array")
-
-
-def is_own(name: str) -> bool:
-    """Whether an attribute is one of the user's, and none that nnx keeps."""
-    return not name.startswith("_pytree__")
-
-
-def is_array(value: Any) -> bool:
-    """Whether an attribute is an array that no Variable holds."""
-    return isinstance(value, jax.Array | np.ndarray)
-
-
-def is_same(before: Any, now: Any) -> bool:
-    """Whether an attribute is what it was, as far as can be compared."""
-    plain = isinstance(before, bool | int | float | str | tuple | None)
-    return now is before or (plain and type(now) is type(before) and now == before)
 
 
 class Lasting:
@@ -58,7 +28,7 @@ class Lasting:
         for path, node in _nodes(module).items():
             if isinstance(node, nnx.Pytree):
                 self._attributes[path] = _attributes(node)
-            elif isinstance(node, nnx.Variable) and not _is_passing(node):
+            elif isinstance(node, nnx.Variable) and not is_passing(node):
                 self._variables[path] = type(node).__name__
 
     def faults(self) -> list[str]:
@@ -83,12 +53,13 @@ class Lasting:
         for path, before in self._attributes.items():
             node = now.get(path)
             after = _attributes(node) if isinstance(node, nnx.Pytree) else {}
-            for name in {**before, **after}:
-                old, new = (held.get(name, _MISSING) for held in (before, after))
-                listed = type(old) is type(new) and isinstance(old, list | dict)
-                if not (is_same(old, new) or (listed and old == new)):
-                    at = dotted((*path, name))
-                    found.append(f"attribute {at}, which was {old!r} and is {new!r}")
+            found += [
+                f"attribute {dotted(at)}, which was {old!r} and is {new!r}"
+                for name in {**before, **after}
+                for at, old, new in differences(
+                    (*path, name), before.get(name, MISSING), after.get(name, MISSING)
+                )
+            ]
         return found
 
 
@@ -115,29 +86,15 @@ def _nodes(module: nnx.Module) -> dict[Path, Any]:
     }
 
 
-def _is_passing(variable: nnx.Variable) -> bool:
-    return isinstance(variable, nnx.RngState | nnx.Intermediate)
-
-
 def _attributes(node: nnx.Pytree) -> dict[str, Any]:
     """The attributes of a node that hold no Variable, and do not say how it runs.
 
     Whether it is trained is set anew before each call.
     """
     return {
-        name: _form(value)
+        name: form(value)
         for name, value in vars(node).items()
         if is_own(name)
         and name not in _nnx_watch.SWITCHES
         and not isinstance(value, nnx.Variable)
     }
-
-
-def _form(value: Any) -> Any:
-    """A copy of a container, in which the arrays, which are carried, are all one."""
-    if isinstance(value, dict):
-        return {key: _form(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        parts = [_form(part) for part in value]
-        return parts if isinstance(value, list) else tuple(parts)
-    return _ARRAY if is_array(value) or isinstance(value, nnx.Variable) else value

@@ -1,7 +1,7 @@
 """The loss of a mini-batch and its gradients, in the structures that users hold."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ from .._instructions._program import Program
 from .._layers._rng import Rngs
 from .._run import _variables
 from .._run._context import outside_of_meshes
+from ._build import Build
 from ._gradient import Gradient
 
 PyTree = Any
@@ -20,7 +21,7 @@ class ValueAndGrad:
     """``f(variables, x, targets)``: see `Pipeline.value_and_grad`, which makes it.
 
     Args:
-      find_gradient: gives the compiled gradient for variables and a batch.
+      build: the gradients.
       has_aux: whether the loss function returns something beside the loss.
       has_state: whether what training changes beside parameters is returned too.
       selected: whether it was said which leaves are trained. Others have no gradient,
@@ -29,13 +30,13 @@ class ValueAndGrad:
 
     def __init__(
         self,
-        find_gradient: Callable[..., Gradient],
+        build: Build,
         *,
         has_aux: bool,
         has_state: bool,
         selected: bool,
     ) -> None:
-        self._find_gradient = find_gradient
+        self._build = build
         self._has_aux = has_aux
         self._has_state = has_state
         self._was_told = False
@@ -68,7 +69,7 @@ class ValueAndGrad:
           ValueError: if batch, targets or variables do not fit.
           TypeError: if the loss function does not return what was agreed.
         """
-        gradient = self._find_gradient(variables, x, targets, rngs, train)
+        gradient = self._build(variables, x, targets, rngs, train)
         given = gradient.arguments(variables, x, targets, rngs)
         loss, *rest = self._program(gradient, variables)(given)
         found = iter(rest)
@@ -115,7 +116,7 @@ class ValueAndGrad:
         train: bool = True,
     ) -> Program:
         """What a call with such arguments runs."""
-        gradient = self._find_gradient(variables, x, targets, rngs, train)
+        gradient = self._build(variables, x, targets, rngs, train)
         return self._program(gradient, variables)
 
     def _without(self, leaf: Any) -> Any:

@@ -128,14 +128,9 @@ def plan(
     if faults:
         raise ValueError(f"plan: {'; '.join(faults)}")
     asked = dataclasses.replace(request, num_microbatches=max(numbers))
-    if profile is not None:
-        profile.check(asked.made)
-        profiles = {numbers[0]: profile}
-    else:
-        profiles = _profiles(asked, numbers, examples)
-    profiles = beside_neighbours(profiles, request, count, modes)
+    profiles = _profiles(asked, numbers, examples, profile)
     space = Space(
-        profiles,
+        beside_neighbours(profiles, request, count, modes),
         _optimizer_bytes(tx, asked.model),
         hardware,
         names,
@@ -153,9 +148,12 @@ def plan(
 
 
 def _profiles(
-    asked: Request, numbers: Sequence[int], examples: int
+    asked: Request, numbers: Sequence[int], examples: int, given: Profile | None
 ) -> Mapping[int, Profile]:
     """By the number of micro-batches: of the most, of the fewest, and in between."""
+    if given is not None:
+        given.check(asked.made)
+        return {numbers[0]: given}
     # A whole mini-batch at once may be more than a device holds.
     few = min(set(numbers) - {1}, default=1)
     small = large = answer(asked)

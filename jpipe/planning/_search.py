@@ -1,6 +1,7 @@
 """Cuts, micro-batches, schedules, what stages keep: all tried on paper."""
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -62,8 +63,12 @@ class Space:
         own = sum(2 * layer.param_bytes + layer.state_bytes for layer in layers)
         return own + sum(self.optimizer_bytes)
 
-    def with_optimizer(self, profile: Profile) -> Profile:
-        """A profile whose layers have the optimizer's state as a part of their own."""
+    @functools.cached_property
+    def whole(self) -> dict[int, Profile]:
+        """The profiles with the optimizer's state as a part of that of the layers."""
+        return {number: self._whole(each) for number, each in self.profiles.items()}
+
+    def _whole(self, profile: Profile) -> Profile:
         layers = tuple(
             dataclasses.replace(layer, state_bytes=layer.state_bytes + own)
             for layer, own in zip(profile.layers, self.optimizer_bytes, strict=True)
@@ -174,7 +179,7 @@ def _cut_for(
         # Without a limit, schedules with the same placement have the same cut.
         key = schedule.num_microbatches, schedule.placement, mode
         if key not in cuts:
-            cuts[key] = _cut(profile, schedule, mode, space)
+            cuts[key] = _cut(schedule, mode, space)
         balance = cuts[key]
         if balance is None:
             continue
@@ -182,7 +187,8 @@ def _cut_for(
         yield candidate
         slow = candidate.seconds >= found.to_beat(schedule.num_ranks)
         if slow or candidate.fits(space.hardware):
-            # Other modes keep less and take longer, and so does another cut.
+            # As a rule other modes and other cuts take longer. Where a limit made the
+            # cut another, some are a few per cent faster.
             return
         if space.fixed_bytes(profile) > schedule.num_ranks * (space.limit or 0):
             # What stages keep is no matter.
@@ -207,7 +213,7 @@ def _capped(candidate: Candidate, mode: str, space: Space) -> Iterator[Candidate
     profile = candidate.profile
     room = [float(limit)] * schedule.num_ranks
     for _ in range(_CAPPED):
-        balance = _cut(profile, schedule, mode, space, room)
+        balance = _cut(schedule, mode, space, room)
         if balance is None:
             return
         other = _evaluated(profile, balance, [mode] * len(balance), schedule, space)
@@ -219,7 +225,6 @@ def _capped(candidate: Candidate, mode: str, space: Space) -> Iterator[Candidate
 
 
 def _cut(
-    profile: Profile,
     schedule: Schedule,
     mode: str,
     space: Space,
@@ -230,7 +235,6 @@ def _cut(
     Where a rank has several stages, the one whose busiest rank has least to do.
 
     Args:
-      profile: of one micro-batch.
       schedule: for as many stages.
       mode: what stages keep.
       space: what to choose from.
@@ -243,7 +247,7 @@ def _cut(
     several = schedule.num_ranks < schedule.num_stages
     try:
         return partition(
-            space.with_optimizer(profile),
+            space.whole[schedule.num_microbatches],
             schedule.num_stages,
             objective="max" if several else "step",
             num_microbatches=schedule.num_microbatches,

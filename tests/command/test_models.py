@@ -73,20 +73,27 @@ def test_a_plan_is_that_of_the_library(command, name):
         assert jpipe.Plan.from_json(file.read()) == plan
 
 
-def test_choices_are_those_of_the_library(command):
-    options = "--flops 1e14 --memory-bandwidth 1TB --action 5us --microbatches 4"
-    choices = "--schedule one_f_one_b gpipe --remat full none"
-    out = works(command(f"plan model:with_loss {ESTIMATE} {options} {choices}"))
-    plan = jpipe.plan(
+def planned(**options):
+    """What the library plans for ``with_loss``, estimated for two devices."""
+    return jpipe.plan(
         *model(),
         optax.sgd(0.1),
         num_devices=2,
         loss=lambda y, targets: jnp.mean((y - targets) ** 2),
         targets=jax.ShapeDtypeStruct((16, 2), jnp.float32),
+        measure=False,
+        **options,
+    )
+
+
+def test_choices_are_those_of_the_library(command):
+    options = "--flops 1e14 --memory-bandwidth 1TB --action 5us --microbatches 4"
+    choices = "--schedule one_f_one_b gpipe --remat full none"
+    out = works(command(f"plan model:with_loss {ESTIMATE} {options} {choices}"))
+    plan = planned(
         num_microbatches=4,
         schedules=("1f1b", "gpipe"),
         remat=("none", "full"),  # what keeps most first, in whatever order it is typed
-        measure=False,
         peak_flops=1e14,
         memory_bandwidth=1e12,
         action_seconds=5e-6,
@@ -97,15 +104,7 @@ def test_choices_are_those_of_the_library(command):
 
 def test_a_mini_batch_of_another_size_is_planned_for(command):
     out = works(command(f"plan model:with_loss {ESTIMATE} --batch-size 64"))
-    plan = jpipe.plan(
-        *model(),
-        optax.sgd(0.1),
-        num_devices=2,
-        loss=lambda y, targets: jnp.mean((y - targets) ** 2),
-        targets=jax.ShapeDtypeStruct((16, 2), jnp.float32),
-        batch_size=64,
-        measure=False,
-    )
+    plan = planned(batch_size=64)
     assert out.startswith(f"{plan}\n")
     assert out != works(command(f"plan model:with_loss {ESTIMATE}"))
 

@@ -269,7 +269,7 @@ def test_all_attributes_that_a_call_changes():
         Counts(),
         "the attribute last, which was None and is an array, ",
         "the attribute n, which was 1 and is 2, ",
-        "the attribute seen, which was {'a': ",
+        "the attribute seen.a, which was 0 and is 1, ",
         "the attribute new, which was missing and is 'b';",
     )
 

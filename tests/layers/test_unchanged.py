@@ -81,7 +81,6 @@ def test_equal_values_and_other_arrays_are_no_change():
 def test_an_attribute_that_hides_one_of_the_class_is_noticed():
     class Switched(nnx.Module):
         deterministic = False
-        last: jax.Array
         gain: int
 
         def __call__(self, x):
@@ -92,8 +91,6 @@ def test_an_attribute_that_hides_one_of_the_class_is_noticed():
     pipe = jpipe.pipeline([jpipe.layer(module, lambda module, x: module(x))], 2)
     pipe.apply(({},), x)
     module.train()  # as it was
-    module.last = jnp.ones(2)
-    pipe.apply(({},), x)
     module.eval()
     fault = r"deterministic of layer 0 .* was False and is True"
     with pytest.raises(ValueError, match=f"make a new one(?s:.*){fault}"):
@@ -101,5 +98,166 @@ def test_an_attribute_that_hides_one_of_the_class_is_noticed():
     module = Switched()
     pipe = jpipe.pipeline([jpipe.layer(module, lambda module, x: module(x))], 2)
     module.gain = 2
-    with pytest.raises(ValueError, match=r"gain of layer 0 .* was None and is 2"):
+    with pytest.raises(ValueError, match=r"gain of layer 0 .* was missing and is 2"):
         pipe.apply(({},), x)
+
+
+class Kinds(nnx.Module):
+    """Holds a value of every kind."""
+
+    def __init__(self):
+        self.mask = nnx.Variable(jnp.ones(5))
+        self.table = jnp.arange(5.0)
+        self.a, self.b = nnx.Param(jnp.ones(5)), nnx.Param(jnp.ones(5))
+        self.tied = self.b
+        self.norm = nnx.LayerNorm(5, rngs=nnx.Rngs(0))
+        self.parts = nnx.List([nnx.Param(jnp.ones(5)), 2.0])
+        self.held = nnx.data((nnx.Param(jnp.ones(5)), None))
+        self.scales = [1.0, {"x": 2.0}]
+
+    def __call__(self, x):
+        if self.mask is not None:
+            x = x * self.mask
+        x = x * self.a[...] + self.b[...] + self.tied[...] + self.table
+        x = self.norm(x) * self.parts[0][...] * self.parts[1] * self.held[0][...]
+        return x * self.scales[0] * self.scales[1]["x"] * getattr(self, "gain", 1.0)
+
+
+def double(variable, value):
+    return 2 * value
+
+
+KIND_CHANGES = {
+    "no mask": (
+        lambda m: setattr(m, "mask", None),
+        r"mask .* was an nnx.Variable of type Variable and is None",
+    ),
+    "a number": (
+        lambda m: setattr(m, "mask", nnx.static(0.5)),
+        r"mask .* was an nnx.Variable of type Variable and is 0\.5",
+    ),
+    "an array": (
+        lambda m: setattr(m, "mask", jnp.ones(5)),
+        r"mask .* was an nnx.Variable of type Variable and is an array",
+    ),
+    "no array": (
+        lambda m: setattr(m, "table", nnx.Variable(m.table)),
+        r"table .* was an array and is an nnx.Variable of type Variable",
+    ),
+    "no bias": (
+        lambda m: setattr(m.norm, "bias", None),
+        r"norm\.bias .* was an nnx.Variable of type Param and is None",
+    ),
+    "another type": (
+        lambda m: setattr(m, "a", nnx.BatchStat(m.a[...])),
+        r"a .* was an nnx.Variable of type Param and is .* of type BatchStat",
+    ),
+    "another tie": (
+        lambda m: setattr(m, "a", m.b),
+        r"b .* was the Variable b .* and is a of layer 0",
+    ),
+    "no tie": (
+        lambda m: setattr(m, "tied", nnx.Param(m.b[...])),
+        r"tied .* was the Variable b .* and is tied of layer 0",
+    ),
+    "metadata": (
+        lambda m: m.a.set_metadata(on_get_value=double),
+        r"a\.on_get_value .* was missing and is <function double",
+    ),
+    "metadata of another": (
+        lambda m: setattr(m, "a", nnx.Param(m.a[...], gain=2)),
+        r"a\.gain .* was missing and is 2",
+    ),
+    "a part of a list": (
+        lambda m: m.parts.__setitem__(1, 3.0),
+        r"parts\.1 .* was 2\.0 and is 3\.0",
+    ),
+    "a part of a tuple": (
+        lambda m: setattr(m, "held", nnx.data((m.held[0], 1))),
+        r"held\.1 .* was None and is 1",
+    ),
+    "in place": (
+        lambda m: m.scales[1].update(x=3.0),
+        r"scales\.1\.x .* was 2\.0 and is 3\.0",
+    ),
+    "what was not there": (
+        lambda m: setattr(m, "gain", jnp.ones(())),
+        r"gain .* was missing and is an array",
+    ),
+    "what is gone": (
+        lambda m: delattr(m, "table"),
+        r"table .* was an array and is missing",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KIND_CHANGES)
+def test_another_kind_of_value_is_noticed(name):
+    change, fault = KIND_CHANGES[name]
+    module, tx = Kinds(), optax.sgd(0.1)
+    x, targets = ref.regression(4)[0], jnp.ones((4, 5))
+    pipe = jpipe.pipeline([module], 2)
+    variables = pipe.init(jax.random.key(0), x)
+    pipe.apply(variables, x)
+    change(module)
+    for call in (
+        lambda: pipe.apply(variables, x),
+        lambda: pipe.value_and_grad(ref.mse)(variables, x, targets),
+        lambda: pipe.train_step(ref.mse, tx)(None, x, targets),
+    ):
+        with pytest.raises(ValueError, match=rf"make a new one(?s:.*){fault}"):
+            call()
+
+
+def test_what_was_traced_meets_another_kind_of_value():
+    module, tx = Kinds(), optax.sgd(0.1)
+    x, targets = ref.regression(4)[0], jnp.ones((4, 5))
+    pipe = jpipe.pipeline([module], 2)
+    state = pipe.init_train_state(jax.random.key(0), x, tx)
+    gradient, step = pipe.value_and_grad(ref.mse), pipe.train_step(ref.mse, tx)
+    gradient(state.variables, x, targets)
+    state, _ = step(state, x, targets)
+    mask, module.mask = module.mask, None
+    for call in (
+        lambda: gradient(state.variables, x, targets),
+        lambda: step(state, x, targets),
+    ):
+        with pytest.raises(ValueError, match=KIND_CHANGES["no mask"][1]):
+            call()
+    module.mask = mask
+    step(state, x, targets)
+
+
+def test_another_value_of_the_same_kind_is_no_change():
+    module = Kinds()
+    x, _ = ref.regression(4)
+    pipe = jpipe.pipeline([module], 2)
+    variables = pipe.init(jax.random.key(0), x)
+    expected = pipe.apply(variables, x)
+    module.seen = nnx.Intermediate(module(x))
+    module.b = module.tied = nnx.Param(2 * module.b[...])
+    module.parts[0] = nnx.Param(jnp.zeros(5))
+    module.table, module.scales = 2 * module.table, [1.0, {"x": 2.0}]
+    for _ in range(2):
+        ref.assert_equal(pipe.apply(variables, x), expected)
+    module.tied = nnx.Param(module.b[...])
+    with pytest.raises(ValueError, match=KIND_CHANGES["no tie"][1]):
+        pipe.apply(variables, x)
+
+
+def test_a_call_writes_to_no_list_of_the_users():
+    class Logs(nnx.Module):
+        def __init__(self):
+            self.shapes = [(0, {})]
+
+        def __call__(self, x):
+            self.shapes.append(x.shape)
+            self.shapes[0][1]["seen"] = True
+            return x
+
+    module = Logs()
+    x, _ = ref.regression(4)
+    pipe = jpipe.pipeline([module], 2)
+    ref.assert_equal(pipe.apply(({},), x), x)
+    assert module.shapes == [(0, {})]
+    pipe.apply(({},), x)

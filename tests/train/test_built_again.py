@@ -3,6 +3,7 @@
 import functools
 import itertools
 import types
+import warnings
 
 import flax.struct
 import jax
@@ -361,3 +362,18 @@ def test_it_is_said_what_building_in_a_loop_costs():
         step()
     assert caught[0].filename == __file__
     step()
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_a_step_that_is_called_again_costs_nothing(calls):
+    x, targets = ref.regression(4)
+    pipe, tx = jpipe.pipeline([nn.Dense(4)], 2), optax.sgd(0.1)
+    state = pipe.init_train_state(jax.random.key(0), x, tx)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(31):
+            step = pipe.train_step(ref.mse, tx)
+            for _ in range(calls):
+                state, _ = step(state, x, targets)
+    said = ["once, before the loop" in str(warning.message) for warning in caught]
+    assert any(said) == (calls == 1)
