@@ -46,10 +46,15 @@ def add_plan(commands: Any) -> None:
             "--bandwidth",
             rate,
             "BYTES",
-            "per second between two devices, such as 50GB; default: transfers take no "
-            "time but the latency",
+            "per second between two devices, such as 50GB; default: as measured "
+            "between two of this machine, else transfers take no time but the latency",
         ),
-        ("--latency", duration, "TIME", "of a transfer, such as 5us; default: 0"),
+        (
+            "--latency",
+            duration,
+            "TIME",
+            "of a transfer, such as 5us; default: measured likewise, else 0",
+        ),
         (
             "--microbatches",
             counts,
@@ -66,7 +71,6 @@ def add_plan(commands: Any) -> None:
         ),
     ):
         command.add_argument(option, type=read, metavar=metavar, help=what)
-    command.set_defaults(latency=0.0)
     command.add_argument(
         "--schedule",
         type=schedule_key,

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import optax
 
+from .._instructions._transfer import Device
 from .._layers._layer import as_layers
 from .._layers._stage import check_balance
 from .._run import _variables
@@ -14,8 +15,10 @@ from .._run._context import outside_of_meshes
 from .._train._optimizer import state_bytes
 from .._train._step import check_optimizer
 from ..schedules import BY_NAME
+from ._estimate import Rates
 from ._forecast import Hardware
 from ._interpolate import interpolated
+from ._link import link
 from ._plan import Plan
 from ._profile import Profile
 from ._profiler import MODES, answer
@@ -24,6 +27,7 @@ from ._request import Request
 from ._search import REMATS, Space, search
 from ._together import beside_neighbours, confirmed
 from ._traced import Traced
+from ._units import duration, size
 
 PyTree = Any
 _FORWARD_ONLY = "forward_only"
@@ -38,7 +42,7 @@ def plan(
     num_devices: int | None = None,
     memory_limit: int | None = None,
     bandwidth: float | None = None,
-    latency: float = 0.0,
+    latency: float | None = None,
     num_microbatches: int | Sequence[int] | None = None,
     schedules: str | Sequence[str] | None = None,
     remat: str | Sequence[str] = REMATS,
@@ -69,9 +73,11 @@ def plan(
       tx: the optax optimizer, whose state takes memory.
       num_devices: how many devices there are; default: as many as `jax.devices`.
       memory_limit: bytes of each; ``None``: as many as it takes.
-      bandwidth: bytes per second between two devices; ``None``: transfers take no time
-        but ``latency``.
-      latency: seconds that a transfer takes whatever its size.
+      bandwidth: bytes per second between two devices; default: as measured between
+        two of them, where layers are measured and there are two; else transfers take
+        no time but ``latency``.
+      latency: seconds that a transfer takes whatever its size; default: measured
+        likewise, else 0.
       num_microbatches: how many, or a choice; default: one, two, four and eight times
         the number of devices, as far as there are examples, and one. Layers are
         profiled for the most of these and the fewest above one; times and bytes are
@@ -107,7 +113,7 @@ def plan(
     """
     check_optimizer(tx)
     count = len(jax.devices()) if num_devices is None else num_devices
-    hardware = Hardware(count, memory_limit, bandwidth, latency)
+    hardware = Hardware(count, memory_limit, bandwidth, latency or 0.0)
     request = Request(layers, sample, **options)
     size_faults = list(_size_faults(batch_size))
     if batch_size is not None and not size_faults:
@@ -132,7 +138,7 @@ def plan(
     space = Space(
         beside_neighbours(profiles, request, count, modes),
         _optimizer_bytes(tx, asked.model),
-        hardware,
+        hardware if profile else _linked(hardware, latency, asked.where),
         names,
         modes,
         made=schedules is None,
@@ -162,6 +168,26 @@ def _profiles(
     return {
         number: interpolated(small, large, -(-examples // number)) for number in numbers
     }
+
+
+def _linked(
+    hardware: Hardware, latency: float | None, where: Device | Rates
+) -> Hardware:
+    """With what transfers take, where nobody says it and it can be measured."""
+    if isinstance(where, Rates) or hardware.num_devices == 1:
+        return hardware
+    others = [d for d in jax.local_devices(backend=where.platform) if d != where]
+    if not others or not (hardware.bandwidth is None or latency is None):
+        return hardware
+    found, said = link(where, others[0]), []
+    if latency is None:
+        hardware = dataclasses.replace(hardware, latency=found.latency)
+        said.append(f"{duration(found.latency)} for each")
+    if hardware.bandwidth is None:
+        hardware = dataclasses.replace(hardware, bandwidth=found.bandwidth)
+        said.append(f"{size(int(found.bandwidth))} per second")
+    says = f"{' and '.join(said)}, as measured from {where} to {others[0]}"
+    return dataclasses.replace(hardware, measured=says)
 
 
 def _optimizer_bytes(tx: optax.GradientTransformation, model: Traced) -> list[int]:

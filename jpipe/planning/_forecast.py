@@ -21,12 +21,14 @@ class Hardware:
       memory_limit: bytes of each; ``None`` if it is no matter.
       bandwidth: bytes per second between two of them; ``None``: transfers take no time.
       latency: seconds of a transfer of nothing.
+      measured: what of the two was measured and between whom, in words.
     """
 
     num_devices: int
     memory_limit: int | None = None
     bandwidth: float | None = None
     latency: float = 0.0
+    measured: str = ""
 
     def faults(self) -> Iterator[str]:
         """What cannot be, a line for each."""

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterable, Sequence
 
 from ..schedules import lower_bound
-from ._forecast import Candidate
+from ._forecast import Candidate, Hardware
 from ._made import measured_on_cpu
 from ._plan import Forecast, Plan, StagePlan
 from ._search import Space
@@ -80,8 +80,7 @@ def _reasons(
         left = hardware.memory_limit - best.memory[fullest].total
         room = f", {size(left)} below the limit"
     yield f"memory: rank {fullest} needs most, {size(best.memory[fullest].total)}{room}"
-    slow = "" if hardware.bandwidth else "; they were taken to cost no time"
-    yield f"transfers: {size(sent)} a step between devices{slow}"
+    yield f"transfers: {size(sent)} a step between devices{_speed(hardware)}"
     others = [c for c in candidates[1:] if c.fits(hardware) and not _same(c, best)]
     if others:
         more = others[0].seconds / best.seconds - 1
@@ -99,6 +98,12 @@ def _reasons(
             else f"nothing that uses all {hardware.num_devices} was found"
         )
         yield f"{idle} of {hardware.num_devices} devices are left idle: {instead}"
+
+
+def _speed(hardware: Hardware) -> str:
+    if hardware.measured:
+        return f"; {hardware.measured}"
+    return "" if hardware.bandwidth else "; they were taken to cost no time"
 
 
 def _shared_cores(best: Candidate) -> Iterable[str]:

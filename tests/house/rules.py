@@ -32,7 +32,7 @@ FOLDERS = (
 MOVES_DATA = {"_instructions._transfer", "_compat"}
 # Python dispatches ahead of the devices: nothing in the library waits for a result but
 # what measures how long results take.
-MAY_WAIT = {"_profile", "planning._measure"}
+MAY_WAIT = {"_profile", "planning._link", "planning._measure"}
 # An optional dependency, imported when it is asked for: inside a function.
 OPTIONAL = {("draw._png", "matplotlib")}
 # The one file that may hold private names of JAX, each with its reason.
