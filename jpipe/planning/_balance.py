@@ -8,11 +8,11 @@ import jax
 
 from .._layers._layer import as_layers
 from ..schedules import Schedule, named
-from ._layer import LayerProfile
+from ._layer import MODES, LayerProfile
 from ._made import kind_of, versions
 from ._partition import least_bytes, partition
 from ._profile import Profile
-from ._profiler import MODES, profile
+from ._profiler import profile
 from ._request import made_on
 
 KINDS = ("time", "flops", "params", "memory")

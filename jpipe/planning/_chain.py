@@ -64,10 +64,15 @@ class Chain:
         return times
 
     @functools.cached_property
+    def total(self) -> float:
+        """Seconds of all layers, forward twice, and of all transfers."""
+        computed = sum(2 * x.forward + x.backward for x in self.profile.layers)
+        return computed + sum(self._transfers)
+
+    @functools.cached_property
     def unit(self) -> float:
         """Seconds in which times are counted."""
-        total = sum(2 * x.forward + x.backward for x in self.profile.layers)
-        return 2.0 ** (math.frexp(total + sum(self._transfers))[1] - _UNITS)
+        return max(2.0 ** (math.frexp(self.total)[1] - _UNITS), math.ulp(0.0))
 
     @functools.cached_property
     def cuts(self) -> Matrix:

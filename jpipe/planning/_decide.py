@@ -18,10 +18,11 @@ from ..schedules import BY_NAME
 from ._estimate import Rates
 from ._forecast import Hardware
 from ._interpolate import interpolated
+from ._layer import MODES
 from ._link import link
 from ._plan import Plan
 from ._profile import Profile
-from ._profiler import MODES, answer
+from ._profiler import answer
 from ._reasons import chosen
 from ._request import Request
 from ._search import REMATS, Space, search

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ._json import differing
 from ._layer import LayerProfile, SkipProfile
 
 _FORMAT = "jpipe profile"
@@ -51,7 +52,7 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[str]]:
         return {}, [f'"format" is not {_FORMAT!r}']
     if (version := fields.pop("version", None)) != _VERSION:
         return {}, [f"version {version!r}; this jpipe reads version {_VERSION}"]
-    faults = _differing("", fields, _KEYS, _KEYS)
+    faults = differing(fields, _KEYS)
     for key in ("layers", "skips", "ties"):
         if not isinstance(fields.get(key, []), list):
             faults.append(f"{key} is a {type(fields[key]).__name__}; needs a list")
@@ -82,7 +83,7 @@ def _entries(
         if not isinstance(entry, dict):
             faults.append(f"{where} is a {type(entry).__name__}; needs an object")
             continue
-        wrong = _differing(f"{where}: ", entry, needed, names)
+        wrong = [f"{where}: {says}" for says in differing(entry, needed, names)]
         if not isinstance(entry.get("name", ""), str):
             wrong.append(f"{where}: name is not a text")
         if not isinstance(entry.get("kept_bytes", {}), dict):
@@ -97,18 +98,6 @@ def _entries(
 def _required(field: "dataclasses.Field[Any]") -> bool:
     none = dataclasses.MISSING
     return field.default is none and field.default_factory is none
-
-
-def _differing(
-    where: str,
-    given: Mapping[str, Any],
-    needed: Sequence[str],
-    known: Sequence[str],
-) -> list[str]:
-    missing = [name for name in needed if name not in given]
-    surplus = [name for name in given if name not in known]
-    faults = [f"{where}missing: {', '.join(missing)}"] if missing else []
-    return faults + ([f"{where}surplus: {reprlib.repr(surplus)}"] if surplus else [])
 
 
 @dataclasses.dataclass

@@ -15,7 +15,7 @@ from ..schedules import Schedule
 from ..schedules._choose import choose_schedule
 from ._chain import Chain
 from ._in_flight import Held, of_one_f_one_b, of_schedule
-from ._layer import LayerProfile, misfit
+from ._layer import MODES, LayerProfile, misfit
 from ._profile import Profile, mode_faults, speed_faults
 
 OBJECTIVES = ("max", "step")
@@ -116,6 +116,11 @@ def understood(costs: Any, num_stages: Any, arguments: Mapping[str, Any]) -> Giv
     faults += speed_faults(arguments["bandwidth"], arguments["latency"])
     modes = profile.modes(arguments["remat"], count or 1)
     faults += mode_faults(modes, count) if count else ()
+    faults += [
+        f"remat: {mode!r} is unknown: choose {', '.join(map(repr, MODES))}"
+        for mode in dict.fromkeys(modes)
+        if mode not in {*MODES}.union(*(x.kept_bytes for x in profile.layers))
+    ]
     if not isinstance(costs, Profile):
         faults += _too_much(modes, arguments)
     elif arguments["max_bytes"] is not None:
@@ -127,11 +132,13 @@ def understood(costs: Any, num_stages: Any, arguments: Mapping[str, Any]) -> Giv
         faults += _contradictions(pins, num_layers, count, several)
     ranks = schedule.num_ranks if schedule else count
     most = _max_bytes(arguments["max_bytes"], ranks, faults)
+    chain = Chain(profile, modes, arguments["bandwidth"], arguments["latency"])
+    if not faults and not math.isfinite(chain.total * (microbatches or 1)):
+        faults.append("costs: a step takes longer than a float can say")
     if faults:
         listed = "".join(f"\n  * {fault}" for fault in faults)
         raise ValueError(f"partition cannot cut this:{listed}")
     assert pins is not None
-    chain = Chain(profile, modes, arguments["bandwidth"], arguments["latency"])
     return Given(chain, arguments["objective"], microbatches, schedule, most, pins)
 
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import reprlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 
 def refusal(kind: str, faults: Sequence[str]) -> str:
@@ -25,9 +25,19 @@ def reading(kind: str) -> Iterator[None]:
         raise ValueError(refusal(kind, [repr(error)])) from None
 
 
-def differing(given: Sequence[str], needed: Sequence[str]) -> list[str]:
-    """Which names are missing and which are surplus, a line for each."""
+def differing(
+    given: Collection[str],
+    needed: Collection[str],
+    known: Collection[str] | None = None,
+) -> list[str]:
+    """Which names are missing and which are surplus, a line for each.
+
+    Args:
+      given: the names.
+      needed: those that have to be there.
+      known: those that may; default: the same.
+    """
     missing = [name for name in needed if name not in given]
-    surplus = [name for name in given if name not in needed]
+    surplus = [name for name in given if name not in (known or needed)]
     faults = [f"missing: {', '.join(missing)}"] if missing else []
     return faults + ([f"surplus: {reprlib.repr(surplus)}"] if surplus else [])

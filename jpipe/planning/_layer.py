@@ -5,6 +5,9 @@ import numbers
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+# Remat modes that are told by name, from the fewest bytes on.
+MODES = ("full", "min_cut", "dots", "none")
+
 
 @dataclass(frozen=True)
 class LayerProfile:

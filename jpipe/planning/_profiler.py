@@ -17,6 +17,7 @@ from .._run import _variables
 from .._run._context import outside_of_meshes
 from .._run._costs import entering, skips_into, total
 from ._estimate import Rates, seconds
+from ._layer import MODES
 from ._measure import Times
 from ._measure import measure as measured
 from ._profile import LayerProfile, Profile, SkipProfile
@@ -25,9 +26,6 @@ from ._traced import Traced, has_backward
 from ._workspace import workspace_bytes
 
 PyTree = Any
-
-# Those that are told by name, from the fewest bytes on.
-MODES = ("full", "min_cut", "dots", "none")
 
 
 def profile(

@@ -1,6 +1,7 @@
 """From the order of every rank, as a builder states it, to a schedule."""
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from ._action import Action
 from ._schedule import Schedule
@@ -10,11 +11,17 @@ from ._simulate import ScheduleError
 Cell = tuple[str, int, int]
 
 
-def check(name: str, numbers: Mapping[str, int]) -> None:
-    """Refuses numbers less than one, naming all of them."""
-    faults = [f"{key}={value}" for key, value in numbers.items() if value < 1]
+def check(name: str, numbers: Mapping[str, Any]) -> None:
+    """Refuses what is not a number of at least one, naming all of them."""
+    faults = [
+        f"{key}={value!r}" for key, value in numbers.items() if not _counts(value)
+    ]
     if faults:
-        raise ScheduleError(f"{name}: {', '.join(faults)}: must be at least 1")
+        raise ScheduleError(f"{name}: {', '.join(faults)}: must be ints of at least 1")
+
+
+def _counts(value: Any) -> bool:
+    return hasattr(value, "__index__") and not isinstance(value, bool) and value >= 1
 
 
 def build(

@@ -35,6 +35,11 @@ def choose_schedule(schedule: Any, num_stages: int, num_microbatches: int) -> Sc
     return _build(schedule, num_stages, num_microbatches).validate()
 
 
+def _named(builder: Any) -> str:
+    """A builder as it is typed: the address of a function says nothing."""
+    return getattr(builder, "__name__", None) or repr(builder)
+
+
 def _build(builder: Any, num_stages: int, num_microbatches: int) -> Schedule:
     refused = []
     for num_ranks in range(num_stages, 0, -1):
@@ -47,13 +52,13 @@ def _build(builder: Any, num_stages: int, num_microbatches: int) -> Schedule:
             continue
         if not isinstance(built, Schedule):
             raise TypeError(
-                f"schedule={builder!r} returned a {type(built).__name__}; a "
+                f"schedule={_named(builder)} returned a {type(built).__name__}; a "
                 f"builder is (num_ranks, num_microbatches) -> Schedule"
             )
         if built.num_stages == num_stages:
             return _check_fit(built, num_stages, num_microbatches)
     raise ScheduleError(
-        f"schedule={builder!r} has no order for {num_stages} stages and "
+        f"schedule={_named(builder)} has no order for {num_stages} stages and "
         f"{num_microbatches} micro-batches"
         + "".join(f"\n  * {line}" for line in refused)
     )

@@ -1,6 +1,6 @@
 """One stage per rank, forwards and whole backwards."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from ._action import BACKWARD, FORWARD
 from ._build import Cell, build, check
@@ -34,7 +34,7 @@ def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
       Pipeline Parallelism <https://arxiv.org/abs/1811.06965>`_ (2019).
     """
     return _warmed_up(
-        "gpipe", num_ranks, num_microbatches, [num_microbatches] * num_ranks
+        "gpipe", num_ranks, num_microbatches, lambda rank: num_microbatches
     )
 
 
@@ -61,7 +61,10 @@ def gpipe_last_one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
       >>> gpipe_last_one_f_one_b(4, 8).simulate().peak_bytes
       (8.0, 8.0, 8.0, 1.0)
     """
-    warmup = [num_microbatches] * (num_ranks - 1) + [0]
+
+    def warmup(rank: int) -> int:
+        return 0 if rank == num_ranks - 1 else num_microbatches
+
     return _warmed_up("gpipe_last_1f1b", num_ranks, num_microbatches, warmup)
 
 
@@ -90,8 +93,9 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
       Narayanan et al., `Memory-Efficient Pipeline-Parallel DNN Training
       <https://arxiv.org/abs/2006.09503>`_ (2021): there "PipeDream-Flush".
     """
-    warmup = [num_ranks - 1 - rank for rank in range(num_ranks)]
-    return _warmed_up("1f1b", num_ranks, num_microbatches, warmup)
+    return _warmed_up(
+        "1f1b", num_ranks, num_microbatches, lambda rank: num_ranks - 1 - rank
+    )
 
 
 def eager_one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -123,7 +127,10 @@ def eager_one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
       Zhuang et al., `On Optimizing the Communication of Model Parallelism
       <https://arxiv.org/abs/2211.05322>`_ (2023).
     """
-    warmup = [2 * (num_ranks - 1 - rank) for rank in range(num_ranks)]
+
+    def warmup(rank: int) -> int:
+        return 2 * (num_ranks - 1 - rank)
+
     return _warmed_up("eager_1f1b", num_ranks, num_microbatches, warmup)
 
 
@@ -155,13 +162,13 @@ def forward_only(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def _warmed_up(
-    name: str, num_ranks: int, num_microbatches: int, warmup: list[int]
+    name: str, num_ranks: int, num_microbatches: int, warmup: Callable[[int], int]
 ) -> Schedule:
     """So many forwards on each rank, then one and one, then what is left."""
     check(name, {"num_ranks": num_ranks, "num_microbatches": num_microbatches})
 
     def row(rank: int) -> Iterator[Cell]:
-        first = min(num_microbatches, warmup[rank])
+        first = min(num_microbatches, warmup(rank))
         yield from ((FORWARD, 0, i) for i in range(first))
         for i in range(num_microbatches):
             if first + i < num_microbatches:

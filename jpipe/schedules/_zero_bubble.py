@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from ._action import BACKWARD, FORWARD, INPUT, WEIGHT
 from ._build import Cell, build, check, v_shape
@@ -37,10 +37,7 @@ def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
       Qi et al., `Zero Bubble Pipeline Parallelism
       <https://arxiv.org/abs/2401.10241>`_ (2024).
     """
-    warmup = [num_ranks - rank for rank in range(num_ranks)]
-    return _lagging(
-        "zb_h1", num_ranks, num_microbatches, warmup, list(range(num_ranks))
-    )
+    return _lagging("zb_h1", num_ranks, num_microbatches, lambda rank: num_ranks - rank)
 
 
 def zb_h2(num_ranks: int, num_microbatches: int, latency: float = 0.0) -> Schedule:
@@ -81,29 +78,29 @@ def zb_h2(num_ranks: int, num_microbatches: int, latency: float = 0.0) -> Schedu
     """
     if not 0 <= latency < math.inf:
         raise ScheduleError(f"zb_h2: latency={latency}: must be at least 0 and finite")
-    warmup = [
-        math.floor(2 * (num_ranks - rank) - 1 + 2 * (num_ranks - rank - 1) * latency)
-        for rank in range(num_ranks)
-    ]
-    lag = [warmup[0] - first for first in warmup]
-    return _lagging("zb_h2", num_ranks, num_microbatches, warmup, lag)
+
+    def warmup(rank: int) -> int:
+        after = num_ranks - 1 - rank
+        return math.floor(2 * after + 1 + 2 * after * latency)
+
+    return _lagging("zb_h2", num_ranks, num_microbatches, warmup)
 
 
 def _lagging(
-    name: str, num_ranks: int, num_microbatches: int, warmup: list[int], lag: list[int]
+    name: str, num_ranks: int, num_microbatches: int, warmup: Callable[[int], int]
 ) -> Schedule:
     """Warm-up forwards, then first half, a second half that lags, and a forward."""
     check(name, {"num_ranks": num_ranks, "num_microbatches": num_microbatches})
 
     def row(rank: int) -> Iterator[Cell]:
-        first = min(warmup[rank], num_microbatches)
+        first, lag = min(warmup(rank), num_microbatches), warmup(0) - warmup(rank)
         yield from ((FORWARD, 0, i) for i in range(first))
         for i in range(num_microbatches):
             yield INPUT, 0, i
-            if i >= lag[rank]:
-                yield WEIGHT, 0, i - lag[rank]
+            if i >= lag:
+                yield WEIGHT, 0, i - lag
             yield FORWARD, 0, first + i
-        left = max(num_microbatches - lag[rank], 0)
+        left = max(num_microbatches - lag, 0)
         yield from ((WEIGHT, 0, i) for i in range(left, num_microbatches))
 
     return build(name, num_ranks, num_microbatches, row)

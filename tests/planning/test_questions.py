@@ -31,6 +31,20 @@ def test_the_documented_answers():
     assert partition([1, 1, 1, 9], 2) == [3, 1]
 
 
+def test_the_largest_and_the_smallest_costs():
+    assert partition([5e-324] * 4, 2) == [2, 2]
+    assert partition([1e300] * 4, 2, objective="step", num_microbatches=8) == [2, 2]
+    message = says([1e307] * 4, 2, objective="step", num_microbatches=64)
+    assert "costs: a step takes longer than a float can say" in message
+    assert "than a float can say" in says([1e308] * 4, 2)
+
+
+@pytest.mark.parametrize("costs", [[1, 2, 3], GIVEN], ids=["numbers", "a profile"])
+def test_a_mode_that_is_unknown(costs):
+    message = says(costs, 2, remat="nope")
+    assert "remat: 'nope' is unknown: choose 'full', 'min_cut'" in message
+
+
 def test_all_faults_are_told_at_once():
     message = says(
         [1.0, float("nan"), -1, "x", True],

@@ -161,6 +161,6 @@ def test_what_cannot_be_built_is_refused(arguments, says):
 
 
 def test_build_v_refuses_less_than_one():
-    says = "v: num_ranks=0, num_microbatches=0: must be at least 1"
+    says = "v: num_ranks=0, num_microbatches=0: must be ints of at least 1"
     with pytest.raises(ScheduleError, match=f"^{says}$"):
         build_v(0, 0, block=[])

@@ -158,7 +158,10 @@ def test_a_timeline_prints_its_time_its_gap_its_bubble_and_its_peaks():
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ((Costs(), 0, 0), "num_ranks=0, num_microbatches=0: must be at least 1"),
+        (
+            (Costs(), 0, 0),
+            "num_ranks=0, num_microbatches=0: must be ints of at least 1",
+        ),
         (
             (Costs([1, 2, 3]), 2, 4),
             "costs are for 3 stages, num_ranks=2: give costs for 2 stages, or for a "

@@ -23,10 +23,15 @@ from .orders import every_name, sizes
 @every_name
 def test_builders_refuse_less_than_one_and_name_all_that_is_wrong(name):
     group = ", group=0" if name in ("interleaved", "interleaved_zb") else ""
-    says = f"{name}: num_ranks=0, num_microbatches=-2{group}: must be at least 1"
+    says = (
+        f"{name}: num_ranks=0, num_microbatches=-2{group}: must be ints of at least 1"
+    )
     with pytest.raises(ScheduleError, match=f"^{re.escape(says)}$"):
         BY_NAME[name](0, -2)
-    says = f"{name}: num_microbatches=0: must be at least 1"
+    says = f"{name}: num_ranks=2.0, num_microbatches='4'"
+    with pytest.raises(ScheduleError, match=f"^{re.escape(says)}"):
+        BY_NAME[name](2.0, "4")
+    says = f"{name}: num_microbatches=0: must be ints of at least 1"
     with pytest.raises(ScheduleError, match=f"^{re.escape(says)}$"):
         BY_NAME[name](1, 0)
 
@@ -44,7 +49,7 @@ def test_builders_refuse_less_than_one_and_name_all_that_is_wrong(name):
     ],
 )
 def test_builders_refuse_less_than_one_chunk(build, says):
-    with pytest.raises(ScheduleError, match=f"^{says} at least 1$"):
+    with pytest.raises(ScheduleError, match=f"^{says} ints of at least 1$"):
         build()
 
 
