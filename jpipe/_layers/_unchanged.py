@@ -16,6 +16,7 @@ from . import _nnx
 from ._layer import Layer
 from ._nnx_held import MISSING, differences, form, is_own, is_passing, variables
 from ._nnx_rngs import Path, dotted
+from ._nnx_watch import SWITCHES
 
 
 class _Node:
@@ -31,7 +32,11 @@ class _Node:
         self._all_names = frozenset(self.held)
         own = {name: value for name, value in self.held.items() if _counts(name, value)}
         self._names, self._values = tuple(own), tuple(own.values())
-        self.forms = {name: form(value) for name, value in own.items()}
+        # Training turns a switch on that is left open.
+        self.forms = {
+            name: form(False if value is None and name in SWITCHES else value)
+            for name, value in own.items()
+        }
         self._containers = [
             name for name, value in own.items() if _may_change_in_place(value)
         ]

@@ -114,12 +114,15 @@ class Kinds(nnx.Module):
         self.parts = nnx.List([nnx.Param(jnp.ones(5)), 2.0])
         self.held = nnx.data((nnx.Param(jnp.ones(5)), None))
         self.scales = [1.0, {"x": 2.0}]
+        self.drop = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+        self.drop.deterministic = None
 
     def __call__(self, x):
         if self.mask is not None:
             x = x * self.mask
         x = x * self.a[...] + self.b[...] + self.tied[...] + self.table
         x = self.norm(x) * self.parts[0][...] * self.parts[1] * self.held[0][...]
+        x = self.drop(x, deterministic=True)
         return x * self.scales[0] * self.scales[1]["x"] * getattr(self, "gain", 1.0)
 
 
@@ -235,6 +238,8 @@ def test_another_value_of_the_same_kind_is_no_change():
     variables = pipe.init(jax.random.key(0), x)
     expected = pipe.apply(variables, x)
     module.seen = nnx.Intermediate(module(x))
+    module.eval()
+    module.train()
     module.b = module.tied = nnx.Param(2 * module.b[...])
     module.parts[0] = nnx.Param(jnp.zeros(5))
     module.table, module.scales = 2 * module.table, [1.0, {"x": 2.0}]
