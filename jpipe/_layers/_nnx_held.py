@@ -35,6 +35,8 @@ class _Variable:
         return f"an nnx.Variable of type {self.kind.__name__}"
 
 
+# What is longer is not shown in a message.
+_LONG = 100
 MISSING, _ARRAY = _Named("missing"), _Named("an array")
 
 
@@ -75,7 +77,7 @@ def detach(module: nnx.Module) -> None:
 
 
 def _copy(value: Any, copies: dict[int, Any]) -> Any:
-    if type(value) not in (list, dict, tuple):
+    if type(value) not in (list, dict, tuple, set):
         return value
     if id(value) not in copies:
         if isinstance(value, dict):
@@ -93,6 +95,8 @@ def form(value: Any) -> Any:
     if isinstance(value, list | tuple):
         parts = [form(part) for part in value]
         return parts if isinstance(value, list) else tuple(parts)
+    if isinstance(value, set):
+        return frozenset(value)
     if isinstance(value, nnx.Variable):
         return _Variable(value)
     return _ARRAY if isinstance(value, jax.Array | np.ndarray) else value
@@ -125,4 +129,17 @@ def differences(path: Path, before: Any, now: Any) -> Iterator[tuple[Path, Any, 
 
 def _is_equal(before: Any, now: Any) -> bool:
     """Whether two values of one type, other objects, are known to be equal."""
-    return isinstance(before, bool | int | float | str | bytes) and before == now
+    known = bool | int | float | str | bytes | frozenset
+    return isinstance(before, known) and before == now
+
+
+def told(before: Any, now: Any) -> str:
+    """That something was the one and is the other; of what is long, its type."""
+    one, other = map(_shown, (before, now))
+    return f"was {one} and is {'another' if one == other else other}"
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    short = len(text) <= _LONG and "\n" not in text
+    return text if short else f"a {type(value).__name__}"

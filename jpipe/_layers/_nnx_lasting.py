@@ -10,7 +10,7 @@ from typing import Any
 from flax import nnx
 
 from . import _nnx_watch
-from ._nnx_held import MISSING, differences, form, is_own, is_passing
+from ._nnx_held import MISSING, differences, form, is_own, is_passing, told
 from ._nnx_rngs import Path, dotted
 
 
@@ -54,7 +54,7 @@ class Lasting:
             node = now.get(path)
             after = _attributes(node) if isinstance(node, nnx.Pytree) else {}
             found += [
-                f"attribute {dotted(at)}, which was {old!r} and is {new!r}"
+                f"attribute {dotted(at)}, which {told(old, new)}"
                 for name in {**before, **after}
                 for at, old, new in differences(
                     (*path, name), before.get(name, MISSING), after.get(name, MISSING)

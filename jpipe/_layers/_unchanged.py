@@ -14,7 +14,15 @@ from flax import nnx
 
 from . import _nnx
 from ._layer import Layer
-from ._nnx_held import MISSING, differences, form, is_own, is_passing, variables
+from ._nnx_held import (
+    MISSING,
+    differences,
+    form,
+    is_own,
+    is_passing,
+    told,
+    variables,
+)
 from ._nnx_rngs import Path, dotted
 from ._nnx_watch import SWITCHES
 
@@ -133,7 +141,7 @@ class Unchanged:
             # A part that was replaced is told by what held it.
             if node := now.get(id(before.held)):
                 for path, old, new in before.differences(node):
-                    yield f"{self._at(path)} was {old!r} and is {new!r}"
+                    yield f"{self._at(path)} {told(old, new)}"
         ties, tied = _first_holders(self._nodes), _first_holders(nodes)
         for path in ties.keys() & tied.keys():
             if ties[path] != tied[path]:
@@ -155,7 +163,7 @@ def _counts(name: str, value: Any) -> bool:
 def _may_change_in_place(value: Any) -> bool:
     if isinstance(value, tuple):
         return any(map(_may_change_in_place, value))
-    return isinstance(value, dict | list)
+    return isinstance(value, dict | list | set)
 
 
 def _first_holders(nodes: Sequence[_Node]) -> dict[Path, Path]:

@@ -113,7 +113,7 @@ class Kinds(nnx.Module):
         self.norm = nnx.LayerNorm(5, rngs=nnx.Rngs(0))
         self.parts = nnx.List([nnx.Param(jnp.ones(5)), 2.0])
         self.held = nnx.data((nnx.Param(jnp.ones(5)), None))
-        self.scales = [1.0, {"x": 2.0}]
+        self.scales, self.chosen = [1.0, {"x": 2.0}], {1}
         self.drop = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
         self.drop.deterministic = None
 
@@ -182,6 +182,14 @@ KIND_CHANGES = {
     "in place": (
         lambda m: m.scales[1].update(x=3.0),
         r"scales\.1\.x .* was 2\.0 and is 3\.0",
+    ),
+    "a set in place": (
+        lambda m: m.chosen.add(2),
+        r"chosen .* was frozenset\(\{1\}\) and is frozenset\(\{1, 2\}\)",
+    ),
+    "another part": (
+        lambda m: setattr(m, "norm", nnx.LayerNorm(5, rngs=nnx.Rngs(0))),
+        r"norm of layer 0 \(Kinds\) was a LayerNorm and is another$",
     ),
     "what was not there": (
         lambda m: setattr(m, "gain", jnp.ones(())),
