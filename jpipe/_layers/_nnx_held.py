@@ -5,6 +5,8 @@ their values are carried outside of the module and may be any. All else is stati
 what was traced holds it as it was.
 """
 
+from array import array
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,12 +39,20 @@ class _Variable:
 
 # What is longer is not shown in a message.
 _LONG = 100
+_PLAIN = bool | int | float | complex | str | bytes | range | slice | np.generic
 MISSING, _ARRAY = _Named("missing"), _Named("an array")
 
 
 def is_own(name: str) -> bool:
     """Whether an attribute is one of the user's, and none that nnx keeps."""
     return not name.startswith("_pytree__")
+
+
+def may_change_in_place(value: Any) -> bool:
+    """Whether an attribute holds a container that may hold something else later."""
+    if isinstance(value, tuple):
+        return any(map(may_change_in_place, value))
+    return isinstance(value, dict | list | set | deque | bytearray | array)
 
 
 def is_passing(value: Any) -> bool:
@@ -92,11 +102,13 @@ def form(value: Any) -> Any:
     """What is compared of an attribute: a copy of containers, and kinds of arrays."""
     if isinstance(value, dict):
         return {key: form(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple | deque):
         parts = [form(part) for part in value]
-        return parts if isinstance(value, list) else tuple(parts)
+        return tuple(parts) if isinstance(value, tuple) else parts
     if isinstance(value, set):
         return frozenset(value)
+    if isinstance(value, bytearray | array):
+        return bytes(value)
     if isinstance(value, nnx.Variable):
         return _Variable(value)
     return _ARRAY if isinstance(value, jax.Array | np.ndarray) else value
@@ -116,7 +128,7 @@ def differences(path: Path, before: Any, now: Any) -> Iterator[tuple[Path, Any, 
     alike = type(now) is type(before)
     if alike and isinstance(before, _Variable) and before.kind is now.kind:
         yield from differences(path, before.metadata, now.metadata)
-    elif alike and isinstance(before, dict):
+    elif alike and isinstance(before, dict) and not _is_reordered(before, now):
         for key in {**before, **now}:
             parts = (held.get(key, MISSING) for held in (before, now))
             yield from differences((*path, key), *parts)
@@ -129,8 +141,14 @@ def differences(path: Path, before: Any, now: Any) -> Iterator[tuple[Path, Any, 
 
 def _is_equal(before: Any, now: Any) -> bool:
     """Whether two values of one type, other objects, are known to be equal."""
-    known = bool | int | float | str | bytes | frozenset
-    return isinstance(before, known) and before == now
+    if isinstance(before, frozenset):
+        return before == now
+    # 0.0 is not -0.0, and nan is nan.
+    return isinstance(before, _PLAIN) and repr(before) == repr(now)
+
+
+def _is_reordered(before: dict[Any, Any], now: dict[Any, Any]) -> bool:
+    return before.keys() == now.keys() and list(before) != list(now)
 
 
 def told(before: Any, now: Any) -> str:

@@ -20,6 +20,7 @@ from ._nnx_held import (
     form,
     is_own,
     is_passing,
+    may_change_in_place,
     told,
     variables,
 )
@@ -46,7 +47,7 @@ class _Node:
             for name, value in own.items()
         }
         self._containers = [
-            name for name, value in own.items() if _may_change_in_place(value)
+            name for name, value in own.items() if may_change_in_place(value)
         ]
         self.variables = [
             found for name in own for found in variables((*path, name), own[name])
@@ -158,12 +159,6 @@ class Unchanged:
 
 def _counts(name: str, value: Any) -> bool:
     return is_own(name) and not is_passing(value)
-
-
-def _may_change_in_place(value: Any) -> bool:
-    if isinstance(value, tuple):
-        return any(map(_may_change_in_place, value))
-    return isinstance(value, dict | list | set)
 
 
 def _first_holders(nodes: Sequence[_Node]) -> dict[Path, Path]:

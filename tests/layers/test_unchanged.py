@@ -1,7 +1,11 @@
 """A module that is changed after a pipeline was made of it is noticed."""
 
+import array
+import collections
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import linen as nn
@@ -256,6 +260,62 @@ def test_another_value_of_the_same_kind_is_no_change():
     module.tied = nnx.Param(module.b[...])
     with pytest.raises(ValueError, match=KIND_CHANGES["no tie"][1]):
         pipe.apply(variables, x)
+
+
+class Holder(nnx.Module):
+    def __init__(self, held):
+        self.held = held
+
+    def __call__(self, x):
+        return x
+
+
+def change_held(make, change):
+    """Whether what a module holds may be so changed after it was traced."""
+    module = Holder(make())
+    x, _ = ref.regression(4)
+    pipe = jpipe.pipeline([module], 2)
+    pipe.apply(({},), x)
+    changed = change(module.held)
+    module.held = module.held if changed is None else changed
+    pipe.apply(({},), x)
+
+
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [
+        (lambda: collections.deque([1.0]), lambda held: held.append(2.0)),
+        (lambda: bytearray(b"a"), lambda held: held.extend(b"b")),
+        (lambda: array.array("d", [1.0]), lambda held: held.append(2.0)),
+        (lambda: {"a": 1, "b": 2}, lambda held: held.update(a=held.pop("a"))),
+        (lambda: [{"a"}], lambda held: held[0].add("b")),
+        (lambda: 0.0, lambda held: -0.0),
+        (lambda: [1], lambda held: [True]),
+        (lambda: np.float32(1), lambda held: np.float64(1)),
+    ],
+    ids=["deque", "bytes", "array", "order", "set", "zero", "bool", "dtype"],
+)
+def test_what_was_held_is_something_else(make, change):
+    with pytest.raises(ValueError, match=r"held.* of layer 0 \(Holder\) was "):
+        change_held(make, change)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: float("nan"),
+        lambda: float("1.5"),
+        lambda: complex("1+2j"),
+        lambda: np.float32(1),
+        lambda: (np.int64(2), "ab" * 2, {"b"}),
+        lambda: range(3),
+        lambda: slice(1, 2),
+        lambda: frozenset({1}),
+    ],
+    ids=repr,
+)
+def test_what_was_held_is_there_again(make):
+    change_held(make, lambda held: make())
 
 
 def test_a_call_writes_to_no_list_of_the_users():
