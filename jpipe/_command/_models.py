@@ -32,6 +32,38 @@ _OPTIONS = {
     "schedules": "--schedule",
     "measure": "--estimate",
 }
+# Options of a plan that take a number: how it is read, called and explained.
+_NUMBERS = (
+    ("--devices", count, "N", "how many there are; default: those of this machine"),
+    ("--memory", size, "BYTES", "of each device, such as 16GiB; default: no limit"),
+    (
+        "--bandwidth",
+        rate,
+        "BYTES",
+        "per second between two devices, such as 50GB; default: as measured "
+        "between two of this machine, else transfers take no time but the latency",
+    ),
+    (
+        "--latency",
+        duration,
+        "TIME",
+        "of a transfer, such as 5us; default: measured likewise, else 0",
+    ),
+    (
+        "--microbatches",
+        counts,
+        "M,M",
+        "how many, or several to choose from, such as 8,16; default: one, two, "
+        "four and eight times the number of devices",
+    ),
+    (
+        "--batch-size",
+        count,
+        "N",
+        "examples of the mini-batch, of which the factory's sample then says the "
+        "shapes only; default: those of the sample",
+    ),
+)
 
 
 def add_plan(commands: Any) -> None:
@@ -39,37 +71,7 @@ def add_plan(commands: Any) -> None:
     says = "say how to cut a model, how many micro-batches, which schedule, and why"
     command = commands.add_parser("plan", help=says, description=says.capitalize())
     _add_factory(command)
-    for option, read, metavar, what in (
-        ("--devices", count, "N", "how many there are; default: those of this machine"),
-        ("--memory", size, "BYTES", "of each device, such as 16GiB; default: no limit"),
-        (
-            "--bandwidth",
-            rate,
-            "BYTES",
-            "per second between two devices, such as 50GB; default: as measured "
-            "between two of this machine, else transfers take no time but the latency",
-        ),
-        (
-            "--latency",
-            duration,
-            "TIME",
-            "of a transfer, such as 5us; default: measured likewise, else 0",
-        ),
-        (
-            "--microbatches",
-            counts,
-            "M,M",
-            "how many, or several to choose from, such as 8,16; default: one, two, "
-            "four and eight times the number of devices",
-        ),
-        (
-            "--batch-size",
-            count,
-            "N",
-            "examples of the mini-batch, of which the factory's sample then says the "
-            "shapes only; default: those of the sample",
-        ),
-    ):
+    for option, read, metavar, what in _NUMBERS:
         command.add_argument(option, type=read, metavar=metavar, help=what)
     command.add_argument(
         "--schedule",

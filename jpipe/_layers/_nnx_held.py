@@ -5,6 +5,7 @@ their values are carried outside of the module and may be any. All else is stati
 what was traced holds it as it was.
 """
 
+import copy
 from array import array
 from collections import deque
 from collections.abc import Iterator
@@ -31,7 +32,12 @@ class _Variable:
     """Stands for a Variable of any value."""
 
     def __init__(self, variable: nnx.Variable) -> None:
-        self.kind, self.metadata = type(variable), variable.get_metadata()
+        self.kind = type(variable)
+        # Unlike those of attributes, its arrays are carried by nobody.
+        self.metadata = {
+            name: form(value) if may_change_in_place(value) else value
+            for name, value in variable.get_metadata().items()
+        }
 
     def __repr__(self) -> str:
         return f"an nnx.Variable of type {self.kind.__name__}"
@@ -87,11 +93,13 @@ def detach(module: nnx.Module) -> None:
 
 
 def _copy(value: Any, copies: dict[int, Any]) -> Any:
-    if type(value) not in (list, dict, tuple, set):
+    if type(value) not in (list, dict, tuple, set, deque, bytearray, array):
         return value
     if id(value) not in copies:
         if isinstance(value, dict):
             made = {key: _copy(part, copies) for key, part in value.items()}
+        elif not isinstance(value, list | tuple):
+            made = copy.copy(value)
         else:
             made = type(value)(_copy(part, copies) for part in value)
         copies[id(value)] = made

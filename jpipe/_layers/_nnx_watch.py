@@ -52,8 +52,9 @@ def prepare(module: nnx.Module, train: bool, place: tuple[Any, ...] = ()) -> Non
         if noting := _noting(type(node)):
             # A class goes through nnx.remat and nnx.scan.
             object.__setattr__(node, "__class__", noting)
-            setattr(node, "path", (*place, *path))  # noqa: B010
-            setattr(node, "frozen", is_frozen(node))  # noqa: B010
+            # Names that no class of the user's has.
+            setattr(node, "_jpipe_path", (*place, *path))  # noqa: B010
+            setattr(node, "_jpipe_frozen", is_frozen(node))  # noqa: B010
         elif isinstance(node, nnx.BatchNorm):
             known = id(node.mean)
             if known not in momenta:
@@ -101,7 +102,8 @@ def _noting(kind: type) -> type | None:
 def _note(node: Any, kind: str, switch: bool | None, rate: float) -> None:
     if record := _watch.current():
         switch = node.deterministic if switch is None else switch
-        _watch.note(record, node.path, kind, switch, rate, node.frozen)
+        path, frozen = node._jpipe_path, node._jpipe_frozen
+        _watch.note(record, path, kind, switch, rate, frozen)
 
 
 def _watch_norm(norm: nnx.BatchNorm, path: tuple[Any, ...], train: bool) -> None:

@@ -41,11 +41,7 @@ class _Node:
         self._all_names = frozenset(self.held)
         own = {name: value for name, value in self.held.items() if _counts(name, value)}
         self._names, self._values = tuple(own), tuple(own.values())
-        # Training turns a switch on that is left open.
-        self.forms = {
-            name: form(False if value is None and name in SWITCHES else value)
-            for name, value in own.items()
-        }
+        self.forms = {name: _form(name, value) for name, value in own.items()}
         self._containers = [
             name for name, value in own.items() if may_change_in_place(value)
         ]
@@ -68,7 +64,9 @@ class _Node:
         """Where it is something else now, but for the values of arrays."""
         # What is set on the object first may be an attribute of its class, as one that
         # `eval` sets.
-        of_class = {name: form(getattr(self.kind, name, MISSING)) for name in now.forms}
+        of_class = {
+            name: _form(name, getattr(self.kind, name, MISSING)) for name in now.forms
+        }
         for name, before in {**of_class, **self.forms}.items():
             after = now.forms.get(name, MISSING)
             yield from differences((*self.path, name), before, after)
@@ -81,10 +79,20 @@ class _Metadata:
         found = [variable for node in nodes for _, variable in node.variables]
         self._getters = [variable.get_metadata for variable in found]
         self._names, self._values = self._all()
+        self._containers = [
+            (value, form(value)) for value in self._values if may_change_in_place(value)
+        ]
 
     def is_the_same(self) -> bool:
         names, values = self._all()
-        return names == self._names and all(map(operator.is_, values, self._values))
+        return (
+            names == self._names
+            and all(map(operator.is_, values, self._values))
+            and not any(
+                any(differences((), before, form(value)))
+                for value, before in self._containers
+            )
+        )
 
     def _all(self) -> tuple[list[str], list[Any]]:
         all_metadata = [get() for get in self._getters]
@@ -159,6 +167,11 @@ class Unchanged:
 
 def _counts(name: str, value: Any) -> bool:
     return is_own(name) and not is_passing(value)
+
+
+def _form(name: str, value: Any) -> Any:
+    """The form of an attribute; training turns a switch on that is left open."""
+    return form(False if value is None and name in SWITCHES else value)
 
 
 def _first_holders(nodes: Sequence[_Node]) -> dict[Path, Path]:

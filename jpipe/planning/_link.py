@@ -23,21 +23,19 @@ class Link(NamedTuple):
     Attributes:
       latency: seconds, whatever its size.
       bandwidth: bytes per second.
-      devices: between which it was measured.
     """
 
     latency: float
     bandwidth: float
-    devices: tuple[Device, Device]
 
 
 def link(one: Device, other: Device) -> Link:
-    """Measures transfers in both directions between two devices."""
+    """Measures transfers between two devices: small ones both ways, a large one."""
     latency = max(_hop(one, other) - _hop(one, one), 0.0)
     (large,) = _transfer.put([np.zeros(_BYTES, np.uint8)], one)
     whole = _shortest(lambda: _transfer.put([large], other))
     seconds = whole - latency if whole > latency else whole
-    return Link(latency, _BYTES / seconds, (one, other))
+    return Link(latency, _BYTES / seconds)
 
 
 def _hop(one: Device, other: Device) -> float:

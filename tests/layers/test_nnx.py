@@ -254,3 +254,31 @@ def test_modules_with_the_values_of_a_pipe():
     ones = jnp.ones((3, 4))
     np.testing.assert_array_equal(modules[7](ones), twin(ones))
     assert_untouched(filter(is_nnx, layers), before)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_attributes_of_a_dropout_of_the_users_are_its_own(frozen):
+    class Gate(nnx.Dropout):
+        def __init__(self, frozen):
+            super().__init__(0.0, rngs=nnx.Rngs(0))
+            self.frozen, self.path = frozen, "residual"
+
+        def __call__(self, x):
+            y = super().__call__(x)
+            y = x + y if self.path == "residual" else y
+            return jax.lax.stop_gradient(y) if self.frozen else y
+
+    linear, gate = nnx.Linear(3, 3, rngs=nnx.Rngs(0)), Gate(frozen)
+    x = jax.random.normal(jax.random.key(0), (4, 3))
+    pipe = jpipe.pipeline([linear, gate], 2)
+    variables = pipe.init(jax.random.key(0), x)
+
+    def loss(kernel):
+        y = x @ kernel + linear.bias[...]
+        return jnp.mean((0.0 if frozen else 1.0) * (2 * y - 1) ** 2)
+
+    # Single precision, in sums of another order.
+    ref.assert_close(pipe.apply(variables, x), gate(linear(x)), 1e-5)
+    gradient = pipe.value_and_grad(lambda y, t: jnp.mean((y - t) ** 2))
+    _, grads = gradient(variables, x, jnp.ones_like(x), rngs=jax.random.key(1))
+    ref.assert_close(grads[0]["kernel"], jax.grad(loss)(linear.kernel[...]), 1e-5)

@@ -112,7 +112,8 @@ class Kinds(nnx.Module):
     def __init__(self):
         self.mask = nnx.Variable(jnp.ones(5))
         self.table = jnp.arange(5.0)
-        self.a, self.b = nnx.Param(jnp.ones(5)), nnx.Param(jnp.ones(5))
+        self.a = nnx.Param(jnp.ones(5), by=[1.0])
+        self.b = nnx.Param(jnp.ones(5))
         self.tied = self.b
         self.norm = nnx.LayerNorm(5, rngs=nnx.Rngs(0))
         self.parts = nnx.List([nnx.Param(jnp.ones(5)), 2.0])
@@ -171,8 +172,12 @@ KIND_CHANGES = {
         lambda m: m.a.set_metadata(on_get_value=double),
         r"a\.on_get_value .* was missing and is <function double",
     ),
+    "metadata in place": (
+        lambda m: m.a.by.append(2.0),
+        r"a\.by .* was \[1\.0\] and is \[1\.0, 2\.0\]",
+    ),
     "metadata of another": (
-        lambda m: setattr(m, "a", nnx.Param(m.a[...], gain=2)),
+        lambda m: setattr(m, "a", nnx.Param(m.a[...], by=[1.0], gain=2)),
         r"a\.gain .* was missing and is 2",
     ),
     "a part of a list": (
@@ -312,20 +317,36 @@ def test_what_was_held_is_something_else(make, change):
         lambda: slice(1, 2),
         lambda: frozenset({1}),
     ],
-    ids=repr,
+    ids=["nan", "float", "complex", "numpy", "tuple", "range", "slice", "frozenset"],
 )
 def test_what_was_held_is_there_again(make):
     change_held(make, lambda held: make())
 
 
+def test_a_switch_that_the_class_leaves_open_is_one_that_is_on():
+    class Open(Holder):
+        deterministic: bool | None = None
+
+    module = Open(1)
+    x, _ = ref.regression(4)
+    pipe = jpipe.pipeline([module], 2)
+    pipe.apply(({},), x)
+    module.train()
+    pipe.apply(({},), x)
+    module.eval()
+    with pytest.raises(ValueError, match=r"deterministic .* was False and is True"):
+        pipe.apply(({},), x)
+
+
 def test_a_call_writes_to_no_list_of_the_users():
     class Logs(nnx.Module):
         def __init__(self):
-            self.shapes = [(0, {})]
+            self.shapes, self.seen = [(0, {})], collections.deque()
 
         def __call__(self, x):
             self.shapes.append(x.shape)
             self.shapes[0][1]["seen"] = True
+            self.seen.append(x.shape)
             return x
 
     module = Logs()
@@ -333,4 +354,5 @@ def test_a_call_writes_to_no_list_of_the_users():
     pipe = jpipe.pipeline([module], 2)
     ref.assert_equal(pipe.apply(({},), x), x)
     assert module.shapes == [(0, {})]
+    assert not module.seen
     pipe.apply(({},), x)

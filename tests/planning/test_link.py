@@ -25,8 +25,8 @@ def measured(monkeypatch):
     made = []
 
     def slow(*devices):
-        made.append(Link(0.5, 64.0, devices))
-        return made[-1]
+        made.append(devices)
+        return Link(0.5, 64.0)
 
     monkeypatch.setattr(_decide, "link", slow)
     return made
@@ -37,12 +37,11 @@ def test_what_is_measured_between_two_devices():
     # A byte per second, or all of memory in a microsecond, is no link.
     assert 0 <= found.latency < 1
     assert 1e6 < found.bandwidth < 1e14
-    assert found.devices == tuple(jax.devices()[:2])
 
 
 def test_a_plan_counts_what_was_measured(measured):
     made = plan(balance=[2, 1])
-    assert measured[0].devices == tuple(jax.devices()[:2])
+    assert measured == [tuple(jax.devices()[:2])]
     assert made.forecast.costs.latency == 0.5
     assert made.forecast.costs.bandwidth == 64.0
     # There and back: a latency, and 4 examples of 4 floats at 64 bytes per second.
