@@ -24,7 +24,7 @@ from ._run._inference import Inference
 from ._run._layout import Layout
 from ._run._pipe import Pipe
 from ._run._work import Works
-from ._train._build import Build
+from ._train._build import Build, Gradients
 from ._train._gradient import Gradient
 
 PyTree = Any
@@ -105,7 +105,7 @@ class ProgramCache:
             self._inference[signature] = made
         return self._inference[signature]
 
-    def gradients(self, objective: Objective, trainable: Trainable = ALL) -> Build:
+    def gradients(self, objective: Objective, trainable: Trainable = ALL) -> Gradients:
         """The gradients of one objective, by what they are compiled for.
 
         Raises:
@@ -123,8 +123,8 @@ class ProgramCache:
         self.look_again()
         once = self.built is not None and self.built.calls == 1
         self._in_a_row = self._in_a_row + 1 if once else 1
-        self.built = Build(self._gradient, objective, trainable)
-        return self.built
+        self.built = Build(objective, trainable)
+        return Gradients(self._gradient, self.built)
 
     def _gradient(
         self,
@@ -168,7 +168,7 @@ class ProgramCache:
                 stacklevel=7,
             )
 
-    def profiled(self, objective: Objective | None, trainable: Trainable) -> Build:
+    def profiled(self, objective: Objective | None, trainable: Trainable) -> Gradients:
         """The gradients that were built last, where these are meant; else new ones.
 
         Args:
@@ -186,7 +186,7 @@ class ProgramCache:
         if last is not None:
             whole = trainable.selects_all and last.trainable.selects_all
             if objective is None or (whole and objective == last.objective):
-                return last
+                return Gradients(self._gradient, last)
         assert objective is not None
         return self.gradients(objective, trainable)
 

@@ -29,6 +29,7 @@ def intercept(call: Callable[..., Any], args: Any, keywords: Any, context: Any) 
             own = kind(*args, **keywords)
             _nnx_watch.prepare(own, record.train, tuple(module.path))
             stack.enter_context(_nnx_watch.looking(own))
+            stack.enter_context(_nnx_watch.noting())
             return own
 
         def convert_plain(variable: nnx.Variable) -> Any:

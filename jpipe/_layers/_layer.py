@@ -9,14 +9,11 @@ from typing import Any
 import chex
 import jax
 import numpy as np
-from flax import linen as nn
-from flax import nnx
 
 from .._jaxprs._jaxpr import zeros
-from . import _hidden, _linen, _nnx, _nnx_watch, _skip, _switches
+from . import _hidden, _linen, _nnx, _nnx_watch, _skip, _switches, _told
 from ._method import Method
 from ._question import Looking, watched
-from ._reach import LIBRARIES
 
 PyTree = Any
 
@@ -120,7 +117,7 @@ def as_layers(listed: Sequence[Any]) -> tuple[Layer, ...]:
     faults = [
         f"layer {i}: {fault}"
         for i, source in enumerate(objects)
-        if (fault := _misnamed(source))
+        if (fault := _told.misnamed(_called(source)))
     ]
     if faults:
         raise ValueError(
@@ -151,7 +148,7 @@ def _why_not(source: Any) -> str:
     explicit = isinstance(source, Stage)
     called = source.apply if explicit else module
     reason = _nnx.why_not(source) or _hidden.why_not(called, function, name, explicit)
-    if reason := reason or _various(module, method) or _holds_arrays(source):
+    if reason := reason or _told.why_not(_called(source)) or _holds_arrays(source):
         return reason
     known = isinstance(source, Stage | Method) or _linen.is_module(source)
     if known or callable(source):
@@ -160,40 +157,6 @@ def _why_not(source: Any) -> str:
     if isinstance(source, list | tuple):
         return f"a {kind}; list its layers themselves, and type balance= for stages"
     return f"{reprlib.repr(source)} is a {kind}"
-
-
-def _various(module: Any, method: Any) -> str:
-    """Why something cannot be a layer, if a switch may be among any keywords."""
-    if isinstance(module, nn.Sequential | nnx.Sequential):
-        return ""  # what a Sequential passes on goes to its first part alone
-    if not _is_module(module):
-        return _any_keywords(module)
-    call = getattr(type(module), method) if isinstance(method, str) else method
-    if not _switches.takes_any(call):
-        return ""
-    return (
-        f"{type(module).__name__} is called with any keywords (**), which may say "
-        f"whether it is trained; list jpipe.layer(module, lambda module, x: module(x)) "
-        f"if it takes none that does, and jpipe.layer(module, lambda module, x, train: "
-        f"module(x, train=train)), by the name that it has, if it does"
-    )
-
-
-def _any_keywords(source: Any) -> str:
-    """The same of a function and of a `Stage`."""
-    is_stage = isinstance(source, Stage)
-    function = source.apply if is_stage else source
-    library = str(getattr(function, "__module__", "")).partition(".")[0] in LIBRARIES
-    if library or isinstance(source, type) or not callable(function):
-        return ""
-    if not _switches.takes_any(function):
-        return ""
-    name, given = (source.name, "variables, x") if is_stage else (_name(source), "x")
-    return (
-        f"{name} takes any keywords (**), which may say whether it is trained; list "
-        f"lambda {given}: f({given}) if it takes none that does, and lambda {given}, "
-        f"train: f({given}, train=train), by the name that it has, if it does"
-    )
 
 
 def _holds_arrays(source: Any) -> str:
@@ -216,38 +179,16 @@ def _is_module(value: Any) -> bool:
     return _linen.is_module(value) or _nnx.is_module(value)
 
 
-def _misnamed(source: Any) -> str:
-    """By which parameters a layer asks in vain whether it is trained, if it does."""
+def _called(source: Any) -> _told.Called:
+    """What is called of an object of the user's list."""
     if isinstance(source, _skip.Isolated):
-        return _misnamed(source.layer)
+        return _called(source.layer)
     module, method = _split(source)
-    if _is_module(module):
-        function = getattr(type(module), method) if isinstance(method, str) else method
-        name, data = type(module).__name__, 2
-    elif isinstance(source, Stage):
-        function, name, data = source.apply, source.name, 2
-    else:
-        function, name, data = source, _name(source), 1
-    names = _switches.misnamed(
-        function,
-        data,
-        lambda field: getattr(module, field, None) is not None,
-        _is_module(module),
-    )
-    if not names:
-        return ""
-    takes = f"{name} takes {' and '.join(names)}"
-    if not isinstance(method, str) or not _is_module(module):
-        return takes
-    called = "module" if method == "__call__" else f"module.{method}"
-    given = ", ".join(
-        f"{name}={'not ' if name in _switches.MEAN_EVALUATION else ''}train"
-        for name in names
-    )
-    return (
-        f"{takes}; list jpipe.layer(module, lambda module, x, train: "
-        f"{called}(x, {given}))"
-    )
+    if isinstance(source, Stage):
+        return _told.Called(source.apply, source.name, 2)
+    if not _is_module(module):
+        return _told.Called(source, _name(source), 1)
+    return _told.of(module, method)
 
 
 def as_layer(source: Any) -> Layer:
@@ -294,9 +235,7 @@ def as_module(layer: Layer, variables: Mapping[str, PyTree]) -> Any:
 
 def _from_module(source: Any, module: Any, method: Any) -> Layer:
     called = method if isinstance(method, str) else getattr(method, "__name__", "")
-    listed, looking, extend = "", None, None
-    if isinstance(method, str):
-        listed = "module" if method == "__call__" else f"module.{method}"
+    looking, extend = None, None
     if _nnx.is_module(module):
         name, init = _nnx.name(module), _nnx.init(module)
         apply = _nnx.apply(module, method)
@@ -310,7 +249,7 @@ def _from_module(source: Any, module: Any, method: Any) -> Layer:
     if isinstance(source, Method) and called not in ("", "<lambda>"):
         name = f"{name}.{called}"
     owner = module if isinstance(source, Method) else None
-    apply = watched(apply, listed, looking)
+    apply = watched(apply, _told.of(module, method).listed, looking)
     return Layer(name, source, init, apply, extend, owner)
 
 

@@ -1,6 +1,5 @@
 """Flax linen modules as layers."""
 
-import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from jax.extend import core
 from .. import _compat
 from .._jaxprs import _jaxpr, _marks
 from .._jaxprs._jaxpr import zeros
-from . import _batchnorm, _switches, _watch
+from . import _batchnorm, _switches, _told, _watch
 from ._inputs import explained
 from ._tree import flat, nested
 
@@ -245,16 +244,18 @@ def _called(
     """
     if isinstance(method, str):
         called = getattr(type(module), method)
+        taking = _told.first(_told.of(module, method))
         offered = {
             name: value
             for name, value in _switches.switches(train).items()
-            if not is_set(module, name)
+            if not _switches.is_set(taking.module, name)
         }
+        after_x = _switches.parameters(taking.function, taking.data)
     else:
         called, names = method, _switches.parameter_names(method, after=2)
         offered = {**_switches.switches(train), "rngs": rngs}
         offered = {name: value for name, value in offered.items() if name in names}
-    _, _, *after_x = inspect.signature(called).parameters.values()
+        after_x = _switches.parameters(called, 2)
     _watch.told(p.name for p in after_x if p.name in offered)
     args, keywords = _switches.arguments(after_x, offered)
     if isinstance(method, str):
@@ -265,9 +266,3 @@ def _called(
         return method(module, x, *args, **keywords)
 
     return call, [], {}
-
-
-def is_set(module: linen.Module, name: str) -> bool:
-    """Whether the user chose a switch when making the module."""
-    fields = type(module).__dataclass_fields__
-    return name in fields and getattr(module, name) is not None

@@ -24,6 +24,7 @@ from . import (
     _nnx_rngs,
     _nnx_watch,
     _switches,
+    _told,
     _watch,
 )
 from ._inputs import explained
@@ -106,6 +107,7 @@ def apply(
     ``train``, ``deterministic``, ``use_running_average`` and ``rngs``.
     """
 
+    @_nnx_watch.noting()
     def run(variables, x, rngs, train):
         own = _merge(module, variables)
         count = _nnx_rngs.seed(own, rngs)
@@ -140,21 +142,26 @@ def _called(
       frozen: whether what is frozen stays so: it says so by its attributes, and an
         argument would overrule them.
     """
-    if isinstance(method, str):
-        call, names = getattr(own, method), None
-    else:
-        call = functools.partial(method, own)
+    if not isinstance(method, str):
         names = _switches.parameter_names(method, after=2)
-    _, *after_x = inspect.signature(call).parameters.values()
-    if names is None:
-        partly = frozen and _nnx_watch.holds_frozen(own)
-        names = frozenset(
-            parameter.name
-            for parameter in after_x
+        return functools.partial(method, own), _switches.parameters(method, 2), names
+    taking = _told.first(_told.of(own, method))
+    after_x = _switches.parameters(taking.function, taking.data)
+    if taking.module is not own:  # nnx.Sequential passes keys on
+        own_parameters = _switches.parameters(getattr(type(own), method), 1)
+        after_x += [
+            parameter
+            for parameter in own_parameters
             if parameter.kind not in _switches.VARIOUS
-            and not (partly and _says_it_itself(own, parameter))
-        )
-    return call, after_x, names
+        ]
+    partly = frozen and _nnx_watch.holds_frozen(own)
+    names = frozenset(
+        parameter.name
+        for parameter in after_x
+        if parameter.kind not in _switches.VARIOUS
+        and not (partly and _says_it_itself(taking.module, parameter))
+    )
+    return getattr(own, method), after_x, names
 
 
 def _says_it_itself(own: nnx.Module, parameter: inspect.Parameter) -> bool:

@@ -1,8 +1,9 @@
 """What of nnx modules is seen while a layer is traced: see `_watch`.
 
-An nnx module may be of a class of the user's own, which stays what it is. Flax's own
-dropouts and attentions are given a class that notes what they do; a batch norm is told
-by its running mean, which it reads, and writes if it is trained.
+A module, its class and its attributes stay what they are: the calls of Flax's own
+dropouts, attentions and batch norms are others while a layer is traced, and do the same
+where nobody looks. A batch norm is told by its running mean too, which it reads, and
+writes if it is trained.
 """
 
 import functools
@@ -11,13 +12,15 @@ import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from contextvars import ContextVar
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
 
-from . import _batchnorm, _watch
+from . import _batchnorm, _switches, _watch
 from ._nnx_rngs import dotted
+from ._others import may_switch
 
 SWITCHES = ("deterministic", "use_running_average")
 _HOOKS = ("on_get_value", "on_set_value")
@@ -49,10 +52,8 @@ def prepare(module: nnx.Module, train: bool, place: tuple[Any, ...] = ()) -> Non
     _train(module) if train else module.eval()
     momenta: dict[int, Any] = {}  # by whose statistics a norm moves
     for path, node in nnx.iter_graph(module, graph=True):
-        if noting := _noting(type(node)):
-            # A class goes through nnx.remat and nnx.scan.
-            object.__setattr__(node, "__class__", noting)
-            # Names that no class of the user's has.
+        if isinstance(node, tuple(_WATCHED)):
+            # Attributes go through nnx.remat and nnx.scan; no user's have such names.
             setattr(node, "_jpipe_path", (*place, *path))  # noqa: B010
             setattr(node, "_jpipe_frozen", is_frozen(node))  # noqa: B010
         elif isinstance(node, nnx.BatchNorm):
@@ -62,8 +63,6 @@ def prepare(module: nnx.Module, train: bool, place: tuple[Any, ...] = ()) -> Non
                 _watch_norm(node, (*place, *path), train)
             elif momenta[known] != node.momentum:
                 raise _batchnorm.not_left_alone(dotted((*place, *path)))
-            elif train:
-                node.momentum = 0.0
 
 
 def _train(module: nnx.Module) -> None:
@@ -81,37 +80,76 @@ _WATCHED = {
 }
 
 
-@functools.cache
-def _noting(kind: type) -> type | None:
-    """A class that does what the given one does and notes it; else ``None``."""
-    found = next((_WATCHED[base] for base in kind.__mro__ if base in _WATCHED), None)
-    if found is None:
-        return None
-    called, rate = found
-    plain: Any = kind.__call__
+_NOTING = (*_WATCHED, nnx.BatchNorm)
+
+
+class _Running(NamedTuple):
+    """A call of Flax's batch norm: its momentum, and whether it is masked."""
+
+    momentum: Any
+    masked: bool
+
+
+_running: ContextVar[_Running | None] = ContextVar("jpipe_nnx_norm", default=None)
+
+
+@contextmanager
+def noting() -> Iterator[None]:
+    """The scope in which Flax's own calls note what they do.
+
+    Those of batch norms leave the statistics of the micro-batch.
+    """
+    with _lock:
+        plain = {kind: kind.__call__ for kind in _NOTING}
+        try:
+            for kind, call in plain.items():
+                made = _norm_call(call) if kind is nnx.BatchNorm else _call(kind, call)
+                setattr(kind, "__call__", made)  # noqa: B010
+            yield
+        finally:
+            for kind, call in plain.items():
+                setattr(kind, "__call__", call)  # noqa: B010
+
+
+def _call(kind: type, plain: Callable[..., Any]) -> Callable[..., Any]:
+    called, rate = _WATCHED[kind]
 
     @functools.wraps(plain)
     def call(self: Any, *args: Any, **options: Any) -> Any:
-        _note(self, called, options.get("deterministic"), getattr(self, rate))
+        record, path = _watch.current(), getattr(self, "_jpipe_path", None)
+        if record and path is not None:
+            switch = options.get("deterministic")
+            switch = self.deterministic if switch is None else switch
+            how_much, frozen = getattr(self, rate), self._jpipe_frozen
+            _watch.note(record, path, called, switch, how_much, frozen)
         return plain(self, *args, **options)
 
-    names = {"__call__": call, "__module__": kind.__module__, "__doc__": kind.__doc__}
-    return type(kind.__name__, (kind,), {**names, "__qualname__": kind.__qualname__})
+    return call
 
 
-def _note(node: Any, kind: str, switch: bool | None, rate: float) -> None:
-    if record := _watch.current():
-        switch = node.deterministic if switch is None else switch
-        path, frozen = node._jpipe_path, node._jpipe_frozen
-        _watch.note(record, path, kind, switch, rate, frozen)
+def _norm_call(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def call(self: Any, *args: Any, **options: Any) -> Any:
+        if _watch.current() is None:
+            return plain(self, *args, **options)
+        momentum = self.momentum
+        token = _running.set(_Running(momentum, options.get("mask") is not None))
+        # As itself nnx would refuse to be changed inside of its transformations.
+        object.__setattr__(self, "momentum", 0.0)
+        try:
+            return plain(self, *args, **options)
+        finally:
+            object.__setattr__(self, "momentum", momentum)
+            _running.reset(token)
+
+    return call
 
 
 def _watch_norm(norm: nnx.BatchNorm, path: tuple[Any, ...], train: bool) -> None:
     """Lets a batch norm tell when its statistics are read, and when written."""
     called, frozen = dotted(path) or type(norm).__name__, is_frozen(norm)
-    mark = _batchnorm.meet(called, norm.momentum) if train else None
-    if mark:
-        norm.momentum = 0.0
+    momentum = norm.momentum
+    mark = _batchnorm.meet(called, momentum) if train else None
     # What a user's own hook would be given is not the running statistics.
     hooked = any(_hooks(x, hook) for x in (norm.mean, norm.var) for hook in _HOOKS)
 
@@ -125,12 +163,12 @@ def _watch_norm(norm: nnx.BatchNorm, path: tuple[Any, ...], train: bool) -> None
     def write(variable: nnx.Variable, value: jax.Array) -> jax.Array:
         if record := _watch.current():
             record.met[*path, 0].trained = True
-        running = _running()
+        running = _running.get()
         if running and not train:
             raise _batchnorm.in_evaluation(called)
-        if hooked or not running or not _is_zero(running["self"].momentum):
+        if hooked or running is None or running.momentum is not momentum:
             raise _batchnorm.not_left_alone(called)
-        if running["mask"] is not None:
+        if running.masked:
             raise _batchnorm.masked(called)
         # Of another dtype, nnx would scatter it into what there is.
         return mark(value.astype(variable.get_raw_value().dtype)) if mark else value
@@ -158,27 +196,11 @@ def _hooks(variable: nnx.Variable, hook: str) -> tuple[Callable[..., Any], ...]:
     return own if isinstance(own, tuple) else (own,)
 
 
-def _is_zero(momentum: Any) -> bool:
-    return isinstance(momentum, float) and momentum == 0
-
-
-def _running() -> dict[str, Any]:
-    """What the call of Flax's batch norm that is running was given; empty if none is.
-
-    It may be the call of a class of the user's own, which stays what it is: so it is
-    looked for in what Python is running.
-    """
-    code = inspect.unwrap(nnx.BatchNorm.__call__).__code__
-    frame = inspect.currentframe()
-    while frame and frame.f_code is not code:
-        frame = frame.f_back
-    return frame.f_locals if frame else {}
-
-
-def leaves_open(module: nnx.Module) -> bool:
+def leaves_open(module: nnx.Module, train: bool) -> bool:
     """Whether a method of a class in a module has a parameter that may be a switch."""
     return any(
-        isinstance(parameter.default, bool)
+        (train and may_switch(parameter.default))
+        or _switches.is_amiss(parameter.name, parameter.default, train)
         for kind, _, method in _methods(module)
         if not _watch.is_flax(kind)
         for parameter in inspect.signature(method).parameters.values()
@@ -210,7 +232,7 @@ def _methods(module: nnx.Module) -> list[tuple[type, str, Callable[..., Any]]]:
         for _, node in nnx.iter_graph(module, graph=True)
         if isinstance(node, nnx.Module)
         for kind in type(node).__mro__
-        if issubclass(kind, nnx.Module) and kind is not nnx.Module
+        if issubclass(kind, nnx.Module) and kind not in (nnx.Module, *_NOTING)
     }
     return [
         (kind, name, method)

@@ -16,8 +16,10 @@ from typing import Any, NamedTuple
 
 import jax
 
-from . import _batchnorm, _bridge, _skip, _switches
-from ._watch import Call, Fills, Met, Place, Record, others, watching
+from . import _batchnorm, _bridge, _skip, _switches, _traced
+from ._ask import Fault, ask
+from ._others import may_switch, others
+from ._watch import Call, Fills, Met, Place, Record, watching
 
 PyTree = Any
 Apply = Callable[..., tuple[PyTree, dict[str, PyTree]]]
@@ -33,11 +35,12 @@ class Looking(NamedTuple):
 
     Attributes:
       scope: the scope in which they are.
-      needed: whether a part of the layer may be one that training should switch on.
+      needed: whether a part of the layer may be such as training, or evaluation,
+        should switch.
     """
 
     scope: Callable[[], AbstractContextManager[Any]]
-    needed: Callable[[], bool]
+    needed: Callable[[bool], bool]
 
 
 def watched(
@@ -75,7 +78,7 @@ def watched(
 
             with _seen(next(_numbers)), looking.scope() if looking else nullcontext():
                 try:
-                    record.y, _ = jax.eval_shape(call, variables, x, rngs)
+                    record.traced = _traced.trace(call, variables, x, rngs)
                 except Exception:  # what it says depends on what was filled
                     record.failed = True
             return record
@@ -87,36 +90,17 @@ def watched(
         except Exception as error:
             seen = record.wrong or record.thawed
             if faults := _faults(record, again) if seen else []:
-                raise _ask(faults, train, listed) from error
+                raise ask(faults, train, listed) from error
             raise
-        hidden = train and looking is not None and looking.needed()
+        hidden = looking is not None and looking.needed(train)
         if faults := _faults(record, again, hidden):
-            raise _ask(faults, train, listed)
+            raise ask(faults, train, listed)
         return y, changed
 
     return run
 
 
 # ------------------------------------------------------------------ what decided it
-
-
-class Fault(NamedTuple):
-    """Parts of a layer that do not do what is meant.
-
-    Attributes:
-      parts: what they are, and where in the layer.
-      call: the call whose parameter was left open; ``None`` if the user froze the parts
-        and the layer is told to train them.
-      name: that parameter; or what the layer would be told to evaluate them.
-      default: its default, which decided.
-      right: a value for which the parts do what is meant.
-    """
-
-    parts: list[tuple[str, Place]]
-    call: Call | None
-    name: str
-    default: Any
-    right: Any
 
 
 class _Trials:
@@ -156,7 +140,7 @@ def _faults(
         f"{name}={_switches.switches(False)[name]}" for name in sorted(record.told)
     )
     faults = [Fault(thawed, None, names, True, False)] if thawed else []
-    if not record.wrong and not hidden and not _switchable(record):
+    if not (record.wrong or hidden or _switchable(record) or _untold(record)):
         return faults
     base, trials = again({}), _Trials(again)
     found: dict[tuple[Place, str], Fault] = {}
@@ -174,9 +158,53 @@ def _faults(
                 break
     for call, name in _switchable(base, again):
         for value, other in trials.of(call, name):
-            for path, kind in other.active - base.active:
+            for path, kind in _switched_on(base, other):
                 add(path, kind, call, name, value)
+    for call, name in _untold(base):
+        if (call.place, name) in found:
+            continue
+        right = _switches.meant(name, base.train)
+        other = next(made for value, made in trials.of(call, name) if value == right)
+        if not other.failed and _program(other) != _program(base):
+            add(call.place[0] or (), call.place[1], call, name, right)
     return [*faults, *found.values()]
+
+
+def _program(record: Record) -> Any:
+    return record.traced and record.traced.program
+
+
+def _switched_on(base: Record, other: Record) -> set[tuple[Place, str]]:
+    """What runs as in training, is written or drawn where a parameter is filled."""
+    if (found := other.active - base.active) or not (base.traced and other.traced):
+        return found
+    written = other.traced.written - base.traced.written
+    found = {(path, "what writes") for path in written}
+    if other.traced.draws > base.traced.draws:
+        found.add(((), "what draws random numbers"))
+    return found
+
+
+def _untold(record: Record) -> list[tuple[Call, str]]:
+    """Which parameters of known names say what is not meant.
+
+    What they decide may be neither a dropout nor a norm of Flax. Where nnx is told
+    nothing, the attributes of its modules say it.
+    """
+    return [
+        (call, name)
+        for call in record.calls.values()
+        for name, default in call.left_open.items()
+        if _switches.is_amiss(name, default, record.train)
+        and not (default is None and call.place[0] is None)
+        and _is_open(call, record.train)
+    ]
+
+
+def _is_open(call: Call, train: bool) -> bool:
+    """Whether nobody told a call what it is, and what is around it is as is meant."""
+    around = (outer.told for outer in reversed(call.parents) if outer.told)
+    return not call.told and train in next(around, {train})
 
 
 def _switchable(
@@ -190,19 +218,17 @@ def _switchable(
     found = [
         (call, name)
         for call in record.calls.values()
-        if record.train
+        if record.train and _is_open(call, True)
         for name, default in call.left_open.items()
-        if isinstance(default, bool)
-        and not call.told
-        and next((c.told for c in reversed(call.parents) if c.told), {True}) != {False}
+        if may_switch(default)
     ]
     if not found or again is None:
         return found
     fills: dict[Place, dict[str, Any]] = {}
     for call, name in found:
-        fills.setdefault(call.place, {})[name] = not call.left_open[name]
+        fills.setdefault(call.place, {})[name] = others(call.left_open[name])[0]
     together = again(fills)
-    return found if together.failed or together.active - record.active else []
+    return found if together.failed or _switched_on(record, together) else []
 
 
 def _suspects(met: Met) -> list[tuple[Call, str]]:
@@ -245,98 +271,9 @@ def _leaves_all_else(base: Record, other: Record) -> bool:
     gone = [met for at, met in base.met.items() if at not in other.met]
     paths = {met.path for met in gone}
     places = {call.place for met in gone for call in met.calls}
-    return jax.tree.flatten(base.y) == jax.tree.flatten(other.y) and all(
+    if not (base.traced and other.traced):
+        return False
+    return jax.tree.flatten(base.traced.y) == jax.tree.flatten(other.traced.y) and all(
         place[0] in paths or place in places
         for place in base.calls.keys() - other.calls.keys()
     )
-
-
-# ---------------------------------------------------------------------- what to say
-
-
-def _ask(faults: list[Fault], train: bool, listed: str) -> ValueError:
-    """The question.
-
-    Args:
-      faults: all that was found in a layer.
-      train: whether this is training.
-      listed: how the layer calls its module, as ``"module"`` or ``"module.head"``;
-        empty if it is not a method of a module.
-    """
-    lines = dict.fromkeys(  # a call that went through nn.remat was met twice
-        _open(fault, fault.call, train, listed)
-        if fault.call
-        else _thawed(fault, listed or "module")
-        for fault in faults
-    )
-    when = "training" if train else "evaluation"
-    return ValueError(
-        f"it is unclear what of this layer is trained; in {when}:\n"
-        + "\n".join(f"  * {line}" for line in lines)
-    )
-
-
-def _thawed(fault: Fault, called: str) -> str:
-    return (
-        f"{_parts(fault)}, which the module holds set to evaluation, would be trained "
-        f"by what the layer is told; to freeze all, list jpipe.layer(module, lambda "
-        f"module, x: {called}(x, {fault.name})); to freeze that alone, let the module "
-        f"not pass the switch on to it; to train it, call its train() before"
-    )
-
-
-def _open(fault: Fault, call: Call, train: bool, listed: str) -> str:
-    path, kind, method, _ = call.place
-    name, default = fault.name, fault.default
-    told = f"{name}={_told(fault, train)}"
-    if default is None:
-        default = not fault.right
-    meant = f"{'to freeze it' if train else 'if that is meant'}, {{}}{name}={default!r}"
-    does = "does what evaluation does" if train else "does what training does"
-    what = (
-        f"{_parts(fault)} {does}, as nobody fills {name}={fault.default!r} of "
-        f"{_named(path, kind)}.{method}; "
-    )
-    line = "jpipe.layer(module, lambda module, x"
-    if listed and not call.parents:
-        return (
-            f"{what}list {line}, train: {listed}(x, {told})); "
-            + meant.format(f"{line}: {listed}(x, ")
-            + "))"
-        )
-    if not call.parents:
-        return (
-            f"{what}let the function that calls it name train, and write {told} "
-            f"there; {meant.format('')}"
-        )
-    around, around_kind, *_ = call.parents[-1].place
-    if around_kind != "Sequential":
-        where = _named(around, around_kind)
-        return f"{what}where {where} calls it, write {told}; {meant.format('')}"
-    alone = f"and this as {line}, train: module(x, {told}))"
-    if name in _switches.switches(True):
-        alone = f"where this is told {name}"
-    return (
-        f"{what}list what the Sequential holds one by one, {alone}; "
-        + meant.format(f"{line}: module(x, ")
-        + "))"
-    )
-
-
-def _told(fault: Fault, train: bool) -> str:
-    """An expression in train that gives the right value in training and evaluation."""
-    if isinstance(fault.right, bool):
-        return "train" if fault.right == train else "not train"
-    yes, no = ("...", repr(fault.default))[:: 1 if train else -1]
-    return f"{yes} if train else {no}"
-
-
-def _parts(fault: Fault) -> str:
-    """Such as ``dropout block/Dropout_0 and batch norm norm``."""
-    names = {f"{kind} {'/'.join(map(str, path))}".strip() for kind, path in fault.parts}
-    return " and ".join(sorted(names))
-
-
-def _named(path: Place | None, kind: str) -> str:
-    name = "/".join(map(str, path or ()))
-    return f"{kind} ({name})" if name else kind

@@ -10,7 +10,6 @@ import collections
 import dis
 import functools
 import inspect
-import sys
 import types
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass
@@ -22,15 +21,14 @@ from flax import nnx
 from flax.core import FrozenDict
 
 from . import _linen, _nnx
+from ._libraries import LIBRARIES, is_of
 
-# The code of these names nothing of a user's; what they were given is in closures.
-LIBRARIES = sys.stdlib_module_names | {
-    *("jax", "jaxlib", "flax", "numpy", "optax", "chex", "jpipe", "scipy", "ml_dtypes"),
-}
+# The code of libraries names nothing of a user's; what they were given is in closures.
 # The tools of tests and notebooks hold all that there is, such as arguments of tests.
 _LIBRARIES = LIBRARIES | {
     *("pytest", "_pytest", "pluggy", "hypothesis", "IPython", "ipykernel", "absl"),
 }
+_is_library = functools.partial(is_of, libraries=_LIBRARIES)
 _ATOMS = (types.NoneType, bool, int, float, complex, str, bytes)
 _ITEMS = (list, tuple, set, frozenset, collections.deque)
 _MAPPINGS = (dict, FrozenDict, types.MappingProxyType)
@@ -115,10 +113,6 @@ def _called(function: Any) -> Any:
     if _is_library(type(function).__module__):
         return function
     return types.MethodType(call, function)
-
-
-def _is_library(name: Any) -> bool:
-    return isinstance(name, str) and name.partition(".")[0] in _LIBRARIES
 
 
 # ------------------------------------------------------------- what is in an object

@@ -4,7 +4,6 @@ Seen is each call of a method of a linen module, by `flax.linen.intercept_method
 what `_nnx_watch` notes of nnx modules. At run time nothing of it is left.
 """
 
-import enum
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,13 +11,11 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import numpy as np
 from flax import linen
 
-from . import _switches
+from . import _switches, _traced
+from ._others import others
 
-# What is known while tracing.
-BOOL = (bool, int, np.bool_)
 Place = tuple[Any, ...]
 # The parameters of calls that are filled to see what they decide, by call.
 Fills = Mapping[Place, Mapping[str, Any]]
@@ -73,7 +70,7 @@ class Record:
       stack: those that are running.
       met: the dropouts and batch norms that ran, with how manyth time.
       failed: whether the trace ended in an exception.
-      y: what the layer returned, as far as tracing asks, if it was traced for that.
+      traced: what the layer does, if it was traced for that.
     """
 
     train: bool
@@ -83,7 +80,7 @@ class Record:
     stack: list[Call] = field(default_factory=list)
     met: dict[Place, Met] = field(default_factory=dict)
     failed: bool = False
-    y: Any = None
+    traced: _traced.Traced | None = None
 
     @property
     def wrong(self) -> dict[Place, Met]:
@@ -150,8 +147,9 @@ def _intercept(call: Callable[..., Any], args: Any, keywords: Any, context: Any)
     chosen = [
         _switches.means_training(name, value)
         for name in _switches.switches(True)
-        if name in type(module).__dataclass_fields__
-        and isinstance(value := getattr(module, name), BOOL)
+        if _switches.is_set(module, name)
+        and not _switches.is_default(module, name)
+        and isinstance(value := getattr(module, name), _switches.BOOL)
     ]
     path = tuple(module.path)
     if context.method_name == "__call__":
@@ -178,7 +176,9 @@ def note(
     record: Record, path: Place, kind: str, switch: Any, rate: Any, frozen: bool = False
 ) -> None:
     """Says that a dropout or a batch norm runs, and how its switch stands."""
-    if not isinstance(switch, BOOL) or (isinstance(rate, int | float) and rate == 0):
+    if not isinstance(switch, _switches.BOOL) or (
+        isinstance(rate, int | float) and rate == 0
+    ):
         return
     count = sum(met.path == path for met in record.met.values())
     met = Met(path, kind, not switch, frozen, tuple(record.stack))
@@ -247,7 +247,7 @@ def _told(bound: inspect.BoundArguments) -> frozenset[bool]:
     said: set[bool] = set()
     for name in _switches.switches(True):
         value = bound.arguments.get(name)
-        if isinstance(value, BOOL):
+        if isinstance(value, _switches.BOOL):
             said.add(_switches.means_training(name, value))
         elif value is not None:  # a tracer, say
             said |= {True, False}
@@ -272,31 +272,3 @@ def _filled(
         if parameter.default is not inspect.Parameter.empty:
             bound.arguments.setdefault(parameter.name, parameter.default)
     return bound.args, bound.kwargs
-
-
-class _Other(str):
-    """A string that equals whatever the given one does not."""
-
-    __slots__ = ()
-    __hash__ = str.__hash__
-
-    def __eq__(self, other: object) -> bool:
-        return not str.__eq__(self, other)
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-
-def others(default: Any) -> list[Any]:
-    """What a parameter could be in place of its default, if that may be a switch."""
-    if isinstance(default, bool):
-        return [not default]
-    if default is None:
-        return [True, False]
-    if isinstance(default, enum.Enum):
-        return [value for value in type(default) if value is not default]
-    if isinstance(default, str):
-        return [_Other(default)]
-    if isinstance(default, int) and default in (0, 1):
-        return [1 - default]
-    return []

@@ -10,10 +10,9 @@ from ._gradient import Gradient
 
 
 class Build:
-    """Gradients of one objective; called with arguments, that which is for them.
+    """What was built for one objective.
 
     Args:
-      find: gives it, for this build and the arguments.
       objective: the loss.
       trainable: what is trained by it.
 
@@ -23,19 +22,29 @@ class Build:
       calls: how often it was called, or what was made of it.
     """
 
-    def __init__(
-        self, find: Callable[..., Gradient], objective: Objective, trainable: Trainable
-    ) -> None:
-        self._find = find
+    def __init__(self, objective: Objective, trainable: Trainable) -> None:
         self.objective = objective
         self.trainable = trainable
         self.known = lru_cache(maxsize=32)(_no_gradients)
         self.calls = 0
 
+
+class Gradients:
+    """The gradients of a build; called with arguments, that which is for them.
+
+    Args:
+      find: gives it, for the build and the arguments.
+      build: what was built. Who finds holds it, and is not held by it.
+    """
+
+    def __init__(self, find: Callable[..., Gradient], build: Build) -> None:
+        self._find = find
+        self.build = build
+
     def __call__(self, *args: Any) -> Gradient:
         """The gradient for variables, input, targets, keys, and whether to train."""
-        self.calls += 1
-        return self._find(self, *args)
+        self.build.calls += 1
+        return self._find(self.build, *args)
 
 
 def _no_gradients(_: Objective) -> dict[Any, Gradient]:

@@ -18,7 +18,7 @@ from .._jaxprs._function import Function
 from .._layers import _rng
 from .._run import _signature, _variables
 from .._run._context import outside_of_meshes
-from ._build import Build
+from ._build import Gradients
 from ._gradient import Gradient
 from ._optimizer import Optimizer
 from ._state import Made, TrainState, become, check_apart, check_state, note_made
@@ -32,7 +32,7 @@ class TrainStep:
     """``step(state, x, targets) -> (state, metrics)``; made by `Pipeline.train_step`.
 
     Args:
-      build: the gradients.
+      gradients: of its loss.
       make_optimizer: gives the optimizer for parameters, given which are trained.
       objective: the loss.
       donate: whether the given state is overwritten.
@@ -40,13 +40,13 @@ class TrainStep:
 
     def __init__(
         self,
-        build: Build,
+        gradients: Gradients,
         make_optimizer: Callable[[PyTree, Sequence[bool]], Optimizer],
         *,
         objective: Objective,
         donate: bool,
     ) -> None:
-        self._build = build
+        self._gradients = gradients
         self._make_optimizer = make_optimizer
         self._objective = objective
         self._donate = donate
@@ -139,7 +139,7 @@ class TrainStep:
         signature = kind, _signature.of(x, targets)
         known = self._compiled(self._objective.now())
         if signature not in known:
-            gradient = self._build(state.variables, x, targets, state.rng, True)
+            gradient = self._gradients(state.variables, x, targets, state.rng, True)
             # A batch of another size needs another gradient, not another optimizer.
             if kind not in self._optimizers:
                 made = self._make_optimizer(state.params, gradient.layout.trained)
@@ -149,7 +149,7 @@ class TrainStep:
                 gradient, optimizer, state, self._objective.has_aux, self._may_donate()
             )
         else:
-            self._build.calls += 1
+            self._gradients.build.calls += 1
         return known[signature]
 
 

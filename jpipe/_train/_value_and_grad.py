@@ -11,7 +11,7 @@ from .._instructions._program import Program
 from .._layers._rng import Rngs
 from .._run import _variables
 from .._run._context import outside_of_meshes
-from ._build import Build
+from ._build import Gradients
 from ._gradient import Gradient
 
 PyTree = Any
@@ -21,7 +21,7 @@ class ValueAndGrad:
     """``f(variables, x, targets)``: see `Pipeline.value_and_grad`, which makes it.
 
     Args:
-      build: the gradients.
+      gradients: of its loss.
       has_aux: whether the loss function returns something beside the loss.
       has_state: whether what training changes beside parameters is returned too.
       selected: whether it was said which leaves are trained. Others have no gradient,
@@ -30,13 +30,13 @@ class ValueAndGrad:
 
     def __init__(
         self,
-        build: Build,
+        gradients: Gradients,
         *,
         has_aux: bool,
         has_state: bool,
         selected: bool,
     ) -> None:
-        self._build = build
+        self._gradients = gradients
         self._has_aux = has_aux
         self._has_state = has_state
         self._was_told = False
@@ -69,7 +69,7 @@ class ValueAndGrad:
           ValueError: if batch, targets or variables do not fit.
           TypeError: if the loss function does not return what was agreed.
         """
-        gradient = self._build(variables, x, targets, rngs, train)
+        gradient = self._gradients(variables, x, targets, rngs, train)
         given = gradient.arguments(variables, x, targets, rngs)
         loss, *rest = self._program(gradient, variables)(given)
         found = iter(rest)
@@ -116,7 +116,7 @@ class ValueAndGrad:
         train: bool = True,
     ) -> Program:
         """What a call with such arguments runs."""
-        gradient = self._build(variables, x, targets, rngs, train)
+        gradient = self._gradients(variables, x, targets, rngs, train)
         return self._program(gradient, variables)
 
     def _without(self, leaf: Any) -> Any:

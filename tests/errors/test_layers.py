@@ -156,10 +156,10 @@ class Tree:
 @pytest.mark.parametrize(
     ("layer", "match"),
     [
-        (passing, r"passing takes any keywords .*lambda x: f\(x\) .*train=train"),
+        (passing, r"passing takes any arguments .*lambda x: f\(x\) .*train=train"),
         (
             jpipe.Stage(lambda key, x: {}, lambda v, x, **given: x),
-            r"takes any keywords .*lambda variables, x: f\(variables, x\)",
+            r"takes any arguments .*lambda variables, x: f\(variables, x\)",
         ),
         (Tree(jnp.ones(3)), r"Tree is a pytree with arrays, .* jpipe\.Stage"),
         (jax.tree_util.Partial(jnp.multiply, jnp.ones(3)), "a pytree with arrays"),

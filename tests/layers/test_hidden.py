@@ -118,7 +118,7 @@ class Told(nn.Module):
 
 
 def test_a_module_that_takes_any_keywords_is_refused():
-    with pytest.raises(TypeError, match=r"layer 0: Any_ is called with any keywords"):
+    with pytest.raises(TypeError, match=r"layer 0: Any_ is called with any arguments"):
         jpipe.pipeline([Any_()], 2)
     listed = jpipe.layer(Any_(), lambda module, x, train: module(x, train=train))
     jpipe.pipeline([listed, Told(), nn.Sequential([nn.Dense(3)])], 2, balance=[3])

@@ -51,7 +51,7 @@ def actions(pipe, trainable, x, targets):
     """What a step runs."""
     gradient = pipe.value_and_grad(ref.mse, trainable=trainable)
     variables = pipe.init(jax.random.key(0), x)
-    program = gradient._find_gradient(variables, x, targets, None, True).program
+    program = gradient.program(variables, x, targets)
     return [
         str(i.label)
         for i in program.instructions
