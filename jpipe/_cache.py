@@ -14,7 +14,7 @@ from ._functions import _batch, _microbatch
 from ._functions._batch import Batch
 from ._functions._objective import Objective
 from ._functions._trainable import Trainable
-from ._layers import _hidden, _rng
+from ._layers import _examples, _hidden, _rng
 from ._layers._layer import as_layers
 from ._layers._rng import Rngs
 from ._layers._skip import Route
@@ -154,9 +154,20 @@ class ProgramCache:
                 routes=self.expected(batch.first)[1],
             )
             _check_constants(works, layout, variables)
+            if train and len(batch.sizes) > 1:
+                self._check_written(works, batch)
             made = Gradient(self._pipe, layout, batch, works, objective)
             known[signature] = self.training = made
         return known[signature]
+
+    def _check_written(self, works: Works, batch: Batch) -> None:
+        """Checks that a mean says what training writes."""
+        visits = self.expected(batch.first)[0]
+        size = batch.sizes[0] if set(batch.x_axes) == {0} else 0
+        for stage in self._pipe.stages:
+            for layer, written in works.task(stage.index).written().items():
+                number = stage.first + layer
+                _examples.check(visits[number], number, written, size)
 
     def _say_what_it_costs(self, build: Build) -> None:
         """Says what building in a loop costs: what is built, called once and left."""

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from .._jaxprs._places import is_partly_written
 from .._layers import _batchnorm
 from .._layers._skip import NO_PORTS, Ports
 from .._layers._stage import StageFunction
@@ -94,6 +95,23 @@ class Task:
     def changes_integers(self) -> bool:
         """Whether training changes a leaf of integers: the last micro-batch's stays."""
         return any(not is_inexact(self.weights.specs[i]) for i in self.changed)
+
+    def written(self) -> dict[int, dict[tuple[Any, ...], bool]]:
+        """What training writes of each layer, but by batch norms.
+
+        Returns:
+          By the number of the layer in the stage the paths in it, and whether only
+          some places are written.
+        """
+        norms = {place for mean, var, _ in self.norms for place in (mean, var)}
+        first = self.num_results - len(self.changed)
+        found: dict[int, dict[tuple[Any, ...], bool]] = {}
+        for place, at in enumerate(self.changed):
+            if place not in norms and is_inexact(self.weights.specs[at]):
+                layer, *path = self.weights.paths[at]
+                partly = is_partly_written(self.closed, first + place)
+                found.setdefault(layer.idx, {})[tuple(path)] = partly
+        return found
 
     @property
     def _has_means(self) -> bool:

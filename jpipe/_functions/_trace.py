@@ -205,7 +205,8 @@ def _check_written(task: Task, avals: Mapping[int, Any]) -> None:
     norms = {place for mean, var, _ in task.norms for place in (mean, var)}
     for place, at in enumerate(task.changed):
         spec, new = task.weights.specs[at], _jaxpr.spec(avals[at])
-        fits = place in norms and spec.dtype.itemsize >= _SINGLE
+        is_real = not jnp.issubdtype(new.dtype, jnp.complexfloating)
+        fits = place in norms and is_real and spec.dtype.itemsize >= _SINGLE
         if not is_inexact(new) or fits:
             continue
         if jnp.result_type(new, spec.dtype) != spec.dtype:

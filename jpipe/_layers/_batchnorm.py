@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import linen
 from jax.extend import core
 
@@ -193,6 +194,14 @@ def in_evaluation(name: str) -> ValueError:
     )
 
 
+def not_real(name: str) -> ValueError:
+    """The refusal of a batch norm of complex numbers whose running mean is real."""
+    return ValueError(
+        f"batch norm {name} is given complex numbers, and its running mean is real: "
+        f"normalize real and imaginary parts, or make its mean complex"
+    )
+
+
 def masked(name: str) -> ValueError:
     """The refusal of a batch norm that is trained with a mask."""
     return ValueError(
@@ -269,9 +278,10 @@ def merge(
     """
     total = seen + share
     delta = mean - so_far.mean
+    squared = jnp.real(delta * delta.conj())
     return Merged(
         so_far.mean + delta * (share / total),
-        so_far.m2 + var * share + delta**2 * (seen * share / total),
+        so_far.m2 + var * share + squared * (seen * share / total),
     )
 
 

@@ -16,6 +16,7 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from . import _batchnorm, _switches, _watch
@@ -170,6 +171,8 @@ def _watch_norm(norm: nnx.BatchNorm, path: tuple[Any, ...], train: bool) -> None
             raise _batchnorm.not_left_alone(called)
         if running.masked:
             raise _batchnorm.masked(called)
+        if jnp.iscomplexobj(value) and not jnp.iscomplexobj(variable.get_raw_value()):
+            raise _batchnorm.not_real(called)
         # Of another dtype, nnx would scatter it into what there is.
         return mark(value.astype(variable.get_raw_value().dtype)) if mark else value
 

@@ -38,6 +38,7 @@ class _Node:
 
     def __init__(self, path: Path, node: nnx.Pytree) -> None:
         self.path, self.kind, self.held = path, type(node), vars(node)
+        self._node = node
         self._all_names = frozenset(self.held)
         own = {name: value for name, value in self.held.items() if _counts(name, value)}
         self._names, self._values = tuple(own), tuple(own.values())
@@ -52,7 +53,8 @@ class _Node:
     def is_the_same(self) -> bool:
         """Whether it holds the same objects."""
         return (
-            self.held.keys() == self._all_names
+            type(self._node) is self.kind
+            and self.held.keys() == self._all_names
             and all(map(operator.is_, map(self.held.get, self._names), self._values))
             and not any(
                 any(differences((), self.forms[name], form(self.held[name])))
@@ -62,6 +64,12 @@ class _Node:
 
     def differences(self, now: "_Node") -> Iterator[tuple[Path, Any, Any]]:
         """Where it is something else now, but for the values of arrays."""
+        if self.kind is not now.kind:
+            yield (
+                (*self.path, "__class__"),
+                self.kind.__qualname__,
+                now.kind.__qualname__,
+            )
         # What is set on the object first may be an attribute of its class, as one that
         # `eval` sets.
         of_class = {

@@ -356,3 +356,18 @@ def test_a_call_writes_to_no_list_of_the_users():
     assert module.shapes == [(0, {})]
     assert not module.seen
     pipe.apply(({},), x)
+
+
+def test_a_module_that_becomes_of_another_class_is_noticed():
+    class Twice(nnx.Linear):
+        def __call__(self, x):
+            return 2 * super().__call__(x)
+
+    x, _ = ref.regression(4)
+    module = nnx.Linear(5, 5, rngs=nnx.Rngs(0))
+    pipe = jpipe.pipeline([module], 2)
+    variables = pipe.init(jax.random.key(0), x)
+    pipe.apply(variables, x)
+    module.__class__ = Twice
+    with pytest.raises(ValueError, match=r"__class__ of layer 0 .*Twice"):
+        pipe.apply(variables, x)

@@ -1,0 +1,75 @@
+"""States that hold something for each example, which micro-batches cannot share."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from .._jaxprs._jaxpr import zeros
+from ._initialize import init_with
+from ._walk import Visit
+
+PyTree = Any
+Path = tuple[Any, ...]
+
+
+def check(visit: Visit, number: int, written: Mapping[Path, bool], size: int) -> None:
+    """Checks what training writes of a layer: a pipeline keeps the mean of it.
+
+    Args:
+      visit: the layer, as it was met.
+      number: its number.
+      written: the paths in its variables of what training writes, and whether it
+        writes only some places.
+      size: how many examples a micro-batch has.
+
+    Raises:
+      ValueError: with what has an axis for the examples, or is such as a queue.
+    """
+    growing = _growing(visit, size)
+    faults = [
+        f"{jax.tree_util.keystr(path, simple=True, separator='/')}, "
+        + (
+            f"which has an axis for the {size} examples"
+            if path in growing
+            else "of which it replaces some places, as of a queue or a table"
+        )
+        for path, partly in written.items()
+        if partly or path in growing
+    ]
+    if faults:
+        raise ValueError(
+            f"layer {number} ({visit.layer.name}) writes what no mean of micro-batches "
+            f"is, and a pipeline keeps the mean of what they write: "
+            f"{'; '.join(faults)}; take it in as a part of the input and return what "
+            f"it needs beside the loss (has_aux=True, aux_axes=0), or take "
+            f"num_microbatches=1"
+        )
+
+
+def _growing(visit: Visit, size: int) -> set[Path]:
+    """The paths of what has an axis for the examples."""
+    try:
+        small, large = (_shapes(visit, size, more) for more in (0, 1))
+    except Exception:  # of that size alone it can be made
+        return set()
+    return {path for path in small if small[path] != large.get(path)}
+
+
+def _shapes(visit: Visit, size: int, more: int) -> dict[Path, tuple[int, ...]]:
+    """The shapes of what a layer holds if it is made for more examples."""
+
+    def grown(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        shape: Sequence[int] = leaf.shape
+        if shape and shape[0] == size:
+            shape = (size + more, *shape[1:])
+        return jax.ShapeDtypeStruct(shape, leaf.dtype)
+
+    x, skips = jax.tree.map(grown, (visit.x, visit.skips))
+
+    def init(key: jax.Array) -> PyTree:
+        return init_with(visit.layer, key, x, skips, {}, zeros(x))
+
+    made = jax.eval_shape(init, jax.random.key(0))
+    found = jax.tree_util.tree_leaves_with_path(made)
+    return {tuple(path): leaf.shape for path, leaf in found}
