@@ -3,8 +3,9 @@
 import argparse
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from .. import schedules
 
@@ -35,11 +36,6 @@ def count(text: str) -> int:
             f"{text!r}: write a whole number of at least 1, such as 4"
         )
     return int(text)
-
-
-def counts(text: str) -> tuple[int, ...]:
-    """Whole numbers of at least 1, between commas."""
-    return tuple(count(part.strip()) for part in text.split(","))
 
 
 def size(text: str) -> int:
@@ -112,6 +108,11 @@ def schedule_key(text: str) -> str:
     """The name by which the catalogue has a schedule."""
     builder = schedules.named(schedule_name(text))
     return next(key for key, made in schedules.BY_NAME.items() if made is builder)
+
+
+def several(read: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
+    """How several of what ``read`` reads are read, with commas between them."""
+    return lambda text: tuple(read(part.strip()) for part in text.split(","))
 
 
 def known() -> str:

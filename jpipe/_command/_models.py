@@ -11,11 +11,11 @@ from .. import draw
 from . import _factory, _files
 from ._arguments import (
     count,
-    counts,
     duration,
     picture_path,
     rate,
     schedule_key,
+    several,
     size,
     speed,
 )
@@ -51,7 +51,7 @@ _NUMBERS = (
     ),
     (
         "--microbatches",
-        counts,
+        several(count),
         "M,M",
         "how many, or several to choose from, such as 8,16; default: one, two, "
         "four and eight times the number of devices",
@@ -75,20 +75,18 @@ def add_plan(commands: Any) -> None:
         command.add_argument(option, type=read, metavar=metavar, help=what)
     command.add_argument(
         "--schedule",
-        type=schedule_key,
-        nargs="+",
+        type=several(schedule_key),
         action="extend",
-        metavar="NAME",
+        metavar="NAME,NAME",
         help="one, or several to choose from; default: all, and those made to measure",
     )
     command.add_argument(
         "--remat",
-        choices=_REMATS,
-        nargs="+",
+        type=several(_remat),
         action="extend",
-        metavar="MODE",
-        help="what stages may keep between forward and backward: %(choices)s; "
-        "default: min_cut full",
+        metavar="MODE,MODE",
+        help=f"what stages may keep between forward and backward: "
+        f"{', '.join(_REMATS)}; default: min_cut,full",
     )
     command.add_argument(
         "--profile",
@@ -99,6 +97,13 @@ def add_plan(commands: Any) -> None:
     _add_rates(command)
     _add_files(command)
     command.set_defaults(run=_plan)
+
+
+def _remat(text: str) -> str:
+    if text not in _REMATS:
+        listed = ", ".join(_REMATS)
+        raise argparse.ArgumentTypeError(f"invalid choice: {text!r} (choose {listed})")
+    return text
 
 
 def add_profile(commands: Any) -> None:

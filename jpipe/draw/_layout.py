@@ -89,15 +89,22 @@ def _stacked(
     return Picture(frame.width, y + 6, (*grid, *shapes, *legend), says)
 
 
-def listed(timelines: Timeline | Iterable[Timeline]) -> tuple[Timeline, ...]:
+def listed(timelines: Any) -> tuple[Timeline, ...]:
     """One timeline or several, as several; none is an error."""
     one = isinstance(timelines, Timeline | Schedule)
-    shown = (timelines,) if one else tuple(timelines)
+    several = isinstance(timelines, Iterable) and not one
+    shown: tuple[Any, ...] = tuple(timelines) if several else (timelines,)
     if any(isinstance(timeline, Schedule) for timeline in shown):
         raise TypeError(
             "a schedule has no times yet: draw schedule.simulate(), or with costs "
             "schedule.simulate(jpipe.schedules.Costs(...))"
         )
+    for other in shown:
+        if not isinstance(other, Timeline):
+            raise TypeError(
+                f"a {type(other).__name__} is not a timeline: draw what "
+                f"Schedule.simulate, jpipe.plan or jpipe.profile returns"
+            )
     if not shown:
         raise ValueError("no timelines: give one or more, as Schedule.simulate returns")
     return shown

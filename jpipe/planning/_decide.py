@@ -1,6 +1,8 @@
 """`jpipe.plan`: how to cut a model, how many micro-batches, which schedule, and why."""
 
 import dataclasses
+import difflib
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +22,7 @@ from ._forecast import Hardware
 from ._interpolate import interpolated
 from ._layer import MODES
 from ._link import link
+from ._made import estimated
 from ._plan import Plan
 from ._profile import Profile
 from ._profiler import answer
@@ -32,6 +35,14 @@ from ._units import duration, size
 
 PyTree = Any
 _FORWARD_ONLY = "forward_only"
+# What `jpipe.profile` takes beside the layers and a sample.
+_OPTIONS = {field.name for field in dataclasses.fields(Request)} - {
+    *("layers", "sample", "num_microbatches"),
+}
+_NO_LOSS = (
+    "loss: none was given (loss=, targets=): what it computes and keeps, such as "
+    "log-probabilities, is not counted"
+)
 
 
 @outside_of_meshes
@@ -113,6 +124,10 @@ def plan(
       (5, True)
     """
     check_optimizer(tx)
+    if profile is not None:
+        options = {**_as_made(profile), **options}
+    if unknown := options.keys() - _OPTIONS:
+        raise TypeError(_unknown(sorted(unknown)))
     count = len(jax.devices()) if num_devices is None else num_devices
     hardware = Hardware(count, memory_limit, bandwidth, latency or 0.0)
     request = Request(layers, sample, **options)
@@ -151,7 +166,34 @@ def plan(
             f"plan: schedules={list(names)} have no order for {space.num_layers} "
             f"layers on {count} devices in {list(numbers)} micro-batches"
         )
-    return chosen(confirmed(candidates, space, request), space)
+    missing = () if request.loss else (_NO_LOSS,)
+    return chosen(confirmed(candidates, space, request), space, missing)
+
+
+def _as_made(profile: Any) -> dict[str, Any]:
+    """The options by which a profile was made, as it says.
+
+    Raises:
+      TypeError: if it is no profile.
+    """
+    if not isinstance(profile, Profile):
+        raise TypeError(
+            f"profile={profile!r} is a {type(profile).__name__}; needs what "
+            f"jpipe.profile returned, or jpipe.Profile.load(path)"
+        )
+    if (rates := estimated(profile.made)) is None:
+        return {}
+    return {"measure": False, **rates}
+
+
+def _unknown(names: Sequence[str]) -> str:
+    """The refusal of arguments that there are not."""
+    said = []
+    for name in names:
+        known = [*inspect.signature(plan).parameters, *_OPTIONS]
+        near = difflib.get_close_matches(name, known, 1)
+        said.append(f"no {name}=" + (f", but {near[0]}=" if near else ""))
+    return f"plan takes {'; '.join(said)}"
 
 
 def _profiles(
@@ -197,9 +239,10 @@ def _optimizer_bytes(tx: optax.GradientTransformation, model: Traced) -> list[in
     return state_bytes(tx, _variables.params(variables), model.layout.trained)
 
 
-def _listed(given: str | Iterable[str]) -> tuple[str, ...]:
+def _listed(given: Any) -> tuple[Any, ...]:
     """One name or several, as several."""
-    return (given,) if isinstance(given, str) else tuple(given)
+    several = isinstance(given, Iterable) and not isinstance(given, str)
+    return tuple(given) if several else (given,)
 
 
 def _numbers(
@@ -233,7 +276,7 @@ def _faults(
         elif number > examples:
             yield f"num_microbatches={number} for {examples} examples"
     for name in names:
-        if name not in BY_NAME:
+        if not isinstance(name, str) or name not in BY_NAME:
             listed = ", ".join(map(repr, BY_NAME))
             yield f"schedules: {name!r} is unknown: choose from {listed}"
         elif name == _FORWARD_ONLY:

@@ -152,6 +152,13 @@ def _profile(costs: Any, faults: list[str]) -> Profile:
         faults.append(f"costs={costs!r} is a {type(costs).__name__}; {says}")
         return Profile(())
     times = list(costs)
+    if times and not any(isinstance(time, numbers.Number) for time in times):
+        kind = type(times[0]).__name__
+        faults.append(
+            f"costs[0] is a {kind}; needs the time of each layer, or a Profile, as of "
+            f"jpipe.profile(layers, sample)"
+        )
+        return Profile(())
     wrong = [fault for i, t in enumerate(times) for fault in misfit(f"costs[{i}]", t)]
     faults += wrong if times else ["costs is empty; needs the time of each layer"]
     layers = [
@@ -286,7 +293,8 @@ def _max_bytes(
     """One number per rank."""
     if value is None or not num_ranks:
         return None
-    each = list(value) if hasattr(value, "__iter__") else [value] * num_ranks
+    several = hasattr(value, "__iter__") and not isinstance(value, str)
+    each: list[Any] = list(value) if several else [value] * num_ranks
     if len(each) != num_ranks:
         faults.append(
             f"max_bytes has {len(each)} entries for {num_ranks} ranks; give one for "

@@ -52,6 +52,17 @@ def _rates(rates: Rates) -> dict[str, str]:
     }
 
 
+def estimated(made: Mapping[str, str]) -> dict[str, float] | None:
+    """The rates of an estimate, as arguments of `jpipe.profile`; else ``None``."""
+    if made.get("how") != "estimated":
+        return None
+    return {
+        "peak_flops": float(made["flops per second"]),
+        "memory_bandwidth": float(made["bytes per second"]),
+        "action_seconds": float(made["seconds per action"]),
+    }
+
+
 def versions() -> dict[str, str]:
     """Those of what a layer is made with."""
     return {"jax": jax.__version__, "flax": flax.__version__}

@@ -11,12 +11,15 @@ from ._search import Space
 from ._units import duration, size
 
 
-def chosen(candidates: Sequence[Candidate], space: Space) -> Plan:
+def chosen(
+    candidates: Sequence[Candidate], space: Space, missing: Sequence[str] = ()
+) -> Plan:
     """The best of the candidates, with the reasons.
 
     Args:
       candidates: from `search`.
       space: what they were chosen from.
+      missing: what was not counted, in sentences.
 
     Returns:
       The plan.
@@ -51,6 +54,7 @@ def chosen(candidates: Sequence[Candidate], space: Space) -> Plan:
             reasons=(
                 *_reasons(best, candidates, space, sent),
                 *_shared_cores(best),
+                *missing,
             ),
         ),
     )
@@ -109,7 +113,7 @@ def _speed(hardware: Hardware) -> str:
 def _shared_cores(best: Candidate) -> Iterable[str]:
     """That devices wait for each other's cores, if the profile was measured on some."""
     ranks, cores = best.schedule.num_ranks, os.cpu_count() or 1
-    if ranks > cores and measured_on_cpu(best.profile.made):
+    if ranks > 1 and measured_on_cpu(best.profile.made):
         yield (
             f"cores: {ranks} devices share the {cores} cores of this machine, each "
             f"layer was measured with all of them to itself: a step will take longer "
@@ -139,7 +143,7 @@ def _nothing_fits(nearest: Candidate, space: Space) -> str:
         f"memory_limit={limit:,} bytes on {space.hardware.num_devices} devices: no "
         f"plan fits. The nearest is {nearest}:\n  * "
         + "\n  * ".join(lines)
-        + f"\nIt fits {nearest.schedule.num_ranks} devices of "
+        + f"\nThat one needs {nearest.schedule.num_ranks} devices of "
         f"{size(nearest.most_bytes)}; else take more devices (num_devices=), smaller "
         f"micro-batches (num_microbatches=) or a smaller model"
     )

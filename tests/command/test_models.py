@@ -88,7 +88,7 @@ def planned(**options):
 
 def test_choices_are_those_of_the_library(command):
     options = "--flops 1e14 --memory-bandwidth 1TB --action 5us --microbatches 4"
-    choices = "--schedule one_f_one_b gpipe --remat full none"
+    choices = "--schedule one_f_one_b,gpipe --remat full,none"
     out = works(command(f"plan model:with_loss {ESTIMATE} {options} {choices}"))
     plan = planned(
         num_microbatches=4,

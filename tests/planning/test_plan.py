@@ -66,6 +66,7 @@ def test_a_plan_says_why():
         "memory",
         "transfers",
         "runner-up",
+        "loss",
     ]
     text = str(planned())
     assert all(reason in text for reason in forecast.reasons)
@@ -175,7 +176,7 @@ def test_devices_that_are_left_idle_are_told():
         [nn.Dense(2)], SAMPLE, optax.sgd(0.1), num_devices=3, measure=False
     )
     assert plan.schedule.num_ranks == 1
-    assert plan.forecast.reasons[-1].startswith("2 of 3 devices are left idle: nothing")
+    assert plan.forecast.reasons[-2].startswith("2 of 3 devices are left idle: nothing")
 
 
 def stashes(x):
@@ -298,3 +299,53 @@ def test_costs_as_they_run():
         keeps_nothing=False,
     )
     assert split.forward[1] == [1.0, 1.0, 1.0]
+
+
+def test_what_is_no_argument_is_told():
+    wrong = {
+        "profile": r"profile='x' is a str; needs what jpipe.profile returned",
+        "schedule": r"plan takes no schedule=, but schedules=",
+        "turbo": r"plan takes no turbo=$",
+    }
+    for name, says in wrong.items():
+        with pytest.raises(TypeError, match=says):
+            jpipe.plan(model(), SAMPLE, optax.adam(1e-3), **{name: "x"})
+    with pytest.raises(
+        ValueError, match=r"gpipe at .* is unknown: choose from 'gpipe'"
+    ):
+        jpipe.plan(model(), SAMPLE, optax.adam(1e-3), schedules=schedules.gpipe)
+    for other in (3, [3]):
+        with pytest.raises(TypeError, match="a int is not a timeline: draw what Sch"):
+            draw.svg(other)
+
+
+def test_a_plan_without_a_loss_says_what_it_does_not_count():
+    assert "loss: none was given (loss=, targets=)" in str(planned())
+    targets = jax.ShapeDtypeStruct((16, 4), float)
+    counted = jpipe.plan(
+        model(),
+        SAMPLE,
+        optax.adam(1e-3),
+        num_devices=2,
+        measure=False,
+        loss=ref.mse,
+        targets=targets,
+    )
+    assert "loss: none" not in str(counted)
+
+
+def test_an_estimate_is_taken_as_it_was_made():
+    rates = {"peak_flops": 1.5e12, "memory_bandwidth": 3e9, "action_seconds": 1e-6}
+    known = jpipe.profile(model(), SAMPLE, num_microbatches=4, measure=False, **rates)
+    made = jpipe.plan(model(), SAMPLE, optax.adam(1e-3), num_devices=2, profile=known)
+    again = jpipe.plan(
+        model(),
+        SAMPLE,
+        optax.adam(1e-3),
+        num_devices=2,
+        num_microbatches=4,
+        measure=False,
+        **rates,
+    )
+    assert made.balance == again.balance
+    assert made.forecast.seconds == again.forecast.seconds

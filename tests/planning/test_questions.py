@@ -129,6 +129,10 @@ def test_a_profile_of_no_use():
     assert "layer 0 (a): forward=-1.0; needs a number" in message
     assert "layer 1 (b): backward=inf; needs a number" in message
     assert "costs is empty" in says([], 1)
+    assert "costs[0] is a object; needs the time of each layer, or a Profile" in says(
+        [object(), object()], 2
+    )
+    assert "max_bytes='9MiB'; needs bytes, more" in says(GIVEN, 2, max_bytes="9MiB")
     assert "costs=3 is a int; needs the time of each layer, or a Profile" in says(3, 1)
 
 
