@@ -5,12 +5,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+from flax import nnx
 from jax import core
 
 from .._functions._weights import is_inexact
 from .._instructions._transfer import Device
 from .._layers._linen import is_box
 from .._layers._stage import StageFunction
+from .._layers._tree import dotted, flat
 
 PyTree = Any
 
@@ -69,7 +71,9 @@ def check(expected: Sequence[PyTree], given: Any, faults: Sequence[str] = ()) ->
         if path in found and found[path] != wanted[path]
     ]
     if not faults:
-        faults = _other_kinds(expected, given)
+        faults = _other_containers(expected, given) or _other_kinds(expected, given)
+    if any(map(_is_of_nnx, jax.tree.leaves(given, is_leaf=_is_of_nnx))):
+        faults = ["they are Variables of nnx: give nnx.to_pure_dict(state)", *faults]
     if faults:
         raise ValueError(
             "the variables are not those of this model:\n"
@@ -114,6 +118,20 @@ def _shapes(variables: Sequence[PyTree]) -> dict[str, tuple[int, ...]]:
         f"variables{jax.tree_util.keystr(path)}": tuple(leaf.shape)
         for path, leaf in flat
     }
+
+
+def _is_of_nnx(node: Any) -> bool:
+    return isinstance(node, nnx.Variable)
+
+
+def _other_containers(expected: Sequence[PyTree], given: Sequence[PyTree]) -> list[str]:
+    """Lists in place of mappings by number, as those of nnx.List."""
+    return [
+        f"{dotted(layer, names)} is a {type(value).__name__}, the model needs a mapping"
+        for layer, (wanted, entry) in enumerate(zip(expected, given, strict=True))
+        for names, value in flat(entry).items()
+        if names not in flat(wanted)
+    ]
 
 
 def _other_kinds(expected: Sequence[PyTree], given: Sequence[PyTree]) -> list[str]:

@@ -1,9 +1,11 @@
 """Errors of variables: of another model, of another place."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
+from flax import nnx
 
 import jpipe
 
@@ -91,3 +93,23 @@ def test_variables_on_the_host_are_refused_until_they_are_placed(pipe, variables
         pipe.apply(on_host, X)
     expected = pipe.apply(variables, X)
     np.testing.assert_array_equal(pipe.apply(pipe.place(on_host), X), expected)
+
+
+def test_values_of_nnx_in_other_containers():
+    class Two(nnx.Module):
+        def __init__(self):
+            self.parts = nnx.List([nnx.Linear(3, 3, rngs=nnx.Rngs(i)) for i in (0, 1)])
+
+        def __call__(self, x):
+            return self.parts[1](self.parts[0](x))
+
+    module, x = Two(), jnp.ones((4, 3))
+    pipe = jpipe.pipeline([module], 2)
+    state = nnx.state(module, nnx.Param)
+    pure = nnx.to_pure_dict(state)
+    as_list = {"parts": [pure["parts"][i] for i in (0, 1)]}
+    with pytest.raises(ValueError, match=says("['parts'] is a list, the model needs")):
+        pipe.apply([{"params": as_list}], x)
+    with pytest.raises(ValueError, match=says("give nnx.to_pure_dict(state)")):
+        pipe.apply([{"params": state}], x)
+    assert pipe.apply([{"params": pure}], x).shape == x.shape
