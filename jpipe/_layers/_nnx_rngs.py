@@ -12,15 +12,28 @@ Path = tuple[Any, ...]
 Keys = Mapping[str, chex.PRNGKey] | None
 
 
+class AnyPath:
+    """A path that equals any other: with it on them, equal modules stay equal."""
+
+    def __init__(self, parts: Path) -> None:
+        self.parts = parts
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, AnyPath)
+
+    def __hash__(self) -> int:
+        return hash(AnyPath)
+
+
 class _Missing(nnx.RngStream):
     """A random stream for which there is no key."""
 
-    path: str
+    path: AnyPath
 
     def __call__(self) -> jax.Array:
         raise ValueError(
-            f"{self.path} draws from the random stream {self.tag!r}, for which there "
-            f"is not a key; give rngs=jax.random.key(0) or "
+            f"{dotted(self.path.parts)} draws from the random stream {self.tag!r}, for "
+            f"which there is not a key; give rngs=jax.random.key(0) or "
             f"rngs={{{self.tag!r}: jax.random.key(0)}}"
         )
 
@@ -45,7 +58,7 @@ def seed(module: nnx.Module, rngs: Keys) -> int:
             # Known only when it is drawn from, wherever that is: a class goes through
             # nnx.remat and nnx.scan, as a flag beside the module would not.
             object.__setattr__(stream, "__class__", _Missing)
-            setattr(stream, "path", dotted(path))  # noqa: B010
+            setattr(stream, "path", AnyPath(path))  # noqa: B010
             key = jax.random.key(0)
         key = jax.random.fold_in(key, number)
         stream.key.set_value(jax.random.split(key, shape) if shape else key)

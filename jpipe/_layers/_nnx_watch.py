@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from . import _batchnorm, _switches, _watch
-from ._nnx_rngs import dotted
+from ._nnx_rngs import AnyPath, dotted
 from ._others import may_switch
 
 SWITCHES = ("deterministic", "use_running_average")
@@ -55,7 +55,7 @@ def prepare(module: nnx.Module, train: bool, place: tuple[Any, ...] = ()) -> Non
     for path, node in nnx.iter_graph(module, graph=True):
         if isinstance(node, tuple(_WATCHED)):
             # Attributes go through nnx.remat and nnx.scan; no user's have such names.
-            setattr(node, "_jpipe_path", (*place, *path))  # noqa: B010
+            setattr(node, "_jpipe_path", AnyPath((*place, *path)))  # noqa: B010
             setattr(node, "_jpipe_frozen", is_frozen(node))  # noqa: B010
         elif isinstance(node, nnx.BatchNorm):
             known = id(node.mean)
@@ -122,7 +122,7 @@ def _call(kind: type, plain: Callable[..., Any]) -> Callable[..., Any]:
             switch = options.get("deterministic")
             switch = self.deterministic if switch is None else switch
             how_much, frozen = getattr(self, rate), self._jpipe_frozen
-            _watch.note(record, path, called, switch, how_much, frozen)
+            _watch.note(record, path.parts, called, switch, how_much, frozen)
         return plain(self, *args, **options)
 
     return call
@@ -131,7 +131,8 @@ def _call(kind: type, plain: Callable[..., Any]) -> Callable[..., Any]:
 def _norm_call(plain: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain)
     def call(self: Any, *args: Any, **options: Any) -> Any:
-        if _watch.current() is None:
+        # One that the call made itself has statistics of its own.
+        if not any(map(_is_ours, _hooks(self.mean, "on_set_value"))):
             return plain(self, *args, **options)
         momentum = self.momentum
         token = _running.set(_Running(momentum, options.get("mask") is not None))
@@ -185,13 +186,15 @@ def unwatch(variable: nnx.Variable) -> None:
     """Takes from a variable what `prepare` has given it."""
     for hook in _HOOKS:
         hooks = _hooks(variable, hook)
-        own = tuple(
-            each for each in hooks if getattr(each, "__module__", "") != __name__
-        )
+        own = tuple(each for each in hooks if not _is_ours(each))
         if own:
             variable.set_metadata(**{hook: own})
         elif hooks:
             variable.del_metadata(hook)
+
+
+def _is_ours(hook: Any) -> bool:
+    return getattr(hook, "__module__", "") == __name__
 
 
 def _hooks(variable: nnx.Variable, hook: str) -> tuple[Callable[..., Any], ...]:

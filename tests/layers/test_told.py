@@ -318,3 +318,41 @@ def test_a_module_of_nnx_is_what_it_is_while_it_is_trained():
     ref.assert_close(stats["norm"]["mean"], module.norm.mean[...], 1e-6)
     ref.assert_close(stats["norm"]["var"], module.norm.var[...], 1e-6)
     assert all(call.__module__.startswith("flax") for call in calls)
+
+
+class Rebuilt(nnx.Module):
+    """Holds the values of a norm, and makes the norm in each call."""
+
+    def __init__(self):
+        self.graphdef, state = nnx.split(
+            nnx.BatchNorm(4, momentum=0.75, rngs=nnx.Rngs(0))
+        )
+        self.state = nnx.data(state)
+
+    def __call__(self, x):
+        norm = nnx.merge(self.graphdef, self.state)
+        y = norm(x)
+        nnx.update(self.state, nnx.state(norm))
+        return y
+
+
+def test_a_norm_of_nnx_that_a_call_makes_is_plain():
+    module, pipe = Rebuilt(), jpipe.pipeline([Rebuilt()], 1)
+    variables = pipe.init(KEY, X)
+    (_, state), _ = pipe.value_and_grad(ref.mse, has_state=True)(variables, X, X)
+    module(X)
+    expected = nnx.to_pure_dict(nnx.state(module, nnx.BatchStat))
+    # Compiled as a whole, in single precision.
+    ref.assert_close(state[0]["batch_stats"], expected, 1e-6)
+
+
+def test_equal_modules_of_nnx_are_equal_while_they_are_traced():
+    class Pair(nnx.Module):
+        def __init__(self):
+            self.a, self.b = (nnx.Dropout(0.5, rngs=nnx.Rngs(0)) for _ in range(2))
+
+        def __call__(self, x):
+            return 2 * x if nnx.graphdef(self.a) == nnx.graphdef(self.b) else x
+
+    pipe = jpipe.pipeline([Pair()], 2)
+    np.testing.assert_array_equal(pipe.apply(pipe.init(KEY, X), X), 2 * X)
