@@ -9,18 +9,21 @@ from ._instructions import _bytes
 from ._instructions._bytes import most_residuals, nbytes
 from ._layers._skip import label
 from ._run._pipe import Pipe
-from .planning._plan import Plan, StagePlan
+from .planning._plan import Forecast, Plan, StagePlan
 from .schedules import Action
 from .schedules._action import FORWARD
 
 
-def describe(pipe: Pipe, programs: ProgramCache) -> Plan:
+def describe(
+    pipe: Pipe, programs: ProgramCache, forecast: Forecast | None = None
+) -> Plan:
     """Says who runs what, and more the more is known.
 
     Args:
       pipe: what is fixed for all batches.
       programs: what was compiled: parameters are known once variables were seen, bytes
         once there is a program with a loss.
+      forecast: of the plan that it was built by, if any.
 
     Returns:
       The plan.
@@ -41,6 +44,7 @@ def describe(pipe: Pipe, programs: ProgramCache) -> Plan:
         ran,
         peaks,
         tuple((label(r.key), r.source, r.target) for r in programs.routes),
+        forecast,
     )
 
 

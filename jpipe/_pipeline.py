@@ -24,7 +24,7 @@ from ._run._pipe import Pipe
 from ._train._state import TrainState, check_state
 from ._train._step import TrainStep, check_optimizer
 from ._train._value_and_grad import ValueAndGrad
-from .planning._plan import Plan
+from .planning._plan import Forecast, Plan
 from .schedules import Schedule, Timeline
 
 PyTree = Any
@@ -38,8 +38,11 @@ class Pipeline(OwnLoop):
     compiled is kept and used again for batches of the same shapes.
     """
 
-    def __init__(self, pipe: Pipe, axes: Axes) -> None:
+    def __init__(
+        self, pipe: Pipe, axes: Axes, forecast: Forecast | None = None
+    ) -> None:
         self._pipe = pipe
+        self._forecast = forecast
         self._cache = ProgramCache(pipe, axes)
 
     @property
@@ -65,7 +68,7 @@ class Pipeline(OwnLoop):
     @property
     def plan(self) -> Plan:
         """Who runs what, in names and numbers; says more the more is known."""
-        return describe(self._pipe, self._cache)
+        return describe(self._pipe, self._cache, self._forecast)
 
     def __repr__(self) -> str:
         return (

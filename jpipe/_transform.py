@@ -116,7 +116,8 @@ def pipeline(
             f"out_axes={out_axes!r}: needs an int, the axis of the examples"
         )
     pipe = Pipe(groups, placed, chosen, settings, Unchanged(layers))
-    return Pipeline(pipe, Axes(in_axes, target_axes, out_axes))
+    forecast = plan.forecast if plan else None
+    return Pipeline(pipe, Axes(in_axes, target_axes, out_axes), forecast)
 
 
 def sequential(

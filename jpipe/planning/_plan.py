@@ -162,6 +162,7 @@ class Plan:
 
         Raises:
           ValueError: if the text is something else, or its schedule cannot run.
+          TypeError: if it is no text.
 
         Example:
           >>> import jpipe
@@ -169,8 +170,7 @@ class Plan:
           >>> jpipe.Plan.from_json(plan.to_json()) == plan
           True
         """
-        with reading(cls.__name__):
-            fields = json.loads(text)
+        with reading(cls.__name__, text) as fields:
             schedule = Schedule.from_json(json.dumps(fields.pop("schedule")))
             foretold = fields.pop("forecast")
             if foretold is not None:

@@ -248,8 +248,7 @@ class Replicated:
           ValueError: if the text is something else; the message names every fault.
         """
         names = [field.name for field in dataclasses.fields(cls)]
-        with reading(cls.__name__):
-            fields = json.loads(text)
+        with reading(cls.__name__, text) as fields:
             given: dict[str, Any] = dict(fields.get("costs", {}))
             known = [*_COSTS, "bandwidth"] if "costs" in fields else []
             faults = differing(list(fields), names)

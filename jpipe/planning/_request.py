@@ -31,6 +31,9 @@ from ._made import made
 from ._traced import Sample, Traced, has_backward
 
 PyTree = Any
+_NO_TARGETS = (
+    "loss= was given and no targets=: the loss was called with () in their place"
+)
 
 
 @dataclass(frozen=True)
@@ -164,7 +167,13 @@ class Request:
             Unchanged(layers),
         )
         batch = self.batch.batch(whole=schedule.num_microbatches > 1)
-        return Traced.of(pipe, batch, objective, Trainable(self.trainable), self.train)
+        trainable = Trainable(self.trainable)
+        try:
+            return Traced.of(pipe, batch, objective, trainable, self.train)
+        except Exception as error:
+            if self.loss is not None and not jax.tree.leaves(self.targets):
+                error.add_note(_NO_TARGETS)
+            raise
 
     @property
     def _objective(self) -> Objective | None:

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -194,6 +195,10 @@ def test_plans_are_saved_and_drawn():
     for text in ("{", "[]", "{}", plan.to_json().replace('"stages"', '"other"')):
         with pytest.raises(ValueError, match="no plan as"):
             jpipe.Plan.from_json(text)
+    with pytest.raises(ValueError, match=r"'plan.json': .*Path\(path\).read_text\(\)"):
+        jpipe.Plan.from_json("plan.json")
+    with pytest.raises(TypeError, match=r"is a PosixPath; needs the text"):
+        jpipe.Plan.from_json(pathlib.Path("plan.json"))
     fast = jpipe.plan(
         model(), SAMPLE, optax.sgd(0.1), num_devices=2, measure=False, schedules="1f1b"
     )
@@ -231,6 +236,21 @@ def test_costs_that_no_schedule_could_have_are_refused(change, says):
     fields["forecast"]["costs"] |= change
     with pytest.raises(ValueError, match=f"no plan as .* writes it: .*({says})"):
         jpipe.Plan.from_json(json.dumps(fields))
+
+
+def test_a_pipeline_keeps_what_its_plan_foretold():
+    plan = planned()
+    pipe = jpipe.pipeline(model(), plan=plan)
+    assert pipe.plan.forecast == plan.forecast
+    assert "runner-up: " in str(pipe)
+
+
+def test_a_loss_without_targets_is_told_what_it_was_given():
+    with pytest.raises(TypeError) as raised:
+        planned(loss=lambda y, t: jnp.mean((y - t) ** 2))
+    assert raised.value.__notes__[-1] == (
+        "loss= was given and no targets=: the loss was called with () in their place"
+    )
 
 
 def test_stages_of_one_plan_may_keep_different_things():
