@@ -7,6 +7,10 @@ host's CPU; the defaults take about a minute and a half on two cores.
 
     python examples/train_text.py
     python examples/train_text.py --schedule gpipe --microbatches 8 --remat full
+    python examples/train_text.py --mesh stage=2,data=2
+
+With a mesh each stage has several devices; along ``data`` each takes a part of every
+micro-batch.
 
 At the end one more step is taken twice, in stages and on one device, and compared.
 The exit status is 1 if the two differ by more than rounding explains.
@@ -54,15 +58,16 @@ def main() -> int:
     layers = transformer(
         VOCAB_SIZE, options.context, options.width, options.depth, options.heads
     )
+    devices = make_devices(options.stages, math.prod(options.mesh.values()))
     in_stages = partial(
-        jpipe.pipeline,
-        layers,
-        balance=balance(options.depth, options.stages),
-        devices=make_devices(options.stages),
+        jpipe.pipeline, layers, balance=balance(options.depth, options.stages)
     )
     try:
         pipe = in_stages(
-            options.microbatches, schedule=options.schedule, remat=options.remat
+            options.microbatches,
+            schedule=options.schedule,
+            remat=options.remat,
+            **where(devices, options.mesh),
         )
     except ValueError as error:
         sys.exit(str(error))
@@ -79,26 +84,42 @@ def main() -> int:
     print(f"  this model     {model_bits(pipe, state, held_back):.3f}", flush=True)
 
     # The same variables serve a pipeline of one micro-batch, here one text.
-    text = write(in_stages(1), state, options)
+    writer = in_stages(1, devices=devices[: options.stages])
+    text = write(writer, writer.place(state.variables), options)
     print(f"\nwhat the model writes after {options.prompt!r}")
     print("\n".join(f"  | {line}" for line in text.splitlines()), flush=True)
 
-    one_device = jpipe.sequential(
-        layers, options.microbatches, devices=pipe.devices[:1]
-    )
+    parts = options.microbatches * options.mesh.get("data", 1)
+    one_device = jpipe.sequential(layers, parts, devices=devices[:1])
     # A tenth of the rate at which training ends.
     slack = options.learning_rate / 100
     return 0 if agree(pipe, one_device, state, next(batches), tx, slack) else 1
 
 
-def make_devices(number: int) -> list[Any]:
-    """One device per stage; where there are fewer, some serve several stages."""
+def make_devices(stages: int, in_mesh: int) -> list[Any]:
+    """One device per stage; where there are fewer, some serve several stages.
+
+    Args:
+      stages: how many there are.
+      in_mesh: how many devices a mesh needs.
+    """
+    number = max(stages, in_mesh)
     # This concerns CPUs only: where there are GPUs, jax.devices() lists those.
     jax.config.update("jax_num_cpu_devices", number)
     # GPUs else round what they multiply to 11 bits, which would blur the comparison.
     jax.config.update("jax_default_matmul_precision", "highest")
     found = jax.devices()
     return [found[i % len(found)] for i in range(number)]
+
+
+def where(devices: list[Any], mesh: dict[str, int]) -> dict[str, Any]:
+    """What `jpipe.pipeline` is told of where stages run."""
+    if not mesh:
+        return {"devices": devices}
+    if len(set(devices)) < len(devices):
+        sys.exit(f"--mesh needs {len(devices)} devices, there are {len(set(devices))}")
+    along = np.array(devices).reshape(*mesh.values())
+    return {"mesh": jax.sharding.Mesh(along, tuple(mesh))}
 
 
 def make_optimizer(options: Options) -> optax.GradientTransformation:
@@ -196,7 +217,7 @@ def model_bits(pipe: jpipe.Pipeline, state: State, batches: Sequence[Batch]) -> 
     return float(np.mean(losses)) / math.log(2)
 
 
-def write(pipe: jpipe.Pipeline, state: State, options: Options) -> str:
+def write(pipe: jpipe.Pipeline, variables: Any, options: Options) -> str:
     """Goes on after the prompt, byte by byte, with what the model finds likely."""
     rng = np.random.default_rng(options.seed)
     text = list(options.prompt.encode())
@@ -206,7 +227,7 @@ def write(pipe: jpipe.Pipeline, state: State, options: Options) -> str:
         # not matter, since no byte reads what follows it.
         window = np.zeros((1, options.context), np.int32)
         window[0, : len(seen)] = seen
-        logits = np.asarray(pipe.apply(state.variables, window))[0, len(seen) - 1]
+        logits = np.asarray(pipe.apply(variables, window))[0, len(seen) - 1]
         likely = np.exp((logits - logits.max()) / options.temperature)
         text.append(int(rng.choice(VOCAB_SIZE, p=likely / likely.sum())))
     return bytes(text).decode(errors="replace")
@@ -299,6 +320,7 @@ def parse_options() -> Options:
     remats = ["min_cut", "dots", "none", "except_last", "full"]
     whole = _at_least(1)
     add("--stages", type=whole, default=4, help="groups of layers, each on its device")
+    add("--mesh", type=_mesh, default={}, help="such as stage=2,data=2")
     add("--microbatches", type=whole, default=4, help="parts that a batch is cut in")
     add("--schedule", choices=schedules, default="1f1b", help="the order of the parts")
     add("--remat", choices=remats, default="min_cut", help="what is kept for B")
@@ -315,6 +337,7 @@ def parse_options() -> Options:
     add("--temperature", type=_positive, default=0.7, help="how daringly it writes")
     add("--seed", type=_at_least(0), default=0, help="of weights, batches and writing")
     options = parser.parse_args()
+    options.stages = options.mesh.get("stage", options.stages)
     if faults := list(_faults(options)):
         parser.error("; ".join(faults))
     return options
@@ -324,6 +347,8 @@ def _faults(options: Options) -> Iterator[str]:
     """What is wrong with options that are fine one by one."""
     if options.depth < options.stages:
         yield f"--depth {options.depth} is less than --stages {options.stages}"
+    if options.mesh and "stage" not in options.mesh:
+        yield "--mesh has no axis called stage"
     if options.batch_size < options.microbatches:
         yield (
             f"--batch-size {options.batch_size} is less than "
@@ -333,6 +358,14 @@ def _faults(options: Options) -> Iterator[str]:
         yield f"--heads {options.heads} does not divide --width {options.width}"
     if not options.prompt:
         yield "--prompt is empty"
+
+
+def _mesh(text: str) -> dict[str, int]:
+    pairs = [part.partition("=") for part in text.split(",")]
+    try:
+        return {name: _at_least(1)(size) for name, _, size in pairs}
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
 
 
 def _at_least(least: int) -> Callable[[str], int]:

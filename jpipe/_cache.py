@@ -216,15 +216,18 @@ class ProgramCache:
         target_axes = _microbatch.flat_axes(axes, targets, "targets", "target_axes")
         number = self._pipe.schedule.num_microbatches
         parts = [("x", x, x_axes), ("targets", targets, target_axes)]
-        sizes = _microbatch.sizes(_microbatch.batch_size(parts, number), number)
+        size = _microbatch.batch_size(parts, number)
+        shards = self._pipe.num_shards
+        sizes = _microbatch.sizes(_microbatch.shard(size, number, shards), number)
         keys = None if rngs is None else _microbatch.specs(rngs, "rngs")
-        return Batch(x, x_axes, targets, target_axes, keys, sizes)
+        return Batch(x, x_axes, targets, target_axes, keys, sizes, shards)
 
     def sample(self, x: PyTree) -> PyTree:
         """Specs of what the layers meet of an input: see `_batch.first`."""
         x = _microbatch.specs(x, "x")
         axes = _microbatch.flat_axes(self._axes.in_axes, x, "x", "in_axes")
-        return _batch.first(x, axes, self._pipe.schedule.num_microbatches)
+        number = self._pipe.schedule.num_microbatches * self._pipe.num_shards
+        return _batch.first(x, axes, number)
 
     def expected(self, x: PyTree) -> Expected:
         """What the layers are given and would make, for such an input.

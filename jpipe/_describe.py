@@ -7,6 +7,7 @@ from ._functions import _remat
 from ._functions._weights import is_params
 from ._instructions import _bytes
 from ._instructions._bytes import most_residuals, nbytes
+from ._instructions._sharding import SubMesh
 from ._layers._skip import label
 from ._run._pipe import Pipe
 from .planning._plan import Forecast, Plan, StagePlan
@@ -57,28 +58,38 @@ def _stage(
 ) -> StagePlan:
     stage, training = pipe.stages[s], programs.training
     layout = training.layout if training else programs.layout
-    params = trained = None
+    device = pipe.devices[s]
+    params = trained = local = None
+    cut: dict[str, int] = {}
     if layout is not None:
         own = layout.weights[s]
         pairs = zip(own.specs, own.trainable, strict=True)
         leaves = zip(layout.order[s], own.paths, pairs, strict=True)
         # By leaf: what is tied within the stage is counted once.
-        found = {leaf: pair for leaf, path, pair in leaves if is_params(path)}.values()
-        params = [spec for spec, _ in found]
+        found = {leaf: pair for leaf, path, pair in leaves if is_params(path)}
+        params = [spec for spec, _ in found.values()]
+        lie = [layout.shardings[leaf] for leaf in found]
+        local = list(map(nbytes, params))
+        if isinstance(device, SubMesh):
+            local = [device.local_bytes(*pair) for pair in zip(local, lie, strict=True)]
+        for spec, how in zip(params, lie, strict=True):
+            for name in how.axes:
+                cut[name] = cut.get(name, 0) + spec.size
         if training:
-            trained = sum(spec.size for spec, yes in found if yes)
+            trained = sum(spec.size for spec, yes in found.values() if yes)
     by_itself = any(action.op == FORWARD and action.stage == s for action in ran)
     kept = training.works.kept(s) if training and by_itself else None
     return StagePlan(
         index=s,
         rank=pipe.schedule.placement[s],
-        device=str(pipe.devices[s]),
+        device=str(device),
         layers=tuple(layer.name for layer in stage.layers),
         remat=_remat.name(pipe.remat[s]),
         num_params=None if params is None else sum(spec.size for spec in params),
-        param_bytes=None if params is None else sum(map(nbytes, params)),
+        param_bytes=None if local is None else sum(local),
         held_bytes=held_bytes,
         num_trained=trained,
         kept=kept.nbytes if kept else {},
         again=kept.again if kept else None,
+        cut=cut,
     )

@@ -6,6 +6,7 @@ from typing import Any
 import chex
 import jax
 import optax
+from jax.sharding import Mesh
 
 from . import _values
 from ._cache import Axes, ProgramCache
@@ -13,6 +14,7 @@ from ._describe import describe
 from ._functions._objective import Objective
 from ._functions._trainable import Trainable
 from ._instructions import _transfer
+from ._instructions._sharding import SubMesh
 from ._layers import _rng
 from ._layers._layer import as_module
 from ._loop import OwnLoop
@@ -61,9 +63,12 @@ class Pipeline(OwnLoop):
         return self._pipe.schedule
 
     @property
-    def devices(self) -> tuple[_transfer.Device, ...]:
-        """The device of each stage."""
-        return self._pipe.devices
+    def devices(self) -> tuple[_transfer.Device | Mesh, ...]:
+        """The device of each stage, or its mesh."""
+        return tuple(
+            device.mesh if isinstance(device, SubMesh) else device
+            for device in self._pipe.devices
+        )
 
     @property
     def plan(self) -> Plan:

@@ -5,11 +5,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
+from jax.sharding import Mesh
 
+from ._instructions import _transfer
+from ._instructions._sharding import SubMesh
 from ._instructions._transfer import Device
 from ._layers._layer import Layer
 from .planning._plan import Plan
 from .schedules import Schedule
+
+# The axis of a mesh along which the stages lie.
+_STAGE = "stage"
+_A_MESH = 'jax.make_mesh((4, 2), ("stage", "data"))'
 
 
 def check_num_microbatches(number: Any) -> int:
@@ -58,18 +66,80 @@ def check_plan(plan: Any, layers: Sequence[Layer], given: Sequence[str]) -> None
         raise ValueError("plan: " + "; ".join(faults))
 
 
+def check_mesh(mesh: Any, devices: Any, gather: Any) -> Any:
+    """What is given of a mesh and devices, which both say where stages run."""
+    if gather not in ("step", "microbatch"):
+        raise ValueError(f"gather={gather!r}: choose 'step' or 'microbatch'")
+    if mesh is None:
+        return devices
+    if devices is not None:
+        raise ValueError("mesh= says where stages run; leave out devices=")
+    if not isinstance(mesh, Mesh):
+        raise TypeError(
+            f"mesh={mesh!r} is a {type(mesh).__name__}; needs a jax.sharding.Mesh, "
+            f"such as {_A_MESH}"
+        )
+    return mesh
+
+
+def one_of_each_rank(devices: Any) -> Any:
+    """Devices as given; of a mesh the first of each stage."""
+    if not isinstance(devices, Mesh):
+        return devices
+    return [_transfer.one_of(rank) for rank in _ranks(devices)]
+
+
+def choose_mesh(mesh: Mesh, schedule: Schedule) -> tuple[Device, ...]:
+    """Returns the devices of each stage: those of its index along the axis ``stage``.
+
+    Args:
+      mesh: its devices along ``stage``, and along the axes that each stage has.
+      schedule: who runs which stage.
+
+    Raises:
+      ValueError: if it has no such axis, or a shorter one than there are ranks.
+    """
+    ranks = _ranks(mesh)
+    length, needed = len(ranks), schedule.num_ranks
+    if length < needed:
+        what = "stages" if schedule.num_stages == needed else "ranks"
+        raise ValueError(
+            f"{needed} {what} need a mesh of at least as many along {_STAGE!r}, which "
+            f"has {length}; group layers with balance=, or give a longer mesh"
+        )
+    return tuple(ranks[rank] for rank in schedule.placement)
+
+
+def _ranks(mesh: Mesh) -> list[Device]:
+    """The devices of each index along the axis of stages."""
+    names = list(mesh.axis_names)
+    if _STAGE not in names:
+        raise ValueError(
+            f"mesh has the axes {names}, none is called {_STAGE!r}, along which the "
+            f"stages lie; type {_A_MESH}"
+        )
+    at = names.index(_STAGE)
+    rest = names[:at] + names[at + 1 :]
+    return [
+        SubMesh.of(own, rest) if np.size(own) > 1 else np.ravel(own)[0]
+        for own in np.moveaxis(mesh.devices, at, 0)
+    ]
+
+
 def choose_devices(devices: Any, schedule: Schedule) -> tuple[Device, ...]:
     """Returns the device of each stage.
 
     Args:
       devices: one device per rank; surplus ones are left idle; ``None`` means
-        `jax.devices`.
+        `jax.devices`. Or a mesh: see `choose_mesh`.
       schedule: who runs which stage.
 
     Raises:
       ValueError: if there are fewer devices than ranks.
       TypeError: if an entry is not a device.
     """
+    if isinstance(devices, Mesh):
+        return choose_mesh(devices, schedule)
     if isinstance(devices, str) or not hasattr(devices or [], "__iter__"):
         one = isinstance(devices, jax.Device)
         example = f"[{devices!r}]" if one else "jax.devices()[:2]"

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from jax.sharding import Mesh
+
 from . import _setup
 from ._cache import Axes
 from ._functions import _remat
@@ -11,6 +13,7 @@ from ._layers._layer import as_layers
 from ._layers._stage import check_balance, fuse
 from ._layers._unchanged import Unchanged
 from ._pipeline import Pipeline
+from ._run import _resting
 from ._run._pipe import Pipe
 from .planning._plan import Plan
 from .schedules import Schedule, ScheduleBuilder
@@ -24,7 +27,10 @@ def pipeline(
     balance: Sequence[int] | str | None = None,
     sample: Any = None,
     plan: Plan | None = None,
-    devices: Sequence[Device] | None = None,
+    devices: Sequence[Device] | Mesh | None = None,
+    mesh: Mesh | None = None,
+    sharding: _resting.Rule | None = None,
+    gather: str = "step",
     schedule: str | ScheduleBuilder | Schedule = "1f1b",
     remat: Any = "min_cut",
     in_axes: Any = 0,
@@ -51,6 +57,15 @@ def pipeline(
         ``schedule`` and ``remat``.
       devices: one per rank, default `jax.devices`; repeat a device to let it serve
         several stages.
+      mesh: several devices per stage, in place of ``devices``: the stages lie along its
+        axis ``"stage"``, all other axes are each stage's own. Examples are spread over
+        ``"data"``; parameters lie as ``sharding`` says.
+      sharding: ``(path, spec) -> PartitionSpec`` of a parameter, or ``None``; the path
+        starts with the layer's number. Left out, the boxes of Flax
+        (`flax.linen.with_partitioning`) and the metadata of nnx say it. A parameter
+        that is cut along ``"data"`` (FSDP) is gathered for use.
+      gather: when that is: once in a ``"step"``, or for each ``"microbatch"``, which
+        holds less.
       schedule: a name of `jpipe.schedules.BY_NAME`, a builder, or a `Schedule`.
       remat: what is kept between forward and backward. ``"min_cut"``: the fewest
         bytes from which all that the backward reads follows without a product, a
@@ -101,11 +116,19 @@ def pipeline(
         num_microbatches, schedule = plan.schedule.num_microbatches, plan.schedule
         balance, remat = plan.balance, plan.remat
     number = _setup.check_num_microbatches(num_microbatches)
+    devices = _setup.check_mesh(mesh, devices, gather)
     if isinstance(balance, str):
         from .planning._balance import balanced  # measures, which a step does not
 
         balance = balanced(
-            balance, stages, number, sample, devices, schedule, remat, in_axes
+            balance,
+            stages,
+            number,
+            sample,
+            _setup.one_of_each_rank(devices),
+            schedule,
+            remat,
+            in_axes,
         )
     groups = fuse(layers, check_balance(balance, len(layers)))
     settings = _remat.per_stage(remat, len(groups))
@@ -115,7 +138,8 @@ def pipeline(
         raise TypeError(
             f"out_axes={out_axes!r}: needs an int, the axis of the examples"
         )
-    pipe = Pipe(groups, placed, chosen, settings, Unchanged(layers))
+    unchanged = Unchanged(layers)
+    pipe = Pipe(groups, placed, chosen, settings, unchanged, sharding, gather)
     forecast = plan.forecast if plan else None
     return Pipeline(pipe, Axes(in_axes, target_axes, out_axes), forecast)
 

@@ -14,7 +14,7 @@ from ._functions._trainable import Trainable
 from ._instructions import _transfer
 from ._layers import _rng
 from ._layers._initialize import strong
-from ._run import _variables
+from ._run import _resting, _variables
 from ._run._initialize import Initializers
 from ._run._pipe import Pipe
 from ._train._optimizer import Optimizer, place_state
@@ -34,17 +34,20 @@ def make(
     visits, _ = programs.expected(spec)
     programs.note([visit.variables for visit in visits], spec)
 
+    _resting.shardings(pipe, [visit.variables for visit in visits])  # or refused
     # Made on the first device, where equal layers share a compiled program.
-    local = _transfer.put_tree(key, pipe.devices[0])
-    numbers = _transfer.put([*map(np.uint32, range(len(visits)))], pipe.devices[0])
-    initialize = Initializers(pipe.devices[0])
+    first = _transfer.one_of(pipe.devices[0])
+    local = _transfer.put_tree(key, first)
+    numbers = _transfer.put([*map(np.uint32, range(len(visits)))], first)
+    initialize = Initializers(first)
     variables = []
     for number, visit in enumerate(visits):
         made = visit.variables
         if jax.tree.leaves(made):
             own = _rng.layer_key(local, numbers[number])
             made = initialize(visit, own)
-        variables.append(_transfer.put_tree(made, pipe.devices[visit.stage]))
+        # Moved at once: the first device has room for one layer more, not for all.
+        variables.append(_placed(pipe, number, made))
     return tuple(variables)
 
 
@@ -62,8 +65,7 @@ def take(
     _variables.check_alive(jax.tree.leaves(variables))
     programs.note(variables, spec)
     copies = tuple(
-        _transfer.copy_tree(entry, pipe.devices[s])
-        for entry, s in zip(variables, pipe.stage_of_layer, strict=True)
+        _placed(pipe, i, entry, may_alias=False) for i, entry in enumerate(variables)
     )
     return jax.tree.map(strong, copies)
 
@@ -72,23 +74,37 @@ def place(pipe: Pipe, tree: Any) -> Any:
     """Puts variables, or a train state, in place: see `Pipeline.place`."""
     if isinstance(tree, TrainState):
         first = pipe.devices[0]
+        params = _entries(pipe, tree.params, inside=("params",))
         _variables.check_alive(jax.tree.leaves(tree))
         step, rng = _transfer.put([tree.step, tree.rng], first)
         return TrainState(
             step=step,
-            params=place(pipe, tree.params),
-            opt_state=place_state(
-                tree.opt_state, tree.params, pipe.stage_of_layer, pipe.devices
-            ),
-            model_state=place(pipe, tree.model_state),
+            params=params,
+            opt_state=place_state(tree.opt_state, tree.params, pipe),
+            model_state=_entries(pipe, tree.model_state),
             rng=rng,
         )
+    return _entries(pipe, tree)
+
+
+def _entries(pipe: Pipe, tree: Any, inside: tuple[str, ...] = ()) -> tuple[PyTree, ...]:
+    """One entry per layer, each in its place."""
     _variables.check_length(tree, len(pipe.stage_of_layer))
     _variables.check_alive(jax.tree.leaves(tree))
-    return tuple(
-        _transfer.put_tree(entry, pipe.devices[s])
-        for entry, s in zip(tree, pipe.stage_of_layer, strict=True)
-    )
+    return tuple(_placed(pipe, i, entry, inside) for i, entry in enumerate(tree))
+
+
+def _placed(
+    pipe: Pipe,
+    layer: int,
+    entry: PyTree,
+    inside: tuple[str, ...] = (),
+    may_alias: bool | None = None,
+) -> PyTree:
+    """What a layer has, in its place."""
+    how = _resting.of_layer(pipe, layer, entry, inside)
+    device = pipe.devices[pipe.stage_of_layer[layer]]
+    return _transfer.put_tree(entry, device, how, may_alias)
 
 
 def optimizer(

@@ -23,7 +23,8 @@ class Batch:
       targets: specs of the whole targets; ``()`` where there is no loss.
       target_axes: the batch axis of each of their leaves.
       rngs: specs of the keys of a step, or ``None``.
-      sizes: the number of examples in each micro-batch.
+      sizes: the number of examples in each micro-batch; of one shard.
+      num_shards: over how many shards they are spread.
     """
 
     x: PyTree
@@ -32,6 +33,7 @@ class Batch:
     target_axes: list[int | None]
     rngs: PyTree
     sizes: tuple[int, ...]
+    num_shards: int = 1
 
     @property
     def first(self) -> PyTree:

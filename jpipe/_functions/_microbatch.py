@@ -154,6 +154,24 @@ def batch_size(
     return size
 
 
+def shard(size: int, num_microbatches: int, num_shards: int) -> int:
+    """The examples of a mini-batch that each shard has.
+
+    Raises:
+      ValueError: if shards would differ, or have fewer than micro-batches.
+    """
+    rest = size % num_shards
+    if not rest and size >= num_microbatches * num_shards:
+        return size // num_shards
+    need = num_microbatches * num_shards
+    fits = size - rest if size > need else need
+    raise ValueError(
+        f"a batch of {size} examples over {num_shards} devices along the axis 'data', "
+        f"in num_microbatches={num_microbatches}; needs a multiple of {num_shards}, "
+        f"{need} at least, such as {fits}"
+    )
+
+
 def part_specs(
     leaves: Sequence[jax.ShapeDtypeStruct], axes: Sequence[int | None], size: int
 ) -> list[jax.ShapeDtypeStruct]:
@@ -186,10 +204,38 @@ def splitter(
     return split
 
 
-def joiner(axes: Sequence[int | None]) -> Callable[..., list[jax.Array]]:
-    """The inverse of `splitter`; what has no axis is stacked on a new first one."""
+def rows(count: int, groups: int) -> Callable[..., list[jax.Array]]:
+    """Leaves of which micro-batches are the first axis, as those of each micro-batch.
+
+    Args:
+      count: how many leaves there are.
+      groups: how many arrays each consists of: micro-batches of one size are one.
+    """
+
+    def split(*arrays: jax.Array) -> list[jax.Array]:
+        columns = [
+            [part for array in arrays[i * groups : (i + 1) * groups] for part in array]
+            for i in range(count)
+        ]
+        return [leaf for row in zip(*columns, strict=True) for leaf in row]
+
+    return split
+
+
+def joiner(
+    axes: Sequence[int | None], num_shards: int = 1
+) -> Callable[..., list[jax.Array]]:
+    """The inverse of `splitter`; what has no axis is stacked on a new first one.
+
+    Args:
+      axes: of the leaves of each micro-batch.
+      num_shards: of what each leaf has a new first axis, if they are several.
+    """
 
     def join(*leaves: jax.Array) -> list[jax.Array]:
+        if num_shards > 1:
+            rows = [leaves[i : i + len(axes)] for i in range(0, len(leaves), len(axes))]
+            leaves = tuple(x[d] for row in rows for d in range(num_shards) for x in row)
         columns = [leaves[i :: len(axes)] for i in range(len(axes))]
         return [
             jnp.stack(column) if axis is None else jnp.concatenate(column, axis)

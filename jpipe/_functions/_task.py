@@ -185,6 +185,25 @@ class Task:
             after[var] = merged.m2.astype(so_far.m2.dtype)
         return [*total, *after, seen + share]
 
+    def merge_sums(self, sums: Leaves, others: Leaves) -> list[Any]:
+        """The running sums of some micro-batches and of others as those of all."""
+        losses = self.num_losses
+        total = accumulate(sums[:losses], others[:losses])
+        before, after = sums[losses:], others[losses:]
+        if not self._has_means:
+            return [*total, *after]
+        seen, share = before[-1], after[-1]
+        merged = [
+            _mean(old, new, share / (seen + share)) if is_inexact(old) else new
+            for old, new in zip(before[:-1], after[:-1], strict=True)
+        ]
+        for mean, var, _ in self.norms:
+            so_far = _batchnorm.Merged(before[mean], before[var])
+            one = _batchnorm.merge(so_far, after[mean], after[var] / share, seen, share)
+            merged[mean] = one.mean.astype(so_far.mean.dtype)
+            merged[var] = one.m2.astype(so_far.m2.dtype)
+        return [*total, *merged, seen + share]
+
     def commit(self, old: Leaves, sums: Leaves) -> list[Any]:
         """What training makes of the changed leaves, once all micro-batches ran.
 

@@ -19,7 +19,7 @@ def live(program: Program) -> list[list[int]]:
     runs.
     """
     places = range(len(program.devices))
-    sizes = list(map(nbytes, program.specs))
+    sizes = program.nbytes
     now = [0 for _ in places]
     given = len(program.specs) - sum(len(i.writes) for i in program.instructions)
     for slot in range(given):
@@ -71,7 +71,7 @@ def residuals(program: Program) -> Cells:
             alone = all(_is_of(x, label.microbatch) for x in labels)
             if alone and any(_same_cell(label, x) for x in labels):
                 cell = label.stage, label.microbatch
-                found[cell] = found.get(cell, 0) + nbytes(program.specs[slot])
+                found[cell] = found.get(cell, 0) + program.nbytes[slot]
     return found
 
 

@@ -5,14 +5,15 @@ import os
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from .._jaxprs._function import Function
 from ._graph import NOWHERE, Place
+from ._sharding import WHOLE, Sharding, SubMesh
 from ._transfer import Device, on
 
 # To a type checker it has no attributes.
@@ -20,6 +21,23 @@ _config: Any = jax.config
 
 # How many of the stages that share a program its name lists.
 _NAMED = 4
+
+
+class Spread(NamedTuple):
+    """How a function lies on a place of several devices.
+
+    Attributes:
+      mapped: whether each shard calls it by itself.
+      given: how its arguments lie.
+      made: how its results lie.
+    """
+
+    mapped: bool = False
+    given: Sequence[Sharding] = ()
+    made: Sequence[Sharding] = ()
+
+
+ALONE = Spread()
 
 
 class Compiled:
@@ -33,6 +51,7 @@ class Compiled:
       device: where it runs.
       places: where the arguments are.
       labels: what its calls are, for its name in profiles.
+      spread: how it lies, where the place is several devices.
 
     Attributes:
       name: how profiles call it.
@@ -49,11 +68,14 @@ class Compiled:
         device: Device,
         places: Sequence[Place],
         labels: Sequence[Any],
+        spread: Spread = ALONE,
     ) -> None:
         self.function = function
         self.arguments = arguments
         self.kept = kept
         self.donated = donated
+        self._given = spread.given or [WHOLE] * len(arguments)
+        run, out = _on(device, function, kept, spread, set(places))
         count, given = len(arguments), list(donated)
         order = [i for i in range(count) if i not in set(donated)] + given
 
@@ -61,8 +83,7 @@ class Compiled:
             leaves: list[Any] = [None] * count
             for i, leaf in zip(order, (*read, *donated), strict=True):
                 leaves[i] = leaf
-            results = function.run(*leaves)
-            return tuple([results[i] for i in kept])
+            return tuple(run(*leaves))
 
         program.__name__ = self.name = _named(function.name, labels)
         self.run = jax.jit(
@@ -70,8 +91,7 @@ class Compiled:
             donate_argnums=1 if donated else (),
             # What is given is then a part of the text by which executables are found.
             keep_unused=True,
-            # What has no arguments in a place would land on the default device.
-            out_shardings=None if set(places) - {NOWHERE} else on(device),
+            out_shardings=out,
         )
 
         self.seconds = 0.0
@@ -88,7 +108,10 @@ class Compiled:
         kinds = *self.arguments, *self.function.results
         if not self._is_placed or any(map(on_host, kinds)) or not _is_ahead():
             return None
-        specs = [_located(self.arguments[i], self.device) for i in self._order]
+        specs = [
+            _located(self.arguments[i], self.device, self._given[i])
+            for i in self._order
+        ]
         end = len(specs) - len(self.donated)
         return self.run.trace(tuple(specs[:end]), tuple(specs[end:]))
 
@@ -107,6 +130,28 @@ class Compiled:
     def __call__(self, read: Any, donated: Any) -> Any:
         """Calls it, compiled or not."""
         return self.run(read, donated)
+
+
+def _on(
+    device: Device,
+    function: Function,
+    kept: Sequence[int],
+    spread: Spread,
+    places: set[Place],
+) -> tuple[Callable[..., Sequence[Any]], Any]:
+    """A function as a place runs it, giving what is kept, and where its results are."""
+
+    def run(*leaves: Any) -> list[Any]:
+        results = function.run(*leaves)
+        return [results[i] for i in kept]
+
+    if not isinstance(device, SubMesh):
+        # What has no arguments in a place would land on the default device.
+        return run, None if places - {NOWHERE} else on(device)
+    made = (on(device, spread.made[i], on_host(function.results[i])) for i in kept)
+    if not spread.mapped:
+        return run, tuple(made)
+    return device.mapped(function.run, spread.given, kept), tuple(made)
 
 
 def _is_ahead() -> bool:
@@ -236,10 +281,14 @@ def on_host(spec: Any) -> bool:
     return getattr(spec, "memory_space", None) == jax.memory.Space.Host
 
 
-def _located(spec: Any, device: Device) -> jax.ShapeDtypeStruct:
-    weak = getattr(spec, "weak_type", False)
+def _located(spec: Any, device: Device, how: Sharding) -> jax.ShapeDtypeStruct:
+    weak, shape = getattr(spec, "weak_type", False), spec.shape
+    # What was cut on its way is stacked now.
+    how = how._replace(cut=None)
+    if isinstance(device, SubMesh):
+        shape = device.global_shape(shape, how)
     return jax.ShapeDtypeStruct(
-        spec.shape, spec.dtype, sharding=on(device), weak_type=weak
+        shape, spec.dtype, sharding=on(device, how), weak_type=weak
     )
 
 

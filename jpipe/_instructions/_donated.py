@@ -11,10 +11,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._jaxprs._function import Function
-from ._compile import Compiled, on_host
-from ._graph import OUTSIDE, Graph, Operation, Place, Value
+from ._compile import Compiled, Spread, on_host
+from ._graph import OUTSIDE, Graph, Operation, Value
+from ._sharding import SubMesh
 from ._transfer import Device
+
+Key = tuple[Any, ...]
 
 
 def last_uses(
@@ -30,22 +32,25 @@ def compiled(
     operations: Sequence[Operation],
     last: dict[Value, int],
     devices: Sequence[Device],
-) -> dict[tuple[Function, Place], Compiled]:
+) -> dict[Key, Compiled]:
     """What is compiled: of the calls of a function in a place, what suits them all."""
-    calls: dict[tuple[Function, Place], list[tuple[int, Operation]]] = {}
+    calls: dict[Key, list[tuple[int, Operation]]] = {}
     for number, operation in enumerate(operations):
         if operation.function:
-            key = operation.function, operation.place
-            calls.setdefault(key, []).append((number, operation))
+            own = key(graph, operation, devices)
+            calls.setdefault(own, []).append((number, operation))
     # A name for all places: JAX's persistent cache finds it for any, on a GPU.
-    labels: dict[Function, list[Any]] = {}
-    for (function, _), own in calls.items():
+    labels: dict[Any, list[Any]] = {}
+    for (function, *_), own in calls.items():
         known = labels.setdefault(function, [])
         known += [operation.label for _, operation in own]
     owned = {v for operation in operations for v in _made(graph, operation)}
     owned |= graph.donated
     programs = {}
-    for (function, place), own in calls.items():
+    for known, own in calls.items():
+        function, place, *_ = known
+        first = own[0][1]
+        how = [graph.shardings[v] for v in first.writes]
         kept = [
             i
             for i in range(len(function.results))
@@ -55,16 +60,17 @@ def compiled(
         # Memory goes to the first results that fit: never to what is on the host.
         kept.sort(key=lambda i: i in function.offloaded)
         free = Counter(
-            _kind(function.results[i]) for i in kept if i not in function.offloaded
+            (_kind(function.results[i]), how[i])
+            for i in kept
+            if i not in function.offloaded
         )
         donated = []
-        first = own[0][1]
         # First what only an overwriting frees; then from the last, as sums are, which
         # are added to in place.
         reads = list(enumerate(first.reads))
         reads.sort(key=lambda pair: (pair[1] not in graph.donated, -pair[0]))
         for i, value in reads:
-            kind = _kind(graph.specs[value])
+            kind = _kind(graph.specs[value]), graph.shardings[value]
             if free[kind] and all(
                 operation.reads[i] in owned
                 and last[operation.reads[i]] == number
@@ -75,7 +81,7 @@ def compiled(
             ):
                 free[kind] -= 1
                 donated.append(i)
-        programs[function, place] = Compiled(
+        programs[known] = Compiled(
             function,
             [graph.specs[v] for v in first.reads],
             kept,
@@ -83,8 +89,24 @@ def compiled(
             devices[place],
             [graph.places[v] for v in first.reads],
             labels[function],
+            Spread(
+                first.mapped,
+                tuple(graph.shardings[v] for v in first.reads),
+                tuple(how),
+            ),
         )
     return programs
+
+
+def key(graph: Graph, operation: Operation, devices: Sequence[Device]) -> Key:
+    """What calls have in common that share a program.
+
+    On several devices that is how their arguments and results lie too.
+    """
+    if not isinstance(devices[operation.place], SubMesh):
+        return operation.function, operation.place
+    lie = tuple(graph.shardings[v] for v in (*operation.reads, *operation.writes))
+    return operation.function, operation.place, lie
 
 
 def is_key(spec: Any) -> bool:

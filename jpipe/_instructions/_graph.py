@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from .._jaxprs._function import Function, composed
+from ._sharding import STACKED, WHOLE, Cut, Sharding
 
 Value = int
 # A place by its number; what is nowhere yet, such as an uncommitted array, is taken by
@@ -33,6 +34,7 @@ class Operation:
       writes: its results.
       label: what it is: an action of the schedule, or words.
       layers: what runs, for messages.
+      mapped: whether each shard of the place calls it by itself.
     """
 
     place: Place
@@ -41,6 +43,7 @@ class Operation:
     writes: list[Value]
     label: Any = ""
     layers: str = ""
+    mapped: bool = False
 
 
 @dataclass
@@ -48,8 +51,9 @@ class Graph:
     """Calls of functions in the order in which they run, over values.
 
     Attributes:
-      specs: the shape and dtype of each value.
+      specs: the shape and dtype of each value; of what is stacked, of one shard.
       places: where each value is made.
+      shardings: how each value lies there.
       arguments: the values that a run is given.
       donated: those of them that it may overwrite.
       constants: the values that stay from run to run.
@@ -58,36 +62,41 @@ class Graph:
 
     specs: list[Any] = field(default_factory=list)
     places: list[Place] = field(default_factory=list)
+    shardings: list[Sharding] = field(default_factory=list)
     arguments: list[Value] = field(default_factory=list)
     donated: set[Value] = field(default_factory=set)
     constants: dict[Value, Any] = field(default_factory=dict)
     operations: list[Operation] = field(default_factory=list)
-    _copies: dict[tuple[Value, Place], Value] = field(default_factory=dict)
+    _copies: dict[tuple[Value, Place, Cut | None], Value] = field(default_factory=dict)
     _source: dict[Value, Value] = field(default_factory=dict)
     _constants: dict[Any, Value] = field(default_factory=dict)
     _composed: dict[Any, Function] = field(default_factory=dict)
 
-    def _make(self, spec: Any, place: Place) -> Value:
+    def _make(self, spec: Any, place: Place, how: Sharding = WHOLE) -> Value:
         self.specs.append(spec)
         self.places.append(place)
+        self.shardings.append(how)
         return len(self.specs) - 1
 
-    def argument(self, spec: Any, place: Place, donated: bool = False) -> Value:
+    def argument(
+        self, spec: Any, place: Place, donated: bool = False, how: Sharding = WHOLE
+    ) -> Value:
         """A value that each run is given."""
-        value = self._make(spec, place)
+        value = self._make(spec, place, how)
         self.arguments.append(value)
         if donated:
             self.donated.add(value)
         return value
 
-    def constant(self, array: Any, place: Place) -> Value:
-        """A value that is the same in each run: a NumPy array."""
-        key = array.dtype, array.shape, array.tobytes(), place
+    def constant(self, array: Any, place: Place, stacked: bool = False) -> Value:
+        """A value that is the same in each run: a NumPy array, maybe of all shards."""
+        key = array.dtype, array.shape, array.tobytes(), place, stacked
         if key not in self._constants:
+            shape = array.shape[1:] if stacked else array.shape
             spec = jax.ShapeDtypeStruct(
-                array.shape, jax.dtypes.canonicalize_dtype(array.dtype)
+                shape, jax.dtypes.canonicalize_dtype(array.dtype)
             )
-            value = self._make(spec, place)
+            value = self._make(spec, place, STACKED if stacked else WHOLE)
             self._constants[key] = value
             self.constants[value] = array
         return self._constants[key]
@@ -99,12 +108,24 @@ class Graph:
         reads: Sequence[Value],
         label: Any = "",
         layers: str = "",
+        mapped: bool = False,
+        how: Sequence[Sharding] | None = None,
     ) -> list[Value]:
         """Calls a function in a place, on values from anywhere.
+
+        Args:
+          function: the function.
+          place: where it runs.
+          reads: its arguments.
+          label: what the call is: an action of the schedule, or words.
+          layers: what runs, for messages.
+          mapped: whether each shard of the place calls it by itself.
+          how: how its results lie; default: stacked if it is mapped, else whole.
 
         Returns:
           Its results.
         """
+        how = how or [STACKED if mapped else WHOLE] * len(function.results)
         if function.reads is not None:
             reads = [reads[i] for i in function.reads]
         here = [self.at(value, place) for value in reads]
@@ -112,11 +133,13 @@ class Graph:
         for i, spec in enumerate(function.results):
             at = function.same.get(i)
             if at is None:
-                writes.append(self._make(spec, place))
+                writes.append(self._make(spec, place, how[i]))
             else:
                 writes.append(here[at] if at >= 0 else writes[~at])
         self.operations.append(
-            Operation(place, function, here, writes, label or function.name, layers)
+            Operation(
+                place, function, here, writes, label or function.name, layers, mapped
+            )
         )
         return writes
 
@@ -127,17 +150,34 @@ class Graph:
         value = self._source.get(value, value)
         if self.places[value] in (place, NOWHERE):
             return value
-        if (value, place) not in self._copies:
-            copy = self._make(self.specs[value], place)
-            self._copies[value, place], self._source[copy] = copy, value
-        return self._copies[value, place]
+        return self._copy(value, place, self.specs[value], self.shardings[value])
+
+    def cut(self, value: Value, place: Place, cut: Cut) -> Value:
+        """Micro-batches of a leaf of the mini-batch, spread over the shards of a place.
+
+        For each shard it is ``[M, ..., size, ...]``.
+        """
+        spec = self.specs[value]
+        shape = list(spec.shape)
+        shape[cut.axis] = cut.size
+        part = jax.ShapeDtypeStruct(
+            (cut.parts, *shape), spec.dtype, weak_type=spec.weak_type
+        )
+        return self._copy(value, place, part, STACKED._replace(cut=cut))
+
+    def _copy(self, value: Value, place: Place, spec: Any, how: Sharding) -> Value:
+        key = value, place, how.cut
+        if key not in self._copies:
+            copy = self._make(spec, place, how)
+            self._copies[key], self._source[copy] = copy, value
+        return self._copies[key]
 
     def fuse(self) -> None:
         """Makes one operation of the last two, which run in one place."""
         second, first = self.operations.pop(), self.operations.pop()
         assert first.function
         assert second.function
-        assert first.place == second.place
+        assert (first.place, first.mapped) == (second.place, second.mapped)
         made = {value: ~i for i, value in reversed(list(enumerate(first.writes)))}
         reads, own = list(first.reads), set(first.reads)
         at = {value: i for i, value in reversed(list(enumerate(reads)))}
@@ -154,7 +194,15 @@ class Graph:
         function = self._composed[parts]
         writes = [*first.writes, *second.writes]
         self.operations.append(
-            Operation(first.place, function, reads, writes, second.label, second.layers)
+            Operation(
+                first.place,
+                function,
+                reads,
+                writes,
+                second.label,
+                second.layers,
+                second.mapped,
+            )
         )
 
     def with_copies(self, outputs: Sequence[Value]) -> list[Operation]:
@@ -174,7 +222,7 @@ class Graph:
                 needed.update(operation.reads)
                 needed.update(self._source.get(v, v) for v in operation.reads)
         copies: dict[Value, list[tuple[Place, Value]]] = {}
-        for (value, place), copy in self._copies.items():
+        for (value, place, _), copy in self._copies.items():
             if copy in needed:
                 copies.setdefault(value, []).append((place, copy))
         done = [*self._copying([*self.arguments, *self.constants], copies)]

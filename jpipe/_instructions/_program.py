@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 from . import _transfer
 from ._compile import Compiled, compile_all
-from ._donated import compiled, is_key, last_uses
-from ._graph import OUTSIDE, Graph, Place, Value
+from ._donated import compiled, is_key, key, last_uses
+from ._graph import OUTSIDE, Graph, Operation, Place, Value
+from ._sharding import SubMesh
 from ._transfer import Device
 
 Slot = int
@@ -72,7 +73,8 @@ class Program:
 
     Attributes:
       instructions: what runs, in order.
-      specs: what each slot holds.
+      specs: what each slot holds; where a place is several devices, one shard of it.
+      nbytes: the bytes of each slot, on each device of its place.
       places: where.
       programs: all that is compiled.
     """
@@ -91,7 +93,7 @@ class Program:
             new = [v for v in operation.writes if v not in slot]
             reads, donates, run = operation.reads, [], None
             if operation.function:
-                program = self.programs[operation.function, operation.place]
+                program = self.programs[key(graph, operation, devices)]
                 new = [operation.writes[i] for i in program.kept]
                 donates = [reads[i] for i in program.donated]
                 reads = [v for i, v in enumerate(reads) if i not in program.donated]
@@ -103,7 +105,7 @@ class Program:
                 Instruction(
                     operation.place,
                     None if run else graph.places[reads[0]],
-                    run or _mover(graph, reads, devices, operation.place),
+                    run or _mover(graph, operation, devices),
                     tuple(slot[v] for v in reads),
                     tuple(slot[v] for v in donates),
                     range(start, len(slot)),
@@ -115,10 +117,11 @@ class Program:
         by_slot = sorted(slot, key=slot.__getitem__)
         self.specs = [graph.specs[v] for v in by_slot]
         self.places = [graph.places[v] for v in by_slot]
+        self.nbytes = [_nbytes(graph, v, devices) for v in by_slot]
         self.outputs = tuple(slot[v] for v in outputs)
         self._read_outputs = _getter(self.outputs)
         self._constants = [
-            _transfer.put([array], devices[graph.places[v]])[0]
+            _transfer.put([array], devices[graph.places[v]], [graph.shardings[v]])[0]
             for v, array in graph.constants.items()
         ]
         self._blank = [None] * (len(slot) - self._num_arguments - len(self._constants))
@@ -222,11 +225,22 @@ def _getter(slots: Sequence[Slot]) -> Callable[[list[Any]], tuple[Any, ...]]:
 
 
 def _mover(
-    graph: Graph, values: Sequence[Value], devices: Sequence[Device], target: Place
+    graph: Graph, operation: Operation, devices: Sequence[Device]
 ) -> Callable[[Any, Any], Sequence[Any]]:
+    target, values = devices[operation.place], operation.reads
     source = graph.places[values[0]]
+    how = [graph.shardings[value] for value in operation.writes]
     if source == OUTSIDE:
-        return lambda leaves, _: _transfer.put(leaves, devices[target])
+        return lambda leaves, _: _transfer.put(leaves, target, how)
     keys = any(is_key(graph.specs[value]) for value in values)
-    send = _transfer.sender(devices[source], devices[target], keys)
+    send = _transfer.sender(devices[source], target, keys, how)
     return lambda leaves, _: send(leaves)
+
+
+def _nbytes(graph: Graph, value: Value, devices: Sequence[Device]) -> int:
+    """What each device of its place holds of a value."""
+    spec, place = graph.specs[value], graph.places[value]
+    count = spec.size * spec.dtype.itemsize
+    if place >= 0 and isinstance(device := devices[place], SubMesh):
+        return device.local_bytes(count, graph.shardings[value])
+    return count

@@ -6,13 +6,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
 
 from .. import _compat
+from ._sharding import WHOLE, Cut, Sharding, SubMesh
 
 Leaves = Sequence[Any]
-# To a type checker `jax.Device` is a variable and no type.
+# A `jax.Device`, which to a type checker is a variable and no type; or a `SubMesh`.
 Device = Any
 
 
@@ -31,30 +34,113 @@ class OnPaper:
 
 
 @functools.cache
-def on(device: Device) -> SingleDeviceSharding | None:
-    """A whole array on one device; ``None`` for one that is not there.
+@functools.cache
+def on(device: Device, how: Sharding = WHOLE, on_host: bool = False) -> Any:
+    """What JAX calls an array in a place; ``None`` in one that is not there.
 
     To `jax.device_put` a device alone says less: what was spread over a mesh of
     explicit axes would be on the device and still of a type that names the mesh.
+
+    Args:
+      device: the place.
+      how: how the array lies, where the place is several devices.
+      on_host: whether it is in the memory of their host.
     """
+    if isinstance(device, SubMesh):
+        return device.sharding(how, on_host)
     return None if isinstance(device, OnPaper) else SingleDeviceSharding(device)
 
 
-def put(leaves: Leaves, device: Device) -> list[Any]:
-    """Flat leaves, from the host or any device, onto one device. Never waits."""
-    if isinstance(device, OnPaper):
+def is_at(leaf: Any, device: Device, how: Sharding = WHOLE) -> bool:
+    """Whether an array is in a place, and lies as it should."""
+    if isinstance(device, SubMesh):
+        found = getattr(leaf, "sharding", None)
+        wanted = on(device, how)
+        return found == wanted or (
+            found is not None and wanted.is_equivalent_to(found, leaf.ndim)
+        )
+    return leaf.device == device
+
+
+def devices_of(device: Device) -> frozenset[Any]:
+    """What an array in a place answers to the question for its devices."""
+    several = isinstance(device, SubMesh)
+    return frozenset(device.mesh.devices.flat if several else [device])
+
+
+def lies(leaf: Any, device: Device) -> Sharding:
+    """How an array lies in a place where it is."""
+    if not isinstance(device, SubMesh):
+        return WHOLE
+    how = Sharding(spec=getattr(leaf.sharding, "spec", P()))
+    return how if is_at(leaf, device, how) else WHOLE
+
+
+def one_of(device: Device) -> Device:
+    """The device of a place; of several the first."""
+    return device.first if isinstance(device, SubMesh) else device
+
+
+def _stack(leaf: Any, cut: Cut, num_shards: int) -> Any:
+    """What is cut of a leaf: ``[..., batch, ...]`` to ``[D, M, ..., size, ...]``."""
+    leaf = _auto(leaf)
+    axis, start, number, size = cut
+    axis %= leaf.ndim
+    stop = start + number * num_shards * size
+    rows = leaf[(slice(None),) * axis + (slice(start, stop),)]
+    before, after = rows.shape[:axis], rows.shape[axis + 1 :]
+    parts = rows.reshape(*before, number, num_shards, size, *after)
+    xp = np if isinstance(leaf, np.ndarray) else jnp
+    return xp.moveaxis(parts, (axis + 1, axis), (0, 1))
+
+
+def _auto(leaf: Any) -> Any:
+    """An array whose type says nothing of how it lies: any part of it can be taken."""
+    sharding = getattr(leaf, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return leaf
+    mesh = sharding.mesh
+    plain = SubMesh.of(np.asarray(mesh.devices), mesh.axis_names).mesh
+    return jax.device_put(leaf, NamedSharding(plain, sharding.spec))
+
+
+def put(
+    leaves: Leaves, device: Device, how: Sequence[Sharding] | None = None
+) -> list[Any]:
+    """Flat leaves, from the host or any device, into one place. Never waits."""
+    if isinstance(device, OnPaper) or not leaves:
         return list(leaves)
-    return jax.device_put(list(leaves), on(device)) if leaves else []
+    if not isinstance(device, SubMesh):
+        return jax.device_put(list(leaves), on(device))
+    how = how or [WHOLE] * len(leaves)
+    parts = [
+        _stack(leaf, each.cut, device.num_shards) if each.cut else leaf
+        for leaf, each in zip(leaves, how, strict=True)
+    ]
+    # What was cut is stacked now.
+    return jax.device_put(parts, [on(device, each._replace(cut=None)) for each in how])
 
 
-def put_tree(tree: Any, device: Device) -> Any:
-    """A pytree, from the host or any device, onto one device. Never waits."""
-    return jax.device_put(_off_numpy(tree), on(device))
+def put_tree(
+    tree: Any,
+    device: Device,
+    how: Sequence[Sharding] | None = None,
+    may_alias: bool | None = None,
+) -> Any:
+    """A pytree, from the host or any device, into one place. Never waits.
 
-
-def copy_tree(tree: Any, device: Device) -> Any:
-    """As `put_tree`, but what is there already is copied."""
-    return jax.device_put(_off_numpy(tree), on(device), may_alias=False)
+    Args:
+      tree: the pytree.
+      device: the place.
+      how: how its leaves lie there, in order.
+      may_alias: whether what is there already need not be copied.
+    """
+    leaves, structure = jax.tree.flatten(_off_numpy(tree))
+    where = on(device)
+    if isinstance(device, SubMesh) and how:
+        where = [on(device, each) for each in how]
+    placed = jax.device_put(leaves, where, may_alias=may_alias) if leaves else []
+    return jax.tree.unflatten(structure, placed)
 
 
 def _off_numpy(tree: Any) -> Any:
@@ -66,15 +152,21 @@ def _off_numpy(tree: Any) -> Any:
 
 
 def sender(
-    source: Device, target: Device, has_keys: bool
+    source: Device, target: Device, has_keys: bool, how: Sequence[Sharding]
 ) -> Callable[[Leaves], Sequence[jax.Array]]:
-    """A function that copies leaves, each time from one device to one other.
+    """A function that copies leaves, each time from one place to one other.
+
+    Each shard goes straight to its counterpart.
 
     Args:
-      source: the device where they are.
-      target: the device where they go.
+      source: the place where they are.
+      target: the place where they go.
       has_keys: whether typed keys of `jax.random` are among them.
+      how: how they lie, in both.
     """
+    if isinstance(target, SubMesh):
+        where = [on(target, each) for each in how]
+        return lambda leaves: jax.device_put(list(leaves), where)
     on_paper = isinstance(source, OnPaper) or isinstance(target, OnPaper)
     copy = None if has_keys or on_paper else _compat.copier(source, target)
     # It takes a device in less time than a sharding; a type that names a mesh stays,

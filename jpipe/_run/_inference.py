@@ -8,11 +8,11 @@ from .._functions import _microbatch
 from .._functions._batch import Batch
 from .._instructions._graph import OUTSIDE, Graph
 from .._instructions._program import Program
-from .._jaxprs._function import Function
 from . import _variables
 from ._layout import Layout
 from ._lower import Lowering
 from ._pipe import Pipe
+from ._totals import joined
 from ._work import Works
 
 PyTree = Any
@@ -33,7 +33,7 @@ class Inference:
         self, pipe: Pipe, layout: Layout, batch: Batch, works: Works, out_axis: int
     ) -> None:
         y = works.task(len(pipe.stages) - 1).y
-        if len(batch.sizes) > 1:
+        if len(batch.sizes) * batch.num_shards > 1:
             _microbatch.check_joinable(y, out_axis, batch.sizes[0])
         self._layout = layout
         self._tree = jax.tree.structure(y)
@@ -46,13 +46,9 @@ class Inference:
         lowering = Lowering(graph, pipe, layout, batch, works, variables, x, (), rngs)
         rows = lowering.inference()
         outputs = rows[0]
-        if len(rows) > 1:
-            count = self._tree.num_leaves
-            leaves = [value for row in rows for value in row]
-            specs = [graph.specs[value] for value in leaves]
-            axes = [out_axis] * count
-            join = Function.like("join", _microbatch.joiner(axes), *specs)
-            outputs = graph.call(join, pipe.place(len(pipe.stages) - 1), leaves)
+        if len(rows) * batch.num_shards > 1:
+            axes = [out_axis] * self._tree.num_leaves
+            outputs = joined(graph, pipe, batch, "join", rows, axes)
         self.program = Program(graph, outputs, pipe.places)
 
     def __call__(self, variables: PyTree, x: PyTree, rngs: PyTree) -> PyTree:

@@ -15,7 +15,7 @@ from .._jaxprs import _jaxpr
 from .._layers._sharing import Key, Sharing
 from .._layers._tree import Names, dotted, flat, merged, nested
 from .._layers._walk import Visit
-from . import _variables
+from . import _resting, _variables
 from ._pipe import Pipe
 
 PyTree = Any
@@ -40,6 +40,7 @@ class Layout:
       own: for each stage whether each of its leaves stands in the entry of its layer;
         others it borrows.
       specs: of each leaf of all variables what it is like, and its place.
+      shardings: how each of them lies there between steps.
     """
 
     def __init__(
@@ -82,11 +83,13 @@ class Layout:
             (_jaxpr.spec(leaf), pipe.place(pipe.stage_of_layer[layer]))
             for leaf, layer in zip(leaves, layer_of, strict=True)
         ]
+        self.shardings = _resting.shardings(pipe, variables)
         self._pipe = pipe
 
     def arguments(self, graph: Graph) -> list[Value]:
         """All leaves of the variables as arguments of a graph, each in its place."""
-        return [graph.argument(*spec) for spec in self.specs]
+        pairs = zip(self.specs, self.shardings, strict=True)
+        return [graph.argument(*spec, how=how) for spec, how in pairs]
 
     def check(self, leaves: Sequence[Any]) -> None:
         """Checks what a run is given: see `_variables`.
@@ -102,7 +105,11 @@ class Layout:
         self._pipe.unchanged.check()
         _variables.check_alive(leaves)
         own = [
-            [leaves[i] for i, yes in zip(order, marks, strict=True) if yes]
+            [
+                (leaves[i], self.shardings[i])
+                for i, yes in zip(order, marks, strict=True)
+                if yes
+            ]
             for order, marks in zip(self.order, self.own, strict=True)
         ]
         _variables.check_placed(own, self._pipe.stages, self._pipe.devices)

@@ -5,43 +5,28 @@ Transfers, frees and donation are not written here: they follow from who reads w
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from .._functions import _microbatch, _remat
+from .._functions import _remat
 from .._functions._batch import Batch
 from .._functions._task import Task
 from .._functions._weights import sum_spec
 from .._instructions._graph import Graph, Value
+from .._instructions._sharding import STACKED, Sharding, SubMesh
 from .._jaxprs._function import Function
 from ..schedules import Action
 from ..schedules._action import BACKWARD, FORWARD, INPUT, WEIGHT
 from . import _sums
+from ._incoming import Incoming
 from ._layout import Layout
 from ._pipe import Pipe
+from ._totals import Sums, Totals
 from ._work import Works
 
 Values = list[Value]
 Cell = tuple[int, int]
-
-
-class Sums(NamedTuple):
-    """What the micro-batches of a mini-batch sum up to.
-
-    Attributes:
-      loss: the loss of the whole mini-batch.
-      aux: what the loss function returned beside it, of each micro-batch.
-      grads: the gradient of each trained leaf, by its position among all variables.
-      changed: the new value of each leaf that training changes, likewise.
-    """
-
-    loss: Value
-    aux: list[Values]
-    grads: dict[int, Value]
-    changed: dict[int, Value]
 
 
 class Lowering:
@@ -76,10 +61,14 @@ class Lowering:
         self._layout = layout
         self._batch = batch
         self._works = works
-        self._weights = [[variables[i] for i in order] for order in layout.order]
+        # Whether each shard of a stage runs its actions by itself.
+        self._is_mapped = batch.num_shards > 1
+        self._is_spread = any(isinstance(d, SubMesh) for d in pipe.places)
+        self._incoming = incoming = Incoming(graph, pipe, batch, rngs)
+        at_hand = incoming.weights(variables)
+        self._weights = [[at_hand[i] for i in order] for order in layout.order]
         self._names = [str(stage) for stage in pipe.stages]
-        self._rngs = rngs
-        rows = self._split(x, batch.x_axes, 0)
+        rows = incoming.split(x, batch.x_axes, 0)
         # By stage and micro-batch, what each stage is given, what its backward reads,
         # the cotangents of its outputs; what a loss function returned beside the loss.
         self._x: dict[Cell, Values] = {(0, m): row for m, row in enumerate(rows)}
@@ -89,52 +78,16 @@ class Lowering:
         self._aux: dict[int, Values] = {}
         last = len(pipe.stages) - 1
         has_loss = works.task(last).has_loss
-        self._targets = self._split(targets, batch.target_axes, last) * has_loss
+        self._targets = incoming.split(targets, batch.target_axes, last) * has_loss
         self._grads: list[Values] = []
         self._sums: list[Values] = []
 
-    # ------------------------------------------------------------- what comes in
-
-    def _split(
-        self, leaves: Sequence[Value], axes: Sequence[int | None], stage: int
-    ) -> list[Values]:
-        """The leaves of each micro-batch where a stage reads them.
-
-        A leaf without a batch axis is the same in every micro-batch, not a copy.
-        """
-        graph, place = self._graph, self._pipe.place(stage)
-        local = [graph.at(value, place) for value in leaves]
-        cut = [v for v, axis in zip(local, axes, strict=True) if axis is not None]
-        sizes = self._batch.sizes
-        if len(sizes) == 1 or not cut:
-            return [local for _ in sizes]
-        split = _microbatch.splitter([a for a in axes if a is not None], sizes)
-        function = Function.like("split", split, *[graph.specs[v] for v in cut])
-        parts = iter(graph.call(function, place, cut))
-        return [
-            [v if a is None else next(parts) for v, a in zip(local, axes, strict=True)]
-            for _ in sizes
-        ]
-
-    def _extra(self, task: Task, cell: Cell) -> Values:
-        """What a micro-batch brings to a stage beside its input: see `_task.EXTRA`."""
-        stage, m = cell
-        place, sizes = self._pipe.place(stage), self._batch.sizes
-        found: Values = []
-        for name in task.extra:
-            if name == "targets":
-                found += self._targets[m]
-            elif name == "rngs":
-                found += self._rngs
-            elif name == "numbers":
-                numbers = np.array([m, task.stage.first], np.int32)
-                found.append(self._graph.constant(numbers, place))
-            else:
-                share = np.asarray(sizes[m] / sum(sizes), jnp.result_type(float))
-                found.append(self._graph.constant(share, place))
-        return found
-
     # ----------------------------------------------------------------- inference
+
+    def _extra(self, task: Task, m: int) -> Values:
+        """What a micro-batch brings to a stage beside its input."""
+        targets = self._targets[m] if self._targets else []
+        return self._incoming.extra(task, m, targets)
 
     def inference(self) -> list[Values]:
         """The forwards of the schedule; the output of each micro-batch."""
@@ -166,7 +119,9 @@ class Lowering:
                 self._backward(action, mode, follows=True)
             else:
                 self._backward(action, mode)
-        return self._totals()
+        aux = [self._aux[m] for m in range(len(self._batch.sizes))]
+        given = self._graph, self._pipe, self._layout, self._batch, self._works
+        return Totals(*given).sums(self._weights, self._sums, self._grads, aux)
 
     def _deferred(self) -> set[Cell]:
         """The forwards of the stage with the loss that run with their backwards.
@@ -201,10 +156,12 @@ class Lowering:
     def _start_sums(self) -> None:
         """Sums at zero, all of a place made at one stroke."""
         groups: list[tuple[int, list[Any]]] = []
+        lies: list[list[Sharding]] = []
         for s in range(len(self._pipe.stages)):
             task = self._works.task(s)
             grads = [sum_spec(leaf) for leaf in task.weights.trainable_specs]
             groups += [(s, grads), (s, task.sum_specs)]
+            lies += [self._sums_lie(s), [STACKED] * len(task.sum_specs)]
         found: list[Values] = [[] for _ in groups]
         for place in dict.fromkeys(self._pipe.place(s) for s, _ in groups):
             own = [i for i, (s, _) in enumerate(groups) if self._pipe.place(s) == place]
@@ -212,7 +169,10 @@ class Lowering:
             if not specs:
                 continue
             zeros = Function("zeros", _sums.zeros(specs), specs)
-            values = iter(self._graph.call(zeros, place, []))
+            how = [how for i in own for how in lies[i]] if self._is_mapped else None
+            values = iter(
+                self._graph.call(zeros, place, [], mapped=self._is_mapped, how=how)
+            )
             for i in own:
                 found[i] = [next(values) for _ in groups[i][1]]
         self._grads, self._sums = found[::2], found[1::2]
@@ -227,12 +187,31 @@ class Lowering:
             for value in self._skips[route.key, m]
         ]
         x = [*arrived, *self._x[cell]]
-        return [*self._weights[stage], *x, *self._extra(task, cell)]
+        return [*self._weights[stage], *x, *self._extra(task, m)]
 
-    def _call(self, function: Function, action: Action, reads: Values) -> Values:
+    def _call(
+        self,
+        function: Function,
+        action: Action,
+        reads: Values,
+        how: Sequence[Sharding] | None = None,
+    ) -> Values:
         stage = action.stage
         place, name = self._pipe.place(stage), self._names[stage]
-        return self._graph.call(function, place, reads, action, name)
+        given = function, place, reads, action, name
+        return self._graph.call(*given, mapped=self._is_mapped, how=how)
+
+    def _sums_lie(self, stage: int) -> list[Sharding]:
+        """How the sums of gradients of a stage lie: cut as their leaves are."""
+        pairs = zip(
+            self._weights[stage], self._works.task(stage).weights.trainable, strict=True
+        )
+        shardings = self._graph.shardings
+        return [
+            shardings[value].gathered()._replace(stacked=self._is_mapped)
+            for value, yes in pairs
+            if yes
+        ]
 
     def _send(self, task: Task, cell: Cell, results: Values) -> None:
         """Says who reads what leaves a stage."""
@@ -286,7 +265,8 @@ class Lowering:
             grads, x_grads = self._call(functions.weight_grad, action, given), []
         if grads:
             sums = [*self._grads[stage], *grads]
-            self._grads[stage] = self._call(functions.add_grads, action, sums)
+            lie = self._sums_lie(stage) if self._is_spread else None
+            self._grads[stage] = self._call(functions.add_grads, action, sums, lie)
             self._graph.fuse()
         if follows:
             self._graph.fuse()
@@ -314,80 +294,3 @@ class Lowering:
         for (source, key), part in zip(ends, [*arrived, x], strict=True):
             found = [values[i] for i in jax.tree.leaves(part)]
             self._cotangents[(source, m), key] = [v for v in found if v is not None]
-
-    # ------------------------------------------------------------ what comes out
-
-    def _totals(self) -> Sums:
-        works, graph = self._works, self._graph
-        stages = range(len(self._pipe.stages))
-        last = stages[-1]
-        losses = self._sums[last][: works.task(last).num_losses]
-        (loss,) = self._finished(
-            [losses[0]], [works.task(last).closed.out_avals[0].dtype], losses[1:], last
-        )
-        changed = {}
-        for s in stages:
-            task = works.task(s)
-            if task.changed:
-                old = [self._weights[s][i] for i in task.changed]
-                sums = self._sums[s][task.num_losses :]
-                function = works.derivatives(s, 0, works.mode(s, 0)).commit
-                new = graph.call(function, self._pipe.place(s), [*old, *sums])
-                at = [self._layout.order[s][i] for i in task.changed]
-                changed |= dict(zip(at, new, strict=True))
-        aux = [self._aux[m] for m in range(len(self._batch.sizes))]
-        return Sums(loss, aux, self._gradients(losses[1:]), changed)
-
-    def _gradients(self, divisor: Values) -> dict[int, Value]:
-        """The gradient of each trained leaf; those of a tied one are added."""
-        layout = self._layout
-        terms: dict[int, list[Value]] = {}
-        for s, order in enumerate(layout.order):
-            weights = layout.weights[s]
-            pairs = zip(order, layout.own[s], strict=True)
-            trained = [
-                pair for pair, yes in zip(pairs, weights.trainable, strict=True) if yes
-            ]
-            for (leaf, own), value in zip(trained, self._grads[s], strict=True):
-                found = terms.setdefault(leaf, [])
-                found.insert(0 if own else len(found), value)
-        grads: dict[int, Value] = {}
-        for s, order in enumerate(layout.order):
-            pairs = zip(order, layout.own[s], strict=True)
-            own = sorted(leaf for leaf, yes in pairs if yes and leaf in terms)
-            tied = [leaf for leaf in own if len(terms[leaf]) > 1]
-            if tied:
-                counts = [len(terms[leaf]) for leaf in tied]
-                add = Function(
-                    "add_tied", _sums.adding(counts), self._specs(terms, tied)
-                )
-                reads = [value for leaf in tied for value in terms[leaf]]
-                totals = self._graph.call(add, self._pipe.place(s), reads)
-                terms |= {leaf: [v] for leaf, v in zip(tied, totals, strict=True)}
-            dtypes = [layout.specs[leaf][0].dtype for leaf in own]
-            sums = [terms[leaf][0] for leaf in own]
-            done = self._finished(sums, dtypes, divisor, s)
-            grads |= dict(zip(own, done, strict=True))
-        return grads
-
-    def _specs(self, terms: dict[int, list[Value]], leaves: Sequence[int]) -> list[Any]:
-        return [self._graph.specs[terms[leaf][0]] for leaf in leaves]
-
-    def _finished(
-        self, sums: Values, dtypes: Sequence[Any], divisor: Values, stage: int
-    ) -> Values:
-        """Makes sums over micro-batches what they stand for.
-
-        Sums in another precision than their leaves are cast; those of a weighted loss
-        are divided by the sum of weights. Mostly there is nothing to do.
-        """
-        specs = [self._graph.specs[v] for v in sums]
-        same = all(x.dtype == dtype for x, dtype in zip(specs, dtypes, strict=True))
-        if not sums or (same and not divisor):
-            return sums
-        results = [
-            jax.ShapeDtypeStruct(x.shape, dtype)
-            for x, dtype in zip(specs, dtypes, strict=True)
-        ]
-        finish = Function("finish", _sums.finishing(len(sums), dtypes), results)
-        return self._graph.call(finish, self._pipe.place(stage), [*sums, *divisor])

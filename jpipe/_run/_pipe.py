@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from .._instructions._sharding import SubMesh
 from .._instructions._transfer import Device
 from .._layers._sharing import Sharing
 from .._layers._stage import StageFunction
@@ -21,6 +22,9 @@ class Pipe:
       schedule: who runs which action when.
       remat: what each stage keeps: see `_remat`.
       unchanged: what tells whether layers were changed since.
+      rule: how variables lie where stages have several devices: see `_resting`.
+      gather: when what shards have a part of is gathered: once in a ``"step"`` or for
+        each ``"microbatch"``.
     """
 
     stages: tuple[StageFunction, ...]
@@ -28,6 +32,8 @@ class Pipe:
     schedule: Schedule
     remat: tuple[Any, ...]
     unchanged: Unchanged
+    rule: Any = None
+    gather: str = "step"
 
     @cached_property
     def sharing(self) -> Sharing:
@@ -42,6 +48,12 @@ class Pipe:
     def place(self, stage: int) -> int:
         """The place of a stage."""
         return self.places.index(self.devices[stage])
+
+    @cached_property
+    def num_shards(self) -> int:
+        """Over how many shards the examples of each micro-batch are spread."""
+        first = self.devices[0]
+        return first.num_shards if isinstance(first, SubMesh) else 1
 
     @cached_property
     def stage_of_layer(self) -> tuple[int, ...]:

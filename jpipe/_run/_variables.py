@@ -9,7 +9,8 @@ from flax import nnx
 from jax import core
 
 from .._functions._weights import is_inexact
-from .._instructions._transfer import Device
+from .._instructions._sharding import Sharding
+from .._instructions._transfer import Device, is_at
 from .._layers._linen import is_box
 from .._layers._stage import StageFunction
 from .._layers._tree import dotted, flat
@@ -150,21 +151,23 @@ def _other_kinds(expected: Sequence[PyTree], given: Sequence[PyTree]) -> list[st
 
 
 def check_placed(
-    weights: Sequence[Sequence[Any]],
+    weights: Sequence[Sequence[tuple[Any, Sharding]]],
     stages: Sequence[StageFunction],
     devices: Sequence[Device],
 ) -> None:
-    """Checks that every leaf is where its stage runs.
+    """Checks that every leaf is where its stage runs, and lies there as it should.
 
     Raises:
       ValueError: with each stage whose leaves are elsewhere.
       TypeError: if a leaf belongs to a trace.
     """
-    check_concrete([leaf for leaves in weights for leaf in leaves])
+    check_concrete([leaf for leaves in weights for leaf, _ in leaves])
     faults = []
     for leaves, stage, device in zip(weights, stages, devices, strict=True):
         # A leaf of NumPy answers "cpu", a sharded one its sharding.
-        elsewhere = {str(leaf.device) for leaf in leaves if leaf.device != device}
+        elsewhere = {
+            str(leaf.device) for leaf, how in leaves if not is_at(leaf, device, how)
+        }
         if elsewhere:
             layers = f"layers {stage.first} to {stage.span.stop - 1}"
             faults.append(

@@ -11,11 +11,11 @@ from .._functions._batch import Batch
 from .._functions._objective import Objective
 from .._instructions._graph import OUTSIDE, Graph, Value
 from .._instructions._program import Program
-from .._jaxprs._function import Function
 from .._run import _variables
 from .._run._layout import Layout
 from .._run._lower import Lowering
 from .._run._pipe import Pipe
+from .._run._totals import joined
 from .._run._work import Works
 
 PyTree = Any
@@ -97,10 +97,7 @@ class Gradient:
         loss, rows, grads, changed = lowering.training()
         aux = []
         if self._aux_axes:
-            leaves = [value for row in rows for value in row]
-            specs = [graph.specs[value] for value in leaves]
-            join = Function.like("join_aux", _microbatch.joiner(self._aux_axes), *specs)
-            aux = graph.call(join, self.pipe.place(len(self.pipe.stages) - 1), leaves)
+            aux = joined(graph, self.pipe, self.batch, "join_aux", rows, self._aux_axes)
         return Outcome(loss, aux, [grads[i] for i in sorted(grads)], changed)
 
     @cached_property

@@ -5,6 +5,8 @@ from typing import Any
 
 import jax
 
+from .._instructions._sharding import WHOLE, Sharding
+
 # The number of a place, or None for what every place may have: constants, counters,
 # and what follows from them alone. Such values are computed wherever needed.
 Home = int | None
@@ -45,6 +47,33 @@ def homes(tree: Any, place: dict[Path, int]) -> list[Home]:
         return next((place[part] for part in parts if part in place), None)
 
     return [home(path) for path in paths(tree)]
+
+
+def shardings(
+    tree: Any, others: Iterable[tuple[Path, Any]], how: Iterable[Sharding]
+) -> list[Sharding]:
+    """How each leaf of a tree lies on its place: as one of others that it is like.
+
+    That is one whose path its own ends with, of the same shape; else it is whole.
+
+    Args:
+      tree: the tree.
+      others: the paths of other leaves, and these.
+      how: how these lie.
+    """
+    known = {
+        (path, tuple(leaf.shape)): each
+        for (path, leaf), each in zip(others, how, strict=True)
+        if each != WHOLE
+    }
+    if not known:
+        return [WHOLE] * len(jax.tree.leaves(tree))
+
+    def like(path: Path, leaf: Any) -> Sharding:
+        tails = ((path[i:], tuple(leaf.shape)) for i in range(len(path)))
+        return next((known[tail] for tail in tails if tail in known), WHOLE)
+
+    return [like(*pair) for pair in jax.tree_util.tree_leaves_with_path(tree)]
 
 
 def heaviest(sizes: Sequence[tuple[int, int]]) -> Home:

@@ -10,11 +10,10 @@ from .._instructions import _transfer
 from .._instructions._bytes import nbytes
 from .._instructions._graph import Graph, Value
 from .._instructions._program import Program
-from .._instructions._transfer import Device
 from .._layers._stage import shapes
-from .._run import _signature
+from .._run import _resting, _signature
 from .._run._pipe import Pipe
-from ._homes import Path, homes, paths, places
+from ._homes import Path, homes, paths, places, shardings
 from ._placed import Placed, Placement
 
 PyTree = Any
@@ -65,7 +64,12 @@ class Optimizer:
         state_at = homes(self.state, place)
         self._state_shapes = _signature.shapes(jax.tree.leaves(self.state))
         self.state_places = [at[home or 0] for home in state_at]
-        self._state_devices = [pipe.places[place] for place in self.state_places]
+        self._params_lie = _resting.shardings(pipe, free, inside=("params",))
+        self.state_shardings = shardings(self.state, _flat(free), self._params_lie)
+        self._state_at = [
+            (pipe.places[place], how)
+            for place, how in zip(self.state_places, self.state_shardings, strict=True)
+        ]
         placement = Placement(
             [*params_at, *state_at, *params_at], lambda _: [*params_at, *state_at], at
         )
@@ -76,9 +80,12 @@ class Optimizer:
         """The optimizer's state for parameters that are in place."""
         graph = Graph()
         leaves = jax.tree.leaves(self._hide_frozen(params))
-        pairs = zip(jax.tree.leaves(self._free), self._params_places, strict=True)
-        arguments = [graph.argument(spec, place) for spec, place in pairs]
-        outputs = self._init.into(graph, arguments)
+        own = jax.tree.leaves(self._free), self._params_places, self._params_lie
+        arguments = [
+            graph.argument(spec, place, how=how)
+            for spec, place, how in zip(*own, strict=True)
+        ]
+        outputs = self._init.into(graph, arguments, self.state_shardings)
         program = Program(graph, outputs, self._pipe.places)
         return jax.tree.unflatten(self._state_tree, program(leaves))
 
@@ -100,8 +107,8 @@ class Optimizer:
                 "state.opt_state does not fit the optimizer of this step; write "
                 "hyperparameters as jnp.asarray(value, dtype):\n" + self._misfits(state)
             )
-        pairs = zip(leaves, self._state_devices, strict=True)
-        if any(leaf.device != device for leaf, device in pairs):
+        pairs = zip(leaves, self._state_at, strict=True)
+        if not all(_transfer.is_at(leaf, *where) for leaf, where in pairs):
             raise ValueError(
                 "state.opt_state is not in place; type state = pipe.place(state)"
             )
@@ -156,7 +163,8 @@ class Optimizer:
           All leaves of the new parameters, and those of the new state.
         """
         free = [leaf for leaf, yes in zip(params, self._trained, strict=True) if yes]
-        results = self._update.into(graph, [*free, *state, *grads])
+        how = [*self._params_lie, *self.state_shardings]
+        results = self._update.into(graph, [*free, *state, *grads], how)
         new = iter(results[: len(free)])
         leaves = [
             next(new) if yes else leaf
@@ -232,30 +240,30 @@ def _form(state: PyTree) -> Any:
     return tree, _signature.shapes(leaves)
 
 
-def place_state(
-    state: PyTree,
-    params: PyTree,
-    stage_of_layer: Sequence[int],
-    devices: Sequence[Device],
-) -> PyTree:
+def place_state(state: PyTree, params: PyTree, pipe: Pipe) -> PyTree:
     """Puts an optimizer's state where its parameters belong.
 
     Args:
       state: the state, on the host or any devices.
-      params: the parameters, or any tree of their structure.
-      stage_of_layer: the stage of each layer.
-      devices: the device of each stage.
+      params: the parameters.
+      pipe: the stages, and where they run.
 
     Returns:
       The same values; what belongs to no parameter is on the first device.
     """
     leaves, tree = jax.tree.flatten(state)
-    wanted = homes(state, _places(params, stage_of_layer))
+    wanted = homes(state, _places(params, pipe.stage_of_layer))
+    lie = _resting.shardings(pipe, params, inside=("params",))
+    found = shardings(state, _flat(params), lie)
     placed = [
-        _transfer.put([leaf], devices[home or 0])[0]
-        for leaf, home in zip(leaves, wanted, strict=True)
+        _transfer.put([leaf], pipe.devices[home or 0], [how])[0]
+        for leaf, home, how in zip(leaves, wanted, found, strict=True)
     ]
     return jax.tree.unflatten(tree, placed)
+
+
+def _flat(params: PyTree) -> list[tuple[Path, Any]]:
+    return jax.tree_util.tree_leaves_with_path(params)
 
 
 def _places(params: PyTree, stage_of_layer: Sequence[int]) -> dict[Path, int]:

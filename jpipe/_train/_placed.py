@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from .._instructions._graph import Graph, Place, Value
+from .._instructions._sharding import WHOLE, Sharding
 from .._jaxprs import _jaxpr
 from .._jaxprs._function import Function
 from . import _segments
@@ -97,21 +98,33 @@ class Placed:
             function_ = Function.of(name, part)
             self._calls.append((segment, part.jaxpr.invars, function_))
 
-    def into(self, graph: Graph, arguments: Sequence[Value]) -> list[Value]:
+    def into(
+        self, graph: Graph, arguments: Sequence[Value], how: Sequence[Sharding]
+    ) -> list[Value]:
         """Writes the calls into a graph.
 
         Args:
           graph: the graph.
           arguments: the flat argument leaves.
+          how: how the flat result leaves lie on their places; what is not a result is
+            whole.
 
         Returns:
           The flat result leaves.
         """
         place_of = self._placement.place_of
         value = dict(zip(self._invars, arguments, strict=True))
+        ends = zip(self._outvars, self._wanted, how, strict=True)
+        lies = {_key(atom, home): each for atom, home, each in ends if each != WHOLE}
         for segment, invars, function in self._calls:
             reads = [value[var] for var in invars]
-            results = graph.call(function, place_of(segment.home), reads, self._name)
+            results = graph.call(
+                function,
+                place_of(segment.home),
+                reads,
+                self._name,
+                how=[lies.get(_key(x, segment.home), WHOLE) for x in segment.results],
+            )
             for atom, result in zip(segment.results, results, strict=True):
                 value[_key(atom, segment.home)] = result
         outputs = []

@@ -13,12 +13,13 @@ import optax
 from .._functions._weights import is_inexact
 from .._instructions._graph import NOWHERE, OUTSIDE, Graph, Place
 from .._instructions._program import Program
-from .._instructions._transfer import Device
+from .._instructions._sharding import WHOLE
+from .._instructions._transfer import Device, devices_of, lies
 from .._jaxprs import _jaxpr
 from .._layers._stage import shapes
 from .._run import _signature, _variables
 from .._run._context import outside_of_meshes
-from ._homes import Home, homes, paths, places
+from ._homes import Home, homes, paths, places, shardings
 from ._placed import Placed, Placement
 from ._step import check_optimizer
 
@@ -116,11 +117,15 @@ class Spread:
         _variables.check_concrete(leaves)
         self._check_leaves(named)
         stored = [
-            next(iter(leaf.devices())) if getattr(leaf, "committed", False) else None
+            leaf.devices() if getattr(leaf, "committed", False) else None
             for leaf in leaves
         ]
-        number: dict[Any, int] = {device: i for i, device in enumerate(self._devices)}
-        at = [number.get(device) for device in stored]
+        number = {devices_of(device): i for i, device in enumerate(self._devices)}
+        at = [number.get(frozenset(devices or ())) for devices in stored]
+        how = [
+            lies(leaf, self._devices[home]) if home is not None else WHOLE
+            for leaf, home in zip(leaves, at, strict=True)
+        ]
         flat = [_jaxpr.spec(jax.typeof(leaf)) for leaf in leaves]
         specs = jax.tree.unflatten(tree, flat)
         placed = Placed(
@@ -128,12 +133,16 @@ class Spread:
         )
         graph = Graph()
         arguments = [
-            graph.argument(spec, _place(device, home), yes)
-            for spec, device, home, yes in zip(
-                flat, stored, at, self._donated(named), strict=True
+            graph.argument(spec, _place(device, home), yes, each)
+            for spec, device, home, yes, each in zip(
+                flat, stored, at, self._donated(named), how, strict=True
             )
         ]
-        outputs = placed.into(graph, arguments)
+        inner = [
+            (path[2:], leaf)
+            for path, leaf in jax.tree_util.tree_leaves_with_path(specs)
+        ]
+        outputs = placed.into(graph, arguments, shardings(placed.result, inner, how))
         return placed.tree, Program(graph, outputs, self._devices)
 
     def _traced(self, statics: Sequence[Any]) -> Callable[..., Any]:
@@ -178,12 +187,14 @@ class Spread:
     def _check_leaves(self, arguments: PyTree) -> None:
         """Checks that each leaf is an array, or a number, in one place."""
         strange, sharded = [], []
+        places = set(map(devices_of, self._devices))
         for path, leaf in jax.tree_util.tree_leaves_with_path(arguments):
             try:
                 jax.typeof(leaf)
             except TypeError:
                 strange.append(f"{_told(path)} is a {type(leaf).__name__}")
-            if isinstance(leaf, jax.Array) and len(leaf.devices()) > 1:
+            several = isinstance(leaf, jax.Array) and len(leaf.devices()) > 1
+            if several and frozenset(leaf.devices()) not in places:
                 sharded.append(f"{_told(path)} is on {len(leaf.devices())} devices")
         if strange:
             raise TypeError(
@@ -192,12 +203,13 @@ class Spread:
             )
         if sharded:
             raise ValueError(
-                f"{self._name} takes arrays that are on one device each; type "
-                f"jax.device_put(array, device): {'; '.join(sharded)}"
+                f"{self._name} takes arrays that are each on one device, or on those "
+                f"of one stage; type jax.device_put(array, device): "
+                f"{'; '.join(sharded)}"
             )
 
 
-def _place(device: Device | None, home: Home) -> Place:
+def _place(device: Any, home: Home) -> Place:
     """The place of a leaf; what is elsewhere is brought to whoever reads it."""
     if device is None:
         return NOWHERE

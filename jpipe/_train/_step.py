@@ -201,13 +201,20 @@ class _Compiled:
         graph, gradient, optimizer = Graph(), self.gradient, self.optimizer
         own = gradient.layout.specs
         position = {at: i for i, at in enumerate(self.order)}
+        lie = gradient.layout.shardings
         pool = [
-            graph.argument(*own[position[at]], donate) for at in range(len(self.order))
+            graph.argument(*own[position[at]], donate, lie[position[at]])
+            for at in range(len(self.order))
         ]
-        pairs = zip(
-            jax.tree.leaves(optimizer.state), optimizer.state_places, strict=True
+        slots = zip(
+            jax.tree.leaves(optimizer.state),
+            optimizer.state_places,
+            optimizer.state_shardings,
+            strict=True,
         )
-        opt_state = [graph.argument(spec, place, donate) for spec, place in pairs]
+        opt_state = [
+            graph.argument(spec, place, donate, how) for spec, place, how in slots
+        ]
         key, number = (_jaxpr.spec(jax.typeof(leaf)) for leaf in (rng, step))
         first = gradient.pipe.place(0)
         given = [graph.argument(spec, OUTSIDE) for spec in (key, number)]

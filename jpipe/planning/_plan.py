@@ -31,7 +31,7 @@ class StagePlan:
       layers: the names of its layers.
       remat: what it keeps between forward and backward.
       num_params: the number of parameters; ``None`` while shapes are unknown.
-      param_bytes: their bytes.
+      param_bytes: their bytes, on each of its devices.
       held_bytes: the most that it keeps between forward and backward in a step;
         ``None`` while no step is compiled.
       num_trained: how many of the parameters the step trains.
@@ -39,6 +39,7 @@ class StagePlan:
         are known: all where nothing is computed again by `jax.checkpoint`.
       again: the floating-point operations that its backward takes for computing again
         what was not kept; ``None`` if it is not known.
+      cut: how many of the parameters are cut along each axis of the stage's own mesh.
     """
 
     index: int
@@ -52,6 +53,7 @@ class StagePlan:
     num_trained: int | None = None
     kept: Mapping[str, int] = field(default_factory=dict)
     again: int | None = None
+    cut: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -207,6 +209,15 @@ class Plan:
             rows = [row[:4] for row in rows]
         elif all(stage.held_bytes is None for stage in self.stages):
             rows = [row[:6] for row in rows]
+        if any(stage.cut for stage in self.stages):
+            cells = (
+                ", ".join(f"{name} {n:,}" for name, n in stage.cut.items())
+                for stage in self.stages
+            )
+            rows = [
+                [*row, cell]
+                for row, cell in zip(rows, ["cut along", *cells], strict=True)
+            ]
         parts = [columns(rows, left=range(4)), _folded(self._grid())]
         parts += _kept(self.stages)
         if self.skips:

@@ -64,6 +64,27 @@ def test_the_guide_is_a_program_that_runs():
     assert re.match(r"gradient \d+\.\d+\naccuracy [01]\.\d+", run("-c", program))
 
 
+def test_the_page_on_many_devices_gives_one_loss_however_they_lie():
+    page = (ROOT / "docs" / "many_devices.md").read_text()
+    program = "\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
+    losses = re.findall(
+        r"^(?:one|two|and|eight) .*?(\d\.\d+)$", run("-c", program), re.M
+    )
+    assert len(losses) == 5
+    assert max(map(float, losses)) - min(map(float, losses)) < 2e-6
+
+
+def test_a_mesh_gives_the_losses_of_as_many_micro_batches():
+    small = "--steps=20 --evaluation-batches=2 --write=1 --width=32 --heads=2 "
+    small += "--context=16 --depth=2"
+    runs = ["--mesh=stage=2,data=2 --microbatches=2", "--stages=2 --microbatches=4"]
+    printed = [run("examples/train_text.py", *f"{small} {r}".split()) for r in runs]
+    shown = [re.findall(r"\d\.\d+(?= bits)|model +(\d\.\d+)", text) for text in printed]
+    assert len(shown[0]) == 12
+    assert shown[0] == shown[1]
+    assert "(data=2)" in printed[0]
+
+
 def test_every_option_of_the_main_job_is_documented():
     text = run("examples/train_text.py", "--help")
     options = set(re.findall(r"^\s+(--[\w-]+)", text, re.MULTILINE))

@@ -1,0 +1,192 @@
+"""How arrays lie on a place that is several devices: whole, in parts, or by shards.
+
+A stage may have a mesh of its own. Along its axis ``data`` each device runs what one
+device would run, on examples of its own: what a shard has made lies stacked along a new
+first axis, and programs map over it. What is not stacked is one array for the whole
+place. All other axes are left to XLA, which partitions programs by their arguments.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+Leaves = Sequence[Any]
+# The axis over which examples are spread.
+DATA = "data"
+
+
+class Cut(NamedTuple):
+    """Micro-batches of one size, of a leaf of a mini-batch.
+
+    Shard ``d`` of micro-batch ``m`` is number ``m * D + d`` of ``M * D`` parts.
+
+    Attributes:
+      axis: of the examples.
+      start: the first of its examples.
+      parts: how many micro-batches there are.
+      size: the examples of one shard of each.
+    """
+
+    axis: int
+    start: int
+    parts: int
+    size: int
+
+
+class Sharding(NamedTuple):
+    """How one array lies on a place of several devices; on one device it is no matter.
+
+    Attributes:
+      stacked: whether it is what each shard has, along a new first axis.
+      spec: which other axes of the mesh it is cut along.
+      cut: what of a leaf of the mini-batch it is, on its way to a place.
+    """
+
+    stacked: bool = False
+    spec: P = P()
+    cut: Cut | None = None
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether each shard has all of it."""
+        return DATA not in self.axes
+
+    @property
+    def axes(self) -> list[str]:
+        """The axes of the mesh that it is cut along, but for what is stacked."""
+        return _names(self.spec)
+
+    def gathered(self) -> "Sharding":
+        """The same with all of it in each shard."""
+        parts = [_without_data(part) for part in self.spec]
+        return self._replace(spec=P(*parts))
+
+
+WHOLE = Sharding()
+STACKED = Sharding(stacked=True)
+
+
+@dataclass(frozen=True)
+class SubMesh:
+    """The devices of a place, where they are several.
+
+    Attributes:
+      mesh: all its axes are auto; the stages do not lie along any.
+    """
+
+    mesh: Mesh
+
+    @classmethod
+    def of(cls, devices: np.ndarray, names: Sequence[str]) -> "SubMesh":
+        """Devices along named axes."""
+        return cls(
+            Mesh(devices, tuple(names), axis_types=(AxisType.Auto,) * len(names))
+        )
+
+    @cached_property
+    def num_shards(self) -> int:
+        """Over how many shards examples are spread."""
+        return self.mesh.shape.get(DATA, 1)
+
+    @property
+    def first(self) -> Any:
+        """The first of its devices."""
+        return self.mesh.devices.flat[0]
+
+    def __str__(self) -> str:
+        devices = [str(device) for device in self.mesh.devices.flat]
+        axes = ", ".join(f"{name}={size}" for name, size in self.mesh.shape.items())
+        return f"{devices[0]} to {devices[-1]} ({axes})"
+
+    def sharding(self, how: Sharding, on_host: bool = False) -> NamedSharding:
+        """What JAX calls it."""
+        spec = P(DATA, *how.spec) if how.stacked else how.spec
+        kind = "pinned_host" if on_host else None
+        return NamedSharding(self.mesh, spec, memory_kind=kind)
+
+    def global_shape(self, shape: Sequence[int], how: Sharding) -> tuple[int, ...]:
+        """The shape of the array of which each shard sees ``shape``."""
+        return (self.num_shards, *shape) if how.stacked else tuple(shape)
+
+    def local_bytes(self, nbytes: int, how: Sharding) -> int:
+        """What each device holds of what is ``nbytes`` for a shard."""
+        return nbytes // math.prod(self.mesh.shape[name] for name in how.axes)
+
+    def mapped(
+        self,
+        run: Callable[..., Leaves],
+        given: Sequence[Sharding],
+        kept: Sequence[int],
+    ) -> Callable[..., Leaves]:
+        """A function of one shard as one of all, whose results lie stacked.
+
+        What is not stacked and not in each shard is gathered first. A shard's program
+        is that of one device: nothing is summed over shards, as XLA would on its own.
+
+        Args:
+          run: ``run(*leaves) -> leaves``.
+          given: how its arguments lie.
+          kept: the positions of the results that are wanted.
+        """
+
+        def local(*leaves: Any) -> tuple[Any, ...]:
+            pairs = zip(leaves, given, strict=True)
+            results = run(*[_local(leaf, how) for leaf, how in pairs])
+            return tuple([jnp.expand_dims(results[i], 0) for i in kept])
+
+        return jax.shard_map(
+            local,
+            mesh=self.mesh,
+            in_specs=tuple(
+                P(DATA) if how.stacked else _only_data(how) for how in given
+            ),
+            out_specs=(P(DATA),) * len(kept),
+            axis_names={DATA},
+            # What a shard differentiates is its own; nobody differentiates this.
+            check_vma=False,
+        )
+
+
+def _local(leaf: Any, how: Sharding) -> Any:
+    """What one shard sees of an argument."""
+    if how.stacked:
+        return leaf[0]
+    for axis, part in enumerate(_only_data(how)):
+        if part:
+            leaf = jax.lax.all_gather(leaf, DATA, axis=axis, tiled=True)
+    return leaf
+
+
+def _only_data(how: Sharding) -> P:
+    return P(*[DATA if DATA in _names(P(part)) else None for part in how.spec])
+
+
+def _without_data(part: Any) -> Any:
+    if not isinstance(part, tuple):
+        return None if part == DATA else part
+    rest = tuple(name for name in part if name != DATA)
+    return rest if len(rest) > 1 else (rest[0] if rest else None)
+
+
+def _names(spec: P) -> list[str]:
+    """The axes of a mesh that a spec names."""
+    parts = [part if isinstance(part, tuple) else (part,) for part in spec]
+    return [name for part in parts for name in part if name is not None]
+
+
+def cuts(axis: int, sizes: Sequence[int], num_shards: int) -> list[Cut]:
+    """The micro-batches of a leaf, those of one size at a time."""
+    found, start = [], 0
+    for size in dict.fromkeys(sizes):
+        count = list(sizes).count(size)
+        found.append(Cut(axis, start, count, size))
+        start += count * size * num_shards
+    return found

@@ -1,0 +1,161 @@
+"""How variables lie between steps, where stages have several devices.
+
+What a user says of a parameter decides: the rule that the pipeline was given, else the
+box of Flax around it, or its metadata in nnx. What is said of axes that the mesh of a
+stage does not have says nothing; all else is whole on each device.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+from flax import linen
+from flax.linen import spmd
+from jax.sharding import PartitionSpec as P
+
+from .._instructions._sharding import WHOLE, Sharding, SubMesh
+from .._instructions._transfer import Device
+from .._layers import _nnx
+from .._layers._linen import is_box
+from ._pipe import Pipe
+
+PyTree = Any
+# `(path, spec) -> PartitionSpec`: the path from the layer's number on.
+Rule = Callable[[tuple[Any, ...], jax.ShapeDtypeStruct], P | None]
+
+
+def shardings(
+    pipe: Pipe, variables: Sequence[PyTree], inside: tuple[str, ...] = ()
+) -> list[Sharding]:
+    """How each leaf of variables lies.
+
+    Args:
+      pipe: the stages, and where they run.
+      variables: one entry per layer, in arrays or specs.
+      inside: of what the entries are a part: ``("params",)`` of parameters alone.
+
+    Raises:
+      ValueError: with every parameter that its axes do not divide.
+      TypeError: if the rule returns something else.
+    """
+    found, faults = [], list[str]()
+    for i, entry in enumerate(variables):
+        own, wrong = _of_layer(pipe, i, entry, inside)
+        found += own
+        faults += wrong
+    _check(faults)
+    return found
+
+
+def of_layer(
+    pipe: Pipe, layer: int, entry: PyTree, inside: tuple[str, ...] = ()
+) -> list[Sharding]:
+    """The same of what one layer has."""
+    found, faults = _of_layer(pipe, layer, entry, inside)
+    _check(faults)
+    return found
+
+
+def _check(faults: Sequence[str]) -> None:
+    if faults:
+        raise ValueError(
+            "parameters cannot be cut as they are to be:\n"
+            + "\n".join(f"  * {fault}" for fault in faults)
+        )
+
+
+def _of_layer(
+    pipe: Pipe, layer: int, entry: PyTree, inside: tuple[str, ...]
+) -> tuple[list[Sharding], list[str]]:
+    device = pipe.devices[pipe.stage_of_layer[layer]]
+    if not isinstance(device, SubMesh):
+        return [WHOLE] * len(jax.tree.leaves(entry)), []
+    found, faults = [], list[str]()
+    for path, leaf, said in _said(pipe, layer, entry, inside):
+        spec = _spec(said, device, pipe.rule is not None, path)
+        faults += _faults(path, leaf, spec, device)
+        found.append(Sharding(spec=spec))
+    return found, faults
+
+
+def _said(
+    pipe: Pipe, layer: int, entry: PyTree, inside: tuple[str, ...]
+) -> Iterable[tuple[Any, Any, Any]]:
+    """The path of each leaf, the leaf, and what is said of its axes."""
+    stage = pipe.stages[pipe.stage_of_layer[layer]]
+    metadata = _nnx.parameters(stage.layers[layer - stage.first].owner)
+    nodes = jax.tree_util.tree_leaves_with_path(entry, is_leaf=is_box)
+    for at, node in nodes:
+        names = (getattr(key, "key", getattr(key, "idx", key)) for key in at)
+        path = layer, *inside, *names
+        is_param = path[1:2] == ("params",)
+        for leaf in jax.tree.leaves(node):
+            said: Any = None
+            if is_param and pipe.rule is not None:
+                spec = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+                said = pipe.rule((layer, *path[2:]), spec)
+            elif is_box(node):
+                said = _of_box(node)
+            elif is_param and metadata:
+                said = _of_variable(metadata.get(path[2:]))
+            yield path, leaf, said
+
+
+def _of_box(box: Any) -> Any:
+    names = getattr(box, "names", None)
+    if isinstance(box, linen.LogicallyPartitioned):
+        return spmd.logical_to_mesh_axes(names, box.rules)
+    return names
+
+
+def _of_variable(variable: Any) -> Any:
+    known = {} if variable is None else variable.get_metadata()
+    names = ("out_sharding", "sharding", "sharding_names")
+    return next((known[name] for name in names if known.get(name)), None)
+
+
+def _spec(said: Any, device: Device, by_rule: bool, path: Any) -> P:
+    """What is said as a spec of the axes that the place has."""
+    if said is None or not isinstance(device, SubMesh):
+        return P()
+    if not isinstance(said, P | tuple | list):
+        kind = type(said).__name__
+        raise TypeError(
+            f"sharding= returned a {kind} for {_told(path)}; needs a "
+            f"jax.sharding.PartitionSpec, or None for what is whole on each device"
+        )
+    own = set(device.mesh.axis_names)
+    parts = []
+    for part in said:
+        names = part if isinstance(part, tuple | list) else (part,)
+        known = [name for name in names if name in own]
+        missing = [name for name in names if name is not None and name not in own]
+        if missing and by_rule:
+            raise ValueError(
+                f"sharding= names {missing} for {_told(path)}; the mesh of a stage has "
+                f"the axes {list(device.mesh.axis_names)}"
+            )
+        parts.append(tuple(known) if len(known) > 1 else (known or [None])[0])
+    while parts and parts[-1] is None:
+        parts.pop()
+    return P(*parts)
+
+
+def _faults(path: Any, leaf: Any, spec: P, device: Device) -> Iterable[str]:
+    if len(spec) > len(leaf.shape):
+        yield f"{_told(path)} of shape {leaf.shape} has fewer axes than {spec}"
+        return
+    for size, part in zip(leaf.shape, spec, strict=False):
+        names = part if isinstance(part, tuple) else (part,)
+        count = math.prod(device.mesh.shape[name] for name in names if name)
+        if size % count:
+            yield (
+                f"{_told(path)} of shape {leaf.shape} as {spec}: {count} devices do "
+                f"not divide {size}"
+            )
+
+
+def _told(path: Any) -> str:
+    layer, *names = path
+    return f"variables[{layer}]" + "".join(f"[{name!r}]" for name in names)

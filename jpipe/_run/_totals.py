@@ -1,0 +1,205 @@
+"""What a mini-batch comes to: sums made a loss, gradients and new statistics."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from .._functions import _microbatch
+from .._functions._batch import Batch
+from .._instructions._graph import Graph, Value
+from .._instructions._sharding import Sharding
+from .._jaxprs._function import Function
+from . import _sums
+from ._layout import Layout
+from ._pipe import Pipe
+from ._work import Works
+
+Values = list[Value]
+
+
+class Sums(NamedTuple):
+    """What the micro-batches of a mini-batch sum up to.
+
+    Attributes:
+      loss: the loss of the whole mini-batch.
+      aux: what the loss function returned beside it, of each micro-batch.
+      grads: the gradient of each trained leaf, by its position among all variables.
+      changed: the new value of each leaf that training changes, likewise.
+    """
+
+    loss: Value
+    aux: list[Values]
+    grads: dict[int, Value]
+    changed: dict[int, Value]
+
+
+def joined(
+    graph: Graph,
+    pipe: Pipe,
+    batch: Batch,
+    name: str,
+    rows: Sequence[Values],
+    axes: Sequence[int | None],
+) -> Values:
+    """Leaves of each micro-batch, and of each shard, as those of the mini-batch."""
+    shards = batch.num_shards
+    leaves = [value for row in rows for value in row]
+    specs = [graph.specs[value] for value in leaves]
+    if shards > 1:
+        specs = [x.update(shape=(shards, *x.shape)) for x in specs]
+    join = Function.like(name, _microbatch.joiner(axes, shards), *specs)
+    last = len(pipe.stages) - 1
+    return graph.call(join, pipe.place(last), leaves)
+
+
+class Totals:
+    """The ends of a mini-batch, written into a graph.
+
+    Args:
+      graph: where they are written.
+      pipe: the stages.
+      layout: which variables each uses.
+      batch: the mini-batch.
+      works: what each stage does on each micro-batch.
+    """
+
+    def __init__(
+        self, graph: Graph, pipe: Pipe, layout: Layout, batch: Batch, works: Works
+    ) -> None:
+        self._graph = graph
+        self._pipe = pipe
+        self._layout = layout
+        self._batch = batch
+        self._works = works
+        self._is_mapped = batch.num_shards > 1
+
+    def sums(
+        self,
+        weights: Sequence[Values],
+        sums: Sequence[Values],
+        grads: Sequence[Values],
+        aux: list[Values],
+    ) -> Sums:
+        """What the running sums of all stages come to.
+
+        Args:
+          weights: the variables of each stage.
+          sums: of the loss, and of what training changes, of each stage.
+          grads: of the gradients of each stage.
+          aux: of the loss function, of each micro-batch.
+        """
+        works, graph = self._works, self._graph
+        stages = range(len(self._pipe.stages))
+        last = stages[-1]
+        sums = [self._merged(s, sums[s]) for s in stages]
+        losses = sums[last][: works.task(last).num_losses]
+        (loss,) = self._finished(
+            [losses[0]], [works.task(last).closed.out_avals[0].dtype], losses[1:], last
+        )
+        changed = {}
+        for s in stages:
+            task = works.task(s)
+            if task.changed:
+                old = [weights[s][i] for i in task.changed]
+                new = sums[s][task.num_losses :]
+                function = works.derivatives(s, 0, works.mode(s, 0)).commit
+                at = [self._layout.order[s][i] for i in task.changed]
+                how = [self._layout.shardings[i] for i in at]
+                place = self._pipe.place(s)
+                new = graph.call(function, place, [*old, *new], how=how)
+                changed |= dict(zip(at, new, strict=True))
+        return Sums(loss, aux, self._gradients(grads, losses[1:]), changed)
+
+    def _merged(self, stage: int, sums: Values) -> Values:
+        """The sums of a stage, those of its shards merged into one."""
+        if not self._is_mapped or not sums:
+            return sums
+        task, shards = self._works.task(stage), range(self._batch.num_shards)
+
+        def merge(*leaves: jax.Array) -> list[Any]:
+            parts = ([leaf[d] for leaf in leaves] for d in shards)
+            return functools.reduce(task.merge_sums, parts)
+
+        specs = [self._graph.specs[value] for value in sums]
+        function = Function("merge_shards", merge, specs)
+        return self._graph.call(function, self._pipe.place(stage), sums)
+
+    def _reduced(self, stage: int, sums: Values) -> Values:
+        """The gradients of a stage: the one exchange between its shards in a step."""
+        if not self._is_mapped or not sums:
+            return sums
+        graph, weights = self._graph, self._layout.weights[stage]
+        pairs = zip(self._layout.order[stage], weights.trainable, strict=True)
+        how = [self._layout.shardings[leaf] for leaf, yes in pairs if yes]
+        reduce = Function(
+            "reduce_shards",
+            lambda *leaves: [leaf.sum(0) for leaf in leaves],
+            [graph.specs[value] for value in sums],
+        )
+        return graph.call(reduce, self._pipe.place(stage), sums, how=how)
+
+    def _gradients(self, sums: Sequence[Values], divisor: Values) -> dict[int, Value]:
+        """The gradient of each trained leaf; those of a tied one are added."""
+        layout = self._layout
+        terms: dict[int, list[Value]] = {}
+        for s, order in enumerate(layout.order):
+            weights = layout.weights[s]
+            pairs = zip(order, layout.own[s], strict=True)
+            trained = [
+                pair for pair, yes in zip(pairs, weights.trainable, strict=True) if yes
+            ]
+            for (leaf, own), value in zip(
+                trained, self._reduced(s, sums[s]), strict=True
+            ):
+                found = terms.setdefault(leaf, [])
+                found.insert(0 if own else len(found), value)
+        grads: dict[int, Value] = {}
+        for s, order in enumerate(layout.order):
+            pairs = zip(order, layout.own[s], strict=True)
+            own = sorted(leaf for leaf, yes in pairs if yes and leaf in terms)
+            tied = [leaf for leaf in own if len(terms[leaf]) > 1]
+            if tied:
+                counts = [len(terms[leaf]) for leaf in tied]
+                add = Function(
+                    "add_tied", _sums.adding(counts), self._specs(terms, tied)
+                )
+                reads = [value for leaf in tied for value in terms[leaf]]
+                how = [layout.shardings[leaf] for leaf in tied]
+                totals = self._graph.call(add, self._pipe.place(s), reads, how=how)
+                terms |= {leaf: [v] for leaf, v in zip(tied, totals, strict=True)}
+            dtypes = [layout.specs[leaf][0].dtype for leaf in own]
+            totals = [terms[leaf][0] for leaf in own]
+            how = [layout.shardings[leaf] for leaf in own]
+            done = self._finished(totals, dtypes, divisor, s, how)
+            grads |= dict(zip(own, done, strict=True))
+        return grads
+
+    def _specs(self, terms: dict[int, list[Value]], leaves: Sequence[int]) -> list[Any]:
+        return [self._graph.specs[terms[leaf][0]] for leaf in leaves]
+
+    def _finished(
+        self,
+        sums: Values,
+        dtypes: Sequence[Any],
+        divisor: Values,
+        stage: int,
+        how: Sequence[Sharding] | None = None,
+    ) -> Values:
+        """Makes sums over micro-batches what they stand for.
+
+        Sums in another precision than their leaves are cast; those of a weighted loss
+        are divided by the sum of weights. Mostly there is nothing to do.
+        """
+        specs = [self._graph.specs[v] for v in sums]
+        same = all(x.dtype == dtype for x, dtype in zip(specs, dtypes, strict=True))
+        if not sums or (same and not divisor):
+            return sums
+        results = [
+            jax.ShapeDtypeStruct(x.shape, dtype)
+            for x, dtype in zip(specs, dtypes, strict=True)
+        ]
+        finish = Function("finish", _sums.finishing(len(sums), dtypes), results)
+        place = self._pipe.place(stage)
+        return self._graph.call(finish, place, [*sums, *divisor], how=how)

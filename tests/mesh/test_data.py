@@ -1,0 +1,201 @@
+"""Examples over several devices per stage: M micro-batches on D are M * D on one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jpipe
+
+from .. import reference as ref
+from .stages import TX, Normed, all_of, batch, close, compare, dense, mesh
+
+pytestmark = pytest.mark.usefixtures("double")
+
+
+def normed():
+    return [Normed(), Normed(), dense(8), dense(4)]
+
+
+def plain():
+    return [dense(8), jnp.tanh, dense(8), dense(4)]
+
+
+def tied():
+    shared = dense(5)
+    return [shared, jnp.tanh, shared, dense(4)]
+
+
+def stashing(x):
+    jpipe.stash("x", x)
+    return x
+
+
+def popping(x):
+    return x + jpipe.pop("x").sum(1, keepdims=True)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2, 5])
+def test_norms_and_dropout_are_those_of_as_many_parts(num_microbatches):
+    pipe = jpipe.pipeline(normed(), num_microbatches, balance=[2, 2], mesh=mesh(2, 2))
+    compare(normed, pipe, 2 * num_microbatches, *batch())
+
+
+def test_no_norm_no_dropout_it_is_the_whole_batch():
+    layers = plain()
+    pipe = jpipe.pipeline(layers, 3, balance=[2, 2], mesh=mesh(2, 4))
+    ref.compare(pipe, layers, *batch(), ref.FLOAT64)
+
+
+def test_outputs_and_gradients_come_with_keys_of_their_own():
+    x, targets = batch(20)
+    key = jax.random.key(3)
+    found = []
+    for pipe in (
+        jpipe.pipeline(normed(), 2, balance=[2, 2], mesh=mesh(2, 2)),
+        jpipe.sequential(normed(), 4),
+    ):
+        variables = pipe.init(jax.random.key(0), x)
+        outputs = pipe.apply(variables, x, rngs=key, train=True)
+        find = pipe.value_and_grad(ref.mse, has_state=True)
+        found.append((variables, outputs, find(variables, x, targets, rngs=key)))
+    close(*found)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zb_h1", "interleaved", "zb_v"])
+def test_any_schedule(schedule):
+    several = schedule in ("interleaved", "zb_v")
+    pipe = jpipe.pipeline(
+        plain(),
+        4,
+        balance=[1] * 4 if several else [2, 2],
+        mesh=mesh(2, 2),
+        schedule=schedule,
+    )
+    compare(plain, pipe, 8, *batch())
+
+
+@pytest.mark.parametrize("remat", ["none", "full", "dots", "except_last"])
+def test_whatever_is_kept(remat):
+    pipe = jpipe.pipeline(normed(), 2, balance=[2, 2], mesh=mesh(2, 2), remat=remat)
+    compare(normed, pipe, 4, *batch(16))
+
+
+@pytest.mark.parametrize(
+    "make", [tied, lambda: [dense(8), stashing, dense(8), popping, dense(4)]]
+)
+def test_ties_and_skips_cross_meshes(make):
+    layers = make()
+    pipe = jpipe.pipeline(layers, 2, balance=[2, len(layers) - 2], mesh=mesh(2, 2))
+    compare(make, pipe, 4, *batch())
+
+
+def test_frozen_parts():
+    pipe = jpipe.pipeline(plain(), 2, balance=[2, 2], mesh=mesh(2, 2))
+    compare(plain, pipe, 4, *batch(), trainable=["0/*", "3/*"])
+
+
+def test_aux_of_all_shards_is_joined():
+    def loss_fn(y, t):
+        return ref.mse(y, t), {"each": y.sum(1), "sum": jnp.sum(y)}
+
+    pipe = jpipe.pipeline(plain(), 2, balance=[2, 2], mesh=mesh(2, 2))
+    axes = {"each": 0, "sum": None}
+    options = {"loss_fn": loss_fn, "has_aux": True, "aux_axes": axes}
+    got = compare(plain, pipe, 4, *batch(), **options)
+    assert got["metrics"]["aux"]["each"].shape == (24,)
+    assert got["metrics"]["aux"]["sum"].shape == (4,)
+
+
+def test_a_weighted_loss_is_divided_by_the_weight_of_all_shards():
+    x, targets = batch()
+    weight = jnp.arange(24.0) % 5
+
+    def loss_fn(y, t):
+        targets, weight = t
+        return ((y - targets) ** 2).mean(1) @ weight, weight.sum()
+
+    pipe = jpipe.pipeline(plain(), 2, balance=[2, 2], mesh=mesh(2, 2))
+    options = {"loss_fn": loss_fn, "reduction": "weighted"}
+    compare(plain, pipe, 4, x, (targets, weight), **options)
+
+
+def test_leaves_without_examples_are_whole_and_axes_are_any():
+    x, targets = batch()
+    given = {"x": x.T, "w": jnp.eye(5), "i": np.arange(24, dtype=np.int32)}
+    axes = {"in_axes": {"x": 1, "w": None, "i": 0}}
+
+    def first(d):
+        return (d["w"] @ d["x"]).T * d["i"][:, None]
+
+    def make():
+        return [first, dense(8), jnp.tanh, dense(4)]
+
+    pipe = jpipe.pipeline(make(), 3, balance=[2, 2], mesh=mesh(2, 2), **axes)
+    compare(make, pipe, 6, given, targets, given=axes)
+
+
+class Pooled(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        x = nn.Conv(4, (3, 3), use_bias=False, dtype=float, param_dtype=float)(x)
+        x = nn.BatchNorm(not train, dtype=float, param_dtype=float)(x)
+        return nn.max_pool(nn.relu(x), (2, 2), (2, 2))
+
+
+def test_convolutions():
+    def make():
+        return [Pooled(), Pooled(), lambda x: x.reshape(len(x), -1), dense(4)]
+
+    x = jax.random.normal(jax.random.key(5), (12, 8, 8, 2), float)
+    targets = jax.random.normal(jax.random.key(6), (12, 4), float)
+    pipe = jpipe.pipeline(make(), 2, balance=[1, 3], mesh=mesh(2, 2))
+    compare(make, pipe, 4, x, targets)
+
+
+def test_wherever_the_batch_is():
+    pipe = jpipe.pipeline(plain(), 2, balance=[2, 2], mesh=mesh(2, 2))
+    x, targets = batch(16)
+    expected = all_of(pipe, x, targets)
+    host = [np.asarray(leaf) for leaf in (x, targets)]
+    over = NamedSharding(jax.make_mesh((8,), ("any",)), P("any"))
+    spread = jax.device_put((x, targets), over)
+    for given in (host, spread):
+        ref.assert_equal(all_of(pipe, *given), expected)
+
+
+def test_equal_shards_share_what_one_device_would_run():
+    """The second step compiles nothing, and a device holds what one would."""
+    pipe = jpipe.pipeline(plain(), 2, balance=[2, 2], mesh=mesh(2, 2))
+    one = jpipe.pipeline(plain(), 2, balance=[2, 2])
+    x, targets = batch(16)
+    held = []
+    for each, rows in ((pipe, slice(16)), (one, slice(8))):
+        variables = each.init(jax.random.key(0), x[rows])
+        find = each.value_and_grad(ref.mse)
+        find(variables, x[rows], targets[rows])
+        with jax.no_tracing():
+            find(variables, x[rows], targets[rows])
+        held.append([n for _, n in each.plan.peak_bytes])
+    # Beside the mini-batch, which one device is given whole and cuts itself.
+    for several, alone in zip(*held, strict=True):
+        assert several == pytest.approx(alone, rel=0.2)
+
+
+def test_a_state_moves_between_meshes():
+    x, targets = batch()
+    first = jpipe.pipeline(normed(), 2, balance=[2, 2], mesh=mesh(2, 2))
+    state = all_of(first, x, targets)["state"]
+    saved = jax.device_get(state.replace(rng=jax.random.key_data(state.rng)))
+    saved = saved.replace(rng=jax.random.wrap_key_data(saved.rng))
+    second = jpipe.pipeline(normed(), 1, balance=[1, 3], mesh=mesh(2, 4))
+    one = jpipe.sequential(normed(), 4)
+    after = []
+    for pipe in (first, second, one):
+        step = pipe.train_step(ref.mse, TX)
+        after.append(step(pipe.place(saved), x, targets))
+    for other in after[1:]:
+        close(other, after[0])

@@ -1,0 +1,157 @@
+"""Which mesh a pipeline takes, what it says of others, and what its step exchanges."""
+
+import re
+from collections import Counter
+
+import jax
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import jpipe
+
+from .. import reference as ref
+from .stages import batch, dense, mesh
+
+_COLLECTIVES = r" (all-reduce|all-gather|all-to-all|reduce-scatter)(?:-start)?\("
+LAYERS = [dense(8), np.tanh, dense(8), dense(4)]
+
+
+def exchanged(**options):
+    """How often each collective runs in a step, by the program that it is in."""
+    layers = [ref.dense(8), jax.numpy.tanh, ref.dense(8), ref.dense(4)]
+    pipe = jpipe.pipeline(layers, 4, balance=[2, 2], **options)
+    x, targets = ref.regression(16)
+    tx = optax.adam(0.1)
+    state = pipe.init_train_state(jax.random.key(0), x, tx)
+    step = pipe.train_step(ref.mse, tx)
+    step(state, x, targets)
+    state = pipe.init_train_state(jax.random.key(0), x, tx)
+    program = step.program(state, x, targets)
+    found = Counter()
+    for instruction in program.instructions:
+        if not instruction.is_move:
+            compiled = instruction.run
+            text = compiled.run.as_text()
+            ops = re.findall(_COLLECTIVES, text)
+            kind = re.sub(r"stage[\d_]+_", "", compiled.name)
+            found.update((kind, op) for op in ops)
+    return found
+
+
+def reductions(found):
+    """Those of sums over shards."""
+    return {
+        name: n
+        for (name, op), n in found.items()
+        if op in ("all-reduce", "reduce-scatter")
+    }
+
+
+def test_gradients_are_reduced_once_in_a_mini_batch():
+    """One for each stage with weights, not one for each of its micro-batches."""
+    found = exchanged(mesh=mesh(2, 2))
+    assert reductions(found) == {"reduce_shards": 2, "merge_shards": 1}
+    gathers = {name for (name, op) in found if op == "all-gather"}
+    assert gathers <= {"merge_shards"}
+
+
+def rule(path, leaf):
+    return P(None, "data") if leaf.ndim == 2 else None
+
+
+def test_sharded_weights_are_gathered_once_in_a_step_or_for_each_use():
+    once = exchanged(mesh=mesh(2, 2), sharding=rule)
+    assert once["gather", "all-gather"] == 2 + 1  # as many arrays
+    assert reductions(once)["reduce_shards"] >= 2
+    assert not any("backward" in name for name, _ in once)
+    often = exchanged(mesh=mesh(2, 2), sharding=rule, gather="microbatch")
+    uses = sum(n for (_, op), n in often.items() if op == "all-gather")
+    assert uses >= 3 * 4
+    assert ("gather", "all-gather") not in often
+
+
+def test_other_axes_stand_in_any_order():
+    devices = np.array(jax.devices()[:4]).reshape(2, 2)
+    layers = [ref.dense(8), ref.dense(4)]
+    pipe = jpipe.pipeline(layers, 2, mesh=Mesh(devices, ("data", "stage")))
+    assert [list(own.devices) for own in pipe.devices] == devices.T.tolist()
+    same = jpipe.pipeline(layers, 2, devices=Mesh(devices, ("data", "stage")))
+    assert same.devices == pipe.devices
+    assert "cpu:0 to cpu:2 (data=2)" in str(pipe)
+    alone = jpipe.pipeline(layers, 2, mesh=mesh(2, 1))
+    assert alone.devices == tuple(jax.devices()[:2])
+
+
+def test_balance_by_name_is_that_of_the_stages():
+    x = jax.ShapeDtypeStruct((16, 5), float)
+    pipe = jpipe.pipeline(
+        [ref.dense(8), ref.dense(8), ref.dense(8), ref.dense(8)],
+        2,
+        balance="params",
+        sample=x,
+        mesh=mesh(2, 2),
+    )
+    assert pipe.num_stages == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        (
+            {"mesh": jax.devices()},
+            TypeError,
+            r"mesh=.* is a list; needs a jax.sharding.Mesh, such as jax.make_mesh",
+        ),
+        (
+            {"mesh": mesh(2, 2, names=("pipe", "data"))},
+            ValueError,
+            r"the axes \['pipe', 'data'\], none is called 'stage'",
+        ),
+        (
+            {"mesh": mesh(2, 2), "balance": [2, 1, 1]},
+            ValueError,
+            "3 stages need a mesh of at least as many along 'stage', which has 2",
+        ),
+        (
+            {"mesh": mesh(2, 2), "devices": jax.devices()},
+            ValueError,
+            "mesh= says where stages run; leave out devices=",
+        ),
+        (
+            {"mesh": mesh(2, 2), "gather": "never"},
+            ValueError,
+            "gather='never': choose 'step' or 'microbatch'",
+        ),
+    ],
+)
+def test_other_meshes_are_refused(options, error, says):
+    with pytest.raises(error, match=says):
+        jpipe.pipeline(LAYERS, 2, **{"balance": [2, 2], **options})
+
+
+@pytest.mark.parametrize(("size", "fits"), [(9, 8), (3, 4), (2, 4)])
+def test_batches_that_shards_do_not_divide_are_refused(size, fits):
+    pipe = jpipe.pipeline([ref.dense(8), ref.dense(4)], 2, mesh=mesh(2, 2))
+    x, targets = ref.regression(size)
+    variables = pipe.init(jax.random.key(0), ref.regression(8)[0])
+    with pytest.raises(
+        ValueError,
+        match=f"a batch of {size} examples over 2 devices along the axis 'data', in "
+        f"num_microbatches=2; needs a multiple of 2, 4 at least, such as {fits}",
+    ):
+        pipe.value_and_grad(ref.mse)(variables, x, targets)
+
+
+def test_a_step_is_profiled_and_compiled_ahead():
+    pipe = jpipe.pipeline([ref.dense(8), ref.dense(4)], 2, mesh=mesh(2, 2))
+    x, targets = batch(8)
+    x, targets = x.astype("float32"), targets.astype("float32")
+    state = pipe.init_train_state(jax.random.key(0), x, optax.sgd(0.1))
+    step = pipe.train_step(ref.mse, optax.sgd(0.1))
+    report = pipe.compile(step, state, x, targets)
+    assert "cpu:2 to cpu:3 (data=2)" in str(report)
+    assert pipe.profile_step(state, (x, targets), ref.mse).makespan > 0
+    step(state, x, targets)
