@@ -82,7 +82,7 @@ def _stage(
     return StagePlan(
         index=s,
         rank=pipe.schedule.placement[s],
-        device=str(device),
+        device=", ".join(map(str, dict.fromkeys(pipe.replicas(s)))),
         layers=tuple(layer.name for layer in stage.layers),
         remat=_remat.name(pipe.remat[s]),
         num_params=None if params is None else sum(spec.size for spec in params),

@@ -117,14 +117,21 @@ def _timeline(gradient: Gradient, clock: _Clock) -> Timeline:
     start, end = {}, {}
     free = [0.0] * schedule.num_ranks
     for action in schedule.simulate().order():
-        rank = schedule.placement[action.stage]
+        rank = schedule.homes[action.microbatch][action.stage]
         start[action] = clock.start.get(action, free[rank])
         end[action] = clock.end.get(action, free[rank])
         free[rank] = end[action]
     origin = min(start.values())
     start = {action: time - origin for action, time in start.items()}
     end = {action: time - origin for action, time in end.items()}
-    timeline = Timeline(schedule.name, schedule.placement, schedule.rows, start, end)
+    timeline = Timeline(
+        schedule.name,
+        schedule.placement,
+        schedule.rows,
+        start,
+        end,
+        replicas=schedule.replicas,
+    )
     known = costs_of(program, gradient.works, gradient.batch, len(pipe.stages))
     latency = statistics.median(clock.moves) if clock.moves else 0.0
     return replace(
@@ -141,8 +148,8 @@ def _memory(gradient: Gradient, timeline: Timeline) -> Iterable[MemoryEvent]:
     """
     pipe, program = gradient.pipe, gradient.program
     rank_of: dict[int, int] = {}
-    for s, rank in enumerate(pipe.schedule.placement):
-        rank_of[pipe.place(s)] = min(rank_of.get(pipe.place(s), rank), rank)
+    for rank in sorted(pipe.schedule.running):
+        rank_of.setdefault(pipe.places.index(pipe.ranks[rank]), rank)
     counts = live(program)
     now = 0.0
     for place, rank in rank_of.items():

@@ -33,8 +33,8 @@ def check_num_microbatches(number: Any) -> int:
     return number
 
 
-def check_plan(plan: Any, layers: Sequence[Layer], given: Sequence[str]) -> None:
-    """Checks that a plan is one, is for these layers, and decides alone.
+def check_plan(plan: Any, layers: Sequence[Layer], given: Sequence[str]) -> Plan:
+    """Returns a plan if it is one, is for these layers, and decides alone.
 
     Args:
       plan: what was given as one.
@@ -64,6 +64,7 @@ def check_plan(plan: Any, layers: Sequence[Layer], given: Sequence[str]) -> None
         ]
     if faults:
         raise ValueError("plan: " + "; ".join(faults))
+    return plan
 
 
 def check_mesh(mesh: Any, devices: Any, gather: Any) -> Any:
@@ -90,7 +91,7 @@ def one_of_each_rank(devices: Any) -> Any:
 
 
 def choose_mesh(mesh: Mesh, schedule: Schedule) -> tuple[Device, ...]:
-    """Returns the devices of each stage: those of its index along the axis ``stage``.
+    """Returns the devices of each rank: those of its index along the axis ``stage``.
 
     Args:
       mesh: its devices along ``stage``, and along the axes that each stage has.
@@ -107,7 +108,7 @@ def choose_mesh(mesh: Mesh, schedule: Schedule) -> tuple[Device, ...]:
             f"{needed} {what} need a mesh of at least as many along {_STAGE!r}, which "
             f"has {length}; group layers with balance=, or give a longer mesh"
         )
-    return tuple(ranks[rank] for rank in schedule.placement)
+    return tuple(ranks[:needed])
 
 
 def _ranks(mesh: Mesh) -> list[Device]:
@@ -126,8 +127,47 @@ def _ranks(mesh: Mesh) -> list[Device]:
     ]
 
 
+def replicated_plan(
+    plan: Any,
+    layers: Sequence[Layer],
+    given: Sequence[str],
+    num_microbatches: int | None,
+) -> tuple[int, list[int], Schedule]:
+    """What a plan of `jpipe.replicate` decides, checked.
+
+    Args:
+      plan: the plan.
+      layers: of the pipeline.
+      given: the names of arguments that were given beside it.
+      num_microbatches: as given, which such a plan need not say.
+
+    Returns:
+      The number of micro-batches, the balance, the schedule.
+
+    Raises:
+      ValueError: with every fault.
+    """
+    decided = [name for name in given if name in ("balance", "schedule", "replicas")]
+    faults = [f"it decides {name}, which was given too" for name in decided]
+    balance = [stage.end - stage.start for stage in plan.stages]
+    if sum(balance) != len(layers):
+        faults.append(f"it is for {sum(balance)} layers, there are {len(layers)}")
+    if plan.objective != "steady":
+        faults.append(
+            "the devices of a stage share each micro-batch in it; for a mesh of equal "
+            "ones type mesh=, for ranks that take turns jpipe.replicate(..., "
+            "objective='steady')"
+        )
+    number = num_microbatches or plan.num_microbatches or 0
+    if not number:
+        faults.append("it does not say num_microbatches; give it too")
+    if faults:
+        raise ValueError("plan: " + "; ".join(faults))
+    return number, balance, plan.schedule(number)
+
+
 def choose_devices(devices: Any, schedule: Schedule) -> tuple[Device, ...]:
-    """Returns the device of each stage.
+    """Returns the device of each rank.
 
     Args:
       devices: one device per rank; surplus ones are left idle; ``None`` means
@@ -161,4 +201,4 @@ def choose_devices(devices: Any, schedule: Schedule) -> tuple[Device, ...]:
             f"devices at the start of the program with "
             f"jax.config.update('jax_num_cpu_devices', {needed})"
         )
-    return tuple(given[rank] for rank in schedule.placement)
+    return tuple(given[:needed])

@@ -1,7 +1,7 @@
 """`jpipe.pipeline`: a sequence of layers as one program over many devices."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jax.sharding import Mesh
 
@@ -17,7 +17,10 @@ from ._run import _resting
 from ._run._pipe import Pipe
 from .planning._plan import Plan
 from .schedules import Schedule, ScheduleBuilder
-from .schedules._choose import choose_schedule
+from .schedules._choose import choose_schedule, turns
+
+if TYPE_CHECKING:
+    from .planning._replicated import Replicated
 
 
 def pipeline(
@@ -26,11 +29,12 @@ def pipeline(
     *,
     balance: Sequence[int] | str | None = None,
     sample: Any = None,
-    plan: Plan | None = None,
+    plan: "Plan | Replicated | None" = None,
     devices: Sequence[Device] | Mesh | None = None,
     mesh: Mesh | None = None,
     sharding: _resting.Rule | None = None,
     gather: str = "step",
+    replicas: Sequence[int] | None = None,
     schedule: str | ScheduleBuilder | Schedule = "1f1b",
     remat: Any = "min_cut",
     in_axes: Any = 0,
@@ -54,7 +58,8 @@ def pipeline(
         a device holds at its peak beside the optimizer's state.
       sample: for these, an input of a mini-batch, or a profile of the layers.
       plan: from `jpipe.plan`, in place of ``num_microbatches``, ``balance``,
-        ``schedule`` and ``remat``.
+        ``schedule`` and ``remat``; or from `jpipe.replicate`, in place of ``balance``,
+        ``replicas`` and ``schedule``.
       devices: one per rank, default `jax.devices`; repeat a device to let it serve
         several stages.
       mesh: several devices per stage, in place of ``devices``: the stages lie along its
@@ -66,6 +71,10 @@ def pipeline(
         that is cut along ``"data"`` (FSDP) is gathered for use.
       gather: when that is: once in a ``"step"``, or for each ``"microbatch"``, which
         holds less.
+      replicas: how many ranks take turns at each stage, such as ``[3, 2, 2, 1]``:
+        micro-batch i runs on the (i mod r)-th of r, under ``"1f1b"`` or
+        ``"eager_1f1b"``. Variables stay on the first, whence the others get them once
+        in a step; gradients are added up there.
       schedule: a name of `jpipe.schedules.BY_NAME`, a builder, or a `Schedule`.
       remat: what is kept between forward and backward. ``"min_cut"``: the fewest
         bytes from which all that the backward reads follows without a product, a
@@ -111,10 +120,16 @@ def pipeline(
             "balance": balance is not None,
             "schedule": schedule != "1f1b",
             "remat": remat != "min_cut",
+            "replicas": replicas is not None,
         }
-        _setup.check_plan(plan, layers, [name for name, yes in given.items() if yes])
-        num_microbatches, schedule = plan.schedule.num_microbatches, plan.schedule
-        balance, remat = plan.balance, plan.remat
+        names = [name for name, yes in given.items() if yes]
+        if isinstance(plan, Plan) or not hasattr(plan, "replicas"):
+            own = _setup.check_plan(plan, layers, names)
+            num_microbatches, schedule = own.schedule.num_microbatches, own.schedule
+            balance, remat = own.balance, own.remat
+        else:
+            planned = _setup.replicated_plan(plan, layers, names, num_microbatches)
+            num_microbatches, balance, schedule = planned
     number = _setup.check_num_microbatches(num_microbatches)
     devices = _setup.check_mesh(mesh, devices, gather)
     if isinstance(balance, str):
@@ -132,6 +147,8 @@ def pipeline(
         )
     groups = fuse(layers, check_balance(balance, len(layers)))
     settings = _remat.per_stage(remat, len(groups))
+    if replicas is not None:
+        schedule = turns(replicas, schedule, len(groups), number)
     chosen = choose_schedule(schedule, len(groups), number)
     placed = _setup.choose_devices(devices, chosen)
     if isinstance(out_axes, bool) or not isinstance(out_axes, int):
@@ -140,7 +157,7 @@ def pipeline(
         )
     unchanged = Unchanged(layers)
     pipe = Pipe(groups, placed, chosen, settings, unchanged, sharding, gather)
-    forecast = plan.forecast if plan else None
+    forecast = getattr(plan, "forecast", None)
     return Pipeline(pipe, Axes(in_axes, target_axes, out_axes), forecast)
 
 

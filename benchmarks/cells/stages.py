@@ -36,7 +36,7 @@ class _Apart(Pipe):
     def places(self) -> tuple[Any, ...]:
         return self.devices
 
-    def place(self, stage: int) -> int:
+    def place(self, stage: int, microbatch: int | None = None) -> int:
         return stage
 
 

@@ -104,7 +104,7 @@ class Incoming:
 
     def extra(self, task: Task, m: int, targets: Values) -> Values:
         """What a micro-batch brings to a stage beside its input: see `_task.EXTRA`."""
-        place, sizes = self._pipe.place(task.index), self._batch.sizes
+        place, sizes = self._pipe.place(task.index, m), self._batch.sizes
         found: Values = []
         for name in task.extra:
             if name == "targets":

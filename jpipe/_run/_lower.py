@@ -13,8 +13,8 @@ from .._functions import _remat
 from .._functions._batch import Batch
 from .._functions._task import Task
 from .._functions._weights import sum_spec
-from .._instructions._graph import Graph, Value
-from .._instructions._sharding import STACKED, Sharding, SubMesh
+from .._instructions._graph import Graph, Place, Value
+from .._instructions._sharding import WHOLE, Sharding, SubMesh
 from .._jaxprs._function import Function
 from ..schedules import Action
 from ..schedules._action import BACKWARD, FORWARD, INPUT, WEIGHT
@@ -79,8 +79,9 @@ class Lowering:
         last = len(pipe.stages) - 1
         has_loss = works.task(last).has_loss
         self._targets = incoming.split(targets, batch.target_axes, last) * has_loss
-        self._grads: list[Values] = []
-        self._sums: list[Values] = []
+        # By stage and place, the sums of what runs there.
+        self._grads: dict[Cell, Values] = {}
+        self._sums: dict[Cell, Values] = {}
 
     # ----------------------------------------------------------------- inference
 
@@ -121,7 +122,12 @@ class Lowering:
                 self._backward(action, mode)
         aux = [self._aux[m] for m in range(len(self._batch.sizes))]
         given = self._graph, self._pipe, self._layout, self._batch, self._works
-        return Totals(*given).sums(self._weights, self._sums, self._grads, aux)
+        stages = range(len(self._pipe.stages))
+        sums, grads = (
+            [[known[s, place] for place in self._pipe.places_of(s)] for s in stages]
+            for known in (self._sums, self._grads)
+        )
+        return Totals(*given).sums(self._weights, sums, grads, aux)
 
     def _deferred(self) -> set[Cell]:
         """The forwards of the stage with the loss that run with their backwards.
@@ -138,9 +144,13 @@ class Lowering:
         if full and works.task(last).changes_integers:
             # All of them, or one that is not would run before those that are.
             full = {(last, m) for m in range(count)}
-        row = [a for a in schedule.rows[schedule.placement[last]] if self._does(a)]
+        rows = [
+            [action for action in schedule.rows[rank] if self._does(action)]
+            for rank in schedule.homes.ranks(last)
+        ]
         adjacent = {
             action[1:]
+            for row in rows
             for action, after in itertools.pairwise(row)
             if action.op == FORWARD and action.stage == last and after[1:] == action[1:]
         }
@@ -155,27 +165,28 @@ class Lowering:
 
     def _start_sums(self) -> None:
         """Sums at zero, all of a place made at one stroke."""
-        groups: list[tuple[int, list[Any]]] = []
-        lies: list[list[Sharding]] = []
+        by_place: dict[Place, list[int]] = {}
         for s in range(len(self._pipe.stages)):
-            task = self._works.task(s)
-            grads = [sum_spec(leaf) for leaf in task.weights.trainable_specs]
-            groups += [(s, grads), (s, task.sum_specs)]
-            lies += [self._sums_lie(s), [STACKED] * len(task.sum_specs)]
-        found: list[Values] = [[] for _ in groups]
-        for place in dict.fromkeys(self._pipe.place(s) for s, _ in groups):
-            own = [i for i, (s, _) in enumerate(groups) if self._pipe.place(s) == place]
-            specs = [spec for i in own for spec in groups[i][1]]
-            if not specs:
-                continue
-            zeros = Function("zeros", _sums.zeros(specs), specs)
-            how = [how for i in own for how in lies[i]] if self._is_mapped else None
-            values = iter(
-                self._graph.call(zeros, place, [], mapped=self._is_mapped, how=how)
-            )
-            for i in own:
-                found[i] = [next(values) for _ in groups[i][1]]
-        self._grads, self._sums = found[::2], found[1::2]
+            for place in self._pipe.places_of(s):
+                by_place.setdefault(place, []).append(s)
+        one = WHOLE._replace(stacked=self._is_mapped)
+        for place, stages in by_place.items():
+            parts: list[tuple[dict[Cell, Values], int, list[Any]]] = []
+            lies: list[Sharding] = []
+            for s in stages:
+                task = self._works.task(s)
+                grads = [sum_spec(leaf) for leaf in task.weights.trainable_specs]
+                parts += [(self._grads, s, grads), (self._sums, s, task.sum_specs)]
+                lies += [*self._sums_lie(s), *[one] * len(task.sum_specs)]
+            specs = [spec for _, _, own in parts for spec in own]
+            values = iter(())
+            if specs:
+                zeros = Function("zeros", _sums.zeros(specs), specs)
+                how = lies if self._is_spread else None
+                given = zeros, place, []
+                values = iter(self._graph.call(*given, mapped=self._is_mapped, how=how))
+            for known, s, own in parts:
+                known[s, place] = [next(values) for _ in own]
 
     def _given(self, cell: Cell) -> Values:
         """The weights, the input and the rest of a stage on a micro-batch."""
@@ -196,9 +207,8 @@ class Lowering:
         reads: Values,
         how: Sequence[Sharding] | None = None,
     ) -> Values:
-        stage = action.stage
-        place, name = self._pipe.place(stage), self._names[stage]
-        given = function, place, reads, action, name
+        place = self._pipe.place(*action[1:])
+        given = function, place, reads, action, self._names[action.stage]
         return self._graph.call(*given, mapped=self._is_mapped, how=how)
 
     def _sums_lie(self, stage: int) -> list[Sharding]:
@@ -238,8 +248,9 @@ class Lowering:
         if task.sum_specs:
             end = len(given) - len(task.extra_specs)
             added = [*results[: task.num_results], *given[end:]]
-            reads = [*self._sums[stage], *added]
-            self._sums[stage] = self._call(functions.add_results, action, reads)
+            at = stage, self._pipe.place(*cell)
+            reads = [*self._sums[at], *added]
+            self._sums[at] = self._call(functions.add_results, action, reads)
             self._graph.fuse()
 
     def _backward(self, action: Action, mode: Any, follows: bool = False) -> None:
@@ -264,9 +275,10 @@ class Lowering:
         else:
             grads, x_grads = self._call(functions.weight_grad, action, given), []
         if grads:
-            sums = [*self._grads[stage], *grads]
+            at = stage, self._pipe.place(*cell)
+            sums = [*self._grads[at], *grads]
             lie = self._sums_lie(stage) if self._is_spread else None
-            self._grads[stage] = self._call(functions.add_grads, action, sums, lie)
+            self._grads[at] = self._call(functions.add_grads, action, sums, lie)
             self._graph.fuse()
         if follows:
             self._graph.fuse()

@@ -18,7 +18,7 @@ class Pipe:
 
     Attributes:
       stages: all stages, in order.
-      devices: the device of each.
+      ranks: the device of each rank.
       schedule: who runs which action when.
       remat: what each stage keeps: see `_remat`.
       unchanged: what tells whether layers were changed since.
@@ -28,7 +28,7 @@ class Pipe:
     """
 
     stages: tuple[StageFunction, ...]
-    devices: tuple[Device, ...]
+    ranks: tuple[Device, ...]
     schedule: Schedule
     remat: tuple[Any, ...]
     unchanged: Unchanged
@@ -41,13 +41,38 @@ class Pipe:
         return Sharing([layer for stage in self.stages for layer in stage.layers])
 
     @cached_property
+    def devices(self) -> tuple[Device, ...]:
+        """The device of each stage; of one with replicas, that of the first.
+
+        There its variables are, and gradients are added up.
+        """
+        return tuple(self.ranks[rank] for rank in self.schedule.placement)
+
+    @cached_property
     def places(self) -> tuple[Device, ...]:
         """The device of each place: a device may serve several stages."""
-        return tuple(dict.fromkeys(self.devices))
+        own = (self.ranks[rank] for rank in self.schedule.running)
+        return tuple(dict.fromkeys([*self.devices, *own]))
 
-    def place(self, stage: int) -> int:
-        """The place of a stage."""
-        return self.places.index(self.devices[stage])
+    @cached_property
+    def _number(self) -> dict[Device, int]:
+        return {device: number for number, device in enumerate(self.places)}
+
+    def place(self, stage: int, microbatch: int | None = None) -> int:
+        """The place of a stage, or where it runs a micro-batch."""
+        if microbatch is None or not self.schedule.replicas:
+            return self._number[self.devices[stage]]
+        return self._number[self.ranks[self.schedule.homes[microbatch][stage]]]
+
+    def replicas(self, stage: int) -> tuple[Device, ...]:
+        """The devices that take turns at a stage."""
+        return tuple(self.ranks[rank] for rank in self.schedule.homes.ranks(stage))
+
+    def places_of(self, stage: int) -> list[int]:
+        """The places that run a stage, in the order of their last micro-batches."""
+        numbers = reversed(range(self.schedule.num_microbatches))
+        found = dict.fromkeys(self.place(stage, m) for m in numbers)
+        return [*found][::-1]
 
     @cached_property
     def num_shards(self) -> int:

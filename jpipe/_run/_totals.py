@@ -1,7 +1,7 @@
 """What a mini-batch comes to: sums made a loss, gradients and new statistics."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -78,23 +78,23 @@ class Totals:
     def sums(
         self,
         weights: Sequence[Values],
-        sums: Sequence[Values],
-        grads: Sequence[Values],
+        sums: Sequence[Sequence[Values]],
+        grads: Sequence[Sequence[Values]],
         aux: list[Values],
     ) -> Sums:
         """What the running sums of all stages come to.
 
         Args:
           weights: the variables of each stage.
-          sums: of the loss, and of what training changes, of each stage.
-          grads: of the gradients of each stage.
+          sums: of the loss, and of what training changes, of each stage and replica.
+          grads: of the gradients, likewise.
           aux: of the loss function, of each micro-batch.
         """
         works, graph = self._works, self._graph
         stages = range(len(self._pipe.stages))
         last = stages[-1]
-        sums = [self._merged(s, sums[s]) for s in stages]
-        losses = sums[last][: works.task(last).num_losses]
+        totals = [self._merged(s, sums[s]) for s in stages]
+        losses = totals[last][: works.task(last).num_losses]
         (loss,) = self._finished(
             [losses[0]], [works.task(last).closed.out_avals[0].dtype], losses[1:], last
         )
@@ -103,7 +103,7 @@ class Totals:
             task = works.task(s)
             if task.changed:
                 old = [weights[s][i] for i in task.changed]
-                new = sums[s][task.num_losses :]
+                new = totals[s][task.num_losses :]
                 function = works.derivatives(s, 0, works.mode(s, 0)).commit
                 at = [self._layout.order[s][i] for i in task.changed]
                 how = [self._layout.shardings[i] for i in at]
@@ -112,35 +112,55 @@ class Totals:
                 changed |= dict(zip(at, new, strict=True))
         return Sums(loss, aux, self._gradients(grads, losses[1:]), changed)
 
-    def _merged(self, stage: int, sums: Values) -> Values:
-        """The sums of a stage, those of its shards merged into one."""
-        if not self._is_mapped or not sums:
-            return sums
-        task, shards = self._works.task(stage), range(self._batch.num_shards)
+    def _merged(self, stage: int, each: Sequence[Values]) -> Values:
+        """The sums of a stage, those of its replicas and their shards made one."""
+        count = len(each[0])
+        if not count or not (self._is_mapped or len(each) > 1):
+            return each[0]
+        task = self._works.task(stage)
+        shards = range(self._batch.num_shards)
 
         def merge(*leaves: jax.Array) -> list[Any]:
-            parts = ([leaf[d] for leaf in leaves] for d in shards)
+            starts = range(0, len(leaves), count)
+            parts = [list(leaves[i : i + count]) for i in starts]
+            if self._is_mapped:
+                parts = [[leaf[d] for leaf in part] for part in parts for d in shards]
             return functools.reduce(task.merge_sums, parts)
 
-        specs = [self._graph.specs[value] for value in sums]
-        function = Function("merge_shards", merge, specs)
-        return self._graph.call(function, self._pipe.place(stage), sums)
+        return self._exchanged("merge_sums", merge, stage, each)
 
-    def _reduced(self, stage: int, sums: Values) -> Values:
-        """The gradients of a stage: the one exchange between its shards in a step."""
-        if not self._is_mapped or not sums:
-            return sums
-        graph, weights = self._graph, self._layout.weights[stage]
+    def _reduced(self, stage: int, each: Sequence[Values]) -> Values:
+        """The gradients of a stage: the one exchange of its shards and replicas."""
+        count = len(each[0])
+        if not count or not (self._is_mapped or len(each) > 1):
+            return each[0]
+        weights = self._layout.weights[stage]
         pairs = zip(self._layout.order[stage], weights.trainable, strict=True)
         how = [self._layout.shardings[leaf] for leaf, yes in pairs if yes]
-        reduce = Function(
-            "reduce_shards",
-            lambda *leaves: [leaf.sum(0) for leaf in leaves],
-            [graph.specs[value] for value in sums],
-        )
-        return graph.call(reduce, self._pipe.place(stage), sums, how=how)
 
-    def _gradients(self, sums: Sequence[Values], divisor: Values) -> dict[int, Value]:
+        def reduce(*leaves: jax.Array) -> list[jax.Array]:
+            totals = (sum(leaves[i + count :: count], leaves[i]) for i in range(count))
+            return [x.sum(0) if self._is_mapped else x for x in totals]
+
+        return self._exchanged("reduce_gradients", reduce, stage, each, how)
+
+    def _exchanged(
+        self,
+        name: str,
+        run: Callable[..., Sequence[Any]],
+        stage: int,
+        each: Sequence[Values],
+        how: Sequence[Sharding] | None = None,
+    ) -> Values:
+        """What a function makes of the sums of all replicas, where the stage is."""
+        specs = [self._graph.specs[value] for value in each[0]]
+        reads = [value for part in each for value in part]
+        place = self._pipe.place(stage)
+        return self._graph.call(Function(name, run, specs), place, reads, how=how)
+
+    def _gradients(
+        self, sums: Sequence[Sequence[Values]], divisor: Values
+    ) -> dict[int, Value]:
         """The gradient of each trained leaf; those of a tied one are added."""
         layout = self._layout
         terms: dict[int, list[Value]] = {}

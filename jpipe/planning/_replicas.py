@@ -27,7 +27,7 @@ def replicate(
 
     As PipeDream's planner does: a stage that takes three times as long as others gets
     three devices, which take turns. What comes out is a plan, to be printed, drawn and
-    simulated; `jpipe.pipeline` runs stages of one device each.
+    simulated; ``jpipe.pipeline(layers, M, plan=plan)`` runs one of the steady state.
 
     Args:
       profile: of the layers, on one micro-batch; from `jpipe.profile`.

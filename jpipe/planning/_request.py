@@ -161,7 +161,7 @@ class Request:
         """Stages on the first micro-batch, or on as many as a schedule has."""
         pipe = Pipe(
             fuse(layers, tuple(balance)),
-            tuple(map(OnPaper, schedule.placement)),
+            tuple(map(OnPaper, range(schedule.num_ranks))),
             schedule,
             _remat.per_stage(remat, len(balance)),
             Unchanged(layers),

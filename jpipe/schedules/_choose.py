@@ -3,6 +3,7 @@
 from typing import Any
 
 from ._catalogue import BY_NAME, named
+from ._replicated import replicated
 from ._schedule import Schedule
 from ._simulate import ScheduleError
 
@@ -64,6 +65,36 @@ def _build(builder: Any, num_stages: int, num_microbatches: int) -> Schedule:
     )
 
 
+def turns(
+    replicas: Any, schedule: Any, num_stages: int, num_microbatches: int
+) -> Schedule:
+    """The schedule of stages at which several ranks take turns.
+
+    Args:
+      replicas: the number of ranks of each stage.
+      schedule: the name of one that has such an order.
+      num_stages: the number of stages.
+      num_microbatches: the number of micro-batches.
+
+    Raises:
+      ValueError: if the schedule has none, or there are other numbers of stages.
+      ScheduleError: if they are no numbers of ranks.
+    """
+    names = {"1f1b": False, "eager_1f1b": True}
+    if not isinstance(schedule, str) or schedule not in names:
+        raise ValueError(
+            f"replicas={replicas!r} with schedule={schedule!r}: choose '1f1b' or "
+            f"'eager_1f1b', or leave out replicas= and give a Schedule that has them"
+        )
+    made = replicated(replicas, num_microbatches, eager=names[schedule])
+    if len(replicas) != num_stages:
+        raise ValueError(
+            f"replicas={list(replicas)} are for {len(replicas)} stages, the pipeline "
+            f"has {num_stages}"
+        )
+    return made
+
+
 def _check_fit(schedule: Schedule, num_stages: int, num_microbatches: int) -> Schedule:
     faults = []
     if schedule.num_stages != num_stages:
@@ -72,11 +103,6 @@ def _check_fit(schedule: Schedule, num_stages: int, num_microbatches: int) -> Sc
         faults.append(
             f"{schedule.num_microbatches} micro-batches, the pipeline has "
             f"num_microbatches={num_microbatches}"
-        )
-    if schedule.replicas:
-        raise ValueError(
-            f"schedule {schedule.name!r} has several ranks that take turns at a stage: "
-            f"that is simulated and drawn, not run; give one without replicas"
         )
     if faults:
         raise ValueError(f"schedule {schedule.name!r} is for {' and '.join(faults)}")

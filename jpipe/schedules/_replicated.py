@@ -29,7 +29,7 @@ def replicated(
         the side with fewer ranks has: they are hidden, as in `eager_one_f_one_b`.
 
     Returns:
-      A valid schedule, for `Schedule.simulate` and pictures; no pipeline runs it.
+      A valid schedule; `jpipe.pipeline` runs it as ``schedule=``, or by ``replicas=``.
 
     Raises:
       ScheduleError: with every number that is no int of at least 1.

@@ -6,13 +6,16 @@ import math
 import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from . import _validate
 from ._action import FORWARD, Action
 from ._costs import Costs
+from ._homes import Homes
 from ._simulate import ScheduleError, check_costs, simulate
 from ._timeline import Timeline
+from ._without import peers, taken_over
 
 _NO_JSON = "no schedule as Schedule.to_json writes it"
 
@@ -56,6 +59,17 @@ class Schedule:
     def num_ranks(self) -> int:
         """The number of ranks."""
         return len(self.rows)
+
+    @cached_property
+    def homes(self) -> Homes:
+        """The ranks that run each micro-batch."""
+        return Homes(self.placement, self.rows, self.replicas)
+
+    @property
+    def running(self) -> list[int]:
+        """The ranks that are those of stages, in their order."""
+        stages = range(self.num_stages)
+        return [rank for stage in stages for rank in self.homes.ranks(stage)]
 
     def to_text(self) -> str:
         """One line per rank, cells separated by blanks; `from_text` reads it."""
@@ -217,6 +231,49 @@ class Schedule:
         """
         costs = self._checked(costs)
         return simulate(self.name, self.rows, self.placement, costs, self.replicas)
+
+    def without(self, rank: int) -> "Schedule":
+        """The same work with one rank less, which its peers take over.
+
+        Args:
+          rank: one of several that take turns at a stage; see `replicated`. Ranks above
+            it count one less.
+
+        Returns:
+          A valid schedule, whose gradients are those of this one.
+
+        Raises:
+          ScheduleError: if no other rank runs its stage, or ranks would then wait for
+            each other.
+
+        Example:
+          >>> from jpipe.schedules import replicated
+          >>> print(replicated([2, 1], 4).without(0).to_text())
+          0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3
+          1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3
+
+        References:
+          Gandhi et al., `ReCycle <https://arxiv.org/abs/2405.14009>`_ (2024).
+        """
+        others = peers(self.replicas, rank)
+        if not others:
+            several = [list(ranks) for ranks in self.replicas if len(ranks) > 1]
+            raise ScheduleError(
+                f"schedule {self.name!r}: no rank does what rank {rank!r} does; "
+                + (f"those that take turns are {several}" if several else "none has ")
+                + ("" if several else "a peer, as those of replicated([2, 1], 8) do")
+            )
+        replicas = tuple(
+            tuple(other - (other > rank) for other in ranks if other != rank)
+            for ranks in self.replicas
+        )
+        return dataclasses.replace(
+            self,
+            name=f"{self.name}, without rank {rank}",
+            rows=taken_over(self.rows, rank, others, self.simulate().start),
+            placement=tuple(ranks[0] for ranks in replicas),
+            replicas=replicas,
+        ).validate()
 
     def _checked(self, costs: Costs | None) -> Costs:
         """Costs of these stages and micro-batches, or a refusal."""

@@ -53,9 +53,9 @@ def reductions(found):
 def test_gradients_are_reduced_once_in_a_mini_batch():
     """One for each stage with weights, not one for each of its micro-batches."""
     found = exchanged(mesh=mesh(2, 2))
-    assert reductions(found) == {"reduce_shards": 2, "merge_shards": 1}
+    assert reductions(found) == {"reduce_gradients": 2, "merge_sums": 1}
     gathers = {name for (name, op) in found if op == "all-gather"}
-    assert gathers <= {"merge_shards"}
+    assert gathers <= {"merge_sums"}
 
 
 def rule(path, leaf):
@@ -65,7 +65,7 @@ def rule(path, leaf):
 def test_sharded_weights_are_gathered_once_in_a_step_or_for_each_use():
     once = exchanged(mesh=mesh(2, 2), sharding=rule)
     assert once["gather", "all-gather"] == 2 + 1  # as many arrays
-    assert reductions(once)["reduce_shards"] >= 2
+    assert reductions(once)["reduce_gradients"] >= 2
     assert not any("backward" in name for name, _ in once)
     often = exchanged(mesh=mesh(2, 2), sharding=rule, gather="microbatch")
     uses = sum(n for (_, op), n in often.items() if op == "all-gather")

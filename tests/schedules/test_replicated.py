@@ -1,13 +1,13 @@
 """Stages with several ranks that take turns: orders, rules, times, memory."""
 
 import dataclasses
+import itertools
 import json
 import math
 import random
 
 import pytest
 
-from jpipe import pipeline
 from jpipe.schedules import (
     Action,
     Costs,
@@ -220,9 +220,38 @@ def test_a_backward_runs_where_its_forward_ran():
         dataclasses.replace(schedule, rows=rows).validate()
 
 
-def test_no_pipeline_runs_it_by_mistake():
-    with pytest.raises(ValueError, match="several ranks that take turns at a stage"):
-        pipeline([lambda x: x] * 2, 2, schedule=replicated([2, 1], 2))
+def test_peers_take_over_what_a_lost_rank_did():
+    for replicas in itertools.product((1, 2, 3), repeat=3):
+        for count, eager in ((9, False), (14, True)):
+            schedule = replicated(replicas, count, eager=eager)
+            for rank, row in enumerate(schedule.rows):
+                peers = [r for r in schedule.replicas if rank in r]
+                if not peers or len(peers[0]) < 2:
+                    with pytest.raises(ScheduleError, match=f"what rank {rank} does"):
+                        schedule.without(rank)
+                    continue
+                (peers,) = peers
+                rest = schedule.without(rank)
+                assert sorted(itertools.chain(*rest.rows)) == sorted(
+                    itertools.chain(*schedule.rows)
+                )
+                shares = [
+                    len(rest.rows[r - (r > rank)]) - len(schedule.rows[r])
+                    for r in peers
+                    if r != rank
+                ]
+                assert sum(shares) == len(row)
+                assert max(shares) - min(shares) <= 2
+                for other, own in enumerate(schedule.rows):
+                    if other not in peers:
+                        assert rest.rows[other - (other > rank)] == own
+
+
+def test_who_has_peers_is_told():
+    with pytest.raises(ScheduleError, match=r"those that take turns are \[\[0, 1\]\]"):
+        replicated([2, 1], 4).without(2)
+    with pytest.raises(ScheduleError, match=r"none has a peer, as those of replicated"):
+        one_f_one_b(2, 4).without(0)
 
 
 def test_bad_numbers_are_named_together():
