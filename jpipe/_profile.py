@@ -116,7 +116,7 @@ def _timeline(gradient: Gradient, clock: _Clock) -> Timeline:
     schedule = pipe.schedule
     start, end = {}, {}
     free = [0.0] * schedule.num_ranks
-    for action in schedule.simulate().order():
+    for action in schedule.order():
         rank = schedule.homes[action.microbatch][action.stage]
         start[action] = clock.start.get(action, free[rank])
         end[action] = clock.end.get(action, free[rank])

@@ -1,7 +1,7 @@
 """Mini-batches cut in micro-batches, and put together again."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -188,36 +188,53 @@ def part_specs(
     return [part(leaf, axis) for leaf, axis in zip(leaves, axes, strict=True)]
 
 
-def splitter(
-    axes: Sequence[int], parts: Sequence[int]
-) -> Callable[..., list[jax.Array]]:
-    """A split: flat leaves -> those of each micro-batch, one after the other."""
-    offsets = [sum(parts[:i]) for i in range(1, len(parts))]
+class Group(NamedTuple):
+    """Micro-batches of one size.
 
-    def split(*leaves: jax.Array) -> list[jax.Array]:
-        columns = [
-            jnp.split(leaf, offsets, axis=axis)
-            for leaf, axis in zip(leaves, axes, strict=True)
-        ]
-        return [leaf for row in zip(*columns, strict=True) for leaf in row]
-
-    return split
-
-
-def rows(count: int, groups: int) -> Callable[..., list[jax.Array]]:
-    """Leaves of which micro-batches are the first axis, as those of each micro-batch.
-
-    Args:
-      count: how many leaves there are.
-      groups: how many arrays each consists of: micro-batches of one size are one.
+    Attributes:
+      start: the first of their examples.
+      number: how many there are.
+      size: the examples of each.
     """
 
-    def split(*arrays: jax.Array) -> list[jax.Array]:
-        columns = [
-            [part for array in arrays[i * groups : (i + 1) * groups] for part in array]
-            for i in range(count)
-        ]
-        return [leaf for row in zip(*columns, strict=True) for leaf in row]
+    start: int
+    number: int
+    size: int
+
+
+def groups(parts: Sequence[int]) -> list[Group]:
+    """Micro-batches by their sizes, the larger ones first."""
+    found, start = [], 0
+    for size in dict.fromkeys(parts):
+        count = list(parts).count(size)
+        found.append(Group(start, count, size))
+        start += count * size
+    return found
+
+
+def splitter(
+    axes: Sequence[int], size: int, number: int, stacked: bool = False
+) -> Callable[..., list[jax.Array]]:
+    """``(start, *leaves) -> parts``: those of some micro-batches, one after the other.
+
+    Args:
+      axes: the batch axes of the leaves.
+      size: the examples of a micro-batch.
+      number: how many micro-batches.
+      stacked: whether the leaves have an entry for each micro-batch, on a new first
+        axis; then ``start`` is the number of the first, not that of its example.
+    """
+
+    def part(leaf: jax.Array, axis: int, start: Any) -> jax.Array:
+        if stacked:
+            return jax.lax.dynamic_index_in_dim(leaf, start, keepdims=False)
+        return jax.lax.dynamic_slice_in_dim(leaf, start, size, axis)
+
+    def split(start: jax.Array, *leaves: jax.Array) -> list[jax.Array]:
+        step = 1 if stacked else size
+        starts = [start + m * step for m in range(number)]
+        pairs = list(zip(leaves, axes, strict=True))
+        return [part(leaf, axis, at) for at in starts for leaf, axis in pairs]
 
     return split
 

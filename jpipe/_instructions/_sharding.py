@@ -180,13 +180,3 @@ def _names(spec: P) -> list[str]:
     """The axes of a mesh that a spec names."""
     parts = [part if isinstance(part, tuple) else (part,) for part in spec]
     return [name for part in parts for name in part if name is not None]
-
-
-def cuts(axis: int, sizes: Sequence[int], num_shards: int) -> list[Cut]:
-    """The micro-batches of a leaf, those of one size at a time."""
-    found, start = [], 0
-    for size in dict.fromkeys(sizes):
-        count = list(sizes).count(size)
-        found.append(Cut(axis, start, count, size))
-        start += count * size * num_shards
-    return found

@@ -9,11 +9,13 @@ from .._functions import _microbatch
 from .._functions._batch import Batch
 from .._functions._task import Task
 from .._instructions._graph import Graph, Place, Value
-from .._instructions._sharding import cuts
+from .._instructions._sharding import Cut
 from .._jaxprs._function import Function
 from ._pipe import Pipe
 
 Values = list[Value]
+# So many micro-batches are cut by one call.
+_AT_ONCE = 16
 
 
 class Incoming:
@@ -72,35 +74,53 @@ class Incoming:
         sizes = self._batch.sizes
         if not cut:
             return [whole for _ in sizes]
-        if self._is_mapped:
-            parts = self._split_by_shards(cut, place)
-        elif len(sizes) == 1:
+        if len(sizes) == 1 and not self._is_mapped:
             return [[graph.at(value, place) for value in leaves]]
-        else:
-            split = _microbatch.splitter([a for _, a in cut], sizes)
-            local = [graph.at(v, place) for v, _ in cut]
-            function = Function.like("split", split, *[graph.specs[v] for v in local])
-            parts = graph.call(function, place, local)
-        rest = iter(parts)
+        rest = iter(self._parts(cut, place))
         return [
             [v if a is None else next(rest) for v, a in zip(whole, axes, strict=True)]
             for _ in sizes
         ]
 
-    def _split_by_shards(
-        self, leaves: Sequence[tuple[Value, int]], place: Place
+    def _parts(self, leaves: Sequence[tuple[Value, int]], place: Place) -> Values:
+        """The leaves of each micro-batch, one after the other."""
+        graph, shards = self._graph, self._batch.num_shards
+        parts: Values = []
+        for group in _microbatch.groups(self._batch.sizes):
+            if self._is_mapped:
+                start = group.start * shards
+                cuts = [
+                    Cut(axis, start, group.number, group.size) for _, axis in leaves
+                ]
+                pairs = zip(leaves, cuts, strict=True)
+                local = [graph.cut(value, place, cut) for (value, _), cut in pairs]
+            else:
+                local = [graph.at(value, place) for value, _ in leaves]
+            parts += self._parts_of(group, local, [axis for _, axis in leaves], place)
+        return parts
+
+    def _parts_of(
+        self, group: _microbatch.Group, local: Values, axes: list[int], place: Place
     ) -> Values:
-        """The leaves of each micro-batch, one after the other, spread over shards."""
-        graph, sizes = self._graph, self._batch.sizes
-        several = [cuts(axis, sizes, self._batch.num_shards) for _, axis in leaves]
-        parts = [
-            [graph.cut(value, place, cut) for cut in own]
-            for (value, _), own in zip(leaves, several, strict=True)
-        ]
-        local = [value for own in parts for value in own]
-        rows = _microbatch.rows(len(leaves), len(parts[0]))
-        function = Function.like("split", rows, *[graph.specs[v] for v in local])
-        return graph.call(function, place, local, mapped=True)
+        """The same of micro-batches of one size.
+
+        XLA takes longer for each part that a program makes: many are cut by several
+        calls of one that makes a few.
+        """
+        graph, stacked = self._graph, self._is_mapped
+        first, step = (0, 1) if stacked else (group.start, group.size)
+        functions: dict[int, Function] = {}
+        parts: Values = []
+        for begin in range(0, group.number, _AT_ONCE):
+            number = min(group.number - begin, _AT_ONCE)
+            start = graph.constant(np.array(first + begin * step, np.int32), place)
+            reads = [start, *local]
+            if number not in functions:
+                split = _microbatch.splitter(axes, group.size, number, stacked)
+                specs = [graph.specs[value] for value in reads]
+                functions[number] = Function.like("split", split, *specs)
+            parts += graph.call(functions[number], place, reads, mapped=stacked)
+        return parts
 
     def extra(self, task: Task, m: int, targets: Values) -> Values:
         """What a micro-batch brings to a stage beside its input: see `_task.EXTRA`."""

@@ -92,7 +92,7 @@ class Lowering:
 
     def inference(self) -> list[Values]:
         """The forwards of the schedule; the output of each micro-batch."""
-        for action in self._pipe.schedule.forwards().simulate().order():
+        for action in self._pipe.schedule.forwards().order():
             cell = action[1:]
             task = self._works.task(*cell)
             function = self._works.derivatives(*cell).infer
@@ -106,7 +106,7 @@ class Lowering:
         """The whole schedule, and what its micro-batches sum up to."""
         self._start_sums()
         deferred = self._deferred()
-        for action in self._pipe.schedule.simulate().order():
+        for action in self._pipe.schedule.order():
             cell = action[1:]
             if action.op == FORWARD:
                 if cell not in deferred:

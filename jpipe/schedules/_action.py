@@ -97,13 +97,13 @@ class Needs:
 
     def __call__(self, action: Action) -> tuple[Action, ...]:
         """The actions that must have run before this one; at most two."""
-        op, stage, _ = action
+        op, stage, i = action
         if op == FORWARD:
-            return (action._replace(stage=stage - 1),) if stage else ()
+            return (Action(FORWARD, stage - 1, i),) if stage else ()
         if op == WEIGHT:
-            return (action._replace(op=INPUT),)
-        own = action._replace(op=FORWARD)
+            return (Action(INPUT, stage, i),)
+        own = Action(FORWARD, stage, i)
         if stage == self._last:
             return (own,)
-        after = action._replace(op=INPUT, stage=stage + 1)
-        return own, after if after in self._split else after._replace(op=BACKWARD)
+        after = Action(INPUT, stage + 1, i)
+        return own, after if after in self._split else Action(BACKWARD, stage + 1, i)

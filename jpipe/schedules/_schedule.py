@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from . import _validate
 from ._action import FORWARD, Action
 from ._costs import Costs
 from ._homes import Homes
-from ._simulate import ScheduleError, check_costs, simulate
+from ._simulate import ScheduleError, check_costs, simulate, times
 from ._timeline import Timeline
 from ._without import peers, taken_over
 
@@ -200,16 +199,17 @@ class Schedule:
         )
         if not faults:
             costs = self._checked(costs)
+            on_paper = times if max_bytes is None else simulate
+            given = self.name, self.rows, self.placement, costs, self.replicas
             try:
-                timeline = self.simulate(costs)
+                timeline = on_paper(*given)
             except ScheduleError as error:
                 faults.append(f"E9 {error}")
             else:
-                most = math.inf if max_bytes is None else max_bytes
                 faults += [
-                    f"E11 rank {rank} holds {peak:g} bytes, more than {most:g}"
+                    f"E11 rank {rank} holds {peak:g} bytes, more than {max_bytes:g}"
                     for rank, peak in enumerate(timeline.peak_bytes)
-                    if peak > most
+                    if max_bytes is not None and peak > max_bytes
                 ]
         if faults:
             raise ScheduleError(_validate.refusal(self.name, faults))
@@ -274,6 +274,11 @@ class Schedule:
             placement=tuple(ranks[0] for ranks in replicas),
             replicas=replicas,
         ).validate()
+
+    def order(self) -> tuple[Action, ...]:
+        """All actions in one order in which they can run, with costs of one each."""
+        given = self.name, self.rows, self.placement, Costs(), self.replicas
+        return times(*given).order()
 
     def _checked(self, costs: Costs | None) -> Costs:
         """Costs of these stages and micro-batches, or a refusal."""

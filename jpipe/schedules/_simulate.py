@@ -2,7 +2,8 @@
 
 import dataclasses
 import heapq
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from ._action import BACKWARD, FORWARD, INPUT, Action, Needs
 from ._costs import Costs, at, faults_of
@@ -35,7 +36,23 @@ def simulate(
     costs: Costs,
     replicas: tuple[tuple[int, ...], ...] = (),
 ) -> Timeline:
-    """Predicts when each action runs and what each rank holds.
+    """Predicts when each action runs and what each rank holds: see `times`."""
+    timeline = times(name, rows, placement, costs, replicas)
+    return dataclasses.replace(
+        timeline,
+        memory=tuple(memory_events(timeline, costs)),
+        exchanges=tuple(exchanges(timeline, costs)),
+    )
+
+
+def times(
+    name: str,
+    rows: Rows,
+    placement: tuple[int, ...],
+    costs: Costs,
+    replicas: tuple[tuple[int, ...], ...] = (),
+) -> Timeline:
+    """Predicts when each action runs.
 
     Args:
       name: of the schedule.
@@ -45,7 +62,7 @@ def simulate(
       replicas: the ranks of each stage, where several take turns.
 
     Returns:
-      The timeline.
+      The timeline, without what ranks hold.
 
     Raises:
       ScheduleError: if the schedule deadlocks; the message shows the cycle.
@@ -56,9 +73,11 @@ def simulate(
     free = [0.0] * len(rows)
     position = [0] * len(rows)
 
+    lasts, transfer = _by_kind(costs, costs.of), _by_kind(costs, costs.transfer)
+
     def arrival(need: Action, rank: int) -> float:
         moved = homes[need.microbatch][need.stage] != rank
-        return end[need] + (costs.transfer(need) if moved else 0.0)
+        return end[need] + (transfer(need) if moved else 0.0)
 
     def skips(action: Action, rank: int) -> list[float]:
         """When the skip connections of an action arrive; their senders have run."""
@@ -86,7 +105,7 @@ def simulate(
                     break
                 ready = [arrival(need, rank) for need in reads] + skips(action, rank)
                 start[action] = max([free[rank], *ready])
-                end[action] = start[action] + costs.of(action)
+                end[action] = start[action] + lasts(action)
                 # What takes no time, such as a forward that its backward does on the
                 # way, holds nobody up.
                 if end[action] > start[action]:
@@ -96,12 +115,22 @@ def simulate(
                     heapq.heappush(turns if other > rank else later, other)
         turns = later
     _check_ended(rows, position, needs, end)
-    timeline = Timeline(name, placement, rows, start, end, (), costs, replicas)
-    return dataclasses.replace(
-        timeline,
-        memory=tuple(memory_events(timeline, costs)),
-        exchanges=tuple(exchanges(timeline, costs)),
-    )
+    return Timeline(name, placement, rows, start, end, (), costs, replicas)
+
+
+def _by_kind(costs: Costs, find: Callable[[Action], Any]) -> Callable[[Action], Any]:
+    """What actions cost, found once for each op of a stage where that tells it."""
+    if not costs.is_uniform:
+        return find
+    known: dict[tuple[str, int], Any] = {}
+
+    def found(action: Action) -> Any:
+        kind = action[:2]
+        if kind not in known:
+            known[kind] = find(action)
+        return known[kind]
+
+    return found
 
 
 def _check_ended(
@@ -160,11 +189,14 @@ def memory_events(timeline: Timeline, costs: Costs) -> Iterable[MemoryEvent]:
                 held[rank] += at(size, stage)
     yield from (MemoryEvent(0.0, rank, size) for rank, size in enumerate(held))
 
+    last = timeline.num_stages - 1
+    changed = _by_kind(costs, lambda action: changes_of(action, costs, last, training))
     for action in order:
-        changes = changes_of(action, costs, timeline.num_stages - 1, training)
+        changes = changed(action)
         placement = homes[action.microbatch]
         if last_reader.get((action.stage, placement[action.stage])) == action:
-            changes.append((action.stage, -at(costs.shared_bytes, action.stage)))
+            shared = -at(costs.shared_bytes, action.stage)
+            changes = [*changes, (action.stage, shared)]
         for stage, change in changes:
             held[placement[stage]] += change
         for rank in dict.fromkeys(placement[stage] for stage, _ in changes):
