@@ -50,7 +50,7 @@ class Compiled:
       donated: those of the arguments whose memory these take over.
       device: where it runs.
       places: where the arguments are.
-      labels: what its calls are, for its name in profiles.
+      name: how profiles call it.
       spread: how it lies, where the place is several devices.
 
     Attributes:
@@ -67,7 +67,7 @@ class Compiled:
         donated: Sequence[int],
         device: Device,
         places: Sequence[Place],
-        labels: Sequence[Any],
+        name: str,
         spread: Spread = ALONE,
     ) -> None:
         self.function = function
@@ -85,7 +85,7 @@ class Compiled:
                 leaves[i] = leaf
             return tuple(run(*leaves))
 
-        program.__name__ = self.name = _named(function.name, labels)
+        program.__name__ = self.name = name
         self.run = jax.jit(
             program,
             donate_argnums=1 if donated else (),
@@ -292,7 +292,7 @@ def _located(spec: Any, device: Device, how: Sharding) -> jax.ShapeDtypeStruct:
     )
 
 
-def _named(name: str, labels: Sequence[Any]) -> str:
+def named(name: str, labels: Sequence[Any]) -> str:
     """A name for profiles; it becomes that of files: a hundred stages are too many."""
     stages = sorted({x.stage for x in labels if not isinstance(x, str)})
     if not stages:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ._compile import Compiled, Spread, on_host
+from ._compile import Compiled, Spread, named, on_host
 from ._graph import OUTSIDE, Graph, Operation, Value
 from ._sharding import SubMesh
 from ._transfer import Device
@@ -44,6 +44,7 @@ def compiled(
     for (function, *_), own in calls.items():
         known = labels.setdefault(function, [])
         known += [operation.label for _, operation in own]
+    names = {f: named(f.name, own) for f, own in labels.items()}
     owned = {v for operation in operations for v in _made(graph, operation)}
     owned |= graph.donated
     programs = {}
@@ -88,7 +89,7 @@ def compiled(
             sorted(donated),
             devices[place],
             [graph.places[v] for v in first.reads],
-            labels[function],
+            names[function],
             Spread(
                 first.mapped,
                 tuple(graph.shardings[v] for v in first.reads),

@@ -119,7 +119,7 @@ class _Program:
         specs = list(map(_jaxpr.spec, closed.in_avals))
         self._kept = [i for i in range(len(closed.out_avals)) if i not in function.same]
         self.compiled = Compiled(
-            function, specs, self._kept, (), device, [0] * len(specs), ()
+            function, specs, self._kept, (), device, [0] * len(specs), function.name
         )
         self._rounds: list[float] = []
 
