@@ -6,6 +6,7 @@ import jax
 
 from .._functions import _microbatch
 from .._functions._batch import Batch
+from .._instructions._collector import paused
 from .._instructions._graph import OUTSIDE, Graph
 from .._instructions._program import Program
 from . import _variables
@@ -29,6 +30,7 @@ class Inference:
       out_axis: where the outputs of the micro-batches are joined.
     """
 
+    @paused
     def __init__(
         self, pipe: Pipe, layout: Layout, batch: Batch, works: Works, out_axis: int
     ) -> None:

@@ -9,6 +9,7 @@ import jax
 from .._functions import _microbatch
 from .._functions._batch import Batch
 from .._functions._objective import Objective
+from .._instructions._collector import paused
 from .._instructions._graph import OUTSIDE, Graph, Value
 from .._instructions._program import Program
 from .._run import _variables
@@ -118,6 +119,7 @@ class Gradient:
         """The same, which gives the new values of `changed` too."""
         return self._lowered(with_changed=True)
 
+    @paused
     def _lowered(self, with_changed: bool) -> Program:
         graph, batch = Graph(), self.batch
         variables = self.layout.arguments(graph)

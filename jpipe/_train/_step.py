@@ -10,6 +10,7 @@ import jax
 import optax
 
 from .._functions._objective import Objective
+from .._instructions._collector import paused
 from .._instructions._graph import OUTSIDE, Graph
 from .._instructions._interrupts import Interrupts
 from .._instructions._program import Program
@@ -197,6 +198,7 @@ class _Compiled:
             for slot in instruction.donates
         )
 
+    @paused
     def _lowered(self, donate: bool, rng: Any, step: Any) -> Program:
         graph, gradient, optimizer = Graph(), self.gradient, self.optimizer
         own = gradient.layout.specs

@@ -1,0 +1,158 @@
+"""Many stages, many micro-batches, several devices per stage: what grows, and how.
+
+Run it with ``python -m benchmarks.overhead.wide``. Nothing is trained: schedules are on
+paper, and steps are lowered to their lists of instructions on devices made of one CPU.
+Each size is a process of its own, since memory is asked for once.
+"""
+
+import argparse
+import json
+import re
+import resource
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import linen as nn
+from jax.sharding import PartitionSpec as P
+
+import jpipe
+from jpipe.schedules import Schedule, one_f_one_b
+
+WIDTH = 8
+# Stages, devices of each, micro-batches.
+SIZES = ((8, 1, 128), (8, 8, 128), (64, 1, 128), (64, 8, 128), (64, 8, 1024))
+
+
+def square(y: jax.Array, targets: jax.Array) -> jax.Array:
+    """A mean over examples."""
+    return jnp.mean((y - targets) ** 2)
+
+
+def on_paper(num_ranks: int, num_microbatches: int) -> dict[str, float]:
+    """Seconds that a schedule takes to be built, checked, simulated, written, read."""
+    found = {}
+
+    def timed(name: str, run: Callable[[], Any]) -> Any:
+        start = time.perf_counter()
+        result = run()
+        found[name] = time.perf_counter() - start
+        return result
+
+    schedule = timed("built", lambda: one_f_one_b(num_ranks, num_microbatches))
+    timed("validated", schedule.validate)
+    timed("simulated", schedule.simulate)
+    text = timed("written", schedule.to_text)
+    timed("read", lambda: Schedule.from_text(text))
+    return found
+
+
+def lowered(stages: int, devices: int, microbatches: int) -> dict[str, float]:
+    """What it takes to write down a step of tiny stages; nothing is compiled."""
+    jax.config.update("jax_num_cpu_devices", stages * devices)
+    before = _resident()
+    pipe = jpipe.pipeline(
+        [nn.Dense(WIDTH) for _ in range(stages)],
+        microbatches,
+        mesh=jax.make_mesh((stages, devices), ("stage", "data")),
+    )
+    x = jnp.ones((microbatches * devices, WIDTH))
+    tx = optax.sgd(0.1)
+    state = pipe.init_train_state(jax.random.key(0), x, tx)
+    start = time.perf_counter()
+    program = pipe.train_step(square, tx).program(state, x, x)
+    return {
+        "seconds": time.perf_counter() - start,
+        "instructions": len(program.instructions),
+        "programs": len(program.programs),
+        "MiB": (_resident() - before) / 1024,
+    }
+
+
+def _resident() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def exchanges(gather: str | None, microbatches: int) -> Counter[tuple[str, str]]:
+    """How often a step of two stages on two devices each runs each collective.
+
+    Args:
+      gather: of sharded weights; ``None``: they are whole on each device.
+      microbatches: of a mini-batch.
+
+    Returns:
+      The number by the program that runs it and its name.
+    """
+
+    def rule(path: Any, spec: Any) -> P | None:
+        return P(None, "data") if gather and spec.ndim == 2 else None
+
+    layers = [nn.Dense(WIDTH), jnp.tanh, nn.Dense(WIDTH), nn.Dense(WIDTH)]
+    mesh = jax.make_mesh((2, 2), ("stage", "data"), devices=jax.devices()[:4])
+    pipe = jpipe.pipeline(
+        layers,
+        microbatches,
+        balance=[2, 2],
+        mesh=mesh,
+        sharding=rule,
+        gather=gather or "step",
+    )
+    x, tx = jnp.ones((4 * microbatches, WIDTH)), optax.adam(0.1)
+    state = pipe.init_train_state(jax.random.key(0), x, tx)
+    program = pipe.train_step(square, tx).program(state, x, x)
+    program.compile()
+    found: Counter[tuple[str, str]] = Counter()
+    for instruction in program.instructions:
+        run: Any = instruction.run
+        if instruction.is_move:
+            continue
+        ops = re.findall(r" (all-\w+|reduce-scatter)(?:-start)?\(", run.run.as_text())
+        found.update((run.function.name, op) for op in ops)
+    return found
+
+
+def main() -> None:
+    """Prints the tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--size", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.size:
+        print(json.dumps(lowered(*map(int, given.size.split(",")))))
+        return
+    print("| 1F1B | actions | built | validated | simulated | written | read |")
+    print("| --- | --: | --: | --: | --: | --: | --: |")
+    for ranks, count in ((8, 128), (64, 128), (64, 1024)):
+        cells = [f"{s:.2f} s" for s in on_paper(ranks, count).values()]
+        actions = 2 * ranks * count
+        print(f"| p = {ranks}, M = {count} | {actions:,} | {' | '.join(cells)} |")
+    print("\n| stages x devices, M | instructions | programs | lowered in | memory |")
+    print("| --- | --: | --: | --: | --: |")
+    for size in SIZES:
+        words = [sys.executable, "-m", "benchmarks.overhead.wide"]
+        words += ["--size", ",".join(map(str, size))]
+        done = subprocess.run(words, capture_output=True, text=True, check=True)
+        row = json.loads(done.stdout.splitlines()[-1])
+        stages, devices, count = size
+        print(
+            f"| {stages} x {devices}, {count} | {row['instructions']:,} | "
+            f"{row['programs']} | {row['seconds']:.1f} s | {row['MiB']:.0f} MiB |",
+            flush=True,
+        )
+    jax.config.update("jax_num_cpu_devices", 4)
+    print("\n| weights | M | in a step |\n| --- | --: | --- |")
+    names = {None: "whole", "step": "cut, gathered once", "microbatch": "for each use"}
+    for gather, name in names.items():
+        for count in (4, 8):
+            found = sorted(exchanges(gather, count).items())
+            cells = [f"{where}: {n} {op}" for (where, op), n in found]
+            print(f"| {name} | {count} | {'; '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
