@@ -1,5 +1,9 @@
 """Benchmarks of what jpipe costs: all sides do the same work; the tables are whole."""
 
+import json
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +13,7 @@ from flax import linen as nn
 
 import jpipe
 from benchmarks.experiment import mean_cross_entropy
-from benchmarks.overhead import by_hand, compiling, one_stage
+from benchmarks.overhead import by_hand, compiling, one_stage, wide
 from benchmarks.overhead import command as overhead
 
 # Floats of one size summed in another order.
@@ -95,3 +99,12 @@ def test_a_table_of_compiling_has_a_cell_under_every_heading(monkeypatch):
     assert len(lines) == 4
     assert len({cells(line) for line in lines}) == 1
     assert "| **1.50** | 1.50 to 1.50 |" in lines[2]
+
+
+def test_what_grows_with_stages_is_counted():
+    timed = wide.on_paper(4, 8)
+    assert list(timed) == ["built", "validated", "simulated", "written", "read"]
+    command = [sys.executable, "-m", "benchmarks.overhead.wide", "--size", "2,2,4"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    row = json.loads(done.stdout.splitlines()[-1])
+    assert row["instructions"] > row["programs"] > 0

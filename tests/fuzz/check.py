@@ -3,6 +3,7 @@
 Its names, and those of `layers`, are all that the text of a program needs.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen as nn
+from jax.sharding import PartitionSpec as P
 
 import jpipe
 
@@ -214,6 +216,8 @@ def check(
     rough: bool,
     trainable: hand.Trainable | None = None,
     again: dict[str, Any] | None = None,
+    shards: int = 1,
+    gather: str | None = None,
 ) -> None:
     """Asserts that a pipeline of these layers gives the numbers of one device.
 
@@ -236,16 +240,22 @@ def check(
       trainable: as for `jpipe.Pipeline.value_and_grad`, as a function; all parameters
         are trained if there are none that it chooses.
       again: settings with which another pipeline gives the same bits.
+      shards: over how many devices of each rank, one after the other, examples are
+        spread; if one, ranks are on ``devices``.
+      gather: as for `jpipe.pipeline`, of parameters that are cut over these.
     """
+    parts_of_all = num_microbatches * shards
     settings = {
         "balance": balance,
         "devices": devices,
         "schedule": schedule,
         "remat": remat,
         "in_axes": batch.in_axes,
+        "shards": shards,
+        "gather": gather,
     }
     pipe = _pipeline(layers, num_microbatches, settings)
-    twin = jpipe.sequential(layers, num_microbatches, in_axes=batch.in_axes)
+    twin = jpipe.sequential(layers, parts_of_all, in_axes=batch.in_axes)
     variables = pipe.init(KEY(0), batch.x)
     alone = twin.init(KEY(0), batch.x)
     ref.assert_equal(variables, alone)
@@ -301,7 +311,7 @@ def check(
     close("training", trained, train(twin))
     if by_hand == "nothing":
         return
-    sizes = [len(part) for part in np.array_split(range(batch.size), num_microbatches)]
+    sizes = [len(part) for part in np.array_split(range(batch.size), parts_of_all)]
     cut = sizes if by_hand == "microbatches" else [batch.size]
     ends = [0, *itertools.accumulate(cut)]
     parts = [batch.part(a, b) for a, b in itertools.pairwise(ends)]
@@ -322,10 +332,25 @@ def _pipeline(layers: Sequence[Any], number: int, settings: Any) -> jpipe.Pipeli
     schedule, cpu = settings["schedule"], jax.devices()
     if schedule not in jpipe.schedules.BY_NAME:
         schedule = jpipe.schedules.Schedule.from_text(schedule)
-    devices = [cpu[i] for i in settings["devices"]]
-    return jpipe.pipeline(
-        layers, number, **{**settings, "devices": devices, "schedule": schedule}
-    )
+    settings = {**settings, "schedule": schedule}
+    numbers, shards = settings.pop("devices"), settings.pop("shards")
+    gather = settings.pop("gather")
+    if shards == 1:
+        settings["devices"] = [cpu[i] for i in numbers]
+        return jpipe.pipeline(layers, number, **settings)
+    along = np.array(cpu[: len(numbers) * shards]).reshape(-1, shards)
+    settings["mesh"] = jax.sharding.Mesh(along, ("stage", "data"))
+    if gather is not None:
+        settings |= {"gather": gather, "sharding": functools.partial(_cut, shards)}
+    return jpipe.pipeline(layers, number, **settings)
+
+
+def _cut(shards: int, _: Any, leaf: Any) -> P | None:
+    """Along the last axis that the shards divide."""
+    for axis in reversed(range(leaf.ndim)):
+        if leaf.shape[axis] % shards == 0:
+            return P(*[None] * axis, "data")
+    return None
 
 
 def _largest(tree: PyTree) -> float:

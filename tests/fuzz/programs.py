@@ -316,7 +316,8 @@ def programs(draw: st.DrawFn) -> Program:
     """Any program: its model, its cut, its schedule, its loss, its optimizer."""
     dtype = draw(st.sampled_from(["float64"] * 8 + ["float32", "bfloat16"]))
     number = draw(st.integers(1, 4))
-    size = number + draw(st.integers(0, 5))
+    shards = draw(st.sampled_from([1, 1, 1, 2]))
+    size = (number + draw(st.integers(0, 5))) * shards
     model = draw(models(dtype, size))
     balance = _balance(draw, len(model.layers))
     stages = len(balance)
@@ -324,6 +325,7 @@ def programs(draw: st.DrawFn) -> Program:
     order = schedule if schedule in BY_NAME else Schedule.from_text(schedule)
     ranks = stages if isinstance(order, str) else order.num_ranks
     devices = draw(st.lists(st.integers(0, 7), min_size=ranks, max_size=ranks))
+    shards = 1 if shards * ranks > 8 else shards
     one_remat = st.sampled_from(REMATS)
     remat = draw(
         one_remat
@@ -332,8 +334,10 @@ def programs(draw: st.DrawFn) -> Program:
         )
     )
     again: Any = draw(st.sampled_from([None, None, None, "devices"]))
-    if again:
+    if again and shards == 1:
         again = {"devices": draw(st.permutations(range(8)))[:ranks]}
+    elif again:
+        again = None
     elif remat == "'full'" and schedule in ("1f1b", "gpipe", "eager_1f1b"):
         again = {"schedule": "gpipe" if schedule != "gpipe" else "1f1b"}
     exact = dtype == "float64" and not model.traits & {"norm", "random"}
@@ -351,6 +355,8 @@ def programs(draw: st.DrawFn) -> Program:
         "by_hand": by_hand,
         "rough": "norm" in model.traits or dtype == "bfloat16",
         "again": again,
+        "shards": shards,
+        "gather": draw(st.sampled_from([None, "step", "microbatch"])),
     }
     trainable = draw(st.sampled_from(TRAINABLE * 2 + [None] * 4))
     return Program(_text(dtype, model, number, remat, trainable, settings))

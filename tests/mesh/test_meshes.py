@@ -1,44 +1,18 @@
 """Which mesh a pipeline takes, what it says of others, and what its step exchanges."""
 
-import re
-from collections import Counter
-
 import jax
 import numpy as np
 import optax
 import pytest
 from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
 import jpipe
+from benchmarks.overhead.wide import exchanges
 
 from .. import reference as ref
 from .stages import batch, dense, mesh
 
-_COLLECTIVES = r" (all-reduce|all-gather|all-to-all|reduce-scatter)(?:-start)?\("
 LAYERS = [dense(8), np.tanh, dense(8), dense(4)]
-
-
-def exchanged(**options):
-    """How often each collective runs in a step, by the program that it is in."""
-    layers = [ref.dense(8), jax.numpy.tanh, ref.dense(8), ref.dense(4)]
-    pipe = jpipe.pipeline(layers, 4, balance=[2, 2], **options)
-    x, targets = ref.regression(16)
-    tx = optax.adam(0.1)
-    state = pipe.init_train_state(jax.random.key(0), x, tx)
-    step = pipe.train_step(ref.mse, tx)
-    step(state, x, targets)
-    state = pipe.init_train_state(jax.random.key(0), x, tx)
-    program = step.program(state, x, targets)
-    found = Counter()
-    for instruction in program.instructions:
-        if not instruction.is_move:
-            compiled = instruction.run
-            text = compiled.run.as_text()
-            ops = re.findall(_COLLECTIVES, text)
-            kind = re.sub(r"stage[\d_]+_", "", compiled.name)
-            found.update((kind, op) for op in ops)
-    return found
 
 
 def reductions(found):
@@ -50,24 +24,21 @@ def reductions(found):
     }
 
 
-def test_gradients_are_reduced_once_in_a_mini_batch():
-    """One for each stage with weights, not one for each of its micro-batches."""
-    found = exchanged(mesh=mesh(2, 2))
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+def test_gradients_are_reduced_once_in_a_mini_batch(num_microbatches):
+    """One for each array of weights, not one for each of its micro-batches."""
+    found = exchanges(None, num_microbatches)
     assert reductions(found) == {"reduce_gradients": 2, "merge_sums": 1}
     gathers = {name for (name, op) in found if op == "all-gather"}
     assert gathers <= {"merge_sums"}
 
 
-def rule(path, leaf):
-    return P(None, "data") if leaf.ndim == 2 else None
-
-
 def test_sharded_weights_are_gathered_once_in_a_step_or_for_each_use():
-    once = exchanged(mesh=mesh(2, 2), sharding=rule)
+    once = exchanges("step", 4)
     assert once["gather", "all-gather"] == 2 + 1  # as many arrays
     assert reductions(once)["reduce_gradients"] >= 2
     assert not any("backward" in name for name, _ in once)
-    often = exchanged(mesh=mesh(2, 2), sharding=rule, gather="microbatch")
+    often = exchanges("microbatch", 4)
     uses = sum(n for (_, op), n in often.items() if op == "all-gather")
     assert uses >= 3 * 4
     assert ("gather", "all-gather") not in often
