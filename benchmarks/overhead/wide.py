@@ -9,6 +9,7 @@ import argparse
 import json
 import re
 import resource
+import statistics
 import subprocess
 import sys
 import time
@@ -75,6 +76,46 @@ def lowered(stages: int, devices: int, microbatches: int) -> dict[str, float]:
     }
 
 
+def dispatched(stages: int, microbatches: int) -> dict[str, float]:
+    """Microseconds of an action: in compiled calls and in moves, and of all of it.
+
+    What is left is the loop. Each is the median over five mini-batches.
+    """
+    devices = 8
+    jax.config.update("jax_num_cpu_devices", devices)
+    pipe = jpipe.pipeline(
+        [nn.Dense(WIDTH) for _ in range(stages)],
+        microbatches,
+        devices=[jax.devices()[i % devices] for i in range(stages)],
+    )
+    x = jnp.ones((microbatches, WIDTH))
+    variables = pipe.init(jax.random.key(0), x)
+    pipe.value_and_grad(square)(variables, x, x)
+    gradient: Any = pipe._cache.training
+    program = gradient.program
+    leaves = gradient.arguments(variables, x, x, None)
+    rounds: list[dict[str, float]] = []
+    for _ in range(5):
+        slots, clock = program.start(leaves), time.perf_counter
+        inside, start = [0.0, 0.0], clock()
+        for step, instruction in zip(program.steps, program.instructions, strict=True):
+            given = step.reads(slots), step.donates(slots)
+            before = clock()
+            slots[step.writes] = step.run(*given)
+            inside[instruction.is_move] += clock() - before
+            del given
+            for ended, nothing in step.frees:
+                slots[ended] = nothing
+        whole = clock() - start
+        jax.block_until_ready([x for x in slots if x is not None])
+        rounds.append({"calls": inside[0], "moves": inside[1], "all": whole})
+    actions = 2 * stages * microbatches
+    return {
+        name: statistics.median(each[name] for each in rounds) / actions * 1e6
+        for name in rounds[0]
+    }
+
+
 def _resident() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
@@ -117,13 +158,23 @@ def exchanges(gather: str | None, microbatches: int) -> Counter[tuple[str, str]]
     return found
 
 
+def _alone(option: str, *numbers: int) -> dict[str, float]:
+    """One of these in a process of its own."""
+    words = [sys.executable, "-m", "benchmarks.overhead.wide"]
+    words += [option, ",".join(map(str, numbers))]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def main() -> None:
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", help=argparse.SUPPRESS)
+    parser.add_argument("--dispatch", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.size:
-        print(json.dumps(lowered(*map(int, given.size.split(",")))))
+    if given.size or given.dispatch:
+        run = lowered if given.size else dispatched
+        print(json.dumps(run(*map(int, (given.size or given.dispatch).split(",")))))
         return
     print("| 1F1B | actions | built | validated | simulated | written | read |")
     print("| --- | --: | --: | --: | --: | --: | --: |")
@@ -134,16 +185,19 @@ def main() -> None:
     print("\n| stages x devices, M | instructions | programs | lowered in | memory |")
     print("| --- | --: | --: | --: | --: |")
     for size in SIZES:
-        words = [sys.executable, "-m", "benchmarks.overhead.wide"]
-        words += ["--size", ",".join(map(str, size))]
-        done = subprocess.run(words, capture_output=True, text=True, check=True)
-        row = json.loads(done.stdout.splitlines()[-1])
+        row = _alone("--size", *size)
         stages, devices, count = size
         print(
             f"| {stages} x {devices}, {count} | {row['instructions']:,} | "
             f"{row['programs']} | {row['seconds']:.1f} s | {row['MiB']:.0f} MiB |",
             flush=True,
         )
+    print("\n| an action of tiny stages on 8 devices | calls | moves | all |")
+    print("| --- | --: | --: | --: |")
+    for stages, count in ((8, 512), (64, 64), (64, 512)):
+        row = _alone("--dispatch", stages, count)
+        cells = " | ".join(f"{number:.1f} us" for number in row.values())
+        print(f"| {stages} stages, M = {count} | {cells} |", flush=True)
     jax.config.update("jax_num_cpu_devices", 4)
     print("\n| weights | M | in a step |\n| --- | --: | --- |")
     names = {None: "whole", "step": "cut, gathered once", "microbatch": "for each use"}
