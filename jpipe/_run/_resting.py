@@ -74,6 +74,8 @@ def _of_layer(
     found, faults = [], list[str]()
     for path, leaf, said in _said(pipe, layer, entry, inside):
         spec = _spec(said, device, pipe.rule is not None, path)
+        if not math.prod(leaf.shape):  # of nothing there are no parts
+            spec = P()
         faults += _faults(path, leaf, spec, device)
         found.append(Sharding(spec=spec))
     return found, faults

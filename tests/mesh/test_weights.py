@@ -137,6 +137,29 @@ def test_metadata_of_nnx():
     assert list(map(spec, kernels)) == [P(None, "model"), P("data"), P()]
 
 
+class Empty(nn.Module):
+    """A parameter without entries, and one without axes."""
+
+    @nn.compact
+    def __call__(self, x):
+        empty = self.param("empty", lambda key: jnp.zeros((0, 4)))
+        scale = self.param("scale", lambda key: jnp.ones(()))
+        return x * scale + empty.sum()
+
+
+def test_what_has_no_entries_is_in_no_parts():
+    layers = [Empty(), dense(4)]
+    pipe = jpipe.pipeline(
+        layers,
+        2,
+        mesh=mesh(2, 2),
+        sharding=lambda path, leaf: P("data") if leaf.ndim == 2 else None,
+        gather="microbatch",
+    )
+    x, targets = jnp.ones((8, 4)), jnp.zeros((8, 4))
+    ref.compare(pipe, layers, x, targets, ref.FLOAT64)
+
+
 def test_axes_that_a_mesh_does_not_have_say_nothing():
     pipe = jpipe.pipeline(wide(), 2, balance=[2, 2], mesh=mesh(2, 2))
     variables = pipe.init(jax.random.key(0), batch(8)[0])
