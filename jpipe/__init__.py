@@ -8,6 +8,7 @@ from typing import Any as _Any
 from . import schedules as schedules
 
 if _TYPE_CHECKING:
+    from . import checkpoint as checkpoint
     from . import draw as draw
     from ._layers._layer import Stage as Stage
     from ._layers._method import layer as layer
@@ -60,6 +61,7 @@ __all__ = [
     "Stage",
     "TrainState",
     "TrainStep",
+    "checkpoint",
     "draw",
     "isolate",
     "layer",
@@ -76,8 +78,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> _Any:
-    if name == "draw":
-        return _importlib.import_module(".draw", __name__)
+    if name in ("checkpoint", "draw"):
+        return _importlib.import_module(f".{name}", __name__)
     if name not in _HOME:
         raise AttributeError(f"module 'jpipe' has no attribute {name!r}")
     found = getattr(_importlib.import_module(_HOME[name], __name__), name)

@@ -70,7 +70,7 @@ print(status, *sorted({"jax", "numpy", "flax", "optax"} & set(sys.modules)))
 
 
 def test_names_of_the_package_are_there_when_they_are_asked_for():
-    assert set(jpipe._HOME) | {"draw", "schedules"} == set(jpipe.__all__)
+    assert set(jpipe._HOME) | {"checkpoint", "draw", "schedules"} == set(jpipe.__all__)
     assert set(jpipe.__all__) <= set(dir(jpipe))
     for name, module in jpipe._HOME.items():
         home = importlib.import_module(module, "jpipe")

@@ -1,0 +1,139 @@
+"""States on disk: saved by one pipeline, gone on with by any other.
+
+A state is keyed by layer and knows nothing of stages, devices or meshes, so what four
+stages saved goes on in two, on one device or on a mesh. The files are those of Orbax,
+which writes all of a state or none of it, and which other programs read too.
+"""
+
+import os
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ._run import _variables
+
+PyTree = Any
+# So many differences are listed.
+_MOST = 20
+
+
+def save(
+    path: str | os.PathLike[str], state: PyTree, *, overwrite: bool = False
+) -> None:
+    """Saves a state; returns when all of it is written.
+
+    Args:
+      path: a folder that is not there yet.
+      state: a `TrainState`, or variables, or any pytree of arrays.
+      overwrite: whether it may be there, and is replaced.
+
+    Raises:
+      FileExistsError: if it is there.
+      ValueError: if a step overwrote the state.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jpipe, optax, tempfile
+      >>> from flax import linen as nn
+      >>> layers, x, tx = [nn.Dense(3), nn.Dense(2)], jnp.ones((4, 5)), optax.adam(1e-3)
+      >>> pipe = jpipe.sequential(layers)
+      >>> state = pipe.init_train_state(jax.random.key(0), x, tx)
+      >>> path = tempfile.mkdtemp() + "/state"
+      >>> jpipe.checkpoint.save(path, state)
+      >>> other = jpipe.pipeline(layers, num_microbatches=2, balance=[2])
+      >>> like = other.init_train_state(jax.random.key(1), x, tx)
+      >>> state = jpipe.checkpoint.restore(path, like)
+      >>> int(state.step)
+      0
+    """
+    import orbax.checkpoint as ocp  # takes a second, which a step has no use for
+
+    _variables.check_alive(jax.tree.leaves(state))
+    folder = _absolute(path)
+    if folder.exists() and not overwrite:
+        raise FileExistsError(
+            f"{folder} is there already; give another path, or overwrite=True"
+        )
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder, state, force=overwrite)
+        checkpointer.wait_until_finished()
+
+
+def restore(path: str | os.PathLike[str], like: PyTree) -> PyTree:
+    """Reads what `save` wrote, and puts it where another state is.
+
+    Args:
+      path: the folder.
+      like: a state of the pipeline that goes on, such as what its `init_train_state`
+        returned: its structure, shapes, dtypes and places are taken, not its values.
+
+    Returns:
+      The state, in place.
+
+    Raises:
+      FileNotFoundError: if there is no such folder.
+      ValueError: if it holds another kind of state: with every difference.
+    """
+    import orbax.checkpoint as ocp
+
+    folder = _absolute(path)
+    if not folder.exists():
+        raise FileNotFoundError(f"{folder} is not there")
+    wanted = _kinds(jax.tree.map(_as_saved, like))
+    with ocp.StandardCheckpointer() as checkpointer:
+        try:
+            tree = checkpointer.metadata(folder).item_metadata.tree
+        except (AttributeError, ValueError, FileNotFoundError) as error:
+            raise ValueError(
+                f"{folder} holds no state that jpipe.checkpoint.save wrote: {error}"
+            ) from None
+        if faults := _differing(_kinds(tree), wanted):
+            more = len(faults) - _MOST
+            faults = faults[:_MOST] + ([f"and {more} more"] if more > 0 else [])
+            raise ValueError(
+                f"{folder} holds another state than like=:\n"
+                + "\n".join(f"  * {fault}" for fault in faults)
+            )
+        return checkpointer.restore(folder, like)
+
+
+def _absolute(path: str | os.PathLike[str]) -> pathlib.Path:
+    return pathlib.Path(path).expanduser().absolute()
+
+
+def _as_saved(leaf: Any) -> Any:
+    """A spec of what is written of a leaf: of a key the numbers that it is made of."""
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.eval_shape(jax.random.key_data, leaf)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+
+def _kinds(tree: PyTree) -> dict[str, str]:
+    """The shape and dtype of each leaf, by its path, whatever containers it is in."""
+    names = "key", "idx", "name"
+
+    def told(path: Any) -> str:
+        parts = (next(getattr(k, n) for n in names if hasattr(k, n)) for k in path)
+        return "/".join(map(str, parts))
+
+    return {
+        told(path): f"{leaf.dtype}{list(leaf.shape)}"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+def _differing(saved: dict[str, str], wanted: dict[str, str]) -> list[str]:
+    missing = [
+        f"missing: {path} {wanted[path]}" for path in wanted if path not in saved
+    ]
+    surplus = [f"surplus: {path} {saved[path]}" for path in saved if path not in wanted]
+    return [
+        *missing,
+        *surplus,
+        *(
+            f"{path} is {saved[path]}, like= has {wanted[path]}"
+            for path in wanted
+            if path in saved and saved[path] != wanted[path]
+        ),
+    ]
