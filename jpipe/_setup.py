@@ -67,10 +67,22 @@ def check_plan(plan: Any, layers: Sequence[Layer], given: Sequence[str]) -> Plan
     return plan
 
 
-def check_mesh(mesh: Any, devices: Any, gather: Any) -> Any:
+def check_mesh(mesh: Any, devices: Any, sharding: Any, gather: Any) -> Any:
     """What is given of a mesh and devices, which both say where stages run."""
     if gather not in ("step", "microbatch"):
         raise ValueError(f"gather={gather!r}: choose 'step' or 'microbatch'")
+    if sharding is not None and not callable(sharding):
+        raise TypeError(
+            f"sharding={sharding!r} is a {type(sharding).__name__}; needs a function "
+            f"(path, spec) -> PartitionSpec, such as lambda path, spec: {sharding!r}"
+        )
+    if mesh is None and not isinstance(devices, Mesh):
+        if sharding is not None or gather != "step":
+            raise ValueError(
+                f"sharding= and gather= are for stages of several devices; give mesh= "
+                f"too, such as mesh={_A_MESH}"
+            )
+        return devices
     if mesh is None:
         return devices
     if devices is not None:

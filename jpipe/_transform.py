@@ -131,7 +131,7 @@ def pipeline(
             planned = _setup.replicated_plan(plan, layers, names, num_microbatches)
             num_microbatches, balance, schedule = planned
     number = _setup.check_num_microbatches(num_microbatches)
-    devices = _setup.check_mesh(mesh, devices, gather)
+    devices = _setup.check_mesh(mesh, devices, sharding, gather)
     if isinstance(balance, str):
         from .planning._balance import balanced  # measures, which a step does not
 

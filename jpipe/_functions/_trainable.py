@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from .._layers import _nnx
+from .._layers import _nnx_kinds
 from .._layers._layer import Layer
 from ._weights import is_inexact, is_params
 
@@ -85,7 +85,10 @@ class Trainable:
         }
         chosen = set(floating)
         if not self.selects_all:
-            kinds = {n: _nnx.parameters(layer.owner) for n, layer in enumerate(layers)}
+            _check_types(self._rules, layers)
+            kinds = {
+                n: _nnx_kinds.parameters(layer.owner) for n, layer in enumerate(layers)
+            }
             chosen = self._chosen(
                 {
                     i: _Leaf((at[0], *at[2:]), _as_given(at, flat[i][1], kinds[at[0]]))
@@ -111,6 +114,38 @@ class Trainable:
         return chosen
 
 
+def _check_types(
+    rules: Sequence[tuple[Any, Callable[[_Leaf], bool]]], layers: Sequence[Layer]
+) -> None:
+    """Checks that no filter of nnx means a Variable that a pipeline does not train.
+
+    Raises:
+      ValueError: with each that one selects.
+    """
+    filters = [(given, rule) for given, rule in rules if _is_filter(given)]
+    found = [
+        f"trainable={_told(given)} selects {(n, *path)}, a {type(leaf).__name__}"
+        for n, layer in enumerate(layers if filters else ())
+        for path, leaf in _nnx_kinds.untrained(layer.owner).items()
+        for given, rule in filters
+        if rule(_Leaf((n, *path), _as_given((n, "", *path), leaf, {path: leaf})))
+    ]
+    if found:
+        raise ValueError(
+            "a pipeline trains what is an nnx.Param:\n"
+            + "\n".join(f"  * {fault}" for fault in found)
+            + "\nDerive its type from nnx.Param to train it, or else name what is "
+            "trained, such as trainable=nnx.Param"
+        )
+
+
+def _is_filter(given: Any) -> bool:
+    """Whether a rule is one of nnx, which selects by the types of Variables."""
+    if isinstance(given, bool | EllipsisType):
+        return bool(given)
+    return isinstance(given, type) or type(given).__module__.startswith("flax.nnx")
+
+
 def _rule(given: Any) -> Callable[[_Leaf], bool]:
     if isinstance(given, str):
         return lambda leaf: any(fnmatch.fnmatchcase(n, given) for n in leaf.names)
@@ -118,7 +153,7 @@ def _rule(given: Any) -> Callable[[_Leaf], bool]:
         kind = type(given).__name__
         raise TypeError(f"trainable={reprlib.repr(given)} is a {kind}; {_NEEDS}")
     predicate = nnx.filterlib.to_predicate(cast(Any, given))
-    of_types = isinstance(given, type) or type(given).__module__.startswith("flax.nnx")
+    of_types = _is_filter(given) and callable(given)
 
     def ask(leaf: _Leaf) -> bool:
         value = leaf.value

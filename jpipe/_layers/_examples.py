@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from .._jaxprs._jaxpr import zeros
+from . import _nnx_kinds
 from ._initialize import init_with
 from ._walk import Visit
 
@@ -26,6 +27,7 @@ def check(visit: Visit, number: int, written: Mapping[Path, bool], size: int) ->
     Raises:
       ValueError: with what has an axis for the examples, or is such as a queue.
     """
+    _check_metrics(visit, number, written)
     growing = _growing(visit, size)
     faults = [
         f"{jax.tree_util.keystr(path, simple=True, separator='/')}, "
@@ -43,6 +45,23 @@ def check(visit: Visit, number: int, written: Mapping[Path, bool], size: int) ->
             f"is, and a pipeline keeps the mean of what they write: "
             f"{'; '.join(faults)}; take it in as a part of the input and return what "
             f"it needs beside the loss (has_aux=True, aux_axes=0), or take "
+            f"num_microbatches=1"
+        )
+
+
+def _check_metrics(visit: Visit, number: int, written: Mapping[Path, bool]) -> None:
+    """Checks that no state of a metric is among what training writes.
+
+    Raises:
+      ValueError: if one is: it is a sum and a count, of which there is no mean.
+    """
+    paths = {jax.tree_util.keystr(p, simple=True, separator="/") for p in written}
+    if found := sorted(paths & _nnx_kinds.metrics(visit.layer.owner)):
+        raise ValueError(
+            f"layer {number} ({visit.layer.name}) updates a metric of nnx: "
+            f"{', '.join(found)}; a pipeline keeps the mean of what micro-batches "
+            f"write, and sums and counts have none: return what is measured beside the "
+            f"loss (has_aux=True) and update the metric with it, or take "
             f"num_microbatches=1"
         )
 

@@ -216,16 +216,14 @@ def as_module(module: nnx.Module, variables: Mapping[str, PyTree]) -> nnx.Module
     return _merge(module, variables)
 
 
-def parameters(source: Any) -> dict[Path, nnx.Variable]:
-    """The Variables that hold the parameters of a module, by their paths.
+def leaves(source: Any) -> dict[Path, tuple[str | None, Any]]:
+    """The leaves of a module by their paths, and in which collections they are carried.
 
     Args:
-      source: an nnx module; what is none has no Variables.
+      source: an nnx module; what is none has no leaves.
     """
-    leaves = _flat(source)[1] if is_module(source) else {}
-    return {
-        path: leaf for path, leaf in leaves.items() if _collection(leaf) == "params"
-    }
+    found = _flat(source)[1] if is_module(source) else {}
+    return {path: (_collection(leaf), leaf) for path, leaf in found.items()}
 
 
 def shared(modules: Mapping[int, nnx.Module]) -> list[str]:

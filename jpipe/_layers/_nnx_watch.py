@@ -50,7 +50,7 @@ def prepare(module: nnx.Module, train: bool, place: tuple[Any, ...] = ()) -> Non
       train: whether it is trained.
       place: where in the layer it is.
     """
-    _train(module) if train else module.eval()
+    _train(module) if train else _evaluate(module)
     momenta: dict[int, Any] = {}  # by whose statistics a norm moves
     for path, node in nnx.iter_graph(module, graph=True):
         if isinstance(node, tuple(_WATCHED)):
@@ -64,6 +64,20 @@ def prepare(module: nnx.Module, train: bool, place: tuple[Any, ...] = ()) -> Non
                 _watch_norm(node, (*place, *path), train)
             elif momenta[known] != node.momentum:
                 raise _batchnorm.not_left_alone(dotted((*place, *path)))
+
+
+def _evaluate(module: nnx.Module) -> None:
+    """Sets all of a module to evaluation, as `nnx.Module.eval` and `nnx.view` do.
+
+    The one sets attributes, the other calls what a class of the user says for it.
+    """
+    module.eval()
+    for _, node in nnx.iter_graph(module, graph=True):
+        view = getattr(type(node), "set_view", None)
+        if view is None or getattr(view, "__module__", "").startswith("flax."):
+            continue
+        taken = inspect.signature(view).parameters
+        view(node, **{name: True for name in SWITCHES if name in taken})
 
 
 def _train(module: nnx.Module) -> None:

@@ -96,6 +96,16 @@ def test_balance_by_name_is_that_of_the_stages():
             ValueError,
             "gather='never': choose 'step' or 'microbatch'",
         ),
+        (
+            {"sharding": lambda path, spec: None},
+            ValueError,
+            "sharding= and gather= are for stages of several devices; give mesh= too",
+        ),
+        (
+            {"mesh": mesh(2, 2), "sharding": "data"},
+            TypeError,
+            r"sharding='data' is a str; needs a function \(path, spec\)",
+        ),
     ],
 )
 def test_other_meshes_are_refused(options, error, says):

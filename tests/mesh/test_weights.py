@@ -182,6 +182,8 @@ def test_what_cannot_be_cut_is_said():
         pipeline(lambda path, leaf: P("model")).init(jax.random.key(0), x)
     with pytest.raises(TypeError, match=r"returned a str for .*; needs a jax.sharding"):
         pipeline(lambda path, leaf: "data").init(jax.random.key(0), x)
+    with pytest.raises(ValueError, match="an axis stands twice"):
+        pipeline(lambda path, leaf: P(*["data"] * leaf.ndim)).init(jax.random.key(0), x)
     with pytest.raises(ValueError, match="has fewer axes than"):
         pipeline(lambda path, leaf: P(None, None, "data")).init(jax.random.key(0), x)
 

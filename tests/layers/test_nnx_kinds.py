@@ -1,0 +1,106 @@
+"""Variables of nnx that are neither parameters nor what a mean can be taken of."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jpipe
+
+from .. import reference as ref
+
+TX = optax.sgd(0.1)
+X, TARGETS = ref.regression(8)
+
+
+class Prompt(nnx.Variable):
+    """A type of the user's own."""
+
+
+class Prompted(nnx.Module):
+    def __init__(self, prompt=Prompt):
+        self.linear = nnx.Linear(5, 4, rngs=nnx.Rngs(0))
+        self.prompt = prompt(jnp.full(5, 0.3))
+
+    def __call__(self, x):
+        return self.linear(x + self.prompt)
+
+
+@pytest.mark.parametrize(
+    "chosen", [nnx.Any(nnx.Param, Prompt), ..., True, nnx.Not(nnx.RngState)]
+)
+def test_a_filter_that_means_what_is_no_parameter_is_refused(chosen):
+    pipe = jpipe.pipeline([Prompted()], 2)
+    with pytest.raises(ValueError, match=r"selects \(0, 'prompt'\), a Prompt") as said:
+        pipe.init_train_state(jax.random.key(0), X, TX, trainable=chosen)
+    assert "Derive its type from nnx.Param" in str(said.value)
+
+
+class OwnParam(nnx.Param):
+    """What nnx.Param is derived to is trained."""
+
+
+@pytest.mark.parametrize("chosen", [nnx.Any(nnx.Param, Prompt), ...])
+def test_a_filter_of_parameters_trains_them(chosen):
+    pipe = jpipe.pipeline([Prompted(OwnParam)], 2)
+    state = pipe.init_train_state(jax.random.key(0), X, TX, trainable=chosen)
+    state, _ = pipe.train_step(ref.mse, TX, trainable=chosen)(state, X, TARGETS)
+    assert np.all(state.params[0]["prompt"] != 0.3)
+
+
+class Viewed(nnx.Module):
+    """A module that says itself what its views do, as those of Flax do."""
+
+    def __init__(self):
+        self.linear = nnx.Linear(5, 4, rngs=nnx.Rngs(0))
+        self.plain = False
+
+    def set_view(self, deterministic=None, **_):
+        if deterministic is not None:
+            self.plain = deterministic
+
+    def __call__(self, x):
+        return self.linear(x) * (1.0 if self.plain else 2.0)
+
+
+def test_evaluation_is_the_view_that_a_module_makes_of_itself():
+    module = Viewed()
+    pipe = jpipe.pipeline([module], 2)
+    variables = pipe.init(jax.random.key(0), X)
+    expected = nnx.view(module, deterministic=True)(X)
+    np.testing.assert_allclose(pipe.apply(variables, X), expected, rtol=1e-6)
+    np.testing.assert_allclose(
+        pipe.apply(variables, X, train=True), module(X), rtol=1e-6
+    )
+    assert module.plain is False
+
+
+class Measured(nnx.Module):
+    def __init__(self):
+        self.linear = nnx.Linear(5, 4, rngs=nnx.Rngs(0))
+        self.average = nnx.metrics.Average("values")
+
+    def __call__(self, x):
+        self.average.update(values=jnp.ones(len(x)))
+        return self.linear(x)
+
+
+def test_metrics_are_of_one_micro_batch_or_refused():
+    state = None
+    for number in (1, 2, 3):
+        pipe = jpipe.pipeline([Measured()], number)
+        state = pipe.init_train_state(jax.random.key(0), X, TX)
+        step = pipe.train_step(ref.mse, TX)
+        if number == 1:
+            state, _ = step(state, X, TARGETS)
+            average = pipe.modules(state.variables)[0].average
+            assert float(average.compute()) == 1.0
+            continue
+        with pytest.raises(
+            ValueError,
+            match=r"updates a metric of nnx: metric_state/average/total; .*"
+            r"return what is measured beside the loss \(has_aux=True\)",
+        ):
+            step(state, X, TARGETS)
