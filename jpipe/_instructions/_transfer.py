@@ -68,12 +68,13 @@ def devices_of(device: Device) -> frozenset[Any]:
     return frozenset(device.mesh.devices.flat if several else [device])
 
 
-def lies(leaf: Any, device: Device) -> Sharding:
-    """How an array lies in a place where it is."""
+def lies(leaf: Any, device: Device) -> Sharding | None:
+    """How an array lies on the devices of a place; ``None`` if as in another mesh."""
     if not isinstance(device, SubMesh):
         return WHOLE
     how = Sharding(spec=getattr(leaf.sharding, "spec", P()))
-    return how if is_at(leaf, device, how) else WHOLE
+    is_own = set(how.axes) <= set(device.mesh.axis_names)
+    return how if is_own and is_at(leaf, device, how) else None
 
 
 def one_of(device: Device) -> Device:

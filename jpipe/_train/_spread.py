@@ -123,7 +123,7 @@ class Spread:
         number = {devices_of(device): i for i, device in enumerate(self._devices)}
         at = [number.get(frozenset(devices or ())) for devices in stored]
         how = [
-            lies(leaf, self._devices[home]) if home is not None else WHOLE
+            (lies(leaf, self._devices[home]) or WHOLE) if home is not None else WHOLE
             for leaf, home in zip(leaves, at, strict=True)
         ]
         flat = [_jaxpr.spec(jax.typeof(leaf)) for leaf in leaves]
@@ -187,14 +187,16 @@ class Spread:
     def _check_leaves(self, arguments: PyTree) -> None:
         """Checks that each leaf is an array, or a number, in one place."""
         strange, sharded = [], []
-        places = set(map(devices_of, self._devices))
+        places = {devices_of(device): device for device in self._devices}
         for path, leaf in jax.tree_util.tree_leaves_with_path(arguments):
             try:
                 jax.typeof(leaf)
             except TypeError:
                 strange.append(f"{_told(path)} is a {type(leaf).__name__}")
-            several = isinstance(leaf, jax.Array) and len(leaf.devices()) > 1
-            if several and frozenset(leaf.devices()) not in places:
+            if not isinstance(leaf, jax.Array) or len(leaf.devices()) == 1:
+                continue
+            place = places.get(frozenset(leaf.devices()))
+            if place is None or lies(leaf, place) is None:
                 sharded.append(f"{_told(path)} is on {len(leaf.devices())} devices")
         if strange:
             raise TypeError(
@@ -204,7 +206,8 @@ class Spread:
         if sharded:
             raise ValueError(
                 f"{self._name} takes arrays that are each on one device, or on those "
-                f"of one stage; type jax.device_put(array, device): "
+                f"of one stage, in its mesh; type pipe.place(variables) or "
+                f"jax.device_put(array, device): "
                 f"{'; '.join(sharded)}"
             )
 

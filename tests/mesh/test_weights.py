@@ -106,6 +106,18 @@ def test_both_and_a_loop_of_ones_own():
     assert spec(found[0][1][0].mu[1]["Dense_0"]["kernel"].value) == P("data", "model")
 
 
+def test_arrays_of_another_mesh_of_the_same_devices_are_refused():
+    pipe = jpipe.pipeline([dense(8), dense(4)], 2, mesh=mesh(2, 2))
+    devices = jax.devices()[:2]
+    for names, order in (("other", devices), ("data", devices[::-1])):
+        own = jax.sharding.Mesh(np.array(order), (names,))
+        array = jax.device_put(jnp.ones(4), jax.NamedSharding(own, P(names)))
+        with pytest.raises(
+            ValueError, match="those of one stage, in its mesh; type pip"
+        ):
+            pipe.jit(jnp.sin)(array)
+
+
 def test_logical_axes_by_the_rules_of_flax():
     layers = wide(how=nn.with_logical_partitioning, across="hidden")
     with nn.logical_axis_rules([("hidden", "model")]):
