@@ -23,15 +23,17 @@ def init_with(
     guess: PyTree = None,
     frames: list[_skip.Frame] | None = None,
 ) -> dict[str, PyTree]:
-    """The own variables of a layer that may pop zeros of the given shapes."""
+    """The own variables of a layer that may pop zeros of the given shapes.
+
+    As the layer makes them: some may be weakly typed.
+    """
     popped = {name: zeros(value) for name, value in skips.items()}
     with _skip.applying(popped, layer.namespace, guess=guess, watch=False) as frame:
         if frames is not None:
             frames.append(frame)
         if not borrowed:
-            return jax.tree.map(strong, layer.init(key, spec))
-        made = layer.extend(key, spec, borrowed) if layer.extend else {}
-        return jax.tree.map(strong, made)
+            return layer.init(key, spec)
+        return layer.extend(key, spec, borrowed) if layer.extend else {}
 
 
 def strong(leaf: Any) -> Any:

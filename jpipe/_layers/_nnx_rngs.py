@@ -52,6 +52,8 @@ def seed(module: nnx.Module, rngs: Keys) -> int:
       The number of streams.
     """
     streams = _streams(module)
+    if rngs is None:
+        _let_linen_ask(module)
     for number, (path, stream) in enumerate(streams.items()):
         key, shape = _key_of(rngs, stream.tag), stream.key.get_value().shape
         if key is None:
@@ -64,6 +66,16 @@ def seed(module: nnx.Module, rngs: Keys) -> int:
         stream.key.set_value(jax.random.split(key, shape) if shape else key)
         stream.count.set_value(jnp.zeros(shape, jnp.uint32))
     return len(streams)
+
+
+def _let_linen_ask(module: nnx.Module) -> None:
+    """Takes its random streams from a linen module that is held as one of nnx.
+
+    It would draw from all of them in every call; linen says itself what it lacks.
+    """
+    for _, node in nnx.iter_graph(module, graph=True):
+        if isinstance(node, nnx.bridge.ToNNX):
+            node.to_nnx__rngs = None
 
 
 def shapes(module: nnx.Module) -> dict[Path, tuple[int, ...]]:

@@ -74,7 +74,8 @@ class Initializers:
 
         def leaves(key: chex.PRNGKey) -> list[Any]:
             given = visit.x, visit.skips, visit.borrowed
-            made, tree = jax.tree.flatten(init_with(visit.layer, key, *given))
+            made = init_with(visit.layer, key, *given)
+            made, tree = jax.tree.flatten(jax.tree.map(strong, made))
             trees.append(tree)
             return made
 

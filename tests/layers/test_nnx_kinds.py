@@ -1,10 +1,12 @@
 """Variables of nnx that are neither parameters nor what a mean can be taken of."""
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from flax import nnx
 
 import jpipe
@@ -104,3 +106,32 @@ def test_metrics_are_of_one_micro_batch_or_refused():
             r"return what is measured beside the loss \(has_aux=True\)",
         ):
             step(state, X, TARGETS)
+
+
+class HoldsLinen(nnx.Module):
+    """A linen module inside of one of nnx, which draws a key in every call."""
+
+    def __init__(self, module):
+        inner = nnx.bridge.ToNNX(module, rngs=nnx.Rngs(0))
+        self.inner = nnx.bridge.lazy_init(inner, X)
+        self.linear = nnx.Linear(5, 4, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.linear(self.inner(x))
+
+
+def test_a_linen_module_inside_is_evaluated_without_keys():
+    module = HoldsLinen(nn.Dense(5))
+    pipe = jpipe.pipeline([module], 2)
+    variables = pipe.init(jax.random.key(0), X)
+    np.testing.assert_allclose(pipe.apply(variables, X), module(X), rtol=1e-6)
+    loss, _ = pipe.value_and_grad(ref.mse)(variables, X, TARGETS)
+    np.testing.assert_allclose(loss, ref.mse(module(X), TARGETS), rtol=1e-6)
+
+
+def test_one_that_draws_says_what_it_lacks():
+    noisy = HoldsLinen(nn.Dropout(0.5, deterministic=False))
+    pipe = jpipe.pipeline([noisy], 2)
+    variables = pipe.init(jax.random.key(0), X)
+    with pytest.raises(flax.errors.InvalidRngError, match='needs PRNG for "dropout"'):
+        pipe.value_and_grad(ref.mse)(variables, X, TARGETS)
