@@ -8,7 +8,7 @@ RUN := $(VENV)/bin/python
 ARGS ?=
 EXAMPLES ?= 2000
 TRANSPARENCY := tests/test_transparency.py tests/test_batches.py \
-	tests/train/test_training.py tests/train/test_reductions.py tests/run/test_remat.py
+	tests/train/test_training.py
 
 .PHONY: demo test suite transparency fuzz lint format bench tables bench-gpu clean
 

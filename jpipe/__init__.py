@@ -16,6 +16,7 @@ if _TYPE_CHECKING:
     from ._layers._skip import pop as pop
     from ._layers._skip import stash as stash
     from ._pipeline import Pipeline as Pipeline
+    from ._processes._start import distributed as distributed
     from ._report import Report as Report
     from ._train._state import TrainState as TrainState
     from ._train._step import TrainStep as TrainStep
@@ -40,6 +41,7 @@ _HOME = {
     "Stage": "._layers._layer",
     "TrainState": "._train._state",
     "TrainStep": "._train._step",
+    "distributed": "._processes._start",
     "isolate": "._layers._skip",
     "layer": "._layers._method",
     "partition": ".planning._partition",
@@ -62,6 +64,7 @@ __all__ = [
     "TrainState",
     "TrainStep",
     "checkpoint",
+    "distributed",
     "draw",
     "isolate",
     "layer",

@@ -1,10 +1,11 @@
-"""Plans and profiles a model, draws and compares schedules: the command line.
+"""Plans and profiles a model, draws and compares schedules, starts processes.
 
 python -m jpipe plan model.py:make --devices 4 --memory 16GiB --svg plan.svg
 python -m jpipe profile model.py:make
 python -m jpipe draw zb_v --ranks 4 --microbatches 8 --svg zb_v.svg
 python -m jpipe compare --ranks 4 --microbatches 16 --latency 0.25
 python -m jpipe check my_schedule.txt
+python -m jpipe launch --processes 2 train.py
 """
 
 import argparse
@@ -12,7 +13,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from ._command import _models, _schedules
+from ._command import _launch, _models, _schedules
 from ._command._refusal import Unfit
 
 
@@ -24,7 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
       The exit status: 0; 1 if a schedule was checked and cannot run; 2 for arguments
-      that do not fit, and for a model that no plan fits.
+      that do not fit, and for a model that no plan fits; of a program that was
+      launched, that of the first process that failed.
 
     Example:
       >>> main(["compare", "--ranks", "4", "--microbatches", "8", "gpipe", "zb_v"])
@@ -50,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jpipe",
         description="Plans and profiles models; draws, compares and checks schedules "
-        "of pipelines.",
+        "of pipelines; starts several processes of a program.",
         epilog="Options of a command: python -m jpipe draw --help",
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
@@ -60,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
         _schedules.add_draw,
         _schedules.add_compare,
         _schedules.add_check,
+        _launch.add_launch,
     ):
         add(commands)
     return parser

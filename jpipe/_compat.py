@@ -108,6 +108,40 @@ def _copy_to(device: Any, put: Any, guards: Any) -> Copy:
     return copy
 
 
+def coordination() -> Any:
+    """The key-value store that the processes of a job share.
+
+    Uses ``jax._src.distributed.global_state.client``, the one that `jax.distributed`
+    makes: its public barriers and broadcasts are computations of all devices, which
+    hang where a process is late and do not say which.
+    Free when `jax.distributed` offers it; it does not up to JAX 0.12.
+
+    Raises:
+      RuntimeError: if this JAX keeps it elsewhere, or the job was not started.
+    """
+    try:
+        distributed: Any = importlib.import_module("jax._src.distributed")
+        client = distributed.global_state.client
+    except (ImportError, AttributeError):
+        client = None
+    if client is None:
+        raise RuntimeError(
+            "the processes of this job cannot reach each other: call "
+            "jpipe.distributed() or jax.distributed.initialize() first, with a JAX "
+            "that jpipe knows"
+        )
+    return client
+
+
+def coordinator_address() -> str:
+    """Where the first process of a job listens: see `coordination`."""
+    try:
+        distributed: Any = importlib.import_module("jax._src.distributed")
+        return distributed.global_state.coordinator_address or ""
+    except (ImportError, AttributeError):
+        return ""
+
+
 def identity(module: Any) -> Hashable:
     """By what `adopted` knows a module: ``flax.linen.Module._id``; see there."""
     return getattr(module, "_id", id(module))

@@ -108,7 +108,7 @@ class OwnLoop:
           >>> float(accuracy(logits, jnp.array([0, 1, 2, 0])))
           0.75
         """
-        return _spread.jit(f, self._pipe.devices, donate_argnums, static_argnums)
+        return _spread.jit(f, self._pipe.places, donate_argnums, static_argnums)
 
     def optimizer(
         self, tx: optax.GradientTransformation
@@ -142,4 +142,4 @@ class OwnLoop:
           >>> optax.apply_updates(params, updates)[0]["w"]
           Array([0.5, 0.5], dtype=float32)
         """
-        return _spread.optimizer(tx, self._pipe.devices)
+        return _spread.optimizer(tx, self._pipe.places)

@@ -21,6 +21,7 @@ from ._loop import OwnLoop
 from ._profile import as_pair, profile
 from ._run import _layout, _variables
 from ._run._context import outside_of_meshes
+from ._run._feed import Feed
 from ._run._inference import Inference
 from ._run._pipe import Pipe
 from ._train._state import TrainState, check_state
@@ -46,6 +47,7 @@ class Pipeline(OwnLoop):
         self._pipe = pipe
         self._forecast = forecast
         self._cache = ProgramCache(pipe, axes)
+        self._feed = Feed(pipe)
 
     @property
     def num_stages(self) -> int:
@@ -153,14 +155,15 @@ class Pipeline(OwnLoop):
           ValueError: if the batch or the variables do not fit the model.
           TypeError: if a leaf of ``x`` is not an array.
         """
-        run = self._inference(variables, x, rngs=rngs, train=train)
+        x, _ = self._feed(x)
+        run = self._cache.inference(variables, x, rngs, train)
         return run(variables, x, rngs)
 
     @outside_of_meshes
     def _inference(
         self, variables: Any, x: PyTree, *, rngs: _rng.Rngs = None, train: bool = False
     ) -> Inference:
-        return self._cache.inference(variables, x, rngs, train)
+        return self._cache.inference(variables, self._feed(x)[0], rngs, train)
 
     def value_and_grad(
         self,
@@ -225,6 +228,7 @@ class Pipeline(OwnLoop):
             has_aux=has_aux,
             has_state=has_state,
             selected=trainable is not None,
+            feed=Feed(self._pipe),
         )
 
     @outside_of_meshes
@@ -300,6 +304,7 @@ class Pipeline(OwnLoop):
             self._cache.gradients(objective, Trainable(trainable)),
             lambda *params: _values.optimizer(self._pipe, tx, *params),
             objective=objective,
+            feed=Feed(self._pipe),
             donate=donate,
         )
 

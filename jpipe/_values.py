@@ -5,6 +5,7 @@ from typing import Any
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -14,6 +15,8 @@ from ._functions._trainable import Trainable
 from ._instructions import _transfer
 from ._layers import _rng
 from ._layers._initialize import strong
+from ._processes._elsewhere import is_here, of_copies, own_copy
+from ._processes._group import group
 from ._run import _resting, _variables
 from ._run._initialize import Initializers
 from ._run._pipe import Pipe
@@ -35,15 +38,18 @@ def make(
     programs.note([visit.variables for visit in visits], spec)
 
     _resting.shardings(pipe, [visit.variables for visit in visits])  # or refused
-    # Made on the first device, where equal layers share a compiled program.
-    first = _transfer.one_of(pipe.devices[0])
+    _agree_on_key(pipe, key)
+    # Made on the first device of this process, where equal layers share a compiled
+    # program; what is in another process is made there.
+    first = _transfer.one_of(pipe.own_places[0])
     local = _transfer.put_tree(key, first)
     numbers = _transfer.put([*map(np.uint32, range(len(visits)))], first)
     initialize = Initializers(first)
     variables = []
     for number, visit in enumerate(visits):
         made = visit.variables
-        if jax.tree.leaves(made):
+        is_own = is_here(pipe.devices[pipe.stage_of_layer[number]])
+        if is_own and jax.tree.leaves(made):
             own = _rng.layer_key(local, numbers[number])
             made = initialize(visit, own)
         # Moved at once: the first device has room for one layer more, not for all.
@@ -73,10 +79,9 @@ def take(
 def place(pipe: Pipe, tree: Any) -> Any:
     """Puts variables, or a train state, in place: see `Pipeline.place`."""
     if isinstance(tree, TrainState):
-        first = pipe.devices[0]
         params = _entries(pipe, tree.params, inside=("params",))
         _variables.check_alive(jax.tree.leaves(tree))
-        step, rng = _transfer.put([tree.step, tree.rng], first)
+        step, rng = _everywhere(pipe, *_first(pipe, tree.step, tree.rng))
         return TrainState(
             step=step,
             params=params,
@@ -92,6 +97,27 @@ def _entries(pipe: Pipe, tree: Any, inside: tuple[str, ...] = ()) -> tuple[PyTre
     _variables.check_length(tree, len(pipe.stage_of_layer))
     _variables.check_alive(jax.tree.leaves(tree))
     return tuple(_placed(pipe, i, entry, inside) for i, entry in enumerate(tree))
+
+
+def _agree_on_key(pipe: Pipe, key: chex.PRNGKey) -> None:
+    """Checks that all processes have the same key: each makes layers of its own."""
+    if pipe.copies is not None:
+        is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+        numbers = jax.random.key_data(key) if is_typed else key
+        words = str(np.asarray(own_copy(numbers)).tolist())
+        group().agree(f"init/{group().next_number()}", {"key": words}, "init")
+
+
+def _first(pipe: Pipe, *leaves: Any) -> list[Any]:
+    """Leaves on the first device of the pipeline that this process has."""
+    return _transfer.put(leaves, pipe.own_places[0])
+
+
+def _everywhere(pipe: Pipe, *leaves: Any) -> Sequence[Any]:
+    """What each process has, as arrays of all copies; as it is where there is one."""
+    if pipe.copies is None:
+        return leaves
+    return [of_copies(leaf, pipe.copies) for leaf in leaves]
 
 
 def _placed(
@@ -130,7 +156,9 @@ def train_state(
     _rng.check_key(key)
     params = _variables.params(variables)
     trained = jax.tree.leaves(_variables.params(programs.marks(variables, trainable)))
-    rng, step = _transfer.put([key, np.int32(0)], pipe.devices[0])
+    _agree_on_key(pipe, key)
+    rng, step = _first(pipe, key, np.int32(0))
+    step, rng = _everywhere(pipe, step, _rng.training_key(rng))
     init = optimizer(pipe, tx, params, trained).init
     with jax.disable_jit(False):  # zeros made by hand are on the default device
         opt_state = init(params)
@@ -139,5 +167,5 @@ def train_state(
         params=params,
         opt_state=opt_state,
         model_state=_variables.model_state(variables),
-        rng=_rng.training_key(rng),
+        rng=rng,
     )

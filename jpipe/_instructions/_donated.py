@@ -47,6 +47,9 @@ def compiled(
     names = {f: named(f.name, own) for f, own in labels.items()}
     owned = {v for operation in operations for v in _made(graph, operation)}
     owned |= graph.donated
+    # What was sent to another process may not have left yet; what comes is watched.
+    for operation in filter(graph.crosses, operations):
+        owned -= {*operation.reads, *operation.writes}
     programs = {}
     for known, own in calls.items():
         function, place, *_ = known

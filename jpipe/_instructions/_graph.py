@@ -7,6 +7,7 @@ nobody.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -15,6 +16,8 @@ from .._jaxprs._function import Function, composed
 from ._sharding import STACKED, WHOLE, Cut, Sharding
 
 Value = int
+# What is wanted in each process: its copy there.
+Copies = tuple[Value, ...]
 # A place by its number; what is nowhere yet, such as an uncommitted array, is taken by
 # JAX wherever it is read.
 Place = int
@@ -51,6 +54,8 @@ class Graph:
     """Calls of functions in the order in which they run, over values.
 
     Attributes:
+      processes: the process of each place; empty if there is one.
+      facts: what it was made of, in words, by which processes compare theirs.
       specs: the shape and dtype of each value; of what is stacked, of one shard.
       places: where each value is made.
       shardings: how each value lies there.
@@ -60,6 +65,8 @@ class Graph:
       operations: the calls.
     """
 
+    processes: Sequence[int] = ()
+    facts: dict[str, str] = field(default_factory=dict)
     specs: list[Any] = field(default_factory=list)
     places: list[Place] = field(default_factory=list)
     shardings: list[Sharding] = field(default_factory=list)
@@ -69,6 +76,7 @@ class Graph:
     operations: list[Operation] = field(default_factory=list)
     _copies: dict[tuple[Value, Place, Cut | None], Value] = field(default_factory=dict)
     _source: dict[Value, Value] = field(default_factory=dict)
+    _alike: dict[Value, dict[int, Value]] = field(default_factory=dict)
     _constants: dict[Any, Value] = field(default_factory=dict)
     _composed: dict[Any, Function] = field(default_factory=dict)
 
@@ -143,10 +151,41 @@ class Graph:
         )
         return writes
 
+    @cached_property
+    def heads(self) -> dict[int, Place]:
+        """The first place of each process, in order; empty if there is one."""
+        if len(set(self.processes)) < 2:
+            return {}
+        return {p: self.processes.index(p) for p in sorted(set(self.processes))}
+
+    def call_everywhere(
+        self, function: Function, place: Place, reads: Sequence[Value]
+    ) -> list[Value]:
+        """Calls a function in a place, or in each process once.
+
+        Whoever reads a result has the one of its process: nothing is sent.
+        """
+        every = [
+            self.call(function, head, reads) for head in self.heads.values() or [place]
+        ]
+        for alike in zip(*every, strict=True):
+            of_process = dict(zip(self.heads, alike, strict=False))
+            self._alike |= dict.fromkeys(alike, of_process)
+        return every[0]
+
+    def everywhere(self, value: Value) -> Value | Copies:
+        """The value in each process; itself where there is one."""
+        found = tuple(self.at(value, head) for head in self.heads.values())
+        return found or value
+
     def at(self, value: Value, place: Place) -> Value:
         """The value in a place: itself, or a copy."""
         if self.places[value] == place:
             return value
+        if value in self._alike and self.heads:
+            value = self._alike[value].get(self.processes[place], value)
+            if self.places[value] == place:
+                return value
         value = self._source.get(value, value)
         if self.places[value] in (place, NOWHERE):
             return value
@@ -204,6 +243,14 @@ class Graph:
                 second.mapped,
             )
         )
+
+    def crosses(self, operation: Operation) -> bool:
+        """Whether a copy goes from one process to another."""
+        if operation.function or not self.heads:
+            return False
+        source = self.places[operation.reads[0]]
+        ends = self.processes[source], self.processes[operation.place]
+        return source >= 0 and ends[0] != ends[1]
 
     def with_copies(self, outputs: Sequence[Value]) -> list[Operation]:
         """The operations that the outputs need, or that have effects, with all copies.

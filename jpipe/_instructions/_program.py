@@ -5,17 +5,23 @@ From the list alone follow the frees, what is donated, the bytes of each place, 
 programs to compile.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 from typing import Any, NamedTuple
 
+import jax
+
+from .._processes._elsewhere import copies, ghost, is_here, of_copies
+from .._processes._transport import Crossing
 from . import _transfer
+from ._agreed import agree
 from ._compile import Compiled, compile_all
 from ._donated import compiled, is_key, key, last_uses
-from ._graph import OUTSIDE, Graph, Operation, Place, Value
-from ._sharding import SubMesh
+from ._graph import OUTSIDE, Copies, Graph, Operation, Place, Value
+from ._sharding import Sharding, SubMesh
 from ._transfer import Device
 
 Slot = int
@@ -68,11 +74,12 @@ class Program:
 
     Args:
       graph: what is computed where.
-      outputs: the values that a run returns.
+      outputs: the values that a run returns; of copies, that of this process, as one
+        array of all of them.
       devices: the device of each place.
 
     Attributes:
-      instructions: what runs, in order.
+      instructions: what runs, in order, in all processes.
       specs: what each slot holds; where a place is several devices, one shard of it.
       nbytes: the bytes of each slot, on each device of its place.
       places: where.
@@ -80,13 +87,21 @@ class Program:
     """
 
     def __init__(
-        self, graph: Graph, outputs: Sequence[Value], devices: Sequence[Device]
+        self,
+        graph: Graph,
+        outputs: Sequence[Value | Copies],
+        devices: Sequence[Device],
     ) -> None:
         self.devices = devices
-        operations = graph.with_copies(outputs)
+        self._facts = graph.facts
+        self._is_shared = bool(graph.heads)
+        wanted: list[Value] = []
+        for each in outputs:
+            wanted += each if isinstance(each, tuple) else [each]
+        operations = graph.with_copies(wanted)
         slot = {v: i for i, v in enumerate([*graph.arguments, *graph.constants])}
         self._num_arguments = len(graph.arguments)
-        last = last_uses(operations, outputs)
+        last = last_uses(operations, wanted)
         self.programs = compiled(graph, operations, last, devices)
         self.instructions: list[Instruction] = []
         for number, operation in enumerate(operations):
@@ -118,31 +133,71 @@ class Program:
         self.specs = [graph.specs[v] for v in by_slot]
         self.places = [graph.places[v] for v in by_slot]
         self.nbytes = [_nbytes(graph, v, devices) for v in by_slot]
-        self.outputs = tuple(slot[v] for v in outputs)
+        heads = {process: i for i, process in enumerate(graph.heads)}
+        mine = heads.get(jax.process_index(), 0)
+        self.outputs = tuple(
+            slot[each[mine] if isinstance(each, tuple) else each] for each in outputs
+        )
         self._read_outputs = _getter(self.outputs)
+        self._copied = [i for i, each in enumerate(outputs) if isinstance(each, tuple)]
+        if self._copied:
+            at = [_transfer.devices_of(devices[p]) for p in graph.heads.values()]
+            self._copies = copies([device for own in at for device in own])
         self._constants = [
-            _transfer.put([array], devices[graph.places[v]], [graph.shardings[v]])[0]
+            self._constant(array, graph.places[v], graph.shardings[v])
             for v, array in graph.constants.items()
         ]
         self._blank = [None] * (len(slot) - self._num_arguments - len(self._constants))
-        self.steps = [_step(instruction) for instruction in self.instructions]
+        given = len(slot) - len(self._blank)
+        for value in wanted:
+            place = graph.places[value]
+            if slot[value] >= given and place >= 0 and not is_here(devices[place]):
+                self._blank[slot[value] - given] = _elsewhere(graph, value, devices)
+        # Those of this process.
+        self.own = [i for i in self.instructions if self._is_own(i)]
+        self.steps = [_step(instruction) for instruction in self.own]
         self._overwrites = next(
             (
                 number
-                for number, instruction in enumerate(self.instructions)
+                for number, instruction in enumerate(self.own)
                 if any(slot < self._num_arguments for slot in instruction.donates)
             ),
             -1,
         )
         self._is_compiled = False
 
+    def _constant(self, array: Any, place: Place, how: Sharding) -> Any:
+        device = self.devices[place]
+        return _transfer.put([array], device, [how])[0] if is_here(device) else None
+
+    def _is_own(self, instruction: Instruction) -> bool:
+        """Whether this process has a part in it."""
+        if isinstance(instruction.run, Crossing):
+            return instruction.run.concerns
+        return is_here(self.devices[instruction.place])
+
     def compile(self) -> None:
-        """Compiles all programs ahead, unless they are."""
+        """Compiles all programs of this process ahead, unless they are.
+
+        Where there are several processes they compare what they are about to run, and
+        none goes on before all have compiled: one that waits for a transfer meanwhile
+        would hold up the others.
+
+        Raises:
+          ValueError: if they run other programs.
+          TimeoutError: if a process does not come.
+        """
         if self._is_compiled:
             return
-        compile_all(self.programs.values())
+        own = [p for p in self.programs.values() if is_here(p.device)]
+        if self._is_shared:
+            functions = (program.function for program in self.programs.values())
+            compile_own = functools.partial(compile_all, own)
+            agree(self.instructions, functions, self._facts, compile_own)
+        else:
+            compile_all(own)
         # The loop calls what was compiled, with nothing in between.
-        self.steps = [_step(instruction) for instruction in self.instructions]
+        self.steps = [_step(instruction) for instruction in self.own]
         self._is_compiled = True
 
     def start(self, leaves: Sequence[Any]) -> list[Any]:
@@ -181,15 +236,30 @@ class Program:
                 for ended, nothing in frees:
                     slots[ended] = nothing
                 if observe is not None:
-                    observe(self.instructions[number], slots)
+                    observe(self.own[number], slots)
         except Exception as error:
-            failed = self.instructions[number]
+            failed = self.own[number]
             error.add_note(
                 f"raised in {_called(failed.label)} on {self.devices[failed.place]}"
                 + (f": {failed.layers}" if failed.layers else "")
             )
             raise
-        return self._read_outputs(slots)
+        outputs = self._read_outputs(slots)
+        return self._as_copies(outputs) if self._copied else outputs
+
+    def _as_copies(self, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The outputs, what is wanted in each process as one array of all of them."""
+        found = list(outputs)
+        for i in self._copied:
+            found[i] = of_copies(found[i], self._copies)
+        return tuple(found)
+
+
+def _elsewhere(graph: Graph, value: Value, devices: Sequence[Device]) -> Any:
+    """What stands for a value of another process."""
+    device, how = devices[graph.places[value]], graph.shardings[value]
+    shape = _transfer.global_shape(graph.specs[value].shape, device, how)
+    return ghost(shape, graph.specs[value].dtype, _transfer.on(device, how))
 
 
 def _called(label: Any) -> str:
@@ -206,11 +276,13 @@ def _step(instruction: Instruction) -> Step:
         ended = [slot for _, slot in pairs]
         frees.append((slice(ended[0], ended[-1] + 1), (None,) * len(ended)))
     run = instruction.run
+    # What leaves for another process is written there.
+    is_written = not isinstance(run, Crossing) or run.is_received
     return Step(
         run.run if isinstance(run, Compiled) else run,
         _getter(instruction.reads),
         _getter(instruction.donates),
-        slice(writes.start, writes.stop),
+        slice(writes.start, writes.stop) if is_written else slice(0, 0),
         frees,
     )
 
@@ -232,9 +304,32 @@ def _mover(
     how = [graph.shardings[value] for value in operation.writes]
     if source == OUTSIDE:
         return lambda leaves, _: _transfer.put(leaves, target, how)
+    if graph.crosses(operation):
+        return _crossing(graph, operation, devices, how)
     keys = any(is_key(graph.specs[value]) for value in values)
     send = _transfer.sender(devices[source], target, keys, how)
     return lambda leaves, _: send(leaves)
+
+
+def _crossing(
+    graph: Graph, operation: Operation, devices: Sequence[Device], how: Sequence[Any]
+) -> Crossing:
+    """A move to another process."""
+    ends = devices[graph.places[operation.reads[0]]], devices[operation.place]
+    source, target = ends
+    pairs = list(zip([graph.specs[v] for v in operation.writes], how, strict=True))
+    return Crossing(
+        source=source,
+        target=target,
+        specs=[
+            jax.ShapeDtypeStruct(_transfer.global_shape(x.shape, target, h), x.dtype)
+            for x, h in pairs
+        ],
+        source_lies=[_transfer.on(source, each) for each in how],
+        target_lies=[_transfer.on(target, each) for each in how],
+        index=operation.writes[0],
+        label=_called(operation.label),
+    )
 
 
 def _nbytes(graph: Graph, value: Value, devices: Sequence[Device]) -> int:

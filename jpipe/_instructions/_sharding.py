@@ -101,6 +101,11 @@ class SubMesh:
         """The first of its devices."""
         return self.mesh.devices.flat[0]
 
+    @property
+    def process_index(self) -> int:
+        """The process of its devices."""
+        return self.first.process_index
+
     def __str__(self) -> str:
         devices = [str(device) for device in self.mesh.devices.flat]
         axes = ", ".join(f"{name}={size}" for name, size in self.mesh.shape.items())

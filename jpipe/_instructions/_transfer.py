@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from .. import _compat
+from .._processes._elsewhere import ghost, is_elsewhere, is_here, own_copy
 from ._sharding import WHOLE, Cut, Sharding, SubMesh
 
 Leaves = Sequence[Any]
@@ -28,6 +29,11 @@ class OnPaper:
     """
 
     rank: int
+
+    @property
+    def process_index(self) -> int:
+        """As if it were here."""
+        return jax.process_index()
 
     def __str__(self) -> str:
         return f"rank {self.rank}"
@@ -77,6 +83,11 @@ def lies(leaf: Any, device: Device) -> Sharding | None:
     return how if is_own and is_at(leaf, device, how) else None
 
 
+def global_shape(shape: Sequence[int], device: Device, how: Sharding) -> Sequence[int]:
+    """The shape of the array of which each shard of a place sees ``shape``."""
+    return device.global_shape(shape, how) if isinstance(device, SubMesh) else shape
+
+
 def one_of(device: Device) -> Device:
     """The device of a place; of several the first."""
     return device.first if isinstance(device, SubMesh) else device
@@ -111,8 +122,11 @@ def put(
     """Flat leaves, from the host or any device, into one place. Never waits."""
     if isinstance(device, OnPaper) or not leaves:
         return list(leaves)
+    if not is_here(device):
+        return _elsewhere(leaves, device, how)
+    leaves = _own_copies(leaves)
     if not isinstance(device, SubMesh):
-        return jax.device_put(list(leaves), on(device))
+        return jax.device_put(leaves, on(device))
     how = how or [WHOLE] * len(leaves)
     parts = [
         _stack(leaf, each.cut, device.num_shards) if each.cut else leaf
@@ -137,11 +151,50 @@ def put_tree(
       may_alias: whether what is there already need not be copied.
     """
     leaves, structure = jax.tree.flatten(_off_numpy(tree))
+    if not is_here(device):
+        return jax.tree.unflatten(structure, _elsewhere(leaves, device, how))
+    leaves = _own_copies(leaves)
     where = on(device)
     if isinstance(device, SubMesh) and how:
         where = [on(device, each) for each in how]
     placed = jax.device_put(leaves, where, may_alias=may_alias) if leaves else []
     return jax.tree.unflatten(structure, placed)
+
+
+def _elsewhere(
+    leaves: Leaves, device: Device, how: Sequence[Sharding] | None
+) -> list[Any]:
+    """What stands here for leaves in a place of another process."""
+    lie = how or [WHOLE] * len(leaves)
+    return [
+        ghost(leaf.shape, _kept_as(leaf.dtype), on(device, each))
+        for leaf, each in zip(leaves, lie, strict=True)
+    ]
+
+
+def _kept_as(dtype: Any) -> Any:
+    """The dtype of an array of JAX that is made of one of these."""
+    is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    return dtype if is_key else jax.dtypes.canonicalize_dtype(dtype)
+
+
+def _own_copies(leaves: Leaves) -> list[Any]:
+    """Leaves as this process has them.
+
+    Raises:
+      ValueError: if one is in another process.
+    """
+    if jax.process_count() == 1:
+        return list(leaves)
+    found = [*map(own_copy, leaves)]
+    far = [leaf for leaf in found if is_elsewhere(leaf)]
+    if far:
+        raise ValueError(
+            f"{len(far)} arrays, such as one of shape {far[0].shape}, are in another "
+            f"process, on {far[0].device}; to change who has what, save the state and "
+            f"restore it: jpipe.checkpoint.save, jpipe.checkpoint.restore"
+        )
+    return found
 
 
 def _off_numpy(tree: Any) -> Any:

@@ -28,6 +28,7 @@ class Function:
       reads: which of the arguments that it is offered it reads, and ``run`` is given;
         ``None``: all.
       closed: the jaxpr over what it reads, if it was made of one.
+      parts: the jaxprs of which it is made.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Function:
     has_effects: bool = False
     reads: Sequence[int] | None = None
     closed: core.ClosedJaxpr | None = None
+    parts: Sequence[core.ClosedJaxpr] = ()
 
     @classmethod
     def of(cls, name: str, closed: core.ClosedJaxpr) -> "Function":
@@ -66,6 +68,7 @@ class Function:
             bool(closed.effects),
             reads,
             closed,
+            (closed,),
         )
 
     @classmethod
@@ -108,4 +111,5 @@ def composed(
         same,
         first.offloaded | {before + i for i in second.offloaded},
         first.has_effects or second.has_effects,
+        parts=(*first.parts, *second.parts),
     )

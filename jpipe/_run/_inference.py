@@ -7,7 +7,7 @@ import jax
 from .._functions import _microbatch
 from .._functions._batch import Batch
 from .._instructions._collector import paused
-from .._instructions._graph import OUTSIDE, Graph
+from .._instructions._graph import OUTSIDE
 from .._instructions._program import Program
 from . import _variables
 from ._layout import Layout
@@ -39,7 +39,7 @@ class Inference:
             _microbatch.check_joinable(y, out_axis, batch.sizes[0])
         self._layout = layout
         self._tree = jax.tree.structure(y)
-        graph = Graph()
+        graph = pipe.graph()
         variables = layout.arguments(graph)
         x, rngs = (
             [graph.argument(spec, OUTSIDE) for spec in jax.tree.leaves(tree)]

@@ -18,7 +18,7 @@ from .._instructions._sharding import WHOLE, Sharding, SubMesh
 from .._jaxprs._function import Function
 from ..schedules import Action
 from ..schedules._action import BACKWARD, FORWARD, INPUT, WEIGHT
-from . import _sums
+from . import _facts, _sums
 from ._incoming import Incoming
 from ._layout import Layout
 from ._pipe import Pipe
@@ -56,6 +56,8 @@ class Lowering:
         targets: Sequence[Value],
         rngs: Sequence[Value],
     ) -> None:
+        graph.facts |= _facts.of_batch(batch)
+        graph.facts |= _facts.of_stages(pipe, works)
         self._graph = graph
         self._pipe = pipe
         self._layout = layout

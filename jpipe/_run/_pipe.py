@@ -1,14 +1,21 @@
 """What is fixed for all mini-batches of a pipeline."""
 
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import jax
+from jax.sharding import NamedSharding
+
+from .._instructions._agreed import digest
+from .._instructions._graph import Graph
 from .._instructions._sharding import SubMesh
-from .._instructions._transfer import Device
+from .._instructions._transfer import Device, devices_of
 from .._layers._sharing import Sharing
-from .._layers._stage import StageFunction
+from .._layers._stage import StageFunction, abbreviate
 from .._layers._unchanged import Unchanged
+from .._processes._elsewhere import copies, is_here
 from ..schedules import Schedule
 
 
@@ -50,13 +57,63 @@ class Pipe:
 
     @cached_property
     def places(self) -> tuple[Device, ...]:
-        """The device of each place: a device may serve several stages."""
+        """The device of each place: a device may serve several stages.
+
+        Where they are of several processes, each process has one, if only for metrics.
+        """
         own = (self.ranks[rank] for rank in self.schedule.running)
-        return tuple(dict.fromkeys([*self.devices, *own]))
+        found = dict.fromkeys([*self.devices, *own])
+        return (*found, *_idle(found))
+
+    @cached_property
+    def processes(self) -> tuple[int, ...]:
+        """The process of each place."""
+        return tuple(device.process_index for device in self.places)
+
+    @cached_property
+    def own_places(self) -> tuple[Device, ...]:
+        """The places of this process.
+
+        Raises:
+          ValueError: if there are none.
+        """
+        own = tuple(filter(is_here, self.places))
+        if not own:
+            (process,) = set(self.processes)
+            raise ValueError(
+                f"all devices of this pipeline are in process {process}, and this is "
+                f"process {jax.process_index()} of {jax.process_count()}: call it "
+                f"there alone, or give devices=jax.local_devices() for one in each"
+            )
+        return own
+
+    @cached_property
+    def copies(self) -> NamedSharding | None:
+        """How what each process has lies; ``None`` where there is one process."""
+        heads = {p: self.processes.index(p) for p in sorted(set(self.processes))}
+        if len(heads) == 1:
+            return None
+        found = (devices_of(self.places[place]) for place in heads.values())
+        return copies([device for own in found for device in own])
 
     @cached_property
     def _number(self) -> dict[Device, int]:
         return {device: number for number, device in enumerate(self.places)}
+
+    def graph(self) -> Graph:
+        """A graph over its places; with what processes compare of it, in words."""
+        graph = Graph(self.processes)
+        if self.copies is not None:
+            layers = [layer.name for stage in self.stages for layer in stage.layers]
+            text = self.schedule.to_text()
+            graph.facts |= {
+                "layers": abbreviate(layers),
+                "balance": str([len(stage.layers) for stage in self.stages]),
+                "devices": ", ".join(map(str, self.devices)),
+                "micro-batches": str(self.schedule.num_microbatches),
+                "schedule": f"{self.schedule.name} ({digest([text])})",
+            }
+        return graph
 
     def place(self, stage: int, microbatch: int | None = None) -> int:
         """The place of a stage, or where it runs a micro-batch."""
@@ -84,3 +141,14 @@ class Pipe:
     def stage_of_layer(self) -> tuple[int, ...]:
         """The stage of each layer."""
         return tuple(stage.index for stage in self.stages for _ in stage.layers)
+
+
+def _idle(devices: Collection[Device]) -> Iterator[Device]:
+    """A device of each process that has none of these, where they are of several."""
+    taken = {device.process_index for device in devices}
+    if len(taken) < 2:
+        return
+    for device in jax.devices():
+        if device.process_index not in taken:
+            taken.add(device.process_index)
+            yield device

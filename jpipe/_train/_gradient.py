@@ -121,7 +121,7 @@ class Gradient:
 
     @paused
     def _lowered(self, with_changed: bool) -> Program:
-        graph, batch = Graph(), self.batch
+        graph, batch = self.pipe.graph(), self.batch
         variables = self.layout.arguments(graph)
         given = [
             [graph.argument(spec, OUTSIDE) for spec in jax.tree.leaves(tree)]
@@ -129,7 +129,8 @@ class Gradient:
         ]
         loss, aux, grads, changed = self.into(graph, variables, *given)
         new = [changed[i] for i in self.changed] if with_changed else []
-        return Program(graph, [loss, *aux, *grads, *new], self.pipe.places)
+        metrics = map(graph.everywhere, [loss, *aux])
+        return Program(graph, [*metrics, *grads, *new], self.pipe.places)
 
     def arguments(
         self, variables: PyTree, x: PyTree, targets: PyTree, rngs: PyTree

@@ -12,6 +12,7 @@ from .._instructions._graph import Graph, Value
 from .._instructions._program import Program
 from .._layers._stage import shapes
 from .._run import _resting, _signature
+from .._run._facts import of_layers
 from .._run._pipe import Pipe
 from ._homes import Path, homes, paths, places, shardings
 from ._placed import Placed, Placement
@@ -78,7 +79,8 @@ class Optimizer:
 
     def init(self, params: PyTree) -> PyTree:
         """The optimizer's state for parameters that are in place."""
-        graph = Graph()
+        graph = self._pipe.graph()
+        graph.facts |= of_layers(self._pipe, self._free)
         leaves = jax.tree.leaves(self._hide_frozen(params))
         own = jax.tree.leaves(self._free), self._params_places, self._params_lie
         arguments = [

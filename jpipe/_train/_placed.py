@@ -72,6 +72,8 @@ class Placed:
     Attributes:
       result: the specs of its result.
       tree: their structure.
+      scalars: the positions of scalars among its leaves that belong nowhere, as what
+        is logged.
     """
 
     def __init__(
@@ -86,7 +88,12 @@ class Placed:
         closed = _segments.open_branches(closed, placement.in_homes)
         closed = _jaxpr.prune(closed, closed.jaxpr.outvars)
         self._placement = placement
-        self._wanted = [home or 0 for home in placement.out_homes(self.result)]
+        homes_of = placement.out_homes(self.result)
+        self._wanted = [home or 0 for home in homes_of]
+        pairs = zip(jax.tree.leaves(self.result), homes_of, strict=True)
+        self.scalars = [
+            i for i, (leaf, home) in enumerate(pairs) if home is None and not leaf.shape
+        ]
         self._invars, self._outvars = closed.jaxpr.invars, closed.jaxpr.outvars
         homes = zip(self._invars, placement.in_homes, strict=True)
         self._home: dict[Any, Home] = dict(homes)

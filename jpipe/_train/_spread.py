@@ -17,6 +17,7 @@ from .._instructions._sharding import WHOLE
 from .._instructions._transfer import Device, devices_of, lies
 from .._jaxprs import _jaxpr
 from .._layers._stage import shapes
+from .._processes._elsewhere import is_copied
 from .._run import _signature, _variables
 from .._run._context import outside_of_meshes
 from ._homes import Home, homes, paths, places, shardings
@@ -131,7 +132,7 @@ class Spread:
         placed = Placed(
             self._traced(statics), specs, self._find_placement(specs, at), self._name
         )
-        graph = Graph()
+        graph = Graph(tuple(device.process_index for device in self._devices))
         arguments = [
             graph.argument(spec, _place(device, home), yes, each)
             for spec, device, home, yes, each in zip(
@@ -142,7 +143,12 @@ class Spread:
             (path[2:], leaf)
             for path, leaf in jax.tree_util.tree_leaves_with_path(specs)
         ]
-        outputs = placed.into(graph, arguments, shardings(placed.result, inner, how))
+        outputs: list[Any] = placed.into(
+            graph, arguments, shardings(placed.result, inner, how)
+        )
+        for i in placed.scalars:
+            if graph.places[outputs[i]] >= 0:
+                outputs[i] = graph.everywhere(outputs[i])
         return placed.tree, Program(graph, outputs, self._devices)
 
     def _traced(self, statics: Sequence[Any]) -> Callable[..., Any]:
@@ -194,6 +200,8 @@ class Spread:
             except TypeError:
                 strange.append(f"{_told(path)} is a {type(leaf).__name__}")
             if not isinstance(leaf, jax.Array) or len(leaf.devices()) == 1:
+                continue
+            if is_copied(leaf):
                 continue
             place = places.get(frozenset(leaf.devices()))
             if place is None or lies(leaf, place) is None:

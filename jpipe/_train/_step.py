@@ -11,7 +11,7 @@ import optax
 
 from .._functions._objective import Objective
 from .._instructions._collector import paused
-from .._instructions._graph import OUTSIDE, Graph
+from .._instructions._graph import OUTSIDE
 from .._instructions._interrupts import Interrupts
 from .._instructions._program import Program
 from .._jaxprs import _jaxpr
@@ -19,6 +19,7 @@ from .._jaxprs._function import Function
 from .._layers import _rng
 from .._run import _signature, _variables
 from .._run._context import outside_of_meshes
+from .._run._feed import Feed
 from ._build import Gradients
 from ._gradient import Gradient
 from ._optimizer import Optimizer
@@ -36,6 +37,7 @@ class TrainStep:
       gradients: of its loss.
       make_optimizer: gives the optimizer for parameters, given which are trained.
       objective: the loss.
+      feed: what it is given, where there are several processes.
       donate: whether the given state is overwritten.
     """
 
@@ -45,9 +47,11 @@ class TrainStep:
         make_optimizer: Callable[[PyTree, Sequence[bool]], Optimizer],
         *,
         objective: Objective,
+        feed: Feed,
         donate: bool,
     ) -> None:
         self._gradients = gradients
+        self._feed = feed
         self._make_optimizer = make_optimizer
         self._objective = objective
         self._donate = donate
@@ -65,8 +69,9 @@ class TrainStep:
 
         Args:
           state: the state; its arrays are donated, unless ``donate=False``.
-          x: the input of the mini-batch, on the host or any device.
-          targets: its targets, on the host or any device.
+          x: the input of the mini-batch, on the host or any device; of several
+            processes those that do not run the first stage may give ``None``.
+          targets: its targets, likewise, for the last stage.
 
         Returns:
           The new state, and ``{"loss": ...}`` with ``"aux"`` where there is one.
@@ -78,6 +83,7 @@ class TrainStep:
           TypeError: if a leaf of the batch is not an array; nothing is changed.
         """
         check_state(state)
+        x, targets = self._feed(x, targets)
         trees = state.params, state.model_state, state.opt_state
         leaves, tree = jax.tree.flatten((trees, state.rng, state.step))
         known = state.made
@@ -108,6 +114,7 @@ class TrainStep:
     def program(self, state: TrainState, x: PyTree, targets: PyTree) -> Program:
         """What a call with such arguments runs."""
         check_state(state)
+        x, targets = self._feed(x, targets)
         trees = state.params, state.model_state, state.opt_state
         leaves, tree = jax.tree.flatten((trees, state.rng, state.step))
         return self._compile(self.form(tree, leaves), state, x, targets).program
@@ -200,7 +207,8 @@ class _Compiled:
 
     @paused
     def _lowered(self, donate: bool, rng: Any, step: Any) -> Program:
-        graph, gradient, optimizer = Graph(), self.gradient, self.optimizer
+        gradient, optimizer = self.gradient, self.optimizer
+        graph = gradient.pipe.graph()
         own = gradient.layout.specs
         position = {at: i for i, at in enumerate(self.order)}
         lie = gradient.layout.shardings
@@ -225,7 +233,7 @@ class _Compiled:
             for tree in (gradient.batch.x, gradient.batch.targets)
         )
         advance = Function("advance", _advance, [key, number])
-        rngs, after = graph.call(advance, first, given)
+        rngs, after = graph.call_everywhere(advance, first, given)
         variables = [pool[i] for i in self.order]
         loss, aux, grads, changed = gradient.into(graph, variables, x, targets, [rngs])
         count = self._num_params
@@ -233,7 +241,8 @@ class _Compiled:
         new = [*params, *pool[count:]]
         for leaf, value in changed.items():
             new[self.order[leaf]] = value
-        outputs = [*new, *opt_state, given[0], after, loss, *aux]
+        metrics = map(graph.everywhere, [after, loss, *aux])
+        outputs = [*new, *opt_state, given[0], *metrics]
         return Program(graph, outputs, gradient.pipe.places)
 
     def result(

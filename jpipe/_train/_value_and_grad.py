@@ -11,6 +11,7 @@ from .._instructions._program import Program
 from .._layers._rng import Rngs
 from .._run import _variables
 from .._run._context import outside_of_meshes
+from .._run._feed import Feed
 from ._build import Gradients
 from ._gradient import Gradient
 
@@ -26,6 +27,7 @@ class ValueAndGrad:
       has_state: whether what training changes beside parameters is returned too.
       selected: whether it was said which leaves are trained. Others have no gradient,
         ``None``; else leaves of integers have that of `jax.grad` with ``allow_int``.
+      feed: what it is given, where there are several processes.
     """
 
     def __init__(
@@ -35,8 +37,10 @@ class ValueAndGrad:
         has_aux: bool,
         has_state: bool,
         selected: bool,
+        feed: Feed,
     ) -> None:
         self._gradients = gradients
+        self._feed = feed
         self._has_aux = has_aux
         self._has_state = has_state
         self._was_told = False
@@ -56,8 +60,9 @@ class ValueAndGrad:
 
         Args:
           variables: one entry per layer, in place.
-          x: the input of the mini-batch, on the host or any device.
-          targets: its targets, on the host or any device.
+          x: the input of the mini-batch, on the host or any device; of several
+            processes those that do not run the first stage may give ``None``.
+          targets: its targets, likewise, for the last stage.
           rngs: a key, or keys by stream name.
           train: given to layers that ask whether they are trained.
 
@@ -69,6 +74,7 @@ class ValueAndGrad:
           ValueError: if batch, targets or variables do not fit.
           TypeError: if the loss function does not return what was agreed.
         """
+        x, targets = self._feed(x, targets)
         gradient = self._gradients(variables, x, targets, rngs, train)
         given = gradient.arguments(variables, x, targets, rngs)
         loss, *rest = self._program(gradient, variables)(given)
@@ -116,6 +122,7 @@ class ValueAndGrad:
         train: bool = True,
     ) -> Program:
         """What a call with such arguments runs."""
+        x, targets = self._feed(x, targets)
         gradient = self._gradients(variables, x, targets, rngs, train)
         return self._program(gradient, variables)
 

@@ -17,6 +17,7 @@ PURE = ("schedules", "draw")  # what a pipeline is, without jax
 FOLDERS = (
     *PURE,
     "_compat",
+    "_processes",
     "_jaxprs",
     "_layers",
     "_functions",
@@ -29,10 +30,15 @@ FOLDERS = (
 )
 # `device_put` anywhere else would be a transfer that the memory count and a later
 # multi-process transport do not see.
-MOVES_DATA = {"_instructions._transfer", "_compat"}
+MOVES_DATA = {"_instructions._transfer", "_processes._transport", "_compat"}
 # Python dispatches ahead of the devices: nothing in the library waits for a result but
-# what measures how long results take.
-MAY_WAIT = {"_profile", "planning._link", "planning._measure"}
+# what measures how long results take, and the thread that watches other processes.
+MAY_WAIT = {
+    "_processes._watch",
+    "_profile",
+    "planning._link",
+    "planning._measure",
+}
 # An optional dependency, imported when it is asked for: inside a function.
 OPTIONAL = {("draw._png", "matplotlib")}
 # The one file that may hold private names of JAX, each with its reason.

@@ -40,7 +40,8 @@ def start(*command: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, "COLUMNS": "100"},
+        # Half of the time would go to optimizations of XLA.
+        env={**os.environ, "COLUMNS": "100", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
     )
 
 

@@ -1,0 +1,156 @@
+"""One program as several processes on this machine: started, told apart, ended."""
+
+import argparse
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from .._processes._environment import COORDINATOR, PROCESS, PROCESSES, TIMEOUT
+from ._arguments import count, duration
+from ._refusal import Unfit
+
+# When one has failed, or Ctrl-C was pressed, the others have so many seconds to end by
+# themselves.
+_GRACE = 15.0
+_LOOKS = 0.05
+# Linux: what a process is sent when the one that started it is gone.
+_ON_DEATH_OF_PARENT = 1
+
+
+def add_launch(commands: Any) -> None:
+    """Adds the command ``launch``."""
+    parser = commands.add_parser(
+        "launch",
+        help="start several processes of a program, which calls jpipe.distributed()",
+        description="Starts a program several times on this machine. In each of them "
+        "jpipe.distributed() makes it one of several processes. What they print begins "
+        "with their number. When one fails, all are ended.",
+    )
+    parser.add_argument("--processes", type=count, required=True, metavar="N")
+    parser.add_argument(
+        "--timeout",
+        type=duration,
+        metavar="TIME",
+        help="how long one process waits for another, such as 60s",
+    )
+    parser.add_argument("script", help="a Python file")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if not Path(arguments.script).is_file():
+        raise Unfit(f"{arguments.script} is not a file; give a Python program")
+    command = [sys.executable, arguments.script, *arguments.arguments]
+    return launch(command, arguments.processes, arguments.timeout)
+
+
+def launch(
+    command: Sequence[str], num_processes: int, timeout: float | None = None
+) -> int:
+    """Runs a command as several processes; none outlives it.
+
+    Args:
+      command: what each of them is.
+      num_processes: how many.
+      timeout: for how many seconds one waits for another.
+
+    Returns:
+      0; or the exit status of the first that failed.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {COORDINATOR: f"127.0.0.1:{port}", PROCESSES: str(num_processes)}
+    if timeout is not None:
+        shared[TIMEOUT] = str(timeout)
+    running: list[subprocess.Popen[str]] = []
+    printers: list[threading.Thread] = []
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        for number in range(num_processes):
+            process = subprocess.Popen(
+                command,
+                env={**os.environ, **shared, PROCESS: str(number)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                preexec_fn=_end_with_parent,
+                start_new_session=True,
+            )
+            running.append(process)
+        for number, process in enumerate(running):
+            for source, target in (
+                (process.stdout, sys.stdout),
+                (process.stderr, sys.stderr),
+            ):
+                given = number, source, target
+                thread = threading.Thread(target=_print, args=given, daemon=True)
+                thread.start()
+                printers.append(thread)
+        return _first_failure(running)
+    except KeyboardInterrupt:
+        for process in running:
+            process.send_signal(signal.SIGINT)
+        _wait(running)
+        return 128 + signal.SIGINT
+    finally:
+        for process in running:
+            _kill(process)
+        for thread in printers:
+            thread.join(_GRACE)
+        signal.signal(signal.SIGTERM, before)
+
+
+def _first_failure(running: Sequence[subprocess.Popen[str]]) -> int:
+    """Waits until all have ended, or one has failed and the others had their time."""
+    while True:
+        ended = [process.poll() for process in running]
+        failed = next((status for status in ended if status), 0)
+        if failed:
+            _wait(running)
+            return failed if failed > 0 else 128 - failed
+        if None not in ended:
+            return 0
+        time.sleep(_LOOKS)
+
+
+def _wait(running: Sequence[subprocess.Popen[str]]) -> None:
+    """Until all have ended, or their time is over."""
+    until = time.monotonic() + _GRACE
+    while time.monotonic() < until and any(p.poll() is None for p in running):
+        time.sleep(_LOOKS)
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    """Ends a process, and those that it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _print(number: int, source: IO[str], target: IO[str]) -> None:
+    """Prints what a process prints, line by line, with its number."""
+    for line in source:
+        target.write(f"[{number}] {line}" + ("" if line.endswith("\n") else "\n"))
+        target.flush()
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _end_with_parent() -> None:
+    """Has Linux end this process when its parent ends, however that ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_ON_DEATH_OF_PARENT, signal.SIGKILL)

@@ -1,0 +1,100 @@
+"""Several processes about to run a list of instructions: they compare it first."""
+
+import hashlib
+import platform
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import flax
+import jax
+import numpy as np
+import optax
+
+from .._jaxprs._function import Function
+from .._processes import _transport
+from .._processes._group import group
+
+# In the text of a jaxpr, where something is in the memory of one process.
+_ADDRESS = re.compile(r"0x[0-9a-f]+")
+
+
+def agree(
+    instructions: Sequence[Any],
+    functions: Iterable[Function],
+    facts: Mapping[str, str],
+    compile_own: Callable[[], None],
+) -> None:
+    """Opens the moves between processes, once all run the same and have compiled it.
+
+    Args:
+      instructions: what they are about to run, all of them.
+      functions: what these call.
+      facts: what they were made of, in words.
+      compile_own: compiles what this process runs.
+
+    Raises:
+      ValueError: with what differs, and between whom.
+      TimeoutError: with the processes that do not come.
+    """
+    own = group()
+    number = own.next_number()
+    _transport.start()
+    own.agree(
+        f"program/{number}",
+        {**versions(), **facts, **_digests(instructions, functions)},
+        f"program {number}",
+    )
+    compile_own()
+    own.meet(f"compiled/{number}", {}, f"the first run of program {number}, compiled")
+    for instruction in instructions:
+        crossing = instruction.run
+        if isinstance(crossing, _transport.Crossing) and crossing.concerns:
+            crossing.open(number)
+
+
+def versions() -> dict[str, str]:
+    """Those of what a program is made with."""
+    modules = jax, flax, optax, np
+    found = {module.__name__: module.__version__ for module in modules}
+    return {"Python": platform.python_version(), **found}
+
+
+def _digests(
+    instructions: Sequence[Any], functions: Iterable[Function]
+) -> dict[str, str]:
+    """The list of instructions, and what each calls, in a few letters."""
+    listed = (
+        f"{i.label} {i.place} {i.source} {i.reads} {i.donates} {i.writes}"
+        for i in instructions
+    )
+    code = (line for function in dict.fromkeys(functions) for line in _text(function))
+    return {"operations": digest(code), "instructions": digest(listed)}
+
+
+def _text(function: Function) -> Iterator[str]:
+    yield function.name
+    yield str(function.results)
+    for closed in function.parts:
+        yield _ADDRESS.sub("", str(closed.jaxpr))
+        for const in closed.consts:
+            yield _value(const)
+
+
+def _value(const: Any) -> str:
+    """An array in a few letters; of what is elsewhere, what it is like."""
+    try:
+        array = np.asarray(const)
+        return (
+            f"{array.dtype}{array.shape}{hashlib.sha256(array.tobytes()).hexdigest()}"
+        )
+    except (TypeError, RuntimeError, ValueError):
+        return str(getattr(const, "aval", type(const)))
+
+
+def digest(lines: Iterable[str]) -> str:
+    """Words in a few letters."""
+    found = hashlib.sha256()
+    for line in lines:
+        found.update(line.encode())
+    return found.hexdigest()[:12]

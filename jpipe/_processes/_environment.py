@@ -1,0 +1,7 @@
+"""The variables by which `python -m jpipe launch` tells processes who they are."""
+
+COORDINATOR = "JPIPE_COORDINATOR"
+PROCESSES = "JPIPE_PROCESSES"
+PROCESS = "JPIPE_PROCESS"
+TIMEOUT = "JPIPE_TIMEOUT"
+TRANSPORT = "JPIPE_TRANSPORT"

@@ -1,0 +1,150 @@
+"""The processes of a job, and how they agree on what they are about to run.
+
+They talk through the key-value store of `jax.distributed`, which is for words: what
+programs compute passes from process to process by `_transport`. Every wait has an end,
+and says who is late.
+"""
+
+import functools
+import itertools
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from .. import _compat
+from ._environment import TIMEOUT, TRANSPORT
+
+_SECONDS = 300.0  # how long one process waits for another, unless told
+
+
+@dataclass
+class Group:
+    """The processes of a job.
+
+    Attributes:
+      timeout: for how many seconds one process waits for another.
+      transport: how arrays pass between them: see `_transport`.
+    """
+
+    timeout: float = field(
+        default_factory=lambda: float(os.environ.get(TIMEOUT, _SECONDS))
+    )
+    transport: str = field(default_factory=lambda: os.environ.get(TRANSPORT, ""))
+    _numbers: Any = field(default_factory=itertools.count)
+
+    @property
+    def me(self) -> int:
+        """The number of this process."""
+        return jax.process_index()
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        return jax.process_count()
+
+    @functools.cached_property
+    def _store(self) -> Any:
+        return _compat.coordination()
+
+    def next_number(self) -> int:
+        """Of what they run, one after the other: the same in each of them."""
+        return next(self._numbers)
+
+    def tell(self, name: str, words: str) -> None:
+        """Says something once to whoever asks for it."""
+        self._store.key_value_set(f"jpipe/{name}", words)
+
+    def forget(self, name: str) -> None:
+        """Unsays it."""
+        self._store.key_value_delete(f"jpipe/{name}")
+
+    def ask(self, name: str, process: int, why: str) -> str:
+        """What a process says, which is waited for.
+
+        Raises:
+          TimeoutError: if it does not say it.
+        """
+        found = self._get(name, time.monotonic() + self.timeout)
+        if found is None:
+            raise TimeoutError(
+                f"process {process} has not come to {why} within {self.timeout:g} s"
+            )
+        return found
+
+    def _get(self, name: str, until: float) -> str | None:
+        left = max(until - time.monotonic(), 0.001)
+        try:
+            return self._store.blocking_key_value_get(
+                f"jpipe/{name}", int(1000 * left) + 1
+            )
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" in str(error):
+                return None
+            raise
+
+    def meet(self, name: str, words: Mapping[str, str], why: str) -> list[Any]:
+        """What all of them say, once all have come.
+
+        Args:
+          name: of the meeting, the same in all.
+          words: what this one says.
+          why: what it is about, for who is late.
+
+        Raises:
+          TimeoutError: with the processes that have not come.
+        """
+        self.tell(f"{name}/{self.me}", json.dumps(dict(words)))
+        until = time.monotonic() + self.timeout
+        found = [self._get(f"{name}/{p}", until) for p in range(self.size)]
+        late = [str(p) for p, said in enumerate(found) if said is None]
+        if late:
+            several = "es" * (len(late) > 1)
+            raise TimeoutError(
+                f"process{several} {', '.join(late)} of {self.size} did not come to "
+                f"{why} within {self.timeout:g} s; process {self.me} waited. All run "
+                f"the same calls of the pipeline in the same order, or one has failed"
+            )
+        return [json.loads(said) for said in found if said is not None]
+
+    def agree(self, name: str, facts: Mapping[str, str], why: str) -> None:
+        """Checks that all processes are about to do the same.
+
+        Args:
+          name: of the meeting, the same in all.
+          facts: what must be the same, by what to call it.
+          why: what it is about.
+
+        Raises:
+          ValueError: with each fact that differs, and between whom.
+          TimeoutError: with the processes that have not come.
+        """
+        every = self.meet(name, facts, why)
+        faults = []
+        for fact in dict.fromkeys(fact for own in every for fact in own):
+            said: dict[str, list[int]] = {}
+            for process, own in enumerate(every):
+                said.setdefault(own.get(fact, "nothing"), []).append(process)
+            if len(said) > 1:
+                listed = "; ".join(f"{_who(who)}: {it}" for it, who in said.items())
+                faults.append(f"  * {fact}: {listed}")
+        if faults:
+            raise ValueError(
+                f"the processes do not run the same program: {why} differs, and "
+                f"nothing was sent\n" + "\n".join(faults)
+            )
+
+
+def _who(processes: list[int]) -> str:
+    listed = ", ".join(map(str, processes))
+    return f"process{'es' * (len(processes) > 1)} {listed}"
+
+
+@functools.cache
+def group() -> Group:
+    """The processes of this job."""
+    return Group()

@@ -1,0 +1,99 @@
+"""How a program becomes one of several processes."""
+
+import atexit
+import os
+import sys
+from typing import Any
+
+import jax
+
+from ._environment import COORDINATOR, PROCESS, PROCESSES
+from ._group import group
+from ._transport import TRANSPORTS
+
+# So many threads XLA has for the programs of all CPU devices of a process, which wait
+# in them for each other where a stage has several.
+_THREADS = 16
+_LATER = 30
+
+
+def distributed(
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    timeout: float | None = None,
+    transport: str | None = None,
+    **options: Any,
+) -> None:
+    """Makes this program one of several processes that run the same pipeline.
+
+    The same script is started once per host, or several times on one. Call this first,
+    before anything asks JAX for its devices: then `jax.devices` are those of all of
+    them. It is `jax.distributed.initialize`, which finds Slurm, Open MPI, Kubernetes
+    and TPU pods by itself, with waits that end. Under ``python -m jpipe launch`` it
+    needs no arguments.
+
+    Args:
+      coordinator_address: host and port of the first process, such as
+        ``"10.0.0.1:1234"``.
+      num_processes: how many there are.
+      process_id: the number of this one, from 0.
+      timeout: for how many seconds a process waits for another one before it ends with
+        the name of what it awaited; default: the environment variable
+        ``JPIPE_TIMEOUT``, or 300.
+      transport: how arrays pass between processes: ``"transfer"``, through sockets, or
+        ``"device_put"``, through the links of the accelerators; default:
+        ``JPIPE_TRANSPORT``, or the first on CPUs and the second elsewhere.
+      **options: for `jax.distributed.initialize`.
+
+    Raises:
+      ValueError: if a number or a name does not fit.
+      RuntimeError: if JAX has its devices already, or cannot tell the processes.
+
+    Example:
+      >>> import jpipe
+      >>> jpipe.distributed("127.0.0.1:1234", 2, 0)  # doctest: +SKIP
+    """
+    own = group()
+    if timeout is not None:
+        if isinstance(timeout, bool) or not timeout > 0:
+            raise ValueError(f"timeout={timeout!r}: needs seconds, more than 0")
+        own.timeout = float(timeout)
+    if transport is not None:
+        if transport not in TRANSPORTS:
+            listed = ", ".join(map(repr, TRANSPORTS))
+            raise ValueError(f"transport={transport!r}: choose from {listed}")
+        own.transport = transport
+    if jax.distributed.is_initialized():
+        return
+    if (coordinator_address, num_processes, process_id) == (None, None, None):
+        coordinator_address = os.environ.get(COORDINATOR)
+        if coordinator_address is not None:
+            num_processes = int(os.environ[PROCESSES])
+            process_id = int(os.environ[PROCESS])
+    # Read when the devices are made.
+    os.environ.setdefault("PJRT_NPROC", str(max(os.cpu_count() or 1, _THREADS)))
+    seconds = max(int(own.timeout), 1)
+    waits = {
+        "initialization_timeout": seconds,
+        # Later than our own, which tells what was awaited.
+        "heartbeat_timeout_seconds": seconds + _LATER,
+        "shutdown_timeout_seconds": seconds,
+    }
+    jax.distributed.initialize(
+        coordinator_address, num_processes, process_id, **{**waits, **options}
+    )
+    atexit.register(_leave_if_failed)
+
+
+def _leave_if_failed() -> None:
+    """Ends a program that has raised an exception, without a word to the others.
+
+    JAX would have it wait for them, and they go on waiting for what it sends: where a
+    connection ends they know at once.
+    """
+    if getattr(sys, "last_value", None) is not None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)

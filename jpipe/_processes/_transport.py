@@ -1,0 +1,196 @@
+"""How arrays pass from one process to another.
+
+``"transfer"``: point to point, by `jax.experimental.transfer`, on every backend;
+whoever reads pulls, and in no order. ``"device_put"``: `jax.device_put` onto devices of
+the other process, which goes over the links of the accelerators; every process issues
+all of them, its own or not, in one order. The first is what CPUs have.
+
+What was sent is nobody's to overwrite: it may not have left yet.
+"""
+
+import functools
+import itertools
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import _compat
+from ._elsewhere import ghost, is_here
+from ._group import group
+from ._watch import Awaited, watch
+
+TRANSFER, DEVICE_PUT = TRANSPORTS = "transfer", "device_put"
+# A number tells a program, one of its moves and a run of it.
+_RUNS, _MOVES = 24, 20
+# Bytes of a piece of an array on its way, and how many are on their way at once.
+_PIECE, _AT_ONCE = 4 << 20, 8
+Leaves = Sequence[Any]
+
+
+def chosen() -> str:
+    """How arrays pass in this job."""
+    own = group().transport
+    if own and own not in TRANSPORTS:
+        raise ValueError(f"transport={own!r}: choose from {', '.join(TRANSPORTS)}")
+    return own or (TRANSFER if jax.default_backend() == "cpu" else DEVICE_PUT)
+
+
+@dataclass
+class Crossing:
+    """A move between two processes, as one of them has it, or as a third sees it.
+
+    Attributes:
+      source: a device of the one.
+      target: a device of the other.
+      specs: what moves: the shape of the whole and the dtype.
+      source_lies: how each array lies in the source, as JAX calls it.
+      target_lies: how it lies in the target.
+      index: its number among the moves of its program.
+      label: what made what moves.
+    """
+
+    source: Any
+    target: Any
+    specs: Sequence[Any]
+    source_lies: Sequence[Any]
+    target_lies: Sequence[Any]
+    index: int
+    label: str
+
+    def __post_init__(self) -> None:
+        self._numbers = itertools.count()
+        self._run: Callable[[Leaves], Leaves] | None = None
+
+    @property
+    def concerns(self) -> bool:
+        """Whether this process has a part in it."""
+        return self.is_received or is_here(self.source) or chosen() == DEVICE_PUT
+
+    @property
+    def is_received(self) -> bool:
+        """Whether it comes here."""
+        return is_here(self.target)
+
+    def open(self, program: int) -> None:
+        """Readies it, once all processes know the number of its program."""
+        self._numbers = itertools.count(
+            (program << _MOVES | self.index & (1 << _MOVES) - 1) << _RUNS
+        )
+        if chosen() == DEVICE_PUT:
+            self._run = self._put()
+        else:
+            self._run = self._pull() if self.is_received else self._offer()
+
+    def __call__(self, leaves: Leaves, _: Leaves = ()) -> Leaves:
+        """Sends, or gives what comes. Never waits."""
+        assert self._run is not None
+        made = self._run(leaves)
+        if not self.is_received:
+            return ()
+        watch().add(Awaited(made, self.label, self.source, self.target))
+        return made
+
+    def _put(self) -> Callable[[Leaves], Leaves]:
+        lie = list(self.target_lies)
+        if is_here(self.source):
+            return lambda leaves: jax.device_put(list(leaves), lie)
+        triples = zip(self.specs, self.source_lies, strict=True)
+        nothing = [ghost(spec.shape, spec.dtype, how) for spec, how in triples]
+        return lambda _: jax.device_put(nothing, lie)
+
+    def _offer(self) -> Callable[[Leaves], Leaves]:
+        sent = [i for i, spec in enumerate(self.specs) if spec.size]
+        keys = {i for i in sent if _is_key(self.specs[i])}
+        server = _server()
+
+        def offer(leaves: Leaves) -> Leaves:
+            parts = [
+                jax.random.key_data(leaves[i]) if i in keys else leaves[i] for i in sent
+            ]
+            number = next(self._numbers)
+            if parts:
+                server.await_pull(number, parts)
+            return ()
+
+        return offer
+
+    def _pull(self) -> Callable[[Leaves], Leaves]:
+        specs, wanted, empty = self.specs, [], {}
+        for i, (spec, how) in enumerate(zip(specs, self.target_lies, strict=True)):
+            if not spec.size:
+                empty[i] = jax.device_put(np.zeros(spec.shape, spec.dtype), how)
+                continue
+            spec = jax.eval_shape(jax.random.key_data, spec) if _is_key(spec) else spec
+            wanted.append(jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=how))
+        keys = {
+            i: jax.random.key_impl(ghost(spec.shape, spec.dtype, self.source_lies[i]))
+            for i, spec in enumerate(specs)
+            if _is_key(spec)
+        }
+        link = _link(self.source.process_index)
+
+        def pull(_: Leaves) -> Leaves:
+            number = next(self._numbers)
+            found = link.pull(number, wanted) if wanted else []
+            if not keys and not empty:
+                return found
+            rest = iter(found)
+            found = [empty[i] if i in empty else next(rest) for i in range(len(specs))]
+            for i, kind in keys.items():
+                found[i] = jax.random.wrap_key_data(found[i], impl=kind)
+            return found
+
+        return pull
+
+
+def _is_key(spec: Any) -> bool:
+    return jnp.issubdtype(spec.dtype, jax.dtypes.prng_key)
+
+
+@functools.cache
+def _server() -> Any:
+    """What others pull from, one for a process."""
+    from jax.experimental import transfer  # which one process has no use for
+
+    host = _own_address(_compat.coordinator_address())
+    server = transfer.start_transfer_server(
+        jax.local_devices()[0].client,
+        f"{host}:0",
+        [f"{host}:0"] * 4,
+        max_num_parallel_copies=_AT_ONCE,
+        transfer_size=_PIECE,
+    )
+    group().tell(f"address/{jax.process_index()}", server.address())
+    return server
+
+
+@functools.cache
+def _link(process: int) -> Any:
+    """To pull from a process."""
+    server = _server()
+    address = group().ask(f"address/{process}", process, "its first transfer")
+    return server.connect(address)
+
+
+def start() -> None:
+    """Lets other processes pull from this one, where that is how arrays pass."""
+    if chosen() == TRANSFER:
+        _server()
+
+
+def _own_address(coordinator: str) -> str:
+    """The address of this host as the one of the first process sees it."""
+    host = coordinator.rpartition(":")[0].strip("[]") or "127.0.0.1"
+    try:
+        family, *_, there = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(there)  # sends nothing
+            own = probe.getsockname()[0]
+    except OSError:
+        return "127.0.0.1"
+    return f"[{own}]" if ":" in own else own

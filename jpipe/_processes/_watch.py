@@ -1,0 +1,96 @@
+"""What this process awaits from others, watched: nothing is awaited for ever.
+
+What comes from another process that was killed, or stopped, never comes, and JAX would
+wait for it without an end or fail without saying for what. A thread waits for all that
+is on its way, in order; another looks how long that takes.
+"""
+
+import contextlib
+import functools
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from ._group import group
+
+# So long the program has to end by itself, in seconds, before it is ended.
+_GRACE = 5.0
+_LOOKS = 0.2
+_STATUS = 70
+
+
+@dataclass
+class Awaited:
+    """Arrays on their way.
+
+    Attributes:
+      arrays: they.
+      label: what makes them.
+      source: a device of the process that sends them.
+      target: a device of this one.
+    """
+
+    arrays: Sequence[Any]
+    label: str
+    source: Any
+    target: Any
+
+    def __str__(self) -> str:
+        return (
+            f"process {group().me} awaited {self.label} for {self.target}, which "
+            f"process {self.source.process_index} sends from {self.source}"
+        )
+
+
+class Watch:
+    """Waits for what is on its way, and ends the process if it does not come."""
+
+    def __init__(self) -> None:
+        self._awaited: queue.SimpleQueue[Awaited] = queue.SimpleQueue()
+        self._now: Awaited | None = None
+        self._since = 0.0
+        self.add = self._awaited.put
+        for work in (self._wait, self._look):
+            threading.Thread(target=work, name="jpipe-watch", daemon=True).start()
+
+    def _wait(self) -> None:
+        while True:
+            awaited = self._awaited.get()
+            self._since, self._now = time.monotonic(), awaited
+            try:
+                jax.block_until_ready(awaited.arrays)
+            except RuntimeError as error:
+                # What the user has deleted is awaited by nobody.
+                if not any(array.is_deleted() for array in awaited.arrays):
+                    says = str(error).splitlines()[0]
+                    _end(f"{awaited}; it has failed or was ended ({says})")
+            self._now = awaited = None  # and with it the arrays
+
+    def _look(self) -> None:
+        while True:
+            time.sleep(_LOOKS)
+            awaited, limit = self._now, group().timeout
+            if awaited is not None and time.monotonic() - self._since > limit:
+                _end(f"{awaited}: nothing came for {limit:g} s")
+
+
+def _end(why: str) -> None:
+    """Says why, and ends the process, which may be waiting for ever."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(f"jpipe: {why}\n")
+        sys.stderr.flush()
+    time.sleep(_GRACE)
+    os._exit(_STATUS)
+
+
+@functools.cache
+def watch() -> Watch:
+    """That of this process."""
+    return Watch()

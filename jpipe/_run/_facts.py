@@ -1,0 +1,35 @@
+"""What processes compare in words, before they run a program: see `_agreed`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from .._functions._batch import Batch
+from .._layers._stage import shapes
+from ._pipe import Pipe
+from ._work import Works
+
+PyTree = Any
+
+
+def of_layers(pipe: Pipe, params: Sequence[PyTree]) -> dict[str, str]:
+    """What is trained of each layer."""
+    if pipe.copies is None:
+        return {}
+    layers = [layer for stage in pipe.stages for layer in stage.layers]
+    pairs = enumerate(zip(layers, params, strict=True))
+    return {f"layer {i}": f"{layer.name} {shapes(own)}" for i, (layer, own) in pairs}
+
+
+def of_stages(pipe: Pipe, works: Works) -> dict[str, str]:
+    """What each stage has."""
+    if pipe.copies is None:
+        return {}
+    return {
+        f"stage {s}": f"{stage}, {shapes(works.task(s).weights.specs)}"
+        for s, stage in enumerate(pipe.stages)
+    }
+
+
+def of_batch(batch: Batch) -> dict[str, str]:
+    """A mini-batch."""
+    return {"input": shapes(batch.x), "targets": shapes(batch.targets)}
