@@ -10,13 +10,19 @@ import pathlib
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
+from ._processes._elsewhere import is_copied, is_elsewhere, of_copies, own_copy
+from ._processes._gather import at_first
+from ._processes._group import group
+from ._processes._keys import as_key, as_numbers
 from ._run import _variables
 
 PyTree = Any
 # So many differences are listed.
 _MOST = 20
+# Seconds that a process waits while another one writes: a day.
+_LONG = 86_400.0
 
 
 def save(
@@ -47,17 +53,52 @@ def save(
       >>> int(state.step)
       0
     """
-    import orbax.checkpoint as ocp  # takes a second, which a step has no use for
-
     _variables.check_alive(jax.tree.leaves(state))
     folder = _absolute(path)
-    if folder.exists() and not overwrite:
+    is_there = folder.exists()
+    if jax.process_count() > 1:
+        said = _meet("save", {"path": str(folder), "is there": str(is_there)})
+        is_there = said[0]["is there"] == str(True)
+    if is_there and not overwrite:
         raise FileExistsError(
             f"{folder} is there already; give another path, or overwrite=True"
         )
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder, state, force=overwrite)
-        checkpointer.wait_until_finished()
+    if jax.process_count() > 1:
+        flat, tree = jax.tree_util.tree_flatten_with_path(state)
+        leaves = at_first([(jax.tree_util.keystr(path), leaf) for path, leaf in flat])
+        state = jax.tree.unflatten(tree, leaves)
+    if jax.process_index() == 0:
+        with _checkpointer() as checkpointer:
+            checkpointer.save(folder, state, force=overwrite)
+            checkpointer.wait_until_finished()
+    if jax.process_count() > 1:
+        _meet("saved", {}, _LONG)
+
+
+def _meet(what: str, words: dict[str, str], seconds: float = 0.0) -> list[Any]:
+    """Waits for all processes, and gives what they say."""
+    name = f"{what}/{group().next_number()}"
+    return group().meet(name, words, f"jpipe.checkpoint, {what}", seconds)
+
+
+def _checkpointer() -> Any:
+    """That of Orbax, which waits for no other process."""
+    import orbax.checkpoint as ocp  # takes a second, which a step has no use for
+
+    return ocp.StandardCheckpointer(**_alone())
+
+
+def _alone() -> dict[str, Any]:
+    """What tells Orbax to leave other processes alone."""
+    import orbax.checkpoint as ocp
+
+    if jax.process_count() == 1:
+        return {}
+    me = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"process{me}"
+    )
+    return {"multiprocessing_options": alone}
 
 
 def restore(path: str | os.PathLike[str], like: PyTree) -> PyTree:
@@ -75,13 +116,12 @@ def restore(path: str | os.PathLike[str], like: PyTree) -> PyTree:
       FileNotFoundError: if there is no such folder.
       ValueError: if it holds another kind of state: with every difference.
     """
-    import orbax.checkpoint as ocp
-
     folder = _absolute(path)
     if not folder.exists():
-        raise FileNotFoundError(f"{folder} is not there")
+        here = f" in process {jax.process_index()}" * (jax.process_count() > 1)
+        raise FileNotFoundError(f"{folder} is not there{here}")
     wanted = _kinds(jax.tree.map(_as_saved, like))
-    with ocp.StandardCheckpointer() as checkpointer:
+    with _checkpointer() as checkpointer:
         try:
             tree = checkpointer.metadata(folder).item_metadata.tree
         except (AttributeError, ValueError, FileNotFoundError) as error:
@@ -95,7 +135,41 @@ def restore(path: str | os.PathLike[str], like: PyTree) -> PyTree:
                 f"{folder} holds another state than like=:\n"
                 + "\n".join(f"  * {fault}" for fault in faults)
             )
-        return checkpointer.restore(folder, like)
+        if jax.process_count() > 1:
+            return _own_part(folder, like)
+        # Several processes save a key as its numbers.
+        return jax.tree.map(as_key, checkpointer.restore(folder, like), like)
+
+
+def _own_part(folder: pathlib.Path, like: PyTree) -> PyTree:
+    """What this process has of a state; of the rest what stands for it."""
+    import orbax.checkpoint as ocp
+
+    wanted = jax.tree.map(
+        lambda leaf: ocp.PLACEHOLDER if is_elsewhere(leaf) else _as_saved(leaf), like
+    )
+    handler = ocp.PyTreeCheckpointHandler(**_alone())
+    with ocp.Checkpointer(handler, **_alone()) as checkpointer:
+        arguments = ocp.args.PyTreeRestore(
+            item=wanted,
+            restore_args=jax.tree.map(
+                lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray), wanted
+            ),
+        )
+        found = checkpointer.restore(folder, args=arguments)
+    restored = jax.tree.map(_as_placed, found, like)
+    _meet("restored", {})
+    return restored
+
+
+def _as_placed(value: Any, like: Any) -> Any:
+    """A value where another is."""
+    if is_elsewhere(like):
+        return like
+    value = as_key(value, like)
+    if is_copied(like):
+        return of_copies(jax.device_put(value, own_copy(like).sharding), like.sharding)
+    return jax.device_put(value, like.sharding)
 
 
 def _absolute(path: str | os.PathLike[str]) -> pathlib.Path:
@@ -104,9 +178,7 @@ def _absolute(path: str | os.PathLike[str]) -> pathlib.Path:
 
 def _as_saved(leaf: Any) -> Any:
     """A spec of what is written of a leaf: of a key the numbers that it is made of."""
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return jax.eval_shape(jax.random.key_data, leaf)
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    return jax.eval_shape(as_numbers, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
 
 
 def _kinds(tree: PyTree) -> dict[str, str]:

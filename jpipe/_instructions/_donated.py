@@ -8,9 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
+from .._processes._keys import is_key
 from ._compile import Compiled, Spread, named, on_host
 from ._graph import OUTSIDE, Graph, Operation, Value
 from ._sharding import SubMesh
@@ -111,11 +109,6 @@ def key(graph: Graph, operation: Operation, devices: Sequence[Device]) -> Key:
         return operation.function, operation.place
     lie = tuple(graph.shardings[v] for v in (*operation.reads, *operation.writes))
     return operation.function, operation.place, lie
-
-
-def is_key(spec: Any) -> bool:
-    """Whether it is a random key."""
-    return jnp.issubdtype(spec.dtype, jax.dtypes.prng_key)
 
 
 def _made(graph: Graph, operation: Operation) -> Sequence[Value]:

@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 import jax
 
 from .._processes._elsewhere import copies, ghost, is_here, of_copies
+from .._processes._keys import is_key
 from .._processes._transport import Crossing
 from . import _transfer
 from ._agreed import agree
 from ._compile import Compiled, compile_all
-from ._donated import compiled, is_key, key, last_uses
+from ._donated import compiled, key, last_uses
 from ._graph import OUTSIDE, Copies, Graph, Operation, Place, Value
 from ._sharding import Sharding, SubMesh
 from ._transfer import Device

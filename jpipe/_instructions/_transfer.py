@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from .. import _compat
 from .._processes._elsewhere import ghost, is_elsewhere, is_here, own_copy
+from .._processes._keys import is_key
 from ._sharding import WHOLE, Cut, Sharding, SubMesh
 
 Leaves = Sequence[Any]
@@ -167,15 +168,14 @@ def _elsewhere(
     """What stands here for leaves in a place of another process."""
     lie = how or [WHOLE] * len(leaves)
     return [
-        ghost(leaf.shape, _kept_as(leaf.dtype), on(device, each))
+        ghost(leaf.shape, _kept_as(leaf), on(device, each))
         for leaf, each in zip(leaves, lie, strict=True)
     ]
 
 
-def _kept_as(dtype: Any) -> Any:
-    """The dtype of an array of JAX that is made of one of these."""
-    is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    return dtype if is_key else jax.dtypes.canonicalize_dtype(dtype)
+def _kept_as(leaf: Any) -> Any:
+    """The dtype of an array of JAX that is made of a leaf."""
+    return leaf.dtype if is_key(leaf) else jax.dtypes.canonicalize_dtype(leaf.dtype)
 
 
 def _own_copies(leaves: Leaves) -> list[Any]:

@@ -42,13 +42,12 @@ def is_elsewhere(leaf: Any) -> bool:
 
 def is_copied(leaf: jax.Array) -> bool:
     """Whether each of several processes has a copy of an array."""
-    return leaf.is_fully_replicated and not leaf.is_fully_addressable
+    is_spread = leaf.is_fully_replicated and not leaf.is_fully_addressable
+    return is_spread and not is_elsewhere(leaf)
 
 
 def own_copy(leaf: Any) -> Any:
     """A leaf as this process has it: of an array that lies in several, its own copy."""
     if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
         return leaf
-    if is_copied(leaf) and leaf.addressable_shards:
-        return leaf.addressable_data(0)
-    return leaf
+    return leaf.addressable_data(0) if is_copied(leaf) else leaf

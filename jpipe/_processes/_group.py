@@ -87,26 +87,30 @@ class Group:
                 return None
             raise
 
-    def meet(self, name: str, words: Mapping[str, str], why: str) -> list[Any]:
+    def meet(
+        self, name: str, words: Mapping[str, str], why: str, seconds: float = 0.0
+    ) -> list[Any]:
         """What all of them say, once all have come.
 
         Args:
           name: of the meeting, the same in all.
           words: what this one says.
           why: what it is about, for who is late.
+          seconds: how long they may take; default: the timeout.
 
         Raises:
           TimeoutError: with the processes that have not come.
         """
+        seconds = seconds or self.timeout
         self.tell(f"{name}/{self.me}", json.dumps(dict(words)))
-        until = time.monotonic() + self.timeout
+        until = time.monotonic() + seconds
         found = [self._get(f"{name}/{p}", until) for p in range(self.size)]
         late = [str(p) for p, said in enumerate(found) if said is None]
         if late:
             several = "es" * (len(late) > 1)
             raise TimeoutError(
                 f"process{several} {', '.join(late)} of {self.size} did not come to "
-                f"{why} within {self.timeout:g} s; process {self.me} waited. All run "
+                f"{why} within {seconds:g} s; process {self.me} waited. All run "
                 f"the same calls of the pipeline in the same order, or one has failed"
             )
         return [json.loads(said) for said in found if said is not None]

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from .. import _compat
 from ._elsewhere import ghost, is_here
 from ._group import group
+from ._keys import as_key, as_numbers, is_key
 from ._watch import Awaited, watch
 
 TRANSFER, DEVICE_PUT = TRANSPORTS = "transfer", "device_put"
@@ -105,13 +105,13 @@ class Crossing:
 
     def _offer(self) -> Callable[[Leaves], Leaves]:
         sent = [i for i, spec in enumerate(self.specs) if spec.size]
-        keys = {i for i in sent if _is_key(self.specs[i])}
+        has_keys = any(map(is_key, self.specs))
         server = _server()
 
         def offer(leaves: Leaves) -> Leaves:
-            parts = [
-                jax.random.key_data(leaves[i]) if i in keys else leaves[i] for i in sent
-            ]
+            parts = [leaves[i] for i in sent]
+            if has_keys:
+                parts = [*map(as_numbers, parts)]
             number = next(self._numbers)
             if parts:
                 server.await_pull(number, parts)
@@ -125,12 +125,13 @@ class Crossing:
             if not spec.size:
                 empty[i] = jax.device_put(np.zeros(spec.shape, spec.dtype), how)
                 continue
-            spec = jax.eval_shape(jax.random.key_data, spec) if _is_key(spec) else spec
+            spec = jax.eval_shape(as_numbers, spec)
             wanted.append(jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=how))
+        # Only an array of keys says of which kind they are.
         keys = {
-            i: jax.random.key_impl(ghost(spec.shape, spec.dtype, self.source_lies[i]))
+            i: ghost(spec.shape, spec.dtype, self.source_lies[i])
             for i, spec in enumerate(specs)
-            if _is_key(spec)
+            if is_key(spec)
         }
         link = _link(self.source.process_index)
 
@@ -141,15 +142,11 @@ class Crossing:
                 return found
             rest = iter(found)
             found = [empty[i] if i in empty else next(rest) for i in range(len(specs))]
-            for i, kind in keys.items():
-                found[i] = jax.random.wrap_key_data(found[i], impl=kind)
+            for i, like in keys.items():
+                found[i] = as_key(found[i], like)
             return found
 
         return pull
-
-
-def _is_key(spec: Any) -> bool:
-    return jnp.issubdtype(spec.dtype, jax.dtypes.prng_key)
 
 
 @functools.cache
