@@ -12,7 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from ._processes._elsewhere import is_copied, is_elsewhere, of_copies, own_copy
+from ._instructions._transfer import put_as
+from ._processes._elsewhere import is_elsewhere
 from ._processes._gather import at_first
 from ._processes._group import group
 from ._processes._keys import as_key, as_numbers
@@ -157,19 +158,9 @@ def _own_part(folder: pathlib.Path, like: PyTree) -> PyTree:
             ),
         )
         found = checkpointer.restore(folder, args=arguments)
-    restored = jax.tree.map(_as_placed, found, like)
+    restored = jax.tree.map(put_as, found, like)
     _meet("restored", {})
     return restored
-
-
-def _as_placed(value: Any, like: Any) -> Any:
-    """A value where another is."""
-    if is_elsewhere(like):
-        return like
-    value = as_key(value, like)
-    if is_copied(like):
-        return of_copies(jax.device_put(value, own_copy(like).sharding), like.sharding)
-    return jax.device_put(value, like.sharding)
 
 
 def _absolute(path: str | os.PathLike[str]) -> pathlib.Path:

@@ -12,8 +12,15 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from .. import _compat
-from .._processes._elsewhere import ghost, is_elsewhere, is_here, own_copy
-from .._processes._keys import is_key
+from .._processes._elsewhere import (
+    ghost,
+    is_copied,
+    is_elsewhere,
+    is_here,
+    of_copies,
+    own_copy,
+)
+from .._processes._keys import as_key, is_key
 from ._sharding import WHOLE, Cut, Sharding, SubMesh
 
 Leaves = Sequence[Any]
@@ -160,6 +167,17 @@ def put_tree(
         where = [on(device, each) for each in how]
     placed = jax.device_put(leaves, where, may_alias=may_alias) if leaves else []
     return jax.tree.unflatten(structure, placed)
+
+
+def put_as(value: Any, like: jax.Array) -> jax.Array:
+    """What was read of a file, where another array is; of a key its numbers."""
+    if is_elsewhere(like):
+        return like
+    value = as_key(value, like)
+    if is_copied(like):
+        here = jax.device_put(value, own_copy(like).sharding)
+        return of_copies(here, like.sharding)
+    return jax.device_put(value, like.sharding)
 
 
 def _elsewhere(

@@ -27,7 +27,7 @@ def copies(devices: Sequence[Any]) -> NamedSharding:
     return NamedSharding(Mesh(np.asarray(listed), ("copy",)), P())
 
 
-def of_copies(here: jax.Array, sharding: NamedSharding) -> jax.Array:
+def of_copies(here: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
     """The array of which each process has a copy, given the one of this process."""
     parts = [shard.data for shard in here.addressable_shards]
     return jax.make_array_from_single_device_arrays(

@@ -10,7 +10,7 @@ from jax.sharding import SingleDeviceSharding
 from ._elsewhere import is_copied, is_elsewhere, own_copy
 from ._group import group
 from ._keys import as_numbers
-from ._transport import Crossing, start
+from ._transport import Crossing, on_one, start
 
 
 def at_first(leaves: Sequence[tuple[str, Any]]) -> list[Any]:
@@ -41,7 +41,7 @@ def _brought(number: int, index: int, name: str, leaf: Any) -> Any:
     if not crossing.concerns:
         return None
     crossing.open(number)
-    found = crossing([] if is_elsewhere(leaf) else [jax.device_put(leaf, source)])
+    found = crossing([] if is_elsewhere(leaf) else [on_one(leaf, source)])
     return _as_numpy(found[0]) if crossing.is_received else None
 
 

@@ -149,6 +149,11 @@ class Crossing:
         return pull
 
 
+def on_one(leaf: jax.Array, device: Any) -> jax.Array:
+    """An array of this process, all of it on one of its devices."""
+    return jax.device_put(leaf, device)
+
+
 @functools.cache
 def _server() -> Any:
     """What others pull from, one for a process."""

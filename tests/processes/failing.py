@@ -1,0 +1,62 @@
+"""One of several processes, of which one fails, in the way that its argument says."""
+
+import os
+import signal
+import sys
+import time
+
+import jax
+
+
+def main(how: str) -> None:
+    """Trains until process 1 fails.
+
+    Args:
+      how: ``"model"``, ``"key"``, ``"batch"``, ``"optimizer"``: it runs another.
+        ``"kill"``, ``"stop"``, ``"raise"``: it ends in the middle. ``"layer"``: its
+        layer raises. ``"late"``: it comes too late. ``"nothing"``: it does not.
+    """
+    import jpipe
+
+    jax.config.update("jax_num_cpu_devices", 1)
+    jpipe.distributed()
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+    from flax import linen as nn
+
+    fails = jax.process_index() == 1
+
+    def other(name):
+        return fails and how == name
+
+    def layer(x):
+        if other("layer"):
+            raise ZeroDivisionError("in a layer")
+        return jnp.sin(x)
+
+    if other("late"):
+        time.sleep(600)
+    layers = [nn.Dense(5), layer, nn.Dense(4 if other("model") else 3)]
+    pipe = jpipe.pipeline(layers, 2, balance=[1, 2])
+    tx = optax.adam(2e-3 if other("optimizer") else 1e-3)
+    x, size = np.ones((8, 5), np.float32), 4 if other("model") else 3
+    if other("batch"):
+        x = x[:4]
+    key = jax.random.key(1 if other("key") else 0)
+    state = pipe.init_train_state(key, x, tx)
+    step = pipe.train_step(lambda y, t: jnp.mean((y - t) ** 2), tx)
+    targets = np.ones((len(x), size), np.float32)
+    for number in range(12):
+        if number == 6 and fails:
+            {
+                "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+                "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+                "raise": lambda: 1 // 0,
+            }.get(how, bool)()
+        state, metrics = step(state, x, targets)
+        print("loss", float(metrics["loss"]))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,62 @@
+"""A process that fails, or runs something else: the others say so, and end."""
+
+import re
+
+import pytest
+
+from . import jobs
+
+
+def ended(outcome):
+    """Checks that nothing is left of a job."""
+    assert outcome.status != 0, str(outcome)
+    assert not jobs.alive("tests/processes/failing.py")
+
+
+@pytest.mark.parametrize(
+    ("how", "fact"),
+    [
+        ("model", r"layer 2: process 0: Dense .*float32\[3\].*; process 1: .*\[4\]"),
+        ("key", r"key: process 0: \[0, 0\]; process 1: \[0, 1\]"),
+        ("batch", r"input: process 0: float32\[8,5\]; process 1: float32\[4,5\]"),
+        ("optimizer", r"operations: process 0: \w+; process 1: \w+"),
+    ],
+)
+def test_another_program_is_refused_before_anything_is_sent(how, fact):
+    outcome = jobs.run(2, "failing", how)
+    ended(outcome)
+    for process in range(2):
+        said = outcome.of(process)
+        assert "the processes do not run the same program" in said
+        assert re.search(rf"\* {fact}", said), said
+        assert not re.search(r"^loss \d", said, re.M)
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("kill", "it has failed or was ended"),
+        ("raise", "it has failed or was ended"),
+        ("stop", "nothing came for 4 s"),
+    ],
+)
+def test_what_was_awaited_of_one_that_ends_is_named(how, why):
+    outcome = jobs.run(2, "failing", how, timeout=4)
+    ended(outcome)
+    said = outcome.of(0)
+    assert re.search(
+        r"jpipe: process 0 awaited action 1B\d for .*cpu:0, which process 1 sends from "
+        rf".*cpu:\d+.*{why}",
+        said,
+    ), said
+    assert len(re.findall(r"^loss \d", said, re.M)) in (5, 6)
+    assert ("ZeroDivisionError" in outcome.of(1)) == (how == "raise")
+
+
+@pytest.mark.parametrize("how", ["late", "layer"])
+def test_one_that_does_not_come_is_named(how):
+    outcome = jobs.run(2, "failing", how, timeout=8)
+    ended(outcome)
+    said = outcome.of(0)
+    assert re.search("process 1 of 2 did not come to .* within 8 s", said), said
+    assert ("raised by layer 1" in outcome.of(1)) == (how == "layer")
