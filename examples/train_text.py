@@ -8,16 +8,20 @@ host's CPU; the defaults take about a minute and a half on two cores.
     python examples/train_text.py
     python examples/train_text.py --schedule gpipe --microbatches 8 --remat full
     python examples/train_text.py --mesh stage=2,data=2
+    python examples/train_text.py --processes 2
 
 With a mesh each stage has several devices; along ``data`` each takes a part of every
-micro-batch.
+micro-batch. With several processes each runs its part of the stages, as on several
+hosts; then nothing is written, and no process has all that a comparison needs.
 
-At the end one more step is taken twice, in stages and on one device, and compared.
+In one process one more step is taken twice, in stages and on one device, and compared.
 The exit status is 1 if the two differ by more than rounding explains.
 """
 
 import argparse
 import math
+import os
+import subprocess
 import sys
 import time
 from collections import deque
@@ -52,13 +56,18 @@ Step = Callable[[State, Any, Any], tuple[State, dict[str, Any]]]
 def main() -> int:
     """Trains, evaluates, writes some text and compares; returns the exit status."""
     options = parse_options()
+    if options.processes > 1 and "JPIPE_PROCESS" not in os.environ:
+        start = "-m", "jpipe", "launch", "--processes", str(options.processes)
+        return subprocess.call([sys.executable, *start, *sys.argv])
     corpus = read_corpus()
     shape = options.batch_size, options.context
     batches = random_batches(corpus.training, *shape, options.seed)
     layers = transformer(
         VOCAB_SIZE, options.context, options.width, options.depth, options.heads
     )
-    devices = make_devices(options.stages, math.prod(options.mesh.values()))
+    devices = make_devices(
+        options.stages, math.prod(options.mesh.values()), options.processes
+    )
     in_stages = partial(
         jpipe.pipeline, layers, balance=balance(options.depth, options.stages)
     )
@@ -82,6 +91,8 @@ def main() -> int:
     print(f"\nbits per byte, on {number:,} bytes of files that were held back")
     print(f"  unigram model  {unigram_bits(corpus.training, held_back):.3f}")
     print(f"  this model     {model_bits(pipe, state, held_back):.3f}", flush=True)
+    if jax.process_count() > 1:
+        return 0
 
     # The same variables serve a pipeline of one micro-batch, here one text.
     writer = in_stages(1, devices=devices[: options.stages])
@@ -96,16 +107,21 @@ def main() -> int:
     return 0 if agree(pipe, one_device, state, next(batches), tx, slack) else 1
 
 
-def make_devices(stages: int, in_mesh: int) -> list[Any]:
+def make_devices(stages: int, in_mesh: int, processes: int) -> list[Any]:
     """One device per stage; where there are fewer, some serve several stages.
 
     Args:
       stages: how many there are.
       in_mesh: how many devices a mesh needs.
+      processes: how many have them together.
     """
     number = max(stages, in_mesh)
     # This concerns CPUs only: where there are GPUs, jax.devices() lists those.
-    jax.config.update("jax_num_cpu_devices", number)
+    jax.config.update("jax_num_cpu_devices", -(-number // processes))
+    if processes > 1:
+        jpipe.distributed()
+        if jax.process_index():  # one of them tells how it goes
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 -- until the end
     # GPUs else round what they multiply to 11 bits, which would blur the comparison.
     jax.config.update("jax_default_matmul_precision", "highest")
     found = jax.devices()
@@ -212,7 +228,7 @@ class Report:
 
 def model_bits(pipe: jpipe.Pipeline, state: State, batches: Sequence[Batch]) -> float:
     """Bits per byte of the model, from forward passes through the pipeline."""
-    loss = jax.jit(cross_entropy)
+    loss = pipe.jit(cross_entropy)
     losses = [loss(pipe.apply(state.variables, x), targets) for x, targets in batches]
     return float(np.mean(losses)) / math.log(2)
 
@@ -321,6 +337,9 @@ def parse_options() -> Options:
     whole = _at_least(1)
     add("--stages", type=whole, default=4, help="groups of layers, each on its device")
     add("--mesh", type=_mesh, default={}, help="such as stage=2,data=2")
+    add(
+        "--processes", type=whole, default=1, help="started here, with some stages each"
+    )
     add("--microbatches", type=whole, default=4, help="parts that a batch is cut in")
     add("--schedule", choices=schedules, default="1f1b", help="the order of the parts")
     add("--remat", choices=remats, default="min_cut", help="what is kept for B")

@@ -165,9 +165,13 @@ class ProgramCache:
         visits = self.expected(batch.first)[0]
         size = batch.sizes[0] if set(batch.x_axes) == {0} else 0
         for stage in self._pipe.stages:
-            for layer, written in works.task(stage.index).written().items():
+            task = works.task(stage.index)
+            for layer, written in task.written().items():
                 number = stage.first + layer
                 _examples.check(visits[number], number, written, size)
+            for layer, paths in task.drawn_by().items():
+                number = stage.first + layer
+                _examples.check_draws(visits[number], number, paths)
 
     def _say_what_it_costs(self, build: Build) -> None:
         """Says what building in a loop costs: what is built, called once and left."""

@@ -37,7 +37,7 @@ def describe(
         held = most_residuals(program, len(pipe.stages))
         calls = [i.label for i in program.instructions if not i.is_move]
         ran = tuple(label for label in calls if not isinstance(label, str))
-        names = map(str, program.devices)
+        names = map(pipe.called, program.devices)
         peaks = tuple(zip(names, _bytes.peaks(program), strict=True))
     return Plan(
         tuple(_stage(pipe, programs, s, size, ran) for s, size in enumerate(held)),
@@ -82,7 +82,7 @@ def _stage(
     return StagePlan(
         index=s,
         rank=pipe.schedule.placement[s],
-        device=", ".join(map(str, dict.fromkeys(pipe.replicas(s)))),
+        device=", ".join(map(pipe.called, dict.fromkeys(pipe.replicas(s)))),
         layers=tuple(layer.name for layer in stage.layers),
         remat=_remat.name(pipe.remat[s]),
         num_params=None if params is None else sum(spec.size for spec in params),

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from .._jaxprs._draws import seeds
 from .._jaxprs._places import is_partly_written
 from .._layers import _batchnorm
 from .._layers._skip import NO_PORTS, Ports
@@ -111,6 +112,19 @@ class Task:
                 layer, *path = self.weights.paths[at]
                 partly = is_partly_written(self.closed, first + place)
                 found.setdefault(layer.idx, {})[tuple(path)] = partly
+        return found
+
+    def drawn_by(self) -> dict[int, list[tuple[Any, ...]]]:
+        """What training writes of each layer, integers by which it draws.
+
+        Returns:
+          By the number of the layer in the stage the paths in it.
+        """
+        found: dict[int, list[tuple[Any, ...]]] = {}
+        for at in self.changed:
+            if not is_inexact(self.weights.specs[at]) and seeds(self.closed, at):
+                layer, *path = self.weights.paths[at]
+                found.setdefault(layer.idx, []).append(tuple(path))
         return found
 
     @property

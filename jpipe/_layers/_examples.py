@@ -49,6 +49,21 @@ def check(visit: Visit, number: int, written: Mapping[Path, bool], size: int) ->
         )
 
 
+def check_draws(visit: Visit, number: int, paths: Sequence[Path]) -> None:
+    """Refuses counters by which a layer draws random numbers.
+
+    Raises:
+      ValueError: with them: each micro-batch finds them as they were before the step.
+    """
+    names = (jax.tree_util.keystr(p, simple=True, separator="/") for p in paths)
+    raise ValueError(
+        f"layer {number} ({visit.layer.name}) draws random numbers by what it counts, "
+        f"{', '.join(names)}: all micro-batches of a step would draw the same; draw "
+        f"from a stream (nnx.Rngs, or make_rng of linen), which a pipeline gives each "
+        f"micro-batch of its own, or take num_microbatches=1"
+    )
+
+
 def _check_metrics(visit: Visit, number: int, written: Mapping[Path, bool]) -> None:
     """Checks that no state of a metric is among what training writes.
 

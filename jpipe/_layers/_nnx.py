@@ -7,7 +7,7 @@ path, and makes a new module of them inside of each trace: the user's is only re
 import functools
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import chex
@@ -154,20 +154,29 @@ def _called(
             for parameter in own_parameters
             if parameter.kind not in _switches.VARIOUS
         ]
-    partly = frozen and _nnx_watch.holds_frozen(own)
+    held = _nnx_watch.frozen_by(own) if frozen else ()
     names = frozenset(
         parameter.name
         for parameter in after_x
         if parameter.kind not in _switches.VARIOUS
-        and not (partly and _says_it_itself(taking.module, parameter))
+        and not (held and _says_it_itself(taking.module, parameter, held))
     )
     return getattr(own, method), after_x, names
 
 
-def _says_it_itself(own: nnx.Module, parameter: inspect.Parameter) -> bool:
-    """Whether a module that holds something frozen decides where nobody fills this."""
+def _says_it_itself(
+    own: nnx.Module, parameter: inspect.Parameter, held: Collection[str]
+) -> bool:
+    """Whether a module that holds something frozen decides where nobody fills this.
+
+    Args:
+      own: the module.
+      parameter: of its call.
+      held: by which of their attributes parts of it are frozen.
+    """
     if parameter.default is None:
-        return parameter.name != "rngs"
+        # An attribute of that name, of the module or of what it hands the argument to.
+        return parameter.name in {*vars(own), *held}
     has_default = parameter.default is not inspect.Parameter.empty
     return has_default and getattr(own, parameter.name, None) is True
 

@@ -34,9 +34,10 @@ def is_frozen(node: Any) -> bool:
     return any(getattr(node, name, None) is True for name in SWITCHES)
 
 
-def holds_frozen(module: nnx.Module) -> bool:
-    """Whether the user set a part of a module to evaluation."""
-    return any(is_frozen(node) for _, node in nnx.iter_graph(module, graph=True))
+def frozen_by(module: nnx.Module) -> set[str]:
+    """By which attributes the user set parts of a module to evaluation."""
+    nodes = [node for _, node in nnx.iter_graph(module, graph=True)]
+    return {n for n in SWITCHES if any(getattr(x, n, None) is True for x in nodes)}
 
 
 def prepare(module: nnx.Module, train: bool, place: tuple[Any, ...] = ()) -> None:
@@ -71,7 +72,12 @@ def _evaluate(module: nnx.Module) -> None:
 
     The one sets attributes, the other calls what a class of the user says for it.
     """
-    module.eval()
+    evaluate = inspect.signature(module.eval)
+    takes_more = any(
+        parameter.default is parameter.empty and parameter.kind not in _switches.VARIOUS
+        for parameter in evaluate.parameters.values()
+    )  # then it is not that of Flax, but say a polynomial's
+    nnx.Module.eval(module) if takes_more else module.eval()
     for _, node in nnx.iter_graph(module, graph=True):
         view = getattr(type(node), "set_view", None)
         if view is None or getattr(view, "__module__", "").startswith("flax."):

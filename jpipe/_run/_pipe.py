@@ -100,6 +100,11 @@ class Pipe:
     def _number(self) -> dict[Device, int]:
         return {device: number for number, device in enumerate(self.places)}
 
+    def called(self, device: Device) -> str:
+        """A place in words; of several processes with its own."""
+        several = self.copies is not None
+        return f"{device} of process {device.process_index}" if several else str(device)
+
     def graph(self) -> Graph:
         """A graph over its places; with what processes compare of it, in words."""
         graph = Graph(self.processes)
@@ -109,7 +114,7 @@ class Pipe:
             graph.facts |= {
                 "layers": abbreviate(layers),
                 "balance": str([len(stage.layers) for stage in self.stages]),
-                "devices": ", ".join(map(str, self.devices)),
+                "devices": ", ".join(map(self.called, self.devices)),
                 "micro-batches": str(self.schedule.num_microbatches),
                 "schedule": f"{self.schedule.name} ({digest([text])})",
             }

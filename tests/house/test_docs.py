@@ -75,15 +75,20 @@ def test_the_page_on_many_devices_gives_one_loss_however_they_lie():
     assert max(map(float, losses)) - min(map(float, losses)) < 2e-6
 
 
-def test_a_mesh_gives_the_losses_of_as_many_micro_batches():
+def test_a_mesh_and_two_processes_give_the_losses_of_as_many_micro_batches():
     small = "--steps=20 --evaluation-batches=2 --write=1 --width=32 --heads=2 "
     small += "--context=16 --depth=2"
-    runs = ["--mesh=stage=2,data=2 --microbatches=2", "--stages=2 --microbatches=4"]
+    runs = [
+        "--mesh=stage=2,data=2 --microbatches=2",
+        "--stages=2 --microbatches=4",
+        "--stages=2 --microbatches=4 --processes=2",
+    ]
     printed = [run("examples/train_text.py", *f"{small} {r}".split()) for r in runs]
     shown = [re.findall(r"\d\.\d+(?= bits)|model +(\d\.\d+)", text) for text in printed]
     assert len(shown[0]) == 12
-    assert shown[0] == shown[1]
+    assert shown[0] == shown[1] == shown[2]
     assert "(data=2)" in printed[0]
+    assert "process 1" in printed[2]
 
 
 def test_every_option_of_the_main_job_is_documented():

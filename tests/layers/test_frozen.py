@@ -196,6 +196,27 @@ def test_what_is_constant_may_overrule_what_is_frozen(double):
         assert set(np.unique(y)) == {0, 2}
 
 
+class Scaled(nnx.Module):
+    """Holds a frozen norm; what it does itself it asks by a parameter of its call."""
+
+    def __init__(self, open_norm):
+        self.norm = norm(use_running_average=None if open_norm else True)
+        self.scale = nnx.Param(jnp.asarray(3.0))
+
+    def __call__(self, x, train: bool | None = None):
+        y = self.norm(x)
+        return self.scale * y if train else y
+
+
+def test_a_switch_that_nothing_frozen_decides_is_told(double):
+    x, targets = data()
+    for open_norm in (False, True):
+        pipe = jpipe.sequential([Scaled(open_norm)], 1)
+        variables = pipe.init(KEY, x)
+        _, grads = pipe.value_and_grad(ref.mse, has_state=True)(variables, x, targets)
+        assert grads[0]["scale"] != 0
+
+
 class Backbone(nn.Module):
     """A linen block that others freeze."""
 

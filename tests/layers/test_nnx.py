@@ -282,3 +282,23 @@ def test_attributes_of_a_dropout_of_the_users_are_its_own(frozen):
     gradient = pipe.value_and_grad(lambda y, t: jnp.mean((y - t) ** 2))
     _, grads = gradient(variables, x, jnp.ones_like(x), rngs=jax.random.key(1))
     ref.assert_close(grads[0]["kernel"], jax.grad(loss)(linear.kernel[...]), 1e-5)
+
+
+class Polynomial(nnx.Module):
+    """Has a method that is called as one of Flax, and is none."""
+
+    def __init__(self):
+        self.factors = nnx.Param(jnp.arange(3.0))
+
+    def eval(self, x):
+        return sum(self.factors[i] * x**i for i in range(3))
+
+    def __call__(self, x):
+        return self.eval(x)
+
+
+def test_a_method_eval_of_the_users_is_its_own():
+    x = jnp.full((2, 3), 2.0)
+    pipe = jpipe.sequential([Polynomial()])
+    y = pipe.apply(pipe.init(jax.random.key(0), x), x)
+    assert (y == 10).all()

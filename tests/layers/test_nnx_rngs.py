@@ -167,3 +167,32 @@ def test_dropout_inside_of_remat(double):
     old = ref.on_host(state.model_state)
     state, _ = pipe.train_step(ref.mse, tx)(state, x, targets)
     ref.assert_close(state.model_state, old, ref.FLOAT64)
+
+
+class Counting(nnx.Module):
+    """Draws by a number that it counts up, in a call within a call."""
+
+    def __init__(self):
+        self.key = jax.random.key(3)
+        self.count = nnx.Variable(jnp.zeros((), jnp.uint32))
+        self.scale = nnx.Param(jnp.ones(()))
+
+    def __call__(self, x):
+        self.count[...] += 1
+        draw = jax.jit(lambda n: jax.random.fold_in(self.key, 2 * n))
+        return self.scale * x + jax.random.normal(draw(self.count[...]), x.shape)
+
+
+def test_what_draws_by_a_count_is_refused_where_it_would_repeat():
+    x = jnp.ones((4, 3))
+    for number in (1, 2):
+        pipe = jpipe.sequential([jnp.sin, Counting()], number)
+        variables = pipe.init(KEY, x)
+        gradient = pipe.value_and_grad(ref.mse, has_state=True)
+        if number == 1:
+            (_, state), _ = gradient(variables, x, x)
+            assert jax.tree.leaves(state) == [1]
+        else:
+            match = r"layer 1 \(Counting\) draws random numbers by .*, .*count: all "
+            with pytest.raises(ValueError, match=match + "micro-batches"):
+                gradient(variables, x, x)
