@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import Any
 
 from .._instructions._sharding import SubMesh
-from .._instructions._transfer import Device
+from .._instructions._transfer import Device, OnPaper
 from .._layers._sharing import Sharing
 from .._layers._stage import StageFunction
 from .._layers._unchanged import Unchanged
@@ -78,7 +78,7 @@ class Pipe:
     def num_shards(self) -> int:
         """Over how many shards the examples of each micro-batch are spread."""
         first = self.devices[0]
-        return first.num_shards if isinstance(first, SubMesh) else 1
+        return first.num_shards if isinstance(first, SubMesh | OnPaper) else 1
 
     @cached_property
     def stage_of_layer(self) -> tuple[int, ...]:
