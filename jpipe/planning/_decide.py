@@ -165,6 +165,12 @@ def plan(
         raise ValueError(f"plan: {'; '.join(faults)}")
     known = profile.microbatch_size if profile else None
     choice = shapes(spread, numbers, count, examples, known)
+    if not choice:
+        says = "" if known is None else f" in parts of {known}, as in the profile"
+        raise ValueError(
+            f"plan: data={data!r} and num_microbatches={num_microbatches!r} leave "
+            f"nothing to choose for {examples} examples{says}"
+        )
     parts = sorted({shape.parts for shape in choice})
     asked = dataclasses.replace(request, num_microbatches=parts[-1])
     profiles = _profiles(asked, parts, examples, profile)

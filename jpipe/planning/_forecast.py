@@ -109,15 +109,20 @@ def stage_costs(
     profile: Profile,
     balance: Sequence[int],
     remat: Sequence[str],
+    schedule: Schedule,
     hardware: Hardware,
     data: int = 1,
 ) -> Costs:
     """What stages cost, with the exchange of their gradients where shards make some.
 
+    A rank exchanges those of all its stages, one after the other, when it has run all:
+    that is put down to the stage that it runs last.
+
     Args:
       profile: of one micro-batch, of one shard.
       balance: layers of each stage.
       remat: what each stage keeps.
+      schedule: for as many stages.
       hardware: what it runs on.
       data: over how many devices each micro-batch is spread.
     """
@@ -125,10 +130,10 @@ def stage_costs(
     costs = profile.costs(balance, remat=remat, bandwidth=bandwidth, latency=latency)
     if data == 1:
         return costs
-    exchange = [
-        ring(size, data, bandwidth or math.inf, latency)
-        for size in costs.accumulator_bytes
-    ]
+    exchange = [0.0 for _ in balance]
+    last = [row[-1].stage for row in schedule.rows]
+    for rank, size in zip(schedule.placement, costs.accumulator_bytes, strict=True):
+        exchange[last[rank]] += ring(size, data, bandwidth or math.inf, latency)
     return dataclasses.replace(costs, exchange=exchange)
 
 
@@ -155,13 +160,14 @@ def evaluate(
     Returns:
       The candidate.
     """
-    costs = stage_costs(profile, balance, remat, hardware, data)
+    costs = stage_costs(profile, balance, remat, schedule, hardware, data)
     action = profile.action_seconds
     costs = as_run(costs, schedule, remat[-1] == "full", action)
     timeline = schedule.simulate(costs)
     again = _again(profile, balance, remat, costs)
     memory = _memory(profile, optimizer_bytes, balance, again, timeline, data)
-    host = action * _dispatched(timeline)
+    exchanged = len(balance) if data > 1 else 0
+    host = action * (_dispatched(timeline) + exchanged)
     return Candidate(
         balance=tuple(balance),
         remat=tuple(remat),
@@ -188,7 +194,6 @@ def _dispatched(timeline: Timeline) -> int:
     for skip in costs.skips:
         if placement[skip.source] != placement[skip.target]:
             moved += 1 + (skip.cotangent_bytes > 0)
-    count += len(timeline.exchanges)
     return count + moved * len({action.microbatch for action in timeline.rows[0]})
 
 

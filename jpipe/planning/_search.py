@@ -332,7 +332,7 @@ def _refined(candidate: Candidate, space: Space) -> Iterator[Candidate]:
     hardware = space.hardware
     microbatches = candidate.schedule.num_microbatches
     stages = candidate.profile, candidate.balance, candidate.remat
-    costs = stage_costs(*stages, hardware, candidate.data)
+    costs = stage_costs(*stages, candidate.schedule, hardware, candidate.data)
     room = None
     if hardware.memory_limit is not None:
         room = [

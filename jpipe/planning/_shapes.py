@@ -51,8 +51,11 @@ def shapes(
         for number in _numbers(numbers, count, num_devices, examples, parts)
         if count == 1 or number * count <= examples
     ]
+    if parts is None:
+        return tuple(found)
+    # Of a profile that is of other parts it is told what it should be of.
     known = [shape for shape in found if shape.parts == parts]
-    return tuple(known or found)
+    return tuple(known or found[:1])
 
 
 def faults(

@@ -21,7 +21,7 @@ from jpipe.planning._forecast import Hardware, evaluate
 from jpipe.planning._profile import LayerProfile, Profile
 from jpipe.planning._search import Space, search
 from jpipe.planning._shapes import Shape, shapes
-from jpipe.schedules import lower_bound, one_f_one_b
+from jpipe.schedules import BY_NAME, lower_bound, one_f_one_b
 
 from .. import reference as ref
 from ..mesh.stages import compare
@@ -291,3 +291,21 @@ def test_a_profile_is_of_a_part_of_a_shard():
     assert (made.data, made.schedule.num_microbatches) == (2, 2)
     again = planned(data=2, num_microbatches=2)
     assert made.forecast == again.forecast
+    with pytest.raises(
+        ValueError, match=r"data=\(\) .* leave nothing to choose for 16"
+    ):
+        planned.__wrapped__(profile=profile, data=(), **own)
+    with pytest.raises(ValueError, match="the profile was made on something else"):
+        planned.__wrapped__(profile=profile, **own | {"num_microbatches": 2, "data": 1})
+
+
+def test_a_rank_exchanges_the_gradients_of_its_stages_one_after_the_other():
+    layers = tuple(
+        LayerProfile(str(size), 1.0, 2.0, param_bytes=size, kept_bytes={"none": 1})
+        for size in (10, 20, 30, 40)
+    )
+    hardware, schedule = Hardware(4, bandwidth=10.0), BY_NAME["zb_v"](2, 4)
+    stages = [1] * 4, ["none"] * 4, schedule, hardware
+    found = evaluate(Profile(layers), [0] * 4, *stages, 2).timeline.exchanges
+    assert {x.ranks: x.end - x.start for x in found} == {(0,): 5.0, (1,): 5.0}
+    assert [x.stage for x in found] == [row[-1].stage for row in schedule.rows]
