@@ -111,6 +111,7 @@ def plans(asked: Task, count: int, limit: int) -> Iterator[tuple[str, jpipe.Plan
     options |= {
         "profile": profile,
         "num_devices": count,
+        "data": 1,  # what differs is the cut
         "bandwidth": asked.bandwidth,
     }
     inputs = asked.layers, asked.sample, optax.adamw(1e-3)

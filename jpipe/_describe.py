@@ -46,6 +46,7 @@ def describe(
         peaks,
         tuple((label(r.key), r.source, r.target) for r in programs.routes),
         forecast,
+        pipe.num_shards,
     )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ._instructions import _transfer
-from ._instructions._sharding import SubMesh
+from ._instructions._sharding import DATA, SubMesh
 from ._instructions._transfer import Device
 from ._layers._layer import Layer
 from .planning._plan import Plan
@@ -65,6 +65,47 @@ def check_plan(plan: Any, layers: Sequence[Layer], given: Sequence[str]) -> Plan
     if faults:
         raise ValueError("plan: " + "; ".join(faults))
     return plan
+
+
+def planned_mesh(plan: Plan, mesh: Any, devices: Any) -> tuple[Any, Any]:
+    """The mesh and the devices of a plan; given ones have to have its shape.
+
+    Args:
+      plan: what was planned.
+      mesh: as given.
+      devices: as given; those of a plan of several per stage are laid out.
+
+    Raises:
+      ValueError: if a mesh is given that spreads examples over other devices, or there
+        are too few.
+    """
+    ranks, data = plan.schedule.num_ranks, plan.data
+    given = devices if mesh is None else mesh
+    if isinstance(given, Mesh):
+        has = given.shape.get(DATA, 1)
+        if has != data:
+            raise ValueError(
+                f"plan: it is for {ranks} x {data} devices along {_STAGE!r} and "
+                f"{DATA!r}, the mesh has {has} along {DATA!r}; leave out mesh=, or "
+                f'type mesh=jax.make_mesh(({ranks}, {data}), ("stage", "data"))'
+            )
+        return mesh, devices
+    listed = jax.devices() if devices is None else devices
+    if data == 1 or mesh is not None or not isinstance(listed, Sequence):
+        return mesh, devices
+    if not all(isinstance(device, jax.Device) for device in listed):
+        return mesh, devices
+    count = ranks * data
+    if len(dict.fromkeys(listed[:count])) < count:
+        raise ValueError(
+            f"plan: it is for {ranks} x {data} devices along {_STAGE!r} and {DATA!r}, "
+            f"there are {len(dict.fromkeys(listed))} different ones; plan for as many "
+            f"with jpipe.plan(..., num_devices=), for one device per stage with "
+            f"data=1, or, on CPU, make more at the start of the program with "
+            f"jax.config.update('jax_num_cpu_devices', {count})"
+        )
+    laid = np.array(listed[:count], dtype=object).reshape(ranks, data)
+    return Mesh(laid, (_STAGE, DATA)), None
 
 
 def check_mesh(mesh: Any, devices: Any, sharding: Any, gather: Any) -> Any:

@@ -58,8 +58,9 @@ def pipeline(
         a device holds at its peak beside the optimizer's state.
       sample: for these, an input of a mini-batch, or a profile of the layers.
       plan: from `jpipe.plan`, in place of ``num_microbatches``, ``balance``,
-        ``schedule`` and ``remat``; or from `jpipe.replicate`, in place of ``balance``,
-        ``replicas`` and ``schedule``.
+        ``schedule`` and ``remat``, and of ``mesh`` where it has several devices per
+        stage: those of ``devices`` are laid out, stage by stage. Or from
+        `jpipe.replicate`, in place of ``balance``, ``replicas`` and ``schedule``.
       devices: one per rank, default `jax.devices`; repeat a device to let it serve
         several stages.
       mesh: several devices per stage, in place of ``devices``: the stages lie along its
@@ -127,6 +128,7 @@ def pipeline(
             own = _setup.check_plan(plan, layers, names)
             num_microbatches, schedule = own.schedule.num_microbatches, own.schedule
             balance, remat = own.balance, own.remat
+            mesh, devices = _setup.planned_mesh(own, mesh, devices)
         else:
             planned = _setup.replicated_plan(plan, layers, names, num_microbatches)
             num_microbatches, balance, schedule = planned

@@ -74,6 +74,7 @@ def planned(layers: list[Any], x: jax.Array, tx: Any) -> tuple[Way, float]:
         x,
         tx,
         num_devices=2,
+        data=1,
         num_microbatches=MICROBATCHES,
         schedules=SCHEDULES,
         remat="min_cut",

@@ -28,6 +28,7 @@ _OPTIONS = {
     "num_devices": "--devices",
     "memory_limit": "--memory",
     "num_microbatches": "--microbatches",
+    "data": "--data",
     "batch_size": "--batch-size",
     "schedules": "--schedule",
     "measure": "--estimate",
@@ -54,7 +55,15 @@ _NUMBERS = (
         several(count),
         "M,M",
         "how many, or several to choose from, such as 8,16; default: one, two, "
-        "four and eight times the number of devices",
+        "four and eight times the number of stages that all devices make",
+    ),
+    (
+        "--data",
+        several(count),
+        "D,D",
+        "on how many devices each stage spreads the examples of a micro-batch, or "
+        "several to choose from, such as 1,2; default: any that divides --devices and "
+        "the examples",
     ),
     (
         "--batch-size",
@@ -148,6 +157,7 @@ def _plan(arguments: argparse.Namespace) -> int:
             bandwidth=arguments.bandwidth,
             latency=arguments.latency,
             num_microbatches=arguments.microbatches,
+            data=arguments.data,
             batch_size=arguments.batch_size,
             schedules=arguments.schedule,
             loss=model.loss,

@@ -30,13 +30,15 @@ Device = Any
 
 @dataclass(frozen=True)
 class OnPaper:
-    """A device that is not there: what is lowered for it cannot run.
+    """A device that is not there, or several: what is lowered for it cannot run.
 
     Attributes:
       rank: its number.
+      num_shards: over how many devices examples are spread.
     """
 
     rank: int
+    num_shards: int = 1
 
     @property
     def process_index(self) -> int:
@@ -44,7 +46,8 @@ class OnPaper:
         return jax.process_index()
 
     def __str__(self) -> str:
-        return f"rank {self.rank}"
+        several = f" (data={self.num_shards})" if self.num_shards > 1 else ""
+        return f"rank {self.rank}{several}"
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from .._instructions._agreed import digest
 from .._instructions._graph import Graph
 from .._instructions._sharding import SubMesh
-from .._instructions._transfer import Device, devices_of
+from .._instructions._transfer import Device, OnPaper, devices_of
 from .._layers._sharing import Sharing
 from .._layers._stage import StageFunction, abbreviate
 from .._layers._unchanged import Unchanged
@@ -140,7 +140,7 @@ class Pipe:
     def num_shards(self) -> int:
         """Over how many shards the examples of each micro-batch are spread."""
         first = self.devices[0]
-        return first.num_shards if isinstance(first, SubMesh) else 1
+        return first.num_shards if isinstance(first, SubMesh | OnPaper) else 1
 
     @cached_property
     def stage_of_layer(self) -> tuple[int, ...]:

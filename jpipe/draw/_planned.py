@@ -34,6 +34,10 @@ class Planned(Protocol):
     def stages(self) -> Any:
         """What each stage is."""
 
+    @property
+    def data(self) -> Any:
+        """How many devices each rank has."""
+
 
 def planned(plan: Planned) -> tuple[Bars, Timeline]:
     """What is drawn of a plan.
@@ -53,10 +57,14 @@ def planned(plan: Planned) -> tuple[Bars, Timeline]:
         raise ValueError("a plan without a forecast: draw what jpipe.plan returns")
     count = plan.schedule.num_microbatches
     parts = [n for n in _PARTS if any(getattr(m, n) for m in forecast.memory)]
+    shape = each = ""
+    if plan.data > 1:
+        shape = f"{len(forecast.memory)} x {plan.data} devices, "
+        each = "of each device "
     bars = Bars(
         title=f"{plan.schedule.name}, {count} micro-batch{'' if count == 1 else 'es'}, "
-        f"{duration(forecast.seconds)} a step predicted",
-        heads=("busy in a step", "memory at the peak"),
+        f"{shape}{duration(forecast.seconds)} a step predicted",
+        heads=("busy in a step", f"memory {each}at the peak"),
         rows=tuple(_row(plan, rank) for rank in range(len(forecast.memory))),
         legend={"busy": _BUSY} | {_named(name): _PARTS[name] for name in parts},
         seconds=forecast.seconds,

@@ -1,4 +1,4 @@
-"""`jpipe.plan`: how to cut a model, how many micro-batches, which schedule, and why."""
+"""`jpipe.plan`: how to cut a model, on which mesh, under which schedule, and why."""
 
 import dataclasses
 import difflib
@@ -29,6 +29,8 @@ from ._profiler import answer
 from ._reasons import chosen
 from ._request import Request
 from ._search import REMATS, Space, search
+from ._shapes import faults as shape_faults
+from ._shapes import shapes
 from ._together import beside_neighbours, confirmed
 from ._traced import Traced
 from ._units import duration, size
@@ -56,6 +58,7 @@ def plan(
     bandwidth: float | None = None,
     latency: float | None = None,
     num_microbatches: int | Sequence[int] | None = None,
+    data: int | Sequence[int] | None = None,
     schedules: str | Sequence[str] | None = None,
     remat: str | Sequence[str] = REMATS,
     balance: Sequence[int] | None = None,
@@ -63,12 +66,18 @@ def plan(
     profile: Profile | None = None,
     **options: Any,
 ) -> Plan:
-    """Decides how to run a model: which cut, how many micro-batches, which schedule.
+    """Decides how to run a model: which mesh, cut, micro-batches and schedule.
 
     Layers are profiled, each by itself. Then every schedule of the catalogue is tried
     on paper, on up to so many devices, with the cut that suits it; stages of devices
     that need more than they have keep less; the best get a schedule made to measure.
     The fastest that fits is the plan.
+
+    A stage may have several devices, all stages as many, on which the examples of each
+    micro-batch are spread: the axis ``"data"`` of a mesh. Each of them has all of the
+    stage's parameters, gradients and optimizer state, and what is kept of its own
+    examples; they add up their gradients once in a step, in a ring. M micro-batches on
+    D devices give the numbers of M * D micro-batches on one.
 
     Each action takes the ``action_seconds`` of the profile beside what it computes, and
     one thread has all programs and transfers of a step run, one after another: tiny
@@ -91,9 +100,12 @@ def plan(
       latency: seconds that a transfer takes whatever its size; default: measured
         likewise, else 0.
       num_microbatches: how many, or a choice; default: one, two, four and eight times
-        the number of devices, as far as there are examples, and one. Layers are
-        profiled for the most of these and the fewest above one; times and bytes are
-        taken to grow evenly with the size of a micro-batch.
+        the number of stages that all devices make, as far as there are examples, and
+        one. Layers are profiled for the smallest part of a mini-batch that a device
+        would compute at once, and the largest below all of it; times and bytes are
+        taken to grow evenly with its size.
+      data: on how many devices each stage spreads the examples of a micro-batch, or a
+        choice; default: any number that divides ``num_devices`` and the examples.
       schedules: a name, or names to choose from; default: the catalogue and what is
         made to measure.
       remat: a mode, or what stages may keep, from what keeps most.
@@ -138,19 +150,30 @@ def plan(
     if balance is not None:
         given_cut = check_balance(balance, len(as_layers(request.layers)))
     examples = request.batch.batch().sizes[0]
-    numbers = _numbers(num_microbatches, count, examples, profile)
+    numbers = None if num_microbatches is None else _listed(num_microbatches)
+    spread = None if data is None else _listed(data)
     training = [name for name in BY_NAME if name != _FORWARD_ONLY]
     names = _listed(training if schedules is None else schedules)
     modes = _listed(remat)
     faults = [
         *hardware.faults(),
         *size_faults,
-        *_faults(numbers, names, modes, examples, profile),
+        *_faults(numbers or (), names, modes, examples, profile),
     ]
+    faults = faults or list(shape_faults(spread, numbers, count, examples))
     if faults:
         raise ValueError(f"plan: {'; '.join(faults)}")
-    asked = dataclasses.replace(request, num_microbatches=max(numbers))
-    profiles = _profiles(asked, numbers, examples, profile)
+    known = profile.microbatch_size if profile else None
+    choice = shapes(spread, numbers, count, examples, known)
+    if not choice:
+        says = "" if known is None else f" in parts of {known}, as in the profile"
+        raise ValueError(
+            f"plan: data={data!r} and num_microbatches={num_microbatches!r} leave "
+            f"nothing to choose for {examples} examples{says}"
+        )
+    parts = sorted({shape.parts for shape in choice})
+    asked = dataclasses.replace(request, num_microbatches=parts[-1])
+    profiles = _profiles(asked, parts, examples, profile)
     space = Space(
         beside_neighbours(profiles, request, count, modes),
         _optimizer_bytes(tx, asked.model),
@@ -159,12 +182,14 @@ def plan(
         modes,
         made=schedules is None,
         balance=given_cut,
+        given=choice,
     )
     candidates = search(space)
     if not candidates:
         raise ValueError(
             f"plan: schedules={list(names)} have no order for {space.num_layers} "
-            f"layers on {count} devices in {list(numbers)} micro-batches"
+            f"layers on {count} devices in "
+            f"{sorted({shape.microbatches for shape in choice})} micro-batches"
         )
     missing = () if request.loss else (_NO_LOSS,)
     return chosen(confirmed(candidates, space, request), space, missing)
@@ -199,12 +224,12 @@ def _unknown(names: Sequence[str]) -> str:
 def _profiles(
     asked: Request, numbers: Sequence[int], examples: int, given: Profile | None
 ) -> Mapping[int, Profile]:
-    """By the number of micro-batches: of the most, of the fewest, and in between."""
+    """By the number of parts: of the most, of the fewest, and in between."""
     if given is not None:
         given.check(asked.made)
         return {numbers[0]: given}
     # A whole mini-batch at once may be more than a device holds.
-    few = min(set(numbers) - {1}, default=1)
+    few = next((number for number in numbers[:-1] if number > 1), numbers[0])
     small = large = answer(asked)
     if few != asked.num_microbatches:
         large = answer(dataclasses.replace(asked, num_microbatches=few))
@@ -245,18 +270,6 @@ def _listed(given: Any) -> tuple[Any, ...]:
     return tuple(given) if several else (given,)
 
 
-def _numbers(
-    given: Any, num_devices: int, examples: int, profile: Profile | None
-) -> tuple[int, ...]:
-    """The numbers of micro-batches to choose from."""
-    if given is not None:
-        return (given,) if isinstance(given, int) else tuple(given)
-    if profile is not None:
-        return (-(-examples // profile.microbatch_size),)
-    some = {1, *(min(num_devices * times, examples) for times in (1, 2, 4, 8))}
-    return tuple(sorted(some))
-
-
 def _size_faults(batch_size: Any) -> Iterable[str]:
     is_int = isinstance(batch_size, int) and not isinstance(batch_size, bool)
     if batch_size is not None and (not is_int or batch_size < 1):
@@ -284,5 +297,5 @@ def _faults(
     for mode in remat:
         if mode not in MODES:
             yield f"remat: {mode!r} is unknown: choose {', '.join(map(repr, MODES))}"
-    if profile is not None and len(numbers) != 1:
+    if profile is not None and len(numbers) > 1:
         yield f"a profile is of one micro-batch, num_microbatches={numbers}"

@@ -2,13 +2,15 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..schedules import Action, Costs, Schedule, Timeline
 from ..schedules._action import BACKWARD, FORWARD, INPUT, WEIGHT
-from ._plan import Memory
+from ._net import ring
+from ._plan import Memory, named
 from ._profile import Profile, speed_faults
 
 
@@ -53,6 +55,8 @@ class Candidate:
       memory: of each rank at its peak.
       host: seconds in which one thread has all programs and transfers of a step run.
       profile: of its layers, by which that was told.
+      held: the most that each stage keeps between forward and backward.
+      data: on how many devices of each rank the examples of a micro-batch are spread.
     """
 
     balance: tuple[int, ...]
@@ -63,6 +67,12 @@ class Candidate:
     host: float
     profile: Profile
     held: tuple[int, ...]
+    data: int = 1
+
+    @property
+    def num_devices(self) -> int:
+        """On how many devices it runs."""
+        return self.schedule.num_ranks * self.data
 
     @property
     def seconds(self) -> float:
@@ -91,7 +101,40 @@ class Candidate:
             f"{self.schedule.name}, balance {list(self.balance)}, "
             f"{self.schedule.num_microbatches} micro-batches, "
             f"remat {' and '.join(modes)}"
+            + (f", {named(self.schedule, self.data)}" if self.data > 1 else "")
         )
+
+
+def stage_costs(
+    profile: Profile,
+    balance: Sequence[int],
+    remat: Sequence[str],
+    schedule: Schedule,
+    hardware: Hardware,
+    data: int = 1,
+) -> Costs:
+    """What stages cost, with the exchange of their gradients where shards make some.
+
+    A rank exchanges those of all its stages, one after the other, when it has run all:
+    that is put down to the stage that it runs last.
+
+    Args:
+      profile: of one micro-batch, of one shard.
+      balance: layers of each stage.
+      remat: what each stage keeps.
+      schedule: for as many stages.
+      hardware: what it runs on.
+      data: over how many devices each micro-batch is spread.
+    """
+    bandwidth, latency = hardware.bandwidth, hardware.latency
+    costs = profile.costs(balance, remat=remat, bandwidth=bandwidth, latency=latency)
+    if data == 1:
+        return costs
+    exchange = [0.0 for _ in balance]
+    last = [row[-1].stage for row in schedule.rows]
+    for rank, size in zip(schedule.placement, costs.accumulator_bytes, strict=True):
+        exchange[last[rank]] += ring(size, data, bandwidth or math.inf, latency)
+    return dataclasses.replace(costs, exchange=exchange)
 
 
 def evaluate(
@@ -101,32 +144,30 @@ def evaluate(
     remat: Sequence[str],
     schedule: Schedule,
     hardware: Hardware,
+    data: int = 1,
 ) -> Candidate:
     """Runs a candidate on paper.
 
     Args:
-      profile: of one micro-batch.
+      profile: of one micro-batch, of one shard.
       optimizer_bytes: the optimizer's state of each layer.
       balance: layers of each stage.
       remat: what each stage keeps.
       schedule: for as many stages.
       hardware: what it runs on.
+      data: over how many devices each micro-batch is spread.
 
     Returns:
       The candidate.
     """
-    costs = profile.costs(
-        balance,
-        remat=remat,
-        bandwidth=hardware.bandwidth,
-        latency=hardware.latency,
-    )
+    costs = stage_costs(profile, balance, remat, schedule, hardware, data)
     action = profile.action_seconds
     costs = as_run(costs, schedule, remat[-1] == "full", action)
     timeline = schedule.simulate(costs)
     again = _again(profile, balance, remat, costs)
-    memory = _memory(profile, optimizer_bytes, balance, again, timeline)
-    host = action * _dispatched(timeline)
+    memory = _memory(profile, optimizer_bytes, balance, again, timeline, data)
+    exchanged = len(balance) if data > 1 else 0
+    host = action * (_dispatched(timeline) + exchanged)
     return Candidate(
         balance=tuple(balance),
         remat=tuple(remat),
@@ -136,6 +177,7 @@ def evaluate(
         host=host,
         profile=profile,
         held=tuple(int(timeline.peak_kept(i)) for i in range(len(balance))),
+        data=data,
     )
 
 
@@ -232,11 +274,14 @@ def _memory(
     balance: Sequence[int],
     again: Sequence[int],
     timeline: Timeline,
+    data: int,
 ) -> tuple[Memory, ...]:
-    """The parts of each rank's peak."""
+    """The parts of the peak of each rank, on each of its devices."""
     costs = timeline.costs
     assert costs is not None
     totals = [[0, 0, 0, 0] for _ in timeline.rows]
+    # What shards add up stands beside their sums, stage by stage.
+    added = [0 for _ in timeline.rows]
     first = 0
     for stage, size in enumerate(balance):
         layers = range(first, first + size)
@@ -246,6 +291,9 @@ def _memory(
             for i in layers
         )
         own[1] += costs.accumulator_bytes[stage]
+        if data > 1:
+            rank = timeline.placement[stage]
+            added[rank] = max(added[rank], costs.accumulator_bytes[stage])
         own[2] += sum(optimizer_bytes[i] for i in layers)
         spaces = [profile.layers[i].workspace_bytes or 0 for i in layers]
         own[3] = max(own[3], max(spaces) + again[stage])
@@ -255,10 +303,10 @@ def _memory(
             parameters=parameters,
             gradients=gradients,
             optimizer=slots,
-            held=max(int(peak) - parameters - gradients, 0),
+            held=max(int(peak) - parameters - gradients, more),
             workspace=workspace,
         )
-        for (parameters, gradients, slots, workspace), peak in zip(
-            totals, timeline.peak_bytes, strict=True
+        for (parameters, gradients, slots, workspace), peak, more in zip(
+            totals, timeline.peak_bytes, added, strict=True
         )
     )

@@ -1,6 +1,6 @@
 """What stages with several devices take, by where they begin and end."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,6 +14,12 @@ class ReplicatedStage(NamedTuple):
     start: int
     end: int
     replicas: int
+
+
+def ring(num_bytes: Any, replicas: int, bandwidth: float, latency: float = 0.0) -> Any:
+    """The time in which a ring of devices adds up gradients of so many bytes."""
+    hops = 2 * (replicas - 1)
+    return hops * num_bytes / (bandwidth * replicas) + hops * latency
 
 
 class Net:
@@ -60,4 +66,4 @@ class Net:
 
     def exchange(self, replicas: int) -> Matrix:
         """The time in which a ring of replicas adds up the gradients of a stage."""
-        return 2 * (replicas - 1) * self.params / (self.bandwidth * replicas)
+        return ring(self.params, replicas, self.bandwidth)

@@ -130,6 +130,9 @@ class Plan:
       skips: the name, source and target stage of each long skip connection; empty while
         no input was seen.
       forecast: what it would take; ``None`` if the pipeline was not planned.
+      data: on how many devices of each rank the examples of a micro-batch are spread:
+        along the axis ``"data"`` of a mesh. What is said of a device is of each of
+        them.
     """
 
     stages: tuple[StagePlan, ...]
@@ -138,6 +141,7 @@ class Plan:
     peak_bytes: tuple[tuple[str, int], ...] = ()
     skips: tuple[tuple[str, int, int], ...] = ()
     forecast: Forecast | None = None
+    data: int = 1
 
     @property
     def balance(self) -> list[int]:
@@ -190,6 +194,7 @@ class Plan:
                 ran=tuple(map(Action.parse, fields.pop("ran"))),
                 peak_bytes=tuple(map(tuple, fields.pop("peak_bytes"))),
                 skips=tuple(map(tuple, fields.pop("skips"))),
+                data=_count(fields.pop("data", 1)),
             )
         if fields or schedule.num_stages != len(plan.stages):
             fault = (
@@ -218,7 +223,8 @@ class Plan:
                 [*row, cell]
                 for row, cell in zip(rows, ["cut along", *cells], strict=True)
             ]
-        parts = [columns(rows, left=range(4)), _folded(self._grid())]
+        parts = [named(self.schedule, self.data)] if self.data > 1 else []
+        parts += [columns(rows, left=range(4)), _folded(self._grid())]
         parts += _kept(self.stages)
         if self.skips:
             parts.append(f"skip connections: {_listed(self.skips)}")
@@ -257,6 +263,20 @@ class Plan:
                 weight_grad=lasts(WEIGHT),
             )
         )
+
+
+def named(schedule: Schedule, data: int) -> str:
+    """The shape of the mesh on which a schedule runs."""
+    ranks = schedule.num_ranks
+    what = "stages" if ranks == schedule.num_stages else "ranks"
+    return f"{ranks} {what if ranks > 1 else what[:-1]} x {data} devices (data)"
+
+
+def _count(data: Any) -> int:
+    """A number of devices from JSON."""
+    if isinstance(data, bool) or not isinstance(data, int) or data < 1:
+        raise ValueError(f"data={data!r}: needs an int of at least 1")
+    return data
 
 
 def _costs(fields: dict[str, Any], schedule: Schedule) -> Costs:

@@ -3,10 +3,11 @@
 import os
 from collections.abc import Iterable, Sequence
 
+from .._instructions._transfer import OnPaper
 from ..schedules import lower_bound
 from ._forecast import Candidate, Hardware
 from ._made import measured_on_cpu
-from ._plan import Forecast, Plan, StagePlan
+from ._plan import Forecast, Plan, StagePlan, named
 from ._search import Space
 from ._units import duration, size
 
@@ -37,6 +38,7 @@ def chosen(
         stages=tuple(_stages(best, space)),
         schedule=best.schedule,
         skips=tuple(_skips(best)),
+        data=best.data,
         forecast=Forecast(
             seconds=best.seconds,
             bound=lower_bound(
@@ -85,16 +87,17 @@ def _reasons(
         room = f", {size(left)} below the limit"
     yield f"memory: rank {fullest} needs most, {size(best.memory[fullest].total)}{room}"
     yield f"transfers: {size(sent)} a step between devices{_speed(hardware)}"
+    yield from _shape(best, candidates, hardware)
     others = [c for c in candidates[1:] if c.fits(hardware) and not _same(c, best)]
     if others:
         more = others[0].seconds / best.seconds - 1
         yield f"runner-up: {others[0]}: {duration(others[0].seconds)}, {more:.1%} more"
-    idle = hardware.num_devices - best.schedule.num_ranks
+    idle = hardware.num_devices - best.num_devices
     if idle:
         full = [
             c
             for c in candidates
-            if c.schedule.num_ranks == hardware.num_devices and c.fits(hardware)
+            if c.num_devices == hardware.num_devices and c.fits(hardware)
         ]
         instead = (
             f"with all {hardware.num_devices} it would take {duration(full[0].seconds)}"
@@ -102,6 +105,35 @@ def _reasons(
             else f"nothing that uses all {hardware.num_devices} was found"
         )
         yield f"{idle} of {hardware.num_devices} devices are left idle: {instead}"
+
+
+def _shape(
+    best: Candidate, candidates: Sequence[Candidate], hardware: Hardware
+) -> Iterable[str]:
+    """Why a stage has one device or several, and what these have to exchange."""
+    one = "one device per stage"
+    if best.data > 1:
+        timeline = best.timeline
+        last = max(timeline.end.values()) - min(timeline.start.values())
+        yield (
+            f"exchange: the {best.data} devices of a stage add up its gradients once "
+            f"in a step, {duration(timeline.makespan - last)} of it"
+            + ("" if hardware.bandwidth else "; that was taken to cost no time")
+        )
+    others = [c for c in candidates if (c.data > 1) != (best.data > 1)]
+    if not others:
+        return
+    is_one = best.data == 1
+    here = one if is_one else named(best.schedule, best.data)
+    there = "several" if is_one else one
+    fit = [c for c in others if c.fits(hardware)]
+    if not fit:
+        yield f"shape: {here}; nothing with {there} fits"
+        return
+    seconds = duration(fit[0].seconds)
+    more = fit[0].seconds / best.seconds - 1 if best.seconds else 0.0
+    says = f"shape: {here}; the best with {there} takes {seconds}, {more:.1%} more"
+    yield f"{says}: {fit[0]}"
 
 
 def _speed(hardware: Hardware) -> str:
@@ -112,10 +144,10 @@ def _speed(hardware: Hardware) -> str:
 
 def _shared_cores(best: Candidate) -> Iterable[str]:
     """That devices wait for each other's cores, if the profile was measured on some."""
-    ranks, cores = best.schedule.num_ranks, os.cpu_count() or 1
-    if ranks > 1 and measured_on_cpu(best.profile.made):
+    devices, cores = best.num_devices, os.cpu_count() or 1
+    if devices > 1 and measured_on_cpu(best.profile.made):
         yield (
-            f"cores: {ranks} devices share the {cores} cores of this machine, each "
+            f"cores: {devices} devices share the {cores} cores of this machine, each "
             f"layer was measured with all of them to itself: a step will take longer "
             f"than predicted"
         )
@@ -124,7 +156,8 @@ def _shared_cores(best: Candidate) -> Iterable[str]:
 def _same(one: Candidate, other: Candidate) -> bool:
     """Whether two differ in nothing but what they keep and how they are called."""
     orders = one.schedule.rows, other.schedule.rows
-    return one.balance == other.balance and orders[0] == orders[1]
+    alike = one.balance == other.balance and one.data == other.data
+    return alike and orders[0] == orders[1]
 
 
 def _nothing_fits(nearest: Candidate, space: Space) -> str:
@@ -143,14 +176,14 @@ def _nothing_fits(nearest: Candidate, space: Space) -> str:
         f"memory_limit={limit:,} bytes on {space.hardware.num_devices} devices: no "
         f"plan fits. The nearest is {nearest}:\n  * "
         + "\n  * ".join(lines)
-        + f"\nThat one needs {nearest.schedule.num_ranks} devices of "
+        + f"\nThat one needs {nearest.num_devices} devices of "
         f"{size(nearest.most_bytes)}; else take more devices (num_devices=), smaller "
         f"micro-batches (num_microbatches=) or a smaller model"
     )
 
 
 def _sent(best: Candidate) -> int:
-    """The bytes that cross between ranks in a step."""
+    """The bytes that cross between devices in a step."""
     costs, placement = best.timeline.costs, best.timeline.placement
     assert costs is not None
     count = best.schedule.num_microbatches
@@ -161,7 +194,9 @@ def _sent(best: Candidate) -> int:
     for skip in costs.skips:
         if placement[skip.source] != placement[skip.target]:
             total += skip.bytes + skip.cotangent_bytes
-    return int(total * count)
+    shards = best.data
+    exchanged = 2 * (shards - 1) * sum(costs.accumulator_bytes)
+    return int(total * count * shards + exchanged)
 
 
 def _stages(best: Candidate, space: Space) -> Iterable[StagePlan]:
@@ -173,7 +208,7 @@ def _stages(best: Candidate, space: Space) -> Iterable[StagePlan]:
         yield StagePlan(
             index=index,
             rank=rank,
-            device=f"rank {rank}",
+            device=str(OnPaper(rank, best.data)),
             layers=tuple(layer.name for layer in own),
             remat=best.remat[index],
             num_params=sum(layer.num_params for layer in own),

@@ -142,11 +142,15 @@ class Request:
 
     @outside_of_meshes
     def lowered(
-        self, balance: Sequence[int], remat: Sequence[str], schedule: Schedule
+        self,
+        balance: Sequence[int],
+        remat: Sequence[str],
+        schedule: Schedule,
+        data: int = 1,
     ) -> Program:
         """The list of instructions of a mini-batch, on devices that are not there."""
         own, loss = as_layers(self.layers), self._objective or Objective(_any)
-        traced = self._traced(own, balance, schedule, remat, loss)
+        traced = self._traced(own, balance, schedule, remat, loss, data)
         parts = traced.pipe, traced.layout, traced.batch, traced.works
         return Gradient(*parts, loss).program
 
@@ -157,16 +161,18 @@ class Request:
         schedule: Schedule,
         remat: str | Sequence[str],
         objective: Objective | None,
+        data: int = 1,
     ) -> Traced:
         """Stages on the first micro-batch, or on as many as a schedule has."""
         pipe = Pipe(
             fuse(layers, tuple(balance)),
-            tuple(map(OnPaper, range(schedule.num_ranks))),
+            tuple(OnPaper(rank, data) for rank in range(schedule.num_ranks)),
             schedule,
             _remat.per_stage(remat, len(balance)),
             Unchanged(layers),
         )
-        batch = self.batch.batch(whole=schedule.num_microbatches > 1)
+        whole = schedule.num_microbatches > 1
+        batch = self.batch.batch(whole, data)
         trainable = Trainable(self.trainable)
         try:
             return Traced.of(pipe, batch, objective, trainable, self.train)

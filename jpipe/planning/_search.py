@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from .. import schedules
 from .._instructions._compile import Progress
 from ..schedules import BY_NAME, Schedule, ScheduleError
-from ._forecast import Candidate, Hardware, evaluate
+from ._forecast import Candidate, Hardware, evaluate, stage_costs
 from ._partition import partition
 from ._profile import Profile
+from ._shapes import Shape
 
 # From fast and large to slow and small. What "none" keeps more saves no time.
 REMATS = ("min_cut", "full")
@@ -21,8 +22,8 @@ _REFINED = 3
 # How many cuts are made for a limit, until one fits.
 _CAPPED = 5
 _ROUNDING = 1e-12
-# Of numbers of micro-batches, placements and modes.
-_Cuts = dict[tuple[int, tuple[int, ...], str], list[int] | None]
+# Of shapes, placements and modes.
+_Cuts = dict[tuple[Shape, tuple[int, ...], str], list[int] | None]
 
 
 @dataclass(frozen=True)
@@ -30,13 +31,15 @@ class Space:
     """What a plan may choose from.
 
     Attributes:
-      profiles: of a micro-batch, by the number of micro-batches.
+      profiles: of a micro-batch of one shard, by the number of such parts.
       optimizer_bytes: the optimizer's state of each layer.
       hardware: the devices.
       names: of schedules; see `jpipe.schedules.BY_NAME`.
       remats: modes that a stage may have, the one that keeps most first.
       made: whether schedules are made to measure too.
       balance: the only cut that is meant, if any.
+      given: the numbers of micro-batches, each with the number of devices that share
+        one; default: a profile for each, on one device.
     """
 
     profiles: Mapping[int, Profile]
@@ -46,6 +49,12 @@ class Space:
     remats: tuple[str, ...]
     made: bool = True
     balance: tuple[int, ...] | None = None
+    given: tuple[Shape, ...] = ()
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        """Into how many micro-batches, on how many devices each."""
+        return self.given or tuple(map(Shape, self.profiles))
 
     @property
     def num_layers(self) -> int:
@@ -91,28 +100,49 @@ def search(space: Space) -> list[Candidate]:
     if space.made:
         best = found[:_REFINED]
         found += [refined for each in best for refined in _refined(each, space)]
+        found += _rivals(found, {each.data for each in best}, space)
     return ranked(found, space.hardware)
+
+
+def _rivals(
+    found: Sequence[Candidate], known: set[int], space: Space
+) -> Iterator[Candidate]:
+    """The best of other shapes under schedules made to measure, if they may be best.
+
+    Args:
+      found: the candidates, of a shape the best first.
+      known: on how many devices the examples of those are spread that were refined.
+      space: what to choose from.
+    """
+    fast = min((c.seconds for c in found if c.fits(space.hardware)), default=math.inf)
+    for data in {shape.data for shape in space.shapes} - known:
+        for candidate in [c for c in found if c.data == data][:_REFINED]:
+            schedule = candidate.schedule
+            sizes = schedule.num_ranks, schedule.num_microbatches
+            if _least(candidate.profile, *sizes) < fast:
+                yield from _refined(candidate, space)
 
 
 def _candidates(space: Space) -> list[Candidate]:
     """Numbers of micro-batches and of ranks, with each schedule of the catalogue."""
+    most = space.hardware.num_devices
     hopes = [
-        (_least(profile, ranks, microbatches), -ranks, microbatches)
-        for microbatches, profile in space.profiles.items()
-        for ranks in range(1, min(space.hardware.num_devices, space.num_layers) + 1)
+        (_least(space.profiles[shape.parts], ranks, shape.microbatches), -ranks, shape)
+        for shape in space.shapes
+        for ranks in range(1, min(most // shape.data, space.num_layers) + 1)
     ]
     found = _Found(space.hardware)
     cuts: _Cuts = {}
     # The most hopeful first: beside them others need not be tried.
     with Progress("numbers of devices and micro-batches planned") as progress:
-        for done, (least, ranks, microbatches) in enumerate(sorted(hopes)):
+        for done, (least, ranks, shape) in enumerate(sorted(hopes)):
             progress.say(done, len(hopes))
-            if least >= found.to_beat(-ranks):
+            if least >= found.to_beat(-ranks, shape.data):
                 continue
             for name in space.names:
-                schedule = _built(name, -ranks, microbatches)
+                schedule = _built(name, -ranks, shape.microbatches)
                 if schedule and schedule.num_stages <= space.num_layers:
-                    for candidate in _cut_for(schedule, space, cuts, found):
+                    for candidate in _cut_for(schedule, shape.data, space, cuts, found):
                         found.add(candidate)
     return found.all
 
@@ -130,7 +160,7 @@ class _Found:
     def __init__(self, hardware: Hardware) -> None:
         self._hardware = hardware
         self._best = [math.inf] * _REFINED
-        self._best_of_all_devices = math.inf
+        self._best_of: dict[str, float] = {}
         self.all: list[Candidate] = []
 
     def add(self, candidate: Candidate) -> None:
@@ -139,14 +169,21 @@ class _Found:
         if candidate.fits(self._hardware):
             seconds = candidate.seconds
             self._best = sorted([*self._best, seconds])[:_REFINED]
-            if candidate.schedule.num_ranks == self._hardware.num_devices:
-                self._best_of_all_devices = min(self._best_of_all_devices, seconds)
+            for kind in self._kinds(candidate.schedule.num_ranks, candidate.data):
+                self._best_of[kind] = min(self._best_of.get(kind, math.inf), seconds)
 
-    def to_beat(self, num_ranks: int) -> float:
-        """What takes longer is none of the best, nor what leaves no device idle."""
-        if num_ranks == self._hardware.num_devices:
-            return max(self._best[-1], self._best_of_all_devices)
-        return self._best[-1]
+    def to_beat(self, num_ranks: int, data: int) -> float:
+        """What takes longer is none of the best, nor the best of its kind."""
+        kinds = self._kinds(num_ranks, data)
+        return max(
+            [self._best[-1], *(self._best_of.get(kind, math.inf) for kind in kinds)]
+        )
+
+    def _kinds(self, num_ranks: int, data: int) -> Iterator[str]:
+        """Of which kinds the reasons name the best."""
+        yield "shared" if data > 1 else "alone"
+        if num_ranks * data == self._hardware.num_devices:
+            yield "none is idle"
 
 
 def _least(profile: Profile, num_ranks: int, num_microbatches: int) -> float:
@@ -171,21 +208,23 @@ def _built(name: str, num_ranks: int, num_microbatches: int) -> Schedule | None:
 
 
 def _cut_for(
-    schedule: Schedule, space: Space, cuts: _Cuts, found: _Found
+    schedule: Schedule, data: int, space: Space, cuts: _Cuts, found: _Found
 ) -> Iterator[Candidate]:
     """The best cut with each remat mode, and what it takes to make it fit."""
-    profile = space.profiles[schedule.num_microbatches]
+    shape = Shape(schedule.num_microbatches, data)
+    profile = space.profiles[shape.parts]
     for mode in space.remats:
         # Without a limit, schedules with the same placement have the same cut.
-        key = schedule.num_microbatches, schedule.placement, mode
+        key = shape, schedule.placement, mode
         if key not in cuts:
-            cuts[key] = _cut(schedule, mode, space)
+            cuts[key] = _cut(schedule, data, mode, space)
         balance = cuts[key]
         if balance is None:
             continue
-        candidate = _evaluated(profile, balance, [mode] * len(balance), schedule, space)
+        modes = [mode] * len(balance)
+        candidate = _evaluated(profile, balance, modes, schedule, data, space)
         yield candidate
-        slow = candidate.seconds >= found.to_beat(schedule.num_ranks)
+        slow = candidate.seconds >= found.to_beat(schedule.num_ranks, data)
         if slow or candidate.fits(space.hardware):
             # As a rule other modes and other cuts take longer. Where a limit made the
             # cut another, some are a few per cent faster.
@@ -210,13 +249,14 @@ def _capped(candidate: Candidate, mode: str, space: Space) -> Iterator[Candidate
     """
     schedule, limit = candidate.schedule, space.limit
     assert limit is not None
-    profile = candidate.profile
+    profile, data = candidate.profile, candidate.data
     room = [float(limit)] * schedule.num_ranks
     for _ in range(_CAPPED):
-        balance = _cut(schedule, mode, space, room)
+        balance = _cut(schedule, data, mode, space, room)
         if balance is None:
             return
-        other = _evaluated(profile, balance, [mode] * len(balance), schedule, space)
+        modes = [mode] * len(balance)
+        other = _evaluated(profile, balance, modes, schedule, data, space)
         yield other
         if other.fits(space.hardware):
             return
@@ -226,6 +266,7 @@ def _capped(candidate: Candidate, mode: str, space: Space) -> Iterator[Candidate
 
 def _cut(
     schedule: Schedule,
+    data: int,
     mode: str,
     space: Space,
     room: Sequence[float] | None = None,
@@ -236,6 +277,7 @@ def _cut(
 
     Args:
       schedule: for as many stages.
+      data: over how many devices each micro-batch is spread.
       mode: what stages keep.
       space: what to choose from.
       room: the bytes of each rank, if they matter.
@@ -247,7 +289,7 @@ def _cut(
     several = schedule.num_ranks < schedule.num_stages
     try:
         return partition(
-            space.whole[schedule.num_microbatches],
+            space.whole[schedule.num_microbatches * data],
             schedule.num_stages,
             objective="max" if several else "step",
             num_microbatches=schedule.num_microbatches,
@@ -280,9 +322,8 @@ def _fitted(
             return
         for stage in changed:
             remat[stage] = following[remat[stage]]
-        candidate = _evaluated(
-            profile, candidate.balance, remat, candidate.schedule, space
-        )
+        schedule, data = candidate.schedule, candidate.data
+        candidate = _evaluated(profile, candidate.balance, remat, schedule, data, space)
         yield candidate
 
 
@@ -290,13 +331,8 @@ def _refined(candidate: Candidate, space: Space) -> Iterator[Candidate]:
     """The same stages under a schedule made to measure, if there is one that fits."""
     hardware = space.hardware
     microbatches = candidate.schedule.num_microbatches
-    profile = space.profiles[microbatches]
-    costs = profile.costs(
-        candidate.balance,
-        remat=candidate.remat,
-        bandwidth=hardware.bandwidth,
-        latency=hardware.latency,
-    )
+    stages = candidate.profile, candidate.balance, candidate.remat
+    costs = stage_costs(*stages, candidate.schedule, hardware, candidate.data)
     room = None
     if hardware.memory_limit is not None:
         room = [
@@ -309,7 +345,7 @@ def _refined(candidate: Candidate, space: Space) -> Iterator[Candidate]:
         )
     except ScheduleError:
         return
-    yield _evaluated(profile, candidate.balance, candidate.remat, schedule, space)
+    yield _evaluated(*stages, schedule, candidate.data, space)
 
 
 def _evaluated(
@@ -317,11 +353,11 @@ def _evaluated(
     balance: Sequence[int],
     remat: Sequence[str],
     schedule: Schedule,
+    data: int,
     space: Space,
 ) -> Candidate:
-    return evaluate(
-        profile, space.optimizer_bytes, balance, remat, schedule, space.hardware
-    )
+    held = space.optimizer_bytes
+    return evaluate(profile, held, balance, remat, schedule, space.hardware, data)
 
 
 def ranked(found: Iterable[Candidate], hardware: Hardware) -> list[Candidate]:

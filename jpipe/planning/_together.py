@@ -108,12 +108,13 @@ def _exactly(candidate: Candidate, request: Request) -> Candidate:
     """A candidate with the bytes that its list of instructions holds."""
     schedule = candidate.schedule
     asked = dataclasses.replace(request, num_microbatches=schedule.num_microbatches)
-    program = asked.lowered(candidate.balance, candidate.remat, schedule)
+    data = candidate.data
+    program = asked.lowered(candidate.balance, candidate.remat, schedule, data)
     peaks = dict(zip(program.devices, _bytes.peaks(program), strict=True))
     return dataclasses.replace(
         candidate,
         memory=tuple(
-            dataclasses.replace(own, held=peaks[OnPaper(rank)] - own.lasting)
+            dataclasses.replace(own, held=peaks[OnPaper(rank, data)] - own.lasting)
             for rank, own in enumerate(candidate.memory)
         ),
         held=tuple(_bytes.most_residuals(program, schedule.num_stages)),

@@ -45,11 +45,12 @@ class Sample(NamedTuple):
     target_axes: Any
     num_microbatches: int
 
-    def batch(self, whole: bool = False) -> Batch:
+    def batch(self, whole: bool = False, num_shards: int = 1) -> Batch:
         """Its specs, with the first micro-batch only: no other is larger.
 
         Args:
           whole: whether all micro-batches are meant.
+          num_shards: over how many shards each is spread.
 
         Raises:
           TypeError: if a leaf is not an array.
@@ -62,11 +63,11 @@ class Sample(NamedTuple):
         target_axes = _microbatch.flat_axes(axes, targets, "targets", "target_axes")
         parts = [("sample", x, x_axes), ("targets", targets, target_axes)]
         number = self.num_microbatches
-        sizes = _microbatch.sizes(_microbatch.batch_size(parts, number), number)
+        size = _microbatch.batch_size(parts, number)
+        sizes = _microbatch.sizes(_microbatch.shard(size, number, num_shards), number)
         keys = None if self.rngs is None else _microbatch.specs(self.rngs, "rngs")
-        return Batch(
-            x, x_axes, targets, target_axes, keys, sizes if whole else sizes[:1]
-        )
+        own = sizes if whole else sizes[:1]
+        return Batch(x, x_axes, targets, target_axes, keys, own, num_shards)
 
 
 @dataclass(frozen=True)

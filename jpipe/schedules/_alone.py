@@ -4,7 +4,7 @@ import heapq
 from collections import defaultdict
 
 from ._action import BACKWARD, FORWARD, INPUT, WEIGHT, Action
-from ._costs import Costs
+from ._costs import Costs, at
 from ._homes import Homes
 
 # When a part may begin, how long it takes, and what must still follow it.
@@ -31,6 +31,8 @@ def _parts(
     """What each rank has to do."""
     found: dict[int, list[_Part]] = defaultdict(list)
     last = homes.num_stages - 1
+    # Ranks go on meanwhile; the step does not end before.
+    exchange = [at(costs.exchange, stage) for stage in range(last + 1)]
 
     def travel(op: str, stage: int, i: int, to: int) -> float:
         if homes[i][stage] == homes[i][to]:
@@ -49,7 +51,7 @@ def _parts(
             rest.append(max(min(whole, half + other) - first[-1], 0.0))
         after = [0.0] * (last + 1)  # the first part of a backward
         for stage in range(last + 1):
-            after[stage] = rest[stage]
+            after[stage] = rest[stage] + exchange[stage]
             if stage:
                 later = travel(INPUT, stage, i, stage - 1) + first[stage - 1]
                 after[stage] = max(after[stage], later + after[stage - 1])
@@ -68,7 +70,7 @@ def _parts(
             rank = homes[i][stage]
             found[rank].append((now, first[stage], after[stage]))
             now += first[stage]
-            found[rank].append((now, rest[stage], 0.0))
+            found[rank].append((now, rest[stage], exchange[stage]))
             now += travel(INPUT, stage, i, stage - 1) if stage else 0.0
     return found
 

@@ -21,10 +21,11 @@ def lower_bound(
     """A time that no schedule of these stages beats, whatever it may hold.
 
     Each rank is looked at alone: everything it has to do, nothing before the stages
-    before it can have been run, and after each action the stages that follow. It may
-    even interrupt its work; the best order is then known. Backwards are whole or
-    split, whichever is less. The longest chain of one micro-batch and the work of the
-    busiest rank with its warm-up and drain are among what is counted.
+    before it can have been run, and after each action the stages that follow, and the
+    exchange of gradients. It may even interrupt its work; the best order is then known.
+    Backwards are whole or split, whichever is less. The longest chain of one
+    micro-batch and the work of the busiest rank with its warm-up and drain are among
+    what is counted.
 
     Args:
       costs: what each action costs; one entry per stage, or numbers for all.

@@ -109,6 +109,15 @@ def test_a_mini_batch_of_another_size_is_planned_for(command):
     assert out != works(command(f"plan model:with_loss {ESTIMATE}"))
 
 
+def test_examples_may_be_spread_over_devices(command):
+    options = "--microbatches 4 --bandwidth 1GB --data"
+    out = works(command(f"plan model:with_loss {ESTIMATE} {options} 2"))
+    assert out.startswith(f"{planned(num_microbatches=4, bandwidth=1e9, data=2)}\n")
+    assert out.startswith("1 stage x 2 devices (data)\n")
+    both = works(command(f"plan model:with_loss {ESTIMATE} {options} 1,2"))
+    assert "\nshape: " in both
+
+
 def test_devices_are_those_of_the_machine(command):
     out = works(
         command("plan model:make --estimate --microbatches 16 --schedule gpipe")
@@ -136,7 +145,8 @@ def test_a_plan_takes_a_saved_profile(command, monkeypatch, times):
         raise AssertionError
 
     monkeypatch.setattr("jpipe.planning._profiler.measured", measures)
-    out = works(command("plan model:with_loss --devices 2 --profile costs.json"))
+    given = "plan model:with_loss --devices 2 --data 1 --profile costs.json"
+    out = works(command(given))
     assert ", 4 micro-batches, bubble " in out
     how, *_ = made.splitlines()
     assert how.startswith("estimated at 1e+13 flops" if times else "measured on cpu")

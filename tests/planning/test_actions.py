@@ -29,9 +29,8 @@ GIVEN = Profile(
 
 
 def planned(**options):
-    return jpipe.plan(
-        TINY, SAMPLE, optax.sgd(0.1), num_devices=8, measure=False, **options
-    )
+    given = {"num_devices": 8, "data": 1, "measure": False, **options}
+    return jpipe.plan(TINY, SAMPLE, optax.sgd(0.1), **given)
 
 
 def test_tiny_layers_are_not_spread_over_devices():

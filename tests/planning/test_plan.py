@@ -36,6 +36,7 @@ def planned(**options):
         SAMPLE,
         optax.adam(1e-3),
         num_devices=2,
+        data=1,
         num_microbatches=4,
         measure=False,
         action_seconds=0.0,
@@ -116,6 +117,7 @@ def test_what_a_plan_would_hold_is_what_the_list_of_instructions_says(
         sample,
         optax.sgd(0.1),
         num_devices=2,
+        data=1,
         num_microbatches=4,
         measure=False,
         action_seconds=0.0,
@@ -209,6 +211,7 @@ def test_plans_are_saved_and_drawn():
         SAMPLE,
         optax.sgd(0.1),
         num_devices=2,
+        data=1,
         measure=False,
         action_seconds=0.0,
         schedules="1f1b",
@@ -357,12 +360,14 @@ def test_a_plan_without_a_loss_says_what_it_does_not_count():
 def test_an_estimate_is_taken_as_it_was_made():
     rates = {"peak_flops": 1.5e12, "memory_bandwidth": 3e9, "action_seconds": 1e-6}
     known = jpipe.profile(model(), SAMPLE, num_microbatches=4, measure=False, **rates)
-    made = jpipe.plan(model(), SAMPLE, optax.adam(1e-3), num_devices=2, profile=known)
+    given = {"num_devices": 2, "data": 1, "profile": known}
+    made = jpipe.plan(model(), SAMPLE, optax.adam(1e-3), **given)
     again = jpipe.plan(
         model(),
         SAMPLE,
         optax.adam(1e-3),
         num_devices=2,
+        data=1,
         num_microbatches=4,
         measure=False,
         **rates,

@@ -187,6 +187,7 @@ def test_the_optimizer_is_counted_as_a_train_step_spreads_it(name, trainable):
         sample,
         tx,
         num_devices=2,
+        data=1,
         num_microbatches=2,
         measure=False,
         action_seconds=0.0,
