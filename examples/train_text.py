@@ -10,9 +10,9 @@ host's CPU; the defaults take about a minute and a half on two cores.
     python examples/train_text.py --mesh stage=2,data=2
     python examples/train_text.py --processes 2
 
-With a mesh each stage has several devices; along ``data`` each takes a part of every
-micro-batch. With several processes each runs its part of the stages, as on several
-hosts; then nothing is written, and no process has all that a comparison needs.
+With a mesh each stage has several devices, of which each takes a part of every
+micro-batch. With several processes each runs some stages, as on several hosts, and none
+has all that writing and comparing need.
 
 In one process one more step is taken twice, in stages and on one device, and compared.
 The exit status is 1 if the two differ by more than rounding explains.
@@ -259,16 +259,9 @@ def agree(
 ) -> bool:
     """Whether a step in stages is the same step on one device, up to rounding.
 
-    Args:
-      pipe: the stages.
-      one_device: the same layers on one device.
-      state: where both start.
-      batch: what both see.
-      tx: the optimizer.
-      slack: by how much parameters may differ beside their own rounding. Adam divides
-        a gradient by its usual size; where that is as small as rounding, a weight
-        may move otherwise by a part of the learning rate. A wrong update differs by
-        all of it.
+    Parameters may differ by ``slack`` beside their own rounding. Adam divides a
+    gradient by its usual size; where that is as small as rounding, a weight may move
+    otherwise by a part of the learning rate. A wrong update differs by all of it.
     """
     print(
         "\none more step, from the same state: the pipeline and one device", flush=True
@@ -283,10 +276,8 @@ def agree(
     # Unlike Python's max, NumPy's keeps a NaN, which is not below 1.
     worst = np.max(parts)
     print(
-        "Each program adds in its own order, and float32 has 7 digits: a gradient\n"
-        "may differ by some 1e-6 of the largest in its array, a parameter in its\n"
-        "last digit. Ten times as much would be an error; "
-        f"this is {worst:.0%} of that."
+        "Each program adds in its own order, and float32 has 7 digits: ten times what\n"
+        f"that explains would be an error; this is {worst:.0%} of that."
     )
     return bool(worst <= 1)
 
@@ -308,12 +299,7 @@ def _compare(
 ) -> float:
     """Prints the largest difference; returns the largest part of what is allowed.
 
-    Args:
-      name: what is compared.
-      values: a pytree of arrays.
-      expected: what they should be.
-      relative: the difference that is allowed, in units of an array's largest value.
-      absolute: what is allowed beside.
+    That is ``relative`` of an array's largest value, and ``absolute`` beside.
     """
     pairs = zip(jax.tree.leaves(values), jax.tree.leaves(expected), strict=True)
     arrays = [(np.asarray(value), np.asarray(other)) for value, other in pairs]

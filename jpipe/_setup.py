@@ -117,7 +117,7 @@ def check_mesh(mesh: Any, devices: Any, sharding: Any, gather: Any) -> Any:
             f"sharding={sharding!r} is a {type(sharding).__name__}; needs a function "
             f"(path, spec) -> PartitionSpec, such as lambda path, spec: {sharding!r}"
         )
-    if mesh is None and not isinstance(devices, Mesh):
+    if mesh is None and not _has_mesh(devices):
         if sharding is not None or gather != "step":
             raise ValueError(
                 f"sharding= and gather= are for stages of several devices; give mesh= "
@@ -136,9 +136,15 @@ def check_mesh(mesh: Any, devices: Any, sharding: Any, gather: Any) -> Any:
     return mesh
 
 
+def _has_mesh(devices: Any) -> bool:
+    """Whether devices are given as a mesh, or one of them is."""
+    listed = [devices, *devices] if isinstance(devices, list | tuple) else [devices]
+    return any(isinstance(device, Mesh) for device in listed)
+
+
 def one_of_each_rank(devices: Any) -> Any:
     """Devices as given; of a mesh the first of each stage."""
-    if not isinstance(devices, Mesh):
+    if not _has_mesh(devices):
         return devices
     return [_transfer.one_of(rank) for rank in _ranks(devices)]
 
@@ -164,8 +170,10 @@ def choose_mesh(mesh: Mesh, schedule: Schedule) -> tuple[Device, ...]:
     return tuple(ranks[:needed])
 
 
-def _ranks(mesh: Mesh) -> list[Device]:
-    """The devices of each index along the axis of stages."""
+def _ranks(mesh: Mesh | Sequence[Any]) -> list[Device]:
+    """The devices of each index along the axis of stages, or those given for each."""
+    if not isinstance(mesh, Mesh):
+        return [_rank(own) if isinstance(own, Mesh) else own for own in mesh]
     names = list(mesh.axis_names)
     if _STAGE not in names:
         raise ValueError(
@@ -174,10 +182,59 @@ def _ranks(mesh: Mesh) -> list[Device]:
         )
     at = names.index(_STAGE)
     rest = names[:at] + names[at + 1 :]
-    return [
-        SubMesh.of(own, rest) if np.size(own) > 1 else np.ravel(own)[0]
-        for own in np.moveaxis(mesh.devices, at, 0)
-    ]
+    return [_place(own, rest) for own in np.moveaxis(mesh.devices, at, 0)]
+
+
+def _rank(mesh: Mesh) -> Device:
+    """The devices of a rank that were given as its own mesh."""
+    if _STAGE in mesh.axis_names:
+        raise ValueError(
+            f"devices: the mesh of one rank has an axis {_STAGE!r}, along which ranks "
+            f"lie; type mesh={_A_MESH} for all of them"
+        )
+    return _place(np.asarray(mesh.devices), mesh.axis_names)
+
+
+def _place(devices: np.ndarray, names: Sequence[str]) -> Device:
+    """The devices of a rank: one, or several of one process.
+
+    Raises:
+      ValueError: if they are of several processes.
+    """
+    processes = sorted({device.process_index for device in devices.flat})
+    if len(processes) > 1:
+        raise ValueError(
+            f"the devices of a stage are of processes {processes}: "
+            f"{', '.join(map(str, devices.flat))}; let stages lie along the processes, "
+            f"and the other axes of the mesh inside of each"
+        )
+    return SubMesh.of(devices, names) if devices.size > 1 else devices.flat[0]
+
+
+def _check_shards(ranks: Sequence[Device]) -> None:
+    """Checks that all ranks spread examples over as many devices.
+
+    Raises:
+      ValueError: if they do not, or a device is in two meshes.
+    """
+    counts = [getattr(rank, "num_shards", 1) for rank in ranks]
+    if len(set(counts)) > 1:
+        listed = ", ".join(f"rank {i} over {n}" for i, n in enumerate(counts))
+        raise ValueError(
+            f"devices: all ranks must spread the examples of a micro-batch over as "
+            f"many devices along {DATA!r}, for then M micro-batches on D shards have "
+            f"the numbers of M * D on one device; there is {listed}; give each as "
+            f"many, and what is left another axis, such as 'model'"
+        )
+    owner: dict[Any, int] = {}
+    for i, rank in enumerate(ranks):
+        for device in _transfer.devices_of(rank):
+            other = owner.setdefault(device, i)
+            if ranks[other] != rank:
+                raise ValueError(
+                    f"devices: {device} is in the meshes of rank {other} and rank {i}; "
+                    f"give each rank devices of its own, or both the same mesh"
+                )
 
 
 def replicated_plan(
@@ -241,7 +298,10 @@ def choose_devices(devices: Any, schedule: Schedule) -> tuple[Device, ...]:
             f"jax.Device objects, such as devices={example}"
         )
     given: Sequence[Any] = jax.devices() if devices is None else list(devices)
-    not_devices = [d for d in given if not isinstance(d, jax.Device)]
+    if _has_mesh(given):
+        given = _ranks(given)
+        _check_shards(given)
+    not_devices = [d for d in given if not isinstance(d, jax.Device | SubMesh)]
     if not_devices:
         raise TypeError(f"devices: {not_devices!r} are not jax.Device objects")
     needed = schedule.num_ranks

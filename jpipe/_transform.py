@@ -62,7 +62,7 @@ def pipeline(
         stage: those of ``devices`` are laid out, stage by stage. Or from
         `jpipe.replicate`, in place of ``balance``, ``replicas`` and ``schedule``.
       devices: one per rank, default `jax.devices`; repeat a device to let it serve
-        several stages.
+        several stages. A rank may have a mesh of its own in place of a device.
       mesh: several devices per stage, in place of ``devices``: the stages lie along its
         axis ``"stage"``, all other axes are each stage's own. Examples are spread over
         ``"data"``; parameters lie as ``sharding`` says.

@@ -143,6 +143,12 @@ class Pipe:
         return first.num_shards if isinstance(first, SubMesh | OnPaper) else 1
 
     @cached_property
+    def axes(self) -> tuple[str, ...]:
+        """The axes of the meshes of all places."""
+        meshes = [place.mesh for place in self.places if isinstance(place, SubMesh)]
+        return tuple(dict.fromkeys(name for mesh in meshes for name in mesh.axis_names))
+
+    @cached_property
     def stage_of_layer(self) -> tuple[int, ...]:
         """The stage of each layer."""
         return tuple(stage.index for stage in self.stages for _ in stage.layers)

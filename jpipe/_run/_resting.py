@@ -73,7 +73,7 @@ def _of_layer(
         return [WHOLE] * len(jax.tree.leaves(entry)), []
     found, faults = [], list[str]()
     for path, leaf, said in _said(pipe, layer, entry, inside):
-        spec = _spec(said, device, pipe.rule is not None, path)
+        spec = _spec(said, device, pipe.axes if pipe.rule else None, path)
         if not math.prod(leaf.shape):  # of nothing there are no parts
             spec = P()
         faults += _faults(path, leaf, spec, device)
@@ -117,8 +117,15 @@ def _of_variable(variable: Any) -> Any:
     return next((known[name] for name in names if known.get(name)), None)
 
 
-def _spec(said: Any, device: Device, by_rule: bool, path: Any) -> P:
-    """What is said as a spec of the axes that the place has."""
+def _spec(said: Any, device: Device, known_axes: Any, path: Any) -> P:
+    """What is said as a spec of the axes that the place has.
+
+    Args:
+      said: the axes, by a rule or by a box.
+      device: the place.
+      known_axes: those of all places, which a rule may name; ``None``: any.
+      path: of the parameter.
+    """
     if said is None or not isinstance(device, SubMesh):
         return P()
     if not isinstance(said, P | tuple | list):
@@ -132,12 +139,13 @@ def _spec(said: Any, device: Device, by_rule: bool, path: Any) -> P:
     for part in said:
         names = part if isinstance(part, tuple | list) else (part,)
         known = [name for name in names if name in own]
-        missing = [name for name in names if name is not None and name not in own]
-        if missing and by_rule:
-            raise ValueError(
-                f"sharding= names {missing} for {_told(path)}; the mesh of a stage has "
-                f"the axes {list(device.mesh.axis_names)}"
-            )
+        if known_axes is not None:
+            missing = [n for n in names if n is not None and n not in known_axes]
+            if missing:
+                raise ValueError(
+                    f"sharding= names {missing} for {_told(path)}; the mesh of a stage "
+                    f"has the axes {list(known_axes)}"
+                )
         parts.append(tuple(known) if len(known) > 1 else (known or [None])[0])
     while parts and parts[-1] is None:
         parts.pop()

@@ -191,7 +191,9 @@ def test_what_draws_by_a_count_is_refused_where_it_would_repeat():
         gradient = pipe.value_and_grad(ref.mse, has_state=True)
         if number == 1:
             (_, state), _ = gradient(variables, x, x)
-            assert jax.tree.leaves(state) == [1]
+            assert 1 in [
+                leaf for leaf in jax.tree.leaves(state) if leaf.dtype == np.uint32
+            ]
         else:
             match = r"layer 1 \(Counting\) draws random numbers by .*, .*count: all "
             with pytest.raises(ValueError, match=match + "micro-batches"):

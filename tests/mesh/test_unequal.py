@@ -1,0 +1,96 @@
+"""Stages with meshes of other sizes: two devices, then four, then two."""
+
+import jax
+import numpy as np
+import pytest
+from flax import linen as nn
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import jpipe
+
+from .stages import Normed, batch, compare, dense
+
+
+def ranks(*shapes):
+    """A mesh for each shape, of devices of its own."""
+    found, start = [], 0
+    for shape in shapes:
+        size = int(np.prod(shape))
+        devices = np.array(jax.devices()[start : start + size]).reshape(shape)
+        found.append(Mesh(devices, ("data", "model")[: len(shape)]))
+        start += size
+    return found
+
+
+def layers():
+    """A tie between stages of other sizes, and a long skip."""
+    shared = dense(8)
+
+    def stashing(x):
+        jpipe.stash("skip", x)
+        return nn.tanh(x)
+
+    return [
+        dense(8),
+        shared,
+        stashing,
+        Normed(),
+        dense(8),
+        lambda x: x + jpipe.pop("skip"),
+        shared,
+        dense(4),
+    ]
+
+
+def by_columns(path, spec):
+    return P(None, "model") if spec.ndim == 2 and spec.shape[1] == 8 else None
+
+
+@pytest.mark.parametrize(
+    ("schedule", "remat"), [("1f1b", "min_cut"), ("zb_h1", "full")]
+)
+def test_two_devices_and_four_give_the_numbers_of_one(double, schedule, remat):
+    pipe = jpipe.pipeline(
+        layers(),
+        3,
+        balance=[3, 3, 2],
+        devices=ranks((2,), (2, 2), (2,)),
+        sharding=by_columns,
+        schedule=schedule,
+        remat=remat,
+    )
+    compare(layers, pipe, 6, *batch())
+    assert "cpu:2 to cpu:5 (data=2, model=2)" in str(pipe)
+
+
+def test_a_device_and_a_mesh_without_shards(double):
+    first, second = jax.devices()[0], ranks((1,), (1, 2))[1]
+
+    def make():
+        return [dense(8), nn.tanh, dense(8), dense(4)]
+
+    pipe = jpipe.pipeline(
+        make(), 2, balance=[2, 2], devices=[first, second], sharding=by_columns
+    )
+    compare(make, pipe, 2, *batch())
+
+
+@pytest.mark.parametrize(
+    ("devices", "says"),
+    [
+        (lambda: ranks((2,), (4,)), r"along 'data'.* rank 0 over 2, rank 1 over 4"),
+        (lambda: [jax.devices()[0], *ranks((2,))], r"rank 0 over 1, rank 1 over 2"),
+        (
+            lambda: [ranks((2,))[0], ranks((2, 2))[0]],
+            r"cpu:\d is in the meshes of rank 0 and rank 1; give each rank devices",
+        ),
+        (
+            lambda: [jax.make_mesh((2, 2), ("stage", "data")), *ranks((2,))],
+            r"the mesh of one rank has an axis 'stage'.*type mesh=jax.make_mesh",
+        ),
+    ],
+)
+def test_what_does_not_fit_says_what_to_type(devices, says):
+    with pytest.raises(ValueError, match=says):
+        jpipe.pipeline([dense(8), dense(4)], 2, devices=devices())
