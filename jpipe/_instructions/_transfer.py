@@ -239,7 +239,7 @@ def sender(
       has_keys: whether typed keys of `jax.random` are among them.
       how: how they lie, in both.
     """
-    if isinstance(target, SubMesh):
+    if isinstance(source, SubMesh) or isinstance(target, SubMesh):
         where = [on(target, each) for each in how]
         return lambda leaves: jax.device_put(list(leaves), where)
     on_paper = isinstance(source, OnPaper) or isinstance(target, OnPaper)
