@@ -112,7 +112,7 @@ def test_a_process_that_fails_says_why_and_takes_the_others_with_it(tmp_path):
     [
         (["--microbatches", "3"], "a divisor of 512"),
         (["--microbatches", "1"], "2 or more"),
-        (["--sides", "jpipe,megatron"], "megatron: choose from jpipe, torchgpipe"),
+        (["--sides", "jpipe,megatron"], "megatron: choose from jpipe, jpipe-apart"),
         (["--rounds", "0"], "at least 1"),
         (["--json", "no/such/folder/a.json"], "no folder for no/such/folder/a.json"),
     ],
@@ -180,7 +180,7 @@ def test_baselines_run_once_and_recompute_what_their_pipelines_do():
         ("JAX, no pipeline", "full", (0,)),
         ("PyTorch, no pipeline", "full", (0, 1)),
     ]
-    assert len(runs) == 2 * 7
+    assert len(runs) == 2 * 9
 
 
 @pytest.mark.parametrize("model", MODELS)
