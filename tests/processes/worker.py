@@ -6,9 +6,6 @@ from pathlib import Path
 
 import jax
 
-jax.config.update("jax_enable_x64", True)
-jax.config.update("jax_default_matmul_precision", "highest")
-
 
 def main(folder: str, names: str, feeds: str, *devices: str) -> None:
     """Runs some pipelines by their names.
@@ -21,6 +18,8 @@ def main(folder: str, names: str, feeds: str, *devices: str) -> None:
     """
     import jpipe
 
+    jax.config.update("jax_enable_x64", True)
+    jax.config.update("jax_default_matmul_precision", "highest")
     jax.config.update("jax_num_cpu_devices", int(devices[0]))
     jpipe.distributed()
     import numpy as np
