@@ -156,14 +156,14 @@ class Pipeline(OwnLoop):
           TypeError: if a leaf of ``x`` is not an array.
         """
         x, _ = self._feed(x)
-        run = self._cache.inference(variables, x, rngs, train)
+        run = self._inference(variables, x, rngs=rngs, train=train)
         return run(variables, x, rngs)
 
     @outside_of_meshes
     def _inference(
         self, variables: Any, x: PyTree, *, rngs: _rng.Rngs = None, train: bool = False
     ) -> Inference:
-        return self._cache.inference(variables, self._feed(x)[0], rngs, train)
+        return self._cache.inference(variables, x, rngs, train)
 
     def value_and_grad(
         self,

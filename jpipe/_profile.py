@@ -51,6 +51,16 @@ def profile(gradient: Gradient, leaves: Sequence[Any]) -> Timeline:
       stage, with the median time of a transfer as latency.
     """
     program = gradient.program
+    if program.is_shared:
+        raise ValueError(
+            "profile_step times what one process runs, and this pipeline is in "
+            "several; profile it in one, or look at each with jax.profiler.trace"
+        )
+    if program.is_shared:
+        raise ValueError(
+            "profile_step times what one process runs, and this pipeline is in "
+            "several; profile it in one, or look at each with jax.profiler.trace"
+        )
     jax.block_until_ready(program(leaves))
     slots, clock = program.start(leaves), _Clock()
     maker = {s: n for n, i in enumerate(program.instructions) for s in i.writes}

@@ -217,6 +217,13 @@ def _check_shards(ranks: Sequence[Device]) -> None:
     Raises:
       ValueError: if they do not, or a device is in two meshes.
     """
+    shapes = {
+        getattr(rank, "mesh", None) and tuple(rank.mesh.shape.items()) for rank in ranks
+    }
+    if len(shapes) > 1 and len({rank.process_index for rank in ranks}) > 1:
+        raise ValueError(
+            "devices: ranks in several processes must have meshes of one shape"
+        )
     counts = [getattr(rank, "num_shards", 1) for rank in ranks]
     if len(set(counts)) > 1:
         listed = ", ".join(f"rank {i} over {n}" for i, n in enumerate(counts))

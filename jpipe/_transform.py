@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import jax
 from jax.sharding import Mesh
 
 from . import _setup
@@ -180,7 +181,7 @@ def sequential(
     Args:
       layers: as for `pipeline`.
       num_microbatches: as for `pipeline`; the gradients are accumulated.
-      devices: the device, as a sequence of one; default the first.
+      devices: the device, as a sequence of one; default the first of this process.
       in_axes: as for `pipeline`.
       target_axes: as for `pipeline`.
       out_axes: as for `pipeline`.
@@ -203,7 +204,7 @@ def sequential(
         listed,
         num_microbatches,
         balance=[len(listed)] if isinstance(listed, list) and listed else None,
-        devices=devices,
+        devices=jax.local_devices()[:1] if devices is None else devices,
         remat="none",
         in_axes=in_axes,
         target_axes=target_axes,

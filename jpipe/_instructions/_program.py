@@ -85,6 +85,8 @@ class Program:
       nbytes: the bytes of each slot, on each device of its place.
       places: where.
       programs: all that is compiled.
+      own: the instructions of this process.
+      is_shared: whether there are others.
     """
 
     def __init__(
@@ -95,7 +97,7 @@ class Program:
     ) -> None:
         self.devices = devices
         self._facts = graph.facts
-        self._is_shared = bool(graph.heads)
+        self.is_shared = bool(graph.heads)
         wanted: list[Value] = []
         for each in outputs:
             wanted += each if isinstance(each, tuple) else [each]
@@ -191,7 +193,7 @@ class Program:
         if self._is_compiled:
             return
         own = [p for p in self.programs.values() if is_here(p.device)]
-        if self._is_shared:
+        if self.is_shared:
             functions = (program.function for program in self.programs.values())
             compile_own = functools.partial(compile_all, own)
             agree(self.instructions, functions, self._facts, compile_own)

@@ -19,7 +19,7 @@ import jax
 from .. import _compat
 from ._environment import TIMEOUT, TRANSPORT
 
-_SECONDS = 300.0  # how long one process waits for another, unless told
+_SECONDS = 600.0  # how long one process waits for another, unless told
 
 
 @dataclass

@@ -41,7 +41,7 @@ def distributed(
       process_id: the number of this one, from 0.
       timeout: for how many seconds a process waits for another one before it ends with
         the name of what it awaited; default: the environment variable
-        ``JPIPE_TIMEOUT``, or 300.
+        ``JPIPE_TIMEOUT``, or 600. A step whose first backward comes later needs more.
       transport: how arrays pass between processes: ``"transfer"``, through sockets, or
         ``"device_put"``, through the links of the accelerators; default:
         ``JPIPE_TRANSPORT``, or the first on CPUs and the second elsewhere.

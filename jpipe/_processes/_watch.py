@@ -78,7 +78,10 @@ class Watch:
             time.sleep(_LOOKS)
             awaited, limit = self._now, group().timeout
             if awaited is not None and time.monotonic() - self._since > limit:
-                _end(f"{awaited}: nothing came for {limit:g} s")
+                _end(
+                    f"{awaited}: nothing came for {limit:g} s; where that is no fault, "
+                    f"type jpipe.distributed(timeout=...)"
+                )
 
 
 def _end(why: str) -> None:

@@ -161,5 +161,10 @@ def _idle(devices: Collection[Device]) -> Iterator[Device]:
         return
     for device in jax.devices():
         if device.process_index not in taken:
+            if any(isinstance(own, SubMesh) for own in devices):
+                raise ValueError(
+                    f"process {device.process_index} has no stage of this pipeline; "
+                    f"with a mesh each of the {jax.process_count()} processes needs one"
+                )
             taken.add(device.process_index)
             yield device

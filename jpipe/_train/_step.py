@@ -114,7 +114,6 @@ class TrainStep:
     def program(self, state: TrainState, x: PyTree, targets: PyTree) -> Program:
         """What a call with such arguments runs."""
         check_state(state)
-        x, targets = self._feed(x, targets)
         trees = state.params, state.model_state, state.opt_state
         leaves, tree = jax.tree.flatten((trees, state.rng, state.step))
         return self._compile(self.form(tree, leaves), state, x, targets).program

@@ -122,7 +122,6 @@ class ValueAndGrad:
         train: bool = True,
     ) -> Program:
         """What a call with such arguments runs."""
-        x, targets = self._feed(x, targets)
         gradient = self._gradients(variables, x, targets, rngs, train)
         return self._program(gradient, variables)
 
