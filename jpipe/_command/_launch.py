@@ -20,7 +20,7 @@ from ._refusal import Unfit
 
 # When one has failed, or Ctrl-C was pressed, the others have so many seconds to end by
 # themselves.
-_GRACE = 15.0
+_GRACE = 10.0
 _LOOKS = 0.05
 # Linux: what a process is sent when the one that started it is gone.
 _ON_DEATH_OF_PARENT = 1

@@ -20,6 +20,7 @@ from .. import _compat
 from ._environment import TIMEOUT, TRANSPORT
 
 _SECONDS = 600.0  # how long one process waits for another, unless told
+_FAREWELL = 5.0
 
 
 @dataclass
@@ -137,10 +138,18 @@ class Group:
                 listed = "; ".join(f"{_who(who)}: {it}" for it, who in said.items())
                 faults.append(f"  * {fact}: {listed}")
         if faults:
+            self._let_read(name)
             raise ValueError(
                 f"the processes do not run the same program: {why} differs, and "
                 f"nothing was sent\n" + "\n".join(faults)
             )
+
+    def _let_read(self, name: str) -> None:
+        """Before a process ends: the first one, which keeps the words, is the last."""
+        self.tell(f"{name}/read/{self.me}", "")
+        until = time.monotonic() + _FAREWELL
+        for process in range(self.size if self.me == 0 else 0):
+            self._get(f"{name}/read/{process}", until)
 
 
 def _who(processes: list[int]) -> str:

@@ -10,11 +10,13 @@ import jax
 from ._environment import COORDINATOR, PROCESS, PROCESSES
 from ._group import group
 from ._transport import TRANSPORTS
+from ._watch import watch
 
 # So many threads XLA has for the programs of all CPU devices of a process, which wait
 # in them for each other where a stage has several.
 _THREADS = 16
 _LATER = 30
+_TO_SAY = 2.0
 
 
 def distributed(
@@ -93,7 +95,10 @@ def _leave_if_failed() -> None:
     JAX would have it wait for them, and they go on waiting for what it sends: where a
     connection ends they know at once.
     """
-    if getattr(sys, "last_value", None) is not None:
+    error = getattr(sys, "last_value", None)
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        watch().said.wait(_TO_SAY)  # of which process it is
+    if error is not None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)

@@ -56,6 +56,7 @@ class Watch:
         self._awaited: queue.SimpleQueue[Awaited] = queue.SimpleQueue()
         self._now: Awaited | None = None
         self._since = 0.0
+        self.said = threading.Event()
         self.add = self._awaited.put
         for work in (self._wait, self._look):
             threading.Thread(target=work, name="jpipe-watch", daemon=True).start()
@@ -70,7 +71,7 @@ class Watch:
                 # What the user has deleted is awaited by nobody.
                 if not any(array.is_deleted() for array in awaited.arrays):
                     says = str(error).splitlines()[0]
-                    _end(f"{awaited}; it has failed or was ended ({says})")
+                    self._end(f"{awaited}; it has failed or was ended ({says})")
             self._now = awaited = None  # and with it the arrays
 
     def _look(self) -> None:
@@ -78,19 +79,19 @@ class Watch:
             time.sleep(_LOOKS)
             awaited, limit = self._now, group().timeout
             if awaited is not None and time.monotonic() - self._since > limit:
-                _end(
+                self._end(
                     f"{awaited}: nothing came for {limit:g} s; where that is no fault, "
                     f"type jpipe.distributed(timeout=...)"
                 )
 
-
-def _end(why: str) -> None:
-    """Says why, and ends the process, which may be waiting for ever."""
-    with contextlib.suppress(OSError, ValueError):
-        sys.stderr.write(f"jpipe: {why}\n")
-        sys.stderr.flush()
-    time.sleep(_GRACE)
-    os._exit(_STATUS)
+    def _end(self, why: str) -> None:
+        """Says why, and ends the process, which may be waiting for ever."""
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.write(f"jpipe: {why}\n")
+            sys.stderr.flush()
+        self.said.set()
+        time.sleep(_GRACE)
+        os._exit(_STATUS)
 
 
 @functools.cache

@@ -8,13 +8,14 @@ import time
 import jax
 
 
-def main(how: str) -> None:
+def main(how: str, _job: str) -> None:
     """Trains until process 1 fails.
 
     Args:
       how: ``"model"``, ``"key"``, ``"batch"``, ``"optimizer"``: it runs another.
         ``"kill"``, ``"stop"``, ``"raise"``: it ends in the middle. ``"layer"``: its
         layer raises. ``"late"``: it comes too late. ``"nothing"``: it does not.
+      _job: by which its processes are known.
     """
     import jpipe
 

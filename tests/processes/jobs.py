@@ -4,7 +4,7 @@ import os
 import re
 import subprocess
 import sys
-import time
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,12 +20,12 @@ class Outcome:
     Attributes:
       status: of the first process that failed, else 0.
       lines: what each process printed, on both streams.
-      seconds: how long it took.
+      left: the commands of its processes that were still there.
     """
 
     status: int
     lines: dict[int, list[str]]
-    seconds: float
+    left: list[str]
 
     def of(self, process: int) -> str:
         """What one process printed."""
@@ -43,11 +43,12 @@ def run(processes: int, module: str, *words: str, timeout: float = 60) -> Outcom
     """
     script = Path(__file__).with_name(f"{module}.py")
     command = [sys.executable, "-m", "jpipe", "launch", "--processes", str(processes)]
-    command += [f"--timeout={timeout:g}s", str(script), *words]
+    # The last word is that of this job alone: another worker may run the same test.
+    own = f"job-{uuid.uuid4()}"
+    command += [f"--timeout={timeout:g}s", str(script), *words, own]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_COMP")}
     # Half of the time would go to optimizations of XLA.
     environment |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "PYTHONPATH": str(ROOT)}
-    start = time.monotonic()
     done = subprocess.run(
         command,
         cwd=ROOT,
@@ -63,10 +64,10 @@ def run(processes: int, module: str, *words: str, timeout: float = 60) -> Outcom
             lines.setdefault(int(match[1]), []).append(match[2])
         else:
             lines.setdefault(-1, []).append(line)
-    return Outcome(done.returncode, lines, time.monotonic() - start)
+    return Outcome(done.returncode, lines, _alive(own))
 
 
-def alive(word: str) -> list[str]:
+def _alive(word: str) -> list[str]:
     """The processes of this machine whose command has a word."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
@@ -74,6 +75,6 @@ def alive(word: str) -> list[str]:
             command = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
             continue
-        if word in command and "pytest" not in command:
+        if word in command:
             found.append(command)
     return found

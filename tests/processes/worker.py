@@ -14,7 +14,7 @@ def main(folder: str, names: str, feeds: str, *devices: str) -> None:
       folder: where to write.
       names: of the pipelines, with commas between them.
       feeds: ``"all"`` or ``"own"``: whether a process is given what others read.
-      *devices: how many each process has.
+      *devices: how many each process has, and by which it is known.
     """
     import jpipe
 
