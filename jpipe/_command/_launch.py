@@ -71,6 +71,7 @@ def launch(
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     shared = {COORDINATOR: f"127.0.0.1:{port}", PROCESSES: str(num_processes)}
+    shared |= {"PYTHONUNBUFFERED": "1"}  # lines are shown, and kept, as they come
     if timeout is not None:
         shared[TIMEOUT] = str(timeout)
     running: list[subprocess.Popen[str]] = []

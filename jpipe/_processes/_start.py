@@ -16,6 +16,7 @@ from ._watch import watch
 # in them for each other where a stage has several.
 _THREADS = 16
 _LATER = 30
+_TO_START = 300
 _TO_SAY = 2.0
 
 
@@ -78,7 +79,8 @@ def distributed(
     os.environ.setdefault("PJRT_NPROC", str(max(os.cpu_count() or 1, _THREADS)))
     seconds = max(int(own.timeout), 1)
     waits = {
-        "initialization_timeout": seconds,
+        # Some come later than others, as schedulers start them.
+        "initialization_timeout": max(seconds, _TO_START),
         # Later than our own, which tells what was awaited.
         "heartbeat_timeout_seconds": seconds + _LATER,
         "shutdown_timeout_seconds": seconds,
