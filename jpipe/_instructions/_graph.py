@@ -55,6 +55,7 @@ class Graph:
 
     Attributes:
       processes: the process of each place; empty if there is one.
+      ranks: those of each place, in words, where they are known.
       facts: what it was made of, in words, by which processes compare theirs.
       specs: the shape and dtype of each value; of what is stacked, of one shard.
       places: where each value is made.
@@ -66,6 +67,7 @@ class Graph:
     """
 
     processes: Sequence[int] = ()
+    ranks: Sequence[str] = ()
     facts: dict[str, str] = field(default_factory=dict)
     specs: list[Any] = field(default_factory=list)
     places: list[Place] = field(default_factory=list)

@@ -318,8 +318,9 @@ def _crossing(
     graph: Graph, operation: Operation, devices: Sequence[Device], how: Sequence[Any]
 ) -> Crossing:
     """A move to another process."""
-    ends = devices[graph.places[operation.reads[0]]], devices[operation.place]
-    source, target = ends
+    origin = graph.places[operation.reads[0]]
+    source, target = devices[origin], devices[operation.place]
+    of = f" of {graph.ranks[origin]}" if graph.ranks else ""
     pairs = list(zip([graph.specs[v] for v in operation.writes], how, strict=True))
     return Crossing(
         source=source,
@@ -331,7 +332,7 @@ def _crossing(
         source_lies=[_transfer.on(source, each) for each in how],
         target_lies=[_transfer.on(target, each) for each in how],
         index=operation.writes[0],
-        label=_called(operation.label),
+        label=_called(operation.label) + of,
     )
 
 

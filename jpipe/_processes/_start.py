@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import re
 import sys
 from typing import Any
 
@@ -12,9 +13,10 @@ from ._group import group
 from ._transport import TRANSPORTS
 from ._watch import watch
 
-# So many threads XLA has for the programs of all CPU devices of a process, which wait
-# in them for each other where a stage has several.
-_THREADS = 16
+# Threads of XLA for each CPU device of several: programs of a stage's devices wait in
+# them for each other. With as many threads as devices they wait for ever (jax 0.10.2,
+# 0.12), with twice as many they did not.
+_WAITING = 4
 _LATER = 30
 _TO_START = 300
 _TO_SAY = 2.0
@@ -70,13 +72,14 @@ def distributed(
         own.transport = transport
     if jax.distributed.is_initialized():
         return
+    beside = 1  # processes of this host, as far as is known
     if (coordinator_address, num_processes, process_id) == (None, None, None):
         coordinator_address = os.environ.get(COORDINATOR)
         if coordinator_address is not None:
-            num_processes = int(os.environ[PROCESSES])
+            beside = num_processes = int(os.environ[PROCESSES])
             process_id = int(os.environ[PROCESS])
     # Read when the devices are made.
-    os.environ.setdefault("PJRT_NPROC", str(max(os.cpu_count() or 1, _THREADS)))
+    os.environ.setdefault("PJRT_NPROC", str(_threads(beside)))
     seconds = max(int(own.timeout), 1)
     waits = {
         # Some come later than others, as schedulers start them.
@@ -89,6 +92,22 @@ def distributed(
         coordinator_address, num_processes, process_id, **{**waits, **options}
     )
     atexit.register(_leave_if_failed)
+
+
+def _threads(processes: int) -> int:
+    """How many XLA may use for CPU devices: more than its cores make it slow.
+
+    Args:
+      processes: those that share the cores.
+    """
+    has_affinity = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    forced = re.search(
+        r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", "")
+    )
+    devices = max(jax.config.jax_num_cpu_devices, int(forced[1]) if forced else 1)
+    own = max(cores // processes, 1)
+    return own if devices == 1 else max(own, _WAITING * devices)
 
 
 def _leave_if_failed() -> None:

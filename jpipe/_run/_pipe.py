@@ -105,9 +105,13 @@ class Pipe:
         several = self.copies is not None
         return f"{device} of process {device.process_index}" if several else str(device)
 
+    def _ranks_in_words(self, device: Device) -> str:
+        found = [str(rank) for rank, own in enumerate(self.ranks) if own == device]
+        return f"rank{'s' * (len(found) > 1)} {', '.join(found) or 'none'}"
+
     def graph(self) -> Graph:
         """A graph over its places; with what processes compare of it, in words."""
-        graph = Graph(self.processes)
+        graph = Graph(self.processes, [*map(self._ranks_in_words, self.places)])
         if self.copies is not None:
             layers = [layer.name for stage in self.stages for layer in stage.layers]
             text = self.schedule.to_text()
