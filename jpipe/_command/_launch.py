@@ -42,15 +42,24 @@ def add_launch(commands: Any) -> None:
         metavar="TIME",
         help="how long one process waits for another, such as 60s",
     )
+    parser.add_argument(
+        "-m", dest="is_module", action="store_true", help="it is a module, by its name"
+    )
     parser.add_argument("script", help="a Python file")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
     parser.set_defaults(run=_run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    if not Path(arguments.script).is_file():
-        raise Unfit(f"{arguments.script} is not a file; give a Python program")
-    command = [sys.executable, arguments.script, *arguments.arguments]
+    script = [arguments.script]
+    if arguments.is_module:
+        script = ["-m", *script]
+    elif not Path(arguments.script).is_file():
+        raise Unfit(
+            f"{arguments.script} is not a file; give a Python program, or -m and the "
+            f"name of a module"
+        )
+    command = [sys.executable, *script, *arguments.arguments]
     return launch(command, arguments.processes, arguments.timeout)
 
 

@@ -295,8 +295,8 @@ def _memory(
             rank = timeline.placement[stage]
             added[rank] = max(added[rank], costs.accumulator_bytes[stage])
         own[2] += sum(optimizer_bytes[i] for i in layers)
-        spaces = [profile.layers[i].workspace_bytes or 0 for i in layers]
-        own[3] = max(own[3], max(spaces) + again[stage])
+        space = _workspace(profile, first, first + size)
+        own[3] = max(own[3], space + again[stage])
         first += size
     return tuple(
         Memory(
@@ -308,5 +308,27 @@ def _memory(
         )
         for (parameters, gradients, slots, workspace), peak, more in zip(
             totals, timeline.peak_bytes, added, strict=True
+        )
+    )
+
+
+def _workspace(profile: Profile, first: int, stop: int) -> int:
+    """What the largest program of a stage needs, at the layer that needs most.
+
+    Beside its own there is what passes into the layer and out of it within the stage,
+    and the skip connections within the stage that lie open there.
+    """
+    lying = [0] * (stop - first + 1)
+    for skip in profile.skips:
+        if first <= skip.source and skip.target < stop:
+            lying[skip.source - first] += skip.bytes
+            lying[skip.target - first + 1] -= skip.bytes
+    return max(
+        (profile.layers[i].workspace_bytes or 0)
+        + (profile.boundary_bytes(i) if i > first else 0)
+        + (profile.boundary_bytes(i + 1) if i + 1 < stop else 0)
+        + skips
+        for i, skips in zip(
+            range(first, stop), itertools.accumulate(lying), strict=False
         )
     )

@@ -11,24 +11,24 @@ import jpipe
 from . import jobs, work
 
 PARTS = {
-    # As many processes, the pipelines that they run, who is given the mini-batch, and
-    # how many devices each has.
-    2: ("gpipe,1f1b,zb_h1,eager_1f1b,interleaved,zb_v,mesh", "own", 2),
-    4: ("1f1b,zb_v,replicas", "all", 1),
+    # As many processes, the pipelines that they run, who is given the mini-batch, how
+    # many devices each has, and how arrays pass. The last of three has no stage.
+    2: ("gpipe,1f1b,zb_h1,eager_1f1b,interleaved,zb_v,mesh", "own", 2, "transfer"),
+    4: ("1f1b,zb_v,replicas", "all", 1, "transfer"),
+    3: ("1f1b,zb_v", "own", 2, "device_put"),
 }
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """What two processes and then four have written."""
+    """What two processes, then four, and three have written."""
     folder = tmp_path_factory.mktemp("processes")
-    for count, (names, feeds, devices) in PARTS.items():
+    for count, (names, *how) in PARTS.items():
         own = folder / str(count)
         own.mkdir()
-        if count == 4:
+        if count != 2:
             os.symlink(folder / "2" / "state", own / "state")
-        words = str(own), names, feeds, str(devices)
-        done = jobs.run(count, "worker", *words)
+        done = jobs.run(count, "worker", str(own), names, *map(str, how))
         assert (done.status, done.left) == (0, []), str(done)
     return folder
 
@@ -50,7 +50,7 @@ def alone():
 
 
 def test_every_leaf_has_the_same_bits(folder, alone):
-    for count, (names, _, _) in PARTS.items():
+    for count, (names, *_) in PARTS.items():
         for name in names.split(","):
             expected, seen = alone(name), set()
             for process in range(count):
@@ -78,8 +78,8 @@ def test_a_state_goes_on_in_more_processes_and_in_one(folder, alone):
     half = len(uninterrupted) // 2
     for one, other in zip(told, uninterrupted[half:], strict=True):
         np.testing.assert_array_equal(one, other)
-    for process in range(4):
-        found = np.load(folder / "4" / f"restored-{process}.npz")
+    for count, process in [(4, 0), (4, 1), (4, 2), (4, 3), (3, 0), (3, 1), (3, 2)]:
+        found = np.load(folder / str(count) / f"restored-{process}.npz")
         np.testing.assert_array_equal(found["loss"], told[0])
         for path in set(found) - {"loss"}:
             np.testing.assert_array_equal(found[path], expected[path])

@@ -1,5 +1,6 @@
 """One of several processes: trains pipelines and writes what it has of the results."""
 
+import socket
 import sys
 from functools import partial
 from pathlib import Path
@@ -7,21 +8,37 @@ from pathlib import Path
 import jax
 
 
-def main(folder: str, names: str, feeds: str, *devices: str) -> None:
+def can_put() -> None:
+    """Lets `jax.device_put` of CPUs reach other processes, as accelerators' does."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        own = f"127.0.0.1:{probe.getsockname()[1]}"
+    jax.config.update("jax_cross_host_transfer_socket_address", own)
+    jax.config.update("jax_cross_host_transport_addresses", "127.0.0.1:0")
+    jax.config.update("jax_cross_host_transfer_transfer_size", 1 << 20)
+
+
+def main(
+    folder: str, names: str, feeds: str, devices: str, transport: str, _job: str
+) -> None:
     """Runs some pipelines by their names.
 
     Args:
       folder: where to write.
       names: of the pipelines, with commas between them.
       feeds: ``"all"`` or ``"own"``: whether a process is given what others read.
-      *devices: how many each process has, and by which it is known.
+      devices: how many each process has.
+      transport: how arrays pass between them.
+      _job: by which its processes are known.
     """
     import jpipe
 
     jax.config.update("jax_enable_x64", True)
     jax.config.update("jax_default_matmul_precision", "highest")
-    jax.config.update("jax_num_cpu_devices", int(devices[0]))
-    jpipe.distributed()
+    jax.config.update("jax_num_cpu_devices", int(devices))
+    if transport == "device_put":
+        can_put()
+    jpipe.distributed(transport=transport)
     import numpy as np
 
     from tests.processes import work
