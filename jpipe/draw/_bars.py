@@ -9,6 +9,7 @@ from ._shapes import Path, Picture, Rect, Shape, Text, centred, shortened, text_
 
 _TOP, _BAR, _PITCH, _LEGEND = 46.0, 22.0, 30.0, 26.0
 _MARGIN, _LEFT, _BETWEEN = 14.0, 230.0, 28.0
+_NAME = _LEFT - 8 - _MARGIN  # so wide is one beside the bars
 _LIMIT = "#cc0000"
 _FAR = 8  # times what is needed most
 
@@ -19,6 +20,11 @@ class Part(NamedTuple):
     size: float
     fill: str
     says: str
+
+
+def fits(name: str) -> bool:
+    """Whether a name fits beside the bars."""
+    return text_width(name, LABEL) <= _NAME
 
 
 class Row(NamedTuple):
@@ -102,7 +108,7 @@ def _row(
     row: Row, time: _Side, room: _Side, y: float, of_a_whole: bool
 ) -> Iterator[Shape]:
     middle = centred(y + _BAR / 2, LABEL)
-    name = shortened(row.name, LABEL, _LEFT - 8 - _MARGIN)
+    name = shortened(row.name, LABEL, _NAME)
     yield Text(_LEFT - 8, middle, name, LABEL, palette.INK, "end")
     if of_a_whole:
         whole = time.right - time.left

@@ -1,11 +1,12 @@
 """A plan: what each rank computes and holds, under the limit, and when."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from ..schedules import Timeline
 from . import _palette as palette
-from ._bars import Bars, Part, Row, duration, size
+from ._bars import Bars, Part, Row, duration, fits, size
 
 # From what stays to what comes and goes.
 _PARTS = {
@@ -82,13 +83,16 @@ def planned(plan: Planned) -> tuple[Bars, Timeline]:
 def _row(plan: Planned, rank: int) -> Row:
     forecast = plan.forecast
     own = [stage for stage in plan.stages if stage.rank == rank]
-    counts = " + ".join(str(len(stage.layers)) for stage in own)
+    layers = " + ".join(_abridged(stage.layers) for stage in own)
     modes = " and ".join(dict.fromkeys(stage.remat for stage in own))
-    many = "" if counts == "1" else "s"
+    name = f"rank {rank}: {layers}; {modes}"
+    if not fits(name):
+        counts = " + ".join(str(len(stage.layers)) for stage in own)
+        name = f"rank {rank}: {counts} layers; {modes}"
     busy, memory = forecast.busy[rank], forecast.memory[rank]
     return Row(
-        name=f"rank {rank}: {counts} layer{many}, {modes}",
-        times=(Part(busy, _BUSY, f"busy: {duration(busy)}"),),
+        name=name,
+        times=(Part(busy, _BUSY, f"busy: {duration(busy)}, {layers}"),),
         time=f"{busy / forecast.seconds:.0%}" if forecast.seconds else "",
         sizes=tuple(
             Part(held, fill, f"{name}: {size(held)}")
@@ -97,6 +101,16 @@ def _row(plan: Planned, rank: int) -> Row:
         ),
         size=size(memory.total),
     )
+
+
+def _abridged(layers: Sequence[str]) -> str:
+    """The layers of a stage in some words: ``Embed to Block (5)``, ``Block x 3``."""
+    first, last = layers[0], layers[-1]
+    if len(layers) == 1:
+        return first
+    if set(layers) == {first}:
+        return f"{first} x {len(layers)}"
+    return f"{first} to {last} ({len(layers)})"
 
 
 def _named(part: str) -> str:

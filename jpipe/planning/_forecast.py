@@ -99,7 +99,8 @@ class Candidate:
         modes = dict.fromkeys(self.remat)
         return (
             f"{self.schedule.name}, balance {list(self.balance)}, "
-            f"{self.schedule.num_microbatches} micro-batches, "
+            f"{self.schedule.num_microbatches} "
+            f"micro-batch{'es' * (self.schedule.num_microbatches > 1)}, "
             f"remat {' and '.join(modes)}"
             + (f", {named(self.schedule, self.data)}" if self.data > 1 else "")
         )

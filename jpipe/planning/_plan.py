@@ -236,9 +236,9 @@ class Plan:
         return "\n".join(parts)
 
     def _grid(self) -> str:
-        """The schedule as it runs."""
+        """The schedule as it runs; its bubble is told below where it is predicted."""
         if not self.ran:
-            return str(self.schedule)
+            return self.schedule.drawn(Costs(), has_bubble=self.forecast is None)
         ran, default = set(self.ran), Costs()
 
         def last(action: Action) -> float:
@@ -261,7 +261,8 @@ class Plan:
                 backward=lasts(BACKWARD),
                 input_grad=lasts(INPUT),
                 weight_grad=lasts(WEIGHT),
-            )
+            ),
+            has_bubble=self.forecast is None,
         )
 
 

@@ -299,14 +299,15 @@ class Schedule:
     def __str__(self) -> str:
         return self.drawn(Costs())
 
-    def drawn(self, costs: Costs) -> str:
+    def drawn(self, costs: Costs, has_bubble: bool = True) -> str:
         """The schedule as text, with other costs; what takes no time is not there."""
         timeline = self.simulate(costs)
+        bubble = f", bubble {timeline.bubble_fraction:.1%}".replace("%", " %")
         return (
             f"{self.name}: {_count(self.num_ranks, 'rank')}, "
             f"{_count(self.num_stages, 'stage')}, "
-            f"{_count(self.num_microbatches, 'micro-batch', 'es')}, "
-            f"bubble {timeline.bubble_fraction:.1%}".replace("%", " %")
+            f"{_count(self.num_microbatches, 'micro-batch', 'es')}"
+            + has_bubble * bubble
             + "\n"
             + timeline.to_text()
         )

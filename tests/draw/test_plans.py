@@ -53,7 +53,10 @@ def test_bars_are_as_long_as_what_they_say():
         ]
         part = (ends[-1] - own[0]["x"]) / (limit - own[0]["x"])
         assert part == pytest.approx(total / (1 << 17), rel=1e-3)
-    assert "limit 128 KiB" in [text["text"] for text in texts(root)]
+    says = [text["text"] for text in texts(root)]
+    assert "limit 128 KiB" in says
+    first = plan.stages[0].layers
+    assert f"rank 0: {first[0]} to {first[-1]} ({len(first)}); min_cut" in says
 
 
 def test_a_limit_that_is_far_away_is_told_and_not_drawn():
