@@ -8,7 +8,7 @@ from ._frame import LABEL, amount, number
 from ._shapes import Path, Picture, Rect, Shape, Text, centred, shortened, text_width
 
 _TOP, _BAR, _PITCH, _LEGEND = 46.0, 22.0, 30.0, 26.0
-_MARGIN, _LEFT, _BETWEEN = 14.0, 230.0, 28.0
+_MARGIN, _LEFT, _BETWEEN = 14.0, 280.0, 28.0
 _NAME = _LEFT - 8 - _MARGIN  # so wide is one beside the bars
 _LIMIT = "#cc0000"
 _FAR = 8  # times what is needed most
