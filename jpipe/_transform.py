@@ -14,6 +14,7 @@ from ._layers._layer import as_layers
 from ._layers._stage import check_balance, fuse
 from ._layers._unchanged import Unchanged
 from ._pipeline import Pipeline
+from ._processes._start import check_joined
 from ._run import _resting
 from ._run._pipe import Pipe
 from .planning._plan import Plan
@@ -97,6 +98,7 @@ def pipeline(
       ValueError: if a number, name or length does not fit; with all faults of a kind.
       TypeError: if a layer, device or number is of a wrong type.
       ScheduleError: if a schedule cannot run.
+      RuntimeError: if it is launched as several processes and has not joined them.
 
     Example:
       >>> import jax, jax.numpy as jnp, jpipe
@@ -115,6 +117,7 @@ def pipeline(
       Kim et al., `torchgpipe: On-the-fly Pipeline Parallelism for Training Giant
       Models <https://arxiv.org/abs/2004.09910>`_ (2020).
     """
+    check_joined()
     layers = as_layers(stages)
     if plan is not None:
         given = {

@@ -14,6 +14,7 @@ import optax
 from .._jaxprs._function import Function
 from .._processes import _transport
 from .._processes._group import group
+from .._processes._keys import as_numbers
 
 # In the text of a jaxpr, where something is in the memory of one process.
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
@@ -78,13 +79,13 @@ def _text(function: Function) -> Iterator[str]:
     for closed in function.parts:
         yield _ADDRESS.sub("", str(closed.jaxpr))
         for const in closed.consts:
-            yield _value(const)
+            yield in_letters(const)
 
 
-def _value(const: Any) -> str:
+def in_letters(const: Any) -> str:
     """An array in a few letters; of what is elsewhere, what it is like."""
     try:
-        array = np.asarray(const)
+        array = np.asarray(as_numbers(const))
         return (
             f"{array.dtype}{array.shape}{hashlib.sha256(array.tobytes()).hexdigest()}"
         )

@@ -10,7 +10,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -136,14 +136,27 @@ class Group:
                 said.setdefault(own.get(fact, "nothing"), []).append(process)
             if len(said) > 1:
                 listed = "; ".join(f"{_who(who)}: {it}" for it, who in said.items())
-                faults.append(f"  * {fact}: {listed}")
-        if faults:
-            if self.me == 0:  # without it JAX would end the others before they say so
-                time.sleep(_FAREWELL)
-            raise ValueError(
-                f"the processes do not run the same program: {why} differs, and "
-                f"nothing was sent\n" + "\n".join(faults)
-            )
+                faults.append(f"{fact}: {listed}")
+        self.refuse(faults, why)
+
+    def refuse(self, faults: Sequence[str], why: str) -> None:
+        """Ends in all processes alike, if there is a fault that all have found.
+
+        Args:
+          faults: what differs.
+          why: what it is about.
+
+        Raises:
+          ValueError: with all of them.
+        """
+        if not faults:
+            return
+        if self.me == 0:  # without it JAX would end the others before they say so
+            time.sleep(_FAREWELL)
+        raise ValueError(
+            f"the processes do not run the same program: {why} differs, and nothing "
+            f"was sent\n" + "\n".join(f"  * {fault}" for fault in faults)
+        )
 
 
 def _who(processes: list[int]) -> str:

@@ -94,6 +94,21 @@ def distributed(
     atexit.register(_leave_if_failed)
 
 
+def check_joined() -> None:
+    """Refuses to go on alone as one of several processes that were launched.
+
+    Raises:
+      RuntimeError: if `distributed` has not been called.
+    """
+    count = os.environ.get(PROCESSES, "1")
+    if int(count) > 1 and not jax.distributed.is_initialized():
+        raise RuntimeError(
+            f"this is process {os.environ.get(PROCESS)} of {count} that `python -m "
+            f"jpipe launch` started, and each would train a model of its own: call "
+            f"jpipe.distributed() first, before anything asks JAX for its devices"
+        )
+
+
 def _threads(processes: int) -> int:
     """How many XLA may use for CPU devices: more than its cores make it slow.
 

@@ -8,17 +8,21 @@ instructions: it is told them, in each call, by who reads them.
 import base64
 import itertools
 import pickle
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 
+from .._instructions._agreed import digest, in_letters
 from .._jaxprs import _jaxpr
+from .._layers._stage import shapes
 from .._processes._group import group
 from ._pipe import Pipe
 
 PyTree = Any
 # So many calls a process may be behind those that tell it what they were given.
 _BEHIND = 64
+_OF_VALUES = " of "  # between shapes and a digest
 
 
 class _Kind(NamedTuple):
@@ -67,18 +71,29 @@ class Feed:
     ) -> frozenset[str]:
         """What some process is not given; each says so in its first call."""
         own = group()
-        self._name = f"feed/{own.next_number()}"
+        self._name, why = f"feed/{own.next_number()}", "the first call of a step"
         said = own.meet(
             self._name,
-            {name: "" if tree is None else "given" for name, tree in given.items()},
-            "the first call of a step",
+            {name: _in_letters(tree) for name, tree in given.items()},
+            why,
         )
+        faults: list[str] = []
         for name, stage in stages.items():
-            if not said[self._reader(stage)][name]:
+            reader = self._reader(stage)
+            if not said[reader][name]:
                 raise ValueError(
-                    f"{name}=None in process {self._reader(stage)}, which runs stage "
-                    f"{stage} and reads it; give it there, and None elsewhere"
+                    f"{name}=None in process {reader}, which runs stage {stage} and "
+                    f"reads it; give it there, and None elsewhere"
                 )
+            for process in range(len(said)):
+                if _differ(said, name, reader, process):
+                    faults.append(
+                        f"{name} has other values in process {process} than in "
+                        f"process {reader}, which alone reads it. Let all read the "
+                        f"same mini-batches, as from one seed, or give {name}=None "
+                        f"where it is not read"
+                    )
+        own.refuse(faults, why)
         return frozenset(name for name in given if not all(s[name] for s in said))
 
     def _known(self, name: str, stage: int, tree: PyTree, call: int) -> PyTree:
@@ -105,6 +120,29 @@ class Feed:
         )
         kinds = pickle.loads(base64.b64decode(words))
         return jax.tree.map(_spec, kinds, is_leaf=lambda node: isinstance(node, _Kind))
+
+
+def _in_letters(tree: PyTree) -> str:
+    """Whether a process is given something, and which values."""
+    leaves = jax.tree.leaves(tree)
+    if tree is None:
+        return ""
+    like = shapes(tree)
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+        return like
+    return f"{like}{_OF_VALUES}{digest(map(in_letters, leaves))}"
+
+
+def _differ(
+    said: Sequence[dict[str, str]], name: str, reader: int, process: int
+) -> bool:
+    """Whether two processes were given other values of one shape.
+
+    Other shapes are told when the program is compared.
+    """
+    like, own, values = said[process][name].partition(_OF_VALUES)
+    expected = said[reader][name].partition(_OF_VALUES)
+    return bool(own) and like == expected[0] and values != expected[2]
 
 
 def _check_values(name: str, stage: int, tree: PyTree) -> None:

@@ -12,7 +12,8 @@ def main(how: str, _job: str) -> None:
     """Trains until process 1 fails.
 
     Args:
-      how: ``"model"``, ``"key"``, ``"batch"``, ``"optimizer"``: it runs another.
+      how: ``"model"``, ``"key"``, ``"batch"``, ``"shuffle"``, ``"optimizer"``: it runs
+        another, or on other examples.
         ``"kill"``, ``"stop"``, ``"raise"``: it ends in the middle. ``"layer"``: its
         layer raises. ``"late"``: it comes too late. ``"nothing"``: it does not.
       _job: by which its processes are known.
@@ -44,6 +45,8 @@ def main(how: str, _job: str) -> None:
     x, size = np.ones((8, 5), np.float32), 4 if other("model") else 3
     if other("batch"):
         x = x[:4]
+    if other("shuffle"):
+        x = x * np.arange(8.0, dtype=np.float32)[:, None]
     key = jax.random.key(1 if other("key") else 0)
     state = pipe.init_train_state(key, x, tx)
     step = pipe.train_step(lambda y, t: jnp.mean((y - t) ** 2), tx)

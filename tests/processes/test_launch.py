@@ -38,6 +38,17 @@ def test_the_first_status_that_is_not_0_is_that_of_all(tmp_path):
     assert launched("--processes", "2", str(script)).returncode == 3
 
 
+def test_a_program_that_forgets_to_join_is_told(tmp_path):
+    script = tmp_path / "alone.py"
+    script.write_text("import jpipe, math\njpipe.pipeline([math.sin], 1)\n")
+    done = launched("--processes", "2", str(script))
+    assert done.returncode == 1
+    for number in range(2):
+        says = f"this is process {number} of 2 that `python -m jpipe launch` started"
+        assert says in done.stderr
+    assert launched("--processes", "1", str(script)).returncode == 0
+
+
 def test_what_is_not_there_is_refused():
     done = launched("--processes", "2", "nowhere.py")
     assert done.returncode == 2
