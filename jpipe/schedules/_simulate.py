@@ -75,15 +75,11 @@ def times(
 
     lasts, transfer = _by_kind(costs, costs.of), _by_kind(costs, costs.transfer)
 
-    def arrival(need: Action, rank: int) -> float:
-        moved = homes[need.microbatch][need.stage] != rank
-        return end[need] + (transfer(need) if moved else 0.0)
-
     def skips(action: Action, rank: int) -> list[float]:
         """When the skip connections of an action arrive; their senders have run."""
         return [
             end[sender if sender in end else sender._replace(op=INPUT)] + seconds
-            for sender, seconds in (costs.skip_transfers(action) if costs.skips else ())
+            for sender, seconds in costs.skip_transfers(action)
             if homes[sender.microbatch][sender.stage] != rank
         ]
 
@@ -98,17 +94,24 @@ def times(
             row = rows[rank]
             while position[rank] < len(row):
                 action = row[position[rank]]
-                reads = needs(action)
-                missing = next((need for need in reads if need not in end), None)
+                begins, missing = free[rank], None
+                for need in needs(action):
+                    ready = end.get(need)
+                    if ready is None:
+                        missing = need
+                        break
+                    if homes[need.microbatch][need.stage] != rank:
+                        ready += transfer(need)
+                    begins = max(begins, ready)
                 if missing is not None:
                     waiting.setdefault(missing, []).append(rank)
                     break
-                ready = [arrival(need, rank) for need in reads] + skips(action, rank)
-                start[action] = max([free[rank], *ready])
-                end[action] = start[action] + lasts(action)
+                if costs.skips:
+                    begins = max([begins, *skips(action, rank)])
+                start[action], end[action] = begins, begins + lasts(action)
                 # What takes no time, such as a forward that its backward does on the
                 # way, holds nobody up.
-                if end[action] > start[action]:
+                if end[action] > begins:
                     free[rank] = end[action]
                 position[rank] += 1
                 for other in waiting.pop(action, ()):
@@ -197,9 +200,13 @@ def memory_events(timeline: Timeline, costs: Costs) -> Iterable[MemoryEvent]:
         if last_reader.get((action.stage, placement[action.stage])) == action:
             shared = -at(costs.shared_bytes, action.stage)
             changes = [*changes, (action.stage, shared)]
+        changed_ranks: list[int] = []
         for stage, change in changes:
-            held[placement[stage]] += change
-        for rank in dict.fromkeys(placement[stage] for stage, _ in changes):
+            rank = placement[stage]
+            held[rank] += change
+            if rank not in changed_ranks:
+                changed_ranks.append(rank)
+        for rank in changed_ranks:
             yield MemoryEvent(timeline.end[action], rank, held[rank])
 
 
