@@ -11,13 +11,15 @@ import argparse
 from pathlib import Path
 
 from jpipe import draw
-from jpipe.schedules import BY_NAME, Costs, Schedule, compare, zb_v
+from jpipe.schedules import BY_NAME, Costs, Schedule, compare, replicated, zb_v
 
 RANKS, MICROBATCHES = 4, 8
 GALLERY = Path(__file__).parent.parent / "docs" / "gallery"
 # All the layers of a rank: a forward takes 1, and each half of a backward as long.
 FAST = Costs(forward=1, backward=2)
 SLOW = Costs(forward=1, backward=2, latency=0.5)
+# Ranks take turns at stages, so many as a stage takes longer than the last one.
+REPLICAS = 3, 2, 2, 1
 
 
 def main() -> None:
@@ -38,13 +40,15 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     pictures = {**catalogue, "zb_v_8x32": zb_v(8, 32)}
     for name, schedule in pictures.items():
-        write(schedule, folder / f"{name}.svg")
-    print(f"\nwrote {len(pictures)} pictures to {folder}")
+        costs = FAST.per_chunk(schedule.num_stages // schedule.num_ranks)
+        write(schedule, costs, folder / f"{name}.svg")
+    in_turns = Costs(forward=REPLICAS, backward=[2 * many for many in REPLICAS])
+    write(replicated(REPLICAS, 12), in_turns, folder / "replicas_3221.svg")
+    print(f"\nwrote {len(pictures) + 1} pictures to {folder}")
 
 
-def write(schedule: Schedule, path: Path) -> None:
+def write(schedule: Schedule, costs: Costs, path: Path) -> None:
     """Draws what a schedule is predicted to do."""
-    costs = FAST.per_chunk(schedule.num_stages // schedule.num_ranks)
     title = (
         f"{schedule.name}: {schedule.num_ranks} ranks, {schedule.num_stages} stages, "
         f"{schedule.num_microbatches} micro-batches"
