@@ -120,7 +120,8 @@ def _threads(processes: int) -> int:
     forced = re.search(
         r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", "")
     )
-    devices = max(jax.config.jax_num_cpu_devices, int(forced[1]) if forced else 1)
+    told = getattr(jax.config, "jax_num_cpu_devices", 1)
+    devices = max(told, int(forced[1]) if forced else 1)
     own = max(cores // processes, 1)
     return own if devices == 1 else max(own, _WAITING * devices)
 
