@@ -9,12 +9,13 @@ from jax.sharding import Mesh
 from . import _setup
 from ._cache import Axes
 from ._functions import _remat
+from ._instructions._sharding import SubMesh
 from ._instructions._transfer import Device
 from ._layers._layer import as_layers
 from ._layers._stage import check_balance, fuse
 from ._layers._unchanged import Unchanged
 from ._pipeline import Pipeline
-from ._processes._start import check_joined
+from ._processes._start import check_joined, check_threads
 from ._run import _resting
 from ._run._pipe import Pipe
 from .planning._plan import Plan
@@ -98,7 +99,8 @@ def pipeline(
       ValueError: if a number, name or length does not fit; with all faults of a kind.
       TypeError: if a layer, device or number is of a wrong type.
       ScheduleError: if a schedule cannot run.
-      RuntimeError: if it is launched as several processes and has not joined them.
+      RuntimeError: if it is one of several processes and has not joined them, or has
+        too few threads for meshes of CPU devices.
 
     Example:
       >>> import jax, jax.numpy as jnp, jpipe
@@ -157,6 +159,8 @@ def pipeline(
         schedule = turns(replicas, schedule, len(groups), number)
     chosen = choose_schedule(schedule, len(groups), number)
     placed = _setup.choose_devices(devices, chosen)
+    if any(isinstance(device, SubMesh) for device in placed):
+        check_threads()
     if isinstance(out_axes, bool) or not isinstance(out_axes, int):
         raise TypeError(
             f"out_axes={out_axes!r}: needs an int, the axis of the examples"

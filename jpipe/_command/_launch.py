@@ -14,7 +14,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from .._processes._environment import COORDINATOR, PROCESS, PROCESSES, TIMEOUT
+from .._processes._environment import (
+    COORDINATOR,
+    LOCAL_PROCESSES,
+    PROCESS,
+    PROCESSES,
+    TIMEOUT,
+)
 from ._arguments import count, duration
 from ._refusal import Unfit
 
@@ -80,6 +86,7 @@ def launch(
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     shared = {COORDINATOR: f"127.0.0.1:{port}", PROCESSES: str(num_processes)}
+    shared |= {LOCAL_PROCESSES: str(num_processes)}
     shared |= {"PYTHONUNBUFFERED": "1"}  # lines are shown, and kept, as they come
     if timeout is not None:
         shared[TIMEOUT] = str(timeout)

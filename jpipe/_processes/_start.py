@@ -8,15 +8,15 @@ from typing import Any
 
 import jax
 
-from ._environment import COORDINATOR, PROCESS, PROCESSES
+from ._environment import COORDINATOR, LOCAL_PROCESSES, PROCESS, PROCESSES
 from ._group import group
 from ._transport import TRANSPORTS
 from ._watch import watch
 
 # Threads of XLA for each CPU device of several: programs of a stage's devices wait in
-# them for each other. With as many threads as devices they wait for ever (jax 0.10.2,
-# 0.12), with twice as many they did not.
-_WAITING = 4
+# them for each other. With as many threads as devices, or one more, they wait for ever
+# where parameters are cut (jax 0.10.2); with twice as many they did not.
+_WAITING, _FEWEST = 4, 2
 _LATER = 30
 _TO_START = 300
 _TO_SAY = 2.0
@@ -72,14 +72,13 @@ def distributed(
         own.transport = transport
     if jax.distributed.is_initialized():
         return
-    beside = 1  # processes of this host, as far as is known
     if (coordinator_address, num_processes, process_id) == (None, None, None):
         coordinator_address = os.environ.get(COORDINATOR)
         if coordinator_address is not None:
-            beside = num_processes = int(os.environ[PROCESSES])
+            num_processes = int(os.environ[PROCESSES])
             process_id = int(os.environ[PROCESS])
     # Read when the devices are made.
-    os.environ.setdefault("PJRT_NPROC", str(_threads(beside)))
+    os.environ.setdefault("PJRT_NPROC", str(_threads()))
     seconds = max(int(own.timeout), 1)
     waits = {
         # Some come later than others, as schedulers start them.
@@ -103,27 +102,49 @@ def check_joined() -> None:
     count = os.environ.get(PROCESSES, "1")
     if int(count) > 1 and not jax.distributed.is_initialized():
         raise RuntimeError(
-            f"this is process {os.environ.get(PROCESS)} of {count} that `python -m "
-            f"jpipe launch` started, and each would train a model of its own: call "
-            f"jpipe.distributed() first, before anything asks JAX for its devices"
+            f"this is process {os.environ.get(PROCESS)} of {count}, says {PROCESSES}, "
+            f"and each would train a model of its own: call jpipe.distributed() "
+            f"first, before anything asks JAX for its devices"
         )
 
 
-def _threads(processes: int) -> int:
-    """How many XLA may use for CPU devices: more than its cores make it slow.
+def check_threads() -> None:
+    """Refuses stages of several CPU devices that would wait for each other for ever.
 
-    Args:
-      processes: those that share the cores.
+    Raises:
+      RuntimeError: if XLA has too few threads for the devices of this process.
     """
-    has_affinity = hasattr(os, "sched_getaffinity")
-    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    if jax.process_count() == 1 or jax.default_backend() != "cpu":
+        return
+    own = jax.local_device_count()
+    told = os.environ.get("PJRT_NPROC") or os.environ.get("NPROC")
+    threads = max(int(told) if told else _cores(), own)
+    if threads < _FEWEST * own:
+        raise RuntimeError(
+            f"process {jax.process_index()} has {own} CPU devices and {threads} "
+            f"threads for their programs, which would wait for each other for ever: "
+            f"call jax.config.update('jax_num_cpu_devices', {own}) before "
+            f"jpipe.distributed(), or set PJRT_NPROC={_WAITING * own} before Python "
+            f"starts"
+        )
+
+
+def _threads() -> int:
+    """How many XLA may use for CPU devices: more than its cores make it slow."""
     forced = re.search(
         r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", "")
     )
     told = getattr(jax.config, "jax_num_cpu_devices", 1)
     devices = max(told, int(forced[1]) if forced else 1)
-    own = max(cores // processes, 1)
+    own = max(_cores() // int(os.environ.get(LOCAL_PROCESSES, "1")), 1)
     return own if devices == 1 else max(own, _WAITING * devices)
+
+
+def _cores() -> int:
+    """Those that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _leave_if_failed() -> None:

@@ -1,15 +1,20 @@
 """`python -m jpipe launch`: what is started, and what is printed of it."""
 
+import os
 import subprocess
 import sys
 
 import pytest
 
 
-def launched(*words):
-    command = [sys.executable, "-m", "jpipe", "launch", *words]
+def launched(*words, **environment):
     return subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, "-m", "jpipe", "launch", *words],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
     )
 
 
@@ -44,9 +49,23 @@ def test_a_program_that_forgets_to_join_is_told(tmp_path):
     done = launched("--processes", "2", str(script))
     assert done.returncode == 1
     for number in range(2):
-        says = f"this is process {number} of 2 that `python -m jpipe launch` started"
-        assert says in done.stderr
+        assert f"this is process {number} of 2, says JPIPE_PROCESSES" in done.stderr
     assert launched("--processes", "1", str(script)).returncode == 0
+
+
+def test_devices_that_would_wait_for_each_other_for_ever_are_refused(tmp_path):
+    script = tmp_path / "late.py"
+    script.write_text(
+        "import jax, jpipe\n"
+        "jpipe.distributed()\n"
+        "jax.config.update('jax_num_cpu_devices', 2)\n"
+        "mesh = jax.make_mesh((2, 2), ('stage', 'data'))\n"
+        "jpipe.pipeline([jax.numpy.sin] * 2, 2, mesh=mesh)\n"
+    )
+    done = launched("--processes", "2", str(script), PJRT_NPROC="3")
+    assert done.returncode == 1
+    assert "has 2 CPU devices and 3 threads for their programs, which" in done.stderr
+    assert "jax.config.update('jax_num_cpu_devices', 2) before" in done.stderr
 
 
 def test_what_is_not_there_is_refused():
