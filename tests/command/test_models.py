@@ -147,7 +147,7 @@ def test_a_plan_takes_a_saved_profile(command, monkeypatch, times):
     monkeypatch.setattr("jpipe.planning._profiler.measured", measures)
     given = "plan model:with_loss --devices 2 --data 1 --profile costs.json"
     out = works(command(given))
-    assert ", 4 micro-batches, bubble " in out
+    assert ", 4 micro-batches\n" in out
     how, *_ = made.splitlines()
     assert how.startswith("estimated at 1e+13 flops" if times else "measured on cpu")
     assert out.endswith(f"\nlayers: as in costs.json, {how}\n")

@@ -109,7 +109,7 @@ def test_the_example_prints_two_tables_and_draws_every_schedule(
     for name in BY_NAME:
         assert out.count(f"| {name} ") == (0 if name == "forward_only" else 2)
     drawn = {path.stem: path for path in (tmp_path / "new").glob("*.svg")}
-    assert set(drawn) == {*BY_NAME, "zb_v_8x32"}
+    assert set(drawn) == {*BY_NAME, "zb_v_8x32", "replicas_3221"}
     for name, path in drawn.items():
         schedule = BY_NAME["zb_v"](8, 32) if "x" in name else BY_NAME[name](4, 8)
         assert len(actions(ET.parse(path).getroot())) == sum(map(len, schedule.rows))
