@@ -11,7 +11,7 @@ import pytest
 
 from jpipe import draw
 from jpipe.draw import _palette as palette
-from jpipe.schedules import BY_NAME, Costs, Timeline
+from jpipe.schedules import BY_NAME, Costs, Timeline, replicated
 
 from .pictures import CLOSE, actions, boxes, measured, parsed, predicted
 
@@ -111,5 +111,9 @@ def test_the_example_prints_two_tables_and_draws_every_schedule(
     drawn = {path.stem: path for path in (tmp_path / "new").glob("*.svg")}
     assert set(drawn) == {*BY_NAME, "zb_v_8x32", "replicas_3221"}
     for name, path in drawn.items():
-        schedule = BY_NAME["zb_v"](8, 32) if "x" in name else BY_NAME[name](4, 8)
+        others = {
+            "zb_v_8x32": lambda: BY_NAME["zb_v"](8, 32),
+            "replicas_3221": lambda: replicated([3, 2, 2, 1], 12),
+        }
+        schedule = others[name]() if name in others else BY_NAME[name](4, 8)
         assert len(actions(ET.parse(path).getroot())) == sum(map(len, schedule.rows))
