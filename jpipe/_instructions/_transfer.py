@@ -51,7 +51,6 @@ class OnPaper:
 
 
 @functools.cache
-@functools.cache
 def on(device: Device, how: Sharding = WHOLE, on_host: bool = False) -> Any:
     """What JAX calls an array in a place; ``None`` in one that is not there.
 
