@@ -239,20 +239,10 @@ def splitter(
     return split
 
 
-def joiner(
-    axes: Sequence[int | None], num_shards: int = 1
-) -> Callable[..., list[jax.Array]]:
-    """The inverse of `splitter`; what has no axis is stacked on a new first one.
-
-    Args:
-      axes: of the leaves of each micro-batch.
-      num_shards: of what each leaf has a new first axis, if they are several.
-    """
+def joiner(axes: Sequence[int | None]) -> Callable[..., list[jax.Array]]:
+    """The inverse of `splitter`; what has no axis is stacked on a new first one."""
 
     def join(*leaves: jax.Array) -> list[jax.Array]:
-        if num_shards > 1:
-            rows = [leaves[i : i + len(axes)] for i in range(0, len(leaves), len(axes))]
-            leaves = tuple(x[d] for row in rows for d in range(num_shards) for x in row)
         columns = [leaves[i :: len(axes)] for i in range(len(axes))]
         return [
             jnp.stack(column) if axis is None else jnp.concatenate(column, axis)

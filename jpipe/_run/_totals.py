@@ -44,14 +44,41 @@ def joined(
     axes: Sequence[int | None],
 ) -> Values:
     """Leaves of each micro-batch, and of each shard, as those of the mini-batch."""
-    shards = batch.num_shards
     leaves = [value for row in rows for value in row]
-    specs = [graph.specs[value] for value in leaves]
-    if shards > 1:
-        specs = [x.update(shape=(shards, *x.shape)) for x in specs]
-    join = Function.like(name, _microbatch.joiner(axes, shards), *specs)
+    pairs = [(graph.specs[value], graph.shardings[value]) for value in leaves]
+    specs = [
+        spec.update(shape=(batch.num_shards, *spec.shape)) if how.stacked else spec
+        for spec, how in pairs
+    ]
+    apart, put_together = _apart(graph, batch, rows), _microbatch.joiner(axes)
+
+    def join(*leaves: jax.Array) -> list[jax.Array]:
+        return put_together(*[leaf for part in apart(leaves) for leaf in part])
+
     last = len(pipe.stages) - 1
-    return graph.call(join, pipe.place(last), leaves)
+    return graph.call(Function.like(name, join, *specs), pipe.place(last), leaves)
+
+
+def _apart(
+    graph: Graph, batch: Batch, rows: Sequence[Values]
+) -> Callable[[Sequence[jax.Array]], list[list[jax.Array]]]:
+    """``leaves of rows -> those of each shard of each``.
+
+    A row that holds what a stage was given, such as one of its weights, may have
+    leaves that do not lie stacked: they are the same for all shards.
+    """
+    stacked = [[graph.shardings[value].stacked for value in row] for row in rows]
+
+    def apart(leaves: Sequence[jax.Array]) -> list[list[jax.Array]]:
+        rest = iter(leaves)
+        each = [[(next(rest), yes) for yes in row] for row in stacked]
+        return [
+            [leaf[d] if yes else leaf for leaf, yes in row]
+            for row in each
+            for d in range(batch.num_shards)
+        ]
+
+    return apart
 
 
 class Totals:
@@ -118,14 +145,10 @@ class Totals:
         if not count or not (self._is_mapped or len(each) > 1):
             return each[0]
         task = self._works.task(stage)
-        shards = range(self._batch.num_shards)
+        apart = _apart(self._graph, self._batch, each)
 
         def merge(*leaves: jax.Array) -> list[Any]:
-            starts = range(0, len(leaves), count)
-            parts = [list(leaves[i : i + count]) for i in starts]
-            if self._is_mapped:
-                parts = [[leaf[d] for leaf in part] for part in parts for d in shards]
-            return functools.reduce(task.merge_sums, parts)
+            return functools.reduce(task.merge_sums, apart(leaves))
 
         return self._exchanged("merge_sums", merge, stage, each)
 

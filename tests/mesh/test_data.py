@@ -113,6 +113,36 @@ def test_aux_of_all_shards_is_joined():
     assert got["metrics"]["aux"]["sum"].shape == (4,)
 
 
+def test_what_leaves_as_it_came_is_that_of_each_shard():
+    """A target without examples as aux; two variables that change places."""
+
+    class Swapping(nn.Module):
+        @nn.compact
+        def __call__(self, x, train):
+            a, b = (
+                self.variable("own", name, lambda n=n: jnp.arange(4) * n)
+                for n, name in enumerate("ab")
+            )
+            x = dense(8)(x) + a.value.sum()
+            if train:
+                a.value, b.value = b.value, a.value
+            return x
+
+    def make():
+        return [Swapping(), jnp.tanh, dense(8), dense(4)]
+
+    def loss_fn(y, t):
+        return ref.mse(y * t["scale"], t["y"]), t["scale"]
+
+    x, targets = batch()
+    axes = {"target_axes": {"y": 0, "scale": None}}
+    targets = {"y": targets, "scale": jnp.arange(8.0).reshape(2, 4).sum(0)}
+    pipe = jpipe.pipeline(make(), 2, balance=[2, 2], mesh=mesh(2, 2), **axes)
+    options = {"loss_fn": loss_fn, "has_aux": True}
+    got = compare(make, pipe, 4, x, targets, given=axes, **options)
+    assert got["metrics"]["aux"].shape == (4, 4)
+
+
 def test_a_weighted_loss_is_divided_by_the_weight_of_all_shards():
     x, targets = batch()
     weight = jnp.arange(24.0) % 5
