@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from .._jaxprs._function import Function, composed
-from ._sharding import STACKED, WHOLE, Cut, Sharding
+from ._sharding import STACKED, WHOLE, Cut, Sharding, SubMesh
 
 Value = int
 # What is wanted in each process: its copy there.
@@ -56,6 +56,7 @@ class Graph:
     Attributes:
       processes: the process of each place; empty if there is one.
       ranks: those of each place, in words, where they are known.
+      devices: those of each place, likewise.
       facts: what it was made of, in words, by which processes compare theirs.
       specs: the shape and dtype of each value; of what is stacked, of one shard.
       places: where each value is made.
@@ -68,6 +69,7 @@ class Graph:
 
     processes: Sequence[int] = ()
     ranks: Sequence[str] = ()
+    devices: Sequence[Any] = ()
     facts: dict[str, str] = field(default_factory=dict)
     specs: list[Any] = field(default_factory=list)
     places: list[Place] = field(default_factory=list)
@@ -83,6 +85,8 @@ class Graph:
     _composed: dict[Any, Function] = field(default_factory=dict)
 
     def _make(self, spec: Any, place: Place, how: Sharding = WHOLE) -> Value:
+        if len(how.spec) and isinstance(device := self.devices[place], SubMesh):
+            how = device.fitting(how, spec.shape)
         self.specs.append(spec)
         self.places.append(place)
         self.shardings.append(how)

@@ -66,8 +66,7 @@ class Sharding(NamedTuple):
 
     def gathered(self) -> "Sharding":
         """The same with all of it in each shard."""
-        parts = [_without_data(part) for part in self.spec]
-        return self._replace(spec=P(*parts))
+        return self._replace(spec=narrowed(self.spec, lambda name: name != DATA))
 
 
 WHOLE = Sharding()
@@ -116,6 +115,21 @@ class SubMesh:
         spec = P(DATA, *how.spec) if how.stacked else how.spec
         kind = "pinned_host" if on_host else None
         return NamedSharding(self.mesh, spec, memory_kind=kind)
+
+    def fitting(self, how: Sharding, shape: Sequence[int]) -> Sharding:
+        """How what lies so elsewhere lies here: whole where it cannot be cut.
+
+        That is along axes that other meshes have, and those that do not divide it.
+        """
+        sizes = self.mesh.shape
+
+        def fits(part: Any, size: int) -> bool:
+            return size % math.prod(sizes[name] for name in _names(P(part))) == 0
+
+        spec = narrowed(how.spec, sizes.__contains__)
+        pairs = zip(spec, shape, strict=False)
+        parts = [part if fits(part, size) else None for part, size in pairs]
+        return how._replace(spec=narrowed(P(*parts)))
 
     def global_shape(self, shape: Sequence[int], how: Sharding) -> tuple[int, ...]:
         """The shape of the array of which each shard sees ``shape``."""
@@ -174,11 +188,15 @@ def _only_data(how: Sharding) -> P:
     return P(*[DATA if DATA in _names(P(part)) else None for part in how.spec])
 
 
-def _without_data(part: Any) -> Any:
-    if not isinstance(part, tuple):
-        return None if part == DATA else part
-    rest = tuple(name for name in part if name != DATA)
-    return rest if len(rest) > 1 else (rest[0] if rest else None)
+def narrowed(spec: P, keeps: Callable[[str], bool] = bool) -> P:
+    """A spec with some of its axes alone, as short as it can be."""
+    parts: list[Any] = []
+    for part in spec:
+        names = [name for name in _names(P(part)) if keeps(name)]
+        parts.append(tuple(names) if len(names) > 1 else (names or [None])[0])
+    while parts and parts[-1] is None:
+        parts.pop()
+    return P(*parts)
 
 
 def _names(spec: P) -> list[str]:

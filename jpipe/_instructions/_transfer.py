@@ -236,7 +236,7 @@ def sender(
       source: the place where they are.
       target: the place where they go.
       has_keys: whether typed keys of `jax.random` are among them.
-      how: how they lie, in both.
+      how: how they lie where they go.
     """
     if isinstance(source, SubMesh) or isinstance(target, SubMesh):
         where = [on(target, each) for each in how]

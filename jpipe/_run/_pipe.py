@@ -111,7 +111,8 @@ class Pipe:
 
     def graph(self) -> Graph:
         """A graph over its places; with what processes compare of it, in words."""
-        graph = Graph(self.processes, [*map(self._ranks_in_words, self.places)])
+        ranks = [*map(self._ranks_in_words, self.places)]
+        graph = Graph(self.processes, ranks, self.places)
         if self.copies is not None:
             layers = [layer.name for stage in self.stages for layer in stage.layers]
             text = self.schedule.to_text()

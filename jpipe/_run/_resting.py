@@ -14,7 +14,7 @@ from flax import linen
 from flax.linen import spmd
 from jax.sharding import PartitionSpec as P
 
-from .._instructions._sharding import WHOLE, Sharding, SubMesh
+from .._instructions._sharding import WHOLE, Sharding, SubMesh, narrowed
 from .._instructions._transfer import Device
 from .._layers import _nnx_kinds
 from .._layers._linen import is_box
@@ -134,22 +134,16 @@ def _spec(said: Any, device: Device, known_axes: Any, path: Any) -> P:
             f"sharding= returned a {kind} for {_told(path)}; needs a "
             f"jax.sharding.PartitionSpec, or None for what is whole on each device"
         )
-    own = set(device.mesh.axis_names)
-    parts = []
-    for part in said:
-        names = part if isinstance(part, tuple | list) else (part,)
-        known = [name for name in names if name in own]
-        if known_axes is not None:
-            missing = [n for n in names if n is not None and n not in known_axes]
-            if missing:
-                raise ValueError(
-                    f"sharding= names {missing} for {_told(path)}; the mesh of a stage "
-                    f"has the axes {list(known_axes)}"
-                )
-        parts.append(tuple(known) if len(known) > 1 else (known or [None])[0])
-    while parts and parts[-1] is None:
-        parts.pop()
-    return P(*parts)
+    spec = P(*[tuple(part) if isinstance(part, list) else part for part in said])
+    if known_axes is not None:
+        named = Sharding(spec=spec).axes
+        missing = [name for name in named if name not in known_axes]
+        if missing:
+            raise ValueError(
+                f"sharding= names {missing} for {_told(path)}; the mesh of a stage "
+                f"has the axes {list(known_axes)}"
+            )
+    return narrowed(spec, device.mesh.shape.__contains__)
 
 
 def _faults(path: Any, leaf: Any, spec: P, device: Device) -> Iterable[str]:

@@ -132,7 +132,8 @@ class Spread:
         placed = Placed(
             self._traced(statics), specs, self._find_placement(specs, at), self._name
         )
-        graph = Graph(tuple(device.process_index for device in self._devices))
+        processes = [device.process_index for device in self._devices]
+        graph = Graph(processes, devices=self._devices)
         arguments = [
             graph.argument(spec, _place(device, home), yes, each)
             for spec, device, home, yes, each in zip(
