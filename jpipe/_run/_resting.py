@@ -113,8 +113,10 @@ def _of_box(box: Any) -> Any:
 
 def _of_variable(variable: Any) -> Any:
     known = {} if variable is None else variable.get_metadata()
-    names = ("out_sharding", "sharding", "sharding_names")
-    return next((known[name] for name in names if known.get(name)), None)
+    said = known.get("out_sharding") or ()
+    rules = *linen.get_logical_axis_rules(), *(known.get("sharding_rules") or ())
+    mesh_axes = dict(rules)
+    return [mesh_axes.get(name, name) for name in getattr(said, "spec", said)]
 
 
 def _spec(said: Any, device: Device, known_axes: Any, path: Any) -> P:

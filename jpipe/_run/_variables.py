@@ -7,10 +7,11 @@ from typing import Any
 import jax
 from flax import nnx
 from jax import core
+from jax.sharding import NamedSharding
 
 from .._functions._weights import is_inexact
 from .._instructions._sharding import Sharding
-from .._instructions._transfer import Device, is_at
+from .._instructions._transfer import Device, devices_of, is_at
 from .._layers._linen import is_box
 from .._layers._stage import StageFunction
 from .._layers._tree import dotted, flat
@@ -164,21 +165,32 @@ def check_placed(
     check_concrete([leaf for leaves in weights for leaf, _ in leaves])
     faults = []
     for leaves, stage, device in zip(weights, stages, devices, strict=True):
-        # A leaf of NumPy answers "cpu", a sharded one its sharding.
-        elsewhere = {
-            str(leaf.device) for leaf, how in leaves if not is_at(leaf, device, how)
+        found = {
+            _lying(leaf, device, how)
+            for leaf, how in leaves
+            if not is_at(leaf, device, how)
         }
-        if elsewhere:
+        if found:
             layers = f"layers {stage.first} to {stage.span.stop - 1}"
             faults.append(
                 f"stage {stage.index} ({layers}) runs on {device}, its "
-                f"variables are on {', '.join(sorted(elsewhere))}"
+                f"variables are {', '.join(sorted(found))}"
             )
     if faults:
         raise ValueError(
             "variables are not in place; type variables = pipe.place(variables):\n"
             + "\n".join(f"  * {fault}" for fault in faults)
         )
+
+
+def _lying(leaf: Any, device: Device, how: Sharding) -> str:
+    """Where a variable is, or, if it is in its place, how it lies there."""
+    there = getattr(leaf, "sharding", None)
+    if isinstance(there, NamedSharding) and there.device_set == devices_of(device):
+        unsaid = " (under other nn.logical_axis_rules?)" if not how.axes else ""
+        return f"there as {there.spec}, needed as {how.spec}{unsaid}"
+    # A leaf of NumPy answers "cpu", a sharded one its sharding.
+    return f"on {leaf.device}"
 
 
 def check_concrete(leaves: Sequence[Any]) -> None:

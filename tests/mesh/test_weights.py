@@ -125,6 +125,12 @@ def test_logical_axes_by_the_rules_of_flax():
         variables = pipe.init(jax.random.key(0), batch(8)[0])
         kernel = variables[1]["params"]["Dense_0"]["kernel"].value
         assert spec(kernel) == P(None, "model")
+    other = jpipe.pipeline(layers, 2, balance=[2, 2], mesh=mesh(2, 1, 2))
+    with pytest.raises(
+        ValueError,
+        match=r"there as .*'model'.*, needed as \S+ \(under other nn.logical_axis_rul",
+    ):
+        other.apply(variables, batch(8)[0])
 
 
 def test_metadata_of_nnx():
@@ -147,6 +153,32 @@ def test_metadata_of_nnx():
     got = compare(layers, pipe, 4, *batch(16))
     kernels = [got["state"].params[i]["kernel"] for i in (0, 2, 3)]
     assert list(map(spec, kernels)) == [P(None, "model"), P("data"), P()]
+
+
+@pytest.mark.parametrize("where", ["context", "metadata"])
+def test_logical_axes_of_nnx_by_the_rules_of_flax(where):
+    rules = [("hidden", "model"), ("embedded", None)]
+    metadata = {"sharding_rules": rules} if where == "metadata" else {}
+    init = nnx.with_partitioning(INIT, ("embedded", "hidden"), **metadata)
+    context = nn.logical_axis_rules(rules if where == "context" else ())
+    with nnx.use_eager_sharding(False), context:
+        layers = [
+            nnx.Linear(5, 8, kernel_init=init, param_dtype=float, rngs=nnx.Rngs(0)),
+            dense(4),
+        ]
+        pipe = jpipe.pipeline(layers, 2, mesh=mesh(2, 1, 2))
+        variables = pipe.init(jax.random.key(0), batch(8)[0])
+    assert spec(variables[0]["params"]["kernel"]) == P(None, "model")
+
+
+def test_a_sharding_of_nnx_says_what_its_spec_says():
+    whole = jax.NamedSharding(mesh(2, 1, 2), P(None, "model"))
+    init = nnx.with_partitioning(INIT, whole)
+    with nnx.use_eager_sharding(False):
+        layers = [nnx.Linear(5, 8, kernel_init=init, rngs=nnx.Rngs(0)), dense(4)]
+    pipe = jpipe.pipeline(layers, 2, mesh=mesh(2, 1, 2))
+    variables = pipe.init(jax.random.key(0), batch(8)[0])
+    assert spec(variables[0]["params"]["kernel"]) == P(None, "model")
 
 
 class Empty(nn.Module):
