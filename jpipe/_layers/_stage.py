@@ -148,6 +148,12 @@ def naming(stage: int, number: int, layer: Layer, x: PyTree) -> Iterator[None]:
                 "as jax.lax.pmean; the loss and the running statistics of batch norms "
                 "are those of the whole mini-batch without them"
             )
+        if isinstance(error, RuntimeError) and "non-empty mesh" in str(error):
+            error.add_note(
+                "layers are traced outside of any mesh: drop constraints on how "
+                "activations lie, or say nn.with_logical_constraint, which says "
+                "nothing there; how parameters lie says the rest"
+            )
         raise
 
 

@@ -100,6 +100,18 @@ def test_an_axis_that_nobody_maps():
         assert any(text.startswith(note) for text in raised.value.__notes__)
 
 
+def test_a_constraint_on_activations_in_the_mesh_of_the_caller():
+    def constrained(x):
+        return jax.lax.with_sharding_constraint(x, jax.P("data"))
+
+    mesh = jax.make_mesh((2, 2), ("stage", "data"), devices=jax.devices()[:4])
+    pipe = jpipe.pipeline([nn.Dense(4), constrained], 2, mesh=mesh)
+    with jax.set_mesh(mesh), pytest.raises(RuntimeError) as raised:
+        pipe.init(KEY, X)
+    notes = raised.value.__notes__
+    assert any("drop constraints on how activations lie" in text for text in notes)
+
+
 def test_outputs_without_the_axis_of_the_examples(pipe, variables):
     flat = jpipe.pipeline([lambda x: x.reshape(-1)], 2)
     match = says(
