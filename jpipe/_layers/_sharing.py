@@ -23,13 +23,13 @@ class Key(NamedTuple):
     """What a variable is known by, in whatever layer it stands.
 
     Attributes:
-      root: the identity of a module that the user made; of the tree of modules that it
-        is bound in, if it is.
+      root: the identity of a module that the user made, which a `copy.copy` has too; of
+        the tree of modules that it is bound in, if it is.
       collection: the collection of the variable.
       names: the names that lead to it from there.
     """
 
-    root: int
+    root: Hashable
     collection: str
     names: Names
 
@@ -43,7 +43,7 @@ class _Made(NamedTuple):
       identity: by what Flax knows it.
     """
 
-    root: int
+    root: Hashable
     names: Names
     identity: Hashable
 
@@ -68,7 +68,7 @@ class Sharing:
         root, before, _ = made[tuple(inner[:end])]
         return Key(root, collection, (*before, *inner[end:]))
 
-    def roots(self, layer: int) -> set[int]:
+    def roots(self, layer: int) -> set[Hashable]:
         """The roots of all modules of a layer."""
         return {made.root for made in self._modules[layer].values()}
 
@@ -131,6 +131,7 @@ def _in(value: Any) -> Iterator[linen.Module]:
 
 
 def _identity(module: Any) -> _Made:
+    identity = _compat.identity(module)
     if _linen.is_module(module) and module.scope is not None:
-        return _Made(id(module.scope.root), module.path, _compat.identity(module))
-    return _Made(id(module), (), _compat.identity(module))
+        return _Made(id(module.scope.root), module.path, identity)
+    return _Made(identity, (), identity)

@@ -107,7 +107,7 @@ class _Walk:
         self._number = 0  # of the layer that is visited
         self._skips: dict[_skip.Key, PyTree] = {}
         # By the root of their module, the variables of the layers so far.
-        self._owned: dict[int, dict[Key, PyTree]] = {}
+        self._owned: dict[Hashable, dict[Key, PyTree]] = {}
         # Equal layers on equal inputs are traced once.
         self._known: dict[Hashable, _Outcome] = {}
         # What the layer that is visited took from elsewhere.

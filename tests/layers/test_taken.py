@@ -1,5 +1,7 @@
 """Modules that layers take from elsewhere, which no attribute tells, are not shared."""
 
+import copy
+import dataclasses
 from typing import Any
 
 import jax
@@ -62,14 +64,29 @@ def test_what_one_module_takes_is_one_value_wherever_it_is_listed():
     jpipe.pipeline([Given(nn.Dense(WIDTH)), takes], 2).init(jax.random.key(0), x)
 
 
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, dataclasses.replace, nn.Module.clone]
+)
+@pytest.mark.parametrize("made", [lambda d: d, Holder], ids=["itself", "inside"])
+def test_a_copy_is_another_module_where_it_is_one_under_a_flax_parent(made, copied):
+    """Of these `copy.copy` alone gives what Flax takes for the same module."""
+    d, x = nn.Dense(WIDTH), jnp.ones((4, WIDTH))
+    layers = [made(d), jnp.tanh, made(copied(d))]
+    parent = nn.Sequential(layers).init(jax.random.key(0), x)
+    pipe = jpipe.pipeline(layers, 2)
+    variables = pipe.init(jax.random.key(0), x)
+    leaves = jax.tree.leaves(variables)
+    assert len(leaves) == len(jax.tree.leaves(parent))
+    _, grads = pipe.value_and_grad(lambda y, _: y.sum())(variables, x, x)
+    assert len(jax.tree.leaves(grads)) == len(leaves)
+
+
 def test_attributes_may_have_any_keys():
     layer = Named({"norm": nn.LayerNorm(), 1: 2.0, None: [3]}, nn.Dense(WIDTH))
     with pytest.raises(TypeError, match="not supported between"):  # JAX's, as ever
         sorted(layer.before)
     assert Sharing(as_layers([layer, layer])).roots(0) == {
-        id(layer),
-        id(layer.before["norm"]),
-        id(layer.part),
+        _compat.identity(module) for module in (layer, layer.before["norm"], layer.part)
     }
 
 
