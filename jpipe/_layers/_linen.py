@@ -214,16 +214,30 @@ def _explained() -> Iterator[None]:
 def _check_none_made(
     module: linen.Module, before: Mapping[str, PyTree], after: Mapping[str, PyTree]
 ) -> None:
-    """Checks that a call only changed what there was.
+    """Checks that a call only changed what there was, and there only arrays.
 
     Raises:
-      ValueError: with what it made.
+      ValueError: with what it made, or what it made something else of.
     """
     made = _paths(after) - _paths({name: before[name] for name in after})
     if made:
         raise ValueError(
             f"a call of this {type(module).__name__} changes which variables there "
             f"are, by {', '.join(sorted(made))}; {_NOT_SOWN}"
+        )
+    held = flat({name: before[name] for name in after})
+    now = flat(after)
+    others = [
+        f"{'/'.join(map(str, names))} from {structure} to {new}"
+        for names, value in held.items()
+        if (structure := jax.tree.structure(value))
+        != (new := jax.tree.structure(now.get(names)))
+    ]
+    if others:
+        raise ValueError(
+            f"a call of this {type(module).__name__} changes the structure of what it "
+            f"holds, {'; '.join(others)}; a pipeline keeps arrays in the structure "
+            f"that they were made in: let what changes be an array of it"
         )
 
 

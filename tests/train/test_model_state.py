@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from flax import nnx
+from flax import nnx, struct
 
 import jpipe
 
@@ -115,7 +115,9 @@ class Writes(nn.Module):
 
     @nn.compact
     def __call__(self, x, train):
-        held = self.variable("state", "held", lambda: jnp.asarray(self.first))
+        held = self.variable(
+            "state", "held", lambda: jax.tree.map(jnp.asarray, self.first)
+        )
         if train:
             held.value = self.function(x, held.value)
         return nn.Dense(4)(x)
@@ -135,6 +137,30 @@ def written(function, first=0.0):
 def test_a_mean_with_an_infinity_is_one(values):
     held = written(lambda x, _: jnp.where(x[0, 0] == 0, *map(float, values)))
     assert held == next(value for value in values if np.isinf(value))
+
+
+@struct.dataclass
+class Counted:
+    """An array, and a count that JAX takes for a part of the structure."""
+
+    mean: jax.Array
+    count: int = struct.field(pytree_node=False, default=0)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, held: Counted(held.mean, held.count + 1),
+        lambda x, held: None,
+        lambda x, held: {},
+    ],
+)
+def test_a_structure_that_a_call_changes_is_refused(function):
+    """Its arrays would be kept in the structure of before."""
+    more = written(lambda x, held: held.replace(mean=held.mean + 1), Counted(0.0))
+    assert more.mean == 1
+    with pytest.raises(ValueError, match=r"the structure of .*, state/held"):
+        written(function, Counted(0.0))
 
 
 def test_a_mean_of_large_values_does_not_overflow():
