@@ -317,20 +317,24 @@ class Pipeline(OwnLoop):
 
         Returns:
           For each layer a bound linen module or a new nnx module, ready to be called;
-          a function or a `Stage` as it is. They hold the arrays themselves, which a
-          training step overwrites: copy them first if training goes on.
+          a function or a `Stage` as it is. What is listed twice is one module here
+          too. They hold the arrays themselves, which a training step overwrites: copy
+          them first if training goes on.
 
         Raises:
-          ValueError: if the variables are not those of the layers.
+          ValueError: if the variables are not those of the layers, or a layer was
+            changed.
         """
+        self._pipe.unchanged.check()
         layers = [layer for stage in self._pipe.stages for layer in stage.layers]
         _variables.check_entries(variables, len(layers))
         _variables.check_alive(jax.tree.leaves(variables))
         entries = _layout.complete(self._pipe.sharing, variables)
-        return [
-            as_module(layer, entry)
-            for layer, entry in zip(layers, entries, strict=True)
-        ]
+        made: dict[int, Any] = {}
+        for layer, entry in zip(layers, entries, strict=True):
+            if id(layer.owner) not in made:
+                made[id(layer.owner)] = as_module(layer, entry)
+        return [made[id(layer.owner)] for layer in layers]
 
     @outside_of_meshes
     def profile_step(

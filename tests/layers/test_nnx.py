@@ -256,6 +256,32 @@ def test_modules_with_the_values_of_a_pipe():
     assert_untouched(filter(is_nnx, layers), before)
 
 
+def test_what_is_listed_twice_is_one_module_again(double):
+    def attend(module, x):
+        return x @ module.kernel.T
+
+    tied = nnx.Linear(5, 5, use_bias=False, rngs=nnx.Rngs(0), param_dtype=float)
+    x = ref.regression(8, jnp.float64)[0]
+    tx = optax.sgd(0.1)
+
+    def train(module):
+        layers = [module, jnp.tanh, jpipe.layer(module, attend)]
+        pipe = jpipe.pipeline(layers, 2)
+        state = pipe.init_train_state(KEY, x, tx)
+        state, _ = pipe.train_step(ref.mse, tx)(state, x, x)
+        return pipe.modules(state.variables)
+
+    first, _, second = train(tied)
+    assert first is second
+    again, *_ = train(first)
+
+    own = nnx.clone(tied)
+    for _ in range(2):
+        grads = nnx.grad(lambda m: ref.mse(attend(m, jnp.tanh(m(x))), x))(own)
+        nnx.update(own, jax.tree.map(lambda p, g: p - 0.1 * g, nnx.state(own), grads))
+    ref.assert_close(again.kernel[...], own.kernel[...], ref.FLOAT64)
+
+
 @pytest.mark.parametrize("frozen", [True, False])
 def test_attributes_of_a_dropout_of_the_users_are_its_own(frozen):
     class Gate(nnx.Dropout):

@@ -59,6 +59,7 @@ def test_a_change_between_two_steps_is_noticed(change):
         lambda: pipe.apply(state.variables, x),
         lambda: pipe.value_and_grad(ref.mse)(state.variables, x, targets),
         lambda: pipe.init(jax.random.key(0), x),
+        lambda: pipe.modules(state.variables),
     ):
         with pytest.raises(
             ValueError, match=f"make a new one.*(?s:.*){CHANGES[change]}"
