@@ -33,10 +33,11 @@ class _Variable:
 
     def __init__(self, variable: nnx.Variable) -> None:
         self.kind = type(variable)
-        # Unlike those of attributes, its arrays are carried by nobody.
+        # Unlike those of attributes, its arrays are carried by nobody. They have no
+        # order: transformations change it.
         self.metadata = {
             name: form(value) if may_change_in_place(value) else value
-            for name, value in variable.get_metadata().items()
+            for name, value in sorted(variable.get_metadata().items())
         }
 
     def __repr__(self) -> str:
@@ -45,7 +46,8 @@ class _Variable:
 
 # What is longer is not shown in a message.
 _LONG = 100
-_PLAIN = bool | int | float | complex | str | bytes | range | slice | np.generic
+_NUMBERS = bool | int | float | complex | np.generic
+_PLAIN = _NUMBERS | str | bytes | range | slice | jax.sharding.PartitionSpec
 MISSING, _ARRAY = _Named("missing"), _Named("an array")
 
 

@@ -23,20 +23,20 @@ class Lasting:
 
     def __init__(self, module: nnx.Module) -> None:
         self._module = module
-        self._variables: dict[Path, str] = {}
+        self._variables: dict[Path, Any] = {}
         self._attributes: dict[Path, dict[str, Any]] = {}
         for path, node in _nodes(module).items():
             if isinstance(node, nnx.Pytree):
                 self._attributes[path] = _attributes(node)
             elif isinstance(node, nnx.Variable) and not is_passing(node):
-                self._variables[path] = type(node).__name__
+                self._variables[path] = form(node)
 
     def faults(self) -> list[str]:
         """What the call has changed that would not last, one sentence for each kind."""
         now = _nodes(self._module)
         deleted = [
-            f"{kind} {dotted(path)}"
-            for path, kind in self._variables.items()
+            f"{was.kind.__name__} {dotted(path)}"
+            for path, was in self._variables.items()
             if not isinstance(now.get(path), nnx.Variable)
         ]
         found = {
@@ -49,7 +49,7 @@ class Lasting:
         return [text.format(", the ".join(at)) for text, at in found.items() if at]
 
     def _lost_attributes(self, now: dict[Path, Any]) -> list[str]:
-        found = []
+        found: list[str] = []
         for path, before in self._attributes.items():
             node = now.get(path)
             after = _attributes(node) if isinstance(node, nnx.Pytree) else {}
@@ -60,6 +60,12 @@ class Lasting:
                     (*path, name), before.get(name, MISSING), after.get(name, MISSING)
                 )
             ]
+        for path, before in self._variables.items():
+            if isinstance(node := now.get(path), nnx.Variable):
+                found += [
+                    f"metadata {dotted(at)}, which {told(old, new)}"
+                    for at, old, new in differences(path, before, form(node))
+                ]
         return found
 
 

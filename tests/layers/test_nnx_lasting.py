@@ -274,6 +274,21 @@ def test_all_attributes_that_a_call_changes():
     )
 
 
+class Ages(nnx.Module):
+    def __init__(self):
+        self.w = nnx.Param(jnp.ones(WIDTH), age=1)
+
+    def __call__(self, x):
+        y = x * self.w / self.w.age
+        self.w.set_metadata(age=self.w.age + 1)
+        return y
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS[:2])
+def test_a_call_that_changes_metadata(wrap):
+    refuses(wrap(Ages()), "changes the metadata inner.w.age, which was 1 and is 2;")
+
+
 def test_a_call_that_deletes_a_variable():
     refuses(Once(), "deletes the Variable warm; keep it")
 
