@@ -1,6 +1,7 @@
 """The random streams of nnx modules: started anew from the keys of a step."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import chex
@@ -31,11 +32,26 @@ class _Missing(nnx.RngStream):
     path: AnyPath
 
     def __call__(self) -> jax.Array:
-        raise ValueError(
-            f"{dotted(self.path.parts)} draws from the random stream {self.tag!r}, for "
-            f"which there is not a key; give rngs=jax.random.key(0) or "
-            f"rngs={{{self.tag!r}: jax.random.key(0)}}"
-        )
+        raise _lacks(self.path, self.tag)
+
+
+@dataclass(frozen=True)
+class _Unread:
+    """The hook of a key that is not there: a call may read it without drawing."""
+
+    path: AnyPath
+    stream: str
+
+    def __call__(self, variable: nnx.Variable, value: jax.Array) -> jax.Array:
+        raise _lacks(self.path, self.stream)
+
+
+def _lacks(path: AnyPath, stream: str) -> ValueError:
+    return ValueError(
+        f"{dotted(path.parts)} draws from the random stream {stream!r}, for which "
+        f"there is not a key; give rngs=jax.random.key(0) or "
+        f"rngs={{{stream!r}: jax.random.key(0)}}"
+    )
 
 
 def seed(module: nnx.Module, rngs: Keys) -> int:
@@ -61,6 +77,8 @@ def seed(module: nnx.Module, rngs: Keys) -> int:
             # nnx.remat and nnx.scan, as a flag beside the module would not.
             object.__setattr__(stream, "__class__", _Missing)
             setattr(stream, "path", AnyPath(path))  # noqa: B010
+            unread = _Unread(AnyPath(path), stream.tag)
+            stream.key.set_metadata(on_get_value=unread)
             key = jax.random.key(0)
         key = jax.random.fold_in(key, number)
         stream.key.set_value(jax.random.split(key, shape) if shape else key)

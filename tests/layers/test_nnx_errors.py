@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
@@ -34,6 +35,24 @@ def test_a_missing_key_names_the_stream():
     grad(variables, x, x, train=False)
     pipe = jpipe.pipeline([nnx.Dropout(0.0, rngs=nnx.Rngs(0))], 2)
     pipe.apply(({},), x, train=True)
+
+
+@pytest.mark.parametrize(
+    "read", [lambda key: key[...], lambda key: key.get_value()], ids=["item", "value"]
+)
+def test_a_missing_key_that_is_read_and_not_drawn_from(read):
+    class Features(nnx.Module):
+        def __init__(self):
+            self.rngs = nnx.Rngs(7)
+
+        def __call__(self, x):
+            return x @ jax.random.normal(read(self.rngs.default.key), (3, 3))
+
+    x = jnp.ones((4, 3))
+    pipe = jpipe.pipeline([Features()], 2)
+    with pytest.raises(ValueError, match=says("rngs.default", "stream 'default'")):
+        pipe.apply(({},), x)
+    pipe.apply(({},), x, rngs=KEY)
 
 
 def test_one_module_twice_is_no_fault():
