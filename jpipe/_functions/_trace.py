@@ -3,6 +3,7 @@
 Everything after works on the jaxpr.
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -95,16 +96,17 @@ def trace(
         closed=closed,
         ports=ports,
     )
-    return _checked(task, len(loss), record)
+    return _checked(task, len(loss), record, train)
 
 
-def _checked(task: Task, num_losses: int, record: Record) -> Task:
+def _checked(task: Task, num_losses: int, record: Record, train: bool) -> Task:
     """The task with what is read of it alone, once what it changes is checked.
 
     Args:
       task: with all that its function gives.
       num_losses: how many results make the loss.
       record: the batch norms that were met.
+      train: whether this is training; evaluation keeps nothing that a call writes.
     """
     results, again = record.left(task.closed)
     first = len(results) - len(task.changed)
@@ -112,7 +114,12 @@ def _checked(task: Task, num_losses: int, record: Record) -> Task:
     avals = dict(zip(task.changed, task.closed.out_avals[first:], strict=True))
     # A transformation such as nn.remat returns all it was given as if it had made it.
     same = {at for at, found in left.items() if found.input == at}
-    _check_lasting(task, [at for at in task.changed if at not in same])
+    written = [at for at in task.changed if at not in same]
+    if train:
+        _check_lasting(task, written)
+    else:
+        _say_what_is_left(task, written)
+        same = set(task.changed)
     read = set().union(*(found.by | found.after for found in results[:first]))
     task = _prune(task, num_losses, same)
     task = replace(task, norms=_norms(task, left, again, read))
@@ -165,16 +172,38 @@ def _check_collections(stage: StageFunction, variables: PyTree) -> None:
             )
 
 
+def _say_what_is_left(task: Task, written: Sequence[int]) -> None:
+    """Says what a call writes in evaluation, as no call of linen may.
+
+    Parameters that a call normalizes are written anew by each.
+    """
+    paths = [task.weights.paths[at] for at in written]
+    if where := [_at(task, path) for path in paths if not is_params(path)]:
+        warnings.warn(
+            "evaluation gives outputs alone, and leaves the variables as they were "
+            "given, where a call of nnx goes on from what it wrote. To go on, as from "
+            "a cache of attention, call pipe.modules(variables); where this is what "
+            "training writes, evaluation should not: let __call__ take train\n"
+            + "\n".join(where),
+            stacklevel=2,
+        )
+
+
+def _at(task: Task, path: Any) -> str:
+    """Where a layer writes a variable, as a line of a message."""
+    layer, *names = path
+    return (
+        f"  * layer {task.stage.first + layer.idx} "
+        f"({task.stage.layers[layer.idx].name}) writes "
+        f"{jax.tree_util.keystr(tuple(names), simple=True, separator='/')}"
+    )
+
+
 def _check_lasting(task: Task, written: Sequence[int]) -> None:
     """Refuses a call that writes what the step does not take from it."""
     params, keys = [], []
     for at in written:
-        layer, *names = task.weights.paths[at]
-        where = (
-            f"  * layer {task.stage.first + layer.idx} "
-            f"({task.stage.layers[layer.idx].name}) writes "
-            f"{jax.tree_util.keystr(tuple(names), simple=True, separator='/')}"
-        )
+        where = _at(task, task.weights.paths[at])
         if is_params(task.weights.paths[at]):
             params.append(where)
         elif jnp.issubdtype(task.weights.specs[at].dtype, jax.dtypes.prng_key):

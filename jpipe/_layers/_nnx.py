@@ -126,7 +126,7 @@ def apply(
         changed = _changed(own, variables)
         if lasting and (faults := lasting.faults()):
             raise _nnx_lasting.refusal(name(module), faults)
-        return y, changed if train else {}
+        return y, changed
 
     return run
 

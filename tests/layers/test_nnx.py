@@ -39,6 +39,7 @@ MATRIX = list(
 )
 
 
+@pytest.mark.filterwarnings("ignore:evaluation gives outputs alone")
 @pytest.mark.parametrize(("balance", "how", "microbatches"), MATRIX)
 def test_gradients_equal_one_device(double, balance, how, microbatches):
     layers = mlp(jnp.float64)
@@ -215,6 +216,7 @@ def test_batch_norm_normalizes_each_micro_batch_in_training_only(double):
     ref.assert_equal(variables, pipe.init(KEY, x))
 
 
+@pytest.mark.filterwarnings("ignore:evaluation gives outputs alone")
 def test_modules_with_the_values_of_a_pipe():
     x, targets = ref.regression(8)
     layers = [*mlp(), nnx.BatchNorm(4, rngs=nnx.Rngs(4)), Noisy(nnx.Rngs(5))]

@@ -135,3 +135,21 @@ def test_one_that_draws_says_what_it_lacks():
     variables = pipe.init(jax.random.key(0), X)
     with pytest.raises(flax.errors.InvalidRngError, match='needs PRNG for "dropout"'):
         pipe.value_and_grad(ref.mse)(variables, X, TARGETS)
+
+
+def test_what_evaluation_leaves_is_said():
+    """A cache of keys, from which a call of nnx goes on."""
+    attention = nnx.MultiHeadAttention(2, 4, 4, rngs=nnx.Rngs(0), decode=True)
+    attention.init_cache((2, 5, 4))
+    x = jax.random.normal(jax.random.key(0), (2, 1, 4))
+    pipe = jpipe.pipeline([attention], 1)
+    variables = pipe.init(jax.random.key(0), x)
+    with pytest.warns(UserWarning, match=r"leaves the variables .*") as said:
+        y = pipe.apply(variables, x)
+    assert "layer 0 (MultiHeadAttention) writes cache/cache_index" in str(said[0])
+    (decoding,) = pipe.modules(variables)
+    decoding.eval()
+    np.testing.assert_allclose(decoding(x), y, rtol=1e-5)
+    ahead = nnx.clone(attention)
+    ahead(x)
+    np.testing.assert_allclose(decoding(2 * x), ahead(2 * x), rtol=1e-5)
