@@ -1,10 +1,12 @@
 """Commands about schedules: draw one, compare several, check one's own."""
 
 import argparse
+import contextlib
 import dataclasses
 import inspect
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +79,8 @@ def add_check(commands: Any) -> None:
 
 def _draw(arguments: argparse.Namespace) -> int:
     schedule = _built(arguments)
-    timeline = schedule.simulate(arguments.costs.per_chunk(_num_chunks(schedule)))
+    with _refused():
+        timeline = schedule.simulate(arguments.costs.per_chunk(_num_chunks(schedule)))
     print(summary(timeline, schedule.num_microbatches))
     wrote = _files.write(
         [
@@ -101,8 +104,15 @@ def _built(arguments: argparse.Namespace) -> Schedule:
                 f"leave it out, or draw {' or '.join(able)}"
             )
         options["num_chunks"] = arguments.chunks
-    try:
+    with _refused():
         return builder(arguments.ranks, arguments.microbatches, **options)
+
+
+@contextlib.contextmanager
+def _refused() -> Iterator[None]:
+    """Turns what no schedule can be into what the command prints."""
+    try:
+        yield
     except ScheduleError as error:
         raise Unfit(str(error)) from None
 
@@ -126,7 +136,9 @@ def _compare(arguments: argparse.Namespace) -> int:
             refused.append(f"no order of {error}")
     if not found:
         raise Unfit("\n".join(refused))
-    print("\n".join([str(schedules.compare(found, arguments.costs)), *refused]))
+    with _refused():
+        table = schedules.compare(found, arguments.costs)
+    print("\n".join([str(table), *refused]))
     return 0
 
 

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from ..schedules import Schedule
 from ..schedules._choose import choose_schedule
+from ..schedules._simulate import TOO_LONG
 from ._chain import Chain
 from ._in_flight import Held, of_one_f_one_b, of_schedule
 from ._layer import MODES, LayerProfile, misfit
@@ -134,7 +135,7 @@ def understood(costs: Any, num_stages: Any, arguments: Mapping[str, Any]) -> Giv
     most = _max_bytes(arguments["max_bytes"], ranks, faults)
     chain = Chain(profile, modes, arguments["bandwidth"], arguments["latency"])
     if not faults and not math.isfinite(chain.total * (microbatches or 1)):
-        faults.append("costs: a step takes longer than a float can say")
+        faults.append(TOO_LONG)
     if faults:
         listed = "".join(f"\n  * {fault}" for fault in faults)
         raise ValueError(f"partition cannot cut this:{listed}")

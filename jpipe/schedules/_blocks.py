@@ -1,7 +1,7 @@
 """Two stages per rank in a V: one micro-batch laid out in slots, repeated."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from ._action import BACKWARD, FORWARD, INPUT, WEIGHT
 from ._arrange import Limits
@@ -213,7 +213,8 @@ def _laid_out(block: str | Sequence[Sequence[int]], num_ranks: int) -> list[_Slo
             f"give the slots of each rank"
         )
     else:
-        starts = [tuple(some) for some in block]
+        rows = block if isinstance(block, Iterable) else ()
+        starts = [tuple(x) if isinstance(x, Iterable) else (x,) for x in rows]
         if faults := _misplaced(starts, num_ranks):
             lines = "".join(f"\n  * {fault}" for fault in faults)
             raise ScheduleError(f"the block cannot be repeated:{lines}")

@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from numbers import Real
+from typing import Any
 
 from ._costs import Costs
 from ._placements import placements
 from ._schedule import Schedule
 from ._search import Search, catalogue
-from ._simulate import ScheduleError
+from ._simulate import TOO_LONG, ScheduleError
 from ._tables import Tables
 
 # A placement whose best so far takes this much longer than another's is left alone.
@@ -73,30 +75,26 @@ def fit(
         search.begin()
     fastest = min(search.fastest for search in searches)
     if fastest == math.inf:
-        raise ScheduleError(_short(searches, most or []))
+        raise ScheduleError(_short(searches, most) if most else f"fit: {TOO_LONG}")
     for search in searches:
         if search.fastest <= fastest * _HOPEFUL:
             search.go_on()
     return min(searches, key=lambda search: search.fastest).best().schedule()
 
 
-def _limits(
-    max_bytes: float | Sequence[float] | None, num_ranks: int
-) -> list[float] | None:
+def _limits(max_bytes: Any, num_ranks: int) -> list[float] | None:
     """The most bytes of each rank."""
     if max_bytes is None:
         return None
-    if isinstance(max_bytes, Iterable):
-        most = list(max_bytes)
-    else:
-        most = [float(max_bytes)] * num_ranks
+    several = isinstance(max_bytes, Iterable) and not isinstance(max_bytes, str)
+    most = list(max_bytes) if several else [max_bytes] * num_ranks
     if len(most) != num_ranks:
         raise ScheduleError(
             f"fit: max_bytes has {len(most)} entries, num_ranks={num_ranks}: give one "
             f"number, or one for each rank"
         )
-    if any(math.isnan(limit) for limit in most):
-        raise ScheduleError(f"fit: max_bytes={max_bytes} holds what is no number")
+    if not all(isinstance(limit, Real) and limit == limit for limit in most):
+        raise ScheduleError(f"fit: max_bytes={max_bytes!r} holds what is no number")
     return most
 
 

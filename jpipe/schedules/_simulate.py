@@ -2,6 +2,7 @@
 
 import dataclasses
 import heapq
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -11,6 +12,8 @@ from ._homes import Homes
 from ._timeline import Exchange, MemoryEvent, Timeline
 
 Rows = tuple[tuple[Action, ...], ...]
+# Of costs each of which is finite.
+TOO_LONG = "costs: a step takes longer than a float can say"
 
 
 class ScheduleError(ValueError):
@@ -65,7 +68,8 @@ def times(
       The timeline, without what ranks hold.
 
     Raises:
-      ScheduleError: if the schedule deadlocks; the message shows the cycle.
+      ScheduleError: if the schedule deadlocks; the message shows the cycle. Or if the
+        sum of its costs is not finite.
     """
     needs, homes = Needs(rows, len(placement)), Homes(placement, rows, replicas)
     start: dict[Action, float] = {}
@@ -118,6 +122,8 @@ def times(
                     heapq.heappush(turns if other > rank else later, other)
         turns = later
     _check_ended(rows, position, needs, end)
+    if max(end.values(), default=0.0) == math.inf:
+        raise ScheduleError(f"{name}: {TOO_LONG}")
     return Timeline(name, placement, rows, start, end, (), costs, replicas)
 
 

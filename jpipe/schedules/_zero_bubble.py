@@ -3,6 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
+from numbers import Real
 
 from ._action import BACKWARD, FORWARD, INPUT, WEIGHT
 from ._build import Cell, build, check, v_shape
@@ -76,8 +77,10 @@ def zb_h2(num_ranks: int, num_microbatches: int, latency: float = 0.0) -> Schedu
       Qi et al., `Zero Bubble Pipeline Parallelism
       <https://arxiv.org/abs/2401.10241>`_ (2024).
     """
-    if not 0 <= latency < math.inf:
-        raise ScheduleError(f"zb_h2: latency={latency}: must be at least 0 and finite")
+    if not isinstance(latency, Real) or not 0 <= latency < math.inf:
+        raise ScheduleError(
+            f"zb_h2: latency={latency!r}: must be a number, at least 0 and finite"
+        )
 
     def warmup(rank: int) -> int:
         after = num_ranks - 1 - rank

@@ -229,6 +229,12 @@ def test_check_prints_the_grid_and_the_peaks(command, tmp_path):
     ]
 
 
+def test_times_that_no_float_can_say(command):
+    for name in ("draw 1f1b", "compare"):
+        line = f"{name} --ranks 2 --microbatches 4 --costs 1e308,1e308"
+        refused(command(line), "error: ", "a step takes longer than a float can say")
+
+
 def test_check_reads_json_whatever_the_name(command, tmp_path):
     path = tmp_path / "mine.txt"
     path.write_text("\n " + zb_v(2, 3).to_json())

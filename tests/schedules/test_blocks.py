@@ -138,6 +138,14 @@ def test_any_block_that_can_be_repeated_makes_a_valid_schedule(starts, m):
             "the block cannot be repeated:\n  * rank 0: (0, 3, 4): needs four slots",
         ),
         (
+            {"block": 3},
+            "the block cannot be repeated:\n  * it has 0 ranks, needs 2, each with ",
+        ),
+        (
+            {"block": (3, 4)},
+            "the block cannot be repeated:\n  * rank 0: (3,): needs four slots",
+        ),
+        (
             {"block": [(0, 6, 4, 7), (1, 2, 5, 6)]},
             "the block cannot be repeated:\n"
             "  * rank 0: slots (0, 6, 4, 7) are not four different ones of every 6\n"

@@ -260,3 +260,11 @@ def test_a_skip_connection_ends_at_a_stage_that_is_there():
     for use in (fit, lower_bound):
         with pytest.raises(ScheduleError, match="from stage 0 to 2, needs a later"):
             use(Costs(skips=(Skip(0, 2, 1, 1),)), 2, 3)
+
+
+def test_times_that_no_float_can_say_are_refused():
+    huge = Costs(1e308, 1e308)
+    for run in (gpipe(2, 2).simulate, lambda costs: fit(costs, 2, 2)):
+        with pytest.raises(ScheduleError, match="takes longer than a float can say"):
+            run(huge)
+    assert gpipe(2, 2).simulate(Costs(5e-324, 5e-324)).makespan > 0

@@ -231,6 +231,8 @@ def test_the_least_cap_that_is_named_does_and_no_schedule_does_with_less(data):
     [
         ([1, 2, 3], "max_bytes has 3 entries, num_ranks=2: give one number, or one"),
         (float("nan"), "max_bytes=nan holds what is no number"),
+        ("16GiB", "max_bytes='16GiB' holds what is no number"),
+        (["a", 3], "max_bytes=['a', 3] holds what is no number"),
     ],
 )
 def test_caps_that_are_none_are_refused(most, says):

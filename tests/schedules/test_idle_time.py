@@ -194,8 +194,8 @@ def test_zb_h2_of_a_huge_latency_runs_all_forwards_first():
 
 
 def test_zb_h2_refuses_a_latency_that_is_none():
-    for latency in (-1.0, math.inf, math.nan):
-        with pytest.raises(ScheduleError, match=f"^zb_h2: latency={latency}: must be"):
+    for latency in (-1.0, math.inf, math.nan, "5us"):
+        with pytest.raises(ScheduleError, match=f"^zb_h2: latency={latency!r}: must"):
             zb_h2(2, 2, latency)
 
 
