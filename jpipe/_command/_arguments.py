@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import schedules
+from ..schedules._catalogue import key_of
 
 _BYTES = {
     **{"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12},
@@ -106,8 +107,9 @@ def schedule_name(text: str) -> str:
 
 def schedule_key(text: str) -> str:
     """The name by which the catalogue has a schedule."""
-    builder = schedules.named(schedule_name(text))
-    return next(key for key, made in schedules.BY_NAME.items() if made is builder)
+    key = key_of(schedule_name(text))
+    assert key is not None
+    return key
 
 
 def several(read: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:

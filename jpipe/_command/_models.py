@@ -143,7 +143,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
     options: dict[str, Any] = {}
     if arguments.profile is not None:
-        options["profile"], rates = _loaded(arguments)
+        options["profile"] = _loaded(arguments)
     if arguments.remat is not None:
         options["remat"] = [mode for mode in _REMATS if mode in arguments.remat]
     model = _factory.load(arguments.factory)
@@ -255,26 +255,17 @@ def _estimated(arguments: argparse.Namespace) -> str:
     return says
 
 
-def _loaded(arguments: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
-    """A saved profile, and how it was made: measured, or estimated at some rates."""
+def _loaded(arguments: argparse.Namespace) -> Any:
+    """A saved profile."""
     from ..planning._profile import Profile
 
     if arguments.estimate:
         raise Unfit("--profile takes the place of --estimate: give one of them")
     with _refused():
         try:
-            profile = Profile.load(arguments.profile)
+            return Profile.load(arguments.profile)
         except OSError as error:
             raise Unfit(f"{arguments.profile}: {error.strerror}") from None
-        made = profile.made
-        if made.get("how") != "estimated":
-            return profile, {}
-        return profile, {
-            "measure": False,
-            "peak_flops": float(made.get("flops per second", "nan")),
-            "memory_bandwidth": float(made.get("bytes per second", "nan")),
-            "action_seconds": float(made.get("seconds per action", "nan")),
-        }
 
 
 @contextlib.contextmanager

@@ -16,11 +16,13 @@ from .._run import _variables
 from .._run._context import outside_of_meshes
 from .._train._optimizer import state_bytes
 from .._train._step import check_optimizer
-from ..schedules import BY_NAME
+from ..schedules import BY_NAME, ScheduleBuilder
+from ..schedules._catalogue import key_of
+from ..schedules._choose import called
 from ._estimate import Rates
 from ._forecast import Hardware
 from ._interpolate import interpolated
-from ._layer import MODES
+from ._layer import MODES, unknown_mode
 from ._link import link
 from ._made import estimated
 from ._plan import Plan
@@ -59,7 +61,7 @@ def plan(
     latency: float | None = None,
     num_microbatches: int | Sequence[int] | None = None,
     data: int | Sequence[int] | None = None,
-    schedules: str | Sequence[str] | None = None,
+    schedules: str | ScheduleBuilder | Sequence[str | ScheduleBuilder] | None = None,
     remat: str | Sequence[str] = REMATS,
     balance: Sequence[int] | None = None,
     batch_size: int | None = None,
@@ -106,8 +108,8 @@ def plan(
         taken to grow evenly with its size.
       data: on how many devices each stage spreads the examples of a micro-batch, or a
         choice; default: any number that divides ``num_devices`` and the examples.
-      schedules: a name, or names to choose from; default: the catalogue and what is
-        made to measure.
+      schedules: one of the catalogue, or several to choose from, by names or builders;
+        default: the catalogue and what is made to measure.
       remat: a mode, or what stages may keep, from what keeps most.
       balance: a cut, if it is known already: what would it take?
       batch_size: examples of the mini-batch, if ``sample`` has another number: of its
@@ -153,7 +155,8 @@ def plan(
     numbers = None if num_microbatches is None else _listed(num_microbatches)
     spread = None if data is None else _listed(data)
     training = [name for name in BY_NAME if name != _FORWARD_ONLY]
-    names = _listed(training if schedules is None else schedules)
+    asked_for = _listed(training if schedules is None else schedules)
+    names = tuple(key_of(schedule) or schedule for schedule in asked_for)
     modes = _listed(remat)
     faults = [
         *hardware.faults(),
@@ -216,8 +219,8 @@ def _unknown(names: Sequence[str]) -> str:
     said = []
     for name in names:
         known = [*inspect.signature(plan).parameters, *_OPTIONS]
-        near = difflib.get_close_matches(name, known, 1)
-        said.append(f"no {name}=" + (f", but {near[0]}=" if near else ""))
+        near = [f"{each}=" for each in difflib.get_close_matches(name, known, 2)]
+        said.append(f"no {name}=" + (f", but {' and '.join(near)}" if near else ""))
     return f"plan takes {'; '.join(said)}"
 
 
@@ -288,14 +291,17 @@ def _faults(
             yield f"num_microbatches={number!r}: needs an int of at least 1"
         elif number > examples:
             yield f"num_microbatches={number} for {examples} examples"
+    for what, choices in (("schedules", names), ("remat", remat)):
+        if not choices:
+            yield f"{what}={choices!r}: name one or more, or leave it out"
     for name in names:
-        if not isinstance(name, str) or name not in BY_NAME:
+        if key_of(name) is None:
             listed = ", ".join(map(repr, BY_NAME))
-            yield f"schedules: {name!r} is unknown: choose from {listed}"
+            yield f"schedules: {called(name)} is unknown: choose from {listed}"
         elif name == _FORWARD_ONLY:
             yield f"schedules: {name!r} runs no backward, and a plan is for training"
     for mode in remat:
         if mode not in MODES:
-            yield f"remat: {mode!r} is unknown: choose {', '.join(map(repr, MODES))}"
+            yield unknown_mode(mode)
     if profile is not None and len(numbers) > 1:
         yield f"a profile is of one micro-batch, num_microbatches={numbers}"

@@ -4,6 +4,7 @@ import functools
 import math
 import numbers
 import operator
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from ..schedules._choose import choose_schedule
 from ..schedules._simulate import TOO_LONG
 from ._chain import Chain
 from ._in_flight import Held, of_one_f_one_b, of_schedule
-from ._layer import MODES, LayerProfile, misfit
+from ._layer import MODES, LayerProfile, misfit, unknown_mode
 from ._profile import Profile, mode_faults, speed_faults
 
 OBJECTIVES = ("max", "step")
@@ -117,11 +118,8 @@ def understood(costs: Any, num_stages: Any, arguments: Mapping[str, Any]) -> Giv
     faults += speed_faults(arguments["bandwidth"], arguments["latency"])
     modes = profile.modes(arguments["remat"], count or 1)
     faults += mode_faults(modes, count) if count else ()
-    faults += [
-        f"remat: {mode!r} is unknown: choose {', '.join(map(repr, MODES))}"
-        for mode in dict.fromkeys(modes)
-        if mode not in {*MODES}.union(*(x.kept_bytes for x in profile.layers))
-    ]
+    known = [*MODES, *(mode for x in profile.layers for mode in x.kept_bytes)]
+    faults += dict.fromkeys(unknown_mode(mode) for mode in modes if mode not in known)
     if not isinstance(costs, Profile):
         faults += _too_much(modes, arguments)
     elif arguments["max_bytes"] is not None:
@@ -152,7 +150,7 @@ def _profile(costs: Any, faults: list[str]) -> Profile:
         says = "needs the time of each layer, or a Profile"
         faults.append(f"costs={costs!r} is a {type(costs).__name__}; {says}")
         return Profile(())
-    times = list(costs)
+    times = costs.tolist() if hasattr(costs, "tolist") else list(costs)
     if times and not any(isinstance(time, numbers.Number) for time in times):
         kind = type(times[0]).__name__
         faults.append(
@@ -305,8 +303,14 @@ def _max_bytes(
         wrong = [n for n in each if str(n) == number and not _is_size(n)]
         if wrong:
             faults.append(f"max_bytes={wrong[0]!r}; needs bytes, more than 0")
-    return tuple(each)
+    return tuple(map(_finite, each)) if all(map(_is_size, each)) else None
+
+
+def _finite(size: Any) -> float:
+    """A size as a float; of infinity no difference would be known."""
+    return min(size if isinstance(size, int) else float(size), sys.float_info.max)
 
 
 def _is_size(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and 0 < float(value) <= math.inf
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return is_number and value > 0

@@ -5,6 +5,8 @@ import numbers
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ..schedules._choose import called
+
 # Remat modes that are told by name, from the fewest bytes on.
 MODES = ("full", "min_cut", "dots", "none")
 
@@ -134,6 +136,11 @@ def faults(
                 f"ties: {tuple(group)}; needs numbers of two or more of the layers 0 "
                 f"to {len(layers) - 1}"
             )
+
+
+def unknown_mode(mode: object) -> str:
+    """That there is no such remat mode, and which there are."""
+    return f"remat: {called(mode)} is unknown: choose {', '.join(map(repr, MODES))}"
 
 
 def misfit(what: str, value: object) -> Iterator[str]:

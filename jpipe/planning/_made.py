@@ -1,5 +1,6 @@
 """What a profile was made on: whatever must be the same where it is used."""
 
+import contextlib
 import hashlib
 import os
 import platform
@@ -43,6 +44,14 @@ def made(model: Traced, train: bool, where: Device | Rates) -> dict[str, str]:
     }
 
 
+# What `jpipe.profile` calls the rates of an estimate.
+_RATES = {
+    "peak_flops": "flops per second",
+    "memory_bandwidth": "bytes per second",
+    "action_seconds": "seconds per action",
+}
+
+
 def _rates(rates: Rates) -> dict[str, str]:
     return {
         "how": "estimated",
@@ -56,11 +65,12 @@ def estimated(made: Mapping[str, str]) -> dict[str, float] | None:
     """The rates of an estimate, as arguments of `jpipe.profile`; else ``None``."""
     if made.get("how") != "estimated":
         return None
-    return {
-        "peak_flops": float(made["flops per second"]),
-        "memory_bandwidth": float(made["bytes per second"]),
-        "action_seconds": float(made["seconds per action"]),
-    }
+    found = {}
+    for option, name in _RATES.items():
+        # What is missing, or no number, differs from what is asked for: that is told.
+        with contextlib.suppress(KeyError, ValueError):
+            found[option] = float(made[name])
+    return found
 
 
 def versions() -> dict[str, str]:

@@ -35,6 +35,10 @@ _DEFAULTS = {
 }
 
 
+class NoCut(ValueError):
+    """No cut meets a limit, or none was found that keeps the pins."""
+
+
 def partition(
     costs: Sequence[float] | Profile,
     num_stages: int,
@@ -121,7 +125,7 @@ def _one_each(given: Given) -> Ends:
         over = _excess(given, allowed)
         short, ends = smallest_max(over)
         if short > 0:
-            raise ValueError(_too_small(given, ends, short))
+            raise NoCut(_too_small(given, ends, short))
         times = [np.where(o <= 0, t, np.inf) for o, t in zip(over, times, strict=True)]
     problem = Problem(times, chain.cuts)
     tight = best_max(problem)
@@ -176,7 +180,7 @@ def _several_each(given: Given) -> Ends:
     found = _several.candidates(given)
     best = np.array(found[:1])
     if _several.broken_pins(given, best).any():
-        raise ValueError(
+        raise NoCut(
             f"partition: no cut was found that keeps together="
             f"{list(given.pins.groups)} and cuts={list(given.pins.cuts)} with the "
             f"ranks of schedule {given.schedule and given.schedule.name!r}, "
@@ -188,7 +192,7 @@ def _several_each(given: Given) -> Ends:
             # From where `least_bytes` begins, and so does whoever takes what is said.
             ends, short = _several.least(given)
         if short > 0:
-            raise ValueError(_too_small(given, ends, short))
+            raise NoCut(_too_small(given, ends, short))
         found = [ends]
     if given.objective == "max":
         return found[0]

@@ -4,12 +4,13 @@ import dataclasses
 import itertools
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
 from ..schedules import Costs, Skip
+from ..schedules._choose import called
 from . import _files, _layer
 from ._layer import LayerProfile as LayerProfile
 from ._layer import SkipProfile as SkipProfile
@@ -137,20 +138,22 @@ class Profile:
             skips=tuple(self._skips(ends)),
         )
 
-    def modes(self, remat: str | Sequence[str], num_stages: int) -> tuple[str, ...]:
+    def modes(self, remat: Any, num_stages: int) -> tuple[Any, ...]:
         """One mode per stage, from one for all or a sequence of them."""
-        return (remat,) * num_stages if isinstance(remat, str) else tuple(remat)
+        several = isinstance(remat, Iterable) and not isinstance(remat, str)
+        return tuple(remat) if several else (remat,) * num_stages
 
     def unknown(self, modes: Sequence[str]) -> list[str]:
         """Which modes keep nobody knows what, a line for each."""
         known = [set(layer.kept_bytes) for layer in self.layers]
         named = sorted({"full"}.union(*known[:1]).intersection(*known) | {"full"})
         listed = ", ".join(map(repr, named))
-        return [
-            f"what remat={mode!r} keeps is not in the profile: choose {listed}"
-            for mode in dict.fromkeys(modes)
+        faults = (
+            f"what remat={called(mode)} keeps is not in the profile: choose {listed}"
+            for mode in modes
             if mode not in named
-        ]
+        )
+        return list(dict.fromkeys(faults))
 
     def boundary_bytes(self, first: int) -> int:
         """What a stage that begins at a layer is given."""

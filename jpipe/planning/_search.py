@@ -11,7 +11,7 @@ from .. import schedules
 from .._instructions._compile import Progress
 from ..schedules import BY_NAME, Schedule, ScheduleError
 from ._forecast import Candidate, Hardware, evaluate, stage_costs
-from ._partition import partition
+from ._partition import NoCut, partition
 from ._profile import Profile
 from ._shapes import Shape
 
@@ -299,7 +299,7 @@ def _cut(
             max_bytes=room,
             remat=mode,
         )
-    except ValueError:
+    except NoCut:
         return None
 
 

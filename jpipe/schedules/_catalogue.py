@@ -1,5 +1,7 @@
 """The builders, by name."""
 
+from typing import Any
+
 from ._blocks import one_f_one_b_v, v_half, v_min
 from ._flush import (
     eager_one_f_one_b,
@@ -37,10 +39,20 @@ def named(name: str) -> ScheduleBuilder:
     Raises:
       ValueError: if there is none; the message lists those that there are.
     """
-    key = name.replace("one_f_one_b", "1f1b")
-    if key not in BY_NAME:
+    if (key := key_of(name)) is None:
         raise ValueError(
             f"unknown schedule {name!r}: choose {', '.join(map(repr, BY_NAME))}, a "
             f"builder of jpipe.schedules or a Schedule"
         )
     return BY_NAME[key]
+
+
+def key_of(schedule: Any) -> str | None:
+    """The name by which the catalogue has a schedule; ``None`` if it has not.
+
+    Args:
+      schedule: its name, that of its function, or the function.
+    """
+    if isinstance(schedule, str):
+        schedule = BY_NAME.get(schedule.replace("one_f_one_b", "1f1b"), schedule)
+    return next((key for key, made in BY_NAME.items() if made is schedule), None)

@@ -1,5 +1,6 @@
 """Which schedule is meant: by name, by builder, or itself."""
 
+import reprlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,9 +38,9 @@ def choose_schedule(schedule: Any, num_stages: int, num_microbatches: int) -> Sc
     return _build(schedule, num_stages, num_microbatches).validate()
 
 
-def _named(builder: Any) -> str:
-    """A builder as it is typed: the address of a function says nothing."""
-    return getattr(builder, "__name__", None) or repr(builder)
+def called(given: Any) -> str:
+    """What was given as it is typed: the address of a function says nothing."""
+    return getattr(given, "__name__", None) or reprlib.repr(given)
 
 
 def _build(builder: Any, num_stages: int, num_microbatches: int) -> Schedule:
@@ -54,13 +55,13 @@ def _build(builder: Any, num_stages: int, num_microbatches: int) -> Schedule:
             continue
         if not isinstance(built, Schedule):
             raise TypeError(
-                f"schedule={_named(builder)} returned a {type(built).__name__}; a "
+                f"schedule={called(builder)} returned a {type(built).__name__}; a "
                 f"builder is (num_ranks, num_microbatches) -> Schedule"
             )
         if built.num_stages == num_stages:
             return _check_fit(built, num_stages, num_microbatches)
     raise ScheduleError(
-        f"schedule={_named(builder)} has no order for {num_stages} stages and "
+        f"schedule={called(builder)} has no order for {num_stages} stages and "
         f"{num_microbatches} micro-batches"
         + "".join(f"\n  * {line}" for line in refused)
     )

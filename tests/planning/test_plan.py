@@ -265,6 +265,12 @@ def test_stages_of_one_plan_may_keep_different_things():
     assert tight.forecast.seconds <= both.forecast.seconds
 
 
+def test_a_schedule_is_named_as_it_is_for_a_pipeline():
+    plan = planned(schedules="1f1b")
+    assert planned(schedules="one_f_one_b") == plan
+    assert planned(schedules=(schedules.one_f_one_b,)) == plan
+
+
 def test_schedules_that_have_no_order_are_told():
     options = {"num_devices": 2, "num_microbatches": 1, "measure": False}
     with pytest.raises(ValueError, match="have no order for 11 layers on 2 devices"):
@@ -329,14 +335,25 @@ def test_what_is_no_argument_is_told():
         "profile": r"profile='x' is a str; needs what jpipe.profile returned",
         "schedule": r"plan takes no schedule=, but schedules=",
         "turbo": r"plan takes no turbo=$",
+        "devices": r"plan takes no devices=, but .*num_devices=",
     }
     for name, says in wrong.items():
         with pytest.raises(TypeError, match=says):
             jpipe.plan(model(), SAMPLE, optax.adam(1e-3), **{name: "x"})
-    with pytest.raises(
-        ValueError, match=r"gpipe at .* is unknown: choose from 'gpipe'"
-    ):
-        jpipe.plan(model(), SAMPLE, optax.adam(1e-3), schedules=schedules.gpipe)
+    with pytest.raises(ValueError, match=r"schedules: build_v is unknown: choose from"):
+        jpipe.plan(model(), SAMPLE, optax.adam(1e-3), schedules=schedules.build_v)
+    for name in ("schedules", "remat"):
+        with pytest.raises(ValueError, match=rf"{name}=\(\): name one or more"):
+            planned(**{name: ()})
+    with pytest.raises(ValueError, match="longer than a float can say"):
+        jpipe.plan(
+            model(),
+            SAMPLE,
+            optax.adam(1e-3),
+            num_devices=2,
+            measure=False,
+            bandwidth=5e-324,
+        )
     for other in (3, [3]):
         with pytest.raises(TypeError, match="a int is not a timeline: draw what Sch"):
             draw.svg(other)
@@ -374,3 +391,6 @@ def test_an_estimate_is_taken_as_it_was_made():
     )
     assert made.balance == again.balance
     assert made.forecast.seconds == again.forecast.seconds
+    changed = dataclasses.replace(known, made=known.made | {"flops per second": "many"})
+    with pytest.raises(ValueError, match="flops per second: 'many' in the profile, '1"):
+        jpipe.plan(model(), SAMPLE, optax.adam(1e-3), **given | {"profile": changed})

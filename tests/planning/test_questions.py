@@ -1,7 +1,11 @@
 """What `partition` is asked, where it makes no sense: all faults at once."""
 
 import random
+import re
+import warnings
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -12,6 +16,7 @@ from jpipe.planning._profile import LayerProfile, Profile
 from .chains import profile
 
 GIVEN = profile(random.Random(0), 6)
+POLICY = jax.checkpoint_policies.everything_saveable
 
 
 def says(*args, **question):
@@ -27,6 +32,7 @@ def test_the_documented_answers():
     assert partition([0.1] * 10, 4) == [2, 2, 3, 3]
     assert partition(np.ones(10, np.float32), 4) == [2, 2, 3, 3]
     assert partition([0, 0, 0], 2) == partition([0.0] * 3, 2) == [1, 2]
+    assert partition(jnp.ones(10), 4) == [2, 2, 3, 3]
     assert partition([5], 1) == [1]
     assert partition([1, 1, 1, 9], 2) == [3, 1]
 
@@ -40,9 +46,24 @@ def test_the_largest_and_the_smallest_costs():
 
 
 @pytest.mark.parametrize("costs", [[1, 2, 3], GIVEN], ids=["numbers", "a profile"])
-def test_a_mode_that_is_unknown(costs):
-    message = says(costs, 2, remat="nope")
-    assert "remat: 'nope' is unknown: choose 'full', 'min_cut'" in message
+@pytest.mark.parametrize(
+    ("mode", "called"),
+    [("nope", "'nope'"), (3, "3"), ([[], []], "[]"), (POLICY, "everything_saveable")],
+)
+def test_a_mode_that_is_unknown(costs, mode, called):
+    message = says(costs, 2, remat=mode)
+    assert f"remat: {called} is unknown: choose 'full', 'min_cut'" in message
+    if costs is GIVEN:
+        with pytest.raises(ValueError, match=re.escape(f"remat={called} keeps")):
+            GIVEN.costs([3, 3], remat=mode)
+
+
+def test_a_limit_that_is_none():
+    free = partition(GIVEN, 2)
+    for most in (float("inf"), 10**400, np.float32(1e9)):
+        with warnings.catch_warnings(action="error"):
+            assert partition(GIVEN, 2, max_bytes=most) == free
+    assert "max_bytes=True; needs bytes" in says(GIVEN, 2, max_bytes=True)
 
 
 def test_all_faults_are_told_at_once():
