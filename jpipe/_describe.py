@@ -12,7 +12,6 @@ from ._layers._skip import label
 from ._run._pipe import Pipe
 from .planning._plan import Forecast, Plan, StagePlan
 from .schedules import Action
-from .schedules._action import FORWARD
 
 
 def describe(
@@ -33,14 +32,12 @@ def describe(
     peaks: tuple[tuple[str, int], ...] = ()
     ran: tuple[Action, ...] = ()
     if programs.training is not None:
-        program = programs.training.program
+        program, ran = programs.training.program, programs.training.ran
         held = most_residuals(program, len(pipe.stages))
-        calls = [i.label for i in program.instructions if not i.is_move]
-        ran = tuple(label for label in calls if not isinstance(label, str))
         names = map(pipe.called, program.devices)
         peaks = tuple(zip(names, _bytes.peaks(program), strict=True))
     return Plan(
-        tuple(_stage(pipe, programs, s, size, ran) for s, size in enumerate(held)),
+        tuple(_stage(pipe, programs, s, size) for s, size in enumerate(held)),
         pipe.schedule,
         ran,
         peaks,
@@ -55,7 +52,6 @@ def _stage(
     programs: ProgramCache,
     s: int,
     held_bytes: int | None,
-    ran: Sequence[Action],
 ) -> StagePlan:
     stage, training = pipe.stages[s], programs.training
     layout = training.layout if training else programs.layout
@@ -78,8 +74,7 @@ def _stage(
                 cut[name] = cut.get(name, 0) + spec.size
         if training:
             trained = sum(spec.size for spec, yes in found.values() if yes)
-    by_itself = any(action.op == FORWARD and action.stage == s for action in ran)
-    kept = training.works.kept(s) if training and by_itself else None
+    kept = training.kept(s) if training else None
     return StagePlan(
         index=s,
         rank=pipe.schedule.placement[s],

@@ -8,6 +8,7 @@ import jax
 
 from .._functions import _microbatch
 from .._functions._batch import Batch
+from .._functions._kept import Kept
 from .._functions._objective import Objective
 from .._instructions._collector import paused
 from .._instructions._graph import OUTSIDE, Graph, Value
@@ -18,6 +19,8 @@ from .._run._lower import Lowering
 from .._run._pipe import Pipe
 from .._run._totals import joined
 from .._run._work import Works
+from ..schedules import Action
+from ..schedules._action import FORWARD
 
 PyTree = Any
 
@@ -118,6 +121,17 @@ class Gradient:
     def program_with_changed(self) -> Program:
         """The same, which gives the new values of `changed` too."""
         return self._lowered(with_changed=True)
+
+    @cached_property
+    def ran(self) -> tuple[Action, ...]:
+        """The actions that run, each as one program."""
+        labels = [i.label for i in self.program.instructions if not i.is_move]
+        return tuple(label for label in labels if not isinstance(label, str))
+
+    def kept(self, stage: int) -> Kept | None:
+        """What a stage keeps of a micro-batch, if it has forwards of their own."""
+        by_itself = any(a.op == FORWARD and a.stage == stage for a in self.ran)
+        return self.works.kept(stage) if by_itself else None
 
     @paused
     def _lowered(self, with_changed: bool) -> Program:

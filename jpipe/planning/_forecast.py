@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .._functions._kept import Kept
 from ..schedules import Action, Costs, Schedule, Timeline
 from ..schedules._action import BACKWARD, FORWARD, INPUT, WEIGHT
 from ._net import ring
@@ -57,6 +58,8 @@ class Candidate:
       profile: of its layers, by which that was told.
       held: the most that each stage keeps between forward and backward.
       data: on how many devices of each rank the examples of a micro-batch are spread.
+      kept: what each stage keeps of a micro-batch, once it was lowered; ``None`` where
+        its forward is a part of its backward.
     """
 
     balance: tuple[int, ...]
@@ -68,6 +71,7 @@ class Candidate:
     profile: Profile
     held: tuple[int, ...]
     data: int = 1
+    kept: tuple[Kept | None, ...] = ()
 
     @property
     def num_devices(self) -> int:

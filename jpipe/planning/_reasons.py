@@ -35,7 +35,7 @@ def chosen(
     assert costs is not None
     sent = _sent(best)
     return Plan(
-        stages=tuple(_stages(best, space)),
+        stages=tuple(_stages(best)),
         schedule=best.schedule,
         skips=tuple(_skips(best)),
         data=best.data,
@@ -202,9 +202,9 @@ def _sent(best: Candidate) -> int:
     return int(total * count * shards + exchanged)
 
 
-def _stages(best: Candidate, space: Space) -> Iterable[StagePlan]:
+def _stages(best: Candidate) -> Iterable[StagePlan]:
     first, profile = 0, best.profile
-    for index, count in enumerate(best.balance):
+    for index, (count, kept) in enumerate(zip(best.balance, best.kept, strict=True)):
         stop = first + count
         own = profile.layers[first:stop]
         rank = best.schedule.placement[index]
@@ -217,10 +217,8 @@ def _stages(best: Candidate, space: Space) -> Iterable[StagePlan]:
             num_params=sum(layer.num_params for layer in own),
             param_bytes=sum(layer.param_bytes for layer in own),
             held_bytes=best.held[index],
-            kept={
-                mode: profile.kept_bytes(first, stop, mode)
-                for mode in dict.fromkeys(["full", *space.remats])
-            },
+            kept=kept.nbytes if kept else {},
+            again=kept.again if kept else None,
         )
         first = stop
 

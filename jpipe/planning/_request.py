@@ -14,7 +14,6 @@ from .._functions import _remat
 from .._functions._objective import Objective
 from .._functions._trainable import Trainable
 from .._functions._weights import is_inexact
-from .._instructions._program import Program
 from .._instructions._transfer import Device, OnPaper
 from .._layers import _rng
 from .._layers._layer import Layer, as_layers
@@ -147,12 +146,12 @@ class Request:
         remat: Sequence[str],
         schedule: Schedule,
         data: int = 1,
-    ) -> Program:
-        """The list of instructions of a mini-batch, on devices that are not there."""
+    ) -> Gradient:
+        """The loss and its gradients of a mini-batch, on devices that are not there."""
         own, loss = as_layers(self.layers), self._objective or Objective(_any)
         traced = self._traced(own, balance, schedule, remat, loss, data)
         parts = traced.pipe, traced.layout, traced.batch, traced.works
-        return Gradient(*parts, loss).program
+        return Gradient(*parts, loss)
 
     def _traced(
         self,

@@ -109,7 +109,8 @@ def _exactly(candidate: Candidate, request: Request) -> Candidate:
     schedule = candidate.schedule
     asked = dataclasses.replace(request, num_microbatches=schedule.num_microbatches)
     data = candidate.data
-    program = asked.lowered(candidate.balance, candidate.remat, schedule, data)
+    gradient = asked.lowered(candidate.balance, candidate.remat, schedule, data)
+    program = gradient.program
     peaks = dict(zip(program.devices, _bytes.peaks(program), strict=True))
     return dataclasses.replace(
         candidate,
@@ -118,4 +119,5 @@ def _exactly(candidate: Candidate, request: Request) -> Candidate:
             for rank, own in enumerate(candidate.memory)
         ),
         held=tuple(_bytes.most_residuals(program, schedule.num_stages)),
+        kept=tuple(map(gradient.kept, range(schedule.num_stages))),
     )

@@ -31,18 +31,15 @@ def model():
 
 @functools.cache
 def planned(**options):
-    return jpipe.plan(
-        model(),
-        SAMPLE,
-        optax.adam(1e-3),
-        num_devices=2,
-        data=1,
-        num_microbatches=4,
-        measure=False,
-        action_seconds=0.0,
-        bandwidth=1e9,
-        **options,
-    )
+    given = {
+        "num_devices": 2,
+        "data": 1,
+        "num_microbatches": 4,
+        "measure": False,
+        "action_seconds": 0.0,
+        "bandwidth": 1e9,
+    }
+    return jpipe.plan(model(), SAMPLE, optax.adam(1e-3), **given | options)
 
 
 def test_a_plan_is_built_and_gives_the_numbers_of_one_device():
@@ -136,6 +133,11 @@ def test_what_a_plan_would_hold_is_what_the_list_of_instructions_says(
     held = [stage.held_bytes for stage in stages]
     # The pipeline has a loss, whose residuals are a few numbers.
     assert [s.held_bytes for s in plan.stages] == pytest.approx(held, abs=64)
+    for said, own in zip(plan.stages, stages, strict=True):
+        # Neither has the last stage of the other, where a forward has its own program.
+        assert said.kept.keys() == own.kept.keys()
+        assert list(said.kept.values()) == pytest.approx([*own.kept.values()], abs=64)
+        assert said.again == own.again or said.index == len(stages) - 1
     for (_, peak), memory in zip(
         pipe.plan.peak_bytes, plan.forecast.memory, strict=True
     ):
@@ -346,14 +348,7 @@ def test_what_is_no_argument_is_told():
         with pytest.raises(ValueError, match=rf"{name}=\(\): name one or more"):
             planned(**{name: ()})
     with pytest.raises(ValueError, match="longer than a float can say"):
-        jpipe.plan(
-            model(),
-            SAMPLE,
-            optax.adam(1e-3),
-            num_devices=2,
-            measure=False,
-            bandwidth=5e-324,
-        )
+        planned(bandwidth=5e-324)
     for other in (3, [3]):
         with pytest.raises(TypeError, match="a int is not a timeline: draw what Sch"):
             draw.svg(other)
