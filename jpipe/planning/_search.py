@@ -4,12 +4,13 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from .. import schedules
 from .._instructions._compile import Progress
 from ..schedules import BY_NAME, Schedule, ScheduleError
+from ._better import bettered, promising, ranked
 from ._forecast import Candidate, Hardware, evaluate, stage_costs
 from ._partition import NoCut, partition
 from ._profile import Profile
@@ -97,6 +98,13 @@ def search(space: Space) -> list[Candidate]:
       The candidates; several may be the same.
     """
     found = ranked(_candidates(space), space.hardware)
+    if space.balance is None:
+        given = space.optimizer_bytes, space.hardware
+        for each in list(promising(found)):
+            other = bettered(each, *given)
+            if other.balance != each.balance:
+                found.append(other)
+        found = ranked(found, space.hardware)
     if space.made:
         best = found[:_REFINED]
         found += [refined for each in best for refined in _refined(each, space)]
@@ -358,15 +366,3 @@ def _evaluated(
 ) -> Candidate:
     held = space.optimizer_bytes
     return evaluate(profile, held, balance, remat, schedule, space.hardware, data)
-
-
-def ranked(found: Iterable[Candidate], hardware: Hardware) -> list[Candidate]:
-    """Candidates, those that fit first, the fastest of them first."""
-
-    def key(candidate: Candidate) -> tuple[float, ...]:
-        if not candidate.fits(hardware):
-            return 1, candidate.most_bytes, candidate.seconds
-        # Of two as fast, the smaller.
-        return 0, candidate.seconds, candidate.most_bytes
-
-    return sorted(found, key=key)

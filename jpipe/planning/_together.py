@@ -10,12 +10,13 @@ from collections.abc import Mapping, Sequence
 
 from .._instructions import _bytes
 from .._instructions._transfer import OnPaper
+from ._better import ranked
 from ._forecast import Candidate
 from ._layer import LayerProfile
 from ._partition import partition
 from ._profile import Profile
 from ._request import Request
-from ._search import Space, ranked
+from ._search import Space
 
 # So many of the best are lowered, until one fits.
 _MOST = 4
