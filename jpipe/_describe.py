@@ -65,13 +65,14 @@ def _stage(
         # By leaf: what is tied within the stage is counted once.
         found = {leaf: pair for leaf, path, pair in leaves if is_params(path)}
         params = [spec for spec, _ in found.values()]
-        lie = [layout.shardings[leaf] for leaf in found]
         local = list(map(nbytes, params))
         if isinstance(device, SubMesh):
+            pairs = zip(found, params, strict=True)
+            lie = [device.fitting(layout.shardings[i], x.shape) for i, x in pairs]
             local = [device.local_bytes(*pair) for pair in zip(local, lie, strict=True)]
-        for spec, how in zip(params, lie, strict=True):
-            for name in how.axes:
-                cut[name] = cut.get(name, 0) + spec.size
+            for spec, how in zip(params, lie, strict=True):
+                for name in how.axes:
+                    cut[name] = cut.get(name, 0) + spec.size
         if training:
             trained = sum(spec.size for spec, yes in found.values() if yes)
     kept = training.kept(s) if training else None

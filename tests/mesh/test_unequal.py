@@ -99,6 +99,9 @@ def test_what_is_cut_where_it_rests_is_whole_where_it_cannot_be(
         gather=gather,
     )
     compare(make, pipe, 4, *batch(16))
+    cut = [set(stage.cut) for stage in pipe.plan.stages]
+    assert cut[0] == {"data", "model"}
+    assert "model" not in cut[1] | cut[2]
 
 
 def test_what_two_devices_divide_and_four_do_not(double):
