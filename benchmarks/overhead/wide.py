@@ -27,6 +27,8 @@ import jpipe
 from jpipe.schedules import Schedule, one_f_one_b
 
 WIDTH = 8
+# How a compiled program calls what its devices exchange.
+_KINDS = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"
 # Stages, devices of each, micro-batches.
 SIZES = ((8, 1, 128), (8, 8, 128), (64, 1, 128), (64, 8, 128), (64, 8, 1024))
 
@@ -153,7 +155,7 @@ def exchanges(gather: str | None, microbatches: int) -> Counter[tuple[str, str]]
         run: Any = instruction.run
         if instruction.is_move:
             continue
-        ops = re.findall(r" (all-\w+|reduce-scatter)(?:-start)?\(", run.run.as_text())
+        ops = re.findall(rf" ({_KINDS})(?:-start)?\(", run.run.as_text())
         found.update((run.function.name, op) for op in ops)
     return found
 
