@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..schedules import Costs
+from ..schedules._simulate import TOO_LONG
 from ._net import Net, ReplicatedStage
 from ._profile import Profile, speed_faults
 from ._replicated import STEADY, STEP, Replicated, costs_of
@@ -77,7 +78,11 @@ def replicate(
         )
     if faults:
         raise ValueError(f"replicate cannot plan this: {'; '.join(faults)}")
-    net = Net(profile, bandwidth or math.inf, transfers)
+    with np.errstate(over="ignore", invalid="ignore"):
+        net = Net(profile, bandwidth or math.inf, transfers)
+        moved = (net.sent / net.bandwidth).sum() + net.exchange(num_devices)[0, -1]
+        if not math.isfinite((net.total + 4 * moved) * (num_microbatches or 1)):
+            raise ValueError(f"replicate cannot plan this: {TOO_LONG}")
 
     def best(devices: int, most: int) -> tuple[float, tuple[ReplicatedStage, ...]]:
         if objective == STEADY:
@@ -88,7 +93,8 @@ def replicate(
     if not straight:
         _, stages = best(num_devices, num_devices)
     costs = _costs(profile, net, stages)
-    return Replicated(stages, costs, num_devices, objective, single, num_microbatches)
+    own = stages, costs, num_devices, objective, single, num_microbatches
+    return Replicated(*own, one_each=straight)
 
 
 def _costs(profile: Profile, net: Net, stages: tuple[ReplicatedStage, ...]) -> Costs:

@@ -41,6 +41,7 @@ class Replicated:
       objective: ``"steady"`` or ``"step"``; see `jpipe.replicate`.
       straight: what ``seconds`` would be with one device per stage.
       num_microbatches: of one step; ``None`` if nobody said.
+      one_each: whether no stage was to have more than one device.
 
     Example:
       >>> import jpipe
@@ -58,6 +59,7 @@ class Replicated:
     objective: str
     straight: float
     num_microbatches: int | None = None
+    one_each: bool = False
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -251,7 +253,7 @@ class Replicated:
         with reading(cls.__name__, text) as fields:
             given: dict[str, Any] = dict(fields.get("costs", {}))
             known = [*_COSTS, "bandwidth"] if "costs" in fields else []
-            faults = differing(list(fields), names)
+            faults = differing(list(fields), names[:-1], names)
             faults += [f"costs: {says}" for says in differing(list(given), known)]
             plan = None if faults else cls(**_values(fields))
             faults += _faults(plan) if plan else []
@@ -268,9 +270,14 @@ class Replicated:
             f"{alone / seconds if seconds else 1.0:.3f} times as fast as one"
         ]
         if used < self.num_devices:
+            more = "with more stages" if self.one_each else "with them"
+            layers = self.stages[-1].end
+            why = f"{more} a step would take no less"
+            if self.one_each and len(self.stages) == layers:
+                why = f"there are {layers} layers, and one device for each"
             lines.append(
                 f"{self.num_devices - used} of {self.num_devices} devices are left "
-                f"idle: with them a step would take no less"
+                f"idle: {why}"
             )
         if max(self.replicas) > 1 and seconds:
             lines.append(
@@ -350,6 +357,8 @@ def _faults(plan: Replicated) -> Iterator[str]:
     yield from (f"costs: {fault}" for fault in faults_of(plan.costs, 1))
     if not plan.stages:
         yield "stages: there are none"
+    if not isinstance(plan.one_each, bool):
+        yield f"one_each={plan.one_each!r}; needs true or false"
     if not _is_count(plan.num_devices):
         yield f"num_devices={plan.num_devices!r}; needs an int of at least 1"
     elif all(_is_count(stage[2]) for stage in plan.stages):

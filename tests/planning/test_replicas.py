@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from jpipe import replicate
+from jpipe import Replicated, replicate
 from jpipe.planning._profile import LayerProfile, Profile
 
 from .chains import every_cut, profile
@@ -176,6 +176,23 @@ def test_a_plan_says_what_it_leaves_idle():
         "stage  layers  devices  computes  exchange  transfers\n"
         "    0  0 to 1        1       4 s       0 s"
     )
+
+    step = {"objective": "step", "num_microbatches": 4, "straight": True}
+    for speed, says in (
+        (None, "3 of 5 devices are left idle: there are 2 layers, and one device for"),
+        (1.0, "4 of 5 devices are left idle: with more stages a step would take no l"),
+    ):
+        plan = replicate(Profile(layers), 5, bandwidth=speed, **step)
+        assert says in str(plan)
+        assert Replicated.from_json(plan.to_json()) == plan
+
+
+def test_times_that_no_float_can_say():
+    small = LayerProfile("a", 1.0, 1.0, param_bytes=4, output_bytes=4)
+    huge = LayerProfile("a", 1e308, 1e308)
+    for layer, bandwidth in ((small, 5e-324), (huge, 1e9)):
+        with pytest.raises(ValueError, match="longer than a float can say"):
+            replicate(Profile((layer,) * 3), 2, bandwidth=bandwidth)
 
 
 def test_all_faults_are_told_at_once():
