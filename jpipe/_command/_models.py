@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -146,7 +147,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         options["profile"] = _loaded(arguments)
     if arguments.remat is not None:
         options["remat"] = [mode for mode in _REMATS if mode in arguments.remat]
-    model = _factory.load(arguments.factory)
+    model = _loaded_model(arguments)
     with _refused():
         made = plan(
             model.layers,
@@ -184,7 +185,7 @@ def _profile(arguments: argparse.Namespace) -> int:
     _check_files(arguments)
     from ..planning._profiler import profile
 
-    model = _factory.load(arguments.factory)
+    model = _loaded_model(arguments)
     with _refused():
         found = profile(
             model.layers,
@@ -253,6 +254,23 @@ def _estimated(arguments: argparse.Namespace) -> str:
     if None in given.values():
         says += "; --flops, --memory-bandwidth and --action set those of your device"
     return says
+
+
+def _loaded_model(arguments: argparse.Namespace) -> _factory.Model:
+    """What the factory gives, which may choose the devices; and there are some."""
+    model = _factory.load(arguments.factory)
+    import jax
+
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:  # JAX asserts without its plugin
+        given = os.environ.get("JAX_PLATFORMS", "")
+        raise Unfit(
+            f"JAX finds no device, with JAX_PLATFORMS={given!r}"
+            + (f": {error}" if str(error) else "")
+            + "; for an estimate, and to plan for others, JAX_PLATFORMS=cpu will do"
+        ) from None
+    return model
 
 
 def _loaded(arguments: argparse.Namespace) -> Any:

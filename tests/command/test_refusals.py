@@ -130,6 +130,18 @@ def test_options_that_do_not_fit(command, options, parts):
     refused(command(f"plan model:make {options}"), *parts)
 
 
+@pytest.mark.parametrize("error", [RuntimeError("no TPU"), AssertionError()])
+def test_where_jax_finds_no_device(command, monkeypatch, error):
+    def fails():
+        raise error
+
+    monkeypatch.setattr("jax.devices", fails)
+    for line in ("plan model:make --devices 2 --estimate", "profile model:make"):
+        refused(
+            command(line), "error: JAX finds no device", "JAX_PLATFORMS=cpu", str(error)
+        )
+
+
 def test_no_plan_that_fits_says_what_to_type(command):
     line = "plan model:make --devices 2 --estimate --memory 100B"
     refused(
