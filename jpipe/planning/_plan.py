@@ -12,6 +12,7 @@ from ..schedules import Action, Costs, Schedule, Skip
 from ..schedules._action import BACKWARD, FORWARD, INPUT, WEIGHT
 from ..schedules._costs import faults_of
 from ._json import reading, refusal
+from ._sound import faults
 from ._units import columns, duration, size
 
 # Columns of a grid beyond which its middle is left out.
@@ -196,15 +197,14 @@ class Plan:
                 skips=tuple(map(tuple, fields.pop("skips"))),
                 data=_count(fields.pop("data", 1)),
             )
-        if fields or schedule.num_stages != len(plan.stages):
-            fault = (
-                f"surplus: {sorted(fields)}"
-                if fields
-                else (
-                    f"{len(plan.stages)} stages, its schedule has {schedule.num_stages}"
-                )
-            )
-            raise ValueError(refusal(cls.__name__, [fault]))
+            count = len(plan.stages)
+            wrong = [f"surplus: {sorted(fields)}"] if fields else []
+            if count != schedule.num_stages:
+                wrong += [f"{count} stages, its schedule has {schedule.num_stages}"]
+            else:
+                wrong += faults(plan)
+        if wrong:
+            raise ValueError(refusal(cls.__name__, wrong))
         return plan
 
     def __str__(self) -> str:
@@ -287,8 +287,8 @@ def _costs(fields: dict[str, Any], schedule: Schedule) -> Costs:
         fields["bandwidth"] = math.inf
     costs = Costs(**fields)
     counts = schedule.num_microbatches, schedule.num_stages
-    if faults := faults_of(costs, *counts):
-        raise ValueError("; ".join(faults))
+    if wrong := faults_of(costs, *counts):
+        raise ValueError("; ".join(wrong))
     schedule.simulate(costs)
     return costs
 
@@ -309,10 +309,11 @@ def _foretold(forecast: Forecast) -> str:
         sizes = map(size, (*dataclasses.astuple(memory), memory.total))
         rows.append([f"rank {rank}", duration(busy), *sizes])
     limit = forecast.memory_limit
+    times = forecast.seconds / forecast.bound if forecast.bound else 1.0
     lines = [
         columns(rows, left=range(1)),
         f"predicted: {duration(forecast.seconds)} a step, bubble "
-        f"{forecast.bubble:.1%}, {forecast.seconds / forecast.bound:.2f} times "
+        f"{forecast.bubble:.1%}, {times:.2f} times "
         f"the least that any order of these stages can take"
         + (f"; {size(limit)} a device" if limit is not None else ""),
         *forecast.reasons,
