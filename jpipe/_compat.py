@@ -142,6 +142,18 @@ def coordinator_address() -> str:
         return ""
 
 
+def own_process() -> tuple[int, int]:
+    """The number of this process, and how many there are: see `coordination`.
+
+    `jax.process_index` makes the devices, and waits for all processes to do so.
+    """
+    try:
+        state: Any = importlib.import_module("jax._src.distributed").global_state
+        return state.process_id, state.num_processes
+    except (ImportError, AttributeError):
+        return jax.process_index(), jax.process_count()
+
+
 def identity(module: Any) -> Hashable:
     """By what `adopted` knows a module: ``flax.linen.Module._id``; see there."""
     return getattr(module, "_id", id(module))

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 
 from .._processes._elsewhere import copies, ghost, is_here, of_copies
+from .._processes._group import group
 from .._processes._keys import is_key
 from .._processes._transport import Crossing
 from . import _transfer
@@ -228,6 +229,8 @@ class Program:
         """
         if not self._is_compiled:
             self.compile()
+        if self.is_shared:
+            group().runs += 1
         slots = self.start(leaves)
         del leaves
         number = -1

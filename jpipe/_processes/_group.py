@@ -17,10 +17,13 @@ from typing import Any
 import jax
 
 from .. import _compat
-from ._environment import TIMEOUT, TRANSPORT
+from ._environment import TRANSPORT, seconds
 
 _SECONDS = 600.0  # how long one process waits for another, unless told
-_FAREWELL = 5.0
+_RUNS = "calls of the pipelines so far"
+_SLICE = 1.0  # what waits longer could not be interrupted
+# So many differences are listed.
+_MOST = 10
 
 
 @dataclass
@@ -30,23 +33,23 @@ class Group:
     Attributes:
       timeout: for how many seconds one process waits for another.
       transport: how arrays pass between them: see `_transport`.
+      runs: how often this process has run what several share: as often as the others.
     """
 
-    timeout: float = field(
-        default_factory=lambda: float(os.environ.get(TIMEOUT, _SECONDS))
-    )
+    timeout: float = field(default_factory=lambda: seconds(_SECONDS))
     transport: str = field(default_factory=lambda: os.environ.get(TRANSPORT, ""))
+    runs: int = 0
     _numbers: Any = field(default_factory=itertools.count)
 
     @property
     def me(self) -> int:
         """The number of this process."""
-        return jax.process_index()
+        return _compat.own_process()[0]
 
     @property
     def size(self) -> int:
         """How many there are."""
-        return jax.process_count()
+        return _compat.own_process()[1]
 
     @functools.cached_property
     def _store(self) -> Any:
@@ -78,15 +81,49 @@ class Group:
         return found
 
     def _get(self, name: str, until: float) -> str | None:
-        left = max(until - time.monotonic(), 0.001)
-        try:
-            return self._store.blocking_key_value_get(
-                f"jpipe/{name}", int(1000 * left) + 1
-            )
-        except jax.errors.JaxRuntimeError as error:
-            if "DEADLINE_EXCEEDED" in str(error):
+        while True:
+            left = min(max(until - time.monotonic(), 0.001), _SLICE)
+            try:
+                return self._store.blocking_key_value_get(
+                    f"jpipe/{name}", int(1000 * left) + 1
+                )
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise
+            if time.monotonic() >= until:
                 return None
-            raise
+
+    def leave(self, why: str) -> None:
+        """Says that this process runs nothing more.
+
+        Args:
+          why: what ended it; nothing if it came to its end.
+        """
+        self.tell(f"left/{self.me}", json.dumps({"runs": self.runs, "why": why}))
+
+    def left(self, process: int) -> dict[str, Any] | None:
+        """What a process said when it left; ``None`` if it has not."""
+        try:
+            found = self._store.key_value_try_get(f"jpipe/left/{process}")
+        except (AttributeError, jax.errors.JaxRuntimeError):
+            return None
+        return json.loads(found)
+
+    def check_runs(self) -> None:
+        """Waits until all have come to their end, and checks that they ran as much.
+
+        Raises:
+          ValueError: with how often each ran something, if that differs.
+          TimeoutError: with the processes that have not come.
+        """
+        until = time.monotonic() + self.timeout
+        found = [self._get(f"left/{p}", until) for p in range(self.size)]
+        self._check_late(found, "the end of the program", self.timeout)
+        runs = [str(json.loads(said or "{}").get("runs")) for said in found]
+        if faults := _differing([{_RUNS: each} for each in runs]):
+            raise ValueError(
+                f"what came after the first of these calls was wrong: {faults[0]}"
+            )
 
     def meet(
         self, name: str, words: Mapping[str, str], why: str, seconds: float = 0.0
@@ -106,15 +143,18 @@ class Group:
         self.tell(f"{name}/{self.me}", json.dumps(dict(words)))
         until = time.monotonic() + seconds
         found = [self._get(f"{name}/{p}", until) for p in range(self.size)]
+        self._check_late(found, why, seconds)
+        return [json.loads(said) for said in found if said is not None]
+
+    def _check_late(self, found: Sequence[str | None], why: str, limit: float) -> None:
         late = [str(p) for p, said in enumerate(found) if said is None]
         if late:
             several = "es" * (len(late) > 1)
             raise TimeoutError(
                 f"process{several} {', '.join(late)} of {self.size} did not come to "
-                f"{why} within {seconds:g} s; process {self.me} waited. All run "
+                f"{why} within {limit:g} s; process {self.me} waited. All run "
                 f"the same calls of the pipeline in the same order, or one has failed"
             )
-        return [json.loads(said) for said in found if said is not None]
 
     def agree(self, name: str, facts: Mapping[str, str], why: str) -> None:
         """Checks that all processes are about to do the same.
@@ -128,16 +168,8 @@ class Group:
           ValueError: with each fact that differs, and between whom.
           TimeoutError: with the processes that have not come.
         """
-        every = self.meet(name, facts, why)
-        faults = []
-        for fact in dict.fromkeys(fact for own in every for fact in own):
-            said: dict[str, list[int]] = {}
-            for process, own in enumerate(every):
-                said.setdefault(own.get(fact, "nothing"), []).append(process)
-            if len(said) > 1:
-                listed = "; ".join(f"{_who(who)}: {it}" for it, who in said.items())
-                faults.append(f"{fact}: {listed}")
-        self.refuse(faults, why)
+        own = {_RUNS: str(self.runs), **facts}
+        self.refuse(_differing(self.meet(name, own, why)), why)
 
     def refuse(self, faults: Sequence[str], why: str) -> None:
         """Ends in all processes alike, if there is a fault that all have found.
@@ -151,12 +183,25 @@ class Group:
         """
         if not faults:
             return
-        if self.me == 0:  # without it JAX would end the others before they say so
-            time.sleep(_FAREWELL)
+        more = len(faults) - _MOST
+        faults = [*faults[:_MOST], *([f"and {more} more"] if more > 0 else [])]
         raise ValueError(
             f"the processes do not run the same program: {why} differs, and nothing "
             f"was sent\n" + "\n".join(f"  * {fault}" for fault in faults)
         )
+
+
+def _differing(every: Sequence[Mapping[str, str]]) -> list[str]:
+    """Of what all processes say, what is not the same in all."""
+    faults = []
+    for fact in dict.fromkeys(fact for own in every for fact in own):
+        said: dict[str, list[int]] = {}
+        for process, own in enumerate(every):
+            said.setdefault(own.get(fact, "nothing"), []).append(process)
+        if len(said) > 1:
+            listed = "; ".join(f"{_who(who)}: {it}" for it, who in said.items())
+            faults.append(f"{fact}: {listed}")
+    return faults
 
 
 def _who(processes: list[int]) -> str:

@@ -1,14 +1,16 @@
 """How a program becomes one of several processes."""
 
 import atexit
+import functools
 import os
 import re
 import sys
+import time
 from typing import Any
 
 import jax
 
-from ._environment import COORDINATOR, LOCAL_PROCESSES, PROCESS, PROCESSES
+from ._environment import COORDINATOR, LOCAL_PROCESSES, PROCESS, PROCESSES, whole
 from ._group import group
 from ._transport import TRANSPORTS
 from ._watch import watch
@@ -20,6 +22,10 @@ _WAITING, _FEWEST = 4, 2
 _LATER = 30
 _TO_START = 300
 _TO_SAY = 2.0
+# So long the first process, without which JAX ends the others, lets them say why.
+_FAREWELL = 5.0
+_STATUS = 70
+_WORDS = 200  # letters of what failed, for others
 
 
 def distributed(
@@ -71,26 +77,35 @@ def distributed(
             raise ValueError(f"transport={transport!r}: choose from {listed}")
         own.transport = transport
     if jax.distributed.is_initialized():
+        _leave_together()
         return
     if (coordinator_address, num_processes, process_id) == (None, None, None):
         coordinator_address = os.environ.get(COORDINATOR)
         if coordinator_address is not None:
-            num_processes = int(os.environ[PROCESSES])
-            process_id = int(os.environ[PROCESS])
+            num_processes, process_id = whole(PROCESSES), whole(PROCESS)
     # Read when the devices are made.
     os.environ.setdefault("PJRT_NPROC", str(_threads()))
     seconds = max(int(own.timeout), 1)
     waits = {
         # Some come later than others, as schedulers start them.
         "initialization_timeout": max(seconds, _TO_START),
-        # Later than our own, which tells what was awaited.
+        # Later than our own, which tell what was awaited.
         "heartbeat_timeout_seconds": seconds + _LATER,
-        "shutdown_timeout_seconds": seconds,
+        "shutdown_timeout_seconds": seconds + _LATER,
     }
-    jax.distributed.initialize(
-        coordinator_address, num_processes, process_id, **{**waits, **options}
-    )
-    atexit.register(_leave_if_failed)
+    try:
+        jax.distributed.initialize(
+            coordinator_address, num_processes, process_id, **{**waits, **options}
+        )
+    except ValueError as error:
+        if coordinator_address is not None:
+            raise
+        raise RuntimeError(
+            f"nothing says which processes there are ({error}): type python -m jpipe "
+            f"launch --processes 2 script.py, or set {COORDINATOR}, {PROCESSES} and "
+            f"{PROCESS}, or leave jpipe.distributed() out where there is one"
+        ) from error
+    _leave_together()
 
 
 def check_joined() -> None:
@@ -99,8 +114,11 @@ def check_joined() -> None:
     Raises:
       RuntimeError: if `distributed` has not been called.
     """
+    if jax.distributed.is_initialized():
+        _leave_together()
+        return
     count = os.environ.get(PROCESSES, "1")
-    if int(count) > 1 and not jax.distributed.is_initialized():
+    if count != "1":
         raise RuntimeError(
             f"this is process {os.environ.get(PROCESS)} of {count}, says {PROCESSES}, "
             f"and each would train a model of its own: call jpipe.distributed() "
@@ -147,16 +165,35 @@ def _cores() -> int:
     return os.cpu_count() or 1
 
 
-def _leave_if_failed() -> None:
-    """Ends a program that has raised an exception, without a word to the others.
+@functools.cache
+def _leave_together() -> None:
+    """Has this process end as the others know, however it ends."""
+    # What is registered last is called first: before JAX leaves them.
+    atexit.register(_leave)
 
-    JAX would have it wait for them, and they go on waiting for what it sends: where a
-    connection ends they know at once.
+
+def _leave() -> None:
+    """Ends the program: at once if it has raised an exception, else with the others.
+
+    JAX would have what failed wait for them, and they go on waiting for what it sends:
+    where a connection ends they know at once.
     """
-    error = getattr(sys, "last_value", None)
+    error, own = getattr(sys, "last_value", None), group()
+    if own.size == 1:
+        return
     if isinstance(error, jax.errors.JaxRuntimeError):
         watch().said.wait(_TO_SAY)  # of which process it is
-    if error is not None:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
+    try:
+        own.leave("" if error is None else f"{type(error).__name__}: {error}"[:_WORDS])
+        if error is None:
+            own.check_runs()
+            return
+        status = 1
+    except (RuntimeError, TimeoutError, ValueError) as fault:
+        status = 1 if error is not None else _STATUS
+        sys.stderr.write(f"jpipe: {fault}\n" * (error is None))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if own.me == 0:
+        time.sleep(_FAREWELL)
+    os._exit(status)

@@ -9,7 +9,6 @@ What was sent is nobody's to overwrite: it may not have left yet.
 """
 
 import functools
-import itertools
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,7 +24,9 @@ from ._keys import as_key, as_numbers, is_key
 from ._watch import Awaited, watch
 
 TRANSFER, DEVICE_PUT = TRANSPORTS = "transfer", "device_put"
-# A number tells a program, one of its moves and a run of it.
+# A number tells a program, one of its moves and the run of pipelines that it is in:
+# where one process has run something that another has not, nothing is taken for what
+# it is not.
 _RUNS, _MOVES = 24, 20
 # Bytes of a piece of an array on its way, and how many are on their way at once.
 _PIECE, _AT_ONCE = 4 << 20, 8
@@ -63,7 +64,7 @@ class Crossing:
     label: str
 
     def __post_init__(self) -> None:
-        self._numbers = itertools.count()
+        self._first = 0
         self._run: Callable[[Leaves], Leaves] | None = None
 
     @property
@@ -78,9 +79,7 @@ class Crossing:
 
     def open(self, program: int) -> None:
         """Readies it, once all processes know the number of its program."""
-        self._numbers = itertools.count(
-            (program << _MOVES | self.index & (1 << _MOVES) - 1) << _RUNS
-        )
+        self._first = (program << _MOVES | self.index & (1 << _MOVES) - 1) << _RUNS
         if chosen() == DEVICE_PUT:
             self._run = self._put()
         else:
@@ -92,8 +91,11 @@ class Crossing:
         made = self._run(leaves)
         if not self.is_received:
             return ()
-        watch().add(Awaited(made, self.label, self.source, self.target))
+        watch().add(Awaited(made, self.label, self.source, self.target, group().runs))
         return made
+
+    def _number(self) -> int:
+        return self._first | group().runs & (1 << _RUNS) - 1
 
     def _put(self) -> Callable[[Leaves], Leaves]:
         lie = list(self.target_lies)
@@ -112,9 +114,8 @@ class Crossing:
             parts = [leaves[i] for i in sent]
             if has_keys:
                 parts = [*map(as_numbers, parts)]
-            number = next(self._numbers)
             if parts:
-                server.await_pull(number, parts)
+                server.await_pull(self._number(), parts)
             return ()
 
         return offer
@@ -136,8 +137,7 @@ class Crossing:
         link = _link(self.source.process_index)
 
         def pull(_: Leaves) -> Leaves:
-            number = next(self._numbers)
-            found = link.pull(number, wanted) if wanted else []
+            found = link.pull(self._number(), wanted) if wanted else []
             if not keys and not empty:
                 return found
             rest = iter(found)

@@ -20,7 +20,10 @@ import jax
 
 from ._group import group
 
-# So long the program has to end by itself, in seconds, before it is ended.
+# So long something is awaited, in seconds, before it is asked whether who sends it
+# has left.
+_SOON = 1.0
+# So long the program has to end by itself before it is ended.
 _GRACE = 5.0
 _LOOKS = 0.2
 _STATUS = 70
@@ -35,17 +38,20 @@ class Awaited:
       label: what makes them.
       source: a device of the process that sends them.
       target: a device of this one.
+      run: the number of the run that they belong to.
     """
 
     arrays: Sequence[Any]
     label: str
     source: Any
     target: Any
+    run: int
 
     def __str__(self) -> str:
         return (
-            f"process {group().me} awaited {self.label} for {self.target}, which "
-            f"process {self.source.process_index} sends from {self.source}"
+            f"process {self.target.process_index} awaited {self.label} for "
+            f"{self.target}, which process {self.source.process_index} sends from "
+            f"{self.source}"
         )
 
 
@@ -57,6 +63,7 @@ class Watch:
         self._now: Awaited | None = None
         self._since = 0.0
         self.said = threading.Event()
+        self._saying = threading.Lock()
         self.add = self._awaited.put
         for work in (self._wait, self._look):
             threading.Thread(target=work, name="jpipe-watch", daemon=True).start()
@@ -71,27 +78,51 @@ class Watch:
                 # What the user has deleted is awaited by nobody.
                 if not any(array.is_deleted() for array in awaited.arrays):
                     says = str(error).splitlines()[0]
-                    self._end(f"{awaited}; it has failed or was ended ({says})")
+                    why = f"it has failed or was ended ({says})"
+                    self._end(f"{awaited}; {_has_left(awaited) or why}")
             self._now = awaited = None  # and with it the arrays
 
     def _look(self) -> None:
         while True:
             time.sleep(_LOOKS)
             awaited, limit = self._now, group().timeout
-            if awaited is not None and time.monotonic() - self._since > limit:
+            took = time.monotonic() - self._since
+            if awaited is None or took < _SOON:
+                continue
+            if why := _has_left(awaited):
+                self._end(f"{awaited}; {why}")
+            if took > limit and awaited is self._now:
                 self._end(
                     f"{awaited}: nothing came for {limit:g} s; where that is no fault, "
                     f"type jpipe.distributed(timeout=...)"
                 )
+            time.sleep(_SOON)
 
     def _end(self, why: str) -> None:
         """Says why, and ends the process, which may be waiting for ever."""
-        with contextlib.suppress(OSError, ValueError):
+        with self._saying, contextlib.suppress(OSError, ValueError):
+            if self.said.is_set():
+                return
+            self.said.set()
             sys.stderr.write(f"jpipe: {why}\n")
             sys.stderr.flush()
-        self.said.set()
         time.sleep(_GRACE)
         os._exit(_STATUS)
+
+
+def _has_left(awaited: Awaited) -> str:
+    """Why something will not come, as who sends it has said."""
+    said = group().left(awaited.source.process_index)
+    if said is None:
+        return ""
+    if said["why"]:
+        return f"it has failed: {said['why']}"
+    if awaited.run > said["runs"]:
+        return (
+            f"it came to its end after {said['runs']} calls of the pipelines, and this "
+            f"is number {awaited.run}"
+        )
+    return ""
 
 
 @functools.cache
