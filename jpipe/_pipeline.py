@@ -155,7 +155,7 @@ class Pipeline(OwnLoop):
           ValueError: if the batch or the variables do not fit the model.
           TypeError: if a leaf of ``x`` is not an array.
         """
-        x, _ = self._feed(x)
+        x, _ = self._feed(x, rngs=rngs)
         run = self._inference(variables, x, rngs=rngs, train=train)
         return run(variables, x, rngs)
 

@@ -16,12 +16,14 @@ import jax
 from .._instructions._agreed import digest, in_letters
 from .._jaxprs import _jaxpr
 from .._layers._stage import shapes
+from .._processes._elsewhere import is_elsewhere
 from .._processes._group import group
 from ._pipe import Pipe
 
 PyTree = Any
-# So many calls a process may be behind those that tell it what they were given.
-_BEHIND = 64
+# So many calls a process may be behind those that tell it what they were given, and
+# how often it says how far it is.
+_BEHIND, _SAYS = 64, 16
 _OF_VALUES = " of "  # between shapes and a digest
 
 
@@ -42,12 +44,20 @@ class Feed:
 
     def __init__(self, pipe: Pipe) -> None:
         self._pipe = pipe
-        self._lacking: frozenset[str] | None = None
+        # Of each name the processes that are not given it; known after the first call.
+        self._lacking: dict[str, list[int]] | None = None
         self._name = ""
         self._calls = itertools.count()
 
-    def __call__(self, x: PyTree, targets: PyTree = ()) -> tuple[PyTree, PyTree]:
+    def __call__(
+        self, x: PyTree, targets: PyTree = (), rngs: PyTree = ()
+    ) -> tuple[PyTree, PyTree]:
         """The input and the targets; of what is given elsewhere, specs.
+
+        Args:
+          x: the input, where this process reads it.
+          targets: the targets, likewise.
+          rngs: keys, which all have.
 
         Raises:
           ValueError: if a process lacks what it reads.
@@ -58,7 +68,7 @@ class Feed:
         stages = {"x": 0, "targets": len(self._pipe.stages) - 1}
         given = {"x": x, "targets": targets}
         if self._lacking is None:
-            self._lacking = self._first(given, stages)
+            self._lacking = self._first(given, stages, rngs)
         call = next(self._calls)
         found = [self._known(name, stages[name], given[name], call) for name in given]
         return found[0], found[1]
@@ -67,24 +77,31 @@ class Feed:
         return self._pipe.processes[self._pipe.place(stage)]
 
     def _first(
-        self, given: dict[str, PyTree], stages: dict[str, int]
-    ) -> frozenset[str]:
-        """What some process is not given; each says so in its first call."""
+        self, given: dict[str, PyTree], stages: dict[str, int], rngs: PyTree
+    ) -> dict[str, list[int]]:
+        """Who is not given what; each says so in its first call."""
         own = group()
         self._name, why = f"feed/{own.next_number()}", "the first call of a step"
         said = own.meet(
             self._name,
-            {name: _in_letters(tree) for name, tree in given.items()},
+            {n: _in_letters(tree) for n, tree in [*given.items(), ("rngs", rngs)]},
             why,
         )
-        faults: list[str] = []
+        faults = [
+            f"rngs are others in process {process} than in process 0; give the same "
+            f"keys in all"
+            for process, own in enumerate(said)
+            if own["rngs"] != said[0]["rngs"]
+        ]
         for name, stage in stages.items():
             reader = self._reader(stage)
-            if not said[reader][name]:
-                raise ValueError(
-                    f"{name}=None in process {reader}, which runs stage {stage} and "
-                    f"reads it; give it there, and None elsewhere"
+            if _OF_VALUES not in said[reader][name]:
+                is_none = "has no values" if said[reader][name] else "is None"
+                faults.append(
+                    f"{name} {is_none} in process {reader}, which runs stage {stage} "
+                    f"and reads it; give it there, and None elsewhere"
                 )
+                continue
             for process in range(len(said)):
                 if _differ(said, name, reader, process):
                     faults.append(
@@ -94,7 +111,10 @@ class Feed:
                         f"where it is not read"
                     )
         own.refuse(faults, why)
-        return frozenset(name for name in given if not all(s[name] for s in said))
+        return {
+            name: [process for process, own in enumerate(said) if not own[name]]
+            for name in given
+        }
 
     def _known(self, name: str, stage: int, tree: PyTree, call: int) -> PyTree:
         reader = self._reader(stage)
@@ -102,24 +122,35 @@ class Feed:
         assert self._lacking is not None
         if is_reader:
             _check_values(name, stage, tree)
-        if name in self._lacking and is_reader:
-            group().tell(f"{self._name}/{name}/{call}", _told(tree))
+        key, lacking = f"{self._name}/{name}", self._lacking[name]
+        if is_reader and lacking:
+            group().tell(f"{key}/{call}", _told(tree))
             if call >= _BEHIND:
-                group().forget(f"{self._name}/{name}/{call - _BEHIND}")
+                self._let_come(key, call - _BEHIND, lacking)
+        if group().me in lacking and call % _SAYS == 0:
+            group().tell(f"{key}/{call} came to/{group().me}", "yes")
         if tree is not None:
             return tree
-        if name not in self._lacking:
+        if group().me not in lacking:
             raise ValueError(
                 f"{name}=None, which was given in the first call; give it, or its "
                 f"jax.ShapeDtypeStruct leaves"
             )
         words = group().ask(
-            f"{self._name}/{name}/{call}",
-            reader,
-            f"call {call}, of which it has {name}",
+            f"{key}/{call}", reader, f"call {call}, of which it has {name}"
         )
         kinds = pickle.loads(base64.b64decode(words))
         return jax.tree.map(_spec, kinds, is_leaf=lambda node: isinstance(node, _Kind))
+
+    def _let_come(self, key: str, call: int, lacking: Sequence[int]) -> None:
+        """Waits until all have been told of a call, which is then forgotten."""
+        if call % _SAYS == 0:
+            for process in lacking:
+                came = f"{key}/{call} came to/{process}"
+                group().ask(came, process, f"call {call}")
+                group().forget(came)
+            for old in range(max(call - _SAYS, 0), call):
+                group().forget(f"{key}/{old}")
 
 
 def _in_letters(tree: PyTree) -> str:
@@ -128,7 +159,7 @@ def _in_letters(tree: PyTree) -> str:
     if tree is None:
         return ""
     like = shapes(tree)
-    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+    if any(map(_has_no_values, leaves)):
         return like
     return f"{like}{_OF_VALUES}{digest(map(in_letters, leaves))}"
 
@@ -148,11 +179,15 @@ def _differ(
 def _check_values(name: str, stage: int, tree: PyTree) -> None:
     """Checks that what is read has values."""
     leaves = jax.tree.leaves(tree)
-    if tree is None or any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
+    if tree is None or any(map(_has_no_values, leaves)):
         raise ValueError(
             f"{name} has no values in process {group().me}, which runs stage {stage} "
             f"and reads it"
         )
+
+
+def _has_no_values(leaf: Any) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct) or is_elsewhere(leaf)
 
 
 def _told(tree: PyTree) -> str:

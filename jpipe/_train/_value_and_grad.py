@@ -74,7 +74,7 @@ class ValueAndGrad:
           ValueError: if batch, targets or variables do not fit.
           TypeError: if the loss function does not return what was agreed.
         """
-        x, targets = self._feed(x, targets)
+        x, targets = self._feed(x, targets, rngs)
         gradient = self._gradients(variables, x, targets, rngs, train)
         given = gradient.arguments(variables, x, targets, rngs)
         loss, *rest = self._program(gradient, variables)(given)
