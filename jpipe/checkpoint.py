@@ -7,6 +7,7 @@ which writes all of a state or none of it, and which other programs read too.
 
 import os
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ import numpy as np
 
 from ._instructions._transfer import put_as
 from ._processes._elsewhere import is_elsewhere
-from ._processes._gather import at_first
+from ._processes._gather import agree_on, at_first
 from ._processes._group import group
 from ._processes._keys import as_key, as_numbers
 from ._run import _variables
@@ -38,7 +39,10 @@ def save(
 
     Raises:
       FileExistsError: if it is there.
-      ValueError: if a step overwrote the state.
+      OSError: if it cannot be made.
+      ValueError: if a step overwrote the state; of several processes, if they are not
+        at the same step, or save different things.
+      RuntimeError: of several processes, if one cannot do its part.
 
     Example:
       >>> import jax, jax.numpy as jnp, jpipe, optax, tempfile
@@ -64,16 +68,57 @@ def save(
         raise FileExistsError(
             f"{folder} is there already; give another path, or overwrite=True"
         )
-    if jax.process_count() > 1:
-        flat, tree = jax.tree_util.tree_flatten_with_path(state)
-        leaves = at_first([(jax.tree_util.keystr(path), leaf) for path, leaf in flat])
-        state = jax.tree.unflatten(tree, leaves)
-    if jax.process_index() == 0:
-        with _checkpointer() as checkpointer:
-            checkpointer.save(folder, state, force=overwrite)
-            checkpointer.wait_until_finished()
-    if jax.process_count() > 1:
-        _meet("saved", {}, _LONG)
+    if jax.process_count() == 1:
+        _write(folder, state, overwrite)
+        return
+    flat, tree = jax.tree_util.tree_flatten_with_path(state)
+    leaves = [(jax.tree_util.keystr(path), leaf) for path, leaf in flat]
+    number = agree_on(leaves)
+
+    def work() -> None:
+        whole = jax.tree.unflatten(tree, at_first(leaves, number))
+        if jax.process_index() == 0:
+            _write(folder, whole, overwrite)
+
+    _together("saved", work, _LONG)
+
+
+def _write(folder: pathlib.Path, state: PyTree, overwrite: bool) -> None:
+    # Orbax, which would make it too, keeps threads for minutes that wait for what has
+    # failed, and the program could not end.
+    parent = folder.parent
+    if parent.exists() and not parent.is_dir():
+        raise NotADirectoryError(f"{parent} is not a folder")
+    parent.mkdir(parents=True, exist_ok=True)
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise PermissionError(f"{parent} may not be written to")
+    with _checkpointer() as checkpointer:
+        checkpointer.save(folder, state, force=overwrite)
+        checkpointer.wait_until_finished()
+
+
+def _together(what: str, work: Callable[[], Any], seconds: float = 0.0) -> Any:
+    """What a process does of something that fails in all if it fails in one.
+
+    Args:
+      what: it is called.
+      work: what this process does.
+      seconds: how long others may take; default: the timeout.
+
+    Raises:
+      RuntimeError: with what failed in another process.
+    """
+    try:
+        found = work()
+    except BaseException as error:
+        _meet(what, {"fault": f"{type(error).__name__}: {error}"}, seconds)
+        raise
+    said = _meet(what, {"fault": ""}, seconds)
+    if faults := [
+        f"process {p}: {own['fault']}" for p, own in enumerate(said) if own["fault"]
+    ]:
+        raise RuntimeError(f"this could not be {what}: {'; '.join(faults)}")
+    return found
 
 
 def _meet(what: str, words: dict[str, str], seconds: float = 0.0) -> list[Any]:
@@ -116,8 +161,15 @@ def restore(path: str | os.PathLike[str], like: PyTree) -> PyTree:
     Raises:
       FileNotFoundError: if there is no such folder.
       ValueError: if it holds another kind of state: with every difference.
+      RuntimeError: of several processes, if one cannot do its part.
     """
     folder = _absolute(path)
+    if jax.process_count() == 1:
+        return _read(folder, like)
+    return _together("restored", lambda: _read(folder, like))
+
+
+def _read(folder: pathlib.Path, like: PyTree) -> PyTree:
     if not folder.exists():
         here = f" in process {jax.process_index()}" * (jax.process_count() > 1)
         raise FileNotFoundError(f"{folder} is not there{here}")
@@ -158,9 +210,7 @@ def _own_part(folder: pathlib.Path, like: PyTree) -> PyTree:
             ),
         )
         found = checkpointer.restore(folder, args=arguments)
-    restored = jax.tree.map(put_as, found, like)
-    _meet("restored", {})
-    return restored
+    return jax.tree.map(put_as, found, like)
 
 
 def _absolute(path: str | os.PathLike[str]) -> pathlib.Path:

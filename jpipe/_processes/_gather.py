@@ -1,5 +1,6 @@
 """Arrays of all processes brought to the first, where they are written to a file."""
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,20 +13,51 @@ from ._group import group
 from ._keys import as_numbers
 from ._transport import Crossing, on_one, start
 
+# Of an array of more numbers a digest is compared.
+_FEW = 8
 
-def at_first(leaves: Sequence[tuple[str, Any]]) -> list[Any]:
-    """The leaves of a tree of which each process has a part.
+
+def agree_on(leaves: Sequence[tuple[str, Any]]) -> int:
+    """Checks that all processes have the same tree, of which each has a part.
 
     Args:
-      leaves: them, the same in all processes, with what to call them.
+      leaves: those of the tree, with what to call them.
+
+    Returns:
+      The number by which `at_first` brings them.
+
+    Raises:
+      ValueError: with what differs: what a leaf is like, or the value of one of which
+        each process has a copy, such as the number of the step.
+      TimeoutError: with the processes that do not come.
+    """
+    number = group().next_number()
+    start()
+    facts = {name: _told(leaf) for name, leaf in leaves}
+    group().agree(f"gather/{number}", facts, "what is saved")
+    return number
+
+
+def at_first(leaves: Sequence[tuple[str, Any]], number: int) -> list[Any]:
+    """The leaves of a tree on which all agree.
 
     Returns:
       In the first process arrays of NumPy; in others what is no matter.
     """
-    number = group().next_number()
-    start()
-    group().meet(f"gather/{number}", {"leaves": str(len(leaves))}, "save")
     return [_brought(number, i, *leaf) for i, leaf in enumerate(leaves)]
+
+
+def _told(leaf: Any) -> str:
+    """What a leaf is like, and what each process has a copy of."""
+    if not isinstance(leaf, jax.Array):
+        return type(leaf).__name__
+    like = f"{leaf.dtype}{list(leaf.shape)}"
+    if not is_copied(leaf):
+        return like
+    value = _as_numpy(own_copy(leaf))
+    if value.size <= _FEW:
+        return f"{like} {value.tolist()}"
+    return f"{like} {hashlib.sha256(value.tobytes()).hexdigest()[:12]}"
 
 
 def _brought(number: int, index: int, name: str, leaf: Any) -> Any:

@@ -1,5 +1,7 @@
 """States on disk: saved by one pipeline, gone on with by another, or refused."""
 
+import threading
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -114,3 +116,12 @@ def test_an_overwritten_state_is_not_saved(tmp_path):
     with pytest.raises(ValueError, match="this state was donated"):
         checkpoint.save(tmp_path / "state", state)
     assert not (tmp_path / "state").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    threads = threading.active_count()
+    with pytest.raises(NotADirectoryError, match="file is not a folder"):
+        checkpoint.save(tmp_path / "file" / "state", {"a": jnp.ones(3)})
+    # Orbax would leave some that wait, and hold up the end of the program.
+    assert threading.active_count() <= threads
