@@ -18,6 +18,14 @@ from .._processes._keys import as_numbers
 
 # In the text of a jaxpr, where something is in the memory of one process.
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
+# Settings of JAX that numbers hang on; some are seen in no jaxpr.
+_SETTINGS = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_threefry_partitionable",
+    "jax_numpy_dtype_promotion",
+)
 
 
 def agree(
@@ -43,7 +51,7 @@ def agree(
     _transport.start()
     own.agree(
         f"program/{number}",
-        {**versions(), **facts, **_digests(instructions, functions)},
+        {**versions(), **_settings(), **facts, **_digests(instructions, functions)},
         f"program {number}",
     )
     compile_own()
@@ -61,6 +69,11 @@ def versions() -> dict[str, str]:
     return {"Python": platform.python_version(), **found}
 
 
+def _settings() -> dict[str, str]:
+    found = {name: getattr(jax.config, name, None) for name in _SETTINGS}
+    return {name: str(value) for name, value in found.items()}
+
+
 def _digests(
     instructions: Sequence[Any], functions: Iterable[Function]
 ) -> dict[str, str]:
@@ -69,8 +82,13 @@ def _digests(
         f"{i.label} {i.place} {i.source} {i.reads} {i.donates} {i.writes}"
         for i in instructions
     )
-    code = (line for function in dict.fromkeys(functions) for line in _text(function))
-    return {"operations": digest(code), "instructions": digest(listed)}
+    code: dict[str, list[str]] = {}
+    for function in dict.fromkeys(functions):
+        code.setdefault(f"operations of {function.name}", []).extend(_text(function))
+    return {
+        **{name: digest(lines) for name, lines in code.items()},
+        "instructions": digest(listed),
+    }
 
 
 def _text(function: Function) -> Iterator[str]:

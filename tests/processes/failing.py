@@ -14,8 +14,10 @@ def main(how: str, _job: str) -> None:
     Args:
       how: ``"model"``, ``"key"``, ``"batch"``, ``"shuffle"``, ``"optimizer"``: it runs
         another, or on other examples.
-        ``"kill"``, ``"stop"``, ``"raise"``: it ends in the middle. ``"layer"``: its
-        layer raises. ``"late"``: it comes too late. ``"nothing"``: it does not.
+        ``"settings"``: it has other settings of JAX.
+        ``"kill"``, ``"stop"``, ``"raise"``, ``"leave"``: it ends in the middle;
+        ``"first"``: the first process does. ``"layer"``: its layer raises.
+        ``"late"``: it comes too late. ``"nothing"``: it does not.
       _job: by which its processes are known.
     """
     import jpipe
@@ -27,7 +29,7 @@ def main(how: str, _job: str) -> None:
     import optax
     from flax import linen as nn
 
-    fails = jax.process_index() == 1
+    fails = jax.process_index() == (how != "first")
 
     def other(name):
         return fails and how == name
@@ -37,6 +39,8 @@ def main(how: str, _job: str) -> None:
             raise ZeroDivisionError("in a layer")
         return jnp.sin(x)
 
+    if other("settings"):
+        jax.config.update("jax_threefry_partitionable", False)
     if other("late"):
         time.sleep(600)
     layers = [nn.Dense(5), layer, nn.Dense(4 if other("model") else 3)]
@@ -57,6 +61,8 @@ def main(how: str, _job: str) -> None:
                 "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
                 "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
                 "raise": lambda: 1 // 0,
+                "first": lambda: 1 // 0,
+                "leave": lambda: sys.exit(0),
             }.get(how, bool)()
         state, metrics = step(state, x, targets)
         print("loss", float(metrics["loss"]))

@@ -20,7 +20,11 @@ def ended(outcome):
         ("key", r"key: process 0: \[0, 0\]; process 1: \[0, 1\]"),
         ("batch", r"input: process 0: float32\[8,5\]; process 1: float32\[4,5\]"),
         ("shuffle", "x has other values in process 1 than in process 0"),
-        ("optimizer", r"operations: process 0: \w+; process 1: \w+"),
+        (
+            "optimizer",
+            r"operations of optimizer_update: process 0: \w+; process 1: \w+",
+        ),
+        ("settings", "jax_threefry_partitionable: process 0: True; process 1: False"),
     ],
 )
 def test_another_program_is_refused_before_anything_is_sent(how, fact):
@@ -37,7 +41,8 @@ def test_another_program_is_refused_before_anything_is_sent(how, fact):
     ("how", "why"),
     [
         ("kill", "it has failed or was ended"),
-        ("raise", "it has failed or was ended"),
+        ("raise", "it has failed: ZeroDivisionError: "),
+        ("leave", "it came to its end after 7 calls of the pipelines, and this is "),
         ("stop", "nothing came for 15 s"),
     ],
 )
@@ -52,6 +57,33 @@ def test_what_was_awaited_of_one_that_ends_is_named(how, why):
     ), said
     assert len(re.findall(r"^loss \d", said, re.M)) in (5, 6)
     assert ("ZeroDivisionError" in outcome.of(1)) == (how == "raise")
+
+
+def test_others_are_told_why_the_first_process_fails():
+    outcome = jobs.run(2, "failing", "first")
+    ended(outcome)
+    said = outcome.of(1)
+    assert re.search(
+        r"jpipe: process 1 awaited .* of rank 0 for .*cpu:\d+, which process 0 sends "
+        r"from .*cpu:0; it has failed: ZeroDivisionError: ",
+        said,
+    ), said
+
+
+def test_calls_that_are_not_those_of_all_are_found(tmp_path):
+    outcome = jobs.run(2, "calls", str(tmp_path))
+    ended(outcome)
+    for process in range(2):
+        said = outcome.of(process)
+        assert "200 calls were given nothing" in said, said
+        assert "the first input of another pipeline was taken" in said
+        assert "* rngs are others in process 1 than in process 0" in said
+        assert "NotADirectoryError: " in said
+        assert "FileNotFoundError: " in said
+        assert "* .step: process 0: int32[] 0; process 1: int32[] 1" in said
+        assert not list(tmp_path.glob("skewed*"))
+        counts = "calls of the pipelines so far: process 0: [0-9]+; process 1: [0-9]+"
+        assert re.search(f"what came after .* was wrong: {counts}", said), said
 
 
 @pytest.mark.parametrize("how", ["late", "layer"])
