@@ -1,5 +1,6 @@
 """A balance by name: equal times, operations, parameters or bytes."""
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import jax
 
 from .._layers._layer import as_layers
+from .._processes._group import group
 from ..schedules import Schedule, named
 from ._layer import MODES, LayerProfile
 from ._made import kind_of, versions
@@ -84,11 +86,23 @@ def balanced(
             "remat": _modes(remat),
         }
         if kind == "time":
-            return partition(costs, count, objective="step", **asked)
+            return _of_first(partition(costs, count, objective="step", **asked), given)
         return partition(
             costs, count, max_bytes=least_bytes(costs, count, **asked), **asked
         )
     return partition([_weight(layer, kind) for layer in costs.layers], count)
+
+
+def _of_first(balance: list[int], devices: Sequence[Any]) -> list[int]:
+    """Of several processes, each of which has measured, what the first has found."""
+    if len({device.process_index for device in devices}) == 1:
+        return balance
+    every = group().meet(
+        f"balance/{group().next_number()}",
+        {"balance": json.dumps(balance)},
+        "jpipe.pipeline, balance='time'",
+    )
+    return json.loads(every[0]["balance"])
 
 
 def _weight(layer: LayerProfile, kind: str) -> float:

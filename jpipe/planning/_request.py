@@ -113,7 +113,7 @@ class Request:
     def where(self) -> Device | Rates:
         """The device to measure on; the rates of one on paper."""
         if self.measure:
-            return jax.devices()[0] if self.device is None else self.device
+            return jax.local_devices()[0] if self.device is None else self.device
         given = {
             "flops": self.peak_flops,
             "bandwidth": self.memory_bandwidth,
