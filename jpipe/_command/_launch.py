@@ -159,8 +159,12 @@ def _kill(process: subprocess.Popen[str]) -> None:
 def _print(number: int, source: IO[str], target: IO[str]) -> None:
     """Prints what a process prints, line by line, with its number."""
     for line in source:
-        target.write(f"[{number}] {line}" + ("" if line.endswith("\n") else "\n"))
-        target.flush()
+        told = f"[{number}] {line}" + ("" if line.endswith("\n") else "\n")
+        alphabet = getattr(target, "encoding", None) or "utf-8"
+        # Who is not read any more, or stops reading, would keep the process waiting.
+        with contextlib.suppress(OSError, ValueError):
+            target.write(told.encode(alphabet, "replace").decode(alphabet))
+            target.flush()
 
 
 def _interrupt(*_: object) -> None:

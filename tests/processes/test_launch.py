@@ -72,3 +72,60 @@ def test_what_is_not_there_is_refused():
     done = launched("--processes", "2", "nowhere.py")
     assert done.returncode == 2
     assert "nowhere.py is not a file; give a Python program, or -m and" in done.stderr
+
+
+def test_what_nobody_reads_does_not_hold_up_a_program(tmp_path):
+    script = tmp_path / "talks.py"
+    script.write_text(
+        "import sys\nsys.stdout.reconfigure(encoding='utf-8')\n"
+        "for _ in range(9999): print('\\u00e9' * 99)\n"
+    )
+    command = [sys.executable, "-m", "jpipe", "launch", "--processes", "1", str(script)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONIOENCODING": "ascii"}
+    ) as launch:
+        assert launch.stdout.readline().startswith(b"[0] ??")
+        launch.stdout.close()
+        assert launch.wait(timeout=60) == 0
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({}, "nothing says which processes there are"),
+        ({"JPIPE_COORDINATOR": "127.0.0.1:1"}, "JPIPE_PROCESSES is not set, and"),
+        (
+            {"JPIPE_COORDINATOR": "127.0.0.1:1", "JPIPE_PROCESSES": "two"},
+            "JPIPE_PROCESSES is 'two', and",
+        ),
+        ({"JPIPE_TIMEOUT": "60s"}, "JPIPE_TIMEOUT='60s': needs seconds, more than 0"),
+    ],
+)
+def test_what_does_not_tell_processes_apart_is_refused(said, words):
+    done = subprocess.run(
+        [sys.executable, "-c", "import jpipe; jpipe.distributed()"],
+        env={**os.environ, **said},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 1
+    assert words in done.stderr
+
+
+def test_processes_take_the_balance_that_the_first_has_measured(tmp_path):
+    script = tmp_path / "measures.py"
+    script.write_text(
+        "import jax, jpipe, numpy\n"
+        "from flax import linen as nn\n"
+        "jpipe.distributed()\n"
+        "x = numpy.ones((4, 5), 'f')\n"
+        "layers = [nn.Dense(5) for _ in range(3)]\n"
+        "pipe = jpipe.pipeline(layers, 2, balance='time', sample=x)\n"
+        "pipe.apply(pipe.init(jax.random.key(0), x), x)\n"
+        "print(pipe.num_stages)\n"
+    )
+    done = launched("--processes", "2", str(script))
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split()) == ["2", "2", "[0]", "[1]"]
