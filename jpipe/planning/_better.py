@@ -3,11 +3,12 @@
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
+from ..schedules import Schedule
 from ._climb import Cuts, climb
 from ._forecast import Candidate, Hardware, evaluate
 
 # So many of the best get a better cut, if they take no longer than so many times the
-# best, and how many actions are simulated for each.
+# best of them, and how many actions are simulated for each.
 _BETTERED, _NEAR, _ACTIONS = 6, 1.3, 20_000
 
 
@@ -25,15 +26,14 @@ def _worth(candidate: Candidate, hardware: Hardware) -> tuple[float, ...]:
 
 
 def promising(found: Sequence[Candidate]) -> Iterator[Candidate]:
-    """The best candidates, one of each schedule."""
-    schedules = set()
-    for candidate in found:
-        schedule = candidate.schedule, candidate.data
-        if schedule not in schedules and len(candidate.balance) > 1:
-            yield candidate
-            schedules.add(schedule)
-        if len(schedules) == _BETTERED or candidate.seconds > _NEAR * found[0].seconds:
-            return
+    """The best candidates, one of each schedule, with one device per stage and more."""
+    for several in (False, True):
+        own = [c for c in found if (c.data > 1) == several and len(c.balance) > 1]
+        each: dict[Schedule, Candidate] = {}
+        for candidate in own:
+            if candidate.seconds <= _NEAR * own[0].seconds:
+                each.setdefault(candidate.schedule, candidate)
+        yield from itertools.islice(each.values(), _BETTERED)
 
 
 def bettered(
