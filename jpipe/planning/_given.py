@@ -313,4 +313,4 @@ def _finite(size: Any) -> float:
 
 def _is_size(value: Any) -> bool:
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    return is_number and value > 0
+    return is_number and value > 0  # pyright: ignore[reportOperatorIssue]

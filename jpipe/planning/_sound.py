@@ -3,7 +3,6 @@
 import dataclasses
 import math
 from collections.abc import Iterator
-from numbers import Real
 from typing import Any
 
 # Fields of a stage that are a whole number, or nobody knows it.
@@ -60,6 +59,6 @@ def _no_count(what: str, value: Any) -> Iterator[str]:
 
 
 def _no_number(what: str, value: Any) -> Iterator[str]:
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not 0 <= value < math.inf:
         yield f"{what}={value!r}; needs a number, finite and not negative"

@@ -87,7 +87,7 @@ def _limits(max_bytes: Any, num_ranks: int) -> list[float] | None:
     if max_bytes is None:
         return None
     several = isinstance(max_bytes, Iterable) and not isinstance(max_bytes, str)
-    most = list(max_bytes) if several else [max_bytes] * num_ranks
+    most: list[Any] = list(max_bytes) if several else [max_bytes] * num_ranks
     if len(most) != num_ranks:
         raise ScheduleError(
             f"fit: max_bytes has {len(most)} entries, num_ranks={num_ranks}: give one "
