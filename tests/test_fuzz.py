@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from .fuzz.programs import Program, programs
 
-EXAMPLES = int(os.environ.get("JPIPE_FUZZ_EXAMPLES", "30"))
+EXAMPLES = int(os.environ.get("JPIPE_FUZZ_EXAMPLES", "20"))
 SEED = int(os.environ.get("JPIPE_FUZZ_SEED", "0"))
 # One test of pytest, so that workers share them; after it, JAX forgets what it traced,
 # which is 40 MiB for each program.
