@@ -104,7 +104,7 @@ class Watch:
             if self.said.is_set():
                 return
             self.said.set()
-            sys.stderr.write(f"jpipe: {why}\n")
+            sys.stderr.write(f"\njpipe: {why}\n")  # a traceback may be half told
             sys.stderr.flush()
         time.sleep(_GRACE)
         os._exit(_STATUS)
