@@ -17,7 +17,6 @@ from .._processes._elsewhere import (
     is_copied,
     is_elsewhere,
     is_here,
-    of_copies,
     own_copy,
 )
 from .._processes._keys import as_key, is_key
@@ -177,8 +176,12 @@ def put_as(value: Any, like: jax.Array) -> jax.Array:
         return like
     value = as_key(value, like)
     if is_copied(like):
-        here = jax.device_put(value, own_copy(like).sharding)
-        return of_copies(here, like.sharding)
+        parts = [
+            jax.device_put(value, shard.device) for shard in like.addressable_shards
+        ]
+        return jax.make_array_from_single_device_arrays(
+            like.shape, like.sharding, parts
+        )
     return jax.device_put(value, like.sharding)
 
 

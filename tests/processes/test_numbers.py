@@ -71,8 +71,14 @@ def test_a_state_goes_on_in_more_processes_and_in_one(folder, alone):
         pipe = work.pipelines()["1f1b"]()
         state = jpipe.checkpoint.restore(folder / "2" / "state", work.start(pipe))
         assert int(state.step) == 2
+        saved = work.here((state.step, state.params, state.opt_state))
         state, told = work.go_on(pipe, state, 4)
         whole, uninterrupted = work.go_on(pipe, work.start(pipe), 4)
+    for process in range(2):
+        found = np.load(folder / "2" / f"meshed-{process}.npz")
+        assert "[0]" in found  # the number of the step, which each device has
+        for path in found:
+            np.testing.assert_array_equal(found[path], saved[path])
     expected = work.here(whole.params)
     assert work.here(state.params).keys() == expected.keys()
     half = len(uninterrupted) // 2

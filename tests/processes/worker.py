@@ -63,6 +63,9 @@ def main(
     if not path.exists():
         state, _ = work.go_on(pipe, work.start(pipe), 2)
         jpipe.checkpoint.save(path, state)
+        meshed = jpipe.checkpoint.restore(path, work.start(work.pipelines()["mesh"]()))
+        own = work.here((meshed.step, meshed.params, meshed.opt_state))
+        np.savez(Path(folder) / f"meshed-{me}.npz", **own)
     else:
         state = jpipe.checkpoint.restore(path, work.start(pipe))
         state, told = work.go_on(pipe, state, 4)
