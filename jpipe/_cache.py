@@ -163,12 +163,14 @@ class ProgramCache:
     def _check_written(self, works: Works, batch: Batch) -> None:
         """Checks that a mean says what training writes."""
         visits = self.expected(batch.first)[0]
-        size = batch.sizes[0] if set(batch.x_axes) == {0} else 0
+        size = batch.sizes[0]
+        axes = {axis for axis in batch.x_axes if axis is not None}
         for stage in self._pipe.stages:
             task = works.task(stage.index)
             for layer, written in task.written().items():
                 number = stage.first + layer
-                _examples.check(visits[number], number, written, size)
+                for axis in axes:
+                    _examples.check(visits[number], number, written, size, axis)
             for layer, paths in task.drawn_by().items():
                 number = stage.first + layer
                 _examples.check_draws(visits[number], number, paths)

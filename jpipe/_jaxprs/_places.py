@@ -1,5 +1,10 @@
-"""Which results are values of which only some places were written."""
+"""Which results are no means: some places of a value are written, or single examples.
 
+Micro-batches find the same values and write what they make of their own examples. The
+mean of that is what a layer means if examples come together in it, as in a sum.
+"""
+
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +14,17 @@ from . import _jaxpr
 
 _THROUGH = {"convert_element_type", "copy", "stop_gradient", "reshape", "squeeze"}
 _CHOICES = {"select_n", "where"}
+# What leaves out some examples, or tells one from another, as a sum of them does not.
+_SELECTIONS = {
+    "concatenate",
+    "dynamic_slice",
+    "dynamic_update_slice",
+    "gather",
+    "pad",
+    "scatter",
+    "slice",
+    "split",
+}
 
 
 def is_partly_written(closed: core.ClosedJaxpr, result: int) -> bool:
@@ -54,3 +70,61 @@ def _is_written(closed: core.ClosedJaxpr, atom: Any, inputs: Sequence[bool]) -> 
             place = list(eqn.outvars).index(atom)
             return _is_written(inner[0], inner[0].jaxpr.outvars[place], given)
     return False
+
+
+def holding(closed: core.ClosedJaxpr, given: Sequence[bool], number: int) -> list[bool]:
+    """Which results hold values of single examples, and not what is made of all.
+
+    Args:
+      closed: the jaxpr.
+      given: which inputs hold values of examples.
+      number: an axis whose length is a multiple of it goes along the examples.
+    """
+
+    def is_along(atom: Any) -> bool:
+        return any(size and size % number == 0 for size in atom.aval.shape)
+
+    held = {var for var, one in zip(closed.jaxpr.invars, given, strict=True) if one}
+
+    def holds(atoms: Sequence[Any]) -> list[bool]:
+        return [not isinstance(atom, core.Literal) and atom in held for atom in atoms]
+
+    for eqn in closed.jaxpr.eqns:
+        operands = holds(eqn.invars)
+        # What is in order tells no example from another.
+        if not any(operands) or eqn.primitive.name == "sort":
+            continue
+        results = _within(eqn, operands, number)
+        if results is None:
+            sources = itertools.compress(eqn.invars, operands)
+            single = not all(map(is_along, sources))
+            single |= eqn.primitive.name in _SELECTIONS
+            results = [single or is_along(var) for var in eqn.outvars]
+        held |= {var for var, one in zip(eqn.outvars, results, strict=True) if one}
+    return holds(closed.jaxpr.outvars)
+
+
+def _within(eqn: core.JaxprEqn, given: list[bool], number: int) -> list[bool] | None:
+    """Which results of a call, of branches or of a loop do; None of any other."""
+    name = eqn.primitive.name
+    # The first operands say which branch it is, or are for the end of a loop.
+    fewer = name in ("cond", "while")
+    bodies = [
+        closed
+        for closed in _jaxpr.inside(eqn)
+        if len(closed.jaxpr.outvars) == len(eqn.outvars)
+        and (fewer or len(closed.jaxpr.invars) == len(given))
+    ]
+    if not bodies or name.startswith("reduce"):
+        return None
+    carried = _jaxpr.carry(eqn)
+    while True:
+        cases = [
+            holding(closed, given[len(given) - len(closed.jaxpr.invars) :], number)
+            for closed in bodies
+        ]
+        results = [any(case) for case in zip(*cases, strict=True)]
+        after = [a or b for a, b in zip(given[carried], results, strict=False)]
+        if after == given[carried]:
+            return results
+        given = [*given[: carried.start or 0], *after, *given[carried.stop :]]

@@ -5,16 +5,25 @@ from typing import Any
 
 import jax
 
+from .._jaxprs import _jaxpr, _places
 from .._jaxprs._jaxpr import zeros
 from . import _nnx_kinds
 from ._initialize import init_with
+from ._streams import applied, retried
+from ._tree import flat, nested
 from ._walk import Visit
 
 PyTree = Any
 Path = tuple[Any, ...]
+# Layers are met with so many examples that no other axis is as long, and that can be
+# halved, or taken in groups.
+_PRIMES = (251, 257, 263, 269, 271)
+_GROUPS = 8
 
 
-def check(visit: Visit, number: int, written: Mapping[Path, bool], size: int) -> None:
+def check(
+    visit: Visit, number: int, written: Mapping[Path, bool], size: int, axis: int
+) -> None:
     """Checks what training writes of a layer: a pipeline keeps the mean of it.
 
     Args:
@@ -23,21 +32,22 @@ def check(visit: Visit, number: int, written: Mapping[Path, bool], size: int) ->
       written: the paths in its variables of what training writes, and whether it
         writes only some places.
       size: how many examples a micro-batch has.
+      axis: along which they lie.
 
     Raises:
-      ValueError: with what has an axis for the examples, or is such as a queue.
+      ValueError: with what holds single examples, or is such as a queue.
     """
     _check_metrics(visit, number, written)
-    growing = _growing(visit, size)
+    holding = _holding(visit, size, axis) if written else set()
     faults = [
         f"{jax.tree_util.keystr(path, simple=True, separator='/')}, "
         + (
-            f"which has an axis for the {size} examples"
-            if path in growing
+            f"which holds single ones of the {size} examples"
+            if path in holding
             else "of which it replaces some places, as of a queue or a table"
         )
         for path, partly in written.items()
-        if partly or path in growing
+        if partly or path in holding
     ]
     if faults:
         raise ValueError(
@@ -81,29 +91,62 @@ def _check_metrics(visit: Visit, number: int, written: Mapping[Path, bool]) -> N
         )
 
 
-def _growing(visit: Visit, size: int) -> set[Path]:
-    """The paths of what has an axis for the examples."""
+def _holding(visit: Visit, size: int, axis: int) -> set[Path]:
+    """The paths of what holds values of single examples, where training writes them."""
+    given = visit.x, [*visit.skips.values()], visit.variables, visit.borrowed
+    lengths = {n for leaf in jax.tree.leaves(given) for n in leaf.shape}
+    prime = next(p for p in _PRIMES if not any(n % p == 0 for n in lengths if n))
     try:
-        small, large = (_shapes(visit, size, more) for more in (0, 1))
+        return _held(visit, size, axis, _GROUPS * prime, prime)
     except Exception:  # of that size alone it can be made
-        return set()
-    return {path for path in small if small[path] != large.get(path)}
+        return _held(visit, size, axis, size, size)
 
 
-def _shapes(visit: Visit, size: int, more: int) -> dict[Path, tuple[int, ...]]:
-    """The shapes of what a layer holds if it is made for more examples."""
+def _held(visit: Visit, size: int, axis: int, examples: int, number: int) -> set[Path]:
+    """The same, if the layer is given so many examples.
 
-    def grown(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        shape: Sequence[int] = leaf.shape
-        if shape and shape[0] == size:
-            shape = (size + more, *shape[1:])
+    Args:
+      visit: the layer, as it was met.
+      size: how many examples it was given there.
+      axis: along which they lie.
+      examples: how many it is given now.
+      number: an axis whose length is a multiple of it is one of examples.
+    """
+
+    def is_along(leaf: jax.ShapeDtypeStruct) -> bool:
+        lengths = dict(zip(range(leaf.ndim), leaf.shape, strict=True))
+        return lengths.get(axis % max(leaf.ndim, 1)) == size
+
+    def sized(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        shape = list(leaf.shape)
+        if is_along(leaf):
+            shape[axis] = examples
         return jax.ShapeDtypeStruct(shape, leaf.dtype)
 
-    x, skips = jax.tree.map(grown, (visit.x, visit.skips))
+    x, skips = jax.tree.map(sized, (visit.x, [*visit.skips.values()]))
+
+    def named(values: PyTree) -> dict[Any, PyTree]:
+        return dict(zip(visit.skips, values, strict=True))
 
     def init(key: jax.Array) -> PyTree:
-        return init_with(visit.layer, key, x, skips, {}, zeros(x))
+        return init_with(visit.layer, key, x, named(skips), {}, zeros(x))
 
-    made = jax.eval_shape(init, jax.random.key(0))
-    found = jax.tree_util.tree_leaves_with_path(made)
-    return {tuple(path): leaf.shape for path, leaf in found}
+    def call(x: PyTree, skips: PyTree, variables: PyTree, key: jax.Array) -> PyTree:
+        args = visit.layer, variables, x, key, (0, 0), True, named(skips)
+        return applied(*args)[1]
+
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    variables = visit.variables
+    if visit.borrowed:
+        variables = nested(flat(variables) | flat(visit.borrowed))
+    elif examples != size:
+        variables = jax.eval_shape(init, key)
+    args = x, skips, variables, key
+    closed, changed = retried(lambda: _jaxpr.trace(call, *args))
+    held = [
+        is_along(leaf) for leaf in jax.tree.leaves((visit.x, [*visit.skips.values()]))
+    ]
+    held += [False] * len(jax.tree.leaves((variables, key)))
+    found = jax.tree_util.tree_leaves_with_path(changed)
+    results = _places.holding(_jaxpr.open_checkpoints(closed), held, number)
+    return {tuple(path) for (path, _), one in zip(found, results, strict=True) if one}

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
@@ -65,6 +66,43 @@ def by_data(rows, at, new):
     return rows.at[nearest].set(new.astype(rows.dtype))
 
 
+def by_data_in_sum(rows, at, new):
+    return rows.at[jnp.argmax(new.mean(0))].set(new.mean(0).astype(rows.dtype))
+
+
+def first_rows(rows, at, new):
+    return rows.at[: len(new)].set(new)
+
+
+def padded(rows, at, new):
+    new = jnp.pad(new, ((0, len(rows) - len(new)), (0, 0)))
+    return jnp.where(jnp.any(new, 1, keepdims=True), new, rows)
+
+
+def one(rows, at, new):
+    return rows.at[0].set(new[0] / 2)
+
+
+def in_a_loop(rows, at, new):
+    def put(rows, i):
+        return rows.at[i].set(new[0]), None
+
+    return jax.lax.scan(put, rows, jnp.arange(2))[0]
+
+
+class Memory(nnx.Module):
+    """Remembers the inputs of the last call, as many as a micro-batch has."""
+
+    def __init__(self, size):
+        self.dense = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+        self.rows = nnx.BatchStat(jnp.zeros((size, 4)))
+
+    def __call__(self, x):
+        y = self.dense(x) + self.rows[...].mean(0)
+        self.rows[...] = jax.lax.stop_gradient(x)
+        return y
+
+
 def train(layer, num_microbatches):
     x, _ = ref.regression(4)
     x = x[:, :4]
@@ -77,12 +115,17 @@ def train(layer, num_microbatches):
 @pytest.mark.parametrize(
     ("layer", "match"),
     [
-        (Carry(), r"layer 0 \(Carry\) .* carry/h, which has an axis for the 2 examp"),
-        (state(queue), r"layer 0 \(Holds\) .* memory/rows, of which it replaces some"),
-        (state(table), "memory/rows, of which it replaces"),
-        (state(fifo), "memory/rows, of which it replaces"),
-        (state(chosen), "memory/rows, of which it replaces"),
-        (state(by_data), "memory/rows, of which it replaces"),
+        (Carry(), r"layer 0 \(Carry\) .* carry/h, which holds single ones of the 2 ex"),
+        (state(queue), r"layer 0 \(Holds\) .* memory/rows, which holds single ones"),
+        (state(table), "memory/rows, which holds single"),
+        (state(fifo), "memory/rows, which holds single"),
+        (state(chosen), "memory/rows, which holds single"),
+        (state(first_rows), "memory/rows, which holds single"),
+        (state(padded), "memory/rows, which holds single"),
+        (state(one), "memory/rows, which holds single"),
+        (state(in_a_loop), "memory/rows, which holds single"),
+        (state(by_data), "memory/rows, which holds single"),
+        (state(by_data_in_sum), "memory/rows, of which it replaces some places"),
     ],
 )
 def test_what_no_mean_is_is_refused_but_for_one_micro_batch(layer, match):
@@ -103,6 +146,12 @@ def test_what_no_mean_is_is_refused_but_for_one_micro_batch(layer, match):
         lambda rows, at, new: rows.at[3].set(new.mean(0)),
         lambda rows, at, new: rows.at[0].add(new.mean(0)),
         lambda rows, at, new: jnp.stack([*rows[:7], new.mean(0)]),
+        lambda rows, at, new: rows.at[:4].set(new.T @ new),
+        lambda rows, at, new: rows.at[2].set(jnp.median(new, 0)),
+        lambda rows, at, new: rows.at[3].set(new.reshape(2, -1, 4).mean(1)[1]),
+        lambda rows, at, new: (
+            rows + jax.ops.segment_sum(new, jnp.argmax(new, 1), 8, mode="drop")
+        ),
     ],
 )
 def test_what_is_a_mean_is_kept(write):
@@ -113,6 +162,42 @@ def test_what_is_a_mean_is_kept(write):
     ]
     rows = jnp.mean(jnp.stack([part["rows"] for part in mean]), 0)
     ref.assert_close(after["memory"]["rows"], rows, 1e-6)  # in single precision
+
+
+def test_a_memory_as_long_as_a_micro_batch_is_refused():
+    """Of nnx, whose state does not grow with the input: other sizes do not fit."""
+    x = jnp.arange(16.0).reshape(4, 4)
+    tx = optax.sgd(0.1)
+    for num_microbatches in (1, 2):
+        pipe = jpipe.pipeline([Memory(4 // num_microbatches)], num_microbatches)
+        state = pipe.init_train_state(KEY, x, tx)
+        step = pipe.train_step(ref.mse, tx)
+        if num_microbatches == 1:
+            state, _ = step(state, x, x)
+            np.testing.assert_array_equal(
+                state.model_state[0]["batch_stats"]["rows"], x
+            )
+        else:
+            with pytest.raises(ValueError, match="rows, which holds single ones of th"):
+                step(state, x, x)
+
+
+def test_examples_may_lie_along_any_axis():
+    class Keeps(nn.Module):
+        """Holds one example of those along the second axis."""
+
+        @nn.compact
+        def __call__(self, x, train):
+            held = self.variable("memory", "held", jnp.zeros, (4,))
+            if train and not self.is_initializing():
+                held.value = jax.lax.stop_gradient(x[:, 0])
+            return x * self.param("w", nn.initializers.ones, (4, 1))
+
+    x = jnp.arange(24.0).reshape(4, 6)
+    pipe = jpipe.pipeline([Keeps()], 3, in_axes=1, out_axes=1, target_axes=1)
+    variables = pipe.init(KEY, x)
+    with pytest.raises(ValueError, match="held, which holds single ones of the 2"):
+        pipe.value_and_grad(ref.mse)(variables, x, x)
 
 
 @pytest.mark.parametrize("kind", ["linen", "nnx"])

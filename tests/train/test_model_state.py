@@ -135,7 +135,7 @@ def written(function, first=0.0):
 
 @pytest.mark.parametrize("values", [(np.inf, 1), (1, np.inf), (-np.inf, -5)])
 def test_a_mean_with_an_infinity_is_one(values):
-    held = written(lambda x, _: jnp.where(x[0, 0] == 0, *map(float, values)))
+    held = written(lambda x, _: jnp.where(x.min() == 0, *map(float, values)))
     assert held == next(value for value in values if np.isinf(value))
 
 
@@ -164,7 +164,7 @@ def test_a_structure_that_a_call_changes_is_refused(function):
 
 
 def test_a_mean_of_large_values_does_not_overflow():
-    assert written(lambda x, _: jnp.where(x[0, 0] == 0, 3e38, -3e38)) == 0
+    assert written(lambda x, _: jnp.where(x.min() == 0, 3e38, -3e38)) == 0
 
 
 def test_a_key_that_a_layer_moves_on_is_refused():
