@@ -17,12 +17,14 @@ from ._instructions._transfer import put_as
 from ._processes._elsewhere import is_elsewhere
 from ._processes._gather import agree_on, at_first
 from ._processes._group import group
-from ._processes._keys import as_key, as_numbers
+from ._processes._keys import as_key, as_numbers, is_key
 from ._run import _variables
 
 PyTree = Any
 # So many differences are listed.
 _MOST = 20
+_ARRAYS = jax.Array | np.ndarray
+_NUMBERS = bool | int | float | complex | np.generic
 # Seconds that a process waits while another one writes: a day.
 _LONG = 86_400.0
 
@@ -34,12 +36,14 @@ def save(
 
     Args:
       path: a folder that is not there yet.
-      state: a `TrainState`, or variables, or any pytree of arrays.
+      state: a `TrainState`, or variables, or any pytree of arrays and numbers, such as
+        ``{"state": state, "position": 1200}`` with the position in the data.
       overwrite: whether it may be there, and is replaced.
 
     Raises:
       FileExistsError: if it is there.
       OSError: if it cannot be made.
+      TypeError: with what of it is neither an array nor a number.
       ValueError: if a step overwrote the state; of several processes, if they are not
         at the same step, or save different things.
       RuntimeError: of several processes, if one cannot do its part.
@@ -59,6 +63,7 @@ def save(
       0
     """
     _variables.check_alive(jax.tree.leaves(state))
+    state = _as_arrays(state)
     folder = _absolute(path)
     is_there = folder.exists()
     if jax.process_count() > 1:
@@ -160,13 +165,17 @@ def restore(path: str | os.PathLike[str], like: PyTree) -> PyTree:
 
     Raises:
       FileNotFoundError: if there is no such folder.
+      TypeError: with what of ``like`` is neither an array nor a number.
       ValueError: if it holds another kind of state: with every difference.
       RuntimeError: of several processes, if one cannot do its part.
     """
     folder = _absolute(path)
+    arrays = _as_arrays(like)
     if jax.process_count() == 1:
-        return _read(folder, like)
-    return _together("restored", lambda: _read(folder, like))
+        found = _read(folder, arrays)
+    else:
+        found = _together("restored", lambda: _read(folder, arrays))
+    return jax.tree.map(_as_given, found, like)
 
 
 def _read(folder: pathlib.Path, like: PyTree) -> PyTree:
@@ -217,9 +226,37 @@ def _absolute(path: str | os.PathLike[str]) -> pathlib.Path:
     return pathlib.Path(path).expanduser().absolute()
 
 
+def _as_arrays(tree: PyTree) -> PyTree:
+    """The same tree with an array of NumPy in place of each number.
+
+    Raises:
+      TypeError: with what is neither.
+    """
+    faults = [
+        f"{jax.tree_util.keystr(path)} is {leaf!r:.60}, a {type(leaf).__name__}"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        if not isinstance(leaf, _ARRAYS | _NUMBERS)
+    ]
+    if faults:
+        raise TypeError(
+            f"a state is a pytree of arrays and numbers: {'; '.join(faults)}"
+        )
+    return jax.tree.map(
+        lambda leaf: np.asarray(leaf) if isinstance(leaf, _NUMBERS) else leaf, tree
+    )
+
+
+def _as_given(found: Any, like: Any) -> Any:
+    """What was read, as a number where a number is meant."""
+    if isinstance(like, np.generic):
+        return found[()]
+    return type(like)(found.item()) if isinstance(like, _NUMBERS) else found
+
+
 def _as_saved(leaf: Any) -> Any:
     """A spec of what is written of a leaf: of a key the numbers that it is made of."""
-    return jax.eval_shape(as_numbers, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+    spec = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    return jax.eval_shape(as_numbers, spec) if is_key(leaf) else spec
 
 
 def _kinds(tree: PyTree) -> dict[str, str]:

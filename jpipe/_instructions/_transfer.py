@@ -170,8 +170,10 @@ def put_tree(
     return jax.tree.unflatten(structure, placed)
 
 
-def put_as(value: Any, like: jax.Array) -> jax.Array:
+def put_as(value: Any, like: Any) -> Any:
     """What was read of a file, where another array is; of a key its numbers."""
+    if not isinstance(like, jax.Array):
+        return value
     if is_elsewhere(like):
         return like
     value = as_key(value, like)

@@ -49,10 +49,8 @@ def at_first(leaves: Sequence[tuple[str, Any]], number: int) -> list[Any]:
 
 def _told(leaf: Any) -> str:
     """What a leaf is like, and what each process has a copy of."""
-    if not isinstance(leaf, jax.Array):
-        return type(leaf).__name__
     like = f"{leaf.dtype}{list(leaf.shape)}"
-    if not is_copied(leaf):
+    if isinstance(leaf, jax.Array) and not is_copied(leaf):
         return like
     value = _as_numpy(own_copy(leaf))
     if value.size <= _FEW:

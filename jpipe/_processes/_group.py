@@ -20,7 +20,7 @@ from .. import _compat
 from ._environment import TRANSPORT, seconds
 
 _SECONDS = 600.0  # how long one process waits for another, unless told
-_RUNS = "calls of the pipelines so far"
+RUNS = "calls of the pipelines so far"
 _SLICE = 1.0  # what waits longer could not be interrupted
 # So many differences are listed.
 _MOST = 10
@@ -119,8 +119,8 @@ class Group:
         until = time.monotonic() + self.timeout
         found = [self._get(f"left/{p}", until) for p in range(self.size)]
         self._check_late(found, "the end of the program", self.timeout)
-        runs = [str(json.loads(said or "{}").get("runs")) for said in found]
-        if faults := _differing([{_RUNS: each} for each in runs]):
+        runs = [{RUNS: str(json.loads(said or "{}").get("runs"))} for said in found]
+        if faults := differing(runs):
             raise ValueError(
                 f"what came after the first of these calls was wrong: {faults[0]}"
             )
@@ -139,8 +139,17 @@ class Group:
         Raises:
           TimeoutError: with the processes that have not come.
         """
+        self.say(name, words)
+        return self.hear(name, why, seconds)
+
+    def say(self, name: str, words: Mapping[str, str]) -> None:
+        """Comes to a meeting, and says how much this process has run."""
+        words = {RUNS: str(self.runs), **words}
+        self.tell(f"{name}/{self.me}", json.dumps(words))
+
+    def hear(self, name: str, why: str, seconds: float = 0.0) -> list[Any]:
+        """What all say at a meeting: see `meet`."""
         seconds = seconds or self.timeout
-        self.tell(f"{name}/{self.me}", json.dumps(dict(words)))
         until = time.monotonic() + seconds
         found = [self._get(f"{name}/{p}", until) for p in range(self.size)]
         self._check_late(found, why, seconds)
@@ -168,15 +177,17 @@ class Group:
           ValueError: with each fact that differs, and between whom.
           TimeoutError: with the processes that have not come.
         """
-        own = {_RUNS: str(self.runs), **facts}
-        self.refuse(_differing(self.meet(name, own, why)), why)
+        self.refuse(differing(self.meet(name, facts, why)), why)
 
-    def refuse(self, faults: Sequence[str], why: str) -> None:
+    def refuse(
+        self, faults: Sequence[str], why: str, so: str = "nothing was sent"
+    ) -> None:
         """Ends in all processes alike, if there is a fault that all have found.
 
         Args:
           faults: what differs.
           why: what it is about.
+          so: what follows from it.
 
         Raises:
           ValueError: with all of them.
@@ -186,12 +197,12 @@ class Group:
         more = len(faults) - _MOST
         faults = [*faults[:_MOST], *([f"and {more} more"] if more > 0 else [])]
         raise ValueError(
-            f"the processes do not run the same program: {why} differs, and nothing "
-            f"was sent\n" + "\n".join(f"  * {fault}" for fault in faults)
+            f"the processes do not run the same program: {why} differs, and {so}\n"
+            + "\n".join(f"  * {fault}" for fault in faults)
         )
 
 
-def _differing(every: Sequence[Mapping[str, str]]) -> list[str]:
+def differing(every: Sequence[Mapping[str, str]]) -> list[str]:
     """Of what all processes say, what is not the same in all."""
     faults = []
     for fact in dict.fromkeys(fact for own in every for fact in own):

@@ -6,6 +6,7 @@ instructions: it is told them, in each call, by who reads them.
 """
 
 import base64
+import functools
 import itertools
 import pickle
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from .._instructions._agreed import digest, in_letters
 from .._jaxprs import _jaxpr
 from .._layers._stage import shapes
 from .._processes._elsewhere import is_elsewhere
-from .._processes._group import group
+from .._processes._group import RUNS, differing, group
 from ._pipe import Pipe
 
 PyTree = Any
@@ -44,6 +45,8 @@ class Feed:
 
     def __init__(self, pipe: Pipe) -> None:
         self._pipe = pipe
+        # The stage that reads each.
+        self._at = {"x": 0, "targets": len(pipe.stages) - 1}
         # Of each name the processes that are not given it; known after the first call.
         self._lacking: dict[str, list[int]] | None = None
         self._name = ""
@@ -65,63 +68,63 @@ class Feed:
         """
         if self._pipe.copies is None:
             return x, targets
-        stages = {"x": 0, "targets": len(self._pipe.stages) - 1}
         given = {"x": x, "targets": targets}
         if self._lacking is None:
-            self._lacking = self._first(given, stages, rngs)
+            self._lacking = self._first(given, rngs)
         call = next(self._calls)
-        found = [self._known(name, stages[name], given[name], call) for name in given]
+        # Now and then, for what it costs: a shuffle may part ways in a later epoch.
+        if call and call & (call - 1) == 0:
+            self._compare(given, rngs, call)
+        found = [self._known(name, given[name], call) for name in given]
         return found[0], found[1]
 
-    def _reader(self, stage: int) -> int:
-        return self._pipe.processes[self._pipe.place(stage)]
+    @functools.cached_property
+    def _readers(self) -> dict[str, int]:
+        """The process that reads each."""
+        pipe = self._pipe
+        return {name: pipe.processes[pipe.place(at)] for name, at in self._at.items()}
 
-    def _first(
-        self, given: dict[str, PyTree], stages: dict[str, int], rngs: PyTree
-    ) -> dict[str, list[int]]:
+    def _first(self, given: dict[str, PyTree], rngs: PyTree) -> dict[str, list[int]]:
         """Who is not given what; each says so in its first call."""
         own = group()
         self._name, why = f"feed/{own.next_number()}", "the first call of a step"
-        said = own.meet(
-            self._name,
-            {n: _in_letters(tree) for n, tree in [*given.items(), ("rngs", rngs)]},
-            why,
-        )
-        faults = [
-            f"rngs are others in process {process} than in process 0; give the same "
-            f"keys in all"
-            for process, own in enumerate(said)
-            if own["rngs"] != said[0]["rngs"]
-        ]
-        for name, stage in stages.items():
-            reader = self._reader(stage)
+        said = own.meet(self._name, _words(given, rngs), why)
+        faults = []
+        for name, reader in self._readers.items():
             if _OF_VALUES not in said[reader][name]:
                 is_none = "has no values" if said[reader][name] else "is None"
                 faults.append(
-                    f"{name} {is_none} in process {reader}, which runs stage {stage} "
-                    f"and reads it; give it there, and None elsewhere"
+                    f"{name} {is_none} in process {reader}, which runs stage "
+                    f"{self._at[name]} and reads it; give it there, and None elsewhere"
                 )
-                continue
-            for process in range(len(said)):
-                if _differ(said, name, reader, process):
-                    faults.append(
-                        f"{name} has other values in process {process} than in "
-                        f"process {reader}, which alone reads it. Let all read the "
-                        f"same mini-batches, as from one seed, or give {name}=None "
-                        f"where it is not read"
-                    )
-        own.refuse(faults, why)
+        own.refuse([*faults, *_others(said, self._readers)], why)
         return {
             name: [process for process, own in enumerate(said) if not own[name]]
             for name in given
         }
 
-    def _known(self, name: str, stage: int, tree: PyTree, call: int) -> PyTree:
-        reader = self._reader(stage)
+    def _compare(self, given: dict[str, PyTree], rngs: PyTree, call: int) -> None:
+        """Says what this call is given, and compares half as many calls ago.
+
+        So nobody waits for who is a little behind.
+        """
+        own, last = group(), call // 2
+        own.say(f"{self._name}/values/{call}", _words(given, rngs))
+        if last == 0:
+            return
+        why = f"call {last} of a step"
+        said = own.hear(f"{self._name}/values/{last}", why)
+        so = f"what this function has returned since call {last // 2} is wrong"
+        own.refuse(_others(said, self._readers), why, so)
+        # All have been at that call: of the one before it nobody asks any more.
+        own.forget(f"{self._name}/values/{last // 2}/{own.me}")
+
+    def _known(self, name: str, tree: PyTree, call: int) -> PyTree:
+        reader = self._readers[name]
         is_reader = reader == group().me
         assert self._lacking is not None
         if is_reader:
-            _check_values(name, stage, tree)
+            _check_values(name, self._at[name], tree)
         key, lacking = f"{self._name}/{name}", self._lacking[name]
         if is_reader and lacking:
             group().tell(f"{key}/{call}", _told(tree))
@@ -151,6 +154,31 @@ class Feed:
                 group().forget(came)
             for old in range(max(call - _SAYS, 0), call):
                 group().forget(f"{key}/{old}")
+
+
+def _words(given: dict[str, PyTree], rngs: PyTree) -> dict[str, str]:
+    """What a process is given, to be compared."""
+    return {name: _in_letters(tree) for name, tree in [*given.items(), ("rngs", rngs)]}
+
+
+def _others(said: Sequence[dict[str, str]], readers: dict[str, int]) -> list[str]:
+    """What some processes are given that is not what others are given."""
+    faults = differing([{RUNS: own[RUNS]} for own in said])
+    faults += [
+        f"rngs are others in process {process} than in process 0; give the same keys "
+        f"in all"
+        for process, own in enumerate(said)
+        if own["rngs"] != said[0]["rngs"]
+    ]
+    for name, reader in readers.items():
+        faults += [
+            f"{name} has other values in process {process} than in process {reader}, "
+            f"which alone reads it. Let all read the same mini-batches, as from one "
+            f"seed, or give {name}=None where it is not read"
+            for process in range(len(said))
+            if _differ(said, name, reader, process)
+        ]
+    return faults
 
 
 def _in_letters(tree: PyTree) -> str:

@@ -1,9 +1,12 @@
 """Pipelines whose stages have several devices, and what they are compared with."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import optax
 from flax import linen as nn
+from jax.sharding import AxisType
 
 import jpipe
 
@@ -27,11 +30,11 @@ class Normed(nn.Module):
         return nn.Dropout(0.5, deterministic=not train)(jnp.tanh(x))
 
 
-def mesh(*shape, names=("stage", "data", "model")):
-    count = 1
-    for size in shape:
-        count *= size
-    return jax.make_mesh(shape, names[: len(shape)], devices=jax.devices()[:count])
+def mesh(*shape, names=("stage", "data", "model"), explicit=()):
+    names = names[: len(shape)]
+    kinds = [AxisType.Explicit if name in explicit else AxisType.Auto for name in names]
+    devices = jax.devices()[: math.prod(shape)]
+    return jax.make_mesh(shape, names, tuple(kinds), devices=devices)
 
 
 def batch(size=24):

@@ -68,11 +68,12 @@ def test_outputs_and_gradients_come_with_keys_of_their_own():
 @pytest.mark.parametrize("schedule", ["gpipe", "zb_h1", "interleaved", "zb_v"])
 def test_any_schedule(schedule):
     several = schedule in ("interleaved", "zb_v")
+    wide = schedule == "gpipe"
     pipe = jpipe.pipeline(
         plain(),
         4,
-        balance=[1] * 4 if several else [2, 2],
-        mesh=mesh(2, 2),
+        balance=[1] * 4 if several or wide else [2, 2],
+        mesh=mesh(4 if wide else 2, 2),
         schedule=schedule,
     )
     compare(plain, pipe, 8, *batch())

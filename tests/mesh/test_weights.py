@@ -18,6 +18,7 @@ pytestmark = pytest.mark.usefixtures("double")
 
 
 INIT = nn.initializers.lecun_normal()
+FACTORED = optax.adafactor(0.1, min_dim_size_to_factor=4)
 
 
 def boxed(names, init=INIT, how=nn.with_partitioning):
@@ -71,10 +72,18 @@ def test_fully_sharded(gather):
     assert "data 104" in str(pipe)  # of the kernels of the first stage
 
 
-@pytest.mark.parametrize(("shape", "parts"), [((2, 2, 2), 4), ((2, 1, 2), 2)])
-def test_tensor_parallel_by_boxes(shape, parts):
-    pipe = jpipe.pipeline(wide(), 2, balance=[2, 2], mesh=mesh(*shape))
-    got = compare(wide, pipe, parts, *batch(16))
+@pytest.mark.parametrize(
+    ("shape", "parts", "explicit", "tx"),
+    [
+        ((2, 2, 2), 4, ("data",), TX),
+        # It keeps rows and columns of what is cut.
+        ((2, 1, 2), 2, ("stage", "data", "model"), FACTORED),
+    ],
+)
+def test_tensor_parallel_by_boxes(shape, parts, explicit, tx):
+    where = mesh(*shape, explicit=explicit)
+    pipe = jpipe.pipeline(wide(), 2, balance=[2, 2], mesh=where)
+    got = compare(wide, pipe, parts, *batch(16), tx=tx)
     kernel = got["state"].params[1]["Dense_0"]["kernel"]
     assert isinstance(kernel, nn.Partitioned)
     assert spec(kernel.value) == P(None, "model")

@@ -13,7 +13,7 @@ def main(how: str, _job: str) -> None:
 
     Args:
       how: ``"model"``, ``"key"``, ``"batch"``, ``"shuffle"``, ``"optimizer"``: it runs
-        another, or on other examples.
+        another, or on other examples; ``"epoch"``: only later.
         ``"settings"``: it has other settings of JAX.
         ``"kill"``, ``"stop"``, ``"raise"``, ``"leave"``: it ends in the middle;
         ``"first"``: the first process does. ``"layer"``: its layer raises.
@@ -64,6 +64,8 @@ def main(how: str, _job: str) -> None:
                 "first": lambda: 1 // 0,
                 "leave": lambda: sys.exit(0),
             }.get(how, bool)()
+        if number == 3 and other("epoch"):
+            x = x[::-1] * np.arange(8.0, dtype=np.float32)[:, None]
         state, metrics = step(state, x, targets)
         print("loss", float(metrics["loss"]))
 

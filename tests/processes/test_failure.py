@@ -37,6 +37,16 @@ def test_another_program_is_refused_before_anything_is_sent(how, fact):
         assert not re.search(r"^loss \d", said, re.M)
 
 
+def test_other_examples_in_a_later_call_are_found():
+    outcome = jobs.run(2, "failing", "epoch")
+    ended(outcome)
+    for process in range(2):
+        said = outcome.of(process)
+        assert "call 4 of a step differs, and what this function has returned" in said
+        assert "* x has other values in process 1 than in process 0" in said
+        assert len(re.findall(r"^loss \d", said, re.M)) == 8
+
+
 @pytest.mark.parametrize(
     ("how", "why"),
     [

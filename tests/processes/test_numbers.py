@@ -69,8 +69,10 @@ def test_every_leaf_has_the_same_bits(folder, alone):
 def test_a_state_goes_on_in_more_processes_and_in_one(folder, alone):
     with jax.enable_x64(True):
         pipe = work.pipelines()["1f1b"]()
-        state = jpipe.checkpoint.restore(folder / "2" / "state", work.start(pipe))
-        assert int(state.step) == 2
+        like = {"state": work.start(pipe), "position": 0}
+        restored = jpipe.checkpoint.restore(folder / "2" / "state", like)
+        state, position = restored["state"], restored["position"]
+        assert int(state.step) == position == 2
         saved = work.here((state.step, state.params, state.opt_state))
         state, told = work.go_on(pipe, state, 4)
         whole, uninterrupted = work.go_on(pipe, work.start(pipe), 4)

@@ -60,15 +60,21 @@ def main(
         np.savez(Path(folder) / f"{name}-{me}.npz", **found)
     pipe = work.pipelines()["1f1b"]()
     path = Path(folder) / "state"
+
+    def restored(state):
+        found = jpipe.checkpoint.restore(path, {"state": state, "position": 0})
+        return found["state"], found["position"]
+
     if not path.exists():
         state, _ = work.go_on(pipe, work.start(pipe), 2)
-        jpipe.checkpoint.save(path, state)
-        meshed = jpipe.checkpoint.restore(path, work.start(work.pipelines()["mesh"]()))
+        jpipe.checkpoint.save(path, {"state": state, "position": 2})
+        meshed, position = restored(work.start(work.pipelines()["mesh"]()))
+        assert position == 2
         own = work.here((meshed.step, meshed.params, meshed.opt_state))
         np.savez(Path(folder) / f"meshed-{me}.npz", **own)
     else:
-        state = jpipe.checkpoint.restore(path, work.start(pipe))
-        state, told = work.go_on(pipe, state, 4)
+        state, position = restored(work.start(pipe))
+        state, told = work.go_on(pipe, state, 2 + position)
         own = work.here(state.params)
         np.savez(Path(folder) / f"restored-{me}.npz", loss=told[0], **own)
 

@@ -4,6 +4,7 @@ import threading
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import linen as nn
@@ -75,6 +76,43 @@ def test_variables_too_and_relative_paths(tmp_path, monkeypatch):
     checkpoint.save("variables", variables)
     like = pipe.init(jax.random.key(1), X)
     ref.assert_equal(checkpoint.restore("variables", like), variables)
+
+
+def test_the_position_in_the_data_is_a_part_of_it(tmp_path):
+    state = state_of(jpipe.pipeline(layers(), 2))
+    position = {
+        "epoch": 3,
+        "seconds": 1.5,
+        "shuffled": True,
+        "examples": np.int64(2**40),
+        "order": np.arange(4)[::-1],
+        "key": jax.random.key(7),
+    }
+    saved = {"state": state, "position": position}
+    checkpoint.save(tmp_path / "all", saved)
+    like = {
+        "state": state_of(jpipe.sequential(layers(), 2), key=1),
+        "position": jax.tree.map(lambda leaf: leaf * 0, position | {"key": 0}),
+    }
+    like["position"] |= {"shuffled": False, "key": jax.random.key(0)}
+    restored = checkpoint.restore(tmp_path / "all", like)
+    ref.assert_equal(restored["state"], state)
+    found = restored["position"]
+    ref.assert_equal(found.pop("key"), position.pop("key"))
+    np.testing.assert_array_equal(found.pop("order"), position.pop("order"))
+    assert found == position
+    assert all(type(found[name]) is type(position[name]) for name in found)
+    with pytest.raises(ValueError, match=r"position/epoch is int64.*, like= has float"):
+        checkpoint.restore(
+            tmp_path / "all", {**like, "position": position | {"epoch": 1.5}}
+        )
+
+
+def test_what_is_neither_array_nor_number_is_named(tmp_path):
+    match = r"\['name'\] is 'run 3', a str"
+    with pytest.raises(TypeError, match=match):
+        checkpoint.save(tmp_path / "state", {"w": jnp.ones(2), "name": "run 3"})
+    assert not (tmp_path / "state").exists()
 
 
 def test_nothing_is_overwritten_unless_asked(tmp_path):
