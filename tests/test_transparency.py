@@ -7,8 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 import jpipe
 from jpipe.schedules import Action, Schedule
@@ -114,45 +112,6 @@ def test_forward_equals_one_device(double):
         variables = pipe.init(jax.random.key(0), x)
         expected = ref.compose(layers, ref.params_of(variables), x)
         ref.assert_close(pipe.apply(variables, x), expected, ref.FLOAT64)
-
-
-@settings(deadline=None, max_examples=12, suppress_health_check=list(HealthCheck))
-@given(data=st.data())
-def test_random_stacks_of_random_sizes(double, data):
-    """Layers, balance, batch, micro-batches, schedule and remat drawn at random."""
-    kinds = st.sampled_from(["dense", "residual", "tanh", "relu"])
-    names = data.draw(st.lists(kinds, min_size=1, max_size=5), label="layers")
-    make = {
-        "dense": lambda: ref.dense(5, jnp.float64),
-        "residual": lambda: ref.Residual(5, jnp.float64),
-        "tanh": lambda: jnp.tanh,
-        "relu": lambda: nn.relu,
-    }
-    layers = [make[name]() for name in names] + [ref.dense(4, jnp.float64)]
-    cuts = data.draw(
-        st.lists(st.booleans(), min_size=len(names), max_size=len(names)),
-        label="cut after layer",
-    )
-    balance = [1]
-    for cut in cuts:
-        if cut:
-            balance.append(1)
-        else:
-            balance[-1] += 1
-    microbatches = data.draw(st.integers(1, 5), label="micro-batches")
-    batch = data.draw(st.integers(microbatches, 11), label="batch")
-    pipe = jpipe.pipeline(
-        layers,
-        microbatches,
-        balance=balance,
-        schedule=data.draw(st.sampled_from(["gpipe", "1f1b"]), label="schedule"),
-        remat=data.draw(
-            st.sampled_from(["min_cut", "full", "none", "except_last", DOTS]),
-            label="remat",
-        ),
-    )
-    x, targets = ref.regression(batch, jnp.float64)
-    ref.compare(pipe, layers, x, targets, ref.FLOAT64)
 
 
 class TestSameBits:

@@ -14,7 +14,7 @@ def main(how: str, _job: str) -> None:
     Args:
       how: ``"model"``, ``"key"``, ``"batch"``, ``"shuffle"``, ``"optimizer"``: it runs
         another, or on other examples; ``"epoch"``: only later.
-        ``"settings"``: it has other settings of JAX.
+        ``"settings"``: it has other settings of JAX, and another optax.
         ``"kill"``, ``"stop"``, ``"raise"``, ``"leave"``: it ends in the middle;
         ``"first"``: the first process does. ``"layer"``: its layer raises.
         ``"late"``: it comes too late. ``"nothing"``: it does not.
@@ -40,6 +40,7 @@ def main(how: str, _job: str) -> None:
         return jnp.sin(x)
 
     if other("settings"):
+        optax.__version__ = "0.0.0"
         jax.config.update("jax_threefry_partitionable", False)
     if other("late"):
         time.sleep(600)

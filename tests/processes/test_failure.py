@@ -24,7 +24,11 @@ def ended(outcome):
             "optimizer",
             r"operations of optimizer_update: process 0: \w+; process 1: \w+",
         ),
-        ("settings", "jax_threefry_partitionable: process 0: True; process 1: False"),
+        (
+            "settings",
+            r"optax: process 0: [\d.]+; process 1: 0\.0\.0\s+\* "
+            r"jax_threefry_partitionable: process 0: True; process 1: False",
+        ),
     ],
 )
 def test_another_program_is_refused_before_anything_is_sent(how, fact):
