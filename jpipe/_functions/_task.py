@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from .._jaxprs import _jaxpr
 from .._jaxprs._draws import seeds
 from .._jaxprs._places import is_partly_written
 from .._layers import _batchnorm
@@ -162,7 +163,7 @@ class Task:
 
     def run(self, weights: Leaves, x: Leaves, extra: Leaves) -> tuple[list, list]:
         """``(outputs, aux)`` of flat leaves."""
-        flat = core.jaxpr_as_fun(self.closed)(*weights, *x, *extra)
+        flat = _jaxpr.as_traced(self.closed)(*weights, *x, *extra)
         return flat[: self.num_outputs], flat[self.num_outputs :]
 
     def loss_aux(self, results: Sequence[Any]) -> list[Any]:

@@ -95,7 +95,7 @@ def cut(
     variables = closed.jaxpr.outvars[count:]
     sizes = len(weights), len(x), len(extra)
     residuals = _residuals(closed, variables, sizes, fewest)
-    again = core.jaxpr_as_fun(_jaxpr.rest(closed, variables, residuals))
+    again = _jaxpr.as_traced(_jaxpr.rest(closed, variables, residuals))
 
     def backward(
         weights: Leaves, x: Leaves, extra: Leaves, residuals: Leaves, *cotangents: Any

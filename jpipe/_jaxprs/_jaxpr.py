@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 
 PyTree = Any
@@ -123,6 +124,23 @@ def evaluate(
         results = run(operands) if run else bind(closed.jaxpr, eqn, operands)
         values.update(zip(eqn.outvars, results, strict=True))
     return [read(atom) for atom in closed.jaxpr.outvars]
+
+
+def as_traced(closed: core.ClosedJaxpr) -> Callable[..., list[Any]]:
+    """The function of a jaxpr, for a trace: constants are traced, as under `jax.jit`.
+
+    To what they are else, arrays of NumPy, a `jax.custom_vjp` may not do what it does
+    to arrays.
+    """
+
+    def run(*args: Any) -> list[Any]:
+        consts = [
+            jnp.asarray(const) if isinstance(const, np.ndarray) else const
+            for const in closed.consts
+        ]
+        return core.jaxpr_as_fun(core.ClosedJaxpr(closed.jaxpr, consts))(*args)
+
+    return run
 
 
 def _choose(eqn: core.JaxprEqn, operands: Sequence[Any], groups: Groups) -> list[Any]:

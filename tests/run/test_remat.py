@@ -187,3 +187,35 @@ def test_what_waits_for_w_is_no_more_and_the_numbers_are_the_same(name, schedule
             plan.peak_bytes, plain.peak_bytes, strict=True
         ):
             assert most <= without
+
+
+@jax.custom_vjp
+def looked_up(x, table):
+    return x * table[1]
+
+
+def _look_up_back(table, g):
+    def add(i, so_far):
+        return so_far + g * table[i]
+
+    return jax.lax.fori_loop(1, 2, add, jnp.zeros_like(g)), None
+
+
+looked_up.defvjp(lambda x, table: (looked_up(x, table), table), _look_up_back)
+
+
+@pytest.mark.parametrize("remat", ["min_cut", "none", "full"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_a_rule_for_gradients_may_read_a_constant_as_an_array(remat, schedule):
+    """Such as the times of `jax.experimental.ode.odeint`, by a number of a loop."""
+    layers = [
+        ref.dense(5),
+        lambda x: looked_up(x, jnp.array([1.0, 2.0])),
+        ref.dense(4),
+        lambda x: looked_up(x, jnp.array([1.0, 3.0])),
+    ]
+    x, targets = ref.regression(6)
+    pipe = jpipe.pipeline(
+        layers, 3, balance=[2, 2], remat=remat, schedule=schedule
+    )
+    ref.compare(pipe, layers, x, targets, 1e-5)
