@@ -162,18 +162,23 @@ class ProgramCache:
 
     def _check_written(self, works: Works, batch: Batch) -> None:
         """Checks that a mean says what training writes."""
-        visits = self.expected(batch.first)[0]
-        size = batch.sizes[0]
-        axes = {axis for axis in batch.x_axes if axis is not None}
-        for stage in self._pipe.stages:
-            task = works.task(stage.index)
-            for layer, written in task.written().items():
-                number = stage.first + layer
-                for axis in axes:
-                    _examples.check(visits[number], number, written, size, axis)
+        visits, size = self.expected(batch.first)[0], batch.sizes[0]
+        tasks = [(stage.first, works.task(stage.index)) for stage in self._pipe.stages]
+        written = {
+            first + layer: paths
+            for first, task in tasks
+            for layer, paths in task.written().items()
+        }
+        is_cut = any(axis is not None for axis in batch.x_axes)
+        if written and is_cut:
+            many = _examples.many(
+                self._pipe.stages, visits, lambda examples: batch.part(examples)[0]
+            )
+            for number, paths in written.items():
+                _examples.check(visits[number], many, number, paths, size)
+        for first, task in tasks:
             for layer, paths in task.drawn_by().items():
-                number = stage.first + layer
-                _examples.check_draws(visits[number], number, paths)
+                _examples.check_draws(visits[first + layer], first + layer, paths)
 
     def _say_what_it_costs(self, build: Build) -> None:
         """Says what building in a loop costs: what is built, called once and left."""

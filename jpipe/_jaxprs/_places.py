@@ -72,6 +72,11 @@ def _is_written(closed: core.ClosedJaxpr, atom: Any, inputs: Sequence[bool]) -> 
     return False
 
 
+def is_along(value: Any, number: int) -> bool:
+    """Whether an array, of which the shape is known, goes along the examples."""
+    return any(size and size % number == 0 for size in value.shape)
+
+
 def holding(closed: core.ClosedJaxpr, given: Sequence[bool], number: int) -> list[bool]:
     """Which results hold values of single examples, and not what is made of all.
 
@@ -80,10 +85,6 @@ def holding(closed: core.ClosedJaxpr, given: Sequence[bool], number: int) -> lis
       given: which inputs hold values of examples.
       number: an axis whose length is a multiple of it goes along the examples.
     """
-
-    def is_along(atom: Any) -> bool:
-        return any(size and size % number == 0 for size in atom.aval.shape)
-
     held = {var for var, one in zip(closed.jaxpr.invars, given, strict=True) if one}
 
     def holds(atoms: Sequence[Any]) -> list[bool]:
@@ -97,9 +98,9 @@ def holding(closed: core.ClosedJaxpr, given: Sequence[bool], number: int) -> lis
         results = _within(eqn, operands, number)
         if results is None:
             sources = itertools.compress(eqn.invars, operands)
-            single = not all(map(is_along, sources))
+            single = not all(is_along(source.aval, number) for source in sources)
             single |= eqn.primitive.name in _SELECTIONS
-            results = [single or is_along(var) for var in eqn.outvars]
+            results = [single or is_along(var.aval, number) for var in eqn.outvars]
         held |= {var for var, one in zip(eqn.outvars, results, strict=True) if one}
     return holds(closed.jaxpr.outvars)
 

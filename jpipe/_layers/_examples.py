@@ -1,17 +1,17 @@
 """States that hold something for each example, which micro-batches cannot share."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 
 from .._jaxprs import _jaxpr, _places
-from .._jaxprs._jaxpr import zeros
-from . import _nnx_kinds
-from ._initialize import init_with
+from . import _nnx_kinds, _rng
+from ._stage import StageFunction
 from ._streams import applied, retried
 from ._tree import flat, nested
-from ._walk import Visit
+from ._walk import Visit, reach
 
 PyTree = Any
 Path = tuple[Any, ...]
@@ -21,24 +21,55 @@ _PRIMES = (251, 257, 263, 269, 271)
 _GROUPS = 8
 
 
+class Many(NamedTuple):
+    """The layers, met with many examples.
+
+    Attributes:
+      visits: those that were met: after one that takes no other number, none.
+      number: an axis whose length is a multiple of it is one of examples.
+    """
+
+    visits: list[Visit]
+    number: int
+
+
+def many(
+    stages: Sequence[StageFunction],
+    visits: Sequence[Visit],
+    sized: Callable[[int], PyTree],
+) -> Many:
+    """Meets the layers with many examples.
+
+    Args:
+      stages: all stages, in order.
+      visits: the layers, as they were met.
+      sized: the input of the model with so many examples, as specs.
+    """
+    given = [[visit.x, [*visit.skips.values()], visit.variables] for visit in visits]
+    lengths = {n for leaf in jax.tree.leaves(given) for n in leaf.shape}
+    prime = next(p for p in _PRIMES if not any(n % p == 0 for n in lengths if n))
+    spec = sized(_GROUPS * prime)
+    return Many(reach(stages, _rng.key_spec(), spec), prime)
+
+
 def check(
-    visit: Visit, number: int, written: Mapping[Path, bool], size: int, axis: int
+    visit: Visit, many: Many, number: int, written: Mapping[Path, bool], size: int
 ) -> None:
     """Checks what training writes of a layer: a pipeline keeps the mean of it.
 
     Args:
       visit: the layer, as it was met.
+      many: all layers, as they were met with many examples.
       number: its number.
       written: the paths in its variables of what training writes, and whether it
         writes only some places.
       size: how many examples a micro-batch has.
-      axis: along which they lie.
 
     Raises:
       ValueError: with what holds single examples, or is such as a queue.
     """
     _check_metrics(visit, number, written)
-    holding = _holding(visit, size, axis) if written else set()
+    holding = _holding(visit, many, number, size) if written else set()
     faults = [
         f"{jax.tree_util.keystr(path, simple=True, separator='/')}, "
         + (
@@ -91,62 +122,35 @@ def _check_metrics(visit: Visit, number: int, written: Mapping[Path, bool]) -> N
         )
 
 
-def _holding(visit: Visit, size: int, axis: int) -> set[Path]:
+def _holding(visit: Visit, many: Many, number: int, size: int) -> set[Path]:
     """The paths of what holds values of single examples, where training writes them."""
-    given = visit.x, [*visit.skips.values()], visit.variables, visit.borrowed
-    lengths = {n for leaf in jax.tree.leaves(given) for n in leaf.shape}
-    prime = next(p for p in _PRIMES if not any(n % p == 0 for n in lengths if n))
-    try:
-        return _held(visit, size, axis, _GROUPS * prime, prime)
-    except Exception:  # of that size alone it can be made
-        return _held(visit, size, axis, size, size)
+    if number < len(many.visits):
+        with contextlib.suppress(Exception):  # of that size alone it can be made
+            return _held(many.visits[number], many.number)
+    return _held(visit, size)
 
 
-def _held(visit: Visit, size: int, axis: int, examples: int, number: int) -> set[Path]:
-    """The same, if the layer is given so many examples.
+def _held(visit: Visit, number: int) -> set[Path]:
+    """The same.
 
     Args:
       visit: the layer, as it was met.
-      size: how many examples it was given there.
-      axis: along which they lie.
-      examples: how many it is given now.
       number: an axis whose length is a multiple of it is one of examples.
     """
 
-    def is_along(leaf: jax.ShapeDtypeStruct) -> bool:
-        lengths = dict(zip(range(leaf.ndim), leaf.shape, strict=True))
-        return lengths.get(axis % max(leaf.ndim, 1)) == size
-
-    def sized(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        shape = list(leaf.shape)
-        if is_along(leaf):
-            shape[axis] = examples
-        return jax.ShapeDtypeStruct(shape, leaf.dtype)
-
-    x, skips = jax.tree.map(sized, (visit.x, [*visit.skips.values()]))
-
-    def named(values: PyTree) -> dict[Any, PyTree]:
-        return dict(zip(visit.skips, values, strict=True))
-
-    def init(key: jax.Array) -> PyTree:
-        return init_with(visit.layer, key, x, named(skips), {}, zeros(x))
-
     def call(x: PyTree, skips: PyTree, variables: PyTree, key: jax.Array) -> PyTree:
-        args = visit.layer, variables, x, key, (0, 0), True, named(skips)
+        popped = dict(zip(visit.skips, skips, strict=True))
+        args = visit.layer, variables, x, key, (0, 0), True, popped
         return applied(*args)[1]
 
-    key = jax.eval_shape(lambda: jax.random.key(0))
     variables = visit.variables
     if visit.borrowed:
         variables = nested(flat(variables) | flat(visit.borrowed))
-    elif examples != size:
-        variables = jax.eval_shape(init, key)
-    args = x, skips, variables, key
+    given = visit.x, [*visit.skips.values()]
+    args = *given, variables, _rng.key_spec()
     closed, changed = retried(lambda: _jaxpr.trace(call, *args))
-    held = [
-        is_along(leaf) for leaf in jax.tree.leaves((visit.x, [*visit.skips.values()]))
-    ]
-    held += [False] * len(jax.tree.leaves((variables, key)))
+    held = [_places.is_along(leaf, number) for leaf in jax.tree.leaves(given)]
+    held += [False] * (len(closed.jaxpr.invars) - len(held))
     found = jax.tree_util.tree_leaves_with_path(changed)
     results = _places.holding(_jaxpr.open_checkpoints(closed), held, number)
     return {tuple(path) for (path, _), one in zip(found, results, strict=True) if one}

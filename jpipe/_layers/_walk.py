@@ -1,5 +1,6 @@
 """A model met layer by layer on abstract values: what each is given and would make."""
 
+import contextlib
 import copy
 import reprlib
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -60,11 +61,18 @@ def walk(
       ValueError: if the skip connections do not fit, with every fault.
     """
     so_far = _Walk(key, spec, Sharing([x for stage in stages for x in stage.layers]))
-    for stage in stages:
-        for number, layer in enumerate(stage.layers, stage.first):
-            with naming(stage.index, number, layer, so_far.spec):
-                so_far.visit(stage.index, number, layer)
+    so_far.through(stages)
     return so_far.visits, _skip.routes(so_far.uses)
+
+
+def reach(
+    stages: Sequence[StageFunction], key: chex.PRNGKey, spec: PyTree
+) -> list[Visit]:
+    """The layers that `walk` meets, up to one that does not take what it is given."""
+    so_far = _Walk(key, spec, Sharing([x for stage in stages for x in stage.layers]))
+    with contextlib.suppress(Exception):
+        so_far.through(stages)
+    return so_far.visits
 
 
 class _Outcome(NamedTuple):
@@ -114,6 +122,13 @@ class _Walk:
         self._took: set[Hashable] = set()
         # By the identity of a module, the first layer that has it.
         self._takers: dict[Hashable, _Taker] = {}
+
+    def through(self, stages: Sequence[StageFunction]) -> None:
+        """Goes through all layers."""
+        for stage in stages:
+            for number, layer in enumerate(stage.layers, stage.first):
+                with naming(stage.index, number, layer, self.spec):
+                    self.visit(stage.index, number, layer)
 
     def visit(self, stage: int, number: int, layer: Layer) -> None:
         """Goes through one layer."""

@@ -1,5 +1,8 @@
 """States of which a mean over micro-batches would be another model."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -198,6 +201,115 @@ def test_examples_may_lie_along_any_axis():
     variables = pipe.init(KEY, x)
     with pytest.raises(ValueError, match="held, which holds single ones of the 2"):
         pipe.value_and_grad(ref.mse)(variables, x, x)
+
+
+class Follows(nn.Module):
+    """A running mean of what it multiplies by a function of the rest of its input."""
+
+    factor: Callable[..., Any]
+    write: Callable[..., Any] = lambda mean, h: mean / 2 + h.reshape(-1, 4).mean(0) / 2
+
+    @nn.compact
+    def __call__(self, x, train):
+        h = nn.Dense(4)(x["h"]) * self.factor(x)
+        mean = self.variable("stats", "mean", jnp.zeros, (4,))
+        if train and not self.is_initializing():
+            mean.value = self.write(mean.value, jax.lax.stop_gradient(h))
+        return {**x, "h": h}
+
+
+def around(change, factor, back, write=Follows.write):
+    return [
+        lambda x: {**x, "h": change(x["h"])},
+        Follows(factor, write),
+        lambda x: back(x["h"]),
+    ]
+
+
+def time_first(x):
+    return x.swapaxes(0, 1)
+
+
+def popped(x):
+    return jpipe.pop("scale")
+
+
+def with_scale(x):
+    jpipe.stash("scale", x["mask"].mean((0, 1)) * jnp.ones(4))
+    return x
+
+
+def same(x):
+    return x
+
+
+ROWS = {"h": 0, "mask": 0}
+FOLLOWING = {
+    "time first": (
+        around(time_first, lambda x: x["mask"].T[..., None], time_first),
+        ROWS,
+    ),
+    "tokens in one row": (
+        around(
+            lambda h: h.reshape(-1, 4),
+            lambda x: x["mask"].reshape(-1, 1),
+            lambda h: h.reshape(-1, 3, 4),
+        ),
+        ROWS,
+    ),
+    "two views": (
+        around(
+            lambda h: jnp.concatenate([h, 3 * h]),
+            lambda x: jnp.tile(x["mask"], (2, 1))[..., None],
+            lambda h: h[: len(h) // 2],
+        ),
+        ROWS,
+    ),
+    "examples along several axes": (
+        around(same, lambda x: x["mask"].T[..., None], same),
+        {"h": 0, "mask": 1},
+    ),
+    "what is not cut is as long": (
+        around(same, lambda x: x["mask"].T, same),
+        {"h": 0, "mask": None},
+    ),
+    "what is popped is as long": (
+        [with_scale, *around(same, popped, same)],
+        ROWS,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOLLOWING)
+def test_examples_are_found_wherever_layers_put_them(name):
+    layers, in_axes = FOLLOWING[name]
+    # A micro-batch has as many as there are features.
+    h = jax.random.normal(KEY, (8, 3, 4))
+    x = {
+        "h": h,
+        "mask": jnp.ones({0: (8, 3), 1: (3, 8), None: (4, 3)}[in_axes["mask"]]),
+    }
+    pipe = jpipe.pipeline(layers, 2, balance=[len(layers)], in_axes=in_axes)
+    variables = pipe.init(KEY, x)
+    find = pipe.value_and_grad(ref.mse, has_state=True)
+    (_, after), _ = find(variables, x, h)
+    number = len(layers) - 2
+    (dense,) = variables[number]["params"].values()
+    mean = (h @ dense["kernel"] + dense["bias"]).mean((0, 1)) / 2
+    if name == "two views":
+        mean *= 2
+    ref.assert_close(after[number]["stats"]["mean"], mean, 1e-5)
+
+
+def test_single_ones_are_found_where_time_comes_first():
+    layers = around(
+        time_first, lambda _: 1, time_first, lambda mean, h: h[:, 0].mean(0)
+    )
+    x = {"h": jnp.ones((8, 3, 4))}
+    pipe = jpipe.pipeline(layers, 2, balance=[3])
+    variables = pipe.init(KEY, x)
+    with pytest.raises(ValueError, match=r"layer 1 .* stats/mean, which holds single"):
+        pipe.value_and_grad(ref.mse)(variables, x, x["h"])
 
 
 @pytest.mark.parametrize("kind", ["linen", "nnx"])

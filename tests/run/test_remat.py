@@ -215,7 +215,5 @@ def test_a_rule_for_gradients_may_read_a_constant_as_an_array(remat, schedule):
         lambda x: looked_up(x, jnp.array([1.0, 3.0])),
     ]
     x, targets = ref.regression(6)
-    pipe = jpipe.pipeline(
-        layers, 3, balance=[2, 2], remat=remat, schedule=schedule
-    )
+    pipe = jpipe.pipeline(layers, 3, balance=[2, 2], remat=remat, schedule=schedule)
     ref.compare(pipe, layers, x, targets, 1e-5)
