@@ -86,6 +86,15 @@ def one(rows, at, new):
     return rows.at[0].set(new[0] / 2)
 
 
+def in_order(rows, at, new):
+    return rows.at[0].set(jnp.sort(new, 1)[0])
+
+
+def in_the_order_of_another(rows, at, new):
+    by = jnp.broadcast_to(new.sum(1, keepdims=True), new.shape)
+    return rows.at[0].set(jax.lax.sort([by, new], dimension=0)[1][-1])
+
+
 def in_a_loop(rows, at, new):
     def put(rows, i):
         return rows.at[i].set(new[0]), None
@@ -126,6 +135,8 @@ def train(layer, num_microbatches):
         (state(first_rows), "memory/rows, which holds single"),
         (state(padded), "memory/rows, which holds single"),
         (state(one), "memory/rows, which holds single"),
+        (state(in_order), "memory/rows, which holds single"),
+        (state(in_the_order_of_another), "memory/rows, which holds single"),
         (state(in_a_loop), "memory/rows, which holds single"),
         (state(by_data), "memory/rows, which holds single"),
         (state(by_data_in_sum), "memory/rows, of which it replaces some places"),
@@ -151,6 +162,8 @@ def test_what_no_mean_is_is_refused_but_for_one_micro_batch(layer, match):
         lambda rows, at, new: jnp.stack([*rows[:7], new.mean(0)]),
         lambda rows, at, new: rows.at[:4].set(new.T @ new),
         lambda rows, at, new: rows.at[2].set(jnp.median(new, 0)),
+        lambda rows, at, new: rows.at[2].set(jnp.sort(new, 0)[-1]),
+        lambda rows, at, new: rows.at[2].set(jnp.sort(new, 1).mean(0)),
         lambda rows, at, new: rows.at[3].set(new.reshape(2, -1, 4).mean(1)[1]),
         lambda rows, at, new: (
             rows + jax.ops.segment_sum(new, jnp.argmax(new, 1), 8, mode="drop")
