@@ -102,16 +102,20 @@ class Task:
         """What training writes of each layer, but by batch norms.
 
         Returns:
-          By the number of the layer in the stage the paths in it, and whether only
-          some places are written.
+          By the number of the layer in the stage the paths in it, and whether it is
+          numbers of which only some places are written, chosen by the micro-batch.
         """
+        own = len(self.weights.specs)  # all micro-batches find the same of these
+        inputs = [at >= own for at in range(len(self.closed.jaxpr.invars))]
         norms = {place for mean, var, _ in self.norms for place in (mean, var)}
         first = self.num_results - len(self.changed)
         found: dict[int, dict[tuple[Any, ...], bool]] = {}
         for place, at in enumerate(self.changed):
-            if place not in norms and is_inexact(self.weights.specs[at]):
+            if place not in norms:
                 layer, *path = self.weights.paths[at]
-                partly = is_partly_written(self.closed, first + place)
+                partly = is_inexact(self.weights.specs[at]) and is_partly_written(
+                    self.closed, first + place, inputs
+                )
                 found.setdefault(layer.idx, {})[tuple(path)] = partly
         return found
 

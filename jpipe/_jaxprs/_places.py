@@ -27,17 +27,19 @@ _SELECTIONS = {
 }
 
 
-def is_partly_written(closed: core.ClosedJaxpr, result: int) -> bool:
-    """Whether a result is an earlier value, with some places of it written or moved.
+def is_partly_written(
+    closed: core.ClosedJaxpr, result: int, inputs: Sequence[bool]
+) -> bool:
+    """Whether a result is an earlier value, with places of it written by the inputs.
 
-    Such as a queue, or a table in which rows are replaced; but where the places are
-    the same whatever the inputs.
+    Such as a table of which the nearest rows are replaced; not where the places follow
+    from what all micro-batches find, as those of a count of steps.
 
     Args:
       closed: the jaxpr.
       result: the number of the result.
+      inputs: which inputs differ from one micro-batch to another.
     """
-    inputs = [True] * len(closed.jaxpr.invars)
     return _is_written(closed, closed.jaxpr.outvars[result], inputs)
 
 
@@ -59,10 +61,6 @@ def _is_written(closed: core.ClosedJaxpr, atom: Any, inputs: Sequence[bool]) -> 
         return follows(eqn.invars[1:2])
     if name == "dynamic_update_slice":
         return follows(eqn.invars[2:])
-    if name == "concatenate":
-        parts = [made.get(part) for part in _jaxpr.variables(eqn.invars)]
-        cut = [part for part in parts if part and "slice" in part.primitive.name]
-        return any(set(part.invars) & set(closed.jaxpr.invars) for part in cut)
     inner = _jaxpr.inside(eqn)
     if len(inner) == 1 and len(inner[0].jaxpr.outvars) == len(eqn.outvars):
         given = [follows([source]) for source in eqn.invars]
@@ -96,8 +94,8 @@ def holding(closed: core.ClosedJaxpr, given: Sequence[bool], number: int) -> lis
             continue
         if eqn.primitive.name == "sort":
             # Examples in order, and not in that of something else, are not told apart.
-            shape = eqn.outvars[0].aval.shape
-            if shape[eqn.params["dimension"]] % number == 0:
+            along = [n % number == 0 for n in eqn.outvars[0].aval.shape]
+            if along[eqn.params["dimension"]] and sum(along) == 1:
                 operands[0] = False
             held |= set(itertools.compress(eqn.outvars, operands))
             continue

@@ -75,7 +75,7 @@ def check(
         + (
             f"which holds single ones of the {size} examples"
             if path in holding
-            else "of which it replaces some places, as of a queue or a table"
+            else "of which it replaces places that it chooses, as of a table"
         )
         for path, partly in written.items()
         if partly or path in holding
@@ -83,9 +83,9 @@ def check(
     if faults:
         raise ValueError(
             f"layer {number} ({visit.layer.name}) writes what no mean of micro-batches "
-            f"is, and a pipeline keeps the mean of what they write: "
-            f"{'; '.join(faults)}; take it in as a part of the input and return what "
-            f"it needs beside the loss (has_aux=True, aux_axes=0), or take "
+            f"is, and a pipeline keeps the mean of what they write, of integers what "
+            f"the last did: {'; '.join(faults)}; take it in as a part of the input and "
+            f"return what it needs beside the loss (has_aux=True, aux_axes=0), or take "
             f"num_microbatches=1"
         )
 

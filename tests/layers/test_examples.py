@@ -102,6 +102,10 @@ def in_a_loop(rows, at, new):
     return jax.lax.scan(put, rows, jnp.arange(2))[0]
 
 
+def all_in_order(rows, at, new):
+    return rows.at[: len(new)].set(jnp.sort(new, axis=1))
+
+
 class Memory(nnx.Module):
     """Remembers the inputs of the last call, as many as a micro-batch has."""
 
@@ -138,8 +142,9 @@ def train(layer, num_microbatches):
         (state(in_order), "memory/rows, which holds single"),
         (state(in_the_order_of_another), "memory/rows, which holds single"),
         (state(in_a_loop), "memory/rows, which holds single"),
+        (state(all_in_order), "memory/rows, which holds single"),
         (state(by_data), "memory/rows, which holds single"),
-        (state(by_data_in_sum), "memory/rows, of which it replaces some places"),
+        (state(by_data_in_sum), "memory/rows, of which it replaces places"),
     ],
 )
 def test_what_no_mean_is_is_refused_but_for_one_micro_batch(layer, match):
@@ -158,6 +163,9 @@ def test_what_no_mean_is_is_refused_but_for_one_micro_batch(layer, match):
     [
         lambda rows, at, new: 0.9 * rows + 0.1 * new.mean(0),
         lambda rows, at, new: rows.at[3].set(new.mean(0)),
+        lambda rows, at, new: rows.at[at % 3].set(new.mean(0)),
+        lambda rows, at, new: jnp.concatenate([rows[1:], new.mean(0)[None]]),
+        lambda rows, at, new: rows.at[at % 3].set(jnp.sort(new, axis=1).mean(0)),
         lambda rows, at, new: rows.at[0].add(new.mean(0)),
         lambda rows, at, new: jnp.stack([*rows[:7], new.mean(0)]),
         lambda rows, at, new: rows.at[:4].set(new.T @ new),
@@ -323,6 +331,48 @@ def test_single_ones_are_found_where_time_comes_first():
     variables = pipe.init(KEY, x)
     with pytest.raises(ValueError, match=r"layer 1 .* stats/mean, which holds single"):
         pipe.value_and_grad(ref.mse)(variables, x, x["h"])
+
+
+class Recurrent(nnx.Module):
+    """Goes along the first axis, from where it ended with the last mini-batch."""
+
+    def __init__(self, size):
+        self.cell = nnx.SimpleCell(4, 4, rngs=nnx.Rngs(0))
+        self.carry = nnx.BatchStat(jnp.zeros((size, 4)))
+
+    def __call__(self, x):
+        carry, outputs = self.carry[...], []
+        for step in x:
+            carry, y = self.cell(carry, step)
+            outputs.append(y)
+        self.carry[...] = jax.lax.stop_gradient(carry)
+        return jnp.stack(outputs)
+
+
+def test_a_carry_is_found_where_time_comes_first():
+    x = jnp.arange(48.0).reshape(4, 3, 4)
+    pipe = jpipe.pipeline([time_first, Recurrent(2), time_first], 2, balance=[3])
+    with pytest.raises(ValueError, match="carry, which holds single ones of the 2"):
+        pipe.value_and_grad(ref.mse)(pipe.init(KEY, x), x, x)
+
+
+def test_integers_of_single_examples_are_refused():
+    class Last(nnx.Module):
+        """Adds the embedding of the last token of each example."""
+
+        def __init__(self):
+            self.embed = nnx.Embed(5, 4, rngs=nnx.Rngs(0))
+            self.last = nnx.BatchStat(jnp.zeros(2, jnp.int32))
+
+        def __call__(self, tokens):
+            y = self.embed(tokens) + self.embed(self.last[...])
+            self.last[...] = tokens
+            return y
+
+    tokens, targets = jnp.arange(4), jnp.zeros((4, 4))
+    pipe = jpipe.pipeline([Last()], 2)
+    with pytest.raises(ValueError, match="last, which holds single ones of the 2 ex"):
+        pipe.value_and_grad(ref.mse)(pipe.init(KEY, tokens), tokens, targets)
 
 
 @pytest.mark.parametrize("kind", ["linen", "nnx"])

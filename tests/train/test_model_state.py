@@ -42,13 +42,13 @@ def test_a_variable_may_take_the_value_of_another():
 
 
 class Last(nn.Module):
-    """Keeps the first number of the micro-batch that it saw last, as an integer."""
+    """Keeps the largest number of the micro-batch that it saw last, as an integer."""
 
     @nn.compact
     def __call__(self, x):
         seen = self.variable("memory", "seen", lambda: jnp.int32(-1))
         if self.is_mutable_collection("memory") and not self.is_initializing():
-            seen.value = x[0, 0].astype(jnp.int32)
+            seen.value = x.max().astype(jnp.int32)
         return nn.Dense(1)(x)
 
 
