@@ -1,8 +1,7 @@
 """The strictest JAX, on eight CPU devices, before anything touches a device.
 
 And what makes it quick: two thirds of the time would go to compiling what another test
-has compiled already. XLA optimizes each program as it does for users, but for `double`;
-LLVM, which makes machine code of the result, does not.
+has compiled already. Each is compiled as it is for users, but for `double`.
 """
 
 import gc
@@ -15,10 +14,6 @@ import pytest
 
 from jpipe import _compat
 
-# An eighth of the time of all tests. What tests start inherits it.
-_PLAIN = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-if _PLAIN not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_PLAIN}".strip()
 jax.config.update("jax_num_cpu_devices", 8)
 # No silent promotion of dtypes: a library that mixes them by accident is caught.
 jax.config.update("jax_numpy_dtype_promotion", "standard")

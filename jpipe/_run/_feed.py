@@ -116,8 +116,10 @@ class Feed:
         said = own.hear(f"{self._name}/values/{last}", why)
         so = f"what this function has returned since call {last // 2} is wrong"
         own.refuse(_others(said, self._readers), why, so)
-        # All have been at that call: of the one before it nobody asks any more.
-        own.forget(f"{self._name}/values/{last // 2}/{own.me}")
+        # All have come to that call, where some may yet ask for the one half as many
+        # calls ago: of the one before it nobody does any more.
+        if old := last // 4:
+            own.forget(f"{self._name}/values/{old}/{own.me}")
 
     def _known(self, name: str, tree: PyTree, call: int) -> PyTree:
         reader = self._readers[name]
