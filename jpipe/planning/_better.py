@@ -4,12 +4,16 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 from ..schedules import Schedule
+from ..schedules._action import WEIGHT
 from ._climb import Cuts, climb
 from ._forecast import Candidate, Hardware, evaluate
+from ._made import measured_on_cpu
 
 # So many of the best get a better cut, if they take no longer than so many times the
 # best of them, and how many actions are simulated for each.
 _BETTERED, _NEAR, _ACTIONS = 6, 1.3, 20_000
+# Where devices share cores, halves of backwards have to be faster by so much.
+_GAIN = 0.05
 
 
 def ranked(found: Iterable[Candidate], hardware: Hardware) -> list[Candidate]:
@@ -23,6 +27,36 @@ def _worth(candidate: Candidate, hardware: Hardware) -> tuple[float, ...]:
         return 1, candidate.most_bytes, candidate.seconds
     # Of two as fast, the smaller.
     return 0, candidate.seconds, candidate.most_bytes
+
+
+def preferred(found: Sequence[Candidate], hardware: Hardware) -> list[Candidate]:
+    """The candidates, the one first that is to be taken: as a rule the fastest.
+
+    Devices that share cores have them to themselves while others wait, and what fills a
+    bubble takes them away: with halves of backwards a step is not as fast as predicted
+    (`benchmarks/README.md`).
+
+    Args:
+      found: the candidates, the best first.
+      hardware: what they run on.
+    """
+    best = found[0]
+    if not (best.fits(hardware) and measured_on_cpu(best.profile.made)):
+        return list(found)
+    as_fast = (
+        each
+        for each in found
+        if each.fits(hardware)
+        and each.num_devices == best.num_devices
+        and each.seconds <= (1 + _GAIN) * best.seconds
+        and not _has_halves(each.schedule)
+    )
+    taken = best if not _has_halves(best.schedule) else next(as_fast, best)
+    return [taken, *(each for each in found if each is not taken)]
+
+
+def _has_halves(schedule: Schedule) -> bool:
+    return any(action.op == WEIGHT for row in schedule.rows for action in row)
 
 
 def promising(found: Sequence[Candidate]) -> Iterator[Candidate]:

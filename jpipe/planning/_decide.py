@@ -19,6 +19,7 @@ from .._train._step import check_optimizer
 from ..schedules import BY_NAME, ScheduleBuilder
 from ..schedules._catalogue import key_of
 from ..schedules._choose import called
+from ._better import preferred
 from ._estimate import Rates
 from ._forecast import Hardware
 from ._interpolate import interpolated
@@ -195,7 +196,8 @@ def plan(
             f"{sorted({shape.microbatches for shape in choice})} micro-batches"
         )
     missing = () if request.loss else (_NO_LOSS,)
-    return chosen(confirmed(candidates, space, request), space, missing)
+    taken = preferred(candidates, hardware)
+    return chosen(confirmed(taken, space, request), space, missing)
 
 
 def _as_made(profile: Any) -> dict[str, Any]:

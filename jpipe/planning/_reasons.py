@@ -90,8 +90,7 @@ def _reasons(
     yield from _shape(best, candidates, hardware)
     others = [c for c in candidates[1:] if c.fits(hardware) and not _same(c, best)]
     if others:
-        more = others[0].seconds / best.seconds - 1
-        yield f"runner-up: {others[0]}: {duration(others[0].seconds)}, {more:.1%} more"
+        yield f"runner-up: {others[0]}: {_beside(others[0], best)}"
     idle = hardware.num_devices - best.num_devices
     if idle:
         full = [
@@ -130,10 +129,15 @@ def _shape(
     if not fit:
         yield f"shape: {here}; nothing with {there} fits"
         return
-    seconds = duration(fit[0].seconds)
-    more = fit[0].seconds / best.seconds - 1 if best.seconds else 0.0
-    says = f"shape: {here}; the best with {there} takes {seconds}, {more:.1%} more"
+    says = f"shape: {here}; the best with {there} takes {_beside(fit[0], best)}"
     yield f"{says}: {fit[0]}"
+
+
+def _beside(other: Candidate, best: Candidate) -> str:
+    """What another takes, and how much more that is, or less."""
+    more = other.seconds / best.seconds - 1 if best.seconds else 0.0
+    word = "less" if more < 0 else "more"
+    return f"{duration(other.seconds)}, {abs(more):.1%} {word}"
 
 
 def _speed(hardware: Hardware) -> str:
@@ -149,7 +153,7 @@ def _shared_cores(best: Candidate) -> Iterable[str]:
         yield (
             f"cores: {devices} devices share the {cores} cores of this machine, each "
             f"layer was measured with all of them to itself: a step will take longer "
-            f"than predicted"
+            f"than predicted, with halves of backwards above all"
         )
 
 

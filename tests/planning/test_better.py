@@ -1,11 +1,12 @@
 """A plan's cut: by the step of its schedule, simulated, exchanges included."""
 
 import dataclasses
+import itertools
 import random
 
 import pytest
 
-from jpipe.planning._better import ranked
+from jpipe.planning._better import preferred, ranked
 from jpipe.planning._forecast import Hardware, evaluate
 from jpipe.planning._search import Space, search
 from jpipe.planning._shapes import Shape
@@ -17,16 +18,16 @@ NAMES = ("1f1b", "gpipe", "zb_h1", "zb_v")
 LAYERS, DEVICES, MICROBATCHES = 7, 4, 4
 
 
-def space(seed, data):
+def space(seed, data, devices=DEVICES, microbatches=MICROBATCHES):
     """A random chain; of every third the ends have by far the most parameters."""
     one = chains.profile(random.Random(seed), LAYERS, skips=seed % 2)
     layers = list(one.layers)
     if seed % 3 == 0:
         for end in (0, -1):
             layers[end] = dataclasses.replace(layers[end], param_bytes=2000)
-    given = (Shape(MICROBATCHES, data),)
+    given = (Shape(microbatches, data),)
     profiles = {given[0].parts: dataclasses.replace(one, layers=tuple(layers))}
-    hardware = Hardware(DEVICES, bandwidth=100.0)
+    hardware = Hardware(devices, bandwidth=100.0)
     modes = ("min_cut",)
     return Space(
         profiles, [0] * LAYERS, hardware, NAMES, modes, made=False, given=given
@@ -49,3 +50,30 @@ def test_no_cut_under_any_schedule_has_a_shorter_step(seed, data):
     ]
     best = ranked(every, given.hardware)[0]
     assert search(given)[0].seconds == pytest.approx(best.seconds, rel=1e-9)
+
+
+def test_halves_of_backwards_must_pay_where_devices_share_cores():
+    measured = {"how": "measured", "device": "cpu (of some host)"}
+    seen = set()
+    for seed, microbatches in itertools.product(range(8), (2, 8, 24)):
+        given = space(seed, 1, 2, microbatches)
+        found, hardware = search(given), given.hardware
+        cores = [
+            dataclasses.replace(
+                each, profile=dataclasses.replace(each.profile, made=measured)
+            )
+            for each in found
+        ]
+        assert preferred(found, hardware) == found
+        taken, *others = preferred(cores, hardware)
+        assert others == [each for each in cores if each is not taken]
+        whole = [
+            each
+            for each in cores
+            if "zb" not in each.schedule.name
+            and each.num_devices == cores[0].num_devices
+        ]
+        is_near = whole[0].seconds <= 1.05 * cores[0].seconds
+        seen.add((taken is cores[0], is_near))
+        assert taken is (whole[0] if is_near else cores[0])
+    assert seen == {(False, True), (True, False)}
