@@ -270,6 +270,8 @@ def _capped(candidate: Candidate, mode: str, space: Space) -> Iterator[Candidate
             return
         over = [max(memory.total - limit, 0) for memory in other.memory]
         room = [own - more for own, more in zip(room, over, strict=True)]
+        if min(room) <= 0:
+            return
 
 
 def _cut(

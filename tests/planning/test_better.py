@@ -52,6 +52,22 @@ def test_no_cut_under_any_schedule_has_a_shorter_step(seed, data):
     assert search(given)[0].seconds == pytest.approx(best.seconds, rel=1e-9)
 
 
+def test_workspace_above_the_limit_leaves_no_cut_to_look_for():
+    given = space(0, 1)
+    (one,) = given.profiles.values()
+    limit = 500
+    layers = [dataclasses.replace(x, workspace_bytes=3 * limit) for x in one.layers]
+    found = search(
+        dataclasses.replace(
+            given,
+            profiles={MICROBATCHES: dataclasses.replace(one, layers=tuple(layers))},
+            hardware=Hardware(DEVICES, memory_limit=limit, bandwidth=100.0),
+        )
+    )
+    assert found
+    assert not any(each.fits(Hardware(DEVICES, memory_limit=limit)) for each in found)
+
+
 def test_halves_of_backwards_must_pay_where_devices_share_cores():
     measured = {"how": "measured", "device": "cpu (of some host)"}
     seen = set()
