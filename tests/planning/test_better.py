@@ -53,7 +53,7 @@ def test_no_cut_under_any_schedule_has_a_shorter_step(seed, data):
 
 
 def test_workspace_above_the_limit_leaves_no_cut_to_look_for():
-    given = space(0, 1)
+    given = space(1, 1)
     (one,) = given.profiles.values()
     limit = 500
     layers = [dataclasses.replace(x, workspace_bytes=3 * limit) for x in one.layers]
