@@ -90,8 +90,10 @@ def task(given: argparse.Namespace, count: int) -> Task:
     return Task(list(layers), images, number, published, *P40)
 
 
-def plans(asked: Task, count: int, limit: int) -> Iterator[tuple[str, jpipe.Plan]]:
-    """Cuts and what they would take, named."""
+def plans(
+    asked: Task, count: int, limit: int
+) -> Iterator[tuple[str, jpipe.Plan | ValueError]]:
+    """Cuts and what they would take, named; or why no plan keeps to the limit."""
     options = {"num_microbatches": asked.num_microbatches, "measure": False}
     options |= asked.rates
     profile = jpipe.profile(asked.layers, asked.sample, **options)
@@ -117,7 +119,10 @@ def plans(asked: Task, count: int, limit: int) -> Iterator[tuple[str, jpipe.Plan
     inputs = asked.layers, asked.sample, optax.adamw(1e-3)
     for name, cut in cuts.items():
         yield name, jpipe.plan(*inputs, schedules="1f1b", balance=cut, **options)
-    yield "jpipe.plan", jpipe.plan(*inputs, memory_limit=limit, **options)
+    try:
+        yield "jpipe.plan", jpipe.plan(*inputs, memory_limit=limit, **options)
+    except ValueError as error:
+        yield "jpipe.plan", error
 
 
 def main() -> None:
@@ -139,6 +144,9 @@ def main() -> None:
     for count in track(given.devices, "planning"):
         asked = task(given, count)
         for name, made in plans(asked, count, limit):
+            if isinstance(made, ValueError):
+                lines.append(f"{count:7} | {name:15} | {made}")
+                continue
             assert made.forecast is not None
             most = max(own.total for own in made.forecast.memory)
             over = ", too much" if most > limit else ""

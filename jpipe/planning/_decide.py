@@ -178,8 +178,10 @@ def plan(
     parts = sorted({shape.parts for shape in choice})
     asked = dataclasses.replace(request, num_microbatches=parts[-1])
     profiles = _profiles(asked, parts, examples, profile)
+    if memory_limit is not None:
+        profiles = beside_neighbours(profiles, request, count, modes)
     space = Space(
-        beside_neighbours(profiles, request, count, modes),
+        profiles,
         _optimizer_bytes(tx, asked.model),
         hardware if profile else _linked(hardware, latency, asked.where),
         names,

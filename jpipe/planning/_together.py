@@ -7,6 +7,7 @@ operations from what is kept before it.
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from .._instructions import _bytes
 from .._instructions._transfer import OnPaper
@@ -18,8 +19,8 @@ from ._profile import Profile
 from ._request import Request
 from ._search import Space
 
-# So many of the best are lowered, until one fits.
-_MOST = 4
+# So many are lowered, until one fits.
+_MOST = 8
 
 
 def beside_neighbours(
@@ -88,21 +89,39 @@ def confirmed(
 ) -> list[Candidate]:
     """The candidates, the first with the bytes that its list of instructions holds.
 
+    Where one turns out to need more than was taken for it, so may others: those come
+    next that would fit even so, and then the one that needs least.
+
     Args:
       candidates: the best first.
       space: what they were chosen from.
       request: what the profiles answer.
 
     Returns:
-      The best first.
+      First one that fits, as its instructions say; if none was found that does, the one
+      of those that were lowered which needs least.
     """
+    limit = space.hardware.memory_limit
+    left = list({_cut_and_order(each): each for each in reversed(candidates)}.values())
+    left.reverse()
     exact: list[Candidate] = []
-    for number, candidate in enumerate(candidates[:_MOST]):
-        exact.append(_exactly(candidate, request))
-        if exact[-1].fits(space.hardware):
+    more = 1.0
+    while left and len(exact) < _MOST:
+        likely = [c for c in left if limit is None or c.most_bytes * more <= limit]
+        guess = likely.pop(0) if likely else min(left, key=lambda c: c.most_bytes)
+        found = _exactly(guess, request)
+        if found.fits(space.hardware):
             # It takes the time that it took before.
-            return [exact[-1], *exact[:-1], *candidates[number + 1 :]]
-    return ranked([*exact, *candidates[_MOST:]], space.hardware)
+            return [found, *exact, *likely]
+        exact.append(found)
+        left.remove(guess)
+        more = max(more, found.most_bytes / guess.most_bytes)
+    return [*ranked(exact, space.hardware), *left]
+
+
+def _cut_and_order(candidate: Candidate) -> tuple[Any, ...]:
+    """What tells a candidate from others."""
+    return candidate.schedule, candidate.balance, candidate.remat, candidate.data
 
 
 def _exactly(candidate: Candidate, request: Request) -> Candidate:

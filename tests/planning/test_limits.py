@@ -1,12 +1,21 @@
 """Cuts under a limit of memory: what fits is found."""
 
+import dataclasses
+import itertools
 import random
 
+import jax
 import pytest
+from flax import linen as nn
 
+from jpipe.planning._better import ranked
 from jpipe.planning._forecast import Hardware, evaluate
 from jpipe.planning._partition import least_bytes, partition
+from jpipe.planning._profiler import answer
+from jpipe.planning._reasons import chosen
+from jpipe.planning._request import Request
 from jpipe.planning._search import Space, search
+from jpipe.planning._together import confirmed
 from jpipe.schedules import BY_NAME
 
 from .chains import every_cut, profile
@@ -37,3 +46,57 @@ def test_what_is_said_to_be_enough_for_several_stages_per_rank_is(seed):
     with pytest.raises(ValueError, match="no cut was found with max_bytes") as refusal:
         partition(given, 16, max_bytes=least / 2, **question)
     assert f"works is max_bytes={least:,.0f};" in str(refusal.value)
+
+
+def lean(candidate):
+    """A candidate of which too little was thought: that it keeps nothing."""
+    memory = tuple(dataclasses.replace(own, held=0) for own in candidate.memory)
+    return dataclasses.replace(candidate, memory=memory)
+
+
+@pytest.fixture(scope="module")
+def searched():
+    layers = [layer for _ in range(4) for layer in (nn.Dense(32), nn.tanh)]
+    question = {"num_microbatches": 4, "measure": False}
+    request = Request(layers, jax.ShapeDtypeStruct((2048, 8), "float32"), **question)
+    profiles, modes = {4: answer(request)}, ("min_cut", "full")
+    hardware = Hardware(2, bandwidth=1e9)
+    names = ("1f1b", "gpipe", "zb_h1", "zb_v", "interleaved")
+    space = Space(profiles, [0] * len(layers), hardware, names, modes)
+    shapes = itertools.product(names, (["min_cut"], ["full"]))
+    found = [
+        evaluate(profiles[4], [0] * 8, cut, mode * len(cut), schedule, hardware)
+        for name, mode in shapes
+        for schedule in [BY_NAME[name](2, 4)]
+        for cut in [[8 // schedule.num_stages] * schedule.num_stages]
+    ]
+    return ranked(found, hardware), space, request
+
+
+def test_where_the_first_need_more_than_was_thought_others_are_looked_at(searched):
+    candidates, space, request = searched
+    exact = [confirmed([one], space, request)[0] for one in candidates]
+    least = min(exact, key=lambda one: one.most_bytes)
+    hardware = dataclasses.replace(space.hardware, memory_limit=least.most_bytes)
+    under = dataclasses.replace(space, hardware=hardware)
+    given = [lean(one) for one in candidates for _ in range(2)]
+    found, *others = confirmed(given, under, request)
+    assert found.kept
+    assert found.fits(hardware)
+    short = [one for one in others if one.kept]
+    assert short
+    assert not any(one.fits(hardware) for one in short)
+
+
+def test_what_fits_only_as_it_was_thought_is_not_taken(searched):
+    candidates, space, request = searched
+    given = [lean(one) for one in candidates]
+    limit = max(one.most_bytes for one in given)
+    hardware = dataclasses.replace(space.hardware, memory_limit=limit)
+    under = dataclasses.replace(space, hardware=hardware)
+    found, *others = confirmed(given, under, request)
+    assert found.kept
+    assert not found.fits(hardware)
+    assert all(one.most_bytes >= found.most_bytes for one in others if one.kept)
+    with pytest.raises(ValueError, match=r"no plan fits\. The nearest is (?s:.)* rank"):
+        chosen([found, *others], under, [])
