@@ -27,7 +27,7 @@ if _TYPE_CHECKING:
     from .planning._plan import Plan as Plan
     from .planning._profile import Profile as Profile
     from .planning._profiler import profile as profile
-    from .planning._replicas import replicate as replicate
+    from .planning._replicate import replicate as replicate
     from .planning._replicated import Replicated as Replicated
 
 # Imported when they are asked for: the command line draws schedules without JAX, and a
@@ -49,7 +49,7 @@ _HOME = {
     "plan": ".planning._decide",
     "pop": "._layers._skip",
     "profile": ".planning._profiler",
-    "replicate": ".planning._replicas",
+    "replicate": ".planning._replicate",
     "sequential": "._transform",
     "stash": "._layers._skip",
 }

@@ -18,7 +18,8 @@ from typing import Any
 import jax
 
 from ._instructions._bytes import live
-from ._instructions._program import Instruction, Step
+from ._instructions._instruction import Instruction
+from ._instructions._program import Step
 from ._run._costs import costs_of
 from ._train._gradient import Gradient
 from .schedules import Action, Timeline

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from .._jaxprs._function import Function
 from .._processes._keys import is_key
 from ._compile import Compiled, Spread, named, on_host
 from ._graph import OUTSIDE, Graph, Operation, Value
@@ -15,6 +16,8 @@ from ._sharding import SubMesh
 from ._transfer import Device
 
 Key = tuple[Any, ...]
+# Calls of one function, each with the number of its operation.
+Calls = Sequence[tuple[int, Operation]]
 
 
 def last_uses(
@@ -43,61 +46,92 @@ def compiled(
         known = labels.setdefault(function, [])
         known += [operation.label for _, operation in own]
     names = {f: named(f.name, own) for f, own in labels.items()}
-    owned = {v for operation in operations for v in _made(graph, operation)}
-    owned |= graph.donated
-    # What was sent to another process may not have left yet; what comes is watched.
-    for operation in filter(graph.crosses, operations):
-        owned -= {*operation.reads, *operation.writes}
+    owned = _owned(graph, operations)
     programs = {}
     for known, own in calls.items():
         function, place, *_ = known
         first = own[0][1]
-        how = [graph.shardings[v] for v in first.writes]
-        kept = [
-            i
-            for i in range(len(function.results))
-            if i not in function.same
-            and any(operation.writes[i] in last for _, operation in own)
-        ]
-        # Memory goes to the first results that fit: never to what is on the host.
-        kept.sort(key=lambda i: i in function.offloaded)
-        free = Counter(
-            (_kind(function.results[i]), how[i])
-            for i in kept
-            if i not in function.offloaded
-        )
-        donated = []
-        # First what only an overwriting frees; then from the last, as sums are, which
-        # are added to in place.
-        reads = list(enumerate(first.reads))
-        reads.sort(key=lambda pair: (pair[1] not in graph.donated, -pair[0]))
-        for i, value in reads:
-            kind = _kind(graph.specs[value]), graph.shardings[value]
-            if free[kind] and all(
-                operation.reads[i] in owned
-                and last[operation.reads[i]] == number
-                and operation.reads.count(operation.reads[i]) == 1
-                and not is_key(graph.specs[value])
-                and not on_host(graph.specs[value])
-                for number, operation in own
-            ):
-                free[kind] -= 1
-                donated.append(i)
+        kept = _kept(function, own, last)
         programs[known] = Compiled(
             function,
             [graph.specs[v] for v in first.reads],
             kept,
-            sorted(donated),
+            _donated(graph, own, last, owned, kept),
             devices[place],
             [graph.places[v] for v in first.reads],
             names[function],
             Spread(
                 first.mapped,
                 tuple(graph.shardings[v] for v in first.reads),
-                tuple(how),
+                tuple(graph.shardings[v] for v in first.writes),
             ),
         )
     return programs
+
+
+def _owned(graph: Graph, operations: Sequence[Operation]) -> set[Value]:
+    """The values whose memory a program may take."""
+    owned = {v for operation in operations for v in _made(graph, operation)}
+    owned |= graph.donated
+    # What was sent to another process may not have left yet; what comes is watched.
+    for operation in filter(graph.crosses, operations):
+        owned -= {*operation.reads, *operation.writes}
+    return owned
+
+
+def _kept(function: Function, calls: Calls, last: dict[Value, int]) -> list[int]:
+    """The results that some call is asked for; those on the host come last."""
+    kept = [
+        i
+        for i in range(len(function.results))
+        if i not in function.same
+        and any(operation.writes[i] in last for _, operation in calls)
+    ]
+    return sorted(kept, key=lambda i: i in function.offloaded)
+
+
+def _donated(
+    graph: Graph,
+    calls: Calls,
+    last: dict[Value, int],
+    owned: set[Value],
+    kept: Sequence[int],
+) -> list[int]:
+    """The arguments whose memory results take: what all calls read last.
+
+    Args:
+      graph: what is computed where.
+      calls: the calls of a function in a place, numbered.
+      last: the number of the operation that reads each value last.
+      owned: the values whose memory may be taken.
+      kept: the results. Memory goes to the first that fit, never to those on the host.
+    """
+    first = calls[0][1]
+    function = first.function
+    assert function
+    free = Counter(
+        (_kind(function.results[i]), graph.shardings[first.writes[i]])
+        for i in kept
+        if i not in function.offloaded
+    )
+    # First what only an overwriting frees; then from the last, as sums are, which are
+    # added to in place.
+    reads = list(enumerate(first.reads))
+    reads.sort(key=lambda pair: (pair[1] not in graph.donated, -pair[0]))
+    donated = []
+    for i, value in reads:
+        kind = _kind(graph.specs[value]), graph.shardings[value]
+        if free[kind] and all(
+            operation.reads[i] in owned
+            and last[operation.reads[i]] == number
+            and operation.reads.count(operation.reads[i]) == 1
+            and not is_key(graph.specs[value])
+            and not on_host(graph.specs[value])
+            for number, operation in calls
+        ):
+            free[kind] -= 1
+            donated.append(i)
+    return sorted(donated)
 
 
 def key(graph: Graph, operation: Operation, devices: Sequence[Device]) -> Key:

@@ -7,7 +7,6 @@ programs to compile.
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -16,49 +15,15 @@ import jax
 
 from .._processes._elsewhere import copies, ghost, is_here, of_copies
 from .._processes._group import group
-from .._processes._keys import is_key
 from .._processes._transport import Crossing
 from . import _transfer
 from ._agreed import agree
 from ._compile import Compiled, compile_all
-from ._donated import compiled, key, last_uses
-from ._graph import OUTSIDE, Copies, Graph, Operation, Place, Value
+from ._donated import compiled, last_uses
+from ._graph import Copies, Graph, Place, Value
+from ._instruction import Instruction, Slot, called, listed
 from ._sharding import Sharding, SubMesh
 from ._transfer import Device
-
-Slot = int
-
-
-@dataclass(frozen=True)
-class Instruction:
-    """A call of a compiled function, or a move to another place.
-
-    Attributes:
-      place: where it runs; of a move, where it goes.
-      source: of a move where it comes from; of a call ``None``.
-      run: ``(leaves read, leaves donated) -> leaves``.
-      reads: the slots that it reads.
-      donates: the slots that it reads and whose memory its results take over.
-      writes: the slots of its results, neighbours.
-      frees: the slots that nobody reads after it.
-      label: what it is: an action of the schedule, or words.
-      layers: what runs, for messages.
-    """
-
-    place: Place
-    source: Place | None
-    run: Callable[[Any, Any], Sequence[Any]]
-    reads: tuple[Slot, ...]
-    donates: tuple[Slot, ...]
-    writes: range
-    frees: tuple[Slot, ...]
-    label: Any
-    layers: str
-
-    @property
-    def is_move(self) -> bool:
-        """Whether it is a move; else it is a call."""
-        return self.source is not None
 
 
 class Step(NamedTuple):
@@ -103,36 +68,13 @@ class Program:
         for each in outputs:
             wanted += each if isinstance(each, tuple) else [each]
         operations = graph.with_copies(wanted)
-        slot = {v: i for i, v in enumerate([*graph.arguments, *graph.constants])}
         self._num_arguments = len(graph.arguments)
         last = last_uses(operations, wanted)
         self.programs = compiled(graph, operations, last, devices)
-        self.instructions: list[Instruction] = []
-        for number, operation in enumerate(operations):
-            new = [v for v in operation.writes if v not in slot]
-            reads, donates, run = operation.reads, [], None
-            if operation.function:
-                program = self.programs[key(graph, operation, devices)]
-                new = [operation.writes[i] for i in program.kept]
-                donates = [reads[i] for i in program.donated]
-                reads = [v for i, v in enumerate(reads) if i not in program.donated]
-                run = program
-            start = len(slot)
-            slot |= {v: start + i for i, v in enumerate(new)}
-            ended = dict.fromkeys([*operation.reads, *new])
-            self.instructions.append(
-                Instruction(
-                    operation.place,
-                    None if run else graph.places[reads[0]],
-                    run or _mover(graph, operation, devices),
-                    tuple(slot[v] for v in reads),
-                    tuple(slot[v] for v in donates),
-                    range(start, len(slot)),
-                    tuple(sorted(slot[v] for v in ended if last.get(v, -1) <= number)),
-                    operation.label,
-                    operation.layers,
-                )
-            )
+        slot = {v: i for i, v in enumerate([*graph.arguments, *graph.constants])}
+        self.instructions = listed(
+            graph, operations, last, self.programs, devices, slot
+        )
         by_slot = sorted(slot, key=slot.__getitem__)
         self.specs = [graph.specs[v] for v in by_slot]
         self.places = [graph.places[v] for v in by_slot]
@@ -246,7 +188,7 @@ class Program:
         except Exception as error:
             failed = self.own[number]
             error.add_note(
-                f"raised in {_called(failed.label)} on {self.devices[failed.place]}"
+                f"raised in {called(failed.label)} on {self.devices[failed.place]}"
                 + (f": {failed.layers}" if failed.layers else "")
             )
             raise
@@ -266,10 +208,6 @@ def _elsewhere(graph: Graph, value: Value, devices: Sequence[Device]) -> Any:
     device, how = devices[graph.places[value]], graph.shardings[value]
     shape = _transfer.global_shape(graph.specs[value].shape, device, how)
     return ghost(shape, graph.specs[value].dtype, _transfer.on(device, how))
-
-
-def _called(label: Any) -> str:
-    return label if isinstance(label, str) else f"action {label}"
 
 
 def _step(instruction: Instruction) -> Step:
@@ -300,43 +238,6 @@ def _getter(slots: Sequence[Slot]) -> Callable[[list[Any]], tuple[Any, ...]]:
         return lambda _: ()
     (only,) = slots
     return lambda values: (values[only],)
-
-
-def _mover(
-    graph: Graph, operation: Operation, devices: Sequence[Device]
-) -> Callable[[Any, Any], Sequence[Any]]:
-    target, values = devices[operation.place], operation.reads
-    source = graph.places[values[0]]
-    how = [graph.shardings[value] for value in operation.writes]
-    if source == OUTSIDE:
-        return lambda leaves, _: _transfer.put(leaves, target, how)
-    if graph.crosses(operation):
-        return _crossing(graph, operation, devices, how)
-    keys = any(is_key(graph.specs[value]) for value in values)
-    send = _transfer.sender(devices[source], target, keys, how)
-    return lambda leaves, _: send(leaves)
-
-
-def _crossing(
-    graph: Graph, operation: Operation, devices: Sequence[Device], how: Sequence[Any]
-) -> Crossing:
-    """A move to another process."""
-    origin = graph.places[operation.reads[0]]
-    source, target = devices[origin], devices[operation.place]
-    of = f" of {graph.ranks[origin]}" if graph.ranks else ""
-    pairs = list(zip([graph.specs[v] for v in operation.writes], how, strict=True))
-    return Crossing(
-        source=source,
-        target=target,
-        specs=[
-            jax.ShapeDtypeStruct(_transfer.global_shape(x.shape, target, h), x.dtype)
-            for x, h in pairs
-        ],
-        source_lies=[_transfer.on(source, each) for each in how],
-        target_lies=[_transfer.on(target, each) for each in how],
-        index=operation.writes[0],
-        label=_called(operation.label) + of,
-    )
 
 
 def _nbytes(graph: Graph, value: Value, devices: Sequence[Device]) -> int:

@@ -32,8 +32,8 @@ from ._profiler import answer
 from ._reasons import chosen
 from ._request import Request
 from ._search import REMATS, Space, search
+from ._shapes import Shape, shapes
 from ._shapes import faults as shape_faults
-from ._shapes import shapes
 from ._together import beside_neighbours, confirmed
 from ._traced import Traced
 from ._units import duration, size
@@ -167,14 +167,7 @@ def plan(
     faults = faults or list(shape_faults(spread, numbers, count, examples))
     if faults:
         raise ValueError(f"plan: {'; '.join(faults)}")
-    known = profile.microbatch_size if profile else None
-    choice = shapes(spread, numbers, count, examples, known)
-    if not choice:
-        says = "" if known is None else f" in parts of {known}, as in the profile"
-        raise ValueError(
-            f"plan: data={data!r} and num_microbatches={num_microbatches!r} leave "
-            f"nothing to choose for {examples} examples{says}"
-        )
+    choice = _choice(spread, numbers, count, examples, profile)
     parts = sorted({shape.parts for shape in choice})
     asked = dataclasses.replace(request, num_microbatches=parts[-1])
     profiles = _profiles(asked, parts, examples, profile)
@@ -200,6 +193,29 @@ def plan(
     missing = () if request.loss else (_NO_LOSS,)
     taken = preferred(candidates, hardware)
     return chosen(confirmed(taken, space, request), space, missing)
+
+
+def _choice(
+    data: Sequence[int] | None,
+    numbers: Sequence[int] | None,
+    count: int,
+    examples: int,
+    profile: Profile | None,
+) -> tuple[Shape, ...]:
+    """Into how many micro-batches, on how many devices each.
+
+    Raises:
+      ValueError: if nothing is left to choose.
+    """
+    known = profile.microbatch_size if profile else None
+    found = shapes(data, numbers, count, examples, known)
+    if not found:
+        says = "" if known is None else f" in parts of {known}, as in the profile"
+        raise ValueError(
+            f"plan: data={data!r} and num_microbatches={numbers!r} leave nothing to "
+            f"choose for {examples} examples{says}"
+        )
+    return found
 
 
 def _as_made(profile: Any) -> dict[str, Any]:

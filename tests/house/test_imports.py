@@ -38,7 +38,7 @@ def test_schedules_and_their_pictures_load_without_jax():
 
 
 def test_models_are_cut_without_jax():
-    loaded = imported_by("planning._partition", "planning._replicas")
+    loaded = imported_by("planning._partition", "planning._replicate")
     assert loaded == ["numpy"]
 
 
