@@ -114,7 +114,7 @@ class Task:
             if place not in norms:
                 layer, *path = self.weights.paths[at]
                 partly = is_inexact(self.weights.specs[at]) and is_partly_written(
-                    self.closed, first + place, inputs
+                    self.closed, first + place, at, inputs
                 )
                 found.setdefault(layer.idx, {})[tuple(path)] = partly
         return found

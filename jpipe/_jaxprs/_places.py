@@ -12,7 +12,23 @@ from jax.extend import core
 
 from . import _jaxpr
 
-_THROUGH = {"convert_element_type", "copy", "stop_gradient", "reshape", "squeeze"}
+# What makes a table of a table, place by place.
+_THROUGH = {
+    "add",
+    "clamp",
+    "convert_element_type",
+    "copy",
+    "div",
+    "max",
+    "min",
+    "mul",
+    "neg",
+    "reshape",
+    "squeeze",
+    "stop_gradient",
+    "sub",
+    "transpose",
+}
 _CHOICES = {"select_n", "where"}
 # What leaves out some examples, or tells one from another, as a sum of them does not.
 _SELECTIONS = {
@@ -28,7 +44,7 @@ _SELECTIONS = {
 
 
 def is_partly_written(
-    closed: core.ClosedJaxpr, result: int, inputs: Sequence[bool]
+    closed: core.ClosedJaxpr, result: int, earlier: int, inputs: Sequence[bool]
 ) -> bool:
     """Whether a result is an earlier value, with places of it written by the inputs.
 
@@ -38,35 +54,50 @@ def is_partly_written(
     Args:
       closed: the jaxpr.
       result: the number of the result.
+      earlier: the number of the input that is the earlier value.
       inputs: which inputs differ from one micro-batch to another.
     """
-    return _is_written(closed, closed.jaxpr.outvars[result], inputs)
+    own = [at == earlier for at in range(len(inputs))]
+    return _is_written(closed, closed.jaxpr.outvars[result], own, inputs)
 
 
-def _is_written(closed: core.ClosedJaxpr, atom: Any, inputs: Sequence[bool]) -> bool:
+def _is_written(
+    closed: core.ClosedJaxpr, atom: Any, own: Sequence[bool], inputs: Sequence[bool]
+) -> bool:
+    """The same of a value that depends on inputs that are its own."""
     made = {var: eqn for eqn in closed.jaxpr.eqns for var in eqn.outvars}
-    eqn = made.get(atom) if not isinstance(atom, core.Literal) else None
-    if eqn is None:
-        return False
-    name = eqn.primitive.name
+    held = _jaxpr.depending_on(closed, own)
     reached = _jaxpr.depending_on(closed, inputs)
 
-    def follows(atoms: Sequence[Any]) -> bool:
-        return not reached.isdisjoint(_jaxpr.variables(atoms))
+    def follow(atoms: Sequence[Any], among: set[core.Var]) -> list[bool]:
+        return [not among.isdisjoint(_jaxpr.variables([atom])) for atom in atoms]
 
-    if name in _THROUGH or name in _CHOICES:
-        sources = eqn.invars if name in _THROUGH else eqn.invars[1:]
-        return any(_is_written(closed, source, inputs) for source in sources)
-    if name == "scatter":
-        return follows(eqn.invars[1:2])
-    if name == "dynamic_update_slice":
-        return follows(eqn.invars[2:])
-    inner = _jaxpr.inside(eqn)
-    if len(inner) == 1 and len(inner[0].jaxpr.outvars) == len(eqn.outvars):
-        given = [follows([source]) for source in eqn.invars]
-        if len(given) == len(inner[0].jaxpr.invars):
-            place = list(eqn.outvars).index(atom)
-            return _is_written(inner[0], inner[0].jaxpr.outvars[place], given)
+    seen: set[core.Var] = set()
+    left = [atom]
+    while left:
+        new = (_jaxpr.variables([left.pop()]) & held & made.keys()) - seen
+        seen |= new
+        for var in new:
+            eqn = made[var]
+            name, rest = eqn.primitive.name, eqn.invars[1:]
+            if name in _THROUGH:
+                left += eqn.invars
+            elif name in _CHOICES:
+                left += rest
+            elif name == "dynamic_update_slice" or name.startswith("scatter"):
+                operand, *_ = eqn.invars
+                left.append(operand)
+                places = {"scatter": rest[:1], "dynamic_update_slice": rest[1:]}
+                chosen = any(follow(places.get(name, []), reached))
+                if chosen and any(follow([operand], held)):
+                    return True
+            for body in _bodies(eqn):
+                result = body.jaxpr.outvars[eqn.outvars.index(var)]
+                given = eqn.invars[len(eqn.invars) - len(body.jaxpr.invars) :]
+                if _is_written(
+                    body, result, follow(given, held), follow(given, reached)
+                ):
+                    return True
     return False
 
 
@@ -111,16 +142,8 @@ def holding(closed: core.ClosedJaxpr, given: Sequence[bool], number: int) -> lis
 
 def _within(eqn: core.JaxprEqn, given: list[bool], number: int) -> list[bool] | None:
     """Which results of a call, of branches or of a loop do; None of any other."""
-    name = eqn.primitive.name
-    # The first operands say which branch it is, or are for the end of a loop.
-    fewer = name in ("cond", "while")
-    bodies = [
-        closed
-        for closed in _jaxpr.inside(eqn)
-        if len(closed.jaxpr.outvars) == len(eqn.outvars)
-        and (fewer or len(closed.jaxpr.invars) == len(given))
-    ]
-    if not bodies or name.startswith("reduce"):
+    bodies = _bodies(eqn)
+    if not bodies:
         return None
     carried = _jaxpr.carry(eqn)
     while True:
@@ -133,3 +156,22 @@ def _within(eqn: core.JaxprEqn, given: list[bool], number: int) -> list[bool] | 
         if after == given[carried]:
             return results
         given = [*given[: carried.start or 0], *after, *given[carried.stop :]]
+
+
+def _bodies(eqn: core.JaxprEqn) -> list[core.ClosedJaxpr]:
+    """The jaxprs of a call, of branches or of a loop whose results are those of it.
+
+    Each takes the last operands: the first say which branch it is, or are for the end
+    of a loop.
+    """
+    name = eqn.primitive.name
+    if name.startswith("reduce"):
+        return []
+    if name == "while":
+        return [eqn.params["body_jaxpr"]]
+    return [
+        closed
+        for closed in _jaxpr.inside(eqn)
+        if len(closed.jaxpr.outvars) == len(eqn.outvars)
+        and (name == "cond" or len(closed.jaxpr.invars) == len(eqn.invars))
+    ]

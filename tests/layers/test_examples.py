@@ -73,6 +73,30 @@ def by_data_in_sum(rows, at, new):
     return rows.at[jnp.argmax(new.mean(0))].set(new.mean(0).astype(rows.dtype))
 
 
+def by_data_in_a_branch(rows, at, new):
+    return jax.lax.cond(
+        at % 2 == 0, by_data_in_sum, lambda *args: args[0], rows, at, new
+    )
+
+
+def by_data_in_a_loop(rows, at, new):
+    def put(state):
+        return state[0] + 1, by_data_in_sum(state[1], at, new)
+
+    return jax.lax.while_loop(lambda state: state[0] < 2, put, (0, rows))[1]
+
+
+def by_data_in_columns(rows, at, new):
+    return by_data_in_sum(rows.reshape(4, 8).T, at, new.repeat(2, 1)[:, :4]).T.reshape(
+        8, 4
+    )
+
+
+def by_data_that_decays(rows, at, new):
+    rows = by_data_in_sum(0.9 * rows, at, new)
+    return jnp.clip(rows / (1 + jnp.linalg.norm(rows)), -1, 1).at[0].set(0)
+
+
 def first_rows(rows, at, new):
     return rows.at[: len(new)].set(new)
 
@@ -145,6 +169,10 @@ def train(layer, num_microbatches):
         (state(all_in_order), "memory/rows, which holds single"),
         (state(by_data), "memory/rows, which holds single"),
         (state(by_data_in_sum), "memory/rows, of which it replaces places"),
+        (state(by_data_in_a_branch), "memory/rows, of which it replaces places"),
+        (state(by_data_in_a_loop), "memory/rows, of which it replaces places"),
+        (state(by_data_in_columns), "memory/rows, of which it replaces places"),
+        (state(by_data_that_decays), "memory/rows, of which it replaces places"),
     ],
 )
 def test_what_no_mean_is_is_refused_but_for_one_micro_batch(layer, match):
@@ -158,9 +186,28 @@ def test_what_no_mean_is_is_refused_but_for_one_micro_batch(layer, match):
     ref.assert_close(after, expected, 1e-6)
 
 
+def halved(rows, at, new):
+    """A loop of one value, whose end reads what is made of no example."""
+    limit = 1 + 0 * jnp.sum(rows)
+
+    def halve(kept):
+        return kept / 2 + 0 * jnp.sum(new)
+
+    return jax.lax.while_loop(lambda kept: jnp.max(kept) > limit, halve, rows + 4)
+
+
+def doubled(rows, at, new):
+    for _ in range(60):
+        rows = rows / 2 + rows / 2
+    return rows + new.mean(0)
+
+
 @pytest.mark.parametrize(
     "write",
     [
+        halved,
+        doubled,
+        lambda rows, at, new: rows + jnp.zeros(4).at[jnp.argmax(new.mean(0))].set(1),
         lambda rows, at, new: 0.9 * rows + 0.1 * new.mean(0),
         lambda rows, at, new: rows.at[3].set(new.mean(0)),
         lambda rows, at, new: rows.at[at % 3].set(new.mean(0)),
