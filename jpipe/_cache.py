@@ -162,7 +162,7 @@ class ProgramCache:
 
     def _check_written(self, works: Works, batch: Batch) -> None:
         """Checks that a mean says what training writes."""
-        visits, size = self.expected(batch.first)[0], batch.sizes[0]
+        visits = self.expected(batch.first)[0]
         tasks = [(stage.first, works.task(stage.index)) for stage in self._pipe.stages]
         written = {
             first + layer: paths
@@ -171,11 +171,14 @@ class ProgramCache:
         }
         is_cut = any(axis is not None for axis in batch.x_axes)
         if written and is_cut:
-            many = _examples.many(
-                self._pipe.stages, visits, lambda examples: batch.part(examples)[0]
+            many = _examples.Many(
+                self._pipe.stages,
+                visits,
+                lambda examples: batch.part(examples)[0],
+                batch.sizes[0],
             )
             for number, paths in written.items():
-                _examples.check(visits[number], many, number, paths, size)
+                _examples.check(many, number, paths)
         for first, task in tasks:
             for layer, paths in task.drawn_by().items():
                 _examples.check_draws(visits[first + layer], first + layer, paths)
