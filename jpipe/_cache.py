@@ -154,7 +154,7 @@ class ProgramCache:
                 routes=self.expected(batch.first)[1],
             )
             _check_constants(works, layout, variables)
-            if train and len(batch.sizes) > 1:
+            if train and len(batch.sizes) * batch.num_shards > 1:
                 self._check_written(works, batch)
             made = Gradient(self._pipe, layout, batch, works, objective)
             known[signature] = self.training = made

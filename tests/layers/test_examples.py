@@ -250,6 +250,14 @@ def test_a_memory_as_long_as_a_micro_batch_is_refused():
                 step(state, x, x)
 
 
+def test_what_no_mean_is_is_refused_of_shards_of_one_micro_batch_too():
+    x = jnp.arange(32.0).reshape(8, 4)
+    mesh = jax.make_mesh((1, 2), ("stage", "data"))
+    pipe = jpipe.pipeline([state(one)], 1, mesh=mesh)
+    with pytest.raises(ValueError, match="rows, which holds single ones of the 4"):
+        pipe.value_and_grad(ref.mse)(pipe.init(KEY, x), x, x)
+
+
 def test_examples_may_lie_along_any_axis():
     class Keeps(nn.Module):
         """Holds one example of those along the second axis."""
