@@ -21,7 +21,7 @@ test: suite  ## all tests; those of transparency again on the newest Python foun
 	else echo "no Python after $(VERSION) here: the newest JAX was not tested"; fi
 
 suite: $(VENV)/dev
-	$(RUN) -m pytest -n 2 $(ARGS)
+	$(RUN) -m pytest -n 3 $(ARGS)
 
 transparency: $(VENV)/dev
 	$(RUN) -m pytest -n 2 $(TRANSPARENCY) $(ARGS)

@@ -18,10 +18,10 @@ _GAIN = 0.05
 
 def ranked(found: Iterable[Candidate], hardware: Hardware) -> list[Candidate]:
     """Candidates, those that fit first, the fastest of them first."""
-    return sorted(found, key=lambda candidate: _worth(candidate, hardware))
+    return sorted(found, key=lambda candidate: worth(candidate, hardware))
 
 
-def _worth(candidate: Candidate, hardware: Hardware) -> tuple[float, ...]:
+def worth(candidate: Candidate, hardware: Hardware) -> tuple[float, ...]:
     """What is less is better."""
     if not candidate.fits(hardware):
         return 1, candidate.most_bytes, candidate.seconds
@@ -49,13 +49,14 @@ def preferred(found: Sequence[Candidate], hardware: Hardware) -> list[Candidate]
         if each.fits(hardware)
         and each.num_devices == best.num_devices
         and each.seconds <= (1 + _GAIN) * best.seconds
-        and not _has_halves(each.schedule)
+        and not has_halves(each.schedule)
     )
-    taken = best if not _has_halves(best.schedule) else next(as_fast, best)
+    taken = best if not has_halves(best.schedule) else next(as_fast, best)
     return [taken, *(each for each in found if each is not taken)]
 
 
-def _has_halves(schedule: Schedule) -> bool:
+def has_halves(schedule: Schedule) -> bool:
+    """Whether backwards run in two halves."""
     return any(action.op == WEIGHT for row in schedule.rows for action in row)
 
 
@@ -90,7 +91,7 @@ def bettered(
             balance = [b - a for a, b in itertools.pairwise(ends)]
             stages = candidate.profile, optimizer_bytes, balance, candidate.remat
             seen[ends] = evaluate(*stages, schedule, hardware, candidate.data)
-        return [_worth(seen[tuple(ends)], hardware) for ends in cuts.tolist()]
+        return [worth(seen[tuple(ends)], hardware) for ends in cuts.tolist()]
 
     most = max(_ACTIONS // sum(map(len, schedule.rows)), 1)
     ends = (0, *itertools.accumulate(candidate.balance))

@@ -19,7 +19,7 @@ from .._train._step import check_optimizer
 from ..schedules import BY_NAME, ScheduleBuilder
 from ..schedules._catalogue import key_of
 from ..schedules._choose import called
-from ._better import preferred
+from ._confirm import decided
 from ._estimate import Rates
 from ._forecast import Hardware
 from ._interpolate import interpolated
@@ -31,10 +31,10 @@ from ._profile import Profile
 from ._profiler import answer
 from ._reasons import chosen
 from ._request import Request
-from ._search import REMATS, Space, search
+from ._search import REMATS, Space
 from ._shapes import Shape, shapes
 from ._shapes import faults as shape_faults
-from ._together import beside_neighbours, confirmed
+from ._together import beside_neighbours
 from ._traced import Traced
 from ._units import duration, size
 
@@ -183,7 +183,7 @@ def plan(
         balance=given_cut,
         given=choice,
     )
-    candidates = search(space)
+    candidates = decided(space, request)
     if not candidates:
         raise ValueError(
             f"plan: schedules={list(names)} have no order for {space.num_layers} "
@@ -191,8 +191,7 @@ def plan(
             f"{sorted({shape.microbatches for shape in choice})} micro-batches"
         )
     missing = () if request.loss else (_NO_LOSS,)
-    taken = preferred(candidates, hardware)
-    return chosen(confirmed(taken, space, request), space, missing)
+    return chosen(candidates, space, missing)
 
 
 def _choice(

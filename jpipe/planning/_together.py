@@ -7,20 +7,11 @@ operations from what is kept before it.
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from .._instructions import _bytes
-from .._instructions._transfer import OnPaper
-from ._better import ranked
-from ._forecast import Candidate
 from ._layer import LayerProfile
 from ._partition import partition
 from ._profile import Profile
 from ._request import Request
-from ._search import Space
-
-# So many are lowered, until one fits.
-_MOST = 8
 
 
 def beside_neighbours(
@@ -81,63 +72,4 @@ def _shared(
             dataclasses.replace(layer, kept_bytes=kept(at, layer))
             for at, layer in enumerate(profile.layers)
         ),
-    )
-
-
-def confirmed(
-    candidates: Sequence[Candidate], space: Space, request: Request
-) -> list[Candidate]:
-    """The candidates, the first with the bytes that its list of instructions holds.
-
-    Where one turns out to need more than was taken for it, so may others: those come
-    next that would fit even so, and then the one that needs least.
-
-    Args:
-      candidates: the best first.
-      space: what they were chosen from.
-      request: what the profiles answer.
-
-    Returns:
-      First one that fits, as its instructions say; if none was found that does, the one
-      of those that were lowered which needs least.
-    """
-    limit = space.hardware.memory_limit
-    left = list({_cut_and_order(each): each for each in reversed(candidates)}.values())
-    left.reverse()
-    exact: list[Candidate] = []
-    more = 1.0
-    while left and len(exact) < _MOST:
-        likely = [c for c in left if limit is None or c.most_bytes * more <= limit]
-        guess = likely.pop(0) if likely else min(left, key=lambda c: c.most_bytes)
-        found = _exactly(guess, request)
-        if found.fits(space.hardware):
-            # It takes the time that it took before.
-            return [found, *exact, *likely]
-        exact.append(found)
-        left.remove(guess)
-        more = max(more, found.most_bytes / guess.most_bytes)
-    return [*ranked(exact, space.hardware), *left]
-
-
-def _cut_and_order(candidate: Candidate) -> tuple[Any, ...]:
-    """What tells a candidate from others."""
-    return candidate.schedule, candidate.balance, candidate.remat, candidate.data
-
-
-def _exactly(candidate: Candidate, request: Request) -> Candidate:
-    """A candidate with the bytes that its list of instructions holds."""
-    schedule = candidate.schedule
-    asked = dataclasses.replace(request, num_microbatches=schedule.num_microbatches)
-    data = candidate.data
-    gradient = asked.lowered(candidate.balance, candidate.remat, schedule, data)
-    program = gradient.program
-    peaks = dict(zip(program.devices, _bytes.peaks(program), strict=True))
-    return dataclasses.replace(
-        candidate,
-        memory=tuple(
-            dataclasses.replace(own, held=peaks[OnPaper(rank, data)] - own.lasting)
-            for rank, own in enumerate(candidate.memory)
-        ),
-        held=tuple(_bytes.most_residuals(program, schedule.num_stages)),
-        kept=tuple(map(gradient.kept, range(schedule.num_stages))),
     )

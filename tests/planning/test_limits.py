@@ -9,13 +9,13 @@ import pytest
 from flax import linen as nn
 
 from jpipe.planning._better import ranked
+from jpipe.planning._confirm import Confirm, decided
 from jpipe.planning._forecast import Hardware, evaluate
 from jpipe.planning._partition import least_bytes, partition
 from jpipe.planning._profiler import answer
 from jpipe.planning._reasons import chosen
 from jpipe.planning._request import Request
 from jpipe.planning._search import Space, search
-from jpipe.planning._together import confirmed
 from jpipe.schedules import BY_NAME
 
 from .chains import every_cut, profile
@@ -75,14 +75,16 @@ def searched():
 
 def test_where_the_first_need_more_than_was_thought_others_are_looked_at(searched):
     candidates, space, request = searched
-    exact = [confirmed([one], space, request)[0] for one in candidates]
-    least = min(exact, key=lambda one: one.most_bytes)
-    hardware = dataclasses.replace(space.hardware, memory_limit=least.most_bytes)
+    exact = [Confirm(space, request)([one])[0][0] for one in candidates]
+    limit = exact[0].most_bytes - 1
+    assert any(one.most_bytes <= limit for one in exact)
+    hardware = dataclasses.replace(space.hardware, memory_limit=limit)
     under = dataclasses.replace(space, hardware=hardware)
-    given = [lean(one) for one in candidates for _ in range(2)]
-    found, *others = confirmed(given, under, request)
+    given = [lean(candidates[0])] * 2 + candidates[1:]
+    (found, *others), more = Confirm(under, request)(given)
     assert found.kept
     assert found.fits(hardware)
+    assert more > 1
     short = [one for one in others if one.kept]
     assert short
     assert not any(one.fits(hardware) for one in short)
@@ -94,9 +96,42 @@ def test_what_fits_only_as_it_was_thought_is_not_taken(searched):
     limit = max(one.most_bytes for one in given)
     hardware = dataclasses.replace(space.hardware, memory_limit=limit)
     under = dataclasses.replace(space, hardware=hardware)
-    found, *others = confirmed(given, under, request)
+    (found, *others), _ = Confirm(under, request)(given)
     assert found.kept
     assert not found.fits(hardware)
     assert all(one.most_bytes >= found.most_bytes for one in others if one.kept)
     with pytest.raises(ValueError, match=r"no plan fits\. The nearest is (?s:.)* rank"):
         chosen([found, *others], under, [])
+
+
+def test_cuts_are_looked_for_anew_where_too_little_was_thought(searched):
+    _, space, request = searched
+    # Of layers that keep much less than they do, by as much each.
+    few = {
+        number: dataclasses.replace(
+            profile,
+            layers=tuple(
+                dataclasses.replace(
+                    layer,
+                    kept_bytes={m: n // 3 for m, n in layer.kept_bytes.items()},
+                )
+                for layer in profile.layers
+            ),
+        )
+        for number, profile in space.profiles.items()
+    }
+    # Under every limit: what is taken fits, or nothing does.
+    most = decided(space, request)[0].most_bytes
+    for share in range(2, 11, 2):
+        limit = most * share // 10
+        hardware = dataclasses.replace(space.hardware, memory_limit=limit)
+        names = {"hardware": hardware, "remats": ("min_cut",)}
+        right, wrong = (
+            decided(dataclasses.replace(space, profiles=own, **names), request)[0]
+            for own in (space.profiles, few)
+        )
+        assert right.kept
+        assert wrong.kept
+        if right.fits(hardware):
+            assert wrong.fits(hardware)
+            assert wrong.seconds <= 1.3 * right.seconds

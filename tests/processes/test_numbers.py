@@ -13,7 +13,7 @@ from . import jobs, work
 PARTS = {
     # As many processes, the pipelines that they run, who is given the mini-batch, how
     # many devices each has, and how arrays pass. The last of three has no stage.
-    2: ("gpipe,1f1b,zb_h1,eager_1f1b,interleaved,zb_v,mesh", "own", 2, "transfer"),
+    2: ("gpipe,1f1b,zb_h1,zb_v,mesh", "own", 2, "transfer"),
     4: ("1f1b,zb_v,replicas", "all", 1, "transfer"),
     3: ("1f1b,zb_v", "own", 2, "device_put"),
 }

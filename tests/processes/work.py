@@ -79,9 +79,8 @@ def pipelines() -> dict[str, Callable[[], Any]]:
     return {
         **{
             name: made(balance=[2, 2, 2, 2], schedule=name)
-            for name in ("gpipe", "1f1b", "zb_h1", "eager_1f1b")
+            for name in ("gpipe", "1f1b", "zb_h1")
         },
-        "interleaved": made(balance=[1] * 8, schedule="interleaved"),
         "zb_v": made(balance=[1] * 8, schedule="zb_v"),
         "mesh": made(balance=[4, 4], mesh=mesh, devices=None),
         "replicas": made(balance=[2, 4, 2], replicas=[1, 2, 1]),
