@@ -52,8 +52,8 @@ MISSING, _ARRAY = _Named("missing"), _Named("an array")
 
 
 def is_own(name: str) -> bool:
-    """Whether an attribute is one of the user's, and none that nnx keeps."""
-    return not name.startswith("_pytree__")
+    """Whether an attribute is one of the user's, and none that nnx or we keep."""
+    return not name.startswith(("_pytree__", "_jpipe_"))
 
 
 def may_change_in_place(value: Any) -> bool:

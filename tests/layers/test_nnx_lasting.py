@@ -222,6 +222,26 @@ def test_what_transformations_put_back_is_not_changed(double, make):
 # ---------------------------------------------------------------- attributes and keys
 
 
+class Jitted(nnx.Module):
+    """Is traced once for all that are equal."""
+
+    def __init__(self):
+        self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+
+    @nnx.jit
+    def __call__(self, x):
+        return self.dropout(x)
+
+
+def test_equal_modules_inside_a_jit_of_flax():
+    x = jnp.ones((4, WIDTH))
+    pipe = jpipe.pipeline([Around(Jitted()), Jitted(), Jitted()], 2)
+    one = jpipe.sequential([Around(Jitted()), Jitted(), Jitted()], 2)
+    for each in (pipe, one):
+        y = each.apply(each.init(KEY, x), x, rngs=KEY, train=True)
+        assert set(np.unique(y)) == {0, 8}
+
+
 class ActNorm(nnx.Module):
     def __init__(self):
         self.shift = nnx.BatchStat(jnp.zeros(WIDTH))
