@@ -25,9 +25,11 @@ PyTree = Any
 Apply = Callable[..., tuple[PyTree, dict[str, PyTree]]]
 
 # What JAX has traced before it does not run again, unless this differs. What was met
-# in training once was compared then, and so in evaluation.
+# in training once was compared then, and so in evaluation; after a question it differs,
+# as what was asked about is asked about again.
 _seen = jax.make_user_context()
-_numbers = itertools.count(2)
+_numbers = itertools.count()
+_number = {train: next(_numbers) for train in (False, True)}
 
 
 class Looking(NamedTuple):
@@ -85,19 +87,25 @@ def watched(
 
         record = Record(train)
         try:
-            with _seen(int(train)), watching(record, _bridge.intercept):
+            with _seen(_number[train]), watching(record, _bridge.intercept):
                 y, changed = apply(variables, x, rngs, train)
         except Exception as error:
             seen = record.wrong or record.thawed
             if faults := _faults(record, again) if seen else []:
-                raise ask(faults, train, listed) from error
+                raise _asked(faults, train, listed) from error
             raise
         hidden = looking is not None and looking.needed(train)
         if faults := _faults(record, again, hidden):
-            raise ask(faults, train, listed)
+            raise _asked(faults, train, listed)
         return y, changed
 
     return run
+
+
+def _asked(faults: list[Fault], train: bool, listed: str) -> ValueError:
+    """The question; what it is about is met anew by the next trace."""
+    _number[train] = next(_numbers)
+    return ask(faults, train, listed)
 
 
 # ------------------------------------------------------------------ what decided it
