@@ -21,7 +21,7 @@ from ._run import _resting, _variables
 from ._run._initialize import Initializers
 from ._run._pipe import Pipe
 from ._train._optimizer import Optimizer, place_state
-from ._train._state import TrainState
+from ._train._state import TrainState, note_chosen
 
 PyTree = Any
 
@@ -162,10 +162,13 @@ def train_state(
     init = optimizer(pipe, tx, params, trained).init
     with jax.disable_jit(False):  # zeros made by hand are on the default device
         opt_state = init(params)
-    return TrainState(
+    state = TrainState(
         step=step,
         params=params,
         opt_state=opt_state,
         model_state=_variables.model_state(variables),
         rng=rng,
     )
+    if not trainable.selects_all:
+        note_chosen(state, trained)
+    return state

@@ -16,11 +16,9 @@ from .._run._facts import of_layers
 from .._run._pipe import Pipe
 from ._homes import Path, homes, paths, places, shardings
 from ._placed import Placed, Placement
+from ._state import SHOWN
 
 PyTree = Any
-
-# Of the leaves that a state lacks or has too many, how many an error lists.
-_SHOWN = 4
 
 _BY_HAND = (
     "type pipe.value_and_grad and tx = pipe.optimizer(tx), and call tx.update in a "
@@ -126,10 +124,10 @@ class Optimizer:
             for (path, leaf), (_, need) in zip(given, needed, strict=True)
             if (leaf is None) != (need is None)
         ]
-        more = f", and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
+        more = f", and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
         return (
             "; the state was made to train other parameters: "
-            + ", ".join(faults[:_SHOWN])
+            + ", ".join(faults[:SHOWN])
             + more
         )
 

@@ -12,6 +12,9 @@ from .._run import _variables
 
 PyTree = Any
 
+# Of the leaves that a state lacks or has too many, how many an error lists.
+SHOWN = 4
+
 
 class Made(NamedTuple):
     """What a step knows of a state that it returned, as long as nobody changes that.
@@ -50,6 +53,8 @@ class TrainState:
     model_state: tuple[PyTree, ...]
     rng: jax.Array
     made: ClassVar[Made | None] = None
+    # Of one that `init_train_state` made, whether each parameter is to be trained.
+    chosen: ClassVar[Sequence[bool] | None] = None
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy or a pickle has: no more than the fields."""
@@ -73,11 +78,17 @@ def note_made(state: TrainState, made: Made) -> None:
     object.__setattr__(state, "made", made)
 
 
+def note_chosen(state: TrainState, chosen: Sequence[bool]) -> None:
+    """Notes which parameters a state was made to train; it is not a part of it."""
+    object.__setattr__(state, "chosen", chosen)
+
+
 def become(state: TrainState, other: TrainState) -> None:
     """Makes one state what another is, as if its variable had been assigned."""
     for field in fields(state):
         object.__setattr__(state, field.name, getattr(other, field.name))
     object.__setattr__(state, "made", other.made)
+    object.__setattr__(state, "chosen", other.chosen)
 
 
 def _to_state_dict(state: TrainState) -> dict[str, Any]:
@@ -147,6 +158,37 @@ def check_apart(state: TrainState, donated: frozenset[int]) -> None:
         "pipe.train_step(..., donate=False):\n"
         + "\n".join(f"  * {each}" for each in twice)
     )
+
+
+def check_chosen(state: TrainState, trained: Sequence[bool]) -> None:
+    """Checks that a step trains nothing that its state was made to leave as it is.
+
+    An optimizer without a state of its own, as plain gradient descent, would not tell.
+
+    Args:
+      state: the state.
+      trained: whether the step trains each parameter.
+
+    Raises:
+      ValueError: with what it would train.
+    """
+    if state.chosen is None:
+        return
+    flat = jax.tree_util.tree_leaves_with_path(state.params)
+    more = [
+        f"state.params{jax.tree_util.keystr(path)}"
+        for (path, _), chosen, yes in zip(flat, state.chosen, trained, strict=True)
+        if yes and not chosen
+    ]
+    if more:
+        rest = len(more) - SHOWN
+        raise ValueError(
+            "the state was made to train other parameters, and this step would train "
+            + ", ".join(more[:SHOWN])
+            + (f", and {rest} more" if rest > 0 else "")
+            + "; give the same trainable= to Pipeline.init_train_state and "
+            "Pipeline.train_step"
+        )
 
 
 def check_state(state: Any) -> None:

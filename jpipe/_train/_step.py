@@ -23,7 +23,15 @@ from .._run._feed import Feed
 from ._build import Gradients
 from ._gradient import Gradient
 from ._optimizer import Optimizer
-from ._state import Made, TrainState, become, check_apart, check_state, note_made
+from ._state import (
+    Made,
+    TrainState,
+    become,
+    check_apart,
+    check_chosen,
+    check_state,
+    note_made,
+)
 
 PyTree = Any
 # To a type checker it has no attributes.
@@ -99,6 +107,7 @@ class TrainStep:
             _variables.check_concrete(leaves)
             compiled.gradient.layout.check([leaves[i] for i in compiled.order])
             compiled.optimizer.check(state.opt_state)
+            check_chosen(state, compiled.gradient.layout.trained)
             check_apart(state, compiled.donated)
         batch = jax.tree.leaves((x, targets))
         _variables.check_concrete(batch)

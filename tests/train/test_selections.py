@@ -222,3 +222,17 @@ class TestAStateMadeToTrainOtherParameters:
         with pytest.raises(ValueError, match="the same trainable=") as error:
             step(state, x, x)
         assert "other parameters" not in str(error.value)
+
+    def test_is_told_where_the_optimizer_has_no_state(self):
+        _, pipe = model()
+        (x, _), sgd = ref.regression(6), optax.sgd(0.1)
+        state = pipe.init_train_state(jax.random.key(0), x, sgd, trainable="2/bias")
+        before = ref.on_host(state)
+        with pytest.raises(ValueError, match=r"would train .*, and 9 more; give the"):
+            pipe.train_step(ref.mse, sgd)(state, x, x)
+        with pytest.raises(ValueError, match=r"train state.params\[2\]\['kernel'\]; g"):
+            pipe.train_step(ref.mse, sgd, trainable=["2/*"])(state, x, x)
+        ref.assert_equal(state, before)
+        state, _ = pipe.train_step(ref.mse, sgd, trainable="2/bias")(state, x, x)
+        # Once it is trained it may go on with more, as such an optimizer can.
+        pipe.train_step(ref.mse, sgd)(state, x, x)
