@@ -12,7 +12,7 @@ from ._request import Request
 from ._search import Space, search
 
 # So many searches, and so many candidates of each that are lowered, until one fits.
-_SEARCHES, _MOST = 3, 4
+_SEARCHES, _MOST = 3, 5
 
 
 def decided(space: Space, request: Request) -> list[Candidate]:
@@ -81,7 +81,9 @@ class Confirm:
         least: float | None = None
         while left and len(short) < _MOST:
             likely = list(filter(self._is_likely, left))
-            guess = likely.pop(0) if likely else min(left, key=lambda c: c.most_bytes)
+            if not likely or len(short) == _MOST - 1:
+                likely = [min(left, key=lambda c: c.most_bytes)]
+            guess = likely.pop(0)
             found = self._exactly(guess)
             if found.fits(self._hardware):
                 # It takes the time that it took before.

@@ -90,6 +90,31 @@ def test_where_the_first_need_more_than_was_thought_others_are_looked_at(searche
     assert not any(one.fits(hardware) for one in short)
 
 
+def test_the_last_that_is_looked_at_needs_least(searched):
+    candidates, space, request = searched
+    # All but the last are of other kinds, of each of which too little was thought.
+    exact = [Confirm(space, request)([one])[0][0] for one in candidates]
+    (*others, least) = sorted(candidates, key=lambda one: -one.most_bytes)
+    limit = confirmed_bytes(least, exact)
+    hardware = dataclasses.replace(space.hardware, memory_limit=limit)
+    under = dataclasses.replace(space, hardware=hardware)
+    confirm = Confirm(under, request)
+    confirm._is_likely = lambda candidate: candidate is not least
+    found, *_ = confirm([*others, least])[0]
+    assert found.fits(hardware)
+
+
+def confirmed_bytes(candidate, exact):
+    """What a candidate needs as its instructions say."""
+    ways = "schedule", "balance", "remat"
+    (found,) = (
+        one
+        for one in exact
+        if all(getattr(one, way) == getattr(candidate, way) for way in ways)
+    )
+    return found.most_bytes
+
+
 def test_what_fits_only_as_it_was_thought_is_not_taken(searched):
     candidates, space, request = searched
     given = [lean(one) for one in candidates]
