@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ._functions import _batch, _microbatch
+from ._functions import _batch, _microbatch, _reduction
 from ._functions._batch import Batch
 from ._functions._objective import Objective
 from ._functions._trainable import Trainable
@@ -101,6 +101,8 @@ class ProgramCache:
                 objective=None,
                 routes=routes,
             )
+            if train and (changed := works.changed(layout)):
+                _say_what_is_dropped(_variables.collections(variables, changed))
             made = Inference(self._pipe, layout, batch, works, self._axes.out_axes)
             self._inference[signature] = made
         return self._inference[signature]
@@ -154,6 +156,9 @@ class ProgramCache:
                 routes=self.expected(batch.first)[1],
             )
             _check_constants(works, layout, variables)
+            if len(batch.sizes) * batch.num_shards > 1:
+                outputs = works.task(len(self._pipe.stages) - 1).outputs
+                _reduction.check(objective, outputs, self._axes.out_axes, batch)
             if train and len(batch.sizes) * batch.num_shards > 1:
                 self._check_written(works, batch)
             made = Gradient(self._pipe, layout, batch, works, objective)
@@ -285,6 +290,16 @@ class ProgramCache:
     def _check(self, variables: Any, x: PyTree, trainable: Trainable = ALL) -> Layout:
         _layout.check(self._pipe.sharing, self.expected(x)[0], variables)
         return self.note(variables, x, trainable)
+
+
+def _say_what_is_dropped(collections: str) -> None:
+    """Says that a forward pass gives outputs alone, where linen asks for `mutable`."""
+    warnings.warn(
+        f"apply leaves {collections} as given, which training changes; to go on from "
+        f"what it makes of them take value_and_grad(..., has_state=True), or a "
+        f"train_step",
+        stacklevel=7,
+    )
 
 
 def _check_constants(works: Works, layout: Layout, variables: Sequence[PyTree]) -> None:

@@ -146,7 +146,8 @@ class Pipeline(OwnLoop):
           x: the input, on the host or any device.
           rngs: a key, or keys by stream name such as ``{"dropout": key}``.
           train: given to layers that take ``train``, ``deterministic`` or
-            ``use_running_average``.
+            ``use_running_average``. What training changes beside parameters is left
+            as given, which is warned of.
 
         Returns:
           The output of the last layer for the whole mini-batch, on its device.
@@ -192,7 +193,8 @@ class Pipeline(OwnLoop):
           reduction: how micro-batches combine. ``"mean"``: the loss is a mean over
             examples. ``"sum"``: it is a sum. ``"weighted"``: ``loss_fn`` returns
             ``(total, weight)`` and the loss is the sum of totals over the sum of
-            weights; the weight is taken as a constant.
+            weights; the weight is taken as a constant. A loss that certainly is
+            something else is refused: micro-batches would make another of it.
           trainable: which parameters have gradients; default: all. By path, from the
             layer's number on: text with wildcards, such as ``"*/lora_*"``, that matches
             a leaf or all below; by ``(path, leaf) -> bool``, where a path is
@@ -210,7 +212,8 @@ class Pipeline(OwnLoop):
 
         Raises:
           ValueError: if the reduction is unknown; from ``f``, if batch, targets or
-            variables do not fit, or ``trainable`` selects nothing.
+            variables do not fit, the loss is not what ``reduction`` says, or
+            ``trainable`` selects nothing.
           TypeError: if ``loss_fn`` or ``trainable`` is nothing such; from ``f``, if
             ``loss_fn`` does not return what was agreed.
 

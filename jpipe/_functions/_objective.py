@@ -116,6 +116,10 @@ class Objective:
         weight = weight.astype(jnp.promote_types(jnp.float32, total.dtype))
         return total, [jax.lax.stop_gradient(_constant(weight))], aux
 
+    def parts(self, outputs: PyTree, targets: PyTree) -> PyTree:
+        """What ``loss_fn`` returns without aux: the loss, or its total and weight."""
+        return self._without_aux(self._holder.traced(outputs, targets))[0]
+
     def _without_aux(self, result: Any) -> tuple[Any, PyTree]:
         pair = isinstance(result, Sequence) and len(result) == 2
         if not self.has_aux:

@@ -50,6 +50,7 @@ class Task:
       ports: the skip connections that enter with x and leave with y.
       norms: of each batch norm where its mean and its variance stand in ``changed``,
         and its momentum.
+      outputs: specs of what the loss is given, where it is.
     """
 
     stage: StageFunction
@@ -66,6 +67,7 @@ class Task:
     closed: core.ClosedJaxpr
     ports: Ports = NO_PORTS
     norms: tuple[tuple[int, int, float], ...] = ()
+    outputs: PyTree = ()
 
     @property
     def index(self) -> int:

@@ -58,6 +58,7 @@ def trace(
     x_leaves, x_tree = jax.tree.flatten(x)
     names = [name for name in EXTRA if name in extra]
     changed_at: list[int] = []
+    outputs: list[PyTree] = []
 
     def whole(weight_leaves: Leaves, x_leaves: Leaves, values: Sequence[PyTree]):
         given = dict(zip(names, values, strict=True))
@@ -70,6 +71,7 @@ def trace(
         changed_at[:] = changes
         loss = []
         if objective is not None:
+            outputs.append(jax.tree.map(lambda leaf: _jaxpr.spec(jax.typeof(leaf)), y))
             scalar, sums, y = objective(y, given["targets"], given["share"])
             loss = [scalar, *sums]
         return loss, jax.tree.map(jnp.asarray, y), list(changes.values())
@@ -95,6 +97,7 @@ def trace(
         num_loss_aux=0,
         closed=closed,
         ports=ports,
+        outputs=outputs[-1] if outputs else (),
     )
     return _checked(task, len(loss), record, train)
 

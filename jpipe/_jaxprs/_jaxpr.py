@@ -233,6 +233,25 @@ def inside(eqn: core.JaxprEqn) -> list[core.ClosedJaxpr]:
     ]
 
 
+def bodies(eqn: core.JaxprEqn) -> list[core.ClosedJaxpr]:
+    """The jaxprs of a call, of branches or of a loop whose results are those of it.
+
+    Each takes the last operands: the first say which branch it is, or are for the end
+    of a loop.
+    """
+    name = eqn.primitive.name
+    if name.startswith("reduce"):
+        return []
+    if name == "while":
+        return [eqn.params["body_jaxpr"]]
+    return [
+        closed
+        for closed in inside(eqn)
+        if len(closed.jaxpr.outvars) == len(eqn.outvars)
+        and (name == "cond" or len(closed.jaxpr.invars) == len(eqn.invars))
+    ]
+
+
 def carry(eqn: core.JaxprEqn) -> slice:
     """Which operands of a loop become its first results; of another equation none."""
     if eqn.primitive.name == "while":

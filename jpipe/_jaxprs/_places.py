@@ -91,7 +91,7 @@ def _is_written(
                 chosen = any(follow(places.get(name, []), reached))
                 if chosen and any(follow([operand], held)):
                     return True
-            for body in _bodies(eqn):
+            for body in _jaxpr.bodies(eqn):
                 result = body.jaxpr.outvars[eqn.outvars.index(var)]
                 given = eqn.invars[len(eqn.invars) - len(body.jaxpr.invars) :]
                 if _is_written(
@@ -142,7 +142,7 @@ def holding(closed: core.ClosedJaxpr, given: Sequence[bool], number: int) -> lis
 
 def _within(eqn: core.JaxprEqn, given: list[bool], number: int) -> list[bool] | None:
     """Which results of a call, of branches or of a loop do; None of any other."""
-    bodies = _bodies(eqn)
+    bodies = _jaxpr.bodies(eqn)
     if not bodies:
         return None
     carried = _jaxpr.carry(eqn)
@@ -156,22 +156,3 @@ def _within(eqn: core.JaxprEqn, given: list[bool], number: int) -> list[bool] | 
         if after == given[carried]:
             return results
         given = [*given[: carried.start or 0], *after, *given[carried.stop :]]
-
-
-def _bodies(eqn: core.JaxprEqn) -> list[core.ClosedJaxpr]:
-    """The jaxprs of a call, of branches or of a loop whose results are those of it.
-
-    Each takes the last operands: the first say which branch it is, or are for the end
-    of a loop.
-    """
-    name = eqn.primitive.name
-    if name.startswith("reduce"):
-        return []
-    if name == "while":
-        return [eqn.params["body_jaxpr"]]
-    return [
-        closed
-        for closed in _jaxpr.inside(eqn)
-        if len(closed.jaxpr.outvars) == len(eqn.outvars)
-        and (name == "cond" or len(closed.jaxpr.invars) == len(eqn.invars))
-    ]

@@ -246,6 +246,14 @@ def twice(flat: Sequence[tuple[str, Any]], overwritten: Sequence[bool]) -> list[
     return [" and ".join(n) for at, n in names.items() if at in ids and len(n) > 1]
 
 
+def collections(variables: Sequence[Any], positions: Sequence[int]) -> str:
+    """The collections of some leaves, as a user would type them."""
+    flat = jax.tree_util.tree_leaves_with_path(tuple(variables))
+    paths = [flat[i][0][:2] for i in positions]  # layer and collection
+    found = dict.fromkeys(f"variables{jax.tree_util.keystr(p)}" for p in paths)
+    return ", ".join(found)
+
+
 def params(variables: Sequence[Any]) -> tuple[PyTree, ...]:
     """The parameters of each layer, ``{}`` where there are none."""
     return tuple(entry.get("params", {}) for entry in variables)

@@ -14,6 +14,7 @@ from .._functions._objective import Objective
 from .._functions._task import Task
 from .._functions._weights import Weights
 from .._layers._skip import Route
+from ._layout import Layout
 from ._pipe import Pipe
 
 
@@ -57,6 +58,14 @@ class Works:
     def task(self, stage: int, microbatch: int = 0) -> Task:
         """What a stage computes on a micro-batch."""
         return self._tasks[self._sizes[microbatch]][stage]
+
+    def changed(self, layout: Layout) -> list[int]:
+        """The positions among the variables of the leaves that training changes."""
+        return sorted(
+            order[i]
+            for stage, order in enumerate(layout.order)
+            for i in self.task(stage).changed
+        )
 
     def mode(self, stage: int, microbatch: int) -> _remat.Mode:
         """What a stage keeps of a micro-batch."""

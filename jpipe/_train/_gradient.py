@@ -107,10 +107,7 @@ class Gradient:
     @cached_property
     def changed(self) -> list[int]:
         """The positions among the variables of the leaves that training changes."""
-        works, orders = self.works, self.layout.order
-        return sorted(
-            order[i] for s, order in enumerate(orders) for i in works.task(s).changed
-        )
+        return self.works.changed(self.layout)
 
     @cached_property
     def program(self) -> Program:

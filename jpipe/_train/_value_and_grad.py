@@ -100,11 +100,9 @@ class ValueAndGrad:
             return gradient.program_with_changed
         if gradient.changed and not self._was_told:
             self._was_told = True
-            flat = jax.tree_util.tree_leaves_with_path(tuple(variables))
-            paths = [flat[i][0][:2] for i in gradient.changed]  # layer and collection
-            listed = dict.fromkeys(f"variables{jax.tree_util.keystr(p)}" for p in paths)
+            listed = _variables.collections(variables, gradient.changed)
             warnings.warn(
-                f"value_and_grad leaves {', '.join(listed)} as given, which training "
+                f"value_and_grad leaves {listed} as given, which training "
                 f"changes; type value_and_grad(..., has_state=True), which returns "
                 f"((loss, state), grads), or take a train_step, which keeps them",
                 stacklevel=4,

@@ -120,10 +120,16 @@ def test_aux_stands_beside_every_reduction_and_changes_none(double, reduction):
 
 
 def test_a_mean_over_the_tokens_of_each_micro_batch_is_another_loss(double):
-    """Why there is a weighted reduction: padding is not spread evenly."""
+    """Why it is refused: padding is not spread evenly. It can be had by saying so."""
     layers, params, *_ = model()
     rows = slice(0, 6)
-    loss, grads = gradients("mean", 2, quotient, rows)
+    with pytest.raises(ValueError, match="loss_fn divides by what is made of all"):
+        gradients("mean", 2, quotient, rows)
+
+    def by_itself(y, t):
+        return len(y) * quotient(y, t), len(y)
+
+    loss, grads = gradients("weighted", 2, by_itself, rows)
     gradient = ref.gradient(layers, quotient)
     parts = [gradient(params, *cut(half)) for half in (slice(0, 3), slice(3, 6))]
     average = jax.tree.map(lambda a, b: (a + b) / 2, *parts)

@@ -219,3 +219,12 @@ def test_what_value_and_grad_leaves_is_said_once():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         find(variables, x, targets)
+
+
+def test_a_forward_pass_says_what_it_leaves_in_training():
+    pipe, variables, x, _ = normed()
+    says = r"apply leaves variables\[0\]\['batch_stats'\], .*\[2\].*has_state=True"
+    pipe.apply(variables, x)
+    with pytest.warns(UserWarning, match=says) as told:
+        pipe.apply(variables, x, train=True)
+    assert told[0].filename == __file__

@@ -1,0 +1,287 @@
+"""A loss that micro-batches would make another of is refused, and no other."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jpipe
+from jpipe._functions import _reduction
+from jpipe._functions._batch import Batch
+from jpipe._functions._objective import Objective
+
+from .. import reference as ref
+
+BATCH, PARTS, TOKENS, WORDS = 12, 3, 2, 5
+cross_entropy = optax.softmax_cross_entropy_with_integer_labels
+
+
+@functools.cache
+def data():
+    """Logits [12, 2, 5] and tokens [12, 2]."""
+    rng = np.random.default_rng(3)
+    logits = rng.normal(size=(BATCH, TOKENS, WORDS))
+    tokens = rng.integers(0, WORDS, (BATCH, TOKENS))
+    return jnp.asarray(logits), jnp.asarray(tokens)
+
+
+def one_hot(t):
+    return jax.nn.one_hot(t, WORDS)
+
+
+def merged(y, t):
+    return cross_entropy(y.reshape(-1, WORDS), t.reshape(-1))
+
+
+def masked(y, t):
+    return jnp.sum(cross_entropy(y, t) * (t > 0)), jnp.sum(t > 0)
+
+
+def along_time(y, t):
+    def add(total, place):
+        return total + cross_entropy(y[:, place], t[:, place]).sum(), None
+
+    return jax.lax.scan(add, 0.0, jnp.arange(TOKENS))[0]
+
+
+def as_long_as_needed(y, t):
+    def add(carried):
+        place, total = carried
+        return place + 1, total + cross_entropy(y[:, place], t[:, place]).mean()
+
+    start = 0, jnp.zeros((), y.dtype)
+    return jax.lax.while_loop(lambda carried: carried[0] < TOKENS, add, start)[1]
+
+
+def in_groups(y, t):
+    """Recomputed in the backward, group by group."""
+    grouped = y.reshape(2, -1, TOKENS, WORDS), t.reshape(2, -1, TOKENS)
+    of_group = jax.checkpoint(lambda group: cross_entropy(*group).sum())
+    return jax.lax.map(of_group, grouped).sum() / t.size
+
+
+def embedded(y):
+    return y.reshape(len(y), -1)
+
+
+MEANS = {
+    "mean": lambda y, t: cross_entropy(y, t).mean(),
+    "by the size": lambda y, t: cross_entropy(y, t).sum() / t.size,
+    "by a count of ones": lambda y, t: (
+        cross_entropy(y, t).sum() / jnp.ones(t.shape).sum()
+    ),
+    "of sums": lambda y, t: cross_entropy(y, t).sum(-1).mean(),
+    "merged": lambda y, t: merged(y, t).mean(),
+    "vmap": lambda y, t: jax.vmap(cross_entropy)(y, t).mean(),
+    "squares": lambda y, t: jnp.mean(optax.l2_loss(y, one_hot(t))),
+    "norms of each": lambda y, t: jnp.linalg.norm(y - one_hot(t), axis=-1).mean(),
+    "of the masked mean of each": lambda y, t: (
+        (jnp.sum(cross_entropy(y, t) * (t > 0), -1))
+        / jnp.maximum(jnp.sum(t > 0, -1), 1)
+    ).mean(),
+    "and another mean": lambda y, t: (
+        merged(y, t).mean() + 1e-2 * jnp.mean(jax.nn.logsumexp(y, -1) ** 2)
+    ),
+    "and a constant": lambda y, t: 3 * cross_entropy(y, t).mean() + 7,
+    "einsum": lambda y, t: -jnp.einsum("btv,btv->", y, one_hot(t)) / len(y),
+    "product with ones": lambda y, t: jnp.ones(len(y)) @ y[:, 0, 0] / len(y),
+    "bfloat16": lambda y, t: cross_entropy(y.astype(jnp.bfloat16), t).sum() / t.size,
+    "scan": lambda y, t: along_time(y, t) / t.size,
+    "while": as_long_as_needed,
+    "in groups": in_groups,
+    "a branch": lambda y, t: jax.lax.cond(
+        WORDS > 2, lambda: y.mean(), lambda: (y**2).mean()
+    ),
+    "best word": lambda y, t: -jax.lax.top_k(jax.nn.log_softmax(y), 1)[0].mean(),
+    "median of each": lambda y, t: jnp.median(y, -1).mean(),
+    "ctc": lambda y, t: optax.ctc_loss(
+        y, jnp.zeros(t.shape), jnp.clip(t, 1), jnp.zeros(t.shape).at[:, 1].set(1)
+    ).mean(),
+    "centred, and linear": lambda y, t: jnp.mean(y - y.mean(0)) + y.mean(),
+    "none of the examples": lambda y, t: jnp.float32(2),
+}
+SUMS = {
+    "sum": lambda y, t: cross_entropy(y, t).sum(),
+    "by a number": lambda y, t: cross_entropy(y, t).sum() / BATCH,
+    "of means": lambda y, t: cross_entropy(y, t).mean(-1).sum(),
+    "vdot": lambda y, t: -jnp.vdot(one_hot(t), jax.nn.log_softmax(y)),
+    "scan": along_time,
+    "merged": lambda y, t: merged(y, t).sum(),
+    "where": lambda y, t: jnp.sum(cross_entropy(y, t), where=t > 0),
+}
+OTHERS = {
+    "masked": (lambda y, t: masked(y, t)[0] / masked(y, t)[1], "divides"),
+    "masked, clamped": (
+        lambda y, t: masked(y, t)[0] / jnp.maximum(masked(y, t)[1], 1),
+        "divides",
+    ),
+    "mean where": (lambda y, t: cross_entropy(y, t).mean(where=t > 0), "divides"),
+    "weighted average": (
+        lambda y, t: jnp.average(cross_entropy(y, t), weights=t + 1),
+        "divides",
+    ),
+    "root": (lambda y, t: jnp.sqrt(jnp.mean((y - one_hot(t)) ** 2)), "sqrt"),
+    "norm": (lambda y, t: jnp.linalg.norm(y - one_hot(t)), "sqrt"),
+    "perplexity": (lambda y, t: jnp.exp(cross_entropy(y, t).mean()), "exp"),
+    "product of means": (lambda y, t: y.mean() * t.mean(), "multiplies"),
+    "variance": (lambda y, t: jnp.mean((y - y.mean(0)) ** 2), "integer_pow"),
+    "standardized": (
+        lambda y, t: jnp.mean((t - t.mean()) / t.std() * y[..., 0]),
+        "square",
+    ),
+    "contrastive": (
+        lambda y, t: cross_entropy(
+            embedded(y) @ embedded(y + one_hot(t)).T, jnp.arange(len(y))
+        ).mean(),
+        "log|compares",
+    ),
+    "pairs": (
+        lambda y, t: jnp.mean((embedded(y)[:, None] - embedded(y)[None]) ** 2),
+        "compares",
+    ),
+    "an expected error": (lambda y, t: (y.mean() - t.mean()) ** 2, "integer_pow"),
+}
+# Of these nothing is certain: they may be means.
+UNCERTAIN = {
+    "finite": lambda y, t: jnp.nan_to_num(cross_entropy(y, t).mean()),
+    "at most": lambda y, t: jnp.minimum(cross_entropy(y, t).mean(), 9.0),
+    "one by one": lambda y, t: (
+        sum(cross_entropy(*one).mean() for one in zip(y, t, strict=True)) / len(y)
+    ),
+    "of one number": lambda y, t: cross_entropy(
+        y.reshape(BATCH // PARTS, TOKENS, WORDS), t
+    ).sum(),
+    "sum and mean": lambda y, t: y.sum() + y.mean(),
+}
+
+
+def check(loss_fn, reduction="mean", outputs=None):
+    """What a pipeline checks before it compiles a loss."""
+    y, t = data()
+    like = jax.ShapeDtypeStruct
+    specs = like(y.shape, y.dtype), like(t.shape, t.dtype)
+    sizes = (BATCH // PARTS,) * PARTS
+    batch = Batch(specs[0], [0], specs[1], [0], None, sizes)
+    if outputs is None:
+        outputs = batch.part(sizes[0])[0]
+    objective = Objective(loss_fn, reduction=reduction)
+    _reduction.check(objective, outputs, 0, batch)
+
+
+def parts(loss_fn):
+    """The loss of each micro-batch, and of the mini-batch."""
+    y, t = data()
+    cut = zip(jnp.split(y, PARTS), jnp.split(t, PARTS), strict=True)
+    return jnp.stack([loss_fn(*part) for part in cut]), loss_fn(y, t)
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_means_are_taken_for_means(double, name):
+    each, whole = parts(MEANS[name])
+    # In bfloat16 sums have eight bits.
+    rtol = 1e-2 if name == "bfloat16" else 1e-6
+    np.testing.assert_allclose(jnp.mean(each), whole, rtol=rtol)
+    check(MEANS[name])
+    if name != "none of the examples":
+        with pytest.raises(ValueError, match="returns a mean over the examples; with"):
+            check(MEANS[name], "sum")
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_are_taken_for_sums(double, name):
+    each, whole = parts(SUMS[name])
+    np.testing.assert_allclose(jnp.sum(each), whole, rtol=1e-6)
+    check(SUMS[name], "sum")
+    with pytest.raises(ValueError, match=r"a sum .* 3 micro-.* reduction='sum'"):
+        check(SUMS[name])
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_is_neither_is_refused(double, name):
+    loss_fn, why = OTHERS[name]
+    each, whole = parts(loss_fn)
+    assert not np.isclose(jnp.mean(each), whole, rtol=1e-4)
+    assert not np.isclose(jnp.sum(each), whole, rtol=1e-4)
+    for reduction in ("mean", "sum"):
+        with pytest.raises(ValueError, match=f"loss_fn .*{why}.*'weighted', and ret"):
+            check(loss_fn, reduction)
+    check(lambda y, t: (len(y) * loss_fn(y, t), len(y)), "weighted")
+
+
+@pytest.mark.parametrize("name", UNCERTAIN)
+def test_what_is_not_certain_is_not_refused(name):
+    check(UNCERTAIN[name])
+    check(UNCERTAIN[name], "sum")
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "says"),
+    [
+        (lambda y, t: (masked(y, t)[0], 1.0), "a sum .* as its weight a constant"),
+        (lambda y, t: (y.mean(), len(y)), "a mean .* weight the number of examples"),
+        (lambda y, t: (y.sum(), len(y) ** 2), "to the power 2"),
+    ],
+)
+def test_a_total_and_a_weight_of_different_growth_are_refused(loss_fn, says):
+    with pytest.raises(ValueError, match=says):
+        check(loss_fn, "weighted")
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        masked,
+        lambda y, t: (cross_entropy(y, t).mean(), 1.0),
+        lambda y, t: (merged(y, t).sum(), t.size),
+        lambda y, t: (cross_entropy(y, t).sum(), jnp.maximum(jnp.sum(t > 0), 1)),
+    ],
+)
+def test_totals_with_their_weights_are_not(loss_fn):
+    check(loss_fn, "weighted")
+
+
+def test_what_does_not_go_along_the_examples_is_a_constant():
+    """Such as the temperature of a contrastive model, which a layer returns."""
+    like = jax.ShapeDtypeStruct
+    outputs = {
+        "y": like((BATCH // PARTS, TOKENS, WORDS), jnp.float32),
+        "scale": like((), jnp.float32),
+    }
+    check(
+        lambda y, t: cross_entropy(y["y"] * jnp.exp(y["scale"]), t).mean(),
+        "mean",
+        outputs,
+    )
+
+
+def test_tokens_that_a_layer_merged_with_the_examples_are_of_them():
+    outputs = jax.ShapeDtypeStruct((BATCH // PARTS * TOKENS, WORDS), jnp.float32)
+    check(lambda y, t: merged(y, t).mean(), outputs=outputs)
+    with pytest.raises(ValueError, match="a sum over the examples"):
+        check(lambda y, t: merged(y, t).sum(), outputs=outputs)
+
+
+@pytest.mark.parametrize("of", ["value_and_grad", "train_step", "sequential"])
+def test_a_pipeline_refuses_before_it_compiles(of):
+    x, targets = ref.regression(8)
+    make = jpipe.sequential if of == "sequential" else jpipe.pipeline
+    layers = [ref.dense(4)]
+
+    def total(y, t):
+        return jnp.sum((y - t) ** 2)
+
+    def run(num_microbatches):
+        pipe = make(layers, num_microbatches)
+        if of == "train_step":
+            tx = optax.sgd(0.1)
+            state = pipe.init_train_state(jax.random.key(0), x, tx)
+            return pipe.train_step(total, tx)(state, x, targets)
+        variables = pipe.init(jax.random.key(0), x)
+        return pipe.value_and_grad(total)(variables, x, targets)
+
+    run(1)
+    with pytest.raises(ValueError, match="its 2 micro-batches would make another loss"):
+        run(2)
