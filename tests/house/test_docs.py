@@ -27,6 +27,20 @@ def test_some_docstrings_have_examples():
     assert count >= 5
 
 
+def test_the_page_on_architecture_names_what_is_there():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    library = ROOT / "jpipe"
+    there = [path.relative_to(library).with_suffix("") for path in library.rglob("*")]
+    named = re.findall(r"`([\w/]*\b_\w+)/?(?:\.(\w+))?`", page)
+    assert len(named) > 30
+    for name, inside in named:
+        found = [path for path in there if f"/{path}".endswith(f"/{name}")]
+        assert found, name
+        if inside:
+            text = (library / found[0]).with_suffix(".py").read_text()
+            assert re.search(rf"\b(def|class) {inside}\b", text), f"{name}.{inside}"
+
+
 def start(*command: str) -> subprocess.CompletedProcess[str]:
     """A program in a process of its own."""
     return subprocess.run(
