@@ -27,8 +27,12 @@ class Cutter:
         """The same experiment with the balance that `jpipe.partition` finds."""
         timed = min(setting.size, self._most or setting.size)
         scale = setting.size / timed
+        profile = self._profile(setting, timed)
+        if way.remat == "except_last":
+            # Of all micro-batches but one forwards run twice, in the last stage too.
+            profile = _twice(profile)
         balance = jpipe.partition(
-            self._profile(setting, timed),
+            profile,
             len(setting.balance),
             objective="step",
             num_microbatches=setting.microbatches,
@@ -36,7 +40,7 @@ class Cutter:
             # Times and bytes are those of fewer examples.
             latency=link.latency / scale,
             schedule=way.schedule,
-            remat="full",
+            remat="none" if way.remat == "except_last" else way.remat,
         )
         return dataclasses.replace(setting, balance=tuple(balance))
 
@@ -56,3 +60,12 @@ class Cutter:
                     device=self._device,
                 )
         return self._profiles[key]
+
+
+def _twice(profile: jpipe.Profile) -> jpipe.Profile:
+    """Each backward with the forward that it computes again."""
+    layers = (
+        dataclasses.replace(layer, backward=layer.forward + layer.backward)
+        for layer in profile.layers
+    )
+    return dataclasses.replace(profile, layers=tuple(layers))
