@@ -57,6 +57,14 @@ _LINEAR = frozenset([*_OF_PLACES.split(), "add", "add_any", "sub"])
 # What is of all examples stays so, and may be what it was.
 _SOFT = frozenset(_OF_SIZE.split())
 _CURVED = frozenset(_OF_CURVES.split())
+_CALLED = {
+    "exp": "the exponential",
+    "integer_pow": "a power",
+    "log": "the logarithm",
+    "pow": "a power",
+    "sqrt": "the root",
+    "square": "the square",
+}
 # Whether, not how much.
 _ANSWERS = frozenset(_OF_ANSWERS.split())
 # Of what is at places that the other operands say.
@@ -131,9 +139,12 @@ class _Pair:
 
 def _along(atoms: Sequence[Any], twins: Sequence[Any]) -> list[list[bool]]:
     """Which axes of each value go along the examples."""
+    shapes, others = ([getattr(a.aval, "shape", ()) for a in x] for x in (atoms, twins))
+    if [*map(len, shapes)] != [*map(len, others)]:
+        raise Differs
     return [
-        [m != n for m, n in zip(atom.aval.shape, twin.aval.shape, strict=True)]
-        for atom, twin in zip(atoms, twins, strict=True)
+        [m != n for m, n in zip(*pair, strict=True)]
+        for pair in zip(shapes, others, strict=True)
     ]
 
 
@@ -191,7 +202,8 @@ def _made(pair: _Pair, operands: list[Made]) -> Made:
         return _chosen(*operands)
     if not kinds.isdisjoint(_OF_ALL):
         if name in _CURVED:
-            return _first(operands, f"takes {name} of what is made of all examples")
+            called = _CALLED.get(name, name)
+            return _first(operands, f"takes {called} of what is made of all examples")
         return Made(UNSURE if name in _SOFT else UNKNOWN)
     if name in _ANSWERS and kinds == {SAME}:
         return Made(SAME)
@@ -217,6 +229,8 @@ def _summed(made: Made, over: Sequence[bool], after: Sequence[bool]) -> Made:
 def _within(pair: _Pair, operands: list[Made], growth: int) -> list[Made] | None:
     """Of a call, of branches or of a loop; None of any other."""
     bodies = _jaxpr.bodies(pair.eqn), _jaxpr.bodies(pair.twin)
+    if len(bodies[0]) != len(bodies[1]):
+        raise Differs
     if not bodies[0]:
         return None
     carried = _jaxpr.carry(pair.eqn)
@@ -246,8 +260,10 @@ def _joined(operands: Sequence[Made]) -> Made:
     degrees = {made.degree for made in operands} - {None}
     if OTHER in kinds:  # which nothing beside it makes linear
         return next(made for made in operands if made.kind == OTHER)
-    if UNKNOWN in kinds or len(degrees) > 1:
+    if UNKNOWN in kinds:
         return Made(UNKNOWN)
+    if len(degrees) > 1:  # such as a sum and a small number
+        return Made(UNSURE if WHOLE in kinds and EACH not in kinds else UNKNOWN)
     if UNSURE in kinds:
         return Made(UNSURE)
     return Made(max(kinds), next(iter(degrees), None))

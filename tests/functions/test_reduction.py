@@ -86,6 +86,26 @@ MEANS = {
         merged(y, t).mean() + 1e-2 * jnp.mean(jax.nn.logsumexp(y, -1) ** 2)
     ),
     "and a constant": lambda y, t: 3 * cross_entropy(y, t).mean() + 7,
+    "of those of each pair": lambda y, t: jnp.maximum(
+        0, 1 - jnp.sum((y[::2] - y[1::2]) ** 2, (1, 2))
+    ).mean(),
+    "clipped, as of a policy": lambda y, t: jnp.mean(
+        jnp.minimum(jnp.exp(y[:, 0, 0]), jnp.clip(jnp.exp(y[:, 0, 0]), 0.8, 1.2))
+        * (t[:, 0] - 1.0)
+    ),
+    "distilled": lambda y, t: (
+        optax.losses.kl_divergence(
+            jax.nn.log_softmax(y / 2), jax.nn.softmax(one_hot(t) / 2)
+        ).mean()
+        * 2**2
+    ),
+    "penalty of gradients": lambda y, t: jnp.mean(
+        jax.vmap(jax.grad(lambda one: jnp.sum(jnp.tanh(one) ** 3)))(y) ** 2
+    ),
+    "per pixel and per image": lambda y, t: (
+        1 - jnp.sum(y * one_hot(t), (1, 2)) / jnp.sum(y**2 + 1, (1, 2))
+    ).mean(),
+    "of a sorted row": lambda y, t: jnp.mean(jnp.cumsum(jnp.sort(y), -1) ** 2),
     "einsum": lambda y, t: -jnp.einsum("btv,btv->", y, one_hot(t)) / len(y),
     "product with ones": lambda y, t: jnp.ones(len(y)) @ y[:, 0, 0] / len(y),
     "bfloat16": lambda y, t: cross_entropy(y.astype(jnp.bfloat16), t).sum() / t.size,
@@ -118,31 +138,38 @@ OTHERS = {
         lambda y, t: masked(y, t)[0] / jnp.maximum(masked(y, t)[1], 1),
         "divides",
     ),
+    "masked, and a little": (
+        lambda y, t: masked(y, t)[0] / (masked(y, t)[1] + 1e-6),
+        "divides",
+    ),
     "mean where": (lambda y, t: cross_entropy(y, t).mean(where=t > 0), "divides"),
     "weighted average": (
         lambda y, t: jnp.average(cross_entropy(y, t), weights=t + 1),
         "divides",
     ),
-    "root": (lambda y, t: jnp.sqrt(jnp.mean((y - one_hot(t)) ** 2)), "sqrt"),
-    "norm": (lambda y, t: jnp.linalg.norm(y - one_hot(t)), "sqrt"),
-    "perplexity": (lambda y, t: jnp.exp(cross_entropy(y, t).mean()), "exp"),
+    "root": (lambda y, t: jnp.sqrt(jnp.mean((y - one_hot(t)) ** 2)), "takes the root"),
+    "norm": (lambda y, t: jnp.linalg.norm(y - one_hot(t)), "takes the root"),
+    "perplexity": (
+        lambda y, t: jnp.exp(cross_entropy(y, t).mean()),
+        "takes the exponential",
+    ),
     "product of means": (lambda y, t: y.mean() * t.mean(), "multiplies"),
-    "variance": (lambda y, t: jnp.mean((y - y.mean(0)) ** 2), "integer_pow"),
+    "variance": (lambda y, t: jnp.mean((y - y.mean(0)) ** 2), "takes a power"),
     "standardized": (
         lambda y, t: jnp.mean((t - t.mean()) / t.std() * y[..., 0]),
-        "square",
+        "takes the square",
     ),
     "contrastive": (
         lambda y, t: cross_entropy(
             embedded(y) @ embedded(y + one_hot(t)).T, jnp.arange(len(y))
         ).mean(),
-        "log|compares",
+        "takes the logarithm",
     ),
     "pairs": (
         lambda y, t: jnp.mean((embedded(y)[:, None] - embedded(y)[None]) ** 2),
         "compares",
     ),
-    "an expected error": (lambda y, t: (y.mean() - t.mean()) ** 2, "integer_pow"),
+    "an expected error": (lambda y, t: (y.mean() - t.mean()) ** 2, "takes a power"),
 }
 # Of these nothing is certain: they may be means.
 UNCERTAIN = {
@@ -154,6 +181,12 @@ UNCERTAIN = {
     "of one number": lambda y, t: cross_entropy(
         y.reshape(BATCH // PARTS, TOKENS, WORDS), t
     ).sum(),
+    "another one where there are many": lambda y, t: (
+        cross_entropy(y, t).sum() if len(y) > 5 else y[0, 0, 0] + jnp.zeros(3).sum()
+    ),
+    "of another rank where there are many": lambda y, t: jnp.sum(
+        y if len(y) > 5 else y[None]
+    ),
     "sum and mean": lambda y, t: y.sum() + y.mean(),
 }
 
