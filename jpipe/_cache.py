@@ -18,7 +18,7 @@ from ._layers import _examples, _hidden, _rng
 from ._layers._layer import as_layers
 from ._layers._rng import Rngs
 from ._layers._skip import Route
-from ._layers._walk import Visit, walk
+from ._layers._walk import Visit, output, walk
 from ._run import _layout, _signature, _variables
 from ._run._inference import Inference
 from ._run._layout import Layout
@@ -158,7 +158,14 @@ class ProgramCache:
             _check_constants(works, layout, variables)
             if len(batch.sizes) * batch.num_shards > 1:
                 outputs = works.task(len(self._pipe.stages) - 1).outputs
-                _reduction.check(objective, outputs, self._axes.out_axes, batch)
+                given = _reduction.Given(
+                    outputs,
+                    self._axes.out_axes,
+                    lambda examples: output(
+                        self._pipe.stages, _rng.key_spec(), batch.part(examples)[0]
+                    ),
+                )
+                _reduction.check(objective, given, batch)
             if train and len(batch.sizes) * batch.num_shards > 1:
                 self._check_written(works, batch)
             made = Gradient(self._pipe, layout, batch, works, objective)

@@ -1,12 +1,13 @@
 """Whether a loss is what its reduction says: else micro-batches make another of it."""
 
 import contextlib
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 
 from .._jaxprs import _jaxpr
-from .._jaxprs._reduced import EACH, OTHER, SAME, WHOLE, Differs, Made, results
+from .._jaxprs._reduced import EACH, OTHER, SAME, UNKNOWN, WHOLE, Differs, Made, results
 from . import _microbatch
 from ._batch import Batch
 from ._objective import Objective
@@ -19,7 +20,21 @@ _GROWTH = 3
 _FEW = 4
 
 
-def check(objective: Objective, outputs: PyTree, out_axis: int, batch: Batch) -> None:
+class Given(NamedTuple):
+    """What a loss is given of the first micro-batch.
+
+    Attributes:
+      outputs: specs of it.
+      axis: the axis of the examples, where it is one array.
+      met: specs of what the layers make of so many examples; it may raise anything.
+    """
+
+    outputs: PyTree
+    axis: int
+    met: Callable[[int], PyTree]
+
+
+def check(objective: Objective, given: Given, batch: Batch) -> None:
     """Checks that the loss of a mini-batch is what its micro-batches make of it.
 
     Only what is certain is refused: of a loss that takes no other number of examples,
@@ -27,14 +42,13 @@ def check(objective: Objective, outputs: PyTree, out_axis: int, batch: Batch) ->
 
     Args:
       objective: the loss, and how micro-batches combine.
-      outputs: specs of what it is given of the first micro-batch.
-      out_axis: the axis of the examples in them.
+      given: what it is given.
       batch: the mini-batch.
 
     Raises:
       ValueError: if it is not.
     """
-    made = _made(objective, outputs, out_axis, batch)
+    made = _made(objective, given, batch)
     fault = _fault(objective.reduction, made) if made else None
     if fault:
         raise ValueError(
@@ -85,30 +99,50 @@ def _told(made: Made) -> str:
     return names.get(made.degree or 0, power)
 
 
-def _made(
-    objective: Objective, outputs: PyTree, out_axis: int, batch: Batch
-) -> list[Made] | None:
+def _made(objective: Objective, given: Given, batch: Batch) -> list[Made] | None:
     """How the loss, and the weight, follow from the examples; None if nobody knows."""
     size = batch.sizes[0]
     few = size if size > 1 else _FEW
-    leaves, tree = jax.tree.flatten(outputs)
-    axes = [_axis(leaf, out_axis, size) for leaf in leaves]
     try:
+        outputs = [_sized(given, size, count) for count in (few, _GROWTH * few)]
         one, other = (
-            _jaxpr.trace(
-                objective.parts,
-                jax.tree.unflatten(tree, _sized(leaves, axes, size, count)),
-                batch.part(count)[1]["targets"],
-            )[0]
-            for count in (few, _GROWTH * few)
+            _jaxpr.trace(objective.parts, some, batch.part(count)[1]["targets"])[0]
+            for some, count in zip(outputs, (few, _GROWTH * few), strict=True)
         )
     except Exception:  # whatever a loss does that takes no other number of examples
         return None
-    along = [axis is not None for axis in [*axes, *batch.target_axes]]
-    given = [Made(EACH if of_examples else SAME) for of_examples in along]
+    pairs = zip(*map(jax.tree.leaves, outputs), strict=True)
+    made = [_lying(leaf.shape, many.shape) for leaf, many in pairs]
+    made += [Made(SAME if axis is None else EACH) for axis in batch.target_axes]
     with contextlib.suppress(Differs):
-        return results(one, other, given, _GROWTH)
+        return results(one, other, made, _GROWTH)
     return None
+
+
+def _lying(shape: tuple[int, ...], many: tuple[int, ...]) -> Made:
+    """How an output is: along the examples, if one axis is longer with many."""
+    longer = sum(m != n for m, n in zip(shape, many, strict=True))
+    return Made((SAME, EACH)[longer] if longer < 2 else UNKNOWN)
+
+
+def _sized(given: Given, size: int, count: int) -> PyTree:
+    """The outputs of so many examples.
+
+    One array is of the examples. Beside it a layer may return what is not, such as a
+    table of words, and the length of an axis does not tell.
+    """
+    if count == size:
+        return given.outputs
+    leaves, tree = jax.tree.flatten(given.outputs)
+    if len(leaves) != 1:
+        return jax.tree.map(_shaped, given.outputs, given.met(count))
+    axis = _axis(leaves[0], given.axis, size)
+    each = 1 if axis is None else leaves[0].shape[axis] // size
+    return tree.unflatten(_microbatch.part_specs(leaves, [axis], each * count))
+
+
+def _shaped(leaf: jax.ShapeDtypeStruct, like: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(like.shape, leaf.dtype, weak_type=leaf.weak_type)
 
 
 def _axis(leaf: jax.ShapeDtypeStruct, axis: int, size: int) -> int | None:
@@ -118,14 +152,3 @@ def _axis(leaf: jax.ShapeDtypeStruct, axis: int, size: int) -> int | None:
         return axis
     exactly = [i for i, length in enumerate(leaf.shape) if length == size]
     return exactly[0] if len(exactly) == 1 else None
-
-
-def _sized(
-    leaves: list[Any], axes: list[int | None], size: int, count: int
-) -> list[jax.ShapeDtypeStruct]:
-    """The outputs of so many examples."""
-    found = []
-    for leaf, axis in zip(leaves, axes, strict=True):
-        each = 1 if axis is None else leaf.shape[axis] // size
-        found += _microbatch.part_specs([leaf], [axis], each * count)
-    return found

@@ -75,6 +75,17 @@ def reach(
     return so_far.visits
 
 
+def output(stages: Sequence[StageFunction], key: chex.PRNGKey, spec: PyTree) -> PyTree:
+    """What the last layer that `walk` meets would return.
+
+    Raises:
+      Exception: whatever a layer does that does not take what it is given.
+    """
+    so_far = _Walk(key, spec, Sharing([x for stage in stages for x in stage.layers]))
+    so_far.through(stages)
+    return so_far.spec
+
+
 class _Outcome(NamedTuple):
     """What a layer would make, variables and output, and what it borrows."""
 

@@ -191,17 +191,16 @@ UNCERTAIN = {
 }
 
 
-def check(loss_fn, reduction="mean", outputs=None):
+def check(loss_fn, reduction="mean", outputs=None, met=None, size=BATCH // PARTS):
     """What a pipeline checks before it compiles a loss."""
     y, t = data()
     like = jax.ShapeDtypeStruct
     specs = like(y.shape, y.dtype), like(t.shape, t.dtype)
-    sizes = (BATCH // PARTS,) * PARTS
-    batch = Batch(specs[0], [0], specs[1], [0], None, sizes)
+    batch = Batch(specs[0], [0], specs[1], [0], None, (size,) * (BATCH // size))
     if outputs is None:
-        outputs = batch.part(sizes[0])[0]
+        outputs = met(size) if met else batch.part(size)[0]
     objective = Objective(loss_fn, reduction=reduction)
-    _reduction.check(objective, outputs, 0, batch)
+    _reduction.check(objective, _reduction.Given(outputs, 0, met), batch)
 
 
 def parts(loss_fn):
@@ -276,18 +275,39 @@ def test_totals_with_their_weights_are_not(loss_fn):
     check(loss_fn, "weighted")
 
 
-def test_what_does_not_go_along_the_examples_is_a_constant():
-    """Such as the temperature of a contrastive model, which a layer returns."""
-    like = jax.ShapeDtypeStruct
-    outputs = {
-        "y": like((BATCH // PARTS, TOKENS, WORDS), jnp.float32),
-        "scale": like((), jnp.float32),
-    }
-    check(
-        lambda y, t: cross_entropy(y["y"] * jnp.exp(y["scale"]), t).mean(),
-        "mean",
-        outputs,
-    )
+# Of what a layer returns beside its output: a table of words, a load of experts.
+WITH_A_TABLE = {
+    "scaled": lambda y, t, w: cross_entropy(y * jnp.exp(w[0, 0]), t).mean(),
+    "words": lambda y, t, w: cross_entropy(y @ w.T, t).mean(),
+    "orthogonal": lambda y, t, w: y.mean() + jnp.sum((w @ w.T - 1) ** 2),
+    "balanced": lambda y, t, w: y.mean() + (jnp.std(w) / jnp.mean(w)) ** 2,
+}
+
+
+@pytest.mark.parametrize("name", WITH_A_TABLE)
+@pytest.mark.parametrize("length", [1, 4, 7, 8])
+@pytest.mark.parametrize("size", [1, 4])
+def test_what_does_not_go_along_the_examples_is_a_constant(name, length, size):
+    def met(examples):
+        like = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+        return like((examples, TOKENS, WORDS)), like((length, WORDS))
+
+    def loss_fn(outputs, t):
+        return WITH_A_TABLE[name](outputs[0], t, outputs[1])
+
+    check(loss_fn, met=met, size=size)
+    with pytest.raises(ValueError, match="returns a mean over the examples; with"):
+        check(loss_fn, "sum", met=met, size=size)
+
+
+def test_of_layers_that_take_no_other_number_of_examples_nothing_is_known():
+    def met(examples):
+        if examples != BATCH // PARTS:
+            raise TypeError
+        like = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+        return like((examples, TOKENS, WORDS)), like((8, WORDS))
+
+    check(lambda outputs, t: cross_entropy(outputs[0], t).sum(), met=met)
 
 
 def test_tokens_that_a_layer_merged_with_the_examples_are_of_them():
@@ -318,3 +338,18 @@ def test_a_pipeline_refuses_before_it_compiles(of):
     run(1)
     with pytest.raises(ValueError, match="its 2 micro-batches would make another loss"):
         run(2)
+
+
+def test_a_table_that_a_layer_returns_is_not_of_the_examples():
+    x, _ = ref.regression(8)
+    layers = [ref.dense(4), lambda y: (y, jnp.ones((8, 4)))]
+    pipe = jpipe.sequential(layers, 2)
+    variables = pipe.init(jax.random.key(0), x)
+
+    def loss_fn(outputs, t):
+        y, table = outputs
+        return cross_entropy(y @ table.T, t).mean()
+
+    pipe.value_and_grad(loss_fn)(variables, x, jnp.arange(8))
+    with pytest.raises(ValueError, match="returns a mean over the examples; with"):
+        pipe.value_and_grad(loss_fn, reduction="sum")(variables, x, jnp.arange(8))
