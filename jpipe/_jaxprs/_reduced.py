@@ -178,7 +178,10 @@ def _constant(one: Any, other: Any, growth: int) -> Made:
 
 def _made(pair: _Pair, operands: list[Made]) -> Made:
     """How the results of an equation are, that holds no jaxpr."""
-    name, kinds = pair.name, {made.kind for made in operands}
+    name = pair.name
+    if name in _PLACED:
+        operands = [operands[0], *map(_place, operands[1:])]
+    kinds = {made.kind for made in operands}
     if name in _LINEAR:
         return _joined(operands)
     if UNKNOWN in kinds:
@@ -207,13 +210,19 @@ def _made(pair: _Pair, operands: list[Made]) -> Made:
         return Made(UNSURE if name in _SOFT else UNKNOWN)
     if name in _ANSWERS and kinds == {SAME}:
         return Made(SAME)
-    if name in _PLACED:
-        operands = [operands[0], *(made._replace(degree=0) for made in operands[1:])]
     if any(made.degree for made in operands):
         return Made(UNKNOWN)
     if EACH in kinds and name.startswith(("reduce_", "arg")):
         return Made(EACH if any(pair.after[0]) else UNSURE)
     return Made(EACH if EACH in kinds else SAME)
+
+
+def _place(made: Made) -> Made:
+    """What says where something is: how large it is does not matter.
+
+    Such as a place from the end, which the number of examples was added to.
+    """
+    return Made(EACH) if made.kind == UNKNOWN else made._replace(degree=0)
 
 
 def _summed(made: Made, over: Sequence[bool], after: Sequence[bool]) -> Made:

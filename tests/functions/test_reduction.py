@@ -63,6 +63,10 @@ def in_groups(y, t):
     return jax.lax.map(of_group, grouped).sum() / t.size
 
 
+def indexed(y, t):
+    return -jax.nn.log_softmax(y[:, 0])[jnp.arange(len(t)), t[:, 0]]
+
+
 def embedded(y):
     return y.reshape(len(y), -1)
 
@@ -121,6 +125,7 @@ MEANS = {
         y, jnp.zeros(t.shape), jnp.clip(t, 1), jnp.zeros(t.shape).at[:, 1].set(1)
     ).mean(),
     "centred, and linear": lambda y, t: jnp.mean(y - y.mean(0)) + y.mean(),
+    "indexed": lambda y, t: indexed(y, t).mean(),
     "none of the examples": lambda y, t: jnp.float32(2),
 }
 SUMS = {
@@ -130,6 +135,7 @@ SUMS = {
     "vdot": lambda y, t: -jnp.vdot(one_hot(t), jax.nn.log_softmax(y)),
     "scan": along_time,
     "merged": lambda y, t: merged(y, t).sum(),
+    "indexed": lambda y, t: indexed(y, t).sum(),
     "where": lambda y, t: jnp.sum(cross_entropy(y, t), where=t > 0),
 }
 OTHERS = {
@@ -145,6 +151,10 @@ OTHERS = {
     "mean where": (lambda y, t: cross_entropy(y, t).mean(where=t > 0), "divides"),
     "weighted average": (
         lambda y, t: jnp.average(cross_entropy(y, t), weights=t + 1),
+        "divides",
+    ),
+    "masked, indexed": (
+        lambda y, t: jnp.sum(indexed(y, t) * t[:, 0]) / jnp.sum(t[:, 0]),
         "divides",
     ),
     "root": (lambda y, t: jnp.sqrt(jnp.mean((y - one_hot(t)) ** 2)), "takes the root"),
@@ -187,6 +197,8 @@ UNCERTAIN = {
     "of another rank where there are many": lambda y, t: jnp.sum(
         y if len(y) > 5 else y[None]
     ),
+    "the first": lambda y, t: y[jnp.argmax(y[:, 0, 0])].sum(),
+    "some": lambda y, t: y[jax.random.permutation(jax.random.key(0), len(y))[:2]].sum(),
     "sum and mean": lambda y, t: y.sum() + y.mean(),
 }
 
