@@ -109,10 +109,10 @@ def _made(objective: Objective, given: Given, batch: Batch) -> list[Made] | None
             _jaxpr.trace(objective.parts, some, batch.part(count)[1]["targets"])[0]
             for some, count in zip(outputs, (few, _GROWTH * few), strict=True)
         )
+        pairs = zip(*map(jax.tree.leaves, outputs), strict=True)
+        made = [_lying(leaf.shape, many.shape) for leaf, many in pairs]
     except Exception:  # whatever a loss does that takes no other number of examples
         return None
-    pairs = zip(*map(jax.tree.leaves, outputs), strict=True)
-    made = [_lying(leaf.shape, many.shape) for leaf, many in pairs]
     made += [Made(SAME if axis is None else EACH) for axis in batch.target_axes]
     with contextlib.suppress(Differs):
         return results(one, other, made, _GROWTH)

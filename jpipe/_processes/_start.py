@@ -13,7 +13,7 @@ import jax
 from ._environment import COORDINATOR, LOCAL_PROCESSES, PROCESS, PROCESSES, whole
 from ._group import group
 from ._transport import TRANSPORTS
-from ._watch import watch
+from ._watch import finish, watch
 
 # Threads of XLA for each CPU device of several: programs of a stage's devices wait in
 # them for each other. With as many threads as devices, or one more, they wait for ever
@@ -187,6 +187,7 @@ def _leave() -> None:
         own.leave("" if error is None else f"{type(error).__name__}: {error}"[:_WORDS])
         if error is None:
             own.check_runs()
+            finish()
             return
         status = 1
     except (RuntimeError, TimeoutError, ValueError) as fault:

@@ -59,18 +59,30 @@ class Watch:
     """Waits for what is on its way, and ends the process if it does not come."""
 
     def __init__(self) -> None:
-        self._awaited: queue.SimpleQueue[Awaited] = queue.SimpleQueue()
+        self._awaited: queue.SimpleQueue[Awaited | None] = queue.SimpleQueue()
         self._now: Awaited | None = None
         self._since = 0.0
         self.said = threading.Event()
         self._saying = threading.Lock()
         self.add = self._awaited.put
-        for work in (self._wait, self._look):
-            threading.Thread(target=work, name="jpipe-watch", daemon=True).start()
+        self._waiting, looking = (
+            threading.Thread(target=work, name="jpipe-watch", daemon=True)
+            for work in (self._wait, self._look)
+        )
+        self._waiting.start()
+        looking.start()
+
+    def finish(self) -> None:
+        """Waits until nothing is on its way, for a program that ends.
+
+        Python ends a daemon thread where it comes back from C++, before 3.14, which
+        aborts the process: https://github.com/python/cpython/issues/87135
+        """
+        self._awaited.put(None)
+        self._waiting.join()
 
     def _wait(self) -> None:
-        while True:
-            awaited = self._awaited.get()
+        while awaited := self._awaited.get():
             self._since, self._now = time.monotonic(), awaited
             try:
                 jax.block_until_ready(awaited.arrays)
@@ -129,3 +141,9 @@ def _has_left(awaited: Awaited) -> str:
 def watch() -> Watch:
     """That of this process."""
     return Watch()
+
+
+def finish() -> None:
+    """Waits until nothing is on its way to this process."""
+    if watch.cache_info().currsize:  # no thread can be started at the end
+        watch().finish()

@@ -256,7 +256,7 @@ def test_what_is_neither_is_refused(double, name):
 
 
 @pytest.mark.parametrize("name", UNCERTAIN)
-def test_what_is_not_certain_is_not_refused(name):
+def test_what_is_not_certain_is_not_refused(double, name):
     check(UNCERTAIN[name])
     check(UNCERTAIN[name], "sum")
 
@@ -269,7 +269,7 @@ def test_what_is_not_certain_is_not_refused(name):
         (lambda y, t: (y.sum(), len(y) ** 2), "to the power 2"),
     ],
 )
-def test_a_total_and_a_weight_of_different_growth_are_refused(loss_fn, says):
+def test_a_total_and_a_weight_of_different_growth_are_refused(double, loss_fn, says):
     with pytest.raises(ValueError, match=says):
         check(loss_fn, "weighted")
 
@@ -283,7 +283,7 @@ def test_a_total_and_a_weight_of_different_growth_are_refused(loss_fn, says):
         lambda y, t: (cross_entropy(y, t).sum(), jnp.maximum(jnp.sum(t > 0), 1)),
     ],
 )
-def test_totals_with_their_weights_are_not(loss_fn):
+def test_totals_with_their_weights_are_not(double, loss_fn):
     check(loss_fn, "weighted")
 
 
@@ -299,7 +299,7 @@ WITH_A_TABLE = {
 @pytest.mark.parametrize("name", WITH_A_TABLE)
 @pytest.mark.parametrize("length", [1, 4, 7, 8])
 @pytest.mark.parametrize("size", [1, 4])
-def test_what_does_not_go_along_the_examples_is_a_constant(name, length, size):
+def test_what_does_not_go_along_the_examples_is_a_constant(double, name, length, size):
     def met(examples):
         like = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
         return like((examples, TOKENS, WORDS)), like((length, WORDS))
@@ -312,7 +312,7 @@ def test_what_does_not_go_along_the_examples_is_a_constant(name, length, size):
         check(loss_fn, "sum", met=met, size=size)
 
 
-def test_of_layers_that_take_no_other_number_of_examples_nothing_is_known():
+def test_of_layers_that_take_no_other_number_of_examples_nothing_is_known(double):
     def met(examples):
         if examples != BATCH // PARTS:
             raise TypeError
@@ -322,7 +322,7 @@ def test_of_layers_that_take_no_other_number_of_examples_nothing_is_known():
     check(lambda outputs, t: cross_entropy(outputs[0], t).sum(), met=met)
 
 
-def test_tokens_that_a_layer_merged_with_the_examples_are_of_them():
+def test_tokens_that_a_layer_merged_with_the_examples_are_of_them(double):
     outputs = jax.ShapeDtypeStruct((BATCH // PARTS * TOKENS, WORDS), jnp.float32)
     check(lambda y, t: merged(y, t).mean(), outputs=outputs)
     with pytest.raises(ValueError, match="a sum over the examples"):
@@ -352,7 +352,7 @@ def test_a_pipeline_refuses_before_it_compiles(of):
         run(2)
 
 
-def test_a_table_that_a_layer_returns_is_not_of_the_examples():
+def test_a_table_that_a_layer_returns_is_not_of_the_examples(double):
     x, _ = ref.regression(8)
     layers = [ref.dense(4), lambda y: (y, jnp.ones((8, 4)))]
     pipe = jpipe.sequential(layers, 2)

@@ -4,7 +4,11 @@ import os
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
 import pytest
+
+from jpipe._processes._watch import Awaited, Watch
 
 
 def launched(*words, **environment):
@@ -129,3 +133,20 @@ def test_processes_take_the_balance_that_the_first_has_measured(tmp_path):
     done = launched("--processes", "2", str(script))
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.split()) == ["2", "2", "[0]", "[1]"]
+
+
+def test_a_program_waits_for_what_is_on_its_way_before_it_ends():
+    """Else the thread that waits for it would be ended within XLA, which aborts."""
+
+    @jax.jit
+    def slow(x):
+        return jax.lax.fori_loop(0, 300, lambda _, x: jnp.tanh(x @ x), x)
+
+    x, device = jnp.ones((400, 400)), jax.devices()[0]
+    slow(x).block_until_ready()
+    coming = slow(x)
+    assert not coming.is_ready()
+    watch = Watch()
+    watch.add(Awaited([coming], "1F0", device, device, 1))
+    watch.finish()
+    assert coming.is_ready()
