@@ -18,7 +18,7 @@ from ._layers import _examples, _hidden, _rng
 from ._layers._layer import as_layers
 from ._layers._rng import Rngs
 from ._layers._skip import Route
-from ._layers._walk import Visit, output, walk
+from ._layers._walk import Visit, walk
 from ._run import _layout, _signature, _variables
 from ._run._inference import Inference
 from ._run._layout import Layout
@@ -157,43 +157,40 @@ class ProgramCache:
             )
             _check_constants(works, layout, variables)
             if len(batch.sizes) * batch.num_shards > 1:
-                outputs = works.task(len(self._pipe.stages) - 1).outputs
-                given = _reduction.Given(
-                    outputs,
-                    self._axes.out_axes,
-                    lambda examples: output(
-                        self._pipe.stages, _rng.key_spec(), batch.part(examples)[0]
-                    ),
-                )
-                _reduction.check(objective, given, batch)
-            if train and len(batch.sizes) * batch.num_shards > 1:
-                self._check_written(works, batch)
+                self._check_examples(works, batch, objective, train)
             made = Gradient(self._pipe, layout, batch, works, objective)
             known[signature] = self.training = made
         return known[signature]
 
-    def _check_written(self, works: Works, batch: Batch) -> None:
-        """Checks that a mean says what training writes."""
+    def _check_examples(
+        self, works: Works, batch: Batch, objective: Objective, train: bool
+    ) -> None:
+        """Checks what of several examples is made: micro-batches make it of fewer."""
         visits = self.expected(batch.first)[0]
+        examples = _examples.Examples(
+            visits,
+            lambda count: batch.part(count)[0],
+            batch.x_axes,
+            batch.sizes[0],
+            train,
+        )
+        outputs = works.task(len(self._pipe.stages) - 1).outputs
+        given = _reduction.Given(outputs, self._axes.out_axes, examples.outputs)
+        _reduction.check(objective, given, batch)
         tasks = [(stage.first, works.task(stage.index)) for stage in self._pipe.stages]
         written = {
             first + layer: paths
             for first, task in tasks
             for layer, paths in task.written().items()
         }
-        is_cut = any(axis is not None for axis in batch.x_axes)
-        if written and is_cut:
-            many = _examples.Many(
-                self._pipe.stages,
-                visits,
-                lambda examples: batch.part(examples)[0],
-                batch.sizes[0],
-            )
+        if any(axis is not None for axis in batch.x_axes):
             for number, paths in written.items():
-                _examples.check(many, number, paths)
+                _examples.check(examples, number, paths)
         for first, task in tasks:
             for layer, paths in task.drawn_by().items():
                 _examples.check_draws(visits[first + layer], first + layer, paths)
+        if mixed := examples.mixed(written):
+            _say_what_is_mixed(mixed)
 
     def _say_what_it_costs(self, build: Build) -> None:
         """Says what building in a loop costs: what is built, called once and left."""
@@ -297,6 +294,19 @@ class ProgramCache:
     def _check(self, variables: Any, x: PyTree, trainable: Trainable = ALL) -> Layout:
         _layout.check(self._pipe.sharing, self.expected(x)[0], variables)
         return self.note(variables, x, trainable)
+
+
+def _say_what_is_mixed(layers: Sequence[str]) -> None:
+    """Says where a micro-batch by itself is another computation than a mini-batch."""
+    listed = "\n".join(f"  * {layer}" for layer in layers)
+    warnings.warn(
+        f"each micro-batch by itself: a layer sees only the examples of one, and here "
+        f"more than one of them come together:\n{listed}\nas one device computes it, "
+        f"take num_microbatches=1; where that of micro-batches is meant, as it is of a "
+        f"batch norm, say so: warnings.filterwarnings('ignore', 'each micro-batch by "
+        f"itself')",
+        stacklevel=8,
+    )
 
 
 def _say_what_is_dropped(collections: str) -> None:

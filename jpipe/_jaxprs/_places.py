@@ -4,7 +4,6 @@ Micro-batches find the same values and write what they make of their own example
 mean of that is what a layer means if examples come together in it, as in a sum.
 """
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,17 +29,6 @@ _THROUGH = {
     "transpose",
 }
 _CHOICES = {"select_n", "where"}
-# What leaves out some examples, or tells one from another, as a sum of them does not.
-_SELECTIONS = {
-    "concatenate",
-    "dynamic_slice",
-    "dynamic_update_slice",
-    "gather",
-    "pad",
-    "scatter",
-    "slice",
-    "split",
-}
 
 
 def is_partly_written(
@@ -99,60 +87,3 @@ def _is_written(
                 ):
                     return True
     return False
-
-
-def is_along(value: Any, number: int) -> bool:
-    """Whether an array, of which the shape is known, goes along the examples."""
-    return any(size and size % number == 0 for size in value.shape)
-
-
-def holding(closed: core.ClosedJaxpr, given: Sequence[bool], number: int) -> list[bool]:
-    """Which results hold values of single examples, and not what is made of all.
-
-    Args:
-      closed: the jaxpr.
-      given: which inputs hold values of examples.
-      number: an axis whose length is a multiple of it goes along the examples.
-    """
-    held = {var for var, one in zip(closed.jaxpr.invars, given, strict=True) if one}
-
-    def holds(atoms: Sequence[Any]) -> list[bool]:
-        return [not isinstance(atom, core.Literal) and atom in held for atom in atoms]
-
-    for eqn in closed.jaxpr.eqns:
-        operands = holds(eqn.invars)
-        if not any(operands):
-            continue
-        if eqn.primitive.name == "sort":
-            # Examples in order, and not in that of something else, are not told apart.
-            along = [n % number == 0 for n in eqn.outvars[0].aval.shape]
-            if along[eqn.params["dimension"]] and sum(along) == 1:
-                operands[0] = False
-            held |= set(itertools.compress(eqn.outvars, operands))
-            continue
-        results = _within(eqn, operands, number)
-        if results is None:
-            sources = itertools.compress(eqn.invars, operands)
-            single = not all(is_along(source.aval, number) for source in sources)
-            single |= eqn.primitive.name in _SELECTIONS
-            results = [single or is_along(var.aval, number) for var in eqn.outvars]
-        held |= {var for var, one in zip(eqn.outvars, results, strict=True) if one}
-    return holds(closed.jaxpr.outvars)
-
-
-def _within(eqn: core.JaxprEqn, given: list[bool], number: int) -> list[bool] | None:
-    """Which results of a call, of branches or of a loop do; None of any other."""
-    bodies = _jaxpr.bodies(eqn)
-    if not bodies:
-        return None
-    carried = _jaxpr.carry(eqn)
-    while True:
-        cases = [
-            holding(closed, given[len(given) - len(closed.jaxpr.invars) :], number)
-            for closed in bodies
-        ]
-        results = [any(case) for case in zip(*cases, strict=True)]
-        after = [a or b for a, b in zip(given[carried], results, strict=False)]
-        if after == given[carried]:
-            return results
-        given = [*given[: carried.start or 0], *after, *given[carried.stop :]]

@@ -5,6 +5,7 @@ each example. Whether it is a mean or a sum is told by numbers that grow with th
 examples, which two jaxprs of one function show that were traced with other numbers.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -14,24 +15,48 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from . import _jaxpr
+from . import _jaxpr, _marks
+from ._made import (
+    EACH,
+    FOLLOWS,
+    OTHER,
+    SAME,
+    UNCLEAR,
+    UNKNOWN,
+    UNSURE,
+    WHOLE,
+    Made,
+    chosen,
+    first,
+    joined,
+    one_of,
+    product,
+    quotient,
+    times,
+)
 
-SAME, EACH, WHOLE, OTHER, UNSURE, UNKNOWN = range(6)
 
-
-class Made(NamedTuple):
-    """How a value follows from the examples.
+class Numbers(NamedTuple):
+    """How two jaxprs of one function differ.
 
     Attributes:
-      kind: `SAME`: not at all. `EACH`: along them, each by itself. `WHOLE`: linear in
-        all. `OTHER`: of all, and not linear. `UNSURE`: of all, by a maximum, say.
-      degree: to which power of their number it grows; ``None``: it is zero.
-      why: of `OTHER`, what made it so.
+      growth: how many times as many examples the second has: its longer axes are those
+        of examples, and what grows as their number does so in it. One: there is only
+        one jaxpr, given twice; of it is known only what holds single ones.
+      size: of how many examples the first is. Where there is no second, an axis whose
+        length is a multiple of it is one of examples.
     """
 
-    kind: int
-    degree: int | None = 0
-    why: str = ""
+    growth: int
+    size: int
+
+    def along(self, shape: Sequence[int], twin: Sequence[int]) -> list[bool]:
+        """Which axes go along the examples, by their lengths in both."""
+        if len(shape) != len(twin):
+            raise Differs
+        if self.growth == 1:
+            return [n > 0 and n % self.size == 0 for n in shape]
+        return [m != n for m, n in zip(shape, twin, strict=True)]
 
 
 class Differs(Exception):
@@ -40,7 +65,8 @@ class Differs(Exception):
 
 _OF_PLACES = """
     broadcast broadcast_in_dim concatenate conj copy copy_p expand_dims imag name neg
-    real reduce_precision reshape rev slice split squeeze stop_gradient transpose
+    pad real reduce_precision reshape rev slice split squeeze stack stop_gradient
+    transpose unstack
 """
 _OF_SIZE = """
     abs and argmax argmin ceil clamp eq floor ge gt is_finite le lt max min ne not or
@@ -52,6 +78,7 @@ _OF_CURVES = """
     tanh
 """
 _OF_ANSWERS = "and eq ge gt is_finite le lt ne not or xor"
+_OF_SELECTIONS = "concatenate dynamic_update_slice pad scatter slice split"
 
 _LINEAR = frozenset([*_OF_PLACES.split(), "add", "add_any", "sub"])
 # What is of all examples stays so, and may be what it was.
@@ -69,24 +96,32 @@ _CALLED = {
 _ANSWERS = frozenset(_OF_ANSWERS.split())
 # Of what is at places that the other operands say.
 _PLACED = frozenset(["dynamic_slice", "gather"])
+_ALONG = frozenset(["cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum"])
+_WRITES = frozenset(["dynamic_update_slice", "scatter", "scatter-add"])
+# What leaves out some examples, or tells one from another, as a sum of them does not.
+_SELECTIONS = frozenset([*_PLACED, *_OF_SELECTIONS.split()])
 _OF_ALL = (WHOLE, OTHER, UNSURE)
-COMPARES = "compares examples with one another"
+_APART = "jpipe apart"
+
+
+def apart(x: jax.Array) -> jax.Array:
+    """The same array, which counts as one of each example by itself."""
+    return _marks.mark(x, _APART)
 
 
 def results(
     one: core.ClosedJaxpr,
     other: core.ClosedJaxpr,
     given: Sequence[Made],
-    growth: int,
+    numbers: Numbers,
 ) -> list[Made]:
     """How each result is made.
 
     Args:
       one: the jaxpr of a function with some number of examples.
-      other: with ``growth`` times as many: its longer axes are those of examples, and
-        what grows as their number does so in it.
+      other: with more.
       given: how each input is.
-      growth: more than one.
+      numbers: of the examples.
 
     Raises:
       Differs: if the jaxprs do in more than numbers.
@@ -95,22 +130,23 @@ def results(
         raise Differs
     values = dict(zip(one.jaxpr.invars, given, strict=True))
     for var, a, b in zip(one.jaxpr.constvars, one.consts, other.consts, strict=True):
-        values[var] = _constant(a, b, growth)
+        values[var] = _constant(a, b, numbers.growth)
 
     def read(atoms: Sequence[Any], twins: Sequence[Any]) -> list[Made]:
         return [
-            _constant(atom.val, twin.val, growth)
+            _constant(atom.val, twin.val, numbers.growth)
             if isinstance(atom, core.Literal)
             else values[atom]
             for atom, twin in zip(atoms, twins, strict=True)
         ]
 
     for eqn, twin in zip(one.jaxpr.eqns, other.jaxpr.eqns, strict=True):
-        pair = _Pair(eqn, twin)
+        pair = _Pair(eqn, twin, numbers)
         operands = read(eqn.invars, twin.invars)
-        found = _within(pair, operands, growth)
+        found = _within(pair, operands, numbers)
         if found is None:
-            found = [_made(pair, operands)] * len(eqn.outvars)
+            made, singles = _made(pair, operands), _singles(pair, operands)
+            found = [made._replace(single=single) for single in singles]
         for var, made, along in zip(eqn.outvars, found, pair.after, strict=True):
             values[var] = _lying(made, along)
     return read(one.jaxpr.outvars, other.jaxpr.outvars)
@@ -128,31 +164,36 @@ class _Pair:
       before: of each operand.
     """
 
-    def __init__(self, eqn: core.JaxprEqn, twin: core.JaxprEqn) -> None:
+    def __init__(
+        self, eqn: core.JaxprEqn, twin: core.JaxprEqn, numbers: Numbers
+    ) -> None:
         self.name = eqn.primitive.name
         if self.name != twin.primitive.name:
             raise Differs
         self.eqn, self.twin = eqn, twin
-        self.before = _along(eqn.invars, twin.invars)
-        self.after = _along(eqn.outvars, twin.outvars)
+        self.before = _along(eqn.invars, twin.invars, numbers)
+        self.after = _along(eqn.outvars, twin.outvars, numbers)
 
 
-def _along(atoms: Sequence[Any], twins: Sequence[Any]) -> list[list[bool]]:
+def _along(
+    atoms: Sequence[Any], twins: Sequence[Any], numbers: Numbers
+) -> list[list[bool]]:
     """Which axes of each value go along the examples."""
     shapes, others = ([getattr(a.aval, "shape", ()) for a in x] for x in (atoms, twins))
-    if [*map(len, shapes)] != [*map(len, others)]:
+    if len(shapes) != len(others):
         raise Differs
-    return [
-        [m != n for m, n in zip(*pair, strict=True)]
-        for pair in zip(shapes, others, strict=True)
-    ]
+    return [numbers.along(*pair) for pair in zip(shapes, others, strict=True)]
 
 
-def _lying(made: Made, along: Sequence[bool]) -> Made:
+def _lying(
+    made: Made, along: Sequence[bool], why: str = "chooses some of the examples"
+) -> Made:
     """What is of each example lies along one axis of them."""
     if made.kind != EACH or sum(along) == 1:
         return made
-    return Made(OTHER, why=COMPARES) if any(along) else Made(UNKNOWN)
+    if not any(along):
+        return made._replace(kind=UNKNOWN, why=why)
+    return made._replace(kind=OTHER, why="compares examples with one another")
 
 
 def _constant(one: Any, other: Any, growth: int) -> Made:
@@ -179,13 +220,17 @@ def _constant(one: Any, other: Any, growth: int) -> Made:
 def _made(pair: _Pair, operands: list[Made]) -> Made:
     """How the results of an equation are, that holds no jaxpr."""
     name = pair.name
+    if name == "name" and pair.eqn.params["name"] == _APART:
+        return Made(EACH if any(pair.after[0]) else SAME)
     if name in _PLACED:
         operands = [operands[0], *map(_place, operands[1:])]
     kinds = {made.kind for made in operands}
     if name in _LINEAR:
-        return _joined(operands)
+        return joined(operands)
     if UNKNOWN in kinds:
-        return Made(UNKNOWN)
+        return one_of(UNKNOWN, operands)
+    if name in _ALONG and pair.before[0][pair.eqn.params["axis"]]:
+        return first(operands, "goes along the examples, one after the other")
     if not kinds - {SAME} and name in ("iota", "random_bits"):
         return Made(EACH if any(pair.after[0]) else SAME)
     if name == "convert_element_type":
@@ -196,25 +241,63 @@ def _made(pair: _Pair, operands: list[Made]) -> Made:
     if name == "dot_general":
         (axes, _), _ = pair.eqn.params["dimension_numbers"]
         over = [pair.before[0][i] for i in axes]
-        return _summed(_product(*operands), over, pair.after[0])
+        return _summed(product(*operands), over, pair.after[0])
     if name == "mul":
-        return _product(*operands)
+        return product(*operands)
     if name == "div":
-        return _quotient(*operands)
+        return quotient(*operands)
     if name == "select_n":
-        return _chosen(*operands)
+        return chosen(*operands)
+    if name in _WRITES:
+        return _written(pair, operands)
     if not kinds.isdisjoint(_OF_ALL):
         if name in _CURVED:
             called = _CALLED.get(name, name)
-            return _first(operands, f"takes {called} of what is made of all examples")
-        return Made(UNSURE if name in _SOFT else UNKNOWN)
+            made = first(operands, f"takes {called} of what is made of all examples")
+            grows = any(operand.degree for operand in operands)
+            return made._replace(degree=UNCLEAR if grows else 0)
+        if name in _SOFT:
+            # Of one number of all, such as whether all are finite, nothing is told.
+            lying = itertools.compress(operands, map(any, pair.before))
+            why = next((m.why or FOLLOWS for m in lying if m.kind in _OF_ALL), "")
+            return Made(UNSURE, UNCLEAR, why)
+        return Made(UNKNOWN, why="" if kinds == {UNSURE} else FOLLOWS)
     if name in _ANSWERS and kinds == {SAME}:
         return Made(SAME)
     if any(made.degree for made in operands):
         return Made(UNKNOWN)
     if EACH in kinds and name.startswith(("reduce_", "arg")):
-        return Made(EACH if any(pair.after[0]) else UNSURE)
+        return Made(EACH) if any(pair.after[0]) else Made(UNSURE, UNCLEAR)
     return Made(EACH if EACH in kinds else SAME)
+
+
+def _written(pair: _Pair, operands: list[Made]) -> Made:
+    """A value with others written in some of its places, or added there."""
+    into, *rest = operands
+    added = pair.name == "scatter-add"
+    new, *places = rest if pair.name == "dynamic_update_slice" else rest[::-1]
+    each = {made.kind for made in (*places, new)}
+    if added and EACH in each and each <= {SAME, EACH} and not any(pair.after[0]):
+        return joined([into, Made(WHOLE, times(new.degree, 1))])
+    if any(made.kind != SAME for made in places):
+        return Made(UNKNOWN)
+    return joined([into, new])
+
+
+def _singles(pair: _Pair, operands: Sequence[Made]) -> list[bool]:
+    """Which results of an equation, that holds no jaxpr, hold single examples."""
+    held = [made.single for made in operands]
+    count = len(pair.after)
+    if not any(held):
+        return [False] * count
+    if pair.name == "sort":
+        # Examples in order, and not in that of something else, are not told apart.
+        along = pair.after[0]
+        alone = along[pair.eqn.params["dimension"]] and sum(along) == 1
+        return [held[0] and not alone, *held[1:]]
+    single = not all(any(a) for a in itertools.compress(pair.before, held))
+    single |= pair.name in _SELECTIONS
+    return [single or any(along) for along in pair.after]
 
 
 def _place(made: Made) -> Made:
@@ -232,10 +315,10 @@ def _summed(made: Made, over: Sequence[bool], after: Sequence[bool]) -> Made:
     if made.kind == EACH and any(after):
         return Made(UNKNOWN)
     kind = WHOLE if made.kind == EACH else made.kind
-    return Made(kind, _sum(made.degree, 1), made.why)
+    return Made(kind, times(made.degree, sum(over)), made.why)
 
 
-def _within(pair: _Pair, operands: list[Made], growth: int) -> list[Made] | None:
+def _within(pair: _Pair, operands: list[Made], numbers: Numbers) -> list[Made] | None:
     """Of a call, of branches or of a loop; None of any other."""
     bodies = _jaxpr.bodies(pair.eqn), _jaxpr.bodies(pair.twin)
     if len(bodies[0]) != len(bodies[1]):
@@ -243,73 +326,35 @@ def _within(pair: _Pair, operands: list[Made], growth: int) -> list[Made] | None
     if not bodies[0]:
         return None
     carried = _jaxpr.carry(pair.eqn)
-    given = list(operands)
+    given, found = list(operands), list[Made]()
     # Each round what is carried becomes something else, which each can a few times.
-    for _ in range(2 + 3 * len(given[carried])):
+    for _ in range(2 + 4 * len(given[carried])):
         cases = []
         for one, other in zip(*bodies, strict=True):
-            along = _along(one.jaxpr.invars, other.jaxpr.invars)
+            along = _along(one.jaxpr.invars, other.jaxpr.invars, numbers)
             own = given[len(given) - len(along) :]
-            own = [_lying(made, axes) for made, axes in zip(own, along, strict=True)]
-            cases.append(results(one, other, own, growth))
-        found = [_joined(case) for case in zip(*cases, strict=True)]
+            # A loop may go along the examples, one by one.
+            own = [_lying(*pair, why="") for pair in zip(own, along, strict=True)]
+            cases.append(results(one, other, own, numbers))
+        found = [_either(case) for case in zip(*cases, strict=True)]
         if pair.name == "cond" and operands[0].kind != SAME:
-            return [Made(UNKNOWN)] * len(found)
+            return [*map(_lost, found)]
         before = given[carried]
-        after = [_joined(both) for both in zip(before, found, strict=False)]
+        after = [_either(both) for both in zip(before, found, strict=False)]
         if after == before:
             return found
         given = [*given[: carried.start or 0], *after, *given[carried.stop :]]
-    return [Made(UNKNOWN)] * len(pair.eqn.outvars)
+    return [*map(_lost, found)]
 
 
-def _joined(operands: Sequence[Made]) -> Made:
-    """A sum, or one of these: linear in all."""
-    kinds = {made.kind for made in operands}
-    degrees = {made.degree for made in operands} - {None}
-    if OTHER in kinds:  # which nothing beside it makes linear
-        return next(made for made in operands if made.kind == OTHER)
-    if UNKNOWN in kinds:
-        return Made(UNKNOWN)
-    if len(degrees) > 1:  # such as a sum and a small number
-        return Made(UNSURE if WHOLE in kinds and EACH not in kinds else UNKNOWN)
-    if UNSURE in kinds:
-        return Made(UNSURE)
-    return Made(max(kinds), next(iter(degrees), None))
+def _lost(made: Made) -> Made:
+    return Made(UNKNOWN, single=made.single)
 
 
-def _product(a: Made, b: Made) -> Made:
-    if a.kind == SAME or b.kind == SAME or a.kind == b.kind == EACH:
-        made = a if b.kind == SAME else b
-        return made._replace(degree=_sum(a.degree, b.degree))
-    if UNSURE in (a.kind, b.kind):
-        return Made(UNKNOWN)
-    return _first([a, b], "multiplies by what is made of all examples")
-
-
-def _sum(a: int | None, b: int | None) -> int | None:
-    """The degree of a product; what is zero stays zero."""
-    return None if a is None or b is None else a + b
-
-
-def _quotient(a: Made, b: Made) -> Made:
-    if UNKNOWN in (a.kind, b.kind) or b.degree is None:
-        return Made(UNKNOWN)
-    if b.kind == SAME:
-        return a._replace(degree=_sum(a.degree, -b.degree))
-    if b.kind == EACH and a.kind in (SAME, EACH):
-        return Made(EACH, _sum(a.degree, -b.degree))
-    return _first([a, b], "divides by what is made of all examples")
-
-
-def _chosen(which: Made, *cases: Made) -> Made:
-    joined = _joined(cases)
-    if which.kind == SAME or UNKNOWN in (which.kind, joined.kind):
-        return joined
-    if which.kind == EACH:
-        each = joined.kind in (SAME, EACH)
-        return joined._replace(kind=EACH) if each else Made(UNKNOWN)
-    return Made(UNSURE)
+def _either(cases: Sequence[Made]) -> Made:
+    """One of several."""
+    single = any(made.single for made in cases)
+    return joined(cases)._replace(single=single)
 
 
 def _converted(eqn: core.JaxprEqn, made: Made) -> Made:
@@ -317,9 +362,5 @@ def _converted(eqn: core.JaxprEqn, made: Made) -> Made:
     result: Any = eqn.outvars[0].aval
     floating = jnp.issubdtype(result.dtype, jnp.inexact)
     was = jnp.issubdtype(given.dtype, jnp.inexact)
-    return Made(UNSURE) if was and not floating and made.kind in _OF_ALL else made
-
-
-def _first(operands: Sequence[Made], why: str) -> Made:
-    """Not linear: by what made it so first."""
-    return next((made for made in operands if made.kind == OTHER), Made(OTHER, why=why))
+    counted = was and not floating and made.kind in _OF_ALL
+    return Made(UNSURE, UNCLEAR, made.why) if counted else made

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from flax import linen
 from jax.extend import core
 
-from .._jaxprs import _marks
+from .._jaxprs import _marks, _reduced
 
 # How the marks on the statistics that batch norms leave begin.
 _MARK = "jpipe batch norm "
@@ -102,6 +102,7 @@ class Record:
 
 
 _current: ContextVar[Record | None] = ContextVar("jpipe_batchnorm", default=None)
+_is_apart: ContextVar[bool] = ContextVar("jpipe_batchnorm_apart", default=False)
 # Its value is a part of the key by which JAX finds what it has traced.
 _met = jax.make_user_context()
 _layers = itertools.count(1)
@@ -116,6 +117,24 @@ def recording() -> Iterator[Record]:
         yield record
     finally:
         _current.reset(token)
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """The scope in which batch norms of Flax count as made of each example by itself.
+
+    That they normalize each micro-batch by itself is known, and meant.
+    """
+    token = _is_apart.set(True)
+    try:
+        yield
+    finally:
+        _is_apart.reset(token)
+
+
+def returned(y: jax.Array) -> jax.Array:
+    """What a batch norm of Flax returns: see `apart`."""
+    return _reduced.apart(y) if _is_apart.get() else y
 
 
 def enter_layer(number: int) -> None:
@@ -218,8 +237,10 @@ _CALL = inspect.unwrap(linen.BatchNorm.__call__).__code__
 def _intercept(call: Callable[..., Any], args: Any, keywords: Any, context: Any) -> Any:
     """For `flax.linen.intercept_methods`: runs batch norms with a momentum of zero."""
     module: Any = context.module
-    if _current.get() is None or not _is_flaxs(context.orig_method):
+    if not _is_flaxs(context.orig_method):
         return call(*args, **keywords)
+    if _current.get() is None:
+        return returned(call(*args, **keywords))
     momentum, before = module.momentum, _statistics(module)
     mark = meet("/".join(module.path) or type(module).__name__, momentum)
     # A bound module cannot be cloned in place, and refuses to be changed.

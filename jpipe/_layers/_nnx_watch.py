@@ -159,7 +159,7 @@ def _norm_call(plain: Callable[..., Any]) -> Callable[..., Any]:
         # As itself nnx would refuse to be changed inside of its transformations.
         object.__setattr__(self, "momentum", 0.0)
         try:
-            return plain(self, *args, **options)
+            return _batchnorm.returned(plain(self, *args, **options))
         finally:
             object.__setattr__(self, "momentum", momentum)
             _running.reset(token)

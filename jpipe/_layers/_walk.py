@@ -1,6 +1,5 @@
 """A model met layer by layer on abstract values: what each is given and would make."""
 
-import contextlib
 import copy
 import reprlib
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -63,27 +62,6 @@ def walk(
     so_far = _Walk(key, spec, Sharing([x for stage in stages for x in stage.layers]))
     so_far.through(stages)
     return so_far.visits, _skip.routes(so_far.uses)
-
-
-def reach(
-    stages: Sequence[StageFunction], key: chex.PRNGKey, spec: PyTree
-) -> list[Visit]:
-    """The layers that `walk` meets, up to one that does not take what it is given."""
-    so_far = _Walk(key, spec, Sharing([x for stage in stages for x in stage.layers]))
-    with contextlib.suppress(Exception):
-        so_far.through(stages)
-    return so_far.visits
-
-
-def output(stages: Sequence[StageFunction], key: chex.PRNGKey, spec: PyTree) -> PyTree:
-    """What the last layer that `walk` meets would return.
-
-    Raises:
-      Exception: whatever a layer does that does not take what it is given.
-    """
-    so_far = _Walk(key, spec, Sharing([x for stage in stages for x in stage.layers]))
-    so_far.through(stages)
-    return so_far.spec
 
 
 class _Outcome(NamedTuple):

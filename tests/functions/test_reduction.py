@@ -12,6 +12,9 @@ import jpipe
 from jpipe._functions import _reduction
 from jpipe._functions._batch import Batch
 from jpipe._functions._objective import Objective
+from jpipe._jaxprs._made import EACH, SAME, Made
+from jpipe._jaxprs._reduced import Numbers
+from jpipe._layers._followed import Outputs
 
 from .. import reference as ref
 
@@ -126,6 +129,9 @@ MEANS = {
     ).mean(),
     "centred, and linear": lambda y, t: jnp.mean(y - y.mean(0)) + y.mean(),
     "indexed": lambda y, t: indexed(y, t).mean(),
+    "and nothing of a root": lambda y, t: (
+        y.mean() + 0.0 * jnp.sqrt(jnp.mean((y - one_hot(t)) ** 2))
+    ),
     "none of the examples": lambda y, t: jnp.float32(2),
 }
 SUMS = {
@@ -175,6 +181,20 @@ OTHERS = {
         ).mean(),
         "takes the logarithm",
     ),
+    "of a policy, with advantages standardized": (
+        lambda y, t: (
+            -jnp.mean(
+                jnp.minimum(jnp.exp(y[..., 0]), jnp.clip(jnp.exp(y[..., 0]), 0.8, 1.2))
+                * (y[..., 1] - y[..., 1].mean())
+                / (y[..., 1].std() + 1e-8)
+            )
+        ),
+        "takes the square|multiplies",
+    ),
+    "one after the other": (
+        lambda y, t: jnp.mean(jnp.cumsum(y[:, 0, 0])),
+        "goes along the examples",
+    ),
     "pairs": (
         lambda y, t: jnp.mean((embedded(y)[:, None] - embedded(y)[None]) ** 2),
         "compares",
@@ -203,16 +223,20 @@ UNCERTAIN = {
 }
 
 
-def check(loss_fn, reduction="mean", outputs=None, met=None, size=BATCH // PARTS):
-    """What a pipeline checks before it compiles a loss."""
+def check(loss_fn, reduction="mean", outputs=None, size=BATCH // PARTS):
+    """What a pipeline checks before it compiles a loss.
+
+    Outputs are known with more examples too, or are specs of one array.
+    """
     y, t = data()
     like = jax.ShapeDtypeStruct
     specs = like(y.shape, y.dtype), like(t.shape, t.dtype)
     batch = Batch(specs[0], [0], specs[1], [0], None, (size,) * (BATCH // size))
-    if outputs is None:
-        outputs = met(size) if met else batch.part(size)[0]
+    specs, followed = batch.part(size)[0] if outputs is None else outputs, None
+    if isinstance(outputs, Outputs):
+        specs, followed = outputs.few, outputs
     objective = Objective(loss_fn, reduction=reduction)
-    _reduction.check(objective, _reduction.Given(outputs, 0, met), batch)
+    _reduction.check(objective, _reduction.Given(specs, 0, followed), batch)
 
 
 def parts(loss_fn):
@@ -267,6 +291,14 @@ def test_what_is_not_certain_is_not_refused(double, name):
         (lambda y, t: (masked(y, t)[0], 1.0), "a sum .* as its weight a constant"),
         (lambda y, t: (y.mean(), len(y)), "a mean .* weight the number of examples"),
         (lambda y, t: (y.sum(), len(y) ** 2), "to the power 2"),
+        (
+            lambda y, t: (masked(y, t)[0] / masked(y, t)[1], masked(y, t)[1]),
+            "does not grow .* as its weight a sum",
+        ),
+        (
+            lambda y, t: (jnp.sqrt(jnp.mean((y - one_hot(t)) ** 2)), len(y)),
+            "does not grow .* as its weight the number of examples",
+        ),
     ],
 )
 def test_a_total_and_a_weight_of_different_growth_are_refused(double, loss_fn, says):
@@ -281,6 +313,7 @@ def test_a_total_and_a_weight_of_different_growth_are_refused(double, loss_fn, s
         lambda y, t: (cross_entropy(y, t).mean(), 1.0),
         lambda y, t: (merged(y, t).sum(), t.size),
         lambda y, t: (cross_entropy(y, t).sum(), jnp.maximum(jnp.sum(t > 0), 1)),
+        lambda y, t: (jnp.linalg.norm(y - one_hot(t)) * len(y), len(y)),
     ],
 )
 def test_totals_with_their_weights_are_not(double, loss_fn):
@@ -300,26 +333,26 @@ WITH_A_TABLE = {
 @pytest.mark.parametrize("length", [1, 4, 7, 8])
 @pytest.mark.parametrize("size", [1, 4])
 def test_what_does_not_go_along_the_examples_is_a_constant(double, name, length, size):
-    def met(examples):
-        like = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
-        return like((examples, TOKENS, WORDS)), like((length, WORDS))
+    numbers = Numbers(3, max(size, 4))
+    like = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    few, many = (
+        (like((count, TOKENS, WORDS)), like((length, WORDS)))
+        for count in (numbers.size, 3 * numbers.size)
+    )
+    outputs = Outputs(few, many, [Made(EACH), Made(SAME)], numbers)
 
     def loss_fn(outputs, t):
         return WITH_A_TABLE[name](outputs[0], t, outputs[1])
 
-    check(loss_fn, met=met, size=size)
+    check(loss_fn, outputs=outputs, size=size)
     with pytest.raises(ValueError, match="returns a mean over the examples; with"):
-        check(loss_fn, "sum", met=met, size=size)
+        check(loss_fn, "sum", outputs=outputs, size=size)
 
 
 def test_of_layers_that_take_no_other_number_of_examples_nothing_is_known(double):
-    def met(examples):
-        if examples != BATCH // PARTS:
-            raise TypeError
-        like = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
-        return like((examples, TOKENS, WORDS)), like((8, WORDS))
-
-    check(lambda outputs, t: cross_entropy(outputs[0], t).sum(), met=met)
+    like = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    outputs = like((BATCH // PARTS, TOKENS, WORDS)), like((8, WORDS))
+    check(lambda outputs, t: cross_entropy(outputs[0], t).sum(), outputs=outputs)
 
 
 def test_tokens_that_a_layer_merged_with_the_examples_are_of_them(double):

@@ -223,13 +223,16 @@ def doubled(rows, at, new):
     ],
 )
 def test_what_is_a_mean_is_kept(write):
-    variables, after, x = train(state(write), 2)
-    mean = [
+    with pytest.warns(UserWarning, match="writes memory/at, which adds what") as caught:
+        variables, after, x = train(state(write), 2)
+    *mean, whole = [
         state(write).apply(variables, part, True, mutable=["memory"])[1]["memory"]
-        for part in (x[:2], x[2:])
+        for part in (x[:2], x[2:], x)
     ]
     rows = jnp.mean(jnp.stack([part["rows"] for part in mean]), 0)
     ref.assert_close(after["memory"]["rows"], rows, 1e-6)  # in single precision
+    if "memory/rows" in str(caught[0].message):
+        assert not np.allclose(rows, whole["rows"], atol=1e-3)
 
 
 def test_a_memory_as_long_as_a_micro_batch_is_refused():

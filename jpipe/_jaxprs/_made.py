@@ -1,0 +1,102 @@
+"""How one value is made of examples, and what follows for what is computed of some."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+SAME, EACH, WHOLE, OTHER, UNSURE, UNKNOWN = range(6)
+# The degree of what is not linear and may grow in any way.
+UNCLEAR = math.inf
+FOLLOWS = "computes with what is made of all examples"
+_GROWS = "adds what grows with the number of examples to what does not"
+
+
+class Made(NamedTuple):
+    """How a value follows from the examples.
+
+    Attributes:
+      kind: `SAME`: not at all. `EACH`: along them, each by itself. `WHOLE`: linear in
+        all. `OTHER`: of all, and not linear. `UNSURE`: of all, by a maximum, say.
+      degree: to which power of their number it grows; ``None``: it is zero; of `OTHER`
+        perhaps `UNCLEAR`.
+      why: of `OTHER`, what made it so; of others, why that cannot be said.
+      single: whether it holds values of single examples, and not what is made of all.
+    """
+
+    kind: int
+    degree: float | None = 0
+    why: str = ""
+    single: bool = False
+
+
+def joined(operands: Sequence[Made]) -> Made:
+    """A sum, or one of these: linear in all."""
+    kinds = {made.kind for made in operands}
+    degrees = {made.degree for made in operands} - {None}
+    if OTHER in kinds:  # which nothing beside it makes linear
+        other = one_of(OTHER, operands)
+        return other._replace(degree=UNCLEAR) if len(degrees) > 1 else other
+    if UNKNOWN in kinds:
+        return one_of(UNKNOWN, operands)
+    if UNSURE in kinds:
+        return one_of(UNSURE, operands)
+    if len(degrees) > 1:  # such as a sum and a small number
+        whole = WHOLE in kinds and EACH not in kinds
+        return Made(UNSURE, UNCLEAR, _GROWS) if whole else Made(UNKNOWN, why=_GROWS)
+    return Made(max(kinds), next(iter(degrees), None))
+
+
+def one_of(kind: int, operands: Sequence[Made]) -> Made:
+    """One of that kind, best one of which it is known why."""
+    return max((m for m in operands if m.kind == kind), key=lambda m: bool(m.why))
+
+
+def product(a: Made, b: Made) -> Made:
+    """What a product is of two."""
+    if None in (a.degree, b.degree):
+        return Made(SAME, None)
+    if a.kind == SAME or b.kind == SAME or a.kind == b.kind == EACH:
+        made = a if b.kind == SAME else b
+        return made._replace(degree=times(a.degree, b.degree))
+    if UNSURE in (a.kind, b.kind):
+        return Made(UNKNOWN, why=a.why or b.why)
+    made = first([a, b], "multiplies by what is made of all examples")
+    return made._replace(degree=times(a.degree, b.degree))
+
+
+def times(a: float | None, b: float | None) -> float | None:
+    """The degree of a product; what is zero stays zero."""
+    if a is None or b is None:
+        return None
+    return UNCLEAR if UNCLEAR in (abs(a), abs(b)) else a + b
+
+
+def quotient(a: Made, b: Made) -> Made:
+    """What a quotient is of two."""
+    if UNKNOWN in (a.kind, b.kind) or b.degree is None:
+        return Made(UNKNOWN)
+    if b.kind == SAME:
+        return a._replace(degree=times(a.degree, -b.degree))
+    if b.kind == EACH and a.kind in (SAME, EACH):
+        return Made(EACH, times(a.degree, -b.degree))
+    made = first([a, b], "divides by what is made of all examples")
+    return made._replace(degree=times(a.degree, -b.degree))
+
+
+def chosen(which: Made, *cases: Made) -> Made:
+    """One of several, as the first says."""
+    made = joined(cases)
+    if which.kind == SAME or UNKNOWN in (which.kind, made.kind):
+        return made
+    each = made.kind in (SAME, EACH)
+    if which.kind == EACH:
+        return made._replace(kind=EACH) if each else Made(UNKNOWN)
+    if each and which.kind == UNSURE and not which.why:
+        return made  # as where all are finite, and something else where they are not
+    return Made(UNSURE, UNCLEAR, which.why)
+
+
+def first(operands: Sequence[Made], why: str) -> Made:
+    """Not linear: by what made it so first."""
+    made = next((m for m in operands if m.kind == OTHER), Made(OTHER, why=why))
+    return made._replace(degree=UNCLEAR)

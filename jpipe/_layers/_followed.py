@@ -1,0 +1,227 @@
+"""Layers followed on abstract values: how what each gives is made of the examples."""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+
+from .._jaxprs import _jaxpr
+from .._jaxprs._made import EACH, OTHER, SAME, UNCLEAR, UNKNOWN, UNSURE, WHOLE, Made
+from .._jaxprs._reduced import Numbers, results
+from . import _alike, _batchnorm, _rng, _skip
+from ._streams import applied, retried
+from ._tree import flat, nested
+from ._walk import Visit
+
+PyTree = Any
+Path = tuple[Any, ...]
+Skips = dict[_skip.Key, PyTree]
+# So many times as many examples can be taken in the same groups, and in halves.
+GROWTH = 3
+# Where there is one, all axes of length one would be alike.
+FEW = 4
+
+
+class Outcome(NamedTuple):
+    """What a layer does with examples.
+
+    Attributes:
+      written: how each leaf is made that it writes, by its path.
+      mixes: what makes more of them than of each by itself; empty if nothing does.
+    """
+
+    written: dict[Path, Made]
+    mixes: str
+
+
+class Outputs(NamedTuple):
+    """What the last layer returns.
+
+    Attributes:
+      few: specs, with some number of examples.
+      many: with more of them.
+      made: how each leaf is made of them.
+      numbers: of the examples.
+    """
+
+    few: PyTree
+    many: PyTree
+    made: list[Made]
+    numbers: Numbers
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What a layer is given, as specs: its input, and what it may pop."""
+
+    x: PyTree
+    skips: Skips
+
+    @property
+    def arrays(self) -> tuple[PyTree, list[PyTree]]:
+        return self.x, [*self.skips.values()]
+
+
+class _Traced(NamedTuple):
+    closed: Any
+    changed: PyTree
+    after: _Given
+
+
+class Following:
+    """Layers, followed as far as they are asked for.
+
+    Args:
+      visits: the layers, as they were met.
+      starts: the input of the model with some number of examples and with more; or
+        with one number alone.
+      made: how each leaf of it is made.
+      numbers: those of the examples.
+      train: whether the layers are trained.
+    """
+
+    def __init__(
+        self,
+        visits: Sequence[Visit],
+        starts: Sequence[PyTree],
+        made: Sequence[Made],
+        numbers: Numbers,
+        train: bool,
+    ) -> None:
+        self._visits = visits
+        self._numbers = numbers
+        self._train = train
+        self._given = [_Given(x, {}) for x in starts]
+        self._made = list(made)
+        self._outcomes: list[Outcome] = []
+        # Equal layers on equal inputs are followed once.
+        self._known: dict[Hashable, tuple[list[_Traced], list[Made]]] = {}
+
+    def layer(self, number: int) -> Outcome:
+        """What a layer does with examples.
+
+        Raises:
+          Exception: whatever a layer does that does not take what it is given; or what
+            it computes is another thing with more examples.
+        """
+        while len(self._outcomes) <= number:
+            self._outcomes.append(self._next())
+        return self._outcomes[number]
+
+    @property
+    def outputs(self) -> Outputs:
+        """What the last layer returns. Raises as `layer` does."""
+        self.layer(len(self._visits) - 1)
+        few, many = self._given[0].x, self._given[-1].x
+        return Outputs(few, many, self._made, self._numbers)
+
+    def _next(self) -> Outcome:
+        traced, found = self._followed(self._visits[len(self._outcomes)])
+        one, twin = traced[0], traced[-1]
+        paths = jax.tree_util.tree_leaves_with_path(one.changed)
+        written = {tuple(path): found[i] for i, (path, _) in enumerate(paths)}
+        shapes, twins = (
+            [leaf.shape for leaf in jax.tree.leaves(each.after.arrays)]
+            for each in (one, twin)
+        )
+        passed = [
+            _passed(made, any(self._numbers.along(*lengths)))
+            for made, *lengths in zip(found[len(paths) :], shapes, twins, strict=True)
+        ]
+        self._given = [each.after for each in traced]
+        self._made = [made for made, _ in passed]
+        return Outcome(written, next((why for _, why in passed if why), ""))
+
+    def _followed(self, visit: Visit) -> tuple[list[_Traced], list[Made]]:
+        """A layer as traced, and how is made what it writes, returns and leaves."""
+        arrays = [given.arrays for given in self._given]
+        leaves, tree = jax.tree.flatten([arrays, visit.variables, visit.borrowed])
+        skips, made = tuple(self._given[0].skips), tuple(self._made)
+        key = _alike.behaviour(visit.layer), skips, tree, tuple(leaves), made
+        if key not in self._known:
+            traced = [self._traced(visit, given) for given in self._given]
+            one, other = traced[0].closed, traced[-1].closed
+            held = len(one.jaxpr.invars) - len(self._made)
+            found = results(one, other, [*made, *[Made(SAME)] * held], self._numbers)
+            self._known[key] = traced, found
+        return self._known[key]
+
+    def _traced(self, visit: Visit, given: _Given) -> _Traced:
+        names: list[_skip.Key] = []
+
+        def call(arrays: PyTree, variables: PyTree, key: jax.Array) -> PyTree:
+            x, skips = arrays
+            left = dict(zip(given.skips, skips, strict=True))
+            args = visit.layer, variables, x, key, (0, 0), self._train, left
+            y, changed = applied(*args)
+            names[:] = left
+            return changed, y, [*left.values()]
+
+        trace = jax.make_jaxpr(call, return_shape=True)
+        variables = visit.variables
+        if visit.borrowed:
+            variables = nested(flat(variables) | flat(visit.borrowed))
+        with _batchnorm.apart():
+            closed, result = retried(
+                lambda: trace(given.arrays, variables, _rng.key_spec())
+            )
+        specs = map(_jaxpr.spec, closed.out_avals)
+        changed, y, left = jax.tree.unflatten(jax.tree.structure(result), specs)
+        skips = dict(zip(names, left, strict=True))
+        return _Traced(closed, changed, _Given(y, skips))
+
+
+def _passed(made: Made, along: bool) -> tuple[Made, str]:
+    """How the next layer finds what this one made, and why that is of several examples.
+
+    What goes along the examples counts as one of each from then on: that of a
+    micro-batch by itself is what is trained.
+    """
+    single = made.single or (along and made.kind != SAME)
+    why = made.why or "adds what is made of all examples"
+    mixed = made.kind == WHOLE or (made.kind in (UNSURE, UNKNOWN) and made.why)
+    if not (made.kind == OTHER or (along and mixed)):
+        why = ""
+    if along and made.kind not in (SAME, EACH):
+        made = Made(EACH)
+    elif made.kind == OTHER:
+        known = made.degree != UNCLEAR
+        made = Made(WHOLE if known else UNSURE, made.degree)
+    return made._replace(single=single), why
+
+
+def both(
+    visits: Sequence[Visit],
+    sized: Callable[[int], PyTree],
+    axes: Sequence[int | None],
+    size: int,
+    train: bool,
+) -> Following:
+    """The layers, to be followed with two numbers of examples.
+
+    Args:
+      visits: the layers, as they were met.
+      sized: the input of the model with so many examples, as specs.
+      axes: where the examples are in each leaf of it.
+      size: how many a micro-batch has.
+      train: whether the layers are trained.
+    """
+    few = size if size > 1 else FEW
+    starts = sized(few), sized(GROWTH * few)
+    return Following(visits, starts, _inputs(axes), Numbers(GROWTH, few), train)
+
+
+def alone(
+    visits: Sequence[Visit],
+    sized: Callable[[int], PyTree],
+    axes: Sequence[int | None],
+    size: int,
+    train: bool,
+) -> Following:
+    """The same with that of a micro-batch alone, which tells only `Made.single`."""
+    return Following(visits, [sized(size)], _inputs(axes), Numbers(1, size), train)
+
+
+def _inputs(axes: Sequence[int | None]) -> list[Made]:
+    return [Made(SAME) if a is None else Made(EACH, single=True) for a in axes]

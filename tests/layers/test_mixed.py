@@ -1,0 +1,338 @@
+"""Layers that make something of several examples are told, and no others."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import jpipe
+
+from .. import reference as ref
+
+KEY = jax.random.key(0)
+BATCH, TOKENS, WIDTH, PARTS = 12, 3, 4, 3
+SAID = "each micro-batch by itself"
+
+
+def normalized(x):
+    return (x - x.mean(0)) / jnp.sqrt(x.var(0) + 1e-5)
+
+
+def among_examples(x):
+    """Attention of the examples to one another."""
+    flat = x.reshape(len(x), -1)
+    return (jax.nn.softmax(flat @ flat.T) @ flat).reshape(x.shape)
+
+
+def placed(x):
+    """What an expert has room for: the first few tokens of all."""
+    chosen = (x[..., :1] > 0).reshape(-1, 1)
+    before = jnp.cumsum(chosen, axis=0)
+    return x * (before <= 5).reshape(*x.shape[:-1], 1)
+
+
+def deviation(x):
+    """How far examples are apart, as one more feature of each."""
+    spread = jnp.sqrt(x.var(0).mean() + 1e-5)
+    return jnp.concatenate([x, jnp.full((*x.shape[:-1], 1), spread)], axis=-1)
+
+
+def whitened(x):
+    rows = x.reshape(-1, WIDTH)
+    root = jnp.linalg.cholesky(rows.T @ rows / len(rows) + jnp.eye(WIDTH))
+    return jax.scipy.linalg.solve_triangular(root, rows.T, lower=True).T.reshape(
+        x.shape
+    )
+
+
+def by_class(x):
+    """Each example less the mean of its class."""
+    classes = (x[:, 0, 0] > 0).astype(jnp.int32)
+    flat = x.reshape(len(x), -1)
+    total = jax.ops.segment_sum(flat, classes, 2)
+    count = jax.ops.segment_sum(jnp.ones(len(x)), classes, 2)
+    return (flat - (total / jnp.maximum(count, 1)[:, None])[classes]).reshape(x.shape)
+
+
+def one_after_the_other(x):
+    def step(carry, row):
+        carry = jnp.tanh(carry + row)
+        return carry, carry
+
+    return jax.lax.scan(step, jnp.zeros_like(x[0]), x)[1]
+
+
+MIXED = {
+    "centered": lambda x: x - x.mean(0),
+    "normalized": normalized,
+    "normalized in a checkpoint": jax.checkpoint(normalized),
+    "normalized under jit": jax.jit(normalized),
+    "attention among examples": among_examples,
+    "softmax over examples": lambda x: jax.nn.softmax(x, axis=0),
+    "beside the largest": lambda x: x / jnp.abs(x).max(),
+    "summed up": lambda x: x + x.sum(0),
+    "room for some": placed,
+    "deviation": deviation,
+    "whitened": whitened,
+    "by class": by_class,
+    "less the first": lambda x: x - x[0],
+    "less the first ones": lambda x: x - x[:2].mean(0),
+    "gram": lambda x: x @ jnp.einsum("bti,btj->ij", x, x),
+    "norm of all": lambda x: x / jnp.linalg.norm(x),
+    "in a loop over tokens": lambda x: jax.lax.map(
+        normalized, x.swapaxes(0, 1)
+    ).swapaxes(0, 1),
+    "mapped over tokens": jax.vmap(normalized, in_axes=1, out_axes=1),
+}
+
+
+def routed(x):
+    """Two experts, each token to the better one."""
+    chosen = jax.nn.one_hot(jnp.argmax(x[..., :2], -1), 2)
+    experts = jnp.stack([jnp.sin(x), jnp.cos(x)], -1)
+    return jnp.einsum("btwe,bte->btw", experts, chosen)
+
+
+def attended(x):
+    mask = jnp.tril(jnp.ones((TOKENS, TOKENS), bool))
+    return jax.nn.dot_product_attention(
+        x[:, :, None], x[:, :, None], x[:, :, None], mask=mask
+    )[:, :, 0]
+
+
+def recurrent(x):
+    def step(carry, row):
+        carry = jnp.tanh(carry + row)
+        return carry, carry
+
+    start = jnp.zeros((len(x), WIDTH))
+    return jax.lax.scan(step, start, x.swapaxes(0, 1))[1].swapaxes(0, 1)
+
+
+def in_groups(x):
+    return jax.lax.map(jnp.sin, x.reshape(2, -1, *x.shape[1:])).reshape(x.shape)
+
+
+def guarded(x):
+    return jnp.where(jnp.isfinite(x).all(), x, 0.0)
+
+
+def padded(x):
+    whole = jnp.pad(x, ((0, -len(x) % 8), (0, 0), (0, 0)))
+    return jnp.sin(whole)[: len(x)]
+
+
+def picked(x):
+    order = jnp.argsort(x, axis=1)
+    return jnp.take_along_axis(x, order, axis=1)
+
+
+APART = {
+    "sine": jnp.sin,
+    "tokens in one row": lambda x: jnp.tanh(
+        x.reshape(-1, WIDTH) @ jnp.eye(WIDTH)
+    ).reshape(x.shape),
+    "time first": lambda x: jnp.cumsum(x.swapaxes(0, 1), 0).swapaxes(0, 1),
+    "layer norm": lambda x: (x - x.mean(-1, keepdims=True)) / x.std(-1, keepdims=True),
+    "over tokens and features": lambda x: x / x.sum((1, 2), keepdims=True),
+    "attention": attended,
+    "routed": routed,
+    "recurrent": recurrent,
+    "in groups": in_groups,
+    "mapped": jax.vmap(lambda row: row / jnp.linalg.norm(row)),
+    "one at a time": lambda x: jax.lax.map(lambda row: row / row.max(), x),
+    "guarded": guarded,
+    "padded": padded,
+    "picked": picked,
+    "sorted within": lambda x: jnp.sort(x, axis=1),
+    "positions": lambda x: x + jnp.arange(TOKENS)[None, :, None],
+    "convolved": lambda x: jax.lax.conv_general_dilated(
+        x,
+        jnp.ones((3, WIDTH, WIDTH)),
+        (1,),
+        "SAME",
+        dimension_numbers=("NWC", "WIO", "NWC"),
+    ),
+    "fourier": lambda x: jnp.fft.fft(x, axis=1).real,
+    "one of the tokens": lambda x: x[:, :1] + jnp.zeros_like(x),
+    "two views": lambda x: jnp.sin(jnp.concatenate([x, -x]))[: len(x)],
+    "clipped by example": lambda x: (
+        x * jnp.minimum(1, 1 / jnp.sqrt(jnp.sum(x**2, (1, 2), keepdims=True)))
+    ),
+}
+
+
+def batch():
+    return jax.random.normal(KEY, (BATCH, TOKENS, WIDTH))
+
+
+def by_parts(layer):
+    x = batch()
+    return layer(x), jnp.concatenate([layer(part) for part in jnp.split(x, PARTS)])
+
+
+def trained(layers, x=None, targets=None, **options):
+    """Loss and gradients on micro-batches; layers may warn."""
+    x = batch() if x is None else x
+    pipe = jpipe.sequential(layers, PARTS)
+    variables = pipe.init(KEY, x)
+    find = pipe.value_and_grad(ref.mse, **options)
+    return find(variables, x, x if targets is None else targets)
+
+
+def mse_of(layer):
+    """With a layer before it, so that the one in question is not the first."""
+    return [nn.Dense(WIDTH), layer]
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_a_layer_that_mixes_examples_is_told(name):
+    whole, parts = by_parts(MIXED[name])
+    assert not np.allclose(whole, parts, atol=1e-3)
+    x = batch()
+    targets = jnp.zeros(whole.shape)
+    with pytest.warns(UserWarning, match=SAID) as caught:
+        trained(mse_of(MIXED[name]), x, targets)
+    (warning,) = caught
+    assert "layer 1 (" in str(warning.message)
+    assert "layer 0 (" not in str(warning.message)
+    assert warning.filename == __file__
+
+
+@pytest.mark.parametrize("name", APART)
+def test_a_layer_that_keeps_examples_apart_is_not(name):
+    whole, parts = by_parts(APART[name])
+    ref.assert_close(whole, parts, 1e-5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trained(mse_of(APART[name]), targets=jnp.zeros(whole.shape))
+
+
+class OwnNorm(nn.Module):
+    """A batch norm that somebody wrote."""
+
+    @nn.compact
+    def __call__(self, x, train):
+        mean = self.variable("batch_stats", "mean", jnp.zeros, x.shape[-1])
+        var = self.variable("batch_stats", "var", jnp.ones, x.shape[-1])
+        if not train:
+            return (x - mean.value) / jnp.sqrt(var.value + 1e-5)
+        new = x.mean((0, 1)), x.var((0, 1))
+        if not self.is_initializing():
+            mean.value = 0.9 * mean.value + 0.1 * new[0]
+            var.value = 0.9 * var.value + 0.1 * new[1]
+        return (x - new[0]) / jnp.sqrt(new[1] + 1e-5)
+
+
+def test_an_own_batch_norm_is_told_in_training_with_what_it_writes():
+    with pytest.warns(UserWarning, match=SAID) as caught:
+        trained(mse_of(OwnNorm()))
+    message = str(caught[0].message)
+    assert "layer 1 (OwnNorm)" in message
+    assert "writes batch_stats/var, which" in message
+    assert "batch_stats/mean" not in message
+    x = batch()
+    pipe = jpipe.sequential(mse_of(OwnNorm()), PARTS)
+    variables = pipe.init(KEY, x)
+    pipe.value_and_grad(ref.mse)(variables, x, x, train=False)
+
+
+class Codebook(nn.Module):
+    """Counts how often each code is chosen."""
+
+    as_mean: bool
+
+    @nn.compact
+    def __call__(self, x, train):
+        counts = self.variable("codes", "counts", jnp.ones, WIDTH)
+        chosen = jax.nn.one_hot(jnp.argmax(x, -1), WIDTH)
+        if train and not self.is_initializing():
+            new = chosen.mean((0, 1)) if self.as_mean else chosen.sum((0, 1))
+            counts.value = 0.9 * counts.value + 0.1 * new
+        return x
+
+
+def test_a_running_sum_is_told_and_a_running_mean_is_not():
+    with pytest.warns(UserWarning, match=r"writes codes/counts, which adds what grows"):
+        trained(mse_of(Codebook(False)))
+    trained(mse_of(Codebook(True)))
+
+
+class LinenNorm(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        x = nn.BatchNorm(use_running_average=not train)(nn.Dense(WIDTH)(x))
+        return nn.remat(nn.BatchNorm)(use_running_average=not train)(x)
+
+
+class NnxNorm(nnx.Module):
+    def __init__(self, rngs):
+        self.dense = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.norm = nnx.BatchNorm(WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        return self.norm(self.dense(x))
+
+
+def test_what_flax_calls_a_batch_norm_is_known():
+    trained([LinenNorm(), nn.BatchNorm(), nn.Dropout(0.1)], rngs=None) if 0 else None
+    trained([LinenNorm(), nn.BatchNorm(), NnxNorm(nnx.Rngs(0))])
+
+
+def with_balance(x):
+    """A loss of its own, as a router of experts has, beside the output."""
+    share = jax.nn.softmax(x).mean((0, 1))
+    return {"y": x, "aux": WIDTH * jnp.sum(share * jnp.log(share))}
+
+
+def with_total(x):
+    return {"y": x, "total": jnp.sum(x**2), "count": jnp.asarray(1.0 * len(x))}
+
+
+def both(outputs, targets):
+    return ref.mse(outputs["y"], targets) + 0.1 * outputs["aux"]
+
+
+def test_a_loss_that_a_layer_makes_of_all_examples_is_told():
+    x = batch()
+    pipe = jpipe.sequential([nn.Dense(WIDTH), with_balance], PARTS)
+    variables = pipe.init(KEY, x)
+    with pytest.warns(UserWarning, match=r"layer 1 \(with_balance\) "):
+        pipe.value_and_grad(both)(variables, x, x)
+
+
+def test_a_quotient_of_what_layers_sum_up_is_refused_as_a_loss():
+    x = batch()
+    pipe = jpipe.sequential([nn.Dense(WIDTH), with_total], PARTS)
+    variables = pipe.init(KEY, x)
+    with pytest.raises(ValueError, match="loss_fn returns a sum over the examples"):
+        pipe.value_and_grad(lambda y, t: y["total"])(variables, x, x)
+    pipe.value_and_grad(lambda y, t: y["total"], reduction="sum")(variables, x, x)
+    loss, _ = pipe.value_and_grad(
+        lambda y, t: (y["total"], y["count"]), reduction="weighted"
+    )(variables, x, x)
+    (dense,) = (layer["params"] for layer in variables if layer)
+    whole = jnp.sum((x @ dense["kernel"] + dense["bias"]) ** 2) / BATCH
+    ref.assert_close(loss, whole, 1e-5)
+
+
+def test_nothing_is_told_of_one_micro_batch_or_of_what_is_silenced():
+    x = batch()
+    pipe = jpipe.sequential(mse_of(normalized), 1)
+    pipe.value_and_grad(ref.mse)(pipe.init(KEY, x), x, x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", SAID)
+        trained(mse_of(normalized))
+
+
+def test_each_layer_that_mixes_is_listed_once():
+    with pytest.warns(UserWarning, match=SAID) as caught:
+        trained([normalized, nn.Dense(WIDTH), normalized, jnp.sin])
+    (warning,) = caught
+    named = [line for line in str(warning.message).splitlines() if "* layer" in line]
+    assert [line.split()[2] for line in named] == ["0", "2"]
