@@ -5,7 +5,7 @@ caller gave is made here, on abstract values, before anything is compiled or mov
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +15,7 @@ from ._functions._batch import Batch
 from ._functions._objective import Objective
 from ._functions._trainable import Trainable
 from ._layers import _examples, _hidden, _rng
+from ._layers._examples import Examples
 from ._layers._layer import as_layers
 from ._layers._rng import Rngs
 from ._layers._skip import Route
@@ -63,6 +64,7 @@ class ProgramCache:
         self.routes: tuple[Route, ...] = ()
         self._expected: dict[Any, Expected] = {}
         self._in_a_row = 0
+        self._is_apart = False
 
     def look_again(self) -> None:
         """Has layers checked and met anew, as where variables are made of them.
@@ -82,6 +84,7 @@ class ProgramCache:
         )
         self._expected.clear()
         self._inference.clear()
+        self._is_apart = False
 
     def inference(
         self, variables: Any, x: PyTree, rngs: Rngs, train: bool
@@ -101,6 +104,8 @@ class ProgramCache:
                 objective=None,
                 routes=routes,
             )
+            if len(batch.sizes) * batch.num_shards > 1 and not self._is_apart:
+                self._check_apart(batch, train)
             if train and (changed := works.changed(layout)):
                 _say_what_is_dropped(_variables.collections(variables, changed))
             made = Inference(self._pipe, layout, batch, works, self._axes.out_axes)
@@ -167,13 +172,7 @@ class ProgramCache:
     ) -> None:
         """Checks what of several examples is made: micro-batches make it of fewer."""
         visits = self.expected(batch.first)[0]
-        examples = _examples.Examples(
-            visits,
-            lambda count: batch.part(count)[0],
-            batch.x_axes,
-            batch.sizes[0],
-            train,
-        )
+        examples = self._examples(batch, train)
         outputs = works.task(len(self._pipe.stages) - 1).outputs
         given = _reduction.Given(outputs, self._axes.out_axes, examples.outputs)
         _reduction.check(objective, given, batch)
@@ -189,8 +188,33 @@ class ProgramCache:
         for first, task in tasks:
             for layer, paths in task.drawn_by().items():
                 _examples.check_draws(visits[first + layer], first + layer, paths)
-        if mixed := examples.mixed(written):
-            _say_what_is_mixed(mixed)
+        self._say_what_is_mixed(examples, written)
+
+    def _check_apart(self, batch: Batch, train: bool) -> None:
+        """Says which layers of a forward pass make something of several examples."""
+        self._say_what_is_mixed(self._examples(batch, train), {})
+
+    def _examples(self, batch: Batch, train: bool) -> Examples:
+        """What layers do with the examples of a micro-batch."""
+        return Examples(
+            self.expected(batch.first)[0],
+            lambda count: batch.part(count)[0],
+            batch.x_axes,
+            batch.sizes[0],
+            train,
+        )
+
+    def _say_what_is_mixed(
+        self, examples: Examples, written: Mapping[int, Any]
+    ) -> None:
+        """Says where a micro-batch by itself is another computation.
+
+        Once nothing was found, evaluation is not looked at any more.
+        """
+        mixed = examples.mixed(written)
+        self._is_apart = examples.fixed is None and not mixed
+        if mixed:
+            _warn_of_micro_batches(mixed)
 
     def _say_what_it_costs(self, build: Build) -> None:
         """Says what building in a loop costs: what is built, called once and left."""
@@ -296,8 +320,8 @@ class ProgramCache:
         return self.note(variables, x, trainable)
 
 
-def _say_what_is_mixed(layers: Sequence[str]) -> None:
-    """Says where a micro-batch by itself is another computation than a mini-batch."""
+def _warn_of_micro_batches(layers: Sequence[str]) -> None:
+    """Says which layers make something of several examples."""
     listed = "\n".join(f"  * {layer}" for layer in layers)
     warnings.warn(
         f"each micro-batch by itself: a layer sees only the examples of one, and here "
@@ -305,7 +329,7 @@ def _say_what_is_mixed(layers: Sequence[str]) -> None:
         f"take num_microbatches=1; where that of micro-batches is meant, as it is of a "
         f"batch norm, say so: warnings.filterwarnings('ignore', 'each micro-batch by "
         f"itself')",
-        stacklevel=8,
+        stacklevel=9,
     )
 
 

@@ -330,6 +330,28 @@ def test_nothing_is_told_of_one_micro_batch_or_of_what_is_silenced():
         trained(mse_of(normalized))
 
 
+def test_evaluation_is_told_too_but_where_training_was_not():
+    x = batch()
+    pipe = jpipe.sequential(mse_of(normalized), PARTS)
+    variables = pipe.init(KEY, x)
+    with pytest.warns(UserWarning, match=SAID) as caught:
+        pipe.apply(variables, x)
+    assert caught[0].filename == __file__
+    calls = []
+
+    def sine(x):
+        calls.append(x.shape)
+        return jnp.sin(x)
+
+    pipe = jpipe.sequential(mse_of(sine), PARTS)
+    pipe.value_and_grad(ref.mse)(pipe.init(KEY, x), x, x)
+    shapes = set(calls)
+    calls.clear()
+    pipe.apply(variables, x)
+    assert calls
+    assert set(calls) < shapes  # and with no other number of examples
+
+
 def test_each_layer_that_mixes_is_listed_once():
     with pytest.warns(UserWarning, match=SAID) as caught:
         trained([normalized, nn.Dense(WIDTH), normalized, jnp.sin])
