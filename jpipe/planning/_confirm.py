@@ -1,6 +1,7 @@
 """Candidates that fit as their lists of instructions say, not only as was thought."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,8 @@ def decided(space: Space, request: Request) -> list[Candidate]:
     """Candidates, the first with the bytes that its list of instructions holds.
 
     Where the best need more than was thought, others are looked for under a limit that
-    is smaller by as much.
+    is smaller by as much; where they need less, and faster ones seemed not to fit,
+    under a larger one.
 
     Args:
       space: what to choose from.
@@ -37,13 +39,38 @@ def decided(space: Space, request: Request) -> list[Candidate]:
             break
         candidates, more = confirm(preferred(found, under.hardware))
         rounds.append(candidates)
-        thought = found[0].fits(under.hardware)
-        if under.limit is None or more is None or not thought or more <= 1:
+        if under.limit is None or not _may_gain(
+            found, candidates[0], more, space, under
+        ):
             break
         limit = int(under.limit / more)
         hardware = dataclasses.replace(under.hardware, memory_limit=limit)
         under = dataclasses.replace(space, hardware=hardware)
     return min(rounds, key=lambda each: worth(each[0], space.hardware), default=[])
+
+
+def _may_gain(
+    found: Sequence[Candidate],
+    taken: Candidate,
+    more: float,
+    space: Space,
+    under: Space,
+) -> bool:
+    """Whether a search under another limit may find a better one.
+
+    Args:
+      found: what was found under this one.
+      taken: the best of it, as its instructions say.
+      more: how many times what was thought was needed.
+      space: what it has to fit.
+      under: the same with the limit that was searched under.
+    """
+    if more > 1:
+        return found[0].fits(under.hardware)
+    fast = taken.seconds if taken.fits(space.hardware) else math.inf
+    return more < 1 and any(
+        each.seconds < fast and not each.fits(under.hardware) for each in found
+    )
 
 
 class Confirm:
@@ -62,37 +89,37 @@ class Confirm:
 
     def __call__(
         self, candidates: Sequence[Candidate]
-    ) -> tuple[list[Candidate], float | None]:
+    ) -> tuple[list[Candidate], float]:
         """The candidates, the first with the bytes that its instructions hold.
 
-        Where one needs more than was taken for it, so may others of its kind: those
-        come next that would fit even so, and at last the one that needs least.
+        Where one needs more than was taken for it, or less, so may others of its kind:
+        those come next that would fit even so, and at last the one that needs least.
 
         Args:
           candidates: the best first.
 
         Returns:
           They, and how many times what was thought those need that do not fit, the
-          least of it; ``None`` if the first one fits.
+          least of it; if the first one fits, at most once.
         """
         alike = {_cut_and_order(each): each for each in reversed(candidates)}
         left = list(reversed(alike.values()))
         short: list[Candidate] = []
-        least: float | None = None
+        least = 1.0
         while left and len(short) < _MOST:
             likely = list(filter(self._is_likely, left))
             if not likely or len(short) == _MOST - 1:
                 likely = [min(left, key=lambda c: c.most_bytes)]
             guess = likely.pop(0)
             found = self._exactly(guess)
+            more = found.most_bytes / guess.most_bytes
             if found.fits(self._hardware):
                 # It takes the time that it took before.
-                return [found, *short, *likely], least
+                return [found, *short, *likely], least if short else min(more, 1.0)
             short.append(found)
             left.remove(guess)
-            more = found.most_bytes / guess.most_bytes
-            least = min(more, least or more)
-            self._more[_kind(guess)] = max(more, self._more.get(_kind(guess), 1))
+            least = more if len(short) == 1 else min(more, least)
+            self._more[_kind(guess)] = max(more, self._more.get(_kind(guess), more))
         return [*sorted(short, key=lambda c: c.most_bytes), *left], least
 
     def _is_likely(self, candidate: Candidate) -> bool:

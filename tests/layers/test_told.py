@@ -128,6 +128,7 @@ def test_a_default_of_a_field_inside_is_nobodys_word():
 # --------------------------------------------------------------- in a Sequential
 
 
+@pytest.mark.filterwarnings("ignore:each micro-batch by itself")
 @pytest.mark.parametrize(
     ("first", "second"),
     [

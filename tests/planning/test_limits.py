@@ -129,6 +129,17 @@ def test_what_fits_only_as_it_was_thought_is_not_taken(searched):
         chosen([found, *others], under, [])
 
 
+def test_what_needs_less_than_was_thought_is_found(searched):
+    _, space, request = searched
+    space = dataclasses.replace(space, remats=("min_cut",))
+    # Less than the fastest plan holds by a fifth.
+    limit = decided(space, request)[0].most_bytes * 4 // 5
+    hardware = dataclasses.replace(space.hardware, memory_limit=limit)
+    under = dataclasses.replace(space, hardware=hardware)
+    assert not any(one.fits(hardware) for one in search(under))
+    assert decided(under, request)[0].fits(hardware)
+
+
 def test_cuts_are_looked_for_anew_where_too_little_was_thought(searched):
     _, space, request = searched
     # Of layers that keep much less than they do, by as much each.

@@ -27,9 +27,10 @@ class Counted(nn.Module):
     def __call__(self, x, train: bool = False):
         zeros = nn.with_partitioning(jnp.zeros, ("rows",)) if self.boxed else jnp.zeros
         mean = self.variable("batch_stats", "mean", zeros, (x.shape[-1],))
+        before = mean.value
         if train:
-            mean.value = 0.5 * mean.value + x.mean(0)
-        return x - mean.value
+            mean.value = 0.5 * before + x.mean(0)
+        return x - before
 
 
 def model(boxed: bool) -> jpipe.Pipeline:
