@@ -88,6 +88,7 @@ def test_a_field_beside_a_parameter_of_its_name_is_asked_about(listed, told):
         jpipe.pipeline([listed], 2)
 
 
+@pytest.mark.filterwarnings("ignore:each micro-batch by itself")
 def test_what_is_to_be_typed_then_is_an_answer():
     told = jpipe.layer(
         Held(), lambda module, x, train: module(x, use_running_average=not train)
