@@ -1,7 +1,7 @@
 """The programs that a pipeline has compiled, and how to make the next one.
 
 A program is compiled for structures, shapes and dtypes; every check of what the
-caller gave is made here, on abstract values, before anything is compiled or moved.
+caller gave is made on abstract values, before anything is compiled or moved.
 """
 
 import warnings
@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ._functions import _batch, _microbatch, _reduction
+from . import _checks
+from ._functions import _batch, _microbatch
 from ._functions._batch import Batch
 from ._functions._objective import Objective
 from ._functions._trainable import Trainable
-from ._layers import _examples, _hidden, _rng
+from ._layers import _hidden, _rng
 from ._layers._examples import Examples
 from ._layers._layer import as_layers
 from ._layers._rng import Rngs
@@ -104,7 +105,7 @@ class ProgramCache:
                 objective=None,
                 routes=routes,
             )
-            if len(batch.sizes) * batch.num_shards > 1 and not self._is_apart:
+            if batch.num_parts > 1 and not self._is_apart:
                 self._check_apart(batch, train)
             if train and (changed := works.changed(layout)):
                 _say_what_is_dropped(_variables.collections(variables, changed))
@@ -160,34 +161,20 @@ class ProgramCache:
                 objective=objective,
                 routes=self.expected(batch.first)[1],
             )
-            _check_constants(works, layout, variables)
-            if len(batch.sizes) * batch.num_shards > 1:
-                self._check_examples(works, batch, objective, train)
+            _checks.constants(works, layout, variables)
+            if batch.num_parts > 1:
+                self._check_parts(works, batch, objective, train)
             made = Gradient(self._pipe, layout, batch, works, objective)
             known[signature] = self.training = made
         return known[signature]
 
-    def _check_examples(
+    def _check_parts(
         self, works: Works, batch: Batch, objective: Objective, train: bool
     ) -> None:
-        """Checks what of several examples is made: micro-batches make it of fewer."""
-        visits = self.expected(batch.first)[0]
-        examples = self._examples(batch, train)
-        outputs = works.task(len(self._pipe.stages) - 1).outputs
-        given = _reduction.Given(outputs, self._axes.out_axes, examples.outputs)
-        _reduction.check(objective, given, batch)
-        tasks = [(stage.first, works.task(stage.index)) for stage in self._pipe.stages]
-        written = {
-            first + layer: paths
-            for first, task in tasks
-            for layer, paths in task.written().items()
-        }
-        if any(axis is not None for axis in batch.x_axes):
-            for number, paths in written.items():
-                _examples.check(examples, number, paths)
-        for first, task in tasks:
-            for layer, paths in task.drawn_by().items():
-                _examples.check_draws(visits[first + layer], first + layer, paths)
+        """Checks that micro-batches make what the mini-batch would."""
+        examples, axis = self._examples(batch, train), self._axes.out_axes
+        _checks.loss(objective, works, examples, batch, axis)
+        written = _checks.written(works, examples, batch)
         self._say_what_is_mixed(examples, written)
 
     def _check_apart(self, batch: Batch, train: bool) -> None:
@@ -214,7 +201,7 @@ class ProgramCache:
         mixed = examples.mixed(written)
         self._is_apart = examples.fixed is None and not mixed
         if mixed:
-            _warn_of_micro_batches(mixed)
+            _checks.warn_of(mixed)
 
     def _say_what_it_costs(self, build: Build) -> None:
         """Says what building in a loop costs: what is built, called once and left."""
@@ -320,19 +307,6 @@ class ProgramCache:
         return self.note(variables, x, trainable)
 
 
-def _warn_of_micro_batches(layers: Sequence[str]) -> None:
-    """Says which layers make something of several examples."""
-    listed = "\n".join(f"  * {layer}" for layer in layers)
-    warnings.warn(
-        f"each micro-batch by itself: a layer sees only the examples of one, and here "
-        f"more than one of them come together:\n{listed}\nas one device computes it, "
-        f"take num_microbatches=1; where that of micro-batches is meant, as it is of a "
-        f"batch norm, say so: warnings.filterwarnings('ignore', 'each micro-batch by "
-        f"itself')",
-        stacklevel=9,
-    )
-
-
 def _say_what_is_dropped(collections: str) -> None:
     """Says that a forward pass gives outputs alone, where linen asks for `mutable`."""
     warnings.warn(
@@ -341,31 +315,3 @@ def _say_what_is_dropped(collections: str) -> None:
         f"train_step",
         stacklevel=7,
     )
-
-
-def _check_constants(works: Works, layout: Layout, variables: Sequence[PyTree]) -> None:
-    """Checks that what is trained is not closed over by a layer or the loss too.
-
-    Raises:
-      TypeError: with the variables that are.
-    """
-    tasks = map(works.task, range(len(layout.order)))
-    constants = {id(array) for task in tasks for array in task.closed.consts}
-    found = [
-        f"variables{jax.tree_util.keystr(path)}"
-        for (path, leaf), trained in zip(
-            jax.tree_util.tree_leaves_with_path(tuple(variables)),
-            layout.marks,
-            strict=True,
-        )
-        if trained and id(leaf) in constants
-    ]
-    if found:
-        raise TypeError(
-            "the loss or a layer takes variables from outside, which would be "
-            "constants without a gradient and stay as they are now; add their "
-            "gradient to that of the loss: pipe.jit(jax.value_and_grad(penalty))"
-            "(params), where penalty is a function of them, or let the optimizer "
-            "decay them (optax.add_decayed_weights); for constants give copies:\n"
-            + "\n".join(f"  * {name}" for name in found)
-        )

@@ -40,6 +40,11 @@ class Batch:
         """Specs of the input of the first micro-batch; no other has more examples."""
         return self.part(self.sizes[0])[0]
 
+    @property
+    def num_parts(self) -> int:
+        """How many micro-batches there are, of all shards together."""
+        return len(self.sizes) * self.num_shards
+
     def part(self, size: int) -> tuple[PyTree, dict[str, PyTree]]:
         """Specs of the input and of the rest of a micro-batch: see `_task.EXTRA`."""
         extra = {

@@ -48,7 +48,7 @@ def check(objective: Objective, given: Given, batch: Batch) -> None:
     if fault:
         raise ValueError(
             f"loss_fn {fault}; with reduction={objective.reduction!r} its "
-            f"{len(batch.sizes) * batch.num_shards} micro-batches would make another "
+            f"{batch.num_parts} micro-batches would make another "
             f"loss than the mini-batch. {_ADVICE.format(alone=_alone(batch))}"
         )
 

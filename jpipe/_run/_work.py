@@ -28,6 +28,9 @@ class Works:
       train: whether this is training.
       objective: the loss; ``None`` for a forward pass.
       routes: the skip connections between stages.
+
+    Attributes:
+      num_stages: how many stages there are.
     """
 
     def __init__(
@@ -41,6 +44,7 @@ class Works:
         routes: Sequence[Route],
     ) -> None:
         self._sizes = batch.sizes
+        self.num_stages = len(pipe.stages)
         self._remat = pipe.remat
         self._tasks = {
             size: _chain.tasks(
