@@ -5,8 +5,9 @@ from typing import Any, NamedTuple
 import jax
 
 from .._jaxprs import _jaxpr
-from .._jaxprs._made import EACH, OTHER, SAME, UNCLEAR, WHOLE, Made
-from .._jaxprs._reduced import Numbers, results
+from .._jaxprs._made import EACH, OTHER, SAME, UNCLEAR, UNSURE, VAGUE, WHOLE, Made
+from .._jaxprs._pairs import Numbers
+from .._jaxprs._reduced import results
 from .._layers._followed import FEW, GROWTH, Outputs
 from . import _microbatch
 from ._batch import Batch
@@ -72,9 +73,11 @@ def _alone(batch: Batch) -> str:
 
 def _fault(reduction: str, made: list[Made]) -> str | None:
     """What a loss is that is not what its reduction says; None where it may be."""
+    loss, *weights = made
+    if loss.kind == UNSURE and not weights and loss.why not in VAGUE:
+        return loss.why
     if any(one.kind not in (SAME, WHOLE, OTHER) for one in made):
         return None
-    loss, *weights = made
     if weights:
         (weight,) = weights
         degrees = loss.degree, weight.degree

@@ -5,10 +5,17 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 SAME, EACH, WHOLE, OTHER, UNSURE, UNKNOWN = range(6)
+OF_ALL = (WHOLE, OTHER, UNSURE)
 # The degree of what is not linear and may grow in any way.
 UNCLEAR = math.inf
 FOLLOWS = "computes with what is made of all examples"
+LARGEST = "takes the largest or the smallest of all examples"
+MOVED = "puts examples in the places of others"
+CHOSEN = "chooses some of the examples"
 _GROWS = "adds what grows with the number of examples to what does not"
+# Of what is `UNSURE` for none but these it may yet be linear: of a mean, say, that is
+# at most something, but not of a root that is.
+VAGUE = ("", FOLLOWS, LARGEST, _GROWS)
 
 
 class Made(NamedTuple):

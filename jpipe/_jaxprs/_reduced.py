@@ -8,7 +8,7 @@ examples, which two jaxprs of one function show that were traced with other numb
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,12 @@ from jax.extend import core
 
 from . import _jaxpr, _marks
 from ._made import (
+    CHOSEN,
     EACH,
     FOLLOWS,
+    LARGEST,
+    MOVED,
+    OF_ALL,
     OTHER,
     SAME,
     UNCLEAR,
@@ -34,34 +38,8 @@ from ._made import (
     quotient,
     times,
 )
-
-
-class Numbers(NamedTuple):
-    """How two jaxprs of one function differ.
-
-    Attributes:
-      growth: how many times as many examples the second has: its longer axes are those
-        of examples, and what grows as their number does so in it. One: there is only
-        one jaxpr, given twice; of it is known only what holds single ones.
-      size: of how many examples the first is. Where there is no second, an axis whose
-        length is a multiple of it is one of examples.
-    """
-
-    growth: int
-    size: int
-
-    def along(self, shape: Sequence[int], twin: Sequence[int]) -> list[bool]:
-        """Which axes go along the examples, by their lengths in both."""
-        if len(shape) != len(twin):
-            raise Differs
-        if self.growth == 1:
-            return [n > 0 and n % self.size == 0 for n in shape]
-        return [m != n for m, n in zip(shape, twin, strict=True)]
-
-
-class Differs(Exception):
-    """The two jaxprs are not the same but for the number of examples."""
-
+from ._moved import PLACED, moved, parts
+from ._pairs import Differs, Numbers, Pair, axes_along
 
 _OF_PLACES = """
     broadcast broadcast_in_dim concatenate conj copy copy_p expand_dims imag name neg
@@ -92,15 +70,15 @@ _CALLED = {
     "sqrt": "the root",
     "square": "the square",
 }
+# What is less the largest of all becomes a quotient by it, which leaves a softmax.
+_SHIFTED = frozenset(["exp", "exp2"])
 # Whether, not how much.
 _ANSWERS = frozenset(_OF_ANSWERS.split())
-# Of what is at places that the other operands say.
-_PLACED = frozenset(["dynamic_slice", "gather"])
+_LOGIC = frozenset(["and", "not", "or", "xor"])
 _ALONG = frozenset(["cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum"])
 _WRITES = frozenset(["dynamic_update_slice", "scatter", "scatter-add"])
 # What leaves out some examples, or tells one from another, as a sum of them does not.
-_SELECTIONS = frozenset([*_PLACED, *_OF_SELECTIONS.split()])
-_OF_ALL = (WHOLE, OTHER, UNSURE)
+_SELECTIONS = frozenset([*PLACED, *_OF_SELECTIONS.split()])
 _APART = "jpipe apart"
 
 
@@ -141,7 +119,7 @@ def results(
         ]
 
     for eqn, twin in zip(one.jaxpr.eqns, other.jaxpr.eqns, strict=True):
-        pair = _Pair(eqn, twin, numbers)
+        pair = Pair(eqn, twin, numbers)
         operands = read(eqn.invars, twin.invars)
         found = _within(pair, operands, numbers)
         if found is None:
@@ -156,38 +134,7 @@ def _size(closed: core.ClosedJaxpr) -> tuple[int, int]:
     return len(closed.jaxpr.eqns), len(closed.consts)
 
 
-class _Pair:
-    """An equation, and what it is with more examples.
-
-    Attributes:
-      after: of each result which axes go along the examples.
-      before: of each operand.
-    """
-
-    def __init__(
-        self, eqn: core.JaxprEqn, twin: core.JaxprEqn, numbers: Numbers
-    ) -> None:
-        self.name = eqn.primitive.name
-        if self.name != twin.primitive.name:
-            raise Differs
-        self.eqn, self.twin = eqn, twin
-        self.before = _along(eqn.invars, twin.invars, numbers)
-        self.after = _along(eqn.outvars, twin.outvars, numbers)
-
-
-def _along(
-    atoms: Sequence[Any], twins: Sequence[Any], numbers: Numbers
-) -> list[list[bool]]:
-    """Which axes of each value go along the examples."""
-    shapes, others = ([getattr(a.aval, "shape", ()) for a in x] for x in (atoms, twins))
-    if len(shapes) != len(others):
-        raise Differs
-    return [numbers.along(*pair) for pair in zip(shapes, others, strict=True)]
-
-
-def _lying(
-    made: Made, along: Sequence[bool], why: str = "chooses some of the examples"
-) -> Made:
+def _lying(made: Made, along: Sequence[bool], why: str = CHOSEN) -> Made:
     """What is of each example lies along one axis of them."""
     if made.kind != EACH or sum(along) == 1:
         return made
@@ -217,16 +164,22 @@ def _constant(one: Any, other: Any, growth: int) -> Made:
     return Made(SAME, round(degree))
 
 
-def _made(pair: _Pair, operands: list[Made]) -> Made:
+def _made(pair: Pair, operands: list[Made]) -> Made:
     """How the results of an equation are, that holds no jaxpr."""
     name = pair.name
     if name == "name" and pair.eqn.params["name"] == _APART:
         return Made(EACH if any(pair.after[0]) else SAME)
-    if name in _PLACED:
-        operands = [operands[0], *map(_place, operands[1:])]
+    if elsewhere := moved(pair, operands):
+        return elsewhere
+    values, places = parts(name, operands)
+    places = [*map(_place, places)]
+    operands = [*values, *places]
     kinds = {made.kind for made in operands}
     if name in _LINEAR:
         return joined(operands)
+    if name == "reduce_sum":
+        over = [pair.before[0][i] for i in pair.eqn.params["axes"]]
+        return _summed(operands[0], over, pair.after[0])
     if UNKNOWN in kinds:
         return one_of(UNKNOWN, operands)
     if name in _ALONG and pair.before[0][pair.eqn.params["axis"]]:
@@ -235,9 +188,6 @@ def _made(pair: _Pair, operands: list[Made]) -> Made:
         return Made(EACH if any(pair.after[0]) else SAME)
     if name == "convert_element_type":
         return _converted(pair.eqn, operands[0])
-    if name == "reduce_sum":
-        over = [pair.before[0][i] for i in pair.eqn.params["axes"]]
-        return _summed(operands[0], over, pair.after[0])
     if name == "dot_general":
         (axes, _), _ = pair.eqn.params["dimension_numbers"]
         over = [pair.before[0][i] for i in axes]
@@ -249,42 +199,60 @@ def _made(pair: _Pair, operands: list[Made]) -> Made:
     if name == "select_n":
         return chosen(*operands)
     if name in _WRITES:
-        return _written(pair, operands)
-    if not kinds.isdisjoint(_OF_ALL):
+        return _written(pair, values, places)
+    if not kinds.isdisjoint(OF_ALL):
+        beside = operands[0].kind == UNSURE and operands[0].why == LARGEST
+        if name in _SHIFTED and beside and any(pair.after[0]):
+            return Made(EACH)
         if name in _CURVED:
             called = _CALLED.get(name, name)
             made = first(operands, f"takes {called} of what is made of all examples")
             grows = any(operand.degree for operand in operands)
             return made._replace(degree=UNCLEAR if grows else 0)
         if name in _SOFT:
-            # Of one number of all, such as whether all are finite, nothing is told.
-            lying = itertools.compress(operands, map(any, pair.before))
-            why = next((m.why or FOLLOWS for m in lying if m.kind in _OF_ALL), "")
-            return Made(UNSURE, UNCLEAR, why)
+            return Made(UNSURE, UNCLEAR, _heard(pair, operands))
+        if name == "ragged_dot_general":  # of rows in groups, and how many each has
+            return Made(UNKNOWN)
         return Made(UNKNOWN, why="" if kinds == {UNSURE} else FOLLOWS)
     if name in _ANSWERS and kinds == {SAME}:
         return Made(SAME)
     if any(made.degree for made in operands):
         return Made(UNKNOWN)
     if EACH in kinds and name.startswith(("reduce_", "arg")):
-        return Made(EACH) if any(pair.after[0]) else Made(UNSURE, UNCLEAR)
+        why = "" if name in ("reduce_and", "reduce_or") else LARGEST
+        return Made(EACH) if any(pair.after[0]) else Made(UNSURE, UNCLEAR, why)
     return Made(EACH if EACH in kinds else SAME)
 
 
-def _written(pair: _Pair, operands: list[Made]) -> Made:
+def _heard(pair: Pair, operands: Sequence[Made]) -> str:
+    """Why a size, or an answer, is of all.
+
+    Of an answer about one number of all, such as whether they are finite, nothing is
+    told.
+    """
+    whole = any(pair.after[0]) and pair.name not in _LOGIC
+    lying = operands if whole else itertools.compress(operands, map(any, pair.before))
+    why = next((m.why or FOLLOWS for m in lying if m.kind in OF_ALL), "")
+    if why or pair.name in _ANSWERS:
+        return why
+    return next((m.why for m in operands if m.kind in OF_ALL), "")
+
+
+def _written(pair: Pair, values: Sequence[Made], places: Sequence[Made]) -> Made:
     """A value with others written in some of its places, or added there."""
-    into, *rest = operands
+    into, new = values
     added = pair.name == "scatter-add"
-    new, *places = rest if pair.name == "dynamic_update_slice" else rest[::-1]
     each = {made.kind for made in (*places, new)}
     if added and EACH in each and each <= {SAME, EACH} and not any(pair.after[0]):
         return joined([into, Made(WHOLE, times(new.degree, 1))])
-    if any(made.kind != SAME for made in places):
-        return Made(UNKNOWN)
-    return joined([into, new])
+    made = joined([into, new])
+    if any(place.kind != SAME for place in places):
+        apart = any(pair.after[0]) and made.kind in (SAME, EACH)
+        return made._replace(kind=EACH if apart else UNKNOWN, why="")
+    return made
 
 
-def _singles(pair: _Pair, operands: Sequence[Made]) -> list[bool]:
+def _singles(pair: Pair, operands: Sequence[Made]) -> list[bool]:
     """Which results of an equation, that holds no jaxpr, hold single examples."""
     held = [made.single for made in operands]
     count = len(pair.after)
@@ -310,6 +278,8 @@ def _place(made: Made) -> Made:
 
 def _summed(made: Made, over: Sequence[bool], after: Sequence[bool]) -> Made:
     """A sum over axes, which go along the examples or not."""
+    if any(over) and made.why == MOVED:
+        return Made(UNKNOWN)
     if not any(over) or made.kind == UNKNOWN:
         return made
     if made.kind == EACH and any(after):
@@ -318,7 +288,7 @@ def _summed(made: Made, over: Sequence[bool], after: Sequence[bool]) -> Made:
     return Made(kind, times(made.degree, sum(over)), made.why)
 
 
-def _within(pair: _Pair, operands: list[Made], numbers: Numbers) -> list[Made] | None:
+def _within(pair: Pair, operands: list[Made], numbers: Numbers) -> list[Made] | None:
     """Of a call, of branches or of a loop; None of any other."""
     bodies = _jaxpr.bodies(pair.eqn), _jaxpr.bodies(pair.twin)
     if len(bodies[0]) != len(bodies[1]):
@@ -331,10 +301,10 @@ def _within(pair: _Pair, operands: list[Made], numbers: Numbers) -> list[Made] |
     for _ in range(2 + 4 * len(given[carried])):
         cases = []
         for one, other in zip(*bodies, strict=True):
-            along = _along(one.jaxpr.invars, other.jaxpr.invars, numbers)
-            own = given[len(given) - len(along) :]
+            axes = axes_along(one.jaxpr.invars, other.jaxpr.invars, numbers)
+            own = given[len(given) - len(axes) :]
             # A loop may go along the examples, one by one.
-            own = [_lying(*pair, why="") for pair in zip(own, along, strict=True)]
+            own = [_lying(*pair, why="") for pair in zip(own, axes, strict=True)]
             cases.append(results(one, other, own, numbers))
         found = [_either(case) for case in zip(*cases, strict=True)]
         if pair.name == "cond" and operands[0].kind != SAME:
@@ -342,9 +312,15 @@ def _within(pair: _Pair, operands: list[Made], numbers: Numbers) -> list[Made] |
         before = given[carried]
         after = [_either(both) for both in zip(before, found, strict=False)]
         if after == before:
-            return found
+            scanned = len(before) if pair.name == "scan" else len(found)
+            return [*found[:scanned], *map(_stacked, found[scanned:])]
         given = [*given[: carried.start or 0], *after, *given[carried.stop :]]
     return [*map(_lost, found)]
+
+
+def _stacked(made: Made) -> Made:
+    """What all steps of a loop made: if each of one example, then of all again."""
+    return made._replace(why="") if made.why == CHOSEN else made
 
 
 def _lost(made: Made) -> Made:
@@ -362,5 +338,5 @@ def _converted(eqn: core.JaxprEqn, made: Made) -> Made:
     result: Any = eqn.outvars[0].aval
     floating = jnp.issubdtype(result.dtype, jnp.inexact)
     was = jnp.issubdtype(given.dtype, jnp.inexact)
-    counted = was and not floating and made.kind in _OF_ALL
+    counted = was and not floating and made.kind in OF_ALL
     return Made(UNSURE, UNCLEAR, made.why) if counted else made

@@ -8,7 +8,8 @@ import jax
 
 from .._jaxprs import _jaxpr
 from .._jaxprs._made import EACH, OTHER, SAME, UNCLEAR, UNKNOWN, UNSURE, WHOLE, Made
-from .._jaxprs._reduced import Numbers, results
+from .._jaxprs._pairs import Numbers
+from .._jaxprs._reduced import results
 from . import _alike, _batchnorm, _rng, _skip
 from ._streams import applied, retried
 from ._tree import flat, nested

@@ -8,15 +8,10 @@ import numpy as np
 import optax
 import pytest
 
-import jpipe
 from jpipe._functions import _reduction
 from jpipe._functions._batch import Batch
 from jpipe._functions._objective import Objective
-from jpipe._jaxprs._made import EACH, SAME, Made
-from jpipe._jaxprs._reduced import Numbers
 from jpipe._layers._followed import Outputs
-
-from .. import reference as ref
 
 BATCH, PARTS, TOKENS, WORDS = 12, 3, 2, 5
 cross_entropy = optax.softmax_cross_entropy_with_integer_labels
@@ -74,6 +69,20 @@ def embedded(y):
     return y.reshape(len(y), -1)
 
 
+def beside_the_largest(y):
+    """A softmax that somebody wrote, less one number for all."""
+    powers = jnp.exp(y - y.max())
+    return powers / powers.sum(-1, keepdims=True)
+
+
+def hardest(y, t):
+    """Triplets of each example with the farthest alike and the nearest other one."""
+    distance = jnp.sum((embedded(y)[:, None] - embedded(y)[None]) ** 2, -1)
+    alike = t[:, 0, None] == t[None, :, 0]
+    farthest = jnp.max(jnp.where(alike, distance, 0), 1)
+    return jnp.mean(farthest - jnp.min(jnp.where(alike, 1e3, distance), 1))
+
+
 MEANS = {
     "mean": lambda y, t: cross_entropy(y, t).mean(),
     "by the size": lambda y, t: cross_entropy(y, t).sum() / t.size,
@@ -129,6 +138,12 @@ MEANS = {
     ).mean(),
     "centred, and linear": lambda y, t: jnp.mean(y - y.mean(0)) + y.mean(),
     "indexed": lambda y, t: indexed(y, t).mean(),
+    "softmax, less the largest of all": lambda y, t: (
+        -jnp.mean(one_hot(t) * jnp.log(beside_the_largest(y)))
+    ),
+    "written in places": lambda y, t: jnp.mean(
+        y[:, 0].at[jnp.arange(len(t)), t[:, 0]].add(-1.0) ** 2
+    ),
     "and nothing of a root": lambda y, t: (
         y.mean() + 0.0 * jnp.sqrt(jnp.mean((y - one_hot(t)) ** 2))
     ),
@@ -142,6 +157,9 @@ SUMS = {
     "scan": along_time,
     "merged": lambda y, t: merged(y, t).sum(),
     "indexed": lambda y, t: indexed(y, t).sum(),
+    "written in places": lambda y, t: jnp.sum(
+        y[:, 0].at[jnp.arange(len(t)), t[:, 0]].set(1.0) ** 2
+    ),
     "where": lambda y, t: jnp.sum(cross_entropy(y, t), where=t > 0),
 }
 OTHERS = {
@@ -198,6 +216,15 @@ OTHERS = {
     "pairs": (
         lambda y, t: jnp.mean((embedded(y)[:, None] - embedded(y)[None]) ** 2),
         "compares",
+    ),
+    "of the hardest half": (
+        lambda y, t: jax.lax.top_k(cross_entropy(y, t).mean(-1), len(t) // 2)[0].mean(),
+        "takes the largest",
+    ),
+    "hardest triplets": (hardest, "compares"),
+    "at least so far apart": (
+        lambda y, t: jnp.mean(jnp.maximum(0, 9 - jnp.sqrt(embedded(y).var(0)))),
+        "takes the square",
     ),
     "an expected error": (lambda y, t: (y.mean() - t.mean()) ** 2, "takes a power"),
 }
@@ -318,83 +345,3 @@ def test_a_total_and_a_weight_of_different_growth_are_refused(double, loss_fn, s
 )
 def test_totals_with_their_weights_are_not(double, loss_fn):
     check(loss_fn, "weighted")
-
-
-# Of what a layer returns beside its output: a table of words, a load of experts.
-WITH_A_TABLE = {
-    "scaled": lambda y, t, w: cross_entropy(y * jnp.exp(w[0, 0]), t).mean(),
-    "words": lambda y, t, w: cross_entropy(y @ w.T, t).mean(),
-    "orthogonal": lambda y, t, w: y.mean() + jnp.sum((w @ w.T - 1) ** 2),
-    "balanced": lambda y, t, w: y.mean() + (jnp.std(w) / jnp.mean(w)) ** 2,
-}
-
-
-@pytest.mark.parametrize("name", WITH_A_TABLE)
-@pytest.mark.parametrize("length", [1, 4, 7, 8])
-@pytest.mark.parametrize("size", [1, 4])
-def test_what_does_not_go_along_the_examples_is_a_constant(double, name, length, size):
-    numbers = Numbers(3, max(size, 4))
-    like = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
-    few, many = (
-        (like((count, TOKENS, WORDS)), like((length, WORDS)))
-        for count in (numbers.size, 3 * numbers.size)
-    )
-    outputs = Outputs(few, many, [Made(EACH), Made(SAME)], numbers)
-
-    def loss_fn(outputs, t):
-        return WITH_A_TABLE[name](outputs[0], t, outputs[1])
-
-    check(loss_fn, outputs=outputs, size=size)
-    with pytest.raises(ValueError, match="returns a mean over the examples; with"):
-        check(loss_fn, "sum", outputs=outputs, size=size)
-
-
-def test_of_layers_that_take_no_other_number_of_examples_nothing_is_known(double):
-    like = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
-    outputs = like((BATCH // PARTS, TOKENS, WORDS)), like((8, WORDS))
-    check(lambda outputs, t: cross_entropy(outputs[0], t).sum(), outputs=outputs)
-
-
-def test_tokens_that_a_layer_merged_with_the_examples_are_of_them(double):
-    outputs = jax.ShapeDtypeStruct((BATCH // PARTS * TOKENS, WORDS), jnp.float32)
-    check(lambda y, t: merged(y, t).mean(), outputs=outputs)
-    with pytest.raises(ValueError, match="a sum over the examples"):
-        check(lambda y, t: merged(y, t).sum(), outputs=outputs)
-
-
-@pytest.mark.parametrize("of", ["value_and_grad", "train_step", "sequential"])
-def test_a_pipeline_refuses_before_it_compiles(of):
-    x, targets = ref.regression(8)
-    make = jpipe.sequential if of == "sequential" else jpipe.pipeline
-    layers = [ref.dense(4)]
-
-    def total(y, t):
-        return jnp.sum((y - t) ** 2)
-
-    def run(num_microbatches):
-        pipe = make(layers, num_microbatches)
-        if of == "train_step":
-            tx = optax.sgd(0.1)
-            state = pipe.init_train_state(jax.random.key(0), x, tx)
-            return pipe.train_step(total, tx)(state, x, targets)
-        variables = pipe.init(jax.random.key(0), x)
-        return pipe.value_and_grad(total)(variables, x, targets)
-
-    run(1)
-    with pytest.raises(ValueError, match="its 2 micro-batches would make another loss"):
-        run(2)
-
-
-def test_a_table_that_a_layer_returns_is_not_of_the_examples(double):
-    x, _ = ref.regression(8)
-    layers = [ref.dense(4), lambda y: (y, jnp.ones((8, 4)))]
-    pipe = jpipe.sequential(layers, 2)
-    variables = pipe.init(jax.random.key(0), x)
-
-    def loss_fn(outputs, t):
-        y, table = outputs
-        return cross_entropy(y @ table.T, t).mean()
-
-    pipe.value_and_grad(loss_fn)(variables, x, jnp.arange(8))
-    with pytest.raises(ValueError, match="returns a mean over the examples; with"):
-        pipe.value_and_grad(loss_fn, reduction="sum")(variables, x, jnp.arange(8))

@@ -1,5 +1,6 @@
 """Layers that make something of several examples are told, and no others."""
 
+import functools
 import warnings
 
 import jax
@@ -66,6 +67,13 @@ def one_after_the_other(x):
     return jax.lax.scan(step, jnp.zeros_like(x[0]), x)[1]
 
 
+def of_the_best(x):
+    """Each expert takes the tokens of all that it likes best."""
+    rows = x.reshape(-1, WIDTH)
+    _, chosen = jax.lax.top_k(rows[:, 0], len(rows) // 2)
+    return jnp.zeros_like(rows).at[chosen].add(rows[chosen]).reshape(x.shape)
+
+
 MIXED = {
     "centered": lambda x: x - x.mean(0),
     "normalized": normalized,
@@ -82,6 +90,12 @@ MIXED = {
     "less the first": lambda x: x - x[0],
     "less the first ones": lambda x: x - x[:2].mean(0),
     "gram": lambda x: x @ jnp.einsum("bti,btj->ij", x, x),
+    "beside the one in its place from the end": lambda x: 0.7 * x + 0.3 * x[::-1],
+    "sorted": lambda x: jnp.sort(x, axis=0),
+    "in the order of one feature": lambda x: x[jnp.argsort(x[:, 0, 0])],
+    "at most the largest mean": lambda x: jnp.minimum(x, x.mean((1, 2)).max() / 2),
+    "where it is the largest": lambda x: jnp.where(x >= x.max(0), x, 0),
+    "of the best": of_the_best,
     "norm of all": lambda x: x / jnp.linalg.norm(x),
     "in a loop over tokens": lambda x: jax.lax.map(
         normalized, x.swapaxes(0, 1)
@@ -131,6 +145,42 @@ def picked(x):
     return jnp.take_along_axis(x, order, axis=1)
 
 
+def marked(x):
+    """Writes at a place that each example says."""
+    rows, place = jnp.arange(len(x)), jnp.argmax(x[..., 0], 1)
+    return x.at[rows, place].set(0).at[rows, place - 1].multiply(2)
+
+
+def softmax_beside_the_largest(x):
+    powers = jnp.exp(x - x.max())
+    return powers / powers.sum(-1, keepdims=True)
+
+
+def sorted_for_a_while(x, back):
+    """As a recurrent layer takes the longest first."""
+    order = jnp.argsort(-x[:, 0, 0])
+    y = jnp.cumsum(x[order], 1)
+    return y[jnp.argsort(order)] if back else jnp.zeros_like(y).at[order].set(y)
+
+
+def to_experts(x):
+    """Each token to one expert, whose tokens lie side by side, with room for all."""
+    rows = x.reshape(-1, WIDTH)
+    expert = jnp.argmax(rows[:, :2], -1)
+    order = jnp.argsort(expert)
+    counts = jnp.bincount(expert, length=2)
+    weights = jnp.stack([jnp.eye(WIDTH), 2 * jnp.eye(WIDTH)])
+    y = jax.lax.ragged_dot(rows[order], weights, counts)
+    return y[jnp.argsort(order)].reshape(x.shape)
+
+
+def example_by_example(x):
+    def write(i, y):
+        return y.at[i].set(jnp.sin(x[i]))
+
+    return jax.lax.fori_loop(0, len(x), write, jnp.zeros_like(x))
+
+
 APART = {
     "sine": jnp.sin,
     "tokens in one row": lambda x: jnp.tanh(
@@ -160,6 +210,16 @@ APART = {
     "fourier": lambda x: jnp.fft.fft(x, axis=1).real,
     "one of the tokens": lambda x: x[:, :1] + jnp.zeros_like(x),
     "two views": lambda x: jnp.sin(jnp.concatenate([x, -x]))[: len(x)],
+    "marked": marked,
+    "softmax beside the largest": softmax_beside_the_largest,
+    "sorted and back": functools.partial(sorted_for_a_while, back=True),
+    "sorted and written back": functools.partial(sorted_for_a_while, back=False),
+    "reversed twice": lambda x: jnp.sin(x[::-1])[::-1],
+    "to experts": to_experts,
+    "example by example": example_by_example,
+    "by numbers of examples": lambda x: jax.lax.map(
+        lambda i: jnp.sin(x[i]), jnp.arange(len(x))
+    ),
     "clipped by example": lambda x: (
         x * jnp.minimum(1, 1 / jnp.sqrt(jnp.sum(x**2, (1, 2), keepdims=True)))
     ),
@@ -210,56 +270,6 @@ def test_a_layer_that_keeps_examples_apart_is_not(name):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         trained(mse_of(APART[name]), targets=jnp.zeros(whole.shape))
-
-
-class OwnNorm(nn.Module):
-    """A batch norm that somebody wrote."""
-
-    @nn.compact
-    def __call__(self, x, train):
-        mean = self.variable("batch_stats", "mean", jnp.zeros, x.shape[-1])
-        var = self.variable("batch_stats", "var", jnp.ones, x.shape[-1])
-        if not train:
-            return (x - mean.value) / jnp.sqrt(var.value + 1e-5)
-        new = x.mean((0, 1)), x.var((0, 1))
-        if not self.is_initializing():
-            mean.value = 0.9 * mean.value + 0.1 * new[0]
-            var.value = 0.9 * var.value + 0.1 * new[1]
-        return (x - new[0]) / jnp.sqrt(new[1] + 1e-5)
-
-
-def test_an_own_batch_norm_is_told_in_training_with_what_it_writes():
-    with pytest.warns(UserWarning, match=SAID) as caught:
-        trained(mse_of(OwnNorm()))
-    message = str(caught[0].message)
-    assert "layer 1 (OwnNorm)" in message
-    assert "writes batch_stats/var, which" in message
-    assert "batch_stats/mean" not in message
-    x = batch()
-    pipe = jpipe.sequential(mse_of(OwnNorm()), PARTS)
-    variables = pipe.init(KEY, x)
-    pipe.value_and_grad(ref.mse)(variables, x, x, train=False)
-
-
-class Codebook(nn.Module):
-    """Counts how often each code is chosen."""
-
-    as_mean: bool
-
-    @nn.compact
-    def __call__(self, x, train):
-        counts = self.variable("codes", "counts", jnp.ones, WIDTH)
-        chosen = jax.nn.one_hot(jnp.argmax(x, -1), WIDTH)
-        if train and not self.is_initializing():
-            new = chosen.mean((0, 1)) if self.as_mean else chosen.sum((0, 1))
-            counts.value = 0.9 * counts.value + 0.1 * new
-        return x
-
-
-def test_a_running_sum_is_told_and_a_running_mean_is_not():
-    with pytest.warns(UserWarning, match=r"writes codes/counts, which adds what grows"):
-        trained(mse_of(Codebook(False)))
-    trained(mse_of(Codebook(True)))
 
 
 class LinenNorm(nn.Module):

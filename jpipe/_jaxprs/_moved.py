@@ -1,0 +1,57 @@
+"""What comes to the places of other examples: reversed, sorted, taken, written."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from ._made import CHOSEN, LARGEST, MOVED, OF_ALL, OTHER, UNCLEAR, UNKNOWN, Made
+from ._pairs import Pair
+
+# Of what is at places that the other operands say.
+PLACED = frozenset(["dynamic_slice", "gather"])
+# What puts what lies along an axis in another order, and the parameter that says which.
+_MOVES = {"rev": "dimensions", "sort": "dimension", "top_k": "axis"}
+
+
+def moved(pair: Pair, operands: Sequence[Made]) -> Made | None:
+    """What comes to the places of other examples, or perhaps to its own again.
+
+    None of what stays where it is, and of what more is made of than single examples.
+    """
+    values, places = parts(pair.name, operands)
+    whys = {made.why for made in values if made.kind == UNKNOWN}
+    if any(made.kind in OF_ALL for made in operands) or whys - {"", MOVED, CHOSEN}:
+        return None
+    if pair.name in _MOVES and _goes_along(pair):
+        if pair.name == "top_k" and not whys and _leaves_out(pair):
+            return Made(OTHER, UNCLEAR, LARGEST)
+        return Made(UNKNOWN) if whys else Made(UNKNOWN, why=MOVED)
+    by_moved = any(made.why == MOVED for made in places)
+    if not places or not any(pair.after[0]) or not (whys or by_moved):
+        return None
+    taken = pair.name in PLACED and not whys
+    return Made(UNKNOWN, why=MOVED if taken else "")
+
+
+def _goes_along(pair: Pair) -> bool:
+    """Whether what puts something in order does so along the examples."""
+    given: Any = pair.eqn.params[_MOVES[pair.name]]
+    axes = given if isinstance(given, tuple) else [given]
+    return any(pair.before[0][axis] for axis in axes)
+
+
+def _leaves_out(pair: Pair) -> bool:
+    """Whether it takes some of the examples, and not all."""
+    axis: Any = pair.eqn.params["axis"]
+    given: Any = pair.twin.invars[0].aval
+    return pair.twin.params["k"] < given.shape[axis]
+
+
+def parts(name: str, operands: Sequence[Made]) -> tuple[Sequence[Made], Sequence[Made]]:
+    """The values of an equation, and what says where they are or come."""
+    if name in PLACED:
+        return operands[:1], operands[1:]
+    if name == "dynamic_update_slice":
+        return operands[:2], operands[2:]
+    if name.startswith("scatter"):
+        return operands[::2], operands[1:2]
+    return operands, ()

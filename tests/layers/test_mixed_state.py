@@ -1,0 +1,77 @@
+"""Layers that write what is no mean over the examples are told, and no others."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import linen as nn
+
+import jpipe
+
+from .. import reference as ref
+from .test_mixed import KEY, PARTS, SAID, WIDTH, batch, mse_of, trained
+
+
+class OwnNorm(nn.Module):
+    """A batch norm that somebody wrote."""
+
+    @nn.compact
+    def __call__(self, x, train):
+        mean = self.variable("batch_stats", "mean", jnp.zeros, x.shape[-1])
+        var = self.variable("batch_stats", "var", jnp.ones, x.shape[-1])
+        if not train:
+            return (x - mean.value) / jnp.sqrt(var.value + 1e-5)
+        new = x.mean((0, 1)), x.var((0, 1))
+        if not self.is_initializing():
+            mean.value = 0.9 * mean.value + 0.1 * new[0]
+            var.value = 0.9 * var.value + 0.1 * new[1]
+        return (x - new[0]) / jnp.sqrt(new[1] + 1e-5)
+
+
+def test_an_own_batch_norm_is_told_in_training_with_what_it_writes():
+    with pytest.warns(UserWarning, match=SAID) as caught:
+        trained(mse_of(OwnNorm()))
+    message = str(caught[0].message)
+    assert "layer 1 (OwnNorm)" in message
+    assert "writes batch_stats/var, which" in message
+    assert "batch_stats/mean" not in message
+    x = batch()
+    pipe = jpipe.sequential(mse_of(OwnNorm()), PARTS)
+    variables = pipe.init(KEY, x)
+    pipe.value_and_grad(ref.mse)(variables, x, x, train=False)
+
+
+class Codebook(nn.Module):
+    """Counts how often each code is chosen."""
+
+    as_mean: bool
+
+    @nn.compact
+    def __call__(self, x, train):
+        counts = self.variable("codes", "counts", jnp.ones, WIDTH)
+        chosen = jax.nn.one_hot(jnp.argmax(x, -1), WIDTH)
+        if train and not self.is_initializing():
+            new = chosen.mean((0, 1)) if self.as_mean else chosen.sum((0, 1))
+            counts.value = 0.9 * counts.value + 0.1 * new
+        return x
+
+
+def test_a_running_sum_is_told_and_a_running_mean_is_not():
+    with pytest.warns(UserWarning, match=r"writes codes/counts, which adds what grows"):
+        trained(mse_of(Codebook(False)))
+    trained(mse_of(Codebook(True)))
+
+
+class Range(nn.Module):
+    """How large its input may be, as a quantized layer knows."""
+
+    @nn.compact
+    def __call__(self, x, train):
+        most = self.variable("range", "most", jnp.ones, ())
+        if train and not self.is_initializing():
+            most.value = jnp.maximum(0.9 * most.value, jnp.abs(x).max())
+        return x
+
+
+def test_a_largest_value_that_is_kept_is_told():
+    with pytest.warns(UserWarning, match=r"writes range/most, which takes the largest"):
+        trained(mse_of(Range()))
