@@ -333,6 +333,8 @@ class ConstantNnx(BlockNnx):
         return self.dropout(x, deterministic=True)
 
 
+# The input has no axis of tokens: examples attend to one another.
+@pytest.mark.filterwarnings("ignore:each micro-batch by itself")
 @pytest.mark.parametrize(
     "listed",
     [
