@@ -4,6 +4,7 @@ A program is compiled for structures, shapes and dtypes; every check of what the
 caller gave is made on abstract values, before anything is compiled or moved.
 """
 
+import functools
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from ._functions._objective import Objective
 from ._functions._trainable import Trainable
 from ._layers import _hidden, _rng
 from ._layers._examples import Examples
+from ._layers._followed import Following
 from ._layers._layer import as_layers
 from ._layers._rng import Rngs
 from ._layers._skip import Route
@@ -183,13 +185,9 @@ class ProgramCache:
 
     def _examples(self, batch: Batch, train: bool) -> Examples:
         """What layers do with the examples of a micro-batch."""
-        return Examples(
-            self.expected(batch.first)[0],
-            lambda count: batch.part(count)[0],
-            batch.x_axes,
-            batch.sizes[0],
-            train,
-        )
+        visits = self.expected(batch.first)[0]
+        given = visits, lambda count: batch.part(count)[0], batch.x_axes, train
+        return Examples(visits, batch.sizes[0], functools.partial(Following, *given))
 
     def _say_what_is_mixed(
         self, examples: Examples, written: Mapping[int, Any]

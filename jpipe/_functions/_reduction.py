@@ -6,9 +6,8 @@ import jax
 
 from .._jaxprs import _jaxpr
 from .._jaxprs._made import EACH, OTHER, SAME, UNCLEAR, UNSURE, VAGUE, WHOLE, Made
-from .._jaxprs._pairs import Numbers
 from .._jaxprs._reduced import results
-from .._layers._followed import FEW, GROWTH, Outputs
+from .._layers._followed import Outputs, two
 from . import _microbatch
 from ._batch import Batch
 from ._objective import Objective
@@ -107,10 +106,11 @@ def _made(objective: Objective, given: Given, batch: Batch) -> list[Made] | None
     try:
         outputs = given.followed or _scaled(given, batch.sizes[0])
         numbers = outputs.numbers
-        counts = numbers.size, numbers.growth * numbers.size
         one, other = (
             _jaxpr.trace(objective.parts, some, batch.part(count)[1]["targets"])[0]
-            for some, count in zip((outputs.few, outputs.many), counts, strict=True)
+            for some, count in zip(
+                (outputs.few, outputs.many), numbers.counts, strict=True
+            )
         )
         targets = (Made(SAME if a is None else EACH) for a in batch.target_axes)
         return results(one, other, [*outputs.made, *targets], numbers)
@@ -128,10 +128,10 @@ def _scaled(given: Given, size: int) -> Outputs:
     (leaf,), tree = jax.tree.flatten(given.specs)
     axis = _axis(leaf, given.axis, size)
     each = 1 if axis is None else leaf.shape[axis] // size
-    numbers = Numbers(GROWTH, size if size > 1 else FEW)
+    numbers = two(size)
     few, many = (
         tree.unflatten(_microbatch.part_specs([leaf], [axis], each * count))
-        for count in (numbers.size, numbers.growth * numbers.size)
+        for count in numbers.counts
     )
     return Outputs(few, many, [Made(SAME if axis is None else EACH)], numbers)
 

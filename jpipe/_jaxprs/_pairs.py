@@ -20,6 +20,11 @@ class Numbers(NamedTuple):
     growth: int
     size: int
 
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Of how many examples the jaxprs are."""
+        return tuple(dict.fromkeys([self.size, self.growth * self.size]))
+
     def along(self, shape: Sequence[int], twin: Sequence[int]) -> list[bool]:
         """Which axes go along the examples, by their lengths in both."""
         if len(shape) != len(twin):

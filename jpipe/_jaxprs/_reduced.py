@@ -304,7 +304,7 @@ def _within(pair: Pair, operands: list[Made], numbers: Numbers) -> list[Made] | 
             axes = axes_along(one.jaxpr.invars, other.jaxpr.invars, numbers)
             own = given[len(given) - len(axes) :]
             # A loop may go along the examples, one by one.
-            own = [_lying(*pair, why="") for pair in zip(own, axes, strict=True)]
+            own = [_lying(*each, why="") for each in zip(own, axes, strict=True)]
             cases.append(results(one, other, own, numbers))
         found = [_either(case) for case in zip(*cases, strict=True)]
         if pair.name == "cond" and operands[0].kind != SAME:

@@ -7,11 +7,11 @@ from typing import Any
 import jax
 
 from .._jaxprs._made import FOLLOWS, WHOLE, Made
-from . import _followed, _nnx_kinds
-from ._followed import Outcome
+from .._jaxprs._pairs import Numbers
+from . import _nnx_kinds
+from ._followed import Following, Outcome, two
 from ._walk import Visit
 
-PyTree = Any
 Path = tuple[Any, ...]
 
 
@@ -20,10 +20,8 @@ class Examples:
 
     Args:
       visits: the layers, as they were met.
-      sized: the input of the model with so many examples, as specs.
-      axes: where the examples are in each leaf of it.
       size: how many a micro-batch has.
-      train: whether the layers are trained.
+      follow: follows the layers with such numbers of examples.
 
     Attributes:
       fixed: the number of the first layer that takes no other number of examples, or
@@ -34,22 +32,21 @@ class Examples:
     def __init__(
         self,
         visits: Sequence[Visit],
-        sized: Callable[[int], PyTree],
-        axes: Sequence[int | None],
         size: int,
-        train: bool,
+        follow: Callable[[Numbers], Following],
     ) -> None:
         self.visits = visits
         self.size = size
         self._outcomes: list[Outcome] = []
-        both = _followed.both(visits, sized, axes, size, train)
+        both = follow(two(size))
         with contextlib.suppress(Exception):
             for number in range(len(visits)):
                 self._outcomes.append(both.layer(number))
         complete = len(self._outcomes) == len(visits)
         self.fixed = None if complete else len(self._outcomes)
         self.outputs = both.outputs if complete else None
-        self._alone = _followed.alone(visits, sized, axes, size, train)
+        # Of one number alone only what holds single examples is known.
+        self._alone = follow(Numbers(1, size))
 
     def holding(self, number: int) -> set[Path]:
         """The paths of what holds values of single examples, where a layer writes it.

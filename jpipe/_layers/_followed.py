@@ -19,9 +19,14 @@ PyTree = Any
 Path = tuple[Any, ...]
 Skips = dict[_skip.Key, PyTree]
 # So many times as many examples can be taken in the same groups, and in halves.
-GROWTH = 3
+_GROWTH = 3
 # Where there is one, all axes of length one would be alike.
-FEW = 4
+_FEW = 4
+
+
+def two(size: int) -> Numbers:
+    """Two numbers of examples, by that of a micro-batch."""
+    return Numbers(_GROWTH, size if size > 1 else _FEW)
 
 
 class Outcome(NamedTuple):
@@ -75,26 +80,27 @@ class Following:
 
     Args:
       visits: the layers, as they were met.
-      starts: the input of the model with some number of examples and with more; or
-        with one number alone.
-      made: how each leaf of it is made.
-      numbers: those of the examples.
+      sized: the input of the model with so many examples, as specs.
+      axes: where the examples are in each leaf of it.
       train: whether the layers are trained.
+      numbers: those of the examples.
     """
 
     def __init__(
         self,
         visits: Sequence[Visit],
-        starts: Sequence[PyTree],
-        made: Sequence[Made],
-        numbers: Numbers,
+        sized: Callable[[int], PyTree],
+        axes: Sequence[int | None],
         train: bool,
+        numbers: Numbers,
     ) -> None:
         self._visits = visits
         self._numbers = numbers
         self._train = train
-        self._given = [_Given(x, {}) for x in starts]
-        self._made = list(made)
+        self._given = [_Given(sized(count), {}) for count in numbers.counts]
+        self._made = [
+            Made(SAME) if axis is None else Made(EACH, single=True) for axis in axes
+        ]
         self._outcomes: list[Outcome] = []
         # Equal layers on equal inputs are followed once.
         self._known: dict[Hashable, tuple[list[_Traced], list[Made]]] = {}
@@ -190,39 +196,3 @@ def _passed(made: Made, along: bool) -> tuple[Made, str]:
         known = made.degree != UNCLEAR
         made = Made(WHOLE if known else UNSURE, made.degree)
     return made._replace(single=single), why
-
-
-def both(
-    visits: Sequence[Visit],
-    sized: Callable[[int], PyTree],
-    axes: Sequence[int | None],
-    size: int,
-    train: bool,
-) -> Following:
-    """The layers, to be followed with two numbers of examples.
-
-    Args:
-      visits: the layers, as they were met.
-      sized: the input of the model with so many examples, as specs.
-      axes: where the examples are in each leaf of it.
-      size: how many a micro-batch has.
-      train: whether the layers are trained.
-    """
-    few = size if size > 1 else FEW
-    starts = sized(few), sized(GROWTH * few)
-    return Following(visits, starts, _inputs(axes), Numbers(GROWTH, few), train)
-
-
-def alone(
-    visits: Sequence[Visit],
-    sized: Callable[[int], PyTree],
-    axes: Sequence[int | None],
-    size: int,
-    train: bool,
-) -> Following:
-    """The same with that of a micro-batch alone, which tells only `Made.single`."""
-    return Following(visits, [sized(size)], _inputs(axes), Numbers(1, size), train)
-
-
-def _inputs(axes: Sequence[int | None]) -> list[Made]:
-    return [Made(SAME) if a is None else Made(EACH, single=True) for a in axes]

@@ -59,14 +59,6 @@ def by_class(x):
     return (flat - (total / jnp.maximum(count, 1)[:, None])[classes]).reshape(x.shape)
 
 
-def one_after_the_other(x):
-    def step(carry, row):
-        carry = jnp.tanh(carry + row)
-        return carry, carry
-
-    return jax.lax.scan(step, jnp.zeros_like(x[0]), x)[1]
-
-
 def of_the_best(x):
     """Each expert takes the tokens of all that it likes best."""
     rows = x.reshape(-1, WIDTH)
@@ -289,7 +281,6 @@ class NnxNorm(nnx.Module):
 
 
 def test_what_flax_calls_a_batch_norm_is_known():
-    trained([LinenNorm(), nn.BatchNorm(), nn.Dropout(0.1)], rngs=None) if 0 else None
     trained([LinenNorm(), nn.BatchNorm(), NnxNorm(nnx.Rngs(0))])
 
 
@@ -315,7 +306,7 @@ def test_a_loss_that_a_layer_makes_of_all_examples_is_told():
         pipe.value_and_grad(both)(variables, x, x)
 
 
-def test_a_quotient_of_what_layers_sum_up_is_refused_as_a_loss():
+def test_what_layers_sum_up_is_refused_as_a_loss_that_is_a_mean():
     x = batch()
     pipe = jpipe.sequential([nn.Dense(WIDTH), with_total], PARTS)
     variables = pipe.init(KEY, x)
