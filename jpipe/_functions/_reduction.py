@@ -5,7 +5,18 @@ from typing import Any, NamedTuple
 import jax
 
 from .._jaxprs import _jaxpr
-from .._jaxprs._made import EACH, OTHER, SAME, UNCLEAR, UNSURE, VAGUE, WHOLE, Made
+from .._jaxprs._made import (
+    EACH,
+    OTHER,
+    SAME,
+    UNCLEAR,
+    UNSURE,
+    VAGUE,
+    WHOLE,
+    Made,
+    taken_in,
+)
+from .._jaxprs._ordered import SOME
 from .._jaxprs._reduced import results
 from .._layers._followed import Outputs, two
 from . import _microbatch
@@ -73,6 +84,8 @@ def _alone(batch: Batch) -> str:
 def _fault(reduction: str, made: list[Made]) -> str | None:
     """What a loss is that is not what its reduction says; None where it may be."""
     loss, *weights = made
+    if not weights and loss.orders and loss.orders.are_all_known:
+        return SOME
     if loss.kind == UNSURE and not weights and loss.why not in VAGUE:
         return loss.why
     if any(one.kind not in (SAME, WHOLE, OTHER) for one in made):
@@ -112,7 +125,11 @@ def _made(objective: Objective, given: Given, batch: Batch) -> list[Made] | None
                 (outputs.few, outputs.many), numbers.counts, strict=True
             )
         )
-        targets = (Made(SAME if a is None else EACH) for a in batch.target_axes)
+        leaves = jax.tree.leaves(batch.part(numbers.size)[1]["targets"])
+        targets = (
+            taken_in(leaf.ndim, axis, numbers.counts)
+            for leaf, axis in zip(leaves, batch.target_axes, strict=True)
+        )
         return results(one, other, [*outputs.made, *targets], numbers)
     except Exception:  # whatever a loss does that takes no other number of examples
         return None
@@ -133,7 +150,9 @@ def _scaled(given: Given, size: int) -> Outputs:
         tree.unflatten(_microbatch.part_specs([leaf], [axis], each * count))
         for count in numbers.counts
     )
-    return Outputs(few, many, [Made(SAME if axis is None else EACH)], numbers)
+    made = taken_in(leaf.ndim, axis, numbers.counts)
+    # Where more is merged with the examples, nobody knows in which order.
+    return Outputs(few, many, [made if each == 1 else Made(EACH)], numbers)
 
 
 def _axis(leaf: jax.ShapeDtypeStruct, axis: int, size: int) -> int | None:

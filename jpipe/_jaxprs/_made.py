@@ -1,8 +1,10 @@
 """How one value is made of examples, and what follows for what is computed of some."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
+
+from ._order import Orders, natural
 
 SAME, EACH, WHOLE, OTHER, UNSURE, UNKNOWN = range(6)
 OF_ALL = (WHOLE, OTHER, UNSURE)
@@ -10,12 +12,13 @@ OF_ALL = (WHOLE, OTHER, UNSURE)
 UNCLEAR = math.inf
 FOLLOWS = "computes with what is made of all examples"
 LARGEST = "takes the largest or the smallest of all examples"
+SHIFTED = "shifts by the largest or the smallest of all examples"
 MOVED = "puts examples in the places of others"
 CHOSEN = "chooses some of the examples"
 _GROWS = "adds what grows with the number of examples to what does not"
 # Of what is `UNSURE` for none but these it may yet be linear: of a mean, say, that is
 # at most something, but not of a root that is.
-VAGUE = ("", FOLLOWS, LARGEST, _GROWS)
+VAGUE = ("", FOLLOWS, SHIFTED, _GROWS)
 
 
 class Made(NamedTuple):
@@ -28,12 +31,28 @@ class Made(NamedTuple):
         perhaps `UNCLEAR`.
       why: of `OTHER`, what made it so; of others, why that cannot be said.
       single: whether it holds values of single examples, and not what is made of all.
+      orders: of which example each element is; ``None``: of none, as far as is known.
     """
 
     kind: int
     degree: float | None = 0
     why: str = ""
     single: bool = False
+    orders: Orders | None = None
+
+
+def taken_in(ndim: int, axis: int | None, counts: Sequence[int]) -> Made:
+    """What is given from outside, with the examples along an axis, or of none.
+
+    Args:
+      ndim: how many axes it has.
+      axis: that of the examples.
+      counts: how many there are in each jaxpr.
+    """
+    if axis is None:
+        return Made(SAME)
+    orders = natural(ndim, axis, counts) if len(counts) > 1 else None
+    return Made(EACH, single=True, orders=orders)
 
 
 def joined(operands: Sequence[Made]) -> Made:
@@ -46,11 +65,25 @@ def joined(operands: Sequence[Made]) -> Made:
     if UNKNOWN in kinds:
         return one_of(UNKNOWN, operands)
     if UNSURE in kinds:
-        return one_of(UNSURE, operands)
+        made = one_of(UNSURE, operands)
+        return (
+            made._replace(why=SHIFTED)
+            if EACH in kinds and made.why == LARGEST
+            else made
+        )
     if len(degrees) > 1:  # such as a sum and a small number
+        if kinds == {SAME}:
+            return Made(SAME, UNCLEAR)
+        if _are_several(made.degree for made in operands if made.kind == WHOLE):
+            return Made(OTHER, UNCLEAR, "adds a sum over the examples to a mean")
         whole = WHOLE in kinds and EACH not in kinds
         return Made(UNSURE, UNCLEAR, _GROWS) if whole else Made(UNKNOWN, why=_GROWS)
     return Made(max(kinds), next(iter(degrees), None))
+
+
+def _are_several(degrees: Iterable[float | None]) -> bool:
+    known = {*degrees} - {None}
+    return len(known) > 1 and UNCLEAR not in known
 
 
 def one_of(kind: int, operands: Sequence[Made]) -> Made:
@@ -100,7 +133,7 @@ def chosen(which: Made, *cases: Made) -> Made:
         return made._replace(kind=EACH) if each else Made(UNKNOWN)
     if each and which.kind == UNSURE and not which.why:
         return made  # as where all are finite, and something else where they are not
-    return Made(UNSURE, UNCLEAR, which.why)
+    return Made(UNSURE, UNCLEAR, which.why or made.why)
 
 
 def first(operands: Sequence[Made], why: str) -> Made:

@@ -3,8 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
-from ._made import CHOSEN, LARGEST, MOVED, OF_ALL, OTHER, UNCLEAR, UNKNOWN, Made
+import jax.numpy as jnp
+
+from ._made import CHOSEN, EACH, LARGEST, MOVED, OF_ALL, OTHER, UNCLEAR, UNKNOWN, Made
+from ._order import COMPARED
 from ._pairs import Pair
+from ._primitives import ONE_BY_ONE
 
 # Of what is at places that the other operands say.
 PLACED = frozenset(["dynamic_slice", "gather"])
@@ -21,9 +25,15 @@ def moved(pair: Pair, operands: Sequence[Made]) -> Made | None:
     whys = {made.why for made in values if made.kind == UNKNOWN}
     if any(made.kind in OF_ALL for made in operands) or whys - {"", MOVED, CHOSEN}:
         return None
+    if pair.name == "rev" and _is_known(values[0]):
+        return None
+    if pair.name in ONE_BY_ONE and _is_compared(operands):
+        return Made(OTHER, UNCLEAR, COMPARED)
     if pair.name in _MOVES and _goes_along(pair):
         if pair.name == "top_k" and not whys and _leaves_out(pair):
             return Made(OTHER, UNCLEAR, LARGEST)
+        if pair.name == "sort" and _goes_by_size(pair):
+            return Made(OTHER, UNCLEAR, "puts the examples in the order of their size")
         return Made(UNKNOWN) if whys else Made(UNKNOWN, why=MOVED)
     by_moved = any(made.why == MOVED for made in places)
     if not places or not any(pair.after[0]) or not (whys or by_moved):
@@ -32,11 +42,28 @@ def moved(pair: Pair, operands: Sequence[Made]) -> Made | None:
     return Made(UNKNOWN, why=MOVED if taken else "")
 
 
+def _is_compared(operands: Sequence[Made]) -> bool:
+    """Whether what was moved, nobody knows how, meets what is known to be in place."""
+    moved = any(made.why == MOVED and not _is_known(made) for made in operands)
+    return moved and any(made.kind == EACH and _is_known(made) for made in operands)
+
+
+def _is_known(made: Made) -> bool:
+    """Whether it is known where the examples are."""
+    return made.orders is not None and made.orders.are_known
+
+
 def _goes_along(pair: Pair) -> bool:
     """Whether what puts something in order does so along the examples."""
     given: Any = pair.eqn.params[_MOVES[pair.name]]
     axes = given if isinstance(given, tuple) else [given]
     return any(pair.before[0][axis] for axis in axes)
+
+
+def _goes_by_size(pair: Pair) -> bool:
+    """Whether numbers are put in order, and nothing beside them."""
+    given: Any = pair.eqn.invars[0].aval
+    return len(pair.eqn.invars) == 1 and jnp.issubdtype(given.dtype, jnp.floating)
 
 
 def _leaves_out(pair: Pair) -> bool:

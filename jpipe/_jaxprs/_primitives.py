@@ -24,12 +24,14 @@ _MIDDLING = """
 """
 _CALLS = "cond custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr jit pjit"
 
+# What makes each element of those at the same place.
+ONE_BY_ONE = frozenset(_ONE_BY_ONE.split())
 # What computes nothing.
 MOVES = frozenset(_MOVES.split())
 # What computes one result of many elements.
 REDUCTIONS = frozenset(_REDUCTIONS.split())
 # What is computed again in less time than it takes to read what was kept.
-CHEAP = MOVES | REDUCTIONS | frozenset(_ONE_BY_ONE.split())
+CHEAP = MOVES | REDUCTIONS | ONE_BY_ONE
 # What costs as much as what is inside.
 CALLS = frozenset(_CALLS.split())
 PRODUCTS = frozenset(["dot_general", "conv_general_dilated"])

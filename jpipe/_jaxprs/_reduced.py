@@ -7,6 +7,7 @@ examples, which two jaxprs of one function show that were traced with other numb
 
 import itertools
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from ._made import (
     OF_ALL,
     OTHER,
     SAME,
+    SHIFTED,
     UNCLEAR,
     UNKNOWN,
     UNSURE,
@@ -39,6 +41,8 @@ from ._made import (
     times,
 )
 from ._moved import PLACED, moved, parts
+from ._order import COMPARED, FREE, Orders, merged
+from ._ordered import follow
 from ._pairs import Differs, Numbers, Pair, axes_along
 
 _OF_PLACES = """
@@ -104,6 +108,25 @@ def results(
     Raises:
       Differs: if the jaxprs do in more than numbers.
     """
+    try:
+        return _results(one, other, given, numbers)
+    except Differs:
+        raise
+    except Exception as error:  # a fault of a check stops no training
+        warnings.warn(
+            f"jpipe cannot follow whether examples come together in a layer or in the "
+            f"loss, and goes on as if they did not ({error!r}); please report it",
+            stacklevel=2,
+        )
+        raise Differs from error
+
+
+def _results(
+    one: core.ClosedJaxpr,
+    other: core.ClosedJaxpr,
+    given: Sequence[Made],
+    numbers: Numbers,
+) -> list[Made]:
     if _size(one) != _size(other):
         raise Differs
     values = dict(zip(one.jaxpr.invars, given, strict=True))
@@ -123,11 +146,17 @@ def results(
         operands = read(eqn.invars, twin.invars)
         found = _within(pair, operands, numbers)
         if found is None:
-            made, singles = _made(pair, operands), _singles(pair, operands)
-            found = [made._replace(single=single) for single in singles]
+            orders, together = follow(pair, [*map(_orders, operands)], numbers)
+            made = Made(OTHER, UNCLEAR, together) if together else _made(pair, operands)
+            beside = zip(_singles(pair, operands), orders, strict=True)
+            found = [made._replace(single=one, orders=own) for one, own in beside]
         for var, made, along in zip(eqn.outvars, found, pair.after, strict=True):
             values[var] = _lying(made, along)
     return read(one.jaxpr.outvars, other.jaxpr.outvars)
+
+
+def _orders(made: Made) -> Orders | None:
+    return FREE if made.kind == SAME else made.orders
 
 
 def _size(closed: core.ClosedJaxpr) -> tuple[int, int]:
@@ -138,9 +167,11 @@ def _lying(made: Made, along: Sequence[bool], why: str = CHOSEN) -> Made:
     """What is of each example lies along one axis of them."""
     if made.kind != EACH or sum(along) == 1:
         return made
+    if made.orders and made.orders.exact and made.orders.are_all_known:
+        return made
     if not any(along):
         return made._replace(kind=UNKNOWN, why=why)
-    return made._replace(kind=OTHER, why="compares examples with one another")
+    return made._replace(kind=OTHER, why=COMPARED)
 
 
 def _constant(one: Any, other: Any, growth: int) -> Made:
@@ -160,7 +191,7 @@ def _constant(one: Any, other: Any, growth: int) -> Made:
     degree = math.log(b / a) / math.log(growth) if a * b > 0 else math.inf
     # A number of examples in bfloat16 has eight bits.
     if abs(degree) > 3 or abs(degree - round(degree)) > 0.02:
-        return Made(UNKNOWN)
+        return Made(SAME, UNCLEAR)
     return Made(SAME, round(degree))
 
 
@@ -172,6 +203,8 @@ def _made(pair: Pair, operands: list[Made]) -> Made:
     if elsewhere := moved(pair, operands):
         return elsewhere
     values, places = parts(name, operands)
+    if name in PLACED and (at := _taken(values[0], places)):
+        return at
     places = [*map(_place, places)]
     operands = [*values, *places]
     kinds = {made.kind for made in operands}
@@ -201,7 +234,7 @@ def _made(pair: Pair, operands: list[Made]) -> Made:
     if name in _WRITES:
         return _written(pair, values, places)
     if not kinds.isdisjoint(OF_ALL):
-        beside = operands[0].kind == UNSURE and operands[0].why == LARGEST
+        beside = operands[0].kind == UNSURE and operands[0].why == SHIFTED
         if name in _SHIFTED and beside and any(pair.after[0]):
             return Made(EACH)
         if name in _CURVED:
@@ -210,18 +243,31 @@ def _made(pair: Pair, operands: list[Made]) -> Made:
             grows = any(operand.degree for operand in operands)
             return made._replace(degree=UNCLEAR if grows else 0)
         if name in _SOFT:
-            return Made(UNSURE, UNCLEAR, _heard(pair, operands))
+            why = _heard(pair, operands)
+            # What is of two examples stays so.
+            kind = OTHER if why == COMPARED and any(pair.after[0]) else UNSURE
+            return Made(kind, UNCLEAR, why)
         if name == "ragged_dot_general":  # of rows in groups, and how many each has
             return Made(UNKNOWN)
         return Made(UNKNOWN, why="" if kinds == {UNSURE} else FOLLOWS)
     if name in _ANSWERS and kinds == {SAME}:
         return Made(SAME)
     if any(made.degree for made in operands):
-        return Made(UNKNOWN)
+        return Made(SAME, UNCLEAR) if kinds == {SAME} else Made(UNKNOWN)
     if EACH in kinds and name.startswith(("reduce_", "arg")):
+        over = [pair.before[0][i] for i in pair.eqn.params.get("axes", ())]
         why = "" if name in ("reduce_and", "reduce_or") else LARGEST
-        return Made(EACH) if any(pair.after[0]) else Made(UNSURE, UNCLEAR, why)
+        apart = any(pair.after[0]) or not any(over)
+        return Made(EACH) if apart else Made(UNSURE, UNCLEAR, why)
     return Made(EACH if EACH in kinds else SAME)
+
+
+def _taken(value: Made, places: Sequence[Made]) -> Made | None:
+    """What is taken of a value, where that follows from how the places are made."""
+    if all(place.kind == SAME for place in places):
+        return value
+    largest = any(place.why == LARGEST for place in places)
+    return Made(OTHER, UNCLEAR, LARGEST) if largest and value.kind == EACH else None
 
 
 def _heard(pair: Pair, operands: Sequence[Made]) -> str:
@@ -246,7 +292,7 @@ def _written(pair: Pair, values: Sequence[Made], places: Sequence[Made]) -> Made
     if added and EACH in each and each <= {SAME, EACH} and not any(pair.after[0]):
         return joined([into, Made(WHOLE, times(new.degree, 1))])
     made = joined([into, new])
-    if any(place.kind != SAME for place in places):
+    if made.kind != OTHER and any(place.kind != SAME for place in places):
         apart = any(pair.after[0]) and made.kind in (SAME, EACH)
         return made._replace(kind=EACH if apart else UNKNOWN, why="")
     return made
@@ -305,7 +351,9 @@ def _within(pair: Pair, operands: list[Made], numbers: Numbers) -> list[Made] | 
             own = given[len(given) - len(axes) :]
             # A loop may go along the examples, one by one.
             own = [_lying(*each, why="") for each in zip(own, axes, strict=True)]
-            cases.append(results(one, other, own, numbers))
+            if pair.name == "scan":
+                own[carried.stop :] = map(_unstacked, own[carried.stop :])
+            cases.append(_results(one, other, own, numbers))
         found = [_either(case) for case in zip(*cases, strict=True)]
         if pair.name == "cond" and operands[0].kind != SAME:
             return [*map(_lost, found)]
@@ -318,9 +366,15 @@ def _within(pair: Pair, operands: list[Made], numbers: Numbers) -> list[Made] | 
     return [*map(_lost, found)]
 
 
+def _unstacked(made: Made) -> Made:
+    """What each step of a loop finds: of which examples, if all steps find the same."""
+    return made._replace(orders=made.orders and made.orders.inside)
+
+
 def _stacked(made: Made) -> Made:
     """What all steps of a loop made: if each of one example, then of all again."""
-    return made._replace(why="") if made.why == CHOSEN else made
+    why = "" if made.why == CHOSEN else made.why
+    return made._replace(why=why, orders=made.orders and made.orders.stacked)
 
 
 def _lost(made: Made) -> Made:
@@ -330,7 +384,8 @@ def _lost(made: Made) -> Made:
 def _either(cases: Sequence[Made]) -> Made:
     """One of several."""
     single = any(made.single for made in cases)
-    return joined(cases)._replace(single=single)
+    orders = merged([*map(_orders, cases)])
+    return joined(cases)._replace(single=single, orders=orders)
 
 
 def _converted(eqn: core.JaxprEqn, made: Made) -> Made:

@@ -7,7 +7,18 @@ from typing import Any, NamedTuple
 import jax
 
 from .._jaxprs import _jaxpr
-from .._jaxprs._made import EACH, OTHER, SAME, UNCLEAR, UNKNOWN, UNSURE, WHOLE, Made
+from .._jaxprs._made import (
+    EACH,
+    MOVED,
+    OTHER,
+    SAME,
+    UNCLEAR,
+    UNKNOWN,
+    UNSURE,
+    WHOLE,
+    Made,
+    taken_in,
+)
 from .._jaxprs._pairs import Numbers
 from .._jaxprs._reduced import results
 from . import _alike, _batchnorm, _rng, _skip
@@ -98,8 +109,10 @@ class Following:
         self._numbers = numbers
         self._train = train
         self._given = [_Given(sized(count), {}) for count in numbers.counts]
+        leaves = jax.tree.leaves(self._given[0].x)
         self._made = [
-            Made(SAME) if axis is None else Made(EACH, single=True) for axis in axes
+            taken_in(leaf.ndim, axis, numbers.counts)
+            for leaf, axis in zip(leaves, axes, strict=True)
         ]
         self._outcomes: list[Outcome] = []
         # Equal layers on equal inputs are followed once.
@@ -128,17 +141,34 @@ class Following:
         one, twin = traced[0], traced[-1]
         paths = jax.tree_util.tree_leaves_with_path(one.changed)
         written = {tuple(path): found[i] for i, (path, _) in enumerate(paths)}
-        shapes, twins = (
-            [leaf.shape for leaf in jax.tree.leaves(each.after.arrays)]
-            for each in (one, twin)
+        lengths = zip(
+            *(
+                [leaf.shape for leaf in jax.tree.leaves(each.after.arrays)]
+                for each in (one, twin)
+            ),
+            strict=True,
         )
-        passed = [
-            _passed(made, any(self._numbers.along(*lengths)))
-            for made, *lengths in zip(found[len(paths) :], shapes, twins, strict=True)
-        ]
+        is_last = len(self._outcomes) + 1 == len(self._visits)
         self._given = [each.after for each in traced]
-        self._made = [made for made, _ in passed]
-        return Outcome(written, next((why for _, why in passed if why), ""))
+        self._made, amiss = [], ""
+        for made, shapes in zip(found[len(paths) :], lengths, strict=True):
+            along = self._numbers.along(*shapes)
+            passed, why = _passed(made, any(along))
+            if is_last and self._is_moved(passed, along, shapes):
+                why = why or MOVED
+            self._made.append(passed)
+            amiss = amiss or why
+        return Outcome(written, amiss)
+
+    def _is_moved(
+        self, made: Made, along: Sequence[bool], shapes: Sequence[Sequence[int]]
+    ) -> bool:
+        """Whether what a model returns has examples in the places of others."""
+        if made.orders is None or not made.orders.are_known or sum(along) != 1:
+            return False
+        axis = along.index(True)
+        lengths = [shape[axis] for shape in shapes]
+        return not made.orders.are_in_place(axis, lengths, self._numbers.counts)
 
     def _followed(self, visit: Visit) -> tuple[list[_Traced], list[Made]]:
         """A layer as traced, and how is made what it writes, returns and leaves."""

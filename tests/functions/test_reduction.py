@@ -197,7 +197,7 @@ OTHERS = {
         lambda y, t: cross_entropy(
             embedded(y) @ embedded(y + one_hot(t)).T, jnp.arange(len(y))
         ).mean(),
-        "takes the logarithm",
+        "compares examples with one another",
     ),
     "of a policy, with advantages standardized": (
         lambda y, t: (
@@ -226,6 +226,52 @@ OTHERS = {
         lambda y, t: jnp.mean(jnp.maximum(0, 9 - jnp.sqrt(embedded(y).var(0)))),
         "takes the square",
     ),
+    "half against half": (
+        lambda y, t: jnp.mean(embedded(y)[: len(y) // 2] * embedded(y)[len(y) // 2 :]),
+        "compares",
+    ),
+    "half of them with labels": (
+        lambda y, t: cross_entropy(*(a[: len(a) // 2] for a in (y, t))).mean(),
+        "in groups that grow",
+    ),
+    "all but one": (
+        lambda y, t: cross_entropy(y[:-1], t[:-1]).mean(),
+        "some of the examples",
+    ),
+    "the first alone": (lambda y, t: cross_entropy(y, t)[0].mean(), "some of the"),
+    "the next as another": (
+        lambda y, t: jnp.mean(embedded(y) * jnp.roll(embedded(y), 1, axis=0)),
+        "compares",
+    ),
+    "any other": (
+        lambda y, t: jnp.mean(
+            embedded(y) * jax.random.permutation(jax.random.key(0), embedded(y))
+        ),
+        "compares",
+    ),
+    "labels in another order": (
+        lambda y, t: cross_entropy(
+            y.reshape(-1, WORDS), t.swapaxes(0, 1).reshape(-1)
+        ).mean(),
+        "compares",
+    ),
+    "the largest": (lambda y, t: cross_entropy(y, t).max(), "takes the largest"),
+    "that of the largest": (
+        lambda y, t: y[jnp.argmax(y[:, 0, 0])].sum(),
+        "takes the largest",
+    ),
+    "median": (lambda y, t: jnp.median(cross_entropy(y, t)), "order of their size"),
+    "distance of two distributions": (
+        lambda y, t: jnp.abs(
+            jnp.sort(y[..., 0], axis=0) - jnp.sort(y[..., 1], axis=0)
+        ).mean(),
+        "order of their size",
+    ),
+    "covariance": (
+        lambda y, t: jnp.sum(jnp.cov(embedded(y), rowvar=False) ** 2),
+        "multiplies",
+    ),
+    "sum and mean": (lambda y, t: y.sum() + y.mean(), "adds a sum .* to a mean"),
     "an expected error": (lambda y, t: (y.mean() - t.mean()) ** 2, "takes a power"),
 }
 # Of these nothing is certain: they may be means.
@@ -244,9 +290,7 @@ UNCERTAIN = {
     "of another rank where there are many": lambda y, t: jnp.sum(
         y if len(y) > 5 else y[None]
     ),
-    "the first": lambda y, t: y[jnp.argmax(y[:, 0, 0])].sum(),
     "some": lambda y, t: y[jax.random.permutation(jax.random.key(0), len(y))[:2]].sum(),
-    "sum and mean": lambda y, t: y.sum() + y.mean(),
 }
 
 

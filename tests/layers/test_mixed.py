@@ -66,7 +66,35 @@ def of_the_best(x):
     return jnp.zeros_like(rows).at[chosen].add(rows[chosen]).reshape(x.shape)
 
 
+def beside_its_group(x):
+    """How far four examples are apart, from each quarter one, beside each of them."""
+    groups = x.reshape(min(4, len(x)), -1, *x.shape[1:])
+    spread = jnp.sqrt(groups.var(0) + 1e-5).mean((1, 2), keepdims=True)
+    return x * jnp.tile(spread, (len(groups), 1, 1))
+
+
+def in_two_groups(x):
+    groups = x.reshape(2, -1, *x.shape[1:])
+    return (groups - groups.mean(1, keepdims=True)).reshape(x.shape)
+
+
+def first_half_against_second(x):
+    one, other = jnp.split(x, 2)
+    return jnp.concatenate([one - other, other - one])
+
+
 MIXED = {
+    "beside its group": beside_its_group,
+    "in two groups": in_two_groups,
+    "halves": first_half_against_second,
+    "halves exchanged": lambda x: x * jnp.concatenate(jnp.split(x, 2)[::-1]),
+    "mixed up": lambda x: 0.7 * x + 0.3 * jnp.roll(x, 3, axis=0),
+    "beside the one before": lambda x: x - jnp.pad(x, ((1, 0), (0, 0), (0, 0)))[:-1],
+    "beside the first": lambda x: x * x[:1],
+    "beside another copy": lambda x: (
+        jnp.tile(x, (3, 1, 1)).reshape(len(x), 3, *x.shape[1:]).mean(1)
+    ),
+    "beside a shuffled one": lambda x: x * jax.random.permutation(jax.random.key(1), x),
     "centered": lambda x: x - x.mean(0),
     "normalized": normalized,
     "normalized in a checkpoint": jax.checkpoint(normalized),
@@ -218,6 +246,19 @@ APART = {
 }
 
 
+APART |= {
+    "shifted and back": lambda x: jnp.roll(jnp.tanh(jnp.roll(x, 1, 0)), -1, 0),
+    "in two chunks": lambda x: jnp.concatenate([*map(jnp.sin, jnp.split(x, 2))]),
+    "copies": lambda x: jnp.repeat(x, 3, 0).reshape(len(x), 3, *x.shape[1:]).mean(1),
+    # What follows one another stays in one micro-batch, if it has any number of pairs.
+    "in pairs": lambda x: (
+        x.reshape(-1, 2, *x.shape[1:])
+        - x.reshape(-1, 2, *x.shape[1:]).mean(1, keepdims=True)
+    ).reshape(x.shape),
+    "every second": lambda x: jnp.stack([x[::2] - x[1::2]] * 2, 1).reshape(x.shape),
+}
+
+
 def batch():
     return jax.random.normal(KEY, (BATCH, TOKENS, WIDTH))
 
@@ -351,6 +392,21 @@ def test_evaluation_is_told_too_but_where_training_was_not():
     pipe.apply(variables, x)
     assert calls
     assert set(calls) < shapes  # and with no other number of examples
+
+
+def test_examples_in_the_places_of_others_are_told_and_meet_no_targets():
+    def turned(x):
+        return x[::-1]
+
+    x = batch()
+    pipe = jpipe.sequential(mse_of(turned), PARTS)
+    variables = pipe.init(KEY, x)
+    with pytest.warns(UserWarning, match=rf"{SAID}.*\n.*1 \(turned\) puts examples"):
+        pipe.apply(variables, x)
+    with pytest.raises(ValueError, match="compares examples with one another"):
+        pipe.value_and_grad(ref.mse)(variables, x, x)
+    # In another order, and back before anything is returned, nothing is amiss.
+    trained([turned, nn.Dense(WIDTH), turned])
 
 
 def test_each_layer_that_mixes_is_listed_once():
