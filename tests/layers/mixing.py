@@ -1,0 +1,248 @@
+"""Layers that make something of several examples, and layers that do not."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+TOKENS, WIDTH = 3, 4
+
+
+def normalized(x):
+    return (x - x.mean(0)) / jnp.sqrt(x.var(0) + 1e-5)
+
+
+def among_examples(x):
+    """Attention of the examples to one another."""
+    flat = x.reshape(len(x), -1)
+    return (jax.nn.softmax(flat @ flat.T) @ flat).reshape(x.shape)
+
+
+def placed(x):
+    """What an expert has room for: the first few tokens of all."""
+    chosen = (x[..., :1] > 0).reshape(-1, 1)
+    before = jnp.cumsum(chosen, axis=0)
+    return x * (before <= 5).reshape(*x.shape[:-1], 1)
+
+
+def deviation(x):
+    """How far examples are apart, as one more feature of each."""
+    spread = jnp.sqrt(x.var(0).mean() + 1e-5)
+    return jnp.concatenate([x, jnp.full((*x.shape[:-1], 1), spread)], axis=-1)
+
+
+def whitened(x):
+    rows = x.reshape(-1, WIDTH)
+    root = jnp.linalg.cholesky(rows.T @ rows / len(rows) + jnp.eye(WIDTH))
+    return jax.scipy.linalg.solve_triangular(root, rows.T, lower=True).T.reshape(
+        x.shape
+    )
+
+
+def by_class(x):
+    """Each example less the mean of its class."""
+    classes = (x[:, 0, 0] > 0).astype(jnp.int32)
+    flat = x.reshape(len(x), -1)
+    total = jax.ops.segment_sum(flat, classes, 2)
+    count = jax.ops.segment_sum(jnp.ones(len(x)), classes, 2)
+    return (flat - (total / jnp.maximum(count, 1)[:, None])[classes]).reshape(x.shape)
+
+
+def of_the_best(x):
+    """Each expert takes the tokens of all that it likes best."""
+    rows = x.reshape(-1, WIDTH)
+    _, chosen = jax.lax.top_k(rows[:, 0], len(rows) // 2)
+    return jnp.zeros_like(rows).at[chosen].add(rows[chosen]).reshape(x.shape)
+
+
+def beside_its_group(x):
+    """How far four examples are apart, from each quarter one, beside each of them."""
+    groups = x.reshape(min(4, len(x)), -1, *x.shape[1:])
+    spread = jnp.sqrt(groups.var(0) + 1e-5).mean((1, 2), keepdims=True)
+    return x * jnp.tile(spread, (len(groups), 1, 1))
+
+
+def in_two_groups(x):
+    groups = x.reshape(2, -1, *x.shape[1:])
+    return (groups - groups.mean(1, keepdims=True)).reshape(x.shape)
+
+
+def first_half_against_second(x):
+    one, other = jnp.split(x, 2)
+    return jnp.concatenate([one - other, other - one])
+
+
+MIXED = {
+    "beside its group": beside_its_group,
+    "in two groups": in_two_groups,
+    "halves": first_half_against_second,
+    "halves exchanged": lambda x: x * jnp.concatenate(jnp.split(x, 2)[::-1]),
+    "mixed up": lambda x: 0.7 * x + 0.3 * jnp.roll(x, 3, axis=0),
+    "beside the one before": lambda x: x - jnp.pad(x, ((1, 0), (0, 0), (0, 0)))[:-1],
+    "beside the first": lambda x: x * x[:1],
+    "beside another copy": lambda x: (
+        jnp.tile(x, (3, 1, 1)).reshape(len(x), 3, *x.shape[1:]).mean(1)
+    ),
+    "beside a shuffled one": lambda x: x * jax.random.permutation(jax.random.key(1), x),
+    "centered": lambda x: x - x.mean(0),
+    "normalized": normalized,
+    "normalized in a checkpoint": jax.checkpoint(normalized),
+    "normalized under jit": jax.jit(normalized),
+    "attention among examples": among_examples,
+    "softmax over examples": lambda x: jax.nn.softmax(x, axis=0),
+    "beside the largest": lambda x: x / jnp.abs(x).max(),
+    "summed up": lambda x: x + x.sum(0),
+    "room for some": placed,
+    "deviation": deviation,
+    "whitened": whitened,
+    "by class": by_class,
+    "less the first": lambda x: x - x[0],
+    "less the first ones": lambda x: x - x[:2].mean(0),
+    "gram": lambda x: x @ jnp.einsum("bti,btj->ij", x, x),
+    "beside the one in its place from the end": lambda x: 0.7 * x + 0.3 * x[::-1],
+    "sorted": lambda x: jnp.sort(x, axis=0),
+    "in the order of one feature": lambda x: x[jnp.argsort(x[:, 0, 0])],
+    "at most the largest mean": lambda x: jnp.minimum(x, x.mean((1, 2)).max() / 2),
+    "where it is the largest": lambda x: jnp.where(x >= x.max(0), x, 0),
+    "of the best": of_the_best,
+    "norm of all": lambda x: x / jnp.linalg.norm(x),
+    "in a loop over tokens": lambda x: jax.lax.map(
+        normalized, x.swapaxes(0, 1)
+    ).swapaxes(0, 1),
+    "mapped over tokens": jax.vmap(normalized, in_axes=1, out_axes=1),
+}
+
+
+def routed(x):
+    """Two experts, each token to the better one."""
+    chosen = jax.nn.one_hot(jnp.argmax(x[..., :2], -1), 2)
+    experts = jnp.stack([jnp.sin(x), jnp.cos(x)], -1)
+    return jnp.einsum("btwe,bte->btw", experts, chosen)
+
+
+def attended(x):
+    mask = jnp.tril(jnp.ones((TOKENS, TOKENS), bool))
+    return jax.nn.dot_product_attention(
+        x[:, :, None], x[:, :, None], x[:, :, None], mask=mask
+    )[:, :, 0]
+
+
+def recurrent(x):
+    def step(carry, row):
+        carry = jnp.tanh(carry + row)
+        return carry, carry
+
+    start = jnp.zeros((len(x), WIDTH))
+    return jax.lax.scan(step, start, x.swapaxes(0, 1))[1].swapaxes(0, 1)
+
+
+def in_groups(x):
+    return jax.lax.map(jnp.sin, x.reshape(2, -1, *x.shape[1:])).reshape(x.shape)
+
+
+def guarded(x):
+    return jnp.where(jnp.isfinite(x).all(), x, 0.0)
+
+
+def padded(x):
+    whole = jnp.pad(x, ((0, -len(x) % 8), (0, 0), (0, 0)))
+    return jnp.sin(whole)[: len(x)]
+
+
+def picked(x):
+    order = jnp.argsort(x, axis=1)
+    return jnp.take_along_axis(x, order, axis=1)
+
+
+def marked(x):
+    """Writes at a place that each example says."""
+    rows, place = jnp.arange(len(x)), jnp.argmax(x[..., 0], 1)
+    return x.at[rows, place].set(0).at[rows, place - 1].multiply(2)
+
+
+def softmax_beside_the_largest(x):
+    powers = jnp.exp(x - x.max())
+    return powers / powers.sum(-1, keepdims=True)
+
+
+def sorted_for_a_while(x, back):
+    """As a recurrent layer takes the longest first."""
+    order = jnp.argsort(-x[:, 0, 0])
+    y = jnp.cumsum(x[order], 1)
+    return y[jnp.argsort(order)] if back else jnp.zeros_like(y).at[order].set(y)
+
+
+def to_experts(x):
+    """Each token to one expert, whose tokens lie side by side, with room for all."""
+    rows = x.reshape(-1, WIDTH)
+    expert = jnp.argmax(rows[:, :2], -1)
+    order = jnp.argsort(expert)
+    counts = jnp.bincount(expert, length=2)
+    weights = jnp.stack([jnp.eye(WIDTH), 2 * jnp.eye(WIDTH)])
+    y = jax.lax.ragged_dot(rows[order], weights, counts)
+    return y[jnp.argsort(order)].reshape(x.shape)
+
+
+def example_by_example(x):
+    def write(i, y):
+        return y.at[i].set(jnp.sin(x[i]))
+
+    return jax.lax.fori_loop(0, len(x), write, jnp.zeros_like(x))
+
+
+APART = {
+    "sine": jnp.sin,
+    "tokens in one row": lambda x: jnp.tanh(
+        x.reshape(-1, WIDTH) @ jnp.eye(WIDTH)
+    ).reshape(x.shape),
+    "time first": lambda x: jnp.cumsum(x.swapaxes(0, 1), 0).swapaxes(0, 1),
+    "layer norm": lambda x: (x - x.mean(-1, keepdims=True)) / x.std(-1, keepdims=True),
+    "over tokens and features": lambda x: x / x.sum((1, 2), keepdims=True),
+    "attention": attended,
+    "routed": routed,
+    "recurrent": recurrent,
+    "in groups": in_groups,
+    "mapped": jax.vmap(lambda row: row / jnp.linalg.norm(row)),
+    "one at a time": lambda x: jax.lax.map(lambda row: row / row.max(), x),
+    "guarded": guarded,
+    "padded": padded,
+    "picked": picked,
+    "sorted within": lambda x: jnp.sort(x, axis=1),
+    "positions": lambda x: x + jnp.arange(TOKENS)[None, :, None],
+    "convolved": lambda x: jax.lax.conv_general_dilated(
+        x,
+        jnp.ones((3, WIDTH, WIDTH)),
+        (1,),
+        "SAME",
+        dimension_numbers=("NWC", "WIO", "NWC"),
+    ),
+    "fourier": lambda x: jnp.fft.fft(x, axis=1).real,
+    "one of the tokens": lambda x: x[:, :1] + jnp.zeros_like(x),
+    "two views": lambda x: jnp.sin(jnp.concatenate([x, -x]))[: len(x)],
+    "marked": marked,
+    "softmax beside the largest": softmax_beside_the_largest,
+    "sorted and back": functools.partial(sorted_for_a_while, back=True),
+    "sorted and written back": functools.partial(sorted_for_a_while, back=False),
+    "reversed twice": lambda x: jnp.sin(x[::-1])[::-1],
+    "to experts": to_experts,
+    "example by example": example_by_example,
+    "by numbers of examples": lambda x: jax.lax.map(
+        lambda i: jnp.sin(x[i]), jnp.arange(len(x))
+    ),
+    "clipped by example": lambda x: (
+        x * jnp.minimum(1, 1 / jnp.sqrt(jnp.sum(x**2, (1, 2), keepdims=True)))
+    ),
+}
+
+
+APART |= {
+    "shifted and back": lambda x: jnp.roll(jnp.tanh(jnp.roll(x, 1, 0)), -1, 0),
+    "in two chunks": lambda x: jnp.concatenate([*map(jnp.sin, jnp.split(x, 2))]),
+    "copies": lambda x: jnp.repeat(x, 3, 0).reshape(len(x), 3, *x.shape[1:]).mean(1),
+    # What follows one another stays in one micro-batch, if it has any number of pairs.
+    "in pairs": lambda x: (
+        x.reshape(-1, 2, *x.shape[1:])
+        - x.reshape(-1, 2, *x.shape[1:]).mean(1, keepdims=True)
+    ).reshape(x.shape),
+    "every second": lambda x: jnp.stack([x[::2] - x[1::2]] * 2, 1).reshape(x.shape),
+}
