@@ -232,10 +232,6 @@ APART = {
     "clipped by example": lambda x: (
         x * jnp.minimum(1, 1 / jnp.sqrt(jnp.sum(x**2, (1, 2), keepdims=True)))
     ),
-}
-
-
-APART |= {
     "shifted and back": lambda x: jnp.roll(jnp.tanh(jnp.roll(x, 1, 0)), -1, 0),
     "in two chunks": lambda x: jnp.concatenate([*map(jnp.sin, jnp.split(x, 2))]),
     "copies": lambda x: jnp.repeat(x, 3, 0).reshape(len(x), 3, *x.shape[1:]).mean(1),
