@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 import jax
 
 from .._jaxprs import _jaxpr
-from .._jaxprs._made import (
+from .._layers._followed import Outputs, two
+from .._mixing._made import (
     EACH,
     OTHER,
     SAME,
@@ -16,9 +17,8 @@ from .._jaxprs._made import (
     Made,
     taken_in,
 )
-from .._jaxprs._ordered import SOME
-from .._jaxprs._reduced import results
-from .._layers._followed import Outputs, two
+from .._mixing._ordered import SOME
+from .._mixing._results import results
 from . import _microbatch
 from ._batch import Batch
 from ._objective import Objective

@@ -27,7 +27,8 @@ import jax.numpy as jnp
 from flax import linen
 from jax.extend import core
 
-from .._jaxprs import _marks, _reduced
+from .._jaxprs import _marks
+from .._mixing import _results
 
 # How the marks on the statistics that batch norms leave begin.
 _MARK = "jpipe batch norm "
@@ -134,7 +135,7 @@ def apart() -> Iterator[None]:
 
 def returned(y: jax.Array) -> jax.Array:
     """What a batch norm of Flax returns: see `apart`."""
-    return _reduced.apart(y) if _is_apart.get() else y
+    return _results.apart(y) if _is_apart.get() else y
 
 
 def enter_layer(number: int) -> None:

@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
-from .._jaxprs._made import FOLLOWS, WHOLE, Made
-from .._jaxprs._pairs import Numbers
+from .._mixing._made import FOLLOWS, WHOLE, Made
+from .._mixing._pairs import Numbers
 from . import _nnx_kinds
 from ._followed import Following, Outcome, two
 from ._walk import Visit

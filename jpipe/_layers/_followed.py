@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 
 from .._jaxprs import _jaxpr
-from .._jaxprs._made import (
+from .._mixing._made import (
     EACH,
     MOVED,
     OTHER,
@@ -19,8 +19,8 @@ from .._jaxprs._made import (
     Made,
     taken_in,
 )
-from .._jaxprs._pairs import Numbers
-from .._jaxprs._reduced import results
+from .._mixing._pairs import Numbers
+from .._mixing._results import results
 from . import _alike, _batchnorm, _rng, _skip
 from ._streams import applied, retried
 from ._tree import flat, nested

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from jpipe._jaxprs._made import EACH, OTHER, taken_in
-from jpipe._jaxprs._pairs import Numbers
-from jpipe._jaxprs._reduced import results
+from jpipe._mixing._made import EACH, OTHER, taken_in
+from jpipe._mixing._pairs import Numbers
+from jpipe._mixing._results import results
 
 FEW, GROWTH, TOKENS, WIDTH = 4, 3, 2, 6
 NUMBERS = Numbers(GROWTH, FEW)

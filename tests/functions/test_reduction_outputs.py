@@ -8,9 +8,9 @@ import optax
 import pytest
 
 import jpipe
-from jpipe._jaxprs._made import EACH, SAME, Made
-from jpipe._jaxprs._pairs import Numbers
 from jpipe._layers._followed import Outputs
+from jpipe._mixing._made import EACH, SAME, Made
+from jpipe._mixing._pairs import Numbers
 
 from .. import reference as ref
 from .test_reduction import BATCH, PARTS, TOKENS, WORDS, check, cross_entropy, merged

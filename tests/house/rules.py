@@ -19,6 +19,7 @@ FOLDERS = (
     "_compat",
     "_processes",
     "_jaxprs",
+    "_mixing",
     "_layers",
     "_functions",
     "_instructions",

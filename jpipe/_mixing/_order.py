@@ -16,8 +16,8 @@ import numpy as np
 
 Order = np.ndarray[Any, np.dtype[np.int32]]
 NONE = -1
-# Of more elements nothing is told.
-LARGEST = 1 << 22
+# Of more elements nothing is told: it would take seconds.
+LARGEST = 1 << 20
 COMPARED = "compares examples with one another"
 _GROUPED = "takes examples together in groups that grow with their number"
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from . import _jaxpr, _marks
+from .._jaxprs import _jaxpr, _marks
 from ._made import (
     CHOSEN,
     EACH,

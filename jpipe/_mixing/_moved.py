@@ -5,10 +5,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from .._jaxprs._primitives import ONE_BY_ONE
 from ._made import CHOSEN, EACH, LARGEST, MOVED, OF_ALL, OTHER, UNCLEAR, UNKNOWN, Made
 from ._order import COMPARED
 from ._pairs import Pair
-from ._primitives import ONE_BY_ONE
 
 # Of what is at places that the other operands say.
 PLACED = frozenset(["dynamic_slice", "gather"])

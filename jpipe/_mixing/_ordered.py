@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from jax.extend import core
 
+from .._jaxprs._primitives import ONE_BY_ONE
 from . import _order
 from ._order import FREE, NONE, Met, Order, Orders
 from ._pairs import Numbers, Pair
-from ._primitives import ONE_BY_ONE
 
 SOME = "takes some of the examples, and not the others"
 _COPIES = frozenset(["convert_element_type", "copy", "copy_p", "name", "stop_gradient"])

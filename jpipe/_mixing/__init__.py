@@ -1,0 +1,1 @@
+"""Which examples values are made of, and how: what micro-batches would change."""
