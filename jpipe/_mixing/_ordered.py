@@ -45,11 +45,11 @@ def follow(
         for i, (eqn, count) in enumerate(eqns)
     )
     both = [*zip(few, many, strict=False)]
-    amiss = (a.why or b.why for a, b in both if a.block != b.block)
-    if any(a.one_of != b.one_of for a, b in both):
-        amiss = [SOME]
-    if why := next(iter(amiss), ""):
-        return unknown, why
+    for a, b in both:
+        if a.one_of != b.one_of:
+            return unknown, SOME
+        if a.block != b.block and (why := a.why or b.why):
+            return unknown, why
     nothing = FREE if exact else None
     orders = [Orders((a.order, b.order), exact) for a, b in both]
     known = [each if each.are_known else nothing for each in orders]
@@ -59,8 +59,12 @@ def follow(
 def _of(orders: Orders | None, number: int, atom: Any) -> Order:
     """That of an operand, in the first jaxpr or in the second."""
     if orders is None or orders is FREE:
-        return _order.none(len(atom.aval.shape))
+        return _order.none(len(_shape(atom)))
     return orders.each[number]
+
+
+def _shape(atom: Any) -> Sequence[int]:
+    return getattr(atom.aval, "shape", ())
 
 
 def _after(eqn: core.JaxprEqn, given: Sequence[Order], total: int) -> list[Met]:
@@ -69,8 +73,7 @@ def _after(eqn: core.JaxprEqn, given: Sequence[Order], total: int) -> list[Met]:
     One of all results, or one of each.
     """
     name = eqn.primitive.name
-    avals: list[Any] = [atom.aval for atom in (*eqn.invars, *eqn.outvars)]
-    if any(0 in aval.shape for aval in avals):
+    if any(0 in _shape(atom) for atom in (*eqn.invars, *eqn.outvars)):
         return []
     if name in _MOVES:
         found = [Met(order) for order in _MOVES[name](eqn, *given) or ()]

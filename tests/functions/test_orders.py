@@ -6,12 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+import jpipe
+from jpipe._mixing import _ordered
 from jpipe._mixing._made import EACH, OTHER, taken_in
 from jpipe._mixing._pairs import Numbers
 from jpipe._mixing._results import results
+
+from .. import reference as ref
 
 FEW, GROWTH, TOKENS, WIDTH = 4, 3, 2, 6
 NUMBERS = Numbers(GROWTH, FEW)
@@ -149,3 +154,17 @@ def test_equal_orders_are_equal():
     assert hash(few) == hash(other)
     turned = followed(MOVES["turned"]).orders
     assert all(a != b for a, b in itertools.permutations([few, turned], 2))
+
+
+def test_a_fault_of_the_check_is_told_and_stops_no_training(monkeypatch):
+    def broken(eqn, order):
+        raise KeyError("dimensions")
+
+    monkeypatch.setitem(_ordered._MOVES, "rev", broken)
+    layers = [nn.Dense(WIDTH), lambda x: x * x[::-1]]
+    x = jnp.ones((8, WIDTH))
+    pipe = jpipe.sequential(layers, 2)
+    variables = pipe.init(jax.random.key(0), x)
+    told = r"cannot follow whether examples come together.*KeyError\('dimensions'\)"
+    with pytest.warns(UserWarning, match=told):
+        pipe.value_and_grad(ref.mse)(variables, x, x)
