@@ -84,7 +84,7 @@ def _alone(batch: Batch) -> str:
 def _fault(reduction: str, made: list[Made]) -> str | None:
     """What a loss is that is not what its reduction says; None where it may be."""
     loss, *weights = made
-    if not weights and loss.orders and loss.orders.are_all_known:
+    if not weights and loss.orders and loss.orders.exact and loss.orders.are_all_known:
         return SOME
     if loss.kind == UNSURE and not weights and loss.why not in VAGUE:
         return loss.why

@@ -99,6 +99,10 @@ def product(a: Made, b: Made) -> Made:
         made = a if b.kind == SAME else b
         return made._replace(degree=times(a.degree, b.degree))
     if UNSURE in (a.kind, b.kind):
+        certain = (m.why for m in (a, b) if m.kind in (UNSURE, OTHER))
+        why = next((why for why in certain if why not in VAGUE), "")
+        if why and UNKNOWN not in (a.kind, b.kind):
+            return Made(UNSURE, UNCLEAR, why)
         return Made(UNKNOWN, why=a.why or b.why)
     made = first([a, b], "multiplies by what is made of all examples")
     return made._replace(degree=times(a.degree, b.degree))
@@ -128,11 +132,19 @@ def chosen(which: Made, *cases: Made) -> Made:
     made = joined(cases)
     if which.kind == SAME or UNKNOWN in (which.kind, made.kind):
         return made
-    each = made.kind in (SAME, EACH)
-    if which.kind == EACH:
-        return made._replace(kind=EACH) if each else Made(UNKNOWN)
-    if each and which.kind == UNSURE and not which.why:
-        return made  # as where all are finite, and something else where they are not
+    if made.kind in (SAME, EACH):
+        if which.kind == EACH:
+            return made._replace(kind=EACH)
+        if which.kind == UNSURE and not which.why:
+            return (
+                made  # as where all are finite, and something else where they are not
+            )
+    elif which.kind == EACH:
+        if made.kind == UNSURE:
+            return made
+        return first([made], "is, for some examples, what is made of all")
+    if made.kind == OTHER:  # and stays so where nothing is amiss
+        return Made(UNSURE, UNCLEAR, made.why)
     return Made(UNSURE, UNCLEAR, which.why or made.why)
 
 

@@ -5,9 +5,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from .._jaxprs._primitives import ONE_BY_ONE
-from ._made import CHOSEN, EACH, LARGEST, MOVED, OF_ALL, OTHER, UNCLEAR, UNKNOWN, Made
-from ._order import COMPARED
+from ._made import CHOSEN, LARGEST, MOVED, OF_ALL, OTHER, UNCLEAR, UNKNOWN, Made
+from ._order import is_placed
 from ._pairs import Pair
 
 # Of what is at places that the other operands say.
@@ -25,10 +24,8 @@ def moved(pair: Pair, operands: Sequence[Made]) -> Made | None:
     whys = {made.why for made in values if made.kind == UNKNOWN}
     if any(made.kind in OF_ALL for made in operands) or whys - {"", MOVED, CHOSEN}:
         return None
-    if pair.name == "rev" and _is_known(values[0]):
+    if pair.name == "rev" and is_placed(values[0].orders):
         return None
-    if pair.name in ONE_BY_ONE and _is_compared(operands):
-        return Made(OTHER, UNCLEAR, COMPARED)
     if pair.name in _MOVES and _goes_along(pair):
         if pair.name == "top_k" and not whys and _leaves_out(pair):
             return Made(OTHER, UNCLEAR, LARGEST)
@@ -40,17 +37,6 @@ def moved(pair: Pair, operands: Sequence[Made]) -> Made | None:
         return None
     taken = pair.name in PLACED and not whys
     return Made(UNKNOWN, why=MOVED if taken else "")
-
-
-def _is_compared(operands: Sequence[Made]) -> bool:
-    """Whether what was moved, nobody knows how, meets what is known to be in place."""
-    moved = any(made.why == MOVED and not _is_known(made) for made in operands)
-    return moved and any(made.kind == EACH and _is_known(made) for made in operands)
-
-
-def _is_known(made: Made) -> bool:
-    """Whether it is known where the examples are."""
-    return made.orders is not None and made.orders.are_known
 
 
 def _goes_along(pair: Pair) -> bool:

@@ -110,6 +110,11 @@ class Orders:
 FREE = Orders((np.array(NONE, np.int32), np.array(NONE, np.int32)))
 
 
+def is_placed(orders: Orders | None) -> bool:
+    """Whether it is known where examples are."""
+    return orders is not None and orders.are_known
+
+
 def natural(ndim: int, axis: int, counts: Sequence[int]) -> Orders:
     """Those of an array with the examples along an axis, one after the other."""
     shape = [1] * ndim

@@ -41,7 +41,7 @@ from ._made import (
     times,
 )
 from ._moved import PLACED, moved, parts
-from ._order import COMPARED, FREE, Orders, merged
+from ._order import COMPARED, FREE, Orders, is_placed, merged
 from ._ordered import follow
 from ._pairs import Differs, Numbers, Pair, axes_along
 
@@ -84,6 +84,7 @@ _WRITES = frozenset(["dynamic_update_slice", "scatter", "scatter-add"])
 # What leaves out some examples, or tells one from another, as a sum of them does not.
 _SELECTIONS = frozenset([*PLACED, *_OF_SELECTIONS.split()])
 _APART = "jpipe apart"
+_BESIDE = "cuts off, of each example, by what is made of all"
 
 
 def apart(x: jax.Array) -> jax.Array:
@@ -147,12 +148,20 @@ def _results(
         found = _within(pair, operands, numbers)
         if found is None:
             orders, together = follow(pair, [*map(_orders, operands)], numbers)
+            if not together and _are_compared(operands, orders):
+                together = COMPARED
             made = Made(OTHER, UNCLEAR, together) if together else _made(pair, operands)
             beside = zip(_singles(pair, operands), orders, strict=True)
             found = [made._replace(single=one, orders=own) for one, own in beside]
         for var, made, along in zip(eqn.outvars, found, pair.after, strict=True):
             values[var] = _lying(made, along)
     return read(one.jaxpr.outvars, other.jaxpr.outvars)
+
+
+def _are_compared(operands: Sequence[Made], orders: Sequence[Orders | None]) -> bool:
+    """Whether what was moved, nobody knows how, meets what stays in its place."""
+    moved = any(made.why == MOVED and not is_placed(made.orders) for made in operands)
+    return moved and any(map(is_placed, orders))
 
 
 def _orders(made: Made) -> Orders | None:
@@ -184,7 +193,7 @@ def _constant(one: Any, other: Any, growth: int) -> Made:
     dtype = jnp.result_type(one)
     counts = jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.floating)
     if np.size(one) != 1 or not counts:
-        return Made(SAME)
+        return Made(SAME, 0 if np.array_equal(one, other) else UNCLEAR)
     a, b = (float(np.asarray(x).item()) for x in (one, other))
     if a == b or not (math.isfinite(a) and math.isfinite(b)):
         return Made(SAME, 0 if a else None)
@@ -208,6 +217,8 @@ def _made(pair: Pair, operands: list[Made]) -> Made:
     places = [*map(_place, places)]
     operands = [*values, *places]
     kinds = {made.kind for made in operands}
+    if _goes_along(pair, values):
+        return first(values, "goes along the examples, one after the other")
     if name in _LINEAR:
         return joined(operands)
     if name == "reduce_sum":
@@ -215,8 +226,6 @@ def _made(pair: Pair, operands: list[Made]) -> Made:
         return _summed(operands[0], over, pair.after[0])
     if UNKNOWN in kinds:
         return one_of(UNKNOWN, operands)
-    if name in _ALONG and pair.before[0][pair.eqn.params["axis"]]:
-        return first(operands, "goes along the examples, one after the other")
     if not kinds - {SAME} and name in ("iota", "random_bits"):
         return Made(EACH if any(pair.after[0]) else SAME)
     if name == "convert_element_type":
@@ -243,10 +252,7 @@ def _made(pair: Pair, operands: list[Made]) -> Made:
             grows = any(operand.degree for operand in operands)
             return made._replace(degree=UNCLEAR if grows else 0)
         if name in _SOFT:
-            why = _heard(pair, operands)
-            # What is of two examples stays so.
-            kind = OTHER if why == COMPARED and any(pair.after[0]) else UNSURE
-            return Made(kind, UNCLEAR, why)
+            return _soft(pair, operands)
         if name == "ragged_dot_general":  # of rows in groups, and how many each has
             return Made(UNKNOWN)
         return Made(UNKNOWN, why="" if kinds == {UNSURE} else FOLLOWS)
@@ -262,12 +268,36 @@ def _made(pair: Pair, operands: list[Made]) -> Made:
     return Made(EACH if EACH in kinds else SAME)
 
 
+def _goes_along(pair: Pair, values: Sequence[Made]) -> bool:
+    """Whether it adds up what stands before, along the examples."""
+    if pair.name not in _ALONG or not pair.before[0][pair.eqn.params["axis"]]:
+        return False
+    given: Any = pair.eqn.invars[0].aval
+    (made,) = values
+    sorts = made.why == MOVED and jnp.issubdtype(given.dtype, jnp.floating)
+    return made.kind != UNKNOWN or sorts
+
+
 def _taken(value: Made, places: Sequence[Made]) -> Made | None:
     """What is taken of a value, where that follows from how the places are made."""
-    if all(place.kind == SAME for place in places):
+    kinds = {place.kind for place in places}
+    if kinds <= {SAME}:
         return value
-    largest = any(place.why == LARGEST for place in places)
-    return Made(OTHER, UNCLEAR, LARGEST) if largest and value.kind == EACH else None
+    if any(place.why == LARGEST for place in places) and value.kind == EACH:
+        return Made(OTHER, UNCLEAR, LARGEST)
+    if kinds <= {SAME, EACH} and value.kind in (WHOLE, OTHER):
+        return first([value], "takes, for each example, what is made of all")
+    return None
+
+
+def _soft(pair: Pair, operands: Sequence[Made]) -> Made:
+    """A size, or an answer, of what is of all: linear only if it is what it was."""
+    why, along = _heard(pair, operands), any(pair.after[0])
+    if along and why == COMPARED:
+        return Made(OTHER, UNCLEAR, why)
+    if along and why == FOLLOWS and pair.name not in _ANSWERS:
+        why = _BESIDE  # which differs from one example to another
+    return Made(UNSURE, UNCLEAR, why)
 
 
 def _heard(pair: Pair, operands: Sequence[Made]) -> str:
@@ -356,7 +386,7 @@ def _within(pair: Pair, operands: list[Made], numbers: Numbers) -> list[Made] | 
             cases.append(_results(one, other, own, numbers))
         found = [_either(case) for case in zip(*cases, strict=True)]
         if pair.name == "cond" and operands[0].kind != SAME:
-            return [*map(_lost, found)]
+            return [_lost(made, operands[0]) for made in found]
         before = given[carried]
         after = [_either(both) for both in zip(before, found, strict=False)]
         if after == before:
@@ -377,8 +407,10 @@ def _stacked(made: Made) -> Made:
     return made._replace(why=why, orders=made.orders and made.orders.stacked)
 
 
-def _lost(made: Made) -> Made:
-    return Made(UNKNOWN, single=made.single)
+def _lost(made: Made, which: Made | None = None) -> Made:
+    """Of what nobody knows more, but that something of all may have chosen it."""
+    by_all = which is not None and which.kind in OF_ALL and which.why
+    return Made(UNKNOWN, why=FOLLOWS if by_all else "", single=made.single)
 
 
 def _either(cases: Sequence[Made]) -> Made:
