@@ -175,31 +175,31 @@ class ProgramCache:
     ) -> None:
         """Checks that micro-batches make what the mini-batch would."""
         examples, axis = self._examples(batch, train), self._axes.out_axes
-        _checks.loss(objective, works, examples, batch, axis)
+        doubts = _checks.loss(objective, works, examples, batch, axis)
         written = _checks.written(works, examples, batch)
-        self._say_what_is_mixed(examples, written)
+        self._say_what_is_mixed(examples, written, doubts)
 
     def _check_apart(self, batch: Batch, train: bool) -> None:
         """Says which layers of a forward pass make something of several examples."""
-        self._say_what_is_mixed(self._examples(batch, train), {})
+        self._say_what_is_mixed(self._examples(batch, train), {}, [])
 
     def _examples(self, batch: Batch, train: bool) -> Examples:
         """What layers do with the examples of a micro-batch."""
         visits = self.expected(batch.first)[0]
         given = visits, lambda count: batch.part(count)[0], batch.x_axes, train
-        return Examples(visits, batch.sizes[0], functools.partial(Following, *given))
+        return Examples(visits, batch.sizes, functools.partial(Following, *given))
 
     def _say_what_is_mixed(
-        self, examples: Examples, written: Mapping[int, Any]
+        self, examples: Examples, written: Mapping[int, Any], doubts: Sequence[str]
     ) -> None:
-        """Says where a micro-batch by itself is another computation.
+        """Says where a micro-batch by itself is, or may be, another computation.
 
-        Once nothing was found, evaluation is not looked at any more.
+        Once no layer was found, evaluation is not looked at any more.
         """
         mixed = examples.mixed(written)
         self._is_apart = examples.fixed is None and not mixed
-        if mixed:
-            _checks.warn_of(mixed)
+        if mixed or doubts:
+            _checks.warn_of([*mixed, *doubts])
 
     def _say_what_it_costs(self, build: Build) -> None:
         """Says what building in a loop costs: what is built, called once and left."""

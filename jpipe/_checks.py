@@ -53,7 +53,7 @@ def constants(works: Works, layout: Layout, variables: Sequence[PyTree]) -> None
 
 def loss(
     objective: Objective, works: Works, examples: Examples, batch: Batch, axis: int
-) -> None:
+) -> list[str]:
     """Checks that the loss of a mini-batch is what its micro-batches make of it.
 
     Args:
@@ -63,12 +63,15 @@ def loss(
       batch: the mini-batch.
       axis: where the examples are in an output of one array.
 
+    Returns:
+      What is said of it, where it may be another.
+
     Raises:
-      ValueError: if it certainly is not.
+      ValueError: if it certainly is.
     """
     outputs = works.task(works.num_stages - 1).outputs
     given = _reduction.Given(outputs, axis, examples.outputs)
-    _reduction.check(objective, given, batch)
+    return _reduction.check(objective, given, batch)
 
 
 def written(works: Works, examples: Examples, batch: Batch) -> Written:
@@ -98,9 +101,9 @@ def written(works: Works, examples: Examples, batch: Batch) -> Written:
     return found
 
 
-def warn_of(layers: Sequence[str]) -> None:
-    """Says which layers make something of several examples."""
-    listed = "\n".join(f"  * {layer}" for layer in layers)
+def warn_of(found: Sequence[str]) -> None:
+    """Says which layers make something of several examples, or that the loss does."""
+    listed = "\n".join(f"  * {one}" for one in found)
     warnings.warn(
         f"each micro-batch by itself: a layer sees only the examples of one, and here "
         f"more than one of them come together:\n{listed}\nas one device computes it, "

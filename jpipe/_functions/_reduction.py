@@ -1,5 +1,6 @@
 """Whether a loss is what its reduction says: else micro-batches make another of it."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +11,9 @@ from .._mixing._made import (
     EACH,
     OTHER,
     SAME,
+    SHIFTED,
     UNCLEAR,
+    UNKNOWN,
     UNSURE,
     VAGUE,
     WHOLE,
@@ -40,28 +43,32 @@ class Given(NamedTuple):
     followed: Outputs | None
 
 
-def check(objective: Objective, given: Given, batch: Batch) -> None:
+def check(objective: Objective, given: Given, batch: Batch) -> list[str]:
     """Checks that the loss of a mini-batch is what its micro-batches make of it.
 
     Only what is certain is refused: of a loss that takes no other number of examples,
-    say, nothing is known.
+    say, nothing is known; of one that is at most something it is said that it may be.
 
     Args:
       objective: the loss, and how micro-batches combine.
       given: what it is given.
       batch: the mini-batch.
 
+    Returns:
+      What is said of one that may be another.
+
     Raises:
-      ValueError: if it is not.
+      ValueError: if it certainly is.
     """
     made = _made(objective, given, batch)
-    fault = _fault(objective.reduction, made) if made else None
+    fault = _fault(objective.reduction, made, batch) if made else None
     if fault:
         raise ValueError(
             f"loss_fn {fault}; with reduction={objective.reduction!r} its "
             f"{batch.num_parts} micro-batches would make another "
             f"loss than the mini-batch. {_ADVICE.format(alone=_alone(batch))}"
         )
+    return [f"loss_fn {made[0].why}"] if made and _is_doubtful(*made) else []
 
 
 _ADVICE = (
@@ -81,7 +88,13 @@ def _alone(batch: Batch) -> str:
     return f"num_microbatches=1{shards}"
 
 
-def _fault(reduction: str, made: list[Made]) -> str | None:
+def _is_doubtful(loss: Made, *weights: Made) -> bool:
+    """Whether a loss is another unless it is, say, less than what it is at most."""
+    doubtful = loss.kind in (UNSURE, UNKNOWN) and loss.why not in ("", SHIFTED)
+    return doubtful and not weights
+
+
+def _fault(reduction: str, made: list[Made], batch: Batch) -> str | None:
     """What a loss is that is not what its reduction says; None where it may be."""
     loss, *weights = made
     if not weights and loss.orders and loss.orders.exact and loss.orders.are_all_known:
@@ -93,15 +106,21 @@ def _fault(reduction: str, made: list[Made]) -> str | None:
     if weights:
         (weight,) = weights
         degrees = loss.degree, weight.degree
+        if degrees == (0, 0) and len(set(batch.sizes)) > 1:
+            return f"{_returned(loss, weight)}, of micro-batches of several sizes"
         if None in degrees or UNCLEAR in degrees or loss.degree == weight.degree:
             return None
-        return f"returns {_told(loss)}, and as its weight {_told(weight)}"
+        return _returned(loss, weight)
     if loss.kind == OTHER:
         return loss.why
     needed = 1 if reduction == "sum" else 0
     if loss.kind == SAME or loss.degree in (None, needed):
         return None
     return f"returns {_told(loss)}"
+
+
+def _returned(loss: Made, weight: Made) -> str:
+    return f"returns {_told(loss)}, and as its weight {_told(weight)}"
 
 
 def _told(made: Made) -> str:
@@ -117,7 +136,7 @@ def _told(made: Made) -> str:
 def _made(objective: Objective, given: Given, batch: Batch) -> list[Made] | None:
     """How the loss, and the weight, follow from the examples; None if nobody knows."""
     try:
-        outputs = given.followed or _scaled(given, batch.sizes[0])
+        outputs = given.followed or _scaled(given, batch.sizes)
         numbers = outputs.numbers
         one, other = (
             _jaxpr.trace(objective.parts, some, batch.part(count)[1]["targets"])[0]
@@ -135,17 +154,18 @@ def _made(objective: Objective, given: Given, batch: Batch) -> list[Made] | None
         return None
 
 
-def _scaled(given: Given, size: int) -> Outputs:
+def _scaled(given: Given, sizes: Sequence[int]) -> Outputs:
     """One array of more examples, where a layer takes no other number of them.
 
     Raises:
       ValueError: if there are several: a layer may return beside what is of the
         examples what is not, and the length of an axis does not tell.
     """
+    size = sizes[0]
     (leaf,), tree = jax.tree.flatten(given.specs)
     axis = _axis(leaf, given.axis, size)
     each = 1 if axis is None else leaf.shape[axis] // size
-    numbers = two(size)
+    numbers = two(sizes)
     few, many = (
         tree.unflatten(_microbatch.part_specs([leaf], [axis], each * count))
         for count in numbers.counts

@@ -28,7 +28,7 @@ from flax import linen
 from jax.extend import core
 
 from .._jaxprs import _marks
-from .._mixing import _results
+from .._mixing import _equation
 
 # How the marks on the statistics that batch norms leave begin.
 _MARK = "jpipe batch norm "
@@ -135,7 +135,7 @@ def apart() -> Iterator[None]:
 
 def returned(y: jax.Array) -> jax.Array:
     """What a batch norm of Flax returns: see `apart`."""
-    return _results.apart(y) if _is_apart.get() else y
+    return _equation.apart(y) if _is_apart.get() else y
 
 
 def enter_layer(number: int) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from .._mixing._made import FOLLOWS, WHOLE, Made
+from .._mixing._made import WHOLE, Made
 from .._mixing._pairs import Numbers
 from . import _nnx_kinds
 from ._followed import Following, Outcome, two
@@ -20,7 +20,7 @@ class Examples:
 
     Args:
       visits: the layers, as they were met.
-      size: how many a micro-batch has.
+      sizes: how many each micro-batch has; none has more than the first.
       follow: follows the layers with such numbers of examples.
 
     Attributes:
@@ -32,13 +32,13 @@ class Examples:
     def __init__(
         self,
         visits: Sequence[Visit],
-        size: int,
+        sizes: Sequence[int],
         follow: Callable[[Numbers], Following],
     ) -> None:
         self.visits = visits
-        self.size = size
+        self.size = sizes[0]
         self._outcomes: list[Outcome] = []
-        both = follow(two(size))
+        both = follow(two(sizes))
         with contextlib.suppress(Exception):
             for number in range(len(visits)):
                 self._outcomes.append(both.layer(number))
@@ -46,7 +46,7 @@ class Examples:
         self.fixed = None if complete else len(self._outcomes)
         self.outputs = both.outputs if complete else None
         # Of one number alone only what holds single examples is known.
-        self._alone = follow(Numbers(1, size))
+        self._alone = follow(Numbers(1, self.size))
 
     def holding(self, number: int) -> set[Path]:
         """The paths of what holds values of single examples, where a layer writes it.
@@ -80,7 +80,7 @@ def _amiss(made: Made) -> str:
     """Why what a layer writes is not the mean of what micro-batches make of it."""
     if made.kind == WHOLE and made.degree not in (0, None):
         return "is a sum over the examples"
-    return "" if made.why == FOLLOWS else made.why  # it may be linear in that
+    return made.why
 
 
 def _called(path: Path) -> str:

@@ -1,5 +1,6 @@
 """Layers followed on abstract values: how what each gives is made of the examples."""
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -31,13 +32,14 @@ Path = tuple[Any, ...]
 Skips = dict[_skip.Key, PyTree]
 # So many times as many examples can be taken in the same groups, and in halves.
 _GROWTH = 3
-# Where there is one, all axes of length one would be alike.
+# Two micro-batches, so that what one is of its own is not all; and where each is one
+# example, more, as all axes of length one would be alike.
 _FEW = 4
 
 
-def two(size: int) -> Numbers:
-    """Two numbers of examples, by that of a micro-batch."""
-    return Numbers(_GROWTH, size if size > 1 else _FEW)
+def two(sizes: Sequence[int]) -> Numbers:
+    """Two numbers of examples, by those of the micro-batches."""
+    return Numbers(_GROWTH, max(2 * sizes[0], _FEW), math.gcd(*sizes))
 
 
 class Outcome(NamedTuple):
@@ -216,6 +218,8 @@ def _passed(made: Made, along: bool) -> tuple[Made, str]:
     micro-batch by itself is what is trained.
     """
     single = made.single or (along and made.kind != SAME)
+    if along and made.kind == EACH and made.degree not in (0, None):
+        return made._replace(single=single), "computes with the number of examples"
     why = made.why or "adds what is made of all examples"
     mixed = made.kind == WHOLE or (made.kind in (UNSURE, UNKNOWN) and made.why)
     if not (made.kind == OTHER or (along and mixed)):

@@ -15,10 +15,11 @@ LARGEST = "takes the largest or the smallest of all examples"
 SHIFTED = "shifts by the largest or the smallest of all examples"
 MOVED = "puts examples in the places of others"
 CHOSEN = "chooses some of the examples"
-_GROWS = "adds what grows with the number of examples to what does not"
+AFTER = "goes along the examples, one after the other"
+GROWS = "adds what grows with the number of examples to what does not"
 # Of what is `UNSURE` for none but these it may yet be linear: of a mean, say, that is
 # at most something, but not of a root that is.
-VAGUE = ("", FOLLOWS, SHIFTED, _GROWS)
+VAGUE = ("", FOLLOWS, SHIFTED, GROWS)
 
 
 class Made(NamedTuple):
@@ -73,12 +74,13 @@ def joined(operands: Sequence[Made]) -> Made:
         )
     if len(degrees) > 1:  # such as a sum and a small number
         if kinds == {SAME}:
-            return Made(SAME, UNCLEAR)
+            return Made(SAME, UNCLEAR, GROWS)
         if _are_several(made.degree for made in operands if made.kind == WHOLE):
             return Made(OTHER, UNCLEAR, "adds a sum over the examples to a mean")
         whole = WHOLE in kinds and EACH not in kinds
-        return Made(UNSURE, UNCLEAR, _GROWS) if whole else Made(UNKNOWN, why=_GROWS)
-    return Made(max(kinds), next(iter(degrees), None))
+        return Made(UNSURE, UNCLEAR, GROWS) if whole else Made(UNKNOWN, why=GROWS)
+    why = next((m.why for m in operands if m.why), "") if kinds == {SAME} else ""
+    return Made(max(kinds, default=SAME), next(iter(degrees), None), why)
 
 
 def _are_several(degrees: Iterable[float | None]) -> bool:

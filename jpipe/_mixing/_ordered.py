@@ -48,7 +48,8 @@ def follow(
     for a, b in both:
         if a.one_of != b.one_of:
             return unknown, SOME
-        if a.block != b.block and (why := a.why or b.why):
+        apart = a.block == b.block and numbers.part % a.block == 0
+        if not apart and (why := a.why or b.why):
             return unknown, why
     nothing = FREE if exact else None
     orders = [Orders((a.order, b.order), exact) for a, b in both]
@@ -224,11 +225,6 @@ def _lengths(eqn: core.JaxprEqn) -> tuple[Sequence[int], Sequence[int]]:
     return avals[0].shape, avals[1].shape
 
 
-def _written(eqn: core.JaxprEqn, order: Order, *new: Order) -> Sequence[Order] | None:
-    """Where what is written is of no example: what else is there stays."""
-    return None if any(map(_order.is_known, new)) else [order]
-
-
 def _joined(eqn: core.JaxprEqn, given: Sequence[Order], total: int) -> Met:
     return _order.met(given, total)
 
@@ -237,6 +233,28 @@ def _reduced(eqn: core.JaxprEqn, given: Sequence[Order], total: int) -> Met:
     axes = tuple(eqn.params["axes"])
     found = _order.gathered(given[0], axes, total)
     return found._replace(order=np.squeeze(found.order, axes))
+
+
+def _written(eqn: core.JaxprEqn, given: Sequence[Order], total: int) -> Met | None:
+    """What stays of an operand, and what is written in it, of all examples at once."""
+    operand, *rest = given
+    if eqn.primitive.name == "dynamic_update_slice":
+        number, to = 1, dict(enumerate(range(operand.ndim)))
+    else:
+        numbers: Any = eqn.params["dimension_numbers"]
+        left = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+        inside = [axis for axis in range(operand.ndim) if axis not in left]
+        number, to = 2, dict(zip(numbers.update_window_dims, inside, strict=True))
+    update, new = rest[number - 1], _shape(eqn.invars[number])
+    if any(n > 1 and axis not in to for axis, n in enumerate(update.shape)):
+        return None
+    whole = {to[axis]: length for axis, length in enumerate(new) if axis in to}
+    update = _placed(update, to, operand.ndim)
+    for axis, length in enumerate(_shape(eqn.invars[0])):
+        changes = operand.shape[axis] > 1 or update.shape[axis] > 1
+        if changes and whole.get(axis) != length:
+            return None
+    return _order.met([operand, update], total)
 
 
 def _along(eqn: core.JaxprEqn, given: Sequence[Order], total: int) -> Met | None:
@@ -305,15 +323,12 @@ _MOVES: dict[str, _Moves] = {
     "concatenate": _concatenated,
     "conv_general_dilated": _convolved,
     "dynamic_slice": _cut,
-    "dynamic_update_slice": _written,
     "pad": _padded,
     "reduce_window_max": _pooled,
     "reduce_window_min": _pooled,
     "reduce_window_sum": _pooled,
     "reshape": _reshaped,
     "rev": _reversed,
-    "scatter": _written,
-    "scatter-add": _written,
     "slice": _sliced,
     "split": _split,
     "squeeze": _squeezed,
@@ -329,7 +344,10 @@ _MEETS: dict[str, _Meets] = {
     "cumprod": _along,
     "cumsum": _along,
     "dot_general": _multiplied,
+    "dynamic_update_slice": _written,
     "gather": _taken,
+    "scatter": _written,
+    "scatter-add": _written,
     "sort": _along,
     "top_k": _along,
 }

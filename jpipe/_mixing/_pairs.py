@@ -15,10 +15,12 @@ class Numbers(NamedTuple):
         one jaxpr, given twice; of it is known only what holds single ones.
       size: of how many examples the first is. Where there is no second, an axis whose
         length is a multiple of it is one of examples.
+      part: what follows one another in groups of it, or of a divisor, stays together.
     """
 
     growth: int
     size: int
+    part: int = 0
 
     @property
     def counts(self) -> tuple[int, ...]:

@@ -1,0 +1,263 @@
+"""How the results of one equation are made of examples."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from .._jaxprs import _marks
+from ._made import (
+    AFTER,
+    CHOSEN,
+    EACH,
+    FOLLOWS,
+    GROWS,
+    LARGEST,
+    MOVED,
+    OF_ALL,
+    OTHER,
+    SAME,
+    SHIFTED,
+    UNCLEAR,
+    UNKNOWN,
+    UNSURE,
+    WHOLE,
+    Made,
+    chosen,
+    first,
+    joined,
+    one_of,
+    product,
+    quotient,
+    times,
+)
+from ._moved import PLACED, moved, parts
+from ._order import COMPARED
+from ._pairs import Pair
+
+_OF_PLACES = """
+    broadcast broadcast_in_dim concatenate conj copy copy_p expand_dims imag name neg
+    pad real reduce_precision reshape rev slice split squeeze stack stop_gradient
+    transpose unstack
+"""
+_OF_SIZE = """
+    abs and argmax argmin ceil clamp eq floor ge gt is_finite le lt max min ne not or
+    reduce_and reduce_max reduce_min reduce_or rem round sign xor
+"""
+_OF_CURVES = """
+    acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma erf erf_inv erfc exp
+    exp2 expm1 integer_pow lgamma log log1p logistic pow rsqrt sin sinh sqrt square tan
+    tanh
+"""
+_OF_ANSWERS = "and eq ge gt is_finite le lt ne not or xor"
+
+_LINEAR = frozenset([*_OF_PLACES.split(), "add", "add_any", "sub"])
+# What is of all examples stays so, and may be what it was.
+_SOFT = frozenset(_OF_SIZE.split())
+_CURVED = frozenset(_OF_CURVES.split())
+_CALLED = {
+    "exp": "the exponential",
+    "integer_pow": "a power",
+    "log": "the logarithm",
+    "pow": "a power",
+    "sqrt": "the root",
+    "square": "the square",
+}
+# What is less the largest of all becomes a quotient by it, which leaves a softmax.
+_SHIFTED = frozenset(["exp", "exp2"])
+# Whether, not how much.
+_ANSWERS = frozenset(_OF_ANSWERS.split())
+_LOGIC = frozenset(["and", "not", "or", "xor"])
+_ALONG = frozenset(["cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum"])
+_WRITES = frozenset(["dynamic_update_slice", "scatter", "scatter-add"])
+_OF_MATRICES = frozenset(["cholesky", "eig", "eigh", "lu", "qr", "svd"])
+_APART = "jpipe apart"
+_ANSWERED = "asks whether one of all examples, or each, is so"
+_BESIDE = "cuts off, of each example, by what is made of all"
+
+
+def apart(x: jax.Array) -> jax.Array:
+    """The same array, which counts as one of each example by itself."""
+    return _marks.mark(x, _APART)
+
+
+def made_by(pair: Pair, operands: list[Made]) -> Made:
+    """How the results of an equation are, that holds no jaxpr."""
+    name = pair.name
+    if name == "name" and pair.eqn.params["name"] == _APART:
+        return Made(EACH if any(pair.after[0]) else SAME)
+    if elsewhere := moved(pair, operands):
+        return elsewhere
+    values, places = parts(name, operands)
+    if name in PLACED and (at := _taken(values[0], places)):
+        return at
+    places = [*map(_place, places)]
+    operands = [*values, *places]
+    kinds = {made.kind for made in operands}
+    if _goes_along(pair, values):
+        return first(values, AFTER)
+    if name in _LINEAR:
+        return joined(operands)
+    if name == "reduce_sum":
+        over = [pair.before[0][i] for i in pair.eqn.params["axes"]]
+        return _summed(operands[0], over, pair.after[0])
+    if UNKNOWN in kinds:
+        return one_of(UNKNOWN, operands)
+    if not kinds - {SAME} and name in ("iota", "random_bits"):
+        return Made(EACH if any(pair.after[0]) else SAME)
+    if name == "convert_element_type":
+        return _converted(pair.eqn, operands[0])
+    if name == "dot_general":
+        (axes, _), _ = pair.eqn.params["dimension_numbers"]
+        over = [pair.before[0][i] for i in axes]
+        return _summed(product(*operands), over, pair.after[0])
+    if name == "mul":
+        return product(*operands)
+    if name == "div":
+        return quotient(*operands)
+    if name == "select_n":
+        return chosen(*operands)
+    if name in _WRITES:
+        return _written(pair, values, places)
+    if not kinds.isdisjoint(OF_ALL):
+        beside = operands[0].kind == UNSURE and operands[0].why == SHIFTED
+        if name in _SHIFTED and beside and any(pair.after[0]):
+            return Made(EACH)
+        if name in _CURVED:
+            called = _CALLED.get(name, name)
+            made = first(operands, f"takes {called} of what is made of all examples")
+            grows = any(operand.degree for operand in operands)
+            return made._replace(degree=UNCLEAR if grows else 0)
+        if name in _SOFT:
+            return _soft(pair, operands)
+        if name == "ragged_dot_general":  # of rows in groups, and how many each has
+            return Made(UNKNOWN)
+        if any(pair.after[0]) and any(made.why == COMPARED for made in operands):
+            return Made(OTHER, UNCLEAR, COMPARED)
+        return Made(UNKNOWN, why="" if kinds == {UNSURE} else FOLLOWS)
+    if name in _ANSWERS and kinds == {SAME}:
+        return Made(SAME)
+    if any(made.degree for made in operands):
+        return Made(SAME, UNCLEAR, GROWS) if kinds == {SAME} else Made(UNKNOWN)
+    if EACH in kinds and _runs_along(pair):
+        return Made(OTHER, UNCLEAR, COMPARED)
+    if EACH in kinds and name.startswith(("reduce_", "arg")):
+        over = [pair.before[0][i] for i in pair.eqn.params.get("axes", ())]
+        why = LARGEST
+        if name in ("reduce_and", "reduce_or"):  # of one answer, such as whether all
+            why = _ANSWERED if pair.after[0] else ""  # are finite
+        apart = any(pair.after[0]) or not any(over)
+        return Made(EACH) if apart else Made(UNSURE, UNCLEAR, why)
+    return Made(EACH if EACH in kinds else SAME)
+
+
+def _runs_along(pair: Pair) -> bool:
+    """Whether a window, or a transform of several elements, lies along examples."""
+    params: Any = pair.eqn.params
+    along, *_ = pair.before
+    if pair.name == "conv_general_dilated":
+        numbers = params["dimension_numbers"]
+        kernel: Any = pair.eqn.invars[1].aval
+        lengths = [kernel.shape[axis] for axis in numbers.rhs_spec[2:]]
+        inside = zip(numbers.lhs_spec[2:], lengths, strict=True)
+        return any(along[axis] and length > 1 for axis, length in inside)
+    if pair.name.startswith("reduce_window"):
+        lengths = params["window_dimensions"]
+        return any(a and n > 1 for a, n in zip(along, lengths, strict=True))
+    if pair.name == "fft":
+        return any(along[-len(params["fft_lengths"]) :])
+    return pair.name in _OF_MATRICES and any(along[-2:])
+
+
+def _goes_along(pair: Pair, values: Sequence[Made]) -> bool:
+    """Whether it adds up what stands before, along the examples."""
+    if pair.name not in _ALONG or not pair.before[0][pair.eqn.params["axis"]]:
+        return False
+    given: Any = pair.eqn.invars[0].aval
+    (made,) = values
+    sorts = made.why == MOVED and jnp.issubdtype(given.dtype, jnp.floating)
+    return made.kind != UNKNOWN or sorts
+
+
+def _taken(value: Made, places: Sequence[Made]) -> Made | None:
+    """What is taken of a value, where that follows from how the places are made."""
+    kinds = {place.kind for place in places}
+    if kinds <= {SAME}:
+        return value
+    of_all = (place.why for place in places if place.kind in OF_ALL)
+    if value.kind == EACH and (why := next(iter({*of_all} & {LARGEST, COMPARED}), "")):
+        return Made(OTHER, UNCLEAR, why)
+    if kinds <= {SAME, EACH} and value.kind in (WHOLE, OTHER):
+        return first([value], "takes, for each example, what is made of all")
+    return None
+
+
+def _soft(pair: Pair, operands: Sequence[Made]) -> Made:
+    """A size, or an answer, of what is of all: linear only if it is what it was."""
+    why, along = _heard(pair, operands), any(pair.after[0])
+    if along and why == COMPARED:
+        return Made(OTHER, UNCLEAR, why)
+    if along and why == FOLLOWS and pair.name not in _ANSWERS:
+        why = _BESIDE  # which differs from one example to another
+    return Made(UNSURE, UNCLEAR, why)
+
+
+def _heard(pair: Pair, operands: Sequence[Made]) -> str:
+    """Why a size, or an answer, is of all.
+
+    Of an answer about one number of all, such as whether they are finite, nothing is
+    told.
+    """
+    whole = any(pair.after[0]) and pair.name not in _LOGIC
+    lying = operands if whole else itertools.compress(operands, map(any, pair.before))
+    why = next((m.why or FOLLOWS for m in lying if m.kind in OF_ALL), "")
+    if why or pair.name in _ANSWERS:
+        return why
+    return next((m.why for m in operands if m.kind in OF_ALL), "")
+
+
+def _written(pair: Pair, values: Sequence[Made], places: Sequence[Made]) -> Made:
+    """A value with others written in some of its places, or added there."""
+    into, new = values
+    added = pair.name == "scatter-add"
+    each = {made.kind for made in (*places, new)}
+    if added and EACH in each and each <= {SAME, EACH} and not any(pair.after[0]):
+        return joined([into, Made(WHOLE, times(new.degree, 1))])
+    made = joined([into, new])
+    if made.kind != OTHER and any(place.kind != SAME for place in places):
+        apart = any(pair.after[0]) and made.kind in (SAME, EACH)
+        why = CHOSEN if made.why == CHOSEN else ""
+        return made._replace(kind=EACH if apart else UNKNOWN, why=why)
+    return made
+
+
+def _place(made: Made) -> Made:
+    """What says where something is: how large it is does not matter.
+
+    Such as a place from the end, which the number of examples was added to.
+    """
+    return Made(EACH) if made.kind == UNKNOWN else made._replace(degree=0)
+
+
+def _summed(made: Made, over: Sequence[bool], after: Sequence[bool]) -> Made:
+    """A sum over axes, which go along the examples or not."""
+    if any(over) and made.why == MOVED:
+        return Made(UNKNOWN)
+    if not any(over) or made.kind == UNKNOWN:
+        return made
+    if made.kind == EACH and any(after):
+        return Made(UNKNOWN)
+    kind = WHOLE if made.kind == EACH else made.kind
+    return Made(kind, times(made.degree, sum(over)), made.why)
+
+
+def _converted(eqn: core.JaxprEqn, made: Made) -> Made:
+    given: Any = eqn.invars[0].aval
+    result: Any = eqn.outvars[0].aval
+    floating = jnp.issubdtype(result.dtype, jnp.inexact)
+    was = jnp.issubdtype(given.dtype, jnp.inexact)
+    counted = was and not floating and made.kind in OF_ALL
+    return Made(UNSURE, UNCLEAR, made.why) if counted else made
