@@ -114,7 +114,7 @@ def _fault(reduction: str, made: list[Made], batch: Batch) -> str | None:
     if loss.kind == OTHER:
         return loss.why
     needed = 1 if reduction == "sum" else 0
-    if loss.kind == SAME or loss.degree in (None, needed):
+    if loss.kind == SAME or loss.degree in (None, UNCLEAR, needed):
         return None
     return f"returns {_told(loss)}"
 

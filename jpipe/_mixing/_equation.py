@@ -70,9 +70,11 @@ _CALLED = {
 _SHIFTED = frozenset(["exp", "exp2"])
 # Whether, not how much.
 _ANSWERS = frozenset(_OF_ANSWERS.split())
+_COMPARISONS = frozenset(["ge", "gt", "le", "lt"])
 _LOGIC = frozenset(["and", "not", "or", "xor"])
 _ALONG = frozenset(["cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum"])
 _WRITES = frozenset(["dynamic_update_slice", "scatter", "scatter-add"])
+_LARGEST = frozenset(["scatter-max", "scatter-min", "scatter-mul"])
 _OF_MATRICES = frozenset(["cholesky", "eig", "eigh", "lu", "qr", "svd"])
 _APART = "jpipe apart"
 _ANSWERED = "asks whether one of all examples, or each, is so"
@@ -142,6 +144,8 @@ def made_by(pair: Pair, operands: list[Made]) -> Made:
         return Made(SAME)
     if any(made.degree for made in operands):
         return Made(SAME, UNCLEAR, GROWS) if kinds == {SAME} else Made(UNKNOWN)
+    if EACH in kinds and name in _LARGEST and not any(pair.after[0]):
+        return Made(UNSURE, UNCLEAR, LARGEST)
     if EACH in kinds and _runs_along(pair):
         return Made(OTHER, UNCLEAR, COMPARED)
     if EACH in kinds and name.startswith(("reduce_", "arg")):
@@ -192,6 +196,8 @@ def _taken(value: Made, places: Sequence[Made]) -> Made | None:
         return Made(OTHER, UNCLEAR, why)
     if kinds <= {SAME, EACH} and value.kind in (WHOLE, OTHER):
         return first([value], "takes, for each example, what is made of all")
+    if kinds <= {SAME, EACH} and value.kind == UNSURE:
+        return value
     return None
 
 
@@ -208,15 +214,15 @@ def _soft(pair: Pair, operands: Sequence[Made]) -> Made:
 def _heard(pair: Pair, operands: Sequence[Made]) -> str:
     """Why a size, or an answer, is of all.
 
-    Of an answer about one number of all, such as whether they are finite, nothing is
-    told.
+    Of whether one number of all is finite, say, nothing is told; of whether it is more
+    than another something is.
     """
     whole = any(pair.after[0]) and pair.name not in _LOGIC
     lying = operands if whole else itertools.compress(operands, map(any, pair.before))
     why = next((m.why or FOLLOWS for m in lying if m.kind in OF_ALL), "")
-    if why or pair.name in _ANSWERS:
+    if why or pair.name in _ANSWERS - _COMPARISONS:
         return why
-    return next((m.why for m in operands if m.kind in OF_ALL), "")
+    return next((m.why for m in operands if m.kind in OF_ALL), "") or FOLLOWS
 
 
 def _written(pair: Pair, values: Sequence[Made], places: Sequence[Made]) -> Made:
@@ -230,6 +236,7 @@ def _written(pair: Pair, values: Sequence[Made], places: Sequence[Made]) -> Made
     if made.kind != OTHER and any(place.kind != SAME for place in places):
         apart = any(pair.after[0]) and made.kind in (SAME, EACH)
         why = CHOSEN if made.why == CHOSEN else ""
+        why = next((place.why for place in places if place.kind in OF_ALL), why)
         return made._replace(kind=EACH if apart else UNKNOWN, why=why)
     return made
 

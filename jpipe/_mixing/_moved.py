@@ -5,7 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ._made import CHOSEN, LARGEST, MOVED, OF_ALL, OTHER, UNCLEAR, UNKNOWN, Made
+from ._made import CHOSEN, LARGEST, MOVED, OF_ALL, OTHER, SAME, UNCLEAR, UNKNOWN, Made
 from ._order import is_placed
 from ._pairs import Pair
 
@@ -20,6 +20,8 @@ def moved(pair: Pair, operands: Sequence[Made]) -> Made | None:
 
     None of what stays where it is, and of what more is made of than single examples.
     """
+    if pair.name == "sort" and _goes_along(pair) and _goes_by_size(pair, operands):
+        return Made(OTHER, UNCLEAR, "puts the examples in the order of their size")
     values, places = parts(pair.name, operands)
     whys = {made.why for made in values if made.kind == UNKNOWN}
     if any(made.kind in OF_ALL for made in operands) or whys - {"", MOVED, CHOSEN}:
@@ -29,12 +31,12 @@ def moved(pair: Pair, operands: Sequence[Made]) -> Made | None:
     if pair.name in _MOVES and _goes_along(pair):
         if pair.name == "top_k" and not whys and _leaves_out(pair):
             return Made(OTHER, UNCLEAR, LARGEST)
-        if pair.name == "sort" and _goes_by_size(pair):
-            return Made(OTHER, UNCLEAR, "puts the examples in the order of their size")
         return Made(UNKNOWN) if whys else Made(UNKNOWN, why=MOVED)
     by_moved = any(made.why == MOVED for made in places)
     if not places or not any(pair.after[0]) or not (whys or by_moved):
         return None
+    if whys == {CHOSEN} and all(made.kind == SAME for made in places):
+        return Made(UNKNOWN, why=CHOSEN)
     taken = pair.name in PLACED and not whys
     return Made(UNKNOWN, why=MOVED if taken else "")
 
@@ -46,10 +48,11 @@ def _goes_along(pair: Pair) -> bool:
     return any(pair.before[0][axis] for axis in axes)
 
 
-def _goes_by_size(pair: Pair) -> bool:
+def _goes_by_size(pair: Pair, operands: Sequence[Made]) -> bool:
     """Whether numbers are put in order, and nothing beside them."""
     given: Any = pair.eqn.invars[0].aval
-    return len(pair.eqn.invars) == 1 and jnp.issubdtype(given.dtype, jnp.floating)
+    alone = len(operands) == 1 and operands[0].kind not in (SAME, UNKNOWN)
+    return alone and jnp.issubdtype(given.dtype, jnp.floating)
 
 
 def _leaves_out(pair: Pair) -> bool:

@@ -297,7 +297,8 @@ UNCERTAIN = {
 def check(loss_fn, reduction="mean", outputs=None, size=BATCH // PARTS):
     """What a pipeline checks before it compiles a loss.
 
-    Outputs are known with more examples too, or are specs of one array.
+    Outputs are known with more examples too, or are specs of one array. Returns what is
+    said of a loss that is not refused.
     """
     y, t = data()
     like = jax.ShapeDtypeStruct
@@ -307,7 +308,7 @@ def check(loss_fn, reduction="mean", outputs=None, size=BATCH // PARTS):
     if isinstance(outputs, Outputs):
         specs, followed = outputs.few, outputs
     objective = Objective(loss_fn, reduction=reduction)
-    _reduction.check(objective, _reduction.Given(specs, 0, followed), batch)
+    return _reduction.check(objective, _reduction.Given(specs, 0, followed), batch)
 
 
 def parts(loss_fn):
@@ -323,7 +324,7 @@ def test_means_are_taken_for_means(double, name):
     # In bfloat16 sums have eight bits.
     rtol = 1e-2 if name == "bfloat16" else 1e-6
     np.testing.assert_allclose(jnp.mean(each), whole, rtol=rtol)
-    check(MEANS[name])
+    assert not check(MEANS[name])
     if name != "none of the examples":
         with pytest.raises(ValueError, match="returns a mean over the examples; with"):
             check(MEANS[name], "sum")
@@ -333,7 +334,7 @@ def test_means_are_taken_for_means(double, name):
 def test_sums_are_taken_for_sums(double, name):
     each, whole = parts(SUMS[name])
     np.testing.assert_allclose(jnp.sum(each), whole, rtol=1e-6)
-    check(SUMS[name], "sum")
+    assert not check(SUMS[name], "sum")
     with pytest.raises(ValueError, match=r"a sum .* 3 micro-.* reduction='sum'"):
         check(SUMS[name])
 

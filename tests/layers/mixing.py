@@ -4,6 +4,8 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
 
 TOKENS, WIDTH = 3, 4
 
@@ -72,7 +74,62 @@ def first_half_against_second(x):
     return jnp.concatenate([one - other, other - one])
 
 
+def cut_and_mixed(x):
+    return x.at[:, 1:2].set(jnp.roll(x, 1, axis=0)[:, 1:2])
+
+
+def neighbours(x):
+    flat = x.reshape(len(x), -1)
+    apart = ((flat[:, None] - flat[None]) ** 2).sum(-1)
+    return x[jax.lax.top_k(-apart, 2)[1]].mean(1)
+
+
+def less_the_largest_of_its_class(x):
+    classes = (x[:, 0, 0] > 0).astype(jnp.int32)
+    return x - jax.ops.segment_max(x, classes, 2)[classes]
+
+
+def halved_until_all_are_small(x):
+    small = jax.lax.while_loop(
+        lambda a: jnp.abs(a).sum() > 9, lambda a: a / 2, jax.lax.stop_gradient(x)
+    )
+    return x * small
+
+
+def from_example_to_example(x):
+    """As a recurrent layer does that takes the first axis for that of time."""
+
+    def step(carry, row):
+        carry = jnp.tanh(carry + row)
+        return carry, carry
+
+    return jax.lax.scan(step, jnp.zeros(x.shape[1:]), x)[1]
+
+
+def graph(x):
+    """Each node with another, whose number is given."""
+    ends = jnp.array([0, 5, 7, 3, 2, 11])
+    return x + jax.ops.segment_sum(x[ends], jnp.array([1, 2, 8, 4, 9, 6]), len(x))
+
+
 MIXED = {
+    "where it is more than nothing": lambda x: jnp.where(x > 0, x - x.mean(0), 0),
+    "cut and mixed": cut_and_mixed,
+    "neighbours": neighbours,
+    "less the largest of its class": less_the_largest_of_its_class,
+    "until all are small": halved_until_all_are_small,
+    "if they are large": lambda x: jax.lax.cond(
+        (x**2).mean() > 1, lambda: x, lambda: -2 * x
+    ),
+    "from example to example": from_example_to_example,
+    "graph": graph,
+    "less the median": lambda x: x - jnp.median(x, axis=0),
+    "frequencies of examples": lambda x: jnp.fft.fft(x, axis=0).real,
+    "windows of examples": lambda x: nn.avg_pool(
+        x.reshape(1, len(x), -1), (3,), padding="SAME"
+    ).reshape(x.shape),
+    "an order of numpy": lambda x: x * x[np.random.default_rng(0).permutation(len(x))],
+    "divided by their number": lambda x: x / len(x),
     "beside its group": beside_its_group,
     "in two groups": in_two_groups,
     "halves": first_half_against_second,

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from flax import linen as nn
 
@@ -75,3 +76,31 @@ class Range(nn.Module):
 def test_a_largest_value_that_is_kept_is_told():
     with pytest.warns(UserWarning, match=r"writes range/most, which takes the largest"):
         trained(mse_of(Range()))
+
+
+@pytest.mark.parametrize(
+    "update",
+    [
+        lambda before, x: before + 0.1 * jnp.sign(x.mean(0)),
+        lambda before, x: jnp.where((x > 1).any(0), 0, before + 1),
+        lambda before, x: before.at[jnp.argmax(x.mean(0))].add(1),
+        lambda before, x: jax.lax.cond(
+            x.mean() > 0, lambda: before + 1, lambda: before
+        ),
+    ],
+)
+def test_a_step_that_is_taken_by_all_examples_is_told(update):
+    class Steps(nn.Module):
+        @nn.compact
+        def __call__(self, x, train):
+            steps = self.variable("steps", "count", jnp.zeros, x.shape[1:])
+            if train and not self.is_initializing():
+                steps.value = update(steps.value, x)
+            return x
+
+    x = jax.random.normal(KEY, (8, 4))
+    tx = optax.sgd(0.1)
+    pipe = jpipe.sequential([nn.Dense(4), Steps()], 2)
+    state = pipe.init_train_state(KEY, x, tx)
+    with pytest.warns(UserWarning, match=r"layer 1 \(Steps\) writes steps/count, wh"):
+        pipe.train_step(ref.mse, tx)(state, x, x)

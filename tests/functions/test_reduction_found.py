@@ -1,0 +1,164 @@
+"""Losses as people write them, of which some were other ones without a word."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jpipe
+
+BATCH, WIDTH, PARTS = 12, 5, 3
+cross_entropy = optax.softmax_cross_entropy_with_integer_labels
+
+
+def by_class(y, t):
+    """Examples weighed by how many of their class are in the batch."""
+    return (cross_entropy(y, t) * (len(t) / jnp.bincount(t, length=WIDTH))[t]).mean()
+
+
+def centres(y, t):
+    count = jax.ops.segment_sum(jnp.ones(len(t)), t, WIDTH)[:, None]
+    centre = jax.ops.segment_sum(y, t, WIDTH) / jnp.maximum(count, 1)
+    return ((y - centre[t]) ** 2).mean()
+
+
+def balanced(y, t):
+    """The rarer answer weighs more."""
+    positive = t > 2
+    share = positive.mean()
+    losses = optax.sigmoid_binary_cross_entropy(y[:, 0], positive.astype(y.dtype))
+    return (jnp.where(positive, 1 - share, share) * losses).mean()
+
+
+def pairwise(y, t):
+    difference = y[:, 0][:, None] - y[:, 0][None]
+    return (jax.nn.softplus(-difference) * (t[:, None] > t[None])).mean()
+
+
+def relativistic(y, t):
+    return jax.nn.relu(1 - (y[:, 0] - y[:, 1].mean())).mean()
+
+
+def proportional_hazards(y, t):
+    risk = y[:, 0][jnp.argsort(-t)]
+    return -(risk - jax.lax.cumlogsumexp(risk)).mean()
+
+
+def spread_out(y, t):
+    likeness = y @ y.T - 9 * jnp.eye(len(y))
+    return -jnp.log(jnp.linalg.norm(y - y[likeness.argmax(1)], axis=-1)).mean()
+
+
+def mixed_labels(y, t):
+    other = t[jax.random.permutation(jax.random.key(3), len(t))]
+    return 0.7 * cross_entropy(y, t).mean() + 0.3 * cross_entropy(y, other).mean()
+
+
+def hard_ones(y, t):
+    losses = cross_entropy(y, t)
+    chosen = losses >= jnp.sort(losses)[len(t) // 2]
+    return (losses * chosen).sum() / chosen.sum()
+
+
+def discounted(y, t):
+    def add(after, reward):
+        after = reward + 0.9 * after
+        return after, after
+
+    returns = jax.lax.scan(add, 0.0, t.astype(y.dtype), reverse=True)[1]
+    return (returns * y[:, 0]).mean()
+
+
+def same_choice(y, t):
+    return (y[jnp.array([0, 3, 5])] ** 2).mean()
+
+
+REFUSED = {
+    by_class: "divides by what is made of all examples",
+    centres: "divides by what is made of all examples",
+    balanced: "is, for some examples, what is made of all",
+    pairwise: "compares examples with one another",
+    relativistic: "cuts off, of each example, by what is made of all",
+    proportional_hazards: "goes along the examples, one after the other",
+    spread_out: "compares examples with one another",
+    mixed_labels: "compares examples with one another",
+    hard_ones: "divides by what is made of all examples",
+    discounted: "goes along the examples, one after the other",
+}
+FOLLOWS = "computes with what is made of all examples"
+# They are those of the mini-batch as long as nothing is cut off, say.
+DOUBTFUL = {
+    "free bits": (lambda y, t: jnp.maximum((y**2).mean(0), 1.2).sum(), FOLLOWS),
+    "flooding": (lambda y, t: jnp.abs(cross_entropy(y, t).mean() - 2) + 2, FOLLOWS),
+    "volume": (
+        lambda y, t: jnp.linalg.slogdet(jnp.eye(WIDTH) + y.T @ y / len(y))[1],
+        FOLLOWS,
+    ),
+    "the same choice": (same_choice, "chooses some of the examples"),
+}
+ALIKE = {
+    "groups of a micro-batch": lambda y, t: (
+        (y[:, 0].reshape(-1, 4) - y[:, 0].reshape(-1, 4).mean(1, keepdims=True)) ** 2
+    ).mean(),
+    "pairs": lambda y, t: jax.nn.softplus(y[1::2, 0] - y[::2, 0]).mean(),
+    "in chunks": lambda y, t: jax.lax.map(
+        lambda one: cross_entropy(*one), (y, t), batch_size=3
+    ).mean(),
+    "by a count of the shape": lambda y, t: y.sum() / jnp.array(y.shape).prod(),
+}
+
+
+def data():
+    y = jax.random.normal(jax.random.key(0), (BATCH, WIDTH))
+    return y, jax.random.randint(jax.random.key(1), (BATCH,), 0, WIDTH)
+
+
+def loss_of(loss_fn, num_microbatches=PARTS, **options):
+    y, t = data()
+    pipe = jpipe.sequential([lambda y: y], num_microbatches)
+    find = pipe.value_and_grad(loss_fn, **options)
+    return find(pipe.init(jax.random.key(0), y), y, t)[0]
+
+
+def by_parts(loss_fn):
+    cut = zip(*(jnp.split(a, PARTS) for a in data()), strict=True)
+    return np.mean([loss_fn(*part) for part in cut])
+
+
+@pytest.mark.parametrize("loss_fn", REFUSED)
+def test_what_is_another_loss_is_refused(loss_fn):
+    assert not np.isclose(by_parts(loss_fn), loss_fn(*data()), rtol=1e-3)
+    with pytest.raises(ValueError, match=f"loss_fn {REFUSED[loss_fn]}; with"):
+        loss_of(loss_fn)
+    np.testing.assert_allclose(loss_of(loss_fn, 1), loss_fn(*data()), rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", DOUBTFUL)
+def test_what_may_be_another_is_told(name):
+    loss_fn, why = DOUBTFUL[name]
+    assert not np.isclose(by_parts(loss_fn), loss_fn(*data()), rtol=1e-3)
+    with pytest.warns(UserWarning, match=rf"itself: (.|\n)*\* loss_fn {why}\n"):
+        loss_of(loss_fn)
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_what_is_the_same_loss_is_left_alone(name):
+    np.testing.assert_allclose(loss_of(ALIKE[name]), ALIKE[name](*data()), rtol=1e-5)
+
+
+def test_pairs_need_micro_batches_that_hold_whole_ones():
+    def odd_and_even(y, t):
+        return jnp.mean(y[::2] * y[1::2])
+
+    with pytest.raises(ValueError, match="compares examples"):
+        loss_of(odd_and_even, 4)
+
+
+def test_a_constant_weight_needs_micro_batches_of_one_size():
+    def constant(y, t):
+        return cross_entropy(y, t).mean(), 1.0
+
+    loss_of(constant, reduction="weighted")
+    with pytest.raises(ValueError, match=r"weight a constant, of micro-batches of sev"):
+        loss_of(constant, 5, reduction="weighted")
