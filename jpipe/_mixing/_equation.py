@@ -125,37 +125,51 @@ def made_by(pair: Pair, operands: list[Made]) -> Made:
     if name in _WRITES:
         return _written(pair, values, places)
     if not kinds.isdisjoint(OF_ALL):
-        beside = operands[0].kind == UNSURE and operands[0].why == SHIFTED
-        if name in _SHIFTED and beside and any(pair.after[0]):
-            return Made(EACH)
-        if name in _CURVED:
-            called = _CALLED.get(name, name)
-            made = first(operands, f"takes {called} of what is made of all examples")
-            grows = any(operand.degree for operand in operands)
-            return made._replace(degree=UNCLEAR if grows else 0)
-        if name in _SOFT:
-            return _soft(pair, operands)
-        if name == "ragged_dot_general":  # of rows in groups, and how many each has
-            return Made(UNKNOWN)
-        if any(pair.after[0]) and any(made.why == COMPARED for made in operands):
-            return Made(OTHER, UNCLEAR, COMPARED)
-        return Made(UNKNOWN, why="" if kinds == {UNSURE} else FOLLOWS)
-    if name in _ANSWERS and kinds == {SAME}:
-        return Made(SAME)
+        return _of_all(pair, operands)
+    if kinds == {SAME}:
+        grows = any(made.degree for made in operands) and name not in _ANSWERS
+        return Made(SAME, UNCLEAR, GROWS) if grows else Made(SAME)
     if any(made.degree for made in operands):
-        return Made(SAME, UNCLEAR, GROWS) if kinds == {SAME} else Made(UNKNOWN)
-    if EACH in kinds and name in _LARGEST and not any(pair.after[0]):
-        return Made(UNSURE, UNCLEAR, LARGEST)
-    if EACH in kinds and _runs_along(pair):
+        return Made(UNKNOWN)
+    return _of_each(pair) if kinds else Made(SAME)
+
+
+def _of_all(pair: Pair, operands: list[Made]) -> Made:
+    """What follows from what is of all examples, and is not linear in it."""
+    name, along = pair.name, any(pair.after[0])
+    if name in _SHIFTED and along and operands[0].why == SHIFTED:
+        return Made(EACH)
+    if name in _CURVED:
+        called = _CALLED.get(name, name)
+        made = first(operands, f"takes {called} of what is made of all examples")
+        grows = any(operand.degree for operand in operands)
+        return made._replace(degree=UNCLEAR if grows else 0)
+    if name in _SOFT:
+        return _soft(pair, operands)
+    if name == "ragged_dot_general":  # of rows in groups, and how many each has
+        return Made(UNKNOWN)
+    if along and any(made.why == COMPARED for made in operands):
         return Made(OTHER, UNCLEAR, COMPARED)
-    if EACH in kinds and name.startswith(("reduce_", "arg")):
-        over = [pair.before[0][i] for i in pair.eqn.params.get("axes", ())]
-        why = LARGEST
-        if name in ("reduce_and", "reduce_or"):  # of one answer, such as whether all
-            why = _ANSWERED if pair.after[0] else ""  # are finite
-        apart = any(pair.after[0]) or not any(over)
-        return Made(EACH) if apart else Made(UNSURE, UNCLEAR, why)
-    return Made(EACH if EACH in kinds else SAME)
+    unsure = all(made.kind == UNSURE for made in operands)
+    return Made(UNKNOWN, why="" if unsure else FOLLOWS)
+
+
+def _of_each(pair: Pair) -> Made:
+    """What follows from each example by itself, unless several come together."""
+    name, along = pair.name, any(pair.after[0])
+    if _runs_along(pair):
+        return Made(OTHER, UNCLEAR, COMPARED)
+    if name in _LARGEST and not along:
+        return Made(UNSURE, UNCLEAR, LARGEST)
+    if not name.startswith(("reduce_", "arg")):
+        return Made(EACH)
+    over = [pair.before[0][i] for i in pair.eqn.params.get("axes", ())]
+    if along or not any(over):
+        return Made(EACH)
+    if name not in ("reduce_and", "reduce_or"):
+        return Made(UNSURE, UNCLEAR, LARGEST)
+    # Of one answer, such as whether all are finite, nothing is told.
+    return Made(UNSURE, UNCLEAR, _ANSWERED if pair.after[0] else "")
 
 
 def _runs_along(pair: Pair) -> bool:
