@@ -105,8 +105,8 @@ def warn_of(found: Sequence[str]) -> None:
     """Says which layers make something of several examples, or that the loss does."""
     listed = "\n".join(f"  * {one}" for one in found)
     warnings.warn(
-        f"each micro-batch by itself: a layer sees only the examples of one, and here "
-        f"more than one of them come together:\n{listed}\nas one device computes it, "
+        f"each micro-batch by itself: layers and loss see the examples of one, and "
+        f"here more than one of them come together:\n{listed}\nas one device computes it, "
         f"take num_microbatches=1; where that of micro-batches is meant, as it is of a "
         f"batch norm, say so: warnings.filterwarnings('ignore', 'each micro-batch by "
         f"itself')",

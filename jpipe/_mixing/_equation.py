@@ -74,7 +74,7 @@ _COMPARISONS = frozenset(["ge", "gt", "le", "lt"])
 _LOGIC = frozenset(["and", "not", "or", "xor"])
 _ALONG = frozenset(["cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum"])
 _WRITES = frozenset(["dynamic_update_slice", "scatter", "scatter-add"])
-_LARGEST = frozenset(["scatter-max", "scatter-min", "scatter-mul"])
+_EXTREMES = frozenset(["scatter-max", "scatter-min"])
 _OF_MATRICES = frozenset(["cholesky", "eig", "eigh", "lu", "qr", "svd"])
 _APART = "jpipe apart"
 _ANSWERED = "asks whether one of all examples, or each, is so"
@@ -159,7 +159,7 @@ def _of_each(pair: Pair) -> Made:
     name, along = pair.name, any(pair.after[0])
     if _runs_along(pair):
         return Made(OTHER, UNCLEAR, COMPARED)
-    if name in _LARGEST and not along:
+    if name in _EXTREMES and not along:
         return Made(UNSURE, UNCLEAR, LARGEST)
     if not name.startswith(("reduce_", "arg")):
         return Made(EACH)
@@ -205,9 +205,10 @@ def _taken(value: Made, places: Sequence[Made]) -> Made | None:
     kinds = {place.kind for place in places}
     if kinds <= {SAME}:
         return value
-    of_all = (place.why for place in places if place.kind in OF_ALL)
-    if value.kind == EACH and (why := next(iter({*of_all} & {LARGEST, COMPARED}), "")):
-        return Made(OTHER, UNCLEAR, why)
+    of_all = {place.why for place in places if place.kind in OF_ALL}
+    for why in (COMPARED, LARGEST):
+        if why in of_all and value.kind == EACH:
+            return Made(OTHER, UNCLEAR, why)
     if kinds <= {SAME, EACH} and value.kind in (WHOLE, OTHER):
         return first([value], "takes, for each example, what is made of all")
     if kinds <= {SAME, EACH} and value.kind == UNSURE:

@@ -32,7 +32,7 @@ class Made(NamedTuple):
         perhaps `UNCLEAR`.
       why: of `OTHER`, what made it so; of others, why that cannot be said.
       single: whether it holds values of single examples, and not what is made of all.
-      orders: of which example each element is; ``None``: of none, as far as is known.
+      orders: of which example each element is; ``None`` where nobody knows.
     """
 
     kind: int
@@ -67,11 +67,8 @@ def joined(operands: Sequence[Made]) -> Made:
         return one_of(UNKNOWN, operands)
     if UNSURE in kinds:
         made = one_of(UNSURE, operands)
-        return (
-            made._replace(why=SHIFTED)
-            if EACH in kinds and made.why == LARGEST
-            else made
-        )
+        shifts = EACH in kinds and made.why == LARGEST
+        return made._replace(why=SHIFTED) if shifts else made
     if len(degrees) > 1:  # such as a sum and a small number
         if kinds == {SAME}:
             return Made(SAME, UNCLEAR, GROWS)
@@ -137,10 +134,8 @@ def chosen(which: Made, *cases: Made) -> Made:
     if made.kind in (SAME, EACH):
         if which.kind == EACH:
             return made._replace(kind=EACH)
-        if which.kind == UNSURE and not which.why:
-            return (
-                made  # as where all are finite, and something else where they are not
-            )
+        if which.kind == UNSURE and not which.why:  # such as whether all are finite
+            return made
     elif which.kind == EACH:
         if made.kind == UNSURE:
             return made

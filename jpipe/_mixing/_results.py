@@ -102,9 +102,8 @@ def _results(
             orders, together = follow(pair, [*map(_orders, operands)], numbers)
             if not together and _are_compared(operands, orders):
                 together = COMPARED
-            made = (
-                Made(OTHER, UNCLEAR, together) if together else made_by(pair, operands)
-            )
+            mixed = Made(OTHER, UNCLEAR, together)
+            made = mixed if together else made_by(pair, operands)
             beside = zip(_singles(pair, operands), orders, strict=True)
             found = [made._replace(single=one, orders=own) for one, own in beside]
         for var, made, along in zip(eqn.outvars, found, pair.after, strict=True):
