@@ -106,9 +106,9 @@ def warn_of(found: Sequence[str]) -> None:
     listed = "\n".join(f"  * {one}" for one in found)
     warnings.warn(
         f"each micro-batch by itself: layers and loss see the examples of one, and "
-        f"here more than one of them come together:\n{listed}\nas one device computes it, "
-        f"take num_microbatches=1; where that of micro-batches is meant, as it is of a "
-        f"batch norm, say so: warnings.filterwarnings('ignore', 'each micro-batch by "
-        f"itself')",
+        f"here more than one of them come together:\n{listed}\nas one device computes "
+        f"it, take num_microbatches=1; where that of micro-batches is meant, as it is "
+        f"of a batch norm, say so: warnings.filterwarnings('ignore', 'each micro-batch "
+        f"by itself')",
         stacklevel=9,
     )
