@@ -48,7 +48,8 @@ def test_other_examples_in_a_later_call_are_found():
         said = outcome.of(process)
         assert "call 4 of a step differs, and what this function has returned" in said
         assert "* x has other values in process 1 than in process 0" in said
-        assert len(re.findall(r"^loss \d", said, re.M)) == 8
+        # One that is behind is told why the other has failed, in the call before.
+        assert len(re.findall(r"^loss \d", said, re.M)) in (7, 8)
 
 
 @pytest.mark.parametrize(
