@@ -181,8 +181,11 @@ class Following:
         if key not in self._known:
             traced = [self._traced(visit, given) for given in self._given]
             one, other = traced[0].closed, traced[-1].closed
-            held = len(one.jaxpr.invars) - len(self._made)
-            found = results(one, other, [*made, *[Made(SAME)] * held], self._numbers)
+            held = len(one.jaxpr.invars) - len(self._made) - 1
+            rng = Made(SAME, drawn=True)
+            found = results(
+                one, other, [*made, *[Made(SAME)] * held, rng], self._numbers
+            )
             self._known[key] = traced, found
         return self._known[key]
 

@@ -12,6 +12,7 @@ from .._jaxprs import _marks
 from ._made import (
     AFTER,
     CHOSEN,
+    DRAWN,
     EACH,
     FOLLOWS,
     GROWS,
@@ -34,9 +35,9 @@ from ._made import (
     quotient,
     times,
 )
-from ._moved import PLACED, moved, parts
+from ._moved import moved, parts
 from ._order import COMPARED
-from ._pairs import Pair
+from ._pairs import PLACED, WRITES, Pair
 
 _OF_PLACES = """
     broadcast broadcast_in_dim concatenate conj copy copy_p expand_dims imag name neg
@@ -73,8 +74,10 @@ _ANSWERS = frozenset(_OF_ANSWERS.split())
 _COMPARISONS = frozenset(["ge", "gt", "le", "lt"])
 _LOGIC = frozenset(["and", "not", "or", "xor"])
 _ALONG = frozenset(["cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum"])
-_WRITES = frozenset(["dynamic_update_slice", "scatter", "scatter-add"])
 _EXTREMES = frozenset(["scatter-max", "scatter-min"])
+_DRAWS = frozenset(["random_bits", "random_gamma"])
+# What makes keys: by a number that is known of nothing but what it is made of.
+_KEYS = frozenset(["random_fold_in", "random_seed", "random_split", "random_wrap"])
 _OF_MATRICES = frozenset(["cholesky", "eig", "eigh", "lu", "qr", "svd"])
 _APART = "jpipe apart"
 _ANSWERED = "asks whether one of all examples, or each, is so"
@@ -91,11 +94,15 @@ def made_by(pair: Pair, operands: list[Made]) -> Made:
     name = pair.name
     if name == "name" and pair.eqn.params["name"] == _APART:
         return Made(EACH if any(pair.after[0]) else SAME)
+    if name in _KEYS and all(made.kind == SAME or made.known for made in operands):
+        return Made(SAME)
     if elsewhere := moved(pair, operands):
         return elsewhere
     values, places = parts(name, operands)
     if name in PLACED and (at := _taken(values[0], places)):
         return at
+    if any(place.why == DRAWN for place in places):
+        return Made(UNKNOWN, why=DRAWN)
     places = [*map(_place, places)]
     operands = [*values, *places]
     kinds = {made.kind for made in operands}
@@ -108,7 +115,11 @@ def made_by(pair: Pair, operands: list[Made]) -> Made:
         return _summed(operands[0], over, pair.after[0])
     if UNKNOWN in kinds:
         return one_of(UNKNOWN, operands)
-    if not kinds - {SAME} and name in ("iota", "random_bits"):
+    if name in _DRAWS and kinds <= {SAME}:
+        own = not any(made.drawn for made in operands)
+        given = Made(UNKNOWN, why=DRAWN) if own else Made(EACH)
+        return given if any(pair.after[0]) else Made(SAME)
+    if name == "iota":
         return Made(EACH if any(pair.after[0]) else SAME)
     if name == "convert_element_type":
         return _converted(pair.eqn, operands[0])
@@ -122,7 +133,7 @@ def made_by(pair: Pair, operands: list[Made]) -> Made:
         return quotient(*operands)
     if name == "select_n":
         return chosen(*operands)
-    if name in _WRITES:
+    if name in WRITES:
         return _written(pair, values, places)
     if not kinds.isdisjoint(OF_ALL):
         return _of_all(pair, operands)
@@ -248,6 +259,8 @@ def _written(pair: Pair, values: Sequence[Made], places: Sequence[Made]) -> Made
     if added and EACH in each and each <= {SAME, EACH} and not any(pair.after[0]):
         return joined([into, Made(WHOLE, times(new.degree, 1))])
     made = joined([into, new])
+    if new.kind == EACH and not any(pair.before[-1]) and any(pair.after[0]):
+        return Made(UNKNOWN, why=CHOSEN)
     if made.kind != OTHER and any(place.kind != SAME for place in places):
         apart = any(pair.after[0]) and made.kind in (SAME, EACH)
         why = CHOSEN if made.why == CHOSEN else ""

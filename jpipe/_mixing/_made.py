@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from ._known import Known
 from ._order import Orders, natural
 
 SAME, EACH, WHOLE, OTHER, UNSURE, UNKNOWN = range(6)
@@ -16,6 +17,10 @@ SHIFTED = "shifts by the largest or the smallest of all examples"
 MOVED = "puts examples in the places of others"
 CHOSEN = "chooses some of the examples"
 AFTER = "goes along the examples, one after the other"
+DRAWN = (
+    "draws random numbers by a key that is not of this step (of make_rng of linen, or "
+    "nnx.Rngs), so each micro-batch draws the same"
+)
 GROWS = "adds what grows with the number of examples to what does not"
 # Of what is `UNSURE` for none but these it may yet be linear: of a mean, say, that is
 # at most something, but not of a root that is.
@@ -33,6 +38,8 @@ class Made(NamedTuple):
       why: of `OTHER`, what made it so; of others, why that cannot be said.
       single: whether it holds values of single examples, and not what is made of all.
       orders: of which example each element is; ``None`` where nobody knows.
+      known: its elements; ``None`` where they are known when it runs.
+      drawn: whether it follows from the key of the step.
     """
 
     kind: int
@@ -40,6 +47,8 @@ class Made(NamedTuple):
     why: str = ""
     single: bool = False
     orders: Orders | None = None
+    known: Known | None = None
+    drawn: bool = False
 
 
 def taken_in(ndim: int, axis: int | None, counts: Sequence[int]) -> Made:
@@ -117,7 +126,7 @@ def times(a: float | None, b: float | None) -> float | None:
 def quotient(a: Made, b: Made) -> Made:
     """What a quotient is of two."""
     if UNKNOWN in (a.kind, b.kind) or b.degree is None:
-        return Made(UNKNOWN)
+        return Made(UNKNOWN, why=DRAWN if DRAWN in (a.why, b.why) else "")
     if b.kind == SAME:
         return a._replace(degree=times(a.degree, -b.degree))
     if b.kind == EACH and a.kind in (SAME, EACH):
@@ -129,6 +138,8 @@ def quotient(a: Made, b: Made) -> Made:
 def chosen(which: Made, *cases: Made) -> Made:
     """One of several, as the first says."""
     made = joined(cases)
+    if which.kind == UNKNOWN and which.why == DRAWN:
+        return which
     if which.kind == SAME or UNKNOWN in (which.kind, made.kind):
         return made
     if made.kind in (SAME, EACH):

@@ -5,12 +5,21 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ._made import CHOSEN, LARGEST, MOVED, OF_ALL, OTHER, SAME, UNCLEAR, UNKNOWN, Made
+from ._made import (
+    CHOSEN,
+    DRAWN,
+    LARGEST,
+    MOVED,
+    OF_ALL,
+    OTHER,
+    SAME,
+    UNCLEAR,
+    UNKNOWN,
+    Made,
+)
 from ._order import is_placed
-from ._pairs import Pair
+from ._pairs import PLACED, Pair
 
-# Of what is at places that the other operands say.
-PLACED = frozenset(["dynamic_slice", "gather"])
 # What puts what lies along an axis in another order, and the parameter that says which.
 _MOVES = {"rev": "dimensions", "sort": "dimension", "top_k": "axis"}
 
@@ -24,6 +33,8 @@ def moved(pair: Pair, operands: Sequence[Made]) -> Made | None:
         return Made(OTHER, UNCLEAR, "puts the examples in the order of their size")
     values, places = parts(pair.name, operands)
     whys = {made.why for made in values if made.kind == UNKNOWN}
+    if DRAWN in whys and pair.name in _MOVES and _goes_along(pair):
+        return Made(UNKNOWN, why=MOVED)
     if any(made.kind in OF_ALL for made in operands) or whys - {"", MOVED, CHOSEN}:
         return None
     if pair.name == "rev" and is_placed(values[0].orders):

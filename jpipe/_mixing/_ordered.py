@@ -15,6 +15,8 @@ from ._pairs import Numbers, Pair
 
 SOME = "takes some of the examples, and not the others"
 _COPIES = frozenset(["convert_element_type", "copy", "copy_p", "name", "stop_gradient"])
+# An order, or elements whose axes are as those of one.
+Values = np.ndarray[Any, np.dtype[Any]]
 # The orders of results; None where nobody knows.
 _Moves = Callable[..., Sequence[Order] | None]
 _Meets = Callable[[core.JaxprEqn, Sequence[Order], int], Met | None]
@@ -76,8 +78,8 @@ def _after(eqn: core.JaxprEqn, given: Sequence[Order], total: int) -> list[Met]:
     name = eqn.primitive.name
     if any(0 in _shape(atom) for atom in (*eqn.invars, *eqn.outvars)):
         return []
-    if name in _MOVES:
-        found = [Met(order) for order in _MOVES[name](eqn, *given) or ()]
+    if name in MOVES:
+        found = [Met(order) for order in MOVES[name](eqn, *given) or ()]
     else:
         meets = _meets(name)
         made = meets and meets(eqn, given, total)
@@ -265,28 +267,12 @@ def _along(eqn: core.JaxprEqn, given: Sequence[Order], total: int) -> Met | None
 
 
 def _multiplied(eqn: core.JaxprEqn, given: Sequence[Order], total: int) -> Met | None:
-    """A product of matrices: one of elements, added up along what is contracted.
-
-    Its axes are those of the batch, what is contracted, those of one, of the other.
-    """
-    contracted, batched = eqn.params["dimension_numbers"]
-    first, second = (
-        order.transpose(
-            [
-                *batch,
-                *inner,
-                *(i for i in range(order.ndim) if i not in (*batch, *inner)),
-            ]
-        )
-        for order, inner, batch in zip(given, contracted, batched, strict=True)
-    )
-    shared = len(batched[0]) + len(contracted[0])
-    beside = [1] * (first.ndim - shared)
-    first = first.reshape([*first.shape, *[1] * (second.ndim - shared)])
-    second = second.reshape([*second.shape[:shared], *beside, *second.shape[shared:]])
+    """A product of matrices: one of elements, added up along what is contracted."""
+    first, second = matched(eqn, *given)
     if math.prod(np.broadcast_shapes(first.shape, second.shape)) > _order.LARGEST:
         return None
-    inner = tuple(range(len(batched[0]), shared))
+    (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
+    inner = tuple(range(len(batch), len(batch) + len(contracted)))
     product = _order.met([first, second], total)
     found = _order.gathered(product.order, inner, total)
     if product.block > found.block:
@@ -294,15 +280,53 @@ def _multiplied(eqn: core.JaxprEqn, given: Sequence[Order], total: int) -> Met |
     return found._replace(order=np.squeeze(found.order, inner))
 
 
-def _taken(eqn: core.JaxprEqn, given: Sequence[Order], total: int) -> Met | None:
-    """What is taken at places: of their examples, and of those of the operand.
+def matched(eqn: core.JaxprEqn, first: Values, second: Values) -> tuple[Values, Values]:
+    """The operands of a product of matrices, with axes that say which meet.
 
-    Unless the places say which example.
+    They are those of the batch, what is contracted, those of one, those of the other.
+    """
+    contracted, batched = eqn.params["dimension_numbers"]
+    first, second = (
+        values.transpose(
+            [
+                *batch,
+                *inner,
+                *(i for i in range(values.ndim) if i not in (*batch, *inner)),
+            ]
+        )
+        for values, inner, batch in zip(
+            (first, second), contracted, batched, strict=True
+        )
+    )
+    shared = len(batched[0]) + len(contracted[0])
+    beside = [1] * (first.ndim - shared)
+    first = first.reshape([*first.shape, *[1] * (second.ndim - shared)])
+    return first, second.reshape(
+        [*second.shape[:shared], *beside, *second.shape[shared:]]
+    )
+
+
+def _taken(eqn: core.JaxprEqn, given: Sequence[Order], total: int) -> Met | None:
+    """What is taken at places: of their examples, and of those of the operand."""
+    found = placed(eqn, *given)
+    if not found:
+        return None
+    operand, places = found
+    last = places.ndim - 1
+    places = _order.gathered(places, [last], total).order
+    return _order.met([np.squeeze(each, last) for each in (operand, places)], total)
+
+
+def placed(
+    eqn: core.JaxprEqn, operand: Values, places: Values
+) -> tuple[Values, Values] | None:
+    """The operands of a gather, with the axes of its result and one of coordinates.
+
+    None if the places say where along an axis on which the operand changes.
     """
     numbers: Any = eqn.params["dimension_numbers"]
     sizes: Any = eqn.params["slice_sizes"]
     before, after = _lengths(eqn)
-    operand, places = given
     batching = numbers.operand_batching_dims
     outer = [i for i in range(len(after)) if i not in numbers.offset_dims]
     inner = {*range(len(before))} - {*numbers.collapsed_slice_dims, *batching}
@@ -312,13 +336,13 @@ def _taken(eqn: core.JaxprEqn, given: Sequence[Order], total: int) -> Met | None
     changing = [axis for axis, length in enumerate(operand.shape) if length > 1]
     if not all(i in batching or (i in to and sizes[i] == before[i]) for i in changing):
         return None
-    last = places.ndim - 1
-    places = np.squeeze(_order.gathered(places, [last], total).order, last)
-    of_places = _placed(places, dict(enumerate(outer)), len(after))
-    return _order.met([_placed(operand, to, len(after)), of_places], total)
+    ndim = len(after) + 1
+    return _placed(operand, to, ndim), _placed(
+        places, dict(enumerate([*outer, ndim - 1])), ndim
+    )
 
 
-_MOVES: dict[str, _Moves] = {
+MOVES: dict[str, _Moves] = {
     "broadcast_in_dim": _broadcast,
     "concatenate": _concatenated,
     "conv_general_dilated": _convolved,

@@ -5,6 +5,11 @@ from typing import Any, NamedTuple
 
 from jax.extend import core
 
+# Of what is at places that the other operands say.
+PLACED = frozenset(["dynamic_slice", "gather"])
+# What puts values there.
+WRITES = frozenset(["dynamic_update_slice", "scatter", "scatter-add"])
+
 
 class Numbers(NamedTuple):
     """How two jaxprs of one function differ.

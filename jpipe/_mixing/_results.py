@@ -18,6 +18,8 @@ import numpy as np
 from jax.extend import core
 
 from .._jaxprs import _jaxpr, _loops
+from . import _known
+from ._apart import BY_PLACE, tells_apart
 from ._equation import made_by
 from ._made import (
     AFTER,
@@ -33,10 +35,9 @@ from ._made import (
     Made,
     joined,
 )
-from ._moved import PLACED
 from ._order import COMPARED, FREE, Orders, is_placed, merged
 from ._ordered import follow
-from ._pairs import Differs, Numbers, Pair, axes_along
+from ._pairs import PLACED, Differs, Numbers, Pair, axes_along
 
 _OF_SELECTIONS = "concatenate dynamic_update_slice pad scatter slice split"
 
@@ -99,16 +100,32 @@ def _results(
         operands = read(eqn.invars, twin.invars)
         found = _within(pair, operands, numbers)
         if found is None:
-            orders, together = follow(pair, [*map(_orders, operands)], numbers)
-            if not together and _are_compared(operands, orders):
-                together = COMPARED
-            mixed = Made(OTHER, UNCLEAR, together)
-            made = mixed if together else made_by(pair, operands)
-            beside = zip(_singles(pair, operands), orders, strict=True)
-            found = [made._replace(single=one, orders=own) for one, own in beside]
+            found = _after(pair, operands, numbers)
         for var, made, along in zip(eqn.outvars, found, pair.after, strict=True):
             values[var] = _lying(made, along)
     return read(one.jaxpr.outvars, other.jaxpr.outvars)
+
+
+def _after(pair: Pair, operands: list[Made], numbers: Numbers) -> list[Made]:
+    """Of an equation that holds no jaxpr."""
+    known = [made.known for made in operands]
+    given = [*map(_orders, operands)]
+    orders, together = follow(pair, given, numbers)
+    if orders == [None]:
+        orders = [_known.taken(pair, known, given)]
+    if not together and _are_compared(operands, orders):
+        together = COMPARED
+    if not together and tells_apart(pair, known, given, numbers):
+        together = BY_PLACE
+    made = Made(OTHER, UNCLEAR, together) if together else made_by(pair, operands)
+    drawn = any(made.drawn for made in operands)
+    own = _singles(pair, operands), orders, _known.computed(pair, known)
+    if made.kind == UNKNOWN and all(own[-1]):
+        made = Made(EACH)  # such as a place, with the number of examples added
+    return [
+        made._replace(single=single, orders=order, known=known, drawn=drawn)
+        for single, order, known in zip(*own, strict=True)
+    ]
 
 
 def _are_compared(operands: Sequence[Made], orders: Sequence[Orders | None]) -> bool:
@@ -137,6 +154,12 @@ def _lying(made: Made, along: Sequence[bool], why: str = CHOSEN) -> Made:
 
 
 def _constant(one: Any, other: Any, growth: int) -> Made:
+    known = _known.constant(one, other)
+    return _held(one, other, growth)._replace(known=known)
+
+
+def _held(one: Any, other: Any, growth: int) -> Made:
+    """How what two jaxprs hold in one place follows from the number of examples."""
     if one is other:
         return Made(SAME)
     if np.shape(one) != np.shape(other):
@@ -221,7 +244,7 @@ def _within(pair: Pair, operands: list[Made], numbers: Numbers) -> list[Made] | 
 
 def _unstacked(made: Made) -> Made:
     """What each step of a loop finds: of which examples, if all steps find the same."""
-    return made._replace(orders=made.orders and made.orders.inside)
+    return made._replace(orders=made.orders and made.orders.inside, known=None)
 
 
 def _at_the_end(made: Made) -> Made:
@@ -236,7 +259,8 @@ def _stacked(made: Made, goes: bool) -> Made:
     """
     if goes:
         return Made(OTHER, UNCLEAR, AFTER, made.single)
-    return _at_the_end(made)._replace(orders=made.orders and made.orders.stacked)
+    orders = made.orders and made.orders.stacked
+    return _at_the_end(made)._replace(orders=orders, known=None)
 
 
 def _is_cut(made: Made, along: Sequence[bool]) -> bool:
@@ -256,11 +280,16 @@ def _while(pair: Pair, given: Sequence[Made], numbers: Numbers) -> Made | None:
 def _lost(made: Made, which: Made | None = None) -> Made:
     """Of what nobody knows more, but that something of all may have chosen it."""
     by_all = which is not None and which.kind in OF_ALL and which.why
-    return Made(UNKNOWN, why=FOLLOWS if by_all else "", single=made.single)
+    why = FOLLOWS if by_all else ""
+    return Made(UNKNOWN, why=why, single=made.single, drawn=made.drawn)
 
 
 def _either(cases: Sequence[Made]) -> Made:
     """One of several."""
-    single = any(made.single for made in cases)
-    orders = merged([*map(_orders, cases)])
-    return joined(cases)._replace(single=single, orders=orders)
+    known = {made.known for made in cases}
+    return joined(cases)._replace(
+        single=any(made.single for made in cases),
+        orders=merged([*map(_orders, cases)]),
+        known=known.pop() if len(known) == 1 else None,
+        drawn=any(made.drawn for made in cases),
+    )

@@ -49,6 +49,11 @@ MOVES = {
     "one more token": lambda x: jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, 1:],
     "one more example": lambda x: jnp.pad(x, ((2, 1), (0, 0), (0, 0)))[2:-1],
     "repeated": lambda x: jnp.repeat(x, 3, axis=0)[1::3],
+    "turned by places": lambda x: x[len(x) - 1 - jnp.arange(len(x))],
+    "shifted by places": lambda x: jnp.take(x, (jnp.arange(len(x)) + 1) % len(x), 0),
+    "one cut at a place": lambda x: jnp.concatenate(
+        [jax.lax.dynamic_slice_in_dim(x, i, len(x) - i) for i in (1, 0)]
+    )[: len(x)],
     "beside itself": lambda x: jnp.tile(x, (3, 1, 1))[len(x) : 2 * len(x)],
 }
 # What makes something of elements at the same places, or of several.
@@ -160,7 +165,7 @@ def test_a_fault_of_the_check_is_told_and_stops_no_training(monkeypatch):
     def broken(eqn, order):
         raise KeyError("dimensions")
 
-    monkeypatch.setitem(_ordered._MOVES, "rev", broken)
+    monkeypatch.setitem(_ordered.MOVES, "rev", broken)
     layers = [nn.Dense(WIDTH), lambda x: x * x[::-1]]
     x = jnp.ones((8, WIDTH))
     pipe = jpipe.sequential(layers, 2)

@@ -74,7 +74,32 @@ def same_choice(y, t):
     return (y[jnp.array([0, 3, 5])] ** 2).mean()
 
 
+def real_or_not(y, t):
+    """As a loss makes labels of a batch that is one half real and one half made."""
+    half = len(y) // 2
+    labels = jnp.concatenate([jnp.ones(half), jnp.zeros(len(y) - half)])
+    return optax.sigmoid_binary_cross_entropy(y[:, 0], labels).mean()
+
+
+def not_padded(y, t):
+    return jnp.where(jnp.arange(len(y)) < 10, cross_entropy(y, t), 0).mean()
+
+
+def later_ones_less(y, t):
+    return jnp.linspace(1, 0, len(y)) @ cross_entropy(y, t) / len(y)
+
+
+def places_as_labels(y, t):
+    return cross_entropy(y, jnp.arange(len(y)) % WIDTH).mean()
+
+
+BY_PLACE = "tells examples apart by their place in the batch"
 REFUSED = {
+    real_or_not: BY_PLACE,
+    not_padded: BY_PLACE,
+    later_ones_less: BY_PLACE,
+    places_as_labels: BY_PLACE,
+    same_choice: "takes some of the examples, and not the others",
     by_class: "divides by what is made of all examples",
     centres: "divides by what is made of all examples",
     balanced: "is, for some examples, what is made of all",
@@ -95,7 +120,10 @@ DOUBTFUL = {
         lambda y, t: jnp.linalg.slogdet(jnp.eye(WIDTH) + y.T @ y / len(y))[1],
         FOLLOWS,
     ),
-    "the same choice": (same_choice, "chooses some of the examples"),
+    "noise": (
+        lambda y, t: ((y + jax.random.normal(jax.random.key(2), y.shape)) ** 2).mean(),
+        "draws random numbers by a key that is not of this step .*",
+    ),
 }
 ALIKE = {
     "groups of a micro-batch": lambda y, t: (
@@ -105,6 +133,10 @@ ALIKE = {
     "in chunks": lambda y, t: jax.lax.map(
         lambda one: cross_entropy(*one), (y, t), batch_size=3
     ).mean(),
+    "weights that are alike": lambda y, t: (
+        jnp.full(len(y), 1 / len(y)) @ cross_entropy(y, t)
+    ),
+    "signs by turns": lambda y, t: ((-1) ** jnp.arange(len(y)) @ y).sum() / len(y),
     "by a count of the shape": lambda y, t: y.sum() / jnp.array(y.shape).prod(),
 }
 
@@ -162,3 +194,17 @@ def test_a_constant_weight_needs_micro_batches_of_one_size():
     loss_of(constant, reduction="weighted")
     with pytest.raises(ValueError, match=r"weight a constant, of micro-batches of sev"):
         loss_of(constant, 5, reduction="weighted")
+
+
+def test_how_many_are_not_padded_may_be_given():
+    """It is of no example, and known when the loss runs."""
+    y, t = data()
+
+    def not_padded(y, targets):
+        labels, count = targets
+        return jnp.where(jnp.arange(len(y)) < count, cross_entropy(y, labels), 0).mean()
+
+    pipe = jpipe.sequential([lambda y: y], PARTS, target_axes=(0, None))
+    find = pipe.value_and_grad(not_padded)
+    with pytest.raises(ValueError, match=BY_PLACE):
+        find(pipe.init(jax.random.key(0), y), y, (t, jnp.array(10)))

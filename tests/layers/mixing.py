@@ -8,6 +8,7 @@ import numpy as np
 from flax import linen as nn
 
 TOKENS, WIDTH = 3, 4
+KEY = jax.random.key(2)
 
 
 def normalized(x):
@@ -112,7 +113,39 @@ def graph(x):
     return x + jax.ops.segment_sum(x[ends], jnp.array([1, 2, 8, 4, 9, 6]), len(x))
 
 
+def places(x):
+    """The number of each example in the batch, for all of its elements."""
+    return jnp.arange(len(x))[:, None, None]
+
+
+def noise_of_each(x):
+    """By keys that follow from a key of its own and from the places of the batch."""
+
+    def noisy(number, row):
+        key = jax.random.fold_in(jax.random.key(2), number)
+        return row * jax.random.bernoulli(key, 0.5, row.shape)
+
+    return jax.vmap(noisy)(jnp.arange(len(x)), x)
+
+
 MIXED = {
+    "noise by a key of its own": lambda x: x + jax.random.normal(KEY, x.shape),
+    "dropped by a key of its own": lambda x: jnp.where(
+        jax.random.bernoulli(jax.random.PRNGKey(1), 0.5, x.shape), x / 0.5, 0
+    ),
+    "noise of each": noise_of_each,
+    "a token of each by chance": lambda x: x.at[
+        jnp.arange(len(x)), jax.random.randint(KEY, len(x), 0, TOKENS)
+    ].set(0),
+    "the first half": lambda x: jnp.where(places(x) < len(x) // 2, x, 0),
+    "ones and zeros": lambda x: (
+        x * jnp.repeat(jnp.array([1.0, 0.0]), len(x) // 2)[:, None, None]
+    ),
+    "by their places": lambda x: x + jnp.sin(places(x) / 10),
+    "numbers of numpy": lambda x: x * np.linspace(0, 1, len(x))[:, None, None],
+    "the first emptied": lambda x: x.at[0].set(0),
+    "half of them doubled": lambda x: x.at[: len(x) // 2].multiply(2),
+    "beside the next": lambda x: x - x[(jnp.arange(len(x)) + 1) % len(x)],
     "where it is more than nothing": lambda x: jnp.where(x > 0, x - x.mean(0), 0),
     "cut and mixed": cut_and_mixed,
     "neighbours": neighbours,
@@ -248,6 +281,17 @@ def example_by_example(x):
 
 
 APART = {
+    "noise for all": lambda x: x * jax.random.normal(KEY, (WIDTH,)),
+    "taken where it is": lambda x: x[jnp.arange(len(x))],
+    "every second by its number": lambda x: jnp.where(places(x) % 2 == 0, x, 0),
+    "weights by turns": lambda x: (
+        x * jnp.tile(jnp.array([1.0, 2.0]), len(x) // 2)[:, None, None]
+    ),
+    "places of tokens in one row": lambda x: (
+        x.reshape(-1, WIDTH) + (jnp.arange(TOKENS * len(x)) % TOKENS)[:, None]
+    ).reshape(x.shape),
+    "ones": lambda x: x * jnp.ones(len(x))[:, None, None],
+    "the first token emptied": lambda x: x.at[:, 0].set(0),
     "sine": jnp.sin,
     "tokens in one row": lambda x: jnp.tanh(
         x.reshape(-1, WIDTH) @ jnp.eye(WIDTH)

@@ -28,13 +28,13 @@ def by_parts(layer):
     return layer(x), jnp.concatenate([layer(part) for part in jnp.split(x, PARTS)])
 
 
-def trained(layers, x=None, targets=None, **options):
+def trained(layers, x=None, targets=None, rngs=None, **options):
     """Loss and gradients on micro-batches; layers may warn."""
     x = batch() if x is None else x
     pipe = jpipe.sequential(layers, PARTS)
     variables = pipe.init(KEY, x)
     find = pipe.value_and_grad(ref.mse, **options)
-    return find(variables, x, x if targets is None else targets)
+    return find(variables, x, x if targets is None else targets, rngs=rngs)
 
 
 def mse_of(layer):
@@ -83,6 +83,62 @@ class NnxNorm(nnx.Module):
 
 def test_what_flax_calls_a_batch_norm_is_known():
     trained([LinenNorm(), nn.BatchNorm(), NnxNorm(nnx.Rngs(0))])
+
+
+class LinenNoise(nn.Module):
+    """Noise by a stream: for all, for each by its place, and what needs a loop."""
+
+    @nn.compact
+    def __call__(self, x):
+        key = self.make_rng("noise")
+        places = jnp.arange(len(x))
+        of_each = jax.vmap(lambda i: jax.random.normal(jax.random.fold_in(key, i)))
+        counts = jax.random.poisson(key, 2.0, x.shape)
+        return (
+            x
+            + jax.random.normal(key, x.shape)
+            + counts
+            + of_each(places)[:, None, None]
+        )
+
+
+class NnxNoise(nnx.Module):
+    def __init__(self, rngs):
+        self.rngs = rngs
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(x) + jax.random.normal(self.rngs.noise(), x.shape)
+
+
+def test_what_streams_draw_is_not_told():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trained([LinenNoise(), NnxNoise(nnx.Rngs(0, noise=1))], rngs=KEY)
+
+
+class HeldKey(nnx.Module):
+    def __init__(self):
+        self.key = nnx.Variable(jax.random.key(0))
+
+    def __call__(self, x):
+        return x + jax.random.normal(self.key.get_value(), x.shape)
+
+
+def with_given_key(inputs):
+    x, key = inputs
+    return x + jax.random.normal(key, x.shape)
+
+
+def test_what_any_other_key_draws_is_told():
+    draws = r"layer 0 \(.*\) draws random numbers by a key that is not of this step"
+    with pytest.warns(UserWarning, match=draws):
+        trained([HeldKey()])
+    pipe = jpipe.sequential([with_given_key], PARTS, in_axes=(0, None))
+    x = batch(), KEY
+    find = pipe.value_and_grad(ref.mse)
+    with pytest.warns(UserWarning, match=draws):
+        find(pipe.init(KEY, x), x, batch())
 
 
 def with_balance(x):

@@ -1,0 +1,115 @@
+"""Whether numbers that are known tell examples apart, as those of places do.
+
+Micro-batches find others: `jnp.arange(n) < n // 2` is the first half of each.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .._jaxprs._primitives import ONE_BY_ONE
+from . import _order, _ordered
+from ._known import Array, Known, written
+from ._order import FREE, NONE, Order, Orders
+from ._pairs import Numbers, Pair
+
+BY_PLACE = "tells examples apart by their place in the batch"
+# What brings the axes of two operands to the same places.
+_MATCHES = {"dot_general": _ordered.matched, "gather": _ordered.placed}
+
+
+class _Meeting(NamedTuple):
+    """What is known of one operand, and the order of another, with axes in common."""
+
+    values: Array
+    order: Order
+
+
+def tells_apart(
+    pair: Pair,
+    given: Sequence[Known | None],
+    orders: Sequence[Orders | None],
+    numbers: Numbers,
+) -> bool:
+    """Whether what is known is not the same at the examples of each micro-batch.
+
+    Args:
+      pair: the equation.
+      given: what is known of its operands.
+      orders: those of its operands; ``None`` where nobody knows.
+      numbers: of the examples.
+    """
+    if not numbers.part or all(given):
+        return False
+    met = _meetings(pair, given, orders, numbers)
+    return any(_differ(each, numbers.part) for each in met)
+
+
+def _meetings(
+    pair: Pair,
+    given: Sequence[Known | None],
+    orders: Sequence[Orders | None],
+    numbers: Numbers,
+) -> Iterator[_Meeting]:
+    if pair.name.startswith(("scatter", "dynamic_update_slice")):
+        into, marks = orders[0], written(pair, given)
+        if marks and into and into.are_known:
+            yield from map(_Meeting, marks.each, into.each)
+        return
+    numbered = {i: one for i, one in enumerate(given) if one and one.changes}
+    unknown = [orders[i] for i, known in enumerate(given) if not known]
+    if all(order is FREE for order in unknown):
+        # Such as how many are not padded: it meets all, as they lie.
+        for i, known in numbered.items():
+            yield from _with_all(pair, i, known, numbers)
+    placed = {i: one for i, one in enumerate(orders) if one and one.are_known}
+    for one, other in itertools.product(numbered.items(), placed.items()):
+        yield from _with(pair, one, other)
+
+
+def _with_all(
+    pair: Pair, number: int, known: Known, numbers: Numbers
+) -> Iterator[_Meeting]:
+    """With as many elements of each example, one after the other along an axis."""
+    along = pair.before[number]
+    if pair.name not in ONE_BY_ONE or sum(along) != 1:
+        return
+    avals: list[Any] = [eqn.invars[number].aval for eqn in (pair.eqn, pair.twin)]
+    for values, aval, count in zip(known.each, avals, numbers.counts, strict=True):
+        each, rest = divmod(aval.shape[along.index(True)], count)
+        if not rest:
+            order = np.arange(each * count, dtype=np.int32) // each
+            yield _Meeting(values, order.reshape([-1 if a else 1 for a in along]))
+
+
+def _with(
+    pair: Pair, one: tuple[int, Known], other: tuple[int, Orders]
+) -> Iterator[_Meeting]:
+    """With elements that are of some examples, in both jaxprs."""
+    (i, known), (j, orders) = one, other
+    if pair.name in ONE_BY_ONE:
+        yield from map(_Meeting, known.each, orders.each)
+    elif pair.name in _MATCHES:
+        both = zip((pair.eqn, pair.twin), known.each, orders.each, strict=True)
+        for eqn, values, order in both:
+            operands = {i: values, j: order}
+            if found := _MATCHES[pair.name](eqn, operands[0], operands[1]):
+                yield _Meeting(found[i], found[j])
+
+
+def _differ(meeting: _Meeting, part: int) -> bool:
+    """Whether parts of the examples, one after the other, meet other values."""
+    shape = np.broadcast_shapes(*[array.shape for array in meeting])
+    if math.prod(shape) > _order.LARGEST:
+        return False
+    values, order = (np.broadcast_to(array, shape) for array in meeting)
+    placed = order != NONE
+    parts, held = order[placed] // part, values[placed]
+    _, counts = np.unique(parts, return_counts=True)
+    if len(set(counts.tolist())) != 1:
+        return False
+    rows = held[np.argsort(parts, kind="stable")].reshape(len(counts), -1)
+    return bool((rows != rows[:1]).any())
