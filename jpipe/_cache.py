@@ -251,6 +251,8 @@ class ProgramCache:
         size = _microbatch.batch_size(parts, number)
         shards = self._pipe.num_shards
         sizes = _microbatch.sizes(_microbatch.shard(size, number, shards), number)
+        if rngs is not None:
+            _rng.check_rngs(rngs)
         keys = None if rngs is None else _microbatch.specs(rngs, "rngs")
         return Batch(x, x_axes, targets, target_axes, keys, sizes, shards)
 

@@ -117,6 +117,7 @@ def batch_size(
       ValueError: if leaves disagree, lack the axis, or there are fewer than M.
     """
     found: dict[str, int] = {}
+    along: dict[str, int] = {}
     faults = []
     for what, tree, axes in parts:
         flat = jax.tree_util.tree_leaves_with_path(tree)
@@ -127,7 +128,7 @@ def batch_size(
             if not -leaf.ndim <= axis < leaf.ndim:
                 faults.append(f"{label} of shape {leaf.shape} has no axis {axis}")
             else:
-                found[label] = leaf.shape[axis]
+                found[label], along[label] = leaf.shape[axis], axis
     if faults:
         raise ValueError("cannot split the batch:\n  * " + "\n  * ".join(faults))
     if not found:
@@ -136,8 +137,14 @@ def batch_size(
             "the trees have no leaves)"
         )
     if len(set(found.values())) > 1:
-        listed = "\n".join(f"  * {label}: {size}" for label, size in found.items())
-        raise ValueError(f"leaves differ in batch size:\n{listed}")
+        listed = "\n".join(
+            f"  * {label}: {size}, along axis {along[label]}"
+            for label, size in found.items()
+        )
+        raise ValueError(
+            f"leaves differ in batch size:\n{listed}\nin_axes says where the examples "
+            f"are in x, target_axes where they are in targets"
+        )
     size = next(iter(found.values()))
     if size < num_microbatches:
         other = (

@@ -16,7 +16,7 @@ References:
 
 import inspect
 import itertools
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -103,6 +103,7 @@ class Record:
 
 
 _current: ContextVar[Record | None] = ContextVar("jpipe_batchnorm", default=None)
+_are_merged: ContextVar[bool] = ContextVar("jpipe_batchnorm_merged", default=True)
 _is_apart: ContextVar[bool] = ContextVar("jpipe_batchnorm_apart", default=False)
 # Its value is a part of the key by which JAX finds what it has traced.
 _met = jax.make_user_context()
@@ -110,10 +111,28 @@ _layers = itertools.count(1)
 
 
 @contextmanager
+def merging(several: bool) -> Iterator[None]:
+    """The scope in which it is said whether there are several micro-batches.
+
+    Of one alone nothing is merged: its batch norms do what they do in Flax.
+    """
+    token = _are_merged.set(several)
+    try:
+        yield
+    finally:
+        _are_merged.reset(token)
+
+
+def is_recording() -> bool:
+    """Whether batch norms give statistics of the micro-batch: see `recording`."""
+    return _current.get() is not None
+
+
+@contextmanager
 def recording() -> Iterator[Record]:
     """The scope in which batch norms give statistics of the micro-batch."""
     record = Record()
-    token = _current.set(record)
+    token = _current.set(record if _are_merged.get() else None)
     try:
         yield record
     finally:
@@ -188,7 +207,8 @@ def called_twice(name: str) -> ValueError:
     """The refusal of a batch norm that would start from what another call left."""
     return ValueError(
         f"batch norm {name} is called twice in one layer: the second time it would "
-        f"start from the statistics of the micro-batch; make two"
+        f"start from the statistics of the micro-batch; make two, or take "
+        f"num_microbatches=1"
     )
 
 
@@ -200,7 +220,8 @@ def not_left_alone(name: str) -> ValueError:
         f"Flax's: there it is that of one micro-batch, and the running ones move once "
         f"in a mini-batch; make two norms, or read it before the norm is called; for a "
         f"rule of your own make a norm that derives from Module, with its own "
-        f'nnx.BatchStat or self.variable("batch_stats", ...)'
+        f'nnx.BatchStat or self.variable("batch_stats", ...), or take '
+        f"num_microbatches=1"
     )
 
 
@@ -227,7 +248,7 @@ def masked(name: str) -> ValueError:
     return ValueError(
         f"batch norm {name} is given a mask: statistics of micro-batches are merged by "
         f"their examples, of which a mask leaves some out; normalize all, or freeze it "
-        f"(use_running_average=True)"
+        f"(use_running_average=True), or take num_microbatches=1"
     )
 
 
@@ -240,9 +261,13 @@ def _intercept(call: Callable[..., Any], args: Any, keywords: Any, context: Any)
     module: Any = context.module
     if not _is_flaxs(context.orig_method):
         return call(*args, **keywords)
-    if _current.get() is None:
-        return returned(call(*args, **keywords))
-    momentum, before = module.momentum, _statistics(module)
+    before = _statistics(module)
+    if not is_recording():
+        y, after = returned(call(*args, **keywords)), _statistics(module)
+        if after[0] is not before[0]:
+            _leave(module, jax.tree.map(_of_its_dtype, after, before))
+        return y
+    momentum = module.momentum
     mark = meet("/".join(module.path) or type(module).__name__, momentum)
     # A bound module cannot be cloned in place, and refuses to be changed.
     object.__setattr__(module, "momentum", 0.0)
@@ -255,9 +280,17 @@ def _intercept(call: Callable[..., Any], args: Any, keywords: Any, context: Any)
         return y
     if keywords.get("mask") is not None:
         raise masked("/".join(module.path) or type(module).__name__)
-    for name, value in zip(STATISTICS, after, strict=True):
-        module.put_variable("batch_stats", name, jax.tree.map(mark, value))
+    _leave(module, jax.tree.map(mark, after))
     return y
+
+
+def _leave(module: linen.BatchNorm, statistics: Sequence[Any]) -> None:
+    for name, value in zip(STATISTICS, statistics, strict=True):
+        module.put_variable("batch_stats", name, value)
+
+
+def _of_its_dtype(new: jax.Array, old: jax.Array) -> jax.Array:
+    return new.astype(old.dtype)
 
 
 def _is_flaxs(method: Callable[..., Any]) -> bool:

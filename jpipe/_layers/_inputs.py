@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from flax import errors
+
 from . import _switches
 
 PyTree = Any
@@ -29,6 +31,12 @@ def explained(
             error.add_note(
                 "no keys were given: type rngs=key in the call of the pipeline, or let "
                 "the layer do without them in evaluation (rngs=None)"
+            )
+        if isinstance(error, errors.InvalidRngError):
+            error.add_note(
+                "give a key for each stream in the call of the pipeline, "
+                "rngs=jax.random.key(0) for all, or for some by their names, "
+                "rngs={'dropout': jax.random.key(0)}"
             )
         if isinstance(method, str) and (line := _line(module, method, x)):
             error.add_note(line)

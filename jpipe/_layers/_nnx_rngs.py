@@ -11,6 +11,8 @@ from flax import nnx
 
 Path = tuple[Any, ...]
 Keys = Mapping[str, chex.PRNGKey] | None
+# By which nnx.RNN makes what it starts from: zeros, unless its cell says otherwise.
+_CARRY = "carry"
 
 
 class AnyPath:
@@ -31,8 +33,20 @@ class _Missing(nnx.RngStream):
 
     path: AnyPath
 
-    def __call__(self) -> jax.Array:
+    def __call__(self) -> Any:
+        if self.tag == _CARRY:
+            return _Unneeded(self.path, self.tag)
         raise _lacks(self.path, self.tag)
+
+
+class _Unneeded:
+    """In the place of a key that is not there: it may be given, and not looked at."""
+
+    def __init__(self, path: AnyPath, stream: str) -> None:
+        self._lacking = path, stream
+
+    def __getattr__(self, name: str) -> Any:
+        raise _lacks(*self._lacking)
 
 
 @dataclass(frozen=True)

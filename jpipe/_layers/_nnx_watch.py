@@ -157,7 +157,8 @@ def _norm_call(plain: Callable[..., Any]) -> Callable[..., Any]:
         momentum = self.momentum
         token = _running.set(_Running(momentum, options.get("mask") is not None))
         # As itself nnx would refuse to be changed inside of its transformations.
-        object.__setattr__(self, "momentum", 0.0)
+        merged = _batchnorm.is_recording()
+        object.__setattr__(self, "momentum", 0.0 if merged else momentum)
         try:
             return _batchnorm.returned(plain(self, *args, **options))
         finally:
@@ -188,6 +189,9 @@ def _watch_norm(norm: nnx.BatchNorm, path: tuple[Any, ...], train: bool) -> None
         running = _running.get()
         if running and not train:
             raise _batchnorm.in_evaluation(called)
+        dtype = variable.get_raw_value().dtype
+        if not _batchnorm.is_recording():
+            return value.astype(dtype) if running else value
         if hooked or running is None or running.momentum is not momentum:
             raise _batchnorm.not_left_alone(called)
         if running.masked:
@@ -195,7 +199,7 @@ def _watch_norm(norm: nnx.BatchNorm, path: tuple[Any, ...], train: bool) -> None
         if jnp.iscomplexobj(value) and not jnp.iscomplexobj(variable.get_raw_value()):
             raise _batchnorm.not_real(called)
         # Of another dtype, nnx would scatter it into what there is.
-        return mark(value.astype(variable.get_raw_value().dtype)) if mark else value
+        return mark(value.astype(dtype)) if mark else value
 
     for statistic in (norm.mean, norm.var):
         for hook, ours in zip(_HOOKS, (read, write), strict=True):

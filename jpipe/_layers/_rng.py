@@ -12,6 +12,7 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 # One key, or a dictionary of keys by stream name, as Flax takes them.
 Rngs = chex.PRNGKey | Mapping[str, chex.PRNGKey] | None
@@ -22,8 +23,28 @@ def key_spec() -> Any:
     return jax.eval_shape(jax.random.key, 0)
 
 
-def check_key(key: Any) -> None:
+def check_rngs(rngs: Any) -> None:
+    """Checks that something is a key, or keys by stream name.
+
+    Raises:
+      TypeError: if it is not.
+    """
+    if isinstance(rngs, nnx.Rngs):
+        raise TypeError(
+            "rngs is an nnx.Rngs; needs a key, such as rngs() gives, or keys by stream "
+            "name, such as {'dropout': rngs.dropout()}"
+        )
+    named = rngs.items() if isinstance(rngs, Mapping) else [(None, rngs)]
+    for name, key in named:
+        check_key(key, "rngs" if name is None else f"rngs[{name!r}]")
+
+
+def check_key(key: Any, what: str = "key") -> None:
     """Checks that something is a key of `jax.random`, typed or raw.
+
+    Args:
+      key: what was given.
+      what: what to call it.
 
     Raises:
       TypeError: if it is not.
@@ -37,7 +58,7 @@ def check_key(key: Any) -> None:
     given = reprlib.repr(key) if dtype is None else f"a {dtype}{list(shape or ())}"
     seed = key if isinstance(key, int) else 0
     raise TypeError(
-        f"key is {given}; needs a random key, such as jax.random.key({seed})"
+        f"{what} is {given}; needs a random key, such as jax.random.key({seed})"
     )
 
 

@@ -13,6 +13,7 @@ from .._functions._kept import Kept
 from .._functions._objective import Objective
 from .._functions._task import Task
 from .._functions._weights import Weights
+from .._layers import _batchnorm
 from .._layers._skip import Route
 from ._layout import Layout
 from ._pipe import Pipe
@@ -46,17 +47,18 @@ class Works:
         self._sizes = batch.sizes
         self.num_stages = len(pipe.stages)
         self._remat = pipe.remat
-        self._tasks = {
-            size: _chain.tasks(
-                pipe.stages,
-                weights,
-                *batch.part(size),
-                train=train,
-                objective=objective,
-                routes=routes,
-            )
-            for size in dict.fromkeys(batch.sizes)
-        }
+        with _batchnorm.merging(batch.num_parts > 1):
+            self._tasks = {
+                size: _chain.tasks(
+                    pipe.stages,
+                    weights,
+                    *batch.part(size),
+                    train=train,
+                    objective=objective,
+                    routes=routes,
+                )
+                for size in dict.fromkeys(batch.sizes)
+            }
         self._derivatives: dict[tuple[int, _remat.Mode], Derivatives] = {}
 
     def task(self, stage: int, microbatch: int = 0) -> Task:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import errors, nnx
 from flax import linen as nn
 
 import jpipe
@@ -53,13 +54,36 @@ def test_batch_without_examples(pipe, variables):
 
 
 def test_leaves_of_unequal_batch_size(pipe, variables):
-    match = says("differ in batch size", "x: 4", "targets: 3")
+    match = says("x: 4, along axis 0", "targets: 3, along axis 0", "target_axes")
     with pytest.raises(ValueError, match=match):
         pipe.value_and_grad(mse)(variables, X, TARGETS[:3])
     tree = jpipe.pipeline([lambda inputs: inputs["a"]], 2)
     match = says("differ in batch size", "x['a']: 4", "x['b'][0]: 2")
     with pytest.raises(ValueError, match=match):
         tree.apply(({},), {"a": X, "b": [X[:2]]})
+
+
+@pytest.mark.parametrize(
+    ("rngs", "said"),
+    [
+        (nnx.Rngs(0), ["rngs is an nnx.Rngs", "rngs.dropout()"]),
+        (0, ["rngs is 0; needs a random key, such as jax.random.key(0)"]),
+        ({"dropout": 1}, ["rngs['dropout'] is 1", "jax.random.key(1)"]),
+    ],
+)
+def test_keys_that_are_none(pipe, variables, rngs, said):
+    with pytest.raises(TypeError, match=says(*said)):
+        pipe.apply(variables, X, rngs=rngs)
+    with pytest.raises(TypeError, match=says(*said)):
+        pipe.value_and_grad(mse)(variables, X, TARGETS, rngs=rngs)
+
+
+@pytest.mark.parametrize("rngs", [None, {"noise": KEY}])
+def test_a_stream_without_a_key(rngs):
+    pipe = jpipe.pipeline([nn.Dropout(0.5)], 2)
+    with pytest.raises(errors.InvalidRngError) as refusal:
+        pipe.value_and_grad(mse)(({},), X, X, rngs=rngs)
+    assert any("rngs={'dropout': jax" in note for note in refusal.value.__notes__)
 
 
 def test_targets_that_are_no_arrays(pipe, variables):

@@ -33,8 +33,10 @@ FOLDERS = (
 # multi-process transport do not see.
 MOVES_DATA = {"_instructions._transfer", "_processes._transport", "_compat"}
 # Python dispatches ahead of the devices: nothing in the library waits for a result but
-# what measures how long results take, and the thread that watches other processes.
+# what measures how long results take, the thread that watches other processes, and what
+# reads constants before a program is compiled.
 MAY_WAIT = {
+    "_mixing._known",
     "_processes._watch",
     "_profile",
     "planning._link",

@@ -129,24 +129,22 @@ def side_by_side(layer, x, train):
     return kind(name="inner")(x, train).sum(0)
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        *(calls(wrap, "a", "a") for wrap in (remat, jit)),
-        calls(lambda kind: jit(remat(kind)), "a", "b", "a"),
-        made_first(in_a_body),
-        made_first(then_frozen),
-        made_first(perhaps_and_then),
-        made_first(carried),
-        along(2),
-    ],
-    ids=lambda function: function.__qualname__,
-)
-@pytest.mark.parametrize("num_microbatches", [1, 2])
-def test_twice_is_refused_through_transformations(function, num_microbatches):
+TWO_CALLS = [
+    *(calls(wrap, "a", "a") for wrap in (remat, jit)),
+    calls(lambda kind: jit(remat(kind)), "a", "b", "a"),
+    made_first(in_a_body),
+    made_first(then_frozen),
+    made_first(perhaps_and_then),
+    made_first(carried),
+    along(2),
+]
+
+
+@pytest.mark.parametrize("function", TWO_CALLS, ids=lambda f: f.__qualname__)
+def test_twice_is_refused_through_transformations(function):
     x, targets = ref.regression(8)
     layers = [ref.dense(5), Layer(function), ref.dense(4)]
-    pipe = jpipe.pipeline(layers, num_microbatches, balance=[3])
+    pipe = jpipe.pipeline(layers, 2, balance=[3])
     with pytest.raises(ValueError, match=f"{TWICE}|{READ}") as refusal:
         committed(pipe, x, targets)
     assert "raised by layer 1 (Layer) of stage 0" in refusal.value.__notes__
@@ -174,8 +172,10 @@ def test_once_is_that_of_flax_through_transformations(function):
     ref.assert_close(jax.device_get(state.model_state[0]), expected, ref.FLOAT32)
 
 
-@pytest.mark.parametrize("function", [along(1), made_first(either)])
-def test_once_for_each_layer_of_a_scan_and_in_each_branch(function):
+@pytest.mark.parametrize(
+    "function", [along(1), made_first(either), *TWO_CALLS], ids=lambda f: f.__qualname__
+)
+def test_of_one_micro_batch_any_calls_are_those_of_flax(function):
     # Of several micro-batches the second norm sees what was normalized by each.
     x, targets = ref.regression(8)
     layer = Layer(function)

@@ -130,7 +130,7 @@ def test_what_is_refused_of_nnx_in_linen(layer, refusal):
 
 
 def drops(layer, train):
-    pipe = jpipe.sequential([layer], 2)
+    pipe = jpipe.sequential([layer], 1)  # they draw by a key of their own
     y = pipe.apply(pipe.init(KEY, X), X, rngs=RNGS, train=train)
     return bool((np.asarray(y) == 0).any())
 

@@ -198,3 +198,29 @@ def test_what_draws_by_a_count_is_refused_where_it_would_repeat():
             match = r"layer 1 \(Counting\) draws random numbers by .*, .*count: all "
             with pytest.raises(ValueError, match=match + "micro-batches"):
                 gradient(variables, x, x)
+
+
+class Drawn(nnx.SimpleCell):
+    """A cell that starts from what it draws."""
+
+    def initialize_carry(self, input_shape, rngs=None, carry_init=None):
+        carry_init = nnx.initializers.normal()
+        return super().initialize_carry(input_shape, rngs, carry_init)
+
+
+def test_a_recurrent_layer_starts_without_a_key():
+    """From zeros, for which none is needed; a cell that draws is given one."""
+    x = jax.random.normal(KEY, (4, 3, 5))
+
+    def found(cell):
+        pipe = jpipe.sequential([nnx.RNN(cell)], 2)
+        variables = pipe.init(KEY, x)
+        loss, _ = pipe.value_and_grad(ref.mse)(variables, x, x)
+        return loss, nnx.RNN(cell)(x), pipe.apply(variables, x)
+
+    cell = nnx.LSTMCell(5, 5, rngs=nnx.Rngs(0))
+    loss, expected, y = found(cell)
+    ref.assert_close(y, expected, ref.FLOAT32)
+    ref.assert_close(loss, ref.mse(expected, x), ref.FLOAT32)
+    with pytest.raises(ValueError, match="from the random stream 'carry', for which"):
+        found(Drawn(5, 5, rngs=nnx.Rngs(0)))
