@@ -102,8 +102,11 @@ def _with(
 
 def _differ(meeting: _Meeting, part: int) -> bool:
     """Whether parts of the examples, one after the other, meet other values."""
-    shape = np.broadcast_shapes(*[array.shape for array in meeting])
-    if math.prod(shape) > _order.LARGEST:
+    shapes = [array.shape for array in meeting]
+    shape = np.broadcast_shapes(*shapes)
+    # Along an axis, counted from the last, both change, or all examples meet the same.
+    both = any(min(pair) > 1 for pair in zip(*(s[::-1] for s in shapes), strict=False))
+    if not both or math.prod(shape) > _order.LARGEST:
         return False
     values, order = (np.broadcast_to(array, shape) for array in meeting)
     placed = order != NONE
@@ -112,4 +115,6 @@ def _differ(meeting: _Meeting, part: int) -> bool:
     if len(set(counts.tolist())) != 1:
         return False
     rows = held[np.argsort(parts, kind="stable")].reshape(len(counts), -1)
+    if np.issubdtype(rows.dtype, np.floating):  # which are rounded
+        return not np.allclose(rows, rows[:1], rtol=1e-5, equal_nan=True)
     return bool((rows != rows[:1]).any())

@@ -136,6 +136,9 @@ ALIKE = {
     "weights that are alike": lambda y, t: (
         jnp.full(len(y), 1 / len(y)) @ cross_entropy(y, t)
     ),
+    "weights that are rounded": lambda y, t: (
+        jnp.linspace(0.7, 0.7, len(y)) @ cross_entropy(y, t) / len(y)
+    ),
     "signs by turns": lambda y, t: ((-1) ** jnp.arange(len(y)) @ y).sum() / len(y),
     "by a count of the shape": lambda y, t: y.sum() / jnp.array(y.shape).prod(),
 }
