@@ -68,7 +68,7 @@ def check(objective: Objective, given: Given, batch: Batch) -> list[str]:
             f"{batch.num_parts} micro-batches would make another "
             f"loss than the mini-batch. {_ADVICE.format(alone=_alone(batch))}"
         )
-    return [f"loss_fn {made[0].why}"] if made and _is_doubtful(*made) else []
+    return [f"loss_fn {doubt}"] if made and (doubt := _doubt(*made)) else []
 
 
 _ADVICE = (
@@ -88,10 +88,16 @@ def _alone(batch: Batch) -> str:
     return f"num_microbatches=1{shards}"
 
 
-def _is_doubtful(loss: Made, *weights: Made) -> bool:
-    """Whether a loss is another unless it is, say, less than what it is at most."""
-    doubtful = loss.kind in (UNSURE, UNKNOWN) and loss.why not in ("", SHIFTED)
-    return doubtful and not weights
+def _doubt(loss: Made, *weights: Made) -> str:
+    """Why a loss may be another, as unless it is less than what it is at most."""
+    if weights:  # which say that the loss of each micro-batch by itself is meant
+        (weight,) = weights
+        doubtful = weight.kind in (UNSURE, UNKNOWN) and weight.why not in ("", SHIFTED)
+        return f"returns a weight that {weight.why}" if doubtful else ""
+    if loss.kind in (UNSURE, UNKNOWN) and loss.why != SHIFTED:
+        return loss.why
+    scaled = loss.kind == WHOLE and loss.degree == UNCLEAR
+    return "returns a mean times what the number of examples makes" if scaled else ""
 
 
 def _fault(reduction: str, made: list[Made], batch: Batch) -> str | None:

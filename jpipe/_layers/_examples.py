@@ -43,7 +43,8 @@ class Examples:
             for number in range(len(visits)):
                 self._outcomes.append(both.layer(number))
         complete = len(self._outcomes) == len(visits)
-        self.fixed = None if complete else len(self._outcomes)
+        whole = [outcome.followed for outcome in self._outcomes] + [complete]
+        self.fixed = None if all(whole) else whole.index(False)
         self.outputs = both.outputs if complete else None
         # Of one number alone only what holds single examples is known.
         self._alone = follow(Numbers(1, self.size))
@@ -54,7 +55,7 @@ class Examples:
         Args:
           number: that of the layer.
         """
-        known = number < len(self._outcomes)
+        known = number < len(self._outcomes) and self._outcomes[number].followed
         outcome = self._outcomes[number] if known else self._alone.layer(number)
         return {path for path, made in outcome.written.items() if made.single}
 

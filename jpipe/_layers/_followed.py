@@ -9,6 +9,7 @@ import jax
 
 from .._jaxprs import _jaxpr
 from .._mixing._made import (
+    ADDS,
     EACH,
     MOVED,
     OTHER,
@@ -20,7 +21,7 @@ from .._mixing._made import (
     Made,
     taken_in,
 )
-from .._mixing._pairs import Numbers
+from .._mixing._pairs import Differs, Numbers
 from .._mixing._results import results
 from . import _alike, _batchnorm, _rng, _skip
 from ._streams import applied, retried
@@ -48,10 +49,12 @@ class Outcome(NamedTuple):
     Attributes:
       written: how each leaf is made that it writes, by its path.
       mixes: what makes more of them than of each by itself; empty if nothing does.
+      followed: whether that is known: not of what is another with more examples.
     """
 
     written: dict[Path, Made]
     mixes: str
+    followed: bool = True
 
 
 class Outputs(NamedTuple):
@@ -88,6 +91,20 @@ class _Traced(NamedTuple):
     after: _Given
 
 
+class _Followed(NamedTuple):
+    """A layer, traced with two numbers of examples.
+
+    Attributes:
+      traced: with each.
+      made: how is made what it writes, returns and leaves.
+      certain: whether that is known.
+    """
+
+    traced: list[_Traced]
+    made: list[Made]
+    certain: bool
+
+
 class Following:
     """Layers, followed as far as they are asked for.
 
@@ -118,14 +135,13 @@ class Following:
         ]
         self._outcomes: list[Outcome] = []
         # Equal layers on equal inputs are followed once.
-        self._known: dict[Hashable, tuple[list[_Traced], list[Made]]] = {}
+        self._known: dict[Hashable, _Followed] = {}
 
     def layer(self, number: int) -> Outcome:
         """What a layer does with examples.
 
         Raises:
-          Exception: whatever a layer does that does not take what it is given; or what
-            it computes is another thing with more examples.
+          Exception: whatever a layer does that does not take what it is given.
         """
         while len(self._outcomes) <= number:
             self._outcomes.append(self._next())
@@ -139,7 +155,7 @@ class Following:
         return Outputs(few, many, self._made, self._numbers)
 
     def _next(self) -> Outcome:
-        traced, found = self._followed(self._visits[len(self._outcomes)])
+        traced, found, followed = self._followed(self._visits[len(self._outcomes)])
         one, twin = traced[0], traced[-1]
         paths = jax.tree_util.tree_leaves_with_path(one.changed)
         written = {tuple(path): found[i] for i, (path, _) in enumerate(paths)}
@@ -160,7 +176,7 @@ class Following:
                 why = why or MOVED
             self._made.append(passed)
             amiss = amiss or why
-        return Outcome(written, amiss)
+        return Outcome(written, amiss, followed)
 
     def _is_moved(
         self, made: Made, along: Sequence[bool], shapes: Sequence[Sequence[int]]
@@ -172,7 +188,7 @@ class Following:
         lengths = [shape[axis] for shape in shapes]
         return not made.orders.are_in_place(axis, lengths, self._numbers.counts)
 
-    def _followed(self, visit: Visit) -> tuple[list[_Traced], list[Made]]:
+    def _followed(self, visit: Visit) -> _Followed:
         """A layer as traced, and how is made what it writes, returns and leaves."""
         arrays = [given.arrays for given in self._given]
         leaves, tree = jax.tree.flatten([arrays, visit.variables, visit.borrowed])
@@ -183,11 +199,29 @@ class Following:
             one, other = traced[0].closed, traced[-1].closed
             held = len(one.jaxpr.invars) - len(self._made) - 1
             rng = Made(SAME, drawn=True)
-            found = results(
-                one, other, [*made, *[Made(SAME)] * held, rng], self._numbers
-            )
-            self._known[key] = traced, found
+            given = [*made, *[Made(SAME)] * held, rng]
+            try:
+                found = _Followed(
+                    traced, results(one, other, given, self._numbers), True
+                )
+            except Differs:
+                found = _Followed(traced, self._by_shapes(one, other), False)
+            self._known[key] = found
         return self._known[key]
+
+    def _by_shapes(self, one: Any, other: Any) -> list[Made]:
+        """Results of what is another with more examples, as one of each if it can be.
+
+        So that the layers after it are followed.
+        """
+        found, counts = list[Made](), self._numbers.counts
+        for few, many in zip(one.out_avals, other.out_avals, strict=True):
+            along = self._numbers.along(few.shape, many.shape)
+            axis = along.index(True) if sum(along) == 1 else None
+            fits = axis is not None and (few.shape[axis], many.shape[axis]) == counts
+            by_itself = Made(EACH if any(along) else UNKNOWN)
+            found.append(taken_in(few.ndim, axis, counts) if fits else by_itself)
+        return found
 
     def _traced(self, visit: Visit, given: _Given) -> _Traced:
         names: list[_skip.Key] = []
@@ -223,7 +257,7 @@ def _passed(made: Made, along: bool) -> tuple[Made, str]:
     single = made.single or (along and made.kind != SAME)
     if along and made.kind == EACH and made.degree not in (0, None):
         return made._replace(single=single), "computes with the number of examples"
-    why = made.why or "adds what is made of all examples"
+    why = made.why or ADDS
     mixed = made.kind == WHOLE or (made.kind in (UNSURE, UNKNOWN) and made.why)
     if not (made.kind == OTHER or (along and mixed)):
         why = ""

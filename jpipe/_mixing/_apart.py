@@ -16,7 +16,6 @@ from ._known import Array, Known, written
 from ._order import FREE, NONE, Order, Orders
 from ._pairs import Numbers, Pair
 
-BY_PLACE = "tells examples apart by their place in the batch"
 # What brings the axes of two operands to the same places.
 _MATCHES = {"dot_general": _ordered.matched, "gather": _ordered.placed}
 
@@ -54,16 +53,17 @@ def _meetings(
     orders: Sequence[Orders | None],
     numbers: Numbers,
 ) -> Iterator[_Meeting]:
+    numbered = {i: one for i, one in enumerate(given) if one and one.changes}
     if pair.name.startswith(("scatter", "dynamic_update_slice")):
         into, marks = orders[0], written(pair, given)
         if marks and into and into.are_known:
             yield from map(_Meeting, marks.each, into.each)
-        return
-    numbered = {i: one for i, one in enumerate(given) if one and one.changes}
-    unknown = [orders[i] for i, known in enumerate(given) if not known]
-    if all(order is FREE for order in unknown):
-        # Such as how many are not padded: it meets all, as they lie.
-        for i, known in numbered.items():
+    # Such as how many are not padded is of no example: it meets all, as they lie. So
+    # does what is no place in the end, as it is not whole.
+    free = all(orders[i] is FREE for i, known in enumerate(given) if not known)
+    for i, known in numbered.items():
+        named = pair.name in ONE_BY_ONE or (pair.name == "gather" and i == 1)
+        if (free and named) or (known.is_floating and pair.name not in ONE_BY_ONE):
             yield from _with_all(pair, i, known, numbers)
     placed = {i: one for i, one in enumerate(orders) if one and one.are_known}
     for one, other in itertools.product(numbered.items(), placed.items()):
@@ -75,14 +75,29 @@ def _with_all(
 ) -> Iterator[_Meeting]:
     """With as many elements of each example, one after the other along an axis."""
     along = pair.before[number]
-    if pair.name not in ONE_BY_ONE or sum(along) != 1:
+    if sum(along) != 1:
         return
     avals: list[Any] = [eqn.invars[number].aval for eqn in (pair.eqn, pair.twin)]
+    axis = along.index(True)
     for values, aval, count in zip(known.each, avals, numbers.counts, strict=True):
-        each, rest = divmod(aval.shape[along.index(True)], count)
-        if not rest:
-            order = np.arange(each * count, dtype=np.int32) // each
-            yield _Meeting(values, order.reshape([-1 if a else 1 for a in along]))
+        yield from _in_order(values, axis, aval.shape[axis], count)
+
+
+def _in_order(values: Array, axis: int, length: int, count: int) -> Iterator[_Meeting]:
+    each, rest = divmod(length, count)
+    if not rest:
+        order = np.arange(length, dtype=np.int32) // each
+        yield _Meeting(values, order.reshape([-1, *[1] * (values.ndim - axis - 1)]))
+
+
+def is_numbered(known: Known, numbers: Numbers) -> bool:
+    """Whether what is known differs between the steps of a loop along the examples."""
+    met = [
+        meeting
+        for values, count in zip(known.each, numbers.counts, strict=True)
+        for meeting in _in_order(values, 0, len(values), count)
+    ]
+    return bool(numbers.part) and any(_differ(each, numbers.part) for each in met)
 
 
 def _with(

@@ -11,13 +11,16 @@ from jax.extend import core
 from .._jaxprs import _marks
 from ._made import (
     AFTER,
+    BY_PLACE,
     CHOSEN,
     DRAWN,
     EACH,
     FOLLOWS,
+    GIVEN,
     GROWS,
     LARGEST,
     MOVED,
+    MULTIPLIED,
     OF_ALL,
     OTHER,
     SAME,
@@ -94,8 +97,11 @@ def made_by(pair: Pair, operands: list[Made]) -> Made:
     name = pair.name
     if name == "name" and pair.eqn.params["name"] == _APART:
         return Made(EACH if any(pair.after[0]) else SAME)
-    if name in _KEYS and all(made.kind == SAME or made.known for made in operands):
+    operands = _placing(name, operands)
+    if name in _KEYS and all(map(_makes_keys, operands)):
         return Made(SAME)
+    if _says_which(pair, operands):
+        return Made(UNKNOWN, why=GIVEN)
     if elsewhere := moved(pair, operands):
         return elsewhere
     values, places = parts(name, operands)
@@ -145,6 +151,43 @@ def made_by(pair: Pair, operands: list[Made]) -> Made:
     return _of_each(pair) if kinds else Made(SAME)
 
 
+def _placing(name: str, operands: list[Made]) -> list[Made]:
+    """The operands; a place that one in the batch was added to is one of each."""
+    _, places = parts(name, operands)
+    if not any(made.why == BY_PLACE for made in places):
+        return operands
+    return [
+        made._replace(kind=EACH, why="") if made.why == BY_PLACE else made
+        for made in operands
+    ]
+
+
+def _makes_keys(made: Made) -> bool:
+    """Whether a key made of it is new in each micro-batch if another is."""
+    return made.kind == SAME or made.known is not None or made.why == BY_PLACE
+
+
+def _says_which(pair: Pair, operands: Sequence[Made]) -> bool:
+    """Whether numbers that are given, and no places, say of which examples."""
+    values, places = parts(pair.name, operands)
+    given = [
+        (made.kind == EACH or (made.kind == UNKNOWN and made.why == GROWS))
+        and not made.numbered
+        for made in places  # to those from the end their number is added
+    ]
+    if not any(given):
+        return False
+    along, params = pair.before[0], pair.eqn.params
+    if pair.name == "gather":
+        axes = params["dimension_numbers"].start_index_map
+    elif pair.name.startswith("scatter"):
+        axes = params["dimension_numbers"].scatter_dims_to_operand_dims
+    else:
+        axes = [axis for axis, is_given in enumerate(given) if is_given]
+    written = pair.name not in PLACED
+    return any(along[i] for i in axes) and (written or values[0].kind == EACH)
+
+
 def _of_all(pair: Pair, operands: list[Made]) -> Made:
     """What follows from what is of all examples, and is not linear in it."""
     name, along = pair.name, any(pair.after[0])
@@ -177,6 +220,8 @@ def _of_each(pair: Pair) -> Made:
     over = [pair.before[0][i] for i in pair.eqn.params.get("axes", ())]
     if along or not any(over):
         return Made(EACH)
+    if name == "reduce_prod":
+        return Made(OTHER, UNCLEAR, MULTIPLIED)
     if name not in ("reduce_and", "reduce_or"):
         return Made(UNSURE, UNCLEAR, LARGEST)
     # Of one answer, such as whether all are finite, nothing is told.

@@ -21,6 +21,8 @@ from ._pairs import PLACED, Pair
 
 # What is computed by JAX, or fetched from a device, is no longer than this.
 _FEW = 1 << 16
+# Of more it is not looked whether all are the same.
+_LARGEST = 1 << 26
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -46,6 +48,11 @@ class Known:
         return hash((few.shape, many.shape, few.tobytes()))
 
     @property
+    def is_floating(self) -> bool:
+        """Whether it is of no whole numbers, and thus no place."""
+        return np.issubdtype(self.each[0].dtype, np.floating)
+
+    @property
     def changes(self) -> bool:
         """Whether it is not everywhere the same."""
         return any(values.size > 1 for values in self.each)
@@ -65,8 +72,10 @@ def _fetched(held: Any) -> Array | None:
             return None
         held = jax.device_get(held)
     array = np.asarray(held)
-    fits = array.dtype != object and array.size <= _order.LARGEST
-    return _order.narrow(array) if fits else None
+    if array.dtype == object or array.size > _LARGEST:
+        return None
+    array = _order.narrow(array)
+    return array if array.size <= _order.LARGEST else None
 
 
 def computed(pair: Pair, given: Sequence[Known | None]) -> list[Known | None]:
@@ -239,8 +248,10 @@ _OF_SHAPES = """
     unstack
 """
 _OF_JAX = """
-    argmax argmin cummax cummin cumprod cumsum dynamic_slice dynamic_update_slice gather
-    pad reduce_max reduce_min reduce_prod reduce_sum scatter scatter-add sort
+    acos acosh argmax argmin asin asinh atan atan2 atanh cbrt cosh cummax cummin cumprod
+    cumsum dynamic_slice dynamic_update_slice erf erf_inv erfc exp2 expm1 gather
+    integer_pow is_finite log1p logistic pad reduce_max reduce_min reduce_prod
+    reduce_sum round rsqrt scatter scatter-add sinh sort tan tanh
 """
 _COPIES = frozenset(_OF_COPIES.split())
 _SHAPED = frozenset(_OF_SHAPES.split())

@@ -11,11 +11,16 @@ SAME, EACH, WHOLE, OTHER, UNSURE, UNKNOWN = range(6)
 OF_ALL = (WHOLE, OTHER, UNSURE)
 # The degree of what is not linear and may grow in any way.
 UNCLEAR = math.inf
+ADDS = "adds what is made of all examples"
 FOLLOWS = "computes with what is made of all examples"
 LARGEST = "takes the largest or the smallest of all examples"
 SHIFTED = "shifts by the largest or the smallest of all examples"
 MOVED = "puts examples in the places of others"
 CHOSEN = "chooses some of the examples"
+BY_PLACE = "tells examples apart by their place in the batch"
+GIVEN = "takes or writes examples at places that are given"
+RANKED = "ranks the examples among one another"
+MULTIPLIED = "multiplies all examples"
 AFTER = "goes along the examples, one after the other"
 DRAWN = (
     "draws random numbers by a key that is not of this step (of make_rng of linen, or "
@@ -40,6 +45,7 @@ class Made(NamedTuple):
       orders: of which example each element is; ``None`` where nobody knows.
       known: its elements; ``None`` where they are known when it runs.
       drawn: whether it follows from the key of the step.
+      numbered: whether it follows from places in the batch.
     """
 
     kind: int
@@ -49,6 +55,7 @@ class Made(NamedTuple):
     orders: Orders | None = None
     known: Known | None = None
     drawn: bool = False
+    numbered: bool = False
 
 
 def taken_in(ndim: int, axis: int | None, counts: Sequence[int]) -> Made:

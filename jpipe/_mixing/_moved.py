@@ -8,10 +8,12 @@ import jax.numpy as jnp
 from ._made import (
     CHOSEN,
     DRAWN,
+    EACH,
     LARGEST,
     MOVED,
     OF_ALL,
     OTHER,
+    RANKED,
     SAME,
     UNCLEAR,
     UNKNOWN,
@@ -22,6 +24,8 @@ from ._pairs import PLACED, Pair
 
 # What puts what lies along an axis in another order, and the parameter that says which.
 _MOVES = {"rev": "dimensions", "sort": "dimension", "top_k": "axis"}
+# What may leave out some of what was put there.
+_CUTS = frozenset(["dynamic_slice", "slice", "split"])
 
 
 def moved(pair: Pair, operands: Sequence[Made]) -> Made | None:
@@ -35,14 +39,23 @@ def moved(pair: Pair, operands: Sequence[Made]) -> Made | None:
     whys = {made.why for made in values if made.kind == UNKNOWN}
     if DRAWN in whys and pair.name in _MOVES and _goes_along(pair):
         return Made(UNKNOWN, why=MOVED)
-    if any(made.kind in OF_ALL for made in operands) or whys - {"", MOVED, CHOSEN}:
+    if any(made.kind in OF_ALL for made in operands) or whys - {
+        "",
+        MOVED,
+        CHOSEN,
+        RANKED,
+    }:
         return None
     if pair.name == "rev" and is_placed(values[0].orders):
         return None
     if pair.name in _MOVES and _goes_along(pair):
         if pair.name == "top_k" and not whys and _leaves_out(pair):
             return Made(OTHER, UNCLEAR, LARGEST)
-        return Made(UNKNOWN) if whys else Made(UNKNOWN, why=MOVED)
+        return Made(UNKNOWN, why=RANKED if whys else MOVED)
+    if whys == {MOVED} and pair.name in _CUTS and _leaves_some(pair):
+        return Made(UNKNOWN, why=CHOSEN)
+    if any(made.why == CHOSEN for made in places) and values[0].kind == EACH:
+        return Made(UNKNOWN, why=CHOSEN)
     by_moved = any(made.why == MOVED for made in places)
     if not places or not any(pair.after[0]) or not (whys or by_moved):
         return None
@@ -57,6 +70,14 @@ def _goes_along(pair: Pair) -> bool:
     given: Any = pair.eqn.params[_MOVES[pair.name]]
     axes = given if isinstance(given, tuple) else [given]
     return any(pair.before[0][axis] for axis in axes)
+
+
+def _leaves_some(pair: Pair) -> bool:
+    """Whether a cut is along the examples."""
+    given: Any = pair.eqn.invars[0].aval
+    made: Any = pair.eqn.outvars[0].aval
+    lengths = zip(pair.before[0], given.shape, made.shape, strict=True)
+    return any(along and before != after for along, before, after in lengths)
 
 
 def _goes_by_size(pair: Pair, operands: Sequence[Made]) -> bool:

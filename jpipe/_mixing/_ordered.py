@@ -48,7 +48,7 @@ def follow(
     )
     both = [*zip(few, many, strict=False)]
     for a, b in both:
-        if a.one_of != b.one_of:
+        if a.one_of != b.one_of or (numbers.part and numbers.part % a.one_of):
             return unknown, SOME
         apart = a.block == b.block and numbers.part % a.block == 0
         if not apart and (why := a.why or b.why):

@@ -19,11 +19,15 @@ from jax.extend import core
 
 from .._jaxprs import _jaxpr, _loops
 from . import _known
-from ._apart import BY_PLACE, tells_apart
+from ._apart import is_numbered, tells_apart
 from ._equation import made_by
+from ._known import Known
 from ._made import (
+    ADDS,
     AFTER,
+    BY_PLACE,
     CHOSEN,
+    DRAWN,
     EACH,
     FOLLOWS,
     MOVED,
@@ -32,6 +36,7 @@ from ._made import (
     SAME,
     UNCLEAR,
     UNKNOWN,
+    WHOLE,
     Made,
     joined,
 )
@@ -115,17 +120,44 @@ def _after(pair: Pair, operands: list[Made], numbers: Numbers) -> list[Made]:
         orders = [_known.taken(pair, known, given)]
     if not together and _are_compared(operands, orders):
         together = COMPARED
-    if not together and tells_apart(pair, known, given, numbers):
+    table_is_drawn = pair.name == "gather" and operands[0].drawn
+    if not together and not table_is_drawn and tells_apart(pair, known, given, numbers):
         together = BY_PLACE
     made = Made(OTHER, UNCLEAR, together) if together else made_by(pair, operands)
-    drawn = any(made.drawn for made in operands)
     own = _singles(pair, operands), orders, _known.computed(pair, known)
-    if made.kind == UNKNOWN and all(own[-1]):
-        made = Made(EACH)  # such as a place, with the number of examples added
+    if (first := own[-1][0]) and all(own[-1]):
+        made = _counted(made, first, numbers)
+    elif _is_cut_to_size(pair, operands):
+        made = Made(UNKNOWN, why=BY_PLACE)
+    made = made._replace(
+        drawn=any(made.drawn for made in operands),
+        numbered=any(made.numbered for made in operands) or _are_places(pair, made),
+    )
     return [
-        made._replace(single=single, orders=order, known=known, drawn=drawn)
+        made._replace(single=single, orders=order, known=known)
         for single, order, known in zip(*own, strict=True)
     ]
+
+
+def _counted(made: Made, known: Known, numbers: Numbers) -> Made:
+    """How what is known of the number of examples alone follows from it."""
+    if made.kind == UNKNOWN:  # such as a place, with the number of examples added
+        return Made(EACH)
+    if made.kind == SAME and made.degree == UNCLEAR and not known.changes:
+        few, many = (values.item() for values in known.each)
+        return Made(SAME, _degree(few, many, numbers.growth), made.why)
+    return made
+
+
+def _is_cut_to_size(pair: Pair, operands: Sequence[Made]) -> bool:
+    """Whether as much is taken of a table as there are examples: one for each place."""
+    cut = pair.name in ("slice", "dynamic_slice") and operands[0].kind == SAME
+    fits = any(pair.after[0]) and not any(pair.before[0])
+    return cut and fits and not operands[0].drawn
+
+
+def _are_places(pair: Pair, made: Made) -> bool:
+    return pair.name == "iota" and made.kind == EACH
 
 
 def _are_compared(operands: Sequence[Made], orders: Sequence[Orders | None]) -> bool:
@@ -155,7 +187,12 @@ def _lying(made: Made, along: Sequence[bool], why: str = CHOSEN) -> Made:
 
 def _constant(one: Any, other: Any, growth: int) -> Made:
     known = _known.constant(one, other)
-    return _held(one, other, growth)._replace(known=known)
+    made = _held(one, other, growth)
+    if np.shape(one) == np.shape(other):
+        return made._replace(known=known)
+    if known is None:
+        return Made(UNKNOWN, why=BY_PLACE)
+    return made._replace(known=known, numbered=True)
 
 
 def _held(one: Any, other: Any, growth: int) -> Made:
@@ -165,19 +202,24 @@ def _held(one: Any, other: Any, growth: int) -> Made:
     if np.shape(one) != np.shape(other):
         return Made(UNKNOWN, why=MOVED) if _is_permutation(one) else Made(EACH)
     if any(isinstance(x, jax.Array) for x in (one, other)):
-        return Made(UNKNOWN)  # on a device, whose numbers would have to be waited for
+        return Made(UNKNOWN)
     dtype = jnp.result_type(one)
     counts = jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.floating)
     if np.size(one) != 1 or not counts:
         return Made(SAME, 0 if np.array_equal(one, other) else UNCLEAR)
-    a, b = (float(np.asarray(x).item()) for x in (one, other))
+    return Made(SAME, _degree(np.asarray(one).item(), np.asarray(other).item(), growth))
+
+
+def _degree(few: Any, many: Any, growth: int) -> float | None:
+    """To which power of their number something grows, by its value in two jaxprs."""
+    a, b = float(few), float(many)
     if a == b or not (math.isfinite(a) and math.isfinite(b)):
-        return Made(SAME, 0 if a else None)
+        return 0 if a else None
     degree = math.log(b / a) / math.log(growth) if a * b > 0 else math.inf
     # A number of examples in bfloat16 has eight bits.
     if abs(degree) > 3 or abs(degree - round(degree)) > 0.02:
-        return Made(SAME, UNCLEAR)
-    return Made(SAME, round(degree))
+        return UNCLEAR
+    return round(degree)
 
 
 def _is_permutation(places: Any) -> bool:
@@ -213,6 +255,7 @@ def _within(pair: Pair, operands: list[Made], numbers: Numbers) -> list[Made] | 
         return None
     carried = _jaxpr.carry(pair.eqn)
     given, found = list(operands), list[Made]()
+    given[carried] = [made._replace(known=None) for made in given[carried]]
     # Each round what is carried becomes something else, which each can a few times.
     for _ in range(2 + 4 * len(given[carried])):
         cases = []
@@ -222,11 +265,12 @@ def _within(pair: Pair, operands: list[Made], numbers: Numbers) -> list[Made] | 
             # A loop may go along the examples, one by one.
             own = [_lying(*each, why="") for each in zip(own, axes, strict=True)]
             if pair.name == "scan":
-                own[carried.stop :] = map(_unstacked, own[carried.stop :])
+                own = _unstacked(pair, own, carried, numbers)
             cases.append(_results(one, other, own, numbers))
         found = [_either(case) for case in zip(*cases, strict=True)]
         if pair.name == "cond" and operands[0].kind != SAME:
-            return [_lost(made, operands[0]) for made in found]
+            each = zip(found, pair.after, strict=True)
+            return [_perhaps(made, operands[0], any(along)) for made, along in each]
         before = given[carried]
         after = [_either(both) for both in zip(before, found, strict=False)]
         if after == before and pair.name == "scan":
@@ -242,9 +286,29 @@ def _within(pair: Pair, operands: list[Made], numbers: Numbers) -> list[Made] | 
     return [*map(_lost, found)]
 
 
-def _unstacked(made: Made) -> Made:
-    """What each step of a loop finds: of which examples, if all steps find the same."""
-    return made._replace(orders=made.orders and made.orders.inside, known=None)
+def _unstacked(
+    pair: Pair, given: Sequence[Made], carried: slice, numbers: Numbers
+) -> list[Made]:
+    """What each step of a loop finds: of which examples, if all steps find the same.
+
+    In a loop along the examples, keys and numbers of places are others in each step.
+    """
+    goes = pair.eqn.params["length"] != pair.twin.params["length"]
+    found = list(given[: carried.start])
+    for i, made in enumerate(given[carried.start :], carried.start):
+        one, why = made, ""
+        if i >= carried.stop:
+            inside = made.orders and made.orders.inside
+            one = made._replace(orders=inside, known=None)
+            why = BY_PLACE if made.known and is_numbered(made.known, numbers) else ""
+        if made.kind == SAME and not made.drawn and _is_key(pair.eqn.invars[i]):
+            why = DRAWN
+        found.append(one._replace(kind=UNKNOWN, why=why) if goes and why else one)
+    return found
+
+
+def _is_key(atom: Any) -> bool:
+    return jnp.issubdtype(atom.aval.dtype, jax.dtypes.prng_key)
 
 
 def _at_the_end(made: Made) -> Made:
@@ -281,7 +345,16 @@ def _lost(made: Made, which: Made | None = None) -> Made:
     """Of what nobody knows more, but that something of all may have chosen it."""
     by_all = which is not None and which.kind in OF_ALL and which.why
     why = FOLLOWS if by_all else ""
-    return Made(UNKNOWN, why=why, single=made.single, drawn=made.drawn)
+    return made._replace(kind=UNKNOWN, degree=0, why=why, orders=None, known=None)
+
+
+def _perhaps(made: Made, which: Made, along: bool) -> Made:
+    """Of what a branch made that was taken by what is computed of examples."""
+    lost = _lost(made, which)
+    if made.kind == WHOLE and along:
+        return lost._replace(why=ADDS)
+    certain = made.kind in OF_ALL or made.why == DRAWN
+    return lost._replace(why=made.why or lost.why) if certain else lost
 
 
 def _either(cases: Sequence[Made]) -> Made:
@@ -292,4 +365,5 @@ def _either(cases: Sequence[Made]) -> Made:
         orders=merged([*map(_orders, cases)]),
         known=known.pop() if len(known) == 1 else None,
         drawn=any(made.drawn for made in cases),
+        numbered=any(made.numbered for made in cases),
     )

@@ -93,12 +93,35 @@ def places_as_labels(y, t):
     return cross_entropy(y, jnp.arange(len(y)) % WIDTH).mean()
 
 
+def sample(y, t):
+    some = jax.random.permutation(jax.random.key(3), len(y))[: len(y) // 2]
+    return cross_entropy(y, t)[some].mean()
+
+
+def by_rank(y, t):
+    ranks = jnp.argsort(jnp.argsort(y[:, 1]))
+    return (cross_entropy(y, t) * ranks).mean() / len(y)
+
+
+def hardest_half(y, t):
+    losses = cross_entropy(y, t)
+    return losses[jnp.argsort(-losses)[: len(y) // 2]].mean()
+
+
+def added_up(y, t):
+    def add(i, total):
+        return total + jnp.sum(y[i] ** 2)
+
+    return jax.lax.fori_loop(0, len(y), add, 0.0) / len(y)
+
+
 BY_PLACE = "tells examples apart by their place in the batch"
 REFUSED = {
     real_or_not: BY_PLACE,
     not_padded: BY_PLACE,
     later_ones_less: BY_PLACE,
     places_as_labels: BY_PLACE,
+    lambda y, t: jnp.prod(y[:, 0] + 2): "multiplies all examples",
     same_choice: "takes some of the examples, and not the others",
     by_class: "divides by what is made of all examples",
     centres: "divides by what is made of all examples",
@@ -120,6 +143,17 @@ DOUBTFUL = {
         lambda y, t: jnp.linalg.slogdet(jnp.eye(WIDTH) + y.T @ y / len(y))[1],
         FOLLOWS,
     ),
+    "unbiased": (
+        lambda y, t: (y**2).sum() / (len(y) - 1),
+        "returns a mean times what the number of examples makes",
+    ),
+    "partners": (
+        lambda y, t: ((y - y[t]) ** 2).mean(),
+        "takes or writes examples at places that are given",
+    ),
+    "sample": (sample, "chooses some of the examples"),
+    "hardest half": (hardest_half, "chooses some of the examples"),
+    "by rank": (by_rank, "ranks the examples among one another"),
     "noise": (
         lambda y, t: ((y + jax.random.normal(jax.random.key(2), y.shape)) ** 2).mean(),
         "draws random numbers by a key that is not of this step .*",
@@ -133,6 +167,7 @@ ALIKE = {
     "in chunks": lambda y, t: jax.lax.map(
         lambda one: cross_entropy(*one), (y, t), batch_size=3
     ).mean(),
+    "added up": added_up,
     "weights that are alike": lambda y, t: (
         jnp.full(len(y), 1 / len(y)) @ cross_entropy(y, t)
     ),
@@ -188,6 +223,26 @@ def test_pairs_need_micro_batches_that_hold_whole_ones():
 
     with pytest.raises(ValueError, match="compares examples"):
         loss_of(odd_and_even, 4)
+
+
+def test_every_second_needs_micro_batches_of_pairs():
+    def every_second(y, t):
+        return (y[::2] ** 2).mean() - y[1::2].mean()
+
+    loss_of(every_second)
+    with pytest.raises(ValueError, match="takes some of the examples, and not the oth"):
+        loss_of(every_second, 4)
+
+
+def test_a_weight_that_is_at_least_something_is_told():
+    """A micro-batch of which all is masked would count as one example."""
+
+    def masked(y, t):
+        mask = t > 2
+        return (cross_entropy(y, t) * mask).sum(), jnp.maximum(mask.sum(), 1)
+
+    with pytest.warns(UserWarning, match="loss_fn returns a weight that computes with"):
+        loss_of(masked, reduction="weighted")
 
 
 def test_a_constant_weight_needs_micro_batches_of_one_size():

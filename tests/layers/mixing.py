@@ -128,7 +128,48 @@ def noise_of_each(x):
     return jax.vmap(noisy)(jnp.arange(len(x)), x)
 
 
+def partner(x):
+    """For each example the number of another, which follows from its own values."""
+    return (x > 0).sum((1, 2)) % 4
+
+
+def noise_in_a_loop(x):
+    keys = jax.random.split(KEY, len(x))
+    noisy = jax.lax.map(lambda one: one[1] + jax.random.normal(one[0]), (keys, x))
+    return noisy
+
+
 MIXED = {
+    "centered in a branch": lambda x: jax.lax.cond(
+        jnp.isfinite(x).all(), lambda x: x - x.mean(0), lambda x: x, x
+    ),
+    "softmax in a branch": lambda x: jax.lax.cond(
+        jnp.any(x > 0), lambda x: jax.nn.softmax(x, 0), lambda x: x, x
+    ),
+    "noise in a branch": lambda x: jax.lax.cond(
+        jnp.isnan(x).any(),
+        lambda x: x,
+        lambda x: x + jax.random.normal(KEY, x.shape),
+        x,
+    ),
+    "beside a partner": lambda x: x - x[partner(x)],
+    "added to a partner": lambda x: x.at[partner(x)].add(x),
+    "by partners": lambda x: x - jax.ops.segment_sum(x, partner(x), len(x)),
+    "noise in a loop": noise_in_a_loop,
+    "places in a loop": lambda x: jax.lax.map(
+        lambda one: one[0] * one[1], (jnp.arange(len(x)), x)
+    ),
+    "a table by places": lambda x: (
+        x + jax.random.normal(KEY, (64, TOKENS, WIDTH))[: len(x)]
+    ),
+    "a table at places": lambda x: (
+        x + jax.random.normal(KEY, (64, TOKENS, WIDTH))[jnp.arange(len(x))]
+    ),
+    "places as a feature": lambda x: jnp.concatenate(
+        [x, jnp.broadcast_to(places(x).astype(x.dtype), x.shape)], -1
+    ),
+    "places as a token": lambda x: x.at[:, 0].set(places(x)[..., 0].astype(x.dtype)),
+    "a curve of places": lambda x: x * jnp.tanh(places(x) / 9),
     "noise by a key of its own": lambda x: x + jax.random.normal(KEY, x.shape),
     "dropped by a key of its own": lambda x: jnp.where(
         jax.random.bernoulli(jax.random.PRNGKey(1), 0.5, x.shape), x / 0.5, 0
@@ -282,6 +323,13 @@ def example_by_example(x):
 
 APART = {
     "noise for all": lambda x: x * jax.random.normal(KEY, (WIDTH,)),
+    "a table of ones": lambda x: x * jnp.ones((64, 1, 1))[: len(x)],
+    "doubled in a branch": lambda x: jax.lax.cond(
+        jnp.isfinite(x).all(), lambda x: 2 * x, lambda x: x, x
+    ),
+    "at a place in one row": lambda x: x.reshape(-1)[
+        places(x)[:, 0] * TOKENS * WIDTH + partner(x)[:, None]
+    ][..., None],
     "taken where it is": lambda x: x[jnp.arange(len(x))],
     "every second by its number": lambda x: jnp.where(places(x) % 2 == 0, x, 0),
     "weights by turns": lambda x: (

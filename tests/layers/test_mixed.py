@@ -141,6 +141,23 @@ def test_what_any_other_key_draws_is_told():
         find(pipe.init(KEY, x), x, batch())
 
 
+@pytest.mark.parametrize(
+    "another",
+    [
+        lambda x: jnp.stack([jnp.sin(row) for row in x]),
+        lambda x: jax.lax.map(jnp.sin, x, batch_size=3),
+        lambda x: jnp.sin(x) if len(x) > 16 else x,
+    ],
+    ids=["a loop in Python", "chunks with a rest", "by the size"],
+)
+def test_what_comes_after_a_layer_that_is_another_with_more_examples_is_told(another):
+    with pytest.warns(UserWarning, match=SAID) as caught:
+        trained([nn.Dense(WIDTH), another, normalized])
+    (warning,) = caught
+    assert "layer 2 (" in str(warning.message)
+    assert "layer 1 (" not in str(warning.message)
+
+
 def with_balance(x):
     """A loss of its own, as a router of experts has, beside the output."""
     share = jax.nn.softmax(x).mean((0, 1))
