@@ -9,6 +9,7 @@ from .._jaxprs import _jaxpr
 from .._layers._followed import Outputs, two
 from .._mixing._made import (
     EACH,
+    FOLLOWS,
     OTHER,
     SAME,
     SHIFTED,
@@ -71,6 +72,10 @@ def check(objective: Objective, given: Given, batch: Batch) -> list[str]:
     return [f"loss_fn {doubt}"] if made and (doubt := _doubt(*made)) else []
 
 
+_AT_LEAST = (
+    "returns a weight that is at least, or at most, something: with "
+    "jnp.maximum(sum, 1) each micro-batch that has none counts as one; return the sum"
+)
 _ADVICE = (
     "A mean over the examples needs nothing; for a sum over them type "
     "reduction='sum'; for a quotient of two sums, such as a mean of what is not "
@@ -92,8 +97,8 @@ def _doubt(loss: Made, *weights: Made) -> str:
     """Why a loss may be another, as unless it is less than what it is at most."""
     if weights:  # which say that the loss of each micro-batch by itself is meant
         (weight,) = weights
-        doubtful = weight.kind in (UNSURE, UNKNOWN) and weight.why not in ("", SHIFTED)
-        return f"returns a weight that {weight.why}" if doubtful else ""
+        doubtful = weight.kind == UNSURE and weight.why == FOLLOWS
+        return _AT_LEAST if doubtful else ""
     if loss.kind in (UNSURE, UNKNOWN) and loss.why != SHIFTED:
         return loss.why
     scaled = loss.kind == WHOLE and loss.degree == UNCLEAR

@@ -241,7 +241,7 @@ def test_a_weight_that_is_at_least_something_is_told():
         mask = t > 2
         return (cross_entropy(y, t) * mask).sum(), jnp.maximum(mask.sum(), 1)
 
-    with pytest.warns(UserWarning, match="loss_fn returns a weight that computes with"):
+    with pytest.warns(UserWarning, match="loss_fn returns a weight that is at least"):
         loss_of(masked, reduction="weighted")
 
 
