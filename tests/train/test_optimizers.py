@@ -55,45 +55,17 @@ def then_descend(*transforms):
 
 # Optimizers that need nothing but a learning rate.
 PLAIN = [
-    "adabelief",
-    "adadelta",
     "adafactor",
-    "adagrad",
     "adam",
-    "adamax",
-    "adamaxw",
-    "adamw",
-    "adan",
-    "amsgrad",
-    "fromage",
     "lamb",
-    "lars",
-    "lion",
-    "nadam",
-    "nadamw",
-    "novograd",
-    "optimistic_adam_v2",
-    "optimistic_gradient_descent",
-    "radam",
-    "rmsprop",
-    "rprop",
     "sgd",
-    "sign_sgd",
-    "signum",
-    "yogi",
-    "contrib.acprop",
-    "contrib.ademamix",
-    "contrib.adopt",
-    "contrib.cocob",
     "contrib.dadapt_adamw",
     "contrib.dog",
     "contrib.dowg",
-    "contrib.madgrad",
     "contrib.muon",
     "contrib.prodigy",
     "contrib.schedule_free_adamw",
     "contrib.schedule_free_sgd",
-    "contrib.simplified_ademamix",
 ]
 
 
@@ -112,15 +84,8 @@ OTHERS = {
     "contrib.sam": lambda: contrib.sam(optax.sgd(RATE), optax.sgd(RATE)),
     "contrib.schedule_free": lambda: contrib.schedule_free(optax.sgd(RATE), RATE),
     "contrib.normalize": lambda: then_descend(contrib.normalize()),
-    "contrib.split_real_and_imaginary": lambda: contrib.split_real_and_imaginary(
-        optax.adam(RATE)
-    ),
-    "adaptive_grad_clip": lambda: then_descend(optax.adaptive_grad_clip(0.01)),
-    "add_decayed_weights": lambda: then_descend(optax.add_decayed_weights(0.1)),
     "add_noise": lambda: then_descend(optax.add_noise(0.1, 0.5, jax.random.key(3))),
-    "apply_every": lambda: optax.chain(optax.sgd(RATE), optax.apply_every(2)),
     "apply_if_finite": lambda: optax.apply_if_finite(optax.adam(RATE), 3),
-    "centralize": lambda: then_descend(optax.centralize()),
     "chain": lambda: optax.chain(
         optax.zero_nans(),
         optax.clip_by_global_norm(0.05),
@@ -129,8 +94,6 @@ OTHERS = {
         optax.scale_by_schedule(warm_up()),
         optax.scale(-1.0),
     ),
-    "clip": lambda: then_descend(optax.clip(0.01)),
-    "clip_by_block_rms": lambda: then_descend(optax.clip_by_block_rms(0.01)),
     "clip_by_global_norm": lambda: optax.chain(
         optax.clip_by_global_norm(0.05), optax.adam(RATE)
     ),
@@ -140,14 +103,9 @@ OTHERS = {
     "conditionally_transform": lambda: optax.conditionally_transform(
         optax.adam(RATE), every_other_step
     ),
-    "ema": lambda: then_descend(optax.ema(0.9)),
     "flatten": lambda: optax.flatten(optax.adam(RATE)),
     "freeze": lambda: then_descend(optax.freeze(of_rank(2)(model().params))),
-    "identity": optax.identity,
     "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adamw)(warm_up()),
-    "keep_params_nonnegative": lambda: optax.chain(
-        optax.sgd(RATE), optax.keep_params_nonnegative()
-    ),
     "masked": lambda: optax.masked(optax.adam(RATE), of_rank(1)),
     "multi_transform": lambda: optax.multi_transform(
         {True: optax.adam(RATE), False: optax.sgd(RATE, momentum=0.9)}, of_rank(2)
@@ -161,16 +119,53 @@ OTHERS = {
         2,
         accumulator_dtype=jnp.float64,
     ),
-    "named_chain": lambda: optax.named_chain(
-        ("moments", optax.scale_by_adam()), ("rate", optax.scale(-RATE))
-    ),
     "normalize_by_update_norm": lambda: then_descend(optax.normalize_by_update_norm()),
-    "scale": lambda: optax.scale(-RATE),
     "selective_transform": lambda: optax.selective_transform(
         optax.adam(RATE), freeze_mask=of_rank(2)(model().params)
     ),
-    "set_to_zero": optax.set_to_zero,
     "snapshot": lambda: then_descend(optax.snapshot("norm", optax.tree.norm)),
+    "zero_nans": lambda: optax.chain(optax.zero_nans(), optax.adam(RATE)),
+}
+
+
+# What looks at one leaf at a time, which are most: five to a row, each has one leaf.
+# In the order of the leaves: of bias, kernel, scale, bias and kernel.
+EACH_LEAF = [
+    *("adabelief", "adadelta", "adamax", "adagrad", "adamw"),
+    *("adamaxw", "adan", "nadam", "amsgrad", "nadamw"),
+    *("optimistic_adam_v2", "radam", "optimistic_gradient_descent", "rmsprop", "rprop"),
+    *("lion", "sign_sgd", "contrib.acprop", "signum", "yogi"),
+    *("contrib.ademamix", "contrib.madgrad", "contrib.adopt", "contrib.cocob"),
+    "contrib.simplified_ademamix",
+    *("fromage", "lars", "clip_by_block_rms", "novograd", "adaptive_grad_clip"),
+    *("add_decayed_weights", "centralize", "apply_every", "clip", "ema"),
+    *("identity", "keep_params_nonnegative", "scale", "set_to_zero", "trace"),
+    *("contrib.split_real_and_imaginary", "named_chain", "stateless"),
+    *("stateless_with_tree_map", "with_extra_args_support"),
+]
+
+
+# How those are made that need more than a learning rate.
+MADE = {
+    "contrib.split_real_and_imaginary": lambda: contrib.split_real_and_imaginary(
+        optax.adam(RATE)
+    ),
+    "adaptive_grad_clip": lambda: then_descend(optax.adaptive_grad_clip(0.01)),
+    "add_decayed_weights": lambda: then_descend(optax.add_decayed_weights(0.1)),
+    "apply_every": lambda: optax.chain(optax.sgd(RATE), optax.apply_every(2)),
+    "centralize": lambda: then_descend(optax.centralize()),
+    "clip": lambda: then_descend(optax.clip(0.01)),
+    "clip_by_block_rms": lambda: then_descend(optax.clip_by_block_rms(0.01)),
+    "ema": lambda: then_descend(optax.ema(0.9)),
+    "identity": optax.identity,
+    "keep_params_nonnegative": lambda: optax.chain(
+        optax.sgd(RATE), optax.keep_params_nonnegative()
+    ),
+    "named_chain": lambda: optax.named_chain(
+        ("moments", optax.scale_by_adam()), ("rate", optax.scale(-RATE))
+    ),
+    "scale": lambda: optax.scale(-RATE),
+    "set_to_zero": optax.set_to_zero,
     "stateless": lambda: optax.stateless(
         lambda updates, params: jax.tree.map(
             lambda g, p: -RATE * g * p, updates, params
@@ -181,8 +176,23 @@ OTHERS = {
     ),
     "trace": lambda: optax.chain(optax.trace(0.9), optax.scale(-RATE)),
     "with_extra_args_support": lambda: optax.with_extra_args_support(optax.adam(RATE)),
-    "zero_nans": lambda: optax.chain(optax.zero_nans(), optax.adam(RATE)),
 }
+
+
+def of_each_leaf(names):
+    """For each leaf a transformation of its own."""
+
+    def labels(params):
+        leaves, treedef = jax.tree.flatten(params)
+        assert len(leaves) == len(names)
+        return jax.tree.unflatten(treedef, names)
+
+    return optax.partition({name: made(name) for name in names}, labels)
+
+
+def made(name):
+    """A transformation by its name."""
+    return MADE[name]() if name in MADE else find(name)(RATE)
 
 
 # What needs more than gradients, state and parameters, and what optax says.
@@ -216,8 +226,12 @@ EXCLUDED = {
 
 
 CATALOGUE = {
-    **{name: lambda name=name: find(name)(RATE) for name in PLAIN},
+    **{name: lambda name=name: made(name) for name in PLAIN},
     **OTHERS,
+    **{
+        ", ".join(names): lambda names=names: of_each_leaf(names)
+        for names in zip(*[iter(EACH_LEAF)] * 5, strict=True)
+    },
 }
 
 
