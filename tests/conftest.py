@@ -14,6 +14,8 @@ import pytest
 
 from jpipe import _compat
 
+from .reference import unoptimized
+
 jax.config.update("jax_num_cpu_devices", 8)
 # No silent promotion of dtypes: a library that mixes them by accident is caught.
 jax.config.update("jax_numpy_dtype_promotion", "standard")
@@ -51,10 +53,15 @@ def double():
     XLA leaves out most of its optimizations, which halves the time to compile: these
     tests ask for the numbers of many programs, the others for the programs.
     """
-    jax.config.update("jax_disable_most_optimizations", True)
-    with jax.enable_x64(True):
+    with unoptimized(), jax.enable_x64(True):
         yield
-    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture
+def quick():
+    """Single precision as it is, by programs that XLA hardly optimizes."""
+    with unoptimized():
+        yield
 
 
 @pytest.fixture

@@ -3,7 +3,8 @@
 Nothing here imports jpipe: plain Flax ``apply``, plain `jax.value_and_grad`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import chex
@@ -151,6 +152,16 @@ def compare_steps(
         state, metrics = step(state, x, targets)
         assert abs(float(metrics["loss"]) - float(loss)) <= relative * abs(float(loss))
     assert_close(state.params, expected, relative)
+
+
+@contextmanager
+def unoptimized() -> Iterator[None]:
+    """XLA leaves out most of its optimizations: it takes half as long to compile."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", False)
 
 
 def on_host(tree: PyTree) -> PyTree:

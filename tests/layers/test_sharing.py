@@ -69,10 +69,10 @@ def test_names_of_programs_that_many_stages_share_stay_short():
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zb_v"])
 def test_equal_stages_train_as_one_device_does(double, schedule):
-    layers = [ref.Residual(WIDTH, jnp.float64) for _ in range(8)]
+    layers = [ref.Residual(WIDTH, jnp.float64) for _ in range(4)]
     x, targets = jax.random.normal(jax.random.key(3), (2, 10, WIDTH), jnp.float64)
     tx = optax.adam(1e-2)
-    pipe = jpipe.pipeline(layers, 4, schedule=schedule, balance=[1] * 8)
+    pipe = jpipe.pipeline(layers, 4, schedule=schedule, balance=[1] * 4)
     ref.compare_steps(pipe, layers, x, targets, tx, ref.FLOAT64)
 
 
@@ -99,11 +99,11 @@ class NormedNnx(nnx.Module):
 @pytest.mark.parametrize(
     ("blocks", "schedule"),
     [
-        ([Normed() for _ in range(6)], "1f1b"),
-        ([NormedNnx(seed) for seed in range(6)], "interleaved"),
-        ([Block(seed) for seed in range(6)], "1f1b"),
-        ([Dropped() for _ in range(6)], "interleaved"),
-        ([ref.dense(WIDTH)] * 6, "1f1b"),  # tied: one module, six times
+        ([Normed() for _ in range(4)], "1f1b"),
+        ([NormedNnx(seed) for seed in range(4)], "interleaved"),
+        ([Block(seed) for seed in range(4)], "1f1b"),
+        ([Dropped() for _ in range(4)], "interleaved"),
+        ([ref.dense(WIDTH)] * 4, "1f1b"),  # tied: one module, four times
     ],
     ids=["batch norm", "nnx batch norm", "nnx", "dropout", "tied"],
 )
@@ -113,7 +113,7 @@ def test_sharing_changes_no_bit(blocks, schedule, monkeypatch):
     tx = optax.adam(1e-2)
 
     def trained():
-        pipe = jpipe.pipeline(blocks, 4, schedule=schedule, balance=[1] * 6)
+        pipe = jpipe.pipeline(blocks, 4, schedule=schedule, balance=[1] * 4)
         state = pipe.init_train_state(jax.random.key(0), x, tx)
         step = pipe.train_step(ref.mse, tx)
         for _ in range(2):
@@ -126,6 +126,6 @@ def test_sharing_changes_no_bit(blocks, schedule, monkeypatch):
     monkeypatch.setattr(_alike, "behaviour", lambda layer: next(number))
     *alone, others = trained()
     ref.assert_equal(shared, alone)
-    assert len({id(others.task(s).closed) for s in range(6)}) == 6
+    assert len({id(others.task(s).closed) for s in range(4)}) == 4
     # The first has an input without gradient, the last has the loss.
-    assert len({id(works.task(s).closed) for s in range(6)}) == 3
+    assert len({id(works.task(s).closed) for s in range(4)}) == 3

@@ -124,7 +124,7 @@ LAYERS = {
 @functools.cache
 def found(name, mode, schedule="1f1b"):
     """The plan of a pipeline whose first stage has two such layers, and gradients."""
-    with jax.enable_x64(True):
+    with jax.enable_x64(True), ref.unoptimized():
         layers = [LAYERS[name]() for _ in range(2)] + [ref.dense(4, float)]
         x = jax.random.normal(KEY, (6, 5, WIDTH), float)
         pipe = jpipe.pipeline(layers, 3, balance=[2, 1], remat=mode, schedule=schedule)
