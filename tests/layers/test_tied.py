@@ -95,9 +95,8 @@ def test_init_is_that_of_the_owners_whatever_the_balance():
     [
         optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2)),
         optax.lamb(1e-2),
-        optax.sgd(0.1, momentum=0.9),
     ],
-    ids=["clipped adam", "lamb", "sgd"],
+    ids=["clipped adam", "lamb"],
 )
 def test_updates_equal_optax_on_one_device(double, tx):
     # A norm that counted a tied leaf twice would clip otherwise.

@@ -38,7 +38,8 @@ def popping(x):
     return x + jpipe.pop("x").sum(1, keepdims=True)
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 2, 5])
+# Two of them: with all that is kept, below.
+@pytest.mark.parametrize("num_microbatches", [1, 5])
 def test_norms_and_dropout_are_those_of_as_many_parts(num_microbatches):
     pipe = jpipe.pipeline(normed(), num_microbatches, balance=[2, 2], mesh=mesh(2, 2))
     compare(normed, pipe, 2 * num_microbatches, *batch())

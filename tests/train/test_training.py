@@ -22,13 +22,11 @@ def train(pipe, tx, x, targets, count, **options):
     return state, losses
 
 
+# The others: with all transformations of optax, in `test_optimizers`.
 OPTIMIZERS = {
-    "sgd": optax.sgd(0.1, momentum=0.9),
     "adamw with a schedule": optax.adamw(optax.cosine_decay_schedule(1e-2, 10)),
     # Looks at all gradients at once, wherever they are.
     "clipped adam": optax.chain(optax.clip_by_global_norm(0.05), optax.adam(1e-2)),
-    "lamb": optax.lamb(1e-2),
-    "hyperparameters in the state": optax.inject_hyperparams(optax.adam)(1e-2),
 }
 
 

@@ -24,11 +24,11 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_result_of_an_optimizer_is_an_array_of_its_own(name):
+def test_every_result_of_an_optimizer_is_an_array_of_its_own(quick, name):
     tx = OPTIMIZERS[name]
-    layers = ref.mlp()
+    layers = [ref.dense(12), jnp.tanh, ref.dense(8), ref.dense(4)]
     x, targets = ref.regression(8)
-    pipe = jpipe.pipeline(layers, 2, balance=[2, 2, 2])
+    pipe = jpipe.pipeline(layers, 2, balance=[2, 1, 1])
     state = pipe.init_train_state(jax.random.key(0), x, tx)
     expected = ref.optax_steps(
         layers, ref.params_of(state.variables), x, targets, tx, 3
@@ -70,12 +70,12 @@ def test_a_hyperparameter_that_is_a_python_number_is_named():
     ("name", "is_whole"),
     [("MultiSteps", True), ("apply_if_finite", True), ("of the norm", False)],
 )
-def test_what_a_branch_skips_is_not_computed(name, is_whole):
+def test_what_a_branch_skips_is_not_computed(quick, name, is_whole):
     """Each place has a branch of its own, unless the branch itself looks at all."""
     clipped = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))
     of_the_norm = optax.MultiSteps(clipped, 2).gradient_transformation()
     tx = {**OPTIMIZERS, "of the norm": of_the_norm}[name]
-    pipe = jpipe.pipeline(ref.mlp(), 2, balance=[2, 2, 2])
+    pipe = jpipe.pipeline([ref.dense(12), ref.dense(8), ref.dense(4)], 2)
     x, targets = ref.regression(8)
     state = pipe.init_train_state(jax.random.key(0), x, tx)
     step = pipe.train_step(ref.mse, tx)
