@@ -65,6 +65,19 @@ def quick():
 
 
 @pytest.fixture
+def small_heap():
+    """For `jax.check_tracer_leaks`, which collects all garbage after each trace.
+
+    What was there before the test holds no tracer of it, and need not be looked
+    through: what the tests of an hour have left takes longer than the test.
+    """
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture
 def moved(monkeypatch):
     """The size and the target of every array that pipelines move, made after this."""
     moved = []

@@ -180,7 +180,7 @@ class Named(nnx.BatchNorm):
         (Named, nnx.remat),
     ],
 )
-def test_a_class_of_the_users_own_stays_what_it_is(kind, wrap):
+def test_a_class_of_the_users_own_stays_what_it_is(kind, wrap, small_heap):
     """Nor does a tracer outlive its trace."""
 
     class Block(nnx.Module):
@@ -215,7 +215,7 @@ def test_trained_and_then_frozen_is_twice_too():
         committed(jpipe.pipeline([Both(), ref.dense(4)], 2), x, targets)
 
 
-def test_no_tracer_outlives_its_trace():
+def test_no_tracer_outlives_its_trace(small_heap):
     """Of one of nnx: as it stays what it is, above."""
     x, targets = ref.regression(8)
     with jax.check_tracer_leaks():

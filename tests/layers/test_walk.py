@@ -292,7 +292,7 @@ def test_equal_layers_train_as_different_ones():
     ref.assert_close(value, expected, ref.FLOAT32)
 
 
-def test_nothing_of_a_trace_outlives_it():
+def test_nothing_of_a_trace_outlives_it(small_heap):
     x = jnp.ones((4, 5))
 
     def keep(x):

@@ -390,7 +390,7 @@ def test_a_question_leaves_what_was_stashed_and_drawn_as_it_was():
     assert np.isfinite(loss)
 
 
-def test_classes_are_what_they_were_and_no_tracer_outlives_a_question():
+def test_classes_are_what_they_were_and_no_tracer_outlives_a_question(small_heap):
     before = dict(vars(EnabledNnx)), dict(vars(nnx.Sequential))
     with jax.check_tracer_leaks():
         asked(nnx.Sequential(EnabledNnx()), True)
