@@ -176,9 +176,9 @@ def model():
 @functools.cache
 def plain():
     """The loss and its gradients on one device, of a scale of one."""
-    _, variables, x, targets, _ = model()
-    layers, params = [ref.dense(4), jnp.tanh], ref.params_of(variables)
-    return ref.value_and_grad(layers, params, x, targets)
+    _, variables, *data, _ = model()
+    params = ref.params_of(variables)
+    return ref.value_and_grad([ref.dense(4), jnp.tanh], params, *data)
 
 
 def check(gradient, scale):
@@ -202,17 +202,12 @@ def check(gradient, scale):
 )
 def test_what_a_loss_holds_is_read_at_each_call(name, kind):
     loss = MAKERS[name](1.0)
-    wrap = {
-        "itself": lambda: loss,
-        "method": lambda: loss.__call__,
-        "partial": lambda: functools.partial(loss),
-    }[kind]
-    gradient = model()[0].value_and_grad(wrap())
+    same = {"method": loss.__call__, "partial": functools.partial(loss)}
+    gradient = model()[0].value_and_grad(same.get(kind, loss))
     check(gradient, 1.0)
     assert not check(gradient, 1.0)
     loss.scale = 3.0
-    assert check(gradient, 3.0)
-    assert not check(gradient, 3.0)
+    assert [check(gradient, 3.0) > 0 for _ in range(2)] == [True, False]
     loss.scale = 1.0
     if name != "nnx":  # whose array is another one
         assert not check(gradient, 1.0)

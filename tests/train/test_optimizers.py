@@ -55,17 +55,9 @@ def then_descend(*transforms):
 
 # Optimizers that need nothing but a learning rate.
 PLAIN = [
-    "adafactor",
-    "adam",
-    "lamb",
-    "sgd",
-    "contrib.dadapt_adamw",
-    "contrib.dog",
-    "contrib.dowg",
-    "contrib.muon",
-    "contrib.prodigy",
-    "contrib.schedule_free_adamw",
-    "contrib.schedule_free_sgd",
+    *("adafactor", "adam", "lamb", "sgd", "contrib.dadapt_adamw", "contrib.dog"),
+    *("contrib.dowg", "contrib.muon", "contrib.prodigy"),
+    *("contrib.schedule_free_adamw", "contrib.schedule_free_sgd"),
 ]
 
 
