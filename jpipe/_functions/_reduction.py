@@ -101,6 +101,8 @@ def _doubt(loss: Made, *weights: Made) -> str:
         return _AT_LEAST if doubtful else ""
     if loss.kind in (UNSURE, UNKNOWN) and loss.why != SHIFTED:
         return loss.why
+    if loss.kind == WHOLE and loss.why == SHIFTED:
+        return loss.why
     scaled = loss.kind == WHOLE and loss.degree == UNCLEAR
     return "returns a mean times what the number of examples makes" if scaled else ""
 

@@ -14,6 +14,7 @@ from .._mixing._made import (
     MOVED,
     OTHER,
     SAME,
+    SHIFTED,
     UNCLEAR,
     UNKNOWN,
     UNSURE,
@@ -258,7 +259,8 @@ def _passed(made: Made, along: bool) -> tuple[Made, str]:
     if along and made.kind == EACH and made.degree not in (0, None):
         return made._replace(single=single), "computes with the number of examples"
     why = made.why or ADDS
-    mixed = made.kind == WHOLE or (made.kind in (UNSURE, UNKNOWN) and made.why)
+    unsure = made.kind in (UNSURE, UNKNOWN) and made.why
+    mixed = made.kind == WHOLE or unsure or made.why == SHIFTED
     if not (made.kind == OTHER or (along and mixed)):
         why = ""
     if along and made.kind not in (SAME, EACH):

@@ -70,7 +70,8 @@ _CALLED = {
     "sqrt": "the root",
     "square": "the square",
 }
-# What is less the largest of all becomes a quotient by it, which leaves a softmax.
+# What is less the largest of all becomes a quotient by it, which leaves a softmax: it
+# is of each example, once it is divided by another such.
 _SHIFTED = frozenset(["exp", "exp2"])
 # Whether, not how much.
 _ANSWERS = frozenset(_OF_ANSWERS.split())
@@ -153,12 +154,12 @@ def made_by(pair: Pair, operands: list[Made]) -> Made:
 
 def _placing(name: str, operands: list[Made]) -> list[Made]:
     """The operands; a place that one in the batch was added to is one of each."""
-    _, places = parts(name, operands)
-    if not any(made.why == BY_PLACE for made in places):
-        return operands
+    _, places = parts(name, range(len(operands)))
     return [
-        made._replace(kind=EACH, why="") if made.why == BY_PLACE else made
-        for made in operands
+        made._replace(kind=EACH, why="")
+        if number in places and made.why == BY_PLACE
+        else made
+        for number, made in enumerate(operands)
     ]
 
 
@@ -192,7 +193,7 @@ def _of_all(pair: Pair, operands: list[Made]) -> Made:
     """What follows from what is of all examples, and is not linear in it."""
     name, along = pair.name, any(pair.after[0])
     if name in _SHIFTED and along and operands[0].why == SHIFTED:
-        return Made(EACH)
+        return Made(EACH, why=SHIFTED)
     if name in _CURVED:
         called = _CALLED.get(name, name)
         made = first(operands, f"takes {called} of what is made of all examples")

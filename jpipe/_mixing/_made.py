@@ -92,7 +92,8 @@ def joined(operands: Sequence[Made]) -> Made:
             return Made(OTHER, UNCLEAR, "adds a sum over the examples to a mean")
         whole = WHOLE in kinds and EACH not in kinds
         return Made(UNSURE, UNCLEAR, GROWS) if whole else Made(UNKNOWN, why=GROWS)
-    why = next((m.why for m in operands if m.why), "") if kinds == {SAME} else ""
+    whys = [m.why for m in operands if m.why and (kinds == {SAME} or m.why == SHIFTED)]
+    why = whys[0] if whys else ""
     return Made(max(kinds, default=SAME), next(iter(degrees), None), why)
 
 
@@ -111,7 +112,7 @@ def product(a: Made, b: Made) -> Made:
     if None in (a.degree, b.degree):
         return Made(SAME, None)
     if a.kind == SAME or b.kind == SAME or a.kind == b.kind == EACH:
-        made = a if b.kind == SAME else b
+        made = a if b.kind == SAME or a.why == SHIFTED else b
         return made._replace(degree=times(a.degree, b.degree))
     if UNSURE in (a.kind, b.kind):
         certain = (m.why for m in (a, b) if m.kind in (UNSURE, OTHER))
@@ -137,7 +138,9 @@ def quotient(a: Made, b: Made) -> Made:
     if b.kind == SAME:
         return a._replace(degree=times(a.degree, -b.degree))
     if b.kind == EACH and a.kind in (SAME, EACH):
-        return Made(EACH, times(a.degree, -b.degree))
+        shifted = (a.why == SHIFTED) != (b.why == SHIFTED)
+        why = SHIFTED if shifted else ""
+        return Made(EACH, times(a.degree, -b.degree), why)
     made = first([a, b], "divides by what is made of all examples")
     return made._replace(degree=times(a.degree, -b.degree))
 

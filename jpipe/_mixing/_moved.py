@@ -1,7 +1,7 @@
 """What comes to the places of other examples: reversed, sorted, taken, written."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 
@@ -24,6 +24,7 @@ from ._pairs import PLACED, Pair
 
 # What puts what lies along an axis in another order, and the parameter that says which.
 _MOVES = {"rev": "dimensions", "sort": "dimension", "top_k": "axis"}
+_T = TypeVar("_T")
 # What may leave out some of what was put there.
 _CUTS = frozenset(["dynamic_slice", "slice", "split"])
 
@@ -94,7 +95,7 @@ def _leaves_out(pair: Pair) -> bool:
     return pair.twin.params["k"] < given.shape[axis]
 
 
-def parts(name: str, operands: Sequence[Made]) -> tuple[Sequence[Made], Sequence[Made]]:
+def parts(name: str, operands: Sequence[_T]) -> tuple[Sequence[_T], Sequence[_T]]:
     """The values of an equation, and what says where they are or come."""
     if name in PLACED:
         return operands[:1], operands[1:]

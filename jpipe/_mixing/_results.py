@@ -143,10 +143,12 @@ def _counted(made: Made, known: Known, numbers: Numbers) -> Made:
     """How what is known of the number of examples alone follows from it."""
     if made.kind == UNKNOWN:  # such as a place, with the number of examples added
         return Made(EACH)
-    if made.kind == SAME and made.degree == UNCLEAR and not known.changes:
-        few, many = (values.item() for values in known.each)
-        return Made(SAME, _degree(few, many, numbers.growth), made.why)
-    return made
+    if made.kind != SAME or made.degree != UNCLEAR or known.changes:
+        return made
+    few, many = (values.item() for values in known.each)
+    if isinstance(few, complex):
+        return made
+    return Made(SAME, _degree(few, many, numbers.growth), made.why)
 
 
 def _is_cut_to_size(pair: Pair, operands: Sequence[Made]) -> bool:

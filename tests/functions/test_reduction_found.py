@@ -147,6 +147,10 @@ DOUBTFUL = {
         lambda y, t: (y**2).sum() / (len(y) - 1),
         "returns a mean times what the number of examples makes",
     ),
+    "weights beside the largest": (
+        lambda y, t: (jnp.exp(y[:, 0] - y[:, 0].max()) * cross_entropy(y, t)).mean(),
+        "shifts by the largest or the smallest of all examples",
+    ),
     "partners": (
         lambda y, t: ((y - y[t]) ** 2).mean(),
         "takes or writes examples at places that are given",

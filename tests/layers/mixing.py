@@ -146,6 +146,7 @@ MIXED = {
     "softmax in a branch": lambda x: jax.lax.cond(
         jnp.any(x > 0), lambda x: jax.nn.softmax(x, 0), lambda x: x, x
     ),
+    "powers beside the largest": lambda x: jnp.exp(x - x.max()) + 0.01,
     "noise in a branch": lambda x: jax.lax.cond(
         jnp.isnan(x).any(),
         lambda x: x,
