@@ -265,6 +265,8 @@ def _passed(made: Made, along: bool) -> tuple[Made, str]:
         why = ""
     if along and made.kind not in (SAME, EACH):
         made = Made(EACH)
+    elif made.kind == EACH:
+        made = made._replace(why="")
     elif made.kind == OTHER:
         known = made.degree != UNCLEAR
         made = Made(WHOLE if known else UNSURE, made.degree)
