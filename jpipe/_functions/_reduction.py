@@ -1,12 +1,15 @@
 """Whether a loss is what its reduction says: else micro-batches make another of it."""
 
-from collections.abc import Sequence
+import contextlib
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
+from jax.extend import core
 
 from .._jaxprs import _jaxpr
 from .._layers._followed import Outputs, two
+from .._mixing import _backward
 from .._mixing._made import (
     EACH,
     FOLLOWS,
@@ -21,7 +24,9 @@ from .._mixing._made import (
     Made,
     taken_in,
 )
+from .._mixing._measured import differs, measured
 from .._mixing._ordered import SOME
+from .._mixing._pairs import Differs, Numbers
 from .._mixing._results import results
 from . import _microbatch
 from ._batch import Batch
@@ -61,15 +66,22 @@ def check(objective: Objective, given: Given, batch: Batch) -> list[str]:
     Raises:
       ValueError: if it certainly is.
     """
-    made = _made(objective, given, batch)
-    fault = _fault(objective.reduction, made, batch) if made else None
+    traced = _traced(objective, given, batch)
+    if traced is None:
+        return []
+    made = traced.made
+    fault = _fault(objective.reduction, made, batch) if made else ""
+    doubt = _doubt(*made) if made else ""
+    if not fault and not doubt:
+        unknown = not made or made[0].kind in (UNKNOWN, UNSURE)
+        fault = _tried(objective.reduction, traced, unknown)
     if fault:
         raise ValueError(
             f"loss_fn {fault}; with reduction={objective.reduction!r} its "
             f"{batch.num_parts} micro-batches would make another "
             f"loss than the mini-batch. {_ADVICE.format(alone=_alone(batch))}"
         )
-    return [f"loss_fn {doubt}"] if made and (doubt := _doubt(*made)) else []
+    return [f"loss_fn {doubt}"] if doubt else []
 
 
 _AT_LEAST = (
@@ -146,39 +158,90 @@ def _told(made: Made) -> str:
     return names[made.kind].get(made.degree or 0, power)
 
 
-def _made(objective: Objective, given: Given, batch: Batch) -> list[Made] | None:
-    """How the loss, and the weight, follow from the examples; None if nobody knows."""
-    try:
-        outputs = given.followed or _scaled(given, batch.sizes)
-        numbers = outputs.numbers
-        one, other = (
-            _jaxpr.trace(objective.parts, some, batch.part(count)[1]["targets"])[0]
-            for some, count in zip(
-                (outputs.few, outputs.many), numbers.counts, strict=True
+class _Traced(NamedTuple):
+    """A loss, traced with two numbers of examples.
+
+    Attributes:
+      one: its jaxpr with some of them.
+      other: with more.
+      given: how each of its inputs is made of them.
+      numbers: how many there are.
+    """
+
+    one: core.ClosedJaxpr
+    other: core.ClosedJaxpr
+    given: list[Made]
+    numbers: Numbers
+
+    @property
+    def made(self) -> list[Made] | None:
+        """How loss and weight follow from the examples; ``None`` if nobody knows."""
+        try:
+            return results(*self)
+        except Differs:
+            return None
+
+
+def _traced(objective: Objective, given: Given, batch: Batch) -> _Traced | None:
+    """The loss with two numbers of examples; ``None`` if it takes no two."""
+    sizes = batch.sizes
+    even = len({*sizes}) == 1 and batch.num_parts > 1
+    # What it holds may be as long as the mini-batch.
+    whole = Numbers(batch.num_parts, sizes[0], sizes[0]) if even else None
+    tries = [
+        lambda: given.followed or _scaled(given, sizes[0], two(sizes)),
+        lambda: whole and _scaled(given, sizes[0], whole),
+    ]
+    for outputs in tries:
+        with contextlib.suppress(Exception):  # whatever it does with another number
+            if found := outputs():
+                return _with(objective, found, batch)
+    return None
+
+
+def _with(objective: Objective, outputs: Outputs, batch: Batch) -> _Traced:
+    """The loss of such outputs, and the targets of as many examples."""
+    numbers = outputs.numbers
+    few, many = (batch.part(count)[1]["targets"] for count in numbers.counts)
+    one, _ = _jaxpr.trace(objective.parts, outputs.few, few)
+    other, _ = _jaxpr.trace(objective.parts, outputs.many, many)
+    leaves = zip(jax.tree.leaves(few), batch.target_axes, strict=True)
+    targets = (taken_in(leaf.ndim, axis, numbers.counts) for leaf, axis in leaves)
+    return _Traced(one, other, [*outputs.made, *targets], numbers)
+
+
+def _tried(reduction: str, traced: _Traced, unknown: bool) -> str:
+    """What a loss of random numbers is that no jaxpr tells of."""
+    one, other, given, numbers = traced
+    # A weight says that the loss of each micro-batch by itself may be meant.
+    if unknown and reduction != "weighted" and (found := measured(*traced)):
+        (whole,), (parts,) = found
+        made = np.sum(parts, axis=0) / (1 if reduction == "sum" else len(parts))
+        if differs(whole, made, np.abs(parts).max()):
+            few, many = numbers.counts
+            return (
+                f"is, of random numbers, {float(whole):.5g} for {many} examples, and "
+                f"{float(made):.5g} by {len(parts)} micro-batches of {few}"
             )
-        )
-        leaves = jax.tree.leaves(batch.part(numbers.size)[1]["targets"])
-        targets = (
-            taken_in(leaf.ndim, axis, numbers.counts)
-            for leaf, axis in zip(leaves, batch.target_axes, strict=True)
-        )
-        return results(one, other, [*outputs.made, *targets], numbers)
-    except Exception:  # whatever a loss does that takes no other number of examples
-        return None
+    if not _backward.is_free(one):
+        return ""
+    share = Made(WHOLE, 1) if reduction == "mean" else Made(SAME)
+    mixed, bent = _backward.found(one, other, given, {0: share}, numbers)
+    if reduction == "weighted":
+        return _backward.BENDS if bent else ""
+    return _backward.MIXES if mixed else ""
 
 
-def _scaled(given: Given, sizes: Sequence[int]) -> Outputs:
+def _scaled(given: Given, size: int, numbers: Numbers) -> Outputs:
     """One array of more examples, where a layer takes no other number of them.
 
     Raises:
       ValueError: if there are several: a layer may return beside what is of the
         examples what is not, and the length of an axis does not tell.
     """
-    size = sizes[0]
     (leaf,), tree = jax.tree.flatten(given.specs)
     axis = _axis(leaf, given.axis, size)
     each = 1 if axis is None else leaf.shape[axis] // size
-    numbers = two(sizes)
     few, many = (
         tree.unflatten(_microbatch.part_specs([leaf], [axis], each * count))
         for count in numbers.counts

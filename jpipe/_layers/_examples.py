@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from .._mixing import _backward
 from .._mixing._made import WHOLE, Made
 from .._mixing._pairs import Numbers
 from . import _nnx_kinds
@@ -75,6 +76,14 @@ class Examples:
                 name = self.visits[number].layer.name
                 found.append(f"layer {number} ({name}) {'; '.join(told)}")
         return found
+
+    def bent(self) -> list[str]:
+        """The layers whose gradients do not grow as cotangents do, and what that is."""
+        return [
+            f"layer {number} ({self.visits[number].layer.name}) {_backward.BENDS}"
+            for number, outcome in enumerate(self._outcomes)
+            if outcome.bends
+        ]
 
 
 def _amiss(made: Made) -> str:

@@ -27,6 +27,7 @@ from .._mixing._results import results
 from . import _alike, _batchnorm, _rng, _skip
 from ._streams import applied, retried
 from ._tree import flat, nested
+from ._tried import Tried, tried
 from ._walk import Visit
 
 PyTree = Any
@@ -51,11 +52,13 @@ class Outcome(NamedTuple):
       written: how each leaf is made that it writes, by its path.
       mixes: what makes more of them than of each by itself; empty if nothing does.
       followed: whether that is known: not of what is another with more examples.
+      bends: whether its gradients do not grow as cotangents do.
     """
 
     written: dict[Path, Made]
     mixes: str
     followed: bool = True
+    bends: bool = False
 
 
 class Outputs(NamedTuple):
@@ -99,11 +102,13 @@ class _Followed(NamedTuple):
       traced: with each.
       made: how is made what it writes, returns and leaves.
       certain: whether that is known.
+      tried: what it does with random numbers, where it is not.
     """
 
     traced: list[_Traced]
     made: list[Made]
     certain: bool
+    tried: Tried
 
 
 class Following:
@@ -156,7 +161,8 @@ class Following:
         return Outputs(few, many, self._made, self._numbers)
 
     def _next(self) -> Outcome:
-        traced, found, followed = self._followed(self._visits[len(self._outcomes)])
+        followed = self._followed(self._visits[len(self._outcomes)])
+        traced, found, certain, (mixes, bends) = followed
         one, twin = traced[0], traced[-1]
         paths = jax.tree_util.tree_leaves_with_path(one.changed)
         written = {tuple(path): found[i] for i, (path, _) in enumerate(paths)}
@@ -177,7 +183,7 @@ class Following:
                 why = why or MOVED
             self._made.append(passed)
             amiss = amiss or why
-        return Outcome(written, amiss, followed)
+        return Outcome(written, amiss or mixes, certain, bends)
 
     def _is_moved(
         self, made: Made, along: Sequence[bool], shapes: Sequence[Sequence[int]]
@@ -201,13 +207,15 @@ class Following:
             held = len(one.jaxpr.invars) - len(self._made) - 1
             rng = Made(SAME, drawn=True)
             given = [*made, *[Made(SAME)] * held, rng]
+            args, numbers = (one, other, given), self._numbers
             try:
-                found = _Followed(
-                    traced, results(one, other, given, self._numbers), True
-                )
+                found, certain = results(*args, numbers), True
+                came = tried(*args, found, numbers, self._train)
             except Differs:
-                found = _Followed(traced, self._by_shapes(one, other), False)
-            self._known[key] = found
+                found, certain = self._by_shapes(one, other), False
+                unknown = [Made(UNKNOWN)] * len(found)
+                came = tried(*args, unknown, numbers, self._train)
+            self._known[key] = _Followed(traced, found, certain, came)
         return self._known[key]
 
     def _by_shapes(self, one: Any, other: Any) -> list[Made]:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from .._jaxprs import _marks
+from .._jaxprs import _jaxpr, _marks
 from ._made import (
     AFTER,
     BY_PLACE,
@@ -82,6 +82,8 @@ _EXTREMES = frozenset(["scatter-max", "scatter-min"])
 _DRAWS = frozenset(["random_bits", "random_gamma"])
 # What makes keys: by a number that is known of nothing but what it is made of.
 _KEYS = frozenset(["random_fold_in", "random_seed", "random_split", "random_wrap"])
+# What is computed elsewhere, of which no jaxpr tells.
+_OPAQUE = frozenset(["ffi_call", "io_callback", "pallas_call", "pure_callback"])
 _OF_MATRICES = frozenset(["cholesky", "eig", "eigh", "lu", "qr", "svd"])
 _APART = "jpipe apart"
 _ANSWERED = "asks whether one of all examples, or each, is so"
@@ -91,6 +93,15 @@ _BESIDE = "cuts off, of each example, by what is made of all"
 def apart(x: jax.Array) -> jax.Array:
     """The same array, which counts as one of each example by itself."""
     return _marks.mark(x, _APART)
+
+
+def holds_apart(closed: core.ClosedJaxpr) -> bool:
+    """Whether an array is in a jaxpr that counts so."""
+    return any(
+        (eqn.primitive.name == "name" and eqn.params["name"] == _APART)
+        or any(map(holds_apart, _jaxpr.inside(eqn)))
+        for eqn in closed.jaxpr.eqns
+    )
 
 
 def made_by(pair: Pair, operands: list[Made]) -> Made:
@@ -212,6 +223,8 @@ def _of_all(pair: Pair, operands: list[Made]) -> Made:
 def _of_each(pair: Pair) -> Made:
     """What follows from each example by itself, unless several come together."""
     name, along = pair.name, any(pair.after[0])
+    if name in _OPAQUE:
+        return Made(UNKNOWN)
     if _runs_along(pair):
         return Made(OTHER, UNCLEAR, COMPARED)
     if name in _EXTREMES and not along:

@@ -284,12 +284,6 @@ UNCERTAIN = {
     "of one number": lambda y, t: cross_entropy(
         y.reshape(BATCH // PARTS, TOKENS, WORDS), t
     ).sum(),
-    "another one where there are many": lambda y, t: (
-        cross_entropy(y, t).sum() if len(y) > 9 else y[0, 0, 0] + jnp.zeros(3).sum()
-    ),
-    "of another rank where there are many": lambda y, t: jnp.sum(
-        y if len(y) > 9 else y[None]
-    ),
     "some": lambda y, t: y[jax.random.permutation(jax.random.key(0), len(y))[:2]].sum(),
 }
 
@@ -354,7 +348,6 @@ def test_what_is_neither_is_refused(double, name):
 @pytest.mark.parametrize("name", UNCERTAIN)
 def test_what_is_not_certain_is_not_refused(double, name):
     check(UNCERTAIN[name])
-    check(UNCERTAIN[name], "sum")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,65 @@
+"""Layers tried on random numbers, where their jaxprs do not tell what they do."""
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax.extend import core
+
+from .._mixing import _backward
+from .._mixing._made import UNKNOWN, UNSURE, Made
+from .._mixing._measured import TOLD, measured, mixes
+from .._mixing._pairs import Numbers, axes_along
+
+
+class Tried(NamedTuple):
+    """What came of it.
+
+    Attributes:
+      mixes: what makes more of several examples than of each; empty if nothing does.
+      bends: whether its gradients do not grow as cotangents do.
+    """
+
+    mixes: str = ""
+    bends: bool = False
+
+
+def tried(
+    one: core.ClosedJaxpr,
+    other: core.ClosedJaxpr,
+    given: Sequence[Made],
+    found: Sequence[Made],
+    numbers: Numbers,
+    train: bool,
+) -> Tried:
+    """What a layer does, of what is not known of it, and its backward if that is free.
+
+    Args:
+      one: its jaxpr with some number of examples.
+      other: with more.
+      given: how each input is made of the examples.
+      found: how each result is, as far as is known.
+      numbers: of the examples.
+      train: whether it is trained.
+    """
+    axes = axes_along(one.jaxpr.outvars, other.jaxpr.outvars, numbers)
+    along = [*map(any, axes)]
+    unknown = [*map(_is_unknown, found, along)]
+    if any(unknown) and (results := measured(one, other, given, numbers)):
+        each = itertools.compress(zip(*results, strict=True), unknown)
+        if any(mixes(*both) for both in each):
+            return Tried(TOLD)
+    if not train or not _backward.is_free(one):
+        return Tried()
+    cotangents = {
+        i: made
+        for i, (made, aval) in enumerate(zip(found, one.out_avals, strict=True))
+        if along[i] and jnp.issubdtype(aval.dtype, jnp.inexact)
+    }
+    mixed, bent = _backward.found(one, other, given, cotangents, numbers)
+    return Tried(_backward.MIXES if mixed else "", bent)
+
+
+def _is_unknown(made: Made, along: bool) -> bool:
+    return along and made.kind in (UNKNOWN, UNSURE) and not made.why

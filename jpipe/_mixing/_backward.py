@@ -1,0 +1,119 @@
+"""What a `jax.custom_vjp` makes of cotangents, which need not be a derivative.
+
+No forward tells of it, so it is measured: see `_measured`.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from .._jaxprs import _jaxpr
+from ._made import SAME, Made
+from ._measured import Results, differs, measured, mixes
+from ._pairs import Numbers, axes_along
+
+MIXES = "has a backward that makes something of the cotangents of several examples"
+BENDS = (
+    "has a backward that is not linear in cotangents, as one that clips them; with "
+    "reduction='weighted' they are those of the total, and divided by the weight after "
+    "the last micro-batch: on one device they are divided before"
+)
+# Cotangents so large are cut off by whatever cuts off large ones.
+_SCALE = 1e3
+
+
+class Found(NamedTuple):
+    """What gradients are of random numbers.
+
+    Attributes:
+      mixed: whether those of all examples are others than those of parts of them.
+      bent: whether they do not grow as cotangents do.
+    """
+
+    mixed: bool = False
+    bent: bool = False
+
+
+def is_free(closed: core.ClosedJaxpr) -> bool:
+    """Whether a backward may be anything."""
+    names = ("custom_vjp_call", "custom_vjp_call_jaxpr")
+    return any(_jaxpr.contains(closed, name) for name in names)
+
+
+def found(
+    one: core.ClosedJaxpr,
+    other: core.ClosedJaxpr,
+    given: Sequence[Made],
+    cotangents: Mapping[int, Made],
+    numbers: Numbers,
+) -> Found:
+    """What the gradients of a function are, of random numbers.
+
+    Args:
+      one: its jaxpr with some number of examples.
+      other: with more, of which they are a part.
+      given: how each input is made of the examples.
+      cotangents: of some results how that of each is made.
+      numbers: of the examples.
+    """
+    chosen = [*cotangents]
+    try:
+        small = _backward(one, chosen, 1)
+        few, many = (_backward(each, chosen, _SCALE) for each in (one, other))
+    except Exception:  # whatever a backward does with another number of examples
+        return Found()
+    axes = axes_along(few.jaxpr.outvars, many.jaxpr.outvars, numbers)
+    given = [*given, *cotangents.values()]
+    return Found(_mixes(measured(few, many, given, numbers), axes), _bends(small, few))
+
+
+def _mixes(results: Results | None, axes: Sequence[Sequence[bool]]) -> bool:
+    return results is not None and any(
+        mixes(whole, parts)
+        if any(along)
+        else differs(whole, sum(parts), max(abs(part).max() for part in parts))
+        for whole, parts, along in zip(*results, axes, strict=True)
+    )
+
+
+def _bends(small: core.ClosedJaxpr, large: core.ClosedJaxpr) -> bool:
+    given = [Made(SAME)] * len(small.in_avals)
+    one, other = (measured(each, each, given, Numbers(1, 1)) for each in (small, large))
+    if one is None or other is None:
+        return False
+    pairs = zip(one.whole, other.whole, strict=True)
+    return any(differs(a * _SCALE, b) for a, b in pairs)
+
+
+def _backward(
+    closed: core.ClosedJaxpr, chosen: Sequence[int], scale: float
+) -> core.ClosedJaxpr:
+    """The gradients of some results, by all inputs that have one.
+
+    Returns:
+      ``(*inputs, *cotangents) -> gradients``.
+    """
+    count = len(closed.in_avals)
+    free = [i for i, aval in enumerate(closed.in_avals) if _is_differentiable(aval)]
+
+    def backward(*args: Any) -> Any:
+        given = list(args[:count])
+
+        def forward(*floats: Any) -> list[Any]:
+            for i, value in zip(free, floats, strict=True):
+                given[i] = value
+            results = core.jaxpr_as_fun(closed)(*given)
+            return [results[i] for i in chosen]
+
+        _, pull = jax.vjp(forward, *(given[i] for i in free))
+        return pull([cotangent * scale for cotangent in args[count:]])
+
+    avals = [*closed.in_avals, *(closed.out_avals[i] for i in chosen)]
+    return jax.make_jaxpr(backward)(*map(_jaxpr.spec, avals))
+
+
+def _is_differentiable(aval: Any) -> bool:
+    return jnp.issubdtype(aval.dtype, jnp.inexact)

@@ -1,0 +1,223 @@
+"""Losses that no jaxpr tells of are measured: all examples, and parts of them."""
+
+import warnings
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+
+import jpipe
+
+from .. import reference as ref
+
+BATCH, PARTS, WIDTH = 12, 3, 4
+
+
+def squares(y, t):
+    return jnp.mean((y - t) ** 2)
+
+
+def each_with_each(y, t):
+    pairs = [(i, j) for i in range(len(y)) for j in range(i)]
+    return sum(jnp.sum((y[i] - y[j]) ** 2) for i, j in pairs) / len(y) ** 2
+
+
+def as_long_as_the_batch(y, t):
+    """What it holds is cut to the examples, which go into it."""
+    weights = jnp.arange(1.0, BATCH + 1).reshape(-1, len(y))[0]
+    return jnp.mean(weights[:, None] * (y - t) ** 2)
+
+
+def less_all(y, t):
+    return jnp.mean((y - jnp.ones((len(y), len(y))) @ y / len(y)) ** 2)
+
+
+def running_maximum(y, t):
+    return jnp.mean(jax.lax.associative_scan(jnp.maximum, y))
+
+
+def called_back(y, t):
+    like = jax.ShapeDtypeStruct(y.shape, y.dtype)
+    y = jax.lax.stop_gradient(y)
+    less_mean = jax.pure_callback(lambda y: y - np.mean(y, axis=0), like, y)
+    return jnp.mean(less_mean * t)
+
+
+def of_few_or_many(y, t):
+    return squares(y, t) if len(y) > BATCH else jnp.sum(y)
+
+
+def without_what_is_none(y, t):
+    return jnp.nan_to_num(squares(y, t))
+
+
+REFUSED = {
+    each_with_each: "mean",
+    as_long_as_the_batch: "mean",
+    less_all: "mean",
+    running_maximum: "mean",
+    called_back: "mean",
+    of_few_or_many: "mean",
+    without_what_is_none: "sum",
+}
+
+
+def one_by_one(y, t):
+    return sum(jnp.mean((a - b) ** 2) for a, b in zip(y, t, strict=True)) / len(y)
+
+
+def in_bfloat16(y, t):
+    return one_by_one(y.astype(jnp.bfloat16), t.astype(jnp.bfloat16))
+
+
+def summed_one_by_one(y, t):
+    return sum(jnp.sum((a - b) ** 2) for a, b in zip(y, t, strict=True))
+
+
+def of_some_numbers_alone(y, t):
+    if len(y) not in (BATCH, BATCH // PARTS):
+        raise ValueError("another number")
+    return one_by_one(y, t)
+
+
+def with_noise(y, t):
+    """What is drawn by places is told; here all draw the same."""
+    return one_by_one(y + jax.random.normal(jax.random.key(0), (WIDTH,)), t)
+
+
+def of_no_number(y, t):
+    return jnp.log(-one_by_one(y, t))
+
+
+LEFT = {
+    one_by_one: "mean",
+    in_bfloat16: "mean",
+    summed_one_by_one: "sum",
+    of_some_numbers_alone: "mean",
+    without_what_is_none: "mean",
+    with_noise: "mean",
+    of_no_number: "mean",
+    # Which says that the loss of each micro-batch by itself is meant.
+    lambda y, t: (len(y) * each_with_each(y, t), len(y)): "weighted",
+}
+
+
+def data():
+    y = jax.random.normal(jax.random.key(0), (BATCH, WIDTH))
+    return y, jax.random.normal(jax.random.key(1), (BATCH, WIDTH))
+
+
+def gradient_of(loss_fn, reduction="mean", num_microbatches=PARTS):
+    """The loss, and its gradient by one factor of all outputs."""
+    y, t = data()
+    pipe = jpipe.sequential([nn.Dense(WIDTH)], num_microbatches)
+    kernel = {"params": {"kernel": 2 * jnp.eye(WIDTH), "bias": jnp.zeros(WIDTH)}}
+    find = pipe.value_and_grad(loss_fn, reduction=reduction)
+    loss, (grads,) = find((kernel,), y, t)
+    return loss, grads["kernel"]
+
+
+def by_hand(loss_fn, reduction, num_microbatches):
+    """The same of each micro-batch by itself."""
+
+    def loss_of(kernel, y, t):
+        made = loss_fn(y @ kernel, t)
+        return made[0] / made[1] if reduction == "weighted" else made
+
+    parts = zip(*(jnp.split(a, num_microbatches) for a in data()), strict=True)
+    find = jax.value_and_grad(loss_of)
+    found = [find(2 * jnp.eye(WIDTH), *part) for part in parts]
+    summed = jax.tree.map(lambda *each: sum(each), *found)
+    count = 1 if reduction == "sum" else num_microbatches
+    return jax.tree.map(lambda total: total / count, summed)
+
+
+@pytest.mark.parametrize("loss_fn", REFUSED)
+def test_what_micro_batches_make_another_loss_of_is_refused(loss_fn):
+    reduction = REFUSED[loss_fn]
+    whole, parts = (by_hand(loss_fn, reduction, count)[0] for count in (1, PARTS))
+    assert not np.isclose(whole, parts, rtol=1e-3)
+    says = rf"loss_fn is, of random numbers, \S+ for \d+ examples.*={reduction!r} its"
+    with pytest.raises(ValueError, match=says):
+        gradient_of(loss_fn, reduction)
+    found = gradient_of(loss_fn, reduction, 1)
+    ref.assert_close(found, by_hand(loss_fn, reduction, 1), 1e-5)
+
+
+@pytest.mark.parametrize("loss_fn", LEFT)
+def test_what_they_do_not_or_what_nobody_knows_is_left_alone(loss_fn):
+    reduction = LEFT[loss_fn]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = gradient_of(loss_fn, reduction)
+    if loss_fn is not of_no_number:
+        rtol = 2e-2 if loss_fn is in_bfloat16 else 1e-5
+        ref.assert_close(found, by_hand(loss_fn, reduction, PARTS), rtol)
+
+
+def with_backward(backward):
+    """What is given, and another gradient of it."""
+
+    @jax.custom_vjp
+    def same(x):
+        return x
+
+    same.defvjp(lambda x: (x, None), lambda _, ct: (backward(ct),))
+    return same
+
+
+def of_length_one(ct):
+    return ct / jnp.linalg.norm(ct)
+
+
+def each_of_length_one(ct):
+    return ct / jnp.linalg.norm(ct, axis=-1, keepdims=True)
+
+
+def centred(ct):
+    return ct - ct.mean(0)
+
+
+def clipped(ct):
+    return jnp.clip(ct, -0.02, 0.02)
+
+
+def reversed_(ct):
+    return -0.3 * ct
+
+
+def totals(y, t):
+    return jnp.sum((y - t) ** 2), jnp.sum(t > 0)
+
+
+MIXES = "makes something of the cotangents of several examples"
+BENDS = "is not linear in cotangents"
+SQUARES = (squares, "mean")
+TOTALS = (totals, "weighted")
+BACKWARDS = [
+    (of_length_one, *SQUARES, MIXES),
+    (of_length_one, *TOTALS, BENDS),
+    (centred, *SQUARES, MIXES),
+    (each_of_length_one, *SQUARES, ""),
+    (each_of_length_one, *TOTALS, BENDS),
+    (clipped, *SQUARES, ""),
+    (clipped, *TOTALS, BENDS),
+    (reversed_, *SQUARES, ""),
+    (reversed_, *TOTALS, ""),
+]
+
+
+@pytest.mark.parametrize(("backward", "loss_fn", "reduction", "says"), BACKWARDS)
+def test_a_backward_of_its_own_is_measured(backward, loss_fn, reduction, says):
+    loss = partial(lambda same, y, t: loss_fn(same(y), t), with_backward(backward))
+    if says:
+        with pytest.raises(ValueError, match=f"loss_fn has a backward that {says}"):
+            gradient_of(loss, reduction)
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = gradient_of(loss, reduction)
+    ref.assert_close(found, by_hand(loss, reduction, 1), 1e-5)

@@ -1,0 +1,149 @@
+"""Layers of which no jaxpr tells are tried: all examples, and parts of them."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+
+import jpipe
+
+from .. import reference as ref
+from ..functions.test_measured import (
+    centred,
+    clipped,
+    each_of_length_one,
+    of_length_one,
+    reversed_,
+    squares,
+    totals,
+    with_backward,
+)
+
+BATCH, PARTS, WIDTH = 12, 3, 4
+SAID = "each micro-batch by itself"
+TOGETHER = "gives other results for examples together than for parts of them"
+
+
+def less_the_next(x):
+    return jnp.stack([x[i] - x[i - 1] for i in range(len(x))])
+
+
+def less_all(x):
+    return x - jnp.ones((len(x), len(x))) @ x / len(x)
+
+
+def fading(x):
+    return jax.lax.scan(lambda c, row: (0.5 * c, c * row), jnp.ones(()), x)[1]
+
+
+def running_sum(x):
+    return jax.lax.associative_scan(jnp.add, x)
+
+
+def called_back(x):
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    fixed = jax.lax.stop_gradient(x)
+    return x + jax.pure_callback(lambda x: np.flip(np.sort(x, 0), 0), like, fixed)
+
+
+MIXED = [less_the_next, less_all, fading, running_sum, called_back]
+
+
+def one_by_one(x):
+    return jnp.stack([jnp.tanh(row) for row in x])
+
+
+def tokens_before_examples(x):
+    """Its rows are in another order, but each is of one example."""
+    pairs = x.reshape(len(x), 2, -1).swapaxes(0, 1)
+    return jnp.concatenate([jnp.tanh(pairs[:, i]) for i in range(len(x))])
+
+
+class Dropped(nn.Module):
+    """Other examples draw other numbers, which tells nothing."""
+
+    @nn.compact
+    def __call__(self, x, train):
+        rows = nn.Dropout(0.2, deterministic=not train)(x)
+        return jnp.stack([*rows])
+
+
+APART = [one_by_one, tokens_before_examples, Dropped()]
+
+
+def data():
+    return jax.random.normal(jax.random.key(0), (BATCH, WIDTH))
+
+
+def gradient_of(layer, loss_fn=squares, reduction="mean"):
+    x = data()
+    layers = [nn.Dense(WIDTH), layer, lambda x: x.reshape(-1, WIDTH)]
+    pipe = jpipe.sequential(layers, PARTS)
+    variables = pipe.init(jax.random.key(0), x)
+    find = pipe.value_and_grad(loss_fn, reduction=reduction)
+    return find(variables, x, jnp.sin(x), rngs=jax.random.key(1))
+
+
+@pytest.mark.parametrize("layer", MIXED)
+def test_a_layer_that_mixes_examples_is_told(layer):
+    parts = jnp.concatenate([*map(layer, jnp.split(data(), PARTS))])
+    assert not np.allclose(layer(data()), parts, atol=1e-3)
+    with pytest.warns(
+        UserWarning, match=rf"itself: (.|\n)*layer 1 \(.*\) {TOGETHER}\n"
+    ):
+        gradient_of(layer)
+
+
+@pytest.mark.parametrize("layer", APART)
+def test_a_layer_that_keeps_them_apart_is_not(layer):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gradient_of(layer)
+
+
+class OfAParameter(nn.Module):
+    """The backward of a kernel finds what all examples of a micro-batch add up to."""
+
+    @nn.compact
+    def __call__(self, x):
+        kernel = self.param("kernel", nn.initializers.lecun_normal(), (WIDTH, WIDTH))
+        return x @ with_backward(clipped)(kernel)
+
+
+MIXES = "has a backward that makes something of the cotangents of several examples"
+BENDS = "has a backward that is not linear in cotangents"
+SQUARES, TOTALS = (squares, "mean"), (totals, "weighted")
+BACKWARDS = [
+    (with_backward(of_length_one), *SQUARES, MIXES),
+    (with_backward(centred), *SQUARES, MIXES),
+    (OfAParameter(), *SQUARES, MIXES),
+    (with_backward(each_of_length_one), *SQUARES, ""),
+    (with_backward(each_of_length_one), *TOTALS, BENDS),
+    (with_backward(clipped), *SQUARES, ""),
+    (with_backward(clipped), *TOTALS, BENDS),
+    (with_backward(reversed_), *SQUARES, ""),
+    (with_backward(reversed_), *TOTALS, ""),
+]
+
+
+@pytest.mark.parametrize(("layer", "loss_fn", "reduction", "says"), BACKWARDS)
+def test_a_backward_of_its_own_is_measured(layer, loss_fn, reduction, says):
+    if says:
+        with pytest.warns(UserWarning, match=rf"(.|\n)*layer 1 \(.*\) {says}"):
+            gradient_of(layer, loss_fn, reduction)
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _, grads = gradient_of(layer, loss_fn, reduction)
+    x = data()
+    pipe = jpipe.sequential([nn.Dense(WIDTH), layer], 1)
+    (entry, _) = pipe.init(jax.random.key(0), x)
+
+    def whole(params):
+        made = loss_fn(layer(nn.Dense(WIDTH).apply({"params": params}, x)), jnp.sin(x))
+        return made[0] / made[1] if reduction == "weighted" else made
+
+    ref.assert_close(grads[0], jax.grad(whole)(entry["params"]), 1e-5)
