@@ -181,7 +181,7 @@ class ProgramCache:
 
     def _check_apart(self, batch: Batch, train: bool) -> None:
         """Says which layers of a forward pass make something of several examples."""
-        self._say_what_is_mixed(self._examples(batch, train), {}, [])
+        self._say_what_is_mixed(self._examples(batch, train), None, [])
 
     def _examples(self, batch: Batch, train: bool) -> Examples:
         """What layers do with the examples of a micro-batch."""
@@ -190,14 +190,17 @@ class ProgramCache:
         return Examples(visits, batch.sizes, functools.partial(Following, *given))
 
     def _say_what_is_mixed(
-        self, examples: Examples, written: Mapping[int, Any], doubts: Sequence[str]
+        self,
+        examples: Examples,
+        written: Mapping[int, Any] | None,
+        doubts: Sequence[str],
     ) -> None:
         """Says where a micro-batch by itself is, or may be, another computation.
 
         Once no layer was found, evaluation is not looked at any more.
         """
         mixed = examples.mixed(written)
-        self._is_apart = examples.fixed is None and not mixed
+        self._is_apart = examples.fixed is None and not (mixed or examples.moved)
         if mixed or doubts:
             _checks.warn_of([*mixed, *doubts])
 

@@ -10,11 +10,20 @@ import tempfile
 from pathlib import Path
 
 import jax
+import jaxlib
 import pytest
 
 from jpipe import _compat
 
 from .reference import unoptimized
+
+# XLA reads its flags when it starts, in this process and in those that tests start. It
+# takes two thirds of the time to compile with the emitters that it had before, which
+# later ones have not, and another fourth to start threads for each small program.
+_FLAGS = ["--xla_cpu_parallel_codegen_split_count=1"]
+if jaxlib.version.__version_info__ < (0, 11):
+    _FLAGS.append("--xla_cpu_use_fusion_emitters=false")
+os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_FLAGS])
 
 jax.config.update("jax_num_cpu_devices", 8)
 # No silent promotion of dtypes: a library that mixes them by accident is caught.

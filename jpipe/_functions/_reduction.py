@@ -1,6 +1,8 @@
 """Whether a loss is what its reduction says: else micro-batches make another of it."""
 
 import contextlib
+import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -8,11 +10,12 @@ import numpy as np
 from jax.extend import core
 
 from .._jaxprs import _jaxpr
-from .._layers._followed import Outputs, two
+from .._layers._followed import Outputs, two, whole
 from .._mixing import _backward
 from .._mixing._made import (
     EACH,
     FOLLOWS,
+    GROWS,
     OTHER,
     SAME,
     SHIFTED,
@@ -24,7 +27,7 @@ from .._mixing._made import (
     Made,
     taken_in,
 )
-from .._mixing._measured import differs, measured
+from .._mixing._measured import differs, magnitude, measured
 from .._mixing._ordered import SOME
 from .._mixing._pairs import Differs, Numbers
 from .._mixing._results import results
@@ -75,6 +78,8 @@ def check(objective: Objective, given: Given, batch: Batch) -> list[str]:
     if not fault and not doubt:
         unknown = not made or made[0].kind in (UNKNOWN, UNSURE)
         fault = _tried(objective.reduction, traced, unknown)
+    if objective.reduction == "weighted" and not fault and not doubt:
+        doubt = _beside(traced, made or [])
     if fault:
         raise ValueError(
             f"loss_fn {fault}; with reduction={objective.reduction!r} its "
@@ -184,13 +189,10 @@ class _Traced(NamedTuple):
 
 def _traced(objective: Objective, given: Given, batch: Batch) -> _Traced | None:
     """The loss with two numbers of examples; ``None`` if it takes no two."""
-    sizes = batch.sizes
-    even = len({*sizes}) == 1 and batch.num_parts > 1
-    # What it holds may be as long as the mini-batch.
-    whole = Numbers(batch.num_parts, sizes[0], sizes[0]) if even else None
+    size, numbers = batch.sizes[0], whole(batch.sizes, batch.num_shards)
     tries = [
-        lambda: given.followed or _scaled(given, sizes[0], two(sizes)),
-        lambda: whole and _scaled(given, sizes[0], whole),
+        lambda: given.followed or _scaled(given, size, two(batch.sizes)),
+        lambda: numbers and _scaled(given, size, numbers),
     ]
     for outputs in tries:
         with contextlib.suppress(Exception):  # whatever it does with another number
@@ -215,12 +217,13 @@ def _tried(reduction: str, traced: _Traced, unknown: bool) -> str:
     one, other, given, numbers = traced
     # A weight says that the loss of each micro-batch by itself may be meant.
     if unknown and reduction != "weighted" and (found := measured(*traced)):
-        (whole,), (parts,) = found
-        made = np.sum(parts, axis=0) / (1 if reduction == "sum" else len(parts))
-        if differs(whole, made, np.abs(parts).max()):
+        (all_,), (parts,) = found
+        count = 1 if reduction == "sum" else len(parts)
+        made = np.sum(parts, axis=0) / count
+        if differs(all_, made, magnitude(parts) / count):
             few, many = numbers.counts
             return (
-                f"is, of random numbers, {float(whole):.5g} for {many} examples, and "
+                f"is, of random numbers, {float(all_):.5g} for {many} examples, and "
                 f"{float(made):.5g} by {len(parts)} micro-batches of {few}"
             )
     if not _backward.is_free(one):
@@ -230,6 +233,19 @@ def _tried(reduction: str, traced: _Traced, unknown: bool) -> str:
     if reduction == "weighted":
         return _backward.BENDS if bent else ""
     return _backward.MIXES if mixed else ""
+
+
+# Less than this is there against a division by zero.
+_LITTLE = 1e-3
+
+
+def _beside(traced: _Traced, made: Sequence[Made]) -> str:
+    """That each micro-batch adds something to what is summed up: it counts M times."""
+    grow = [one.why == GROWS for one in made]
+    found = measured(*traced) if any(grow) else None
+    each = itertools.compress(zip(*found, strict=True), grow) if found else ()
+    counts = any(abs(all_ - sum(parts)) > _LITTLE for all_, parts in each)
+    return GROWS if counts else ""
 
 
 def _scaled(given: Given, size: int, numbers: Numbers) -> Outputs:

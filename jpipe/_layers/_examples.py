@@ -7,10 +7,10 @@ from typing import Any
 import jax
 
 from .._mixing import _backward
-from .._mixing._made import WHOLE, Made
+from .._mixing._made import MOVED, WHOLE, Made
 from .._mixing._pairs import Numbers
 from . import _nnx_kinds
-from ._followed import Following, Outcome, two
+from ._followed import Following, Outcome, two, whole
 from ._walk import Visit
 
 Path = tuple[Any, ...]
@@ -38,17 +38,23 @@ class Examples:
     ) -> None:
         self.visits = visits
         self.size = sizes[0]
-        self._outcomes: list[Outcome] = []
-        both = follow(two(sizes))
-        with contextlib.suppress(Exception):
-            for number in range(len(visits)):
-                self._outcomes.append(both.layer(number))
-        complete = len(self._outcomes) == len(visits)
-        whole = [outcome.followed for outcome in self._outcomes] + [complete]
-        self.fixed = None if all(whole) else whole.index(False)
+        both, self._outcomes = follow(two(sizes)), list[Outcome]()
+        complete = self._follows(both)
+        if not complete and (numbers := whole(sizes)):
+            both, self._outcomes = follow(numbers), []
+            complete = self._follows(both)
+        known = [outcome.followed for outcome in self._outcomes] + [complete]
+        self.fixed = None if all(known) else known.index(False)
         self.outputs = both.outputs if complete else None
         # Of one number alone only what holds single examples is known.
         self._alone = follow(Numbers(1, self.size))
+
+    def _follows(self, both: Following) -> bool:
+        """Whether all layers take such numbers of examples."""
+        with contextlib.suppress(Exception):
+            for number in range(len(self.visits)):
+                self._outcomes.append(both.layer(number))
+        return len(self._outcomes) == len(self.visits)
 
     def holding(self, number: int) -> set[Path]:
         """The paths of what holds values of single examples, where a layer writes it.
@@ -60,16 +66,26 @@ class Examples:
         outcome = self._outcomes[number] if known else self._alone.layer(number)
         return {path for path, made in outcome.written.items() if made.single}
 
-    def mixed(self, written: Mapping[int, Mapping[Path, bool]]) -> list[str]:
+    @property
+    def moved(self) -> bool:
+        """Whether the model returns examples in the places of others.
+
+        A loss is followed through it, and is given targets in their own.
+        """
+        return any(outcome.moved for outcome in self._outcomes)
+
+    def mixed(self, written: Mapping[int, Mapping[Path, bool]] | None) -> list[str]:
         """What layers do that micro-batches make another number of.
 
         Args:
-          written: of each layer the paths of what training writes.
+          written: of each layer the paths of what training writes; ``None`` where
+            there is no loss, and what the model returns is put together.
         """
         found = []
         for number, outcome in enumerate(self._outcomes):
-            told = [outcome.mixes] if outcome.mixes else []
-            for path in written.get(number, ()):
+            moved = MOVED if outcome.moved and written is None else ""
+            told = [why] if (why := outcome.mixes or moved) else []
+            for path in (written or {}).get(number, ()):
                 if path in outcome.written and (why := _amiss(outcome.written[path])):
                     told.append(f"writes {_called(path)}, which {why}")
             if told:

@@ -11,7 +11,6 @@ from .._jaxprs import _jaxpr
 from .._mixing._made import (
     ADDS,
     EACH,
-    MOVED,
     OTHER,
     SAME,
     SHIFTED,
@@ -45,6 +44,15 @@ def two(sizes: Sequence[int]) -> Numbers:
     return Numbers(_GROWTH, max(2 * sizes[0], _FEW), math.gcd(*sizes))
 
 
+def whole(sizes: Sequence[int], shards: int = 1) -> Numbers | None:
+    """The examples of a micro-batch, and of the mini-batch; ``None`` if that is uneven.
+
+    For what takes no other number: what it holds may be as long as the mini-batch.
+    """
+    count, size = len(sizes) * shards, sizes[0]
+    return Numbers(count, size, size) if count > 1 and {*sizes} == {size} else None
+
+
 class Outcome(NamedTuple):
     """What a layer does with examples.
 
@@ -53,12 +61,14 @@ class Outcome(NamedTuple):
       mixes: what makes more of them than of each by itself; empty if nothing does.
       followed: whether that is known: not of what is another with more examples.
       bends: whether its gradients do not grow as cotangents do.
+      moved: whether the model returns examples in the places of others.
     """
 
     written: dict[Path, Made]
     mixes: str
     followed: bool = True
     bends: bool = False
+    moved: bool = False
 
 
 class Outputs(NamedTuple):
@@ -175,15 +185,14 @@ class Following:
         )
         is_last = len(self._outcomes) + 1 == len(self._visits)
         self._given = [each.after for each in traced]
-        self._made, amiss = [], ""
+        self._made, amiss, moved = [], "", False
         for made, shapes in zip(found[len(paths) :], lengths, strict=True):
             along = self._numbers.along(*shapes)
             passed, why = _passed(made, any(along))
-            if is_last and self._is_moved(passed, along, shapes):
-                why = why or MOVED
+            moved |= is_last and self._is_moved(passed, along, shapes)
             self._made.append(passed)
             amiss = amiss or why
-        return Outcome(written, amiss or mixes, certain, bends)
+        return Outcome(written, amiss or mixes, certain, bends, moved)
 
     def _is_moved(
         self, made: Made, along: Sequence[bool], shapes: Sequence[Sequence[int]]

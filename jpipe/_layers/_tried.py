@@ -44,22 +44,17 @@ def tried(
       train: whether it is trained.
     """
     axes = axes_along(one.jaxpr.outvars, other.jaxpr.outvars, numbers)
-    along = [*map(any, axes)]
-    unknown = [*map(_is_unknown, found, along)]
+    unknown = [made.kind in (UNKNOWN, UNSURE) and not made.why for made in found]
     if any(unknown) and (results := measured(one, other, given, numbers)):
-        each = itertools.compress(zip(*results, strict=True), unknown)
-        if any(mixes(*both) for both in each):
+        each = itertools.compress(zip(*results, axes, strict=True), unknown)
+        if any(mixes(*both, numbers) for both in each):
             return Tried(TOLD)
     if not train or not _backward.is_free(one):
         return Tried()
     cotangents = {
         i: made
         for i, (made, aval) in enumerate(zip(found, one.out_avals, strict=True))
-        if along[i] and jnp.issubdtype(aval.dtype, jnp.inexact)
+        if any(axes[i]) and jnp.issubdtype(aval.dtype, jnp.inexact)
     }
     mixed, bent = _backward.found(one, other, given, cotangents, numbers)
     return Tried(_backward.MIXES if mixed else "", bent)
-
-
-def _is_unknown(made: Made, along: bool) -> bool:
-    return along and made.kind in (UNKNOWN, UNSURE) and not made.why

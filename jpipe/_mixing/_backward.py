@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from .._jaxprs import _jaxpr
-from ._made import SAME, Made
-from ._measured import Results, differs, measured, mixes
+from ._made import Made
+from ._measured import differs, magnitude, measured, mixes
 from ._pairs import Numbers, axes_along
 
 MIXES = "has a backward that makes something of the cotangents of several examples"
@@ -21,12 +21,13 @@ BENDS = (
     "reduction='weighted' they are those of the total, and divided by the weight after "
     "the last micro-batch: on one device they are divided before"
 )
-# Cotangents so large are cut off by whatever cuts off large ones.
-_SCALE = 1e3
+# What cuts cotangents off does so with large ones; what adds to them is seen beside
+# small ones.
+_SCALES = (1e3, 1e-3)
 
 
 class Found(NamedTuple):
-    """What gradients are of random numbers.
+    """What gradients of random numbers are.
 
     Attributes:
       mixed: whether those of all examples are others than those of parts of them.
@@ -59,39 +60,29 @@ def found(
       cotangents: of some results how that of each is made.
       numbers: of the examples.
     """
-    chosen = [*cotangents]
+    given = [*given, *cotangents.values()]
     try:
-        small = _backward(one, chosen, 1)
-        few, many = (_backward(each, chosen, _SCALE) for each in (one, other))
+        one, other = (_backward(closed, [*cotangents]) for closed in (one, other))
     except Exception:  # whatever a backward does with another number of examples
         return Found()
-    axes = axes_along(few.jaxpr.outvars, many.jaxpr.outvars, numbers)
-    given = [*given, *cotangents.values()]
-    return Found(_mixes(measured(few, many, given, numbers), axes), _bends(small, few))
-
-
-def _mixes(results: Results | None, axes: Sequence[Sequence[bool]]) -> bool:
-    return results is not None and any(
-        mixes(whole, parts)
+    results = measured(one, other, given, numbers)
+    if results is None:
+        return Found()
+    axes = axes_along(one.jaxpr.outvars, other.jaxpr.outvars, numbers)
+    each = zip(*results, axes, strict=True)
+    mixed = any(
+        mixes(whole, parts, along, numbers)
         if any(along)
-        else differs(whole, sum(parts), max(abs(part).max() for part in parts))
-        for whole, parts, along in zip(*results, axes, strict=True)
+        else differs(whole, sum(parts), magnitude(parts))
+        for whole, parts, along in each
     )
+    half = len(axes) // len(_SCALES)
+    pairs = zip(results.whole[:half], results.whole[half:], strict=True)
+    return Found(mixed, any(differs(*pair) for pair in pairs))
 
 
-def _bends(small: core.ClosedJaxpr, large: core.ClosedJaxpr) -> bool:
-    given = [Made(SAME)] * len(small.in_avals)
-    one, other = (measured(each, each, given, Numbers(1, 1)) for each in (small, large))
-    if one is None or other is None:
-        return False
-    pairs = zip(one.whole, other.whole, strict=True)
-    return any(differs(a * _SCALE, b) for a, b in pairs)
-
-
-def _backward(
-    closed: core.ClosedJaxpr, chosen: Sequence[int], scale: float
-) -> core.ClosedJaxpr:
-    """The gradients of some results, by all inputs that have one.
+def _backward(closed: core.ClosedJaxpr, chosen: Sequence[int]) -> core.ClosedJaxpr:
+    """The gradients of some results, by all inputs that have one, for each scale.
 
     Returns:
       ``(*inputs, *cotangents) -> gradients``.
@@ -109,7 +100,11 @@ def _backward(
             return [results[i] for i in chosen]
 
         _, pull = jax.vjp(forward, *(given[i] for i in free))
-        return pull([cotangent * scale for cotangent in args[count:]])
+        return [
+            gradient / scale
+            for scale in _SCALES
+            for gradient in pull([ct * scale for ct in args[count:]])
+        ]
 
     avals = [*closed.in_avals, *(closed.out_avals[i] for i in chosen)]
     return jax.make_jaxpr(backward)(*map(_jaxpr.spec, avals))

@@ -302,7 +302,9 @@ def _heard(pair: Pair, operands: Sequence[Made]) -> str:
     Of whether one number of all is finite, say, nothing is told; of whether it is more
     than another something is.
     """
-    whole = any(pair.after[0]) and pair.name not in _LOGIC
+    if pair.name in _LOGIC:
+        return next((m.why for m in operands if m.kind in OF_ALL and m.why), "")
+    whole = any(pair.after[0])
     lying = operands if whole else itertools.compress(operands, map(any, pair.before))
     why = next((m.why or FOLLOWS for m in lying if m.kind in OF_ALL), "")
     if why or pair.name in _ANSWERS - _COMPARISONS:

@@ -6,7 +6,7 @@ they do not proves nothing. So this is asked last, of what its jaxpr does not te
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,14 +19,21 @@ from ._equation import holds_apart
 from ._made import EACH, SAME, WHOLE, Made
 from ._pairs import Numbers, axes_along
 
-Values = list[np.ndarray[Any, Any]]
+Array = np.ndarray[Any, Any]
+Values = list[Array]
 
 TOLD = "gives other results for examples together than for parts of them"
-# More elements are not made up for a check.
-_LARGEST = 1 << 26
+# More elements are not made up, and computed, for a check.
+_LARGEST = 1 << 28
 # The bits of all that is drawn, so that the parts draw what all examples do.
 _BITS = 0x5A5A5A5A
-_CALLS = ("closed_call", "jit", "pjit")
+_CALLS = ("closed_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit")
+_SHOWS = ("debug_callback", "debug_print")
+# What draws by a key of its own, and what is not of JAX: no function of the user's is
+# called with random numbers.
+_OTHERS = ("ffi_call", "io_callback", "pure_callback", "random_gamma")
+# So many steps a loop may take that goes on until something is small.
+_STEPS = 1000
 
 
 class Results(NamedTuple):
@@ -56,35 +63,73 @@ def measured(
       numbers: of the examples.
 
     Returns:
-      Its results; ``None`` where nobody knows which numbers it takes, or what their
-      parts are.
+      Its results, all finite if it has such; ``None`` where nobody knows which numbers
+      it takes, or what their parts are.
     """
-    if any(closed.effects or holds_apart(closed) for closed in (one, other)):
-        return None
-    if sum(math.prod(aval.shape) for aval in other.in_avals) > _LARGEST:
+    if any(map(holds_apart, (one, other))) or _elements(other) > _LARGEST:
         return None
     axes = axes_along(one.jaxpr.invars, other.jaxpr.invars, numbers)
-    draw = np.random.default_rng(0)
+    found = None
     try:
         with jax.transfer_guard("allow"), jax.debug_nans(False):
-            whole, split = [], []
-            for aval, made, along in zip(other.in_avals, given, axes, strict=True):
-                whole.append(_random(draw, aval, along))
-                split.append(_parts(whole[-1], made, along, numbers))
-            parts = map(_compiled(one), zip(*split, strict=True))
-            return Results(
-                _compiled(other)(whole), [*map(list, zip(*parts, strict=True))]
-            )
+            for shares in (False, True):
+                draw = functools.partial(_random, np.random.default_rng(0), shares)
+                whole = [*map(draw, other.in_avals, axes)]
+                inputs = zip(whole, given, axes, strict=True)
+                split = [_parts(*each, numbers) for each in inputs]
+                parts = [_run(one, part) for part in zip(*split, strict=True)]
+                found = Results(
+                    _run(other, whole), [*map(list, zip(*parts, strict=True))]
+                )
+                if all(np.isfinite(made).all() for made in found.whole):
+                    break
     except Exception:  # whatever a function does that is given random numbers
-        return None
+        pass
+    return found
 
 
-def mixes(whole: np.ndarray[Any, Any], parts: Values) -> bool:
-    """Whether values along the examples are not those of the parts, in any order."""
-    together = np.concatenate([part.ravel() for part in parts])
-    if together.size != whole.size:
+def _elements(closed: core.ClosedJaxpr) -> int:
+    made = (var for eqn in closed.jaxpr.eqns for var in eqn.outvars)
+    avals: Any = [*closed.in_avals, *(var.aval for var in made)]
+    return sum(math.prod(getattr(aval, "shape", ())) for aval in avals)
+
+
+def mixes(whole: Array, parts: Values, along: Sequence[bool], numbers: Numbers) -> bool:
+    """Whether a result of all examples is not that of the parts.
+
+    Args:
+      whole: of all examples.
+      parts: of the parts of them.
+      along: which axes go along the examples: what does not is of all of them a
+        constant, a mean or a sum.
+      numbers: of the examples.
+    """
+    if not any(along):
+        total, size = (
+            sum(part.astype(np.complex128) for part in parts),
+            magnitude(parts),
+        )
+        mean, each = total / len(parts), size / len(parts)
+        cases = (parts[0], each), (mean, each), (total, size)
+        return all(differs(whole, *case) for case in cases)
+    axis = along.index(True)
+    if sum(along) > 1 or sum(part.shape[axis] for part in parts) != whole.shape[axis]:
         return True
-    return differs(np.sort(whole.ravel()), np.sort(together))
+    together = np.concatenate(parts, axis)
+    if (parts[0].shape[axis], whole.shape[axis]) == numbers.counts:
+        return differs(whole, together)
+    # In which order more is merged with the examples is not known.
+    weights = np.random.default_rng(0).normal(size=whole.size // whole.shape[axis])
+    few, many = (
+        np.sort(np.moveaxis(made, axis, 0).reshape(-1, weights.size) @ weights)
+        for made in (whole, together)
+    )
+    return differs(few, many)
+
+
+def magnitude(parts: Values) -> float:
+    """That of the elements of which a sum is made of the parts."""
+    return sum(float(np.abs(part).mean()) for part in parts)
 
 
 def differs(a: Any, b: Any, size: float = 0) -> bool:
@@ -96,26 +141,42 @@ def differs(a: Any, b: Any, size: float = 0) -> bool:
       size: that of numbers of which they are made, if that is more than their own.
     """
     floating = jnp.issubdtype(a.dtype, jnp.inexact)
-    rounding = float(jnp.finfo(a.dtype).eps) ** 0.5 if floating else 0
-    few, many = (x.astype(np.complex128) for x in (a, b))
-    size = max(np.abs(few).mean(), np.abs(many).mean(), size)
-    return bool(np.abs(few - many).mean() > max(rounding, 1e-3) * size)
+    rounding = float(jnp.finfo(a.dtype).eps) ** 0.6 if floating else 1e-3
+    few, many = (np.asarray(x).astype(np.complex128) for x in (a, b))
+    apart = np.abs(few - many)
+    known = np.isfinite(apart)
+    if not known.any():
+        return False
+    size = max(np.abs(few)[known].mean(), np.abs(many)[known].mean(), size)
+    return bool(apart[known].mean() > rounding * size)
 
 
-def _random(draw: np.random.Generator, aval: Any, along: Sequence[bool]) -> Any:
-    """Numbers of a dtype; of integers such as any table has, or any mask."""
+def _random(
+    draw: np.random.Generator, shares: bool, aval: Any, along: Sequence[bool]
+) -> Any:
+    """Numbers of a dtype; of integers such as any table has, or any mask.
+
+    Args:
+      draw: where they come from.
+      shares: whether all are more than zero and less than one, and add up to one along
+        the last axis, as of a function that takes logarithms.
+      aval: of how many, and which.
+      along: which axes go along the examples.
+    """
     shape, dtype = aval.shape, aval.dtype
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         keys = jax.random.split(jax.random.key(0), max(math.prod(shape), 1))
         return keys.reshape(shape) if shape else keys[0]
     if not jnp.issubdtype(dtype, jnp.inexact):
-        return draw.integers(0, 2, shape).astype(dtype)
-    if any(along):
-        return draw.normal(size=shape).astype(dtype)
-    if len(shape) < 2:  # such as a scale, or a variance
-        return draw.uniform(0.5, 1.5, size=shape).astype(dtype)
-    inputs = math.prod(shape[:-1])  # of a kernel
-    return (draw.normal(size=shape) * inputs**-0.5).astype(dtype)
+        return jnp.asarray(draw.integers(0, 2, shape).astype(dtype))
+    if shares or (len(shape) < 2 and not any(along)):  # such as a scale, or a variance
+        made = draw.uniform(0.5, 1.5, shape)
+        one = shares and len(shape) > 1
+        made = made / made.sum(-1, keepdims=True) if one else made * 0.6
+    else:
+        inputs = 1 if any(along) else math.prod(shape[:-1])  # of a kernel
+        made = draw.normal(size=shape) * inputs**-0.5
+    return jnp.asarray(made.astype(dtype))
 
 
 def _parts(x: Any, made: Made, along: Sequence[bool], numbers: Numbers) -> list[Any]:
@@ -142,20 +203,55 @@ def _parts(x: Any, made: Made, along: Sequence[bool], numbers: Numbers) -> list[
     return [x[(*before, slice(start, start + lengths[0]))] for start in starts]
 
 
-def _compiled(closed: core.ClosedJaxpr) -> Callable[[Sequence[Any]], Values]:
-    run = jax.jit(functools.partial(_jaxpr.evaluate, closed, rule=_rule))
-    return lambda args: [*map(np.asarray, run(args))]
+def _run(closed: core.ClosedJaxpr, args: Sequence[Any]) -> Values:
+    """Its results, not compiled: that takes minutes for a long loop of Python."""
+    return [*map(np.asarray, _jaxpr.evaluate(closed, args, _rule))]
 
 
 def _rule(eqn: core.JaxprEqn) -> _jaxpr.Rule | None:
-    if eqn.primitive.name in _CALLS:
-        (inner,) = _jaxpr.inside(eqn)
-        return lambda operands: _jaxpr.evaluate(inner, operands, _rule)
-    if eqn.primitive.name == "random_bits":
+    """What takes the place of an equation.
+
+    Raises:
+      ValueError: of one that is not computed for a check.
+    """
+    name, inside = eqn.primitive.name, _jaxpr.inside(eqn)
+    if name in _CALLS and len(inside) == 1:
+        return lambda operands: _jaxpr.evaluate(inside[0], operands, _rule)
+    if name in _SHOWS:
+        return lambda _: []
+    if name == "while":
+        return functools.partial(_ended, eqn)
+    if name == "random_bits":
         drawn: Any = eqn.outvars[0].aval
         return lambda _: [jnp.full(drawn.shape, _BITS, jnp.uint32).astype(drawn.dtype)]
-    inner = _jaxpr.inside(eqn)
-    within = any(_jaxpr.contains(one, "random_bits") for one in inner)
-    if within or eqn.primitive.name == "random_gamma":
-        raise ValueError("all examples draw other numbers than the parts of them")
+    if eqn.effects or name in _OTHERS:
+        raise ValueError(f"{name} draws other numbers, or calls what is not of JAX")
+    within = ("random_bits", "while", *_OTHERS)
+    if any(_jaxpr.contains(one, each) for one in inside for each in within):
+        raise ValueError(f"{name} draws other numbers, or may not end")
     return None
+
+
+def _ended(eqn: core.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+    """A `jax.lax.while_loop` that ends: with NaN, where it would take many steps."""
+    ends, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
+    first: Any = eqn.params["cond_nconsts"]
+    second: Any = first + eqn.params["body_nconsts"]
+    of_ends, of_body = operands[:first], operands[first:second]
+
+    def goes_on(carried: Any) -> jax.Array:
+        count, values = carried
+        (more,) = _jaxpr.evaluate(ends, [*of_ends, *values], _rule)
+        return jnp.logical_and(more, count < _STEPS)
+
+    def step(carried: Any) -> Any:
+        count, values = carried
+        return count + 1, _jaxpr.evaluate(body, [*of_body, *values], _rule)
+
+    count, values = jax.lax.while_loop(goes_on, step, (0, list(operands[second:])))
+    return [
+        jnp.where(count < _STEPS, value, jnp.nan)
+        if jnp.issubdtype(value.dtype, jnp.inexact)
+        else value
+        for value in values
+    ]

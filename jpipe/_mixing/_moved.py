@@ -23,7 +23,12 @@ from ._order import is_placed
 from ._pairs import PLACED, Pair
 
 # What puts what lies along an axis in another order, and the parameter that says which.
-_MOVES = {"rev": "dimensions", "sort": "dimension", "top_k": "axis"}
+_MOVES = {
+    "approx_top_k": "reduction_dimension",
+    "rev": "dimensions",
+    "sort": "dimension",
+    "top_k": "axis",
+}
 _T = TypeVar("_T")
 # What may leave out some of what was put there.
 _CUTS = frozenset(["dynamic_slice", "slice", "split"])
@@ -50,7 +55,7 @@ def moved(pair: Pair, operands: Sequence[Made]) -> Made | None:
     if pair.name == "rev" and is_placed(values[0].orders):
         return None
     if pair.name in _MOVES and _goes_along(pair):
-        if pair.name == "top_k" and not whys and _leaves_out(pair):
+        if pair.name.endswith("top_k") and not whys and _leaves_out(pair):
             return Made(OTHER, UNCLEAR, LARGEST)
         return Made(UNKNOWN, why=RANKED if whys else MOVED)
     if whys == {MOVED} and pair.name in _CUTS and _leaves_some(pair):
@@ -90,7 +95,7 @@ def _goes_by_size(pair: Pair, operands: Sequence[Made]) -> bool:
 
 def _leaves_out(pair: Pair) -> bool:
     """Whether it takes some of the examples, and not all."""
-    axis: Any = pair.eqn.params["axis"]
+    axis: Any = pair.eqn.params[_MOVES[pair.name]]
     given: Any = pair.twin.invars[0].aval
     return pair.twin.params["k"] < given.shape[axis]
 

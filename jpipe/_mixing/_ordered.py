@@ -261,7 +261,8 @@ def _written(eqn: core.JaxprEqn, given: Sequence[Order], total: int) -> Met | No
 
 def _along(eqn: core.JaxprEqn, given: Sequence[Order], total: int) -> Met | None:
     """What is sorted, chosen or added up along an axis where no order changes."""
-    axis: Any = eqn.params.get("dimension", eqn.params.get("axis"))
+    names = ("axis", "dimension", "reduction_dimension")
+    axis: Any = next(eqn.params[name] for name in names if name in eqn.params)
     changes = any(order.shape[axis] > 1 for order in given)
     return None if changes else _order.met(given, total)
 
@@ -362,6 +363,7 @@ MOVES: dict[str, _Moves] = {
     "unstack": _unstacked,
 }
 _MEETS: dict[str, _Meets] = {
+    "approx_top_k": _along,
     "cumlogsumexp": _along,
     "cummax": _along,
     "cummin": _along,

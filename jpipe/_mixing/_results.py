@@ -113,6 +113,8 @@ def _results(
 
 def _after(pair: Pair, operands: list[Made], numbers: Numbers) -> list[Made]:
     """Of an equation that holds no jaxpr."""
+    if not pair.after:  # it prints, say
+        return []
     known = [made.known for made in operands]
     given = [*map(_orders, operands)]
     orders, together = follow(pair, given, numbers)

@@ -166,7 +166,7 @@ def test_a_fault_of_the_check_is_told_and_stops_no_training(monkeypatch):
         raise KeyError("dimensions")
 
     monkeypatch.setitem(_ordered.MOVES, "rev", broken)
-    layers = [nn.Dense(WIDTH), lambda x: x * x[::-1]]
+    layers = [nn.Dense(WIDTH), lambda x: x * x[:, ::-1]]
     x = jnp.ones((8, WIDTH))
     pipe = jpipe.sequential(layers, 2)
     variables = pipe.init(jax.random.key(0), x)

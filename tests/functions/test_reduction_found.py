@@ -1,5 +1,8 @@
 """Losses as people write them, of which some were other ones without a word."""
 
+import warnings
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -116,7 +119,12 @@ def added_up(y, t):
 
 
 BY_PLACE = "tells examples apart by their place in the batch"
+# Between the means of micro-batches.
+ABOUT = 0.0
 REFUSED = {
+    lambda y, t: jax.lax.approx_max_k(cross_entropy(y, t), len(y) // 2)[0].mean(): (
+        "takes the largest or the smallest of all examples"
+    ),
     real_or_not: BY_PLACE,
     not_padded: BY_PLACE,
     later_ones_less: BY_PLACE,
@@ -137,6 +145,19 @@ REFUSED = {
 FOLLOWS = "computes with what is made of all examples"
 # They are those of the mini-batch as long as nothing is cut off, say.
 DOUBTFUL = {
+    "weighed by a bound, once it counts": (
+        lambda y, t: (
+            jnp.where((y.mean() > ABOUT) & jnp.array(True), 2.0, 1.0)
+            * cross_entropy(y, t).mean()
+        ),
+        FOLLOWS,
+    ),
+    "weighed by what is not": (
+        lambda y, t: (
+            jnp.where(~(y.mean() > ABOUT), 2.0, 1.0) * cross_entropy(y, t).mean()
+        ),
+        FOLLOWS,
+    ),
     "free bits": (lambda y, t: jnp.maximum((y**2).mean(0), 1.2).sum(), FOLLOWS),
     "flooding": (lambda y, t: jnp.abs(cross_entropy(y, t).mean() - 2) + 2, FOLLOWS),
     "volume": (
@@ -247,6 +268,22 @@ def test_a_weight_that_is_at_least_something_is_told():
 
     with pytest.warns(UserWarning, match="loss_fn returns a weight that is at least"):
         loss_of(masked, reduction="weighted")
+
+
+def test_a_number_beside_a_sum_is_told_if_it_counts():
+    """Each micro-batch would add it."""
+
+    def masked(y, t, more=0.0, penalty=0.0):
+        mask = t > 2
+        total = (cross_entropy(y, t) * mask).sum()
+        return total + penalty * jnp.ones(()), mask.sum() + more
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss_of(partial(masked, more=1e-8), reduction="weighted")
+    for beside in ({"more": 1.0}, {"penalty": 1.0}):
+        with pytest.warns(UserWarning, match="loss_fn adds what grows"):
+            loss_of(partial(masked, **beside), reduction="weighted")
 
 
 def test_a_constant_weight_needs_micro_batches_of_one_size():

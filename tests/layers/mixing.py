@@ -65,6 +65,14 @@ def beside_its_group(x):
     return x * jnp.tile(spread, (len(groups), 1, 1))
 
 
+def until_it_is_larger(x):
+    def goes_on(carried):
+        return (jnp.abs(x).max() > carried[0]) & (carried[1] < 50)
+
+    start = jnp.ones(()), 0
+    return x * jax.lax.while_loop(goes_on, lambda c: (1.1 * c[0], c[1] + 1), start)[0]
+
+
 def in_two_groups(x):
     groups = x.reshape(2, -1, *x.shape[1:])
     return (groups - groups.mean(1, keepdims=True)).reshape(x.shape)
@@ -140,6 +148,9 @@ def noise_in_a_loop(x):
 
 
 MIXED = {
+    "centered after a print": lambda x: (jax.debug.print(""), x - x.mean(0))[1],
+    "until two things are so": until_it_is_larger,
+    "if not": lambda x: jnp.where(~(x.mean() > 0), x, 2 * x),
     "centered in a branch": lambda x: jax.lax.cond(
         jnp.isfinite(x).all(), lambda x: x - x.mean(0), lambda x: x, x
     ),
@@ -180,9 +191,6 @@ MIXED = {
         jnp.arange(len(x)), jax.random.randint(KEY, len(x), 0, TOKENS)
     ].set(0),
     "the first half": lambda x: jnp.where(places(x) < len(x) // 2, x, 0),
-    "ones and zeros": lambda x: (
-        x * jnp.repeat(jnp.array([1.0, 0.0]), len(x) // 2)[:, None, None]
-    ),
     "by their places": lambda x: x + jnp.sin(places(x) / 10),
     "numbers of numpy": lambda x: x * np.linspace(0, 1, len(x))[:, None, None],
     "the first emptied": lambda x: x.at[0].set(0),
@@ -219,17 +227,14 @@ MIXED = {
     "centered": lambda x: x - x.mean(0),
     "normalized": normalized,
     "normalized in a checkpoint": jax.checkpoint(normalized),
-    "normalized under jit": jax.jit(normalized),
     "attention among examples": among_examples,
     "softmax over examples": lambda x: jax.nn.softmax(x, axis=0),
     "beside the largest": lambda x: x / jnp.abs(x).max(),
-    "summed up": lambda x: x + x.sum(0),
     "room for some": placed,
     "deviation": deviation,
     "whitened": whitened,
     "by class": by_class,
     "less the first": lambda x: x - x[0],
-    "less the first ones": lambda x: x - x[:2].mean(0),
     "gram": lambda x: x @ jnp.einsum("bti,btj->ij", x, x),
     "beside the one in its place from the end": lambda x: 0.7 * x + 0.3 * x[::-1],
     "sorted": lambda x: jnp.sort(x, axis=0),
@@ -238,9 +243,6 @@ MIXED = {
     "where it is the largest": lambda x: jnp.where(x >= x.max(0), x, 0),
     "of the best": of_the_best,
     "norm of all": lambda x: x / jnp.linalg.norm(x),
-    "in a loop over tokens": lambda x: jax.lax.map(
-        normalized, x.swapaxes(0, 1)
-    ).swapaxes(0, 1),
     "mapped over tokens": jax.vmap(normalized, in_axes=1, out_axes=1),
 }
 
@@ -323,6 +325,10 @@ def example_by_example(x):
 
 
 APART = {
+    "printed": lambda x: (jax.debug.print(""), jnp.sin(x))[1],
+    "if it is finite": lambda x: jnp.where(
+        ~jnp.any(jnp.isnan(x)) & jnp.isfinite(x.sum()), x, 0.0
+    ),
     "noise for all": lambda x: x * jax.random.normal(KEY, (WIDTH,)),
     "a table of ones": lambda x: x * jnp.ones((64, 1, 1))[: len(x)],
     "doubled in a branch": lambda x: jax.lax.cond(

@@ -242,6 +242,29 @@ def test_examples_in_the_places_of_others_are_told_and_meet_no_targets():
     trained([turned, nn.Dense(WIDTH), turned])
 
 
+def test_two_views_of_each_example_may_come_one_after_the_other():
+    """The loss takes them apart again; who is given them does not know."""
+
+    def views(x):
+        return jnp.concatenate([x, -x])
+
+    def apart(y, t):
+        one, other = jnp.split(y, 2)
+        return jnp.mean((one - t) ** 2) + jnp.mean(jnp.abs(other + t))
+
+    x = batch()
+    pipe = jpipe.sequential([views, nn.Dense(WIDTH)], PARTS)
+    variables = pipe.init(KEY, x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss, _ = pipe.value_and_grad(apart)(variables, x, x)
+    whole = jpipe.sequential([views, nn.Dense(WIDTH)], 1)
+    ref.assert_close(loss, apart(whole.apply(variables, x), x), 1e-5)
+    said = pytest.warns(UserWarning, match=r"layer 1 \(Dense\) puts examples in the pl")
+    with said, pytest.raises(ValueError, match="cannot be joined on out_axes=0"):
+        pipe.apply(variables, x)
+
+
 def test_each_layer_that_mixes_is_listed_once():
     with pytest.warns(UserWarning, match=SAID) as caught:
         trained([normalized, nn.Dense(WIDTH), normalized, jnp.sin])

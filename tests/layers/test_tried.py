@@ -19,6 +19,7 @@ from ..functions.test_measured import (
     reversed_,
     squares,
     totals,
+    turned,
     with_backward,
 )
 
@@ -43,13 +44,26 @@ def running_sum(x):
     return jax.lax.associative_scan(jnp.add, x)
 
 
-def called_back(x):
-    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    fixed = jax.lax.stop_gradient(x)
-    return x + jax.pure_callback(lambda x: np.flip(np.sort(x, 0), 0), like, fixed)
+def with_the_next(x):
+    """Each number is there as often as before."""
+    return jnp.stack([x[i - 1] for i in range(len(x))])
 
 
-MIXED = [less_the_next, less_all, fading, running_sum, called_back]
+def printed(x):
+    jax.debug.print("")
+    return with_the_next(x)
+
+
+class OfARoot(nn.Module):
+    """Not a number for most numbers."""
+
+    @nn.compact
+    def __call__(self, x):
+        scale = self.param("scale", nn.initializers.ones, (WIDTH, WIDTH))
+        return less_the_next(x) @ jnp.sqrt(scale)
+
+
+MIXED = [less_the_next, less_all, fading, running_sum, with_the_next, printed]
 
 
 def one_by_one(x):
@@ -104,6 +118,95 @@ def test_a_layer_that_keeps_them_apart_is_not(layer):
         gradient_of(layer)
 
 
+def test_a_layer_of_roots_is_told():
+    with pytest.warns(UserWarning, match=rf"{SAID}: (.|\n)*layer 1 .* {TOGETHER}\n"):
+        gradient_of(OfARoot())
+
+
+def with_a_sum(x):
+    """What is not along the examples is that of all of them too."""
+    first = [jnp.mean(x[i : i + 2]) for i in range(0, len(x), 2)]
+    return x, jnp.square(sum(first) / len(first))
+
+
+def test_what_is_beside_the_examples_is_told():
+    pipe = jpipe.sequential([nn.Dense(WIDTH), with_a_sum], PARTS)
+    variables = pipe.init(jax.random.key(0), data())
+    with pytest.warns(UserWarning, match=rf"{SAID}: (.|\n)*layer 1 .* {TOGETHER}\n"):
+        pipe.value_and_grad(lambda y, t: squares(y[0], t) + y[1])(
+            variables, data(), data()
+        )
+
+
+def powers_of_two_alone(x):
+    assert len(x) & (len(x) - 1) == 0
+    return x
+
+
+TABLE = jnp.eye(16, WIDTH)
+
+
+@pytest.mark.parametrize(
+    "layer", [powers_of_two_alone, lambda x: x + 0 * TABLE[: len(x)]]
+)
+def test_what_comes_after_a_layer_of_some_numbers_alone_is_told(layer):
+    x = jnp.concatenate([data(), data()[:4]])
+    pipe = jpipe.sequential([layer, lambda x: x - x.mean(0), nn.Dense(WIDTH)], 4)
+    variables = pipe.init(jax.random.key(0), x)
+    with pytest.warns(UserWarning, match=rf"{SAID}: (.|\n)*layer 1 .* adds what"):
+        pipe.value_and_grad(squares)(variables, x, x)
+
+
+@jax.custom_vjp
+def solved(x):
+    return x
+
+
+def _until_it_is_small(_, ct):
+    def goes_on(carried):
+        return jnp.abs(carried[0] - carried[1]).max() > 1e-30
+
+    def step(carried):
+        return carried[1], jnp.cos(carried[1]) * ct
+
+    return (jax.lax.while_loop(goes_on, step, (ct, 2 * ct))[1],)
+
+
+solved.defvjp(lambda x: (x, None), _until_it_is_small)
+
+
+def test_a_backward_that_may_not_end_ends():
+    x = 1e-6 * data()
+    pipe = jpipe.sequential([nn.Dense(WIDTH), solved], PARTS)
+    pipe.value_and_grad(squares)(pipe.init(jax.random.key(0), x), x, x)
+
+
+class OfATable(nn.Module):
+    """Few rows of it have a gradient."""
+
+    @nn.compact
+    def __call__(self, x):
+        rows = nn.Embed(512, WIDTH)((10 * jnp.abs(x[:, 0])).astype(int))
+        return with_backward(centred)(x + rows)
+
+
+@jax.custom_vjp
+def add_loss(x, loss):
+    return x
+
+
+add_loss.defvjp(lambda x, loss: (x, None), lambda _, ct: (ct, jnp.ones(())))
+
+
+class OfAnAuxiliaryLoss(nn.Module):
+    """Each micro-batch adds the gradient of a loss of its own, as large as all."""
+
+    @nn.compact
+    def __call__(self, x):
+        chosen = nn.softmax(nn.Dense(WIDTH)(x))
+        return add_loss(x * chosen, 0.01 * jnp.sum(chosen.mean(0) ** 2))
+
+
 class OfAParameter(nn.Module):
     """The backward of a kernel finds what all examples of a micro-batch add up to."""
 
@@ -119,7 +222,10 @@ SQUARES, TOTALS = (squares, "mean"), (totals, "weighted")
 BACKWARDS = [
     (with_backward(of_length_one), *SQUARES, MIXES),
     (with_backward(centred), *SQUARES, MIXES),
+    (with_backward(turned), *SQUARES, MIXES),
+    (OfAnAuxiliaryLoss(), *SQUARES, MIXES),
     (OfAParameter(), *SQUARES, MIXES),
+    (OfATable(), *SQUARES, MIXES),
     (with_backward(each_of_length_one), *SQUARES, ""),
     (with_backward(each_of_length_one), *TOTALS, BENDS),
     (with_backward(clipped), *SQUARES, ""),
