@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 
 from .._jaxprs import _jaxpr
@@ -69,12 +70,11 @@ def found(
     if results is None:
         return Found()
     axes = axes_along(one.jaxpr.outvars, other.jaxpr.outvars, numbers)
-    each = zip(*results, axes, strict=True)
     mixed = any(
         mixes(whole, parts, along, numbers)
         if any(along)
-        else differs(whole, sum(parts), magnitude(parts))
-        for whole, parts, along in each
+        else differs(whole, np.sum(parts, axis=0), magnitude(parts))
+        for whole, parts, along in zip(*results, axes, strict=True)
     )
     half = len(axes) // len(_SCALES)
     pairs = zip(results.whole[:half], results.whole[half:], strict=True)

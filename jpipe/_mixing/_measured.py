@@ -105,10 +105,8 @@ def mixes(whole: Array, parts: Values, along: Sequence[bool], numbers: Numbers) 
       numbers: of the examples.
     """
     if not any(along):
-        total, size = (
-            sum(part.astype(np.complex128) for part in parts),
-            magnitude(parts),
-        )
+        total: Any = sum(map(_wide, parts))
+        size = magnitude(parts)
         mean, each = total / len(parts), size / len(parts)
         cases = (parts[0], each), (mean, each), (total, size)
         return all(differs(whole, *case) for case in cases)
@@ -121,18 +119,18 @@ def mixes(whole: Array, parts: Values, along: Sequence[bool], numbers: Numbers) 
     # In which order more is merged with the examples is not known.
     weights = np.random.default_rng(0).normal(size=whole.size // whole.shape[axis])
     few, many = (
-        np.sort(np.moveaxis(made, axis, 0).reshape(-1, weights.size) @ weights)
+        np.sort(np.moveaxis(_wide(made), axis, 0).reshape(-1, weights.size) @ weights)
         for made in (whole, together)
     )
-    return differs(few, many)
+    return _differ(few, many, _rounding(whole))
 
 
 def magnitude(parts: Values) -> float:
     """That of the elements of which a sum is made of the parts."""
-    return sum(float(np.abs(part).mean()) for part in parts)
+    return sum(float(np.abs(_wide(part)).mean()) for part in parts if part.size)
 
 
-def differs(a: Any, b: Any, size: float = 0) -> bool:
+def differs(a: Array, b: Array, size: float = 0) -> bool:
     """Whether two results are apart by more than rounding explains.
 
     Args:
@@ -140,15 +138,27 @@ def differs(a: Any, b: Any, size: float = 0) -> bool:
       b: another of the same shape.
       size: that of numbers of which they are made, if that is more than their own.
     """
-    floating = jnp.issubdtype(a.dtype, jnp.inexact)
-    rounding = float(jnp.finfo(a.dtype).eps) ** 0.6 if floating else 1e-3
-    few, many = (np.asarray(x).astype(np.complex128) for x in (a, b))
-    apart = np.abs(few - many)
+    return _differ(_wide(a), _wide(b), _rounding(a), size)
+
+
+def _differ(a: Array, b: Array, rounding: float, size: float = 0) -> bool:
+    with np.errstate(invalid="ignore"):  # of infinite ones
+        apart = np.abs(a - b)
     known = np.isfinite(apart)
     if not known.any():
         return False
-    size = max(np.abs(few)[known].mean(), np.abs(many)[known].mean(), size)
+    size = max(np.abs(a)[known].mean(), np.abs(b)[known].mean(), size)
     return bool(apart[known].mean() > rounding * size)
+
+
+def _rounding(made: Array) -> float:
+    """How far apart two are, beside their size, that are computed in other orders."""
+    floating = jnp.issubdtype(made.dtype, jnp.inexact)
+    return float(jnp.finfo(made.dtype).eps) ** 0.6 if floating else 1e-3
+
+
+def _wide(made: Any) -> Array:
+    return np.asarray(made).astype(np.complex128)
 
 
 def _random(
