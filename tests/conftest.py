@@ -17,9 +17,9 @@ from jpipe import _compat
 
 from .reference import unoptimized
 
-# XLA reads its flags when it starts, in this process and in those that tests start. It
-# takes two thirds of the time to compile with the emitters that it had before, which
-# later ones have not, and another fourth to start threads for each small program.
+# XLA reads its flags when it starts, in this process and in those that tests start.
+# With the emitters that it had before, which later ones have not, and one part of a
+# program at a time, it compiles those of `run/test_remat` in a third of the time.
 _FLAGS = ["--xla_cpu_parallel_codegen_split_count=1"]
 if jaxlib.version.__version_info__ < (0, 11):
     _FLAGS.append("--xla_cpu_use_fusion_emitters=false")

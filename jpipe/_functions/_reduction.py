@@ -55,8 +55,8 @@ class Given(NamedTuple):
 def check(objective: Objective, given: Given, batch: Batch) -> list[str]:
     """Checks that the loss of a mini-batch is what its micro-batches make of it.
 
-    Only what is certain is refused: of a loss that takes no other number of examples,
-    say, nothing is known; of one that is at most something it is said that it may be.
+    Only what is certain is refused: what its jaxpr tells, or else random numbers show;
+    of one that is at most something it is said that it may be.
 
     Args:
       objective: the loss, and how micro-batches combine.
@@ -217,14 +217,14 @@ def _tried(reduction: str, traced: _Traced, unknown: bool) -> str:
     one, other, given, numbers = traced
     # A weight says that the loss of each micro-batch by itself may be meant.
     if unknown and reduction != "weighted" and (found := measured(*traced)):
-        (all_,), (parts,) = found
+        (together,), (parts,) = found
         count = 1 if reduction == "sum" else len(parts)
         made = np.sum(parts, axis=0) / count
-        if differs(all_, made, magnitude(parts) / count):
+        if differs(together, made, magnitude(parts) / count):
             few, many = numbers.counts
             return (
-                f"is, of random numbers, {float(all_):.5g} for {many} examples, and "
-                f"{float(made):.5g} by {len(parts)} micro-batches of {few}"
+                f"is, of random numbers, {float(together):.5g} for {many} examples, "
+                f"and {float(made):.5g} by {len(parts)} micro-batches of {few}"
             )
     if not _backward.is_free(one):
         return ""
@@ -244,7 +244,7 @@ def _beside(traced: _Traced, made: Sequence[Made]) -> str:
     grow = [one.why == GROWS for one in made]
     found = measured(*traced) if any(grow) else None
     each = itertools.compress(zip(*found, strict=True), grow) if found else ()
-    counts = any(abs(all_ - sum(parts)) > _LITTLE for all_, parts in each)
+    counts = any(abs(total - sum(parts)) > _LITTLE for total, parts in each)
     return GROWS if counts else ""
 
 
