@@ -186,8 +186,9 @@ class ProgramCache:
     def _examples(self, batch: Batch, train: bool) -> Examples:
         """What layers do with the examples of a micro-batch."""
         visits = self.expected(batch.first)[0]
-        given = visits, lambda count: batch.part(count)[0], batch.x_axes, train
-        return Examples(visits, batch.sizes, functools.partial(Following, *given))
+        sized, size = lambda count: batch.part(count)[0], batch.sizes[0]
+        follow = functools.partial(Following, visits, sized, batch.x_axes, train, size)
+        return Examples(visits, batch.sizes, follow)
 
     def _say_what_is_mixed(
         self,

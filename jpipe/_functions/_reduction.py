@@ -27,7 +27,7 @@ from .._mixing._made import (
     Made,
     taken_in,
 )
-from .._mixing._measured import differs, magnitude, measured
+from .._mixing._measured import UNTRIED, Results, differs, magnitude, measured
 from .._mixing._ordered import SOME
 from .._mixing._pairs import Differs, Numbers
 from .._mixing._results import results
@@ -76,8 +76,7 @@ def check(objective: Objective, given: Given, batch: Batch) -> list[str]:
     fault = _fault(objective.reduction, made, batch) if made else ""
     doubt = _doubt(*made) if made else ""
     if not fault and not doubt:
-        unknown = not made or made[0].kind in (UNKNOWN, UNSURE)
-        fault = _tried(objective.reduction, traced, unknown)
+        fault, doubt = _tried(objective.reduction, traced, made)
     if objective.reduction == "weighted" and not fault and not doubt:
         doubt = _beside(traced, made or [])
     if fault:
@@ -212,27 +211,40 @@ def _with(objective: Objective, outputs: Outputs, batch: Batch) -> _Traced:
     return _Traced(one, other, [*outputs.made, *targets], numbers)
 
 
-def _tried(reduction: str, traced: _Traced, unknown: bool) -> str:
-    """What a loss of random numbers is that no jaxpr tells of."""
+def _tried(
+    reduction: str, traced: _Traced, made: Sequence[Made] | None
+) -> tuple[str, str]:
+    """What a loss of random numbers is that no jaxpr tells of, or may be."""
     one, other, given, numbers = traced
     # A weight says that the loss of each micro-batch by itself may be meant.
-    if unknown and reduction != "weighted" and (found := measured(*traced)):
-        (together,), (parts,) = found
-        count = 1 if reduction == "sum" else len(parts)
-        made = np.sum(parts, axis=0) / count
-        if differs(together, made, magnitude(parts) / count):
-            few, many = numbers.counts
-            return (
-                f"is, of random numbers, {float(together):.5g} for {many} examples, "
-                f"and {float(made):.5g} by {len(parts)} micro-batches of {few}"
-            )
-    if not _backward.is_free(one):
-        return ""
+    unknown = made is None or made[0].kind in (UNKNOWN, UNSURE)
+    if unknown and reduction != "weighted":
+        found = measured(*traced)
+        if found is None and made is None:
+            return "", UNTRIED
+        if found and (why := _other(reduction, found, numbers)):
+            return why, ""
+    if not _backward.is_free(one, other, numbers):
+        return "", ""
     share = Made(WHOLE, 1) if reduction == "mean" else Made(SAME)
-    mixed, bent = _backward.found(one, other, given, {0: share}, numbers)
+    why, bent = _backward.found(one, other, given, {0: share}, numbers)
     if reduction == "weighted":
-        return _backward.BENDS if bent else ""
-    return _backward.MIXES if mixed else ""
+        why = _backward.BENDS if bent else ""
+    return why, ""
+
+
+def _other(reduction: str, found: Results, numbers: Numbers) -> str:
+    """What a loss is of all examples and by parts, if that is not the same."""
+    (together,), (parts,) = found
+    count = 1 if reduction == "sum" else len(parts)
+    made = np.sum(parts, axis=0) / count
+    if not differs(together, made, magnitude(parts) / count):
+        return ""
+    few, many = numbers.counts
+    return (
+        f"is, of random numbers, {float(together):.5g} for {many} examples, "
+        f"and {float(made):.5g} by {len(parts)} micro-batches of {few}"
+    )
 
 
 # Less than this is there against a division by zero.

@@ -28,7 +28,6 @@ from flax import linen
 from jax.extend import core
 
 from .._jaxprs import _marks
-from .._mixing import _equation
 
 # How the marks on the statistics that batch norms leave begin.
 _MARK = "jpipe batch norm "
@@ -141,9 +140,10 @@ def recording() -> Iterator[Record]:
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """The scope in which batch norms of Flax count as made of each example by itself.
+    """The scope in which batch norms of Flax return what is of each example by itself.
 
-    That they normalize each micro-batch by itself is known, and meant.
+    So that layers can be asked what else they do: that norms normalize each micro-batch
+    by itself is known, and meant.
     """
     token = _is_apart.set(True)
     try:
@@ -152,9 +152,14 @@ def apart() -> Iterator[None]:
         _is_apart.reset(token)
 
 
-def returned(y: jax.Array) -> jax.Array:
-    """What a batch norm of Flax returns: see `apart`."""
-    return _equation.apart(y) if _is_apart.get() else y
+def returned(y: jax.Array, x: jax.Array) -> jax.Array:
+    """What a batch norm of Flax returns: see `apart`.
+
+    Args:
+      y: what it computes.
+      x: what it is given, of the same shape.
+    """
+    return jnp.asarray(x, y.dtype) if _is_apart.get() else y
 
 
 def enter_layer(number: int) -> None:
@@ -263,10 +268,10 @@ def _intercept(call: Callable[..., Any], args: Any, keywords: Any, context: Any)
         return call(*args, **keywords)
     before = _statistics(module)
     if not is_recording():
-        y, after = returned(call(*args, **keywords)), _statistics(module)
+        y, after = call(*args, **keywords), _statistics(module)
         if after[0] is not before[0]:
             _leave(module, jax.tree.map(_of_its_dtype, after, before))
-        return y
+        return returned(y, *args[:1] or [keywords["x"]])
     momentum = module.momentum
     mark = meet("/".join(module.path) or type(module).__name__, momentum)
     # A bound module cannot be cloned in place, and refuses to be changed.

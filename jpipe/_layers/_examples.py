@@ -1,6 +1,5 @@
 """What layers do with several examples, which micro-batches do with fewer."""
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ from .._mixing import _backward
 from .._mixing._made import MOVED, WHOLE, Made
 from .._mixing._pairs import Numbers
 from . import _nnx_kinds
-from ._followed import Following, Outcome, two, whole
+from ._followed import Following, two, whole
 from ._walk import Visit
 
 Path = tuple[Any, ...]
@@ -38,23 +37,18 @@ class Examples:
     ) -> None:
         self.visits = visits
         self.size = sizes[0]
-        both, self._outcomes = follow(two(sizes)), list[Outcome]()
-        complete = self._follows(both)
-        if not complete and (numbers := whole(sizes)):
-            both, self._outcomes = follow(numbers), []
-            complete = self._follows(both)
-        known = [outcome.followed for outcome in self._outcomes] + [complete]
+        both, numbers = follow(two(sizes)), whole(sizes)
+        self._outcomes = both.outcomes
+        if both.failed and numbers:
+            other = follow(numbers)
+            outcomes = other.outcomes
+            if other.failed < both.failed:
+                both, self._outcomes = other, outcomes
+        known = [outcome.followed for outcome in self._outcomes]
         self.fixed = None if all(known) else known.index(False)
-        self.outputs = both.outputs if complete else None
+        self.outputs = None if both.failed else both.outputs
         # Of one number alone only what holds single examples is known.
         self._alone = follow(Numbers(1, self.size))
-
-    def _follows(self, both: Following) -> bool:
-        """Whether all layers take such numbers of examples."""
-        with contextlib.suppress(Exception):
-            for number in range(len(self.visits)):
-                self._outcomes.append(both.layer(number))
-        return len(self._outcomes) == len(self.visits)
 
     def holding(self, number: int) -> set[Path]:
         """The paths of what holds values of single examples, where a layer writes it.
@@ -62,8 +56,9 @@ class Examples:
         Args:
           number: that of the layer.
         """
-        known = number < len(self._outcomes) and self._outcomes[number].followed
-        outcome = self._outcomes[number] if known else self._alone.layer(number)
+        outcome = self._outcomes[number]
+        if not outcome.followed:
+            outcome = self._alone.layer(number)
         return {path for path, made in outcome.written.items() if made.single}
 
     @property

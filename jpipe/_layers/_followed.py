@@ -19,6 +19,7 @@ from .._mixing._made import (
     UNSURE,
     WHOLE,
     Made,
+    by_shapes,
     taken_in,
 )
 from .._mixing._pairs import Differs, Numbers
@@ -129,7 +130,11 @@ class Following:
       sized: the input of the model with so many examples, as specs.
       axes: where the examples are in each leaf of it.
       train: whether the layers are trained.
+      size: of how many examples each layer was met.
       numbers: those of the examples.
+
+    Attributes:
+      failed: how many layers so far do not take such numbers.
     """
 
     def __init__(
@@ -138,9 +143,12 @@ class Following:
         sized: Callable[[int], PyTree],
         axes: Sequence[int | None],
         train: bool,
+        size: int,
         numbers: Numbers,
     ) -> None:
+        self.failed = 0
         self._visits = visits
+        self._size = size
         self._numbers = numbers
         self._train = train
         self._given = [_Given(sized(count), {}) for count in numbers.counts]
@@ -154,24 +162,30 @@ class Following:
         self._known: dict[Hashable, _Followed] = {}
 
     def layer(self, number: int) -> Outcome:
-        """What a layer does with examples.
-
-        Raises:
-          Exception: whatever a layer does that does not take what it is given.
-        """
+        """What a layer does with examples."""
         while len(self._outcomes) <= number:
             self._outcomes.append(self._next())
         return self._outcomes[number]
 
     @property
+    def outcomes(self) -> list[Outcome]:
+        """What all layers do."""
+        return [self.layer(number) for number in range(len(self._visits))]
+
+    @property
     def outputs(self) -> Outputs:
-        """What the last layer returns. Raises as `layer` does."""
-        self.layer(len(self._visits) - 1)
+        """What the last layer returns, which is followed itself."""
         few, many = self._given[0].x, self._given[-1].x
         return Outputs(few, many, self._made, self._numbers)
 
     def _next(self) -> Outcome:
-        followed = self._followed(self._visits[len(self._outcomes)])
+        number = len(self._outcomes)
+        try:
+            followed = self._followed(self._visits[number])
+        except Exception:  # whatever a layer does that takes no such number
+            self.failed += 1
+            self._begin_anew(self._visits[number + 1 :])
+            return Outcome({}, "", followed=False)
         traced, found, certain, (mixes, bends) = followed
         one, twin = traced[0], traced[-1]
         paths = jax.tree_util.tree_leaves_with_path(one.changed)
@@ -183,7 +197,7 @@ class Following:
             ),
             strict=True,
         )
-        is_last = len(self._outcomes) + 1 == len(self._visits)
+        is_last = number + 1 == len(self._visits)
         self._given = [each.after for each in traced]
         self._made, amiss, moved = [], "", False
         for made, shapes in zip(found[len(paths) :], lengths, strict=True):
@@ -193,6 +207,35 @@ class Following:
             self._made.append(passed)
             amiss = amiss or why
         return Outcome(written, amiss or mixes, certain, bends, moved)
+
+    def _begin_anew(self, visits: Sequence[Visit]) -> None:
+        """Takes as the input of the next layer what it was met with, of more examples.
+
+        Args:
+          visits: those of that layer, and of all after it.
+        """
+        for visit in visits[:1]:
+            given = [
+                _Given(*jax.tree.map(self._of(count), (visit.x, visit.skips)))
+                for count in self._numbers.counts
+            ]
+            few, many = (jax.tree.leaves(each.arrays) for each in (given[0], given[-1]))
+            self._given = given
+            self._made = by_shapes(few, many, self._numbers, Made(UNKNOWN))
+
+    def _of(self, count: int) -> Callable[[Any], Any]:
+        """What gives a value of as many examples, by the shape it was met with."""
+
+        def sized(leaf: Any) -> Any:
+            exact = [i for i, n in enumerate(leaf.shape) if n == self._size]
+            axis = exact[0] if len(exact) == 1 else 0
+            shape = list(leaf.shape)
+            if shape and shape[axis] % self._size == 0:
+                shape[axis] = shape[axis] // self._size * count
+            weak = leaf.weak_type
+            return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype, weak_type=weak)
+
+        return sized
 
     def _is_moved(
         self, made: Made, along: Sequence[bool], shapes: Sequence[Sequence[int]]
@@ -221,25 +264,12 @@ class Following:
                 found, certain = results(*args, numbers), True
                 came = tried(*args, found, numbers, self._train)
             except Differs:
-                found, certain = self._by_shapes(one, other), False
-                unknown = [Made(UNKNOWN)] * len(found)
-                came = tried(*args, unknown, numbers, self._train)
+                # So that the layers after it are followed.
+                avals = one.out_avals, other.out_avals
+                found, certain = by_shapes(*avals, numbers, Made(UNKNOWN)), False
+                came = tried(*args, None, numbers, self._train)
             self._known[key] = _Followed(traced, found, certain, came)
         return self._known[key]
-
-    def _by_shapes(self, one: Any, other: Any) -> list[Made]:
-        """Results of what is another with more examples, as one of each if it can be.
-
-        So that the layers after it are followed.
-        """
-        found, counts = list[Made](), self._numbers.counts
-        for few, many in zip(one.out_avals, other.out_avals, strict=True):
-            along = self._numbers.along(few.shape, many.shape)
-            axis = along.index(True) if sum(along) == 1 else None
-            fits = axis is not None and (few.shape[axis], many.shape[axis]) == counts
-            by_itself = Made(EACH if any(along) else UNKNOWN)
-            found.append(taken_in(few.ndim, axis, counts) if fits else by_itself)
-        return found
 
     def _traced(self, visit: Visit, given: _Given) -> _Traced:
         names: list[_skip.Key] = []

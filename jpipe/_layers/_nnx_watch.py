@@ -160,7 +160,8 @@ def _norm_call(plain: Callable[..., Any]) -> Callable[..., Any]:
         merged = _batchnorm.is_recording()
         object.__setattr__(self, "momentum", 0.0 if merged else momentum)
         try:
-            return _batchnorm.returned(plain(self, *args, **options))
+            y = plain(self, *args, **options)
+            return _batchnorm.returned(y, *args[:1] or [options["x"]])
         finally:
             object.__setattr__(self, "momentum", momentum)
             _running.reset(token)

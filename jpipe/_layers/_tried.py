@@ -9,7 +9,7 @@ from jax.extend import core
 
 from .._mixing import _backward
 from .._mixing._made import UNKNOWN, UNSURE, Made
-from .._mixing._measured import TOLD, measured, mixes
+from .._mixing._measured import TOLD, UNTRIED, measured, mixes
 from .._mixing._pairs import Numbers, axes_along
 
 
@@ -29,7 +29,7 @@ def tried(
     one: core.ClosedJaxpr,
     other: core.ClosedJaxpr,
     given: Sequence[Made],
-    found: Sequence[Made],
+    found: Sequence[Made] | None,
     numbers: Numbers,
     train: bool,
 ) -> Tried:
@@ -39,22 +39,27 @@ def tried(
       one: its jaxpr with some number of examples.
       other: with more.
       given: how each input is made of the examples.
-      found: how each result is, as far as is known.
+      found: how each result is, as far as is known; ``None`` where the jaxprs differ.
       numbers: of the examples.
       train: whether it is trained.
     """
     axes = axes_along(one.jaxpr.outvars, other.jaxpr.outvars, numbers)
+    differ = found is None
+    if found is None:
+        found = [Made(UNKNOWN)] * len(axes)
     unknown = [made.kind in (UNKNOWN, UNSURE) and not made.why for made in found]
-    if any(unknown) and (results := measured(one, other, given, numbers)):
-        each = itertools.compress(zip(*results, axes, strict=True), unknown)
-        if any(mixes(*both, numbers) for both in each):
+    if any(unknown):
+        came = measured(one, other, given, numbers)
+        if came is None and differ:
+            return Tried(UNTRIED)
+        each = zip(*came, axes, strict=True) if came else ()
+        if any(mixes(*both, numbers) for both in itertools.compress(each, unknown)):
             return Tried(TOLD)
-    if not train or not _backward.is_free(one):
+    if not train or not _backward.is_free(one, other, numbers):
         return Tried()
     cotangents = {
         i: made
         for i, (made, aval) in enumerate(zip(found, one.out_avals, strict=True))
         if any(axes[i]) and jnp.issubdtype(aval.dtype, jnp.inexact)
     }
-    mixed, bent = _backward.found(one, other, given, cotangents, numbers)
-    return Tried(_backward.MIXES if mixed else "", bent)
+    return Tried(*_backward.found(one, other, given, cotangents, numbers))

@@ -1,6 +1,7 @@
-"""What a `jax.custom_vjp` makes of cotangents, which need not be a derivative.
+"""What rules of the user's own make of cotangents, which need not be a derivative.
 
-No forward tells of it, so it is measured: see `_measured`.
+No forward tells of a `jax.custom_vjp`, nor of a `jax.custom_jvp`, so they are measured:
+see `_measured`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,10 +13,12 @@ import numpy as np
 from jax.extend import core
 
 from .._jaxprs import _jaxpr
-from ._made import Made
+from ._made import DRAWN, EACH, SAME, WHOLE, Made, by_shapes
 from ._measured import differs, magnitude, measured, mixes
-from ._pairs import Numbers, axes_along
+from ._pairs import Differs, Numbers, axes_along
+from ._results import results
 
+DRAWS = f"has a backward that {DRAWN}"
 MIXES = "has a backward that makes something of the cotangents of several examples"
 BENDS = (
     "has a backward that is not linear in cotangents, as one that clips them; with "
@@ -31,18 +34,68 @@ class Found(NamedTuple):
     """What gradients of random numbers are.
 
     Attributes:
-      mixed: whether those of all examples are others than those of parts of them.
+      why: why those of all examples are others than those of parts of them; empty if
+        they are not.
       bent: whether they do not grow as cotangents do.
     """
 
-    mixed: bool = False
+    why: str = ""
     bent: bool = False
 
 
-def is_free(closed: core.ClosedJaxpr) -> bool:
-    """Whether a backward may be anything."""
+def is_free(one: core.ClosedJaxpr, other: core.ClosedJaxpr, numbers: Numbers) -> bool:
+    """Whether a backward may be another than the forward tells.
+
+    Args:
+      one: the jaxpr of a function with some number of examples.
+      other: with more.
+      numbers: of the examples.
+    """
     names = ("custom_vjp_call", "custom_vjp_call_jaxpr")
-    return any(_jaxpr.contains(closed, name) for name in names)
+    if any(_jaxpr.contains(one, name) for name in names):
+        return True
+    return _jaxpr.contains(one, _TANGENTS) and _are_free(one, other, numbers)
+
+
+# Many functions of JAX are such, and of each example by itself.
+_TANGENTS = "custom_jvp_call"
+
+
+def _are_free(one: core.ClosedJaxpr, other: core.ClosedJaxpr, numbers: Numbers) -> bool:
+    """Whether tangents may be made of those of several examples."""
+    for eqn, twin in zip(one.jaxpr.eqns, other.jaxpr.eqns, strict=False):
+        if eqn.primitive.name != _TANGENTS:
+            each = zip(_jaxpr.inside(eqn), _jaxpr.inside(twin), strict=False)
+            if any(_are_free(*both, numbers) for both in each):
+                return True
+            continue
+        few, many = _tangents(one.jaxpr, eqn), _tangents(other.jaxpr, twin)
+        try:
+            given = by_shapes(few.in_avals, many.in_avals, numbers, Made(SAME))
+            made = results(few, many, given, numbers)
+        except Differs:
+            return True
+        if any(each.kind not in (SAME, EACH) or each.degree for each in made):
+            return True
+    return False
+
+
+def _tangents(jaxpr: core.Jaxpr, eqn: core.JaxprEqn) -> core.ClosedJaxpr:
+    """The tangents of an equation, as ``(*operands, *their tangents) -> tangents``."""
+    specs = [_jaxpr.spec(atom.aval) for atom in eqn.invars]
+    free = [i for i, each in enumerate(specs) if _is_differentiable(each)]
+
+    def tangents(*args: Any) -> Any:
+        given = list(args[: len(specs)])
+
+        def run(*floats: Any) -> list[Any]:
+            for i, value in zip(free, floats, strict=True):
+                given[i] = value
+            return _jaxpr.bind(jaxpr, eqn, given)
+
+        return jax.jvp(run, [given[i] for i in free], [*args[len(specs) :]])[1]
+
+    return jax.make_jaxpr(tangents)(*specs, *[specs[i] for i in free])
 
 
 def found(
@@ -66,19 +119,39 @@ def found(
         one, other = (_backward(closed, [*cotangents]) for closed in (one, other))
     except Exception:  # whatever a backward does with another number of examples
         return Found()
-    results = measured(one, other, given, numbers)
-    if results is None:
+    if _draws(one, other, given, numbers):
+        return Found(DRAWS)
+    came = measured(one, other, given, numbers)
+    if came is None:
         return Found()
     axes = axes_along(one.jaxpr.outvars, other.jaxpr.outvars, numbers)
     mixed = any(
         mixes(whole, parts, along, numbers)
         if any(along)
         else differs(whole, np.sum(parts, axis=0), magnitude(parts))
-        for whole, parts, along in zip(*results, axes, strict=True)
+        for whole, parts, along in zip(*came, axes, strict=True)
     )
     half = len(axes) // len(_SCALES)
-    pairs = zip(results.whole[:half], results.whole[half:], strict=True)
-    return Found(mixed, any(differs(*pair) for pair in pairs))
+    pairs = zip(came.whole[:half], came.whole[half:], strict=True)
+    return Found(MIXES if mixed else "", any(differs(*pair) for pair in pairs))
+
+
+def _draws(
+    one: core.ClosedJaxpr,
+    other: core.ClosedJaxpr,
+    given: Sequence[Made],
+    numbers: Numbers,
+) -> bool:
+    """Whether it draws random numbers by a key of its own."""
+    if not _jaxpr.contains(one, "random_bits"):
+        return False
+    # A share of all, in which a loss is, makes no numbers other ones.
+    given = [Made(SAME) if made.kind == WHOLE else made for made in given]
+    try:
+        made = results(one, other, given, numbers)
+    except Differs:
+        return False
+    return any(each.why == DRAWN for each in made)
 
 
 def _backward(closed: core.ClosedJaxpr, chosen: Sequence[int]) -> core.ClosedJaxpr:

@@ -4,14 +4,13 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from .._jaxprs import _jaxpr, _marks
 from ._made import (
     AFTER,
     BY_PLACE,
+    CALLS,
     CHOSEN,
     DRAWN,
     EACH,
@@ -82,33 +81,18 @@ _EXTREMES = frozenset(["scatter-max", "scatter-min"])
 _DRAWS = frozenset(["random_bits", "random_gamma"])
 # What makes keys: by a number that is known of nothing but what it is made of.
 _KEYS = frozenset(["random_fold_in", "random_seed", "random_split", "random_wrap"])
-# What is computed elsewhere, of which no jaxpr tells.
-_OPAQUE = frozenset(["ffi_call", "io_callback", "pallas_call", "pure_callback"])
+# What is computed elsewhere, of which no jaxpr tells, nor random numbers.
+_ELSEWHERE = frozenset(["ffi_call", "io_callback", "pure_callback"])
 _OF_MATRICES = frozenset(["cholesky", "eig", "eigh", "lu", "qr", "svd"])
-_APART = "jpipe apart"
 _ANSWERED = "asks whether one of all examples, or each, is so"
 _BESIDE = "cuts off, of each example, by what is made of all"
-
-
-def apart(x: jax.Array) -> jax.Array:
-    """The same array, which counts as one of each example by itself."""
-    return _marks.mark(x, _APART)
-
-
-def holds_apart(closed: core.ClosedJaxpr) -> bool:
-    """Whether an array is in a jaxpr that counts so."""
-    return any(
-        (eqn.primitive.name == "name" and eqn.params["name"] == _APART)
-        or any(map(holds_apart, _jaxpr.inside(eqn)))
-        for eqn in closed.jaxpr.eqns
-    )
 
 
 def made_by(pair: Pair, operands: list[Made]) -> Made:
     """How the results of an equation are, that holds no jaxpr."""
     name = pair.name
-    if name == "name" and pair.eqn.params["name"] == _APART:
-        return Made(EACH if any(pair.after[0]) else SAME)
+    if name in _ELSEWHERE and any(map(any, (*pair.before, *pair.after))):
+        return Made(UNKNOWN, why=CALLS)
     operands = _placing(name, operands)
     if name in _KEYS and all(map(_makes_keys, operands)):
         return Made(SAME)
@@ -223,7 +207,7 @@ def _of_all(pair: Pair, operands: list[Made]) -> Made:
 def _of_each(pair: Pair) -> Made:
     """What follows from each example by itself, unless several come together."""
     name, along = pair.name, any(pair.after[0])
-    if name in _OPAQUE:
+    if name == "pallas_call":
         return Made(UNKNOWN)
     if _runs_along(pair):
         return Made(OTHER, UNCLEAR, COMPARED)

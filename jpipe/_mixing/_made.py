@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ._known import Known
 from ._order import Orders, natural
+from ._pairs import Numbers
 
 SAME, EACH, WHOLE, OTHER, UNSURE, UNKNOWN = range(6)
 OF_ALL = (WHOLE, OTHER, UNSURE)
@@ -25,6 +26,10 @@ AFTER = "goes along the examples, one after the other"
 DRAWN = (
     "draws random numbers by a key that is not of this step (of make_rng of linen, or "
     "nnx.Rngs), so each micro-batch draws the same"
+)
+CALLS = (
+    "gives several examples to what is not of JAX (a callback, or a foreign function), "
+    "which may make something of them together"
 )
 GROWS = "adds what grows with the number of examples to what does not"
 # Of what is `UNSURE` for none but these it may yet be linear: of a mean, say, that is
@@ -70,6 +75,29 @@ def taken_in(ndim: int, axis: int | None, counts: Sequence[int]) -> Made:
         return Made(SAME)
     orders = natural(ndim, axis, counts) if len(counts) > 1 else None
     return Made(EACH, single=True, orders=orders)
+
+
+def by_shapes(
+    few: Sequence[Any], many: Sequence[Any], numbers: Numbers, beside: Made
+) -> list[Made]:
+    """Values of which only shapes are known, as one of each example if they can be.
+
+    Args:
+      few: abstract values, with some number of examples.
+      many: with more.
+      numbers: of the examples.
+      beside: how those are made that do not go along them.
+    """
+    found = []
+    for one, other in zip(few, many, strict=True):
+        along = numbers.along(one.shape, other.shape)
+        axis = along.index(True) if sum(along) == 1 else None
+        fits = axis is not None and (one.shape[axis], other.shape[axis])
+        if fits == numbers.counts:
+            found.append(taken_in(one.ndim, axis, numbers.counts))
+        else:
+            found.append(Made(EACH) if any(along) else beside)
+    return found
 
 
 def joined(operands: Sequence[Made]) -> Made:

@@ -101,17 +101,6 @@ def of_no_number(y, t):
     return jnp.log(-one_by_one(y, t))
 
 
-def called_back(y, t):
-    """No function of the user's is called with random numbers."""
-
-    def shown(y):
-        assert y.shape == (BATCH // PARTS, WIDTH)
-        return y
-
-    like = jax.ShapeDtypeStruct(y.shape, y.dtype)
-    return one_by_one(y, jax.pure_callback(shown, like, t))
-
-
 LEFT = {
     one_by_one: "mean",
     in_bfloat16: "mean",
@@ -120,7 +109,6 @@ LEFT = {
     without_what_is_none: "mean",
     with_noise: "mean",
     of_no_number: "mean",
-    called_back: "mean",
     # Which says that the loss of each micro-batch by itself is meant.
     lambda y, t: (len(y) * each_with_each(y, t), len(y)): "weighted",
 }
@@ -179,6 +167,32 @@ def test_what_they_do_not_or_what_nobody_knows_is_left_alone(loss_fn):
         ref.assert_close(found, by_hand(loss_fn, reduction, PARTS), rtol)
 
 
+def called_back(y, t):
+    """No function of the user's is called with random numbers."""
+
+    def shown(y):
+        assert y.shape == (BATCH // PARTS, WIDTH)
+        return y
+
+    like = jax.ShapeDtypeStruct(y.shape, y.dtype)
+    return one_by_one(y, jax.pure_callback(shown, like, t))
+
+
+def called_at_once(y, t):
+    like = jax.ShapeDtypeStruct(y.shape, y.dtype)
+    return squares(y, jax.pure_callback(np.asarray, like, t))
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "says"),
+    [(called_back, "cannot be computed on random"), (called_at_once, "not of JAX")],
+)
+def test_a_callback_is_told(loss_fn, says):
+    with pytest.warns(UserWarning, match=rf"(.|\n)*loss_fn .*{says}"):
+        found = gradient_of(loss_fn)
+    ref.assert_close(found, by_hand(loss_fn, "mean", PARTS), 1e-5)
+
+
 def with_backward(backward):
     """What is given, and another gradient of it."""
 
@@ -218,6 +232,10 @@ def clipped(ct):
     return jnp.clip(ct, -0.02, 0.02)
 
 
+def with_noise_of_its_own(ct):
+    return ct + jax.random.normal(jax.random.key(0), ct.shape)
+
+
 def reversed_(ct):
     return -0.3 * ct
 
@@ -230,7 +248,9 @@ MIXES = "makes something of the cotangents of several examples"
 BENDS = "is not linear in cotangents"
 SQUARES = (squares, "mean")
 TOTALS = (totals, "weighted")
+DRAWS = "draws random numbers by a key that is not of this step"
 BACKWARDS = [
+    (with_noise_of_its_own, *SQUARES, DRAWS),
     (of_length_one, *SQUARES, MIXES),
     (of_length_one, *TOTALS, BENDS),
     (centred, *SQUARES, MIXES),

@@ -21,6 +21,7 @@ from ..functions.test_measured import (
     totals,
     turned,
     with_backward,
+    with_noise_of_its_own,
 )
 
 BATCH, PARTS, WIDTH = 12, 3, 4
@@ -166,6 +167,44 @@ def test_what_comes_after_a_layer_of_some_numbers_alone_is_told(layer):
         pipe.value_and_grad(squares)(variables, x, x)
 
 
+def of_so_many_alone(x):
+    return x.reshape(BATCH // PARTS, WIDTH)
+
+
+def test_what_comes_after_a_layer_of_one_number_alone_is_told():
+    """One device could not run it with all examples; yet it is not what mixes."""
+    entry = [nn.Dense(WIDTH), of_so_many_alone, nn.relu, of_so_many_alone]
+    pipe = jpipe.sequential([*entry, lambda x: x - x.mean(0), nn.Dense(WIDTH)], PARTS)
+    variables = pipe.init(jax.random.key(0), data())
+    with pytest.warns(
+        UserWarning, match=rf"{SAID}: (.|\n)*layer 4 .* adds what"
+    ) as told:
+        pipe.value_and_grad(squares)(variables, data(), data())
+    assert "layer 1" not in str(told[0].message)
+
+
+def shown_at_once(x):
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return x + jax.pure_callback(np.asarray, like, jax.lax.stop_gradient(x))
+
+
+def shown_one_by_one(x):
+    like = jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+
+    def show(row):
+        return jax.pure_callback(np.asarray, like, row, vmap_method="sequential")
+
+    return x + jax.vmap(show)(jax.lax.stop_gradient(x))
+
+
+def test_a_callback_that_is_given_several_examples_is_told():
+    with pytest.warns(UserWarning, match=rf"{SAID}: (.|\n)*layer 1 .* not of JAX"):
+        gradient_of(shown_at_once)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gradient_of(shown_one_by_one)
+
+
 @jax.custom_vjp
 def solved(x):
     return x
@@ -225,7 +264,25 @@ class OfAParameter(nn.Module):
         return x @ with_backward(clipped)(kernel)
 
 
+class BesideANorm(nn.Module):
+    """What a batch norm does is known, and meant; what is beside it is not."""
+
+    @nn.compact
+    def __call__(self, x, train):
+        return with_backward(centred)(nn.BatchNorm(not train)(x))
+
+
+def with_tangents(rule):
+    @jax.custom_jvp
+    def identity(x):
+        return x
+
+    identity.defjvp(lambda primals, tangents: (primals[0], rule(tangents[0])))
+    return lambda x: jax.checkpoint(identity)(jax.nn.relu(x)) + jax.nn.softmax(x)
+
+
 MIXES = "has a backward that makes something of the cotangents of several examples"
+DRAWS = "has a backward that draws random numbers by a key that is not of this step"
 BENDS = "has a backward that is not linear in cotangents"
 SQUARES, TOTALS = (squares, "mean"), (totals, "weighted")
 BACKWARDS = [
@@ -235,6 +292,10 @@ BACKWARDS = [
     (OfAnAuxiliaryLoss(), *SQUARES, MIXES),
     (OfAParameter(), *SQUARES, MIXES),
     (OfATable(), *SQUARES, MIXES),
+    (BesideANorm(), *SQUARES, MIXES),
+    (with_tangents(centred), *SQUARES, MIXES),
+    (with_tangents(reversed_), *SQUARES, ""),
+    (with_backward(with_noise_of_its_own), *SQUARES, DRAWS),
     (with_backward(each_of_length_one), *SQUARES, ""),
     (with_backward(each_of_length_one), *TOTALS, BENDS),
     (with_backward(clipped), *SQUARES, ""),
