@@ -30,7 +30,7 @@ from .._mixing._made import (
 from .._mixing._measured import UNTRIED, Results, differs, magnitude, measured
 from .._mixing._ordered import SOME
 from .._mixing._pairs import Differs, Numbers
-from .._mixing._results import results
+from .._mixing._results import reported, results
 from . import _microbatch
 from ._batch import Batch
 from ._objective import Objective
@@ -76,7 +76,8 @@ def check(objective: Objective, given: Given, batch: Batch) -> list[str]:
     fault = _fault(objective.reduction, made, batch) if made else ""
     doubt = _doubt(*made) if made else ""
     if not fault and not doubt:
-        fault, doubt = _tried(objective.reduction, traced, made)
+        with contextlib.suppress(Differs), reported():
+            fault, doubt = _tried(objective.reduction, traced, made)
     if objective.reduction == "weighted" and not fault and not doubt:
         doubt = _beside(traced, made or [])
     if fault:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 
 from .._jaxprs import _jaxpr
+from .._mixing._backward import Found
 from .._mixing._made import (
     ADDS,
     EACH,
@@ -23,11 +24,11 @@ from .._mixing._made import (
     taken_in,
 )
 from .._mixing._pairs import Differs, Numbers
-from .._mixing._results import results
+from .._mixing._results import reported, results
 from . import _alike, _batchnorm, _rng, _skip
 from ._streams import applied, retried
 from ._tree import flat, nested
-from ._tried import Tried, tried
+from ._tried import tried
 from ._walk import Visit
 
 PyTree = Any
@@ -119,7 +120,7 @@ class _Followed(NamedTuple):
     traced: list[_Traced]
     made: list[Made]
     certain: bool
-    tried: Tried
+    tried: Found
 
 
 class Following:
@@ -255,21 +256,23 @@ class Following:
         key = _alike.behaviour(visit.layer), skips, tree, tuple(leaves), made
         if key not in self._known:
             traced = [self._traced(visit, given) for given in self._given]
-            one, other = traced[0].closed, traced[-1].closed
-            held = len(one.jaxpr.invars) - len(self._made) - 1
-            rng = Made(SAME, drawn=True)
-            given = [*made, *[Made(SAME)] * held, rng]
-            args, numbers = (one, other, given), self._numbers
-            try:
-                found, certain = results(*args, numbers), True
-                came = tried(*args, found, numbers, self._train)
-            except Differs:
-                # So that the layers after it are followed.
-                avals = one.out_avals, other.out_avals
-                found, certain = by_shapes(*avals, numbers, Made(UNKNOWN)), False
-                came = tried(*args, None, numbers, self._train)
-            self._known[key] = _Followed(traced, found, certain, came)
+            with reported():
+                self._known[key] = self._looked_at(traced, made)
         return self._known[key]
+
+    def _looked_at(self, traced: list[_Traced], made: Sequence[Made]) -> _Followed:
+        one, other = traced[0].closed, traced[-1].closed
+        held = [Made(SAME)] * (len(one.jaxpr.invars) - len(made) - 1)
+        args = one, other, [*made, *held, Made(SAME, drawn=True)]
+        numbers, train = self._numbers, self._train
+        try:
+            found = results(*args, numbers)
+        except Differs:
+            # So that the layers after it are followed.
+            avals = one.out_avals, other.out_avals
+            found = by_shapes(*avals, numbers, Made(UNKNOWN))
+            return _Followed(traced, found, False, tried(*args, None, numbers, train))
+        return _Followed(traced, found, True, tried(*args, found, numbers, train))
 
     def _traced(self, visit: Visit, given: _Given) -> _Traced:
         names: list[_skip.Key] = []

@@ -28,6 +28,11 @@ _OUTSIDE = (
     "where they are made in a branch (nn.cond, nn.switch) or in nn.custom_vjp, call "
     "the module once outside, if self.is_initializing()"
 )
+_OF_DATA = (
+    "parameters made of data are made before, of the data that the layer meets: made = "
+    "module.init(key, data), and jpipe.Stage(lambda key, x: made, module.apply) in the "
+    "place of the module"
+)
 _NOT_SOWN = "what it computes leaves it as a part of its output, not by sow"
 
 
@@ -131,10 +136,12 @@ def _made(
     ]
     if faults:
         made_inside = any(_jaxpr.contains(closed, name) for name in _INSIDE)
+        advice = _OUTSIDE if made_inside else _NOT_SOWN
+        if all(fault.startswith("params/") for fault in faults) and not made_inside:
+            advice = _OF_DATA
         raise ValueError(
             f"what a layer holds at the start follows from the shapes of its input "
-            f"alone, and not from its values, as {', '.join(faults)} would; "
-            + (_OUTSIDE if made_inside else _NOT_SOWN)
+            f"alone, and not from its values, as {', '.join(faults)} would; {advice}"
         )
     values = _jaxpr.rest(closed, closed.jaxpr.outvars, [])
     leaves = core.jaxpr_as_fun(values)(*given, *jax.tree.leaves(zeros(spec)))

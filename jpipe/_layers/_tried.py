@@ -2,27 +2,15 @@
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax.extend import core
 
 from .._mixing import _backward
+from .._mixing._backward import Found
 from .._mixing._made import UNKNOWN, UNSURE, Made
 from .._mixing._measured import TOLD, UNTRIED, measured, mixes
 from .._mixing._pairs import Numbers, axes_along
-
-
-class Tried(NamedTuple):
-    """What came of it.
-
-    Attributes:
-      mixes: what makes more of several examples than of each; empty if nothing does.
-      bends: whether its gradients do not grow as cotangents do.
-    """
-
-    mixes: str = ""
-    bends: bool = False
 
 
 def tried(
@@ -32,7 +20,7 @@ def tried(
     found: Sequence[Made] | None,
     numbers: Numbers,
     train: bool,
-) -> Tried:
+) -> Found:
     """What a layer does, of what is not known of it, and its backward if that is free.
 
     Args:
@@ -51,15 +39,15 @@ def tried(
     if any(unknown):
         came = measured(one, other, given, numbers)
         if came is None and differ:
-            return Tried(UNTRIED)
+            return Found(UNTRIED)
         each = zip(*came, axes, strict=True) if came else ()
         if any(mixes(*both, numbers) for both in itertools.compress(each, unknown)):
-            return Tried(TOLD)
+            return Found(TOLD)
     if not train or not _backward.is_free(one, other, numbers):
-        return Tried()
+        return Found()
     cotangents = {
         i: made
         for i, (made, aval) in enumerate(zip(found, one.out_avals, strict=True))
         if any(axes[i]) and jnp.issubdtype(aval.dtype, jnp.inexact)
     }
-    return Tried(*_backward.found(one, other, given, cotangents, numbers))
+    return _backward.found(one, other, given, cotangents, numbers)

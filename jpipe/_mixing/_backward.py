@@ -31,12 +31,12 @@ _SCALES = (1e3, 1e-3)
 
 
 class Found(NamedTuple):
-    """What gradients of random numbers are.
+    """What a function of random numbers is, or its gradients.
 
     Attributes:
-      why: why those of all examples are others than those of parts of them; empty if
-        they are not.
-      bent: whether they do not grow as cotangents do.
+      why: why that of all examples is another than that of parts of them; empty if it
+        is not.
+      bent: whether gradients do not grow as cotangents do.
     """
 
     why: str = ""

@@ -5,11 +5,12 @@ each example. Whether it is a mean or a sum is told by numbers that grow with th
 examples, which two jaxprs of one function show that were traced with other numbers.
 """
 
+import contextlib
 import functools
 import itertools
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -67,11 +68,22 @@ def results(
     Raises:
       Differs: if the jaxprs do in more than numbers.
     """
-    try:
+    with reported():
         return _results(one, other, given, numbers)
+
+
+@contextlib.contextmanager
+def reported() -> Iterator[None]:
+    """The scope of a check: a fault of it is told, and stops no training.
+
+    Raises:
+      Differs: in the place of a fault.
+    """
+    try:
+        yield
     except Differs:
         raise
-    except Exception as error:  # a fault of a check stops no training
+    except Exception as error:
         warnings.warn(
             f"jpipe cannot follow whether examples come together in a layer or in the "
             f"loss, and goes on as if they did not ({error!r}); please report it",

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import optax
@@ -138,6 +139,22 @@ def test_what_is_sown_is_refused():
     told = [str(raised.value), *raised.value.__notes__]
     assert any("as a part of its output, not by sow" in text for text in told)
     assert any(text.startswith("raised by layer 0 (Sowing)") for text in told)
+
+
+class ActNorm(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return x + self.param("shift", lambda key: -x.mean(0))
+
+
+def test_parameters_made_of_data():
+    with pytest.raises(ValueError, match=r"params/shift would; .* made = module\.init"):
+        jpipe.pipeline([ActNorm()], 2).init(KEY, X)
+    module = ActNorm()
+    made = module.init(KEY, X)
+    stage = jpipe.Stage(lambda key, x: made, module.apply)
+    (variables,) = jpipe.pipeline([stage], 2).init(KEY, X)
+    chex.assert_trees_all_equal(variables, made)
 
 
 def passing(*args, **kwargs):
