@@ -130,7 +130,8 @@ def made_by(pair: Pair, operands: list[Made]) -> Made:
         over = [pair.before[0][i] for i in axes]
         return _summed(product(*operands), over, pair.after[0])
     if name == "mul":
-        return product(*operands)
+        square = operands[0].square
+        return square if square and _is_square(pair) else product(*operands)
     if name == "div":
         return quotient(*operands)
     if name == "select_n":
@@ -190,10 +191,14 @@ def _of_all(pair: Pair, operands: list[Made]) -> Made:
     if name in _SHIFTED and along and operands[0].why == SHIFTED:
         return Made(EACH, why=SHIFTED)
     if name in _CURVED:
+        square = operands[0].square
+        if square and _is_square(pair):
+            return square
         called = _CALLED.get(name, name)
         made = first(operands, f"takes {called} of what is made of all examples")
         grows = any(operand.degree for operand in operands)
-        return made._replace(degree=UNCLEAR if grows else 0)
+        square = operands[0] if name == "sqrt" else None
+        return made._replace(degree=UNCLEAR if grows else 0, square=square)
     if name in _SOFT:
         return _soft(pair, operands)
     if name == "ragged_dot_general":  # of rows in groups, and how many each has
@@ -202,6 +207,13 @@ def _of_all(pair: Pair, operands: list[Made]) -> Made:
         return Made(OTHER, UNCLEAR, COMPARED)
     unsure = all(made.kind == UNSURE for made in operands)
     return Made(UNKNOWN, why="" if unsure else FOLLOWS)
+
+
+def _is_square(pair: Pair) -> bool:
+    """Whether an equation takes the square of its first operand."""
+    a, *others = pair.eqn.invars
+    power = pair.name == "integer_pow" and pair.eqn.params["y"] == 2
+    return power or pair.name == "square" or others == [a]
 
 
 def _of_each(pair: Pair) -> Made:

@@ -51,6 +51,7 @@ class Made(NamedTuple):
       known: its elements; ``None`` where they are known when it runs.
       drawn: whether it follows from the key of the step.
       numbered: whether it follows from places in the batch.
+      square: how its square is made, of a root.
     """
 
     kind: int
@@ -61,6 +62,7 @@ class Made(NamedTuple):
     known: Known | None = None
     drawn: bool = False
     numbered: bool = False
+    square: "Made | None" = None
 
 
 def taken_in(ndim: int, axis: int | None, counts: Sequence[int]) -> Made:

@@ -47,6 +47,8 @@ from ._pairs import PLACED, Differs, Numbers, Pair, axes_along
 
 _OF_SELECTIONS = "concatenate dynamic_update_slice pad scatter slice split"
 
+# What makes a root, or gives the same numbers again.
+_KEEPS = frozenset(["convert_element_type", "reshape", "sqrt", "squeeze"])
 # What leaves out some examples, or tells one from another, as a sum of them does not.
 _SELECTIONS = frozenset([*PLACED, *_OF_SELECTIONS.split()])
 
@@ -138,6 +140,8 @@ def _after(pair: Pair, operands: list[Made], numbers: Numbers) -> list[Made]:
     if not together and not table_is_drawn and tells_apart(pair, known, given, numbers):
         together = BY_PLACE
     made = Made(OTHER, UNCLEAR, together) if together else made_by(pair, operands)
+    if pair.name not in _KEEPS:
+        made = made._replace(square=None)
     own = _singles(pair, operands), orders, _known.computed(pair, known)
     if (first := own[-1][0]) and all(own[-1]):
         made = _counted(made, first, numbers)
@@ -382,4 +386,5 @@ def _either(cases: Sequence[Made]) -> Made:
         known=known.pop() if len(known) == 1 else None,
         drawn=any(made.drawn for made in cases),
         numbered=any(made.numbered for made in cases),
+        square=cases[0].square if len(cases) == 1 else None,
     )

@@ -161,6 +161,7 @@ SUMS = {
         y[:, 0].at[jnp.arange(len(t)), t[:, 0]].set(1.0) ** 2
     ),
     "where": lambda y, t: jnp.sum(cross_entropy(y, t), where=t > 0),
+    "square of a norm": lambda y, t: jnp.linalg.norm(y - one_hot(t)) ** 2,
 }
 OTHERS = {
     "masked": (lambda y, t: masked(y, t)[0] / masked(y, t)[1], "divides"),
@@ -183,6 +184,7 @@ OTHERS = {
     ),
     "root": (lambda y, t: jnp.sqrt(jnp.mean((y - one_hot(t)) ** 2)), "takes the root"),
     "norm": (lambda y, t: jnp.linalg.norm(y - one_hot(t)), "takes the root"),
+    "square of more": (lambda y, t: (jnp.linalg.norm(y) + 1) ** 2, "takes the root"),
     "perplexity": (
         lambda y, t: jnp.exp(cross_entropy(y, t).mean()),
         "takes the exponential",
