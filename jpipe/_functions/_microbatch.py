@@ -130,7 +130,14 @@ def batch_size(
             else:
                 found[label], along[label] = leaf.shape[axis], axis
     if faults:
-        raise ValueError("cannot split the batch:\n  * " + "\n  * ".join(faults))
+        listed = "\n  * ".join(faults)
+        raise ValueError(
+            f"cannot split the batch:\n  * {listed}\n"
+            f"in_axes says where the examples are in x, target_axes where they are in "
+            f"targets: one number or a tree of them, with None for what each "
+            f"micro-batch is given as it is, as in "
+            f"target_axes={{'labels': 0, 'scale': None}}"
+        )
     if not found:
         raise ValueError(
             "cannot split the batch: no leaf has a batch axis (in_axes is None, or "

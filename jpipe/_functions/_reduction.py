@@ -1,7 +1,6 @@
 """Whether a loss is what its reduction says: else micro-batches make another of it."""
 
 import contextlib
-import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ from .._mixing._made import (
     GROWS,
     OTHER,
     SAME,
-    SHIFTED,
+    SHIFTS,
     UNCLEAR,
     UNKNOWN,
     UNSURE,
@@ -78,8 +77,6 @@ def check(objective: Objective, given: Given, batch: Batch) -> list[str]:
     if not fault and not doubt:
         with contextlib.suppress(Differs), reported():
             fault, doubt = _tried(objective.reduction, traced, made)
-    if objective.reduction == "weighted" and not fault and not doubt:
-        doubt = _beside(traced, made or [])
     if fault:
         raise ValueError(
             f"loss_fn {fault}; with reduction={objective.reduction!r} its "
@@ -114,11 +111,13 @@ def _doubt(loss: Made, *weights: Made) -> str:
     """Why a loss may be another, as unless it is less than what it is at most."""
     if weights:  # which say that the loss of each micro-batch by itself is meant
         (weight,) = weights
-        doubtful = weight.kind == UNSURE and weight.why == FOLLOWS
-        return _AT_LEAST if doubtful else ""
-    if loss.kind in (UNSURE, UNKNOWN) and loss.why != SHIFTED:
+        if weight.kind == UNSURE and weight.why == FOLLOWS:
+            return _AT_LEAST
+        # Which each micro-batch does: it counts as many times.
+        return GROWS if GROWS in (loss.why, weight.why) else ""
+    if loss.kind in (UNSURE, UNKNOWN) and loss.why not in SHIFTS:
         return loss.why
-    if loss.kind == WHOLE and loss.why == SHIFTED:
+    if loss.kind == WHOLE and loss.why in SHIFTS:
         return loss.why
     scaled = loss.kind == WHOLE and loss.degree == UNCLEAR
     return "returns a mean times what the number of examples makes" if scaled else ""
@@ -246,19 +245,6 @@ def _other(reduction: str, found: Results, numbers: Numbers) -> str:
         f"is, of random numbers, {float(together):.5g} for {many} examples, "
         f"and {float(made):.5g} by {len(parts)} micro-batches of {few}"
     )
-
-
-# Less than this is there against a division by zero.
-_LITTLE = 1e-3
-
-
-def _beside(traced: _Traced, made: Sequence[Made]) -> str:
-    """That each micro-batch adds something to what is summed up: it counts M times."""
-    grow = [one.why == GROWS for one in made]
-    found = measured(*traced) if any(grow) else None
-    each = itertools.compress(zip(*found, strict=True), grow) if found else ()
-    counts = any(abs(total - sum(parts)) > _LITTLE for total, parts in each)
-    return GROWS if counts else ""
 
 
 def _scaled(given: Given, size: int, numbers: Numbers) -> Outputs:

@@ -14,7 +14,7 @@ from .._mixing._made import (
     EACH,
     OTHER,
     SAME,
-    SHIFTED,
+    SHIFTS,
     UNCLEAR,
     UNKNOWN,
     UNSURE,
@@ -310,7 +310,7 @@ def _passed(made: Made, along: bool) -> tuple[Made, str]:
         return made._replace(single=single), "computes with the number of examples"
     why = made.why or ADDS
     unsure = made.kind in (UNSURE, UNKNOWN) and made.why
-    mixed = made.kind == WHOLE or unsure or made.why == SHIFTED
+    mixed = made.kind == WHOLE or unsure or made.why in SHIFTS
     if not (made.kind == OTHER or (along and mixed)):
         why = ""
     if along and made.kind not in (SAME, EACH):

@@ -33,6 +33,10 @@ _OF_DATA = (
     "module.init(key, data), and jpipe.Stage(lambda key, x: made, module.apply) in the "
     "place of the module"
 )
+_IN_TRAINING = (
+    "write it where it is trained alone: if not self.is_initializing(), or let "
+    "__call__ take train"
+)
 _NOT_SOWN = "what it computes leaves it as a part of its output, not by sow"
 
 
@@ -137,8 +141,9 @@ def _made(
     if faults:
         made_inside = any(_jaxpr.contains(closed, name) for name in _INSIDE)
         advice = _OUTSIDE if made_inside else _NOT_SOWN
-        if all(fault.startswith("params/") for fault in faults) and not made_inside:
-            advice = _OF_DATA
+        if not made_inside and not any(map(_is_sown, faults)):
+            of_data = all(fault.startswith("params/") for fault in faults)
+            advice = _OF_DATA if of_data else _IN_TRAINING
         raise ValueError(
             f"what a layer holds at the start follows from the shapes of its input "
             f"alone, and not from its values, as {', '.join(faults)} would; {advice}"
@@ -146,6 +151,11 @@ def _made(
     values = _jaxpr.rest(closed, closed.jaxpr.outvars, [])
     leaves = core.jaxpr_as_fun(values)(*given, *jax.tree.leaves(zeros(spec)))
     return jax.tree.unflatten(jax.tree.structure(made), leaves)
+
+
+def _is_sown(path: str) -> bool:
+    """Whether it is in a tuple, which `sow` makes."""
+    return path.rpartition("/")[2].isdecimal()
 
 
 @dataclass

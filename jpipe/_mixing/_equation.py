@@ -9,6 +9,7 @@ from jax.extend import core
 
 from ._made import (
     AFTER,
+    BEYOND,
     BY_PLACE,
     CALLS,
     CHOSEN,
@@ -24,6 +25,7 @@ from ._made import (
     OTHER,
     SAME,
     SHIFTED,
+    SHIFTS,
     UNCLEAR,
     UNKNOWN,
     UNSURE,
@@ -35,6 +37,7 @@ from ._made import (
     one_of,
     product,
     quotient,
+    raised,
     times,
 )
 from ._moved import moved, parts
@@ -55,6 +58,7 @@ _OF_CURVES = """
     exp2 expm1 integer_pow lgamma log log1p logistic pow rsqrt sin sinh sqrt square tan
     tanh
 """
+_SCALED = "abs cumsum dynamic_slice gather reduce_max reduce_min sort"
 _OF_ANSWERS = "and eq ge gt is_finite le lt ne not or xor"
 
 _LINEAR = frozenset([*_OF_PLACES.split(), "add", "add_any", "sub"])
@@ -72,6 +76,10 @@ _CALLED = {
 # What is less the largest of all becomes a quotient by it, which leaves a softmax: it
 # is of each example, once it is divided by another such.
 _SHIFTED = frozenset(["exp", "exp2"])
+# Of which the rules below tell what becomes of a factor; and what is multiplied by it
+# where its operand is.
+_FACTORED = frozenset(["div", "dot_general", "mul", "reduce_sum", "select_n", *_LINEAR])
+_OF_NO_SCALE = frozenset(_SCALED.split())
 # Whether, not how much.
 _ANSWERS = frozenset(_OF_ANSWERS.split())
 _COMPARISONS = frozenset(["ge", "gt", "le", "lt"])
@@ -90,6 +98,24 @@ _BESIDE = "cuts off, of each example, by what is made of all"
 
 def made_by(pair: Pair, operands: list[Made]) -> Made:
     """How the results of an equation are, that holds no jaxpr."""
+    made = _made_by(pair, operands)
+    shifted = [m for m in operands if m.kind == EACH and m.why in SHIFTS]
+    if made.kind != EACH or not shifted or pair.name in _FACTORED:
+        return made
+    if pair.name in _OF_NO_SCALE:
+        return made._replace(why=shifted[0].why, factors=shifted[0].factors)
+    power = _power(pair)
+    return raised(shifted[0], power) if power else made._replace(why=BEYOND, factors=())
+
+
+def _power(pair: Pair) -> float:
+    """To which an equation raises its operand; none is zero."""
+    if pair.name == "integer_pow":
+        return pair.eqn.params["y"]
+    return {"rsqrt": -0.5, "sqrt": 0.5, "square": 2}.get(pair.name, 0)
+
+
+def _made_by(pair: Pair, operands: list[Made]) -> Made:
     name = pair.name
     if name in _ELSEWHERE and any(map(any, (*pair.before, *pair.after))):
         return Made(UNKNOWN, why=CALLS)
@@ -189,7 +215,7 @@ def _of_all(pair: Pair, operands: list[Made]) -> Made:
     """What follows from what is of all examples, and is not linear in it."""
     name, along = pair.name, any(pair.after[0])
     if name in _SHIFTED and along and operands[0].why == SHIFTED:
-        return Made(EACH, why=SHIFTED)
+        return Made(EACH, why=SHIFTED, factors=((id(pair.eqn), 1),))
     if name in _CURVED:
         square = operands[0].square
         if square and _is_square(pair):

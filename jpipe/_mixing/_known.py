@@ -52,6 +52,10 @@ class Known:
         """Whether it is of no whole numbers, and thus no place."""
         return np.issubdtype(self.each[0].dtype, np.floating)
 
+    def is_below(self, size: float) -> bool:
+        """Whether all of it is less than a number, beside its sign."""
+        return all(bool((np.abs(values) < size).all()) for values in self.each)
+
     @property
     def changes(self) -> bool:
         """Whether it is not everywhere the same."""

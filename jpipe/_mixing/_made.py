@@ -16,6 +16,9 @@ ADDS = "adds what is made of all examples"
 FOLLOWS = "computes with what is made of all examples"
 LARGEST = "takes the largest or the smallest of all examples"
 SHIFTED = "shifts by the largest or the smallest of all examples"
+# A factor of an exponential, which a quotient may lose; and what has lost it for good.
+BEYOND = "computes with what is shifted by the largest or the smallest of all examples"
+SHIFTS = (SHIFTED, BEYOND)
 MOVED = "puts examples in the places of others"
 CHOSEN = "chooses some of the examples"
 BY_PLACE = "tells examples apart by their place in the batch"
@@ -32,9 +35,12 @@ CALLS = (
     "which may make something of them together"
 )
 GROWS = "adds what grows with the number of examples to what does not"
+LITTLE = "adds a little to what grows with the number of examples"
+# Less than this, known before anything runs, is there against a division by zero.
+_LITTLE = 1e-3
 # Of what is `UNSURE` for none but these it may yet be linear: of a mean, say, that is
 # at most something, but not of a root that is.
-VAGUE = ("", FOLLOWS, SHIFTED, GROWS)
+VAGUE = ("", FOLLOWS, SHIFTED, GROWS, LITTLE)
 
 
 class Made(NamedTuple):
@@ -52,6 +58,8 @@ class Made(NamedTuple):
       drawn: whether it follows from the key of the step.
       numbered: whether it follows from places in the batch.
       square: how its square is made, of a root.
+      factors: of what is `SHIFTED`, by which exponentials it is multiplied, each with
+        the power.
     """
 
     kind: int
@@ -63,6 +71,7 @@ class Made(NamedTuple):
     drawn: bool = False
     numbered: bool = False
     square: "Made | None" = None
+    factors: tuple[tuple[int, float], ...] = ()
 
 
 def taken_in(ndim: int, axis: int | None, counts: Sequence[int]) -> Made:
@@ -120,11 +129,17 @@ def joined(operands: Sequence[Made]) -> Made:
             return Made(SAME, UNCLEAR, GROWS)
         if _are_several(made.degree for made in operands if made.kind == WHOLE):
             return Made(OTHER, UNCLEAR, "adds a sum over the examples to a mean")
-        whole = WHOLE in kinds and EACH not in kinds
-        return Made(UNSURE, UNCLEAR, GROWS) if whole else Made(UNKNOWN, why=GROWS)
-    whys = [m.why for m in operands if m.why and (kinds == {SAME} or m.why == SHIFTED)]
-    why = whys[0] if whys else ""
-    return Made(max(kinds, default=SAME), next(iter(degrees), None), why)
+        if WHOLE not in kinds or EACH in kinds:
+            return Made(UNKNOWN, why=GROWS)
+        beside = [m.known for m in operands if m.kind == SAME]
+        little = all(known and known.is_below(_LITTLE) for known in beside)
+        return Made(UNSURE, UNCLEAR, LITTLE if beside and little else GROWS)
+    whys = [m.why for m in operands if m.why and (kinds == {SAME} or m.why in SHIFTS)]
+    made = Made(max(kinds, default=SAME), next(iter(degrees), None), *whys[:1])
+    factors = {m.factors for m in operands if m.degree is not None}
+    if made.why == SHIFTED and len(factors) == 1:
+        return made._replace(factors=factors.pop())
+    return made._replace(why=BEYOND) if made.why == SHIFTED else made
 
 
 def _are_several(degrees: Iterable[float | None]) -> bool:
@@ -141,8 +156,10 @@ def product(a: Made, b: Made) -> Made:
     """What a product is of two."""
     if None in (a.degree, b.degree):
         return Made(SAME, None)
-    if a.kind == SAME or b.kind == SAME or a.kind == b.kind == EACH:
-        made = a if b.kind == SAME or a.why == SHIFTED else b
+    if a.kind == b.kind == EACH:
+        return _scaled(a, b, 1)._replace(degree=times(a.degree, b.degree))
+    if SAME in (a.kind, b.kind):
+        made = a if b.kind == SAME else b
         return made._replace(degree=times(a.degree, b.degree))
     if UNSURE in (a.kind, b.kind):
         certain = (m.why for m in (a, b) if m.kind in (UNSURE, OTHER))
@@ -152,6 +169,22 @@ def product(a: Made, b: Made) -> Made:
         return Made(UNKNOWN, why=a.why or b.why)
     made = first([a, b], "multiplies by what is made of all examples")
     return made._replace(degree=times(a.degree, b.degree))
+
+
+def _scaled(a: Made, b: Made, power: float) -> Made:
+    """One of each example, times a power of another."""
+    factors = dict(a.factors)
+    for factor, exponent in b.factors:
+        factors[factor] = factors.get(factor, 0) + power * exponent
+    left = tuple(sorted((key, value) for key, value in factors.items() if value))
+    if BEYOND in (a.why, b.why):
+        return Made(EACH, why=BEYOND)
+    return Made(EACH, why=SHIFTED if left else "", factors=left)
+
+
+def raised(made: Made, power: float) -> Made:
+    """A power of what is of each example."""
+    return _scaled(Made(EACH), made, power)
 
 
 def times(a: float | None, b: float | None) -> float | None:
@@ -168,9 +201,7 @@ def quotient(a: Made, b: Made) -> Made:
     if b.kind == SAME:
         return a._replace(degree=times(a.degree, -b.degree))
     if b.kind == EACH and a.kind in (SAME, EACH):
-        shifted = (a.why == SHIFTED) != (b.why == SHIFTED)
-        why = SHIFTED if shifted else ""
-        return Made(EACH, times(a.degree, -b.degree), why)
+        return _scaled(a, b, -1)._replace(degree=times(a.degree, -b.degree))
     made = first([a, b], "divides by what is made of all examples")
     return made._replace(degree=times(a.degree, -b.degree))
 
@@ -184,7 +215,8 @@ def chosen(which: Made, *cases: Made) -> Made:
         return made
     if made.kind in (SAME, EACH):
         if which.kind == EACH:
-            return made._replace(kind=EACH)
+            by = made if which.why not in SHIFTS else Made(EACH, why=BEYOND)
+            return made._replace(kind=EACH, why=by.why, factors=by.factors)
         if which.kind == UNSURE and not which.why:  # such as whether all are finite
             return made
     elif which.kind == EACH:

@@ -163,9 +163,9 @@ def _counted(made: Made, known: Known, numbers: Numbers) -> Made:
         return Made(EACH)
     if made.kind != SAME or made.degree != UNCLEAR or known.changes:
         return made
-    few, many = (values.item() for values in known.each)
-    if isinstance(few, complex):
+    if not all(map(_is_number, known.each)):
         return made
+    few, many = (np.real(values).item() for values in known.each)
     return Made(SAME, _degree(few, many, numbers.growth), made.why)
 
 
@@ -217,17 +217,21 @@ def _constant(one: Any, other: Any, growth: int) -> Made:
 
 def _held(one: Any, other: Any, growth: int) -> Made:
     """How what two jaxprs hold in one place follows from the number of examples."""
-    if one is other:
+    if one is other and np.size(one) != 1:
         return Made(SAME)
     if np.shape(one) != np.shape(other):
         return Made(UNKNOWN, why=MOVED) if _is_permutation(one) else Made(EACH)
     if any(isinstance(x, jax.Array) for x in (one, other)):
-        return Made(UNKNOWN)
-    dtype = jnp.result_type(one)
-    counts = jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.floating)
-    if np.size(one) != 1 or not counts:
+        return Made(SAME if one is other else UNKNOWN)
+    if np.size(one) != 1 or not all(map(_is_number, (one, other))):
         return Made(SAME, 0 if np.array_equal(one, other) else UNCLEAR)
-    return Made(SAME, _degree(np.asarray(one).item(), np.asarray(other).item(), growth))
+    few, many = (np.real(np.asarray(x)).item() for x in (one, other))
+    return Made(SAME, _degree(few, many, growth))
+
+
+def _is_number(x: Any) -> bool:
+    """Whether it may be how many examples there are, of whatever dtype."""
+    return jnp.issubdtype(jnp.result_type(x), jnp.number) and not np.any(np.imag(x))
 
 
 def _degree(few: Any, many: Any, growth: int) -> float | None:
