@@ -15,6 +15,7 @@ from .._mixing._made import (
     EACH,
     FOLLOWS,
     GROWS,
+    LITTLE,
     OTHER,
     SAME,
     SHIFTS,
@@ -78,8 +79,10 @@ def check(objective: Objective, given: Given, batch: Batch) -> list[str]:
         with contextlib.suppress(Differs), reported():
             fault, doubt = _tried(objective.reduction, traced, made)
     if fault:
+        moved = given.followed and given.followed.moved
+        where = ", as the layers put examples in the places of others" if moved else ""
         raise ValueError(
-            f"loss_fn {fault}; with reduction={objective.reduction!r} its "
+            f"loss_fn {fault}{where}; with reduction={objective.reduction!r} its "
             f"{batch.num_parts} micro-batches would make another "
             f"loss than the mini-batch. {_ADVICE.format(alone=_alone(batch))}"
         )
@@ -109,18 +112,37 @@ def _alone(batch: Batch) -> str:
 
 def _doubt(loss: Made, *weights: Made) -> str:
     """Why a loss may be another, as unless it is less than what it is at most."""
-    if weights:  # which say that the loss of each micro-batch by itself is meant
-        (weight,) = weights
-        if weight.kind == UNSURE and weight.why == FOLLOWS:
-            return _AT_LEAST
-        # Which each micro-batch does: it counts as many times.
-        return GROWS if GROWS in (loss.why, weight.why) else ""
+    if weights:
+        return _doubt_of_quotient(loss, *weights)
     if loss.kind in (UNSURE, UNKNOWN) and loss.why not in SHIFTS:
         return loss.why
     if loss.kind == WHOLE and loss.why in SHIFTS:
         return loss.why
     scaled = loss.kind == WHOLE and loss.degree == UNCLEAR
     return "returns a mean times what the number of examples makes" if scaled else ""
+
+
+def _doubt_of_quotient(total: Made, weight: Made) -> str:
+    """Why that of sums over micro-batches may be another, where it is not said."""
+    if weight.kind == UNSURE and weight.why == FOLLOWS:
+        return _AT_LEAST
+    told = {made: _of_several(made) for made in (total, weight)}
+    if GROWS in told.values():  # which each micro-batch does: it counts as many times
+        return GROWS
+    if told[weight]:
+        return f"returns a weight that is no sum: it {told[weight]}"
+    if told[total] and not total.sized:
+        return (
+            f"{told[total]}; where that of each micro-batch by itself is meant, return "
+            f"(size * loss, size), where size is its number of examples"
+        )
+    return ""
+
+
+def _of_several(made: Made) -> str:
+    """What makes of several examples more than a sum."""
+    kinds = (OTHER, UNSURE) if made.why != LITTLE else ()
+    return made.why if made.kind in kinds else ""
 
 
 def _fault(reduction: str, made: list[Made], batch: Batch) -> str | None:
@@ -216,29 +238,36 @@ def _tried(
 ) -> tuple[str, str]:
     """What a loss of random numbers is that no jaxpr tells of, or may be."""
     one, other, given, numbers = traced
-    # A weight says that the loss of each micro-batch by itself may be meant.
-    unknown = made is None or made[0].kind in (UNKNOWN, UNSURE)
-    if unknown and reduction != "weighted":
-        found = measured(*traced)
-        if found is None and made is None:
+    pieced = any(each.pieced for each in made or ())
+    unknown = made is None or pieced or made[0].kind in (UNKNOWN, UNSURE)
+    # A weight may say that the loss of each micro-batch by itself is meant.
+    said = reduction == "weighted" and (made is None or made[0].sized)
+    if unknown and not said:
+        draws = measured(*traced)
+        if not draws and made is None:
             return "", UNTRIED
-        if found and (why := _other(reduction, found, numbers)):
-            return why, ""
-    if not _backward.is_free(one, other, numbers):
+        for draw in draws:
+            if why := _other(reduction, draw, numbers):
+                return why, ""
+    unknown = made is None or pieced
+    if not unknown and not _backward.is_free(one, other, numbers):
         return "", ""
     share = Made(WHOLE, 1) if reduction == "mean" else Made(SAME)
     why, bent = _backward.found(one, other, given, {0: share}, numbers)
-    if reduction == "weighted":
-        why = _backward.BENDS if bent else ""
-    return why, ""
+    if reduction == "weighted" and bent:
+        return _backward.BENDS, ""
+    meant = said or (reduction == "weighted" and not pieced)
+    return "" if meant else why, ""
 
 
 def _other(reduction: str, found: Results, numbers: Numbers) -> str:
     """What a loss is of all examples and by parts, if that is not the same."""
-    (together,), (parts,) = found
-    count = 1 if reduction == "sum" else len(parts)
-    made = np.sum(parts, axis=0) / count
-    if not differs(together, made, magnitude(parts) / count):
+    together, *weight = found.whole
+    parts, *weights = found.parts
+    by = {"mean": len(parts), "sum": 1}.get(reduction) or np.sum(weights)
+    together = together / weight[0] if weight else together
+    made = np.sum(parts, axis=0) / by
+    if not differs(together, made, found.rounding, magnitude(parts) / abs(by)):
         return ""
     few, many = numbers.counts
     return (

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from .._mixing import _backward
-from .._mixing._made import MOVED, WHOLE, Made
+from .._mixing._made import MOVED, SAME, WHOLE, Made
 from .._mixing._pairs import Numbers
 from . import _nnx_kinds
 from ._followed import Following, two, whole
@@ -101,6 +101,8 @@ def _amiss(made: Made) -> str:
     """Why what a layer writes is not the mean of what micro-batches make of it."""
     if made.kind == WHOLE and made.degree not in (0, None):
         return "is a sum over the examples"
+    if made.kind == SAME and made.drawn:
+        return "is drawn anew for each micro-batch, and kept is the mean of all"
     return made.why
 
 

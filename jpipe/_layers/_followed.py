@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from .._jaxprs import _jaxpr
 from .._mixing._backward import Found
@@ -81,12 +82,14 @@ class Outputs(NamedTuple):
       many: with more of them.
       made: how each leaf is made of them.
       numbers: of the examples.
+      moved: whether examples are in the places of others.
     """
 
     few: PyTree
     many: PyTree
     made: list[Made]
     numbers: Numbers
+    moved: bool = False
 
 
 @dataclass(frozen=True)
@@ -177,7 +180,8 @@ class Following:
     def outputs(self) -> Outputs:
         """What the last layer returns, which is followed itself."""
         few, many = self._given[0].x, self._given[-1].x
-        return Outputs(few, many, self._made, self._numbers)
+        moved = self._outcomes[-1].moved
+        return Outputs(few, many, self._made, self._numbers, moved)
 
     def _next(self) -> Outcome:
         number = len(self._outcomes)
@@ -190,7 +194,10 @@ class Following:
         traced, found, certain, (mixes, bends) = followed
         one, twin = traced[0], traced[-1]
         paths = jax.tree_util.tree_leaves_with_path(one.changed)
-        written = {tuple(path): found[i] for i, (path, _) in enumerate(paths)}
+        written = {
+            tuple(path): made._replace(drawn=made.drawn and _is_inexact(leaf))
+            for (path, leaf), made in zip(paths, found, strict=False)
+        }
         lengths = zip(
             *(
                 [leaf.shape for leaf in jax.tree.leaves(each.after.arrays)]
@@ -264,15 +271,15 @@ class Following:
         one, other = traced[0].closed, traced[-1].closed
         held = [Made(SAME)] * (len(one.jaxpr.invars) - len(made) - 1)
         args = one, other, [*made, *held, Made(SAME, drawn=True)]
-        numbers, train = self._numbers, self._train
+        numbers, certain = self._numbers, True
         try:
             found = results(*args, numbers)
         except Differs:
             # So that the layers after it are followed.
-            avals = one.out_avals, other.out_avals
+            avals, certain = (one.out_avals, other.out_avals), False
             found = by_shapes(*avals, numbers, Made(UNKNOWN))
-            return _Followed(traced, found, False, tried(*args, None, numbers, train))
-        return _Followed(traced, found, True, tried(*args, found, numbers, train))
+        came = tried(*args, found, certain, numbers, self._train)
+        return _Followed(traced, found, certain, came)
 
     def _traced(self, visit: Visit, given: _Given) -> _Traced:
         names: list[_skip.Key] = []
@@ -297,6 +304,10 @@ class Following:
         changed, y, left = jax.tree.unflatten(jax.tree.structure(result), specs)
         skips = dict(zip(names, left, strict=True))
         return _Traced(closed, changed, _Given(y, skips))
+
+
+def _is_inexact(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 def _passed(made: Made, along: bool) -> tuple[Made, str]:

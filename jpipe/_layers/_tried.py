@@ -17,7 +17,8 @@ def tried(
     one: core.ClosedJaxpr,
     other: core.ClosedJaxpr,
     given: Sequence[Made],
-    found: Sequence[Made] | None,
+    found: Sequence[Made],
+    certain: bool,
     numbers: Numbers,
     train: bool,
 ) -> Found:
@@ -27,23 +28,29 @@ def tried(
       one: its jaxpr with some number of examples.
       other: with more.
       given: how each input is made of the examples.
-      found: how each result is, as far as is known; ``None`` where the jaxprs differ.
+      found: how each result is, as far as is known.
+      certain: whether it is known at all: the jaxprs are not two functions.
       numbers: of the examples.
       train: whether it is trained.
     """
     axes = axes_along(one.jaxpr.outvars, other.jaxpr.outvars, numbers)
-    differ = found is None
-    if found is None:
-        found = [Made(UNKNOWN)] * len(axes)
-    unknown = [made.kind in (UNKNOWN, UNSURE) and not made.why for made in found]
+    unknown = [
+        not certain or made.pieced or (made.kind in (UNKNOWN, UNSURE) and not made.why)
+        for made in found
+    ]
     if any(unknown):
-        came = measured(one, other, given, numbers)
-        if came is None and differ:
+        draws = measured(one, other, given, numbers)
+        if not draws and not certain:
             return Found(UNTRIED)
-        each = zip(*came, axes, strict=True) if came else ()
-        if any(mixes(*both, numbers) for both in itertools.compress(each, unknown)):
-            return Found(TOLD)
-    if not train or not _backward.is_free(one, other, numbers):
+        for draw in draws:
+            each = zip(draw.whole, draw.parts, axes, strict=True)
+            asked = itertools.compress(each, unknown)
+            if any(mixes(*result, draw.rounding, numbers) for result in asked):
+                return Found(TOLD)
+    pieced = any(made.pieced for made in found)
+    if not train or not (
+        pieced or not certain or _backward.is_free(one, other, numbers)
+    ):
         return Found()
     cotangents = {
         i: made

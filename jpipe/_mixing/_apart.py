@@ -90,6 +90,49 @@ def _in_order(values: Array, axis: int, length: int, count: int) -> Iterator[_Me
         yield _Meeting(values, order.reshape([-1, *[1] * (values.ndim - axis - 1)]))
 
 
+def takes_apart(pair: Pair, made: Sequence[Orders | None], numbers: Numbers) -> bool:
+    """Whether halves of the examples, say, are on their own from now on.
+
+    Args:
+      pair: the equation.
+      made: the orders of its results.
+      numbers: of the examples.
+    """
+    if pair.name not in _TAKES or numbers.growth == 1:
+        return False
+    results = zip(made, pair.after, pair.eqn.outvars, pair.twin.outvars, strict=True)
+    return any(
+        orders is not None
+        and orders.are_known
+        and not _are_together(orders, along, [var.aval, twin.aval], numbers)
+        and (pair.name != "reshape" or _are_beside(orders, along))
+        for orders, along, var, twin in results
+    )
+
+
+# What leaves examples out, or puts others beside them; and what makes rows of them, of
+# which each may become something else.
+_TAKES = frozenset(
+    ["concatenate", "dynamic_slice", "gather", "pad", "reshape", "slice", "split"]
+)
+
+
+def _are_together(
+    orders: Orders, along: Sequence[bool], avals: Sequence[Any], numbers: Numbers
+) -> bool:
+    if sum(along) != 1:
+        return False
+    axis = along.index(True)
+    lengths = [aval.shape[axis] for aval in avals]
+    return orders.are_in_place(axis, lengths, numbers.counts)
+
+
+def _are_beside(orders: Orders, along: Sequence[bool]) -> bool:
+    """Whether an axis goes from example to example that does not grow with them."""
+    lengths = orders.each[0].shape
+    return any(n > 1 and not grows for n, grows in zip(lengths, along, strict=True))
+
+
 def is_numbered(known: Known, numbers: Numbers) -> bool:
     """Whether what is known differs between the steps of a loop along the examples."""
     met = [

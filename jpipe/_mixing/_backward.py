@@ -122,18 +122,21 @@ def found(
     if _draws(one, other, given, numbers):
         return Found(DRAWS)
     came = measured(one, other, given, numbers)
-    if came is None:
-        return Found()
     axes = axes_along(one.jaxpr.outvars, other.jaxpr.outvars, numbers)
     mixed = any(
-        mixes(whole, parts, along, numbers)
+        mixes(whole, parts, along, draw.rounding, numbers)
         if any(along)
-        else differs(whole, np.sum(parts, axis=0), magnitude(parts))
-        for whole, parts, along in zip(*came, axes, strict=True)
+        else differs(whole, np.sum(parts, axis=0), draw.rounding, magnitude(parts))
+        for draw in came
+        for whole, parts, along in zip(draw.whole, draw.parts, axes, strict=True)
     )
     half = len(axes) // len(_SCALES)
-    pairs = zip(came.whole[:half], came.whole[half:], strict=True)
-    return Found(MIXES if mixed else "", any(differs(*pair) for pair in pairs))
+    bent = any(
+        differs(large, small, draw.rounding)
+        for draw in came
+        for large, small in zip(draw.whole[:half], draw.whole[half:], strict=True)
+    )
+    return Found(MIXES if mixed else "", bent)
 
 
 def _draws(

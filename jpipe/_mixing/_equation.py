@@ -313,6 +313,8 @@ def _soft(pair: Pair, operands: Sequence[Made]) -> Made:
     why, along = _heard(pair, operands), any(pair.after[0])
     if along and why == COMPARED:
         return Made(OTHER, UNCLEAR, why)
+    if along and why == SHIFTED:
+        why = BEYOND
     if along and why == FOLLOWS and pair.name not in _ANSWERS:
         why = _BESIDE  # which differs from one example to another
     return Made(UNSURE, UNCLEAR, why)

@@ -57,6 +57,9 @@ class Made(NamedTuple):
       known: its elements; ``None`` where they are known when it runs.
       drawn: whether it follows from the key of the step.
       numbered: whether it follows from places in the batch.
+      pieced: whether it is of examples that were taken apart, into halves, say: nobody
+        knows what was done with each of them.
+      sized: whether it is times the number of examples.
       square: how its square is made, of a root.
       factors: of what is `SHIFTED`, by which exponentials it is multiplied, each with
         the power.
@@ -70,6 +73,8 @@ class Made(NamedTuple):
     known: Known | None = None
     drawn: bool = False
     numbered: bool = False
+    pieced: bool = False
+    sized: bool = False
     square: "Made | None" = None
     factors: tuple[tuple[int, float], ...] = ()
 
@@ -159,8 +164,9 @@ def product(a: Made, b: Made) -> Made:
     if a.kind == b.kind == EACH:
         return _scaled(a, b, 1)._replace(degree=times(a.degree, b.degree))
     if SAME in (a.kind, b.kind):
-        made = a if b.kind == SAME else b
-        return made._replace(degree=times(a.degree, b.degree))
+        by, made = (b, a) if b.kind == SAME else (a, b)
+        sized = made.sized or by.degree == 1
+        return made._replace(degree=times(a.degree, b.degree), sized=sized)
     if UNSURE in (a.kind, b.kind):
         certain = (m.why for m in (a, b) if m.kind in (UNSURE, OTHER))
         why = next((why for why in certain if why not in VAGUE), "")

@@ -7,6 +7,7 @@ they do not proves nothing. So this is asked last, of what its jaxpr does not te
 import functools
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +29,8 @@ UNTRIED = (
 )
 # More elements are not made up, and computed, for a check.
 _LARGEST = 1 << 28
+# A threshold may lie where one draw has none beyond it.
+_DRAWS = 3
 # The bits of all that is drawn, so that the parts draw what all examples do.
 _BITS = 0x5A5A5A5A
 _CALLS = ("closed_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit")
@@ -45,10 +48,13 @@ class Results(NamedTuple):
     Attributes:
       whole: its results for all examples.
       parts: of each result those for the parts of them.
+      rounding: how far apart two are, beside their size, that are computed in other
+        orders.
     """
 
     whole: Values
     parts: list[Values]
+    rounding: float
 
 
 def measured(
@@ -56,7 +62,7 @@ def measured(
     other: core.ClosedJaxpr,
     given: Sequence[Made],
     numbers: Numbers,
-) -> Results | None:
+) -> list[Results]:
     """What a function gives for all examples, and for the parts of them.
 
     Args:
@@ -66,28 +72,29 @@ def measured(
       numbers: of the examples.
 
     Returns:
-      Its results, all finite if it has such; ``None`` where nobody knows which numbers
-      it takes, or what their parts are.
+      Its results for several draws, all finite if it has such; nothing where nobody
+      knows which numbers it takes, or what their parts are.
     """
     if _elements(other) > _LARGEST:
-        return None
+        return []
     axes = axes_along(one.jaxpr.invars, other.jaxpr.invars, numbers)
-    found = None
-    try:
-        with jax.transfer_guard("allow"), jax.debug_nans(False):
-            for shares in (False, True):
-                draw = functools.partial(_random, np.random.default_rng(0), shares)
-                whole = [*map(draw, other.in_avals, axes)]
-                inputs = zip(whole, given, axes, strict=True)
-                split = [_parts(*each, numbers) for each in inputs]
-                parts = [_run(one, part) for part in zip(*split, strict=True)]
-                found = Results(
-                    _run(other, whole), [*map(list, zip(*parts, strict=True))]
-                )
-                if all(np.isfinite(made).all() for made in found.whole):
-                    break
-    except Exception:  # whatever a function does that is given random numbers
-        pass
+    rounding = max(map(_rounding, _dtypes(other)), default=0.0)
+
+    def drawn(seed: int, shares: bool) -> Results:
+        draw = functools.partial(_random, np.random.default_rng(seed), shares)
+        whole = [*map(draw, other.in_avals, axes)]
+        inputs = zip(whole, given, axes, strict=True)
+        split = [_parts(*each, numbers) for each in inputs]
+        parts = [_run(one, part) for part in zip(*split, strict=True)]
+        made = [*map(list, zip(*parts, strict=True))]
+        return Results(_run(other, whole), made, rounding)
+
+    found = list[Results]()
+    # Whatever a function does that is given random numbers.
+    with suppress(Exception), jax.transfer_guard("allow"), jax.debug_nans(False):
+        found = [drawn(seed, shares=False) for seed in range(_DRAWS)]
+        if not all(np.isfinite(made).all() for made in found[0].whole):
+            found = [drawn(seed, shares=True) for seed in range(_DRAWS)]
     return found
 
 
@@ -97,7 +104,13 @@ def _elements(closed: core.ClosedJaxpr) -> int:
     return sum(math.prod(getattr(aval, "shape", ())) for aval in avals)
 
 
-def mixes(whole: Array, parts: Values, along: Sequence[bool], numbers: Numbers) -> bool:
+def mixes(
+    whole: Array,
+    parts: Values,
+    along: Sequence[bool],
+    rounding: float,
+    numbers: Numbers,
+) -> bool:
     """Whether a result of all examples is not that of the parts.
 
     Args:
@@ -105,6 +118,7 @@ def mixes(whole: Array, parts: Values, along: Sequence[bool], numbers: Numbers) 
       parts: of the parts of them.
       along: which axes go along the examples: what does not is of all of them a
         constant, a mean or a sum.
+      rounding: see `Results`.
       numbers: of the examples.
     """
     if not any(along):
@@ -112,20 +126,20 @@ def mixes(whole: Array, parts: Values, along: Sequence[bool], numbers: Numbers) 
         size = magnitude(parts)
         mean, each = total / len(parts), size / len(parts)
         cases = (parts[0], each), (mean, each), (total, size)
-        return all(differs(whole, *case) for case in cases)
+        return all(differs(whole, made, rounding, size) for made, size in cases)
     axis = along.index(True)
     if sum(along) > 1 or sum(part.shape[axis] for part in parts) != whole.shape[axis]:
         return True
     together = np.concatenate(parts, axis)
     if (parts[0].shape[axis], whole.shape[axis]) == numbers.counts:
-        return differs(whole, together)
+        return differs(whole, together, rounding)
     # In which order more is merged with the examples is not known.
     weights = np.random.default_rng(0).normal(size=whole.size // whole.shape[axis])
     few, many = (
         np.sort(np.moveaxis(_wide(made), axis, 0).reshape(-1, weights.size) @ weights)
         for made in (whole, together)
     )
-    return _differ(few, many, _rounding(whole))
+    return differs(few, many, rounding)
 
 
 def magnitude(parts: Values) -> float:
@@ -133,18 +147,16 @@ def magnitude(parts: Values) -> float:
     return sum(float(np.abs(_wide(part)).mean()) for part in parts if part.size)
 
 
-def differs(a: Array, b: Array, size: float = 0) -> bool:
+def differs(a: Array, b: Array, rounding: float, size: float = 0) -> bool:
     """Whether two results are apart by more than rounding explains.
 
     Args:
       a: an array.
       b: another of the same shape.
+      rounding: see `Results`.
       size: that of numbers of which they are made, if that is more than their own.
     """
-    return _differ(_wide(a), _wide(b), _rounding(a), size)
-
-
-def _differ(a: Array, b: Array, rounding: float, size: float = 0) -> bool:
+    a, b = _wide(a), _wide(b)
     with np.errstate(invalid="ignore"):  # of infinite ones
         apart = np.abs(a - b)
     known = np.isfinite(apart)
@@ -154,10 +166,19 @@ def _differ(a: Array, b: Array, rounding: float, size: float = 0) -> bool:
     return bool(apart[known].mean() > rounding * size)
 
 
-def _rounding(made: Array) -> float:
-    """How far apart two are, beside their size, that are computed in other orders."""
-    floating = jnp.issubdtype(made.dtype, jnp.inexact)
-    return float(jnp.finfo(made.dtype).eps) ** 0.6 if floating else 1e-3
+def _rounding(dtype: Any) -> float:
+    floating = jnp.issubdtype(dtype, jnp.inexact)
+    return float(jnp.finfo(dtype).eps) ** 0.6 if floating else 1e-3
+
+
+def _dtypes(closed: core.ClosedJaxpr) -> set[Any]:
+    """Those of all numbers that are computed with, beside whole ones."""
+    made = [var.aval for eqn in closed.jaxpr.eqns for var in eqn.outvars]
+    avals: Any = [*closed.in_avals, *closed.out_avals, *made]
+    inner = (each for eqn in closed.jaxpr.eqns for each in _jaxpr.inside(eqn))
+    own = {getattr(aval, "dtype", None) for aval in avals}
+    own = {dtype for dtype in own if dtype and jnp.issubdtype(dtype, jnp.inexact)}
+    return own.union(*map(_dtypes, inner))
 
 
 def _wide(made: Any) -> Array:

@@ -8,7 +8,6 @@ examples, which two jaxprs of one function show that were traced with other numb
 import contextlib
 import functools
 import itertools
-import math
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -20,7 +19,8 @@ from jax.extend import core
 
 from .._jaxprs import _jaxpr, _loops
 from . import _known
-from ._apart import is_numbered, tells_apart
+from ._apart import is_numbered, takes_apart, tells_apart
+from ._constants import constant, degree_of, is_number
 from ._equation import made_by
 from ._known import Known
 from ._made import (
@@ -104,11 +104,11 @@ def _results(
         raise Differs
     values = dict(zip(one.jaxpr.invars, given, strict=True))
     for var, a, b in zip(one.jaxpr.constvars, one.consts, other.consts, strict=True):
-        values[var] = _constant(a, b, numbers.growth)
+        values[var] = constant(a, b, numbers.growth)
 
     def read(atoms: Sequence[Any], twins: Sequence[Any]) -> list[Made]:
         return [
-            _constant(atom.val, twin.val, numbers.growth)
+            constant(atom.val, twin.val, numbers.growth)
             if isinstance(atom, core.Literal)
             else values[atom]
             for atom, twin in zip(atoms, twins, strict=True)
@@ -141,7 +141,7 @@ def _after(pair: Pair, operands: list[Made], numbers: Numbers) -> list[Made]:
         together = BY_PLACE
     made = Made(OTHER, UNCLEAR, together) if together else made_by(pair, operands)
     if pair.name not in _KEEPS:
-        made = made._replace(square=None)
+        made = made._replace(square=None, sized=made.sized and pair.name == "mul")
     own = _singles(pair, operands), orders, _known.computed(pair, known)
     if (first := own[-1][0]) and all(own[-1]):
         made = _counted(made, first, numbers)
@@ -150,6 +150,8 @@ def _after(pair: Pair, operands: list[Made], numbers: Numbers) -> list[Made]:
     made = made._replace(
         drawn=any(made.drawn for made in operands),
         numbered=any(made.numbered for made in operands) or _are_places(pair, made),
+        pieced=any(made.pieced for made in operands)
+        or takes_apart(pair, orders, numbers),
     )
     return [
         made._replace(single=single, orders=order, known=known)
@@ -163,10 +165,10 @@ def _counted(made: Made, known: Known, numbers: Numbers) -> Made:
         return Made(EACH)
     if made.kind != SAME or made.degree != UNCLEAR or known.changes:
         return made
-    if not all(map(_is_number, known.each)):
+    if not all(map(is_number, known.each)):
         return made
     few, many = (np.real(values).item() for values in known.each)
-    return Made(SAME, _degree(few, many, numbers.growth), made.why)
+    return Made(SAME, degree_of(few, many, numbers.growth), made.why)
 
 
 def _is_cut_to_size(pair: Pair, operands: Sequence[Made]) -> bool:
@@ -205,55 +207,6 @@ def _lying(made: Made, along: Sequence[bool], why: str = CHOSEN) -> Made:
     return made._replace(kind=OTHER, why=COMPARED)
 
 
-def _constant(one: Any, other: Any, growth: int) -> Made:
-    known = _known.constant(one, other)
-    made = _held(one, other, growth)
-    if np.shape(one) == np.shape(other):
-        return made._replace(known=known)
-    if known is None:
-        return Made(UNKNOWN, why=BY_PLACE)
-    return made._replace(known=known, numbered=True)
-
-
-def _held(one: Any, other: Any, growth: int) -> Made:
-    """How what two jaxprs hold in one place follows from the number of examples."""
-    if one is other and np.size(one) != 1:
-        return Made(SAME)
-    if np.shape(one) != np.shape(other):
-        return Made(UNKNOWN, why=MOVED) if _is_permutation(one) else Made(EACH)
-    if any(isinstance(x, jax.Array) for x in (one, other)):
-        return Made(SAME if one is other else UNKNOWN)
-    if np.size(one) != 1 or not all(map(_is_number, (one, other))):
-        return Made(SAME, 0 if np.array_equal(one, other) else UNCLEAR)
-    few, many = (np.real(np.asarray(x)).item() for x in (one, other))
-    return Made(SAME, _degree(few, many, growth))
-
-
-def _is_number(x: Any) -> bool:
-    """Whether it may be how many examples there are, of whatever dtype."""
-    return jnp.issubdtype(jnp.result_type(x), jnp.number) and not np.any(np.imag(x))
-
-
-def _degree(few: Any, many: Any, growth: int) -> float | None:
-    """To which power of their number something grows, by its value in two jaxprs."""
-    a, b = float(few), float(many)
-    if a == b or not (math.isfinite(a) and math.isfinite(b)):
-        return 0 if a else None
-    degree = math.log(b / a) / math.log(growth) if a * b > 0 else math.inf
-    # A number of examples in bfloat16 has eight bits.
-    if abs(degree) > 3 or abs(degree - round(degree)) > 0.02:
-        return UNCLEAR
-    return round(degree)
-
-
-def _is_permutation(places: Any) -> bool:
-    """Whether these are the places of all examples in another order."""
-    if not isinstance(places, np.ndarray) or places.ndim != 1:
-        return False
-    natural = np.arange(places.size)
-    return np.array_equal(np.sort(places), natural) and (places != natural).any()
-
-
 def _singles(pair: Pair, operands: Sequence[Made]) -> list[bool]:
     """Which results of an equation, that holds no jaxpr, hold single examples."""
     held = [made.single for made in operands]
@@ -272,6 +225,8 @@ def _singles(pair: Pair, operands: Sequence[Made]) -> list[bool]:
 
 def _within(pair: Pair, operands: list[Made], numbers: Numbers) -> list[Made] | None:
     """Of a call, of branches or of a loop; None of any other."""
+    if pair.name == "custom_linear_solve":
+        return _solved(pair, operands, numbers)
     bodies = _jaxpr.bodies(pair.eqn), _jaxpr.bodies(pair.twin)
     if len(bodies[0]) != len(bodies[1]):
         raise Differs
@@ -308,6 +263,15 @@ def _within(pair: Pair, operands: list[Made], numbers: Numbers) -> list[Made] | 
             return [*map(end, found)] if pair.name == "while" else found
         given = [*given[: carried.start or 0], *after, *given[carried.stop :]]
     return [*map(_lost, found)]
+
+
+def _solved(pair: Pair, operands: list[Made], numbers: Numbers) -> list[Made]:
+    """Of a linear system: as its solver, which takes what it closes over, and more."""
+    lengths: Any = pair.eqn.params["const_lengths"]
+    before = lengths.matvec + lengths.vecmat
+    held = operands[before : before + lengths.solve]
+    one, other = (eqn.params["jaxprs"].solve for eqn in (pair.eqn, pair.twin))
+    return _results(one, other, [*held, *operands[sum(lengths) :]], numbers)
 
 
 def _unstacked(
@@ -390,5 +354,6 @@ def _either(cases: Sequence[Made]) -> Made:
         known=known.pop() if len(known) == 1 else None,
         drawn=any(made.drawn for made in cases),
         numbered=any(made.numbered for made in cases),
+        pieced=any(made.pieced for made in cases),
         square=cases[0].square if len(cases) == 1 else None,
     )

@@ -62,6 +62,28 @@ def test_a_running_sum_is_told_and_a_running_mean_is_not():
     trained(mse_of(Codebook(True)))
 
 
+class Redrawn(nn.Module):
+    """Random features, drawn anew in each step."""
+
+    @nn.compact
+    def __call__(self, x, train):
+        features = self.variable("drawn", "features", jnp.ones, (WIDTH, WIDTH))
+        if train and not self.is_initializing():
+            features.value = jax.random.normal(
+                self.make_rng("features"), (WIDTH, WIDTH)
+            )
+        return jnp.cos(x @ features.value)
+
+
+def test_what_each_micro_batch_draws_to_keep_is_told():
+    """The mean of several draws is no such draw."""
+    says = r"writes drawn/features, which is drawn anew for each micro-batch, and kept"
+    x, tx = batch(), optax.sgd(0.1)
+    pipe = jpipe.sequential(mse_of(Redrawn()), PARTS)
+    with pytest.warns(UserWarning, match=says):
+        pipe.train_step(ref.mse, tx)(pipe.init_train_state(KEY, x, tx), x, x)
+
+
 class Range(nn.Module):
     """How large its input may be, as a quantized layer knows."""
 

@@ -213,11 +213,26 @@ def test_single_ones_that_an_earlier_layer_chose_are_found(choose, way):
     ref.assert_close(after[-1]["stats"]["rest"], factor * x.mean(0), 1e-6)
 
 
-def test_it_is_told_which_layer_takes_no_other_number_of_examples():
-    fixed = [lambda x: {"h": x["h"].reshape(4, 4)}, *around(same, lambda _: 1, same)]
+def of_four(x):
+    return {"h": x["h"].reshape(4, 4)}
+
+
+def test_what_comes_after_a_layer_of_one_number_of_examples_is_followed():
+    """A mean that is as long as there are examples is not of single ones."""
     x = {"h": jnp.ones((8, 4))}
-    pipe = jpipe.pipeline(fixed, 2, balance=[4])
-    told = r"layer 2 .* stats/mean, .* or is it none .* Layer 0 .* no other .* than 4"
+    layers = [of_four, *around(same, lambda _: 1, same)]
+    pipe = jpipe.pipeline(layers, 2, balance=[4])
+    pipe.value_and_grad(ref.mse, has_state=True)(pipe.init(KEY, x), x, x["h"])
+
+
+def test_it_is_told_which_layer_takes_no_other_number_of_examples():
+    def first_two(x):
+        return of_four({"h": x["h"][:2].repeat(2, 0)})
+
+    x = {"h": jnp.ones((8, 4))}
+    layers = [of_four, first_two, *around(same, lambda _: 1, same)]
+    pipe = jpipe.pipeline(layers, 2, balance=[5])
+    told = r"layer 3 .* stats/mean, .* or is it none .* Layer 0 .* no other .* than 4"
     with pytest.raises(ValueError, match=told):
         pipe.value_and_grad(ref.mse)(pipe.init(KEY, x), x, x["h"])
 
