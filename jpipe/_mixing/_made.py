@@ -140,7 +140,8 @@ def joined(operands: Sequence[Made]) -> Made:
         little = all(known and known.is_below(_LITTLE) for known in beside)
         return Made(UNSURE, UNCLEAR, LITTLE if beside and little else GROWS)
     whys = [m.why for m in operands if m.why and (kinds == {SAME} or m.why in SHIFTS)]
-    made = Made(max(kinds, default=SAME), next(iter(degrees), None), *whys[:1])
+    why = whys[0] if whys else ""
+    made = Made(max(kinds, default=SAME), next(iter(degrees), None), why)
     factors = {m.factors for m in operands if m.degree is not None}
     if made.why == SHIFTED and len(factors) == 1:
         return made._replace(factors=factors.pop())
