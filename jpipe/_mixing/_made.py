@@ -206,7 +206,8 @@ def quotient(a: Made, b: Made) -> Made:
     if UNKNOWN in (a.kind, b.kind) or b.degree is None:
         return Made(UNKNOWN, why=DRAWN if DRAWN in (a.why, b.why) else "")
     if b.kind == SAME:
-        return a._replace(degree=times(a.degree, -b.degree))
+        sized = a.sized and not b.degree
+        return a._replace(degree=times(a.degree, -b.degree), sized=sized)
     if b.kind == EACH and a.kind in (SAME, EACH):
         return _scaled(a, b, -1)._replace(degree=times(a.degree, -b.degree))
     made = first([a, b], "divides by what is made of all examples")

@@ -29,8 +29,8 @@ UNTRIED = (
 )
 # More elements are not made up, and computed, for a check.
 _LARGEST = 1 << 28
-# A threshold may lie where one draw has none beyond it.
-_DRAWS = 3
+# A threshold may lie where one draw of few numbers has none beyond it.
+_DRAWS, _SMALL = 3, 1 << 20
 # The bits of all that is drawn, so that the parts draw what all examples do.
 _BITS = 0x5A5A5A5A
 _CALLS = ("closed_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit")
@@ -75,8 +75,10 @@ def measured(
       Its results for several draws, all finite if it has such; nothing where nobody
       knows which numbers it takes, or what their parts are.
     """
-    if _elements(other) > _LARGEST:
+    size = _elements(other)
+    if size > _LARGEST:
         return []
+    seeds = range(_DRAWS if size < _SMALL else 1)
     axes = axes_along(one.jaxpr.invars, other.jaxpr.invars, numbers)
     rounding = max(map(_rounding, _dtypes(other)), default=0.0)
 
@@ -92,9 +94,9 @@ def measured(
     found = list[Results]()
     # Whatever a function does that is given random numbers.
     with suppress(Exception), jax.transfer_guard("allow"), jax.debug_nans(False):
-        found = [drawn(seed, shares=False) for seed in range(_DRAWS)]
+        found = [drawn(seed, shares=False) for seed in seeds]
         if not all(np.isfinite(made).all() for made in found[0].whole):
-            found = [drawn(seed, shares=True) for seed in range(_DRAWS)]
+            found = [drawn(seed, shares=True) for seed in seeds]
     return found
 
 

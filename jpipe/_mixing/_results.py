@@ -141,7 +141,8 @@ def _after(pair: Pair, operands: list[Made], numbers: Numbers) -> list[Made]:
         together = BY_PLACE
     made = Made(OTHER, UNCLEAR, together) if together else made_by(pair, operands)
     if pair.name not in _KEEPS:
-        made = made._replace(square=None, sized=made.sized and pair.name == "mul")
+        sized = made.sized and pair.name in ("div", "mul")
+        made = made._replace(square=None, sized=sized)
     own = _singles(pair, operands), orders, _known.computed(pair, known)
     if (first := own[-1][0]) and all(own[-1]):
         made = _counted(made, first, numbers)

@@ -79,7 +79,7 @@ LEFT = {
 SAID = {
     "each compared": lambda y, t: (len(y) * contrastive(y, t).mean(), len(y)),
     "in another dtype": lambda y, t: (
-        jnp.float32(0.5 * (len(y) * jnp.sqrt(squares(y, t).mean()))),
+        jnp.float32(0.5 * (len(y) * jnp.sqrt(squares(y, t).mean())) / 3),
         jnp.float32(len(y)),
     ),
 }
