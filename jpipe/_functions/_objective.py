@@ -93,7 +93,9 @@ class Objective:
         except Exception as error:
             error.add_note(
                 f"raised by loss_fn on outputs {shapes(outputs)} and "
-                f"targets {shapes(targets)}"
+                f"targets {shapes(targets)}, those of a micro-batch; what it closes "
+                f"over is not cut: what has a value for each example is given as a "
+                f"target"
             )
             raise
         result, aux = self._without_aux(result)

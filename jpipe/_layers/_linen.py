@@ -219,7 +219,7 @@ def _explained() -> Iterator[None]:
             "__call__ take train, and write (use_running_average=not train) only then"
         )
         raise
-    except errors.ScopeParamNotFoundError as error:
+    except (errors.ScopeCollectionNotFound, errors.ScopeParamNotFoundError) as error:
         error.add_note(
             "what a layer holds is what it needs in evaluation: let it use the same "
             "parameters in training, or make there what only training uses: "

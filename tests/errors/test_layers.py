@@ -91,9 +91,11 @@ class Sowing(nn.Module):
 
 
 class OnlyTrained(nn.Module):
+    first: bool = True
+
     @nn.compact
     def __call__(self, x, train):
-        x = nn.Dense(3)(x)
+        x = nn.Dense(3)(x) if self.first else x
         return nn.Dense(2)(x) if train else x
 
 
@@ -104,6 +106,11 @@ class OnlyTrained(nn.Module):
         (
             [OnlyTrained()],
             errors.ScopeParamNotFoundError,
+            "let it use the same parameters in training",
+        ),
+        (
+            [OnlyTrained(first=False)],
+            errors.ScopeCollectionNotFound,
             "let it use the same parameters in training",
         ),
     ],
