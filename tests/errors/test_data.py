@@ -209,8 +209,8 @@ def test_outputs_and_targets_that_do_not_fit(pipe, variables):
         pipe.value_and_grad(mse)(variables, X, np.ones((4, 7), np.float32))
     (note,) = (text for text in refusal.value.__notes__ if "loss_fn" in text)
     assert note.startswith(
-        "raised by loss_fn on outputs float32[2,2] and targets float32[2,7], those of a "
-        "micro-batch; what it closes over is not cut"
+        "raised by loss_fn on outputs float32[2,2] and targets float32[2,7], those "
+        "of a micro-batch; what it closes over is not cut"
     )
 
 
