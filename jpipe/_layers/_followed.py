@@ -331,4 +331,5 @@ def _passed(made: Made, along: bool) -> tuple[Made, str]:
     elif made.kind == OTHER:
         known = made.degree != UNCLEAR
         made = Made(WHOLE if known else UNSURE, made.degree)
-    return made._replace(single=single), why
+    # What was taken apart is measured of this layer, and of no other.
+    return made._replace(single=single, pieced=False, factors=()), why
