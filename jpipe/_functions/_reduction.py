@@ -233,13 +233,17 @@ def _with(objective: Objective, outputs: Outputs, batch: Batch) -> _Traced:
     return _Traced(one, other, [*outputs.made, *targets], numbers)
 
 
+# What is known of a loss whose jaxprs are two functions.
+_NOTHING = Made(UNKNOWN)
+
+
 def _tried(
     reduction: str, traced: _Traced, made: Sequence[Made] | None
 ) -> tuple[str, str]:
     """What a loss of random numbers is that no jaxpr tells of, or may be."""
     one, other, given, numbers = traced
     pieced = any(each.pieced for each in made or ())
-    unknown = made is None or pieced or made[0].kind in (UNKNOWN, UNSURE)
+    unknown = pieced or any(m.kind in (UNKNOWN, UNSURE) for m in made or (_NOTHING,))
     # A weight may say that the loss of each micro-batch by itself is meant.
     said = reduction == "weighted" and (made is None or made[0].sized)
     if unknown and not said:

@@ -13,12 +13,11 @@ import numpy as np
 from jax.extend import core
 
 from .._jaxprs import _jaxpr
-from ._made import DRAWN, EACH, SAME, WHOLE, Made, by_shapes
+from ._made import DRAWN, EACH, FOLLOWS, OTHER, SAME, UNSURE, WHOLE, Made, by_shapes
 from ._measured import differs, magnitude, measured, mixes
 from ._pairs import Differs, Numbers, axes_along
 from ._results import results
 
-DRAWS = f"has a backward that {DRAWN}"
 MIXES = "has a backward that makes something of the cotangents of several examples"
 BENDS = (
     "has a backward that is not linear in cotangents, as one that clips them; with "
@@ -115,12 +114,11 @@ def found(
       numbers: of the examples.
     """
     given = [*given, *cotangents.values()]
+    is_own = is_free(one, other, numbers)
     try:
         one, other = (_backward(closed, [*cotangents]) for closed in (one, other))
     except Exception:  # whatever a backward does with another number of examples
         return Found()
-    if _draws(one, other, given, numbers):
-        return Found(DRAWS)
     came = measured(one, other, given, numbers)
     axes = axes_along(one.jaxpr.outvars, other.jaxpr.outvars, numbers)
     mixed = any(
@@ -136,25 +134,33 @@ def found(
         for draw in came
         for large, small in zip(draw.whole[:half], draw.whole[half:], strict=True)
     )
-    return Found(MIXES if mixed else "", bent)
+    if mixed:
+        return Found(MIXES, bent)
+    why = _why(one, other, given, numbers) if is_own else ""
+    return Found(f"has a backward that {why}" if why else "", bent)
 
 
-def _draws(
+def _why(
     one: core.ClosedJaxpr,
     other: core.ClosedJaxpr,
     given: Sequence[Made],
     numbers: Numbers,
-) -> bool:
-    """Whether it draws random numbers by a key of its own."""
-    if not _jaxpr.contains(one, "random_bits"):
-        return False
+) -> str:
+    """What makes more of several examples than of each, such as a threshold of all."""
     # A share of all, in which a loss is, makes no numbers other ones.
     given = [Made(SAME) if made.kind == WHOLE else made for made in given]
     try:
         made = results(one, other, given, numbers)
     except Differs:
-        return False
-    return any(each.why == DRAWN for each in made)
+        return ""
+    axes = axes_along(one.jaxpr.outvars, other.jaxpr.outvars, numbers)
+    of_all = [
+        each.why
+        for each, along in zip(made, axes, strict=True)
+        if each.why in (DRAWN, FOLLOWS)
+        or (any(along) and each.kind in (OTHER, UNSURE) and each.why)
+    ]
+    return of_all[0] if of_all else ""
 
 
 def _backward(closed: core.ClosedJaxpr, chosen: Sequence[int]) -> core.ClosedJaxpr:

@@ -301,6 +301,8 @@ def _taken(value: Made, places: Sequence[Made]) -> Made | None:
     for why in (COMPARED, LARGEST):
         if why in of_all and value.kind == EACH:
             return Made(OTHER, UNCLEAR, why)
+    if value.kind == EACH and any(of_all):
+        return Made(UNSURE, UNCLEAR, max(of_all))
     if kinds <= {SAME, EACH} and value.kind in (WHOLE, OTHER):
         return first([value], "takes, for each example, what is made of all")
     if kinds <= {SAME, EACH} and value.kind == UNSURE:
@@ -349,7 +351,10 @@ def _written(pair: Pair, values: Sequence[Made], places: Sequence[Made]) -> Made
     if made.kind != OTHER and any(place.kind != SAME for place in places):
         apart = any(pair.after[0]) and made.kind in (SAME, EACH)
         why = CHOSEN if made.why == CHOSEN else ""
-        why = next((place.why for place in places if place.kind in OF_ALL), why)
+        of_all = {place.why for place in places if place.kind in OF_ALL}
+        if apart and any(of_all):
+            return Made(UNSURE, UNCLEAR, max(of_all))
+        why = max(of_all, default=why)
         return made._replace(kind=EACH if apart else UNKNOWN, why=why)
     return made
 
@@ -359,7 +364,9 @@ def _place(made: Made) -> Made:
 
     Such as a place from the end, which the number of examples was added to.
     """
-    return Made(EACH) if made.kind == UNKNOWN else made._replace(degree=0)
+    if made.kind != UNKNOWN:
+        return made._replace(degree=0)
+    return Made(UNSURE, UNCLEAR, FOLLOWS) if made.why == FOLLOWS else Made(EACH)
 
 
 def _summed(made: Made, over: Sequence[bool], after: Sequence[bool]) -> Made:

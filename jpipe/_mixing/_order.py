@@ -236,7 +236,6 @@ def _runs(one: Sequence[int], other: Sequence[int]) -> list[tuple[range, range]]
 def narrow(order: Order) -> Order:
     """One place for all along each axis where it does not change."""
     for axis, length in enumerate(order.shape):
-        one = order.take([0], axis)
-        if length > 1 and (order == one).all():
+        if length > 1 and (order == (one := order.take([0], axis))).all():
             order = one
     return order

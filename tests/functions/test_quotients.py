@@ -114,6 +114,15 @@ def test_what_is_no_sum_is_told(name):
             loss_by(loss_fn)
 
 
+def test_a_weight_that_counts_what_there_is_is_measured():
+    def of_kinds(y, t):
+        kinds = jnp.zeros(8).at[jnp.int32(3 * jnp.abs(t[:, 0]))].set(1.0)
+        return squares(y, t).sum(), kinds.sum()
+
+    with pytest.raises(ValueError, match="loss_fn is, of random numbers, "):
+        loss_by(of_kinds)
+
+
 @pytest.mark.parametrize("name", [*LEFT, *SAID])
 def test_sums_are_not_nor_what_is_said_to_be_of_each_micro_batch(name):
     loss_fn = (LEFT | SAID)[name]
