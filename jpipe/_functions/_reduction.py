@@ -233,28 +233,24 @@ def _with(objective: Objective, outputs: Outputs, batch: Batch) -> _Traced:
     return _Traced(one, other, [*outputs.made, *targets], numbers)
 
 
-# What is known of a loss whose jaxprs are two functions.
-_NOTHING = Made(UNKNOWN)
-
-
 def _tried(
     reduction: str, traced: _Traced, made: Sequence[Made] | None
 ) -> tuple[str, str]:
     """What a loss of random numbers is that no jaxpr tells of, or may be."""
     one, other, given, numbers = traced
-    pieced = any(each.pieced for each in made or ())
-    unknown = pieced or any(m.kind in (UNKNOWN, UNSURE) for m in made or (_NOTHING,))
+    differ, known = made is None, made or []
+    pieced = differ or any(each.pieced for each in known)
+    unknown = pieced or any(each.kind in (UNKNOWN, UNSURE) for each in known)
     # A weight may say that the loss of each micro-batch by itself is meant.
-    said = reduction == "weighted" and (made is None or made[0].sized)
+    said = reduction == "weighted" and (differ or known[0].sized)
     if unknown and not said:
         draws = measured(*traced)
-        if not draws and made is None:
+        if not draws and differ:
             return "", UNTRIED
         for draw in draws:
             if why := _other(reduction, draw, numbers):
                 return why, ""
-    unknown = made is None or pieced
-    if not unknown and not _backward.is_free(one, other, numbers):
+    if not pieced and not _backward.is_free(one, other, numbers):
         return "", ""
     share = Made(WHOLE, 1) if reduction == "mean" else Made(SAME)
     why, bent = _backward.found(one, other, given, {0: share}, numbers)
