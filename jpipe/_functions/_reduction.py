@@ -131,12 +131,17 @@ def _doubt_of_quotient(total: Made, weight: Made) -> str:
         return GROWS
     if told[weight]:
         return f"returns a weight that is no sum: it {told[weight]}"
-    if told[total] and not total.sized:
+    if told[total] and not _is_said(total, weight):
         return (
             f"{told[total]}; where that of each micro-batch by itself is meant, return "
             f"(size * loss, size), where size is its number of examples"
         )
     return ""
+
+
+def _is_said(total: Made, weight: Made) -> bool:
+    """Whether each micro-batch counts by its number of examples, or as one."""
+    return total.sized or (weight.kind == SAME and not weight.degree)
 
 
 def _of_several(made: Made) -> str:
@@ -242,7 +247,7 @@ def _tried(
     pieced = differ or any(each.pieced for each in known)
     unknown = pieced or any(each.kind in (UNKNOWN, UNSURE) for each in known)
     # A weight may say that the loss of each micro-batch by itself is meant.
-    said = reduction == "weighted" and (differ or known[0].sized)
+    said = reduction == "weighted" and (differ or _is_said(*known))
     if unknown and not said:
         draws = measured(*traced)
         if not draws and differ:

@@ -23,6 +23,7 @@ from ._made import (
     MULTIPLIED,
     OF_ALL,
     OTHER,
+    RANKED,
     SAME,
     SHIFTED,
     SHIFTS,
@@ -231,7 +232,7 @@ def _of_all(pair: Pair, operands: list[Made]) -> Made:
         return Made(UNKNOWN)
     if along and any(made.why == COMPARED for made in operands):
         return Made(OTHER, UNCLEAR, COMPARED)
-    unsure = all(made.kind == UNSURE for made in operands)
+    unsure = all(made.kind == UNSURE for made in operands) and name not in _KEYS
     return Made(UNKNOWN, why="" if unsure else FOLLOWS)
 
 
@@ -366,7 +367,8 @@ def _place(made: Made) -> Made:
     """
     if made.kind != UNKNOWN:
         return made._replace(degree=0)
-    return Made(UNSURE, UNCLEAR, FOLLOWS) if made.why == FOLLOWS else Made(EACH)
+    of_all = made.why in (FOLLOWS, RANKED)
+    return Made(UNSURE, UNCLEAR, made.why) if of_all else Made(EACH)
 
 
 def _summed(made: Made, over: Sequence[bool], after: Sequence[bool]) -> Made:

@@ -233,7 +233,9 @@ def chosen(which: Made, *cases: Made) -> Made:
         return first([made], "is, for some examples, what is made of all")
     if made.kind == OTHER:  # and stays so where nothing is amiss
         return Made(UNSURE, UNCLEAR, made.why)
-    return Made(UNSURE, UNCLEAR, which.why or made.why)
+    # A place in the batch may be added to one that is of each: that is the least.
+    whys = sorted(filter(None, (which.why, made.why)), key=BY_PLACE.__eq__)
+    return Made(UNSURE, UNCLEAR, *whys[:1])
 
 
 def first(operands: Sequence[Made], why: str) -> Made:

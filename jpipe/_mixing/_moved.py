@@ -62,7 +62,10 @@ def moved(pair: Pair, operands: Sequence[Made]) -> Made | None:
         return Made(UNKNOWN, why=CHOSEN)
     if any(made.why == CHOSEN for made in places) and values[0].kind == EACH:
         return Made(UNKNOWN, why=CHOSEN)
-    by_moved = any(made.why == MOVED for made in places)
+    # As a sort that is turned is, or a rank: of a table both say what is there.
+    of_each = any(made.kind == EACH for made in values)
+    by = (MOVED, RANKED) if of_each else (MOVED,)
+    by_moved = any(made.why in by for made in places)
     if not places or not any(pair.after[0]) or not (whys or by_moved):
         return None
     if whys == {CHOSEN} and all(made.kind == SAME for made in places):

@@ -78,6 +78,7 @@ LEFT = {
 # That of each micro-batch by itself is meant.
 SAID = {
     "each compared": lambda y, t: (len(y) * contrastive(y, t).mean(), len(y)),
+    "as one": lambda y, t: (contrastive(y, t).mean(), 1.0),
     "in another dtype": lambda y, t: (
         jnp.float32(0.5 * (len(y) * jnp.sqrt(squares(y, t).mean())) / 3),
         jnp.float32(len(y)),

@@ -1,4 +1,4 @@
-"""Features that are taken, or written, where all examples say together."""
+"""What is taken, or written, where all examples say together."""
 
 import warnings
 
@@ -54,16 +54,52 @@ def updated(x):
     return jax.lax.dynamic_update_slice_in_dim(x, nothing, place, 1)
 
 
-TOLD = [
-    kept,
-    ordered,
-    by_row,
-    removed,
-    more_of_some,
-    written_in_order,
-    in_groups,
-    updated,
-]
+def valid(x, fill_value=0):
+    """Those that count, first; and one of them again in the places that are left."""
+    places = jnp.nonzero(x[:, 0] > 0, size=len(x), fill_value=fill_value)[0]
+    return x[places]
+
+
+def in_place_of_others(x):
+    return jnp.where(x[:, :1] > 0, x, valid(x, 1))
+
+
+def compressed(x):
+    made = jnp.compress(x[:, 0] > 0, x, axis=0, size=len(x), fill_value=0)
+    return made * jnp.tanh(x)
+
+
+def from_the_largest_on(x):
+    return x[jnp.argsort(x[:, 0])[::-1]] * jnp.tanh(x)
+
+
+def by_rank(x):
+    ranks = jnp.argsort(jnp.argsort(x[:, 0]))
+    return x + jnp.sin(jnp.arange(2.0 * BATCH))[ranks][:, None]
+
+
+def drawn_by_a_sum(x):
+    key = jax.random.key((jnp.abs(x).sum() * 1000).astype(int))
+    return x + jax.random.normal(key, (WIDTH,))
+
+
+FOLLOWS = "computes with what is made of all examples"
+TOLD = {
+    kept: FOLLOWS,
+    ordered: FOLLOWS,
+    by_row: FOLLOWS,
+    removed: FOLLOWS,
+    more_of_some: FOLLOWS,
+    written_in_order: FOLLOWS,
+    in_groups: FOLLOWS,
+    updated: FOLLOWS,
+    valid: "goes along the examples, one after the other",
+    in_place_of_others: "goes along the examples, one after the other",
+    compressed: "compares examples with one another",
+    from_the_largest_on: "compares examples with one another",
+    by_rank: FOLLOWS,
+    drawn_by_a_sum: FOLLOWS,
+}
 
 
 def of_each(x):
@@ -80,7 +116,12 @@ def everywhere(x):
     return x.at[:].add(1.0) + jnp.zeros(WIDTH).at[...].add(2.0)
 
 
-APART = [of_each, from_a_table, everywhere]
+def sorted_and_back(x):
+    order = jnp.argsort(x[:, 0])[::-1]
+    return jnp.tanh(x[order])[jnp.argsort(order)]
+
+
+APART = [of_each, from_a_table, everywhere, sorted_and_back]
 
 
 def data():
@@ -100,8 +141,7 @@ def test_what_all_examples_choose_is_told(layer):
     assert not np.allclose(layer(x), parts, atol=1e-3)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        says = r"layer 1 \(.*\) computes with what is made of all examples"
-        with pytest.raises(UserWarning, match=says):
+        with pytest.raises(UserWarning, match=rf"layer 1 \(.*\) {TOLD[layer]}"):
             gradient_by(layer, PARTS)
 
 
