@@ -83,6 +83,8 @@ def drawn_by_a_sum(x):
     return x + jax.random.normal(key, (WIDTH,))
 
 
+# In one version of JAX `nonzero` adds up, in another it searches.
+COUNTED = "(goes along the examples|takes or writes examples at places that are given)"
 FOLLOWS = "computes with what is made of all examples"
 TOLD = {
     kept: FOLLOWS,
@@ -93,8 +95,8 @@ TOLD = {
     written_in_order: FOLLOWS,
     in_groups: FOLLOWS,
     updated: FOLLOWS,
-    valid: "goes along the examples, one after the other",
-    in_place_of_others: "goes along the examples, one after the other",
+    valid: COUNTED,
+    in_place_of_others: COUNTED,
     compressed: "compares examples with one another",
     from_the_largest_on: "compares examples with one another",
     by_rank: FOLLOWS,
