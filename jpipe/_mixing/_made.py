@@ -234,8 +234,8 @@ def chosen(which: Made, *cases: Made) -> Made:
     if made.kind == OTHER:  # and stays so where nothing is amiss
         return Made(UNSURE, UNCLEAR, made.why)
     # A place in the batch may be added to one that is of each: that is the least.
-    whys = sorted(filter(None, (which.why, made.why)), key=BY_PLACE.__eq__)
-    return Made(UNSURE, UNCLEAR, *whys[:1])
+    of_place = which.why == BY_PLACE and made.why
+    return Made(UNSURE, UNCLEAR, made.why if of_place else which.why or made.why)
 
 
 def first(operands: Sequence[Made], why: str) -> Made:
