@@ -146,8 +146,8 @@ def _is_said(total: Made, weight: Made) -> bool:
 
 def _of_several(made: Made) -> str:
     """What makes of several examples more than a sum."""
-    kinds = (OTHER, UNSURE) if made.why != LITTLE else ()
-    return made.why if made.kind in kinds else ""
+    told = made.kind in (OTHER, UNSURE, UNKNOWN) and made.why != LITTLE
+    return made.why if told else ""
 
 
 def _fault(reduction: str, made: list[Made], batch: Batch) -> str | None:

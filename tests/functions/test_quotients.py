@@ -36,6 +36,14 @@ def contrastive(y, t):
     return jax.nn.logsumexp(likeness, -1) - jnp.diag(likeness)
 
 
+KEY = jax.random.key(2)
+
+
+def called(t):
+    like = jax.ShapeDtypeStruct(t.shape, t.dtype)
+    return jax.pure_callback(lambda t: t - np.mean(t, 0), like, t)
+
+
 NO_SUM = "returns a weight that is no sum: it "
 GROWS = "adds what grows with the number of examples to what does not"
 TOLD = {
@@ -64,6 +72,14 @@ TOLD = {
     "a root as a weight": (
         lambda y, t: (squares(y, t).sum(), jnp.sqrt(mask(t).sum())),
         NO_SUM + "takes the root",
+    ),
+    "weights of a key of its own": (
+        lambda y, t: (squares(y, t) @ jax.random.uniform(KEY, (len(y),)), len(y)),
+        "draws random numbers by a key that is not of this step",
+    ),
+    "what is not of JAX": (
+        lambda y, t: (jnp.sum(squares(y, called(t))), len(y)),
+        "gives several examples to what is not of JAX",
     ),
     "compared": (
         lambda y, t: (contrastive(y, t).sum(), len(y)),
