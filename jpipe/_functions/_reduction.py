@@ -27,7 +27,7 @@ from .._mixing._made import (
     Made,
     taken_in,
 )
-from .._mixing._measured import UNTRIED, Results, differs, magnitude, measured
+from .._mixing._measured import UNTRIED, Result, magnitude, measured
 from .._mixing._ordered import SOME
 from .._mixing._pairs import Differs, Numbers
 from .._mixing._results import reported, results
@@ -265,14 +265,18 @@ def _tried(
     return "" if meant else why, ""
 
 
-def _other(reduction: str, found: Results, numbers: Numbers) -> str:
+def _other(reduction: str, found: Sequence[Result], numbers: Numbers) -> str:
     """What a loss is of all examples and by parts, if that is not the same."""
-    together, *weight = found.whole
-    parts, *weights = found.parts
+    loss, *weight = found
+    parts = loss.parts
+    weights = weight[0].parts if weight else []
     by = {"mean": len(parts), "sum": 1}.get(reduction) or np.sum(weights)
-    together = together / weight[0] if weight else together
+    scale = weight[0].whole if weight else 1
+    together = loss.whole / scale
     made = np.sum(parts, axis=0) / by
-    if not differs(together, made, found.rounding, magnitude(parts) / abs(by)):
+    if weight:
+        loss = loss._replace(whole=together, noise=loss.noise / abs(scale))
+    if not loss.differs(made, magnitude(parts) / abs(by)):
         return ""
     few, many = numbers.counts
     return (

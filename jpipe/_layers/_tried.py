@@ -43,9 +43,8 @@ def tried(
         if not draws and not certain:
             return Found(UNTRIED)
         for draw in draws:
-            each = zip(draw.whole, draw.parts, axes, strict=True)
-            asked = itertools.compress(each, unknown)
-            if any(mixes(*result, draw.rounding, numbers) for result in asked):
+            asked = itertools.compress(zip(draw, axes, strict=True), unknown)
+            if any(mixes(*each, numbers) for each in asked):
                 return Found(TOLD)
     pieced = any(made.pieced for made in found)
     if not train or not (

@@ -14,7 +14,7 @@ from jax.extend import core
 
 from .._jaxprs import _jaxpr
 from ._made import DRAWN, EACH, FOLLOWS, OTHER, SAME, UNSURE, WHOLE, Made, by_shapes
-from ._measured import differs, magnitude, measured, mixes
+from ._measured import magnitude, measured, mixes
 from ._pairs import Differs, Numbers, axes_along
 from ._results import results
 
@@ -122,17 +122,17 @@ def found(
     came = measured(one, other, given, numbers)
     axes = axes_along(one.jaxpr.outvars, other.jaxpr.outvars, numbers)
     mixed = any(
-        mixes(whole, parts, along, draw.rounding, numbers)
+        mixes(result, along, numbers)
         if any(along)
-        else differs(whole, np.sum(parts, axis=0), draw.rounding, magnitude(parts))
+        else result.differs(np.sum(result.parts, axis=0), magnitude(result.parts))
         for draw in came
-        for whole, parts, along in zip(draw.whole, draw.parts, axes, strict=True)
+        for result, along in zip(draw, axes, strict=True)
     )
     half = len(axes) // len(_SCALES)
     bent = any(
-        differs(large, small, draw.rounding)
+        large.differs(small.whole)
         for draw in came
-        for large, small in zip(draw.whole[:half], draw.whole[half:], strict=True)
+        for large, small in zip(draw[:half], draw[half:], strict=True)
     )
     if mixed:
         return Found(MIXES, bent)

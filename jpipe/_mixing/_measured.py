@@ -6,7 +6,7 @@ they do not proves nothing. So this is asked last, of what its jaxpr does not te
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -35,26 +35,55 @@ _DRAWS, _SMALL = 3, 1 << 20
 _BITS = 0x5A5A5A5A
 _CALLS = ("closed_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit")
 _SHOWS = ("debug_callback", "debug_print")
+# A kernel is run as it is, with the loops that are in it.
+_KERNEL = "pallas_call"
 # What draws by a key of its own, and what is not of JAX: no function of the user's is
 # called with random numbers.
 _OTHERS = ("ffi_call", "io_callback", "pure_callback", "random_gamma")
 # So many steps a loop may take that goes on until something is small.
 _STEPS = 1000
+# Longer functions, such as loops of Python over pairs, compile for half a minute.
+_LONG = 300
+# This is compiled to run a few times: XLA leaves out most of its optimizations.
+_QUICK = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+}
+# So many times as far as rounding moves a result are two apart that are equal.
+_FAR = 10
 
 
-class Results(NamedTuple):
-    """What a function gives.
+class Result(NamedTuple):
+    """What a function gives, one of its results.
 
     Attributes:
-      whole: its results for all examples.
-      parts: of each result those for the parts of them.
+      whole: for all examples.
+      parts: for the parts of them.
       rounding: how far apart two are, beside their size, that are computed in other
         orders.
+      noise: how far rounding errors of the inputs move it. What is nothing but such
+        errors, as the gradient of the bias of an attention's keys, has no size.
     """
 
-    whole: Values
-    parts: list[Values]
+    whole: Array
+    parts: Values
     rounding: float
+    noise: float
+
+    def differs(self, made: Any, size: float = 0) -> bool:
+        """Whether that of all examples is another than what was made of the parts.
+
+        Args:
+          made: an array of its shape.
+          size: that of numbers of which it is made, if that is more than its own.
+        """
+        a, b = _wide(self.whole), _wide(made)
+        apart, known = _apart(a, b)
+        if not known.any():
+            return False
+        size = max(np.abs(a)[known].mean(), np.abs(b)[known].mean(), size)
+        within = max(self.rounding * size, _FAR * self.noise)
+        return bool(apart[known].mean() > within)
 
 
 def measured(
@@ -62,7 +91,7 @@ def measured(
     other: core.ClosedJaxpr,
     given: Sequence[Made],
     numbers: Numbers,
-) -> list[Results]:
+) -> list[list[Result]]:
     """What a function gives for all examples, and for the parts of them.
 
     Args:
@@ -80,22 +109,29 @@ def measured(
         return []
     seeds = range(_DRAWS if size < _SMALL else 1)
     axes = axes_along(one.jaxpr.invars, other.jaxpr.invars, numbers)
-    rounding = max(map(_rounding, _dtypes(other)), default=0.0)
+    eps = max(map(_eps, _dtypes(other)), default=0.0)
 
-    def drawn(seed: int, shares: bool) -> Results:
-        draw = functools.partial(_random, np.random.default_rng(seed), shares)
-        whole = [*map(draw, other.in_avals, axes)]
+    def drawn(seed: int, shares: bool) -> list[Result]:
+        draw = np.random.default_rng(seed)
+        whole = [
+            _random(draw, shares, *each)
+            for each in zip(other.in_avals, axes, strict=True)
+        ]
         inputs = zip(whole, given, axes, strict=True)
         split = [_parts(*each, numbers) for each in inputs]
-        parts = [_run(one, part) for part in zip(*split, strict=True)]
-        made = [*map(list, zip(*parts, strict=True))]
-        return Results(_run(other, whole), made, rounding)
+        parts = zip(*(few(part) for part in zip(*split, strict=True)), strict=True)
+        made, moved = many(whole), many([_shaken(draw, x, eps) for x in whole])
+        return [
+            Result(made, [*parts], eps**0.6, _noise(made, moved))
+            for made, parts, moved in zip(made, parts, moved, strict=True)
+        ]
 
-    found = list[Results]()
+    found = list[list[Result]]()
     # Whatever a function does that is given random numbers.
     with suppress(Exception), jax.transfer_guard("allow"), jax.debug_nans(False):
+        few, many = _function(one), _function(other)
         found = [drawn(seed, shares=False) for seed in seeds]
-        if not all(np.isfinite(made).all() for made in found[0].whole):
+        if not all(np.isfinite(result.whole).all() for result in found[0]):
             found = [drawn(seed, shares=True) for seed in seeds]
     return found
 
@@ -106,42 +142,35 @@ def _elements(closed: core.ClosedJaxpr) -> int:
     return sum(math.prod(getattr(aval, "shape", ())) for aval in avals)
 
 
-def mixes(
-    whole: Array,
-    parts: Values,
-    along: Sequence[bool],
-    rounding: float,
-    numbers: Numbers,
-) -> bool:
+def mixes(result: Result, along: Sequence[bool], numbers: Numbers) -> bool:
     """Whether a result of all examples is not that of the parts.
 
     Args:
-      whole: of all examples.
-      parts: of the parts of them.
+      result: of all examples, and of the parts of them.
       along: which axes go along the examples: what does not is of all of them a
         constant, a mean or a sum.
-      rounding: see `Results`.
       numbers: of the examples.
     """
+    whole, parts = result.whole, result.parts
     if not any(along):
         total: Any = sum(map(_wide, parts))
         size = magnitude(parts)
         mean, each = total / len(parts), size / len(parts)
         cases = (parts[0], each), (mean, each), (total, size)
-        return all(differs(whole, made, rounding, size) for made, size in cases)
+        return all(result.differs(made, size) for made, size in cases)
     axis = along.index(True)
     if sum(along) > 1 or sum(part.shape[axis] for part in parts) != whole.shape[axis]:
         return True
     together = np.concatenate(parts, axis)
     if (parts[0].shape[axis], whole.shape[axis]) == numbers.counts:
-        return differs(whole, together, rounding)
+        return result.differs(together)
     # In which order more is merged with the examples is not known.
     weights = np.random.default_rng(0).normal(size=whole.size // whole.shape[axis])
     few, many = (
         np.sort(np.moveaxis(_wide(made), axis, 0).reshape(-1, weights.size) @ weights)
         for made in (whole, together)
     )
-    return differs(few, many, rounding)
+    return result._replace(whole=few).differs(many)
 
 
 def magnitude(parts: Values) -> float:
@@ -149,28 +178,20 @@ def magnitude(parts: Values) -> float:
     return sum(float(np.abs(_wide(part)).mean()) for part in parts if part.size)
 
 
-def differs(a: Array, b: Array, rounding: float, size: float = 0) -> bool:
-    """Whether two results are apart by more than rounding explains.
+def _noise(made: Array, moved: Array) -> float:
+    apart, known = _apart(_wide(made), _wide(moved))
+    return float(apart[known].mean()) if known.any() else 0.0
 
-    Args:
-      a: an array.
-      b: another of the same shape.
-      rounding: see `Results`.
-      size: that of numbers of which they are made, if that is more than their own.
-    """
-    a, b = _wide(a), _wide(b)
+
+def _apart(a: Array, b: Array) -> tuple[Array, Array]:
+    """How far apart two arrays are, and where that is known."""
     with np.errstate(invalid="ignore"):  # of infinite ones
         apart = np.abs(a - b)
-    known = np.isfinite(apart)
-    if not known.any():
-        return False
-    size = max(np.abs(a)[known].mean(), np.abs(b)[known].mean(), size)
-    return bool(apart[known].mean() > rounding * size)
+    return apart, np.isfinite(apart)
 
 
-def _rounding(dtype: Any) -> float:
-    floating = jnp.issubdtype(dtype, jnp.inexact)
-    return float(jnp.finfo(dtype).eps) ** 0.6 if floating else 1e-3
+def _eps(dtype: Any) -> float:
+    return float(jnp.finfo(dtype).eps)
 
 
 def _dtypes(closed: core.ClosedJaxpr) -> set[Any]:
@@ -215,6 +236,13 @@ def _random(
     return jnp.asarray(made.astype(dtype))
 
 
+def _shaken(draw: np.random.Generator, x: Any, eps: float) -> Any:
+    """Numbers, each a rounding error off."""
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return x
+    return (x * (1 + eps * draw.choice([-1, 1], x.shape))).astype(x.dtype)
+
+
 def _parts(x: Any, made: Made, along: Sequence[bool], numbers: Numbers) -> list[Any]:
     """An input of all examples, cut into those of the parts.
 
@@ -239,9 +267,12 @@ def _parts(x: Any, made: Made, along: Sequence[bool], numbers: Numbers) -> list[
     return [x[(*before, slice(start, start + lengths[0]))] for start in starts]
 
 
-def _run(closed: core.ClosedJaxpr, args: Sequence[Any]) -> Values:
-    """Its results, not compiled: that takes minutes for a long loop of Python."""
-    return [*map(np.asarray, _jaxpr.evaluate(closed, args, _rule))]
+def _function(closed: core.ClosedJaxpr) -> Callable[[Sequence[Any]], Values]:
+    """A function that computes the results of a jaxpr."""
+    run: Any = functools.partial(_jaxpr.evaluate, _jaxpr.precise(closed), rule=_rule)
+    if len(closed.jaxpr.eqns) < _LONG:
+        run = jax.jit(run, compiler_options=_QUICK)
+    return lambda args: [*map(np.asarray, run(args))]
 
 
 def _rule(eqn: core.JaxprEqn) -> _jaxpr.Rule | None:
@@ -253,6 +284,8 @@ def _rule(eqn: core.JaxprEqn) -> _jaxpr.Rule | None:
     name, inside = eqn.primitive.name, _jaxpr.inside(eqn)
     if name in _CALLS and len(inside) == 1:
         return lambda operands: _jaxpr.evaluate(inside[0], operands, _rule)
+    if name == _KERNEL:
+        return None
     if name in _SHOWS:
         return lambda _: []
     if name == "while":
