@@ -126,7 +126,9 @@ class _Walk:
         lent = self._lent(number)
         try:
             outcome = self._outcome(layer, lent, frames)
-        except Exception:
+        except Exception as error:
+            if lent:
+                error.add_note(self._first_use(number))
             self._note(stage, number, layer, frames)
             # After a guess at what an unknown name pops, an error says nothing.
             if any(use.frame.unknown for use in self.uses):
@@ -140,6 +142,17 @@ class _Walk:
             key = self._sharing.key(number, names)
             self._owned.setdefault(key.root, {})[key] = value
         self.spec = outcome.y
+
+    def _first_use(self, number: int) -> str:
+        """Whose parameters a layer was given, and how it has its own."""
+        roots = self._sharing.roots(number)
+        first = next(i for i in range(number) if self._sharing.roots(i) & roots)
+        name = self.visits[first].layer.name
+        return (
+            f"its parameters are those of layer {first} ({name}), as both hold one "
+            "module; where each is to have its own, make a module for each, as "
+            "[nn.Dense(8) for _ in range(2)] does, and [nn.Dense(8)] * 2 does not"
+        )
 
     def _lent(self, number: int) -> dict[Names, PyTree]:
         """What layers before own of the modules of this one."""

@@ -113,6 +113,11 @@ class OnlyTrained(nn.Module):
             errors.ScopeCollectionNotFound,
             "let it use the same parameters in training",
         ),
+        (
+            [nn.Dense(5)] * 2,
+            errors.ScopeParamShapeError,
+            "its parameters are those of layer 0 (Dense), as both hold one module",
+        ),
     ],
 )
 def test_errors_of_flax_are_answered_with_what_to_type(layers, error, advice):

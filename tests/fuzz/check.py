@@ -244,6 +244,8 @@ def check(
         spread; if one, ranks are on ``devices``.
       gather: as for `jpipe.pipeline`, of parameters that are cut over these.
     """
+    if shards * len(devices) > jax.device_count():  # as on one accelerator
+        shards, gather = 1, None
     parts_of_all = num_microbatches * shards
     settings = {
         "balance": balance,
@@ -330,16 +332,16 @@ def check(
 
 
 def _pipeline(layers: Sequence[Any], number: int, settings: Any) -> jpipe.Pipeline:
-    schedule, cpu = settings["schedule"], jax.devices()
+    schedule, places = settings["schedule"], jax.devices()
     if schedule not in jpipe.schedules.BY_NAME:
         schedule = jpipe.schedules.Schedule.from_text(schedule)
     settings = {**settings, "schedule": schedule}
     numbers, shards = settings.pop("devices"), settings.pop("shards")
     gather = settings.pop("gather")
     if shards == 1:
-        settings["devices"] = [cpu[i] for i in numbers]
+        settings["devices"] = [places[i % len(places)] for i in numbers]
         return jpipe.pipeline(layers, number, **settings)
-    along = np.array(cpu[: len(numbers) * shards]).reshape(-1, shards)
+    along = np.array(places[: len(numbers) * shards]).reshape(-1, shards)
     settings["mesh"] = jax.sharding.Mesh(along, ("stage", "data"))
     if gather is not None:
         settings |= {"gather": gather, "sharding": functools.partial(_cut, shards)}
