@@ -80,7 +80,7 @@ def run_tiny(module, *words):
 # One of each kind, but of test errors, of which `test_accuracy` runs one; and what a
 # slow link is worth. Steps of the other models are taken in the tests of the models.
 TABLES = [
-    "resnet101-speed",
+    "unet-speed",
     "unet-timeline",
     "unet-memory",
     "table1-memory",
@@ -104,7 +104,7 @@ def test_tables_of_every_kind_run_at_the_tiny_scale(tmp_path):
         picture = (tmp_path / f"{name}-tiny.png").read_bytes()
         assert picture.startswith(b"\x89PNG")
 
-    speed = results["resnet101-speed"].rows["pipeline-2"]
+    speed = results["unet-speed"].rows["pipeline-2"]
     assert ("samples/s" in speed) == (cores() > 1)  # two stages need two
     if "samples/s" in speed:
         assert speed["samples/s"].kind == MEASURED
