@@ -161,6 +161,10 @@ def _refuse_tangent(primals: Any, tangents: Any) -> Any:
 
 
 def _scalar(value: Any, needed: str, outputs: PyTree) -> jax.Array:
+    if isinstance(value, int | float):
+        raise TypeError(
+            f"{needed}, computed of the outputs; it returned the Python number {value}"
+        )
     dtype = getattr(value, "dtype", None)
     if dtype is None or jnp.shape(value) != ():
         raise TypeError(

@@ -27,7 +27,7 @@ from .._mixing._made import (
     Made,
     taken_in,
 )
-from .._mixing._measured import UNTRIED, Result, magnitude, measured
+from .._mixing._measured import UNTRIED, Result, is_small, magnitude, measured
 from .._mixing._ordered import SOME
 from .._mixing._pairs import Differs, Numbers
 from .._mixing._results import reported, results
@@ -141,7 +141,7 @@ def _doubt_of_quotient(total: Made, weight: Made) -> str:
 
 def _is_said(total: Made, weight: Made) -> bool:
     """Whether each micro-batch counts by its number of examples, or as one."""
-    return total.sized or (weight.kind == SAME and not weight.degree)
+    return weight.kind == SAME and (total.sized or not weight.degree)
 
 
 def _of_several(made: Made) -> str:
@@ -248,13 +248,14 @@ def _tried(
     unknown = pieced or any(each.kind in (UNKNOWN, UNSURE) for each in known)
     # A weight may say that the loss of each micro-batch by itself is meant.
     said = reduction == "weighted" and (differ or _is_said(*known))
-    if unknown and not said:
+    # One that is known is measured too, where that takes a moment.
+    if not said and (unknown or is_small(other)):
         draws = measured(*traced)
         if not draws and differ:
             return "", UNTRIED
         for draw in draws:
             if why := _other(reduction, draw, numbers):
-                return why, ""
+                return (why, "") if unknown else ("", why)
     if not pieced and not _backward.is_free(one, other, numbers):
         return "", ""
     share = Made(WHOLE, 1) if reduction == "mean" else Made(SAME)

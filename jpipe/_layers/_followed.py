@@ -22,6 +22,7 @@ from .._mixing._made import (
     WHOLE,
     Made,
     by_shapes,
+    placed,
     taken_in,
 )
 from .._mixing._pairs import Differs, Numbers
@@ -198,21 +199,16 @@ class Following:
             tuple(path): made._replace(drawn=made.drawn and _is_inexact(leaf))
             for (path, leaf), made in zip(paths, found, strict=False)
         }
-        lengths = zip(
-            *(
-                [leaf.shape for leaf in jax.tree.leaves(each.after.arrays)]
-                for each in (one, twin)
-            ),
-            strict=True,
-        )
+        leaves = (jax.tree.leaves(each.after.arrays) for each in (one, twin))
         is_last = number + 1 == len(self._visits)
         self._given = [each.after for each in traced]
         self._made, amiss, moved = [], "", False
-        for made, shapes in zip(found[len(paths) :], lengths, strict=True):
+        for made, *both in zip(found[len(paths) :], *leaves, strict=True):
+            shapes = [leaf.shape for leaf in both]
             along = self._numbers.along(*shapes)
             passed, why = _passed(made, any(along))
             moved |= is_last and self._is_moved(passed, along, shapes)
-            self._made.append(passed)
+            self._made.append(placed(passed, *both, self._numbers))
             amiss = amiss or why
         return Outcome(written, amiss or mixes, certain, bends, moved)
 

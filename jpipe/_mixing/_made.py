@@ -116,6 +116,21 @@ def by_shapes(
     return found
 
 
+def placed(made: Made, few: Any, many: Any, numbers: Numbers) -> Made:
+    """What is one of each example, nobody knows where, as lying in their order.
+
+    Args:
+      made: how a value is made.
+      few: its abstract value, with some number of examples.
+      many: with more.
+      numbers: of the examples.
+    """
+    if made.kind != EACH or made.why or made.orders or made.known:
+        return made
+    (taken,) = by_shapes([few], [many], numbers, made)
+    return made._replace(orders=taken.orders)
+
+
 def joined(operands: Sequence[Made]) -> Made:
     """A sum, or one of these: linear in all."""
     kinds = {made.kind for made in operands}

@@ -16,6 +16,7 @@ import numpy as np
 from jax.extend import core
 
 from .._jaxprs import _jaxpr
+from ._draw import Draw, marks_of
 from ._made import EACH, SAME, WHOLE, Made
 from ._pairs import Numbers, axes_along
 
@@ -29,7 +30,7 @@ UNTRIED = (
 )
 # More elements are not made up, and computed, for a check.
 _LARGEST = 1 << 28
-# A threshold may lie where one draw of few numbers has none beyond it.
+# A threshold may lie where one draw has none beyond it; of many numbers some are.
 _DRAWS, _SMALL = 3, 1 << 20
 # The bits of all that is drawn, so that the parts draw what all examples do.
 _BITS = 0x5A5A5A5A
@@ -42,8 +43,9 @@ _KERNEL = "pallas_call"
 _OTHERS = ("ffi_call", "io_callback", "pure_callback", "random_gamma")
 # So many steps a loop may take that goes on until something is small.
 _STEPS = 1000
-# Longer functions, such as loops of Python over pairs, compile for half a minute.
-_LONG = 300
+# Longer functions, such as loops of Python over pairs, compile for half a minute; and
+# shorter ones in a moment.
+_LONG, _SHORT = 2500, 300
 # This is compiled to run a few times: XLA leaves out most of its optimizations.
 _QUICK = {
     "xla_backend_optimization_level": 0,
@@ -107,20 +109,20 @@ def measured(
     size = _elements(other)
     if size > _LARGEST:
         return []
-    seeds = range(_DRAWS if size < _SMALL else 1)
+    few_draws = size >= _SMALL or len(other.jaxpr.eqns) >= _LONG
+    seeds = range(1 if few_draws else _DRAWS)
     axes = axes_along(one.jaxpr.invars, other.jaxpr.invars, numbers)
     eps = max(map(_eps, _dtypes(other)), default=0.0)
 
-    def drawn(seed: int, shares: bool) -> list[Result]:
-        draw = np.random.default_rng(seed)
+    def drawn(draw: Draw) -> list[Result]:
         whole = [
-            _random(draw, shares, *each)
-            for each in zip(other.in_avals, axes, strict=True)
+            draw.values(aval, along)
+            for aval, along in zip(other.in_avals, axes, strict=True)
         ]
         inputs = zip(whole, given, axes, strict=True)
         split = [_parts(*each, numbers) for each in inputs]
         parts = zip(*(few(part) for part in zip(*split, strict=True)), strict=True)
-        made, moved = many(whole), many([_shaken(draw, x, eps) for x in whole])
+        made, moved = many(whole), many([draw.shaken(x, eps) for x in whole])
         return [
             Result(made, [*parts], eps**0.6, _noise(made, moved))
             for made, parts, moved in zip(made, parts, moved, strict=True)
@@ -130,10 +132,22 @@ def measured(
     # Whatever a function does that is given random numbers.
     with suppress(Exception), jax.transfer_guard("allow"), jax.debug_nans(False):
         few, many = _function(one), _function(other)
-        found = [drawn(seed, shares=False) for seed in seeds]
-        if not all(np.isfinite(result.whole).all() for result in found[0]):
-            found = [drawn(seed, shares=True) for seed in seeds]
+        found = [drawn(Draw(seed, numbers.counts[-1])) for seed in seeds]
+        if not _are_finite(found[0]):
+            draws = [Draw(seed, numbers.counts[-1], shares=True) for seed in seeds]
+            found = [*map(drawn, draws)]
+        draws = [Draw(0, numbers.counts[-1], marks=m) for m in marks_of(other)]
+        found += filter(_are_finite, map(drawn, draws))
     return found
+
+
+def _are_finite(found: Sequence[Result]) -> bool:
+    return all(np.isfinite(result.whole).all() for result in found)
+
+
+def is_small(closed: core.ClosedJaxpr) -> bool:
+    """Whether a function is computed in a moment."""
+    return len(closed.jaxpr.eqns) < _SHORT and _elements(closed) < _SMALL
 
 
 def _elements(closed: core.ClosedJaxpr) -> int:
@@ -208,41 +222,6 @@ def _wide(made: Any) -> Array:
     return np.asarray(made).astype(np.complex128)
 
 
-def _random(
-    draw: np.random.Generator, shares: bool, aval: Any, along: Sequence[bool]
-) -> Any:
-    """Numbers of a dtype; of integers such as any table has, or any mask.
-
-    Args:
-      draw: where they come from.
-      shares: whether all are more than zero and less than one, and add up to one along
-        the last axis, as of a function that takes logarithms.
-      aval: of how many, and which.
-      along: which axes go along the examples.
-    """
-    shape, dtype = aval.shape, aval.dtype
-    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        keys = jax.random.split(jax.random.key(0), max(math.prod(shape), 1))
-        return keys.reshape(shape) if shape else keys[0]
-    if not jnp.issubdtype(dtype, jnp.inexact):
-        return jnp.asarray(draw.integers(0, 2, shape).astype(dtype))
-    if shares or (len(shape) < 2 and not any(along)):  # such as a scale, or a variance
-        made = draw.uniform(0.5, 1.5, shape)
-        one = shares and len(shape) > 1
-        made = made / made.sum(-1, keepdims=True) if one else made * 0.6
-    else:
-        inputs = 1 if any(along) else math.prod(shape[:-1])  # of a kernel
-        made = draw.normal(size=shape) * inputs**-0.5
-    return jnp.asarray(made.astype(dtype))
-
-
-def _shaken(draw: np.random.Generator, x: Any, eps: float) -> Any:
-    """Numbers, each a rounding error off."""
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
-        return x
-    return (x * (1 + eps * draw.choice([-1, 1], x.shape))).astype(x.dtype)
-
-
 def _parts(x: Any, made: Made, along: Sequence[bool], numbers: Numbers) -> list[Any]:
     """An input of all examples, cut into those of the parts.
 
@@ -250,7 +229,7 @@ def _parts(x: Any, made: Made, along: Sequence[bool], numbers: Numbers) -> list[
       ValueError: if nobody knows how.
     """
     count = numbers.growth
-    if made.kind == SAME or (made.kind == WHOLE and made.degree in (0, None)):
+    if made.kind in (SAME, WHOLE) and made.degree in (0, None):
         return [x] * count
     if made.kind == WHOLE and made.degree == 1:
         return [x / count] * count

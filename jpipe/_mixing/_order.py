@@ -200,9 +200,12 @@ def _one_of(order: Order, total: int) -> int:
     found = np.unique(order)
     if found[0] == NONE:
         return 1
-    step = total // found.size
-    regular = np.array_equal(found // step, np.arange(found.size))
-    return step if regular and step * found.size == total else total
+    for size in range(1, total):
+        if total % size == 0:
+            shares = np.bincount(found // size, minlength=total // size)
+            if (shares == shares[0]).all():
+                return size
+    return total
 
 
 def reshaped(order: Order, given: Sequence[int], made: Sequence[int]) -> Order | None:

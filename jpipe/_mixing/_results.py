@@ -40,6 +40,7 @@ from ._made import (
     WHOLE,
     Made,
     joined,
+    placed,
 )
 from ._order import COMPARED, FREE, Orders, is_placed, merged
 from ._ordered import follow
@@ -120,8 +121,10 @@ def _results(
         found = _within(pair, operands, numbers)
         if found is None:
             found = _after(pair, operands, numbers)
-        for var, made, along in zip(eqn.outvars, found, pair.after, strict=True):
-            values[var] = _lying(made, along)
+        for var, last, made, along in zip(
+            eqn.outvars, twin.outvars, found, pair.after, strict=True
+        ):
+            values[var] = placed(_lying(made, along), var.aval, last.aval, numbers)
     return read(one.jaxpr.outvars, other.jaxpr.outvars)
 
 

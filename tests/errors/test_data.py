@@ -137,6 +137,12 @@ def test_out_axes_that_is_no_axis(out_axes):
             id="integer",
         ),
         pytest.param(
+            lambda y, t: 0.5,
+            {},
+            ["must return a scalar loss, computed", "the Python number 0.5"],
+            id="a Python number",
+        ),
+        pytest.param(
             lambda y, t: None, {}, ["must return a scalar loss", "None"], id="nothing"
         ),
         pytest.param(

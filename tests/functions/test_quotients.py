@@ -81,6 +81,10 @@ TOLD = {
         lambda y, t: (jnp.sum(squares(y, called(t))), len(y)),
         "gives several examples to what is not of JAX",
     ),
+    "a masked mean, times the size, by the mask": (
+        lambda y, t: (len(y) * masked(y, t)[0] / masked(y, t)[1], masked(y, t)[1]),
+        "divides by what is made of all examples; where",
+    ),
     "compared": (
         lambda y, t: (contrastive(y, t).sum(), len(y)),
         "compares examples with one another; where",

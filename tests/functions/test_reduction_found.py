@@ -188,6 +188,15 @@ ALIKE = {
     "groups of a micro-batch": lambda y, t: (
         (y[:, 0].reshape(-1, 4) - y[:, 0].reshape(-1, 4).mean(1, keepdims=True)) ** 2
     ).mean(),
+    "all but the first of each group": lambda y, t: jnp.mean(
+        y.reshape(-1, 4, WIDTH)[:, 1:] ** 2
+    ),
+    "each with the first of its group": lambda y, t: jax.nn.relu(
+        1 + y[:, 0].reshape(-1, 4)[:, 1:] - y[:, 0].reshape(-1, 4)[:, :1]
+    ).mean(),
+    "steps in each group": lambda y, t: jnp.mean(
+        jnp.diff(y.reshape(-1, 4, WIDTH), axis=1) ** 2
+    ),
     "pairs": lambda y, t: jax.nn.softplus(y[1::2, 0] - y[::2, 0]).mean(),
     "in chunks": lambda y, t: jax.lax.map(
         lambda one: cross_entropy(*one), (y, t), batch_size=3
