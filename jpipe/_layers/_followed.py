@@ -203,12 +203,12 @@ class Following:
         is_last = number + 1 == len(self._visits)
         self._given = [each.after for each in traced]
         self._made, amiss, moved = [], "", False
-        for made, *both in zip(found[len(paths) :], *leaves, strict=True):
-            shapes = [leaf.shape for leaf in both]
+        for made, few, many in zip(found[len(paths) :], *leaves, strict=True):
+            shapes = few.shape, many.shape
             along = self._numbers.along(*shapes)
             passed, why = _passed(made, any(along))
             moved |= is_last and self._is_moved(passed, along, shapes)
-            self._made.append(placed(passed, *both, self._numbers))
+            self._made.append(placed(passed, few, many, self._numbers))
             amiss = amiss or why
         return Outcome(written, amiss or mixes, certain, bends, moved)
 
