@@ -130,8 +130,8 @@ def _results(
 
 def _after(pair: Pair, operands: list[Made], numbers: Numbers) -> list[Made]:
     """Of an equation that holds no jaxpr."""
-    if not pair.after:  # it prints, say
-        return []
+    if not pair.after or pair.name == "optimization_barrier":  # it prints, say
+        return operands[: len(pair.after)]
     known = [made.known for made in operands]
     given = [*map(_orders, operands)]
     orders, together = follow(pair, given, numbers)
