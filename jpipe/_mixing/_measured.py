@@ -113,6 +113,7 @@ def measured(
     seeds = range(1 if few_draws else _DRAWS)
     axes = axes_along(one.jaxpr.invars, other.jaxpr.invars, numbers)
     eps = max(map(_eps, _dtypes(other)), default=0.0)
+    of = functools.partial(Draw, count=numbers.counts[-1])
 
     def drawn(draw: Draw) -> list[Result]:
         whole = [
@@ -132,12 +133,11 @@ def measured(
     # Whatever a function does that is given random numbers.
     with suppress(Exception), jax.transfer_guard("allow"), jax.debug_nans(False):
         few, many = _function(one), _function(other)
-        found = [drawn(Draw(seed, numbers.counts[-1])) for seed in seeds]
+        found = [drawn(of(seed)) for seed in seeds]
         if not _are_finite(found[0]):
-            draws = [Draw(seed, numbers.counts[-1], shares=True) for seed in seeds]
-            found = [*map(drawn, draws)]
-        draws = [Draw(0, numbers.counts[-1], marks=m) for m in marks_of(other)]
-        found += filter(_are_finite, map(drawn, draws))
+            found = [drawn(of(seed, shares=True)) for seed in seeds]
+        marked = (drawn(of(0, marks=case)) for case in marks_of(other)[: len(seeds)])
+        found += filter(_are_finite, marked)
     return found
 
 
