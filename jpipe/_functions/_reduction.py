@@ -1,7 +1,7 @@
 """Whether a loss is what its reduction says: else micro-batches make another of it."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -69,15 +69,16 @@ def check(objective: Objective, given: Given, batch: Batch) -> list[str]:
     Raises:
       ValueError: if it certainly is.
     """
-    traced = _traced(objective, given, batch)
-    if traced is None:
-        return []
-    made = traced.made
-    fault = _fault(objective.reduction, made, batch) if made else ""
-    doubt = _doubt(*made) if made else ""
-    if not fault and not doubt:
-        with contextlib.suppress(Differs), reported():
-            fault, doubt = _tried(objective.reduction, traced, made)
+    fault, doubt = "", ""
+    for traced in _traced(objective, given, batch):
+        made = traced.made
+        fault = _fault(objective.reduction, made, batch) or "" if made else ""
+        doubt = _doubt(*made) if made else ""
+        if not fault and not doubt:
+            with contextlib.suppress(Differs), reported():
+                fault, doubt = _tried(objective.reduction, traced, made)
+        if made or fault or doubt:
+            break
     if fault:
         moved = given.followed and given.followed.moved
         where = ", as the layers put examples in the places of others" if moved else ""
@@ -213,18 +214,25 @@ class _Traced(NamedTuple):
             return None
 
 
-def _traced(objective: Objective, given: Given, batch: Batch) -> _Traced | None:
-    """The loss with two numbers of examples; ``None`` if it takes no two."""
+def _traced(objective: Objective, given: Given, batch: Batch) -> Iterator[_Traced]:
+    """The loss with two numbers of examples, by every two that it takes.
+
+    Those that the layers were followed with; and one micro-batch and all, which meet
+    a table that is as long as the mini-batch as they will.
+    """
     size, numbers = batch.sizes[0], whole(batch.sizes, batch.num_shards)
     tries = [
         lambda: given.followed or _scaled(given, size, two(batch.sizes)),
         lambda: numbers and _scaled(given, size, numbers),
     ]
     for outputs in tries:
-        with contextlib.suppress(Exception):  # whatever it does with another number
-            if found := outputs():
-                return _with(objective, found, batch)
-    return None
+        try:
+            found = outputs()
+            traced = found and _with(objective, found, batch)
+        except Exception:  # whatever a loss does with another number
+            continue
+        if traced:
+            yield traced
 
 
 def _with(objective: Objective, outputs: Outputs, batch: Batch) -> _Traced:

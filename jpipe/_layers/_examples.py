@@ -9,7 +9,7 @@ from .._mixing import _backward
 from .._mixing._made import MOVED, SAME, WHOLE, Made
 from .._mixing._pairs import Numbers
 from . import _nnx_kinds
-from ._followed import Following, two, whole
+from ._followed import Following, Outcome, two, whole
 from ._walk import Visit
 
 Path = tuple[Any, ...]
@@ -39,11 +39,14 @@ class Examples:
         self.size = sizes[0]
         both, numbers = follow(two(sizes)), whole(sizes)
         self._outcomes = both.outcomes
-        if both.failed and numbers:
+        if numbers and not all(outcome.followed for outcome in self._outcomes):
             other = follow(numbers)
             outcomes = other.outcomes
             if other.failed < both.failed:
                 both, self._outcomes = other, outcomes
+            else:  # what a table as long as the mini-batch does, say
+                pairs = zip(self._outcomes, outcomes, strict=True)
+                self._outcomes = [_either(*pair) for pair in pairs]
         known = [outcome.followed for outcome in self._outcomes]
         self.fixed = None if all(known) else known.index(False)
         self.outputs = None if both.failed else both.outputs
@@ -95,6 +98,12 @@ class Examples:
             for number, outcome in enumerate(self._outcomes)
             if outcome.bends
         ]
+
+
+def _either(one: Outcome, other: Outcome) -> Outcome:
+    """What a layer does; where nobody knows, what it does with other numbers."""
+    is_known = one.followed or one.mixes
+    return one if is_known else one._replace(mixes=other.mixes)
 
 
 def _amiss(made: Made) -> str:

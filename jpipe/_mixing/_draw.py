@@ -70,16 +70,23 @@ class Draw:
       shares: whether all are more than zero and less than one, and add up to one along
         the last axis, as of a function that takes logarithms.
       marks: numbers of which some are, too: whole ones, or NaN.
+      scale: how large floating numbers are; where it is large, whole ones are, too.
     """
 
     def __init__(
-        self, seed: int, count: int, shares: bool = False, marks: Marks = ()
+        self,
+        seed: int,
+        count: int,
+        shares: bool = False,
+        marks: Marks = (),
+        scale: float = 1,
     ) -> None:
         self._draw = np.random.default_rng(seed)
         # From the first example to the last, so that those of parts differ most.
         self._trait = np.linspace(-1, 1, count) * (-1) ** seed
         self._shares = shares
         self._marks = marks
+        self._scale = scale
 
     def values(self, aval: Any, along: Sequence[bool]) -> jax.Array:
         """Numbers of a dtype; of integers such as any table has, or any mask.
@@ -95,7 +102,9 @@ class Draw:
         trait = self._traits(shape, along)
         floating = jnp.issubdtype(dtype, jnp.inexact)
         made = (
-            self._floats(shape, along, trait) if floating else self._bits(shape, trait)
+            self._floats(shape, along, trait)
+            if floating
+            else self._integers(shape, along, trait, dtype)
         )
         if any(along) and (floating or jnp.issubdtype(dtype, jnp.integer)):
             made = self._marked(made, trait, floating, dtype)
@@ -127,10 +136,18 @@ class Draw:
             return made / made.sum(-1, keepdims=True) if one else made * 0.6
         inputs = 1 if any(along) else math.prod(shape[:-1])  # of a kernel
         made = self._draw.normal(size=shape) * inputs**-0.5
-        return made * (1 + trait / 2) + trait
+        made = made * (1 + trait / 2) + trait
+        return made * self._scale if any(along) else made
 
-    def _bits(self, shape: Sequence[int], trait: Array) -> Array:
-        return self._draw.uniform(size=shape) < 0.5 + 0.4 * trait
+    def _integers(
+        self, shape: Sequence[int], along: Sequence[bool], trait: Array, dtype: Any
+    ) -> Array:
+        bits = self._draw.uniform(size=shape) < 0.5 + 0.4 * trait
+        if not any(along) or not jnp.issubdtype(dtype, jnp.integer):
+            return bits
+        if self._scale > 1:
+            return self._draw.integers(0, int(self._scale), shape) + bits
+        return bits + 1 if self._shares else bits
 
     def _marked(self, made: Array, trait: Array, floating: bool, dtype: Any) -> Array:
         """Some of the numbers are marks, of some examples more than of others."""

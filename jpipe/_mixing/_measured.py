@@ -30,8 +30,9 @@ UNTRIED = (
 )
 # More elements are not made up, and computed, for a check.
 _LARGEST = 1 << 28
-# A threshold may lie where one draw has none beyond it; of many numbers some are.
-_DRAWS, _SMALL = 3, 1 << 20
+# A threshold, such as a margin, may lie beyond all numbers of one size, and be passed
+# by others in few places. Of many numbers one draw is made.
+_SCALES, _DRAWS, _SMALL = (1, 1 / 32, 32), 3, 1 << 20
 # The bits of all that is drawn, so that the parts draw what all examples do.
 _BITS = 0x5A5A5A5A
 _CALLS = ("closed_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit")
@@ -110,7 +111,8 @@ def measured(
     if size > _LARGEST:
         return []
     few_draws = size >= _SMALL or len(other.jaxpr.eqns) >= _LONG
-    seeds = range(1 if few_draws else _DRAWS)
+    cases = [(seed, scale) for scale in _SCALES for seed in range(_DRAWS)]
+    cases = cases[:1] if few_draws else cases
     axes = axes_along(one.jaxpr.invars, other.jaxpr.invars, numbers)
     eps = max(map(_eps, _dtypes(other)), default=0.0)
     of = functools.partial(Draw, count=numbers.counts[-1])
@@ -133,11 +135,14 @@ def measured(
     # Whatever a function does that is given random numbers.
     with suppress(Exception), jax.transfer_guard("allow"), jax.debug_nans(False):
         few, many = _function(one), _function(other)
-        found = [drawn(of(seed)) for seed in seeds]
+        found = [drawn(of(0))]
         if not _are_finite(found[0]):
-            found = [drawn(of(seed, shares=True)) for seed in seeds]
-        marked = (drawn(of(0, marks=case)) for case in marks_of(other)[: len(seeds)])
-        found += filter(_are_finite, marked)
+            found = [drawn(of(seed, shares=True)) for seed, _ in cases[:_DRAWS]]
+        more = [
+            *(of(seed, scale=scale) for seed, scale in cases[1:]),
+            *(of(0, marks=marks) for marks in marks_of(other)[: len(cases)]),
+        ]
+        found += filter(_are_finite, map(drawn, more))
     return found
 
 

@@ -140,3 +140,63 @@ def test_sums_of_them_are_left_alone():
         warnings.simplefilter("error")
         found = gradient_by(sums, targets, reduction="weighted")
     ref.assert_close(found, gradient_by(in_chunks, targets, 1), ref.FLOAT32)
+
+
+def of_neighbours(term):
+    """A loop over pairs, of which no jaxpr tells."""
+
+    def loss(y, t):
+        pairs = zip(y, y[1:], t, t[1:], strict=False)
+        return jnp.mean(y**2) + sum(term(*pair) for pair in pairs) / len(y)
+
+    return loss
+
+
+def labelled(y, _):
+    """Four examples with labels, then four without, from a table of all."""
+    return jnp.mean(y**2 * (jnp.arange(BATCH) % 6 < 3)[: len(y), None])
+
+
+BEYOND_SOMETHING = {
+    "long after": (
+        of_neighbours(lambda a, b, s, t: jnp.where(t - s > 10.0, jnp.sum(a * b), 0)),
+        jnp.cumsum(jnp.arange(BATCH) * 2.5),
+    ),
+    "nearer than a margin": (
+        of_neighbours(lambda a, b, s, t: jax.nn.relu(1e-2 - jnp.sum((a - b) ** 2))),
+        jnp.zeros(BATCH),
+    ),
+    "in other tens": (
+        of_neighbours(lambda a, b, s, t: jnp.where(s // 10 == t // 10, 0, a @ b)),
+        jnp.arange(BATCH) * 7,
+    ),
+    "logarithms of numbers": (
+        of_neighbours(lambda a, b, s, t: jnp.log(s) * a @ b),
+        jnp.arange(BATCH) + 2,
+    ),
+    "by a table as long as the batch": (labelled, jnp.zeros(BATCH)),
+}
+
+
+@pytest.mark.parametrize("name", BEYOND_SOMETHING)
+def test_what_is_so_of_numbers_of_one_size(name):
+    loss_fn, targets = BEYOND_SOMETHING[name]
+    y = 1e-2 * jax.random.normal(jax.random.key(0), (BATCH, 4)) + jnp.ones((BATCH, 1))
+    parts = [
+        loss_fn(*part)
+        for part in zip(jnp.split(y, 4), jnp.split(targets, 4), strict=True)
+    ]
+    assert abs(np.mean(parts) - loss_fn(y, targets)) > 1e-4
+    pipe = jpipe.sequential([lambda y: y], 4)
+    with pytest.raises(ValueError, match="loss_fn is, of random numbers"):
+        pipe.value_and_grad(loss_fn)(pipe.init(jax.random.key(0), y), y, targets)
+
+
+def test_a_layer_with_a_table_as_long_as_the_batch():
+    def labelled(x):
+        return x * (jnp.arange(BATCH) % 6 < 3)[: len(x), None]
+
+    x = jax.random.normal(jax.random.key(0), (BATCH, 4))
+    pipe = jpipe.sequential([ref.dense(4), labelled], 4)
+    with pytest.warns(UserWarning, match=r"layer 1 \(labelled\) gives other results"):
+        pipe.value_and_grad(ref.mse)(pipe.init(jax.random.key(0), x), x, x)
