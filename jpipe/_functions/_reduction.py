@@ -281,6 +281,8 @@ def _other(reduction: str, found: Sequence[Result], numbers: Numbers) -> str:
     weights = weight[0].parts if weight else []
     by = {"mean": len(parts), "sum": 1}.get(reduction) or np.sum(weights)
     scale = weight[0].whole if weight else 1
+    if not by or not scale:  # of random numbers none counts
+        return ""
     together = loss.whole / scale
     made = np.sum(parts, axis=0) / by
     if weight:
