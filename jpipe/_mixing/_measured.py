@@ -255,7 +255,9 @@ def _function(closed: core.ClosedJaxpr) -> Callable[[Sequence[Any]], Values]:
     """A function that computes the results of a jaxpr."""
     run: Any = functools.partial(_jaxpr.evaluate, _jaxpr.precise(closed), rule=_rule)
     if len(closed.jaxpr.eqns) < _LONG:
-        run = jax.jit(run, compiler_options=_QUICK)
+        # Elsewhere these are not known, and nothing would be measured.
+        known = jax.default_backend() in ("cpu", "gpu")
+        run = jax.jit(run, compiler_options=_QUICK if known else None)
     return lambda args: [*map(np.asarray, run(args))]
 
 
