@@ -126,30 +126,6 @@ def evaluate(
     return [read(atom) for atom in closed.jaxpr.outvars]
 
 
-def precise(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
-    """The same computation, with products of matrices in all bits of their dtypes.
-
-    Accelerators leave some out where nobody asks for them; kernels stay as they are.
-    """
-
-    def inner(value: Any) -> Any:
-        if isinstance(value, core.ClosedJaxpr):
-            return precise(value)
-        if isinstance(value, core.Jaxpr):
-            return precise(core.ClosedJaxpr(value, [])).jaxpr
-        return value
-
-    eqns = []
-    for eqn in closed.jaxpr.eqns:
-        params = dict(eqn.params)
-        if eqn.primitive.name != "pallas_call":
-            params = jax.tree.map(inner, params, is_leaf=lambda leaf: leaf is None)
-        if "precision" in params:
-            params["precision"] = (jax.lax.Precision.HIGHEST,) * 2
-        eqns.append(eqn.replace(params=params))
-    return core.ClosedJaxpr(closed.jaxpr.replace(eqns=eqns), closed.consts)
-
-
 def as_traced(closed: core.ClosedJaxpr) -> Callable[..., list[Any]]:
     """The function of a jaxpr, for a trace: constants are traced, as under `jax.jit`.
 

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from .._jaxprs import _jaxpr
+from .._jaxprs import _jaxpr, _precise
 from ._draw import Draw, marks_of
-from ._made import EACH, SAME, WHOLE, Made
+from ._made import EACH, SAME, UNCLEAR, Made
 from ._pairs import Numbers, axes_along
 
 Array = np.ndarray[Any, Any]
@@ -35,10 +35,11 @@ _LARGEST = 1 << 28
 _SCALES, _DRAWS, _SMALL = (1, 1 / 32, 32), 3, 1 << 20
 # The bits of all that is drawn, so that the parts draw what all examples do.
 _BITS = 0x5A5A5A5A
-_CALLS = ("closed_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit")
+_CALLS = (
+    *("closed_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit"),
+    *_jaxpr.CHECKPOINTS,
+)
 _SHOWS = ("debug_callback", "debug_print")
-# A kernel is run as it is, with the loops that are in it.
-_KERNEL = "pallas_call"
 # What draws by a key of its own, and what is not of JAX: no function of the user's is
 # called with random numbers.
 _OTHERS = ("ffi_call", "io_callback", "pure_callback", "random_gamma")
@@ -114,13 +115,12 @@ def measured(
     cases = [(seed, scale) for scale in _SCALES for seed in range(_DRAWS)]
     cases = cases[:1] if few_draws else cases
     axes = axes_along(one.jaxpr.invars, other.jaxpr.invars, numbers)
-    eps = max(map(_eps, _dtypes(other)), default=0.0)
     of = functools.partial(Draw, count=numbers.counts[-1])
 
     def drawn(draw: Draw) -> list[Result]:
         whole = [
             draw.values(aval, along)
-            for aval, along in zip(other.in_avals, axes, strict=True)
+            for aval, along in zip(two.in_avals, axes, strict=True)
         ]
         inputs = zip(whole, given, axes, strict=True)
         split = [_parts(*each, numbers) for each in inputs]
@@ -134,7 +134,9 @@ def measured(
     found = list[list[Result]]()
     # Whatever a function does that is given random numbers.
     with suppress(Exception), jax.transfer_guard("allow"), jax.debug_nans(False):
-        few, many = _function(one), _function(other)
+        first, two = (_precise.precise(closed, _rule) for closed in (one, other))
+        eps = max(map(_eps, _dtypes(two)), default=0.0)
+        few, many = _function(first), _function(two)
         found = [drawn(of(0))]
         if not _are_finite(found[0]):
             found = [drawn(of(seed, shares=True)) for seed, _ in cases[:_DRAWS]]
@@ -234,10 +236,8 @@ def _parts(x: Any, made: Made, along: Sequence[bool], numbers: Numbers) -> list[
       ValueError: if nobody knows how.
     """
     count = numbers.growth
-    if made.kind in (SAME, WHOLE) and made.degree in (0, None):
-        return [x] * count
-    if made.kind == WHOLE and made.degree == 1:
-        return [x / count] * count
+    if made.kind != EACH and not any(along):
+        return _beside(x, made, count)
     axis = along.index(True)
     lengths = x.shape[axis] // count, x.shape[axis]
     if made.orders and made.orders.are_known:
@@ -251,14 +251,32 @@ def _parts(x: Any, made: Made, along: Sequence[bool], numbers: Numbers) -> list[
     return [x[(*before, slice(start, start + lengths[0]))] for start in starts]
 
 
+def _beside(x: Any, made: Made, count: int) -> list[Any]:
+    """What is of all examples, and of each part: such as a sum, or a share of one.
+
+    Raises:
+      ValueError: if nobody knows how it grows with them.
+    """
+    degree = made.degree or 0
+    inexact = jnp.issubdtype(x.dtype, jnp.inexact)
+    if degree == UNCLEAR or (degree and not inexact):
+        raise ValueError("nobody knows what it is of a part")
+    shares = np.full(count, 1.0 * count**-degree)
+    if made.kind != SAME and not degree:
+        # Each part has another, which are that of all on average: of a mean that is
+        # so, and of anything it is enough for what adds it to a loss.
+        shares = np.linspace(0.5, 1.5, count)
+    return [(x * share).astype(x.dtype) if inexact else x for share in shares]
+
+
 def _function(closed: core.ClosedJaxpr) -> Callable[[Sequence[Any]], Values]:
     """A function that computes the results of a jaxpr."""
-    run: Any = functools.partial(_jaxpr.evaluate, _jaxpr.precise(closed), rule=_rule)
+    run: Any = core.jaxpr_as_fun(closed)
     if len(closed.jaxpr.eqns) < _LONG:
         # Elsewhere these are not known, and nothing would be measured.
         known = jax.default_backend() in ("cpu", "gpu")
         run = jax.jit(run, compiler_options=_QUICK if known else None)
-    return lambda args: [*map(np.asarray, run(args))]
+    return lambda args: [*map(np.asarray, run(*args))]
 
 
 def _rule(eqn: core.JaxprEqn) -> _jaxpr.Rule | None:
@@ -269,9 +287,7 @@ def _rule(eqn: core.JaxprEqn) -> _jaxpr.Rule | None:
     """
     name, inside = eqn.primitive.name, _jaxpr.inside(eqn)
     if name in _CALLS and len(inside) == 1:
-        return lambda operands: _jaxpr.evaluate(inside[0], operands, _rule)
-    if name == _KERNEL:
-        return None
+        return lambda operands: _precise.evaluate(inside[0], operands, _rule)
     if name in _SHOWS:
         return lambda _: []
     if name == "while":
@@ -279,11 +295,8 @@ def _rule(eqn: core.JaxprEqn) -> _jaxpr.Rule | None:
     if name == "random_bits":
         drawn: Any = eqn.outvars[0].aval
         return lambda _: [jnp.full(drawn.shape, _BITS, jnp.uint32).astype(drawn.dtype)]
-    if eqn.effects or name in _OTHERS:
+    if name in _OTHERS or (eqn.effects and not inside):
         raise ValueError(f"{name} draws other numbers, or calls what is not of JAX")
-    within = ("random_bits", "while", *_OTHERS)
-    if any(_jaxpr.contains(one, each) for one in inside for each in within):
-        raise ValueError(f"{name} draws other numbers, or may not end")
     return None
 
 
@@ -296,12 +309,12 @@ def _ended(eqn: core.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
 
     def goes_on(carried: Any) -> jax.Array:
         count, values = carried
-        (more,) = _jaxpr.evaluate(ends, [*of_ends, *values], _rule)
+        (more,) = _precise.evaluate(ends, [*of_ends, *values], _rule)
         return jnp.logical_and(more, count < _STEPS)
 
     def step(carried: Any) -> Any:
         count, values = carried
-        return count + 1, _jaxpr.evaluate(body, [*of_body, *values], _rule)
+        return count + 1, _precise.evaluate(body, [*of_body, *values], _rule)
 
     count, values = jax.lax.while_loop(goes_on, step, (0, list(operands[second:])))
     return [

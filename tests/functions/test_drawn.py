@@ -192,6 +192,19 @@ def test_what_is_so_of_numbers_of_one_size(name):
         pipe.value_and_grad(loss_fn)(pipe.init(jax.random.key(0), y), y, targets)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_little_of_neighbours_in_few_bits(dtype):
+    """Less than what such numbers are rounded by, and yet another loss."""
+    term = of_neighbours(lambda a, b, s, t: 0.02 * jnp.tanh(a @ b))
+    y = jnp.ones((BATCH, 4))
+    parts = [term(part, part) for part in jnp.split(y, 4)]
+    assert 0.002 < term(y, y) / np.mean(parts) - 1 < 0.01
+    y = y.astype(dtype)
+    pipe = jpipe.sequential([lambda y: y], 4)
+    with pytest.raises(ValueError, match="loss_fn is, of random numbers"):
+        pipe.value_and_grad(term)(pipe.init(jax.random.key(0), y), y, y)
+
+
 def test_a_layer_with_a_table_as_long_as_the_batch():
     def labelled(x):
         return x * (jnp.arange(BATCH) % 6 < 3)[: len(x), None]

@@ -9,7 +9,7 @@ import pytest
 from flax import linen as nn
 from jax.extend import core
 
-from jpipe._jaxprs import _jaxpr
+from jpipe._jaxprs import _jaxpr, _precise
 
 from .. import reference as ref
 from .asked import gradient_by
@@ -113,7 +113,7 @@ def test_products_are_measured_in_all_bits():
     x = jnp.eye(3) / 4
     with jax.default_matmul_precision(None):
         closed = jax.make_jaxpr(function)(x)
-    precise = _jaxpr.precise(closed)
+    precise = _precise.precise(closed, lambda eqn: None)
     assert len([*products(closed)]) == len([*products(precise)]) == 5
     assert {*products(precise)} == {(jax.lax.Precision.HIGHEST,) * 2}
     made = core.jaxpr_as_fun(precise)(x)

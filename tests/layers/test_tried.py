@@ -168,6 +168,42 @@ def test_what_is_beside_the_examples_is_told():
         )
 
 
+def beside_the_mean(x):
+    return x, jnp.mean(x**2)
+
+
+def beside_the_largest(x):
+    return x, jnp.max(x**2)
+
+
+def divided_one_by_one(both):
+    x, of_all = both
+    return jnp.stack([row / (1 + of_all) for row in x])
+
+
+def first_one_by_one(both):
+    return jnp.stack([*both[0]])
+
+
+@pytest.mark.parametrize(
+    ("before", "says"),
+    [(beside_the_mean, TOGETHER), (beside_the_largest, "is another computation")],
+)
+def test_what_is_given_beside_the_examples_is_another_of_each_part(before, says):
+    x = data()
+    pipe = jpipe.sequential([before, divided_one_by_one], PARTS)
+    with pytest.warns(UserWarning, match=rf"{SAID}: (.|\n)*layer 1 .* {says}"):
+        pipe.value_and_grad(squares)(pipe.init(jax.random.key(0), x), x, x)
+
+
+def test_what_is_given_beside_the_examples_and_not_used_is_left_alone():
+    x = data()
+    pipe = jpipe.sequential([beside_the_mean, first_one_by_one], PARTS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pipe.value_and_grad(squares)(pipe.init(jax.random.key(0), x), x, x)
+
+
 def powers_of_two_alone(x):
     assert len(x) & (len(x) - 1) == 0
     return x
