@@ -3,7 +3,7 @@
 `jax.extend.core` is JAX's public door to jaxprs.
 """
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -118,11 +118,25 @@ def evaluate(
     def read(atom: Any) -> Any:
         return atom.val if isinstance(atom, core.Literal) else values[atom]
 
+    def bind_all(eqns: list[core.JaxprEqn]) -> None:
+        asked = variables(atom for eqn in eqns for atom in eqn.invars)
+        given = [var for var in asked if var in values]
+        made = [var for eqn in eqns for var in eqn.outvars]
+        part = closed.jaxpr.replace(constvars=[], invars=given, outvars=made, eqns=eqns)
+        results = core.jaxpr_as_fun(core.ClosedJaxpr(part, []))(*map(read, given))
+        values.update(zip(made, results, strict=True))
+
+    # Those that stay are evaluated together: one by one takes twice the time.
+    stay = list[core.JaxprEqn]()
     for eqn in closed.jaxpr.eqns:
-        operands = [read(atom) for atom in eqn.invars]
-        run = rule(eqn)
-        results = run(operands) if run else bind(closed.jaxpr, eqn, operands)
+        if not (run := rule(eqn)):
+            stay.append(eqn)
+            continue
+        bind_all(stay)
+        stay = []
+        results = run([read(atom) for atom in eqn.invars])
         values.update(zip(eqn.outvars, results, strict=True))
+    bind_all(stay)
     return [read(atom) for atom in closed.jaxpr.outvars]
 
 
@@ -298,7 +312,7 @@ def live_inputs(closed: core.ClosedJaxpr) -> list[bool]:
     return [var in live for var in jaxpr.invars]
 
 
-def variables(atoms: Sequence[Any]) -> set[core.Var]:
+def variables(atoms: Iterable[Any]) -> set[core.Var]:
     """Those of the atoms that are not literals."""
     return {atom for atom in atoms if not isinstance(atom, core.Literal)}
 

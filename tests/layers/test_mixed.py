@@ -1,6 +1,7 @@
 """Layers that make something of several examples are told, and no others."""
 
 import warnings
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from flax import linen as nn
 from flax import nnx
 
 import jpipe
+from jpipe import _cache
 
 from .. import reference as ref
 from .mixing import APART, MIXED, TOKENS, WIDTH, normalized
@@ -24,7 +26,7 @@ def batch():
 
 
 def by_parts(layer):
-    x = batch()
+    x, layer = batch(), jax.jit(layer)
     return layer(x), jnp.concatenate([layer(part) for part in jnp.split(x, PARTS)])
 
 
@@ -37,18 +39,32 @@ def trained(layers, x=None, targets=None, rngs=None, **options):
     return find(variables, x, x if targets is None else targets, rngs=rngs)
 
 
+class CheckedError(Exception):
+    """All was checked, and nothing compiled yet."""
+
+
+@pytest.fixture
+def checks_alone(monkeypatch):
+    """What would be compiled is not: of many layers one asks what is said of them."""
+    monkeypatch.setattr(_cache, "Gradient", mock.Mock(side_effect=CheckedError))
+
+
 def mse_of(layer):
     """With a layer before it, so that the one in question is not the first."""
     return [nn.Dense(WIDTH), layer]
 
 
 @pytest.mark.parametrize("name", MIXED)
+@pytest.mark.usefixtures("checks_alone")
 def test_a_layer_that_mixes_examples_is_told(name):
     whole, parts = by_parts(MIXED[name])
     assert not np.allclose(whole, parts, atol=1e-3)
     x = batch()
     targets = jnp.zeros(whole.shape)
-    with pytest.warns(UserWarning, match=SAID) as caught:
+    with (
+        pytest.warns(UserWarning, match=SAID) as caught,
+        pytest.raises(CheckedError),
+    ):
         trained(mse_of(MIXED[name]), x, targets)
     (warning,) = caught
     assert "layer 1 (" in str(warning.message)
@@ -57,11 +73,12 @@ def test_a_layer_that_mixes_examples_is_told(name):
 
 
 @pytest.mark.parametrize("name", APART)
+@pytest.mark.usefixtures("checks_alone")
 def test_a_layer_that_keeps_examples_apart_is_not(name):
     whole, parts = by_parts(APART[name])
     ref.assert_close(whole, parts, 1e-5)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    # A warning is an error.
+    with pytest.raises(CheckedError):
         trained(mse_of(APART[name]), targets=jnp.zeros(whole.shape))
 
 
