@@ -263,14 +263,19 @@ def test_the_catalogue_names_all_transformations_of_optax():
 
 @cache
 def model():
-    """One pipeline, one gradient on one device and one batch: compiled once."""
+    """One pipeline, its gradient, that on one device and one batch: compiled once."""
     wide = [ref.dense(size, jnp.float64) for size in (12, 10)]
     layers = [wide[0], Scale(), jnp.tanh, wide[1]]
     pipe = jpipe.pipeline(layers, 2, balance=[1, 2, 1])
     x, targets = np.split(np.random.default_rng(0).normal(size=(8, 21)), [11], axis=1)
     params = ref.params_of(pipe.init(jax.random.key(0), x))
     return SimpleNamespace(
-        pipe=pipe, params=params, x=x, targets=targets, gradient=ref.gradient(layers)
+        pipe=pipe,
+        params=params,
+        x=x,
+        targets=targets,
+        find=pipe.value_and_grad(ref.mse),
+        gradient=ref.gradient(layers),
     )
 
 
@@ -298,10 +303,10 @@ def in_a_loop(tx, batches):
     """The same from a loop of one's own, as one would write it for one device."""
     pipe, tx = model().pipe, model().pipe.optimizer(tx)
     params = pipe.place(model().params)
-    state, gradient = tx.init(params), pipe.value_and_grad(ref.mse)
+    state = tx.init(params)
     for x in batches:
         variables = [{"params": layer} for layer in params]
-        _, grads = gradient(variables, x, model().targets)
+        _, grads = model().find(variables, x, model().targets)
         updates, state = tx.update(grads, state, params)
         params = optax.apply_updates(params, updates)
     return params, state
