@@ -82,7 +82,7 @@ def place(pipe: Pipe, tree: Any) -> Any:
         params = _entries(pipe, tree.params, inside=("params",))
         _variables.check_alive(jax.tree.leaves(tree))
         step, rng = _everywhere(pipe, *_first(pipe, tree.step, tree.rng))
-        return TrainState(
+        return tree.replace(
             step=step,
             params=params,
             opt_state=place_state(tree.opt_state, tree.params, pipe),

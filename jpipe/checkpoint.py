@@ -19,6 +19,7 @@ from ._processes._gather import agree_on, at_first
 from ._processes._group import group
 from ._processes._keys import as_key, as_numbers, is_key
 from ._run import _variables
+from ._train._state import TrainState, note_chosen
 
 PyTree = Any
 # So many differences are listed.
@@ -175,7 +176,10 @@ def restore(path: str | os.PathLike[str], like: PyTree) -> PyTree:
         found = _read(folder, arrays)
     else:
         found = _together("restored", lambda: _read(folder, arrays))
-    return jax.tree.map(_as_given, found, like)
+    restored = jax.tree.map(_as_given, found, like)
+    if isinstance(like, TrainState):
+        note_chosen(restored, like.chosen)
+    return restored
 
 
 def _read(folder: pathlib.Path, like: PyTree) -> PyTree:

@@ -137,6 +137,14 @@ class Objective:
                 f"has_aux=True: loss_fn must return (loss, aux); it returned "
                 f"{shapes(result)}"
             )
+        for path, leaf in jax.tree_util.tree_leaves_with_path(result[1]):
+            try:
+                jax.typeof(leaf)
+            except TypeError:
+                raise TypeError(
+                    f"has_aux=True: aux{jax.tree_util.keystr(path)} is {leaf!r}, a "
+                    f"{type(leaf).__name__}; needs arrays or numbers"
+                ) from None
         return result[0], result[1]
 
 

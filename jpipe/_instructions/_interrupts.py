@@ -1,34 +1,40 @@
-"""Ctrl-C while a program overwrites what it was given."""
+"""Ctrl-C, or another signal, while a program overwrites what it was given."""
 
 import signal
 import threading
 from types import TracebackType
 from typing import Any
 
+# Those whose handlers raise, as a time limit does. There are fewer on some systems.
+_NAMES = ("SIGINT", "SIGTERM", "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+_SIGNALS = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
+
 
 class Interrupts:
-    """A scope in which Ctrl-C waits, from `hold` on, until the end.
+    """A scope in which signals wait, from `hold` on, until the end.
 
     Half of a state that is overwritten is of no use. Only the main thread is ever
     interrupted.
 
     Attributes:
-      waiting: whether one came.
+      waiting: those that came, each with the frame that it would have interrupted.
     """
 
     def __init__(self) -> None:
-        self.waiting = False
-        self._before: Any = None
+        self.waiting = list[tuple[int, Any]]()
+        self._before = dict[int, Any]()
 
     def hold(self) -> None:
-        """From here on interrupts wait."""
-        handler = signal.getsignal(signal.SIGINT)
-        if threading.current_thread() is threading.main_thread() and callable(handler):
-            self._before = handler
-            signal.signal(signal.SIGINT, self._note)
+        """From here on signals wait."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in _SIGNALS:
+            if callable(handler := signal.getsignal(number)):
+                self._before[number] = handler
+                signal.signal(number, self._note)
 
     def _note(self, number: int, frame: Any) -> None:
-        self.waiting = True
+        self.waiting.append((number, frame))
 
     def __enter__(self) -> "Interrupts":
         return self
@@ -39,7 +45,13 @@ class Interrupts:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
-            if self.waiting:
-                self._before(signal.SIGINT, None)
+        try:
+            self._end()
+        finally:  # which a signal may have interrupted
+            self._end()
+        for number, frame in self.waiting:
+            self._before[number](number, frame)
+
+    def _end(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)

@@ -103,6 +103,13 @@ def _various(called: Called) -> str:
             f"{_line(called, 'train', 'train=train')}, by the name that it has, if it "
             f"does"
         )
+    if called.module is not None:
+        return (
+            f"the function of {name} takes any arguments (* or **), which may say "
+            f"whether it is trained; list jpipe.layer(module, lambda module, x: ...) "
+            f"if it takes none that does, and jpipe.layer(module, lambda module, x, "
+            f"train: ...) if it does"
+        )
     given = ("variables, x", "x")[called.data == 1]
     return (
         f"{name} takes any arguments (* or **), which may say whether it is trained; "

@@ -218,6 +218,8 @@ def times(a: float | None, b: float | None) -> float | None:
 
 def quotient(a: Made, b: Made) -> Made:
     """What a quotient is of two."""
+    if b.degree is None and a.kind in (SAME, EACH):  # infinite
+        return a._replace(degree=0)
     if UNKNOWN in (a.kind, b.kind) or b.degree is None:
         return Made(UNKNOWN, why=DRAWN if DRAWN in (a.why, b.why) else "")
     if b.kind == SAME:

@@ -65,7 +65,9 @@ class TrainState:
         for name in ("params", "model_state"):
             if isinstance(changes.get(name), list):
                 changes[name] = tuple(changes[name])
-        return replace(self, **changes)
+        new = replace(self, **changes)
+        note_chosen(new, self.chosen)
+        return new
 
     @property
     def variables(self) -> tuple[PyTree, ...]:
@@ -78,7 +80,7 @@ def note_made(state: TrainState, made: Made) -> None:
     object.__setattr__(state, "made", made)
 
 
-def note_chosen(state: TrainState, chosen: Sequence[bool]) -> None:
+def note_chosen(state: TrainState, chosen: Sequence[bool] | None) -> None:
     """Notes which parameters a state was made to train; it is not a part of it."""
     object.__setattr__(state, "chosen", chosen)
 
@@ -113,7 +115,9 @@ def _from_state_dict(like: TrainState, saved: Mapping[str, Any]) -> TrainState:
         name: serialization.from_state_dict(getattr(like, name), saved[name], name)
         for name in names
     }
-    return jax.tree.map(_as_key, like, TrainState(**restored))
+    state = jax.tree.map(_as_key, like, TrainState(**restored))
+    note_chosen(state, like.chosen)
+    return state
 
 
 def _as_key(like: Any, restored: Any) -> Any:
@@ -172,9 +176,9 @@ def check_chosen(state: TrainState, trained: Sequence[bool]) -> None:
     Raises:
       ValueError: with what it would train.
     """
-    if state.chosen is None:
-        return
     flat = jax.tree_util.tree_leaves_with_path(state.params)
+    if state.chosen is None or len(state.chosen) != len(flat):
+        return
     more = [
         f"state.params{jax.tree_util.keystr(path)}"
         for (path, _), chosen, yes in zip(flat, state.chosen, trained, strict=True)
@@ -187,7 +191,9 @@ def check_chosen(state: TrainState, trained: Sequence[bool]) -> None:
             + ", ".join(more[:SHOWN])
             + (f", and {rest} more" if rest > 0 else "")
             + "; give the same trainable= to Pipeline.init_train_state and "
-            "Pipeline.train_step"
+            "Pipeline.train_step, or, to train them from here on, go on with a state "
+            "made for that: pipe.init_train_state(key, x, tx, "
+            "variables=state.variables)"
         )
 
 

@@ -30,6 +30,7 @@ from ._state import (
     check_apart,
     check_chosen,
     check_state,
+    note_chosen,
     note_made,
 )
 
@@ -114,6 +115,7 @@ class TrainStep:
         with Interrupts() as interrupts:
             outputs = compiled.program(leaves + batch, overwriting=interrupts.hold)
             new, metrics = compiled.result(outputs, self)
+            note_chosen(new, state.chosen)
             if interrupts.waiting:
                 # What was given is overwritten, and what is returned arrives nowhere.
                 become(state, new)

@@ -164,6 +164,12 @@ def test_out_axes_that_is_no_axis(out_axes):
             id="has_aux with three",
         ),
         pytest.param(
+            lambda y, t: (mse(y, t), {"at": "end"}),
+            {"has_aux": True},
+            ["aux['at'] is 'end', a str; needs arrays or numbers"],
+            id="aux with a text",
+        ),
+        pytest.param(
             mse,
             {"reduction": "weighted"},
             ["reduction='weighted'", "(total, weight)", "float32[]"],

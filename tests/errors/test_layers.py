@@ -190,6 +190,10 @@ class Tree:
             jpipe.Stage(lambda key, x: {}, lambda v, x, **given: x),
             r"takes any arguments .*lambda variables, x: f\(variables, x\)",
         ),
+        (
+            jpipe.layer(nn.Dense(3), lambda module, x, **given: module(x)),
+            r"function of Dense takes any .*jpipe\.layer\(module, lambda module, x, tr",
+        ),
         (Tree(jnp.ones(3)), r"Tree is a pytree with arrays, .* jpipe\.Stage"),
         (jax.tree_util.Partial(jnp.multiply, jnp.ones(3)), "a pytree with arrays"),
     ],

@@ -112,7 +112,17 @@ class Dropped(nn.Module):
         return jnp.stack([*rows])
 
 
-APART = [one_by_one, tokens_before_examples, infinite_and_empty, Dropped()]
+def below_a_quotient_by_zero(x):
+    return jnp.minimum(x, jnp.float32(1) / jnp.float32(0))
+
+
+APART = [
+    below_a_quotient_by_zero,
+    one_by_one,
+    tokens_before_examples,
+    infinite_and_empty,
+    Dropped(),
+]
 
 
 def data():

@@ -48,21 +48,17 @@ def after(number, act):
     return wrapped
 
 
-def press():
-    signal.raise_signal(signal.SIGINT)
+@pytest.fixture(params=[signal.SIGINT, signal.SIGALRM])
+def press(request):
+    """Ctrl-C, which workers of pytest-xdist ignore, or what a time limit sends."""
+    before = signal.signal(request.param, signal.default_int_handler)
+    yield lambda: signal.raise_signal(request.param)
+    assert signal.getsignal(request.param) is signal.default_int_handler
+    signal.signal(request.param, before)
 
 
-@pytest.fixture
-def ctrl_c():
-    """Ctrl-C as in a terminal; workers of pytest-xdist ignore it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("donate", [True, False])
-def test_ctrl_c_after_any_instruction(donate):
+def test_an_interrupt_after_any_instruction(donate, press):
     step, state = started(donate)
     program, kept = program_of(step), ref.on_host(state)
     following, _ = step(jax.tree.map(jnp.copy, state), X, TARGETS)
@@ -80,7 +76,6 @@ def test_ctrl_c_after_any_instruction(donate):
         again, _ = step(given, X, TARGETS)  # training goes on from either
         assert int(again.step) == int(ref.on_host(expected.step)) + 1
     assert seen == ({0, 1} if donate else {0})
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_an_exception_before_anything_is_overwritten_changes_nothing():

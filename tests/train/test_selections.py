@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import nnx, serialization
 
 import jpipe
 
@@ -233,6 +233,33 @@ class TestAStateMadeToTrainOtherParameters:
         with pytest.raises(ValueError, match=r"train state.params\[2\]\['kernel'\]; g"):
             pipe.train_step(ref.mse, sgd, trainable=["2/*"])(state, x, x)
         ref.assert_equal(state, before)
+
+    def test_and_of_all_that_is_made_of_that_state(self, tmp_path):
+        _, pipe = model()
+        (x, _), sgd = ref.regression(6), optax.sgd(0.1)
+        state = pipe.init_train_state(jax.random.key(0), x, sgd, trainable="2/bias")
+        after, _ = pipe.train_step(ref.mse, sgd, trainable="2/bias")(state, x, x)
+        jpipe.checkpoint.save(tmp_path / "state", after)
+        plain = serialization.to_state_dict(after)
+        for same in (
+            after,
+            after.replace(step=after.step + 1),
+            pipe.place(after),
+            jpipe.checkpoint.restore(tmp_path / "state", after),
+            pipe.place(serialization.from_state_dict(after, plain)),
+        ):
+            with pytest.raises(ValueError, match="made to train other parameters, and"):
+                pipe.train_step(ref.mse, sgd)(same, x, x)
+
+    def test_is_left_behind_by_a_state_of_the_same_variables(self):
+        _, pipe = model()
+        (x, _), sgd = ref.regression(6), optax.sgd(0.1)
+        state = pipe.init_train_state(jax.random.key(0), x, sgd, trainable="2/bias")
+        all_of_it = pipe.init_train_state(
+            jax.random.key(0), x, sgd, variables=state.variables
+        )
+        state, _ = pipe.train_step(ref.mse, sgd)(all_of_it, x, x)
+        assert int(state.step) == 1
         state, _ = pipe.train_step(ref.mse, sgd, trainable="2/bias")(state, x, x)
         # Once it is trained it may go on with more, as such an optimizer can.
         pipe.train_step(ref.mse, sgd)(state, x, x)
