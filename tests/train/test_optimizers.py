@@ -269,14 +269,9 @@ def model():
     pipe = jpipe.pipeline(layers, 2, balance=[1, 2, 1])
     x, targets = np.split(np.random.default_rng(0).normal(size=(8, 21)), [11], axis=1)
     params = ref.params_of(pipe.init(jax.random.key(0), x))
-    return SimpleNamespace(
-        pipe=pipe,
-        params=params,
-        x=x,
-        targets=targets,
-        find=pipe.value_and_grad(ref.mse),
-        gradient=ref.gradient(layers),
-    )
+    made = SimpleNamespace(pipe=pipe, params=params, x=x, targets=targets)
+    made.find, made.gradient = pipe.value_and_grad(ref.mse), ref.gradient(layers)
+    return made
 
 
 def on_one_device(tx, batches):
