@@ -5,8 +5,9 @@ import threading
 from types import TracebackType
 from typing import Any
 
-# Those whose handlers raise, as a time limit does. There are fewer on some systems.
-_NAMES = ("SIGINT", "SIGTERM", "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+# Those whose handlers raise: Ctrl-C, what ends a job, a time limit. Windows lacks one.
+# To ask for a handler takes some microseconds of each step, so these are all.
+_NAMES = ("SIGINT", "SIGTERM", "SIGALRM")
 _SIGNALS = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
 
 
@@ -21,8 +22,8 @@ class Interrupts:
     """
 
     def __init__(self) -> None:
-        self.waiting = list[tuple[int, Any]]()
-        self._before = dict[int, Any]()
+        self.waiting: list[tuple[int, Any]] = []
+        self._before: dict[int, Any] = {}
 
     def hold(self) -> None:
         """From here on signals wait."""
@@ -47,8 +48,9 @@ class Interrupts:
     ) -> None:
         try:
             self._end()
-        finally:  # which a signal may have interrupted
+        except BaseException:  # another signal, whose handler is there again
             self._end()
+            raise
         for number, frame in self.waiting:
             self._before[number](number, frame)
 
