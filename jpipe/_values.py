@@ -82,13 +82,15 @@ def place(pipe: Pipe, tree: Any) -> Any:
         params = _entries(pipe, tree.params, inside=("params",))
         _variables.check_alive(jax.tree.leaves(tree))
         step, rng = _everywhere(pipe, *_first(pipe, tree.step, tree.rng))
-        return tree.replace(
+        placed = TrainState(
             step=step,
             params=params,
             opt_state=place_state(tree.opt_state, tree.params, pipe),
             model_state=_entries(pipe, tree.model_state),
             rng=rng,
         )
+        note_chosen(placed, tree.chosen)
+        return placed
     return _entries(pipe, tree)
 
 

@@ -177,9 +177,19 @@ def restore(path: str | os.PathLike[str], like: PyTree) -> PyTree:
     else:
         found = _together("restored", lambda: _read(folder, arrays))
     restored = jax.tree.map(_as_given, found, like)
-    if isinstance(like, TrainState):
-        note_chosen(restored, like.chosen)
+    _note_chosen(restored, like)
     return restored
+
+
+def _note_chosen(restored: PyTree, like: PyTree) -> None:
+    """States were made to train what those are made to train that they go on as."""
+
+    def of_states(tree: PyTree) -> list[TrainState]:
+        leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, TrainState))
+        return [leaf for leaf in leaves if isinstance(leaf, TrainState)]
+
+    for state, given in zip(of_states(restored), of_states(like), strict=True):
+        note_chosen(state, given.chosen)
 
 
 def _read(folder: pathlib.Path, like: PyTree) -> PyTree:

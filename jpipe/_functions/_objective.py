@@ -139,7 +139,7 @@ class Objective:
             )
         for path, leaf in jax.tree_util.tree_leaves_with_path(result[1]):
             try:
-                jax.typeof(leaf)
+                hasattr(leaf, "__jax_array__") or jax.typeof(leaf)
             except TypeError:
                 raise TypeError(
                     f"has_aux=True: aux{jax.tree_util.keystr(path)} is {leaf!r}, a "

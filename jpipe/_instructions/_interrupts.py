@@ -5,7 +5,7 @@ import threading
 from types import TracebackType
 from typing import Any
 
-# Those whose handlers raise: Ctrl-C, what ends a job, a time limit. Windows lacks one.
+# Those whose handlers often raise: Ctrl-C, what ends a job, a time limit, if there is.
 # To ask for a handler takes some microseconds of each step, so these are all.
 _NAMES = ("SIGINT", "SIGTERM", "SIGALRM")
 _SIGNALS = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
@@ -16,13 +16,10 @@ class Interrupts:
 
     Half of a state that is overwritten is of no use. Only the main thread is ever
     interrupted.
-
-    Attributes:
-      waiting: those that came, each with the frame that it would have interrupted.
     """
 
     def __init__(self) -> None:
-        self.waiting: list[tuple[int, Any]] = []
+        self._waiting: list[int] = []
         self._before: dict[int, Any] = {}
 
     def hold(self) -> None:
@@ -35,7 +32,7 @@ class Interrupts:
                 signal.signal(number, self._note)
 
     def _note(self, number: int, frame: Any) -> None:
-        self.waiting.append((number, frame))
+        self._waiting.append(number)
 
     def __enter__(self) -> "Interrupts":
         return self
@@ -51,8 +48,18 @@ class Interrupts:
         except BaseException:  # another signal, whose handler is there again
             self._end()
             raise
-        for number, frame in self.waiting:
-            self._before[number](number, frame)
+        self._deliver()
+
+    def _deliver(self) -> None:
+        """Calls the handlers of what came; each, even if one before it raises."""
+        while self._waiting:
+            number = self._waiting.pop(0)
+            try:
+                # The frame that it interrupted holds the batch.
+                self._before[number](number, None)
+            except BaseException:
+                self._deliver()
+                raise
 
     def _end(self) -> None:
         for number, handler in self._before.items():

@@ -132,11 +132,13 @@ def evaluate(
         if not (run := rule(eqn)):
             stay.append(eqn)
             continue
-        bind_all(stay)
+        if stay:
+            bind_all(stay)
         stay = []
         results = run([read(atom) for atom in eqn.invars])
         values.update(zip(eqn.outvars, results, strict=True))
-    bind_all(stay)
+    if stay:
+        bind_all(stay)
     return [read(atom) for atom in closed.jaxpr.outvars]
 
 

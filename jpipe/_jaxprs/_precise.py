@@ -12,8 +12,9 @@ from . import _jaxpr
 
 Rules = Callable[[core.JaxprEqn], _jaxpr.Rule | None]
 
-# What is run as it is, with the jaxprs that are in it.
-_KERNEL = "pallas_call"
+# What is run as it is, with the jaxprs that are in it: they are of one program of a
+# kernel, or of one device of a mesh.
+_CLOSED = ("pallas_call", "shard_map")
 
 
 def precise(closed: core.ClosedJaxpr, rule: Rules) -> core.ClosedJaxpr:
@@ -24,8 +25,8 @@ def precise(closed: core.ClosedJaxpr, rule: Rules) -> core.ClosedJaxpr:
 
     Args:
       closed: the jaxpr.
-      rule: what takes the place of an equation, as a function of its operands; ``None``
-        for those that stay.
+      rule: what takes the place of an equation, as a function of its operands, which
+        have more bits; ``None`` for those that stay.
     """
 
     def run(*args: Any) -> list[Any]:
@@ -40,12 +41,25 @@ def precise(closed: core.ClosedJaxpr, rule: Rules) -> core.ClosedJaxpr:
 def evaluate(closed: core.ClosedJaxpr, args: Sequence[Any], rule: Rules) -> list[Any]:
     """Evaluates a jaxpr as `precise` would make it."""
 
-    def own(eqn: core.JaxprEqn) -> _jaxpr.Rule:
-        return rule(eqn) or (lambda operands: _bound(closed.jaxpr, eqn, operands, rule))
+    def own(eqn: core.JaxprEqn) -> _jaxpr.Rule | None:
+        if run := rule(eqn):
+            return lambda operands: run([*map(_wide, operands)])
+        if _is_precise(eqn):
+            return None
+        return lambda operands: _bound(closed.jaxpr, eqn, operands, rule)
 
     consts = [*map(_wide, closed.consts)]
     wide = core.ClosedJaxpr(closed.jaxpr, consts)
     return [*map(_wide, _jaxpr.evaluate(wide, [*map(_wide, args)], own))]
+
+
+def _is_precise(eqn: core.JaxprEqn) -> bool:
+    """Whether an equation, given the same, is computed as precisely already."""
+    if "precision" in eqn.params or _jaxpr.inside(eqn):
+        return False
+    dtypes = [getattr(atom.aval, "dtype", None) for atom in (*eqn.invars, *eqn.outvars)]
+    dtypes += [value for value in eqn.params.values() if isinstance(value, np.dtype)]
+    return all(dtype is None or dtype == _widened(dtype) for dtype in dtypes)
 
 
 def _bound(
@@ -55,7 +69,7 @@ def _bound(
     given = [getattr(atom.aval, "dtype", None) for atom in eqn.invars]
     if name == "reduce_precision" and given[0] != _widened(given[0]):
         return operands
-    if name != _KERNEL:
+    if name not in _CLOSED:
         params = jax.tree.map(
             lambda value: _param(value, rule),
             dict(eqn.params),
@@ -105,6 +119,6 @@ def _wide(x: Any) -> Any:
 
 
 def _widened(dtype: Any) -> Any:
-    """The dtype in which such numbers are computed with."""
+    """The dtype in which such numbers are computed."""
     is_narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
     return np.dtype(np.float32) if is_narrow else dtype

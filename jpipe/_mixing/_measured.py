@@ -17,7 +17,7 @@ from jax.extend import core
 
 from .._jaxprs import _jaxpr, _precise
 from ._draw import Draw, marks_of
-from ._made import EACH, SAME, UNCLEAR, Made
+from ._made import EACH, SAME, UNCLEAR, UNKNOWN, Made
 from ._pairs import Numbers, axes_along
 
 Array = np.ndarray[Any, Any]
@@ -259,7 +259,7 @@ def _beside(x: Any, made: Made, count: int) -> list[Any]:
     """
     degree = made.degree or 0
     inexact = jnp.issubdtype(x.dtype, jnp.inexact)
-    if degree == UNCLEAR or (degree and not inexact):
+    if made.kind == UNKNOWN or degree == UNCLEAR or (degree and not inexact):
         raise ValueError("nobody knows what it is of a part")
     shares = np.full(count, 1.0 * count**-degree)
     if made.kind != SAME and not degree:
@@ -295,7 +295,12 @@ def _rule(eqn: core.JaxprEqn) -> _jaxpr.Rule | None:
     if name == "random_bits":
         drawn: Any = eqn.outvars[0].aval
         return lambda _: [jnp.full(drawn.shape, _BITS, jnp.uint32).astype(drawn.dtype)]
-    if name in _OTHERS or (eqn.effects and not inside):
+    as_it_is = name == "shard_map" and any(
+        _jaxpr.contains(one, each)
+        for one in inside
+        for each in ("random_bits", "while", *_OTHERS)
+    )
+    if as_it_is or name in _OTHERS or (eqn.effects and not inside):
         raise ValueError(f"{name} draws other numbers, or calls what is not of JAX")
     return None
 

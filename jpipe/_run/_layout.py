@@ -126,14 +126,8 @@ def check(sharing: Sharing, visits: Sequence[Visit], given: Any) -> None:
     Raises:
       ValueError: with every leaf that is missing, surplus, given twice or of another
         shape.
-      TypeError: if they are specs, not values.
     """
     _variables.check_entries(given, len(visits))
-    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(given)):
-        raise TypeError(
-            "variables are jax.ShapeDtypeStruct leaves, which have no values; give "
-            "arrays, such as Pipeline.init makes"
-        )
     needed: dict[Key, tuple[Place, PyTree]] = {}
     for i, visit in enumerate(visits):
         for names, spec in flat(visit.variables).items():

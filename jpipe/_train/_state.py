@@ -61,12 +61,16 @@ class TrainState:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def replace(self, **changes: Any) -> "TrainState":
-        """The same state with other values of some attributes; a list is a tuple."""
+        """The same state with other values of some attributes; a list is a tuple.
+
+        With another ``opt_state`` it may train other parameters than before.
+        """
         for name in ("params", "model_state"):
             if isinstance(changes.get(name), list):
                 changes[name] = tuple(changes[name])
         new = replace(self, **changes)
-        note_chosen(new, self.chosen)
+        if "opt_state" not in changes:
+            note_chosen(new, self.chosen)
         return new
 
     @property
@@ -192,8 +196,8 @@ def check_chosen(state: TrainState, trained: Sequence[bool]) -> None:
             + (f", and {rest} more" if rest > 0 else "")
             + "; give the same trainable= to Pipeline.init_train_state and "
             "Pipeline.train_step, or, to train them from here on, go on with a state "
-            "made for that: pipe.init_train_state(key, x, tx, "
-            "variables=state.variables)"
+            "made for that: pipe.init_train_state(key, x, tx, variables="
+            "state.variables).replace(step=state.step, rng=state.rng)"
         )
 
 

@@ -112,14 +112,18 @@ class TrainStep:
             check_apart(state, compiled.donated)
         batch = jax.tree.leaves((x, targets))
         _variables.check_concrete(batch)
-        with Interrupts() as interrupts:
-            outputs = compiled.program(leaves + batch, overwriting=interrupts.hold)
-            new, metrics = compiled.result(outputs, self)
-            note_chosen(new, state.chosen)
-            if interrupts.waiting:
-                # What was given is overwritten, and what is returned arrives nowhere.
+        new = None
+        try:
+            with Interrupts() as interrupts:
+                outputs = compiled.program(leaves + batch, overwriting=interrupts.hold)
+                new, metrics = compiled.result(outputs, self)
+                note_chosen(new, state.chosen)
+            return new, metrics
+        except BaseException:
+            # What was given is overwritten, and what is returned arrives nowhere.
+            if new is not None:
                 become(state, new)
-        return new, metrics
+            raise
 
     @outside_of_meshes
     def program(self, state: TrainState, x: PyTree, targets: PyTree) -> Program:

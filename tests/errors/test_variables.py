@@ -46,12 +46,6 @@ def test_batch_of_another_width_than_the_variables(pipe, variables):
         pipe.apply(variables, np.ones((4, 7), np.float32))
 
 
-def test_variables_without_values(pipe, variables):
-    specs = jax.eval_shape(lambda: variables)
-    with pytest.raises(TypeError, match=says("no values", "Pipeline.init makes")):
-        pipe.value_and_grad(mse)(specs, X, TARGETS)
-
-
 def test_variables_of_the_wrong_length(pipe, variables):
     match = says("2 entries", "3 layers", "one entry per layer", "Pipeline.init")
     for use in (lambda v: pipe.apply(v, X), pipe.place):

@@ -9,6 +9,7 @@ import pytest
 from flax import linen as nn
 
 import jpipe
+from jpipe._instructions._interrupts import Interrupts
 
 from .. import reference as ref
 
@@ -53,8 +54,8 @@ def press(request):
     """Ctrl-C, which workers of pytest-xdist ignore, or what a time limit sends."""
     before = signal.signal(request.param, signal.default_int_handler)
     yield lambda: signal.raise_signal(request.param)
-    assert signal.getsignal(request.param) is signal.default_int_handler
-    signal.signal(request.param, before)
+    after = signal.signal(request.param, before)
+    assert after is signal.default_int_handler
 
 
 @pytest.mark.parametrize("donate", [True, False])
@@ -76,6 +77,31 @@ def test_an_interrupt_after_any_instruction(donate, press):
         again, _ = step(given, X, TARGETS)  # training goes on from either
         assert int(again.step) == int(ref.on_host(expected.step)) + 1
     assert seen == ({0, 1} if donate else {0})
+
+
+def test_each_signal_that_waits_reaches_its_handler():
+    def ends(number, frame):
+        raise TimeoutError
+
+    seen = []
+    handlers = {signal.SIGALRM: ends, signal.SIGTERM: lambda n, frame: seen.append(n)}
+    before = {number: signal.signal(number, h) for number, h in handlers.items()}
+
+    def held():
+        with Interrupts() as interrupts:
+            interrupts.hold()
+            signal.raise_signal(signal.SIGALRM)
+            signal.raise_signal(signal.SIGTERM)
+            assert not seen
+
+    try:
+        with pytest.raises(TimeoutError):
+            held()
+        assert seen == [signal.SIGTERM]
+        assert {n: signal.getsignal(n) for n in handlers} == handlers
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def test_an_exception_before_anything_is_overwritten_changes_nothing():
