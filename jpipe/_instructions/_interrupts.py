@@ -47,6 +47,7 @@ class Interrupts:
             self._end()
         except BaseException:  # another signal, whose handler is there again
             self._end()
+            self._deliver()
             raise
         self._deliver()
 
