@@ -18,7 +18,7 @@ from ._layers._initialize import strong
 from ._processes._elsewhere import is_here, of_copies, own_copy
 from ._processes._group import group
 from ._run import _resting, _variables
-from ._run._initialize import Initializers
+from ._run._initialize import initializers
 from ._run._pipe import Pipe
 from ._train._optimizer import Optimizer, place_state
 from ._train._state import TrainState, note_chosen
@@ -44,14 +44,17 @@ def make(
     first = _transfer.one_of(pipe.own_places[0])
     local = _transfer.put_tree(key, first)
     numbers = _transfer.put([*map(np.uint32, range(len(visits)))], first)
-    initialize = Initializers(first)
+    own = {
+        number: visit
+        for number, visit in enumerate(visits)
+        if is_here(pipe.devices[pipe.stage_of_layer[number]])
+    }
+    made_by = dict(zip(own, initializers([*own.values()], local, first), strict=True))
     variables = []
     for number, visit in enumerate(visits):
         made = visit.variables
-        is_own = is_here(pipe.devices[pipe.stage_of_layer[number]])
-        if is_own and jax.tree.leaves(made):
-            own = _rng.layer_key(local, numbers[number])
-            made = initialize(visit, own)
+        if number in own:
+            made = made_by[number](_rng.layer_key(local, numbers[number]))
         # Moved at once: the first device has room for one layer more, not for all.
         variables.append(_placed(pipe, number, made))
     return tuple(variables)

@@ -5,8 +5,9 @@ import os
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import jax
@@ -106,7 +107,7 @@ class Compiled:
         under `jax.disable_jit`; and where NaNs are looked for, `jax.jit` says where.
         """
         kinds = *self.arguments, *self.function.results
-        if not self._is_placed or any(map(on_host, kinds)) or not _is_ahead():
+        if not self._is_placed or any(map(on_host, kinds)) or not is_ahead():
             return None
         specs = [
             _located(self.arguments[i], self.device, self._given[i])
@@ -154,7 +155,7 @@ def _on(
     return device.mapped(function.run, spread.given, kept), tuple(made)
 
 
-def _is_ahead() -> bool:
+def is_ahead() -> bool:
     """Whether anything is compiled before it is called, under the settings of JAX."""
     debug = _config.jax_debug_nans or _config.jax_debug_infs
     return not (_config.jax_disable_jit or debug)
@@ -188,48 +189,76 @@ _MOST = 256
 _LONG = 3.0
 
 
-def compile_all(programs: Iterable[Compiled]) -> None:
-    """Compiles programs side by side: XLA does so without the interpreter's lock.
+class Executable:
+    """What XLA makes of a program, once `compiling` is over.
 
-    While some are compiled the next ones are traced, in the thread of the caller: a
-    `with` block around it, such as `jax.default_matmul_precision`, says nothing to
-    other threads.
+    Attributes:
+      run: calls it.
+      seconds: how long XLA took; zero if it was compiled before.
     """
-    found: dict[Any, list[Compiled]] = {}
-    running: dict[Future[tuple[Any, float]], Any] = {}
+
+    def __init__(self, run: Callable[..., Any] | None = None) -> None:
+        self.run: Any = run
+        self.seconds = 0.0
+
+
+@contextmanager
+def compiling() -> Iterator[Callable[..., Executable]]:
+    """The scope in which programs are compiled side by side.
+
+    XLA compiles without the interpreter's lock: while some are compiled the next ones
+    are traced, in the thread of the caller, as a `with` block around it, such as
+    `jax.default_matmul_precision`, says nothing to other threads.
+
+    Yields:
+      A function ``(traced, device, options) -> executable`` that begins with one.
+    """
+    found: dict[Any, Executable] = {}
+    running: dict[Future[tuple[Any, float]], Executable] = {}
+
+    def add(traced: Any, device: Device, options: Any = None) -> Executable:
+        lowered = traced.lower()
+        key = _key(traced, lowered, device)
+        if key not in found:
+            found[key] = Executable(_executables.get(key))
+            if key not in _executables:
+                running[pool.submit(_timed, lowered, options)] = found[key]
+        return found[key]
+
     progress = Progress("programs compiled")
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool, progress:
-        for program in programs:
-            traced = program.trace()
-            if traced is None:
-                continue
-            lowered = traced.lower()
-            key = _key(traced, lowered, program.device)
-            if key not in found and key not in _executables:
-                running[pool.submit(_timed, lowered)] = key
-            found.setdefault(key, []).append(program)
+        yield add
         for done, future in enumerate(as_completed(running), start=1):
-            key = running[future]
-            _executables[key], found[key][0].seconds = future.result()
+            made = running[future]
+            made.run, made.seconds = future.result()
             progress.say(done, len(running))
-    for key, alike in found.items():
-        for program in alike:
-            program.run = _executables[key]
+    _executables.update((key, made.run) for key, made in found.items())
     _keep(found)
 
 
-def executable(function: Any, argument: Any, device: Device) -> Any:
-    """A jitted function compiled for its argument; or one that computes the same."""
-    if not _is_ahead():
-        return function
-    traced = function.trace(argument)
-    lowered = traced.lower()
-    key = _key(traced, lowered, device)
-    if key not in _executables:
-        _executables[key], _ = _timed(lowered)
-    found = _executables[key]
-    _keep([key])
-    return found
+def compile_all(programs: Iterable[Compiled]) -> None:
+    """Compiles programs side by side."""
+    found: dict[Executable, list[Compiled]] = {}
+    with compiling() as add:
+        for program in programs:
+            traced = program.trace()
+            if traced is not None:
+                found.setdefault(add(traced, program.device), []).append(program)
+    for executable, alike in found.items():
+        alike[0].seconds = executable.seconds
+        for program in alike:
+            program.run = executable.run
+
+
+def for_once(device: Device) -> dict[str, Any] | None:
+    """How XLA compiles what draws random numbers once: options for `compiling`.
+
+    XLA for CPU optimizes it for seconds, to the same bits in the same time.
+    """
+    is_quick = _config.values.get("jax_disable_most_optimizations")
+    if device.platform != "cpu" or is_quick:
+        return None
+    return {"xla_backend_optimization_level": 1}
 
 
 def _keep(keys: Iterable[Any]) -> None:
@@ -240,9 +269,10 @@ def _keep(keys: Iterable[Any]) -> None:
         _executables.popitem(last=False)
 
 
-def _timed(lowered: Any) -> tuple[Any, float]:
+def _timed(lowered: Any, options: Any = None) -> tuple[Any, float]:
     start = time.monotonic()
-    return lowered.compile(), time.monotonic() - start
+    compiled = lowered.compile(compiler_options=options)
+    return compiled, time.monotonic() - start
 
 
 class Progress:

@@ -1,12 +1,12 @@
 """Initial variables of layers: equal ones share one compiled program."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import chex
 import jax
 
-from .._instructions._compile import executable
+from .._instructions._compile import Executable, compiling, for_once, is_ahead
 from .._instructions._transfer import Device
 from .._layers import _nnx
 from .._layers._alike import origin
@@ -14,22 +14,25 @@ from .._layers._initialize import init_with, strong
 from .._layers._walk import Visit
 
 PyTree = Any
+Initializer = Callable[[chex.PRNGKey], PyTree]
 
 
 class _Made(NamedTuple):
     """A compiled initializer, and the structures of what it gives."""
 
-    run: Callable[[chex.PRNGKey], list[Any]]
+    executable: Executable
     trees: list[Any]
 
     def __call__(self, key: chex.PRNGKey) -> PyTree:
         # What has the same text may have another structure, with other static fields.
-        leaves = self.run(key)
+        leaves = self.executable.run(key)
         return jax.tree.unflatten(self.trees[-1], leaves)
 
 
-class Initializers:
-    """The compiled initializers of the layers that are made together.
+def initializers(
+    visits: Sequence[Visit], key: chex.PRNGKey, device: Device
+) -> list[Initializer]:
+    """What makes the variables of layers, compiled side by side.
 
     Random numbers take long to compile: layers that are equal, as the blocks of a
     Transformer are, share one program. That their initializers are functions of the key
@@ -37,39 +40,34 @@ class Initializers:
     arrays, or draws from NumPy, comes to something else each time.
 
     Args:
+      visits: the layers, as they were met.
+      key: one like those that they are given, on the device.
       device: where they run.
+
+    Returns:
+      For each layer a function of its key that gives its own variables, on the device;
+      those of an nnx module, which has them already, where they are.
     """
+    equal: dict[Hashable, list[_Made]] = {}
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._made: dict[Hashable, list[_Made]] = {}
-
-    def __call__(self, visit: Visit, key: chex.PRNGKey) -> dict[str, PyTree]:
-        """Makes the variables of a layer, compiled on the device of the key.
-
-        Args:
-          visit: the layer, as it was met.
-          key: its key.
-
-        Returns:
-          Its own variables, on the device of the key; those of an nnx module, which has
-          them already, where they are.
-        """
+    def of(visit: Visit) -> Initializer:
         layer, skips, borrowed = visit.layer, visit.skips, visit.borrowed
+        if not jax.tree.leaves(visit.variables):
+            return lambda _: visit.variables
         if _nnx.is_module(layer.owner):
             # A compiled program would keep the values that the module has now.
-            return jax.tree.map(strong, layer.init(key, visit.x))
+            return lambda key: jax.tree.map(strong, layer.init(key, visit.x))
         alike = origin(layer.source)
         if alike is None:
-            return self._compiled(visit, key)(key)
+            return compiled(visit)
         specs, tree = jax.tree.flatten((visit.x, tuple(skips.values()), borrowed))
         known = alike, layer.namespace, tuple(skips), tree, tuple(specs)
-        made = self._made.setdefault(known, [])
-        if len(made) < 2 or made[-1].run is not made[-2].run:
-            made.append(self._compiled(visit, key))
-        return made[-1](key)
+        made = equal.setdefault(known, [])
+        if len(made) < 2 or made[-1].executable is not made[-2].executable:
+            made.append(compiled(visit))
+        return made[-1]
 
-    def _compiled(self, visit: Visit, key: chex.PRNGKey) -> _Made:
+    def compiled(visit: Visit) -> _Made:
         trees = []
 
         def leaves(key: chex.PRNGKey) -> list[Any]:
@@ -79,4 +77,10 @@ class Initializers:
             trees.append(tree)
             return made
 
-        return _Made(executable(jax.jit(leaves), key, self._device), trees)
+        run = jax.jit(leaves)
+        if not is_ahead():
+            return _Made(Executable(run), trees)
+        return _Made(add(run.trace(key), device, for_once(device)), trees)
+
+    with compiling() as add:
+        return [*map(of, visits)]

@@ -23,7 +23,8 @@ from .._instructions._transfer import Device
 from .._jaxprs import _jaxpr
 from .._jaxprs._function import Function
 from .._layers import _rng
-from .._run._initialize import Initializers
+from .._layers._walk import Visit
+from .._run._initialize import Initializer, initializers
 from ._traced import Sample, Traced, has_backward
 
 # In a round a program is called for about so many seconds, at most so many times.
@@ -80,13 +81,15 @@ def measure(
     compile_all(program.compiled for program in programs)
     zeros = _transfer.put([np.float32(0)] * _LEAVES, device)
     in_a_row = []
-    initialize = Initializers(device)
+    key = _transfer.put_tree(jax.random.key(0), device)
+    visits = [layer.visited for layer in layers]
+    made_by = initializers(visits, key, device)
     done, total = 0, rounds * len(layers)
     with Progress("visits of layers measured") as progress:
         for _ in range(rounds):
             nothing(zeros[:1])
             in_a_row.append(action.in_a_row(zeros))
-            for layer in layers:
+            for layer, initialize in zip(layers, made_by, strict=True):
                 layer.visit(initialize)
                 done += 1
                 progress.say(done, total)
@@ -209,7 +212,12 @@ class _Measured:
     def programs(self) -> Sequence[_Program]:
         return tuple(self._programs.values())
 
-    def visit(self, initialize: Initializers) -> None:
+    @property
+    def visited(self) -> Visit:
+        """The layer, as it was met."""
+        return self._model.visits[self._number]
+
+    def visit(self, initialize: Initializer) -> None:
         """Makes what the layer needs, and runs each of its programs for a while."""
         task = self._task
         try:
@@ -249,14 +257,11 @@ class _Measured:
         function: Function = getattr(self.functions, name)
         return list(function.run(*[given[i] for i in function.reads or ()]))
 
-    def _weights(self, initialize: Initializers) -> list[Any]:
+    def _weights(self, initialize: Initializer) -> list[Any]:
         """Its variables: its own as `Pipeline.init` makes them, borrowed ones drawn."""
-        visit, layout = self._model.visits[self._number], self._model.layout
-        made: Any = ()
-        if jax.tree.leaves(visit.variables):
-            key = _transfer.put_tree(jax.random.key(0), self._device)
-            key = _rng.layer_key(key, self._number)
-            made = initialize(visit, key)
+        layout = self._model.layout
+        key = _transfer.put_tree(jax.random.key(0), self._device)
+        made = initialize(_rng.layer_key(key, self._number))
         leaves = jax.tree.leaves(_transfer.put_tree(made, self._device))
         before = self._model.visits[: self._number]
         first = sum(len(jax.tree.leaves(each.variables)) for each in before)

@@ -1,12 +1,16 @@
 """Programs that are compiled ahead, side by side, and what is then known."""
 
+import threading
+
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax import linen as nn
 
 import jpipe
 from jpipe._instructions import _compile
+from jpipe._run import _initialize
 
 from .. import reference as ref
 
@@ -23,9 +27,9 @@ def compiled(monkeypatch):
     names = []
     timed = _compile._timed
 
-    def noting(lowered):
+    def noting(lowered, *options):
         names.append(lowered.as_text().split("@", 1)[1].split(" ", 1)[0])
-        return timed(lowered)
+        return timed(lowered, *options)
 
     monkeypatch.setattr(_compile, "_timed", noting)
     return names
@@ -97,6 +101,36 @@ def test_the_same_step_made_again_compiles_nothing(compiled):
         results.append(function(*args))
     assert not compiled
     ref.assert_equal(*results)
+
+
+def test_variables_are_compiled_side_by_side_equal_ones_once(monkeypatch):
+    monkeypatch.setattr(_compile, "_executables", _compile.OrderedDict())
+    timed, threads, options = _compile._timed, [], []
+
+    def noting(lowered, given):
+        threads.append(threading.current_thread())
+        options.append(given)
+        return timed(lowered, given)
+
+    monkeypatch.setattr(_compile, "_timed", noting)
+    layers = [ref.dense(6), ref.dense(6), ref.dense(6), jnp.tanh, ref.dense(4)]
+    pipe = jpipe.pipeline(layers, 4, devices=jax.devices()[:1] * 5)
+    pipe.init(jax.random.key(0), ref.regression(8)[0])
+    assert len(threads) == 3  # of five inputs, of six, and the last
+    assert threading.main_thread() not in threads
+    assert options == [{"xla_backend_optimization_level": 1}] * 3
+
+
+def test_what_draws_them_has_the_bits_of_a_program_that_is_optimized(monkeypatch):
+    layers = [nn.Conv(8, (3, 3)), nn.Conv(5, (3, 3)), nn.Dense(7), nn.Dense(300)]
+    x = jax.ShapeDtypeStruct((2, 6, 6, 5), jnp.float32)
+    found = []
+    for _ in range(2):
+        monkeypatch.setattr(_compile, "_executables", _compile.OrderedDict())
+        pipe = jpipe.pipeline(layers, 1, devices=jax.devices()[:1] * 4)
+        found.append(pipe.init(jax.random.key(0), x))
+        monkeypatch.setattr(_initialize, "for_once", lambda device: None)
+    ref.assert_equal(*found)
 
 
 def test_what_calls_python_is_compiled_for_each(compiled, capfd):
