@@ -59,7 +59,7 @@ def pytest_configure(config):
 def forgetting():
     """What JAX traced for the tests of one file is not kept for those of the next.
 
-    It takes a process to 3 GiB in 500 tests, and all that follows a few per cent longer.
+    It takes a process to 3 GiB in 500 tests, and what follows a few per cent longer.
     """
     yield
     jax.clear_caches()

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
+from flax import errors
 
 from .._jaxprs import _jaxpr
 from .._jaxprs._jaxpr import zeros
@@ -204,9 +205,7 @@ class _Walk:
         def apply(values: Sequence[PyTree], own: PyTree, x: PyTree, key: Any, pop: Any):
             variables = merged(own, dict(zip(lent, values, strict=True)))
             popped = dict(zip(names, pop, strict=True))
-            y, _ = applied(
-                layer, variables, x, key, (0, 0), False, popped, zeros(x), frames
-            )
+            y = _met(layer, variables, x, key, popped, frames)
             _check_output(number, layer, y)
             left[:] = popped
             return y, list(popped.values())
@@ -270,6 +269,31 @@ class _Walk:
             return set(flat(jax.eval_shape(init, self._key)))
         except Exception:  # it only looks up what other methods made
             return {names for names in lent if names[0] == "params"}
+
+
+def _met(
+    layer: Layer,
+    variables: PyTree,
+    x: PyTree,
+    key: Any,
+    popped: dict[_skip.Key, PyTree],
+    frames: list[_skip.Frame],
+) -> PyTree:
+    """What a layer gives in evaluation; in training, if that is all that it can."""
+    before, known = dict(popped), len(frames)
+
+    def gives(train: bool) -> PyTree:
+        given = layer, variables, x, key, (0, 0), train, popped
+        return applied(*given, zeros(x), frames)[0]
+
+    try:
+        return gives(train=False)
+    except errors.ModifyScopeVariableError:
+        # It always writes, as a norm does that takes the batch whoever calls it.
+        popped.clear()
+        popped.update(before)
+        del frames[known:]
+    return gives(train=True)
 
 
 def _read(lent: Mapping[Names, PyTree], live: Sequence[bool]) -> set[Names]:

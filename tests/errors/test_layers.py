@@ -102,7 +102,6 @@ class OnlyTrained(nn.Module):
 @pytest.mark.parametrize(
     ("layers", "error", "advice"),
     [
-        ([Counting()], errors.ModifyScopeVariableError, "let its __call__ take train"),
         (
             [OnlyTrained()],
             errors.ScopeParamNotFoundError,
@@ -131,6 +130,20 @@ def test_errors_of_flax_are_answered_with_what_to_type(layers, error, advice):
     notes = raised.value.__notes__
     assert any(advice in note for note in notes)
     assert any(note.startswith("raised by layer") for note in notes)
+
+
+def test_what_writes_trained_or_not_is_trained_and_not_evaluated():
+    pipe = jpipe.pipeline([Counting(), nn.Dense(2)], 2)
+    state = pipe.init_train_state(KEY, X, optax.sgd(0.1))
+    step = pipe.train_step(mse, optax.sgd(0.1))
+    for _ in range(2):
+        state, _ = step(state, X, TARGETS)
+    assert state.model_state[0]["counts"]["calls"] == 2
+    with pytest.raises(errors.ModifyScopeVariableError) as raised:
+        pipe.apply(state.variables, X)
+    notes = raised.value.__notes__
+    assert any("let its __call__ take train" in note for note in notes)
+    assert any("raised by layer 0 (Counting) of stage 0" in note for note in notes)
 
 
 @pytest.mark.parametrize("made", [jnp.ones(3), [1.0], None], ids=str)

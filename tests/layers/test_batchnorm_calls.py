@@ -131,11 +131,33 @@ class Always(nn.Module):
         return nn.BatchNorm(use_running_average=False)(x)
 
 
-def test_one_that_is_not_told_whether_it_is_trained_is_refused():
-    pipe = jpipe.pipeline([Always()], 2)
-    with pytest.raises(errors.ModifyScopeVariableError) as refusal:
-        pipe.init(jax.random.key(0), jnp.ones((4, 3)))
-    assert "use_running_average=not train" in "".join(refusal.value.__notes__)
+@pytest.mark.parametrize("stages", [1, 2])
+def test_one_that_always_takes_the_batch_is_trained_and_not_evaluated(stages):
+    x = jax.random.normal(jax.random.key(1), (8, 3)) + 2
+    layers, tx = [Always(), nn.Dense(3)], optax.sgd(0.1)
+    pipe = jpipe.pipeline(layers, 1, balance=[1] * 2 if stages == 2 else [2])
+    state = pipe.init_train_state(jax.random.key(0), x, tx)
+    own, params = (ref.on_host(tree) for tree in (state.model_state, state.params))
+    state, metrics = pipe.train_step(ref.mse, tx)(state, x, x)
+
+    def loss(params):
+        given = {"params": params[0], **own[0]}
+        y, changed = Always().apply(given, x, mutable=["batch_stats"])
+        y = nn.Dense(3).apply({"params": params[1]}, y)
+        return ref.mse(y, x), changed
+
+    (expected, changed), grads = jax.value_and_grad(loss, has_aux=True)(params)
+    ref.assert_close(metrics["loss"], expected, ref.FLOAT32)
+    ref.assert_close(state.model_state[0], changed, ref.FLOAT32)
+    after = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+    ref.assert_close(state.params, after, ref.FLOAT32)
+    for evaluate in (
+        lambda: pipe.apply(state.variables, x),
+        lambda: pipe.value_and_grad(ref.mse)(state.variables, x, x, train=False),
+    ):
+        with pytest.raises(errors.ModifyScopeVariableError) as refusal:
+            evaluate()
+        assert "use_running_average=not train" in "".join(refusal.value.__notes__)
 
 
 def test_where_it_is_not_trained_a_layer_sees_that_nothing_can_be_changed():
