@@ -45,8 +45,34 @@ check(
     has_aux=False,
     optimizer='skipping',
     by_hand='whole',
-    rough=False,
+    rough=0,
     again=None,
+)
+""",
+    "three norms, one after the other, of what is constant but for rounding": """
+dtype = jnp.float64
+check(
+    [
+        embed(dtype),
+        jnp.tanh,
+        conv(1, dtype),
+        forget,
+        group_norm(dtype),
+        nnx_batch_norm(3, dtype),
+        layer_norm(dtype),
+    ],
+    tokens(2, dtype),
+    2,
+    remat='full',
+    balance=[4, 3],
+    devices=[0, 0],
+    schedule='gpipe',
+    reduction='mean',
+    has_aux=False,
+    optimizer='sgd',
+    by_hand='microbatches',
+    rough=3,
+    again={'schedule': '1f1b'},
 )
 """,
     "a gradient took the memory of what was offloaded": """
@@ -78,7 +104,7 @@ check(
     has_aux=True,
     optimizer='every other',
     by_hand='nothing',
-    rough=False,
+    rough=0,
     again=None,
 )
 """,

@@ -2,6 +2,7 @@
 
 import inspect
 import random
+from collections import Counter
 from typing import Any, NamedTuple
 
 import hypothesis.strategies as st
@@ -120,11 +121,11 @@ def _of_any(shape: Shape) -> list[Choice]:
 
 
 class Model(NamedTuple):
-    """The parts of a model's text, and what is in it."""
+    """The parts of a model's text, and how often what is in it."""
 
     names: dict[str, str]
     layers: list[str]
-    traits: set[str]
+    traits: Counter[str]
     batch: str
 
 
@@ -134,7 +135,7 @@ def models(draw: st.DrawFn, dtype: str, size: int) -> Model:
     begin = draw(st.sampled_from(sorted(_BEGIN)))
     batch, shape, listed = _BEGIN[begin]
     names = {"embedding": "embed(dtype)"} if begin == "tokens" else {}
-    layers, traits = list(listed), set[str]()
+    layers, traits = list(listed), Counter[str]()
     # What may come again: its name, and what it is given and gives.
     tied: list[tuple[str, Shape, Choice]] = []
     skips: list[tuple[str, bool]] = []
@@ -340,7 +341,7 @@ def programs(draw: st.DrawFn) -> Program:
         again = None
     elif remat == "'full'" and schedule in ("1f1b", "gpipe", "eager_1f1b"):
         again = {"schedule": "gpipe" if schedule != "gpipe" else "1f1b"}
-    exact = dtype == "float64" and not model.traits & {"norm", "random"}
+    exact = dtype == "float64" and not model.traits.keys() & {"norm", "random"}
     optimizers = list(check.OPTIMIZERS)[: None if exact else -3]
     by_hand = "microbatches" if "batch" in model.traits else "whole"
     if "random" in model.traits or dtype == "bfloat16":
@@ -353,7 +354,7 @@ def programs(draw: st.DrawFn) -> Program:
         "has_aux": draw(st.booleans()),
         "optimizer": draw(st.sampled_from(optimizers)),
         "by_hand": by_hand,
-        "rough": "norm" in model.traits or dtype == "bfloat16",
+        "rough": max(model.traits["norm"], int(dtype == "bfloat16")),
         "again": again,
         "shards": shards,
         "gather": draw(st.sampled_from([None, "step", "microbatch"])),
