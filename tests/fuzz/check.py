@@ -283,8 +283,8 @@ def check(
         value = pipe.value_and_grad(loss, **options, **chosen)
         return value(variables, batch.x, batch.targets, rngs=KEY(3))
 
-    # What is constant but for rounding errors a norm divides by the root of its epsilon,
-    # 1e-5 or 1e-6: one after the other makes each error as much larger.
+    # What is constant but for rounding a norm divides by the root of its epsilon, 1e-5
+    # or 1e-6: each that follows on one makes the errors as much larger.
     more = 100 ** max(rough - 1, 0)
     found = gradient(pipe, variables)
     # A norm over one or two examples divides by the root of its epsilon: there one more
