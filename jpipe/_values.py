@@ -47,7 +47,8 @@ def make(
     own = {
         number: visit
         for number, visit in enumerate(visits)
-        if is_here(pipe.devices[pipe.stage_of_layer[number]])
+        if jax.tree.leaves(visit.variables)
+        and is_here(pipe.devices[pipe.stage_of_layer[number]])
     }
     made_by = dict(zip(own, initializers([*own.values()], local, first), strict=True))
     variables = []

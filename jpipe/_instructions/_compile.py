@@ -5,7 +5,7 @@ import os
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -161,7 +161,7 @@ def is_ahead() -> bool:
     return not (_config.jax_disable_jit or debug)
 
 
-def _key(traced: Any, lowered: Any, device: Device) -> Any:
+def _key(traced: Any, lowered: Any, device: Device, options: Any) -> Any:
     """What tells one executable from another: all that is written into it.
 
     The text has memory layouts, donation and what is computed. It has no Python
@@ -174,9 +174,9 @@ def _key(traced: Any, lowered: Any, device: Device) -> Any:
         return object()
     text = hashlib.sha256(text.encode()).digest()
     avals = *traced.jaxpr.in_avals, *traced.jaxpr.out_avals
-    options = tuple(sorted(_config.values.items(), key=lambda item: item[0]))
+    settings = tuple(sorted(_config.values.items(), key=lambda item: item[0]))
     kinds = tuple((x.shape, x.dtype, x.weak_type) for x in avals)
-    return text, kinds, lowered.in_tree, device, repr(options)
+    return text, kinds, lowered.in_tree, device, repr(settings), repr(options)
 
 
 # Executables by what was compiled, so that a cell of a notebook that makes the same
@@ -190,10 +190,10 @@ _LONG = 3.0
 
 
 class Executable:
-    """What XLA makes of a program, once `compiling` is over.
+    """A compiled program, or a function that computes the same.
 
     Attributes:
-      run: calls it.
+      run: calls it; ``None`` until `compiling` is over.
       seconds: how long XLA took; zero if it was compiled before.
     """
 
@@ -211,29 +211,36 @@ def compiling() -> Iterator[Callable[..., Executable]]:
     `jax.default_matmul_precision`, says nothing to other threads.
 
     Yields:
-      A function ``(traced, device, options) -> executable`` that begins with one.
+      A function ``(traced, device, options) -> executable`` that starts to compile what
+      was traced, unless that was compiled before.
     """
     found: dict[Any, Executable] = {}
-    running: dict[Future[tuple[Any, float]], Executable] = {}
+    running: dict[Future[tuple[Any, float]], Any] = {}
 
     def add(traced: Any, device: Device, options: Any = None) -> Executable:
         lowered = traced.lower()
-        key = _key(traced, lowered, device)
+        key = _key(traced, lowered, device, options)
         if key not in found:
             found[key] = Executable(_executables.get(key))
             if key not in _executables:
-                running[pool.submit(_timed, lowered, options)] = found[key]
+                running[pool.submit(_timed, lowered, options)] = key
         return found[key]
 
     progress = Progress("programs compiled")
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool, progress:
-        yield add
-        for done, future in enumerate(as_completed(running), start=1):
-            made = running[future]
-            made.run, made.seconds = future.result()
-            progress.say(done, len(running))
-    _executables.update((key, made.run) for key, made in found.items())
-    _keep(found)
+        try:
+            yield add
+            for done, future in enumerate(as_completed(running), start=1):
+                future.result()
+                progress.say(done, len(running))
+        finally:
+            # Where something was raised, what has not begun is not compiled any more,
+            # and what has been is kept.
+            pool.shutdown(cancel_futures=True)
+            for future, key in running.items():
+                if not (future.cancelled() or future.exception()):
+                    found[key].run, found[key].seconds = future.result()
+            _keep({key: made.run for key, made in found.items() if made.run})
 
 
 def compile_all(programs: Iterable[Compiled]) -> None:
@@ -250,10 +257,12 @@ def compile_all(programs: Iterable[Compiled]) -> None:
             program.run = executable.run
 
 
-def for_once(device: Device) -> dict[str, Any] | None:
-    """How XLA compiles what draws random numbers once: options for `compiling`.
+def drawing_options(device: Device) -> dict[str, Any] | None:
+    """The options of XLA for what draws random numbers once; ``None``: as ever.
 
-    XLA for CPU optimizes it for seconds, to the same bits in the same time.
+    XLA for CPU optimizes that for seconds. With fewer optimizations the draws of
+    `jax.nn.initializers` have the same bits, and most take no longer; a sum of some may
+    be an ulp off.
     """
     is_quick = _config.values.get("jax_disable_most_optimizations")
     if device.platform != "cpu" or is_quick:
@@ -261,9 +270,10 @@ def for_once(device: Device) -> dict[str, Any] | None:
     return {"xla_backend_optimization_level": 1}
 
 
-def _keep(keys: Iterable[Any]) -> None:
+def _keep(found: Mapping[Any, Any]) -> None:
     """Keeps executables that were asked for rather than those that long were not."""
-    for key in keys:
+    _executables.update(found)
+    for key in found:
         _executables.move_to_end(key)
     while len(_executables) > _MOST:
         _executables.popitem(last=False)

@@ -205,7 +205,7 @@ class _Walk:
         def apply(values: Sequence[PyTree], own: PyTree, x: PyTree, key: Any, pop: Any):
             variables = merged(own, dict(zip(lent, values, strict=True)))
             popped = dict(zip(names, pop, strict=True))
-            y = _met(layer, variables, x, key, popped, frames)
+            y = _output(layer, variables, x, key, popped, frames)
             _check_output(number, layer, y)
             left[:] = popped
             return y, list(popped.values())
@@ -271,7 +271,7 @@ class _Walk:
             return {names for names in lent if names[0] == "params"}
 
 
-def _met(
+def _output(
     layer: Layer,
     variables: PyTree,
     x: PyTree,
@@ -279,8 +279,8 @@ def _met(
     popped: dict[_skip.Key, PyTree],
     frames: list[_skip.Frame],
 ) -> PyTree:
-    """What a layer gives in evaluation; in training, if that is all that it can."""
-    before, known = dict(popped), len(frames)
+    """What a layer gives in evaluation; in training, if it cannot be evaluated."""
+    before, count = dict(popped), len(frames)
 
     def gives(train: bool) -> PyTree:
         given = layer, variables, x, key, (0, 0), train, popped
@@ -288,12 +288,16 @@ def _met(
 
     try:
         return gives(train=False)
+    except errors.ModifyScopeVariableError as error:
+        refusal = error
+    # It always writes, as a norm does that takes the batch whoever calls it.
+    popped.clear()
+    popped.update(before)
+    del frames[count:]
+    try:
+        return gives(train=True)
     except errors.ModifyScopeVariableError:
-        # It always writes, as a norm does that takes the batch whoever calls it.
-        popped.clear()
-        popped.update(before)
-        del frames[known:]
-    return gives(train=True)
+        raise refusal from None
 
 
 def _read(lent: Mapping[Names, PyTree], live: Sequence[bool]) -> set[Names]:

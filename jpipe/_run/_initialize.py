@@ -6,7 +6,12 @@ from typing import Any, NamedTuple
 import chex
 import jax
 
-from .._instructions._compile import Executable, compiling, for_once, is_ahead
+from .._instructions._compile import (
+    Executable,
+    compiling,
+    drawing_options,
+    is_ahead,
+)
 from .._instructions._transfer import Device
 from .._layers import _nnx
 from .._layers._alike import origin
@@ -49,38 +54,38 @@ def initializers(
       those of an nnx module, which has them already, where they are.
     """
     equal: dict[Hashable, list[_Made]] = {}
-
-    def of(visit: Visit) -> Initializer:
-        layer, skips, borrowed = visit.layer, visit.skips, visit.borrowed
-        if not jax.tree.leaves(visit.variables):
-            return lambda _: visit.variables
-        if _nnx.is_module(layer.owner):
-            # A compiled program would keep the values that the module has now.
-            return lambda key: jax.tree.map(strong, layer.init(key, visit.x))
-        alike = origin(layer.source)
-        if alike is None:
-            return compiled(visit)
-        specs, tree = jax.tree.flatten((visit.x, tuple(skips.values()), borrowed))
-        known = alike, layer.namespace, tuple(skips), tree, tuple(specs)
-        made = equal.setdefault(known, [])
-        if len(made) < 2 or made[-1].executable is not made[-2].executable:
-            made.append(compiled(visit))
-        return made[-1]
-
-    def compiled(visit: Visit) -> _Made:
-        trees = []
-
-        def leaves(key: chex.PRNGKey) -> list[Any]:
-            given = visit.x, visit.skips, visit.borrowed
-            made = init_with(visit.layer, key, *given)
-            made, tree = jax.tree.flatten(jax.tree.map(strong, made))
-            trees.append(tree)
-            return made
-
-        run = jax.jit(leaves)
-        if not is_ahead():
-            return _Made(Executable(run), trees)
-        return _Made(add(run.trace(key), device, for_once(device)), trees)
-
     with compiling() as add:
+
+        def compiled(visit: Visit) -> _Made:
+            trees = []
+
+            def leaves(key: chex.PRNGKey) -> list[Any]:
+                given = visit.x, visit.skips, visit.borrowed
+                made = init_with(visit.layer, key, *given)
+                made, tree = jax.tree.flatten(jax.tree.map(strong, made))
+                trees.append(tree)
+                return made
+
+            run = jax.jit(leaves)
+            if not is_ahead():
+                return _Made(Executable(run), trees)
+            return _Made(add(run.trace(key), device, drawing_options(device)), trees)
+
+        def of(visit: Visit) -> Initializer:
+            layer, skips, borrowed = visit.layer, visit.skips, visit.borrowed
+            if not jax.tree.leaves(visit.variables):
+                return lambda _: visit.variables
+            if _nnx.is_module(layer.owner):
+                # A compiled program would keep the values that the module has now.
+                return lambda key: jax.tree.map(strong, layer.init(key, visit.x))
+            alike = origin(layer.source)
+            if alike is None:
+                return compiled(visit)
+            specs, tree = jax.tree.flatten((visit.x, tuple(skips.values()), borrowed))
+            kind = alike, layer.namespace, tuple(skips), tree, tuple(specs)
+            same = equal.setdefault(kind, [])
+            if len(same) < 2 or same[-1].executable is not same[-2].executable:
+                same.append(compiled(visit))
+            return same[-1]
+
         return [*map(of, visits)]

@@ -121,7 +121,7 @@ def test_variables_are_compiled_side_by_side_equal_ones_once(monkeypatch):
     assert options == [{"xla_backend_optimization_level": 1}] * 3
 
 
-def test_what_draws_them_has_the_bits_of_a_program_that_is_optimized(monkeypatch):
+def test_what_draws_them_gives_the_bits_of_a_program_that_is_optimized(monkeypatch):
     layers = [nn.Conv(8, (3, 3)), nn.Conv(5, (3, 3)), nn.Dense(7), nn.Dense(300)]
     x = jax.ShapeDtypeStruct((2, 6, 6, 5), jnp.float32)
     found = []
@@ -129,8 +129,46 @@ def test_what_draws_them_has_the_bits_of_a_program_that_is_optimized(monkeypatch
         monkeypatch.setattr(_compile, "_executables", _compile.OrderedDict())
         pipe = jpipe.pipeline(layers, 1, devices=jax.devices()[:1] * 4)
         found.append(pipe.init(jax.random.key(0), x))
-        monkeypatch.setattr(_initialize, "for_once", lambda device: None)
+        monkeypatch.setattr(_initialize, "drawing_options", lambda device: None)
     ref.assert_equal(*found)
+
+
+def test_where_one_fails_the_others_are_not_waited_for_and_what_is_done_is_kept(
+    monkeypatch,
+):
+    monkeypatch.setattr(_compile, "_executables", _compile.OrderedDict())
+    monkeypatch.setattr(_compile.os, "cpu_count", lambda: 1)
+    timed, begun = _compile._timed, []
+
+    def failing(lowered, options):
+        begun.append(lowered)
+        if len(begun) == 2:
+            raise MemoryError("too large")
+        return timed(lowered, options)
+
+    monkeypatch.setattr(_compile, "_timed", failing)
+    layers = [ref.dense(width) for width in range(20, 40)]
+    pipe = jpipe.pipeline(layers, 1, devices=jax.devices()[:1] * len(layers))
+    x = jnp.ones((2, 20))
+    with pytest.raises(MemoryError, match="too large"):
+        pipe.init(jax.random.key(0), x)
+    kept = len(_compile._executables)
+    assert len(begun) < len(layers)
+    assert kept == len(begun) - 1
+    monkeypatch.setattr(_compile, "_timed", timed)
+    assert len(pipe.init(jax.random.key(0), x)) == len(layers)
+
+
+def test_two_ways_to_compile_one_text_are_two_executables(monkeypatch):
+    monkeypatch.setattr(_compile, "_executables", _compile.OrderedDict())
+    traced = jax.jit(jnp.sin).trace(1.0)
+    with _compile.compiling() as add:
+        made = [
+            add(traced, jax.devices()[0], options)
+            for options in (None, {"xla_backend_optimization_level": 1}, None)
+        ]
+    assert made[0] is made[2] is not made[1]
+    assert all(each.run(1.0) == pytest.approx(jnp.sin(1.0)) for each in made)
 
 
 def test_what_calls_python_is_compiled_for_each(compiled, capfd):
