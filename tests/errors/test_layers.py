@@ -83,6 +83,15 @@ class Counting(nn.Module):
         return x
 
 
+class MakingMore(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.BatchNorm(use_running_average=False)(x)
+        if not self.is_initializing():
+            self.put_variable("others", "sum", x.sum())
+        return x
+
+
 class Sowing(nn.Module):
     @nn.compact
     def __call__(self, x):
@@ -102,6 +111,11 @@ class OnlyTrained(nn.Module):
 @pytest.mark.parametrize(
     ("layers", "error", "advice"),
     [
+        (
+            [MakingMore()],
+            errors.ModifyScopeVariableError,
+            "let its __call__ take train",
+        ),
         (
             [OnlyTrained()],
             errors.ScopeParamNotFoundError,
