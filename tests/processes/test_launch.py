@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jpipe._processes import _watch
 from jpipe._processes._watch import Awaited, Watch
 
 
@@ -135,8 +136,10 @@ def test_processes_take_the_balance_that_the_first_has_measured(tmp_path):
     assert sorted(done.stdout.split()) == ["2", "2", "[0]", "[1]"]
 
 
-def test_a_program_waits_for_what_is_on_its_way_before_it_ends():
+def test_a_program_waits_for_what_is_on_its_way_before_it_ends(monkeypatch):
     """Else the thread that waits for it would be ended within XLA, which aborts."""
+    # However slow the machine is, nobody is asked here: there is no other process.
+    monkeypatch.setattr(_watch, "_SOON", 600.0)
 
     @jax.jit
     def slow(x):
