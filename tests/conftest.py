@@ -57,10 +57,7 @@ def pytest_configure(config):
 
 @pytest.fixture(autouse=True, scope="module")
 def forgetting():
-    """What JAX traced for the tests of one file is not kept for those of the next.
-
-    It takes a process to 3 GiB in 500 tests, and what follows a few per cent longer.
-    """
+    """What JAX traced for one file is not kept for the next: 3 GiB in 500 tests."""
     yield
     jax.clear_caches()
 

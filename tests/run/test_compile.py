@@ -133,11 +133,50 @@ def test_what_draws_them_gives_the_bits_of_a_program_that_is_optimized(monkeypat
     ref.assert_equal(*found)
 
 
-def test_where_one_fails_the_others_are_not_waited_for_and_what_is_done_is_kept(
-    monkeypatch,
-):
+@pytest.fixture
+def one_by_one(monkeypatch):
+    """What XLA begins to compile; the first waits until a pool takes no more."""
     monkeypatch.setattr(_compile, "_executables", _compile.OrderedDict())
     monkeypatch.setattr(_compile.os, "cpu_count", lambda: 1)
+    timed, begun, over = _compile._timed, [], threading.Event()
+
+    class Pool(_compile.ThreadPoolExecutor):
+        def shutdown(self, wait=True, *, cancel_futures=False):
+            super().shutdown(wait=False, cancel_futures=cancel_futures)
+            over.set()
+            super().shutdown(wait=wait)
+
+    def waiting(lowered, options):
+        begun.append(lowered)
+        assert over.wait(600)
+        return timed(lowered, options)
+
+    monkeypatch.setattr(_compile, "ThreadPoolExecutor", Pool)
+    monkeypatch.setattr(_compile, "_timed", waiting)
+    return begun
+
+
+def test_where_something_is_raised_what_has_not_begun_is_left(one_by_one, monkeypatch):
+    layers = [ref.dense(width) for width in (5, 6, 7, 8)]
+    pipe = jpipe.pipeline(layers, 1, devices=jax.devices()[:1] * 4)
+    x, made = jnp.ones((2, 4)), []
+    init_with = _initialize.init_with
+
+    def interrupted(*args):
+        made.append(args)
+        if len(made) == 4:
+            raise KeyboardInterrupt
+        return init_with(*args)
+
+    monkeypatch.setattr(_initialize, "init_with", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pipe.init(jax.random.key(0), x)
+    # Of three, one was compiled, and is kept.
+    assert len(one_by_one) == len(_compile._executables) == 1
+
+
+def test_what_xla_cannot_compile_is_raised_and_the_rest_is_kept(monkeypatch):
+    monkeypatch.setattr(_compile, "_executables", _compile.OrderedDict())
     timed, begun = _compile._timed, []
 
     def failing(lowered, options):
@@ -146,17 +185,15 @@ def test_where_one_fails_the_others_are_not_waited_for_and_what_is_done_is_kept(
             raise MemoryError("too large")
         return timed(lowered, options)
 
-    monkeypatch.setattr(_compile, "_timed", failing)
-    layers = [ref.dense(width) for width in range(20, 40)]
-    pipe = jpipe.pipeline(layers, 1, devices=jax.devices()[:1] * len(layers))
-    x = jnp.ones((2, 20))
-    with pytest.raises(MemoryError, match="too large"):
-        pipe.init(jax.random.key(0), x)
-    kept = len(_compile._executables)
-    assert len(begun) < len(layers)
-    assert kept == len(begun) - 1
-    monkeypatch.setattr(_compile, "_timed", timed)
-    assert len(pipe.init(jax.random.key(0), x)) == len(layers)
+    layers = [ref.dense(width) for width in (5, 6, 7)]
+    pipe = jpipe.pipeline(layers, 1, devices=jax.devices()[:1] * 3)
+    x = jnp.ones((2, 4))
+    with monkeypatch.context() as patched:
+        patched.setattr(_compile, "_timed", failing)
+        with pytest.raises(MemoryError, match="too large"):
+            pipe.init(jax.random.key(0), x)
+    assert len(_compile._executables) == len(begun) - 1
+    assert len(pipe.init(jax.random.key(0), x)) == 3
 
 
 def test_two_ways_to_compile_one_text_are_two_executables(monkeypatch):
