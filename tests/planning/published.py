@@ -4,11 +4,11 @@ from pathlib import Path
 
 from jpipe.planning._profile import Profile
 
-SHARED = Path(__file__).parents[2].parent / "shared"
+PROFILES = Path(__file__).with_name("profiles")
 
 
 def read(name):
-    return Profile.from_text((SHARED / name).read_text())
+    return Profile.from_text((PROFILES / f"{name}.txt").read_text())
 
 
 # Profile, devices, straight, transfers; the bottleneck and the speed-up as published.

@@ -3,15 +3,14 @@
 import dataclasses
 import json
 import random
-from pathlib import Path
 
 import pytest
 
 from jpipe.planning._profile import LayerProfile, Profile, SkipProfile
 
 from .chains import profile
+from .published import read
 
-SHARED = Path(__file__).parents[2].parent / "shared"
 MADE = {"device": "cpu", "jax": "0.10.2"}
 
 
@@ -105,17 +104,17 @@ def test_a_stale_profile_is_refused_with_all_that_differs():
 @pytest.mark.parametrize(
     ("name", "num_layers", "num_skips", "seconds"),
     [
-        ("pipedream_profiles/vgg16", 40, 1, 0.672535),
-        ("pipedream_profiles/alexnet", 22, 1, 0.085321),
-        ("pipedream_profiles/resnet101", 346, 38, 0.411092),
-        ("dapple_profiles/amoeba-18-pbs-8", 25, 21, 0.71781),
-        ("dapple_profiles/bert-24-pbs-6", 29, 25, 0.515357),
-        ("dapple_profiles/vgg-19-pbs-32", 25, 0, 0.14421),
-        ("dapple_profiles/xlnet-24-pbs-1", 30, 73, 0.20111),
+        ("pipedream/vgg16", 40, 1, 0.672535),
+        ("pipedream/alexnet", 22, 1, 0.085321),
+        ("pipedream/resnet101", 346, 38, 0.411092),
+        ("dapple/amoeba-18-pbs-8", 25, 21, 0.71781),
+        ("dapple/bert-24-pbs-6", 29, 25, 0.515357),
+        ("dapple/vgg-19-pbs-32", 25, 0, 0.14421),
+        ("dapple/xlnet-24-pbs-1", 30, 73, 0.20111),
     ],
 )
 def test_published_profiles_are_read(name, num_layers, num_skips, seconds, tmp_path):
-    given = Profile.from_text((SHARED / f"{name}.txt").read_text())
+    given = read(name)
     assert (len(given.layers), len(given.skips)) == (num_layers, num_skips)
     total = sum(layer.forward + layer.backward for layer in given.layers)
     assert total == pytest.approx(seconds, rel=1e-9)

@@ -24,7 +24,7 @@ STAGES = {
 def test_plans_are_those_of_pipedream(
     name, devices, straight, transfers, seconds, faster
 ):
-    given = read(f"pipedream_profiles/{name}.txt")
+    given = read(f"pipedream/{name}")
     plan = replicate(
         given, devices, bandwidth=1e9, straight=straight, transfers=transfers
     )
@@ -149,7 +149,7 @@ EXHAUSTIVE = [
 
 @pytest.mark.parametrize(("name", "bandwidth", "seconds"), EXHAUSTIVE)
 def test_no_plan_of_a_real_profile_is_faster(name, bandwidth, seconds):
-    given = read(f"dapple_profiles/{name}.txt")
+    given = read(f"dapple/{name}")
     question = {"bandwidth": bandwidth, "objective": "step", "num_microbatches": 16}
     plan = replicate(given, 8, **question)
     assert plan.seconds == pytest.approx(seconds, rel=1e-9)

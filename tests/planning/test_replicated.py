@@ -38,7 +38,7 @@ def test_what_is_planned_is_what_is_simulated(
     """
     del faster
     plan = jpipe.replicate(
-        read(f"pipedream_profiles/{name}.txt"),
+        read(f"pipedream/{name}"),
         devices,
         bandwidth=1e9,
         straight=straight,
@@ -145,7 +145,7 @@ def test_the_devices_of_a_step_share_micro_batches():
 )
 def test_a_step_takes_about_what_its_objective_says(name, bandwidth, longer):
     plan = jpipe.replicate(
-        read(f"dapple_profiles/{name}.txt"),
+        read(f"dapple/{name}"),
         8,
         bandwidth=bandwidth,
         objective="step",
@@ -178,7 +178,7 @@ def test_a_plan_says_why():
 
 
 def test_single_devices_per_stage_are_what_it_is_compared_with():
-    given = read("pipedream_profiles/alexnet.txt")
+    given = read("pipedream/alexnet")
     plan = jpipe.replicate(given, 4, bandwidth=1e9)
     straight = jpipe.replicate(given, 4, bandwidth=1e9, straight=True)
     assert plan.straight == straight.straight
@@ -193,7 +193,7 @@ def test_single_devices_per_stage_are_what_it_is_compared_with():
 @pytest.mark.parametrize("bandwidth", [1e9, None])
 def test_json_keeps_all_of_it(objective, bandwidth):
     plan = jpipe.replicate(
-        read("pipedream_profiles/vgg16.txt"),
+        read("pipedream/vgg16"),
         4,
         bandwidth=bandwidth,
         objective=objective,
