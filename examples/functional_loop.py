@@ -16,7 +16,7 @@ x, x_test = np.split(pixels[rows].astype(np.float32) / 16, [1500])
 labels, labels_test = np.split(labels[rows], [1500])
 
 jax.config.update("jax_num_cpu_devices", 3)
-devices = [jax.devices()[i % jax.device_count()] for i in range(3)]
+devices = (3 * jax.devices())[:3]  # where there are fewer, stages share them
 layers = [nn.Dense(128), nn.relu, nn.Dense(128), nn.relu, nn.Dense(10)]
 pipe = jpipe.pipeline(layers, num_microbatches=4, balance=[2, 2, 1], devices=devices)
 

@@ -157,14 +157,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps")
     steps = parser.parse_args().steps
+    # This concerns CPUs only: where there are GPUs, jax.devices() lists those.
     jax.config.update("jax_num_cpu_devices", STAGES)
     config = Config()
     batches = random_batches(read_corpus().training, 32, config.positions, seed=0)
     x, targets = next(batches)
     params = GPT2(config).init(jax.random.key(0), x)["params"]
 
-    per_stage = [2, 2, 2, config.blocks - 4]
-    pipe = jpipe.pipeline(layers_of(config), num_microbatches=8, balance=per_stage)
+    pipe = jpipe.pipeline(
+        layers_of(config),
+        num_microbatches=8,
+        balance=[2, 2, 2, config.blocks - 4],
+        devices=(STAGES * jax.devices())[:STAGES],  # with fewer, stages share them
+    )
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-3))
     given = variables_of(config, params)
     state = pipe.init_train_state(jax.random.key(1), x, tx, variables=given)

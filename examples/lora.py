@@ -84,7 +84,7 @@ def main() -> None:
     """Trains on digits, then on what is new of them in two ways, and compares."""
     # This concerns CPUs only: where there are GPUs, jax.devices() lists those.
     jax.config.update("jax_num_cpu_devices", 4)
-    devices = [jax.devices()[i % jax.device_count()] for i in range(4)]
+    devices = (4 * jax.devices())[:4]  # where there are fewer, stages share them
     pipe = jpipe.pipeline(network(), 4, balance=[2] * 4, devices=devices, remat="none")
     pixels, labels = map(np.asarray, load_digits(return_X_y=True))
     rows = np.random.default_rng(0).permutation(len(labels))

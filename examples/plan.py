@@ -6,7 +6,7 @@ as many layers for each stage, the cut that torchgpipe published for its benchma
 the one that `jpipe.partition` finds.
 
     python examples/plan.py
-    python examples/plan.py --blocks 48 --memory 8 --devices 4 --svg plan.svg
+    python examples/plan.py --blocks 48 --memory 8 --devices 4 --svg build/plan.svg
     python examples/plan.py --model resnet101 --memory 22.5
     python examples/plan.py --model amoebanetd --memory 8
 """
@@ -159,6 +159,7 @@ def main() -> None:
     print("\n".join(lines))
     print(plan)
     if given.svg and plan:
+        given.svg.parent.mkdir(parents=True, exist_ok=True)
         given.svg.write_text(jpipe.draw.svg(plan, width=1100), "utf-8")
 
 

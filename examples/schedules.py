@@ -4,7 +4,7 @@ It prints what a step takes on four ranks with eight micro-batches, over a fast 
 and over a slow one, and writes a picture of every schedule.
 
     python examples/schedules.py
-    python examples/schedules.py --out pictures
+    python examples/schedules.py --out docs/gallery
 """
 
 import argparse
@@ -14,7 +14,6 @@ from jpipe import draw
 from jpipe.schedules import BY_NAME, Costs, Schedule, compare, replicated, zb_v
 
 RANKS, MICROBATCHES = 4, 8
-GALLERY = Path(__file__).parent.parent / "docs" / "gallery"
 # All the layers of a rank: a forward takes 1, and each half of a backward as long.
 FAST = Costs(forward=1, backward=2)
 SLOW = Costs(forward=1, backward=2, latency=0.5)
@@ -26,7 +25,7 @@ def main() -> None:
     """Prints two tables and writes the pictures."""
     parser = argparse.ArgumentParser(description="Compares schedules and draws them.")
     parser.add_argument(
-        "--out", type=Path, default=GALLERY, help="the folder for the pictures"
+        "--out", type=Path, default="build/gallery", help="the folder for the pictures"
     )
     folder = parser.parse_args().out
 

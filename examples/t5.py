@@ -186,11 +186,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--steps", type=int, default=201, help="optimizer steps")
     steps = parser.parse_args().steps
+    # This concerns CPUs only: where there are GPUs, jax.devices() lists those.
     jax.config.update("jax_num_cpu_devices", STAGES)
     rng = np.random.default_rng(0)
     x, targets = batch_of(rng, 32)
     params = Whole().init(jax.random.key(0), x)["params"]
-    pipe = jpipe.pipeline(layers(), num_microbatches=8, balance=[2, 1, 2, 2])
+    pipe = jpipe.pipeline(
+        layers(),
+        num_microbatches=8,
+        balance=[2, 1, 2, 2],
+        devices=(STAGES * jax.devices())[:STAGES],  # with fewer, stages share them
+    )
     tx = optax.adam(3e-3)
     state = pipe.init_train_state(
         jax.random.key(1), x, tx, variables=variables_of(params)

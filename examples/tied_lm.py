@@ -86,7 +86,8 @@ def main() -> None:
     balance = [2, inner, options.blocks - inner, 2]
     build = jpipe.schedules.named(options.schedule)
     ranks = next(n for n in (4, 2) if build(n, options.microbatches).num_stages == 4)
-    devices = [jax.devices()[i % jax.device_count()] for i in range(ranks)]
+    # Where there are fewer devices than ranks, ranks share them.
+    devices = (ranks * jax.devices())[:ranks]
     pipe = jpipe.pipeline(
         layers, options.microbatches, balance=balance, devices=devices, schedule=build
     )

@@ -81,10 +81,15 @@ def main() -> int:
     except ValueError as error:
         sys.exit(str(error))
     tx = make_optimizer(options)
-    state = pipe.init_train_state(jax.random.key(options.seed), next(batches).x, tx)
-    print(pipe, end="\n\n", flush=True)
+    first = next(batches)
+    print("making the parameters", flush=True)
+    state = pipe.init_train_state(jax.random.key(options.seed), first.x, tx)
+    print(f"{pipe}\n\ncompiling the step", flush=True)
+    step = pipe.train_step(cross_entropy, tx)
+    made = pipe.compile(step, state, *first)  # on a terminal it says how far it is
+    print(f"{len(made.programs)} programs in {made.seconds:.0f} s\n", flush=True)
 
-    state = train(pipe.train_step(cross_entropy, tx), state, batches, options)
+    state = train(step, state, batches, options)
 
     held_back = even_batches(corpus.held_back, *shape, options.evaluation_batches)
     number = sum(batch.targets.size for batch in held_back)
@@ -124,8 +129,7 @@ def make_devices(stages: int, in_mesh: int, processes: int) -> list[Any]:
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115 -- until the end
     # GPUs else round what they multiply to 11 bits, which would blur the comparison.
     jax.config.update("jax_default_matmul_precision", "highest")
-    found = jax.devices()
-    return [found[i % len(found)] for i in range(number)]
+    return (number * jax.devices())[:number]
 
 
 def where(devices: list[Any], mesh: dict[str, int]) -> dict[str, Any]:
@@ -195,7 +199,7 @@ class Report:
             console=console,
             disable=not console.is_terminal,
         )
-        self._task = self._bar.add_task("compiling", total=steps, news="")
+        self._task = self._bar.add_task("training", total=steps, news="")
         self._steps = steps
         self._tokens = tokens
         self._done = 0
@@ -214,14 +218,14 @@ class Report:
         now = time.perf_counter()
         self._done += 1
         if self._done == 1:
-            # The first step compiles: the speed is that of the others.
+            # The speed is that of the steps after the first.
             self._start, self._loss = now, loss
         self._loss += (loss - self._loss) / min(self._done, 20)
         news = f"{self._loss / math.log(2):.2f} bits per byte"
         if self._done > 1 + STEPS_IN_FLIGHT:
             speed = (self._done - 1) * self._tokens / (now - self._start)
             news += f", {speed:,.0f} tokens/s"
-        self._bar.update(self._task, advance=1, description="training", news=news)
+        self._bar.update(self._task, advance=1, news=news)
         if self._bar.disable and self._done % math.ceil(self._steps / 10) == 0:
             print(f"step {self._done} of {self._steps}: {news}", flush=True)
 
@@ -264,7 +268,8 @@ def agree(
     otherwise by a part of the learning rate. A wrong update differs by all of it.
     """
     print(
-        "\none more step, from the same state: the pipeline and one device", flush=True
+        "\none more step, from the same state: the pipeline and one device (compiling)",
+        flush=True,
     )
     moved = one_device.place(state)
     grads, params = _gradients_and_parameters(pipe, state, batch, tx)
@@ -329,7 +334,7 @@ def parse_options() -> Options:
     add("--microbatches", type=whole, default=4, help="parts that a batch is cut in")
     add("--schedule", choices=schedules, default="1f1b", help="the order of the parts")
     add("--remat", choices=remats, default="min_cut", help="what is kept for B")
-    add("--steps", type=whole, default=500, help="training steps")
+    add("--steps", type=whole, default=300, help="training steps")
     add("--evaluation-batches", type=whole, default=64, help="batches held back")
     add("--batch-size", type=whole, default=8, help="windows of text in a batch")
     add("--context", type=whole, default=64, help="bytes in a window")

@@ -50,6 +50,7 @@ Batch = tuple[np.ndarray, np.ndarray]
 def main() -> int:
     """Trains, judges, draws and compares; returns the exit status."""
     options = parse_options()
+    options.png.parent.mkdir(parents=True, exist_ok=True)
     training, clean = read_photos()
     batches = noisy_batches(training, options)
     layers = unet(options.width)
@@ -92,8 +93,7 @@ def make_devices(number: int) -> list[Any]:
     jax.config.update("jax_num_cpu_devices", number)
     # GPUs else round what they multiply to 11 bits, which would blur the comparison.
     jax.config.update("jax_default_matmul_precision", "highest")
-    found = jax.devices()
-    return [found[i % len(found)] for i in range(number)]
+    return (number * jax.devices())[:number]
 
 
 class Down(nn.Module):
@@ -254,7 +254,7 @@ def decibels(clean: np.ndarray, images: np.ndarray) -> float:
     return -10 * math.log10(np.mean((images - clean) ** 2))
 
 
-def draw(rows: Sequence[np.ndarray], path: str) -> None:
+def draw(rows: Sequence[np.ndarray], path: Path) -> None:
     """Writes a picture of some patches: noisy, denoised and clean, one above another.
 
     Args:
@@ -326,7 +326,7 @@ def parse_options() -> Options:
     add("--noise", type=float, default=0.15, help="standard deviation of the noise")
     add("--learning-rate", type=float, default=4e-3, help="the first rate")
     add("--seed", type=int, default=0, help="of weights, patches and noise")
-    add("--png", default="unet.png", help="where the picture is written")
+    add("--png", type=Path, default="build/unet.png", help="where the picture goes")
     options = parser.parse_args()
     if faults := list(_faults(options)):
         parser.error("; ".join(faults))
@@ -345,9 +345,6 @@ def _faults(options: Options) -> Iterator[str]:
         )
     if options.patch % 2**LEVELS or not 0 < options.patch <= LARGEST:
         yield f"--patch is not a multiple of {2**LEVELS} from {2**LEVELS} to {LARGEST}"
-    # Better now than after the training.
-    if not Path(options.png).absolute().parent.is_dir():
-        yield f"--png {options.png} is in no folder that is there"
     if options.seed < 0:
         yield "--seed is below 0"
 
