@@ -125,9 +125,9 @@ def test_devices_are_those_of_the_machine(command):
     assert f"of {len(jax.devices())} devices are left idle" in out
 
 
-def test_what_readme_types_works(command):
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    (line,) = re.findall(r"^    python -m jpipe (plan .*)$", readme, re.MULTILINE)
+def test_what_the_page_on_planning_types_works(command):
+    page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
+    (line,) = re.findall(r"^    python -m jpipe (plan .*)$", page, re.MULTILINE)
     assert works(command(f"{line} --estimate")).endswith("\nwrote plan.svg\n")
 
 

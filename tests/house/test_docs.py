@@ -1,4 +1,4 @@
-"""What the documents show is run: README, guide and examples.
+"""What the documents show is run: README, the pages under `docs/`, and examples.
 
 Docstrings are run by pytest itself.
 """
@@ -93,24 +93,45 @@ def blocks(page: str) -> str:
     return "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
 
 
-def test_the_program_on_the_first_screen_of_readme_prints_what_it_shows():
+def test_readme_gives_the_same_loss_on_one_device_and_on_many(tmp_path):
     readme = (ROOT / "README.md").read_text()
-    program, shown = re.findall(r"```(?:python|text)\n(.*?)```", readme, re.DOTALL)[:2]
-    assert readme.index(program) < 300
-    assert run("-c", program).split() == shown.split()
+    first, *_ = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    assert readme.index(first) < 700
+    shown = [
+        run("-c", blocks("README.md"), devices=1, folder=tmp_path),
+        run("-c", first, devices=2),
+        run("-c", first, devices=8),
+    ]
+    assert ["cpu:1" in text for text in shown] == [False, True, True]
+    (loss,) = {text.split()[-1] for text in shown}
+    assert float(loss) < 1e-3
 
 
-def test_the_guide_is_a_program_that_runs():
-    guide = (ROOT / "docs" / "guide.md").read_text()
-    program = "\n".join(re.findall(r"```python\n(.*?)```", guide, re.DOTALL))
-    assert re.match(r"gradient \d+\.\d+\naccuracy [01]\.\d+", run("-c", program))
+def test_the_page_on_the_pipeline_prints_what_it_shows():
+    page = (ROOT / "docs" / "pipeline.md").read_text()
+    (shown,) = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
+    assert run("-c", blocks("docs/pipeline.md")).split() == shown.split()
+
+
+@pytest.mark.parametrize(
+    "name", ["batch_norm_and_state", "memory", "planning", "schedules"]
+)
+def test_pages_run(name, tmp_path):
+    run("-c", blocks(f"docs/{name}.md"), devices=2, folder=tmp_path)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_the_guide_is_a_program_that_runs(devices):
+    program = accelerated(blocks("docs/guide.md"))
+    shown = run("-c", program, devices=devices)
+    assert re.match(r"gradient \d+\.\d+\naccuracy [01]\.\d+", shown)
 
 
 def test_the_page_on_many_devices_gives_one_loss_however_they_lie():
-    page = (ROOT / "docs" / "many_devices.md").read_text()
-    program = "\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
     losses = re.findall(
-        r"^(?:one|two|and|eight|seven) .*?(\d\.\d+)$", run("-c", program), re.M
+        r"^(?:one|two|and|eight|seven) .*?(\d\.\d+)$",
+        run("-c", blocks("docs/many_devices.md")),
+        re.MULTILINE,
     )
     assert len(losses) == 7
     assert max(map(float, losses)) - min(map(float, losses)) < 2e-6
