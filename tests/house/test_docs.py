@@ -93,10 +93,25 @@ def blocks(page: str) -> str:
     return "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
 
 
+def test_links_between_pages_lead_somewhere():
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+    assert len(pages) >= 11
+    for page in pages:
+        for path, part in re.findall(
+            r"\]\(([\w./-]*)(?:#([\w-]+))?\)", page.read_text()
+        ):
+            target = page.parent / path if path else page
+            assert target.exists(), f"{page.name}: {path}"
+            if part:
+                titles = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+                assert part in [title.lower().replace(" ", "-") for title in titles]
+
+
 def test_readme_gives_the_same_loss_on_one_device_and_on_many(tmp_path):
     readme = (ROOT / "README.md").read_text()
     first, *_ = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
     assert readme.index(first) < 700
+    assert len(readme.splitlines()) <= 150
     shown = [
         run("-c", blocks("README.md"), devices=1, folder=tmp_path),
         run("-c", first, devices=2),
