@@ -203,7 +203,7 @@ class Report:
         self._steps = steps
         self._tokens = tokens
         self._done = 0
-        self._start = 0.0
+        self._start = time.perf_counter()
         self._loss = 0.0
 
     def __enter__(self) -> "Report":
@@ -215,16 +215,10 @@ class Report:
 
     def add(self, loss: float) -> None:
         """Shows one more step, its loss averaged with those before."""
-        now = time.perf_counter()
         self._done += 1
-        if self._done == 1:
-            # The speed is that of the steps after the first.
-            self._start, self._loss = now, loss
         self._loss += (loss - self._loss) / min(self._done, 20)
-        news = f"{self._loss / math.log(2):.2f} bits per byte"
-        if self._done > 1 + STEPS_IN_FLIGHT:
-            speed = (self._done - 1) * self._tokens / (now - self._start)
-            news += f", {speed:,.0f} tokens/s"
+        speed = self._done * self._tokens / (time.perf_counter() - self._start)
+        news = f"{self._loss / math.log(2):.2f} bits per byte, {speed:,.0f} tokens/s"
         self._bar.update(self._task, advance=1, news=news)
         if self._bar.disable and self._done % math.ceil(self._steps / 10) == 0:
             print(f"step {self._done} of {self._steps}: {news}", flush=True)
