@@ -49,7 +49,7 @@ tables: $(VENV)/examples  ## the published tables, at a scale for two cores
 	$(RUN) -m benchmarks run --all --scale small $(ARGS)
 
 # In the environment that is active: the one whose JAX finds the accelerator.
-bench-gpu:  ## what one accelerator shows, as JSON, in ten minutes
+bench-gpu:  ## what accelerators show, as JSON, in nine minutes at most
 	$(PYTHON) -m benchmarks.gpu $(ARGS)
 
 clean:

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -23,6 +24,14 @@ _FLAGS += "--xla_cpu_multi_thread_eigen=false"
 _TINY = "--xla_backend_optimization_level=0"
 if version("jax").startswith("0.10."):  # later ones do not know this
     _TINY += " --xla_cpu_use_fusion_emitters=false"
+# What was compiled stays for the next run. Plain steps of the published sizes need
+# nearly all of an accelerator's memory.
+PROGRAMS = Path(__file__).resolve().parents[1] / "build" / "programs"
+_MEASURED = {
+    "JAX_COMPILATION_CACHE_DIR": str(PROGRAMS),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "XLA_PYTHON_CLIENT_MEM_FRACTION": ".95",
+}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -40,6 +49,11 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     if getattr(options, "steps", 0) == 1:
         parser.error("--steps 1: needs at least 2, for a spread")
+    is_measured = getattr(options, "measured", False)
+    if getattr(options, "dtype", "float32") != "float32" and not is_measured:
+        parser.error(f"--dtype {options.dtype}: needs --measured")
+    if getattr(options, "scale", "") is None:
+        options.scale = "full" if is_measured else "small"
     options.do(options)
 
 
@@ -55,6 +69,18 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--all", action="store_true", help="every table")
     run.add_argument(
         "--experiment", action="append", default=[], help="one row; may be repeated"
+    )
+    run.add_argument(
+        "--measured",
+        action="store_true",
+        help="nothing is predicted: all rows on the devices there are, stages sharing "
+        "them where there are too few; at full scale unless another is given",
+    )
+    run.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="of what is measured",
     )
     run.add_argument("--steps", type=int, default=0, help="timed steps")
     run.add_argument(
@@ -76,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     table.add_argument("--all", action="store_true", help="every table")
     table.set_defaults(do=_table)
     for command in (run, table):
-        command.add_argument("--scale", default="small", choices=SCALES)
+        command.add_argument("--scale", choices=SCALES, help="default: small")
         command.add_argument(
             "--folder", type=Path, default=FOLDER, help="where results are kept"
         )
@@ -113,7 +139,10 @@ def _list(options: argparse.Namespace) -> None:
 
 
 def _run(options: argparse.Namespace) -> None:
-    _start_again_with_flags(options.scale)
+    _check_clean(options.folder)
+    _start_again_with_flags(options)
+    if options.measured:
+        return _measure(options)
     from rich.progress import Progress, TimeElapsedColumn
 
     from .tables.run import Runner
@@ -130,21 +159,68 @@ def _run(options: argparse.Namespace) -> None:
         raise SystemExit("not run:\n" + "\n".join(failed))
 
 
+def _measure(options: argparse.Namespace) -> None:
+    """Rows on the devices that are there: see `benchmarks.measured`."""
+    from . import measured
+    from .published import BY_NAME
+    from .tables.report import whole
+
+    jobs: list[tuple[str, list[str]]] = []
+    for name, rows in _chosen_rows(options).items():
+        kind = BY_NAME[name].kind
+        if kind not in measured.KINDS:
+            kinds = " and ".join(measured.KINDS)
+            raise SystemExit(
+                f"{name}: --measured is of tables of {kinds}; not of {kind}"
+            )
+        # Allocators count from the start of their process.
+        jobs += [(name, [row]) for row in rows] if kind == "memory" else [(name, rows)]
+    if len(jobs) == 1:
+        ((name, rows),) = jobs
+        how = measured.Options(
+            options.scale, options.dtype, _steps(options), options.folder
+        )
+        result, failed = measured.run(BY_NAME[name], rows, how)
+        if result.rows:
+            print(whole(BY_NAME[name], result))
+    else:
+        failed = [
+            f"{name}: {rows}" for name, rows in jobs if _apart(name, rows, options)
+        ]
+    if failed:
+        raise SystemExit("not run:\n" + "\n".join(failed))
+
+
+def _apart(name: str, rows: list[str], options: argparse.Namespace) -> int:
+    """Runs rows in a process of their own; returns how it ended."""
+    words = [sys.executable, "-m", "benchmarks", "run", name, "--measured"]
+    words += ["--scale", options.scale, "--dtype", options.dtype]
+    words += ["--steps", str(_steps(options)), "--folder", str(options.folder)]
+    words += [word for row in rows for word in ("--experiment", row)]
+    return subprocess.run(words, check=False).returncode
+
+
+def _steps(options: argparse.Namespace) -> int:
+    return options.steps or {"tiny": 2}.get(options.scale, 10)
+
+
 def _chosen_rows(options: argparse.Namespace) -> dict[str, list[str]]:
     """The experiments of each table that was named."""
     from .published import BY_NAME
-    from .tables.run import default_rows, row_names
+    from .tables.rows import default_rows, row_names
 
     chosen = {}
     for name in _names(options):
-        known = row_names(BY_NAME[name], options.scale)
+        known = row_names(BY_NAME[name], options.scale, options.measured)
         unknown = [row for row in options.experiment if row not in known]
         if unknown:
             raise SystemExit(
                 f"{name} has no experiment {', '.join(unknown)} at {options.scale} "
                 f"scale; it has {', '.join(known)}"
             )
-        chosen[name] = options.experiment or default_rows(BY_NAME[name], options.scale)
+        chosen[name] = options.experiment or default_rows(
+            BY_NAME[name], options.scale, options.measured
+        )
     return chosen
 
 
@@ -157,7 +233,7 @@ def _how_to_run(options: argparse.Namespace) -> "Options":
     is_full_on_cpu = jax.default_backend() == "cpu" and options.scale == "full"
     return Options(
         scale=options.scale,
-        steps=options.steps or {"tiny": 2}.get(options.scale, 10),
+        steps=_steps(options),
         examples=options.examples or (2 if is_full_on_cpu else None),
         bandwidth=options.bandwidth,
         measured=_measured(options.scale),
@@ -190,9 +266,7 @@ def _run_table(
 
 def _keep(result: Result, folder: Path) -> None:
     """Saves a result over an earlier one as JSON, Markdown and PNG."""
-    path = folder / f"{result.benchmark}-{result.scale}.json"
-    result = result.merged(Result.load(path) if path.exists() else None)
-    _render(result, result.save(folder))
+    _render(*result.keep(folder))
 
 
 def _render(result: Result, path: Path) -> None:
@@ -240,23 +314,41 @@ def _kept(name: str, scale: str, folder: Path) -> str:
     from .published import BY_NAME
     from .tables.report import whole
 
-    path = folder / f"{name}-{scale}.json"
-    if path.exists():
-        return whole(BY_NAME[name], Result.load(path))
+    paths = [*folder.glob(f"{name}-{scale}.json")]
+    paths += sorted(folder.glob(f"{name}-{scale}-*.json"))
+    if paths:
+        return "\n".join(whole(BY_NAME[name], Result.load(path)) for path in paths)
     return (
         f"{name}: no result at {scale} scale yet; type "
         f"python -m benchmarks run {name} --scale {scale}"
     )
 
 
-def _start_again_with_flags(scale: str) -> None:
+def _check_clean(folder: Path) -> None:
+    """Refuses to keep beside published results what no commit can make again."""
+    from .provenance import DIRTY, commit
+
+    if folder.resolve() == FOLDER.resolve() and (commit() or "").endswith(DIRTY):
+        raise SystemExit(
+            "files were changed since the last commit, so nobody could make these "
+            "results again: commit them first, or add --folder build/results"
+        )
+
+
+def _start_again_with_flags(options: argparse.Namespace) -> None:
     """Flags and variables are read when a process starts."""
     from .allocator import KEEP_MEMORY
 
-    wanted = dict(KEEP_MEMORY)
+    if options.measured:  # a single arena would hold up threads that compile
+        wanted = {
+            name: os.environ.get(name, value) for name, value in _MEASURED.items()
+        }
+    else:
+        wanted = dict(KEEP_MEMORY)
     given = os.environ.get("XLA_FLAGS", "")
     if _FLAGS not in given:
-        wanted["XLA_FLAGS"] = f"{given} {_FLAGS} {_TINY if scale == 'tiny' else ''}"
+        tiny = _TINY if options.scale == "tiny" else ""
+        wanted["XLA_FLAGS"] = f"{given} {_FLAGS} {tiny}"
     if not wanted.items() <= os.environ.items():
         command = [sys.executable, "-m", "benchmarks", *sys.argv[1:]]
         os.execve(sys.executable, command, os.environ | wanted)

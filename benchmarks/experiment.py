@@ -80,13 +80,6 @@ class Work:
 
         return jax.tree.map(many, (self.x, self.targets))
 
-    def arrays(self, batch: int) -> tuple[PyTree, PyTree]:
-        """The same filled with random numbers, on the host."""
-        random = np.random.default_rng(0)
-        return jax.tree.map(
-            lambda leaf: fill(leaf, random, self.classes), self.specs(batch)
-        )
-
 
 @dataclass(frozen=True)
 class Setting:
@@ -159,6 +152,36 @@ def scaled_balance(balance: tuple[int, ...], num_layers: int) -> tuple[int, ...]
 def random_key(seed: int = 0) -> jax.Array:
     """A key of the generator that compiles fast: initial values are not the subject."""
     return jax.random.key(seed, impl="rbg")
+
+
+def arrays(setting: Setting, first: Any, last: Any) -> tuple[PyTree, PyTree]:
+    """Input and targets of a mini-batch, made where they are used.
+
+    All micro-batches are equal: one of random numbers, and the memory of the others,
+    are all that it takes, and none of it is the host's.
+
+    Args:
+      setting: whose sizes they have.
+      first: the device of the input.
+      last: the device of the targets.
+    """
+    work, count = setting.work, setting.microbatches
+
+    def made(leaf: jax.ShapeDtypeStruct, device: Any) -> jax.Array:
+        def make(key: jax.Array) -> jax.Array:
+            shape = (setting.size, *leaf.shape)
+            if jnp.issubdtype(leaf.dtype, jnp.floating):
+                one = jax.random.uniform(key, shape, leaf.dtype)
+            else:
+                one = jax.random.randint(key, shape, 0, work.classes, leaf.dtype)
+            return jnp.tile(one, (count, *[1] * len(leaf.shape)))
+
+        return jax.jit(make)(jax.device_put(random_key(), device))
+
+    return (
+        jax.tree.map(lambda leaf: made(leaf, first), work.x),
+        jax.tree.map(lambda leaf: made(leaf, last), work.targets),
+    )
 
 
 def fill(leaf: Any, random: np.random.Generator, below: int = 1) -> Any:

@@ -15,6 +15,7 @@ import optax
 import jpipe
 
 ROOT = Path(__file__).resolve().parent.parent
+DIRTY = "-dirty"  # after the name of a commit: nobody can check this out
 
 
 def provenance() -> dict[str, Any]:
@@ -47,8 +48,18 @@ def line(where: dict[str, Any]) -> str:
 
 
 def commit() -> str | None:
-    """The commit that is checked out, marked if files were changed since."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=9"]
+    """The commit that is checked out, marked if files were changed since.
+
+    Not by results and the page that shows them: each run changes these.
+    """
+    made = [":!benchmarks/results", ":!benchmarks/README.md"]
+    name = _git("rev-parse", "--short=9", "HEAD")
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ":/", *made)
+    return f"{name}{DIRTY}" if name and changed else name
+
+
+def _git(*words: str) -> str | None:
+    command = ["git", "-C", str(ROOT), *words]
     try:
         result = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):

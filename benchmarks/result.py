@@ -8,11 +8,12 @@ devices would do.
 """
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 MEASURED, COMPILED, PREDICTED = KINDS = ("measured", "compiled", "predicted")
+GIB = 1 << 30
 SCALES = ("full", "small", "tiny")
 FOLDER = Path(__file__).parent / "results"
 
@@ -52,6 +53,8 @@ class Result:
     Attributes:
       benchmark: its name.
       scale: ``"full"``, ``"small"`` or ``"tiny"``.
+      variant: ``""``, or what was run on the devices there are, with stages sharing
+        them where there are too few: ``"measured"``, ``"measured-bfloat16"``.
       provenance: of each experiment: see `benchmarks.provenance`.
       rows: the cells of each experiment.
     """
@@ -60,13 +63,26 @@ class Result:
     scale: str
     provenance: dict[str, dict[str, Any]]
     rows: Rows
+    variant: str = ""
+
+    @property
+    def stem(self) -> str:
+        """Of the names of its files."""
+        return "-".join(filter(None, (self.benchmark, self.scale, self.variant)))
+
+    def keep(self, folder: Path) -> "tuple[Result, Path]":
+        """Saves it over an earlier one; returns both together, and the path."""
+        path = folder / f"{self.stem}.json"
+        whole = self.merged(Result.load(path) if path.exists() else None)
+        return whole, whole.save(folder)
 
     def save(self, folder: Path) -> Path:
-        """Writes ``<benchmark>-<scale>.json``; returns its path."""
+        """Writes ``<stem>.json``, all of it or nothing; returns its path."""
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{self.benchmark}-{self.scale}.json"
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
-        return path
+        path = folder / f"{self.stem}.json"
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        return part.replace(path)
 
     @classmethod
     def load(cls, path: Path) -> "Result":
@@ -86,7 +102,7 @@ class Result:
         """
         if before is None:
             return self
-        if (self.benchmark, self.scale) != (before.benchmark, before.scale):
+        if self.stem != before.stem:
             raise ValueError("results of two benchmarks or scales cannot be merged")
-        where = before.provenance | self.provenance
-        return Result(self.benchmark, self.scale, where, before.rows | self.rows)
+        where, rows = before.provenance | self.provenance, before.rows | self.rows
+        return replace(self, provenance=where, rows=rows)

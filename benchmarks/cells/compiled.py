@@ -74,6 +74,16 @@ class Way:
             remat=self.remat,
         )
 
+    def detail(self, setting: Setting) -> dict[str, Any]:
+        """What is run, for the reader of the JSON."""
+        return {
+            "schedule": self.schedule,
+            "remat": self.remat,
+            "layers per stage": setting.balance,
+            "micro-batches": setting.microbatches,
+            "examples in each": setting.size,
+        }
+
 
 def peak(setting: Setting, way: Way) -> Peak:
     """The bytes of a training step, predicted from compiled programs."""

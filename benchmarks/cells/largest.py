@@ -6,10 +6,8 @@ from collections.abc import Callable, Mapping
 
 from ..experiment import Experiment, Setting
 from ..published.benchmark import Benchmark
-from ..result import COMPILED, Cell
+from ..result import COMPILED, GIB, Cell
 from .compiled import Peak, Way, peak
-
-GIB = 1 << 30
 
 # Memory of each device in bytes.
 _LIMITS = {

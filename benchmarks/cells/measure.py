@@ -1,28 +1,52 @@
-"""Cells that are measured: training steps on devices that are there."""
+"""Cells that are measured: training steps on devices that are there.
+
+A row is traced, then compiled by threads beside the other rows, and only then put on
+its devices and timed.
+"""
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, Future
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import jax
+import optax
 
 import jpipe
+from jpipe._run import _variables
 
-from ..experiment import Setting, random_key
+from ..experiment import PyTree, Setting, Work, arrays, random_key
+from ..result import MEASURED, Cell
 from .compiled import Way
+
+Step = Callable[[], None]
+
+
+class Compiled(NamedTuple):
+    """A row of which every program is compiled and nothing is on a device.
+
+    Attributes:
+      start: puts the state and a mini-batch on the devices; the function that it
+        returns takes one step and waits for all devices.
+      seconds: of XLA, those of all programs added up.
+      programs: their number.
+    """
+
+    start: Callable[[], Step]
+    seconds: float
+    programs: int
 
 
 class Measurement(NamedTuple):
     """Training steps, timed.
 
     Attributes:
-      compile_s: seconds of the first step, most of them compilation.
-      seconds: of each step after it.
+      seconds: of each step after the first, which is not counted.
       examples: of a mini-batch.
     """
 
-    compile_s: float
     seconds: tuple[float, ...]
     examples: int
 
@@ -32,52 +56,176 @@ class Measurement(NamedTuple):
         return self.examples / statistics.median(self.seconds)
 
     @property
-    def spread(self) -> float:
-        """Half the distance between the quartiles of the throughput."""
+    def spread(self) -> float | None:
+        """Half the distance between the quartiles of the throughput; none of one."""
         rates = sorted(self.examples / s for s in self.seconds)
+        if len(rates) < 2:
+            return None
         low, _, high = statistics.quantiles(rates, n=4, method="inclusive")
         return (high - low) / 2
 
+    def cell(self, detail: Mapping[str, Any]) -> Cell:
+        """The throughput, with what was run."""
+        detail = {**detail, "seconds": self.seconds}
+        return Cell(self.throughput, MEASURED, "samples/s", self.spread, detail)
 
-def measure(
+
+def initial(work: Work) -> PyTree:
+    """The initial variables of a model, on the host: where they take no room."""
+    return _initial(tuple(work.layers), work.x)
+
+
+@lru_cache(maxsize=1)  # rows of one table mostly have the same layers
+def _initial(layers: tuple[Any, ...], x: jax.ShapeDtypeStruct) -> PyTree:
+    one = jax.ShapeDtypeStruct((1, *x.shape), x.dtype)
+    return jax.device_get(jpipe.sequential(layers).init(random_key(), one))
+
+
+def spread(devices: Sequence[Any], stages: int) -> list[Any]:
+    """A device for each stage; neighbours share one where there are too few.
+
+    Example:
+      >>> spread("ab", 4)
+      ['a', 'a', 'b', 'b']
+    """
+    count = min(len(devices), stages)
+    return [devices[stage * count // stages] for stage in range(stages)]
+
+
+def prepare(
     setting: Setting,
     way: Way,
     devices: Sequence[Any],
-    steps: int,
-    tick: Callable[[], None] = lambda: None,
-) -> Measurement:
-    """Trains on random numbers, all devices waited for after each step.
+    pool: Executor,
+) -> "Future[Compiled]":
+    """Traces a row now, and compiles it in another thread.
 
     Args:
       setting: the model, its data and how it is cut.
-      way: schedule and remat.
-      devices: one for each stage.
-      steps: how many are timed, at least two; one more comes before them.
-      tick: called after each step.
-
-    Returns:
-      The times.
+      way: schedule and remat; ``"none"`` in one stage and one micro-batch is the plain
+        jitted step, without a pipeline.
+      devices: those that there are.
+      pool: its threads compile.
     """
-    work = setting.work
+    is_plain = way.remat == "none" and setting.microbatches == len(setting.balance) == 1
+    build = _plain if is_plain else _pipeline
+    return build(setting, way, spread(devices, len(setting.balance)), pool)
+
+
+def measure(
+    compiled: Compiled, examples: int, steps: int, limit: float = float("inf")
+) -> Measurement:
+    """Times steps on random numbers, all devices waited for after each.
+
+    Args:
+      compiled: the row.
+      examples: of its mini-batch.
+      steps: how many are timed at most; one more comes before them.
+      limit: no other step begins after so many seconds.
+    """
+    step = compiled.start()
+    seconds: list[float] = []
+    step()
+    while len(seconds) < steps and (not seconds or sum(seconds) < limit):
+        start = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - start)
+    return Measurement(tuple(seconds), examples)
+
+
+def _pipeline(
+    setting: Setting, way: Way, devices: list[Any], pool: Executor
+) -> "Future[Compiled]":
+    work, (x, targets) = setting.work, setting.work.specs(setting.batch)
     pipe = jpipe.pipeline(
         work.layers,
         setting.microbatches,
         balance=setting.balance,
-        devices=list(devices)[: len(setting.balance)],
+        devices=devices,
         schedule=way.schedule,
         remat=way.remat,
     )
-    x, targets = work.arrays(setting.batch)
-    x = jax.device_put(x, pipe.devices[0])
-    targets = jax.device_put(targets, pipe.devices[-1])
-    state: Any = pipe.init_train_state(random_key(), x, work.tx)
     step = pipe.train_step(work.loss, work.tx)
-    seconds = []
-    for _ in range(steps + 1):
-        jax.block_until_ready((state, x, targets))
-        start = time.perf_counter()
-        state, metrics = step(state, x, targets)
-        jax.block_until_ready((state, metrics))
-        seconds.append(time.perf_counter() - start)
-        tick()
-    return Measurement(seconds[0], tuple(seconds[1:]), setting.batch)
+
+    variables = initial(work)
+
+    def state() -> Any:
+        return pipe.init_train_state(random_key(), x, work.tx, variables=variables)
+
+    def start() -> Step:
+        given, batch = state(), _batch(setting, devices)
+
+        def once() -> None:
+            nonlocal given
+            given, metrics = step(given, *batch)
+            jax.block_until_ready((given, metrics))
+
+        return once
+
+    def compiled() -> Compiled:
+        report = pipe.compile(step, specs, x, targets)
+        seconds = sum(program.seconds for program in report.programs)
+        return Compiled(start, seconds, len(report.programs))
+
+    specs = _specs(state())
+    # The interpreter traces one row at a time, while XLA compiles those before.
+    step.program(specs, x, targets)
+    return pool.submit(compiled)
+
+
+def _plain(
+    setting: Setting, way: Way, devices: list[Any], pool: Executor
+) -> "Future[Compiled]":
+    work, batch = setting.work, setting.work.specs(setting.batch)
+    pipe = jpipe.sequential(work.layers, devices=devices)
+    (stage,) = pipe._pipe.stages
+    variables = initial(work)
+
+    def step(carry: Any, x: Any, targets: Any) -> Any:
+        params, rest, opt_state, key = carry
+        key, now = jax.random.split(key)
+
+        def loss(params: Any) -> Any:
+            given = _variables.merge(params, rest)
+            y, changed = stage(given, x, now, None, True)
+            return work.loss(y, targets), changed
+
+        (value, changed), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        updates, opt_state = work.tx.update(grads, opt_state, params)
+        merged = tuple({**a, **b} for a, b in zip(rest, changed, strict=True))
+        return (optax.apply_updates(params, updates), merged, opt_state, key), value
+
+    def state() -> Any:
+        made = pipe.init_train_state(
+            random_key(), batch[0], work.tx, variables=variables
+        )
+        return made.params, made.model_state, made.opt_state, random_key(1)
+
+    def start(run: Any) -> Step:
+        carry, made = state(), _batch(setting, devices)
+
+        def once() -> None:
+            nonlocal carry
+            carry, value = run(carry, *made)
+            jax.block_until_ready((carry, value))
+
+        return once
+
+    lowered = jax.jit(step, donate_argnums=0).lower(_specs(state()), *batch)
+
+    def compiled() -> Compiled:
+        begin = time.perf_counter()
+        run = lowered.compile()
+        return Compiled(partial(start, run), time.perf_counter() - begin, 1)
+
+    return pool.submit(compiled)
+
+
+def _specs(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tree)
+
+
+def _batch(setting: Setting, devices: Sequence[Any]) -> tuple[PyTree, PyTree]:
+    """The input where the first stage is, the targets where the last is."""
+    made = arrays(setting, devices[0], devices[-1])
+    return jax.block_until_ready(made)

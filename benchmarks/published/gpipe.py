@@ -29,7 +29,12 @@ def transformer_work(
     tokens = jax.ShapeDtypeStruct((_TOKENS[scale],), jnp.int32)
     return Work(
         layers=transformer_l(
-            layers, width=width, hidden=hidden, heads=heads, vocabulary=words
+            layers,
+            width=width,
+            hidden=hidden,
+            heads=heads,
+            vocabulary=words,
+            **experiment.options,
         ),
         x=tokens,
         targets=tokens,

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from ..provenance import DIRTY
 from ..published import BY_NAME, Benchmark
 from ..result import FOLDER, Result
 from .report import LEGEND, table
@@ -24,10 +25,20 @@ def section(benchmark: Benchmark, folder: Path) -> str:
     lines = [f"### {benchmark.title}", ""]
     if benchmark.note:
         lines += [benchmark.note, ""]
-    paths = [folder / f"{benchmark.name}-{scale}.json" for scale in ("full", "small")]
-    kept = [path for path in paths if path.exists()]
+    kept = [
+        path
+        for scale in ("full", "small")
+        for path in sorted(folder.glob(f"{benchmark.name}-{scale}*.json"))
+    ]
     for path in kept:
-        lines += [table(benchmark, Result.load(path))]
+        result = Result.load(path)
+        for name, where in result.provenance.items():
+            if (where["commit"] or "").endswith(DIRTY):
+                raise SystemExit(
+                    f"{path.name}: {name} was made with files that no commit has; "
+                    f"run it again from a commit, or delete it"
+                )
+        lines += [table(benchmark, result)]
         picture = path.with_suffix(".png").name
         lines += [f"![{benchmark.name}]({folder.name}/{picture})", ""]
     if not kept:

@@ -15,7 +15,6 @@ _COLORS = {
     "GPipe": "#cfd6dd",
     "ours": "#1f6feb",
     "1f1b": "#1a7f5a",
-    "own": "#b4690e",
 }
 # Cells that were not measured are hatched.
 _HATCHES = {"measured": "", "compiled": "..", "predicted": "///"}
@@ -60,7 +59,8 @@ def drawn(benchmark: Benchmark, result: Result) -> Figure:
     axes.set_ylabel(label)
     if benchmark.kind == "largest":  # from millions of parameters to many billions
         axes.set_yscale("log")
-    axes.set_title(f"{benchmark.name} (ours: {result.scale} scale)", fontsize=10)
+    how = " ".join(filter(None, (f"{result.scale} scale", result.variant)))
+    axes.set_title(f"{benchmark.name} (ours: {how})", fontsize=10)
     figure.legend(fontsize=8, frameon=False, loc="outside right upper")
     axes.spines[["top", "right"]].set_visible(False)
     return figure
@@ -146,9 +146,6 @@ def _speed_bars(
     hatch = _HATCHES["predicted"]
     bars["jpipe, predicted"] = (_COLORS["ours"], hatch, ours("predicted samples/s"))
     bars["with 1F1B, predicted"] = (_COLORS["1f1b"], hatch, ours("1f1b samples/s"))
-    bars["own cut, measured"] = (_COLORS["own"], "", ours("own samples/s"))
-    own = ours("own 1f1b samples/s")
-    bars["own cut with 1F1B, predicted"] = (_COLORS["own"], hatch, own)
     return "speed-up", bars
 
 

@@ -7,6 +7,7 @@ from .. import provenance
 from ..experiment import Experiment
 from ..published import Benchmark
 from ..result import PREDICTED, Cell, Result
+from .rows import row_names
 
 _EMPTY = "-"
 # How a cell is marked: measured ones are not.
@@ -61,22 +62,31 @@ def table(benchmark: Benchmark, result: Result) -> str:
 
 def _command(benchmark: Benchmark, result: Result) -> str:
     """What makes the rows that a table shows."""
-    words = f"python -m benchmarks run {benchmark.name} --scale {result.scale}"
-    names = [row.name for row in benchmark.rows if row.ours]
+    measured, _, dtype = result.variant.partition("-")
+    words = ["python -m benchmarks run", benchmark.name]
+    words += ["--measured"] * bool(measured) + ["--dtype", dtype] * bool(dtype)
+    if not measured or result.scale != "full":
+        words += ["--scale", result.scale]
+    names = row_names(benchmark, result.scale, bool(measured))
     ran = [name for name in names if name in result.rows]
-    if result.scale == "full" or not 0 < len(ran) < len(names):
-        return words
-    return " ".join([words, *(f"--experiment {name}" for name in ran)])
+    if 0 < len(ran) < len(names) and (measured or result.scale != "full"):
+        words += [f"--experiment {name}" for name in ran]
+    return " ".join(words)
 
 
 def rows_shown(benchmark: Benchmark, result: Result) -> list[Experiment]:
     """The published rows, and after them those that are only ours.
 
-    At other scales than the published one its rows are only what ours are compared
-    with: those that were not run are left out.
+    At other scales than the published one, and where it is measured, its rows are only
+    what ours are compared with: those that were not run are left out.
     """
-    short = result.scale != "full" and benchmark.kind != "accuracy"
-    rows = [row for row in benchmark.rows if row.name in result.rows or not short]
+    full = result.scale == "full" or benchmark.kind == "accuracy"
+    shown = full and not result.variant
+    rows = [
+        row
+        for row in benchmark.rows
+        if row.name in result.rows or (shown and row.published)
+    ]
     names = {row.name for row in benchmark.rows}
     return rows + [
         Experiment(name, (1,), 1, 1) for name in result.rows if name not in names
@@ -90,11 +100,13 @@ def _where(benchmark: Benchmark, result: Result) -> list[str]:
     for name, where in result.provenance.items():
         line = provenance.line(where)
         options = where.get("options") or {}
-        if benchmark.kind in ("speed", "timeline"):
+        if benchmark.kind in ("speed", "timeline") and not result.variant:
             own = benchmark.row(name).bandwidth
             line += f"; predicted transfers at {own or options.get('bandwidth')} GB/s"
             if options.get("examples"):
                 line += f", micro-batches timed with {options['examples']} examples"
+        if result.variant and options.get("took"):
+            line += f"; {options['took']}"
         groups.setdefault(line, []).append(name)
     if result.scale != "full":
         smaller = _SMALLER.get(benchmark.kind, _NARROWER)
@@ -204,7 +216,7 @@ def _cut(result: Result) -> Column:
     def make(row: Experiment, cells: Cells) -> str:
         if not cells:
             return _EMPTY
-        if result.scale == "full":
+        if result.scale == "full" and not result.variant:
             return f"{row.microbatches} x {round(row.batch / row.microbatches)}"
         details = [cell.detail for cell in cells.values()]
         told = [detail for detail in details if "micro-batches" in detail][:1]
@@ -212,6 +224,12 @@ def _cut(result: Result) -> Column:
         return cut[0] if cut else _EMPTY
 
     return "jpipe, M x examples", make
+
+
+def _devices(row: Experiment, cells: Cells) -> str:
+    detail = cells["compiling"].detail if "compiling" in cells else {}
+    stages = len(detail.get("layers per stage", ()))
+    return f"{stages} on {detail['devices']}" if detail else _EMPTY
 
 
 def _speed(benchmark: Benchmark, result: Result) -> Sequence[Column]:
@@ -230,7 +248,7 @@ def _speed(benchmark: Benchmark, result: Result) -> Sequence[Column]:
         value = prediction_error(cells)
         return _EMPTY if value is None else f"{100 * value:+.1f} %"
 
-    columns: list[Column] = [_NAME, _cut(result)]
+    columns: list[Column] = [_NAME, _cut(result), ("stages on devices", _devices)]
     if any("samples/s" in row.published for row in benchmark.rows):
         columns += [
             ("torchgpipe, samples/s", _published("samples/s")),
@@ -247,12 +265,7 @@ def _speed(benchmark: Benchmark, result: Result) -> Sequence[Column]:
         ("predicted by measured", error),
         ("with 1F1B, samples/s", _ours("1f1b samples/s")),
         ("speed-up", ours("1f1b samples/s")),
-        ("own cut, samples/s", _ours("own samples/s")),
-        ("speed-up", ours("own samples/s")),
-        ("own cut, samples/s", _ours("own predicted samples/s")),
-        ("speed-up", ours("own predicted samples/s")),
-        ("own cut with 1F1B, samples/s", _ours("own 1f1b samples/s")),
-        ("speed-up", ours("own 1f1b samples/s")),
+        ("compiling, s", _ours("compiling")),
     ]
 
 
@@ -269,6 +282,7 @@ def _memory(benchmark: Benchmark, result: Result) -> Sequence[Column]:
         "all with 1F1B, GiB": "memory (1f1b)",
         "activations with 1F1B and min_cut, GiB": "activations (default)",
         "all with 1F1B and min_cut, GiB": "memory (default)",
+        "compiling, s": "compiling",
     }
     columns: list[Column] = [_NAME, _cut(result)]
     columns += [(f"published: {name}", _published(name)) for name in names]

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,16 +12,13 @@ from rich.progress import Progress
 
 from .. import accuracy
 from ..cells.compiled import Way, peak
-from ..cells.cut import Cutter
 from ..cells.largest import Largest
-from ..cells.measure import measure
+from ..cells.measure import measure, prepare
 from ..cells.predict import Link, Prediction, Predictor
 from ..experiment import Experiment, Setting
 from ..provenance import provenance
 from ..published import Benchmark
-from ..result import COMPILED, MEASURED, PREDICTED, Cell, Result, Rows
-
-GIB = 1 << 30
+from ..result import COMPILED, GIB, PREDICTED, Cell, Result, Rows
 
 
 @dataclass(frozen=True)
@@ -46,19 +44,6 @@ class Options:
     seeds: int = 5
 
 
-def row_names(benchmark: Benchmark, scale: str) -> list[str]:
-    """The experiments that a table has at a scale."""
-    if benchmark.kind == "accuracy":
-        return accuracy.EXPERIMENTS[scale]
-    return [row.name for row in benchmark.rows if row.ours]
-
-
-def default_rows(benchmark: Benchmark, scale: str) -> list[str]:
-    """Those that are run if none are named."""
-    few = scale == "tiny" and benchmark.tiny
-    return list(benchmark.tiny) if few else row_names(benchmark, scale)
-
-
 class Runner:
     """Runs experiments.
 
@@ -71,7 +56,6 @@ class Runner:
         self._options = options
         self._progress = progress
         self._predictor = Predictor(jax.devices()[0], most_examples=options.examples)
-        self._cutter = Cutter(jax.devices()[0], options.examples)
         # Read once: a result that is saved may be part of what is checked out.
         self._where = provenance() | {"options": self._told()}
         self._cells = {
@@ -120,48 +104,22 @@ class Runner:
     def speed(self, benchmark: Benchmark, row: Experiment) -> dict[str, Cell]:
         """Throughput: measured where the devices are there, and predicted."""
         setting = benchmark.setting(row, self._options.scale)
-        published, link = self._published(row), self._link(row)
-        cells = self._speed(setting, row, published, "")
-        ours = Way("1f1b", "full")
-        if row.num_stages > 1:
-            cells["1f1b samples/s"] = self._predicted(setting, row, ours)
-        # GPipe published no cuts to stand beside.
-        if row.num_stages > 1 and "samples/s" in row.published:
-            own = self._cutter.cut(setting, published, link)
-            cells |= self._speed(own, row, published, "own ")
-            cells["own 1f1b samples/s"] = self._predicted(own, row, ours)
-        return cells
-
-    def _speed(
-        self, setting: Setting, row: Experiment, way: Way, prefix: str
-    ) -> dict[str, Cell]:
-        """One balance, measured and predicted."""
-        cells = {}
+        published, cells = self._published(row), {}
         # An interconnect that was asked for is not there.
         if row.num_stages <= len(self._options.measured) and row.bandwidth is None:
-            task = self._progress.add_task("steps", total=self._options.steps + 1)
-            found = measure(
-                setting,
-                way,
-                self._options.measured,
-                self._options.steps,
-                lambda: self._progress.advance(task),
-            )
-            self._progress.remove_task(task)
-            cells[f"{prefix}samples/s"] = Cell(
-                found.throughput,
-                MEASURED,
-                "samples/s",
-                found.spread,
-                _told(setting, way)
-                | {"compile_s": found.compile_s, "seconds": found.seconds},
-            )
-        cells[f"{prefix}predicted samples/s"] = self._predicted(setting, row, way)
+            with ThreadPoolExecutor() as pool:
+                compiled = prepare(setting, published, self._options.measured, pool)
+            found = measure(compiled.result(), setting.batch, self._options.steps)
+            cells["samples/s"] = found.cell(published.detail(setting))
+        cells["predicted samples/s"] = self._predicted(setting, row, published)
+        if row.num_stages > 1:
+            ours = Way("1f1b", "full")
+            cells["1f1b samples/s"] = self._predicted(setting, row, ours)
         return cells
 
     def _predicted(self, setting: Setting, row: Experiment, way: Way) -> Cell:
         made = self._predictor.predict(setting, way, self._link(row))
-        detail = _told(setting, way) | self._foretold(setting, row, made)
+        detail = way.detail(setting) | self._foretold(setting, row, made)
         return Cell(made.throughput, PREDICTED, "samples/s", detail=detail)
 
     def memory(self, benchmark: Benchmark, row: Experiment) -> dict[str, Cell]:
@@ -174,7 +132,7 @@ class Runner:
             ways[" (default)"] = Way("1f1b", "min_cut")
         for suffix, way in ways.items():
             found = peak(setting, way)
-            detail = _told(setting, way) | {"bytes of each device": found.devices}
+            detail = way.detail(setting) | {"bytes of each device": found.devices}
             cells["parameters"] = Cell(found.parameters, COMPILED)
             cells["model"] = Cell(found.model / GIB, COMPILED, "GiB")
             cells[f"activations{suffix}"] = Cell(
@@ -199,14 +157,14 @@ class Runner:
                     made.throughput,
                     PREDICTED,
                     "samples/s",
-                    detail=_told(setting, way) | self._foretold(setting, row, made),
+                    detail=way.detail(setting) | self._foretold(setting, row, made),
                 ),
                 f"utilization{suffix}": Cell(busy, PREDICTED, "%"),
                 f"memory{suffix}": Cell(
                     sum(found.devices) / GIB,
                     COMPILED,
                     "GiB",
-                    detail=_told(setting, way)
+                    detail=way.detail(setting)
                     | {"bytes of each device": found.devices},
                 ),
             }
@@ -242,14 +200,3 @@ class Runner:
         told["measured"] = len(self._options.measured)
         told["data"] = self._options.data.name if self._options.data else None
         return told
-
-
-def _told(setting: Setting, way: Way) -> dict[str, Any]:
-    """What was run."""
-    return {
-        "schedule": way.schedule,
-        "remat": way.remat,
-        "layers per stage": setting.balance,
-        "micro-batches": setting.microbatches,
-        "examples in each": setting.size,
-    }

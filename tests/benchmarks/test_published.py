@@ -9,7 +9,7 @@ from benchmarks.experiment import scaled_balance
 from benchmarks.published import BY_NAME
 from benchmarks.result import SCALES
 from benchmarks.tables.report import published_speed_up
-from benchmarks.tables.run import default_rows, row_names
+from benchmarks.tables.rows import default_rows, row_names
 
 from .work import DEFERRED, WITH_MODELS
 

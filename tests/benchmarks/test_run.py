@@ -14,7 +14,7 @@ from benchmarks.provenance import cores, provenance
 from benchmarks.published import BY_NAME
 from benchmarks.result import COMPILED, MEASURED, PREDICTED, Cell, Result
 from benchmarks.tables.report import table
-from benchmarks.tables.run import default_rows
+from benchmarks.tables.rows import default_rows
 
 from .work import ROOT
 

@@ -1,0 +1,218 @@
+"""Rows of a table, measured on the devices that are there.
+
+Where there are fewer devices than stages, neighbouring stages share one: that shows
+what the partition itself costs. Rows are compiled side by side before one is timed.
+"""
+
+import gc
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .cells.compiled import Way
+from .cells.measure import Compiled, initial, measure, prepare, spread
+from .experiment import Setting
+from .provenance import cores, provenance
+from .published import Benchmark
+from .result import GIB, MEASURED, Cell, Result
+
+KINDS = ("speed", "memory")
+DTYPES = ("float32", "bfloat16")
+# After so many seconds no other step of a row begins.
+SECONDS = 10.0
+# "except_last" does not rematerialize the last micro-batch. One of so many is less than
+# a hundredth of a step, and half of the programs; and where stages share a device it
+# would hold what all of them keep. There all are rematerialized.
+MANY = 32
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to measure.
+
+    Attributes:
+      scale: one of `SCALES`.
+      dtype: of the arithmetic and of images: one of `DTYPES`.
+      steps: how many are timed at most.
+      folder: where the results are kept.
+    """
+
+    scale: str
+    dtype: str
+    steps: int
+    folder: Path
+
+
+def run(
+    benchmark: Benchmark, names: Iterable[str], options: Options
+) -> tuple[Result, list[str]]:
+    """Measures rows of a table; saves each as it comes.
+
+    Args:
+      benchmark: the table, of one of `KINDS`.
+      names: of its rows; one, if it is of memory.
+      options: how.
+
+    Returns:
+      What the folder now has of the table, and what failed, with the reason.
+    """
+    devices = _devices(options.scale)
+    start, hits = time.monotonic(), _cache_hits()
+    rows = _compile(benchmark, names, options, devices)
+    took = f"traced and compiled in {time.monotonic() - start:.0f} s"
+    took += f", {len(hits)} programs from the cache" if hits else ""
+    print(f"{benchmark.name}: {len(rows)} rows {took}", flush=True)
+    variant = "-".join(["measured", *[options.dtype] * (options.dtype != "float32")])
+    result = Result(benchmark.name, options.scale, {}, {}, variant)
+    # Read once: what is saved may be part of what is checked out.
+    where = provenance() | {"options": {"steps": options.steps, "took": took}}
+    failed = []
+    while rows:
+        row = rows.pop(0)
+        try:
+            cells = row.cells(benchmark.kind, options.steps)
+        except Exception as error:  # the others may still run
+            failed.append(f"{benchmark.name}: {row.name}: {error!r}")
+            print(f"  {row.name}: {error!r}"[:400], flush=True)
+        else:
+            made = replace(result, provenance={row.name: where}, rows={row.name: cells})
+            result, _ = made.keep(options.folder)
+            print(f"  {row.name}: {_said(cells)}", flush=True)
+        del row
+        gc.collect()  # its arrays, before those of the next
+    return result, failed
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A row that is being compiled."""
+
+    name: str
+    setting: Setting
+    way: Way
+    devices: list[Any]
+    compiled: "Future[Compiled]"
+
+    def cells(self, kind: str, steps: int) -> dict[str, Cell]:
+        """What it gives."""
+        compiled = self.compiled.result()
+        detail = self.way.detail(self.setting) | {"devices": len(self.devices)}
+        detail["programs"] = compiled.programs
+        before = _peaks(self.devices)
+        found = measure(compiled, self.setting.batch, steps, SECONDS)
+        compiling = Cell(compiled.seconds, MEASURED, "s", detail=detail)
+        if kind == "speed":
+            return {"samples/s": found.cell(detail), "compiling": compiling}
+        return {**self._bytes(before), "compiling": compiling}
+
+    def _bytes(self, before: list[int]) -> dict[str, Cell]:
+        """The model's, and the most that the allocators had given out."""
+        params = [entry.get("params", {}) for entry in initial(self.setting.work)]
+        leaves = jax.tree.leaves(params)
+        slots = jax.tree.leaves(jax.eval_shape(self.setting.work.tx.init, params))
+        model = sum(leaf.nbytes for leaf in [*leaves, *leaves, *slots])
+        cells = {
+            "parameters": Cell(sum(leaf.size for leaf in leaves), MEASURED),
+            "model": Cell(model / GIB, MEASURED, "GiB"),
+        }
+        after = _peaks(self.devices)
+        if not after:
+            print(f"  {self.devices[0].platform}: its allocator does not count")
+            return cells
+        detail = {"bytes of each device": after, "before the steps": before}
+        if after == before:
+            detail["limit"] = "compiling took as much; run it again, from the cache"
+        used = sum(after) / GIB
+        cells["memory"] = Cell(used, MEASURED, "GiB", detail=detail)
+        cells["activations"] = Cell(used - model / GIB, MEASURED, "GiB")
+        return cells
+
+
+def _compile(
+    benchmark: Benchmark, names: Iterable[str], options: Options, devices: Sequence[Any]
+) -> list[_Row]:
+    """Traces and compiles rows, the smallest mini-batch first."""
+    rows = []
+    with ThreadPoolExecutor(len(benchmark.rows)) as pool:
+        for name in names:
+            published = benchmark.row(name)
+            stages = published.num_stages
+            if benchmark.kind == "memory" and stages > len(devices):
+                print(f"  {name}: left out: needs {stages} devices, has {len(devices)}")
+                continue
+            setting = _setting(benchmark, name, options)
+            used, remat = spread(devices, stages), published.remat
+            is_like_all = setting.microbatches >= MANY or len(set(used)) < stages
+            if benchmark.kind == "speed" and is_like_all and remat == "except_last":
+                remat = "full"
+            way = Way("gpipe", remat)
+            try:
+                compiled = prepare(setting, way, devices, pool)
+            except Exception as error:  # told where its figures would be
+                compiled = Future[Compiled]()
+                compiled.set_exception(error)
+            rows.append(_Row(name, setting, way, list(dict.fromkeys(used)), compiled))
+    return sorted(rows, key=lambda row: row.setting.batch)
+
+
+def _cache_hits() -> list[str]:
+    """Grows with each program that is found in the cache of an earlier run."""
+    hits: list[str] = []
+
+    def listen(event: str, **_: Any) -> None:
+        if event == "/jax/compilation_cache/cache_hits":
+            hits.append(event)
+
+    jax.monitoring.register_event_listener(listen)
+    return hits
+
+
+def _setting(benchmark: Benchmark, name: str, options: Options) -> Setting:
+    """A row at a scale, in a dtype."""
+    row = benchmark.row(name)
+    if options.dtype == "float32":
+        return benchmark.setting(row, options.scale)
+    dtype = jnp.dtype(options.dtype)
+    row = replace(row, options={**row.options, "dtype": dtype})
+    setting = benchmark.setting(row, options.scale)
+    x = setting.work.x
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        x = jax.ShapeDtypeStruct(x.shape, dtype)
+    return replace(setting, work=replace(setting.work, x=x))
+
+
+def _devices(scale: str) -> list[Any]:
+    """Accelerators, or as many CPU devices as there are cores.
+
+    Raises:
+      SystemExit: at full scale on a CPU, where a row takes hours.
+    """
+    devices = jax.devices()
+    if devices[0].platform != "cpu":
+        return devices
+    if scale == "full":
+        raise SystemExit(
+            "JAX found no accelerator, and a CPU is too slow for the published size; "
+            "type --scale small, or install jax[cuda12]"
+        )
+    return devices[: cores()]
+
+
+def _peaks(devices: Sequence[Any]) -> list[int]:
+    """The most bytes that each allocator had given out; empty if one does not count."""
+    found = [(device.memory_stats() or {}) for device in devices]
+    peaks = [stats.get("peak_bytes_in_use") for stats in found]
+    return [] if None in peaks else peaks
+
+
+def _said(cells: dict[str, Cell]) -> str:
+    return ", ".join(
+        f"{column} {cell.value:,.5g}{f' {cell.unit}' * (cell.unit != column)}"
+        for column, cell in cells.items()
+    )
