@@ -29,6 +29,7 @@ class Experiment:
       bandwidth: gigabytes per second between devices, if not that of the run.
       published: figures by name, such as ``"samples/s"``.
       ours: whether it is run here; else it is published only.
+      only_measured: whether it is in no published table, and run by ``--measured``.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Experiment:
     bandwidth: float | None = None
     published: Mapping[str, float] = field(default_factory=dict)
     ours: bool = True
+    only_measured: bool = False
 
     @property
     def num_stages(self) -> int:

@@ -15,9 +15,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jpipe._instructions._bytes import nbytes
+
 from .cells.compiled import Way
 from .cells.measure import Compiled, initial, measure, prepare, spread
-from .experiment import Setting
+from .experiment import Setting, Work
 from .provenance import cores, provenance
 from .published import Benchmark
 from .result import GIB, MEASURED, Cell, Result
@@ -103,22 +105,18 @@ class _Row:
         """What it gives."""
         compiled = self.compiled.result()
         detail = self.way.detail(self.setting) | {"devices": len(self.devices)}
-        detail["programs"] = compiled.programs
         before = _peaks(self.devices)
         found = measure(compiled, self.setting.batch, steps, SECONDS)
-        compiling = Cell(compiled.seconds, MEASURED, "s", detail=detail)
+        cells = found.cells(compiled, detail)
         if kind == "speed":
-            return {"samples/s": found.cell(detail), "compiling": compiling}
-        return {**self._bytes(before), "compiling": compiling}
+            return cells
+        return {**self._bytes(before), "compiling": cells["compiling"]}
 
     def _bytes(self, before: list[int]) -> dict[str, Cell]:
         """The model's, and the most that the allocators had given out."""
-        params = [entry.get("params", {}) for entry in initial(self.setting.work)]
-        leaves = jax.tree.leaves(params)
-        slots = jax.tree.leaves(jax.eval_shape(self.setting.work.tx.init, params))
-        model = sum(leaf.nbytes for leaf in [*leaves, *leaves, *slots])
+        parameters, model = model_of(self.setting.work)
         cells = {
-            "parameters": Cell(sum(leaf.size for leaf in leaves), MEASURED),
+            "parameters": Cell(parameters, MEASURED),
             "model": Cell(model / GIB, MEASURED, "GiB"),
         }
         after = _peaks(self.devices)
@@ -127,11 +125,19 @@ class _Row:
             return cells
         detail = {"bytes of each device": after, "before the steps": before}
         if after == before:
-            detail["limit"] = "compiling took as much; run it again, from the cache"
+            print("  compiling took as much: run it again, from the cache")
         used = sum(after) / GIB
         cells["memory"] = Cell(used, MEASURED, "GiB", detail=detail)
         cells["activations"] = Cell(used - model / GIB, MEASURED, "GiB")
         return cells
+
+
+def model_of(work: Work) -> tuple[int, int]:
+    """The parameters; and the bytes of them, gradients and the optimizer's state."""
+    params = [entry.get("params", {}) for entry in initial(work)]
+    leaves = jax.tree.leaves(params)
+    slots = jax.tree.leaves(jax.eval_shape(work.tx.init, params))
+    return sum(leaf.size for leaf in leaves), sum(map(nbytes, 2 * leaves + slots))
 
 
 def _compile(
@@ -206,9 +212,9 @@ def _devices(scale: str) -> list[Any]:
 
 def _peaks(devices: Sequence[Any]) -> list[int]:
     """The most bytes that each allocator had given out; empty if one does not count."""
-    found = [(device.memory_stats() or {}) for device in devices]
-    peaks = [stats.get("peak_bytes_in_use") for stats in found]
-    return [] if None in peaks else peaks
+    counts = [device.memory_stats() or {} for device in devices]
+    key = "peak_bytes_in_use"
+    return [stats[key] for stats in counts] if all(key in s for s in counts) else []
 
 
 def _said(cells: dict[str, Cell]) -> str:

@@ -21,7 +21,7 @@ from ..experiment import PyTree, Setting, Work, arrays, random_key
 from ..result import MEASURED, Cell
 from .compiled import Way
 
-Step = Callable[[], None]
+Step = Callable[[], PyTree]
 
 
 class Compiled(NamedTuple):
@@ -29,7 +29,7 @@ class Compiled(NamedTuple):
 
     Attributes:
       start: puts the state and a mini-batch on the devices; the function that it
-        returns takes one step and waits for all devices.
+        returns takes one step, waits for all devices and gives the parameters.
       seconds: of XLA, those of all programs added up.
       programs: their number.
     """
@@ -43,7 +43,7 @@ class Measurement(NamedTuple):
     """Training steps, timed.
 
     Attributes:
-      seconds: of each step after the first, which is not counted.
+      seconds: of each step that counts.
       examples: of a mini-batch.
     """
 
@@ -64,10 +64,16 @@ class Measurement(NamedTuple):
         low, _, high = statistics.quantiles(rates, n=4, method="inclusive")
         return (high - low) / 2
 
-    def cell(self, detail: Mapping[str, Any]) -> Cell:
-        """The throughput, with what was run."""
-        detail = {**detail, "seconds": self.seconds}
-        return Cell(self.throughput, MEASURED, "samples/s", self.spread, detail)
+    def cells(self, compiled: Compiled, detail: Mapping[str, Any]) -> dict[str, Cell]:
+        """The throughput and the seconds of compiling, with what was run."""
+        steps = {**detail, "seconds": self.seconds}
+        programs = {**detail, "programs": compiled.programs}
+        return {
+            "samples/s": Cell(
+                self.throughput, MEASURED, "samples/s", self.spread, steps
+            ),
+            "compiling": Cell(compiled.seconds, MEASURED, "s", detail=programs),
+        }
 
 
 def initial(work: Work) -> PyTree:
@@ -120,16 +126,21 @@ def measure(
     Args:
       compiled: the row.
       examples: of its mini-batch.
-      steps: how many are timed at most; one more comes before them.
-      limit: no other step begins after so many seconds.
+      steps: how many count at most; one more comes before them.
+      limit: no other step begins after so many seconds. A first one of twice as many
+        counts: it differs by little, for everything is compiled.
     """
     step = compiled.start()
-    seconds: list[float] = []
-    step()
-    while len(seconds) < steps and (not seconds or sum(seconds) < limit):
+
+    def timed() -> float:
         start = time.perf_counter()
         step()
-        seconds.append(time.perf_counter() - start)
+        return time.perf_counter() - start
+
+    first = timed()
+    seconds = [first] if first > 2 * limit else []
+    while not seconds or (len(seconds) < steps and sum(seconds) < limit):
+        seconds.append(timed())
     return Measurement(tuple(seconds), examples)
 
 
@@ -155,10 +166,10 @@ def _pipeline(
     def start() -> Step:
         given, batch = state(), _batch(setting, devices)
 
-        def once() -> None:
+        def once() -> PyTree:
             nonlocal given
             given, metrics = step(given, *batch)
-            jax.block_until_ready((given, metrics))
+            return jax.block_until_ready((given, metrics))[0].params
 
         return once
 
@@ -204,10 +215,10 @@ def _plain(
     def start(run: Any) -> Step:
         carry, made = state(), _batch(setting, devices)
 
-        def once() -> None:
+        def once() -> PyTree:
             nonlocal carry
             carry, value = run(carry, *made)
-            jax.block_until_ready((carry, value))
+            return jax.block_until_ready((carry, value))[0][0]
 
         return once
 

@@ -15,8 +15,7 @@ class Benchmark:
       title: a line that says what it is about.
       kind: ``"speed"``, ``"memory"``, ``"timeline"``, ``"largest"`` or ``"accuracy"``:
         which cells its rows have.
-      rows: the experiments; of those without published figures only what was measured
-        is shown.
+      rows: the experiments.
       work: gives the model and its data, for an experiment and a scale.
       note: what has to be known to read the published figures.
       same_batch: whether all rows have one mini-batch.

@@ -85,7 +85,7 @@ def rows_shown(benchmark: Benchmark, result: Result) -> list[Experiment]:
     rows = [
         row
         for row in benchmark.rows
-        if row.name in result.rows or (shown and row.published)
+        if row.name in result.rows or (shown and not row.only_measured)
     ]
     names = {row.name for row in benchmark.rows}
     return rows + [
@@ -229,7 +229,7 @@ def _cut(result: Result) -> Column:
 def _devices(row: Experiment, cells: Cells) -> str:
     detail = cells["compiling"].detail if "compiling" in cells else {}
     stages = len(detail.get("layers per stage", ()))
-    return f"{stages} on {detail['devices']}" if detail else _EMPTY
+    return f"{stages} on {detail['devices']}" if "devices" in detail else _EMPTY
 
 
 def _speed(benchmark: Benchmark, result: Result) -> Sequence[Column]:

@@ -9,14 +9,16 @@ def row_names(benchmark: Benchmark, scale: str, measured: bool = False) -> list[
     Args:
       benchmark: the table.
       scale: one of `SCALES`.
-      measured: whether those that were not published are among them.
+      measured: whether those that are only measured are among them.
     """
     if benchmark.kind == "accuracy":
         from .. import accuracy  # which needs what the others do not
 
         return accuracy.EXPERIMENTS[scale]
     return [
-        row.name for row in benchmark.rows if row.ours and (row.published or measured)
+        row.name
+        for row in benchmark.rows
+        if row.ours and (measured or not row.only_measured)
     ]
 
 

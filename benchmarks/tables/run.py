@@ -109,8 +109,9 @@ class Runner:
         if row.num_stages <= len(self._options.measured) and row.bandwidth is None:
             with ThreadPoolExecutor() as pool:
                 compiled = prepare(setting, published, self._options.measured, pool)
-            found = measure(compiled.result(), setting.batch, self._options.steps)
-            cells["samples/s"] = found.cell(published.detail(setting))
+            row_of = compiled.result()
+            found = measure(row_of, setting.batch, self._options.steps)
+            cells = found.cells(row_of, published.detail(setting))
         cells["predicted samples/s"] = self._predicted(setting, row, published)
         if row.num_stages > 1:
             ours = Way("1f1b", "full")

@@ -1,10 +1,12 @@
 """How cells of the tables are filled: compiled, predicted, measured, searched."""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import linen as nn
@@ -14,10 +16,11 @@ from hypothesis import strategies as st
 import jpipe
 from benchmarks.cells import largest
 from benchmarks.cells.compiled import Peak, Way, _peak_of_rank, peak, workspace
-from benchmarks.cells.measure import Measurement, measure
+from benchmarks.cells.measure import Measurement, measure, prepare, spread
 from benchmarks.cells.predict import Link, Predictor, one_core
 from benchmarks.cells.stages import Calls, gradient_of
-from benchmarks.experiment import Setting, random_key
+from benchmarks.experiment import Setting, arrays, random_key
+from benchmarks.measured import model_of
 from benchmarks.published import BY_NAME
 from jpipe._functions._objective import Objective
 from jpipe._run._costs import costs_of
@@ -201,18 +204,61 @@ class TestPredicted:
         assert made.throughput > 0
 
 
-def test_measured_steps_are_counted():
-    ticks = []
-    devices = jax.devices()[:2]
-    found = measure(
-        Setting(work(), (3, 3), 2, 4),
-        Way("gpipe", "except_last"),
-        devices,
-        3,
-        lambda: ticks.append(0),
+class TestMeasured:
+    def compiled(self, setting, way, devices):
+        with ThreadPoolExecutor(1) as pool:
+            return prepare(setting, way, devices, pool).result()
+
+    def test_the_plain_step_and_stages_on_one_device_train_alike(self):
+        one = jax.devices()[:1]
+        plain = self.compiled(Setting(work(), (6,), 1, 8), Way("gpipe", "none"), one)
+        assert plain.programs == 1
+        shared = Setting(work(), (2, 2, 2), 1, 8)
+        piped = self.compiled(shared, Way("gpipe", "full"), one)
+        assert piped.programs > 1
+        steps = plain.start(), piped.start()
+        for _ in range(2):
+            by_hand, ours = (step() for step in steps)
+        for a, b in zip(jax.tree.leaves(by_hand), jax.tree.leaves(ours), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+            assert b.devices() == set(one)
+
+    def test_steps_are_counted_up_to_the_limit(self):
+        setting = Setting(work(), (3, 3), 2, 4)
+        compiled = self.compiled(setting, Way("gpipe", "full"), jax.devices()[:2])
+        assert compiled.seconds > 0
+        found = measure(compiled, setting.batch, 3)
+        assert len(found.seconds) == 3
+        assert found.throughput > 0
+        assert found.spread is not None
+        few = measure(compiled, setting.batch, 3, limit=0.0)
+        assert len(few.seconds) == 1
+        assert few.spread is None
+
+    def test_a_model_is_parameters_gradients_and_slots(self):
+        parameters = 6 * (8 * 8 + 8)
+        # Parameters, gradients, two moments and a count.
+        expected = parameters, 4 * 4 * parameters + 4
+        assert model_of(replace(work(), tx=optax.adam(1e-3))) == expected
+
+    def test_spread_is_half_the_distance_of_the_quartiles(self):
+        assert Measurement((1.0, 2.0, 4.0), 8).throughput == 4.0
+        assert Measurement((1.0, 2.0, 4.0), 8).spread == pytest.approx((6 - 3) / 2)
+
+    def test_a_batch_is_made_on_its_devices_in_its_dtype(self):
+        spec = jax.ShapeDtypeStruct((3,), jnp.bfloat16)
+        labels = jax.ShapeDtypeStruct((), jnp.int32)
+        images = replace(work(), x=spec, targets=labels, classes=5)
+        first, last = jax.devices()[:2]
+        x, targets = arrays(Setting(images, (6,), 4, 2), first, last)
+        assert (x.shape, x.dtype, x.devices()) == ((8, 3), jnp.bfloat16, {first})
+        assert (targets.shape, targets.devices()) == ((8,), {last})
+        assert 0 <= targets.min() <= targets.max() < 5
+        assert len(jnp.unique(x[:2])) == 6  # random within a micro-batch
+        assert (x[:2] == x[6:]).all()
+
+    @pytest.mark.parametrize(
+        ("stages", "expected"), [(1, "a"), (2, "ab"), (3, "aab"), (4, "aabb")]
     )
-    assert len(found.seconds) == 3
-    assert len(ticks) == 4
-    assert found.throughput > 0
-    assert Measurement(1.0, (1.0, 2.0, 4.0), 8).throughput == 4.0
-    assert Measurement(1.0, (1.0, 2.0, 4.0), 8).spread == pytest.approx((6 - 3) / 2)
+    def test_neighbours_share_devices(self, stages, expected):
+        assert "".join(spread("ab", stages)) == expected

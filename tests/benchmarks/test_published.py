@@ -29,7 +29,8 @@ class TestPublished:
     @pytest.mark.parametrize("name", SPEED_UPS)
     def test_speed_ups_follow_from_throughputs(self, name):
         benchmark = BY_NAME[name]
-        found = [published_speed_up(benchmark, row) for row in benchmark.rows]
+        rows = [row for row in benchmark.rows if not row.only_measured]
+        found = [published_speed_up(benchmark, row) for row in rows]
         # The page rounds to three digits; its n4m32 is one off its own column.
         np.testing.assert_allclose(found, SPEED_UPS[name], atol=6e-4)
 

@@ -106,13 +106,34 @@ def test_the_page_shows_what_was_saved():
         assert f"### {benchmark.title}" in page
 
 
+def test_the_page_shows_nothing_of_a_dirty_checkout(tmp_path):
+    where = {"commit": "0123abcde-dirty"}
+    rows = {"baseline": {"samples/s": Cell(1.0, MEASURED)}}
+    Result("unet-speed", "small", {"baseline": where}, rows).save(tmp_path)
+    with pytest.raises(SystemExit, match=r"unet-speed-small.json: baseline was made"):
+        written(PAGE.read_text(), tmp_path)
+
+
+def test_what_is_measured_has_files_of_its_own(tmp_path):
+    rows = {"baseline": {"samples/s": Cell(1.0, MEASURED)}}
+    plain = Result("unet-speed", "small", {}, rows)
+    measured = replace(plain, variant="measured-bfloat16")
+    plain.keep(tmp_path)
+    whole, path = measured.keep(tmp_path)
+    assert path.name == "unet-speed-small-measured-bfloat16.json"
+    assert (whole, Result.load(path)) == (measured, measured)
+    with pytest.raises(ValueError, match="two benchmarks or scales"):
+        measured.merged(plain)
+
+
 def test_results_of_the_page_are_of_real_sizes_and_marked():
     for path in FOLDER.glob("*-*.json"):
-        name, _, scale = path.stem.rpartition("-")
-        if name not in BY_NAME:
+        if path.stem == "peers":
             continue
-        assert scale in ("full", "small"), "tiny figures say nothing"
         result = Result.load(path)
+        assert path.stem == result.stem
+        scale = result.scale
+        assert scale in ("full", "small"), "tiny figures say nothing"
         for row, cells in result.rows.items():
             if scale == "full" and "cpu" in result.provenance[row]["devices"]:
                 assert all(cell.kind != MEASURED for cell in cells.values()), row
