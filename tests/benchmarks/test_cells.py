@@ -196,6 +196,20 @@ class TestPredicted:
             assert len(os.sched_getaffinity(0)) == 1
         assert os.sched_getaffinity(0) == before
 
+    def test_all_cores_compile_what_one_core_runs(self, monkeypatch):
+        if not hasattr(os, "sched_getaffinity"):
+            pytest.skip("this system does not say which cores a process may use")
+        cores, compile_it = [], jax.stages.Lowered.compile
+
+        def compiled(lowered, *args, **options):
+            cores.append(os.sched_getaffinity(0))
+            return compile_it(lowered, *args, **options)
+
+        monkeypatch.setattr(jax.stages.Lowered, "compile", compiled)
+        spec = jax.ShapeDtypeStruct((8,), jnp.float32)
+        assert Predictor(jax.devices()[0])._timed(jax.jit(jnp.sin), (spec,)) > 0
+        assert cores == [os.sched_getaffinity(0)]
+
     def test_programs_that_donate_can_be_timed_again(self):
         setting = Setting(work(), (3, 3), 2, 2)
         made = Predictor(jax.devices()[0], repeats=2).predict(
@@ -222,6 +236,17 @@ class TestMeasured:
         for a, b in zip(jax.tree.leaves(by_hand), jax.tree.leaves(ours), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
             assert b.devices() == set(one)
+
+    @pytest.mark.parametrize(("balance", "remat"), [((6,), "none"), ((3, 3), "full")])
+    def test_a_step_that_is_timed_compiles_nothing(self, balance, remat, caplog):
+        setting = Setting(work(), balance, len(balance), 4)
+        compiled = self.compiled(setting, Way("gpipe", remat), jax.devices()[:1])
+        step = compiled.start()
+        with jax.log_compiles(), caplog.at_level("WARNING"):
+            step()
+            assert not caplog.records
+            jax.jit(lambda x: x - 41)(1.0)
+        assert caplog.records, "what is compiled is logged"
 
     def test_steps_are_counted_up_to_the_limit(self):
         setting = Setting(work(), (3, 3), 2, 4)
