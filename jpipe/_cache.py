@@ -44,7 +44,7 @@ class Axes(NamedTuple):
 
     in_axes: Any
     target_axes: Any
-    out_axes: int
+    out_axes: Any
 
 
 class ProgramCache:
@@ -174,8 +174,8 @@ class ProgramCache:
         self, works: Works, batch: Batch, objective: Objective, train: bool
     ) -> None:
         """Checks that micro-batches make what the mini-batch would."""
-        examples, axis = self._examples(batch, train), self._axes.out_axes
-        doubts = _checks.loss(objective, works, examples, batch, axis)
+        examples, axes = self._examples(batch, train), self._axes.out_axes
+        doubts = _checks.loss(objective, works, examples, batch, axes)
         written = _checks.written(works, examples, batch)
         self._say_what_is_mixed(examples, written, doubts)
 

@@ -52,7 +52,7 @@ def constants(works: Works, layout: Layout, variables: Sequence[PyTree]) -> None
 
 
 def loss(
-    objective: Objective, works: Works, examples: Examples, batch: Batch, axis: int
+    objective: Objective, works: Works, examples: Examples, batch: Batch, axes: Any
 ) -> list[str]:
     """Checks that the loss of a mini-batch is what its micro-batches make of it.
 
@@ -61,7 +61,7 @@ def loss(
       works: what the stages do.
       examples: what the layers do with examples.
       batch: the mini-batch.
-      axis: where the examples are in an output of one array.
+      axes: where the examples are in the outputs, as the user gave it.
 
     Returns:
       What is said of it, where it may be another.
@@ -70,7 +70,7 @@ def loss(
       ValueError: if it certainly is.
     """
     outputs = works.task(works.num_stages - 1).outputs
-    given = _reduction.Given(outputs, axis, examples.outputs)
+    given = _reduction.Given(outputs, axes, examples.outputs)
     bent = examples.bent() if objective.reduction == "weighted" else []
     return [*bent, *_reduction.check(objective, given, batch)]
 

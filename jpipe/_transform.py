@@ -42,7 +42,7 @@ def pipeline(
     remat: Any = "min_cut",
     in_axes: Any = 0,
     target_axes: Any = 0,
-    out_axes: int = 0,
+    out_axes: Any = 0,
 ) -> Pipeline:
     """Turns a sequence of layers into one training program over many devices.
 
@@ -90,7 +90,10 @@ def pipeline(
       in_axes: the batch axis of the inputs, as `jax.vmap` takes it: an int, ``None``
         for what every micro-batch gets whole, or a pytree prefix of these.
       target_axes: the same for the targets.
-      out_axes: the batch axis of the outputs, on which `Pipeline.apply` joins them.
+      out_axes: the batch axis of the outputs, on which `Pipeline.apply` joins them, as
+        `jax.vmap` takes it: an int, ``None``, or a pytree prefix of these. ``None`` is
+        for an output that is the same for all examples, such as a learned temperature
+        or a codebook: `Pipeline.apply` returns that of the first micro-batch.
 
     Returns:
       The pipeline. Nothing is compiled yet.
@@ -161,10 +164,6 @@ def pipeline(
     placed = _setup.choose_devices(devices, chosen)
     if any(isinstance(device, SubMesh) for device in placed):
         check_threads()
-    if isinstance(out_axes, bool) or not isinstance(out_axes, int):
-        raise TypeError(
-            f"out_axes={out_axes!r}: needs an int, the axis of the examples"
-        )
     unchanged = Unchanged(layers)
     pipe = Pipe(groups, placed, chosen, settings, unchanged, sharding, gather)
     forecast = getattr(plan, "forecast", None)
@@ -178,7 +177,7 @@ def sequential(
     devices: Sequence[Device] | None = None,
     in_axes: Any = 0,
     target_axes: Any = 0,
-    out_axes: int = 0,
+    out_axes: Any = 0,
 ) -> Pipeline:
     """The unpipelined twin of `pipeline`: the same layers as one stage on one device.
 

@@ -1,5 +1,6 @@
 """Batches of any size and tree, and unusual leaves: the numbers of one device."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -173,3 +174,40 @@ def test_a_leaf_without_an_axis_is_one_array_in_all_micro_batches():
         [lambda x: x["rows"] @ x["matrix"]], 3, in_axes={"rows": 0, "matrix": None}
     )
     np.testing.assert_array_equal(pipe.apply(({},), x), np.full((6, 5), 4.0))
+
+
+class Quantized(nn.Module):
+    """What a model returns beside its examples: a codebook, a temperature."""
+
+    @nn.compact
+    def __call__(self, x):
+        temperature = jnp.exp(self.param("temperature", nn.initializers.ones, ()))
+        book = nn.Embed(5, 3)
+        nearest = jnp.argmax(book.attend(x) / temperature, axis=-1)
+        # A parameter as it stands, and what follows from one.
+        return {"z": x + book(nearest), "model": (book.embedding, temperature)}
+
+
+@pytest.mark.parametrize("size", [4, 5])
+@pytest.mark.parametrize("mesh", [False, True], ids=["devices", "data shards"])
+def test_outputs_without_an_axis_are_given_once(size, mesh):
+    layers, options = [nn.Dense(3), Quantized()], {}
+    if mesh:
+        devices, size = jax.devices()[:4], 4
+        options["mesh"] = jax.make_mesh((2, 2), ("stage", "data"), devices=devices)
+    out_axes = {"z": 0, "model": None}
+    pipe = jpipe.pipeline(layers, 2, out_axes=out_axes, **options)
+    x = jax.random.normal(jax.random.key(1), (size, 6))
+    variables = pipe.init(jax.random.key(0), x)
+    one = jpipe.sequential(layers, out_axes=out_axes)  # which joins nothing
+    on_host = jax.device_get(variables)
+    expected = layers[1].apply(on_host[1], layers[0].apply(on_host[0], x))
+    for actual in (pipe.apply(variables, x), one.apply(one.place(on_host), x)):
+        chex.assert_trees_all_close(jax.device_get(actual), expected, rtol=1e-6)
+    # Which of the outputs are joined is no matter of a loss.
+    ref.compare(pipe, layers, x, x[:, :3], ref.FLOAT32, lambda y, t: ref.mse(y["z"], t))
+
+
+def test_no_output_has_an_axis():
+    pipe = jpipe.pipeline([lambda x: jnp.arange(3.0)], 2, out_axes=None)
+    np.testing.assert_array_equal(pipe.apply(({},), jnp.ones(4)), [0, 1, 2])

@@ -253,38 +253,47 @@ def splitter(
     return split
 
 
-def joiner(axes: Sequence[int | None]) -> Callable[..., list[jax.Array]]:
-    """The inverse of `splitter`; what has no axis is stacked on a new first one."""
+def joiner(
+    axes: Sequence[int | None], without_axis: Callable[..., Any] = jnp.stack
+) -> Callable[..., list[jax.Array]]:
+    """The inverse of `splitter`; leaves without an axis are stacked on a new one."""
 
     def join(*leaves: jax.Array) -> list[jax.Array]:
         columns = [leaves[i :: len(axes)] for i in range(len(axes))]
         return [
-            jnp.stack(column) if axis is None else jnp.concatenate(column, axis)
+            without_axis(column) if axis is None else jnp.concatenate(column, axis)
             for column, axis in zip(columns, axes, strict=True)
         ]
 
     return join
 
 
-def check_joinable(outputs: PyTree, axis: int, size: int) -> None:
+def check_joinable(
+    outputs: PyTree, axes: Sequence[int | None], size: int, out_axes: Axes
+) -> None:
     """Checks that the outputs of a micro-batch can be joined to those of a batch.
 
     Args:
       outputs: specs of the outputs of one micro-batch.
-      axis: the axis on which they are joined.
+      axes: the axis on which each leaf is joined.
       size: the number of examples in the micro-batch.
+      out_axes: the axes as the user gave them.
 
     Raises:
       ValueError: with every leaf whose axis has another size.
     """
-    faults = []
-    for path, leaf in jax.tree_util.tree_leaves_with_path(outputs):
-        if not -leaf.ndim <= axis < leaf.ndim or leaf.shape[axis] != size:
-            faults.append(f"outputs{jax.tree_util.keystr(path)} has shape {leaf.shape}")
+    flat = jax.tree_util.tree_leaves_with_path(outputs)
+    faults = [
+        f"outputs{jax.tree_util.keystr(path)} has shape {leaf.shape}"
+        for (path, leaf), axis in zip(flat, axes, strict=True)
+        if axis is not None
+        and (not -leaf.ndim <= axis < leaf.ndim or leaf.shape[axis] != size)
+    ]
     if faults:
         raise ValueError(
-            f"outputs of a micro-batch of {size} cannot be joined on out_axes={axis}; "
-            f"return the examples on that axis and reshape what apply returns, or, in "
-            f"training, in loss_fn; or type out_axes= or num_microbatches=1:\n"
-            + "\n".join(f"  * {fault}" for fault in faults)
+            f"outputs of a micro-batch of {size} cannot be joined on "
+            f"out_axes={out_axes!r}; return the examples on that axis and reshape what "
+            f"apply returns, or, in training, in loss_fn; or type num_microbatches=1, "
+            f"or out_axes=, with None for what is the same for all examples, as in "
+            f"out_axes=(0, None):\n" + "\n".join(f"  * {fault}" for fault in faults)
         )

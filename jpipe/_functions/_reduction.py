@@ -43,12 +43,12 @@ class Given(NamedTuple):
 
     Attributes:
       specs: of what the last layer returns.
-      axis: the axis of the examples, where that is one array.
+      axes: the axes of the examples, as the user gave them.
       followed: how that is made of the examples; ``None`` where nobody knows.
     """
 
     specs: PyTree
-    axis: int
+    axes: Any
     followed: Outputs | None
 
 
@@ -304,7 +304,8 @@ def _scaled(given: Given, size: int, numbers: Numbers) -> Outputs:
         examples what is not, and the length of an axis does not tell.
     """
     (leaf,), tree = jax.tree.flatten(given.specs)
-    axis = _axis(leaf, given.axis, size)
+    (axis,) = _microbatch.flat_axes(given.axes, given.specs, "outputs", "out_axes")
+    axis = None if axis is None else _axis(leaf, axis, size)
     each = 1 if axis is None else leaf.shape[axis] // size
     few, many = (
         tree.unflatten(_microbatch.part_specs([leaf], [axis], each * count))

@@ -1,5 +1,6 @@
 """A forward pass of a mini-batch, of which nothing is kept."""
 
+import operator
 from typing import Any
 
 import jax
@@ -27,16 +28,17 @@ class Inference:
       layout: which variables each uses.
       batch: the mini-batch.
       works: what each stage does on each micro-batch.
-      out_axis: where the outputs of the micro-batches are joined.
+      out_axes: on which axes the outputs of the micro-batches are joined.
     """
 
     @paused
     def __init__(
-        self, pipe: Pipe, layout: Layout, batch: Batch, works: Works, out_axis: int
+        self, pipe: Pipe, layout: Layout, batch: Batch, works: Works, out_axes: Any
     ) -> None:
         y = works.task(len(pipe.stages) - 1).y
-        if len(batch.sizes) * batch.num_shards > 1:
-            _microbatch.check_joinable(y, out_axis, batch.sizes[0])
+        axes = _microbatch.flat_axes(out_axes, y, "outputs", "out_axes")
+        if batch.num_parts > 1:
+            _microbatch.check_joinable(y, axes, batch.sizes[0], out_axes)
         self._layout = layout
         self._tree = jax.tree.structure(y)
         graph = pipe.graph()
@@ -48,9 +50,9 @@ class Inference:
         lowering = Lowering(graph, pipe, layout, batch, works, variables, x, (), rngs)
         rows = lowering.inference()
         outputs = rows[0]
-        if len(rows) * batch.num_shards > 1:
-            axes = [out_axis] * self._tree.num_leaves
-            outputs = joined(graph, pipe, batch, "join", rows, axes)
+        if batch.num_parts > 1:
+            first = operator.itemgetter(0)
+            outputs = joined(graph, pipe, batch, "join", rows, axes, first)
         self.program = Program(graph, outputs, pipe.places)
 
     def __call__(self, variables: PyTree, x: PyTree, rngs: PyTree) -> PyTree:

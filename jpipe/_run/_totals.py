@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from .._functions import _microbatch
 from .._functions._batch import Batch
@@ -42,6 +43,7 @@ def joined(
     name: str,
     rows: Sequence[Values],
     axes: Sequence[int | None],
+    without_axis: Callable[..., Any] = jnp.stack,
 ) -> Values:
     """Leaves of each micro-batch, and of each shard, as those of the mini-batch."""
     leaves = [value for row in rows for value in row]
@@ -50,7 +52,8 @@ def joined(
         spec.update(shape=(batch.num_shards, *spec.shape)) if how.stacked else spec
         for spec, how in pairs
     ]
-    apart, put_together = _apart(graph, batch, rows), _microbatch.joiner(axes)
+    apart = _apart(graph, batch, rows)
+    put_together = _microbatch.joiner(axes, without_axis)
 
     def join(*leaves: jax.Array) -> list[jax.Array]:
         return put_together(*[leaf for part in apart(leaves) for leaf in part])

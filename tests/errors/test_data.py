@@ -115,10 +115,22 @@ def test_bad_target_axes(variables):
         pipe.value_and_grad(mse)(variables, X, TARGETS)
 
 
-@pytest.mark.parametrize("out_axes", ["batch", None, 0.5], ids=str)
-def test_out_axes_that_is_no_axis(out_axes):
-    with pytest.raises((TypeError, ValueError), match=says(f"out_axes={out_axes!r}")):
-        jpipe.pipeline([nn.relu], 2, out_axes=out_axes).apply(({},), X)
+@pytest.mark.parametrize(
+    ("out_axes", "parts"),
+    [
+        ("batch", ["out_axes: 'batch' is neither an axis nor None"]),
+        (0.5, ["out_axes: 0.5 is neither an axis nor None"]),
+        (True, ["out_axes: True is neither an axis nor None"]),
+        ((0, None), ["out_axes=(0, None) is not a prefix of outputs"]),
+        (2, ["out_axes=2", "outputs has shape (2, 3)", "None for what is the same"]),
+    ],
+    ids=str,
+)
+def test_bad_out_axes(out_axes, parts):
+    pipe = jpipe.pipeline([nn.relu], 2, out_axes=out_axes)
+    with pytest.raises(ValueError, match=says(*parts[:1])) as refusal:
+        pipe.apply(({},), X)
+    assert all(part in str(refusal.value) for part in parts)
 
 
 @pytest.mark.parametrize(
