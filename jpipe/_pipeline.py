@@ -182,7 +182,8 @@ class Pipeline(OwnLoop):
           loss_fn: ``(outputs, targets) -> scalar``, applied to each micro-batch on the
             last device. What an object or a bound method holds is read at each call;
             if it holds something else than before, it is traced again.
-          has_aux: whether ``loss_fn`` returns ``(loss, aux)``.
+          has_aux: whether ``loss_fn`` returns ``(loss, aux)``; with ``"weighted"``
+            ``((total, weight), aux)``.
           has_state: whether the other collections, such as ``batch_stats``, are
             returned as they are after the mini-batch, one entry per layer: the next
             variables are ``[{**own, **new} for own, new in zip(variables, state)]``.

@@ -16,6 +16,13 @@ from ._captured import Holder
 PyTree = Any
 
 REDUCTIONS = ("mean", "sum", "weighted")
+# What a loss function returns, by whether it is weighted and whether it has aux.
+_RETURNS = {
+    (False, False): "a scalar loss",
+    (False, True): "(loss, aux)",
+    (True, False): "(total, weight), two scalars",
+    (True, True): "((total, weight), aux)",
+}
 
 
 @dataclass(frozen=True)
@@ -104,11 +111,6 @@ class Objective:
             if self.reduction == "mean":
                 loss = loss * share.astype(loss.dtype)
             return loss, [], aux
-        if not isinstance(result, Sequence) or len(result) != 2:
-            raise TypeError(
-                "reduction='weighted': loss_fn must return (total, weight), two "
-                f"scalars; it returned {shapes(result)}"
-            )
         total = _scalar(result[0], "the total must be a scalar", outputs)
         weight = jnp.asarray(result[1])
         if weight.ndim:
@@ -123,21 +125,18 @@ class Objective:
         return self._without_aux(self._holder.traced(outputs, targets))[0]
 
     def _without_aux(self, result: Any) -> tuple[Any, PyTree]:
-        pair = isinstance(result, Sequence) and len(result) == 2
-        if not self.has_aux:
-            if pair and self.reduction != "weighted":
-                raise TypeError(
-                    f"loss_fn must return a scalar loss; it returned {shapes(result)}: "
-                    f"for (loss, aux) type has_aux=True, for (total, weight) "
-                    f"reduction='weighted'"
-                )
-            return result, ()
-        if not pair:
+        is_weighted = self.reduction == "weighted"
+        fits = _is_pair(result) or not self.has_aux
+        loss, aux = result if fits and self.has_aux else (result, ())
+        fits &= _is_pair(loss) if is_weighted else not isinstance(loss, Sequence)
+        if not fits:
             raise TypeError(
-                f"has_aux=True: loss_fn must return (loss, aux); it returned "
-                f"{shapes(result)}"
+                f"reduction={self.reduction!r}, has_aux={self.has_aux}: loss_fn must "
+                f"return {_RETURNS[is_weighted, self.has_aux]}; it returned "
+                f"{shapes(result)}. For (loss, aux) type has_aux=True, for (total, "
+                f"weight) reduction='weighted', for ((total, weight), aux) both"
             )
-        for path, leaf in jax.tree_util.tree_leaves_with_path(result[1]):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(aux):
             if hasattr(leaf, "__jax_array__"):
                 continue
             try:
@@ -147,7 +146,11 @@ class Objective:
                     f"has_aux=True: aux{jax.tree_util.keystr(path)} is {leaf!r}, a "
                     f"{type(leaf).__name__}; needs arrays or numbers"
                 ) from None
-        return result[0], result[1]
+        return loss, aux
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, Sequence) and len(value) == 2
 
 
 @jax.custom_jvp

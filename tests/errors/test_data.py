@@ -194,6 +194,30 @@ def test_bad_out_axes(out_axes, parts):
             id="weights",
         ),
         pytest.param(
+            lambda y, t: (mse(y, t), jnp.float32(2), y),
+            {"has_aux": True, "reduction": "weighted"},
+            ["must return ((total, weight), aux)", "float32[], float32[2,2])"],
+            id="weighted and has_aux with three",
+        ),
+        pytest.param(
+            lambda y, t: (mse(y, t), y),
+            {"has_aux": True, "reduction": "weighted"},
+            ["must return ((total, weight), aux)", "(float32[], float32[2,2])"],
+            id="weighted and has_aux with two",
+        ),
+        pytest.param(
+            lambda y, t: ((mse(y, t), jnp.float32(2)), y),
+            {"has_aux": True},
+            ["must return (loss, aux)", "((float32[], float32[]), float32[2,2])"],
+            id="has_aux with what weighted returns",
+        ),
+        pytest.param(
+            lambda y, t: (mse(y, t), jnp.float32(2), y),
+            {},
+            ["must return a scalar loss", "for ((total, weight), aux) both"],
+            id="three without options",
+        ),
+        pytest.param(
             lambda y, t: (y, jnp.float32(2)),
             {"reduction": "weighted"},
             ["the total must be a scalar", "float32[2,2]"],
