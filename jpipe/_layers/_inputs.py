@@ -32,13 +32,17 @@ def explained(
                 "no keys were given: type rngs=key in the call of the pipeline, or let "
                 "the layer do without them in evaluation (rngs=None)"
             )
-        if isinstance(error, errors.InvalidRngError):
+        elif isinstance(error, errors.InvalidRngError):
             error.add_note(
                 "give a key for each stream in the call of the pipeline, "
                 "rngs=jax.random.key(0) for all, or for some by their names, "
                 "rngs={'dropout': jax.random.key(0)}"
             )
-        if isinstance(method, str) and (line := _line(module, method, x)):
+        elif (
+            isinstance(method, str)
+            and "there is not a key" not in str(error)  # of nnx: see `_nnx_rngs`
+            and (line := _line(module, method, x))
+        ):
             error.add_note(line)
         raise
 

@@ -86,6 +86,35 @@ def test_a_stream_without_a_key(rngs):
     assert any("rngs={'dropout': jax" in note for note in refusal.value.__notes__)
 
 
+class OfDict(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        return nn.Dropout(0.5)(x["a"], deterministic=not train)
+
+
+class OfDictWithKey(nn.Module):
+    def __call__(self, x, train, rngs):
+        return jax.random.normal(rngs["dropout"], x["a"].shape) if train else x["a"]
+
+
+class OfDictInNnx(nnx.Module):
+    def __init__(self):
+        self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.dropout(x["a"])
+
+
+@pytest.mark.parametrize("layer", [OfDict(), OfDictWithKey(), OfDictInNnx()])
+def test_a_stream_without_a_key_is_no_matter_of_dicts(layer):
+    pipe = jpipe.pipeline([layer], 2)
+    with pytest.raises((errors.InvalidRngError, ValueError, TypeError)) as refusal:
+        pipe.value_and_grad(mse)(({},), {"a": X}, X)
+    told = [str(refusal.value), *refusal.value.__notes__]
+    assert any("rngs=" in text for text in told)
+    assert not any("taken apart" in text for text in told)
+
+
 def test_targets_that_are_no_arrays(pipe, variables):
     with pytest.raises(TypeError, match=says("convert with jnp.asarray", "targets is")):
         pipe.value_and_grad(mse)(variables, X, "targets")
@@ -176,24 +205,6 @@ def test_bad_out_axes(out_axes, parts):
             id="has_aux with three",
         ),
         pytest.param(
-            lambda y, t: (mse(y, t), {"at": "end"}),
-            {"has_aux": True},
-            ["aux['at'] is 'end', a str; needs arrays or numbers"],
-            id="aux with a text",
-        ),
-        pytest.param(
-            mse,
-            {"reduction": "weighted"},
-            ["reduction='weighted'", "(total, weight)", "float32[]"],
-            id="weighted without pair",
-        ),
-        pytest.param(
-            lambda y, t: (mse(y, t), jnp.ones(2)),
-            {"reduction": "weighted"},
-            ["the weight must be a scalar", "float32[2]"],
-            id="weights",
-        ),
-        pytest.param(
             lambda y, t: (mse(y, t), jnp.float32(2), y),
             {"has_aux": True, "reduction": "weighted"},
             ["must return ((total, weight), aux)", "float32[], float32[2,2])"],
@@ -216,6 +227,24 @@ def test_bad_out_axes(out_axes, parts):
             {},
             ["must return a scalar loss", "for ((total, weight), aux) both"],
             id="three without options",
+        ),
+        pytest.param(
+            lambda y, t: (mse(y, t), {"at": "end"}),
+            {"has_aux": True},
+            ["aux['at'] is 'end', a str; needs arrays or numbers"],
+            id="aux with a text",
+        ),
+        pytest.param(
+            mse,
+            {"reduction": "weighted"},
+            ["reduction='weighted'", "(total, weight)", "float32[]"],
+            id="weighted without pair",
+        ),
+        pytest.param(
+            lambda y, t: (mse(y, t), jnp.ones(2)),
+            {"reduction": "weighted"},
+            ["the weight must be a scalar", "float32[2]"],
+            id="weights",
         ),
         pytest.param(
             lambda y, t: (y, jnp.float32(2)),
