@@ -22,6 +22,11 @@ _A_MESH = 'jax.make_mesh((4, 2), ("stage", "data"))'
 
 def check_num_microbatches(number: Any) -> int:
     """Returns the number of micro-batches if it is an int of at least 1."""
+    if number is None:
+        raise TypeError(
+            "num_microbatches=None: give num_microbatches=, an int of at least 1, or "
+            "plan="
+        )
     if isinstance(number, bool) or not hasattr(number, "__index__"):
         raise TypeError(
             f"num_microbatches={number!r} is a {type(number).__name__}; needs an int "

@@ -99,8 +99,10 @@ def as_layers(listed: Sequence[Any]) -> tuple[Layer, ...]:
         objects = list(listed)
     except TypeError:
         raise TypeError(
-            f"stages={reprlib.repr(listed)}: needs a sequence of layers, such as "
-            f"[nn.Dense(8), nn.relu]"
+            f"stages is a {type(listed).__name__}; needs a sequence of layers, such as "
+            f"[nn.Dense(8), nn.relu]. List a model by the blocks that its __call__ "
+            f"applies, in that order, with a function for what it does between them: "
+            f"[Embed(), *(Block() for _ in range(12)), lambda x: x.mean(1), Head()]"
         ) from None
     if not objects:
         raise ValueError("stages=[]: a pipeline needs at least one layer")

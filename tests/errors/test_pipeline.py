@@ -80,7 +80,16 @@ def test_one_layer_in_place_of_a_sequence(make):
     with pytest.raises(
         TypeError, match=says("needs a sequence of layers", "[nn.Dense")
     ):
-        make(nn.Dense(2), 2)
+        make(lambda x: x, 2)
+
+
+@pytest.mark.parametrize("model", [nn.Dense(2), nnx.Linear(3, 3, rngs=nnx.Rngs(0))])
+@pytest.mark.parametrize("make", [jpipe.pipeline, jpipe.sequential, jpipe.profile])
+def test_a_model_in_place_of_its_layers(make, model):
+    match = says(f"stages is a {type(model).__name__}; needs", "List a model by the bl")
+    with pytest.raises(TypeError, match=match) as refusal:
+        make(model, 2 if make is not jpipe.profile else X)
+    assert "\n" not in str(refusal.value)
 
 
 @pytest.mark.parametrize("number", [0, -3])
@@ -90,7 +99,12 @@ def test_fewer_than_one_microbatch(number):
         jpipe.pipeline(two_stages(), number)
 
 
-@pytest.mark.parametrize("number", [True, 2.0, "2", None])
+def test_a_number_of_microbatches_that_is_left_out():
+    with pytest.raises(TypeError, match=says("give num_microbatches=", "or plan=")):
+        jpipe.pipeline(two_stages())
+
+
+@pytest.mark.parametrize("number", [True, 2.0, "2"])
 def test_number_of_microbatches_that_is_no_int(number):
     match = says(f"num_microbatches={number!r} is a {type(number).__name__}", "an int")
     with pytest.raises(TypeError, match=match):
