@@ -1,6 +1,7 @@
 """Any optax optimizer, applied where the parameters are."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -54,7 +55,7 @@ class Optimizer:
         at = [pipe.place(s) for s in range(len(pipe.stages))]
         params_at = homes(free, place)
         placement = Placement(params_at, lambda state: homes(state, place), at)
-        self._init = Placed(tx.init, [free], placement, "optimizer_init")
+        self._init = Placed(_making(tx), [free], placement, "optimizer_init")
         self._pipe = pipe
         self._free, self._params_places = free, [at[home or 0] for home in params_at]
         self.state = self._init.result
@@ -189,8 +190,7 @@ def state_bytes(
     """
     leaves, tree = jax.tree.flatten(params)
     free = jax.tree.unflatten(tree, _hidden(leaves, trained))
-    # By a new function: JAX knows one by identity, which may read what was changed.
-    state = jax.eval_shape(lambda params: tx.init(params), free)
+    state = jax.eval_shape(_making(tx), free)
     found = [0] * len(params)
     at = homes(state, _places(free, range(len(params))))
     for leaf, home in zip(jax.tree.leaves(state), at, strict=True):
@@ -208,6 +208,19 @@ def _with_gaps(tree: PyTree) -> tuple[list[Any], Any]:
     return jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is None)
 
 
+def _making(tx: optax.GradientTransformation) -> Callable[[PyTree], PyTree]:
+    """``params -> state``, with errors that say what to type.
+
+    A new function: JAX knows one by identity, which may read what was changed.
+    """
+
+    def init(params: PyTree) -> PyTree:
+        with explained("tx.init is given the parameters alone"):
+            return tx.init(params)
+
+    return init
+
+
 def _updating(tx: optax.GradientTransformation) -> Callable[..., Any]:
     """``(params, state, grads) -> (params, state)``, with errors that say what to type.
 
@@ -215,15 +228,11 @@ def _updating(tx: optax.GradientTransformation) -> Callable[..., Any]:
     """
 
     def update(params: PyTree, state: PyTree, grads: PyTree) -> Any:
-        try:
+        with explained(
+            f"a train step gives tx.update the gradients, the state and the "
+            f"parameters; for an optimizer that needs more, {_BY_HAND}"
+        ):
             updates, new = tx.update(grads, state, params)
-        except Exception as error:
-            error.add_note(
-                f"raised by tx.update, which a train step gives the gradients, the "
-                f"state and the parameters, nothing else; for an optimizer that needs "
-                f"more, {_BY_HAND}"
-            )
-            raise
         if _form(new) != _form(state):
             raise ValueError(
                 f"tx.update returns a state {shapes(new)}, tx.init made one "
@@ -233,6 +242,29 @@ def _updating(tx: optax.GradientTransformation) -> Callable[..., Any]:
         return optax.apply_updates(params, updates), new
 
     return update
+
+
+@contextmanager
+def explained(missing: str) -> Iterator[None]:
+    """Adds to an error of an optimizer what to type.
+
+    Args:
+      missing: the same, where it needs more arguments.
+    """
+    try:
+        yield
+    except Exception as error:
+        text = str(error)
+        is_missing = isinstance(error, TypeError) and "missing" in text
+        if is_missing or "must be provided" in text:  # as optax says it
+            error.add_note(missing)
+        if "tuple" in text and any(w in text for w in ("dict", "indices", "'items'")):
+            error.add_note(
+                "parameters and gradients are a tuple with one entry per layer; what "
+                "needs a dict, such as flatten_dict in a mask, takes each entry: "
+                "mask=lambda params: tuple(map(mask_of_entry, params))"
+            )
+        raise
 
 
 def _form(state: PyTree) -> Any:

@@ -21,6 +21,7 @@ from .._processes._elsewhere import is_copied
 from .._run import _signature, _variables
 from .._run._context import outside_of_meshes
 from ._homes import Home, homes, paths, places, shardings
+from ._optimizer import explained
 from ._placed import Placed, Placement
 from ._step import check_optimizer
 
@@ -294,7 +295,8 @@ def optimizer(
     full = optax.with_extra_args_support(tx)
 
     def init_free(params: PyTree) -> PyTree:
-        return full.init(_floating(params))
+        with explained("tx.init is given the parameters alone"):
+            return full.init(_floating(params))
 
     def update_free(
         functions: Sequence[tuple[str, Any]],
@@ -304,9 +306,13 @@ def optimizer(
         extra: dict[str, Any],
     ) -> tuple[PyTree, PyTree]:
         free = None if params is None else _floating(params)
-        updates, state = full.update(
-            _floating(grads), state, free, **extra, **dict(functions)
-        )
+        with explained(
+            "what an optimizer needs beside gradients, state and parameters is given "
+            "by name: tx.update(grads, state, params, value=loss)"
+        ):
+            updates, state = full.update(
+                _floating(grads), state, free, **extra, **dict(functions)
+            )
         return _with_integers(updates, grads, params), state
 
     spread_init = Spread(
@@ -322,10 +328,7 @@ def optimizer(
         static=(0,),
         find_placement=_of_update,
         name="optimizer_update",
-        blame=(
-            "raised by tx.update; what an optimizer needs beside gradients, state and "
-            "parameters is given by name: tx.update(grads, state, params, value=loss)"
-        ),
+        blame="raised by tx.update",
     )
 
     def init(params: PyTree) -> PyTree:

@@ -385,9 +385,9 @@ def test_what_needs_more_than_gradients_is_refused_with_what_to_type(double, nam
     make, says = REFUSED[name]
     with pytest.raises((TypeError, ValueError, AttributeError), match=says) as refusal:
         model().pipe.init_train_state(jax.random.key(0), model().x, make())
+    lacks_an_argument = says.startswith("'value") or "provided" in says
     note = refusal.value.__notes__[0]
-    assert note.startswith("raised by tx.update")
-    assert "type pipe.value_and_grad" in note
+    assert lacks_an_argument == ("type pipe.value_and_grad and tx = pipe.opt" in note)
 
 
 def test_a_state_that_changes_its_structure_is_refused_with_both(double):
