@@ -97,16 +97,8 @@ class ProgramCache:
         if signature not in self._inference:
             self._check_order(variables)
             batch = self._batch(x, (), rngs)
-            layout = self._check(variables, batch.first)
-            routes = self.expected(batch.first)[1]
-            works = Works(
-                self._pipe,
-                layout.weights,
-                batch,
-                train=train,
-                objective=None,
-                routes=routes,
-            )
+            layout = self._check(variables, batch)
+            works = self._works(layout, batch, train, None)
             if batch.num_parts > 1 and not self._is_apart:
                 self._check_apart(batch, train)
             if train and (changed := works.changed(layout)):
@@ -154,21 +146,28 @@ class ProgramCache:
             self._say_what_it_costs(build)
             self._check_order(variables)
             batch = self._batch(x, targets, rngs)
-            layout = self._check(variables, batch.first, build.trainable)
-            works = Works(
-                self._pipe,
-                layout.weights,
-                batch,
-                train=train,
-                objective=objective,
-                routes=self.expected(batch.first)[1],
-            )
+            layout = self._check(variables, batch, build.trainable)
+            works = self._works(layout, batch, train, objective)
             _checks.constants(works, layout, variables)
             if batch.num_parts > 1:
                 self._check_parts(works, batch, objective, train)
             made = Gradient(self._pipe, layout, batch, works, objective)
             known[signature] = self.training = made
         return known[signature]
+
+    def _works(
+        self, layout: Layout, batch: Batch, train: bool, objective: Objective | None
+    ) -> Works:
+        """What the stages do on each micro-batch; traced here."""
+        works = functools.partial(
+            Works,
+            self._pipe,
+            layout.weights,
+            train=train,
+            objective=objective,
+            routes=self.expected(batch)[1],
+        )
+        return _batch.explained(batch, works)
 
     def _check_parts(
         self, works: Works, batch: Batch, objective: Objective, train: bool
@@ -185,7 +184,7 @@ class ProgramCache:
 
     def _examples(self, batch: Batch, train: bool) -> Examples:
         """What layers do with the examples of a micro-batch."""
-        visits = self.expected(batch.first)[0]
+        visits = self.expected(batch)[0]
         sized, size = lambda count: batch.part(count)[0], batch.sizes[0]
         follow = functools.partial(Following, visits, sized, batch.x_axes, train, size)
         return Examples(visits, batch.sizes, follow)
@@ -260,18 +259,18 @@ class ProgramCache:
         keys = None if rngs is None else _microbatch.specs(rngs, "rngs")
         return Batch(x, x_axes, targets, target_axes, keys, sizes, shards)
 
-    def sample(self, x: PyTree) -> PyTree:
-        """Specs of what the layers meet of an input: see `_batch.first`."""
+    def sample(self, x: PyTree) -> Batch:
+        """An input from which variables are made: see `_batch.of_input`."""
         x = _microbatch.specs(x, "x")
         axes = _microbatch.flat_axes(self._axes.in_axes, x, "x", "in_axes")
-        number = self._pipe.schedule.num_microbatches * self._pipe.num_shards
-        return _batch.first(x, axes, number)
+        number = self._pipe.schedule.num_microbatches
+        return _batch.of_input(x, axes, number, self._pipe.num_shards)
 
-    def expected(self, x: PyTree) -> Expected:
-        """What the layers are given and would make, for such an input.
+    def expected(self, batch: Batch) -> Expected:
+        """What the layers are given and would make, for the first micro-batch.
 
         Args:
-          x: the input of a micro-batch, as `jax.ShapeDtypeStruct` leaves.
+          batch: the mini-batch.
 
         Returns:
           What is met at each layer, and the routes of the skip connections.
@@ -280,18 +279,21 @@ class ProgramCache:
           ValueError: if skip connections do not fit, or a layer was changed.
         """
         self._pipe.unchanged.check()
-        signature = _signature.settings(), _signature.of(x)
+        signature = _signature.settings(), _signature.of(batch.first)
         if signature not in self._expected:
-            visits, routes = walk(self._pipe.stages, _rng.key_spec(), x)
+            stages, key = self._pipe.stages, _rng.key_spec()
+            visits, routes = _batch.explained(
+                batch, lambda other: walk(stages, key, other.first)
+            )
             self._expected[signature] = visits, routes
             self.routes = routes
         return self._expected[signature]
 
     def note(
-        self, variables: Sequence[PyTree], x: PyTree, trainable: Trainable = ALL
+        self, variables: Sequence[PyTree], batch: Batch, trainable: Trainable = ALL
     ) -> Layout:
-        """How such variables lie, for such an input; kept for print."""
-        visits, marks = self.expected(x)[0], self.marks(variables, trainable)
+        """How such variables lie, for such a mini-batch; kept for print."""
+        visits, marks = self.expected(batch)[0], self.marks(variables, trainable)
         self.layout = Layout(self._pipe, visits, variables, marks)
         return self.layout
 
@@ -300,15 +302,18 @@ class ProgramCache:
         stages = self._pipe.stages
         return trainable.marks([a for s in stages for a in s.layers], variables)
 
-    def by_owner(self, variables: Any, x: PyTree) -> Sequence[PyTree]:
+    def by_owner(self, variables: Any, batch: Batch) -> Sequence[PyTree]:
         """Checks variables, and gives each to the entry that `init` gives it to."""
-        known = self._pipe.sharing, self.expected(x)[0], variables
-        _layout.check(*known)
+        known = self._pipe.sharing, self.expected(batch)[0], variables
+        _layout.check(*known, batch.x)
         return _layout.by_owner(*known)
 
-    def _check(self, variables: Any, x: PyTree, trainable: Trainable = ALL) -> Layout:
-        _layout.check(self._pipe.sharing, self.expected(x)[0], variables)
-        return self.note(variables, x, trainable)
+    def _check(
+        self, variables: Any, batch: Batch, trainable: Trainable = ALL
+    ) -> Layout:
+        visits = self.expected(batch)[0]
+        _layout.check(self._pipe.sharing, visits, variables, batch.x)
+        return self.note(variables, batch, trainable)
 
 
 def _say_what_is_dropped(collections: str) -> None:

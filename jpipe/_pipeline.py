@@ -390,5 +390,5 @@ class Pipeline(OwnLoop):
         find = self._cache.profiled(objective, Trainable(trainable))
         key = _rng.step_key(state.rng, state.step)
         gradient = find(state.variables, x, targets, state.rng, True)
-        leaves = gradient.arguments(state.variables, x, targets, key)
+        leaves = gradient.arguments(state.variables, x, targets, key, "state")
         return profile(gradient, leaves)

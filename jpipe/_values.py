@@ -32,10 +32,10 @@ def make(
     """Makes the variables of all layers: see `Pipeline.init`."""
     _variables.check_concrete(jax.tree.leaves((key, x)))
     _rng.check_key(key)
-    spec = programs.sample(x)
+    batch = programs.sample(x)
     programs.look_again()
-    visits, _ = programs.expected(spec)
-    programs.note([visit.variables for visit in visits], spec)
+    visits, _ = programs.expected(batch)
+    programs.note([visit.variables for visit in visits], batch)
 
     _resting.shardings(pipe, [visit.variables for visit in visits])  # or refused
     _agree_on_key(pipe, key)
@@ -69,11 +69,11 @@ def take(
     Raises:
       ValueError: if they are not those of the model, or overwritten.
     """
-    spec = programs.sample(x)
+    batch = programs.sample(x)
     programs.look_again()
-    variables = programs.by_owner(variables, spec)
+    variables = programs.by_owner(variables, batch)
     _variables.check_alive(jax.tree.leaves(variables))
-    programs.note(variables, spec)
+    programs.note(variables, batch)
     copies = tuple(
         _placed(pipe, i, entry, may_alias=False) for i, entry in enumerate(variables)
     )

@@ -1,8 +1,8 @@
 """A mini-batch as abstract values, and what of it each micro-batch brings."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ import numpy as np
 from . import _microbatch
 
 PyTree = Any
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -57,24 +58,71 @@ class Batch:
         return _part(self.x, self.x_axes, size), extra
 
 
-def first(x: PyTree, axes: Sequence[int | None], num_microbatches: int) -> PyTree:
-    """The first micro-batch of an input from which variables are made.
+def of_input(
+    x: PyTree, axes: list[int | None], num_microbatches: int, num_shards: int
+) -> Batch:
+    """The input from which variables are made, as a mini-batch without targets.
 
     Args:
       x: specs of the input.
       axes: the batch axis of each of its leaves.
       num_microbatches: M.
+      num_shards: over how many shards examples are spread.
 
     Returns:
-      Specs of the micro-batch; of the whole input if it cannot be cut, as a single
-      example cannot.
+      The mini-batch; in one part if it cannot be cut, as a single example cannot.
     """
     pairs = list(zip(jax.tree.leaves(x), axes, strict=True))
     has_axis = all(a is None or -leaf.ndim <= a < leaf.ndim for leaf, a in pairs)
     found = {leaf.shape[a] for leaf, a in pairs if a is not None} if has_axis else ()
-    if len(found) != 1 or min(found) < num_microbatches:
-        return x
-    return _part(x, axes, _microbatch.sizes(min(found), num_microbatches)[0])
+    number = num_microbatches * num_shards
+    if len(found) != 1 or min(found) < number:
+        return Batch(x, [None] * len(axes), (), [], None, (1,))
+    sizes = _microbatch.sizes(min(found), number)
+    return Batch(x, axes, (), [], None, sizes[::num_shards], num_shards)
+
+
+def explained(batch: Batch, function: Callable[[Batch], _T]) -> _T:
+    """What a function makes of the micro-batches of a mini-batch.
+
+    If it raises, it is called again with larger micro-batches, and the error gets a
+    note if one of them raises nothing.
+    """
+    try:
+        return function(batch)
+    except Exception as error:
+        size = _without_error(batch, function)
+        if size is not None:
+            number, total = len(batch.sizes), sum(batch.sizes)
+            cures = []
+            if total % size == 0:
+                cures.append(f"type num_microbatches={total // size}")
+            if size < total:
+                needed = size * number * batch.num_shards
+                cures.append(f"give a batch of {needed} examples")
+            error.add_note(
+                f"micro-batches have {' or '.join(map(str, sorted(set(batch.sizes))))} "
+                f"of the {total * batch.num_shards} examples, and with {size} this "
+                f"error does not occur: {', or '.join(cures)}"
+            )
+        raise
+
+
+def _without_error(batch: Batch, function: Callable[[Batch], Any]) -> int | None:
+    """The smallest larger micro-batch with which a function raises nothing."""
+
+    def works(size: int) -> bool:
+        try:
+            function(replace(batch, sizes=(size,)))
+        except Exception:
+            return False
+        return True
+
+    least, most, total = batch.sizes[-1], batch.sizes[0], sum(batch.sizes)
+    if least == total or not works(total):
+        return None
+    sizes = [n for n in range(least + 1, total) if total % n == 0 or n == most]
+    return next(filter(works, sizes), total)
 
 
 def _part(tree: PyTree, axes: Sequence[int | None], size: int) -> PyTree:

@@ -91,11 +91,12 @@ class Layout:
         pairs = zip(self.specs, self.shardings, strict=True)
         return [graph.argument(*spec, how=how) for spec, how in pairs]
 
-    def check(self, leaves: Sequence[Any]) -> None:
+    def check(self, leaves: Sequence[Any], tree: str = "variables") -> None:
         """Checks what a run is given: see `_variables`.
 
         Args:
           leaves: those of all variables.
+          tree: what the caller gave: variables or a state.
 
         Raises:
           ValueError: if one was overwritten, or is not where its stage runs; or if a
@@ -112,16 +113,17 @@ class Layout:
             ]
             for order, marks in zip(self.order, self.own, strict=True)
         ]
-        _variables.check_placed(own, self._pipe.stages, self._pipe.devices)
+        _variables.check_placed(own, self._pipe.stages, self._pipe.devices, tree)
 
 
-def check(sharing: Sharing, visits: Sequence[Visit], given: Any) -> None:
+def check(sharing: Sharing, visits: Sequence[Visit], given: Any, x: PyTree) -> None:
     """Checks that variables are those of this model.
 
     Args:
       sharing: which variables of the layers are one.
       visits: what is met at each layer.
       given: what the caller passed.
+      x: the input of the model.
 
     Raises:
       ValueError: with every leaf that is missing, surplus, given twice or of another
@@ -149,7 +151,8 @@ def check(sharing: Sharing, visits: Sequence[Visit], given: Any) -> None:
         f"tied: {dotted(*other)} is {dotted(*first)}; give {{}} in its place"
         for other, first in twice.items()
     ]
-    _variables.check(list(map(nested, expected)), rest if twice else given, faults)
+    own = rest if twice else given
+    _variables.check(list(map(nested, expected)), own, x, faults)
 
 
 def by_owner(

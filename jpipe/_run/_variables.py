@@ -13,7 +13,7 @@ from .._functions._weights import is_inexact
 from .._instructions._sharding import Sharding
 from .._instructions._transfer import Device, devices_of, is_at
 from .._layers._linen import is_box
-from .._layers._stage import StageFunction
+from .._layers._stage import StageFunction, shapes
 from .._layers._tree import dotted, flat
 
 PyTree = Any
@@ -38,12 +38,15 @@ def check_entries(given: Any, num_layers: int) -> None:
         )
 
 
-def check(expected: Sequence[PyTree], given: Any, faults: Sequence[str] = ()) -> None:
+def check(
+    expected: Sequence[PyTree], given: Any, x: PyTree, faults: Sequence[str] = ()
+) -> None:
     """Checks that variables are those of this model.
 
     Args:
       expected: what the layers would hold, as specs, one entry per layer.
       given: what the caller passed: a mapping for each layer.
+      x: the input of the model, on which that depends.
       faults: what was found before.
 
     Raises:
@@ -78,8 +81,8 @@ def check(expected: Sequence[PyTree], given: Any, faults: Sequence[str] = ()) ->
         faults = ["they are Variables of nnx: give nnx.to_pure_dict(state)", *faults]
     if faults:
         raise ValueError(
-            "the variables are not those of this model:\n"
-            + "\n".join(f"  * {fault}" for fault in faults)
+            f"the variables are not those of this model for x of {shapes(x)}; one of "
+            f"the two is wrong:\n" + "\n".join(f"  * {fault}" for fault in faults)
         )
 
 
@@ -155,8 +158,15 @@ def check_placed(
     weights: Sequence[Sequence[tuple[Any, Sharding]]],
     stages: Sequence[StageFunction],
     devices: Sequence[Device],
+    tree: str,
 ) -> None:
     """Checks that every leaf is where its stage runs, and lies there as it should.
+
+    Args:
+      weights: the leaves of each stage, and how each lies.
+      stages: the stages.
+      devices: where each runs.
+      tree: what the caller gave: variables or a state.
 
     Raises:
       ValueError: with each stage whose leaves are elsewhere.
@@ -178,7 +188,7 @@ def check_placed(
             )
     if faults:
         raise ValueError(
-            "variables are not in place; type variables = pipe.place(variables):\n"
+            f"{tree}: not in place; type {tree} = pipe.place({tree}):\n"
             + "\n".join(f"  * {fault}" for fault in faults)
         )
 

@@ -144,16 +144,21 @@ class Gradient:
         return Program(graph, [*metrics, *grads, *new], self.pipe.places)
 
     def arguments(
-        self, variables: PyTree, x: PyTree, targets: PyTree, rngs: PyTree
+        self,
+        variables: PyTree,
+        x: PyTree,
+        targets: PyTree,
+        rngs: PyTree,
+        tree: str = "variables",
     ) -> list[Any]:
-        """What the program is given.
+        """What the program is given; ``tree`` is what errors call the variables.
 
         Raises:
           ValueError: if variables were overwritten or are not in place.
           TypeError: if a leaf belongs to a trace.
         """
         leaves = jax.tree.leaves(tuple(variables))
-        self.layout.check(leaves)
+        self.layout.check(leaves, tree)
         batch = jax.tree.leaves((x, targets, rngs))
         _variables.check_concrete(batch)
         return leaves + batch

@@ -106,7 +106,8 @@ class TrainStep:
             compiled.gradient.pipe.unchanged.check()
         else:
             _variables.check_concrete(leaves)
-            compiled.gradient.layout.check([leaves[i] for i in compiled.order])
+            own = [leaves[i] for i in compiled.order]
+            compiled.gradient.layout.check(own, "state")
             compiled.optimizer.check(state.opt_state)
             check_chosen(state, compiled.gradient.layout.trained)
             check_apart(state, compiled.donated)

@@ -74,6 +74,49 @@ def test_inputs_of_a_layer_are_described_as_a_tree():
     assert any("whose input was {'a': float32[2,3], 'n': bool[2]}" in n for n in notes)
 
 
+def pairs(x):
+    return x.reshape(-1, 2, *x.shape[1:]).sum(1)
+
+
+@pytest.mark.parametrize(
+    ("size", "parts", "cures"),
+    [
+        (12, "3", "type num_microbatches=3, or give a batch of 16 examples"),
+        (14, "3 or 4", "give a batch of 16 examples"),
+    ],
+)
+def test_a_batch_that_is_cut_through_pairs(size, parts, cures):
+    x, targets = jnp.ones((size, 3)), jnp.ones((size, 2))
+    layer, loss_fn = nn.Dense(2), lambda y, t: mse(pairs(y), pairs(t))
+    in_layers, in_loss = jpipe.pipeline([layer, pairs], 4), jpipe.pipeline([layer], 4)
+    variables = in_loss.init(KEY, x)
+    calls = [
+        lambda: in_layers.apply((*variables, {}), x),
+        lambda: in_loss.value_and_grad(loss_fn)(variables, x, targets),
+    ]
+    if size == 12:  # of another the first micro-batch, of which they are made, fits
+        calls.append(lambda: in_layers.init(KEY, x))
+    for call in calls:
+        with pytest.raises(TypeError, match="cannot reshape") as raised:
+            call()
+        assert (
+            f"micro-batches have {parts} of the {size} examples, and with 4 this error "
+            f"does not occur: {cures}"
+        ) in raised.value.__notes__
+    # What it says works.
+    in_loss.value_and_grad(loss_fn)(variables, jnp.ones((16, 3)), jnp.ones((16, 2)))
+    if size == 12:
+        pipe = jpipe.pipeline([layer], 3)
+        pipe.value_and_grad(loss_fn)(variables, x, targets)
+
+
+def test_whole_batches_that_fail_too_have_no_advice_on_their_size():
+    pipe = jpipe.pipeline([lambda x: x.reshape(-1, 7)], 2)
+    with pytest.raises(TypeError, match="cannot reshape") as raised:
+        pipe.init(KEY, X)
+    assert not any("examples" in note for note in raised.value.__notes__)
+
+
 class Counting(nn.Module):
     @nn.compact
     def __call__(self, x):

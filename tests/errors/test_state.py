@@ -1,6 +1,7 @@
 """Errors of train steps: the state is left as it was."""
 
 import dataclasses
+import re
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import traverse_util
 
 import jpipe
 
@@ -219,9 +221,71 @@ def test_state_of_another_balance_is_refused_until_it_is_placed(
 ):
     other = jpipe.pipeline(two_stages(), 2)
     state = other.init_train_state(KEY, X, ADAM)
-    with pytest.raises(ValueError, match=says("not in place", "pipe.place(")):
+    match = says("state: not in place; type state = pipe.place(state)", "stage 1")
+    with pytest.raises(ValueError, match=match):
         step(state, X, TARGETS)
+    with pytest.raises(ValueError, match=match):
+        pipe.profile_step(state, (X, TARGETS), mse)
     assert_same(step(pipe.place(state), X, TARGETS)[0], second_state)
+
+
+def test_input_and_targets_that_are_swapped(step, first_state):
+    with pytest.raises(ValueError, match=says("for x of float32[4,2]; one of the two")):
+        step(first_state, TARGETS, X)
+
+
+def failing(error: str) -> optax.GradientTransformation:
+    def update(grads, state, params=None):
+        raise TypeError(error)
+
+    return optax.GradientTransformation(lambda params: (), update)
+
+
+@pytest.mark.parametrize(
+    ("tx", "is_missing"),
+    [
+        pytest.param(failing("no luck"), False, id="another error"),
+        pytest.param(optax.contrib.reduce_on_plateau(), True, id="missing"),
+    ],
+)
+def test_advice_on_optimizers_that_need_more_arguments(pipe, tx, is_missing):
+    placed, variables = pipe.optimizer(tx), pipe.init(KEY, X)
+    params = tuple(entry.get("params", {}) for entry in variables)
+
+    def update():
+        placed.update(params, placed.init(params), params)
+
+    for call, advice in (
+        (lambda: pipe.init_train_state(KEY, X, tx), "loop of your own"),
+        (update, "tx.update(grads, state, params, value=loss)"),
+    ):
+        with pytest.raises(TypeError) as refusal:
+            call()
+        assert is_missing == any(advice in text for text in refusal.value.__notes__)
+
+
+def no_biases(params: Any) -> Any:
+    flat = traverse_util.flatten_dict(params)
+    return traverse_util.unflatten_dict({path: path[-1] != "bias" for path in flat})
+
+
+def test_a_mask_of_a_dict(pipe):
+    def make(mask: Any) -> jpipe.TrainState:
+        return pipe.init_train_state(KEY, X, optax.adamw(0.1, mask=mask))
+
+    def make_by_hand(mask: Any) -> Any:
+        return pipe.optimizer(optax.adamw(0.1, mask=mask)).init(make(True).params)
+
+    for call in (make, make_by_hand):
+        with pytest.raises(AssertionError) as refusal:
+            call(no_biases)
+        (typed,) = [
+            found[1]
+            for text in refusal.value.__notes__
+            if (found := re.search("mask=(lambda .*)$", text))
+        ]
+        # What it says to type works when it is typed.
+        call(eval(typed, {"mask_of_entry": no_biases}))
 
 
 def test_optimizer_state_on_another_device_is_refused(pipe, step, first_state):

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
@@ -41,9 +42,18 @@ def test_variables_of_another_model_are_compared_leaf_by_leaf(pipe):
 
 
 def test_batch_of_another_width_than_the_variables(pipe, variables):
-    match = says("variables[0]['params']['kernel'] has shape (3, 5)", "(7, 5)")
+    x = np.ones((4, 7), np.float32)
+    match = says(
+        "for x of float32[4,7]; one of the two is wrong",
+        "variables[0]['params']['kernel'] has shape (3, 5)",
+        "(7, 5)",
+    )
     with pytest.raises(ValueError, match=match):
-        pipe.apply(variables, np.ones((4, 7), np.float32))
+        pipe.apply(variables, x)
+    with pytest.raises(ValueError, match=match):
+        pipe.value_and_grad(mse)(variables, x, TARGETS)
+    with pytest.raises(ValueError, match=match):
+        pipe.init_train_state(KEY, x, optax.sgd(0.1), variables=variables)
 
 
 def test_variables_of_the_wrong_length(pipe, variables):
