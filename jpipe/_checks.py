@@ -71,8 +71,7 @@ def loss(
     """
     outputs = works.task(works.num_stages - 1).outputs
     given = _reduction.Given(outputs, axes, examples.outputs)
-    bent = examples.bent() if objective.reduction == "weighted" else []
-    return [*bent, *_reduction.check(objective, given, batch)]
+    return _reduction.check(objective, given, batch)
 
 
 def written(works: Works, examples: Examples, batch: Batch) -> Written:

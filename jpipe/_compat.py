@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
+from jax.extend import core
 from jax.sharding import SingleDeviceSharding
 
 Copy = Callable[[Sequence[jax.Array]], list[jax.Array]]
@@ -106,6 +107,23 @@ def _copy_to(device: Any, put: Any, guards: Any) -> Copy:
             state.explicit_device_put = before
 
     return copy
+
+
+def pruned(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    """A jaxpr without what its results do not need, in loops and branches too.
+
+    Uses ``jax.interpreters.partial_eval.dce_jaxpr``, by which JAX itself leaves out
+    what nobody reads. Without it a count of targets that a `jax.lax.scan` makes beside
+    the sum of losses follows from all that the loop reads.
+    Free when `jax.extend` offers it; it does not up to JAX 0.12.
+    """
+    try:
+        module: Any = importlib.import_module("jax.interpreters.partial_eval")
+        every = [True] * len(closed.jaxpr.outvars)
+        jaxpr, _ = module.dce_jaxpr(closed.jaxpr, every, instantiate=True)
+    except (ImportError, AttributeError, TypeError):
+        return closed
+    return core.ClosedJaxpr(jaxpr, closed.consts)
 
 
 def coordination() -> Any:

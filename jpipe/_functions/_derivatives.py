@@ -3,7 +3,9 @@
 from dataclasses import replace
 from functools import cached_property
 
-from .._jaxprs import _loops
+from jax.extend import core
+
+from .._jaxprs import _jaxpr, _loops
 from .._jaxprs._function import Function
 from . import _kept, _remat, _split, _vjp
 from ._task import Task
@@ -40,7 +42,7 @@ class Derivatives:
             task.wanted,
             _remat.wrapper(self._mode),
             fewest,
-            task.has_loss,
+            task.divisors if task.has_loss else None,
         )
 
     @cached_property
@@ -74,7 +76,10 @@ class Derivatives:
 
     @cached_property
     def backward(self) -> Function:
-        """``(weights, x, extra, residuals, cotangents) -> (weight_grads, x_grads)``."""
+        """``(weights, x, extra, residuals, cotangents) -> (weight_grads, x_grads)``.
+
+        Of a loss with its divisors in place of cotangents: see `_vjp.cut`.
+        """
         return Function.of("backward", self._cut.backward)
 
     @cached_property
@@ -89,14 +94,28 @@ class Derivatives:
 
     @cached_property
     def add_grads(self) -> Function:
-        """``(sums, weight_grads) -> sums``."""
+        """``(sums, weight_grads, *factor) -> sums``: times a factor if there is one."""
         specs = [sum_spec(leaf) for leaf in self.task.weights.trainable_specs]
         count = len(specs)
-        return Function(
-            "add_grads",
-            lambda *leaves: accumulate(leaves[:count], leaves[count:]),
-            specs,
-        )
+
+        def add(*leaves):
+            sums, grads, factor = leaves[:count], leaves[count:], leaves[2 * count :]
+            return accumulate(sums, grads[:count], *factor)
+
+        return Function("add_grads", add, specs)
+
+    @cached_property
+    def weight(self) -> Function | None:
+        """``targets -> weight`` of a weighted loss; ``None`` if it reads more."""
+        task, closed = self.task, self.task.closed
+        part = _jaxpr.values(closed, closed.jaxpr.outvars[1 : task.num_losses])
+        first = len(task.weights.specs) + len(task.x)
+        own = slice(first, first + len(task.extra.get("targets", ())))
+        live = _jaxpr.live_inputs(part)
+        if any(live[: own.start]) or any(live[own.stop :]):
+            return None
+        jaxpr = part.jaxpr.replace(invars=part.jaxpr.invars[own])
+        return Function.of("weight", core.ClosedJaxpr(jaxpr, part.consts))
 
     @cached_property
     def add_results(self) -> Function:

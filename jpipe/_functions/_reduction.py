@@ -267,9 +267,7 @@ def _tried(
     if not pieced and not _backward.is_free(one, other, numbers):
         return "", ""
     share = Made(WHOLE, 1) if reduction == "mean" else Made(SAME)
-    why, bent = _backward.found(one, other, given, {0: share}, numbers)
-    if reduction == "weighted" and bent:
-        return _backward.BENDS, ""
+    why = _backward.found(one, other, given, {0: share}, numbers)
     meant = said or (reduction == "weighted" and not pieced)
     return "" if meant else why, ""
 

@@ -96,6 +96,11 @@ class Task:
         return 1 + self.num_passed if self.has_loss else 0
 
     @property
+    def divisors(self) -> list[Any]:
+        """Of what the loss is divided by, its weight, the spec; empty if of nothing."""
+        return self.closed.out_avals[1 : self.num_losses]
+
+    @property
     def changes_integers(self) -> bool:
         """Whether training changes a leaf of integers: the last micro-batch's stays."""
         return any(not is_inexact(self.weights.specs[i]) for i in self.changed)

@@ -37,8 +37,8 @@ class Cut(NamedTuple):
       forward: ``(weights, x, extra) -> (outputs, aux, residuals)``. The backward may
         not read all of these.
       backward: ``(weights, x, extra, residuals, cotangents) -> (weight_grads,
-        x_grads)``, of the differentiated leaves only; without cotangents if these are
-        ones.
+        x_grads)``, of the differentiated leaves only; of a loss with what it is
+        divided by in place of cotangents.
     """
 
     forward: core.ClosedJaxpr
@@ -62,7 +62,7 @@ def cut(
     wanted: Differentiable,
     remat: Callable[[Callable[..., Any]], Callable[..., Any]],
     fewest: bool,
-    is_loss: bool,
+    divisors: Leaves | None = None,
 ) -> Cut:
     """Cuts a function in a forward and a backward.
 
@@ -76,7 +76,8 @@ def cut(
       remat: wraps the function, as `jax.checkpoint` does, to say what the backward
         reads.
       fewest: whether of that only the fewest bytes are residuals.
-      is_loss: whether all outputs are scalars whose cotangents are ones.
+      divisors: of a loss, the only output, specs of what it is divided by, if it is;
+        ``None``: the cotangents of the outputs are given.
 
     Returns:
       The two halves.
@@ -102,13 +103,15 @@ def cut(
     ) -> Any:
         held = again(*weights, *x, *extra, *residuals)
         pullback = jax.tree.unflatten(structure, held)
-        if is_loss:
-            cotangents = tuple(jnp.ones((), out.dtype) for out in outputs)
+        if divisors is not None:
+            one = [jnp.ones((), out.dtype) for out in outputs]
+            by = [(1 / x).astype(outputs[0].dtype) for x in cotangents]
+            return pullback(by or one)
         return pullback(list(cotangents))
 
     specs = [_jaxpr.spec(var.aval) for var in residuals]
-    cotangents = [] if is_loss else outputs
-    traced, _ = _jaxpr.trace(backward, weights, x, extra, specs, *cotangents)
+    given = outputs if divisors is None else divisors
+    traced, _ = _jaxpr.trace(backward, weights, x, extra, specs, *given)
     outvars = [*closed.jaxpr.outvars[:count], *residuals]
     program = core.ClosedJaxpr(closed.jaxpr.replace(outvars=outvars), closed.consts)
     reads = core.ClosedJaxpr(closed.jaxpr.replace(outvars=variables), closed.consts)

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from .. import _compat
+
 PyTree = Any
 Ending = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
 # The results of an equation, made of its operands in another way.
@@ -21,6 +23,7 @@ Rule = Callable[[Sequence[Any]], Sequence[Any]]
 # `jax.checkpoint`.
 _CALLS = ("jit", "pjit")
 CHECKPOINTS = ("remat2", "checkpoint")
+_RULES = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 
 
 def trace(
@@ -209,6 +212,16 @@ def bind(jaxpr: core.Jaxpr, eqn: core.JaxprEqn, operands: Sequence[Any]) -> list
         constvars=[], invars=list(value), outvars=eqn.outvars, eqns=[eqn]
     )
     return core.jaxpr_as_fun(core.ClosedJaxpr(single, []))(*value.values())
+
+
+def values(closed: core.ClosedJaxpr, outvars: Sequence[Any]) -> core.ClosedJaxpr:
+    """Some results as they are computed, not differentiated, of what they need alone.
+
+    Calls are inlined, and rules for derivatives left out; of a loop or of branches only
+    what these results need is there.
+    """
+    part = _retrace(rest(closed, outvars, []), (*_CALLS, *CHECKPOINTS, *_RULES))
+    return _compat.pruned(part)
 
 
 def depending_on(closed: core.ClosedJaxpr, inputs: Sequence[bool]) -> set[core.Var]:

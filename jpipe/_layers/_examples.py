@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 
-from .._mixing import _backward
 from .._mixing._made import MOVED, SAME, WHOLE, Made
 from .._mixing._pairs import Numbers
 from . import _nnx_kinds
@@ -90,14 +89,6 @@ class Examples:
                 name = self.visits[number].layer.name
                 found.append(f"layer {number} ({name}) {'; '.join(told)}")
         return found
-
-    def bent(self) -> list[str]:
-        """The layers whose gradients do not grow as cotangents do, and what that is."""
-        return [
-            f"layer {number} ({self.visits[number].layer.name}) {_backward.BENDS}"
-            for number, outcome in enumerate(self._outcomes)
-            if outcome.bends
-        ]
 
 
 def _either(one: Outcome, other: Outcome) -> Outcome:

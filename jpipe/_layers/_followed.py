@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from .._jaxprs import _jaxpr
-from .._mixing._backward import Found
 from .._mixing._made import (
     ADDS,
     EACH,
@@ -64,14 +63,12 @@ class Outcome(NamedTuple):
       written: how each leaf is made that it writes, by its path.
       mixes: what makes more of them than of each by itself; empty if nothing does.
       followed: whether that is known: not of what is another with more examples.
-      bends: whether its gradients do not grow as cotangents do.
       moved: whether the model returns examples in the places of others.
     """
 
     written: dict[Path, Made]
     mixes: str
     followed: bool = True
-    bends: bool = False
     moved: bool = False
 
 
@@ -118,13 +115,13 @@ class _Followed(NamedTuple):
       traced: with each.
       made: how is made what it writes, returns and leaves.
       certain: whether that is known.
-      tried: what it does with random numbers, where it is not.
+      tried: what it makes of random ones of several examples, where it is not.
     """
 
     traced: list[_Traced]
     made: list[Made]
     certain: bool
-    tried: Found
+    tried: str
 
 
 class Following:
@@ -192,7 +189,7 @@ class Following:
             self.failed += 1
             self._begin_anew(self._visits[number + 1 :])
             return Outcome({}, "", followed=False)
-        traced, found, certain, (mixes, bends) = followed
+        traced, found, certain, mixes = followed
         one, twin = traced[0], traced[-1]
         paths = jax.tree_util.tree_leaves_with_path(one.changed)
         written = {
@@ -210,7 +207,7 @@ class Following:
             moved |= is_last and self._is_moved(passed, along, shapes)
             self._made.append(placed(passed, few, many, self._numbers))
             amiss = amiss or why
-        return Outcome(written, amiss or mixes, certain, bends, moved)
+        return Outcome(written, amiss or mixes, certain, moved)
 
     def _begin_anew(self, visits: Sequence[Visit]) -> None:
         """Takes as the input of the next layer what it was met with, of more examples.

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from .._mixing import _backward
-from .._mixing._backward import Found
 from .._mixing._made import UNKNOWN, UNSURE, Made
 from .._mixing._measured import TOLD, UNTRIED, measured, mixes
 from .._mixing._pairs import Numbers, axes_along
@@ -21,8 +20,10 @@ def tried(
     certain: bool,
     numbers: Numbers,
     train: bool,
-) -> Found:
-    """What a layer does, of what is not known of it, and its backward if that is free.
+) -> str:
+    """What a layer makes of several examples, where that is not known of it.
+
+    Its backward is tried too, if that is free. Empty if it is nothing.
 
     Args:
       one: its jaxpr with some number of examples.
@@ -41,16 +42,16 @@ def tried(
     if any(unknown):
         draws = measured(one, other, given, numbers)
         if not draws and not certain:
-            return Found(UNTRIED)
+            return UNTRIED
         for draw in draws:
             asked = itertools.compress(zip(draw, axes, strict=True), unknown)
             if any(mixes(*each, numbers) for each in asked):
-                return Found(TOLD)
+                return TOLD
     pieced = any(made.pieced for made in found)
     if not train or not (
         pieced or not certain or _backward.is_free(one, other, numbers)
     ):
-        return Found()
+        return ""
     cotangents = {
         i: made
         for i, (made, aval) in enumerate(zip(found, one.out_avals, strict=True))

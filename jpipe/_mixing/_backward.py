@@ -5,7 +5,7 @@ see `_measured`.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,27 +19,9 @@ from ._pairs import Differs, Numbers, axes_along
 from ._results import results
 
 MIXES = "has a backward that makes something of the cotangents of several examples"
-BENDS = (
-    "has a backward that is not linear in cotangents, as one that clips them; with "
-    "reduction='weighted' they are those of the total, and divided by the weight after "
-    "the last micro-batch: on one device they are divided before"
-)
 # What cuts cotangents off does so with large ones; what adds to them is seen beside
 # small ones.
 _SCALES = (1e3, 1e-3)
-
-
-class Found(NamedTuple):
-    """What a function of random numbers is, or its gradients.
-
-    Attributes:
-      why: why that of all examples is another than that of parts of them; empty if it
-        is not.
-      bent: whether gradients do not grow as cotangents do.
-    """
-
-    why: str = ""
-    bent: bool = False
 
 
 def is_free(one: core.ClosedJaxpr, other: core.ClosedJaxpr, numbers: Numbers) -> bool:
@@ -103,8 +85,8 @@ def found(
     given: Sequence[Made],
     cotangents: Mapping[int, Made],
     numbers: Numbers,
-) -> Found:
-    """What the gradients of a function are, of random numbers.
+) -> str:
+    """Why gradients of all examples are others than those of parts, if they are.
 
     Args:
       one: its jaxpr with some number of examples.
@@ -118,7 +100,7 @@ def found(
     try:
         one, other = (_backward(closed, [*cotangents]) for closed in (one, other))
     except Exception:  # whatever a backward does with another number of examples
-        return Found()
+        return ""
     came = measured(one, other, given, numbers)
     axes = axes_along(one.jaxpr.outvars, other.jaxpr.outvars, numbers)
     mixed = any(
@@ -128,16 +110,10 @@ def found(
         for draw in came
         for result, along in zip(draw, axes, strict=True)
     )
-    half = len(axes) // len(_SCALES)
-    bent = any(
-        large.differs(small.whole)
-        for draw in came
-        for large, small in zip(draw[:half], draw[half:], strict=True)
-    )
     if mixed:
-        return Found(MIXES, bent)
+        return MIXES
     why = _why(one, other, given, numbers) if is_own else ""
-    return Found(f"has a backward that {why}" if why else "", bent)
+    return f"has a backward that {why}" if why else ""
 
 
 def _why(

@@ -18,7 +18,7 @@ from .._instructions._sharding import WHOLE, Sharding, SubMesh
 from .._jaxprs._function import Function
 from ..schedules import Action
 from ..schedules._action import BACKWARD, FORWARD, INPUT, WEIGHT
-from . import _facts, _sums
+from . import _divisors, _facts, _sums
 from ._incoming import Incoming
 from ._layout import Layout
 from ._pipe import Pipe
@@ -81,6 +81,12 @@ class Lowering:
         last = len(pipe.stages) - 1
         has_loss = works.task(last).has_loss
         self._targets = incoming.split(targets, batch.target_axes, last) * has_loss
+        # By what backwards of a weighted loss divide: the sum of weights, if known;
+        # else, by micro-batch, a guess, and gradients are multiplied by it.
+        given = graph, pipe, batch, works, self._targets
+        self._divisor = _divisors.known(*given) if has_loss else []
+        self._guess = _divisors.guess(works, batch)
+        self._guesses: dict[int, Values] = {}
         # By stage and place, the sums of what runs there.
         self._grads: dict[Cell, Values] = {}
         self._sums: dict[Cell, Values] = {}
@@ -129,7 +135,8 @@ class Lowering:
             [[known[s, place] for place in self._pipe.places_of(s)] for s in stages]
             for known in (self._sums, self._grads)
         )
-        return Totals(*given).sums(self._weights, sums, grads, aux)
+        multiplied = bool(self._guesses) and self._guess is not None
+        return Totals(*given).sums(self._weights, sums, grads, aux, multiplied)
 
     def _deferred(self) -> set[Cell]:
         """The forwards of the stage with the loss that run with their backwards.
@@ -247,6 +254,12 @@ class Lowering:
         results = self._call(functions.forward, action, given)
         self._send(task, cell, results)
         self._residuals[cell] = [*given, *results[task.num_results :]]
+        if task.divisors and not self._divisor:
+            own = results[1 : task.num_losses]
+            if self._guess:
+                own = self._call(self._guess, action, own)
+                self._graph.fuse()
+            self._guesses[action.microbatch] = own
         if task.sum_specs:
             end = len(given) - len(task.extra_specs)
             added = [*results[: task.num_results], *given[end:]]
@@ -278,7 +291,8 @@ class Lowering:
             grads, x_grads = self._call(functions.weight_grad, action, given), []
         if grads:
             at = stage, self._pipe.place(*cell)
-            sums = [*self._grads[at], *grads]
+            factor = self._guesses.get(m, []) if self._guess else []
+            sums = [*self._grads[at], *grads, *factor]
             lie = self._sums_lie(stage) if self._is_spread else None
             self._grads[at] = self._call(functions.add_grads, action, sums, lie)
             self._graph.fuse()
@@ -288,9 +302,12 @@ class Lowering:
             self._return(task, m, x_grads)
 
     def _received(self, task: Task, m: int) -> Values:
-        """The cotangents of the outputs of a stage, skip connections first."""
+        """The cotangents of the outputs of a stage, skip connections first.
+
+        Of a loss what it is divided by.
+        """
         if task.has_loss:
-            return []
+            return self._divisor or self._guesses.get(m, [])
         sources = [*(route.key for route in task.ports.outgoing), None]
         return [v for key in sources for v in self._cotangents[(task.index, m), key]]
 

@@ -52,17 +52,17 @@ def joined(
         spec.update(shape=(batch.num_shards, *spec.shape)) if how.stacked else spec
         for spec, how in pairs
     ]
-    apart = _apart(graph, batch, rows)
+    each = apart(graph, batch, rows)
     put_together = _microbatch.joiner(axes, without_axis)
 
     def join(*leaves: jax.Array) -> list[jax.Array]:
-        return put_together(*[leaf for part in apart(leaves) for leaf in part])
+        return put_together(*[leaf for part in each(leaves) for leaf in part])
 
     last = len(pipe.stages) - 1
     return graph.call(Function.like(name, join, *specs), pipe.place(last), leaves)
 
 
-def _apart(
+def apart(
     graph: Graph, batch: Batch, rows: Sequence[Values]
 ) -> Callable[[Sequence[jax.Array]], list[list[jax.Array]]]:
     """``leaves of rows -> those of each shard of each``.
@@ -72,7 +72,7 @@ def _apart(
     """
     stacked = [[graph.shardings[value].stacked for value in row] for row in rows]
 
-    def apart(leaves: Sequence[jax.Array]) -> list[list[jax.Array]]:
+    def taken(leaves: Sequence[jax.Array]) -> list[list[jax.Array]]:
         rest = iter(leaves)
         each = [[(next(rest), yes) for yes in row] for row in stacked]
         return [
@@ -81,7 +81,7 @@ def _apart(
             for d in range(batch.num_shards)
         ]
 
-    return apart
+    return taken
 
 
 class Totals:
@@ -111,6 +111,7 @@ class Totals:
         sums: Sequence[Sequence[Values]],
         grads: Sequence[Sequence[Values]],
         aux: list[Values],
+        multiplied: bool,
     ) -> Sums:
         """What the running sums of all stages come to.
 
@@ -119,6 +120,7 @@ class Totals:
           sums: of the loss, and of what training changes, of each stage and replica.
           grads: of the gradients, likewise.
           aux: of the loss function, of each micro-batch.
+          multiplied: whether gradients are still to be divided by the sum of weights.
         """
         works, graph = self._works, self._graph
         stages = range(len(self._pipe.stages))
@@ -140,7 +142,8 @@ class Totals:
                 place = self._pipe.place(s)
                 new = graph.call(function, place, [*old, *new], how=how)
                 changed |= dict(zip(at, new, strict=True))
-        return Sums(loss, aux, self._gradients(grads, losses[1:]), changed)
+        divisor = losses[1:] if multiplied else []
+        return Sums(loss, aux, self._gradients(grads, divisor), changed)
 
     def _merged(self, stage: int, each: Sequence[Values]) -> Values:
         """The sums of a stage, those of its replicas and their shards made one."""
@@ -148,10 +151,10 @@ class Totals:
         if not count or not (self._is_mapped or len(each) > 1):
             return each[0]
         task = self._works.task(stage)
-        apart = _apart(self._graph, self._batch, each)
+        parts = apart(self._graph, self._batch, each)
 
         def merge(*leaves: jax.Array) -> list[Any]:
-            return functools.reduce(task.merge_sums, apart(leaves))
+            return functools.reduce(task.merge_sums, parts(leaves))
 
         return self._exchanged("merge_sums", merge, stage, each)
 

@@ -224,9 +224,10 @@ class _Measured:
             given = [*self._weights(initialize), *self._batch()]
             results = self._run("forward", given)
             if has_backward(task):
-                outputs = map(_jaxpr.spec, task.closed.out_avals[: task.num_outputs])
-                cotangents = [] if task.has_loss else self._drawn(list(outputs))
-                given += [*results[task.num_results :], *cotangents]
+                outputs = task.closed.out_avals[: task.num_outputs]
+                cotangents = task.divisors if task.has_loss else outputs
+                drawn = self._drawn(list(map(_jaxpr.spec, cotangents)))
+                given += [*results[task.num_results :], *drawn]
                 self._run("backward", given)
                 halves = self._run("input_grad", given)
                 self._run("weight_grad", [*given, *halves[sum(task.wanted.x) :]])

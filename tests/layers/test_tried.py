@@ -356,7 +356,6 @@ def skipped(ct):
 
 FOLLOWS = "has a backward that computes with what is made of all examples"
 DRAWS = "has a backward that draws random numbers by a key that is not of this step"
-BENDS = "has a backward that is not linear in cotangents"
 SQUARES, TOTALS = (squares, "mean"), (totals, "weighted")
 BACKWARDS = [
     (with_backward(of_length_one), *SQUARES, MIXES),
@@ -371,9 +370,9 @@ BACKWARDS = [
     (with_backward(skipped), *SQUARES, FOLLOWS),
     (with_backward(with_noise_of_its_own), *SQUARES, DRAWS),
     (with_backward(each_of_length_one), *SQUARES, ""),
-    (with_backward(each_of_length_one), *TOTALS, BENDS),
+    (with_backward(each_of_length_one), *TOTALS, ""),
     (with_backward(clipped), *SQUARES, ""),
-    (with_backward(clipped), *TOTALS, BENDS),
+    (with_backward(clipped), *TOTALS, ""),
     (with_backward(reversed_), *SQUARES, ""),
     (with_backward(reversed_), *TOTALS, ""),
 ]

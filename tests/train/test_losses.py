@@ -137,12 +137,29 @@ def test_a_mean_over_the_tokens_of_each_micro_batch_is_another_loss(double):
     assert abs(float(loss) / float(gradients("weighted", 2, rows=rows)[0]) - 1) > 1e-3
 
 
-def test_a_batch_without_any_weight_has_nothing_finite(double):
-    """So that what looks for finite gradients, as apply_if_finite, skips it."""
-    loss, grads = gradients("weighted", 2, rows=slice(-4, None))
-    assert not cut(slice(-4, None))[1]["mask"].any()
-    assert np.isnan(loss)
-    assert all(np.isnan(leaf).all() for leaf in jax.tree.leaves(ref.on_host(grads)))
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize("select", [False, True])
+def test_a_batch_without_any_weight_has_the_gradients_of_one_device(
+    double, select, num_microbatches
+):
+    """None that is finite where a mask multiplies; none at all where it selects."""
+    rows = slice(-4, None)
+    layers, params, *_ = model()
+    assert not cut(rows)[1]["mask"].any()
+
+    def multiplied(y, t):
+        return jnp.sum(t["mask"] * squares(y, t)), jnp.sum(t["mask"])
+
+    loss_fn = total_and_weight if select else multiplied
+
+    def whole(y, t):
+        total, weight = loss_fn(y, t)
+        return total / weight
+
+    found = ref.on_host(gradients("weighted", num_microbatches, loss_fn, rows))
+    expected = ref.value_and_grad(layers, params, *cut(rows), whole)
+    jax.tree.map(np.testing.assert_array_equal, found, ref.on_host(expected))
+    assert np.isnan(found[0])
 
 
 # The first half of the batch has six examples, the second five, of these four masked.

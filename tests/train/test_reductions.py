@@ -136,12 +136,13 @@ def test_a_mean_is_kept_in_no_dtype_in_which_it_has_no_place(dtype):
         pipe.value_and_grad(ref.mse)(variables, x, targets)
 
 
-def test_sums_of_a_weighted_loss_are_divided_in_place():
+@pytest.mark.parametrize("reads_outputs", [False, True])
+def test_sums_of_a_weighted_loss_are_divided_in_place(reads_outputs):
     pipe = jpipe.pipeline([ref.dense(4), ref.dense(4)], 2)
     x, targets = ref.regression(4)
 
     def loss(y, t):
-        return jnp.sum((y - t) ** 2), jnp.float32(y.size)
+        return jnp.sum((y - t) ** 2), jnp.sum((y if reads_outputs else t) < jnp.inf)
 
     gradient, leaves = gradient_of(pipe, x, targets, loss=loss, reduction="weighted")
     program = gradient.program
@@ -159,5 +160,8 @@ def test_sums_of_a_weighted_loss_are_divided_in_place():
         )
 
     program(leaves, observe)
-    # The loss; the gradients of a kernel and a bias on each of two devices.
-    assert sorted(calls) == [(1, True), (2, True), (2, True)]
+    # The loss; and the gradients of a kernel and a bias on each of two devices, unless
+    # their backwards divided already, by a sum that the targets tell.
+    assert sorted(calls) == [(1, True), *[(2, True)] * 2 * reads_outputs]
+    names = [i.run.function.name for i in program.instructions if not i.is_move]
+    assert names.count("weights") == (not reads_outputs)
