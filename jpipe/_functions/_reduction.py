@@ -268,8 +268,7 @@ def _tried(
         return "", ""
     share = Made(WHOLE, 1) if reduction == "mean" else Made(SAME)
     why = _backward.found(one, other, given, {0: share}, numbers)
-    meant = said or (reduction == "weighted" and not pieced)
-    return "" if meant else why, ""
+    return "" if said else why, ""
 
 
 def _other(reduction: str, found: Sequence[Result], numbers: Numbers) -> str:
