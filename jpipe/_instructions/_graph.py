@@ -217,6 +217,29 @@ class Graph:
             self._copies[key], self._source[copy] = copy, value
         return self._copies[key]
 
+    def own(self, outputs: Sequence[Value]) -> list[Value]:
+        """Outputs as `jax.jit` gives them: arrays of their own.
+
+        What is an argument, or comes from outside and may have been here already, is
+        copied, and what stands there twice: nobody deletes one by deleting another.
+        """
+        taken = set(self.arguments) - self.donated
+        taken |= {v for v, own in self._source.items() if self.places[own] == OUTSIDE}
+        by_place: dict[Place, list[int]] = {}
+        for i, value in enumerate(outputs):
+            if value in taken:
+                by_place.setdefault(self.places[value], []).append(i)
+            taken.add(value)
+        found = list(outputs)
+        for place, at in by_place.items():
+            reads = [outputs[i] for i in at]
+            copy = Function("copy", lambda *x: x, [self.specs[v] for v in reads])
+            how = [self.shardings[v] for v in reads]
+            copies = self.call(copy, place, reads, how=how)
+            for i, value in zip(at, copies, strict=True):
+                found[i] = value
+        return found
+
     def fuse(self) -> None:
         """Makes one operation of the last two, which run in one place."""
         second, first = self.operations.pop(), self.operations.pop()

@@ -53,7 +53,7 @@ class Inference:
         if batch.num_parts > 1:
             first = operator.itemgetter(0)
             outputs = joined(graph, pipe, batch, "join", rows, axes, first)
-        self.program = Program(graph, outputs, pipe.places)
+        self.program = Program(graph, graph.own(outputs), pipe.places)
 
     def __call__(self, variables: PyTree, x: PyTree, rngs: PyTree) -> PyTree:
         """Runs the forward pass. Never waits."""

@@ -37,6 +37,7 @@ class Layout:
       weights: the variables of each stage.
       marks: whether each leaf of all variables is trained.
       trained: the same of the parameters alone.
+      state: the positions of leaves that are no parameters.
       own: for each stage whether each of its leaves stands in the entry of its layer;
         others it borrows.
       specs: of each leaf of all variables what it is like, and its place.
@@ -58,6 +59,7 @@ class Layout:
             for i, visit in enumerate(visits)
         ]
         self.order = [jax.tree.leaves(entries[stage.span]) for stage in pipe.stages]
+        self.state = jax.tree.leaves(_variables.model_state(numbered))
         self.marks: list[bool] = jax.tree.leaves(tuple(marks))
         self.trained: list[bool] = jax.tree.leaves(_variables.params(marks))
         self.weights = [

@@ -112,12 +112,12 @@ class Gradient:
     @cached_property
     def program(self) -> Program:
         """``(*variables, *x, *targets, *rngs) -> (loss, *aux, *grads)``."""
-        return self._lowered(with_changed=False)
+        return self._lowered(with_state=False)
 
     @cached_property
-    def program_with_changed(self) -> Program:
-        """The same, which gives the new values of `changed` too."""
-        return self._lowered(with_changed=True)
+    def program_with_state(self) -> Program:
+        """The same, which gives what is no parameter too, as it is after training."""
+        return self._lowered(with_state=True)
 
     @cached_property
     def ran(self) -> tuple[Action, ...]:
@@ -131,7 +131,7 @@ class Gradient:
         return self.works.kept(stage) if by_itself else None
 
     @paused
-    def _lowered(self, with_changed: bool) -> Program:
+    def _lowered(self, with_state: bool) -> Program:
         graph, batch = self.pipe.graph(), self.batch
         variables = self.layout.arguments(graph)
         given = [
@@ -139,9 +139,12 @@ class Gradient:
             for tree in (batch.x, batch.targets, batch.rngs)
         ]
         loss, aux, grads, changed = self.into(graph, variables, *given)
-        new = [changed[i] for i in self.changed] if with_changed else []
-        metrics = map(graph.everywhere, [loss, *aux])
-        return Program(graph, [*metrics, *grads, *new], self.pipe.places)
+        state = self.layout.state if with_state else []
+        new = [changed.get(i, variables[i]) for i in state]
+        own = graph.own([loss, *aux, *grads, *new])
+        count = 1 + len(aux)
+        metrics = map(graph.everywhere, own[:count])
+        return Program(graph, [*metrics, *own[count:]], self.pipe.places)
 
     def arguments(
         self,

@@ -256,7 +256,7 @@ class _Compiled:
         new = [*params, *pool[count:]]
         for leaf, value in changed.items():
             new[self.order[leaf]] = value
-        metrics = map(graph.everywhere, [after, loss, *aux])
+        metrics = map(graph.everywhere, [after, *graph.own([loss, *aux])])
         outputs = [*new, *opt_state, given[0], *metrics]
         return Program(graph, outputs, gradient.pipe.places)
 

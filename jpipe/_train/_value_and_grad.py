@@ -88,7 +88,7 @@ class ValueAndGrad:
         beside = [jax.tree.unflatten(gradient.aux_tree, aux)] if self._has_aux else []
         if self._has_state:
             leaves, whole = jax.tree.flatten(tuple(variables))
-            for i, new in zip(gradient.changed, found, strict=True):
+            for i, new in zip(gradient.layout.state, found, strict=True):
                 leaves[i] = new
             beside.append(_variables.model_state(jax.tree.unflatten(whole, leaves)))
         value = (loss, *beside) if beside else loss
@@ -97,7 +97,7 @@ class ValueAndGrad:
     def _program(self, gradient: Gradient, variables: Sequence[PyTree]) -> Program:
         """What runs; that it leaves something out is said once."""
         if self._has_state:
-            return gradient.program_with_changed
+            return gradient.program_with_state
         if gradient.changed and not self._was_told:
             self._was_told = True
             listed = _variables.collections(variables, gradient.changed)

@@ -1,0 +1,108 @@
+"""What is returned are arrays of their own, as of `jax.jit`: none dies with another."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+
+import jpipe
+
+from .. import reference as ref
+from ..mesh.stages import mesh
+
+
+class Through(nn.Module):
+    """Returns its input, a parameter and a constant as they are, each twice."""
+
+    @nn.compact
+    def __call__(self, x):
+        w = self.param("w", nn.initializers.normal(), (4,))
+        c = self.variable("constants", "c", jnp.arange, 4.0)
+        found = {"x": x, "w": w, "c": c.value, "made": x * w + c.value}
+        return {"one": found, "two": dict(found)}
+
+
+def total(y, t):
+    return jnp.sum(y["one"]["made"] * t)
+
+
+def with_aux(y, t):
+    return total(y, t), {"outputs": y, "targets": t}
+
+
+PIPELINES = {
+    "sequential": lambda layers: jpipe.sequential(layers, 1),
+    "on one device": lambda layers: jpipe.pipeline(
+        layers, 1, devices=[jax.devices()[0]] * 2
+    ),
+    "on two devices": lambda layers: jpipe.pipeline(layers, 1),
+    "on a mesh": lambda layers: jpipe.pipeline(
+        layers, 1, mesh=mesh(2, 1, 2), balance=[1, 1]
+    ),
+}
+
+
+def given(pipe):
+    """Variables, input and targets, as they are and on the host."""
+    x, t = jax.device_put((jnp.arange(4.0), jnp.ones(4)), jax.devices()[0])
+    variables = pipe.init(jax.random.key(0), x)
+    return (variables, x, t), ref.on_host((variables, x, t))
+
+
+def delete(tree):
+    for leaf in jax.tree.leaves(tree):
+        leaf.delete()
+
+
+def check(found, expected, args):
+    """Asserts that results outlive the arguments and each other."""
+    delete(args)
+    ref.assert_equal(found, expected)
+    leaves = jax.tree.leaves(found)
+    assert len(set(map(id, leaves))) == len(leaves)
+    for i, leaf in enumerate(leaves):
+        leaf.delete()
+        assert not any(other.is_deleted() for other in leaves[i + 1 :])
+
+
+@pytest.mark.parametrize("make", PIPELINES.values(), ids=PIPELINES)
+def test_of_apply(make):
+    layer = Through()
+    pipe = make([lambda x: x, layer])
+    args, (variables, x, _) = given(pipe)
+    check(pipe.apply(*args[:2]), layer.apply(variables[1], x), args)
+
+
+@pytest.mark.parametrize("make", PIPELINES.values(), ids=PIPELINES)
+def test_of_gradients_with_aux_and_state(make):
+    layer = Through()
+    pipe = make([lambda x: x, layer])
+    args, (variables, x, t) = given(pipe)
+    value_and_grad = pipe.value_and_grad(
+        with_aux, reduction="sum", has_aux=True, aux_axes=0, has_state=True
+    )
+    y = layer.apply(variables[1], x)
+    aux = {"outputs": y, "targets": t}
+    state = {}, {"constants": variables[1]["constants"]}
+    grads = {}, {"w": x}
+    check(value_and_grad(*args), ((y["one"]["made"].sum(), aux, state), grads), args)
+
+
+def test_of_a_step_and_of_a_function_of_trees():
+    pipe = jpipe.sequential([lambda x: x, Through()], 1)
+    args, (_, x, t) = given(pipe)
+    tx = optax.sgd(0.1)
+    state = pipe.init_train_state(jax.random.key(0), args[1], tx)
+    step = pipe.train_step(with_aux, tx, reduction="sum", has_aux=True, aux_axes=0)
+    _, metrics = step(state, *args[1:])
+    both = pipe.jit(lambda x, t: (x, x, t))(*args[1:])
+    delete(args)
+    np.testing.assert_array_equal(metrics["aux"]["targets"], t)
+    np.testing.assert_array_equal(metrics["aux"]["outputs"]["one"]["x"], x)
+    check(both, (x, x, t), ())
+    variables = pipe.init(jax.random.key(0), x)
+    y = pipe.apply(variables, jnp.asarray(x))
+    given_away = jax.jit(jnp.negative, donate_argnums=0)(variables[1]["params"]["w"])
+    np.testing.assert_array_equal(y["one"]["w"], -given_away)
