@@ -196,6 +196,9 @@ class Pipeline(OwnLoop):
             ``(total, weight)`` and the loss is the sum of totals over the sum of
             weights; the weight is taken as a constant. A loss that certainly is
             something else is refused: micro-batches would make another of it.
+            Cotangents are as large as on one device, which matters to what clips or
+            casts them. Where a weight follows from more than targets, the backward
+            of a micro-batch takes M times its own weight for the sum of weights.
           trainable: which parameters have gradients; default: all. By path, from the
             layer's number on: text with wildcards, such as ``"*/lora_*"``, that matches
             a leaf or all below; by ``(path, leaf) -> bool``, where a path is

@@ -7,11 +7,12 @@ micro-batches; what it adds to the gradients is multiplied by the guess, and the
 gradients are divided by the sum at the end.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .._functions._batch import Batch
 from .._instructions._graph import Graph, Value
@@ -21,6 +22,8 @@ from ._totals import apart
 from ._work import Works
 
 Values = list[Value]
+# The weights of so many micro-batches are added by one call.
+_AT_ONCE = 16
 
 
 def known(
@@ -35,27 +38,41 @@ def known(
       works: what each stage does on each micro-batch.
       targets: the leaves of each micro-batch, on the last stage.
     """
-    last = len(pipe.stages) - 1
+    last, sizes = len(pipe.stages) - 1, batch.sizes
     divisors = works.task(last).divisors
     if not divisors or batch.num_parts == 1:
         return []
-    found = [works.derivatives(last, m).weight for m in range(len(batch.sizes))]
+    found = [works.derivatives(last, m).weight for m in range(len(sizes))]
     weights = [weight for weight in found if weight]
     if len(weights) < len(found):
         return []
-    rows = [
-        [leaves[i] for i in weight.reads or ()]
-        for leaves, weight in zip(targets, weights, strict=True)
-    ]
-    each, shards = apart(graph, batch, rows), range(batch.num_shards)
+    place, functions = pipe.place(last), dict[Any, Function]()
+    total = [graph.constant(np.zeros((), divisors[0].dtype), place)]
+    for begin in range(0, len(sizes), _AT_ONCE):
+        part = slice(begin, begin + _AT_ONCE)
+        pairs = list(zip(targets[part], weights[part], strict=True))
+        rows = [[leaves[i] for i in weight.reads or ()] for leaves, weight in pairs]
+        if sizes[part] not in functions:
+            add = _adding(weights[part], apart(graph, batch, rows), batch.num_shards)
+            functions[sizes[part]] = Function("weights", add, divisors)
+        reads = [*total, *(value for row in rows for value in row)]
+        total = graph.call(functions[sizes[part]], place, reads)
+    return total
 
-    def add(*leaves: jax.Array) -> list[Any]:
-        runs = [weight.run for weight in weights for _ in shards]
+
+def _adding(
+    weights: Sequence[Function],
+    each: Callable[[Sequence[jax.Array]], list[list[jax.Array]]],
+    num_shards: int,
+) -> Callable[..., list[Any]]:
+    """``(total, *leaves of micro-batches) -> total``, with the weight of each."""
+
+    def add(total: jax.Array, *leaves: jax.Array) -> list[Any]:
+        runs = [weight.run for weight in weights for _ in range(num_shards)]
         parts = zip(runs, each(leaves), strict=True)
-        return [sum(run(*part)[0] for run, part in parts)]
+        return [sum((run(*part)[0] for run, part in parts), total)]
 
-    reads = [value for row in rows for value in row]
-    return graph.call(Function("weights", add, divisors), pipe.place(last), reads)
+    return add
 
 
 def guess(works: Works, batch: Batch) -> Function | None:

@@ -59,7 +59,7 @@ class Layout:
             for i, visit in enumerate(visits)
         ]
         self.order = [jax.tree.leaves(entries[stage.span]) for stage in pipe.stages]
-        self.state = jax.tree.leaves(_variables.model_state(numbered))
+        self.state: list[int] = jax.tree.leaves(_variables.model_state(numbered))
         self.marks: list[bool] = jax.tree.leaves(tuple(marks))
         self.trained: list[bool] = jax.tree.leaves(_variables.params(marks))
         self.weights = [

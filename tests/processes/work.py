@@ -58,6 +58,12 @@ def loss(y, targets):
     return jnp.mean((y - targets) ** 2), {"worst": jnp.abs(y - targets).max(1)}
 
 
+def weighted(y, targets):
+    """Its weight reads outputs, and goes to all stages."""
+    _, aux = loss(y, targets)
+    return (jnp.sum((y - targets) ** 2), jnp.sum(y < targets)), aux
+
+
 def batch(step: int) -> tuple[np.ndarray, np.ndarray]:
     """The mini-batch of a step: the data position is the number of the step."""
     rng = np.random.default_rng(step)
@@ -135,7 +141,9 @@ def results(
     if not whole:
         return found
     x, targets = batch(7)
-    run = pipe.value_and_grad(loss, has_aux=True, has_state=True)
+    run = pipe.value_and_grad(
+        weighted, has_aux=True, has_state=True, reduction="weighted"
+    )
     given = *fed(x, targets), jax.random.key(5)
     (value, _, new), grads = run(state.variables, *given[:2], rngs=given[2])
     norm = pipe.jit(optax.tree.norm)(grads)

@@ -161,6 +161,19 @@ def test_one_micro_batch_knows_a_weight_that_reads_outputs():
     compare(pipe, counted, "weighted", ref.gradient(model, whole))
 
 
+@pytest.mark.usefixtures("double")
+def test_the_weights_of_more_micro_batches_than_one_call_adds():
+    model = [ref.dense(1, jnp.float64), with_backward(clipped)]
+    x = jnp.linspace(-1, 1, 36).reshape(18, 2)
+    t = {"values": x[:, :1], "mask": x[:, :1] < 0.5}
+    pipe = jpipe.sequential(model, 17)  # of two examples, and sixteen times of one
+    variables = pipe.init(jax.random.key(0), x)
+    found = pipe.value_and_grad(masked, reduction="weighted")(variables, x, t)
+    params = ref.params_of(variables)
+    expected = ref.value_and_grad(model, params, x, t, quotient)
+    ref.assert_close(found, expected, ref.FLOAT64)
+
+
 def in_a_loop(y, t):
     """As a head of many classes sums up its losses, some tokens at a time."""
 
