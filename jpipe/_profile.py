@@ -57,11 +57,6 @@ def profile(gradient: Gradient, leaves: Sequence[Any]) -> Timeline:
             "profile_step times what one process runs, and this pipeline is in "
             "several; profile it in one, or look at each with jax.profiler.trace"
         )
-    if program.is_shared:
-        raise ValueError(
-            "profile_step times what one process runs, and this pipeline is in "
-            "several; profile it in one, or look at each with jax.profiler.trace"
-        )
     jax.block_until_ready(program(leaves))
     slots, clock = program.start(leaves), _Clock()
     maker = {s: n for n, i in enumerate(program.instructions) for s in i.writes}
@@ -143,7 +138,8 @@ def _timeline(gradient: Gradient, clock: _Clock) -> Timeline:
         end,
         replicas=schedule.replicas,
     )
-    known = costs_of(program, gradient.works, gradient.batch, len(pipe.stages))
+    works, batch = gradient.works, gradient.batch
+    known = costs_of(program, works, batch, schedule.placement)
     latency = statistics.median(clock.moves) if clock.moves else 0.0
     return replace(
         timeline,
@@ -162,11 +158,13 @@ def _memory(gradient: Gradient, timeline: Timeline) -> Iterable[MemoryEvent]:
     for rank in sorted(pipe.schedule.running):
         rank_of.setdefault(pipe.places.index(pipe.ranks[rank]), rank)
     counts = live(program)
-    now = 0.0
+    now = dict.fromkeys(rank_of.values(), 0.0)
     for place, rank in rank_of.items():
         yield MemoryEvent(0.0, rank, float(counts[0][place]))
     for instruction, count in zip(program.instructions, counts[1:], strict=True):
-        now = max(now, timeline.end.get(instruction.label, now))
-        for place in dict.fromkeys([instruction.place, instruction.source]):
-            if place in rank_of:
-                yield MemoryEvent(now, rank_of[place], float(count[place]))
+        end = timeline.end.get(instruction.label, 0.0)
+        ends = instruction.place, instruction.source
+        for place, rank in rank_of.items():
+            if place in ends:
+                now[rank] = max(now[rank], end)
+                yield MemoryEvent(now[rank], rank, float(count[place]))

@@ -103,8 +103,9 @@ class Calls:
     """
 
     def __init__(self, gradient: Gradient) -> None:
-        program, stages = gradient.program, len(gradient.pipe.stages)
-        self.costs: Costs = costs_of(program, gradient.works, gradient.batch, stages)
+        program, placement = gradient.program, gradient.pipe.schedule.placement
+        works, batch = gradient.works, gradient.batch
+        self.costs: Costs = costs_of(program, works, batch, placement)
         self.distinct: list[Call] = []
         self.of: dict[Action, int] = {}
         self._specs = list(map(_jaxpr.spec, program.specs))

@@ -49,15 +49,12 @@ def residuals(program: Program) -> Cells:
     """What each stage holds of each micro-batch between its forward and its backward.
 
     Read off the list: what a forward has read or made and only backwards of the same
-    stage and micro-batch read later.
+    stage and micro-batch read later; not what stays, such as weights.
     """
     readers: dict[int, list[Any]] = {}
-    brought = set[int]()  # with the batch, such as targets
     for instruction in program.instructions:
         for slot in {*instruction.reads, *instruction.donates}:
             readers.setdefault(slot, []).append(instruction.label)
-        if isinstance(instruction.label, str):
-            brought.update(instruction.writes)
     found: Cells = {}
     for instruction in program.instructions:
         label = instruction.label
@@ -65,7 +62,7 @@ def residuals(program: Program) -> Cells:
             continue
         touched = {*instruction.reads, *instruction.donates, *instruction.writes}
         for slot in touched:
-            if slot in brought and label.stage:
+            if slot < program.constants.stop:
                 continue
             labels = readers.get(slot, [])
             alone = all(_is_of(x, label.microbatch) for x in labels)

@@ -50,6 +50,7 @@ class Program:
       specs: what each slot holds; where a place is several devices, one shard of it.
       nbytes: the bytes of each slot, on each device of its place.
       places: where.
+      constants: the slots of what stays from run to run.
       programs: all that is compiled.
       own: the instructions of this process.
       is_shared: whether there are others.
@@ -95,6 +96,7 @@ class Program:
         ]
         self._blank = [None] * (len(slot) - self._num_arguments - len(self._constants))
         given = len(slot) - len(self._blank)
+        self.constants = range(self._num_arguments, given)
         for value in wanted:
             place = graph.places[value]
             if slot[value] >= given and place >= 0 and not is_here(devices[place]):

@@ -16,21 +16,27 @@ from ..schedules._costs import Skip
 from ._work import Works
 
 
-def costs_of(program: Program, works: Works, batch: Batch, num_stages: int) -> Costs:
+def costs_of(
+    program: Program, works: Works, batch: Batch, placement: Sequence[int]
+) -> Costs:
     """The bytes that a mini-batch with a loss moves and keeps; times are left at one.
 
     Args:
       program: its instructions.
       works: what each stage does on each micro-batch.
       batch: the mini-batch.
-      num_stages: how many stages there are.
+      placement: the rank of each stage.
 
     Returns:
-      Costs with one number per stage and micro-batch.
+      Costs with one number per stage and micro-batch. A schedule that is simulated with
+      them has the peaks of its program, unless stages share what is counted for each:
+      an output that its stage keeps too, a leaf of the input without a batch axis, the
+      keys of a step.
     """
+    num_stages = len(placement)
     stages, count = range(num_stages), range(len(batch.sizes))
     ran = {i.label for i in program.instructions if not i.is_move}
-    between = residuals(program)
+    between, constants = residuals(program), _constants(program, placement)
     tasks = [[works.task(s, m) for m in count] for s in stages]
 
     def table(number: Any) -> list[list[int]]:
@@ -44,7 +50,8 @@ def costs_of(program: Program, works: Works, batch: Batch, num_stages: int) -> C
 
     def residual(s: int, m: int) -> int:
         if Action(FORWARD, s, m) in ran:
-            return between.get((s, m), 0)
+            # What came with the batch counts as extra until the backward.
+            return max(between.get((s, m), 0) - extra(s, m), 0)
         return total(tasks[s][m].x)  # it waits for the backward, which does all
 
     def pending(s: int, m: int) -> int:
@@ -56,8 +63,7 @@ def costs_of(program: Program, works: Works, batch: Batch, num_stages: int) -> C
         return residual(s, m) + after
 
     def extra(s: int, m: int) -> int:
-        parts = tasks[s][m].extra.items()
-        return sum(total(specs) for name, specs in parts if name != "rngs")
+        return total(tasks[s][m].extra.get("targets", ()))
 
     sums = [
         [*map(sum_spec, row[0].weights.trainable_specs), *row[0].sum_specs]
@@ -74,11 +80,42 @@ def costs_of(program: Program, works: Works, batch: Batch, num_stages: int) -> C
                 total(jax.tree.leaves(tasks[s][m].y)) if tasks[s][m].has_loss else 0
             )
         ),
-        parameter_bytes=[total(row[0].weights.specs) for row in tasks],
+        parameter_bytes=[
+            total(row[0].weights.specs) + constants.get(s, 0)
+            for s, row in enumerate(tasks)
+        ],
         accumulator_bytes=list(map(total, sums)),
         shared_bytes=[total(row[0].extra.get("rngs", ())) for row in tasks],
         skips=tuple(skip for row in tasks for skip in skips_into(row)),
     )
+
+
+def _constants(program: Program, placement: Sequence[int]) -> dict[int, int]:
+    """The bytes of the constants that each stage reads, or that its batch is split by.
+
+    What stages of one rank share is that of the first. Where several ranks run a stage,
+    of the one that reads most.
+    """
+    stages: dict[int, int] = {}  # of each slot, the stage that it is read for
+    found: dict[tuple[int, int], dict[int, int]] = {}
+    for instruction in reversed(program.instructions):
+        label, reads = instruction.label, (*instruction.reads, *instruction.donates)
+        if isinstance(label, str):
+            known = (stages[slot] for slot in instruction.writes if slot in stages)
+            stage = next(known, None)
+        else:
+            stage = label.stage
+        if stage is not None:
+            stages |= dict.fromkeys(reads, stage)
+            sizes = {s: program.nbytes[s] for s in reads if s in program.constants}
+            found.setdefault((stage, instruction.place), {}).update(sizes)
+    most: dict[int, int] = {}
+    counted: set[tuple[int, int]] = set()
+    for (stage, _), sizes in sorted(found.items(), key=lambda item: item[0]):
+        new = {s: n for s, n in sizes.items() if (placement[stage], s) not in counted}
+        counted.update((placement[stage], slot) for slot in new)
+        most[stage] = max(most.get(stage, 0), sum(new.values()))
+    return most
 
 
 def skips_into(row: Sequence[Task]) -> Iterator[Skip]:

@@ -165,7 +165,7 @@ class _Arrangement:
                 return False
         if limits.most_bytes is not None:
             used, keep = self._used, self._keep[stage]
-            for where, change in self._tables.net[number]:
+            for where, change in self._tables.changes[number]:
                 if change <= 0:
                     continue
                 more = used[where] + change
@@ -182,7 +182,7 @@ class _Arrangement:
         self._end[tables.slot[number]] = stop
         self._busy[rank] = stop
         self._rows[rank].append(number)
-        for where, change in tables.net[number]:
+        for where, change in tables.changes[number]:
             if change > 0:
                 self._used[where] += change
         heapq.heappush(events, (stop, _FREE, number))
@@ -209,7 +209,7 @@ class _Arrangement:
     def _free(self, now: float, number: int) -> None:
         """Gives back what an action frees when it ends."""
         tables = self._tables
-        for where, change in tables.net[number]:
+        for where, change in tables.changes[number]:
             if change < 0:
                 self._used[where] += change
         if number >= self._first_rest or (
@@ -241,7 +241,7 @@ def _reserves(
         for stage in range(tables.num_stages):
             first = tables.first(op, stage)
             for number in range(first, first + tables.num_microbatches):
-                for rank, change in tables.net[number]:
+                for rank, change in tables.changes[number]:
                     key = op, stage, rank
                     most[key] = max(most.get(key, 0), change)
     after = [

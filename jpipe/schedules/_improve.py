@@ -25,9 +25,7 @@ def latest_starts(run: Run) -> list[float]:
         [(-math.inf, run.makespan)] for _ in run.rows
     ]
     count, stages = tables.num_microbatches, tables.num_stages
-    by_end = sorted(range(len(run.order)), key=run.ends.__getitem__)
-    for at in reversed(by_end):
-        number = run.order[at]
+    for number in reversed(list(run.by_end())):
         seconds = tables.seconds[number]
         rank = tables.placement[number // count % stages]
         start = _take(gaps[rank], latest[slot[number]], seconds)

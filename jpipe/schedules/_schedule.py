@@ -12,7 +12,7 @@ from . import _validate
 from ._action import FORWARD, Action
 from ._costs import Costs
 from ._homes import Homes
-from ._simulate import ScheduleError, check_costs, simulate, times
+from ._simulate import ScheduleError, check_costs, times, with_memory
 from ._timeline import Timeline
 from ._without import peers, taken_over
 
@@ -199,10 +199,9 @@ class Schedule:
         )
         if not faults:
             costs = self._checked(costs)
-            on_paper = times if max_bytes is None else simulate
-            given = self.name, self.rows, self.placement, costs, self.replicas
+            on_paper = self._timed if max_bytes is None else self._simulated
             try:
-                timeline = on_paper(*given)
+                timeline = on_paper(costs)
             except ScheduleError as error:
                 faults.append(f"E9 {error}")
             else:
@@ -229,8 +228,7 @@ class Schedule:
           ScheduleError: if the schedule deadlocks, or costs are for other numbers of
             stages or micro-batches, negative or not finite.
         """
-        costs = self._checked(costs)
-        return simulate(self.name, self.rows, self.placement, costs, self.replicas)
+        return self._simulated(self._checked(costs))
 
     def without(self, rank: int) -> "Schedule":
         """The same work with one rank less, which its peers take over.
@@ -276,9 +274,22 @@ class Schedule:
         ).validate()
 
     def order(self) -> tuple[Action, ...]:
-        """All actions in one order in which they can run, with costs of one each."""
-        given = self.name, self.rows, self.placement, Costs(), self.replicas
-        return times(*given).order()
+        """All actions in the order in which a step dispatches them.
+
+        It is that in which they would end if a backward took two forwards.
+        """
+        return self._order
+
+    @cached_property
+    def _order(self) -> tuple[Action, ...]:
+        return self._timed(Costs()).order()
+
+    def _timed(self, costs: Costs) -> Timeline:
+        return times(self.name, self.rows, self.placement, costs, self.replicas)
+
+    def _simulated(self, costs: Costs) -> Timeline:
+        """With what each rank holds, its memory taken in the order of dispatch."""
+        return with_memory(self._timed(costs), self._order)
 
     def _checked(self, costs: Costs | None) -> Costs:
         """Costs of these stages and micro-batches, or a refusal."""

@@ -3,7 +3,7 @@
 import dataclasses
 import heapq
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ._action import BACKWARD, FORWARD, INPUT, Action, Needs
@@ -32,19 +32,18 @@ def check_costs(
         raise ScheduleError(f"{name}: costs cannot be used:{lines}")
 
 
-def simulate(
-    name: str,
-    rows: Rows,
-    placement: tuple[int, ...],
-    costs: Costs,
-    replicas: tuple[tuple[int, ...], ...] = (),
-) -> Timeline:
-    """Predicts when each action runs and what each rank holds: see `times`."""
-    timeline = times(name, rows, placement, costs, replicas)
+def with_memory(timeline: Timeline, order: Sequence[Action]) -> Timeline:
+    """A prediction with what each rank holds, and when gradients are exchanged.
+
+    Args:
+      timeline: see `times`.
+      order: that in which its actions are dispatched; see `memory_events`.
+    """
+    assert timeline.costs is not None
     return dataclasses.replace(
         timeline,
-        memory=tuple(memory_events(timeline, costs)),
-        exchanges=tuple(exchanges(timeline, costs)),
+        memory=tuple(memory_events(timeline, timeline.costs, order)),
+        exchanges=tuple(exchanges(timeline, timeline.costs)),
     )
 
 
@@ -168,13 +167,17 @@ def exchanges(timeline: Timeline, costs: Costs) -> Iterable[Exchange]:
             yield Exchange(stage, ranks, end, end + seconds[stage])
 
 
-def memory_events(timeline: Timeline, costs: Costs) -> Iterable[MemoryEvent]:
+def memory_events(
+    timeline: Timeline, costs: Costs, order: Sequence[Action]
+) -> Iterable[MemoryEvent]:
     """The bytes of each rank before the first action, then as they change.
 
-    What an action reads is freed when it ends; what it sends is held by the receiver
-    from then on.
+    What an action reads is freed when it ends; what it sends to another rank is held by
+    both until it has been sent, then by the receiver. Memory is taken and freed in the
+    order in which one thread dispatches the actions, ahead of the devices: the bytes
+    are those of that order, however long actions take.
     """
-    homes, order = timeline.homes, timeline.order()
+    homes = timeline.homes
     training = any(action.op != FORWARD for action in order)
     held = [0.0] * len(timeline.rows)
     # Of what the micro-batches of a stage share on a rank.
@@ -200,26 +203,45 @@ def memory_events(timeline: Timeline, costs: Costs) -> Iterable[MemoryEvent]:
 
     last = timeline.num_stages - 1
     changed = _by_kind(costs, lambda action: changes_of(action, costs, last, training))
+    now = [0.0] * len(timeline.rows)
     for action in order:
-        changes = changed(action)
+        own, sent = changed(action)
         placement = homes[action.microbatch]
-        if last_reader.get((action.stage, placement[action.stage])) == action:
-            shared = -at(costs.shared_bytes, action.stage)
-            changes = [*changes, (action.stage, shared)]
-        changed_ranks: list[int] = []
-        for stage, change in changes:
-            rank = placement[stage]
+        home = placement[action.stage]
+        if last_reader.get((action.stage, home)) == action:
+            own -= at(costs.shared_bytes, action.stage)
+        for rank, change in changes_by_rank(home, own, sent, placement):
             held[rank] += change
-            if rank not in changed_ranks:
-                changed_ranks.append(rank)
-        for rank in changed_ranks:
-            yield MemoryEvent(timeline.end[action], rank, held[rank])
+            now[rank] = max(now[rank], timeline.end[action])
+            yield MemoryEvent(now[rank], rank, held[rank])
+
+
+def changes_by_rank(
+    home: int,
+    own: float,
+    sent: Sequence[tuple[int, float]],
+    placement: Sequence[int],
+) -> list[tuple[int, float]]:
+    """The bytes by which an action changes what ranks hold, one after the other.
+
+    Args:
+      home: the rank that runs it.
+      own: what it adds there, without what it sends; see `changes_of`.
+      sent: to which stages it sends how many bytes.
+      placement: the rank of each stage.
+    """
+    away: dict[int, float] = {}
+    for stage, size in sent:
+        if placement[stage] != home and size:
+            away[placement[stage]] = away.get(placement[stage], 0) + size
+    changes = [(home, own + sum(size for _, size in sent)), *away.items()]
+    return [*changes, (home, -sum(away.values()))] if away else changes
 
 
 def changes_of(
     action: Action, costs: Costs, last: int, training: bool
-) -> list[tuple[int, float]]:
-    """The bytes that an action adds to stages: its own first, then the receivers."""
+) -> tuple[float, list[tuple[int, float]]]:
+    """The bytes that an action adds to its stage, and those that it sends to others."""
     op, stage, i = action
     residual, extra = (
         at(costs.residual_bytes, stage, i),
@@ -235,15 +257,15 @@ def changes_of(
         sent = [(skip.target, at(skip.bytes, i)) for skip in left]
         if stage < last:
             sent.append((stage + 1, at(costs.boundary_bytes, stage + 1, i)))
-        return [(stage, kept), *sent]
+        return kept, sent
     if op not in (BACKWARD, INPUT):
-        return [(stage, -pending)]
+        return -pending, []
     freed = residual + extra + (costs.cotangent(stage + 1, i) if stage < last else 0)
     freed += sum(at(skip.cotangent_bytes, i) for skip in left)
     sent = [(skip.source, at(skip.cotangent_bytes, i)) for skip in arrived]
     if stage:
         sent.append((stage - 1, costs.cotangent(stage, i)))
-    return [(stage, (pending if op == INPUT else 0) - freed), *sent]
+    return (pending if op == INPUT else 0) - freed, sent
 
 
 def _cycle(

@@ -1,13 +1,14 @@
 """Costs looked up once: actions as numbers, for those who try many orders."""
 
 import dataclasses
+import functools
 import heapq
 import operator
 from collections.abc import Iterable, Sequence
 
 from ._action import BACKWARD, FORWARD, INPUT, OPS, WEIGHT, Action
 from ._costs import Costs, at
-from ._simulate import Rows, changes_of
+from ._simulate import Rows, changes_by_rank, changes_of
 
 # The actions of each rank, in order, as numbers.
 Numbered = list[list[int]]
@@ -34,8 +35,7 @@ class Tables:
       delay: how long after its end what is read from `far` arrives.
       exchange: for how long the step goes on after the last of its stage.
       slot: itself; of a whole backward the first half, as which it is read.
-      changes: the bytes that it adds to ranks when it ends, one after the other.
-      net: the same, one sum for each rank.
+      changes: the bytes that it adds to ranks, one after the other.
     """
 
     def __init__(
@@ -58,7 +58,6 @@ class Tables:
         self.exchange: list[float] = []
         self.slot: list[int] = []
         self.changes: list[Changes] = []
-        self.net: list[Changes] = []
         self.skips: dict[int, list[tuple[int, float]]] = {}
         count = num_microbatches
         # Costs that do not differ between micro-batches are looked up for one of them.
@@ -68,9 +67,7 @@ class Tables:
                 some = [Action(op, stage, i) for i in every]
                 copies = count // len(some)
                 self.seconds += [costs.of(action) for action in some] * copies
-                changes = [self._changes(action) for action in some]
-                self.changes += changes * copies
-                self.net += [_net(changed) for changed in changes] * copies
+                self.changes += [self._changes(action) for action in some] * copies
                 own, far, delay = self._reads(op, stage, some)
                 self.own += _numbers(own, count)
                 self.far += _numbers(far, count)
@@ -105,8 +102,9 @@ class Tables:
         return tuple(tuple(map(self.action, row)) for row in rows)
 
     def _changes(self, action: Action) -> Changes:
-        found = changes_of(action, self.costs, self.num_stages - 1, True)
-        return [(self.placement[stage], change) for stage, change in found if change]
+        own, sent = changes_of(action, self.costs, self.num_stages - 1, True)
+        home, where = self.placement[action.stage], self.placement
+        return [each for each in changes_by_rank(home, own, sent, where) if each[1]]
 
     def _reads(
         self, op: str, stage: int, some: list[Action]
@@ -163,6 +161,11 @@ class Tables:
             ):
                 held[rank] += at(size, stage)
         return held
+
+    @functools.cached_property
+    def dispatch(self) -> "Tables":
+        """The same actions with the times that tell the order of dispatch."""
+        return Tables(Costs(), self.placement, self.num_ranks, self.num_microbatches)
 
     @property
     def at_start(self) -> list[float]:
@@ -253,33 +256,29 @@ class Run:
         left = [count] * tables.num_stages  # readers of what micro-batches share
         shared = tables.costs.shared_bytes
         whole, rest = tables.first(BACKWARD, 0), tables.first(WEIGHT, 0)
-        by_end = sorted(range(len(self.order)), key=self.ends.__getitem__)
-        for number in map(self.order.__getitem__, by_end):
-            changed = changes[number]
-            for rank, change in changed:
-                held[rank] += change
+        dispatched = tables.dispatch.run(self.rows)
+        assert dispatched
+        for number in dispatched.by_end():
             if shared and whole <= number < rest:
                 stage = number // count % tables.num_stages
                 left[stage] -= 1
                 if not left[stage]:
                     held[tables.placement[stage]] -= at(shared, stage)
-            for rank, _ in changed:
+            for rank, change in changes[number]:
+                held[rank] += change
                 if held[rank] > peaks[rank]:
                     peaks[rank] = held[rank]
         return peaks
+
+    def by_end(self) -> Iterable[int]:
+        """All actions in the order in which they end."""
+        at = sorted(range(len(self.order)), key=self.ends.__getitem__)
+        return map(self.order.__getitem__, at)
 
 
 def _known(end: float | None) -> float:
     assert end is not None
     return end
-
-
-def _net(changes: Changes) -> Changes:
-    """One sum for each rank."""
-    total: dict[int, float] = {}
-    for rank, change in changes:
-        total[rank] = total.get(rank, 0) + change
-    return [(rank, change) for rank, change in total.items() if change]
 
 
 def _numbers(first: int, count: int) -> Iterable[int]:

@@ -143,7 +143,7 @@ class TestCompiled:
         variables = tuple(visit.variables for visit in visits)
         find = apart._cache.gradients(Objective(loss))
         real = find(variables, *batch, jax.eval_shape(random_key), True)
-        expected = costs_of(real.program, real.works, real.batch, 3)
+        expected = costs_of(real.program, real.works, real.batch, range(3))
         assert Calls(gradient_of(together, loss, *batch)).costs == expected
 
 

@@ -34,7 +34,7 @@ def pipeline_of(name, remat="min_cut"):
     find = programs.gradients(Objective(model.loss))
     gradient = find(variables, model.x, model.targets, _rng.key_spec(), True)
     works, batch = gradient.works, gradient.batch
-    return pipe, costs_of(gradient.program, works, batch, len(layers))
+    return pipe, costs_of(gradient.program, works, batch, pipe.schedule.placement)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -50,7 +50,9 @@ def test_bytes_and_parameters_are_those_of_a_pipeline_of_these_layers(name):
         assert [x.num_params for x in made.layers] == [s.num_params for s in stages]
         assert [x.param_bytes for x in made.layers] == [s.param_bytes for s in stages]
         held = [x.param_bytes + x.state_bytes for x in made.layers]
-        assert held == costs.parameter_bytes
+        # Beside constants: the row of a batch, numbers of micro-batches, a share.
+        stays = zip(held, costs.parameter_bytes, strict=True)
+        assert all(0 <= beside - own <= 32 for own, beside in stays)
     assert made.microbatch_size == 4
     entering = [made.input_bytes, *(x.output_bytes for x in made.layers[:-1])]
     assert entering == [row[0] for row in costs.boundary_bytes]

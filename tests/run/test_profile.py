@@ -44,6 +44,8 @@ class TestProfile:
         assert measured.makespan > 0
         predicted = pipe.schedule.simulate(measured.costs)
         assert predicted.makespan > 0
+        assert predicted.peak_bytes == measured.peak_bytes
+        assert measured.peak_bytes == tuple(n for _, n in pipe.plan.peak_bytes)
         # Each rank ends with its weights and sums, on the last one the loss.
         last = {event.rank: event.bytes for event in measured.memory}
         for rank, size in last.items():

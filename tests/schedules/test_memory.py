@@ -1,5 +1,7 @@
 """Bytes that ranks hold, from when to when: made by hand."""
 
+import dataclasses
+
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
@@ -48,8 +50,10 @@ def test_every_byte_of_two_ranks_is_held_from_when_to_when():
     # cotangent, boundary.
     assert held(timeline, 0) == [
         (0.0, "110120002"),  # both inputs, both extras
-        (1.0, "111120101"),  # 0F0: its input became a residual; it emitted
-        (2.0, "112120200"),  # 0F1
+        (1.0, "111120104"),  # 0F0: its input became a residual; it emitted
+        (1.0, "111120101"),  # it has sent
+        (2.0, "112120203"),  # 0F1
+        (2.0, "112120200"),
         (3.0, "112120230"),  # 1I0 sent the gradient of its input
         (5.0, "112110100"),  # 0B0: residual, extra and that gradient are freed
         (7.0, "112110130"),  # 1B1 sent
@@ -60,10 +64,12 @@ def test_every_byte_of_two_ranks_is_held_from_when_to_when():
         (1.0, "330360003"),  # 0F0 sent
         (2.0, "330360006"),  # 0F1 sent
         (2.0, "333360303"),  # 1F0
-        (3.0, "333333003"),  # 1I0 leaves what 1W0 needs
+        (3.0, "333333033"),  # 1I0 leaves what 1W0 needs
+        (3.0, "333333003"),  # it has sent
         (4.0, "333330003"),  # 1W0
         (5.0, "336330300"),  # 1F1
-        (7.0, "336000000"),  # 1B1
+        (7.0, "336000030"),  # 1B1
+        (7.0, "336000000"),
     ]
     assert timeline.peak_bytes == (112120230, 336330300)
     # Of residuals and what is pending alone: two of 0F, and what 1I0 left.
@@ -74,8 +80,10 @@ def test_inference_keeps_no_residuals_and_has_no_sums_of_gradients():
     timeline = Schedule.from_text("0F0 0F1\n1F0 1F1").simulate(EVERY_BYTE)
     assert held(timeline, 0) == [
         (0.0, "010120002"),
-        (1.0, "011110001"),  # 0F0
-        (2.0, "012000000"),  # 0F1
+        (1.0, "011110004"),  # 0F0
+        (1.0, "011110001"),  # it has sent
+        (2.0, "012000003"),  # 0F1
+        (2.0, "012000000"),
     ]
     assert held(timeline, 1) == [
         (0.0, "030360000"),
@@ -122,3 +130,12 @@ def test_what_all_ranks_hold_together_is_between_the_largest_and_the_sum(data):
     peaks = schedule.simulate(costs).peak_bytes
     together = schedule.simulate(costs).peak_of(range(schedule.num_ranks))
     assert max(peaks) <= together <= sum(peaks) + 1e-9
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.data())
+def test_peaks_are_those_of_one_order_whatever_times_are(data):
+    schedule, costs = data.draw(predictions())
+    sizes = {name: 1 + number for number, name in enumerate(DIGITS)}
+    timeline = schedule.simulate(dataclasses.replace(costs, **sizes))
+    assert timeline.peak_bytes == schedule.simulate(Costs(**sizes)).peak_bytes

@@ -63,7 +63,8 @@ def costs(pipe, x, trainable):
     """What a step keeps, and its works."""
     gradient, _ = held.gradient_of(pipe, x, x, trainable=trainable)
     works = gradient.works
-    return costs_of(gradient.program, works, gradient.batch, pipe.num_stages), works
+    placement = pipe.schedule.placement
+    return costs_of(gradient.program, works, gradient.batch, placement), works
 
 
 def stacked(width=5, **options):
