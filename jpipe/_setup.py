@@ -1,6 +1,7 @@
 """What `jpipe.pipeline` is given, checked: every fault found before any work."""
 
 import operator
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -286,6 +287,26 @@ def replicated_plan(
     if faults:
         raise ValueError("plan: " + "; ".join(faults))
     return number, balance, plan.schedule(number)
+
+
+def warn_of_idle(devices: Any, schedule: Schedule) -> None:
+    """Warns of devices that are idle though each stage could have its own.
+
+    Args:
+      devices: as for `choose_devices`.
+      schedule: that of a name or a builder.
+    """
+    count = len(dict.fromkeys(jax.devices() if devices is None else _ranks(devices)))
+    stages, ranks = schedule.num_stages, schedule.num_ranks
+    if ranks < stages <= count:
+        each, idle = stages // ranks, count - ranks
+        warnings.warn(
+            f"{schedule.name} runs {each} stages per rank: {stages} stages make "
+            f"{ranks} rank{'s' * (ranks > 1)}, {idle} of {count} devices are idle; "
+            f"give balance= {each * count} entries, or, if that is meant, "
+            f"devices=jax.devices()[:{ranks}]",
+            stacklevel=3,
+        )
 
 
 def choose_devices(devices: Any, schedule: Schedule) -> tuple[Device, ...]:

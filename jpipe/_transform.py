@@ -98,6 +98,10 @@ def pipeline(
     Returns:
       The pipeline. Nothing is compiled yet.
 
+    Warns:
+      UserWarning: if a schedule that runs several stages per rank leaves devices idle,
+        of which each stage could have its own.
+
     Raises:
       ValueError: if a number, name or length does not fit; with all faults of a kind.
       TypeError: if a layer, device or number is of a wrong type.
@@ -162,6 +166,8 @@ def pipeline(
         schedule = turns(replicas, schedule, len(groups), number)
     chosen = choose_schedule(schedule, len(groups), number)
     placed = _setup.choose_devices(devices, chosen)
+    if not isinstance(schedule, Schedule):
+        _setup.warn_of_idle(devices, chosen)
     if any(isinstance(device, SubMesh) for device in placed):
         check_threads()
     unchanged = Unchanged(layers)

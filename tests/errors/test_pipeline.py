@@ -12,6 +12,7 @@ from flax import linen as nn
 from flax import nnx
 
 import jpipe
+from jpipe import schedules
 from jpipe.schedules import Schedule, ScheduleError, gpipe, one_f_one_b
 
 from .model import KEY, X, says, two_stages
@@ -142,6 +143,43 @@ def test_balance_that_is_no_sequence_of_ints(balance):
     match = says(f"balance={balance!r}", "a sequence of ints")
     with pytest.raises(TypeError, match=match):
         jpipe.pipeline(two_stages(), 2, balance=balance)
+
+
+SEVERAL = {
+    name: build(2, 4).num_stages // 2
+    for name, build in schedules.BY_NAME.items()
+    if build(2, 4).num_stages > 2
+}
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_devices_that_are_idle_as_a_rank_runs_several_stages(name):
+    match = says(
+        f"{name} runs 2 stages per rank: 2 stages make 1 rank, 3 of 4 devices are idle",
+        "give balance= 8 entries",
+        "devices=jax.devices()[:1]",
+    )
+    with pytest.warns(UserWarning, match=match) as caught:
+        jpipe.pipeline(
+            two_stages(), 4, balance=[1, 2], schedule=name, devices=jax.devices()[:4]
+        )
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"devices": jax.devices()[:1]},
+        {"schedule": schedules.zb_v(1, 4)},
+        {"schedule": "1f1b"},
+        {"mesh": jax.make_mesh((1, 2), ("stage", "data"))},
+    ],
+    ids=["devices", "schedule", "one stage per rank", "mesh"],
+)
+def test_nothing_is_said_where_that_is_meant(options, recwarn):
+    options = {"schedule": "zb_v", **options}
+    jpipe.pipeline(two_stages(), 4, balance=[1, 2], **options)
+    assert not recwarn.list
 
 
 def test_more_stages_than_devices():
