@@ -121,15 +121,16 @@ def _timeline(gradient: Gradient, clock: _Clock) -> Timeline:
     pipe, program = gradient.pipe, gradient.program
     schedule = pipe.schedule
     start, end = {}, {}
-    free = [0.0] * schedule.num_ranks
-    for action in schedule.order():
+    order = schedule.order()
+    first = min(clock.start[action] for action in order if action in clock.start)
+    free = [first] * schedule.num_ranks
+    for action in order:
         rank = schedule.homes[action.microbatch][action.stage]
         start[action] = clock.start.get(action, free[rank])
         end[action] = clock.end.get(action, free[rank])
         free[rank] = end[action]
-    origin = min(start.values())
-    start = {action: time - origin for action, time in start.items()}
-    end = {action: time - origin for action, time in end.items()}
+    start = {action: time - first for action, time in start.items()}
+    end = {action: time - first for action, time in end.items()}
     timeline = Timeline(
         schedule.name,
         schedule.placement,
@@ -143,7 +144,7 @@ def _timeline(gradient: Gradient, clock: _Clock) -> Timeline:
     latency = statistics.median(clock.moves) if clock.moves else 0.0
     return replace(
         timeline,
-        costs=replace(timeline.median_costs(known), latency=latency),
+        costs=replace(timeline.median_costs(known), latency=latency, in_seconds=True),
         memory=tuple(_memory(gradient, timeline)),
     )
 

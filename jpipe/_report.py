@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from ._instructions._bytes import peaks
 from ._instructions._program import Program
-from .planning._units import columns, size
+from .schedules._units import columns, size
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from ._processes._keys import as_key, as_numbers, is_key
 from ._run import _variables
 from ._train._state import TrainState, note_chosen
 
+__all__ = ["restore", "save"]
 PyTree = Any
 # So many differences are listed.
 _MOST = 20
@@ -301,3 +302,7 @@ def _differing(saved: dict[str, str], wanted: dict[str, str]) -> list[str]:
             if path in saved and saved[path] != wanted[path]
         ),
     ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -170,10 +170,10 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.profile is not None:
         how, *_ = str(options["profile"]).splitlines()
         print(f"layers: as in {arguments.profile}, {how}")
-    elif arguments.estimate:
-        print(f"layers: {_estimated(arguments)}")
-    else:
+    elif not arguments.estimate:
         print(f"layers: measured on {jax.devices()[0].device_kind}")
+    elif None in rates.values():
+        print("estimate: --flops, --memory-bandwidth and --action describe your device")
     if model.optimizer is None:
         print("optimizer: none was given; planned for the state of optax.adam")
     _write(arguments, made, _files.text(made.to_json))
@@ -235,25 +235,6 @@ def _rates(arguments: argparse.Namespace) -> dict[str, Any]:
         "memory_bandwidth": arguments.memory_bandwidth,
         "action_seconds": arguments.action,
     }
-
-
-def _estimated(arguments: argparse.Namespace) -> str:
-    """At which rates layers were estimated, and whose they are."""
-    from ..planning._estimate import Rates
-
-    given = {
-        "flops": arguments.flops,
-        "bandwidth": arguments.memory_bandwidth,
-        "action": arguments.action,
-    }
-    rates = Rates(**{name: rate for name, rate in given.items() if rate is not None})
-    says = (
-        f"estimated at {rates.flops:g} flops and {rates.bandwidth:g} bytes of memory "
-        f"per second, and {rates.action * 1e6:g} µs more for each action"
-    )
-    if None in given.values():
-        says += "; --flops, --memory-bandwidth and --action set those of your device"
-    return says
 
 
 def _loaded_model(arguments: argparse.Namespace) -> _factory.Model:

@@ -12,6 +12,7 @@ from typing import Any
 
 from .. import draw, schedules
 from ..schedules import Costs, Schedule, ScheduleError
+from ..schedules._compare import fitting
 from . import _files
 from ._arguments import count, known, picture_path, schedule_name, time
 from ._grid import grid, peaks, summary
@@ -80,7 +81,7 @@ def add_check(commands: Any) -> None:
 def _draw(arguments: argparse.Namespace) -> int:
     schedule = _built(arguments)
     with _refused():
-        timeline = schedule.simulate(arguments.costs.per_chunk(_num_chunks(schedule)))
+        timeline = schedule.simulate(fitting(arguments.costs, schedule))
     print(summary(timeline, schedule.num_microbatches))
     wrote = _files.write(
         [
@@ -119,10 +120,6 @@ def _refused() -> Iterator[None]:
 
 def _takes_chunks(builder: schedules.ScheduleBuilder) -> bool:
     return "num_chunks" in inspect.signature(builder).parameters
-
-
-def _num_chunks(schedule: Schedule) -> int:
-    return schedule.num_stages // schedule.num_ranks
 
 
 def _compare(arguments: argparse.Namespace) -> int:

@@ -8,7 +8,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from contextvars import ContextVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 
@@ -17,6 +18,7 @@ from ._graph import NOWHERE, Place
 from ._sharding import WHOLE, Sharding, SubMesh
 from ._transfer import Device, on
 
+_T = TypeVar("_T")
 # To a type checker it has no attributes.
 _config: Any = jax.config
 
@@ -285,8 +287,14 @@ def _timed(lowered: Any, options: Any = None) -> tuple[Any, float]:
     return compiled, time.monotonic() - start
 
 
+# When the task began of which the one at hand is a part.
+_began: ContextVar[float | None] = ContextVar("began", default=None)
+
+
 class Progress:
     """A line on a terminal that says how far a task has come, if it takes long.
+
+    Of a task within another one the time is that of the outer one.
 
     Args:
       what: is counted, such as "programs compiled".
@@ -294,13 +302,18 @@ class Progress:
 
     def __init__(self, what: str) -> None:
         self._what = what
-        self._start = time.monotonic()
         self._shown = False
 
     def __enter__(self) -> "Progress":
+        outer = _began.get()
+        self._is_outer = outer is None
+        self._start = time.monotonic() if outer is None else outer
+        _began.set(self._start)
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._is_outer:
+            _began.set(None)
         if self._shown:
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()
@@ -314,6 +327,14 @@ class Progress:
                 f"\rjpipe: {done} of {total} {self._what} in {seconds:.0f} s"
             )
             sys.stderr.flush()
+
+
+def counted(what: str, items: Sequence[_T]) -> Iterator[_T]:
+    """The items, one after the other, and on a terminal how many are done."""
+    with Progress(what) as progress:
+        for done, item in enumerate(items):
+            progress.say(done, len(items))
+            yield item
 
 
 def on_host(spec: Any) -> bool:

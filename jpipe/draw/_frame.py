@@ -9,7 +9,7 @@ from ._shapes import text_width
 
 LABEL = 11.0  # the size of most texts
 _MARGIN = 14.0
-_LEAST, _NARROWEST, _WIDEST = 400.0, 760.0, 2000.0
+_LEAST, NARROWEST, _WIDEST = 400.0, 760.0, 2000.0
 # An ordinary action gets that many pixels as long as the picture does not get too wide.
 _ACTION = 19.0
 _NUMBERS = (11.0, 10.0, 9.0, 8.0, 7.0, 6.5)
@@ -74,22 +74,21 @@ def checked(width: float) -> float:
 def frame_of(
     timelines: tuple[Timeline, ...],
     width: float | None,
-    seconds: bool = False,
-    at_least: float = _NARROWEST,
+    at_least: float = NARROWEST,
 ) -> Frame:
     """The frame in which timelines are drawn one below the other.
 
     Args:
       timelines: all of them.
       width: in pixels; ``None``: what they need.
-      seconds: whether what was predicted is in seconds, as what was measured.
       at_least: what it is not narrower than if no width is given.
     """
     span = max(timeline.makespan for timeline in timelines)
     peaks = [peak for timeline in timelines for peak in timeline.peak_bytes]
     ranks = max(len(timeline.rows) for timeline in timelines)
     left = _MARGIN + text_width(f"rank {ranks - 1}", LABEL) + 8
-    labels = [peak_label(peak) for peak in peaks]
+    in_bytes = _in_seconds(timelines)
+    labels = [peak_label(peak, in_bytes) for peak in peaks]
     after = _MARGIN + 8 + max(text_width(label, LABEL - 1) for label in labels)
     shortest = _ordinary(timelines) / span if span else 1.0
     if width is None:
@@ -97,7 +96,7 @@ def frame_of(
         natural = left + after + _ACTION / max(shortest, _ACTION / _WIDEST)
         width = min(max(natural, at_least), _WIDEST)
     width = checked(width)
-    factor, unit = _clock(timelines, span, seconds)
+    factor, unit = _clock(timelines, span)
     widest = max(
         (str(action.microbatch) for t in timelines for action in t.start),
         key=len,
@@ -130,11 +129,14 @@ def _ordinary(timelines: tuple[Timeline, ...]) -> float:
     return min(map(statistics.median, times.values()), default=0.0)
 
 
-def _clock(
-    timelines: tuple[Timeline, ...], span: float, seconds: bool
-) -> tuple[float, str]:
-    """The factor and unit of times: what was measured is in seconds."""
-    if not seconds and all(timeline.costs is not None for timeline in timelines):
+def _in_seconds(timelines: tuple[Timeline, ...]) -> bool:
+    """Whether the times of any are seconds, and its sizes bytes."""
+    return any(timeline.in_seconds for timeline in timelines)
+
+
+def _clock(timelines: tuple[Timeline, ...], span: float) -> tuple[float, str]:
+    """The factor and unit of times."""
+    if not _in_seconds(timelines):
         return 1.0, ""
     for factor, unit in ((1.0, "s"), (1e3, "ms")):
         if span * factor >= 1:
@@ -158,9 +160,9 @@ def number(value: float) -> str:
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def peak_label(value: float) -> str:
+def peak_label(value: float, in_bytes: bool) -> str:
     """A peak of memory as it is written."""
-    return f"peak {amount(value)}"
+    return f"peak {amount(value)}" + " B" * (in_bytes and value < 1024)
 
 
 def amount(value: float) -> str:

@@ -3,10 +3,11 @@
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from ..schedules import Schedule, Timeline
+from ..schedules import Costs, Schedule, Timeline
+from ..schedules._compare import fitting
 from . import _bars
 from . import _palette as palette
-from ._frame import LABEL, Frame, checked, frame_of, number
+from ._frame import LABEL, NARROWEST, Frame, checked, frame_of, number
 from ._panel import height, panel, summary
 from ._planned import Planned, planned
 from ._profiled import Profiled, profiled
@@ -21,7 +22,8 @@ _SWATCH, _LEGEND_LINE = 18.0, 18.0
 
 
 # What can be drawn.
-Drawn = Timeline | Iterable[Timeline] | Planned | Staged | Profiled
+Times = Timeline | Schedule | Iterable[Timeline | Schedule]
+Drawn = Times | Planned | Staged | Profiled
 
 
 def picture(
@@ -30,8 +32,8 @@ def picture(
     """Lays out timelines.
 
     Args:
-      drawn: one timeline or several; or a plan with a forecast, or of replicated
-        stages; or a profile.
+      drawn: one timeline or schedule, or several; or a plan with a forecast, or of
+        replicated stages; or a profile.
       titles: one for each timeline; default: their names.
       width: in pixels; default: what the actions need.
 
@@ -49,10 +51,10 @@ def picture(
         )
     if isinstance(drawn, Planned):
         bars, timeline = planned(drawn)
-        below = _stacked((timeline,), titles, width, seconds=True, at_least=_WIDE)
+        below = _stacked((timeline,), titles, width, _WIDE)
         return _joined(_bars.picture(bars, below.width), below)
     if isinstance(drawn, Staged):
-        below = _stacked((drawn.simulate(),), titles, width, seconds=True)
+        below = _stacked((drawn.simulate(),), titles, width)
         return _joined(stages(drawn, below.width), below)
     return _stacked(listed(drawn), titles, width)
 
@@ -68,11 +70,11 @@ def _stacked(
     shown: tuple[Timeline, ...],
     titles: Sequence[str] | None,
     width: float | None,
-    **options: Any,
+    at_least: float = NARROWEST,
 ) -> Picture:
-    """Timelines one below the other; the options are those of a frame."""
+    """Timelines one below the other."""
     names = named(shown, titles)
-    frame = frame_of(shown, width, **options)
+    frame = frame_of(shown, width, at_least)
     shapes: list[Shape] = []
     y = _TOP
     for timeline, name in zip(shown, names, strict=True):
@@ -90,15 +92,17 @@ def _stacked(
 
 
 def listed(timelines: Any) -> tuple[Timeline, ...]:
-    """One timeline or several, as several; none is an error."""
+    """One timeline or several, as several; none is an error.
+
+    Of a schedule, that with the default costs for the layers of a rank.
+    """
     one = isinstance(timelines, Timeline | Schedule)
     several = isinstance(timelines, Iterable) and not one
-    shown: tuple[Any, ...] = tuple(timelines) if several else (timelines,)
-    if any(isinstance(timeline, Schedule) for timeline in shown):
-        raise TypeError(
-            "a schedule has no times yet: draw schedule.simulate(), or with costs "
-            "schedule.simulate(jpipe.schedules.Costs(...))"
-        )
+    given: tuple[Any, ...] = tuple(timelines) if several else (timelines,)
+    shown = tuple(
+        each.simulate(fitting(Costs(), each)) if isinstance(each, Schedule) else each
+        for each in given
+    )
     for other in shown:
         if not isinstance(other, Timeline):
             raise TypeError(

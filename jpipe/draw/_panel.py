@@ -117,7 +117,7 @@ def _memory(timeline: Timeline, rank: int, frame: Frame, top: float) -> Iterator
     yield Path((*curve, (curve[-1][0], bottom), (curve[0][0], bottom)), palette.MEMORY)
     yield Path(curve, stroke=palette.MEMORY_LINE)
 
-    label, size = peak_label(timeline.peak_bytes[rank]), LABEL - 1
+    label, size = peak_label(timeline.peak_bytes[rank], bool(frame.unit)), LABEL - 1
     middle = centred((top + bottom) / 2, size)
     yield Text(frame.right + 8, middle, label, size, palette.MEMORY_LINE)
     (time, _), (x, y) = max(

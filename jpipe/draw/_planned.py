@@ -56,17 +56,17 @@ def planned(plan: Planned) -> tuple[Bars, Timeline]:
     forecast = plan.forecast
     if forecast is None:
         raise ValueError("a plan without a forecast: draw what jpipe.plan returns")
-    count = plan.schedule.num_microbatches
+    count, ranks = plan.schedule.num_microbatches, len(forecast.memory)
     parts = [n for n in _PARTS if any(getattr(m, n) for m in forecast.memory)]
     shape = each = ""
     if plan.data > 1:
-        shape = f"{len(forecast.memory)} x {plan.data} devices, "
+        shape = f"{ranks} x {plan.data} devices, "
         each = "of each device "
     bars = Bars(
         title=f"{plan.schedule.name}, {count} micro-batch{'' if count == 1 else 'es'}, "
         f"{shape}{duration(forecast.seconds)} a step predicted",
         heads=("busy in a step", f"memory {each}at the peak"),
-        rows=tuple(_row(plan, rank) for rank in range(len(forecast.memory))),
+        rows=tuple(map(_row, [plan] * ranks, range(ranks), _names(plan))),
         legend={"busy": _BUSY} | {_named(name): _PARTS[name] for name in parts},
         seconds=forecast.seconds,
         limit=forecast.memory_limit,
@@ -80,15 +80,25 @@ def planned(plan: Planned) -> tuple[Bars, Timeline]:
     return bars, dataclasses.replace(timeline, memory=())
 
 
-def _row(plan: Planned, rank: int) -> Row:
-    forecast = plan.forecast
-    own = [stage for stage in plan.stages if stage.rank == rank]
-    layers = " + ".join(_abridged(stage.layers) for stage in own)
-    modes = " and ".join(dict.fromkeys(stage.remat for stage in own))
-    name = f"rank {rank}: {layers}; {modes}"
-    if not fits(name):
+def _names(plan: Planned) -> list[str]:
+    """What each rank runs: all by the names of layers or, for room, by their number."""
+    named, counted = [], []
+    for rank in range(len(plan.forecast.memory)):
+        own = [stage for stage in plan.stages if stage.rank == rank]
+        modes = " and ".join(dict.fromkeys(stage.remat for stage in own))
         counts = " + ".join(str(len(stage.layers)) for stage in own)
-        name = f"rank {rank}: {counts} layers; {modes}"
+        named.append(f"rank {rank}: {_layers(plan, rank)}; {modes}")
+        counted.append(f"rank {rank}: {counts} layer{'s' * (counts != '1')}; {modes}")
+    return named if all(map(fits, named)) else counted
+
+
+def _layers(plan: Planned, rank: int) -> str:
+    own = (stage.layers for stage in plan.stages if stage.rank == rank)
+    return " + ".join(map(_abridged, own))
+
+
+def _row(plan: Planned, rank: int, name: str) -> Row:
+    forecast, layers = plan.forecast, _layers(plan, rank)
     busy, memory = forecast.busy[rank], forecast.memory[rank]
     return Row(
         name=name,

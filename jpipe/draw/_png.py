@@ -24,9 +24,9 @@ def png(
     """Draws timelines into a PNG or PDF file: the picture of `svg`.
 
     Args:
-      timelines: one or several; or a plan: from `jpipe.plan`, drawn as bars of time
-        and memory, or from `jpipe.replicate`, as stages, above their timeline; or a
-        profile, drawn as bars of time and memory.
+      timelines: one or several, or schedules, with the default costs; or a plan: from
+        `jpipe.plan`, drawn as bars of time and memory, or from `jpipe.replicate`, as
+        stages, above their timeline; or a profile, drawn as bars of time and memory.
       path: of the file to write; its ending, ``.png`` or ``.pdf``, says which.
       titles: one for each; default: their names.
       width: in pixels; default: as for `svg`. A PNG has twice as many dots.

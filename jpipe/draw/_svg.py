@@ -32,9 +32,9 @@ def svg(
     that rests on a box shows the action and its times.
 
     Args:
-      timelines: one or several; or a plan: from `jpipe.plan`, drawn as bars of time
-        and memory, or from `jpipe.replicate`, as stages, above their timeline; or a
-        profile, drawn as bars of time and memory.
+      timelines: one or several, or schedules, with the default costs; or a plan: from
+        `jpipe.plan`, drawn as bars of time and memory, or from `jpipe.replicate`, as
+        stages, above their timeline; or a profile, drawn as bars of time and memory.
       titles: one for each; default: their names.
       width: in pixels; default: what the actions need for their numbers, at most
         2000. Where boxes are too narrow, numbers are left out.

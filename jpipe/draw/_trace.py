@@ -2,18 +2,18 @@
 
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..schedules import Timeline
 from ._frame import first_start
-from ._layout import listed, named
+from ._layout import Times, listed, named
 
 Event = dict[str, Any]
 
 
 def trace(
-    timelines: Timeline | Iterable[Timeline],
+    timelines: Times,
     *,
     titles: Sequence[str] | None = None,
     unit: float = 1e6,
@@ -24,7 +24,8 @@ def trace(
     arrow for each transfer between ranks, and a counter for what each rank holds.
 
     Args:
-      timelines: one or several; each starts at 0.
+      timelines: one or several, or schedules, with the default costs; each starts at
+        0.
       titles: one for each; default: their names.
       unit: microseconds per unit of time. The default fits what was measured, and
         shows a unit of time as a second.

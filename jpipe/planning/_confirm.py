@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .._instructions import _bytes
+from .._instructions._compile import Progress
 from .._instructions._transfer import OnPaper
 from ._better import has_halves, preferred, worth
 from ._forecast import Candidate
@@ -104,9 +105,16 @@ class Confirm:
         """
         alike = {_cut_and_order(each): each for each in reversed(candidates)}
         left = list(reversed(alike.values()))
+        with Progress("candidates lowered") as progress:
+            return self._first_fit(left, progress)
+
+    def _first_fit(
+        self, left: list[Candidate], progress: Progress
+    ) -> tuple[list[Candidate], float]:
         short: list[Candidate] = []
         least = 1.0
         while left and len(short) < _MOST:
+            progress.say(len(short), min(len(left) + len(short), _MOST))
             likely = list(filter(self._is_likely, left))
             if not likely or len(short) == _MOST - 1:
                 likely = [min(left, key=lambda c: c.most_bytes)]

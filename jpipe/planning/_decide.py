@@ -9,6 +9,9 @@ from typing import Any
 import jax
 import optax
 
+from .._functions._weights import sum_spec
+from .._instructions._bytes import nbytes
+from .._instructions._compile import Progress
 from .._instructions._transfer import Device
 from .._layers._layer import as_layers
 from .._layers._stage import check_balance
@@ -19,6 +22,7 @@ from .._train._step import check_optimizer
 from ..schedules import BY_NAME, ScheduleBuilder
 from ..schedules._catalogue import key_of
 from ..schedules._choose import called
+from ..schedules._units import duration, size
 from ._confirm import decided
 from ._estimate import Rates
 from ._forecast import Hardware
@@ -36,7 +40,6 @@ from ._shapes import Shape, shapes
 from ._shapes import faults as shape_faults
 from ._together import beside_neighbours
 from ._traced import Traced
-from ._units import duration, size
 
 PyTree = Any
 _FORWARD_ONLY = "forward_only"
@@ -170,28 +173,31 @@ def plan(
     choice = _choice(spread, numbers, count, examples, profile)
     parts = sorted({shape.parts for shape in choice})
     asked = dataclasses.replace(request, num_microbatches=parts[-1])
-    profiles = _profiles(asked, parts, examples, profile)
-    if memory_limit is not None:
-        profiles = beside_neighbours(profiles, request, count, modes)
-    space = Space(
-        profiles,
-        _optimizer_bytes(tx, asked.model),
-        hardware if profile else _linked(hardware, latency, asked.where),
-        names,
-        modes,
-        made=schedules is None,
-        balance=given_cut,
-        given=choice,
-    )
-    candidates = decided(space, request)
+    # All that is said on a terminal meanwhile counts from here.
+    with Progress("plans made"):
+        optimizer = _optimizer_bytes(tx, asked.model)
+        _check_layers(asked.model, optimizer, hardware)
+        profiles = _profiles(asked, parts, examples, profile)
+        if memory_limit is not None:
+            profiles = beside_neighbours(profiles, request, count, modes)
+        space = Space(
+            profiles,
+            optimizer,
+            hardware if profile else _linked(hardware, latency, asked.where),
+            names,
+            modes,
+            made=schedules is None,
+            balance=given_cut,
+            given=choice,
+        )
+        candidates = decided(space, request)
     if not candidates:
         raise ValueError(
             f"plan: schedules={list(names)} have no order for {space.num_layers} "
             f"layers on {count} devices in "
             f"{sorted({shape.microbatches for shape in choice})} micro-batches"
         )
-    missing = () if request.loss else (_NO_LOSS,)
-    return chosen(candidates, space, missing)
+    return chosen(candidates, space, () if request.loss else (_NO_LOSS,))
 
 
 def _choice(
@@ -284,6 +290,40 @@ def _optimizer_bytes(tx: optax.GradientTransformation, model: Traced) -> list[in
     """The optimizer's state of each layer."""
     variables = [visit.variables for visit in model.visits]
     return state_bytes(tx, _variables.params(variables), model.layout.trained)
+
+
+def _check_layers(
+    model: Traced, optimizer_bytes: Sequence[int], hardware: Hardware
+) -> None:
+    """Checks that each layer fits a device: nothing is measured for those that cannot.
+
+    Raises:
+      ValueError: with all that do not, and what they need.
+    """
+    limit, trained, too_large = hardware.memory_limit, iter(model.layout.trained), []
+    for number, (layer, visit, optimizer) in enumerate(
+        zip(model.layers, model.visits, optimizer_bytes, strict=True)
+    ):
+        params = jax.tree.leaves(_variables.params([visit.variables]))
+        state = jax.tree.leaves(_variables.model_state([visit.variables]))
+        sums = [sum_spec(leaf) for leaf in params if next(trained)]
+        held, gradients = sum(map(nbytes, [*params, *state])), sum(map(nbytes, sums))
+        needs = held + gradients + optimizer
+        if limit is not None and needs > limit:
+            too_large.append(
+                f"layer {number} ({layer.name}) needs {size(needs)}, "
+                f"{size(needs - limit)} more than a device has: parameters "
+                f"{size(held)}, gradients {size(gradients)}, optimizer "
+                f"{size(optimizer)}"
+            )
+    if too_large:
+        raise ValueError(
+            f"memory_limit={limit:,} bytes on {hardware.num_devices} devices: no plan "
+            f"fits, whatever the partition:\n  * "
+            + "\n  * ".join(too_large)
+            + "\nTake devices with more memory (memory_limit=), list the parts of "
+            "such a layer one by one, or take a smaller model"
+        )
 
 
 def _listed(given: Any) -> tuple[Any, ...]:

@@ -11,9 +11,9 @@ from .._layers._stage import abbreviate
 from ..schedules import Action, Costs, Schedule, Skip
 from ..schedules._action import BACKWARD, FORWARD, INPUT, WEIGHT
 from ..schedules._costs import faults_of
+from ..schedules._units import columns, duration, size
 from ._json import reading, refusal
 from ._sound import faults
-from ._units import columns, duration, size
 
 # Columns of a grid beyond which its middle is left out.
 _WIDEST = 160
@@ -285,6 +285,7 @@ def _costs(fields: dict[str, Any], schedule: Schedule) -> Costs:
     fields["skips"] = tuple(Skip(*skip) for skip in fields["skips"])
     if fields["bandwidth"] is None:
         fields["bandwidth"] = math.inf
+    fields.setdefault("in_seconds", True)
     costs = Costs(**fields)
     counts = schedule.num_microbatches, schedule.num_stages
     if wrong := faults_of(costs, *counts):

@@ -136,6 +136,7 @@ class Profile:
                 for first, _ in stages
             ],
             skips=tuple(self._skips(ends)),
+            in_seconds=True,
         )
 
     def modes(self, remat: Any, num_stages: int) -> tuple[Any, ...]:

@@ -9,6 +9,7 @@ from .._functions._derivatives import Derivatives
 from .._functions._task import Task
 from .._functions._weights import is_inexact
 from .._instructions._bytes import nbytes
+from .._instructions._compile import counted
 from .._instructions._transfer import Device
 from .._jaxprs._flops import flops
 from .._layers import _rng
@@ -137,7 +138,8 @@ def answer(request: Request) -> Profile:
     """The profile that is asked for."""
     model, where = request.model, request.where
     if isinstance(where, Rates):
-        times = {functions: _estimated(functions, where) for functions in model.alike()}
+        layers = counted("layers estimated", list(model.alike()))
+        times = {functions: _estimated(functions, where) for functions in layers}
         action = where.action
     else:
         times, action = measured(model, request.batch, where, request.rounds)
@@ -166,7 +168,8 @@ def _layers(
     model: Traced, times: Mapping[Derivatives, Times]
 ) -> Iterator[LayerProfile]:
     tasks = model.tasks
-    kept = {functions: _kept(model, n[0]) for functions, n in model.alike().items()}
+    alike = counted("layers traced", list(model.alike().items()))
+    kept = {functions: _kept(model, numbers[0]) for functions, numbers in alike}
     for i, (layer, visit) in enumerate(zip(model.layers, model.visits, strict=True)):
         functions, own = model.works.derivatives(i, 0), [visit.variables]
         params = jax.tree.leaves(_variables.params(own))

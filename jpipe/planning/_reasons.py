@@ -5,11 +5,11 @@ from collections.abc import Iterable, Sequence
 
 from .._instructions._transfer import OnPaper
 from ..schedules import lower_bound
+from ..schedules._units import duration, size
 from ._forecast import Candidate, Hardware
-from ._made import measured_on_cpu
+from ._made import estimated, measured_on_cpu
 from ._plan import Forecast, Plan, StagePlan, named
 from ._search import Space
-from ._units import duration, size
 
 
 def chosen(
@@ -56,6 +56,7 @@ def chosen(
             reasons=(
                 *_reasons(best, candidates, space, sent),
                 *_shared_cores(best),
+                *_imagined(best),
                 *missing,
             ),
         ),
@@ -154,6 +155,18 @@ def _shared_cores(best: Candidate) -> Iterable[str]:
             f"cores: {devices} devices share the {cores} cores of this machine, each "
             f"layer was measured with all of them to itself: a step will take longer "
             f"than predicted, with halves of backwards above all"
+        )
+
+
+def _imagined(best: Candidate) -> Iterable[str]:
+    """For which device it was predicted, if nothing was measured on one."""
+    rates = estimated(best.profile.made)
+    if rates is not None:
+        yield (
+            f"layers: estimated for a device of {rates['peak_flops']:g} flops and "
+            f"{rates['memory_bandwidth']:g} bytes of memory per second, and "
+            f"{rates['action_seconds'] * 1e6:g} µs more for each action; peak_flops=, "
+            f"memory_bandwidth= and action_seconds= describe yours"
         )
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from ..schedules import Costs, Schedule, Timeline, replicated
 from ..schedules._costs import at, faults_of
+from ..schedules._units import columns, duration
 from . import _links
 from ._json import differing, reading, refusal
 from ._net import ReplicatedStage
-from ._units import columns, duration
 
 STEADY, STEP = "steady", "step"
 # The costs that each stage has one of.
@@ -22,7 +22,7 @@ _COSTS = ("forward", "backward", "boundary_bytes", "cotangent_bytes", "exchange"
 
 def costs_of(**fields: Any) -> Costs:
     """Costs in time alone: what stages keep is not known."""
-    return Costs(**fields, residual_bytes=0, pending_bytes=0)
+    return Costs(**fields, residual_bytes=0, pending_bytes=0, in_seconds=True)
 
 
 @dataclass(frozen=True)

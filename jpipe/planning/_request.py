@@ -14,6 +14,7 @@ from .._functions import _remat
 from .._functions._objective import Objective
 from .._functions._trainable import Trainable
 from .._functions._weights import is_inexact
+from .._instructions._compile import counted
 from .._instructions._transfer import Device, OnPaper
 from .._layers import _rng
 from .._layers._layer import Layer, as_layers
@@ -136,7 +137,7 @@ class Request:
         works = traced.works
         return [
             works.kept(stage).nbytes[mode] if has_backward(works.task(stage)) else 0
-            for stage in range(stages)
+            for stage in counted("stages traced", range(stages))
         ]
 
     @outside_of_meshes

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from .. import schedules
-from .._instructions._compile import Progress
+from .._instructions._compile import Progress, counted
 from ..schedules import BY_NAME, Schedule, ScheduleError
 from ._better import bettered, promising, ranked
 from ._forecast import Candidate, Hardware, evaluate, stage_costs
@@ -100,14 +100,15 @@ def search(space: Space) -> list[Candidate]:
     found = ranked(_candidates(space), space.hardware)
     if space.balance is None:
         given = space.optimizer_bytes, space.hardware
-        for each in list(promising(found)):
+        for each in counted("partitions improved", list(promising(found))):
             other = bettered(each, *given)
             if other.balance != each.balance:
                 found.append(other)
         found = ranked(found, space.hardware)
     if space.made:
         best = found[:_REFINED]
-        found += [refined for each in best for refined in _refined(each, space)]
+        for each in counted("schedules made to measure", best):
+            found += _refined(each, space)
         found += _rivals(found, {each.data for each in best}, space)
     return ranked(found, space.hardware)
 
@@ -148,6 +149,7 @@ def _candidates(space: Space) -> list[Candidate]:
             if least >= found.to_beat(-ranks, shape.data):
                 continue
             for name in space.names:
+                progress.say(done, len(hopes))
                 schedule = _built(name, -ranks, shape.microbatches)
                 if schedule and schedule.num_stages <= space.num_layers:
                     for candidate in _cut_for(schedule, shape.data, space, cuts, found):

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from ._units import columns, duration, size
+from ..schedules._units import columns, duration, size
 
 _TIMES = ("forward", "backward", "input_grad", "weight_grad")
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from ._costs import Costs
 from ._schedule import Schedule
-from ._timeline import Timeline
+from ._timeline import Timeline, in_words
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,12 @@ def compare(schedules: Iterable[Schedule], costs: Costs | None = None) -> Compar
     """
     costs = costs or Costs()
     return Comparison(
-        tuple(schedule.simulate(_fitting(costs, schedule)) for schedule in schedules)
+        tuple(schedule.simulate(fitting(costs, schedule)) for schedule in schedules)
     )
 
 
-def _fitting(costs: Costs, schedule: Schedule) -> Costs:
+def fitting(costs: Costs, schedule: Schedule) -> Costs:
+    """Costs of the stages of a schedule, from those of the layers of one rank."""
     if costs.num_stages is None:
         stages, ranks = schedule.num_stages, schedule.num_ranks
         # Where several ranks share a stage it has the layers of all of them.
@@ -72,10 +73,11 @@ def _fitting(costs: Costs, schedule: Schedule) -> Costs:
 
 
 def _row(timeline: Timeline) -> list[str]:
+    time, peaks = in_words(timeline)
     return [
         timeline.name,
         str(timeline.num_stages),
-        f"{timeline.makespan:.4g}",
+        time,
         f"{timeline.bubble_fraction:.1%}".replace("%", " %"),
-        ", ".join(f"{peak:.4g}" for peak in timeline.peak_bytes),
+        peaks,
     ]

@@ -73,6 +73,8 @@ class Costs:
       skips: the long skip connections.
       exchange: time in which the ranks that share a stage add up its gradients, once
         all of them are there.
+      in_seconds: whether times are seconds and sizes bytes, as measured ones are, and
+        printed and drawn as such; else they are in units of their own.
 
     Example:
       >>> Costs(forward=[1.0, 1.5], backward=3.0).of(Action("I", 1, 0))
@@ -96,6 +98,7 @@ class Costs:
     emitted_bytes: Numbers = 0
     skips: "tuple[Skip, ...]" = ()
     exchange: Numbers = 0.0
+    in_seconds: bool = False
 
     def of(self, action: Action) -> float:
         """The time of one action."""

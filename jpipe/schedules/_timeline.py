@@ -12,6 +12,7 @@ from ._action import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Needs
 from ._alone import least
 from ._costs import Costs, at
 from ._homes import Homes
+from ._units import duration, size
 
 _FIELD = {
     FORWARD: "forward",
@@ -53,7 +54,8 @@ class Timeline:
       end: when it ends.
       memory: what each rank holds from when on: first all ranks before the first
         action, then each change in the order in which it came about.
-      costs: what it was predicted from; ``None`` if it was measured.
+      costs: what it was predicted from; if it was measured, the medians of its times
+        and its bytes, or ``None``.
       replicas: the ranks of each stage, where several take turns; else empty.
       exchanges: when such ranks add up their gradients, after the last of a stage: at
         the end of the step, or hidden behind other stages that still compute.
@@ -78,6 +80,11 @@ class Timeline:
     def num_stages(self) -> int:
         """The number of stages."""
         return len(self.placement)
+
+    @property
+    def in_seconds(self) -> bool:
+        """Whether times are seconds and sizes bytes; else they are in other units."""
+        return self.costs is None or self.costs.in_seconds
 
     @property
     def makespan(self) -> float:
@@ -129,12 +136,9 @@ class Timeline:
 
     def __str__(self) -> str:
         gap = "" if self.costs is None else f" ({_share(self.gap)} above the bound)"
-        says = f"{self.name}: time {self.makespan:.4g}{gap}, "
-        says += f"bubble {_share(self.bubble_fraction)}"
-        if self.memory:
-            peaks = ", ".join(f"{peak:.4g}" for peak in self.peak_bytes)
-            says += f", peak bytes per rank {peaks}"
-        return says
+        time, peaks = in_words(self)
+        says = f"{self.name}: time {time}{gap}, bubble {_share(self.bubble_fraction)}"
+        return says + f", peak bytes per rank {peaks}" * bool(self.memory)
 
     @property
     def bottleneck(self) -> int:
@@ -146,8 +150,8 @@ class Timeline:
     def peak_bytes(self) -> tuple[float, ...]:
         """The most that each rank holds at any time."""
         peaks = [0.0] * len(self.rows)
-        for _, rank, size in self.memory:
-            peaks[rank] = max(peaks[rank], size)
+        for _, rank, held in self.memory:
+            peaks[rank] = max(peaks[rank], held)
         return tuple(peaks)
 
     def peak_of(self, ranks: Collection[int]) -> float:
@@ -155,8 +159,8 @@ class Timeline:
         count = len(self.rows)
         now = {event.rank: event.bytes for event in self.memory[:count]}
         peak = sum(now.get(rank, 0.0) for rank in ranks)
-        for _, rank, size in self.memory[count:]:
-            now[rank] = size
+        for _, rank, held in self.memory[count:]:
+            now[rank] = held
             peak = max(peak, sum(now[rank] for rank in ranks))
         return peak
 
@@ -262,6 +266,13 @@ class Timeline:
         The number of the stage is left out where each rank has a single one.
         """
         return grid(self.rows, self.start, self.end, self.num_stages > len(self.rows))
+
+
+def in_words(timeline: Timeline) -> tuple[str, str]:
+    """The makespan, and the peaks of all ranks, with units where they are known."""
+    known, peaks = timeline.in_seconds, timeline.peak_bytes
+    time = duration(timeline.makespan) if known else f"{timeline.makespan:.4g}"
+    return time, ", ".join(size(int(x)) if known else f"{x:.4g}" for x in peaks)
 
 
 def _share(fraction: float) -> str:

@@ -143,13 +143,18 @@ def test_where_jax_finds_no_device(command, monkeypatch, error):
 
 
 def test_no_plan_that_fits_says_what_to_type(command):
-    line = "plan model:make --devices 2 --estimate --memory 100B"
+    line = "plan model:make --devices 2 --estimate --memory "
     refused(
-        command(line),
-        "error: memory_limit=100 bytes on 2 devices: no plan fits. The nearest is ",
+        command(line + "450B"),
+        "error: memory_limit=450 bytes on 2 devices: no plan fits. The nearest is ",
         "take more devices (num_devices=)",
         "\nOn the command line num_devices= is --devices, memory_limit= is --memory, "
         "num_microbatches= is --microbatches\n",
+    )
+    refused(
+        command(line + "100B"),
+        "error: memory_limit=100 bytes on 2 devices: no plan fits, whatever the part",
+        "\nOn the command line memory_limit= is --memory\n",
     )
 
 

@@ -26,12 +26,20 @@ def test_no_timelines_and_a_wrong_number_of_titles(render):
         render(predicted("gpipe"), titles=["a", "b"])
 
 
+@pytest.mark.parametrize("name", ["gpipe", "zb_v"])
 @pytest.mark.parametrize("draws", [draw.svg, draw.trace])
-def test_a_schedule_in_place_of_a_timeline(draws):
-    schedule = BY_NAME["gpipe"](2, 3)
-    for given in (schedule, [schedule.simulate(), schedule]):
-        with pytest.raises(TypeError, match=r"draw schedule\.simulate\(\)"):
-            draws(given)
+def test_a_schedule_is_drawn_with_the_default_costs_as_by_the_command(draws, name):
+    schedule, timeline = BY_NAME[name](2, 4), predicted(name, 2, 4)
+    assert draws(schedule) == draws(timeline)
+    assert draws([timeline, schedule]) == draws([timeline, timeline])
+
+
+def test_a_schedule_of_several_ranks_per_stage_is_drawn_too(tmp_path):
+    schedule = replicated([2, 1], 4)
+    found = actions(ET.fromstring(draw.svg(schedule)))
+    assert found["0B0"]["width"] == CLOSE(2 * found["1F0"]["width"], abs=0.03)
+    draw.png(schedule, tmp_path / "one.png")
+    assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_picture_that_would_be_too_narrow():

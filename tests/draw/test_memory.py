@@ -79,5 +79,6 @@ def test_without_memory_there_is_no_curve_and_the_picture_is_lower():
     [(4.5, "peak 4.5"), (1536, "peak 1.5 KiB"), (3 * 2**30, "peak 3 GiB")],
 )
 def test_bytes_as_people_read_them(value, says):
-    assert peak_label(value) == says
+    assert peak_label(value, in_bytes=False) == says
+    assert peak_label(value, in_bytes=True) == says + " B" * (value < 1024)
     assert number(12345.6) == "12346"

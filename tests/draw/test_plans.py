@@ -59,6 +59,24 @@ def test_bars_are_as_long_as_what_they_say():
     assert f"rank 0: {first[0]} to {first[-1]} ({len(first)}); min_cut" in says
 
 
+def test_all_ranks_are_named_by_layers_or_all_by_their_number():
+    plan = planned(schedules="1f1b", balance=(2, 3))
+    first, last = plan.stages
+    for layers, says in (
+        (("Dense",) * 3, "rank 1: Dense x 3; min_cut"),
+        (("ADenseLayerOfAVeryLongName", *last.layers), "rank 1: 4 layers; min_cut"),
+        (("ADenseLayerOfSuchAVeryLongNameThatItIsCut",), "rank 1: 1 layer; min_cut"),
+    ):
+        stages = first, dataclasses.replace(last, layers=layers)
+        said = [
+            t["text"] for t in texts(parsed(dataclasses.replace(plan, stages=stages)))
+        ]
+        assert says in said
+        by_number = "x" not in says
+        count = len(first.layers)
+        assert (f"rank 0: {count} layers; min_cut" in said) == by_number
+
+
 def test_a_limit_that_is_far_away_is_told_and_not_drawn():
     root = parsed(planned(schedules="1f1b", memory_limit=1 << 34))
     assert "limit 16 GiB" in [text["text"] for text in texts(root)]

@@ -7,7 +7,7 @@ import pytest
 
 from jpipe.draw._frame import frame_of
 from jpipe.draw._shapes import shortened
-from jpipe.schedules import Costs
+from jpipe.schedules import BY_NAME, Costs
 
 from .pictures import CLOSE, actions, boxes, measured, parsed, predicted, texts
 
@@ -93,3 +93,22 @@ def test_measured_times_have_a_unit_and_predicted_ones_have_none(factor, unit):
     assert unit in said
     assert f"makespan 33 {unit.split()[1]}, bubble 27.3 %" in said
     assert "time" in [t["text"] for t in texts(parsed(timeline))]
+
+
+def test_what_is_predicted_from_seconds_is_drawn_in_seconds():
+    costs = Costs(2e-3, 4e-3, residual_bytes=3000, boundary_bytes=20, in_seconds=True)
+    said = [t["text"] for t in texts(parsed(BY_NAME["1f1b"](2, 2).simulate(costs)))]
+    assert "time, ms" in said
+    assert "makespan 18 ms, bubble 33.3 %" in said
+    assert said.count("peak 5.879 KiB") == 1
+    said = [
+        t["text"]
+        for t in texts(
+            parsed(
+                BY_NAME["1f1b"](2, 2).simulate(
+                    dataclasses.replace(costs, residual_bytes=30)
+                )
+            )
+        )
+    ]
+    assert "peak 80 B" in said

@@ -79,6 +79,22 @@ def test_names_of_the_package_are_there_when_they_are_asked_for():
         _ = jpipe.pipelin  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def test_the_tab_key_offers_what_is_meant_to_be_typed():
+    from jpipe import checkpoint, draw, planning, schedules
+
+    def offered(module):
+        return {name for name in dir(module) if not name.startswith("_")}
+
+    assert offered(jpipe) == set(jpipe.__all__)
+    assert offered(checkpoint) == {"restore", "save"}
+    assert offered(draw) == {"png", "svg", "trace"}
+    assert not offered(planning)
+    assert all(
+        getattr(schedules, name).__module__.startswith("jpipe.schedules")
+        for name in offered(schedules) - {"BY_NAME", "ScheduleBuilder"}
+    )
+
+
 def test_a_step_needs_no_planning_and_no_pictures():
     said = """
 import sys
@@ -93,7 +109,7 @@ print(jpipe.profile.__name__, "jpipe.planning" in sys.modules)
     # What a plan is, as values, is what `print(pipe)` prints.
     assert done.stdout.splitlines() == [
         "jpipe.planning jpipe.planning._json jpipe.planning._sound "
-        "jpipe.planning._units jpipe.planning._plan",
+        "jpipe.planning._plan",
         "profile True",
     ]
 

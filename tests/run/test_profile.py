@@ -42,6 +42,9 @@ class TestProfile:
                     for need in needs(action):
                         assert measured.end[need] <= measured.start[action]
         assert measured.makespan > 0
+        # Until something runs, nothing counts: not what splits the mini-batch either.
+        ran = [a for a in measured.start if measured.start[a] < measured.end[a]]
+        assert min(measured.start[action] for action in ran) == 0.0
         predicted = pipe.schedule.simulate(measured.costs)
         assert predicted.makespan > 0
         assert predicted.peak_bytes == measured.peak_bytes

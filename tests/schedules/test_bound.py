@@ -150,7 +150,12 @@ def test_a_timeline_prints_its_time_its_gap_its_bubble_and_its_peaks():
     )
     first = Action("F", 0, 0)
     measured = Timeline("measured", (0,), ((first,),), {first: 1.0}, {first: 3.5})
-    assert str(measured) == "measured: time 2.5, bubble 0.0 %"
+    assert str(measured) == "measured: time 2.5 s, bubble 0.0 %"
+    costs = Costs(1e-3, 2e-3, residual_bytes=3000, in_seconds=True)
+    assert str(gpipe(2, 2).simulate(costs)) == (
+        "gpipe: time 9 ms (28.6 % above the bound), bubble 33.3 %, "
+        "peak bytes per rank 5.9 KiB, 5.9 KiB"
+    )
     with pytest.raises(ValueError, match=r"^measured was measured: schedule\.simulate"):
         _ = measured.lower_bound
 
