@@ -108,6 +108,7 @@ def test_a_schedule_is_found_by_its_name_and_by_that_of_its_function():
     for name, builder in BY_NAME.items():
         assert named(name) is builder
         assert named(builder.__name__) is builder
+        assert named(name, 2, 4) == builder(2, 4)
     assert named("one_f_one_b") is one_f_one_b
 
 
