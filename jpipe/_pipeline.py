@@ -89,7 +89,7 @@ class Pipeline(OwnLoop):
         return str(self.plan)
 
     @outside_of_meshes
-    def init(self, key: chex.PRNGKey, x: PyTree) -> tuple[PyTree, ...]:
+    def init(self, key: chex.PRNGKey | None, x: PyTree) -> tuple[PyTree, ...]:
         """Makes the variables of all layers, each on its layer's device.
 
         The values depend on the key, the layer's number and shapes only, not on
@@ -99,7 +99,8 @@ class Pipeline(OwnLoop):
         one more.
 
         Args:
-          key: a JAX random key.
+          key: a JAX random key; ``None`` will do where all variables are those that
+            nnx modules hold.
           x: an input, or its `jax.ShapeDtypeStruct` leaves. Layers are made for its
             first micro-batch, as they run; for all of it if it has fewer examples.
 

@@ -18,7 +18,7 @@ from ._layers._initialize import strong
 from ._processes._elsewhere import is_here, of_copies, own_copy
 from ._processes._group import group
 from ._run import _resting, _variables
-from ._run._initialize import initializers
+from ._run._initialize import draws, initializers
 from ._run._pipe import Pipe
 from ._train._optimizer import Optimizer, place_state
 from ._train._state import TrainState, note_chosen
@@ -27,14 +27,19 @@ PyTree = Any
 
 
 def make(
-    pipe: Pipe, programs: ProgramCache, key: chex.PRNGKey, x: PyTree
+    pipe: Pipe, programs: ProgramCache, key: chex.PRNGKey | None, x: PyTree
 ) -> tuple[PyTree, ...]:
     """Makes the variables of all layers: see `Pipeline.init`."""
     _variables.check_concrete(jax.tree.leaves((key, x)))
-    _rng.check_key(key)
+    if key is not None:
+        _rng.check_key(key)
     batch = programs.sample(x)
     programs.look_again()
     visits, _ = programs.expected(batch)
+    if key is None:
+        if any(map(draws, visits)):
+            _rng.check_key(key)
+        key = jax.random.key(0)  # which nobody reads
     programs.note([visit.variables for visit in visits], batch)
 
     _resting.shardings(pipe, [visit.variables for visit in visits])  # or refused

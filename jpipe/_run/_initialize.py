@@ -22,6 +22,12 @@ PyTree = Any
 Initializer = Callable[[chex.PRNGKey], PyTree]
 
 
+def draws(visit: Visit) -> bool:
+    """Whether a layer makes variables by a key; nnx modules have theirs already."""
+    is_nnx = _nnx.is_module(visit.layer.owner)
+    return bool(jax.tree.leaves(visit.variables)) and not is_nnx
+
+
 class _Made(NamedTuple):
     """A compiled initializer, and the structures of what it gives."""
 

@@ -158,6 +158,19 @@ def test_init_gives_the_values_that_the_module_has_now():
     ref.assert_equal(other.init(jax.random.key(8), x)[1], variables[1])
 
 
+def test_a_key_is_not_needed_where_all_layers_hold_their_values():
+    layers = [nnx.Linear(3, 2, rngs=nnx.Rngs(0)), nn.relu, Block(2, nnx.Rngs(1))]
+    pipe, x = jpipe.pipeline(layers, 2, balance=[2, 1]), jnp.ones((4, 3))
+    variables = pipe.init(None, x)
+    ref.assert_equal(variables, pipe.init(KEY, x))
+    pipe.init_train_state(KEY, x, optax.sgd(0.1), variables=variables)
+    # A state keeps a key, and linen makes its values by one.
+    with pytest.raises(TypeError, match="key is None; needs a random key"):
+        pipe.init_train_state(None, x, optax.sgd(0.1))
+    with pytest.raises(TypeError, match="key is None; needs a random key"):
+        jpipe.pipeline([*layers, nn.Dense(2)], 2).init(None, x)
+
+
 def test_a_compiled_pipe_uses_the_variables_that_it_is_given():
     layer = Block(3, nnx.Rngs(0))
     x = jnp.ones((4, 3))
