@@ -19,7 +19,7 @@ from jax.extend import core
 from scipy.sparse import csgraph, csr_array
 
 from . import _jaxpr
-from ._primitives import CALLS, CHEAP, MIDDLING, PRODUCTS
+from ._primitives import CALLS, CHEAP, DRAWS, MIDDLING, PRODUCTS
 
 # Of this much all capacities together: SciPy counts in 32 bits.
 _TOTAL = 2**29
@@ -30,7 +30,7 @@ def is_cheap(eqn: core.JaxprEqn, others: bool = False) -> bool:
 
     Args:
       eqn: the equation.
-      others: whether random bits, sorts and the like are too.
+      others: whether sorts and the like are too.
     """
     name = eqn.primitive.name
     if name in CALLS:
@@ -53,8 +53,9 @@ def cheapest(
 ) -> list[core.Var]:
     """The values to keep so that others follow from them by cheap equations.
 
-    Random bits, sorts and the like are dear as products are, unless more would be kept
-    for them than products and inputs are.
+    Random bits are as dear as products: of a dropout its mask is kept, a byte for each
+    element. So are sorts and the like, unless more would be kept for them than
+    products, random bits and inputs are.
 
     Args:
       closed: the jaxpr that computes all.
@@ -83,18 +84,26 @@ def cheapest(
         return sum(sizes[var] or 0 for var in variables)
 
     found = _cut(jaxpr, sizes, wanted)
-    if size(found) > size(products(jaxpr, wanted) & costly):
+    if size(found) > size(products(jaxpr, wanted, PRODUCTS | DRAWS) & costly):
         found = _cut(jaxpr, sizes, wanted, others=True)
     inputs = {*jaxpr.invars}
     return [var for var in found if var not in inputs]
 
 
-def products(jaxpr: core.Jaxpr, wanted: Sequence[Any]) -> set[core.Var]:
-    """Results of products, and inputs, from which all follows without a product."""
+def products(
+    jaxpr: core.Jaxpr, wanted: Sequence[Any], names: Container[str] = PRODUCTS
+) -> set[core.Var]:
+    """Results of products, and inputs, from which all follows without a product.
+
+    Args:
+      jaxpr: what computes all.
+      wanted: what is needed.
+      names: the primitives that count as products.
+    """
     needed, found = _jaxpr.variables(wanted), set()
     for eqn in reversed(jaxpr.eqns):
         made = needed.intersection(eqn.outvars)
-        if made and eqn.primitive.name in PRODUCTS:
+        if made and eqn.primitive.name in names:
             found |= made
         elif made:
             needed |= _jaxpr.variables(eqn.invars)

@@ -18,9 +18,10 @@ _REDUCTIONS = """
     argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum
     reduce_window reduce_window_max reduce_window_min reduce_window_sum reduce_xor
 """
-_MIDDLING = """
-    cumlogsumexp cummax cummin cumprod cumsum random_bits random_fold_in random_seed
-    random_split sort threefry2x32 top_k
+_MIDDLING = "cumlogsumexp cummax cummin cumprod cumsum sort top_k"
+_DRAWS = """
+    random_bits random_fold_in random_gamma random_seed random_split rng_bit_generator
+    rng_uniform threefry2x32
 """
 _CALLS = "cond custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr jit pjit"
 
@@ -35,5 +36,7 @@ CHEAP = MOVES | REDUCTIONS | ONE_BY_ONE
 # What costs as much as what is inside.
 CALLS = frozenset(_CALLS.split())
 PRODUCTS = frozenset(["dot_general", "conv_general_dilated"])
+# What makes random bits: a hundred operations for each, and for XLA to compile.
+DRAWS = frozenset(_DRAWS.split())
 # Dear, unless what is kept for it is more than products are.
 MIDDLING = frozenset(_MIDDLING.split())
