@@ -6,11 +6,16 @@ the same arrays and tells the same settings apart; or a question is not asked.
 
 import functools
 import importlib
+import io
+import pickle
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
 from jax.extend import core
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import serialize_executable
 from jax.sharding import SingleDeviceSharding
 
 Copy = Callable[[Sequence[jax.Array]], list[jax.Array]]
@@ -124,6 +129,57 @@ def pruned(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
     except (ImportError, AttributeError, TypeError):
         return closed
     return core.ClosedJaxpr(jaxpr, closed.consts)
+
+
+def loaded(compiled: jax.stages.Compiled, device: Any) -> jax.stages.Compiled:
+    """A program that was compiled for one device, for another of the same kind.
+
+    Uses ``jaxlib._jax.CompileOptions``, ``DeviceAssignment`` and ``DeviceList``, to
+    read what `jax.experimental.serialize_executable` writes:
+    `deserialize_and_load(..., execution_devices=)` of it finds no other device than
+    that for which was compiled (a ``KeyError``).
+    Free when it does; it does not up to JAX 0.12.
+
+    Raises:
+      Exception: of any kind, if this JAX cannot do that.
+    """
+    jaxlib: Any = importlib.import_module("jaxlib._jax")
+    client, at = device.client, np.array([[device.id]])
+    options = jaxlib.CompileOptions()
+    options.num_replicas = options.num_partitions = 1
+    options.device_assignment = jaxlib.DeviceAssignment.create(at)
+    devices = jaxlib.DeviceList((device,))
+
+    class Reader(pickle.Unpickler):
+        def persistent_load(self, pid: Any) -> Any:
+            kind, *content = pid
+            if kind == "exec":
+                return client.deserialize_executable(*content, devices, options)
+            return {"device": device, "client": client}[kind]
+
+    written, in_tree, out_tree = serialize_executable.serialize(compiled)
+    program, args, no_kwargs = Reader(io.BytesIO(written)).load()
+    args = in_tree.unflatten(args)
+    given: Any = program.load(), [], args, out_tree
+    return jax.stages.Compiled(*given, no_kwargs=no_kwargs)
+
+
+@functools.cache
+def can_load(source: Any, target: Any) -> bool:
+    """Whether `loaded` gives to one device what was compiled for another."""
+    if source.device_kind != target.device_kind or source.client is not target.client:
+        return False
+    at, to = map(SingleDeviceSharding, (source, target))
+    try:
+        with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
+            spec = jax.ShapeDtypeStruct((), jnp.float32, sharding=at)
+            double = jax.jit(lambda x: 2 * x, donate_argnums=0)
+            result = loaded(double.lower(spec).compile(), target)(
+                jax.device_put(1.0, to)
+            )
+    except Exception:
+        return False
+    return result.sharding == to and result == 2
 
 
 def coordination() -> Any:

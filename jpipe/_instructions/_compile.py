@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 
+from .. import _compat
 from .._jaxprs._function import Function
 from ._graph import NOWHERE, Place
 from ._sharding import WHOLE, Sharding, SubMesh
@@ -163,8 +164,8 @@ def is_ahead() -> bool:
     return not (_config.jax_disable_jit or debug)
 
 
-def _key(traced: Any, lowered: Any, device: Device, options: Any) -> Any:
-    """What tells one executable from another: all that is written into it.
+def _key(traced: Any, lowered: Any, options: Any) -> Any:
+    """What tells one executable from another: all of it but the device.
 
     The text has memory layouts, donation and what is computed. It has no Python
     functions that are called and no `jax.Ref` that is read: a program with these, as
@@ -178,7 +179,7 @@ def _key(traced: Any, lowered: Any, device: Device, options: Any) -> Any:
     avals = *traced.jaxpr.in_avals, *traced.jaxpr.out_avals
     settings = tuple(sorted(_config.values.items(), key=lambda item: item[0]))
     kinds = tuple((x.shape, x.dtype, x.weak_type) for x in avals)
-    return text, kinds, lowered.in_tree, device, repr(settings), repr(options)
+    return text, kinds, lowered.in_tree, repr(settings), repr(options)
 
 
 # Executables by what was compiled, so that a cell of a notebook that makes the same
@@ -218,23 +219,40 @@ def compiling() -> Iterator[Callable[..., Executable]]:
     """
     found: dict[Any, Executable] = {}
     running: dict[Future[tuple[Any, float]], Any] = {}
+    # Where each program is compiled first, and for which other devices it is wanted.
+    first: dict[Any, tuple[Device, Future[tuple[Any, float]]]] = {}
+    equal: dict[Any, tuple[Any, Any]] = {}
 
     def add(traced: Any, device: Device, options: Any = None) -> Executable:
         lowered = traced.lower()
-        key = _key(traced, lowered, device, options)
+        program = _key(traced, lowered, options)
+        key = program, device
         if key not in found:
             found[key] = Executable(_executables.get(key))
-            if key not in _executables:
-                running[pool.submit(_timed, lowered, options)] = key
+            if key in _executables:
+                pass
+            elif program in first and _is_again(first[program][0], device):
+                equal[key] = lowered, options
+            else:
+                future = pool.submit(_timed, lowered, options)
+                running[future] = key
+                first.setdefault(program, (device, future))
         return found[key]
+
+    def wait() -> None:
+        for done, future in enumerate(as_completed(running), start=1):
+            future.result()
+            progress.say(done, len(found))
 
     progress = Progress("programs compiled")
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool, progress:
         try:
             yield add
-            for done, future in enumerate(as_completed(running), start=1):
-                future.result()
-                progress.say(done, len(running))
+            wait()
+            for (program, device), given in equal.items():
+                compiled, _ = first[program][1].result()
+                running[pool.submit(_again, compiled, device, *given)] = program, device
+            wait()
         finally:
             # Where something was raised, what has not begun is not compiled any more,
             # and what has been is kept.
@@ -243,6 +261,30 @@ def compiling() -> Iterator[Callable[..., Executable]]:
                 if not (future.cancelled() or future.exception()):
                     found[key].run, found[key].seconds = future.result()
             _keep({key: made.run for key, made in found.items() if made.run})
+
+
+def _is_again(source: Device, device: Device) -> bool:
+    """Whether what is compiled for one device is had for another in less time."""
+    if isinstance(source, SubMesh) or isinstance(device, SubMesh):
+        return False
+    if _config.jax_compilation_cache_dir:
+        # On CPU what JAX reads there cannot be loaded for another device, and the key
+        # under which it is found has the device; on GPUs it has not.
+        return device.platform == "gpu"
+    return _compat.can_load(source, device)
+
+
+def _again(
+    compiled: Any, device: Device, lowered: Any, options: Any
+) -> tuple[Any, float]:
+    """What was compiled for another device, for this one, and in how many seconds."""
+    start = time.monotonic()
+    try:
+        if not _config.jax_compilation_cache_dir:
+            return _compat.loaded(compiled, device), time.monotonic() - start
+    except Exception:
+        pass  # the public way does the same, in more time
+    return _timed(lowered, options)
 
 
 def compile_all(programs: Iterable[Compiled]) -> None:

@@ -1,5 +1,6 @@
 """Programs that are compiled ahead, side by side, and what is then known."""
 
+import collections
 import threading
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import linen as nn
+from jax.experimental.compilation_cache import compilation_cache
 
 import jpipe
 from jpipe._instructions import _compile
@@ -101,6 +103,74 @@ def test_the_same_step_made_again_compiles_nothing(compiled):
         results.append(function(*args))
     assert not compiled
     ref.assert_equal(*results)
+
+
+@pytest.fixture
+def unsaved():
+    """JAX reads no executables from a directory."""
+    directory = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_compilation_cache_dir", directory)
+    compilation_cache.reset_cache()
+
+
+def trained():
+    """A state after a step on five devices whose norms cross them, and the report."""
+    layers = [ref.dense(6), *[nn.Dense(6) for _ in range(3)], ref.dense(4)]
+    pipe = jpipe.pipeline(layers, 2, devices=jax.devices()[:5])
+    tx = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
+    x = jax.random.normal(jax.random.key(1), (4, 6))
+    given = pipe.init_train_state(jax.random.key(0), x, tx), x, jnp.ones((4, 4))
+    step = pipe.train_step(ref.mse, tx)
+    report = pipe.compile(step, *given)
+    return step(*given), report
+
+
+def test_equal_programs_of_several_devices_are_compiled_once(
+    compiled, unsaved, monkeypatch
+):
+    """Those of equal stages, and of an optimizer: other devices load the first."""
+    found, report = trained()
+    assert all(program.seconds > 0 for program in report.programs)
+    assert found[0].params[2]["kernel"].devices() == {jax.devices()[2]}
+    once = collections.Counter(compiled)
+    assert once["jit_stage1_2_3_forward"] == once["jit_stage1_2_3_backward_add_grads"]
+    assert once["jit_stage1_2_3_forward"] == 1
+    compiled.clear()
+    monkeypatch.setattr(_compile, "_executables", _compile.OrderedDict())
+    monkeypatch.setattr(_compile._compat, "can_load", lambda *_: False)
+    expected, _ = trained()
+    ref.assert_equal(found, expected)
+    each = collections.Counter(compiled)
+    assert each["jit_stage1_2_3_forward"] == 3
+    assert each["jit_optimizer_update"] == 13
+    assert once["jit_optimizer_update"] == 6
+
+
+def test_what_jax_keeps_in_a_directory_is_not_loaded_for_another_device(
+    compiled, unsaved, tmp_path, monkeypatch
+):
+    """XLA for CPU loads it once, and finds nothing in what it makes of that."""
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    found = []
+    for _ in range(2):
+        monkeypatch.setattr(_compile, "_executables", _compile.OrderedDict())
+        found.append(trained()[0])
+    ref.assert_equal(*found)
+
+
+def test_what_cannot_be_loaded_is_compiled(compiled, unsaved, monkeypatch):
+    expected, _ = trained()
+    assert compiled.count("jit_stage1_2_3_forward") == 1
+    compiled.clear()
+    monkeypatch.setattr(_compile, "_executables", _compile.OrderedDict())
+    name = "jax.experimental.serialize_executable.serialize"
+    monkeypatch.setattr(name, lambda compiled: 1 / 0)
+    found, _ = trained()
+    assert compiled.count("jit_stage1_2_3_forward") == 3
+    ref.assert_equal(found, expected)
 
 
 def test_variables_are_compiled_side_by_side_equal_ones_once(monkeypatch):

@@ -149,7 +149,7 @@ def test_a_minimum_cut_keeps_no_more_than_any_other_mode(name):
     elif name == "complex":  # all is kept
         assert held["min_cut"] <= held["none"]
     else:
-        # "dots" draws the masks of a dropout again: 2 layers, 2 micro-batches in flight.
+        # "dots" draws masks again: of two layers, for two micro-batches in flight.
         masks = 2 * 2 * (2 * 5 * WIDTH * WIDTH) if name == "convolution" else 0
         assert held["min_cut"] - masks <= held["dots"]
 
