@@ -12,10 +12,10 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
-from jax.extend import core
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import serialize_executable
+from jax.extend import core
 from jax.sharding import SingleDeviceSharding
 
 Copy = Callable[[Sequence[jax.Array]], list[jax.Array]]
