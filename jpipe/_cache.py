@@ -6,20 +6,17 @@ caller gave is made on abstract values, before anything is compiled or moved.
 
 import functools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 
-from . import _checks
-from ._functions import _batch, _microbatch
+from ._functions import _batch, _microbatch, _probe
 from ._functions._batch import Batch
 from ._functions._objective import Objective
 from ._functions._trainable import Trainable
-from ._layers import _hidden, _rng
-from ._layers._examples import Examples
-from ._layers._followed import Following
-from ._layers._layer import as_layers
+from ._layers import _nnx, _rng
+from ._layers._layer import check_unchanged
 from ._layers._rng import Rngs
 from ._layers._skip import Route
 from ._layers._walk import Visit, walk
@@ -55,6 +52,7 @@ class ProgramCache:
       routes: the skip connections between stages, for print.
       built: the gradients that were built last; ``None`` before the first.
       training: the mini-batch with a loss seen last, for print.
+      unchecked: why its loss was not checked, for print; empty if it was.
     """
 
     def __init__(self, pipe: Pipe, axes: Axes) -> None:
@@ -67,10 +65,10 @@ class ProgramCache:
         self.routes: tuple[Route, ...] = ()
         self._expected: dict[Any, Expected] = {}
         self._in_a_row = 0
-        self._is_apart = False
+        self.unchecked = ""
 
     def look_again(self) -> None:
-        """Has layers checked and met anew, as where variables are made of them.
+        """Traces layers anew from now on, as where variables are made of them.
 
         Layers and losses may read what was changed since: globals, variables of
         functions around them, helpers in other modules. What is built anew has them
@@ -78,16 +76,11 @@ class ProgramCache:
         what came to the same is not compiled again: see `_compile`.
 
         Raises:
-          ValueError: if layers cannot be those of a pipeline any more.
-          TypeError: likewise.
+          ValueError: if an nnx module was changed.
         """
-        self._pipe.unchanged.check()
-        as_layers(
-            [layer.source for stage in self._pipe.stages for layer in stage.layers]
-        )
+        check_unchanged(self._pipe.layers)
         self._expected.clear()
         self._inference.clear()
-        self._is_apart = False
 
     def inference(
         self, variables: Any, x: PyTree, rngs: Rngs, train: bool
@@ -99,8 +92,6 @@ class ProgramCache:
             batch = self._batch(x, (), rngs)
             layout = self._check(variables, batch)
             works = self._works(layout, batch, train, None)
-            if batch.num_parts > 1 and not self._is_apart:
-                self._check_apart(batch, train)
             if train and (changed := works.changed(layout)):
                 _say_what_is_dropped(_variables.collections(variables, changed))
             made = Inference(self._pipe, layout, batch, works, self._axes.out_axes)
@@ -120,8 +111,6 @@ class ProgramCache:
                 f"schedule {schedule.name!r} has forwards only: it can apply, not "
                 f"train; build the pipeline with another, such as schedule='1f1b'"
             )
-        layers = [layer for stage in self._pipe.stages for layer in stage.layers]
-        _hidden.check_loss(objective.loss_fn, (layer.owner for layer in layers))
         self.look_again()
         once = self.built is not None and self.built.calls == 1
         self._in_a_row = self._in_a_row + 1 if once else 1
@@ -138,8 +127,7 @@ class ProgramCache:
         train: bool,
     ) -> Gradient:
         """The gradient of a build for such arguments."""
-        objective = build.objective.now()
-        known = build.known(objective)
+        objective, known = build.objective, build.known
         kind = _signature.of(variables, x, targets, rngs), train
         signature = _signature.settings(), kind
         if signature not in known:
@@ -148,9 +136,11 @@ class ProgramCache:
             batch = self._batch(x, targets, rngs)
             layout = self._check(variables, batch, build.trainable)
             works = self._works(layout, batch, train, objective)
-            _checks.constants(works, layout, variables)
+            self._check_constants(works, layout, variables)
             if batch.num_parts > 1:
-                self._check_parts(works, batch, objective, train)
+                outputs = works.task(works.num_stages - 1).outputs
+                axis = self._axes.out_axes if isinstance(self._axes.out_axes, int) else 0
+                self.unchecked = _probe.check(objective, outputs, targets, batch, axis)
             made = Gradient(self._pipe, layout, batch, works, objective)
             known[signature] = self.training = made
         return known[signature]
@@ -169,40 +159,37 @@ class ProgramCache:
         )
         return _batch.explained(batch, works)
 
-    def _check_parts(
-        self, works: Works, batch: Batch, objective: Objective, train: bool
+    def _check_constants(
+        self, works: Works, layout: Layout, variables: Sequence[PyTree]
     ) -> None:
-        """Checks that micro-batches make what the mini-batch would."""
-        examples, axes = self._examples(batch, train), self._axes.out_axes
-        doubts = _checks.loss(objective, works, examples, batch, axes)
-        written = _checks.written(works, examples, batch)
-        self._say_what_is_mixed(examples, written, doubts)
+        """Checks that what is trained is not closed over by a layer or the loss too.
 
-    def _check_apart(self, batch: Batch, train: bool) -> None:
-        """Says which layers of a forward pass make something of several examples."""
-        self._say_what_is_mixed(self._examples(batch, train), None, [])
-
-    def _examples(self, batch: Batch, train: bool) -> Examples:
-        """What layers do with the examples of a micro-batch."""
-        visits = self.expected(batch)[0]
-        sized, size = lambda count: batch.part(count)[0], batch.sizes[0]
-        follow = functools.partial(Following, visits, sized, batch.x_axes, train, size)
-        return Examples(visits, batch.sizes, follow)
-
-    def _say_what_is_mixed(
-        self,
-        examples: Examples,
-        written: Mapping[int, Any] | None,
-        doubts: Sequence[str],
-    ) -> None:
-        """Says where a micro-batch by itself is, or may be, another computation.
-
-        Once no layer was found, evaluation is not looked at any more.
+        Raises:
+          TypeError: with the variables that are.
         """
-        mixed = examples.mixed(written)
-        self._is_apart = examples.fixed is None and not (mixed or examples.moved)
-        if mixed or doubts:
-            _checks.warn_of([*mixed, *doubts])
+        tasks = map(works.task, range(len(layout.order)))
+        constants = {id(array) for task in tasks for array in task.closed.consts}
+        paths = jax.tree_util.tree_leaves_with_path(tuple(variables))
+        found = [
+            f"variables{jax.tree_util.keystr(path)}"
+            for (path, leaf), trained in zip(paths, layout.marks, strict=True)
+            if trained and id(leaf) in constants
+        ]
+        for number, layer in enumerate(self._pipe.layers):
+            found += [
+                f"{'.'.join(map(str, path))} of layer {number} ({layer.name})"
+                for path, (collection, leaf) in _nnx.leaves(layer.owner).items()
+                if collection == "params" and id(leaf.get_raw_value()) in constants
+            ]
+        if found:
+            raise TypeError(
+                "the loss or a layer takes variables from outside, which would be "
+                "constants without a gradient and stay as they are now; compute it in "
+                "a layer that lists the module again, or add the gradient to that of "
+                "the loss: pipe.jit(jax.value_and_grad(penalty))(params), where "
+                "penalty is a function of them; for constants give copies:\n"
+                + "\n".join(f"  * {name}" for name in found)
+            )
 
     def _say_what_it_costs(self, build: Build) -> None:
         """Says what building in a loop costs: what is built, called once and left."""
@@ -278,7 +265,6 @@ class ProgramCache:
         Raises:
           ValueError: if skip connections do not fit, or a layer was changed.
         """
-        self._pipe.unchanged.check()
         signature = _signature.settings(), _signature.of(batch.first)
         if signature not in self._expected:
             stages, key = self._pipe.stages, _rng.key_spec()

@@ -16,7 +16,7 @@ from ._functions._trainable import Trainable
 from ._instructions import _transfer
 from ._instructions._sharding import SubMesh
 from ._layers import _rng
-from ._layers._layer import as_module
+from ._layers._layer import as_module, check_unchanged
 from ._loop import OwnLoop
 from ._profile import as_pair, profile
 from ._run import _layout, _variables
@@ -333,8 +333,8 @@ class Pipeline(OwnLoop):
           ValueError: if the variables are not those of the layers, or a layer was
             changed.
         """
-        self._pipe.unchanged.check()
-        layers = [layer for stage in self._pipe.stages for layer in stage.layers]
+        layers = self._pipe.layers
+        check_unchanged(layers)
         _variables.check_entries(variables, len(layers))
         _variables.check_alive(jax.tree.leaves(variables))
         entries = _layout.complete(self._pipe.sharing, variables)

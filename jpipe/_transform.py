@@ -13,7 +13,6 @@ from ._instructions._sharding import SubMesh
 from ._instructions._transfer import Device
 from ._layers._layer import as_layers
 from ._layers._stage import check_balance, fuse
-from ._layers._unchanged import Unchanged
 from ._pipeline import Pipeline
 from ._processes._start import check_joined, check_threads
 from ._run import _resting
@@ -170,8 +169,7 @@ def pipeline(
         _setup.warn_of_idle(devices, chosen)
     if any(isinstance(device, SubMesh) for device in placed):
         check_threads()
-    unchanged = Unchanged(layers)
-    pipe = Pipe(groups, placed, chosen, settings, unchanged, sharding, gather)
+    pipe = Pipe(groups, placed, chosen, settings, sharding, gather)
     forecast = getattr(plan, "forecast", None)
     return Pipeline(pipe, Axes(in_axes, target_axes, out_axes), forecast)
 

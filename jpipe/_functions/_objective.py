@@ -1,6 +1,5 @@
 """The loss of a mini-batch, composed of its micro-batches."""
 
-import copy
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -10,12 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
+from .._layers._alike import Same
 from .._layers._stage import shapes
-from ._captured import Holder
 
 PyTree = Any
 
-REDUCTIONS = ("mean", "sum", "weighted")
+REDUCTIONS = ("mean", "sum", "weighted", "microbatch_mean")
 # What a loss function returns, by whether it is weighted and whether it has aux.
 _RETURNS = {
     (False, False): "a scalar loss",
@@ -38,15 +37,15 @@ class Objective:
         add up, and the loss is their quotient.
       aux_axes: on which axes aux of micro-batches are joined, as a prefix of aux;
         ``None``: on a new one.
-      held: what tells ``loss_fn`` apart: see `_held`; Python's ``==`` is the user's.
+      identity: what tells ``loss_fn`` apart, as for `jax.jit`: its hash and equality,
+        or which object it is.
     """
 
     loss_fn: Callable[..., Any] = field(compare=False)
     has_aux: bool = False
     reduction: str = "mean"
     aux_axes: Any = None
-    held: Hashable = field(init=False, repr=False)
-    _holder: Holder = field(init=False, repr=False, compare=False)
+    identity: Hashable = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not callable(self.loss_fn):
@@ -62,22 +61,14 @@ class Objective:
         if self.aux_axes is not None and not self.has_aux:
             raise ValueError(f"aux_axes={self.aux_axes!r} needs has_aux=True")
 
-        object.__setattr__(self, "_holder", Holder(self.loss_fn))
-        object.__setattr__(self, "held", self._holder.read())
+        try:
+            hash(self.loss_fn)
+            object.__setattr__(self, "identity", self.loss_fn)
+        except TypeError:
+            object.__setattr__(self, "identity", Same(self.loss_fn))
 
     def __hash__(self) -> int:
-        return hash((self.held, self.has_aux, self.reduction))
-
-    def now(self) -> "Objective":
-        """The same with what its loss function holds now."""
-        if not self._holder.changes:
-            return self
-        held = self._holder.read()
-        if held == self.held:
-            return self
-        other = copy.copy(self)
-        object.__setattr__(other, "held", held)
-        return other
+        return hash((self.identity, self.has_aux, self.reduction))
 
     def __call__(
         self, outputs: PyTree, targets: PyTree, share: jax.Array
@@ -96,7 +87,7 @@ class Objective:
           TypeError: if ``loss_fn`` returns something else than was agreed.
         """
         try:
-            result = self._holder.traced(outputs, targets)
+            result = self.loss_fn(outputs, targets)
         except Exception as error:
             error.add_note(
                 f"raised by loss_fn on outputs {shapes(outputs)} and "
@@ -122,7 +113,7 @@ class Objective:
 
     def parts(self, outputs: PyTree, targets: PyTree) -> PyTree:
         """What ``loss_fn`` returns without aux: the loss, or its total and weight."""
-        return self._without_aux(self._holder.traced(outputs, targets))[0]
+        return self._without_aux(self.loss_fn(outputs, targets))[0]
 
     def _without_aux(self, result: Any) -> tuple[Any, PyTree]:
         is_weighted = self.reduction == "weighted"

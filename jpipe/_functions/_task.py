@@ -9,8 +9,6 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from .._jaxprs import _jaxpr
-from .._jaxprs._draws import seeds
-from .._jaxprs._places import is_partly_written
 from .._layers import _batchnorm
 from .._layers._skip import NO_PORTS, Ports
 from .._layers._stage import StageFunction
@@ -104,40 +102,6 @@ class Task:
     def changes_integers(self) -> bool:
         """Whether training changes a leaf of integers: the last micro-batch's stays."""
         return any(not is_inexact(self.weights.specs[i]) for i in self.changed)
-
-    def written(self) -> dict[int, dict[tuple[Any, ...], bool]]:
-        """What training writes of each layer, but by batch norms.
-
-        Returns:
-          By the number of the layer in the stage the paths in it, and whether it is
-          numbers of which only some places are written, chosen by the micro-batch.
-        """
-        own = len(self.weights.specs)  # all micro-batches find the same of these
-        inputs = [at >= own for at in range(len(self.closed.jaxpr.invars))]
-        norms = {place for mean, var, _ in self.norms for place in (mean, var)}
-        first = self.num_results - len(self.changed)
-        found: dict[int, dict[tuple[Any, ...], bool]] = {}
-        for place, at in enumerate(self.changed):
-            if place not in norms:
-                layer, *path = self.weights.paths[at]
-                partly = is_inexact(self.weights.specs[at]) and is_partly_written(
-                    self.closed, first + place, at, inputs
-                )
-                found.setdefault(layer.idx, {})[tuple(path)] = partly
-        return found
-
-    def drawn_by(self) -> dict[int, list[tuple[Any, ...]]]:
-        """What training writes of each layer, integers by which it draws.
-
-        Returns:
-          By the number of the layer in the stage the paths in it.
-        """
-        found: dict[int, list[tuple[Any, ...]]] = {}
-        for at in self.changed:
-            if not is_inexact(self.weights.specs[at]) and seeds(self.closed, at):
-                layer, *path = self.weights.paths[at]
-                found.setdefault(layer.idx, []).append(tuple(path))
-        return found
 
     @property
     def _has_means(self) -> bool:

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from .._jaxprs import _jaxpr
-from .._layers import _batchnorm, _skip, _streams
-from .._layers._batchnorm import Left, Norm, Record
+from .._layers import _batchnorm, _skip
+from .._layers._batchnorm import Record
 from .._layers._skip import NO_PORTS, Ports
 from .._layers._stage import StageFunction
 from ._objective import Objective
@@ -80,9 +80,7 @@ def trace(
     pairs = zip(differentiate, x_leaves, strict=True)
     wanted = [asked and is_inexact(leaf) for asked, leaf in pairs]
     with _batchnorm.recording() as record:
-        closed, (loss, y, _) = _streams.retried(
-            lambda: _jaxpr.trace(whole, weights.specs, x_leaves, values)
-        )
+        closed, (loss, y, _) = _jaxpr.trace(whole, weights.specs, x_leaves, values)
     task = Task(
         stage=stage,
         weights=weights,
@@ -111,21 +109,20 @@ def _checked(task: Task, num_losses: int, record: Record, train: bool) -> Task:
       record: the batch norms that were met.
       train: whether this is training; evaluation keeps nothing that a call writes.
     """
-    results, again = record.left(task.closed)
-    first = len(results) - len(task.changed)
-    left = dict(zip(task.changed, results[first:], strict=True))
+    first = len(task.closed.jaxpr.outvars) - len(task.changed)
     avals = dict(zip(task.changed, task.closed.out_avals[first:], strict=True))
     # A transformation such as nn.remat returns all it was given as if it had made it.
-    same = {at for at, found in left.items() if found.input == at}
+    passed = _jaxpr.passed_on(task.closed)[first:]
+    pairs = zip(task.changed, passed, strict=True)
+    same = {at for at, found in pairs if found == at}
     written = [at for at in task.changed if at not in same]
     if train:
         _check_lasting(task, written)
     else:
         _say_what_is_left(task, written)
         same = set(task.changed)
-    read = set().union(*(found.by | found.after for found in results[:first]))
     task = _prune(task, num_losses, same)
-    task = replace(task, norms=_norms(task, left, again, read))
+    task = replace(task, norms=_norms(task, record))
     _check_written(task, avals)
     return task
 
@@ -254,50 +251,32 @@ def _check_written(task: Task, avals: Mapping[int, Any]) -> None:
             )
 
 
-def _norms(
-    task: Task, left: Mapping[int, Left], again: set[Norm], read: set[Norm]
-) -> tuple[tuple[int, int, float], ...]:
+def _norms(task: Task, record: Record) -> tuple[tuple[int, int, float], ...]:
     """Where the statistics of batch norms stand among the changed leaves.
 
-    Args:
-      task: what they are in.
-      left: for each changed leaf, which norms left it or what it follows from.
-      again: the norms that left what another call of a norm started from.
-      read: the norms that left what an output follows from.
-
     Raises:
-      ValueError: if what a norm left is anything but its own running statistics.
+      ValueError: if a norm left statistics that are no variables of its layer.
     """
-    paths = [task.weights.paths[at] for at in task.changed]
-    place = {path: i for i, path in enumerate(paths)}
+    place = {}
+    for number, at in enumerate(task.changed):
+        layer, *rest = task.weights.paths[at]
+        keys = [getattr(key, "key", key) for key in rest]
+        place[(layer.idx, *keys)] = number
     found = []
-    for (*path, last), at in zip(paths, task.changed, strict=True):
-        _, by, after = left[at]
-        read |= after
-        if not by:
-            continue
-        # In two branches it is met twice, and left once.
-        momentum, *others = [norm.momentum for norm in by]
+    for (layer, path), momentum in record.momenta.items():
         mean, var = (
-            (*path, jax.tree_util.DictKey(name)) for name in _batchnorm.STATISTICS
+            place.get((layer, "batch_stats", *path, name))
+            for name in _batchnorm.STATISTICS
         )
-        pair = (*path, last) in (mean, var) and mean in place and var in place
-        same = pair and all(left[task.changed[place[x]]].by == by for x in (mean, var))
-        if not same or any(other != momentum for other in others):
-            read |= by
-        elif (*path, last) == mean:
-            found.append((place[mean], place[var], momentum))
-    for norm in (*again, *read):
-        error = (
-            _batchnorm.called_twice(norm.name)
-            if norm in again
-            else _batchnorm.not_left_alone(norm.name)
-        )
-        number, layer = task.stage.first + norm.layer, task.stage.layers[norm.layer]
-        error.add_note(
-            f"raised by layer {number} ({layer.name}) of stage {task.stage.index}"
-        )
-        raise error
+        if mean is None or var is None:
+            number = task.stage.first + layer
+            raise ValueError(
+                f"layer {number} ({task.stage.layers[layer].name}) trains batch norm "
+                f"{'/'.join(map(str, path))}, whose running statistics are none of its "
+                f"variables; freeze it (use_running_average=True), or take "
+                f"num_microbatches=1"
+            )
+        found.append((mean, var, momentum))
     return tuple(found)
 
 

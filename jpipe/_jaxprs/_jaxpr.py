@@ -303,6 +303,58 @@ def spec(value: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(value.shape, value.dtype, weak_type=weak)
 
 
+def reached(closed: core.ClosedJaxpr, inputs: Sequence[bool]) -> list[bool]:
+    """Which results follow from some of the given inputs, through calls and loops."""
+    known = {v for v, yes in zip(closed.jaxpr.invars, inputs, strict=True) if yes}
+    for eqn in closed.jaxpr.eqns:
+        given = [not isinstance(a, core.Literal) and a in known for a in eqn.invars]
+        inner = [] if eqn.primitive.name == "while" else bodies(eqn)
+        found, before = [any(given)] * len(eqn.outvars), None
+        while inner and given != before:
+            before, found = list(given), [False] * len(eqn.outvars)
+            for body in inner:
+                first = len(given) - len(body.jaxpr.invars)
+                results = reached(body, given[first:])
+                chosen = any(given[:first])
+                found = [a or b or chosen for a, b in zip(found, results, strict=True)]
+            turns = carry(eqn)
+            given[turns] = [a or b for a, b in zip(given[turns], found, strict=False)]
+        known.update(v for v, yes in zip(eqn.outvars, found, strict=True) if yes)
+    return [
+        not isinstance(a, core.Literal) and a in known for a in closed.jaxpr.outvars
+    ]
+
+
+def passed_on(closed: core.ClosedJaxpr) -> list[int | None]:
+    """Of each result, the number of the input that it is, unchanged; else ``None``.
+
+    Calls that return what they were given are looked through.
+    """
+    known: dict[Any, int] = {var: i for i, var in enumerate(closed.jaxpr.invars)}
+    for eqn in closed.jaxpr.eqns:
+        cases = [
+            [None if i is None else i - len(body.jaxpr.invars) for i in passed_on(body)]
+            for body in bodies(eqn)
+        ]
+        carried = carry(eqn)
+        for place, found in enumerate(zip(*cases, strict=True)):
+            at = found[0]
+            if at is None or any(other != at for other in found):
+                continue
+            at += len(eqn.invars)
+            if eqn.primitive.name in ("scan", "while"):
+                turns = carried.start + place
+                if at != turns if turns < carried.stop else at < carried.stop:
+                    continue
+            atom = eqn.invars[at]
+            if not isinstance(atom, core.Literal) and atom in known:
+                known[eqn.outvars[place]] = known[atom]
+    return [
+        None if isinstance(atom, core.Literal) else known.get(atom)
+        for atom in closed.jaxpr.outvars
+    ]
+
+
 def zeros(specs: PyTree) -> PyTree:
     """An array of zeros for each spec, weakly typed where the spec is."""
 

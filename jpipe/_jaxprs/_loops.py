@@ -144,31 +144,3 @@ def _is_inexact(x: Any) -> bool:
 def _is_complex(eqn: core.JaxprEqn) -> bool:
     specs = [_jaxpr.spec(var.aval) for var in eqn.outvars]
     return any(jnp.issubdtype(spec.dtype, jnp.complexfloating) for spec in specs)
-
-
-def handed_on(eqn: core.JaxprEqn, cut: Sequence[bool]) -> list[bool]:
-    """Which stacked results of a scan follow from what earlier steps were given.
-
-    Args:
-      eqn: the scan.
-      cut: which operands it goes along; of others nothing is asked.
-    """
-    params: Any = eqn.params
-    body, carried = params["jaxpr"], _jaxpr.carry(eqn)
-    count = carried.stop - carried.start
-    xs = [False] * carried.stop + [*cut[carried.stop :]]
-    found = [False] * count
-    while True:
-        given = [False] * carried.start + found + xs[carried.stop :]
-        reached = _jaxpr.depending_on(body, given)
-        after = [_is_in(atom, reached) for atom in body.jaxpr.outvars[:count]]
-        if after == found:
-            break
-        found = [a or b for a, b in zip(after, found, strict=True)]
-    given = [False] * carried.start + found + [False] * (len(xs) - carried.stop)
-    reached = _jaxpr.depending_on(body, given)
-    return [_is_in(atom, reached) for atom in body.jaxpr.outvars[count:]]
-
-
-def _is_in(atom: Any, reached: set[core.Var]) -> bool:
-    return not reached.isdisjoint(_jaxpr.variables([atom]))

@@ -16,7 +16,7 @@ References:
 
 import inspect
 import itertools
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -24,107 +24,75 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import linen
-from jax.extend import core
+from flax import linen, nnx
 
-from .._jaxprs import _marks
+from ._patched import patched
 
-# How the marks on the statistics that batch norms leave begin.
-_MARK = "jpipe batch norm "
 STATISTICS = ("mean", "var")
-
-
-@dataclass(frozen=True, eq=False)
-class Norm:
-    """A batch norm that was met.
-
-    Attributes:
-      layer: the number of its layer in the stage.
-      name: what to call it.
-      momentum: how much of the running statistics a mini-batch leaves.
-    """
-
-    layer: int
-    name: str
-    momentum: float
-
-
-class Left(NamedTuple):
-    """What a result of a stage is.
-
-    Attributes:
-      input: the number of the input of the jaxpr that it is, if it is one.
-      by: the norms of which it is a running mean or variance, as they left it.
-      after: those on whose statistics it depends in another way.
-    """
-
-    input: int | None
-    by: set[Norm]
-    after: set[Norm]
+_COLLECTION = "batch_stats"
+Path = tuple[Any, ...]
 
 
 @dataclass
 class Record:
     """The batch norms of a stage, as its layers are traced.
 
-    What one leaves is marked, and followed in the jaxpr: Python does not see all
-    calls, as `flax.linen.jit` runs what it has traced, and knows no array again behind
-    a transformation such as `flax.linen.remat`.
-
     Attributes:
       layer: the number of the layer that is being applied.
-      norms: what was met so far; a mark is the number of one.
+      momenta: of each norm that left statistics of the micro-batch, by its layer and
+        its path in it, the momentum.
     """
 
     layer: int = 0
-    norms: list[Norm] = field(default_factory=list)
+    momenta: dict[tuple[int, Path], float] = field(default_factory=dict)
 
-    def left(self, closed: core.ClosedJaxpr) -> tuple[list[Left], set[Norm]]:
-        """Where in the jaxpr of the stage the statistics are that its norms left.
+    def add(self, path: Path, momentum: Any, masked: bool) -> None:
+        """Adds a norm whose call has left its statistics.
 
-        Args:
-          closed: the jaxpr.
-
-        Returns:
-          What each of its results is; and the norms that left something to a norm,
-          which is not what was running before.
+        Raises:
+          ValueError: if they cannot be merged.
         """
-        results, again = _marks.follow(closed, _MARK)
-        found = [
-            Left(marks.input, self._known(marks.here), self._known(marks.behind))
-            for marks in results
-        ]
-        return found, self._known(again)
-
-    def _known(self, marks: Container[str]) -> set[Norm]:
-        numbered = enumerate(self.norms)
-        return {norm for number, norm in numbered if f"{_MARK}{number}" in marks}
+        name = "/".join(map(str, path)) or "BatchNorm"
+        if isinstance(momentum, jax.Array):
+            raise ValueError(
+                f"the momentum of batch norm {name} is an array; give a Python number, "
+                f"or freeze the norm and write a rule of your own"
+            )
+        if masked:
+            raise ValueError(
+                f"batch norm {name} is given a mask: statistics of micro-batches are "
+                f"merged by their numbers of examples, of which a mask leaves some "
+                f"out; normalize all, or freeze it (use_running_average=True), or take "
+                f"num_microbatches=1"
+            )
+        if (self.layer, path) in self.momenta:
+            raise ValueError(
+                f"batch norm {name} is called twice in one layer: the second call "
+                f"would start from the statistics of the micro-batch; make two norms, "
+                f"or take num_microbatches=1"
+            )
+        self.momenta[self.layer, path] = momentum
 
 
 _current: ContextVar[Record | None] = ContextVar("jpipe_batchnorm", default=None)
 _are_merged: ContextVar[bool] = ContextVar("jpipe_batchnorm_merged", default=True)
 _is_apart: ContextVar[bool] = ContextVar("jpipe_batchnorm_apart", default=False)
 # Its value is a part of the key by which JAX finds what it has traced.
-_met = jax.make_user_context()
+_traced = jax.make_user_context()
 _layers = itertools.count(1)
 
 
 @contextmanager
 def merging(several: bool) -> Iterator[None]:
-    """The scope in which it is said whether there are several micro-batches.
+    """The scope in which it is known whether there are several micro-batches.
 
-    Of one alone nothing is merged: its batch norms do what they do in Flax.
+    With one alone nothing is merged: its batch norms do what they do in Flax.
     """
     token = _are_merged.set(several)
     try:
         yield
     finally:
         _are_merged.reset(token)
-
-
-def is_recording() -> bool:
-    """Whether batch norms give statistics of the micro-batch: see `recording`."""
-    return _current.get() is not None
 
 
 @contextmanager
@@ -140,10 +108,10 @@ def recording() -> Iterator[Record]:
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """The scope in which batch norms of Flax return what is of each example by itself.
+    """The scope in which batch norms of Flax return their input.
 
-    So that layers can be asked what else they do: that norms normalize each micro-batch
-    by itself is known, and meant.
+    So layers can be compared on whole and split batches: that norms normalize each
+    micro-batch by itself is known, and meant.
     """
     token = _is_apart.set(True)
     try:
@@ -152,18 +120,8 @@ def apart() -> Iterator[None]:
         _is_apart.reset(token)
 
 
-def returned(y: jax.Array, x: jax.Array) -> jax.Array:
-    """What a batch norm of Flax returns: see `apart`.
-
-    Args:
-      y: what it computes.
-      x: what it is given, of the same shape.
-    """
-    return jnp.asarray(x, y.dtype) if _is_apart.get() else y
-
-
 def enter_layer(number: int) -> None:
-    """Says whose batch norms come now."""
+    """Sets the number of the layer whose batch norms come now."""
     record = _current.get()
     if record is not None:
         record.layer = number
@@ -171,90 +129,18 @@ def enter_layer(number: int) -> None:
 
 @contextmanager
 def meeting(mutable: Container[str]) -> Iterator[None]:
-    """The scope in which a layer is applied, so that its batch norms are met.
+    """The scope in which a linen layer is applied, so that its batch norms are seen.
 
-    What `flax.linen.jit` has traced for an equal layer, JAX would not run again.
+    `flax.linen.jit` would not run again what it has traced for an equal layer.
 
     Args:
       mutable: the collections that the layer may change.
     """
-    if "batch_stats" not in mutable:
+    if _COLLECTION not in mutable:
         yield
         return
-    with _met(next(_layers)), linen.intercept_methods(_intercept):
+    with _traced(next(_layers)), linen.intercept_methods(_intercept):
         yield
-
-
-def meet(name: str, momentum: float) -> Callable[[jax.Array], jax.Array] | None:
-    """Says that a batch norm is about to run.
-
-    Args:
-      name: what to call it.
-      momentum: what the user chose.
-
-    Returns:
-      What marks the statistics that it leaves, if it is to run with a momentum of zero.
-    """
-    record = _current.get()
-    if record is None:
-        return None
-    if isinstance(momentum, jax.Array):
-        raise ValueError(
-            f"the momentum of batch norm {name} is an array, or computed in the call; "
-            f"give a number of Python, or freeze the norm and write a rule of your own"
-        )
-    record.norms.append(Norm(record.layer, name, momentum))
-    text = f"{_MARK}{len(record.norms) - 1}"
-    return lambda x: _marks.mark(x, text)
-
-
-def called_twice(name: str) -> ValueError:
-    """The refusal of a batch norm that would start from what another call left."""
-    return ValueError(
-        f"batch norm {name} is called twice in one layer: the second time it would "
-        f"start from the statistics of the micro-batch; make two, or take "
-        f"num_microbatches=1"
-    )
-
-
-def not_left_alone(name: str) -> ValueError:
-    """The refusal of what follows from the statistics that a batch norm leaves."""
-    return ValueError(
-        f"what batch norm {name} leaves as its running statistics is read, copied or "
-        f"changed in the same step, by another call of it or by code that is not "
-        f"Flax's: there it is that of one micro-batch, and the running ones move once "
-        f"in a mini-batch; make two norms, or read it before the norm is called; for a "
-        f"rule of your own make a norm that derives from Module, with its own "
-        f'nnx.BatchStat or self.variable("batch_stats", ...), or take '
-        f"num_microbatches=1"
-    )
-
-
-def in_evaluation(name: str) -> ValueError:
-    """The refusal of a batch norm that is trained where nothing is."""
-    return ValueError(
-        f"batch norm {name} is trained in evaluation, and would normalize by the "
-        f"micro-batch, as something in the module says use_running_average=False; "
-        f"leave it out, as evaluation sets the norm itself, or let __call__ take train "
-        f"and pass use_running_average=not train"
-    )
-
-
-def not_real(name: str) -> ValueError:
-    """The refusal of a batch norm of complex numbers whose running mean is real."""
-    return ValueError(
-        f"batch norm {name} is given complex numbers, and its running mean is real: "
-        f"normalize real and imaginary parts, or make its mean complex"
-    )
-
-
-def masked(name: str) -> ValueError:
-    """The refusal of a batch norm that is trained with a mask."""
-    return ValueError(
-        f"batch norm {name} is given a mask: statistics of micro-batches are merged by "
-        f"their examples, of which a mask leaves some out; normalize all, or freeze it "
-        f"(use_running_average=True), or take num_microbatches=1"
-    )
 
 
 # What Flax's own method runs; that of a class derived from it is another.
@@ -266,36 +152,24 @@ def _intercept(call: Callable[..., Any], args: Any, keywords: Any, context: Any)
     module: Any = context.module
     if not _is_flaxs(context.orig_method):
         return call(*args, **keywords)
-    before = _statistics(module)
-    if not is_recording():
-        y, after = call(*args, **keywords), _statistics(module)
-        if after[0] is not before[0]:
-            _leave(module, jax.tree.map(_of_its_dtype, after, before))
-        return returned(y, *args[:1] or [keywords["x"]])
+    before, record = _statistics(module), _current.get()
     momentum = module.momentum
-    mark = meet("/".join(module.path) or type(module).__name__, momentum)
-    # A bound module cannot be cloned in place, and refuses to be changed.
-    object.__setattr__(module, "momentum", 0.0)
+    if record:
+        # A bound module cannot be cloned in place, and refuses to be changed.
+        object.__setattr__(module, "momentum", 0.0)
     try:
         y = call(*args, **keywords)
     finally:
         object.__setattr__(module, "momentum", momentum)
     after = _statistics(module)
-    if mark is None or after[0] is before[0]:  # a frozen one writes nothing
-        return y
-    if keywords.get("mask") is not None:
-        raise masked("/".join(module.path) or type(module).__name__)
-    _leave(module, jax.tree.map(mark, after))
-    return y
-
-
-def _leave(module: linen.BatchNorm, statistics: Sequence[Any]) -> None:
-    for name, value in zip(STATISTICS, statistics, strict=True):
-        module.put_variable("batch_stats", name, value)
-
-
-def _of_its_dtype(new: jax.Array, old: jax.Array) -> jax.Array:
-    return new.astype(old.dtype)
+    if after[0] is not before[0]:  # a frozen one writes nothing
+        if record:
+            masked = keywords.get("mask") is not None
+            record.add(tuple(module.path), momentum, masked)
+        else:
+            for name, old, new in zip(STATISTICS, before, after, strict=True):
+                module.put_variable(_COLLECTION, name, new.astype(old.dtype))
+    return _returned(y, *args[:1] or [keywords["x"]])
 
 
 def _is_flaxs(method: Callable[..., Any]) -> bool:
@@ -306,7 +180,50 @@ def _is_flaxs(method: Callable[..., Any]) -> bool:
 
 
 def _statistics(module: linen.BatchNorm) -> list[Any]:
-    return [module.get_variable("batch_stats", name) for name in STATISTICS]
+    return [module.get_variable(_COLLECTION, name) for name in STATISTICS]
+
+
+def _returned(y: jax.Array, x: jax.Array) -> jax.Array:
+    """What a batch norm returns: see `apart`."""
+    return jnp.asarray(x, y.dtype) if _is_apart.get() else y
+
+
+@contextmanager
+def meeting_nnx(module: nnx.Module, train: bool) -> Iterator[None]:
+    """The scope in which an nnx layer is applied, so that its batch norms are seen.
+
+    Args:
+      module: the layer, a copy that lives for one trace, which this changes: its batch
+        norms get a momentum of zero.
+      train: whether this is training.
+    """
+    record = _current.get() if train else None
+    nodes = nnx.iter_graph(module, graph=True)
+    found = {tuple(path): n for path, n in nodes if isinstance(n, nnx.BatchNorm)}
+    # Inside of nnx.jit and nnx.remat a norm is another object, its attributes are the
+    # same: so it is known again, and equal blocks are traced one by one.
+    momenta = {path: norm.momentum for path, norm in found.items()}
+    dtypes = {id(v): v.dtype for n in found.values() for v in (n.mean, n.var)}
+    for path, norm in found.items():
+        setattr(norm, "_jpipe_path", path)  # noqa: B010
+        if record:
+            norm.momentum = 0.0
+
+    def around(_: Any, call: Any, norm: Any, args: Any, keywords: Any) -> Any:
+        before = norm.mean.get_raw_value()
+        y = call(norm, *args, **keywords)
+        path = getattr(norm, "_jpipe_path", None)
+        if record and path and norm.mean.get_raw_value() is not before:
+            masked = keywords.get("mask") is not None
+            record.add(path, momenta[path], masked)
+        return _returned(y, *args[:1] or [keywords["x"]])
+
+    with _traced(next(_layers)), patched([nnx.BatchNorm], around):
+        yield
+    for norm in found.values():
+        for variable in (norm.mean, norm.var):
+            value = variable.get_raw_value()
+            variable.set_raw_value(value.astype(dtypes[id(variable)]))
 
 
 class Merged(NamedTuple):

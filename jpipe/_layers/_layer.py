@@ -1,9 +1,8 @@
 """What a user may list as a layer, brought to one form: explicit init and apply."""
 
-import functools
 import reprlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import chex
@@ -11,9 +10,8 @@ import jax
 import numpy as np
 
 from .._jaxprs._jaxpr import zeros
-from . import _hidden, _linen, _nnx, _nnx_watch, _skip, _switches, _told
+from . import _linen, _nnx, _skip, _switches
 from ._method import Method
-from ._question import Looking, watched
 
 PyTree = Any
 
@@ -27,7 +25,7 @@ class Stage:
         ``"params"`` and constants under any other name. ``x`` has the shapes and
         dtypes of the layer's input; its values are zeros.
       apply: ``apply(variables, x) -> y``. Where its signature names ``train``,
-        ``deterministic``, ``use_running_average`` or ``rngs``, it is given them.
+        ``deterministic``, ``use_running_average`` or ``rngs``, it receives them.
       name: how pictures and errors call it.
 
     Example:
@@ -62,8 +60,7 @@ class Layer:
         that it has of earlier layers; ``None``: nothing.
       module: the object whose parameters it uses, if it is not the source.
       namespace: that of the names which it stashes and pops.
-      streams: the random streams that it asks for beside those of Flax, in training
-        and in evaluation.
+      structure: of an nnx module its `flax.nnx.graphdef` when it was listed.
     """
 
     name: str
@@ -73,7 +70,7 @@ class Layer:
     extend: Callable[[chex.PRNGKey, PyTree, PyTree], dict[str, PyTree]] | None = None
     module: Any = None
     namespace: Hashable = None
-    streams: dict[bool, set[str]] = field(default_factory=dict)
+    structure: Any = None
 
     @property
     def owner(self) -> Any:
@@ -92,8 +89,7 @@ def as_layers(listed: Sequence[Any]) -> tuple[Layer, ...]:
 
     Raises:
       TypeError: with every object that is none of these.
-      ValueError: if the list is empty, two nnx modules share a Variable, or a layer
-        would never be told that it is trained.
+      ValueError: if the list is empty, or two nnx modules share a Variable.
     """
     try:
         objects = list(listed)
@@ -116,18 +112,6 @@ def as_layers(listed: Sequence[Any]) -> tuple[Layer, ...]:
             "a layer is a flax.linen module, a flax.nnx module, a jpipe.Stage or a "
             "function x -> y:\n" + "\n".join(f"  * {fault}" for fault in faults)
         )
-    faults = [
-        f"layer {i}: {fault}"
-        for i, source in enumerate(objects)
-        if (fault := _told.misnamed(_called(source)))
-    ]
-    if faults:
-        raise ValueError(
-            "a layer is told whether it is trained by a parameter train, deterministic "
-            "or use_running_average, and given random keys by one named rngs, as "
-            "{'dropout': key}; rename the parameter, or list a module or a function "
-            "that chooses:\n" + "\n".join(f"  * {fault}" for fault in faults)
-        )
     layers = tuple(as_layer(source) for source in objects)
     owners = {number: layer.owner for number, layer in enumerate(layers)}
     faults = _nnx.shared({i: m for i, m in owners.items() if _nnx.is_module(m)})
@@ -145,12 +129,7 @@ def _why_not(source: Any) -> str:
         return _why_not(source.layer)
     if isinstance(source, type):
         return f"{source.__name__} is a class; write {source.__name__}(...)"
-    module, method = _split(source)
-    function, name = (None, method) if isinstance(method, str) else (method, "")
-    explicit = isinstance(source, Stage)
-    called = source.apply if explicit else module
-    reason = _nnx.why_not(source) or _hidden.why_not(called, function, name, explicit)
-    if reason := reason or _told.why_not(_called(source)) or _holds_arrays(source):
+    if reason := _nnx.why_not(source) or _binds_module(source) or _holds_arrays(source):
         return reason
     known = isinstance(source, Stage | Method) or _linen.is_module(source)
     if known or callable(source):
@@ -159,6 +138,19 @@ def _why_not(source: Any) -> str:
     if isinstance(source, list | tuple):
         return f"a {kind}; list its layers themselves, and type balance= for stages"
     return f"{reprlib.repr(source)} is a {kind}"
+
+
+def _binds_module(source: Any) -> str:
+    """Why a method of a module cannot be a layer: the module would be a constant."""
+    module = getattr(source, "__self__", None)
+    if not _is_module(module) or isinstance(source, Stage | Method):
+        return ""
+    method = getattr(source, "__name__", "__call__")
+    own = "itself" if method == "__call__" else f"as jpipe.layer(module, {method!r})"
+    return (
+        f"a method of a {type(module).__name__}, whose values would be constants; list "
+        f"the module {own}"
+    )
 
 
 def _holds_arrays(source: Any) -> str:
@@ -179,18 +171,6 @@ def _holds_arrays(source: Any) -> str:
 
 def _is_module(value: Any) -> bool:
     return _linen.is_module(value) or _nnx.is_module(value)
-
-
-def _called(source: Any) -> _told.Called:
-    """What is called of an object of the user's list."""
-    if isinstance(source, _skip.Isolated):
-        return _called(source.layer)
-    module, method = _split(source)
-    if isinstance(source, Stage):
-        return _told.Called(source.apply, source.name, 2)
-    if not _is_module(module):
-        return _told.Called(source, _name(source), 1)
-    return _told.of(module, method)
 
 
 def as_layer(source: Any) -> Layer:
@@ -237,26 +217,33 @@ def as_module(layer: Layer, variables: Mapping[str, PyTree]) -> Any:
 
 def _from_module(source: Any, module: Any, method: Any) -> Layer:
     called = method if isinstance(method, str) else getattr(method, "__name__", "")
-    looking, extend = None, None
+    extend, structure = None, None
     if _nnx.is_module(module):
         name, init = _nnx.name(module), _nnx.init(module)
-        apply = _nnx.apply(module, method)
-        looking = Looking(
-            functools.partial(_nnx_watch.looking, module),
-            functools.partial(_nnx_watch.leaves_open, module),
-        )
+        apply, structure = _nnx.apply(module, method), _nnx.structure(module)
     else:
         name, init = _linen.name(module), _linen.init(module, method)
         apply, extend = _linen.apply(module, method), _linen.extend(module, method)
     if isinstance(source, Method) and called not in ("", "<lambda>"):
         name = f"{name}.{called}"
     owner = module if isinstance(source, Method) else None
-    apply = watched(apply, _told.of(module, method).listed, looking)
-    return Layer(name, source, init, apply, extend, owner)
+    return Layer(name, source, init, apply, extend, owner, structure=structure)
+
+
+def check_unchanged(layers: Sequence[Layer]) -> None:
+    """Checks that nnx modules are what they were when they were listed.
+
+    Raises:
+      ValueError: with the first whose structure or attributes are others.
+    """
+    for number, layer in enumerate(layers):
+        if _nnx.is_module(layer.owner):
+            which = f"layer {number} ({layer.name})"
+            _nnx.check_unchanged(layer.owner, layer.structure, which)
 
 
 def _from_stage(stage: Stage) -> Layer:
-    accepted = _switches.parameter_names(stage.apply)
+    asking = _switches.parameters(stage.apply)
 
     def init(key: chex.PRNGKey, spec: PyTree) -> dict[str, PyTree]:
         made = stage.init(key, zeros(spec))
@@ -269,26 +256,22 @@ def _from_stage(stage: Stage) -> Layer:
         return dict(made)
 
     def apply(variables, x, rngs, train):
-        return stage.apply(variables, x, **_given(accepted, rngs, train)), {}
+        offered = _switches.offered(asking, train, rngs)
+        return stage.apply(variables, x, **offered), {}
 
-    return Layer(stage.name, stage, init, watched(apply))
+    return Layer(stage.name, stage, init, apply)
 
 
 def _from_function(function: Callable[..., PyTree]) -> Layer:
-    accepted = _switches.parameter_names(function)
+    asking = _switches.parameters(function)
 
     def apply(variables, x, rngs, train):
         del variables
-        return function(x, **_given(accepted, rngs, train)), {}
+        return function(x, **_switches.offered(asking, train, rngs)), {}
 
-    return Layer(_name(function), function, lambda key, spec: {}, watched(apply))
+    return Layer(_name(function), function, lambda key, spec: {}, apply)
 
 
 def _name(function: Callable[..., PyTree]) -> str:
     inner = getattr(function, "func", function)
     return getattr(inner, "__name__", type(inner).__name__)
-
-
-def _given(accepted: frozenset[str], rngs: PyTree, train: bool) -> dict[str, Any]:
-    offered = {**_switches.switches(train), "rngs": rngs}
-    return {name: value for name, value in offered.items() if name in accepted}

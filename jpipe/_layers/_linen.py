@@ -1,5 +1,6 @@
 """Flax linen modules as layers."""
 
+import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,9 +13,9 @@ from flax.core import DenyList
 from jax.extend import core
 
 from .. import _compat
-from .._jaxprs import _jaxpr, _marks
+from .._jaxprs import _jaxpr
 from .._jaxprs._jaxpr import zeros
-from . import _batchnorm, _switches, _told, _watch
+from . import _batchnorm, _modes, _switches
 from ._inputs import explained
 from ._tree import flat, nested
 
@@ -131,12 +132,13 @@ def _made(
     """
     closed, made = _jaxpr.trace(make, known, spec)
     given = jax.tree.leaves(known)
-    results, _ = _marks.follow(closed, "")
     paths = jax.tree_util.tree_leaves_with_path(made)
+    of_input = [number >= len(given) for number in range(len(closed.jaxpr.invars))]
+    reached = _jaxpr.reached(closed, of_input)
     faults = [
         jax.tree_util.keystr(path, simple=True, separator="/")
-        for (path, _), marks in zip(paths, results, strict=True)
-        if any(number >= len(given) for number in marks.inputs)
+        for (path, _), is_reached in zip(paths, reached, strict=True)
+        if is_reached
     ]
     if faults:
         made_inside = any(_jaxpr.contains(closed, name) for name in _INSIDE)
@@ -197,11 +199,16 @@ def apply(
         called, args, keywords = _called(module, method, rngs, train)
         mutable = [key for key in variables if key != "params"] if train else []
         keywords |= {"rngs": rngs, "method": called}
-        if not mutable:
-            with _explained(), explained(module, method, x):
-                return module.apply(variables, x, *args, **keywords), {}
-        with _batchnorm.meeting(mutable), explained(module, method, x):
-            y, changed = module.apply(variables, x, *args, mutable=mutable, **keywords)
+        asking = _asking(module, method)
+        known = [p.name for p in asking if _switches.is_switch(p)]
+        with _modes.watching("", known, [], train), explained(module, method, x):
+            if not mutable:
+                with _explained():
+                    return module.apply(variables, x, *args, **keywords), {}
+            with _batchnorm.meeting(mutable):
+                y, changed = module.apply(
+                    variables, x, *args, mutable=mutable, **keywords
+                )
         _check_none_made(module, variables, changed)
         return y, dict(changed)
 
@@ -268,32 +275,33 @@ def _paths(tree: PyTree) -> set[str]:
 def _called(
     module: linen.Module, method: Method, rngs: PyTree, train: bool
 ) -> tuple[Callable[..., PyTree], list[Any], dict[str, Any]]:
-    """What to call with a module and its input, and what it is told.
+    """What to call with a module and its input, and its further arguments.
 
-    A method is told what of the switches it names and the module has not set itself; a
+    A method receives what of the switches it names and the module has not set itself; a
     function what it names.
     """
+    asking = _asking(module, method)
+    offered = _switches.offered(asking, train, rngs)
     if isinstance(method, str):
-        called = getattr(type(module), method)
-        taking = _told.first(_told.of(module, method))
-        offered = {
-            name: value
-            for name, value in _switches.switches(train).items()
-            if not _switches.is_set(taking.module, name)
-        }
-        after_x = _switches.parameters(taking.function, taking.data)
-    else:
-        called, names = method, _switches.parameter_names(method, after=2)
-        offered = {**_switches.switches(train), "rngs": rngs}
-        offered = {name: value for name, value in offered.items() if name in names}
-        after_x = _switches.parameters(called, 2)
-    _watch.told(p.name for p in after_x if p.name in offered)
-    args, keywords = _switches.arguments(after_x, offered)
-    if isinstance(method, str):
-        return called, args, keywords
+        offered.pop("rngs", None)
+        args, keywords = _switches.arguments(asking, offered)
+        return getattr(type(module), method), args, keywords
+    args, keywords = _switches.arguments(asking, offered)
 
     # Flax would take rngs for its own.
     def call(module: linen.Module, x: PyTree) -> PyTree:
         return method(module, x, *args, **keywords)
 
     return call, [], {}
+
+
+def _asking(module: linen.Module, method: Method) -> list[inspect.Parameter]:
+    """The parameters of a call after its input that the module has not set itself."""
+    if not isinstance(method, str):
+        return _switches.parameters(method, 2)
+    receiver, function, data = _switches.receiver(module, method)
+    return [
+        parameter
+        for parameter in _switches.parameters(function, data)
+        if not _switches.is_set(receiver, parameter.name)
+    ]

@@ -16,21 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from . import (
-    _batchnorm,
-    _linen,
-    _nnx_held,
-    _nnx_lasting,
-    _nnx_rngs,
-    _nnx_watch,
-    _switches,
-    _told,
-    _watch,
-)
+from . import _batchnorm, _linen, _modes, _nnx_rngs, _switches
 from ._inputs import explained
 from ._nnx_rngs import Path, dotted
 
 PyTree = Any
+_ATTRIBUTES = ("deterministic", "use_running_average")
 
 
 def is_module(source: Any) -> bool:
@@ -70,8 +61,6 @@ def _unfit(module: nnx.Module) -> str:
     try:
         for leaf in _flat(module)[1].values():
             _collection(leaf)
-        if loose := _nnx_rngs.loose(module):
-            raise ValueError(loose)
     except ValueError as error:
         return f"{name(module)}: {error}"
     return (
@@ -107,34 +96,60 @@ def apply(
     ``train``, ``deterministic``, ``use_running_average`` and ``rngs``.
     """
 
-    @_nnx_watch.noting()
     def run(variables, x, rngs, train):
-        own = _merge(module, variables)
+        own = _set_mode(_merge(module, variables), train)
         count = _nnx_rngs.seed(own, rngs)
-        offered: dict[str, Any] = _switches.switches(train)
-        if rngs is not None:
-            offered["rngs"] = _nnx_rngs.as_rngs(rngs, count)
-        call, after_x, open_names = _called(own, method, frozen=train)
-        offered = {given: offered[given] for given in offered if given in open_names}
-        _nnx_watch.prepare(own, train)
-        _watch.told(offered)
-        args, keywords = _switches.arguments(after_x, offered)
-        mutable = variables if train else ()
-        lasting = _nnx_lasting.Lasting(own) if train else None
-        with _batchnorm.meeting(mutable), explained(module, method, x):
-            y = call(x, *args, **keywords)
+        keys = None if rngs is None else _nnx_rngs.as_rngs(rngs, count)
+        call, asking = _called(own, method, frozen=train)
+        offered = _switches.offered(asking, train, keys)
+        args, keywords = _switches.arguments(asking, offered)
+        known = [given for given in offered if given != "rngs"]
+        with _batchnorm.meeting_nnx(own, train):
+            before, drawn = nnx.graphdef(own), _nnx_rngs.counts(own)
+            with (
+                _modes.watching(name(module), known, asking, train),
+                explained(module, method, x),
+            ):
+                y = call(x, *args, **keywords)
+        _nnx_rngs.check_drawn(own, drawn, rngs)
         changed = _changed(own, variables)
-        if lasting and (faults := lasting.faults()):
-            raise _nnx_lasting.refusal(name(module), faults)
+        if train and _lasting(own) != before:
+            raise ValueError(
+                f"a call of this {name(module)} changes its structure or attributes in "
+                f"training, which is lost when the call ends: every step would start "
+                f"as the first one did; keep what a call changes in an nnx.Variable "
+                f"that __init__ makes, and choose by its value with jnp.where or "
+                f"jax.lax.cond"
+            )
         return y, changed
 
     return run
 
 
+def _set_mode(own: nnx.Module, train: bool) -> nnx.Module:
+    """Sets a module to training, where the user left it open, or to evaluation."""
+    if not train:
+        nnx.Module.eval(own)
+        modes = dict.fromkeys(_ATTRIBUTES, True)
+        return nnx.view(own, raise_if_not_found=False, **modes)
+    for _, node in nnx.iter_graph(own, graph=True):
+        if isinstance(node, nnx.Module):
+            for attribute in _ATTRIBUTES:
+                if getattr(node, attribute, True) is None:
+                    setattr(node, attribute, False)
+    return own
+
+
+def _lasting(module: nnx.Module) -> Any:
+    """What of a module is static, without results that a call has sown."""
+    nnx.pop(module, nnx.Intermediate)
+    return nnx.graphdef(module)
+
+
 def _called(
     own: nnx.Module, method: str | Callable[..., PyTree], frozen: bool
-) -> tuple[Callable[..., PyTree], list[inspect.Parameter], frozenset[str]]:
-    """What to call with an input, its other parameters, and which of them are open.
+) -> tuple[Callable[..., PyTree], list[inspect.Parameter]]:
+    """What to call with an input, and its other parameters that are open.
 
     Args:
       own: the module, as the user set it.
@@ -143,28 +158,27 @@ def _called(
         argument would overrule them.
     """
     if not isinstance(method, str):
-        names = _switches.parameter_names(method, after=2)
-        return functools.partial(method, own), _switches.parameters(method, 2), names
-    taking = _told.first(_told.of(own, method))
-    after_x = _switches.parameters(taking.function, taking.data)
-    if taking.module is not own:  # nnx.Sequential passes keys on
-        own_parameters = _switches.parameters(getattr(type(own), method), 1)
-        after_x += [
+        return functools.partial(method, own), _switches.parameters(method, 2)
+    module, function, data = _switches.receiver(own, method)
+    asking = _switches.parameters(function, data)
+    if module is not own:  # nnx.Sequential passes keys on
+        asking += [
             parameter
-            for parameter in own_parameters
+            for parameter in _switches.parameters(getattr(type(own), method), 1)
             if parameter.kind not in _switches.VARIOUS
         ]
-    held = _nnx_watch.frozen_by(own) if frozen else ()
-    names = frozenset(
-        parameter.name
-        for parameter in after_x
-        if parameter.kind not in _switches.VARIOUS
-        and not (held and _says_it_itself(taking.module, parameter, held))
-    )
-    return getattr(own, method), after_x, names
+    held = set()
+    if frozen:
+        nodes = [node for _, node in nnx.iter_graph(own, graph=True)]
+        held = {
+            n for n in _ATTRIBUTES if any(getattr(x, n, None) is True for x in nodes)
+        }
+    if held:
+        asking = [p for p in asking if not _is_frozen(module, p, held)]
+    return getattr(own, method), asking
 
 
-def _says_it_itself(
+def _is_frozen(
     own: nnx.Module, parameter: inspect.Parameter, held: Collection[str]
 ) -> bool:
     """Whether a module that holds something frozen decides where nobody fills this.
@@ -179,6 +193,30 @@ def _says_it_itself(
         return parameter.name in {*vars(own), *held}
     has_default = parameter.default is not inspect.Parameter.empty
     return has_default and getattr(own, parameter.name, None) is True
+
+
+def structure(module: nnx.Module) -> Any:
+    """What of a module is static, to compare it later."""
+    return nnx.graphdef(module)
+
+
+def check_unchanged(module: nnx.Module, before: Any, which: str) -> None:
+    """Checks that a module is what it was when a pipeline was made of it.
+
+    Args:
+      module: the module.
+      before: its `flax.nnx.graphdef` then.
+      which: what to call it.
+
+    Raises:
+      ValueError: if its structure or an attribute is another.
+    """
+    if structure(module) != before:
+        raise ValueError(
+            f"{which} was changed after the pipeline was made of it; make a new "
+            f"pipeline, which takes the same variables and states; to evaluate change "
+            f"nothing: pipe.apply evaluates all"
+        )
 
 
 def static(module: nnx.Module) -> tuple[Any, bool]:
@@ -200,7 +238,7 @@ def static(module: nnx.Module) -> tuple[Any, bool]:
         if isinstance(leaf, nnx.Variable)
     ]
     known = [
-        leaf is None or path in streams or _collection(leaf)
+        leaf is None or isinstance(leaf, nnx.RngState) or _collection(leaf)
         for path, leaf in leaves.items()
     ]
     return (graphdef, variables, streams), all(known)
@@ -357,9 +395,7 @@ def _merge(module: nnx.Module, variables: Mapping[str, PyTree]) -> nnx.Module:
             + ", ".join(missing)
         )
     merged = nnx.merge(graphdef, nnx.from_flat_state(state))
-    _nnx_held.detach(merged)
-    if any(isinstance(leaf, nnx.Intermediate) for leaf in leaves.values()):
-        nnx.pop(merged, nnx.Intermediate)  # results of a call before
+    nnx.pop(merged, nnx.Intermediate)  # results of a call before
     return merged
 
 

@@ -5,8 +5,7 @@ changes a dropout mask.
 """
 
 import reprlib
-import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import chex
@@ -77,7 +76,6 @@ def layer_rngs(
     rngs: Rngs,
     microbatch: jax.Array | int,
     layer: jax.Array | int,
-    streams: Iterable[str] = (),
 ) -> dict[str, chex.PRNGKey] | None:
     """The keys of one layer on one micro-batch.
 
@@ -85,22 +83,17 @@ def layer_rngs(
       rngs: the keys of the step: one, a dictionary of them, or ``None``.
       microbatch: the number of the micro-batch, an int32 scalar.
       layer: the number of the layer in the user's list, likewise.
-      streams: what a single key serves beside the streams of Flax.
 
     Returns:
-      A dictionary of keys by stream name. A single key serves every stream, each with
-      a key of its own: Flax draws the same numbers from two streams of one. For a name
-      that is missing nnx takes ``"default"``.
+      A dictionary of keys by stream name. A single key serves every stream: dropout has
+      a key of its own, linen takes ``"params"`` for a name that is missing, and nnx
+      ``"default"``.
     """
     if rngs is None:
         return None
     is_single = not isinstance(rngs, Mapping)
     if not isinstance(rngs, Mapping):
-        key = rngs
-        named = {
-            name: jax.random.fold_in(key, zlib.crc32(name.encode())) for name in streams
-        }
-        rngs = {"params": key, "dropout": jax.random.fold_in(key, 1), **named}
+        rngs = {"params": rngs, "dropout": jax.random.fold_in(rngs, 1)}
     keys = {
         name: jax.random.fold_in(jax.random.fold_in(key, microbatch), layer)
         for name, key in rngs.items()

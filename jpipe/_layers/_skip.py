@@ -6,8 +6,8 @@ every route is static: the value leaves the stage that stashes it as one more ou
 and enters the stage that pops it as one more input, with nothing in between.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -63,22 +63,6 @@ def applying(
         _current.reset(token)
         # Its keys may outlive the trace of the layer, its values may not.
         frame.values, frame.guess, frame.trace = {}, None, None
-
-
-def rehearsal() -> Callable[[], AbstractContextManager[Any]]:
-    """Gives scopes like the present one, in which a layer is called for its looks.
-
-    It pops what there is now, and what it pops and stashes is forgotten.
-    """
-    frame = _current.get()
-    if frame is None:
-        return nullcontext
-    values, watch = dict(frame.values), frame.trace is not None
-
-    def scope() -> AbstractContextManager[Any]:
-        return applying(dict(values), frame.namespace, guess=frame.guess, watch=watch)
-
-    return scope
 
 
 def stash(name: Hashable, x: PyTree) -> None:

@@ -11,7 +11,6 @@ import jax
 
 from . import _batchnorm, _rng, _skip
 from ._layer import Layer
-from ._streams import applied
 
 PyTree = Any
 
@@ -79,6 +78,40 @@ class StageFunction:
     def __str__(self) -> str:
         names = abbreviate([layer.name for layer in self.layers])
         return f"layers {self.first} to {self.span.stop - 1} ({names})"
+
+
+def applied(
+    layer: Layer,
+    variables: PyTree,
+    x: PyTree,
+    rngs: _rng.Rngs,
+    numbers: tuple[jax.Array | int, jax.Array | int],
+    train: bool,
+    skips: dict[_skip.Key, PyTree],
+    guess: PyTree = None,
+    frames: list[_skip.Frame] | None = None,
+) -> tuple[PyTree, dict[str, PyTree]]:
+    """Applies a layer with its own keys, where it may stash and pop.
+
+    Args:
+      layer: the layer.
+      variables: its variables.
+      x: its input.
+      rngs: the keys of the step.
+      numbers: of the micro-batch and of the layer.
+      train: whether this is training.
+      skips: what it may pop; in the end what may be popped after it.
+      guess: what an unknown name pops, while faults are collected.
+      frames: receives what the layer does with skips, even if it raises.
+
+    Returns:
+      Its output, and the collections that it changed.
+    """
+    keys = _rng.layer_rngs(rngs, *numbers)
+    with _skip.applying(skips, layer.namespace, guess=guess) as frame:
+        if frames is not None:
+            frames.append(frame)
+        return layer.apply(variables, x, keys, train)
 
 
 def check_balance(balance: Any, num_layers: int) -> tuple[int, ...]:

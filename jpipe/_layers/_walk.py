@@ -17,8 +17,7 @@ from ._alike import origin
 from ._initialize import init_with, strong
 from ._layer import Layer
 from ._sharing import Key, Sharing
-from ._stage import StageFunction, naming
-from ._streams import applied, retried
+from ._stage import StageFunction, applied, naming
 from ._tree import Names, dotted, flat, merged, nested
 
 PyTree = Any
@@ -218,15 +217,15 @@ class _Walk:
         own = jax.eval_shape(lambda tree: jax.tree.map(strong, tree), made)
         given = [*lent.values()], own, spec, self._key, [*skips.values()]
         if not lent:
-            y, values = retried(lambda: jax.eval_shape(apply, *given))
+            y, values = jax.eval_shape(apply, *given)
             used = {}
         else:
-            closed, (y, values) = retried(lambda: _jaxpr.trace(apply, *given))
+            closed, (y, values) = _jaxpr.trace(apply, *given)
             needed = _read(lent, _jaxpr.live_inputs(closed)) | self._asked(layer, lent)
             used = {names: value for names, value in lent.items() if names in needed}
         if weak := [names for names, leaf in flat(made).items() if _is_weak(leaf)]:
             given = given[0], made, *given[2:]
-            as_made = retried(lambda: jax.eval_shape(apply, *given))
+            as_made = jax.eval_shape(apply, *given)
             _check_weak(number, layer, weak, as_made, (y, values))
         self._skips = dict(zip(left, values, strict=True))
         return _Outcome(own, y, nested(used))

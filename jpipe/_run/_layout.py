@@ -101,11 +101,9 @@ class Layout:
           tree: what the caller gave: variables or a state.
 
         Raises:
-          ValueError: if one was overwritten, or is not where its stage runs; or if a
-            layer was changed.
+          ValueError: if one was overwritten, or is not where its stage runs.
           TypeError: if one belongs to a trace.
         """
-        self._pipe.unchanged.check()
         _variables.check_alive(leaves)
         own = [
             [

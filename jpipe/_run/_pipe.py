@@ -12,9 +12,9 @@ from .._instructions._agreed import digest
 from .._instructions._graph import Graph
 from .._instructions._sharding import SubMesh
 from .._instructions._transfer import Device, OnPaper, devices_of
+from .._layers._layer import Layer
 from .._layers._sharing import Sharing
 from .._layers._stage import StageFunction, abbreviate
-from .._layers._unchanged import Unchanged
 from .._processes._elsewhere import copies, is_here
 from ..schedules import Schedule
 
@@ -28,7 +28,6 @@ class Pipe:
       ranks: the device of each rank.
       schedule: who runs which action when.
       remat: what each stage keeps: see `_remat`.
-      unchanged: what tells whether layers were changed since.
       rule: how variables lie where stages have several devices: see `_resting`.
       gather: when what shards have a part of is gathered: once in a ``"step"`` or for
         each ``"microbatch"``.
@@ -38,14 +37,18 @@ class Pipe:
     ranks: tuple[Device, ...]
     schedule: Schedule
     remat: tuple[Any, ...]
-    unchanged: Unchanged
     rule: Any = None
     gather: str = "step"
+
+    @property
+    def layers(self) -> list[Layer]:
+        """All layers, in order."""
+        return [layer for stage in self.stages for layer in stage.layers]
 
     @cached_property
     def sharing(self) -> Sharing:
         """Which variables of the layers are one."""
-        return Sharing([layer for stage in self.stages for layer in stage.layers])
+        return Sharing(self.layers)
 
     @cached_property
     def devices(self) -> tuple[Device, ...]:

@@ -1,7 +1,6 @@
 """What `value_and_grad` or `train_step` built, to be called many times."""
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 from .._functions._objective import Objective
@@ -17,15 +16,14 @@ class Build:
       trainable: what is trained by it.
 
     Attributes:
-      known: the mini-batches of a loss, by what it holds: one that changes would keep
-        its programs for ever.
+      known: its mini-batches, by what they were compiled for.
       calls: how often it was called, or what was made of it.
     """
 
     def __init__(self, objective: Objective, trainable: Trainable) -> None:
         self.objective = objective
         self.trainable = trainable
-        self.known = lru_cache(maxsize=32)(_no_gradients)
+        self.known = dict[Any, Gradient]()
         self.calls = 0
 
 
@@ -45,7 +43,3 @@ class Gradients:
         """The gradient for variables, input, targets, keys, and whether to train."""
         self.build.calls += 1
         return self._find(self.build, *args)
-
-
-def _no_gradients(_: Objective) -> dict[Any, Gradient]:
-    return {}

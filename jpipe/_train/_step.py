@@ -3,7 +3,6 @@
 import operator
 import reprlib
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any
 
 import jax
@@ -65,8 +64,7 @@ class TrainStep:
         self._objective = objective
         self._donate = donate
         self._optimizers: dict[Any, Optimizer] = {}
-        # By what the loss holds, which may be something else for each call.
-        self._compiled = lru_cache(maxsize=32)(_no_programs)
+        self._compiled: dict[Any, _Compiled] = {}
         # The structure and the kinds of the leaves of states that were checked.
         self._forms: dict[Any, int] = {}
 
@@ -102,9 +100,7 @@ class TrainStep:
             known, form = None, self.form(tree, leaves)
         _variables.check_alive(leaves)
         compiled = self._compile(form, state, x, targets)
-        if known:
-            compiled.gradient.pipe.unchanged.check()
-        else:
+        if not known:
             _variables.check_concrete(leaves)
             own = [leaves[i] for i in compiled.order]
             compiled.gradient.layout.check(own, "state")
@@ -160,7 +156,7 @@ class TrainStep:
         """
         kind = _signature.settings(), form
         signature = kind, _signature.of(x, targets)
-        known = self._compiled(self._objective.now())
+        known = self._compiled
         if signature not in known:
             gradient = self._gradients(state.variables, x, targets, state.rng, True)
             # A batch of another size needs another gradient, not another optimizer.
@@ -174,10 +170,6 @@ class TrainStep:
         else:
             self._gradients.build.calls += 1
         return known[signature]
-
-
-def _no_programs(_: Objective) -> "dict[Any, _Compiled]":
-    return {}
 
 
 class _Compiled:

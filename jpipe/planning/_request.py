@@ -19,7 +19,6 @@ from .._instructions._transfer import Device, OnPaper
 from .._layers import _rng
 from .._layers._layer import Layer, as_layers
 from .._layers._stage import fuse
-from .._layers._unchanged import Unchanged
 from .._run import _variables
 from .._run._context import outside_of_meshes
 from .._run._pipe import Pipe
@@ -169,7 +168,6 @@ class Request:
             tuple(OnPaper(rank, data) for rank in range(schedule.num_ranks)),
             schedule,
             _remat.per_stage(remat, len(balance)),
-            Unchanged(layers),
         )
         whole = schedule.num_microbatches > 1
         batch = self.batch.batch(whole, data)

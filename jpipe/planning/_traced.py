@@ -16,7 +16,7 @@ from .._functions._objective import Objective
 from .._functions._task import Task
 from .._functions._trainable import Trainable
 from .._functions._weights import is_params
-from .._layers import _hidden, _rng
+from .._layers import _rng
 from .._layers._layer import Layer
 from .._layers._walk import Visit, walk
 from .._run._layout import Layout
@@ -113,8 +113,6 @@ class Traced:
           TypeError: likewise.
         """
         own = tuple(layer for stage in pipe.stages for layer in stage.layers)
-        if objective is not None:
-            _hidden.check_loss(objective.loss_fn, (layer.owner for layer in own))
         visits, routes = walk(pipe.stages, _rng.key_spec(), batch.first)
         variables = [visit.variables for visit in visits]
         marks = trainable.marks(own, variables)

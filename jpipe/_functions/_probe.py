@@ -1,0 +1,168 @@
+"""Whether the loss of a mini-batch is what its micro-batches make of it.
+
+Micro-batches give the loss of the mini-batch where it is a mean over examples, a sum,
+or a quotient of sums. A loss that is none of these, such as a mean over the tokens of a
+mask, would train another model, and nothing would show it. So it is run once before the
+stages are compiled: on random outputs and the first real targets, together and in two
+parts.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._batch import Batch
+from ._objective import Objective
+
+PyTree = Any
+# What is evaluated at once has at most so many elements.
+_MOST = 2**26
+# Two numbers that differ by less are the same but for rounding.
+_TOLERANCE = 1e-4
+_DRAWS: tuple[Callable[..., jax.Array], ...] = (jax.random.normal, jax.random.uniform)
+
+
+def check(
+    objective: Objective, outputs: PyTree, targets: PyTree, batch: Batch, axis: int
+) -> str:
+    """Checks a loss by running it.
+
+    Args:
+      objective: the loss.
+      outputs: specs of what it receives for the first micro-batch.
+      targets: the targets of the mini-batch, as they were given.
+      batch: the mini-batch.
+      axis: where the examples are in an output of one array.
+
+    Returns:
+      Why it was not checked; empty if it was.
+
+    Raises:
+      ValueError: if it is not what its ``reduction`` says, with both numbers.
+    """
+    if objective.reduction == "microbatch_mean":
+        return "each micro-batch counts by itself"
+    leaves = jax.tree.leaves(targets)
+    if not all(isinstance(x, jax.Array | np.ndarray) for x in leaves) or any(
+        isinstance(x, jax.Array) and not x.is_fully_addressable for x in leaves
+    ):
+        return "its targets are not arrays of this process"
+    sizes = _sizes(outputs, batch)
+    if not sizes:
+        return f"its outputs have more than {_MOST:,} elements"
+    count = sum(sizes)
+
+    def parts_of(tree: PyTree, axes: Sequence[int | None], start: int, stop: int):
+        leaves, structure = jax.tree.flatten(tree)
+        return structure.unflatten(
+            x if a is None else jax.lax.slice_in_dim(x, start, stop, axis=a)
+            for x, a in zip(leaves, axes, strict=True)
+        )
+
+    def run(key: jax.Array, targets: PyTree, draw: Callable[..., jax.Array]) -> Any:
+        specs, axes = _whole(outputs, batch.sizes[0], count, axis)
+        y = _random(key, specs, draw)
+
+        def loss(start: int, stop: int) -> Any:
+            own = parts_of(y, axes, start, stop)
+            return objective.parts(
+                own, parts_of(targets, batch.target_axes, start, stop)
+            )
+
+        return loss(0, count), loss(0, sizes[0]), loss(sizes[0], count)
+
+    def both(key: jax.Array, targets: PyTree) -> Any:
+        return [run(key, targets, draw) for draw in _DRAWS]
+
+    try:
+        traced = jax.jit(both).trace(jax.random.key(0), targets)
+        if traced.jaxpr.effects:
+            return "it has effects"
+        found = jax.device_get(traced.lower().compile()(jax.random.key(0), targets))
+    except Exception as error:
+        return (
+            f"it raises {type(error).__name__} for {count} examples of random outputs"
+        )
+    if not (seen := [one for one in found if np.isfinite(jax.tree.leaves(one)).all()]):
+        return "it gives no finite number for random outputs"
+    for whole, *parts in seen:
+        _compare(objective.reduction, whole, parts, sizes)
+    return ""
+
+
+def _sizes(outputs: PyTree, batch: Batch) -> tuple[int, int] | None:
+    """How many examples two parts have; ``None`` if two examples are too many."""
+    size, total = batch.sizes[0], sum(batch.sizes) * batch.num_shards
+    elements = sum(leaf.size for leaf in jax.tree.leaves(outputs)) // size + 1
+    first = min(size, _MOST // elements // 3)
+    if first < 1:
+        return None
+    second = min(2 * first, total - first)
+    return first, second if second != first else max(1, first // 2)
+
+
+def _whole(
+    outputs: PyTree, size: int, count: int, axis: int
+) -> tuple[PyTree, list[int | None]]:
+    """Specs of the outputs of more examples, and where the examples are in each."""
+    leaves, structure = jax.tree.flatten(outputs)
+    specs, axes = [], []
+    for leaf in leaves:
+        fitting = [a for a, length in enumerate(leaf.shape) if length == size]
+        chosen = axis % leaf.ndim if leaf.ndim else None
+        at = chosen if chosen in fitting else (*fitting, None)[0]
+        shape = tuple(count if a == at else n for a, n in enumerate(leaf.shape))
+        specs.append(jax.ShapeDtypeStruct(shape, leaf.dtype))
+        axes.append(at)
+    return structure.unflatten(specs), axes
+
+
+def _random(key: jax.Array, specs: PyTree, draw: Callable[..., jax.Array]) -> PyTree:
+    leaves, structure = jax.tree.flatten(specs)
+
+    def made(key: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        if jnp.issubdtype(leaf.dtype, jnp.inexact):
+            return draw(key, leaf.shape, leaf.dtype)
+        return jax.random.bernoulli(key, shape=leaf.shape).astype(leaf.dtype)
+
+    keys = jax.random.split(key, max(1, len(leaves)))
+    return structure.unflatten(map(made, keys, leaves))
+
+
+def _compare(reduction: str, whole: Any, parts: Sequence[Any], sizes: Sequence[int]):
+    """Compares the loss of all examples with that of two parts."""
+    dtype = jax.tree.leaves(whole)[0].dtype
+    together: Any = np.asarray(whole, np.float64)
+    losses: Any = np.asarray(parts, np.float64)
+    said = {
+        "mean": "the mean of its parts, by their examples",
+        "sum": "the sum of its parts",
+        "weighted": "the sum of totals by the sum of weights of its parts",
+    }[reduction]
+    if reduction == "weighted":
+        size = np.abs(losses[:, 0]).max() / max(np.abs(together[1]), 1e-30)
+        together, combined = together[0] / together[1], np.divide(*losses.sum(0))
+    else:
+        weights = np.asarray(sizes) / sum(sizes) if reduction == "mean" else 1.0
+        size, combined = np.abs(losses).max(), (losses * weights).sum()
+    if not np.isfinite([together, combined]).all():
+        return
+    tolerance = max(_TOLERANCE, 8 * float(jnp.finfo(dtype).eps))
+    if abs(together - combined) <= tolerance * max(abs(together), size):
+        return
+    is_sum = reduction == "mean" and np.isclose(together, losses.sum(), rtol=1e-3)
+    advice = (
+        "it is a sum: type reduction='sum', or return a mean"
+        if is_sum
+        else "for a mean by a mask or by weights return (total, weight) and type "
+        "reduction='weighted'; for the mean of what each micro-batch gives by itself "
+        "type reduction='microbatch_mean'; num_microbatches=1 computes any loss"
+    )
+    raise ValueError(
+        f"reduction={reduction!r}: loss_fn is {together:.6g} for {sum(sizes)} examples "
+        f"and {combined:.6g} as {said} of {sizes[0]} and {sizes[1]} (random outputs, "
+        f"the first of these targets): micro-batches would train another loss; {advice}"
+    )

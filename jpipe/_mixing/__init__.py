@@ -1,1 +1,0 @@
-"""Which examples values are made of, and how: what micro-batches would change."""
