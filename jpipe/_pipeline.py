@@ -86,7 +86,8 @@ class Pipeline(OwnLoop):
 
     @outside_of_meshes
     def __str__(self) -> str:
-        return str(self.plan)
+        why = self._cache.unchecked
+        return str(self.plan) + (f"\nthe loss was not checked: {why}" if why else "")
 
     @outside_of_meshes
     def init(self, key: chex.PRNGKey | None, x: PyTree) -> tuple[PyTree, ...]:

@@ -97,10 +97,10 @@ def _sizes(outputs: PyTree, batch: Batch) -> tuple[int, int] | None:
     """How many examples two parts have; ``None`` if two examples are too many."""
     size, total = batch.sizes[0], sum(batch.sizes) * batch.num_shards
     elements = sum(leaf.size for leaf in jax.tree.leaves(outputs)) // size + 1
-    first = min(size, _MOST // elements // 3)
-    if first < 1:
+    if (most := _MOST // elements) < 2:
         return None
-    second = min(2 * first, total - first)
+    first = max(1, min(size, most // 3))
+    second = min(2 * first, total - first, most - first)
     return first, second if second != first else max(1, first // 2)
 
 

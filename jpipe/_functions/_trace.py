@@ -201,28 +201,31 @@ def _at(task: Task, path: Any) -> str:
 
 def _check_lasting(task: Task, written: Sequence[int]) -> None:
     """Refuses a call that writes what the step does not take from it."""
-    params, keys = [], []
-    for at in written:
-        where = _at(task, task.weights.paths[at])
-        if is_params(task.weights.paths[at]):
-            params.append(where)
-        elif jnp.issubdtype(task.weights.specs[at].dtype, jax.dtypes.prng_key):
-            keys.append(where)
-    if params:
-        raise ValueError(
-            "parameters are changed by the optimizer alone; what a call writes to them "
-            "would be lost when it ends. Keep what it changes in an nnx.BatchStat, or "
-            "in a subclass of nnx.Variable of your own; and where a weight is "
-            "normalized, compute it in the call and use it without writing it back:\n"
-            + "\n".join(params)
-        )
-    if keys:
-        raise ValueError(
-            "a call changes a random key that is no random stream, from which all "
-            "micro-batches would draw the same; draw from streams: rngs() of an "
-            "nnx.Rngs(0), or of rngs.fork(), that the module holds in its place; "
-            "self.make_rng in flax.linen:\n" + "\n".join(keys)
-        )
+    paths = {at: task.weights.paths[at] for at in written}
+    keys = {
+        at
+        for at in written
+        if jnp.issubdtype(task.weights.specs[at].dtype, jax.dtypes.prng_key)
+    }
+    metrics = {at for at, path in paths.items() if path[1].key == "metric_state"}
+    found = {
+        "parameters are changed by the optimizer alone; what a call writes to them "
+        "would be lost when it ends. Keep what it changes in an nnx.BatchStat, or "
+        "in a subclass of nnx.Variable of your own; and where a weight is "
+        "normalized, compute it in the call and use it without writing it "
+        "back": {at for at, path in paths.items() if is_params(path)},
+        "a call changes a random key that is no random stream, from which all "
+        "micro-batches would draw the same; draw from streams: rngs() of an "
+        "nnx.Rngs(0), or of rngs.fork(), that the module holds in its place; "
+        "self.make_rng in flax.linen": keys,
+        "a call updates a metric, of which a pipeline would keep the mean over "
+        "micro-batches; return what it counts with has_aux=True, and update the "
+        "metric after the step": metrics,
+    }
+    for refusal, places in found.items():
+        if places:
+            lines = [_at(task, paths[at]) for at in sorted(places)]
+            raise ValueError(f"{refusal}:\n" + "\n".join(lines))
 
 
 def _check_written(task: Task, avals: Mapping[int, Any]) -> None:

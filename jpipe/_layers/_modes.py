@@ -102,7 +102,7 @@ def _text(call: str, parameter: inspect.Parameter) -> str:
 
 def _may_switch(parameter: inspect.Parameter) -> bool:
     known = parameter.default is None and _switches.is_switch(parameter)
-    return isinstance(parameter.default, bool) or known
+    return isinstance(parameter.default, bool | str) or known
 
 
 def _is_off(

@@ -31,12 +31,3 @@ def untrained(source: Any) -> dict[Path, nnx.Variable]:
         and isinstance(value := leaf.get_value(), jax.Array | np.ndarray)
         and jnp.issubdtype(value.dtype, jnp.inexact)
     }
-
-
-def metrics(source: Any) -> set[str]:
-    """The paths of the states of metrics among the variables of a module."""
-    return {
-        "/".join(map(str, (collection, *path)))
-        for path, (collection, leaf) in leaves(source).items()
-        if isinstance(leaf, nnx.metrics.MetricState)
-    }

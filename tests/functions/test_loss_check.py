@@ -1,0 +1,152 @@
+"""A loss that its micro-batches would not add up to is refused before it trains."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+
+import jpipe
+
+cross_entropy = optax.softmax_cross_entropy_with_integer_labels
+BATCH, TIME, WORDS = 12, 3, 5
+RNG = np.random.default_rng(3)
+X = RNG.normal(size=(BATCH, TIME, 2)).astype(np.float32)
+TOKENS = RNG.integers(0, WORDS, (BATCH, TIME))
+
+
+@pytest.fixture(scope="module")
+def model():
+    pipe = jpipe.sequential([nn.Dense(WORDS)], 3)
+    return pipe, pipe.init(jax.random.key(0), X)
+
+
+def masked_mean(y, t):
+    mask = t > 0
+    return (cross_entropy(y, t) * mask).sum() / mask.sum()
+
+
+def in_chunks(y, t):
+    """The same, in chunks of time under a scan, as for large vocabularies."""
+
+    def add(totals, chunk):
+        y, t = chunk
+        mask = t > 0
+        return (
+            totals[0] + (cross_entropy(y, t) * mask).sum(),
+            totals[1] + mask.sum(),
+        ), None
+
+    chunks = jnp.moveaxis(y, 1, 0), jnp.moveaxis(t, 1, 0)
+    (total, count), _ = jax.lax.scan(add, (0.0, 0), chunks)
+    return total / count
+
+
+def contrastive(y, t):
+    flat = y.reshape(len(y), -1)
+    return cross_entropy(flat @ flat.T, jnp.arange(len(y))).mean()
+
+
+WRONG = {
+    "sum": (lambda y, t: cross_entropy(y, t).sum(), "mean", r"type reduction='sum'"),
+    "masked mean": (masked_mean, "mean", "return .total, weight."),
+    "masked mean in chunks": (in_chunks, "mean", "return .total, weight."),
+    "root": (lambda y, t: jnp.sqrt((y**2).mean()), "mean", "random outputs"),
+    "perplexity": (lambda y, t: jnp.exp(cross_entropy(y, t).mean()), "mean", ""),
+    "contrastive": (contrastive, "mean", "reduction='microbatch_mean'"),
+    "a mean for a sum": (lambda y, t: cross_entropy(y, t).mean(), "sum", "the sum of"),
+    "a mean for a total": (
+        lambda y, t: (cross_entropy(y, t).mean(), (t > 0).sum()),
+        "weighted",
+        "sum of totals by the sum of weights",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_loss_raises(model, name):
+    pipe, variables = model
+    loss_fn, reduction, match = WRONG[name]
+    with pytest.raises(
+        ValueError, match=rf"reduction='{reduction}': loss_fn is.*{match}"
+    ):
+        pipe.value_and_grad(loss_fn, reduction=reduction)(variables, X, TOKENS)
+
+
+RIGHT = {
+    "masked, at least one": (
+        lambda y, t: (
+            (cross_entropy(y, t) * (t > 0)).sum(),
+            jnp.maximum((t > 0).sum(), 1),
+        ),
+        "weighted",
+    ),
+    "masked, and a little": (
+        lambda y, t: ((cross_entropy(y, t) * (t > 0)).sum(), (t > 0).sum() + 1e-2),
+        "weighted",
+    ),
+    "clipped": (lambda y, t: jnp.clip(cross_entropy(y, t).mean(), 0, 50), "mean"),
+    "pairs of examples": (
+        lambda y, t: jnp.abs(y.reshape(-1, 2, TIME, WORDS).sum(1)).mean(),
+        "mean",
+    ),
+    "bfloat16": (
+        lambda y, t: cross_entropy(y.astype(jnp.bfloat16), t).mean(),
+        "mean",
+    ),
+    "each micro-batch by itself": (contrastive, "microbatch_mean"),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_ordinary_loss_passes_without_a_word(model, name):
+    pipe, variables = model
+    loss_fn, reduction = RIGHT[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss, _ = pipe.value_and_grad(loss_fn, reduction=reduction)(
+            variables, X, TOKENS
+        )
+    assert np.isfinite(loss)
+
+
+def test_wrong_loss_raises_at_real_size():
+    """Two examples are enough where all outputs together are 10^8 numbers."""
+    pipe = jpipe.sequential([lambda x: jnp.broadcast_to(x, (*x.shape[:-1], 50_000))], 2)
+    x, t = np.zeros((4, 512, 1), np.float32), RNG.integers(0, 3, (4, 512))
+    with pytest.raises(ValueError, match=r"for 2 examples.*parts of 1 and 1"):
+        pipe.value_and_grad(in_chunks)(({},), x, t)
+
+
+def test_what_cannot_be_checked_is_said():
+    pipe = jpipe.sequential([jnp.sin], 2)
+
+    def loss_fn(y, t):
+        jax.debug.print("{}", y.sum())
+        return y.mean()
+
+    pipe.value_and_grad(loss_fn)(({},), X, TOKENS)
+    assert "the loss was not checked: it has effects" in str(pipe)
+
+
+def test_microbatch_mean_is_the_mean_of_the_losses_of_micro_batches(model):
+    pipe, variables = model
+    loss_fn = pipe.value_and_grad(contrastive, reduction="microbatch_mean")
+    loss, grads = loss_fn(variables, X, TOKENS)
+    params = variables[0]["params"]
+
+    def plain(params):
+        parts = np.split(np.arange(BATCH), 3)
+        outputs = [nn.Dense(WORDS).apply({"params": params}, X[i]) for i in parts]
+        return (
+            sum(contrastive(y, TOKENS[i]) for y, i in zip(outputs, parts, strict=True))
+            / 3
+        )
+
+    wanted, wanted_grads = jax.value_and_grad(plain)(params)
+    np.testing.assert_allclose(loss, wanted, rtol=1e-5)
+    for name, wanted_grad in wanted_grads.items():
+        np.testing.assert_allclose(grads[0][name], wanted_grad, rtol=1e-4, atol=1e-6)

@@ -1,0 +1,209 @@
+"""Switches: who receives them, what stays as the user set it, what is warned of."""
+
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import jpipe
+
+from .. import reference as ref
+
+KEY, X = jax.random.key(0), jnp.ones((4, 4))
+RNGS = {"dropout": jax.random.key(1)}
+
+
+def apply(listed, train):
+    pipe = jpipe.sequential([listed], 2)
+    return np.asarray(pipe.apply(pipe.init(KEY, X), X, rngs=RNGS, train=train))
+
+
+def drops(listed, train):
+    """Whether a layer that multiplies by one drops anything."""
+    return bool((apply(listed, train) == 0).any())
+
+
+# ------------------------------------------------------------- names that are known
+
+
+class Named(nn.Module):
+    @nn.compact
+    def __call__(self, x, training=False):
+        return nn.Dropout(0.5)(x, deterministic=not training)
+
+
+class Evaluated(nn.Module):
+    @nn.compact
+    def __call__(self, x, inference=None):
+        return nn.Dropout(0.5)(x, deterministic=inference)
+
+
+class NamedNnx(nnx.Module):
+    def __init__(self):
+        self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+
+    def __call__(self, x, is_training=False):
+        return self.dropout(x, deterministic=not is_training)
+
+
+def function(x, is_eval=True, rngs=None):
+    return x if is_eval else x * jax.random.bernoulli(rngs["dropout"], 0.5, x.shape)
+
+
+@pytest.mark.parametrize(
+    "listed",
+    [
+        Named(),
+        Evaluated(),
+        NamedNnx(),
+        function,
+        nn.Sequential([Named(), nn.relu]),
+        nnx.Sequential(NamedNnx(), nnx.relu),
+        nn.remat(Named, static_argnums=(2,))(),
+        jpipe.Stage(lambda key, x: {}, lambda variables, x, **_: x, name="any"),
+    ],
+    ids=lambda listed: type(listed).__name__,
+)
+def test_layer_receives_its_switch(listed):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert drops(listed, True) is not isinstance(listed, jpipe.Stage)
+        assert not drops(listed, False)
+
+
+def test_parameter_of_that_name_that_is_no_switch_is_ordinary():
+    def scaled(x, training=2.0, **options):
+        assert not options
+        return x * training
+
+    np.testing.assert_array_equal(apply(scaled, True), 2)
+
+
+def test_partial_keeps_what_it_set():
+    def scaled(x, train=False):
+        return 2 * x if train else x
+
+    assert (apply(functools.partial(scaled, train=True), False) == 2).all()
+    assert (apply(scaled, True) == 2).all()
+
+
+def test_lora_in_a_sequential_trains():
+    """It takes any arguments, and no switch."""
+    base = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    lora = nnx.LoRA(4, 2, 4, base_module=base, rngs=nnx.Rngs(1))
+    pipe = jpipe.pipeline(
+        [nnx.Sequential(lora, nnx.relu), nnx.Linear(4, 4, rngs=nnx.Rngs(2))], 2
+    )
+    variables = pipe.init(KEY, X)
+    _, grads = pipe.value_and_grad(ref.mse)(variables, X, jnp.zeros((4, 4)))
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
+
+
+# ------------------------------------------- off by a default, and as the user set it
+
+
+class Enabled(nn.Module):
+    """Drops nothing in training unless somebody says so, by another name."""
+
+    @nn.compact
+    def __call__(self, x, enable_dropout=False):
+        return nn.Dropout(0.5)(x, deterministic=not enable_dropout)
+
+
+class Outer(nn.Module):
+    """Receives the switch, and does not pass it on."""
+
+    @nn.compact
+    def __call__(self, x, train):
+        return Inner()(x)
+
+
+class Inner(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=False):
+        return nn.Dropout(0.5, name="drop")(x, deterministic=not train)
+
+
+class Attention(nn.Module):
+    @nn.compact
+    def __call__(self, x, mode="eval"):
+        attention = nn.MultiHeadDotProductAttention(2, dropout_rate=0.5)
+        return x + attention(x, deterministic=mode == "eval")
+
+
+class EnabledNnx(NamedNnx):
+    def __call__(self, x, enable_dropout=False):
+        return self.dropout(x, deterministic=not enable_dropout)
+
+
+class NormNnx(nnx.Module):
+    def __init__(self):
+        self.norm = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
+
+    def __call__(self, x, update=False):
+        return self.norm(x, use_running_average=not update)
+
+
+@pytest.mark.parametrize(
+    ("listed", "match"),
+    [
+        (Enabled(), r"dropout Dropout_0: Enabled.__call__ left enable_dropout=False"),
+        (nn.jit(Enabled)(), r"dropout .*Enabled.__call__ left enable_dropout=False"),
+        (Outer(), r"dropout Inner_0/drop: Inner.__call__ left train=False"),
+        (jpipe.layer(Inner(), lambda m, x: m(x)), "Inner.__call__ left train=False"),
+        (Attention(), r"attention .*: Attention.__call__ left mode=eval"),
+        (EnabledNnx(), r"dropout Dropout: EnabledNnx left enable_dropout=False"),
+        (NormNnx(), r"batch norm BatchNorm: NormNnx left update=False"),
+    ],
+    ids=str,
+)
+def test_part_that_is_off_by_a_default_warns_once(listed, match):
+    with pytest.warns(
+        UserWarning, match=rf"(?s)off in training.*{match}.*list jpipe"
+    ) as w:
+        assert not drops(listed, True)
+    assert len(w) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        apply(listed, False)
+
+
+class Chosen(nn.Module):
+    """Its maker may choose."""
+
+    training: bool | None = None
+
+    @nn.compact
+    def __call__(self, x, training=None):
+        training = nn.merge_param("training", self.training, training)
+        return nn.Dropout(0.5)(x, deterministic=not training)
+
+
+class Fixed(nn.Module):
+    """Says it itself where it calls."""
+
+    @nn.compact
+    def __call__(self, x, more=False):
+        return Inner()(x, train=False)
+
+
+@pytest.mark.parametrize(
+    "listed",
+    [
+        nn.Dropout(0.5, deterministic=True),
+        Chosen(training=False),
+        Fixed(),
+        nnx.Dropout(0.5, deterministic=True, rngs=nnx.Rngs(0)),
+        jpipe.layer(Named(), lambda m, x: m(x, training=False)),
+    ],
+    ids=lambda listed: type(listed).__name__,
+)
+def test_what_the_user_set_stays_without_a_word(listed):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not drops(listed, True)

@@ -1,0 +1,231 @@
+"""What a call of an nnx module may change, and what users may change of it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jpipe
+
+from .. import reference as ref
+
+KEY, WIDTH = jax.random.key(0), 3
+X = jax.random.normal(KEY, (4, WIDTH))
+
+
+def linear(seed=0):
+    return nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(seed), param_dtype=float)
+
+
+class Around(nnx.Module):
+    """Calls another module."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __call__(self, x):
+        return self.inner(x)
+
+
+class Remat(Around):
+    @nnx.remat
+    def __call__(self, x):
+        return self.inner(x)
+
+
+class Jit(Around):
+    def __call__(self, x):
+        return nnx.jit(lambda inner, x: inner(x))(self.inner, x)
+
+
+class Cond(Around):
+    def __call__(self, x):
+        def call(inner, x):
+            return inner(x)
+
+        return nnx.cond(x.sum() > 1e3, call, call, self.inner, x)
+
+
+class Scan(nnx.Module):
+    """Layers whose parameters are stacked."""
+
+    def __init__(self):
+        axes = nnx.StateAxes({nnx.Param: 0, ...: None})
+        make = nnx.vmap(
+            lambda rngs: nnx.Linear(
+                WIDTH, WIDTH, use_bias=False, rngs=rngs, param_dtype=float
+            ),
+            out_axes=axes,
+        )
+        self.layers = make(nnx.Rngs(0).split(2))
+
+    def __call__(self, x):
+        axes = nnx.StateAxes({nnx.Param: 0, ...: None})
+        step = nnx.scan(
+            lambda layer, x: layer(x), in_axes=(axes, nnx.Carry), out_axes=nnx.Carry
+        )
+        return step(self.layers, x)
+
+
+WRAPPERS = [Around, Remat, Jit, Cond]
+
+
+def step(layer, microbatches=2):
+    tx = optax.sgd(0.1)
+    pipe = jpipe.pipeline([layer], microbatches)
+    state = pipe.init_train_state(KEY, X, tx)
+    return pipe.train_step(ref.mse, tx)(state, X, jnp.ones_like(X))
+
+
+class MaxNorm(nnx.Module):
+    """Normalizes its weight in place."""
+
+    def __init__(self):
+        self.w = nnx.Param(jnp.full((WIDTH, WIDTH), 2.0))
+
+    def __call__(self, x):
+        self.w[...] = self.w[...] / jnp.linalg.norm(self.w[...])
+        return x @ self.w[...]
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS)
+def test_call_that_writes_a_parameter_raises(wrap):
+    match = (
+        rf"(?s)changed by the optimizer alone.*{wrap.__name__}. writes params/inner/w"
+    )
+    with pytest.raises(ValueError, match=match):
+        step(wrap(MaxNorm()))
+
+
+def test_evaluation_computes_what_is_written():
+    pipe = jpipe.pipeline([MaxNorm()], 2)
+    np.testing.assert_allclose(pipe.apply(pipe.init(KEY, X), X), MaxNorm()(X))
+
+
+@pytest.mark.parametrize("make", [*WRAPPERS, Scan, lambda _: Remat(Scan())], ids=str)
+def test_what_transformations_put_back_is_no_change(double, make):
+    layer = make() if make is Scan else make(linear())
+    _, metrics = step(layer, 1)
+    plain = ref.mse(nnx.clone(layer)(X), jnp.ones_like(X))
+    np.testing.assert_allclose(metrics["loss"], plain, rtol=1e-10)
+
+
+class ActNorm(nnx.Module):
+    """Makes its parameters of the first data that it sees."""
+
+    def __init__(self):
+        self.shift = nnx.BatchStat(jnp.zeros(WIDTH))
+        self.initialized = False
+
+    def __call__(self, x):
+        if not self.initialized:
+            self.shift[...] = -x.mean(0)
+            self.initialized = True
+        return x + self.shift[...]
+
+
+class Deletes(Around):
+    def __call__(self, x):
+        inner, self.inner = self.inner, None
+        return inner(x)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        ActNorm,
+        lambda: Around(ActNorm()),
+        lambda: Remat(ActNorm()),
+        lambda: Deletes(linear()),
+    ],
+)
+def test_call_that_changes_attributes_raises(make):
+    with pytest.raises(
+        ValueError, match="changes its structure or attributes in training"
+    ):
+        step(make())
+
+
+class Metered(nnx.Module):
+    """Counts its examples in a metric, as a call of a training loop may."""
+
+    def __init__(self):
+        self.metric = nnx.metrics.MetricState(jnp.zeros(()))
+
+    def __call__(self, x):
+        self.metric[...] = self.metric[...] + len(x)
+        return x
+
+
+def test_call_that_writes_a_metric_raises():
+    with pytest.raises(ValueError, match=r"metric.*has_aux=True"):
+        step(Metered())
+
+
+class SplitsKey(nnx.Module):
+    def __init__(self):
+        self.key = nnx.Variable(jax.random.key(0))
+
+    def __call__(self, x):
+        self.key[...], own = jax.random.split(self.key[...])
+        return x + jax.random.normal(own, x.shape)
+
+
+def test_call_that_splits_a_key_of_its_own_raises():
+    with pytest.raises(ValueError, match="random key that is no random stream"):
+        step(SplitsKey())
+
+
+# ------------------------------------------------- what users change between builds
+
+
+class Scaled(nnx.Module):
+    def __init__(self):
+        self.scale = 1.0
+        self.norm = nnx.BatchNorm(WIDTH, rngs=nnx.Rngs(0))
+        self.drop = nnx.Dropout(0.0, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.drop(self.norm(x)) * self.scale
+
+
+def freeze(module):
+    module.norm.eval()
+
+
+def scale(module):
+    module.scale = 2.0
+
+
+def replace(module):
+    module.drop = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("change", [freeze, scale, replace])
+def test_module_changed_after_the_pipeline_was_made_raises_at_the_next_build(change):
+    module, tx = Scaled(), optax.sgd(0.1)
+    pipe = jpipe.pipeline([module, linear()], 2)
+    state = pipe.init_train_state(KEY, X, tx)
+    state, _ = pipe.train_step(ref.mse, tx)(state, X, jnp.ones_like(X))
+    change(module)
+    builds = (
+        lambda: pipe.init(KEY, X),
+        lambda: pipe.train_step(ref.mse, tx)(state, X, jnp.ones_like(X)),
+        lambda: pipe.value_and_grad(ref.mse),
+        lambda: pipe.modules(state.variables),
+    )
+    for build in builds:
+        with pytest.raises(ValueError, match=r"layer 0 .Scaled. was changed after"):
+            build()
+
+
+def test_other_values_are_no_change():
+    module = linear()
+    pipe = jpipe.pipeline([module], 2)
+    before = pipe.init(KEY, X)
+    module.kernel[...] = 2 * module.kernel[...]
+    after = pipe.init(KEY, X)
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        assert old.shape == new.shape
