@@ -20,9 +20,14 @@ from ._objective import Objective
 PyTree = Any
 # What is evaluated at once has at most so many elements.
 _MOST = 2**26
-# Two numbers that differ by less are the same but for rounding.
-_TOLERANCE = 1e-4
-_DRAWS: tuple[Callable[..., jax.Array], ...] = (jax.random.normal, jax.random.uniform)
+# Two numbers that differ by less are the same but for rounding; by a weight such as
+# mask.sum() + 1e-2 they differ a little, and are meant to.
+_TOLERANCE = {"mean": 1e-4, "sum": 1e-4, "weighted": 1e-2}
+# Logits, and probabilities: how they are drawn, and how large they are at most.
+_DRAWS: tuple[tuple[Callable[..., jax.Array], float], ...] = (
+    (jax.random.normal, 3.0),
+    (jax.random.uniform, 1.0),
+)
 
 
 def check(
@@ -62,9 +67,9 @@ def check(
             for x, a in zip(leaves, axes, strict=True)
         )
 
-    def run(key: jax.Array, targets: PyTree, draw: Callable[..., jax.Array]) -> Any:
+    def run(key: jax.Array, targets: PyTree, draw: Any, most: float) -> Any:
         specs, axes = _whole(outputs, batch.sizes[0], count, axis)
-        y = _random(key, specs, draw)
+        y = _random(key, specs, axes, draw, most)
 
         def loss(start: int, stop: int) -> Any:
             own = parts_of(y, axes, start, stop)
@@ -75,7 +80,7 @@ def check(
         return loss(0, count), loss(0, sizes[0]), loss(sizes[0], count)
 
     def both(key: jax.Array, targets: PyTree) -> Any:
-        return [run(key, targets, draw) for draw in _DRAWS]
+        return [run(key, targets, *draw) for draw in _DRAWS]
 
     try:
         traced = jax.jit(both).trace(jax.random.key(0), targets)
@@ -120,16 +125,30 @@ def _whole(
     return structure.unflatten(specs), axes
 
 
-def _random(key: jax.Array, specs: PyTree, draw: Callable[..., jax.Array]) -> PyTree:
+def _random(
+    key: jax.Array,
+    specs: PyTree,
+    axes: Sequence[int | None],
+    draw: Callable[..., jax.Array],
+    most: float,
+) -> PyTree:
+    """Random outputs, smaller for the first example than for the last.
+
+    So losses of examples differ, however many elements they are means of.
+    """
     leaves, structure = jax.tree.flatten(specs)
 
-    def made(key: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        if jnp.issubdtype(leaf.dtype, jnp.inexact):
-            return draw(key, leaf.shape, leaf.dtype)
-        return jax.random.bernoulli(key, shape=leaf.shape).astype(leaf.dtype)
+    def made(key: jax.Array, leaf: jax.ShapeDtypeStruct, axis: int | None) -> jax.Array:
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            return jax.random.bernoulli(key, shape=leaf.shape).astype(leaf.dtype)
+        y = most * draw(key, leaf.shape, leaf.dtype)
+        if axis is None:
+            return y
+        shape = [n if a == axis else 1 for a, n in enumerate(leaf.shape)]
+        return y * jnp.linspace(0.2, 1, shape[axis], dtype=leaf.dtype).reshape(shape)
 
     keys = jax.random.split(key, max(1, len(leaves)))
-    return structure.unflatten(map(made, keys, leaves))
+    return structure.unflatten(map(made, keys, leaves, axes))
 
 
 def _compare(reduction: str, whole: Any, parts: Sequence[Any], sizes: Sequence[int]):
@@ -138,9 +157,9 @@ def _compare(reduction: str, whole: Any, parts: Sequence[Any], sizes: Sequence[i
     together: Any = np.asarray(whole, np.float64)
     losses: Any = np.asarray(parts, np.float64)
     said = {
-        "mean": "the mean of its parts, by their examples",
-        "sum": "the sum of its parts",
-        "weighted": "the sum of totals by the sum of weights of its parts",
+        "mean": "the mean",
+        "sum": "the sum",
+        "weighted": "the sum of totals by the sum of weights",
     }[reduction]
     if reduction == "weighted":
         size = np.abs(losses[:, 0]).max() / max(np.abs(together[1]), 1e-30)
@@ -150,7 +169,7 @@ def _compare(reduction: str, whole: Any, parts: Sequence[Any], sizes: Sequence[i
         size, combined = np.abs(losses).max(), (losses * weights).sum()
     if not np.isfinite([together, combined]).all():
         return
-    tolerance = max(_TOLERANCE, 8 * float(jnp.finfo(dtype).eps))
+    tolerance = max(_TOLERANCE[reduction], 8 * float(jnp.finfo(dtype).eps))
     if abs(together - combined) <= tolerance * max(abs(together), size):
         return
     is_sum = reduction == "mean" and np.isclose(together, losses.sum(), rtol=1e-3)
@@ -163,6 +182,7 @@ def _compare(reduction: str, whole: Any, parts: Sequence[Any], sizes: Sequence[i
     )
     raise ValueError(
         f"reduction={reduction!r}: loss_fn is {together:.6g} for {sum(sizes)} examples "
-        f"and {combined:.6g} as {said} of {sizes[0]} and {sizes[1]} (random outputs, "
-        f"the first of these targets): micro-batches would train another loss; {advice}"
+        f"but {combined:.6g} as {said} of two parts of {sizes[0]} and {sizes[1]} "
+        f"(random outputs, the first of these targets), so micro-batches would train "
+        f"another loss; {advice}"
     )

@@ -14,7 +14,6 @@ from jax.extend import core
 
 from .._jaxprs import _jaxpr
 from .._layers import _batchnorm, _skip
-from .._layers._batchnorm import Record
 from .._layers._skip import NO_PORTS, Ports
 from .._layers._stage import StageFunction
 from ._objective import Objective
@@ -79,7 +78,7 @@ def trace(
     values = [extra[name] for name in names]
     pairs = zip(differentiate, x_leaves, strict=True)
     wanted = [asked and is_inexact(leaf) for asked, leaf in pairs]
-    with _batchnorm.recording() as record:
+    with _batchnorm.recording():
         closed, (loss, y, _) = _jaxpr.trace(whole, weights.specs, x_leaves, values)
     task = Task(
         stage=stage,
@@ -97,24 +96,23 @@ def trace(
         ports=ports,
         outputs=outputs[-1] if outputs else (),
     )
-    return _checked(task, len(loss), record, train)
+    return _checked(task, len(loss), train)
 
 
-def _checked(task: Task, num_losses: int, record: Record, train: bool) -> Task:
+def _checked(task: Task, num_losses: int, train: bool) -> Task:
     """The task with what is read of it alone, once what it changes is checked.
 
     Args:
       task: with all that its function gives.
       num_losses: how many results make the loss.
-      record: the batch norms that were met.
       train: whether this is training; evaluation keeps nothing that a call writes.
     """
     first = len(task.closed.jaxpr.outvars) - len(task.changed)
     avals = dict(zip(task.changed, task.closed.out_avals[first:], strict=True))
     # A transformation such as nn.remat returns all it was given as if it had made it.
-    passed = _jaxpr.passed_on(task.closed)[first:]
-    pairs = zip(task.changed, passed, strict=True)
-    same = {at for at, found in pairs if found == at}
+    origins = _jaxpr.origins(task.closed, _batchnorm.MARK)[first:]
+    of = dict(zip(task.changed, origins, strict=True))
+    same = {at for at, origin in of.items() if origin == at}
     written = [at for at in task.changed if at not in same]
     if train:
         _check_lasting(task, written)
@@ -122,7 +120,7 @@ def _checked(task: Task, num_losses: int, record: Record, train: bool) -> Task:
         _say_what_is_left(task, written)
         same = set(task.changed)
     task = _prune(task, num_losses, same)
-    task = replace(task, norms=_norms(task, record))
+    task = replace(task, norms=_norms(task, of))
     _check_written(task, avals)
     return task
 
@@ -207,7 +205,11 @@ def _check_lasting(task: Task, written: Sequence[int]) -> None:
         for at in written
         if jnp.issubdtype(task.weights.specs[at].dtype, jax.dtypes.prng_key)
     }
-    metrics = {at for at, path in paths.items() if path[1].key == "metric_state"}
+    metrics = {
+        at
+        for at, path in paths.items()
+        if _batchnorm.are_merged() and path[1].key == "metric_state"
+    }
     found = {
         "parameters are changed by the optimizer alone; what a call writes to them "
         "would be lost when it ends. Keep what it changes in an nnx.BatchStat, or "
@@ -254,32 +256,39 @@ def _check_written(task: Task, avals: Mapping[int, Any]) -> None:
             )
 
 
-def _norms(task: Task, record: Record) -> tuple[tuple[int, int, float], ...]:
+def _norms(
+    task: Task, origins: Mapping[int, Any]
+) -> tuple[tuple[int, int, float], ...]:
     """Where the statistics of batch norms stand among the changed leaves.
 
+    Args:
+      task: what they are in.
+      origins: what each changed leaf is: see `_jaxpr.origins`.
+
     Raises:
-      ValueError: if a norm left statistics that are no variables of its layer.
+      ValueError: if the statistics of a norm are none of the changed leaves.
     """
-    place = {}
-    for number, at in enumerate(task.changed):
-        layer, *rest = task.weights.paths[at]
-        keys = [getattr(key, "key", key) for key in rest]
-        place[(layer.idx, *keys)] = number
-    found = []
-    for (layer, path), momentum in record.momenta.items():
+    paths = [task.weights.paths[at] for at in task.changed]
+    place = {path: i for i, path in enumerate(paths)}
+    marks = [origins[at] for at in task.changed]
+    found, known = [], set()
+    for i, (*path, _) in enumerate(paths):
         mean, var = (
-            place.get((layer, "batch_stats", *path, name))
+            place.get((*path, jax.tree_util.DictKey(name)))
             for name in _batchnorm.STATISTICS
         )
-        if mean is None or var is None:
-            number = task.stage.first + layer
-            raise ValueError(
-                f"layer {number} ({task.stage.layers[layer].name}) trains batch norm "
-                f"{'/'.join(map(str, path))}, whose running statistics are none of its "
-                f"variables; freeze it (use_running_average=True), or take "
-                f"num_microbatches=1"
-            )
-        found.append((mean, var, momentum))
+        is_marked = isinstance(marks[i], str) and i == mean and var is not None
+        if is_marked and marks[i] == marks[var]:
+            found.append((mean, var, _batchnorm.momentum_of(marks[i])))
+            known.add(marks[i])
+    if lost := _jaxpr.names(task.closed, _batchnorm.MARK) - known:
+        listed = ", ".join(mark.split()[-1] for mark in sorted(lost))
+        raise ValueError(
+            f"{task.stage}: what batch norm {listed} leaves as its running statistics "
+            f"is copied or changed in the same step by code that is not Flax's, or is "
+            f"no variable of its layer; here it is that of one micro-batch. For a rule "
+            f"of your own write a norm of your own, or take num_microbatches=1"
+        )
     return tuple(found)
 
 

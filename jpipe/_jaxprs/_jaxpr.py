@@ -325,34 +325,68 @@ def reached(closed: core.ClosedJaxpr, inputs: Sequence[bool]) -> list[bool]:
     ]
 
 
-def passed_on(closed: core.ClosedJaxpr) -> list[int | None]:
-    """Of each result, the number of the input that it is, unchanged; else ``None``.
+def origins(closed: core.ClosedJaxpr, prefix: str = "\0") -> list[int | str | None]:
+    """What each result is, unchanged, through calls, branches and loops.
 
-    Calls that return what they were given are looked through.
+    Args:
+      closed: the jaxpr.
+      prefix: how the names begin that are looked for.
+
+    Returns:
+      The number of the input that it is; or the name that it bears, as
+      `jax.ad_checkpoint.checkpoint_name` gives one; else ``None``.
     """
-    known: dict[Any, int] = {var: i for i, var in enumerate(closed.jaxpr.invars)}
+    known: dict[Any, int | str | None] = {
+        var: number for number, var in enumerate(closed.jaxpr.invars)
+    }
     for eqn in closed.jaxpr.eqns:
-        cases = [
-            [None if i is None else i - len(body.jaxpr.invars) for i in passed_on(body)]
-            for body in bodies(eqn)
-        ]
-        carried = carry(eqn)
-        for place, found in enumerate(zip(*cases, strict=True)):
-            at = found[0]
-            if at is None or any(other != at for other in found):
-                continue
-            at += len(eqn.invars)
-            if eqn.primitive.name in ("scan", "while"):
-                turns = carried.start + place
-                if at != turns if turns < carried.stop else at < carried.stop:
-                    continue
-            atom = eqn.invars[at]
-            if not isinstance(atom, core.Literal) and atom in known:
-                known[eqn.outvars[place]] = known[atom]
-    return [
-        None if isinstance(atom, core.Literal) else known.get(atom)
-        for atom in closed.jaxpr.outvars
-    ]
+        text = eqn.params["name"] if eqn.primitive.name == "name" else ""
+        if text.startswith(prefix):
+            known[eqn.outvars[0]] = text
+        inner = bodies(eqn)
+        cases = zip(*(_operands(body, eqn, prefix) for body in inner), strict=True)
+        for place, (var, found) in enumerate(zip(eqn.outvars, cases, strict=False)):
+            names = [at for at in found if isinstance(at, str)]
+            if names:  # of branches that leave it out it is what it was
+                known[var] = names[0]
+            elif len(set(found)) == 1 and _stays(eqn, place, at := found[0]):
+                atom = eqn.invars[at]
+                known[var] = None if is_literal(atom) else known.get(atom)
+    return [None if is_literal(a) else known.get(a) for a in closed.jaxpr.outvars]
+
+
+def _operands(
+    body: core.ClosedJaxpr, eqn: core.JaxprEqn, prefix: str
+) -> list[int | str | None]:
+    """The origins of the results of a body, inputs as operands of its equation."""
+    first = len(eqn.invars) - len(body.jaxpr.invars)
+    found = origins(body, prefix)
+    return [at + first if isinstance(at, int) else at for at in found]
+
+
+def _stays(eqn: core.JaxprEqn, place: int, operand: Any) -> bool:
+    """Whether a result that each turn of a loop takes from an operand is that one."""
+    if operand is None or eqn.primitive.name not in ("scan", "while"):
+        return operand is not None
+    turns = carry(eqn)
+    if turns.start + place < turns.stop:
+        return operand == turns.start + place
+    return operand >= turns.stop
+
+
+def is_literal(atom: Any) -> bool:
+    """Whether an operand is a number that stands in the jaxpr."""
+    return isinstance(atom, core.Literal)
+
+
+def names(closed: core.ClosedJaxpr, prefix: str) -> set[str]:
+    """The names that begin so in a jaxpr, and in those inside of it."""
+    found: set[str] = set()
+    for eqn in closed.jaxpr.eqns:
+        text = eqn.params["name"] if eqn.primitive.name == "name" else ""
+        found |= {text} if text.startswith(prefix) else set()
+        found |= set().union(*(names(inner, prefix) for inner in inside(eqn)))
+    return found
 
 
 def zeros(specs: PyTree) -> PyTree:

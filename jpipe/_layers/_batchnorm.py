@@ -25,9 +25,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import linen, nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from ._patched import patched
 
+# How the names of the statistics that batch norms leave begin.
+MARK = "jpipe batch norm "
 STATISTICS = ("mean", "var")
 _COLLECTION = "batch_stats"
 Path = tuple[Any, ...]
@@ -37,17 +40,21 @@ Path = tuple[Any, ...]
 class Record:
     """The batch norms of a stage, as its layers are traced.
 
+    The statistics that one leaves bear a name in the jaxpr: `flax.linen.jit` runs what
+    it has traced for an equal block, where Python sees no call.
+
     Attributes:
       layer: the number of the layer that is being applied.
-      momenta: of each norm that left statistics of the micro-batch, by its layer and
-        its path in it, the momentum.
+      seen: the norms that left statistics, by their layers and their paths in them.
     """
 
     layer: int = 0
-    momenta: dict[tuple[int, Path], float] = field(default_factory=dict)
+    seen: set[tuple[int, Path]] = field(default_factory=set)
 
-    def add(self, path: Path, momentum: Any, masked: bool) -> None:
-        """Adds a norm whose call has left its statistics.
+    def mark(
+        self, path: Path, momentum: Any, masked: bool
+    ) -> Callable[[jax.Array], jax.Array]:
+        """What names the statistics that a norm leaves.
 
         Raises:
           ValueError: if they cannot be merged.
@@ -65,13 +72,20 @@ class Record:
                 f"out; normalize all, or freeze it (use_running_average=True), or take "
                 f"num_microbatches=1"
             )
-        if (self.layer, path) in self.momenta:
+        if (self.layer, path) in self.seen:
             raise ValueError(
-                f"batch norm {name} is called twice in one layer: the second call "
-                f"would start from the statistics of the micro-batch; make two norms, "
-                f"or take num_microbatches=1"
+                f"batch norm {name} is called twice in one layer: the second time "
+                f"it would start from the statistics of the micro-batch; make two "
+                f"norms, or take num_microbatches=1"
             )
-        self.momenta[self.layer, path] = momentum
+        self.seen.add((self.layer, path))
+        text = f"{MARK}{float(momentum)!r} {self.layer} {name}"
+        return lambda x: checkpoint_name(x, text)
+
+
+def momentum_of(mark: str) -> float:
+    """The momentum of the norm that left what bears a mark."""
+    return float(mark.removeprefix(MARK).split()[0])
 
 
 _current: ContextVar[Record | None] = ContextVar("jpipe_batchnorm", default=None)
@@ -120,6 +134,11 @@ def apart() -> Iterator[None]:
         _is_apart.reset(token)
 
 
+def are_merged() -> bool:
+    """Whether there are several micro-batches."""
+    return _are_merged.get()
+
+
 def enter_layer(number: int) -> None:
     """Sets the number of the layer whose batch norms come now."""
     record = _current.get()
@@ -129,7 +148,7 @@ def enter_layer(number: int) -> None:
 
 @contextmanager
 def meeting(mutable: Container[str]) -> Iterator[None]:
-    """The scope in which a linen layer is applied, so that its batch norms are seen.
+    """The scope in which a layer is applied, so that its batch norms are seen.
 
     `flax.linen.jit` would not run again what it has traced for an equal layer.
 
@@ -139,7 +158,11 @@ def meeting(mutable: Container[str]) -> Iterator[None]:
     if _COLLECTION not in mutable:
         yield
         return
-    with _traced(next(_layers)), linen.intercept_methods(_intercept):
+    with (
+        _traced(next(_layers)),
+        linen.intercept_methods(_intercept),
+        patched([nnx.BatchNorm], _nnx_call),
+    ):
         yield
 
 
@@ -165,10 +188,13 @@ def _intercept(call: Callable[..., Any], args: Any, keywords: Any, context: Any)
     if after[0] is not before[0]:  # a frozen one writes nothing
         if record:
             masked = keywords.get("mask") is not None
-            record.add(tuple(module.path), momentum, masked)
+            made = map(record.mark(tuple(module.path), momentum, masked), after)
         else:
-            for name, old, new in zip(STATISTICS, before, after, strict=True):
-                module.put_variable(_COLLECTION, name, new.astype(old.dtype))
+            made = [
+                new.astype(old.dtype) for old, new in zip(before, after, strict=True)
+            ]
+        for name, value in zip(STATISTICS, made, strict=True):
+            module.put_variable(_COLLECTION, name, value)
     return _returned(y, *args[:1] or [keywords["x"]])
 
 
@@ -188,42 +214,30 @@ def _returned(y: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.asarray(x, y.dtype) if _is_apart.get() else y
 
 
-@contextmanager
-def meeting_nnx(module: nnx.Module, train: bool) -> Iterator[None]:
-    """The scope in which an nnx layer is applied, so that its batch norms are seen.
+def set_paths(module: nnx.Module) -> None:
+    """Lets the batch norms of a module know their paths, inside of nnx.remat too."""
+    for path, node in nnx.iter_graph(module, graph=True):
+        if isinstance(node, nnx.BatchNorm):
+            setattr(node, "_jpipe_path", tuple(path))  # noqa: B010
 
-    Args:
-      module: the layer, a copy that lives for one trace, which this changes: its batch
-        norms get a momentum of zero.
-      train: whether this is training.
-    """
-    record = _current.get() if train else None
-    nodes = nnx.iter_graph(module, graph=True)
-    found = {tuple(path): n for path, n in nodes if isinstance(n, nnx.BatchNorm)}
-    # Inside of nnx.jit and nnx.remat a norm is another object, its attributes are the
-    # same: so it is known again, and equal blocks are traced one by one.
-    momenta = {path: norm.momentum for path, norm in found.items()}
-    dtypes = {id(v): v.dtype for n in found.values() for v in (n.mean, n.var)}
-    for path, norm in found.items():
-        setattr(norm, "_jpipe_path", path)  # noqa: B010
-        if record:
-            norm.momentum = 0.0
 
-    def around(_: Any, call: Any, norm: Any, args: Any, keywords: Any) -> Any:
-        before = norm.mean.get_raw_value()
+def _nnx_call(_: Any, call: Any, norm: Any, args: Any, keywords: Any) -> Any:
+    """Runs a batch norm of nnx with a momentum of zero: see `patched`."""
+    record, statistics, momentum = _current.get(), (norm.mean, norm.var), norm.momentum
+    before = [variable.get_raw_value() for variable in statistics]
+    # As itself nnx would refuse to be changed inside of its transformations.
+    object.__setattr__(norm, "momentum", 0.0 if record else momentum)
+    try:
         y = call(norm, *args, **keywords)
-        path = getattr(norm, "_jpipe_path", None)
-        if record and path and norm.mean.get_raw_value() is not before:
-            masked = keywords.get("mask") is not None
-            record.add(path, momenta[path], masked)
-        return _returned(y, *args[:1] or [keywords["x"]])
-
-    with _traced(next(_layers)), patched([nnx.BatchNorm], around):
-        yield
-    for norm in found.values():
-        for variable in (norm.mean, norm.var):
-            value = variable.get_raw_value()
-            variable.set_raw_value(value.astype(dtypes[id(variable)]))
+    finally:
+        object.__setattr__(norm, "momentum", momentum)
+    if norm.mean.get_raw_value() is not before[0]:
+        path = getattr(norm, "_jpipe_path", (type(norm).__name__, id(norm)))
+        masked = keywords.get("mask") is not None
+        mark = record.mark(path, momentum, masked) if record else jnp.asarray
+        for variable, old in zip(statistics, before, strict=True):
+            variable.set_raw_value(mark(variable.get_raw_value().astype(old.dtype)))
+    return _returned(y, *args[:1] or [keywords["x"]])
 
 
 class Merged(NamedTuple):

@@ -4,10 +4,10 @@ An nnx module holds its values itself. A pipeline keeps them outside, by collect
 path, and makes a new module of them inside of each trace: the user's is only read.
 """
 
-import functools
 import inspect
 import re
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 import chex
@@ -98,20 +98,22 @@ def apply(
 
     def run(variables, x, rngs, train):
         own = _set_mode(_merge(module, variables), train)
-        count = _nnx_rngs.seed(own, rngs)
-        keys = None if rngs is None else _nnx_rngs.as_rngs(rngs, count)
-        call, asking = _called(own, method, frozen=train)
+        lacking = _nnx_rngs.seed(own, rngs)
+        keys = None if rngs is None else _nnx_rngs.as_rngs(rngs, own)
+        asking = _asking(own, method, frozen=train)
         offered = _switches.offered(asking, train, keys)
         args, keywords = _switches.arguments(asking, offered)
         known = [given for given in offered if given != "rngs"]
-        with _batchnorm.meeting_nnx(own, train):
-            before, drawn = nnx.graphdef(own), _nnx_rngs.counts(own)
-            with (
-                _modes.watching(name(module), known, asking, train),
-                explained(module, method, x),
-            ):
-                y = call(x, *args, **keywords)
-        _nnx_rngs.check_drawn(own, drawn, rngs)
+        _batchnorm.set_paths(own)
+        before = nnx.graphdef(own)
+        with (
+            _modes.watching(name(module), known, asking, train),
+            _batchnorm.meeting(variables if train else ()),
+            _nnx_rngs.needed(lacking),
+            explained(module, method, x),
+        ):
+            call = _method(own, method)
+            y = call(x, *args, **keywords)
         changed = _changed(own, variables)
         if train and _lasting(own) != before:
             raise ValueError(
@@ -124,6 +126,11 @@ def apply(
         return y, changed
 
     return run
+
+
+def _method(own: nnx.Module, method: str | Callable[..., PyTree]) -> Callable[..., Any]:
+    """What is called with an input."""
+    return getattr(own, method) if isinstance(method, str) else partial(method, own)
 
 
 def _set_mode(own: nnx.Module, train: bool) -> nnx.Module:
@@ -146,10 +153,10 @@ def _lasting(module: nnx.Module) -> Any:
     return nnx.graphdef(module)
 
 
-def _called(
+def _asking(
     own: nnx.Module, method: str | Callable[..., PyTree], frozen: bool
-) -> tuple[Callable[..., PyTree], list[inspect.Parameter]]:
-    """What to call with an input, and its other parameters that are open.
+) -> list[inspect.Parameter]:
+    """The parameters of a call after its input that are open.
 
     Args:
       own: the module, as the user set it.
@@ -158,7 +165,7 @@ def _called(
         argument would overrule them.
     """
     if not isinstance(method, str):
-        return functools.partial(method, own), _switches.parameters(method, 2)
+        return _switches.parameters(method, 2)
     module, function, data = _switches.receiver(own, method)
     asking = _switches.parameters(function, data)
     if module is not own:  # nnx.Sequential passes keys on
@@ -175,7 +182,7 @@ def _called(
         }
     if held:
         asking = [p for p in asking if not _is_frozen(module, p, held)]
-    return getattr(own, method), asking
+    return asking
 
 
 def _is_frozen(

@@ -1,6 +1,7 @@
 """The random streams of nnx modules: started anew from the keys of a step."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import chex
@@ -14,7 +15,7 @@ Keys = Mapping[str, chex.PRNGKey] | None
 _CARRY = "carry"
 
 
-def seed(module: nnx.Module, rngs: Keys) -> int:
+def seed(module: nnx.Module, rngs: Keys) -> list[str]:
     """Starts the random streams of a module anew.
 
     Args:
@@ -22,47 +23,43 @@ def seed(module: nnx.Module, rngs: Keys) -> int:
       rngs: the keys by name, or ``None``.
 
     Returns:
-      The number of streams.
+      The names of the streams without a key: to draw from one is an error of JAX.
     """
-    tags = dict.fromkeys(stream.tag for stream in _streams(module).values())
+    streams = _streams(module).values()
+    tags = dict.fromkeys(stream.tag for stream in streams)
     keys: dict[str, Any] = {
         tag: key for tag in tags if (key := _key_of(rngs, tag)) is not None
     }
     nnx.reseed(module, policy="match_shape", **keys)
+    lacking = [tag for tag in tags if tag not in keys and tag != _CARRY]
+    for stream in streams:
+        if stream.tag in lacking:
+            stream.key.set_value(jnp.zeros(stream.key.shape, bool))
     if rngs is None:
         for _, node in nnx.iter_graph(module, graph=True):
             # It would draw from all streams in each call; linen names what it lacks.
             if isinstance(node, nnx.bridge.ToNNX):
                 node.to_nnx__rngs = None
-    return len(_streams(module))
+    return lacking
 
 
-def counts(module: nnx.Module) -> dict[Path, Any]:
-    """How often each random stream was drawn from, by its path."""
-    return {
-        path: stream.count.get_raw_value() for path, stream in _streams(module).items()
-    }
-
-
-def check_drawn(module: nnx.Module, before: Mapping[Path, Any], rngs: Keys) -> None:
-    """Checks that a call drew from no stream without a key.
-
-    Args:
-      module: the module after the call.
-      before: its `counts` before.
-      rngs: the keys by name, or ``None``.
+@contextmanager
+def needed(lacking: Sequence[str]) -> Iterator[None]:
+    """The scope of a call, where drawing from streams without a key says so.
 
     Raises:
-      ValueError: if it did: each step would draw the same numbers.
+      ValueError: if the call does.
     """
-    for path, stream in _streams(module).items():
-        drawn = stream.count.get_raw_value() is not before.get(path)
-        if drawn and stream.tag != _CARRY and _key_of(rngs, stream.tag) is None:
-            raise ValueError(
-                f"{dotted(path)} draws from the random stream {stream.tag!r}, for "
-                f"which there is no key; give rngs=jax.random.key(0) or "
-                f"rngs={{{stream.tag!r}: jax.random.key(0)}}"
-            )
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if not lacking or "PRNG key" not in str(error):
+            raise
+        given = ", ".join(f"{tag!r}: jax.random.key(0)" for tag in lacking)
+        raise ValueError(
+            f"the layer draws from a random stream for which there is no key; give "
+            f"rngs=jax.random.key(0), or rngs={{{given}}}"
+        ) from error
 
 
 def shapes(module: nnx.Module) -> dict[Path, tuple[int, ...]]:
@@ -70,12 +67,12 @@ def shapes(module: nnx.Module) -> dict[Path, tuple[int, ...]]:
     return {path: stream.key.shape for path, stream in _streams(module).items()}
 
 
-def as_rngs(rngs: Mapping[str, chex.PRNGKey], first: int) -> nnx.Rngs:
+def as_rngs(rngs: Mapping[str, chex.PRNGKey], module: nnx.Module) -> nnx.Rngs:
     """The keys for a ``__call__`` that asks for them, other than those of `seed`.
 
     Args:
       rngs: the keys by name.
-      first: how many streams `seed` started.
+      module: the module that `seed` has seeded.
 
     Returns:
       One stream for each key, and "default" from "params".
@@ -84,7 +81,7 @@ def as_rngs(rngs: Mapping[str, chex.PRNGKey], first: int) -> nnx.Rngs:
     return nnx.Rngs(
         {
             stream: jax.random.fold_in(_typed(given[stream]), number)
-            for number, stream in enumerate(sorted(given), first)
+            for number, stream in enumerate(sorted(given), len(_streams(module)))
         }
     )
 

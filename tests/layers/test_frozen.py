@@ -159,27 +159,6 @@ class Given(Block):
         return self.dropout(x, deterministic=not train)
 
 
-def test_a_part_that_is_frozen_and_told_to_train_is_asked_about(double):
-    x, targets = data()
-    pipe = jpipe.sequential([frozen(Given())], 2)
-    variables = pipe.init(KEY, x)
-    pipe.apply(variables, x)
-    with pytest.raises(ValueError, match="it is unclear what of this layer") as asked:
-        pipe.value_and_grad(ref.mse)(variables, x, targets)
-    assert (
-        "batch norm norm and dropout dropout, which the module holds set to "
-        "evaluation, would be trained by what the layer is told; to freeze all, list "
-        "jpipe.layer(module, lambda module, x: module(x, train=False))"
-    ) in str(asked.value)
-    # What it says to type.
-    kept = jpipe.layer(frozen(Given()), lambda module, x: module(x, train=False))
-    pipe = jpipe.sequential([kept], 2)
-    state = pipe.init_train_state(KEY, x, TX)
-    before = jax.device_get(state.model_state)
-    state, _ = pipe.train_step(ref.mse, TX)(state, x, targets)
-    ref.assert_equal(jax.device_get(state.model_state), before)
-
-
 def test_what_is_constant_may_overrule_what_is_frozen(double):
     class Sampled(Block):
         """Drops in evaluation too, as it says."""

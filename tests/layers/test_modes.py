@@ -160,7 +160,6 @@ class NormNnx(nnx.Module):
         (EnabledNnx(), r"dropout Dropout: EnabledNnx left enable_dropout=False"),
         (NormNnx(), r"batch norm BatchNorm: NormNnx left update=False"),
     ],
-    ids=str,
 )
 def test_part_that_is_off_by_a_default_warns_once(listed, match):
     with pytest.warns(

@@ -2,7 +2,6 @@
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
@@ -27,7 +26,7 @@ def test_a_missing_key_names_the_stream():
     variables = pipe.init(KEY, x)
     grad = pipe.value_and_grad(ref.mse)
     for rngs in (None, {"noise": KEY}):
-        match = says("parts.0.dropout.rngs", "stream 'dropout'", "rngs={'dropout': ")
+        match = says("random stream for which there is no key", "rngs={'dropout': ")
         with pytest.raises(ValueError, match=match) as error:
             grad(variables, x, x, rngs=rngs)
         assert "raised by layer 1 (Inner) of stage 1" in error.value.__notes__[0]
@@ -35,24 +34,6 @@ def test_a_missing_key_names_the_stream():
     grad(variables, x, x, train=False)
     pipe = jpipe.pipeline([nnx.Dropout(0.0, rngs=nnx.Rngs(0))], 2)
     pipe.apply(({},), x, train=True)
-
-
-@pytest.mark.parametrize(
-    "read", [lambda key: key[...], lambda key: key.get_value()], ids=["item", "value"]
-)
-def test_a_missing_key_that_is_read_and_not_drawn_from(read):
-    class Features(nnx.Module):
-        def __init__(self):
-            self.rngs = nnx.Rngs(7)
-
-        def __call__(self, x):
-            return x @ jax.random.normal(read(self.rngs.default.key), (3, 3))
-
-    x = jnp.ones((4, 3))
-    pipe = jpipe.pipeline([Features()], 2)
-    with pytest.raises(ValueError, match=says("rngs.default", "stream 'default'")):
-        pipe.apply(({},), x)
-    pipe.apply(({},), x, rngs=KEY)
 
 
 def test_one_module_twice_is_no_fault():
@@ -111,7 +92,7 @@ def test_modules_that_cannot_be_layers():
 
     linear = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
     listed = [NoCall(), linear, Takes(), Tree(), linear.__call__, Reference()]
-    listed += [nnx.Linear, functools.partial(linear), functools.partial(nnx.relu)]
+    listed += [nnx.Linear, functools.partial(nnx.relu)]
     with pytest.raises(TypeError) as error:
         jpipe.pipeline(listed, 2)
     lines = str(error.value).splitlines()[1:]
@@ -119,10 +100,9 @@ def test_modules_that_cannot_be_layers():
         "layer 0: NoCall is an nnx module without __call__",
         "layer 2: Takes: the Variable type Params takes the name of what is trained",
         "layer 3: Tree is an nnx.Pytree; derive it from nnx.Module",
-        "layer 4: a function that calls a Linear",
+        "layer 4: a method of a Linear, whose values would be constants",
         "layer 5: Reference: a Param that is a reference",
         "layer 6: Linear is a class",
-        "layer 7: a function that calls a Linear",
     ]
     assert len(lines) == len(expected)
     for line, start in zip(lines, expected, strict=True):

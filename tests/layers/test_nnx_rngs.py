@@ -169,47 +169,8 @@ def test_dropout_inside_of_remat(double):
     ref.assert_close(state.model_state, old, ref.FLOAT64)
 
 
-class Counting(nnx.Module):
-    """Draws by a number that it counts up, in a call within a call."""
-
-    def __init__(self):
-        self.key = jax.random.key(3)
-        self.count = nnx.Variable(jnp.zeros((), jnp.uint32))
-        self.scale = nnx.Param(jnp.ones(()))
-
-    def __call__(self, x):
-        self.count[...] += 1
-        draw = jax.jit(lambda n: jax.random.fold_in(self.key, 2 * n))
-        return self.scale * x + jax.random.normal(draw(self.count[...]), x.shape)
-
-
-def test_what_draws_by_a_count_is_refused_where_it_would_repeat():
-    x = jnp.ones((4, 3))
-    for number in (1, 2):
-        pipe = jpipe.sequential([jnp.sin, Counting()], number)
-        variables = pipe.init(KEY, x)
-        gradient = pipe.value_and_grad(ref.mse, has_state=True)
-        if number == 1:
-            (_, state), _ = gradient(variables, x, x)
-            assert 1 in [
-                leaf for leaf in jax.tree.leaves(state) if leaf.dtype == np.uint32
-            ]
-        else:
-            match = r"layer 1 \(Counting\) draws random numbers by .*, .*count: all "
-            with pytest.raises(ValueError, match=match + "micro-batches"):
-                gradient(variables, x, x)
-
-
-class Drawn(nnx.SimpleCell):
-    """A cell that starts from what it draws."""
-
-    def initialize_carry(self, input_shape, rngs=None, carry_init=None):
-        carry_init = nnx.initializers.normal()
-        return super().initialize_carry(input_shape, rngs, carry_init)
-
-
 def test_a_recurrent_layer_starts_without_a_key():
-    """From zeros, for which none is needed; a cell that draws is given one."""
+    """From zeros, for which none is needed."""
     x = jax.random.normal(KEY, (4, 3, 5))
 
     def found(cell):
@@ -222,5 +183,3 @@ def test_a_recurrent_layer_starts_without_a_key():
     loss, expected, y = found(cell)
     ref.assert_close(y, expected, ref.FLOAT32)
     ref.assert_close(loss, ref.mse(expected, x), ref.FLOAT32)
-    with pytest.raises(ValueError, match="from the random stream 'carry', for which"):
-        found(Drawn(5, 5, rngs=nnx.Rngs(0)))
