@@ -7,6 +7,7 @@ caller gave is made on abstract values, before anything is compiled or moved.
 import functools
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -135,11 +136,13 @@ class ProgramCache:
             self._check_order(variables)
             batch = self._batch(x, targets, rngs)
             layout = self._check(variables, batch, build.trainable)
+            objective = replace(objective, num_microbatches=batch.num_parts)
             works = self._works(layout, batch, train, objective)
             self._check_constants(works, layout, variables)
             if batch.num_parts > 1:
                 outputs = works.task(works.num_stages - 1).outputs
-                axis = self._axes.out_axes if isinstance(self._axes.out_axes, int) else 0
+                axis = self._axes.out_axes
+                axis = axis if isinstance(axis, int) else 0
                 self.unchecked = _probe.check(objective, outputs, targets, batch, axis)
             made = Gradient(self._pipe, layout, batch, works, objective)
             known[signature] = self.training = made

@@ -37,6 +37,7 @@ class Objective:
         add up, and the loss is their quotient.
       aux_axes: on which axes aux of micro-batches are joined, as a prefix of aux;
         ``None``: on a new one.
+      num_microbatches: of the mini-batch, for ``"microbatch_mean"``.
       identity: what tells ``loss_fn`` apart, as for `jax.jit`: its hash and equality,
         or which object it is.
     """
@@ -45,6 +46,7 @@ class Objective:
     has_aux: bool = False
     reduction: str = "mean"
     aux_axes: Any = None
+    num_microbatches: int = 1
     identity: Hashable = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -101,6 +103,8 @@ class Objective:
             loss = _scalar(result, "loss_fn must return a scalar loss", outputs)
             if self.reduction == "mean":
                 loss = loss * share.astype(loss.dtype)
+            if self.reduction == "microbatch_mean":
+                loss = loss / self.num_microbatches
             return loss, [], aux
         total = _scalar(result[0], "the total must be a scalar", outputs)
         weight = jnp.asarray(result[1])
