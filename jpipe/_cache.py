@@ -6,7 +6,7 @@ caller gave is made on abstract values, before anything is compiled or moved.
 
 import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -54,6 +54,7 @@ class ProgramCache:
       built: the gradients that were built last; ``None`` before the first.
       training: the mini-batch with a loss seen last, for print.
       unchecked: why its loss was not checked, for print; empty if it was.
+      check_first: what checks the first mini-batch that is trained on; ``None``: not.
     """
 
     def __init__(self, pipe: Pipe, axes: Axes) -> None:
@@ -64,6 +65,7 @@ class ProgramCache:
         self.built: Build | None = None
         self.training: Gradient | None = None
         self.routes: tuple[Route, ...] = ()
+        self.check_first: Callable[..., None] | None = None
         self._expected: dict[Any, Expected] = {}
         self._in_a_row = 0
         self.unchecked = ""
@@ -140,6 +142,8 @@ class ProgramCache:
             works = self._works(layout, batch, train, objective)
             self._check_constants(works, layout, variables)
             if batch.num_parts > 1:
+                if self.check_first is not None:
+                    self.check_first(variables, x, targets, objective, rngs, train)
                 outputs = works.task(works.num_stages - 1).outputs
                 axis = self._axes.out_axes
                 axis = axis if isinstance(axis, int) else 0

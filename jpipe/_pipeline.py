@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from . import _values
 from ._cache import Axes, ProgramCache
+from ._checkable import Checkable
 from ._describe import describe
 from ._functions._objective import Objective
 from ._functions._trainable import Trainable
@@ -34,7 +35,7 @@ PyTree = Any
 LossFunction = Callable[[PyTree, PyTree], Any]
 
 
-class Pipeline(OwnLoop):
+class Pipeline(Checkable, OwnLoop):
     """A sequence of layers spread over devices; made by `pipeline`.
 
     It holds no arrays: variables and train states are given and returned. What it
@@ -42,11 +43,17 @@ class Pipeline(OwnLoop):
     """
 
     def __init__(
-        self, pipe: Pipe, axes: Axes, forecast: Forecast | None = None
+        self,
+        pipe: Pipe,
+        axes: Axes,
+        forecast: Forecast | None = None,
+        check: bool = False,
     ) -> None:
         self._pipe = pipe
         self._forecast = forecast
+        self._axes = axes
         self._cache = ProgramCache(pipe, axes)
+        self._cache.check_first = self._check_first if check else None
         self._feed = Feed(pipe)
 
     @property

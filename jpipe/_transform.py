@@ -42,6 +42,7 @@ def pipeline(
     in_axes: Any = 0,
     target_axes: Any = 0,
     out_axes: Any = 0,
+    check: bool = False,
 ) -> Pipeline:
     """Turns a sequence of layers into one training program over many devices.
 
@@ -93,6 +94,9 @@ def pipeline(
         `jax.vmap` takes it: an int, ``None``, or a pytree prefix of these. ``None`` is
         for an output that is the same for all examples, such as a learned temperature
         or a codebook: `Pipeline.apply` returns that of the first micro-batch.
+      check: whether the first mini-batch that is trained on is checked: of its first
+        examples, three small micro-batches at most, `Pipeline.check` is made. Layers
+        that differ are warned of; a loss that differs is a ``ValueError``.
 
     Returns:
       The pipeline. Nothing is compiled yet.
@@ -171,7 +175,7 @@ def pipeline(
         check_threads()
     pipe = Pipe(groups, placed, chosen, settings, sharding, gather)
     forecast = getattr(plan, "forecast", None)
-    return Pipeline(pipe, Axes(in_axes, target_axes, out_axes), forecast)
+    return Pipeline(pipe, Axes(in_axes, target_axes, out_axes), forecast, check)
 
 
 def sequential(

@@ -277,10 +277,11 @@ def _norms(
             place.get((*path, jax.tree_util.DictKey(name)))
             for name in _batchnorm.STATISTICS
         )
-        is_marked = isinstance(marks[i], str) and i == mean and var is not None
-        if is_marked and marks[i] == marks[var]:
-            found.append((mean, var, _batchnorm.momentum_of(marks[i])))
-            known.add(marks[i])
+        if i != mean or var is None or not isinstance(mark := marks[i], str):
+            continue
+        if mark == marks[var]:
+            found.append((mean, var, _batchnorm.momentum_of(mark)))
+            known.add(mark)
     if lost := _jaxpr.names(task.closed, _batchnorm.MARK) - known:
         listed = ", ".join(mark.split()[-1] for mark in sorted(lost))
         raise ValueError(

@@ -19,7 +19,6 @@ FOLDERS = (
     "_compat",
     "_processes",
     "_jaxprs",
-    "_mixing",
     "_layers",
     "_functions",
     "_instructions",
@@ -36,7 +35,7 @@ MOVES_DATA = {"_instructions._transfer", "_processes._transport", "_compat"}
 # what measures how long results take, the thread that watches other processes, and what
 # reads constants before a program is compiled.
 MAY_WAIT = {
-    "_mixing._known",
+    "_functions._probe",
     "_processes._watch",
     "_profile",
     "planning._link",

@@ -98,7 +98,6 @@ class OwnRuleLinen(nn.BatchNorm):
         return x - mean.value
 
 
-@pytest.mark.filterwarnings("ignore:each micro-batch by itself")
 def test_a_class_of_linen_with_a_rule_of_its_own_keeps_it():
     x, targets = ref.regression(8)
     state = committed(jpipe.pipeline([OwnRuleLinen(), ref.dense(4)], 2), x, targets)

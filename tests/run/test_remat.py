@@ -16,7 +16,6 @@ MODES = ("full", "min_cut", "dots", "none")
 WIDTH = 8
 KEY = jax.random.key(3)
 # Of a layer whose branch is that of all examples it is true.
-pytestmark = pytest.mark.filterwarnings("ignore:each micro-batch by itself")
 
 
 class Perceptron(nn.Module):

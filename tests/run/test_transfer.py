@@ -121,7 +121,6 @@ class TestTheGuardOfTransfers:
             program(np.ones(3, np.float32))
 
 
-@pytest.mark.filterwarnings("ignore:each micro-batch by itself")
 def test_keys_travel_too():
     """Typed keys are not plain arrays: `jax.device_put` moves them."""
     layers = [ref.dense(4), noise, add_noise]

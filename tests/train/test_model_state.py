@@ -52,7 +52,6 @@ class Last(nn.Module):
         return nn.Dense(1)(x)
 
 
-@pytest.mark.filterwarnings("ignore:each micro-batch by itself")
 @pytest.mark.parametrize("remat", ["full", "none", "except_last"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_an_integer_is_what_the_last_microbatch_makes_of_it(schedule, remat):

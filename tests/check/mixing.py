@@ -7,8 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-TOKENS, WIDTH = 3, 4
+BATCH, TOKENS, WIDTH = 12, 3, 4
 KEY = jax.random.key(2)
+
+
+def data():
+    """Examples for which layers with a branch take another for some than for all."""
+    return jax.random.normal(jax.random.key(2), (BATCH, TOKENS, WIDTH))
 
 
 def normalized(x):
@@ -174,13 +179,9 @@ MIXED = {
     "a table by places": lambda x: (
         x + jax.random.normal(KEY, (64, TOKENS, WIDTH))[: len(x)]
     ),
-    "a table at places": lambda x: (
-        x + jax.random.normal(KEY, (64, TOKENS, WIDTH))[jnp.arange(len(x))]
-    ),
     "places as a feature": lambda x: jnp.concatenate(
         [x, jnp.broadcast_to(places(x).astype(x.dtype), x.shape)], -1
     ),
-    "places as a token": lambda x: x.at[:, 0].set(places(x)[..., 0].astype(x.dtype)),
     "a curve of places": lambda x: x * jnp.tanh(places(x) / 9),
     "noise by a key of its own": lambda x: x + jax.random.normal(KEY, x.shape),
     "dropped by a key of its own": lambda x: jnp.where(
@@ -216,9 +217,7 @@ MIXED = {
     "beside its group": beside_its_group,
     "in two groups": in_two_groups,
     "halves": first_half_against_second,
-    "halves exchanged": lambda x: x * jnp.concatenate(jnp.split(x, 2)[::-1]),
     "mixed up": lambda x: 0.7 * x + 0.3 * jnp.roll(x, 3, axis=0),
-    "beside the one before": lambda x: x - jnp.pad(x, ((1, 0), (0, 0), (0, 0)))[:-1],
     "beside the first": lambda x: x * x[:1],
     "beside another copy": lambda x: (
         jnp.tile(x, (3, 1, 1)).reshape(len(x), 3, *x.shape[1:]).mean(1)
@@ -226,7 +225,6 @@ MIXED = {
     "beside a shuffled one": lambda x: x * jax.random.permutation(jax.random.key(1), x),
     "centered": lambda x: x - x.mean(0),
     "normalized": normalized,
-    "normalized in a checkpoint": jax.checkpoint(normalized),
     "attention among examples": among_examples,
     "softmax over examples": lambda x: jax.nn.softmax(x, axis=0),
     "beside the largest": lambda x: x / jnp.abs(x).max(),
@@ -236,11 +234,8 @@ MIXED = {
     "by class": by_class,
     "less the first": lambda x: x - x[0],
     "gram": lambda x: x @ jnp.einsum("bti,btj->ij", x, x),
-    "beside the one in its place from the end": lambda x: 0.7 * x + 0.3 * x[::-1],
     "sorted": lambda x: jnp.sort(x, axis=0),
     "in the order of one feature": lambda x: x[jnp.argsort(x[:, 0, 0])],
-    "at most the largest mean": lambda x: jnp.minimum(x, x.mean((1, 2)).max() / 2),
-    "where it is the largest": lambda x: jnp.where(x >= x.max(0), x, 0),
     "of the best": of_the_best,
     "norm of all": lambda x: x / jnp.linalg.norm(x),
     "mapped over tokens": jax.vmap(normalized, in_axes=1, out_axes=1),
@@ -342,9 +337,6 @@ APART = {
     "weights by turns": lambda x: (
         x * jnp.tile(jnp.array([1.0, 2.0]), len(x) // 2)[:, None, None]
     ),
-    "places of tokens in one row": lambda x: (
-        x.reshape(-1, WIDTH) + (jnp.arange(TOKENS * len(x)) % TOKENS)[:, None]
-    ).reshape(x.shape),
     "ones": lambda x: x * jnp.ones(len(x))[:, None, None],
     "the first token emptied": lambda x: x.at[:, 0].set(0),
     "sine": jnp.sin,
@@ -374,7 +366,6 @@ APART = {
     ),
     "fourier": lambda x: jnp.fft.fft(x, axis=1).real,
     "one of the tokens": lambda x: x[:, :1] + jnp.zeros_like(x),
-    "two views": lambda x: jnp.sin(jnp.concatenate([x, -x]))[: len(x)],
     "marked": marked,
     "softmax beside the largest": softmax_beside_the_largest,
     "sorted and back": functools.partial(sorted_for_a_while, back=True),
@@ -389,8 +380,6 @@ APART = {
         x * jnp.minimum(1, 1 / jnp.sqrt(jnp.sum(x**2, (1, 2), keepdims=True)))
     ),
     "shifted and back": lambda x: jnp.roll(jnp.tanh(jnp.roll(x, 1, 0)), -1, 0),
-    "in two chunks": lambda x: jnp.concatenate([*map(jnp.sin, jnp.split(x, 2))]),
-    "copies": lambda x: jnp.repeat(x, 3, 0).reshape(len(x), 3, *x.shape[1:]).mean(1),
     # What follows one another stays in one micro-batch, if it has any number of pairs.
     "in pairs": lambda x: (
         x.reshape(-1, 2, *x.shape[1:])

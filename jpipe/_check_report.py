@@ -1,0 +1,113 @@
+"""What `Pipeline.check` found."""
+
+from collections.abc import Container
+from dataclasses import dataclass
+
+from ._compare import Difference
+from .planning._units import columns
+
+_COMPARED = ("outputs", "state", "gradients")
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What was found of a layer, or of the loss.
+
+    Attributes:
+      name: what to call it.
+      differences: where it gives something else in micro-batches than at once.
+      compared: which were, of ``"outputs"``, ``"state"`` and ``"gradients"``.
+      notes: what else is to be said of it.
+      advice: what to type where it differs.
+    """
+
+    name: str
+    differences: tuple[Difference, ...] = ()
+    compared: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    advice: str = ""
+
+    @property
+    def is_same(self) -> bool:
+        """Whether nothing differs."""
+        return not self.differences
+
+    def row(self) -> list[str]:
+        """As a row of a table."""
+        differ = {one.what.split()[0].split("[")[0] for one in self.differences}
+        marks = [
+            "DIFFER" if what in differ else "same" if what in self.compared else "-"
+            for what in _COMPARED
+        ]
+        return [
+            self.name,
+            *marks,
+            "; ".join([*map(str, self.differences), *self.notes]),
+        ]
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """What `Pipeline.check` found; prints as a table, and is true if nothing differs.
+
+    Attributes:
+      sizes: how many examples each micro-batch had.
+      layers: one entry for each layer.
+      loss: that of the loss; ``None`` if none was given.
+    """
+
+    sizes: tuple[int, ...]
+    layers: tuple[Checked, ...]
+    loss: Checked | None = None
+
+    @property
+    def is_same(self) -> bool:
+        """Whether micro-batches give what all examples give at once."""
+        return all(one.is_same for one in (*self.layers, self.loss) if one is not None)
+
+    def __bool__(self) -> bool:
+        return self.is_same
+
+    def __str__(self) -> str:
+        rows = [["", *_COMPARED, ""], *(layer.row() for layer in self.layers)]
+        kept = [i for i, one in enumerate(self.layers) if one.is_same and one.compared]
+        mixed = [i for i, one in enumerate(self.layers) if not one.is_same]
+        said = f"each example by itself: {_listed(kept)}; not so: {_listed(mixed)}"
+        rows += [] if self.loss is None else [self.loss.row()]
+        header, *table = columns(rows, left=range(5)).splitlines()
+        end = len(self.layers)
+        lines = [self._title() + ":", header, *table[:end], said, *table[end:]]
+        return "\n".join(lines)
+
+    def raise_if_different(self, accept: Container[int] = ()) -> None:
+        """Raises where micro-batches give something else.
+
+        Args:
+          accept: the numbers of layers of which that is meant.
+
+        Raises:
+          ValueError: with the first difference, and what to type.
+        """
+        numbered = [*enumerate(self.layers), (-1, self.loss)]
+        for number, one in numbered:
+            if one is not None and one.differences and number not in accept:
+                raise ValueError(
+                    f"{one.name}: {one.differences[0]} ({self._title()}). {one.advice}"
+                )
+
+    def _title(self) -> str:
+        sizes = " and ".join(map(str, self.sizes))
+        return f"{sum(self.sizes)} examples at once, and in micro-batches of {sizes}"
+
+
+def _listed(numbers: list[int]) -> str:
+    """Layers by their numbers: ``layers 0-3, 5``."""
+    runs: list[range] = []
+    for number in numbers:
+        if runs and number == runs[-1].stop:
+            runs[-1] = range(runs[-1].start, number + 1)
+        else:
+            runs.append(range(number, number + 1))
+    texts = [f"{one[0]}-{one[-1]}" if len(one) > 1 else f"{one[0]}" for one in runs]
+    name = "layers" if len(numbers) > 1 else "layer"
+    return f"{name} {', '.join(texts)}" if numbers else "no layer"

@@ -1,0 +1,38 @@
+"""Keys of which all random numbers are one: the middle one.
+
+By them a layer does the same for all examples, in whatever shape it draws: a dropout
+of a rate up to one half leaves out nothing, and noise about zero is zero.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+
+from . import _rng
+
+
+@functools.cache
+def _implementation() -> Any:
+    def bits(key: jax.Array, width: int, shape: tuple[int, ...]) -> jax.Array:
+        del key
+        return jnp.full(shape, 2 ** (width - 1) - 1, f"uint{width}")
+
+    return jax.extend.random.define_prng_impl(
+        key_shape=(1,),
+        seed=lambda seed: jnp.zeros((1,), jnp.uint32),
+        split=lambda key, shape: jnp.broadcast_to(key, (*shape, 1)),
+        random_bits=bits,
+        fold_in=lambda key, number: key,
+        name="jpipe_half",
+        tag="half",
+    )
+
+
+def like(rngs: _rng.Rngs) -> _rng.Rngs:
+    """Such keys for the streams of given ones."""
+    keys = _rng.layer_rngs(rngs, 0, 0)
+    key = jax.random.key(0, impl=_implementation())
+    return None if keys is None else dict.fromkeys(keys, key)

@@ -1,0 +1,324 @@
+"""What `Pipeline.check` says of layers, one kind after the other."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import jpipe
+
+from .. import reference as ref
+
+KEY = jax.random.key(0)
+BATCH, WIDTH = 12, 4
+
+
+def batch(dtype=jnp.float32):
+    return jax.random.normal(jax.random.key(1), (BATCH, 3, WIDTH), dtype)
+
+
+def checked(layers, x=None, *, make=jpipe.sequential, options=None, **given):
+    x = batch() if x is None else x
+    pipe = make(layers, 3, **(options or {}))
+    return pipe.check(pipe.init(KEY, x), x, **given)
+
+
+def notes(report, layer=0):
+    return "; ".join(report.layers[layer].notes)
+
+
+class Normed(nn.Module):
+    """Its statistics are far from zero."""
+
+    after: bool = False
+
+    @nn.compact
+    def __call__(self, x, train):
+        x = 3 * nn.Dense(6)(x) + 100
+        x = nn.BatchNorm(not train)(x)
+        return x - x.mean(0) if self.after else x
+
+
+class OwnNorm(nn.Module):
+    """A batch norm that somebody wrote."""
+
+    @nn.compact
+    def __call__(self, x, train):
+        mean = self.variable("batch_stats", "mean", jnp.zeros, x.shape[-1])
+        var = self.variable("batch_stats", "var", jnp.ones, x.shape[-1])
+        if not train:
+            return (x - mean.value) / jnp.sqrt(var.value + 1e-5)
+        new = x.mean((0, 1)), x.var((0, 1))
+        if not self.is_initializing():
+            mean.value = 0.9 * mean.value + 0.1 * new[0]
+            var.value = 0.9 * var.value + 0.1 * new[1]
+        return (x - new[0]) / jnp.sqrt(new[1] + 1e-5)
+
+
+class NnxNormed(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.norm = nnx.BatchNorm(WIDTH, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.drop(self.norm(5 * self.linear(x) + 50))
+
+
+def test_batch_norms_are_compared_as_what_they_are():
+    layers = [Normed(), nn.BatchNorm(), NnxNormed(nnx.Rngs(0)), Normed()]
+    layers[1] = jpipe.layer(
+        nn.BatchNorm(), lambda module, x, train: module(x, not train)[..., :WIDTH]
+    )
+    report = checked(layers, rngs=KEY)
+    assert report, report
+    for number, layer in enumerate(report.layers):
+        assert layer.compared == ("outputs", "state", "gradients")
+        assert "batch norms normalize each micro-batch by itself" in notes(
+            report, number
+        )
+    assert not [
+        one for one in checked(layers, rngs=KEY, train=False).layers if one.notes
+    ]
+
+
+def test_what_a_layer_does_beside_its_batch_norm_is_reported():
+    report = checked([nn.Dense(WIDTH), Normed(after=True)])
+    with pytest.raises(
+        ValueError, match=r"^layer 1 \(Normed\): outputs differ, most in"
+    ):
+        report.raise_if_different()
+
+
+def test_an_own_batch_norm_is_reported_with_what_it_writes():
+    report = checked([OwnNorm()])
+    told = [str(one) for one in report.layers[0].differences]
+    assert told[0].startswith("outputs differ")
+    assert told[1].startswith("state['batch_stats/var'] differ: ")
+
+
+class Noisy(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        x = nn.Dropout(0.5, deterministic=not train)(nn.Dense(WIDTH)(x))
+        if train:
+            x = x + jax.random.normal(self.make_rng("dropout"), x.shape)
+        options = {"dropout_rate": 0.5, "deterministic": not train}
+        return nn.MultiHeadDotProductAttention(2, **options)(x)
+
+
+def test_what_draws_from_the_keys_of_a_step_is_compared_without():
+    layers = [
+        Noisy(),
+        lambda x, rngs: jax.random.permutation(rngs["dropout"], x),
+        jnp.sin,
+    ]
+    for rngs in (KEY, {"dropout": jax.random.PRNGKey(3)}):
+        report = checked(layers, rngs=rngs)
+        assert report, report
+        assert [notes(report, i) for i in range(3)] == [
+            "compared without dropout and other random numbers"
+        ] * 2 + [""]
+
+
+def test_what_draws_by_a_key_of_its_own_is_reported():
+    report = checked([lambda x: x + jax.random.normal(jax.random.key(3), x.shape)])
+    assert not report
+
+
+def test_what_needs_keys_of_its_kind_is_named_as_not_compared():
+    def counted(x, rngs):
+        return x + jax.random.poisson(rngs["dropout"], 2.0, x.shape)
+
+    report = checked([counted, jnp.sin, lambda x: x - x.mean(0)], rngs=KEY)
+    assert notes(report) == (
+        "not compared: NotImplementedError: `poisson` is only implemented for the "
+        "threefry2x32 RNG, not half"
+    )
+    assert report.layers[0].compared == ()
+    assert [layer.is_same for layer in report.layers] == [True, True, False]
+
+
+def test_ties_and_skips_go_through():
+    tied = nn.Dense(WIDTH)
+
+    def down(x):
+        jpipe.stash("x", {"all": x, "mean": x.mean()})
+        return jnp.sin(x)
+
+    def up(x):
+        stashed = jpipe.pop("x")
+        return x + stashed["all"]
+
+    def wrong(x):
+        return x - jpipe.pop("y").mean(0)
+
+    def keep(x):
+        jpipe.stash("y", x)
+        return x
+
+    layers = [tied, down, keep, tied, up, wrong, jpipe.layer(tied, lambda m, x: m(x))]
+    for make in (jpipe.sequential, jpipe.pipeline):
+        report = checked(layers, make=make)
+        assert [i for i, one in enumerate(report.layers) if not one.is_same] == [5]
+        told = [str(one) for one in report.layers[5].differences]
+        assert told[0].startswith("outputs differ, most in example ")
+        assert told[1].startswith("gradients by what it pops differ, most in example ")
+        for i in (0, 3, 6):
+            assert report.layers[i].compared == ("outputs", "gradients")
+
+
+class Holding(nn.Module):
+    """A layer that keeps something of what it is given."""
+
+    start: tuple
+    update: object
+    dtype: object = jnp.float32
+
+    @nn.compact
+    def __call__(self, x, train):
+        held = self.variable("held", "value", jnp.zeros, self.start, self.dtype)
+        if train and not self.is_initializing():
+            held.value = self.update(held.value, x)
+        return x
+
+
+SUMMED = {
+    "queue": Holding((4, 3, WIDTH), lambda old, x: jnp.concatenate([x, old])[:4]),
+    "sum": Holding((WIDTH,), lambda old, x: old + x.sum((0, 1))),
+    "largest": Holding((), lambda old, x: jnp.maximum(old, x.max())),
+    "count": Holding((), lambda old, x: old + len(x), jnp.int32),
+    "carry": Holding((3, WIDTH), lambda old, x: old + x[-1]),
+}
+KEPT = {
+    "mean": Holding((WIDTH,), lambda old, x: 0.9 * old + 0.1 * x.mean((0, 1))),
+    "steps": Holding((), lambda old, x: old + 1, jnp.int32),
+    "nothing": Holding((), lambda old, x: old),
+}
+
+
+@pytest.mark.parametrize("name", SUMMED)
+def test_a_state_that_is_no_mean_is_reported(name):
+    (layer,) = checked([SUMMED[name]]).layers
+    (difference,) = layer.differences
+    assert str(difference).startswith("state differ: ")
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_a_state_that_is_a_mean_or_of_no_example_passes(name):
+    report = checked([KEPT[name]])
+    assert report, report
+    assert "state" in report.layers[0].compared
+
+
+@jax.custom_vjp
+def clipped(x):
+    return x
+
+
+clipped.defvjp(
+    lambda x: (x, None),
+    lambda _, ct: (ct / jnp.maximum(1, jnp.linalg.norm(ct)),),
+)
+
+
+def test_a_backward_of_its_own_is_run_too():
+    (layer,) = checked([clipped]).layers
+    (difference,) = layer.differences
+    assert str(difference).startswith("gradients by input differ, most in example ")
+
+
+def test_what_has_no_gradient_is_compared_by_its_values():
+    def doubled(x):
+        return jax.lax.while_loop(lambda x: jnp.abs(x).max() < -1, lambda x: 2 * x, x)
+
+    report = checked([doubled])
+    assert report.layers[0].compared == ("outputs",)
+    assert "without gradients: ValueError: Reverse-mode diff" in notes(report)
+
+
+@pytest.mark.parametrize("value", [jnp.nan, jnp.inf])
+def test_what_is_not_a_number_is_as_itself(value):
+    assert checked([lambda x: jnp.where(x > 1, value, x)])
+    report = checked([lambda x: jnp.where((x > 1) & (len(x) == BATCH), value, x)])
+    assert report.layers[0].differences[0].size == np.inf
+
+
+def test_one_element_is_enough():
+    def changed(x):
+        return x.at[7, 1, 2].add(jnp.where(len(x) == BATCH, 0.01, 0.0))
+
+    (difference,) = checked([changed]).layers[0].differences
+    assert difference.example == 7
+    x = batch()
+    np.testing.assert_allclose(difference.whole, x[7, 1, 2] + 0.01, rtol=1e-6)
+    np.testing.assert_allclose(difference.parts, x[7, 1, 2], rtol=1e-6)
+
+
+def test_layers_behind_a_difference_are_given_what_it_made_at_once():
+    seen = []
+
+    def look(x):
+        jax.debug.callback(lambda x: seen.append(np.array(x)), x)
+        return x
+
+    report = checked([lambda x: x - x.mean(0), look, lambda x: x / x.std(0), jnp.sin])
+    assert [layer.is_same for layer in report.layers] == [False, True, False, True]
+    jax.effects_barrier()
+    x = batch()
+    by_size = {len(one): one for one in seen}
+    assert sorted(by_size) == [4, 8, 12]
+    np.testing.assert_allclose(by_size[4], (x - x.mean(0))[:4], rtol=1e-5, atol=1e-6)
+
+
+def test_examples_lie_where_axes_say():
+    def mixed(x):
+        return {"y": jnp.tanh(x["time"]) + x["table"], "mean": x["time"].mean()}
+
+    axes = {"time": 1, "table": None}
+    x = {"time": batch().swapaxes(0, 1), "table": jnp.ones(WIDTH)}
+    options = {"in_axes": axes, "out_axes": 1}
+    assert checked([mixed, lambda x: x["y"]], x, options=options)
+    layers = [mixed, lambda x: x["y"] - x["y"].mean(1, keepdims=True)]
+    report = checked(layers, x, options=options)
+    assert [layer.is_same for layer in report.layers] == [True, False]
+    whole = np.tanh(x["time"]) + 1
+    at = report.layers[1].differences[0]
+    expected = whole - whole.mean(1, keepdims=True)
+    assert np.isclose(expected[:, at.example], at.whole, rtol=1e-4).any()
+
+
+def test_products_of_few_bits_are_compared_with_their_rounding():
+    layers = [*ref.mlp(jnp.bfloat16)[:4], lambda x: x.astype(jnp.float32)]
+    report = checked(layers, batch(jnp.bfloat16))
+    assert report, report
+    assert checked([nn.Dense(6, dtype=jnp.bfloat16), jnp.sin])
+    assert not checked([lambda x: x - x.mean(0)], batch(jnp.bfloat16))
+
+
+def test_equal_layers_are_traced_once():
+    traced = []
+
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            traced.append(x.shape)
+            return x + nn.Dense(WIDTH)(x)
+
+    def count(number):
+        x = batch()
+        pipe = jpipe.sequential([Block() for _ in range(number)], 3)
+        variables = pipe.init(KEY, x)
+        traced.clear()
+        assert pipe.check(variables, x)
+        return len(traced)
+
+    assert count(3) == count(1)
+
+
+def test_a_tolerance_may_be_given():
+    layers = [lambda x: x + 1e-3 * x.mean(0)]
+    assert not checked(layers)
+    assert checked(layers, tolerance=1e-2)

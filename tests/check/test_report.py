@@ -1,0 +1,231 @@
+"""What a check prints and raises, and the check of the first mini-batch."""
+
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+
+import jpipe
+
+from .. import reference as ref
+
+KEY = jax.random.key(0)
+
+
+def centred(x):
+    return x - jnp.array([1.0, 2.0]) * x.mean(0)
+
+
+def data():
+    x = jnp.arange(24.0).reshape(12, 2)
+    return x, x**2
+
+
+def mse(y, targets):
+    return jnp.mean((y - targets) ** 2)
+
+
+def made(layers, make=jpipe.sequential, number=3, **options):
+    x, targets = data()
+    pipe = make(layers, number, **options)
+    return pipe, pipe.init(KEY, x), x, targets
+
+
+def test_a_report_is_a_table():
+    pipe, variables, x, targets = made([nn.Dense(2), jnp.sin, centred])
+    report = pipe.check(variables, x, targets, mse)
+    header, titles, *rows, said, loss = str(report).splitlines()
+    assert header == "12 examples at once, and in micro-batches of 4 and 8:"
+    assert titles.split() == ["outputs", "state", "gradients"]
+    assert [row.split()[:6] for row in rows] == [
+        ["layer", "0", "(Dense)", "same", "-", "same"],
+        ["layer", "1", "(sin)", "same", "-", "same"],
+        ["layer", "2", "(centred)", "DIFFER", "-", "DIFFER"],
+    ]
+    assert "outputs differ, most in example " in rows[2]
+    assert said == "each example by itself: layers 0-1; not so: layer 2"
+    assert loss.startswith("loss_fn with reduction='mean'  same")
+    assert not report
+    assert not report.is_same
+    report = pipe.check(variables, x)
+    assert report.loss is None
+    assert "loss_fn" not in str(report)
+
+
+def test_the_first_difference_is_raised_with_what_to_type():
+    pipe, variables, x, _ = made([jnp.sqrt, centred, lambda x: x / x.max()])
+    report = pipe.check(variables, x)
+    root, weights = np.sqrt(np.asarray(x)), np.array([1.0, 2.0])
+    whole = root - weights * root.mean(0)
+    parts = np.concatenate([p - weights * p.mean(0) for p in (whole[:4], whole[4:])])
+    with pytest.raises(
+        ValueError, match=r"^layer 1 \(centred\): outputs differ"
+    ) as raised:
+        report.raise_if_different()
+    said = re.fullmatch(
+        r"layer 1 \(centred\): outputs differ, most in example (\d+): (\S+) at once, "
+        r"(\S+) in micro-batches \(12 examples at once, and in micro-batches of 4 and "
+        r"8\)\. Where all examples should count take num_microbatches=1; where those "
+        r"of each micro-batch should, say so: report\.raise_if_different\(accept=\[1\]"
+        r"\)",
+        str(raised.value),
+    )
+    example = int(said[1])
+    assert np.isclose(whole[example], float(said[2]), rtol=1e-4).any()
+    parts = np.concatenate([p - weights * p.mean(0) for p in (root[:4], root[4:])])
+    assert np.isclose(parts[example], float(said[3]), rtol=1e-4).any()
+    with pytest.raises(ValueError, match=r"^layer 2 \(<lambda>\): "):
+        report.raise_if_different(accept=[1])
+    report.raise_if_different(accept=[1, 2])
+
+
+def weighted(y, targets):
+    mask = targets > 20
+    return jnp.sum((y - targets) ** 2 * mask), jnp.sum(mask)
+
+
+def test_a_loss_is_reported_with_both_values():
+    pipe, variables, x, targets = made([jnp.sin])
+
+    def quotient(y, targets):
+        total, weight = weighted(y, targets)
+        return total / weight
+
+    report = pipe.check(variables, x, targets, quotient)
+    y = jnp.sin(x)
+    parts = [float(quotient(y[a], targets[a])) for a in (slice(0, 4), slice(4, 12))]
+    combined = (4 * parts[0] + 8 * parts[1]) / 12
+    whole = float(quotient(y, targets))
+    with pytest.raises(ValueError, match=r"^loss_fn with reduction='mean'") as raised:
+        report.raise_if_different(accept=[0])
+    said = str(raised.value)
+    given = re.search(r"differ: (\S+) at once, (\S+) in micro-batches", said)
+    np.testing.assert_allclose([*map(float, given.groups())], [whole, combined], 1e-5)
+    assert "return both, (total, weight), with reduction='weighted'" in said
+    assert pipe.check(variables, x, targets, weighted, reduction="weighted")
+    assert pipe.check(variables, x, targets, lambda *a: (mse(*a), 1), has_aux=True)
+
+
+def test_a_loss_without_a_gradient_is_compared_by_its_value():
+    pipe, variables, x, targets = made([jnp.sin])
+
+    def looped(y, targets):
+        add = lambda one: (one[0] + 1, one[1] + jnp.mean(y))  # noqa: E731
+        start = 0, jnp.zeros(())
+        return jax.lax.while_loop(lambda one: one[0] < 3, add, start)[1]
+
+    report = pipe.check(variables, x, targets, looped)
+    assert report
+    assert report.loss.compared == ("outputs",)
+    assert "without its gradient: ValueError: Reverse-mode" in report.loss.notes[1]
+    assert not pipe.check(variables, x, targets, looped, reduction="sum")
+
+
+def test_a_loss_for_one_number_of_examples_is_not_compared():
+    pipe, variables, x, targets = made([jnp.sin])
+    report = pipe.check(
+        variables, x, targets, lambda y, t: (y.reshape(4, 2) ** 2).sum()
+    )
+    assert report.loss.notes[0].startswith("not compared: TypeError: cannot reshape")
+    with pytest.raises(TypeError, match="must return a scalar loss"):
+        pipe.check(variables, x, targets, lambda y, t: y)
+
+
+def test_sizes_may_be_given():
+    pipe, variables, x, _ = made([lambda x: x.reshape(-1, 6, 2).sum(1)], number=2)
+    assert pipe.check(variables, x).layers[0].notes[0].startswith("not compared: TypeE")
+    report = pipe.check(variables, x, parts=(6, 6))
+    assert report
+    assert report.layers[0].compared == ("outputs", "gradients")
+    assert str(report).startswith(
+        "12 examples at once, and in micro-batches of 6 and 6:"
+    )
+    for parts in ((6, 5), (12,), (12, 0)):
+        with pytest.raises(ValueError, match=rf"parts={re.escape(str(parts))}: needs"):
+            pipe.check(variables, x, parts=parts)
+    with pytest.raises(ValueError, match="1 example"):
+        pipe.check(variables, x[:1])
+
+
+@pytest.mark.parametrize(
+    ("count", "number", "sizes"),
+    [
+        (2, 1, (1, 1)),
+        (3, 2, (1, 2)),
+        (4, 2, (2, 2)),
+        (5, 2, (2, 3)),
+        (8, 2, (2, 6)),
+        (12, 3, (4, 8)),
+        (10, 4, (3, 7)),
+        (64, 8, (8, 56)),
+        (32, 2, (10, 22)),
+    ],
+)
+def test_micro_batches_are_of_two_sizes_and_even(count, number, sizes):
+    pipe = jpipe.sequential([jnp.sin], number)
+    assert pipe.check(({},), jnp.ones((count, 1))).sizes == sizes
+
+
+def total(y, targets):
+    return jnp.sum((y - targets) ** 2)
+
+
+@pytest.mark.parametrize("of", ["value_and_grad", "train_step"])
+def test_a_pipeline_may_check_the_first_mini_batch(of):
+    calls = []
+
+    def noted(x):
+        jax.debug.callback(lambda x: calls.append(len(x)), x)
+        return x
+
+    x, targets = (jnp.tile(one, (4, 1)) for one in data())
+    pipe = jpipe.pipeline([noted, nn.Dense(2), centred], 2, balance=[3], check=True)
+
+    def run(loss_fn):
+        if of == "value_and_grad":
+            return pipe.value_and_grad(loss_fn)(pipe.init(KEY, x), x, targets)
+        tx = optax.sgd(0.1)
+        state = pipe.init_train_state(KEY, x, tx)
+        return pipe.train_step(loss_fn, tx)(state, x, targets)
+
+    with pytest.raises(
+        ValueError, match=r"^loss_fn with .* Type reduction='sum', whic"
+    ):
+        run(total)
+    jax.effects_barrier()
+    assert set(calls) <= {8, 16, 24}
+    with pytest.warns(
+        UserWarning, match=r"layers give something else in .*\n24 exam"
+    ) as told:
+        run(mse)
+    assert told[0].filename == __file__
+    run(mse)
+
+
+def test_a_single_micro_batch_is_not_checked():
+    pipe, variables, x, targets = made([centred], jpipe.pipeline, 1, check=True)
+    loss, _ = pipe.value_and_grad(mse)(variables, x, targets)
+    assert float(loss) == pytest.approx(float(mse(centred(x), targets)))
+
+
+def test_a_check_leaves_variables_and_the_pipeline_alone():
+    pipe, variables, x, targets = made([nn.Dense(2), nn.BatchNorm(False)])
+    before = jax.tree.map(np.array, variables)
+    pipe.check(variables, x, targets, mse)
+    jax.tree.map(np.testing.assert_array_equal, variables, before)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loss, _ = pipe.value_and_grad(mse)(variables, x, targets)
+    assert np.isfinite(loss)
+
+
+def test_stages_on_several_devices_are_checked_on_one():
+    pipe, variables, x, _ = made(ref.mlp(), jpipe.pipeline)
+    report = pipe.check(variables, x)
+    assert report
+    assert len(report.layers) == 6
