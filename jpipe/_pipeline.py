@@ -38,8 +38,7 @@ LossFunction = Callable[[PyTree, PyTree], Any]
 class Pipeline(Checkable, OwnLoop):
     """A sequence of layers spread over devices; made by `pipeline`.
 
-    It holds no arrays: variables and train states are given and returned. What it
-    compiled is kept and used again for batches of the same shapes.
+    It holds no arrays, and keeps what it compiled for batches of the same shapes.
     """
 
     def __init__(
@@ -189,25 +188,22 @@ class Pipeline(Checkable, OwnLoop):
 
         Args:
           loss_fn: ``(outputs, targets) -> scalar``, applied to each micro-batch on the
-            last device. What an object or a bound method holds is read at each call;
-            if it holds something else than before, it is traced again.
+            last device. It is known again as by `jax.jit`, by its hash and equality.
           has_aux: whether ``loss_fn`` returns ``(loss, aux)``; with ``"weighted"``
             ``((total, weight), aux)``.
           has_state: whether the other collections, such as ``batch_stats``, are
             returned as they are after the mini-batch, one entry per layer: the next
             variables are ``[{**own, **new} for own, new in zip(variables, state)]``.
-            Without it they are left as given, which is warned of once.
           aux_axes: on which axes the micro-batches' aux are joined, as ``out_axes`` of
             `jax.vmap`: an int, or a pytree of ints and ``None`` that is a prefix of
             aux. ``None``: they are stacked along a new first axis.
           reduction: how micro-batches combine. ``"mean"``: the loss is a mean over
             examples. ``"sum"``: it is a sum. ``"weighted"``: ``loss_fn`` returns
             ``(total, weight)`` and the loss is the sum of totals over the sum of
-            weights; the weight is taken as a constant. A loss that certainly is
-            something else is refused: micro-batches would make another of it.
-            Cotangents are as large as on one device, which matters to what clips or
-            casts them. Where a weight follows from more than targets, the backward
-            of a micro-batch takes M times its own weight for the sum of weights.
+            weights, taken as constants. ``"microbatch_mean"``: the mean of what each
+            micro-batch gives by itself. A loss that is not what this says raises.
+            Cotangents are as large as on one device; where a weight follows from more
+            than targets, a backward takes M times its own weight for their sum.
           trainable: which parameters have gradients; default: all. By path, from the
             layer's number on: text with wildcards, such as ``"*/lora_*"``, that matches
             a leaf or all below; by ``(path, leaf) -> bool``, where a path is
@@ -297,8 +293,7 @@ class Pipeline(Checkable, OwnLoop):
 
         Args:
           loss_fn: as for `value_and_grad`.
-          tx: the optax optimizer with which the state was made. It sees all
-            parameters, as on one device, whatever their devices.
+          tx: the optax optimizer with which the state was made.
           has_aux: as for `value_and_grad`; ``metrics["aux"]``.
           aux_axes: as for `value_and_grad`.
           reduction: as for `value_and_grad`.
