@@ -7,8 +7,8 @@ from typing import Any
 import jax
 
 from ._cache import Axes, ProgramCache
-from ._check import Checking
-from ._check_report import CheckReport
+from ._check._layers import Checking
+from ._check._report import CheckReport
 from ._functions import _microbatch
 from ._functions._objective import Objective
 from ._instructions import _transfer

@@ -23,6 +23,7 @@ FOLDERS = (
     "_functions",
     "_instructions",
     "_run",
+    "_check",
     "_train",
     "planning",
     "_command",

@@ -14,9 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._functions._objective import Objective
+from .._layers import _batchnorm, _half, _rng, _skip
+from .._layers._alike import behaviour
+from .._layers._layer import Layer
+from .._layers._stage import StageFunction
 from . import _compare
-from ._check_report import Checked
-from ._check_run import (
+from ._compare import Difference
+from ._function import (
     Function,
     Given,
     Result,
@@ -26,12 +31,7 @@ from ._check_run import (
     noise,
     split,
 )
-from ._compare import Difference
-from ._functions._objective import Objective
-from ._layers import _batchnorm, _half, _rng, _skip
-from ._layers._alike import behaviour
-from ._layers._layer import Layer
-from ._layers._stage import StageFunction
+from ._report import Checked
 
 PyTree = Any
 # So much of the largest gradient of a layer counts at least: some are zero but for

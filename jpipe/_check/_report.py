@@ -3,8 +3,8 @@
 from collections.abc import Container
 from dataclasses import dataclass
 
+from ..schedules._units import columns
 from ._compare import Difference
-from .planning._units import columns
 
 _COMPARED = ("outputs", "state", "gradients")
 

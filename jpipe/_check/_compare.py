@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._layers._tree import flat
+from .._layers._tree import flat
 
 PyTree = Any
 

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from .._functions._weights import is_inexact
+from .._jaxprs import _jaxpr
 from . import _compare
-from ._functions._weights import is_inexact
-from ._jaxprs import _jaxpr
 
 PyTree = Any
 
