@@ -1,6 +1,6 @@
 """A function, run with all examples at once and with those of each micro-batch."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -70,7 +70,7 @@ class Function:
         self._out = [out for _, out in traced]
         self.made = [made for made, _ in self._out]
         self.limit = _compare.tolerance(
-            dtype for closed in self._closed for dtype in _dtypes(closed)
+            dtype for closed in self._closed for dtype in _jaxpr.dtypes(closed)
         )
         self.error = ""
         on_device = jax.default_backend() in ("cpu", "gpu")
@@ -196,12 +196,3 @@ def split(
 def first_line(error: Exception) -> str:
     """An exception in one line."""
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-
-
-def _dtypes(closed: core.ClosedJaxpr) -> Iterator[Any]:
-    """Of all that is computed."""
-    yield from (aval.dtype for aval in closed.in_avals)
-    for eqn in closed.jaxpr.eqns:
-        yield from (v.aval.dtype for v in eqn.outvars if hasattr(v.aval, "dtype"))
-        for inner in _jaxpr.inside(eqn):
-            yield from _dtypes(inner)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._jaxprs import _jaxpr
 from ._batch import Batch
 from ._objective import Objective
 
@@ -87,6 +88,8 @@ def check(
         if traced.jaxpr.effects:
             return "it has effects"
         found = jax.device_get(traced.lower().compile()(jax.random.key(0), targets))
+        floating = filter(_is_floating, _jaxpr.dtypes(traced.jaxpr))
+        eps = max(float(jnp.finfo(dtype).eps) for dtype in floating)
     except Exception as error:
         return (
             f"it raises {type(error).__name__} for {count} examples of random outputs"
@@ -94,7 +97,8 @@ def check(
     if not (seen := [one for one in found if np.isfinite(jax.tree.leaves(one)).all()]):
         return "it gives no finite number for random outputs"
     for whole, *parts in seen:
-        _compare(objective.reduction, whole, parts, sizes)
+        with np.errstate(all="ignore"):
+            _compare(objective.reduction, whole, parts, sizes, eps)
     return ""
 
 
@@ -151,9 +155,14 @@ def _random(
     return structure.unflatten(map(made, keys, leaves, axes))
 
 
-def _compare(reduction: str, whole: Any, parts: Sequence[Any], sizes: Sequence[int]):
+def _is_floating(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating)
+
+
+def _compare(
+    reduction: str, whole: Any, parts: Sequence[Any], sizes: Sequence[int], eps: float
+) -> None:
     """Compares the loss of all examples with that of two parts."""
-    dtype = jax.tree.leaves(whole)[0].dtype
     together: Any = np.asarray(whole, np.float64)
     losses: Any = np.asarray(parts, np.float64)
     said = {
@@ -169,7 +178,7 @@ def _compare(reduction: str, whole: Any, parts: Sequence[Any], sizes: Sequence[i
         size, combined = np.abs(losses).max(), (losses * weights).sum()
     if not np.isfinite([together, combined]).all():
         return
-    tolerance = max(_TOLERANCE[reduction], 8 * float(jnp.finfo(dtype).eps))
+    tolerance = max(_TOLERANCE[reduction], 8 * eps)
     if abs(together - combined) <= tolerance * max(abs(together), size):
         return
     is_sum = reduction == "mean" and np.isclose(together, losses.sum(), rtol=1e-3)

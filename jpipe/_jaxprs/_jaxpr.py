@@ -3,7 +3,7 @@
 `jax.extend.core` is JAX's public door to jaxprs.
 """
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -377,6 +377,15 @@ def _stays(eqn: core.JaxprEqn, place: int, operand: Any) -> bool:
 def is_literal(atom: Any) -> bool:
     """Whether an operand is a number that stands in the jaxpr."""
     return isinstance(atom, core.Literal)
+
+
+def dtypes(closed: core.ClosedJaxpr) -> Iterator[Any]:
+    """Of all that is computed."""
+    yield from (aval.dtype for aval in closed.in_avals)
+    for eqn in closed.jaxpr.eqns:
+        yield from (v.aval.dtype for v in eqn.outvars if hasattr(v.aval, "dtype"))
+        for inner in inside(eqn):
+            yield from dtypes(inner)
 
 
 def names(closed: core.ClosedJaxpr, prefix: str) -> set[str]:

@@ -1,5 +1,6 @@
 """What a user may list as a layer, brought to one form: explicit init and apply."""
 
+import functools
 import reprlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -142,14 +143,21 @@ def _why_not(source: Any) -> str:
 
 def _binds_module(source: Any) -> str:
     """Why a method of a module cannot be a layer: the module would be a constant."""
-    module = getattr(source, "__self__", None)
-    if not _is_module(module) or isinstance(source, Stage | Method):
+    function = source
+    while not _is_module(module := getattr(function, "__self__", function)):
+        if isinstance(function, functools.partial):
+            function = function.func
+        elif hasattr(function, "__wrapped__"):  # by `jax.jit`, say
+            function = function.__wrapped__
+        else:
+            return ""
+    if module is source:
         return ""
-    method = getattr(source, "__name__", "__call__")
+    method = getattr(function, "__name__", "__call__")
     own = "itself" if method == "__call__" else f"as jpipe.layer(module, {method!r})"
     return (
-        f"a method of a {type(module).__name__}, whose values would be constants; list "
-        f"the module {own}"
+        f"a function that calls a {type(module).__name__}, whose values would become "
+        f"constants; list the module {own}"
     )
 
 

@@ -27,7 +27,7 @@ def gradient(layers, loss_fn=ref.mse, variables=None):
 def test_function_that_reads_a_listed_module_raises():
     module = linear()
     with pytest.raises(
-        TypeError, match=r"kernel of layer 0 .Linear.*\n.*bias of layer 0"
+        TypeError, match=r"(?s)bias of layer 0 .Linear.*kernel of layer 0"
     ):
         gradient([module, lambda x: module(jnp.sin(x))])
 
@@ -60,7 +60,7 @@ def test_module_that_is_listed_nowhere_is_a_constant_as_under_jit():
 
 def test_method_of_a_module_raises_as_a_layer():
     with pytest.raises(
-        TypeError, match=r"a method of a Linear.*list the module itself"
+        TypeError, match=r"a function that calls a Linear.*list the module itself"
     ):
         jpipe.pipeline([linear().__call__], 2)
     embed = nnx.Embed(5, 3, rngs=nnx.Rngs(0))

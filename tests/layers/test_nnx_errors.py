@@ -92,7 +92,7 @@ def test_modules_that_cannot_be_layers():
 
     linear = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
     listed = [NoCall(), linear, Takes(), Tree(), linear.__call__, Reference()]
-    listed += [nnx.Linear, functools.partial(nnx.relu)]
+    listed += [nnx.Linear, functools.partial(linear), functools.partial(nnx.relu)]
     with pytest.raises(TypeError) as error:
         jpipe.pipeline(listed, 2)
     lines = str(error.value).splitlines()[1:]
@@ -100,9 +100,10 @@ def test_modules_that_cannot_be_layers():
         "layer 0: NoCall is an nnx module without __call__",
         "layer 2: Takes: the Variable type Params takes the name of what is trained",
         "layer 3: Tree is an nnx.Pytree; derive it from nnx.Module",
-        "layer 4: a method of a Linear, whose values would be constants",
+        "layer 4: a function that calls a Linear",
         "layer 5: Reference: a Param that is a reference",
         "layer 6: Linear is a class",
+        "layer 7: a function that calls a Linear",
     ]
     assert len(lines) == len(expected)
     for line, start in zip(lines, expected, strict=True):

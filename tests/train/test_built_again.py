@@ -12,7 +12,6 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from flax import nnx
 
 import jpipe
 
@@ -293,43 +292,6 @@ def test_skips_may_change_between_two_builds(monkeypatch):
 
 def swapped(x):
     return HERE.value(x)
-
-
-def test_what_could_be_no_layer_any_more_is_refused_where_something_is_built():
-    x, targets = ref.regression(4)
-    HERE.value = jnp.tanh
-    a, b = (nnx.Linear(5, 5, rngs=nnx.Rngs(i)) for i in (0, 1))
-    pipe = jpipe.pipeline([a, swapped, b, nn.Dense(4)], 2)
-    variables = pipe.init(jax.random.key(0), x)
-
-    def refused(error, match):
-        for build in (
-            lambda: pipe.value_and_grad(ref.mse),
-            lambda: pipe.init(jax.random.key(0), x),
-        ):
-            with pytest.raises(error, match=match):
-                build()
-
-    HERE.value = nnx.Linear(5, 5, rngs=nnx.Rngs(2))
-    refused(TypeError, r"layer 1: .*a Linear.*from outside")
-    HERE.value = jnp.tanh
-    pipe.value_and_grad(ref.mse)
-    kernel, b.kernel = b.kernel, a.kernel
-    refused(
-        ValueError, r"was the Variable kernel of layer 2 .* and is kernel of layer 0"
-    )
-    b.kernel = kernel
-    pipe.value_and_grad(ref.mse)(variables, x, targets)
-
-
-@pytest.mark.parametrize("first", [jnp.tanh, nn.Dense(5)])
-def test_and_before_anything_is_built(first):
-    """Without variables of its own too: they may come from elsewhere."""
-    HERE.value = jnp.tanh
-    pipe = jpipe.pipeline([first, swapped, nn.Dense(4)], 2)
-    HERE.value = nnx.Linear(5, 5, rngs=nnx.Rngs(2))
-    with pytest.raises(TypeError, match=r"layer 1: .*a Linear.*from outside"):
-        pipe.value_and_grad(ref.mse)
 
 
 def test_executables_of_one_text_that_read_two_refs_are_two():

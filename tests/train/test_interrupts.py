@@ -27,7 +27,7 @@ def started(donate=True):
 
 
 def program_of(step):
-    (known,) = step._compiled(step._objective).values()
+    (known,) = step._compiled.values()
     return known.program
 
 

@@ -84,7 +84,7 @@ class TestGivenVariables:
         step = pipe.train_step(ref.mse, TX)
         for _ in range(2):
             state, _ = step(state, x, targets)
-        assert len(step._compiled(step._objective)) == 1
+        assert len(step._compiled) == 1
 
     def test_memory_of_numpy_may_be_filled_anew(self):
         """JAX shares it with NumPy if it begins at a multiple of 64 bytes."""

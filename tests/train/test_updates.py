@@ -80,7 +80,7 @@ def test_what_a_branch_skips_is_not_computed(quick, name, is_whole):
     state = pipe.init_train_state(jax.random.key(0), x, tx)
     step = pipe.train_step(ref.mse, tx)
     step(state, x, targets)
-    (compiled,) = step._compiled(step._objective).values()
+    (compiled,) = step._compiled.values()
     updates = [
         jax.make_jaxpr(program.function.run)(*program.arguments).jaxpr
         for (function, _), program in compiled.program.programs.items()
