@@ -147,8 +147,8 @@ def _binds_module(source: Any) -> str:
     while not _is_module(module := getattr(function, "__self__", function)):
         if isinstance(function, functools.partial):
             function = function.func
-        elif hasattr(function, "__wrapped__"):  # by `jax.jit`, say
-            function = function.__wrapped__
+        elif (wrapped := getattr(function, "__wrapped__", None)) is not None:
+            function = wrapped  # by `jax.jit`, say
         else:
             return ""
     if module is source:

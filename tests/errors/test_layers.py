@@ -239,10 +239,6 @@ def test_parameters_made_of_data():
     chex.assert_trees_all_equal(variables, made)
 
 
-def passing(*args, **kwargs):
-    return mse(*args, **kwargs)
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Tree:

@@ -124,7 +124,7 @@ def test_a_mean_over_the_tokens_of_each_micro_batch_is_another_loss(double):
     layers, params, *_ = model()
     rows = slice(0, 6)
     with pytest.raises(
-        ValueError, match="return .total, weight. and type reduction='weighted'"
+        ValueError, match=r"return .total, weight. and type reduction='weighted'"
     ):
         gradients("mean", 2, quotient, rows)
 
