@@ -57,7 +57,9 @@ def gradient_of(
     known = pipe._pipe
     apart = _Apart(*(getattr(known, field.name) for field in fields(Pipe)))
     library = ProgramCache(apart, pipe._cache._axes)
-    variables = tuple(visit.variables for visit in library.expected(x)[0])
+    variables = tuple(
+        visit.variables for visit in library.expected(library.sample(x))[0]
+    )
     key = jax.eval_shape(random_key)
     return library.gradients(Objective(loss))(variables, x, targets, key, True)
 

@@ -23,7 +23,7 @@ def size(tree):
 def drawn(layers, x, seed=0):
     """Random parameters in double precision, one entry per layer."""
     pipe = jpipe.sequential(layers)
-    visits, _ = pipe._cache.expected(jax.eval_shape(lambda: x))
+    visits, _ = pipe._cache.expected(pipe._cache.sample(jax.eval_shape(lambda: x)))
     rng = np.random.default_rng(seed)
     return tuple(
         jax.tree.map(lambda s: rng.normal(size=s.shape) * 0.3, visit.variables)
@@ -48,5 +48,5 @@ def step(pipe, variables, x, targets, loss_fn):
 
 
 def routes_of(pipe, x):
-    _, routes = pipe._cache.expected(jax.eval_shape(lambda: x))
+    _, routes = pipe._cache.expected(pipe._cache.sample(jax.eval_shape(lambda: x)))
     return [(route.source, route.target) for route in routes]

@@ -150,3 +150,28 @@ def test_microbatch_mean_is_the_mean_of_the_losses_of_micro_batches(model):
     np.testing.assert_allclose(loss, wanted, rtol=1e-5)
     for name, wanted_grad in wanted_grads.items():
         np.testing.assert_allclose(grads[0][name], wanted_grad, rtol=1e-4, atol=1e-6)
+
+
+def test_loss_that_passed_is_compiled_once(model):
+    pipe, variables = model
+
+    def build():
+        return pipe.value_and_grad(lambda y, t: (cross_entropy(y, t) ** 3).mean())
+
+    compiled = []
+
+    def note(event, seconds, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(seconds)
+
+    first, _ = build()(variables, X, TOKENS)
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        again, _ = build()(variables, X, TOKENS)
+        assert not compiled
+        build_of_another = pipe.value_and_grad(lambda y, t: (y**4).mean())
+        build_of_another(variables, X, TOKENS)
+        assert compiled
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+    assert again == first
