@@ -5,7 +5,6 @@ caller gave is made on abstract values, before anything is compiled or moved.
 """
 
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -28,6 +27,7 @@ from ._run._pipe import Pipe
 from ._run._work import Works
 from ._train._build import Build, Gradients
 from ._train._gradient import Gradient
+from ._warn import warn
 
 PyTree = Any
 Expected = tuple[list[Visit], tuple[Route, ...]]
@@ -201,11 +201,10 @@ class ProgramCache:
     def _say_what_it_costs(self, build: Build) -> None:
         """Says what building in a loop costs: what is built, called once and left."""
         if build.calls == 1 and self._in_a_row == _MANY:
-            warnings.warn(
+            warn(
                 f"gradients were built and called once {_MANY} times in a row, and "
                 f"each time the model is traced anew; call value_and_grad or "
-                f"train_step once, before the loop, and in it what they return",
-                stacklevel=7,
+                f"train_step once, before the loop, and in it what they return"
             )
 
     def profiled(self, objective: Objective | None, trainable: Trainable) -> Gradients:
@@ -311,9 +310,8 @@ class ProgramCache:
 
 def _say_what_is_dropped(collections: str) -> None:
     """Says that a forward pass gives outputs alone, where linen asks for `mutable`."""
-    warnings.warn(
+    warn(
         f"apply leaves {collections} as given, which training changes; to go on from "
         f"what it makes of them take value_and_grad(..., has_state=True), or a "
-        f"train_step",
-        stacklevel=7,
+        f"train_step"
     )

@@ -1,6 +1,5 @@
 """`Pipeline.check`, and the check of the first mini-batch."""
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from ._layers import _rng
 from ._run import _layout, _variables
 from ._run._context import outside_of_meshes
 from ._run._pipe import Pipe
+from ._warn import warn
 
 PyTree = Any
 # So many examples a micro-batch has at most where the first mini-batch is checked.
@@ -159,9 +159,7 @@ class Checkable:
         report.raise_if_different(accept=mixed)
         self._cache.check_first = None
         if mixed:
-            warnings.warn(
-                f"layers give something else in micro-batches:\n{report}", stacklevel=7
-            )
+            warn(f"layers give something else in micro-batches:\n{report}")
 
 
 def _sizes(batch_size: int, microbatch: int, most: int) -> tuple[int, int]:

@@ -1,7 +1,6 @@
 """What `jpipe.pipeline` is given, checked: every fault found before any work."""
 
 import operator
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from ._instructions import _transfer
 from ._instructions._sharding import DATA, SubMesh
 from ._instructions._transfer import Device
 from ._layers._layer import Layer
+from ._warn import warn
 from .planning._plan import Plan
 from .schedules import Schedule
 
@@ -300,12 +300,11 @@ def warn_of_idle(devices: Any, schedule: Schedule) -> None:
     stages, ranks = schedule.num_stages, schedule.num_ranks
     if ranks < stages <= count:
         each, idle = stages // ranks, count - ranks
-        warnings.warn(
+        warn(
             f"{schedule.name} runs {each} stages per rank: {stages} stages make "
             f"{ranks} rank{'s' * (ranks > 1)}, {idle} of {count} devices are idle; "
             f"give balance= {each * count} entries, or, if that is meant, "
-            f"devices=jax.devices()[:{ranks}]",
-            stacklevel=3,
+            f"devices=jax.devices()[:{ranks}]"
         )
 
 

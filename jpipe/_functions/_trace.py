@@ -3,7 +3,6 @@
 Everything after works on the jaxpr.
 """
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,6 +15,7 @@ from .._jaxprs import _jaxpr
 from .._layers import _batchnorm, _skip
 from .._layers._skip import NO_PORTS, Ports
 from .._layers._stage import StageFunction
+from .._warn import warn
 from ._objective import Objective
 from ._task import EXTRA, Task
 from ._vjp import Differentiable, Leaves
@@ -177,13 +177,12 @@ def _say_what_is_left(task: Task, written: Sequence[int]) -> None:
     """
     paths = [task.weights.paths[at] for at in written]
     if where := [_at(task, path) for path in paths if not is_params(path)]:
-        warnings.warn(
+        warn(
             "evaluation gives outputs alone, and leaves the variables as they were "
             "given, where a call of nnx goes on from what it wrote. To go on, as from "
             "a cache of attention, call pipe.modules(variables); where this is what "
             "training writes, evaluation should not: let __call__ take train\n"
-            + "\n".join(where),
-            stacklevel=2,
+            + "\n".join(where)
         )
 
 

@@ -8,7 +8,6 @@ attribute or an argument of a known name, is the user's choice.
 """
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -17,6 +16,7 @@ from typing import Any
 
 from flax import linen, nnx
 
+from .._warn import warn
 from . import _switches
 from ._patched import patched
 
@@ -86,13 +86,12 @@ def watching(
         _current.reset(token)
     if watch.off:
         lines = [f"  * {part}: {', '.join(by)}" for part, by in watch.off.items()]
-        warnings.warn(
+        warn(
             "off in training, as a parameter was left at its default:\n"
             + "\n".join(lines)
             + "\nlist jpipe.layer(module, lambda module, x, train: module(x, "
             "name=train)) with the name of the parameter, call it train, or set the "
-            "part itself, as nn.Dropout(rate, deterministic=True) does",
-            stacklevel=2,
+            "part itself, as nn.Dropout(rate, deterministic=True) does"
         )
 
 

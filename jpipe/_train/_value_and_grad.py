@@ -1,6 +1,5 @@
 """The loss of a mini-batch and its gradients, in the structures that users hold."""
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from .._layers._rng import Rngs
 from .._run import _variables
 from .._run._context import outside_of_meshes
 from .._run._feed import Feed
+from .._warn import warn
 from ._build import Gradients
 from ._gradient import Gradient
 
@@ -101,11 +101,10 @@ class ValueAndGrad:
         if gradient.changed and not self._was_told:
             self._was_told = True
             listed = _variables.collections(variables, gradient.changed)
-            warnings.warn(
+            warn(
                 f"value_and_grad leaves {listed} as given, which training "
                 f"changes; type value_and_grad(..., has_state=True), which returns "
-                f"((loss, state), grads), or take a train_step, which keeps them",
-                stacklevel=4,
+                f"((loss, state), grads), or take a train_step, which keeps them"
             )
         return gradient.program
 

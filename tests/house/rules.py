@@ -17,6 +17,7 @@ PURE = ("schedules", "draw")  # what a pipeline is, without jax
 FOLDERS = (
     *PURE,
     "_compat",
+    "_warn",
     "_processes",
     "_jaxprs",
     "_layers",

@@ -1,0 +1,18 @@
+"""Warnings that point at the line of the user's program."""
+
+import inspect
+import warnings
+from pathlib import Path
+
+_LIBRARY = str(Path(__file__).parent)
+
+
+def warn(message: str) -> None:
+    """Warns at the line that called the library, whatever lies between."""
+    # Between two frames of ours may be those of JAX and Flax: the outermost counts.
+    frame, level, outermost = inspect.currentframe(), 1, 1
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(_LIBRARY):
+            outermost = level
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=outermost + 1)
