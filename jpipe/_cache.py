@@ -15,7 +15,7 @@ from ._functions import _batch, _microbatch, _probe
 from ._functions._batch import Batch
 from ._functions._objective import Objective
 from ._functions._trainable import Trainable
-from ._layers import _nnx, _rng
+from ._layers import _nnx_values, _rng
 from ._layers._layer import check_unchanged
 from ._layers._rng import Rngs
 from ._layers._skip import Route
@@ -185,7 +185,7 @@ class ProgramCache:
         for number, layer in enumerate(self._pipe.layers):
             found += [
                 f"{'.'.join(map(str, path))} of layer {number} ({layer.name})"
-                for path, (collection, leaf) in _nnx.leaves(layer.owner).items()
+                for path, (collection, leaf) in _nnx_values.leaves(layer.owner).items()
                 if collection == "params" and id(leaf.get_raw_value()) in constants
             ]
         if found:

@@ -36,10 +36,7 @@ LossFunction = Callable[[PyTree, PyTree], Any]
 
 
 class Pipeline(Checkable, OwnLoop):
-    """A sequence of layers spread over devices; made by `pipeline`.
-
-    It holds no arrays, and keeps what it compiled for batches of the same shapes.
-    """
+    """Layers spread over devices; made by `pipeline`. It holds no arrays."""
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ import numpy as np
 from jax.extend import core
 
 from .._functions._weights import is_inexact
-from .._jaxprs import _jaxpr
+from .._jaxprs import _flow, _jaxpr
 from . import _compare
 
 PyTree = Any
@@ -70,7 +70,7 @@ class Function:
         self._out = [out for _, out in traced]
         self.made = [made for made, _ in self._out]
         self.limit = _compare.tolerance(
-            dtype for closed in self._closed for dtype in _jaxpr.dtypes(closed)
+            dtype for closed in self._closed for dtype in _flow.dtypes(closed)
         )
         self.error = ""
         on_device = jax.default_backend() in ("cpu", "gpu")

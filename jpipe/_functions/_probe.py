@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._jaxprs import _jaxpr
+from .._jaxprs import _flow
 from ._batch import Batch
 from ._objective import Objective
 
@@ -96,7 +96,7 @@ def check(
         if text in _passed:
             return ""
         found = jax.device_get(lowered.compile()(jax.random.key(0), targets))
-        floating = filter(_is_floating, _jaxpr.dtypes(traced.jaxpr))
+        floating = filter(_is_floating, _flow.dtypes(traced.jaxpr))
         eps = max(float(jnp.finfo(dtype).eps) for dtype in floating)
     except Exception as error:
         return (

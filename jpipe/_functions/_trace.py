@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from .._jaxprs import _jaxpr
+from .._jaxprs import _flow, _jaxpr
 from .._layers import _batchnorm, _skip
 from .._layers._skip import NO_PORTS, Ports
 from .._layers._stage import StageFunction
@@ -110,7 +110,7 @@ def _checked(task: Task, num_losses: int, train: bool) -> Task:
     first = len(task.closed.jaxpr.outvars) - len(task.changed)
     avals = dict(zip(task.changed, task.closed.out_avals[first:], strict=True))
     # A transformation such as nn.remat returns all it was given as if it had made it.
-    origins = _jaxpr.origins(task.closed, _batchnorm.MARK)[first:]
+    origins = _flow.origins(task.closed, _batchnorm.MARK)[first:]
     of = dict(zip(task.changed, origins, strict=True))
     same = {at for at, origin in of.items() if origin == at}
     written = [at for at in task.changed if at not in same]
@@ -262,7 +262,7 @@ def _norms(
 
     Args:
       task: what they are in.
-      origins: what each changed leaf is: see `_jaxpr.origins`.
+      origins: what each changed leaf is: see `_flow.origins`.
 
     Raises:
       ValueError: if the statistics of a norm are none of the changed leaves.
@@ -281,7 +281,7 @@ def _norms(
         if mark == marks[var]:
             found.append((mean, var, _batchnorm.momentum_of(mark)))
             known.add(mark)
-    if lost := _jaxpr.names(task.closed, _batchnorm.MARK) - known:
+    if lost := _flow.names(task.closed, _batchnorm.MARK) - known:
         listed = ", ".join(mark.split()[-1] for mark in sorted(lost))
         raise ValueError(
             f"{task.stage}: what batch norm {listed} leaves as its running statistics "

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from .._layers import _nnx_kinds
+from .._layers import _nnx_values
 from .._layers._layer import Layer
 from ._weights import is_inexact, is_params
 
@@ -87,7 +87,7 @@ class Trainable:
         if not self.selects_all:
             _check_types(self._rules, layers)
             kinds = {
-                n: _nnx_kinds.parameters(layer.owner) for n, layer in enumerate(layers)
+                n: _nnx_values.parameters(layer.owner) for n, layer in enumerate(layers)
             }
             chosen = self._chosen(
                 {
@@ -126,7 +126,7 @@ def _check_types(
     found = [
         f"trainable={_told(given)} selects {(n, *path)}, a {type(leaf).__name__}"
         for n, layer in enumerate(layers if filters else ())
-        for path, leaf in _nnx_kinds.untrained(layer.owner).items()
+        for path, leaf in _nnx_values.untrained(layer.owner).items()
         for given, rule in filters
         if rule(_Leaf((n, *path), _as_given((n, "", *path), leaf, {path: leaf})))
     ]

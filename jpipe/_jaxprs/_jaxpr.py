@@ -3,7 +3,7 @@
 `jax.extend.core` is JAX's public door to jaxprs.
 """
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -301,101 +301,6 @@ def spec(value: Any) -> jax.ShapeDtypeStruct:
     """What a value is like, as far as tracing asks; an array of NumPy is not weak."""
     weak = getattr(value, "weak_type", False)
     return jax.ShapeDtypeStruct(value.shape, value.dtype, weak_type=weak)
-
-
-def reached(closed: core.ClosedJaxpr, inputs: Sequence[bool]) -> list[bool]:
-    """Which results follow from some of the given inputs, through calls and loops."""
-    known = {v for v, yes in zip(closed.jaxpr.invars, inputs, strict=True) if yes}
-    for eqn in closed.jaxpr.eqns:
-        given = [not isinstance(a, core.Literal) and a in known for a in eqn.invars]
-        inner = [] if eqn.primitive.name == "while" else bodies(eqn)
-        found, before = [any(given)] * len(eqn.outvars), None
-        while inner and given != before:
-            before, found = list(given), [False] * len(eqn.outvars)
-            for body in inner:
-                first = len(given) - len(body.jaxpr.invars)
-                results = reached(body, given[first:])
-                chosen = any(given[:first])
-                found = [a or b or chosen for a, b in zip(found, results, strict=True)]
-            turns = carry(eqn)
-            given[turns] = [a or b for a, b in zip(given[turns], found, strict=False)]
-        known.update(v for v, yes in zip(eqn.outvars, found, strict=True) if yes)
-    return [
-        not isinstance(a, core.Literal) and a in known for a in closed.jaxpr.outvars
-    ]
-
-
-def origins(closed: core.ClosedJaxpr, prefix: str = "\0") -> list[int | str | None]:
-    """What each result is, unchanged, through calls, branches and loops.
-
-    Args:
-      closed: the jaxpr.
-      prefix: how the names begin that are looked for.
-
-    Returns:
-      The number of the input that it is; or the name that it bears, as
-      `jax.ad_checkpoint.checkpoint_name` gives one; else ``None``.
-    """
-    known: dict[Any, int | str | None] = {
-        var: number for number, var in enumerate(closed.jaxpr.invars)
-    }
-    for eqn in closed.jaxpr.eqns:
-        text = eqn.params["name"] if eqn.primitive.name == "name" else ""
-        if text.startswith(prefix):
-            known[eqn.outvars[0]] = text
-        inner = bodies(eqn)
-        cases = zip(*(_operands(body, eqn, prefix) for body in inner), strict=True)
-        for place, (var, found) in enumerate(zip(eqn.outvars, cases, strict=False)):
-            names = [at for at in found if isinstance(at, str)]
-            if names:  # of branches that leave it out it is what it was
-                known[var] = names[0]
-            elif len(set(found)) == 1 and _stays(eqn, place, at := found[0]):
-                atom = eqn.invars[at]
-                known[var] = None if is_literal(atom) else known.get(atom)
-    return [None if is_literal(a) else known.get(a) for a in closed.jaxpr.outvars]
-
-
-def _operands(
-    body: core.ClosedJaxpr, eqn: core.JaxprEqn, prefix: str
-) -> list[int | str | None]:
-    """The origins of the results of a body, inputs as operands of its equation."""
-    first = len(eqn.invars) - len(body.jaxpr.invars)
-    found = origins(body, prefix)
-    return [at + first if isinstance(at, int) else at for at in found]
-
-
-def _stays(eqn: core.JaxprEqn, place: int, operand: Any) -> bool:
-    """Whether a result that each turn of a loop takes from an operand is that one."""
-    if operand is None or eqn.primitive.name not in ("scan", "while"):
-        return operand is not None
-    turns = carry(eqn)
-    if turns.start + place < turns.stop:
-        return operand == turns.start + place
-    return operand >= turns.stop
-
-
-def is_literal(atom: Any) -> bool:
-    """Whether an operand is a number that stands in the jaxpr."""
-    return isinstance(atom, core.Literal)
-
-
-def dtypes(closed: core.ClosedJaxpr) -> Iterator[Any]:
-    """Of all that is computed."""
-    yield from (aval.dtype for aval in closed.in_avals)
-    for eqn in closed.jaxpr.eqns:
-        yield from (v.aval.dtype for v in eqn.outvars if hasattr(v.aval, "dtype"))
-        for inner in inside(eqn):
-            yield from dtypes(inner)
-
-
-def names(closed: core.ClosedJaxpr, prefix: str) -> set[str]:
-    """The names that begin so in a jaxpr, and in those inside of it."""
-    found: set[str] = set()
-    for eqn in closed.jaxpr.eqns:
-        text = eqn.params["name"] if eqn.primitive.name == "name" else ""
-        found |= {text} if text.startswith(prefix) else set()
-        found |= set().union(*(names(inner, prefix) for inner in inside(eqn)))
-    return found
 
 
 def zeros(specs: PyTree) -> PyTree:

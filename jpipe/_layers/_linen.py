@@ -13,7 +13,7 @@ from flax.core import DenyList
 from jax.extend import core
 
 from .. import _compat
-from .._jaxprs import _jaxpr
+from .._jaxprs import _flow, _jaxpr
 from .._jaxprs._jaxpr import zeros
 from . import _batchnorm, _modes, _switches
 from ._inputs import explained
@@ -134,7 +134,7 @@ def _made(
     given = jax.tree.leaves(known)
     paths = jax.tree_util.tree_leaves_with_path(made)
     of_input = [number >= len(given) for number in range(len(closed.jaxpr.invars))]
-    reached = _jaxpr.reached(closed, of_input)
+    reached = _flow.reached(closed, of_input)
     faults = [
         jax.tree_util.keystr(path, simple=True, separator="/")
         for (path, _), is_reached in zip(paths, reached, strict=True)

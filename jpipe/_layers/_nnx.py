@@ -5,18 +5,15 @@ path, and makes a new module of them inside of each trace: the user's is only re
 """
 
 import inspect
-import re
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
 import chex
 import jax
-import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
-from . import _batchnorm, _linen, _modes, _nnx_rngs, _switches
+from . import _batchnorm, _modes, _nnx_rngs, _nnx_values, _switches
 from ._inputs import explained
 from ._nnx_rngs import Path, dotted
 
@@ -59,8 +56,8 @@ def _unfit(module: nnx.Module) -> str:
                 f"those given as variables="
             )
     try:
-        for leaf in _flat(module)[1].values():
-            _collection(leaf)
+        for leaf in _nnx_values.flat(module)[1].values():
+            _nnx_values.collection(leaf)
     except ValueError as error:
         return f"{name(module)}: {error}"
     return (
@@ -81,7 +78,7 @@ def init(module: nnx.Module) -> Callable[[chex.PRNGKey, PyTree], dict[str, PyTre
 
     def run(key: chex.PRNGKey, spec: PyTree) -> dict[str, PyTree]:
         del key, spec
-        return _variables(module)
+        return _nnx_values.variables(module)
 
     return run
 
@@ -97,7 +94,7 @@ def apply(
     """
 
     def run(variables, x, rngs, train):
-        own = _set_mode(_merge(module, variables), train)
+        own = _set_mode(_nnx_values.merge(module, variables), train)
         lacking = _nnx_rngs.seed(own, rngs)
         keys = None if rngs is None else _nnx_rngs.as_rngs(rngs, own)
         asking = _asking(own, method, frozen=train)
@@ -114,7 +111,7 @@ def apply(
         ):
             call = _method(own, method)
             y = call(x, *args, **keywords)
-        changed = _changed(own, variables)
+        changed = _nnx_values.changed(own, variables)
         if train and _lasting(own) != before:
             raise ValueError(
                 f"a call of this {name(module)} changes its structure or attributes in "
@@ -237,7 +234,7 @@ def static(module: nnx.Module) -> tuple[Any, bool]:
       shapes of its random streams, in tuples, lists, mappings and dataclasses; and
       whether that is all: other values that are not carried are not in it.
     """
-    graphdef, leaves = _flat(module)
+    graphdef, leaves = _nnx_values.flat(module)
     streams = _nnx_rngs.shapes(module)
     variables = [
         (path, type(leaf), leaf.get_metadata())
@@ -245,7 +242,7 @@ def static(module: nnx.Module) -> tuple[Any, bool]:
         if isinstance(leaf, nnx.Variable)
     ]
     known = [
-        leaf is None or isinstance(leaf, nnx.RngState) or _collection(leaf)
+        leaf is None or isinstance(leaf, nnx.RngState) or _nnx_values.collection(leaf)
         for path, leaf in leaves.items()
     ]
     return (graphdef, variables, streams), all(known)
@@ -267,17 +264,7 @@ def as_module(module: nnx.Module, variables: Mapping[str, PyTree]) -> nnx.Module
     Raises:
       ValueError: if a value is missing.
     """
-    return _merge(module, variables)
-
-
-def leaves(source: Any) -> dict[Path, tuple[str | None, Any]]:
-    """The leaves of a module by their paths, and in which collections they are carried.
-
-    Args:
-      source: an nnx module; what is none has no leaves.
-    """
-    found = _flat(source)[1] if is_module(source) else {}
-    return {path: (_collection(leaf), leaf) for path, leaf in found.items()}
+    return _nnx_values.merge(module, variables)
 
 
 def shared(modules: Mapping[int, nnx.Module]) -> list[str]:
@@ -293,7 +280,10 @@ def shared(modules: Mapping[int, nnx.Module]) -> list[str]:
     faults: dict[tuple[int, int], str] = {}
     for number, module in modules.items():
         for path, leaf in nnx.iter_graph(module, graph=True):
-            if not isinstance(leaf, nnx.Variable) or _collection(leaf) is None:
+            if (
+                not isinstance(leaf, nnx.Variable)
+                or _nnx_values.collection(leaf) is None
+            ):
                 continue
             first, owner, there = owners.setdefault(id(leaf), (number, module, path))
             if owner is not module and (first, number) not in faults:
@@ -303,141 +293,3 @@ def shared(modules: Mapping[int, nnx.Module]) -> list[str]:
                     f"{dotted(path)} of the other"
                 )
     return list(faults.values())
-
-
-# ------------------------------------------------------------------ values by path
-
-
-def _flat(module: nnx.Module) -> tuple[Any, dict[Path, Any]]:
-    """What of a module is static, and its leaves by their paths."""
-    graphdef, state = nnx.split(module, graph=True)
-    return graphdef, dict(nnx.to_flat_state(state))
-
-
-def _collection(leaf: Any) -> str | None:
-    """The collection in which a pipeline carries a leaf, if it does.
-
-    It does not carry the state of random streams, which follows from the keys of the
-    step, and intermediate results, which are outputs.
-    """
-    if isinstance(leaf, jax.Ref):
-        raise ValueError("a jax.Ref cannot be given to a pipeline; use an nnx.Variable")
-    if isinstance(leaf, jax.Array | np.ndarray):
-        return "arrays"
-    if not isinstance(leaf, nnx.Variable):
-        return None  # such as the None of a missing bias
-    if isinstance(leaf, nnx.RngState | nnx.Intermediate):
-        return None
-    kind = type(leaf).__name__
-    if leaf.ref or leaf.hijax:
-        raise ValueError(
-            f"a {kind} that is a reference (ref or hijax) cannot be given to a "
-            f"pipeline; make it with ref=False and hijax=False"
-        )
-    if isinstance(leaf, nnx.Param):
-        return "params"
-    if isinstance(leaf, nnx.BatchStat):
-        return "batch_stats"
-    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", kind)
-    if snake.lower() == "params":
-        raise ValueError(
-            f"the Variable type {kind} takes the name of what is trained; rename it, "
-            f"or derive it from nnx.Param"
-        )
-    return snake.lower()
-
-
-def _value(leaf: Any) -> PyTree:
-    return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
-
-
-def _holds_box(leaf: Any) -> bool:
-    return _linen.is_box(_value(leaf))
-
-
-def _variables(module: nnx.Module) -> dict[str, PyTree]:
-    """The values of a module: by collection, then nested as its attributes are."""
-    found: dict[str, PyTree] = {}
-    for path, leaf in _flat(module)[1].items():
-        collection = _collection(leaf)
-        if collection is not None:
-            _put(found, (collection, *path), jax.tree.map(jnp.copy, _value(leaf)))
-    return found
-
-
-def _put(tree: dict[Any, PyTree], path: Path, value: PyTree) -> None:
-    for part in path[:-1]:
-        tree = tree.setdefault(part, {})
-    tree[path[-1]] = value
-
-
-def _get(tree: Any, path: Path) -> PyTree:
-    for part in path:
-        tree = tree[part]
-    return tree
-
-
-def _merge(module: nnx.Module, variables: Mapping[str, PyTree]) -> nnx.Module:
-    """A new module of the structure of one and the values of a pipeline."""
-    graphdef, leaves = _flat(module)
-    state, missing = {}, []
-    for path, leaf in leaves.items():
-        collection = _collection(leaf)
-        value = _value(leaf)
-        if collection is not None:
-            try:
-                value = _get(variables, (collection, *path))
-            except (KeyError, TypeError, IndexError):
-                missing.append(f"{collection}/{dotted(path)}")
-        state[path] = leaf.replace(value) if isinstance(leaf, nnx.Variable) else value
-    if boxed := [dotted(path) for path, leaf in state.items() if _holds_box(leaf)]:
-        raise ValueError(
-            f"an nnx module keeps how a value is partitioned beside it: give this "
-            f"{name(module)} plain arrays for {', '.join(boxed)}, as "
-            f"flax.linen.unbox(variables) makes them"
-        )
-    if missing:
-        raise ValueError(
-            f"the variables are not those of this {name(module)}: missing "
-            + ", ".join(missing)
-        )
-    merged = nnx.merge(graphdef, nnx.from_flat_state(state))
-    nnx.pop(merged, nnx.Intermediate)  # results of a call before
-    return merged
-
-
-def _changed(module: nnx.Module, before: Mapping[str, PyTree]) -> dict[str, PyTree]:
-    """The collections after a call, whether it changed them or not.
-
-    Raises:
-      ValueError: if the call made or deleted variables, or gave one another shape.
-    """
-    after: dict[str, PyTree] = {}
-    faults = []
-    for path, leaf in _flat(module)[1].items():
-        collection = _collection(leaf)
-        if collection is None:
-            continue
-        value = _value(leaf)
-        try:
-            old = _get(before, (collection, *path))
-        except (KeyError, TypeError, IndexError):
-            if isinstance(leaf, nnx.Variable):
-                kind = type(leaf).__name__
-                faults.append(f"it made the {kind} {dotted(path)}")
-            continue
-        if _kind(old) != _kind(value):
-            was, now = _kind(old), _kind(value)
-            faults.append(f"{collection}/{dotted(path)} was {was} and became {now}")
-        _put(after, (collection, *path), value)
-    if faults:
-        raise ValueError(
-            f"a call of this {name(module)} changes which variables there are, or "
-            f"their shapes; make them in __init__, in their final shape:\n"
-            + "\n".join(f"  * {fault}" for fault in faults)
-        )
-    return after
-
-
-def _kind(value: PyTree) -> Any:
-    return jax.tree.map(np.shape, value)

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from .._instructions._sharding import WHOLE, Sharding, SubMesh, narrowed
 from .._instructions._transfer import Device
-from .._layers import _nnx_kinds
+from .._layers import _nnx_values
 from .._layers._linen import is_box
 from ._pipe import Pipe
 
@@ -86,7 +86,7 @@ def _said(
 ) -> Iterable[tuple[Any, Any, Any]]:
     """The path of each leaf, the leaf, and what is said of its axes."""
     stage = pipe.stages[pipe.stage_of_layer[layer]]
-    metadata = _nnx_kinds.parameters(stage.layers[layer - stage.first].owner)
+    metadata = _nnx_values.parameters(stage.layers[layer - stage.first].owner)
     nodes = jax.tree_util.tree_leaves_with_path(entry, is_leaf=is_box)
     for at, node in nodes:
         names = (getattr(key, "key", getattr(key, "idx", key)) for key in at)

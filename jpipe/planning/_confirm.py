@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .._instructions import _bytes
-from .._instructions._compile import Progress
+from .._instructions._progress import Progress
 from .._instructions._transfer import OnPaper
 from ._better import has_halves, preferred, worth
 from ._forecast import Candidate

@@ -11,7 +11,7 @@ import optax
 
 from .._functions._weights import sum_spec
 from .._instructions._bytes import nbytes
-from .._instructions._compile import Progress
+from .._instructions._progress import Progress
 from .._instructions._transfer import Device
 from .._layers._layer import as_layers
 from .._layers._stage import check_balance

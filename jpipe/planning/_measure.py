@@ -18,7 +18,8 @@ import numpy as np
 
 from .._functions._derivatives import Derivatives
 from .._instructions import _transfer
-from .._instructions._compile import Compiled, Progress, compile_all
+from .._instructions._compile import Compiled, compile_all
+from .._instructions._progress import Progress
 from .._instructions._transfer import Device
 from .._jaxprs import _jaxpr
 from .._jaxprs._function import Function

@@ -9,7 +9,7 @@ from .._functions._derivatives import Derivatives
 from .._functions._task import Task
 from .._functions._weights import is_inexact
 from .._instructions._bytes import nbytes
-from .._instructions._compile import counted
+from .._instructions._progress import counted
 from .._instructions._transfer import Device
 from .._jaxprs._flops import flops
 from .._layers import _rng

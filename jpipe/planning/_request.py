@@ -14,7 +14,7 @@ from .._functions import _remat
 from .._functions._objective import Objective
 from .._functions._trainable import Trainable
 from .._functions._weights import is_inexact
-from .._instructions._compile import counted
+from .._instructions._progress import counted
 from .._instructions._transfer import Device, OnPaper
 from .._layers import _rng
 from .._layers._layer import Layer, as_layers

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from .. import schedules
-from .._instructions._compile import Progress, counted
+from .._instructions._progress import Progress, counted
 from ..schedules import BY_NAME, Schedule, ScheduleError
 from ._better import bettered, promising, ranked
 from ._forecast import Candidate, Hardware, evaluate, stage_costs

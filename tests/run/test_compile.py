@@ -11,7 +11,7 @@ from flax import linen as nn
 from jax.experimental.compilation_cache import compilation_cache
 
 import jpipe
-from jpipe._instructions import _compile
+from jpipe._instructions import _compile, _progress
 from jpipe._run import _initialize
 
 from .. import reference as ref
@@ -311,9 +311,9 @@ def test_what_cannot_be_compiled_is_refused():
 
 
 def test_it_is_said_on_a_terminal_how_far_compiling_has_come(monkeypatch, capsys):
-    monkeypatch.setattr(_compile, "_LONG", -1.0)
-    monkeypatch.setattr(_compile.sys.stderr, "isatty", lambda: True, raising=False)
-    with _compile.Progress("programs compiled") as progress:
+    monkeypatch.setattr(_progress, "_LONG", -1.0)
+    monkeypatch.setattr(_progress.sys.stderr, "isatty", lambda: True, raising=False)
+    with _progress.Progress("programs compiled") as progress:
         progress.say(1, 2)
         progress.say(2, 2)
     said = capsys.readouterr().err

@@ -1,0 +1,182 @@
+"""The values of nnx modules, by collection and path."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from . import _linen
+from ._nnx_rngs import Path, dotted
+
+PyTree = Any
+
+
+def leaves(source: Any) -> dict[Path, tuple[str | None, Any]]:
+    """The leaves of a module by their paths, and in which collections they are carried.
+
+    Args:
+      source: an nnx module; what is none has no leaves.
+    """
+    found = flat(source)[1] if isinstance(source, nnx.Module) else {}
+    return {path: (collection(leaf), leaf) for path, leaf in found.items()}
+
+
+def parameters(source: Any) -> dict[Path, nnx.Variable]:
+    """The Variables that hold the parameters of a module, by their paths."""
+    return {
+        path: leaf
+        for path, (collection, leaf) in leaves(source).items()
+        if collection == "params"
+    }
+
+
+def untrained(source: Any) -> dict[Path, nnx.Variable]:
+    """Floating Variables of types that are the user's own and not `nnx.Param`."""
+    return {
+        path: leaf
+        for path, (collection, leaf) in leaves(source).items()
+        if isinstance(leaf, nnx.Variable)
+        and collection not in (None, "params")
+        and not type(leaf).__module__.startswith("flax.")
+        and isinstance(value := leaf.get_value(), jax.Array | np.ndarray)
+        and jnp.issubdtype(value.dtype, jnp.inexact)
+    }
+
+
+def flat(module: nnx.Module) -> tuple[Any, dict[Path, Any]]:
+    """What of a module is static, and its leaves by their paths."""
+    graphdef, state = nnx.split(module, graph=True)
+    return graphdef, dict(nnx.to_flat_state(state))
+
+
+def collection(leaf: Any) -> str | None:
+    """The collection in which a pipeline carries a leaf, if it does.
+
+    It does not carry the state of random streams, which follows from the keys of the
+    step, and intermediate results, which are outputs.
+    """
+    if isinstance(leaf, jax.Ref):
+        raise ValueError("a jax.Ref cannot be given to a pipeline; use an nnx.Variable")
+    if isinstance(leaf, jax.Array | np.ndarray):
+        return "arrays"
+    if not isinstance(leaf, nnx.Variable):
+        return None  # such as the None of a missing bias
+    if isinstance(leaf, nnx.RngState | nnx.Intermediate):
+        return None
+    kind = type(leaf).__name__
+    if leaf.ref or leaf.hijax:
+        raise ValueError(
+            f"a {kind} that is a reference (ref or hijax) cannot be given to a "
+            f"pipeline; make it with ref=False and hijax=False"
+        )
+    if isinstance(leaf, nnx.Param):
+        return "params"
+    if isinstance(leaf, nnx.BatchStat):
+        return "batch_stats"
+    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", kind)
+    if snake.lower() == "params":
+        raise ValueError(
+            f"the Variable type {kind} takes the name of what is trained; rename it, "
+            f"or derive it from nnx.Param"
+        )
+    return snake.lower()
+
+
+def _value(leaf: Any) -> PyTree:
+    return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
+
+
+def _holds_box(leaf: Any) -> bool:
+    return _linen.is_box(_value(leaf))
+
+
+def variables(module: nnx.Module) -> dict[str, PyTree]:
+    """The values of a module: by collection, then nested as its attributes are."""
+    found: dict[str, PyTree] = {}
+    for path, leaf in flat(module)[1].items():
+        kept = collection(leaf)
+        if kept is not None:
+            _put(found, (kept, *path), jax.tree.map(jnp.copy, _value(leaf)))
+    return found
+
+
+def _put(tree: dict[Any, PyTree], path: Path, value: PyTree) -> None:
+    for part in path[:-1]:
+        tree = tree.setdefault(part, {})
+    tree[path[-1]] = value
+
+
+def _get(tree: Any, path: Path) -> PyTree:
+    for part in path:
+        tree = tree[part]
+    return tree
+
+
+def merge(module: nnx.Module, variables: Mapping[str, PyTree]) -> nnx.Module:
+    """A new module of the structure of one and the values of a pipeline."""
+    graphdef, leaves = flat(module)
+    state, missing = {}, []
+    for path, leaf in leaves.items():
+        kept = collection(leaf)
+        value = _value(leaf)
+        if kept is not None:
+            try:
+                value = _get(variables, (kept, *path))
+            except (KeyError, TypeError, IndexError):
+                missing.append(f"{kept}/{dotted(path)}")
+        state[path] = leaf.replace(value) if isinstance(leaf, nnx.Variable) else value
+    if boxed := [dotted(path) for path, leaf in state.items() if _holds_box(leaf)]:
+        raise ValueError(
+            f"an nnx module keeps how a value is partitioned beside it: give this "
+            f"{type(module).__name__} plain arrays for {', '.join(boxed)}, as "
+            f"flax.linen.unbox(variables) makes them"
+        )
+    if missing:
+        raise ValueError(
+            f"the variables are not those of this {type(module).__name__}: missing "
+            + ", ".join(missing)
+        )
+    merged = nnx.merge(graphdef, nnx.from_flat_state(state))
+    nnx.pop(merged, nnx.Intermediate)  # results of a call before
+    return merged
+
+
+def changed(module: nnx.Module, before: Mapping[str, PyTree]) -> dict[str, PyTree]:
+    """The collections after a call, whether it changed them or not.
+
+    Raises:
+      ValueError: if the call made or deleted variables, or gave one another shape.
+    """
+    after: dict[str, PyTree] = {}
+    faults = []
+    for path, leaf in flat(module)[1].items():
+        kept = collection(leaf)
+        if kept is None:
+            continue
+        value = _value(leaf)
+        try:
+            old = _get(before, (kept, *path))
+        except (KeyError, TypeError, IndexError):
+            if isinstance(leaf, nnx.Variable):
+                kind = type(leaf).__name__
+                faults.append(f"it made the {kind} {dotted(path)}")
+            continue
+        if _kind(old) != _kind(value):
+            was, now = _kind(old), _kind(value)
+            faults.append(f"{kept}/{dotted(path)} was {was} and became {now}")
+        _put(after, (kept, *path), value)
+    if faults:
+        raise ValueError(
+            f"a call of this {type(module).__name__} changes which variables there are, or "
+            f"their shapes; make them in __init__, in their final shape:\n"
+            + "\n".join(f"  * {fault}" for fault in faults)
+        )
+    return after
+
+
+def _kind(value: PyTree) -> Any:
+    return jax.tree.map(np.shape, value)
