@@ -171,8 +171,8 @@ def changed(module: nnx.Module, before: Mapping[str, PyTree]) -> dict[str, PyTre
         _put(after, (kept, *path), value)
     if faults:
         raise ValueError(
-            f"a call of this {type(module).__name__} changes which variables there are, or "
-            f"their shapes; make them in __init__, in their final shape:\n"
+            f"a call of this {type(module).__name__} changes which variables there "
+            f"are, or their shapes; make them in __init__, in their final shape:\n"
             + "\n".join(f"  * {fault}" for fault in faults)
         )
     return after
