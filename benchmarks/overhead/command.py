@@ -21,7 +21,7 @@ from .. import allocator
 from ..cells.stages import Calls, gradient_of
 from ..models.block import Block
 from ..provenance import line, provenance
-from . import by_hand, compiling, one_stage
+from . import by_hand, first_step, one_stage
 from .dispatch import interleaved, square
 from .processes import medians, one_process
 
@@ -160,25 +160,24 @@ def dispatch_costs(rounds: int, processes: int) -> dict[str, Any]:
     return medians("benchmarks.overhead.dispatch", [f"{rounds}"], processes, "step_us")
 
 
-def compile_costs(processes: int) -> list[dict[str, Any]]:
-    """`compiling.first_step` of every model, the sides in turns."""
+def first_step_costs(processes: int) -> list[dict[str, Any]]:
+    """`first_step.first_step` of every model, the sides in turns."""
     rows = []
-    for model in compiling.HEADS:
+    for model in first_step.MODELS:
         runs = [
             {
-                side: one_process("benchmarks.overhead.compiling", [model, side])
-                for side in compiling.SIDES
+                side: one_process("benchmarks.overhead.first_step", [model, side])
+                for side in first_step.SIDES
             }
             for _ in range(processes)
         ]
-        ratios = [run["jpipe"]["first_s"] / run["plain"]["first_s"] for run in runs]
-        row: dict[str, Any] = {
-            f"{side}_{name}": statistics.median(run[side][name] for run in runs)
-            for side in compiling.SIDES
-            for name in ("first_s", "again_s")
-        }
-        row |= {"by_plain": statistics.median(ratios), "model": model}
-        rows.append(row | {"least": min(ratios), "most": max(ratios)})
+        row: dict[str, Any] = {"model": model}
+        for name in ("cpu_s", "wall_s"):
+            row[name] = statistics.median(run["plain"][name] for run in runs)
+            for side in first_step.SIDES:
+                by = (run[side][name] / run["plain"][name] for run in runs)
+                row[f"{side}_{name}"] = statistics.median(by)
+        rows.append(row)
     return rows
 
 
@@ -201,7 +200,7 @@ def main() -> None:
         "dispatch": lambda: dispatch_costs(options.rounds, options.processes),
         "held": held_bytes,
         "first_gradient": lambda: first_gradient(options.rounds),
-        "compiling": lambda: compile_costs(options.processes),
+        "first-step": lambda: first_step_costs(options.processes),
     }
     result: dict[str, Any] = {"provenance": provenance()}
     for name in options.part or parts:
@@ -296,19 +295,21 @@ def _first_table(first: dict[str, float]) -> str:
     return "\n".join(lines)
 
 
-def _compiling_table(rows: list[dict[str, Any]]) -> str:
+def _first_step_table(rows: list[dict[str, Any]]) -> str:
+    pipelined = list(first_step.SIDES)[1:]
+    names = ["by hand, 2", *(f"jpipe, {side}" for side in pipelined[1:])]
+    heads = [f"{name}: CPU (clock)" for name in names]
     lines = [
-        "| 14 blocks, 4 stages | first step, s | plain `jax.jit`, s | ratio "
-        "| least to most | built again, s | plain, s |",
-        f"| --- |{' --: |' * 6}",
+        f"| first step by plain `jit`'s | plain, CPU s (clock) | {' | '.join(heads)} |",
+        f"| --- |{' --: |' * (1 + len(heads))}",
     ]
     for row in rows:
-        lines.append(
-            f"| {row['model']} stages | {row['jpipe_first_s']:.1f} | "
-            f"{row['plain_first_s']:.1f} | **{row['by_plain']:.2f}** | "
-            f"{row['least']:.2f} to {row['most']:.2f} | "
-            f"{row['jpipe_again_s']:.1f} | {row['plain_again_s']:.1f} |"
-        )
+        cells = [
+            f"{row[f'{side}_cpu_s']:.2f} ({row[f'{side}_wall_s']:.2f})"
+            for side in pipelined
+        ]
+        plain = f"{row['cpu_s']:.1f} ({row['wall_s']:.1f})"
+        lines.append(f"| {row['model']} | {plain} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -318,5 +319,5 @@ _TABLES: dict[str, Callable[[Any], str]] = {
     "dispatch": _dispatch_table,
     "held": _held_table,
     "first_gradient": _first_table,
-    "compiling": _compiling_table,
+    "first-step": _first_step_table,
 }

@@ -1,0 +1,284 @@
+"""What the first step costs, which compiles, by the same model as one plain `jax.jit`.
+
+Run it with ``python -m benchmarks.overhead.first_step gpt 2``.
+``python -m benchmarks.overhead --part first-step`` runs each side in processes of its
+own, in turns, since a process compiles nothing twice.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen as nn
+
+import jpipe
+
+from ..experiment import mean_cross_entropy
+
+PyTree = Any
+Step = Callable[[PyTree], PyTree]
+WIDTH, HEADS, MICROBATCHES, BATCH, LENGTH, VOCABULARY = 64, 4, 4, 16, 32, 64
+
+
+class Block(nn.Module):
+    """A pre-LN Transformer block, with dropout or without."""
+
+    drop: float = 0.0
+    causal: bool = False
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
+        """Float ``[batch, time, width]`` to the same."""
+        mask = nn.make_causal_mask(x[..., 0]) if self.causal else None
+        h = nn.LayerNorm()(x)
+        attend = nn.MultiHeadDotProductAttention(HEADS, dropout_rate=self.drop)
+        x = x + nn.Dropout(self.drop)(
+            attend(h, mask=mask, deterministic=not train), deterministic=not train
+        )
+        h = nn.Dense(4 * WIDTH)(nn.LayerNorm()(x))
+        h = nn.Dense(WIDTH)(nn.gelu(h))
+        return x + nn.Dropout(self.drop)(h, deterministic=not train)
+
+
+class Embed(nn.Module):
+    """Tokens or patches, with their positions."""
+
+    tokens: bool
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Tokens or images to float ``[batch, time, width]``."""
+        if self.tokens:
+            h = nn.Embed(VOCABULARY, WIDTH)(x)
+        else:
+            h = nn.Conv(WIDTH, (4, 4), (4, 4))(x).reshape(len(x), -1, WIDTH)
+        init = nn.initializers.normal(0.02)
+        return h + self.param("positions", init, h.shape[1:])
+
+
+class Head(nn.Module):
+    """The last layer."""
+
+    pooled: bool
+    size: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Float ``[batch, time, width]`` to logits."""
+        x = nn.LayerNorm()(x)
+        return nn.Dense(self.size)(x.mean(1) if self.pooled else x)
+
+
+class Model(NamedTuple):
+    """A model, and what it is trained on.
+
+    Attributes:
+      layers: one after the other.
+      x: the input of a mini-batch.
+      targets: its targets.
+    """
+
+    layers: Sequence[Any]
+    x: jax.Array
+    targets: jax.Array
+
+
+def _mlp() -> Model:
+    layers = [nn.Dense(512), nn.relu, nn.Dense(512), nn.relu, nn.Dense(10)]
+    x = jax.random.normal(jax.random.key(1), (64, 784))
+    return Model(layers, x, jnp.arange(64) % 10)
+
+
+def _vit() -> Model:
+    layers = [Embed(False), *(Block() for _ in range(4)), Head(True, 10)]
+    x = jax.random.normal(jax.random.key(1), (BATCH, 16, 16, 3))
+    return Model(layers, x, jnp.arange(BATCH) % 10)
+
+
+def _gpt(drops: Sequence[float]) -> Model:
+    blocks = [Block(drop, causal=True) for drop in drops]
+    layers = [Embed(True), *blocks, Head(False, VOCABULARY)]
+    tokens = jax.random.randint(jax.random.key(1), (BATCH, LENGTH), 0, VOCABULARY)
+    return Model(layers, tokens, jnp.roll(tokens, -1, 1))
+
+
+MODELS: dict[str, Callable[[], Model]] = {
+    "mlp": _mlp,
+    "vit": _vit,
+    "gpt": lambda: _gpt([0.0] * 4),
+    "gpt-dropout": lambda: _gpt([0.1] * 4),
+    "unequal-drops": lambda: _gpt([0.02 * (i + 1) for i in range(8)]),
+}
+
+
+def _apply(
+    layers: Sequence[Any], params: Sequence[PyTree], x: Any, key: jax.Array, first: int
+) -> Any:
+    """The layers in a row, the first of which has this number."""
+    for i, (layer, own) in enumerate(zip(layers, params, strict=True), start=first):
+        if isinstance(layer, Block):
+            rngs = {"dropout": jax.random.fold_in(key, i)}
+            x = layer.apply(own, x, train=True, rngs=rngs)
+        else:
+            x = layer.apply(own, x) if isinstance(layer, nn.Module) else layer(x)
+    return x
+
+
+def _initial(model: Model) -> list[PyTree]:
+    x, params = model.x, list[PyTree]()
+    for i, layer in enumerate(model.layers):
+        params.append({})
+        if isinstance(layer, nn.Module):
+            x, params[-1] = layer.init_with_output(jax.random.key(i), x)
+        else:
+            x = layer(x)
+    return params
+
+
+def pipelined(model: Model, stages: int) -> tuple[Step, PyTree]:
+    """A train step in so many stages, and its state."""
+    pipe = jpipe.pipeline(model.layers, MICROBATCHES, balance=_balance(model, stages))
+    tx = optax.adamw(1e-3)
+    state = pipe.init_train_state(jax.random.key(0), model.x, tx)
+    step = pipe.train_step(mean_cross_entropy, tx)
+    return lambda state: step(state, model.x, model.targets)[0], state
+
+
+def _balance(model: Model, stages: int) -> list[int]:
+    """As many blocks in each; the first and the last have a layer more."""
+    blocks = len(model.layers) - 2
+    balance = [blocks * (i + 1) // stages - blocks * i // stages for i in range(stages)]
+    balance[0] += 1
+    balance[-1] += 1
+    return balance
+
+
+def plain(model: Model) -> tuple[Step, PyTree]:
+    """The same on one device, as one program: whole batches, nothing rematerialized."""
+    tx, params = optax.adamw(1e-3), _initial(model)
+
+    def loss(params: list[PyTree], key: jax.Array) -> jax.Array:
+        y = _apply(model.layers, params, model.x, key, 0)
+        return mean_cross_entropy(y, model.targets)
+
+    @jax.jit
+    def step(state: PyTree) -> PyTree:
+        params, opt_state, key = state
+        key, own = jax.random.split(key)
+        grads = jax.grad(loss)(params, own)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, key
+
+    return step, (params, tx.init(params), jax.random.key(0))
+
+
+def by_hand(model: Model) -> tuple[Step, PyTree]:
+    """Two stages on two devices, as few programs as it takes, each by `jax.jit`.
+
+    Nothing is computed again, checked or scheduled: what is left is what XLA takes for
+    a forward, a backward, a last stage and two updates, as programs of their own.
+    """
+    tx, count = optax.adamw(1e-3), _balance(model, 2)[0]
+    devices = jax.devices()[:2]
+    add = partial(jax.tree.map, jnp.add)
+
+    @jax.jit
+    def forward(params: PyTree, x: jax.Array, key: jax.Array) -> Any:
+        own = model.layers[:count]
+        return jax.vjp(lambda params: _apply(own, params, x, key, 0), params)
+
+    @partial(jax.jit, donate_argnums=2)
+    def backward(pullback: Any, cotangent: jax.Array, sums: PyTree) -> PyTree:
+        return add(sums, pullback(cotangent)[0])
+
+    @partial(jax.jit, donate_argnums=4)
+    def last(
+        params: PyTree, y: jax.Array, targets: jax.Array, key: jax.Array, sums: PyTree
+    ) -> Any:
+        def loss(params: PyTree, y: jax.Array) -> jax.Array:
+            outputs = _apply(model.layers[count:], params, y, key, count)
+            return mean_cross_entropy(outputs, targets)
+
+        grads, cotangent = jax.grad(loss, (0, 1))(params, y)
+        return add(sums, grads), cotangent
+
+    @partial(jax.jit, donate_argnums=(0, 1))
+    def update(params: PyTree, opt_state: PyTree, sums: PyTree) -> Any:
+        grads = jax.tree.map(lambda leaf: leaf / MICROBATCHES, sums)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    @jax.jit
+    def advance(key: jax.Array) -> list[jax.Array]:
+        return list(jax.random.split(key, MICROBATCHES + 1))
+
+    zeros = jax.jit(lambda params: jax.tree.map(jnp.zeros_like, params))
+
+    def step(state: PyTree) -> PyTree:
+        params, opt_state, key = state
+        sums = [zeros(own) for own in params]
+        key, *keys = advance(key)
+        parts = (np.split(np.asarray(a), MICROBATCHES) for a in model[1:])
+        for x, targets, own in zip(*parts, keys, strict=True):
+            at = [jax.device_put(own, device) for device in devices]
+            y, pullback = forward(params[0], jax.device_put(x, devices[0]), at[0])
+            y, targets = jax.device_put((y, targets), devices[1])
+            sums[1], cotangent = last(params[1], y, targets, at[1], sums[1])
+            sums[0] = backward(pullback, jax.device_put(cotangent, devices[0]), sums[0])
+        new = [update(*own) for own in zip(params, opt_state, sums, strict=True)]
+        return *map(list, zip(*new, strict=True)), key
+
+    whole = _initial(model)
+    params = [
+        jax.device_put(own, device)
+        for own, device in zip((whole[:count], whole[count:]), devices, strict=True)
+    ]
+    return step, (params, [jax.jit(tx.init)(own) for own in params], jax.random.key(0))
+
+
+SIDES: dict[str, Callable[[Model], tuple[Step, PyTree]]] = {
+    "plain": plain,
+    "hand": by_hand,
+    **{f"{stages}": partial(pipelined, stages=stages) for stages in (1, 2, 4)},
+}
+
+
+def first_step(name: str, side: str) -> dict[str, float]:
+    """What a first step takes: tracing, compiling and one run.
+
+    Args:
+      name: a key of `MODELS`.
+      side: a key of `SIDES`.
+
+    Returns:
+      Seconds of the clock and of the processor.
+    """
+    step, state = SIDES[side](MODELS[name]())
+    jax.block_until_ready(state)
+    wall, cpu = time.perf_counter(), time.process_time()
+    jax.block_until_ready(step(state))
+    return {
+        "wall_s": time.perf_counter() - wall,
+        "cpu_s": time.process_time() - cpu,
+    }
+
+
+def main() -> None:
+    """Prints one side as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", choices=list(MODELS))
+    parser.add_argument("side", choices=list(SIDES))
+    options = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", 4)
+    print(json.dumps(first_step(options.model, options.side)))
+
+
+if __name__ == "__main__":
+    main()
