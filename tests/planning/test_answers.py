@@ -6,7 +6,7 @@ import pytest
 from flax import linen as nn
 
 import jpipe
-from jpipe._instructions import _compile
+from jpipe._instructions import _progress
 
 from .test_plan import KIB, SAMPLE, planned
 
@@ -60,7 +60,7 @@ def test_a_plan_of_an_estimate_says_for_which_device():
 
 
 def test_on_a_terminal_it_says_how_far_it_is(monkeypatch, capsys):
-    monkeypatch.setattr(_compile, "_LONG", -1.0)
+    monkeypatch.setattr(_progress, "_LONG", -1.0)
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     jpipe.plan(
         [nn.Dense(4), nn.tanh, nn.Dense(4)],

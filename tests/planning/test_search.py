@@ -10,7 +10,7 @@ import pytest
 from flax import linen as nn
 
 import jpipe
-from jpipe._instructions import _compile
+from jpipe._instructions import _progress
 from jpipe.planning import _search
 from jpipe.planning._forecast import Hardware
 from jpipe.planning._reasons import _same
@@ -88,7 +88,7 @@ def test_a_good_part_of_it_is_not_tried():
 
 
 def test_it_says_how_far_it_is(monkeypatch, capsys):
-    monkeypatch.setattr(_compile, "_LONG", -1.0)
+    monkeypatch.setattr(_progress, "_LONG", -1.0)
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     search(space(0))
     told = capsys.readouterr().err
