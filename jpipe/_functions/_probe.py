@@ -20,8 +20,8 @@ from ._batch import Batch
 from ._objective import Objective
 
 PyTree = Any
-# The programs that passed, by their texts: what is built again is not run again.
-_passed: dict[bytes, None] = {}
+# What passed, by its reduction and the text of its program: it is not run again.
+_passed: dict[tuple[str, bytes], None] = {}
 _MOST_PASSED = 256
 # What is evaluated at once has at most so many elements.
 _MOST = 2**26
@@ -65,6 +65,44 @@ def check(
         return f"its outputs have more than {_MOST:,} elements"
     count = sum(sizes)
 
+    losses = _losses(objective, outputs, batch, sizes, axis)
+    try:
+        traced = jax.jit(losses).trace(jax.random.key(0), targets)
+        if traced.jaxpr.effects:
+            return "it has effects"
+        lowered = traced.lower()
+        text = hashlib.sha256(lowered.as_text().encode()).digest()
+        known = objective.reduction, text
+        if known in _passed:
+            return ""
+        found = jax.device_get(lowered.compile()(jax.random.key(0), targets))
+        floating = filter(_is_floating, _flow.dtypes(traced.jaxpr))
+        eps = max(float(jnp.finfo(dtype).eps) for dtype in floating)
+    except Exception as error:
+        return (
+            f"it raises {type(error).__name__} for {count} examples of random outputs"
+        )
+    if not (seen := [one for one in found if np.isfinite(jax.tree.leaves(one)).all()]):
+        return "it gives no finite number for random outputs"
+    for whole, *parts in seen:
+        with np.errstate(all="ignore"):
+            _compare(objective.reduction, whole, parts, sizes, eps)
+    _passed[known] = None
+    if len(_passed) > _MOST_PASSED:
+        del _passed[next(iter(_passed))]
+    return ""
+
+
+def _losses(
+    objective: Objective,
+    outputs: PyTree,
+    batch: Batch,
+    sizes: tuple[int, int],
+    axis: int,
+) -> Callable[[jax.Array, PyTree], Any]:
+    """``(key, targets)`` to the losses of each draw: of all examples, of two parts."""
+    count = sum(sizes)
+
     def parts_of(tree: PyTree, axes: Sequence[int | None], start: int, stop: int):
         leaves, structure = jax.tree.flatten(tree)
         return structure.unflatten(
@@ -84,33 +122,7 @@ def check(
 
         return loss(0, count), loss(0, sizes[0]), loss(sizes[0], count)
 
-    def both(key: jax.Array, targets: PyTree) -> Any:
-        return [run(key, targets, *draw) for draw in _DRAWS]
-
-    try:
-        traced = jax.jit(both).trace(jax.random.key(0), targets)
-        if traced.jaxpr.effects:
-            return "it has effects"
-        lowered = traced.lower()
-        text = hashlib.sha256(lowered.as_text().encode()).digest()
-        if text in _passed:
-            return ""
-        found = jax.device_get(lowered.compile()(jax.random.key(0), targets))
-        floating = filter(_is_floating, _flow.dtypes(traced.jaxpr))
-        eps = max(float(jnp.finfo(dtype).eps) for dtype in floating)
-    except Exception as error:
-        return (
-            f"it raises {type(error).__name__} for {count} examples of random outputs"
-        )
-    if not (seen := [one for one in found if np.isfinite(jax.tree.leaves(one)).all()]):
-        return "it gives no finite number for random outputs"
-    for whole, *parts in seen:
-        with np.errstate(all="ignore"):
-            _compare(objective.reduction, whole, parts, sizes, eps)
-    _passed[text] = None
-    if len(_passed) > _MOST_PASSED:
-        del _passed[next(iter(_passed))]
-    return ""
+    return lambda key, targets: [run(key, targets, *draw) for draw in _DRAWS]
 
 
 def _sizes(outputs: PyTree, batch: Batch) -> tuple[int, int] | None:

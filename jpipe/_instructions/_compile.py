@@ -6,7 +6,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import jax
@@ -275,11 +275,9 @@ def _again(
 ) -> tuple[Any, float]:
     """What was compiled for another device, for this one, and in how many seconds."""
     start = time.monotonic()
-    try:
-        if not _config.jax_compilation_cache_dir:
+    if not _config.jax_compilation_cache_dir:
+        with suppress(Exception):  # the public way does the same, in more time
             return _compat.loaded(compiled, device), time.monotonic() - start
-    except Exception:
-        pass  # the public way does the same, in more time
     return _timed(lowered, options)
 
 

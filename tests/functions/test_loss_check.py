@@ -175,3 +175,14 @@ def test_loss_that_passed_is_compiled_once(model):
     finally:
         jax.monitoring.unregister_event_duration_listener(note)
     assert again == first
+
+
+def test_loss_that_passed_as_a_mean_is_checked_as_a_sum(model):
+    pipe, variables = model
+
+    def loss_fn(y, t):
+        return (cross_entropy(y, t) ** 2).mean()
+
+    pipe.value_and_grad(loss_fn)(variables, X, TOKENS)
+    with pytest.raises(ValueError, match="reduction='sum'"):
+        pipe.value_and_grad(loss_fn, reduction="sum")(variables, X, TOKENS)
