@@ -8,18 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from .. import _compat
 from .._functions._weights import is_inexact
 from .._jaxprs import _flow, _jaxpr
 from . import _compare
 
 PyTree = Any
-
-# A program that runs a few times is compiled in half of the time without these; of
-# other backends it is not known whether they take such options.
-_QUICK = {
-    "xla_backend_optimization_level": 0,
-    "xla_llvm_disable_expensive_passes": True,
-}
 
 
 class Given(NamedTuple):
@@ -73,8 +67,7 @@ class Function:
             dtype for closed in self._closed for dtype in _flow.dtypes(closed)
         )
         self.error = ""
-        on_device = jax.default_backend() in ("cpu", "gpu")
-        options = _QUICK if on_device else None
+        options = _compat.quick_to_compile()
         self._run = [
             jax.jit(_with_gradient(closed, made), compiler_options=options)
             for closed, made in zip(self._closed, self.made, strict=True)

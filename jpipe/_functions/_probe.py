@@ -8,13 +8,14 @@ parts.
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .. import _compat
 from .._jaxprs import _flow
 from ._batch import Batch
 from ._objective import Objective
@@ -28,11 +29,8 @@ _MOST = 2**26
 # Two numbers that differ by less are the same but for rounding; by a weight such as
 # mask.sum() + 1e-2 they differ a little, and are meant to.
 _TOLERANCE = {"mean": 1e-4, "sum": 1e-4, "weighted": 1e-2}
-# Logits, and probabilities: how they are drawn, and how large they are at most.
-_DRAWS: tuple[tuple[Callable[..., jax.Array], float], ...] = (
-    (jax.random.normal, 3.0),
-    (jax.random.uniform, 1.0),
-)
+# Logits, and probabilities: so many numbers of each, which are repeated.
+_PERIOD = 65521
 
 
 def check(
@@ -64,10 +62,10 @@ def check(
     if not sizes:
         return f"its outputs have more than {_MOST:,} elements"
     count = sum(sizes)
-
-    losses = _losses(objective, outputs, batch, sizes, axis)
+    specs, axes = _whole(outputs, batch.sizes[0], count, axis)
     try:
-        traced = jax.jit(losses).trace(jax.random.key(0), targets)
+        losses = _losses(objective, axes, batch.target_axes, sizes)
+        traced = jax.jit(losses).trace(specs, targets)
         if traced.jaxpr.effects:
             return "it has effects"
         lowered = traced.lower()
@@ -75,7 +73,8 @@ def check(
         known = objective.reduction, text
         if known in _passed:
             return ""
-        found = jax.device_get(lowered.compile()(jax.random.key(0), targets))
+        run = lowered.compile(compiler_options=_compat.quick_to_compile())
+        found = [jax.device_get(run(y, targets)) for y in _random(specs, axes)]
         floating = filter(_is_floating, _flow.dtypes(traced.jaxpr))
         eps = max(float(jnp.finfo(dtype).eps) for dtype in floating)
     except Exception as error:
@@ -95,34 +94,27 @@ def check(
 
 def _losses(
     objective: Objective,
-    outputs: PyTree,
-    batch: Batch,
+    axes: Sequence[int | None],
+    target_axes: Sequence[int | None],
     sizes: tuple[int, int],
-    axis: int,
-) -> Callable[[jax.Array, PyTree], Any]:
-    """``(key, targets)`` to the losses of each draw: of all examples, of two parts."""
-    count = sum(sizes)
+) -> Callable[[PyTree, PyTree], Any]:
+    """``(outputs, targets)`` to the losses of all examples and of two parts."""
 
-    def parts_of(tree: PyTree, axes: Sequence[int | None], start: int, stop: int):
+    def part(tree: PyTree, axes: Sequence[int | None], start: int, stop: int) -> PyTree:
         leaves, structure = jax.tree.flatten(tree)
         return structure.unflatten(
             x if a is None else jax.lax.slice_in_dim(x, start, stop, axis=a)
             for x, a in zip(leaves, axes, strict=True)
         )
 
-    def run(key: jax.Array, targets: PyTree, draw: Any, most: float) -> Any:
-        specs, axes = _whole(outputs, batch.sizes[0], count, axis)
-        y = _random(key, specs, axes, draw, most)
+    def run(y: PyTree, targets: PyTree) -> Any:
+        ends = [(0, sum(sizes)), (0, sizes[0]), (sizes[0], sum(sizes))]
+        return [
+            objective.parts(part(y, axes, *end), part(targets, target_axes, *end))
+            for end in ends
+        ]
 
-        def loss(start: int, stop: int) -> Any:
-            own = parts_of(y, axes, start, stop)
-            return objective.parts(
-                own, parts_of(targets, batch.target_axes, start, stop)
-            )
-
-        return loss(0, count), loss(0, sizes[0]), loss(sizes[0], count)
-
-    return lambda key, targets: [run(key, targets, *draw) for draw in _DRAWS]
+    return run
 
 
 def _sizes(outputs: PyTree, batch: Batch) -> tuple[int, int] | None:
@@ -152,30 +144,27 @@ def _whole(
     return structure.unflatten(specs), axes
 
 
-def _random(
-    key: jax.Array,
-    specs: PyTree,
-    axes: Sequence[int | None],
-    draw: Callable[..., jax.Array],
-    most: float,
-) -> PyTree:
-    """Random outputs, smaller for the first example than for the last.
+def _random(specs: PyTree, axes: Sequence[int | None]) -> Iterator[PyTree]:
+    """Random outputs as logits, then as probabilities.
 
-    So losses of examples differ, however many elements they are means of.
+    They are smaller for the first example than for the last. So losses of examples
+    differ, however many elements they are means of.
     """
+    rng = np.random.default_rng(0)
     leaves, structure = jax.tree.flatten(specs)
 
-    def made(key: jax.Array, leaf: jax.ShapeDtypeStruct, axis: int | None) -> jax.Array:
+    def drawn(values: Any, leaf: jax.ShapeDtypeStruct, axis: int | None) -> Any:
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
-            return jax.random.bernoulli(key, shape=leaf.shape).astype(leaf.dtype)
-        y = most * draw(key, leaf.shape, leaf.dtype)
+            return np.resize(values > np.median(values), leaf.shape).astype(leaf.dtype)
+        y = np.resize(values.astype(leaf.dtype), leaf.shape)
         if axis is None:
             return y
         shape = [n if a == axis else 1 for a, n in enumerate(leaf.shape)]
-        return y * jnp.linspace(0.2, 1, shape[axis], dtype=leaf.dtype).reshape(shape)
+        return y * np.linspace(0.2, 1, shape[axis]).reshape(shape).astype(leaf.dtype)
 
-    keys = jax.random.split(key, max(1, len(leaves)))
-    return structure.unflatten(map(made, keys, leaves, axes))
+    for draw in (lambda: 3 * rng.standard_normal(_PERIOD), lambda: rng.random(_PERIOD)):
+        made = [drawn(draw(), *pair) for pair in zip(leaves, axes, strict=True)]
+        yield structure.unflatten(made)
 
 
 def _is_floating(dtype: Any) -> bool:

@@ -18,9 +18,9 @@ from .nnx_modules import KEY, Noisy, Rematerialized
 def test_dropout_depends_on_step_micro_batch_and_layer_only():
     x = jnp.ones((8, 16))
 
-    def run(balance, remat="full", key=9, schedule="1f1b", rngs=None):
+    def run(balance, key=9, rngs=None):
         layers = [Noisy(nnx.Rngs(0)), Noisy(nnx.Rngs(0)), jnp.sin]
-        pipe = jpipe.pipeline(layers, 4, balance=balance, remat=remat)
+        pipe = jpipe.pipeline(layers, 4, balance=balance)
         rngs = jax.random.key(key) if rngs is None else rngs
         return np.asarray(pipe.apply((({},) * 3), x, rngs=rngs, train=True))
 
