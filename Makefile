@@ -7,30 +7,38 @@ VENV := .venv/$(VERSION)
 RUN := $(VENV)/bin/python
 ARGS ?=
 EXAMPLES ?= 2000
-TRANSPARENCY := tests/test_transparency.py tests/test_batches.py \
-	tests/train/test_training.py
+WORKERS ?= auto
+BITS := tests/matrix tests/test_transparency.py tests/train/test_training.py
 
-.PHONY: demo test suite transparency fuzz lint format bench tables bench-gpu clean
+.PHONY: demo test test-all bits mutants fuzz lint format bench tables bench-gpu clean
 
 demo: $(VENV)/examples  ## train a Transformer through a four-stage pipeline
 	$(RUN) examples/train_text.py $(ARGS)
 
-test: suite  ## all tests; those of transparency again on the newest Python found
+test: $(VENV)/dev  ## what a change needs to be trusted, in eight minutes on two cores
+	$(RUN) -m pytest -n $(WORKERS) -m "not slow and not gpu" $(ARGS)
+
+# The slow tests too, longer searches, the programs that XLA makes without the flags of
+# tests/conftest.py, and the newest JAX.
+test-all: $(VENV)/dev
+	JPIPE_FUZZ_EXAMPLES=200 $(RUN) -m pytest -n $(WORKERS) -m "not gpu" \
+		--hypothesis-profile=all $(ARGS)
+	JPIPE_TESTS_FLAGS= $(RUN) -m pytest -n $(WORKERS) $(BITS) $(ARGS)
 	@newest=$$($(RUN) tests/newest_python.py $(VERSION)); \
-	if [ -n "$$newest" ]; then $(MAKE) transparency PYTHON="$$newest"; \
+	if [ -n "$$newest" ]; then $(MAKE) bits PYTHON="$$newest"; \
 	else echo "no Python after $(VERSION) here: the newest JAX was not tested"; fi
 
-suite: $(VENV)/dev
-	$(RUN) -m pytest -n 3 $(ARGS)
+bits: $(VENV)/dev
+	$(RUN) -m pytest -n $(WORKERS) $(BITS) $(ARGS)
 
-transparency: $(VENV)/dev
-	$(RUN) -m pytest -n 2 $(TRANSPARENCY) $(ARGS)
+mutants: $(VENV)/dev  ## faults that some test must notice, in two hours at most
+	$(RUN) -m tests.mutants $(ARGS)
 
 fuzz: $(VENV)/dev  ## EXAMPLES random programs; with SEED those of an earlier run
 	@seed=$(or $(SEED),$$(date +%s)); \
 	echo "make fuzz EXAMPLES=$(EXAMPLES) SEED=$$seed"; \
 	JPIPE_FUZZ_EXAMPLES=$(EXAMPLES) JPIPE_FUZZ_SEED=$$seed \
-	$(RUN) -m pytest -n 2 tests/test_fuzz.py $(ARGS)
+	$(RUN) -m pytest -n $(WORKERS) tests/test_fuzz.py $(ARGS)
 
 lint: $(VENV)/dev  ## style and types
 	$(RUN) -m ruff check .

@@ -1,7 +1,8 @@
 """The strictest JAX, on eight CPU devices, before anything touches a device.
 
 And what makes it quick: two thirds of the time would go to compiling what another test
-has compiled already. Each is compiled as it is for users, but for `double`.
+has compiled already. XLA compiles with flags that users do not set; with
+``JPIPE_TESTS_FLAGS=`` it compiles as it does for them.
 """
 
 import gc
@@ -12,6 +13,7 @@ from pathlib import Path
 import jax
 import jaxlib
 import pytest
+from hypothesis import settings
 
 from jpipe import _compat
 
@@ -23,7 +25,13 @@ from .reference import unoptimized
 _FLAGS = ["--xla_cpu_parallel_codegen_split_count=1"]
 if jaxlib.version.__version_info__ < (0, 11):
     _FLAGS.append("--xla_cpu_use_fusion_emitters=false")
-os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_FLAGS])
+flags = os.environ.get("JPIPE_TESTS_FLAGS", " ".join(_FLAGS))
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
+
+# Random examples of one test; `make test-all` takes the profile "all".
+settings.register_profile("default", max_examples=25, deadline=None)
+settings.register_profile("all", max_examples=300, deadline=None)
+settings.load_profile("default")
 
 jax.config.update("jax_num_cpu_devices", 8)
 # No silent promotion of dtypes: a library that mixes them by accident is caught.

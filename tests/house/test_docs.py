@@ -42,6 +42,10 @@ def test_the_page_on_architecture_names_what_is_there():
             assert re.search(rf"\b(def|class) {inside}\b", text), f"{name}.{inside}"
 
 
+def slow(*row: Any) -> Any:
+    return pytest.param(*row, marks=pytest.mark.slow)
+
+
 def start(
     *command: str, devices: int = 1, folder: Path = ROOT
 ) -> subprocess.CompletedProcess[str]:
@@ -115,9 +119,8 @@ def test_readme_gives_the_same_loss_on_one_device_and_on_many(tmp_path):
     shown = [
         run("-c", blocks("README.md"), devices=1, folder=tmp_path),
         run("-c", first, devices=2),
-        run("-c", first, devices=8),
     ]
-    assert ["cpu:1" in text for text in shown] == [False, True, True]
+    assert ["cpu:1" in text for text in shown] == [False, True]
     (loss,) = {text.split()[-1] for text in shown}
     assert float(loss) < 1e-3
 
@@ -125,9 +128,15 @@ def test_readme_gives_the_same_loss_on_one_device_and_on_many(tmp_path):
 def test_the_page_on_the_pipeline_prints_what_it_shows():
     page = (ROOT / "docs" / "pipeline.md").read_text()
     (shown,) = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
-    assert run("-c", blocks("docs/pipeline.md")).split() == shown.split()
+    assert shape(run("-c", blocks("docs/pipeline.md"))) == shape(shown)
 
 
+def shape(text: str) -> list[str]:
+    """What is printed but for its numbers, which follow from the memory model."""
+    return re.sub(r"\d+(\.\d+)?", "0", text).split()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["batch_norm_and_state", "memory", "planning", "schedules"]
 )
@@ -135,13 +144,14 @@ def test_pages_run(name, tmp_path):
     run("-c", blocks(f"docs/{name}.md"), devices=2, folder=tmp_path)
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_guide_is_a_program_that_runs(devices):
     program = accelerated(blocks("docs/guide.md"))
     shown = run("-c", program, devices=devices)
     assert re.search(r"gradient \d+\.\d+\naccuracy [01]\.\d+", shown)
 
 
+@pytest.mark.slow
 def test_the_page_on_many_devices_gives_one_loss_however_they_lie():
     losses = re.findall(
         r"^(?:one|two|and|eight|seven) .*?(\d\.\d+)$",
@@ -152,6 +162,7 @@ def test_the_page_on_many_devices_gives_one_loss_however_they_lie():
     assert max(map(float, losses)) - min(map(float, losses)) < 2e-6
 
 
+@pytest.mark.slow
 def test_a_mesh_and_two_processes_give_the_losses_of_as_many_micro_batches():
     """And the example of text runs, in each of its ways."""
     small = "--steps=10 --evaluation-batches=2 --write=8 --width=32 --heads=2 "
@@ -171,6 +182,7 @@ def test_a_mesh_and_two_processes_give_the_losses_of_as_many_micro_batches():
     assert "process 1" in printed[2]
 
 
+@pytest.mark.slow
 def test_every_option_of_the_main_job_is_documented():
     text = run("examples/train_text.py", "--help")
     options = set(re.findall(r"^\s+(--[\w-]+)", text, re.MULTILINE))
@@ -182,39 +194,31 @@ def test_every_option_of_the_main_job_is_documented():
 @pytest.mark.parametrize(
     ("command", "shown"),
     [
-        ("functional_loop.py", r"(?s)last .*\b9\d\.\d%.*averaged .*\b9\d\.\d%"),
         ("digits.py", r"9[5-9]\.\d"),
-        (
+        slow("functional_loop.py", r"(?s)last .*\b9\d\.\d%.*averaged .*\b9\d\.\d%"),
+        slow(
             "mixed_precision.py",
             r"(?s)step 130: .*skipped\nstep 131: scale 2\^16.* 9\d\.\d% on 360",
         ),
-        (
+        slow(
             "lora.py",
             r"adapters: +9\d\.\d% .*\nadapters take [2-6]\d% of the memory and",
         ),
-        (
+        slow(
             "plan.py --blocks=4 --width=64 --words=500 --devices=2",
             r"(?s)   2 \| jpipe\.plan .*\npredicted: .* ms a",
         ),
-        (
+        slow(
             "unet.py --steps=3 --batch-size=4 --patch=16 --width=4 --schedule=zb_h1",
             r"gradients +differ by at most \d",
         ),
-        (
+        slow(
             "tied_lm.py --steps=2 --width=16 --blocks=2 --batch-size=8 "
             "--microbatches=4 --schedule=zb_v",
             r"differ from one device by at most \d\.\de-(0[6-9]|\d\d)|most 0\.0e",
         ),
     ],
-    ids=[
-        "functional_loop",
-        "digits",
-        "mixed_precision",
-        "lora",
-        "plan",
-        "unet",
-        "tied_lm",
-    ],
+    ids=lambda text: text.split(".")[0] if ".py" in text else "",
 )
 def test_examples_run_and_write_where_git_ignores(command, shown, tmp_path):
     name, *options = command.split()
@@ -223,13 +227,14 @@ def test_examples_run_and_write_where_git_ignores(command, shown, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} <= {"build"}
 
 
-@pytest.mark.parametrize("name", ["gpt2", "t5"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("t5", marks=pytest.mark.slow)])
 def test_examples_of_several_stages_run_on_one_device(name):
     program = accelerated((ROOT / "examples" / f"{name}.py").read_text())
-    shown = run("-c", program, "--steps=2", devices=1)
+    shown = run("-c", program, "--steps=1", devices=1)
     assert re.search(r"differ by at most \d\.\de-0[67]\n", shown)
 
 
+@pytest.mark.slow
 def test_the_gallery_is_what_the_example_draws(tmp_path):
     printed = run(str(ROOT / "examples/schedules.py"), folder=tmp_path)
     assert re.search(r"zb_v +\| 8 +\| 25\.5 +\| 5\.9 %", printed)
@@ -239,6 +244,7 @@ def test_the_gallery_is_what_the_example_draws(tmp_path):
     assert drawn == kept
 
 
+@pytest.mark.slow
 def test_bad_options_of_the_main_job_are_refused_in_one_line():
     result = start("examples/train_text.py", "--stages=9", "--batch-size=1")
     assert result.returncode == 2

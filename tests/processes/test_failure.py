@@ -7,6 +7,10 @@ import pytest
 from . import jobs
 
 
+def slow(*row):
+    return pytest.param(*row, marks=pytest.mark.slow)
+
+
 def ended(outcome):
     """Checks that nothing is left of a job."""
     assert outcome.status != 0, str(outcome)
@@ -17,14 +21,14 @@ def ended(outcome):
     ("how", "fact"),
     [
         ("model", r"layer 2: process 0: Dense .*float32\[3\].*; process 1: .*\[4\]"),
-        ("key", r"key: process 0: \[0, 0\]; process 1: \[0, 1\]"),
-        ("batch", r"input: process 0: float32\[8,5\]; process 1: float32\[4,5\]"),
-        ("shuffle", "x has other values in process 1 than in process 0"),
-        (
+        slow("key", r"key: process 0: \[0, 0\]; process 1: \[0, 1\]"),
+        slow("batch", r"input: process 0: float32\[8,5\]; process 1: float32\[4,5\]"),
+        slow("shuffle", "x has other values in process 1 than in process 0"),
+        slow(
             "optimizer",
             r"operations of optimizer_update: process 0: \w+; process 1: \w+",
         ),
-        (
+        slow(
             "settings",
             r"optax: process 0: [\d.]+; process 1: 0\.0\.0\s+\* "
             r"jax_threefry_partitionable: process 0: True; process 1: False",
@@ -41,6 +45,7 @@ def test_another_program_is_refused_before_anything_is_sent(how, fact):
         assert not re.search(r"^loss \d", said, re.M)
 
 
+@pytest.mark.slow
 def test_other_examples_in_a_later_call_are_found():
     outcome = jobs.run(2, "failing", "epoch")
     ended(outcome)
@@ -55,10 +60,10 @@ def test_other_examples_in_a_later_call_are_found():
 @pytest.mark.parametrize(
     ("how", "why"),
     [
-        ("kill", "it has failed or was ended"),
         ("raise", "it has failed: ZeroDivisionError: "),
-        ("leave", "it came to its end after 7 calls of the pipelines, and this is "),
-        ("stop", "nothing came for 15 s"),
+        slow("kill", "it has failed or was ended"),
+        slow("leave", "it came to its end after 7 calls of the pipelines, and "),
+        slow("stop", "nothing came for 15 s"),
     ],
 )
 def test_what_was_awaited_of_one_that_ends_is_named(how, why):
@@ -74,6 +79,7 @@ def test_what_was_awaited_of_one_that_ends_is_named(how, why):
     assert ("ZeroDivisionError" in outcome.of(1)) == (how == "raise")
 
 
+@pytest.mark.slow
 def test_others_are_told_why_the_first_process_fails():
     outcome = jobs.run(2, "failing", "first")
     ended(outcome)
@@ -85,6 +91,7 @@ def test_others_are_told_why_the_first_process_fails():
     ), said
 
 
+@pytest.mark.slow
 def test_calls_that_are_not_those_of_all_are_found(tmp_path):
     outcome = jobs.run(2, "calls", str(tmp_path))
     ended(outcome)
@@ -101,6 +108,7 @@ def test_calls_that_are_not_those_of_all_are_found(tmp_path):
         assert re.search(f"what came after .* was wrong: {counts}", said), said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["late", "layer"])
 def test_one_that_does_not_come_is_named(how):
     outcome = jobs.run(2, "failing", how, timeout=8)

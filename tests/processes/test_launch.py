@@ -58,6 +58,7 @@ def test_a_program_that_forgets_to_join_is_told(tmp_path):
     assert launched("--processes", "1", str(script)).returncode == 0
 
 
+@pytest.mark.slow
 def test_devices_that_would_wait_for_each_other_for_ever_are_refused(tmp_path):
     script = tmp_path / "late.py"
     script.write_text(
@@ -79,6 +80,7 @@ def test_what_is_not_there_is_refused():
     assert "nowhere.py is not a file; give a Python program, or -m and" in done.stderr
 
 
+@pytest.mark.slow
 def test_what_nobody_reads_does_not_hold_up_a_program(tmp_path):
     script = tmp_path / "talks.py"
     script.write_text(
@@ -94,6 +96,7 @@ def test_what_nobody_reads_does_not_hold_up_a_program(tmp_path):
         assert launch.wait(timeout=60) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("said", "words"),
     [
@@ -119,6 +122,7 @@ def test_what_does_not_tell_processes_apart_is_refused(said, words):
     assert words in done.stderr
 
 
+@pytest.mark.slow
 def test_processes_take_the_balance_that_the_first_has_measured(tmp_path):
     script = tmp_path / "measures.py"
     script.write_text(

@@ -1,5 +1,6 @@
 """A pipeline in several processes has the bits that it has in one."""
 
+import functools
 import os
 
 import jax
@@ -10,27 +11,33 @@ import jpipe
 
 from . import jobs, work
 
+# As many processes, the pipelines that they run, who is given the mini-batch, how many
+# devices each has, and how arrays pass. The last of three has no stage.
 PARTS = {
-    # As many processes, the pipelines that they run, who is given the mini-batch, how
-    # many devices each has, and how arrays pass. The last of three has no stage.
-    2: ("gpipe,1f1b,zb_h1,zb_v,mesh", "own", 2, "transfer"),
+    2: ("1f1b,zb_h1,mesh", "own", 2, "transfer"),
     4: ("1f1b,zb_v,replicas", "all", 1, "transfer"),
     3: ("1f1b,zb_v", "own", 2, "device_put"),
 }
+COUNTS = [2, *(pytest.param(count, marks=pytest.mark.slow) for count in (3, 4))]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """What two processes, then four, and three have written."""
+def written(tmp_path_factory):
+    """What so many processes have written; two first, whose state others restore."""
     folder = tmp_path_factory.mktemp("processes")
-    for count, (names, *how) in PARTS.items():
+
+    @functools.cache
+    def by(count):
+        names, *how = PARTS[count]
         own = folder / str(count)
         own.mkdir()
         if count != 2:
-            os.symlink(folder / "2" / "state", own / "state")
+            os.symlink(by(2) / "state", own / "state")
         done = jobs.run(count, "worker", str(own), names, *map(str, how))
         assert (done.status, done.left) == (0, []), str(done)
-    return folder
+        return own
+
+    return by
 
 
 @pytest.fixture(scope="module")
@@ -49,45 +56,59 @@ def alone():
     jax.config.update("jax_disable_most_optimizations", False)
 
 
-def test_every_leaf_has_the_same_bits(folder, alone):
-    for count, (names, *_) in PARTS.items():
-        for name in names.split(","):
-            expected, seen = alone(name), set()
-            for process in range(count):
-                found = np.load(folder / str(count) / f"{name}-{process}.npz")
-                for path in found:
-                    same = np.array_equal(found[path], expected[path], equal_nan=True)
-                    assert same, (count, name, process, path)
-                seen |= set(found)
-                # Metrics are everywhere, what is on devices where it is used.
-                assert "metric 0" in found
-                assert ("norm" in found) == (name in work.WHOLE)
-                assert set(found) < set(expected)
-            assert seen == set(expected), (count, name)
+@pytest.mark.parametrize("count", COUNTS)
+def test_every_leaf_has_the_same_bits(written, alone, count):
+    for name in PARTS[count][0].split(","):
+        expected, seen = alone(name), set()
+        for process in range(count):
+            found = np.load(written(count) / f"{name}-{process}.npz")
+            for path in found:
+                same = np.array_equal(found[path], expected[path], equal_nan=True)
+                assert same, (name, process, path)
+            seen |= set(found)
+            # Metrics are everywhere, what is on devices where it is used.
+            assert "metric 0" in found
+            assert ("norm" in found) == (name in work.WHOLE)
+            assert set(found) < set(expected)
+        assert seen == set(expected), name
 
 
-def test_a_state_goes_on_in_more_processes_and_in_one(folder, alone):
+def test_a_state_of_two_processes_goes_on_in_one(written):
+    state = restored(written)
+    saved = work.here((state.step, state.params, state.opt_state))
     with jax.enable_x64(True):
         pipe = work.pipelines()["1f1b"]()
-        like = {"state": work.start(pipe), "position": 0}
-        restored = jpipe.checkpoint.restore(folder / "2" / "state", like)
-        state, position = restored["state"], restored["position"]
-        assert int(state.step) == position == 2
-        saved = work.here((state.step, state.params, state.opt_state))
-        state, told = work.go_on(pipe, state, 4)
+        state, metrics = work.go_on(pipe, state, 4)
         whole, uninterrupted = work.go_on(pipe, work.start(pipe), 4)
     for process in range(2):
-        found = np.load(folder / "2" / f"meshed-{process}.npz")
+        found = np.load(written(2) / f"meshed-{process}.npz")
         assert "[0]" in found  # the number of the step, which each device has
         for path in found:
             np.testing.assert_array_equal(found[path], saved[path])
-    expected = work.here(whole.params)
-    assert work.here(state.params).keys() == expected.keys()
+    assert work.here(state.params).keys() == work.here(whole.params).keys()
     half = len(uninterrupted) // 2
-    for one, other in zip(told, uninterrupted[half:], strict=True):
+    for one, other in zip(metrics, uninterrupted[half:], strict=True):
         np.testing.assert_array_equal(one, other)
-    for count, process in [(4, 0), (4, 1), (4, 2), (4, 3), (3, 0), (3, 1), (3, 2)]:
-        found = np.load(folder / str(count) / f"restored-{process}.npz")
-        np.testing.assert_array_equal(found["loss"], told[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [3, 4])
+def test_a_state_of_two_processes_goes_on_in_more(written, count):
+    state = restored(written)
+    with jax.enable_x64(True):
+        state, metrics = work.go_on(work.pipelines()["1f1b"](), state, 4)
+        expected = work.here(state.params)
+    for process in range(count):
+        found = np.load(written(count) / f"restored-{process}.npz")
+        np.testing.assert_array_equal(found["loss"], metrics[0])
         for path in set(found) - {"loss"}:
             np.testing.assert_array_equal(found[path], expected[path])
+
+
+def restored(written):
+    """The state that two processes have saved after two steps."""
+    with jax.enable_x64(True):
+        like = {"state": work.start(work.pipelines()["1f1b"]()), "position": 0}
+        found = jpipe.checkpoint.restore(written(2) / "state", like)
+    assert int(found["state"].step) == found["position"] == 2
+    return found["state"]
