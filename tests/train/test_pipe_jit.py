@@ -304,11 +304,6 @@ class TestDonation:
         expected = jax.jit(f)(on_one(p))
         ref.assert_close(PIPE.jit(f, donate_argnums=0)(p), expected, 1e-6)
 
-    def test_of_what_no_result_fits_warns_of_nothing(self):
-        p = tree(dtype=jnp.float32)
-        norm = PIPE.jit(optax.tree.norm, donate_argnums=[0])
-        assert norm(p) == norm(p)
-
     def test_of_one_array_given_twice_is_refused(self):
         f = PIPE.jit(optax.tree.add, donate_argnums=1)
         p = tree(dtype=jnp.float32)
