@@ -1,0 +1,132 @@
+"""Faults of one line, each of which some test must notice.
+
+A sign, a term that is left out, a number that is off by one, a pair that is exchanged,
+a scale that is forgotten: in every file that computes.
+"""
+
+from typing import NamedTuple
+
+
+class Mutant(NamedTuple):
+    """A fault.
+
+    Attributes:
+      file: the file in the library.
+      old: some of its text, which stands there once.
+      new: what stands there instead.
+    """
+
+    file: str
+    old: str
+    new: str
+
+
+# Which folders of tests reach a file, by the start of its name: first those that find
+# most.
+REACHED_BY = {
+    "_cache": "matrix layers errors train",
+    "_check": "check",
+    "_functions/_probe": "functions check",
+    "_functions": "matrix functions train",
+    "_instructions": "instructions matrix run train mesh",
+    "_jaxprs": "matrix functions run",
+    "_layers": "matrix layers",
+    "_run": "matrix run train mesh",
+    "_train": "matrix train mesh",
+    "checkpoint": "train",
+    "planning": "planning",
+    "schedules": "schedules",
+}
+
+FUNCTIONS = [
+    ("_microbatch", "(i < rest)", "(i >= num_microbatches - rest)"),
+    ("_objective", "loss = loss * share", "loss = loss + 0 * share"),
+    ("_objective", "loss / self.num_microbatches", "loss / 1"),
+    ("_objective", "stop_gradient(_constant(weight))", "stop_gradient(weight)"),
+    ("_probe", "np.asarray(sizes) / sum(sizes)", "np.ones(2) / 2"),
+    ("_task", "weight = share / (seen + share)", "weight = share"),
+    ("_task", "after[var] / share, seen, share", "after[var], seen, share"),
+    ("_trainable", "if is_params(path) and is_inexact(leaf)", "if is_params(path)"),
+    ("_vjp", "held = [i == 2 for", "held = [i >= 1 for"),
+    ("_weights", "old + x * factor.astype(old.dtype)", "old + x"),
+    ("_weights", "dtype.itemsize < 4", "dtype.itemsize < 2"),
+]
+JAXPRS = [
+    ("_cheapest", "0 if v in at_hand else nbytes(v)", "nbytes(v)"),
+    ("_cheapest", "if size(found) > size(", "if size(found) < size("),
+    ("_loops", 'params["reverse"],', "False,"),
+]
+INSTRUCTIONS = [
+    ("_bytes", "+= sign *", "+= abs(sign) *"),
+    ("_donated", "last[operation.reads[i]] == number", "True"),
+    ("_graph", "            taken.add(value)\n", ""),
+    ("_graph", "key = value, place, how.cut", "key = value, place, None"),
+    ("_program", "slot < self._num_arguments for", "slot < 0 for"),
+]
+LAYERS = [
+    ("_batchnorm", " + squared * (seen * share / total)", ""),
+    ("_batchnorm", "delta * (share / total)", "delta * share"),
+    (
+        "_batchnorm",
+        "momentum * old + (1 - momentum)",
+        "(1 - momentum) * old + momentum",
+    ),
+    (
+        "_rng",
+        "fold_in(jax.random.fold_in(key, microbatch), layer)",
+        "fold_in(key, layer)",
+    ),
+    (
+        "_rng",
+        "fold_in(key, microbatch), layer)",
+        "fold_in(key, microbatch), 0 * layer)",
+    ),
+    ("_rng", "fold_in(rng, step)", "fold_in(rng, 0 * step)"),
+    ("_rng", "fold_in(key, 2**31 - 1)", "fold_in(key, 0)"),
+    ("_sharing", "(*before, *inner[end:])", "tuple(inner[end:])"),
+    ("_skip", "name\n    frame.popped", "name\n    key = None, name\n    frame.popped"),
+]
+RUN = [
+    ("_divisors", "parts), total)]", "parts), 0 * total)]"),
+    ("_divisors", "return [count * jnp.where", "return [jnp.where"),
+    ("_incoming", "/ sum(sizes) / self._batch.num_shards", "/ sum(sizes)"),
+    ("_incoming", "[m * shards + d, first]", "[m + d, first]"),
+    ("_incoming", "first + begin * step", "first + begin"),
+    ("_lower", "in self._skips[route.key, m]", "in self._skips[route.key, 0]"),
+    ("_lower", "factor = self._guesses.get(m, [])", "factor = [] and self._guesses"),
+    ("_totals", "sum(leaves[i + count :: count], leaves[i])", "leaves[i]"),
+    ("_totals", "x.sum(0) if", "x.mean(0) if"),
+    (
+        "_totals",
+        "divisor = losses[1:] if multiplied",
+        "divisor = losses[1:] if not multiplied",
+    ),
+]
+TRAIN = [
+    ("_homes", "for start in range(1, len(path) - 1)", "for start in range(len(path))"),
+    (
+        "_optimizer",
+        "at[home or 0] for home in params_at",
+        "at[0] for home in params_at",
+    ),
+    ("_spread", "else jnp.zeros_like(leaf)", "else jnp.ones_like(leaf)"),
+    ("_step", "_rng.step_key(rng, step), step + 1", "_rng.step_key(rng, step), step"),
+    (
+        "_step",
+        "new[self.order[leaf]] = value",
+        "new[self.order[leaf]] = new[self.order[leaf]]",
+    ),
+]
+
+MUTANTS = [
+    Mutant(f"{folder}/{file}.py", old, new)
+    for folder, mutants in {
+        "_functions": FUNCTIONS,
+        "_jaxprs": JAXPRS,
+        "_instructions": INSTRUCTIONS,
+        "_layers": LAYERS,
+        "_run": RUN,
+        "_train": TRAIN,
+    }.items()
+    for file, old, new in mutants
+]
