@@ -7,7 +7,7 @@ has compiled already. XLA compiles with flags that users do not set; with
 
 import gc
 import os
-import tempfile
+import shutil
 from pathlib import Path
 
 import jax
@@ -39,16 +39,17 @@ jax.config.update("jax_numpy_dtype_promotion", "standard")
 jax.config.update("jax_default_matmul_precision", "highest")
 
 # Programs that are equal to the letter, for the same devices and options, are compiled
-# once per process and session: many tests run the same few layers. Tracing and lowering
-# are not saved, and log the same. Each worker of pytest-xdist has a folder of its own:
-# entries are not written at one stroke, and half of one, when it is read, is a warning,
-# thus an error. The process that starts the workers removes them all, however it ends.
-if "PYTEST_XDIST_WORKER" in os.environ:
-    programs = os.environ["JPIPE_TESTS_PROGRAMS"], os.environ["PYTEST_XDIST_WORKER"]
-else:
-    folder = tempfile.TemporaryDirectory(prefix="jpipe-tests-")
-    programs = os.environ["JPIPE_TESTS_PROGRAMS"], _ = folder.name, "main"
-jax.config.update("jax_compilation_cache_dir", str(Path(*programs)))
+# once: many tests run the same few layers, and the next run reads what this one left.
+# Tracing and lowering are not saved, and log the same. Each worker of pytest-xdist has
+# a folder of its own, as entries are not written at one stroke.
+PROGRAMS = Path(__file__).parents[1] / ".pytest_cache" / "jax"
+LARGEST = 2**30
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    sizes = [path.stat().st_size for path in PROGRAMS.rglob("*-cache")]
+    if sum(sizes) > LARGEST:
+        shutil.rmtree(PROGRAMS)
+worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
+jax.config.update("jax_compilation_cache_dir", str(PROGRAMS / worker))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 # The Python lines that an operation comes from, which only a profile of XLA shows.
@@ -56,11 +57,6 @@ jax.config.update("jax_traceback_in_locations_limit", 0)
 # JAX keeps all that it traced: to look through it every 700 objects takes a tenth of
 # the time. Arrays do not wait for that, as they are in no cycle.
 gc.set_threshold(50_000, 20, 50)
-
-
-def pytest_configure(config):
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        config.add_cleanup(folder.cleanup)
 
 
 @pytest.fixture(autouse=True, scope="module")
