@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import pytest
 
 import jpipe
 from jpipe._jaxprs._function import Function
@@ -10,8 +9,6 @@ from jpipe.planning._forecast import Hardware, evaluate
 from jpipe.planning._profile import LayerProfile, Profile, SkipProfile
 from jpipe.planning._workspace import workspace_bytes
 from jpipe.schedules import gpipe, one_f_one_b
-
-from .models import profile
 
 ROW = jax.ShapeDtypeStruct((10,), jnp.float32)
 
@@ -47,19 +44,12 @@ def test_a_turn_of_a_loop_counts_once():
     assert needs(lambda x: [jax.lax.cond(x[0] > 0, run, lambda x: [x], x)[0]], ROW) > 80
 
 
-def test_an_estimated_profile_has_it():
-    made = profile("blocks", measure=False)
-    assert all(layer.workspace_bytes is not None for layer in made.layers)
-    assert "workspace" in str(made).splitlines()[1]
-
-
-@pytest.mark.parametrize("width", [64, 256])
-def test_it_is_no_less_than_what_xla_takes(width):
+def test_it_is_no_less_than_what_xla_takes():
     def attend(x):
         scores = jax.nn.softmax(x @ jnp.swapaxes(x, -1, -2))
         return x + jax.nn.gelu(scores @ x)
 
-    x = jnp.ones((4, 32, width))
+    x = jnp.ones((4, 32, 64))
     paper, measured = (
         jpipe.profile([jnp.sin, attend], x, rounds=1, measure=False),
         jpipe.profile([jnp.sin, attend], x, rounds=1),
