@@ -14,9 +14,8 @@ from .models import X, profile
 TIMES = {"forward", "backward", "input_grad", "weight_grad", "workspace_bytes"}
 
 
-@pytest.mark.parametrize("name", ["norms", "skips"])
-def test_all_but_times_is_as_estimated(name):
-    measured, paper = profile(name, rounds=1), profile(name, measure=False)
+def test_all_but_times_is_as_estimated():
+    measured, paper = profile("skips", rounds=1), profile("skips", measure=False)
     for one, other in zip(measured.layers, paper.layers, strict=True):
         rest = vars(one).keys() - TIMES
         assert {key: vars(one)[key] for key in rest} == {
@@ -95,22 +94,6 @@ def test_the_first_layer_is_given_the_sample_and_others_valid_numbers():
     np.testing.assert_array_equal(seen["first"], tokens[:4])
     np.testing.assert_array_equal(seen["second"], np.zeros(4, int))
     assert np.std(seen["third"]) > 0.1
-
-
-def test_it_runs_where_it_is_told():
-    device = jax.devices()[3]
-    seen = set()
-    run = _measure._Program.__call__
-
-    def watching(self, offered):
-        results = run(self, offered)
-        seen.update(leaf.device for leaf in [*offered, *results])
-        return results
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_measure._Program, "__call__", watching)
-        jpipe.profile([ref.dense(3)], X, rounds=1, device=device)
-    assert seen == {device}
 
 
 def test_an_error_names_the_layer_that_was_measured():

@@ -63,7 +63,7 @@ def needs(profile, balance, modes, in_flight):
 
 
 def test_no_cut_is_better():
-    for seed in range(700):
+    for seed in range(500):
         _, given, modes, question = drawn(seed)
         every = list(every_cut(len(given.layers), question["num_stages"]))
         every = [worth(given, balance, modes, question) for balance in every]
@@ -81,7 +81,7 @@ def test_no_cut_is_better():
 @pytest.mark.parametrize("schedule", [None, "gpipe", "zb_h1"])
 def test_no_cut_under_a_limit_is_better(schedule):
     refused = 0
-    for seed in range(200):
+    for seed in range(150):
         rng, given, modes, question = drawn(seed)
         count, most = question["num_stages"], question["num_microbatches"]
         in_flight = [min(count - s, most) for s in range(count)]
@@ -123,7 +123,7 @@ def test_no_cut_under_a_limit_is_better(schedule):
             values = [worth(given, b, modes, question)[column] for b in fitting]
             own = worth(given, found, modes, question)[column]
             assert own == pytest.approx(min(values)), seed
-    assert 20 < refused < 180
+    assert 15 < refused < 135
 
 
 def built(name, num_stages, count):
@@ -195,16 +195,6 @@ def test_a_limit_counts_all_stages_of_a_rank(name):
             assert found in fitting
             best = min(max(loads(given, b, schedule)) for b in fitting)
             assert max(loads(given, found, schedule)) == pytest.approx(best)
-
-
-def test_what_is_said_to_be_enough_for_several_stages_per_rank_is():
-    given = profile(random.Random(0), 60)
-    question = {"num_microbatches": 16, "schedule": "zb_v", "remat": "none"}
-    with pytest.raises(ValueError, match="no cut was found with max_bytes") as refusal:
-        partition(given, 16, max_bytes=1000, **question)
-    words = str(refusal.value).partition("works is max_bytes=")[2]
-    least = int(words.partition(";")[0].replace(",", ""))
-    assert len(partition(given, 16, max_bytes=least, **question)) == 16
 
 
 def test_a_late_skip_connection_counts():

@@ -148,7 +148,7 @@ def lowered():
     question = {"num_microbatches": 4, "measure": False}
     request = Request(layers, jax.ShapeDtypeStruct((2048, 8), "float32"), **question)
     hardware = Hardware(2, bandwidth=1e9)
-    names = ("1f1b", "gpipe", "interleaved", "zb_v")
+    names = ("1f1b", "interleaved", "zb_v")
     space = Space({4: answer(request)}, [0] * 8, hardware, names, ("min_cut", "full"))
     return space, request
 
@@ -186,30 +186,3 @@ def test_what_needs_less_than_was_thought_is_found(lowered):
     limited = under(space, decided(space, request)[0].most_bytes * 4 // 5)
     assert not any(one.fits(limited.hardware) for one in search(limited))
     assert decided(limited, request)[0].fits(limited.hardware)
-
-
-def test_cuts_are_looked_for_anew_where_too_little_was_thought(lowered):
-    space, request = lowered
-    few = {
-        number: dataclasses.replace(
-            profile,
-            layers=tuple(
-                dataclasses.replace(
-                    layer,
-                    kept_bytes={m: n // 3 for m, n in layer.kept_bytes.items()},
-                )
-                for layer in profile.layers
-            ),
-        )
-        for number, profile in space.profiles.items()
-    }
-    limit = decided(space, request)[0].most_bytes * 8 // 10
-    right, wrong = (
-        decided(under(space, limit, profiles=own, remats=("min_cut",)), request)[0]
-        for own in (space.profiles, few)
-    )
-    hardware = under(space, limit).hardware
-    assert wrong.kept
-    assert right.fits(hardware)
-    assert wrong.fits(hardware)
-    assert wrong.seconds <= 1.3 * right.seconds

@@ -17,7 +17,7 @@ from jpipe import draw
 from jpipe.planning._forecast import Hardware, evaluate
 from jpipe.planning._profile import LayerProfile, Profile
 from jpipe.planning._shapes import shapes
-from jpipe.schedules import BY_NAME, lower_bound, one_f_one_b
+from jpipe.schedules import lower_bound, one_f_one_b
 
 from .. import reference as ref
 from ..mesh.stages import compare
@@ -49,9 +49,8 @@ def reason(plan, name):
     return line
 
 
-@pytest.mark.parametrize("bandwidth", [1e9, 1e11])
-def test_the_best_of_all_shapes_is_chosen(bandwidth):
-    """By an exchange that costs everything, or something, or nothing."""
+def test_the_best_of_all_shapes_is_chosen():
+    bandwidth = 1e11
     best = planned(bandwidth=bandwidth)
     each = [planned(bandwidth=bandwidth, data=data) for data in (1, 2, 4)]
     seconds = [plan.forecast.seconds for plan in each]
@@ -94,18 +93,9 @@ def test_gradients_are_exchanged_in_a_ring_when_a_stage_has_all_of_them():
     assert all(m.held >= 60 for m in made.memory)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "remat", "devices", "data"),
-    [("1f1b", "full", 4, 2), ("zb_v", "min_cut", 4, 2), ("gpipe", "min_cut", 4, 4)],
-)
-def test_each_device_holds_what_was_foretold(schedule, remat, devices, data):
-    plan = planned(
-        schedules=schedule,
-        remat=remat,
-        num_devices=devices,
-        data=data,
-        num_microbatches=4,
-    )
+def test_each_device_holds_what_was_foretold():
+    data = 2
+    plan = planned(schedules="zb_v", data=data, num_microbatches=4)
     pipe = jpipe.pipeline(model(), plan=plan)
     tx = optax.adam(1e-3)
     x, targets = jnp.ones(SAMPLE.shape), jnp.ones(16)
@@ -226,15 +216,3 @@ def test_a_profile_is_of_a_part_of_a_shard():
         planned.__wrapped__(profile=profile, data=(), **own)
     with pytest.raises(ValueError, match="the profile was made on something else"):
         planned.__wrapped__(profile=profile, **own | {"num_microbatches": 2, "data": 1})
-
-
-def test_a_rank_exchanges_the_gradients_of_its_stages_one_after_the_other():
-    layers = tuple(
-        LayerProfile(str(size), 1.0, 2.0, param_bytes=size, kept_bytes={"none": 1})
-        for size in (10, 20, 30, 40)
-    )
-    hardware, schedule = Hardware(4, bandwidth=10.0), BY_NAME["zb_v"](2, 4)
-    stages = [1] * 4, ["none"] * 4, schedule, hardware
-    found = evaluate(Profile(layers), [0] * 4, *stages, 2).timeline.exchanges
-    assert {x.ranks: x.end - x.start for x in found} == {(0,): 5.0, (1,): 5.0}
-    assert [x.stage for x in found] == [row[-1].stage for row in schedule.rows]
