@@ -64,12 +64,11 @@ def load(name: str) -> Model:
     if not callable(factory):
         raise Unfit(f"{name} is a {type(factory).__name__}; needs a function")
     made: Any = factory()
+    fields: Any = made
     if hasattr(made, "_asdict"):
         fields = made._asdict()
     elif isinstance(made, tuple) and len(made) in (2, 3):
         fields = dict(zip(("layers", "sample", "optimizer"), made, strict=False))
-    else:
-        fields = made
     try:
         return Model(**{k: v for k, v in fields.items() if v is not None})
     except (TypeError, AttributeError):

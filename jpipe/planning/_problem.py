@@ -122,19 +122,17 @@ def problem(
 
 def _profile(costs: Sequence[float] | Profile) -> Profile:
     """The layers; of a number, a third is taken to be forward."""
-    if isinstance(costs, Profile):
-        layers = costs.layers
-        faults = costs.faults()
-    else:
-        times = [getattr(time, "item", lambda own=time: own)() for time in costs]
+    profile, faults = costs, []
+    if not isinstance(profile, Profile):
+        times = [getattr(time, "item", lambda own=time: own)() for time in profile]
         faults = [f for i, t in enumerate(times) for f in misfit(f"costs[{i}]", t)]
-        if not faults:
-            layers = tuple(
-                LayerProfile(str(i), t / 3, t - t / 3) for i, t in enumerate(times)
-            )
-    if faults:
+        layers = [] if faults else [(t / 3, t - t / 3) for t in times]
+        profile = Profile(
+            tuple(LayerProfile(str(i), *halves) for i, halves in enumerate(layers))
+        )
+    if faults := faults or profile.faults():
         raise ValueError(f"partition: {'; '.join(faults)}")
-    return costs if isinstance(costs, Profile) else Profile(layers)
+    return profile
 
 
 def _limits(max_bytes: Any, num_ranks: int) -> tuple[float, ...]:

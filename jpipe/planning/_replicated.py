@@ -168,7 +168,7 @@ class Replicated:
           ValueError: if the text is something else.
         """
         with reading("no plan as Replicated.to_json writes it", text) as fields:
-            costs = {k: tuple(fields["costs"][k]) for k in _COSTS}
+            costs: dict[str, Any] = {k: tuple(fields["costs"][k]) for k in _COSTS}
             speed = fields["costs"]["bandwidth"]
             costs["bandwidth"] = math.inf if speed is None else speed
             fields["costs"] = costs_of(**costs)
