@@ -275,12 +275,6 @@ def replicated_plan(
     balance = [stage.end - stage.start for stage in plan.stages]
     if sum(balance) != len(layers):
         faults.append(f"it is for {sum(balance)} layers, there are {len(layers)}")
-    if plan.objective != "steady":
-        faults.append(
-            "the devices of a stage share each micro-batch in it; for a mesh of equal "
-            "ones type mesh=, for ranks that take turns jpipe.replicate(..., "
-            "objective='steady')"
-        )
     number = num_microbatches or plan.num_microbatches or 0
     if not number:
         faults.append("it does not say num_microbatches; give it too")

@@ -25,19 +25,13 @@ def read(file: str) -> tuple[str, str]:
 
 def check(paths: Iterable[Path | None]) -> None:
     """Refuses what cannot be written, before work is done for it."""
-    faults, seen = [], set()
     for path in filter(None, paths):
         if path.is_dir():
-            faults.append(f"{path}: Is a directory")
-        elif not path.parent.is_dir():
-            faults.append(f"{path}: No such file or directory")
-        elif not os.access(path if path.exists() else path.parent, os.W_OK):
-            faults.append(f"{path}: Permission denied")
-        elif path.resolve() in seen:
-            faults.append(f"{path}: two outputs would be written there")
-        seen.add(path.resolve())
-    if faults:
-        raise Unfit("\n".join(faults))
+            raise Unfit(f"{path}: Is a directory")
+        if not path.parent.is_dir():
+            raise Unfit(f"{path}: No such file or directory")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise Unfit(f"{path}: Permission denied")
 
 
 def write(outputs: Iterable[Output]) -> bool:

@@ -2,8 +2,7 @@
 
 import argparse
 import contextlib
-import os
-import re
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,16 +23,6 @@ from ._refusal import Unfit
 
 # From what keeps most.
 _REMATS = ("none", "dots", "min_cut", "full")
-# What the library calls the arguments of a plan.
-_OPTIONS = {
-    "num_devices": "--devices",
-    "memory_limit": "--memory",
-    "num_microbatches": "--microbatches",
-    "data": "--data",
-    "batch_size": "--batch-size",
-    "schedules": "--schedule",
-    "measure": "--estimate",
-}
 # Options of a plan that take a number: how it is read, called and explained.
 _NUMBERS = (
     ("--devices", count, "N", "how many there are; default: those of this machine"),
@@ -147,7 +136,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         options["profile"] = _loaded(arguments)
     if arguments.remat is not None:
         options["remat"] = [mode for mode in _REMATS if mode in arguments.remat]
-    model = _loaded_model(arguments)
+    model = _factory.load(arguments.factory)
     with _refused():
         made = plan(
             model.layers,
@@ -185,7 +174,7 @@ def _profile(arguments: argparse.Namespace) -> int:
     _check_files(arguments)
     from ..planning._profiler import profile
 
-    model = _loaded_model(arguments)
+    model = _factory.load(arguments.factory)
     with _refused():
         found = profile(
             model.layers,
@@ -237,59 +226,28 @@ def _rates(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _loaded_model(arguments: argparse.Namespace) -> _factory.Model:
-    """What the factory gives, which may choose the devices; and there are some."""
-    model = _factory.load(arguments.factory)
-    import jax
-
-    try:
-        jax.devices()
-    except (RuntimeError, AssertionError) as error:  # JAX asserts without its plugin
-        given = os.environ.get("JAX_PLATFORMS", "")
-        raise Unfit(
-            f"JAX finds no device, with JAX_PLATFORMS={given!r}"
-            + (f": {error}" if str(error) else "")
-            + "; for an estimate, and to plan for others, JAX_PLATFORMS=cpu will do"
-        ) from None
-    return model
-
-
 def _loaded(arguments: argparse.Namespace) -> Any:
     """A saved profile."""
     from ..planning._profile import Profile
 
     if arguments.estimate:
         raise Unfit("--profile takes the place of --estimate: give one of them")
-    with _refused():
-        try:
-            return Profile.load(arguments.profile)
-        except OSError as error:
-            raise Unfit(f"{arguments.profile}: {error.strerror}") from None
+    try:
+        return Profile.load(arguments.profile)
+    except (OSError, ValueError) as error:
+        raise Unfit(f"{error}") from None
 
 
 @contextlib.contextmanager
 def _refused() -> Iterator[None]:
-    """What jpipe refuses is told in a line; what a layer raises keeps its traceback."""
+    """Prints what jpipe refuses in a line; what a layer raises keeps its traceback."""
     try:
         yield
     except (ValueError, TypeError) as error:
-        where = error.__traceback__
-        while where is not None and where.tb_next is not None:
-            where = where.tb_next
-        raised_in = where.tb_frame.f_globals.get("__name__", "") if where else ""
-        if isinstance(error, Unfit) or raised_in.partition(".")[0] != "jpipe":
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        if frame.f_globals.get("__name__", "").partition(".")[0] != "jpipe":
             raise
-        says = "\n".join([str(error), *filter(_ours, getattr(error, "__notes__", ()))])
-        names = [n for n in _OPTIONS if re.search(rf"\b{n}=", says)]
-        if names:
-            here = ", ".join(f"{name}= is {_OPTIONS[name]}" for name in names)
-            says += f"\nOn the command line {here}"
-        raise Unfit(says) from None
-
-
-def _ours(note: str) -> bool:
-    """Whether a note tells of the error; JAX adds one about its traceback."""
-    return "JAX_TRACEBACK_FILTERING" not in note
+        raise Unfit(str(error)) from None
 
 
 def _add_factory(command: argparse.ArgumentParser) -> None:

@@ -1,8 +1,7 @@
 """A balance by name: equal times, operations, parameters or bytes."""
 
 import json
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,11 +10,9 @@ from .._layers._layer import as_layers
 from .._processes._group import group
 from ..schedules import Schedule, named
 from ._layer import MODES, LayerProfile
-from ._made import kind_of, versions
 from ._partition import least_bytes, partition
 from ._profile import Profile
 from ._profiler import profile
-from ._request import made_on
 
 KINDS = ("time", "flops", "params", "memory")
 
@@ -69,7 +66,7 @@ def balanced(
         schedule = schedule(ranks, num_microbatches)
     if isinstance(sample, Profile):
         costs = sample
-        _check(costs, layers, given[0], in_axes)
+        _check(costs, layers)
     else:
         costs = profile(
             layers,
@@ -119,58 +116,19 @@ def _modes(remat: Any) -> Any:
     return remat if remat in MODES else "min_cut"
 
 
-def _check(profile: Profile, layers: Any, device: Any, in_axes: Any) -> None:
-    """Refuses a profile of other layers, as far as it can be told without an input.
-
-    Where the profile says on what input it was made, and that is one array, the layers
-    are traced on such a one.
+def _check(profile: Profile, layers: Any) -> None:
+    """Raises if a profile is of other layers; one made by hand may name them otherwise.
 
     Raises:
-      ValueError: with all that differs.
+      ValueError: with the layers of both.
     """
-    faults, made = profile.faults(), profile.made
-    own = as_layers(layers)
-    if len(profile.layers) != len(own):
-        faults.append(f"it is of {len(profile.layers)} layers, there are {len(own)}")
-    elif "layer 0" in made:  # not read from another's text, or made by hand
-        here = _traced(made, layers, in_axes) or [f"{layer.name}:" for layer in own]
-        there = [made[f"layer {i}"] for i in range(len(own))]
-        faults += [
-            f"layer {i} is {name.rstrip(':')}, in the profile {was.rpartition(', ')[0]}"
-            for i, (name, was) in enumerate(zip(here, there, strict=True))
-            if not was.startswith(name)
-        ]
-    now = versions()
-    if "device" in made:
-        now["device"] = kind_of(device)
-    faults += [
-        f"{name} is {text}, in the profile {made[name]}"
-        for name, text in now.items()
-        if made.get(name, text) != text
-    ]
+    faults = profile.faults()
+    names = [layer.name for layer in as_layers(layers)]
+    others = [layer.name for layer in profile.layers]
+    if len(names) != len(others) or (profile.made and names != others):
+        faults.append(f"it is of {others}, the layers are {names}")
     if faults:
         raise ValueError(
             f"sample= is a profile of something else: {'; '.join(faults)}. Give a "
             f"profile of these layers, or an input of a mini-batch"
         )
-
-
-def _traced(made: Mapping[str, str], layers: Any, in_axes: Any) -> list[str]:
-    """Layers with the shapes that they are given and give; nothing if no input is told.
-
-    What the last gives is left out: it may have been a loss.
-    """
-    told = re.fullmatch(r"(\w+)\[([\d,]*)\]", made.get("input", ""))
-    if told is None:
-        return []
-    shape = tuple(int(size) for size in told[2].split(",") if size)
-    train = made.get("train") == "True"
-    x = jax.ShapeDtypeStruct(shape, told[1])
-    try:
-        here = made_on(layers, x, in_axes=in_axes, train=train, measure=False)
-    except Exception as error:
-        error.add_note(f"raised on {told[0]}, the input of the profile sample=")
-        raise
-    found = [here[f"layer {i}"].rpartition(", ")[0] for i in range(len(layers))]
-    found[-1] = found[-1].partition(" -> ")[0]
-    return found

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ..schedules import Costs
 from ._climb import Cuts
-from ._in_flight import Held
+from ._in_flight import InFlight
 from ._profile import Profile
 
 Matrix = npt.NDArray[np.float64]
@@ -92,23 +92,23 @@ class Chain:
             for stage, mode in enumerate(self.modes)
         )
 
-    def stage_bytes(self, held: Held) -> Matrix:
+    def stage_bytes(self, rank: InFlight) -> Matrix:
         """What a rank with one stage needs, for each stage that it may have."""
-        (stage,), counts = held
+        (stage,), counts = rank
         mode = self.modes[stage]
         kept, pending = self._kept(mode), self._kept(self._pending[mode])
         moments = [before * kept + after * pending for before, after in counts]
         return functools.reduce(np.maximum, moments) + self._static
 
-    def rank_bytes(self, held: Held, cuts: Cuts) -> npt.NDArray[np.float64]:
+    def rank_bytes(self, rank: InFlight, cuts: Cuts) -> npt.NDArray[np.float64]:
         """What a rank needs in each of some cuts."""
-        stages = [(cuts[:, s], cuts[:, s + 1]) for s in held.stages]
-        modes = [self.modes[s] for s in held.stages]
+        stages = [(cuts[:, s], cuts[:, s + 1]) for s in rank.stages]
+        modes = [self.modes[s] for s in rank.stages]
         modes += [self._pending[mode] for mode in modes]
         pairs = zip(modes, [*stages, *stages], strict=True)
         kept = [self._kept(mode)[stage] for mode, stage in pairs]
         # (moments, stages) @ (stages, cuts)
-        each = np.array(held.counts, float) @ np.reshape(kept, (-1, len(cuts)))
+        each = np.array(rank.counts, float) @ np.reshape(kept, (-1, len(cuts)))
         return each.max(axis=0) + sum(self._static[stage] for stage in stages)
 
     @functools.cached_property

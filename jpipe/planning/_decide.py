@@ -1,9 +1,7 @@
 """`jpipe.plan`: how to cut a model, on which mesh, under which schedule, and why."""
 
 import dataclasses
-import difflib
-import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -31,7 +29,7 @@ from ._layer import MODES, unknown_mode
 from ._link import link
 from ._made import estimated
 from ._plan import Plan
-from ._profile import Profile
+from ._profile import Profile, speed_faults
 from ._profiler import answer
 from ._reasons import chosen
 from ._request import Request
@@ -144,32 +142,33 @@ def plan(
     check_optimizer(tx)
     if profile is not None:
         options = {**_as_made(profile), **options}
-    if unknown := options.keys() - _OPTIONS:
-        raise TypeError(_unknown(sorted(unknown)))
+    if unknown := sorted(options.keys() - _OPTIONS):
+        raise TypeError(f"plan takes no {', '.join(unknown)}; see help(jpipe.plan)")
     count = len(jax.devices()) if num_devices is None else num_devices
-    hardware = Hardware(count, memory_limit, bandwidth, latency or 0.0)
-    request = Request(layers, sample, **options)
-    size_faults = list(_size_faults(batch_size))
-    if batch_size is not None and not size_faults:
-        request = request.resized(batch_size)
-    given_cut = None
-    if balance is not None:
-        given_cut = check_balance(balance, len(as_layers(request.layers)))
-    examples = request.batch.batch().sizes[0]
     numbers = None if num_microbatches is None else _listed(num_microbatches)
     spread = None if data is None else _listed(data)
     training = [name for name in BY_NAME if name != _FORWARD_ONLY]
     asked_for = _listed(training if schedules is None else schedules)
     names = tuple(key_of(schedule) or schedule for schedule in asked_for)
     modes = _listed(remat)
-    faults = [
-        *hardware.faults(),
-        *size_faults,
-        *_faults(numbers or (), names, modes, examples, profile),
-    ]
-    faults = faults or list(shape_faults(spread, numbers, count, examples))
-    if faults:
-        raise ValueError(f"plan: {'; '.join(faults)}")
+    counts = {
+        "num_devices": [count],
+        "memory_limit": [memory_limit],
+        "num_microbatches": numbers or (),
+        "data": spread or (),
+        "batch_size": [batch_size],
+    }
+    _check([*_count_faults(counts), *speed_faults(bandwidth, latency or 0.0)])
+    _check(_name_faults(names, modes))
+    hardware = Hardware(count, memory_limit, bandwidth, latency or 0.0)
+    request = Request(layers, sample, **options)
+    if batch_size is not None:
+        request = request.resized(batch_size)
+    required = None
+    if balance is not None:
+        required = check_balance(balance, len(as_layers(request.layers)))
+    examples = request.batch.batch().sizes[0]
+    _check(shape_faults(spread, numbers, count, examples))
     choice = _choice(spread, numbers, count, examples, profile)
     parts = sorted({shape.parts for shape in choice})
     asked = dataclasses.replace(request, num_microbatches=parts[-1])
@@ -187,7 +186,7 @@ def plan(
             names,
             modes,
             made=schedules is None,
-            balance=given_cut,
+            balance=required,
             given=choice,
         )
         candidates = decided(space, request)
@@ -237,16 +236,6 @@ def _as_made(profile: Any) -> dict[str, Any]:
     if (rates := estimated(profile.made)) is None:
         return {}
     return {"measure": False, **rates}
-
-
-def _unknown(names: Sequence[str]) -> str:
-    """The refusal of arguments that there are not."""
-    said = []
-    for name in names:
-        known = [*inspect.signature(plan).parameters, *_OPTIONS]
-        near = [f"{each}=" for each in difflib.get_close_matches(name, known, 2)]
-        said.append(f"no {name}=" + (f", but {' and '.join(near)}" if near else ""))
-    return f"plan takes {'; '.join(said)}"
 
 
 def _profiles(
@@ -332,24 +321,21 @@ def _listed(given: Any) -> tuple[Any, ...]:
     return tuple(given) if several else (given,)
 
 
-def _size_faults(batch_size: Any) -> Iterable[str]:
-    is_int = isinstance(batch_size, int) and not isinstance(batch_size, bool)
-    if batch_size is not None and (not is_int or batch_size < 1):
-        yield f"batch_size={batch_size!r}: needs an int of at least 1"
+def _check(faults: Iterable[str]) -> None:
+    if listed := "; ".join(faults):
+        raise ValueError(f"plan: {listed}")
 
 
-def _faults(
-    numbers: Sequence[Any],
-    names: Sequence[str],
-    remat: Sequence[str],
-    examples: int,
-    profile: Profile | None,
-) -> Iterable[str]:
-    for number in numbers:
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            yield f"num_microbatches={number!r}: needs an int of at least 1"
-        elif number > examples:
-            yield f"num_microbatches={number} for {examples} examples"
+def _count_faults(counts: Mapping[str, Iterable[Any]]) -> Iterator[str]:
+    """What of some numbers is none; ``None`` is left out."""
+    for name, numbers in counts.items():
+        for number in numbers:
+            if number is not None and (not isinstance(number, int) or number < 1):
+                yield f"{name}={number!r}: needs an int of at least 1"
+
+
+def _name_faults(names: Sequence[Any], remat: Sequence[Any]) -> Iterator[str]:
+    """Which schedules and remat modes there are not."""
     for what, choices in (("schedules", names), ("remat", remat)):
         if not choices:
             yield f"{what}={choices!r}: name one or more, or leave it out"
@@ -362,5 +348,3 @@ def _faults(
     for mode in remat:
         if mode not in MODES:
             yield unknown_mode(mode)
-    if profile is not None and len(numbers) > 1:
-        yield f"a profile is of one micro-batch, num_microbatches={numbers}"

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from ..schedules import Action, Costs, Schedule, Timeline
 from ..schedules._action import BACKWARD, FORWARD, INPUT, WEIGHT
 from ._net import ring
 from ._plan import Memory, named
-from ._profile import Profile, speed_faults
+from ._profile import Profile
 
 
 @dataclass(frozen=True)
@@ -32,16 +32,6 @@ class Hardware:
     bandwidth: float | None = None
     latency: float = 0.0
     measured: str = ""
-
-    def faults(self) -> Iterator[str]:
-        """What cannot be, a line for each."""
-        for name in ("num_devices", "memory_limit"):
-            number = getattr(self, name)
-            if number is None:
-                continue
-            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-                yield f"{name}={number!r}: needs an int of at least 1"
-        yield from speed_faults(self.bandwidth, self.latency)
 
 
 @dataclass(frozen=True)

@@ -61,8 +61,7 @@ class Net:
 
     def turns(self, replicas: int) -> Matrix:
         """The time per micro-batch of stages whose replicas take turns."""
-        exchange = 4 * (replicas - 1) * self.params / (self.bandwidth * replicas)
-        return (self.times + exchange) / replicas
+        return (self.times + 2 * self.exchange(replicas)) / replicas
 
     def exchange(self, replicas: int) -> Matrix:
         """The time in which a ring of replicas adds up the gradients of a stage."""

@@ -13,7 +13,8 @@ from . import _several
 from ._chain import Matrix
 from ._climb import Cuts, Ends, Key, climb, every
 from ._cuts import Problem, best_max, best_step, smallest_max
-from ._given import Given, understood
+from ._problem import PartitionProblem
+from ._problem import problem as checked
 from ._profile import Profile
 
 # How many actions may be simulated for one answer, and how many cuts at least.
@@ -21,22 +22,10 @@ _ACTIONS = 40_000
 _FEWEST = 12
 # How many cuts are looked at around the best.
 _TRIED = 400
-# What `partition` is asked beside costs and the number of stages.
-_DEFAULTS = {
-    "objective": "max",
-    "num_microbatches": None,
-    "bandwidth": None,
-    "latency": 0.0,
-    "max_bytes": None,
-    "schedule": None,
-    "together": (),
-    "cuts": (),
-    "remat": "min_cut",
-}
 
 
 class NoCut(ValueError):
-    """No cut meets a limit, or none was found that keeps the pins."""
+    """No cut meets a limit, or none was found that does."""
 
 
 def partition(
@@ -49,8 +38,6 @@ def partition(
     latency: float = 0.0,
     max_bytes: float | Sequence[float] | None = None,
     schedule: str | ScheduleBuilder | Schedule | None = None,
-    together: Sequence[Sequence[int]] = (),
-    cuts: Sequence[int] = (),
     remat: str | Sequence[str] = "min_cut",
 ) -> list[int]:
     """Cuts layers into contiguous stages.
@@ -79,9 +66,6 @@ def partition(
         other state, and what it keeps of the micro-batches that ``schedule``, or else
         1F1B, has in flight there; one number, or one per rank.
       schedule: what will run the stages, as for `jpipe.pipeline`.
-      together: groups of layers, such as ``(0, 5)``, each to be on one rank: in one
-        stage, with all between, if a rank runs a single one.
-      cuts: layers that a stage must begin with.
       remat: what stages keep; see `Profile.costs`. With ``"full"`` all stages but the
         last compute forwards twice.
 
@@ -89,70 +73,64 @@ def partition(
       The number of layers of each stage, in order: what ``balance=`` takes.
 
     Raises:
-      ValueError: with every fault of the arguments, or if no cut meets ``max_bytes``
-        or the pins: then with what is short, where, and what would do.
+      ValueError: if the arguments make no sense, or if no cut meets ``max_bytes``:
+        then with what is short, where, and what would do.
 
     Example:
       >>> partition([1, 2, 3, 4, 5, 6], 3)
       [3, 2, 1]
-      >>> partition([1, 2, 3, 4, 5, 6], 3, cuts=[1])
-      [1, 3, 2]
     """
-    arguments = {
-        "objective": objective,
-        "num_microbatches": num_microbatches,
-        "bandwidth": bandwidth,
-        "latency": latency,
-        "max_bytes": max_bytes,
-        "schedule": schedule,
-        "together": together,
-        "cuts": cuts,
-        "remat": remat,
-    }
-    given = understood(costs, num_stages, arguments)
-    one_each = given.num_ranks == num_stages
-    ends = _one_each(given) if one_each else _several_each(given)
+    problem = checked(
+        costs,
+        num_stages,
+        objective=objective,
+        num_microbatches=num_microbatches,
+        bandwidth=bandwidth,
+        latency=latency,
+        max_bytes=max_bytes,
+        schedule=schedule,
+        remat=remat,
+    )
+    one_each = problem.num_ranks == problem.chain.num_stages
+    ends = _one_each(problem) if one_each else _several_each(problem)
     return [b - a for a, b in itertools.pairwise(ends)]
 
 
-def _one_each(given: Given) -> Ends:
+def _one_each(problem: PartitionProblem) -> Ends:
     """The best cut for one stage per rank."""
-    chain = given.chain
-    allowed = given.pins.allowed(chain.num_layers)
-    masked = {id(m): np.where(allowed, m, np.inf) for m in chain.times}
-    times: Sequence[Matrix] = [masked[id(matrix)] for matrix in chain.times]
-    if given.max_bytes is not None:
-        over = _excess(given, allowed)
+    chain = problem.chain
+    times: Sequence[Matrix] = chain.times
+    if problem.max_bytes is not None:
+        over = _excess(problem)
         short, ends = smallest_max(over)
         if short > 0:
-            raise NoCut(_too_small(given, ends, short))
+            raise NoCut(_too_small(problem, ends, short))
         times = [np.where(o <= 0, t, np.inf) for o, t in zip(over, times, strict=True)]
-    problem = Problem(times, chain.cuts)
-    tight = best_max(problem)
-    assert tight is not None, "pins and limits were looked at"
-    if given.objective == "max":
+    matrices = Problem(times, chain.cuts)
+    tight = best_max(matrices)
+    assert tight is not None, "the limit was looked at"
+    if problem.objective == "max":
         return tight.ends
-    assert given.num_microbatches is not None
-    found = [cut.ends for cut in best_step(problem, given.num_microbatches)]
-    if given.schedule is None and not chain.has_late_skips:
+    assert problem.num_microbatches is not None
+    found = [cut.ends for cut in best_step(matrices, problem.num_microbatches)]
+    if problem.schedule is None and not chain.has_late_skips:
         return found[0]
 
-    def kept(cuts: Cuts) -> npt.NDArray[np.bool_]:
+    def fits(cuts: Cuts) -> npt.NDArray[np.bool_]:
         stages = [m[cuts[:, s], cuts[:, s + 1]] for s, m in enumerate(times)]
         return np.max(stages, axis=0) < np.inf
 
     others = every(chain.num_layers, chain.num_stages, _TRIED)
     starts = [*found[: _several.BEST], tight.ends, *others]
-    return climb(starts, _last_word(given, kept), _TRIED)[0]
+    return climb(starts, _simulated_step(problem, fits), _TRIED)[0]
 
 
-def _excess(given: Given, allowed: npt.NDArray[np.bool_]) -> list[Matrix]:
+def _excess(problem: PartitionProblem) -> list[Matrix]:
     """The bytes by which each stage that a rank may have exceeds its limit."""
-    assert given.max_bytes is not None
-    over = [np.full_like(allowed, np.inf, float)] * given.chain.num_stages
-    for held, most in zip(given.held, given.max_bytes, strict=True):
-        excess = given.chain.stage_bytes(held) - most
-        over[held.stages[0]] = np.where(allowed, excess, np.inf)
+    assert problem.max_bytes is not None
+    over = [np.empty(0)] * problem.chain.num_stages
+    for rank, most in zip(problem.in_flight, problem.max_bytes, strict=True):
+        over[rank.stages[0]] = problem.chain.stage_bytes(rank) - most
     return over
 
 
@@ -167,56 +145,46 @@ def least_bytes(costs: Profile, num_stages: int, **arguments: Any) -> float:
     Raises:
       ValueError: as `partition` does.
     """
-    everything = {**_DEFAULTS, **arguments, "max_bytes": 1}
-    given = understood(costs, num_stages, everything)
-    if given.num_ranks == num_stages:
-        allowed = given.pins.allowed(given.chain.num_layers)
-        return smallest_max(_excess(given, allowed))[0] + 1
-    return _several.least(given)[1] + 1
+    problem = checked(costs, num_stages, max_bytes=1, **arguments)
+    if problem.num_ranks == problem.chain.num_stages:
+        return smallest_max(_excess(problem))[0] + 1
+    return _several.least(problem)[1] + 1
 
 
-def _several_each(given: Given) -> Ends:
+def _several_each(problem: PartitionProblem) -> Ends:
     """A good cut for several stages per rank."""
-    found = _several.candidates(given)
-    best = np.array(found[:1])
-    if _several.broken_pins(given, best).any():
-        raise NoCut(
-            f"partition: no cut was found that keeps together="
-            f"{list(given.pins.groups)} and cuts={list(given.pins.cuts)} with the "
-            f"ranks of schedule {given.schedule and given.schedule.name!r}, "
-            f"{list(given.placement)}; name layers whose stages share a rank"
-        )
-    if _several.over(given, best).any():
-        ends, short = _several.nearest(given, found[: _several.BEST])
+    found = _several.candidates(problem)
+    if _several.over(problem, np.array(found[:1])).any():
+        ends, short = _several.nearest(problem, found[: _several.BEST])
         if short > 0:
             # From where `least_bytes` begins, and so does whoever takes what is said.
-            ends, short = _several.least(given)
+            ends, short = _several.least(problem)
         if short > 0:
-            raise NoCut(_too_small(given, ends, short))
+            raise NoCut(_too_small(problem, ends, short))
         found = [ends]
-    if given.objective == "max":
+    if problem.objective == "max":
         return found[0]
 
-    def kept(cuts: Cuts) -> npt.NDArray[np.bool_]:
-        return _several.broken_pins(given, cuts) + _several.over(given, cuts) == 0
+    def fits(cuts: Cuts) -> npt.NDArray[np.bool_]:
+        return _several.over(problem, cuts) == 0
 
     # With few cuts all of them are there.
     starts = found if len(found) <= _TRIED else found[: _several.BEST]
-    return climb(starts, _last_word(given, kept), _TRIED)[0]
+    return climb(starts, _simulated_step(problem, fits), _TRIED)[0]
 
 
-def _last_word(
-    given: Given, kept: Callable[[Cuts], npt.NDArray[np.bool_]]
+def _simulated_step(
+    problem: PartitionProblem, fits: Callable[[Cuts], npt.NDArray[np.bool_]]
 ) -> Callable[[Cuts], list[Key]]:
     """The time of a step, simulated, as long as there is time for that.
 
     Args:
-      given: the arguments.
-      kept: which of some cuts keep its pins and its limit.
+      problem: what is to be cut.
+      fits: which of some cuts meet its limit.
     """
-    chain, count = given.chain, given.num_microbatches
+    chain, count = problem.chain, problem.num_microbatches
     assert count is not None
-    schedule = given.schedule or gpipe(chain.num_stages, 1)
+    schedule = problem.schedule or gpipe(chain.num_stages, 1)
     left = max(_ACTIONS // sum(map(len, schedule.rows)), _FEWEST)
     best = np.inf
     where = schedule.placement, schedule.num_ranks, schedule.num_microbatches
@@ -233,36 +201,36 @@ def _last_word(
         run = tables.run(rows)
         assert run is not None, "schedules were validated"
         time = run.makespan
-        if given.schedule is None:
+        if problem.schedule is None:
             time += (count - 1) * slowest
         best = min(best, time)
         return time, 0.0
 
     def keys(cuts: Cuts) -> list[Key]:
-        slowest = _several.loads(given, cuts).max(axis=0) * chain.unit
-        each = zip(cuts.tolist(), slowest.tolist(), kept(cuts), strict=True)
+        slowest = _several.loads(problem, cuts).max(axis=0) * chain.unit
+        each = zip(cuts.tolist(), slowest.tolist(), fits(cuts), strict=True)
         return [seconds(ends, own) if ok else (np.inf,) for ends, own, ok in each]
 
     return keys
 
 
-def _too_small(given: Given, ends: Ends, short: float) -> str:
+def _too_small(problem: PartitionProblem, ends: Ends, short: float) -> str:
     """That a limit is too small, of which rank and by how much, and what would do."""
-    assert given.max_bytes is not None
+    assert problem.max_bytes is not None
     cut = np.array([ends])
-    needs = [given.chain.rank_bytes(held, cut).item() for held in given.held]
-    over = [need - most for need, most in zip(needs, given.max_bytes, strict=True)]
+    needs = [problem.chain.rank_bytes(own, cut).item() for own in problem.in_flight]
+    over = [need - most for need, most in zip(needs, problem.max_bytes, strict=True)]
     rank = over.index(max(over))
-    stages = [s for s, r in enumerate(given.placement) if r == rank]
+    stages = [s for s, r in enumerate(problem.placement) if r == rank]
     listed = " and ".join(
         f"stage {s} (layers {ends[s]} to {ends[s + 1] - 1})" for s in stages
     )
-    one = len(set(given.max_bytes)) == 1
-    least = given.max_bytes[0] + short
-    several = given.num_ranks < given.chain.num_stages
+    one = len(set(problem.max_bytes)) == 1
+    least = problem.max_bytes[0] + short
+    several = problem.num_ranks < problem.chain.num_stages
     return (
-        f"partition: no cut {'was found' if several else 'is there'} with "
-        f"max_bytes={given.max_bytes[rank]:,.0f} on rank {rank}: in the one that needs "
+        f"partition: no cut {'was found' if several else 'is there'} with max_bytes="
+        f"{problem.max_bytes[rank]:,.0f} on rank {rank}: in the one that needs "
         f"least, {listed} needs {needs[rank]:,.0f} bytes, {over[rank]:,.0f} more. "
         + (
             f"The least that works is max_bytes={least:,.0f}"

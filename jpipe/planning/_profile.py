@@ -2,19 +2,24 @@
 
 import dataclasses
 import itertools
+import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
+from pathlib import Path
 from typing import Any
 
 from ..schedules import Costs, Skip
 from ..schedules._choose import called
-from . import _files, _layer
+from . import _layer
+from ._json import reading
 from ._layer import LayerProfile as LayerProfile
 from ._layer import SkipProfile as SkipProfile
 from ._table import table
+
+_HEADER = {"format": "jpipe profile", "version": 1}
 
 
 @dataclass(frozen=True)
@@ -49,11 +54,6 @@ class Profile:
         return [
             *_layer.faults(*fields, self.microbatch_size),
             *_layer.misfit("action_seconds", self.action_seconds),
-            *(
-                f"made[{name!r}]={value!r} is a {type(value).__name__}; needs a text"
-                for name, value in self.made.items()
-                if not isinstance(value, str)
-            ),
         ]
 
     def costs(
@@ -236,57 +236,31 @@ class Profile:
           ValueError: if a number is of no use; the message names all that are.
         """
         if faults := self.faults():
-            raise ValueError(_refusal("the profile cannot be saved", faults))
-        _files.write(path, dataclasses.asdict(self))
+            raise ValueError(f"the profile cannot be saved: {'; '.join(faults)}")
+        fields = _HEADER | dataclasses.asdict(self)
+        text = json.dumps(fields, indent=1, default=float)
+        Path(path).write_text(text + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Profile":
         """Reads what `save` wrote.
 
         Raises:
-          ValueError: if the file holds something else; the message names every fault.
+          ValueError: if the file holds something else.
         """
-        fields, faults = _files.read(path)
-        profile = None if faults else cls(**fields)
-        if faults := faults or (profile.faults() if profile else []):
-            raise ValueError(_refusal(f"{os.fspath(path)} holds no profile", faults))
-        assert profile is not None
-        return profile
-
-    @classmethod
-    def from_text(cls, text: str, microbatch_size: int = 1) -> "Profile":
-        r"""Reads the text of PipeDream and DAPPLE: a graph, a line for each node.
-
-        Times are milliseconds and sizes bytes of one micro-batch. Inputs are left out.
-        The nodes become layers in a topological order, that of their numbers where it
-        leaves a choice; an edge to another node than the next is a skip connection.
-        Several activation sizes belong to the edges of the node, in order, if there
-        are as many; else each edge carries their sum. Gradients are as large as what
-        they are of, parameters have four bytes, and with ``remat="none"`` a layer
-        keeps what it gives out: the text says no more.
-
-        Args:
-          text: of the file.
-          microbatch_size: how many examples the times are of; the text does not say.
-
-        Returns:
-          The profile.
-
-        Raises:
-          ValueError: if the text is something else; the message names every fault.
-
-        Example:
-          >>> node = "{} -- Linear -- forward_compute_time=1, backward_compute_time=2, "
-          >>> node += "activation_size=8, parameter_size=16\n"
-          >>> text = node.format("node1") + node.format("node2") + "\tnode1 -- node2"
-          >>> Profile.from_text(text).layers[1].backward
-          0.002
-        """
-        fields, faults = _files.parse(text)
-        profile = None if faults else cls(**fields, microbatch_size=microbatch_size)
-        if faults := faults or (profile.faults() if profile else []):
-            raise ValueError(_refusal("the text holds no profile", faults))
-        assert profile is not None
+        text = Path(path).read_bytes()
+        with reading(f"{os.fspath(path)} holds no profile", text) as fields:
+            header = {name: fields.pop(name) for name in _HEADER}
+            if header != _HEADER:
+                raise ValueError(f"it begins with {header}; needs {_HEADER}")
+            profile = cls(
+                layers=tuple(LayerProfile(**own) for own in fields.pop("layers")),
+                skips=tuple(SkipProfile(**own) for own in fields.pop("skips")),
+                ties=tuple(map(tuple, fields.pop("ties"))),
+                **fields,
+            )
+            if faults := profile.faults():
+                raise ValueError("; ".join(faults))
         return profile
 
     def _seconds(self, first: int, stop: int, again: bool) -> tuple[float, ...]:
@@ -351,7 +325,3 @@ def speed_faults(bandwidth: float | None, latency: float) -> Iterator[str]:
 
 def _quoted(made: Mapping[str, str], name: str) -> str:
     return repr(made[name]) if name in made else "nothing"
-
-
-def _refusal(what: str, faults: Sequence[str]) -> str:
-    return f"{what}:" + "".join(f"\n  * {fault}" for fault in faults)

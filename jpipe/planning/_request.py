@@ -130,7 +130,7 @@ class Request:
 
     @outside_of_meshes
     def kept(self, balance: Sequence[int], mode: str) -> list[int]:
-        """What stages keep of a micro-batch: their layers are traced together."""
+        """What stages store of a micro-batch: their layers are traced together."""
         own, stages = as_layers(self.layers), len(balance)
         traced = self._traced(own, balance, gpipe(stages, 1), mode, self._objective)
         works = traced.works
@@ -215,17 +215,3 @@ def _any(outputs: PyTree, _: PyTree) -> jax.Array:
     """A loss of any outputs."""
     leaves = filter(is_inexact, jax.tree.leaves(outputs))
     return sum((jnp.real(jnp.sum(x)).astype(float) for x in leaves), jnp.zeros(()))
-
-
-@outside_of_meshes
-def made_on(layers: Any, sample: PyTree, **options: Any) -> dict[str, str]:
-    """What `jpipe.profile` says of these arguments as ``made``; nothing is measured.
-
-    A profile that was loaded is for these layers if it says the same.
-
-    Args:
-      layers: as for `jpipe.profile`.
-      sample: likewise.
-      **options: likewise, by name.
-    """
-    return Request(layers, sample, **options).made

@@ -1,7 +1,7 @@
 """Which shapes of a mesh a plan may choose: stages, and devices that share examples."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 # Times the number of devices: into so many parts a mini-batch is cut.
 _TIMES = (1, 2, 4, 8)
@@ -59,17 +59,18 @@ def shapes(
 
 
 def faults(
-    data: Sequence[Any] | None,
+    data: Sequence[int] | None,
     numbers: Sequence[int] | None,
     num_devices: int,
     examples: int,
 ) -> Iterator[str]:
     """Why examples cannot be spread over so many devices, a line for each fault."""
+    for number in numbers or ():
+        if number > examples:
+            yield f"num_microbatches={number} for {examples} examples"
     least = min(numbers or [1])
     for count in data or ():
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            yield f"data={count!r}: needs an int of at least 1"
-        elif num_devices % count:
+        if num_devices % count:
             yield f"data={count} does not divide num_devices={num_devices}"
         elif examples % count:
             yield f"data={count} does not divide {examples} examples"

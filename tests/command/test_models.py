@@ -47,10 +47,9 @@ def model():
     return layers, jax.ShapeDtypeStruct((16, 4), jnp.float32)
 
 
-@pytest.mark.parametrize("name", ["model:make", "model.py:make"])
-def test_a_plan_is_that_of_the_library(command, name):
+def test_a_plan_is_that_of_the_library(command):
     options = "--memory 1MiB --bandwidth 2GB --latency 3us --microbatches 4,8"
-    out = works(command(f"plan {name} {ESTIMATE} {options} --json plan.json"))
+    out = works(command(f"plan model:make {ESTIMATE} {options} --json plan.json"))
     plan = jpipe.plan(
         *model(),
         optax.adam(1e-3),
@@ -86,10 +85,13 @@ def planned(**options):
 
 def test_choices_are_those_of_the_library(command):
     options = "--flops 1e14 --memory-bandwidth 1TB --action 5us --microbatches 4"
-    choices = "--schedule one_f_one_b,gpipe --remat full,none"
+    choices = "--schedule one_f_one_b,gpipe --remat full,none --data 1,2"
+    choices += " --batch-size 64"
     out = works(command(f"plan model:with_loss {ESTIMATE} {options} {choices}"))
     plan = planned(
         num_microbatches=4,
+        batch_size=64,
+        data=(1, 2),
         schedules=("1f1b", "gpipe"),
         remat=("none", "full"),  # what keeps most first, in whatever order it is typed
         peak_flops=1e14,
@@ -101,60 +103,23 @@ def test_choices_are_those_of_the_library(command):
     assert f"layers: estimated for a device of {says} action" in out
 
 
-def test_a_mini_batch_of_another_size_is_planned_for(command):
-    out = works(command(f"plan model:with_loss {ESTIMATE} --batch-size 64"))
-    plan = planned(batch_size=64)
-    assert out.startswith(f"{plan}\n")
-    assert out != works(command(f"plan model:with_loss {ESTIMATE}"))
-
-
-def test_examples_may_be_spread_over_devices(command):
-    options = "--microbatches 4 --bandwidth 1GB --data"
-    out = works(command(f"plan model:with_loss {ESTIMATE} {options} 2"))
-    assert out.startswith(f"{planned(num_microbatches=4, bandwidth=1e9, data=2)}\n")
-    assert out.startswith("1 stage x 2 devices (data)\n")
-    both = works(command(f"plan model:with_loss {ESTIMATE} {options} 1,2"))
-    assert "\nshape: " in both
-
-
-def test_devices_are_those_of_the_machine(command):
-    out = works(
-        command("plan model:make --estimate --microbatches 16 --schedule gpipe")
-    )
-    assert f"of {len(jax.devices())} devices are left idle" in out
-
-
 def test_what_the_page_on_planning_types_works(command):
     page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
     (line,) = re.findall(r"^    python -m jpipe (plan .*)$", page, re.MULTILINE)
     assert works(command(f"{line} --estimate")).endswith("\nwrote plan.svg\n")
 
 
-@pytest.mark.parametrize("times", ["", "--estimate --flops 1e13 --action 3us"])
-def test_a_plan_takes_a_saved_profile(command, monkeypatch, times):
-    made = works(
-        command(f"profile model:with_loss --microbatches 4 {times} --json costs.json")
-    )
+def test_a_plan_takes_a_saved_profile(command):
+    made = works(command("profile model:with_loss --microbatches 4 --json costs.json"))
     profile = Profile.load("costs.json")
     assert made == f"{profile}\nwrote costs.json\n"
     assert profile.microbatch_size == 4
     assert profile.layers[-1].output_bytes == 0  # it has the loss in it
-
-    def measures(*args):
-        raise AssertionError
-
-    monkeypatch.setattr("jpipe.planning._profiler.measured", measures)
     given = "plan model:with_loss --devices 2 --data 1 --profile costs.json"
     out = works(command(given))
-    assert ", 4 micro-batches\n" in out
     how, *_ = made.splitlines()
-    assert how.startswith("estimated at 1e+13 flops" if times else "measured on cpu")
+    assert how.startswith("measured on cpu")
     assert out.endswith(f"\nlayers: as in costs.json, {how}\n")
-
-
-def test_layers_are_measured_where_nothing_else_is_asked_for(command):
-    out = works(command("plan model:with_loss --devices 2 --microbatches 4"))
-    assert out.endswith("\nlayers: measured on cpu\n")
 
 
 def test_pictures_are_those_of_the_library(command):

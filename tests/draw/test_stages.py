@@ -110,11 +110,10 @@ def test_what_does_not_occur_is_not_explained():
 
 @pytest.mark.parametrize("replicas", [(1,), (1,) * 17, (40, 1), (3, 2, 2, 1)])
 @pytest.mark.parametrize("width", [None, 400.0, 900.0])
-@pytest.mark.parametrize("objective", ["steady", "step"])
-def test_all_is_within_the_picture_and_beside_each_other(replicas, width, objective):
+def test_all_is_within_the_picture_and_beside_each_other(replicas, width):
     sent = (0.0,) + (0.5,) * (len(replicas) - 1)
     root = parsed(
-        plan(replicas, objective, 8, boundary_bytes=sent, cotangent_bytes=sent),
+        plan(replicas, 8, boundary_bytes=sent, cotangent_bytes=sent),
         width=width,
     )
     wide, tall = (float(root.get(key, "nan")) for key in ("width", "height"))
@@ -138,14 +137,6 @@ def test_all_is_within_the_picture_and_beside_each_other(replicas, width, object
                 or one["right"] <= other["left"] + 0.02
                 or other["right"] <= one["left"] + 0.02
             )
-
-
-def test_a_plan_of_a_step_has_a_row_for_each_stage():
-    root = parsed(plan(objective="step", exchange=(4.0, 0.0, 0.0, 0.0)))
-    written = [text["text"] for text in texts(root)]
-    assert "1f1b, a rank for each stage of 3-2-2-1 devices" in written
-    assert len({box["y"] for box in actions(root).values()}) == 4
-    assert len(boxes(root, r"device \d+: computes")) == 8
 
 
 def test_a_title_and_a_description():

@@ -75,7 +75,7 @@ def transfers(profile, balance, bandwidth, latency):
     )
 
 
-def figure(replicas=(3, 2, 2, 1), objective="steady", count=12, layers=1, **costs):
+def figure(replicas=(3, 2, 2, 1), count=12, layers=1, **costs):
     """PipeDream's figure: each stage has as much work as devices, and some layers."""
     given = {
         "forward": tuple(map(float, replicas)),
@@ -88,5 +88,4 @@ def figure(replicas=(3, 2, 2, 1), objective="steady", count=12, layers=1, **cost
     stages = tuple(
         ReplicatedStage(layers * i, layers * (i + 1), r) for i, r in enumerate(replicas)
     )
-    whole = costs_of(**given | costs)
-    return Replicated(stages, whole, sum(replicas), objective, 6.0, count)
+    return Replicated(stages, costs_of(**given | costs), 6.0, count)

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from flax import nnx
 
 import jpipe
 from jpipe.planning._profile import Profile
@@ -37,19 +36,6 @@ class Normed(nn.Module):
         return nn.Dropout(0.5, deterministic=not train)(h)
 
 
-class Net(nnx.Module):
-    def __init__(self):
-        rngs = nnx.Rngs(0)
-        self.linear, self.norm = (
-            nnx.Linear(6, 6, rngs=rngs),
-            nnx.BatchNorm(6, rngs=rngs),
-        )
-        self.drop = nnx.Dropout(0.5, rngs=rngs)
-
-    def __call__(self, x):
-        return self.drop(self.norm(self.linear(x)))
-
-
 def down(x):
     jpipe.stash("across", x)
     return jnp.tanh(x[:, ::2])
@@ -74,14 +60,8 @@ TOKENS = jnp.arange(40, dtype=jnp.int32).reshape(8, 5) % 11
 MODELS = {
     "blocks": Model(ref.mlp, X, T),
     "norms": Model(lambda: [ref.dense(6), Normed(), Normed(), ref.dense(4)], X, T),
-    "nnx": Model(lambda: [ref.dense(6), Net(), Net(), ref.dense(4)], X, T),
     "skips": Model(lambda: [ref.dense(6), down, ref.dense(3), up, ref.dense(4)], X, T),
     "tied": Model(tied, TOKENS, TOKENS, cross_entropy),
-    "loop": Model(
-        lambda: [nn.RNN(nn.SimpleCell(6)), jnp.sin, ref.dense(4)],
-        jnp.ones((8, 3, 5)),
-        jnp.ones((8, 3, 4)),
-    ),
 }
 
 

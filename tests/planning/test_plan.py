@@ -2,9 +2,8 @@
 
 import dataclasses
 import functools
-import itertools
 import json
-import pathlib
+import os
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +13,8 @@ from flax import linen as nn
 
 import jpipe
 from jpipe import draw, schedules
-from jpipe.planning._forecast import as_run
-from jpipe.planning._profile import LayerProfile, Profile
+from jpipe._instructions import _progress
+from jpipe.planning._made import kind_of
 
 from .. import reference as ref
 
@@ -48,6 +47,8 @@ def test_a_plan_is_built_and_gives_the_numbers_of_one_device():
     assert pipe.schedule == plan.schedule
     assert [len(stage.layers) for stage in pipe.plan.stages] == plan.balance
     assert pipe.plan.remat == plan.remat
+    assert pipe.plan.forecast == plan.forecast
+    assert "runner-up: " in str(pipe)
     x = jax.random.normal(jax.random.key(0), SAMPLE.shape)
     targets = jnp.ones((16, 4))
     found, expected = (
@@ -73,80 +74,6 @@ def test_a_plan_says_why():
     assert "times the least that any order of these stages can take" in text
 
 
-class Down(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        jpipe.stash("across", x)
-        return nn.avg_pool(x, (2, 2), (2, 2))
-
-
-class Up(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return jnp.repeat(jnp.repeat(x, 2, 1), 2, 2) + jpipe.pop("across")
-
-
-def convolutions():
-    """Layers so fine that a stage keeps much less than all of them by themselves."""
-    parts = [(nn.Conv(8, (3, 3)), nn.BatchNorm(), nn.relu) for _ in range(3)]
-    return [*itertools.chain(*parts), nn.Conv(4, (3, 3))]
-
-
-def across():
-    return [nn.Conv(4, (3, 3)), Down(), nn.relu, nn.Conv(4, (3, 3)), nn.tanh, Up()]
-
-
-IMAGES = jax.ShapeDtypeStruct((16, 8, 8, 3), float)
-KEEPING = [
-    (model, SAMPLE, schedule, remat)
-    for schedule in ("1f1b", "gpipe", "zb_h1", "zb_v")
-    for remat in ("min_cut", "full")
-]
-KEEPING += [(convolutions, IMAGES, "1f1b", "min_cut"), (across, IMAGES, "1f1b", "dots")]
-
-
-@pytest.mark.parametrize(("made", "sample", "schedule", "remat"), KEEPING)
-def test_what_a_plan_would_hold_is_what_the_list_of_instructions_says(
-    made, sample, schedule, remat
-):
-    """Parameters, gradients and activations."""
-    plan = jpipe.plan(
-        made(),
-        sample,
-        optax.sgd(0.1),
-        num_devices=2,
-        data=1,
-        num_microbatches=4,
-        measure=False,
-        action_seconds=0.0,
-        schedules=schedule,
-        remat=remat,
-    )
-    pipe = jpipe.pipeline(made(), plan=plan)
-    x = jax.random.normal(jax.random.key(0), sample.shape)
-    state = pipe.init_train_state(jax.random.key(1), x, optax.sgd(0.1))
-    targets = jnp.ones(sample.shape[0])
-    step = pipe.train_step(lambda y, t: y.mean() - t.mean(), optax.sgd(0.1))
-    pipe.compile(step, state, x, targets)
-    stages = pipe.plan.stages
-    params = [sum(s.param_bytes for s in stages if s.rank == r) for r in (0, 1)]
-    assert [memory.gradients for memory in plan.forecast.memory] == params
-    held = [stage.held_bytes for stage in stages]
-    # The pipeline has a loss, whose residuals are a few numbers.
-    assert [s.held_bytes for s in plan.stages] == pytest.approx(held, abs=64)
-    for said, own in zip(plan.stages, stages, strict=True):
-        # Neither has the last stage of the other, where a forward has its own program.
-        assert said.kept.keys() == own.kept.keys()
-        assert list(said.kept.values()) == pytest.approx([*own.kept.values()], abs=64)
-        assert said.again == own.again or said.index == len(stages) - 1
-    for (_, peak), memory in zip(
-        pipe.plan.peak_bytes, plan.forecast.memory, strict=True
-    ):
-        held = memory.parameters + memory.gradients + memory.held
-        # Beside these: the mini-batch, its targets, losses, keys.
-        assert held == pytest.approx(peak, abs=512)
-
-
 def test_a_cut_that_is_known_is_told_what_it_takes():
     best, free = planned(schedules="1f1b"), planned(schedules="1f1b", balance=(2, 9))
     assert free.balance == [2, 9]
@@ -160,22 +87,6 @@ def test_a_cut_that_is_known_is_told_what_it_takes():
         planned(balance=(2, 3, 6))
 
 
-def test_a_limit_is_kept_by_keeping_less():
-    free = planned(schedules=("gpipe",))
-    most = max(memory.total for memory in free.forecast.memory)
-    tight = planned(schedules=("gpipe",), memory_limit=most - 1)
-    assert max(memory.total for memory in tight.forecast.memory) < most
-    assert (tight.balance, tight.remat) != (free.balance, free.remat)
-
-
-def test_devices_that_are_left_idle_are_told():
-    plan = jpipe.plan(
-        [nn.Dense(2)], SAMPLE, optax.sgd(0.1), num_devices=3, measure=False
-    )
-    assert plan.schedule.num_ranks == 1
-    assert plan.forecast.reasons[-3].startswith("2 of 3 devices are left idle: nothing")
-
-
 def stashes(x):
     jpipe.stash("x", x)
     return 2 * x
@@ -186,20 +97,6 @@ def pops(x):
 
 
 def test_plans_are_saved_and_drawn():
-    plan = planned()
-    assert jpipe.Plan.from_json(plan.to_json()) == plan
-    for text in ("{", "[]", "{}", plan.to_json().replace('"stages"', '"other"')):
-        with pytest.raises(ValueError, match="no plan as"):
-            jpipe.Plan.from_json(text)
-    with pytest.raises(ValueError, match=r"'plan.json': .*Path\(path\).read_text\(\)"):
-        jpipe.Plan.from_json("plan.json")
-    with pytest.raises(TypeError, match=r"is a PosixPath; needs the text"):
-        jpipe.Plan.from_json(pathlib.Path("plan.json"))
-    fast = jpipe.plan(
-        model(), SAMPLE, optax.sgd(0.1), num_devices=2, measure=False, schedules="1f1b"
-    )
-    assert jpipe.Plan.from_json(fast.to_json()) == fast
-    assert "Infinity" not in fast.to_json()
     plan = jpipe.plan(
         [nn.Dense(8), stashes, nn.Dense(8), nn.Dense(8), pops],
         SAMPLE,
@@ -212,10 +109,10 @@ def test_plans_are_saved_and_drawn():
     )
     assert plan.forecast.costs.skips
     assert jpipe.Plan.from_json(plan.to_json()) == plan
+    assert "Infinity" not in plan.to_json()
+    assert draw.svg(plan).count("<title>parameters: ") == 2
     with pytest.raises(ValueError, match="a plan without a forecast"):
         draw.svg(jpipe.pipeline([nn.relu], 2).plan)
-    text = draw.svg(plan)
-    assert text.count("<title>parameters: ") == plan.schedule.num_ranks
 
 
 @pytest.mark.parametrize(
@@ -235,62 +132,20 @@ def test_costs_that_no_schedule_could_have_are_refused(change, says):
         jpipe.Plan.from_json(json.dumps(fields))
 
 
-def test_a_pipeline_keeps_what_its_plan_foretold():
-    plan = planned()
-    pipe = jpipe.pipeline(model(), plan=plan)
-    assert pipe.plan.forecast == plan.forecast
-    assert "runner-up: " in str(pipe)
-
-
-def test_a_loss_without_targets_is_told_what_it_was_given():
-    with pytest.raises(TypeError) as raised:
-        planned(loss=lambda y, t: jnp.mean((y - t) ** 2))
-    assert raised.value.__notes__[-1] == (
-        "loss= was given and no targets=: the loss was called with () in their place"
-    )
-
-
-def test_stages_of_one_plan_may_keep_different_things():
-    free = planned(schedules=("gpipe",))
-    first, last = (memory.total for memory in free.forecast.memory)
-    tight = planned(schedules="gpipe", memory_limit=max(first, last) - 1)
-    both = planned(schedules="gpipe", remat="full")
-    assert set(both.remat) == {"full"}
-    assert tight.forecast.seconds <= both.forecast.seconds
-
-
-def test_a_schedule_is_named_as_it_is_for_a_pipeline():
-    plan = planned(schedules="1f1b")
-    assert planned(schedules="one_f_one_b") == plan
-    assert planned(schedules=(schedules.one_f_one_b,)) == plan
-
-
-def test_schedules_that_have_no_order_are_told():
-    options = {"num_devices": 2, "num_microbatches": 1, "measure": False}
-    with pytest.raises(ValueError, match="have no order for 11 layers on 2 devices"):
-        jpipe.plan(model(), SAMPLE, optax.sgd(0.1), schedules="dualpipe_v", **options)
-    with pytest.raises(ValueError, match="'forward_only' runs no backward, and a plan"):
-        planned(schedules=("forward_only", "gpipe"))
-
-
-def test_layers_may_come_one_by_one():
-    options = {"num_devices": 2, "measure": False}
-    made = jpipe.plan((x for x in model()), SAMPLE, optax.sgd(0.1), **options)
-    assert made == jpipe.plan(model(), SAMPLE, optax.sgd(0.1), **options)
-
-
-def test_faults_are_told_together():
-    with pytest.raises(ValueError, match=r"num_devices=0.*bandwidth=-1.*nope.*'most'"):
-        jpipe.plan(
-            model(),
-            SAMPLE,
-            optax.sgd(0.1),
-            num_devices=0,
-            bandwidth=-1,
-            schedules=("nope",),
-            remat=("most",),
-            measure=False,
-        )
+def test_a_text_that_is_no_plan_is_refused():
+    fields = json.loads(planned().to_json())
+    moved = json.loads(json.dumps(fields))
+    moved["stages"][0]["rank"] = 7
+    for text, says in (
+        ("plan.json", r"'plan.json' is not JSON: .*; give the text"),
+        ("[]", "TypeError"),
+        ("{}", "KeyError"),
+        (json.dumps(fields | {"more": 1}), "more"),
+        (json.dumps(fields | {"stages": fields["stages"][:1]}), "stages are on ranks"),
+        (json.dumps(moved), "stages are on ranks"),
+    ):
+        with pytest.raises(ValueError, match=rf"no plan as Plan\.to_json .*{says}"):
+            jpipe.Plan.from_json(text)
 
 
 def test_a_plan_decides_alone_and_for_its_own_layers():
@@ -305,60 +160,37 @@ def test_a_plan_decides_alone_and_for_its_own_layers():
         jpipe.pipeline(model(), plan=[5, 6])
 
 
-def test_costs_as_they_run():
-    """Forwards that their backwards follow are a part of them."""
-    profile = Profile(
-        (LayerProfile("a", 1.0, 2.0, 0.5, 1.5), LayerProfile("b", 1.0, 2.0))
-    )
-    schedule = schedules.one_f_one_b(2, 3)
-    costs = as_run(profile.costs([1, 1], remat="full"), schedule, keeps_nothing=True)
-    assert costs.forward == [1.0, [0.0, 0.0, 0.0]]
-    assert costs.backward == [3.0, [3.0, 3.0, 3.0]]
-    assert costs.weight_grad[0] == 3.0
-    assert costs.input_grad[0] == 0.0
-    split = as_run(
-        dataclasses.replace(profile.costs([1, 1], remat="full")),
-        schedules.gpipe(2, 3),
-        keeps_nothing=False,
-    )
-    assert split.forward[1] == [1.0, 1.0, 1.0]
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"num_devices": 0}, "num_devices=0: needs an int of at least 1"),
+        ({"memory_limit": 1.5}, "memory_limit=1.5: needs an int of at least 1"),
+        ({"batch_size": "8"}, "batch_size='8': needs an int of at least 1"),
+        ({"num_microbatches": 17}, "num_microbatches=17 for 16 examples"),
+        ({"bandwidth": -1}, "bandwidth=-1; needs bytes per second"),
+        ({"bandwidth": 5e-324}, "longer than a float can say"),
+        ({"schedules": schedules.build_v}, "build_v is unknown: choose from"),
+        ({"schedules": ()}, r"schedules=\(\): name one or more"),
+        ({"schedules": "dualpipe_v", "num_microbatches": 1}, "no order for 11 layers"),
+        ({"remat": "most"}, "remat: 'most' is unknown: choose"),
+        ({"data": 3}, "data=3 does not divide num_devices=2"),
+        ({"batch_size": 15, "data": 2}, "data=2 does not divide 15 examples"),
+        (
+            {"data": 2, "num_microbatches": 9},
+            "data=2 with num_microbatches=9 needs 18 examples, there are 16",
+        ),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(options, says):
+    with pytest.raises(ValueError, match=says):
+        planned(**options)
 
 
-def test_what_is_no_argument_is_told():
-    wrong = {
-        "profile": r"profile='x' is a str; needs what jpipe.profile returned",
-        "schedule": r"plan takes no schedule=, but schedules=",
-        "turbo": r"plan takes no turbo=$",
-        "devices": r"plan takes no devices=, but .*num_devices=",
-    }
-    for name, says in wrong.items():
-        with pytest.raises(TypeError, match=says):
-            jpipe.plan(model(), SAMPLE, optax.adam(1e-3), **{name: "x"})
-    with pytest.raises(ValueError, match=r"schedules: build_v is unknown: choose from"):
-        jpipe.plan(model(), SAMPLE, optax.adam(1e-3), schedules=schedules.build_v)
-    for name in ("schedules", "remat"):
-        with pytest.raises(ValueError, match=rf"{name}=\(\): name one or more"):
-            planned(**{name: ()})
-    with pytest.raises(ValueError, match="longer than a float can say"):
-        planned(bandwidth=5e-324)
-    for other in (3, [3]):
-        with pytest.raises(TypeError, match="a int is not a timeline: draw what Sch"):
-            draw.svg(other)
-
-
-def test_a_plan_without_a_loss_says_what_it_does_not_count():
-    assert "loss: none was given (loss=, targets=)" in str(planned())
-    targets = jax.ShapeDtypeStruct((16, 4), float)
-    counted = jpipe.plan(
-        model(),
-        SAMPLE,
-        optax.adam(1e-3),
-        num_devices=2,
-        measure=False,
-        loss=ref.mse,
-        targets=targets,
-    )
-    assert "loss: none" not in str(counted)
+def test_what_is_no_argument_is_refused():
+    with pytest.raises(TypeError, match=r"profile='x' is a str; needs what jpipe.prof"):
+        planned(profile="x")
+    with pytest.raises(TypeError, match=r"plan takes no schedule; see help"):
+        planned(schedule="x")
 
 
 def test_an_estimate_is_taken_as_it_was_made():
@@ -381,3 +213,89 @@ def test_an_estimate_is_taken_as_it_was_made():
     changed = dataclasses.replace(known, made=known.made | {"flops per second": "many"})
     with pytest.raises(ValueError, match="flops per second: 'many' in the profile, '1"):
         jpipe.plan(model(), SAMPLE, optax.adam(1e-3), **given | {"profile": changed})
+
+
+def test_the_batch_size_replaces_that_of_the_sample():
+    def planned(examples, **options):
+        tokens = jnp.zeros((examples, 5), jnp.int32)
+        layers = [nn.Embed(30, 8), nn.Dense(3)]
+        return jpipe.plan(
+            layers,
+            tokens,
+            optax.sgd(0.1),
+            num_devices=2,
+            measure=False,
+            loss=ref.mse,
+            targets=jnp.ones((examples, 5, 3)),
+            schedules="1f1b",
+            num_microbatches=2,
+            data=1,
+            **options,
+        )
+
+    assert planned(4, batch_size=64) == planned(64)
+
+
+def test_a_plan_of_an_estimate_says_for_which_device():
+    (said,) = (x for x in planned().forecast.reasons if x.startswith("layers: "))
+    assert said == (
+        "layers: estimated for a device of 1e+12 flops and 1e+11 bytes of memory per "
+        "second, and 0 µs more for each action; peak_flops=, memory_bandwidth= and "
+        "action_seconds= describe yours"
+    )
+    own = planned(peak_flops=3e9, memory_bandwidth=2e8, action_seconds=1e-3)
+    assert "of 3e+09 flops and 2e+08 bytes of memory per second, and 1000 µs" in (
+        str(own)
+    )
+
+
+def test_on_a_terminal_it_says_how_far_it_is(monkeypatch, capsys):
+    monkeypatch.setattr(_progress, "_LONG", -1.0)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    planned.__wrapped__(memory_limit=1 << 20)
+    shown = capsys.readouterr().err
+    for what in (
+        "layers traced",
+        "numbers of devices and micro-batches planned",
+        "schedules made to measure",
+        "candidates lowered",
+    ):
+        assert what in shown
+    assert shown.endswith("\r\x1b[K")
+
+
+TINY = [nn.Dense(4) for _ in range(16)]
+
+
+def test_tiny_layers_are_not_spread_over_devices():
+    def tiny(**options):
+        given = {"num_devices": 4, "data": 1, "measure": False, **options}
+        sample = jax.ShapeDtypeStruct((64, 4), float)
+        return jpipe.plan(TINY, sample, optax.sgd(0.1), schedules="1f1b", **given)
+
+    free, real = tiny(action_seconds=0.0), tiny()
+    assert free.schedule.num_ranks == 4
+    assert (real.schedule.num_ranks, real.schedule.num_microbatches) == (1, 1)
+    # What one program takes, and next to nothing that it computes.
+    assert 2e-5 < real.forecast.seconds < 2.2e-5
+    says = "3 of 4 devices are left idle: with all 4"
+    assert any(says in line for line in real.forecast.reasons)
+    # One thread has all programs run: forwards of the last stage are in its backwards.
+    two = tiny(num_devices=2, num_microbatches=4, balance=[8, 8])
+    assert two.forecast.seconds == 2e-5 * (3 * 4 + 2 * 4)
+    says = "host: one thread has all programs and transfers run, which takes "
+    assert any(line.startswith(says) for line in two.forecast.reasons)
+
+
+def test_cores_that_devices_share_are_named(monkeypatch):
+    layers = [nn.Dense(3) for _ in range(4)]
+    made = jpipe.profile(layers, SAMPLE, num_microbatches=4, rounds=1)
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    made = dataclasses.replace(
+        made,
+        layers=tuple(dataclasses.replace(x, forward=1.0) for x in made.layers),
+        made=made.made | {"device": kind_of(jax.devices()[0])},
+    )
+    plan = jpipe.plan(layers, SAMPLE, optax.sgd(0.1), num_devices=4, profile=made)
+    says = "cores: 4 devices share the 3 cores of this machine"
+    assert any(line.startswith(says) for line in plan.forecast.reasons)

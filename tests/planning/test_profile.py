@@ -1,13 +1,16 @@
-"""What stages cost, added up from their layers."""
+"""What stages cost, added up from their layers; profiles in files."""
 
 import dataclasses
+import json
 import math
+import random
 
 import pytest
 
-from jpipe import schedules
 from jpipe.planning._profile import LayerProfile, Profile, SkipProfile
 from jpipe.schedules import Skip
+
+from .chains import profile
 
 
 def layer(name, scale, **fields):
@@ -81,14 +84,7 @@ def test_full_remat_keeps_what_comes_in_and_computes_forwards_again():
     assert costs.weight_grad == GIVEN.costs([1, 1, 2], remat="none").weight_grad
 
 
-def test_costs_are_what_schedules_are_simulated_with():
-    costs = GIVEN.costs([2, 2], remat="none")
-    timeline = schedules.one_f_one_b(2, 4).simulate(costs)
-    assert timeline.makespan == 3 + 4 * 28 + 9
-    assert schedules.gpipe(2, 4).simulate(costs).peak_bytes[1] >= 807 + 800 + 4 * 280
-
-
-def test_all_faults_are_told_at_once():
+def test_what_no_stages_have_is_refused():
     with pytest.raises(ValueError, match="profile: ") as refusal:
         GIVEN.costs([2, 1], remat=["dots", "none", "none"], bandwidth=0, latency=-1)
     for says in (
@@ -108,3 +104,71 @@ def test_all_faults_are_told_at_once():
     assert bare.costs([4], remat="full").residual_bytes == [7]
     with pytest.raises(ValueError, match="remat='min_cut' keeps is not in the profile"):
         bare.costs([4])
+
+
+def test_what_is_saved_is_loaded(tmp_path):
+    path = tmp_path / "profile.json"
+    given = dataclasses.replace(
+        profile(random.Random(0), 6, skips=3, ties=1),
+        made={"device": "cpu"},
+        microbatch_size=4,
+        action_seconds=0.25,
+    )
+    first = dataclasses.replace(
+        given.layers[0], forward=1 / 3, input_grad=0.1, workspace_bytes=3, flops=1e30
+    )
+    given = dataclasses.replace(given, layers=(first, *given.layers[1:]))
+    given.save(path)
+    assert Profile.load(path) == given
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"version": 2}, "it begins with .*'version': 2"),
+        ({"format": "other"}, "it begins with"),
+        ({"layers": [{"name": "a"}]}, "missing 2 required .* 'forward' and 'backward'"),
+        ({"layers": [7]}, "TypeError"),
+        ({"layers": []}, "layers is empty; needs at least one"),
+        ({"colour": "red"}, "colour"),
+        (
+            {"ties": [[0, 9]]},
+            "ties: .* needs numbers of two or more of the layers 0 to",
+        ),
+        ({"skips": [["a", 0, 9, 1, 1]]}, "TypeError"),
+        ({"microbatch_size": 0}, "microbatch_size=0; needs an int of at least 1"),
+        ({"action_seconds": -1}, "action_seconds=-1; needs a number, finite and not"),
+    ],
+)
+def test_a_file_that_holds_something_else_is_refused(change, says, tmp_path):
+    path = tmp_path / "profile.json"
+    profile(random.Random(0), 3, skips=1).save(path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ValueError, match=rf"profile\.json holds no profile: .*{says}"):
+        Profile.load(path)
+    path.write_bytes(b"\xff{")
+    with pytest.raises(ValueError, match="holds no profile"):
+        Profile.load(path)
+
+
+def test_a_profile_of_no_use_is_not_saved(tmp_path):
+    bad = Profile((LayerProfile("a", float("nan"), 1.0, param_bytes=-1),))
+    with pytest.raises(
+        ValueError, match=r"forward=nan; .*param_bytes=-1; needs an int"
+    ):
+        bad.save(tmp_path / "profile.json")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_profile_of_something_else_is_refused_with_all_that_differs():
+    made = {"device": "cpu", "jax": "0.10.2"}
+    stale = Profile((), made=made)
+    stale.check(dict(made))
+    with pytest.raises(ValueError, match="made on something else") as refusal:
+        stale.check({"device": "gpu", "jax": "0.10.2", "shapes": "f32[8]"})
+    assert str(refusal.value) == (
+        "the profile was made on something else:\n"
+        "  * device: 'cpu' in the profile, 'gpu' here\n"
+        "  * shapes: nothing in the profile, 'f32[8]' here\n"
+        "Measure again, or use the profile where it was made"
+    )

@@ -1,205 +1,188 @@
-"""How a plan is searched: what is not tried, what is asked, what is told meanwhile."""
+"""How a plan is searched: the best of all, what is not tried, what fits a limit."""
 
+import dataclasses
 import random
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
 import pytest
 from flax import linen as nn
 
-import jpipe
-from jpipe._instructions import _progress
 from jpipe.planning import _search
-from jpipe.planning._forecast import Hardware
-from jpipe.planning._reasons import _same
+from jpipe.planning._better import preferred, ranked
+from jpipe.planning._confirm import Confirm, decided
+from jpipe.planning._forecast import Hardware, evaluate
+from jpipe.planning._profiler import answer
 from jpipe.planning._request import Request
 from jpipe.planning._search import Space, search
+from jpipe.planning._shapes import Shape
 from jpipe.schedules import BY_NAME
 
-from .. import reference as ref
 from . import chains
 
-NAMES = tuple(name for name in BY_NAME if name != "forward_only")
+NAMES = ("1f1b", "gpipe", "zb_h1", "zb_v")
+LAYERS, DEVICES, MICROBATCHES = 7, 4, 4
 
 
-def space(seed, limit=None):
-    """A random chain, in micro-batches of several sizes."""
+def space(seed, data, devices=DEVICES, microbatches=MICROBATCHES):
+    """A random chain; of every third the ends have by far the most parameters."""
+    one = chains.profile(random.Random(seed), LAYERS, skips=seed % 2)
+    layers = list(one.layers)
+    if seed % 3 == 0:
+        for end in (0, -1):
+            layers[end] = dataclasses.replace(layers[end], param_bytes=2000)
+    given = (Shape(microbatches, data),)
+    profiles = {given[0].parts: dataclasses.replace(one, layers=tuple(layers))}
+    hardware = Hardware(devices, bandwidth=100.0)
+    modes = ("min_cut",)
+    return Space(
+        profiles, [0] * LAYERS, hardware, NAMES, modes, made=False, given=given
+    )
+
+
+@pytest.mark.parametrize(("data", "seed"), [(1, 0), (1, 1), (1, 2), (2, 0), (2, 3)])
+def test_no_cut_under_any_schedule_has_a_shorter_step(seed, data):
+    given = space(seed, data)
+    (profile,) = given.profiles.values()
+    every = [
+        evaluate(profile, [0] * LAYERS, cut, ["min_cut"] * len(cut), schedule, *where)
+        for ranks in range(1, DEVICES // data + 1)
+        for name in NAMES
+        for schedule in [BY_NAME[name](ranks, MICROBATCHES)]
+        if schedule.num_stages <= LAYERS
+        for cut in chains.every_cut(LAYERS, schedule.num_stages)
+        for where in [(given.hardware, data)]
+    ]
+    best = ranked(every, given.hardware)[0]
+    assert search(given)[0].seconds == pytest.approx(best.seconds, rel=1e-9)
+
+
+def test_halves_of_backwards_must_pay_where_devices_share_cores():
+    measured = {"how": "measured", "device": "cpu (of some host)"}
+    seen = set()
+    for seed, microbatches in ((0, 2), (1, 8), (2, 24), (3, 2), (4, 8), (6, 2)):
+        given = space(seed, 1, 2, microbatches)
+        found, hardware = search(given), given.hardware
+        cores = [
+            dataclasses.replace(
+                each, profile=dataclasses.replace(each.profile, made=measured)
+            )
+            for each in found
+        ]
+        assert preferred(found, hardware) == found
+        taken, *others = preferred(cores, hardware)
+        assert others == [each for each in cores if each is not taken]
+        whole = [
+            each
+            for each in cores
+            if "zb" not in each.schedule.name
+            and each.num_devices == cores[0].num_devices
+        ]
+        is_near = whole[0].seconds <= 1.05 * cores[0].seconds
+        seen.add((taken is cores[0], is_near))
+        assert taken is (whole[0] if is_near else cores[0])
+    assert seen == {(False, True), (True, False)}
+
+
+def several_shapes(seed, limit):
+    """A random chain in micro-batches of several sizes, shared by devices or not."""
     rng = random.Random(seed)
-    one = chains.profile(rng, 9, skips=seed % 2)
-    call = rng.choice([0.0, 0.01, 1.0])
-    fields = vars(one) | {"action_seconds": call}
+    one = chains.profile(rng, 7, skips=seed % 2)
+    shapes = [Shape(m, data) for data in (1, 2, 4) for m in (1, 4)]
     profiles = {
-        count: type(one)(
-            **fields
-            | {
-                "layers": tuple(
-                    type(x)(**vars(x) | {"forward": x.forward / count, "backward": b})
-                    for x in one.layers
-                    for b in [x.backward / count]
+        parts: dataclasses.replace(
+            one,
+            layers=tuple(
+                dataclasses.replace(
+                    x, forward=x.forward / parts, backward=x.backward / parts
                 )
-            }
+                for x in one.layers
+            ),
+            action_seconds=(0.0, 0.01, 1.0)[seed % 3],
         )
-        for count in (1, 3, 6)
+        for parts in {shape.parts for shape in shapes}
     }
-    hardware = Hardware(3, limit, bandwidth=rng.choice([None, 1000.0]))
-    return Space(profiles, [0] * 9, hardware, NAMES, ("min_cut", "full"), made=False)
+    hardware = Hardware(4, limit, bandwidth=(None, 100.0, 1000.0)[seed % 3])
+    names, modes = ("1f1b", "gpipe", "zb_h1", "zb_v"), ("min_cut", "full")
+    return Space(profiles, [0] * 7, hardware, names, modes, False, given=tuple(shapes))
 
 
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("limit", [None, 1000])
+@pytest.mark.parametrize(("seed", "limit"), [(1, None), (2, 900), (5, None)])
 def test_what_is_not_tried_is_none_of_the_best(seed, limit, monkeypatch):
-    given = space(seed, limit)
+    given = several_shapes(seed, limit)
     found = search(given)
     with monkeypatch.context() as patch:
         patch.setattr(_search, "_least", lambda *_: 0.0)
         everything = search(given)
     assert len(found) <= len(everything)
 
-    def told(candidates):
-        """What the reasons speak of."""
-        best = candidates[0]
-        others = [c for c in candidates if not _same(c, best)]
-        full = [c for c in candidates if c.schedule.num_ranks == 3]
-        return [c[0].seconds for c in ([best], others, full)]
+    def named(candidates):
+        """Those that the reasons name: the best, of each kind, on all devices."""
+        kinds = [
+            candidates,
+            *([c for c in candidates if (c.data > 1) == several] for several in (0, 1)),
+            [c for c in candidates if c.num_devices == 4],
+        ]
+        return [kind[0].seconds for kind in kinds]
 
-    assert told(found) == told(everything)
-    tried = [c.seconds for c in everything if c.fits(given.hardware)]
-    assert all(
-        _search._least(profile, ranks, count)
-        <= min(
-            c.seconds
-            for c in everything
-            if (c.schedule.num_ranks, c.schedule.num_microbatches) == (ranks, count)
+    assert named(found) == named(everything)
+
+
+def test_a_cut_under_a_limit_leaves_room_for_the_optimizer():
+    for seed in range(8):
+        given = chains.profile(random.Random(seed), 8)
+        state = [2 * layer.param_bytes for layer in given.layers]
+        schedule = BY_NAME["1f1b"](3, 4)
+        every = [
+            evaluate(given, state, cut, ["min_cut"] * 3, schedule, Hardware(3))
+            for cut in chains.every_cut(8, 3)
+        ]
+        # Beside what a cut is made by: what is on its way to a rank.
+        limit = min(c.most_bytes for c in every) + 40
+        space = Space({4: given}, state, Hardware(3, limit), ("1f1b",), ("min_cut",))
+        assert search(space)[0].fits(space.hardware), seed
+
+
+@pytest.fixture(scope="module")
+def lowered():
+    layers = [layer for _ in range(4) for layer in (nn.Dense(32), nn.tanh)]
+    question = {"num_microbatches": 4, "measure": False}
+    request = Request(layers, jax.ShapeDtypeStruct((2048, 8), "float32"), **question)
+    hardware = Hardware(2, bandwidth=1e9)
+    names = ("1f1b", "interleaved", "zb_v")
+    space = Space({4: answer(request)}, [0] * 8, hardware, names, ("min_cut", "full"))
+    return space, request
+
+
+def under(space, limit, **changes):
+    hardware = dataclasses.replace(space.hardware, memory_limit=limit)
+    return dataclasses.replace(space, hardware=hardware, **changes)
+
+
+def test_the_list_of_instructions_says_what_fits(lowered):
+    """Too little was thought of all candidates: that they keep nothing."""
+    space, request = lowered
+    candidates = search(dataclasses.replace(space, made=False))[:12]
+    given = [
+        dataclasses.replace(
+            one, memory=tuple(dataclasses.replace(own, held=0) for own in one.memory)
         )
-        for count, profile in given.profiles.items()
-        for ranks in (1, 2, 3)
-    )
-    assert tried or limit
+        for one in candidates
+    ]
+    (first, *_), _ = Confirm(space, request)(given)
+    limited = under(space, first.most_bytes - 1)
+    (found, *others), more = Confirm(limited, request)(given)
+    assert found.kept
+    assert more > 1
+    short = [one for one in others if one.kept]
+    assert short
+    assert not any(one.fits(limited.hardware) for one in short)
+    assert all(one.most_bytes >= found.most_bytes for one in short)
 
 
-def test_a_good_part_of_it_is_not_tried():
-    given = space(1)
-    numbers = {
-        (c.schedule.num_ranks, c.schedule.num_microbatches) for c in search(given)
-    }
-    assert 0 < len(numbers) < 9
-
-
-def test_it_says_how_far_it_is(monkeypatch, capsys):
-    monkeypatch.setattr(_progress, "_LONG", -1.0)
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
-    search(space(0))
-    told = capsys.readouterr().err
-    assert "jpipe: 0 of 9 numbers of devices and micro-batches planned in 0 s" in told
-    assert told.endswith("\r\x1b[K")
-
-
-def model():
-    return [nn.Embed(30, 8), ref.Residual(8), nn.Dense(3)]
-
-
-class TestBatchSize:
-    def test_replaces_that_of_the_sample(self):
-        def planned(examples, **options):
-            tokens = jnp.zeros((examples, 5), jnp.int32)
-            return jpipe.plan(
-                model(),
-                tokens,
-                optax.sgd(0.1),
-                num_devices=2,
-                measure=False,
-                loss=ref.mse,
-                targets=jnp.ones((examples, 5, 3)),
-                **options,
-            )
-
-        assert planned(4, batch_size=64) == planned(64)
-        assert planned(64) != planned(4)
-
-    def test_is_along_the_batch_axes(self):
-        given = {"a": np.ones((2, 6)), "b": np.ones(7), "c": np.ones((6, 1))}
-        axes = {"a": 1, "b": None, "c": -2}
-        request = Request([], given, in_axes=axes).resized(9)
-        found = {name: spec.shape for name, spec in request.sample.items()}
-        assert found == {"a": (2, 9), "b": (7,), "c": (9, 1)}
-        assert request.targets == ()
-
-    def test_is_for_layers_that_are_measured_too(self):
-        plan = jpipe.plan(
-            [nn.Embed(30, 8), nn.Dense(3)],
-            jnp.zeros((2, 5), jnp.int32),
-            optax.sgd(0.1),
-            num_devices=1,
-            batch_size=6,
-            num_microbatches=3,
-            rounds=1,
-        )
-        assert plan.schedule.num_microbatches == 3
-
-    @pytest.mark.parametrize("wrong", [0, 2.0, True, "8"])
-    def test_is_refused_with_all_else(self, wrong):
-        says = rf"num_devices=0: .*; batch_size={wrong!r}: needs an int of at least 1"
-        with pytest.raises(ValueError, match=says):
-            jpipe.plan(
-                model(),
-                jnp.zeros((2, 5), jnp.int32),
-                optax.sgd(0.1),
-                num_devices=0,
-                batch_size=wrong,
-                measure=False,
-            )
-
-
-def labels(params):
-    """By depth: the first layer's parameters, and those of the others."""
-    return tuple(
-        jax.tree.map(lambda _, i=i: "first" if i == 0 else "rest", entry)
-        for i, entry in enumerate(params)
-    )
-
-
-OPTIMIZERS = {
-    "adam": optax.adam(1e-3),
-    "adafactor": optax.adafactor(1e-3, min_dim_size_to_factor=4),
-    "momentum": optax.sgd(0.1, momentum=0.9),
-    "masked": optax.masked(
-        optax.adam(1e-3),
-        lambda params: jax.tree.map(lambda x: x.ndim > 1, params),
-    ),
-    "several": optax.multi_transform(
-        {"first": optax.sgd(0.1), "rest": optax.adam(1e-3)}, labels
-    ),
-    "clipped": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
-    "averaged": optax.MultiSteps(optax.adam(1e-3), 2),
-}
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("trainable", [None, "1/*"])
-def test_the_optimizer_is_counted_as_a_train_step_spreads_it(name, trainable):
-    tx, sample = OPTIMIZERS[name], jax.ShapeDtypeStruct((8, 5), jnp.int32)
-    tied = nn.Embed(30, 8)
-    layers = [tied, ref.Residual(8), ref.Residual(8), jpipe.layer(tied, "attend")]
-    plan = jpipe.plan(
-        layers,
-        sample,
-        tx,
-        num_devices=2,
-        data=1,
-        num_microbatches=2,
-        measure=False,
-        action_seconds=0.0,
-        schedules="1f1b",
-        trainable=trainable,
-    )
-    assert plan.schedule.num_ranks == 2
-    pipe = jpipe.pipeline(layers, plan=plan)
-    x = jnp.zeros(sample.shape, sample.dtype)
-    options = {} if trainable is None else {"trainable": trainable}
-    state = pipe.init_train_state(jax.random.key(0), x, tx, **options)
-    held = dict.fromkeys(jax.devices()[:2], 0)
-    for leaf in jax.tree.leaves(state.opt_state):
-        held[leaf.device] += leaf.nbytes
-    assert [memory.optimizer for memory in plan.forecast.memory] == [*held.values()]
+def test_what_needs_less_than_was_thought_is_found(lowered):
+    space, request = lowered
+    space = dataclasses.replace(space, remats=("min_cut",))
+    # Less than the fastest plan holds by a fifth.
+    limited = under(space, decided(space, request)[0].most_bytes * 4 // 5)
+    assert not any(one.fits(limited.hardware) for one in search(limited))
+    assert decided(limited, request)[0].fits(limited.hardware)

@@ -1,10 +1,7 @@
 """Several devices per stage: which shape of a mesh is planned, foretold and built."""
 
-import dataclasses
 import functools
 import itertools
-import json
-import random
 import re
 
 import jax
@@ -19,14 +16,11 @@ import jpipe
 from jpipe import draw
 from jpipe.planning._forecast import Hardware, evaluate
 from jpipe.planning._profile import LayerProfile, Profile
-from jpipe.planning._search import Space, search
-from jpipe.planning._shapes import Shape, shapes
-from jpipe.schedules import BY_NAME, lower_bound, one_f_one_b
+from jpipe.planning._shapes import shapes
+from jpipe.schedules import lower_bound, one_f_one_b
 
 from .. import reference as ref
 from ..mesh.stages import compare
-from . import chains
-from .test_search import NAMES
 
 SAMPLE = jax.ShapeDtypeStruct((16, 8), float)
 
@@ -55,9 +49,8 @@ def reason(plan, name):
     return line
 
 
-@pytest.mark.parametrize("bandwidth", [1e9, 1e10, 1e11, None])
-def test_the_best_of_all_shapes_is_chosen(bandwidth):
-    """By an exchange that costs everything, or something, or nothing."""
+def test_the_best_of_all_shapes_is_chosen():
+    bandwidth = 1e11
     best = planned(bandwidth=bandwidth)
     each = [planned(bandwidth=bandwidth, data=data) for data in (1, 2, 4)]
     seconds = [plan.forecast.seconds for plan in each]
@@ -77,43 +70,6 @@ def test_the_shape_hangs_on_what_an_exchange_takes():
     assert "; the best with one device per stage takes " in reason(fast, "shape")
     assert reason(free, "exchange").endswith("; that was taken to cost no time")
     assert not any("no time" in line for line in fast.forecast.reasons)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_what_is_not_tried_is_none_of_the_best(seed, monkeypatch):
-    """Of each kind that the reasons name."""
-    one = chains.profile(random.Random(seed), 6)
-    given = [Shape(m, data) for data in (1, 2, 4) for m in (1, 4)]
-    profiles = {
-        parts: dataclasses.replace(
-            one,
-            layers=tuple(
-                dataclasses.replace(
-                    x, forward=x.forward / parts, backward=x.backward / parts
-                )
-                for x in one.layers
-            ),
-        )
-        for parts in {shape.parts for shape in given}
-    }
-    hardware = Hardware(4, bandwidth=(100.0, 1000.0)[seed % 2])
-    modes = ("min_cut", "full")
-    space = Space(
-        profiles, [0] * 6, hardware, NAMES, modes, made=False, given=tuple(given)
-    )
-    found = search(space)
-    with monkeypatch.context() as patch:
-        patch.setattr("jpipe.planning._search._least", lambda *_: 0.0)
-        everything = search(space)
-
-    def told(candidates):
-        kinds = [
-            candidates,
-            *([c for c in candidates if (c.data > 1) == s] for s in (0, 1)),
-        ]
-        return [kind[0].seconds for kind in kinds]
-
-    assert told(found) == told(everything)
 
 
 def test_gradients_are_exchanged_in_a_ring_when_a_stage_has_all_of_them():
@@ -137,22 +93,9 @@ def test_gradients_are_exchanged_in_a_ring_when_a_stage_has_all_of_them():
     assert all(m.held >= 60 for m in made.memory)
 
 
-BUILT = [
-    (schedule, remat, devices, data)
-    for schedule, remat in (("1f1b", "full"), ("gpipe", "min_cut"), ("zb_v", "min_cut"))
-    for devices, data in ((4, 2), (4, 4))
-]
-
-
-@pytest.mark.parametrize(("schedule", "remat", "devices", "data"), BUILT)
-def test_each_device_holds_what_was_foretold(schedule, remat, devices, data):
-    plan = planned(
-        schedules=schedule,
-        remat=remat,
-        num_devices=devices,
-        data=data,
-        num_microbatches=4,
-    )
+def test_each_device_holds_what_was_foretold():
+    data = 2
+    plan = planned(schedules="zb_v", data=data, num_microbatches=4)
     pipe = jpipe.pipeline(model(), plan=plan)
     tx = optax.adam(1e-3)
     x, targets = jnp.ones(SAMPLE.shape), jnp.ones(16)
@@ -213,12 +156,6 @@ def test_it_is_printed_saved_and_drawn():
     assert jpipe.Plan.from_json(plan.to_json()) == plan
     one = planned(data=1, balance=(3, 4))
     assert "(data" not in str(one)
-    fields = json.loads(one.to_json())
-    del fields["data"]  # as it was before
-    assert jpipe.Plan.from_json(json.dumps(fields)) == one
-    for wrong in (0, 1.5, True, "2", None):
-        with pytest.raises(ValueError, match=r"no plan as .*data=.*int of at least 1"):
-            jpipe.Plan.from_json(json.dumps(fields | {"data": wrong}))
     assert "2 x 2 devices, " in draw.svg(plan)
     assert "memory of each device at the peak" in draw.svg(plan)
     assert "exchange of gradients" in draw.svg(plan)
@@ -253,24 +190,6 @@ def test_a_mesh_and_devices_have_to_have_its_shape():
         jpipe.pipeline(model(), plan=plan, devices=["cpu"] * 4)
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"data": 0}, "data=0: needs an int of at least 1"),
-        ({"data": (1, 2.0)}, "data=2.0: needs an int of at least 1"),
-        ({"data": 3}, "data=3 does not divide num_devices=4"),
-        ({"data": 4, "batch_size": 18}, "data=4 does not divide 18 examples"),
-        (
-            {"data": 4, "num_microbatches": 5},
-            "data=4 with num_microbatches=5 needs 20 examples, there are 16",
-        ),
-    ],
-)
-def test_shapes_that_there_are_not_are_refused(options, says):
-    with pytest.raises(ValueError, match=says):
-        planned(**options)
-
-
 def test_shapes_are_those_that_the_examples_allow():
     assert shapes(None, [4], 8, 16, None) == ((4, 1), (4, 2), (4, 4))
     assert shapes(None, [2], 6, 15, None) == ((2, 1), (2, 3))
@@ -297,15 +216,3 @@ def test_a_profile_is_of_a_part_of_a_shard():
         planned.__wrapped__(profile=profile, data=(), **own)
     with pytest.raises(ValueError, match="the profile was made on something else"):
         planned.__wrapped__(profile=profile, **own | {"num_microbatches": 2, "data": 1})
-
-
-def test_a_rank_exchanges_the_gradients_of_its_stages_one_after_the_other():
-    layers = tuple(
-        LayerProfile(str(size), 1.0, 2.0, param_bytes=size, kept_bytes={"none": 1})
-        for size in (10, 20, 30, 40)
-    )
-    hardware, schedule = Hardware(4, bandwidth=10.0), BY_NAME["zb_v"](2, 4)
-    stages = [1] * 4, ["none"] * 4, schedule, hardware
-    found = evaluate(Profile(layers), [0] * 4, *stages, 2).timeline.exchanges
-    assert {x.ranks: x.end - x.start for x in found} == {(0,): 5.0, (1,): 5.0}
-    assert [x.stage for x in found] == [row[-1].stage for row in schedule.rows]

@@ -2,64 +2,19 @@
 
 import jax
 import jax.numpy as jnp
-import pytest
 
 import jpipe
-from jpipe._jaxprs._function import Function
 from jpipe.planning._forecast import Hardware, evaluate
 from jpipe.planning._profile import LayerProfile, Profile, SkipProfile
-from jpipe.planning._workspace import workspace_bytes
 from jpipe.schedules import gpipe, one_f_one_b
 
-from .models import profile
 
-ROW = jax.ShapeDtypeStruct((10,), jnp.float32)
-
-
-def needs(run, *specs):
-    return workspace_bytes(Function.like("it", run, *specs))
-
-
-def test_what_is_given_and_returned_is_not_counted():
-    assert needs(lambda x: [jnp.sin(x), x], ROW) == 0
-    assert needs(lambda x: [jnp.sin(jnp.cos(x))], ROW) == 40
-
-
-def test_the_moment_counts_at_which_most_is_alive():
-    def run(x):
-        a, b = jnp.sin(x), jnp.cos(x)
-        c = a * b
-        return [jnp.exp(jnp.tanh(c))]
-
-    assert needs(run, ROW) == 3 * 40
-    assert needs(lambda x: [jnp.exp(jnp.tanh(jnp.sin(x)))], ROW) == 2 * 40
-
-
-def test_a_turn_of_a_loop_counts_once():
-    def run(x):
-        def turn(carry, _):
-            return jnp.sin(jnp.cos(carry)), None
-
-        return [jax.lax.scan(turn, x, None, 7)[0]]
-
-    # What it makes on the way, and the carry beside the one before.
-    assert needs(run, ROW) == 2 * 40
-    assert needs(lambda x: [jax.lax.cond(x[0] > 0, run, lambda x: [x], x)[0]], ROW) > 80
-
-
-def test_an_estimated_profile_has_it():
-    made = profile("blocks", measure=False)
-    assert all(layer.workspace_bytes is not None for layer in made.layers)
-    assert "workspace" in str(made).splitlines()[1]
-
-
-@pytest.mark.parametrize("width", [64, 256])
-def test_it_is_no_less_than_what_xla_takes(width):
+def test_it_is_no_less_than_what_xla_takes():
     def attend(x):
         scores = jax.nn.softmax(x @ jnp.swapaxes(x, -1, -2))
         return x + jax.nn.gelu(scores @ x)
 
-    x = jnp.ones((4, 32, width))
+    x = jnp.ones((4, 32, 64))
     paper, measured = (
         jpipe.profile([jnp.sin, attend], x, rounds=1, measure=False),
         jpipe.profile([jnp.sin, attend], x, rounds=1),

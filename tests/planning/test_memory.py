@@ -1,0 +1,178 @@
+"""What a plan holds: as its instructions say, as the optimizer does, under a limit."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import linen as nn
+
+import jpipe
+
+from .. import reference as ref
+from .test_plan import KIB, SAMPLE, model, planned
+
+
+class Down(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        jpipe.stash("across", x)
+        return nn.avg_pool(x, (2, 2), (2, 2))
+
+
+class Up(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return jnp.repeat(jnp.repeat(x, 2, 1), 2, 2) + jpipe.pop("across")
+
+
+def across():
+    return [nn.Conv(4, (3, 3)), Down(), nn.relu, nn.Conv(4, (3, 3)), nn.tanh, Up()]
+
+
+IMAGES = jax.ShapeDtypeStruct((16, 8, 8, 3), float)
+KEEPING = [
+    (model, SAMPLE, "zb_v", "full"),
+    (across, IMAGES, "1f1b", "dots"),
+]
+
+
+@pytest.mark.parametrize(("made", "sample", "schedule", "remat"), KEEPING)
+def test_what_a_plan_would_hold_is_what_the_list_of_instructions_says(
+    made, sample, schedule, remat
+):
+    """Parameters, gradients and activations."""
+    plan = jpipe.plan(
+        made(),
+        sample,
+        optax.sgd(0.1),
+        num_devices=2,
+        data=1,
+        num_microbatches=4,
+        measure=False,
+        action_seconds=0.0,
+        schedules=schedule,
+        remat=remat,
+    )
+    pipe = jpipe.pipeline(made(), plan=plan)
+    x = jax.random.normal(jax.random.key(0), sample.shape)
+    state = pipe.init_train_state(jax.random.key(1), x, optax.sgd(0.1))
+    targets = jnp.ones(sample.shape[0])
+    step = pipe.train_step(lambda y, t: y.mean() - t.mean(), optax.sgd(0.1))
+    pipe.compile(step, state, x, targets)
+    stages = pipe.plan.stages
+    params = [sum(s.param_bytes for s in stages if s.rank == r) for r in (0, 1)]
+    assert [memory.gradients for memory in plan.forecast.memory] == params
+    held = [stage.held_bytes for stage in stages]
+    # The pipeline has a loss, whose residuals are a few numbers.
+    assert [s.held_bytes for s in plan.stages] == pytest.approx(held, abs=64)
+    for said, own in zip(plan.stages, stages, strict=True):
+        # Neither has the last stage of the other, where a forward has its own program.
+        assert said.kept.keys() == own.kept.keys()
+        assert list(said.kept.values()) == pytest.approx([*own.kept.values()], abs=64)
+        assert said.again == own.again or said.index == len(stages) - 1
+    for (_, peak), memory in zip(
+        pipe.plan.peak_bytes, plan.forecast.memory, strict=True
+    ):
+        held = memory.parameters + memory.gradients + memory.held
+        # Beside these: the mini-batch, its targets, losses, keys.
+        assert held == pytest.approx(peak, abs=512)
+
+
+def test_a_limit_is_kept_by_keeping_less():
+    free = planned(schedules=("gpipe",))
+    most = max(memory.total for memory in free.forecast.memory)
+    tight = planned(schedules=("gpipe",), memory_limit=most - 1)
+    assert max(memory.total for memory in tight.forecast.memory) < most
+    assert (tight.balance, tight.remat) != (free.balance, free.remat)
+
+
+def labels(params):
+    """By depth: the first layer's parameters, and those of the others."""
+    return tuple(
+        jax.tree.map(lambda _, i=i: "first" if i == 0 else "rest", entry)
+        for i, entry in enumerate(params)
+    )
+
+
+OPTIMIZERS = {
+    "adafactor": optax.adafactor(1e-3, min_dim_size_to_factor=4),
+    "masked": optax.masked(
+        optax.adam(1e-3),
+        lambda params: jax.tree.map(lambda x: x.ndim > 1, params),
+    ),
+    "several": optax.multi_transform(
+        {"first": optax.sgd(0.1), "rest": optax.adam(1e-3)}, labels
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "trainable"),
+    [*((name, None) for name in OPTIMIZERS), ("several", "1/*")],
+)
+def test_the_optimizer_is_counted_as_a_train_step_spreads_it(name, trainable):
+    tx, sample = OPTIMIZERS[name], jax.ShapeDtypeStruct((8, 5), jnp.int32)
+    tied = nn.Embed(30, 8)
+    layers = [tied, ref.Residual(8), ref.Residual(8), jpipe.layer(tied, "attend")]
+    plan = jpipe.plan(
+        layers,
+        sample,
+        tx,
+        num_devices=2,
+        data=1,
+        num_microbatches=2,
+        measure=False,
+        action_seconds=0.0,
+        schedules="1f1b",
+        trainable=trainable,
+    )
+    assert plan.schedule.num_ranks == 2
+    pipe = jpipe.pipeline(layers, plan=plan)
+    x = jnp.zeros(sample.shape, sample.dtype)
+    options = {} if trainable is None else {"trainable": trainable}
+    state = pipe.init_train_state(jax.random.key(0), x, tx, **options)
+    held = dict.fromkeys(jax.devices()[:2], 0)
+    for leaf in jax.tree.leaves(state.opt_state):
+        held[leaf.device] += leaf.nbytes
+    assert [memory.optimizer for memory in plan.forecast.memory] == [*held.values()]
+
+
+def test_where_nothing_fits_it_says_what_is_short_and_what_would_do():
+    with pytest.raises(ValueError, match="no plan fits") as raised:
+        planned(memory_limit=18 * KIB)
+    message = str(raised.value)
+    assert "memory_limit=18,432 bytes on 2 devices" in message
+    assert "more than it has: parameters" in message
+    assert "take more devices (num_devices=)" in message
+
+
+def test_a_layer_that_no_device_holds_is_named_before_anything_is_measured():
+    ran = []
+
+    def watched(x):
+        jax.debug.callback(lambda: ran.append(0))
+        return x
+
+    layers = [nn.Dense(6), watched, nn.Dense(100), nn.Dense(1)]
+    given = layers, SAMPLE, optax.adam(1e-3)
+    with pytest.raises(ValueError, match="no plan fits") as raised:
+        jpipe.plan(*given, num_devices=2, memory_limit=10 * KIB)
+    assert not ran
+    # 700 parameters, as many gradients, two moments and a counter.
+    assert str(raised.value).splitlines() == [
+        "memory_limit=10,240 bytes on 2 devices: no plan fits, whatever the partition:",
+        "  * layer 2 (Dense) needs 10.9 KiB, 960 B more than a device has: parameters "
+        "2.7 KiB, gradients 2.7 KiB, optimizer 5.5 KiB",
+        "Take devices with more memory (memory_limit=), list the parts of such a layer "
+        "one by one, or take a smaller model",
+    ]
+    # A frozen layer has neither gradients nor a state.
+    jpipe.plan(
+        *given,
+        num_devices=2,
+        memory_limit=10 * KIB,
+        measure=False,
+        trainable="3/*",
+        schedules="1f1b",
+        num_microbatches=2,
+    )
