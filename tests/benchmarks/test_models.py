@@ -1,0 +1,258 @@
+"""The models of the published tables: their sizes, their cuts, a step of small ones."""
+
+from collections import Counter
+from functools import cache, partial
+from itertools import accumulate
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jpipe
+from benchmarks.models.amoebanet import amoebanetd
+from benchmarks.models.resnet import resnet101
+from benchmarks.models.transformer import transformer, transformer_l
+from benchmarks.models.unet import unet
+
+from .. import reference as ref
+
+TOKENS = jax.ShapeDtypeStruct((2, 8), jnp.int32)
+IMAGES = jax.ShapeDtypeStruct((2, 224, 224, 3), jnp.float32)
+PHOTOGRAPHS = jax.ShapeDtypeStruct((2, 192, 192, 3), jnp.float32)
+
+
+@cache
+def profile(model, *size, sample=IMAGES):
+    """What is known of each layer, estimated: nothing is compiled."""
+    return jpipe.profile(model(*size), sample, measure=False)
+
+
+def slow(*row):
+    return pytest.param(*row, marks=pytest.mark.slow)
+
+
+amoebanet = partial(amoebanetd, 1000)
+of_images = partial(profile, sample=IMAGES)
+of_photographs = partial(profile, sample=PHOTOGRAPHS)
+
+
+# Layers, parameters and statistics: Kim et al. (2020), and those of AmoebaNet-D and
+# its balances of Huang et al. (2019), table 1.
+SIZES = [
+    (of_images, resnet101, (), 370, 44_549_160, 105_344),
+    slow(of_images, amoebanet, (18, 208), 24, 81_505_540, 168_116),
+    slow(of_images, amoebanet, (18, 256), 24, 122_470_120, 206_912),
+    slow(of_images, amoebanet, (18, 416), 24, 319_024_120, 336_232),
+    slow(of_images, amoebanet, (18, 544), 24, 542_734_840, 439_688),
+    slow(of_images, amoebanet, (36, 544), 42, 1_055_832_376, 828_104),
+    slow(of_images, amoebanet, (72, 512), 78, 1_844_858_344, 1_510_528),
+    (of_photographs, unet, (5, 64), 241, 232_687_328, 0),
+    slow(of_photographs, unet, (6, 72), 285, 362_157_516, 0),
+    slow(of_photographs, unet, (11, 128), 505, 2_213_834_176, 0),
+    slow(of_photographs, unet, (24, 128), 1077, 4_993_859_008, 0),
+    slow(of_photographs, unet, (24, 160), 1077, 7_802_903_600, 0),
+    slow(of_photographs, unet, (48, 160), 2133, 15_822_206_000, 0),
+]
+
+
+@pytest.mark.parametrize(("of", "model", "size", "count", "params", "stats"), SIZES)
+def test_models_have_the_published_sizes(of, model, size, count, params, stats):
+    layers = of(model, *size).layers
+    assert len(layers) == count
+    assert sum(layer.num_params for layer in layers) == params
+    assert sum(layer.state_bytes for layer in layers) == 4 * stats
+
+
+# The published cuts: parameters of each stage, and how many skips go from one stage to
+# another.
+CUTS = [
+    (of_images, resnet101, (), [135, 235], [7_426_112, 37_123_048], {}),
+    (
+        of_images,
+        resnet101,
+        (),
+        [44, 92, 124, 110],
+        [406_080, 7_020_032, 12_551_680, 24_571_368],
+        {(0, 1): 1, (2, 3): 1},
+    ),
+    (
+        of_images,
+        resnet101,
+        (),
+        [26, 22, 33, 44, 44, 66, 66, 69],
+        [
+            *[154_944, 449_792, 840_192, 4_864_000, 4_468_736],
+            *[6_703_104, 6_703_104, 20_365_288],
+        ],
+        {},
+    ),
+    slow(
+        of_images,
+        amoebanet,
+        (18, 256),
+        [3, 6, 7, 8],
+        [419_328, 5_137_920, 22_586_624, 94_326_248],
+        {},
+    ),
+    slow(
+        of_images,
+        amoebanet,
+        (36, 544),
+        [16, 12, 7, 7],
+        [58_304_016, 190_804_736, 407_161_152, 399_562_472],
+        {},
+    ),
+    (
+        of_photographs,
+        unet,
+        (5, 64),
+        [30, 66, 84, 61],
+        [370_368, 27_869_184, 203_489_280, 958_496],
+        {(1, 2): 2, (1, 3): 1, (0, 3): 1},
+    ),
+    (
+        of_photographs,
+        unet,
+        (5, 64),
+        [16, 27, 31, 44, 22, 57, 27, 17],
+        [112_320, 700_416, 6_193_152, *[106_168_320] * 2, 12_976_128, 331_776, 36_896],
+        {(1, 6): 2, (3, 4): 1, (3, 5): 1, (2, 5): 1},
+    ),
+    slow(
+        of_photographs,
+        unet,
+        (48, 160),
+        [800, 140, 62, 36, 36, 36, 36, 987],
+        [
+            *[1_254_532_320, 2_064_384_000, 2_182_348_800],
+            *[2_123_366_400] * 4,
+            1_827_475_280,
+        ],
+        {(0, 7): 4, (2, 7): 1},
+    ),
+]
+
+
+@pytest.mark.parametrize(("of", "model", "size", "balance", "params", "skips"), CUTS)
+def test_models_are_cut_as_published(of, model, size, balance, params, skips):
+    found, ends = of(model, *size), [*accumulate(balance)]
+    numbers = [layer.num_params for layer in found.layers]
+    starts = [0, *ends[:-1]]
+    assert ends[-1] == len(numbers)
+    assert [sum(numbers[a:b]) for a, b in zip(starts, ends, strict=True)] == params
+    stage = np.searchsorted(ends, range(len(numbers)), side="right").tolist()
+    between = Counter((stage[skip.source], stage[skip.target]) for skip in found.skips)
+    assert {pair: n for pair, n in between.items() if pair[0] != pair[1]} == skips
+
+
+def rounded(number, like):
+    """The number in as many digits as a published one."""
+    unit = {"M": 1e6, "B": 1e9}[like[-1]]
+    return f"{number / unit:.{len(like.partition('.')[2][:-1])}f}{like[-1]}"
+
+
+def params_of(layers, spec):
+    found = jpipe.profile(layers, spec, measure=False)
+    return [layer.num_params for layer in found.layers]
+
+
+def test_transformers_have_the_published_parameters():
+    """Huang et al. (2019): Transformer-L of table 1, and T(6, 8192, 16)."""
+    embedding, *blocks, head = params_of(transformer_l(3), TOKENS)
+    published = {3: "282.2M", 13: "785.8M", 103: "5.3B", 415: "21.0B", 1663: "83.9B"}
+    for count, expected in published.items():
+        assert rounded(embedding + head + count * blocks[0], expected) == expected
+    layers = transformer(1, 8192, 16)
+    _, source, encoder, target, decoder, head = params_of(layers, (TOKENS, TOKENS))
+    assert source + target + head + 6 * (encoder + decoder) == 430_723_920
+
+
+def words(*lengths):
+    rng = np.random.default_rng(5)
+    return tuple(rng.integers(0, 11, (2, n), np.int32) for n in lengths)
+
+
+def cross_entropy(logits, targets):
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+    return losses.mean()
+
+
+def squares(y, targets):
+    return jnp.mean((y - targets) ** 2)
+
+
+def pictures(size):
+    return np.random.default_rng(1).normal(size=(4, size, size, 3)).astype("float32")
+
+
+# A small one of each, where it is cut, and what it is trained on.
+SMALL = {
+    "resnet, inside of a block": lambda: (
+        resnet101(5, width=4, blocks=(1, 1)),
+        [20, 9],
+        (pictures(16), np.ones((4, 5), np.float32), squares),
+    ),
+    "unet": lambda: (
+        unet(1, 4, depth=1),
+        [5, 5, 7],
+        (pictures(8), np.ones((4, 8, 8, 1), np.float32), squares),
+    ),
+    "unet whose layers carry its skips": lambda: (
+        unet(1, 4, depth=1, carried=True),
+        [5, 5, 7],
+        (pictures(8), np.ones((4, 8, 8, 1), np.float32), squares),
+    ),
+    "decoder": lambda: (
+        transformer_l(1, width=8, hidden=12, heads=2, vocabulary=11),
+        [2, 1],
+        (*words(7, 7), cross_entropy),
+    ),
+    "encoder and decoder": lambda: (
+        transformer(1, 12, 2, width=8, head_dim=3, vocabulary=11),
+        [2, 2, 2],
+        (words(6, 7), words(7)[0], cross_entropy),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n if "coder" in n else pytest.param(n, marks=pytest.mark.slow) for n in SMALL],
+)
+def test_small_models_take_the_step_of_one_device(name):
+    layers, balance, (x, targets, loss_fn) = SMALL[name]()
+
+    def gradient(pipe):
+        variables = pipe.init(jax.random.key(0), x)
+        value = pipe.value_and_grad(loss_fn)
+        return value(variables, x, targets, rngs={"dropout": jax.random.key(1)})
+
+    found = gradient(jpipe.pipeline(layers, 2, balance=balance))
+    # Gradients before a norm are differences of large numbers.
+    ref.assert_close(found, gradient(jpipe.sequential(layers, 2)), 1e-3)
+
+
+@pytest.mark.parametrize("size", [(4, 16), (3, 0)])
+def test_amoebanet_refuses_sizes_that_do_not_exist(size):
+    with pytest.raises(ValueError, match="needs a positive multiple of"):
+        amoebanetd(8, *size)
+
+
+@pytest.mark.parametrize(
+    ("model", "x"),
+    [
+        (partial(unet, 2, 4, depth=1), PHOTOGRAPHS),
+        (partial(resnet101, 8, width=4, blocks=(1, 1)), IMAGES),
+        (partial(transformer_l, 1, width=8, hidden=8, heads=2), TOKENS),
+    ],
+)
+def test_half_precision_halves_outputs_and_leaves_parameters_as_they_are(model, x):
+    single, half = (
+        jpipe.profile(model(dtype=dtype), x, measure=False).layers
+        for dtype in (jnp.float32, jnp.bfloat16)
+    )
+    assert [p.param_bytes for p in half] == [p.param_bytes for p in single]
+    outputs = [[p.output_bytes for p in layers] for layers in (half, single)]
+    assert [2 * n for n in outputs[0]] == outputs[1]
