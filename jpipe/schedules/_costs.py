@@ -141,7 +141,7 @@ class Costs:
             I, for the gradients of those that begin there.
 
         Returns:
-          The actions that send, a whole backward as B, and the time of each transfer.
+          The actions that send, a whole backward as I, and the time of each transfer.
         """
         op, stage, microbatch = action
         found = []
@@ -149,7 +149,7 @@ class Costs:
             if op == FORWARD and skip.target == stage:
                 sender, size = Action(FORWARD, skip.source, microbatch), skip.bytes
             elif op in (BACKWARD, INPUT) and skip.source == stage:
-                sender = Action(BACKWARD, skip.target, microbatch)
+                sender = Action(INPUT, skip.target, microbatch)
                 size = skip.cotangent_bytes
             else:
                 continue

@@ -12,8 +12,8 @@ from ._homes import Homes
 from ._improve import climb, justify, latest_starts, merge
 from ._looped import interleaved, interleaved_zb, looped_bfs
 from ._schedule import Schedule
-from ._simulate import Rows, ScheduleError
-from ._tables import Numbered, Run, Tables
+from ._simulate import ScheduleError
+from ._tables import Numbered, Rows, Run, Tables
 
 # The name of what is none of the catalogue's.
 MADE = "fit"

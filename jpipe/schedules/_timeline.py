@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import statistics
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -86,7 +86,7 @@ class Timeline:
         """Whether times are seconds and sizes bytes; else they are in other units."""
         return self.costs is None or self.costs.in_seconds
 
-    @property
+    @functools.cached_property
     def makespan(self) -> float:
         """The time from the first start to the last end."""
         first = min(self.start.values(), default=0.0)
@@ -154,16 +154,6 @@ class Timeline:
             peaks[rank] = max(peaks[rank], held)
         return tuple(peaks)
 
-    def peak_of(self, ranks: Collection[int]) -> float:
-        """The most that some ranks hold together: those that share a device."""
-        count = len(self.rows)
-        now = {event.rank: event.bytes for event in self.memory[:count]}
-        peak = sum(now.get(rank, 0.0) for rank in ranks)
-        for _, rank, held in self.memory[count:]:
-            now[rank] = held
-            peak = max(peak, sum(now[rank] for rank in ranks))
-        return peak
-
     def peak_kept(self, stage: int) -> float:
         """The most that a stage keeps between the actions of a micro-batch."""
         costs = self.costs or Costs()
@@ -185,6 +175,10 @@ class Timeline:
 
     def order(self) -> tuple[Action, ...]:
         """All actions in one order that respects every dependency: by end."""
+        return self._order
+
+    @functools.cached_property
+    def _order(self) -> tuple[Action, ...]:
         # A dependency ends first, or with it if it takes no time; the mapping holds
         # the actions in an order of execution already, and the sort is stable.
         return tuple(sorted(self.end, key=self.end.__getitem__))
@@ -192,48 +186,6 @@ class Timeline:
     def needs(self) -> Needs:
         """What each action reads."""
         return Needs(self.rows, self.num_stages)
-
-    @property
-    def critical_path(self) -> tuple[Action, ...]:
-        """The chain of actions, each waiting for the one before, that ends last.
-
-        To make the step faster, make one of these faster.
-        """
-        needs = self.needs()
-        before: dict[Action, Action] = {}
-        for row in self.rows:
-            busy: list[Action] = []  # what takes no time holds nobody up
-            for action in row:
-                before.update({action: busy[-1]} if busy else {})
-                busy += [action] if self.end[action] > self.start[action] else []
-
-        def arrival(need: Action, action: Action) -> float:
-            where = self.homes[action.microbatch]
-            moved = where[need.stage] != where[action.stage]
-            delay = self.costs.transfer(need) if self.costs and moved else 0.0
-            return self.end[need] + delay
-
-        path = [max(self.end, key=self.end.__getitem__)] if self.end else []
-        while path:
-            action = path[-1]
-            waits = [(arrival(need, action), need) for need in needs(action)]
-            waits += self._skip_arrivals(action)
-            if action in before:
-                waits.append((self.end[before[action]], before[action]))
-            if not waits:
-                break
-            path.append(max(waits)[1])
-        return tuple(reversed(path))
-
-    def _skip_arrivals(self, action: Action) -> list[tuple[float, Action]]:
-        """When skip connections arrive from other ranks, and what sent them."""
-        found = []
-        for sender, seconds in self.costs.skip_transfers(action) if self.costs else ():
-            real = sender if sender in self.end else sender._replace(op=INPUT)
-            where = self.homes[action.microbatch]
-            if real in self.end and where[real.stage] != where[action.stage]:
-                found.append((self.end[real] + seconds, real))
-        return found
 
     def median_costs(self, costs: Costs | None = None) -> Costs:
         """The median time of each op of each stage.
