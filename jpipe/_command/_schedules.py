@@ -4,22 +4,25 @@ import argparse
 import contextlib
 import dataclasses
 import inspect
+import math
 import sys
 import warnings
 from collections.abc import Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from .. import draw, schedules
-from ..schedules import Costs, Schedule, ScheduleError
+from ..schedules import Costs, Schedule, ScheduleError, Timeline
 from ..schedules._compare import fitting
 from . import _files
 from ._arguments import count, known, picture_path, schedule_name, time
-from ._grid import grid, peaks, summary
 from ._refusal import Unfit
 
 # A text grid of more cells than that is not printed: nobody would look at it.
 _LARGEST = 1_000_000
+# Into so many columns the text grid cuts the shortest action at most.
+_FINEST = 8
 
 
 def add_draw(commands: Any) -> None:
@@ -81,8 +84,8 @@ def add_check(commands: Any) -> None:
 def _draw(arguments: argparse.Namespace) -> int:
     schedule = _built(arguments)
     with _refused():
-        timeline = schedule.simulate(fitting(arguments.costs, schedule))
-    print(summary(timeline, schedule.num_microbatches))
+        timeline = schedule.simulate(fitting(_costs(arguments), schedule))
+    print(timeline)
     wrote = _files.write(
         [
             (arguments.svg, _files.text(lambda: draw.svg(timeline))),
@@ -91,7 +94,7 @@ def _draw(arguments: argparse.Namespace) -> int:
         ]
     )
     if not wrote:
-        print(grid(timeline))
+        print(_grid(timeline))
     return 0
 
 
@@ -134,7 +137,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     if not found:
         raise Unfit("\n".join(refused))
     with _refused():
-        table = schedules.compare(found, arguments.costs)
+        table = schedules.compare(found, _costs(arguments))
     print("\n".join([str(table), *refused]))
     return 0
 
@@ -154,12 +157,30 @@ def _check(arguments: argparse.Namespace) -> int:
     for warning in caught:
         print(f"warning: {warning.message}", file=sys.stderr)
     timeline = schedule.simulate()
-    if len(timeline.rows) * timeline.makespan > _LARGEST:
-        print(summary(timeline, schedule.num_microbatches))
-    else:
-        print(schedule)
-        print(f"peak per rank, in micro-batches of a stage: {peaks(timeline)}")
+    print(timeline)
+    if len(timeline.rows) * timeline.makespan <= _LARGEST:
+        print(timeline.to_text())
     return 0
+
+
+def _grid(timeline: Timeline) -> str:
+    """The text grid, in columns so fine that actions begin and end with one."""
+    start, end = timeline.start, timeline.end
+    times = [
+        Fraction(t).limit_denominator(10_000) for t in (*start.values(), *end.values())
+    ]
+    common = math.lcm(*(t.denominator for t in times))
+    exact = Fraction(math.gcd(*(int(t * common) for t in times)), common)
+    shortest = min((end[a] - start[a] for a in start if end[a] > start[a]), default=1.0)
+    # Rather rounded times than a grid that is wider than any screen.
+    column = max(exact, Fraction(shortest) / _FINEST)
+    scaled = dataclasses.replace(
+        timeline,
+        start={action: t / column for action, t in start.items()},
+        end={action: t / column for action, t in end.items()},
+    )
+    note = f"a column is {float(column):.4g} units of time\n" if column != 1 else ""
+    return note + scaled.to_text()
 
 
 def _add_numbers(command: argparse.ArgumentParser) -> None:
@@ -176,7 +197,7 @@ def _add_numbers(command: argparse.ArgumentParser) -> None:
         )
     command.add_argument(
         "--costs",
-        action=_SetCosts,
+        type=_times,
         default=Costs(),
         metavar="F,I,W",
         help="times of the forward and the two halves of the backward of all the "
@@ -184,37 +205,31 @@ def _add_numbers(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--latency",
-        action=_SetCosts,
+        type=_latency,
+        default=0.0,
         metavar="C",
         help="time of a transfer between two ranks, in the same unit; default: 0",
     )
 
 
-class _SetCosts(argparse.Action):
-    """Two options that fill one `Costs`, in whichever order they come."""
-
-    def __call__(self, parser, namespace, values, option_string=None) -> None:
-        read = _latency if self.dest == "latency" else _costs
-        try:
-            fields = read(str(values))
-        except ValueError as error:
-            parser.error(f"{option_string} {values}: {error}")
-        namespace.costs = dataclasses.replace(namespace.costs, **fields)
+def _costs(arguments: argparse.Namespace) -> Costs:
+    return dataclasses.replace(arguments.costs, latency=arguments.latency)
 
 
-def _costs(text: str) -> dict[str, float | None]:
-    says = "write the times of F, I and W, such as 1,1,1, or of F and B, such as 1,2"
-    times = [time(part, says) for part in text.split(",")]
-    if len(times) not in (2, 3):
-        raise ValueError(says)
-    half, rest = times[1:] if len(times) == 3 else (None, None)
-    return {
-        "forward": times[0],
-        "backward": sum(times[1:]),
-        "input_grad": half,
-        "weight_grad": rest,
-    }
+def _times(text: str) -> Costs:
+    says = f"{text}: write the times of F, I and W, such as 1,1,1, or of F and B: 1,2"
+    try:
+        forward, *back = (time(part, says) for part in text.split(","))
+        half, rest = back if len(back) == 2 else (None, None)
+        if len(back) not in (1, 2):
+            raise ValueError(says)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return Costs(forward, sum(back), half, rest)
 
 
-def _latency(text: str) -> dict[str, float | None]:
-    return {"latency": time(text, "write a time, such as 0.25")}
+def _latency(text: str) -> float:
+    try:
+        return time(text, f"{text}: write a time, such as 0.25")
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

@@ -269,9 +269,6 @@ def faults_of(
     last = math.inf if num_stages is None else num_stages - 1
     for number, skip in enumerate(costs.skips):
         name = f"skips[{number}]"
-        if not isinstance(skip, Skip):
-            found.append(f"{name} is a {type(skip).__name__}, needs a Skip")
-            continue
         source, target = skip[:2]
         if not 0 <= source <= target <= last:
             found.append(

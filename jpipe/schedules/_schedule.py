@@ -3,8 +3,7 @@
 import dataclasses
 import json
 import math
-import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,8 +15,6 @@ from ._homes import Homes
 from ._simulate import TOO_LONG, ScheduleError, check_costs, deadlock, predicted
 from ._tables import Run, Tables
 from ._timeline import Timeline
-
-_NO_JSON = "no schedule as Schedule.to_json writes it"
 
 
 @dataclass(frozen=True)
@@ -135,31 +132,21 @@ class Schedule:
           >>> Schedule.from_json(schedule.to_json()) == schedule
           True
         """
-        needs = [field.name for field in dataclasses.fields(cls)]
         try:
             fields = json.loads(text)
+            fields |= {
+                "rows": _parse(fields["name"], fields["rows"]),
+                "placement": tuple(fields["placement"]),
+                "replicas": tuple(map(tuple, fields.get("replicas", ()))),
+            }
+            return cls(**fields).validate()
+        except ScheduleError:
+            raise
         # A number of thousands of digits is a ValueError, as is what is no JSON.
-        except (ValueError, RecursionError) as error:
-            raise ScheduleError(f"{_NO_JSON}: {error!r}") from None
-        if not isinstance(fields, dict):
-            kind = type(fields).__name__
-            raise ScheduleError(f"{_NO_JSON}: a {kind}, needs an object")
-        missing = [name for name in needs[:-2] if name not in fields]
-        surplus = [name for name in fields if name not in needs]
-        if missing or surplus:
-            faults = [f"missing: {reprlib.repr(missing)}"] if missing else []
-            faults += [f"surplus: {reprlib.repr(surplus)}"] if surplus else []
-            raise ScheduleError(f"{_NO_JSON}: {'; '.join(faults)}")
-        name, rows, placement = (fields[key] for key in ("name", "rows", "placement"))
-        if isinstance(rows, list) and all(isinstance(row, list) for row in rows):
-            fields["rows"] = _parse(name, rows)
-        if isinstance(placement, list):
-            fields["placement"] = tuple(placement)
-        if isinstance(replicas := fields.get("replicas"), list):
-            each = (tuple(own) if isinstance(own, list) else own for own in replicas)
-            fields["replicas"] = tuple(each)
-        schedule = cls(**fields)
-        return schedule.validate()
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            raise ScheduleError(
+                f"no schedule as Schedule.to_json writes it: {error!r}"
+            ) from None
 
     def validate(
         self, *, max_bytes: float | None = None, costs: Costs | None = None
@@ -175,7 +162,7 @@ class Schedule:
 
         Raises:
           ScheduleError: with every fault that was found, each with its rule: E0 a
-            field or cell that is of no use, E1 unknown op, E2 stage, E3 micro-batch
+            size or cell that is none, E1 unknown op, E2 stage, E3 micro-batch
             out of range, E4 on a rank that is not its stage's, E5 missing, E6 twice,
             E7 both whole and split, E8 order on the rank, E9 a cycle of waiting
             ranks, E10 backward on another rank than its forward, E11 memory; or if
@@ -184,13 +171,8 @@ class Schedule:
         Warns:
           UserWarning: E12, if a rank runs nothing.
         """
-        fields = (getattr(self, field.name) for field in dataclasses.fields(self))
-        faults = list(_validate.malformed(*fields))
-        if not faults and len(self.placement) != self.num_stages:
-            faults.append(
-                f"E4 placement has {len(self.placement)} entries for "
-                f"{self.num_stages} stages"
-            )
+        sizes = self.num_stages, self.num_microbatches
+        faults = [*_validate.malformed(*sizes, self.placement, self.rows)]
         faults = faults or _validate.faults(
             self.rows,
             self.placement,
@@ -287,7 +269,7 @@ class Schedule:
 ScheduleBuilder = Callable[[int, int], Schedule]
 
 
-def _parse(name: str, lines: list[list[Any]]) -> tuple[tuple[Action, ...], ...]:
+def _parse(name: str, lines: Sequence[Sequence[Any]]) -> tuple[tuple[Action, ...], ...]:
     faults, rows = [], []
     for rank, line in enumerate(lines):
         row = []

@@ -140,7 +140,7 @@ def _shifted(
     some = [*_distinct(found, _SHIFTED), *fitting[:_SHIFTED]]
     for order in {id(order): order for order in some}.values():
         priority = latest_starts(order.run)
-        for careful in (True, False):
+        for careful in (True, False) if most else (True,):
             limits = Limits(most, careful=careful)
             yield arrange(tables, priority, limits, order.whole), order.whole
 

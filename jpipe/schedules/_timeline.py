@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -87,11 +87,15 @@ class Timeline:
         return self.costs is None or self.costs.in_seconds
 
     @functools.cached_property
+    def begin(self) -> float:
+        """The first start."""
+        return min(self.start.values(), default=0.0)
+
+    @functools.cached_property
     def makespan(self) -> float:
         """The time from the first start to the last end."""
-        first = min(self.start.values(), default=0.0)
         exchanged = [exchange.end for exchange in self.exchanges]
-        return max([*self.end.values(), *exchanged], default=0.0) - first
+        return max([*self.end.values(), *exchanged], default=0.0) - self.begin
 
     @property
     def busy(self) -> tuple[float, ...]:
@@ -146,7 +150,7 @@ class Timeline:
         busy = self.busy
         return max(range(len(busy)), key=busy.__getitem__, default=0)
 
-    @property
+    @functools.cached_property
     def peak_bytes(self) -> tuple[float, ...]:
         """The most that each rank holds at any time."""
         peaks = [0.0] * len(self.rows)
@@ -217,7 +221,24 @@ class Timeline:
 
         The number of the stage is left out where each rank has a single one.
         """
-        return grid(self.rows, self.start, self.end, self.num_stages > len(self.rows))
+        several = self.num_stages > len(self.rows)
+        labels = {
+            action: str(action) if several else f"{action.op}{action.microbatch}"
+            for row in self.rows
+            for action in row
+        }
+        width = max((len(label) for label in labels.values()), default=1)
+        digits = len(str(len(self.rows) - 1))
+        columns = round(max(self.end.values(), default=0.0))
+        lines = []
+        for rank, row in enumerate(self.rows):
+            cells = ["."] * columns
+            for action in row:
+                for column in range(round(self.start[action]), round(self.end[action])):
+                    cells[column] = labels[action]
+            line = " ".join(cell.ljust(width) for cell in cells)
+            lines.append(f"rank {rank:{digits}} |{line}|")
+        return "\n".join(lines)
 
 
 def in_words(timeline: Timeline) -> tuple[str, str]:
@@ -229,36 +250,3 @@ def in_words(timeline: Timeline) -> tuple[str, str]:
 
 def _share(fraction: float) -> str:
     return f"{fraction:.1%}".replace("%", " %")
-
-
-def grid(
-    rows: Sequence[Sequence[Action]],
-    start: Mapping[Action, float],
-    end: Mapping[Action, float],
-    several: bool,
-) -> str:
-    """Rows of cells, one column per unit of time.
-
-    Args:
-      rows: the actions of each rank.
-      start: when each starts; rounded to columns.
-      end: when it ends.
-      several: whether ranks run several stages, so that cells have to name them.
-    """
-    labels = {
-        action: str(action) if several else f"{action.op}{action.microbatch}"
-        for row in rows
-        for action in row
-    }
-    width = max((len(label) for label in labels.values()), default=1)
-    digits = len(str(len(rows) - 1))
-    columns = round(max(end.values(), default=0.0))
-    lines = []
-    for rank, row in enumerate(rows):
-        cells = ["."] * columns
-        for action in row:
-            for column in range(round(start[action]), round(end[action])):
-                cells[column] = labels[action]
-        line = " ".join(cell.ljust(width) for cell in cells)
-        lines.append(f"rank {rank:{digits}} |{line}|")
-    return "\n".join(lines)
