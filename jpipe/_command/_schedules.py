@@ -4,16 +4,14 @@ import argparse
 import contextlib
 import dataclasses
 import inspect
-import math
 import sys
 import warnings
 from collections.abc import Iterator
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from .. import draw, schedules
-from ..schedules import Costs, Schedule, ScheduleError, Timeline
+from ..schedules import Costs, Schedule, ScheduleError
 from ..schedules._compare import fitting
 from . import _files
 from ._arguments import count, known, picture_path, schedule_name, time
@@ -21,8 +19,6 @@ from ._refusal import Unfit
 
 # A text grid of more cells than that is not printed: nobody would look at it.
 _LARGEST = 1_000_000
-# Into so many columns the text grid cuts the shortest action at most.
-_FINEST = 8
 
 
 def add_draw(commands: Any) -> None:
@@ -94,20 +90,15 @@ def _draw(arguments: argparse.Namespace) -> int:
         ]
     )
     if not wrote:
-        print(_grid(timeline))
+        print(timeline.to_text())
     return 0
 
 
 def _built(arguments: argparse.Namespace) -> Schedule:
-    builder, options = schedules.named(arguments.name), {}
-    if arguments.chunks is not None:
-        if not _takes_chunks(builder):
-            able = [n for n, b in schedules.BY_NAME.items() if _takes_chunks(b)]
-            raise Unfit(
-                f"--chunks {arguments.chunks}: {arguments.name} has no such choice; "
-                f"leave it out, or draw {' or '.join(able)}"
-            )
-        options["num_chunks"] = arguments.chunks
+    builder, chunks = schedules.named(arguments.name), arguments.chunks
+    options = {} if chunks is None else {"num_chunks": chunks}
+    if chunks is not None and "num_chunks" not in inspect.signature(builder).parameters:
+        raise Unfit(f"--chunks {chunks}: {arguments.name} has no such choice")
     with _refused():
         return builder(arguments.ranks, arguments.microbatches, **options)
 
@@ -119,10 +110,6 @@ def _refused() -> Iterator[None]:
         yield
     except ScheduleError as error:
         raise Unfit(str(error)) from None
-
-
-def _takes_chunks(builder: schedules.ScheduleBuilder) -> bool:
-    return "num_chunks" in inspect.signature(builder).parameters
 
 
 def _compare(arguments: argparse.Namespace) -> int:
@@ -161,26 +148,6 @@ def _check(arguments: argparse.Namespace) -> int:
     if len(timeline.rows) * timeline.makespan <= _LARGEST:
         print(timeline.to_text())
     return 0
-
-
-def _grid(timeline: Timeline) -> str:
-    """The text grid, in columns so fine that actions begin and end with one."""
-    start, end = timeline.start, timeline.end
-    times = [
-        Fraction(t).limit_denominator(10_000) for t in (*start.values(), *end.values())
-    ]
-    common = math.lcm(*(t.denominator for t in times))
-    exact = Fraction(math.gcd(*(int(t * common) for t in times)), common)
-    shortest = min((end[a] - start[a] for a in start if end[a] > start[a]), default=1.0)
-    # Rather rounded times than a grid that is wider than any screen.
-    column = max(exact, Fraction(shortest) / _FINEST)
-    scaled = dataclasses.replace(
-        timeline,
-        start={action: t / column for action, t in start.items()},
-        end={action: t / column for action, t in end.items()},
-    )
-    note = f"a column is {float(column):.4g} units of time\n" if column != 1 else ""
-    return note + scaled.to_text()
 
 
 def _add_numbers(command: argparse.ArgumentParser) -> None:

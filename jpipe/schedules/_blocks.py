@@ -217,8 +217,8 @@ def _laid_out(block: str | Sequence[Sequence[int]], num_ranks: int) -> list[_Slo
         starts = [tuple(slots) for slots in block]
         if [len(slots) for slots in starts] != [4] * num_ranks:
             raise ScheduleError(
-                f"block={block!r}: needs four slots for each of {num_ranks} ranks: F of "
-                f"its first chunk, F and I of its second, I of its first"
+                f"block={block!r}: needs four slots for each of {num_ranks} ranks: "
+                f"F of its first chunk, F and I of its second, I of its first"
             )
     return [_with_rests(some) for some in starts]
 

@@ -100,8 +100,8 @@ class Schedule:
         rank_of = {action.stage: rank for action, rank in reversed(cells)}
         num_stages = max(rank_of) + 1
         num_microbatches = max(action.microbatch for action, _ in cells) + 1
-        pairs = {action[1:] for action, _ in cells}
-        if says := _validate.absent(pairs, num_stages, num_microbatches):
+        sizes = num_stages, num_microbatches
+        if says := _validate.too_large(*sizes, len(cells)):
             # Said before anything is as long as a number is large.
             raise ScheduleError(_validate.refusal(name, [says]))
         return cls(

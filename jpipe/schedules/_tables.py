@@ -110,9 +110,15 @@ class Tables:
         return tuple(tuple(map(self.action, row)) for row in rows)
 
     def _changes(self, action: Action) -> Changes:
+        """The bytes that an action adds to ranks, one after the other."""
         own, sent = changes_of(action, self.costs, self.num_stages - 1, self._training)
-        where = self.homes[action.microbatch]
-        return changes_by_rank(where[action.stage], own, sent, where)
+        rank_of = self.homes[action.microbatch]
+        home, away = rank_of[action.stage], Counter[int]()
+        for stage, size in sent:
+            if rank_of[stage] != home and size:
+                away[rank_of[stage]] += size
+        changes = [(home, own + sum(size for _, size in sent)), *away.items()]
+        return [*changes, (home, -sum(away.values()))] if away else changes
 
     def _reads(
         self, op: str, stage: int, some: list[Action]
@@ -180,11 +186,8 @@ class Tables:
         Yields:
           An action, a rank whose bytes it changes, and how many it then holds.
         """
-        held, shared, count = (
-            self.at_start,
-            self.costs.shared_bytes,
-            self.num_microbatches,
-        )
+        held, shared = self.at_start, self.costs.shared_bytes
+        count = self.num_microbatches
         # Of what the micro-batches of a stage share on a rank.
         readers = Counter(
             (stage, self.homes[i][stage])
@@ -322,28 +325,6 @@ def _known(end: float | None) -> float:
 def _numbers(first: int, count: int) -> Iterable[int]:
     """Of all micro-batches, from that of the first; -1 stays."""
     return range(first, first + count) if first >= 0 else [-1] * count
-
-
-def changes_by_rank(
-    home: int,
-    own: float,
-    sent: Sequence[tuple[int, float]],
-    placement: Sequence[int],
-) -> list[tuple[int, float]]:
-    """The bytes by which an action changes what ranks hold, one after the other.
-
-    Args:
-      home: the rank that runs it.
-      own: what it adds there, without what it sends; see `changes_of`.
-      sent: to which stages it sends how many bytes.
-      placement: the rank of each stage.
-    """
-    away: dict[int, float] = {}
-    for stage, size in sent:
-        if placement[stage] != home and size:
-            away[placement[stage]] = away.get(placement[stage], 0) + size
-    changes = [(home, own + sum(size for _, size in sent)), *away.items()]
-    return [*changes, (home, -sum(away.values()))] if away else changes
 
 
 def changes_of(

@@ -2,10 +2,12 @@
 
 import dataclasses
 import functools
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import NamedTuple
 
 from ._action import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Needs
@@ -20,6 +22,10 @@ _FIELD = {
     INPUT: "input_grad",
     WEIGHT: "weight_grad",
 }
+
+
+# Into so many columns the text picture cuts the shortest action at most.
+_FINEST = 8
 
 
 class MemoryEvent(NamedTuple):
@@ -217,28 +223,46 @@ class Timeline:
         return dataclasses.replace(costs or self.costs or Costs(), **fields)
 
     def to_text(self) -> str:
-        """A picture: one line per rank, one column per unit of time, ``.`` is idle.
+        """A picture: one line per rank, columns of equal time, ``.`` is idle.
 
-        The number of the stage is left out where each rank has a single one.
+        Columns are so fine that actions begin and end with one. The number of the stage
+        is left out where each rank has a single one.
         """
-        several = self.num_stages > len(self.rows)
-        labels = {
-            action: str(action) if several else f"{action.op}{action.microbatch}"
-            for row in self.rows
-            for action in row
-        }
-        width = max((len(label) for label in labels.values()), default=1)
-        digits = len(str(len(self.rows) - 1))
-        columns = round(max(self.end.values(), default=0.0))
+        several, column = self.num_stages > len(self.rows), self._column()
+        last = max(self.end.values(), default=self.begin) - self.begin
+        width = 1
         lines = []
-        for rank, row in enumerate(self.rows):
-            cells = ["."] * columns
+        for row in self.rows:
+            cells = ["."] * round(last / column)
             for action in row:
-                for column in range(round(self.start[action]), round(self.end[action])):
-                    cells[column] = labels[action]
-            line = " ".join(cell.ljust(width) for cell in cells)
-            lines.append(f"rank {rank:{digits}} |{line}|")
-        return "\n".join(lines)
+                first, end = (
+                    (t - self.begin) / column
+                    for t in (self.start[action], self.end[action])
+                )
+                label = str(action) if several else f"{action.op}{action.microbatch}"
+                width = max(width, len(label))
+                for at_column in range(round(first), round(end)):
+                    cells[at_column] = label
+            lines.append(cells)
+        digits = len(str(len(self.rows) - 1))
+        return "\n".join(
+            f"rank {rank:{digits}} |{' '.join(cell.ljust(width) for cell in cells)}|"
+            for rank, cells in enumerate(lines)
+        )
+
+    def _column(self) -> float:
+        """The greatest time of which all times are multiples, if not too fine."""
+        start, end = self.start, self.end
+        lasting = [end[a] - start[a] for a in start if end[a] > start[a]]
+        shortest = min(lasting, default=1.0)
+        parts = [
+            Fraction((time - self.begin) / shortest).limit_denominator(1000)
+            for time in (*start.values(), *end.values())
+        ]
+        common = math.lcm(*(part.denominator for part in parts))
+        exact = math.gcd(*(int(part * common) for part in parts)) / common
+        # Rather rounded times than a picture that is wider than any screen.
+        return shortest * max(exact, 1 / _FINEST)
 
 
 def in_words(timeline: Timeline) -> tuple[str, str]:

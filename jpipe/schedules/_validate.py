@@ -1,8 +1,9 @@
 """Whether a schedule can run: every fault found, by rule, with its place."""
 
+import itertools
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ._action import BACKWARD, FORWARD, INPUT, OPS, WEIGHT, Action
@@ -52,31 +53,14 @@ def malformed(
                 )
 
 
-def absent(
-    present: Collection[tuple[int, int]], num_stages: int, num_microbatches: int
-) -> str:
-    """That more is missing than anybody would read, if so; else empty.
-
-    Args:
-      present: the stages and micro-batches of which there is some cell.
-      num_stages: the number of stages.
-      num_microbatches: the number of micro-batches.
-    """
-    total = num_stages * num_microbatches
-    if total - len(present) <= _MOST:
-        return ""
-    stage, microbatch = next(
-        (stage, i)
-        for stage in range(num_stages)
-        for i in range(num_microbatches)
-        if (stage, i) not in present
-    )
+def too_large(num_stages: int, num_microbatches: int, num_cells: int) -> str:
+    """That more is missing than anybody would read, if so; else empty."""
+    pairs = num_stages * num_microbatches
     return (
         f"E5 stages 0 to {num_stages - 1} and micro-batches 0 to "
-        f"{num_microbatches - 1} are {total} pairs, of {total - len(present)} of them "
-        f"there is no cell, {Action(FORWARD, stage, microbatch)} the first; if that "
-        f"is more than was meant, a number is too large"
-    )
+        f"{num_microbatches - 1} are {pairs} pairs, there are {num_cells} cells: if "
+        f"that is more than was meant, a number is too large"
+    ) * (pairs > num_cells + _MOST)
 
 
 def faults(
@@ -178,18 +162,10 @@ def _miscounted(
 ) -> Iterator[str]:
     """Actions that are missing, appear twice, or do the same work twice."""
     count = Counter(action for row in rows for action in row)
-    present = {
-        (stage, i)
-        for _, stage, i in count
-        if 0 <= stage < num_stages and 0 <= i < num_microbatches
-    }
-    if says := absent(present, num_stages, num_microbatches):
+    if says := too_large(num_stages, num_microbatches, count.total()):
         yield says
-        pairs = sorted(present)
-    else:
-        every = range(num_microbatches)
-        pairs = [(stage, i) for stage in range(num_stages) for i in every]
-    for stage, i in pairs:
+        return
+    for stage, i in itertools.product(range(num_stages), range(num_microbatches)):
         forward, whole, half, rest = (Action(op, stage, i) for op in OPS)
         if not count[forward]:
             yield f"E5 {forward} never runs"
