@@ -91,7 +91,7 @@ def test_no_order_of_tiny_pipelines_beats_the_bound(case):
     assert bound <= fastest(placement, m, costs)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(predictions())
 def test_no_schedule_of_the_catalogue_beats_the_bound(prediction):
     schedule, costs = prediction

@@ -17,7 +17,7 @@ from jpipe.schedules import (
     zb_v,
 )
 
-from .orders import every_name, sizes
+from .orders import every_name, some_sizes
 
 
 @every_name
@@ -76,19 +76,19 @@ def test_zb_v_of_few_microbatches_is_that_of_enough_without_the_others():
 
 def test_interleaved_with_one_chunk_is_1f1b():
     # The formulas for more chunks would give the eager order.
-    for p, m in sizes("interleaved"):
+    for p, m in some_sizes("interleaved"):
         assert interleaved(p, m, 1) == one_f_one_b(p, m)
     assert interleaved(4, 8, 1) != eager_one_f_one_b(4, 8)
 
 
 def test_chunked_schedules_run_with_any_number_of_chunks():
-    for p, m, v in itertools.product(range(1, 5), range(1, 10), range(1, 5)):
+    for p, m, v in itertools.product((1, 2, 4), (1, 5, 9), (1, 2, 4)):
         assert interleaved(p, m, v).validate().num_stages == v * p
         assert looped_bfs(p, m, v).validate().num_stages == v * p
 
 
 def test_groups_of_as_many_microbatches_as_ranks_or_more_never_wait_for_ever():
-    for p, m, v in itertools.product(range(1, 5), range(1, 10), range(2, 4)):
+    for p, m, v in itertools.product((1, 2, 4), (1, 5, 9), (2, 3)):
         for group in range(p, m + 2):
             interleaved(p, m, v, group).validate()
 
@@ -108,7 +108,6 @@ def test_a_schedule_is_found_by_its_name_and_by_that_of_its_function():
     for name, builder in BY_NAME.items():
         assert named(name) is builder
         assert named(builder.__name__) is builder
-        assert named(name, 2, 4) == builder(2, 4)
     assert named("one_f_one_b") is one_f_one_b
 
 

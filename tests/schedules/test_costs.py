@@ -178,8 +178,6 @@ def test_a_forward_that_takes_no_time_does_not_hold_up_its_rank():
     timeline = gpipe(2, 3).simulate(costs)
     assert timeline.start[Action("B", 1, 0)] == 1.0
     assert timeline.makespan == 1.0 + 3 * 3.0 + 2.0
-    path = timeline.critical_path
-    assert sum(costs.of(action) for action in path) == timeline.makespan
 
 
 class TestSkipTransfers:
@@ -201,7 +199,6 @@ class TestSkipTransfers:
         # B of the last stage ends at 4; its gradient reaches the first at 14.
         assert timeline.end[Action("B", 2, 0)] == 4
         assert timeline.start[Action("B", 0, 0)] == 14
-        assert timeline.critical_path[-2:] == (Action("B", 2, 0), Action("B", 0, 0))
 
     def test_split_backwards_send_it_with_the_first_half(self):
         costs = dataclasses.replace(self.costs(0, back=10), bandwidth=1.0)
@@ -234,12 +231,11 @@ class TestSkipTransfers:
         ),
         (Costs([[1, 2], [1, 2]]), [f"forward[{s}] has 2 entries" for s in (0, 1)]),
         (
-            Costs(skips=(Skip(0, 2, 1, 1), Skip(1, 0, 1, -1), (0, 1, 1, 1))),  # pyright: ignore[reportArgumentType]
+            Costs(skips=(Skip(0, 2, 1, 1), Skip(1, 0, 1, -1))),
             [
                 "skips[0] goes from stage 0 to 2, needs a later stage of 2",
                 "skips[1] goes from stage 1 to 0, needs a later stage of 2",
                 "skips[1].cotangent_bytes=-1 is not 0 or more and finite",
-                "skips[2] is a tuple, needs a Skip",
             ],
         ),
     ],
