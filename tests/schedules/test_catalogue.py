@@ -2,7 +2,7 @@
 
 import pytest
 
-from jpipe.schedules import BY_NAME, Action, Schedule
+from jpipe.schedules import BY_NAME, Schedule
 
 from .orders import IN_A_V, ON_A_LINE
 
@@ -92,7 +92,7 @@ ORDERS = {
 }
 
 
-def stage_of(name: str, num_ranks: int, rank: int, chunk: int) -> int:
+def stage_of(name: str, num_ranks: int, rank: int, chunk: bool) -> int:
     """Which stage a chunk of a rank is: round the ranks, or down and up again."""
     if name in IN_A_V and chunk:
         return 2 * num_ranks - 1 - rank
@@ -105,35 +105,19 @@ def cells(picture: str) -> list[list[str]]:
     return [line.split("|")[1].split() for line in lines]
 
 
-def drawn(name: str, picture: str) -> list[dict[Action, tuple[int, int]]]:
-    """The actions of each rank in order, each with the columns where it is drawn."""
-    grid = cells(picture)
-    rows: list[dict[Action, tuple[int, int]]] = [{} for _ in grid]
-    for rank, line in enumerate(grid):
-        for column, cell in enumerate(line):
-            if cell == ".":
-                continue
-            stage = stage_of(name, len(grid), rank, int(cell[0].islower()))
-            action = Action(cell[0].upper(), stage, int(cell[1:]))
-            start, _ = rows[rank].get(action, (column, None))
-            rows[rank][action] = (start, column + 1)
-    return rows
-
-
 @pytest.mark.parametrize("name", PICTURES)
 def test_four_ranks_and_eight_microbatches_run_as_published(name):
-    picture = drawn(name, PICTURES[name])
-    schedule = BY_NAME[name](4, 8)
-    assert [list(row) for row in schedule.rows] == [list(row) for row in picture]
-    timeline = schedule.simulate()
-    for row in picture:
-        for action, columns in row.items():
-            assert (timeline.start[action], timeline.end[action]) == columns
-
-
-@pytest.mark.parametrize("name", sorted(ON_A_LINE & set(PICTURES)))
-def test_a_schedule_prints_as_published(name):
-    assert cells(str(BY_NAME[name](4, 8))) == cells(PICTURES[name])
+    shown = cells(BY_NAME[name](4, 8).simulate().to_text())
+    picture = cells(PICTURES[name])
+    if name not in ON_A_LINE:  # there each cell names its stage
+        for rank, line in enumerate(picture):
+            line[:] = [
+                cell
+                if cell == "."
+                else f"{stage_of(name, 4, rank, cell[0].islower())}{cell.upper()}"
+                for cell in line
+            ]
+    assert shown == picture
 
 
 @pytest.mark.parametrize("name", ORDERS)

@@ -111,7 +111,9 @@ def test_validator_and_simulator_agree_with_graph_theory(schedule, costs):
         assert ("E9" in faults) == ("E8" not in faults)
     else:
         assert schedule.validate() is schedule
-        assert schedule.simulate(costs).start == start
+        timeline = schedule.simulate(costs)
+        assert timeline.start == start
+        assert timeline.lower_bound <= timeline.makespan
         assert Schedule.from_text(schedule.to_text(), "any") == schedule
     if start is None:
         with pytest.raises(ScheduleError, match="the schedule deadlocks: rank"):

@@ -14,7 +14,7 @@ from .orders import fewest, refusal_of
 
 @st.composite
 def mutations(draw):
-    """A schedule of the catalogue, and its rows with one cell too few, too many, other."""
+    """A schedule of the catalogue, and it with one cell too few, too many or other."""
     name = draw(st.sampled_from(sorted(BY_NAME)))
     p = draw(st.integers(1, 4))
     schedule = BY_NAME[name](p, fewest(name, p) + draw(st.integers(0, 4)))
