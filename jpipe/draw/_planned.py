@@ -66,7 +66,7 @@ def _row(plan: Any, rank: int) -> Row:
     modes = " and ".join(dict.fromkeys(stage.remat for stage in own))
     busy, memory = forecast.busy[rank], forecast.memory[rank]
     return Row(
-        name=f"rank {rank}: {layers}; {modes}",
+        name=f"rank {rank}, {modes}: {layers}",
         times=(Part(busy, _BUSY, f"busy: {duration(busy)}, {layers}"),),
         time=f"{busy / forecast.seconds:.0%}" if forecast.seconds else "",
         sizes=tuple(

@@ -4,8 +4,6 @@ import pytest
 
 from jpipe.draw import _palette as palette
 
-from .pictures import SVG, parsed, predicted
-
 
 def seen_by(fill: str, vision: str) -> tuple[float, ...]:
     """A colour as people see it who lack a kind of cones (Machado et al., 2009)."""
@@ -46,18 +44,3 @@ def test_numbers_can_be_read_on_every_shade():
                 reverse=True,
             )
             assert (light + 0.05) / (dark + 0.05) >= 4, fill
-
-
-def test_later_stages_of_a_rank_are_lighter():
-    timeline = predicted("zb_v")
-    chunk_of = palette.chunks(timeline)
-    assert [chunk_of[stage] for stage in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
-    fills = {
-        (title.text or "").partition(":")[0]: group.get("fill")
-        for group in parsed(timeline).iter(f"{SVG}g")
-        for title in group.iter(f"{SVG}title")
-    }
-    assert fills["0F0"] == fills["3F5"] == palette.OPS["F"]
-    assert fills["7F0"] == fills["4F5"] == palette.shade("F", 1, 2)
-    light = [palette._luminance(palette.shade("F", chunk, 3)) for chunk in range(3)]
-    assert light == sorted(set(light))

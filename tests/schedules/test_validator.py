@@ -1,6 +1,5 @@
 """Schedules that cannot run: each rule, by hand."""
 
-
 import pytest
 
 from jpipe.schedules import Costs, Schedule, gpipe
