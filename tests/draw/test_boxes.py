@@ -76,6 +76,14 @@ def test_numbers_are_all_there_where_there_is_room_and_else_none():
     assert numbers_in(parsed(predicted("zb_v", 8, 32), width=600)) == []
 
 
+def test_numbers_can_be_read_on_every_shade():
+    shades = [palette.shade(op, chunk, 4) for op in palette.OPS for chunk in range(4)]
+    assert len(set(shades)) == 16
+    for fill in shades:
+        light = [palette._luminance(each) for each in (fill, palette.ink_on(fill))]
+        assert (max(light) + 0.05) / (min(light) + 0.05) >= 4, fill
+
+
 def test_memory_curves_have_one_scale_and_follow_the_events():
     small, large = predicted("1f1b"), predicted("gpipe")
     root = parsed([small, large])

@@ -18,6 +18,8 @@ def test_no_timelines_and_a_wrong_number_of_titles(render):
         render([])
     with pytest.raises(ValueError, match=r"titles=\['a', 'b'\] for 1 timelines"):
         render(predicted("gpipe"), titles=["a", "b"])
+    with pytest.raises(ValueError, match="width=100: must be at least 400"):
+        draw.svg(predicted("gpipe"), width=100)
 
 
 @pytest.mark.parametrize("draws", [draw.svg, draw.trace])
@@ -25,11 +27,6 @@ def test_a_schedule_is_drawn_with_the_default_costs_as_by_the_command(draws):
     schedule, timeline = BY_NAME["zb_v"](2, 4), predicted("zb_v", 2, 4)
     assert draws(schedule) == draws(timeline)
     assert draws([timeline, schedule]) == draws([timeline, timeline])
-
-
-def test_a_picture_that_would_be_too_narrow():
-    with pytest.raises(ValueError, match="width=100: must be at least 400"):
-        draw.svg(predicted("gpipe"), width=100)
 
 
 def test_timelines_without_time_or_actions_are_drawn():
@@ -55,13 +52,10 @@ def test_png_and_pdf_are_written(tmp_path):
     assert height == CLOSE(2 * float(root.get("height", 0)), abs=2)
 
 
-def test_another_ending_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"must end in \.png or \.pdf"):
-        draw.png(predicted("gpipe"), tmp_path / "a.gif")
-
-
 def test_without_matplotlib_the_error_says_what_to_type(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=re.escape("pip install 'jpipe[plot]'")):
         draw.png(predicted("gpipe"), tmp_path / "a.png")
+    with pytest.raises(ValueError, match=r"must end in \.png or \.pdf"):
+        draw.png(predicted("gpipe"), tmp_path / "a.gif")
     assert draw.svg(predicted("gpipe")).startswith("<svg")

@@ -44,14 +44,11 @@ def test_predicted_stands_above_measured_on_one_axis():
     upper, lower = found[: len(first.start)], found[len(first.start) :]
     assert max(b["y"] for _, b in upper) < min(b["y"] for _, b in lower)
     above = {title.split(":")[0]: box for title, box in upper}
+    left = min(b["x"] for _, b in upper)
     for title, box in lower:
         match = above[title.split(":")[0]]
         assert box["width"] == CLOSE(1.5 * match["width"], abs=0.03)
-    start = min(b["x"] for _, b in upper)
-    assert start == min(b["x"] for _, b in lower)
-    for title, box in lower:
-        offset = above[title.split(":")[0]]["x"] - start
-        assert box["x"] - start == CLOSE(1.5 * offset, abs=0.03)
+        assert box["x"] - left == CLOSE(1.5 * (match["x"] - left), abs=0.03)
     said = [text["text"] for text in texts(root)]
     assert said.count("time, ms") == 1
     assert said.index("predicted") < said.index("measured")
