@@ -50,19 +50,6 @@ def test_a_block_of_the_literature_holds_and_idles_what_its_table_says(block):
             assert len(set(timeline.idle)) == 1
 
 
-def test_the_literature_gives_a_third_and_a_half_of_what_1f1b_holds():
-    for p in (2, 3, 7, 12, 16):
-        m = 2 * p
-        assert max(held(build_v(p, m, block="v_min"))) / 2 <= p / 3 + 4 / 3
-        assert max(held(build_v(p, m, block="v_half"))) / 2 <= p / 2 + 1
-    for p, m in ((8, 48),):
-        slots = 6 * m
-        v_min = max(build_v(p, m, block="v_min").simulate().idle) / slots
-        v_half = max(build_v(p, m, block="v_half").simulate().idle) / slots
-        assert v_min <= 2 * p / (3 * m)
-        assert v_half <= p / (2 * m) + p / (12 * m)
-
-
 def test_the_block_of_zb_v_takes_the_time_and_the_memory_of_zb_v():
     for p in (1, 3, 6):
         for m in (2 * p - 1, 3 * p + 1):
@@ -150,9 +137,3 @@ def test_any_block_that_can_be_repeated_makes_a_valid_schedule(starts, m):
 def test_what_cannot_be_built_is_refused(arguments, says):
     with pytest.raises(ScheduleError, match=f"^{re.escape(says)}"):
         build_v(2, 4, **arguments)
-
-
-def test_build_v_refuses_less_than_one():
-    says = "v: num_ranks=0, num_microbatches=0: must be ints of at least 1"
-    with pytest.raises(ScheduleError, match=f"^{says}$"):
-        build_v(0, 0, block=[])

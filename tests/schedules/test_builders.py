@@ -14,7 +14,6 @@ from jpipe.schedules import (
     looped_bfs,
     named,
     one_f_one_b,
-    zb_v,
 )
 
 from .orders import some_sizes
@@ -57,16 +56,6 @@ def test_dualpipe_v_needs_two_microbatches_per_rank():
         )
         with pytest.raises(ScheduleError, match=f"^{re.escape(says)}$"):
             dualpipe_v(p, 2 * p - 1)
-
-
-def test_zb_v_of_few_microbatches_is_that_of_enough_without_the_others():
-    for p in range(2, 6):
-        enough = zb_v(p, 2 * p - 1)
-        for m in range(1, 2 * p - 1):
-            assert zb_v(p, m).rows == tuple(
-                tuple(action for action in row if action.microbatch < m)
-                for row in enough.rows
-            )
 
 
 def test_interleaved_with_one_chunk_is_1f1b():

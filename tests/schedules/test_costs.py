@@ -8,8 +8,6 @@ import pytest
 from jpipe.schedules import (
     Action,
     Costs,
-    MemoryEvent,
-    Schedule,
     ScheduleError,
     Skip,
     Timeline,
@@ -17,7 +15,6 @@ from jpipe.schedules import (
     fit,
     gpipe,
     interleaved,
-    looped_bfs,
     lower_bound,
     one_f_one_b,
     zb_v,
@@ -50,20 +47,6 @@ def test_a_transfer_takes_its_latency_and_its_bytes_over_the_bandwidth():
     }
     assert timeline.makespan == 13.5
     assert timeline.idle == (7.5, 7.5)
-
-
-def test_stages_of_one_rank_hand_over_for_nothing():
-    schedule = Schedule.from_text("0F0 1F0 1B0 0B0")
-    slow = Costs(latency=5.0, bandwidth=1.0, boundary_bytes=7)
-    assert schedule.simulate(slow).makespan == 6.0
-
-
-def test_the_first_half_of_a_backward_sends_and_the_second_does_not():
-    schedule = Schedule.from_text("0F0 0B0\n1F0 1I0 1W0")
-    timeline = schedule.simulate(Costs(latency=2.0))
-    assert timeline.start[Action("I", 1, 0)] == 4.0
-    assert timeline.start[Action("W", 1, 0)] == 5.0
-    assert timeline.start[Action("B", 0, 0)] == 7.0
 
 
 @pytest.mark.parametrize(
@@ -135,14 +118,6 @@ def test_costs_per_stage_cannot_be_cut_into_chunks(costs, fields):
     with pytest.raises(ValueError, match="costs are for 2 stages, interleaved has 4"):
         compare([gpipe(2, 2), interleaved(2, 2)], costs)
     assert costs.per_chunk(1) is costs
-
-
-def test_parameters_take_the_same_bytes_however_they_are_cut():
-    costs = Costs(residual_bytes=0, parameter_bytes=12, accumulator_bytes=6)
-    schedules = [gpipe(2, 4), zb_v(2, 4), looped_bfs(2, 4, 3)]
-    for timeline in compare(schedules, costs).timelines:
-        first = timeline.memory[:2]
-        assert first == (MemoryEvent(0.0, 0, 18.0), MemoryEvent(0.0, 1, 18.0))
 
 
 def test_a_forward_that_takes_no_time_does_not_hold_up_its_rank():

@@ -1,7 +1,6 @@
 """Orders at random: the validator, the simulator and graph theory agree."""
 
 import itertools
-import re
 from graphlib import CycleError, TopologicalSorter
 
 import hypothesis.strategies as st
@@ -118,38 +117,6 @@ def test_validator_and_simulator_agree_with_graph_theory(schedule, costs):
     if start is None:
         with pytest.raises(ScheduleError, match="the schedule deadlocks: rank"):
             schedule.simulate()
-
-
-def waits(schedule: Schedule) -> list[tuple[str, ...]]:
-    """The rank, its action, what it waits for, on which rank, after which action."""
-    try:
-        schedule.simulate()
-    except ScheduleError as refusal:
-        says = str(refusal).removeprefix("the schedule deadlocks: ")
-        return [WAIT.fullmatch(clause).groups() for clause in says.split("; ")]
-    return []
-
-
-WAIT = re.compile(
-    r"rank (\d+): (\w+) waits for (\w+), which rank (\d+) runs(?: after (\w+))?"
-)
-
-
-@settings(max_examples=100, deadline=None)
-@given(any_orders())
-def test_ranks_that_wait_for_each_other_are_printed_as_a_cycle(schedule):
-    cycle = waits(schedule)
-    position = {str(a): at for row in schedule.rows for at, a in enumerate(row)}
-    split = halves(schedule)
-    for wait, following in zip(cycle, cycle[1:] + cycle[:1], strict=True):
-        rank, action, need, owner, after = wait
-        # The rank that it waits for stands still at its own wait.
-        assert following[:2] == (owner, after or need)
-        assert not after or position[after] < position[need]
-        waiting, awaited = Action.parse(action), Action.parse(need)
-        assert waiting in schedule.rows[int(rank)]
-        assert awaited in schedule.rows[int(owner)]
-        assert awaited in reads(waiting, schedule.num_stages, split)
 
 
 def test_simulating_what_nobody_runs_says_so():

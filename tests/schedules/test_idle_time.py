@@ -178,17 +178,6 @@ def test_forward_only_idles_one_forward_per_rank_and_keeps_nothing():
         assert timeline.peak_bytes == (0.0,) * p
 
 
-def test_step_time_of_four_ranks_with_slow_transfers():
-    # Eager 1F1B hides the latency as gpipe does; 1F1B waits for it again and again.
-    builders = [
-        *(gpipe, one_f_one_b, eager_one_f_one_b, interleaved, looped_bfs),
-        *(zb_h1, zb_h2, zb_v, dualpipe_v),
-    ]
-    slow = compare([build(4, 8) for build in builders], Costs(latency=0.5)).timelines
-    makespans = [36, 41, 36, 35.5, 31.5, 33, 28.5, 32.5, 34]
-    assert [timeline.makespan for timeline in slow] == makespans
-
-
 def test_the_slowest_of_uneven_stages_rules():
     for forward in ([1, 1, 1, 1.5], [2, 1, 1, 1], [1, 0.5, 3, 0.25, 1.25], [1, 2]):
         backward = [2.5 * time for time in forward]

@@ -51,23 +51,6 @@ def test_the_figure_of_pipedream():
     assert timeline.peak_bytes == (3, 3, 3, 3, 3, 2, 2, 1)
 
 
-@pytest.mark.parametrize(
-    ("replicas", "counts", "makespans"),
-    [
-        ([3, 2, 2, 1], (8, 12, 16, 32, 64), (45, 57, 69, 117, 213)),
-        ([2, 1, 1], (8,), (33,)),
-        ([2, 2, 2, 2], (8,), (42,)),
-    ],
-)
-def test_balanced_stages_take_what_they_must(replicas, counts, makespans):
-    """The sum over all stages but the last, and the slowest for each micro-batch."""
-    costs = costs_of(replicas, back=2.0)
-    for count, makespan in zip(counts, makespans, strict=True):
-        timeline = replicated(replicas, count).simulate(costs)
-        assert timeline.makespan == makespan
-        assert makespan == 3 * count + 3 * sum(replicas[:-1])
-
-
 def between(timeline, replicas):
     """The time from one micro-batch to the next, in the middle of a step."""
     count = max(a.microbatch for a in timeline.start) + 1

@@ -2,7 +2,7 @@
 
 from hypothesis import given, settings
 
-from jpipe.schedules import Action, Costs, Timeline, gpipe, one_f_one_b
+from jpipe.schedules import Action, Costs, Timeline, gpipe
 
 from .predictions import predictions
 
@@ -79,9 +79,3 @@ def test_a_measured_timeline_counts_from_its_first_start():
     assert timeline.bottleneck == 1
     assert timeline.median_costs().forward == [1.0, 3.0]
     assert timeline.peak_bytes == (0.0, 0.0)
-
-
-def test_the_bottleneck_is_the_rank_with_most_to_do_not_the_one_that_ends_last():
-    timeline = one_f_one_b(3, 4).simulate(Costs([1, 1, 4], [1, 1, 4]))
-    assert timeline.bottleneck == 2
-    assert max(timeline.rows, key=lambda row: timeline.end[row[-1]])[0].stage == 0
