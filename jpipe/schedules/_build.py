@@ -103,9 +103,8 @@ def warmed_up(
         first = min(len(forwards), warmup(rank))
         yield from ((FORWARD, *cell) for cell in forwards[:first])
         for turn, cell in enumerate(backwards):
-            yield from (
-                (FORWARD, *cell) for cell in forwards[first + turn : first + turn + 1]
-            )
+            if first + turn < len(forwards):
+                yield FORWARD, *forwards[first + turn]
             yield (BACKWARD if lag is None else INPUT), *cell
             if lag is not None and turn >= lag(rank):
                 yield WEIGHT, *backwards[turn - lag(rank)]

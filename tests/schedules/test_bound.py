@@ -112,12 +112,6 @@ def test_a_timeline_prints_its_time_its_gap_its_bubble_and_its_peaks():
             "  * bandwidth=0 moves nothing",
         ),
         (
-            (Costs([[1, 1], "x"]), 2, 3),
-            "costs cannot be used:\n"
-            "  * forward[0] has 2 entries, for 3 micro-batches\n"
-            "  * forward[1] is a str, needs a number or a list of them",
-        ),
-        (
             (Costs([1, 1]), 2, 3, (0, 2)),
             "placement=(0, 2) is not a rank below 2 for each stage",
         ),

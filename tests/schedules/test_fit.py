@@ -1,5 +1,6 @@
 """Schedules made to measure: valid, under their cap, never behind the catalogue."""
 
+import dataclasses
 import re
 
 import hypothesis.strategies as st
@@ -19,17 +20,7 @@ from jpipe.schedules import (
 from .predictions import any_time
 
 any_bytes = st.integers(0, 9)
-BYTES = (
-    "boundary_bytes",
-    "cotangent_bytes",
-    "residual_bytes",
-    "pending_bytes",
-    "parameter_bytes",
-    "accumulator_bytes",
-    "extra_bytes",
-    "shared_bytes",
-    "emitted_bytes",
-)
+BYTES = [field.name for field in dataclasses.fields(Costs) if "_bytes" in field.name]
 
 
 @st.composite

@@ -106,11 +106,7 @@ def test_jsons_that_were_changed_anyhow(text):
 
 LARGE = {
     "a micro-batch": "0F999999999999",
-    "a stage": "999999999999F0",
-    "digits": "0F" + "9" * 100_000,
     "a deep nest": "[" * 100_000,
-    "a deep object": '{"name":' * 100_000,
-    "a long number": "[" + "9" * 100_000 + "]",
     "words": "no schedule " * 10_000,
     "one cell many times": "0F0 " * 2_000,
     "forwards alone, the wrong way": " ".join(f"0F{i}" for i in range(1000, 0, -1)),

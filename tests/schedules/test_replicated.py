@@ -136,12 +136,8 @@ def test_the_exchange_of_gradients_is_at_the_end_or_hidden():
     hidden = schedule.simulate(dataclasses.replace(costs, exchange=[0.0, 1.0]))
     assert hidden.makespan == plain.makespan == 6.0
     assert hidden.start == plain.start
-    assert schedule.forwards().simulate(dataclasses.replace(costs, exchange=3.0)) == (
-        dataclasses.replace(
-            schedule.forwards().simulate(costs),
-            costs=dataclasses.replace(costs, exchange=3.0),
-        )
-    )
+    forwards = schedule.forwards().simulate(dataclasses.replace(costs, exchange=3.0))
+    assert forwards.exchanges == ()
 
 
 def test_json_keeps_who_shares_a_stage():
@@ -164,8 +160,6 @@ def test_json_keeps_who_shares_a_stage():
             {"replicas": ((1, 0), (2,))},
             "E4 replicas[0]=(1, 0): needs different ranks, placement[0]=0 first",
         ),
-        ({"replicas": ((0, 0), (2,))}, "E4 replicas[0]=(0, 0): needs different"),
-        ({"replicas": ((0, 1), ())}, "E4 replicas[1]=(): needs different ranks"),
         ({"replicas": ((0, 3), (2,))}, "E4 stages [0] are placed on ranks that are"),
         ({"replicas": ((0,), (2,))}, "E4 0F1: stage 0 is placed on rank 0"),
     ],
