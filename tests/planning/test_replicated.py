@@ -269,7 +269,7 @@ def test_a_text_that_is_something_else_is_refused(text, says):
 
 def test_numbers_of_micro_batches_are_checked():
     for wrong in (0, 2.5, "3"):
-        with pytest.raises(ScheduleError, match=f"num_microbatches={wrong!r}: needs"):
+        with pytest.raises(ScheduleError, match=f"num_microbatches={wrong!r}: must"):
             figure().simulate(wrong)
     # Twice as many as are in flight, where nobody said.
     assert figure(count=None).schedule().num_microbatches == 18
