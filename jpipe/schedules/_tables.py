@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import heapq
 import operator
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 from ._action import BACKWARD, FORWARD, INPUT, OPS, WEIGHT, Action
@@ -113,7 +113,7 @@ class Tables:
         """The bytes that an action adds to ranks, one after the other."""
         own, sent = changes_of(action, self.costs, self.num_stages - 1, self._training)
         rank_of = self.homes[action.microbatch]
-        home, away = rank_of[action.stage], Counter[int]()
+        home, away = rank_of[action.stage], defaultdict[int, float](float)
         for stage, size in sent:
             if rank_of[stage] != home and size:
                 away[rank_of[stage]] += size
