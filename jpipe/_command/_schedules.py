@@ -15,7 +15,6 @@ from ..schedules import Costs, Schedule, ScheduleError
 from ..schedules._compare import fitting
 from . import _files
 from ._arguments import count, known, picture_path, schedule_name, time
-from ._grid import grid, peaks, summary
 from ._refusal import Unfit
 
 # A text grid of more cells than that is not printed: nobody would look at it.
@@ -81,8 +80,8 @@ def add_check(commands: Any) -> None:
 def _draw(arguments: argparse.Namespace) -> int:
     schedule = _built(arguments)
     with _refused():
-        timeline = schedule.simulate(fitting(arguments.costs, schedule))
-    print(summary(timeline, schedule.num_microbatches))
+        timeline = schedule.simulate(fitting(_costs(arguments), schedule))
+    print(timeline)
     wrote = _files.write(
         [
             (arguments.svg, _files.text(lambda: draw.svg(timeline))),
@@ -91,20 +90,15 @@ def _draw(arguments: argparse.Namespace) -> int:
         ]
     )
     if not wrote:
-        print(grid(timeline))
+        print(timeline.to_text())
     return 0
 
 
 def _built(arguments: argparse.Namespace) -> Schedule:
-    builder, options = schedules.named(arguments.name), {}
-    if arguments.chunks is not None:
-        if not _takes_chunks(builder):
-            able = [n for n, b in schedules.BY_NAME.items() if _takes_chunks(b)]
-            raise Unfit(
-                f"--chunks {arguments.chunks}: {arguments.name} has no such choice; "
-                f"leave it out, or draw {' or '.join(able)}"
-            )
-        options["num_chunks"] = arguments.chunks
+    builder, chunks = schedules.named(arguments.name), arguments.chunks
+    options = {} if chunks is None else {"num_chunks": chunks}
+    if chunks is not None and "num_chunks" not in inspect.signature(builder).parameters:
+        raise Unfit(f"--chunks {chunks}: {arguments.name} has no such choice")
     with _refused():
         return builder(arguments.ranks, arguments.microbatches, **options)
 
@@ -116,10 +110,6 @@ def _refused() -> Iterator[None]:
         yield
     except ScheduleError as error:
         raise Unfit(str(error)) from None
-
-
-def _takes_chunks(builder: schedules.ScheduleBuilder) -> bool:
-    return "num_chunks" in inspect.signature(builder).parameters
 
 
 def _compare(arguments: argparse.Namespace) -> int:
@@ -134,7 +124,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     if not found:
         raise Unfit("\n".join(refused))
     with _refused():
-        table = schedules.compare(found, arguments.costs)
+        table = schedules.compare(found, _costs(arguments))
     print("\n".join([str(table), *refused]))
     return 0
 
@@ -154,11 +144,9 @@ def _check(arguments: argparse.Namespace) -> int:
     for warning in caught:
         print(f"warning: {warning.message}", file=sys.stderr)
     timeline = schedule.simulate()
-    if len(timeline.rows) * timeline.makespan > _LARGEST:
-        print(summary(timeline, schedule.num_microbatches))
-    else:
-        print(schedule)
-        print(f"peak per rank, in micro-batches of a stage: {peaks(timeline)}")
+    print(timeline)
+    if len(timeline.rows) * timeline.makespan <= _LARGEST:
+        print(timeline.to_text())
     return 0
 
 
@@ -176,7 +164,7 @@ def _add_numbers(command: argparse.ArgumentParser) -> None:
         )
     command.add_argument(
         "--costs",
-        action=_SetCosts,
+        type=_times,
         default=Costs(),
         metavar="F,I,W",
         help="times of the forward and the two halves of the backward of all the "
@@ -184,37 +172,31 @@ def _add_numbers(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--latency",
-        action=_SetCosts,
+        type=_latency,
+        default=0.0,
         metavar="C",
         help="time of a transfer between two ranks, in the same unit; default: 0",
     )
 
 
-class _SetCosts(argparse.Action):
-    """Two options that fill one `Costs`, in whichever order they come."""
-
-    def __call__(self, parser, namespace, values, option_string=None) -> None:
-        read = _latency if self.dest == "latency" else _costs
-        try:
-            fields = read(str(values))
-        except ValueError as error:
-            parser.error(f"{option_string} {values}: {error}")
-        namespace.costs = dataclasses.replace(namespace.costs, **fields)
+def _costs(arguments: argparse.Namespace) -> Costs:
+    return dataclasses.replace(arguments.costs, latency=arguments.latency)
 
 
-def _costs(text: str) -> dict[str, float | None]:
-    says = "write the times of F, I and W, such as 1,1,1, or of F and B, such as 1,2"
-    times = [time(part, says) for part in text.split(",")]
-    if len(times) not in (2, 3):
-        raise ValueError(says)
-    half, rest = times[1:] if len(times) == 3 else (None, None)
-    return {
-        "forward": times[0],
-        "backward": sum(times[1:]),
-        "input_grad": half,
-        "weight_grad": rest,
-    }
+def _times(text: str) -> Costs:
+    says = f"{text}: write the times of F, I and W, such as 1,1,1, or of F and B: 1,2"
+    try:
+        forward, *back = (time(part, says) for part in text.split(","))
+        half, rest = back if len(back) == 2 else (None, None)
+        if len(back) not in (1, 2):
+            raise ValueError(says)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return Costs(forward, sum(back), half, rest)
 
 
-def _latency(text: str) -> dict[str, float | None]:
-    return {"latency": time(text, "write a time, such as 0.25")}
+def _latency(text: str) -> float:
+    try:
+        return time(text, f"{text}: write a time, such as 0.25")
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

@@ -3,8 +3,9 @@
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from ..schedules._units import size
 from . import _palette as palette
-from ._frame import LABEL, amount, number
+from ._frame import LABEL
 from ._shapes import Path, Picture, Rect, Shape, Text, centred, shortened, text_width
 
 _TOP, _BAR, _PITCH, _LEGEND = 46.0, 22.0, 30.0, 26.0
@@ -20,11 +21,6 @@ class Part(NamedTuple):
     size: float
     fill: str
     says: str
-
-
-def fits(name: str) -> bool:
-    """Whether a name fits beside the bars."""
-    return text_width(name, LABEL) <= _NAME
 
 
 class Row(NamedTuple):
@@ -130,16 +126,3 @@ def _legend(legend: Mapping[str, str], y: float) -> Iterator[Shape]:
         yield Rect(x, y + 3, 14.0, 10.0, fill)
         yield Text(x + 19, y + 12, says, LABEL, palette.INK)
         x += 19 + text_width(says, LABEL) + 14
-
-
-def duration(seconds: float) -> str:
-    """Seconds as they are written."""
-    for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "\N{MICRO SIGN}s")):
-        if seconds * factor >= 1:
-            return f"{number(seconds * factor)} {unit}"
-    return f"{number(seconds * 1e9)} ns"
-
-
-def size(num_bytes: int) -> str:
-    """Bytes as they are written."""
-    return amount(num_bytes) if num_bytes >= 1024 else f"{num_bytes} B"

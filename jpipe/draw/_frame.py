@@ -146,13 +146,9 @@ def _clock(timelines: tuple[Timeline, ...], span: float) -> tuple[float, str]:
 
 def since_start(timeline: Timeline, action: Action) -> tuple[float, float]:
     """The start and end of an action, counted from the first start of all."""
-    first = first_start(timeline)
-    return timeline.start[action] - first, timeline.end[action] - first
-
-
-def first_start(timeline: Timeline) -> float:
-    """When the first action starts."""
-    return min(timeline.start.values(), default=0.0)
+    return timeline.start[action] - timeline.begin, timeline.end[
+        action
+    ] - timeline.begin
 
 
 def number(value: float) -> str:

@@ -9,10 +9,9 @@ from . import _bars
 from . import _palette as palette
 from ._frame import LABEL, NARROWEST, Frame, checked, frame_of, number
 from ._panel import height, panel, summary
-from ._planned import Planned, planned
-from ._profiled import Profiled, profiled
+from ._planned import planned
+from ._profiled import profiled
 from ._shapes import Path, Picture, Rect, Shape, Text, lowered, text_width
-from ._stages import Staged, stages
 
 _TOP, _BETWEEN = 8.0, 8.0
 _WIDE = 890.0  # what bars are given
@@ -21,19 +20,17 @@ _SMALL = 10.0
 _SWATCH, _LEGEND_LINE = 18.0, 18.0
 
 
-# What can be drawn.
+# What has times to draw.
 Times = Timeline | Schedule | Iterable[Timeline | Schedule]
-Drawn = Times | Planned | Staged | Profiled
 
 
 def picture(
-    drawn: Drawn, titles: Sequence[str] | None = None, width: float | None = None
+    drawn: Any, titles: Sequence[str] | None = None, width: float | None = None
 ) -> Picture:
     """Lays out timelines.
 
     Args:
-      drawn: one timeline or schedule, or several; or a plan with a forecast, or of
-        replicated stages; or a profile.
+      drawn: one timeline or schedule, or several; or a plan; or a profile.
       titles: one for each timeline; default: their names.
       width: in pixels; default: what the actions need.
 
@@ -43,19 +40,17 @@ def picture(
     Raises:
       ValueError: if there is no timeline, or another number of titles.
     """
-    if isinstance(drawn, Profiled):
+    # The types of plans and profiles are not imported: a schedule needs neither.
+    if hasattr(drawn, "microbatch_size"):
         if titles is not None:
             raise ValueError("titles are for timelines, a profile has none")
         return _bars.picture(
             profiled(drawn), checked(_WIDE if width is None else width)
         )
-    if isinstance(drawn, Planned):
+    if hasattr(drawn, "forecast"):
         bars, timeline = planned(drawn)
         below = _stacked((timeline,), titles, width, _WIDE)
         return _joined(_bars.picture(bars, below.width), below)
-    if isinstance(drawn, Staged):
-        below = _stacked((drawn.simulate(),), titles, width)
-        return _joined(stages(drawn, below.width), below)
     return _stacked(listed(drawn), titles, width)
 
 
@@ -94,13 +89,16 @@ def _stacked(
 def listed(timelines: Any) -> tuple[Timeline, ...]:
     """One timeline or several, as several; none is an error.
 
-    Of a schedule, that with the default costs for the layers of a rank.
+    Of a schedule, that with the default costs for the layers of a rank; of a plan of
+    stages with replicas, what it simulates.
     """
-    one = isinstance(timelines, Timeline | Schedule)
-    several = isinstance(timelines, Iterable) and not one
-    given: tuple[Any, ...] = tuple(timelines) if several else (timelines,)
+    given = tuple(timelines) if isinstance(timelines, Iterable) else (timelines,)
     shown = tuple(
-        each.simulate(fitting(Costs(), each)) if isinstance(each, Schedule) else each
+        each.simulate(fitting(Costs(), each))
+        if isinstance(each, Schedule)
+        else each.simulate()
+        if hasattr(each, "simulate")
+        else each
         for each in given
     )
     for other in shown:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from ..schedules import Timeline
 from . import _palette as palette
-from ._frame import LABEL, Frame, first_start, peak_label, since_start
+from ._frame import LABEL, Frame, peak_label, since_start
 from ._shapes import Path, Rect, Shape, Text, centred, shortened, text_width
 
 TITLE = 13.0
@@ -50,7 +50,7 @@ def gaps(timeline: Timeline, rank: int) -> Iterator[tuple[float, float]]:
 
 def _exchanges(timeline: Timeline, rank: int) -> list[tuple[float, float]]:
     """When a rank adds up gradients with others, after the first start."""
-    first = first_start(timeline)
+    first = timeline.begin
     own = (exchange for exchange in timeline.exchanges if rank in exchange.ranks)
     return [(exchange.start - first, exchange.end - first) for exchange in own]
 
@@ -129,7 +129,7 @@ def _memory(timeline: Timeline, rank: int, frame: Frame, top: float) -> Iterator
 
 def _steps(timeline: Timeline, rank: int) -> list[tuple[float, float]]:
     """The corners of the memory curve: time after the first start, and bytes."""
-    first, last = first_start(timeline), timeline.makespan
+    first, last = timeline.begin, timeline.makespan
     corners: list[tuple[float, float]] = []
     for event in timeline.memory:
         if event.rank == rank:

@@ -2,11 +2,12 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from ..schedules import Timeline
+from ..schedules._units import duration, size
 from . import _palette as palette
-from ._bars import Bars, Part, Row, duration, fits, size
+from ._bars import Bars, Part, Row
 
 # From what stays to what comes and goes.
 _PARTS = {
@@ -19,28 +20,7 @@ _PARTS = {
 _BUSY = palette.OPS["W"]
 
 
-@runtime_checkable
-class Planned(Protocol):
-    """A plan, as far as it is drawn: see `jpipe.Plan`."""
-
-    @property
-    def forecast(self) -> Any:
-        """What it would take."""
-
-    @property
-    def schedule(self) -> Any:
-        """Who runs what when."""
-
-    @property
-    def stages(self) -> Any:
-        """What each stage is."""
-
-    @property
-    def data(self) -> Any:
-        """How many devices each rank has."""
-
-
-def planned(plan: Planned) -> tuple[Bars, Timeline]:
+def planned(plan: Any) -> tuple[Bars, Timeline]:
     """What is drawn of a plan.
 
     Args:
@@ -66,7 +46,7 @@ def planned(plan: Planned) -> tuple[Bars, Timeline]:
         title=f"{plan.schedule.name}, {count} micro-batch{'' if count == 1 else 'es'}, "
         f"{shape}{duration(forecast.seconds)} a step predicted",
         heads=("busy in a step", f"memory {each}at the peak"),
-        rows=tuple(map(_row, [plan] * ranks, range(ranks), _names(plan))),
+        rows=tuple(_row(plan, rank) for rank in range(ranks)),
         legend={"busy": _BUSY} | {_named(name): _PARTS[name] for name in parts},
         seconds=forecast.seconds,
         limit=forecast.memory_limit,
@@ -80,28 +60,13 @@ def planned(plan: Planned) -> tuple[Bars, Timeline]:
     return bars, dataclasses.replace(timeline, memory=())
 
 
-def _names(plan: Planned) -> list[str]:
-    """What each rank runs: all by the names of layers or, for room, by their number."""
-    named, counted = [], []
-    for rank in range(len(plan.forecast.memory)):
-        own = [stage for stage in plan.stages if stage.rank == rank]
-        modes = " and ".join(dict.fromkeys(stage.remat for stage in own))
-        counts = " + ".join(str(len(stage.layers)) for stage in own)
-        named.append(f"rank {rank}: {_layers(plan, rank)}; {modes}")
-        counted.append(f"rank {rank}: {counts} layer{'s' * (counts != '1')}; {modes}")
-    return named if all(map(fits, named)) else counted
-
-
-def _layers(plan: Planned, rank: int) -> str:
-    own = (stage.layers for stage in plan.stages if stage.rank == rank)
-    return " + ".join(map(_abridged, own))
-
-
-def _row(plan: Planned, rank: int, name: str) -> Row:
-    forecast, layers = plan.forecast, _layers(plan, rank)
+def _row(plan: Any, rank: int) -> Row:
+    forecast, own = plan.forecast, [x for x in plan.stages if x.rank == rank]
+    layers = " + ".join(_abridged(stage.layers) for stage in own)
+    modes = " and ".join(dict.fromkeys(stage.remat for stage in own))
     busy, memory = forecast.busy[rank], forecast.memory[rank]
     return Row(
-        name=name,
+        name=f"rank {rank}, {modes}: {layers}",
         times=(Part(busy, _BUSY, f"busy: {duration(busy)}, {layers}"),),
         time=f"{busy / forecast.seconds:.0%}" if forecast.seconds else "",
         sizes=tuple(

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path as FilePath
 from typing import Any
 
-from ._layout import Drawn, picture
+from ._layout import picture
 from ._shapes import Path, Picture, Rect, Text
 
 _SUFFIXES = (".png", ".pdf")
@@ -15,7 +15,7 @@ _ALIGN = {"start": "left", "middle": "center", "end": "right"}
 
 
 def png(
-    timelines: Drawn,
+    timelines: Any,
     path: str | os.PathLike[str],
     *,
     titles: Sequence[str] | None = None,
@@ -25,8 +25,8 @@ def png(
 
     Args:
       timelines: one or several, or schedules, with the default costs; or a plan: from
-        `jpipe.plan`, drawn as bars of time and memory, or from `jpipe.replicate`, as
-        stages, above their timeline; or a profile, drawn as bars of time and memory.
+        `jpipe.plan`, drawn as bars of time and memory above its timeline, or from
+        `jpipe.replicate`, as its timeline; or a profile, drawn as bars.
       path: of the file to write; its ending, ``.png`` or ``.pdf``, says which.
       titles: one for each; default: their names.
       width: in pixels; default: as for `svg`. A PNG has twice as many dots.

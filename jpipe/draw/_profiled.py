@@ -1,33 +1,17 @@
 """A profile: what each layer takes and keeps of one micro-batch."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
+from ..schedules._units import duration, size
 from . import _palette as palette
-from ._bars import Bars, Part, Row, duration, size
+from ._bars import Bars, Part, Row
 
 # What keeps little, and what more is kept where nothing is computed again.
 _KEPT = {"min_cut": "#e69f00", "none": "#f6dca6"}
 
 
-@runtime_checkable
-class Profiled(Protocol):
-    """A profile, as far as it is drawn: see `jpipe.profile`."""
-
-    @property
-    def layers(self) -> Any:
-        """What each layer costs."""
-
-    @property
-    def microbatch_size(self) -> Any:
-        """How many examples a micro-batch has."""
-
-    @property
-    def made(self) -> Any:
-        """What it was made on, by name."""
-
-
-def profiled(profile: Profiled) -> Bars:
+def profiled(profile: Any) -> Bars:
     """For each layer its times and the bytes that it keeps of a micro-batch.
 
     Args:

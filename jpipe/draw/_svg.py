@@ -3,9 +3,10 @@
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from itertools import groupby
+from typing import Any
 
 from . import _palette as palette
-from ._layout import Drawn, picture
+from ._layout import picture
 from ._shapes import Path, Rect, Shape, Text
 
 _HEAD = """\
@@ -19,7 +20,7 @@ patternTransform="rotate(45)"><path d="M0 0V5" stroke="{hatch}" stroke-width="1.
 
 
 def svg(
-    timelines: Drawn,
+    timelines: Any,
     *,
     titles: Sequence[str] | None = None,
     width: float | None = None,
@@ -33,8 +34,8 @@ def svg(
 
     Args:
       timelines: one or several, or schedules, with the default costs; or a plan: from
-        `jpipe.plan`, drawn as bars of time and memory, or from `jpipe.replicate`, as
-        stages, above their timeline; or a profile, drawn as bars of time and memory.
+        `jpipe.plan`, drawn as bars of time and memory above its timeline, or from
+        `jpipe.replicate`, as its timeline; or a profile, drawn as bars.
       titles: one for each; default: their names.
       width: in pixels; default: what the actions need for their numbers, at most
         2000. Where boxes are too narrow, numbers are left out.

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..schedules import Timeline
-from ._frame import first_start
 from ._layout import Times, listed, named
 
 Event = dict[str, Any]
@@ -64,7 +63,7 @@ class _Clock:
     """
 
     def __init__(self, timeline: Timeline, unit: float) -> None:
-        self._first, self._unit = first_start(timeline), unit
+        self._first, self._unit = timeline.begin, unit
 
     def __call__(self, time: float) -> float:
         return round((time - self._first) * self._unit * 1000) / 1000

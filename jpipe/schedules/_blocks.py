@@ -1,15 +1,14 @@
 """Two stages per rank in a V: one micro-batch laid out in slots, repeated."""
 
-import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from ._action import BACKWARD, FORWARD, INPUT, WEIGHT
 from ._arrange import Limits
-from ._build import check, v_shape
+from ._build import check, placed, v_shape
 from ._costs import Costs
 from ._improve import justify, most_held
 from ._schedule import Schedule
-from ._simulate import ScheduleError, check_costs
+from ._simulate import ScheduleError, check_costs, deadlock
 from ._tables import Numbered, Run, Tables
 
 # Six actions of one slot for each micro-batch: F, I and W of two chunks.
@@ -52,8 +51,8 @@ def build_v(
 
     Raises:
       ScheduleError: if a number is less than 1, the name of a block unknown, costs are
-        for another number of stages, a rank would do two things at a time or one
-        before what it reads, or ``max_in_flight`` is too small.
+        for another number of stages, a rank would do something before what it reads,
+        or ``max_in_flight`` is too small.
 
     Example:
       >>> build_v(2, 2, block="v_min").placement
@@ -72,12 +71,14 @@ def build_v(
     name = block if isinstance(block, str) else "v"
     check(name, {"num_ranks": num_ranks, "num_microbatches": num_microbatches})
     slots = _laid_out(block, num_ranks)
-    placement = [v_shape(num_ranks)(rank, 0) for rank in range(num_ranks)]
-    placement += reversed(placement)
+    placement = placed(num_ranks, 2, v_shape(num_ranks))
     if costs is not None:
         check_costs(name, costs, num_microbatches, len(placement))
     tables = Tables(Costs(), placement, num_ranks, num_microbatches)
     rows = _repeated(tables, slots)
+    if tables.run(rows) is None:
+        says = deadlock(tables.actions(rows), len(placement))
+        raise ScheduleError(f"{name}: its block cannot be repeated: {says}")
     needs = most_held(tables, rows)
     most = max(needs) if max_in_flight is None else max_in_flight
     if most < max(needs):
@@ -213,45 +214,16 @@ def _laid_out(block: str | Sequence[Sequence[int]], num_ranks: int) -> list[_Slo
             f"give the slots of each rank"
         )
     else:
-        rows = block if isinstance(block, Iterable) else ()
-        starts = [tuple(x) if isinstance(x, Iterable) else (x,) for x in rows]
-        if faults := _misplaced(starts, num_ranks):
-            lines = "".join(f"\n  * {fault}" for fault in faults)
-            raise ScheduleError(f"the block cannot be repeated:{lines}")
+        starts = [tuple(slots) for slots in block]
+        if [len(slots) for slots in starts] != [4] * num_ranks:
+            raise ScheduleError(
+                f"block={block!r}: needs four slots for each of {num_ranks} ranks: "
+                f"F of its first chunk, F and I of its second, I of its first"
+            )
     return [_with_rests(some) for some in starts]
 
 
 _STARTS = ((FORWARD, 0), (FORWARD, 1), (INPUT, 1), (INPUT, 0))
-
-
-def _misplaced(starts: list[tuple[int, ...]], num_ranks: int) -> list[str]:
-    """What is wrong with a block of somebody's own."""
-    says = "four slots, of F, F, I and I of its first, second, second and first chunk"
-    if len(starts) != num_ranks:
-        return [f"it has {len(starts)} ranks, needs {num_ranks}, each with {says}"]
-    odd = [
-        f"rank {rank}: {some!r}: needs {says}"
-        for rank, some in enumerate(starts)
-        if len(some) != 4 or not all(isinstance(slot, int) for slot in some)
-    ]
-    if odd:
-        return odd
-    faults = [
-        f"rank {rank}: slots {some} are not four different ones of every {_PERIOD}"
-        for rank, some in enumerate(starts)
-        if len({slot % _PERIOD for slot in some}) < 4
-    ]
-    ranks = [*range(num_ranks)]
-    path = [
-        (f"{op} of chunk {chunk} of rank {rank}", starts[rank][at])
-        for at, (op, chunk) in enumerate(_STARTS)
-        for rank in (ranks if at % 2 == 0 else ranks[::-1])
-    ]
-    return faults + [
-        f"{name} is in slot {slot}, before {before} in slot {earlier} has ended"
-        for (before, earlier), (name, slot) in itertools.pairwise(path)
-        if slot <= earlier
-    ]
 
 
 def _with_rests(starts: Sequence[int]) -> _Slots:

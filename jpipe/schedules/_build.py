@@ -1,9 +1,9 @@
 """From the order of every rank, as a builder states it, to a schedule."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from ._action import Action
+from ._action import BACKWARD, FORWARD, INPUT, WEIGHT, Action
 from ._schedule import Schedule
 from ._simulate import ScheduleError
 
@@ -31,7 +31,6 @@ def build(
     row: Callable[[int], Iterable[Cell]],
     stage_of: Callable[[int, int], int] = lambda rank, chunk: rank,
     num_chunks: int = 1,
-    forward_only: bool = False,
 ) -> Schedule:
     """Makes a schedule.
 
@@ -43,15 +42,11 @@ def build(
         are dropped.
       stage_of: the stage of a chunk of a rank.
       num_chunks: how many stages each rank runs.
-      forward_only: whether it is for inference.
 
     Returns:
       The schedule.
     """
-    placement = [0] * (num_ranks * num_chunks)
-    for rank in range(num_ranks):
-        for chunk in range(num_chunks):
-            placement[stage_of(rank, chunk)] = rank
+    placement = placed(num_ranks, num_chunks, stage_of)
     rows = tuple(
         tuple(
             Action(op, stage_of(rank, chunk), i)
@@ -60,10 +55,76 @@ def build(
         )
         for rank in range(num_ranks)
     )
-    stages = len(placement)
-    return Schedule(
-        name, stages, num_microbatches, tuple(placement), rows, forward_only
-    )
+    return Schedule(name, len(placement), num_microbatches, placement, rows)
+
+
+def warmed_up(
+    name: str,
+    num_ranks: int,
+    num_microbatches: int,
+    warmup: Callable[[int], int],
+    lag: Callable[[int], int] | None = None,
+    num_chunks: int = 1,
+    group: int | None = None,
+) -> Schedule:
+    """Forwards first, then a forward and a backward in turns, then what is left.
+
+    Micro-batches pass in groups through the chunks of a rank; backwards follow in the
+    order of the forwards, from the last chunk to the first.
+
+    Args:
+      name: what to call it.
+      num_ranks: the number of ranks.
+      num_microbatches: the number of micro-batches.
+      warmup: how many forwards a rank runs before the first in turns.
+      lag: splits backwards, and is by how many turns the weight gradients of a rank
+        come later than its input gradients; ``None``: backwards are whole.
+      num_chunks: how many stages each rank runs, round the ranks.
+      group: the micro-batches of a group; default: all of them. The last group is
+        filled up with micro-batches that are dropped: with a short one, ranks could
+        wait for each other.
+
+    Returns:
+      The schedule, not validated.
+    """
+    numbers = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
+    numbers |= {"num_chunks": num_chunks} | ({} if group is None else {"group": group})
+    check(name, numbers)
+    size = group or num_microbatches
+    forwards = [
+        (chunk, i)
+        for first in range(0, num_microbatches, size)
+        for chunk in range(num_chunks)
+        for i in range(first, first + size)
+    ]
+    backwards = [(num_chunks - 1 - chunk, i) for chunk, i in forwards]
+
+    def row(rank: int) -> Iterator[Cell]:
+        first = min(len(forwards), warmup(rank))
+        yield from ((FORWARD, *cell) for cell in forwards[:first])
+        for turn, cell in enumerate(backwards):
+            if first + turn < len(forwards):
+                yield FORWARD, *forwards[first + turn]
+            yield (BACKWARD if lag is None else INPUT), *cell
+            if lag is not None and turn >= lag(rank):
+                yield WEIGHT, *backwards[turn - lag(rank)]
+        if lag is not None:
+            left = max(len(backwards) - lag(rank), 0)
+            yield from ((WEIGHT, *cell) for cell in backwards[left:])
+
+    return build(name, num_ranks, num_microbatches, row, loop(num_ranks), num_chunks)
+
+
+def placed(
+    num_ranks: int, num_chunks: int, stage_of: Callable[[int, int], int]
+) -> tuple[int, ...]:
+    """The rank of each stage."""
+    rank_of = {
+        stage_of(rank, chunk): rank
+        for rank in range(num_ranks)
+        for chunk in range(num_chunks)
+    }
+    return tuple(rank_of[stage] for stage in range(num_ranks * num_chunks))
 
 
 def v_shape(num_ranks: int) -> Callable[[int, int], int]:

@@ -1,6 +1,6 @@
 """The builders, by name."""
 
-from typing import Any, overload
+from typing import Any
 
 from ._blocks import one_f_one_b_v, v_half, v_min
 from ._flush import (
@@ -11,7 +11,7 @@ from ._flush import (
     one_f_one_b,
 )
 from ._looped import interleaved, interleaved_zb, looped_bfs
-from ._schedule import Schedule, ScheduleBuilder
+from ._schedule import ScheduleBuilder
 from ._zero_bubble import dualpipe_v, zb_h1, zb_h2, zb_v
 
 BY_NAME: dict[str, ScheduleBuilder] = {
@@ -33,41 +33,28 @@ BY_NAME: dict[str, ScheduleBuilder] = {
 }
 
 
-@overload
-def named(name: str) -> ScheduleBuilder: ...
-
-
-@overload
-def named(name: str, num_ranks: int, num_microbatches: int) -> Schedule: ...
-
-
-def named(
-    name: str, num_ranks: int | None = None, num_microbatches: int | None = None
-) -> Any:
-    """The builder of that name, or what it builds.
+def named(name: str) -> ScheduleBuilder:
+    """The builder of that name.
 
     Args:
       name: of the catalogue, or of a function of it.
-      num_ranks: the number of ranks; left out: the builder itself.
-      num_microbatches: likewise, of micro-batches.
 
     Returns:
-      The builder, or its schedule of these numbers.
+      The builder.
 
     Raises:
       ValueError: if there is none; the message lists those that there are.
 
     Example:
-      >>> named("zb_v", 4, 8) == named("zb_v")(4, 8)
-      True
+      >>> named("zb_v")(4, 8).num_stages
+      8
     """
     if (key := key_of(name)) is None:
         raise ValueError(
             f"unknown schedule {name!r}: choose {', '.join(map(repr, BY_NAME))}, a "
             f"builder of jpipe.schedules or a Schedule"
         )
-    sizes: Any = num_ranks, num_microbatches
-    return BY_NAME[key] if sizes == (None, None) else BY_NAME[key](*sizes)
+    return BY_NAME[key]
 
 
 def key_of(schedule: Any) -> str | None:

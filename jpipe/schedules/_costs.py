@@ -141,7 +141,7 @@ class Costs:
             I, for the gradients of those that begin there.
 
         Returns:
-          The actions that send, a whole backward as B, and the time of each transfer.
+          The actions that send, a whole backward as I, and the time of each transfer.
         """
         op, stage, microbatch = action
         found = []
@@ -149,7 +149,7 @@ class Costs:
             if op == FORWARD and skip.target == stage:
                 sender, size = Action(FORWARD, skip.source, microbatch), skip.bytes
             elif op in (BACKWARD, INPUT) and skip.source == stage:
-                sender = Action(BACKWARD, skip.target, microbatch)
+                sender = Action(INPUT, skip.target, microbatch)
                 size = skip.cotangent_bytes
             else:
                 continue
@@ -269,9 +269,6 @@ def faults_of(
     last = math.inf if num_stages is None else num_stages - 1
     for number, skip in enumerate(costs.skips):
         name = f"skips[{number}]"
-        if not isinstance(skip, Skip):
-            found.append(f"{name} is a {type(skip).__name__}, needs a Skip")
-            continue
         source, target = skip[:2]
         if not 0 <= source <= target <= last:
             found.append(

@@ -8,12 +8,9 @@ from typing import Any
 from ._costs import Costs
 from ._placements import placements
 from ._schedule import Schedule
-from ._search import Search, catalogue
+from ._search import Order, catalogue, orders
 from ._simulate import TOO_LONG, ScheduleError
 from ._tables import Tables
-
-# A placement whose best so far takes this much longer than another's is left alone.
-_HOPEFUL = 1.05
 
 
 def fit(
@@ -70,16 +67,11 @@ def fit(
     most = _limits(max_bytes, num_ranks)
     options = [Tables(costs, some, num_ranks, num_microbatches) for some in where]
     known = catalogue(num_ranks, num_microbatches, len(where[0]) // num_ranks)
-    searches = [Search(tables, most, known) for tables in options]
-    for search in searches:
-        search.begin()
-    fastest = min(search.fastest for search in searches)
-    if fastest == math.inf:
-        raise ScheduleError(_short(searches, most) if most else f"fit: {TOO_LONG}")
-    for search in searches:
-        if search.fastest <= fastest * _HOPEFUL:
-            search.go_on()
-    return min(searches, key=lambda search: search.fastest).best().schedule()
+    found = [order for tables in options for order in orders(tables, most, known)]
+    fitting = [order for order in found if order.fits and order.run.makespan < math.inf]
+    if not fitting:
+        raise ScheduleError(_short(found, most) if most else f"fit: {TOO_LONG}")
+    return min(fitting, key=lambda order: order.run.makespan).schedule()
 
 
 def _limits(max_bytes: Any, num_ranks: int) -> list[float] | None:
@@ -98,14 +90,14 @@ def _limits(max_bytes: Any, num_ranks: int) -> list[float] | None:
     return most
 
 
-def _short(searches: list[Search], most: Sequence[float]) -> str:
+def _short(found: list[Order], most: Sequence[float]) -> str:
     """Which ranks have too little, and what is enough: where least is missing."""
 
     def missing(peaks: list[float]) -> tuple[float, float]:
         most_on_one = max(peak - limit for peak, limit in zip(peaks, most, strict=True))
         return most_on_one, sum(peaks)
 
-    peaks = min((peaks for s in searches for peaks in s.peaks()), key=missing)
+    peaks = min((order.peaks for order in found), key=missing)
     lines = [
         f"\n  * rank {rank} holds at least {peak:g} bytes, {peak - limit:g} more than "
         f"{limit:g}"

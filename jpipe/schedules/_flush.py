@@ -1,9 +1,8 @@
 """One stage per rank, forwards and whole backwards."""
 
-from collections.abc import Callable, Iterator
+import dataclasses
 
-from ._action import BACKWARD, FORWARD
-from ._build import Cell, build, check
+from ._build import warmed_up
 from ._schedule import Schedule
 
 
@@ -33,7 +32,7 @@ def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
       Huang et al., `GPipe: Efficient Training of Giant Neural Networks using
       Pipeline Parallelism <https://arxiv.org/abs/1811.06965>`_ (2019).
     """
-    return _warmed_up(
+    return warmed_up(
         "gpipe", num_ranks, num_microbatches, lambda rank: num_microbatches
     )
 
@@ -65,7 +64,7 @@ def gpipe_last_one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
     def warmup(rank: int) -> int:
         return 0 if rank == num_ranks - 1 else num_microbatches
 
-    return _warmed_up("gpipe_last_1f1b", num_ranks, num_microbatches, warmup)
+    return warmed_up("gpipe_last_1f1b", num_ranks, num_microbatches, warmup)
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -93,7 +92,7 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
       Narayanan et al., `Memory-Efficient Pipeline-Parallel DNN Training
       <https://arxiv.org/abs/2006.09503>`_ (2021): there "PipeDream-Flush".
     """
-    return _warmed_up(
+    return warmed_up(
         "1f1b", num_ranks, num_microbatches, lambda rank: num_ranks - 1 - rank
     )
 
@@ -131,7 +130,7 @@ def eager_one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
     def warmup(rank: int) -> int:
         return 2 * (num_ranks - 1 - rank)
 
-    return _warmed_up("eager_1f1b", num_ranks, num_microbatches, warmup)
+    return warmed_up("eager_1f1b", num_ranks, num_microbatches, warmup)
 
 
 def forward_only(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -153,26 +152,8 @@ def forward_only(num_ranks: int, num_microbatches: int) -> Schedule:
       rank 0 |F0 F1 F2 . |
       rank 1 |.  F0 F1 F2|
     """
-    numbers = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
-    check("forward_only", numbers)
-    cells = [(FORWARD, 0, i) for i in range(num_microbatches)]
-    return build(
-        "forward_only", num_ranks, num_microbatches, lambda _: cells, forward_only=True
+    name = "forward_only"
+    schedule = warmed_up(
+        name, num_ranks, num_microbatches, lambda rank: num_microbatches
     )
-
-
-def _warmed_up(
-    name: str, num_ranks: int, num_microbatches: int, warmup: Callable[[int], int]
-) -> Schedule:
-    """So many forwards on each rank, then one and one, then what is left."""
-    check(name, {"num_ranks": num_ranks, "num_microbatches": num_microbatches})
-
-    def row(rank: int) -> Iterator[Cell]:
-        first = min(num_microbatches, warmup(rank))
-        yield from ((FORWARD, 0, i) for i in range(first))
-        for i in range(num_microbatches):
-            if first + i < num_microbatches:
-                yield FORWARD, 0, first + i
-            yield BACKWARD, 0, i
-
-    return build(name, num_ranks, num_microbatches, row)
+    return dataclasses.replace(schedule.forwards(), name=name)

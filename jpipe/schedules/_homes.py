@@ -39,6 +39,11 @@ class Homes:
         """The rank of each stage for a micro-batch."""
         return self._each.get(microbatch, self._placement)
 
+    @property
+    def are_fixed(self) -> bool:
+        """Whether each stage has one rank."""
+        return not self._replicas
+
     def ranks(self, stage: int) -> Sequence[int]:
         """All ranks that run a stage."""
         return self._replicas[stage] if self._replicas else (self._placement[stage],)

@@ -161,32 +161,6 @@ def climb(run: Run, allowed: Allowed, budget: int) -> Run:
     return run
 
 
-def merge(run: Run, allowed: Allowed) -> Run:
-    """Halves that follow each other made whole, where nothing takes longer for it."""
-    tables, seconds = run.tables, run.tables.seconds
-    to_rest = tables.first(WEIGHT, 0) - tables.first(INPUT, 0)
-    to_whole = tables.first(BACKWARD, 0) - tables.first(INPUT, 0)
-    low, high = tables.first(INPUT, 0), tables.first(WEIGHT, 0)
-    for rank in range(len(run.rows)):
-        row: list[int] = []
-        for number in run.rows[rank]:
-            before = row[-1] if row else -1
-            if (
-                low <= before < high
-                and number == before + to_rest
-                and seconds[before + to_whole] <= seconds[before] + seconds[number]
-            ):
-                row[-1] = before + to_whole
-            else:
-                row.append(number)
-        if len(row) < len(run.rows[rank]):
-            rows = [*run.rows[:rank], row, *run.rows[rank + 1 :]]
-            new = tables.run(rows)
-            if new is not None and new.makespan <= run.makespan and allowed(new):
-                run = new
-    return run
-
-
 def most_held(tables: Tables, rows: Numbered) -> list[int]:
     """The most stages of micro-batches that each rank has begun and not ended."""
     whole, half = tables.first(BACKWARD, 0), tables.first(INPUT, 0)

@@ -1,9 +1,6 @@
 """Several stages per rank, round the ranks: less idle time for more transfers."""
 
-from collections.abc import Iterator
-
-from ._action import BACKWARD, FORWARD, INPUT, WEIGHT
-from ._build import Cell, build, check, loop
+from ._build import warmed_up
 from ._flush import one_f_one_b
 from ._schedule import Schedule
 
@@ -45,26 +42,15 @@ def interleaved(
       Using Megatron-LM <https://arxiv.org/abs/2104.04473>`_ (2021).
     """
     size = num_ranks if group is None else group
-    numbers = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
-    check("interleaved", {**numbers, "num_chunks": num_chunks, "group": size})
     if num_chunks == 1:
-        # The formulas below would give the eager order.
+        # The warm-up below would give the eager order.
         return one_f_one_b(num_ranks, num_microbatches)
-    forwards = _in_groups(num_microbatches, num_chunks, size)
-    total = len(forwards)
 
-    def row(rank: int) -> Iterator[Cell]:
-        warmup = min(total, 2 * (num_ranks - 1 - rank) + (num_chunks - 1) * size)
-        yield from ((FORWARD, *forwards[k]) for k in range(warmup))
-        for k in range(total):
-            if warmup + k < total:
-                yield FORWARD, *forwards[warmup + k]
-            chunk, i = forwards[k]
-            yield BACKWARD, num_chunks - 1 - chunk, i
+    def warmup(rank: int) -> int:
+        return 2 * (num_ranks - 1 - rank) + (num_chunks - 1) * size
 
-    return build(
-        "interleaved", num_ranks, num_microbatches, row, loop(num_ranks), num_chunks
-    ).validate()
+    sizes = num_ranks, num_microbatches
+    return warmed_up("interleaved", *sizes, warmup, None, num_chunks, size).validate()
 
 
 def interleaved_zb(
@@ -106,25 +92,15 @@ def interleaved_zb(
       <https://arxiv.org/abs/2401.10241>`_ (2024): the interleaved form.
     """
     size = num_ranks if group is None else group
-    numbers = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
-    check("interleaved_zb", {**numbers, "num_chunks": num_chunks, "group": size})
-    forwards = _in_groups(num_microbatches, num_chunks, size)
-    halves = [(num_chunks - 1 - chunk, i) for chunk, i in forwards]
-    total = len(forwards)
 
-    def row(rank: int) -> Iterator[Cell]:
-        warmup = min(total, num_ranks - rank + (num_chunks - 1) * size)
-        yield from ((FORWARD, *forwards[k]) for k in range(warmup))
-        for k in range(total):
-            yield INPUT, *halves[k]
-            if k >= rank:
-                yield WEIGHT, *halves[k - rank]
-            if warmup + k < total:
-                yield FORWARD, *forwards[warmup + k]
-        yield from ((WEIGHT, *half) for half in halves[max(total - rank, 0) :])
+    def warmup(rank: int) -> int:
+        return num_ranks - 1 - rank + (num_chunks - 1) * size
 
-    name, shape = "interleaved_zb", loop(num_ranks)
-    return build(name, num_ranks, num_microbatches, row, shape, num_chunks).validate()
+    def lag(rank: int) -> int:
+        return rank
+
+    sizes = num_ranks, num_microbatches
+    return warmed_up("interleaved_zb", *sizes, warmup, lag, num_chunks, size).validate()
 
 
 def looped_bfs(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
@@ -154,33 +130,9 @@ def looped_bfs(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Sc
       Lamy-Poirier, `Breadth-First Pipeline Parallelism
       <https://arxiv.org/abs/2211.05953>`_ (2023).
     """
-    numbers = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
-    check("looped_bfs", {**numbers, "num_chunks": num_chunks})
 
-    def row(rank: int) -> Iterator[Cell]:
-        for op, chunks in (
-            (FORWARD, range(num_chunks)),
-            (BACKWARD, reversed(range(num_chunks))),
-        ):
-            for chunk in chunks:
-                yield from ((op, chunk, i) for i in range(num_microbatches))
+    def warmup(rank: int) -> int:
+        return num_chunks * num_microbatches
 
-    return build(
-        "looped_bfs", num_ranks, num_microbatches, row, loop(num_ranks), num_chunks
-    )
-
-
-def _in_groups(
-    num_microbatches: int, num_chunks: int, size: int
-) -> list[tuple[int, int]]:
-    """Chunks and micro-batches, group by group.
-
-    The last group is filled up with micro-batches that `build` drops again: with a
-    short one, ranks could wait for each other.
-    """
-    return [
-        (chunk, i)
-        for first in range(0, num_microbatches, size)
-        for chunk in range(num_chunks)
-        for i in range(first, first + size)
-    ]
+    sizes = num_ranks, num_microbatches
+    return warmed_up("looped_bfs", *sizes, warmup, None, num_chunks)

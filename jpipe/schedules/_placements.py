@@ -1,6 +1,6 @@
 """Where stages can be: on a line, in a V, round the ranks."""
 
-from ._build import check, loop, v_shape
+from ._build import check, loop, placed, v_shape
 from ._costs import Costs
 from ._simulate import ScheduleError, check_costs
 
@@ -31,12 +31,5 @@ def placements(
     check_costs(name, costs, num_microbatches, stages)  # where skips end
     chunks = stages // num_ranks
     shapes = [v_shape(num_ranks)] if chunks == 2 else []
-    found = []
-    for shape in [*shapes, loop(num_ranks)]:
-        rank_of = {
-            shape(rank, chunk): rank
-            for rank in range(num_ranks)
-            for chunk in range(chunks)
-        }
-        found.append(tuple(rank_of[stage] for stage in range(stages)))
+    found = [placed(num_ranks, chunks, shape) for shape in [*shapes, loop(num_ranks)]]
     return list(dict.fromkeys(found))

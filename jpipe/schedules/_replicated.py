@@ -3,9 +3,9 @@
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from ._action import BACKWARD, FORWARD, Action
+from ._build import check
 from ._schedule import Schedule
 from ._simulate import ScheduleError
 
@@ -45,7 +45,12 @@ def replicated(
       Narayanan et al., `PipeDream <https://doi.org/10.1145/3341301.3359646>`_ (2019):
       there "1F1B-RR".
     """
-    _check(replicas, num_microbatches)
+    if not isinstance(replicas, Sequence) or isinstance(replicas, str) or not replicas:
+        raise ScheduleError(
+            f"replicated: replicas={replicas!r}: needs one number for each stage"
+        )
+    numbers = {f"replicas[{s}]": number for s, number in enumerate(replicas)}
+    check("replicated", {"num_microbatches": num_microbatches} | numbers)
     counts = _warmups(with_links(replicas))[::2] if eager else _warmups(replicas)
     ends = [sum(replicas[: s + 1]) for s in range(len(replicas))]
     ranks = tuple(
@@ -62,24 +67,6 @@ def replicated(
     return Schedule(
         name, len(replicas), num_microbatches, placement, rows, replicas=several
     )
-
-
-def _check(replicas: Any, num_microbatches: Any) -> None:
-    listed = isinstance(replicas, Sequence) and not isinstance(replicas, str)
-    numbers = {"num_microbatches": num_microbatches}
-    if listed:
-        numbers |= {f"replicas[{s}]": number for s, number in enumerate(replicas)}
-    wrong = [
-        f"{name}={number!r}"
-        for name, number in numbers.items()
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1
-    ]
-    wrong += [] if listed and replicas else [f"replicas={replicas!r}"]
-    if wrong:
-        raise ScheduleError(
-            f"replicated: {', '.join(wrong)}: needs ints of at least 1, in replicas= "
-            f"one for each stage"
-        )
 
 
 def with_links(replicas: Sequence[int]) -> list[int]:

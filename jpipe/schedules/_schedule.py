@@ -2,8 +2,8 @@
 
 import dataclasses
 import json
-import reprlib
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,11 +12,9 @@ from . import _validate
 from ._action import FORWARD, Action
 from ._costs import Costs
 from ._homes import Homes
-from ._simulate import ScheduleError, check_costs, times, with_memory
+from ._simulate import TOO_LONG, ScheduleError, check_costs, deadlock, predicted
+from ._tables import Run, Tables
 from ._timeline import Timeline
-from ._without import peers, taken_over
-
-_NO_JSON = "no schedule as Schedule.to_json writes it"
 
 
 @dataclass(frozen=True)
@@ -102,8 +100,8 @@ class Schedule:
         rank_of = {action.stage: rank for action, rank in reversed(cells)}
         num_stages = max(rank_of) + 1
         num_microbatches = max(action.microbatch for action, _ in cells) + 1
-        pairs = {action[1:] for action, _ in cells}
-        if says := _validate.absent(pairs, num_stages, num_microbatches):
+        sizes = num_stages, num_microbatches
+        if says := _validate.too_large(*sizes, len(cells)):
             # Said before anything is as long as a number is large.
             raise ScheduleError(_validate.refusal(name, [says]))
         return cls(
@@ -134,31 +132,21 @@ class Schedule:
           >>> Schedule.from_json(schedule.to_json()) == schedule
           True
         """
-        needs = [field.name for field in dataclasses.fields(cls)]
         try:
             fields = json.loads(text)
+            fields |= {
+                "rows": _parse(fields["name"], fields["rows"]),
+                "placement": tuple(fields["placement"]),
+                "replicas": tuple(map(tuple, fields.get("replicas", ()))),
+            }
+            return cls(**fields).validate()
+        except ScheduleError:
+            raise
         # A number of thousands of digits is a ValueError, as is what is no JSON.
-        except (ValueError, RecursionError) as error:
-            raise ScheduleError(f"{_NO_JSON}: {error!r}") from None
-        if not isinstance(fields, dict):
-            kind = type(fields).__name__
-            raise ScheduleError(f"{_NO_JSON}: a {kind}, needs an object")
-        missing = [name for name in needs[:-2] if name not in fields]
-        surplus = [name for name in fields if name not in needs]
-        if missing or surplus:
-            faults = [f"missing: {reprlib.repr(missing)}"] if missing else []
-            faults += [f"surplus: {reprlib.repr(surplus)}"] if surplus else []
-            raise ScheduleError(f"{_NO_JSON}: {'; '.join(faults)}")
-        name, rows, placement = (fields[key] for key in ("name", "rows", "placement"))
-        if isinstance(rows, list) and all(isinstance(row, list) for row in rows):
-            fields["rows"] = _parse(name, rows)
-        if isinstance(placement, list):
-            fields["placement"] = tuple(placement)
-        if isinstance(replicas := fields.get("replicas"), list):
-            each = (tuple(own) if isinstance(own, list) else own for own in replicas)
-            fields["replicas"] = tuple(each)
-        schedule = cls(**fields)
-        return schedule.validate()
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            raise ScheduleError(
+                f"no schedule as Schedule.to_json writes it: {error!r}"
+            ) from None
 
     def validate(
         self, *, max_bytes: float | None = None, costs: Costs | None = None
@@ -174,7 +162,7 @@ class Schedule:
 
         Raises:
           ScheduleError: with every fault that was found, each with its rule: E0 a
-            field or cell that is of no use, E1 unknown op, E2 stage, E3 micro-batch
+            size or cell that is none, E1 unknown op, E2 stage, E3 micro-batch
             out of range, E4 on a rank that is not its stage's, E5 missing, E6 twice,
             E7 both whole and split, E8 order on the rank, E9 a cycle of waiting
             ranks, E10 backward on another rank than its forward, E11 memory; or if
@@ -183,13 +171,8 @@ class Schedule:
         Warns:
           UserWarning: E12, if a rank runs nothing.
         """
-        fields = (getattr(self, field.name) for field in dataclasses.fields(self))
-        faults = list(_validate.malformed(*fields))
-        if not faults and len(self.placement) != self.num_stages:
-            faults.append(
-                f"E4 placement has {len(self.placement)} entries for "
-                f"{self.num_stages} stages"
-            )
+        sizes = self.num_stages, self.num_microbatches
+        faults = [*_validate.malformed(*sizes, self.placement, self.rows)]
         faults = faults or _validate.faults(
             self.rows,
             self.placement,
@@ -198,18 +181,17 @@ class Schedule:
             self.replicas,
         )
         if not faults:
-            costs = self._checked(costs)
-            on_paper = self._timed if max_bytes is None else self._simulated
             try:
-                timeline = on_paper(costs)
+                self.order()
             except ScheduleError as error:
                 faults.append(f"E9 {error}")
-            else:
-                faults += [
-                    f"E11 rank {rank} holds {peak:g} bytes, more than {max_bytes:g}"
-                    for rank, peak in enumerate(timeline.peak_bytes)
-                    if max_bytes is not None and peak > max_bytes
-                ]
+        if not faults and (costs is not None or max_bytes is not None):
+            most = math.inf if max_bytes is None else max_bytes
+            faults = [
+                f"E11 rank {rank} holds {peak:g} bytes, more than {most:g}"
+                for rank, peak in enumerate(self.simulate(costs).peak_bytes)
+                if peak > most
+            ]
         if faults:
             raise ScheduleError(_validate.refusal(self.name, faults))
         return self
@@ -228,50 +210,10 @@ class Schedule:
           ScheduleError: if the schedule deadlocks, or costs are for other numbers of
             stages or micro-batches, negative or not finite.
         """
-        return self._simulated(self._checked(costs))
-
-    def without(self, rank: int) -> "Schedule":
-        """The same work with one rank less, which its peers take over.
-
-        Args:
-          rank: one of several that take turns at a stage; see `replicated`. Ranks above
-            it count one less.
-
-        Returns:
-          A valid schedule, whose gradients are those of this one.
-
-        Raises:
-          ScheduleError: if no other rank runs its stage, or ranks would then wait for
-            each other.
-
-        Example:
-          >>> from jpipe.schedules import replicated
-          >>> print(replicated([2, 1], 4).without(0).to_text())
-          0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3
-          1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3
-
-        References:
-          Gandhi et al., `ReCycle <https://arxiv.org/abs/2405.14009>`_ (2024).
-        """
-        others = peers(self.replicas, rank)
-        if not others:
-            several = [list(ranks) for ranks in self.replicas if len(ranks) > 1]
-            raise ScheduleError(
-                f"schedule {self.name!r}: no rank does what rank {rank!r} does; "
-                + (f"those that take turns are {several}" if several else "none has ")
-                + ("" if several else "a peer, as those of replicated([2, 1], 8) do")
-            )
-        replicas = tuple(
-            tuple(other - (other > rank) for other in ranks if other != rank)
-            for ranks in self.replicas
-        )
-        return dataclasses.replace(
-            self,
-            name=f"{self.name}, without rank {rank}",
-            rows=taken_over(self.rows, rank, others, self.simulate().start),
-            placement=tuple(ranks[0] for ranks in replicas),
-            replicas=replicas,
-        ).validate()
+        costs = Costs() if costs is None else costs
+        check_costs(self.name, costs, self.num_microbatches, self.num_stages)
+        run = self._run(costs)
+        return predicted(self.name, self.rows, run, self._order, self.replicas)
 
     def order(self) -> tuple[Action, ...]:
         """All actions in the order in which a step dispatches them.
@@ -282,20 +224,20 @@ class Schedule:
 
     @cached_property
     def _order(self) -> tuple[Action, ...]:
-        return self._timed(Costs()).order()
+        run = self._run(Costs())
+        return tuple(map(run.tables.action, run.by_end()))
 
-    def _timed(self, costs: Costs) -> Timeline:
-        return times(self.name, self.rows, self.placement, costs, self.replicas)
-
-    def _simulated(self, costs: Costs) -> Timeline:
-        """With what each rank holds, its memory taken in the order of dispatch."""
-        return with_memory(self._timed(costs), self._order)
-
-    def _checked(self, costs: Costs | None) -> Costs:
-        """Costs of these stages and micro-batches, or a refusal."""
-        costs = Costs() if costs is None else costs
-        check_costs(self.name, costs, self.num_microbatches, self.num_stages)
-        return costs
+    def _run(self, costs: Costs) -> Run:
+        """Times the rows."""
+        sizes = self.num_ranks, self.num_microbatches
+        training = not self.forward_only
+        tables = Tables(costs, self.placement, *sizes, self.homes, training)
+        run = tables.run(tables.numbered(self.rows))
+        if run is None:
+            raise ScheduleError(deadlock(self.rows, self.num_stages))
+        if run.makespan == math.inf:
+            raise ScheduleError(f"{self.name}: {TOO_LONG}")
+        return run
 
     def forwards(self) -> "Schedule":
         """The same schedule without its backwards: how inference runs."""
@@ -327,7 +269,7 @@ class Schedule:
 ScheduleBuilder = Callable[[int, int], Schedule]
 
 
-def _parse(name: str, lines: list[list[Any]]) -> tuple[tuple[Action, ...], ...]:
+def _parse(name: str, lines: Sequence[Sequence[Any]]) -> tuple[tuple[Action, ...], ...]:
     faults, rows = [], []
     for rank, line in enumerate(lines):
         row = []

@@ -1,15 +1,17 @@
-"""Costs looked up once: actions as numbers, for those who try many orders."""
+"""The simulator: each rank runs in its order, each action once it can."""
 
 import dataclasses
 import functools
 import heapq
 import operator
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 
 from ._action import BACKWARD, FORWARD, INPUT, OPS, WEIGHT, Action
 from ._costs import Costs, at
-from ._simulate import Rows, changes_by_rank, changes_of
+from ._homes import Homes
 
+Rows = tuple[tuple[Action, ...], ...]
 # The actions of each rank, in order, as numbers.
 Numbered = list[list[int]]
 # Ranks, and the bytes by which what each holds changes.
@@ -20,13 +22,15 @@ class Tables:
     """What every action of a placement costs, by its number.
 
     The number of an action is ``(op * S + stage) * M + microbatch``, op as in `OPS`.
-    Orders are timed and their bytes counted as `simulate` does it, to the bit.
+    Costs are looked up once, for those who try many orders.
 
     Args:
       costs: what each action costs.
       placement: the rank of each stage.
       num_ranks: the number of ranks.
       num_microbatches: the number of micro-batches.
+      homes: the ranks that run each micro-batch; default: those of the placement.
+      training: whether there are backwards.
 
     Attributes:
       seconds: the time of each action.
@@ -44,8 +48,12 @@ class Tables:
         placement: Sequence[int],
         num_ranks: int,
         num_microbatches: int,
+        homes: Homes | None = None,
+        training: bool = True,
     ) -> None:
         self.costs, self.placement = costs, tuple(placement)
+        self.homes = Homes(self.placement) if homes is None else homes
+        self._training = training
         self.num_ranks, self.num_microbatches = num_ranks, num_microbatches
         self.num_stages = len(self.placement)
         self.stages_of: list[list[int]] = [[] for _ in range(num_ranks)]
@@ -60,8 +68,8 @@ class Tables:
         self.changes: list[Changes] = []
         self.skips: dict[int, list[tuple[int, float]]] = {}
         count = num_microbatches
-        # Costs that do not differ between micro-batches are looked up for one of them.
-        every = range(count if _vary(costs) else 1)
+        # What does not differ between micro-batches is looked up for one of them.
+        every = range(1 if costs.is_uniform and self.homes.are_fixed else count)
         for op in OPS:
             for stage in range(self.num_stages):
                 some = [Action(op, stage, i) for i in every]
@@ -102,9 +110,15 @@ class Tables:
         return tuple(tuple(map(self.action, row)) for row in rows)
 
     def _changes(self, action: Action) -> Changes:
-        own, sent = changes_of(action, self.costs, self.num_stages - 1, True)
-        home, where = self.placement[action.stage], self.placement
-        return [each for each in changes_by_rank(home, own, sent, where) if each[1]]
+        """The bytes that an action adds to ranks, one after the other."""
+        own, sent = changes_of(action, self.costs, self.num_stages - 1, self._training)
+        rank_of = self.homes[action.microbatch]
+        home, away = rank_of[action.stage], defaultdict[int, float](float)
+        for stage, size in sent:
+            if rank_of[stage] != home and size:
+                away[rank_of[stage]] += size
+        changes = [(home, own + sum(size for _, size in sent)), *away.items()]
+        return [*changes, (home, -sum(away.values()))] if away else changes
 
     def _reads(
         self, op: str, stage: int, some: list[Action]
@@ -122,13 +136,12 @@ class Tables:
             if stage + 1 < self.num_stages:
                 other = stage + 1
                 far = self.first(INPUT, other)
-        moved = self.placement[other] != self.placement[stage]
         sent = FORWARD if op == FORWARD else INPUT
         delays = [
-            self.costs.transfer(Action(sent, other, action.microbatch))
-            if moved
+            self.costs.transfer(Action(sent, other, i))
+            if self.homes[i][other] != self.homes[i][stage]
             else 0.0
-            for action in some
+            for _, _, i in some
         ]
         return own, far, delays
 
@@ -136,31 +149,64 @@ class Tables:
         for i in range(self.num_microbatches if self.costs.skips else 0):
             action = Action(op, stage, i)
             found = [
-                (self.first(self._read_as(sender), sender.stage) + i, seconds)
+                (self.number(sender), seconds)
                 for sender, seconds in self.costs.skip_transfers(action)
-                if self.placement[sender.stage] != self.placement[stage]
+                if self.homes[i][sender.stage] != self.homes[i][stage]
             ]
             if found:
                 self.skips[self.number(action)] = found
 
-    def _read_as(self, sender: Action) -> str:
-        return FORWARD if sender.op == FORWARD else INPUT
-
     def _at_start(self) -> list[float]:
-        """The bytes of each rank before the first action of a training step."""
+        """The bytes of each rank before the first action."""
         costs, held = self.costs, [0.0] * self.num_ranks
-        for stage, rank in enumerate(self.placement):
+        for stage in range(self.num_stages):
             for i in range(self.num_microbatches):
+                rank = self.homes[i][stage]
                 held[rank] += at(costs.extra_bytes, stage, i)
                 held[rank] += 0 if stage else at(costs.boundary_bytes, stage, i)
-        for stage, rank in enumerate(self.placement):
+        for stage in range(self.num_stages):
             for size in (
                 costs.parameter_bytes,
-                costs.accumulator_bytes,
+                costs.accumulator_bytes if self._training else 0,
                 costs.shared_bytes,
             ):
-                held[rank] += at(size, stage)
+                for rank in self.homes.ranks(stage):
+                    held[rank] += at(size, stage)
         return held
+
+    def memory(self, order: Iterable[int]) -> Iterator[tuple[int, int, float]]:
+        """What ranks hold after each change, where actions run one after the other.
+
+        What an action reads is freed when it ends; what it sends to another rank is
+        held by both until it has been sent, then by the receiver.
+
+        Args:
+          order: of all actions.
+
+        Yields:
+          An action, a rank whose bytes it changes, and how many it then holds.
+        """
+        held, shared = self.at_start, self.costs.shared_bytes
+        count = self.num_microbatches
+        # Of what the micro-batches of a stage share on a rank.
+        readers = Counter(
+            (stage, self.homes[i][stage])
+            for stage in range(self.num_stages if shared else 0)
+            for i in range(count)
+        )
+        first, end = self.first(BACKWARD, 0), self.first(WEIGHT, 0)
+        for number in order:
+            changes = self.changes[number]
+            if shared and (first <= number < end or not self._training):
+                stage = number // count % self.num_stages
+                home, change = changes[0]
+                readers[stage, home] -= 1
+                if not readers[stage, home]:
+                    freed = home, change - at(shared, stage)
+                    changes = [freed, *changes[1:]]
+            for rank, change in changes:
+                held[rank] += change
+                yield number, rank, held[rank]
 
     @functools.cached_property
     def dispatch(self) -> "Tables":
@@ -179,10 +225,12 @@ class Tables:
         end: list[float | None] = [None] * len(seconds)
         free, position = [0.0] * len(rows), [0] * len(rows)
         order: list[int] = []
+        starts: list[float] = []
         waiting: dict[int, list[int]] = {}
         turns = list(range(len(rows)))
-        # As in `simulate`, round by round, so that what ends at the same time stands in
-        # the same order.
+        # Ranks are looked at in rounds, in their order; one that waits for an action is
+        # looked at again when that has run: in this round, if its turn is still to
+        # come.
         while turns:
             later: list[int] = []
             while turns:
@@ -212,9 +260,12 @@ class Tables:
                         )
                     number_slot = slot[number]
                     end[number_slot] = stop = start + seconds[number]
+                    # What takes no time, such as a forward that its backward does on
+                    # the way, holds nobody up.
                     if stop > start:
                         now = stop
                     order.append(number)
+                    starts.append(start)
                     for other in waiting.pop(number_slot, ()):
                         heapq.heappush(turns if other > rank else later, other)
                 else:
@@ -223,7 +274,7 @@ class Tables:
             turns = later
         if len(order) < sum(map(len, rows)):
             return None
-        return Run(self, rows, order, end)
+        return Run(self, rows, order, starts, end)
 
 
 @dataclasses.dataclass
@@ -234,12 +285,14 @@ class Run:
       tables: what it was run with.
       rows: the order of each rank.
       order: all actions in an order of execution.
+      starts: when each of them starts.
       end: when each slot ends; ``None`` for what did not run.
     """
 
     tables: Tables
     rows: Numbered
     order: list[int]
+    starts: list[float]
     end: list[float | None]
 
     def __post_init__(self) -> None:
@@ -250,24 +303,12 @@ class Run:
 
     def peaks(self) -> list[float]:
         """The most bytes that each rank holds, as `Timeline.peak_bytes`."""
-        tables, count = self.tables, self.tables.num_microbatches
-        held, changes = tables.at_start, tables.changes
-        peaks = list(held)
-        left = [count] * tables.num_stages  # readers of what micro-batches share
-        shared = tables.costs.shared_bytes
-        whole, rest = tables.first(BACKWARD, 0), tables.first(WEIGHT, 0)
+        tables, peaks = self.tables, self.tables.at_start
         dispatched = tables.dispatch.run(self.rows)
         assert dispatched
-        for number in dispatched.by_end():
-            if shared and whole <= number < rest:
-                stage = number // count % tables.num_stages
-                left[stage] -= 1
-                if not left[stage]:
-                    held[tables.placement[stage]] -= at(shared, stage)
-            for rank, change in changes[number]:
-                held[rank] += change
-                if held[rank] > peaks[rank]:
-                    peaks[rank] = held[rank]
+        for _, rank, held in tables.memory(dispatched.by_end()):
+            if held > peaks[rank]:
+                peaks[rank] = held
         return peaks
 
     def by_end(self) -> Iterable[int]:
@@ -286,18 +327,31 @@ def _numbers(first: int, count: int) -> Iterable[int]:
     return range(first, first + count) if first >= 0 else [-1] * count
 
 
-def _vary(costs: Costs) -> bool:
-    """Whether something differs between the micro-batches of a stage."""
-    values = (getattr(costs, field.name) for field in dataclasses.fields(costs))
-    nested = any(
-        isinstance(inner, Sequence)
-        for value in values
-        if isinstance(value, Sequence)
-        for inner in value
-        if not hasattr(inner, "_fields")
+def changes_of(
+    action: Action, costs: Costs, last: int, training: bool
+) -> tuple[float, list[tuple[int, float]]]:
+    """The bytes that an action adds to its stage, and those that it sends to others."""
+    op, stage, i = action
+    residual, extra = (
+        at(costs.residual_bytes, stage, i),
+        at(costs.extra_bytes, stage, i),
     )
-    return nested or any(
-        isinstance(size, Sequence)
-        for skip in costs.skips
-        for size in (skip.bytes, skip.cotangent_bytes)
-    )
+    pending = at(costs.pending_bytes, stage, i)
+    arrived = [skip for skip in costs.skips if skip.target == stage]
+    left = [skip for skip in costs.skips if skip.source == stage]
+    if op == FORWARD:
+        kept = residual if training else -extra
+        kept += at(costs.emitted_bytes, stage, i) - at(costs.boundary_bytes, stage, i)
+        kept -= sum(at(skip.bytes, i) for skip in arrived)
+        sent = [(skip.target, at(skip.bytes, i)) for skip in left]
+        if stage < last:
+            sent.append((stage + 1, at(costs.boundary_bytes, stage + 1, i)))
+        return kept, sent
+    if op not in (BACKWARD, INPUT):
+        return -pending, []
+    freed = residual + extra + (costs.cotangent(stage + 1, i) if stage < last else 0)
+    freed += sum(at(skip.cotangent_bytes, i) for skip in left)
+    sent = [(skip.source, at(skip.cotangent_bytes, i)) for skip in arrived]
+    if stage:
+        sent.append((stage - 1, costs.cotangent(stage, i)))
+    return (pending if op == INPUT else 0) - freed, sent

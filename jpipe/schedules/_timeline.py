@@ -2,10 +2,12 @@
 
 import dataclasses
 import functools
+import math
 import statistics
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import NamedTuple
 
 from ._action import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Needs
@@ -20,6 +22,10 @@ _FIELD = {
     INPUT: "input_grad",
     WEIGHT: "weight_grad",
 }
+
+
+# Into so many columns the text picture cuts the shortest action at most.
+_FINEST = 8
 
 
 class MemoryEvent(NamedTuple):
@@ -86,12 +92,16 @@ class Timeline:
         """Whether times are seconds and sizes bytes; else they are in other units."""
         return self.costs is None or self.costs.in_seconds
 
-    @property
+    @functools.cached_property
+    def begin(self) -> float:
+        """The first start."""
+        return min(self.start.values(), default=0.0)
+
+    @functools.cached_property
     def makespan(self) -> float:
         """The time from the first start to the last end."""
-        first = min(self.start.values(), default=0.0)
         exchanged = [exchange.end for exchange in self.exchanges]
-        return max([*self.end.values(), *exchanged], default=0.0) - first
+        return max([*self.end.values(), *exchanged], default=0.0) - self.begin
 
     @property
     def busy(self) -> tuple[float, ...]:
@@ -146,23 +156,13 @@ class Timeline:
         busy = self.busy
         return max(range(len(busy)), key=busy.__getitem__, default=0)
 
-    @property
+    @functools.cached_property
     def peak_bytes(self) -> tuple[float, ...]:
         """The most that each rank holds at any time."""
         peaks = [0.0] * len(self.rows)
         for _, rank, held in self.memory:
             peaks[rank] = max(peaks[rank], held)
         return tuple(peaks)
-
-    def peak_of(self, ranks: Collection[int]) -> float:
-        """The most that some ranks hold together: those that share a device."""
-        count = len(self.rows)
-        now = {event.rank: event.bytes for event in self.memory[:count]}
-        peak = sum(now.get(rank, 0.0) for rank in ranks)
-        for _, rank, held in self.memory[count:]:
-            now[rank] = held
-            peak = max(peak, sum(now[rank] for rank in ranks))
-        return peak
 
     def peak_kept(self, stage: int) -> float:
         """The most that a stage keeps between the actions of a micro-batch."""
@@ -185,6 +185,10 @@ class Timeline:
 
     def order(self) -> tuple[Action, ...]:
         """All actions in one order that respects every dependency: by end."""
+        return self._order
+
+    @functools.cached_property
+    def _order(self) -> tuple[Action, ...]:
         # A dependency ends first, or with it if it takes no time; the mapping holds
         # the actions in an order of execution already, and the sort is stable.
         return tuple(sorted(self.end, key=self.end.__getitem__))
@@ -192,48 +196,6 @@ class Timeline:
     def needs(self) -> Needs:
         """What each action reads."""
         return Needs(self.rows, self.num_stages)
-
-    @property
-    def critical_path(self) -> tuple[Action, ...]:
-        """The chain of actions, each waiting for the one before, that ends last.
-
-        To make the step faster, make one of these faster.
-        """
-        needs = self.needs()
-        before: dict[Action, Action] = {}
-        for row in self.rows:
-            busy: list[Action] = []  # what takes no time holds nobody up
-            for action in row:
-                before.update({action: busy[-1]} if busy else {})
-                busy += [action] if self.end[action] > self.start[action] else []
-
-        def arrival(need: Action, action: Action) -> float:
-            where = self.homes[action.microbatch]
-            moved = where[need.stage] != where[action.stage]
-            delay = self.costs.transfer(need) if self.costs and moved else 0.0
-            return self.end[need] + delay
-
-        path = [max(self.end, key=self.end.__getitem__)] if self.end else []
-        while path:
-            action = path[-1]
-            waits = [(arrival(need, action), need) for need in needs(action)]
-            waits += self._skip_arrivals(action)
-            if action in before:
-                waits.append((self.end[before[action]], before[action]))
-            if not waits:
-                break
-            path.append(max(waits)[1])
-        return tuple(reversed(path))
-
-    def _skip_arrivals(self, action: Action) -> list[tuple[float, Action]]:
-        """When skip connections arrive from other ranks, and what sent them."""
-        found = []
-        for sender, seconds in self.costs.skip_transfers(action) if self.costs else ():
-            real = sender if sender in self.end else sender._replace(op=INPUT)
-            where = self.homes[action.microbatch]
-            if real in self.end and where[real.stage] != where[action.stage]:
-                found.append((self.end[real] + seconds, real))
-        return found
 
     def median_costs(self, costs: Costs | None = None) -> Costs:
         """The median time of each op of each stage.
@@ -261,11 +223,46 @@ class Timeline:
         return dataclasses.replace(costs or self.costs or Costs(), **fields)
 
     def to_text(self) -> str:
-        """A picture: one line per rank, one column per unit of time, ``.`` is idle.
+        """A picture: one line per rank, columns of equal time, ``.`` is idle.
 
-        The number of the stage is left out where each rank has a single one.
+        Columns are so fine that actions begin and end with one. The number of the stage
+        is left out where each rank has a single one.
         """
-        return grid(self.rows, self.start, self.end, self.num_stages > len(self.rows))
+        several, column = self.num_stages > len(self.rows), self._column()
+        last = max(self.end.values(), default=self.begin) - self.begin
+        width = 1
+        lines = []
+        for row in self.rows:
+            cells = ["."] * round(last / column)
+            for action in row:
+                first, end = (
+                    (t - self.begin) / column
+                    for t in (self.start[action], self.end[action])
+                )
+                label = str(action) if several else f"{action.op}{action.microbatch}"
+                width = max(width, len(label))
+                for at_column in range(round(first), round(end)):
+                    cells[at_column] = label
+            lines.append(cells)
+        digits = len(str(len(self.rows) - 1))
+        return "\n".join(
+            f"rank {rank:{digits}} |{' '.join(cell.ljust(width) for cell in cells)}|"
+            for rank, cells in enumerate(lines)
+        )
+
+    def _column(self) -> float:
+        """The greatest time of which all times are multiples, if not too fine."""
+        start, end = self.start, self.end
+        lasting = [end[a] - start[a] for a in start if end[a] > start[a]]
+        shortest = min(lasting, default=1.0)
+        parts = [
+            Fraction((time - self.begin) / shortest).limit_denominator(1000)
+            for time in (*start.values(), *end.values())
+        ]
+        common = math.lcm(*(part.denominator for part in parts))
+        exact = math.gcd(*(int(part * common) for part in parts)) / common
+        # Rather rounded times than a picture that is wider than any screen.
+        return shortest * max(exact, 1 / _FINEST)
 
 
 def in_words(timeline: Timeline) -> tuple[str, str]:
@@ -277,36 +274,3 @@ def in_words(timeline: Timeline) -> tuple[str, str]:
 
 def _share(fraction: float) -> str:
     return f"{fraction:.1%}".replace("%", " %")
-
-
-def grid(
-    rows: Sequence[Sequence[Action]],
-    start: Mapping[Action, float],
-    end: Mapping[Action, float],
-    several: bool,
-) -> str:
-    """Rows of cells, one column per unit of time.
-
-    Args:
-      rows: the actions of each rank.
-      start: when each starts; rounded to columns.
-      end: when it ends.
-      several: whether ranks run several stages, so that cells have to name them.
-    """
-    labels = {
-        action: str(action) if several else f"{action.op}{action.microbatch}"
-        for row in rows
-        for action in row
-    }
-    width = max((len(label) for label in labels.values()), default=1)
-    digits = len(str(len(rows) - 1))
-    columns = round(max(end.values(), default=0.0))
-    lines = []
-    for rank, row in enumerate(rows):
-        cells = ["."] * columns
-        for action in row:
-            for column in range(round(start[action]), round(end[action])):
-                cells[column] = labels[action]
-        line = " ".join(cell.ljust(width) for cell in cells)
-        lines.append(f"rank {rank:{digits}} |{line}|")
-    return "\n".join(lines)

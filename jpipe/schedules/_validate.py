@@ -1,11 +1,12 @@
 """Whether a schedule can run: every fault found, by rule, with its place."""
 
+import itertools
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from ._action import BACKWARD, FORWARD, INPUT, MOST_DIGITS, OPS, WEIGHT, Action
+from ._action import BACKWARD, FORWARD, INPUT, OPS, WEIGHT, Action
 
 Rows = tuple[tuple[Action, ...], ...]
 
@@ -29,100 +30,37 @@ def refusal(name: Any, faults: Iterable[str]) -> str:
 
 
 def malformed(
-    name: Any,
-    num_stages: Any,
-    num_microbatches: Any,
-    placement: Any,
-    rows: Any,
-    forward_only: Any,
-    replicas: Any,
+    num_stages: int,
+    num_microbatches: int,
+    placement: Sequence[int],
+    rows: Rows,
 ) -> Iterator[str]:
-    """Fields and cells of another type than they should have, or beyond all size.
-
-    Nothing is counted here that is not there: numbers are looked at, never ranges.
-    """
-    for field, value, kind, needed in (
-        ("name", name, str, "a text"),
-        ("placement", placement, tuple | list, "a tuple of ranks"),
-        ("rows", rows, tuple | list, "a tuple of rows"),
-        ("forward_only", forward_only, bool, "True or False"),
-        ("replicas", replicas, tuple | list, "a tuple of tuples of ranks"),
-    ):
-        if not isinstance(value, kind):
-            yield f"E0 {field} is a {type(value).__name__}, needs {needed}"
-    for field, number in (
-        ("num_stages", num_stages),
-        ("num_microbatches", num_microbatches),
-    ):
-        if fault := _no_size(number) or ("" if number > 0 else "is less than 1"):
-            yield f"E0 {field} {fault}"
-    for stage, rank in enumerate(
-        placement if isinstance(placement, tuple | list) else ()
-    ):
-        if fault := _no_size(rank):
-            yield f"E0 placement[{stage}] {fault}"
-    shared: Any = replicas if isinstance(replicas, tuple | list) else ()
-    for stage, ranks in enumerate(shared):
-        at = f"E0 replicas[{stage}]"
-        if not isinstance(ranks, tuple | list):
-            yield f"{at} is a {type(ranks).__name__}, needs a tuple of ranks"
-            continue
-        for rank in ranks:
-            if fault := _no_size(rank):
-                yield f"{at}: a rank {fault}"
-    for rank, row in enumerate(rows if isinstance(rows, tuple | list) else ()):
-        if not isinstance(row, tuple | list):
-            yield f"E0 rows[{rank}] is a {type(row).__name__}, needs a tuple of actions"
-            continue
-        for position, action in enumerate(row):
-            at = f"E0 rows[{rank}][{position}]"
-            if not isinstance(action, Action):
+    """Sizes that are none, and cells that are no actions."""
+    sizes = num_stages, num_microbatches
+    if not all(isinstance(size, int) and size >= 1 for size in sizes):
+        yield (
+            f"E0 num_stages={num_stages!r}, num_microbatches={num_microbatches!r}: "
+            f"must be ints of at least 1"
+        )
+    elif len(placement) != num_stages:
+        yield f"E4 placement has {len(placement)} entries for {num_stages} stages"
+    for rank, row in enumerate(rows):
+        for position, cell in enumerate(row):
+            if not isinstance(cell, Action):
                 yield (
-                    f"{at} is a {type(action).__name__}, needs a "
+                    f"E0 rows[{rank}][{position}] is a {type(cell).__name__}, needs a "
                     f"jpipe.schedules.Action, such as Action.parse('2F0')"
                 )
-            elif not isinstance(action.op, str):
-                yield f"{at}.op is a {type(action.op).__name__}, needs a text"
-            else:
-                for field in ("stage", "microbatch"):
-                    if fault := _no_size(getattr(action, field)):
-                        yield f"{at}.{field} {fault}"
 
 
-def _no_size(number: Any) -> str:
-    """Why something is not a number of stages, ranks or micro-batches."""
-    if isinstance(number, bool) or not hasattr(number, "__index__"):
-        return f"is a {type(number).__name__}, needs an int"
-    if abs(number) >= 10**MOST_DIGITS:
-        return f"has more than {MOST_DIGITS} digits"
-    return ""
-
-
-def absent(
-    present: Collection[tuple[int, int]], num_stages: int, num_microbatches: int
-) -> str:
-    """That more is missing than anybody would read, if so; else empty.
-
-    Args:
-      present: the stages and micro-batches of which there is some cell.
-      num_stages: the number of stages.
-      num_microbatches: the number of micro-batches.
-    """
-    total = num_stages * num_microbatches
-    if total - len(present) <= _MOST:
-        return ""
-    stage, microbatch = next(
-        (stage, i)
-        for stage in range(num_stages)
-        for i in range(num_microbatches)
-        if (stage, i) not in present
-    )
+def too_large(num_stages: int, num_microbatches: int, num_cells: int) -> str:
+    """That more is missing than anybody would read, if so; else empty."""
+    pairs = num_stages * num_microbatches
     return (
         f"E5 stages 0 to {num_stages - 1} and micro-batches 0 to "
-        f"{num_microbatches - 1} are {total} pairs, of {total - len(present)} of them "
-        f"there is no cell, {Action(FORWARD, stage, microbatch)} the first; if that "
-        f"is more than was meant, a number is too large"
-    )
+        f"{num_microbatches - 1} are {pairs} pairs, there are {num_cells} cells: if "
+        f"that is more than was meant, a number is too large"
+    ) * (pairs > num_cells + _MOST)
 
 
 def faults(
@@ -224,18 +162,10 @@ def _miscounted(
 ) -> Iterator[str]:
     """Actions that are missing, appear twice, or do the same work twice."""
     count = Counter(action for row in rows for action in row)
-    present = {
-        (stage, i)
-        for _, stage, i in count
-        if 0 <= stage < num_stages and 0 <= i < num_microbatches
-    }
-    if says := absent(present, num_stages, num_microbatches):
+    if says := too_large(num_stages, num_microbatches, count.total()):
         yield says
-        pairs = sorted(present)
-    else:
-        every = range(num_microbatches)
-        pairs = [(stage, i) for stage in range(num_stages) for i in every]
-    for stage, i in pairs:
+        return
+    for stage, i in itertools.product(range(num_stages), range(num_microbatches)):
         forward, whole, half, rest = (Action(op, stage, i) for op in OPS)
         if not count[forward]:
             yield f"E5 {forward} never runs"

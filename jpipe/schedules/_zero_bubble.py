@@ -1,12 +1,13 @@
 """Backwards in two halves: the second fills the time in which a rank would wait."""
 
+import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from numbers import Real
 
-from ._action import BACKWARD, FORWARD, INPUT, WEIGHT
-from ._build import Cell, build, check, v_shape
+from ._action import FORWARD, INPUT, WEIGHT
+from ._build import Cell, build, check, v_shape, warmed_up
 from ._schedule import Schedule
 from ._simulate import ScheduleError
 
@@ -38,7 +39,11 @@ def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
       Qi et al., `Zero Bubble Pipeline Parallelism
       <https://arxiv.org/abs/2401.10241>`_ (2024).
     """
-    return _lagging("zb_h1", num_ranks, num_microbatches, lambda rank: num_ranks - rank)
+
+    def warmup(rank: int) -> int:
+        return num_ranks - 1 - rank
+
+    return warmed_up("zb_h1", num_ranks, num_microbatches, warmup, lambda rank: rank)
 
 
 def zb_h2(num_ranks: int, num_microbatches: int, latency: float = 0.0) -> Schedule:
@@ -83,30 +88,12 @@ def zb_h2(num_ranks: int, num_microbatches: int, latency: float = 0.0) -> Schedu
         )
 
     def warmup(rank: int) -> int:
-        after = num_ranks - 1 - rank
-        return math.floor(2 * after + 1 + 2 * after * latency)
+        return math.floor(2 * (num_ranks - 1 - rank) * (1 + latency))
 
-    return _lagging("zb_h2", num_ranks, num_microbatches, warmup)
+    def lag(rank: int) -> int:
+        return warmup(0) - warmup(rank)
 
-
-def _lagging(
-    name: str, num_ranks: int, num_microbatches: int, warmup: Callable[[int], int]
-) -> Schedule:
-    """Warm-up forwards, then first half, a second half that lags, and a forward."""
-    check(name, {"num_ranks": num_ranks, "num_microbatches": num_microbatches})
-
-    def row(rank: int) -> Iterator[Cell]:
-        first, lag = min(warmup(rank), num_microbatches), warmup(0) - warmup(rank)
-        yield from ((FORWARD, 0, i) for i in range(first))
-        for i in range(num_microbatches):
-            yield INPUT, 0, i
-            if i >= lag:
-                yield WEIGHT, 0, i - lag
-            yield FORWARD, 0, first + i
-        left = max(num_microbatches - lag, 0)
-        yield from ((WEIGHT, 0, i) for i in range(left, num_microbatches))
-
-    return build(name, num_ranks, num_microbatches, row)
+    return warmed_up("zb_h2", num_ranks, num_microbatches, warmup, lag)
 
 
 def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -141,29 +128,18 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
     check("zb_v", {"num_ranks": num_ranks, "num_microbatches": num_microbatches})
 
     def row(rank: int) -> Iterator[Cell]:
-        cells = _Counters()
-        for _ in range(2 * (num_ranks - rank) - 1):
-            yield cells.next(FORWARD, 0)
-        for _ in range(rank):
-            yield cells.next(FORWARD, 1)
-            yield cells.next(FORWARD, 0)
-        for _ in range(num_ranks - rank):
-            yield from (cells.next(op, 1) for op in (FORWARD, INPUT, WEIGHT))
-        count = max(num_microbatches, 2 * num_ranks - 1)
-        while cells.done(FORWARD, 1) < cells.done(FORWARD, 0) or (
-            cells.done(FORWARD, 0) < count
-        ):
-            if cells.done(FORWARD, 0) < count:
-                yield cells.next(FORWARD, 0)
-            yield from (cells.next(op, 0) for op in (INPUT, WEIGHT))
-            yield from (cells.next(op, 1) for op in (FORWARD, INPUT, WEIGHT))
-        for _ in range(rank):
-            yield from (cells.next(INPUT, chunk) for chunk in (0, 1))
-        for _ in range(num_ranks - rank):
-            yield from (cells.next(op, 0) for op in (INPUT, WEIGHT))
-        for chunk in (1, 0):
-            while cells.done(WEIGHT, chunk) < count:
-                yield cells.next(WEIGHT, chunk)
+        below, steady = num_ranks - rank, max(num_microbatches - 2 * num_ranks + 1, 0)
+        return _counted(
+            "F0" * (2 * below - 1)
+            + "F1F0" * rank
+            + "F1I1W1" * below
+            + "F0I0W0F1I1W1" * (steady + rank)
+            + "I0W0F1I1W1" * (below - 1)
+            + "I0I1" * rank
+            + "I0W0" * below
+            + "W1" * rank
+            + "W0" * rank
+        )
 
     return build("zb_v", num_ranks, num_microbatches, row, v_shape(num_ranks), 2)
 
@@ -205,51 +181,35 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
         )
 
     def row(rank: int) -> Iterator[Cell]:
-        cells, waiting = _Counters(), deque[Cell]()
-        below = num_ranks - rank - 1
-
-        def first_half(chunk: int) -> Cell:
-            cell = cells.next(BACKWARD, chunk)
-            waiting.append((WEIGHT, *cell[1:]))
-            return INPUT, *cell[1:]
-
-        for _ in range(2 * below):
-            yield cells.next(FORWARD, 0)
-        for _ in range(rank + 1):
-            yield from (cells.next(FORWARD, chunk) for chunk in (0, 1))
-        for _ in range(below):
-            yield first_half(1)
-            yield waiting.popleft()
-            yield cells.next(FORWARD, 1)
-        for _ in range(num_microbatches - 2 * num_ranks + rank + 1):
-            for chunk in (0, 1):
-                yield cells.next(FORWARD, chunk)
-                yield cells.next(BACKWARD, 1 - chunk)
-        for _ in range(below):
-            yield cells.next(BACKWARD, 1)
-            yield cells.next(FORWARD, 1)
-            yield cells.next(BACKWARD, 0)
-        for k in range(2 * (rank + 1)):
-            chunk = 1 - k % 2
-            yield first_half(chunk) if k > rank else cells.next(BACKWARD, chunk)
-        for _ in range(below):
-            yield waiting.popleft()
-            yield first_half(0)
-        yield from waiting
+        below, steady = num_ranks - 1 - rank, num_microbatches - 2 * num_ranks
+        drain = [("BI"[k > rank], 1 - k % 2) for k in range(2 * rank + 2)]
+        # The weight gradients come in the order of the input gradients.
+        split = [f"W{chunk}" for op, chunk in drain if op == INPUT] + ["W0"] * below
+        return _counted(
+            "F0" * (2 * below)
+            + "F0F1" * (rank + 1)
+            + "I1W1F1" * below
+            + "F0B1F1B0" * (steady + rank + 1)
+            + "B1F1B0" * below
+            + "".join(f"{op}{chunk}" for op, chunk in drain)
+            + "".join(f"{weight}I0" for weight in split[:below])
+            + "".join(split[below:])
+        )
 
     return build("dualpipe_v", num_ranks, num_microbatches, row, v_shape(num_ranks), 2)
 
 
-class _Counters:
-    """The next micro-batch of each op of each chunk."""
+def _counted(text: str) -> Iterator[Cell]:
+    """The cells of ops and chunks such as ``F0F1I1W1``: micro-batches ascend in each.
 
-    def __init__(self) -> None:
-        self._next: dict[tuple[str, int], int] = {}
-
-    def done(self, op: str, chunk: int) -> int:
-        return self._next.get((op, chunk), 0)
-
-    def next(self, op: str, chunk: int) -> Cell:
-        i = self.done(op, chunk)
-        self._next[op, chunk] = i + 1
-        return op, chunk, i
+    A weight gradient is of the first micro-batch of its chunk that waits for it.
+    """
+    counts = {cell: itertools.count() for cell in ("F0", "F1", "B0", "B1")}
+    split = {"0": deque[int](), "1": deque[int]()}
+    for op, chunk in zip(text[::2], text[1::2], strict=True):
+        if op == WEIGHT:
+            i = split[chunk].popleft()
+        else:
+            i = next(counts[("F" if op == FORWARD else "B") + chunk])
+            split[chunk] += [i] if op == INPUT else []
+        yield op, int(chunk), i

@@ -158,7 +158,7 @@ def test_the_page_on_many_devices_gives_one_loss_however_they_lie():
         run("-c", blocks("docs/many_devices.md")),
         re.MULTILINE,
     )
-    assert len(losses) == 7
+    assert len(losses) == 6
     assert max(map(float, losses)) - min(map(float, losses)) < 2e-6
 
 

@@ -1,16 +1,13 @@
 """The time that no schedule beats: never above any order; known where it is met."""
 
-import itertools
 import re
 
-import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
 from jpipe.schedules import (
     Action,
     Costs,
-    Schedule,
     ScheduleError,
     Skip,
     Timeline,
@@ -22,76 +19,10 @@ from jpipe.schedules import (
     zb_v,
 )
 
-from .predictions import any_time, predictions
+from .predictions import predictions
 
 
-def orders(stages: tuple[int, ...], m: int, split: dict[tuple[int, int], bool]):
-    """Every order of a rank: micro-batches ascend, what is read comes first."""
-
-    def grow(row: tuple[Action, ...], left: frozenset[Action]):
-        if not left:
-            yield row
-        for action in sorted(left):
-            op, stage, i = action
-            reads = {"F": [], "W": ["I"]}.get(op, ["F"])
-            earlier = {Action(o, stage, j) for o in op for j in range(i)}
-            if op in "BW":
-                earlier = {Action(o, stage, j) for o in "BW" for j in range(i)}
-            if not (earlier | {Action(o, stage, i) for o in reads}) & left:
-                yield from grow((*row, action), left - {action})
-
-    cells = frozenset(
-        Action(op, stage, i)
-        for stage in stages
-        for i in range(m)
-        for op in ("FIW" if split[stage, i] else "FB")
-    )
-    yield from grow((), cells)
-
-
-def fastest(placement: tuple[int, ...], m: int, costs: Costs) -> float:
-    """The least makespan of all valid schedules, by trying each."""
-    ranks = max(placement) + 1
-    pairs = list(itertools.product(range(len(placement)), range(m)))
-    best = float("inf")
-    for halves in itertools.product([False, True], repeat=len(pairs)):
-        split = dict(zip(pairs, halves, strict=True))
-        rows = [
-            list(
-                orders(tuple(s for s, r in enumerate(placement) if r == rank), m, split)
-            )
-            for rank in range(ranks)
-        ]
-        for some in itertools.product(*rows):
-            schedule = Schedule("any", len(placement), m, placement, some)
-            try:
-                best = min(best, schedule.simulate(costs).makespan)
-            except ScheduleError:
-                continue  # ranks that wait for each other
-    return best
-
-
-@st.composite
-def tiny(draw):
-    placement, m = draw(
-        st.sampled_from(
-            [((0,), 2), ((0, 0), 1), ((0, 1), 1), ((0, 1), 2), ((0, 1, 0), 1)]
-        )
-    )
-    per_stage = st.lists(any_time, min_size=len(placement), max_size=len(placement))
-    forward, backward, half, rest = (draw(per_stage) for _ in range(4))
-    return placement, m, Costs(forward, backward, half, rest, latency=draw(any_time))
-
-
-@settings(max_examples=25, deadline=None)
-@given(tiny())
-def test_no_order_of_tiny_pipelines_beats_the_bound(case):
-    placement, m, costs = case
-    bound = lower_bound(costs, max(placement) + 1, m, placement)
-    assert bound <= fastest(placement, m, costs)
-
-
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(predictions())
 def test_no_schedule_of_the_catalogue_beats_the_bound(prediction):
     schedule, costs = prediction
@@ -179,12 +110,6 @@ def test_a_timeline_prints_its_time_its_gap_its_bubble_and_its_peaks():
             "  * backward[0]=nan is not 0 or more and finite\n"
             "  * latency=-1 is not 0 or more and finite\n"
             "  * bandwidth=0 moves nothing",
-        ),
-        (
-            (Costs([[1, 1], "x"]), 2, 3),
-            "costs cannot be used:\n"
-            "  * forward[0] has 2 entries, for 3 micro-batches\n"
-            "  * forward[1] is a str, needs a number or a list of them",
         ),
         (
             (Costs([1, 1]), 2, 3, (0, 2)),

@@ -2,17 +2,9 @@
 
 import pytest
 
-from jpipe.schedules import (
-    BY_NAME,
-    Action,
-    Schedule,
-    gpipe,
-    interleaved,
-    one_f_one_b,
-    zb_h1,
-)
+from jpipe.schedules import BY_NAME, Schedule
 
-from .orders import IN_A_V, ON_A_LINE, every_name, sizes
+from .orders import IN_A_V, ON_A_LINE
 
 PICTURES = {
     "gpipe": """\
@@ -100,7 +92,7 @@ ORDERS = {
 }
 
 
-def stage_of(name: str, num_ranks: int, rank: int, chunk: int) -> int:
+def stage_of(name: str, num_ranks: int, rank: int, chunk: bool) -> int:
     """Which stage a chunk of a rank is: round the ranks, or down and up again."""
     if name in IN_A_V and chunk:
         return 2 * num_ranks - 1 - rank
@@ -113,35 +105,19 @@ def cells(picture: str) -> list[list[str]]:
     return [line.split("|")[1].split() for line in lines]
 
 
-def drawn(name: str, picture: str) -> list[dict[Action, tuple[int, int]]]:
-    """The actions of each rank in order, each with the columns where it is drawn."""
-    grid = cells(picture)
-    rows: list[dict[Action, tuple[int, int]]] = [{} for _ in grid]
-    for rank, line in enumerate(grid):
-        for column, cell in enumerate(line):
-            if cell == ".":
-                continue
-            stage = stage_of(name, len(grid), rank, int(cell[0].islower()))
-            action = Action(cell[0].upper(), stage, int(cell[1:]))
-            start, _ = rows[rank].get(action, (column, None))
-            rows[rank][action] = (start, column + 1)
-    return rows
-
-
 @pytest.mark.parametrize("name", PICTURES)
 def test_four_ranks_and_eight_microbatches_run_as_published(name):
-    picture = drawn(name, PICTURES[name])
-    schedule = BY_NAME[name](4, 8)
-    assert [list(row) for row in schedule.rows] == [list(row) for row in picture]
-    timeline = schedule.simulate()
-    for row in picture:
-        for action, columns in row.items():
-            assert (timeline.start[action], timeline.end[action]) == columns
-
-
-@pytest.mark.parametrize("name", sorted(ON_A_LINE & set(PICTURES)))
-def test_a_schedule_prints_as_published(name):
-    assert cells(str(BY_NAME[name](4, 8))) == cells(PICTURES[name])
+    shown = cells(BY_NAME[name](4, 8).simulate().to_text())
+    picture = cells(PICTURES[name])
+    if name not in ON_A_LINE:  # there each cell names its stage
+        for rank, line in enumerate(picture):
+            line[:] = [
+                cell
+                if cell == "."
+                else f"{stage_of(name, 4, rank, cell[0].islower())}{cell.upper()}"
+                for cell in line
+            ]
+    assert shown == picture
 
 
 @pytest.mark.parametrize("name", ORDERS)
@@ -153,43 +129,6 @@ def test_every_schedule_of_the_catalogue_is_drawn_or_written_down():
     assert set(PICTURES) | set(ORDERS) == set(BY_NAME)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "order"),
-    [
-        pytest.param(gpipe(1, 3), "0F0 0F1 0F2 0B0 0B1 0B2", id="gpipe, one rank"),
-        pytest.param(one_f_one_b(1, 3), "0F0 0B0 0F1 0B1 0F2 0B2", id="1f1b, one rank"),
-        pytest.param(
-            zb_h1(1, 2), "0F0 0I0 0W0 0F1 0I1 0W1", id="zb_h1, one rank: no lag"
-        ),
-        # With one micro-batch there is nothing to choose.
-        pytest.param(gpipe(3, 1), "0F0 0B0\n1F0 1B0\n2F0 2B0", id="gpipe, m=1"),
-        pytest.param(one_f_one_b(3, 1), "0F0 0B0\n1F0 1B0\n2F0 2B0", id="1f1b, m=1"),
-        pytest.param(
-            gpipe(4, 2),
-            "0F0 0F1 0B0 0B1\n1F0 1F1 1B0 1B1\n2F0 2F1 2B0 2B1\n3F0 3F1 3B0 3B1",
-            id="gpipe, fewer micro-batches than ranks",
-        ),
-        pytest.param(
-            one_f_one_b(4, 2),
-            "0F0 0F1 0B0 0B1\n1F0 1F1 1B0 1B1\n2F0 2F1 2B0 2B1\n3F0 3B0 3F1 3B1",
-            id="1f1b, fewer micro-batches than ranks",
-        ),
-        pytest.param(
-            zb_h1(3, 1),
-            "0F0 0I0 0W0\n1F0 1I0 1W0\n2F0 2I0 2W0",
-            id="zb_h1, fewer micro-batches than ranks",
-        ),
-        pytest.param(
-            interleaved(2, 1),
-            "0F0 2F0 2B0 0B0\n1F0 3F0 3B0 1B0",
-            id="interleaved, a group that is not full",
-        ),
-    ],
-)
-def test_small_cases_have_these_orders(schedule, order):
-    assert schedule.to_text() == order
-
-
 def test_picture_names_the_stage_where_a_rank_has_several():
     v_shape = Schedule.from_text("0F0 2F0 2B0 0B0\n1F0 1B0", name="v")
     assert v_shape.placement == (0, 1, 0)
@@ -198,17 +137,3 @@ def test_picture_names_the_stage_where_a_rank_has_several():
         "rank 0 |0F0 .   2F0 2B0 2B0 .   .   0B0 0B0|\n"
         "rank 1 |.   1F0 .   .   .   1B0 1B0 .   .  |"
     )
-
-
-@every_name
-def test_every_stage_is_where_its_shape_puts_it(name):
-    for p, m in sizes(name):
-        schedule = BY_NAME[name](p, m)
-        chunks = 1 if name in ON_A_LINE else 2
-        assert (schedule.name, schedule.num_microbatches) == (name, m)
-        assert (schedule.num_ranks, schedule.num_stages) == (p, chunks * p)
-        assert {
-            stage_of(name, p, rank, chunk): rank
-            for rank in range(p)
-            for chunk in range(chunks)
-        } == dict(enumerate(schedule.placement))

@@ -48,12 +48,6 @@ def test_a_comparison_takes_costs_per_stage_for_one_stage_per_rank():
     assert [timeline.name for timeline in timelines] == ["gpipe", "1f1b"]
 
 
-def test_a_comparison_in_seconds_has_units():
-    costs = Costs(1e-3, 2e-3, residual_bytes=3000, in_seconds=True)
-    *_, row = str(compare([gpipe(2, 2)], costs)).splitlines()
-    assert row == "| gpipe    | 2      | 9 ms | 33.3 % | 5.9 KiB, 5.9 KiB    |"
-
-
 def test_costs_per_stage_compare_schedules_of_that_many_stages():
     costs = Costs(forward=[1.0] * 8, backward=[2.0] * 7 + [3.0])
     both = [BY_NAME["interleaved"](4, 8), BY_NAME["zb_v"](4, 8)]

@@ -1,7 +1,6 @@
 """Orders at random: the validator, the simulator and graph theory agree."""
 
 import itertools
-import re
 from graphlib import CycleError, TopologicalSorter
 
 import hypothesis.strategies as st
@@ -10,7 +9,7 @@ from hypothesis import given, settings
 
 from jpipe.schedules import Action, Costs, Schedule, ScheduleError
 
-from .orders import by_hand, halves, reads, refusal_of, sums, swap
+from .orders import by_hand, halves, reads, refusal_of, sums
 
 
 @st.composite
@@ -43,7 +42,8 @@ def any_orders(draw):
     for row in rows:
         if draw(st.integers(0, 3)) == 0:
             at = st.integers(0, len(row) - 1)
-            swap(row, draw(at), draw(at))
+            one, other = draw(at), draw(at)
+            row[one], row[other] = row[other], row[one]
     return Schedule("any", num_stages, m, placement, tuple(map(tuple, rows)))
 
 
@@ -92,7 +92,7 @@ ANY_COSTS = [
 ]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(any_orders(), st.sampled_from(ANY_COSTS))
 def test_validator_and_simulator_agree_with_graph_theory(schedule, costs):
     # Neither a schedule that can run is refused, nor one accepted that cannot.
@@ -110,43 +110,13 @@ def test_validator_and_simulator_agree_with_graph_theory(schedule, costs):
         assert ("E9" in faults) == ("E8" not in faults)
     else:
         assert schedule.validate() is schedule
-        assert schedule.simulate(costs).start == start
+        timeline = schedule.simulate(costs)
+        assert timeline.start == start
+        assert timeline.lower_bound <= timeline.makespan
         assert Schedule.from_text(schedule.to_text(), "any") == schedule
     if start is None:
         with pytest.raises(ScheduleError, match="the schedule deadlocks: rank"):
             schedule.simulate()
-
-
-def waits(schedule: Schedule) -> list[tuple[str, ...]]:
-    """The rank, its action, what it waits for, on which rank, after which action."""
-    try:
-        schedule.simulate()
-    except ScheduleError as refusal:
-        says = str(refusal).removeprefix("the schedule deadlocks: ")
-        return [WAIT.fullmatch(clause).groups() for clause in says.split("; ")]
-    return []
-
-
-WAIT = re.compile(
-    r"rank (\d+): (\w+) waits for (\w+), which rank (\d+) runs(?: after (\w+))?"
-)
-
-
-@settings(max_examples=200, deadline=None)
-@given(any_orders())
-def test_ranks_that_wait_for_each_other_are_printed_as_a_cycle(schedule):
-    cycle = waits(schedule)
-    position = {str(a): at for row in schedule.rows for at, a in enumerate(row)}
-    split = halves(schedule)
-    for wait, following in zip(cycle, cycle[1:] + cycle[:1], strict=True):
-        rank, action, need, owner, after = wait
-        # The rank that it waits for stands still at its own wait.
-        assert following[:2] == (owner, after or need)
-        assert not after or position[after] < position[need]
-        waiting, awaited = Action.parse(action), Action.parse(need)
-        assert waiting in schedule.rows[int(rank)]
-        assert awaited in schedule.rows[int(owner)]
-        assert awaited in reads(waiting, schedule.num_stages, split)
 
 
 def test_simulating_what_nobody_runs_says_so():

@@ -1,5 +1,6 @@
 """Schedules made to measure: valid, under their cap, never behind the catalogue."""
 
+import dataclasses
 import re
 
 import hypothesis.strategies as st
@@ -15,22 +16,11 @@ from jpipe.schedules import (
     fit,
     lower_bound,
 )
-from jpipe.schedules._tables import Tables
 
-from .predictions import any_time, predictions
+from .predictions import any_time
 
 any_bytes = st.integers(0, 9)
-BYTES = (
-    "boundary_bytes",
-    "cotangent_bytes",
-    "residual_bytes",
-    "pending_bytes",
-    "parameter_bytes",
-    "accumulator_bytes",
-    "extra_bytes",
-    "shared_bytes",
-    "emitted_bytes",
-)
+BYTES = [field.name for field in dataclasses.fields(Costs) if "_bytes" in field.name]
 
 
 @st.composite
@@ -64,7 +54,7 @@ def catalogue(p: int, m: int, stages: int) -> list[Schedule]:
     return found
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.data())
 def test_never_slower_than_the_best_of_the_catalogue_under_the_same_cap(data):
     p, chunks = (
@@ -95,34 +85,6 @@ def test_never_slower_than_the_best_of_the_catalogue_under_the_same_cap(data):
     assert lower_bound(costs, p, m) <= timeline.makespan * (1 + 1e-12)
     if found.name in BY_NAME:
         assert found == BY_NAME[found.name](p, m)
-
-
-@settings(max_examples=60, deadline=None)
-@given(predictions(), st.data())
-def test_time_and_bytes_are_counted_as_the_simulator_does(prediction, data):
-    schedule, times = prediction
-    if schedule.forward_only:
-        return
-    stages, m = schedule.num_stages, schedule.num_microbatches
-    costs = data.draw(any_costs(stages))
-    if data.draw(st.booleans()):
-        each = st.lists(st.floats(0, 9), min_size=m, max_size=m)
-        costs = Costs(
-            [data.draw(each) for _ in range(stages)],
-            residual_bytes=[data.draw(each) for _ in range(stages)],
-            extra_bytes=[data.draw(each) for _ in range(stages)],
-        )
-    for some in (times, costs):
-        timeline = schedule.simulate(some)
-        tables = Tables(some, schedule.placement, schedule.num_ranks, m)
-        run = tables.run(tables.numbered(schedule.rows))
-        assert run is not None
-        assert tables.actions(run.rows) == schedule.rows
-        assert dict(zip(map(tables.action, run.order), run.ends, strict=True)) == (
-            timeline.end
-        )
-        assert tuple(run.peaks()) == timeline.peak_bytes
-        assert run.makespan == timeline.makespan
 
 
 SLOW_LAST = Costs([1, 1, 1, 1.5], [2, 2, 2, 3], latency=0.4)
@@ -172,19 +134,12 @@ def test_each_rank_may_have_a_cap_of_its_own():
     caps = [5, 2, 3, 1]
     timeline = fit(SLOW_LAST, 4, 12, caps).simulate(SLOW_LAST)
     assert all(peak <= cap for peak, cap in zip(timeline.peak_bytes, caps, strict=True))
-    alike = fit(SLOW_LAST, 4, 12, [4, 4, 4, 4])
-    assert alike == fit(SLOW_LAST, 4, 12, 4)
-
-
-def test_the_same_costs_give_the_same_schedule():
-    assert fit(IN_CHUNKS, 4, 8, 7) == fit(IN_CHUNKS, 4, 8, 7)
-
-
-def test_numbers_for_all_stages_mean_one_stage_per_rank():
-    assert fit(Costs(), 3, 5).num_stages == 3
+    # The same costs give the same schedule.
+    assert fit(SLOW_LAST, 4, 12, [4, 4, 4, 4]) == fit(SLOW_LAST, 4, 12, 4)
 
 
 def test_more_than_two_stages_per_rank_go_round_the_ranks():
+    assert fit(Costs(), 3, 5).num_stages == 3
     made = fit(Costs([1] * 6, latency=0.3), 2, 4)
     assert made.validate().placement == (0, 1, 0, 1, 0, 1)
 
@@ -211,7 +166,7 @@ def test_what_cannot_fit_says_what_is_short_and_what_would_do():
         fit(costs, 2, 4, 24)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_the_least_cap_that_is_named_does_and_no_schedule_does_with_less(data):
     p, chunks = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 2))

@@ -5,15 +5,7 @@ import dataclasses
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from jpipe.schedules import (
-    Costs,
-    MemoryEvent,
-    Schedule,
-    Timeline,
-    forward_only,
-    gpipe,
-    one_f_one_b,
-)
+from jpipe.schedules import Costs, MemoryEvent, Schedule, Timeline, gpipe
 
 from .predictions import predictions
 
@@ -106,30 +98,6 @@ def test_bytes_may_differ_by_microbatch():
         MemoryEvent(7.0, 0, 300),
         MemoryEvent(9.0, 0, 0),
     )
-
-
-def test_ranks_of_one_device_peak_together():
-    # Rank 0 begins with two inputs of 10 bytes and ends with none; rank 1 begins with
-    # nothing and is left with two outputs of 3 bytes.
-    costs = Costs(boundary_bytes=[10, 0], emitted_bytes=[0, 3])
-    timeline = forward_only(2, 2).simulate(costs)
-    assert timeline.peak_bytes == (20, 6)
-    assert timeline.peak_of([0, 1]) == timeline.peak_of([1, 0]) == 20
-    assert timeline.peak_of([1]) == 6
-    assert timeline.peak_of([]) == 0
-    # Here both peaks are at time 2, when both forwards of rank 0 have run.
-    timeline = one_f_one_b(2, 2).simulate(Costs(residual_bytes=[1, 5]))
-    assert timeline.peak_bytes == (2, 5)
-    assert timeline.peak_of([0, 1]) == 7
-
-
-@settings(deadline=None, max_examples=50)
-@given(st.data())
-def test_what_all_ranks_hold_together_is_between_the_largest_and_the_sum(data):
-    schedule, costs = data.draw(predictions())
-    peaks = schedule.simulate(costs).peak_bytes
-    together = schedule.simulate(costs).peak_of(range(schedule.num_ranks))
-    assert max(peaks) <= together <= sum(peaks) + 1e-9
 
 
 @settings(deadline=None, max_examples=50)

@@ -1,15 +1,13 @@
-"""What is read off a timeline: its order, its critical path, its costs."""
-
-import itertools
+"""What is read off a timeline: its order, its costs."""
 
 from hypothesis import given, settings
 
-from jpipe.schedules import Action, Costs, Timeline, gpipe, one_f_one_b
+from jpipe.schedules import Action, Costs, Timeline, gpipe
 
 from .predictions import predictions
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(predictions())
 def test_the_order_is_by_end_and_respects_every_dependency(prediction):
     schedule, costs = prediction
@@ -28,36 +26,7 @@ def test_the_order_is_by_end_and_respects_every_dependency(prediction):
             assert all(place[need] < place[action] for need in needs(action))
 
 
-@settings(deadline=None)
-@given(predictions())
-def test_the_critical_path_is_a_chain_whose_times_add_up_to_the_makespan(prediction):
-    schedule, costs = prediction
-    timeline = schedule.simulate(costs)
-    path, needs = timeline.critical_path, timeline.needs()
-    # Of the same rank, and earlier: what is between takes no time.
-    earlier = {p for row in schedule.rows for p in itertools.combinations(row, 2)}
-    total = sum(costs.of(action) for action in path)
-    for before, after in itertools.pairwise(path):
-        reads = before in needs(after)
-        assert reads or (before, after) in earlier
-        ranks = {schedule.placement[action.stage] for action in (before, after)}
-        if len(ranks) == 2:
-            assert reads
-            total += costs.latency
-    assert total == timeline.makespan
-    assert timeline.start[path[0]] == 0.0
-
-
-def test_the_critical_path_of_a_slow_stage_goes_through_all_its_work():
-    # 0F0, then stage 1 without a pause, then 0B2; the transfers belong to it.
-    timeline = gpipe(2, 3).simulate(Costs([1, 5], [2, 10], latency=0.5))
-    assert list(map(str, timeline.critical_path)) == (
-        ["0F0", "1F0", "1F1", "1F2", "1B0", "1B1", "1B2", "0B2"]
-    )
-    assert timeline.makespan == 1 + 0.5 + 3 * 15 + 0.5 + 2
-
-
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(predictions())
 def test_median_costs_of_a_prediction_are_what_it_was_made_of(prediction):
     schedule, costs = prediction
@@ -108,12 +77,5 @@ def test_a_measured_timeline_counts_from_its_first_start():
     assert timeline.idle == (3.0, 1.0)
     assert timeline.bubble_fraction == 0.5
     assert timeline.bottleneck == 1
-    assert timeline.critical_path == (first, second)
     assert timeline.median_costs().forward == [1.0, 3.0]
     assert timeline.peak_bytes == (0.0, 0.0)
-
-
-def test_the_bottleneck_is_the_rank_with_most_to_do_not_the_one_that_ends_last():
-    timeline = one_f_one_b(3, 4).simulate(Costs([1, 1, 4], [1, 1, 4]))
-    assert timeline.bottleneck == 2
-    assert max(timeline.rows, key=lambda row: timeline.end[row[-1]])[0].stage == 0

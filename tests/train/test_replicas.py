@@ -5,11 +5,10 @@ import optax
 import pytest
 
 import jpipe
-from jpipe import schedules
 from jpipe.planning._profile import LayerProfile, Profile
 
 from .. import reference as ref
-from ..mesh.stages import Normed, batch, close, compare, dense, mesh
+from ..mesh.stages import Normed, batch, compare, dense, mesh
 
 TX = optax.sgd(0.1, momentum=0.9)
 
@@ -40,23 +39,6 @@ def test_a_replica_without_micro_batches_adds_nothing():
             normed(), 2, balance=[2, 2], replicas=[3, 1], devices=jax.devices()[:4]
         )
     compare(normed, pipe, 2, *batch(8))
-
-
-@pytest.mark.usefixtures("double")
-def test_a_lost_rank_changes_no_gradient():
-    layers = [dense(8), dense(8), dense(4)]
-    whole = schedules.replicated([3, 2, 1], 6)
-    lost = whole.without(1)
-    devices = jax.devices()[:6]
-    found = []
-    for schedule, own in ((whole, devices), (lost, devices[:1] + devices[2:])):
-        pipe = jpipe.pipeline(layers, 6, schedule=schedule, devices=own)
-        x, targets = batch(12)
-        variables = pipe.init(jax.random.key(0), x)
-        found.append(pipe.value_and_grad(ref.mse)(variables, x, targets))
-        names = {name for name, _ in pipe.plan.peak_bytes}
-        assert names == set(map(str, own))
-    close(*found)
 
 
 def test_the_plan_of_pipedream_runs_as_it_is():
