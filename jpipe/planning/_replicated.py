@@ -101,13 +101,6 @@ class Replicated:
         return sum(self.costs.forward) + sum(self.costs.backward)
 
     @property
-    def shares(self) -> tuple[tuple[float, float], ...]:
-        """The parts of ``seconds`` in which each stage computes and exchanges."""
-        whole = self.seconds or 1.0
-        each = zip(self.busy, self.turns, strict=True)
-        return tuple((busy / whole, (turn - busy) / whole) for busy, turn in each)
-
-    @property
     def bottleneck(self) -> int | None:
         """The slowest stage; ``None`` if a link between two is slower."""
         slowest = max(range(len(self.stages)), key=self.turns.__getitem__)
