@@ -54,8 +54,8 @@ def compose(
 def _with_held(module: Any, entry: PyTree, held: dict[int, PyTree]) -> PyTree:
     """The variables of a layer, with those of a part that an earlier layer has too."""
     if not isinstance(module, vocabulary.Around):
-        held.setdefault(id(module), entry.get("params"))
-        return entry
+        known = held.setdefault(id(module), entry.get("params"))
+        return entry if known is None else {**entry, "params": known}
     known = held.get(id(module.inner))
     if known is not None:
         return {**entry, "params": {"inner": known}}
