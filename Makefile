@@ -7,8 +7,7 @@ VENV := .venv/$(VERSION)
 RUN := $(VENV)/bin/python
 ARGS ?=
 EXAMPLES ?= 2000
-TRANSPARENCY := tests/test_transparency.py tests/test_batches.py \
-	tests/train/test_training.py
+TRANSPARENCY := tests/matrix tests/test_transparency.py tests/test_batches.py
 
 .PHONY: demo test suite transparency fuzz lint format bench tables bench-gpu clean
 

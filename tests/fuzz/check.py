@@ -259,6 +259,7 @@ def _train(
         with _compiling_nothing() if number else nullcontext():
             state, metrics = step(state, batch.x, batch.targets)
         losses.append(metrics["loss"])
+    assert int(state.step) == STEPS
     return losses, state.variables, state.opt_state
 
 
