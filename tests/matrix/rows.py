@@ -93,21 +93,20 @@ TRAINABLE: dict[str, Callable[[tuple[Any, ...], Any], bool] | None] = {
 def own(num_stages: int, num_microbatches: int) -> str:
     """A schedule that the catalogue has not, as a user would write it.
 
-    1F1B with one more forward of warm-up; odd stages split their backwards, and have
-    the second half one micro-batch later; the last rank has the first stage.
+    1F1B with one more forward of warm-up; every other backward is split, and has the
+    second half after the next forward; the last rank has the first stage.
     """
     lines = []
     for stage in range(num_stages):
         ahead = min(num_microbatches, num_stages - stage + 1)
         cells = [f"{stage}F{i}" for i in range(ahead)]
         for i in range(num_microbatches):
-            cells.append(f"{stage}I{i}" if stage % 2 else f"{stage}B{i}")
-            if stage % 2 and i:
-                cells.append(f"{stage}W{i - 1}")
+            is_split = (stage + i) % 2
+            cells.append(f"{stage}I{i}" if is_split else f"{stage}B{i}")
             if ahead + i < num_microbatches:
                 cells.append(f"{stage}F{ahead + i}")
-        if stage % 2:
-            cells.append(f"{stage}W{num_microbatches - 1}")
+            if is_split:
+                cells.append(f"{stage}W{i}")
         lines.insert(0, " ".join(cells))
     return "\n".join(lines)
 
