@@ -8,7 +8,7 @@ RUN := $(VENV)/bin/python
 ARGS ?=
 EXAMPLES ?= 2000
 WORKERS ?= auto
-BITS := tests/matrix tests/test_transparency.py tests/train/test_training.py
+BITS := tests/matrix tests/test_transparency.py tests/test_batches.py
 
 .PHONY: demo test test-all bits mutants fuzz lint format bench tables bench-gpu clean
 
@@ -38,7 +38,7 @@ fuzz: $(VENV)/dev  ## EXAMPLES random programs; with SEED those of an earlier ru
 	@seed=$(or $(SEED),$$(date +%s)); \
 	echo "make fuzz EXAMPLES=$(EXAMPLES) SEED=$$seed"; \
 	JPIPE_FUZZ_EXAMPLES=$(EXAMPLES) JPIPE_FUZZ_SEED=$$seed \
-	$(RUN) -m pytest -n $(WORKERS) tests/test_fuzz.py $(ARGS)
+	$(RUN) -m pytest -n $(WORKERS) --dist=worksteal tests/test_fuzz.py $(ARGS)
 
 lint: $(VENV)/dev  ## style and types
 	$(RUN) -m ruff check .

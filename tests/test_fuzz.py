@@ -1,6 +1,6 @@
 """Random models in random pipelines: loss, gradients and training of one device.
 
-The same programs each time, for two minutes of one core; `make fuzz` runs others, as
+The same programs each time, for a minute of one core; `make fuzz` runs others, as
 many as one likes. What fails is shown as a program to paste: see `tests.fuzz`.
 """
 

@@ -12,10 +12,9 @@ from flax import linen as nn
 import jpipe
 from jpipe import schedules
 from jpipe._functions._objective import Objective
-from jpipe.schedules import Action, Schedule
+from jpipe.schedules import Action
 
 from .. import reference as ref
-from ..schedules.orders import TRAINING
 
 
 def grads_of(layers, x, targets, microbatches, **options):
@@ -32,29 +31,7 @@ def gradient_of(layers, x, targets, microbatches=2, **options):
     return find(variables, x, targets, None, True)
 
 
-class TestTheCatalogueTrains:
-    @pytest.mark.parametrize(
-        ("name", "remat"),
-        [
-            *zip(TRAINING, itertools.cycle(["full", "min_cut"]), strict=False),
-            # Whole backwards and halves, of one stage for each rank and of two.
-            *(("gpipe", "min_cut"), ("1f1b", "min_cut"), ("interleaved", "min_cut")),
-            *(("zb_h1", "full"), ("zb_v", "full"), ("dualpipe_v", "full")),
-        ],
-    )
-    def test_gradients_equal_one_device(self, double, name, remat):
-        layers = [*ref.mlp(jnp.float64)[:3], ref.dense(4, jnp.float64)]
-        microbatches = 8 if name == "dualpipe_v" else 4
-        # Two sizes of micro-batches are twice as many programs: where halves are mixed
-        # with wholes, below, and in `tests/test_batches.py`.
-        x, targets = ref.regression(8, jnp.float64)
-        _, variables, value = grads_of(
-            layers, x, targets, microbatches, schedule=name, remat=remat
-        )
-        params = ref.params_of(variables)
-        expected = ref.value_and_grad(layers, params, x, targets)
-        ref.assert_close(value, expected, ref.FLOAT64)
-
+class TestSchedules:
     def test_whole_backwards_give_the_same_bits(self):
         layers = [*ref.mlp()[:3], ref.dense(4)]
         x, targets = ref.regression(16)
@@ -83,36 +60,6 @@ class TestTheCatalogueTrains:
             ref.assert_equal(other, first)
         whole = grads_of(layers, x, targets, 8, schedule="gpipe")[2]
         ref.assert_close(first, whole, 1e-6)  # XLA fuses otherwise: a few ulps
-
-    def test_a_users_mixture_of_halves_and_wholes(self, double):
-        text = """
-            0F0 0F1 0F2 0I0 0W0 0B1 0B2   # the first stage has no first half
-            1F0 1I0 1F1 1F2 1W0 1B1 1I2 1W2
-            2F0 2B0 2F1 2I1 2F2 2I2 2W1 2W2
-        """
-        layers = [ref.dense(6, jnp.float64), jnp.tanh, ref.dense(4, jnp.float64)]
-        layers.insert(2, ref.Residual(6, jnp.float64))
-        x, targets = ref.regression(7, jnp.float64)
-        for remat in ("full", "none"):
-            _, variables, value = grads_of(
-                layers,
-                x,
-                targets,
-                3,
-                balance=[1, 2, 1],
-                schedule=Schedule.from_text(text),
-                remat=remat,
-            )
-            params = ref.params_of(variables)
-            expected = ref.value_and_grad(layers, params, x, targets)
-            ref.assert_close(value, expected, ref.FLOAT64)
-
-    def test_training_steps_equal_optax_on_one_device(self, double):
-        layers = [*ref.mlp(jnp.float64)[:3], ref.dense(4, jnp.float64)]
-        x, targets = ref.regression(12, jnp.float64)
-        tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2))
-        pipe = jpipe.pipeline(layers, 4, schedule="zb_v")
-        ref.compare_steps(pipe, layers, x, targets, tx, ref.FLOAT64)
 
     def test_a_schedule_without_backwards_applies_and_does_not_train(self):
         layers = [ref.dense(4), ref.dense(3)]

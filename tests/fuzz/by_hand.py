@@ -22,8 +22,8 @@ from .layers import MOMENTUM
 
 PyTree = Any
 Loss = Callable[[PyTree, PyTree], tuple[jax.Array, PyTree]]
-# A part of a mini-batch: how many of its examples, its input and its targets.
-Part = tuple[int, PyTree, PyTree]
+# A part of a mini-batch: its input and its targets, which count its examples.
+Part = tuple[PyTree, PyTree]
 # Of the path of a parameter, from the number of its layer on, and its value.
 Trainable = Callable[[tuple[Any, ...], Any], bool]
 
@@ -54,8 +54,8 @@ def compose(
 def _with_held(module: Any, entry: PyTree, held: dict[int, PyTree]) -> PyTree:
     """The variables of a layer, with those of a part that an earlier layer has too."""
     if not isinstance(module, vocabulary.Around):
-        held.setdefault(id(module), entry.get("params"))
-        return entry
+        known = held.setdefault(id(module), entry.get("params"))
+        return entry if known is None else {**entry, "params": known}
     known = held.get(id(module.inner))
     if known is not None:
         return {**entry, "params": {"inner": known}}
@@ -97,35 +97,41 @@ def _call_nnx(
 
 
 def value_and_grad(
-    layers: Sequence[Any],
-    variables: Sequence[PyTree],
-    parts: Sequence[Part],
-    loss_fn: Loss,
-    trainable: Trainable | None = None,
-) -> tuple[jax.Array, PyTree, PyTree, tuple[PyTree, ...]]:
-    """Loss, aux, gradients, and the variables after one mini-batch.
+    layers: Sequence[Any], loss_fn: Loss, trainable: Trainable | None = None
+) -> Callable[[Sequence[PyTree], Sequence[Part]], tuple[Any, PyTree]]:
+    """The loss and its gradients of a mini-batch, compiled as one program.
 
     Args:
       layers: the layers.
-      variables: theirs.
-      parts: the mini-batch, as one part or as micro-batches.
       loss_fn: ``(outputs of all parts, their targets) -> (loss, aux)``, each joined.
       trainable: which parameters have a gradient; ``None`` stands for the others.
+
+    Returns:
+      A function of the variables and of the mini-batch, as one part or as
+      micro-batches: ``((loss, aux, variables after it), grads)``.
     """
 
-    def loss(free: PyTree) -> Any:
-        given = _merged(variables, _restored(free, params))
-        results = [compose(layers, given, x, train=True) for _, x, _ in parts]
-        outputs = _joined([y for y, _ in results])
-        value, aux = loss_fn(outputs, _joined([targets for _, _, targets in parts]))
-        return value, (aux, [after for _, after in results])
+    def loss(free: PyTree, variables: Sequence[PyTree], parts: Sequence[Part]) -> Any:
+        new = _restored(free, _params(variables))
+        results = [compose(layers, _merged(variables, new), x, True) for x, _ in parts]
+        targets = [targets for _, targets in parts]
+        value, aux = loss_fn(_joined([y for y, _ in results]), _joined(targets))
+        sizes = [len(jax.tree.leaves(own)[0]) for own in targets]
+        after = _committed(variables, [after for _, after in results], sizes)
+        return value, (aux, after)
 
-    params = tuple(entry.get("params", {}) for entry in variables)
-    (value, (aux, afters)), grads = jax.value_and_grad(
-        loss, has_aux=True, allow_int=True
-    )(selected(params, trainable))
-    sizes = [size for size, _, _ in parts]
-    return value, aux, grads, _committed(variables, afters, sizes)
+    @jax.jit
+    def find(variables: Sequence[PyTree], parts: Sequence[Part]) -> Any:
+        gradient = jax.value_and_grad(loss, has_aux=True, allow_int=True)
+        free = selected(_params(variables), trainable)
+        (value, (aux, after)), grads = gradient(free, variables, parts)
+        return (value, aux, after), grads
+
+    return find
+
+
+def _params(variables: Sequence[PyTree]) -> tuple[PyTree, ...]:
+    return tuple(entry.get("params", {}) for entry in variables)
 
 
 def selected(params: PyTree, trainable: Trainable | None) -> PyTree:
@@ -206,10 +212,9 @@ def _committed(
 
 
 def steps(
-    layers: Sequence[Any],
+    gradient: Callable[..., Any],
     variables: Sequence[PyTree],
     parts: Sequence[Part],
-    loss_fn: Loss,
     tx: optax.GradientTransformation,
     count: int,
     trainable: Trainable | None = None,
@@ -217,19 +222,34 @@ def steps(
     """The losses of some steps, the variables after them, and the optimizer's state.
 
     Leaves of integers are not parameters: the optimizer is not shown them.
+
+    Args:
+      gradient: of `value_and_grad`.
+      variables: those before.
+      parts: the mini-batch, the same in each step.
+      tx: the optimizer.
+      count: how many steps.
+      trainable: that of the gradient.
     """
-    losses, state = [], None
+
+    def chosen(variables: Sequence[PyTree]) -> PyTree:
+        whole = _params(variables)
+        return _floating(selected(whole, trainable), whole)
+
+    @jax.jit
+    def update(variables: Any, after: Any, grads: Any, state: Any) -> Any:
+        params = chosen(variables)
+        updates, state = tx.update(grads, state, params)
+        new = _restored(optax.apply_updates(params, updates), _params(variables))
+        return tuple(_merged(after, new)), state
+
+    losses, state = [], jax.jit(tx.init)(chosen(variables))
+    variables = tuple(variables)
     for _ in range(count):
-        loss, _, grads, after = value_and_grad(
-            layers, variables, parts, loss_fn, trainable
-        )
+        (loss, _, after), grads = gradient(variables, parts)
+        grads = _floating(grads, _params(variables))
+        variables, state = update(variables, after, grads, state)
         losses.append(loss)
-        whole = tuple(entry.get("params", {}) for entry in variables)
-        params = _floating(selected(whole, trainable), whole)
-        state = tx.init(params) if state is None else state
-        updates, state = tx.update(_floating(grads, whole), state, params)
-        new = _restored(optax.apply_updates(params, updates), whole)
-        variables = tuple(_merged(after, new))
     return losses, variables, state
 
 

@@ -1,12 +1,14 @@
-"""What is asked of a random program: the numbers of one device, and the same bits.
+"""The properties of a program in a pipeline, each against the same on one device.
 
 Its names, and those of `layers`, are all that the text of a program needs.
 """
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +18,22 @@ from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 
 import jpipe
+from jpipe._instructions._bytes import live
 
 from .. import reference as ref
+from ..run import held
 from . import by_hand as hand
+from .batches import (
+    Batch,
+    floats,
+    loss_of,
+    time_major,
+    tokens,
+    tree,
+    whole_loss,
+    with_memory,
+)
 from .layers import *  # noqa: F403
-from .layers import WORDS
 from .layers import __all__ as vocabulary
 
 __all__ = [
@@ -69,134 +82,6 @@ OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
 }
 
 
-# ---------------------------------------------------------------------- batches
-
-
-class Batch(NamedTuple):
-    """A mini-batch, and where its examples are."""
-
-    size: int
-    x: PyTree
-    targets: PyTree
-    dtype: Any
-    in_axes: Any = 0
-
-    def part(self, start: int, stop: int) -> hand.Part:
-        """Some of its examples."""
-
-        def cut(leaf: Any, axis: int | None) -> Any:
-            return leaf if axis is None else np.take(leaf, range(start, stop), axis)
-
-        axes = self.in_axes
-        if axes in (0, 1):
-            axes = jax.tree.map(lambda _: self.in_axes, self.x)
-        x = [
-            cut(leaf, axis)
-            for leaf, axis in zip(
-                jax.tree.leaves(self.x),
-                jax.tree.leaves(axes, is_leaf=lambda axis: axis is None),
-                strict=True,
-            )
-        ]
-        targets = jax.tree.map(lambda leaf: leaf[start:stop], self.targets)
-        return stop - start, jax.tree.unflatten(jax.tree.structure(self.x), x), targets
-
-
-def _batch(size: int, dtype: Any, x: PyTree, in_axes: Any = 0) -> Batch:
-    rng = np.random.default_rng(size)
-    wide = np.float64 if dtype == jnp.float64 else np.float32
-    counts = rng.random(size) < 0.6
-    counts[0] = True
-    targets = {"t": rng.normal(size=size).astype(wide), "counts": counts}
-    return Batch(size, x, targets, jnp.dtype(dtype), in_axes)
-
-
-def _normal(shape: tuple[int, ...], dtype: Any) -> Any:
-    return np.random.default_rng(len(shape)).normal(size=shape).astype(dtype)
-
-
-def floats(size: int, axes: int, dtype: Any) -> Batch:
-    """Arrays with so many axes between the examples and the width."""
-    return _batch(size, dtype, _normal((size, *(2, 3)[:axes], 3), dtype))
-
-
-def tokens(size: int, dtype: Any) -> Batch:
-    x = np.random.default_rng(1).integers(0, WORDS, (size, 2)).astype(np.int32)
-    return _batch(size, dtype, x)
-
-
-def tree(size: int, dtype: Any) -> Batch:
-    rng = np.random.default_rng(2)
-    x = {
-        "h": _normal((size, 2, 3), dtype),
-        "ids": rng.integers(0, WORDS, (size, 2)).astype(np.int32),
-        "mask": rng.random((size, 2)) < 0.5,
-    }
-    return _batch(size, dtype, x)
-
-
-def time_major(size: int, dtype: Any) -> Batch:
-    return _batch(size, dtype, _normal((2, size, 3), dtype), in_axes=1)
-
-
-def with_memory(size: int, dtype: Any) -> Batch:
-    x = (_normal((size, 2, 3), dtype), _normal((4, 3), dtype))
-    return _batch(size, dtype, x, in_axes=(0, None))
-
-
-# ----------------------------------------------------------------------- losses
-
-
-def _errors(y: PyTree, targets: PyTree) -> jax.Array:
-    """One number per example, of all floating leaves of the output.
-
-    It grows no faster than these: with a square, three steps of SGD may lead so far
-    that rounding errors become as large as the numbers.
-    """
-    t = targets["t"]
-    total = -t
-    for leaf in jax.tree.leaves(y):
-        if jnp.issubdtype(leaf.dtype, jnp.floating):
-            rows = leaf.astype(t.dtype).reshape(len(t), -1)
-            total += rows @ jnp.cos(jnp.arange(rows.shape[1], dtype=t.dtype))
-    return jnp.sqrt(1 + total**2)
-
-
-def _reduced(errors: jax.Array, targets: PyTree, reduction: str) -> Any:
-    if reduction == "weighted":
-        weights = targets["counts"].astype(errors.dtype)
-        return jnp.sum(errors * weights), jnp.sum(weights)
-    return jnp.sum(errors) if reduction == "sum" else jnp.mean(errors)
-
-
-def _loss(reduction: str, has_aux: bool) -> Callable[..., Any]:
-    """The loss function of a pipeline."""
-
-    def loss(y: PyTree, targets: PyTree) -> Any:
-        errors = _errors(y, targets)
-        value = _reduced(errors, targets, reduction)
-        return (value, _aux(errors)) if has_aux else value
-
-    return loss
-
-
-def _aux(errors: jax.Array) -> PyTree:
-    return {"worst": errors.max(), "count": jnp.int32(len(errors))}
-
-
-def _whole_loss(reduction: str, sizes: Sequence[int]) -> hand.Loss:
-    """That of a mini-batch by hand; its aux has an entry for each micro-batch."""
-
-    def loss(y: PyTree, targets: PyTree) -> Any:
-        errors = _errors(y, targets)
-        value = _reduced(errors, targets, reduction)
-        value = value[0] / value[1] if reduction == "weighted" else value
-        parts = [_aux(part) for part in jnp.split(errors, np.cumsum(sizes)[:-1])]
-        return value, jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts)
-
-    return loss
-
-
 # -------------------------------------------------------------------- the check
 
 
@@ -219,7 +104,10 @@ def check(
     shards: int = 1,
     gather: str | None = None,
 ) -> None:
-    """Asserts that a pipeline of these layers gives the numbers of one device.
+    """Asserts that a pipeline of these layers gives the results of one device.
+
+    They are also the same bits twice, on the devices of the stages, from a second step
+    that traces nothing; and the bytes of a step are those of its instructions.
 
     Args:
       layers: the layers.
@@ -234,7 +122,8 @@ def check(
       optimizer: a name of `OPTIMIZERS`.
       by_hand: what plain Flax is given in training: the mini-batch as a "whole"; each
         of its "microbatches", where layers look at all examples; or "nothing", where
-        they draw random numbers, or have too few bits for sums in another order.
+        they draw random numbers, or have too few bits for sums in another order: the
+        reference is `jpipe.sequential` then.
       rough: how many norms there are, or one in few bits. Before a norm a gradient may
         be nothing but rounding errors, as that of a bias is: if there is one, errors
         are relative to the largest entry of all leaves.
@@ -258,99 +147,188 @@ def check(
         "gather": gather,
     }
     pipe = _pipeline(layers, num_microbatches, settings)
+    in_place = functools.partial(
+        _assert_in_place, _ranks(devices, shards), pipe, balance
+    )
     twin = jpipe.sequential(layers, parts_of_all, in_axes=batch.in_axes)
     variables = pipe.init(KEY(0), batch.x)
     alone = twin.init(KEY(0), batch.x)
-    ref.assert_equal(variables, alone)
+    with asserting("variables are those of one device"):
+        ref.assert_equal(variables, alone)
+    with asserting("variables are on the devices of their stages"):
+        in_place(variables)
 
-    loss = _loss(reduction, has_aux)
-    options: dict[str, Any] = {"reduction": reduction, "has_aux": has_aux}
-    params = ref.params_of(variables)
-    if not _largest(hand.selected(params, trainable)):
+    if not _largest(hand.selected(ref.params_of(variables), trainable)):
         trainable = None
-    chosen = {} if trainable is None else {"trainable": trainable}
-
-    def close(
-        what: str, actual: PyTree, expected: PyTree, grown: int = 1, size: float = 0.0
-    ) -> None:
-        # Of a tanh near one, 1 - tanh**2 has lost as many bits as it is small.
-        largest = _largest(expected)
-        scale = max(largest, size) if rough else largest / 1000
-        within = CLOSE[batch.dtype]
-        ref.assert_close({what: actual}, {what: expected}, grown * within, scale)
+    options: dict[str, Any] = {"reduction": reduction, "has_aux": has_aux}
+    if trainable is not None:
+        options["trainable"] = trainable
+    loss = loss_of(reduction, has_aux)
 
     def gradient(pipe: jpipe.Pipeline, variables: PyTree) -> Any:
-        value = pipe.value_and_grad(loss, **options, **chosen)
-        return value(variables, batch.x, batch.targets, rngs=KEY(3))
+        find = pipe.value_and_grad(loss, has_state=True, **options)
+        return find(variables, batch.x, batch.targets, rngs=KEY(3))
+
+    find = pipe.value_and_grad(loss, has_state=True, **options)
+    given = variables, batch.x, batch.targets
+    found = find(*given, rngs=KEY(3))
+    with asserting("gradients are the same bits twice"):
+        ref.assert_equal(find(*given, rngs=KEY(3)), found)
+    with asserting("gradients are on the devices of their stages"):
+        in_place(found[1])
+    with asserting("bytes are those of the instructions"):
+        program = find.program(*given, rngs=KEY(3))
+        leaves = jax.tree.leaves((*given, KEY(3)))
+        assert held.counted(program, leaves) == live(program)[1:]
+    if again is not None:
+        other = _pipeline(layers, num_microbatches, {**settings, **again})
+        with asserting(f"the same bits with {again}"):
+            ref.assert_equal(gradient(other, other.place(variables)), found)
+    y = pipe.apply(variables, batch.x)
+    tx = OPTIMIZERS[optimizer]()
+    trained = _train(pipe, batch, loss, tx, options)
+    with asserting("trained variables are on the devices of their stages"):
+        in_place(trained[1])
 
     # What is constant but for rounding a norm divides by the root of its epsilon, 1e-5
     # or 1e-6: each that follows on one makes the errors larger. Of 2,000 programs one
     # was more than 16 times as far off as others may be: 1,300 times, with three norms.
     more = 30 ** max(rough - 1, 0)
-    found = gradient(pipe, variables)
-    # A norm over one or two examples divides by the root of its epsilon: there one more
-    # bit of an input moves a gradient by 3e-12 of the largest.
-    close("gradient", found, gradient(twin, alone), grown=16 * more if rough else 1)
-    ref.assert_equal(gradient(pipe, variables), found)
-    if again is not None:
-        other = _pipeline(layers, num_microbatches, {**settings, **again})
-        ref.assert_equal(gradient(other, other.place(variables)), found)
-
-    y = pipe.apply(variables, batch.x)
-    variables = hand.on_host(variables)
-    composed = hand.compose(layers, variables, batch.x)[0]
-    # What a norm makes of a constant is nothing but rounding errors of terms of one.
-    close("output", y, composed, size=1.0)
-
-    tx = OPTIMIZERS[optimizer]()
-
-    def train(pipe: jpipe.Pipeline) -> tuple[list[Any], PyTree, PyTree]:
-        """The losses, the variables and the optimizer's state after some steps."""
-        state = pipe.init_train_state(KEY(0), batch.x, tx, **chosen)
-        step = pipe.train_step(loss, tx, **options, **chosen)
-        losses = []
-        for _ in range(STEPS):
-            state, metrics = step(state, batch.x, batch.targets)
-            losses.append(metrics["loss"])
-        return losses, state.variables, state.opt_state
-
-    trained = train(pipe)
-    # There a step more makes a bit of a parameter 6e-12 of the loss.
-    close("training", trained, train(twin), grown=100 * more if rough else 1)
+    on_host = hand.on_host(variables)
     if by_hand == "nothing":
-        return
-    sizes = [len(part) for part in np.array_split(range(batch.size), parts_of_all)]
-    cut = sizes if by_hand == "microbatches" else [batch.size]
-    ends = [0, *itertools.accumulate(cut)]
-    parts = [batch.part(a, b) for a, b in itertools.pairwise(ends)]
-    whole = _whole_loss(reduction, sizes)
-    value, aux, grads, _ = hand.value_and_grad(
-        layers, variables, parts, whole, trainable
+        expected = gradient(twin, alone), _train(twin, batch, loss, tx, options)
+        # A norm over one or two examples divides by the root of its epsilon: there one
+        # more bit of an input moves a gradient by 3e-12 of the largest, and one more of
+        # a parameter the loss by 6e-12.
+        grown = (16 * more, 100 * more) if rough else (1, 1)
+    else:
+        sizes = [len(part) for part in np.array_split(range(batch.size), parts_of_all)]
+        cut = sizes if by_hand == "microbatches" else [batch.size]
+        ends = [0, *itertools.accumulate(cut)]
+        parts = [batch.part(a, b) for a, b in itertools.pairwise(ends)]
+        whole = whole_loss(reduction, sizes)
+        by_flax = hand.value_and_grad(layers, whole, trainable)
+        (value, aux, after), grads = by_flax(on_host, parts)
+        beside = (aux, _state(after)) if has_aux else (_state(after),)
+        steps = hand.steps(by_flax, on_host, parts, tx, STEPS, trainable)
+        expected = ((value, *beside), grads), steps
+        # By other operations: examples that are almost equal are so by other errors,
+        # and each step starts from the errors of the one before.
+        grown = (1000 * more, 1000 * more) if rough else (1, 2**STEPS)
+
+    def close(what: str, actual: PyTree, expected: PyTree, grown: int = 1) -> None:
+        # Of a tanh near one, 1 - tanh**2 has lost as many bits as it is small.
+        largest = _largest(expected)
+        # What a norm makes of a constant is rounding errors of terms of one.
+        scale = max(largest, float(what == "output")) if rough else largest / 1000
+        with asserting(f"{what} is that of one device"):
+            ref.assert_close(actual, expected, grown * CLOSE[batch.dtype], scale)
+
+    close(
+        "output",
+        y,
+        jax.jit(functools.partial(hand.compose, layers))(on_host, batch.x)[0],
     )
-    expected = ((value, aux) if has_aux else value), grads
-    # By other operations: examples that are almost equal are so by other errors.
-    close("gradient by hand", found, expected, grown=1000 * more if rough else 1)
-    expected = hand.steps(layers, variables, parts, whole, tx, STEPS, trainable)
-    # Each step starts from the errors of the one before.
-    grown = 1000 * more if rough else 2**STEPS
-    close("training by hand", trained, expected, grown)
+    close("gradient", found, expected[0], grown[0])
+    close("training", trained, expected[1], grown[1])
+
+
+@contextmanager
+def asserting(what: str) -> Iterator[None]:
+    """Names the property in what is raised inside."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"where it is asserted that {what}")
+        raise
+
+
+def _train(
+    pipe: jpipe.Pipeline,
+    batch: Batch,
+    loss: Callable[..., Any],
+    tx: optax.GradientTransformation,
+    options: dict[str, Any],
+) -> tuple[list[Any], PyTree, PyTree]:
+    """The losses, the variables and the optimizer's state after some steps."""
+    chosen = {"trainable": options["trainable"]} if "trainable" in options else {}
+    state = pipe.init_train_state(KEY(0), batch.x, tx, **chosen)
+    step = pipe.train_step(loss, tx, **options)
+    losses = []
+    for number in range(STEPS):
+        with _compiling_nothing() if number else nullcontext():
+            state, metrics = step(state, batch.x, batch.targets)
+        losses.append(metrics["loss"])
+    assert int(state.step) == STEPS
+    return losses, state.variables, state.opt_state
+
+
+@contextmanager
+def _compiling_nothing() -> Iterator[None]:
+    """Raises where something is traced or compiled inside."""
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logger = logging.getLogger("jax")
+    logger.addHandler(handler)
+    try:
+        with (
+            asserting("a second step traces nothing"),
+            jax.log_compiles(),
+            jax.no_tracing(),
+        ):
+            yield
+    finally:
+        logger.removeHandler(handler)
+    assert not records, f"a second step compiles nothing: {records}"
+
+
+def _assert_in_place(
+    ranks: Sequence[Sequence[jax.Device]],
+    pipe: jpipe.Pipeline,
+    balance: Sequence[int],
+    entries: Sequence[PyTree],
+) -> None:
+    """Each leaf of the entry of a layer is where the stage of the layer runs."""
+    placement = pipe.schedule.placement
+    stages = [stage for stage, count in enumerate(balance) for _ in range(count)]
+    for number, (stage, entry) in enumerate(zip(stages, entries, strict=True)):
+        for leaf in jax.tree.leaves(entry):
+            if leaf.dtype != jax.dtypes.float0:
+                devices = leaf.devices()
+                assert devices == {*ranks[placement[stage]]}, (number, devices)
+
+
+def _state(variables: Sequence[PyTree]) -> tuple[PyTree, ...]:
+    return tuple(
+        {name: value for name, value in entry.items() if name != "params"}
+        for entry in variables
+    )
 
 
 def _pipeline(layers: Sequence[Any], number: int, settings: Any) -> jpipe.Pipeline:
-    schedule, places = settings["schedule"], jax.devices()
+    schedule, gather = settings["schedule"], settings["gather"]
     if schedule not in jpipe.schedules.BY_NAME:
         schedule = jpipe.schedules.Schedule.from_text(schedule)
-    settings = {**settings, "schedule": schedule}
-    numbers, shards = settings.pop("devices"), settings.pop("shards")
-    gather = settings.pop("gather")
+    shards = settings["shards"]
+    ranks = _ranks(settings["devices"], shards)
+    options = {k: settings[k] for k in ("balance", "remat", "in_axes")}
     if shards == 1:
-        settings["devices"] = [places[i % len(places)] for i in numbers]
-        return jpipe.pipeline(layers, number, **settings)
-    along = np.array(places[: len(numbers) * shards]).reshape(-1, shards)
-    settings["mesh"] = jax.sharding.Mesh(along, ("stage", "data"))
-    if gather is not None:
-        settings |= {"gather": gather, "sharding": functools.partial(_cut, shards)}
-    return jpipe.pipeline(layers, number, **settings)
+        options["devices"] = [device for (device,) in ranks]
+    else:
+        options["mesh"] = jax.sharding.Mesh(np.array(ranks), ("stage", "data"))
+    if shards > 1 and gather is not None:
+        options |= {"gather": gather, "sharding": functools.partial(_cut, shards)}
+    return jpipe.pipeline(layers, number, schedule=schedule, **options)
+
+
+def _ranks(numbers: Sequence[int], shards: int) -> list[list[jax.Device]]:
+    """The devices of each rank."""
+    places = jax.devices()
+    if shards == 1:
+        return [[places[number % len(places)]] for number in numbers]
+    firsts = range(0, len(numbers) * shards, shards)
+    return [places[first : first + shards] for first in firsts]
 
 
 def _cut(shards: int, _: Any, leaf: Any) -> P | None:

@@ -188,42 +188,15 @@ def loss_by_hand(case, t):
 
 
 @pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
-def test_what_is_shared_is_one_value_wherever_its_uses_land(double, make):
-    x, t = batch()
-    made = []
-    for balance, schedule in ((None, "1f1b"), (None, "zb_h1"), ("one", "gpipe")):
-        case = make()
-        balance = [len(case.layers)] if balance else None
-        pipe = jpipe.pipeline(case.layers, 3, balance=balance, schedule=schedule)
-        variables = pipe.init(jax.random.key(0), x)
-        params = ref.params_of(variables)
-        assert [sorted(entry) for entry in params] == case.owned
-        expected = jax.jit(jax.value_and_grad(loss_by_hand(case, t)))(params, x)
-        value = pipe.value_and_grad(ref.mse)(variables, x, t)
-        ref.assert_close(value, expected, ref.FLOAT64)
-        outputs = jax.jit(case.by_hand)(params, x)
-        ref.assert_close(pipe.apply(variables, x), outputs, ref.FLOAT64)
-        made.append(params)
-    ref.assert_equal(made[1], made[0])
-    ref.assert_equal(made[2], made[0])
-
-
-@pytest.mark.parametrize("make", CASES[:5], ids=lambda make: make.__name__)
-def test_they_train_as_on_one_device(double, make):
-    """A norm that counted a shared leaf twice would clip otherwise."""
+def test_gradients_of_what_is_shared_are_sums_over_its_uses(double, make):
     case, (x, t) = make(), batch()
-    tx = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))
-    pipe = jpipe.pipeline(case.layers, 3)
-    state = pipe.init_train_state(jax.random.key(0), x, tx)
-    params = tuple(ref.on_host(state.params))
-    opt_state, gradient = tx.init(params), jax.jit(jax.grad(loss_by_hand(case, t)))
-    step = pipe.train_step(ref.mse, tx)
-    for _ in range(3):
-        updates, opt_state = tx.update(gradient(params, x), opt_state, params)
-        params = optax.apply_updates(params, updates)
-        state, _ = step(state, x, t)
-    ref.assert_close(state.params, params, ref.FLOAT64)
-    ref.assert_close(state.opt_state, opt_state, ref.FLOAT64)
+    pipe = jpipe.pipeline(case.layers, 3, schedule="zb_h1")
+    variables = pipe.init(jax.random.key(0), x)
+    params = ref.params_of(variables)
+    assert [sorted(entry) for entry in params] == case.owned
+    expected = jax.jit(jax.value_and_grad(loss_by_hand(case, t)))(params, x)
+    value = pipe.value_and_grad(ref.mse)(variables, x, t)
+    ref.assert_close(value, expected, ref.FLOAT64)
 
 
 def test_a_flax_parent_of_the_same_layers_holds_as_much(double):

@@ -24,33 +24,6 @@ def plain():
     return [dense(8), jnp.tanh, dense(8), dense(4)]
 
 
-def tied():
-    shared = dense(5)
-    return [shared, jnp.tanh, shared, dense(4)]
-
-
-def stashing(x):
-    jpipe.stash("x", x)
-    return x
-
-
-def popping(x):
-    return x + jpipe.pop("x").sum(1, keepdims=True)
-
-
-# Two of them: with all that is kept, below.
-@pytest.mark.parametrize("num_microbatches", [1, 5])
-def test_norms_and_dropout_are_those_of_as_many_parts(num_microbatches):
-    pipe = jpipe.pipeline(normed(), num_microbatches, balance=[2, 2], mesh=mesh(2, 2))
-    compare(normed, pipe, 2 * num_microbatches, *batch())
-
-
-def test_no_norm_no_dropout_it_is_the_whole_batch():
-    layers = plain()
-    pipe = jpipe.pipeline(layers, 3, balance=[2, 2], mesh=mesh(2, 4))
-    ref.compare(pipe, layers, *batch(), ref.FLOAT64)
-
-
 def test_outputs_and_gradients_come_with_keys_of_their_own():
     x, targets = batch(20)
     key = jax.random.key(3)
@@ -64,43 +37,6 @@ def test_outputs_and_gradients_come_with_keys_of_their_own():
         find = pipe.value_and_grad(ref.mse, has_state=True)
         found.append((variables, outputs, find(variables, x, targets, rngs=key)))
     close(*found)
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "zb_h1", "interleaved", "zb_v"])
-def test_any_schedule(schedule):
-    several = schedule in ("interleaved", "zb_v")
-    wide = schedule == "gpipe"
-    pipe = jpipe.pipeline(
-        plain(),
-        4,
-        balance=[1] * 4 if several or wide else [2, 2],
-        mesh=mesh(4 if wide else 2, 2),
-        schedule=schedule,
-    )
-    compare(plain, pipe, 8, *batch())
-
-
-@pytest.mark.parametrize(
-    ("remat", "make"),
-    [("none", plain), ("full", normed), ("dots", plain), ("except_last", plain)],
-)
-def test_whatever_is_kept(remat, make):
-    pipe = jpipe.pipeline(make(), 2, balance=[2, 2], mesh=mesh(2, 2), remat=remat)
-    compare(make, pipe, 4, *batch(16))
-
-
-@pytest.mark.parametrize(
-    "make", [tied, lambda: [dense(8), stashing, dense(8), popping, dense(4)]]
-)
-def test_ties_and_skips_cross_meshes(make):
-    layers = make()
-    pipe = jpipe.pipeline(layers, 2, balance=[2, len(layers) - 2], mesh=mesh(2, 2))
-    compare(make, pipe, 4, *batch())
-
-
-def test_frozen_parts():
-    pipe = jpipe.pipeline(plain(), 2, balance=[2, 2], mesh=mesh(2, 2))
-    compare(plain, pipe, 4, *batch(), trainable=["0/*", "3/*"])
 
 
 def test_aux_of_all_shards_is_joined():
@@ -143,52 +79,6 @@ def test_what_leaves_as_it_came_is_that_of_each_shard():
     options = {"loss_fn": loss_fn, "has_aux": True}
     got = compare(make, pipe, 4, x, targets, given=axes, **options)
     assert got["metrics"]["aux"].shape == (4, 4)
-
-
-def test_a_weighted_loss_is_divided_by_the_weight_of_all_shards():
-    x, targets = batch()
-    weight = jnp.arange(24.0) % 5
-
-    def loss_fn(y, t):
-        targets, weight = t
-        return ((y - targets) ** 2).mean(1) @ weight, weight.sum()
-
-    pipe = jpipe.pipeline(plain(), 2, balance=[2, 2], mesh=mesh(2, 2))
-    options = {"loss_fn": loss_fn, "reduction": "weighted"}
-    compare(plain, pipe, 4, x, (targets, weight), **options)
-
-
-def test_leaves_without_examples_are_whole_and_axes_are_any():
-    x, targets = batch()
-    given = {"x": x.T, "w": jnp.eye(5), "i": np.arange(24, dtype=np.int32)}
-    axes = {"in_axes": {"x": 1, "w": None, "i": 0}}
-
-    def first(d):
-        return (d["w"] @ d["x"]).T * d["i"][:, None]
-
-    def make():
-        return [first, dense(8), jnp.tanh, dense(4)]
-
-    pipe = jpipe.pipeline(make(), 3, balance=[2, 2], mesh=mesh(2, 2), **axes)
-    compare(make, pipe, 6, given, targets, given=axes)
-
-
-class Pooled(nn.Module):
-    @nn.compact
-    def __call__(self, x, train):
-        x = nn.Conv(4, (3, 3), use_bias=False, dtype=float, param_dtype=float)(x)
-        x = nn.BatchNorm(not train, dtype=float, param_dtype=float)(x)
-        return nn.max_pool(nn.relu(x), (2, 2), (2, 2))
-
-
-def test_convolutions():
-    def make():
-        return [Pooled(), Pooled(), lambda x: x.reshape(len(x), -1), dense(4)]
-
-    x = jax.random.normal(jax.random.key(5), (12, 8, 8, 2), float)
-    targets = jax.random.normal(jax.random.key(6), (12, 4), float)
-    pipe = jpipe.pipeline(make(), 2, balance=[1, 3], mesh=mesh(2, 2))
-    compare(make, pipe, 4, x, targets)
 
 
 def test_wherever_the_batch_is():

@@ -48,18 +48,13 @@ def by_columns(path, spec):
     return P(None, "model") if spec.ndim == 2 and spec.shape[1] == 8 else None
 
 
-@pytest.mark.parametrize(
-    ("schedule", "remat"), [("1f1b", "min_cut"), ("zb_h1", "full")]
-)
-def test_two_devices_and_four_give_the_numbers_of_one(double, schedule, remat):
+def test_two_devices_and_four_give_the_numbers_of_one(double):
     pipe = jpipe.pipeline(
         layers(),
         3,
         balance=[3, 3, 2],
         devices=ranks((2,), (2, 2), (2,)),
         sharding=by_columns,
-        schedule=schedule,
-        remat=remat,
     )
     compare(layers, pipe, 6, *batch())
     assert "cpu:2 to cpu:5 (data=2, model=2)" in str(pipe)
@@ -83,9 +78,9 @@ def cut_both_ways(path, spec):
     return P("data", "model") if spec.shape == (8, 8) else None
 
 
-@pytest.mark.parametrize("gather", ["step", "microbatch"])
 @pytest.mark.parametrize(
-    ("make", "balance"), [(layers, [3, 3, 2]), (lending, [1, 1, 1])]
+    ("make", "balance", "gather"),
+    [(layers, [3, 3, 2], "step"), (lending, [1, 1, 1], "microbatch")],
 )
 def test_what_is_cut_where_it_rests_is_whole_where_it_cannot_be(
     double, make, balance, gather

@@ -59,10 +59,9 @@ def last_axis(path, leaf):
     return P(*[None] * (leaf.ndim - 1), "data") if even else None
 
 
-@pytest.mark.parametrize("gather", ["step", "microbatch"])
-def test_fully_sharded(gather):
-    options = {"sharding": last_axis, "gather": gather}
-    pipe = jpipe.pipeline(normed(), 2, balance=[2, 2], mesh=mesh(2, 2), **options)
+def test_fully_sharded():
+    options = {"sharding": last_axis, "mesh": mesh(2, 2)}
+    pipe = jpipe.pipeline(normed(), 2, balance=[2, 2], **options)
     got = compare(normed, pipe, 4, *batch(16))
     kernel = got["state"].params[2]["kernel"]
     assert spec(kernel) == P(None, "data")

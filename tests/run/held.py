@@ -1,10 +1,13 @@
 """What a step holds, byte by byte: by the list of instructions and by JAX."""
 
+import math
+
 import jax
 
 from jpipe._functions._objective import Objective
 from jpipe._functions._trainable import Trainable
 from jpipe._instructions._bytes import live, peaks
+from jpipe._instructions._transfer import devices_of
 
 from .. import reference as ref
 
@@ -28,7 +31,7 @@ def counted(program, leaves, ahead=True):
         program.compile()
     given = {id(leaf) for leaf in program.start(leaves)}
     before = {id(leaf) for leaf in jax.live_arrays()} - given
-    outside = {
+    before |= {
         id(leaf)
         for leaf, place in zip(leaves, program.places, strict=False)
         if place < 0
@@ -36,15 +39,24 @@ def counted(program, leaves, ahead=True):
     counts = []
 
     def observe(instruction, slots):
-        now = dict.fromkeys(program.devices, 0)
+        now = dict.fromkeys(jax.devices(), 0)
         for leaf in jax.live_arrays():
-            if id(leaf) not in before | outside and leaf.device in now:
-                now[leaf.device] += leaf.nbytes
-        counts.append(list(now.values()))
+            if id(leaf) in before or not leaf.size:
+                continue
+            shard = math.prod(leaf.sharding.shard_shape(leaf.shape))
+            for device in leaf.devices():
+                now[device] += leaf.nbytes // leaf.size * shard
+        counts.append([same_on_all(now, place) for place in program.devices])
 
     outputs = program(leaves, observe)
     del outputs
     return counts
+
+
+def same_on_all(bytes_of, place):
+    """The bytes that each device of a place holds, which are as many on all."""
+    (nbytes,) = {bytes_of[device] for device in devices_of(place)}
+    return nbytes
 
 
 def check_exact(pipe, x, targets, rngs=None, **objective):

@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 
 import jpipe
 from jpipe import schedules
+from jpipe.schedules import Schedule
 
 from .. import reference as ref
 from ..schedules.orders import TRAINING
@@ -120,3 +122,25 @@ def test_a_profile_runs_the_programs_of_the_step_around_it(name, monkeypatch):
     calls = zip(program.instructions, program.steps, strict=True)
     run = [step.run for instruction, step in calls if instruction.source is None]
     assert all(isinstance(program, jax.stages.Compiled) for program in run)
+
+
+def test_a_profile_does_not_wait_for_what_it_does_not_read():
+    def first(x):
+        jpipe.stash("x", x)
+        return jnp.argmax(x, -1)
+
+    def last(x):
+        return x + jpipe.pop("x")[:, :4]
+
+    order = Schedule.from_text(
+        """
+        0F0 0F1 0B0 0F2 0B1 0B2
+        1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2
+        2F0 2B0 2F1 2B1 2F2 2B2
+        """
+    )
+    layers = [ref.dense(6), first, nn.Embed(6, 4), last, ref.dense(4)]
+    pipe = jpipe.pipeline(layers, 3, balance=[2, 1, 2], schedule=order)
+    x, targets = ref.regression(6)
+    state = pipe.init_train_state(jax.random.key(0), x, optax.sgd(0.1))
+    assert pipe.profile_step(state, (x, targets), ref.mse).makespan > 0

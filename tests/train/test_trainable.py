@@ -15,8 +15,6 @@ from jpipe.schedules import Action
 from .. import reference as ref
 from ..run import held
 
-POLICY = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-
 
 def is_none(leaf):
     return leaf is None
@@ -74,16 +72,13 @@ def stacked(width=5, **options):
     return jpipe.pipeline(layers, 4, devices=devices, **options)
 
 
-# One leaf; all below; across layers; a layer behind the frozen ones; in the middle of a
+# All below a name; across layers; a layer behind the frozen ones; in the middle of a
 # stage, with frozen ones of the same stage before and after.
 MATRICES = "4/Dense_0/kernel", "4/Dense_1/kernel"
 SELECTIONS = [
-    ("0/kernel", lambda at: at == "0/kernel"),
     ("2/Dense_0", lambda at: at.startswith("2/Dense_0/")),
-    ("*/bias", lambda at: at.endswith("/bias")),
     (["5", "2/*/scale"], lambda at: at[0] == "5" or at == "2/LayerNorm_0/scale"),
     (lambda path, leaf: path[0] == 4 and leaf.ndim == 2, lambda at: at in MATRICES),
-    (True, lambda at: True),
 ]
 
 
@@ -103,19 +98,6 @@ class TestGradients:
         ref.assert_close(actual, expected, ref.FLOAT64)
         frozen = jax.tree.leaves(actual[1], is_leaf=is_none).count(None)
         assert frozen == sum(not chosen(at) for at in paths(params))
-
-    @pytest.mark.parametrize("remat", ["full", "none", "except_last", POLICY])
-    def test_so_they_are_where_backwards_are_split(self, double, remat):
-        layers, (x, targets) = ref.mlp(jnp.float64), ref.regression(7, jnp.float64)
-        pipe = jpipe.pipeline(
-            layers, 4, balance=[1, 2, 3], schedule="zb_h1", remat=remat
-        )
-        variables = pipe.init(jax.random.key(0), x)
-        actual = pipe.value_and_grad(ref.mse, trainable=["*/bias", "2/Dense_1"])(
-            variables, x, targets
-        )
-        expected = plain(layers, ref.params_of(variables), of_both, x, targets)
-        ref.assert_close(actual, expected, ref.FLOAT64)
 
     def test_what_layers_share_is_trained_as_its_owner_says(self, double):
         tied = ref.dense(5, jnp.float64)
@@ -155,10 +137,6 @@ class TestGradients:
             pipe.value_and_grad(ref.mse, trainable="0/shift")(variables, x, x)
 
 
-def of_both(at):
-    return at.endswith("/bias") or at.startswith("2/Dense_1/")
-
-
 def paths(params):
     def name(path):
         return "/".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path)
@@ -170,28 +148,15 @@ def paths(params):
 class TestTraining:
     TX = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
 
-    def test_steps_equal_optax_on_what_is_trained_and_leave_the_rest(self, double):
-        layers, (x, targets) = ref.mlp(jnp.float64), ref.regression(6, jnp.float64)
-        pipe = jpipe.pipeline(layers, 3, balance=[2, 2, 2])
-        chosen = {"trainable": ["*/bias", "2/Dense_1"]}
+    def test_a_step_returns_the_arrays_that_it_does_not_train(self):
+        pipe, (x, _) = stacked(), ref.regression(8)
+        chosen = {"trainable": ["*/bias", "2"]}
         state = pipe.init_train_state(jax.random.key(0), x, self.TX, **chosen)
-        before = hide(state.params, lambda at: not of_both(at))
-        params = ref.params_of(state.variables)
-        free = hide(params, of_both)
-        expected = self.TX.init(free)
-        ref.assert_equal(state.opt_state, expected)
-        step = pipe.train_step(ref.mse, self.TX, **chosen)
-        for _ in range(3):
-            state, metrics = step(state, x, targets)
-            loss, grads = plain(layers, merge(free, params), of_both, x, targets)
-            updates, expected = self.TX.update(grads, expected, free)
-            free = optax.apply_updates(free, updates)
-            ref.assert_close(metrics["loss"], loss, ref.FLOAT64)
-        ref.assert_close(state.params, merge(free, params), ref.FLOAT64)
-        ref.assert_close(state.opt_state, expected, ref.FLOAT64)
-        after = hide(state.params, lambda at: not of_both(at))
-        pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
-        assert all(a is b for a, b in pairs)
+        before = [entry["kernel"] for entry in state.params]
+        state, _ = pipe.train_step(ref.mse, self.TX, **chosen)(state, x, x)
+        after = [entry["kernel"] for entry in state.params]
+        same = [a is b for a, b in zip(before, after, strict=True)]
+        assert same == [True, True, False, True, True, True]
 
     def test_a_loop_of_ones_own_hides_and_merges_with_plain_jax(self):
         pipe, (x, _) = stacked(), ref.regression(8)
@@ -274,13 +239,6 @@ class TestWhatItCosts:
         }
         ran = actions(split, ["2/bias", "4/bias"], x, x)
         assert {a[:2] for a in ran if a[1] in "BIW"} == {"2W", "3I", "4I", "4W", "5I"}
-
-    @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb_h1", "eager_1f1b"])
-    @pytest.mark.parametrize("remat", ["full", "none"])
-    def test_what_is_held_is_what_the_list_says(self, schedule, remat):
-        pipe, (x, _) = stacked(schedule=schedule, remat=remat), ref.regression(10)
-        for trainable in ("3/bias", ["2/kernel", "4"], "5/bias"):
-            held.check_exact(pipe, x, x, trainable=trainable)
 
     def test_frozen_stages_keep_nothing_and_have_no_sums(self):
         pipe, (x, _) = stacked(remat="none"), ref.regression(8)

@@ -1,0 +1,240 @@
+"""The rows of the matrix: a program each, so that every pair of kinds is in one."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from .models import MODELS
+
+
+class Row(NamedTuple):
+    """A program.
+
+    Attributes:
+      model: a name of `MODELS`.
+      balance: layers per stage.
+      num_microbatches: how many.
+      size: the examples of the mini-batch.
+      schedule: a name of the catalogue, or "own".
+      remat: a name of `REMATS`, or "mixed", which is another one in each stage.
+      reduction: as for `jpipe.Pipeline.value_and_grad`.
+      has_aux: as for `jpipe.Pipeline.value_and_grad`.
+      optimizer: a name of `tests.fuzz.check.OPTIMIZERS`.
+      trainable: a name of `TRAINABLE`.
+      shards: the devices of each rank, over which examples are spread.
+      gather: how parameters are sharded over these.
+      dtype: of parameters and arithmetic.
+    """
+
+    model: str
+    balance: list[int]
+    num_microbatches: int
+    size: int
+    schedule: str
+    remat: str
+    reduction: str
+    has_aux: bool
+    optimizer: str
+    trainable: str
+    shards: int
+    gather: str | None
+    dtype: str
+
+
+def read(line: str) -> Row:
+    """A row of the table."""
+    model, balance, sizes, schedule, remat, loss, *rest = line.split()
+    optimizer, trainable, mesh, dtype = [*rest, "f64"][:4]
+    number, size = map(int, sizes.split("/"))
+    return Row(
+        model,
+        [int(count) for count in balance],
+        number,
+        size,
+        schedule,
+        remat,
+        "microbatch_mean" if loss.startswith("each") else loss.removesuffix("+"),
+        loss.endswith("+"),
+        optimizer.replace("_", " "),
+        trainable,
+        int(mesh[0]),
+        {"": None, "s": "step", "m": "microbatch"}[mesh[1:]],
+        {"f64": "float64", "f32": "float32", "bf16": "bfloat16"}[dtype],
+    )
+
+
+_policies = jax.checkpoint_policies
+REMATS: dict[str, Any] = {
+    **{name: name for name in ("full", "none", "min_cut", "dots", "except_last")},
+    "policy": _policies.dots_with_no_batch_dims_saveable,
+    "offload": _policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
+}
+
+
+def remat_of(row: Row) -> Any:
+    """One setting, or one per stage."""
+    if row.remat != "mixed":
+        return REMATS[row.remat]
+    order = ["full", "offload", "none", "min_cut", "except_last", "policy", "dots"]
+    return [REMATS[order[stage % 7]] for stage in range(len(row.balance))]
+
+
+TRAINABLE: dict[str, Callable[[tuple[Any, ...], Any], bool] | None] = {
+    "all": None,
+    "layers": lambda path, leaf: path[0] % 2 == 0,
+    "later": lambda path, leaf: path[0] > 1,
+    "vectors": lambda path, leaf: leaf.ndim < 2,
+    "kernels": lambda path, leaf: path[-1] == "kernel",
+    "lora": lambda path, leaf: path[-1].startswith("lora_"),
+}
+
+
+def own(num_stages: int, num_microbatches: int) -> str:
+    """A schedule that the catalogue has not, as a user would write it.
+
+    1F1B with one more forward of warm-up; every other backward is split, and has the
+    second half after the next forward; the last rank has the first stage.
+    """
+    lines = []
+    for stage in range(num_stages):
+        ahead = min(num_microbatches, num_stages - stage + 1)
+        cells = [f"{stage}F{i}" for i in range(ahead)]
+        for i in range(num_microbatches):
+            is_split = (stage + i) % 2
+            cells.append(f"{stage}I{i}" if is_split else f"{stage}B{i}")
+            if ahead + i < num_microbatches:
+                cells.append(f"{stage}F{ahead + i}")
+            if is_split:
+                cells.append(f"{stage}W{i}")
+        lines.insert(0, " ".join(cells))
+    return "\n".join(lines)
+
+
+# Model, layers per stage, micro-batches/examples, schedule, remat, loss (with aux: "+";
+# "each" is "microbatch_mean"), optimizer, what is trained, devices of each rank (where
+# parameters are sharded and gathered once in a step: "s", for each micro-batch: "m"),
+# and the dtype, if it is not double.
+TABLE = """
+mlp        51       2/3   dualpipe_v      min_cut     each      momentum      all     1
+mlp        51       4/5   zb_h2           full        each      clipped_adamw kernels 1
+mlp        2121     4/6   1f1b            min_cut     mean      adam          all     1
+mlp 24 3/10 gpipe full mean sgd all 1 f32
+mlp 222 4/8 1f1b none weighted adam kernels 1 f32
+mlp 2211 4/8 zb_v offload mean+ momentum all 1 f32
+mlp 33 2/4 1f1b full mean sgd all 2 f32
+mlp 33 2/8 1f1b full mean sgd all 1 bf16
+mlp 222 3/6 zb_h1 none sum momentum all 1 bf16
+equal      17       1/2   zb_h2           mixed       mean+     skipping      lora    2s
+equal      2222     4/10  zb_h1           full        mean      adam          lora    1
+conv_norm  1221     1/2   interleaved     except_last each      clipped_adamw kernels 1
+conv_norm  33       2/10  v_half          mixed       weighted  momentum      kernels 2
+conv_norm  42       2/8   interleaved     none        sum+      skipping      vectors 2s
+tied       151      4/10  1f1b            min_cut     weighted  every_other   all     2m
+tied       25       3/3   dualpipe_v      policy      weighted+ every_other   later   1
+methods    1411     3/3   interleaved     offload     mean      lion          layers  1
+methods    1222     3/6   zb_v            full        mean      clipped_adamw all     1
+child      111111   1/4   v_half          except_last weighted  momentum      all     2s
+nnx        111111   3/12  1f1b_v          dots        sum+      skipping      all     2m
+nnx        15       2/4   zb_v            full        sum+      schedule      vectors 1
+nnx_norm   1111     2/10  zb_h1           min_cut     mean+     sgd           all     2
+nnx_norm   13       2/8   zb_v            full        sum       every_other   layers  2m
+skips      262      2/6   gpipe_last_1f1b full        each+     clipped_adamw kernels 2
+skips      3223     3/6   zb_v            none        mean      sgd           all     1
+skips      235      2/6   1f1b            min_cut     sum+      adam          all     2s
+isolated   1111111  4/6   zb_h2           none        mean      sgd           all     1
+tree       1214     4/5   zb_v            except_last sum       adam          layers  1
+tree       26       4/4   v_half          dots        mean      lamb          layers  1
+tree       2222     3/14  own             none        mean+     lamb          all     2
+time_major 6        1/2   own             full        weighted  schedule      all     1
+time_major 111111   3/6   1f1b_v          policy      sum       skipping      later   2
+time_major 1212     4/12  1f1b            offload     each+     momentum      vectors 2m
+time_major 1131     1/4   interleaved_zb  mixed       each      clipped_adamw later   2s
+time_major 213      2/4   zb_h1           none        sum+      clipped_adamw vectors 1
+memory     1321     1/1   looped_bfs      min_cut     sum       lamb          kernels 1
+memory     34       2/2   gpipe_last_1f1b dots        mean      momentum      later   1
+memory     25       3/6   v_min           except_last mean+     adam          kernels 2
+constants  52       3/6   zb_h2           min_cut     weighted  adafactor     layers  2s
+constants  61       4/8   eager_1f1b      mixed       mean+     every_other   layers  2
+dropout    16       1/4   eager_1f1b      except_last mean+     every_other   all     2s
+dropout    1123     4/10  dualpipe_v      none        weighted+ adam          vectors 2
+dropout    7        4/16  own             dots        mean      every_other   layers  2s
+dropout    34       2/4   looped_bfs      mixed       each      momentum      all     2m
+dropout    1111111  1/3   zb_h1           offload     sum       clipped_adamw later   1
+dropout    7        3/5   1f1b            policy      sum       every_other   later   1
+dropout    7        4/5   gpipe_last_1f1b min_cut     each+     momentum      all     1
+dropout    214      2/6   zb_h1           full        sum+      adam          all     2m
+scans      1141     2/6   looped_bfs      dots        weighted+ sgd           kernels 2s
+scans      1111111  4/4   gpipe           mixed       each+     clipped_adamw all     1
+scans      7        3/6   own             none        each      lion          later   2
+scans      313      1/3   zb_h1           policy      sum+      lion          all     1
+remat      42       4/4   interleaved_zb  offload     each      skipping      kernels 1
+remat      111111   1/4   1f1b_v          full        weighted+ adam          all     2s
+remat      111111   3/6   own             offload     each      skipping      vectors 1
+odd        2113     1/2   gpipe           none        sum+      clipped_adamw layers  2m
+odd        1222     2/3   interleaved     full        mean      every_other   all     1
+odd        2212     1/6   own             except_last each+     lamb          layers  2
+odd        52       3/4   1f1b            min_cut     each      adafactor     all     1
+bare       51       4/8   eager_1f1b      policy      each      sgd           all     1
+integers   7        4/8   zb_h2           except_last mean+     skipping      kernels 2m
+integers   1141     1/4   gpipe           offload     weighted  skipping      all     2
+integers   1111111  3/3   own             min_cut     each      clipped_adamw later   1
+averages   111111   1/4   v_min           dots        each      adafactor     kernels 2
+averages   6        4/12  gpipe_last_1f1b offload     sum+      adafactor     all     2s
+averages   24       1/6   own             policy      sum       sgd           vectors 2m
+stopped    4122     4/12  v_min           policy      mean      adafactor     layers  2s
+stopped    1611     4/6   own             mixed       sum+      sgd           layers  1
+stopped    63       3/3   interleaved_zb  dots        mean+     adam          kernels 1
+norms      51       1/1   zb_h1           dots        each      momentum      vectors 1
+norms      1131     2/6   zb_h2           none        weighted  adam          all     1
+"""
+ROWS = [read(line) for line in TABLE.strip().split("\n")]
+
+# ------------------------------------------------------------------- their kinds
+
+_SCHEDULES = {
+    "whole": "gpipe gpipe_last_1f1b 1f1b eager_1f1b",
+    "split": "zb_h1 zb_h2",
+    "several stages": "interleaved looped_bfs 1f1b_v",
+    "several stages, split": "interleaved_zb zb_v v_half v_min dualpipe_v",
+    "own": "own",
+}
+SCHEDULES = {name: kind for kind, s in _SCHEDULES.items() for name in s.split()}
+_OPTIMIZERS = {
+    "each entry": ["sgd", "momentum", "adam", "schedule", "lion"],
+    "norms": ["clipped adamw", "adafactor", "lamb"],
+    "now and then": ["skipping", "every other"],
+}
+OPTIMIZERS = {name: kind for kind, names in _OPTIMIZERS.items() for name in names}
+
+
+def kinds(row: Row) -> dict[str, set[str]]:
+    """Of what kinds a row is, by factor."""
+    layers, stages = sum(row.balance), len(row.balance)
+    partition = {1: "one stage", layers: "stage per layer"}.get(stages, "parts")
+    uneven = row.size % (row.num_microbatches * row.shards)
+    size = "one" if row.num_microbatches == 1 else "uneven" if uneven else "even"
+    layers_only = row.trainable in ("layers", "later")
+    mesh = f"gather {row.gather}" if row.gather else "shards"
+    return {
+        "model": set(MODELS[row.model].traits.split()),
+        "partition": {partition},
+        "micro-batches": {size},
+        "schedule": {SCHEDULES[row.schedule]},
+        "remat": {row.remat},
+        "reduction": {row.reduction},
+        "aux": {"aux" if row.has_aux else "no aux"},
+        "optimizer": {OPTIMIZERS[row.optimizer]},
+        "trainable": {
+            "all" if row.trainable == "all" else "layers" if layers_only else "leaves"
+        },
+        "mesh": {"one device" if row.shards == 1 else mesh},
+    }
+
+
+# One stage is one program: it has one setting, on one rank.
+IMPOSSIBLE = [
+    ("one stage", "mixed"),
+    ("one stage", "several stages"),
+    ("one stage", "several stages, split"),
+]
