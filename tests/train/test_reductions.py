@@ -7,7 +7,6 @@ not linear, such as one that clips, sees the same numbers whatever the micro-bat
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import jpipe
@@ -62,18 +61,6 @@ def quotient(loss_fn):
     return whole
 
 
-def in_a_loop(y, t):
-    """As a head of many classes sums up its losses, some tokens at a time."""
-
-    def step(sums, part):
-        return jax.tree.map(jnp.add, sums, masked(*part)), None
-
-    start = jnp.zeros(()), jnp.zeros((), int)
-    return jax.lax.scan(step, start, jax.tree.map(lambda a: a.swapaxes(0, 1), (y, t)))[
-        0
-    ]
-
-
 @jax.custom_vjp
 def by_rule(y, t):
     return masked(y, t)
@@ -85,9 +72,16 @@ by_rule.defvjp(
 )
 
 
-def with_rule(y, t):
-    total, weight = by_rule(y, t)
-    return total, jax.lax.stop_gradient(weight)
+@jax.checkpoint
+def nested(y, t):
+    """As a head of many classes sums up its losses, by a rule, some at a time."""
+
+    def step(sums, part):
+        total, weight = by_rule(*part)
+        return (sums[0] + total, sums[1] + jax.lax.stop_gradient(weight)), None
+
+    parts = jax.tree.map(lambda leaf: leaf.swapaxes(0, 1), (y, t))
+    return jax.lax.scan(step, (jnp.zeros(()), jnp.zeros((), int)), parts)[0]
 
 
 def on_one_device(loss_fn):
@@ -124,9 +118,7 @@ CASES = {
     "weighted, one micro-batch": (masked, "weighted", 1, WHOLE),
     # More of them than one call adds.
     "weighted, one example each": (masked, "weighted", 12, WHOLE),
-    "weighted in calls": (jax.jit(jax.checkpoint(masked)), "weighted", 4, WHOLE),
-    "weighted in a loop": (in_a_loop, "weighted", 4, WHOLE),
-    "weighted by a custom rule": (with_rule, "weighted", 4, WHOLE),
+    "weighted in calls, loops and rules": (jax.jit(nested), "weighted", 4, WHOLE),
     "weight of outputs": (counted, "weighted", 4, by_microbatch(4)),
     # Which knows the weight of all.
     "weight of outputs, one micro-batch": (
@@ -221,28 +213,6 @@ def test_a_weight_with_a_gradient_is_refused_unless_it_is_stopped():
     ref.assert_close(actual, expected(params, x, targets), ref.FLOAT32)
 
 
-def test_a_step_has_aux_and_trains_some_parameters_of_a_weighted_loss(double):
-    """Once the gradients of a part were divided by the weights of one micro-batch."""
-    tx, chosen = optax.sgd(1.0), {"trainable": "0/*"}
-    pipe = jpipe.pipeline(LAYERS, 4, balance=[2, 2])
-    state = pipe.init_train_state(jax.random.key(0), X, tx, **chosen)
-    params = tuple(ref.on_host(layer) for layer in state.params)
-    step = pipe.train_step(
-        lambda y, t: (masked(y, t), jnp.sum(t["mask"])),
-        tx,
-        reduction="weighted",
-        has_aux=True,
-        **chosen,
-    )
-    state, metrics = step(state, X, TARGETS)
-    loss, grads = WHOLE(params, X, TARGETS)
-    after = jax.tree.map(jnp.subtract, params[0], grads[0])
-    ref.assert_close(state.params, (after, *params[1:]), ref.FLOAT64)
-    ref.assert_close(metrics["loss"], loss, ref.FLOAT64)
-    parts = [part.sum() for part in np.array_split(MASK, 4)]
-    np.testing.assert_array_equal(metrics["aux"], parts)
-
-
 def test_gradients_in_bfloat16_are_summed_in_single_precision():
     """A thousand equal terms: half of them would be lost."""
     pipes = [jpipe.pipeline([ref.dense(1, jnp.bfloat16)], m) for m in (1, 512)]
@@ -257,21 +227,3 @@ def test_gradients_in_bfloat16_are_summed_in_single_precision():
     )
     assert parts[0]["bias"].dtype == jnp.bfloat16
     ref.assert_close(parts, whole, 2**-4)  # XLA sums the batch in bfloat16 too
-
-
-def test_a_weighted_loss_in_float16_with_a_loss_scale_stays_finite(quick):
-    """Of a sum over all tokens the gradient would be infinite."""
-    layers = [ref.dense(6, jnp.float16), jnp.tanh, ref.dense(4, jnp.float16)]
-    x = RNG.normal(size=(256, 5)).astype(np.float16)
-    targets = 4 + RNG.normal(size=(256, 4)).astype(np.float32)
-
-    def scaled(y, t):
-        return 1024 * jnp.sum((y.astype(jnp.float32) - t) ** 2), jnp.float32(t.size)
-
-    pipe = jpipe.pipeline(layers, 4, balance=[2, 1])
-    variables = pipe.init(jax.random.key(0), x)
-    found = pipe.value_and_grad(scaled, reduction="weighted")(variables, x, targets)
-    params = ref.params_of(variables)
-    expected = ref.value_and_grad(layers, params, x, targets, quotient(scaled))
-    assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(expected))
-    ref.assert_close(found, expected, 2**-7)
