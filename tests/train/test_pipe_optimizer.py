@@ -17,7 +17,7 @@ from optax import contrib
 import jpipe
 
 from .. import reference as ref
-from .test_optimizers import model
+from .test_optimizers import Scale, model
 
 RATE = 1e-2
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.05), optax.adamw(RATE))
@@ -179,3 +179,11 @@ def test_errors_name_what_to_type(three):
     assert "tx.update(grads, state, params, value=loss)" in error.value.__notes__[0]
     with pytest.raises(TypeError, match=re.escape("optax.adamw(1e-3)")):
         three.pipe.optimizer(optax.sgd)
+
+
+def test_momenta_of_layers_with_equal_paths_are_where_their_parameters_are():
+    pipe = jpipe.pipeline([Scale(), Scale(), Scale()], 2)
+    variables = pipe.init(jax.random.key(0), np.ones((2, 1)))
+    params = [entry["params"] for entry in variables]
+    state = pipe.optimizer(optax.adam(RATE)).init({"net": params})
+    assert devices_of(state[0].mu["net"]) == devices_of(params)

@@ -72,13 +72,18 @@ by_rule.defvjp(
 )
 
 
+def with_rule(y, t):
+    total, weight = by_rule(y, t)
+    return total, jax.lax.stop_gradient(weight)
+
+
+@jax.jit
 @jax.checkpoint
 def nested(y, t):
-    """As a head of many classes sums up its losses, by a rule, some at a time."""
+    """As a head of many classes sums up its losses, some tokens at a time."""
 
     def step(sums, part):
-        total, weight = by_rule(*part)
-        return (sums[0] + total, sums[1] + jax.lax.stop_gradient(weight)), None
+        return jax.tree.map(jnp.add, sums, masked(*part)), None
 
     parts = jax.tree.map(lambda leaf: leaf.swapaxes(0, 1), (y, t))
     return jax.lax.scan(step, (jnp.zeros(()), jnp.zeros((), int)), parts)[0]
@@ -118,7 +123,8 @@ CASES = {
     "weighted, one micro-batch": (masked, "weighted", 1, WHOLE),
     # More of them than one call adds.
     "weighted, one example each": (masked, "weighted", 12, WHOLE),
-    "weighted in calls, loops and rules": (jax.jit(nested), "weighted", 4, WHOLE),
+    "weighted in calls and a loop": (nested, "weighted", 4, WHOLE),
+    "weighted by a custom rule": (with_rule, "weighted", 4, WHOLE),
     "weight of outputs": (counted, "weighted", 4, by_microbatch(4)),
     # Which knows the weight of all.
     "weight of outputs, one micro-batch": (

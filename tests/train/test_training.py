@@ -109,15 +109,6 @@ def test_the_number_of_a_step_may_be_set(small, number):
                 assert int(state.step) == expected
 
 
-def test_without_donation_a_state_can_be_used_again(pipe, state, step):
-    first, _ = step(state, X, TARGETS)
-    ref.assert_equal(step(state, X, TARGETS)[0], first)
-    donated, _ = pipe.train_step(ref.mse, TX)(state, X, TARGETS)
-    ref.assert_equal(donated, first)
-    with pytest.raises(ValueError, match="go on with the state that it returned"):
-        step(state, X, TARGETS)
-
-
 def test_a_donated_state_is_refused_wherever_it_is_used(small):
     state = small.init_train_state(KEY, X, TX)
     variables, batch = state.variables, (X, TARGETS)
@@ -166,23 +157,18 @@ class TestGivenVariables:
         assert state.params[0]["kernel"].max() == 1
         assert placed[0]["params"]["kernel"].max() == 1
 
-    def test_of_another_dtype_or_model_they_are_refused_or_stay(self, small, pipe):
+    def test_integers_are_refused_and_half_precision_stays(self, small):
         given = [{"params": {"kernel": np.ones((5, 4), int), "bias": np.zeros(4)}}]
         with pytest.raises(ValueError, match=r"'kernel'\] is int64, the model"):
             small.init_train_state(KEY, X, TX, variables=given)
         given[0]["params"]["kernel"] = np.ones((5, 4), np.float16)
         state = small.init_train_state(KEY, X, TX, variables=given)
         assert state.params[0]["kernel"].dtype == jnp.float16
-        with pytest.raises(ValueError, match="not those of this model") as refusal:
-            pipe.init_train_state(KEY, X, TX, variables=[{}] * 5 + [{"params": {}}])
-        assert "missing: variables[0]['params']['kernel'] (5, 5)" in str(refusal.value)
 
     def test_weak_types_make_no_second_program(self, small):
         """A parameter, and a hyperparameter, that began as a number of Python."""
         traced, tx = [], optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
         given = small.init(KEY, X)
-        kernel = given[0]["params"]["kernel"]
-        given[0]["params"]["kernel"] = jax.lax.full_like(kernel, 0) + 2.0
         given[0]["params"]["bias"] = jnp.broadcast_to(jnp.asarray(2.0), (4,))
         assert given[0]["params"]["bias"].weak_type
         state = small.init_train_state(KEY, X, tx, variables=given)
