@@ -45,65 +45,63 @@ def fully(f):
     return functools.partial(jax.tree.map, f)
 
 
-FUNCTIONS = {
-    "global norm": (optax.tree.norm, lambda: (tree(),)),
-    "average": (
-        lambda a, p: optax.incremental_update(p, a, 0.1),
-        lambda: (tree(), tree(1)),
-    ),
-    "branches in branches": (
-        lambda i, p, q: jax.lax.switch(
-            i + (optax.tree.norm(p) > 1),
-            [
-                lambda: p,
-                lambda: q,
-                lambda: jax.lax.cond(i > 0, lambda: optax.tree.sub(p, q), lambda: p),
-            ],
-        ),
-        lambda: (1, tree(), tree(1)),
-    ),
-    "a loop in a branch": (
-        lambda n, p: jax.lax.cond(
-            n > 0,
-            lambda: jax.lax.while_loop(
-                lambda q: q[0]["b"][0] < n, fully(lambda x: x + 1), p
-            ),
-            lambda: jax.lax.fori_loop(0, 3, lambda i, q: fully(lambda x: 2 * x)(q), p),
-        ),
-        # With this n the branch that is not taken would never end.
-        lambda: (-jnp.inf, tree()),
-    ),
-    "noise": (
-        lambda key, p: fully(lambda x: x + jax.random.normal(key, x.shape, x.dtype))(p),
-        lambda: (jax.random.key(3), tree()),
-    ),
-    "results that are nowhere": (
-        lambda key, p: (jax.random.split(key), 1, 2.5, None, {"a": jnp.arange(3)}),
-        lambda: (jax.random.key(3), tree()),
-    ),
-    "arguments, some twice": (
-        lambda p, q, s: (q, p, q, s, s, jax.jit(lambda x: (x, x, 2 * x))(s), [None]),
-        lambda: (tree(),) * 2 + (1.5,),
-    ),
-    "weak types": (
-        lambda d, n, p: fully(lambda x: d * x * n)(p),
-        lambda: (0.99, 3, tree(dtype=jnp.bfloat16)),
-    ),
-}
+def branches(i, p, q):
+    """A switch by a number of all places, with a branch in a branch."""
+    both = lambda: jax.lax.cond(i > 0, lambda: optax.tree.sub(p, q), lambda: p)  # noqa: E731
+    return jax.lax.switch(i + (optax.tree.norm(p) > 1), [lambda: p, lambda: q, both])
+
+
+def loops(n, p):
+    """With an infinite ``n`` the branch that is not taken would never end."""
+    more, twice = fully(lambda x: x + 1), fully(lambda x: 2 * x)
+    return jax.lax.cond(
+        n > 0,
+        lambda: jax.lax.while_loop(lambda q: q[0]["b"][0] < n, more, p),
+        lambda: jax.lax.fori_loop(0, 3, lambda i, q: twice(q), p),
+    )
+
+
+def noise(key, p):
+    return fully(lambda x: x + jax.random.normal(key, x.shape, x.dtype))(p)
+
+
+def placed_nowhere(key, p):
+    return jax.random.split(key), 1, 2.5, None, {"a": jnp.arange(3)}
+
+
+def arguments(p, q, s):
+    twice = jax.jit(lambda x: (x, x, 2 * x))(s)
+    return q, p, q, s, twice, optax.tree.add(p, q), [None]
+
+
+def weak_types(d, n, p):
+    return fully(lambda x: d * x * n)(p)
+
+
+KEY = jax.random.key(3)
+FUNCTIONS = [
+    (optax.tree.norm, lambda: (tree(),)),
+    (optax.incremental_update, lambda: (tree(), tree(1), 0.1)),
+    (branches, lambda: (1, tree(), tree(1))),
+    (loops, lambda: (-jnp.inf, tree())),
+    (noise, lambda: (KEY, tree())),
+    (placed_nowhere, lambda: (KEY, tree())),
+    (arguments, lambda: (*(tree(),) * 2, 1.5)),
+    (weak_types, lambda: (0.99, 3, tree(dtype=jnp.bfloat16))),
+]
 
 
 # What is like the parameters stays with them.
-MIRRORING = ["average", "branches in branches", "noise"]
+MIRRORING = [optax.incremental_update, branches, noise]
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions_give_what_jax_jit_gives_on_one_device(double, name):
-    function, make = FUNCTIONS[name]
+@pytest.mark.parametrize(("function", "make"), FUNCTIONS)
+def test_functions_give_what_jax_jit_gives_on_one_device(double, function, make):
     args = make()
     actual, expected = PIPE.jit(function)(*args), jax.jit(function)(*on_one(args))
     ref.assert_close(actual, expected, ref.FLOAT64)
     assert jax.tree.map(jax.typeof, actual) == jax.tree.map(jax.typeof, expected)
-    if name in MIRRORING:
+    if function in MIRRORING:
         assert devices_of(actual) == devices_of(tree())
 
 
