@@ -9,7 +9,6 @@ import functools
 import itertools
 import types
 import warnings
-from typing import Any
 
 import flax.struct
 import jax
@@ -200,7 +199,7 @@ def test_programs_of_one_text_that_read_two_refs_are_two():
 def test_building_in_a_loop_warns_once_unless_a_step_is_called_again(calls):
     tx = optax.sgd(0.1)
     pipe = jpipe.pipeline([nn.Dense(4)], 2)
-    state: Any = pipe.init_train_state(jax.random.key(0), X, tx)
+    state = pipe.init_train_state(jax.random.key(0), X, tx)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(32):

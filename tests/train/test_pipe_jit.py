@@ -108,17 +108,19 @@ def test_functions_give_what_jax_jit_gives_on_one_device(double, function, make)
 def test_what_follows_from_nothing_placed_goes_where_its_path_is():
     @PIPE.jit
     def start(state, n):
-        p = state["params"]
-        zeros = jax.tree.map(jnp.zeros_like, p)
-        return zeros, {"m": zeros, "count": 0}, {"last": zeros[2]}, 2 * n
+        zeros = jax.tree.map(jnp.zeros_like, state)
+        p = zeros["params"]
+        return p, {"m": p, "count": 0}, {"last": p[2], **zeros["own"]}, 2 * n
 
-    zeros, state, last, n = start({"params": tree(dtype=jnp.float32)}, np.ones(3))
-    assert devices_of(zeros) == devices_of(state["m"])
-    assert devices_of(zeros) == devices_of(tree(dtype=jnp.float32))
-    assert state["count"].devices() == n.devices() == {DEVICES[0]}
+    p = tree(dtype=jnp.float32)
+    own = {"rate": jax.device_put(1.0, DEVICES[2])}
+    zeros, state, last, n = start({"params": p, "own": own}, np.ones(3))
+    assert devices_of(zeros) == devices_of(state["m"]) == devices_of(p)
+    # Their paths have one key each, which says nothing.
+    first = {DEVICES[0]}
+    assert devices_of(last) == {"last": {"w": first, "b": first}, "rate": first}
+    assert state["count"].devices() == n.devices() == first
     assert n.committed
-    # Its paths have one key each: both layers have a bias.
-    assert devices_of(last["last"]) == {"w": {DEVICES[0]}, "b": {DEVICES[0]}}
 
 
 def test_memory_of_numpy_is_copied():
@@ -311,9 +313,12 @@ def test_a_branch_with_a_callback_runs_only_where_it_is_chosen():
 
     @PIPE.jit
     def choose(yes, p):
-        first, last = p[0]["b"].sum(), p[2]["b"].sum()
-        product = lambda: jax.pure_callback(note, spec, first * last)  # noqa: E731
-        return jax.lax.cond(yes, lambda: first + last, product)
+        first, last = p[0]["b"], p[2]["b"]  # whole leaves, of two places
+        return jax.lax.cond(
+            yes,
+            lambda: first.sum() + last.sum(),
+            lambda: jax.pure_callback(note, spec, first.sum() * last.sum()),
+        )
 
     p = jax.tree.map(jnp.ones_like, tree(dtype=jnp.float32))
     assert choose(jnp.bool_(True), p) == 6

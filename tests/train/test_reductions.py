@@ -99,18 +99,19 @@ def by_microbatch(num_parts):
     Its backward is of total / (M weight), then times M weight by the sum of all.
     """
 
-    def part(params, x, t, by):
-        return jax.grad(lambda p: total(ref.compose(LAYERS, p, x), t) / by)(params)
+    @jax.jit
+    def part(params, x, t):
+        one, weight = counted(ref.compose(LAYERS, params, x), t)
+        by = num_parts * jnp.maximum(weight, 1)
+        grads = jax.grad(lambda p: total(ref.compose(LAYERS, p, x), t) / by)(params)
+        return one, weight, jax.tree.map(lambda g: g * by, grads)
 
     def expected(params, x, targets):
-        sums, weights, grads = 0.0, 0.0, []
-        for rows in np.array_split(np.arange(BATCH), num_parts):
-            x_m, t_m = jax.tree.map(lambda leaf: leaf[rows], (x, targets))  # noqa: B023
-            one, weight = counted(ref.compose(LAYERS, params, x_m), t_m)
-            by = num_parts * float(weight or 1)
-            grads.append(jax.tree.map(lambda g: g * by, part(params, x_m, t_m, by)))  # noqa: B023
-            sums, weights = sums + one, weights + float(weight)
-        return sums / weights, jax.tree.map(lambda *g: sum(g) / weights, *grads)
+        rows = np.array_split(np.arange(BATCH), num_parts)
+        batches = [jax.tree.map(lambda leaf: leaf[own], (x, targets)) for own in rows]  # noqa: B023
+        parts = [part(params, *batch) for batch in batches]
+        total, weights, grads = jax.tree.map(lambda *leaves: sum(leaves), *parts)
+        return total / weights, jax.tree.map(lambda g: g / weights, grads)
 
     return expected
 
