@@ -40,6 +40,12 @@ def mean(y, t):
     return jnp.mean(errors(y, t))
 
 
+def mean_of_parts(y, t):
+    """Of five micro-batches of three and of two examples."""
+    parts = jnp.split(errors(y, t), [3, 6, 8, 10])
+    return sum(part.mean() for part in parts) / 5
+
+
 def total(y, t):
     return jnp.sum(jnp.where(t["mask"], errors(y, t), 0.0))
 
@@ -119,6 +125,7 @@ def by_microbatch(num_parts):
 WHOLE = on_one_device(quotient(masked))
 CASES = {
     "mean": (mean, "mean", 5, on_one_device(mean)),
+    "microbatch_mean": (mean, "microbatch_mean", 5, on_one_device(mean_of_parts)),
     "sum": (total, "sum", 5, on_one_device(total)),
     "weighted": (masked, "weighted", 5, WHOLE),
     "weighted, one micro-batch": (masked, "weighted", 1, WHOLE),
