@@ -17,7 +17,12 @@ def normed():
     ("num_microbatches", "options", "num_parts"),
     [
         (5, {"replicas": [2, 3, 1, 2]}, 5),
-        (3, {"balance": [2, 2], "replicas": [3, 1], "mesh": mesh(4, 2)}, 6),
+        pytest.param(
+            3,
+            {"balance": [2, 2], "replicas": [3, 1], "mesh": mesh(4, 2)},
+            6,
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["devices", "mesh"],
 )
@@ -28,6 +33,7 @@ def test_norms_dropout_and_sums_are_those_of_one_device(
     compare(normed, pipe, num_parts, *batch())
 
 
+@pytest.mark.slow
 def test_a_replica_without_micro_batches_adds_nothing(double):
     with pytest.warns(UserWarning, match="E12 rank 2 runs nothing"):
         pipe = jpipe.pipeline(

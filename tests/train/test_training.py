@@ -61,7 +61,10 @@ def small():
     return jpipe.pipeline([ref.dense(4)], 2)
 
 
-@pytest.mark.parametrize("impl", ["rbg", None])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("impl", [pytest.param("rbg", marks=SLOW), None])
 def test_a_saved_state_goes_on_in_another_pipeline(pipe, step, other, impl):
     """Its leaves belong to layers, whatever the stages; so do running statistics."""
     key = jax.random.PRNGKey(3) if impl is None else jax.random.key(3, impl=impl)
