@@ -14,7 +14,7 @@ import jpipe
 from .. import reference as ref
 from ..mesh.stages import mesh
 
-BATCH = 12
+BATCH = 18
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(BATCH, 3, 5))
 MASK = RNG.random((BATCH, 3)) < 0.6
@@ -41,8 +41,8 @@ def mean(y, t):
 
 
 def mean_of_parts(y, t):
-    """Of five micro-batches of three and of two examples."""
-    parts = jnp.split(errors(y, t), [3, 6, 8, 10])
+    """Of five micro-batches of four and of three examples."""
+    parts = jnp.split(errors(y, t), [4, 8, 12, 15])
     return sum(part.mean() for part in parts) / 5
 
 
@@ -129,8 +129,8 @@ CASES = {
     "sum": (total, "sum", 5, on_one_device(total)),
     "weighted": (masked, "weighted", 5, WHOLE),
     "weighted, one micro-batch": (masked, "weighted", 1, WHOLE),
-    # More of them than one call adds.
-    "weighted, one example each": (masked, "weighted", 12, WHOLE),
+    # More of them than one call adds, which are sixteen.
+    "weighted, one example each": (masked, "weighted", BATCH, WHOLE),
     "weighted in calls and a loop": (nested, "weighted", 4, WHOLE),
     "weighted by a custom rule": (with_rule, "weighted", 4, WHOLE),
     "weight of outputs": (counted, "weighted", 4, by_microbatch(4)),
