@@ -1,4 +1,4 @@
-"""What a loss function returns beside the loss, joined over micro-batches."""
+"""``aux_axes=``: what a loss returns beside the loss, joined over micro-batches."""
 
 import re
 
@@ -12,7 +12,12 @@ import jpipe
 
 from .. import reference as ref
 
-X, TARGETS = ref.regression(8)
+# Its programs are tried once: XLA need not optimize them.
+pytestmark = pytest.mark.usefixtures("quick")
+
+LAYERS = [ref.dense(6), jnp.tanh, ref.dense(4)]
+X, TARGETS = ref.regression(7)  # in parts of three, two and two
+AXES = {"logits": 0, "outer": {"turned": -1, "each": 0}, "worst": None}
 
 
 def loss_fn(y, targets):
@@ -26,137 +31,90 @@ def loss_fn(y, targets):
     return errors.mean(), aux
 
 
-AXES = {"logits": 0, "outer": {"turned": -1, "each": 0}, "worst": None}
-
-
+@pytest.fixture(scope="module")
 def model():
-    layers = [ref.dense(6), jnp.tanh, ref.dense(4)]
-    return layers, jpipe.pipeline(layers, 3, balance=[1, 2])
+    pipe = jpipe.pipeline(LAYERS, 3, balance=[1, 2])
+    return pipe, pipe.init(jax.random.key(0), X)
 
 
-def aux_of(pipe, x, targets, axes, loss=loss_fn, **options):
-    variables = pipe.init(jax.random.key(0), x)
-    gradient = pipe.value_and_grad(loss, has_aux=True, aux_axes=axes, **options)
-    return variables, gradient(variables, x, targets)
-
-
-@pytest.mark.parametrize("count", [9, 7], ids=["even", "ragged"])
-def test_aux_is_that_of_the_mini_batch(count):
-    layers, pipe = model()
+def aux_of(model, axes, loss=loss_fn, count=7):
+    pipe, variables = model
+    find = pipe.value_and_grad(loss, has_aux=True, aux_axes=axes)
     x, targets = ref.regression(count)
-    variables, ((loss, aux), grads) = aux_of(pipe, x, targets, AXES)
-    y = ref.compose(layers, ref.params_of(variables), x)
-    expected, whole = loss_fn(y, targets)
-    parts = np.array_split(np.asarray((y - targets) ** 2), 3)
-    whole["worst"] = np.array([part.max() for part in parts])
-    ref.assert_close((loss, aux), (expected, whole), ref.FLOAT32)
-    alone = pipe.value_and_grad(ref.mse)(variables, x, targets)
-    ref.assert_close((loss, grads), alone, ref.FLOAT32)
+    return find(variables, x, targets)[0][1]
 
 
-def test_a_prefix_stands_for_all_below():
-    _, pipe = model()
-    x, targets = ref.regression(9)
-    _, ((_, aux), _) = aux_of(pipe, x, targets, {**AXES, "outer": -1})
-    _, ((_, same), _) = aux_of(pipe, x, targets, AXES)
-    ref.assert_equal(aux, same)
+def test_joined_aux_is_that_of_the_mini_batch(model):
+    """In a gradient and in a train step; the loss stays that without aux."""
+    pipe, variables = model
+    y = ref.compose(LAYERS, ref.params_of(variables), X)
+    loss, aux = loss_fn(y, TARGETS)
+    parts = np.array_split(np.asarray((y - TARGETS) ** 2), 3)
+    aux["worst"] = np.array([part.max() for part in parts])
+    find = pipe.value_and_grad(loss_fn, has_aux=True, aux_axes=AXES)
+    found, grads = find(variables, X, TARGETS)
+    ref.assert_close(found, (loss, aux), ref.FLOAT32)
+    expected = pipe.value_and_grad(ref.mse)(variables, X, TARGETS)
+    ref.assert_close((loss, grads), expected, ref.FLOAT32)
+    tx = optax.sgd(0.1)
+    state = pipe.init_train_state(jax.random.key(0), X, tx, variables=variables)
+    step = pipe.train_step(loss_fn, tx, has_aux=True, aux_axes=AXES)
+    _, metrics = step(state, X, TARGETS)
+    ref.assert_close(metrics, {"loss": loss, "aux": aux}, ref.FLOAT32)
 
-    def only_arrays(y, targets):
-        return ref.mse(y, targets), (y, [2 * y])
 
-    _, ((_, (y, (twice,))), _) = aux_of(pipe, x, targets, 0, only_arrays)
-    assert y.shape == twice.shape == (9, 4)
-    _, ((_, (y, (twice,))), _) = aux_of(pipe, x, targets, (1, None), only_arrays)
-    assert y.shape == (3, 12)
-    assert twice.shape == (3, 3, 4)
-
-
-def test_left_out_it_is_stacked_as_before():
-    _, pipe = model()
-    x, targets = ref.regression(9)
-    _, ((_, aux), _) = aux_of(pipe, x, targets, None)
-    shapes = jax.tree.map(jnp.shape, aux)
-    assert shapes == {
-        "logits": (3, 3, 4),
-        "outer": {"turned": (3, 1, 4, 3), "each": (3, 3)},
-        "worst": (3,),
-    }
+def test_axes_of_one_loss_may_differ_from_call_to_call(model):
+    """None stacks; a prefix stands for all below it."""
+    shapes = [
+        jax.tree.map(jnp.shape, aux_of(model, axes, count=9))
+        for axes in (None, {**AXES, "outer": -1}, {**AXES, "logits": 1}, AXES)
+    ]
+    outer = {"turned": (1, 4, 9), "each": (9,)}
+    stacked = {"turned": (3, 1, 4, 3), "each": (3, 3)}
+    assert shapes == [
+        {"logits": (3, 3, 4), "outer": stacked, "worst": (3,)},
+        {"logits": (9, 4), "outer": outer, "worst": (3,)},
+        {"logits": (3, 12), "outer": outer, "worst": (3,)},
+        {"logits": (9, 4), "outer": outer, "worst": (3,)},
+    ]
 
 
 def test_with_one_micro_batch_only_what_is_stacked_gets_an_axis():
     pipe = jpipe.sequential([ref.dense(4)])
-    _, ((_, aux), _) = aux_of(pipe, X, TARGETS, AXES)
-    shapes = jax.tree.map(jnp.shape, aux)
-    assert shapes["logits"] == (8, 4)
-    assert shapes["worst"] == (1,)
-
-
-def test_a_train_step_gives_the_same():
-    _, pipe = model()
-    x, targets = ref.regression(7)
-    tx = optax.sgd(0.1)
-    state = pipe.init_train_state(jax.random.key(0), x, tx)
-    step = pipe.train_step(loss_fn, tx, has_aux=True, aux_axes=AXES)
-    _, metrics = step(state, x, targets)
-    _, ((_, aux), _) = aux_of(pipe, x, targets, AXES)
-    ref.assert_close(metrics["aux"], aux, ref.FLOAT32)
-
-
-def test_one_loss_with_two_settings_gives_each_its_own():
-    _, pipe = model()
-    x, targets = ref.regression(9)
-    shapes = []
-    for axes in (AXES, None, {**AXES, "logits": 1}, AXES):
-        _, ((_, aux), _) = aux_of(pipe, x, targets, axes)
-        shapes.append(aux["logits"].shape)
-    assert shapes == [(9, 4), (3, 3, 4), (3, 12), (9, 4)]
+    aux = aux_of((pipe, pipe.init(jax.random.key(0), X)), AXES)
+    assert (aux["logits"].shape, aux["worst"].shape) == ((7, 4), (1,))
 
 
 @pytest.mark.parametrize(
-    ("axes", "says"),
+    ("count", "axes", "says"),
     [
-        (0, "aux['worst'] of shape () has no axis 0"),
+        (9, 0, "aux['worst'] of shape () has no axis 0"),
         (
+            9,
             {**AXES, "outer": {"turned": 3, "each": -2}},
             "aux['outer']['each'] of shape (3,) has no axis -2; "
             "aux['outer']['turned'] of shape (1, 4, 3) has no axis 3",
         ),
-        ({**AXES, "worst": "0"}, "aux_axes: '0' is neither an axis nor None"),
-        ({**AXES, "worst": True}, "aux_axes: True is neither an axis nor None"),
-        ([0], "aux_axes=[0] is not a prefix of aux, whose structure is"),
-    ],
-)
-def test_axes_that_do_not_fit(axes, says):
-    _, pipe = model()
-    x, targets = ref.regression(9)
-    with pytest.raises(ValueError, match=re.escape(says)):
-        aux_of(pipe, x, targets, axes)
-
-
-@pytest.mark.parametrize(
-    ("axes", "says"),
-    [
-        (None, "aux['logits']: (3, 4) and (2, 4); "),
+        (9, {**AXES, "worst": "0"}, "aux_axes: '0' is neither an axis nor None"),
+        (9, {**AXES, "worst": True}, "aux_axes: True is neither an axis nor None"),
+        (9, [0], "aux_axes=[0] is not a prefix of aux, whose structure is"),
+        # Parts of three and of two examples join where the examples are only.
+        (7, None, "aux['logits']: (3, 4) and (2, 4); "),
         (
+            7,
             {**AXES, "logits": 1},
             "aux['logits'], joined on axis 1: (3, 4) and (2, 4); "
             "return sums or means, name in aux_axes= the axis of the examples",
         ),
-        (
-            {**AXES, "outer": {"turned": 1, "each": 0}},
-            "aux['outer']['turned'], joined on axis 1: (1, 4, 3) and (1, 4, 2)",
-        ),
     ],
 )
-def test_ragged_aux_joins_where_the_examples_are_only(axes, says):
-    _, pipe = model()
-    x, targets = ref.regression(7)
+def test_axes_that_do_not_fit_are_refused(model, count, axes, says):
     with pytest.raises(ValueError, match=re.escape(says)):
-        aux_of(pipe, x, targets, axes)
+        aux_of(model, axes, count=count)
 
 
-def test_axes_without_aux_are_refused():
-    _, pipe = model()
+def test_axes_without_aux_are_refused(model):
+    pipe, _ = model
     with pytest.raises(ValueError, match="aux_axes=0 needs has_aux=True"):
         pipe.value_and_grad(ref.mse, aux_axes=0)
     with pytest.raises(ValueError, match="aux_axes=0 needs has_aux=True"):

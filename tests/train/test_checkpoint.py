@@ -14,25 +14,30 @@ import jpipe
 from jpipe import checkpoint
 
 from .. import reference as ref
+from ..mesh.stages import mesh
+
+# Its programs are tried once: XLA need not optimize them.
+pytestmark = pytest.mark.usefixtures("quick")
 
 TX = optax.adamw(1e-3)
 X, TARGETS = ref.regression(16)
-
-
-class Normed(nn.Module):
-    @nn.compact
-    def __call__(self, x, train):
-        # A norm takes a bias away: Adam would make a step of the noise in its gradient.
-        x = nn.BatchNorm(not train)(nn.Dense(8, use_bias=False)(x))
-        return nn.Dropout(0.5, deterministic=not train)(x)
+KEY = jax.random.key(0)
 
 
 def layers(width=4):
-    return [Normed(), jnp.tanh, ref.dense(width)]
+    # A norm takes a bias away: Adam would make a step of the noise in its gradient.
+    first = nn.Dense(8, use_bias=False)
+    return [first, nn.BatchNorm(), nn.Dropout(0.5), jnp.tanh, ref.dense(width)]
 
 
-def state_of(pipe, key=0, tx=TX):
-    return pipe.init_train_state(jax.random.key(key), X, tx)
+@pytest.fixture(scope="module")
+def pipe():
+    return jpipe.pipeline(layers(), 4, balance=[2, 3])
+
+
+@pytest.fixture(scope="module")
+def state(pipe):
+    return pipe.init_train_state(KEY, X, TX)
 
 
 def step(pipe, state):
@@ -43,43 +48,31 @@ def rows(path, leaf):
     return P("data") if leaf.ndim == 2 and leaf.shape[0] % 2 == 0 else None
 
 
-def test_it_goes_on_elsewhere_to_the_bit(tmp_path):
-    first = jpipe.pipeline(layers(), 4, balance=[1, 2])
-    state, _ = step(first, state_of(first))
+@pytest.mark.slow
+def test_a_saved_state_goes_on_elsewhere_to_the_bit(pipe, state, tmp_path):
+    """On one device, and where parameters are sharded over the devices of a stage."""
+    state, _ = step(pipe, state)
     checkpoint.save(tmp_path / "state", state)
+    grid = mesh(2, 2, names=("stage", "data"))
     others = [
         jpipe.sequential(layers(), 4),
-        jpipe.pipeline(
-            layers(),
-            2,
-            balance=[2, 1],
-            mesh=jax.make_mesh((2, 2), ("stage", "data"), devices=jax.devices()[:4]),
-            sharding=rows,
-        ),
+        jpipe.pipeline(layers(), 2, balance=[4, 1], mesh=grid, sharding=rows),
     ]
-    expected = step(first, state)
+    expected = step(pipe, state)
     for other in others:
-        like = state_of(other, key=1)
+        like = other.init_train_state(jax.random.key(1), X, TX)
         restored = checkpoint.restore(tmp_path / "state", like)
         ref.assert_equal(restored, state)
-        for own, wanted in zip(
-            jax.tree.leaves(restored), jax.tree.leaves(like), strict=True
-        ):
-            assert own.sharding == wanted.sharding
+        for pair in zip(*map(jax.tree.leaves, (restored, like)), strict=True):
+            assert pair[0].sharding == pair[1].sharding
         ref.assert_close(step(other, restored), expected, 1e-5)
 
 
-def test_variables_too_and_relative_paths(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    pipe = jpipe.pipeline(layers(), 2)
-    variables = pipe.init(jax.random.key(0), X)
-    checkpoint.save("variables", variables)
-    like = pipe.init(jax.random.key(1), X)
-    ref.assert_equal(checkpoint.restore("variables", like), variables)
-
-
-def test_the_position_in_the_data_is_a_part_of_it(tmp_path):
-    state = state_of(jpipe.pipeline(layers(), 2))
+def test_a_state_and_the_position_in_the_data_are_restored(
+    state, tmp_path, monkeypatch
+):
+    """Into the layout of ``like=``; numbers and keys with their types."""
+    monkeypatch.chdir(tmp_path)  # a relative path
     position = {
         "epoch": 3,
         "seconds": 1.5,
@@ -88,58 +81,48 @@ def test_the_position_in_the_data_is_a_part_of_it(tmp_path):
         "order": np.arange(4)[::-1],
         "key": jax.random.key(7),
     }
-    saved = {"state": state, "position": position}
-    checkpoint.save(tmp_path / "all", saved)
+    checkpoint.save("all", {"state": state, "position": position})
+    twin = jpipe.sequential(layers(), 4)
+    zeros = jax.tree.map(lambda leaf: leaf * 0, position | {"key": 0})
+    zeros |= {"shuffled": False, "key": jax.random.key(0)}
     like = {
-        "state": state_of(jpipe.sequential(layers(), 2), key=1),
-        "position": jax.tree.map(lambda leaf: leaf * 0, position | {"key": 0}),
+        "state": twin.init_train_state(jax.random.key(1), X, TX),
+        "position": zeros,
     }
-    like["position"] |= {"shuffled": False, "key": jax.random.key(0)}
-    restored = checkpoint.restore(tmp_path / "all", like)
+    restored = checkpoint.restore("all", like)
     ref.assert_equal(restored["state"], state)
+    assert {leaf.device for leaf in jax.tree.leaves(restored["state"].params)} == {
+        *twin.devices
+    }
     found = restored["position"]
     ref.assert_equal(found.pop("key"), position.pop("key"))
     np.testing.assert_array_equal(found.pop("order"), position.pop("order"))
     assert found == position
     assert all(type(found[name]) is type(position[name]) for name in found)
     with pytest.raises(ValueError, match=r"position/epoch is int64.*, like= has float"):
-        checkpoint.restore(
-            tmp_path / "all", {**like, "position": position | {"epoch": 1.5}}
-        )
+        checkpoint.restore("all", {**like, "position": position | {"epoch": 1.5}})
 
 
-def test_what_is_neither_array_nor_number_is_named(tmp_path):
-    match = r"\['name'\] is 'run 3', a str"
-    with pytest.raises(TypeError, match=match):
-        checkpoint.save(tmp_path / "state", {"w": jnp.ones(2), "name": "run 3"})
-    assert not (tmp_path / "state").exists()
-
-
-def test_nothing_is_overwritten_unless_asked(tmp_path):
-    pipe = jpipe.pipeline(layers(), 2)
-    state = state_of(pipe)
-    checkpoint.save(tmp_path / "state", state)
+def test_nothing_is_overwritten_unless_overwrite_is_given(tmp_path):
+    path, values = tmp_path / "state", [{"w": jnp.ones(2)}, {"w": jnp.zeros(2)}]
+    checkpoint.save(path, values[0])
     with pytest.raises(FileExistsError, match="give another path, or overwrite=True"):
-        checkpoint.save(tmp_path / "state", state)
-    later, _ = step(pipe, state)
-    checkpoint.save(tmp_path / "state", later, overwrite=True)
-    ref.assert_equal(checkpoint.restore(tmp_path / "state", state), later)
+        checkpoint.save(path, values[1])
+    ref.assert_equal(checkpoint.restore(path, values[1]), values[0])
+    checkpoint.save(path, values[1], overwrite=True)
+    ref.assert_equal(checkpoint.restore(path, values[0]), values[1])
 
 
-def test_what_differs_is_told_all_of_it(tmp_path):
-    state = state_of(jpipe.pipeline(layers(), 2))
+def test_all_that_differs_from_like_is_named(state, tmp_path):
     checkpoint.save(tmp_path / "state", state)
-    wide = state_of(jpipe.pipeline(layers(5), 2), tx=optax.sgd(0.1))
+    wide = jpipe.pipeline(layers(5), 2).init_train_state(KEY, X, optax.sgd(0.1))
     with pytest.raises(ValueError, match="another state than like=") as refusal:
         checkpoint.restore(tmp_path / "state", wide)
-    said = str(refusal.value)
-    assert "params/2/bias is float32[4], like= has float32[5]" in said
-    assert "surplus: opt_state/0/mu/0" in said
-    half = jax.tree.map(
-        lambda x: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x, state
-    )
-    with pytest.raises(ValueError, match=r"is float32\[8\], like= has bfloat16\[8\]"):
-        checkpoint.restore(tmp_path / "state", half)
+    for says in (
+        "params/4/bias is float32[4], like= has float32[5]",
+        "surplus: opt_state/0/mu/0",
+    ):
+        assert says in str(refusal.value)
     with pytest.raises(FileNotFoundError, match="nowhere is not there"):
         checkpoint.restore(tmp_path / "nowhere", state)
     (tmp_path / "empty").mkdir()
@@ -147,19 +130,18 @@ def test_what_differs_is_told_all_of_it(tmp_path):
         checkpoint.restore(tmp_path / "empty", state)
 
 
-def test_an_overwritten_state_is_not_saved(tmp_path):
-    pipe = jpipe.pipeline(layers(), 2)
-    state = state_of(pipe)
-    pipe.train_step(ref.mse, TX)(state, X, TARGETS)
-    with pytest.raises(ValueError, match="this state was donated"):
-        checkpoint.save(tmp_path / "state", state)
-    assert not (tmp_path / "state").exists()
-
-
-def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
+def test_what_cannot_be_saved_leaves_nothing_behind(state, tmp_path):
+    donated = jnp.ones(2)
+    donated.delete()
     (tmp_path / "file").touch()
     threads = threading.active_count()
-    with pytest.raises(NotADirectoryError, match="file is not a folder"):
-        checkpoint.save(tmp_path / "file" / "state", {"a": jnp.ones(3)})
+    for path, tree, kind, says in (
+        ("state", {"w": donated}, ValueError, "this state was donated"),
+        ("state", {"name": "a"}, TypeError, r"\['name'\] is 'a', a str"),
+        ("file/state", {}, NotADirectoryError, "file is not a folder"),
+    ):
+        with pytest.raises(kind, match=says):
+            checkpoint.save(tmp_path / path, tree)
+    assert not (tmp_path / "state").exists()
     # Orbax would leave some that wait, and hold up the end of the program.
     assert threading.active_count() <= threads

@@ -1,99 +1,236 @@
-"""Means, sums and weighted means of a loss, and its aux."""
+"""A reduction of a loss: loss and gradients are those of the whole batch at once.
+
+Cotangents have the size that they have on one device, too: a backward pass that is
+not linear, such as one that clips, sees the same numbers whatever the micro-batches.
+"""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen as nn
 
 import jpipe
 
 from .. import reference as ref
-from ..run.held import gradient_of
+from ..mesh.stages import mesh
+
+BATCH = 18
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(BATCH, 3, 5))
+MASK = RNG.random((BATCH, 3)) < 0.6
+MASK[-4:] = False  # the last micro-batch, of two examples or more, is padding
+TARGETS = {"values": 3 * RNG.normal(size=(BATCH, 3, 4)), "mask": MASK}
 
 
-class TestReductions:
-    def grads(self, loss_fn, microbatches, reduction, **options):
-        layers = ref.mlp(jnp.float64)
-        x, targets = ref.regression(9, jnp.float64)
-        pipe = jpipe.pipeline(layers, microbatches, balance=[3, 3], **options)
-        variables = pipe.init(jax.random.key(0), x)
-        value = pipe.value_and_grad(loss_fn, reduction=reduction)
-        return (
-            value(variables, x, targets),
-            layers,
-            ref.params_of(variables),
-            x,
-            targets,
-        )
-
-    @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-    def test_sum(self, double, schedule):
-        def total(y, t):
-            return jnp.sum((y - t) ** 2)
-
-        actual, *model = self.grads(total, 4, "sum", schedule=schedule)
-        ref.assert_close(actual, ref.value_and_grad(*model, total), ref.FLOAT64)
-
-    @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-    def test_weighted_by_a_mask_that_empties_a_microbatch(self, double, schedule):
-        def masked(y, t):
-            mask = (t[:, :1] > 0.3).astype(y.dtype)
-            return jnp.sum(mask * (y - t) ** 2), jnp.sum(mask)
-
-        def whole(y, t):
-            total, weight = masked(y, t)
-            return total / weight
-
-        # With nine micro-batches of one example some have no weight at all.
-        actual, *model = self.grads(masked, 9, "weighted", schedule=schedule)
-        ref.assert_close(actual, ref.value_and_grad(*model, whole), ref.FLOAT64)
-
-    @pytest.mark.parametrize("remat", ["full", "none"])
-    def test_a_weight_with_a_gradient_is_asked_about(self, double, remat):
-        def dice(y, t):
-            return -2 * jnp.sum(y * t), jnp.sum(jnp.tanh(y)) + jnp.sum(t)
-
-        def counted(y, t):
-            return jnp.sum(y * t), jnp.sum(y > 0) + jnp.sum(jnp.ones_like(y))
-
-        def stopped(y, t):
-            total, weight = dice(y, t)
-            return total, jax.lax.stop_gradient(weight)
-
-        with pytest.raises(TypeError, match=r"a gradient.*jax\.lax\.stop_gradient"):
-            self.grads(dice, 2, "weighted", remat=remat)
-        for loss in (counted, stopped):
-            self.grads(loss, 2, "weighted", remat=remat)
-
-    @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-    @pytest.mark.parametrize("remat", ["full", "none"])
-    def test_aux_is_stacked_over_microbatches(self, schedule, remat):
-        x, targets = ref.regression(8)
-        pipe = jpipe.pipeline(
-            ref.mlp(), 4, balance=[3, 3], schedule=schedule, remat=remat
-        )
-        variables = pipe.init(jax.random.key(0), x)
-
-        def with_aux(y, t):
-            return ref.mse(y, t), {"y": y, "n": jnp.int32(y.shape[0])}
-
-        value = pipe.value_and_grad(with_aux, has_aux=True)
-        (loss, aux), grads = value(variables, x, targets)
-        ref.assert_equal(
-            (loss, grads), pipe.value_and_grad(ref.mse)(variables, x, targets)
-        )
-        assert aux["y"].shape == (4, 2, 4)
-        np.testing.assert_array_equal(aux["n"], [2, 2, 2, 2])
-        y = pipe.apply(variables, x)
-        np.testing.assert_allclose(aux["y"].reshape(8, 4), y, rtol=1e-5, atol=1e-6)
+@jax.custom_vjp
+def clipped(x):
+    """In the backward pass neither linear nor without a term of its own."""
+    return x
 
 
-def test_half_precision_is_summed_in_single_precision():
-    """The gradient of a thousand equal micro-batches is that of one."""
+clipped.defvjp(lambda x: (x, x), lambda x, ct: (jnp.clip(ct, -0.05, 0.05) + 1e-2 * x,))
+LAYERS = [ref.dense(6, jnp.float64), clipped, jnp.tanh, ref.dense(4, jnp.float64)]
+
+
+def errors(y, t):
+    return jnp.mean((y - t["values"]) ** 2, axis=-1)
+
+
+def mean(y, t):
+    return jnp.mean(errors(y, t))
+
+
+def mean_of_parts(y, t):
+    """Of five micro-batches of four and of three examples."""
+    parts = jnp.split(errors(y, t), [4, 8, 12, 15])
+    return sum(part.mean() for part in parts) / 5
+
+
+def total(y, t):
+    return jnp.sum(jnp.where(t["mask"], errors(y, t), 0.0))
+
+
+def masked(y, t):
+    return total(y, t), jnp.sum(t["mask"])
+
+
+def counted(y, t):
+    """Its weight reads outputs."""
+    return total(y, t), jnp.sum(t["mask"] & (y[..., 0] < 1))
+
+
+def quotient(loss_fn):
+    def whole(y, t):
+        total, weight = loss_fn(y, t)
+        return total / weight
+
+    return whole
+
+
+@jax.custom_vjp
+def by_rule(y, t):
+    return masked(y, t)
+
+
+by_rule.defvjp(
+    lambda y, t: (masked(y, t), (y, t)),
+    lambda saved, cts: (jax.grad(total)(*saved) * cts[0], None),
+)
+
+
+def with_rule(y, t):
+    total, weight = by_rule(y, t)
+    return total, jax.lax.stop_gradient(weight)
+
+
+@jax.jit
+@jax.checkpoint
+def nested(y, t):
+    """As a head of many classes sums up its losses, some tokens at a time."""
+
+    def step(sums, part):
+        return jax.tree.map(jnp.add, sums, masked(*part)), None
+
+    parts = jax.tree.map(lambda leaf: leaf.swapaxes(0, 1), (y, t))
+    return jax.lax.scan(step, (jnp.zeros(()), jnp.zeros((), int)), parts)[0]
+
+
+def on_one_device(loss_fn):
+    return ref.gradient(LAYERS, loss_fn)
+
+
+def by_microbatch(num_parts):
+    """A weight that reads outputs is guessed: each micro-batch knows its own alone.
+
+    Its backward is of total / (M weight), then times M weight by the sum of all.
+    """
+
+    @jax.jit
+    def part(params, x, t):
+        one, weight = counted(ref.compose(LAYERS, params, x), t)
+        by = num_parts * jnp.maximum(weight, 1)
+        grads = jax.grad(lambda p: total(ref.compose(LAYERS, p, x), t) / by)(params)
+        return one, weight, jax.tree.map(lambda g: g * by, grads)
+
+    def expected(params, x, targets):
+        rows = np.array_split(np.arange(BATCH), num_parts)
+        batches = [jax.tree.map(lambda leaf: leaf[own], (x, targets)) for own in rows]  # noqa: B023
+        parts = [part(params, *batch) for batch in batches]
+        total, weights, grads = jax.tree.map(lambda *leaves: sum(leaves), *parts)
+        return total / weights, jax.tree.map(lambda g: g / weights, grads)
+
+    return expected
+
+
+WHOLE = on_one_device(quotient(masked))
+CASES = {
+    "mean": (mean, "mean", 5, on_one_device(mean)),
+    "microbatch_mean": (mean, "microbatch_mean", 5, on_one_device(mean_of_parts)),
+    "sum": (total, "sum", 5, on_one_device(total)),
+    "weighted": (masked, "weighted", 5, WHOLE),
+    "weighted, one micro-batch": (masked, "weighted", 1, WHOLE),
+    # More of them than one call adds, which are sixteen.
+    "weighted, one example each": (masked, "weighted", BATCH, WHOLE),
+    "weighted in calls and a loop": (nested, "weighted", 4, WHOLE),
+    "weighted by a custom rule": (with_rule, "weighted", 4, WHOLE),
+    "weight of outputs": (counted, "weighted", 4, by_microbatch(4)),
+    # Which knows the weight of all.
+    "weight of outputs, one micro-batch": (
+        counted,
+        "weighted",
+        1,
+        on_one_device(quotient(counted)),
+    ),
+}
+
+
+def compare(pipe, loss_fn, reduction, expected):
+    variables = pipe.init(jax.random.key(0), X)
+    found = pipe.value_and_grad(loss_fn, reduction=reduction)(variables, X, TARGETS)
+    params = ref.params_of(variables)
+    ref.assert_close(found, expected(params, X, TARGETS), ref.FLOAT64)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_gradients_are_those_of_the_whole_batch(double, case):
+    loss_fn, reduction, num_microbatches, expected = CASES[case]
+    pipe = jpipe.pipeline(LAYERS, num_microbatches, balance=[2, 2])
+    compare(pipe, loss_fn, reduction, expected)
+
+
+@pytest.mark.parametrize("loss_fn", [masked, counted])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"schedule": "zb_h1"},
+        {"replicas": [1, 2]},
+        {"mesh": mesh(2, 2, names=("stage", "data"))},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_so_they_are_with_a_split_backward_and_on_several_devices(
+    double, options, loss_fn
+):
+    """A sum of weights goes to all of them, before the first backward."""
+    pipe = jpipe.pipeline(LAYERS, 5, balance=[2, 2], **options)
+    num_parts = 5 * (1 + ("mesh" in options))
+    expected = WHOLE if loss_fn is masked else by_microbatch(num_parts)
+    compare(pipe, loss_fn, "weighted", expected)
+
+
+def test_a_mean_over_the_tokens_of_each_micro_batch_is_refused(double):
+    """Padding is not spread evenly: it is another loss than that of the batch."""
+    pipe = jpipe.sequential(LAYERS, 2)
+    variables = pipe.init(jax.random.key(0), X)
+    says = r"return .total, weight. and type reduction='weighted'"
+    with pytest.raises(ValueError, match=says):
+        pipe.value_and_grad(quotient(masked))(variables, X, TARGETS)
+
+
+@pytest.mark.parametrize("selects", [False, True])
+def test_a_batch_without_weight_has_the_gradients_of_one_device(double, selects):
+    """None that is finite where a mask multiplies; zeros by zero where it selects."""
+
+    def multiplied(y, t):
+        return jnp.sum(t["mask"] * errors(y, t)), jnp.sum(t["mask"])
+
+    loss_fn = masked if selects else multiplied
+    pipe = jpipe.sequential(LAYERS, 2)
+    x, targets = jax.tree.map(lambda leaf: leaf[-4:], (X, TARGETS))
+    variables = pipe.init(jax.random.key(0), x)
+    found = pipe.value_and_grad(loss_fn, reduction="weighted")(variables, x, targets)
+    params = ref.params_of(variables)
+    expected = on_one_device(quotient(loss_fn))(params, x, targets)
+    for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12)
+    assert np.isnan(found[0])
+
+
+def test_a_weight_with_a_gradient_is_refused_unless_it_is_stopped():
+    pipe = jpipe.sequential([ref.dense(4)], 2)
+    x, targets = ref.regression(4)
+    variables = pipe.init(jax.random.key(0), x)
+
+    def dice(y, t):
+        return -2 * jnp.sum(y * t), jnp.sum(jnp.tanh(y)) + jnp.sum(t)
+
+    def stopped(y, t):
+        total, weight = dice(y, t)
+        return total, jax.lax.stop_gradient(weight)
+
+    with pytest.raises(TypeError, match=r"a gradient.*jax\.lax\.stop_gradient"):
+        pipe.value_and_grad(dice, reduction="weighted")(variables, x, targets)
+    found = pipe.value_and_grad(stopped, reduction="weighted")
+    expected = ref.gradient([ref.dense(4)], quotient(stopped))
+    params = ref.params_of(variables)
+    actual = found(variables, x, targets)
+    ref.assert_close(actual, expected(params, x, targets), ref.FLOAT32)
+
+
+def test_gradients_in_bfloat16_are_summed_in_single_precision():
+    """A thousand equal terms: half of them would be lost."""
     pipes = [jpipe.pipeline([ref.dense(1, jnp.bfloat16)], m) for m in (1, 512)]
-    x = jnp.ones((512, 3), jnp.bfloat16)
-    targets = jnp.full((512, 1), 3.0)
+    x, targets = jnp.ones((512, 3), jnp.bfloat16), jnp.full((512, 1), 3.0)
     variables = pipes[0].init(jax.random.key(0), x)
 
     def loss_fn(y, t):
@@ -103,65 +240,4 @@ def test_half_precision_is_summed_in_single_precision():
         pipe.value_and_grad(loss_fn)(variables, x, targets)[1] for pipe in pipes
     )
     assert parts[0]["bias"].dtype == jnp.bfloat16
-    # XLA sums the batch in bfloat16 too; lost terms would halve the gradient.
-    ref.assert_close(parts, whole, 2**-4)
-
-
-def test_a_forward_alone_makes_no_sums_of_gradients():
-    pipe = jpipe.pipeline([ref.dense(4), ref.dense(4)], 2)
-    x, _ = ref.regression(4)
-    variables = pipe.init(jax.random.key(0), x)
-    program = pipe._cache.inference(variables, x, None, False).program
-    names = [i.run.function.name for i in program.instructions if i.source is None]
-    assert names == ["split", *["forward"] * 4, "join"]
-
-
-@pytest.mark.parametrize("dtype", ["int32", "bfloat16"])
-def test_a_mean_is_kept_in_no_dtype_in_which_it_has_no_place(dtype):
-    class Mean(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            kept = self.variable("stats", "m", lambda: jnp.array(0, dtype))
-            if self.is_mutable_collection("stats") and not self.is_initializing():
-                kept.value = x.mean()
-            return nn.Dense(4)(x)
-
-    pipe = jpipe.pipeline([ref.dense(4), Mean()], 2)
-    x, targets = ref.regression(4)
-    variables = pipe.init(jax.random.key(0), x)
-    message = (
-        rf"layer 1 \(Mean\) writes float32 to \['stats'\]\['m'\], which is {dtype}"
-    )
-    with pytest.raises(ValueError, match=message):
-        pipe.value_and_grad(ref.mse)(variables, x, targets)
-
-
-@pytest.mark.parametrize("reads_outputs", [False, True])
-def test_sums_of_a_weighted_loss_are_divided_in_place(reads_outputs):
-    pipe = jpipe.pipeline([ref.dense(4), ref.dense(4)], 2)
-    x, targets = ref.regression(4)
-
-    def loss(y, t):
-        return jnp.sum((y - t) ** 2), jnp.sum((y if reads_outputs else t) < jnp.inf)
-
-    gradient, leaves = gradient_of(pipe, x, targets, loss=loss, reduction="weighted")
-    program = gradient.program
-    program.compile()
-    given, calls = {}, []
-
-    def observe(instruction, slots):
-        if instruction.label == "finish":
-            sums = [given[slot] for slot in instruction.donates]
-            calls.append((len(sums), all(leaf.is_deleted() for leaf in sums)))
-        given.update(
-            (slot, slots[slot])
-            for slot in instruction.writes
-            if slots[slot] is not None
-        )
-
-    program(leaves, observe)
-    # The loss; and the gradients of a kernel and a bias on each of two devices, unless
-    # their backwards divided already, by a sum that the targets tell.
-    assert sorted(calls) == [(1, True), *[(2, True)] * 2 * reads_outputs]
-    names = [i.run.function.name for i in program.instructions if not i.is_move]
-    assert names.count("weights") == (not reads_outputs)
+    ref.assert_close(parts, whole, 2**-4)  # XLA sums the batch in bfloat16 too

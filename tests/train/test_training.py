@@ -1,4 +1,11 @@
-"""Training steps, against plain optax on one device."""
+"""A training state: made, placed, stepped, donated, copied, saved, gone on with.
+
+That steps are those of optax on one device, for each schedule, remat and reduction, is
+in the rows of `tests.matrix`.
+"""
+
+import copy
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -6,224 +13,240 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from flax import serialization
 
 import jpipe
 
 from .. import reference as ref
 
+# Its programs are tried once: XLA need not optimize them.
+pytestmark = pytest.mark.usefixtures("quick")
 
-def train(pipe, tx, x, targets, count, **options):
-    state = pipe.init_train_state(jax.random.key(0), x, tx)
-    step = pipe.train_step(ref.mse, tx, **options)
-    losses = []
-    for _ in range(count):
-        state, metrics = step(state, x, targets)
-        losses.append(float(metrics["loss"]))
-    return state, losses
-
-
-# The others: with all transformations of optax, in `test_optimizers`.
-OPTIMIZERS = {
-    "adamw with a schedule": optax.adamw(optax.cosine_decay_schedule(1e-2, 10)),
-    # Looks at all gradients at once, wherever they are.
-    "clipped adam": optax.chain(optax.clip_by_global_norm(0.05), optax.adam(1e-2)),
-}
+# Its state has keys, too.
+NOISE = optax.add_noise(1e-3, 0.5, jax.random.key(3))
+TX = optax.chain(optax.clip_by_global_norm(0.1), NOISE, optax.adamw(1e-2))
+X, TARGETS = ref.regression(8)
+KEY = jax.random.key(3)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_steps_equal_optax_on_the_whole_batch(double, name):
-    tx = OPTIMIZERS[name]
-    layers = ref.mlp(jnp.float64)
-    x, targets = ref.regression(10, jnp.float64)
-    pipe = jpipe.pipeline(layers, 4, balance=[2, 1, 3])
-    params = ref.params_of(pipe.init(jax.random.key(0), x))
-    expected = ref.optax_steps(layers, params, x, targets, tx, 4)
-    state, losses = train(pipe, tx, x, targets, 4)
-    assert int(state.step) == 4
-    # Adam divides by the root of a second moment: an error in a tiny gradient grows.
-    ref.assert_close((state.params, state.opt_state), expected[:2], 1e-9)
-    np.testing.assert_allclose(losses, expected[2], rtol=1e-11)
+def layers():
+    """With tied parameters, statistics, and something to draw."""
+    again, drop = ref.dense(5), nn.Dropout(0.2, deterministic=False)
+    return [again, jnp.tanh, again, drop, nn.BatchNorm(), ref.dense(4)]
 
 
-def test_steps_equal_multi_steps_over_the_micro_batches(double):
-    layers = ref.mlp(jnp.float64)
-    x, targets = ref.regression(8, jnp.float64)
-    pipe = jpipe.pipeline(layers, 4, balance=[3, 3])
-    tx = optax.sgd(0.1, momentum=0.9)
-    state, _ = train(pipe, tx, x, targets, 3)
-    params = ref.params_of(pipe.init(jax.random.key(0), x))
-    # Its accumulator is of single precision unless told otherwise.
-    multi = optax.MultiSteps(tx, 4, accumulator_dtype=jnp.float64)
-    multi_state = multi.init(params)
-    step, update = ref.gradient(layers), jax.jit(multi.update)
-    for _ in range(3):
-        for x_part, t_part in zip(jnp.split(x, 4), jnp.split(targets, 4), strict=True):
-            _, grads = step(params, x_part, t_part)
-            updates, multi_state = update(grads, multi_state, params)
-            params = optax.apply_updates(params, updates)
-    ref.assert_close(state.params, params, ref.FLOAT64)
+@pytest.fixture(scope="module")
+def pipe():
+    return jpipe.pipeline(layers(), 2, balance=[1, 2, 3])
 
 
-def test_schedules_train_to_the_same_bits():
-    x, targets = ref.regression(8)
-    tx = optax.adamw(1e-2)
-    states = [
-        train(
-            jpipe.pipeline(ref.mlp(), 4, balance=[2, 2, 2], schedule=schedule),
-            tx,
-            x,
-            targets,
-            3,
-        )[0]
-        for schedule in ("gpipe", "1f1b")
-    ]
-    ref.assert_equal(states[0], states[1])
+@pytest.fixture(scope="module")
+def other():
+    return jpipe.pipeline(layers(), 2, balance=[4, 2], devices=jax.devices()[4:6])
 
 
-def test_state_continues_in_a_pipeline_of_another_balance(double):
-    """State is keyed by layer: four stages go on as two, or as one."""
-    layers = ref.mlp(jnp.float64)
-    x, targets = ref.regression(8, jnp.float64)
-    tx = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
-    expected, _ = train(jpipe.sequential(layers), tx, x, targets, 4)
-    state, _ = train(jpipe.pipeline(layers, 2, balance=[1, 2, 1, 2]), tx, x, targets, 2)
-    for balance in ([4, 2], [6]):
-        pipe = jpipe.pipeline(
-            layers, 4, balance=balance, devices=jax.devices()[4 : 4 + len(balance)]
-        )
-        state = pipe.place(jax.device_get(state))
-        state, _ = pipe.train_step(ref.mse, tx)(state, x, targets)
-    ref.assert_close(state.params, expected.params, 1e-9)
-    ref.assert_close(state.opt_state, expected.opt_state, 1e-9)
-    assert int(state.step) == 4
+@pytest.fixture
+def state(pipe):
+    return pipe.init_train_state(KEY, X, TX)
 
 
-def test_a_new_state_is_that_of_init_and_of_optax():
-    x, _ = ref.regression(8)
-    pipe = jpipe.pipeline(ref.mlp(), 4, balance=[2, 4])
-    tx = optax.adam(1e-2)
-    state = pipe.init_train_state(jax.random.key(5), x, tx)
-    params = ref.params_of(pipe.init(jax.random.key(5), x))
-    ref.assert_equal(state.params, params)
-    ref.assert_equal(state.opt_state, tx.init(params))
-    momentum = state.opt_state[0].mu
-    for layer in range(6):
-        device = {pipe.devices[0 if layer < 2 else 1]}
-        for leaf in jax.tree.leaves((state.params[layer], momentum[layer])):
-            assert leaf.devices() == device
+@pytest.fixture(scope="module")
+def step(pipe):
+    return pipe.train_step(ref.mse, TX, donate=False)
 
 
-def test_without_donation_a_state_can_be_used_again():
-    x, targets = ref.regression(8)
-    pipe = jpipe.pipeline(ref.mlp(), 4, balance=[2, 4])
-    tx = optax.adam(1e-2)
-    state = pipe.init_train_state(jax.random.key(0), x, tx)
-    kept = pipe.train_step(ref.mse, tx, donate=False)
-    first, _ = kept(state, x, targets)
-    ref.assert_equal(kept(state, x, targets)[0], first)
-    donated, _ = pipe.train_step(ref.mse, tx)(state, x, targets)
-    ref.assert_equal(donated, first)
-    with pytest.raises(ValueError, match="go on with the state that it returned"):
-        kept(state, x, targets)
+@pytest.fixture(scope="module")
+def small():
+    """One layer, whose programs are small."""
+    return jpipe.pipeline([ref.dense(4)], 2)
 
 
-def test_metrics_of_a_step():
-    x, targets = ref.regression(8)
-    pipe = jpipe.pipeline(ref.mlp(), 4, balance=[2, 4])
-    tx = optax.sgd(0.1)
+SLOW = pytest.mark.slow
 
-    def loss_fn(y, t):
-        return jnp.sum((y - t) ** 2), jnp.float32(y.size)
 
-    state = pipe.init_train_state(jax.random.key(0), x, tx)
-    _, metrics = pipe.train_step(loss_fn, tx, reduction="weighted", donate=False)(
-        state, x, targets
+@pytest.mark.parametrize("impl", [pytest.param("rbg", marks=SLOW), None])
+def test_a_saved_state_goes_on_in_another_pipeline(pipe, step, other, impl):
+    """Its leaves belong to layers, whatever the stages; so do running statistics."""
+    key = jax.random.PRNGKey(3) if impl is None else jax.random.key(3, impl=impl)
+    state, _ = step(pipe.init_train_state(key, X, TX), X, TARGETS)
+    saved = serialization.to_bytes(state)
+    like = other.init_train_state(key, X, TX)
+    restored = other.place(serialization.from_bytes(like, saved))
+    assert restored.rng.dtype == state.rng.dtype
+    ref.assert_equal(restored, state)
+    theirs = other.train_step(ref.mse, TX)(restored, X, TARGETS)
+    ref.assert_close(theirs, step(state, X, TARGETS), 1e-4)
+
+
+def test_what_is_no_state_cannot_be_restored(state):
+    saved = serialization.to_state_dict(state)
+    del saved["step"]
+    with pytest.raises(ValueError, match="no TrainState was saved here"):
+        serialization.from_state_dict(state, saved)
+    with pytest.raises(TypeError, match="stop"):
+        state.replace(stop=1)
+
+
+def test_a_state_is_placed_copied_pickled_and_traced(pipe, state, step):
+    state, _ = step(state, X, TARGETS)
+    plain = state.replace(rng=jax.random.key_data(state.rng), opt_state=())
+    for other in (copy.deepcopy(plain), pickle.loads(pickle.dumps(plain))):
+        ref.assert_equal(other, plain)
+    placed = pipe.place(jax.tree.map(np.asarray, plain))
+    ref.assert_equal(placed, plain)
+    devices = {leaf.device for leaf in jax.tree.leaves(placed.params[5])}
+    assert devices == {pipe.devices[2]}
+    ref.assert_equal(step(copy.copy(state), X, TARGETS), step(state, X, TARGETS))
+    shapes = jax.eval_shape(pipe.place, state)
+    assert jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, state)
+
+
+@pytest.mark.parametrize("number", [7, np.int64(7), jnp.asarray(7)])
+def test_the_number_of_a_step_may_be_set(small, number):
+    step = small.train_step(ref.mse, TX)
+    for double in (False, True):
+        with jax.enable_x64(double):
+            state = small.init_train_state(KEY, X, TX).replace(step=number)
+            for expected in (8, 9):
+                state, _ = step(state, X, TARGETS)
+                assert int(state.step) == expected
+
+
+def test_a_donated_state_is_refused_wherever_it_is_used(small):
+    state = small.init_train_state(KEY, X, TX)
+    variables, batch = state.variables, (X, TARGETS)
+    small.train_step(ref.mse, TX)(state, X, TARGETS)
+    for use in (
+        lambda: small.apply(variables, X),
+        lambda: small.place(state),
+        lambda: small.place(variables),
+        lambda: small.profile_step(state, batch, ref.mse),
+        lambda: small.value_and_grad(ref.mse)(variables, X, TARGETS),
+        lambda: small.init_train_state(KEY, X, TX, variables=variables),
+    ):
+        with pytest.raises(ValueError, match="donated: it was given to an earlier"):
+            use()
+
+
+class TestGivenVariables:
+    def test_training_starts_from_copies_of_them(self, pipe, other, state):
+        """Whether they are here, on the host, or in another pipeline."""
+        given = state.variables
+        ref.assert_equal(given, pipe.init(KEY, X))
+        params = ref.params_of(given)
+        ref.assert_equal(state.opt_state, TX.init(params))
+        for layer, device in ((0, 0), (5, 2)):
+            trees = state.params[layer], state.opt_state[2][0].mu[layer]
+            found = [leaf.device for leaf in jax.tree.leaves(trees)]
+            assert set(found) == {pipe.devices[device]}
+        for variables in (given, jax.device_get(given), other.place(given)):
+            started = pipe.init_train_state(KEY, X, TX, variables=variables)
+            ref.assert_equal(started, state)
+        started = pipe.init_train_state(KEY, X, TX, variables=given)
+        pipe.train_step(ref.mse, TX)(started, X, TARGETS)
+        ref.assert_equal(given, pipe.init(KEY, X))
+
+    def test_memory_of_numpy_may_be_filled_anew(self, small):
+        """JAX shares it with NumPy if it begins at a multiple of 64 bytes."""
+        raw = np.empty(4 * 20 + 64, np.uint8)
+        start = -raw.ctypes.data % 64
+        kernel = raw[start : start + 80].view(np.float32).reshape(5, 4)
+        kernel[:] = 1
+        given = [{"params": {"kernel": kernel, "bias": np.zeros(4, np.float32)}}]
+        state = small.init_train_state(KEY, X, TX, variables=given)
+        placed = small.place(given)
+        jax.block_until_ready((state.params, placed))
+        kernel[:] = 9
+        assert state.params[0]["kernel"].max() == 1
+        assert placed[0]["params"]["kernel"].max() == 1
+
+    def test_integers_are_refused_and_half_precision_stays(self, small):
+        given = [{"params": {"kernel": np.ones((5, 4), int), "bias": np.zeros(4)}}]
+        with pytest.raises(ValueError, match=r"'kernel'\] is int64, the model"):
+            small.init_train_state(KEY, X, TX, variables=given)
+        given[0]["params"]["kernel"] = np.ones((5, 4), np.float16)
+        state = small.init_train_state(KEY, X, TX, variables=given)
+        assert state.params[0]["kernel"].dtype == jnp.float16
+
+    def test_weak_types_make_no_second_program(self, small):
+        """A parameter, and a hyperparameter, that began as a number of Python."""
+        traced, tx = [], optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+        given = small.init(KEY, X)
+        given[0]["params"]["bias"] = jnp.broadcast_to(jnp.asarray(2.0), (4,))
+        assert given[0]["params"]["bias"].weak_type
+        state = small.init_train_state(KEY, X, tx, variables=given)
+
+        def loss_fn(y, t):
+            traced.append(1)
+            return ref.mse(y, t)
+
+        step = small.train_step(loss_fn, tx)
+        state, _ = step(state, X, TARGETS)
+        count = len(traced)
+        state, _ = step(state, X, TARGETS)
+        assert len(traced) == count
+        state.opt_state.hyperparams["learning_rate"] = 0.05
+        message = r"learning_rate'\]: given a Python float, needs float32\[\]"
+        with pytest.raises(ValueError, match=message):
+            step(state, X, TARGETS)
+        state.opt_state.hyperparams["learning_rate"] = jnp.asarray(0.05)
+        step(state, X, TARGETS)
+
+
+def test_leaves_of_a_state_that_are_one_array_are_donated_as_two():
+    """The first moment of novograd starts as the first update; so do copies."""
+    copies = optax.GradientTransformation(
+        lambda params: (params, params),
+        lambda grads, state, params=None: (grads, (grads, state[1])),
     )
-    assert metrics.keys() == {"loss"}
-    weighted = metrics["loss"]
-    _, metrics = pipe.train_step(
-        lambda y, t: (ref.mse(y, t), y.mean()), tx, has_aux=True
-    )(state, x, targets)
-    np.testing.assert_allclose(metrics["loss"], weighted, rtol=1e-5)
-    assert metrics["aux"].shape == (4,)
-
-
-class TestRandomness:
-    """Dropout depends on step, micro-batch and layer; on nothing else."""
-
-    layers = staticmethod(
-        lambda: [ref.dense(16), nn.Dropout(0.5), ref.dense(4), nn.Dropout(0.3)]
-    )
-
-    def grads(self, rngs, pipe):
-        x, targets = ref.regression(8)
-        variables = pipe.init(jax.random.key(0), x)
-        return pipe.value_and_grad(ref.mse)(variables, x, targets, rngs=rngs)
-
-    def test_masks_do_not_depend_on_placement_schedule_or_remat(self):
-        rngs = {"dropout": jax.random.key(9)}
-        expected = self.grads(rngs, jpipe.sequential(self.layers(), 4))
-        for options in (
-            {"balance": [1, 1, 1, 1]},
-            {"balance": [2, 2], "schedule": "gpipe", "remat": "none"},
-            {"balance": [1, 3], "remat": "except_last", "devices": jax.devices()[4:6]},
-        ):
-            pipe = jpipe.pipeline(self.layers(), 4, **options)
-            ref.assert_close(self.grads(rngs, pipe), expected, ref.FLOAT32)
-
-    def test_masks_differ_between_micro_batches_layers_and_steps(self):
-        pipe = jpipe.pipeline([nn.Dropout(0.5), nn.Dropout(0.5)], 2)
-        ones = jnp.ones((8, 64))
-        variables = pipe.init(jax.random.key(0), ones)
-        y = pipe.apply(variables, ones, rngs=jax.random.key(1), train=True)
-        first, second = np.split(np.asarray(y), 2)
-        assert not np.array_equal(first, second)
-        # Two equal masks would keep half, two independent ones a quarter.
-        assert 0.15 < np.mean(np.asarray(y) != 0) < 0.35
-        again = pipe.apply(variables, ones, rngs=jax.random.key(1), train=True)
-        np.testing.assert_array_equal(again, y)
-        other = pipe.apply(variables, ones, rngs=jax.random.key(2), train=True)
-        assert not np.array_equal(other, y)
-
-    def test_evaluation_drops_nothing(self):
-        pipe = jpipe.pipeline([nn.Dropout(0.5), jnp.sin], 2)
-        x = jnp.ones((4, 3))
-        variables = pipe.init(jax.random.key(0), x)
-        np.testing.assert_array_equal(pipe.apply(variables, x), jnp.sin(x))
-
-    def test_training_draws_anew_in_each_step(self):
-        tx = optax.sgd(0.0)
-        x, targets = ref.regression(8)
-        pipe = jpipe.pipeline(self.layers(), 2)
-        _, losses = train(pipe, tx, x, targets, 3)
-        assert len(set(losses)) == 3
-        _, again = train(jpipe.sequential(self.layers(), 2), tx, x, targets, 3)
-        np.testing.assert_allclose(again, losses, rtol=1e-5)
-
-
-def test_collections_are_committed_once_per_mini_batch(double):
-    """Running means become those that the whole batch gives."""
-    layers = [
-        ref.dense(6, jnp.float64),
-        nn.BatchNorm(momentum=0.9, param_dtype=jnp.float64, dtype=jnp.float64),
-        ref.dense(4, jnp.float64),
-    ]
-    x, targets = ref.regression(10, jnp.float64)
-    tx = optax.sgd(0.0)
-    pipe = jpipe.pipeline(layers, 4)
-    state = pipe.init_train_state(jax.random.key(0), x, tx)
+    tx = optax.chain(copies, optax.novograd(1e-2))
+    model = [ref.dense(8), ref.dense(4)]
+    pipe = jpipe.pipeline(model, 2)
+    state = pipe.init_train_state(KEY, X, tx)
+    params = ref.params_of(state.variables)
+    expected = ref.optax_steps(model, params, X, TARGETS, tx, 3)
     step = pipe.train_step(ref.mse, tx)
-    hidden = layers[0].apply({"params": ref.params_of(state.variables)[0]}, x)
-    state, _ = step(state, x, targets)
-    mean = np.asarray(state.model_state[1]["batch_stats"]["mean"])
-    # Flax makes running statistics in single precision, and so they stay.
-    assert mean.dtype == np.float32
-    np.testing.assert_allclose(mean, 0.1 * np.mean(hidden, axis=0), rtol=1e-6)
-    twin = jpipe.sequential(layers, 4)
-    twin_state = twin.init_train_state(jax.random.key(0), x, tx)
-    twin_state, _ = twin.train_step(ref.mse, tx)(twin_state, x, targets)
-    ref.assert_close(state.model_state, twin_state.model_state, ref.FLOAT32)
-    # Without a train step nothing is committed, and evaluation reads what was.
-    evaluated = pipe.apply(state.variables, x)
-    again = pipe.apply(state.variables, x)
-    np.testing.assert_array_equal(evaluated, again)
+    for _ in range(3):
+        state, _ = step(state, X, TARGETS)
+    ref.assert_close((state.params, state.opt_state), expected[:2], 1e-4)
+
+
+def test_an_optimizer_with_branches_moves_no_parameters(moved):
+    """Its branches are over the whole tree, on all devices."""
+    tx = optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation()
+    pipe = jpipe.pipeline(ref.mlp(), 2, balance=[2, 2, 2])
+    state = pipe.init_train_state(KEY, X, tx)
+    step = pipe.train_step(ref.mse, tx)
+    state, _ = step(state, X, TARGETS)
+    moved.clear()
+    step(state, X, TARGETS)
+    # The largest that moves is a boundary activation: four examples of width 12.
+    assert max(size for size, _ in moved) == 48
+
+
+class TestDropout:
+    def test_masks_differ_between_micro_batches_layers_and_keys(self):
+        pipe = jpipe.pipeline([nn.Dropout(0.5), nn.Dropout(0.5)], 2)
+        ones = np.ones((8, 64), np.float32)
+        variables = pipe.init(KEY, ones)
+
+        def draw(seed, **train):
+            key = jax.random.key(seed)
+            return np.asarray(pipe.apply(variables, ones, rngs=key, **train))
+
+        y = draw(1, train=True)
+        assert not np.array_equal(*np.split(y, 2))
+        # Two equal masks would keep half, two independent ones a quarter.
+        assert 0.15 < np.mean(y != 0) < 0.35
+        np.testing.assert_array_equal(draw(1, train=True), y)
+        assert not np.array_equal(draw(2, train=True), y)
+        np.testing.assert_array_equal(draw(1), ones)  # evaluation drops nothing
+
+    def test_each_step_draws_anew(self):
+        pipe, tx = jpipe.pipeline([ref.dense(4), nn.Dropout(0.5)], 2), optax.sgd(0.0)
+        state, losses = pipe.init_train_state(KEY, X, tx), set()
+        step = pipe.train_step(ref.mse, tx)
+        for _ in range(3):
+            state, metrics = step(state, X, TARGETS)
+            losses.add(float(metrics["loss"]))
+        assert len(losses) == 3
