@@ -196,7 +196,8 @@ def test_values_that_follow_from_weights_alone_are_not_stored():
 
     layers = [nn.Dense(WIDTH), Scaled(), nn.Dense(WIDTH)]
     plan, _ = compiled(layers, remat="none")
-    assert 0 < plan.stages[1].held_bytes < 4 * WIDTH * WIDTH
+    # Beside the weights and their gradients less than one more array of their size.
+    assert dict(plan.peak_bytes)["cpu:1"] < 3 * (4 * WIDTH * WIDTH)
 
 
 def test_halves_that_have_nothing_to_compute_are_left_out():
