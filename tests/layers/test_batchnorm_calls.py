@@ -16,6 +16,7 @@ import jpipe
 from .. import reference as ref
 from .normed import Normed, committed
 
+pytestmark = pytest.mark.usefixtures("quick")
 TWICE = "is called twice in one layer: the second time it would start from"
 READ = "is copied or changed in the same step"
 MASK = "is given a mask: statistics"
@@ -185,7 +186,7 @@ ONCE = {
 
 def compare(layer, num_microbatches):
     """Asserts that statistics after a step are those of Flax on the whole batch."""
-    pipe = jpipe.pipeline([layer, ref.dense(4)], num_microbatches)
+    pipe = jpipe.sequential([layer, ref.dense(4)], num_microbatches)
     if isinstance(layer, nn.Module):
         variables = jax.device_get(pipe.init(KEY, X))[0]
         _, expected = layer.apply(variables, X, True, mutable=["batch_stats"])
@@ -199,7 +200,7 @@ def compare(layer, num_microbatches):
 
 @pytest.mark.parametrize(("layer", "match"), REFUSED.values(), ids=REFUSED)
 def test_calls_that_need_one_micro_batch_are_refused_with_several(layer, match):
-    pipe = jpipe.pipeline([layer, ref.dense(4)], 2)
+    pipe = jpipe.sequential([layer, ref.dense(4)], 2)
     with pytest.raises(ValueError, match=match) as refusal:
         committed(pipe, X, TARGETS)
     assert "num_microbatches=1" in str(refusal.value)
@@ -228,7 +229,7 @@ def test_frozen_batch_norms_may_be_called_twice_and_masked():
         return own.a(x) + own.a(2 * x, mask=x > 0)
 
     for layer in (Layer(linen), LayerNnx(of_nnx, frozen=True)):
-        pipe = jpipe.pipeline([layer, ref.dense(4)], 2)
+        pipe = jpipe.sequential([layer, ref.dense(4)], 2)
         variables = pipe.init(KEY, X)
         loss, grads = pipe.value_and_grad(ref.mse)(variables, X, TARGETS)
         y = pipe.apply(variables, X)
@@ -318,7 +319,7 @@ class Named(nnx.BatchNorm):
 def test_classes_stay_what_they_are_and_no_tracer_outlives_its_trace(kind, small_heap):
     layer = kind(5, momentum=0.5, rngs=nnx.Rngs(0)) if kind is Named else kind()
     with jax.check_tracer_leaks():
-        state = committed(jpipe.pipeline([layer, ref.dense(4)], 2), X, TARGETS)
+        state = committed(jpipe.sequential([layer, ref.dense(4)], 2), X, TARGETS)
     if kind is Named:
         mean, var = jax.tree.leaves(state.model_state[0])
         np.testing.assert_allclose(mean, 0.5 * X.mean(0), rtol=1e-5, atol=1e-6)
@@ -327,7 +328,7 @@ def test_classes_stay_what_they_are_and_no_tracer_outlives_its_trace(kind, small
 
 
 def test_statistics_may_be_in_a_frozen_dictionary():
-    pipe = jpipe.pipeline([Normed(), ref.dense(4)], 2)
+    pipe = jpipe.sequential([Normed(), ref.dense(4)], 2)
     variables = pipe.init(KEY, X)
     frozen = tuple(FrozenDict(entry) for entry in variables)
     expected = pipe.value_and_grad(ref.mse)(variables, X, TARGETS)

@@ -12,6 +12,7 @@ import jpipe
 from .. import reference as ref
 from .normed import committed
 
+pytestmark = pytest.mark.usefixtures("quick")
 CHANGED = "is copied or changed in the same step"
 
 
@@ -51,7 +52,7 @@ class ClippedLinen(nn.BatchNorm):
 def test_statistics_that_the_layer_changes_again_are_refused(layer):
     x, targets = ref.regression(8)
     with pytest.raises(ValueError, match=CHANGED):
-        committed(jpipe.pipeline([layer, ref.dense(4)], 2), x, targets)
+        committed(jpipe.sequential([layer, ref.dense(4)], 2), x, targets)
 
 
 class OwnRuleLinen(nn.BatchNorm):
@@ -67,7 +68,7 @@ class OwnRuleLinen(nn.BatchNorm):
 
 def test_class_with_a_rule_of_its_own_keeps_it():
     x, targets = ref.regression(8)
-    state = committed(jpipe.pipeline([OwnRuleLinen(), ref.dense(4)], 2), x, targets)
+    state = committed(jpipe.sequential([OwnRuleLinen(), ref.dense(4)], 2), x, targets)
     (mean,) = jax.tree.leaves(state.model_state[0])
     # The mean over the micro-batches of what each has made of it.
     np.testing.assert_allclose(mean, 0.5 * x.mean(0), rtol=1e-5, atol=1e-6)
@@ -101,7 +102,7 @@ def test_frozen_norms_change_as_the_user_changes_them():
         Around(lambda own, x: observed(own.norm, x), lambda *_, **__: frozen()),
     ]
     for layer in layers:
-        state = committed(jpipe.pipeline([layer, ref.dense(4)], 2), x, targets)
+        state = committed(jpipe.sequential([layer, ref.dense(4)], 2), x, targets)
         mean = next(
             leaf for leaf in jax.tree.leaves(state.model_state[0]) if leaf.any()
         )
@@ -127,4 +128,4 @@ class Cumulative(nn.Module):
 def test_momentum_that_is_an_array_is_refused(layer):
     x, targets = ref.regression(8)
     with pytest.raises(ValueError, match=r"momentum of batch norm .* is an array"):
-        committed(jpipe.pipeline([layer, ref.dense(4)], 2), x, targets)
+        committed(jpipe.sequential([layer, ref.dense(4)], 2), x, targets)

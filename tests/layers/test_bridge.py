@@ -14,6 +14,7 @@ import jpipe
 from .. import reference as ref
 from .normed import committed
 
+pytestmark = pytest.mark.usefixtures("quick")
 KEY, X = jax.random.key(0), jnp.ones((8, 5))
 MEAN, VAR = 0.3, 2.0
 
@@ -58,7 +59,7 @@ class Tells(nn.Module):
 
 def stats_after_a_step(layer):
     x, targets = ref.regression(8)
-    state = committed(jpipe.pipeline([layer, ref.dense(4)], 2), x, targets)
+    state = committed(jpipe.sequential([layer, ref.dense(4)], 2), x, targets)
     found = jax.tree_util.tree_leaves_with_path(state.model_state[0])
     return {path[-1].key: np.asarray(leaf) for path, leaf in found}, x
 

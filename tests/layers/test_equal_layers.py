@@ -15,6 +15,7 @@ import jpipe
 
 from .. import reference as ref
 
+pytestmark = pytest.mark.usefixtures("quick")
 KEY, WIDTH = jax.random.key(0), 6
 X, TARGETS = ref.regression(8)
 

@@ -12,6 +12,7 @@ import jpipe
 
 from .. import reference as ref
 
+pytestmark = pytest.mark.usefixtures("quick")
 TX = optax.sgd(0.1)
 X, TARGETS = ref.regression(8)
 
