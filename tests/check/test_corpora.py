@@ -7,7 +7,6 @@ import jpipe
 
 from . import losses_of_classes, losses_of_tokens, mixing
 
-pytestmark = pytest.mark.usefixtures("quick")
 TOKENS, CLASSES = losses_of_tokens, losses_of_classes
 
 

@@ -13,6 +13,7 @@ import jpipe
 
 from .. import reference as ref
 
+pytestmark = pytest.mark.usefixtures("quick")
 cross_entropy = optax.softmax_cross_entropy_with_integer_labels
 BATCH, TIME, WORDS = 12, 3, 5
 RNG = np.random.default_rng(3)

@@ -12,6 +12,8 @@ from hypothesis import given, settings
 
 import jpipe
 
+pytestmark = pytest.mark.usefixtures("quick")
+
 
 @pytest.mark.parametrize(("batch", "number"), [(10, 4), (7, 7), (11, 5)])
 def test_sizes_differ_by_at_most_one_and_larger_ones_come_first(batch, number):

@@ -10,6 +10,8 @@ import jpipe
 
 from .. import reference as ref
 
+pytestmark = pytest.mark.usefixtures("quick")
+
 
 def weak(shape, value):
     """An array of the default dtype that is weakly typed."""

@@ -16,7 +16,6 @@ import jpipe
 from .. import reference as ref
 from .normed import Normed, committed
 
-pytestmark = pytest.mark.usefixtures("quick")
 TWICE = "is called twice in one layer: the second time it would start from"
 READ = "is copied or changed in the same step"
 MASK = "is given a mask: statistics"

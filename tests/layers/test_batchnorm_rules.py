@@ -12,7 +12,6 @@ import jpipe
 from .. import reference as ref
 from .normed import committed
 
-pytestmark = pytest.mark.usefixtures("quick")
 CHANGED = "is copied or changed in the same step"
 
 

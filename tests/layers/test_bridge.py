@@ -14,7 +14,6 @@ import jpipe
 from .. import reference as ref
 from .normed import committed
 
-pytestmark = pytest.mark.usefixtures("quick")
 KEY, X = jax.random.key(0), jnp.ones((8, 5))
 MEAN, VAR = 0.3, 2.0
 

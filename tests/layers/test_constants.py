@@ -10,7 +10,6 @@ import jpipe
 
 from .. import reference as ref
 
-pytestmark = pytest.mark.usefixtures("quick")
 KEY, X = jax.random.key(0), jnp.ones((4, 3))
 TARGETS = jnp.zeros((4, 3))
 

@@ -15,7 +15,6 @@ import jpipe
 
 from .. import reference as ref
 
-pytestmark = pytest.mark.usefixtures("quick")
 KEY, WIDTH = jax.random.key(0), 6
 X, TARGETS = ref.regression(8)
 

@@ -13,7 +13,6 @@ import jpipe
 
 from .. import reference as ref
 
-pytestmark = pytest.mark.usefixtures("quick")
 KEY, X = jax.random.key(0), jnp.ones((4, 4))
 RNGS = {"dropout": jax.random.key(1)}
 

@@ -12,7 +12,6 @@ import jpipe
 
 from .. import reference as ref
 
-pytestmark = pytest.mark.usefixtures("quick")
 TX = optax.sgd(0.1)
 X, TARGETS = ref.regression(8)
 
