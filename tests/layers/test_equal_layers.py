@@ -256,8 +256,6 @@ def test_initial_values_are_those_of_each_layer():
 
 
 def test_new_pipeline_traces_functions_that_read_other_globals():
-    """Functions read what may have changed: a config, a class, a global name."""
-
     class Config:
         scale, width = 0.0, WIDTH
 
@@ -388,15 +386,14 @@ def test_layers_are_traced_on_micro_batches_in_every_call():
         assert metrics["loss"] == loss
 
 
-@pytest.mark.parametrize(("examples", "size"), [(1, 1), (10, 3)])
-def test_init_traces_layers_on_a_micro_batch(examples, size):
+def test_init_traces_layers_on_a_micro_batch():
     shapes = []
 
     def noted(x):
         shapes.append(x.shape)
         return x
 
-    x = jnp.ones((examples, 5))
+    x = jnp.ones((10, 5))
     made = jpipe.pipeline([noted, ref.dense(4)], 4).init(KEY, x)
-    assert {shape[0] for shape in shapes} == {size}
+    assert set(shapes) == {(3, 5)}
     ref.assert_equal(made, jpipe.sequential([noted, ref.dense(4)]).init(KEY, x))
