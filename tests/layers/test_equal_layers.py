@@ -219,7 +219,7 @@ UNEQUAL = [
     *(Full(2), Full(2.0)),
     *(Block(1), Block(1, scale=2.0), Block(1, config=Config(3.0))),
     *(Block(1, config=Named(1.0)), Block(1, config=Named(3.0)), Same(1.0), Same(3.0)),
-    *(of(2.0), of(3.0)),
+    *(of(2.0), of(3.0), *(lambda x, by=by: by * x for by in (2.0, 3.0))),
 ]
 
 
