@@ -41,22 +41,6 @@ class Normed(nn.Module):
         return x - x.mean(0) if self.after else x
 
 
-class OwnNorm(nn.Module):
-    """A batch norm that somebody wrote."""
-
-    @nn.compact
-    def __call__(self, x, train):
-        mean = self.variable("batch_stats", "mean", jnp.zeros, x.shape[-1])
-        var = self.variable("batch_stats", "var", jnp.ones, x.shape[-1])
-        if not train:
-            return (x - mean.value) / jnp.sqrt(var.value + 1e-5)
-        new = x.mean((0, 1)), x.var((0, 1))
-        if not self.is_initializing():
-            mean.value = 0.9 * mean.value + 0.1 * new[0]
-            var.value = 0.9 * var.value + 0.1 * new[1]
-        return (x - new[0]) / jnp.sqrt(new[1] + 1e-5)
-
-
 class NnxNormed(nnx.Module):
     def __init__(self, rngs):
         self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
@@ -67,7 +51,7 @@ class NnxNormed(nnx.Module):
         return self.drop(self.norm(5 * self.linear(x) + 50))
 
 
-def test_batch_norms_are_compared_as_what_they_are():
+def test_batch_norms_are_compared_per_micro_batch():
     layers = [Normed(), nn.BatchNorm(), NnxNormed(nnx.Rngs(0)), Normed()]
     layers[1] = jpipe.layer(
         nn.BatchNorm(), lambda module, x, train: module(x, not train)[..., :WIDTH]
@@ -84,19 +68,12 @@ def test_batch_norms_are_compared_as_what_they_are():
     ]
 
 
-def test_what_a_layer_does_beside_its_batch_norm_is_reported():
+def test_mean_beside_a_batch_norm_is_reported():
     report = checked([nn.Dense(WIDTH), Normed(after=True)])
     with pytest.raises(
         ValueError, match=r"^layer 1 \(Normed\): outputs differ, most in"
     ):
         report.raise_if_different()
-
-
-def test_an_own_batch_norm_is_reported_with_what_it_writes():
-    report = checked([OwnNorm()])
-    told = [str(one) for one in report.layers[0].differences]
-    assert told[0].startswith("outputs differ")
-    assert told[1].startswith("state['batch_stats/var'] differ: ")
 
 
 class Noisy(nn.Module):
@@ -109,7 +86,7 @@ class Noisy(nn.Module):
         return nn.MultiHeadDotProductAttention(2, **options)(x)
 
 
-def test_what_draws_from_the_keys_of_a_step_is_compared_without():
+def test_random_layers_are_compared_without_random_numbers():
     layers = [
         Noisy(),
         lambda x, rngs: jax.random.permutation(rngs["dropout"], x),
@@ -123,25 +100,7 @@ def test_what_draws_from_the_keys_of_a_step_is_compared_without():
         ] * 2 + [""]
 
 
-def test_what_draws_by_a_key_of_its_own_is_reported():
-    report = checked([lambda x: x + jax.random.normal(jax.random.key(3), x.shape)])
-    assert not report
-
-
-def test_what_needs_keys_of_its_kind_is_named_as_not_compared():
-    def counted(x, rngs):
-        return x + jax.random.poisson(rngs["dropout"], 2.0, x.shape)
-
-    report = checked([counted, jnp.sin, lambda x: x - x.mean(0)], rngs=KEY)
-    assert notes(report) == (
-        "not compared: NotImplementedError: `poisson` is only implemented for the "
-        "threefry2x32 RNG, not half"
-    )
-    assert report.layers[0].compared == ()
-    assert [layer.is_same for layer in report.layers] == [True, True, False]
-
-
-def test_ties_and_skips_go_through():
+def test_ties_and_skips_are_compared():
     tied = nn.Dense(WIDTH)
 
     def down(x):
@@ -188,26 +147,23 @@ class Holding(nn.Module):
 SUMMED = {
     "queue": Holding((4, 3, WIDTH), lambda old, x: jnp.concatenate([x, old])[:4]),
     "sum": Holding((WIDTH,), lambda old, x: old + x.sum((0, 1))),
-    "largest": Holding((), lambda old, x: jnp.maximum(old, x.max())),
     "count": Holding((), lambda old, x: old + len(x), jnp.int32),
-    "carry": Holding((3, WIDTH), lambda old, x: old + x[-1]),
 }
 KEPT = {
     "mean": Holding((WIDTH,), lambda old, x: 0.9 * old + 0.1 * x.mean((0, 1))),
     "steps": Holding((), lambda old, x: old + 1, jnp.int32),
-    "nothing": Holding((), lambda old, x: old),
 }
 
 
 @pytest.mark.parametrize("name", SUMMED)
-def test_a_state_that_is_no_mean_is_reported(name):
+def test_state_that_is_no_mean_is_reported(name):
     (layer,) = checked([SUMMED[name]]).layers
     (difference,) = layer.differences
     assert str(difference).startswith("state differ: ")
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_a_state_that_is_a_mean_or_of_no_example_passes(name):
+def test_state_that_is_a_mean_passes(name):
     report = checked([KEPT[name]])
     assert report, report
     assert "state" in report.layers[0].compared
@@ -224,13 +180,13 @@ clipped.defvjp(
 )
 
 
-def test_a_backward_of_its_own_is_run_too():
+def test_custom_backward_is_compared():
     (layer,) = checked([clipped]).layers
     (difference,) = layer.differences
     assert str(difference).startswith("gradients by input differ, most in example ")
 
 
-def test_what_has_no_gradient_is_compared_by_its_values():
+def test_layer_without_gradient_is_compared_by_its_values():
     def doubled(x):
         return jax.lax.while_loop(lambda x: jnp.abs(x).max() < -1, lambda x: 2 * x, x)
 
@@ -239,14 +195,13 @@ def test_what_has_no_gradient_is_compared_by_its_values():
     assert "without gradients: ValueError: Reverse-mode diff" in notes(report)
 
 
-@pytest.mark.parametrize("value", [jnp.nan, jnp.inf])
-def test_what_is_not_a_number_is_as_itself(value):
-    assert checked([lambda x: jnp.where(x > 1, value, x)])
-    report = checked([lambda x: jnp.where((x > 1) & (len(x) == BATCH), value, x)])
+def test_values_that_are_not_finite_equal_themselves():
+    assert checked([lambda x: jnp.where(x > 1, jnp.nan, x)])
+    report = checked([lambda x: jnp.where((x > 1) & (len(x) == BATCH), jnp.inf, x)])
     assert report.layers[0].differences[0].size == np.inf
 
 
-def test_one_element_is_enough():
+def test_one_element_that_differs_is_reported():
     def changed(x):
         return x.at[7, 1, 2].add(jnp.where(len(x) == BATCH, 0.01, 0.0))
 
@@ -257,7 +212,7 @@ def test_one_element_is_enough():
     np.testing.assert_allclose(difference.parts, x[7, 1, 2], rtol=1e-6)
 
 
-def test_layers_behind_a_difference_are_given_what_it_made_at_once():
+def test_layers_behind_a_difference_receive_the_outputs_of_the_whole_batch():
     seen = []
 
     def look(x):
@@ -273,7 +228,7 @@ def test_layers_behind_a_difference_are_given_what_it_made_at_once():
     np.testing.assert_allclose(by_size[4], (x - x.mean(0))[:4], rtol=1e-5, atol=1e-6)
 
 
-def test_examples_lie_where_axes_say():
+def test_examples_are_taken_from_the_axes_given():
     def mixed(x):
         return {"y": jnp.tanh(x["time"]) + x["table"], "mean": x["time"].mean()}
 
@@ -288,14 +243,6 @@ def test_examples_lie_where_axes_say():
     at = report.layers[1].differences[0]
     expected = whole - whole.mean(1, keepdims=True)
     assert np.isclose(expected[:, at.example], at.whole, rtol=1e-4).any()
-
-
-def test_products_of_few_bits_are_compared_with_their_rounding():
-    layers = [*ref.mlp(jnp.bfloat16)[:4], lambda x: x.astype(jnp.float32)]
-    report = checked(layers, batch(jnp.bfloat16))
-    assert report, report
-    assert checked([nn.Dense(6, dtype=jnp.bfloat16), jnp.sin])
-    assert not checked([lambda x: x - x.mean(0)], batch(jnp.bfloat16))
 
 
 def test_equal_layers_are_traced_once():
@@ -318,7 +265,6 @@ def test_equal_layers_are_traced_once():
     assert count(3) == count(1)
 
 
-def test_a_tolerance_may_be_given():
-    layers = [lambda x: x + 1e-3 * x.mean(0)]
-    assert not checked(layers)
-    assert checked(layers, tolerance=1e-2)
+def test_half_precision_is_compared_with_its_rounding():
+    assert checked([*ref.mlp(jnp.bfloat16)[:4]], batch(jnp.bfloat16))
+    assert not checked([lambda x: x - x.mean(0)], batch(jnp.bfloat16))

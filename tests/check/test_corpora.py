@@ -49,7 +49,7 @@ def checked_loss(corpus, loss_fn, reduction):
 
 
 @pytest.mark.parametrize("name", mixing.MIXED)
-def test_a_layer_that_mixes_examples_is_reported(name):
+def test_layer_that_mixes_examples_is_reported(name):
     report = checked_layer(mixing.MIXED[name])
     assert not report.is_same
     with pytest.raises(ValueError, match=r"^layer 0 \(.*\): (outputs|gradients)"):
@@ -58,21 +58,21 @@ def test_a_layer_that_mixes_examples_is_reported(name):
 
 
 @pytest.mark.parametrize("name", mixing.APART)
-def test_a_layer_that_keeps_examples_apart_passes(name):
+def test_layer_that_keeps_examples_apart_passes(name):
     report = checked_layer(mixing.APART[name])
     assert report, report
     assert "gradients" in report.layers[0].compared
 
 
 @pytest.mark.parametrize(("corpus", "loss_fn", "reduction"), WRONG)
-def test_a_loss_that_is_no_mean_and_no_sum_is_reported(corpus, loss_fn, reduction):
+def test_loss_that_is_no_mean_and_no_sum_is_reported(corpus, loss_fn, reduction):
     report = checked_loss(corpus, loss_fn, reduction)
     with pytest.raises(ValueError, match=r"^loss_fn with .* reduction='weighted'; els"):
         report.raise_if_different()
 
 
 @pytest.mark.parametrize(("corpus", "loss_fn", "reduction"), SWAPPED)
-def test_a_loss_of_another_reduction_is_reported_with_the_right_one(
+def test_loss_of_another_reduction_is_reported_with_the_right_one(
     corpus, loss_fn, reduction
 ):
     report = checked_loss(corpus, loss_fn, reduction)
@@ -82,7 +82,7 @@ def test_a_loss_of_another_reduction_is_reported_with_the_right_one(
 
 
 @pytest.mark.parametrize(("corpus", "loss_fn", "reduction"), RIGHT)
-def test_a_loss_that_is_what_its_reduction_says_passes(corpus, loss_fn, reduction):
+def test_loss_of_the_given_reduction_passes(corpus, loss_fn, reduction):
     report = checked_loss(corpus, loss_fn, reduction)
     assert report, report
 

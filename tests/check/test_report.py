@@ -1,7 +1,6 @@
 """What a check prints and raises, and the check of the first mini-batch."""
 
 import re
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +35,7 @@ def made(layers, make=jpipe.sequential, number=3, **options):
     return pipe, pipe.init(KEY, x), x, targets
 
 
-def test_a_report_is_a_table():
+def test_report_is_printed_as_a_table():
     pipe, variables, x, targets = made([nn.Dense(2), jnp.sin, centred])
     report = pipe.check(variables, x, targets, mse)
     header, titles, *rows, said, loss = str(report).splitlines()
@@ -57,12 +56,11 @@ def test_a_report_is_a_table():
     assert "loss_fn" not in str(report)
 
 
-def test_the_first_difference_is_raised_with_what_to_type():
+def test_first_difference_is_raised_with_what_to_type():
     pipe, variables, x, _ = made([jnp.sqrt, centred, lambda x: x / x.max()])
     report = pipe.check(variables, x)
     root, weights = np.sqrt(np.asarray(x)), np.array([1.0, 2.0])
     whole = root - weights * root.mean(0)
-    parts = np.concatenate([p - weights * p.mean(0) for p in (whole[:4], whole[4:])])
     with pytest.raises(
         ValueError, match=r"^layer 1 \(centred\): outputs differ"
     ) as raised:
@@ -89,7 +87,7 @@ def weighted(y, targets):
     return jnp.sum((y - targets) ** 2 * mask), jnp.sum(mask)
 
 
-def test_a_loss_is_reported_with_both_values():
+def test_loss_is_reported_with_both_values():
     pipe, variables, x, targets = made([jnp.sin])
 
     def quotient(y, targets):
@@ -111,22 +109,7 @@ def test_a_loss_is_reported_with_both_values():
     assert pipe.check(variables, x, targets, lambda *a: (mse(*a), 1), has_aux=True)
 
 
-def test_a_loss_without_a_gradient_is_compared_by_its_value():
-    pipe, variables, x, targets = made([jnp.sin])
-
-    def looped(y, targets):
-        add = lambda one: (one[0] + 1, one[1] + jnp.mean(y))  # noqa: E731
-        start = 0, jnp.zeros(())
-        return jax.lax.while_loop(lambda one: one[0] < 3, add, start)[1]
-
-    report = pipe.check(variables, x, targets, looped)
-    assert report
-    assert report.loss.compared == ("outputs",)
-    assert "without its gradient: ValueError: Reverse-mode" in report.loss.notes[1]
-    assert not pipe.check(variables, x, targets, looped, reduction="sum")
-
-
-def test_a_loss_for_one_number_of_examples_is_not_compared():
+def test_loss_for_one_number_of_examples_is_not_compared():
     pipe, variables, x, targets = made([jnp.sin])
     report = pipe.check(
         variables, x, targets, lambda y, t: (y.reshape(4, 2) ** 2).sum()
@@ -136,7 +119,7 @@ def test_a_loss_for_one_number_of_examples_is_not_compared():
         pipe.check(variables, x, targets, lambda y, t: y)
 
 
-def test_sizes_may_be_given():
+def test_parts_of_given_sizes_are_compared():
     pipe, variables, x, _ = made([lambda x: x.reshape(-1, 6, 2).sum(1)], number=2)
     assert pipe.check(variables, x).layers[0].notes[0].startswith("not compared: TypeE")
     report = pipe.check(variables, x, parts=(6, 6))
@@ -156,13 +139,8 @@ def test_sizes_may_be_given():
     ("count", "number", "sizes"),
     [
         (2, 1, (1, 1)),
-        (3, 2, (1, 2)),
-        (4, 2, (2, 2)),
         (5, 2, (2, 3)),
-        (8, 2, (2, 6)),
         (12, 3, (4, 8)),
-        (10, 4, (3, 7)),
-        (64, 8, (8, 56)),
         (32, 2, (10, 22)),
     ],
 )
@@ -176,7 +154,7 @@ def total(y, targets):
 
 
 @pytest.mark.parametrize("of", ["value_and_grad", "train_step"])
-def test_a_pipeline_may_check_the_first_mini_batch(of):
+def test_pipeline_with_check_compares_the_first_mini_batch(of):
     calls = []
 
     def noted(x):
@@ -207,25 +185,17 @@ def test_a_pipeline_may_check_the_first_mini_batch(of):
     run(mse)
 
 
-def test_a_single_micro_batch_is_not_checked():
+def test_single_micro_batch_is_not_checked():
     pipe, variables, x, targets = made([centred], jpipe.pipeline, 1, check=True)
     loss, _ = pipe.value_and_grad(mse)(variables, x, targets)
     assert float(loss) == pytest.approx(float(mse(centred(x), targets)))
 
 
-def test_a_check_leaves_variables_and_the_pipeline_alone():
-    pipe, variables, x, targets = made([nn.Dense(2), nn.BatchNorm(False)])
+def test_stages_on_several_devices_are_checked_and_left_as_they_are():
+    layers = [*ref.mlp(), nn.BatchNorm(False)]
+    pipe, variables, x, _ = made(layers, jpipe.pipeline)
     before = jax.tree.map(np.array, variables)
-    pipe.check(variables, x, targets, mse)
-    jax.tree.map(np.testing.assert_array_equal, variables, before)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        loss, _ = pipe.value_and_grad(mse)(variables, x, targets)
-    assert np.isfinite(loss)
-
-
-def test_stages_on_several_devices_are_checked_on_one():
-    pipe, variables, x, _ = made(ref.mlp(), jpipe.pipeline)
     report = pipe.check(variables, x)
     assert report
-    assert len(report.layers) == 6
+    assert len(report.layers) == 7
+    jax.tree.map(np.testing.assert_array_equal, variables, before)

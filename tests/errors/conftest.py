@@ -1,10 +1,18 @@
-"""A pipeline of two stages and its variables."""
+"""A pipeline of two stages and its variables, hardly optimized by XLA."""
 
 import pytest
 
 import jpipe
 
+from .. import reference as ref
 from .model import KEY, X, two_stages
+
+
+@pytest.fixture(autouse=True, scope="module")
+def unoptimized():
+    """Compiles in half the time; for the pipeline that tests share as for others."""
+    with ref.unoptimized():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import linen as nn
 
 import jpipe
@@ -22,7 +23,17 @@ def mse(outputs, targets):
 
 def says(*parts: str) -> str:
     """A pattern: these texts, literally, in this order, with anything between."""
+    parts = tuple(part for text in parts for part in text.split(" ... "))
     return "(?s)" + ".*".join(map(re.escape, parts))
+
+
+def rows(table: dict[Any, dict[str, Any]]) -> list[Any]:
+    """Of a table of calls by exception and message: call, exception and pattern."""
+    return [
+        pytest.param(call, error, says(message), id=message)
+        for error, calls in table.items()
+        for message, call in calls.items()
+    ]
 
 
 def two_stages() -> list[Any]:

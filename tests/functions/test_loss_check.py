@@ -11,6 +11,9 @@ from flax import linen as nn
 
 import jpipe
 
+from .. import reference as ref
+
+pytestmark = pytest.mark.usefixtures("quick")
 cross_entropy = optax.softmax_cross_entropy_with_integer_labels
 BATCH, TIME, WORDS = 12, 3, 5
 RNG = np.random.default_rng(3)
@@ -113,6 +116,7 @@ def test_ordinary_loss_passes_without_a_word(model, name):
     assert np.isfinite(loss)
 
 
+@pytest.mark.slow
 def test_wrong_loss_raises_at_real_size():
     """Two examples are enough where all outputs together are 10^8 numbers."""
     pipe = jpipe.sequential([lambda x: jnp.broadcast_to(x, (*x.shape[:-1], 50_000))], 2)
@@ -121,7 +125,53 @@ def test_wrong_loss_raises_at_real_size():
         pipe.value_and_grad(in_chunks)(({},), x, t)
 
 
-def test_what_cannot_be_checked_is_said():
+def factor(x):
+    """The Cholesky factor by LAPACK, a kernel that JAX knows nothing of."""
+    specs = (x, jax.ShapeDtypeStruct(x.shape[:-2], jnp.int32))
+    call = jax.ffi.ffi_call("lapack_spotrf_ffi", specs, vmap_method="broadcast_all")
+    return call(x, uplo=np.uint8(ord("L")))[0]
+
+
+@jax.custom_vjp
+def logdet(x):
+    return 2 * jnp.log(jnp.diagonal(factor(x), axis1=-2, axis2=-1)).sum(-1)
+
+
+logdet.defvjp(
+    lambda x: (logdet(x), x), lambda x, ct: (ct[:, None, None] * jnp.linalg.inv(x),)
+)
+
+
+def positive(x):
+    """A positive definite matrix of each example."""
+    x = x.reshape(len(x), 3, 3)
+    return x @ x.mT + 2 * jnp.eye(3)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="a kernel of CPUs")
+def test_foreign_kernels_pass_without_a_word():
+    jnp.linalg.cholesky(jnp.eye(2)).block_until_ready()  # registers the kernel
+    layers = [nn.Dense(9), positive, logdet, lambda y: y[:, None], nn.Dense(9)]
+    x, t = X.reshape(BATCH, -1), jnp.ones((BATCH, 9))
+
+    def loss_fn(y, t):
+        return logdet(positive(y - t)).mean()
+
+    def plain(params):
+        y = logdet(positive(nn.Dense(9).apply({"params": params[0]}, x)))[:, None]
+        return loss_fn(nn.Dense(9).apply({"params": params[4]}, y), t)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pipe = jpipe.pipeline(layers, 4, balance=[3, 2])
+        variables = pipe.init(jax.random.key(0), x)
+        value = pipe.value_and_grad(loss_fn)(variables, x, t)
+        assert pipe.check(variables, x, t, loss_fn)
+    expected = jax.value_and_grad(plain)(ref.params_of(variables))
+    ref.assert_close(value, expected, ref.FLOAT32)
+
+
+def test_loss_with_effects_is_reported_as_unchecked():
     pipe = jpipe.sequential([jnp.sin], 2)
 
     def loss_fn(y, t):

@@ -10,6 +10,8 @@ import jpipe
 
 from .. import reference as ref
 
+pytestmark = pytest.mark.usefixtures("quick")
+
 
 def weak(shape, value):
     """An array of the default dtype that is weakly typed."""
@@ -99,104 +101,40 @@ class TestSkipping:
         assert aux[1].weak_type == is_weak
         ref.assert_close(pipe.apply(variables, x), expected_aux[0], ref.FLOAT32)
 
-    def test_steps_are_those_of_optax(self, double):
-        layers = [jnp.sin, single(3), jnp.tanh, single(4)]
-        x, targets = weak((4, 5), 1.25), weak((4, 4), 0.25)
-        pipe = jpipe.pipeline(layers, 2, balance=[1, 2, 1])
-        ref.compare_steps(pipe, layers, x, targets, optax.adam(1e-2), ref.FLOAT32)
 
-
-def test_a_layer_of_half_precision():
+def test_weak_input_takes_the_half_precision_of_parameters():
     layers = [nn.Dense(3, param_dtype=jnp.bfloat16), jnp.tanh]
     x = weak((4, 5), 1.25)
-    for make in (jpipe.sequential, jpipe.pipeline):
-        pipe = make(layers, 2)
-        variables = pipe.init(jax.random.key(0), x)
-        y = pipe.apply(variables, x)
-        assert y.dtype == jnp.bfloat16
-        ref.assert_close(y, ref.compose(layers, ref.params_of(variables), x), 1e-2)
-        assert pipe.apply(variables, strong(x)).dtype == jnp.float32
+    pipe = jpipe.pipeline(layers, 2)
+    variables = pipe.init(jax.random.key(0), x)
+    y = pipe.apply(variables, x)
+    assert y.dtype == jnp.bfloat16
+    ref.assert_close(y, ref.compose(layers, ref.params_of(variables), x), 1e-2)
+    assert pipe.apply(variables, strong(x)).dtype == jnp.float32
 
 
-def test_outputs_stay_weak():
-    layers = [lambda x: (2 * x, jnp.ones_like(x, float)), lambda p: (p[0] + 1, p[1])]
-    x = weak((4, 3), 1.25)
-    for make in (jpipe.sequential, jpipe.pipeline):
-        pipe = make(layers, 2)
-        y, ones = pipe.apply(({}, {}), x)
-        assert y.weak_type
-        assert not ones.weak_type
-        assert not pipe.apply(({}, {}), strong(x))[0].weak_type
+def test_programs_of_weak_and_strong_batches_are_traced_once_each():
+    traces = []
 
+    def counted(x):
+        traces.append(1)
+        return x
 
-class TestPrograms:
-    """One for what is weak, one for what is strong, and neither traced again."""
-
-    def model(self):
-        traces = []
-
-        def counted(x):
-            traces.append(1)
-            return x
-
-        pipe = jpipe.pipeline([nn.Dense(3), counted], 2)
-        x, targets = weak((4, 5), 1.25), weak((4, 3), 0.25)
-        return pipe, [(x, targets), strong((x, targets)), (x, strong(targets))], traces
-
-    def assert_traces_once(self, call, batches, traces):
-        for batch in batches:
-            before = len(traces)
-            call(*batch)
-            assert len(traces) > before
-        before = len(traces)
-        for batch in batches:
-            call(*batch)
-        assert len(traces) == before
-
-    def test_of_a_forward_pass(self):
-        pipe, batches, traces = self.model()
-        variables = pipe.init(jax.random.key(0), batches[0][0])
-        inputs = [(x,) for x, _ in batches[:2]]
-        self.assert_traces_once(lambda x: pipe.apply(variables, x), inputs, traces)
-
-    def test_of_a_gradient(self):
-        pipe, batches, traces = self.model()
-        variables = pipe.init(jax.random.key(0), batches[0][0])
-        loss_and_grad = pipe.value_and_grad(ref.mse)
-        self.assert_traces_once(
-            lambda x, t: loss_and_grad(variables, x, t), batches, traces
-        )
-
-    def test_of_a_step(self, caplog):
-        pipe, batches, traces = self.model()
-        tx = optax.sgd(0.1)
-        state = pipe.init_train_state(jax.random.key(0), batches[0][0], tx)
-        step = pipe.train_step(ref.mse, tx)
-
-        def take(x, targets):
-            nonlocal state
-            state, _ = step(state, x, targets)
-
-        self.assert_traces_once(take, batches, traces)
-        caplog.clear()
-        with jax.log_compiles(), caplog.at_level("WARNING"):
-            take(*batches[0])
-        assert not [r for r in caplog.records if "Compiling" in r.getMessage()]
+    pipe = jpipe.pipeline([nn.Dense(3), counted], 2)
+    x, targets = weak((4, 5), 1.25), weak((4, 3), 0.25)
+    tx = optax.sgd(0.1)
+    state = pipe.init_train_state(jax.random.key(0), x, tx)
+    step = pipe.train_step(ref.mse, tx)
+    counts = [len(traces)]
+    batches = [(x, targets), strong((x, targets)), (x, strong(targets))]
+    for batch in [*batches, *batches]:
+        state, _ = step(state, *batch)
+        counts.append(len(traces))
+    assert counts[0] < counts[1] < counts[2] < counts[3] == counts[-1]
 
 
 class TestVariables:
     """Initialization meets the input as it is, and what is given is taken as it is."""
-
-    def test_a_stage_of_ones_own_is_given_weak_zeros(self):
-        def init(key, x):
-            return {"params": {"scale": jnp.ones(3, (x * jnp.bfloat16(1)).dtype)}}
-
-        stage = jpipe.Stage(init, lambda variables, x: x * variables["params"]["scale"])
-        pipe = jpipe.pipeline([stage], 2)
-        x = weak((4, 3), 1.25)
-        for given, dtype in [(x, jnp.bfloat16), (strong(x), jnp.float32)]:
-            (variables,) = pipe.init(jax.random.key(0), given)
-            assert variables["params"]["scale"].dtype == dtype
 
     def test_equal_layers_on_other_input_are_made_for_it(self, double):
         pipe = jpipe.pipeline([Like(), lambda h: h, Like()], 2)
@@ -206,55 +144,6 @@ class TestVariables:
             both = pipe.init(jax.random.key(0), given)
             assert kinds(both[0]) == kinds(one[0])
             assert kinds(both[2]["params"]["scale"]) == kinds(one[0]["params"]["scale"])
-
-    def test_values_of_the_input_are_as_little_there_as_of_a_strong_one(self):
-        class Centred(nn.Module):
-            @nn.compact
-            def __call__(self, x):
-                return x - self.param("mean", lambda key: x.mean(0))
-
-        x = weak((4, 5), 1.25)
-        for given in (x, strong(x)):
-            with pytest.raises(
-                ValueError, match="from its values, as params/mean would"
-            ):
-                jpipe.pipeline([Centred()], 2).init(jax.random.key(0), given)
-
-    def test_a_linen_layer_that_pops_is_met_once(self):
-        class Add(nn.Module):
-            @nn.compact
-            def __call__(self, x):
-                return nn.Dense(5)(x) + jpipe.pop("kept")
-
-        def start(x):
-            jpipe.stash("kept", x)
-            return x
-
-        x = weak((4, 5), 1.25)
-        pipe = jpipe.pipeline([start, Add()], 2)
-        variables = pipe.init(jax.random.key(0), x)
-        dense = variables[1]["params"]["Dense_0"]
-        expected = nn.Dense(5).apply({"params": ref.on_host(dense)}, x) + x
-        ref.assert_close(pipe.apply(variables, x), expected, ref.FLOAT32)
-
-    def test_a_weak_parameter_is_taken_as_it_is_given(self):
-        def scale(variables, x):
-            return x * variables["params"]["scale"]
-
-        stage = jpipe.Stage(lambda key, x: {"params": {"scale": jnp.ones(())}}, scale)
-        pipe = jpipe.pipeline([stage, lambda y: y + 1], 2)
-        x = jnp.full((4, 3), 1.25, jnp.bfloat16)
-        for value in (jnp.asarray(1.7), jnp.float32(1.7), jnp.asarray(1.7)):
-            given = ({"params": {"scale": value}}, {})
-
-            def loss(params, x=x):
-                return ref.mse(scale({"params": params}, x) + 1, x)
-
-            expected = jax.value_and_grad(loss)(given[0]["params"])
-            value, grads = pipe.value_and_grad(ref.mse)(pipe.place(given), x, x)
-            ref.assert_close((value, grads[0]), expected, 1e-2)
-            y = pipe.apply(pipe.place(given), x)
-            assert y.dtype == (scale(given[0], x) + 1).dtype
 
     def test_a_weak_parameter_of_a_state_is_strong_after_a_step(self):
         """So optax makes it: the first step computes in half precision, the second not.

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
@@ -56,8 +57,9 @@ def by_hand(state, x, parts, steps):
     return stats
 
 
-@pytest.mark.parametrize("remat", ["full", "none", "except_last"])
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb_h1"])
+@pytest.mark.parametrize(
+    ("schedule", "remat"), [("1f1b", "full"), ("gpipe", "none"), ("zb_h1", "min_cut")]
+)
 def test_statistics_are_those_of_the_whole_batch(schedule, remat):
     x, targets = ref.regression(14)
     x = x * 5 + 1000  # E[x^2] - E[x]^2 would lose it all here
@@ -77,7 +79,7 @@ def test_statistics_are_those_of_the_whole_batch(schedule, remat):
         np.testing.assert_allclose(own["var"], expected[number][1], rtol=2e-2)
 
 
-def test_the_statistics_equal_one_full_batch_step_of_flax():
+def test_statistics_equal_one_full_batch_step_of_flax():
     # The first layer sees the batch itself: Flax on the whole batch is the reference.
     x, targets = ref.regression(14)
     norm = nn.BatchNorm(momentum=0.9)
@@ -85,14 +87,14 @@ def test_the_statistics_equal_one_full_batch_step_of_flax():
     _, expected = norm.apply(
         variables, x, use_running_average=False, mutable=["batch_stats"]
     )
-    for microbatches in (1, 2, 4, 5, 14):
+    for microbatches in (1, 4, 5):
         pipe = jpipe.pipeline([norm, ref.dense(4)], microbatches)
         state = committed(pipe, x, targets)
         actual = state.model_state[0]["batch_stats"]
         ref.assert_close(actual, expected["batch_stats"], ULPS)
 
 
-def test_the_spread_between_microbatches_counts():
+def test_variance_between_micro_batches_counts():
     # Two micro-batches without any variance within, and all of it between them.
     x = jnp.concatenate([jnp.zeros((4, 3)), jnp.ones((4, 3))])
     pipe = jpipe.pipeline([nn.BatchNorm(momentum=0.0), ref.dense(4)], 2)
@@ -100,21 +102,6 @@ def test_the_spread_between_microbatches_counts():
     stats = state.model_state[0]["batch_stats"]
     np.testing.assert_allclose(stats["mean"], 0.5, rtol=ULPS)
     np.testing.assert_allclose(stats["var"], 0.25, rtol=ULPS)
-
-
-def test_they_do_not_depend_on_balance_schedule_or_remat():
-    x, targets = ref.regression(12)
-    states = [
-        committed(pipe, x, targets).model_state
-        for pipe in (
-            jpipe.sequential(layers(), 3),
-            jpipe.pipeline(layers(), 3, balance=[1, 2, 2], schedule="gpipe"),
-            jpipe.pipeline(layers(), 3, balance=[4, 1], remat="none"),
-            jpipe.pipeline(layers(), 3, balance=[2, 2, 1], schedule="zb_h2"),
-        )
-    ]
-    for other in states[1:]:
-        ref.assert_close(other, states[0], 1e-5)
 
 
 def test_convolutions_count_positions_as_examples():
@@ -130,27 +117,7 @@ def test_convolutions_count_positions_as_examples():
     ref.assert_close(actual, expected["batch_stats"], ULPS)
 
 
-def test_inside_remat_and_scan_of_flax():
-    class Block(nn.Module):
-        @nn.compact
-        def __call__(self, x, train: bool):
-            return nn.BatchNorm(not train, momentum=0.9, name="norm")(x)
-
-    class Wrapped(nn.Module):
-        @nn.compact
-        def __call__(self, x, train: bool):
-            return nn.remat(Block, static_argnums=(2,))(name="block")(x, train)
-
-    x, targets = ref.regression(8)
-    pipe = jpipe.pipeline([Wrapped(), ref.dense(4)], 4)
-    plain = jpipe.pipeline([Block(), ref.dense(4)], 4)
-    actual = committed(pipe, x, targets).model_state[0]["batch_stats"]["block"]
-    expected = committed(plain, x, targets).model_state[0]["batch_stats"]
-    ref.assert_close(actual, expected, ULPS)
-    np.testing.assert_allclose(actual["norm"]["mean"], 0.1 * x.mean(0), rtol=1e-5)
-
-
-def test_evaluation_reads_them_and_changes_nothing():
+def test_evaluation_changes_no_statistics():
     x, targets = ref.regression(8)
     pipe = jpipe.pipeline(layers(), 2, balance=[2, 3])
     state = committed(pipe, x, targets)
@@ -188,7 +155,7 @@ def test_gradients_are_those_of_norms_per_microbatch(double):
     ref.assert_close(value, expected, 1e-10)  # E[x^2] - E[x]^2 against the variance
 
 
-def test_so_it_is_for_nnx():
+def test_statistics_of_nnx_are_those_of_the_whole_batch():
     x, targets = ref.regression(14)
     norm = nnx.BatchNorm(5, momentum=0.9, rngs=nnx.Rngs(0))
     dense = nnx.Linear(5, 4, rngs=nnx.Rngs(1))
@@ -201,3 +168,26 @@ def test_so_it_is_for_nnx():
     (back, _) = pipe.modules(state.variables)
     assert back.momentum == 0.9
     np.testing.assert_array_equal(back.mean[...], stats["mean"])
+
+
+def test_statistics_of_single_precision_keep_it(double):
+    x, targets = ref.regression(8)
+    norm = nnx.BatchNorm(5, momentum=0.5, rngs=nnx.Rngs(0))
+    for layer in (norm, nn.BatchNorm(momentum=0.5)):
+        state = committed(jpipe.pipeline([layer, ref.dense(4)], 2), x, targets)
+        mean = state.model_state[0]["batch_stats"]["mean"]
+        assert mean.dtype == jnp.float32
+        np.testing.assert_allclose(mean, 0.5 * x.mean(0), rtol=1e-5, atol=1e-6)
+
+
+def test_statistics_in_half_precision_are_refused():
+    x, targets = ref.regression(8)
+    tx = optax.sgd(0.1)
+    pipe = jpipe.pipeline([Normed(), ref.dense(4)], 2)
+    variables = pipe.init(jax.random.key(0), x)
+    half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), variables)
+    state = pipe.init_train_state(jax.random.key(0), x, tx, variables=half)
+    with pytest.raises(
+        ValueError, match=r"writes float32 .* is bfloat16.*the parameters alone"
+    ):
+        pipe.train_step(ref.mse, tx)(state, x, targets)

@@ -56,13 +56,3 @@ def test_module_that_is_listed_nowhere_is_a_constant_as_under_jit():
     _, grads = gradient([student, lambda y: y - jax.lax.stop_gradient(teacher(y))])
     assert set(grads[0]) == {"kernel", "bias"}
     assert grads[1] == {}
-
-
-def test_method_of_a_module_raises_as_a_layer():
-    with pytest.raises(
-        TypeError, match=r"a function that calls a Linear.*list the module itself"
-    ):
-        jpipe.pipeline([linear().__call__], 2)
-    embed = nnx.Embed(5, 3, rngs=nnx.Rngs(0))
-    with pytest.raises(TypeError, match=r"list the module as jpipe.layer.module"):
-        jpipe.pipeline([embed.attend], 2)

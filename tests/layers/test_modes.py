@@ -1,6 +1,5 @@
 """Switches: who receives them, what stays as the user set it, what is warned of."""
 
-import functools
 import warnings
 
 import jax
@@ -82,14 +81,6 @@ def test_parameter_of_that_name_that_is_no_switch_is_ordinary():
         return x * training
 
     np.testing.assert_array_equal(apply(scaled, True), 2)
-
-
-def test_partial_keeps_what_it_set():
-    def scaled(x, train=False):
-        return 2 * x if train else x
-
-    assert (apply(functools.partial(scaled, train=True), False) == 2).all()
-    assert (apply(scaled, True) == 2).all()
 
 
 def test_lora_in_a_sequential_trains():

@@ -9,7 +9,6 @@ from flax import linen as nn
 from flax import nnx
 
 import jpipe
-from jpipe._layers import _layer
 
 from .. import reference as ref
 from .nnx_modules import (
@@ -205,9 +204,8 @@ def test_modules_with_the_values_of_a_pipe():
 
     y = x
     modules = []
-    for listed, own in zip(layers, state.variables, strict=True):
-        (layer,) = _layer.as_layers([listed])
-        module = _layer.as_module(layer, own)
+    found = pipe.modules(state.variables)
+    for listed, module in zip(layers, found, strict=True):
         modules.append(module)
         assert type(module) is type(listed)
         if isinstance(module, jpipe.Stage):

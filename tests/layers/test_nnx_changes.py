@@ -35,11 +35,6 @@ class Remat(Around):
         return self.inner(x)
 
 
-class Jit(Around):
-    def __call__(self, x):
-        return nnx.jit(lambda inner, x: inner(x))(self.inner, x)
-
-
 class Cond(Around):
     def __call__(self, x):
         def call(inner, x):
@@ -69,7 +64,7 @@ class Scan(nnx.Module):
         return step(self.layers, x)
 
 
-WRAPPERS = [Around, Remat, Jit, Cond]
+WRAPPERS = [Around, Remat, Cond]
 
 
 def step(layer, microbatches=2):
@@ -99,13 +94,8 @@ def test_call_that_writes_a_parameter_raises(wrap):
         step(wrap(MaxNorm()))
 
 
-def test_evaluation_computes_what_is_written():
-    pipe = jpipe.pipeline([MaxNorm()], 2)
-    np.testing.assert_allclose(pipe.apply(pipe.init(KEY, X), X), MaxNorm()(X))
-
-
 @pytest.mark.parametrize("make", [*WRAPPERS, Scan], ids=lambda make: make.__name__)
-def test_what_transformations_put_back_is_no_change(double, make):
+def test_transformations_change_no_parameter(double, make):
     layer = make() if make is Scan else make(linear())
     _, metrics = step(layer, 1)
     plain = ref.mse(nnx.clone(layer)(X), jnp.ones_like(X))
@@ -136,7 +126,6 @@ class Deletes(Around):
     "make",
     [
         ActNorm,
-        lambda: Around(ActNorm()),
         lambda: Remat(ActNorm()),
         lambda: Deletes(linear()),
     ],
@@ -146,22 +135,6 @@ def test_call_that_changes_attributes_raises(make):
         ValueError, match="changes its structure or attributes in training"
     ):
         step(make())
-
-
-class Metered(nnx.Module):
-    """Counts its examples in a metric, as a call of a training loop may."""
-
-    def __init__(self):
-        self.metric = nnx.metrics.MetricState(jnp.zeros(()))
-
-    def __call__(self, x):
-        self.metric[...] = self.metric[...] + len(x)
-        return x
-
-
-def test_call_that_writes_a_metric_raises():
-    with pytest.raises(ValueError, match=r"metric.*has_aux=True"):
-        step(Metered())
 
 
 class SplitsKey(nnx.Module):
@@ -191,10 +164,6 @@ class Scaled(nnx.Module):
         return self.drop(self.norm(x)) * self.scale
 
 
-def freeze(module):
-    module.norm.eval()
-
-
 def scale(module):
     module.scale = 2.0
 
@@ -203,7 +172,7 @@ def replace(module):
     module.drop = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
 
 
-@pytest.mark.parametrize("change", [freeze, scale, replace])
+@pytest.mark.parametrize("change", [lambda module: module.norm.eval(), scale, replace])
 def test_module_changed_after_the_pipeline_was_made_raises_at_the_next_build(change):
     module, tx = Scaled(), optax.sgd(0.1)
     pipe = jpipe.pipeline([module, linear()], 2)
@@ -219,13 +188,3 @@ def test_module_changed_after_the_pipeline_was_made_raises_at_the_next_build(cha
     for build in builds:
         with pytest.raises(ValueError, match=r"layer 0 .Scaled. was changed after"):
             build()
-
-
-def test_other_values_are_no_change():
-    module = linear()
-    pipe = jpipe.pipeline([module], 2)
-    before = pipe.init(KEY, X)
-    module.kernel[...] = 2 * module.kernel[...]
-    after = pipe.init(KEY, X)
-    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
-        assert old.shape == new.shape

@@ -1,0 +1,271 @@
+"""Errors of what a pipeline is given: batches, axes, keys, losses, variables."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import errors, nnx
+from flax import linen as nn
+
+import jpipe
+
+from .model import KEY, TARGETS, X, mse, rows, says, two_stages
+
+SGD = optax.sgd(0.1)
+RNGS = "rngs is 0; needs a random key, such as jax.random.key(0)"
+
+
+def apply(x=X, **options):
+    return lambda pipe, variables: pipe.apply(variables, x, **options)
+
+
+def gradient(x=X, targets=TARGETS, loss_fn=mse, **options):
+    def call(pipe, variables):
+        return pipe.value_and_grad(loss_fn)(variables, x, targets, **options)
+
+    return call
+
+
+def given(change):
+    """A forward pass with other variables."""
+    return lambda pipe, variables: pipe.apply(change(variables), X)
+
+
+def axes(x=X, stages=(nn.relu,), **options):
+    """A forward pass through another pipeline, of one function."""
+    return lambda *_: jpipe.pipeline(stages, 2, **options).apply(({},), x)
+
+
+def target_axes(pipe, variables):
+    other = jpipe.pipeline(two_stages(), 2, balance=[2, 1], target_axes=3)
+    other.value_and_grad(mse)(variables, X, TARGETS)
+
+
+def profile(pipe, variables):
+    pipe.profile_step(variables, (X, TARGETS), mse)
+
+
+def under_jit(pipe, variables):
+    jax.jit(pipe.value_and_grad(mse))(variables, X, TARGETS)
+
+
+def under_grad(pipe, variables):
+    jax.grad(lambda x: pipe.apply(variables, x).sum())(X)
+
+
+def init(key):
+    return lambda pipe, _: pipe.init(key, X)
+
+
+CALLS = {
+    TypeError: {
+        "jnp.asarray ... x['a'] is ... x['b'] is": apply({"a": 3, "b": "text", "c": X}),
+        "x[19] is ... and 28 more": apply([1.0] * 48),
+        "convert with jnp.asarray ... targets is": gradient(targets="targets"),
+        "rngs is an nnx.Rngs ... rngs.dropout()": apply(rngs=nnx.Rngs(0)),
+        RNGS: gradient(rngs=0),
+        "rngs['dropout'] is 1 ... jax.random.key(1)": apply(rngs={"dropout": 1}),
+        "key is 7 ... such as jax.random.key(7)": init(7),
+        "key is None": init(None),
+        "key is a float32[4, 3]": init(X),
+        "key is a key<fry>[2]": init(jax.random.split(KEY)),
+        "state is a tuple ... init_train_state": profile,
+        "outside of jax.jit": under_jit,
+        "a pipeline compiles its own stages": under_grad,
+    },
+    ValueError: {
+        "x has 1 examples ... num_microbatches=1": gradient(X[:1], TARGETS[:1]),
+        "x has 0 examples": apply(X[:0]),
+        "targets: 3, along axis 0 ... target_axes": gradient(targets=TARGETS[:3]),
+        "x['a']: 4 ... x['b'][0]: 2": axes({"a": X, "b": [X[:2]]}),
+        "in_axes: 'batch' is neither an axis nor None": axes(in_axes="batch"),
+        "in_axes: True is neither an axis nor None": axes(in_axes=True),
+        "x of shape (4, 3) has no axis 2": axes(in_axes=2),
+        "in_axes=(0, 0) ... prefix ... x": axes(in_axes=(0, 0)),
+        "no leaf has a batch axis ... in_axes": axes(in_axes=None),
+        "targets of shape (4, 2) has no axis 3": target_axes,
+        "out_axes: 0.5 is neither an axis nor None": axes(out_axes=0.5),
+        "out_axes=(0, None) is not a prefix of outputs": axes(out_axes=(0, None)),
+        "out_axes=2": axes(out_axes=2),
+        "num_microbatches=1 ... outputs has shape (6,)": axes(stages=[jnp.ravel]),
+        "variables is a ndarray ... 3 layers ... Pipeline.init": given(lambda v: X),
+        "dict ... 3 layers ... Pipeline.init": given(lambda v: v[0]),
+        "2 entries ... 3 layers ... one entry per layer": given(lambda v: v[:2]),
+        "variables[0] is ... [2] is a list": given(lambda v: (3, {}, [])),
+        "x of float32[4,2]; one of the two ... (3, 5) ... (2, 5)": gradient(TARGETS, X),
+        "pipe.place(variables) ... are on cpu:7 ... stage 1 (layers 2 to 2)": given(
+            lambda v: jax.device_put(v, jax.devices()[7])
+        ),
+        "pipe.place(variables) ... stage 0": given(jax.device_get),
+    },
+    (TypeError, ValueError): {
+        "variables[2]['params']['kernel']": given(
+            lambda v: (*v[:2], {"params": {"kernel": "text", "bias": X[0, :2]}})
+        ),
+    },
+}
+
+
+@pytest.mark.parametrize(("call", "error", "match"), rows(CALLS))
+def test_calls_are_refused(pipe, variables, call, error, match):
+    for _ in range(2):  # the second time too
+        with pytest.raises(error, match=match):
+            call(pipe, variables)
+
+
+PAIR = "(float32[], float32[2,2])"
+AUX, WEIGHTED = {"has_aux": True}, {"reduction": "weighted"}
+# What a loss returns, its options, and what the message names.
+LOSSES = {
+    TypeError: {
+        "must return a scalar loss ... float32[2,2]": (lambda y, t: y - t, {}),
+        "of a floating dtype ... int32[]": (lambda y, t: jnp.sum(y > t), {}),
+        "scalar loss ... the Python number 0.5": (lambda y, t: 0.5, {}),
+        "must return a scalar loss ... None": (lambda y, t: None, {}),
+        f"scalar loss ... {PAIR}": (lambda y, t: (mse(y, t), y), {}),
+        "must return a scalar loss ... for ((total, weight), aux) both": (
+            lambda y, t: (mse(y, t), jnp.float32(2), y),
+            {},
+        ),
+        "has_aux=True ... must return (loss, aux) ... float32[]": (mse, AUX),
+        "has_aux=True ... must return (loss, aux) ... float32[2,2]": (
+            lambda y, t: (mse(y, t), y, t),
+            AUX,
+        ),
+        "aux['at'] is 'end', a str; needs arrays or numbers": (
+            lambda y, t: (mse(y, t), {"at": "end"}),
+            AUX,
+        ),
+        f"must return ((total, weight), aux) ... {PAIR}": (
+            lambda y, t: (mse(y, t), y),
+            AUX | WEIGHTED,
+        ),
+        "reduction='weighted' ... (total, weight) ... float32[]": (mse, WEIGHTED),
+        "the weight must be a scalar ... float32[2]": (
+            lambda y, t: (mse(y, t), jnp.ones(2)),
+            WEIGHTED,
+        ),
+        "the total must be a scalar ... float32[2,2]": (
+            lambda y, t: (y, jnp.float32(2)),
+            WEIGHTED,
+        ),
+    },
+}
+
+
+@pytest.mark.parametrize(("loss", "error", "match"), rows(LOSSES))
+def test_results_of_losses_are_refused(pipe, variables, loss, error, match):
+    loss_fn, options = loss
+    with pytest.raises(error, match=match):
+        pipe.value_and_grad(loss_fn, **options)(variables, X, TARGETS)
+
+
+@pytest.mark.parametrize("method", ["value_and_grad", "train_step"])
+def test_reduction_and_loss_function_that_are_neither(pipe, method):
+    def make(loss_fn, **options):
+        rest = (SGD,) if method == "train_step" else ()
+        return getattr(pipe, method)(loss_fn, *rest, **options)
+
+    match = says("unknown reduction 'max'", "'mean', 'sum', 'weighted'")
+    with pytest.raises(ValueError, match=match):
+        make(mse, reduction="max")
+    with pytest.raises(TypeError, match=says("loss_fn=0.5", "(outputs, targets)")):
+        make(0.5)
+
+
+def test_targets_of_another_shape_are_described(pipe, variables):
+    with pytest.raises(TypeError, match="incompatible shapes") as refusal:
+        pipe.value_and_grad(mse)(variables, X, np.ones((4, 7), np.float32))
+    (note,) = (text for text in refusal.value.__notes__ if "loss_fn" in text)
+    assert note.startswith(
+        "raised by loss_fn on outputs float32[2,2] and targets float32[2,7], those "
+        "of a micro-batch; what it closes over is not cut"
+    )
+
+
+def test_aux_of_two_shapes_cannot_be_stacked(pipe, variables):
+    value_and_grad = pipe.value_and_grad(lambda y, t: (mse(y, t), y), has_aux=True)
+    with pytest.raises(ValueError, match=says("(2, 1)", "aux: (2, 2) and (1, 2)")):
+        value_and_grad(variables, X[:3], TARGETS[:3])
+
+
+def test_loss_object_that_cannot_be_hashed_is_taken(pipe, variables):
+    @dataclasses.dataclass
+    class Scaled:
+        scale: float
+
+        def __call__(self, outputs, targets):
+            return self.scale * mse(outputs, targets)
+
+    loss, _ = pipe.value_and_grad(Scaled(2.0))(variables, X, TARGETS)
+    assert loss == 2 * pipe.value_and_grad(mse)(variables, X, TARGETS)[0]
+
+
+def test_raw_keys_are_keys(pipe, variables):
+    raw = pipe.init(jax.random.PRNGKey(0), X)
+    jax.tree.map(np.testing.assert_array_equal, raw, variables)
+    state = pipe.init_train_state(np.asarray(jax.random.PRNGKey(0)), X, SGD)
+    assert state.rng.dtype == jnp.uint32
+
+
+class OfDict(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        return nn.Dropout(0.5)(x["a"], deterministic=not train)
+
+
+@pytest.mark.parametrize("rngs", [None, {"noise": KEY}])
+def test_stream_without_a_key_is_named(rngs):
+    with pytest.raises(errors.InvalidRngError) as refusal:
+        jpipe.pipeline([OfDict()], 2).value_and_grad(mse)(({},), {"a": X}, X, rngs=rngs)
+    notes = refusal.value.__notes__
+    assert any("rngs={'dropout': jax" in note for note in notes)
+    # No matter of the dict that the layer is given.
+    assert not any("jpipe.layer(" in note for note in notes)
+
+
+def test_placed_variables_are_taken(pipe, variables):
+    expected = pipe.apply(variables, X)
+    for elsewhere in (
+        jax.device_put(variables, jax.devices()[7]),
+        jax.tree.map(np.asarray, variables),
+    ):
+        np.testing.assert_array_equal(pipe.apply(pipe.place(elsewhere), X), expected)
+
+
+def test_variables_of_another_model_are_compared_leaf_by_leaf(pipe):
+    other = jpipe.pipeline(
+        [nn.Dense(6), nn.LayerNorm(use_scale=False), nn.Dense(2, use_bias=False)], 2
+    )
+    with pytest.raises(ValueError, match="not those of this model") as refusal:
+        pipe.apply(other.init(KEY, X), X)
+    assert str(refusal.value).splitlines()[1:] == [
+        "  * missing: variables[2]['params']['bias'] (2,)",
+        "  * surplus: variables[1]['params']['bias'] (6,)",
+        "  * variables[0]['params']['bias'] has shape (6,), the model needs (5,)",
+        "  * variables[0]['params']['kernel'] has shape (3, 6), the model needs (3, 5)",
+        "  * variables[2]['params']['kernel'] has shape (6, 2), the model needs (5, 2)",
+    ]
+
+
+def test_values_of_nnx_in_other_containers():
+    class Two(nnx.Module):
+        def __init__(self):
+            self.parts = nnx.List([nnx.Linear(3, 3, rngs=nnx.Rngs(i)) for i in (0, 1)])
+
+        def __call__(self, x):
+            return self.parts[1](self.parts[0](x))
+
+    module = Two()
+    pipe = jpipe.pipeline([module], 2)
+    state = nnx.state(module, nnx.Param)
+    pure = nnx.to_pure_dict(state)
+    as_list = {"parts": [pure["parts"][i] for i in (0, 1)]}
+    with pytest.raises(ValueError, match=says("['parts'] is a list, the model needs")):
+        pipe.apply([{"params": as_list}], X)
+    with pytest.raises(ValueError, match=says("give nnx.to_pure_dict(state)")):
+        pipe.apply([{"params": state}], X)
+    np.testing.assert_allclose(pipe.apply([{"params": pure}], X), module(X), rtol=1e-5)

@@ -1,0 +1,181 @@
+"""Errors of `pipeline`: layers, micro-batches, balances, devices, schedules, remat."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import jpipe
+from jpipe import schedules
+from jpipe.schedules import ScheduleError, gpipe, one_f_one_b
+
+from .model import KEY, X, rows, says, two_stages
+
+LINEAR = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
+BOUND = nn.Dense(3).bind(nn.Dense(3).init(KEY, X))
+REVERSED = tuple(row[::-1] for row in gpipe(3, 2).rows)
+KNOWN = "'gpipe', 'gpipe_last_1f1b'"
+REMATS = "'none', 'dots', 'min_cut', 'except_last' or a policy of jax.checkpoint_p"
+
+
+def picky(num_ranks, num_microbatches):
+    if num_ranks > 1:
+        raise ScheduleError("one rank only")
+    return one_f_one_b(num_ranks, num_microbatches)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Tree:
+    w: jax.Array
+
+    def __call__(self, x):
+        return self.w * x
+
+
+# What is given beside, or in place of, three layers and two micro-batches.
+OPTIONS = {
+    ValueError: {
+        "num_microbatches=0 ... at least 1": {"num_microbatches": 0},
+        "balance=[1, 1] ... its sum is 2 ... 3 layers": {"balance": [1, 1]},
+        "balance=[3, 0] ... needs at least one layer": {"balance": [3, 0]},
+        "balance=[4, -1] ... needs at least one layer": {"balance": [4, -1]},
+        "balance='time' ... needs sample=": {"balance": "time"},
+        f"unknown schedule 'zb' ... {KNOWN} ... Schedule": {"schedule": "zb"},
+        "for 2 stages, the pipeline has 3 ... 5 micro-batches": {
+            "schedule": gpipe(2, 5)
+        },
+        f"unknown remat 'half' ... {REMATS}": {"remat": "half"},
+        "unknown remat 'half', 3: choose": {"remat": ["half", "full", 3]},
+        "remat has 2 entries for 3 stages": {"remat": ["full", "none"]},
+        "stages=[] ... at least one layer": {"stages": []},
+    },
+    TypeError: {
+        "num_microbatches=True is a bool": {"num_microbatches": True},
+        "num_microbatches=2.0 is a float": {"num_microbatches": 2.0},
+        "give num_microbatches= ... or plan=": {"num_microbatches": None},
+        "balance=3 ... a sequence of ints": {"balance": 3},
+        "balance=[1.0, 2] ... a sequence of ints": {"balance": [1.0, 2]},
+        "balance=[True, 2] ... a sequence of ints": {"balance": [True, 2]},
+        "devices ... 'cpu:0' ... jax.Device": {"devices": ["cpu:0"]},
+        "devices ... a sequence": {"devices": jax.devices()[0]},
+        "devices=1 is a ... devices=jax.devices()[:2]": {"devices": 1},
+        "devices='cpu' is a ... jax.devices()[:2]": {"devices": "cpu"},
+        f"schedule=3 ... int ... {KNOWN}": {"schedule": 3},
+        "schedule ... NoneType ... Schedule": {"schedule": lambda *_: None},
+        "needs a sequence of layers ... [nn.Dense": {"stages": jnp.sin},
+        "stages is a Dense; needs ... List a model": {"stages": nn.Dense(2)},
+        "stages is a Linear; needs ... List a model by": {"stages": LINEAR},
+        "layer 1 ... a function that calls a Dense ... become constants": {
+            "stages": [nn.relu, BOUND.__call__]
+        },
+        "layer 1 ... list the module itself": {
+            "stages": [nn.relu, functools.partial(LINEAR)]
+        },
+        "layer 0 ... list the module itself": {"stages": [jax.jit(BOUND.__call__)]},
+        "layer 0 ... list the module as jpipe.layer(module, 'attend')": {
+            "stages": [nn.Embed(3, 4).attend]
+        },
+        "Tree is a pytree with arrays": {"stages": [Tree(jnp.ones(3))]},
+    },
+    ScheduleError: {
+        "runs before": {"schedule": dataclasses.replace(gpipe(3, 2), rows=REVERSED)},
+        "3 ranks: one rank only": {"schedule": picky},
+    },
+}
+
+
+@pytest.mark.parametrize(("options", "error", "match"), rows(OPTIONS))
+def test_arguments_are_refused(options, error, match):
+    given = {"stages": two_stages(), "num_microbatches": 2, **options}
+    with pytest.raises(error, match=match):
+        jpipe.pipeline(**given)
+
+
+def test_sequential_and_profile_refuse_the_same():
+    for make in (lambda layers: jpipe.sequential(layers, 2), jpipe.sequential):
+        with pytest.raises(TypeError, match="stages is a Dense; needs a sequence"):
+            make(nn.Dense(2))
+    with pytest.raises(TypeError, match="stages is a Dense; needs a sequence"):
+        jpipe.profile(nn.Dense(2), X)
+
+
+def test_layers_that_are_no_layers_are_all_listed():
+    listed = [
+        3,
+        nn.Dense,
+        nn.relu,
+        nnx.Module(),
+        functools.partial(nn.gelu),
+        "relu",
+        [nn.Dense(2)],
+        np.ones((100, 100)),
+    ]
+    with pytest.raises(TypeError, match=r"module, a jpipe\.Stage or a func") as refusal:
+        jpipe.pipeline(listed, 2)
+    faults = [
+        r"layer 0: 3 is an? int",
+        r"layer 1: Dense is a class; write Dense\(\.\.\.\)",
+        r"layer 3: Module is an nnx module without __call__",
+        r"layer 5: 'relu' is a str",
+        r"layer 6: a list; list its layers themselves, and type balance= for stages",
+        r"layer 7: array\(.{1,40} is a ndarray",
+    ]
+    lines = str(refusal.value).splitlines()[1:]
+    assert len(lines) == len(faults)
+    for line, fault in zip(lines, faults, strict=True):
+        assert re.fullmatch(rf"  \* {fault}", line)
+
+
+def test_numpy_numbers_are_numbers():
+    number = np.int64(2)
+    pipe = jpipe.pipeline(two_stages(), number, balance=np.array([2, 1]))
+    assert (pipe.num_microbatches, pipe.num_stages) == (2, 2)
+
+
+def test_idle_devices_warn():
+    match = says(
+        "zb_v runs 2 stages per rank: 2 stages make 1 rank, 3 of 4 devices are idle",
+        "give balance= 8 entries",
+        "devices=jax.devices()[:1]",
+    )
+    options = {"schedule": "zb_v", "devices": jax.devices()[:4]}
+    with pytest.warns(UserWarning, match=match) as caught:
+        jpipe.pipeline(two_stages(), 4, balance=[1, 2], **options)
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"devices": jax.devices()[:1]},
+        {"schedule": schedules.zb_v(1, 4)},
+        {"mesh": jax.make_mesh((1, 2), ("stage", "data"))},
+    ],
+    ids=["devices", "schedule", "mesh"],
+)
+def test_idle_devices_that_were_chosen_do_not_warn(options, recwarn):
+    options = {"schedule": "zb_v", **options}
+    jpipe.pipeline(two_stages(), 4, balance=[1, 2], **options)
+    assert not recwarn.list
+
+
+def test_too_few_devices_are_answered_with_what_to_type():
+    match = says(
+        "3 stages need 3 devices, there are 2",
+        "devices=[",
+        "balance=",
+        "jax.config.update('jax_num_cpu_devices', 3)",
+    )
+    with pytest.raises(ValueError, match=match) as refusal:
+        jpipe.pipeline(two_stages(), 2, devices=jax.devices()[:2])
+    # What it says to type works when it is typed.
+    typed = re.search(r"devices=(\[.*?range\(\d+\)\])", str(refusal.value))[1]
+    repeated = eval(typed, {"jax": jax})
+    assert jpipe.pipeline(two_stages(), 2, devices=repeated).num_stages == 3

@@ -1,0 +1,8 @@
+"""Layers are tested by their results: XLA may leave out most of its optimizations."""
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def unoptimized(quick):
+    """Compiles in half the time."""
