@@ -2,7 +2,7 @@
 
 import pytest
 
-from .__main__ import ROOT, mutated, folders_for
+from .__main__ import ROOT, folders_for, mutated
 from .table import MUTANTS
 
 

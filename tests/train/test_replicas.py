@@ -81,7 +81,7 @@ def test_a_plan_runs_as_it_is_or_is_refused():
     [
         ({"schedule": "gpipe"}, "with schedule='gpipe': choose '1f1b' or"),
         ({"replicas": [2]}, r"replicas=\[2\] are for 1 stages, the pipeline has 2"),
-        ({"replicas": [0, 1]}, r"replicas\[0\]=0: needs ints of at least 1"),
+        ({"replicas": [0, 1]}, r"replicas\[0\]=0: must be ints of at least 1"),
         ({"replicas": [8, 8]}, "16 ranks need 16 devices, there are 8"),
     ],
 )
