@@ -18,10 +18,13 @@ if _TYPE_CHECKING:
     from ._pipeline import Pipeline as Pipeline
     from ._processes._start import distributed as distributed
     from ._report import Report as Report
+    from ._slices._cut import boundary as boundary
+    from ._slices._program import microbatch_key as microbatch_key
     from ._train._state import TrainState as TrainState
     from ._train._step import TrainStep as TrainStep
     from ._transform import pipeline as pipeline
     from ._transform import sequential as sequential
+    from ._value_and_grad import value_and_grad as value_and_grad
     from .planning._decide import plan as plan
     from .planning._partition import partition as partition
     from .planning._plan import Plan as Plan
@@ -41,9 +44,11 @@ _HOME = {
     "Stage": "._layers._layer",
     "TrainState": "._train._state",
     "TrainStep": "._train._step",
+    "boundary": "._slices._cut",
     "distributed": "._processes._start",
     "isolate": "._layers._skip",
     "layer": "._layers._method",
+    "microbatch_key": "._slices._program",
     "partition": ".planning._partition",
     "pipeline": "._transform",
     "plan": ".planning._decide",
@@ -52,6 +57,7 @@ _HOME = {
     "replicate": ".planning._replicate",
     "sequential": "._transform",
     "stash": "._layers._skip",
+    "value_and_grad": "._value_and_grad",
 }
 __version__ = _version("jpipe")
 __all__ = [
@@ -63,11 +69,13 @@ __all__ = [
     "Stage",
     "TrainState",
     "TrainStep",
+    "boundary",
     "checkpoint",
     "distributed",
     "draw",
     "isolate",
     "layer",
+    "microbatch_key",
     "partition",
     "pipeline",
     "plan",
@@ -77,6 +85,7 @@ __all__ = [
     "schedules",
     "sequential",
     "stash",
+    "value_and_grad",
 ]
 
 

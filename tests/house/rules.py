@@ -26,6 +26,7 @@ FOLDERS = (
     "_run",
     "_check",
     "_train",
+    "_slices",
     "planning",
     "_command",
     "",

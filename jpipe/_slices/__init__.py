@@ -1,0 +1,1 @@
+"""A function as one jaxpr, cut in stages: slices of its equations."""

@@ -1,0 +1,242 @@
+"""Where a program is divided: at marks, or where it balances and few bytes cross.
+
+A cut is kept as how often each parameter was read before it. So it means the same in
+the trace of another batch size, whose equations may be others.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import jax
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend import core
+
+from .._jaxprs import _cheapest, _flops, _jaxpr
+from ._program import LossProgram
+
+PyTree = Any
+_MARK = "jpipe boundary "
+# So many operations take as long as to move a byte.
+_PER_BYTE = 10
+Reads = tuple[tuple[int, int], ...]
+
+
+def boundary(x: PyTree) -> PyTree:
+    """Marks the place between two stages; gives back what it is given.
+
+    Call it in a model or loss function that `jpipe.value_and_grad` divides. Where there
+    are marks, the stages are what lies between them.
+
+    Args:
+      x: any pytree of arrays, such as the output of a block.
+
+    Returns:
+      ``x``.
+
+    Raises:
+      ValueError: when the function is traced, if a mark is in a loop or a branch.
+
+    Example:
+      >>> import jax.numpy as jnp, jpipe
+      >>> jpipe.boundary(jnp.ones(3)).shape
+      (3,)
+    """
+    return jax.tree.map(lambda leaf: checkpoint_name(leaf, _MARK), x)
+
+
+def positions(program: LossProgram, num_stages: int | None) -> list[int]:
+    """The numbers of the equations with which the stages but the first begin.
+
+    Args:
+      program: what is divided.
+      num_stages: in how many stages; ``None``: as many as marks say.
+
+    Raises:
+      ValueError: if it cannot be divided so.
+    """
+    marks = _marks(program)
+    if marks:
+        if num_stages not in (None, len(marks) + 1):
+            raise ValueError(
+                f"num_stages={num_stages}: jpipe.boundary marks {len(marks)} places, "
+                f"so that there are {len(marks) + 1} stages; leave out num_stages"
+            )
+        return marks
+    return _balanced(program, num_stages or 1)
+
+
+def _marks(program: LossProgram) -> list[int]:
+    """Right behind each group of marks."""
+    eqns = program.closed.jaxpr.eqns
+    inner = [i for i, eqn in enumerate(eqns) if _has_mark(eqn)]
+    if inner:
+        raise ValueError(
+            f"jpipe.boundary is called inside {eqns[inner[0]].primitive.name}; a stage "
+            f"ends between two operations of the whole function: call it outside of "
+            f"loops, branches and jax.checkpoint"
+        )
+    at = [i for i, eqn in enumerate(eqns) if _is_mark(eqn)]
+    return [i + 1 for i in at if i + 1 not in at and i + 1 < len(eqns)]
+
+
+def _is_mark(eqn: core.JaxprEqn) -> bool:
+    return eqn.primitive.name == "name" and eqn.params["name"] == _MARK
+
+
+def _has_mark(eqn: core.JaxprEqn) -> bool:
+    inner = (e for closed in _jaxpr.inside(eqn) for e in closed.jaxpr.eqns)
+    return any(_is_mark(e) or _has_mark(e) for e in inner)
+
+
+def _balanced(program: LossProgram, num_stages: int) -> list[int]:
+    """The least largest cost of a stage among the cuts that few bytes cross."""
+    if num_stages == 1:
+        return []
+    eqns, kinds = program.closed.jaxpr.eqns, program.kinds
+    cost = [
+        (_flops.of_equation(eqn) + _PER_BYTE * sum(map(_cheapest.nbytes, eqn.outvars)))
+        * (kind == "stage")
+        for eqn, kind in zip(eqns, kinds, strict=True)
+    ]
+    _check_atoms(program, cost, num_stages)
+    total = [0, *accumulate(cost)]
+    crossing = crossing_bytes(program)
+    places = _candidates(crossing, total, kinds, num_stages)
+    if len(places) < num_stages - 1:
+        raise ValueError(
+            f"num_stages={num_stages}: there are only {len(places)} places at which "
+            f"this function can be divided; take fewer stages"
+        )
+    # For each end, of so many stages before it: the largest cost, bytes, and the cuts.
+    ends = [*places, len(eqns)]
+    best: list[Any] = [(total[end], 0, ()) for end in ends]
+    for _ in range(1, num_stages):
+        best = [
+            min(
+                (_joined(best[k], total[end] - total[ends[k]], ends[k], crossing))
+                for k in range(number)
+            )
+            if number
+            else (np.inf, 0, ())
+            for number, end in enumerate(ends)
+        ]
+    return list(best[-1][2])
+
+
+def _joined(before: Any, cost: float, at: int, crossing: Sequence[int]) -> Any:
+    """The largest cost, the bytes and the cuts of some stages and one more."""
+    most, moved, cuts = before
+    return max(most, cost), moved + crossing[at], (*cuts, at)
+
+
+def _check_atoms(program: LossProgram, cost: Sequence[float], num_stages: int) -> None:
+    """Checks that no equation is more than a stage."""
+    largest = max(range(len(cost)), key=cost.__getitem__)
+    eqn, share = program.closed.jaxpr.eqns[largest], cost[largest] / max(sum(cost), 1)
+    if _jaxpr.inside(eqn) and share > 1.5 / num_stages:
+        raise ValueError(
+            f"num_stages={num_stages}: one operation, {eqn.primitive.name}, is "
+            f"{share:.0%} of the work and cannot be divided; write the loop over "
+            f"layers in Python, put jax.checkpoint around each layer and not around "
+            f"all of them, or take fewer stages"
+        )
+
+
+def crossing_bytes(program: LossProgram) -> list[int]:
+    """Before each equation, the bytes that stages made before and read from it on."""
+    eqns, kinds = program.closed.jaxpr.eqns, program.kinds
+    made = {
+        var: i
+        for i, (eqn, kind) in enumerate(zip(eqns, kinds, strict=True))
+        for var in eqn.outvars
+        if kind == "stage"
+    }
+    change = [0] * (len(eqns) + 2)
+    last: dict[core.Var, int] = {}
+    for i, eqn in enumerate(eqns):
+        for var in eqn.invars:
+            if not isinstance(var, core.Literal) and var in made:
+                last[var] = i
+    for var, end in last.items():
+        change[made[var] + 1] += _cheapest.nbytes(var)
+        change[end + 1] -= _cheapest.nbytes(var)
+    return [*accumulate(change)][: len(eqns) + 1]
+
+
+def _candidates(
+    crossing: Sequence[int],
+    total: Sequence[float],
+    kinds: Sequence[str],
+    num_stages: int,
+) -> list[int]:
+    """Places that fewer bytes cross than others within half a stage around them.
+
+    Of neighbours that are equal the first, right behind what makes the value that
+    crosses: so equal blocks are divided alike.
+    """
+    stage = [i for i, kind in enumerate(kinds) if kind == "stage"]
+    window, found = total[-1] / num_stages / 2, []
+    for i in range(stage[0] + 1, stage[-1] + 1):
+        begin = max(bisect_left(total, total[i] - window / 2), stage[0] + 1)
+        end = min(bisect_left(total, total[i] + window / 2), stage[-1])
+        around = crossing[begin : end + 1] or crossing[i : i + 1]
+        is_first = not found or found[-1] != i - 1 or crossing[i] != crossing[i - 1]
+        if crossing[i] <= 1.01 * min(around) and kinds[i - 1] == "stage" and is_first:
+            found.append(i)
+    return found
+
+
+def reads_before(program: LossProgram, cuts: Sequence[int]) -> list[Reads]:
+    """Of each cut how often each parameter is read before it.
+
+    A reading is one by an equation of a stage, directly or through what each stage
+    computes for itself.
+    """
+    counts = [0] * program.num_params
+    through: dict[core.Var, tuple[int, ...]] = {
+        var: (i,) for i, var in enumerate(program.params)
+    }
+    found, eqns = [], program.closed.jaxpr.eqns
+    for i, (eqn, kind) in enumerate(zip(eqns, program.kinds, strict=True)):
+        if i in cuts:
+            found.append(tuple(enumerate(counts)))
+        read = [a for a in eqn.invars if not isinstance(a, core.Literal)]
+        params = tuple(dict.fromkeys(p for a in read for p in through.get(a, ())))
+        if kind == "stage":
+            for p in params:
+                counts[p] += 1
+        else:
+            through |= dict.fromkeys(eqn.outvars, params)
+    return found
+
+
+def same_cuts(
+    program: LossProgram, cuts: Sequence[int], other: LossProgram
+) -> list[int]:
+    """The same cuts in the trace of another batch size.
+
+    Raises:
+      ValueError: if the other program reads parameters in another order.
+    """
+    names = [
+        [eqn.primitive.name for eqn in one.closed.jaxpr.eqns]
+        for one in (program, other)
+    ]
+    if names[0] == names[1]:
+        return list(cuts)
+    wanted = reads_before(program, cuts)
+    everywhere = range(len(other.closed.jaxpr.eqns))
+    known, crossing = reads_before(other, [*everywhere]), crossing_bytes(other)
+    found = []
+    for reads in wanted:
+        fitting = [i for i in everywhere if known[i] == reads]
+        if not fitting:
+            raise ValueError(
+                "the function computes something else for micro-batches of another "
+                "size; give a batch that num_microbatches divides"
+            )
+        found.append(min(fitting, key=lambda i: (crossing[i], i)))
+    return found

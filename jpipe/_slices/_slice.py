@@ -1,0 +1,183 @@
+"""The stages of a program: slices of its equations, by who reads which variable."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from .._jaxprs import _cheapest, _jaxpr
+from ._program import LossProgram
+
+
+@dataclass(frozen=True)
+class Slice:
+    """One stage on micro-batches of one size.
+
+    Attributes:
+      weights: what it reads that is the same for all micro-batches: parameters, and
+        what follows from them once in a step.
+      batch: what it reads of what a micro-batch is given.
+      arrives: what it reads that other stages make.
+      leaves: what it makes that has a cotangent: what others read, or the loss.
+      beside: what else it makes that is read.
+      closed: its jaxpr: ``(*weights, *arrives, *batch) -> (*leaves, *beside)``.
+    """
+
+    weights: list[core.Var]
+    batch: list[core.Var]
+    arrives: list[core.Var]
+    leaves: list[core.Var]
+    beside: list[core.Var]
+    closed: core.ClosedJaxpr
+
+    def run(self, weights: Any, x: Any, extra: Any) -> tuple[list[Any], list[Any]]:
+        """``(leaves, beside)`` of flat leaves."""
+        results = _jaxpr.as_traced(self.closed)(*weights, *x, *extra)
+        return results[: len(self.leaves)], results[len(self.leaves) :]
+
+
+def stages_of(program: LossProgram, cuts: Sequence[int]) -> list[int | None]:
+    """The stage of each equation that one stage computes.
+
+    What only later stages read is made in the first of them, where fewer bytes cross:
+    as of a decoder's embedding that is computed before the encoder.
+    """
+    eqns, kinds = program.closed.jaxpr.eqns, program.kinds
+    stage: list[int | None] = [
+        sum(cut <= i for cut in cuts) if kind == "stage" else None
+        for i, kind in enumerate(kinds)
+    ]
+    readers: dict[core.Var, list[int]] = {}
+    outputs = _jaxpr.variables(program.outputs)
+    for i in reversed(range(len(eqns))):
+        eqn, own = eqns[i], stage[i]
+        if own is not None:
+            later = [s for var in eqn.outvars for s in readers.get(var, ())]
+            made = [program.producer.get(a) for a in _atoms(eqn)]
+            given = [
+                var
+                for var, at in zip(_atoms(eqn), made, strict=True)
+                if at is not None and kinds[at] == "stage"
+            ]
+            movable = not eqn.effects and outputs.isdisjoint(eqn.outvars)
+            if movable and later and own < min(later):
+                new = {v for v in given if min(later) not in readers.get(v, ())}
+                if _bytes(new) <= _bytes(set(eqn.outvars)):
+                    stage[i] = own = min(later)
+        for var in _atoms(eqn):
+            readers.setdefault(var, []).extend([own] if own is not None else [])
+    return stage
+
+
+def _atoms(eqn: core.JaxprEqn) -> list[core.Var]:
+    return [atom for atom in eqn.invars if not isinstance(atom, core.Literal)]
+
+
+def _bytes(variables: set[core.Var]) -> int:
+    return sum(map(_cheapest.nbytes, variables))
+
+
+def slices(
+    program: LossProgram, cuts: Sequence[int], trained: set[core.Var]
+) -> list[Slice]:
+    """The stages, in order. The last makes the loss.
+
+    Args:
+      program: what is divided.
+      cuts: where.
+      trained: what has a gradient: see `with_gradient`.
+
+    Raises:
+      ValueError: if a reference is used in two stages.
+    """
+    jaxpr, count = program.closed.jaxpr, len(cuts) + 1
+    eqns, stage = jaxpr.eqns, stages_of(program, cuts)
+    outputs = [a for a in program.outputs if not isinstance(a, core.Literal)]
+    home = {v: stage[i] for v, i in program.producer.items() if stage[i] is not None}
+    # The equations of each stage, with those that it computes for itself.
+    own: list[list[int]] = [[] for _ in range(count)]
+    reads: list[dict[core.Var, None]] = [{} for _ in range(count)]
+    for s in range(count):
+        needed = dict.fromkeys(v for v in outputs if home.get(v, count - 1) == s)
+        for i in reversed(range(len(eqns))):
+            is_copy = program.kinds[i] == "copy"
+            if stage[i] == s or (is_copy and any(v in needed for v in eqns[i].outvars)):
+                own[s].append(i)
+                needed |= dict.fromkeys(_atoms(eqns[i]))
+        own[s].reverse()
+        made = {var for i in own[s] for var in eqns[i].outvars}
+        reads[s] = {var: None for var in needed if var not in made}
+    _check_references(program, reads, home)
+    given = set(program.given)
+    found = []
+    for s in range(count):
+        read_later = {var for t in range(count) if t != s for var in reads[t]}
+        made = [var for i in own[s] for var in eqns[i].outvars]
+        crossing = [v for v in made if home.get(v) == s and v in read_later]
+        loss = [v for v in outputs[:1] if home.get(v, count - 1) == s]
+        leaves = [*loss, *(v for v in crossing if v in trained and v not in loss)]
+        beside = [v for v in crossing if v not in trained]
+        aux = [v for v in outputs[1:] if home.get(v, count - 1) == s]
+        beside += [v for v in dict.fromkeys(aux) if v not in beside]
+        arrives = [v for v in reads[s] if v in home]
+        batch = [v for v in program.given if v in reads[s]]
+        weights = [v for v in reads[s] if v not in home and v not in given]
+        part = jaxpr.replace(
+            invars=[*weights, *arrives, *batch],
+            outvars=[*leaves, *beside],
+            eqns=[eqns[i] for i in own[s]],
+            effects={effect for i in own[s] for effect in eqns[i].effects},
+        )
+        closed = core.ClosedJaxpr(part, program.closed.consts)
+        found.append(Slice(weights, batch, arrives, leaves, beside, closed))
+    return found
+
+
+def _check_references(
+    program: LossProgram, reads: Sequence[dict[core.Var, None]], home: Any
+) -> None:
+    for s, variables in enumerate(reads):
+        for var in variables:
+            if not hasattr(var.aval, "dtype") or "Ref" in type(var.aval).__name__:
+                raise ValueError(
+                    f"a jax.Ref is used in stages {home.get(var)} and {s}; use it in "
+                    f"one, between two places that jpipe.boundary marks"
+                )
+
+
+def with_gradient(program: LossProgram, trained: Sequence[bool]) -> set[core.Var]:
+    """What has a tangent, as it follows from what is trained, and reaches the loss."""
+    jaxpr = program.closed.jaxpr
+    tangent = {v for v, yes in zip(program.params, trained, strict=True) if yes}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "stop_gradient":
+            continue
+        if not tangent.isdisjoint(_jaxpr.variables(eqn.invars)):
+            tangent.update(v for v in eqn.outvars if _is_inexact(v))
+    to_loss = _jaxpr.variables([*jaxpr.outvars[:1], *program.rest])
+    for eqn in reversed(jaxpr.eqns):
+        if not to_loss.isdisjoint(eqn.outvars):
+            to_loss |= _jaxpr.variables(eqn.invars)
+    return tangent & to_loss
+
+
+def _is_inexact(var: core.Var) -> bool:
+    return jnp.issubdtype(getattr(var.aval, "dtype", jnp.int32), jnp.inexact)
+
+
+def once(program: LossProgram, parts: Sequence[Slice]) -> core.ClosedJaxpr:
+    """``params -> values``: what is once in a step, for stages and the loss."""
+    params = set(program.params)
+    wanted = dict.fromkeys(v for part in parts for v in part.weights if v not in params)
+    pruned = _jaxpr.prune(program.closed, [*wanted, *program.rest])
+    eqns = [eqn for eqn in pruned.jaxpr.eqns if not eqn.effects]
+    jaxpr = pruned.jaxpr.replace(invars=program.params, eqns=eqns, effects=set())
+    return core.ClosedJaxpr(jaxpr, program.closed.consts)
+
+
+def specs(variables: Sequence[core.Var]) -> list[jax.ShapeDtypeStruct]:
+    """What variables are like."""
+    return [_jaxpr.spec(var.aval) for var in variables]

@@ -1,0 +1,168 @@
+"""All stages of a program on micro-batches of all sizes, and what they share."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from .._functions import _remat
+from .._jaxprs import _jaxpr
+from ._functions import StageFunctions
+from ._program import LossProgram
+from ._slice import Slice, once, slices, with_gradient
+
+# A parameter by its number, or what follows from parameters once in a step, after them.
+Weight = int
+
+
+class Stages:
+    """The slices of a program.
+
+    Args:
+      programs: by the sizes of micro-batches, the first first.
+      cuts: where each is divided.
+      sizes: of the micro-batches.
+      remat: what each stage stores.
+      trained: whether each parameter has a gradient.
+
+    Attributes:
+      first: the program of the first micro-batch.
+      once: ``params -> values`` that stages read and that are computed once in a step.
+      owner: of each weight the first stage that reads it.
+    """
+
+    def __init__(
+        self,
+        programs: Mapping[int, LossProgram],
+        cuts: Mapping[int, Sequence[int]],
+        sizes: Sequence[int],
+        remat: Sequence[Any],
+        trained: Sequence[bool],
+    ) -> None:
+        self._programs, self._sizes, self._remat = programs, sizes, remat
+        self.first = next(iter(programs.values()))
+        fixed = self.first.num_params - len(trained)
+        self.trained = [*trained, *[False] * fixed]
+        self._gradient = {
+            n: with_gradient(one, self.trained) for n, one in programs.items()
+        }
+        self._slices = {
+            n: slices(one, cuts[n], self._gradient[n]) for n, one in programs.items()
+        }
+        all_of_them = {n: once(one, self._slices[n]) for n, one in programs.items()}
+        self.once = all_of_them[sizes[0]]
+        self._number: dict[int, dict[core.Var, Weight]] = {}
+        for size, program in programs.items():
+            made = all_of_them[size]
+            if [v.aval for v in made.jaxpr.outvars] != [
+                v.aval for v in self.once.jaxpr.outvars
+            ]:
+                raise ValueError(
+                    "what the function computes of parameters alone depends on the "
+                    "size of a micro-batch; give a batch that num_microbatches divides"
+                )
+            known = enumerate([*program.params, *made.jaxpr.outvars])
+            self._number[size] = {
+                var: i for i, var in known if not isinstance(var, core.Literal)
+            }
+        of_loss = self._gradient[sizes[0]]
+        self.trained += [_is_in(v, of_loss) for v in self.once.jaxpr.outvars]
+        self.owner = self._owners()
+        self._functions: dict[Any, StageFunctions] = {}
+
+    @property
+    def num_stages(self) -> int:
+        """How many there are."""
+        return len(self._remat)
+
+    def part(self, stage: int, microbatch: int = 0) -> Slice:
+        """What a stage computes on a micro-batch."""
+        return self._slices[self._sizes[microbatch]][stage]
+
+    def program(self, microbatch: int) -> LossProgram:
+        """The program of a micro-batch."""
+        return self._programs[self._sizes[microbatch]]
+
+    def weights(self, stage: int, microbatch: int = 0) -> list[Weight]:
+        """What a stage reads that is the same for all micro-batches."""
+        number = self._number[self._sizes[microbatch]]
+        return [number[var] for var in self.part(stage, microbatch).weights]
+
+    def has_gradient(self, var: core.Var, microbatch: int) -> bool:
+        """Whether what crosses has a cotangent."""
+        return var in self._gradient[self._sizes[microbatch]]
+
+    def mode(self, stage: int, microbatch: int) -> Any:
+        """What a stage stores of a micro-batch."""
+        return _remat.mode(self._remat[stage], microbatch, len(self._sizes))
+
+    def functions(self, stage: int, microbatch: int, mode: Any) -> StageFunctions:
+        """The programs of a stage."""
+        key = stage, self._sizes[microbatch], mode
+        if key not in self._functions:
+            part = self.part(stage, microbatch)
+            self._functions[key] = StageFunctions(
+                part,
+                mode,
+                stage == self.num_stages - 1,
+                [self.trained[i] for i in self.weights(stage, microbatch)],
+                [self.has_gradient(var, microbatch) for var in part.arrives],
+            )
+        return self._functions[key]
+
+    def does(self, stage: int, microbatch: int, weights_only: bool) -> bool:
+        """Whether a backward has anything to compute."""
+        found = any(self.trained[i] for i in self.weights(stage, microbatch))
+        if found or weights_only:
+            return found
+        arrives = self.part(stage, microbatch).arrives
+        return any(self.has_gradient(var, microbatch) for var in arrives)
+
+    def _owners(self) -> list[int]:
+        """Of what is read by way of a value of `once` its first reader."""
+        num_made, last = len(self.once.jaxpr.outvars), self.num_stages - 1
+        count = self.first.num_params + num_made
+        owner: dict[Weight, int] = {}
+        for stage in range(self.num_stages):
+            for weight in self.weights(stage):
+                owner.setdefault(weight, stage)
+        for k, var in enumerate(self.once.jaxpr.outvars):
+            live = _jaxpr.live_inputs(_jaxpr.prune(self.once, [var]))
+            for param, yes in enumerate(live):
+                if yes:
+                    owner.setdefault(param, owner.get(count - num_made + k, last))
+        if self.first.rest:  # it is added to the loss
+            owner[count - 1] = last
+        return [owner.get(weight, 0) for weight in range(count)]
+
+
+def _is_in(atom: Any, variables: set[core.Var]) -> bool:
+    return not isinstance(atom, core.Literal) and atom in variables
+
+
+def pull_once(
+    closed: core.ClosedJaxpr, trained: Sequence[bool], wanted: Sequence[bool]
+) -> Any:
+    """``(params, cotangents) -> gradients`` of the trained ones.
+
+    Args:
+      closed: ``params -> values``.
+      trained: whether each parameter has a gradient.
+      wanted: whether each value has a cotangent.
+    """
+
+    def pull(params: Sequence[Any], cotangents: Sequence[Any]) -> Any:
+        def values(free: Sequence[Any]) -> list[Any]:
+            own = iter(free)
+            given = [
+                next(own) if yes else x for x, yes in zip(params, trained, strict=True)
+            ]
+            made = core.jaxpr_as_fun(closed)(*given)
+            return [y for y, yes in zip(made, wanted, strict=True) if yes]
+
+        free = [x for x, yes in zip(params, trained, strict=True) if yes]
+        _, pullback = jax.vjp(values, free)
+        return pullback(list(cotangents))[0]
+
+    return pull

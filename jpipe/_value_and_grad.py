@@ -1,0 +1,101 @@
+"""`jpipe.value_and_grad`, the transform: what users type."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from . import _setup
+from ._processes._start import check_joined
+from ._slices._gradient import REDUCTIONS, FunctionGradient
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    num_microbatches: int,
+    *,
+    num_stages: int | None = None,
+    has_aux: bool = False,
+    aux_axes: Any = None,
+    in_axes: Any = 0,
+    reduction: str = "mean",
+    devices: Sequence[jax.Device] | None = None,
+    schedule: Any = "1f1b",
+    remat: Any = "min_cut",
+    trainable: Callable[[str, Any], bool] | None = None,
+) -> FunctionGradient:
+    """`jax.value_and_grad` of a whole training loss, through a pipeline.
+
+    The function is traced once for each size of a micro-batch, and its operations are
+    divided in stages, where that balances and few bytes cross, or where
+    `jpipe.boundary` marks it. Nothing in it has to be rewritten: models of Flax,
+    Equinox or plain JAX, tied weights, masks and long skips are what reads which value.
+
+    Args:
+      fun: ``(params, *args) -> loss``, a scalar; or ``(loss, aux)`` with ``has_aux``.
+      num_microbatches: into how many micro-batches a mini-batch is split.
+      num_stages: into how many stages the function is divided; default: one for each
+        device, or what marks say.
+      has_aux: whether ``fun`` returns something beside the loss.
+      aux_axes: on which axes aux of micro-batches is joined, a prefix of it; ``None``:
+        on a new one.
+      in_axes: where the examples are in the arguments after ``params``: a value for
+        all, or a tuple with one for each, as `jax.vmap` takes it. ``None``: each
+        micro-batch is given the whole. A key of `jax.random.key` is folded with the
+        number of the micro-batch: see `jpipe.microbatch_key`.
+      reduction: what the loss is: a ``"mean"`` or a ``"sum"`` over the examples, or
+        ``"microbatch_mean"``, the mean of what each micro-batch gives by itself.
+        Summands that depend on no example, such as a penalty on weights, count once.
+      devices: one for each rank, default `jax.devices`.
+      schedule: as for `jpipe.pipeline`.
+      remat: as for `jpipe.pipeline`.
+      trainable: ``(path, leaf) -> bool``, by paths such as ``"block_0/kernel"``; others
+        have no gradient, ``None``. Default: all.
+
+    Returns:
+      ``grad_fn(params, *args) -> (loss, grads)``; ``((loss, aux), grads)`` with
+      ``has_aux``. It has ``place(params, *args)``, ``jit`` and ``optimizer``.
+
+    Raises:
+      ValueError: for options that do not exist.
+      TypeError: if ``fun`` is no function.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jpipe
+      >>> def loss_fn(params, x, targets):
+      ...     h = jnp.tanh(x @ params["first"])
+      ...     return jnp.mean((h @ params["last"] - targets) ** 2)
+      >>> params = {"first": jnp.ones((3, 8)), "last": jnp.ones((8, 1))}
+      >>> x, targets = jnp.ones((4, 3)), jnp.zeros((4, 1))
+      >>> grad_fn = jpipe.value_and_grad(loss_fn, num_microbatches=2, num_stages=2)
+      >>> params = grad_fn.place(params, x, targets)
+      >>> loss, grads = grad_fn(params, x, targets)
+      >>> grads["first"].devices() == params["first"].devices()
+      True
+    """
+    check_joined()
+    if not callable(fun):
+        raise TypeError(f"fun={fun!r}: needs a function (params, *args) -> loss")
+    if reduction not in REDUCTIONS:
+        raise ValueError(
+            f"reduction={reduction!r}: choose {', '.join(map(repr, REDUCTIONS))}; for "
+            f"a weighted mean return the sum, and divide what comes out"
+        )
+    if jax.process_count() > 1:
+        raise ValueError(
+            "jpipe.value_and_grad runs in one process; for several type jpipe.pipeline"
+        )
+    listed = jax.devices() if devices is None else list(devices)
+    return FunctionGradient(
+        fun,
+        _setup.check_num_microbatches(num_microbatches),
+        num_stages=num_stages,
+        has_aux=has_aux,
+        aux_axes=aux_axes,
+        in_axes=in_axes,
+        reduction=reduction,
+        devices=listed,
+        schedule=schedule,
+        remat=remat,
+        trainable=trainable,
+    )

@@ -1,0 +1,103 @@
+"""What `jpipe.value_and_grad` cannot run, and what it says to type."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jpipe
+
+from .programs import TARGETS, X, marked, matrices, perceptron, plain, squares
+
+
+def scanned(params, x, targets):
+    y, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, jnp.stack(params[1:]))
+    return squares(y[:, :3], targets)
+
+
+REFUSED = {
+    "params is an nnx.Module": lambda: (
+        plain,
+        nnx.Linear(6, 3, rngs=nnx.Rngs(0)),
+        (X, TARGETS),
+        {},
+    ),
+    r"parameters need a floating dtype: params\[0\] is int": lambda: (
+        plain,
+        [np.ones((6, 3), int)],
+        (X, TARGETS),
+        {},
+    ),
+    "leaves differ in batch size": lambda: (
+        plain,
+        matrices(6, 3),
+        (X, TARGETS[:5]),
+        {},
+    ),
+    r"argument 1 of shape \(\) has no axis 0": lambda: (
+        lambda p, scale, x, t: scale * plain(p, x, t),
+        matrices(6, 3),
+        (2.0 * np.ones(()), X, TARGETS),
+        {},
+    ),
+    "must return a scalar loss": lambda: (perceptron, matrices(6, 3), (X,), {}),
+    "scan, is .* and cannot be divided": lambda: (
+        scanned,
+        matrices(6, 6, 6, 6, 6),
+        (X, TARGETS),
+        {"num_stages": 3},
+    ),
+    "boundary is called inside scan": lambda: (
+        lambda p, x, t: squares(
+            jax.lax.scan(lambda c, _: (jpipe.boundary(c), None), x @ p[0], None, 2)[0],
+            t,
+        ),
+        matrices(6, 3),
+        (X, TARGETS),
+        {},
+    ),
+    "num_stages=4: jpipe.boundary marks 1 places": lambda: (
+        marked,
+        matrices(6, 8, 8, 8, 3),
+        (X, TARGETS),
+        {"num_stages": 4},
+    ),
+    "in_axes=.* has 1 entries for 2 arguments": lambda: (
+        plain,
+        matrices(6, 3),
+        (X, TARGETS),
+        {"in_axes": (0,)},
+    ),
+}
+
+
+@pytest.mark.parametrize("says", REFUSED)
+def test_programs_that_cannot_run_are_refused_with_what_to_type(says):
+    function, params, args, options = REFUSED[says]()
+    grad_fn = jpipe.value_and_grad(function, 2, **{"num_stages": 1, **options})
+    if "boundary" in says and "num_stages" not in options:
+        grad_fn = jpipe.value_and_grad(function, 2)
+    if says.startswith("num_stages=4"):
+        grad_fn = jpipe.value_and_grad(function, 2, num_stages=4)
+    with pytest.raises((TypeError, ValueError), match=says):
+        grad_fn.place(params, *args)
+
+
+def test_parameters_that_are_not_in_place_are_refused():
+    params = matrices(6, 8, 3)
+    grad_fn = jpipe.value_and_grad(plain, 2, num_stages=2)
+    with pytest.raises(ValueError, match=r"type params = grad_fn\.place\(params"):
+        grad_fn(params, X, TARGETS)
+
+
+def test_options_that_do_not_exist_are_refused():
+    value_and_grad = functools.partial(jpipe.value_and_grad, plain, 2)
+    with pytest.raises(ValueError, match="reduction='median': choose 'mean'"):
+        value_and_grad(reduction="median")
+    with pytest.raises(ValueError, match="2 ranks need 2 devices, there are 1"):
+        value_and_grad(num_stages=2, devices=jax.devices()[:1]).place(
+            matrices(6, 8, 3), X, TARGETS
+        )

@@ -1,0 +1,211 @@
+"""`jpipe.value_and_grad`: any loss function, unchanged, against plain JAX."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jpipe
+
+from .. import reference as ref
+from .programs import (
+    PROGRAMS,
+    RNG,
+    TARGETS,
+    WIDE,
+    X,
+    matrices,
+    perceptron,
+    plain,
+    skipping,
+    squares,
+)
+
+
+def run(grad_fn, params, *args):
+    placed = grad_fn.place(params, *args)
+    found = grad_fn(placed, *args)
+    ref.assert_equal(grad_fn(placed, *args), found)
+    for leaf, grad in zip(
+        jax.tree.leaves(placed), jax.tree.leaves(found[1]), strict=True
+    ):
+        assert leaf.devices() == grad.devices()
+    return found
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_loss_and_gradients_are_those_of_plain_jax(double, name):
+    function, params, args, stages = PROGRAMS[name]()
+    expected = jax.value_and_grad(function)(params, *args)
+    grad_fn = jpipe.value_and_grad(function, 4, num_stages=stages)
+    # The gradient of a bias of keys is nothing but rounding.
+    ref.assert_close(run(grad_fn, params, *args), expected, ref.FLOAT64, 1.0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"schedule": "gpipe", "remat": "none"},
+        {"schedule": "gpipe", "remat": "full"},
+        {"schedule": "zb_h1"},
+        {"schedule": "zb_h1", "remat": ["none", "dots", "min_cut", "full"]},
+        {"schedule": "interleaved", "devices": jax.devices()[:2]},
+        {"schedule": "zb_v", "devices": jax.devices()[:2]},
+        {"remat": "except_last", "devices": (4 * jax.devices()[:1])},
+    ],
+    ids=lambda options: " ".join(map(str, options.values()))[:30],
+)
+def test_every_schedule_and_remat_gives_them(double, options):
+    params, args = matrices(6, 8, 8, 8, 8, 3), (X, TARGETS)
+    expected = jax.value_and_grad(skipping)(params, *args)
+    grad_fn = jpipe.value_and_grad(skipping, 4, num_stages=4, **options)
+    ref.assert_close(run(grad_fn, params, *args), expected, ref.FLOAT64)
+
+
+def test_sum_counts_a_penalty_once(double):
+    def total(params, x, targets):
+        errors = (perceptron(params, x) - targets) ** 2
+        return jnp.sum(errors) + 0.5 * sum(jnp.sum(w**2) for w in params)
+
+    params = matrices(6, 8, 8, 3)
+    expected = jax.value_and_grad(total)(params, X, TARGETS)
+    grad_fn = jpipe.value_and_grad(total, 4, num_stages=3, reduction="sum")
+    ref.assert_close(run(grad_fn, params, X, TARGETS), expected, ref.FLOAT64)
+
+
+def contrastive(params, x, targets):
+    y = perceptron(params, x)
+    return optax.softmax_cross_entropy_with_integer_labels(
+        y @ y.T, jnp.arange(len(y))
+    ).mean()
+
+
+def test_microbatch_mean_is_the_mean_of_the_losses_of_micro_batches(double):
+    params = matrices(6, 8, 3)
+    parts = [
+        jax.value_and_grad(contrastive)(params, x, t)
+        for x, t in zip(np.split(X, 5), np.split(TARGETS, 5), strict=True)
+    ]
+    expected = jax.tree.map(lambda *leaves: sum(leaves) / 5, *parts)
+    options = {"num_stages": 2, "reduction": "microbatch_mean"}
+    grad_fn = jpipe.value_and_grad(contrastive, 5, **options)
+    ref.assert_close(run(grad_fn, params, X, TARGETS), expected, ref.FLOAT64)
+
+
+def noisy(params, batch, key):
+    x, targets = batch
+    for i, w in enumerate(params):
+        mask = jax.random.bernoulli(jax.random.fold_in(key, i), 0.5, x.shape)
+        x = jnp.tanh(jnp.where(mask, 2 * x, 0) @ w)
+    errors = jnp.mean((x - targets) ** 2, axis=1)
+    return errors.mean(), {"errors": errors, "largest": errors.max(), "size": len(x)}
+
+
+def test_keys_are_folded_and_aux_is_joined(double):
+    params, batch, key = matrices(6, 8, 8, 3), (X, TARGETS), jax.random.key(3)
+    ends = [0, 3, 6, 8, 10]
+
+    def by_hand(params):
+        parts = [
+            noisy(params, (X[a:b], TARGETS[a:b]), jpipe.microbatch_key(key, m))
+            for m, (a, b) in enumerate(itertools.pairwise(ends))
+        ]
+        errors = jnp.concatenate([aux["errors"] for _, aux in parts])
+        largest = jnp.stack([aux["largest"] for _, aux in parts])
+        aux = {"errors": errors, "largest": largest, "size": jnp.array([3, 3, 2, 2])}
+        return errors.mean(), aux
+
+    expected = jax.value_and_grad(by_hand, has_aux=True)(params)
+    axes = {"errors": 0, "largest": None, "size": None}
+    options = {"has_aux": True, "aux_axes": axes, "num_stages": 3}
+    grad_fn = jpipe.value_and_grad(noisy, 4, **options)
+    (loss, aux), grads = run(grad_fn, params, batch, key)
+    aux["size"] = aux["size"].astype(int)
+    ref.assert_close(((loss, aux), grads), expected, ref.FLOAT64)
+
+
+def test_arguments_may_have_axes_of_their_own(double):
+    def loss(params, x, table, targets):
+        return squares(perceptron(params, x.T) * table, targets)
+
+    params, table = matrices(6, 8, 3), RNG.normal(size=3)
+    expected = jax.value_and_grad(loss)(params, X.T, table, TARGETS)
+    grad_fn = jpipe.value_and_grad(loss, 2, num_stages=2, in_axes=(1, None, 0))
+    ref.assert_close(run(grad_fn, params, X.T, table, TARGETS), expected, ref.FLOAT64)
+
+
+def test_frozen_parameters_have_no_gradient(double):
+    params = {f"layer_{i}": w for i, w in enumerate(matrices(6, 8, 8, 3))}
+
+    def loss(params, x, targets):
+        return plain(list(params.values()), x, targets)
+
+    expected = jax.value_and_grad(loss)(params, X, TARGETS)
+    grad_fn = jpipe.value_and_grad(
+        loss, 2, num_stages=3, trainable=lambda path, leaf: path != "layer_0"
+    )
+    placed = grad_fn.place(params, X, TARGETS)
+    value, grads = grad_fn(placed, X, TARGETS)
+    assert grads["layer_0"] is None
+    assert "stage" in str(grad_fn)
+    expected[1]["layer_0"] = None
+    ref.assert_close((value, grads), expected, ref.FLOAT64)
+
+
+def test_a_module_of_nnx_is_trained_by_an_optimizer_in_place(double):
+    module = nnx.Sequential(
+        nnx.Linear(6, 8, rngs=nnx.Rngs(0), **WIDE),
+        jnp.tanh,
+        nnx.Linear(8, 3, rngs=nnx.Rngs(1), **WIDE),
+    )
+    graph, params, rest = nnx.split(module, nnx.Param, ...)
+
+    def loss(params, rest, x, targets):
+        return squares(nnx.merge(graph, params, rest)(x), targets)
+
+    args, tx = (rest, X, TARGETS), optax.adam(1e-2)
+    grad_fn = jpipe.value_and_grad(loss, 2, num_stages=2, in_axes=(None, 0, 0))
+    placed, spread = grad_fn.place(params, *args), grad_fn.optimizer(tx)
+    state, expected, own = spread.init(placed), params, tx.init(params)
+    for _ in range(2):
+        value, grads = grad_fn(placed, *args)
+        updates, state = spread.update(grads, state, placed)
+        placed = optax.apply_updates(placed, updates)
+        other, grads = jax.value_and_grad(loss)(expected, *args)
+        updates, own = tx.update(grads, own, expected)
+        expected = optax.apply_updates(expected, updates)
+        ref.assert_close(value, other, ref.FLOAT64)
+    ref.assert_close(jax.tree.leaves(placed), jax.tree.leaves(expected), ref.FLOAT64)
+
+
+def test_a_second_call_traces_and_compiles_nothing(caplog):
+    traces = []
+
+    def counted(params, x, targets):
+        traces.append(x.shape)
+        return plain(params, x, targets)
+
+    params = [np.float32(w) for w in matrices(6, 8, 3)]
+    args = np.float32(X), np.float32(TARGETS)
+    grad_fn = jpipe.value_and_grad(counted, 5, num_stages=2)
+    placed = grad_fn.place(params, *args)
+    grad_fn(placed, *args)
+    assert traces == [(2, 6)]
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        grad_fn(placed, *args)
+    assert traces == [(2, 6)]
+    assert not [r for r in caplog.records if "ompil" in r.getMessage()]
+
+
+def test_masks_and_targets_do_not_cross(double):
+    """Each stage makes them of the tokens; activations cross, and the long skip."""
+    function, params, args, _ = PROGRAMS["transformer"]()
+    grad_fn = jpipe.value_and_grad(function, 5, num_stages=3)
+    grad_fn.place(params, *args)
+    activations = 2 * 8 * 8 * 8
+    assert f"{2 * activations:,} bytes" in str(grad_fn)  # with the skip
+    assert str(grad_fn).count(f" {activations:,} bytes of a micro-batch") == 1
