@@ -6,8 +6,8 @@ from typing import Any
 import jax
 
 from . import _setup
+from ._function_gradient import REDUCTIONS, FunctionGradient
 from ._processes._start import check_joined
-from ._slices._gradient import REDUCTIONS, FunctionGradient
 
 
 def value_and_grad(
@@ -19,7 +19,7 @@ def value_and_grad(
     aux_axes: Any = None,
     in_axes: Any = 0,
     reduction: str = "mean",
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Any] | None = None,
     schedule: Any = "1f1b",
     remat: Any = "min_cut",
     trainable: Callable[[str, Any], bool] | None = None,
@@ -54,7 +54,8 @@ def value_and_grad(
 
     Returns:
       ``grad_fn(params, *args) -> (loss, grads)``; ``((loss, aux), grads)`` with
-      ``has_aux``. It has ``place(params, *args)``, ``jit`` and ``optimizer``.
+      ``has_aux``. It has ``place`` and ``compile``, of the same arguments, and ``jit``
+      and ``optimizer`` as a `Pipeline` has. ``print`` names its stages.
 
     Raises:
       ValueError: for options that do not exist.
@@ -78,8 +79,9 @@ def value_and_grad(
         raise TypeError(f"fun={fun!r}: needs a function (params, *args) -> loss")
     if reduction not in REDUCTIONS:
         raise ValueError(
-            f"reduction={reduction!r}: choose {', '.join(map(repr, REDUCTIONS))}; for "
-            f"a weighted mean return the sum, and divide what comes out"
+            f"reduction={reduction!r}: choose {', '.join(map(repr, REDUCTIONS))}; of a "
+            f"weighted mean return the total divided by the sum of all weights, given "
+            f"as an argument with in_axes=None, and type reduction='sum'"
         )
     if jax.process_count() > 1:
         raise ValueError(

@@ -257,6 +257,7 @@ class Lowering:
         given, count = self._residuals[cell], functions.num_grads
         if op != WEIGHT:
             given = self._residuals[cell] = [*given, *self._received(part, m, action)]
+        results: list[Any]
         if op == BACKWARD:
             results = self._call(functions.backward, action, given)
         elif op == INPUT:

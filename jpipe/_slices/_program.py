@@ -192,7 +192,8 @@ def _with_summands(program: LossProgram, scale: float) -> core.ClosedJaxpr:
     """
     closed, of_batch = program.closed, program.of_batch
     eqns, producer = closed.jaxpr.eqns, program.producer
-    loss, *aux = closed.jaxpr.outvars
+    outvars: list[Any] = closed.jaxpr.outvars
+    loss, *aux = outvars
 
     def follows(atom: Any) -> bool:
         return not isinstance(atom, core.Literal) and atom in of_batch
@@ -220,7 +221,7 @@ def _with_summands(program: LossProgram, scale: float) -> core.ClosedJaxpr:
         inner = summands(atom)
         if not inner:
             is_own = follows(atom) == of_examples
-            return read(atom, known) if is_own else jnp.zeros((), atom.aval.dtype)
+            return read(atom, known) if is_own else jnp.zeros((), _dtype(atom))
         eqn = eqns[producer[atom]]
         operands = [
             value(a, known, of_examples)
@@ -229,11 +230,11 @@ def _with_summands(program: LossProgram, scale: float) -> core.ClosedJaxpr:
             for a in eqn.invars
         ]
         made = (_SUMS | _SCALES)[eqn.primitive.name](*operands)
-        return made.astype(atom.aval.dtype)
+        return made.astype(_dtype(atom))
 
     def read(atom: Any, known: dict[Any, Any]) -> Any:
         is_literal = isinstance(atom, core.Literal)
-        return jnp.asarray(atom.val, atom.aval.dtype) if is_literal else known[atom]
+        return jnp.asarray(atom.val, _dtype(atom)) if is_literal else known[atom]
 
     has_rest = not all(map(follows, parts(loss)))
     needed, todo = dict[Any, None](), [loss]
@@ -253,6 +254,10 @@ def _with_summands(program: LossProgram, scale: float) -> core.ClosedJaxpr:
         return [data * jnp.asarray(scale, data.dtype), *results[len(needed) :], *rest]
 
     return jax.make_jaxpr(run)(*map(_jaxpr.spec, closed.in_avals))
+
+
+def _dtype(atom: Any) -> Any:
+    return atom.aval.dtype
 
 
 def _is_floating(x: Any) -> bool:

@@ -1,30 +1,32 @@
 """`jpipe.value_and_grad`: any loss function through a pipeline."""
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from .._functions import _microbatch, _remat
-from .._functions._batch import Batch
-from .._functions._weights import is_inexact
-from .._instructions import _transfer
-from .._instructions._collector import paused
-from .._instructions._graph import OUTSIDE
-from .._instructions._program import Program
-from .._jaxprs import _jaxpr
-from .._jaxprs._function import Function
-from .._layers._stage import StageFunction
-from .._run import _signature, _variables
-from .._run._context import outside_of_meshes
-from .._run._pipe import Pipe
-from .._train import _spread
-from ..schedules._choose import choose_schedule
-from . import _cut, _program
-from ._lower import Lowering
-from ._stages import Stages
+from ._functions import _microbatch, _remat
+from ._functions._batch import Batch
+from ._functions._weights import is_inexact
+from ._instructions import _transfer
+from ._instructions._collector import paused
+from ._instructions._graph import OUTSIDE
+from ._instructions._program import Program
+from ._jaxprs import _jaxpr
+from ._jaxprs._function import Function
+from ._layers._stage import StageFunction
+from ._report import Report, report
+from ._run import _signature, _variables
+from ._run._context import outside_of_meshes
+from ._run._pipe import Pipe
+from ._slices import _cut, _program
+from ._slices._lower import Lowering
+from ._slices._slice import specs as specs_of
+from ._slices._stages import Stages
+from ._train import _spread
+from .schedules._choose import choose_schedule
 
 PyTree = Any
 REDUCTIONS = ("mean", "sum", "microbatch_mean")
@@ -142,6 +144,19 @@ class FunctionGradient:
     def program(self, params: PyTree, *args: PyTree) -> Program:
         """What a call with such arguments runs."""
         return self._build(params, args).program
+
+    @outside_of_meshes
+    def compile(self, params: PyTree, *args: PyTree) -> Report:
+        """Compiles all programs ahead, and returns what is known of them.
+
+        Args:
+          params: the parameters, or `jax.ShapeDtypeStruct` leaves like them.
+          *args: the rest of a mini-batch, likewise.
+        """
+        begin = time.perf_counter()
+        program = self._build(params, args).program
+        program.compile()
+        return report(program, time.perf_counter() - begin)
 
     def jit(
         self,
@@ -348,9 +363,9 @@ def _rows(built: _Built) -> list[str]:
     for s in range(built.stages.num_stages):
         part, first = built.stages.part(s), built.stages.first
         params = [i for i in built.stages.weights(s) if i < first.num_params]
-        count = sum(int(np.prod(first.params[i].aval.shape)) for i in params)
-        sent = [v for v in (*part.leaves, *part.beside) if v.aval.shape]
-        nbytes = sum(v.aval.size * v.aval.dtype.itemsize for v in sent)
+        count = sum(spec.size for spec in specs_of([first.params[i] for i in params]))
+        sent = specs_of([*part.leaves, *part.beside])
+        nbytes = sum(spec.size * spec.dtype.itemsize for spec in sent if spec.shape)
         last = s == built.stages.num_stages - 1
         rows.append(
             f"stage {s} on {built.pipe.devices[s]}: {count:,} parameters, "
