@@ -5,6 +5,7 @@ alone, belong to no stage: each stage that reads what they make computes it. All
 are divided among the stages.
 """
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -163,12 +164,37 @@ def traced(
     number = jax.ShapeDtypeStruct((), jnp.int32)
     with _user_context(object()):
         closed, (_, aux) = _jaxpr.trace(whole, params, tuple(args), number)
+    closed = _with_raw_keys_folded(closed)
     count, constants = len(jax.tree.leaves(params)), closed.consts
     jaxpr = closed.jaxpr
     invars = [*jaxpr.invars[:count], *jaxpr.constvars, *jaxpr.invars[count:]]
     closed = core.ClosedJaxpr(jaxpr.replace(constvars=[], invars=invars), [])
     program = LossProgram(closed, count + len(constants), aux, constants)
     return replace(program, closed=_with_summands(program, scale))
+
+
+def _with_raw_keys_folded(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    """The same, where an input that is wrapped as a key is folded as typed ones are."""
+    inputs = set(closed.jaxpr.invars)
+    raw = {
+        id(eqn)
+        for eqn in closed.jaxpr.eqns
+        if eqn.primitive.name == "random_wrap" and eqn.invars[0] in inputs
+    }
+    if not raw:
+        return closed
+
+    def run(*args: Any) -> list[Any]:
+        def folded(eqn: core.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+            (key,) = _jaxpr.bind(closed.jaxpr, eqn, operands)
+            return [microbatch_key(key, args[-1])]
+
+        def rule(eqn: core.JaxprEqn) -> _jaxpr.Rule | None:
+            return functools.partial(folded, eqn) if id(eqn) in raw else None
+
+        return _jaxpr.evaluate(closed, args, rule)
+
+    return jax.make_jaxpr(run)(*map(_jaxpr.spec, closed.in_avals))
 
 
 # How what a loss may be summed up of is computed, of scalars.

@@ -128,6 +128,23 @@ def test_keys_are_folded_and_aux_is_joined(double):
     ref.assert_close(((loss, aux), grads), expected, ref.FLOAT64)
 
 
+def test_raw_keys_are_folded_as_typed_ones(double):
+    def noise(params, x, targets, key):
+        drawn = jax.random.normal(key, (len(x), 3), x.dtype)
+        return squares(perceptron(params, x) + drawn, targets)
+
+    params, raw = matrices(6, 8, 3), jax.random.PRNGKey(3)
+    typed = jax.random.wrap_key_data(raw)
+    grad_fn = jpipe.value_and_grad(noise, 5, num_stages=2, in_axes=(0, 0, None))
+    found = [run(grad_fn, params, X, TARGETS, key) for key in (raw, typed)]
+    ref.assert_equal(*found)
+    parts = [
+        noise(params, X[i : i + 2], TARGETS[i : i + 2], jpipe.microbatch_key(typed, m))
+        for m, i in enumerate(range(0, 10, 2))
+    ]
+    ref.assert_close(found[0][0], sum(parts) / 5, ref.FLOAT64)
+
+
 def test_arguments_may_have_axes_of_their_own(double):
     def loss(params, x, table, targets):
         return squares(perceptron(params, x.T) * table, targets)
@@ -198,6 +215,30 @@ def test_a_second_call_traces_and_compiles_nothing(caplog):
     with jax.log_compiles(), caplog.at_level("WARNING"):
         grad_fn(placed, *args)
     assert traces == [(2, 6)]
+    assert not [r for r in caplog.records if "ompil" in r.getMessage()]
+
+
+def test_effects_stay_where_they_are(capfd):
+    def printing(params, x, targets):
+        y = perceptron(params, x)
+        jax.debug.print("sum {}", y.sum())
+        return squares(y, targets)
+
+    params = matrices(6, 8, 3)
+    grad_fn = jpipe.value_and_grad(printing, 2, num_stages=2, schedule="gpipe")
+    grad_fn(grad_fn.place(params, X, TARGETS), X, TARGETS)
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("sum") >= 2
+
+
+def test_compile_tells_what_the_first_call_runs(caplog):
+    params = matrices(6, 8, 3)
+    grad_fn = jpipe.value_and_grad(plain, 2, num_stages=2)
+    placed = grad_fn.place(params, X, TARGETS)
+    report = grad_fn.compile(placed, X, TARGETS)
+    assert {program.device for program in report.programs} == {"cpu:0", "cpu:1"}
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        grad_fn(placed, X, TARGETS)
     assert not [r for r in caplog.records if "ompil" in r.getMessage()]
 
 
