@@ -37,7 +37,7 @@ def used(layers):
     pipe.jit(lambda params: jax.tree.map(jnp.sin, params))(state.params)
     str(pipe)
     leaf = jax.tree.leaves(state.params)[0]
-    held = {"pipe": pipe, "its programs": pipe._cache, "step": step, "leaf": leaf}
+    held = {"pipe": pipe, "step": step, "leaf": leaf}
     return {name: weakref.ref(value) for name, value in held.items()}
 
 

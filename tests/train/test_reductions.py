@@ -9,7 +9,7 @@ from flax import linen as nn
 import jpipe
 
 from .. import reference as ref
-from ..run.held import gradient_of
+from ..listing import gradient_of
 
 
 class TestReductions:
@@ -144,8 +144,7 @@ def test_sums_of_a_weighted_loss_are_divided_in_place(reads_outputs):
     def loss(y, t):
         return jnp.sum((y - t) ** 2), jnp.sum((y if reads_outputs else t) < jnp.inf)
 
-    gradient, leaves = gradient_of(pipe, x, targets, loss=loss, reduction="weighted")
-    program = gradient.program
+    program, leaves = gradient_of(pipe, x, targets, loss=loss, reduction="weighted")
     program.compile()
     given, calls = {}, []
 

@@ -13,7 +13,6 @@ from jpipe._run._costs import costs_of
 from jpipe.schedules import Action
 
 from .. import reference as ref
-from ..run import held
 
 
 def is_none(leaf):
@@ -59,7 +58,8 @@ def actions(pipe, trainable, x, targets):
 
 def costs(pipe, x, trainable):
     """What a step keeps, and its works."""
-    gradient, _ = held.gradient_of(pipe, x, x, trainable=trainable)
+    find = pipe.value_and_grad(ref.mse, trainable=trainable)
+    gradient = find._gradients(pipe.init(jax.random.key(0), x), x, x, None, True)
     works = gradient.works
     placement = pipe.schedule.placement
     return costs_of(gradient.program, works, gradient.batch, placement), works
