@@ -43,13 +43,8 @@ def test_draw_cuts_the_costs_of_a_rank_in_its_stages_and_columns_come_out_whole(
         ("1f1b --costs 1,2,3", "66"),
         ("zb_h1 --costs 1,1.5,0.5", "30"),
         ("1f1b --latency 0.5", "41"),
-        ("1f1b --latency 0.5 --costs 1,1,1", "41"),
-        ("1f1b --costs 1,1,1 --latency 0.5", "41"),
-        ("zb_h1 --costs 1,2,1 --costs 1,2", "27"),
         ("zb_v --latency 0.5", "32.5"),
         ("interleaved", "28.5"),
-        ("interleaved --chunks 4", "26.25"),
-        ("interleaved --chunks 1", "33"),
     ],
 )
 def test_draw_takes_costs_latency_and_chunks(command, options, time):
@@ -60,7 +55,7 @@ def test_draw_takes_costs_latency_and_chunks(command, options, time):
 
 @pytest.mark.parametrize(
     ("costs", "columns"),
-    [("100,100,100", 9), ("0.004,0.008", 9), ("1,1.5", 15)],
+    [("0.004,0.008", 9), ("1,1.5", 15)],
 )
 def test_columns_suit_the_costs(command, costs, columns):
     out = works(command(f"draw 1f1b --ranks 2 --microbatches 2 --costs {costs}"))
@@ -117,20 +112,12 @@ SIZES = "--ranks 4 --microbatches 8"
     ("line", "parts"),
     [
         ("", ["required", "COMMAND"]),
-        ("paint", ["'paint'", "draw", "compare", "check"]),
-        ("draw gpipe --ranks 4", ["required", "--microbatches"]),
         (f"draw gpip {SIZES}", ["unknown schedule 'gpip'", *BY_NAME]),
         (f"compare gpipe 2f2b {SIZES}", ["unknown schedule '2f2b'", *BY_NAME]),
-        ("draw gpipe --ranks 0 --microbatches 8", ["--ranks", "at least 1, such as 4"]),
-        ("draw gpipe --ranks 4 --microbatches x", ["--microbatches", "'x'", "such as"]),
         ("compare --ranks 2.5 --microbatches 8", ["--ranks", "'2.5'", "whole number"]),
         (f"draw gpipe {SIZES} --costs 1", ["--costs: 1:", "1,1,1", "1,2"]),
-        (f"draw gpipe {SIZES} --costs 1,1,1,1", ["--costs: 1,1,1,1:", "1,1,1"]),
         (f"draw gpipe {SIZES} --costs 1,b", ["--costs: 1,b:", "1,1,1"]),
-        (f"draw gpipe {SIZES} --costs=-1,2", ["--costs: -1,2:", "1,1,1"]),
-        (f"draw gpipe {SIZES} --costs 1,nan", ["--costs: 1,nan:"]),
         (f"draw gpipe {SIZES} --latency soon", ["--latency: soon:", "such as 0.25"]),
-        (f"draw gpipe {SIZES} --latency inf", ["--latency: inf:", "such as 0.25"]),
         (f"draw gpipe {SIZES} --png a.gif", ["'a.gif'", ".png or .pdf"]),
         (
             f"draw zb_v {SIZES} --chunks 3",
@@ -141,7 +128,6 @@ SIZES = "--ranks 4 --microbatches 8"
             ["num_microbatches=4: needs at least 2 * num_ranks = 8"],
         ),
         ("compare dualpipe_v --ranks 4 --microbatches 4", ["no order of dualpipe_v"]),
-        ("check", ["required", "file"]),
         ("check /nowhere/mine.txt", ["/nowhere/mine.txt: No such file"]),
     ],
 )
@@ -182,13 +168,6 @@ def test_compare_lists_all_schedules_that_train(command):
     assert times["zb_v"] == "25.5"
 
 
-def test_compare_takes_names_costs_and_latency(command):
-    line = "compare --ranks 4 --microbatches 8 --costs 1,1,1 --latency 0.5"
-    out = works(command(line, "looped_bfs", "one_f_one_b"))
-    assert column(out, 0) == ["looped_bfs", "1f1b"]
-    assert column(out, 2) == ["31.5", "41"]
-
-
 def test_compare_says_why_a_schedule_is_missing(command):
     out = works(command("compare --ranks 4 --microbatches 4"))
     assert "dualpipe_v" not in column(out, 0)
@@ -222,12 +201,6 @@ def test_check_prints_the_grid_and_the_peaks(command, tmp_path):
     ]
 
 
-def test_times_that_no_float_can_say(command):
-    for name in ("draw 1f1b", "compare"):
-        line = f"{name} --ranks 2 --microbatches 4 --costs 1e308,1e308"
-        refused(command(line), "error: ", "a step takes longer than a float can say")
-
-
 def test_check_reads_json_whatever_the_name(command, tmp_path):
     path = tmp_path / "mine.txt"
     path.write_text("\n " + zb_v(2, 3).to_json())
@@ -244,12 +217,9 @@ def test_check_reads_standard_input(command, monkeypatch):
     ("text", "parts"),
     [
         ("0F0 0B0\n1F0", ["mine", "E5 1B0 never runs"]),
-        ("0F0 0B0 0B0\n1B0 1F0", ["E6 0B0 runs 2 times"]),
-        ("0F0 x", ["E1", "'x' is not an action", "'2F0'"]),
         ("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1", ["E9", "waits"]),
         ("", ["empty"]),
         ("{}", ["Schedule.to_json"]),
-        ("[1, 2]", ["Schedule.to_json"]),
     ],
 )
 def test_check_prints_the_faults_on_stderr(command, tmp_path, text, parts):

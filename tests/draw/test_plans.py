@@ -71,30 +71,6 @@ def test_below_the_bars_is_the_timeline_of_the_step_in_seconds():
     assert not any(text.startswith("peak ") for text in shown)
 
 
-def test_a_host_that_is_slower_than_the_devices_is_told():
-    plan = planned(schedules="1f1b")
-    slow = dataclasses.replace(plan.forecast, seconds=2 * plan.forecast.seconds)
-    shown = [t["text"] for t in texts(parsed(dataclasses.replace(plan, forecast=slow)))]
-    assert "1f1b: the devices alone, which wait for the host" in shown
-    assert "1f1b" in [t["text"] for t in texts(parsed(plan))]
-
-
-@pytest.mark.parametrize("width", [None, 1500.0])
-def test_nothing_is_written_over_the_edges(width):
-    layers = tuple(
-        LayerProfile(f"a layer with a very long name{i}" * 3, 1e-3 * i, 2.0 * i)
-        for i in range(12)
-    )
-    for drawn in (planned(schedules="1f1b"), Profile(layers)):
-        root = parsed(drawn, width=width)
-        edge = float(root.get("width", "nan"))
-        assert width in (None, edge)
-        bottom = float(root.get("height", "nan"))
-        for text in texts(root):
-            assert 0 <= text["left"] < text["right"] <= edge, text
-            assert 0 < text["y"] < bottom
-
-
 # ----------------------------------------------------------------------- profiles
 
 

@@ -69,10 +69,6 @@ class TestDonation:
         assert [len(call.donates) for call in calls(made)] == [0, 1, 1]
         np.testing.assert_array_equal(made([leaf(1)])[0], [5] * 3)
 
-    def test_not_if_one_call_reads_it_twice(self):
-        graph, (x,) = arguments(1, donated=True)
-        assert donated(graph, graph.call(ADD, 0, [x, x])) == [0]
-
     def test_only_if_all_calls_of_the_function_can(self):
         graph, (x, kept) = arguments(2)
         graph.donated = {x}
@@ -113,16 +109,6 @@ class TestDonation:
         made = program_of(graph, [out, total])
         assert [len(call.donates) for call in calls(made)] == [0, 0]
         assert [len(call.writes) for call in calls(made)] == [1, 1]
-
-    def test_two_names_of_one_result_are_one_array(self):
-        twice = function(lambda x: (lambda y: [y, y])(3 * x), SPEC)
-        graph, (x,) = arguments(1)
-        first, second = graph.call(twice, 0, [x])
-        (out,) = graph.call(ADD, 0, [first, second])
-        made = program_of(graph, [out])
-        assert [len(call.donates) for call in calls(made)] == [0, 0]
-        assert len(calls(made)[0].writes) == 1
-        np.testing.assert_array_equal(made([leaf(1)])[0], [6] * 3)
 
 
 class TestTheList:
@@ -173,15 +159,6 @@ class TestTheList:
         assert [i.source for i in made.instructions] == [None, 0, None, 1, None]
         assert after == [[36, 0], [24, 12], [24, 12], [36, 0], [24, 0]]
 
-    def test_calls_of_one_function_in_one_place_share_a_program(self):
-        graph, (x,) = arguments(1)
-        (a,) = graph.call(DOUBLE, 0, [x])
-        (b,) = graph.call(DOUBLE, 0, [a])
-        (c,) = graph.call(DOUBLE, 1, [b])
-        made = program_of(graph, [c])
-        assert len(made.programs) == 2
-        np.testing.assert_array_equal(made([leaf(1)])[0], [8] * 3)
-
     def test_a_second_run_is_given_nothing_of_the_first(self):
         made = self.made()
         first, second = made([leaf(1)])[0], made([leaf(2)])[0]
@@ -197,12 +174,6 @@ class TestTheList:
         first, second = made([given])
         assert first is given
         assert second.device == jax.devices()[1]
-
-    def test_a_batch_may_come_from_the_host(self):
-        graph, (x,) = arguments(1, OUTSIDE)
-        made = program_of(graph, graph.call(DOUBLE, 1, [x]))
-        (out,) = made([np.ones(3, np.float32)])
-        assert out.device == jax.devices()[1]
 
 
 class TestErrors:

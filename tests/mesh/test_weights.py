@@ -71,18 +71,11 @@ def test_fully_sharded():
     assert "data 104" in str(pipe)  # of the kernels of the first stage
 
 
-@pytest.mark.parametrize(
-    ("shape", "parts", "explicit", "tx"),
-    [
-        ((2, 2, 2), 4, ("data",), TX),
-        # It keeps rows and columns of what is cut.
-        ((2, 1, 2), 2, ("stage", "data", "model"), FACTORED),
-    ],
-)
-def test_tensor_parallel_by_boxes(shape, parts, explicit, tx):
-    where = mesh(*shape, explicit=explicit)
+def test_tensor_parallel_by_boxes_and_an_optimizer_of_rows_and_columns():
+    """On explicit axes, whose names are part of the types of arrays."""
+    where = mesh(2, 1, 2, explicit=("stage", "data", "model"))
     pipe = jpipe.pipeline(wide(), 2, balance=[2, 2], mesh=where)
-    got = compare(wide, pipe, parts, *batch(16), tx=tx)
+    got = compare(wide, pipe, 2, *batch(16), tx=FACTORED)
     kernel = got["state"].params[1]["Dense_0"]["kernel"]
     assert isinstance(kernel, nn.Partitioned)
     assert spec(kernel.value) == P(None, "model")
@@ -163,55 +156,6 @@ def test_metadata_of_nnx():
     assert list(map(spec, kernels)) == [P(None, "model"), P("data"), P()]
 
 
-@pytest.mark.parametrize("where", ["context", "metadata"])
-def test_logical_axes_of_nnx_by_the_rules_of_flax(where):
-    rules = [("hidden", "model"), ("embedded", None)]
-    metadata = {"sharding_rules": rules} if where == "metadata" else {}
-    init = nnx.with_partitioning(INIT, ("embedded", "hidden"), **metadata)
-    context = nn.logical_axis_rules(rules if where == "context" else ())
-    with nnx.use_eager_sharding(False), context:
-        layers = [
-            nnx.Linear(5, 8, kernel_init=init, param_dtype=float, rngs=nnx.Rngs(0)),
-            dense(4),
-        ]
-        pipe = jpipe.pipeline(layers, 2, mesh=mesh(2, 1, 2))
-        variables = pipe.init(jax.random.key(0), batch(8)[0])
-    assert spec(variables[0]["params"]["kernel"]) == P(None, "model")
-
-
-def test_a_sharding_of_nnx_says_what_its_spec_says():
-    whole = jax.NamedSharding(mesh(2, 1, 2), P(None, "model"))
-    init = nnx.with_partitioning(INIT, whole)
-    with nnx.use_eager_sharding(False):
-        layers = [nnx.Linear(5, 8, kernel_init=init, rngs=nnx.Rngs(0)), dense(4)]
-    pipe = jpipe.pipeline(layers, 2, mesh=mesh(2, 1, 2))
-    variables = pipe.init(jax.random.key(0), batch(8)[0])
-    assert spec(variables[0]["params"]["kernel"]) == P(None, "model")
-
-
-class Empty(nn.Module):
-    """A parameter without entries, and one without axes."""
-
-    @nn.compact
-    def __call__(self, x):
-        empty = self.param("empty", lambda key: jnp.zeros((0, 4)))
-        scale = self.param("scale", lambda key: jnp.ones(()))
-        return x * scale + empty.sum()
-
-
-def test_what_has_no_entries_is_in_no_parts():
-    layers = [Empty(), dense(4)]
-    pipe = jpipe.pipeline(
-        layers,
-        2,
-        mesh=mesh(2, 2),
-        sharding=lambda path, leaf: P("data") if leaf.ndim == 2 else None,
-        gather="microbatch",
-    )
-    x, targets = jnp.ones((8, 4)), jnp.zeros((8, 4))
-    ref.compare(pipe, layers, x, targets, ref.FLOAT64)
-
-
 def test_axes_that_a_mesh_does_not_have_say_nothing():
     pipe = jpipe.pipeline(wide(), 2, balance=[2, 2], mesh=mesh(2, 2))
     variables = pipe.init(jax.random.key(0), batch(8)[0])
@@ -234,10 +178,6 @@ def test_what_cannot_be_cut_is_said():
         pipeline(lambda path, leaf: P("model")).init(jax.random.key(0), x)
     with pytest.raises(TypeError, match=r"returned a str for .*; needs a jax.sharding"):
         pipeline(lambda path, leaf: "data").init(jax.random.key(0), x)
-    with pytest.raises(ValueError, match="an axis stands twice"):
-        pipeline(lambda path, leaf: P(*["data"] * leaf.ndim)).init(jax.random.key(0), x)
-    with pytest.raises(ValueError, match="has fewer axes than"):
-        pipeline(lambda path, leaf: P(None, None, "data")).init(jax.random.key(0), x)
 
 
 def test_variables_that_lie_otherwise_are_not_in_place():
@@ -250,8 +190,6 @@ def test_variables_that_lie_otherwise_are_not_in_place():
         pipe.apply(moved, x)
     expected = pipe.apply(variables, x)
     ref.assert_equal(pipe.apply(pipe.place(moved), x), expected)
-    on_host = jax.tree.map(np.asarray, variables)
-    ref.assert_equal(pipe.apply(pipe.place(on_host), x), expected)
     state = pipe.init_train_state(jax.random.key(0), x, TX)
     step = pipe.train_step(ref.mse, TX, donate=False)
     elsewhere = jax.device_put(state.opt_state, device)
