@@ -23,21 +23,6 @@ def plain():
     return [dense(8), jnp.tanh, dense(8), dense(4)]
 
 
-def test_outputs_and_gradients_come_with_keys_of_their_own():
-    x, targets = batch(20)
-    key = jax.random.key(3)
-    found = []
-    for pipe in (
-        jpipe.pipeline(normed(), 2, balance=[2, 2], mesh=mesh(2, 2)),
-        jpipe.sequential(normed(), 4),
-    ):
-        variables = pipe.init(jax.random.key(0), x)
-        outputs = pipe.apply(variables, x, rngs=key, train=True)
-        find = pipe.value_and_grad(ref.mse, has_state=True)
-        found.append((variables, outputs, find(variables, x, targets, rngs=key)))
-    close(*found)
-
-
 def test_aux_is_joined_where_it_has_an_axis_and_of_each_shard_where_not():
     """Also what leaves as it came: a target; two variables that change places."""
 

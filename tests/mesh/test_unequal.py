@@ -47,18 +47,6 @@ def by_columns(path, spec):
     return P(None, "model") if spec.ndim == 2 and spec.shape[1] == 8 else None
 
 
-def test_two_devices_and_four_give_the_numbers_of_one(double):
-    pipe = jpipe.pipeline(
-        layers(),
-        3,
-        balance=[3, 3, 2],
-        devices=ranks((2,), (2, 2), (2,)),
-        sharding=by_columns,
-    )
-    compare(layers, pipe, 6, *batch())
-    assert "cpu:2 to cpu:5 (data=2, model=2)" in str(pipe)
-
-
 def cut_both_ways(path, spec):
     return P("data", "model") if spec.shape == (8, 8) else None
 
@@ -100,10 +88,6 @@ def test_a_replica_may_have_a_mesh_of_another_shape(double):
         (
             lambda: [ranks((2,))[0], ranks((2, 2))[0]],
             r"cpu:\d is in the meshes of rank 0 and rank 1; give each rank devices",
-        ),
-        (
-            lambda: [jax.make_mesh((2, 2), ("stage", "data")), *ranks((2,))],
-            r"the mesh of one rank has an axis 'stage'.*type mesh=jax.make_mesh",
         ),
     ],
 )
