@@ -23,15 +23,6 @@ class Perceptron(nn.Module):
         return x + nn.Dense(WIDTH, param_dtype=float)(h)
 
 
-class Convolution(nn.Module):
-    @nn.compact
-    def __call__(self, x, train):
-        y = nn.Conv(WIDTH, (3, 3), use_bias=False, param_dtype=float)(x[..., None])
-        y = nn.relu(nn.BatchNorm(use_running_average=not train)(y))
-        y = nn.max_pool(y, (2, 2), (1, 1), padding="SAME")
-        return x + nn.Dropout(0.1)(y, deterministic=not train).mean(-1)
-
-
 class Recurrent(nn.Module):
     """A loop in a loop, along an array, with a constant from outside."""
 
@@ -79,7 +70,6 @@ class Ruled(nn.Module):
 
 LAYERS = {
     "perceptron": Perceptron,
-    "convolution": Convolution,
     "loops": Recurrent,
     "complex": Unitary,
     "rules": Ruled,
@@ -108,9 +98,7 @@ def test_a_minimum_cut_keeps_least_and_gives_the_same_numbers(name):
     if name == "loops":  # what they carry is kept; a policy runs them again for it
         assert held["min_cut"] < held["none"]
     elif name != "complex":  # of which all is kept
-        # "dots" draws masks again: of two layers, for two micro-batches in flight.
-        masks = 2 * 2 * (2 * 5 * WIDTH * WIDTH) if name == "convolution" else 0
-        assert held["min_cut"] - masks <= held["dots"]
+        assert held["min_cut"] <= held["dots"]
 
 
 def test_what_a_minimum_cut_keeps_is_counted_by_hand():
@@ -148,32 +136,12 @@ class Noisy(nn.Module):
         return jnp.where(mask, 2 * h, 0.0)
 
 
-class NoisyStep(nn.Module):
-    @nn.compact
-    def __call__(self, x, train):
-        return Noisy()(x, train), None
-
-
-class NoisyLoop(nn.Module):
-    @nn.compact
-    def __call__(self, x, train):
-        step = nn.scan(
-            NoisyStep,
-            variable_axes={"params": 0},
-            split_rngs={"params": True, "dropout": True},
-            in_axes=nn.broadcast,
-            length=2,
-        )
-        return step()(x, train)[0]
-
-
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
-@pytest.mark.parametrize("noisy", [[Noisy(), Noisy()], [NoisyLoop()]], ids=len)
-def test_masks_are_kept_and_no_backward_draws_them_again(noisy, schedule):
+def test_masks_are_kept_and_no_backward_draws_them_again(schedule):
     rows, x = 4 * WIDTH, jax.random.normal(KEY, (8, WIDTH))
     found, flops = {}, {}
     for remat in ("min_cut", "none"):
-        layers = [*noisy, ref.dense(4)]
+        layers = [Noisy(), Noisy(), ref.dense(4)]
         balance = [len(layers) - 1, 1]
         pipe = jpipe.pipeline(
             layers, 2, balance=balance, remat=remat, schedule=schedule
@@ -190,14 +158,6 @@ def test_masks_are_kept_and_no_backward_draws_them_again(noisy, schedule):
     ref.assert_close(found["min_cut"], found["none"], ref.FLOAT32)
     # A draw takes a hundred operations for each element, one of 16 products 2.
     assert flops["min_cut"] <= flops["none"] + 20 * rows
-
-
-def test_what_waits_for_w_is_no_more_than_by_none():
-    plain, expected = found("loops", "none", "zb_h1")
-    plan, value = found("loops", "min_cut", "zb_h1")
-    ref.assert_close(value, expected, ref.FLOAT64)
-    peaks = zip(plan.peak_bytes, plain.peak_bytes, strict=True)
-    assert all(most <= without for (_, most), (_, without) in peaks)
 
 
 @jax.custom_vjp

@@ -7,9 +7,7 @@ import sys
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jaxlib import _jax
 
 import jpipe
 from jpipe import _compat
@@ -71,17 +69,6 @@ def test_a_guard_of_transfers_lets_explicit_moves_of_a_step_pass(built):
         gradient(*given)
 
 
-def test_a_guard_of_transfers_holds_again_after_a_copy():
-    program = jax.jit(jnp.negative)
-    program(np.ones(3, np.float32))
-    _compat.copier(*jax.devices()[:2])([jnp.ones(3)])
-    with (
-        jax.transfer_guard_host_to_device("disallow"),
-        pytest.raises(Exception, match="Disallowed host-to-device transfer"),
-    ):
-        program(np.ones(3, np.float32))
-
-
 def test_typed_keys_travel_between_stages():
     def noise(y):
         return {"y": y, "key": jax.random.key(7)}
@@ -99,38 +86,13 @@ def test_typed_keys_travel_between_stages():
     ref.assert_close(*found, ref.FLOAT32)
 
 
-def test_a_copier_that_is_first_used_under_a_guard_or_a_trace_is_found(fresh):
-    with jax.transfer_guard("disallow_explicit"):
-        assert _compat.copier(*jax.devices()[:2]) is not None
-    _compat.copier.cache_clear()
-    found = []
-
-    def traced(x):
-        found.append(_compat.copier(*jax.devices()[:2]))
-        return x
-
-    jax.eval_shape(traced, 0.0)
-    assert found[0] is not None
-
-
 class Missing:
     """A jaxlib without the names."""
 
 
-class Loose:
-    """A jaxlib whose function leaves arrays free to move."""
-
-    guard_lib = _jax.guard_lib
-
-    @staticmethod
-    def batched_device_put(aval, sharding, xs, devices):
-        return jax.numpy.zeros(aval.shape, aval.dtype)
-
-
-@pytest.mark.parametrize("jaxlib", [Missing, Loose])
-def test_another_jaxlib_gives_the_same_bits(jaxlib, built, fresh, monkeypatch):
+def test_a_jaxlib_without_the_names_gives_the_same_bits(built, fresh, monkeypatch):
     _, given, expected = built
-    monkeypatch.setitem(sys.modules, "jaxlib._jax", jaxlib)
+    monkeypatch.setitem(sys.modules, "jaxlib._jax", Missing)
     assert _compat.copier(*jax.devices()[:2]) is None
     pipe = jpipe.pipeline(ref.mlp(), 2, balance=[2, 2, 2])
     ref.assert_equal(pipe.value_and_grad(ref.mse)(*given), expected)
