@@ -1,7 +1,5 @@
 """Commands about models: what they print, what they write."""
 
-import sys
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -116,17 +114,3 @@ def test_pictures_are_those_of_the_library(command):
     works(command(f"plan model:make {ESTIMATE} --svg plan.svg --json plan.json"))
     with open("plan.svg") as svg, open("plan.json") as file:
         assert svg.read() == jpipe.draw.svg(jpipe.Plan.from_json(file.read()))
-
-
-def test_png_is_written_after_what_cannot_be_made_again(command, folder, monkeypatch):
-    pytest.importorskip("matplotlib")
-    line = "profile model:make --estimate --png costs.png --json costs.json"
-    assert works(command(line)).endswith("wrote costs.json\nwrote costs.png\n")
-    assert (folder / "costs.png").read_bytes().startswith(b"\x89PNG")
-    (folder / "costs.json").unlink()
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    status, out, err = command(line)
-    assert status == 2
-    assert out.endswith("wrote costs.json\n")
-    assert "pip install 'jpipe[plot]'" in err
-    assert "Traceback" not in err

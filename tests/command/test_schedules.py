@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from jpipe.schedules import BY_NAME, zb_v
+from jpipe.schedules import BY_NAME
 
 from .outcome import refused, works
 
@@ -53,17 +53,6 @@ def test_draw_takes_costs_latency_and_chunks(command, options, time):
     assert f": time {time} (" in out.splitlines()[0]
 
 
-@pytest.mark.parametrize(
-    ("costs", "columns"),
-    [("0.004,0.008", 9), ("1,1.5", 15)],
-)
-def test_columns_suit_the_costs(command, costs, columns):
-    out = works(command(f"draw 1f1b --ranks 2 --microbatches 2 --costs {costs}"))
-    grid = out.splitlines()[-1]
-    cells = grid[grid.index("|") + 1 : -1]
-    assert (len(cells) + 1) // 3 == columns
-
-
 def test_draw_writes_what_was_asked_for(command, tmp_path):
     svg, trace = tmp_path / "a.svg", tmp_path / "a.json"
     out = works(
@@ -77,22 +66,6 @@ def test_draw_writes_what_was_asked_for(command, tmp_path):
     assert len(list(ET.parse(svg).iter())) > 100
     slices = [e for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X"]
     assert len(slices) == sum(map(len, BY_NAME["dualpipe_v"](2, 4).rows))
-
-
-def test_draw_writes_png(command, tmp_path):
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "a.png"
-    works(command("draw gpipe --ranks 2 --microbatches 2 --png", str(path)))
-    assert path.read_bytes().startswith(b"\x89PNG")
-
-
-def test_draw_without_matplotlib_says_what_to_type(command, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    path = tmp_path / "a.png"
-    status, _, err = command("draw gpipe --ranks 2 --microbatches 2 --png", str(path))
-    assert status == 2
-    assert "pip install 'jpipe[plot]'" in err
-    assert not path.exists()
 
 
 def test_a_file_that_cannot_be_written(command, tmp_path):
@@ -168,15 +141,6 @@ def test_compare_lists_all_schedules_that_train(command):
     assert times["zb_v"] == "25.5"
 
 
-def test_compare_says_why_a_schedule_is_missing(command):
-    out = works(command("compare --ranks 4 --microbatches 4"))
-    assert "dualpipe_v" not in column(out, 0)
-    assert len(column(out, 0)) == len(BY_NAME) - 2
-    assert out.splitlines()[-1] == (
-        "no order of dualpipe_v: num_microbatches=4: needs at least 2 * num_ranks = 8"
-    )
-
-
 def test_compare_and_draw_agree(command):
     table = works(command("compare --ranks 3 --microbatches 6 --costs 2,3,1"))
     for name, time in zip(column(table, 0), column(table, 2), strict=True):
@@ -201,13 +165,6 @@ def test_check_prints_the_grid_and_the_peaks(command, tmp_path):
     ]
 
 
-def test_check_reads_json_whatever_the_name(command, tmp_path):
-    path = tmp_path / "mine.txt"
-    path.write_text("\n " + zb_v(2, 3).to_json())
-    out = works(command("check", str(path)))
-    assert out.startswith("zb_v: time ")
-
-
 def test_check_reads_standard_input(command, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO(MINE))
     assert works(command("check -")).startswith("stdin: time 9 ")
@@ -230,23 +187,6 @@ def test_check_prints_the_faults_on_stderr(command, tmp_path, text, parts):
     assert "Traceback" not in err
     for part in parts:
         assert part in err
-
-
-def test_check_warns_of_a_rank_that_runs_nothing(command, tmp_path):
-    fields = json.loads(BY_NAME["gpipe"](1, 1).to_json())
-    fields["rows"].append([])
-    path = tmp_path / "mine.json"
-    path.write_text(json.dumps(fields))
-    status, out, err = command("check", str(path))
-    assert status == 0
-    assert err == "warning: E12 rank 1 runs nothing\n"
-    assert "rank 1 |.  .  . |" in out
-
-
-def test_check_of_what_is_no_text(command, tmp_path):
-    path = tmp_path / "mine.txt"
-    path.write_bytes(b"\xff\xfe\x00")
-    refused(command("check", str(path)), str(path), "UTF-8")
 
 
 def test_the_module_is_a_program():
