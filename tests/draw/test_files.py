@@ -6,7 +6,6 @@ import sys
 import pytest
 
 from jpipe import draw
-from jpipe.schedules import BY_NAME
 
 from .pictures import CLOSE, measured, parsed, predicted
 
@@ -19,13 +18,6 @@ def test_no_timelines_and_a_wrong_number_of_titles(render):
         render(predicted("gpipe"), titles=["a", "b"])
     with pytest.raises(ValueError, match="width=100: must be at least 400"):
         draw.svg(predicted("gpipe"), width=100)
-
-
-@pytest.mark.parametrize("draws", [draw.svg, draw.trace])
-def test_a_schedule_is_drawn_with_the_default_costs_as_by_the_command(draws):
-    schedule, timeline = BY_NAME["zb_v"](2, 4), predicted("zb_v", 2, 4)
-    assert draws(schedule) == draws(timeline)
-    assert draws([timeline, schedule]) == draws([timeline, timeline])
 
 
 def test_png_and_pdf_are_written(tmp_path):

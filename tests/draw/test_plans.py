@@ -1,6 +1,5 @@
 """Plans and profiles: bars of time and of bytes, the limit, the timeline below."""
 
-import dataclasses
 import functools
 
 import jax
@@ -10,7 +9,6 @@ import pytest
 from flax import linen as nn
 
 import jpipe
-from jpipe import draw
 from jpipe.planning._profile import LayerProfile, Profile
 from jpipe.schedules._units import duration
 
@@ -49,12 +47,6 @@ def test_bars_are_as_long_as_what_they_say():
     assert "limit 128.0 KiB" in says
     first = plan.stages[0].layers
     assert f"rank 0, min_cut: {first[0]} to {first[-1]} ({len(first)})" in says
-
-
-def test_a_limit_that_is_far_away_is_written_and_not_drawn():
-    root = parsed(planned(schedules="1f1b", memory_limit=1 << 34))
-    assert "limit 16.0 GiB" in [text["text"] for text in texts(root)]
-    assert not root.findall(f"{SVG}g[@stroke='#cc0000']")
 
 
 def test_below_the_bars_is_the_timeline_of_the_step_in_seconds():
@@ -106,10 +98,3 @@ def test_a_profile_is_a_bar_of_time_and_one_of_bytes_per_layer():
     assert "3 layers, a micro-batch of 1 example: 1 s, measured on a chip" in shown
     assert {"0 Dense", "4 ms", "300 B to 2.0 KiB", "2 unknown"} <= set(shown)
     assert {"kept by min_cut", "more kept by none", "forward"} <= set(shown)
-
-
-def test_a_profile_has_no_timeline_to_title_and_needs_layers():
-    with pytest.raises(ValueError, match="titles are for timelines"):
-        draw.svg(PROFILE, titles=["mine"])
-    with pytest.raises(ValueError, match="a profile without layers"):
-        draw.svg(dataclasses.replace(PROFILE, layers=()))

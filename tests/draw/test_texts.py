@@ -25,13 +25,9 @@ def test_legend_names_the_ops_that_occur_and_no_others():
     def legend(name):
         return {t["text"] for t in texts(parsed(predicted(name)))}
 
-    whole = {"F forward", "B backward"}
-    halves = {"I input gradient", "W weight gradient"}
-    assert legend("1f1b") & (whole | halves) == whole
-    assert legend("zb_h1") & (whole | halves) == {"F forward"} | halves
-    assert legend("dualpipe_v") >= whole | halves
-    shades = "dark to light: stages of a rank"
-    assert (shades in legend("1f1b"), shades in legend("zb_v")) == (False, True)
+    ops = {"F forward", "B backward", "I input gradient", "W weight gradient"}
+    assert legend("1f1b") & ops == {"F forward", "B backward"}
+    assert legend("dualpipe_v") >= ops
 
 
 def test_predicted_stands_above_measured_on_one_axis():
