@@ -48,16 +48,6 @@ def test_a_copy_is_made_once_right_after_its_source():
     assert done[3].reads == [double]
 
 
-def test_a_copy_of_a_copy_is_one_of_the_source():
-    graph, (x,) = arguments(1)
-    there = graph.at(x, 1)
-    assert graph.at(there, 1) == there != x
-    assert graph.at(there, 0) == x
-    further = graph.at(there, 2)
-    (first, second) = graph.with_copies([there, further])
-    assert first.reads == second.reads == [x]
-
-
 def test_what_is_in_no_place_is_read_where_it_is():
     graph, (x,) = arguments(1, NOWHERE)
     assert graph.at(x, 1) == x

@@ -9,7 +9,7 @@ from jpipe._instructions._bytes import live
 from jpipe._instructions._graph import NOWHERE, OUTSIDE, Graph
 from jpipe.schedules import Action
 
-from .graphs import ADD, BOTH, DOUBLE, SPEC, arguments, calls, function, leaf, moves
+from .graphs import ADD, BOTH, DOUBLE, SPEC, arguments, calls, function, leaf
 from .graphs import program as program_of
 
 
@@ -141,15 +141,6 @@ class TestTheList:
 
         made([leaf(1)], observe)
 
-    def test_results_that_nobody_reads_are_not_made(self):
-        graph, (x,) = arguments(1)
-        sine, _ = graph.call(BOTH, 0, [x])
-        made = program_of(graph, [sine])
-        (call,) = calls(made)
-        assert call.run.kept == [0]
-        assert len(call.writes) == 1
-        np.testing.assert_array_equal(made([leaf(1)])[0], jnp.sin(leaf(1)))
-
     def test_bytes_are_those_of_what_is_written_and_freed(self):
         made = self.made()
         (given, *after) = live(made)
@@ -164,16 +155,6 @@ class TestTheList:
         first, second = made([leaf(1)])[0], made([leaf(2)])[0]
         np.testing.assert_array_equal(first, 2 * jnp.sin(leaf(1)) + jnp.cos(leaf(1)))
         np.testing.assert_array_equal(second, 2 * jnp.sin(leaf(2)) + jnp.cos(leaf(2)))
-
-    def test_arguments_may_be_returned_and_sent(self):
-        graph, (x,) = arguments(1)
-        made = program_of(graph, [x, graph.at(x, 1)])
-        (move,) = moves(made)
-        assert (move.source, move.place, move.label) == (0, 1, "arguments")
-        given = leaf(1)
-        first, second = made([given])
-        assert first is given
-        assert second.device == jax.devices()[1]
 
 
 class TestErrors:
@@ -195,6 +176,3 @@ class TestErrors:
     def test_name_the_action_its_device_and_its_layers(self):
         notes = self.broken(Action("F", 1, 2), "layers 3 to 4")
         assert notes == ["raised in action 1F2 on cpu:1: layers 3 to 4"]
-
-    def test_name_what_is_no_action_by_its_words(self):
-        assert self.broken("join", "") == ["raised in join on cpu:1"]
