@@ -49,32 +49,6 @@ check(
     again=None,
 )
 """,
-    "three norms, one after the other, of what is constant but for rounding": """
-dtype = jnp.float64
-check(
-    [
-        embed(dtype),
-        jnp.tanh,
-        conv(1, dtype),
-        forget,
-        group_norm(dtype),
-        nnx_batch_norm(3, dtype),
-        layer_norm(dtype),
-    ],
-    tokens(2, dtype),
-    2,
-    remat='full',
-    balance=[4, 3],
-    devices=[0, 0],
-    schedule='gpipe',
-    reduction='mean',
-    has_aux=False,
-    optimizer='sgd',
-    by_hand='microbatches',
-    rough=3,
-    again={'schedule': '1f1b'},
-)
-""",
     "a gradient took the memory of what was offloaded": """
 dtype = jnp.float64
 offload = jax.checkpoint_policies.offload_dot_with_no_batch_dims(

@@ -15,8 +15,6 @@ LAYERS, X = [nn.Dense(4), nn.tanh], jnp.ones((8, 4))
 
 def make(): return LAYERS, X
 def layers(): return LAYERS
-def nothing(): make()
-def misspelt(): return {"layer": LAYERS, "samples": X}
 def no_sample(): return namedtuple("Model", "layers sample")(LAYERS, None)
 def no_optimizer(): return LAYERS, X, 1e-3
 def raises(): raise ValueError("mine")
@@ -36,17 +34,12 @@ pytestmark = pytest.mark.usefixtures("folder")
     ("factory", "parts"),
     [
         ("model:layers", ["model:layers returned a list; ", RETURNS]),
-        ("model:nothing", ["returned a NoneType; ", RETURNS]),
-        ("model:misspelt", ["returned ['layer', 'samples']; ", RETURNS]),
         ("model:no_sample", ["returned ['layers', 'sample']; ", RETURNS]),
         ("model:no_optimizer", ["optax"]),
-        ("model:LAYERS", ["model:LAYERS is a list; needs a function"]),
         ("model:mak", ["model has no 'mak'"]),
         ("model", ["'model': write module:factory", "file.py:factory"]),
         ("modell:make", ["no module 'modell' in ", "path/to/file.py:factory"]),
-        ("model.inner:make", ["no module 'model.inner' in "]),
         ("modell.py:make", ["modell.py: No such file"]),
-        ("dir/model:make", ["no module 'dir/model' in "]),
     ],
 )
 def test_what_is_no_factory_and_what_gives_no_model(command, factory, parts):
@@ -57,34 +50,18 @@ def test_what_is_no_factory_and_what_gives_no_model(command, factory, parts):
     ("options", "parts"),
     [
         ("--memory 16", ["--memory: '16': which unit? write bytes, such as 16GiB"]),
-        ("--memory 0", ["--memory: '0': needs at least one byte"]),
-        ("--bandwidth 50", ["'50': which unit? write bytes per second, such as 50GB"]),
-        ("--bandwidth=-1GB", ["--bandwidth: '-1GB': write bytes per second"]),
         ("--latency 5m", ["'5m': write a time, such as 5us; units: s, ms, us"]),
         ("--estimate --flops 100", ["'100': so few? write operations per second"]),
         ("--flops 1e14", ["--flops is for an estimate: give --estimate too"]),
-        ("--devices 0", ["--devices: '0': write a whole number of at least 1"]),
-        ("--microbatches 8,x", ["--microbatches: 'x': write a whole number"]),
         ("--schedule gpip", ["unknown schedule 'gpip': choose gpipe, "]),
-        ("--remat most", ["--remat: invalid choice: 'most'", "min_cut"]),
         ("--png plan.gif", ["'plan.gif'", ".png or .pdf"]),
         ("--profile none.json", ["error: ", "No such file or directory: 'none.json'"]),
         ("--profile model.py", ["error: model.py holds no profile", "is not JSON"]),
-        ("--profile x --estimate", ["--profile takes the place of --estimate"]),
-        ("--svg no/a.svg", ["error: no/a.svg: No such file or directory\n"]),
         ("--json .", ["error: .: Is a directory\n"]),
     ],
 )
 def test_options_that_do_not_fit(command, options, parts):
     refused(command(f"plan model:make {options}"), *parts)
-
-
-def test_no_plan_that_fits_says_what_to_type(command):
-    refused(
-        command("plan model:make --devices 2 --estimate --memory 450B"),
-        "error: memory_limit=450 bytes on 2 devices: no plan fits. The nearest is ",
-        "take more devices (num_devices=)",
-    )
 
 
 def test_a_profile_of_another_model_is_refused(command):
@@ -107,13 +84,6 @@ def test_what_the_users_code_raises_is_left_alone(command, factory, kind, says):
     with pytest.raises(kind, match=says) as raised:
         command(f"plan model:{factory} --estimate")
     assert raised.traceback[-1].path.name == "model.py"
-
-
-def test_a_module_that_does_not_import_is_left_alone(command, folder):
-    (folder / "lacking.py").write_text("import not_installed_here")
-    for where in ("lacking", "lacking.py"):
-        with pytest.raises(ModuleNotFoundError, match="not_installed_here"):
-            command(f"plan {where}:make --estimate")
 
 
 def test_a_file_has_its_neighbours_and_does_not_take_the_place_of_others(

@@ -14,7 +14,7 @@ from jpipe.schedules import BY_NAME, Costs, MemoryEvent, Timeline
 SVG = "{http://www.w3.org/2000/svg}"
 # A hundredth of a pixel is what the file is rounded to.
 CLOSE = pytest.approx
-NAMES = ["1f1b", "zb_v", "dualpipe_v"]
+NAMES = ["1f1b", "dualpipe_v"]
 
 
 def predicted(name: str, ranks: int = 4, microbatches: int = 8) -> Timeline:

@@ -55,10 +55,9 @@ def test_boxes_are_where_actions_run_and_the_rest_is_hatched(name):
         assert all(title.startswith("idle") == hatched for title in titles)
 
 
-@pytest.mark.parametrize(("ranks", "microbatches"), [(4, 8), (2, 120)])
-@pytest.mark.parametrize("width", [None, 500])
-def test_numbers_fit_in_their_boxes_and_texts_on_the_page(ranks, microbatches, width):
-    root = parsed(predicted("zb_v", ranks, microbatches), width=width)
+@pytest.mark.parametrize(("microbatches", "width"), [(8, None), (120, 500)])
+def test_numbers_fit_in_their_boxes_and_texts_on_the_page(microbatches, width):
+    root = parsed(predicted("zb_v", 2, microbatches), width=width)
     for text, name, box in numbers_in(root):
         assert name.endswith(text["text"])
         assert text["left"] >= box["x"]
@@ -74,14 +73,6 @@ def test_numbers_are_all_there_where_there_is_room_and_else_none():
     written = {name for _, name, _ in numbers_in(parsed(timeline))}
     assert written == set(map(str, timeline.start))
     assert numbers_in(parsed(predicted("zb_v", 8, 32), width=600)) == []
-
-
-def test_numbers_can_be_read_on_every_shade():
-    shades = [palette.shade(op, chunk, 4) for op in palette.OPS for chunk in range(4)]
-    assert len(set(shades)) == 16
-    for fill in shades:
-        light = [palette._luminance(each) for each in (fill, palette.ink_on(fill))]
-        assert (max(light) + 0.05) / (min(light) + 0.05) >= 4, fill
 
 
 def test_memory_curves_have_one_scale_and_follow_the_events():

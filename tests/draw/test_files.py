@@ -1,15 +1,13 @@
 """Pictures as files, and pictures that cannot be drawn."""
 
-import json
 import re
 import sys
 
 import pytest
 
 from jpipe import draw
-from jpipe.schedules import BY_NAME, Costs, Timeline
 
-from .pictures import CLOSE, actions, boxes, measured, parsed, predicted
+from .pictures import CLOSE, measured, parsed, predicted
 
 
 @pytest.mark.parametrize("render", [draw.svg, draw.trace])
@@ -20,21 +18,6 @@ def test_no_timelines_and_a_wrong_number_of_titles(render):
         render(predicted("gpipe"), titles=["a", "b"])
     with pytest.raises(ValueError, match="width=100: must be at least 400"):
         draw.svg(predicted("gpipe"), width=100)
-
-
-@pytest.mark.parametrize("draws", [draw.svg, draw.trace])
-def test_a_schedule_is_drawn_with_the_default_costs_as_by_the_command(draws):
-    schedule, timeline = BY_NAME["zb_v"](2, 4), predicted("zb_v", 2, 4)
-    assert draws(schedule) == draws(timeline)
-    assert draws([timeline, schedule]) == draws([timeline, timeline])
-
-
-def test_timelines_without_time_or_actions_are_drawn():
-    free = BY_NAME["gpipe"](2, 2).simulate(Costs(forward=0, backward=0))
-    assert all(box["width"] == 0 for box in actions(parsed(free)).values())
-    nothing = Timeline("nothing", (0,), ((),), {}, {})
-    assert boxes(parsed(nothing), r"\d+[FBIW]") == []
-    json.loads(draw.trace([free, nothing]))
 
 
 def test_png_and_pdf_are_written(tmp_path):

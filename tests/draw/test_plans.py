@@ -1,6 +1,5 @@
 """Plans and profiles: bars of time and of bytes, the limit, the timeline below."""
 
-import dataclasses
 import functools
 
 import jax
@@ -10,7 +9,6 @@ import pytest
 from flax import linen as nn
 
 import jpipe
-from jpipe import draw
 from jpipe.planning._profile import LayerProfile, Profile
 from jpipe.schedules._units import duration
 
@@ -51,12 +49,6 @@ def test_bars_are_as_long_as_what_they_say():
     assert f"rank 0, min_cut: {first[0]} to {first[-1]} ({len(first)})" in says
 
 
-def test_a_limit_that_is_far_away_is_written_and_not_drawn():
-    root = parsed(planned(schedules="1f1b", memory_limit=1 << 34))
-    assert "limit 16.0 GiB" in [text["text"] for text in texts(root)]
-    assert not root.findall(f"{SVG}g[@stroke='#cc0000']")
-
-
 def test_below_the_bars_is_the_timeline_of_the_step_in_seconds():
     plan = planned(schedules="zb_h1", bandwidth=1e9)
     root = parsed(plan)
@@ -69,30 +61,6 @@ def test_below_the_bars_is_the_timeline_of_the_step_in_seconds():
     assert f"zb_h1, 4 micro-batches, {seconds} a step predicted" in shown
     # Of memory the bars say all.
     assert not any(text.startswith("peak ") for text in shown)
-
-
-def test_a_host_that_is_slower_than_the_devices_is_told():
-    plan = planned(schedules="1f1b")
-    slow = dataclasses.replace(plan.forecast, seconds=2 * plan.forecast.seconds)
-    shown = [t["text"] for t in texts(parsed(dataclasses.replace(plan, forecast=slow)))]
-    assert "1f1b: the devices alone, which wait for the host" in shown
-    assert "1f1b" in [t["text"] for t in texts(parsed(plan))]
-
-
-@pytest.mark.parametrize("width", [None, 1500.0])
-def test_nothing_is_written_over_the_edges(width):
-    layers = tuple(
-        LayerProfile(f"a layer with a very long name{i}" * 3, 1e-3 * i, 2.0 * i)
-        for i in range(12)
-    )
-    for drawn in (planned(schedules="1f1b"), Profile(layers)):
-        root = parsed(drawn, width=width)
-        edge = float(root.get("width", "nan"))
-        assert width in (None, edge)
-        bottom = float(root.get("height", "nan"))
-        for text in texts(root):
-            assert 0 <= text["left"] < text["right"] <= edge, text
-            assert 0 < text["y"] < bottom
 
 
 # ----------------------------------------------------------------------- profiles
@@ -130,10 +98,3 @@ def test_a_profile_is_a_bar_of_time_and_one_of_bytes_per_layer():
     assert "3 layers, a micro-batch of 1 example: 1 s, measured on a chip" in shown
     assert {"0 Dense", "4 ms", "300 B to 2.0 KiB", "2 unknown"} <= set(shown)
     assert {"kept by min_cut", "more kept by none", "forward"} <= set(shown)
-
-
-def test_a_profile_has_no_timeline_to_title_and_needs_layers():
-    with pytest.raises(ValueError, match="titles are for timelines"):
-        draw.svg(PROFILE, titles=["mine"])
-    with pytest.raises(ValueError, match="a profile without layers"):
-        draw.svg(dataclasses.replace(PROFILE, layers=()))

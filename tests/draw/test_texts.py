@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from jpipe.schedules import BY_NAME, Costs
+from jpipe.schedules import Costs
 
 from .pictures import CLOSE, boxes, measured, parsed, predicted, texts
 
@@ -25,13 +25,9 @@ def test_legend_names_the_ops_that_occur_and_no_others():
     def legend(name):
         return {t["text"] for t in texts(parsed(predicted(name)))}
 
-    whole = {"F forward", "B backward"}
-    halves = {"I input gradient", "W weight gradient"}
-    assert legend("1f1b") & (whole | halves) == whole
-    assert legend("zb_h1") & (whole | halves) == {"F forward"} | halves
-    assert legend("dualpipe_v") >= whole | halves
-    shades = "dark to light: stages of a rank"
-    assert (shades in legend("1f1b"), shades in legend("zb_v")) == (False, True)
+    ops = {"F forward", "B backward", "I input gradient", "W weight gradient"}
+    assert legend("1f1b") & ops == {"F forward", "B backward"}
+    assert legend("dualpipe_v") >= ops
 
 
 def test_predicted_stands_above_measured_on_one_axis():
@@ -54,20 +50,10 @@ def test_predicted_stands_above_measured_on_one_axis():
     assert said.index("predicted") < said.index("measured")
 
 
-@pytest.mark.parametrize(
-    ("factor", "unit"), [(1.0, "time, s"), (1e-3, "time, ms"), (1e-6, "time, µs")]
-)
+@pytest.mark.parametrize(("factor", "unit"), [(1.0, "time, s"), (1e-6, "time, µs")])
 def test_measured_times_have_a_unit_and_predicted_ones_have_none(factor, unit):
     timeline = predicted("gpipe")
     said = [t["text"] for t in texts(parsed(measured(timeline, factor)))]
     assert unit in said
     assert f"makespan 33 {unit.split()[1]}, bubble 27.3 %" in said
     assert "time" in [t["text"] for t in texts(parsed(timeline))]
-
-
-def test_what_is_predicted_from_seconds_is_drawn_in_seconds_and_bytes():
-    for kept, peak in ((3000, "peak 5.879 KiB"), (30, "peak 80 B")):
-        costs = Costs(2e-3, 4e-3, residual_bytes=kept, boundary_bytes=20)
-        costs = dataclasses.replace(costs, in_seconds=True)
-        said = [t["text"] for t in texts(parsed(BY_NAME["1f1b"](2, 2).simulate(costs)))]
-        assert {"time, ms", "makespan 18 ms, bubble 33.3 %", peak} <= set(said)

@@ -58,19 +58,10 @@ def test_trace_has_an_arrow_for_each_transfer_from_slice_to_slice(name):
     assert Counter((around(begins[i]), around(ends[i])) for i in begins) == expected
 
 
-def test_trace_names_processes_and_threads_and_counts_memory():
+def test_trace_counts_memory():
     timeline = predicted("1f1b")
-    pair = [timeline, measured(timeline)]
-    names = {
-        (event["name"], event["pid"], event["tid"]): event["args"].get("name")
-        for event in events(pair, "M", titles=["predicted", "measured"])
-    }
-    assert names["process_name", 0, 0] == "predicted"
-    assert names["process_name", 1, 0] == "measured"
-    assert names["thread_name", 1, 3] == "rank 3"
-    counters = events(pair, "C")
-    first = [e["args"]["bytes"] for e in counters if e["pid"] == 0]
-    assert first == [event.bytes for event in timeline.memory]
+    counters = events(timeline, "C")
+    assert [e["args"]["bytes"] for e in counters] == [e.bytes for e in timeline.memory]
 
 
 def test_measured_seconds_become_microseconds_from_zero():

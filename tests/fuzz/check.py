@@ -18,10 +18,9 @@ from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 
 import jpipe
-from jpipe._instructions._bytes import live
 
+from .. import listing
 from .. import reference as ref
-from ..run import held
 from . import by_hand as hand
 from .batches import (
     Batch,
@@ -179,7 +178,7 @@ def check(
     with asserting("bytes are those of the instructions"):
         program = find.program(*given, rngs=KEY(3))
         leaves = jax.tree.leaves((*given, KEY(3)))
-        assert held.counted(program, leaves) == live(program)[1:]
+        assert listing.counted(program, leaves) == listing.live(program)[1:]
     if again is not None:
         other = _pipeline(layers, num_microbatches, {**settings, **again})
         with asserting(f"the same bits with {again}"):

@@ -1,7 +1,5 @@
 """The house rules that can be read off the source, and proof that each can fail."""
 
-from pathlib import Path
-
 import pytest
 
 from .rules import (
@@ -11,37 +9,28 @@ from .rules import (
     beyond_the_standard_library,
     cycles,
     folder_of,
-    foreign_names,
     graph,
     imports_upwards,
-    in_an_unknown_folder,
     long_files,
     modules,
     moves_data,
     private_names,
     waits,
-    without_a_subject,
     words,
 )
 
 # What breaks each rule: a module, its source, and what the rule says of it.
 BROKEN = [
     (cycles, "_loop", "def f():\n    from ._loop import x", "_loop -> _loop"),
-    (cycles, "draw._svg", "from . import _svg", "draw._svg -> draw._svg"),
+    (cycles, "draw._svg", "from ..draw import _svg", "draw._svg -> draw._svg"),
     (imports_upwards, "schedules", "from .. import draw", "schedules imports draw"),
     (
         imports_upwards,
         "_layers._stage",
-        "def f():\n    from ..planning._cuts import x",
+        "def f():\n    import jpipe.planning._cuts",
         "_layers._stage imports planning",
     ),
-    (
-        imports_upwards,
-        "draw._svg",
-        "import jpipe._layers._stage",
-        "draw._svg imports _layers",
-    ),
-    (in_an_unknown_folder, "_new._module", "", "_new._module"),
+    (imports_upwards, "_new._module", "from .. import _layers", "_new._module imports"),
     (
         beyond_the_standard_library,
         "schedules._action",
@@ -55,13 +44,11 @@ BROKEN = [
         "draw._svg imports matplotlib",
     ),
     (moves_data, "_loop", "from jax import device_put as put", "_loop: device_put"),
-    (waits, "_loop", "x.block_until_ready()", "_loop: block_until_ready"),
+    (waits, "_loop", "x.block_until_ready()", "_loop: x.block_until_ready"),
     (private_names, "_loop", "from jax._src import core", "_loop: jax._src.core"),
-    (private_names, "_loop", "import jax as j\nj._src.core", "_loop: jax._src"),
+    (private_names, "_loop", "import jax\njax._src.core", "_loop: jax._src"),
     (private_names, "_loop", "import jaxlib", "_loop: jaxlib"),
-    (private_names, "_loop", "import jax\ngetattr(jax, '_src')", "_loop: jax._src"),
     (long_files, "_loop", "x = 0\n" * 401, "_loop: 401 lines"),
-    (without_a_subject, "draw._utils", "", "draw._utils"),
 ]
 RULES = dict.fromkeys(rule for rule, *_ in BROKEN)
 
@@ -72,67 +59,44 @@ def test_the_library_keeps(rule):
 
 
 @pytest.mark.parametrize("folder", ["benchmarks", "examples", "tests"])
-def test_files_outside_of_it_are_short_and_have_a_subject(folder):
-    folder = LIBRARY.parent / folder
-    assert [*long_files(folder), *without_a_subject(folder)] == []
+def test_files_outside_of_it_are_short(folder):
+    assert long_files(LIBRARY.parent / folder) == []
 
 
 # A package that keeps all rules, with packages in it.
 SOUND = {
     "schedules": "from ._timeline import Timeline",
-    "schedules._action": "import re",
-    "schedules._timeline": "from ._action import Action\nfrom . import _action",
+    "schedules._timeline": "import re",
     "draw": "from ._trace import trace",
     "draw._trace": "from ..schedules import Timeline",
     "_layers": "",
-    "_layers._stage": "from ..schedules._action import Action\nfrom .. import draw",
+    "_layers._stage": "from ..schedules._timeline import Timeline\nfrom .. import draw",
     "planning": "",
     "planning._cuts": "from ..schedules import Timeline",
-    "_command": "",
-    "_command._models": "from ..planning import _cuts",
     "__main__": "from ._layers import _stage",
 }
 
 
-def write(folder: Path, module: str, source: str) -> None:
-    path = folder.joinpath(*module.split("."))
-    path = path / f"{ROOT}.py" if module in FOLDERS else path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.with_suffix(".py").write_text(source)
-
-
-@pytest.fixture
-def package(tmp_path):
-    for module, source in SOUND.items():
-        write(tmp_path / "jpipe", module, source)
-    return tmp_path / "jpipe"
-
-
 @pytest.mark.parametrize(("rule", "module", "source", "says"), BROKEN)
-def test_a_broken_rule_is_noticed(package, rule, module, source, says):
-    assert rule(package) == []
-    write(package, module, source)
-    faults = rule(package)
+def test_a_broken_rule_is_noticed(tmp_path, rule, module, source, says):
+    def write(module, source):
+        path = tmp_path.joinpath("jpipe", *module.split("."))
+        path = path / f"{ROOT}.py" if module in FOLDERS else path.with_suffix(".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source)
+
+    for each in SOUND.items():
+        write(*each)
+    assert rule(tmp_path / "jpipe") == []
+    write(module, source)
+    faults = rule(tmp_path / "jpipe")
     assert faults
     assert faults[0].startswith(says)
 
 
-@pytest.mark.parametrize(
-    "source", ["from ..schedules import Action", "from ..draw import trace"]
-)
-def test_a_cycle_through_packages_is_noticed(package, source):
-    assert cycles(package) == []
-    write(package, "schedules._action", source)
-    (cycle,) = cycles(package)
-    assert {"schedules", "schedules._action"} <= set(cycle.split(" -> "))
-
-
 def test_the_rules_read_the_whole_library():
     found = modules(LIBRARY)
-    assert {"_pipeline", "_run._lower", ROOT, "schedules", "draw._svg"} <= set(found)
-    imports = graph(LIBRARY)
-    assert {"schedules", "schedules._action"} <= imports["_run._lower"]
-    jaxprs = LIBRARY / "_jaxprs"
-    assert "jax.extend.core.Literal" in foreign_names(jaxprs / "_jaxpr.py")
-    assert "device_put" in words(LIBRARY / "_instructions" / "_transfer.py")
+    assert {"_pipeline", ROOT, "schedules", "draw._svg"} <= set(found)
+    assert "schedules" in graph(LIBRARY)["_pipeline"]
+    assert "jax.device_put" in words(LIBRARY / "_instructions" / "_transfer.py")
     assert set(FOLDERS) == set(map(folder_of, found))

@@ -28,17 +28,6 @@ def test_tells_results_that_are_no_new_arrays():
     assert made.same == {0: 1, 2: ~1, 4: 1}
 
 
-def test_counts_arguments_that_are_the_same_among_those_it_reads():
-    made = function(lambda x, y, z: [z, z + y], *[SPEC] * 3)
-    assert list(made.reads) == [1, 2]
-    assert made.same == {0: 1}
-
-
-def test_two_constants_that_are_equal_are_two_results():
-    assert function(lambda: [jnp.zeros(3), jnp.zeros(3)]).same == {}
-    assert function(lambda: [1.0, 1.0]).same == {}
-
-
 def test_knows_what_is_on_the_host_and_what_has_effects():
     def offloading(x):
         return [x + 1, jax.device_put(2 * x, jax.memory.Space.Host)]

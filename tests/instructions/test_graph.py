@@ -35,15 +35,6 @@ def test_effects_are_kept_and_what_they_need():
     assert names(graph.with_copies([x])) == ["double", None, "printing"]
 
 
-def test_what_only_hands_on_is_not_run():
-    hand = function(lambda x, y: [x, x + y], SPEC, SPEC, name="hand")
-    graph, (x, y) = arguments(2)
-    first, _ = graph.call(hand, 0, [x, y])
-    assert first == x
-    (z,) = graph.call(DOUBLE, 0, [first])
-    assert names(graph.with_copies([z])) == ["double"]
-
-
 def test_a_copy_is_made_once_right_after_its_source():
     graph, (x,) = arguments(1)
     sine, cosine = graph.call(BOTH, 0, [x])
@@ -55,23 +46,6 @@ def test_a_copy_is_made_once_right_after_its_source():
     assert done[1].reads == [sine, cosine]
     assert (done[1].place, done[1].label) == (1, "both")
     assert done[3].reads == [double]
-
-
-def test_a_copy_of_a_copy_is_one_of_the_source():
-    graph, (x,) = arguments(1)
-    there = graph.at(x, 1)
-    assert graph.at(there, 1) == there != x
-    assert graph.at(there, 0) == x
-    further = graph.at(there, 2)
-    (first, second) = graph.with_copies([there, further])
-    assert first.reads == second.reads == [x]
-
-
-def test_an_output_elsewhere_is_copied_and_a_copy_that_nobody_reads_is_not():
-    graph, (x,) = arguments(1)
-    there = graph.at(x, 1)
-    assert names(graph.with_copies([there])) == [None]
-    assert graph.with_copies([x]) == []
 
 
 def test_what_is_in_no_place_is_read_where_it_is():
@@ -135,17 +109,6 @@ class TestFuse:
         assert len(calls(made)) == 3
         assert len(made.programs) == 1
         np.testing.assert_array_equal(made([leaf(1), leaf(0)])[0], [6] * 3)
-
-    def test_reads_an_argument_of_both_once(self):
-        hand = function(lambda x, y: [x, x + y], SPEC, SPEC)
-        graph, (x, y) = arguments(2)
-        first, added = graph.call(hand, 0, [x, y])
-        (out,) = graph.call(ADD, 0, [first, added])
-        graph.fuse()
-        made = program_of(graph, [out])
-        (call,) = calls(made)
-        assert len(call.reads) == 2
-        np.testing.assert_array_equal(made([leaf(1), leaf(2)])[0], [4] * 3)
 
 
 def test_numbers_cross_places():

@@ -9,7 +9,7 @@ from jpipe._instructions._bytes import live
 from jpipe._instructions._graph import NOWHERE, OUTSIDE, Graph
 from jpipe.schedules import Action
 
-from .graphs import ADD, BOTH, DOUBLE, SPEC, arguments, calls, function, leaf, moves
+from .graphs import ADD, BOTH, DOUBLE, SPEC, arguments, calls, function, leaf
 from .graphs import program as program_of
 
 
@@ -69,10 +69,6 @@ class TestDonation:
         assert [len(call.donates) for call in calls(made)] == [0, 1, 1]
         np.testing.assert_array_equal(made([leaf(1)])[0], [5] * 3)
 
-    def test_not_if_one_call_reads_it_twice(self):
-        graph, (x,) = arguments(1, donated=True)
-        assert donated(graph, graph.call(ADD, 0, [x, x])) == [0]
-
     def test_only_if_all_calls_of_the_function_can(self):
         graph, (x, kept) = arguments(2)
         graph.donated = {x}
@@ -114,16 +110,6 @@ class TestDonation:
         assert [len(call.donates) for call in calls(made)] == [0, 0]
         assert [len(call.writes) for call in calls(made)] == [1, 1]
 
-    def test_two_names_of_one_result_are_one_array(self):
-        twice = function(lambda x: (lambda y: [y, y])(3 * x), SPEC)
-        graph, (x,) = arguments(1)
-        first, second = graph.call(twice, 0, [x])
-        (out,) = graph.call(ADD, 0, [first, second])
-        made = program_of(graph, [out])
-        assert [len(call.donates) for call in calls(made)] == [0, 0]
-        assert len(calls(made)[0].writes) == 1
-        np.testing.assert_array_equal(made([leaf(1)])[0], [6] * 3)
-
 
 class TestTheList:
     def made(self):
@@ -155,15 +141,6 @@ class TestTheList:
 
         made([leaf(1)], observe)
 
-    def test_results_that_nobody_reads_are_not_made(self):
-        graph, (x,) = arguments(1)
-        sine, _ = graph.call(BOTH, 0, [x])
-        made = program_of(graph, [sine])
-        (call,) = calls(made)
-        assert call.run.kept == [0]
-        assert len(call.writes) == 1
-        np.testing.assert_array_equal(made([leaf(1)])[0], jnp.sin(leaf(1)))
-
     def test_bytes_are_those_of_what_is_written_and_freed(self):
         made = self.made()
         (given, *after) = live(made)
@@ -173,36 +150,11 @@ class TestTheList:
         assert [i.source for i in made.instructions] == [None, 0, None, 1, None]
         assert after == [[36, 0], [24, 12], [24, 12], [36, 0], [24, 0]]
 
-    def test_calls_of_one_function_in_one_place_share_a_program(self):
-        graph, (x,) = arguments(1)
-        (a,) = graph.call(DOUBLE, 0, [x])
-        (b,) = graph.call(DOUBLE, 0, [a])
-        (c,) = graph.call(DOUBLE, 1, [b])
-        made = program_of(graph, [c])
-        assert len(made.programs) == 2
-        np.testing.assert_array_equal(made([leaf(1)])[0], [8] * 3)
-
     def test_a_second_run_is_given_nothing_of_the_first(self):
         made = self.made()
         first, second = made([leaf(1)])[0], made([leaf(2)])[0]
         np.testing.assert_array_equal(first, 2 * jnp.sin(leaf(1)) + jnp.cos(leaf(1)))
         np.testing.assert_array_equal(second, 2 * jnp.sin(leaf(2)) + jnp.cos(leaf(2)))
-
-    def test_arguments_may_be_returned_and_sent(self):
-        graph, (x,) = arguments(1)
-        made = program_of(graph, [x, graph.at(x, 1)])
-        (move,) = moves(made)
-        assert (move.source, move.place, move.label) == (0, 1, "arguments")
-        given = leaf(1)
-        first, second = made([given])
-        assert first is given
-        assert second.device == jax.devices()[1]
-
-    def test_a_batch_may_come_from_the_host(self):
-        graph, (x,) = arguments(1, OUTSIDE)
-        made = program_of(graph, graph.call(DOUBLE, 1, [x]))
-        (out,) = made([np.ones(3, np.float32)])
-        assert out.device == jax.devices()[1]
 
 
 class TestErrors:
@@ -224,6 +176,3 @@ class TestErrors:
     def test_name_the_action_its_device_and_its_layers(self):
         notes = self.broken(Action("F", 1, 2), "layers 3 to 4")
         assert notes == ["raised in action 1F2 on cpu:1: layers 3 to 4"]
-
-    def test_name_what_is_no_action_by_its_words(self):
-        assert self.broken("join", "") == ["raised in join on cpu:1"]

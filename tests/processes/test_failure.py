@@ -21,13 +21,7 @@ def ended(outcome):
     ("how", "fact"),
     [
         ("model", r"layer 2: process 0: Dense .*float32\[3\].*; process 1: .*\[4\]"),
-        slow("key", r"key: process 0: \[0, 0\]; process 1: \[0, 1\]"),
-        slow("batch", r"input: process 0: float32\[8,5\]; process 1: float32\[4,5\]"),
         slow("shuffle", "x has other values in process 1 than in process 0"),
-        slow(
-            "optimizer",
-            r"operations of optimizer_update: process 0: \w+; process 1: \w+",
-        ),
         slow(
             "settings",
             r"optax: process 0: [\d.]+; process 1: 0\.0\.0\s+\* "
@@ -62,7 +56,6 @@ def test_other_examples_in_a_later_call_are_found():
     [
         ("raise", "it has failed: ZeroDivisionError: "),
         slow("kill", "it has failed or was ended"),
-        slow("leave", "it came to its end after 7 calls of the pipelines, and "),
         slow("stop", "nothing came for 15 s"),
     ],
 )
@@ -77,18 +70,6 @@ def test_what_was_awaited_of_one_that_ends_is_named(how, why):
     ), said
     assert len(re.findall(r"^loss \d", said, re.M)) in (5, 6)
     assert ("ZeroDivisionError" in outcome.of(1)) == (how == "raise")
-
-
-@pytest.mark.slow
-def test_others_are_told_why_the_first_process_fails():
-    outcome = jobs.run(2, "failing", "first")
-    ended(outcome)
-    said = outcome.of(1)
-    assert re.search(
-        r"jpipe: process 1 awaited .* of rank 0 for .*cpu:\d+, which process 0 sends "
-        r"from .*cpu:0; it has failed: ZeroDivisionError: ",
-        said,
-    ), said
 
 
 @pytest.mark.slow

@@ -1,4 +1,8 @@
-"""`python -m jpipe launch`: what is started, and what is printed of it."""
+"""`python -m jpipe launch`: what is started, and what is printed of it.
+
+What a process waits for before it ends is tested in this one, by `_watch` itself: from
+outside only an abort of XLA, now and then, would show that it did not.
+"""
 
 import os
 import subprocess
@@ -39,15 +43,6 @@ def test_a_script_or_a_module_is_started_so_many_times(
     ]
 
 
-def test_the_first_status_that_is_not_0_is_that_of_all(tmp_path):
-    script = tmp_path / "fails.py"
-    script.write_text(
-        "import os, sys, time\n"
-        "sys.exit(3) if os.environ['JPIPE_PROCESS'] == '1' else time.sleep(0.5)\n"
-    )
-    assert launched("--processes", "2", str(script)).returncode == 3
-
-
 def test_a_program_that_forgets_to_join_is_told(tmp_path):
     script = tmp_path / "alone.py"
     script.write_text("import jpipe, math\njpipe.pipeline([math.sin], 1)\n")
@@ -74,34 +69,10 @@ def test_devices_that_would_wait_for_each_other_for_ever_are_refused(tmp_path):
     assert "jax.config.update('jax_num_cpu_devices', 2) before" in done.stderr
 
 
-def test_what_is_not_there_is_refused():
-    done = launched("--processes", "2", "nowhere.py")
-    assert done.returncode == 2
-    assert "nowhere.py is not a file; give a Python program, or -m and" in done.stderr
-
-
-@pytest.mark.slow
-def test_what_nobody_reads_does_not_hold_up_a_program(tmp_path):
-    script = tmp_path / "talks.py"
-    script.write_text(
-        "import sys\nsys.stdout.reconfigure(encoding='utf-8')\n"
-        "for _ in range(9999): print('\\u00e9' * 99)\n"
-    )
-    command = [sys.executable, "-m", "jpipe", "launch", "--processes", "1", str(script)]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONIOENCODING": "ascii"}
-    ) as launch:
-        assert launch.stdout.readline().startswith(b"[0] ??")
-        launch.stdout.close()
-        assert launch.wait(timeout=60) == 0
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        ({}, "nothing says which processes there are"),
-        ({"JPIPE_COORDINATOR": "127.0.0.1:1"}, "JPIPE_PROCESSES is not set, and"),
         (
             {"JPIPE_COORDINATOR": "127.0.0.1:1", "JPIPE_PROCESSES": "two"},
             "JPIPE_PROCESSES is 'two', and",
@@ -120,24 +91,6 @@ def test_what_does_not_tell_processes_apart_is_refused(said, words):
     )
     assert done.returncode == 1
     assert words in done.stderr
-
-
-@pytest.mark.slow
-def test_processes_take_the_balance_that_the_first_has_measured(tmp_path):
-    script = tmp_path / "measures.py"
-    script.write_text(
-        "import jax, jpipe, numpy\n"
-        "from flax import linen as nn\n"
-        "jpipe.distributed()\n"
-        "x = numpy.ones((4, 5), 'f')\n"
-        "layers = [nn.Dense(5) for _ in range(3)]\n"
-        "pipe = jpipe.pipeline(layers, 2, balance='time', sample=x)\n"
-        "pipe.apply(pipe.init(jax.random.key(0), x), x)\n"
-        "print(pipe.num_stages)\n"
-    )
-    done = launched("--processes", "2", str(script))
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.split()) == ["2", "2", "[0]", "[1]"]
 
 
 def test_a_program_waits_for_what_is_on_its_way_before_it_ends(monkeypatch):

@@ -1,7 +1,6 @@
 """A pipeline in several processes has the bits that it has in one."""
 
 import functools
-import os
 
 import jax
 import numpy as np
@@ -23,7 +22,7 @@ COUNTS = [2, *(pytest.param(count, marks=pytest.mark.slow) for count in (3, 4))]
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """What so many processes have written; two first, whose state others restore."""
+    """What so many processes have written."""
     folder = tmp_path_factory.mktemp("processes")
 
     @functools.cache
@@ -31,8 +30,6 @@ def written(tmp_path_factory):
         names, *how = PARTS[count]
         own = folder / str(count)
         own.mkdir()
-        if count != 2:
-            os.symlink(by(2) / "state", own / "state")
         done = jobs.run(count, "worker", str(own), names, *map(str, how))
         assert (done.status, done.left) == (0, []), str(done)
         return own
@@ -89,20 +86,6 @@ def test_a_state_of_two_processes_goes_on_in_one(written):
     half = len(uninterrupted) // 2
     for one, other in zip(metrics, uninterrupted[half:], strict=True):
         np.testing.assert_array_equal(one, other)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [3, 4])
-def test_a_state_of_two_processes_goes_on_in_more(written, count):
-    state = restored(written)
-    with jax.enable_x64(True):
-        state, metrics = work.go_on(work.pipelines()["1f1b"](), state, 4)
-        expected = work.here(state.params)
-    for process in range(count):
-        found = np.load(written(count) / f"restored-{process}.npz")
-        np.testing.assert_array_equal(found["loss"], metrics[0])
-        for path in set(found) - {"loss"}:
-            np.testing.assert_array_equal(found[path], expected[path])
 
 
 def restored(written):

@@ -58,25 +58,17 @@ def main(
         pipe = work.pipelines()[name]()
         found = work.results(pipe, name in work.WHOLE, partial(fed, pipe))
         np.savez(Path(folder) / f"{name}-{me}.npz", **found)
-    pipe = work.pipelines()["1f1b"]()
-    path = Path(folder) / "state"
-
-    def restored(state):
-        found = jpipe.checkpoint.restore(path, {"state": state, "position": 0})
-        return found["state"], found["position"]
-
-    if not path.exists():
-        state, _ = work.go_on(pipe, work.start(pipe), 2)
-        jpipe.checkpoint.save(path, {"state": state, "position": 2})
-        meshed, position = restored(work.start(work.pipelines()["mesh"]()))
-        assert position == 2
-        own = work.here((meshed.step, meshed.params, meshed.opt_state))
-        np.savez(Path(folder) / f"meshed-{me}.npz", **own)
-    else:
-        state, position = restored(work.start(pipe))
-        state, told = work.go_on(pipe, state, 2 + position)
-        own = work.here(state.params)
-        np.savez(Path(folder) / f"restored-{me}.npz", loss=told[0], **own)
+    if "mesh" not in names:
+        return
+    pipe, path = work.pipelines()["1f1b"](), Path(folder) / "state"
+    state, _ = work.go_on(pipe, work.start(pipe), 2)
+    jpipe.checkpoint.save(path, {"state": state, "position": 2})
+    like = {"state": work.start(work.pipelines()["mesh"]()), "position": 0}
+    found = jpipe.checkpoint.restore(path, like)
+    assert found["position"] == 2
+    meshed = found["state"]
+    own = work.here((meshed.step, meshed.params, meshed.opt_state))
+    np.savez(Path(folder) / f"meshed-{me}.npz", **own)
 
 
 if __name__ == "__main__":

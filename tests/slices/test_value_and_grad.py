@@ -236,7 +236,7 @@ def test_compile_tells_what_the_first_call_runs(caplog):
     grad_fn = jpipe.value_and_grad(plain, 2, num_stages=2)
     placed = grad_fn.place(params, X, TARGETS)
     report = grad_fn.compile(placed, X, TARGETS)
-    assert {program.device for program in report.programs} == {"cpu:0", "cpu:1"}
+    assert any("backward" in program.name for program in report.programs)
     with jax.log_compiles(), caplog.at_level("WARNING"):
         grad_fn(placed, X, TARGETS)
     assert not [r for r in caplog.records if "ompil" in r.getMessage()]

@@ -1,0 +1,81 @@
+"""What a function of a pipeline runs, and what it holds, instruction by instruction.
+
+This is the one file of tests that knows the inside of that list, so that another inside
+is another file here and nothing else. What can be seen from outside is tested there:
+results by the methods of a pipeline, bytes and actions by `print(pipe)`, `pipe.plan`,
+`pipe.compile` and `Schedule.simulate`. Not seen there is whether the bytes that the
+list says are those of the arrays that JAX has, and which arrays an instruction reads.
+"""
+
+import math
+
+import jax
+
+from jpipe._instructions._bytes import live, peaks
+from jpipe._instructions._transfer import devices_of
+from jpipe.schedules import Action
+
+from . import reference as ref
+
+__all__ = ["actions", "check_exact", "counted", "gradient_of", "live", "peaks"]
+
+
+def gradient_of(pipe, x, targets, rngs=None, loss=ref.mse, **options):
+    """The list of the gradients of a mini-batch, and the leaves that it is given."""
+    given = pipe.init(jax.random.key(0), x), x, targets
+    find = pipe.value_and_grad(loss, **options)
+    return find.program(*given, rngs=rngs), jax.tree.leaves((*given, rngs))
+
+
+def actions(program):
+    """The actions of each place in order, without what stands beside them."""
+    rows = [[] for _ in program.devices]
+    for instruction in program.instructions:
+        if isinstance(instruction.label, Action) and not instruction.is_move:
+            rows[instruction.place].append(str(instruction.label))
+    return rows
+
+
+def counted(program, leaves, ahead=True):
+    """The bytes of all arrays on each device that were not there before a run.
+
+    After each instruction; those that it is given in place are counted too.
+    """
+    if ahead:
+        program.compile()
+    given = {id(leaf) for leaf in program.start(leaves)}
+    before = {id(leaf) for leaf in jax.live_arrays()} - given
+    before |= {
+        id(leaf)
+        for leaf, place in zip(leaves, program.places, strict=False)
+        if place < 0
+    }
+    counts = []
+
+    def observe(instruction, slots):
+        now = dict.fromkeys(jax.devices(), 0)
+        for leaf in jax.live_arrays():
+            if id(leaf) in before or not leaf.size:
+                continue
+            shard = math.prod(leaf.sharding.shard_shape(leaf.shape))
+            for device in leaf.devices():
+                now[device] += leaf.nbytes // leaf.size * shard
+        counts.append([_same_on_all(now, place) for place in program.devices])
+
+    outputs = program(leaves, observe)
+    del outputs
+    return counts
+
+
+def _same_on_all(bytes_of, place):
+    """The bytes that each device of a place holds, which are as many on all."""
+    (nbytes,) = {bytes_of[device] for device in devices_of(place)}
+    return nbytes
+
+
+def check_exact(pipe, x, targets, rngs=None, **options):
+    """The bytes of the list, instruction by instruction, against those of a run."""
+    program, leaves = gradient_of(pipe, x, targets, rngs, **options)
+    assert counted(program, leaves) == live(program)[1:]
+    names = map(str, program.devices)
+    assert pipe.plan.peak_bytes == tuple(zip(names, peaks(program), strict=True))
