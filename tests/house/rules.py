@@ -18,7 +18,8 @@ PURE = ("schedules", "draw")
 FOLDERS = (
     *PURE,
     *("_compat", "_warn", "_processes", "_jaxprs", "_layers", "_functions"),
-    *("_instructions", "_run", "_check", "_train", "planning", "_command", ""),
+    *("_instructions", "_run", "_check", "_train", "_slices", "planning"),
+    *("_command", ""),
 )
 # `device_put` anywhere else would be a transfer that the memory count and a later
 # multi-process transport do not see.
