@@ -111,7 +111,7 @@ class FunctionGradient:
         built = self._build(params, args)
         leaves, tree = jax.tree.flatten(params)
         _variables.check_alive(leaves)
-        _check_in_place(params, built.devices)
+        _check_in_place(params, leaves, built.devices)
         batch = jax.tree.leaves(args)
         _variables.check_concrete([*leaves, *batch])
         loss, *rest = built.program([*leaves, *built.constants, *batch])
@@ -336,15 +336,20 @@ def _batch_size(
         raise
 
 
-def _check_in_place(params: PyTree, devices: Sequence[Any]) -> None:
-    flat = jax.tree_util.tree_leaves_with_path(params)
-    for (path, leaf), device in zip(flat, devices, strict=True):
-        if not isinstance(leaf, jax.Array) or not _transfer.is_at(leaf, device):
-            raise ValueError(
-                f"params{jax.tree_util.keystr(path)} is not on {device}, where the "
-                f"first stage that reads it runs; type "
-                f"params = grad_fn.place(params, *args)"
-            )
+def _check_in_place(params: PyTree, leaves: Sequence[Any], devices: Any) -> None:
+    pairs = zip(leaves, devices, strict=True)
+    lost = [
+        i
+        for i, (leaf, device) in enumerate(pairs)
+        if not isinstance(leaf, jax.Array) or not _transfer.is_at(leaf, device)
+    ]
+    if lost:
+        path, _ = jax.tree_util.tree_leaves_with_path(params)[lost[0]]
+        raise ValueError(
+            f"params{jax.tree_util.keystr(path)} is not on {devices[lost[0]]}, where "
+            f"the first stage that reads it runs; type "
+            f"params = grad_fn.place(params, *args)"
+        )
 
 
 def _ranks(devices: Sequence[Any], count: int) -> Sequence[Any]:
