@@ -24,7 +24,7 @@ from .table import MUTANTS, REACHED_BY, Mutant
 ROOT = Path(__file__).parents[2]
 
 
-def tests_of(file: str) -> list[str]:
+def folders_of(file: str) -> list[str]:
     """The folders of tests that reach a file."""
     start = max((start for start in REACHED_BY if file.startswith(start)), key=len)
     return [f"tests/{folder}" for folder in REACHED_BY[start].split()]
@@ -76,7 +76,7 @@ def main() -> int:
             text, begin = path.read_text(), time.monotonic()
             path.write_text(mutated(mutant, text))
             found = ""
-            for tests in tests_of(mutant.file):
+            for tests in folders_of(mutant.file):
                 found = found or first_failure(copy, [tests], options.workers)
             path.write_text(text)
             alive += not found

@@ -94,7 +94,11 @@ PLANNING = [
         "starts = passing + problem.cuts[low : high + 1] if stage else passing",
         "starts = passing",
     ),
-    ("_cuts", "(num_microbatches - 1) * self.slowest", "0 * self.slowest"),
+    (
+        "_cuts",
+        "(num_microbatches - 1) * self.slowest",
+        "num_microbatches * self.slowest",
+    ),
     ("_net", "hops = 2 * (replicas - 1)", "hops = 2 * replicas"),
 ]
 RUN = [

@@ -2,7 +2,7 @@
 
 import pytest
 
-from .__main__ import ROOT, mutated, tests_of
+from .__main__ import ROOT, mutated, folders_of
 from .table import MUTANTS
 
 
@@ -10,7 +10,7 @@ from .table import MUTANTS
 def test_a_mutant_changes_its_file_in_one_place(mutant):
     text = (ROOT / "jpipe" / mutant.file).read_text()
     assert mutated(mutant, text) != text
-    for folder in tests_of(mutant.file):
+    for folder in folders_of(mutant.file):
         assert (ROOT / folder).is_dir()
 
 
