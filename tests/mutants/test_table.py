@@ -2,7 +2,7 @@
 
 import pytest
 
-from .__main__ import ROOT, mutated, folders_of
+from .__main__ import ROOT, folders_of, mutated
 from .table import MUTANTS
 
 
