@@ -130,6 +130,8 @@ def whole_loss(reduction: str, sizes: Sequence[int]) -> hand.Loss:
         value = _reduced(errors, targets, reduction)
         value = value[0] / value[1] if reduction == "weighted" else value
         parts = jnp.split(errors, np.cumsum(sizes)[:-1])
+        if reduction == "microbatch_mean":
+            value = jnp.mean(jnp.stack([jnp.mean(part) for part in parts]))
         aux = map(_aux, parts)
         return value, jax.tree.map(lambda *leaves: jnp.stack(leaves), *aux)
 
