@@ -89,6 +89,13 @@ class Candidate:
         limit = hardware.memory_limit
         return limit is None or self.most_bytes <= limit
 
+    def worth(self, hardware: Hardware) -> tuple[float, ...]:
+        """What is less is better."""
+        if not self.fits(hardware):
+            return 1, self.most_bytes, self.seconds
+        # Of two as fast, the smaller.
+        return 0, self.seconds, self.most_bytes
+
     def __str__(self) -> str:
         modes = dict.fromkeys(self.remat)
         return (

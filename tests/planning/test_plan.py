@@ -257,7 +257,7 @@ def test_on_a_terminal_it_says_how_far_it_is(monkeypatch, capsys):
     for what in (
         "layers traced",
         "numbers of devices and micro-batches planned",
-        "schedules made to measure",
+        "candidates improved",
         "candidates lowered",
     ):
         assert what in shown
