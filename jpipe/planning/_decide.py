@@ -112,7 +112,7 @@ def plan(
         choice; default: any number that divides ``num_devices`` and the examples.
       schedules: one of the catalogue, or several to choose from, by names or builders;
         default: the catalogue and what is made to measure.
-      remat: a mode, or what stages may keep, from what keeps most.
+      remat: a mode, or several that stages may have.
       balance: a cut, if it is known already: what would it take?
       batch_size: examples of the mini-batch, if ``sample`` has another number: of its
         leaves only the shapes are used then.
@@ -184,7 +184,7 @@ def plan(
             optimizer,
             hardware if profile else _linked(hardware, latency, asked.where),
             names,
-            modes,
+            tuple(sorted(set(modes), key=MODES.index, reverse=True)),
             made=schedules is None,
             balance=required,
             given=choice,
