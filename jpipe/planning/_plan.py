@@ -84,6 +84,9 @@ class Memory:
         """All of it."""
         return sum(dataclasses.astuple(self))
 
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {size(own)}" for name, own in vars(self).items())
+
 
 @dataclass(frozen=True)
 class Forecast:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from .._instructions._transfer import OnPaper
 from ..schedules import lower_bound
 from ..schedules._units import duration, size
-from ._forecast import Candidate, Hardware
+from ._forecast import Candidate, Hardware, transfers
 from ._made import estimated, measured_on_cpu
 from ._plan import Forecast, Plan, StagePlan, named
 from ._search import Space
@@ -172,26 +172,19 @@ def _imagined(best: Candidate) -> Iterable[str]:
 
 def _same(one: Candidate, other: Candidate) -> bool:
     """Whether two differ in nothing but what they keep and how they are called."""
-    orders = one.schedule.rows, other.schedule.rows
-    alike = one.balance == other.balance and one.data == other.data
-    # A whole backward of the only stage is what its two halves are.
-    alone = len(one.balance) == 1 and one.schedule.num_microbatches == 1
-    same = orders[0] == orders[1] or (alone and other.schedule.num_microbatches == 1)
-    return alike and same
+    parts = ((x.schedule.rows, x.balance, x.data) for x in (one, other))
+    return next(parts) == next(parts)
 
 
 def _nothing_fits(nearest: Candidate, space: Space) -> str:
     limit = space.hardware.memory_limit
     assert limit is not None
-    lines = []
-    for rank, memory in enumerate(nearest.memory):
-        if memory.total > limit:
-            lines.append(
-                f"rank {rank} needs {size(memory.total)}, {size(memory.total - limit)} "
-                f"more than it has: parameters {size(memory.parameters)}, gradients "
-                f"{size(memory.gradients)}, optimizer {size(memory.optimizer)}, "
-                f"activations {size(memory.held)}, workspace {size(memory.workspace)}"
-            )
+    lines = [
+        f"rank {rank} needs {size(own.total)}, {size(own.total - limit)} more than it "
+        f"has: {own}"
+        for rank, own in enumerate(nearest.memory)
+        if own.total > limit
+    ]
     return (
         f"memory_limit={limit:,} bytes on {space.hardware.num_devices} devices: no "
         f"plan fits. The nearest is {nearest}:\n  * "
@@ -204,19 +197,11 @@ def _nothing_fits(nearest: Candidate, space: Space) -> str:
 
 def _sent(best: Candidate) -> int:
     """The bytes that cross between devices in a step."""
-    costs, placement = best.timeline.costs, best.timeline.placement
+    costs = best.timeline.costs
     assert costs is not None
-    count = best.schedule.num_microbatches
-    total = 0
-    for stage in range(1, len(placement)):
-        if placement[stage] != placement[stage - 1]:
-            total += costs.boundary_bytes[stage] + costs.cotangent(stage, 0)
-    for skip in costs.skips:
-        if placement[skip.source] != placement[skip.target]:
-            total += skip.bytes + skip.cotangent_bytes
-    shards = best.data
-    exchanged = 2 * (shards - 1) * sum(costs.accumulator_bytes)
-    return int(total * count * shards + exchanged)
+    moved = sum(transfers(best.timeline)) * best.schedule.num_microbatches
+    exchanged = 2 * (best.data - 1) * sum(costs.accumulator_bytes)
+    return int(moved * best.data + exchanged)
 
 
 def _stages(best: Candidate) -> Iterable[StagePlan]:
