@@ -84,8 +84,13 @@ class Memory:
         """All of it."""
         return sum(dataclasses.astuple(self))
 
-    def __str__(self) -> str:
-        return ", ".join(f"{name} {size(own)}" for name, own in vars(self).items())
+    def short(self, limit: int) -> str:
+        """That it is more than a device has, and what it is made of."""
+        parts = (f"{name} {size(own)}" for name, own in vars(self).items() if own)
+        return (
+            f"needs {size(self.total)}, {size(self.total - limit)} more than a device "
+            f"has: {', '.join(parts)}"
+        )
 
 
 @dataclass(frozen=True)

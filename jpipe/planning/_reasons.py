@@ -180,8 +180,7 @@ def _nothing_fits(nearest: Candidate, space: Space) -> str:
     limit = space.hardware.memory_limit
     assert limit is not None
     lines = [
-        f"rank {rank} needs {size(own.total)}, {size(own.total - limit)} more than it "
-        f"has: {own}"
+        f"rank {rank} {own.short(limit)}"
         for rank, own in enumerate(nearest.memory)
         if own.total > limit
     ]

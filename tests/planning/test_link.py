@@ -55,7 +55,9 @@ def test_what_is_said_counts(measured):
     made = plan(latency=0.25, balance=[2, 1])
     assert made.forecast.costs.latency == 0.25
     assert made.forecast.costs.bandwidth == 64.0
-    assert "between devices; 64 B per second, as measured" in str(made)
+    assert "between devices; 250 ms for each and 64 B per second, as measured" in str(
+        made
+    )
 
 
 def test_what_is_not_measured(measured):

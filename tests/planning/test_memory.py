@@ -142,7 +142,7 @@ def test_where_nothing_fits_it_says_what_is_short_and_what_would_do():
         planned(memory_limit=18 * KIB)
     message = str(raised.value)
     assert "memory_limit=18,432 bytes on 2 devices" in message
-    assert "more than it has: parameters" in message
+    assert "more than a device has: parameters" in message
     assert "take more devices (num_devices=)" in message
 
 
