@@ -92,18 +92,12 @@ def _reasons(
     others = [c for c in candidates[1:] if c.fits(hardware) and not _same(c, best)]
     if others:
         yield f"runner-up: {others[0]}: {_beside(others[0], best)}"
-    idle = hardware.num_devices - best.num_devices
-    if idle:
-        full = [
-            c
-            for c in candidates
-            if c.num_devices == hardware.num_devices and c.fits(hardware)
-        ]
-        instead = (
-            f"with all {hardware.num_devices} it would take {duration(full[0].seconds)}"
-            if full
-            else f"nothing that uses all {hardware.num_devices} was found"
-        )
+    if idle := hardware.num_devices - best.num_devices:
+        of_all = f"all {hardware.num_devices}"
+        full = [c for c in candidates if c.num_devices == hardware.num_devices]
+        instead = f"nothing that uses {of_all} was found"
+        if fit := [c for c in full if c.fits(hardware)]:
+            instead = f"with {of_all} it would take {duration(fit[0].seconds)}"
         yield f"{idle} of {hardware.num_devices} devices are left idle: {instead}"
 
 
@@ -121,17 +115,14 @@ def _shape(
             + ("" if hardware.bandwidth else "; that was taken to cost no time")
         )
     others = [c for c in candidates if (c.data > 1) != (best.data > 1)]
-    if not others:
-        return
-    is_one = best.data == 1
-    here = one if is_one else named(best.schedule, best.data)
-    there = "several" if is_one else one
-    fit = [c for c in others if c.fits(hardware)]
-    if not fit:
-        yield f"shape: {here}; nothing with {there} fits"
-        return
-    says = f"shape: {here}; the best with {there} takes {_beside(fit[0], best)}"
-    yield f"{says}: {fit[0]}"
+    names = one, "several"
+    if best.data > 1:
+        names = named(best.schedule, best.data), one
+    if fit := [c for c in others if c.fits(hardware)]:
+        takes = f"the best with {names[1]} takes {_beside(fit[0], best)}: {fit[0]}"
+        yield f"shape: {names[0]}; {takes}"
+    elif others:
+        yield f"shape: {names[0]}; nothing with {names[1]} fits"
 
 
 def _beside(other: Candidate, best: Candidate) -> str:

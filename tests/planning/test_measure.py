@@ -40,7 +40,7 @@ def test_equal_layers_are_measured_once(monkeypatch):
     visit = _measure._Measured.visit
 
     def counting(self, initialize):
-        visited.append(self._number)
+        visited.append(self.number)
         visit(self, initialize)
 
     monkeypatch.setattr(_measure._Measured, "visit", counting)
