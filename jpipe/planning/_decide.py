@@ -249,7 +249,7 @@ def _linked(
         latency=latency,
         bandwidth=bandwidth,
         measured=f"{duration(latency)} for each and {size(int(bandwidth))} per second, "
-        f"as measured from {where} to {others[0]}",
+        f"where not given as measured from {where} to {others[0]}",
     )
 
 

@@ -8,7 +8,6 @@ from .outcome import refused
 
 MODEL = """
 import jax.numpy as jnp
-from collections import namedtuple
 from flax import linen as nn
 
 LAYERS, X = [nn.Dense(4), nn.tanh], jnp.ones((8, 4))
@@ -17,7 +16,7 @@ def make(): return LAYERS, X
 def layers(): return LAYERS
 def nothing(): make()
 def misspelt(): return {"layer": LAYERS, "samples": X}
-def no_sample(): return namedtuple("Model", "layers sample")(LAYERS, None)
+def no_sample(): return {"layers": LAYERS, "sample": None}
 def no_optimizer(): return LAYERS, X, 1e-3
 def raises(): raise ValueError("mine")
 def raises_in_a_layer():
@@ -26,7 +25,7 @@ def raises_in_a_layer():
     return [nn.Dense(4), fourth], X
 def opens(): open("/nowhere/data.txt")
 """
-RETURNS = "needs (layers, sample), (layers, sample, optimizer), or a dict or named"
+RETURNS = "needs (layers, sample), (layers, sample, optimizer), or a dict of"
 
 
 pytestmark = pytest.mark.usefixtures("folder")
