@@ -215,7 +215,7 @@ def test_a_limit_that_nothing_meets():
     with pytest.raises(ValueError, match="partition") as refusal:
         partition(given, 2, remat="none", max_bytes=4000)
     assert str(refusal.value) == (
-        "partition: no cut is there with max_bytes=4,000 on rank 0: in the one that "
+        "partition: no cut was found with max_bytes=4,000 on rank 0: in the one that "
         "needs least, stage 0 (layers 0 to 1) needs 4,400 bytes, 400 more. The least "
         "that works is max_bytes=4,400; else take more stages, or a remat mode that "
         "keeps less"
