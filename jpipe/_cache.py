@@ -4,13 +4,13 @@ A program is compiled for structures, shapes and dtypes; every check of what the
 caller gave is made on abstract values, before anything is compiled or moved.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 
+from ._faults import refuse
 from ._functions import _batch, _microbatch, _probe
 from ._functions._batch import Batch
 from ._functions._objective import Objective
@@ -156,15 +156,16 @@ class ProgramCache:
         self, layout: Layout, batch: Batch, train: bool, objective: Objective | None
     ) -> Works:
         """What the stages do on each micro-batch; traced here."""
-        works = functools.partial(
-            Works,
-            self._pipe,
-            layout.weights,
-            train=train,
-            objective=objective,
-            routes=self.expected(batch)[1],
-        )
-        return _batch.explained(batch, works)
+        routes = self.expected(batch)[1]
+        with _batch.explained(batch):
+            return Works(
+                self._pipe,
+                layout.weights,
+                batch,
+                train=train,
+                objective=objective,
+                routes=routes,
+            )
 
     def _check_constants(
         self, works: Works, layout: Layout, variables: Sequence[PyTree]
@@ -188,15 +189,15 @@ class ProgramCache:
                 for path, (collection, leaf) in _nnx_values.leaves(layer.owner).items()
                 if collection == "params" and id(leaf.get_raw_value()) in constants
             ]
-        if found:
-            raise TypeError(
-                "the loss or a layer takes variables from outside, which would be "
-                "constants without a gradient and stay as they are now; compute it in "
-                "a layer that lists the module again, or add the gradient to that of "
-                "the loss: pipe.jit(jax.value_and_grad(penalty))(params), where "
-                "penalty is a function of them; for constants give copies:\n"
-                + "\n".join(f"  * {name}" for name in found)
-            )
+        refuse(
+            "the loss or a layer takes variables from outside, which would be "
+            "constants without a gradient and stay as they are now; compute it in a "
+            "layer that lists the module again, or add the gradient to that of the "
+            "loss: pipe.jit(jax.value_and_grad(penalty))(params), where penalty is a "
+            "function of them; for constants give copies",
+            found,
+            TypeError,
+        )
 
     def _say_what_it_costs(self, build: Build) -> None:
         """Says what building in a loop costs: what is built, called once and left."""
@@ -274,9 +275,8 @@ class ProgramCache:
         signature = _signature.settings(), _signature.of(batch.first)
         if signature not in self._expected:
             stages, key = self._pipe.stages, _rng.key_spec()
-            visits, routes = _batch.explained(
-                batch, lambda other: walk(stages, key, other.first)
-            )
+            with _batch.explained(batch):
+                visits, routes = walk(stages, key, batch.first)
             self._expected[signature] = visits, routes
             self.routes = routes
         return self._expected[signature]

@@ -10,6 +10,7 @@ import chex
 import jax
 import numpy as np
 
+from .._faults import refuse
 from .._jaxprs._jaxpr import zeros
 from . import _linen, _nnx, _skip, _switches
 from ._method import Method
@@ -108,20 +109,19 @@ def as_layers(listed: Sequence[Any]) -> tuple[Layer, ...]:
         for i, source in enumerate(objects)
         if (fault := _why_not(source))
     ]
-    if faults:
-        raise TypeError(
-            "a layer is a flax.linen module, a flax.nnx module, a jpipe.Stage or a "
-            "function x -> y:\n" + "\n".join(f"  * {fault}" for fault in faults)
-        )
+    refuse(
+        "a layer is a flax.linen module, a flax.nnx module, a jpipe.Stage or a "
+        "function x -> y",
+        faults,
+        TypeError,
+    )
     layers = tuple(as_layer(source) for source in objects)
     owners = {number: layer.owner for number, layer in enumerate(layers)}
-    faults = _nnx.shared({i: m for i, m in owners.items() if _nnx.is_module(m)})
-    if faults:
-        raise ValueError(
-            "each layer has variables of its own; list one module object twice to tie "
-            "all that it holds, or write a module that calls both:\n"
-            + "\n".join(f"  * {fault}" for fault in faults)
-        )
+    refuse(
+        "each layer has variables of its own; list one module object twice to tie all "
+        "that it holds, or write a module that calls both",
+        _nnx.shared({i: m for i, m in owners.items() if _nnx.is_module(m)}),
+    )
     return layers
 
 

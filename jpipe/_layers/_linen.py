@@ -243,33 +243,22 @@ def _check_none_made(
     Raises:
       ValueError: with what it made, or what it made something else of.
     """
-    made = _paths(after) - _paths({name: before[name] for name in after})
-    if made:
+    old = flat({name: before[name] for name in after})
+    was, now = (
+        {n: jax.tree.structure(x) for n, x in t.items()} for t in (old, flat(after))
+    )
+    faults = [
+        f"{'/'.join(map(str, names))} was {was.get(names, 'not there')} and became "
+        f"{now.get(names, 'nothing')}"
+        for names in {**was, **now}
+        if was.get(names) != now.get(names)
+    ]
+    if faults:
         raise ValueError(
             f"a call of this {type(module).__name__} changes which variables there "
-            f"are, by {', '.join(sorted(made))}; {_NOT_SOWN}"
+            f"are: {'; '.join(faults)}. A pipeline keeps arrays in the structure that "
+            f"they were made in; {_NOT_SOWN}"
         )
-    held = flat({name: before[name] for name in after})
-    now = flat(after)
-    others = [
-        f"{'/'.join(map(str, names))} from {structure} to {new}"
-        for names, value in held.items()
-        if (structure := jax.tree.structure(value))
-        != (new := jax.tree.structure(now.get(names)))
-    ]
-    if others:
-        raise ValueError(
-            f"a call of this {type(module).__name__} changes the structure of what it "
-            f"holds, {'; '.join(others)}; a pipeline keeps arrays in the structure "
-            f"that they were made in: let what changes be an array of it"
-        )
-
-
-def _paths(tree: PyTree) -> set[str]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves
-    }
 
 
 def _called(

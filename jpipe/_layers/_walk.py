@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import errors
 
+from .._faults import refuse
 from .._jaxprs import _jaxpr
 from .._jaxprs._jaxpr import zeros
 from . import _linen, _skip
@@ -318,14 +319,13 @@ def _check_output(number: int, layer: Layer, y: PyTree) -> None:
         except TypeError:
             told = f"{reprlib.repr(leaf)}, a {type(leaf).__name__}"
             faults.append(f"output{jax.tree_util.keystr(path)} is {told}")
-    if faults:
-        raise TypeError(
-            f"layer {number} ({layer.name}) must return a pytree of arrays; list a "
-            f"function after it, or a jpipe.layer of another method, that returns "
-            f"arrays in tuples, lists or dicts, or register the class of what it "
-            f"returns with jax.tree_util.register_dataclass:\n"
-            + "\n".join(f"  * {fault}" for fault in faults)
-        )
+    refuse(
+        f"layer {number} ({layer.name}) must return a pytree of arrays; list a "
+        f"function after it that returns arrays in tuples, lists or dicts, or register "
+        f"the class of what it returns with jax.tree_util.register_dataclass",
+        faults,
+        TypeError,
+    )
 
 
 def _is_weak(value: PyTree) -> bool:

@@ -14,6 +14,7 @@ from flax import linen
 from flax.linen import spmd
 from jax.sharding import PartitionSpec as P
 
+from .._faults import refuse
 from .._instructions._sharding import WHOLE, Sharding, SubMesh, narrowed
 from .._instructions._transfer import Device
 from .._layers import _nnx_values
@@ -21,6 +22,7 @@ from .._layers._linen import is_box
 from ._pipe import Pipe
 
 PyTree = Any
+_UNCUT = "parameters cannot be cut as they are to be"
 # `(path, spec) -> PartitionSpec`: the path from the layer's number on.
 Rule = Callable[[tuple[Any, ...], jax.ShapeDtypeStruct], P | None]
 
@@ -44,7 +46,7 @@ def shardings(
         own, wrong = _of_layer(pipe, i, entry, inside)
         found += own
         faults += wrong
-    _check(faults)
+    refuse(_UNCUT, faults)
     return found
 
 
@@ -53,16 +55,8 @@ def of_layer(
 ) -> list[Sharding]:
     """The same of what one layer has."""
     found, faults = _of_layer(pipe, layer, entry, inside)
-    _check(faults)
+    refuse(_UNCUT, faults)
     return found
-
-
-def _check(faults: Sequence[str]) -> None:
-    if faults:
-        raise ValueError(
-            "parameters cannot be cut as they are to be:\n"
-            + "\n".join(f"  * {fault}" for fault in faults)
-        )
 
 
 def _of_layer(
