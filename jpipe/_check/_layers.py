@@ -7,7 +7,7 @@ of all examples at once, so that the first difference hides no second one.
 """
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import jax
@@ -50,11 +50,10 @@ class _At(NamedTuple):
 
 
 class _Traced(NamedTuple):
-    """A layer as a function, and the keys of what it stashes and pops."""
+    """A layer as a function, and the keys of what may be popped after it."""
 
     function: Function
-    stashed: list[_skip.Key]
-    popped: list[_skip.Key]
+    skips: list[_skip.Key]
 
 
 class Checking:
@@ -132,24 +131,27 @@ class Checking:
         )
 
     def _trace(self, stage: StageFunction, given: list[Given], apart: bool) -> _Traced:
-        names, stashed, popped = [*self._at[0].skips], [], []
+        before, names = [*self._at[0].skips], []
 
         def applied(free: PyTree, fixed: PyTree) -> Any:
             (params, x, skips), (state, keys) = free, fixed
-            before = dict(zip(names, skips, strict=True))
-            after = dict(before)
-            with _scope(apart):
+            after = dict(zip(before, skips, strict=True))
+            with (
+                jax.default_matmul_precision("highest"),
+                _batchnorm.merging(True),
+                _batchnorm.recording(),
+                _batchnorm.apart() if apart else nullcontext(),
+            ):
                 entry = {**params, **state}
                 y, (changed,) = stage((entry,), x, keys, None, self._train, after)
-            stashed[:] = [key for key in after if after[key] is not before.get(key, ())]
-            popped[:] = [key for key in before if key not in after or key in stashed]
-            return (y, [after[key] for key in stashed]), changed
+            names[:] = after
+            return (y, [*after.values()]), changed
 
         shapes = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tuple(given))
         leaves, structure = jax.tree.flatten(shapes)
-        key = behaviour(stage.layers[0]), apart, tuple(names), tuple(leaves), structure
+        key = behaviour(stage.layers[0]), apart, tuple(before), tuple(leaves), structure
         if key not in self._known:
-            self._known[key] = _Traced(Function(applied, given), stashed, popped)
+            self._known[key] = _Traced(Function(applied, given), names)
         return self._known[key]
 
     def _differences(
@@ -188,13 +190,11 @@ class Checking:
 
         What is of no example is the micro-batch's own, such as its mean.
         """
-        own = [part.made for part in parts]
-        pieces = [whole.made, *_compare.cut(whole.made, own)]
-        for place, (y, stashed) in enumerate(pieces):
-            skips = self._at[place].skips.items()
-            kept = {key: value for key, value in skips if key not in traced.popped}
-            new = dict(zip(traced.stashed, stashed, strict=True))
-            self._at[place] = _At(y, {**kept, **new})
+        pieces = _compare.cut(whole.made, [part.made for part in parts])
+        self._at = [
+            _At(y, dict(zip(traced.skips, skips, strict=True)))
+            for y, skips in [whole.made, *pieces]
+        ]
 
     def loss(
         self, objective: Objective, targets: PyTree, axes: Sequence[int | None]
@@ -268,17 +268,6 @@ def _terms(results: Sequence[Result], shares: Any) -> tuple[list[Any], list[PyTr
     values = [one.made[0] for one in results]
     gradients = [one.gradient for one in results]
     return [*map(times, shares, values)], [*map(times, shares, gradients)]
-
-
-def _scope(apart: bool) -> ExitStack:
-    """Where a layer is traced to be compared."""
-    scope = ExitStack()
-    scope.enter_context(jax.default_matmul_precision("highest"))
-    scope.enter_context(_batchnorm.merging(True))
-    scope.enter_context(_batchnorm.recording())
-    if apart:
-        scope.enter_context(_batchnorm.apart())
-    return scope
 
 
 def _given(entry: PyTree, at: _At, keys: PyTree) -> Given:

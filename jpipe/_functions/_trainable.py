@@ -86,6 +86,7 @@ class Trainable:
         }
         chosen = set(floating)
         if not self.selects_all:
+            _check_types(self._rules, layers)
             kinds = {
                 n: _nnx_values.parameters(layer.owner) for n, layer in enumerate(layers)
             }
@@ -112,6 +113,22 @@ class Trainable:
             f"that are trained are derived from nnx.Param. {_NEEDS}",
         )
         return chosen
+
+
+def _check_types(rules: Sequence[tuple[Any, Any]], layers: Sequence[Layer]) -> None:
+    """Refuses filters of nnx that mean a Variable which a pipeline does not train."""
+    filters = [(given, rule) for given, rule in rules if _is_filter(given)]
+    refuse(
+        "a pipeline trains what is an nnx.Param; derive the type from it, or name what "
+        "is trained, such as trainable=nnx.Param",
+        (
+            f"trainable={_told(given)} selects {(n, *path)}, a {type(leaf).__name__}"
+            for n, layer in enumerate(layers if filters else ())
+            for path, leaf in _nnx_values.untrained(layer.owner).items()
+            for given, rule in filters
+            if rule(_Leaf((n, *path), _as_given((n, "", *path), leaf, {path: leaf})))
+        ),
+    )
 
 
 def _is_filter(given: Any) -> bool:

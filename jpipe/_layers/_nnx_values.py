@@ -36,6 +36,19 @@ def parameters(source: Any) -> dict[Path, nnx.Variable]:
     }
 
 
+def untrained(source: Any) -> dict[Path, nnx.Variable]:
+    """Floating Variables of types that are the user's own and not `nnx.Param`."""
+    return {
+        path: leaf
+        for path, (collection, leaf) in leaves(source).items()
+        if isinstance(leaf, nnx.Variable)
+        and collection not in (None, "params")
+        and not type(leaf).__module__.startswith("flax.")
+        and isinstance(value := leaf.get_value(), jax.Array | np.ndarray)
+        and jnp.issubdtype(value.dtype, jnp.inexact)
+    }
+
+
 def flat(module: nnx.Module) -> tuple[Any, dict[Path, Any]]:
     """What of a module is static, and its leaves by their paths."""
     graphdef, state = nnx.split(module, graph=True)

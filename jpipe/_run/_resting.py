@@ -22,7 +22,6 @@ from .._layers._linen import is_box
 from ._pipe import Pipe
 
 PyTree = Any
-_UNCUT = "parameters cannot be cut as they are to be"
 # `(path, spec) -> PartitionSpec`: the path from the layer's number on.
 Rule = Callable[[tuple[Any, ...], jax.ShapeDtypeStruct], P | None]
 
@@ -41,30 +40,17 @@ def shardings(
       ValueError: with every parameter that its axes do not divide.
       TypeError: if the rule returns something else.
     """
-    found, faults = [], list[str]()
-    for i, entry in enumerate(variables):
-        own, wrong = _of_layer(pipe, i, entry, inside)
-        found += own
-        faults += wrong
-    refuse(_UNCUT, faults)
-    return found
+    each = (of_layer(pipe, i, entry, inside) for i, entry in enumerate(variables))
+    return [how for own in each for how in own]
 
 
 def of_layer(
     pipe: Pipe, layer: int, entry: PyTree, inside: tuple[str, ...] = ()
 ) -> list[Sharding]:
     """The same of what one layer has."""
-    found, faults = _of_layer(pipe, layer, entry, inside)
-    refuse(_UNCUT, faults)
-    return found
-
-
-def _of_layer(
-    pipe: Pipe, layer: int, entry: PyTree, inside: tuple[str, ...]
-) -> tuple[list[Sharding], list[str]]:
     device = pipe.devices[pipe.stage_of_layer[layer]]
     if not isinstance(device, SubMesh):
-        return [WHOLE] * len(jax.tree.leaves(entry)), []
+        return [WHOLE] * len(jax.tree.leaves(entry))
     found, faults = [], list[str]()
     for path, leaf, said in _said(pipe, layer, entry, inside):
         spec = _spec(said, device, pipe.axes if pipe.rule else None, path)
@@ -72,7 +58,8 @@ def _of_layer(
             spec = P()
         faults += _faults(path, leaf, spec, device)
         found.append(Sharding(spec=spec))
-    return found, faults
+    refuse(f"parameters of layer {layer} cannot be cut as they are to be", faults)
+    return found
 
 
 def _said(

@@ -67,7 +67,7 @@ def check(
     other = "{path} has shape {found}, the model needs {wanted}"
     faults = [*faults, *differences(wanted, found, other)]
     if not faults:
-        faults = _other_containers(expected, given) or _other_kinds(expected, given)
+        faults = _other_containers(expected, given)
     if any(map(_is_of_nnx, jax.tree.leaves(given, is_leaf=_is_of_nnx))):
         faults = ["they are Variables of nnx: give nnx.to_pure_dict(state)", *faults]
     refuse(
@@ -129,10 +129,13 @@ def check_length(given: Any, num_layers: int) -> None:
         )
 
 
-def _shapes(variables: Sequence[PyTree]) -> dict[str, tuple[int, ...]]:
+def _shapes(variables: Sequence[PyTree]) -> dict[str, str]:
+    """Shapes by path; integers in place of floats would not be trained."""
     flat = jax.tree_util.tree_leaves_with_path(tuple(variables))
     return {
-        f"variables{jax.tree_util.keystr(path)}": tuple(leaf.shape)
+        f"variables{jax.tree_util.keystr(path)}": (
+            f"{tuple(leaf.shape)}" + ("" if is_inexact(leaf) else f" of {leaf.dtype}")
+        )
         for path, leaf in flat
     }
 
@@ -148,21 +151,6 @@ def _other_containers(expected: Sequence[PyTree], given: Sequence[PyTree]) -> li
         for layer, (wanted, entry) in enumerate(zip(expected, given, strict=True))
         for names, value in flat(entry).items()
         if names not in flat(wanted)
-    ]
-
-
-def _other_kinds(expected: Sequence[PyTree], given: Sequence[PyTree]) -> list[str]:
-    """Integers in place of floats, which would not be trained, or the reverse."""
-    pairs = zip(
-        jax.tree_util.tree_leaves_with_path(tuple(given)),
-        jax.tree.leaves(tuple(expected)),
-        strict=True,
-    )
-    return [
-        f"variables{jax.tree_util.keystr(path)} is {leaf.dtype}, the model needs "
-        f"{spec.dtype}"
-        for (path, leaf), spec in pairs
-        if is_inexact(leaf) != is_inexact(spec)
     ]
 
 
