@@ -120,10 +120,8 @@ def _together(what: str, work: Callable[[], Any], seconds: float = 0.0) -> Any:
         _meet(what, {"fault": f"{type(error).__name__}: {error}"}, seconds)
         raise
     said = _meet(what, {"fault": ""}, seconds)
-    if faults := [
-        f"process {p}: {own['fault']}" for p, own in enumerate(said) if own["fault"]
-    ]:
-        raise RuntimeError(f"this could not be {what}: {'; '.join(faults)}")
+    faults = (f"process {p}: {x['fault']}" for p, x in enumerate(said) if x["fault"])
+    refuse(f"this could not be {what}", faults, RuntimeError)
     return found
 
 

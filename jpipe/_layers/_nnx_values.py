@@ -122,19 +122,14 @@ def merge(module: nnx.Module, variables: Mapping[str, PyTree]) -> nnx.Module:
             except (KeyError, TypeError, IndexError):
                 missing.append(f"{kept}/{dotted(path)}")
         state[path] = leaf.replace(value) if isinstance(leaf, nnx.Variable) else value
-    if boxed := [
-        dotted(path) for path, leaf in state.items() if _linen.is_box(_value(leaf))
-    ]:
-        raise ValueError(
-            f"an nnx module keeps how a value is partitioned beside it: give this "
-            f"{type(module).__name__} plain arrays for {', '.join(boxed)}, as "
-            f"flax.linen.unbox(variables) makes them"
-        )
-    if missing:
-        raise ValueError(
-            f"the variables are not those of this {type(module).__name__}: missing "
-            + ", ".join(missing)
-        )
+    refuse(
+        f"an nnx module keeps how a value is partitioned beside it: give this "
+        f"{type(module).__name__} plain arrays, as flax.linen.unbox(variables) makes",
+        [dotted(path) for path, leaf in state.items() if _linen.is_box(_value(leaf))],
+    )
+    refuse(
+        f"the variables are not those of this {type(module).__name__}: missing", missing
+    )
     merged = nnx.merge(graphdef, nnx.from_flat_state(state))
     nnx.pop(merged, nnx.Intermediate)  # results of a call before
     return merged

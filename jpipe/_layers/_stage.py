@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from .._faults import refuse
 from . import _batchnorm, _rng, _skip
 from ._advice import advice
 from ._layer import Layer
@@ -141,8 +142,7 @@ def check_balance(balance: Any, num_layers: int) -> tuple[int, ...]:
         faults.append("every stage needs at least one layer")
     if sum(sizes) != num_layers:
         faults.append(f"its sum is {sum(sizes)}, the model has {num_layers} layers")
-    if faults:
-        raise ValueError(f"balance={sizes}: {'; '.join(faults)}")
+    refuse(f"balance={sizes}", faults)
     return tuple(sizes)
 
 

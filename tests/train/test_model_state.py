@@ -94,7 +94,7 @@ def test_floats_are_averaged_and_integers_are_of_the_last(function, first, expec
             "all micro-batches would draw the same",
         ),
         (lambda x, _: x.mean(), 0, r"float32 to \['state'\]\['held'\], which is int32"),
-        (lambda x, _: x.mean(), jnp.bfloat16(0), r"held'\], which is bfloat16"),
+        (lambda x, _: x.mean(), jnp.bfloat16(0), r"held of .*, which is bfloat16"),
     ],
     ids=["static", "none", "key", "integer", "bfloat16"],
 )
