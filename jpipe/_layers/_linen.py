@@ -214,8 +214,8 @@ def _check_none_made(
     if faults:
         raise ValueError(
             f"a call of this {type(module).__name__} changes which variables there "
-            f"are: {'; '.join(faults)}. A pipeline keeps arrays in the structure that "
-            f"they were made in; {_NOT_SOWN}"
+            f"are, or their structure: {'; '.join(faults)}. A pipeline keeps arrays in "
+            f"the structure that they were made in; {_NOT_SOWN}"
         )
 
 
