@@ -18,6 +18,7 @@ FOLDERS = (
     *PURE,
     "_compat",
     "_warn",
+    "_faults",
     "_processes",
     "_jaxprs",
     "_layers",
