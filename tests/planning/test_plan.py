@@ -106,7 +106,7 @@ def test_a_plan_decides_alone_and_for_its_own_layers():
     plan = planned()
     with pytest.raises(ValueError, match="it decides balance, which was given too"):
         jpipe.pipeline(model(), plan=plan, balance=[5, 6])
-    with pytest.raises(ValueError, match="for 11 layers, there are 10"):
+    with pytest.raises(ValueError, match="layer 10 is missing, in the plan Dense"):
         jpipe.pipeline(model()[:-1], plan=plan)
     with pytest.raises(ValueError, match="layer 0 is tanh, in the plan Dense"):
         jpipe.pipeline([nn.tanh, *model()[1:]], plan=plan)
