@@ -4,13 +4,13 @@ A program is compiled for structures, shapes and dtypes; every check of what the
 caller gave is made on abstract values, before anything is compiled or moved.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 
+from ._faults import refuse
 from ._functions import _batch, _microbatch, _probe
 from ._functions._batch import Batch
 from ._functions._objective import Objective
@@ -33,8 +33,6 @@ PyTree = Any
 Expected = tuple[list[Visit], tuple[Route, ...]]
 Marks = tuple[PyTree, ...]
 ALL = Trainable()
-# So often gradients may be built for one call before it is said what that costs.
-_MANY = 30
 
 
 class Axes(NamedTuple):
@@ -67,7 +65,6 @@ class ProgramCache:
         self.routes: tuple[Route, ...] = ()
         self.check_first: Callable[..., None] | None = None
         self._expected: dict[Any, Expected] = {}
-        self._in_a_row = 0
         self.unchecked = ""
 
     def look_again(self) -> None:
@@ -115,8 +112,6 @@ class ProgramCache:
                 f"train; build the pipeline with another, such as schedule='1f1b'"
             )
         self.look_again()
-        once = self.built is not None and self.built.calls == 1
-        self._in_a_row = self._in_a_row + 1 if once else 1
         self.built = Build(objective, trainable)
         return Gradients(self._gradient, self.built)
 
@@ -134,7 +129,6 @@ class ProgramCache:
         kind = _signature.of(variables, x, targets, rngs), train
         signature = _signature.settings(), kind
         if signature not in known:
-            self._say_what_it_costs(build)
             self._check_order(variables)
             batch = self._batch(x, targets, rngs)
             layout = self._check(variables, batch, build.trainable)
@@ -156,15 +150,16 @@ class ProgramCache:
         self, layout: Layout, batch: Batch, train: bool, objective: Objective | None
     ) -> Works:
         """What the stages do on each micro-batch; traced here."""
-        works = functools.partial(
-            Works,
-            self._pipe,
-            layout.weights,
-            train=train,
-            objective=objective,
-            routes=self.expected(batch)[1],
-        )
-        return _batch.explained(batch, works)
+        routes = self.expected(batch)[1]
+        with _batch.explained(batch):
+            return Works(
+                self._pipe,
+                layout.weights,
+                batch,
+                train=train,
+                objective=objective,
+                routes=routes,
+            )
 
     def _check_constants(
         self, works: Works, layout: Layout, variables: Sequence[PyTree]
@@ -188,24 +183,15 @@ class ProgramCache:
                 for path, (collection, leaf) in _nnx_values.leaves(layer.owner).items()
                 if collection == "params" and id(leaf.get_raw_value()) in constants
             ]
-        if found:
-            raise TypeError(
-                "the loss or a layer takes variables from outside, which would be "
-                "constants without a gradient and stay as they are now; compute it in "
-                "a layer that lists the module again, or add the gradient to that of "
-                "the loss: pipe.jit(jax.value_and_grad(penalty))(params), where "
-                "penalty is a function of them; for constants give copies:\n"
-                + "\n".join(f"  * {name}" for name in found)
-            )
-
-    def _say_what_it_costs(self, build: Build) -> None:
-        """Says what building in a loop costs: what is built, called once and left."""
-        if build.calls == 1 and self._in_a_row == _MANY:
-            warn(
-                f"gradients were built and called once {_MANY} times in a row, and "
-                f"each time the model is traced anew; call value_and_grad or "
-                f"train_step once, before the loop, and in it what they return"
-            )
+        refuse(
+            "the loss or a layer takes variables from outside, which would be "
+            "constants without a gradient and stay as they are now; compute it in a "
+            "layer that lists the module again, or add the gradient to that of the "
+            "loss: pipe.jit(jax.value_and_grad(penalty))(params), where penalty is a "
+            "function of them; for constants give copies",
+            found,
+            TypeError,
+        )
 
     def profiled(self, objective: Objective | None, trainable: Trainable) -> Gradients:
         """The gradients that were built last, where these are meant; else new ones.
@@ -236,14 +222,9 @@ class ProgramCache:
 
     def _batch(self, x: PyTree, targets: PyTree, rngs: Rngs) -> Batch:
         _variables.check_concrete(jax.tree.leaves((x, targets, rngs)))
-        x = _microbatch.specs(x, "x")
-        targets = _microbatch.specs(targets, "targets")
-        x_axes = _microbatch.flat_axes(self._axes.in_axes, x, "x", "in_axes")
-        # Without a loss there are no targets, whatever their axes would be.
-        axes = self._axes.target_axes if jax.tree.leaves(targets) else 0
-        target_axes = _microbatch.flat_axes(axes, targets, "targets", "target_axes")
+        parts = self.examples(x, targets)
+        (_, x, x_axes), (_, targets, target_axes) = parts
         number = self._pipe.schedule.num_microbatches
-        parts = [("x", x, x_axes), ("targets", targets, target_axes)]
         size = _microbatch.batch_size(parts, number)
         shards = self._pipe.num_shards
         sizes = _microbatch.sizes(_microbatch.shard(size, number, shards), number)
@@ -252,10 +233,25 @@ class ProgramCache:
         keys = None if rngs is None else _microbatch.specs(rngs, "rngs")
         return Batch(x, x_axes, targets, target_axes, keys, sizes, shards)
 
+    def examples(
+        self, x: PyTree, targets: PyTree = ()
+    ) -> list[tuple[str, PyTree, list[int | None]]]:
+        """The input and the targets as specs, and where their examples are."""
+        found = []
+        for what, tree, name in (
+            ("x", x, "in_axes"),
+            ("targets", targets, "target_axes"),
+        ):
+            specs = _microbatch.specs(tree, what)
+            # Without a loss there are no targets, whatever their axes would be.
+            axes = getattr(self._axes, name) if jax.tree.leaves(specs) else 0
+            flat = _microbatch.flat_axes(axes, specs, what, name)
+            found.append((what, specs, flat))
+        return found
+
     def sample(self, x: PyTree) -> Batch:
         """An input from which variables are made: see `_batch.of_input`."""
-        x = _microbatch.specs(x, "x")
-        axes = _microbatch.flat_axes(self._axes.in_axes, x, "x", "in_axes")
+        (_, x, axes), _ = self.examples(x)
         number = self._pipe.schedule.num_microbatches
         return _batch.of_input(x, axes, number, self._pipe.num_shards)
 
@@ -274,9 +270,8 @@ class ProgramCache:
         signature = _signature.settings(), _signature.of(batch.first)
         if signature not in self._expected:
             stages, key = self._pipe.stages, _rng.key_spec()
-            visits, routes = _batch.explained(
-                batch, lambda other: walk(stages, key, other.first)
-            )
+            with _batch.explained(batch):
+                visits, routes = walk(stages, key, batch.first)
             self._expected[signature] = visits, routes
             self.routes = routes
         return self._expected[signature]

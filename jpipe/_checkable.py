@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from ._cache import Axes, ProgramCache
+from ._cache import ProgramCache
 from ._check._layers import Checking
 from ._check._report import CheckReport
 from ._functions import _microbatch
@@ -27,7 +27,6 @@ class Checkable:
 
     _pipe: Pipe
     _cache: ProgramCache
-    _axes: Axes
 
     @outside_of_meshes
     def check(
@@ -114,16 +113,8 @@ class Checkable:
         if rngs is not None:
             _rng.check_rngs(rngs)
         _variables.check_concrete(jax.tree.leaves((x, targets, rngs)))
-        specs, own = (
-            _microbatch.specs(tree, what)
-            for tree, what in ((x, "x"), (targets, "targets"))
-        )
-        in_axes, target_axes, _ = self._axes
-        x_axes = _microbatch.flat_axes(in_axes, specs, "x", "in_axes")
-        target_axes = target_axes if jax.tree.leaves(own) else 0
-        t_axes = _microbatch.flat_axes(target_axes, own, "targets", "target_axes")
-        known = [("x", specs, x_axes), ("targets", own, t_axes)]
-        count = _microbatch.batch_size(known, 2)
+        examples = self._cache.examples(x, targets)
+        count = _microbatch.batch_size(examples, 2)
         if parts is None:
             number = self._pipe.schedule.num_microbatches * self._pipe.num_shards
             parts = _sizes(count, -(-count // number), most or count)
@@ -135,14 +126,14 @@ class Checkable:
         self._cache.by_owner(variables, self._cache.sample(x))
         _variables.check_alive(jax.tree.leaves(variables))
         entries = _layout.complete(self._pipe.sharing, variables)
-        layers = [layer for stage in self._pipe.stages for layer in stage.layers]
-        sizes = tuple(parts)
+        sizes, layers = tuple(parts), self._pipe.layers
+        (_, _, x_axes), (_, _, target_axes) = examples
         with jax.default_device(_transfer.one_of(self._pipe.devices[0])):
             checking = Checking(x, x_axes, sizes, rngs, train, tolerance)
             found = tuple(map(checking.layer, range(len(layers)), layers, entries))
             loss = None
             if objective is not None:
-                loss = checking.loss(objective, targets, t_axes)
+                loss = checking.loss(objective, targets, target_axes)
         return CheckReport(sizes, found, loss)
 
     def _check_first(self, *given: Any) -> None:

@@ -1,5 +1,6 @@
 """What `jpipe.pipeline` is given, checked: every fault found before any work."""
 
+import itertools
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -8,6 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from ._faults import refuse
 from ._instructions import _transfer
 from ._instructions._sharding import DATA, SubMesh
 from ._instructions._transfer import Device
@@ -59,17 +61,13 @@ def check_plan(plan: Any, layers: Sequence[Layer], given: Sequence[str]) -> Plan
     faults = [f"it decides {name}, which was given too" for name in given]
     names = [name for stage in plan.stages for name in stage.layers]
     own = [layer.name for layer in layers]
-    if len(names) != len(own):
-        faults.append(f"it is for {len(names)} layers, there are {len(own)}")
-    else:
-        pairs = zip(names, own, strict=True)
-        faults += [
-            f"layer {i} is {has}, in the plan {name}"
-            for i, (name, has) in enumerate(pairs)
-            if name != has
-        ]
-    if faults:
-        raise ValueError("plan: " + "; ".join(faults))
+    pairs = itertools.zip_longest(own, names, fillvalue="missing")
+    faults += [
+        f"layer {i} is {has}, in the plan {name}"
+        for i, (has, name) in enumerate(pairs)
+        if name != has
+    ]
+    refuse("plan", faults)
     return plan
 
 
@@ -106,9 +104,7 @@ def planned_mesh(plan: Plan, mesh: Any, devices: Any) -> tuple[Any, Any]:
         raise ValueError(
             f"plan: it is for {ranks} x {data} devices along {_STAGE!r} and {DATA!r}, "
             f"there are {len(dict.fromkeys(listed))} different ones; plan for as many "
-            f"with jpipe.plan(..., num_devices=), for one device per stage with "
-            f"data=1, or, on CPU, make more at the start of the program with "
-            f"jax.config.update('jax_num_cpu_devices', {count})"
+            f"with jpipe.plan(..., num_devices=), or for one per stage with data=1"
         )
     laid = np.array(listed[:count], dtype=object).reshape(ranks, data)
     return Mesh(laid, (_STAGE, DATA)), None
@@ -235,9 +231,8 @@ def _check_shards(ranks: Sequence[Device]) -> None:
         listed = ", ".join(f"rank {i} over {n}" for i, n in enumerate(counts))
         raise ValueError(
             f"devices: all ranks must spread the examples of a micro-batch over as "
-            f"many devices along {DATA!r}, for then M micro-batches on D shards have "
-            f"the numbers of M * D on one device; there is {listed}; give each as "
-            f"many, and what is left another axis, such as 'model'"
+            f"many devices along {DATA!r}; there is {listed}; give each as many, and "
+            f"what is left another axis, such as 'model'"
         )
     owner: dict[Any, int] = {}
     for i, rank in enumerate(ranks):
@@ -278,8 +273,7 @@ def replicated_plan(
     number = num_microbatches or plan.num_microbatches or 0
     if not number:
         faults.append("it does not say num_microbatches; give it too")
-    if faults:
-        raise ValueError("plan: " + "; ".join(faults))
+    refuse("plan", faults)
     return number, balance, plan.schedule(number)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ._faults import refuse
 from ._instructions._transfer import put_as
 from ._processes._elsewhere import is_elsewhere
 from ._processes._gather import agree_on, at_first
@@ -23,8 +24,6 @@ from ._train._state import TrainState, note_chosen
 
 __all__ = ["restore", "save"]
 PyTree = Any
-# So many differences are listed.
-_MOST = 20
 _ARRAYS = jax.Array | np.ndarray
 _NUMBERS = bool | int | float | complex | np.generic
 # Seconds that a process waits while another one writes: a day.
@@ -121,10 +120,8 @@ def _together(what: str, work: Callable[[], Any], seconds: float = 0.0) -> Any:
         _meet(what, {"fault": f"{type(error).__name__}: {error}"}, seconds)
         raise
     said = _meet(what, {"fault": ""}, seconds)
-    if faults := [
-        f"process {p}: {own['fault']}" for p, own in enumerate(said) if own["fault"]
-    ]:
-        raise RuntimeError(f"this could not be {what}: {'; '.join(faults)}")
+    faults = (f"process {p}: {x['fault']}" for p, x in enumerate(said) if x["fault"])
+    refuse(f"this could not be {what}", faults, RuntimeError)
     return found
 
 
@@ -205,13 +202,11 @@ def _read(folder: pathlib.Path, like: PyTree) -> PyTree:
             raise ValueError(
                 f"{folder} holds no state that jpipe.checkpoint.save wrote: {error}"
             ) from None
-        if faults := _differing(_kinds(tree), wanted):
-            more = len(faults) - _MOST
-            faults = faults[:_MOST] + ([f"and {more} more"] if more > 0 else [])
-            raise ValueError(
-                f"{folder} holds another state than like=:\n"
-                + "\n".join(f"  * {fault}" for fault in faults)
-            )
+        other = "{path} is {found}, like= has {wanted}"
+        refuse(
+            f"{folder} holds another state than like=",
+            _variables.differences(wanted, _kinds(tree), other),
+        )
         if jax.process_count() > 1:
             return _own_part(folder, like)
         # Several processes save a key as its numbers.
@@ -252,10 +247,7 @@ def _as_arrays(tree: PyTree) -> PyTree:
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
         if not isinstance(leaf, _ARRAYS | _NUMBERS)
     ]
-    if faults:
-        raise TypeError(
-            f"a state is a pytree of arrays and numbers: {'; '.join(faults)}"
-        )
+    refuse("a state is a pytree of arrays and numbers", faults, TypeError)
     return jax.tree.map(
         lambda leaf: np.asarray(leaf) if isinstance(leaf, _NUMBERS) else leaf, tree
     )
@@ -276,32 +268,12 @@ def _as_saved(leaf: Any) -> Any:
 
 def _kinds(tree: PyTree) -> dict[str, str]:
     """The shape and dtype of each leaf, by its path, whatever containers it is in."""
-    names = "key", "idx", "name"
-
-    def told(path: Any) -> str:
-        parts = (next(getattr(k, n) for n in names if hasattr(k, n)) for k in path)
-        return "/".join(map(str, parts))
-
     return {
-        told(path): f"{leaf.dtype}{list(leaf.shape)}"
+        jax.tree_util.keystr(path, simple=True, separator="/"): (
+            f"{leaf.dtype}{list(leaf.shape)}"
+        )
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     }
-
-
-def _differing(saved: dict[str, str], wanted: dict[str, str]) -> list[str]:
-    missing = [
-        f"missing: {path} {wanted[path]}" for path in wanted if path not in saved
-    ]
-    surplus = [f"surplus: {path} {saved[path]}" for path in saved if path not in wanted]
-    return [
-        *missing,
-        *surplus,
-        *(
-            f"{path} is {saved[path]}, like= has {wanted[path]}"
-            for path in wanted
-            if path in saved and saved[path] != wanted[path]
-        ),
-    ]
 
 
 def __dir__() -> list[str]:

@@ -4,7 +4,7 @@ Pure functions of pytrees: of whatever was computed on all examples together, an
 those of each of several micro-batches.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,8 +75,8 @@ def cut(whole: PyTree, parts: Sequence[PyTree]) -> list[PyTree]:
 
     Args:
       whole: arrays of all examples.
-      parts: the same of each micro-batch, or specs. What has no axis of examples is
-        that of the part, if it is an array.
+      parts: the same of each micro-batch. What has no axis of examples is that of the
+        part.
     """
     leaves, structure = jax.tree.flatten(whole)
     starts, pieces = [0] * len(leaves), []
@@ -88,8 +88,6 @@ def cut(whole: PyTree, parts: Sequence[PyTree]) -> list[PyTree]:
                 stop = starts[i] + own.shape[axis]
                 piece[i] = leaf[(slice(None),) * axis + (slice(starts[i], stop),)]
                 starts[i] = stop
-            elif isinstance(own, jax.ShapeDtypeStruct):
-                piece[i] = leaf
         pieces.append(jax.tree.unflatten(structure, piece))
     return pieces
 
@@ -123,25 +121,42 @@ def named(state: PyTree) -> dict[str, Any]:
     return {"/".join(map(str, names)): leaf for names, leaf in found.items()}
 
 
+def mean_or_sum(each: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
+    """What an output without an axis of examples may be for all of them."""
+    return [np.average(each, axis=0, weights=sizes), sum(each)]
+
+
+def mean_or_last(each: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
+    """What a state becomes: the mean, or of integers what the last part has."""
+    is_number = each[0].dtype.kind in "fc"
+    return [np.average(each, axis=0, weights=sizes) if is_number else each[-1]]
+
+
+def total(each: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
+    """What a gradient without an axis of examples is: the sum."""
+    del sizes
+    return [sum(each)]
+
+
 def compare(
     what: str,
     whole: PyTree,
     parts: Sequence[PyTree],
     sizes: Sequence[int],
     limit: float,
+    merge: Callable[..., list[Any]] = total,
     least: float = 0.0,
 ) -> Difference | None:
     """The largest difference of all leaves, if there is one.
 
     Args:
-      what: what is compared. It begins with ``"outputs"``, ``"state"`` or another word,
-        which says what is right for a leaf without an axis of examples: a mean or a
-        sum; a mean, or of integers what the last part has; or a sum, as of gradients.
+      what: what is compared, for the message.
       whole: that of all examples.
       parts: those of the micro-batches.
       sizes: how many examples each has.
       limit: how far numbers may be apart, relative to the largest beside them.
-      least: how large that is at least.
+      merge: what a leaf without an axis of examples may be for all of them.
+      least: how large the largest is at least.
     """
     if reason := why_not(whole, parts):
         return Difference(what, reason=reason)
@@ -149,23 +164,26 @@ def compare(
     columns = zip(*map(jax.tree.leaves, parts), strict=True)
     for (path, leaf), own in zip(paths, columns, strict=True):
         axis, each, leaf = axis_of(leaf, own[0]), [*map(numbers, own)], numbers(leaf)
-        made = [np.concatenate(each, axis)] if axis is not None else []
-        around = least
-        if axis is None:
-            # A mean or a sum is rounded as what it is made of.
-            made, around = _merged(what, each, sizes), max(least, *map(size, each))
+        # A mean or a sum is rounded as what it is made of.
+        around = max(least, size(each)) if axis is None else least
+        made = merge(each, sizes) if axis is None else [np.concatenate(each, axis)]
         gaps = [_apart(leaf, one, axis, limit, around) for one in made]
-        gap, nearest = min(
-            zip(gaps, made, strict=True), key=lambda pair: np.max(pair[0], initial=0)
-        )
+        best = min(range(len(made)), key=lambda i: np.max(gaps[i], initial=0))
+        gap, nearest = gaps[best], made[best]
         if np.max(gap, initial=0) > 1:
             at = np.unravel_index(np.argmax(gap), gap.shape)
             # Tokens may be merged with examples.
-            number = None if axis is None else at[axis] * sum(sizes) // leaf.shape[axis]
+            example = axis is not None and at[axis] * sum(sizes) // leaf.shape[axis]
             label = what + (jax.tree_util.keystr(path) if len(paths) > 1 else "")
-            values = leaf[at].item(), nearest[at].item()
-            example = None if number is None else int(number)
-            found.append(Difference(label, example, *values, float(gap[at])))
+            found.append(
+                Difference(
+                    label,
+                    None if axis is None else int(example),
+                    leaf[at].item(),
+                    nearest[at].item(),
+                    float(gap[at]),
+                )
+            )
     return max(found, key=lambda one: one.size, default=None)
 
 
@@ -174,16 +192,6 @@ def size(tree: PyTree) -> float:
     sizes = [np.abs(numbers(leaf)) for leaf in jax.tree.leaves(tree)]
     found = [np.max(one, initial=0, where=np.isfinite(one)) for one in sizes]
     return float(max(found, default=0.0))
-
-
-def _merged(what: str, each: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
-    """What a leaf without an axis of examples may be for all of them."""
-    mean = np.average(each, axis=0, weights=sizes)
-    if what.startswith("outputs"):
-        return [mean, sum(each)]
-    if what.startswith("state"):
-        return [mean if each[0].dtype.kind in "fc" else each[-1]]
-    return [sum(each)]
 
 
 def _apart(one: Any, two: Any, axis: int | None, limit: float, least: float) -> Any:

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
 
 from .. import _compat
 from .._functions._weights import is_inexact
@@ -14,18 +13,8 @@ from .._jaxprs import _flow, _jaxpr
 from . import _compare
 
 PyTree = Any
-
-
-class Given(NamedTuple):
-    """The arguments of a function.
-
-    Attributes:
-      free: by what it is differentiated.
-      fixed: the rest.
-    """
-
-    free: PyTree
-    fixed: PyTree
+# What is free, and what is fixed: only by the first a function is differentiated.
+Given = tuple[PyTree, PyTree]
 
 
 class Result(NamedTuple):
@@ -34,8 +23,8 @@ class Result(NamedTuple):
     Attributes:
       made: what is differentiated where it is of floating numbers.
       aux: what else it returned.
-      gradient: of a projection of ``made``, by ``free``; ``None`` for each leaf that is
-        not of floating numbers, and for all of it where nothing is differentiated.
+      gradient: of a projection of ``made``, by what is free; ``None`` for each leaf
+        that is not of floating numbers, and where nothing is differentiated.
     """
 
     made: PyTree
@@ -44,11 +33,11 @@ class Result(NamedTuple):
 
 
 class Function:
-    """``(free, fixed) -> (made, aux)``, traced for several arguments.
+    """``(free, fixed) -> (made, aux)``, to be run with several arguments.
 
     Args:
-      function: the function.
-      given: all examples first, then each micro-batch.
+      function: the function, which is differentiated by what is free.
+      given: its arguments: all examples first, then each micro-batch.
 
     Attributes:
       made: for each of the arguments the specs of what it makes.
@@ -56,86 +45,64 @@ class Function:
       error: why it cannot be differentiated; empty if it can.
     """
 
-    def __init__(
-        self, function: Callable[[PyTree, PyTree], Any], given: Sequence[Given]
-    ) -> None:
+    def __init__(self, function: Callable[..., Any], given: Sequence[Given]) -> None:
         traced = [_jaxpr.trace(function, *one) for one in given]
-        self._closed = [closed for closed, _ in traced]
-        self._out = [out for _, out in traced]
-        self.made = [made for made, _ in self._out]
+        self._whole, _ = traced[0]
+        self.made = [made for _, (made, _) in traced]
         self.limit = _compare.tolerance(
-            dtype for closed in self._closed for dtype in _flow.dtypes(closed)
+            dtype for closed, _ in traced for dtype in _flow.dtypes(closed)
         )
         self.error = ""
-        options = _compat.quick_to_compile()
-        self._run = [
-            jax.jit(_with_gradient(closed, made), compiler_options=options)
-            for closed, made in zip(self._closed, self.made, strict=True)
-        ]
+        self._run = jax.jit(
+            _with_gradient(function), compiler_options=_compat.quick_to_compile()
+        )
 
     def reads(self, last: int) -> bool:
         """Whether it needs one of its last leaves, with all examples."""
-        return any(_jaxpr.live_inputs(self._closed[0])[-last:] if last else ())
+        return any(_jaxpr.live_inputs(self._whole)[-last:] if last else ())
 
     def __call__(
-        self,
-        given: Sequence[Given],
-        projections: Sequence[PyTree] | None,
-        like: Sequence[int] | None = None,
+        self, given: Sequence[Given], cotangents: Sequence[PyTree] | None = None
     ) -> list[Result]:
         """Runs it.
 
         Args:
           given: arguments.
-          projections: for each the cotangents of the floating leaves of ``made``;
-            ``None``: nothing is differentiated.
-          like: of each the number of those that it was traced for which have its
-            shapes; ``None``: the first ones.
+          cotangents: for each those of the floating leaves of ``made``; ``None``:
+            nothing is differentiated.
         """
-        like = range(len(given)) if like is None else like
-        if projections is not None and not self.error:
+        if cotangents is not None and not self.error:
             try:
-                return [*map(self._result, like, given, projections)]
+                return [*map(self._result, given, cotangents)]
             except Exception as error:  # as of a jax.lax.while_loop
                 self.error = first_line(error)
-        return [
-            self._result(at, one, None) for at, one in zip(like, given, strict=True)
-        ]
+        return [*map(self._result, given)]
 
-    def _result(self, at: int, given: Given, projection: PyTree) -> Result:
-        leaves, gradient = jax.tree.map(host, self._run[at](*given, projection))
-        made, aux = jax.tree.unflatten(jax.tree.structure(self._out[at]), leaves)
-        if projection is not None:
-            free, structure = jax.tree.flatten(given.free)
-            found = iter(gradient)
-            gradient = jax.tree.unflatten(
-                structure, [next(found) if is_inexact(x) else None for x in free]
-            )
-        return Result(made, aux, gradient)
+    def _result(self, given: Given, cotangents: PyTree = None) -> Result:
+        (made, aux), gradient = self._run(*given, cotangents)
+        return Result(*jax.tree.map(host, (made, aux, gradient)))
 
 
-def _with_gradient(closed: core.ClosedJaxpr, made: PyTree) -> Callable[..., Any]:
-    """``(free, fixed, projection) -> (results, gradient)`` of a traced function."""
-    floating = [i for i, leaf in enumerate(jax.tree.leaves(made)) if is_inexact(leaf)]
+def _with_gradient(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``(free, fixed, cotangents) -> (results, gradient)``."""
 
-    def run(free: PyTree, fixed: PyTree, projection: PyTree) -> Any:
-        leaves, rest = jax.tree.leaves(free), jax.tree.leaves(fixed)
-        at = [i for i, leaf in enumerate(leaves) if is_inexact(leaf)]
+    def run(free: PyTree, fixed: PyTree, cotangents: PyTree) -> Any:
+        def floats(free: PyTree) -> tuple[list[jax.Array], Any]:
+            results = function(free, fixed)
+            return floating(results[0]), results
 
-        def projected(chosen: Sequence[jax.Array]) -> tuple[list[jax.Array], Any]:
-            given = list(leaves)
-            for i, leaf in zip(at, chosen, strict=True):
-                given[i] = leaf
-            results = _jaxpr.as_traced(closed)(*given, *rest)
-            return [results[i] for i in floating], results
-
-        chosen = [leaves[i] for i in at]
-        if projection is None:
-            return projected(chosen)[1], None
-        _, pull, results = jax.vjp(projected, chosen, has_aux=True)
-        return results, pull(projection)[0]
+        if cotangents is None:
+            return function(free, fixed), None
+        _, pull, results = jax.vjp(floats, free, has_aux=True)
+        (gradient,) = pull(cotangents)
+        return results, jax.tree.map(_or_none, gradient)
 
     return run
+
+
+def _or_none(leaf: Any) -> Any:
+    """A gradient; ``None`` for what JAX has in place of that by an integer."""
+    return None if leaf.dtype == jax.dtypes.float0 else leaf
 
 
 def floating(tree: PyTree) -> list[Any]:
@@ -149,15 +116,16 @@ def noise(made: Sequence[PyTree]) -> list[list[Any]]:
     What is not of examples, a mean, say, is of other weight in each: it has none.
     """
     random = np.random.default_rng(0)
-    whole, *parts = map(floating, made)
-
-    def drawn(leaf: Any, part: Any) -> Any:
-        size = leaf.shape if _compare.axis_of(leaf, part) is not None else ()
-        numbers = random.normal(size=size) if size else np.zeros(leaf.shape)
-        return np.asarray(numbers, leaf.dtype)
-
-    first = [drawn(*pair) for pair in zip(whole, parts[0], strict=True)]
-    return [first, *_compare.cut(first, parts)]
+    whole, *parts = (
+        [np.zeros(leaf.shape, leaf.dtype) for leaf in floating(one)] for one in made
+    )
+    drawn = [
+        leaf
+        if _compare.axis_of(leaf, part) is None
+        else random.normal(size=leaf.shape).astype(leaf.dtype)
+        for leaf, part in zip(whole, parts[0], strict=True)
+    ]
+    return [drawn, *_compare.cut(drawn, parts)]
 
 
 def host(leaf: Any) -> Any:

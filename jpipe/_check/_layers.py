@@ -7,7 +7,7 @@ of all examples at once, so that the first difference hides no second one.
 """
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +26,6 @@ from ._function import (
     Given,
     Result,
     first_line,
-    floating,
     host,
     noise,
     split,
@@ -51,11 +50,10 @@ class _At(NamedTuple):
 
 
 class _Traced(NamedTuple):
-    """A layer as a function, and the keys of what it stashes and pops."""
+    """A layer as a function, and the keys of what may be popped after it."""
 
     function: Function
-    stashed: list[_skip.Key]
-    popped: list[_skip.Key]
+    skips: list[_skip.Key]
 
 
 class Checking:
@@ -81,40 +79,47 @@ class Checking:
         tolerance: float | None = None,
     ) -> None:
         self._sizes, self._train, self._tolerance = sizes, train, tolerance
-        self._keys, self._own_keys = _half.like(rngs), _rng.layer_rngs(rngs, 0, 0)
+        self._keys = _half.like(rngs)
         # All examples, then each micro-batch.
         self._at = [_At(one, {}) for one in split(x, x_axes, sizes)]
         # Equal layers on equal shapes are traced and compiled once.
         self._known: dict[Any, _Traced] = {}
+        # Why no later layer can be compared; empty if they can.
+        self._stopped = ""
 
     def layer(self, number: int, layer: Layer, variables: PyTree) -> Checked:
         """What is found of the next layer."""
+        name = f"layer {number} ({layer.name})"
+        if self._stopped:
+            return Checked(name, notes=(self._stopped,))
         stage = StageFunction(number, number, (layer,))
-        name, entry = f"layer {number} ({layer.name})", jax.tree.map(host, variables)
+        entry = jax.tree.map(host, variables)
         # Those of Flax normalize each micro-batch by itself, which is known: here they
         # return what they are given.
         normed = self._train and "batch_stats" in entry
         given = [_given(entry, at, self._keys) for at in self._at]
+        stopped = f"not compared: {name} cannot be run in micro-batches of these sizes"
         try:
-            traced = self._trace(stage, given, "apart" if normed else "compared")
+            traced = self._trace(stage, given, normed)
         except Exception as error:
-            given = [_given(entry, self._at[0], self._own_keys)]
-            traced = self._trace(stage, given, "alone")
-            self._go_on(traced, traced.function(given, None)[0])
+            self._stopped = stopped
             return Checked(name, notes=(f"not compared: {first_line(error)}",))
         function, notes = traced.function, []
-        compared, differences, results = self._differences(function, given)
+        if reason := _compare.why_not(function.made[0], function.made[1:]):
+            self._stopped = stopped
+            compared, differences = ["outputs"], [Difference("outputs", reason=reason)]
+        else:
+            compared, differences, results = self._differences(function, given)
+            whole, *parts = results
+            if normed:
+                notes.append("batch norms normalize each micro-batch by itself")
+                plain = self._trace(stage, given[:1], apart=False)
+                (whole,) = plain.function(given[:1])
+            self._go_on(traced, whole, parts)
         if function.reads(len(jax.tree.leaves(self._keys))):
             notes.append("compared without dropout and other random numbers")
         if function.error:
             notes.append(f"without gradients: {function.error}")
-        whole, *parts = results
-        if normed:
-            plain = self._trace(stage, given[:1], "compared")
-            (whole,) = plain.function(given[:1], None)
-            if _compare.compare("", whole.made, [results[0].made], [1], 0.0):
-                notes.append("batch norms normalize each micro-batch by itself")
-        self._go_on(traced, whole, [] if differences else parts)
         return Checked(
             name,
             tuple(differences),
@@ -125,70 +130,71 @@ class Checking:
             f"accept=[{number}])",
         )
 
-    def _trace(self, stage: StageFunction, given: list[Given], mode: str) -> _Traced:
-        names, stashed, popped = [*self._at[0].skips], [], []
+    def _trace(self, stage: StageFunction, given: list[Given], apart: bool) -> _Traced:
+        before, names = [*self._at[0].skips], []
 
         def applied(free: PyTree, fixed: PyTree) -> Any:
             (params, x, skips), (state, keys) = free, fixed
-            before = dict(zip(names, skips, strict=True))
-            after = dict(before)
-            with _scope(mode):
+            after = dict(zip(before, skips, strict=True))
+            with (
+                jax.default_matmul_precision("highest"),
+                _batchnorm.merging(True),
+                _batchnorm.recording(),
+                _batchnorm.apart() if apart else nullcontext(),
+            ):
                 entry = {**params, **state}
                 y, (changed,) = stage((entry,), x, keys, None, self._train, after)
-            stashed[:] = [key for key in after if after[key] is not before.get(key, ())]
-            popped[:] = [key for key in before if key not in after or key in stashed]
-            return (y, [after[key] for key in stashed]), changed
+            names[:] = after
+            return (y, [*after.values()]), changed
 
         shapes = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tuple(given))
         leaves, structure = jax.tree.flatten(shapes)
-        key = behaviour(stage.layers[0]), mode, tuple(names), tuple(leaves), structure
+        key = behaviour(stage.layers[0]), apart, tuple(before), tuple(leaves), structure
         if key not in self._known:
-            self._known[key] = _Traced(Function(applied, given), stashed, popped)
+            self._known[key] = _Traced(Function(applied, given), names)
         return self._known[key]
 
     def _differences(
         self, function: Function, given: list[Given]
     ) -> tuple[list[str], list[Difference], list[Result]]:
         """What was compared of a layer, what differs, and its results."""
-        specs = function.made
-        if reason := _compare.why_not(specs[0], specs[1:]):
-            found = Difference("outputs", reason=reason)
-            return ["outputs"], [found], function(given[:1], None)
-        cotangents = noise(specs)
+        cotangents = noise(function.made)
         has_any = any(np.any(leaf) for leaf in cotangents[0])
         results = function(given, cotangents if has_any else None)
-        rows = [("outputs", [one.made for one in results], 0.0)]
-        rows += [("state", [_compare.named(one.aux) for one in results], 0.0)]
+        found = {
+            "outputs": ([one.made for one in results], _compare.mean_or_sum, 0.0),
+            "state": (
+                [_compare.named(one.aux) for one in results],
+                _compare.mean_or_last,
+                0.0,
+            ),
+        }
         if results[0].gradient is not None:
             least = _OF_LAYER * _compare.size(results[0].gradient[0])
-            for place, what in enumerate(("parameters", "input", "what it pops")):
-                found = [one.gradient[place] for one in results]
-                least = least if place == 0 else 0.0
-                rows.append((f"gradients by {what}", found, least))
-        rows = [row for row in rows if jax.tree.leaves(row[1][0])]
+            for at, what in enumerate(("parameters", "input", "what it pops")):
+                own = [one.gradient[at] for one in results]
+                least = least if at == 0 else 0.0
+                found[f"gradients by {what}"] = own, _compare.total, least
         limit = function.limit if self._tolerance is None else self._tolerance
-        differences = [
-            _compare.compare(what, whole, parts, self._sizes, limit, least)
-            for what, (whole, *parts), least in rows
-        ]
-        compared = [*dict.fromkeys(what.split()[0] for what, _, _ in rows)]
-        return compared, [one for one in differences if one is not None], results
+        compared, differences = {}, []
+        for what, ((whole, *parts), *how) in found.items():
+            if jax.tree.leaves(whole):
+                compared[what.split()[0]] = True
+                differences.append(
+                    _compare.compare(what, whole, parts, self._sizes, limit, *how)
+                )
+        return [*compared], [*filter(None, differences)], results
 
-    def _go_on(
-        self, traced: _Traced, whole: Result, parts: Sequence[Result] = ()
-    ) -> None:
-        """Gives the next layer what this one made of all examples at once."""
-        specs = traced.function.made[1:]
-        if not specs or _compare.why_not(whole.made, specs):
-            specs = [_likely(whole.made, sum(self._sizes), n) for n in self._sizes]
-        # What is of no example is the micro-batch's own, such as its mean.
-        own = [part.made for part in parts] or specs
-        pieces = [whole.made, *_compare.cut(whole.made, own)]
-        for place, (y, stashed) in enumerate(pieces):
-            skips = self._at[place].skips.items()
-            kept = {key: value for key, value in skips if key not in traced.popped}
-            new = dict(zip(traced.stashed, stashed, strict=True))
-            self._at[place] = _At(y, {**kept, **new})
+    def _go_on(self, traced: _Traced, whole: Result, parts: Sequence[Result]) -> None:
+        """Gives the next layer what this one made of all examples at once.
+
+        What is of no example is the micro-batch's own, such as its mean.
+        """
+        pieces = _compare.cut(whole.made, [part.made for part in parts])
+        self._at = [
+            _At(y, dict(zip(traced.skips, skips, strict=True)))
+            for y, skips in [whole.made, *pieces]
+        ]
 
     def loss(
         self, objective: Objective, targets: PyTree, axes: Sequence[int | None]
@@ -197,72 +203,61 @@ class Checking:
         name = f"loss_fn with reduction={objective.reduction!r}"
         if objective.reduction == "microbatch_mean":
             return Checked(name, notes=("not compared: each micro-batch by itself",))
-        dtype, total = jnp.result_type(float), sum(self._sizes)
+        if self._stopped:
+            return Checked(name, notes=(self._stopped,))
         y, *ys = [at.x for at in self._at]
 
         def loss(outputs: PyTree, fixed: PyTree) -> Any:
+            # Each as if it were all, so that any reduction can be tried.
             with jax.default_matmul_precision("highest"):
-                value, weights, _ = objective(outputs, *fixed)
+                value, weights, _ = objective(outputs, fixed, jnp.ones(()))
             return [value], weights
 
-        def given(order: Sequence[int]) -> list[Given]:
-            """All examples, and micro-batches of the sizes of these numbers."""
-            sizes = [self._sizes[i] for i in order]
-            outputs = [y, *_compare.cut(y, [ys[i] for i in order])]
-            # Each as if it were all, so that any reduction can be tried.
-            cut = [(one, np.ones((), dtype)) for one in split(targets, axes, sizes)]
-            return [*map(Given, outputs, cut)]
+        def given(step: int) -> list[Given]:
+            """All examples, and the micro-batches in one order or the other."""
+            outputs = [y, *_compare.cut(y, ys[::step])]
+            own = split(targets, axes, self._sizes[::step])
+            return [*zip(outputs, own, strict=True)]
 
-        order = range(len(self._sizes))
         try:
-            function = Function(loss, given(order))
+            function = Function(loss, given(1))
         except Exception as error:
-            Function(loss, given(order)[1:2])  # raises what is wrong with any batch
+            Function(loss, given(1)[1:2])  # raises what is wrong with any batch
             return Checked(name, notes=(f"not compared: {first_line(error)}",))
+        ones = [[np.ones((), made[0].dtype)] for made in function.made]
         # The examples of one micro-batch may count by chance as all do: others do not.
-        orders: list[Sequence[int]] = [order, order[::-1]]
-        if total % self._sizes[0] == 0:
-            orders.append([0] * (total // self._sizes[0]))
-        runs = []
-        for order in orders:
-            like, sizes = [0, *(1 + i for i in order)], [self._sizes[i] for i in order]
-            ones = [[np.ones((), function.made[i][0].dtype)] for i in like]
-            runs.append((sizes, function(given(order), ones, like)))
+        runs = [(self._sizes[::step], function(given(step), ones)) for step in (1, -1)]
         limit = function.limit if self._tolerance is None else self._tolerance
-        differences = _loss_differences(objective.reduction, y, runs, limit)
+        differences = _loss_differences(objective.reduction, runs, limit)
         other = {"mean": "sum", "sum": "mean"}.get(objective.reduction)
         advice = _WEIGHTED
-        if differences and other and not _loss_differences(other, y, runs, limit):
+        if differences and other and not _loss_differences(other, runs, limit):
             advice = f"Type reduction={other!r}, which fits"
-        notes = [f"{_combined(runs[0][1][:1], [1])[0]:.6g}"]
+        notes = [f"{_terms(runs[0][1][:1], [1])[0][0]:.6g}"]
         notes += [f"without its gradient: {function.error}"] if function.error else []
         compared = ("outputs", *(() if function.error else ("gradients",)))
         return Checked(name, differences, compared, tuple(notes), advice)
 
 
 def _loss_differences(
-    reduction: str, y: PyTree, runs: Sequence[Any], limit: float
+    reduction: str, runs: Sequence[Any], limit: float
 ) -> tuple[Difference, ...]:
     """Where a loss or its gradient is another in the first micro-batches that tell."""
     for sizes, (at_once, *parts) in runs:
-        all_of_them = sum(sizes) if reduction == "mean" else sizes
-        shares = np.array(sizes) / all_of_them
-        whole, gradient = _combined([at_once], [1])
-        value, gradients = _combined(parts, shares)
-        # What is added up tells how the sum may be rounded.
-        terms = zip(floating(y), jax.tree.leaves(gradient), strict=False)
-        least = sum(float(np.sum(np.abs(one * by))) for one, by in terms)
+        shares = np.array(sizes) / (sum(sizes) if reduction == "mean" else sizes)
+        (whole,), (gradient,) = _terms([at_once], [1])
+        values, gradients = _terms(parts, shares)
         found = (
-            _compare.compare("outputs", whole, [value], [1], limit, least),
-            _compare.compare("gradients", gradient[0], gradients, sizes, limit),
+            _compare.compare("outputs", whole, values, sizes, limit),
+            _compare.compare("gradients", gradient, gradients, sizes, limit),
         )
         if any(found):
             return tuple(filter(None, found))
     return ()
 
 
-def _combined(results: Sequence[Result], shares: Any) -> tuple[Any, list[PyTree]]:
-    """The loss of some micro-batches, and what each adds to its gradient."""
+def _terms(results: Sequence[Result], shares: Any) -> tuple[list[Any], list[PyTree]]:
+    """What micro-batches add to the loss, and to its gradient."""
     weights = [np.float64(one.aux[0]) for one in results if one.aux]
     with np.errstate(all="ignore"):
         shares = np.asarray(shares) / (sum(weights) if weights else 1)
@@ -270,37 +265,12 @@ def _combined(results: Sequence[Result], shares: Any) -> tuple[Any, list[PyTree]
     def times(share: float, tree: PyTree) -> PyTree:
         return jax.tree.map(lambda leaf: _compare.numbers(leaf) * share, tree)
 
-    values = [
-        times(share, one.made[0]) for share, one in zip(shares, results, strict=True)
-    ]
-    return sum(values), [*map(times, shares, (one.gradient for one in results))]
-
-
-def _scope(mode: str) -> ExitStack:
-    """Where a layer is traced: as on one device alone, or to be compared."""
-    scope = ExitStack()
-    if mode != "alone":
-        scope.enter_context(jax.default_matmul_precision("highest"))
-        scope.enter_context(_batchnorm.merging(True))
-        scope.enter_context(_batchnorm.recording())
-    if mode == "apart":
-        scope.enter_context(_batchnorm.apart())
-    return scope
+    values = [one.made[0] for one in results]
+    gradients = [one.gradient for one in results]
+    return [*map(times, shares, values)], [*map(times, shares, gradients)]
 
 
 def _given(entry: PyTree, at: _At, keys: PyTree) -> Given:
     params = {name: value for name, value in entry.items() if name == "params"}
     state = {name: value for name, value in entry.items() if name != "params"}
-    return Given((params, at.x, list(at.skips.values())), (state, keys))
-
-
-def _likely(whole: PyTree, total: int, size: int) -> PyTree:
-    """Specs of a micro-batch, where it is not known: cut where there are as many."""
-
-    def spec(leaf: Any) -> jax.ShapeDtypeStruct:
-        shape = list(leaf.shape)
-        if total in shape:
-            shape[shape.index(total)] = size
-        return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
-
-    return jax.tree.map(spec, whole)
+    return (params, at.x, list(at.skips.values())), (state, keys)

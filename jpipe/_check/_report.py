@@ -69,15 +69,14 @@ class CheckReport:
         return self.is_same
 
     def __str__(self) -> str:
-        rows = [["", *_COMPARED, ""], *(layer.row() for layer in self.layers)]
-        kept = [i for i, one in enumerate(self.layers) if one.is_same and one.compared]
+        found = [one for one in (*self.layers, self.loss) if one is not None]
+        rows = [["", *_COMPARED, ""], *(one.row() for one in found)]
+        alone = [i for i, one in enumerate(self.layers) if one.is_same and one.compared]
         mixed = [i for i, one in enumerate(self.layers) if not one.is_same]
-        said = f"each example by itself: {_listed(kept)}; not so: {_listed(mixed)}"
-        rows += [] if self.loss is None else [self.loss.row()]
-        header, *table = columns(rows, left=range(5)).splitlines()
-        end = len(self.layers)
-        lines = [self._title() + ":", header, *table[:end], said, *table[end:]]
-        return "\n".join(lines)
+        return (
+            f"{self._title()}:\n{columns(rows, left=range(5))}\n"
+            f"each example by itself: layers {alone}; not so: layers {mixed}"
+        )
 
     def raise_if_different(self, accept: Container[int] = ()) -> None:
         """Raises where micro-batches give something else.
@@ -98,16 +97,3 @@ class CheckReport:
     def _title(self) -> str:
         sizes = " and ".join(map(str, self.sizes))
         return f"{sum(self.sizes)} examples at once, and in micro-batches of {sizes}"
-
-
-def _listed(numbers: list[int]) -> str:
-    """Layers by their numbers: ``layers 0-3, 5``."""
-    runs: list[range] = []
-    for number in numbers:
-        if runs and number == runs[-1].stop:
-            runs[-1] = range(runs[-1].start, number + 1)
-        else:
-            runs.append(range(number, number + 1))
-    texts = [f"{one[0]}-{one[-1]}" if len(one) > 1 else f"{one[0]}" for one in runs]
-    name = "layers" if len(numbers) > 1 else "layer"
-    return f"{name} {', '.join(texts)}" if numbers else "no layer"

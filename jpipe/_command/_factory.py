@@ -13,8 +13,8 @@ from typing import Any
 from ._refusal import Unfit
 
 _RETURNS = (
-    "(layers, sample), (layers, sample, optimizer), or a dict or named tuple of "
-    "layers and sample and, where there are such, optimizer, loss, targets"
+    "(layers, sample), (layers, sample, optimizer), or a dict of layers and sample "
+    "and, where there are such, optimizer, loss, targets"
 )
 
 
@@ -65,9 +65,7 @@ def load(name: str) -> Model:
         raise Unfit(f"{name} is a {type(factory).__name__}; needs a function")
     made: Any = factory()
     fields: Any = made
-    if hasattr(made, "_asdict"):
-        fields = made._asdict()
-    elif isinstance(made, tuple) and len(made) in (2, 3):
+    if isinstance(made, tuple) and len(made) in (2, 3):
         fields = dict(zip(("layers", "sample", "optimizer"), made, strict=False))
     try:
         return Model(**{k: v for k, v in fields.items() if v is not None})

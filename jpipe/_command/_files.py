@@ -1,14 +1,34 @@
 """Files that a command reads and writes."""
 
+import argparse
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ._refusal import Unfit
 
-# Where to write, if it was asked for, and what writes it there.
-Output = tuple[Path | None, Callable[[Path], object]]
+_WRITTEN = {
+    "json": "all of it as JSON",
+    "svg": "a picture as SVG",
+    "png": "a picture as PNG, or PDF by its ending; needs matplotlib",
+    "trace": "a trace for ui.perfetto.dev; a unit of time is shown as a second",
+}
+
+
+def add(command: argparse.ArgumentParser, *names: str) -> None:
+    """Adds options that name files to write, such as ``--svg``."""
+    for name in names:
+        what = f"write {_WRITTEN[name]}"
+        read = _picture if name == "png" else Path
+        command.add_argument(f"--{name}", type=read, metavar="FILE", help=what)
+
+
+def _picture(text: str) -> Path:
+    """Where to draw with matplotlib."""
+    if Path(text).suffix.lower() not in (".png", ".pdf"):
+        raise argparse.ArgumentTypeError(f"{text!r}: must end in .png or .pdf")
+    return Path(text)
 
 
 def read(file: str) -> tuple[str, str]:
@@ -23,9 +43,9 @@ def read(file: str) -> tuple[str, str]:
         raise Unfit(f"{error.filename}: {error.strerror}") from None
 
 
-def check(paths: Iterable[Path | None]) -> None:
+def check(arguments: argparse.Namespace) -> None:
     """Refuses what cannot be written, before work is done for it."""
-    for path in filter(None, paths):
+    for path in filter(None, (getattr(arguments, name, None) for name in _WRITTEN)):
         if path.is_dir():
             raise Unfit(f"{path}: Is a directory")
         if not path.parent.is_dir():
@@ -34,18 +54,22 @@ def check(paths: Iterable[Path | None]) -> None:
             raise Unfit(f"{path}: Permission denied")
 
 
-def write(outputs: Iterable[Output]) -> bool:
+def write(
+    arguments: argparse.Namespace, writers: Mapping[str, Callable[[Path], object]]
+) -> bool:
     """Writes what was asked for and says so; returns whether anything was."""
-    wanted = [(path, output) for path, output in outputs if path is not None]
-    for path, output in wanted:
+    paths = {name: getattr(arguments, name) for name in writers}
+    for name, path in paths.items():
+        if path is None:
+            continue
         try:
-            output(path)
+            writers[name](path)
         except OSError as error:
             raise Unfit(f"{path}: {error.strerror}") from None
         except ImportError as error:  # what draws it is not installed
             raise Unfit(str(error)) from None
         print(f"wrote {path}")
-    return bool(wanted)
+    return any(paths.values())
 
 
 def text(make: Callable[[], str]) -> Callable[[Path], object]:

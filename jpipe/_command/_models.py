@@ -9,159 +9,111 @@ from typing import Any
 
 from .. import draw
 from . import _factory, _files
-from ._arguments import (
-    count,
-    duration,
-    picture_path,
-    rate,
-    schedule_key,
-    several,
-    size,
-    speed,
-)
+from ._arguments import count, duration, rate, several, size, speed
 from ._refusal import Unfit
 
-# From what keeps most.
-_REMATS = ("none", "dots", "min_cut", "full")
-# Options of a plan that take a number: how it is read, called and explained.
-_NUMBERS = (
-    ("--devices", count, "N", "how many there are; default: those of this machine"),
-    ("--memory", size, "BYTES", "of each device, such as 16GiB; default: no limit"),
-    (
-        "--bandwidth",
-        rate,
-        "BYTES",
-        "per second between two devices, such as 50GB; default: as measured "
-        "between two of this machine, else transfers take no time but the latency",
-    ),
-    (
-        "--latency",
-        duration,
-        "TIME",
-        "of a transfer, such as 5us; default: measured likewise, else 0",
-    ),
-    (
-        "--microbatches",
-        several(count),
-        "M,M",
-        "how many, or several to choose from, such as 8,16; default: one, two, "
-        "four and eight times the number of stages that all devices make",
-    ),
-    (
-        "--data",
-        several(count),
-        "D,D",
-        "on how many devices each stage spreads the examples of a micro-batch, or "
-        "several to choose from, such as 1,2; default: any that divides --devices and "
-        "the examples",
-    ),
-    (
-        "--batch-size",
-        count,
-        "N",
-        "examples of the mini-batch, of which the factory's sample then says the "
-        "shapes only; default: those of the sample",
-    ),
-)
+# Options: how they are read, the keyword of the library, and what is explained.
+_PLAN = {
+    "--devices": (count, "num_devices", "N", "default: those of this machine"),
+    "--memory": (size, "memory_limit", "BYTES", "of each device, such as 16GiB"),
+    "--bandwidth": (rate, "bandwidth", "BYTES", "per second, such as 50GB"),
+    "--latency": (duration, "latency", "TIME", "of a transfer, such as 5us"),
+    "--microbatches": (several(count), "num_microbatches", "M,M", "such as 8,16"),
+    "--data": (several(count), "data", "D,D", "devices of each stage, such as 1,2"),
+    "--batch-size": (count, "batch_size", "N", "default: that of the sample"),
+    "--schedule": (several(str), "schedules", "NAME,NAME", "such as 1f1b,zb_h1"),
+    "--remat": (several(str), "remat", "MODE,MODE", "default: min_cut,full"),
+    "--profile": (Path, "profile", "FILE", "what profile --json wrote"),
+}
+_PROFILE = {
+    "--microbatches": (count, "num_microbatches", "M", "default: 1"),
+}
+_RATES = {
+    "--flops": (speed, "peak_flops", "RATE", "for --estimate, such as 1e14"),
+    "--memory-bandwidth": (rate, "memory_bandwidth", "BYTES", "likewise, such as 1TB"),
+    "--action": (duration, "action_seconds", "TIME", "likewise, such as 20us"),
+}
 
 
 def add_plan(commands: Any) -> None:
     """Adds ``plan`` to the commands."""
     says = "say how to cut a model, how many micro-batches, which schedule, and why"
-    command = commands.add_parser("plan", help=says, description=says.capitalize())
-    _add_factory(command)
-    for option, read, metavar, what in _NUMBERS:
-        command.add_argument(option, type=read, metavar=metavar, help=what)
-    command.add_argument(
-        "--schedule",
-        type=several(schedule_key),
-        action="extend",
-        metavar="NAME,NAME",
-        help="one, or several to choose from; default: all, and those made to measure",
-    )
-    command.add_argument(
-        "--remat",
-        type=several(_remat),
-        action="extend",
-        metavar="MODE,MODE",
-        help=f"what stages may keep between forward and backward: "
-        f"{', '.join(_REMATS)}; default: min_cut,full",
-    )
-    command.add_argument(
-        "--profile",
-        type=Path,
-        metavar="FILE",
-        help="what profile --json wrote, in place of measuring",
-    )
-    _add_rates(command)
-    _add_files(command)
-    command.set_defaults(run=_plan)
-
-
-def _remat(text: str) -> str:
-    if text not in _REMATS:
-        listed = ", ".join(_REMATS)
-        raise argparse.ArgumentTypeError(f"invalid choice: {text!r} (choose {listed})")
-    return text
+    _add(commands, "plan", says, _PLAN, _plan)
 
 
 def add_profile(commands: Any) -> None:
     """Adds ``profile`` to the commands."""
     says = "say what each layer of a model takes and keeps"
-    command = commands.add_parser("profile", help=says, description=says.capitalize())
-    _add_factory(command)
-    command.add_argument(
-        "--microbatches",
-        type=count,
-        default=1,
-        metavar="M",
-        help="into how many the sample is cut, of which one is measured; default: 1",
+    _add(commands, "profile", says, _PROFILE, _profile)
+
+
+def _add(commands: Any, name: str, says: str, options: Any, run: Any) -> None:
+    command = commands.add_parser(
+        name,
+        help=says,
+        description=f"{says.capitalize()}. Options are keywords of jpipe.{name}, which "
+        f"python -c 'import jpipe; help(jpipe.{name})' explains.",
     )
-    _add_rates(command)
-    _add_files(command)
-    command.set_defaults(run=_profile)
+    command.add_argument(
+        "factory",
+        metavar="module:factory",
+        help="or file.py:factory: a function without arguments that returns (layers, "
+        "sample), (layers, sample, optimizer), or a dict of layers, sample, optimizer, "
+        "loss, targets; the sample is of a whole mini-batch",
+    )
+    command.add_argument(
+        "--estimate",
+        action="store_true",
+        help="take the times of layers from their operations: nothing is run",
+    )
+    for option, (read, keyword, metavar, what) in (options | _RATES).items():
+        command.add_argument(
+            option, type=read, dest=keyword, metavar=metavar, help=what
+        )
+    _files.add(command, "json", "svg", "png")
+    command.set_defaults(run=run)
+
+
+def _given(arguments: argparse.Namespace, options: Any) -> dict[str, Any]:
+    """What was typed, as the library calls it."""
+    _files.check(arguments)  # before anything is measured, which may take minutes
+    found: dict[str, Any] = {}
+    for option, (_, keyword, *_) in (options | _RATES).items():
+        if (value := getattr(arguments, keyword)) is not None:
+            found[keyword] = value
+            if option in _RATES and not arguments.estimate:
+                raise Unfit(f"{option} is for an estimate: give --estimate too")
+    return found | {"measure": False} if arguments.estimate else found
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    rates = _rates(arguments)
-    _check_files(arguments)
+    options = _given(arguments, _PLAN)
     # No other command needs JAX.
     import jax
     import optax
 
     from ..planning._decide import plan
+    from ..planning._profile import Profile
 
-    options: dict[str, Any] = {}
     if arguments.profile is not None:
-        options["profile"] = _loaded(arguments)
-    if arguments.remat is not None:
-        options["remat"] = [mode for mode in _REMATS if mode in arguments.remat]
+        if arguments.estimate:
+            raise Unfit("--profile takes the place of --estimate: give one of them")
+        try:
+            options["profile"] = Profile.load(arguments.profile)
+        except (OSError, ValueError) as error:
+            raise Unfit(f"{error}") from None
     model = _factory.load(arguments.factory)
+    tx = optax.adam(1e-3) if model.optimizer is None else model.optimizer
     with _refused():
-        made = plan(
-            model.layers,
-            model.sample,
-            optax.adam(1e-3) if model.optimizer is None else model.optimizer,
-            num_devices=arguments.devices,
-            memory_limit=arguments.memory,
-            bandwidth=arguments.bandwidth,
-            latency=arguments.latency,
-            num_microbatches=arguments.microbatches,
-            data=arguments.data,
-            batch_size=arguments.batch_size,
-            schedules=arguments.schedule,
-            loss=model.loss,
-            targets=model.targets,
-            **options,
-            **rates,
-        )
+        given = {"loss": model.loss, "targets": model.targets, **options}
+        made = plan(model.layers, model.sample, tx, **given)
     print(made)
     if arguments.profile is not None:
         how, *_ = str(options["profile"]).splitlines()
         print(f"layers: as in {arguments.profile}, {how}")
     elif not arguments.estimate:
         print(f"layers: measured on {jax.devices()[0].device_kind}")
-    elif None in rates.values():
+    elif not options.keys() >= {keyword for _, keyword, *_ in _RATES.values()}:
         print("estimate: --flops, --memory-bandwidth and --action describe your device")
     if model.optimizer is None:
         print("optimizer: none was given; planned for the state of optax.adam")
@@ -170,20 +122,13 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _profile(arguments: argparse.Namespace) -> int:
-    rates = _rates(arguments)
-    _check_files(arguments)
+    options = _given(arguments, _PROFILE)
     from ..planning._profiler import profile
 
     model = _factory.load(arguments.factory)
     with _refused():
-        found = profile(
-            model.layers,
-            model.sample,
-            num_microbatches=arguments.microbatches,
-            loss=model.loss,
-            targets=model.targets,
-            **rates,
-        )
+        given = {"loss": model.loss, "targets": model.targets, **options}
+        found = profile(model.layers, model.sample, **given)
     print(found)
     _write(arguments, found, found.save)
     return 0
@@ -192,50 +137,13 @@ def _profile(arguments: argparse.Namespace) -> int:
 def _write(arguments: argparse.Namespace, made: Any, save: Any) -> None:
     # What cannot be made again in no time is written first.
     _files.write(
-        [
-            (arguments.json, save),
-            (arguments.svg, _files.text(lambda: draw.svg(made))),
-            (arguments.png, lambda path: draw.png(made, path)),
-        ]
+        arguments,
+        {
+            "json": save,
+            "svg": _files.text(lambda: draw.svg(made)),
+            "png": lambda path: draw.png(made, path),
+        },
     )
-
-
-def _check_files(arguments: argparse.Namespace) -> None:
-    """Before anything is measured, which may take minutes."""
-    _files.check([arguments.json, arguments.svg, arguments.png])
-
-
-def _rates(arguments: argparse.Namespace) -> dict[str, Any]:
-    """How layers are timed, as `jpipe.profile` calls it."""
-    given = {
-        "--flops": arguments.flops,
-        "--memory-bandwidth": arguments.memory_bandwidth,
-        "--action": arguments.action,
-    }
-    named = [option for option, value in given.items() if value is not None]
-    if named and not arguments.estimate:
-        are = "is" if len(named) == 1 else "are"
-        raise Unfit(f"{' and '.join(named)} {are} for an estimate: give --estimate too")
-    if not arguments.estimate:
-        return {}
-    return {
-        "measure": False,
-        "peak_flops": arguments.flops,
-        "memory_bandwidth": arguments.memory_bandwidth,
-        "action_seconds": arguments.action,
-    }
-
-
-def _loaded(arguments: argparse.Namespace) -> Any:
-    """A saved profile."""
-    from ..planning._profile import Profile
-
-    if arguments.estimate:
-        raise Unfit("--profile takes the place of --estimate: give one of them")
-    try:
-        return Profile.load(arguments.profile)
-    except (OSError, ValueError) as error:
-        raise Unfit(f"{error}") from None
 
 
 @contextlib.contextmanager
@@ -248,52 +156,3 @@ def _refused() -> Iterator[None]:
         if frame.f_globals.get("__name__", "").partition(".")[0] != "jpipe":
             raise
         raise Unfit(str(error)) from None
-
-
-def _add_factory(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "factory",
-        metavar="module:factory",
-        help="or file.py:factory: a function without arguments that returns (layers, "
-        "sample), (layers, sample, optimizer), or a dict of layers, sample, optimizer, "
-        "loss, targets; the sample is of a whole mini-batch",
-    )
-
-
-def _add_rates(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--estimate",
-        action="store_true",
-        help="take the times of layers from their operations: nothing is run",
-    )
-    command.add_argument(
-        "--flops",
-        type=speed,
-        metavar="RATE",
-        help="of a device in a second, such as 1e14; for --estimate",
-    )
-    command.add_argument(
-        "--memory-bandwidth",
-        type=rate,
-        metavar="BYTES",
-        help="of a device's memory in a second, such as 1TB; for --estimate",
-    )
-    command.add_argument(
-        "--action",
-        type=duration,
-        metavar="TIME",
-        help="of a program that computes nothing, such as 20us; for --estimate",
-    )
-
-
-def _add_files(command: argparse.ArgumentParser) -> None:
-    for option, read, what in (
-        ("--json", Path, "all of it as JSON"),
-        ("--svg", Path, "a picture as SVG"),
-        (
-            "--png",
-            picture_path,
-            "a picture as PNG, or PDF by its ending; needs matplotlib",
-        ),
-    ):
-        command.add_argument(option, type=read, metavar="FILE", help=f"write {what}")

@@ -1,20 +1,17 @@
 """Commands about schedules: draw one, compare several, check one's own."""
 
 import argparse
-import contextlib
 import dataclasses
 import inspect
 import sys
 import warnings
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from .. import draw, schedules
 from ..schedules import Costs, Schedule, ScheduleError
 from ..schedules._compare import fitting
 from . import _files
-from ._arguments import count, known, picture_path, schedule_name, time
+from ._arguments import count, known, schedule_name, several, time
 from ._refusal import Unfit
 
 # A text grid of more cells than that is not printed: nobody would look at it.
@@ -33,20 +30,7 @@ def add_draw(commands: Any) -> None:
         metavar="V",
         help="stages per rank, where it is a choice",
     )
-    for option, read, what in (
-        ("--svg", Path, "a picture as SVG"),
-        (
-            "--png",
-            picture_path,
-            "a picture as PNG, or PDF by its ending; needs matplotlib",
-        ),
-        (
-            "--trace",
-            Path,
-            "a trace for ui.perfetto.dev; a unit of time is shown as a second",
-        ),
-    ):
-        command.add_argument(option, type=read, metavar="FILE", help=f"write {what}")
+    _files.add(command, "svg", "png", "trace")
     command.set_defaults(run=_draw)
 
 
@@ -78,38 +62,21 @@ def add_check(commands: Any) -> None:
 
 
 def _draw(arguments: argparse.Namespace) -> int:
-    schedule = _built(arguments)
-    with _refused():
-        timeline = schedule.simulate(fitting(_costs(arguments), schedule))
-    print(timeline)
-    wrote = _files.write(
-        [
-            (arguments.svg, _files.text(lambda: draw.svg(timeline))),
-            (arguments.png, lambda path: draw.png(timeline, path)),
-            (arguments.trace, _files.text(lambda: draw.trace(timeline))),
-        ]
-    )
-    if not wrote:
-        print(timeline.to_text())
-    return 0
-
-
-def _built(arguments: argparse.Namespace) -> Schedule:
     builder, chunks = schedules.named(arguments.name), arguments.chunks
     options = {} if chunks is None else {"num_chunks": chunks}
-    if chunks is not None and "num_chunks" not in inspect.signature(builder).parameters:
+    if not options.keys() <= inspect.signature(builder).parameters.keys():
         raise Unfit(f"--chunks {chunks}: {arguments.name} has no such choice")
-    with _refused():
-        return builder(arguments.ranks, arguments.microbatches, **options)
-
-
-@contextlib.contextmanager
-def _refused() -> Iterator[None]:
-    """Turns what no schedule can be into what the command prints."""
-    try:
-        yield
-    except ScheduleError as error:
-        raise Unfit(str(error)) from None
+    schedule = builder(arguments.ranks, arguments.microbatches, **options)
+    timeline = schedule.simulate(fitting(_costs(arguments), schedule))
+    print(timeline)
+    writers = {
+        "svg": _files.text(lambda: draw.svg(timeline)),
+        "png": lambda path: draw.png(timeline, path),
+        "trace": _files.text(lambda: draw.trace(timeline)),
+    }
+    if not _files.write(arguments, writers):
+        print(timeline.to_text())
+    return 0
 
 
 def _compare(arguments: argparse.Namespace) -> int:
@@ -123,8 +90,7 @@ def _compare(arguments: argparse.Namespace) -> int:
             refused.append(f"no order of {error}")
     if not found:
         raise Unfit("\n".join(refused))
-    with _refused():
-        table = schedules.compare(found, _costs(arguments))
+    table = schedules.compare(found, _costs(arguments))
     print("\n".join([str(table), *refused]))
     return 0
 
@@ -152,15 +118,11 @@ def _check(arguments: argparse.Namespace) -> int:
 
 def _add_numbers(command: argparse.ArgumentParser) -> None:
     for option, metavar, what in (
-        ("--ranks", "P", "ranks"),
-        ("--microbatches", "M", "micro-batches of a step"),
+        ("--ranks", "P", "number of ranks"),
+        ("--microbatches", "M", "number of micro-batches of a step"),
     ):
         command.add_argument(
-            option,
-            type=count,
-            required=True,
-            metavar=metavar,
-            help=f"number of {what}",
+            option, type=count, required=True, metavar=metavar, help=what
         )
     command.add_argument(
         "--costs",
@@ -172,7 +134,7 @@ def _add_numbers(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--latency",
-        type=_latency,
+        type=time,
         default=0.0,
         metavar="C",
         help="time of a transfer between two ranks, in the same unit; default: 0",
@@ -184,19 +146,8 @@ def _costs(arguments: argparse.Namespace) -> Costs:
 
 
 def _times(text: str) -> Costs:
-    says = f"{text}: write the times of F, I and W, such as 1,1,1, or of F and B: 1,2"
-    try:
-        forward, *back = (time(part, says) for part in text.split(","))
-        half, rest = back if len(back) == 2 else (None, None)
-        if len(back) not in (1, 2):
-            raise ValueError(says)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return Costs(forward, sum(back), half, rest)
-
-
-def _latency(text: str) -> float:
-    try:
-        return time(text, f"{text}: write a time, such as 0.25")
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    forward, *back = several(time)(text)
+    if len(back) not in (1, 2):
+        says = f"{text!r}: write F, I and W, such as 1,1,1, or F and B: 1,2"
+        raise argparse.ArgumentTypeError(says)
+    return Costs(forward, sum(back), *(back if len(back) == 2 else ()))

@@ -1,8 +1,9 @@
 """A mini-batch as abstract values, and what of it each micro-batch brings."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,6 @@ import numpy as np
 from . import _microbatch
 
 PyTree = Any
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -82,47 +82,20 @@ def of_input(
     return Batch(x, axes, (), [], None, sizes[::num_shards], num_shards)
 
 
-def explained(batch: Batch, function: Callable[[Batch], _T]) -> _T:
-    """What a function makes of the micro-batches of a mini-batch.
-
-    If it raises, it is called again with larger micro-batches, and the error gets a
-    note if one of them raises nothing.
-    """
+@contextmanager
+def explained(batch: Batch) -> Iterator[None]:
+    """Adds to errors of micro-batches how many examples these have."""
     try:
-        return function(batch)
-    except Exception as error:
-        size = _without_error(batch, function)
-        if size is not None:
-            number, total = len(batch.sizes), sum(batch.sizes)
-            cures = []
-            if total % size == 0:
-                cures.append(f"type num_microbatches={total // size}")
-            if size < total:
-                needed = size * number * batch.num_shards
-                cures.append(f"give a batch of {needed} examples")
+        yield
+    except (TypeError, ValueError) as error:
+        if batch.num_parts > 1:
+            sizes = " or ".join(map(str, dict.fromkeys(batch.sizes)))
             error.add_note(
-                f"micro-batches have {' or '.join(map(str, sorted(set(batch.sizes))))} "
-                f"of the {total * batch.num_shards} examples, and with {size} this "
-                f"error does not occur: {', or '.join(cures)}"
+                f"micro-batches have {sizes} of the "
+                f"{sum(batch.sizes) * batch.num_shards} examples: where that is too "
+                f"few, give a larger batch or a smaller num_microbatches="
             )
         raise
-
-
-def _without_error(batch: Batch, function: Callable[[Batch], Any]) -> int | None:
-    """The smallest larger micro-batch with which a function raises nothing."""
-
-    def works(size: int) -> bool:
-        try:
-            function(replace(batch, sizes=(size,)))
-        except Exception:
-            return False
-        return True
-
-    least, most, total = batch.sizes[-1], batch.sizes[0], sum(batch.sizes)
-    if least == total or not works(total):
-        return None
-    sizes = [n for n in range(least + 1, total) if total % n == 0 or n == most]
-    return next(filter(works, sizes), total)
 
 
 def _part(tree: PyTree, axes: Sequence[int | None], size: int) -> PyTree:

@@ -44,7 +44,7 @@ def tasks(
       One task per stage; those of equal stages have one jaxpr.
     """
     traced: list[Task] = []
-    trace_once = _Tracer(extra, train)
+    known: dict[Hashable, Task] = {}
     skips: dict[Any, PyTree] = {}
     # Whether the gradient of a stage's output is of use: to itself or before.
     useful = list(
@@ -58,14 +58,26 @@ def tasks(
             arrived = tuple(skips.pop(route.key) for route in ports.incoming)
             wanted = _wanted(arrived, ports.incoming, useful) + wanted
             x = arrived, x
-        task = trace_once(
-            stage,
-            own,
-            x,
-            objective=objective if stage is stages[-1] else None,
-            differentiate=tuple(wanted),
-            ports=ports,
+        loss = objective if stage is stages[-1] else None
+        leaves, tree = jax.tree.flatten(x)
+        key = (
+            tuple(map(_alike.behaviour, stage.layers)),
+            (own, tree, tuple(leaves), tuple(wanted)),
+            loss,
+            ports,
         )
+        if key not in known:
+            known[key] = trace(
+                stage,
+                own,
+                x,
+                extra,
+                train=train,
+                objective=loss,
+                differentiate=wanted,
+                ports=ports,
+            )
+        task = replace(known[key], stage=stage, weights=own)
         traced.append(task)
         x = task.y
         if ports.outgoing:
@@ -84,47 +96,3 @@ def _wanted(
         for route, skip in zip(routes, arrived, strict=True)
         for _ in jax.tree.leaves(skip)
     ]
-
-
-class _Tracer:
-    """Traces stages; of equal ones the first.
-
-    Args:
-      extra: specs of what a micro-batch brings beside its input, by name.
-      train: whether this is training.
-    """
-
-    def __init__(self, extra: Mapping[str, PyTree], train: bool) -> None:
-        self._extra = extra
-        self._train = train
-        self._known: dict[Hashable, Task] = {}
-
-    def __call__(
-        self,
-        stage: StageFunction,
-        weights: Weights,
-        x: PyTree,
-        *,
-        objective: Objective | None,
-        differentiate: tuple[bool, ...],
-        ports: Ports,
-    ) -> Task:
-        """The task of a stage: see `_trace.trace`."""
-        leaves, tree = jax.tree.flatten(x)
-        layers = tuple(map(_alike.behaviour, stage.layers))
-        given = weights, tree, tuple(leaves), differentiate
-        key = layers, given, objective, ports
-        if key in self._known:
-            return replace(self._known[key], stage=stage, weights=weights)
-        task = trace(
-            stage,
-            weights,
-            x,
-            self._extra,
-            train=self._train,
-            objective=objective,
-            differentiate=differentiate,
-            ports=ports,
-        )
-        self._known[key] = task
-        return task

@@ -6,13 +6,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .._faults import refuse
 from .._jaxprs import _jaxpr
 
 PyTree = Any
 Axes = Any
-
-# A list of a thousand numbers is one fault to who reads of it, not a thousand.
-_MOST = 20
+_AXES = (
+    "in_axes says where the examples are in x, target_axes where they are in targets: "
+    "one number or a tree of them, with None for what each micro-batch is given as it "
+    "is, as in target_axes={'labels': 0, 'scale': None}"
+)
 
 
 def sizes(batch_size: int, num_microbatches: int) -> tuple[int, ...]:
@@ -52,14 +55,7 @@ def specs(tree: PyTree, what: str) -> PyTree:
             return None
 
     result = jax.tree_util.tree_map_with_path(spec, tree)
-    if faults:
-        lines = [f"  * {fault}" for fault in faults[:_MOST]]
-        if len(faults) > _MOST:  # numbers in a list, say
-            lines.append(f"  * and {len(faults) - _MOST} more")
-        raise TypeError(
-            "every leaf must be an array; convert with jnp.asarray:\n"
-            + "\n".join(lines)
-        )
+    refuse("every leaf must be an array; convert with jnp.asarray", faults, TypeError)
     return result
 
 
@@ -129,41 +125,22 @@ def batch_size(
                 faults.append(f"{label} of shape {leaf.shape} has no axis {axis}")
             else:
                 found[label], along[label] = leaf.shape[axis], axis
-    if faults:
-        listed = "\n  * ".join(faults)
-        raise ValueError(
-            f"cannot split the batch:\n  * {listed}\n"
-            f"in_axes says where the examples are in x, target_axes where they are in "
-            f"targets: one number or a tree of them, with None for what each "
-            f"micro-batch is given as it is, as in "
-            f"target_axes={{'labels': 0, 'scale': None}}"
-        )
+    refuse("cannot split the batch", faults, advice=f"\n{_AXES}")
     if not found:
         raise ValueError(
             "cannot split the batch: no leaf has a batch axis (in_axes is None, or "
             "the trees have no leaves)"
         )
     if len(set(found.values())) > 1:
-        listed = "\n".join(
-            f"  * {label}: {size}, along axis {along[label]}"
-            for label, size in found.items()
-        )
-        raise ValueError(
-            f"leaves differ in batch size:\n{listed}\nin_axes says where the examples "
-            f"are in x, target_axes where they are in targets"
-        )
+        sizes = (f"{k}: {n}, along axis {along[k]}" for k, n in found.items())
+        refuse("leaves differ in batch size", sizes, advice=f"\n{_AXES}")
     size = next(iter(found.values()))
     if size < num_microbatches:
-        other = (
-            f", or build a pipeline of these layers with num_microbatches={size}: it "
-            f"takes the same variables"
-            if size
-            else ""
-        )
         raise ValueError(
             f"{next(iter(found))} has {size} examples, fewer than "
             f"num_microbatches={num_microbatches}; give at least one example per "
-            f"micro-batch{other}"
+            f"micro-batch, or build a pipeline of these layers with fewer: it takes "
+            f"the same variables"
         )
     return size
 
@@ -289,11 +266,10 @@ def check_joinable(
         if axis is not None
         and (not -leaf.ndim <= axis < leaf.ndim or leaf.shape[axis] != size)
     ]
-    if faults:
-        raise ValueError(
-            f"outputs of a micro-batch of {size} cannot be joined on "
-            f"out_axes={out_axes!r}; return the examples on that axis and reshape what "
-            f"apply returns, or, in training, in loss_fn; or type num_microbatches=1, "
-            f"or out_axes=, with None for what is the same for all examples, as in "
-            f"out_axes=(0, None):\n" + "\n".join(f"  * {fault}" for fault in faults)
-        )
+    refuse(
+        f"outputs of a micro-batch of {size} cannot be joined on out_axes="
+        f"{out_axes!r}; return the examples on that axis, or type num_microbatches=1, "
+        f"or out_axes=, with None for what is the same for all examples, as in "
+        f"out_axes=(0, None)",
+        faults,
+    )

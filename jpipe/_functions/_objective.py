@@ -169,15 +169,16 @@ def _refuse_tangent(primals: Any, tangents: Any) -> Any:
 
 
 def _scalar(value: Any, needed: str, outputs: PyTree) -> jax.Array:
-    if isinstance(value, int | float):
-        raise TypeError(
-            f"{needed}, computed of the outputs; it returned the Python number {value}"
-        )
     dtype = getattr(value, "dtype", None)
-    if dtype is None or jnp.shape(value) != ():
-        raise TypeError(
-            f"{needed}; it returned {shapes(value)} for outputs {shapes(outputs)}"
+    is_floating = dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+    if not is_floating or jnp.shape(value) != ():
+        given = (
+            f"the Python number {value}"
+            if isinstance(value, int | float)
+            else shapes(value)
         )
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"{needed} of a floating dtype; it returned {shapes(value)}")
+        raise TypeError(
+            f"{needed} of a floating dtype; it returned {given} for outputs "
+            f"{shapes(outputs)}"
+        )
     return value

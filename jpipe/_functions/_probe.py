@@ -21,6 +21,12 @@ from ._batch import Batch
 from ._objective import Objective
 
 PyTree = Any
+_ADVICE = (
+    "for a sum over examples type reduction='sum'; for a mean by a mask or by weights "
+    "return (total, weight) and type reduction='weighted'; for the mean of what each "
+    "micro-batch gives by itself type reduction='microbatch_mean'; num_microbatches=1 "
+    "computes any loss"
+)
 # What passed, by its reduction and the text of its program: it is not run again.
 _passed: dict[tuple[str, bytes], None] = {}
 _MOST_PASSED = 256
@@ -75,7 +81,8 @@ def check(
             return ""
         run = lowered.compile(compiler_options=_compat.quick_to_compile())
         found = [jax.device_get(run(y, targets)) for y in _random(specs, axes)]
-        floating = filter(_is_floating, _flow.dtypes(traced.jaxpr))
+        dtypes = _flow.dtypes(traced.jaxpr)
+        floating = [x for x in dtypes if jnp.issubdtype(x, jnp.floating)]
         eps = max(float(jnp.finfo(dtype).eps) for dtype in floating)
     except Exception as error:
         return (
@@ -167,21 +174,12 @@ def _random(specs: PyTree, axes: Sequence[int | None]) -> Iterator[PyTree]:
         yield structure.unflatten(made)
 
 
-def _is_floating(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.floating)
-
-
 def _compare(
     reduction: str, whole: Any, parts: Sequence[Any], sizes: Sequence[int], eps: float
 ) -> None:
     """Compares the loss of all examples with that of two parts."""
     together: Any = np.asarray(whole, np.float64)
     losses: Any = np.asarray(parts, np.float64)
-    said = {
-        "mean": "the mean",
-        "sum": "the sum",
-        "weighted": "the sum of totals by the sum of weights",
-    }[reduction]
     if reduction == "weighted":
         size = np.abs(losses[:, 0]).max() / max(np.abs(together[1]), 1e-30)
         together, combined = together[0] / together[1], np.divide(*losses.sum(0))
@@ -193,17 +191,9 @@ def _compare(
     tolerance = max(_TOLERANCE[reduction], 8 * eps)
     if abs(together - combined) <= tolerance * max(abs(together), size):
         return
-    is_sum = reduction == "mean" and np.isclose(together, losses.sum(), rtol=1e-3)
-    advice = (
-        "it is a sum: type reduction='sum', or return a mean"
-        if is_sum
-        else "for a mean by a mask or by weights return (total, weight) and type "
-        "reduction='weighted'; for the mean of what each micro-batch gives by itself "
-        "type reduction='microbatch_mean'; num_microbatches=1 computes any loss"
-    )
     raise ValueError(
         f"reduction={reduction!r}: loss_fn is {together:.6g} for {sum(sizes)} examples "
-        f"but {combined:.6g} as {said} of two parts of {sizes[0]} and {sizes[1]} "
+        f"but {combined:.6g} as combined of two parts of {sizes[0]} and {sizes[1]} "
         f"(random outputs, the first of these targets), so micro-batches would train "
-        f"another loss; {advice}"
+        f"another loss; {_ADVICE}"
     )

@@ -3,7 +3,7 @@
 Everything after works on the jaxpr.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from .._faults import refuse
 from .._jaxprs import _flow, _jaxpr
 from .._layers import _batchnorm, _skip
 from .._layers._skip import NO_PORTS, Ports
@@ -182,15 +183,15 @@ def _say_what_is_left(task: Task, written: Sequence[int]) -> None:
             "given, where a call of nnx goes on from what it wrote. To go on, as from "
             "a cache of attention, call pipe.modules(variables); where this is what "
             "training writes, evaluation should not: let __call__ take train\n"
-            + "\n".join(where)
+            + "\n".join(f"  * {text}" for text in where)
         )
 
 
 def _at(task: Task, path: Any) -> str:
-    """Where a layer writes a variable, as a line of a message."""
+    """Where a layer writes a variable."""
     layer, *names = path
     return (
-        f"  * layer {task.stage.first + layer.idx} "
+        f"layer {task.stage.first + layer.idx} "
         f"({task.stage.layers[layer.idx].name}) writes "
         f"{jax.tree_util.keystr(tuple(names), simple=True, separator='/')}"
     )
@@ -198,35 +199,31 @@ def _at(task: Task, path: Any) -> str:
 
 def _check_lasting(task: Task, written: Sequence[int]) -> None:
     """Refuses a call that writes what the step does not take from it."""
-    paths = {at: task.weights.paths[at] for at in written}
-    keys = {
-        at
-        for at in written
-        if jnp.issubdtype(task.weights.specs[at].dtype, jax.dtypes.prng_key)
-    }
-    metrics = {
-        at
-        for at, path in paths.items()
-        if _batchnorm.are_merged() and path[1].key == "metric_state"
-    }
-    found = {
+
+    def where(chosen: Callable[[Any, Any], bool]) -> list[str]:
+        paths = [(task.weights.paths[at], task.weights.specs[at]) for at in written]
+        return [_at(task, path) for path, spec in paths if chosen(path, spec)]
+
+    refuse(
         "parameters are changed by the optimizer alone; what a call writes to them "
-        "would be lost when it ends. Keep what it changes in an nnx.BatchStat, or "
-        "in a subclass of nnx.Variable of your own; and where a weight is "
-        "normalized, compute it in the call and use it without writing it "
-        "back": {at for at, path in paths.items() if is_params(path)},
+        "would be lost when it ends. Keep what it changes in an nnx.BatchStat, or in a "
+        "subclass of nnx.Variable of your own; where a weight is normalized, compute "
+        "it in the call and do not write it back",
+        where(lambda path, spec: is_params(path)),
+    )
+    refuse(
         "a call changes a random key that is no random stream, from which all "
         "micro-batches would draw the same; draw from streams: rngs() of an "
-        "nnx.Rngs(0), or of rngs.fork(), that the module holds in its place; "
-        "self.make_rng in flax.linen": keys,
-        "a call updates a metric, of which a pipeline would keep the mean over "
-        "micro-batches; return what it counts with has_aux=True, and update the "
-        "metric after the step": metrics,
-    }
-    for refusal, places in found.items():
-        if places:
-            lines = [_at(task, paths[at]) for at in sorted(places)]
-            raise ValueError(f"{refusal}:\n" + "\n".join(lines))
+        "nnx.Rngs(0) that the module holds in its place; self.make_rng in flax.linen",
+        where(lambda path, spec: jnp.issubdtype(spec.dtype, jax.dtypes.prng_key)),
+    )
+    if _batchnorm.are_merged():
+        refuse(
+            "a call updates a metric, of which a pipeline would keep the mean over "
+            "micro-batches; return what it counts with has_aux=True, and update the "
+            "metric after the step",
+            where(lambda path, spec: path[1].key == "metric_state"),
+        )
 
 
 def _check_written(task: Task, avals: Mapping[int, Any]) -> None:
@@ -243,15 +240,11 @@ def _check_written(task: Task, avals: Mapping[int, Any]) -> None:
         if not is_inexact(new) or fits:
             continue
         if jnp.result_type(new, spec.dtype) != spec.dtype:
-            layer, *names = task.weights.paths[at]
-            stage = task.stage
             raise ValueError(
-                f"layer {stage.first + layer.idx} ({stage.layers[layer.idx].name}) "
-                f"writes {new.dtype} to {jax.tree_util.keystr(tuple(names))}, which is "
+                f"{_at(task, task.weights.paths[at])} of {new.dtype}, which is "
                 f"{spec.dtype}, and a pipeline keeps dtypes: where you cast variables, "
                 f"cast the parameters alone; else let the layer make it of "
-                f"{new.dtype}, or write what is cast to {spec.dtype}, or cast this "
-                f"leaf of pipe.init(key, x) and give that as variables="
+                f"{new.dtype}, or write what is cast to {spec.dtype}"
             )
 
 

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from .._faults import refuse
 from .._layers import _nnx_values
 from .._layers._layer import Layer
 from ._weights import is_inexact, is_params
@@ -105,38 +106,29 @@ class Trainable:
             chosen |= found
             if not found:
                 idle.append(f"{_told(given)}: {_instead(given, list(leaves.values()))}")
-        if idle:
-            raise ValueError(
-                "trainable= selects none of the floating parameters by\n"
-                + "\n".join(f"  * {fault}" for fault in idle)
-                + f"\nA path starts with the layer's number. {_NEEDS}"
-            )
+        refuse(
+            "trainable= selects none of the floating parameters by",
+            idle,
+            advice=f"\nA path starts with the layer's number; the types of Variables "
+            f"that are trained are derived from nnx.Param. {_NEEDS}",
+        )
         return chosen
 
 
-def _check_types(
-    rules: Sequence[tuple[Any, Callable[[_Leaf], bool]]], layers: Sequence[Layer]
-) -> None:
-    """Checks that no filter of nnx means a Variable that a pipeline does not train.
-
-    Raises:
-      ValueError: with each that one selects.
-    """
+def _check_types(rules: Sequence[tuple[Any, Any]], layers: Sequence[Layer]) -> None:
+    """Refuses filters of nnx that mean a Variable which a pipeline does not train."""
     filters = [(given, rule) for given, rule in rules if _is_filter(given)]
-    found = [
-        f"trainable={_told(given)} selects {(n, *path)}, a {type(leaf).__name__}"
-        for n, layer in enumerate(layers if filters else ())
-        for path, leaf in _nnx_values.untrained(layer.owner).items()
-        for given, rule in filters
-        if rule(_Leaf((n, *path), _as_given((n, "", *path), leaf, {path: leaf})))
-    ]
-    if found:
-        raise ValueError(
-            "a pipeline trains what is an nnx.Param:\n"
-            + "\n".join(f"  * {fault}" for fault in found)
-            + "\nDerive its type from nnx.Param to train it, or else name what is "
-            "trained, such as trainable=nnx.Param"
-        )
+    refuse(
+        "a pipeline trains what is an nnx.Param; derive the type from it, or name what "
+        "is trained, such as trainable=nnx.Param",
+        (
+            f"trainable={_told(given)} selects {(n, *path)}, a {type(leaf).__name__}"
+            for n, layer in enumerate(layers if filters else ())
+            for path, leaf in _nnx_values.untrained(layer.owner).items()
+            for given, rule in filters
+            if rule(_Leaf((n, *path), _as_given((n, "", *path), leaf, {path: leaf})))
+        ),
+    )
 
 
 def _is_filter(given: Any) -> bool:
@@ -202,17 +194,13 @@ def _instead(given: Any, leaves: Sequence[_Leaf]) -> str:
     """What there is, where a rule selects nothing."""
     if not leaves:
         return "there are none"
-    names = list(dict.fromkeys(leaf.names[0] for leaf in leaves))
     if isinstance(given, str):
+        names = list(dict.fromkeys(leaf.names[0] for leaf in leaves))
         close = difflib.get_close_matches(given, names, n=3, cutoff=0)
         return f"the nearest are {', '.join(map(repr, close))}"
-    types = {type(leaf.value) for leaf in leaves}
-    listed = sorted(t.__name__ for t in types if issubclass(t, nnx.Variable))
-    own = isinstance(given, type) and issubclass(given, nnx.Variable)
-    derive = own and not issubclass(given, nnx.Param | nnx.BatchStat)
+    kinds = {type(x.value) for x in leaves if isinstance(x.value, nnx.Variable)}
+    listed = ", ".join(sorted(kind.__name__ for kind in kinds))
     return (
         f"there are {len(leaves)}, such as {leaves[0].path} and {leaves[-1].path}; "
-        f"Variable types: {', '.join(listed) or 'none, as no layer is of nnx'}"
-        + f"; derive {_told(given)} from nnx.Param to train it"
-        * derive
+        f"Variable types: {listed or 'none, as no layer is of nnx'}"
     )

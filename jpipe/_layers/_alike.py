@@ -17,8 +17,7 @@ from flax.typing import HashableMapping
 from jax.tree_util import PyTreeDef
 
 from . import _linen, _nnx
-from ._layer import Layer
-from ._method import Method
+from ._layer import Layer, split
 
 _ATOMS = (types.NoneType, bool, int, float, complex, str, bytes)
 _MAPPINGS = (dict, FrozenDict, HashableMapping)
@@ -36,9 +35,7 @@ def origin(source: Any) -> Hashable:
       Something hashable for linen modules and their methods; ``None`` for others,
       of which it cannot be told how they are made.
     """
-    module, method = source, ""
-    if isinstance(source, Method):
-        module, method = source.module, source.method
+    module, method = split(source)
     if not _linen.is_module(module):
         return None
     content = Content()
@@ -54,9 +51,7 @@ def behaviour(layer: Layer) -> Hashable:
     Returns:
       Something hashable.
     """
-    source, method = layer.source, ""
-    if isinstance(source, Method):
-        source, method = source.module, source.method
+    source, method = split(layer.source)
     if _nnx.is_module(source):
         # The values that a pipeline does not carry are part of the function.
         static, is_whole = _nnx.static(source)

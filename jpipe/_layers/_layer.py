@@ -9,9 +9,11 @@ from typing import Any
 import chex
 import jax
 import numpy as np
+from flax import nnx
 
+from .._faults import refuse
 from .._jaxprs._jaxpr import zeros
-from . import _linen, _nnx, _skip, _switches
+from . import _linen, _nnx, _nnx_values, _skip, _switches
 from ._method import Method
 
 PyTree = Any
@@ -108,20 +110,19 @@ def as_layers(listed: Sequence[Any]) -> tuple[Layer, ...]:
         for i, source in enumerate(objects)
         if (fault := _why_not(source))
     ]
-    if faults:
-        raise TypeError(
-            "a layer is a flax.linen module, a flax.nnx module, a jpipe.Stage or a "
-            "function x -> y:\n" + "\n".join(f"  * {fault}" for fault in faults)
-        )
+    refuse(
+        "a layer is a flax.linen module, a flax.nnx module, a jpipe.Stage or a "
+        "function x -> y",
+        faults,
+        TypeError,
+    )
     layers = tuple(as_layer(source) for source in objects)
     owners = {number: layer.owner for number, layer in enumerate(layers)}
-    faults = _nnx.shared({i: m for i, m in owners.items() if _nnx.is_module(m)})
-    if faults:
-        raise ValueError(
-            "each layer has variables of its own; list one module object twice to tie "
-            "all that it holds, or write a module that calls both:\n"
-            + "\n".join(f"  * {fault}" for fault in faults)
-        )
+    refuse(
+        "each layer has variables of its own; list one module object twice to tie all "
+        "that it holds, or write a module that calls both",
+        _nnx.shared({i: m for i, m in owners.items() if _nnx.is_module(m)}),
+    )
     return layers
 
 
@@ -189,13 +190,13 @@ def as_layer(source: Any) -> Layer:
         return replace(inner, namespace=both)
     if isinstance(source, Stage):
         return _from_stage(source)
-    module, method = _split(source)
+    module, method = split(source)
     if _is_module(module):
         return _from_module(source, module, method)
     return _from_function(source)
 
 
-def _split(source: Any) -> tuple[Any, str | Callable[..., PyTree]]:
+def split(source: Any) -> tuple[Any, str | Callable[..., PyTree]]:
     """What was listed, and which method or function of it is called."""
     if isinstance(source, Method):
         return source.module, source.method
@@ -217,7 +218,7 @@ def as_module(layer: Layer, variables: Mapping[str, PyTree]) -> Any:
       ValueError: if the variables of an nnx module are not those of the layer.
     """
     if _nnx.is_module(layer.owner):
-        return _nnx.as_module(layer.owner, variables)
+        return _nnx_values.merge(layer.owner, variables)
     if _linen.is_module(layer.owner):
         return layer.owner.bind(variables)
     return layer.owner
@@ -228,7 +229,7 @@ def _from_module(source: Any, module: Any, method: Any) -> Layer:
     extend, structure = None, None
     if _nnx.is_module(module):
         name, init = _nnx.name(module), _nnx.init(module)
-        apply, structure = _nnx.apply(module, method), _nnx.structure(module)
+        apply, structure = _nnx.apply(module, method), nnx.graphdef(module)
     else:
         name, init = _linen.name(module), _linen.init(module, method)
         apply, extend = _linen.apply(module, method), _linen.extend(module, method)
@@ -245,9 +246,13 @@ def check_unchanged(layers: Sequence[Layer]) -> None:
       ValueError: with the first whose structure or attributes are others.
     """
     for number, layer in enumerate(layers):
-        if _nnx.is_module(layer.owner):
-            which = f"layer {number} ({layer.name})"
-            _nnx.check_unchanged(layer.owner, layer.structure, which)
+        owner = layer.owner
+        if _nnx.is_module(owner) and nnx.graphdef(owner) != layer.structure:
+            raise ValueError(
+                f"layer {number} ({layer.name}) was changed after the pipeline was "
+                f"made of it; make a new pipeline, which takes the same variables and "
+                f"states; to evaluate change nothing: pipe.apply evaluates all"
+            )
 
 
 def _from_stage(stage: Stage) -> Layer:

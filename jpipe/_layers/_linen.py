@@ -8,7 +8,7 @@ from typing import Any
 
 import chex
 import jax
-from flax import errors, linen
+from flax import linen
 from flax.core import DenyList
 from jax.extend import core
 
@@ -16,27 +16,17 @@ from .. import _compat
 from .._jaxprs import _flow, _jaxpr
 from .._jaxprs._jaxpr import zeros
 from . import _batchnorm, _modes, _switches
-from ._inputs import explained
 from ._tree import flat, nested
 
 PyTree = Any
 # The name of a method, or a function of a module and its input.
 Method = str | Callable[..., PyTree]
 
-# What gives back all that was made in it as if it followed from its arguments.
-_INSIDE = ("cond", "custom_vjp_call", "custom_vjp_call_jaxpr")
-_OUTSIDE = (
-    "where they are made in a branch (nn.cond, nn.switch) or in nn.custom_vjp, call "
-    "the module once outside, if self.is_initializing()"
-)
 _OF_DATA = (
-    "parameters made of data are made before, of the data that the layer meets: made = "
-    "module.init(key, data), and jpipe.Stage(lambda key, x: made, module.apply) in the "
-    "place of the module"
-)
-_IN_TRAINING = (
-    "write it where it is trained alone: if not self.is_initializing(), or let "
-    "__call__ take train"
+    "write them where the layer is trained alone (if not self.is_initializing()), and "
+    "what is made in nn.cond, nn.switch or nn.custom_vjp outside of these first; make "
+    "parameters of data before: made = module.init(key, data), and "
+    "jpipe.Stage(lambda key, x: made, module.apply) in the place of the module"
 )
 _NOT_SOWN = "what it computes leaves it as a part of its output, not by sow"
 
@@ -72,8 +62,7 @@ def init(
         def make(rngs: PyTree, x: PyTree) -> PyTree:
             return module.init(rngs, x, *args, method=called, **keywords)
 
-        with _explained(), explained(module, method, spec):
-            return dict(_made(make, rngs, spec))
+        return dict(_made(make, rngs, spec))
 
     return run
 
@@ -102,8 +91,7 @@ def extend(
             made = flat(made)
             return nested({name: made[name] for name in made if name not in given})
 
-        with _explained(), explained(module, method, spec):
-            return _made(added, (borrowed, rngs), spec)
+        return _made(added, (borrowed, rngs), spec)
 
     return run
 
@@ -141,23 +129,14 @@ def _made(
         if is_reached
     ]
     if faults:
-        made_inside = any(_jaxpr.contains(closed, name) for name in _INSIDE)
-        advice = _OUTSIDE if made_inside else _NOT_SOWN
-        if not made_inside and not any(map(_is_sown, faults)):
-            of_data = all(fault.startswith("params/") for fault in faults)
-            advice = _OF_DATA if of_data else _IN_TRAINING
         raise ValueError(
             f"what a layer holds at the start follows from the shapes of its input "
-            f"alone, and not from its values, as {', '.join(faults)} would; {advice}"
+            f"alone, and not from its values, as {', '.join(faults)} would; "
+            f"{_OF_DATA}; {_NOT_SOWN}"
         )
     values = _jaxpr.rest(closed, closed.jaxpr.outvars, [])
     leaves = core.jaxpr_as_fun(values)(*given, *jax.tree.leaves(zeros(spec)))
     return jax.tree.unflatten(jax.tree.structure(made), leaves)
-
-
-def _is_sown(path: str) -> bool:
-    """Whether it is in a tuple, which `sow` makes."""
-    return path.rpartition("/")[2].isdecimal()
 
 
 @dataclass
@@ -201,10 +180,9 @@ def apply(
         keywords |= {"rngs": rngs, "method": called}
         asking = _asking(module, method)
         known = [p.name for p in asking if _switches.is_switch(p)]
-        with _modes.watching("", known, [], train), explained(module, method, x):
+        with _modes.watching("", known, [], train):
             if not mutable:
-                with _explained():
-                    return module.apply(variables, x, *args, **keywords), {}
+                return module.apply(variables, x, *args, **keywords), {}
             with _batchnorm.meeting(mutable):
                 y, changed = module.apply(
                     variables, x, *args, mutable=mutable, **keywords
@@ -215,26 +193,6 @@ def apply(
     return run
 
 
-@contextmanager
-def _explained() -> Iterator[None]:
-    """Adds to errors of Flax what to type instead, in a pipeline."""
-    try:
-        yield
-    except errors.ModifyScopeVariableError as error:
-        error.add_note(
-            "where it is not trained a layer may not change what it holds: let its "
-            "__call__ take train, and write (use_running_average=not train) only then"
-        )
-        raise
-    except (errors.ScopeCollectionNotFound, errors.ScopeParamNotFoundError) as error:
-        error.add_note(
-            "what a layer holds is what it needs in evaluation: let it use the same "
-            "parameters in training, or make there what only training uses: "
-            "if train or self.is_initializing()"
-        )
-        raise
-
-
 def _check_none_made(
     module: linen.Module, before: Mapping[str, PyTree], after: Mapping[str, PyTree]
 ) -> None:
@@ -243,33 +201,22 @@ def _check_none_made(
     Raises:
       ValueError: with what it made, or what it made something else of.
     """
-    made = _paths(after) - _paths({name: before[name] for name in after})
-    if made:
+    old = flat({name: before[name] for name in after})
+    was, now = (
+        {n: jax.tree.structure(x) for n, x in t.items()} for t in (old, flat(after))
+    )
+    faults = [
+        f"{'/'.join(map(str, names))} was {was.get(names, 'not there')} and became "
+        f"{now.get(names, 'nothing')}"
+        for names in {**was, **now}
+        if was.get(names) != now.get(names)
+    ]
+    if faults:
         raise ValueError(
             f"a call of this {type(module).__name__} changes which variables there "
-            f"are, by {', '.join(sorted(made))}; {_NOT_SOWN}"
+            f"are, or their structure: {'; '.join(faults)}. A pipeline keeps arrays in "
+            f"the structure that they were made in; {_NOT_SOWN}"
         )
-    held = flat({name: before[name] for name in after})
-    now = flat(after)
-    others = [
-        f"{'/'.join(map(str, names))} from {structure} to {new}"
-        for names, value in held.items()
-        if (structure := jax.tree.structure(value))
-        != (new := jax.tree.structure(now.get(names)))
-    ]
-    if others:
-        raise ValueError(
-            f"a call of this {type(module).__name__} changes the structure of what it "
-            f"holds, {'; '.join(others)}; a pipeline keeps arrays in the structure "
-            f"that they were made in: let what changes be an array of it"
-        )
-
-
-def _paths(tree: PyTree) -> set[str]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves
-    }
 
 
 def _called(

@@ -14,7 +14,6 @@ import jax
 from flax import nnx
 
 from . import _batchnorm, _modes, _nnx_rngs, _nnx_values, _switches
-from ._inputs import explained
 from ._nnx_rngs import Path, dotted
 
 PyTree = Any
@@ -107,7 +106,6 @@ def apply(
             _modes.watching(name(module), known, asking, train),
             _batchnorm.meeting(variables if train else ()),
             _nnx_rngs.needed(lacking),
-            explained(module, method, x),
         ):
             call = _method(own, method)
             y = call(x, *args, **keywords)
@@ -199,30 +197,6 @@ def _is_frozen(
     return has_default and getattr(own, parameter.name, None) is True
 
 
-def structure(module: nnx.Module) -> Any:
-    """What of a module is static, to compare it later."""
-    return nnx.graphdef(module)
-
-
-def check_unchanged(module: nnx.Module, before: Any, which: str) -> None:
-    """Checks that a module is what it was when a pipeline was made of it.
-
-    Args:
-      module: the module.
-      before: its `flax.nnx.graphdef` then.
-      which: what to call it.
-
-    Raises:
-      ValueError: if its structure or an attribute is another.
-    """
-    if structure(module) != before:
-        raise ValueError(
-            f"{which} was changed after the pipeline was made of it; make a new "
-            f"pipeline, which takes the same variables and states; to evaluate change "
-            f"nothing: pipe.apply evaluates all"
-        )
-
-
 def static(module: nnx.Module) -> tuple[Any, bool]:
     """What of a module a pipeline does not carry as variables.
 
@@ -246,25 +220,6 @@ def static(module: nnx.Module) -> tuple[Any, bool]:
         for path, leaf in leaves.items()
     ]
     return (graphdef, variables, streams), all(known)
-
-
-def as_module(module: nnx.Module, variables: Mapping[str, PyTree]) -> nnx.Module:
-    """A new module like the given one, with other values.
-
-    It holds the arrays themselves: a training step that overwrites them takes them
-    from it. Its random streams and its mode are those of the given module.
-
-    Args:
-      module: the module.
-      variables: its variables, as `init` gives them.
-
-    Returns:
-      The new module; it shares nothing with the given one that a call changes.
-
-    Raises:
-      ValueError: if a value is missing.
-    """
-    return _nnx_values.merge(module, variables)
 
 
 def shared(modules: Mapping[int, nnx.Module]) -> list[str]:

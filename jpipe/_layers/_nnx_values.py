@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from .._faults import refuse
 from . import _linen
 from ._nnx_rngs import Path, dotted
+from ._tree import nested
 
 PyTree = Any
 
@@ -90,24 +92,15 @@ def _value(leaf: Any) -> PyTree:
     return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
 
 
-def _holds_box(leaf: Any) -> bool:
-    return _linen.is_box(_value(leaf))
-
-
 def variables(module: nnx.Module) -> dict[str, PyTree]:
     """The values of a module: by collection, then nested as its attributes are."""
-    found: dict[str, PyTree] = {}
-    for path, leaf in flat(module)[1].items():
-        kept = collection(leaf)
-        if kept is not None:
-            _put(found, (kept, *path), jax.tree.map(jnp.copy, _value(leaf)))
-    return found
-
-
-def _put(tree: dict[Any, PyTree], path: Path, value: PyTree) -> None:
-    for part in path[:-1]:
-        tree = tree.setdefault(part, {})
-    tree[path[-1]] = value
+    return nested(
+        {
+            (kept, *path): jax.tree.map(jnp.copy, _value(leaf))
+            for path, leaf in flat(module)[1].items()
+            if (kept := collection(leaf)) is not None
+        }
+    )
 
 
 def _get(tree: Any, path: Path) -> PyTree:
@@ -129,17 +122,14 @@ def merge(module: nnx.Module, variables: Mapping[str, PyTree]) -> nnx.Module:
             except (KeyError, TypeError, IndexError):
                 missing.append(f"{kept}/{dotted(path)}")
         state[path] = leaf.replace(value) if isinstance(leaf, nnx.Variable) else value
-    if boxed := [dotted(path) for path, leaf in state.items() if _holds_box(leaf)]:
-        raise ValueError(
-            f"an nnx module keeps how a value is partitioned beside it: give this "
-            f"{type(module).__name__} plain arrays for {', '.join(boxed)}, as "
-            f"flax.linen.unbox(variables) makes them"
-        )
-    if missing:
-        raise ValueError(
-            f"the variables are not those of this {type(module).__name__}: missing "
-            + ", ".join(missing)
-        )
+    refuse(
+        f"an nnx module keeps how a value is partitioned beside it: give this "
+        f"{type(module).__name__} plain arrays, as flax.linen.unbox(variables) makes",
+        [dotted(path) for path, leaf in state.items() if _linen.is_box(_value(leaf))],
+    )
+    refuse(
+        f"the variables are not those of this {type(module).__name__}: missing", missing
+    )
     merged = nnx.merge(graphdef, nnx.from_flat_state(state))
     nnx.pop(merged, nnx.Intermediate)  # results of a call before
     return merged
@@ -151,7 +141,7 @@ def changed(module: nnx.Module, before: Mapping[str, PyTree]) -> dict[str, PyTre
     Raises:
       ValueError: if the call made or deleted variables, or gave one another shape.
     """
-    after: dict[str, PyTree] = {}
+    after: dict[Path, PyTree] = {}
     faults = []
     for path, leaf in flat(module)[1].items():
         kept = collection(leaf)
@@ -162,21 +152,15 @@ def changed(module: nnx.Module, before: Mapping[str, PyTree]) -> dict[str, PyTre
             old = _get(before, (kept, *path))
         except (KeyError, TypeError, IndexError):
             if isinstance(leaf, nnx.Variable):
-                kind = type(leaf).__name__
-                faults.append(f"it made the {kind} {dotted(path)}")
+                faults.append(f"it made the {type(leaf).__name__} {dotted(path)}")
             continue
-        if _kind(old) != _kind(value):
-            was, now = _kind(old), _kind(value)
+        was, now = (jax.tree.map(np.shape, tree) for tree in (old, value))
+        if was != now:
             faults.append(f"{kept}/{dotted(path)} was {was} and became {now}")
-        _put(after, (kept, *path), value)
-    if faults:
-        raise ValueError(
-            f"a call of this {type(module).__name__} changes which variables there "
-            f"are, or their shapes; make them in __init__, in their final shape:\n"
-            + "\n".join(f"  * {fault}" for fault in faults)
-        )
-    return after
-
-
-def _kind(value: PyTree) -> Any:
-    return jax.tree.map(np.shape, value)
+        after[kept, *path] = value
+    refuse(
+        f"a call of this {type(module).__name__} changes which variables there are, or "
+        f"their shapes; make them in __init__, in their final shape",
+        faults,
+    )
+    return nested(after)

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import get_opaque_trace_state
 
+from .._faults import refuse
+
 PyTree = Any
 # The namespace of the layer, then the name: what a value is known by.
 Key = tuple[Hashable, Hashable]
@@ -288,11 +290,7 @@ def routes(uses: Sequence[Use], *, complete: bool = True) -> tuple[Route, ...]:
     for key, use in stashed.items():
         if complete and key not in popped:
             faults.append(f"{label(key)} is stashed by {_by(use)} and never popped")
-    if faults:
-        raise ValueError(
-            "the skip connections do not fit:\n"
-            + "\n".join(f"  * {fault}" for fault in dict.fromkeys(faults))
-        )
+    refuse("the skip connections do not fit", faults)
     return tuple(
         Route(key, use.stage, popped[key].stage)
         for key, use in stashed.items()

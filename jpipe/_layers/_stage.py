@@ -9,7 +9,9 @@ from typing import Any
 
 import jax
 
+from .._faults import refuse
 from . import _batchnorm, _rng, _skip
+from ._advice import advice
 from ._layer import Layer
 
 PyTree = Any
@@ -140,8 +142,7 @@ def check_balance(balance: Any, num_layers: int) -> tuple[int, ...]:
         faults.append("every stage needs at least one layer")
     if sum(sizes) != num_layers:
         faults.append(f"its sum is {sum(sizes)}, the model has {num_layers} layers")
-    if faults:
-        raise ValueError(f"balance={sizes}: {'; '.join(faults)}")
+    refuse(f"balance={sizes}", faults)
     return tuple(sizes)
 
 
@@ -175,18 +176,8 @@ def naming(stage: int, number: int, layer: Layer, x: PyTree) -> Iterator[None]:
             f"raised by layer {number} ({layer.name}) of stage {stage}, "
             f"whose input was {shapes(x)}"
         )
-        if isinstance(error, NameError) and "axis name" in str(error):
-            error.add_note(
-                "a pipeline maps no axis: drop axis_name, and collectives over it such "
-                "as jax.lax.pmean; the loss and the running statistics of batch norms "
-                "are those of the whole mini-batch without them"
-            )
-        if isinstance(error, RuntimeError) and "non-empty mesh" in str(error):
-            error.add_note(
-                "layers are traced outside of any mesh: drop constraints on how "
-                "activations lie, or say nn.with_logical_constraint, which says "
-                "nothing there; how parameters lie says the rest"
-            )
+        if text := advice(error, layer, x):
+            error.add_note(text)
         raise
 
 

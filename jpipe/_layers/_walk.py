@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import chex
 import jax
-import jax.numpy as jnp
 from flax import errors
 
+from .._faults import refuse
 from .._jaxprs import _jaxpr
 from .._jaxprs._jaxpr import zeros
 from . import _linen, _skip
@@ -223,10 +223,6 @@ class _Walk:
             closed, (y, values) = _jaxpr.trace(apply, *given)
             needed = _read(lent, _jaxpr.live_inputs(closed)) | self._asked(layer, lent)
             used = {names: value for names, value in lent.items() if names in needed}
-        if weak := [names for names, leaf in flat(made).items() if _is_weak(leaf)]:
-            given = given[0], made, *given[2:]
-            as_made = jax.eval_shape(apply, *given)
-            _check_weak(number, layer, weak, as_made, (y, values))
         self._skips = dict(zip(left, values, strict=True))
         return _Outcome(own, y, nested(used))
 
@@ -318,45 +314,12 @@ def _check_output(number: int, layer: Layer, y: PyTree) -> None:
         except TypeError:
             told = f"{reprlib.repr(leaf)}, a {type(leaf).__name__}"
             faults.append(f"output{jax.tree_util.keystr(path)} is {told}")
-    if faults:
-        raise TypeError(
-            f"layer {number} ({layer.name}) must return a pytree of arrays; list a "
-            f"function after it, or a jpipe.layer of another method, that returns "
-            f"arrays in tuples, lists or dicts, or register the class of what it "
-            f"returns with jax.tree_util.register_dataclass:\n"
-            + "\n".join(f"  * {fault}" for fault in faults)
-        )
-
-
-def _is_weak(value: PyTree) -> bool:
-    return any(
-        leaf.weak_type and jnp.issubdtype(leaf.dtype, jnp.inexact)
-        for leaf in jax.tree.leaves(value)
-    )
-
-
-def _check_weak(
-    number: int, layer: Layer, weak: list[Names], as_made: PyTree, y: PyTree
-) -> None:
-    """Checks that what a layer gives does not hang on weakly typed variables.
-
-    JAX would give another dtype from the first update on: optax leaves them strongly
-    typed. A pipeline makes them so from the start.
-    """
-    narrow, wide = (
-        [leaf.dtype.name for leaf in jax.tree.leaves(tree)] for tree in (as_made, y)
-    )
-    if narrow == wide:
-        return
-    one, other = next(
-        pair for pair in zip(narrow, wide, strict=True) if len(set(pair)) > 1
-    )
-    listed = ", ".join(dotted(number, names) for names in weak)
-    raise ValueError(
-        f"layer {number} ({layer.name}) makes {listed} of a Python number, without a "
-        f"dtype of its own: with this input JAX computes in {one} until an optimizer "
-        f"has updated it, and in {other} from then on; give it the dtype that you "
-        f"mean, as jnp.asarray(0.5, jnp.{one}) or jnp.full(shape, 0.5, jnp.float32)"
+    refuse(
+        f"layer {number} ({layer.name}) must return a pytree of arrays; list a "
+        f"function after it that returns arrays in tuples, lists or dicts, or register "
+        f"the class of what it returns with jax.tree_util.register_dataclass",
+        faults,
+        TypeError,
     )
 
 

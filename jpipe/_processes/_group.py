@@ -17,13 +17,12 @@ from typing import Any
 import jax
 
 from .. import _compat
+from .._faults import refuse
 from ._environment import TRANSPORT, seconds
 
 _SECONDS = 600.0  # how long one process waits for another, unless told
 RUNS = "calls of the pipelines so far"
 _SLICE = 1.0  # what waits longer could not be interrupted
-# So many differences are listed.
-_MOST = 10
 
 
 @dataclass
@@ -192,13 +191,9 @@ class Group:
         Raises:
           ValueError: with all of them.
         """
-        if not faults:
-            return
-        more = len(faults) - _MOST
-        faults = [*faults[:_MOST], *([f"and {more} more"] if more > 0 else [])]
-        raise ValueError(
-            f"the processes do not run the same program: {why} differs, and {so}\n"
-            + "\n".join(f"  * {fault}" for fault in faults)
+        refuse(
+            f"the processes do not run the same program: {why} differs, and {so}",
+            faults,
         )
 
 

@@ -10,7 +10,7 @@ import functools
 import itertools
 import pickle
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -26,14 +26,6 @@ PyTree = Any
 # how often it says how far it is.
 _BEHIND, _SAYS = 64, 16
 _OF_VALUES = " of "  # between shapes and a digest
-
-
-class _Kind(NamedTuple):
-    """What an array is like, in words that pass between processes."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    weak_type: bool
 
 
 class Feed:
@@ -144,8 +136,7 @@ class Feed:
         words = group().ask(
             f"{key}/{call}", reader, f"call {call}, of which it has {name}"
         )
-        kinds = pickle.loads(base64.b64decode(words))
-        return jax.tree.map(_spec, kinds, is_leaf=lambda node: isinstance(node, _Kind))
+        return pickle.loads(base64.b64decode(words))
 
     def _let_come(self, key: str, call: int, lacking: Sequence[int]) -> None:
         """Waits until all have been told of a call, which is then forgotten."""
@@ -222,13 +213,5 @@ def _has_no_values(leaf: Any) -> bool:
 
 def _told(tree: PyTree) -> str:
     """Shapes and dtypes in words."""
-
-    def kind(leaf: Any) -> _Kind:
-        spec = _jaxpr.spec(jax.typeof(leaf))
-        return _Kind(spec.shape, str(spec.dtype), bool(spec.weak_type))
-
-    return base64.b64encode(pickle.dumps(jax.tree.map(kind, tree))).decode()
-
-
-def _spec(kind: _Kind) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(kind.shape, kind.dtype, weak_type=kind.weak_type)
+    specs = jax.tree.map(lambda leaf: _jaxpr.spec(jax.typeof(leaf)), tree)
+    return base64.b64encode(pickle.dumps(specs)).decode()

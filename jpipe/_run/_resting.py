@@ -14,6 +14,7 @@ from flax import linen
 from flax.linen import spmd
 from jax.sharding import PartitionSpec as P
 
+from .._faults import refuse
 from .._instructions._sharding import WHOLE, Sharding, SubMesh, narrowed
 from .._instructions._transfer import Device
 from .._layers import _nnx_values
@@ -39,38 +40,17 @@ def shardings(
       ValueError: with every parameter that its axes do not divide.
       TypeError: if the rule returns something else.
     """
-    found, faults = [], list[str]()
-    for i, entry in enumerate(variables):
-        own, wrong = _of_layer(pipe, i, entry, inside)
-        found += own
-        faults += wrong
-    _check(faults)
-    return found
+    each = (of_layer(pipe, i, entry, inside) for i, entry in enumerate(variables))
+    return [how for own in each for how in own]
 
 
 def of_layer(
     pipe: Pipe, layer: int, entry: PyTree, inside: tuple[str, ...] = ()
 ) -> list[Sharding]:
     """The same of what one layer has."""
-    found, faults = _of_layer(pipe, layer, entry, inside)
-    _check(faults)
-    return found
-
-
-def _check(faults: Sequence[str]) -> None:
-    if faults:
-        raise ValueError(
-            "parameters cannot be cut as they are to be:\n"
-            + "\n".join(f"  * {fault}" for fault in faults)
-        )
-
-
-def _of_layer(
-    pipe: Pipe, layer: int, entry: PyTree, inside: tuple[str, ...]
-) -> tuple[list[Sharding], list[str]]:
     device = pipe.devices[pipe.stage_of_layer[layer]]
     if not isinstance(device, SubMesh):
-        return [WHOLE] * len(jax.tree.leaves(entry)), []
+        return [WHOLE] * len(jax.tree.leaves(entry))
     found, faults = [], list[str]()
     for path, leaf, said in _said(pipe, layer, entry, inside):
         spec = _spec(said, device, pipe.axes if pipe.rule else None, path)
@@ -78,7 +58,8 @@ def _of_layer(
             spec = P()
         faults += _faults(path, leaf, spec, device)
         found.append(Sharding(spec=spec))
-    return found, faults
+    refuse(f"parameters of layer {layer} cannot be cut as they are to be", faults)
+    return found
 
 
 def _said(

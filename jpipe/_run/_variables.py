@@ -9,6 +9,7 @@ from flax import nnx
 from jax import core
 from jax.sharding import NamedSharding
 
+from .._faults import refuse
 from .._functions._weights import is_inexact
 from .._instructions._sharding import Sharding
 from .._instructions._transfer import Device, devices_of, is_at
@@ -31,11 +32,10 @@ def check_entries(given: Any, num_layers: int) -> None:
         for i, entry in enumerate(given)
         if not isinstance(entry, Mapping)
     ]
-    if not_mappings:
-        raise ValueError(
-            "variables must have a mapping such as {'params': ...} for each layer: "
-            + "; ".join(not_mappings)
-        )
+    refuse(
+        "variables must have a mapping such as {'params': ...} for each layer",
+        not_mappings,
+    )
 
 
 def check(
@@ -58,32 +58,44 @@ def check(
         for path, leaf in jax.tree_util.tree_leaves_with_path(tuple(given))
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype")
     ]
-    if not_arrays:
-        raise ValueError(
-            "every leaf must be an array; type variables = pipe.place(variables): "
-            + "; ".join(not_arrays)
-        )
+    refuse(
+        "every leaf must be an array; type variables = pipe.place(variables)",
+        not_arrays,
+    )
     expected, given = unboxed(expected), unboxed(given)
     wanted, found = _shapes(expected), _shapes(given)
-    faults = list(faults)
-    faults += [
-        f"missing: {path} {wanted[path]}" for path in wanted if path not in found
-    ]
-    faults += [f"surplus: {path} {found[path]}" for path in found if path not in wanted]
-    faults += [
-        f"{path} has shape {found[path]}, the model needs {wanted[path]}"
-        for path in wanted
-        if path in found and found[path] != wanted[path]
-    ]
+    other = "{path} has shape {found}, the model needs {wanted}"
+    faults = [*faults, *differences(wanted, found, other)]
     if not faults:
-        faults = _other_containers(expected, given) or _other_kinds(expected, given)
+        faults = _other_containers(expected, given)
     if any(map(_is_of_nnx, jax.tree.leaves(given, is_leaf=_is_of_nnx))):
         faults = ["they are Variables of nnx: give nnx.to_pure_dict(state)", *faults]
-    if faults:
-        raise ValueError(
-            f"the variables are not those of this model for x of {shapes(x)}; one of "
-            f"the two is wrong:\n" + "\n".join(f"  * {fault}" for fault in faults)
-        )
+    refuse(
+        f"the variables are not those of this model for x of {shapes(x)}; one of the "
+        f"two is wrong",
+        faults,
+    )
+
+
+def differences(
+    wanted: Mapping[str, Any], found: Mapping[str, Any], other: str
+) -> list[str]:
+    """What is missing, what is surplus, and what is of another kind.
+
+    Args:
+      wanted: what each leaf should be, by its path.
+      found: what each is.
+      other: the sentence for one that is of another kind.
+    """
+    return [
+        *(f"missing: {path} {wanted[path]}" for path in wanted if path not in found),
+        *(f"surplus: {path} {found[path]}" for path in found if path not in wanted),
+        *(
+            other.format(path=path, found=found[path], wanted=wanted[path])
+            for path in wanted
+            if path in found and found[path] != wanted[path]
+        ),
+    ]
 
 
 def unboxed(variables: Sequence[PyTree]) -> tuple[PyTree, ...]:
@@ -117,10 +129,13 @@ def check_length(given: Any, num_layers: int) -> None:
         )
 
 
-def _shapes(variables: Sequence[PyTree]) -> dict[str, tuple[int, ...]]:
+def _shapes(variables: Sequence[PyTree]) -> dict[str, str]:
+    """Shapes by path; integers in place of floats would not be trained."""
     flat = jax.tree_util.tree_leaves_with_path(tuple(variables))
     return {
-        f"variables{jax.tree_util.keystr(path)}": tuple(leaf.shape)
+        f"variables{jax.tree_util.keystr(path)}": (
+            f"{tuple(leaf.shape)}" + ("" if is_inexact(leaf) else f" of {leaf.dtype}")
+        )
         for path, leaf in flat
     }
 
@@ -136,21 +151,6 @@ def _other_containers(expected: Sequence[PyTree], given: Sequence[PyTree]) -> li
         for layer, (wanted, entry) in enumerate(zip(expected, given, strict=True))
         for names, value in flat(entry).items()
         if names not in flat(wanted)
-    ]
-
-
-def _other_kinds(expected: Sequence[PyTree], given: Sequence[PyTree]) -> list[str]:
-    """Integers in place of floats, which would not be trained, or the reverse."""
-    pairs = zip(
-        jax.tree_util.tree_leaves_with_path(tuple(given)),
-        jax.tree.leaves(tuple(expected)),
-        strict=True,
-    )
-    return [
-        f"variables{jax.tree_util.keystr(path)} is {leaf.dtype}, the model needs "
-        f"{spec.dtype}"
-        for (path, leaf), spec in pairs
-        if is_inexact(leaf) != is_inexact(spec)
     ]
 
 
@@ -186,11 +186,7 @@ def check_placed(
                 f"stage {stage.index} ({layers}) runs on {device}, its "
                 f"variables are {', '.join(sorted(found))}"
             )
-    if faults:
-        raise ValueError(
-            f"{tree}: not in place; type {tree} = pipe.place({tree}):\n"
-            + "\n".join(f"  * {fault}" for fault in faults)
-        )
+    refuse(f"{tree}: not in place; type {tree} = pipe.place({tree})", faults)
 
 
 def _lying(leaf: Any, device: Device, how: Sharding) -> str:

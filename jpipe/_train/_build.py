@@ -17,14 +17,12 @@ class Build:
 
     Attributes:
       known: its mini-batches, by what they were compiled for.
-      calls: how often it was called, or what was made of it.
     """
 
     def __init__(self, objective: Objective, trainable: Trainable) -> None:
         self.objective = objective
         self.trainable = trainable
         self.known = dict[Any, Gradient]()
-        self.calls = 0
 
 
 class Gradients:
@@ -41,5 +39,4 @@ class Gradients:
 
     def __call__(self, *args: Any) -> Gradient:
         """The gradient for variables, input, targets, keys, and whether to train."""
-        self.build.calls += 1
         return self._find(self.build, *args)

@@ -5,9 +5,9 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from flax import serialization
 
+from .._processes._keys import as_key, as_numbers
 from .._run import _variables
 
 PyTree = Any
@@ -99,9 +99,7 @@ def become(state: TrainState, other: TrainState) -> None:
 
 def _to_state_dict(state: TrainState) -> dict[str, Any]:
     """What `flax.serialization` saves: keys as the numbers that they are made of."""
-    plain = jax.tree.map(
-        lambda leaf: jax.random.key_data(leaf) if _is_key(leaf) else leaf, state
-    )
+    plain = jax.tree.map(as_numbers, state)
     return {
         field.name: serialization.to_state_dict(getattr(plain, field.name))
         for field in fields(state)
@@ -119,19 +117,9 @@ def _from_state_dict(like: TrainState, saved: Mapping[str, Any]) -> TrainState:
         name: serialization.from_state_dict(getattr(like, name), saved[name], name)
         for name in names
     }
-    state = jax.tree.map(_as_key, like, TrainState(**restored))
+    state = jax.tree.map(as_key, TrainState(**restored), like)
     note_chosen(state, like.chosen)
     return state
-
-
-def _as_key(like: Any, restored: Any) -> Any:
-    if not _is_key(like):
-        return restored
-    return jax.random.wrap_key_data(restored, impl=jax.random.key_impl(like))
-
-
-def _is_key(leaf: Any) -> bool:
-    return jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key)
 
 
 serialization.register_serialization_state(TrainState, _to_state_dict, _from_state_dict)

@@ -167,8 +167,6 @@ class TrainStep:
             known[signature] = _Compiled(
                 gradient, optimizer, state, self._objective.has_aux, self._may_donate()
             )
-        else:
-            self._gradients.build.calls += 1
         return known[signature]
 
 

@@ -76,18 +76,13 @@ def balanced(
             measure=kind == "time",
         )
     count = schedule.num_stages
-    if kind in ("time", "memory"):
-        asked = {
-            "schedule": schedule,
-            "num_microbatches": num_microbatches,
-            "remat": _modes(remat),
-        }
-        if kind == "time":
-            return _of_first(partition(costs, count, objective="step", **asked), given)
-        return partition(
-            costs, count, max_bytes=least_bytes(costs, count, **asked), **asked
-        )
-    return partition([_weight(layer, kind) for layer in costs.layers], count)
+    if kind in ("params", "flops"):
+        return partition([_weight(layer, kind) for layer in costs.layers], count)
+    run = {"schedule": schedule, "num_microbatches": num_microbatches}
+    run["remat"] = _modes(remat)
+    if kind == "time":
+        return _of_first(partition(costs, count, objective="step", **run), given)
+    return partition(costs, count, max_bytes=least_bytes(costs, count, **run), **run)
 
 
 def _of_first(balance: list[int], devices: Sequence[Any]) -> list[int]:
@@ -122,13 +117,10 @@ def _check(profile: Profile, layers: Any) -> None:
     Raises:
       ValueError: with the layers of both.
     """
-    faults = profile.faults()
     names = [layer.name for layer in as_layers(layers)]
     others = [layer.name for layer in profile.layers]
     if len(names) != len(others) or (profile.made and names != others):
-        faults.append(f"it is of {others}, the layers are {names}")
-    if faults:
         raise ValueError(
-            f"sample= is a profile of something else: {'; '.join(faults)}. Give a "
-            f"profile of these layers, or an input of a mini-batch"
+            f"sample= is a profile of something else: it is of {others}, the layers "
+            f"are {names}. Give a profile of these layers, or an input of a mini-batch"
         )

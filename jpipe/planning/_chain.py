@@ -96,7 +96,7 @@ class Chain:
         """What a rank with one stage needs, for each stage that it may have."""
         (stage,), counts = rank
         mode = self.modes[stage]
-        kept, pending = self._kept(mode), self._kept(self._pending[mode])
+        kept, pending = self._kept[mode], self._kept[self._pending[mode]]
         moments = [before * kept + after * pending for before, after in counts]
         return functools.reduce(np.maximum, moments) + self._static
 
@@ -106,7 +106,7 @@ class Chain:
         modes = [self.modes[s] for s in rank.stages]
         modes += [self._pending[mode] for mode in modes]
         pairs = zip(modes, [*stages, *stages], strict=True)
-        kept = [self._kept(mode)[stage] for mode, stage in pairs]
+        kept = [self._kept[mode][stage] for mode, stage in pairs]
         # (moments, stages) @ (stages, cuts)
         each = np.array(rank.counts, float) @ np.reshape(kept, (-1, len(cuts)))
         return each.max(axis=0) + sum(self._static[stage] for stage in stages)
@@ -143,15 +143,12 @@ class Chain:
         return total
 
     @functools.cached_property
-    def _by_mode(self) -> dict[str, Matrix]:
-        return {}
+    def _kept(self) -> dict[str, Matrix]:
+        """What each stage keeps of a micro-batch, by mode."""
+        modes = {*self.modes, *self._pending.values()}
+        return {mode: self._kept_by(mode) for mode in modes}
 
-    def _kept(self, mode: str) -> Matrix:
-        if mode not in self._by_mode:
-            self._by_mode[mode] = self._kept_anew(mode)
-        return self._by_mode[mode]
-
-    def _kept_anew(self, mode: str) -> Matrix:
+    def _kept_by(self, mode: str) -> Matrix:
         layers, skips = self.profile.layers, self.profile.skips
         if mode != "full":
             kept = [layer.kept_bytes[mode] for layer in layers]

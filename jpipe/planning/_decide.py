@@ -28,14 +28,13 @@ from ._interpolate import interpolated
 from ._layer import MODES, unknown_mode
 from ._link import link
 from ._made import estimated
-from ._plan import Plan
+from ._plan import Memory, Plan
 from ._profile import Profile, speed_faults
 from ._profiler import answer
 from ._reasons import chosen
 from ._request import Request
 from ._search import REMATS, Space
-from ._shapes import Shape, shapes
-from ._shapes import faults as shape_faults
+from ._shapes import shapes
 from ._together import beside_neighbours
 from ._traced import Traced
 
@@ -112,7 +111,7 @@ def plan(
         choice; default: any number that divides ``num_devices`` and the examples.
       schedules: one of the catalogue, or several to choose from, by names or builders;
         default: the catalogue and what is made to measure.
-      remat: a mode, or what stages may keep, from what keeps most.
+      remat: a mode, or several that stages may have.
       balance: a cut, if it is known already: what would it take?
       batch_size: examples of the mini-batch, if ``sample`` has another number: of its
         leaves only the shapes are used then.
@@ -148,8 +147,8 @@ def plan(
     numbers = None if num_microbatches is None else _listed(num_microbatches)
     spread = None if data is None else _listed(data)
     training = [name for name in BY_NAME if name != _FORWARD_ONLY]
-    asked_for = _listed(training if schedules is None else schedules)
-    names = tuple(key_of(schedule) or schedule for schedule in asked_for)
+    builders = _listed(training if schedules is None else schedules)
+    names = tuple(key_of(schedule) or schedule for schedule in builders)
     modes = _listed(remat)
     counts = {
         "num_devices": [count],
@@ -158,8 +157,9 @@ def plan(
         "data": spread or (),
         "batch_size": [batch_size],
     }
-    _check([*_count_faults(counts), *speed_faults(bandwidth, latency or 0.0)])
-    _check(_name_faults(names, modes))
+    faults = [*_faults(counts, names, modes), *speed_faults(bandwidth, latency or 0.0)]
+    if faults:
+        raise ValueError(f"plan: {'; '.join(faults)}")
     hardware = Hardware(count, memory_limit, bandwidth, latency or 0.0)
     request = Request(layers, sample, **options)
     if batch_size is not None:
@@ -168,8 +168,8 @@ def plan(
     if balance is not None:
         required = check_balance(balance, len(as_layers(request.layers)))
     examples = request.batch.batch().sizes[0]
-    _check(shape_faults(spread, numbers, count, examples))
-    choice = _choice(spread, numbers, count, examples, profile)
+    known = profile.microbatch_size if profile else None
+    choice = shapes(spread, numbers, count, examples, known)
     parts = sorted({shape.parts for shape in choice})
     asked = dataclasses.replace(request, num_microbatches=parts[-1])
     # All that is said on a terminal meanwhile counts from here.
@@ -184,7 +184,7 @@ def plan(
             optimizer,
             hardware if profile else _linked(hardware, latency, asked.where),
             names,
-            modes,
+            tuple(sorted(set(modes), key=MODES.index, reverse=True)),
             made=schedules is None,
             balance=required,
             given=choice,
@@ -197,29 +197,6 @@ def plan(
             f"{sorted({shape.microbatches for shape in choice})} micro-batches"
         )
     return chosen(candidates, space, () if request.loss else (_NO_LOSS,))
-
-
-def _choice(
-    data: Sequence[int] | None,
-    numbers: Sequence[int] | None,
-    count: int,
-    examples: int,
-    profile: Profile | None,
-) -> tuple[Shape, ...]:
-    """Into how many micro-batches, on how many devices each.
-
-    Raises:
-      ValueError: if nothing is left to choose.
-    """
-    known = profile.microbatch_size if profile else None
-    found = shapes(data, numbers, count, examples, known)
-    if not found:
-        says = "" if known is None else f" in parts of {known}, as in the profile"
-        raise ValueError(
-            f"plan: data={data!r} and num_microbatches={numbers!r} leave nothing to "
-            f"choose for {examples} examples{says}"
-        )
-    return found
 
 
 def _as_made(profile: Any) -> dict[str, Any]:
@@ -264,15 +241,16 @@ def _linked(
     others = [d for d in jax.local_devices(backend=where.platform) if d != where]
     if not others or not (hardware.bandwidth is None or latency is None):
         return hardware
-    found, said = link(where, others[0]), []
-    if latency is None:
-        hardware = dataclasses.replace(hardware, latency=found.latency)
-        said.append(f"{duration(found.latency)} for each")
-    if hardware.bandwidth is None:
-        hardware = dataclasses.replace(hardware, bandwidth=found.bandwidth)
-        said.append(f"{size(int(found.bandwidth))} per second")
-    says = f"{' and '.join(said)}, as measured from {where} to {others[0]}"
-    return dataclasses.replace(hardware, measured=says)
+    found = link(where, others[0])
+    latency = found.latency if latency is None else latency
+    bandwidth = hardware.bandwidth or found.bandwidth
+    return dataclasses.replace(
+        hardware,
+        latency=latency,
+        bandwidth=bandwidth,
+        measured=f"{duration(latency)} for each and {size(int(bandwidth))} per second, "
+        f"where not given as measured from {where} to {others[0]}",
+    )
 
 
 def _optimizer_bytes(tx: optax.GradientTransformation, model: Traced) -> list[int]:
@@ -297,14 +275,9 @@ def _check_layers(
         state = jax.tree.leaves(_variables.model_state([visit.variables]))
         sums = [sum_spec(leaf) for leaf in params if next(trained)]
         held, gradients = sum(map(nbytes, [*params, *state])), sum(map(nbytes, sums))
-        needs = held + gradients + optimizer
-        if limit is not None and needs > limit:
-            too_large.append(
-                f"layer {number} ({layer.name}) needs {size(needs)}, "
-                f"{size(needs - limit)} more than a device has: parameters "
-                f"{size(held)}, gradients {size(gradients)}, optimizer "
-                f"{size(optimizer)}"
-            )
+        if limit is not None and held + gradients + optimizer > limit:
+            own = Memory(held, gradients, optimizer, 0, 0)
+            too_large.append(f"layer {number} ({layer.name}) {own.short(limit)}")
     if too_large:
         raise ValueError(
             f"memory_limit={limit:,} bytes on {hardware.num_devices} devices: no plan "
@@ -321,21 +294,14 @@ def _listed(given: Any) -> tuple[Any, ...]:
     return tuple(given) if several else (given,)
 
 
-def _check(faults: Iterable[str]) -> None:
-    if listed := "; ".join(faults):
-        raise ValueError(f"plan: {listed}")
-
-
-def _count_faults(counts: Mapping[str, Iterable[Any]]) -> Iterator[str]:
-    """What of some numbers is none; ``None`` is left out."""
+def _faults(
+    counts: Mapping[str, Iterable[Any]], names: Sequence[Any], remat: Sequence[Any]
+) -> Iterator[str]:
+    """Which numbers are none, and which schedules and remat modes there are not."""
     for name, numbers in counts.items():
         for number in numbers:
             if number is not None and (not isinstance(number, int) or number < 1):
                 yield f"{name}={number!r}: needs an int of at least 1"
-
-
-def _name_faults(names: Sequence[Any], remat: Sequence[Any]) -> Iterator[str]:
-    """Which schedules and remat modes there are not."""
     for what, choices in (("schedules", names), ("remat", remat)):
         if not choices:
             yield f"{what}={choices!r}: name one or more, or leave it out"
@@ -345,6 +311,4 @@ def _name_faults(names: Sequence[Any], remat: Sequence[Any]) -> Iterator[str]:
             yield f"schedules: {called(name)} is unknown: choose from {listed}"
         elif name == _FORWARD_ONLY:
             yield f"schedules: {name!r} runs no backward, and a plan is for training"
-    for mode in remat:
-        if mode not in MODES:
-            yield unknown_mode(mode)
+    yield from (unknown_mode(mode) for mode in remat if mode not in MODES)

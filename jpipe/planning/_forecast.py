@@ -89,6 +89,13 @@ class Candidate:
         limit = hardware.memory_limit
         return limit is None or self.most_bytes <= limit
 
+    def worth(self, hardware: Hardware) -> tuple[float, ...]:
+        """What is less is better."""
+        if not self.fits(hardware):
+            return 1, self.most_bytes, self.seconds
+        # Of two as fast, the smaller.
+        return 0, self.seconds, self.most_bytes
+
     def __str__(self) -> str:
         modes = dict.fromkeys(self.remat)
         return (
@@ -156,39 +163,43 @@ def evaluate(
       The candidate.
     """
     costs = stage_costs(profile, balance, remat, schedule, hardware, data)
-    action = profile.action_seconds
+    action, exchanged = profile.action_seconds, len(balance) if data > 1 else 0
     costs = as_run(costs, schedule, remat[-1] == "full", action)
     timeline = schedule.simulate(costs)
-    again = _again(profile, balance, remat, costs)
-    memory = _memory(profile, optimizer_bytes, balance, again, timeline, data)
-    exchanged = len(balance) if data > 1 else 0
-    host = action * (_dispatched(timeline) + exchanged)
     return Candidate(
         balance=tuple(balance),
         remat=tuple(remat),
         schedule=schedule,
         timeline=timeline,
-        memory=memory,
-        host=host,
+        memory=_memory(profile, optimizer_bytes, balance, remat, timeline, data),
+        host=action * (_dispatched(timeline) + exchanged),
         profile=profile,
         held=tuple(int(timeline.peak_kept(i)) for i in range(len(balance))),
         data=data,
     )
 
 
-def _dispatched(timeline: Timeline) -> int:
-    """How many programs and transfers a step has."""
+def transfers(timeline: Timeline) -> list[float]:
+    """The bytes of each transfer of one micro-batch between ranks, there and back."""
     costs, placement = timeline.costs, timeline.placement
     assert costs is not None
-    count = sum(costs.of(action) > 0 for row in timeline.rows for action in row)
-    # Of one micro-batch, and its gradients.
-    moved = 0
+    sizes: list[float] = []
     for stage in range(1, len(placement)):
         if placement[stage] != placement[stage - 1]:
-            moved += 1 + (costs.cotangent(stage, 0) > 0)
+            sizes += costs.boundary_bytes[stage], costs.cotangent(stage, 0)
     for skip in costs.skips:
         if placement[skip.source] != placement[skip.target]:
-            moved += 1 + (skip.cotangent_bytes > 0)
+            sizes += skip.bytes, skip.cotangent_bytes
+    return sizes
+
+
+def _dispatched(timeline: Timeline) -> int:
+    """How many programs and transfers a step has."""
+    costs = timeline.costs
+    assert costs is not None
+    count = sum(costs.of(action) > 0 for row in timeline.rows for action in row)
+    there, back = transfers(timeline)[::2], transfers(timeline)[1::2]
+    moved = len(there) + sum(size > 0 for size in back)
     return count + moved * len({action.microbatch for action in timeline.rows[0]})
 
 
@@ -245,66 +256,44 @@ def as_run(
     )
 
 
-def _again(
-    profile: Profile, balance: Sequence[int], remat: Sequence[str], costs: Costs
-) -> list[int]:
-    """What each stage keeps for itself while one program computes it both ways.
-
-    Such a program computes a forward again, or has it as a part of its backward.
-    """
-    ends = [0, *itertools.accumulate(balance)]
-    stages = list(itertools.pairwise(ends))
-    held = [
-        profile.pending_bytes(*stage, mode) if mode == "full" else 0
-        for stage, mode in zip(stages, remat, strict=True)
-    ]
-    if 0.0 in costs.forward[-1]:
-        held[-1] = profile.pending_bytes(*stages[-1], remat[-1])
-    return held
-
-
 def _memory(
     profile: Profile,
     optimizer_bytes: Sequence[int],
     balance: Sequence[int],
-    again: Sequence[int],
+    remat: Sequence[str],
     timeline: Timeline,
     data: int,
 ) -> tuple[Memory, ...]:
     """The parts of the peak of each rank, on each of its devices."""
     costs = timeline.costs
     assert costs is not None
-    totals = [[0, 0, 0, 0] for _ in timeline.rows]
-    # What shards add up stands beside their sums, stage by stage.
-    added = [0 for _ in timeline.rows]
-    first = 0
-    for stage, size in enumerate(balance):
-        layers = range(first, first + size)
-        own = totals[timeline.placement[stage]]
-        own[0] += sum(
-            profile.layers[i].param_bytes + profile.layers[i].state_bytes
-            for i in layers
+    ends = [0, *itertools.accumulate(balance)]
+    stages = list(itertools.pairwise(ends))
+    workspace = [_workspace(profile, *stage) for stage in stages]
+    for i, mode in enumerate(remat):
+        # One program computes such a stage both ways: what it keeps, it keeps itself.
+        if mode == "full" or (i == len(stages) - 1 and 0.0 in costs.forward[-1]):
+            workspace[i] += profile.pending_bytes(*stages[i], mode)
+    memory = []
+    for rank, peak in enumerate(timeline.peak_bytes):
+        own = [i for i, at in enumerate(timeline.placement) if at == rank]
+        layers = [at for i in own for at in range(*stages[i])]
+        parameters = sum(
+            profile.layers[at].param_bytes + profile.layers[at].state_bytes
+            for at in layers
         )
-        own[1] += costs.accumulator_bytes[stage]
-        if data > 1:
-            rank = timeline.placement[stage]
-            added[rank] = max(added[rank], costs.accumulator_bytes[stage])
-        own[2] += sum(optimizer_bytes[i] for i in layers)
-        space = _workspace(profile, first, first + size)
-        own[3] = max(own[3], space + again[stage])
-        first += size
-    return tuple(
-        Memory(
+        sums = [costs.accumulator_bytes[i] for i in own]
+        # What shards add up stands beside their sums, stage by stage.
+        added = max(sums, default=0) if data > 1 else 0
+        each = Memory(
             parameters=parameters,
-            gradients=gradients,
-            optimizer=slots,
-            held=max(int(peak) - parameters - gradients, more),
-            workspace=workspace,
+            gradients=sum(sums),
+            optimizer=sum(optimizer_bytes[at] for at in layers),
+            held=max(int(peak) - parameters - sum(sums), added),
+            workspace=max((workspace[i] for i in own), default=0),
         )
-        for (parameters, gradients, slots, workspace), peak, more in zip(
-            totals, timeline.peak_bytes, added, strict=True
-        )
-    )
+        memory.append(each)
+    return tuple(memory)
 
 
 def _workspace(profile: Profile, first: int, stop: int) -> int:

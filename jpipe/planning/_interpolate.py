@@ -3,7 +3,8 @@
 import dataclasses
 from typing import Any
 
-from ._layer import LayerProfile
+import jax
+
 from ._profile import Profile
 
 
@@ -25,34 +26,17 @@ def interpolated(small: Profile, large: Profile, size: int) -> Profile:
     part = (size - small.microbatch_size) / span if span else 0.0
 
     def between(a: Any, b: Any) -> Any:
-        if a is None or b is None:
-            return None
+        if a is None or b is None or isinstance(a, bool | str):
+            return a if b is not None else b
         value = a + part * (b - a)
         return max(value, 0.0) if isinstance(a, float) else max(round(value), 0)
 
-    def layer(a: LayerProfile, b: LayerProfile) -> LayerProfile:
-        fields = {
-            f.name: between(getattr(a, f.name), getattr(b, f.name))
-            for f in dataclasses.fields(a)
-            if f.name not in ("name", "kept_bytes")
-        }
-        kept = {
-            mode: between(a.kept_bytes[mode], b.kept_bytes[mode])
-            for mode in a.kept_bytes
-        }
-        return LayerProfile(a.name, kept_bytes=kept, **fields)
-
+    fields = jax.tree.map(
+        between,
+        dataclasses.asdict(small),
+        dataclasses.asdict(large),
+        is_leaf=lambda leaf: leaf is None,
+    )
     return dataclasses.replace(
-        small,
-        layers=tuple(map(layer, small.layers, large.layers)),
-        input_bytes=between(small.input_bytes, large.input_bytes),
-        skips=tuple(
-            dataclasses.replace(
-                a,
-                bytes=between(a.bytes, b.bytes),
-                cotangent_bytes=between(a.cotangent_bytes, b.cotangent_bytes),
-            )
-            for a, b in zip(small.skips, large.skips, strict=True)
-        ),
-        microbatch_size=size,
+        Profile.of(fields), microbatch_size=size, action_seconds=small.action_seconds
     )

@@ -1,5 +1,6 @@
 """What one layer and one skip connection cost, and what no cost can be."""
 
+import dataclasses
 import math
 import numbers
 from collections.abc import Iterator, Mapping, Sequence
@@ -89,18 +90,6 @@ class SkipProfile:
     is_output: bool = False
 
 
-_TIMES = ("forward", "backward", "input_grad", "weight_grad", "flops")
-_SIZES = (
-    "num_params",
-    "param_bytes",
-    "state_bytes",
-    "output_bytes",
-    "cotangent_bytes",
-    "workspace_bytes",
-)
-_OPTIONAL = ("input_grad", "weight_grad", "flops", "workspace_bytes")
-
-
 def faults(
     layers: Sequence[LayerProfile],
     input_bytes: int,
@@ -113,10 +102,11 @@ def faults(
         yield "layers is empty; needs at least one"
     for i, layer in enumerate(layers):
         where = f"layer {i} ({layer.name})"
-        for name in _TIMES + _SIZES:
-            value = getattr(layer, name)
-            if value is not None or name not in _OPTIONAL:
-                yield from _misfit(f"{where}: {name}", value, name in _SIZES)
+        for own in dataclasses.fields(layer)[1:]:
+            value = getattr(layer, own.name)
+            if own.name != "kept_bytes" and not (value is own.default is None):
+                is_whole = own.type in (int, int | None)
+                yield from _misfit(f"{where}: {own.name}", value, is_whole)
         for mode, value in layer.kept_bytes.items():
             yield from _misfit(f"{where}: kept_bytes[{mode!r}]", value, True)
     yield from _misfit("input_bytes", input_bytes, True)

@@ -1,6 +1,5 @@
 """What a profile was made on: whatever must be the same where it is used."""
 
-import contextlib
 import hashlib
 import os
 import platform
@@ -33,12 +32,18 @@ def made(model: Traced, train: bool, where: Device | Rates) -> dict[str, str]:
       train: whether this is training.
       where: the device that they are measured on, or the rates of one on paper.
     """
-    batch = model.batch
+    if isinstance(where, Rates):
+        rates = where.flops, where.bandwidth, where.action
+        numbers = zip(_RATES.values(), map("{:g}".format, rates), strict=True)
+        how = {"how": "estimated", **dict(numbers)}
+    else:
+        how = {"how": "measured", "device": kind_of(where)}
     return {
-        **(_rates(where) if isinstance(where, Rates) else _measured(where)),
-        **versions(),
+        **how,
+        "jax": jax.__version__,
+        "flax": flax.__version__,
         "matmul precision": str(_config.jax_default_matmul_precision),
-        "input": shapes(batch.first),
+        "input": shapes(model.batch.first),
         "train": str(train),
         **{f"layer {i}": _layer(model, i) for i in range(len(model.layers))},
     }
@@ -52,40 +57,17 @@ _RATES = {
 }
 
 
-def _rates(rates: Rates) -> dict[str, str]:
-    return {
-        "how": "estimated",
-        "flops per second": f"{rates.flops:g}",
-        "bytes per second": f"{rates.bandwidth:g}",
-        "seconds per action": f"{rates.action:g}",
-    }
-
-
 def estimated(made: Mapping[str, str]) -> dict[str, float] | None:
     """The rates of an estimate, as arguments of `jpipe.profile`; else ``None``."""
     if made.get("how") != "estimated":
         return None
-    found = {}
-    for option, name in _RATES.items():
-        # What is missing, or no number, differs from what is asked for: that is told.
-        with contextlib.suppress(KeyError, ValueError):
-            found[option] = float(made[name])
-    return found
-
-
-def versions() -> dict[str, str]:
-    """Those of what a layer is made with."""
-    return {"jax": jax.__version__, "flax": flax.__version__}
+    return {option: float(made[name]) for option, name in _RATES.items()}
 
 
 def measured_on_cpu(made: Mapping[str, str]) -> bool:
     """Whether a profile was measured, and on a CPU."""
     kind = made.get("device", "")
     return made.get("how") == "measured" and kind.startswith("cpu (")
-
-
-def _measured(device: Device) -> dict[str, str]:
-    return {"how": "measured", "device": kind_of(device)}
 
 
 def kind_of(device: Device) -> str:

@@ -24,7 +24,6 @@ from .._instructions._transfer import Device
 from .._jaxprs import _jaxpr
 from .._jaxprs._function import Function
 from .._layers import _rng
-from .._layers._walk import Visit
 from .._run._initialize import Initializer, initializers
 from ._traced import Sample, Traced, has_backward
 
@@ -34,8 +33,7 @@ _MOST_CALLS = 30
 # So many leaves a program of a small layer reads and writes: its input, two weights,
 # their sums of gradients, and what it keeps.
 _LEAVES = 8
-# How often in a round a row of calls is timed, the first time in vain.
-_ROWS = 4
+_TIMED = "forward", "backward", "input_grad", "weight_grad"
 # Random numbers that are repeated: to draw as many as an activation has takes long.
 _DRAWN = np.random.default_rng(0).standard_normal(1 << 16, np.float32)
 
@@ -77,31 +75,30 @@ def measure(
         _Measured(model, numbers[0], functions, sample, device)
         for functions, numbers in model.alike().items()
     ]
-    nothing, action = (_Program(_nothing(count), device) for count in (1, _LEAVES))
-    programs = [nothing, action, *(p for x in layers for p in x.programs)]
+    nothing = _Program(_nothing(), device)
+    programs = [nothing, *(p for x in layers for p in x.programs.values())]
     compile_all(program.compiled for program in programs)
     zeros = _transfer.put([np.float32(0)] * _LEAVES, device)
     in_a_row = []
     key = _transfer.put_tree(jax.random.key(0), device)
-    visits = [layer.visited for layer in layers]
+    visits = [model.visits[layer.number] for layer in layers]
     made_by = initializers(visits, key, device)
     done, total = 0, rounds * len(layers)
     with Progress("visits of layers measured") as progress:
         for _ in range(rounds):
-            nothing(zeros[:1])
-            in_a_row.append(action.in_a_row(zeros))
+            nothing(zeros)
+            in_a_row.append(nothing.in_a_row(zeros))
             for layer, initialize in zip(layers, made_by, strict=True):
                 layer.visit(initialize)
                 done += 1
                 progress.say(done, total)
-    idle = nothing.seconds
-    times = {layer.functions: layer.times(idle) for layer in layers}
+    times = {layer.functions: layer.times(nothing.seconds) for layer in layers}
     return times, statistics.median(in_a_row)
 
 
-def _nothing(count: int) -> Function:
-    """Of so many numbers as many others."""
-    specs = [jax.ShapeDtypeStruct((), jnp.float32)] * count
+def _nothing() -> Function:
+    """Of some numbers as many others."""
+    specs = [jax.ShapeDtypeStruct((), jnp.float32)] * _LEAVES
     return Function.like("nothing", lambda *leaves: [x + 1 for x in leaves], *specs)
 
 
@@ -142,10 +139,10 @@ class _Program:
         given = tuple(offered if reads is None else [offered[i] for i in reads])
         if not self._rounds:  # what is allocated or chosen at the first call
             self._timed(given)
-        seconds, made = self._timed(given)
-        times = [seconds]
+        times: list[float] = []
+        made: Sequence[Any] = ()
         while sum(times) < _LONG_ENOUGH and len(times) < _MOST_CALLS:
-            del made
+            made = ()  # not two results at once
             seconds, made = self._timed(given)
             times.append(seconds)
         self._rounds.append(min(times))
@@ -153,13 +150,10 @@ class _Program:
 
     def in_a_row(self, given: Sequence[Any]) -> float:
         """The seconds of a call among many that are not waited for one by one."""
-        times = []
-        for _ in range(_ROWS):
-            start = time.perf_counter()
-            made = [self.compiled(tuple(given), ()) for _ in range(_MOST_CALLS)]
-            jax.block_until_ready(made)
-            times.append((time.perf_counter() - start) / _MOST_CALLS)
-        return min(times)
+        start = time.perf_counter()
+        made = [self.compiled(tuple(given), ()) for _ in range(_MOST_CALLS)]
+        jax.block_until_ready(made)
+        return (time.perf_counter() - start) / _MOST_CALLS
 
     def _timed(self, given: tuple[Any, ...]) -> tuple[float, Sequence[Any]]:
         start = time.perf_counter()
@@ -180,8 +174,9 @@ class _Measured:
     """A layer that is measured.
 
     Attributes:
+      number: which it is.
       functions: what it does.
-      programs: those of them that compute anything.
+      programs: those of them that compute anything, by name.
     """
 
     def __init__(
@@ -193,30 +188,18 @@ class _Measured:
         device: Device,
     ) -> None:
         self._model = model
-        self._number = number
         self._task = model.works.task(number)
         self._sample = sample
         self._device = device
+        self.number = number
         self.functions = functions
-        found = {"forward": functions.forward}
-        if has_backward(self._task):
-            found["backward"] = functions.backward
-            found["input_grad"] = functions.input_grad
-            found["weight_grad"] = functions.weight_grad
-        self._programs = {
+        names = _TIMED if has_backward(self._task) else _TIMED[:1]
+        found = {name: getattr(functions, name) for name in names}
+        self.programs = {
             name: _Program(function, device)
             for name, function in found.items()
             if function.closed is not None and function.closed.jaxpr.eqns
         }
-
-    @property
-    def programs(self) -> Sequence[_Program]:
-        return tuple(self._programs.values())
-
-    @property
-    def visited(self) -> Visit:
-        """The layer, as it was met."""
-        return self._model.visits[self._number]
 
     def visit(self, initialize: Initializer) -> None:
         """Makes what the layer needs, and runs each of its programs for a while."""
@@ -233,8 +216,8 @@ class _Measured:
                 halves = self._run("input_grad", given)
                 self._run("weight_grad", [*given, *halves[sum(task.wanted.x) :]])
         except Exception as error:
-            name = self._model.layers[self._number].name
-            error.add_note(f"raised when layer {self._number} ({name}) was measured")
+            name = self._model.layers[self.number].name
+            error.add_note(f"raised when layer {self.number} ({name}) was measured")
             raise
 
     def times(self, idle: float) -> Times:
@@ -243,18 +226,17 @@ class _Measured:
         Args:
           idle: what a call takes that computes nothing.
         """
-        names = "forward", "backward", "input_grad", "weight_grad"
-        found = {name: p.seconds - idle for name, p in self._programs.items()}
-        sizes = [p.compiled.workspace_bytes for p in self.programs]
+        found = {name: p.seconds - idle for name, p in self.programs.items()}
+        sizes = [p.compiled.workspace_bytes for p in self.programs.values()]
         known = [size for size in sizes if size is not None]
         return Times(
-            *(max(found.get(name, 0.0), 0.0) for name in names),
+            *(max(found.get(name, 0.0), 0.0) for name in _TIMED),
             workspace_bytes=max(known, default=0) if len(known) == len(sizes) else None,
         )
 
     def _run(self, name: str, given: Sequence[Any]) -> list[Any]:
-        if name in self._programs:
-            return self._programs[name](given)
+        if name in self.programs:
+            return self.programs[name](given)
         # What computes nothing gives of what it is given.
         function: Function = getattr(self.functions, name)
         return list(function.run(*[given[i] for i in function.reads or ()]))
@@ -263,15 +245,15 @@ class _Measured:
         """Its variables: its own as `Pipeline.init` makes them, borrowed ones drawn."""
         layout = self._model.layout
         key = _transfer.put_tree(jax.random.key(0), self._device)
-        made = initialize(_rng.layer_key(key, self._number))
+        made = initialize(_rng.layer_key(key, self.number))
         leaves = jax.tree.leaves(_transfer.put_tree(made, self._device))
-        before = self._model.visits[: self._number]
+        before = self._model.visits[: self.number]
         first = sum(len(jax.tree.leaves(each.variables)) for each in before)
         return [
             leaves[at - first] if own else self._drawn([spec])[0]
             for at, own, spec in zip(
-                layout.order[self._number],
-                layout.own[self._number],
+                layout.order[self.number],
+                layout.own[self.number],
                 self._task.weights.specs,
                 strict=True,
             )
@@ -281,7 +263,7 @@ class _Measured:
         """Its input, and what a micro-batch brings beside it: see `_task.EXTRA`."""
         task, batch, sample = self._task, self._model.batch, self._sample
         x: Sequence[Any] = task.x
-        if self._number == 0:
+        if self.number == 0:
             x = _part(sample.x, batch.x_axes, task.x)
         found = self._drawn(x)
         for name, specs in task.extra.items():
@@ -291,7 +273,7 @@ class _Measured:
             elif name == "rngs":
                 values = jax.tree.leaves(sample.rngs)
             elif name == "numbers":
-                values = [np.array([0, self._number], np.int32)]
+                values = [np.array([0, self.number], np.int32)]
             elif name == "share":
                 values = [np.ones((), specs[0].dtype)]
             found += self._drawn(values)

@@ -80,17 +80,10 @@ def partition(
       >>> partition([1, 2, 3, 4, 5, 6], 3)
       [3, 2, 1]
     """
-    problem = checked(
-        costs,
-        num_stages,
-        objective=objective,
-        num_microbatches=num_microbatches,
-        bandwidth=bandwidth,
-        latency=latency,
-        max_bytes=max_bytes,
-        schedule=schedule,
-        remat=remat,
-    )
+    speed = {"bandwidth": bandwidth, "latency": latency}
+    run = {"num_microbatches": num_microbatches, "schedule": schedule, "remat": remat}
+    limits = {"objective": objective, "max_bytes": max_bytes}
+    problem = checked(costs, num_stages, **speed, **run, **limits)
     one_each = problem.num_ranks == problem.chain.num_stages
     ends = _one_each(problem) if one_each else _several_each(problem)
     return [b - a for a, b in itertools.pairwise(ends)]
@@ -155,10 +148,7 @@ def _several_each(problem: PartitionProblem) -> Ends:
     """A good cut for several stages per rank."""
     found = _several.candidates(problem)
     if _several.over(problem, np.array(found[:1])).any():
-        ends, short = _several.nearest(problem, found[: _several.BEST])
-        if short > 0:
-            # From where `least_bytes` begins, and so does whoever takes what is said.
-            ends, short = _several.least(problem)
+        ends, short = _several.least(problem)
         if short > 0:
             raise NoCut(_too_small(problem, ends, short))
         found = [ends]
@@ -221,21 +211,16 @@ def _too_small(problem: PartitionProblem, ends: Ends, short: float) -> str:
     needs = [problem.chain.rank_bytes(own, cut).item() for own in problem.in_flight]
     over = [need - most for need, most in zip(needs, problem.max_bytes, strict=True)]
     rank = over.index(max(over))
-    stages = [s for s, r in enumerate(problem.placement) if r == rank]
     listed = " and ".join(
-        f"stage {s} (layers {ends[s]} to {ends[s + 1] - 1})" for s in stages
+        f"stage {s} (layers {ends[s]} to {ends[s + 1] - 1})"
+        for s in problem.in_flight[rank].stages
     )
-    one = len(set(problem.max_bytes)) == 1
-    least = problem.max_bytes[0] + short
-    several = problem.num_ranks < problem.chain.num_stages
+    does = f"With {short:,.0f} more on every rank it works"
+    if len(set(problem.max_bytes)) == 1:
+        does = f"The least that works is max_bytes={problem.max_bytes[0] + short:,.0f}"
     return (
-        f"partition: no cut {'was found' if several else 'is there'} with max_bytes="
-        f"{problem.max_bytes[rank]:,.0f} on rank {rank}: in the one that needs "
-        f"least, {listed} needs {needs[rank]:,.0f} bytes, {over[rank]:,.0f} more. "
-        + (
-            f"The least that works is max_bytes={least:,.0f}"
-            if one
-            else f"With {short:,.0f} more on every rank it works"
-        )
-        + "; else take more stages, or a remat mode that keeps less"
+        f"partition: no cut was found with max_bytes={problem.max_bytes[rank]:,.0f} on "
+        f"rank {rank}: in the one that needs least, {listed} needs {needs[rank]:,.0f} "
+        f"bytes, {over[rank]:,.0f} more. {does}; else take more stages, or a remat "
+        f"mode that keeps less"
     )

@@ -84,6 +84,14 @@ class Memory:
         """All of it."""
         return sum(dataclasses.astuple(self))
 
+    def short(self, limit: int) -> str:
+        """That it is more than a device has, and what it is made of."""
+        parts = (f"{name} {size(own)}" for name, own in vars(self).items() if own)
+        return (
+            f"needs {size(self.total)}, {size(self.total - limit)} more than a device "
+            f"has: {', '.join(parts)}"
+        )
+
 
 @dataclass(frozen=True)
 class Forecast:
@@ -275,7 +283,6 @@ def _costs(fields: dict[str, Any], schedule: Schedule) -> Costs:
     fields["skips"] = tuple(Skip(*skip) for skip in fields["skips"])
     if fields["bandwidth"] is None:
         fields["bandwidth"] = math.inf
-    fields.setdefault("in_seconds", True)
     costs = Costs(**fields)
     counts = schedule.num_microbatches, schedule.num_stages
     if wrong := faults_of(costs, *counts):
@@ -342,18 +349,12 @@ def _folded(grid: str) -> str:
 
 
 def _kept(stages: Sequence[StagePlan]) -> list[str]:
-    """What stages keep under each mode; those that keep as much are told together."""
-    alike: dict[tuple[tuple[tuple[str, int], ...], int | None], list[str]] = {}
-    for stage in stages:
-        if stage.kept:
-            key = tuple(stage.kept.items()), stage.again
-            alike.setdefault(key, []).append(str(stage.index))
-    if not alike:
-        return []
-    modes = list(dict.fromkeys(mode for kept, _ in alike for mode, _ in kept))
+    """What each stage keeps under each mode, where that is known."""
+    known = [stage for stage in stages if stage.kept]
+    modes = list(dict.fromkeys(mode for stage in known for mode in stage.kept))
     rows = [["kept of a micro-batch by", *modes, "flops for the rest"]]
-    for (kept, again), numbers in alike.items():
-        cells = [size(dict(kept)[m]) if m in dict(kept) else "" for m in modes]
-        name = f"stage{'s' * (len(numbers) > 1)} {', '.join(numbers)}"
-        rows.append([name, *cells, "" if again is None else f"{again:,}"])
-    return [columns(rows, left=range(1))]
+    for stage in known:
+        cells = [size(stage.kept[m]) if m in stage.kept else "" for m in modes]
+        again = "" if stage.again is None else f"{stage.again:,}"
+        rows.append([f"stage {stage.index}", *cells, again])
+    return [columns(rows, left=range(1))] if known else []

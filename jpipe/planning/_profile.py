@@ -253,15 +253,20 @@ class Profile:
             header = {name: fields.pop(name) for name in _HEADER}
             if header != _HEADER:
                 raise ValueError(f"it begins with {header}; needs {_HEADER}")
-            profile = cls(
-                layers=tuple(LayerProfile(**own) for own in fields.pop("layers")),
-                skips=tuple(SkipProfile(**own) for own in fields.pop("skips")),
-                ties=tuple(map(tuple, fields.pop("ties"))),
-                **fields,
-            )
+            profile = cls.of(fields)
             if faults := profile.faults():
                 raise ValueError("; ".join(faults))
         return profile
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> "Profile":
+        """The profile of which `dataclasses.asdict` made these fields."""
+        parts = {
+            "layers": tuple(LayerProfile(**own) for own in fields["layers"]),
+            "skips": tuple(SkipProfile(**own) for own in fields["skips"]),
+            "ties": tuple(map(tuple, fields["ties"])),
+        }
+        return cls(**{**fields, **parts})
 
     def _seconds(self, first: int, stop: int, again: bool) -> tuple[float, ...]:
         """Of F, B, I and W of a stage; what is not known is half of a backward."""

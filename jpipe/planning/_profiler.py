@@ -110,25 +110,11 @@ def profile(
       Harlap et al., `PipeDream: Fast and Efficient Pipeline Parallel DNN Training
       <https://arxiv.org/abs/1806.03377>`_ (2018), section 3.2.
     """
+    # In the order of its fields.
     request = Request(
-        layers,
-        sample,
-        num_microbatches=num_microbatches,
-        loss=loss,
-        targets=targets,
-        has_aux=has_aux,
-        reduction=reduction,
-        trainable=trainable,
-        in_axes=in_axes,
-        target_axes=target_axes,
-        rngs=rngs,
-        train=train,
-        measure=measure,
-        rounds=rounds,
-        device=device,
-        peak_flops=peak_flops,
-        memory_bandwidth=memory_bandwidth,
-        action_seconds=action_seconds,
+        *(layers, sample, num_microbatches, loss, targets, has_aux, reduction),
+        *(trainable, in_axes, target_axes, rngs, train, measure, rounds, device),
+        *(peak_flops, memory_bandwidth, action_seconds),
     )
     return answer(request)
 

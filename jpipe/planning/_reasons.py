@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from .._instructions._transfer import OnPaper
 from ..schedules import lower_bound
 from ..schedules._units import duration, size
-from ._forecast import Candidate, Hardware
+from ._forecast import Candidate, Hardware, transfers
 from ._made import estimated, measured_on_cpu
 from ._plan import Forecast, Plan, StagePlan, named
 from ._search import Space
@@ -92,18 +92,12 @@ def _reasons(
     others = [c for c in candidates[1:] if c.fits(hardware) and not _same(c, best)]
     if others:
         yield f"runner-up: {others[0]}: {_beside(others[0], best)}"
-    idle = hardware.num_devices - best.num_devices
-    if idle:
-        full = [
-            c
-            for c in candidates
-            if c.num_devices == hardware.num_devices and c.fits(hardware)
-        ]
-        instead = (
-            f"with all {hardware.num_devices} it would take {duration(full[0].seconds)}"
-            if full
-            else f"nothing that uses all {hardware.num_devices} was found"
-        )
+    if idle := hardware.num_devices - best.num_devices:
+        of_all = f"all {hardware.num_devices}"
+        full = [c for c in candidates if c.num_devices == hardware.num_devices]
+        instead = f"nothing that uses {of_all} was found"
+        if fit := [c for c in full if c.fits(hardware)]:
+            instead = f"with {of_all} it would take {duration(fit[0].seconds)}"
         yield f"{idle} of {hardware.num_devices} devices are left idle: {instead}"
 
 
@@ -121,17 +115,14 @@ def _shape(
             + ("" if hardware.bandwidth else "; that was taken to cost no time")
         )
     others = [c for c in candidates if (c.data > 1) != (best.data > 1)]
-    if not others:
-        return
-    is_one = best.data == 1
-    here = one if is_one else named(best.schedule, best.data)
-    there = "several" if is_one else one
-    fit = [c for c in others if c.fits(hardware)]
-    if not fit:
-        yield f"shape: {here}; nothing with {there} fits"
-        return
-    says = f"shape: {here}; the best with {there} takes {_beside(fit[0], best)}"
-    yield f"{says}: {fit[0]}"
+    names = one, "several"
+    if best.data > 1:
+        names = named(best.schedule, best.data), one
+    if fit := [c for c in others if c.fits(hardware)]:
+        takes = f"the best with {names[1]} takes {_beside(fit[0], best)}: {fit[0]}"
+        yield f"shape: {names[0]}; {takes}"
+    elif others:
+        yield f"shape: {names[0]}; nothing with {names[1]} fits"
 
 
 def _beside(other: Candidate, best: Candidate) -> str:
@@ -172,26 +163,18 @@ def _imagined(best: Candidate) -> Iterable[str]:
 
 def _same(one: Candidate, other: Candidate) -> bool:
     """Whether two differ in nothing but what they keep and how they are called."""
-    orders = one.schedule.rows, other.schedule.rows
-    alike = one.balance == other.balance and one.data == other.data
-    # A whole backward of the only stage is what its two halves are.
-    alone = len(one.balance) == 1 and one.schedule.num_microbatches == 1
-    same = orders[0] == orders[1] or (alone and other.schedule.num_microbatches == 1)
-    return alike and same
+    parts = ((x.schedule.rows, x.balance, x.data) for x in (one, other))
+    return next(parts) == next(parts)
 
 
 def _nothing_fits(nearest: Candidate, space: Space) -> str:
     limit = space.hardware.memory_limit
     assert limit is not None
-    lines = []
-    for rank, memory in enumerate(nearest.memory):
-        if memory.total > limit:
-            lines.append(
-                f"rank {rank} needs {size(memory.total)}, {size(memory.total - limit)} "
-                f"more than it has: parameters {size(memory.parameters)}, gradients "
-                f"{size(memory.gradients)}, optimizer {size(memory.optimizer)}, "
-                f"activations {size(memory.held)}, workspace {size(memory.workspace)}"
-            )
+    lines = [
+        f"rank {rank} {own.short(limit)}"
+        for rank, own in enumerate(nearest.memory)
+        if own.total > limit
+    ]
     return (
         f"memory_limit={limit:,} bytes on {space.hardware.num_devices} devices: no "
         f"plan fits. The nearest is {nearest}:\n  * "
@@ -204,19 +187,11 @@ def _nothing_fits(nearest: Candidate, space: Space) -> str:
 
 def _sent(best: Candidate) -> int:
     """The bytes that cross between devices in a step."""
-    costs, placement = best.timeline.costs, best.timeline.placement
+    costs = best.timeline.costs
     assert costs is not None
-    count = best.schedule.num_microbatches
-    total = 0
-    for stage in range(1, len(placement)):
-        if placement[stage] != placement[stage - 1]:
-            total += costs.boundary_bytes[stage] + costs.cotangent(stage, 0)
-    for skip in costs.skips:
-        if placement[skip.source] != placement[skip.target]:
-            total += skip.bytes + skip.cotangent_bytes
-    shards = best.data
-    exchanged = 2 * (shards - 1) * sum(costs.accumulator_bytes)
-    return int(total * count * shards + exchanged)
+    moved = sum(transfers(best.timeline)) * best.schedule.num_microbatches
+    exchanged = 2 * (best.data - 1) * sum(costs.accumulator_bytes)
+    return int(moved * best.data + exchanged)
 
 
 def _stages(best: Candidate) -> Iterable[StagePlan]:

@@ -2,19 +2,13 @@
 
 import dataclasses
 import itertools
-import json
-import math
 from dataclasses import dataclass
 from typing import Any
 
 from ..schedules import Costs, Schedule, Timeline, replicated
-from ..schedules._costs import at, faults_of
+from ..schedules._costs import at
 from ..schedules._units import columns, duration
-from ._json import reading
 from ._net import ReplicatedStage
-
-# The costs that each stage has one of.
-_COSTS = ("forward", "backward", "boundary_bytes", "cotangent_bytes", "exchange")
 
 
 def costs_of(**fields: Any) -> Costs:
@@ -43,8 +37,6 @@ class Replicated:
       >>> plan = jpipe.replicate(Profile((LayerProfile("a", 1.0, 2.0),)), 3)
       >>> plan.seconds
       1.0
-      >>> jpipe.Replicated.from_json(plan.to_json()) == plan
-      True
     """
 
     stages: tuple[ReplicatedStage, ...]
@@ -111,7 +103,7 @@ class Replicated:
 
         Args:
           num_microbatches: of one step; default: those of the plan, or else twice as
-            many as are in flight.
+            many as there are devices.
 
         Returns:
           A rank for each device; micro-batch i runs on replica i mod r of r.
@@ -119,13 +111,10 @@ class Replicated:
         Raises:
           ScheduleError: if the number is less than 1.
         """
-        each, eager = self.replicas, any(self.links)
-        count = self.num_microbatches if num_microbatches is None else num_microbatches
+        each, count = self.replicas, num_microbatches
         if count is None:
-            first = replicated(each, sum(each) * 4, eager=eager).rows[0]
-            warmup = next(i for i, action in enumerate(first) if action.op != "F")
-            count = 2 * warmup * each[0]
-        return replicated(each, count, eager=eager)
+            count = self.num_microbatches or 2 * sum(each)
+        return replicated(each, count, eager=any(self.links))
 
     def simulate(self, num_microbatches: int | None = None) -> Timeline:
         """`schedule` on paper, in seconds.
@@ -144,33 +133,6 @@ class Replicated:
         """
         timeline = self.schedule(num_microbatches).simulate(self.costs)
         return dataclasses.replace(timeline, memory=())
-
-    def to_json(self) -> str:
-        """All of it as a JSON object; `from_json` reads it."""
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        fields["costs"] = {name: getattr(self.costs, name) for name in _COSTS}
-        speed = self.costs.bandwidth
-        fields["costs"]["bandwidth"] = speed if math.isfinite(speed) else None
-        return json.dumps(fields, indent=1)
-
-    @classmethod
-    def from_json(cls, text: str) -> "Replicated":
-        """Reads what `to_json` wrote.
-
-        Raises:
-          ValueError: if the text is something else.
-        """
-        with reading("no plan as Replicated.to_json writes it", text) as fields:
-            costs: dict[str, Any] = {k: tuple(fields["costs"][k]) for k in _COSTS}
-            speed = fields["costs"]["bandwidth"]
-            costs["bandwidth"] = math.inf if speed is None else speed
-            fields["costs"] = costs_of(**costs)
-            fields["stages"] = tuple(ReplicatedStage(*x) for x in fields["stages"])
-            plan = cls(**fields)
-            if faults := [*faults_of(plan.costs, 1)]:
-                raise ValueError("; ".join(faults))
-            str(plan.simulate())  # numbers that fit each other
-        return plan
 
     def __str__(self) -> str:
         used, seconds = sum(self.replicas), self.seconds

@@ -4,27 +4,30 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from .. import schedules
 from .._instructions._progress import Progress, counted
 from ..schedules import BY_NAME, Schedule, ScheduleError
-from ._better import bettered, promising, ranked
+from ..schedules._action import WEIGHT
+from ._climb import Cuts, climb
 from ._forecast import Candidate, Hardware, evaluate, stage_costs
+from ._made import measured_on_cpu
 from ._partition import NoCut, partition
 from ._profile import Profile
 from ._shapes import Shape
 
 # From fast and large to slow and small. What "none" keeps more saves no time.
 REMATS = ("min_cut", "full")
-# How many of the best get a schedule made to measure.
-_REFINED = 3
+# So many of the best, on as many devices per stage, get a better cut and a schedule
+# made to measure; so many actions are simulated for each cut.
+_IMPROVED, _ACTIONS = 3, 20_000
 # How many cuts are made for a limit, until one fits.
-_CAPPED = 5
+_CUTS = 6
+# Where devices share cores, halves of backwards have to be faster by so much.
+_GAIN = 0.05
 _ROUNDING = 1e-12
-# Of shapes, placements and modes.
-_Cuts = dict[tuple[Shape, tuple[int, ...], str], list[int] | None]
 
 
 @dataclass(frozen=True)
@@ -62,28 +65,33 @@ class Space:
         """The number of layers."""
         return len(self.optimizer_bytes)
 
-    @property
-    def limit(self) -> int | None:
-        """Bytes of a device."""
-        return self.hardware.memory_limit
-
-    def fixed_bytes(self, profile: Profile) -> int:
-        """What all ranks hold together, whatever they keep of micro-batches."""
-        layers = profile.layers
-        own = sum(2 * layer.param_bytes + layer.state_bytes for layer in layers)
-        return own + sum(self.optimizer_bytes)
-
     @functools.cached_property
     def whole(self) -> dict[int, Profile]:
         """The profiles with the optimizer's state as a part of that of the layers."""
-        return {number: self._whole(each) for number, each in self.profiles.items()}
+        return {
+            number: dataclasses.replace(
+                profile,
+                layers=tuple(
+                    dataclasses.replace(layer, state_bytes=layer.state_bytes + own)
+                    for layer, own in zip(
+                        profile.layers, self.optimizer_bytes, strict=True
+                    )
+                ),
+            )
+            for number, profile in self.profiles.items()
+        }
 
-    def _whole(self, profile: Profile) -> Profile:
-        layers = tuple(
-            dataclasses.replace(layer, state_bytes=layer.state_bytes + own)
-            for layer, own in zip(profile.layers, self.optimizer_bytes, strict=True)
-        )
-        return dataclasses.replace(profile, layers=layers)
+    def evaluate(
+        self,
+        balance: Sequence[int],
+        remat: Sequence[str],
+        schedule: Schedule,
+        data: int,
+    ) -> Candidate:
+        """What it takes to run so many layers per stage under a schedule."""
+        profile = self.profiles[schedule.num_microbatches * data]
+        own = self.optimizer_bytes
+        return evaluate(profile, own, balance, remat, schedule, self.hardware, data)
 
 
 def search(space: Space) -> list[Candidate]:
@@ -98,102 +106,79 @@ def search(space: Space) -> list[Candidate]:
       The candidates; several may be the same.
     """
     found = ranked(_candidates(space), space.hardware)
-    if space.balance is None:
-        given = space.optimizer_bytes, space.hardware
-        for each in counted("partitions improved", list(promising(found))):
-            other = bettered(each, *given)
-            if other.balance != each.balance:
-                found.append(other)
-        found = ranked(found, space.hardware)
-    if space.made:
-        best = found[:_REFINED]
-        for each in counted("schedules made to measure", best):
-            found += _refined(each, space)
-        found += _rivals(found, {each.data for each in best}, space)
+    for candidate in counted("candidates improved", list(_promising(found))):
+        better = candidate if space.balance else _moved(candidate, space)
+        found.append(better)
+        if space.made:
+            found += _made_to_measure(better, space)
     return ranked(found, space.hardware)
 
 
-def _rivals(
-    found: Sequence[Candidate], known: set[int], space: Space
-) -> Iterator[Candidate]:
-    """The best of other shapes under schedules made to measure, if they may be best.
+def ranked(found: Iterable[Candidate], hardware: Hardware) -> list[Candidate]:
+    """Candidates, those that fit first, the fastest of them first."""
+    return sorted(found, key=lambda candidate: candidate.worth(hardware))
+
+
+def preferred(found: Sequence[Candidate], hardware: Hardware) -> list[Candidate]:
+    """The candidates, the one first that is to be taken: as a rule the fastest.
+
+    Devices that share cores have them to themselves while others wait, and what fills a
+    bubble takes them away: with halves of backwards a step is not as fast as predicted
+    (`benchmarks/README.md`).
 
     Args:
-      found: the candidates, of a shape the best first.
-      known: on how many devices the examples of those are spread that were refined.
-      space: what to choose from.
+      found: the candidates, the best first.
+      hardware: what they run on.
     """
-    fast = min((c.seconds for c in found if c.fits(space.hardware)), default=math.inf)
-    for data in {shape.data for shape in space.shapes} - known:
-        for candidate in [c for c in found if c.data == data][:_REFINED]:
-            schedule = candidate.schedule
-            sizes = schedule.num_ranks, schedule.num_microbatches
-            if _least(candidate.profile, *sizes) < fast:
-                yield from _refined(candidate, space)
+    if not (found and found[0].fits(hardware)):
+        return list(found)
+    taken = best = found[0]
+    if measured_on_cpu(best.profile.made) and _has_halves(best.schedule):
+        as_fast = (
+            each
+            for each in found
+            if each.fits(hardware)
+            and each.num_devices == best.num_devices
+            and each.seconds <= (1 + _GAIN) * best.seconds
+            and not _has_halves(each.schedule)
+        )
+        taken = next(as_fast, best)
+    return [taken, *(each for each in found if each is not taken)]
+
+
+def _has_halves(schedule: Schedule) -> bool:
+    """Whether backwards run in two halves."""
+    return any(action.op == WEIGHT for row in schedule.rows for action in row)
 
 
 def _candidates(space: Space) -> list[Candidate]:
     """Numbers of micro-batches and of ranks, with each schedule of the catalogue."""
     most = space.hardware.num_devices
-    hopes = [
+    branches = [
         (_least(space.profiles[shape.parts], ranks, shape.microbatches), -ranks, shape)
         for shape in space.shapes
         for ranks in range(1, min(most // shape.data, space.num_layers) + 1)
     ]
-    found = _Found(space.hardware)
-    cuts: _Cuts = {}
+    found: list[Candidate] = []
     # The most hopeful first: beside them others need not be tried.
     with Progress("numbers of devices and micro-batches planned") as progress:
-        for done, (least, ranks, shape) in enumerate(sorted(hopes)):
-            progress.say(done, len(hopes))
-            if least >= found.to_beat(-ranks, shape.data):
-                continue
-            for name in space.names:
-                progress.say(done, len(hopes))
-                schedule = _built(name, -ranks, shape.microbatches)
-                if schedule and schedule.num_stages <= space.num_layers:
-                    for candidate in _cut_for(schedule, shape.data, space, cuts, found):
-                        found.add(candidate)
-    return found.all
+        for done, (least, ranks, shape) in enumerate(sorted(branches)):
+            progress.say(done, len(branches))
+            to_beat = _to_beat(found, -ranks, shape.data, space.hardware)
+            if least < to_beat:
+                found += _of_branch(-ranks, shape, space, to_beat)
+    return found
 
 
-class _Found:
-    """What was found so far.
-
-    Args:
-      hardware: what it runs on.
-
-    Attributes:
-      all: the candidates.
-    """
-
-    def __init__(self, hardware: Hardware) -> None:
-        self._hardware = hardware
-        self._best = [math.inf] * _REFINED
-        self._best_of: dict[str, float] = {}
-        self.all: list[Candidate] = []
-
-    def add(self, candidate: Candidate) -> None:
-        """Takes a candidate."""
-        self.all.append(candidate)
-        if candidate.fits(self._hardware):
-            seconds = candidate.seconds
-            self._best = sorted([*self._best, seconds])[:_REFINED]
-            for kind in self._kinds(candidate.schedule.num_ranks, candidate.data):
-                self._best_of[kind] = min(self._best_of.get(kind, math.inf), seconds)
-
-    def to_beat(self, num_ranks: int, data: int) -> float:
-        """What takes longer is none of the best, nor the best of its kind."""
-        kinds = self._kinds(num_ranks, data)
-        return max(
-            [self._best[-1], *(self._best_of.get(kind, math.inf) for kind in kinds)]
-        )
-
-    def _kinds(self, num_ranks: int, data: int) -> Iterator[str]:
-        """Of which kinds the reasons name the best."""
-        yield "shared" if data > 1 else "alone"
-        if num_ranks * data == self._hardware.num_devices:
-            yield "none is idle"
+def _to_beat(
+    found: Sequence[Candidate], num_ranks: int, data: int, hardware: Hardware
+) -> float:
+    """What takes longer is the best of no kind that the reasons name."""
+    fit = [each for each in found if each.fits(hardware)]
+    kinds = [[each for each in fit if (each.data > 1) == (data > 1)]]
+    if num_ranks * data == hardware.num_devices:
+        kinds.append([each for each in fit if each.num_devices == num_ranks * data])
+    return max(min((x.seconds for x in kind), default=math.inf) for kind in kinds)
 
 
 def _least(profile: Profile, num_ranks: int, num_microbatches: int) -> float:
@@ -209,71 +194,78 @@ def _least(profile: Profile, num_ranks: int, num_microbatches: int) -> float:
     return num_microbatches * max(busy, host) * (1 - _ROUNDING)
 
 
-def _built(name: str, num_ranks: int, num_microbatches: int) -> Schedule | None:
-    """A schedule of the catalogue; none where it has no order for these numbers."""
-    try:
-        return BY_NAME[name](num_ranks, num_microbatches)
-    except ScheduleError:
-        return None
-
-
-def _cut_for(
-    schedule: Schedule, data: int, space: Space, cuts: _Cuts, found: _Found
+def _of_branch(
+    num_ranks: int, shape: Shape, space: Space, to_beat: float
 ) -> Iterator[Candidate]:
-    """The best cut with each remat mode, and what it takes to make it fit."""
-    shape = Shape(schedule.num_microbatches, data)
-    profile = space.profiles[shape.parts]
-    for mode in space.remats:
-        # Without a limit, schedules with the same placement have the same cut.
-        key = shape, schedule.placement, mode
-        if key not in cuts:
-            cuts[key] = _cut(schedule, data, mode, space)
-        balance = cuts[key]
-        if balance is None:
+    """Each schedule of the catalogue, with the cuts that suit it."""
+    # By placement and mode: without a limit their schedules have the same cut.
+    cuts: dict[tuple[tuple[int, ...], str], list[int] | None] = {}
+    for name in space.names:
+        try:
+            schedule = BY_NAME[name](num_ranks, shape.microbatches)
+        except ScheduleError:  # it has no order for these numbers
             continue
-        modes = [mode] * len(balance)
-        candidate = _evaluated(profile, balance, modes, schedule, data, space)
-        yield candidate
-        slow = candidate.seconds >= found.to_beat(schedule.num_ranks, data)
-        if slow or candidate.fits(space.hardware):
-            # As a rule other modes and other cuts take longer. Where a limit made the
-            # cut another, some are a few per cent faster.
-            return
-        if space.fixed_bytes(profile) > schedule.num_ranks * (space.limit or 0):
-            # What stages keep is no matter.
+        if schedule.num_stages > space.num_layers:
             continue
-        less = list(_fitted(profile, candidate, space))
-        yield from less
-        several = schedule.num_ranks < schedule.num_stages
-        if several and any(each.fits(space.hardware) for each in less):
-            # To look for a cut that fits takes long there.
-            continue
-        yield from _capped(candidate, mode, space)
+        for mode in space.remats:
+            key = schedule.placement, mode
+            if key not in cuts:
+                cuts[key] = _cut(schedule, shape.data, mode, space)
+            if (balance := cuts[key]) is None:
+                continue
+            modes = [mode] * len(balance)
+            candidate = space.evaluate(balance, modes, schedule, shape.data)
+            yield candidate
+            if candidate.fits(space.hardware) or candidate.seconds >= to_beat:
+                # As a rule other modes and other cuts take longer.
+                break
+            yield from _under_limit(candidate, mode, space)
 
 
-def _capped(candidate: Candidate, mode: str, space: Space) -> Iterator[Candidate]:
-    """Other cuts of the same schedule, until one fits.
+def _under_limit(candidate: Candidate, mode: str, space: Space) -> Iterator[Candidate]:
+    """What makes a candidate fit: stages that keep less, or another cut.
 
     A cut is made by what stages have and keep. What a rank needs beside that, such as
     workspace and what is on its way to it, is taken off its limit for the next one.
     """
-    schedule, limit = candidate.schedule, space.limit
+    limit, data = space.hardware.memory_limit, candidate.data
     assert limit is not None
-    profile, data = candidate.profile, candidate.data
+    schedule, memory = candidate.schedule, candidate.memory
+    if sum(m.lasting + m.optimizer for m in memory) > limit * len(memory):
+        return  # what stages keep is no matter
+    less = list(_keeping_less(candidate, space))
+    yield from less
+    several = schedule.num_ranks < schedule.num_stages
+    if several and any(each.fits(space.hardware) for each in less):
+        return  # to look for a cut that fits takes long there
     room = [float(limit)] * schedule.num_ranks
-    for _ in range(_CAPPED):
-        balance = _cut(schedule, data, mode, space, room)
+    for _ in range(_CUTS):
+        balance = _cut(schedule, data, mode, space, room) if min(room) > 0 else None
         if balance is None:
             return
-        modes = [mode] * len(balance)
-        other = _evaluated(profile, balance, modes, schedule, data, space)
+        other = space.evaluate(balance, [mode] * len(balance), schedule, data)
         yield other
         if other.fits(space.hardware):
             return
-        over = [max(memory.total - limit, 0) for memory in other.memory]
+        over = [max(own.total - limit, 0) for own in other.memory]
         room = [own - more for own, more in zip(room, over, strict=True)]
-        if min(room) <= 0:
+
+
+def _keeping_less(candidate: Candidate, space: Space) -> Iterator[Candidate]:
+    """Keeps less and less in the stages of ranks that need more than they have."""
+    limit = space.hardware.memory_limit
+    assert limit is not None
+    following = dict(itertools.pairwise(space.remats))
+    while not candidate.fits(space.hardware):
+        schedule = candidate.schedule
+        remat = [
+            following.get(mode, mode) if candidate.memory[rank].total > limit else mode
+            for mode, rank in zip(candidate.remat, schedule.placement, strict=True)
+        ]
+        if tuple(remat) == candidate.remat:
             return
+        candidate = space.evaluate(candidate.balance, remat, schedule, candidate.data)
+        yield candidate
 
 
 def _cut(
@@ -315,58 +307,50 @@ def _cut(
         return None
 
 
-def _fitted(
-    profile: Profile, candidate: Candidate, space: Space
-) -> Iterator[Candidate]:
-    """Keeps less and less in the stages of ranks that need more than they have."""
-    limit = space.hardware.memory_limit
-    assert limit is not None
-    following = dict(itertools.pairwise(space.remats))
-    while not candidate.fits(space.hardware):
-        remat, placement = list(candidate.remat), candidate.schedule.placement
-        over = [
-            s
-            for s, rank in enumerate(placement)
-            if candidate.memory[rank].total > limit
-        ]
-        changed = [s for s in over if remat[s] in following]
-        if not changed:
-            return
-        for stage in changed:
-            remat[stage] = following[remat[stage]]
-        schedule, data = candidate.schedule, candidate.data
-        candidate = _evaluated(profile, candidate.balance, remat, schedule, data, space)
-        yield candidate
+def _promising(found: Sequence[Candidate]) -> Iterator[Candidate]:
+    """The best, one of each schedule, for each number of devices per stage."""
+    for data in sorted({each.data for each in found}):
+        best: dict[Schedule, Candidate] = {}
+        for candidate in found:
+            if candidate.data == data and len(candidate.balance) > 1:
+                best.setdefault(candidate.schedule, candidate)
+        yield from itertools.islice(best.values(), _IMPROVED)
 
 
-def _refined(candidate: Candidate, space: Space) -> Iterator[Candidate]:
+def _moved(candidate: Candidate, space: Space) -> Candidate:
+    """The best of a candidate's cut and those around it, by their simulated steps.
+
+    A cut is made by what stages take, one after another: not by where its schedule
+    waits, nor by how long gradients are exchanged.
+    """
+    schedule, seen = candidate.schedule, {}
+
+    def keys(cuts: Cuts) -> list[tuple[float, ...]]:
+        each = list(map(tuple, cuts.tolist()))
+        for ends in each:
+            balance = [b - a for a, b in itertools.pairwise(ends)]
+            own = space.evaluate(balance, candidate.remat, schedule, candidate.data)
+            seen[ends] = own
+        return [seen[ends].worth(space.hardware) for ends in each]
+
+    most = max(_ACTIONS // sum(map(len, schedule.rows)), 1)
+    return seen[climb([(0, *itertools.accumulate(candidate.balance))], keys, most)[0]]
+
+
+def _made_to_measure(candidate: Candidate, space: Space) -> Iterator[Candidate]:
     """The same stages under a schedule made to measure, if there is one that fits."""
-    hardware = space.hardware
-    microbatches = candidate.schedule.num_microbatches
+    hardware, schedule = space.hardware, candidate.schedule
     stages = candidate.profile, candidate.balance, candidate.remat
-    costs = stage_costs(*stages, candidate.schedule, hardware, candidate.data)
+    costs = stage_costs(*stages, schedule, hardware, candidate.data)
     room = None
     if hardware.memory_limit is not None:
         room = [
             hardware.memory_limit - memory.optimizer - memory.workspace
             for memory in candidate.memory
         ]
+    sizes = schedule.num_ranks, schedule.num_microbatches
     try:
-        schedule = schedules.fit(
-            costs, candidate.schedule.num_ranks, microbatches, max_bytes=room
-        )
+        fitted = schedules.fit(costs, *sizes, max_bytes=room)
     except ScheduleError:
         return
-    yield _evaluated(*stages, schedule, candidate.data, space)
-
-
-def _evaluated(
-    profile: Profile,
-    balance: Sequence[int],
-    remat: Sequence[str],
-    schedule: Schedule,
-    data: int,
-    space: Space,
-) -> Candidate:
-    held = space.optimizer_bytes
-    return evaluate(profile, held, balance, remat, schedule, space.hardware, data)
+    yield space.evaluate(candidate.balance, candidate.remat, fitted, candidate.data)

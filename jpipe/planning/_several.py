@@ -35,20 +35,16 @@ def candidates(problem: PartitionProblem) -> list[Ends]:
     return climb(_starts(problem), lambda c: _on_paper(problem, c), _TRIED, _PATIENCE)
 
 
-def nearest(problem: PartitionProblem, starts: list[Ends]) -> tuple[Ends, float]:
+def least(problem: PartitionProblem) -> tuple[Ends, float]:
     """The cut that exceeds the limit of bytes by the least that was found."""
 
     def keys(cuts: Cuts) -> list[Key]:
         return _listed(excess(problem, cuts).max(axis=0))
 
-    ends = climb(starts, keys, _TRIED)[0]
-    return ends, float(excess(problem, np.array([ends])).max())
-
-
-def least(problem: PartitionProblem) -> tuple[Ends, float]:
-    """`nearest` among cuts that need little, whatever the limit of bytes is."""
+    # Cuts that need little, whatever the limit is: it says one number to all who ask.
     nothing = dataclasses.replace(problem, max_bytes=(1,) * problem.num_ranks)
-    return nearest(problem, candidates(nothing)[:BEST])
+    ends = climb(candidates(nothing)[:BEST], keys, _TRIED)[0]
+    return ends, float(excess(problem, np.array([ends])).max())
 
 
 def over(problem: PartitionProblem, cuts: Cuts) -> Numbers:

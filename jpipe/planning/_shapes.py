@@ -42,34 +42,47 @@ def shapes(
 
     Returns:
       The shapes; those of one device per stage first.
+
+    Raises:
+      ValueError: if examples cannot be spread so, or nothing is left to choose.
     """
+    if faults := list(_faults(data or (), numbers or (), num_devices, examples)):
+        raise ValueError(f"plan: {'; '.join(faults)}")
     parts = None if size is None else -(-examples // size)
-    found = [
-        Shape(number, count)
-        for count in _listed(data, num_devices)
-        if examples % count == 0
-        for number in _numbers(numbers, count, num_devices, examples, parts)
-        if count == 1 or number * count <= examples
-    ]
-    if parts is None:
-        return tuple(found)
+    divisors = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
+    found = []
+    for count in divisors if data is None else sorted(set(data)):
+        if numbers is not None:
+            each = set(numbers)
+        elif parts is not None:
+            each = {parts // count} if parts % count == 0 else set()
+        else:
+            # Parts of the same sizes, whatever the shape: a few profiles are enough.
+            each = {min(num_devices * times, examples) // count for times in _TIMES}
+            each = each | {1} if count == 1 else each - {0}
+        if examples % count == 0:
+            found += [Shape(number, count) for number in sorted(each)]
+    found = [own for own in found if own.data == 1 or own.parts <= examples]
+    if not found:
+        says = "" if size is None else f" in parts of {size}, as in the profile"
+        raise ValueError(
+            f"plan: data={data!r} and num_microbatches={numbers!r} leave nothing to "
+            f"choose for {examples} examples{says}"
+        )
     # Of a profile that is of other parts it is told what it should be of.
-    known = [shape for shape in found if shape.parts == parts]
-    return tuple(known or found[:1])
+    known = [own for own in found if own.parts == parts]
+    return tuple(found if parts is None else known or found[:1])
 
 
-def faults(
-    data: Sequence[int] | None,
-    numbers: Sequence[int] | None,
-    num_devices: int,
-    examples: int,
+def _faults(
+    data: Sequence[int], numbers: Sequence[int], num_devices: int, examples: int
 ) -> Iterator[str]:
     """Why examples cannot be spread over so many devices, a line for each fault."""
-    for number in numbers or ():
+    for number in numbers:
         if number > examples:
             yield f"num_microbatches={number} for {examples} examples"
-    least = min(numbers or [1])
-    for count in data or ():
+    least = min(numbers, default=1)
+    for count in data:
         if num_devices % count:
             yield f"data={count} does not divide num_devices={num_devices}"
         elif examples % count:
@@ -79,26 +92,3 @@ def faults(
                 f"data={count} with num_microbatches={least} needs {least * count} "
                 f"examples, there are {examples}"
             )
-
-
-def _listed(data: Sequence[int] | None, num_devices: int) -> Sequence[int]:
-    if data is not None:
-        return sorted(set(data))
-    return [n for n in range(1, num_devices + 1) if num_devices % n == 0]
-
-
-def _numbers(
-    given: Sequence[int] | None,
-    data: int,
-    num_devices: int,
-    examples: int,
-    parts: int | None,
-) -> Sequence[int]:
-    """The numbers of micro-batches to choose from, spread over so many devices."""
-    if given is not None:
-        return given
-    if parts is not None:
-        return [] if parts % data else [parts // data]
-    # Parts of the same sizes, whatever the shape: so many profiles are enough.
-    some = {min(num_devices * times, examples) // data for times in _TIMES}
-    return sorted(some | {1} if data == 1 else some - {0})

@@ -6,51 +6,37 @@ from typing import Any
 from ..schedules._units import columns, duration, size
 
 _TIMES = ("forward", "backward", "input_grad", "weight_grad")
+_SHORT = {"input_grad": "I", "weight_grad": "W"}
 
 
 def table(profile: Any) -> str:
     """The text of a profile: what it was made on, a line for each layer, and sums."""
-    modes = list(dict.fromkeys(m for layer in profile.layers for m in layer.kept_bytes))
-    kept = [f"kept by {mode}" for mode in modes]
-    header = ["", "layer", "forward", "backward", "I", "W", "parameters", "output"]
-    rows = [[*header, *kept, "workspace"]]
-    for i, layer in enumerate(profile.layers):
-        sizes = [layer.kept_bytes.get(mode) for mode in modes]
-        row = [
-            str(i),
-            layer.name,
-            *(_told(getattr(layer, name), duration) for name in _TIMES),
-            f"{layer.num_params:,}",
-            size(layer.output_bytes),
-            *(_told(each, size) for each in sizes),
-            _told(layer.workspace_bytes, size),
-        ]
-        rows.append(row)
-    rows.append(_sums(profile.layers, modes))
-    if all(layer.workspace_bytes is None for layer in profile.layers):
-        rows = [row[:-1] for row in rows]
-    return "\n".join([_origin(profile), *_beside(profile), columns(rows, left={1})])
-
-
-def _told(number: Any, how: Any) -> str:
-    return "" if number is None else how(number)
-
-
-def _sums(layers: Any, modes: list[str]) -> list[str]:
-    """The sums of what adds up; empty where a number is not known."""
-
-    def total(numbers: list[Any], how: Any) -> str:
-        return "" if None in numbers else how(sum(numbers))
-
-    return [
-        "",
-        "sum",
-        *(total([getattr(x, name) for x in layers], duration) for name in _TIMES),
-        f"{sum(layer.num_params for layer in layers):,}",
-        "",
-        *(total([x.kept_bytes.get(mode) for x in layers], size) for mode in modes),
-        "",
-    ]
+    layers = profile.layers
+    modes = dict.fromkeys(mode for layer in layers for mode in layer.kept_bytes)
+    # Of each column: how a number is written, and those of the layers.
+    numbers = {
+        **{
+            _SHORT.get(n, n): (duration, [getattr(x, n) for x in layers])
+            for n in _TIMES
+        },
+        "parameters": ("{:,}".format, [layer.num_params for layer in layers]),
+        "output": (size, [layer.output_bytes for layer in layers]),
+        **{
+            f"kept by {mode}": (size, [layer.kept_bytes.get(mode) for layer in layers])
+            for mode in modes
+        },
+        "workspace": (size, [layer.workspace_bytes for layer in layers]),
+    }
+    if all(layer.workspace_bytes is None for layer in layers):
+        del numbers["workspace"]
+    rows = [["", *map(str, range(len(layers))), ""]]
+    rows.append(["layer", *(layer.name for layer in layers), "sum"])
+    for name, (write, values) in numbers.items():
+        adds_up = None not in values and name not in ("output", "workspace")
+        cells = ["" if value is None else write(value) for value in values]
+        rows.append([name, *cells, write(sum(values)) if adds_up else ""])
+    lines = list(map(list, zip(*rows, strict=True)))
+    return "\n".join([_origin(profile), *_beside(profile), columns(lines, left={1})])
 
 
 def _origin(profile: Any) -> str:

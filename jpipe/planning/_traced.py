@@ -142,22 +142,17 @@ class Traced:
     def ties(self) -> Iterator[tuple[int, ...]]:
         """The layers that use parameters of the same layer, that one first."""
         users: dict[int, set[int]] = {}
-        owner: dict[int, int] = {}
         layout = self.layout
         for i, (order, weights) in enumerate(
             zip(layout.order, layout.weights, strict=True)
         ):
-            for leaf, path, own in zip(
-                order, weights.paths, layout.own[i], strict=True
-            ):
+            for leaf, path in zip(order, weights.paths, strict=True):
                 if is_params(path):
                     users.setdefault(leaf, set()).add(i)
-                    if own:
-                        owner[leaf] = i
         groups: dict[int, set[int]] = {}
-        for leaf, found in users.items():
-            if len(found) > 1:
-                groups.setdefault(owner[leaf], set()).update(found)
+        for found in users.values():
+            if len(found) > 1:  # the first of them owns it
+                groups.setdefault(min(found), set()).update(found)
         for i in sorted(groups):
             yield i, *sorted(groups[i] - {i})
 

@@ -48,14 +48,6 @@ class TestPublished:
                 assert setting.balance == row.balance
                 assert abs(setting.batch - row.batch) <= setting.microbatches / 2
 
-    @pytest.mark.parametrize("scale", SCALES)
-    @pytest.mark.parametrize("name", WITH_MODELS)
-    def test_layers_made_twice_are_equal(self, name, scale):
-        benchmark = BY_NAME[name]
-        row = benchmark.rows[-1]
-        once, again = (benchmark.setting(row, scale).work.layers for _ in range(2))
-        assert once == again, "what was timed for one row would be timed for each"
-
     def test_names_are_unique_and_tiny_ones_exist(self):
         for benchmark in BY_NAME.values():
             names = [row.name for row in benchmark.rows]

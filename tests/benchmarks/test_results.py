@@ -1,16 +1,13 @@
 """Results: as they are kept, and as the page shows them."""
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from benchmarks.published import BY_NAME
-from benchmarks.result import COMPILED, FOLDER, MEASURED, PREDICTED, Cell, Result
+from benchmarks.result import FOLDER, MEASURED, PREDICTED, Cell, Result
 from benchmarks.tables.page import PAGE, written
-from benchmarks.tables.plot import drawn
-from benchmarks.tables.report import number, shown, table
+from benchmarks.tables.report import table
 
 
 class TestResults:
@@ -44,46 +41,6 @@ class TestResults:
         with pytest.raises(ValueError, match="two benchmarks or scales"):
             replace(new, scale="full").merged(old)
 
-    def test_an_unknown_kind_is_refused(self):
-        with pytest.raises(ValueError, match="measured, compiled, predicted"):
-            Cell(1.0, "guessed")
-
-    def test_cells_are_marked(self):
-        assert shown(Cell(1.5, MEASURED, spread=0.25)) == "1.50 ± 0.250"
-        assert shown(Cell(1.5, COMPILED)) == "1.50 ᶜ"
-        assert shown(Cell(1.5, PREDICTED)) == "1.50 ᵖ"
-        assert shown(None) == "-"
-
-    @pytest.mark.parametrize(
-        ("value", "text"),
-        [
-            (44549160, "44,549,160"),
-            (95.862, "95.9"),
-            (0.853, "0.853"),
-            (1234.5, "1,234"),
-            (0.0123, "0.0123"),
-            (3.0, "3"),
-        ],
-    )
-    def test_numbers(self, value, text):
-        assert number(value) == text
-
-    @pytest.mark.parametrize("ran", [False, True])
-    def test_columns_without_a_figure_are_left_out_of_what_ran(self, ran):
-        rows = {"baseline": {"predicted samples/s": Cell(3.0, PREDICTED)}}
-        text = table(BY_NAME["unet-speed"], self.result(rows if ran else {}))
-        assert "| torchgpipe, samples/s |" in text
-        assert ("predicted by measured" in text) == (not ran)
-
-    def test_other_scales_show_the_rows_that_ran(self):
-        rows = {"baseline": {"samples/s": Cell(3.0, MEASURED)}}
-        for scale, shown_rows in (("full", 5), ("small", 1)):
-            result = replace(self.result(rows), scale=scale)
-            lines = table(BY_NAME["unet-speed"], result).splitlines()
-            assert sum(line.startswith("| ") for line in lines) == 2 + shown_rows
-            (axes,) = drawn(BY_NAME["unet-speed"], result).axes
-            assert len(axes.get_xticks()) == shown_rows
-
     def test_speed_ups_are_of_cells_of_one_kind(self):
         measured, predicted = Cell(2.0, MEASURED), Cell(3.0, PREDICTED)
         rows = {
@@ -114,18 +71,6 @@ def test_the_page_shows_nothing_of_a_dirty_checkout(tmp_path):
         written(PAGE.read_text(), tmp_path)
 
 
-def test_what_is_measured_has_files_of_its_own(tmp_path):
-    rows = {"baseline": {"samples/s": Cell(1.0, MEASURED)}}
-    plain = Result("unet-speed", "small", {}, rows)
-    measured = replace(plain, variant="measured-bfloat16")
-    plain.keep(tmp_path)
-    whole, path = measured.keep(tmp_path)
-    assert path.name == "unet-speed-small-measured-bfloat16.json"
-    assert (whole, Result.load(path)) == (measured, measured)
-    with pytest.raises(ValueError, match="two benchmarks or scales"):
-        measured.merged(plain)
-
-
 def test_results_of_the_page_are_of_real_sizes_and_marked():
     for path in FOLDER.glob("*-*.json"):
         if path.stem == "peers":
@@ -137,17 +82,3 @@ def test_results_of_the_page_are_of_real_sizes_and_marked():
         for row, cells in result.rows.items():
             if scale == "full" and "cpu" in result.provenance[row]["devices"]:
                 assert all(cell.kind != MEASURED for cell in cells.values()), row
-
-
-@pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.json")))
-def test_results_tell_no_path_of_a_machine(name):
-    def texts(value):
-        if isinstance(value, dict):
-            return [text for part in value.values() for text in texts(part)]
-        if isinstance(value, list):
-            return [text for part in value for text in texts(part)]
-        return [value] if isinstance(value, str) else []
-
-    found = texts(json.loads((FOLDER / f"{name}.json").read_text()))
-    assert found
-    assert not [text for text in found if Path(text).is_absolute()]

@@ -8,14 +8,13 @@ from .outcome import refused
 
 MODEL = """
 import jax.numpy as jnp
-from collections import namedtuple
 from flax import linen as nn
 
 LAYERS, X = [nn.Dense(4), nn.tanh], jnp.ones((8, 4))
 
 def make(): return LAYERS, X
 def layers(): return LAYERS
-def no_sample(): return namedtuple("Model", "layers sample")(LAYERS, None)
+def no_sample(): return {"layers": LAYERS, "sample": None}
 def no_optimizer(): return LAYERS, X, 1e-3
 def raises(): raise ValueError("mine")
 def raises_in_a_layer():
@@ -24,7 +23,7 @@ def raises_in_a_layer():
     return [nn.Dense(4), fourth], X
 def opens(): open("/nowhere/data.txt")
 """
-RETURNS = "needs (layers, sample), (layers, sample, optimizer), or a dict or named"
+RETURNS = "needs (layers, sample), (layers, sample, optimizer), or a dict of"
 
 
 pytestmark = pytest.mark.usefixtures("folder")
@@ -49,11 +48,11 @@ def test_what_is_no_factory_and_what_gives_no_model(command, factory, parts):
 @pytest.mark.parametrize(
     ("options", "parts"),
     [
-        ("--memory 16", ["--memory: '16': which unit? write bytes, such as 16GiB"]),
+        ("--memory 16", ["--memory: '16': write bytes, such as 16GiB; units: B, kB"]),
         ("--latency 5m", ["'5m': write a time, such as 5us; units: s, ms, us"]),
-        ("--estimate --flops 100", ["'100': so few? write operations per second"]),
+        ("--estimate --flops 1T", ["'1T': write operations per second, such as 1e14"]),
         ("--flops 1e14", ["--flops is for an estimate: give --estimate too"]),
-        ("--schedule gpip", ["unknown schedule 'gpip': choose gpipe, "]),
+        ("--schedule gpip", ["schedules: 'gpip' is unknown: choose from 'gpipe', "]),
         ("--png plan.gif", ["'plan.gif'", ".png or .pdf"]),
         ("--profile none.json", ["error: ", "No such file or directory: 'none.json'"]),
         ("--profile model.py", ["error: model.py holds no profile", "is not JSON"]),

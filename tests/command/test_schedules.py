@@ -88,9 +88,9 @@ SIZES = "--ranks 4 --microbatches 8"
         (f"draw gpip {SIZES}", ["unknown schedule 'gpip'", *BY_NAME]),
         (f"compare gpipe 2f2b {SIZES}", ["unknown schedule '2f2b'", *BY_NAME]),
         ("compare --ranks 2.5 --microbatches 8", ["--ranks", "'2.5'", "whole number"]),
-        (f"draw gpipe {SIZES} --costs 1", ["--costs: 1:", "1,1,1", "1,2"]),
-        (f"draw gpipe {SIZES} --costs 1,b", ["--costs: 1,b:", "1,1,1"]),
-        (f"draw gpipe {SIZES} --latency soon", ["--latency: soon:", "such as 0.25"]),
+        (f"draw gpipe {SIZES} --costs 1", ["--costs: '1':", "1,1,1", "1,2"]),
+        (f"draw gpipe {SIZES} --costs 1,b", ["--costs: 'b':", "such as 0.25"]),
+        (f"draw gpipe {SIZES} --latency soon", ["--latency: 'soon':", "such as 0.25"]),
         (f"draw gpipe {SIZES} --png a.gif", ["'a.gif'", ".png or .pdf"]),
         (
             f"draw zb_v {SIZES} --chunks 3",

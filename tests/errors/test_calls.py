@@ -77,7 +77,7 @@ CALLS = {
         "a pipeline compiles its own stages": under_grad,
     },
     ValueError: {
-        "x has 1 examples ... num_microbatches=1": gradient(X[:1], TARGETS[:1]),
+        "x has 1 examples ... of these layers with": gradient(X[:1], TARGETS[:1]),
         "x has 0 examples": apply(X[:0]),
         "targets: 3, along axis 0 ... target_axes": gradient(targets=TARGETS[:3]),
         "x['a']: 4 ... x['b'][0]: 2": axes({"a": X, "b": [X[:2]]}),

@@ -60,11 +60,15 @@ WRONG = {
     "root": (lambda y, t: jnp.sqrt((y**2).mean()), "mean", "random outputs"),
     "perplexity": (lambda y, t: jnp.exp(cross_entropy(y, t).mean()), "mean", ""),
     "contrastive": (contrastive, "mean", "reduction='microbatch_mean'"),
-    "a mean for a sum": (lambda y, t: cross_entropy(y, t).mean(), "sum", "the sum of"),
+    "a mean for a sum": (
+        lambda y, t: cross_entropy(y, t).mean(),
+        "sum",
+        "as combined of",
+    ),
     "a mean for a total": (
         lambda y, t: (cross_entropy(y, t).mean(), (t > 0).sum()),
         "weighted",
-        "sum of totals by the sum of weights",
+        "as combined of two parts",
     ),
 }
 

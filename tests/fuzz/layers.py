@@ -19,39 +19,6 @@ import jpipe
 from ..layers import nnx_modules
 from ..reference import dense
 
-__all__ = [
-    "Around",
-    "Averages",
-    "Block",
-    "Fill",
-    "Keep",
-    "NnxBlock",
-    "Odd",
-    "Scanned",
-    "Table",
-    "add",
-    "attend",
-    "batch_first",
-    "batch_norm",
-    "conv",
-    "dense",
-    "embed",
-    "forget",
-    "group_norm",
-    "join",
-    "keep",
-    "layer_norm",
-    "masked",
-    "nnx_batch_norm",
-    "nnx_linear",
-    "noise",
-    "same",
-    "scale",
-    "stop",
-    "unwrap",
-    "wrap",
-]
-
 PyTree = Any
 WORDS = 5
 MOMENTUM = 0.9
@@ -364,3 +331,12 @@ def scale(dtype):
         return x * variables["params"][0] + variables["constants"]["shift"]
 
     return jpipe.Stage(init, apply, name="scale")
+
+
+# All that is defined here, and `dense`: what the text of a program may name.
+__all__ = ["dense"]
+__all__ += [
+    name
+    for name, value in globals().items()
+    if name[0] != "_" and getattr(value, "__module__", None) == __name__
+]

@@ -1,13 +1,11 @@
 """Random programs, as text that a reader can paste."""
 
-import inspect
 import random
 from collections import Counter
 from typing import Any, NamedTuple
 
 import hypothesis.strategies as st
 
-import jpipe
 from jpipe.schedules import BY_NAME, Action, Schedule, ScheduleError
 
 from . import check
@@ -20,8 +18,6 @@ TRAINABLE = [
     "lambda path, leaf: leaf.ndim < 2",
     "lambda path, leaf: path[-1] == 'kernel'",
 ]
-if "trainable" not in inspect.signature(jpipe.Pipeline.train_step).parameters:
-    del TRAINABLE[1:]
 
 HEADER = """\
 import tests.conftest  # eight CPU devices
@@ -116,10 +112,6 @@ def _of_trees(shape: Shape) -> list[Choice]:
     ]
 
 
-def _of_any(shape: Shape) -> list[Choice]:
-    return [Choice("same", shape), Choice("stop", shape), Choice("forget", shape)]
-
-
 class Model(NamedTuple):
     """The parts of a model's text, and how often what is in it."""
 
@@ -140,7 +132,8 @@ def models(draw: st.DrawFn, dtype: str, size: int) -> Model:
     tied: list[tuple[str, Shape, Choice]] = []
     skips: list[tuple[str, bool]] = []
     for number in range(draw(st.integers(0 if layers else 1, 6))):
-        choices = (_of_trees if shape.tree else _of_arrays)(shape) + _of_any(shape)
+        choices = (_of_trees if shape.tree else _of_arrays)(shape)
+        choices += [Choice(text, shape) for text in ("same", "stop", "forget")]
         choices += _of_skips(shape, skips, number)
         again = [choice for _, given, choice in tied if given == shape]
         if again and draw(st.booleans()):
@@ -238,11 +231,7 @@ def _note_skip(choice: Choice, skips: list[tuple[str, bool]], number: int) -> No
 
 
 REMATS = [
-    "'full'",
-    "'none'",
-    "'except_last'",
-    "'dots'",
-    "'min_cut'",
+    *map(repr, ("full", "none", "except_last", "dots", "min_cut")),
     *(
         f"jax.checkpoint_policies.{name}"
         for name in (

@@ -17,7 +17,7 @@ PURE = ("schedules", "draw")
 # that of the folder is its `__init__`.
 FOLDERS = (
     *PURE,
-    *("_compat", "_warn", "_processes", "_jaxprs", "_layers", "_functions"),
+    *("_compat", "_warn", "_faults", "_processes", "_jaxprs", "_layers", "_functions"),
     *("_instructions", "_run", "_check", "_train", "_slices", "planning"),
     *("_command", ""),
 )

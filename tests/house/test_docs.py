@@ -246,6 +246,14 @@ def test_the_gallery_is_what_the_example_draws(tmp_path):
 
 
 @pytest.mark.slow
+def test_the_picture_of_a_plan_is_what_the_example_draws(tmp_path):
+    words = "--devices", "4", "--svg", str(tmp_path / "plan.svg")
+    run("examples/plan.py", *words)
+    drawn, kept = tmp_path / "plan.svg", ROOT / "docs/plan.svg"
+    assert drawn.read_text("utf-8") == kept.read_text("utf-8")
+
+
+@pytest.mark.slow
 def test_bad_options_of_the_main_job_are_refused_in_one_line():
     result = start("examples/train_text.py", "--stages=9", "--batch-size=1")
     assert result.returncode == 2

@@ -188,6 +188,6 @@ def test_statistics_in_half_precision_are_refused():
     half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), variables)
     state = pipe.init_train_state(jax.random.key(0), x, tx, variables=half)
     with pytest.raises(
-        ValueError, match=r"writes float32 .* is bfloat16.*the parameters alone"
+        ValueError, match=r"of float32, which is bfloat16.*the parameters alone"
     ):
         pipe.train_step(ref.mse, tx)(state, x, targets)

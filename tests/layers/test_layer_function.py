@@ -211,33 +211,20 @@ LISTED = "list jpipe.layer(module, lambda module, x"
 
 
 @pytest.mark.parametrize(
-    ("module", "x", "typed"),
+    ("module", "x", "says"),
     [
-        (
-            Two(),
-            DICT,
-            ", deterministic: module(x['x'], mask=x['mask'], "
-            "deterministic=deterministic))",
-        ),
-        (TwoNnx(), DICT, ": module(x['x'], mask=x['mask']))"),
-        (TwoNnx(), TUPLE, ": module(x[0], mask=x[1]))"),
-        (TwoNnx(), ONE, ": module(x['hidden'], mask=x['mask']))"),
-        (nn.Dense(3), DICT, ": {**x, 'mask': module(x['mask'])})"),
-        (nn.Dense(3), TUPLE, ": (module(x[0]), *x[1:]))"),
+        (Two(), DICT, r"Two takes \(.*\), and was given a dict; .*\(x\['name'\], "),
+        (TwoNnx(), DICT, r"TwoNnx takes \(.*\), and was given a dict"),
+        (TwoNnx(), TUPLE, r"given a tuple; .*, x: module\(x\[0\], \.\.\.\)\)$"),
+        (TwoNnx(), ONE, r"takes \(self, hidden, mask\), and was given one array"),
+        (nn.Dense(3), DICT, r"Dense takes \(.*\), and was given a dict"),
+        (nn.Dense(3), TUPLE, r"Dense takes \(.*\), and was given a tuple"),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
-def test_input_that_does_not_fit_is_answered_with_what_to_type(module, x, typed):
-    def run(listed):
-        pipe = jpipe.sequential([listed], 2)
-        variables = pipe.init(KEY, x)
-        return pipe.apply(variables, x)
-
+def test_input_that_does_not_fit_is_answered_with_what_to_type(module, x, says):
     # Of which type the error is, the module decides.
     with pytest.raises((TypeError, AttributeError, ValueError, Warning)) as error:
-        run(module)
+        jpipe.sequential([module], 2).init(KEY, x)
     (note,) = [note for note in error.value.__notes__ if LISTED in note]
-    assert note.endswith(LISTED + typed)
-    if x is not ONE:
-        (line,) = re.findall(r"jpipe\.layer\(.*", note)
-        run(eval(line, {"jpipe": jpipe, "module": module}))
+    assert re.search(says, note)

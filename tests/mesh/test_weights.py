@@ -159,8 +159,8 @@ def test_what_cannot_be_cut_is_said():
 
     with pytest.raises(
         ValueError,
-        match=r"variables\[1\]\['params'\]\['bias'\] of shape \(3,\) as "
-        r".*\('data',\): 2 devices do not divide 3",
+        match=r"variables\[0\]\['params'\]\['kernel'\] of shape \(5, 8\) as "
+        r".*\('data',\): 2 devices do not divide 5",
     ):
         pipeline(lambda path, leaf: P("data")).init(jax.random.key(0), x)
     with pytest.raises(ValueError, match=r"names \['model'\] for .* the axes \['data'"):

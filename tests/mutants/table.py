@@ -86,6 +86,21 @@ LAYERS = [
     ("_sharing", "(*before, *inner[end:])", "tuple(inner[end:])"),
     ("_skip", "name\n    frame.popped", "name\n    key = None, name\n    frame.popped"),
 ]
+PLANNING = [
+    ("_chain", "own = [2 * layer.param_bytes", "own = [layer.param_bytes"),
+    ("_chain", "= layer.output_bytes + layer.cotangent_bytes", "= layer.output_bytes"),
+    (
+        "_cuts",
+        "starts = passing + problem.cuts[low : high + 1] if stage else passing",
+        "starts = passing",
+    ),
+    (
+        "_cuts",
+        "(num_microbatches - 1) * self.slowest",
+        "num_microbatches * self.slowest",
+    ),
+    ("_net", "hops = 2 * (replicas - 1)", "hops = 2 * replicas"),
+]
 RUN = [
     ("_divisors", "parts), total)]", "parts), 0 * total)]"),
     ("_divisors", "return [count * jnp.where", "return [jnp.where"),
@@ -101,6 +116,13 @@ RUN = [
         "divisor = losses[1:] if multiplied",
         "divisor = losses[1:] if not multiplied",
     ),
+]
+SCHEDULES = [
+    ("_alone", "first.append(min(whole, half))", "first.append(half)"),
+    ("_costs", "in (BACKWARD, INPUT) and skip.source", "in (INPUT,) and skip.source"),
+    ("_simulate", "end, end + seconds[stage])", "end, end + 2 * seconds[stage])"),
+    ("_tables", "_known(end[s]) + t for", "_known(end[s]) + 0 * t for"),
+    ("_tables", "held[rank] += 0 if stage else at(", "held[rank] += at("),
 ]
 TRAIN = [
     ("_homes", "for start in range(1, len(path) - 1)", "for start in range(len(path))"),
@@ -127,6 +149,8 @@ MUTANTS = [
         "_layers": LAYERS,
         "_run": RUN,
         "_train": TRAIN,
+        "planning": PLANNING,
+        "schedules": SCHEDULES,
     }.items()
     for file, old, new in mutants
 ]

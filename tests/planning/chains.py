@@ -3,8 +3,20 @@
 import itertools
 import random
 
+# Profiles by hand, as a profile of a model would be: these have no public name.
 from jpipe.planning._profile import LayerProfile, Profile, SkipProfile
 from jpipe.planning._replicated import Replicated, ReplicatedStage, costs_of
+
+__all__ = [
+    "LayerProfile",
+    "Profile",
+    "Replicated",
+    "ReplicatedStage",
+    "SkipProfile",
+    "costs_of",
+    "every_cut",
+    "profile",
+]
 
 MODES = ("none", "min_cut", "full")
 
@@ -73,19 +85,3 @@ def transfers(profile, balance, bandwidth, latency):
         2 * latency + (layer.output_bytes + layer.cotangent_bytes) / bandwidth
         for layer in last
     )
-
-
-def figure(replicas=(3, 2, 2, 1), count=12, layers=1, **costs):
-    """PipeDream's figure: each stage has as much work as devices, and some layers."""
-    given = {
-        "forward": tuple(map(float, replicas)),
-        "backward": tuple(map(float, replicas)),
-        "boundary_bytes": (0.0,) * len(replicas),
-        "cotangent_bytes": (0.0,) * len(replicas),
-        "exchange": (0.0,) * len(replicas),
-        "bandwidth": 1.0,
-    }
-    stages = tuple(
-        ReplicatedStage(layers * i, layers * (i + 1), r) for i, r in enumerate(replicas)
-    )
-    return Replicated(stages, costs_of(**given | costs), 6.0, count)

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 import jpipe
-from jpipe.planning._profile import Profile
 
 from .. import reference as ref
 
@@ -65,7 +64,7 @@ MODELS = {
 }
 
 
-def profile(name: str, **options: Any) -> Profile:
+def profile(name: str, **options: Any) -> jpipe.Profile:
     """The profile of a model with its loss, on half of its mini-batch."""
     model = MODELS[name]
     given = {"num_microbatches": 2, "loss": model.loss, "targets": model.targets}

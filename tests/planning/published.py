@@ -4,7 +4,7 @@ import heapq
 import re
 from pathlib import Path
 
-from jpipe.planning._profile import LayerProfile, Profile, SkipProfile
+from .chains import LayerProfile, Profile, SkipProfile
 
 PROFILES = Path(__file__).with_name("profiles") / "pipedream"
 

@@ -10,10 +10,10 @@ from flax import linen as nn
 
 import jpipe
 from jpipe import schedules
-from jpipe.planning._profile import LayerProfile, Profile
 
 from .. import reference as ref
 from . import chains
+from .chains import LayerProfile, Profile
 from .models import X
 
 SAMPLE = jax.ShapeDtypeStruct((16, 8), float)
@@ -56,17 +56,6 @@ def sizes(profile, schedule="1f1b", number=8, remat="min_cut"):
     return pipe.plan.balance
 
 
-def test_memory_counts_what_a_schedule_has_in_flight():
-    layer = LayerProfile("a", 1.0, 1.0, kept_bytes={"min_cut": 100, "none": 100})
-    given = Profile((layer,) * 6)
-    # The first rank has two micro-batches in flight, the last has one.
-    assert sizes(given) == [2, 4]
-    assert sizes(given, number=1) == [3, 3]
-    assert sizes(given, "gpipe") == [3, 3]
-    heavy = dataclasses.replace(layer, param_bytes=10**6)
-    assert sizes(Profile((heavy,) * 6)) == [3, 3]
-
-
 @pytest.mark.parametrize(
     ("name", "remat"),
     [
@@ -103,11 +92,3 @@ def test_a_profile_of_other_layers_is_refused():
     for others in (layers[:-1], [layers[0], jnp.sin, layers[2]]):
         with pytest.raises(ValueError, match="sample= is a profile of something else"):
             jpipe.pipeline(others, 2, **two)
-
-
-def test_the_batch_axis_is_that_of_the_pipeline():
-    layers, x = [lambda x: x.T, ref.dense(6)], jnp.ones((3, 8))
-    pipe = jpipe.pipeline(
-        layers, 8, balance="params", sample=x, in_axes=1, devices=jax.devices()[:2]
-    )
-    assert [len(stage.layers) for stage in pipe.plan.stages] == [1, 1]

@@ -46,7 +46,7 @@ def test_a_plan_counts_what_was_measured(measured):
     assert made.forecast.costs.bandwidth == 64.0
     # There and back: a latency, and 4 examples of 4 floats at 64 bytes per second.
     assert made.forecast.seconds > 2 * (0.5 + 1)
-    says = "500 ms for each and 64 B per second, as measured from"
+    says = "500 ms for each and 64 B per second, where not given as measured from"
     assert f"{says} {jax.devices()[0]} to {jax.devices()[1]}" in str(made)
     assert jpipe.Plan.from_json(made.to_json()) == made
 
@@ -55,7 +55,10 @@ def test_what_is_said_counts(measured):
     made = plan(latency=0.25, balance=[2, 1])
     assert made.forecast.costs.latency == 0.25
     assert made.forecast.costs.bandwidth == 64.0
-    assert "between devices; 64 B per second, as measured" in str(made)
+    assert (
+        "between devices; 250 ms for each and 64 B per second, where not given as"
+        in str(made)
+    )
 
 
 def test_what_is_not_measured(measured):

@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 
 import jpipe
-from jpipe.planning import _measure
 
-from .. import reference as ref
 from .models import X, profile
 
 TIMES = {"forward", "backward", "input_grad", "weight_grad", "workspace_bytes"}
@@ -33,49 +31,6 @@ def test_all_but_times_is_as_estimated():
     assert measured.made["device"].startswith("cpu (")
     assert str(measured).startswith("measured on cpu (")
     assert 1e-7 < measured.action_seconds < 1e-2
-
-
-def test_equal_layers_are_measured_once(monkeypatch):
-    visited = []
-    visit = _measure._Measured.visit
-
-    def counting(self, initialize):
-        visited.append(self._number)
-        visit(self, initialize)
-
-    monkeypatch.setattr(_measure._Measured, "visit", counting)
-    layers = [ref.dense(5), ref.Residual(5), ref.Residual(5), jnp.tanh, ref.Residual(5)]
-    made = jpipe.profile(layers, X, rounds=2)
-    assert visited == [0, 1, 3] * 2  # in rounds
-    assert made.layers[1] == made.layers[2] == made.layers[4]
-
-
-def test_the_device_holds_one_layer_at_a_time(monkeypatch):
-    held = []
-    run = _measure._Program.__call__
-
-    def watching(self, offered):
-        held.append(sum(leaf.nbytes for leaf in jax.live_arrays()) - before)
-        return run(self, offered)
-
-    monkeypatch.setattr(_measure._Program, "__call__", watching)
-    width = 64
-    # Not equal, and as large.
-    layers = [*(jpipe.layer(ref.dense(width), _scaled(i)) for i in range(6))]
-    x = jax.ShapeDtypeStruct((2, width), jnp.float32)
-    before = sum(leaf.nbytes for leaf in jax.live_arrays())
-    made = jpipe.profile(layers, x, rounds=2)
-    (size,) = {layer.param_bytes for layer in made.layers}
-    assert max(held) >= size
-    # With gradients of the last half, and activations.
-    assert max(held) < 2.5 * size
-    assert len({id(layer) for layer in made.layers}) == 6
-    after = sum(leaf.nbytes for leaf in jax.live_arrays())
-    assert after - before < size
-
-
-def _scaled(factor):
-    return lambda module, x: factor * module(x)
 
 
 def test_the_first_layer_is_given_the_sample_and_others_valid_numbers():

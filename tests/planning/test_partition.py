@@ -1,18 +1,23 @@
 """The best cut, by trying all; and what `partition` refuses."""
 
-import dataclasses
 import math
 import random
-import time
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jpipe import partition, schedules
-from jpipe.planning._profile import LayerProfile, Profile, SkipProfile
 
-from .chains import MODES, every_cut, profile, times, transfers
+from .chains import (
+    MODES,
+    LayerProfile,
+    Profile,
+    every_cut,
+    profile,
+    times,
+    transfers,
+)
 
 SEVERAL = ["zb_v", "interleaved"]
 
@@ -78,47 +83,31 @@ def test_no_cut_is_better():
         assert step == pytest.approx(min(s for _, s in every), rel=1e-9), seed
 
 
-@pytest.mark.parametrize("schedule", [None, "gpipe", "zb_h1"])
-def test_no_cut_under_a_limit_is_better(schedule):
+def test_no_cut_under_a_limit_is_better():
     refused = 0
     for seed in range(150):
         rng, given, modes, question = drawn(seed)
         count, most = question["num_stages"], question["num_microbatches"]
         in_flight = [min(count - s, most) for s in range(count)]
-        if schedule == "gpipe":
-            in_flight = [most] * count
-        if schedule == "zb_h1":
-            # Its weight gradients wait: then micro-batches count twice.
-            modes = ("none",) * count
-            peaks = schedules.zb_h1(count, most).simulate().peak_bytes
-            in_flight = list(map(int, peaks))
         limit = rng.choice([200, 400, [rng.randrange(100, 600) for _ in range(count)]])
-        limits = limit if isinstance(limit, list) else [limit] * count
-        every = list(every_cut(len(given.layers), count))
+        limits = np.broadcast_to(limit, count)
         over = {
-            tuple(b): max(
-                n - own
-                for n, own in zip(
-                    needs(given, b, modes, in_flight), limits, strict=True
-                )
-            )
-            for b in every
+            tuple(b): max(np.subtract(needs(given, b, modes, in_flight), limits))
+            for b in every_cut(len(given.layers), count)
         }
-        fitting = [b for b in every if over[tuple(b)] <= 0]
-        question |= {"remat": modes}
-        asked = question | {"schedule": schedule, "max_bytes": limit}
+        fitting = [list(b) for b, more in over.items() if more <= 0]
+        question |= {"max_bytes": limit}
         if not fitting:
             refused += 1
             with pytest.raises(ValueError, match="partition") as refusal:
-                partition(given, **asked)
+                partition(given, **question)
             if isinstance(limit, int):
-                least = min(over.values()) + limit
+                least = int(min(over.values()) + limit)
                 assert f"works is max_bytes={least:,}" in str(refusal.value)
-                assert partition(given, **asked | {"max_bytes": least}) in every
+                assert partition(given, **question | {"max_bytes": least})
             continue
-        objectives = {"max": 0} if schedule else {"max": 0, "step": 1}
-        for objective, column in objectives.items():
-            found = partition(given, objective=objective, **asked)
+        for objective, column in {"max": 0, "step": 1}.items():
+            found = partition(given, objective=objective, **question)
             assert found in fitting, seed
             values = [worth(given, b, modes, question)[column] for b in fitting]
             own = worth(given, found, modes, question)[column]
@@ -163,49 +152,6 @@ def test_no_cut_of_a_small_model_is_simulated_to_be_faster(name):
         assert max(loads(given, found, schedule)) == pytest.approx(best), seed
 
 
-@pytest.mark.parametrize("name", SEVERAL)
-def test_a_limit_counts_all_stages_of_a_rank(name):
-    """A rank needs the most of what its stages keep at the same time."""
-    for seed in range(12):
-        given = profile(random.Random(seed), 7)
-        schedule = built(name, 4, 5)
-
-        def needs(balance, given=given, schedule=schedule):
-            costs = given.costs(balance, remat="none")
-            peak = [0] * schedule.num_ranks
-            for rank, row in enumerate(schedule.rows):
-                now = 0
-                for op, stage, _ in row:
-                    kept = costs.residual_bytes[stage]
-                    now += {"F": kept, "B": -kept, "I": 0, "W": -kept}[op]
-                    peak[rank] = max(peak[rank], now)
-            for stage, rank in enumerate(schedule.placement):
-                peak[rank] += costs.parameter_bytes[stage]
-                peak[rank] += costs.accumulator_bytes[stage]
-            return peak
-
-        every = list(every_cut(7, 4))
-        least = min(max(needs(balance)) for balance in every)
-        question = {"num_microbatches": 5, "schedule": name, "remat": "none"}
-        with pytest.raises(ValueError, match=f"works is max_bytes={least:,};"):
-            partition(given, 4, max_bytes=least - 1, **question)
-        for limit in (least, least + 60):
-            fitting = [b for b in every if max(needs(b)) <= limit]
-            found = partition(given, 4, max_bytes=limit, **question)
-            assert found in fitting
-            best = min(max(loads(given, b, schedule)) for b in fitting)
-            assert max(loads(given, found, schedule)) == pytest.approx(best)
-
-
-def test_a_late_skip_connection_counts():
-    """One that takes longer than all it passes decides where to cut."""
-    layers = tuple(LayerProfile(f"layer{i}", 1.0, 1.0) for i in range(4))
-    late = SkipProfile("late", 1, 2, 100, 100)
-    question = {"objective": "step", "num_microbatches": 2, "bandwidth": 1.0}
-    assert partition(Profile(layers), 2, **question) == [2, 2]
-    assert partition(Profile(layers, skips=(late,)), 2, **question) in ([1, 3], [3, 1])
-
-
 def test_full_remat_is_time_but_not_in_the_last_stage():
     layers = tuple(
         LayerProfile(f"layer{i}", 1.0, 1.0, output_bytes=1, kept_bytes={"none": 9})
@@ -220,17 +166,6 @@ def test_full_remat_is_time_but_not_in_the_last_stage():
     assert partition(given, 2, remat=["full", "none"], max_bytes=54) == [4, 6]
 
 
-def test_five_hundred_layers_are_cut_within_a_second():
-    given = profile(random.Random(1), 500)
-    question = {"num_microbatches": 64, "bandwidth": 10.0, "latency": 0.1}
-    for more in ({}, {"max_bytes": 60_000}):
-        began = time.process_time()
-        found = partition(given, 32, objective="step", **question, **more)
-        assert time.process_time() - began < 1
-        assert len(found) == 32
-        assert sum(found) == 500
-
-
 def test_the_documented_answers():
     assert partition([1, 2, 3, 4, 5, 6], 3) == [3, 2, 1]
     # Several are as good: the most even one.
@@ -241,40 +176,23 @@ def test_the_documented_answers():
     assert partition([1e300] * 4, 2, objective="step", num_microbatches=8) == [2, 2]
 
 
-def test_a_rank_without_stages_is_no_matter():
-    rows = "0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1"
-    given = schedules.Schedule.from_text(rows)
-    idle = dataclasses.replace(given, rows=(*given.rows, ()))
-    with pytest.warns(UserWarning, match="E12 rank 2 runs nothing"):
-        found = partition([1, 2, 3], 2, objective="step", schedule=idle)
-    assert found == [2, 1]
-
-
 GIVEN = profile(random.Random(0), 6)
 
 
 @pytest.mark.parametrize(
     ("question", "fault"),
     [
-        ({"num_stages": 0}, "num_stages=0; needs 1 to 6"),
         ({"num_stages": 7}, "num_stages=7; needs 1 to 6"),
         ({"objective": "fast"}, "objective='fast'; needs 'max' or 'step'"),
         ({"objective": "step"}, "a step or a schedule needs num_microbatches="),
-        ({"schedule": "1f1b"}, "a step or a schedule needs num_microbatches="),
         ({"schedule": "2f2b", "num_microbatches": 4}, "unknown schedule '2f2b'"),
         ({"schedule": "forward_only", "num_microbatches": 4}, "has no backward"),
-        ({"num_microbatches": 0}, "num_microbatches=0; needs at least 1"),
         ({"bandwidth": -1}, "bandwidth=-1; needs bytes per second, more than 0"),
-        ({"latency": -1}, "latency=-1; needs a number, finite and not negative"),
         ({"remat": "dots", "max_bytes": 9}, "what remat='dots' keeps is not in the"),
         ({"remat": "nope"}, "remat: 'nope' is unknown: choose 'full', 'min_cut'"),
-        ({"remat": ["none"]}, "remat has 1 entries for 2 stages"),
         ({"max_bytes": [1, 2, 3]}, "max_bytes=[1, 2, 3]; needs bytes, more than 0"),
-        ({"max_bytes": [1, -2]}, "max_bytes=[1, -2]; needs bytes, more than 0"),
-        ({"costs": [1, 2], "max_bytes": 5}, "max_bytes= and remat='full' need a Pro"),
         ({"costs": [1, 2], "remat": "full"}, "max_bytes= and remat='full' need a Pro"),
         ({"costs": [1.0, float("nan")]}, "costs[1]=nan; needs a number, finite"),
-        ({"costs": ["x", 1]}, "costs[0]='x' is a str; needs a number"),
         ({"costs": [1e308] * 4}, "a step takes longer than a float can say"),
         (
             {"costs": Profile((LayerProfile("a", -1.0, 1.0),) * 2)},
@@ -297,7 +215,7 @@ def test_a_limit_that_nothing_meets():
     with pytest.raises(ValueError, match="partition") as refusal:
         partition(given, 2, remat="none", max_bytes=4000)
     assert str(refusal.value) == (
-        "partition: no cut is there with max_bytes=4,000 on rank 0: in the one that "
+        "partition: no cut was found with max_bytes=4,000 on rank 0: in the one that "
         "needs least, stage 0 (layers 0 to 1) needs 4,400 bytes, 400 more. The least "
         "that works is max_bytes=4,400; else take more stages, or a remat mode that "
         "keeps less"

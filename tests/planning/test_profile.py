@@ -7,10 +7,9 @@ import random
 
 import pytest
 
-from jpipe.planning._profile import LayerProfile, Profile, SkipProfile
 from jpipe.schedules import Skip
 
-from .chains import profile
+from .chains import LayerProfile, Profile, SkipProfile, profile
 
 
 def layer(name, scale, **fields):
@@ -66,15 +65,6 @@ def test_a_stage_costs_what_its_layers_do():
     assert GIVEN.costs([4]).skips == ()
 
 
-def test_one_array_goes_to_a_stage_once():
-    assert GIVEN.costs([1, 1, 2], remat="none").skips == (Skip(0, 2, 11, 12),)
-    assert GIVEN.costs([1, 1, 1, 1], remat="none").skips == (
-        Skip(0, 3, 11, 12),
-        Skip(1, 3, 20, 10),
-        Skip(2, 3, 13, 14),
-    )
-
-
 def test_full_remat_keeps_what_comes_in_and_computes_forwards_again():
     costs = GIVEN.costs([1, 1, 2], remat=["full", "min_cut", "full"])
     assert costs.backward == [4.0, 6.0, 28.0]
@@ -96,8 +86,6 @@ def test_what_no_stages_have_is_refused():
         "latency=-1; needs a number, finite and not negative",
     ):
         assert says in str(refusal.value)
-    with pytest.raises(ValueError, match="every stage needs at least one layer"):
-        GIVEN.costs([4, 0])
     bare = dataclasses.replace(
         GIVEN, layers=tuple(dataclasses.replace(x, kept_bytes={}) for x in GIVEN.layers)
     )
@@ -126,10 +114,7 @@ def test_what_is_saved_is_loaded(tmp_path):
     ("change", "says"),
     [
         ({"version": 2}, "it begins with .*'version': 2"),
-        ({"format": "other"}, "it begins with"),
         ({"layers": [{"name": "a"}]}, "missing 2 required .* 'forward' and 'backward'"),
-        ({"layers": [7]}, "TypeError"),
-        ({"layers": []}, "layers is empty; needs at least one"),
         ({"colour": "red"}, "colour"),
         (
             {"ties": [[0, 9]]},
@@ -137,7 +122,6 @@ def test_what_is_saved_is_loaded(tmp_path):
         ),
         ({"skips": [["a", 0, 9, 1, 1]]}, "TypeError"),
         ({"microbatch_size": 0}, "microbatch_size=0; needs an int of at least 1"),
-        ({"action_seconds": -1}, "action_seconds=-1; needs a number, finite and not"),
     ],
 )
 def test_a_file_that_holds_something_else_is_refused(change, says, tmp_path):
@@ -149,15 +133,6 @@ def test_a_file_that_holds_something_else_is_refused(change, says, tmp_path):
     path.write_bytes(b"\xff{")
     with pytest.raises(ValueError, match="holds no profile"):
         Profile.load(path)
-
-
-def test_a_profile_of_no_use_is_not_saved(tmp_path):
-    bad = Profile((LayerProfile("a", float("nan"), 1.0, param_bytes=-1),))
-    with pytest.raises(
-        ValueError, match=r"forward=nan; .*param_bytes=-1; needs an int"
-    ):
-        bad.save(tmp_path / "profile.json")
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_profile_of_something_else_is_refused_with_all_that_differs():

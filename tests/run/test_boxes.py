@@ -72,5 +72,5 @@ def test_a_box_for_an_nnx_module_is_refused():
     (variables,) = pipe.init(KEY, X)
     kernel = nn.Partitioned(variables["params"]["kernel"], ("rows", "columns"))
     boxed = {"params": {**variables["params"], "kernel": kernel}}
-    with pytest.raises(ValueError, match=r"plain arrays for kernel.*linen\.unbox"):
+    with pytest.raises(ValueError, match=r"(?s)plain arrays.*linen\.unbox.*kernel"):
         pipe.apply((boxed,), X)

@@ -5,9 +5,9 @@ import re
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
-from jpipe.schedules import Costs, Schedule, ScheduleError, build_v, zb_v
+from jpipe.schedules import Costs, Schedule, ScheduleError, build_v
 
 BLOCKS = {
     # What a rank holds, in micro-batches of both its stages; the most that it idles
@@ -50,29 +50,6 @@ def test_a_block_of_the_literature_holds_and_idles_what_its_table_says(block):
             assert len(set(timeline.idle)) == 1
 
 
-def test_the_block_of_zb_v_takes_the_time_and_the_memory_of_zb_v():
-    for p in (1, 3, 6):
-        for m in (2 * p - 1, 3 * p + 1):
-            ours, known = build_v(p, m, block="zb_v").simulate(), zb_v(p, m).simulate()
-            assert ours.makespan == known.makespan
-            assert max(ours.peak_bytes) == max(known.peak_bytes)
-
-
-def test_measured_costs_reorder_a_block_within_its_memory():
-    forward = [1, 2, 1, 3, 1, 1, 2, 1]
-    costs = Costs(forward, [2 * f for f in forward], latency=0.5)
-    for block in BLOCKS:
-        plain = build_v(4, 12, block=block)
-        measured = build_v(4, 12, block=block, costs=costs).validate()
-        assert measured.simulate(costs).makespan <= plain.simulate(costs).makespan
-        assert max(held(measured)) <= max(held(plain))
-    times = [
-        build_v(4, 12, block="v_half", costs=some).simulate(costs).makespan
-        for some in (None, costs)
-    ]
-    assert times[1] < times[0]
-
-
 def test_more_in_flight_is_used_and_never_exceeded():
     costs = Costs(latency=1.0)
     times = []
@@ -99,7 +76,6 @@ def blocks(draw):
     return starts
 
 
-@settings(max_examples=30, deadline=None)
 @given(blocks(), st.integers(1, 9))
 def test_any_block_that_can_be_repeated_makes_a_valid_schedule(starts, m):
     schedule = build_v(len(starts), m, block=starts).validate()
@@ -116,16 +92,8 @@ def test_any_block_that_can_be_repeated_makes_a_valid_schedule(starts, m):
     [
         ({"block": "v_third"}, "unknown block 'v_third': choose 'v_min', 'v_half', "),
         (
-            {"block": [(0, 1, 2, 3)]},
-            "block=[(0, 1, 2, 3)]: needs four slots for each of 2 ranks: ",
-        ),
-        (
             {"block": [(0, 3, 4, 5), (2, 1, 5, 6)]},
             "v: its block cannot be repeated: the schedule deadlocks: rank ",
-        ),
-        (
-            {"costs": Costs([1, 2, 3])},
-            "v_half: costs cannot be used:\n  * they are for 3 stages, there are 4",
         ),
         (
             {"max_in_flight": 3},

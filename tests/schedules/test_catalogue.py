@@ -125,10 +125,6 @@ def test_four_ranks_and_eight_microbatches_are_in_this_order(name):
     assert BY_NAME[name](4, 8).to_text() == ORDERS[name]
 
 
-def test_every_schedule_of_the_catalogue_is_drawn_or_written_down():
-    assert set(PICTURES) | set(ORDERS) == set(BY_NAME)
-
-
 def test_picture_names_the_stage_where_a_rank_has_several():
     v_shape = Schedule.from_text("0F0 2F0 2B0 0B0\n1F0 1B0", name="v")
     assert v_shape.placement == (0, 1, 0)

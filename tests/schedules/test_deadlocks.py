@@ -5,7 +5,7 @@ from graphlib import CycleError, TopologicalSorter
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from jpipe.schedules import Action, Costs, Schedule, ScheduleError
 
@@ -92,7 +92,6 @@ ANY_COSTS = [
 ]
 
 
-@settings(max_examples=150, deadline=None)
 @given(any_orders(), st.sampled_from(ANY_COSTS))
 def test_validator_and_simulator_agree_with_graph_theory(schedule, costs):
     # Neither a schedule that can run is refused, nor one accepted that cannot.

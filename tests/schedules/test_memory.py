@@ -3,9 +3,9 @@
 import dataclasses
 
 import hypothesis.strategies as st
-from hypothesis import given, settings
+from hypothesis import given
 
-from jpipe.schedules import Costs, MemoryEvent, Schedule, Timeline, gpipe
+from jpipe.schedules import Costs, Schedule, Timeline
 
 from .predictions import predictions
 
@@ -68,39 +68,6 @@ def test_every_byte_of_two_ranks_is_held_from_when_to_when():
     assert (timeline.peak_kept(0), timeline.peak_kept(1)) == (200, 3000)
 
 
-def test_inference_keeps_no_residuals_and_has_no_sums_of_gradients():
-    timeline = Schedule.from_text("0F0 0F1\n1F0 1F1").simulate(EVERY_BYTE)
-    assert held(timeline, 0) == [
-        (0.0, "010120002"),
-        (1.0, "011110004"),  # 0F0
-        (1.0, "011110001"),  # it has sent
-        (2.0, "012000003"),  # 0F1
-        (2.0, "012000000"),
-    ]
-    assert held(timeline, 1) == [
-        (0.0, "030360000"),
-        (1.0, "030360003"),  # 0F0 sent
-        (2.0, "030360006"),  # 0F1 sent
-        (2.0, "033330003"),  # 1F0
-        (3.0, "036000000"),  # 1F1
-    ]
-
-
-def test_bytes_may_differ_by_microbatch():
-    costs = Costs(residual_bytes=[[1, 20, 300]])
-    timeline = gpipe(1, 3).simulate(costs)
-    assert timeline.memory == (
-        MemoryEvent(0.0, 0, 0),
-        MemoryEvent(1.0, 0, 1),
-        MemoryEvent(2.0, 0, 21),
-        MemoryEvent(3.0, 0, 321),
-        MemoryEvent(5.0, 0, 320),
-        MemoryEvent(7.0, 0, 300),
-        MemoryEvent(9.0, 0, 0),
-    )
-
-
-@settings(deadline=None, max_examples=50)
 @given(st.data())
 def test_peaks_are_those_of_one_order_whatever_times_are(data):
     schedule, costs = data.draw(predictions())

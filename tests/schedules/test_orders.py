@@ -1,6 +1,6 @@
 """What holds for every order that a builder gives, of any size."""
 
-from jpipe.schedules import BY_NAME, Schedule, forward_only, gpipe
+from jpipe.schedules import BY_NAME, Schedule
 
 from .orders import IN_A_V, ON_A_LINE, every_name, some_sizes
 
@@ -22,14 +22,3 @@ def test_every_schedule_is_valid_is_read_back_and_runs_forward_alone(name):
         assert forwards.rows == tuple(
             tuple(action for action in row if action.op == "F") for row in schedule.rows
         )
-
-
-def test_the_name_of_a_forward_pass_tells_where_it_comes_from():
-    assert gpipe(2, 2).forwards().name == "gpipe (forward)"
-    schedule = forward_only(2, 2)
-    assert schedule.forwards() is schedule
-
-
-def test_text_without_a_backward_is_for_inference():
-    assert Schedule.from_text("0F0 0F1\n1F0 1F1").forward_only
-    assert not Schedule.from_text("0F0 0F1 0B0 0B1").forward_only

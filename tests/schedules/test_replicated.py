@@ -1,10 +1,8 @@
 """Stages with several ranks that take turns: orders, rules, times, memory."""
 
 import dataclasses
-import json
 import math
 import random
-import re
 
 import pytest
 
@@ -14,8 +12,6 @@ from jpipe.schedules import (
     Exchange,
     Schedule,
     ScheduleError,
-    compare,
-    one_f_one_b,
     replicated,
 )
 
@@ -95,36 +91,6 @@ def test_in_flight_are_as_many_as_pipedream_says_where_that_is_enough():
     assert between(enough, [3, 4, 1]) == pytest.approx(2.0)
 
 
-def test_transfers_are_hidden_where_they_are_counted():
-    costs = dataclasses.replace(costs_of([1, 1]), latency=1.0)
-    waits = replicated([2, 2], 60).simulate(costs)
-    assert between(waits, [2, 2]) == pytest.approx(1.5)
-    hidden = replicated([2, 2], 60, eager=True).simulate(costs)
-    assert between(hidden, [2, 2]) == pytest.approx(1.0)
-
-
-def test_one_rank_per_stage_is_1f1b():
-    one, other = replicated([1, 1, 1], 5), one_f_one_b(3, 5)
-    assert (one.rows, one.placement, one.replicas) == (other.rows, (0, 1, 2), ())
-
-
-def test_memory_is_that_of_the_micro_batches_of_a_rank():
-    costs = Costs(
-        residual_bytes=[8, 16],
-        boundary_bytes=[1, 2],
-        parameter_bytes=[100, 200],
-        accumulator_bytes=[1000, 2000],
-        extra_bytes=[0, 4],
-    )
-    timeline = replicated([2, 1], 3).simulate(costs)
-    start = {event.rank: event.bytes for event in timeline.memory[:3]}
-    # Both ranks of stage 0 have its parameters; inputs are there from the start.
-    assert start == {0: 1100 + 2, 1: 1100 + 1, 2: 2200 + 3 * 4}
-    last = {event.rank: event.bytes for event in timeline.memory}
-    assert last == {0: 1100, 1: 1100, 2: 2200}
-    assert timeline.peak_bytes[:2] == (1100 + 16 + 2, 1100 + 8 + 2)
-
-
 def test_the_exchange_of_gradients_is_at_the_end_or_hidden():
     schedule, costs = replicated([2, 2], 4), costs_of([1, 1])
     plain = schedule.simulate(costs)
@@ -143,10 +109,6 @@ def test_the_exchange_of_gradients_is_at_the_end_or_hidden():
 def test_json_keeps_who_shares_a_stage():
     schedule = replicated([3, 1, 2], 7)
     assert Schedule.from_json(schedule.to_json()) == schedule
-    # Written before stages had several ranks.
-    fields = json.loads(one_f_one_b(2, 2).to_json())
-    del fields["replicas"]
-    assert Schedule.from_json(json.dumps(fields)) == one_f_one_b(2, 2)
     # A text does not say it, so it is refused and not guessed.
     with pytest.raises(ScheduleError, match="E4 0F1: stage 0 is placed on rank 0"):
         Schedule.from_text(replicated([2, 1], 2).to_text())
@@ -155,12 +117,10 @@ def test_json_keeps_who_shares_a_stage():
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"replicas": ((0, 1),)}, "E4 replicas has 1 entries for 2 stages"),
         (
             {"replicas": ((1, 0), (2,))},
             "E4 replicas[0]=(1, 0): needs different ranks, placement[0]=0 first",
         ),
-        ({"replicas": ((0, 3), (2,))}, "E4 stages [0] are placed on ranks that are"),
         ({"replicas": ((0,), (2,))}, "E4 0F1: stage 0 is placed on rank 0"),
     ],
 )
@@ -169,31 +129,3 @@ def test_who_shares_a_stage_is_checked(change, says):
     with pytest.raises(ScheduleError) as refusal:
         schedule.validate()
     assert says in str(refusal.value)
-
-
-def test_a_backward_runs_where_its_forward_ran():
-    schedule = replicated([2, 1], 2)
-    first, second, last = schedule.rows
-    rows = (first[:1] + second[1:], second[:1] + first[1:], last)
-    with pytest.raises(
-        ScheduleError, match=r"E10 0B1: its forward runs on rank 1 \(rank 0"
-    ):
-        dataclasses.replace(schedule, rows=rows).validate()
-
-
-def test_bad_numbers_are_named_together():
-    says = (
-        "num_microbatches='3', replicas[1]=0, replicas[2]=2.0, replicas[3]=True: must"
-    )
-    with pytest.raises(ScheduleError, match=re.escape(f"replicated: {says} be ints")):
-        replicated([1, 0, 2.0, True], "3")
-    for nothing in ([], 3, "31", None):
-        with pytest.raises(ScheduleError, match=r"replicated: replicas=.* for each st"):
-            replicated(nothing, 1)
-
-
-def test_beside_others_a_shared_stage_has_the_layers_of_its_ranks():
-    shared, single = replicated([2, 2], 8), one_f_one_b(4, 8)
-    each = compare([shared, single], Costs(forward=1.0, backward=2.0)).timelines
-    assert [sum(timeline.busy) for timeline in each] == [96.0, 96.0]
-    assert each[0].makespan == shared.simulate(Costs(2.0, 4.0)).makespan == 30.0

@@ -24,21 +24,6 @@ def test_action_refuses_anything_else():
             Action.parse(text)
 
 
-def test_action_refuses_numbers_that_no_schedule_has():
-    assert Action.parse("9" * 12 + "F0").stage == 10**12 - 1
-    for text in ("1" * 13 + "F0", "0F" + "1" * 5000):
-        with pytest.raises(ValueError, match="micro-batches have at most 12 digits"):
-            Action.parse(text)
-
-
-def test_a_text_that_is_none_is_refused_in_few_lines():
-    with pytest.raises(ScheduleError) as refusal:
-        Schedule.from_text("to be or not to be " * 100)
-    lines = str(refusal.value).splitlines()
-    assert len(lines) == 52
-    assert lines[-1] == "  * and 550 more"
-
-
 @pytest.mark.parametrize("text", ["0F999999999999", "0F0 0B0\n1F0 12345B0"])
 def test_a_number_that_is_too_large_is_refused_before_anything_is_as_long(text):
     says = r"E5 stages 0 to \d+ and micro-batches 0 to \d+ are \d+ pairs, there are "
@@ -59,12 +44,6 @@ def test_all_cells_of_a_text_that_are_no_actions_are_in_one_message():
     )
 
 
-def test_empty_text_is_refused():
-    for text in ("", "\n  \n", "# 0F0 0B0"):
-        with pytest.raises(ScheduleError, match=r"^an empty text holds no schedule$"):
-            Schedule.from_text(text)
-
-
 def test_blank_lines_and_comments_in_text_do_not_count():
     text = "# two ranks\n0F0 0B0  # the first\n\n1F0 1B0\n"
     assert Schedule.from_text(text).rows == gpipe(2, 1).rows
@@ -79,18 +58,11 @@ def json_with(**fields) -> str:
     [
         ("nonsense", "no schedule as Schedule.to_json writes it: JSONDecodeError"),
         ("[" * 10**5, "no schedule as Schedule.to_json writes it: RecursionError"),
-        ("9" * 10**4, "no schedule as Schedule.to_json writes it: ValueError"),
-        ("[]", "no schedule as Schedule.to_json writes it: TypeError"),
         ("{}", "no schedule as Schedule.to_json writes it: KeyError('name')"),
         (json_with(more=1), "unexpected keyword argument 'more'"),
-        (json_with(rows=None), "writes it: TypeError"),
         (json_with(rows=[[1]]), "E1 1 is not an action: write stage, op"),
         (json_with(num_stages=0), "E0 num_stages=0, num_microbatches=1: must be ints"),
         (json_with(num_microbatches="1"), "E0 num_stages=2, num_microbatches='1'"),
-        (json_with(num_microbatches=10**12), "a number is too large"),
-        (json_with(placement=["0", "1"]), "writes it: TypeError"),
-        (json_with(replicas=3), "writes it: TypeError"),
-        (json_with(rows=[["0F0", "0G0"]]), "E1 '0G0' is not an action"),
         (json_with(num_microbatches=2), "E5 0F1 never runs"),
         (json_with(forward_only=True), "E7 0B0 in a schedule that is forward_only"),
         (json_with(placement=[1, 0]), "E4 0F0: stage 0 is placed on rank 1"),
@@ -99,10 +71,3 @@ def json_with(**fields) -> str:
 def test_json_that_is_no_schedule_is_refused(text, says):
     with pytest.raises(ScheduleError, match=re.escape(says)):
         Schedule.from_json(text)
-
-
-def test_the_rows_of_many_ranks_stand_under_one_another():
-    grid = gpipe(11, 2).simulate().to_text().split("\n")
-    assert grid[9].startswith("rank  9 |.  ")
-    assert grid[10].startswith("rank 10 |.  ")
-    assert len({len(line) for line in grid}) == 1
