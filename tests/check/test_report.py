@@ -38,7 +38,7 @@ def made(layers, make=jpipe.sequential, number=3, **options):
 def test_report_is_printed_as_a_table():
     pipe, variables, x, targets = made([nn.Dense(2), jnp.sin, centred])
     report = pipe.check(variables, x, targets, mse)
-    header, titles, *rows, loss = str(report).splitlines()
+    header, titles, *rows, loss, end = str(report).splitlines()
     assert header == "12 examples at once, and in micro-batches of 4 and 8:"
     assert titles.split() == ["outputs", "state", "gradients"]
     assert [row.split()[:6] for row in rows] == [
@@ -48,6 +48,7 @@ def test_report_is_printed_as_a_table():
     ]
     assert "outputs differ, most in example " in rows[2]
     assert loss.startswith("loss_fn with reduction='mean'  same")
+    assert end == "each example by itself: layers [0, 1]; not so: layers [2]"
     assert not report
     assert not report.is_same
     report = pipe.check(variables, x)
