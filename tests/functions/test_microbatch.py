@@ -120,7 +120,6 @@ ALIKE = {
     "an axis per leaf": ({"a": 0, "b": 1}, {"a": array(4, 2), "b": array(2, 4)}),
     "an axis per subtree": ((0, 1), ({"u": array(4), "v": array(4, 3)}, array(2, 4))),
     "None for a leaf": ((0, None), (array(4, 2), array(7))),
-    "None for a subtree": ((0, None), (array(4), {"u": array(2), "v": array(3)})),
     "an axis for a scalar": (0, (array(4, 2), array())),
     "unequal sizes": (0, (array(4), array(3))),
     "a missing leaf": (0, {"a": array(4, 2), "mask": None}),

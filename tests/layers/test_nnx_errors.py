@@ -109,5 +109,8 @@ def test_variables_of_another_module_are_refused():
     pipe = jpipe.pipeline([nnx.Linear(3, 2, rngs=nnx.Rngs(0))], 2)
     with pytest.raises(ValueError, match=r"missing: .*'params'.*'bias'"):
         pipe.apply(({"params": {"kernel": jnp.ones((3, 2))}},), jnp.ones((2, 3)))
+    module = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"give nnx.to_pure_dict.state."):
+        pipe.apply(({"params": nnx.state(module)},), jnp.ones((2, 3)))
     with pytest.raises(ValueError, match=r"not those of this Linear: .*params/bias"):
         pipe.modules(({"params": {"kernel": jnp.ones((3, 2))}},))
