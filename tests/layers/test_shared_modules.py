@@ -65,6 +65,18 @@ def batch(size=6):
     return x, t
 
 
+class Whole(nn.Module):
+    """Its part is listed beside it, or another that shares it."""
+
+    def setup(self):
+        self.dense = nn.Dense(WIDTH)
+        self.first = Holder(self.dense)
+
+    def __call__(self, x):
+        return self.first(x)
+
+
+BOUND = Whole().bind(Whole().init(jax.random.key(0), jnp.ones((1, WIDTH))))
 DENSE, NORM = nn.Dense(WIDTH), nn.LayerNorm()
 # Of each layer, the names of its parameters: the first that uses a module has them.
 OWNED = {
@@ -78,6 +90,7 @@ OWNED = {
         [Named({"norm": NORM, 1: 2.0}, DENSE), Named({"norm": NORM}, DENSE)],
         [["Dense_0", "before_norm", "part"], ["Dense_0"]],
     ),
+    "bound": ([BOUND, BOUND.dense], [["dense"], []]),
     "methods": (ends(), [["encoder", "scale"], [], ["decoder"]]),
 }
 
