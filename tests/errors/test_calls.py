@@ -1,7 +1,5 @@
 """Errors of what a pipeline is given: batches, axes, keys, losses, variables."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +12,6 @@ import jpipe
 
 from .model import KEY, TARGETS, X, mse, rows, says, two_stages
 
-SGD = optax.sgd(0.1)
 RNGS = "rngs is 0; needs a random key, such as jax.random.key(0)"
 
 
@@ -52,10 +49,6 @@ def under_jit(pipe, variables):
     jax.jit(pipe.value_and_grad(mse))(variables, X, TARGETS)
 
 
-def under_grad(pipe, variables):
-    jax.grad(lambda x: pipe.apply(variables, x).sum())(X)
-
-
 def init(key):
     return lambda pipe, _: pipe.init(key, X)
 
@@ -63,18 +56,15 @@ def init(key):
 CALLS = {
     TypeError: {
         "jnp.asarray ... x['a'] is ... x['b'] is": apply({"a": 3, "b": "text", "c": X}),
-        "x[19] is ... and 28 more": apply([1.0] * 48),
         "convert with jnp.asarray ... targets is": gradient(targets="targets"),
         "rngs is an nnx.Rngs ... rngs.dropout()": apply(rngs=nnx.Rngs(0)),
         RNGS: gradient(rngs=0),
         "rngs['dropout'] is 1 ... jax.random.key(1)": apply(rngs={"dropout": 1}),
         "key is 7 ... such as jax.random.key(7)": init(7),
         "key is None": init(None),
-        "key is a float32[4, 3]": init(X),
         "key is a key<fry>[2]": init(jax.random.split(KEY)),
         "state is a tuple ... init_train_state": profile,
         "outside of jax.jit": under_jit,
-        "a pipeline compiles its own stages": under_grad,
     },
     ValueError: {
         "x has 1 examples ... of these layers with": gradient(X[:1], TARGETS[:1]),
@@ -82,28 +72,19 @@ CALLS = {
         "targets: 3, along axis 0 ... target_axes": gradient(targets=TARGETS[:3]),
         "x['a']: 4 ... x['b'][0]: 2": axes({"a": X, "b": [X[:2]]}),
         "in_axes: 'batch' is neither an axis nor None": axes(in_axes="batch"),
-        "in_axes: True is neither an axis nor None": axes(in_axes=True),
         "x of shape (4, 3) has no axis 2": axes(in_axes=2),
         "in_axes=(0, 0) ... prefix ... x": axes(in_axes=(0, 0)),
         "no leaf has a batch axis ... in_axes": axes(in_axes=None),
         "targets of shape (4, 2) has no axis 3": target_axes,
-        "out_axes: 0.5 is neither an axis nor None": axes(out_axes=0.5),
         "out_axes=(0, None) is not a prefix of outputs": axes(out_axes=(0, None)),
         "out_axes=2": axes(out_axes=2),
         "num_microbatches=1 ... outputs has shape (6,)": axes(stages=[jnp.ravel]),
-        "variables is a ndarray ... 3 layers ... Pipeline.init": given(lambda v: X),
         "dict ... 3 layers ... Pipeline.init": given(lambda v: v[0]),
         "2 entries ... 3 layers ... one entry per layer": given(lambda v: v[:2]),
         "variables[0] is ... [2] is a list": given(lambda v: (3, {}, [])),
         "x of float32[4,2]; one of the two ... (3, 5) ... (2, 5)": gradient(TARGETS, X),
         "pipe.place(variables) ... are on cpu:7 ... stage 1 (layers 2 to 2)": given(
             lambda v: jax.device_put(v, jax.devices()[7])
-        ),
-        "pipe.place(variables) ... stage 0": given(jax.device_get),
-    },
-    (TypeError, ValueError): {
-        "variables[2]['params']['kernel']": given(
-            lambda v: (*v[:2], {"params": {"kernel": "text", "bias": X[0, :2]}})
         ),
     },
 }
@@ -123,33 +104,16 @@ LOSSES = {
     TypeError: {
         "must return a scalar loss ... float32[2,2]": (lambda y, t: y - t, {}),
         "of a floating dtype ... int32[]": (lambda y, t: jnp.sum(y > t), {}),
-        "scalar loss ... the Python number 0.5": (lambda y, t: 0.5, {}),
         "must return a scalar loss ... None": (lambda y, t: None, {}),
         f"scalar loss ... {PAIR}": (lambda y, t: (mse(y, t), y), {}),
-        "must return a scalar loss ... for ((total, weight), aux) both": (
-            lambda y, t: (mse(y, t), jnp.float32(2), y),
-            {},
-        ),
         "has_aux=True ... must return (loss, aux) ... float32[]": (mse, AUX),
-        "has_aux=True ... must return (loss, aux) ... float32[2,2]": (
-            lambda y, t: (mse(y, t), y, t),
-            AUX,
-        ),
         "aux['at'] is 'end', a str; needs arrays or numbers": (
             lambda y, t: (mse(y, t), {"at": "end"}),
             AUX,
         ),
-        f"must return ((total, weight), aux) ... {PAIR}": (
-            lambda y, t: (mse(y, t), y),
-            AUX | WEIGHTED,
-        ),
         "reduction='weighted' ... (total, weight) ... float32[]": (mse, WEIGHTED),
         "the weight must be a scalar ... float32[2]": (
             lambda y, t: (mse(y, t), jnp.ones(2)),
-            WEIGHTED,
-        ),
-        "the total must be a scalar ... float32[2,2]": (
-            lambda y, t: (y, jnp.float32(2)),
             WEIGHTED,
         ),
     },
@@ -163,17 +127,12 @@ def test_results_of_losses_are_refused(pipe, variables, loss, error, match):
         pipe.value_and_grad(loss_fn, **options)(variables, X, TARGETS)
 
 
-@pytest.mark.parametrize("method", ["value_and_grad", "train_step"])
-def test_reduction_and_loss_function_that_are_neither(pipe, method):
-    def make(loss_fn, **options):
-        rest = (SGD,) if method == "train_step" else ()
-        return getattr(pipe, method)(loss_fn, *rest, **options)
-
+def test_reduction_and_loss_function_that_are_neither(pipe):
     match = says("unknown reduction 'max'", "'mean', 'sum', 'weighted'")
     with pytest.raises(ValueError, match=match):
-        make(mse, reduction="max")
+        pipe.value_and_grad(mse, reduction="max")
     with pytest.raises(TypeError, match=says("loss_fn=0.5", "(outputs, targets)")):
-        make(0.5)
+        pipe.train_step(0.5, optax.sgd(0.1))
 
 
 def test_targets_of_another_shape_are_described(pipe, variables):
@@ -192,35 +151,15 @@ def test_aux_of_two_shapes_cannot_be_stacked(pipe, variables):
         value_and_grad(variables, X[:3], TARGETS[:3])
 
 
-def test_loss_object_that_cannot_be_hashed_is_taken(pipe, variables):
-    @dataclasses.dataclass
-    class Scaled:
-        scale: float
-
-        def __call__(self, outputs, targets):
-            return self.scale * mse(outputs, targets)
-
-    loss, _ = pipe.value_and_grad(Scaled(2.0))(variables, X, TARGETS)
-    assert loss == 2 * pipe.value_and_grad(mse)(variables, X, TARGETS)[0]
-
-
-def test_raw_keys_are_keys(pipe, variables):
-    raw = pipe.init(jax.random.PRNGKey(0), X)
-    jax.tree.map(np.testing.assert_array_equal, raw, variables)
-    state = pipe.init_train_state(np.asarray(jax.random.PRNGKey(0)), X, SGD)
-    assert state.rng.dtype == jnp.uint32
-
-
 class OfDict(nn.Module):
     @nn.compact
     def __call__(self, x, train):
         return nn.Dropout(0.5)(x["a"], deterministic=not train)
 
 
-@pytest.mark.parametrize("rngs", [None, {"noise": KEY}])
-def test_stream_without_a_key_is_named(rngs):
+def test_stream_without_a_key_is_named():
     with pytest.raises(errors.InvalidRngError) as refusal:
-        jpipe.pipeline([OfDict()], 2).value_and_grad(mse)(({},), {"a": X}, X, rngs=rngs)
+        jpipe.pipeline([OfDict()], 2).value_and_grad(mse)(({},), {"a": X}, X)
     notes = refusal.value.__notes__
     assert any("rngs={'dropout': jax" in note for note in notes)
     # No matter of the dict that the layer is given.
@@ -249,23 +188,3 @@ def test_variables_of_another_model_are_compared_leaf_by_leaf(pipe):
         "  * variables[0]['params']['kernel'] has shape (3, 6), the model needs (3, 5)",
         "  * variables[2]['params']['kernel'] has shape (6, 2), the model needs (5, 2)",
     ]
-
-
-def test_values_of_nnx_in_other_containers():
-    class Two(nnx.Module):
-        def __init__(self):
-            self.parts = nnx.List([nnx.Linear(3, 3, rngs=nnx.Rngs(i)) for i in (0, 1)])
-
-        def __call__(self, x):
-            return self.parts[1](self.parts[0](x))
-
-    module = Two()
-    pipe = jpipe.pipeline([module], 2)
-    state = nnx.state(module, nnx.Param)
-    pure = nnx.to_pure_dict(state)
-    as_list = {"parts": [pure["parts"][i] for i in (0, 1)]}
-    with pytest.raises(ValueError, match=says("['parts'] is a list, the model needs")):
-        pipe.apply([{"params": as_list}], X)
-    with pytest.raises(ValueError, match=says("give nnx.to_pure_dict(state)")):
-        pipe.apply([{"params": state}], X)
-    np.testing.assert_allclose(pipe.apply([{"params": pure}], X), module(X), rtol=1e-5)

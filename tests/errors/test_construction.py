@@ -12,7 +12,6 @@ from flax import linen as nn
 from flax import nnx
 
 import jpipe
-from jpipe import schedules
 from jpipe.schedules import ScheduleError, gpipe, one_f_one_b
 
 from .model import KEY, X, rows, says, two_stages
@@ -45,14 +44,12 @@ OPTIONS = {
         "num_microbatches=0 ... at least 1": {"num_microbatches": 0},
         "balance=[1, 1] ... its sum is 2 ... 3 layers": {"balance": [1, 1]},
         "balance=[3, 0] ... needs at least one layer": {"balance": [3, 0]},
-        "balance=[4, -1] ... needs at least one layer": {"balance": [4, -1]},
         "balance='time' ... needs sample=": {"balance": "time"},
         f"unknown schedule 'zb' ... {KNOWN} ... Schedule": {"schedule": "zb"},
         "for 2 stages, the pipeline has 3 ... 5 micro-batches": {
             "schedule": gpipe(2, 5)
         },
         f"unknown remat 'half' ... {REMATS}": {"remat": "half"},
-        "unknown remat 'half', 3: choose": {"remat": ["half", "full", 3]},
         "remat has 2 entries for 3 stages": {"remat": ["full", "none"]},
         "stages=[] ... at least one layer": {"stages": []},
     },
@@ -61,24 +58,19 @@ OPTIONS = {
         "num_microbatches=2.0 is a float": {"num_microbatches": 2.0},
         "give num_microbatches= ... or plan=": {"num_microbatches": None},
         "balance=3 ... a sequence of ints": {"balance": 3},
-        "balance=[1.0, 2] ... a sequence of ints": {"balance": [1.0, 2]},
         "balance=[True, 2] ... a sequence of ints": {"balance": [True, 2]},
         "devices ... 'cpu:0' ... jax.Device": {"devices": ["cpu:0"]},
-        "devices ... a sequence": {"devices": jax.devices()[0]},
         "devices=1 is a ... devices=jax.devices()[:2]": {"devices": 1},
-        "devices='cpu' is a ... jax.devices()[:2]": {"devices": "cpu"},
         f"schedule=3 ... int ... {KNOWN}": {"schedule": 3},
         "schedule ... NoneType ... Schedule": {"schedule": lambda *_: None},
         "needs a sequence of layers ... [nn.Dense": {"stages": jnp.sin},
         "stages is a Dense; needs ... List a model": {"stages": nn.Dense(2)},
-        "stages is a Linear; needs ... List a model by": {"stages": LINEAR},
         "layer 1 ... a function that calls a Dense ... become constants": {
             "stages": [nn.relu, BOUND.__call__]
         },
         "layer 1 ... list the module itself": {
             "stages": [nn.relu, functools.partial(LINEAR)]
         },
-        "layer 0 ... list the module itself": {"stages": [jax.jit(BOUND.__call__)]},
         "layer 0 ... list the module as jpipe.layer(module, 'attend')": {
             "stages": [nn.Embed(3, 4).attend]
         },
@@ -112,7 +104,6 @@ def test_layers_that_are_no_layers_are_all_listed():
         nn.Dense,
         nn.relu,
         nnx.Module(),
-        functools.partial(nn.gelu),
         "relu",
         [nn.Dense(2)],
         np.ones((100, 100)),
@@ -123,20 +114,14 @@ def test_layers_that_are_no_layers_are_all_listed():
         r"layer 0: 3 is an? int",
         r"layer 1: Dense is a class; write Dense\(\.\.\.\)",
         r"layer 3: Module is an nnx module without __call__",
-        r"layer 5: 'relu' is a str",
-        r"layer 6: a list; list its layers themselves, and type balance= for stages",
-        r"layer 7: array\(.{1,40} is a ndarray",
+        r"layer 4: 'relu' is a str",
+        r"layer 5: a list; list its layers themselves, and type balance= for stages",
+        r"layer 6: array\(.{1,40} is a ndarray",
     ]
     lines = str(refusal.value).splitlines()[1:]
     assert len(lines) == len(faults)
     for line, fault in zip(lines, faults, strict=True):
         assert re.fullmatch(rf"  \* {fault}", line)
-
-
-def test_numpy_numbers_are_numbers():
-    number = np.int64(2)
-    pipe = jpipe.pipeline(two_stages(), number, balance=np.array([2, 1]))
-    assert (pipe.num_microbatches, pipe.num_stages) == (2, 2)
 
 
 def test_idle_devices_warn():
@@ -149,21 +134,6 @@ def test_idle_devices_warn():
     with pytest.warns(UserWarning, match=match) as caught:
         jpipe.pipeline(two_stages(), 4, balance=[1, 2], **options)
     assert [warning.filename for warning in caught] == [__file__]
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"devices": jax.devices()[:1]},
-        {"schedule": schedules.zb_v(1, 4)},
-        {"mesh": jax.make_mesh((1, 2), ("stage", "data"))},
-    ],
-    ids=["devices", "schedule", "mesh"],
-)
-def test_idle_devices_that_were_chosen_do_not_warn(options, recwarn):
-    options = {"schedule": "zb_v", **options}
-    jpipe.pipeline(two_stages(), 4, balance=[1, 2], **options)
-    assert not recwarn.list
 
 
 def test_too_few_devices_are_answered_with_what_to_type():

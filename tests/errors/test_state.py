@@ -16,7 +16,7 @@ import jpipe
 from .model import KEY, TARGETS, Unlucky, X, mse, on_host, rows, says, two_stages
 
 
-@pytest.mark.parametrize("tx", [0.1, "adam", optax.sgd, None])
+@pytest.mark.parametrize("tx", ["adam", optax.sgd])
 def test_optimizer_that_is_no_optimizer(pipe, tx):
     match = says(f"is a {type(tx).__name__}", "optax optimizer", "optax.adamw(1e-3)")
     with pytest.raises(TypeError, match=match):
@@ -55,21 +55,6 @@ def assert_same(state: jpipe.TrainState, expected: jpipe.TrainState) -> None:
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(a, e, strict=True)
-
-
-def test_donated_state_cannot_be_used_again(step, first_state):
-    state = copy(first_state)
-    step(state, X, TARGETS)
-    match = says("earlier step", "the state that it returned", "donate=False")
-    with pytest.raises(ValueError, match=match):
-        step(state, X, TARGETS)
-
-
-def test_state_that_was_not_donated_can_be_used_again(pipe, first_state, second_state):
-    step = pipe.train_step(mse, ADAM, donate=False)
-    state = copy(first_state)
-    for _ in range(2):
-        assert_same(step(state, X, TARGETS)[0], second_state)
 
 
 def test_array_that_is_twice_in_a_state_is_named(pipe):
@@ -127,12 +112,9 @@ def moved(state):
 BAD_CALLS = {
     TypeError: {
         "state is a tuple ... init_train_state": changed(lambda state: state.params),
-        "state is a NoneType ... init_train_state": changed(lambda state: None),
         "jnp.asarray ... x is": call("x"),
-        "incompatible shapes": call(targets=X),
     },
     ValueError: {
-        "x has 1 examples": call(X[:1], TARGETS[:1]),
         "for x of float32[4,2]; one of the two": call(TARGETS, X),
         "['bias'] has shape (4,)": changed(lambda s: with_bias(s, jnp.zeros(4))),
         "pipe.place(": changed(lambda s: with_bias(s, np.zeros(5, np.float32))),
@@ -143,7 +125,6 @@ BAD_CALLS = {
         "state.params is a list ... tuple": changed(
             lambda s: dataclasses.replace(s, params=list(s.params))
         ),
-        "opt_state ... init_train_state": of(optax.sgd(0.1)),
         # The leaves are as many and of the same shapes: only their meaning differs.
         "not that of the optimizer of this step": of(optax.adabelief(0.1)),
         "opt_state": other_step(mse, optax.sgd(0.1, momentum=0.9)),
@@ -162,13 +143,6 @@ def test_bad_call_leaves_the_state_as_it_was(
     assert_same(step(state, X, TARGETS)[0], second_state)
 
 
-def test_params_replaced_by_a_list_are_a_tuple(step, first_state, second_state):
-    state = copy(first_state)
-    assert_same(
-        step(state.replace(params=list(state.params)), X, TARGETS)[0], second_state
-    )
-
-
 def test_state_of_another_balance_is_refused_until_it_is_placed(
     pipe, step, second_state
 ):
@@ -180,36 +154,6 @@ def test_state_of_another_balance_is_refused_until_it_is_placed(
     with pytest.raises(ValueError, match=match):
         pipe.profile_step(state, (X, TARGETS), mse)
     assert_same(step(pipe.place(state), X, TARGETS)[0], second_state)
-
-
-def failing(error: str) -> optax.GradientTransformation:
-    def update(grads, state, params=None):
-        raise TypeError(error)
-
-    return optax.GradientTransformation(lambda params: (), update)
-
-
-@pytest.mark.parametrize(
-    ("tx", "is_missing"),
-    [
-        pytest.param(failing("no luck"), False, id="another error"),
-        pytest.param(optax.contrib.reduce_on_plateau(), True, id="missing"),
-    ],
-)
-def test_advice_on_optimizers_that_need_more_arguments(pipe, tx, is_missing):
-    placed, variables = pipe.optimizer(tx), pipe.init(KEY, X)
-    params = tuple(entry.get("params", {}) for entry in variables)
-
-    def update():
-        placed.update(params, placed.init(params), params)
-
-    for call, advice in (
-        (lambda: pipe.init_train_state(KEY, X, tx), "loop of your own"),
-        (update, "tx.update(grads, state, params, value=loss)"),
-    ):
-        with pytest.raises(TypeError) as refusal:
-            call()
-        assert is_missing == any(advice in text for text in refusal.value.__notes__)
 
 
 def no_biases(params: Any) -> Any:

@@ -1,7 +1,5 @@
 """The backward in two halves: what each computes, and that nothing else changes."""
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -24,26 +22,8 @@ def grads_of(layers, x, targets, microbatches, **options):
     return variables, pipe.value_and_grad(ref.mse)(variables, x, targets)
 
 
-def compare(layers, x, targets, microbatches, **options):
-    """Asserts that gradients are those of one device."""
-    variables, value = grads_of(layers, x, targets, microbatches, **options)
-    params = ref.params_of(variables)
-    expected = ref.value_and_grad(layers, params, x, targets)
-    ref.assert_close(value, expected, ref.FLOAT64)
-
-
 def small():
     return [*ref.mlp()[:3], ref.dense(4)]
-
-
-def test_whole_backwards_give_the_same_bits():
-    x, targets = ref.regression(16)
-    names = ["gpipe", "1f1b", "1f1b_v", "looped_bfs"]
-    first, *others = (
-        grads_of(small(), x, targets, 8, schedule=name)[1] for name in names
-    )
-    for other in others:
-        ref.assert_equal(other, first)
 
 
 def test_halves_give_the_same_bits_in_every_order_and_ulps_off_the_whole():
@@ -76,8 +56,10 @@ def test_mixture_of_halves_and_wholes_gives_the_gradients_of_one_device(double):
     x, targets = ref.regression(7, jnp.float64)
     for remat in ("full", "none"):
         schedule = Schedule.from_text(text)
-        options = {"balance": [1, 2, 1], "schedule": schedule, "remat": remat}
-        compare(layers, x, targets, 3, **options)
+        pipe = jpipe.pipeline(
+            layers, 3, balance=[1, 2, 1], schedule=schedule, remat=remat
+        )
+        ref.compare(pipe, layers, x, targets, ref.FLOAT64)
 
 
 def test_schedule_without_backwards_applies_and_does_not_train():
@@ -133,21 +115,6 @@ class Chain(nn.Module):
         return WRAPPINGS[self.wrap](both)(*weights, x)
 
 
-@pytest.mark.parametrize(
-    ("wrap", "remat"),
-    [
-        ("jit", "min_cut"),
-        ("custom_vjp", "none"),
-        ("checkpoint", "full"),
-        ("scan", "min_cut"),
-    ],
-)
-def test_wrapped_products_give_the_gradients_of_one_device(double, wrap, remat):
-    layers = [ref.dense(6, jnp.float64), Chain(wrap), ref.dense(3, jnp.float64)]
-    x, targets = ref.regression(6, jnp.float64)
-    compare(layers, x, targets[:, :3], 3, schedule="zb_h1", remat=remat)
-
-
 def compiled(layers, schedule="zb_h1", **options):
     """The plan, and the flops of each program of the gradient by name."""
     x = jnp.ones((2 * ROWS, WIDTH))
@@ -187,19 +154,6 @@ def test_scan_stays_whole_in_the_first_half():
     assert flops["stage1_weight_grad_add_grads"] < PRODUCT
 
 
-def test_values_that_follow_from_weights_alone_are_not_stored():
-    class Scaled(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            w = self.param("w", nn.initializers.zeros, (WIDTH, WIDTH), x.dtype)
-            return jnp.sin(x @ jnp.exp(w))
-
-    layers = [nn.Dense(WIDTH), Scaled(), nn.Dense(WIDTH)]
-    plan, _ = compiled(layers, remat="none")
-    # Beside the weights and their gradients less than one more array of their size.
-    assert dict(plan.peak_bytes)["cpu:1"] < 3 * (4 * WIDTH * WIDTH)
-
-
 def test_halves_that_have_nothing_to_compute_are_left_out():
     _, flops = compiled([nn.Dense(WIDTH), jnp.sin, nn.Dense(WIDTH)])
     assert {name for name in flops if name.startswith("stage")} == {
@@ -212,16 +166,9 @@ def test_halves_that_have_nothing_to_compute_are_left_out():
     }
 
 
-@pytest.mark.parametrize("name", ["zb_v", "interleaved"])
-def test_neighbours_on_one_rank_move_nothing(name, moved):
-    schedule = schedules.BY_NAME[name](2, 4)
-    layers = [nn.Dense(7) for _ in range(schedule.num_stages)]
-    pipe = jpipe.pipeline(layers, 4, schedule=schedule)
-    x, targets = ref.regression(8)
-    variables = pipe.init(jax.random.key(0), x)
-    moved.clear()
-    pipe.value_and_grad(lambda y, t: (y**2).mean())(variables, x, targets)
-    places = pipe.devices
-    apart = sum(a != b for a, b in itertools.pairwise(places))
-    # Forwards and backwards of four micro-batches, of two rows each.
-    assert sum(size == 2 * 7 for size, *_ in moved) == 2 * 4 * apart
+@pytest.mark.parametrize(("wrap", "remat"), [("custom_vjp", "none"), ("scan", "full")])
+def test_wrapped_products_give_the_gradients_of_one_device(double, wrap, remat):
+    layers = [ref.dense(6, jnp.float64), Chain(wrap), ref.dense(3, jnp.float64)]
+    x, targets = ref.regression(6, jnp.float64)
+    pipe = jpipe.pipeline(layers, 3, schedule="zb_h1", remat=remat)
+    ref.compare(pipe, layers, x, targets[:, :3], ref.FLOAT64)

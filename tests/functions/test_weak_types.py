@@ -52,65 +52,46 @@ def kinds(tree):
     return jax.tree.map(lambda leaf: (leaf.dtype, leaf.weak_type), tree)
 
 
-class TestSkipping:
-    """What is weak enters, crosses boundaries, and goes round a layer."""
-
-    layers = (keep, Like(), add, single(4))
-
-    def outputs(self, params, x):
-        h = Like().apply({"params": params[1]}, x["a"]) + 2 * x["b"]
-        return single(4).apply({"params": params[3]}, h)
-
-    def value_and_grad(self, params, x, targets):
-        def loss(params):
-            y = self.outputs(params, x)
-            return ref.mse(y, targets), (y, 2 * targets)
-
-        return jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
-
-    @pytest.mark.parametrize("is_weak", [True, False])
-    @pytest.mark.parametrize(
-        "make",
-        [
-            lambda layers: jpipe.sequential(layers, 2),
-            lambda layers: jpipe.pipeline(layers, 2),
-            lambda layers: jpipe.pipeline(layers, 2, schedule="zb_h1", remat="none"),
-        ],
-    )
-    def test_gives_what_flax_gives(self, double, make, is_weak):
-        """Single precision of weak input, where strong input makes it double."""
-        x = {"a": weak((4, 5), 1.25), "b": weak((4, 3), -0.5)}
-        targets = weak((4, 4), 0.25)
-        if not is_weak:
-            x, targets = strong((x, targets))
-        pipe = make(self.layers)
-        variables = pipe.init(jax.random.key(0), x)
-        flax = jax.eval_shape(Like().init, jax.random.key(0), x["a"])["params"]
-        assert kinds(variables[1]["params"]) == kinds(flax)
-        assert flax["scale"].dtype == ("float32" if is_weak else "float64")
-
-        params = ref.params_of(variables)
-        expected = self.value_and_grad(params, x, targets)
-        actual = pipe.value_and_grad(
-            lambda y, t: (ref.mse(y, t), (y, 2 * t)), has_aux=True, aux_axes=0
-        )(variables, x, targets)
-        ref.assert_close(actual, expected, ref.FLOAT32)
-        (_, aux), _ = actual
-        (_, expected_aux), _ = expected
-        assert kinds(aux) == kinds(expected_aux)
-        assert aux[1].weak_type == is_weak
-        ref.assert_close(pipe.apply(variables, x), expected_aux[0], ref.FLOAT32)
+LAYERS = (keep, Like(), add, single(4))
 
 
-def test_weak_input_takes_the_half_precision_of_parameters():
-    layers = [nn.Dense(3, param_dtype=jnp.bfloat16), jnp.tanh]
-    x = weak((4, 5), 1.25)
-    pipe = jpipe.pipeline(layers, 2)
+def outputs(params, x):
+    h = Like().apply({"params": params[1]}, x["a"]) + 2 * x["b"]
+    return single(4).apply({"params": params[3]}, h)
+
+
+def value_and_grad(params, x, targets):
+    def loss(params):
+        y = outputs(params, x)
+        return ref.mse(y, targets), (y, 2 * targets)
+
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+
+
+@pytest.mark.parametrize("is_weak", [True, False])
+def test_gives_what_flax_gives(double, is_weak):
+    """Single precision of weak input, where strong input makes it double."""
+    x = {"a": weak((4, 5), 1.25), "b": weak((4, 3), -0.5)}
+    targets = weak((4, 4), 0.25)
+    if not is_weak:
+        x, targets = strong((x, targets))
+    pipe = jpipe.pipeline(LAYERS, 2, schedule="zb_h1", remat="none")
     variables = pipe.init(jax.random.key(0), x)
-    y = pipe.apply(variables, x)
-    assert y.dtype == jnp.bfloat16
-    ref.assert_close(y, ref.compose(layers, ref.params_of(variables), x), 1e-2)
-    assert pipe.apply(variables, strong(x)).dtype == jnp.float32
+    flax = jax.eval_shape(Like().init, jax.random.key(0), x["a"])["params"]
+    assert kinds(variables[1]["params"]) == kinds(flax)
+    assert flax["scale"].dtype == ("float32" if is_weak else "float64")
+
+    params = ref.params_of(variables)
+    expected = value_and_grad(params, x, targets)
+    actual = pipe.value_and_grad(
+        lambda y, t: (ref.mse(y, t), (y, 2 * t)), has_aux=True, aux_axes=0
+    )(variables, x, targets)
+    ref.assert_close(actual, expected, ref.FLOAT32)
+    (_, aux), _ = actual
+    (_, expected_aux), _ = expected
+    assert kinds(aux) == kinds(expected_aux)
+    assert aux[1].weak_type == is_weak
+    ref.assert_close(pipe.apply(variables, x), expected_aux[0], ref.FLOAT32)
 
 
 def test_programs_of_weak_and_strong_batches_are_traced_once_each():
@@ -133,40 +114,28 @@ def test_programs_of_weak_and_strong_batches_are_traced_once_each():
     assert counts[0] < counts[1] < counts[2] < counts[3] == counts[-1]
 
 
-class TestVariables:
-    """Initialization meets the input as it is, and what is given is taken as it is."""
+def test_a_weak_parameter_of_a_state_is_strong_after_a_step():
+    """So optax makes it: the first step computes in half precision, the second not.
 
-    def test_equal_layers_on_other_input_are_made_for_it(self, double):
-        pipe = jpipe.pipeline([Like(), lambda h: h, Like()], 2)
-        x = weak((4, 5), 1.25)
-        for given in (x, strong(x)):
-            one = jpipe.pipeline([Like()], 2).init(jax.random.key(0), given)
-            both = pipe.init(jax.random.key(0), given)
-            assert kinds(both[0]) == kinds(one[0])
-            assert kinds(both[2]["params"]["scale"]) == kinds(one[0]["params"]["scale"])
+    Other than the parameters that `init` makes, as after a step.
+    """
 
-    def test_a_weak_parameter_of_a_state_is_strong_after_a_step(self):
-        """So optax makes it: the first step computes in half precision, the second not.
+    class Scale(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return x * self.param("scale", nn.initializers.ones, ())
 
-        Other than the parameters that `init` makes, as after a step.
-        """
-
-        class Scale(nn.Module):
-            @nn.compact
-            def __call__(self, x):
-                return x * self.param("scale", nn.initializers.ones, ())
-
-        layers = [Scale(), lambda y: y + 1]
-        pipe, tx = jpipe.pipeline(layers, 2), optax.sgd(0.1)
-        x = jnp.full((4, 3), 1.25, jnp.bfloat16)
-        state = pipe.init_train_state(jax.random.key(0), x, tx)
-        params = {"scale": jnp.asarray(1.7)}, {}
-        state = pipe.place(state.replace(params=jax.tree.map(jnp.copy, params)))
-        assert state.params[0]["scale"].weak_type
-        step = pipe.train_step(ref.mse, tx)
-        for dtype in (jnp.bfloat16, jnp.float32, jnp.float32):
-            loss, grads = ref.gradient(layers)(params, x, x)
-            params = optax.apply_updates(params, tx.update(grads, tx.init(params))[0])
-            state, metrics = step(state, x, x)
-            assert metrics["loss"].dtype == loss.dtype == dtype
-            ref.assert_close((metrics["loss"], state.params), (loss, params), 1e-2)
+    layers = [Scale(), lambda y: y + 1]
+    pipe, tx = jpipe.pipeline(layers, 2), optax.sgd(0.1)
+    x = jnp.full((4, 3), 1.25, jnp.bfloat16)
+    state = pipe.init_train_state(jax.random.key(0), x, tx)
+    params = {"scale": jnp.asarray(1.7)}, {}
+    state = pipe.place(state.replace(params=jax.tree.map(jnp.copy, params)))
+    assert state.params[0]["scale"].weak_type
+    step = pipe.train_step(ref.mse, tx)
+    for dtype in (jnp.bfloat16, jnp.float32, jnp.float32):
+        loss, grads = ref.gradient(layers)(params, x, x)
+        params = optax.apply_updates(params, tx.update(grads, tx.init(params))[0])
+        state, metrics = step(state, x, x)
+        assert metrics["loss"].dtype == loss.dtype == dtype
+        ref.assert_close((metrics["loss"], state.params), (loss, params), 1e-2)

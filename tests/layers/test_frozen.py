@@ -45,14 +45,6 @@ class Block(nnx.Module):
         return x + self.dropout(self.norm(jnp.tanh(self.linear(x))))
 
 
-class Told(Block):
-    """May be told, and leaves it to the attributes if it is not."""
-
-    def __call__(self, x, deterministic=None, use_running_average=None):
-        x = self.norm(self.linear(x), use_running_average)
-        return self.dropout(x, deterministic=deterministic)
-
-
 class Again(Block):
     """Is computed again in the backward, as is all that it holds."""
 
@@ -92,7 +84,6 @@ def test_frozen_modules_of_nnx_are_those_of_a_plain_loop(double):
     layers = [
         norm(use_running_average=True),
         nnx.Dropout(0.5, deterministic=True, rngs=nnx.Rngs(0)),
-        frozen(Told()),
         frozen(Again()),
         nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(5), **OPTIONS), frozen(Block())),
         nnx.MultiHeadAttention(
@@ -138,16 +129,6 @@ def test_open_parts_beside_frozen_ones_are_trained(double):
     ):
         actual, expected = (own["mean"], own["var"]), (layer.mean[...], layer.var[...])
         ref.assert_close(actual, expected, ref.FLOAT64)
-
-
-@pytest.mark.parametrize("layer", [Half, Told])
-def test_evaluation_switches_all_parts_of_nnx(double, layer):
-    x, _ = data()
-    layer = layer()
-    pipe = jpipe.sequential([layer], 3)
-    actual = pipe.apply(pipe.init(KEY, x), x, rngs=jax.random.key(1))
-    layer.eval()
-    ref.assert_close(actual, layer(x), ref.FLOAT64)
 
 
 def test_constant_switch_overrules_a_frozen_attribute(double):

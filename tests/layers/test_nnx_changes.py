@@ -35,38 +35,6 @@ class Remat(Around):
         return self.inner(x)
 
 
-class Cond(Around):
-    def __call__(self, x):
-        def call(inner, x):
-            return inner(x)
-
-        return nnx.cond(x.sum() > 1e3, call, call, self.inner, x)
-
-
-class Scan(nnx.Module):
-    """Layers whose parameters are stacked."""
-
-    def __init__(self):
-        axes = nnx.StateAxes({nnx.Param: 0, ...: None})
-        make = nnx.vmap(
-            lambda rngs: nnx.Linear(
-                WIDTH, WIDTH, use_bias=False, rngs=rngs, param_dtype=float
-            ),
-            out_axes=axes,
-        )
-        self.layers = make(nnx.Rngs(0).split(2))
-
-    def __call__(self, x):
-        axes = nnx.StateAxes({nnx.Param: 0, ...: None})
-        step = nnx.scan(
-            lambda layer, x: layer(x), in_axes=(axes, nnx.Carry), out_axes=nnx.Carry
-        )
-        return step(self.layers, x)
-
-
-WRAPPERS = [Around, Remat, Cond]
-
-
 def step(layer, microbatches=2):
     tx = optax.sgd(0.1)
     pipe = jpipe.pipeline([layer], microbatches)
@@ -85,21 +53,13 @@ class MaxNorm(nnx.Module):
         return x @ self.w[...]
 
 
-@pytest.mark.parametrize("wrap", WRAPPERS)
+@pytest.mark.parametrize("wrap", [Around, Remat])
 def test_call_that_writes_a_parameter_raises(wrap):
     match = (
         rf"(?s)changed by the optimizer alone.*{wrap.__name__}. writes params/inner/w"
     )
     with pytest.raises(ValueError, match=match):
         step(wrap(MaxNorm()))
-
-
-@pytest.mark.parametrize("make", [*WRAPPERS, Scan], ids=lambda make: make.__name__)
-def test_transformations_change_no_parameter(double, make):
-    layer = make() if make is Scan else make(linear())
-    _, metrics = step(layer, 1)
-    plain = ref.mse(nnx.clone(layer)(X), jnp.ones_like(X))
-    np.testing.assert_allclose(metrics["loss"], plain, rtol=1e-10)
 
 
 class ActNorm(nnx.Module):
@@ -116,25 +76,12 @@ class ActNorm(nnx.Module):
         return x + self.shift[...]
 
 
-class Deletes(Around):
-    def __call__(self, x):
-        inner, self.inner = self.inner, None
-        return inner(x)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        ActNorm,
-        lambda: Remat(ActNorm()),
-        lambda: Deletes(linear()),
-    ],
-)
-def test_call_that_changes_attributes_raises(make):
+@pytest.mark.parametrize("wrap", [lambda layer: layer, Remat])
+def test_call_that_changes_attributes_raises(wrap):
     with pytest.raises(
         ValueError, match="changes its structure or attributes in training"
     ):
-        step(make())
+        step(wrap(ActNorm()))
 
 
 class SplitsKey(nnx.Module):
@@ -156,23 +103,18 @@ def test_call_that_splits_a_key_of_its_own_raises():
 
 class Scaled(nnx.Module):
     def __init__(self):
-        self.scale = 1.0
         self.norm = nnx.BatchNorm(WIDTH, rngs=nnx.Rngs(0))
         self.drop = nnx.Dropout(0.0, rngs=nnx.Rngs(0))
 
     def __call__(self, x):
-        return self.drop(self.norm(x)) * self.scale
-
-
-def scale(module):
-    module.scale = 2.0
+        return self.drop(self.norm(x))
 
 
 def replace(module):
     module.drop = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
 
 
-@pytest.mark.parametrize("change", [lambda module: module.norm.eval(), scale, replace])
+@pytest.mark.parametrize("change", [lambda module: module.norm.eval(), replace])
 def test_module_changed_after_the_pipeline_was_made_raises_at_the_next_build(change):
     module, tx = Scaled(), optax.sgd(0.1)
     pipe = jpipe.pipeline([module, linear()], 2)

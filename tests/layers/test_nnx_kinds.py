@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen as nn
 from flax import nnx
 
 import jpipe
@@ -49,33 +48,6 @@ def test_filter_of_derived_parameters_trains_them():
     assert np.all(state.params[0]["prompt"] != 0.3)
 
 
-class Viewed(nnx.Module):
-    """A module that says itself what its views do, as those of Flax do."""
-
-    def __init__(self):
-        self.linear = nnx.Linear(5, 4, rngs=nnx.Rngs(0))
-        self.plain = False
-
-    def set_view(self, deterministic=None, **_):
-        if deterministic is not None:
-            self.plain = deterministic
-
-    def __call__(self, x):
-        return self.linear(x) * (1.0 if self.plain else 2.0)
-
-
-def test_evaluation_uses_the_view_of_the_module():
-    module = Viewed()
-    pipe = jpipe.pipeline([module], 2)
-    variables = pipe.init(jax.random.key(0), X)
-    expected = nnx.view(module, deterministic=True)(X)
-    np.testing.assert_allclose(pipe.apply(variables, X), expected, rtol=1e-6)
-    np.testing.assert_allclose(
-        pipe.apply(variables, X, train=True), module(X), rtol=1e-6
-    )
-    assert module.plain is False
-
-
 class Measured(nnx.Module):
     def __init__(self):
         self.linear = nnx.Linear(5, 4, rngs=nnx.Rngs(0))
@@ -102,27 +74,6 @@ def test_metrics_are_refused_with_several_micro_batches():
             match=r"updates a metric, .*has_aux=True(.|\n)*metric_state/average/count",
         ):
             step(state, X, TARGETS)
-
-
-class HoldsLinen(nnx.Module):
-    """A linen module inside of one of nnx, which draws a key in every call."""
-
-    def __init__(self, module):
-        inner = nnx.bridge.ToNNX(module, rngs=nnx.Rngs(0))
-        self.inner = nnx.bridge.lazy_init(inner, X)
-        self.linear = nnx.Linear(5, 4, rngs=nnx.Rngs(0))
-
-    def __call__(self, x):
-        return self.linear(self.inner(x))
-
-
-def test_linen_module_inside_is_evaluated_without_keys():
-    module = HoldsLinen(nn.Dense(5))
-    pipe = jpipe.pipeline([module], 2)
-    variables = pipe.init(jax.random.key(0), X)
-    ref.assert_close(pipe.apply(variables, X), module(X), ref.FLOAT32)
-    loss, _ = pipe.value_and_grad(ref.mse)(variables, X, TARGETS)
-    np.testing.assert_allclose(loss, ref.mse(module(X), TARGETS), rtol=1e-6)
 
 
 def test_variables_that_evaluation_writes_are_named():

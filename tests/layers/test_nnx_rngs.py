@@ -3,13 +3,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 
 import jpipe
 
 from .. import reference as ref
-from .nnx_modules import KEY, Noisy, Rematerialized
+from .nnx_modules import KEY, Noisy
 
 
 def test_dropout_depends_on_step_micro_batch_and_layer_only():
@@ -43,56 +42,6 @@ def test_dropout_depends_on_step_micro_batch_and_layer_only():
     np.testing.assert_array_equal(one, masks([Noisy(nnx.Rngs(5))]))
 
 
-def test_gradients_with_dropout_equal_those_of_its_masks(double):
-    """The masks are read off once; then dropout is a product with them."""
-    width, rngs = 5, jax.random.key(3)
-    x, targets = ref.regression(8, jnp.float64)
-    targets = jnp.concatenate([targets, targets[:, :1]], axis=1)
-    options = {"dtype": jnp.float64, "param_dtype": jnp.float64}
-    dense = nnx.Linear(width, width, rngs=nnx.Rngs(0), **options)
-    dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(1))
-    ones = jpipe.sequential([jnp.ones_like, dropout], 4)
-    masks = ones.apply(({}, {}), x, rngs=rngs, train=True)
-
-    def loss(own):
-        module = nnx.clone(dense)
-        nnx.update(module, nnx.State(own))
-        return ref.mse(jnp.sin(module(x) * masks), targets)
-
-    params = nnx.to_pure_dict(nnx.state(dense, nnx.Param))
-    expected = jax.value_and_grad(loss)(params)
-    for options in (
-        {"balance": [1, 2], "remat": "none"},
-        {"balance": [2, 1], "remat": "full", "schedule": "zb_h1"},
-        {"balance": [1, 1, 1], "remat": "min_cut", "schedule": "zb_h1"},
-    ):
-        pipe = jpipe.pipeline([dense, dropout, jnp.sin], 4, **options)
-        value, grads = pipe.value_and_grad(ref.mse)(
-            pipe.init(KEY, x), x, targets, rngs=rngs
-        )
-        ref.assert_close((value, grads[0]), expected, ref.FLOAT64)
-
-
-def test_each_step_draws_anew():
-    x = jnp.ones((4, 8))
-    layers = [nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(1))]
-    tx = optax.sgd(0.0)
-
-    def losses():
-        pipe = jpipe.pipeline(layers, 2)
-        state = pipe.init_train_state(KEY, x, tx)
-        step = pipe.train_step(ref.mse, tx)
-        found = []
-        for _ in range(3):
-            state, metrics = step(state, x, x)
-            found.append(float(metrics["loss"]))
-        return found
-
-    first = losses()
-    assert len(set(first)) == 3
-    assert first == losses()
-
-
 def test_call_that_names_rngs_receives_them():
     seen = []
 
@@ -122,18 +71,6 @@ def test_call_that_names_rngs_receives_them():
     pipe = jpipe.pipeline([Both()], 1)
     y = pipe.apply(({},), x, rngs={"dropout": KEY}, train=True)
     assert (y[:, 0] != y[:, 1]).any()
-
-
-def test_dropout_inside_remat_drops_half(double):
-    layer = Rematerialized(5, nnx.Rngs(0), jnp.float64)
-    x, _ = ref.regression(8, jnp.float64)
-    pipe = jpipe.pipeline([layer], 2)
-    variables = pipe.init(KEY, x)
-    y = pipe.apply(variables, x, rngs=KEY, train=True)
-    full = 2 * pipe.apply(variables, x)
-    kept = np.asarray(y) != 0
-    assert 0.2 < kept.mean() < 0.8
-    np.testing.assert_allclose(y[kept], full[kept], rtol=1e-12)
 
 
 def test_recurrent_layer_needs_no_key():

@@ -1,6 +1,5 @@
 """Modules that layers take from elsewhere, which no attribute tells, are not shared."""
 
-import copy
 from typing import Any
 
 import jax
@@ -10,7 +9,7 @@ from flax import linen as nn
 
 import jpipe
 
-from .test_shared_modules import WIDTH, Holder, Named
+from .test_shared_modules import WIDTH, Holder
 
 OUTSIDE = nn.Dense(WIDTH)
 
@@ -58,24 +57,3 @@ def test_module_taken_by_one_listed_twice_is_one_value():
         variables = jpipe.pipeline([takes, again], 2).init(jax.random.key(0), x)
         assert [sorted(entry) for entry in variables] == [["params"], []]
     jpipe.pipeline([Given(nn.Dense(WIDTH)), takes], 2).init(jax.random.key(0), x)
-
-
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, nn.Module.clone])
-@pytest.mark.parametrize("made", [lambda d: d, Holder], ids=["itself", "inside"])
-def test_copies_are_other_modules_as_under_a_flax_parent(made, copied):
-    """Of these `copy.copy` alone gives what Flax takes for the same module."""
-    d, x = nn.Dense(WIDTH), jnp.ones((4, WIDTH))
-    layers = [made(d), jnp.tanh, made(copied(d))]
-    parent = nn.Sequential(layers).init(jax.random.key(0), x)
-    pipe = jpipe.pipeline(layers, 2)
-    variables = pipe.init(jax.random.key(0), x)
-    leaves = jax.tree.leaves(variables)
-    assert len(leaves) == len(jax.tree.leaves(parent))
-
-
-def test_modules_in_a_dict_of_any_keys_are_shared():
-    layer = Named({"norm": nn.LayerNorm(), 1: 2.0, None: [3]}, nn.Dense(WIDTH))
-    x = jnp.ones((4, WIDTH))
-    variables = jpipe.pipeline([layer, layer], 2).init(jax.random.key(0), x)
-    names = [sorted(entry.get("params", ())) for entry in variables]
-    assert names == [["Dense_0", "before_norm", "part"], []]

@@ -2,14 +2,11 @@
 
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
 
 import jpipe
-
-from .. import reference as ref
 
 
 class Weak(nn.Module):
@@ -48,22 +45,3 @@ class TestANumberWithoutADtype:
         x = jnp.ones((4, 3), jnp.bfloat16)
         variables = pipe.init(jax.random.key(0), x)
         assert pipe.apply(variables, x).dtype == dtype
-
-
-def test_parameters_of_a_python_number_compile_nothing_twice(caplog):
-    class Scale(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return nn.Dense(3)(x) * self.param("scale", lambda key: 1.5)
-
-    pipe = jpipe.pipeline([Scale(), nn.Dense(4)], 2)
-    x, targets = ref.regression(4)
-    tx = optax.adam(1e-2)
-    state = pipe.init_train_state(jax.random.key(0), x, tx)
-    assert not any(leaf.weak_type for leaf in jax.tree.leaves(state.params))
-    step = pipe.train_step(ref.mse, tx)
-    state, _ = step(state, x, targets)
-    caplog.clear()
-    with jax.log_compiles(), caplog.at_level("WARNING"):
-        step(state, x, targets)
-    assert not [r for r in caplog.records if "Compiling" in r.getMessage()]

@@ -31,6 +31,7 @@ REACHED_BY = {
     "_instructions": "instructions matrix run train mesh",
     "_jaxprs": "matrix functions run",
     "_layers": "matrix layers",
+    "_layers/_rng": "layers train",
     "_run": "matrix run train mesh",
     "_train": "matrix train mesh",
     "checkpoint": "train",
