@@ -11,6 +11,8 @@ from flax import nnx
 
 import jpipe
 
+from .. import reference as ref
+
 KEY, X = jax.random.key(0), jnp.ones((4, 4))
 RNGS = {"dropout": jax.random.key(1)}
 

@@ -8,6 +8,8 @@ from flax import nnx
 
 import jpipe
 
+from .. import reference as ref
+
 
 class Weak(nn.Module):
     """A parameter made of a number: of the narrowest dtype that it meets."""
