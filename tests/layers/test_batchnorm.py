@@ -127,6 +127,8 @@ def test_evaluation_changes_no_statistics():
     ref.assert_equal(state.model_state, before)
 
 
+# What becomes of the statistics is not its subject.
+@pytest.mark.filterwarnings("ignore:(value_and_grad|apply) leaves:UserWarning")
 def test_gradients_are_those_of_norms_per_microbatch(double):
     class Double(nn.Module):
         @nn.compact

@@ -326,6 +326,8 @@ def test_classes_stay_what_they_are_and_no_tracer_outlives_its_trace(kind, small
     assert Named.derived == []
 
 
+# What becomes of the statistics is not its subject.
+@pytest.mark.filterwarnings("ignore:(value_and_grad|apply) leaves:UserWarning")
 def test_statistics_may_be_in_a_frozen_dictionary():
     pipe = jpipe.sequential([Normed(), ref.dense(4)], 2)
     variables = pipe.init(KEY, X)

@@ -173,6 +173,8 @@ def test_training_changes_the_other_collections_once_per_step(double):
     assert_untouched(layers[:2], before)
 
 
+# What becomes of the statistics is not its subject.
+@pytest.mark.filterwarnings("ignore:(value_and_grad|apply) leaves:UserWarning")
 def test_batch_norm_normalizes_each_micro_batch_in_training_only(double):
     layer = nnx.Sequential(batch_norm(5, jnp.float64))
     x, _ = ref.regression(8, jnp.float64)
