@@ -184,6 +184,8 @@ SMALL = {
 }
 
 
+# What becomes of the statistics is not its subject.
+@pytest.mark.filterwarnings("ignore:value_and_grad leaves:UserWarning")
 @pytest.mark.parametrize(
     "name",
     [n if n == "decoder" else pytest.param(n, marks=pytest.mark.slow) for n in SMALL],

@@ -47,5 +47,3 @@ def test_our_side_alone(capsys, tmp_path):
     # Training went on: the losses would else agree without a gradient.
     assert work["losses"][0] - work["losses"][-1] > 100 * report.TOLERANCE
     assert all(run["rounds"][0]["processes"] == 1 for run in result["runs"])
-
-
