@@ -135,25 +135,6 @@ def optax_steps(
     return params, state, losses
 
 
-def compare_steps(
-    pipe: Any,
-    layers: Sequence[Any],
-    x: PyTree,
-    targets: PyTree,
-    tx: optax.GradientTransformation,
-    relative: float,
-) -> None:
-    """Asserts that three steps of a pipeline are those of optax on one device."""
-    state = pipe.init_train_state(jax.random.key(0), x, tx)
-    params = tuple(on_host(entry) for entry in state.params)
-    expected, _, losses = optax_steps(layers, params, x, targets, tx, 3)
-    step = pipe.train_step(mse, tx)
-    for loss in losses:
-        state, metrics = step(state, x, targets)
-        assert abs(float(metrics["loss"]) - float(loss)) <= relative * abs(float(loss))
-    assert_close(state.params, expected, relative)
-
-
 @contextmanager
 def unoptimized() -> Iterator[None]:
     """XLA leaves out most of its optimizations: it takes half as long to compile."""

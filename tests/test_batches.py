@@ -10,14 +10,6 @@ import jpipe
 from . import reference as ref
 
 
-def test_batches_of_other_sizes_give_the_numbers_of_one_device(double):
-    layers = ref.mlp(jnp.float64)
-    pipe = jpipe.pipeline(layers, 4, balance=[3, 3])
-    for batch in (10, 4, 10):
-        x, targets = ref.regression(batch, jnp.float64, seed=batch)
-        ref.compare(pipe, layers, x, targets, ref.FLOAT64)
-
-
 def test_an_input_without_an_axis_stays_the_callers_in_all_micro_batches():
     def layer(x):
         return x["rows"] @ x["matrix"]
@@ -53,8 +45,3 @@ def test_outputs_without_an_axis_are_given_once_by_shards_too():
     ref.assert_close(pipe.apply(variables, x), expected, ref.FLOAT32)
     # Which of the outputs are joined is no matter of a loss.
     ref.compare(pipe, layers, x, x[:, :3], ref.FLOAT32, lambda y, t: ref.mse(y["z"], t))
-
-
-def test_no_output_has_an_axis():
-    pipe = jpipe.pipeline([lambda x: jnp.arange(3.0)], 2, out_axes=None)
-    np.testing.assert_array_equal(pipe.apply(({},), jnp.ones(4)), [0, 1, 2])

@@ -25,28 +25,16 @@ FOUND = {
 dtype = jnp.float64
 embedding = embed(dtype)
 check(
-    [
-        embedding,
-        Keep('s0', dtype),
-        add('s0'),
-        forget,
-        jpipe.layer(embedding, 'attend'),
-    ],
+    [embedding, Keep('s0', dtype), add('s0'), forget, jpipe.layer(embedding, 'attend')],
     tokens(6, dtype),
     2,
     remat='none',
     trainable=lambda path, leaf: path[0] % 2 == 0,
     balance=[1, 1, 1, 2],
     devices=[6],
-    schedule=(
-        '0F0 1F0 2F0 0F1 3F0 1F1 2F1 3F1 3I0 2I0 1B0 3W0 2W0 0B0 3B1 2B1 1B1 0B1'
-    ),
-    reduction='sum',
-    has_aux=False,
-    optimizer='skipping',
-    by_hand='whole',
+    schedule='0F0 1F0 2F0 0F1 3F0 1F1 2F1 3F1 3I0 2I0 1B0 3W0 2W0 0B0 3B1 2B1 1B1 0B1',
+    **dict(reduction='sum', has_aux=False, optimizer='skipping', by_hand='whole'),
     rough=0,
-    again=None,
 )
 """,
     "a gradient took the memory of what was offloaded": """
@@ -55,14 +43,7 @@ offload = jax.checkpoint_policies.offload_dot_with_no_batch_dims(
     "device", "pinned_host"
 )
 check(
-    [
-        Keep('s0', dtype),
-        dense(2, dtype),
-        nn.relu,
-        noise,
-        Averages(dtype),
-        add('s0'),
-    ],
+    [Keep('s0', dtype), dense(2, dtype), nn.relu, noise, Averages(dtype), add('s0')],
     floats(3, 0, dtype),
     2,
     remat=['full', 'none', 'full', offload, offload],
@@ -74,12 +55,8 @@ check(
         1F0 1F1 1I0 1W0 1B1
         3F0 3F1 4F0 4F1 4I0 4W0 3I0 4B1 3W0 3B1
     ''',
-    reduction='sum',
-    has_aux=True,
-    optimizer='every other',
-    by_hand='nothing',
+    **dict(reduction='sum', has_aux=True, optimizer='every other', by_hand='nothing'),
     rough=0,
-    again=None,
 )
 """,
 }

@@ -9,8 +9,7 @@ from flax import linen as nn
 
 import jpipe
 from benchmarks.experiment import mean_cross_entropy
-from benchmarks.overhead import by_hand, one_stage
-from benchmarks.overhead import command as overhead
+from benchmarks.overhead import by_hand
 
 # Floats of one size summed in another order.
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
@@ -42,21 +41,3 @@ def test_steps_by_hand_do_what_jpipe_does(name):
         jax.tree.leaves(params), jax.tree.leaves(state.params), strict=True
     ):
         np.testing.assert_allclose(by, ours, **TOLERANCE)
-
-
-def cells(line):
-    return line.count("|")
-
-
-@pytest.mark.slow
-def test_a_table_of_throughput_has_a_cell_under_every_heading():
-    row = one_stage.throughput(small, 2)
-    row |= {"by_scan_least": row["by_scan"], "by_scan_most": row["by_scan"]}
-    row |= {"model": "small", "one_core": False, "keeps": False}
-    assert row["scan_ms"] > 0 < row["by_unrolled"]
-    assert row["jpipe_busy"] > 0
-    lines = overhead.tables(
-        {"provenance": overhead.provenance(), "throughput": [row]}
-    ).splitlines()[2:]
-    assert len(lines) == 3
-    assert len({cells(line) for line in lines}) == 1

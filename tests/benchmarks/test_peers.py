@@ -47,20 +47,3 @@ def test_our_side_alone(capsys, tmp_path):
     # Training went on: the losses would else agree without a gradient.
     assert work["losses"][0] - work["losses"][-1] > 100 * report.TOLERANCE
     assert all(run["rounds"][0]["processes"] == 1 for run in result["runs"])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--microbatches", "3"], "a divisor of 512"),
-        (["--microbatches", "1"], "2 or more"),
-        (["--sides", "jpipe,megatron"], "megatron: choose from jpipe, jpipe-apart"),
-        (["--rounds", "0"], "at least 1"),
-        (["--json", "no/such/folder/a.json"], "no folder for no/such/folder/a.json"),
-    ],
-)
-def test_options_that_make_no_sense(options, message, capsys):
-    with pytest.raises(SystemExit) as refusal:
-        main(options)
-    assert refusal.value.code == 2
-    assert message in capsys.readouterr().err

@@ -9,7 +9,6 @@ from benchmarks.experiment import scaled_balance
 from benchmarks.published import BY_NAME
 from benchmarks.result import SCALES
 from benchmarks.tables.report import published_speed_up
-from benchmarks.tables.rows import default_rows, row_names
 
 from .work import DEFERRED, WITH_MODELS
 
@@ -47,15 +46,6 @@ class TestPublished:
             if scale == "full" and row.group != "transformer":
                 assert setting.balance == row.balance
                 assert abs(setting.batch - row.batch) <= setting.microbatches / 2
-
-    def test_names_are_unique_and_tiny_ones_exist(self):
-        for benchmark in BY_NAME.values():
-            names = [row.name for row in benchmark.rows]
-            assert len(set(names)) == len(names)
-            assert set(benchmark.tiny) <= set(names)
-            for scale in SCALES:
-                known = row_names(benchmark, scale)
-                assert set(default_rows(benchmark, scale)) <= set(known)
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=8), st.integers(0, 200))

@@ -230,19 +230,15 @@ def _note_skip(choice: Choice, skips: list[tuple[str, bool]], number: int) -> No
         skips[:] = [(name, how) for name, how in skips if repr(name) not in choice.text]
 
 
-REMATS = [
-    *map(repr, ("full", "none", "except_last", "dots", "min_cut")),
-    *(
-        f"jax.checkpoint_policies.{name}"
-        for name in (
-            "dots_saveable",
-            "dots_with_no_batch_dims_saveable",
-            "everything_saveable",
-            "nothing_saveable",
-            "offload_dot_with_no_batch_dims('device', 'pinned_host')",
-        )
-    ),
+POLICIES = [
+    "dots_saveable",
+    "dots_with_no_batch_dims_saveable",
+    "everything_saveable",
+    "nothing_saveable",
+    "offload_dot_with_no_batch_dims('device', 'pinned_host')",
 ]
+REMATS = [repr(name) for name in ("full", "none", "except_last", "dots", "min_cut")]
+REMATS += [f"jax.checkpoint_policies.{name}" for name in POLICIES]
 
 
 def fitting(num_stages: int, num_microbatches: int) -> list[str]:
@@ -323,13 +319,6 @@ def programs(draw: st.DrawFn) -> Program:
             lambda settings: f"[{', '.join(settings)}]"
         )
     )
-    again: Any = draw(st.sampled_from([None, None, None, "devices"]))
-    if again and shards == 1:
-        again = {"devices": draw(st.permutations(range(8)))[:ranks]}
-    elif again:
-        again = None
-    elif remat == "'full'" and schedule in ("1f1b", "gpipe", "eager_1f1b"):
-        again = {"schedule": "gpipe" if schedule != "gpipe" else "1f1b"}
     exact = dtype == "float64" and not model.traits.keys() & {"norm", "random"}
     optimizers = list(check.OPTIMIZERS)[: None if exact else -3]
     by_hand = "microbatches" if "batch" in model.traits else "whole"
@@ -344,7 +333,6 @@ def programs(draw: st.DrawFn) -> Program:
         "optimizer": draw(st.sampled_from(optimizers)),
         "by_hand": by_hand,
         "rough": max(model.traits["norm"], int(dtype == "bfloat16")),
-        "again": again,
         "shards": shards,
         "gather": draw(st.sampled_from([None, "step", "microbatch"])),
     }

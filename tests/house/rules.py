@@ -2,7 +2,6 @@
 
 import ast
 import re
-import sys
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -31,8 +30,6 @@ MAY_WAIT = {
     *("_functions._probe", "_processes._watch", "_profile"),
     *("planning._link", "planning._measure"),
 }
-# An optional dependency, imported when it is asked for: inside a function.
-OPTIONAL = {("draw._png", "matplotlib")}
 # The one file that may hold private names of JAX, each with its reason.
 MAY_BE_PRIVATE = {"_compat"}
 PRIVATE = re.compile(
@@ -51,23 +48,21 @@ def modules(folder: Path) -> dict[str, Path]:
     return found
 
 
-def imported(path: Path, folder: Path) -> Iterator[tuple[str, bool]]:
-    """The dotted names that a file imports, and whether only inside a function.
+def imported(path: Path, folder: Path) -> Iterator[str]:
+    """The dotted names that a file imports.
 
     Those of its own package begin with that of the package, however they are written.
     """
     tree = ast.parse(path.read_text())
-    functions = [f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef)]
-    late = {node for function in functions for node in ast.walk(function)}
     here = (folder.name, *path.relative_to(folder).parent.parts)
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, node in late) for alias in node.names)
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             outer = here[: len(here) - node.level + 1] if node.level else ()
             start = [*outer, *(node.module.split(".") if node.module else [])]
             for alias in node.names:
-                yield ".".join([*start, alias.name]), node in late
+                yield ".".join([*start, alias.name])
 
 
 def graph(folder: Path) -> dict[str, set[str]]:
@@ -87,7 +82,7 @@ def graph(folder: Path) -> dict[str, set[str]]:
     return {
         name: {
             module(other.partition(".")[2])
-            for other, _ in imported(path, folder)
+            for other in imported(path, folder)
             if other.split(".")[0] == folder.name
         }
         for name, path in files.items()
@@ -115,18 +110,6 @@ def imports_upwards(folder: Path) -> list[str]:
         for name, others in graph(folder).items()
         for other in sorted(others)
         if height.get(folder_of(name), -1) < height.get(folder_of(other), 0)
-    ]
-
-
-def beyond_the_standard_library(folder: Path) -> list[str]:
-    known = {*sys.stdlib_module_names, folder.name}
-    return [
-        f"{module} imports {name}"
-        for module, path in modules(folder).items()
-        if folder_of(module) in PURE
-        for name, late in imported(path, folder)
-        if name.split(".")[0] not in known
-        and not (late and (module, name.split(".")[0]) in OPTIONAL)
     ]
 
 
@@ -163,7 +146,7 @@ def private_names(folder: Path) -> list[str]:
         f"{module}: {name}"
         for module, path in modules(folder).items()
         if module not in MAY_BE_PRIVATE
-        for name in (*(name for name, _ in imported(path, folder)), *words(path))
+        for name in (*imported(path, folder), *words(path))
         if PRIVATE.match(name)
     ]
 

@@ -113,6 +113,8 @@ class Half(nnx.Module):
         return self.head(self.backbone(x))
 
 
+# What becomes of the statistics is not its subject.
+@pytest.mark.filterwarnings("ignore:(value_and_grad|apply) leaves:UserWarning")
 def test_open_parts_beside_frozen_ones_are_trained(double):
     x, targets = data()
     layers = [Half(), norm(use_running_average=True), norm(use_running_average=None)]

@@ -1,5 +1,6 @@
 """The best cut, by trying all; and what `partition` refuses."""
 
+import itertools
 import math
 import random
 
@@ -52,19 +53,16 @@ def worth(profile, balance, modes, question):
     return max(each), sum(each) + moved + count * max(each)
 
 
-def needs(profile, balance, modes, in_flight):
+def needs(profile, balance, modes, schedule):
     """The bytes of each rank, from what is given to the simulator."""
     costs = profile.costs(balance, remat=modes)
-    return [
-        params + sums + most * kept
-        for params, sums, kept, most in zip(
-            costs.parameter_bytes,
-            costs.accumulator_bytes,
-            costs.residual_bytes,
-            in_flight,
-            strict=True,
-        )
-    ]
+    found = []
+    for rank, row in enumerate(schedule.rows):
+        full, half = costs.residual_bytes[rank], costs.pending_bytes[rank]
+        change = {"F": full, "B": -full, "I": half - full, "W": -half}
+        most = max(itertools.accumulate(change[op] for op, *_ in row))
+        found.append(costs.parameter_bytes[rank] + costs.accumulator_bytes[rank] + most)
+    return found
 
 
 def test_no_cut_is_better():
@@ -83,20 +81,21 @@ def test_no_cut_is_better():
         assert step == pytest.approx(min(s for _, s in every), rel=1e-9), seed
 
 
-def test_no_cut_under_a_limit_is_better():
+@pytest.mark.parametrize("schedule", [None, "zb_h1"])
+def test_no_cut_under_a_limit_is_better(schedule):
     refused = 0
     for seed in range(150):
         rng, given, modes, question = drawn(seed)
         count, most = question["num_stages"], question["num_microbatches"]
-        in_flight = [min(count - s, most) for s in range(count)]
+        run = schedules.BY_NAME[schedule or "1f1b"](count, most)
         limit = rng.choice([200, 400, [rng.randrange(100, 600) for _ in range(count)]])
         limits = np.broadcast_to(limit, count)
         over = {
-            tuple(b): max(np.subtract(needs(given, b, modes, in_flight), limits))
+            tuple(b): max(np.subtract(needs(given, b, modes, run), limits))
             for b in every_cut(len(given.layers), count)
         }
         fitting = [list(b) for b, more in over.items() if more <= 0]
-        question |= {"max_bytes": limit}
+        question |= {"schedule": schedule, "max_bytes": limit}
         if not fitting:
             refused += 1
             with pytest.raises(ValueError, match="partition") as refusal:
@@ -106,7 +105,8 @@ def test_no_cut_under_a_limit_is_better():
                 assert f"works is max_bytes={least:,}" in str(refusal.value)
                 assert partition(given, **question | {"max_bytes": least})
             continue
-        for objective, column in {"max": 0, "step": 1}.items():
+        # The step of a schedule is simulated.
+        for objective, column in [("max", 0), ("step", 1)][: 1 if schedule else 2]:
             found = partition(given, objective=objective, **question)
             assert found in fitting, seed
             values = [worth(given, b, modes, question)[column] for b in fitting]

@@ -3,7 +3,6 @@
 import os
 import signal
 import sys
-import time
 
 import jax
 
@@ -14,9 +13,7 @@ def main(how: str, _job: str) -> None:
     Args:
       how: ``"model"``, ``"shuffle"``: it runs another, or on other examples;
         ``"epoch"``: only later.
-        ``"settings"``: it has other settings of JAX, and another optax.
-        ``"kill"``, ``"stop"``, ``"raise"``: it ends in the middle. ``"layer"``: its
-        layer raises. ``"late"``: it comes too late.
+        ``"kill"``, ``"stop"``, ``"raise"``: it ends in the middle.
       _job: by which its processes are known.
     """
     import jpipe
@@ -33,17 +30,7 @@ def main(how: str, _job: str) -> None:
     def other(name):
         return fails and how == name
 
-    def layer(x):
-        if other("layer"):
-            raise ZeroDivisionError("in a layer")
-        return jnp.sin(x)
-
-    if other("settings"):
-        optax.__version__ = "0.0.0"
-        jax.config.update("jax_threefry_partitionable", False)
-    if other("late"):
-        time.sleep(600)
-    layers = [nn.Dense(5), layer, nn.Dense(4 if other("model") else 3)]
+    layers = [nn.Dense(5), jnp.sin, nn.Dense(4 if other("model") else 3)]
     pipe = jpipe.pipeline(layers, 2, balance=[1, 2])
     tx = optax.adam(1e-3)
     x, size = np.ones((8, 5), np.float32), 4 if other("model") else 3

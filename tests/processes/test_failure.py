@@ -22,11 +22,6 @@ def ended(outcome):
     [
         ("model", r"layer 2: process 0: Dense .*float32\[3\].*; process 1: .*\[4\]"),
         slow("shuffle", "x has other values in process 1 than in process 0"),
-        slow(
-            "settings",
-            r"optax: process 0: [\d.]+; process 1: 0\.0\.0\s+\* "
-            r"jax_threefry_partitionable: process 0: True; process 1: False",
-        ),
     ],
 )
 def test_another_program_is_refused_before_anything_is_sent(how, fact):
@@ -70,30 +65,3 @@ def test_what_was_awaited_of_one_that_ends_is_named(how, why):
     ), said
     assert len(re.findall(r"^loss \d", said, re.M)) in (5, 6)
     assert ("ZeroDivisionError" in outcome.of(1)) == (how == "raise")
-
-
-@pytest.mark.slow
-def test_calls_that_are_not_those_of_all_are_found(tmp_path):
-    outcome = jobs.run(2, "calls", str(tmp_path))
-    ended(outcome)
-    for process in range(2):
-        said = outcome.of(process)
-        assert "200 calls were given nothing" in said, said
-        assert "the first input of another pipeline was taken" in said
-        assert "* rngs are others in process 1 than in process 0" in said
-        assert "NotADirectoryError: " in said
-        assert "FileNotFoundError: " in said
-        assert "* .step: process 0: int32[] 0; process 1: int32[] 1" in said
-        assert not list(tmp_path.glob("skewed*"))
-        counts = "calls of the pipelines so far: process 0: [0-9]+; process 1: [0-9]+"
-        assert re.search(f"what came after .* was wrong: {counts}", said), said
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["late", "layer"])
-def test_one_that_does_not_come_is_named(how):
-    outcome = jobs.run(2, "failing", how, timeout=8)
-    ended(outcome)
-    said = outcome.of(0)
-    assert re.search("process 1 of 2 did not come to .* within 8 s", said), said
-    assert ("raised by layer 1" in outcome.of(1)) == (how == "layer")

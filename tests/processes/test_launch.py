@@ -1,19 +1,10 @@
-"""`python -m jpipe launch`: what is started, and what is printed of it.
-
-What a process waits for before it ends is tested in this one, by `_watch` itself: from
-outside only an abort of XLA, now and then, would show that it did not.
-"""
+"""`python -m jpipe launch`: what is started, and what is printed of it."""
 
 import os
 import subprocess
 import sys
 
-import jax
-import jax.numpy as jnp
 import pytest
-
-from jpipe._processes import _watch
-from jpipe._processes._watch import Awaited, Watch
 
 
 def launched(*words, **environment):
@@ -54,22 +45,6 @@ def test_a_program_that_forgets_to_join_is_told(tmp_path):
 
 
 @pytest.mark.slow
-def test_devices_that_would_wait_for_each_other_for_ever_are_refused(tmp_path):
-    script = tmp_path / "late.py"
-    script.write_text(
-        "import jax, jpipe\n"
-        "jpipe.distributed()\n"
-        "jax.config.update('jax_num_cpu_devices', 2)\n"
-        "mesh = jax.make_mesh((2, 2), ('stage', 'data'))\n"
-        "jpipe.pipeline([jax.numpy.sin] * 2, 2, mesh=mesh)\n"
-    )
-    done = launched("--processes", "2", str(script), PJRT_NPROC="3")
-    assert done.returncode == 1
-    assert "has 2 CPU devices and 3 threads for their programs, which" in done.stderr
-    assert "jax.config.update('jax_num_cpu_devices', 2) before" in done.stderr
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("said", "words"),
     [
@@ -91,22 +66,3 @@ def test_what_does_not_tell_processes_apart_is_refused(said, words):
     )
     assert done.returncode == 1
     assert words in done.stderr
-
-
-def test_a_program_waits_for_what_is_on_its_way_before_it_ends(monkeypatch):
-    """Else the thread that waits for it would be ended within XLA, which aborts."""
-    # However slow the machine is, nobody is asked here: there is no other process.
-    monkeypatch.setattr(_watch, "_SOON", 600.0)
-
-    @jax.jit
-    def slow(x):
-        return jax.lax.fori_loop(0, 300, lambda _, x: jnp.tanh(x @ x), x)
-
-    x, device = jnp.ones((400, 400)), jax.devices()[0]
-    slow(x).block_until_ready()
-    coming = slow(x)
-    assert not coming.is_ready()
-    watch = Watch()
-    watch.add(Awaited([coming], "1F0", device, device, 1))
-    watch.finish()
-    assert coming.is_ready()

@@ -12,6 +12,9 @@ import jpipe
 
 from .. import reference as ref
 
+# What becomes of the statistics is not its subject.
+pytestmark = pytest.mark.filterwarnings("ignore:value_and_grad leaves:UserWarning")
+
 X, TARGETS = np.ones((4, 3), np.float32), np.ones((4, 2), np.float32)
 KEY = jax.random.key(0)
 TX = optax.adam(0.1)

@@ -79,19 +79,6 @@ def test_after_compile_by_shapes_the_first_call_compiles_nothing(name, compiled)
     assert compiled == []
 
 
-def test_the_same_pipeline_made_again_compiles_nothing(compiled):
-    """As a cell of a notebook does."""
-    x, targets = ref.regression(8)
-    results = []
-    for _ in range(2):
-        compiled.clear()
-        pipe = jpipe.pipeline(layers(19), 4)
-        function, args = called(pipe, "train_step", x, targets)
-        results.append(function(*args))
-    assert compiled == []
-    ref.assert_equal(*results)
-
-
 @pytest.fixture
 def unsaved():
     """JAX reads no executables from a directory."""
@@ -165,11 +152,3 @@ def test_programs_that_call_python_are_never_taken_for_each_other(capfd):
         pipe.value_and_grad(ref.mse)(variables, x, targets)
         jax.effects_barrier()
         assert set(capfd.readouterr().out.split()) == {word}
-
-
-def test_compile_refuses_other_functions():
-    pipe, (x, _) = jpipe.pipeline(layers(6), 4), ref.regression(8)
-    with pytest.raises(TypeError, match=r"pipe\.compile takes what"):
-        pipe.compile(lambda x: x, x)
-    with pytest.raises(TypeError, match="and its arguments; not <bound method"):
-        pipe.compile(pipe.init, x)

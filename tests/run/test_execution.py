@@ -25,24 +25,6 @@ def step_and_state(pipe, x, tx=None):
     return pipe.train_step(ref.mse, tx), state
 
 
-def test_at_most_two_shapes_are_traced_per_batch_size():
-    shapes = []
-
-    def counted(x):
-        shapes.append(x.shape)
-        return x
-
-    pipe = jpipe.pipeline([counted, ref.dense(4)], 4)
-    x, targets = ref.regression(10)
-    variables = pipe.init(jax.random.key(0), x)
-    shapes.clear()
-    gradient = pipe.value_and_grad(ref.mse)
-    for _ in range(2):
-        gradient(variables, x, targets)
-    # One of them for the shapes of variables, where the gradient was built.
-    assert sorted(shapes) == [(2, 5), (3, 5), (3, 5)]
-
-
 def test_a_batch_of_another_size_compiles_no_second_optimizer():
     updates = []
 
@@ -96,12 +78,9 @@ HALF = nn.Sequential([nn.Dense(256, dtype=jnp.bfloat16) for _ in range(2)])
     [
         # What is cast is the input and what is between, not the weights.
         (HALF, "none", 256, 2 * (2 * 256 * 2)),
-        (ref.dense(64), "none", 32, 2 * 32 * 4),
-        # The input of a sine is not kept beside its result, which a product reads.
-        (nn.Sequential([jnp.cos, jnp.floor, ref.dense(4)]), "none", 8, 2 * 8 * 4),
         (nn.Sequential([ref.dense(8), named, ref.dense(8)]), NAMED, 8, 2 * 2 * 8 * 4),
     ],
-    ids=["casts of weights", "an input", "no input", "a policy"],
+    ids=["casts of weights", "a policy"],
 )
 def test_what_a_forward_keeps_for_its_backward(layer, remat, width, held):
     pipe = jpipe.pipeline([layer, ref.dense(4)], 1, remat=remat, schedule="gpipe")
@@ -125,6 +104,8 @@ def test_offloaded_residuals_are_in_host_memory():
     assert kinds == {"pinned_host"}
 
 
+# What becomes of the statistics is not its subject.
+@pytest.mark.filterwarnings("ignore:value_and_grad leaves:UserWarning")
 def test_offloaded_residuals_of_the_shape_of_sums_are_not_overwritten():
     """Sums of statistics are donated, on the device; what is offloaded is not there."""
     layers = [ref.dense(3), nn.BatchNorm()]
@@ -177,15 +158,3 @@ def test_not_a_number_is_found_where_memory_is_given_away():
         gradient(variables, x, targets)
     note = "raised in action 1B0 on cpu:1: layers 1 to 1 (Dense)"
     assert caught.value.__notes__[-1] == note
-
-
-def test_stages_of_one_rank_move_nothing(moved):
-    layers = [ref.dense(8), jnp.tanh, ref.dense(4)]
-    pipe = jpipe.pipeline(layers, 4, devices=[jax.devices()[0]] * 3)
-    x, targets = ref.regression(8)
-    variables = pipe.init(jax.random.key(0), x)
-    gradient = pipe.value_and_grad(ref.mse)
-    gradient(variables, x, targets)
-    moved.clear()
-    gradient(variables, x, targets)
-    assert len(moved) == 2  # the input and the targets of the mini-batch

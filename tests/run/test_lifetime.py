@@ -6,6 +6,7 @@ import weakref
 import jax
 import jax.numpy as jnp
 import optax
+import pytest
 from flax import linen as nn
 from flax import nnx
 
@@ -36,6 +37,8 @@ def used():
     return {name: weakref.ref(value) for name, value in held.items()}
 
 
+# What becomes of the statistics is not its subject.
+@pytest.mark.filterwarnings("ignore:value_and_grad leaves:UserWarning")
 def test_a_pipeline_that_is_dropped_is_gone_at_once():
     gc.collect()
     gc.disable()

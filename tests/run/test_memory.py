@@ -1,7 +1,7 @@
 """Bytes that a step holds: what is read off the list is what is there."""
 
 import jax.numpy as jnp
-import numpy as np
+import pytest
 from flax import linen as nn
 
 import jpipe
@@ -13,6 +13,8 @@ WIDTH, BATCH, MICROBATCHES = 32, 16, 8
 BOUNDARY = BATCH // MICROBATCHES * WIDTH * 4
 
 
+# What becomes of the statistics is not its subject.
+@pytest.mark.filterwarnings("ignore:value_and_grad leaves:UserWarning")
 def test_statistics_of_a_narrower_dtype_are_counted(double):
     pipe = jpipe.pipeline([nn.BatchNorm(), ref.dense(4)], 3)
     x, targets = ref.regression(6, jnp.float32)
@@ -35,18 +37,6 @@ def test_stages_hold_their_inputs_of_the_micro_batches_in_flight():
     assert held("gpipe", "full") == [8, 8, 8, 0]
     # The backward of a dense layer needs its input and its weights, no more.
     assert held("1f1b", "none") == [4, 3, 2, 0]
-
-
-def test_what_a_stage_holds_is_counted_by_hand():
-    layers = [ref.dense(5), ref.dense(4)]
-    pipe = jpipe.pipeline(layers, 2, schedule="gpipe", remat="full")
-    x, targets = ref.regression(6)
-    program, _ = gradient_of(pipe, x, targets)
-    # Both inputs of the first stage; the other one runs forwards with backwards.
-    assert [stage.held_bytes for stage in pipe.plan.stages] == [x.nbytes, 0]
-    params = 4 * (5 * 5 + 5)
-    first_row = np.dtype(np.int32).itemsize  # what the mini-batch is cut from
-    assert live(program)[0][0] == params + first_row
 
 
 def test_the_count_sees_an_array_that_is_kept_too_long():

@@ -2,8 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
 import pytest
 from flax import linen as nn
 
@@ -33,7 +31,6 @@ def with_aux(y, t):
 
 
 PIPELINES = {
-    "sequential": lambda layers: jpipe.sequential(layers, 1),
     "on two devices": lambda layers: jpipe.pipeline(layers, 1),
     "on a mesh": lambda layers: jpipe.pipeline(
         layers, 1, mesh=mesh(2, 1, 2), balance=[1, 1]
@@ -78,17 +75,3 @@ def test_results_of_gradients_and_of_apply_are_arrays_of_their_own(make):
     grads = {}, {"w": x}
     found = (value_and_grad(*args), pipe.apply(*args[:2]))
     check(found, (((y["one"]["made"].sum(), aux, state), grads), y), args)
-
-
-def test_results_of_a_step_and_of_a_function_of_trees_are_arrays_of_their_own():
-    pipe = jpipe.sequential([lambda x: x, Through()], 1)
-    args, (_, x, t) = given(pipe)
-    tx = optax.sgd(0.1)
-    state = pipe.init_train_state(jax.random.key(0), args[1], tx)
-    step = pipe.train_step(with_aux, tx, reduction="sum", has_aux=True, aux_axes=0)
-    _, metrics = step(state, *args[1:])
-    both = pipe.jit(lambda x, t: (x, x, t))(*args[1:])
-    delete(args)
-    np.testing.assert_array_equal(metrics["aux"]["targets"], t)
-    np.testing.assert_array_equal(metrics["aux"]["outputs"]["one"]["x"], x)
-    check(both, (x, x, t), ())

@@ -38,21 +38,6 @@ class Recurrent(nn.Module):
         return along.swapaxes(0, 1) + last[:, None]
 
 
-class Unitary(nn.Module):
-    """A loop whose state is complex, which no policy of `jax.checkpoint` can save."""
-
-    @nn.compact
-    def __call__(self, x):
-        phase = self.param("phase", nn.initializers.normal(), (WIDTH,), float)
-
-        def turn(state, row):
-            state = jnp.fft.ifft(jnp.exp(1j * phase) * jnp.fft.fft(jnp.sin(state)))
-            return state + row, jnp.abs(state + row)
-
-        start = jnp.zeros((len(x), WIDTH), complex)
-        return jax.lax.scan(turn, start, x.swapaxes(0, 1))[1].swapaxes(0, 1)
-
-
 @jax.custom_vjp
 def clipped(x):
     return jnp.tanh(x)
@@ -71,7 +56,6 @@ class Ruled(nn.Module):
 LAYERS = {
     "perceptron": Perceptron,
     "loops": Recurrent,
-    "complex": Unitary,
     "rules": Ruled,
 }
 
@@ -97,7 +81,7 @@ def test_a_minimum_cut_keeps_least_and_gives_the_same_numbers(name):
     assert held["full"] <= held["min_cut"] <= held["none"]
     if name == "loops":  # what they carry is kept; a policy runs them again for it
         assert held["min_cut"] < held["none"]
-    elif name != "complex":  # of which all is kept
+    else:
         assert held["min_cut"] <= held["dots"]
 
 
@@ -107,21 +91,6 @@ def test_what_a_minimum_cut_keeps_is_counted_by_hand():
     rows = 2 * 5 * WIDTH * 8  # [microbatch, time, width] in double precision
     assert stage.kept["min_cut"] == 2 * (rows + 4 * rows)
     assert stage.held_bytes == 2 * stage.kept["min_cut"]  # of two micro-batches
-
-
-@pytest.mark.parametrize("name", ["perceptron", "rules"])
-def test_a_plan_says_and_prints_what_other_modes_would_keep(name):
-    plan, _ = found(name, "min_cut")
-    kept = plan.stages[0].kept
-    assert list(kept) == list(MODES)
-    for mode in MODES:
-        assert found(name, mode)[0].stages[0].kept[mode] == kept[mode]
-    assert found(name, "none")[0].stages[0].again <= 2  # what follows from weights
-    lines = [line.split() for line in str(plan).splitlines()]
-    at = next(i for i, line in enumerate(lines) if line[:1] == ["kept"])
-    assert {*MODES} <= {*lines[at]}
-    assert lines[at + 1][:2] == ["stage", "0"]
-    assert all(line[:2] != ["stage", "1"] for line in lines)  # F with B: it keeps none
 
 
 class Noisy(nn.Module):

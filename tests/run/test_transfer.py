@@ -6,7 +6,6 @@
 import sys
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 import jpipe
@@ -31,31 +30,6 @@ def built():
     gradient = pipe.value_and_grad(ref.mse)
     given = pipe.init(jax.random.key(0), x), x, targets
     return gradient, given, gradient(*given)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "shape"), [("float32", (2, 3)), ("bfloat16", ()), ("bool", (0, 3))]
-)
-def test_a_copy_is_what_device_put_gives(dtype, shape):
-    first, second = jax.devices()[:2]
-    made = jax.device_put(jnp.ones(shape, dtype), first)
-    (copied,) = _compat.copier(first, second)([made])
-    put = jax.device_put(made, second)
-    for name in ("aval", "sharding", "committed", "format"):
-        assert getattr(copied, name) == getattr(put, name)
-    assert (copied == put).all()
-
-
-def test_a_copy_outlives_its_source_and_keeps_its_weak_type():
-    copy = _compat.copier(*jax.devices()[:2])
-    for number in range(20):
-        made = jax.device_put(jnp.full(100_000, float(number)), jax.devices()[0])
-        weak = jax.device_put(jnp.asarray(1.0), jax.devices()[0])
-        copied, still_weak = copy([made, weak])
-        made.delete()
-        assert (copied == number).all()
-        assert weak.weak_type == still_weak.weak_type is True
-    assert copy([]) == []
 
 
 def test_a_guard_of_transfers_lets_explicit_moves_of_a_step_pass(built):
@@ -96,11 +70,3 @@ def test_a_jaxlib_without_the_names_gives_the_same_bits(built, fresh, monkeypatc
     assert _compat.copier(*jax.devices()[:2]) is None
     pipe = jpipe.pipeline(ref.mlp(), 2, balance=[2, 2, 2])
     ref.assert_equal(pipe.value_and_grad(ref.mse)(*given), expected)
-
-
-def test_devices_of_other_processes_are_left_to_device_put():
-    class Elsewhere:
-        process_index = 1
-
-    assert _compat.copier(jax.devices()[0], Elsewhere()) is None
-    assert _compat.copier(Elsewhere(), jax.devices()[0]) is None

@@ -10,7 +10,6 @@ import itertools
 import types
 import warnings
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -66,14 +65,9 @@ def criterion(y, t):
     return NOW.value(y, t).mean()
 
 
-def huber(delta):
-    return functools.partial(optax.huber_loss, delta=delta)
-
-
 # The loss, and what it finds before and after.
 LOSSES = {
     "global function": (criterion, optax.l2_loss, optax.huber_loss),
-    "keywords of a partial": (criterion, huber(0.1), huber(0.2)),
     "object": (criterion, Focal(1.0), Focal(4.0)),
     "decorator": (decorated(ref.mse), 1.0, 3.0),
     "rule of a gradient": (lambda y, t: ruled(y - t).mean(), 1.0, 3.0),
@@ -107,7 +101,6 @@ class Amplified(nn.Module):
 
 LAYERS = {
     "function": amplified,
-    "attribute of a module": Amplified(NOW),
     "jpipe.layer": jpipe.layer(Amplified(NOW), lambda m, x: NOW.value * x),
 }
 
@@ -128,43 +121,6 @@ def test_a_layer_is_that_of_now_in_what_is_built_again(name):
         ref.assert_close(found, expected, ref.FLOAT32)
         y = pipe.apply(variables, X)  # what is trained is what is evaluated
         ref.assert_close(y, ref.compose(by_hand, params, X), ref.FLOAT32)
-
-
-def test_init_reads_initializers_and_widths_as_they_are_now():
-    layer = jpipe.Stage(
-        init=lambda key, x: {"params": {"w": jnp.full((4, NOW.value), NOW.value)}},
-        apply=lambda variables, x: x @ variables["params"]["w"],
-    )
-    pipe = jpipe.pipeline([nn.Dense(4), layer], 2)
-    for NOW.value in (2, 3):
-        variables = pipe.init(jax.random.key(0), X)
-        assert (variables[1]["params"]["w"] == NOW.value).all()
-        assert pipe.apply(variables, X).shape == (4, NOW.value)
-        value = pipe.value_and_grad(lambda y, t: (y - t[:, :1]).mean())
-        assert value(variables, X, X)[1][1]["w"].shape == (4, NOW.value)
-
-
-@flax.struct.dataclass
-class Average:
-    value: jax.Array
-    decay: float = flax.struct.field(pytree_node=False)
-
-
-class Averaged(nn.Module):
-    decay: float
-
-    @nn.compact
-    def __call__(self, x):
-        init = lambda: Average(jnp.zeros(x.shape[-1]), self.decay)  # noqa: E731
-        return x * self.variable("averages", "x", init).value.decay
-
-
-def test_equal_layers_keep_what_is_static_in_their_variables():
-    """Layers whose arrays are alike share an initializer that is compiled."""
-    pipe = jpipe.pipeline([Averaged(0.9), Averaged(0.5)], 2)
-    variables = pipe.init(jax.random.key(0), jnp.ones((4, 3)))
-    assert [v["averages"]["x"].decay for v in variables] == [0.9, 0.5]
-    assert pipe.apply(variables, jnp.ones((4, 3)))[0, 0] == pytest.approx(0.45)
 
 
 def test_an_initializer_is_called_for_each_of_equal_layers():

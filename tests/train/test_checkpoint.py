@@ -8,13 +8,11 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from jax.sharding import PartitionSpec as P
 
 import jpipe
 from jpipe import checkpoint
 
 from .. import reference as ref
-from ..mesh.stages import mesh
 
 # Its programs are tried once: XLA need not optimize them.
 pytestmark = pytest.mark.usefixtures("quick")
@@ -38,34 +36,6 @@ def pipe():
 @pytest.fixture(scope="module")
 def state(pipe):
     return pipe.init_train_state(KEY, X, TX)
-
-
-def step(pipe, state):
-    return pipe.train_step(ref.mse, TX, donate=False)(state, X, TARGETS)
-
-
-def rows(path, leaf):
-    return P("data") if leaf.ndim == 2 and leaf.shape[0] % 2 == 0 else None
-
-
-@pytest.mark.slow
-def test_a_saved_state_goes_on_elsewhere_to_the_bit(pipe, state, tmp_path):
-    """On one device, and where parameters are sharded over the devices of a stage."""
-    state, _ = step(pipe, state)
-    checkpoint.save(tmp_path / "state", state)
-    grid = mesh(2, 2, names=("stage", "data"))
-    others = [
-        jpipe.sequential(layers(), 4),
-        jpipe.pipeline(layers(), 2, balance=[4, 1], mesh=grid, sharding=rows),
-    ]
-    expected = step(pipe, state)
-    for other in others:
-        like = other.init_train_state(jax.random.key(1), X, TX)
-        restored = checkpoint.restore(tmp_path / "state", like)
-        ref.assert_equal(restored, state)
-        for pair in zip(*map(jax.tree.leaves, (restored, like)), strict=True):
-            assert pair[0].sharding == pair[1].sharding
-        ref.assert_close(step(other, restored), expected, 1e-5)
 
 
 def test_a_state_and_the_position_in_the_data_are_restored(

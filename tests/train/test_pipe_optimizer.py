@@ -44,16 +44,6 @@ ASKING = {
     ),
     # Its state has another structure after the first update.
     "monitor": (lambda: optax.monitor({"norm": optax.tree.norm}), lambda *_: {}),
-    # The object itself, which is not a transformation.
-    "MultiSteps": (
-        lambda: optax.MultiSteps(optax.adam(RATE), 2, accumulator_dtype=jnp.float64),
-        lambda *_: {},
-    ),
-    # What does not ask for it does not mind.
-    "adam": (
-        lambda: optax.with_extra_args_support(optax.adam(RATE)),
-        lambda loss, _: {"value": loss},
-    ),
 }
 
 
@@ -123,40 +113,6 @@ def test_the_second_update_traces_and_overwrites_nothing(three):
     leaves = jax.tree.leaves((three.params, three.grads, updates, state))
     assert not any(leaf.is_deleted() for leaf in leaves)
     assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves)
-
-
-def test_a_state_from_elsewhere_goes_to_its_parameters(three):
-    state = three.tx.init(three.params)
-    expected = three.tx.update(three.grads, state, three.params)
-    for place in (np.asarray, lambda leaf: jax.device_put(leaf, jax.devices()[7])):
-        given = jax.tree.map(place, state)
-        actual = three.tx.update(three.grads, given, three.params)
-        ref.assert_close(actual, expected, 2e-7)
-        assert devices_of(actual) == devices_of(expected)
-
-
-def test_integers_are_no_parameters(three):
-    """`jax.grad` gives them gradients of float0, an optimizer no state."""
-
-    def beside(tree, n):
-        """With integers and nothing beside the leaves of the first layer."""
-        return ({**tree[0], "n": n, "none": None}, *tree[1:])
-
-    device = three.params[0]["bias"].device
-    params = beside(three.params, jax.device_put(jnp.arange(3), device))
-    grads = beside(three.grads, np.zeros(3, jax.dtypes.float0))
-    state = three.tx.init(params)
-    assert state[1][0].mu[0]["n"] is None
-    updates, _ = three.tx.update(grads, state, params)
-    plain, _ = three.tx.update(three.grads, three.tx.init(three.params), three.params)
-    zeros = jax.device_put(jnp.zeros(3, jnp.int32), device)
-    ref.assert_close(updates, beside(plain, zeros), 2e-7)
-    assert updates[0]["n"].device == device
-    new = optax.apply_updates(params, updates)
-    ref.assert_equal(new[0]["n"], np.arange(3, dtype=np.int32))
-    tx = three.pipe.optimizer(optax.sgd(RATE))
-    with pytest.raises(ValueError, match="give the parameters too"):
-        tx.update(grads, tx.init(params))
 
 
 def test_inside_of_a_function_it_overwrites_what_is_donated(three):

@@ -67,34 +67,6 @@ def quotient(loss_fn):
     return whole
 
 
-@jax.custom_vjp
-def by_rule(y, t):
-    return masked(y, t)
-
-
-by_rule.defvjp(
-    lambda y, t: (masked(y, t), (y, t)),
-    lambda saved, cts: (jax.grad(total)(*saved) * cts[0], None),
-)
-
-
-def with_rule(y, t):
-    total, weight = by_rule(y, t)
-    return total, jax.lax.stop_gradient(weight)
-
-
-@jax.jit
-@jax.checkpoint
-def nested(y, t):
-    """As a head of many classes sums up its losses, some tokens at a time."""
-
-    def step(sums, part):
-        return jax.tree.map(jnp.add, sums, masked(*part)), None
-
-    parts = jax.tree.map(lambda leaf: leaf.swapaxes(0, 1), (y, t))
-    return jax.lax.scan(step, (jnp.zeros(()), jnp.zeros((), int)), parts)[0]
-
-
 def on_one_device(loss_fn):
     return ref.gradient(LAYERS, loss_fn)
 
@@ -126,21 +98,10 @@ WHOLE = on_one_device(quotient(masked))
 CASES = {
     "mean": (mean, "mean", 5, on_one_device(mean)),
     "microbatch_mean": (mean, "microbatch_mean", 5, on_one_device(mean_of_parts)),
-    "sum": (total, "sum", 5, on_one_device(total)),
     "weighted": (masked, "weighted", 5, WHOLE),
-    "weighted, one micro-batch": (masked, "weighted", 1, WHOLE),
     # More of them than one call adds, which are sixteen.
     "weighted, one example each": (masked, "weighted", BATCH, WHOLE),
-    "weighted in calls and a loop": (nested, "weighted", 4, WHOLE),
-    "weighted by a custom rule": (with_rule, "weighted", 4, WHOLE),
     "weight of outputs": (counted, "weighted", 4, by_microbatch(4)),
-    # Which knows the weight of all.
-    "weight of outputs, one micro-batch": (
-        counted,
-        "weighted",
-        1,
-        on_one_device(quotient(counted)),
-    ),
 }
 
 

@@ -75,12 +75,9 @@ SCALES = {f"{i}/scale/{p}" for i in (0, 3) for p in ("all", "each")}
 BASES = {f"{i}/base/{p}" for i in (0, 3) for p in ("kernel", "bias")}
 BASES |= {"2/bias", "2/kernel"}
 SELECTIONS = [
-    (nnx.LoRAParam, LORA | SCALES),
     (nnx.All(nnx.Param, nnx.Not(nnx.LoRAParam)), BASES),
     (of_lora, LORA | {"0/scale/each", "3/scale/each"}),
-    ({"*/lora_?", "?/scale"}, LORA | SCALES),
     (["2/bias", nnx.LoRAParam, "3/scale/all"], LORA | SCALES | {"2/bias"}),
-    (..., LORA | SCALES | BASES),
 ]
 
 
@@ -103,13 +100,8 @@ def answers_nothing(path, leaf):
 
 WRONG = [
     (3, TypeError, "trainable=3 is a int; trainable= takes paths such as '*/lora_*'"),
-    ({"0": True}, TypeError, "is a dict; trainable= takes"),
-    ([], TypeError, "trainable=[] names nothing"),
     (answers_nothing, TypeError, "answers None for (0, 'base', 'bias')"),
-    ("*/kernal", ValueError, "'*/kernal': the nearest are '2/kernel', '"),
     (["2", "0/lora_a", "9/*"], ValueError, "'0/lora_a': the nearest are '0/lora/lora_"),
-    (["2", "0/lora_a", "9/*"], ValueError, "  * '9/*': the nearest are "),
-    (nnx.LoRA, ValueError, "LoRA: there are 14, such as (0, 'base', 'bias') and "),
     (nnx.BatchStat, ValueError, "Variable types: LoRAParam, Param\nA path starts with"),
     (
         lambda path, leaf: False,
@@ -131,48 +123,6 @@ def test_what_selects_nothing_is_refused_with_what_there_is(
     with pytest.raises(kind) as again:
         pipe.value_and_grad(ref.mse, trainable=trainable)(variables, X, X)
     assert str(again.value) == str(error.value)
-
-
-def test_a_function_is_given_metadata_and_runs_no_hooks_of_a_variable():
-    layer, x = nnx.Linear(4, 4, rngs=nnx.Rngs(0)), jnp.ones((4, 4))
-    layer.kernel = nnx.LoRAParam(jnp.ones((4, 4)), mine="yes")
-    layer.kernel.set_metadata(on_get_value=lambda variable, value: 2 * value)
-    pipe, seen = jpipe.pipeline([layer], 2), {}
-
-    def rule(path, leaf):
-        seen[path] = type(leaf), leaf.shape, leaf.dtype, leaf.get_metadata().get("mine")
-        return True if path == (0, "bias") else {}["stranger"]
-
-    with pytest.raises(KeyError, match="stranger") as error:
-        pipe.value_and_grad(ref.mse, trainable=rule)(pipe.init(KEY, x), x, x)
-    assert " on ((0, 'kernel')" in error.value.__notes__[0]
-    assert seen == {
-        (0, "bias"): (nnx.Param, (4,), jnp.float32, None),
-        (0, "kernel"): (nnx.LoRAParam, (4, 4), jnp.float32, "yes"),
-    }
-
-
-def test_shared_parameters_are_selected_by_their_first_layer():
-    tied = ref.dense(5)
-    pipe = jpipe.pipeline([tied, jnp.tanh, ref.dense(5), tied], 2)
-    variables = pipe.init(KEY, X)
-    with pytest.raises(ValueError, match="'3/kernel': the nearest are '2/kernel'"):
-        pipe.value_and_grad(ref.mse, trainable="3/kernel")(variables, X, X)
-
-
-def test_integers_have_no_gradient_once_something_is_selected():
-    layer = jpipe.Stage(
-        lambda key, x: {"params": {"w": jnp.ones(()), "n": jnp.ones((), jnp.int32)}},
-        lambda variables, x: variables["params"]["w"] * x + variables["params"]["n"],
-    )
-    pipe, x = jpipe.pipeline([layer], 2), jnp.ones((4, 3))
-    variables = pipe.init(jax.random.key(0), x)
-    _, grads = pipe.value_and_grad(ref.mse)(variables, x, x)
-    assert grads[0]["n"].dtype == jax.dtypes.float0
-    _, grads = pipe.value_and_grad(ref.mse, trainable=True)(variables, x, x)
-    assert grads[0] == {"w": 2, "n": None}
-    with pytest.raises(ValueError, match="'0/n': the nearest are '0/w'"):
-        pipe.value_and_grad(ref.mse, trainable="0/n")(variables, x, x)
 
 
 def test_frozen_parameters_stay_the_same_arrays_and_statistics_go_on():
@@ -208,16 +158,6 @@ def measured(trainable, **options):
     return pipe, ran, timeline.costs
 
 
-def test_stages_before_the_first_trained_leaf_run_no_backward():
-    pipe, ran, costs = measured("3/bias", remat="none")
-    assert ran == {"3B", "4B", "5B"}
-    assert not np.any(costs.residual_bytes[1:3])
-    assert list(costs.accumulator_bytes) == [0, 0, 0, 5 * 4, 0, 4]
-    assert [stage.num_trained for stage in pipe.plan.stages] == [0, 0, 0, 5, 0, 0]
-    assert "30 (5 trained)" in str(pipe)
-    assert "30 (0 trained)" in str(pipe)
-
-
 def test_halves_of_a_backward_without_work_are_left_out():
     """And no inputs are residuals: the gradient of a bias reads none."""
     _, ran, costs = measured(["2/bias", "4/bias"], schedule="zb_h1", remat="none")
@@ -238,12 +178,6 @@ class TestAStateMadeToTrainOtherParameters:
             "opt_state[0].mu[2]['bias'] is missing",
         ):
             assert says in str(error.value)
-        with pytest.raises(ValueError, match=r"is missing, and 20 more$"):
-            pipe.train_step(ref.mse, TX)(state, X, X)
-        momentum = optax.sgd(0.1, 0.9)
-        with pytest.raises(ValueError, match="the same trainable=") as error:
-            pipe.train_step(ref.mse, momentum, trainable="0/lora")(state, X, X)
-        assert "other parameters" not in str(error.value)  # another optimizer
         ref.assert_equal(state, before)
 
     def test_is_refused_where_the_optimizer_has_no_state(self, pipe, tmp_path):
@@ -251,23 +185,13 @@ class TestAStateMadeToTrainOtherParameters:
         state = state_of(pipe, SGD, "2/bias")
         with pytest.raises(ValueError, match=r"would train .*, and 9 more; give the"):
             pipe.train_step(ref.mse, SGD)(state, X, X)
-        with pytest.raises(ValueError, match=r"train state.params\[2\]\['kernel'\]; g"):
-            pipe.train_step(ref.mse, SGD, trainable=["2/*"])(state, X, X)
         after, _ = pipe.train_step(ref.mse, SGD, trainable="2/bias")(state, X, X)
         jpipe.checkpoint.save(tmp_path / "state", {"state": after})
         plain = serialization.to_state_dict(after)
         for same in (
             after,
-            after.replace(step=after.step + 1),
-            pipe.place(after),
             jpipe.checkpoint.restore(tmp_path / "state", {"state": after})["state"],
             pipe.place(serialization.from_state_dict(after, plain)),
         ):
             with pytest.raises(ValueError, match="made to train other parameters, and"):
                 pipe.train_step(ref.mse, SGD)(same, X, X)
-
-    def test_goes_on_with_a_new_state_of_the_optimizer(self, pipe):
-        state = state_of(pipe, TX, "2/bias")
-        state = state.replace(opt_state=pipe.optimizer(TX).init(state.params))
-        state, _ = pipe.train_step(ref.mse, TX)(state, X, X)
-        assert int(state.step) == 1

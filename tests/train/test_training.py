@@ -1,11 +1,8 @@
-"""A training state: made, placed, stepped, donated, copied, saved, gone on with.
+"""A training state: made from variables or anew, placed, stepped, donated.
 
 That steps are those of optax on one device, for each schedule, remat and reduction, is
 in the rows of `tests.matrix`.
 """
-
-import copy
-import pickle
 
 import jax
 import jax.numpy as jnp
@@ -51,31 +48,9 @@ def state(pipe):
 
 
 @pytest.fixture(scope="module")
-def step(pipe):
-    return pipe.train_step(ref.mse, TX, donate=False)
-
-
-@pytest.fixture(scope="module")
 def small():
     """One layer, whose programs are small."""
     return jpipe.pipeline([ref.dense(4)], 2)
-
-
-SLOW = pytest.mark.slow
-
-
-@pytest.mark.parametrize("impl", [pytest.param("rbg", marks=SLOW), None])
-def test_a_saved_state_goes_on_in_another_pipeline(pipe, step, other, impl):
-    """Its leaves belong to layers, whatever the stages; so do running statistics."""
-    key = jax.random.PRNGKey(3) if impl is None else jax.random.key(3, impl=impl)
-    state, _ = step(pipe.init_train_state(key, X, TX), X, TARGETS)
-    saved = serialization.to_bytes(state)
-    like = other.init_train_state(key, X, TX)
-    restored = other.place(serialization.from_bytes(like, saved))
-    assert restored.rng.dtype == state.rng.dtype
-    ref.assert_equal(restored, state)
-    theirs = other.train_step(ref.mse, TX)(restored, X, TARGETS)
-    ref.assert_close(theirs, step(state, X, TARGETS), 1e-4)
 
 
 def test_what_is_no_state_cannot_be_restored(state):
@@ -85,31 +60,6 @@ def test_what_is_no_state_cannot_be_restored(state):
         serialization.from_state_dict(state, saved)
     with pytest.raises(TypeError, match="stop"):
         state.replace(stop=1)
-
-
-def test_a_state_is_placed_copied_pickled_and_traced(pipe, state, step):
-    state, _ = step(state, X, TARGETS)
-    plain = state.replace(rng=jax.random.key_data(state.rng), opt_state=())
-    for other in (copy.deepcopy(plain), pickle.loads(pickle.dumps(plain))):
-        ref.assert_equal(other, plain)
-    placed = pipe.place(jax.tree.map(np.asarray, plain))
-    ref.assert_equal(placed, plain)
-    devices = {leaf.device for leaf in jax.tree.leaves(placed.params[5])}
-    assert devices == {pipe.devices[2]}
-    ref.assert_equal(step(copy.copy(state), X, TARGETS), step(state, X, TARGETS))
-    shapes = jax.eval_shape(pipe.place, state)
-    assert jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, state)
-
-
-@pytest.mark.parametrize("number", [7, np.int64(7), jnp.asarray(7)])
-def test_the_number_of_a_step_may_be_set(small, number):
-    step = small.train_step(ref.mse, TX)
-    for double in (False, True):
-        with jax.enable_x64(double):
-            state = small.init_train_state(KEY, X, TX).replace(step=number)
-            for expected in (8, 9):
-                state, _ = step(state, X, TARGETS)
-                assert int(state.step) == expected
 
 
 def test_a_donated_state_is_refused_wherever_it_is_used(small):
@@ -209,44 +159,3 @@ def test_leaves_of_a_state_that_are_one_array_are_donated_as_two():
     for _ in range(3):
         state, _ = step(state, X, TARGETS)
     ref.assert_close((state.params, state.opt_state), expected[:2], 1e-4)
-
-
-def test_an_optimizer_with_branches_moves_no_parameters(moved):
-    """Its branches are over the whole tree, on all devices."""
-    tx = optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation()
-    pipe = jpipe.pipeline(ref.mlp(), 2, balance=[2, 2, 2])
-    state = pipe.init_train_state(KEY, X, tx)
-    step = pipe.train_step(ref.mse, tx)
-    state, _ = step(state, X, TARGETS)
-    moved.clear()
-    step(state, X, TARGETS)
-    # The largest that moves is a boundary activation: four examples of width 12.
-    assert max(size for size, _ in moved) == 48
-
-
-class TestDropout:
-    def test_masks_differ_between_micro_batches_layers_and_keys(self):
-        pipe = jpipe.pipeline([nn.Dropout(0.5), nn.Dropout(0.5)], 2)
-        ones = np.ones((8, 64), np.float32)
-        variables = pipe.init(KEY, ones)
-
-        def draw(seed, **train):
-            key = jax.random.key(seed)
-            return np.asarray(pipe.apply(variables, ones, rngs=key, **train))
-
-        y = draw(1, train=True)
-        assert not np.array_equal(*np.split(y, 2))
-        # Two equal masks would keep half, two independent ones a quarter.
-        assert 0.15 < np.mean(y != 0) < 0.35
-        np.testing.assert_array_equal(draw(1, train=True), y)
-        assert not np.array_equal(draw(2, train=True), y)
-        np.testing.assert_array_equal(draw(1), ones)  # evaluation drops nothing
-
-    def test_each_step_draws_anew(self):
-        pipe, tx = jpipe.pipeline([ref.dense(4), nn.Dropout(0.5)], 2), optax.sgd(0.0)
-        state, losses = pipe.init_train_state(KEY, X, tx), set()
-        step = pipe.train_step(ref.mse, tx)
-        for _ in range(3):
-            state, metrics = step(state, X, TARGETS)
-            losses.add(float(metrics["loss"]))
-        assert len(losses) == 3
