@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import itertools
 import types
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -148,19 +147,3 @@ def test_programs_of_one_text_that_read_two_refs_are_two():
     assert found[1] == 2.5 * found[0]
     refs[0][...] = 4.0
     assert pipe.value_and_grad(losses[0])(({},), x, targets)[0] == 2 * found[0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("calls", [1, 2])
-def test_building_in_a_loop_warns_once_unless_a_step_is_called_again(calls):
-    tx = optax.sgd(0.1)
-    pipe = jpipe.pipeline([nn.Dense(4)], 2)
-    state = pipe.init_train_state(jax.random.key(0), X, tx)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(32):
-            step = pipe.train_step(lambda y, t: ref.mse(y, t), tx)
-            for _ in range(calls):
-                state, _ = step(state, X, TARGETS)
-    found = [w for w in caught if "once, before the loop" in str(w.message)]
-    assert [w.filename for w in found] == [__file__] * (calls == 1)
