@@ -204,15 +204,16 @@ class FunctionGradient:
         sizes = _microbatch.sizes(size, self._num_microbatches)
         flat = [axis for own in axes for axis in own]
         leaves, tree = jax.tree.flatten(given)
+        split, share = [axis is not None for axis in flat], 1 / len(sizes)
         programs = {}
         for n in dict.fromkeys(sizes):
             part = tree.unflatten(_microbatch.part_specs(leaves, flat, n))
-            scale = {"mean": n / size, "sum": 1.0}.get(self._reduction, 1 / len(sizes))
+            scale = {"mean": n / size, "sum": 1.0}.get(self._reduction, share)
             programs[n] = _program.traced(
-                self._function, specs, part, self._has_aux, scale
+                self._function, specs, part, self._has_aux, scale, split, share
             )
         first = programs[sizes[0]]
-        cuts = {sizes[0]: _cut.positions(first, self._num_stages)}
+        cuts = {sizes[0]: _cut.positions(first, self._num_stages, len(self._devices))}
         for n, program in programs.items():
             cuts.setdefault(n, _cut.same_cuts(first, cuts[sizes[0]], program))
         count = len(cuts[sizes[0]]) + 1

@@ -77,6 +77,8 @@ def value_and_grad(
     check_joined()
     if not callable(fun):
         raise TypeError(f"fun={fun!r}: needs a function (params, *args) -> loss")
+    if num_stages is not None and num_stages < 1:
+        raise ValueError(f"num_stages={num_stages}: needs at least 1")
     if reduction not in REDUCTIONS:
         raise ValueError(
             f"reduction={reduction!r}: choose {', '.join(map(repr, REDUCTIONS))}; of a "

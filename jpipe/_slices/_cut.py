@@ -47,12 +47,13 @@ def boundary(x: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: checkpoint_name(leaf, _MARK), x)
 
 
-def positions(program: LossProgram, num_stages: int | None) -> list[int]:
+def positions(program: LossProgram, num_stages: int | None, default: int) -> list[int]:
     """The numbers of the equations with which the stages but the first begin.
 
     Args:
       program: what is divided.
       num_stages: in how many stages; ``None``: as many as marks say.
+      default: in how many where there are no marks either.
 
     Raises:
       ValueError: if it cannot be divided so.
@@ -65,7 +66,7 @@ def positions(program: LossProgram, num_stages: int | None) -> list[int]:
                 f"so that there are {len(marks) + 1} stages; leave out num_stages"
             )
         return marks
-    return _balanced(program, num_stages or 1)
+    return _balanced(program, default if num_stages is None else num_stages)
 
 
 def _marks(program: LossProgram) -> list[int]:

@@ -230,11 +230,8 @@ class Lowering:
         self._made |= {(v, m): x for v, x in zip(made, results, strict=False)}
         self._residuals[cell] = [*reads, *results[len(made) :]]
         if stage == self._stages.num_stages - 1:
-            spec = self._loss_spec
-            add = self._function(
-                "add_loss", lambda old, new: accumulate([old], [new]), [spec]
-            )
-            (self._loss,) = self._call(add, action, [self._loss, results[0]])
+            reads = [self._loss, results[0]]
+            (self._loss,) = self._call(self._add_loss(), action, reads)
             self._graph.fuse()
 
     def _add_loss(self) -> Function:

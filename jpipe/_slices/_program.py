@@ -69,14 +69,15 @@ class LossProgram:
     @cached_property
     def of_batch(self) -> set[core.Var]:
         """All that follows from what a micro-batch brings."""
-        return self._reached(self.given)
+        return self.reached(self.given)
 
     @cached_property
     def of_params(self) -> set[core.Var]:
         """All that follows from parameters."""
-        return self._reached(self.params)
+        return self.reached(self.params)
 
-    def _reached(self, inputs: Sequence[core.Var]) -> set[core.Var]:
+    def reached(self, inputs: Sequence[core.Var]) -> set[core.Var]:
+        """All that follows from some inputs, and these."""
         found = set(inputs)
         for eqn in self.closed.jaxpr.eqns:
             if not found.isdisjoint(_jaxpr.variables(eqn.invars)):
@@ -133,6 +134,8 @@ def traced(
     args: Sequence[PyTree],
     has_aux: bool,
     scale: float,
+    split: Sequence[bool],
+    share: float,
 ) -> LossProgram:
     """Traces a loss function on a micro-batch.
 
@@ -142,6 +145,8 @@ def traced(
       args: specs of the others, of a micro-batch.
       has_aux: whether it returns something beside the loss.
       scale: by what the loss is multiplied.
+      split: of each leaf of ``args`` whether it is of the examples, and not whole.
+      share: one over how many micro-batches there are.
 
     Returns:
       The function, with all keys folded with the number of the micro-batch.
@@ -170,7 +175,7 @@ def traced(
     invars = [*jaxpr.invars[:count], *jaxpr.constvars, *jaxpr.invars[count:]]
     closed = core.ClosedJaxpr(jaxpr.replace(constvars=[], invars=invars), [])
     program = LossProgram(closed, count + len(constants), aux, constants)
-    return replace(program, closed=_with_summands(program, scale))
+    return replace(program, closed=_with_summands(program, scale, split, share))
 
 
 def _with_raw_keys_folded(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
@@ -211,18 +216,23 @@ _SCALES: dict[str, Callable[..., Any]] = {
 }
 
 
-def _with_summands(program: LossProgram, scale: float) -> core.ClosedJaxpr:
+def _with_summands(
+    program: LossProgram, scale: float, split: Sequence[bool], share: float
+) -> core.ClosedJaxpr:
     """The program whose loss is scaled, its summands without examples apart.
 
-    Such a summand, a penalty on weights, counts once, whatever the reduction.
+    Such a summand, a penalty on weights, counts once, whatever the reduction. One that
+    reads what each micro-batch is given whole, or a key, is its mean over them.
     """
-    closed, of_batch = program.closed, program.of_batch
+    closed = program.closed
+    examples = [v for v, yes in zip(program.given, split, strict=False) if yes]
+    of_examples = program.reached(examples)
     eqns, producer = closed.jaxpr.eqns, program.producer
     outvars: list[Any] = closed.jaxpr.outvars
     loss, *aux = outvars
 
     def follows(atom: Any) -> bool:
-        return not isinstance(atom, core.Literal) and atom in of_batch
+        return not isinstance(atom, core.Literal) and atom in of_examples
 
     def summands(atom: Any) -> list[Any]:
         """The operands whose sum, perhaps scaled, a value is; none if it is no sum."""
@@ -270,6 +280,7 @@ def _with_summands(program: LossProgram, scale: float) -> core.ClosedJaxpr:
             needed[atom] = None
         if summands(atom):
             todo += eqns[producer[atom]].invars
+    is_once = program.of_batch.isdisjoint(needed.keys() - of_examples)
     own = closed.jaxpr.replace(outvars=[*needed, *aux])
 
     def run(*args: Any) -> list[Any]:
@@ -277,7 +288,10 @@ def _with_summands(program: LossProgram, scale: float) -> core.ClosedJaxpr:
         known = dict(zip(needed, results, strict=False))
         data = value(loss, known, True) if has_rest else read(loss, known)
         rest = [value(loss, known, False)] if has_rest else []
-        return [data * jnp.asarray(scale, data.dtype), *results[len(needed) :], *rest]
+        data *= jnp.asarray(scale, data.dtype)
+        if rest and not is_once:
+            data += rest.pop() * jnp.asarray(share, data.dtype)
+        return [data, *results[len(needed) :], *rest]
 
     return jax.make_jaxpr(run)(*map(_jaxpr.spec, closed.in_avals))
 

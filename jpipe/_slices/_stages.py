@@ -14,6 +14,11 @@ from ._slice import Slice, once, slices, with_gradient
 
 # A parameter by its number, or what follows from parameters once in a step, after them.
 Weight = int
+_DIFFERS = (
+    "the function reads other parameters, or NumPy arrays of other values, for "
+    "micro-batches of another size; make such arrays with jax.numpy, or give a batch "
+    "that num_microbatches divides"
+)
 
 
 class Stages:
@@ -42,6 +47,8 @@ class Stages:
     ) -> None:
         self._programs, self._sizes, self._remat = programs, sizes, remat
         self.first = next(iter(programs.values()))
+        if not all(_same_arrays(one, self.first) for one in programs.values()):
+            raise ValueError(_DIFFERS)
         fixed = self.first.num_params - len(trained)
         self.trained = [*trained, *[False] * fixed]
         self._gradient = {
@@ -55,17 +62,13 @@ class Stages:
         self._number: dict[int, dict[core.Var, Weight]] = {}
         for size, program in programs.items():
             made = all_of_them[size]
-            if [v.aval for v in made.jaxpr.outvars] != [
-                v.aval for v in self.once.jaxpr.outvars
-            ]:
-                raise ValueError(
-                    "what the function computes of parameters alone depends on the "
-                    "size of a micro-batch; give a batch that num_microbatches divides"
-                )
             known = enumerate([*program.params, *made.jaxpr.outvars])
             self._number[size] = {
                 var: i for i, var in known if not isinstance(var, core.Literal)
             }
+            same = _reads(made) == _reads(self.once)
+            if not same or self._all_weights(size) != self._all_weights(sizes[0]):
+                raise ValueError(_DIFFERS)
         of_loss = self._gradient[sizes[0]]
         self.trained += [_is_in(v, of_loss) for v in self.once.jaxpr.outvars]
         self.owner = self._owners()
@@ -86,8 +89,11 @@ class Stages:
 
     def weights(self, stage: int, microbatch: int = 0) -> list[Weight]:
         """What a stage reads that is the same for all micro-batches."""
-        number = self._number[self._sizes[microbatch]]
-        return [number[var] for var in self.part(stage, microbatch).weights]
+        return self._all_weights(self._sizes[microbatch])[stage]
+
+    def _all_weights(self, size: int) -> list[list[Weight]]:
+        number = self._number[size]
+        return [[number[v] for v in part.weights] for part in self._slices[size]]
 
     def has_gradient(self, var: core.Var, microbatch: int) -> bool:
         """Whether what crosses has a cotangent."""
@@ -135,6 +141,19 @@ class Stages:
         if self.first.rest:  # it is added to the loss
             owner[count - 1] = last
         return [owner.get(weight, 0) for weight in range(count)]
+
+
+def _reads(closed: core.ClosedJaxpr) -> list[Any]:
+    """Of each result what it is like, and which parameters it follows from."""
+    results = closed.jaxpr.outvars
+    return [(v.aval, _jaxpr.live_inputs(_jaxpr.prune(closed, [v]))) for v in results]
+
+
+def _same_arrays(one: LossProgram, other: LossProgram) -> bool:
+    """Whether two programs close over equal arrays, in the same order."""
+    pairs = zip(one.constants, other.constants, strict=False)
+    same = (a is b or (a.shape == b.shape and bool((a == b).all())) for a, b in pairs)
+    return len(one.constants) == len(other.constants) and all(same)
 
 
 def _is_in(atom: Any, variables: set[core.Var]) -> bool:

@@ -101,3 +101,31 @@ def test_options_that_do_not_exist_are_refused():
         value_and_grad(num_stages=2, devices=jax.devices()[:1]).place(
             matrices(6, 8, 3), X, TARGETS
         )
+
+
+def by_size_in_numpy(params, x, targets):
+    weights = np.full(3, 1 / len(x))
+    return jnp.sum((perceptron(params, x) - targets) ** 2 * weights)
+
+
+def by_size_in_branches(params, x, targets):
+    first, second, last = params
+    if len(x) % 2:
+        y = jnp.tanh(x @ first) * jnp.cos(x @ second)
+    else:
+        y = jnp.cos(x @ second) * jnp.tanh(x @ first) + 0.0
+    return squares(y @ last, targets)
+
+
+@pytest.mark.parametrize("function", [by_size_in_numpy, by_size_in_branches])
+def test_functions_that_differ_with_the_size_of_a_micro_batch_are_refused(function):
+    params = matrices(6, 6, 6, 3)
+    grad_fn = jpipe.value_and_grad(function, 4, num_stages=2)
+    with pytest.raises(ValueError, match=r"another size; make such arrays with jax\."):
+        grad_fn.place(params, X, TARGETS)
+    grad_fn.place(params, X[:8], TARGETS[:8])
+
+
+def test_no_stages_are_refused():
+    with pytest.raises(ValueError, match="num_stages=0: needs at least 1"):
+        jpipe.value_and_grad(plain, 2, num_stages=0)

@@ -250,3 +250,24 @@ def test_masks_and_targets_do_not_cross(double):
     activations = 2 * 8 * 8 * 8
     assert f"{2 * activations:,} bytes" in str(grad_fn)  # with the skip
     assert str(grad_fn).count(f" {activations:,} bytes of a micro-batch") == 1
+
+
+def test_sum_counts_a_penalty_once_whose_weight_is_an_argument(double):
+    def total(params, x, targets, weight, key):
+        errors = (perceptron(params, x) - targets) ** 2
+        penalty = weight * sum(jnp.sum(w**2) for w in params)
+        return (jnp.sum(errors) + penalty) / weight + 0 * jax.random.normal(key)
+
+    params, args = matrices(6, 8, 8, 3), (X, TARGETS, np.array(0.3), jax.random.key(0))
+    expected = jax.value_and_grad(total)(params, *args)
+    options = {"reduction": "sum", "in_axes": (0, 0, None, None)}
+    grad_fn = jpipe.value_and_grad(total, 4, num_stages=3, **options)
+    ref.assert_close(run(grad_fn, params, *args), expected, ref.FLOAT64)
+
+
+def test_there_is_a_stage_for_each_device_by_default():
+    params, devices = matrices(6, 8, 8, 3), (2 * jax.devices())[:2]
+    grad_fn = jpipe.value_and_grad(plain, 2, devices=devices)
+    grad_fn.place(params, X, TARGETS)
+    assert "stage 1 on" in str(grad_fn)
+    assert "stage 2 on" not in str(grad_fn)
