@@ -21,7 +21,7 @@ from ._report import Report, report
 from ._run import _signature, _variables
 from ._run._context import outside_of_meshes
 from ._run._pipe import Pipe
-from ._slices import _cut, _program
+from ._slices import _cut, _program, _summands
 from ._slices._lower import Lowering
 from ._slices._slice import specs as specs_of
 from ._slices._stages import Stages
@@ -209,9 +209,8 @@ class FunctionGradient:
         for n in dict.fromkeys(sizes):
             part = tree.unflatten(_microbatch.part_specs(leaves, flat, n))
             scale = {"mean": n / size, "sum": 1.0}.get(self._reduction, share)
-            programs[n] = _program.traced(
-                self._function, specs, part, self._has_aux, scale, split, share
-            )
+            traced = _program.traced(self._function, specs, part, self._has_aux)
+            programs[n] = _summands.apart(traced, split, scale, share)
         first = programs[sizes[0]]
         cuts = {sizes[0]: _cut.positions(first, self._num_stages, len(self._devices))}
         for n, program in programs.items():

@@ -134,7 +134,6 @@ def mean_or_last(each: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
 
 def total(each: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
     """What a gradient without an axis of examples is: the sum."""
-    del sizes
     return [sum(each)]
 
 
@@ -173,17 +172,12 @@ def compare(
         if np.max(gap, initial=0) > 1:
             at = np.unravel_index(np.argmax(gap), gap.shape)
             # Tokens may be merged with examples.
-            example = axis is not None and at[axis] * sum(sizes) // leaf.shape[axis]
+            example = None
+            if axis is not None:
+                example = int(at[axis] * sum(sizes) // leaf.shape[axis])
             label = what + (jax.tree_util.keystr(path) if len(paths) > 1 else "")
-            found.append(
-                Difference(
-                    label,
-                    None if axis is None else int(example),
-                    leaf[at].item(),
-                    nearest[at].item(),
-                    float(gap[at]),
-                )
-            )
+            values = leaf[at].item(), nearest[at].item()
+            found.append(Difference(label, example, *values, float(gap[at])))
     return max(found, key=lambda one: one.size, default=None)
 
 

@@ -1,5 +1,6 @@
 """What differentiation makes of a task: traced when first asked, not yet compiled."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 
@@ -12,62 +13,29 @@ from ._task import Task
 from ._weights import accumulate, sum_spec
 
 
-class Derivatives:
-    """A task as forwards and backwards; equal stages on any device have one.
+class Programs:
+    """A function of weights, x and extra as forwards and backwards.
 
-    Attributes:
-      task: that of the first of the equal stages, whose number and whose neighbours
-        are not those of the others.
+    Args:
+      cut: gives its `_vjp.Cut`, when first asked.
+      mode: what is stored between the two.
+      num_weights: how many weights it reads.
+      num_grads: how many of them are differentiated.
     """
 
-    def __init__(self, task: Task, mode: _remat.Mode) -> None:
-        self.task = task
-        self._mode = mode
-
-    @cached_property
-    def infer(self) -> Function:
-        """``(weights, x, extra) -> (outputs, aux)``: of which nothing is kept."""
-        return Function.of("forward", self.task.closed)
+    def __init__(
+        self,
+        cut: Callable[[], _vjp.Cut],
+        mode: _remat.Mode,
+        num_weights: int,
+        num_grads: int,
+    ) -> None:
+        self._differentiated, self._mode = cut, mode
+        self._num_weights, self.num_grads = num_weights, num_grads
 
     @cached_property
     def _cut(self) -> _vjp.Cut:
-        task, fewest = self.task, _remat.keeps_fewest(self._mode)
-        if fewest:
-            task = replace(task, closed=_loops.keep_fewest(task.closed))
-        return _vjp.cut(
-            task.run,
-            task.weights.specs,
-            task.x,
-            task.extra_specs,
-            task.wanted,
-            _remat.wrapper(self._mode),
-            fewest,
-            task.divisors if task.has_loss else None,
-        )
-
-    @cached_property
-    def _halves(self) -> _split.Halves:
-        backward, count = self._cut.backward, self.num_grads
-        is_first = [i >= count for i in range(len(backward.jaxpr.outvars))]
-        return _split.split(
-            backward,
-            len(self.task.weights.specs),
-            is_first,
-            _remat.halves_keep_fewest(self._mode),
-        )
-
-    @cached_property
-    def kept(self) -> _kept.Kept:
-        """What is kept of a micro-batch, and what is computed again."""
-        task = self.task
-        sizes = len(task.weights.specs), len(task.x), len(task.extra_specs)
-        cut = self._cut
-        return _kept.kept(cut.reads, cut.residuals, sizes, _remat.name(self._mode))
-
-    @property
-    def num_grads(self) -> int:
-        """How many leaves of the weights are differentiated."""
-        return sum(self.task.wanted.weights)
+        return self._differentiated()
 
     @cached_property
     def forward(self) -> Function:
@@ -83,6 +51,13 @@ class Derivatives:
         return Function.of("backward", self._cut.backward)
 
     @cached_property
+    def _halves(self) -> _split.Halves:
+        backward, count = self._cut.backward, self.num_grads
+        is_first = [i >= count for i in range(len(backward.jaxpr.outvars))]
+        fewest = _remat.halves_keep_fewest(self._mode)
+        return _split.split(backward, self._num_weights, is_first, fewest)
+
+    @cached_property
     def input_grad(self) -> Function:
         """``(weights, x, extra, residuals, cotangents) -> (x_grads, residuals)``."""
         return Function.of("input_grad", self._halves.first)
@@ -91,6 +66,48 @@ class Derivatives:
     def weight_grad(self) -> Function:
         """``(*what input_grad reads, *residuals of it) -> weight_grads``."""
         return Function.of("weight_grad", self._halves.second)
+
+
+class Derivatives(Programs):
+    """A task as forwards and backwards; equal stages on any device have one.
+
+    Attributes:
+      task: that of the first of the equal stages, whose number and whose neighbours
+        are not those of the others.
+    """
+
+    def __init__(self, task: Task, mode: _remat.Mode) -> None:
+        self.task = task
+        counts = len(task.weights.specs), sum(task.wanted.weights)
+        super().__init__(self._of_task, mode, *counts)
+
+    @cached_property
+    def infer(self) -> Function:
+        """``(weights, x, extra) -> (outputs, aux)``: of which nothing is kept."""
+        return Function.of("forward", self.task.closed)
+
+    def _of_task(self) -> _vjp.Cut:
+        task, fewest = self.task, _remat.keeps_fewest(self._mode)
+        if fewest:
+            task = replace(task, closed=_loops.keep_fewest(task.closed))
+        return _vjp.cut(
+            task.run,
+            task.weights.specs,
+            task.x,
+            task.extra_specs,
+            task.wanted,
+            _remat.wrapper(self._mode),
+            fewest,
+            task.divisors if task.has_loss else None,
+        )
+
+    @cached_property
+    def kept(self) -> _kept.Kept:
+        """What is kept of a micro-batch, and what is computed again."""
+        task = self.task
+        sizes = len(task.weights.specs), len(task.x), len(task.extra_specs)
+        cut = self._cut
+        return _kept.kept(cut.reads, cut.residuals, sizes, _remat.name(self._mode))
 
     @cached_property
     def add_grads(self) -> Function:

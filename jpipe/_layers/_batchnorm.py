@@ -185,16 +185,15 @@ def _intercept(call: Callable[..., Any], args: Any, keywords: Any, context: Any)
     finally:
         object.__setattr__(module, "momentum", momentum)
     after = _statistics(module)
-    if after[0] is not before[0]:  # a frozen one writes nothing
-        if record:
-            masked = keywords.get("mask") is not None
-            made = map(record.mark(tuple(module.path), momentum, masked), after)
-        else:
-            made = [
-                new.astype(old.dtype) for old, new in zip(before, after, strict=True)
-            ]
-        for name, value in zip(STATISTICS, made, strict=True):
-            module.put_variable(_COLLECTION, name, value)
+    if after[0] is before[0]:  # a frozen one writes nothing
+        return y
+    if record:
+        masked = keywords.get("mask") is not None
+        made = map(record.mark(tuple(module.path), momentum, masked), after)
+    else:
+        made = [new.astype(old.dtype) for old, new in zip(before, after, strict=True)]
+    for name, value in zip(STATISTICS, made, strict=True):
+        module.put_variable(_COLLECTION, name, value)
     return _returned(y, *args[:1] or [keywords["x"]])
 
 
@@ -231,12 +230,13 @@ def _nnx_call(_: Any, call: Any, norm: Any, args: Any, keywords: Any) -> Any:
         y = call(norm, *args, **keywords)
     finally:
         object.__setattr__(norm, "momentum", momentum)
-    if norm.mean.get_raw_value() is not before[0]:
-        path = getattr(norm, "_jpipe_path", (type(norm).__name__, id(norm)))
-        masked = keywords.get("mask") is not None
-        mark = record.mark(path, momentum, masked) if record else jnp.asarray
-        for variable, old in zip(statistics, before, strict=True):
-            variable.set_raw_value(mark(variable.get_raw_value().astype(old.dtype)))
+    if norm.mean.get_raw_value() is before[0]:
+        return y
+    path = getattr(norm, "_jpipe_path", (type(norm).__name__, id(norm)))
+    masked = keywords.get("mask") is not None
+    mark = record.mark(path, momentum, masked) if record else jnp.asarray
+    for variable, old in zip(statistics, before, strict=True):
+        variable.set_raw_value(mark(variable.get_raw_value().astype(old.dtype)))
     return _returned(y, *args[:1] or [keywords["x"]])
 
 

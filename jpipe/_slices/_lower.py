@@ -16,6 +16,7 @@ from .._functions._batch import Batch
 from .._functions._weights import accumulate, sum_spec
 from .._instructions._graph import Graph, Place, Value
 from .._instructions._sharding import WHOLE
+from .._jaxprs import _jaxpr
 from .._jaxprs._function import Function
 from .._run import _sums
 from .._run._incoming import Incoming
@@ -96,7 +97,9 @@ class Lowering:
         stages, count = self._stages, len(self._params)
         if not cotangents:
             return {}
-        trained = stages.trained[:count]
+        live = _jaxpr.live_inputs(stages.once)
+        pairs = zip(stages.trained[:count], live, strict=True)
+        trained = [yes and read for yes, read in pairs]
         wanted = [
             count + k in cotangents for k in range(len(stages.once.jaxpr.outvars))
         ]

@@ -6,9 +6,8 @@ are divided among the stages.
 """
 
 import functools
-import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -22,9 +21,8 @@ from .._layers._stage import shapes
 
 PyTree = Any
 
-# Random bits of so few bytes, as of a key that is folded, are drawn again.
+# What makes so few bytes of so few, as a key that is folded, is cheap whatever it is.
 _FEW = 1024
-_boundary = "jpipe boundary"
 _user_context = jax.make_user_context()
 
 
@@ -104,14 +102,13 @@ class LossProgram:
         read = _jaxpr.variables(eqn.invars)
         if eqn.effects:
             return "stage"
-        is_small = all(_cheapest.nbytes(var) <= _FEW for var in eqn.outvars)
-        is_cheap = _cheapest.is_cheap(eqn) or is_small
         if not read.isdisjoint(self.of_batch):
             # A copy must follow from the batch through copies.
-            return "copy" if is_cheap and read <= self._copied else "stage"
+            return "copy" if _is_cheap(eqn) and read <= self._copied else "stage"
         if read.isdisjoint(self.of_params):
             return "copy"
-        return "copy" if is_cheap and eqn.primitive.name not in REDUCTIONS else "once"
+        is_copied = _is_cheap(eqn) and eqn.primitive.name not in REDUCTIONS
+        return "copy" if is_copied else "once"
 
     @cached_property
     def _copied(self) -> set[core.Var]:
@@ -119,13 +116,15 @@ class LossProgram:
         found = set(self.closed.jaxpr.constvars) | set(self.given)
         for eqn in self.closed.jaxpr.eqns:
             read = _jaxpr.variables(eqn.invars)
-            is_small = all(_cheapest.nbytes(var) <= _FEW for var in eqn.outvars)
-            is_cheap = _cheapest.is_cheap(eqn) or is_small
-            of_params = not read.isdisjoint(self.of_params)
-            constant = read.isdisjoint(self.of_batch) and not of_params
-            if not eqn.effects and (constant or (is_cheap and read <= found)):
+            is_constant = read.isdisjoint(self.of_batch | self.of_params)
+            if not eqn.effects and (is_constant or (_is_cheap(eqn) and read <= found)):
                 found.update(eqn.outvars)
         return found
+
+
+def _is_cheap(eqn: core.JaxprEqn) -> bool:
+    atoms = [*eqn.invars, *eqn.outvars]
+    return _cheapest.is_cheap(eqn) or sum(map(_cheapest.nbytes, atoms)) <= _FEW
 
 
 def traced(
@@ -133,9 +132,6 @@ def traced(
     params: PyTree,
     args: Sequence[PyTree],
     has_aux: bool,
-    scale: float,
-    split: Sequence[bool],
-    share: float,
 ) -> LossProgram:
     """Traces a loss function on a micro-batch.
 
@@ -144,12 +140,10 @@ def traced(
       params: specs of its first argument.
       args: specs of the others, of a micro-batch.
       has_aux: whether it returns something beside the loss.
-      scale: by what the loss is multiplied.
-      split: of each leaf of ``args`` whether it is of the examples, and not whole.
-      share: one over how many micro-batches there are.
 
     Returns:
-      The function, with all keys folded with the number of the micro-batch.
+      The function, with all keys folded with the number of the micro-batch, and a loss
+      that is not scaled yet: see `_summands`.
     """
 
     def whole(params: PyTree, args: Sequence[PyTree], number: jax.Array) -> Any:
@@ -174,8 +168,7 @@ def traced(
     jaxpr = closed.jaxpr
     invars = [*jaxpr.invars[:count], *jaxpr.constvars, *jaxpr.invars[count:]]
     closed = core.ClosedJaxpr(jaxpr.replace(constvars=[], invars=invars), [])
-    program = LossProgram(closed, count + len(constants), aux, constants)
-    return replace(program, closed=_with_summands(program, scale, split, share))
+    return LossProgram(closed, count + len(constants), aux, constants)
 
 
 def _with_raw_keys_folded(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
@@ -200,104 +193,6 @@ def _with_raw_keys_folded(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
         return _jaxpr.evaluate(closed, args, rule)
 
     return jax.make_jaxpr(run)(*map(_jaxpr.spec, closed.in_avals))
-
-
-# How what a loss may be summed up of is computed, of scalars.
-_SUMS: dict[str, Callable[..., Any]] = {
-    "add": operator.add,
-    "add_any": operator.add,
-    "sub": operator.sub,
-    "neg": operator.neg,
-    "convert_element_type": lambda x: x,
-}
-_SCALES: dict[str, Callable[..., Any]] = {
-    "mul": operator.mul,
-    "div": operator.truediv,
-}
-
-
-def _with_summands(
-    program: LossProgram, scale: float, split: Sequence[bool], share: float
-) -> core.ClosedJaxpr:
-    """The program whose loss is scaled, its summands without examples apart.
-
-    Such a summand, a penalty on weights, counts once, whatever the reduction. One that
-    reads what each micro-batch is given whole, or a key, is its mean over them.
-    """
-    closed = program.closed
-    examples = [v for v, yes in zip(program.given, split, strict=False) if yes]
-    of_examples = program.reached(examples)
-    eqns, producer = closed.jaxpr.eqns, program.producer
-    outvars: list[Any] = closed.jaxpr.outvars
-    loss, *aux = outvars
-
-    def follows(atom: Any) -> bool:
-        return not isinstance(atom, core.Literal) and atom in of_examples
-
-    def summands(atom: Any) -> list[Any]:
-        """The operands whose sum, perhaps scaled, a value is; none if it is no sum."""
-        if not follows(atom) or atom not in producer or atom.aval.shape:
-            return []
-        eqn = eqns[producer[atom]]
-        name, read = eqn.primitive.name, eqn.invars
-        if name in _SUMS:
-            return list(read)
-        if name in _SCALES and sum(map(follows, read)) == 1:
-            scaled = read[0] if follows(read[0]) else read[1]
-            return [scaled] if name == "mul" or scaled is read[0] else []
-        return []
-
-    def parts(atom: Any) -> list[Any]:
-        """What a sum ends in."""
-        inner = summands(atom)
-        return [part for a in inner for part in parts(a)] if inner else [atom]
-
-    def value(atom: Any, known: dict[Any, Any], of_examples: bool) -> Any:
-        """Of a sum the part that follows from examples, or the rest."""
-        inner = summands(atom)
-        if not inner:
-            is_own = follows(atom) == of_examples
-            return read(atom, known) if is_own else jnp.zeros((), _dtype(atom))
-        eqn = eqns[producer[atom]]
-        operands = [
-            value(a, known, of_examples)
-            if any(a is one for one in inner)
-            else read(a, known)
-            for a in eqn.invars
-        ]
-        made = (_SUMS | _SCALES)[eqn.primitive.name](*operands)
-        return made.astype(_dtype(atom))
-
-    def read(atom: Any, known: dict[Any, Any]) -> Any:
-        is_literal = isinstance(atom, core.Literal)
-        return jnp.asarray(atom.val, _dtype(atom)) if is_literal else known[atom]
-
-    has_rest = not all(map(follows, parts(loss)))
-    needed, todo = dict[Any, None](), [loss]
-    while todo:
-        atom = todo.pop()
-        if not isinstance(atom, core.Literal):
-            needed[atom] = None
-        if summands(atom):
-            todo += eqns[producer[atom]].invars
-    is_once = program.of_batch.isdisjoint(needed.keys() - of_examples)
-    own = closed.jaxpr.replace(outvars=[*needed, *aux])
-
-    def run(*args: Any) -> list[Any]:
-        results = _jaxpr.as_traced(core.ClosedJaxpr(own, closed.consts))(*args)
-        known = dict(zip(needed, results, strict=False))
-        data = value(loss, known, True) if has_rest else read(loss, known)
-        rest = [value(loss, known, False)] if has_rest else []
-        data *= jnp.asarray(scale, data.dtype)
-        if rest and not is_once:
-            data += rest.pop() * jnp.asarray(share, data.dtype)
-        return [data, *results[len(needed) :], *rest]
-
-    return jax.make_jaxpr(run)(*map(_jaxpr.spec, closed.in_avals))
-
-
-def _dtype(atom: Any) -> Any:
-    return atom.aval.dtype
 
 
 def _is_floating(x: Any) -> bool:

@@ -67,7 +67,7 @@ class Stages:
                 var: i for i, var in known if not isinstance(var, core.Literal)
             }
             same = _reads(made) == _reads(self.once)
-            if not same or self._all_weights(size) != self._all_weights(sizes[0]):
+            if not same or self._all_reads(size) != self._all_reads(sizes[0]):
                 raise ValueError(_DIFFERS)
         of_loss = self._gradient[sizes[0]]
         self.trained += [_is_in(v, of_loss) for v in self.once.jaxpr.outvars]
@@ -89,11 +89,16 @@ class Stages:
 
     def weights(self, stage: int, microbatch: int = 0) -> list[Weight]:
         """What a stage reads that is the same for all micro-batches."""
-        return self._all_weights(self._sizes[microbatch])[stage]
+        number = self._number[self._sizes[microbatch]]
+        return [number[var] for var in self.part(stage, microbatch).weights]
 
-    def _all_weights(self, size: int) -> list[list[Weight]]:
-        number = self._number[size]
-        return [[number[v] for v in part.weights] for part in self._slices[size]]
+    def _all_reads(self, size: int) -> list[Any]:
+        """Of each stage which weights it reads, and which leaves of a micro-batch."""
+        number, given = self._number[size], self._programs[size].given
+        return [
+            ([number[v] for v in part.weights], [given.index(v) for v in part.batch])
+            for part in self._slices[size]
+        ]
 
     def has_gradient(self, var: core.Var, microbatch: int) -> bool:
         """Whether what crosses has a cotangent."""

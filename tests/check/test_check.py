@@ -68,6 +68,13 @@ def test_batch_norms_are_compared_per_micro_batch():
     ]
 
 
+def test_frozen_batch_norm_is_compared_as_any_layer():
+    norm = nnx.BatchNorm(WIDTH, use_running_average=True, rngs=nnx.Rngs(0))
+    report = checked([nn.BatchNorm(use_running_average=True), norm])
+    assert report
+    assert [layer.notes for layer in report.layers] == [(), ()]
+
+
 def test_mean_beside_a_batch_norm_is_reported():
     report = checked([nn.Dense(WIDTH), Normed(after=True)])
     with pytest.raises(

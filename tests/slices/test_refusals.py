@@ -117,7 +117,14 @@ def by_size_in_branches(params, x, targets):
     return squares(y @ last, targets)
 
 
-@pytest.mark.parametrize("function", [by_size_in_numpy, by_size_in_branches])
+def by_size_in_what_is_read(params, x, targets):
+    y = perceptron(params, x)
+    return squares(y, targets if len(x) % 2 else x[:, :3])
+
+
+@pytest.mark.parametrize(
+    "function", [by_size_in_numpy, by_size_in_branches, by_size_in_what_is_read]
+)
 def test_functions_that_differ_with_the_size_of_a_micro_batch_are_refused(function):
     params = matrices(6, 6, 6, 3)
     grad_fn = jpipe.value_and_grad(function, 4, num_stages=2)

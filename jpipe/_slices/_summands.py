@@ -1,0 +1,143 @@
+"""The loss of examples, apart from what it adds that depends on none.
+
+A penalty on weights counts once in a step, whatever the reduction, and not once for
+each micro-batch.
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from .._jaxprs import _jaxpr
+from ._program import LossProgram
+
+# What is linear in all of its operands, and in the one that follows from examples.
+_SUMS: dict[str, Callable[..., Any]] = {
+    "add": operator.add,
+    "add_any": operator.add,
+    "sub": operator.sub,
+    "neg": operator.neg,
+    "convert_element_type": lambda x: x,
+}
+_SCALES: dict[str, Callable[..., Any]] = {
+    "mul": operator.mul,
+    "div": operator.truediv,
+}
+Values = dict[Any, Any]
+
+
+def apart(
+    program: LossProgram, split: Sequence[bool], scale: float, share: float
+) -> LossProgram:
+    """The program with a scaled loss, its summands without examples apart.
+
+    Args:
+      program: with the loss that the user returned.
+      split: of each leaf of the batch whether it is of the examples, and not whole.
+      scale: by what the loss of examples is multiplied.
+      share: one over how many micro-batches there are: a summand that reads what each
+        is given whole, or a key, is its mean over them.
+    """
+    closed, loss = program.closed, _Sum(program, split)
+    inner = loss.inner()
+    own = closed.jaxpr.replace(outvars=[*inner, *closed.jaxpr.outvars[1:]])
+    is_once = program.of_batch.isdisjoint(set(inner) - loss.of_examples)
+
+    def run(*args: Any) -> list[Any]:
+        results = _jaxpr.as_traced(core.ClosedJaxpr(own, closed.consts))(*args)
+        values, aux = dict(zip(inner, results, strict=False)), results[len(inner) :]
+        if loss.is_of_examples:
+            data = loss.read(loss.root, values)
+            return [data * jnp.asarray(scale, data.dtype), *aux]
+        data = loss.part(loss.root, values, of_examples=True)
+        rest = loss.part(loss.root, values, of_examples=False)
+        data *= jnp.asarray(scale, data.dtype)
+        if is_once:
+            return [data, *aux, rest]
+        return [data + rest * jnp.asarray(share, data.dtype), *aux]
+
+    made = jax.make_jaxpr(run)(*map(_jaxpr.spec, closed.in_avals))
+    return replace(program, closed=made)
+
+
+class _Sum:
+    """A loss as a sum, perhaps scaled, of sums.
+
+    Args:
+      program: what computes it.
+      split: see `apart`.
+
+    Attributes:
+      root: the loss.
+      of_examples: all that follows from an example.
+      is_of_examples: whether all that it is summed up of does.
+    """
+
+    def __init__(self, program: LossProgram, split: Sequence[bool]) -> None:
+        self._eqns, self._producer = program.closed.jaxpr.eqns, program.producer
+        examples = zip(program.given, split, strict=False)  # the last is a number
+        self.of_examples = program.reached([v for v, yes in examples if yes])
+        self.root: Any = program.closed.jaxpr.outvars[0]
+        self.is_of_examples = all(map(self._follows, self._ends(self.root)))
+
+    def _follows(self, atom: Any) -> bool:
+        return not isinstance(atom, core.Literal) and atom in self.of_examples
+
+    def _equation(self, atom: Any) -> core.JaxprEqn:
+        return self._eqns[self._producer[atom]]
+
+    def _summands(self, atom: Any) -> list[Any]:
+        """The operands whose sum, perhaps scaled, a value is; none if it is no sum."""
+        if not self._follows(atom) or atom not in self._producer or atom.aval.shape:
+            return []
+        eqn = self._equation(atom)
+        name, read = eqn.primitive.name, eqn.invars
+        if name in _SUMS:
+            return list(read)
+        if name in _SCALES and sum(map(self._follows, read)) == 1:
+            scaled = read[0] if self._follows(read[0]) else read[1]
+            return [scaled] if name == "mul" or scaled is read[0] else []
+        return []
+
+    def _ends(self, atom: Any) -> list[Any]:
+        """What a sum ends in."""
+        inner = self._summands(atom)
+        return [end for a in inner for end in self._ends(a)] if inner else [atom]
+
+    def inner(self) -> list[core.Var]:
+        """All variables of the sum, factors too."""
+        found, todo = dict[Any, None](), [self.root]
+        while todo:
+            atom = todo.pop()
+            if not isinstance(atom, core.Literal):
+                found[atom] = None
+            if self._summands(atom):
+                todo += self._equation(atom).invars
+        return [*found]
+
+    def read(self, atom: Any, values: Values) -> Any:
+        """The value of an operand."""
+        if not isinstance(atom, core.Literal):
+            return values[atom]
+        return jnp.asarray(atom.val, _jaxpr.spec(atom.aval).dtype)
+
+    def part(self, atom: Any, values: Values, of_examples: bool) -> Any:
+        """Of a sum the part that follows from examples, or the rest."""
+        inner = self._summands(atom)
+        if not inner:
+            is_own = self._follows(atom) == of_examples
+            return self.read(atom, values) if is_own else jnp.zeros((), atom.aval.dtype)
+        eqn = self._equation(atom)
+        operands = [
+            self.part(a, values, of_examples)
+            if any(a is one for one in inner)
+            else self.read(a, values)
+            for a in eqn.invars
+        ]
+        made = (_SUMS | _SCALES)[eqn.primitive.name](*operands)
+        return made.astype(atom.aval.dtype)
