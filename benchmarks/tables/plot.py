@@ -60,6 +60,9 @@ def drawn(benchmark: Benchmark, result: Result) -> Figure:
     if benchmark.kind == "largest":  # from millions of parameters to many billions
         axes.set_yscale("log")
     how = " ".join(filter(None, (f"{result.scale} scale", result.variant)))
+    if result.variant:  # stages may share what was there
+        devices = {str(where["devices"]) for where in result.provenance.values()}
+        how += f", on {' or '.join(sorted(devices))}"
     axes.set_title(f"{benchmark.name} (ours: {how})", fontsize=10)
     figure.legend(fontsize=8, frameon=False, loc="outside right upper")
     axes.spines[["top", "right"]].set_visible(False)
