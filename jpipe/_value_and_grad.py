@@ -8,6 +8,7 @@ import jax
 from . import _setup
 from ._function_gradient import REDUCTIONS, FunctionGradient
 from ._processes._start import check_joined
+from ._slices._sliced import Division
 
 
 def value_and_grad(
@@ -38,7 +39,7 @@ def value_and_grad(
         device, or what marks say.
       has_aux: whether ``fun`` returns something beside the loss.
       aux_axes: on which axes aux of micro-batches is joined, a prefix of it; ``None``:
-        on a new one.
+        on a new one; `jpipe.MEAN`: the mean over the examples.
       in_axes: where the examples are in the arguments after ``params``: a value for
         all, or a tuple with one for each, as `jax.vmap` takes it. ``None``: each
         micro-batch is given the whole. A key of `jax.random.key` is folded with the
@@ -89,17 +90,19 @@ def value_and_grad(
         raise ValueError(
             "jpipe.value_and_grad runs in one process; for several type jpipe.pipeline"
         )
-    listed = jax.devices() if devices is None else list(devices)
+    division = Division(
+        _setup.check_num_microbatches(num_microbatches),
+        num_stages,
+        jax.devices() if devices is None else list(devices),
+        schedule,
+        remat,
+    )
     return FunctionGradient(
         fun,
-        _setup.check_num_microbatches(num_microbatches),
-        num_stages=num_stages,
+        division,
         has_aux=has_aux,
         aux_axes=aux_axes,
         in_axes=in_axes,
         reduction=reduction,
-        devices=listed,
-        schedule=schedule,
-        remat=remat,
         trainable=trainable,
     )

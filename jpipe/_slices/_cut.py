@@ -5,7 +5,7 @@ the trace of another batch size, whose equations may be others.
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -15,13 +15,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
 from .._jaxprs import _cheapest, _flops, _jaxpr
-from ._program import LossProgram
+from ._program import Traced
 
 PyTree = Any
 _MARK = "jpipe boundary "
 # So many operations take as long as to move a byte.
 _PER_BYTE = 10
-Reads = tuple[tuple[int, int], ...]
 
 
 def boundary(x: PyTree) -> PyTree:
@@ -47,7 +46,7 @@ def boundary(x: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: checkpoint_name(leaf, _MARK), x)
 
 
-def positions(program: LossProgram, num_stages: int | None, default: int) -> list[int]:
+def positions(program: Traced, num_stages: int | None, default: int) -> list[int]:
     """The numbers of the equations with which the stages but the first begin.
 
     Args:
@@ -69,7 +68,7 @@ def positions(program: LossProgram, num_stages: int | None, default: int) -> lis
     return _balanced(program, default if num_stages is None else num_stages)
 
 
-def _marks(program: LossProgram) -> list[int]:
+def _marks(program: Traced) -> list[int]:
     """Right behind each group of marks."""
     eqns = program.closed.jaxpr.eqns
     inner = [i for i, eqn in enumerate(eqns) if _has_mark(eqn)]
@@ -92,7 +91,7 @@ def _has_mark(eqn: core.JaxprEqn) -> bool:
     return any(_is_mark(e) or _has_mark(e) for e in inner)
 
 
-def _balanced(program: LossProgram, num_stages: int) -> list[int]:
+def _balanced(program: Traced, num_stages: int) -> list[int]:
     """The least largest cost of a stage among the cuts that few bytes cross."""
     if num_stages == 1:
         return []
@@ -133,7 +132,7 @@ def _joined(before: Any, cost: float, at: int, crossing: Sequence[int]) -> Any:
     return max(most, cost), moved + crossing[at], (*cuts, at)
 
 
-def _check_atoms(program: LossProgram, cost: Sequence[float], num_stages: int) -> None:
+def _check_atoms(program: Traced, cost: Sequence[float], num_stages: int) -> None:
     """Checks that no equation is more than a stage."""
     largest = max(range(len(cost)), key=cost.__getitem__)
     eqn, share = program.closed.jaxpr.eqns[largest], cost[largest] / max(sum(cost), 1)
@@ -146,7 +145,7 @@ def _check_atoms(program: LossProgram, cost: Sequence[float], num_stages: int) -
         )
 
 
-def crossing_bytes(program: LossProgram) -> list[int]:
+def crossing_bytes(program: Traced) -> list[int]:
     """Before each equation, the bytes that stages made before and read from it on."""
     eqns, kinds = program.closed.jaxpr.eqns, program.kinds
     made = {
@@ -190,8 +189,8 @@ def _candidates(
     return found
 
 
-def reads_before(program: LossProgram, cuts: Sequence[int]) -> list[Reads]:
-    """Of each cut how often each parameter is read before it.
+def reads_before(program: Traced, cuts: Collection[int]) -> list[Sequence[int]]:
+    """Of each cut, in order, how often each parameter is read before it.
 
     A reading is one by an equation of a stage, directly or through what each stage
     computes for itself.
@@ -200,10 +199,10 @@ def reads_before(program: LossProgram, cuts: Sequence[int]) -> list[Reads]:
     through: dict[core.Var, tuple[int, ...]] = {
         var: (i,) for i, var in enumerate(program.params)
     }
-    found, eqns = [], program.closed.jaxpr.eqns
+    found, eqns = list[Sequence[int]](), program.closed.jaxpr.eqns
     for i, (eqn, kind) in enumerate(zip(eqns, program.kinds, strict=True)):
         if i in cuts:
-            found.append(tuple(enumerate(counts)))
+            found.append(tuple(counts))
         read = [a for a in eqn.invars if not isinstance(a, core.Literal)]
         params = tuple(dict.fromkeys(p for a in read for p in through.get(a, ())))
         if kind == "stage":
@@ -211,33 +210,48 @@ def reads_before(program: LossProgram, cuts: Sequence[int]) -> list[Reads]:
                 counts[p] += 1
         else:
             through |= dict.fromkeys(eqn.outvars, params)
-    return found
+    return [*found, tuple(counts)] if len(eqns) in cuts else found
 
 
 def same_cuts(
-    program: LossProgram, cuts: Sequence[int], other: LossProgram
+    program: Traced, cuts: Sequence[int], other: Traced, num_shared: int
 ) -> list[int]:
-    """The same cuts in the trace of another batch size.
+    """The same cuts in another trace: of another batch size, or with a loss.
+
+    Args:
+      program: what is divided.
+      cuts: where.
+      other: the other trace.
+      num_shared: how many of the first parameters both have.
 
     Raises:
       ValueError: if the other program reads parameters in another order.
     """
+    if (marks := _marks(other)) and len(marks) == len(cuts):
+        return marks
     names = [
         [eqn.primitive.name for eqn in one.closed.jaxpr.eqns]
         for one in (program, other)
     ]
     if names[0] == names[1]:
         return list(cuts)
-    wanted = reads_before(program, cuts)
-    everywhere = range(len(other.closed.jaxpr.eqns))
-    known, crossing = reads_before(other, [*everywhere]), crossing_bytes(other)
-    found = []
-    for reads in wanted:
-        fitting = [i for i in everywhere if known[i] == reads]
+    size = len(program.closed.jaxpr.eqns)
+    *wanted, total = reads_before(program, [*cuts, size])
+    *known, all_of_them = reads_before(other, range(len(names[1]) + 1))
+    # What is read another number of times, as by dropout or a penalty, tells nothing.
+    alike = [i for i in range(num_shared) if total[i] == all_of_them[i]]
+    crossing, found = crossing_bytes(other), list[int]()
+    for cut, reads in zip(cuts, wanted, strict=True):
+        begin = found[-1] + 1 if found else 1
+        own = [reads[i] for i in alike]
+        fitting = [
+            i for i in range(begin, len(known)) if [known[i][k] for k in alike] == own
+        ]
         if not fitting:
             raise ValueError(
                 "the function computes something else for micro-batches of another "
                 "size; give a batch that num_microbatches divides"
             )
-        found.append(min(fitting, key=lambda i: (crossing[i], i)))
+        share = cut / size * len(known)
+        found.append(min(fitting, key=lambda i: (crossing[i], abs(i - share))))
     return found

@@ -64,8 +64,6 @@ class Lowering:
         self._cotangents: dict[tuple[core.Var, int], dict[int, Value]] = {}
         self._residuals: dict[Cell, Values] = {}
         self._sums: dict[tuple[int, Place], Values] = {}
-        zero = np.zeros((), self._loss_spec.dtype)
-        self._loss: Value = graph.constant(zero, self._last)
         self._known: dict[Any, Function] = {}
 
     @property
@@ -142,6 +140,8 @@ class Lowering:
 
     def run(self) -> tuple[Value, dict[int, Value]]:
         """The whole schedule: the loss, and the gradient of each trained parameter."""
+        zero = np.zeros((), self._loss_spec.dtype)
+        self._loss = self._graph.constant(zero, self._last)
         self._start_sums()
         deferred = self._deferred()
         for action in self._pipe.schedule.order():
@@ -158,13 +158,20 @@ class Lowering:
             self._backward(action, mode, follows)
         return self._finished()
 
+    def forwards(self) -> None:
+        """The forwards of the schedule alone."""
+        for action in self._pipe.schedule.order():
+            if action.op == FORWARD:
+                cell = action[1:]
+                self._forward_of(action, self._stages.forward(*cell))
+
     def aux(self) -> list[Values]:
         """What each micro-batch returned beside the loss."""
         rows = []
         for m in range(self._count):
             program, row = self._stages.program(m), list[Value]()
             number = {var: i for i, var in enumerate(program.params)}
-            for atom in program.outputs[1:]:
+            for atom in program.beside:
                 if isinstance(atom, core.Literal):
                     row.append(self._graph.constant(np.asarray(atom.val), self._last))
                 elif atom in number:
@@ -222,17 +229,25 @@ class Lowering:
         place = self._pipe.place(*action[1:])
         return self._graph.call(function, place, reads, action, f"stage {action.stage}")
 
-    def _forward(self, action: Action, mode: Any) -> None:
+    def _forward_of(self, action: Action, function: Function) -> tuple[Values, Values]:
+        """What a stage reads, and what it makes of that."""
         stage, m = cell = action[1:]
         part = self._stages.part(*cell)
         reads = [self._weights[i] for i in self._stages.weights(*cell)]
         reads += [self._made[var, m] for var in part.arrives]
         reads += self._given[stage][m]
-        results = self._call(self._stages.functions(*cell, mode).forward, action, reads)
+        results = self._call(function, action, reads)
         made = [*part.leaves, *part.beside]
         self._made |= {(v, m): x for v, x in zip(made, results, strict=False)}
-        self._residuals[cell] = [*reads, *results[len(made) :]]
-        if stage == self._stages.num_stages - 1:
+        return reads, results
+
+    def _forward(self, action: Action, mode: Any) -> None:
+        cell, part = action[1:], self._stages.part(*action[1:])
+        function = self._stages.functions(*cell, mode).forward
+        reads, results = self._forward_of(action, function)
+        count = len(part.leaves) + len(part.beside)
+        self._residuals[cell] = [*reads, *results[count:]]
+        if action.stage == self._stages.num_stages - 1:
             reads = [self._loss, results[0]]
             (self._loss,) = self._call(self._add_loss(), action, reads)
             self._graph.fuse()

@@ -1,4 +1,4 @@
-"""The user's loss function as one jaxpr, and what each of its equations follows from.
+"""The user's function as one jaxpr, and what each of its equations follows from.
 
 Equations that follow from parameters alone, or cheaply from what a micro-batch is given
 alone, belong to no stage: each stage that reads what they make computes it. All others
@@ -27,32 +27,45 @@ _user_context = jax.make_user_context()
 
 
 @dataclass(frozen=True)
-class LossProgram:
-    """A loss function on micro-batches of one size.
+class Traced:
+    """A function on micro-batches of one size.
 
     Attributes:
-      closed: its jaxpr: ``(*params, *batch, number) -> (loss, *aux, *rest)``. The loss
+      closed: its jaxpr: ``(*params, *batch, number) -> (*loss, *aux, *rest)``. The loss
         is that of examples; the rest are summands that depend on none, if there are.
       num_params: how many of its inputs are the same for all micro-batches: the
         parameters, and then the arrays that the function closes over.
       aux: specs of what it returns beside the loss.
       constants: those arrays.
+      has_loss: whether its first result is a loss.
     """
 
     closed: core.ClosedJaxpr
     num_params: int
     aux: PyTree
     constants: Sequence[Any] = ()
+    has_loss: bool = True
 
     @property
-    def rest(self) -> list[core.Var]:
-        """The sum of the summands of the loss that depend on no example, if any."""
-        return self.closed.jaxpr.outvars[1 + len(jax.tree.leaves(self.aux)) :]
+    def loss(self) -> list[Any]:
+        """The loss, if there is one."""
+        return self.closed.jaxpr.outvars[: self.has_loss]
+
+    @property
+    def beside(self) -> list[Any]:
+        """What is returned beside the loss."""
+        end = self.has_loss + len(jax.tree.leaves(self.aux))
+        return self.closed.jaxpr.outvars[self.has_loss : end]
 
     @property
     def outputs(self) -> list[Any]:
         """The loss and what is returned beside it, which stages make."""
-        return self.closed.jaxpr.outvars[: 1 + len(jax.tree.leaves(self.aux))]
+        return [*self.loss, *self.beside]
+
+    @property
+    def rest(self) -> list[core.Var]:
+        """The sum of the summands of the loss that depend on no example, if any."""
+        return self.closed.jaxpr.outvars[len(self.outputs) :]
 
     @cached_property
     def params(self) -> list[core.Var]:
@@ -132,14 +145,16 @@ def traced(
     params: PyTree,
     args: Sequence[PyTree],
     has_aux: bool,
-) -> LossProgram:
-    """Traces a loss function on a micro-batch.
+    has_loss: bool = True,
+) -> Traced:
+    """Traces a function on a micro-batch.
 
     Args:
       function: ``(params, *args) -> loss``, or ``(loss, aux)``.
       params: specs of its first argument.
       args: specs of the others, of a micro-batch.
       has_aux: whether it returns something beside the loss.
+      has_loss: whether it returns a loss; else what it returns is aux.
 
     Returns:
       The function, with all keys folded with the number of the micro-batch, and a loss
@@ -152,6 +167,8 @@ def traced(
 
         params, args = jax.tree.map(fold, (params, tuple(args)))
         result = function(params, *args)
+        if not has_loss:
+            return (), jax.tree.map(jnp.asarray, result)
         loss, aux = result if has_aux else (result, ())
         if not hasattr(loss, "dtype") or loss.shape or not _is_floating(loss):
             raise TypeError(
@@ -168,7 +185,7 @@ def traced(
     jaxpr = closed.jaxpr
     invars = [*jaxpr.invars[:count], *jaxpr.constvars, *jaxpr.invars[count:]]
     closed = core.ClosedJaxpr(jaxpr.replace(constvars=[], invars=invars), [])
-    return LossProgram(closed, count + len(constants), aux, constants)
+    return Traced(closed, count + len(constants), aux, constants, has_loss)
 
 
 def _with_raw_keys_folded(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from .._jaxprs import _cheapest, _jaxpr
-from ._program import LossProgram
+from ._program import Traced
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Slice:
         return results[: len(self.leaves)], results[len(self.leaves) :]
 
 
-def stages_of(program: LossProgram, cuts: Sequence[int]) -> list[int | None]:
+def stages_of(program: Traced, cuts: Sequence[int]) -> list[int | None]:
     """The stage of each equation that one stage computes.
 
     What only later stages read is made in the first of them, where fewer bytes cross:
@@ -56,10 +56,11 @@ def stages_of(program: LossProgram, cuts: Sequence[int]) -> list[int | None]:
         eqn, own = eqns[i], stage[i]
         if own is not None:
             later = [s for var in eqn.outvars for s in readers.get(var, ())]
-            made = [program.producer.get(a) for a in _atoms(eqn)]
+            read = _variables(eqn.invars)
+            made = [program.producer.get(a) for a in read]
             given = [
                 var
-                for var, at in zip(_atoms(eqn), made, strict=True)
+                for var, at in zip(read, made, strict=True)
                 if at is not None and kinds[at] == "stage"
             ]
             movable = not eqn.effects and outputs.isdisjoint(eqn.outvars)
@@ -67,22 +68,20 @@ def stages_of(program: LossProgram, cuts: Sequence[int]) -> list[int | None]:
                 new = {v for v in given if min(later) not in readers.get(v, ())}
                 if _bytes(new) <= _bytes(set(eqn.outvars)):
                     stage[i] = own = min(later)
-        for var in _atoms(eqn):
+        for var in _variables(eqn.invars):
             readers.setdefault(var, []).extend([own] if own is not None else [])
     return stage
 
 
-def _atoms(eqn: core.JaxprEqn) -> list[core.Var]:
-    return [atom for atom in eqn.invars if not isinstance(atom, core.Literal)]
+def _variables(atoms: Sequence[Any]) -> list[core.Var]:
+    return [atom for atom in atoms if not isinstance(atom, core.Literal)]
 
 
 def _bytes(variables: set[core.Var]) -> int:
     return sum(map(_cheapest.nbytes, variables))
 
 
-def slices(
-    program: LossProgram, cuts: Sequence[int], trained: set[core.Var]
-) -> list[Slice]:
+def slices(program: Traced, cuts: Sequence[int], trained: set[core.Var]) -> list[Slice]:
     """The stages, in order. The last makes the loss.
 
     Args:
@@ -95,7 +94,7 @@ def slices(
     """
     jaxpr, count = program.closed.jaxpr, len(cuts) + 1
     eqns, stage = jaxpr.eqns, stages_of(program, cuts)
-    outputs = [a for a in program.outputs if not isinstance(a, core.Literal)]
+    outputs = _variables(program.outputs)
     home = {v: stage[i] for v, i in program.producer.items() if stage[i] is not None}
     # The equations of each stage, with those that it computes for itself.
     own: list[list[int]] = [[] for _ in range(count)]
@@ -106,7 +105,7 @@ def slices(
             is_copy = program.kinds[i] == "copy"
             if stage[i] == s or (is_copy and any(v in needed for v in eqns[i].outvars)):
                 own[s].append(i)
-                needed |= dict.fromkeys(_atoms(eqns[i]))
+                needed |= dict.fromkeys(_variables(eqns[i].invars))
         own[s].reverse()
         made = {var for i in own[s] for var in eqns[i].outvars}
         reads[s] = {var: None for var in needed if var not in made}
@@ -117,10 +116,10 @@ def slices(
         read_later = {var for t in range(count) if t != s for var in reads[t]}
         made = [var for i in own[s] for var in eqns[i].outvars]
         crossing = [v for v in made if home.get(v) == s and v in read_later]
-        loss = [v for v in outputs[:1] if home.get(v, count - 1) == s]
+        loss = [v for v in _variables(program.loss) if home.get(v, count - 1) == s]
         leaves = [*loss, *(v for v in crossing if v in trained and v not in loss)]
         beside = [v for v in crossing if v not in trained]
-        aux = [v for v in outputs[1:] if home.get(v, count - 1) == s]
+        aux = [v for v in _variables(program.beside) if home.get(v, count - 1) == s]
         beside += [v for v in dict.fromkeys(aux) if v not in beside]
         arrives = [v for v in reads[s] if v in home]
         batch = [v for v in program.given if v in reads[s]]
@@ -137,7 +136,7 @@ def slices(
 
 
 def _check_references(
-    program: LossProgram, reads: Sequence[dict[core.Var, None]], home: Any
+    program: Traced, reads: Sequence[dict[core.Var, None]], home: Any
 ) -> None:
     for s, variables in enumerate(reads):
         for var in variables:
@@ -148,7 +147,7 @@ def _check_references(
                 )
 
 
-def with_gradient(program: LossProgram, trained: Sequence[bool]) -> set[core.Var]:
+def with_gradient(program: Traced, trained: Sequence[bool]) -> set[core.Var]:
     """What has a tangent, as it follows from what is trained, and reaches the loss."""
     jaxpr = program.closed.jaxpr
     tangent = {v for v, yes in zip(program.params, trained, strict=True) if yes}
@@ -157,7 +156,7 @@ def with_gradient(program: LossProgram, trained: Sequence[bool]) -> set[core.Var
             continue
         if not tangent.isdisjoint(_jaxpr.variables(eqn.invars)):
             tangent.update(v for v in eqn.outvars if _is_inexact(v))
-    to_loss = _jaxpr.variables([*jaxpr.outvars[:1], *program.rest])
+    to_loss = _jaxpr.variables([*program.loss, *program.rest])
     for eqn in reversed(jaxpr.eqns):
         if not to_loss.isdisjoint(eqn.outvars):
             to_loss |= _jaxpr.variables(eqn.invars)
@@ -168,7 +167,7 @@ def _is_inexact(var: core.Var) -> bool:
     return jnp.issubdtype(getattr(var.aval, "dtype", jnp.int32), jnp.inexact)
 
 
-def once(program: LossProgram, parts: Sequence[Slice]) -> core.ClosedJaxpr:
+def once(program: Traced, parts: Sequence[Slice]) -> core.ClosedJaxpr:
     """``params -> values``: what is once in a step, for stages and the loss."""
     params = set(program.params)
     wanted = dict.fromkeys(v for part in parts for v in part.weights if v not in params)

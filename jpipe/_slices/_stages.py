@@ -8,8 +8,9 @@ from jax.extend import core
 
 from .._functions import _remat
 from .._jaxprs import _jaxpr
+from .._jaxprs._function import Function
 from ._functions import StageFunctions
-from ._program import LossProgram
+from ._program import Traced
 from ._slice import Slice, once, slices, with_gradient
 
 # A parameter by its number, or what follows from parameters once in a step, after them.
@@ -30,6 +31,7 @@ class Stages:
       sizes: of the micro-batches.
       remat: what each stage stores.
       trained: whether each parameter has a gradient.
+      homes: the stages of the first parameters, where these are known.
 
     Attributes:
       first: the program of the first micro-batch.
@@ -39,11 +41,12 @@ class Stages:
 
     def __init__(
         self,
-        programs: Mapping[int, LossProgram],
+        programs: Mapping[int, Traced],
         cuts: Mapping[int, Sequence[int]],
         sizes: Sequence[int],
         remat: Sequence[Any],
         trained: Sequence[bool],
+        homes: Sequence[int] = (),
     ) -> None:
         self._programs, self._sizes, self._remat = programs, sizes, remat
         self.first = next(iter(programs.values()))
@@ -71,8 +74,9 @@ class Stages:
                 raise ValueError(_DIFFERS)
         of_loss = self._gradient[sizes[0]]
         self.trained += [_is_in(v, of_loss) for v in self.once.jaxpr.outvars]
-        self.owner = self._owners()
+        self.owner = [*homes, *self._owners()[len(homes) :]]
         self._functions: dict[Any, StageFunctions] = {}
+        self._forwards: dict[Any, Function] = {}
 
     @property
     def num_stages(self) -> int:
@@ -83,7 +87,7 @@ class Stages:
         """What a stage computes on a micro-batch."""
         return self._slices[self._sizes[microbatch]][stage]
 
-    def program(self, microbatch: int) -> LossProgram:
+    def program(self, microbatch: int) -> Traced:
         """The program of a micro-batch."""
         return self._programs[self._sizes[microbatch]]
 
@@ -122,6 +126,14 @@ class Stages:
             )
         return self._functions[key]
 
+    def forward(self, stage: int, microbatch: int) -> Function:
+        """The program of a stage of which nothing is kept for a backward."""
+        key = stage, self._sizes[microbatch]
+        if key not in self._forwards:
+            closed = self.part(stage, microbatch).closed
+            self._forwards[key] = Function.of("forward", closed)
+        return self._forwards[key]
+
     def does(self, stage: int, microbatch: int, weights_only: bool) -> bool:
         """Whether a backward has anything to compute."""
         found = any(self.trained[i] for i in self.weights(stage, microbatch))
@@ -154,7 +166,7 @@ def _reads(closed: core.ClosedJaxpr) -> list[Any]:
     return [(v.aval, _jaxpr.live_inputs(_jaxpr.prune(closed, [v]))) for v in results]
 
 
-def _same_arrays(one: LossProgram, other: LossProgram) -> bool:
+def _same_arrays(one: Traced, other: Traced) -> bool:
     """Whether two programs close over equal arrays, in the same order."""
     pairs = zip(one.constants, other.constants, strict=False)
     same = (a is b or (a.shape == b.shape and bool((a == b).all())) for a, b in pairs)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from .._jaxprs import _jaxpr
-from ._program import LossProgram
+from ._program import Traced
 
 # What is linear in all of its operands, and in the one that follows from examples.
 _SUMS: dict[str, Callable[..., Any]] = {
@@ -31,9 +31,7 @@ _SCALES: dict[str, Callable[..., Any]] = {
 Values = dict[Any, Any]
 
 
-def apart(
-    program: LossProgram, split: Sequence[bool], scale: float, share: float
-) -> LossProgram:
+def apart(program: Traced, split: Sequence[bool], scale: float, share: float) -> Traced:
     """The program with a scaled loss, its summands without examples apart.
 
     Args:
@@ -78,7 +76,7 @@ class _Sum:
       is_of_examples: whether all that it is summed up of does.
     """
 
-    def __init__(self, program: LossProgram, split: Sequence[bool]) -> None:
+    def __init__(self, program: Traced, split: Sequence[bool]) -> None:
         self._eqns, self._producer = program.closed.jaxpr.eqns, program.producer
         examples = zip(program.given, split, strict=False)  # the last is a number
         self.of_examples = program.reached([v for v, yes in examples if yes])

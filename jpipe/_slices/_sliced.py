@@ -1,0 +1,326 @@
+"""A function of parameters and a mini-batch as a program over many devices."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .._functions import _microbatch, _remat
+from .._functions._batch import Batch
+from .._instructions import _transfer
+from .._instructions._collector import paused
+from .._instructions._graph import OUTSIDE
+from .._instructions._program import Program
+from .._jaxprs import _jaxpr
+from .._layers._stage import StageFunction
+from .._run import _signature, _variables
+from .._run._pipe import Pipe
+from ..schedules._choose import choose_schedule
+from . import _cut, _program, _summands
+from ._join import Join, joined
+from ._lower import Lowering
+from ._program import Traced
+from ._stages import Stages
+
+PyTree = Any
+_MOST = 64
+
+
+@dataclass
+class Division:
+    """In how many stages functions are divided, where these run, and when.
+
+    Attributes:
+      num_microbatches: how many there are.
+      num_stages: how many stages; ``None``: as many as marks say, or devices are.
+      devices: one for each rank.
+      schedule: as for `jpipe.pipeline`.
+      remat: as for `jpipe.pipeline`.
+      is_lasting: whether all functions are divided as the first one is, so that their
+        parameters stay where they are.
+      first: that one, where it is divided, and the stage of each of its parameters.
+    """
+
+    num_microbatches: int
+    num_stages: int | None
+    devices: Sequence[Any]
+    schedule: Any
+    remat: Any
+    is_lasting: bool = False
+    first: tuple[Traced, list[int], list[int]] | None = field(default=None, init=False)
+
+    def cuts(self, programs: Mapping[int, Traced], num_shared: int) -> dict[int, Any]:
+        """Where programs are divided, by the sizes of their micro-batches."""
+        if self.first is None:
+            program = next(iter(programs.values()))
+            cuts = _cut.positions(program, self.num_stages, len(self.devices))
+        else:
+            program, cuts, _ = self.first
+        return {
+            n: cuts
+            if one is program
+            else _cut.same_cuts(program, cuts, one, num_shared)
+            for n, one in programs.items()
+        }
+
+    def pipe(self, count: int) -> Pipe:
+        """The schedule and the devices of so many stages."""
+        schedule = choose_schedule(self.schedule, count, self.num_microbatches)
+        functions = tuple(StageFunction(s, s, ()) for s in range(count))
+        ranks = schedule.num_ranks
+        if len(self.devices) < ranks:
+            have = len(self.devices)
+            raise ValueError(
+                f"{ranks} ranks need {ranks} devices, there are {have}; give "
+                f"num_stages={have}, or let a device serve several stages: "
+                f"devices=({ranks} * jax.devices())[:{ranks}]"
+            )
+        used = tuple(self.devices[:ranks])
+        return Pipe(functions, used, schedule, _remat.per_stage(self.remat, count))
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is computed.
+
+    Attributes:
+      function: ``(params, *args) -> loss``, ``(loss, aux)`` or ``aux``.
+      joins: of a trace and the sizes of micro-batches, how its aux is joined.
+      in_axes: where the examples are in the arguments after ``params``.
+      has_loss: whether it returns a loss, which is differentiated.
+      has_aux: whether it returns something beside the loss.
+      reduction: what the loss is: see `jpipe.value_and_grad`.
+      names: how errors call the arguments.
+    """
+
+    function: Callable[..., Any]
+    joins: Callable[[Traced, Sequence[int]], list[Join]]
+    in_axes: Any = 0
+    has_loss: bool = True
+    has_aux: bool = False
+    reduction: str = "mean"
+    names: Sequence[str] = ()
+
+
+class Results(NamedTuple):
+    """What a call gives.
+
+    Attributes:
+      loss: the loss, if there is one.
+      aux: what is returned beside it; ``None`` for leaves that no join takes.
+      grads: of each leaf of the parameters its gradient, or ``None``.
+    """
+
+    loss: Any
+    aux: PyTree
+    grads: list[Any]
+
+
+class Built(NamedTuple):
+    """What runs for arguments of one kind.
+
+    Attributes:
+      pipe: the schedule and the devices.
+      stages: the slices.
+      program: ``(*params, *constants, *args) -> (*loss, *aux, *grads)``.
+      joined: the numbers of the leaves of aux that it returns.
+      devices: the device of each parameter.
+      constants: the arrays that the function closes over, in place.
+    """
+
+    pipe: Pipe
+    stages: Stages
+    program: Program
+    joined: list[int]
+    devices: list[Any]
+    constants: list[Any]
+
+
+class Sliced:
+    """``(params, *args) -> Results``, compiled once for each kind of arguments.
+
+    Args:
+      work: what is computed.
+      division: in which stages.
+      trained: of specs of the parameters whether each leaf has a gradient.
+    """
+
+    def __init__(
+        self,
+        work: Work,
+        division: Division,
+        trained: Callable[[PyTree], list[bool]] = lambda specs: [],
+    ) -> None:
+        self._work, self._division, self._trained = work, division, trained
+        self._known: dict[Any, Built] = {}
+        self.last: Built | None = None
+
+    def __call__(self, params: PyTree, *args: PyTree) -> Results:
+        """Returns as soon as the work is dispatched."""
+        built = self.build(params, args)
+        leaves = jax.tree.leaves(params)
+        _variables.check_alive(leaves)
+        _check_in_place(params, leaves, built.devices)
+        batch = jax.tree.leaves(args)
+        _variables.check_concrete([*leaves, *batch])
+        found = iter(built.program([*leaves, *built.constants, *batch]))
+        loss = next(found) if self._work.has_loss else None
+        spec = built.stages.first.aux
+        aux: list[Any] = [None] * len(jax.tree.leaves(spec))
+        for i in built.joined:
+            aux[i] = next(found)
+        trained = built.stages.trained[: len(leaves)]
+        grads = [next(found) if yes else None for yes in trained]
+        return Results(loss, jax.tree.unflatten(jax.tree.structure(spec), aux), grads)
+
+    def place(self, params: PyTree, *args: PyTree) -> PyTree:
+        """Puts each parameter onto the device of the stage where it stays."""
+        devices = self.build(params, args).devices
+        leaves, tree = jax.tree.flatten(params)
+        pairs = zip(leaves, devices, strict=True)
+        return tree.unflatten([put(*pair) for pair in pairs])
+
+    def build(self, params: PyTree, args: Sequence[PyTree]) -> Built:
+        """What runs for such arguments."""
+        key = _signature.settings(), _signature.of(params, args)
+        if key not in self._known:
+            self._known[key] = self._built(params, args)
+            if len(self._known) > _MOST:
+                del self._known[next(iter(self._known))]
+        self.last = self._known[key]
+        return self.last
+
+    @paused
+    def _built(self, params: PyTree, args: Sequence[PyTree]) -> Built:
+        work, division = self._work, self._division
+        names = work.names or [f"argument {i + 1}" for i in range(len(args))]
+        specs = _microbatch.specs(params, "params")
+        count = len(jax.tree.leaves(specs))
+        trained = self._trained(specs) or [False] * count
+        given = tuple(map(_microbatch.specs, args, names))
+        axes = self._axes(given, names)
+        size = _batch_size(given, axes, division.num_microbatches, names)
+        sizes = _microbatch.sizes(size, division.num_microbatches)
+        flat = [axis for own in axes for axis in own]
+        programs = self._traced(specs, given, flat, sizes)
+        first = programs[sizes[0]]
+        shared = min(first.num_params, count if division.is_lasting else 1 << 62)
+        cuts = division.cuts(programs, shared)
+        pipe = division.pipe(len(cuts[sizes[0]]) + 1)
+        homes = division.first[2] if division.first else ()
+        stages = Stages(programs, cuts, sizes, pipe.remat, trained, homes)
+        if division.is_lasting and division.first is None:
+            division.first = first, cuts[sizes[0]], stages.owner[:count]
+        batch = Batch(given, flat, (), [], None, sizes)
+        return self._lowered(pipe, stages, batch, specs)
+
+    def _traced(
+        self,
+        specs: PyTree,
+        given: Sequence[PyTree],
+        axes: Sequence[int | None],
+        sizes: Sequence[int],
+    ) -> dict[int, Traced]:
+        """The function on micro-batches of each size."""
+        work, size = self._work, sum(sizes)
+        leaves, tree = jax.tree.flatten(given)
+        split, share = [axis is not None for axis in axes], 1 / len(sizes)
+        programs = {}
+        for n in dict.fromkeys(sizes):
+            part = tree.unflatten(_microbatch.part_specs(leaves, axes, n))
+            how = work.has_aux, work.has_loss
+            traced = _program.traced(work.function, specs, part, *how)
+            if work.has_loss:
+                scale = {"mean": n / size, "sum": 1.0}.get(work.reduction, share)
+                traced = _summands.apart(traced, split, scale, share)
+            programs[n] = traced
+        return programs
+
+    def _lowered(
+        self, pipe: Pipe, stages: Stages, batch: Batch, specs: PyTree
+    ) -> Built:
+        constants = [jnp.asarray(array) for array in stages.first.constants]
+        leaves = [*jax.tree.leaves(specs), *map(_jaxpr.spec, constants)]
+        graph = pipe.graph()
+        places = [pipe.place(stages.owner[i]) for i in range(len(leaves))]
+        params = [graph.argument(*pair) for pair in zip(leaves, places, strict=True)]
+        given = [graph.argument(leaf, OUTSIDE) for leaf in jax.tree.leaves(batch.x)]
+        lowering = Lowering(graph, pipe, stages, batch, params, given)
+        loss, grads = [], dict[int, Any]()
+        if self._work.has_loss:
+            total, grads = lowering.run()
+            loss = [total]
+        else:
+            lowering.forwards()
+        joins = self._work.joins(stages.first, batch.sizes)
+        aux = joined(graph, joins, lowering.aux(), params) if joins else {}
+        outputs = graph.own([*loss, *(aux[i] for i in sorted(aux)), *grads.values()])
+        devices = [pipe.places[place] for place in places]
+        count = len(devices) - len(constants)
+        pairs = zip(constants, devices[count:], strict=True)
+        constants = [put(*pair) for pair in pairs]
+        program = Program(graph, outputs, pipe.places)
+        return Built(pipe, stages, program, sorted(aux), devices[:count], constants)
+
+    def _axes(
+        self, given: Sequence[PyTree], names: Sequence[str]
+    ) -> list[list[int | None]]:
+        """Where the examples are in each leaf of each argument; keys have none."""
+        in_axes = self._work.in_axes
+        each = list(in_axes) if isinstance(in_axes, tuple) else [in_axes] * len(given)
+        if len(each) != len(given):
+            raise ValueError(
+                f"in_axes={in_axes!r} has {len(each)} entries for {len(given)} "
+                f"arguments after params; give one for each, or one for all"
+            )
+        found = []
+        for name, axes, tree in zip(names, each, given, strict=True):
+            own = _microbatch.flat_axes(axes, tree, name, "in_axes")
+            leaves = jax.tree.leaves(tree)
+            found.append(
+                [
+                    None if _program.is_single_key(leaf) else axis
+                    for leaf, axis in zip(leaves, own, strict=True)
+                ]
+            )
+        return found
+
+
+def put(leaf: Any, device: Any) -> jax.Array:
+    """An array on a device."""
+    return _transfer.put([leaf], device)[0]
+
+
+def _batch_size(
+    given: Sequence[PyTree],
+    axes: Sequence[Sequence[int | None]],
+    count: int,
+    names: Sequence[str],
+) -> int:
+    try:
+        return _microbatch.batch_size([*zip(names, given, axes, strict=True)], count)
+    except ValueError as error:
+        error.add_note(
+            "in_axes is a value for all arguments after params, or a tuple with one "
+            "for each: None for what each micro-batch is given whole, such as a "
+            "number, a table or running statistics"
+        )
+        raise
+
+
+def _check_in_place(params: PyTree, leaves: Sequence[Any], devices: Any) -> None:
+    pairs = zip(leaves, devices, strict=True)
+    lost = [
+        i
+        for i, (leaf, device) in enumerate(pairs)
+        if not isinstance(leaf, jax.Array) or not _transfer.is_at(leaf, device)
+    ]
+    if lost:
+        path, _ = jax.tree_util.tree_leaves_with_path(params)[lost[0]]
+        raise ValueError(
+            f"params{jax.tree_util.keystr(path)} is not on {devices[lost[0]]}, where "
+            f"the first stage that reads it runs; type "
+            f"params = grad_fn.place(params, *args)"
+        )
