@@ -10,15 +10,18 @@ from . import schedules as schedules
 if _TYPE_CHECKING:
     from . import checkpoint as checkpoint
     from . import draw as draw
+    from ._layers._inputs import inputs as inputs
     from ._layers._layer import Stage as Stage
     from ._layers._method import layer as layer
     from ._layers._skip import isolate as isolate
     from ._layers._skip import pop as pop
     from ._layers._skip import stash as stash
+    from ._model import ModelPipeline as ModelPipeline
     from ._pipeline import Pipeline as Pipeline
     from ._processes._start import distributed as distributed
     from ._report import Report as Report
     from ._slices._cut import boundary as boundary
+    from ._slices._join import MEAN as MEAN
     from ._slices._program import microbatch_key as microbatch_key
     from ._train._state import TrainState as TrainState
     from ._train._step import TrainStep as TrainStep
@@ -36,6 +39,8 @@ if _TYPE_CHECKING:
 # Imported when they are asked for: the command line draws schedules without JAX, and a
 # step draws nothing and plans nothing.
 _HOME = {
+    "MEAN": "._slices._join",
+    "ModelPipeline": "._model",
     "Pipeline": "._pipeline",
     "Plan": ".planning._plan",
     "Profile": ".planning._profile",
@@ -46,6 +51,7 @@ _HOME = {
     "TrainStep": "._train._step",
     "boundary": "._slices._cut",
     "distributed": "._processes._start",
+    "inputs": "._layers._inputs",
     "isolate": "._layers._skip",
     "layer": "._layers._method",
     "microbatch_key": "._slices._program",
@@ -61,6 +67,8 @@ _HOME = {
 }
 __version__ = _version("jpipe")
 __all__ = [
+    "MEAN",
+    "ModelPipeline",
     "Pipeline",
     "Plan",
     "Profile",
@@ -73,6 +81,7 @@ __all__ = [
     "checkpoint",
     "distributed",
     "draw",
+    "inputs",
     "isolate",
     "layer",
     "microbatch_key",

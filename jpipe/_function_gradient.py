@@ -17,7 +17,6 @@ from ._slices._sliced import Built, Division, Sliced, Work
 from ._train import _spread
 
 PyTree = Any
-REDUCTIONS = ("mean", "sum", "microbatch_mean")
 
 
 class FunctionGradient:
@@ -47,7 +46,7 @@ class FunctionGradient:
         self._function, self._division, self._reduction = function, division, reduction
         self._has_aux, self._trainable = has_aux, trainable
 
-        def joins(traced: Traced, sizes: Sequence[int]) -> list[_join.Join]:
+        def joins(traced: Traced, specs: Any, sizes: Sequence[int]) -> list[_join.Join]:
             shares = [size / sum(sizes) for size in sizes]
             return _join.by_axes(aux_axes, traced.aux, shares)
 

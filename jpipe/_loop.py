@@ -7,16 +7,16 @@ from typing import Any
 import optax
 
 from ._report import Report, report
-from ._run._pipe import Pipe
 from ._train import _spread
-from ._train._step import TrainStep
-from ._train._value_and_grad import ValueAndGrad
 
 
 class OwnLoop:
     """The methods of a pipeline for trees that are spread over its devices."""
 
-    _pipe: Pipe
+    @property
+    def _places(self) -> Sequence[Any]:
+        """The devices, each once."""
+        raise NotImplementedError
 
     def compile(self, function: Any, *args: Any, **kwargs: Any) -> Report:
         """Compiles now what the first call would compile, side by side.
@@ -47,8 +47,8 @@ class OwnLoop:
         start = time.monotonic()
         if getattr(function, "__func__", None) is getattr(type(self), "apply", self):
             program = function.__self__._inference(*args, **kwargs).program
-        elif isinstance(function, TrainStep | ValueAndGrad):
-            program = function.program(*args, **kwargs)
+        elif callable(find := getattr(function, "program", None)):
+            program = find(*args, **kwargs)
         else:
             raise TypeError(
                 f"pipe.compile takes what pipe.train_step or pipe.value_and_grad "
@@ -108,7 +108,7 @@ class OwnLoop:
           >>> float(accuracy(logits, jnp.array([0, 1, 2, 0])))
           0.75
         """
-        return _spread.jit(f, self._pipe.places, donate_argnums, static_argnums)
+        return _spread.jit(f, self._places, donate_argnums, static_argnums)
 
     def optimizer(
         self, tx: optax.GradientTransformation
@@ -142,4 +142,4 @@ class OwnLoop:
           >>> optax.apply_updates(params, updates)[0]["w"]
           Array([0.5, 0.5], dtype=float32)
         """
-        return _spread.optimizer(tx, self._pipe.places)
+        return _spread.optimizer(tx, self._places)

@@ -53,6 +53,10 @@ class Pipeline(Checkable, OwnLoop):
         self._feed = Feed(pipe)
 
     @property
+    def _places(self) -> tuple[_transfer.Device, ...]:
+        return self._pipe.places
+
+    @property
     def num_stages(self) -> int:
         """The number of stages."""
         return len(self._pipe.stages)

@@ -1,7 +1,7 @@
 """`jpipe.pipeline`: a sequence of layers as one program over many devices."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import jax
 from jax.sharding import Mesh
@@ -11,12 +11,14 @@ from ._cache import Axes
 from ._functions import _remat
 from ._instructions._sharding import SubMesh
 from ._instructions._transfer import Device
-from ._layers._layer import as_layers
+from ._layers._layer import Layer, as_layers, is_model
 from ._layers._stage import check_balance, fuse
+from ._model import ModelPipeline
 from ._pipeline import Pipeline
 from ._processes._start import check_joined, check_threads
 from ._run import _resting
 from ._run._pipe import Pipe
+from ._slices._sliced import Division
 from .planning._plan import Plan
 from .schedules import Schedule, ScheduleBuilder
 from .schedules._choose import choose_schedule, turns
@@ -25,10 +27,23 @@ if TYPE_CHECKING:
     from .planning._replicated import Replicated
 
 
+@overload
 def pipeline(
-    stages: Sequence[Any],
+    stages: Sequence[Any], num_microbatches: int | None = None, **options: Any
+) -> Pipeline: ...
+
+
+@overload
+def pipeline(
+    stages: Any, num_microbatches: int | None = None, **options: Any
+) -> ModelPipeline: ...
+
+
+def pipeline(
+    stages: Any,
     num_microbatches: int | None = None,
     *,
+    num_stages: int | None = None,
     balance: Sequence[int] | str | None = None,
     sample: Any = None,
     plan: "Plan | Replicated | None" = None,
@@ -43,8 +58,8 @@ def pipeline(
     target_axes: Any = 0,
     out_axes: Any = 0,
     check: bool = False,
-) -> Pipeline:
-    """Turns a sequence of layers into one training program over many devices.
+) -> Pipeline | ModelPipeline:
+    """Turns a model, or a sequence of layers, into one program over many devices.
 
     The program gives the numbers of the same layers on one device. Each stage, a
     group of neighbouring layers, is compiled onto its own device; a mini-batch is cut
@@ -52,9 +67,13 @@ def pipeline(
 
     Args:
       stages: the layers: linen modules, `Stage` objects, functions ``x -> y``; each
-        maps one pytree to one pytree.
+        maps one pytree to one pytree. Or one of these alone, a whole model with inputs
+        of its own (several: `inputs`), which is divided by itself, where that balances
+        and few bytes cross, or where it calls `boundary`.
       num_microbatches: into how many micro-batches a mini-batch is cut, at least 1.
         Their sizes differ by at most one.
+      num_stages: of a model in how many stages it is divided; default: one for each
+        device, or what marks say.
       balance: how many layers each stage takes, such as ``[3, 2, 4]``; left out,
         each layer is a stage. Or what to make equal, as many stages as there are
         devices: ``"time"``, measured, ``"flops"``, ``"params"`` or ``"memory"``, what
@@ -99,7 +118,8 @@ def pipeline(
         that differ are warned of; a loss that differs is a ``ValueError``.
 
     Returns:
-      The pipeline. Nothing is compiled yet.
+      The pipeline; of a model a `ModelPipeline`, whose variables, gradients and states
+      are trees of the model's own. Nothing is compiled yet.
 
     Warns:
       UserWarning: if a schedule that runs several stages per rank leaves devices idle,
@@ -130,6 +150,28 @@ def pipeline(
       Models <https://arxiv.org/abs/2004.09910>`_ (2020).
     """
     check_joined()
+    if is_model(stages):
+        given = {
+            "balance": balance,
+            "sample": sample,
+            "plan": plan,
+            "mesh": mesh,
+            "sharding": sharding,
+            "replicas": replicas,
+        }
+        return _of_model(
+            as_layers([stages])[0],
+            num_microbatches,
+            num_stages,
+            Axes(in_axes, target_axes, out_axes),
+            (devices, schedule, remat),
+            [name for name, value in given.items() if value is not None],
+        )
+    if num_stages is not None:
+        raise ValueError(
+            f"num_stages={num_stages} is for one model that is divided by itself; of "
+            f"a list of layers type balance=, how many layers each stage takes"
+        )
     layers = as_layers(stages)
     if plan is not None:
         given = {
@@ -178,15 +220,46 @@ def pipeline(
     return Pipeline(pipe, Axes(in_axes, target_axes, out_axes), forecast, check)
 
 
+def _of_model(
+    layer: Layer,
+    num_microbatches: int | None,
+    num_stages: int | None,
+    axes: Axes,
+    how: tuple[Any, Any, Any],
+    too_much: Sequence[str],
+) -> ModelPipeline:
+    """The pipeline of one model."""
+    devices, schedule, remat = how
+    if too_much:
+        raise ValueError(
+            f"{', '.join(too_much)}: of a list of layers; one model is divided by "
+            f"itself: give num_stages=, or list its layers"
+        )
+    if num_stages is not None and num_stages < 1:
+        raise ValueError(f"num_stages={num_stages}: needs at least 1")
+    if jax.process_count() > 1:
+        raise ValueError(
+            "a model is divided in one process; for several list its layers"
+        )
+    number = _setup.check_num_microbatches(num_microbatches)
+    listed = jax.devices() if devices is None else list(devices)
+    division = Division(number, num_stages, listed, schedule, remat, is_lasting=True)
+
+    def unpipelined() -> Pipeline:
+        return pipeline([layer.source], number, balance=[1], devices=listed[:1])
+
+    return ModelPipeline(layer, division, axes, unpipelined)
+
+
 def sequential(
-    layers: Sequence[Any],
+    layers: Any,
     num_microbatches: int = 1,
     *,
     devices: Sequence[Device] | None = None,
     in_axes: Any = 0,
     target_axes: Any = 0,
     out_axes: Any = 0,
-) -> Pipeline:
+) -> Pipeline | ModelPipeline:
     """The unpipelined twin of `pipeline`: the same layers as one stage on one device.
 
     With the same number of micro-batches it draws the same dropout. Each micro-batch
@@ -213,11 +286,16 @@ def sequential(
       >>> jpipe.sequential([nn.Dense(8), nn.relu]).num_stages
       1
     """
-    listed: Any = list(layers) if hasattr(layers, "__iter__") else layers
+    if is_model(layers):
+        one: dict[str, Any] = {"num_stages": 1}
+    else:
+        layers = list(layers) if hasattr(layers, "__iter__") else layers
+        size = len(layers) if isinstance(layers, list) else 0
+        one = {"balance": [size] if size else None}
     return pipeline(
-        listed,
+        layers,
         num_microbatches,
-        balance=[len(listed)] if isinstance(listed, list) and listed else None,
+        **one,
         devices=jax.local_devices()[:1] if devices is None else devices,
         remat="none",
         in_axes=in_axes,

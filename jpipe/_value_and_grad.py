@@ -6,7 +6,8 @@ from typing import Any
 import jax
 
 from . import _setup
-from ._function_gradient import REDUCTIONS, FunctionGradient
+from ._function_gradient import FunctionGradient
+from ._functions._objective import REDUCTIONS
 from ._processes._start import check_joined
 from ._slices._sliced import Division
 
@@ -44,8 +45,10 @@ def value_and_grad(
         all, or a tuple with one for each, as `jax.vmap` takes it. ``None``: each
         micro-batch is given the whole. A key of `jax.random.key` is folded with the
         number of the micro-batch: see `jpipe.microbatch_key`.
-      reduction: what the loss is: a ``"mean"`` or a ``"sum"`` over the examples, or
-        ``"microbatch_mean"``, the mean of what each micro-batch gives by itself.
+      reduction: what the loss is: a ``"mean"`` or a ``"sum"`` over the examples;
+        ``"weighted"``, where ``fun`` returns ``(total, weight)`` in place of a loss:
+        the sum of totals by the sum of weights; or ``"microbatch_mean"``, the mean of
+        what each micro-batch gives by itself.
         Summands that depend on no example, such as a penalty on weights, count once.
       devices: one for each rank, default `jax.devices`.
       schedule: as for `jpipe.pipeline`.
@@ -82,9 +85,7 @@ def value_and_grad(
         raise ValueError(f"num_stages={num_stages}: needs at least 1")
     if reduction not in REDUCTIONS:
         raise ValueError(
-            f"reduction={reduction!r}: choose {', '.join(map(repr, REDUCTIONS))}; of a "
-            f"weighted mean return the total divided by the sum of all weights, given "
-            f"as an argument with in_axes=None, and type reduction='sum'"
+            f"reduction={reduction!r}: choose {', '.join(map(repr, REDUCTIONS))}"
         )
     if jax.process_count() > 1:
         raise ValueError(

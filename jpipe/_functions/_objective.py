@@ -88,6 +88,19 @@ class Objective:
         Raises:
           TypeError: if ``loss_fn`` returns something else than was agreed.
         """
+        value, aux = self.of_part(outputs, targets)
+        if self.reduction == "weighted":
+            total, weight = value
+            return total, [jax.lax.stop_gradient(_constant(weight))], aux
+        loss = value
+        if self.reduction == "mean":
+            loss = loss * share.astype(loss.dtype)
+        if self.reduction == "microbatch_mean":
+            loss = loss / self.num_microbatches
+        return loss, [], aux
+
+    def of_part(self, outputs: PyTree, targets: PyTree) -> tuple[Any, PyTree]:
+        """The loss of a micro-batch, or ``(total, weight)``, and aux; checked."""
         try:
             result = self.loss_fn(outputs, targets)
         except Exception as error:
@@ -100,20 +113,9 @@ class Objective:
             raise
         result, aux = self._without_aux(result)
         if self.reduction != "weighted":
-            loss = _scalar(result, "loss_fn must return a scalar loss", outputs)
-            if self.reduction == "mean":
-                loss = loss * share.astype(loss.dtype)
-            if self.reduction == "microbatch_mean":
-                loss = loss / self.num_microbatches
-            return loss, [], aux
+            return _scalar(result, "loss_fn must return a scalar loss", outputs), aux
         total = _scalar(result[0], "the total must be a scalar", outputs)
-        weight = jnp.asarray(result[1])
-        if weight.ndim:
-            raise TypeError(
-                f"the weight must be a scalar; it returned {shapes(weight)}"
-            )
-        weight = weight.astype(jnp.promote_types(jnp.float32, total.dtype))
-        return total, [jax.lax.stop_gradient(_constant(weight))], aux
+        return (total, as_weight(result[1], total)), aux
 
     def parts(self, outputs: PyTree, targets: PyTree) -> PyTree:
         """What ``loss_fn`` returns without aux: the loss, or its total and weight."""
@@ -142,6 +144,18 @@ class Objective:
                     f"{type(leaf).__name__}; needs arrays or numbers"
                 ) from None
         return loss, aux
+
+
+def as_weight(weight: Any, total: jax.Array) -> jax.Array:
+    """The weight of a weighted loss, in a dtype that sums of it fit.
+
+    Raises:
+      TypeError: if it is no scalar.
+    """
+    weight = jnp.asarray(weight)
+    if weight.ndim:
+        raise TypeError(f"the weight must be a scalar; it returned {shapes(weight)}")
+    return weight.astype(jnp.promote_types(jnp.float32, total.dtype))
 
 
 def _is_pair(value: Any) -> bool:

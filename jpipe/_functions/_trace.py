@@ -261,20 +261,8 @@ def _norms(
       ValueError: if the statistics of a norm are none of the changed leaves.
     """
     paths = [task.weights.paths[at] for at in task.changed]
-    place = {path: i for i, path in enumerate(paths)}
-    marks = [origins[at] for at in task.changed]
-    found, known = [], set()
-    for i, (*path, _) in enumerate(paths):
-        mean, var = (
-            place.get((*path, jax.tree_util.DictKey(name)))
-            for name in _batchnorm.STATISTICS
-        )
-        if i != mean or var is None or not isinstance(mark := marks[i], str):
-            continue
-        if mark == marks[var]:
-            found.append((mean, var, _batchnorm.momentum_of(mark)))
-            known.add(mark)
-    if lost := _flow.names(task.closed, _batchnorm.MARK) - known:
+    found = _batchnorm.norms(paths, [origins[at] for at in task.changed])
+    if lost := _flow.names(task.closed, _batchnorm.MARK) - set(found):
         listed = ", ".join(mark.split()[-1] for mark in sorted(lost))
         raise ValueError(
             f"{task.stage}: what batch norm {listed} leaves as its running statistics "
@@ -282,7 +270,7 @@ def _norms(
             f"no variable of its layer; here it is that of one micro-batch. For a rule "
             f"of your own write a norm of your own, or take num_microbatches=1"
         )
-    return tuple(found)
+    return tuple(found.values())
 
 
 def _prune(task: Task, num_losses: int, same: set[int]) -> Task:

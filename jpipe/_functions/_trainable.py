@@ -48,13 +48,15 @@ class Trainable:
 
     Args:
       given: see `Pipeline.value_and_grad`; ``None``: all floating leaves.
+      by_layer: whether a path starts with the number of a layer.
 
     Raises:
       TypeError: if it is not a selection.
     """
 
-    def __init__(self, given: Any = None) -> None:
+    def __init__(self, given: Any = None, by_layer: bool = True) -> None:
         self.selects_all = given is None
+        self._first = 0 if by_layer else 1
         several = (
             given if isinstance(given, list | tuple | set | frozenset) else [given]
         )
@@ -90,12 +92,11 @@ class Trainable:
             kinds = {
                 n: _nnx_values.parameters(layer.owner) for n, layer in enumerate(layers)
             }
-            chosen = self._chosen(
-                {
-                    i: _Leaf((at[0], *at[2:]), _as_given(at, flat[i][1], kinds[at[0]]))
-                    for i, at in floating.items()
-                }
-            )
+            leaves = {}
+            for i, at in floating.items():
+                path = (at[0], *at[2:])[self._first :]
+                leaves[i] = _Leaf(path, _as_given(at, flat[i][1], kinds[at[0]]))
+            chosen = self._chosen(leaves)
         return jax.tree.unflatten(tree, [i in chosen for i in range(len(flat))])
 
     def _chosen(self, leaves: dict[int, _Leaf]) -> set[int]:
@@ -109,8 +110,9 @@ class Trainable:
         refuse(
             "trainable= selects none of the floating parameters by",
             idle,
-            advice=f"\nA path starts with the layer's number; the types of Variables "
-            f"that are trained are derived from nnx.Param. {_NEEDS}",
+            advice=("" if self._first else "\nA path starts with the layer's number;")
+            + f"\nthe types of Variables that are trained are derived from nnx.Param. "
+            f"{_NEEDS}",
         )
         return chosen
 

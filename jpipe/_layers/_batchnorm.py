@@ -16,7 +16,7 @@ References:
 
 import inspect
 import itertools
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -238,6 +238,32 @@ def _nnx_call(_: Any, call: Any, norm: Any, args: Any, keywords: Any) -> Any:
     for variable, old in zip(statistics, before, strict=True):
         variable.set_raw_value(mark(variable.get_raw_value().astype(old.dtype)))
     return _returned(y, *args[:1] or [keywords["x"]])
+
+
+def norms(
+    paths: Sequence[Path], marks: Sequence[Any]
+) -> dict[str, tuple[int, int, float]]:
+    """Where the statistics of batch norms stand among leaves.
+
+    Args:
+      paths: of the leaves.
+      marks: what each is: see `_flow.origins`.
+
+    Returns:
+      By its mark, of each norm the numbers of its mean and its variance, and its
+      momentum.
+    """
+    place = {path: i for i, path in enumerate(paths)}
+    found = {}
+    for i, (*path, _) in enumerate(paths):
+        mean, var = (
+            place.get((*path, jax.tree_util.DictKey(name))) for name in STATISTICS
+        )
+        if i != mean or var is None or not isinstance(mark := marks[i], str):
+            continue
+        if mark == marks[var]:
+            found[mark] = mean, var, momentum_of(mark)
+    return found
 
 
 class Merged(NamedTuple):

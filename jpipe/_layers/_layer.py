@@ -13,7 +13,7 @@ from flax import nnx
 
 from .._faults import refuse
 from .._jaxprs._jaxpr import zeros
-from . import _linen, _nnx, _nnx_values, _skip, _switches
+from . import _inputs, _linen, _nnx, _nnx_values, _skip, _switches
 from ._method import Method
 
 PyTree = Any
@@ -124,6 +124,13 @@ def as_layers(listed: Sequence[Any]) -> tuple[Layer, ...]:
         _nnx.shared({i: m for i, m in owners.items() if _nnx.is_module(m)}),
     )
     return layers
+
+
+def is_model(source: Any) -> bool:
+    """Whether something is one model, and no list of layers."""
+    if isinstance(source, Stage | Method | _skip.Isolated) or _is_module(source):
+        return True
+    return callable(source) and not isinstance(source, type)
 
 
 def _why_not(source: Any) -> str:
@@ -256,10 +263,10 @@ def check_unchanged(layers: Sequence[Layer]) -> None:
 
 
 def _from_stage(stage: Stage) -> Layer:
-    asking = _switches.parameters(stage.apply)
 
     def init(key: chex.PRNGKey, spec: PyTree) -> dict[str, PyTree]:
-        made = stage.init(key, zeros(spec))
+        data, named = _inputs.arguments(zeros(spec))
+        made = stage.init(key, *data, **named)
         if not isinstance(made, Mapping):
             kind = "array" if isinstance(made, jax.Array) else type(made).__name__
             raise TypeError(
@@ -269,18 +276,22 @@ def _from_stage(stage: Stage) -> Layer:
         return dict(made)
 
     def apply(variables, x, rngs, train):
+        asking = _switches.parameters(stage.apply, 1, x)
         offered = _switches.offered(asking, train, rngs)
-        return stage.apply(variables, x, **offered), {}
+        data, named = _inputs.arguments(x)
+        return stage.apply(variables, *data, **named, **offered), {}
 
     return Layer(stage.name, stage, init, apply)
 
 
 def _from_function(function: Callable[..., PyTree]) -> Layer:
-    asking = _switches.parameters(function)
 
     def apply(variables, x, rngs, train):
         del variables
-        return function(x, **_switches.offered(asking, train, rngs)), {}
+        asking = _switches.parameters(function, 0, x)
+        offered = _switches.offered(asking, train, rngs)
+        data, named = _inputs.arguments(x)
+        return function(*data, **named, **offered), {}
 
     return Layer(_name(function), function, lambda key, spec: {}, apply)
 

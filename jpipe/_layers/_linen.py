@@ -15,7 +15,7 @@ from jax.extend import core
 from .. import _compat
 from .._jaxprs import _flow, _jaxpr
 from .._jaxprs._jaxpr import zeros
-from . import _batchnorm, _modes, _switches
+from . import _batchnorm, _inputs, _modes, _switches
 from ._tree import flat, nested
 
 PyTree = Any
@@ -57,10 +57,12 @@ def init(
 
     def run(key: chex.PRNGKey, spec: PyTree) -> dict[str, PyTree]:
         rngs = _streams(key)
-        called, args, keywords = _called(module, method, rngs, train=False)
+        called, args, keywords = _called(module, method, spec, rngs, train=False)
 
         def make(rngs: PyTree, x: PyTree) -> PyTree:
-            return module.init(rngs, x, *args, method=called, **keywords)
+            data, named = _inputs.arguments(x)
+            named |= keywords
+            return module.init(rngs, *data, *args, method=called, **named)
 
         return dict(_made(make, rngs, spec))
 
@@ -74,18 +76,20 @@ def extend(
 
     def run(key: chex.PRNGKey, spec: PyTree, borrowed: PyTree) -> dict[str, PyTree]:
         rngs = _streams(key)
-        called, args, keywords = _called(module, method, rngs, train=False)
+        called, args, keywords = _called(module, method, spec, rngs, train=False)
         given = flat(borrowed)
 
         def added(known: tuple[PyTree, PyTree], x: PyTree) -> PyTree:
             borrowed, rngs = known
+            data, named = _inputs.arguments(x)
             _, made = module.apply(
                 borrowed,
-                x,
+                *data,
                 *args,
                 rngs=rngs,
                 method=called,
                 mutable=DenyList("intermediates"),
+                **named,
                 **keywords,
             )
             made = flat(made)
@@ -175,18 +179,18 @@ def apply(
     """``(variables, x, rngs, train) -> (y, changed)`` of a module."""
 
     def run(variables, x, rngs, train):
-        called, args, keywords = _called(module, method, rngs, train)
+        called, args, keywords = _called(module, method, x, rngs, train)
+        data, named = _inputs.arguments(x)
+        args = [*data, *args]
         mutable = [key for key in variables if key != "params"] if train else []
-        keywords |= {"rngs": rngs, "method": called}
-        asking = _asking(module, method)
+        keywords |= {**named, "rngs": rngs, "method": called}
+        asking = _asking(module, method, x)
         known = [p.name for p in asking if _switches.is_switch(p)]
         with _modes.watching("", known, [], train):
             if not mutable:
-                return module.apply(variables, x, *args, **keywords), {}
+                return module.apply(variables, *args, **keywords), {}
             with _batchnorm.meeting(mutable):
-                y, changed = module.apply(
-                    variables, x, *args, mutable=mutable, **keywords
-                )
+                y, changed = module.apply(variables, *args, mutable=mutable, **keywords)
         _check_none_made(module, variables, changed)
         return y, dict(changed)
 
@@ -220,14 +224,14 @@ def _check_none_made(
 
 
 def _called(
-    module: linen.Module, method: Method, rngs: PyTree, train: bool
+    module: linen.Module, method: Method, x: PyTree, rngs: PyTree, train: bool
 ) -> tuple[Callable[..., PyTree], list[Any], dict[str, Any]]:
     """What to call with a module and its input, and its further arguments.
 
     A method receives what of the switches it names and the module has not set itself; a
     function what it names.
     """
-    asking = _asking(module, method)
+    asking = _asking(module, method, x)
     offered = _switches.offered(asking, train, rngs)
     if isinstance(method, str):
         offered.pop("rngs", None)
@@ -236,19 +240,19 @@ def _called(
     args, keywords = _switches.arguments(asking, offered)
 
     # Flax would take rngs for its own.
-    def call(module: linen.Module, x: PyTree) -> PyTree:
-        return method(module, x, *args, **keywords)
+    def call(module: linen.Module, *data: PyTree, **named: PyTree) -> PyTree:
+        return method(module, *data, *args, **named, **keywords)
 
     return call, [], {}
 
 
-def _asking(module: linen.Module, method: Method) -> list[inspect.Parameter]:
+def _asking(module: linen.Module, method: Method, x: PyTree) -> list[inspect.Parameter]:
     """The parameters of a call after its input that the module has not set itself."""
     if not isinstance(method, str):
-        return _switches.parameters(method, 2)
-    receiver, function, data = _switches.receiver(module, method)
+        return _switches.parameters(method, 1, x)
+    receiver, function, before = _switches.receiver(module, method)
     return [
         parameter
-        for parameter in _switches.parameters(function, data)
+        for parameter in _switches.parameters(function, before, x)
         if not _switches.is_set(receiver, parameter.name)
     ]

@@ -13,7 +13,7 @@ import chex
 import jax
 from flax import nnx
 
-from . import _batchnorm, _modes, _nnx_rngs, _nnx_values, _switches
+from . import _batchnorm, _inputs, _modes, _nnx_rngs, _nnx_values, _switches
 from ._nnx_rngs import Path, dotted
 
 PyTree = Any
@@ -96,7 +96,7 @@ def apply(
         own = _set_mode(_nnx_values.merge(module, variables), train)
         lacking = _nnx_rngs.seed(own, rngs)
         keys = None if rngs is None else _nnx_rngs.as_rngs(rngs, own)
-        asking = _asking(own, method, frozen=train)
+        asking = _asking(own, method, x, frozen=train)
         offered = _switches.offered(asking, train, keys)
         args, keywords = _switches.arguments(asking, offered)
         known = [given for given in offered if given != "rngs"]
@@ -107,8 +107,8 @@ def apply(
             _batchnorm.meeting(variables if train else ()),
             _nnx_rngs.needed(lacking),
         ):
-            call = _method(own, method)
-            y = call(x, *args, **keywords)
+            data, named = _inputs.arguments(x)
+            y = _method(own, method)(*data, *args, **named, **keywords)
         changed = _nnx_values.changed(own, variables)
         if train and _lasting(own) != before:
             raise ValueError(
@@ -149,24 +149,25 @@ def _lasting(module: nnx.Module) -> Any:
 
 
 def _asking(
-    own: nnx.Module, method: str | Callable[..., PyTree], frozen: bool
+    own: nnx.Module, method: str | Callable[..., PyTree], x: PyTree, frozen: bool
 ) -> list[inspect.Parameter]:
     """The parameters of a call after its input that are open.
 
     Args:
       own: the module, as the user set it.
       method: the name of its method, or a function of a module and its input.
+      x: its input.
       frozen: whether what is frozen stays so: it says so by its attributes, and an
         argument would overrule them.
     """
     if not isinstance(method, str):
-        return _switches.parameters(method, 2)
-    module, function, data = _switches.receiver(own, method)
-    asking = _switches.parameters(function, data)
+        return _switches.parameters(method, 1, x)
+    module, function, before = _switches.receiver(own, method)
+    asking = _switches.parameters(function, before, x)
     if module is not own:  # nnx.Sequential passes keys on
         asking += [
             parameter
-            for parameter in _switches.parameters(getattr(type(own), method), 1)
+            for parameter in _switches.parameters(getattr(type(own), method), 0, x)
             if parameter.kind not in _switches.VARIOUS
         ]
     held = set()

@@ -91,14 +91,29 @@ def layer_rngs(
     """
     if rngs is None:
         return None
-    is_single = not isinstance(rngs, Mapping)
-    if not isinstance(rngs, Mapping):
-        rngs = {"params": rngs, "dropout": jax.random.fold_in(rngs, 1)}
     keys = {
         name: jax.random.fold_in(jax.random.fold_in(key, microbatch), layer)
-        for name, key in rngs.items()
+        for name, key in named(rngs).items()
     }
-    return {**keys, "default": keys["params"]} if is_single else keys
+    return keys if isinstance(rngs, Mapping) else {**keys, "default": keys["params"]}
+
+
+def streams(rngs: Rngs) -> dict[str, chex.PRNGKey] | None:
+    """The keys of a model whose keys are those of its micro-batch already.
+
+    Args:
+      rngs: one key for all streams, a dictionary of them, or ``None``.
+    """
+    if rngs is None or isinstance(rngs, Mapping):
+        return None if rngs is None else dict(rngs)
+    return {**named(rngs), "default": rngs}
+
+
+def named(rngs: chex.PRNGKey | Mapping[str, chex.PRNGKey]) -> dict[str, chex.PRNGKey]:
+    """Keys by stream name; dropout has a key of its own."""
+    if isinstance(rngs, Mapping):
+        return dict(rngs)
+    return {"params": rngs, "dropout": jax.random.fold_in(rngs, 1)}
 
 
 def step_key(rng: chex.PRNGKey, step: jax.Array) -> chex.PRNGKey:

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from flax import linen, nnx
 
+from . import _inputs
+
 # What is known while tracing.
 BOOL = (bool, int, np.bool_)
 _TRAINING = ("train", "training", "is_training")
@@ -48,20 +50,25 @@ def offered(
     }
 
 
-def parameters(call: Callable[..., Any], after: int = 0) -> list[inspect.Parameter]:
+def parameters(
+    call: Callable[..., Any], before: int, x: Any
+) -> list[inspect.Parameter]:
     """The parameters of a callable that nobody has set yet.
 
     Args:
       call: the callable; none where Python cannot tell.
-      after: how many come first, for what is computed on.
+      before: how many come before its input, such as the module.
+      x: its input.
     """
+    data, named = _inputs.arguments(x)
     try:
-        found = list(inspect.signature(call).parameters.values())[after:]
+        listed = list(inspect.signature(call).parameters.values())
     except (TypeError, ValueError):
         return []
     inner = inspect.unwrap(call)
     chosen = inner.keywords if isinstance(inner, functools.partial) else {}
-    return [p for p in found if p.name not in chosen]
+    found = listed[before + len(data) :]
+    return [p for p in found if p.name not in chosen and p.name not in named]
 
 
 def is_set(module: Any, name: str) -> bool:
@@ -80,7 +87,7 @@ def receiver(module: Any, method: str) -> Call:
     """What takes the switches of a call: of a Sequential, its first layer.
 
     Returns:
-      The module, the function, and how many of its parameters are for the data.
+      The module, the function, and how many of its parameters come before the data.
     """
     calls = linen.Sequential.__call__, nnx.Sequential.__call__
     while method == "__call__" and type(module).__call__ in calls:
@@ -89,8 +96,8 @@ def receiver(module: Any, method: str) -> Call:
             break
         module = layers[0]
         if not isinstance(module, linen.Module | nnx.Module):
-            return module, module, 1
-    return module, getattr(type(module), method), 2
+            return module, module, 0
+    return module, getattr(type(module), method), 1
 
 
 def means_training(name: str, value: Any) -> bool:

@@ -167,19 +167,19 @@ class Lowering:
 
     def aux(self) -> list[Values]:
         """What each micro-batch returned beside the loss."""
-        rows = []
-        for m in range(self._count):
-            program, row = self._stages.program(m), list[Value]()
-            number = {var: i for i, var in enumerate(program.params)}
-            for atom in program.beside:
-                if isinstance(atom, core.Literal):
-                    row.append(self._graph.constant(np.asarray(atom.val), self._last))
-                elif atom in number:
-                    row.append(self._weights[number[atom]])
-                else:
-                    row.append(self._made[atom, m])
-            rows.append(row)
-        return rows
+        programs = map(self._stages.program, range(self._count))
+        return [
+            [self._returned(atom, m) for atom in program.beside]
+            for m, program in enumerate(programs)
+        ]
+
+    def _returned(self, atom: Any, m: int) -> Value:
+        if isinstance(atom, core.Literal):
+            return self._graph.constant(np.asarray(atom.val), self._last)
+        params = self._stages.program(m).params
+        if atom in params:
+            return self._weights[params.index(atom)]
+        return self._made[atom, m]
 
     def _deferred(self) -> set[Cell]:
         """Forwards of the last stage that run as one program with their backwards."""
@@ -342,9 +342,36 @@ class Lowering:
             for i in range(count)
             if stages.trained[i]
         }
+        if stages.first.is_weighted:
+            grads = self._divided(grads)
         dtype = stages.first.closed.out_avals[0].dtype
         (loss,) = self._cast([self._loss], dtype, self._last)
         return loss, grads
+
+    def _divided(self, grads: dict[int, Value]) -> dict[int, Value]:
+        """The loss, which is replaced, and gradients by the sum of all weights."""
+        last, specs, weights = self._last, self._graph.specs, Values()
+        for m in range(self._count):
+            weights += [self._returned(w, m) for w in self._stages.program(m).weight]
+        add = _sums.adding([len(weights)])
+        function = Function("add_weights", add, [specs[weights[0]]])
+        (total,) = self._graph.call(function, last, weights)
+
+        def divide(total: jax.Array, *leaves: jax.Array) -> list[jax.Array]:
+            return [leaf / total.astype(leaf.dtype) for leaf in leaves]
+
+        found = dict(grads)
+        by_place: dict[Place, list[int]] = {}
+        for i in grads:
+            by_place.setdefault(self._place_of(i), []).append(i)
+        for place, own in by_place.items():
+            reads = [grads[i] for i in own]
+            function = Function("divide", divide, [specs[v] for v in reads])
+            made = self._graph.call(function, place, [total, *reads])
+            found |= zip(own, made, strict=True)
+        function = Function("divide", divide, [specs[self._loss]])
+        (self._loss,) = self._graph.call(function, last, [total, self._loss])
+        return found
 
     def _total(self, weight: int, values: Values) -> Value:
         """The sum of gradients of a weight, of its dtype, where it is."""

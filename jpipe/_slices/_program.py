@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from .._functions._objective import as_weight
 from .._jaxprs import _cheapest, _jaxpr
 from .._jaxprs._primitives import REDUCTIONS
 from .._layers._stage import shapes
@@ -31,13 +32,15 @@ class Traced:
     """A function on micro-batches of one size.
 
     Attributes:
-      closed: its jaxpr: ``(*params, *batch, number) -> (*loss, *aux, *rest)``. The loss
-        is that of examples; the rest are summands that depend on none, if there are.
+      closed: its jaxpr: ``(*params, *batch, number) -> (*loss, *weight, *aux,
+        *rest)``. The loss is that of examples; the rest are summands that depend on
+        none, if there are.
       num_params: how many of its inputs are the same for all micro-batches: the
         parameters, and then the arrays that the function closes over.
       aux: specs of what it returns beside the loss.
       constants: those arrays.
       has_loss: whether its first result is a loss.
+      is_weighted: whether the next is the weight by whose sum the loss is divided.
     """
 
     closed: core.ClosedJaxpr
@@ -45,6 +48,7 @@ class Traced:
     aux: PyTree
     constants: Sequence[Any] = ()
     has_loss: bool = True
+    is_weighted: bool = False
 
     @property
     def loss(self) -> list[Any]:
@@ -52,15 +56,24 @@ class Traced:
         return self.closed.jaxpr.outvars[: self.has_loss]
 
     @property
+    def weight(self) -> list[Any]:
+        """The weight of a weighted loss."""
+        return self.closed.jaxpr.outvars[self.has_loss : self._num_first]
+
+    @property
     def beside(self) -> list[Any]:
-        """What is returned beside the loss."""
-        end = self.has_loss + len(jax.tree.leaves(self.aux))
-        return self.closed.jaxpr.outvars[self.has_loss : end]
+        """What is returned beside the loss and its weight."""
+        end = self._num_first + len(jax.tree.leaves(self.aux))
+        return self.closed.jaxpr.outvars[self._num_first : end]
+
+    @property
+    def _num_first(self) -> int:
+        return self.has_loss + self.is_weighted
 
     @property
     def outputs(self) -> list[Any]:
-        """The loss and what is returned beside it, which stages make."""
-        return [*self.loss, *self.beside]
+        """The loss, its weight and what is returned beside it, which stages make."""
+        return [*self.loss, *self.weight, *self.beside]
 
     @property
     def rest(self) -> list[core.Var]:
@@ -146,6 +159,7 @@ def traced(
     args: Sequence[PyTree],
     has_aux: bool,
     has_loss: bool = True,
+    is_weighted: bool = False,
 ) -> Traced:
     """Traces a function on a micro-batch.
 
@@ -155,6 +169,7 @@ def traced(
       args: specs of the others, of a micro-batch.
       has_aux: whether it returns something beside the loss.
       has_loss: whether it returns a loss; else what it returns is aux.
+      is_weighted: whether this is a pair, of a total and a weight.
 
     Returns:
       The function, with all keys folded with the number of the micro-batch, and a loss
@@ -168,24 +183,27 @@ def traced(
         params, args = jax.tree.map(fold, (params, tuple(args)))
         result = function(params, *args)
         if not has_loss:
-            return (), jax.tree.map(jnp.asarray, result)
+            return (), (), jax.tree.map(jnp.asarray, result)
         loss, aux = result if has_aux else (result, ())
+        loss, *weight = loss if is_weighted else (loss,)
         if not hasattr(loss, "dtype") or loss.shape or not _is_floating(loss):
             raise TypeError(
                 f"the function must return a scalar loss of a floating dtype; it "
                 f"returned {shapes(loss)}"
             )
-        return loss, jax.tree.map(jnp.asarray, aux)
+        weight = [as_weight(x, loss) for x in weight]
+        return loss, weight, jax.tree.map(jnp.asarray, aux)
 
     number = jax.ShapeDtypeStruct((), jnp.int32)
     with _user_context(object()):
-        closed, (_, aux) = _jaxpr.trace(whole, params, tuple(args), number)
+        closed, (_, _, aux) = _jaxpr.trace(whole, params, tuple(args), number)
     closed = _with_raw_keys_folded(closed)
     count, constants = len(jax.tree.leaves(params)), closed.consts
     jaxpr = closed.jaxpr
     invars = [*jaxpr.invars[:count], *jaxpr.constvars, *jaxpr.invars[count:]]
     closed = core.ClosedJaxpr(jaxpr.replace(constvars=[], invars=invars), [])
-    return Traced(closed, count + len(constants), aux, constants, has_loss)
+    kind = has_loss, is_weighted
+    return Traced(closed, count + len(constants), aux, constants, *kind)
 
 
 def _with_raw_keys_folded(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from .._jaxprs import _cheapest, _jaxpr
+from .._jaxprs import _jaxpr
 from ._program import Traced
 
 
@@ -39,46 +39,8 @@ class Slice:
         return results[: len(self.leaves)], results[len(self.leaves) :]
 
 
-def stages_of(program: Traced, cuts: Sequence[int]) -> list[int | None]:
-    """The stage of each equation that one stage computes.
-
-    What only later stages read is made in the first of them, where fewer bytes cross:
-    as of a decoder's embedding that is computed before the encoder.
-    """
-    eqns, kinds = program.closed.jaxpr.eqns, program.kinds
-    stage: list[int | None] = [
-        sum(cut <= i for cut in cuts) if kind == "stage" else None
-        for i, kind in enumerate(kinds)
-    ]
-    readers: dict[core.Var, list[int]] = {}
-    outputs = _jaxpr.variables(program.outputs)
-    for i in reversed(range(len(eqns))):
-        eqn, own = eqns[i], stage[i]
-        if own is not None:
-            later = [s for var in eqn.outvars for s in readers.get(var, ())]
-            read = _variables(eqn.invars)
-            made = [program.producer.get(a) for a in read]
-            given = [
-                var
-                for var, at in zip(read, made, strict=True)
-                if at is not None and kinds[at] == "stage"
-            ]
-            movable = not eqn.effects and outputs.isdisjoint(eqn.outvars)
-            if movable and later and own < min(later):
-                new = {v for v in given if min(later) not in readers.get(v, ())}
-                if _bytes(new) <= _bytes(set(eqn.outvars)):
-                    stage[i] = own = min(later)
-        for var in _variables(eqn.invars):
-            readers.setdefault(var, []).extend([own] if own is not None else [])
-    return stage
-
-
 def _variables(atoms: Sequence[Any]) -> list[core.Var]:
     return [atom for atom in atoms if not isinstance(atom, core.Literal)]
-
-
-def _bytes(variables: set[core.Var]) -> int:
-    return sum(map(_cheapest.nbytes, variables))
 
 
 def slices(program: Traced, cuts: Sequence[int], trained: set[core.Var]) -> list[Slice]:
@@ -93,7 +55,11 @@ def slices(program: Traced, cuts: Sequence[int], trained: set[core.Var]) -> list
       ValueError: if a reference is used in two stages.
     """
     jaxpr, count = program.closed.jaxpr, len(cuts) + 1
-    eqns, stage = jaxpr.eqns, stages_of(program, cuts)
+    eqns = jaxpr.eqns
+    stage = [
+        sum(cut <= i for cut in cuts) if kind == "stage" else None
+        for i, kind in enumerate(program.kinds)
+    ]
     outputs = _variables(program.outputs)
     home = {v: stage[i] for v, i in program.producer.items() if stage[i] is not None}
     # The equations of each stage, with those that it computes for itself.
@@ -119,7 +85,8 @@ def slices(program: Traced, cuts: Sequence[int], trained: set[core.Var]) -> list
         loss = [v for v in _variables(program.loss) if home.get(v, count - 1) == s]
         leaves = [*loss, *(v for v in crossing if v in trained and v not in loss)]
         beside = [v for v in crossing if v not in trained]
-        aux = [v for v in _variables(program.beside) if home.get(v, count - 1) == s]
+        returned = _variables([*program.weight, *program.beside])
+        aux = [v for v in returned if home.get(v, count - 1) == s]
         beside += [v for v in dict.fromkeys(aux) if v not in beside]
         arrives = [v for v in reads[s] if v in home]
         batch = [v for v in program.given if v in reads[s]]
@@ -156,6 +123,13 @@ def with_gradient(program: Traced, trained: Sequence[bool]) -> set[core.Var]:
             continue
         if not tangent.isdisjoint(_jaxpr.variables(eqn.invars)):
             tangent.update(v for v in eqn.outvars if _is_inexact(v))
+    if not tangent.isdisjoint(_jaxpr.variables(program.weight)):
+        raise TypeError(
+            "reduction='weighted': the weight follows from parameters, so that it has "
+            "a gradient, which a pipeline would leave out: the gradient of a quotient "
+            "needs both sums. Compute the weight of targets alone; to take it for a "
+            "constant return (total, jax.lax.stop_gradient(weight))"
+        )
     to_loss = _jaxpr.variables([*program.loss, *program.rest])
     for eqn in reversed(jaxpr.eqns):
         if not to_loss.isdisjoint(eqn.outvars):

@@ -18,7 +18,7 @@ from .._layers._stage import StageFunction
 from .._run import _signature, _variables
 from .._run._pipe import Pipe
 from ..schedules._choose import choose_schedule
-from . import _cut, _program, _summands
+from . import _cut, _order, _program, _summands
 from ._join import Join, joined
 from ._lower import Lowering
 from ._program import Traced
@@ -51,13 +51,21 @@ class Division:
     is_lasting: bool = False
     first: tuple[Traced, list[int], list[int]] | None = field(default=None, init=False)
 
-    def cuts(self, programs: Mapping[int, Traced], num_shared: int) -> dict[int, Any]:
-        """Where programs are divided, by the sizes of their micro-batches."""
+    def cuts(
+        self, programs: Mapping[int, Traced], num_shared: int | None
+    ) -> dict[int, Any]:
+        """Where programs are divided, by the sizes of their micro-batches.
+
+        Args:
+          programs: by these sizes.
+          num_shared: how many of their parameters the first one has; ``None``: all.
+        """
         if self.first is None:
             program = next(iter(programs.values()))
             cuts = _cut.positions(program, self.num_stages, len(self.devices))
         else:
             program, cuts, _ = self.first
+        num_shared = program.num_params if num_shared is None else num_shared
         return {
             n: cuts
             if one is program
@@ -87,21 +95,24 @@ class Work:
 
     Attributes:
       function: ``(params, *args) -> loss``, ``(loss, aux)`` or ``aux``.
-      joins: of a trace and the sizes of micro-batches, how its aux is joined.
+      joins: of a trace, specs of the parameters and the sizes of micro-batches, how
+        aux is joined.
       in_axes: where the examples are in the arguments after ``params``.
       has_loss: whether it returns a loss, which is differentiated.
       has_aux: whether it returns something beside the loss.
       reduction: what the loss is: see `jpipe.value_and_grad`.
       names: how errors call the arguments.
+      advice: what to type where parameters are not in place.
     """
 
     function: Callable[..., Any]
-    joins: Callable[[Traced, Sequence[int]], list[Join]]
+    joins: Callable[[Traced, PyTree, Sequence[int]], list[Join]]
     in_axes: Any = 0
     has_loss: bool = True
     has_aux: bool = False
     reduction: str = "mean"
     names: Sequence[str] = ()
+    advice: str = "params = grad_fn.place(params, *args)"
 
 
 class Results(NamedTuple):
@@ -138,6 +149,20 @@ class Built(NamedTuple):
     constants: list[Any]
 
 
+class _Call(NamedTuple):
+    """Arguments of one kind.
+
+    Attributes:
+      specs: of the parameters.
+      trained: whether each has a gradient.
+      batch: the other arguments.
+    """
+
+    specs: PyTree
+    trained: list[bool]
+    batch: Batch
+
+
 class Sliced:
     """``(params, *args) -> Results``, compiled once for each kind of arguments.
 
@@ -162,7 +187,7 @@ class Sliced:
         built = self.build(params, args)
         leaves = jax.tree.leaves(params)
         _variables.check_alive(leaves)
-        _check_in_place(params, leaves, built.devices)
+        _check_in_place(params, leaves, built.devices, self._work.advice)
         batch = jax.tree.leaves(args)
         _variables.check_concrete([*leaves, *batch])
         found = iter(built.program([*leaves, *built.constants, *batch]))
@@ -192,50 +217,73 @@ class Sliced:
         self.last = self._known[key]
         return self.last
 
-    @paused
-    def _built(self, params: PyTree, args: Sequence[PyTree]) -> Built:
-        work, division = self._work, self._division
-        names = work.names or [f"argument {i + 1}" for i in range(len(args))]
+    def part(self, args: Sequence[PyTree]) -> Sequence[PyTree]:
+        """Specs of the first micro-batch; there may be few examples."""
+        batch = self._called((), args, True).batch
+        return batch.part(batch.sizes[0])[0]
+
+    def locate(self, params: PyTree, args: Sequence[PyTree]) -> list[Any]:
+        """The device of each parameter, where all functions are divided alike.
+
+        Args:
+          params: the parameters, or specs of them.
+          args: a mini-batch, or specs; it may have few examples.
+        """
+        division = self._division
+        if division.first is None:
+            call = self._called(params, args, True)
+            self._stages(call)
+        assert division.first is not None
+        cuts, homes = division.first[1:]
+        pipe = division.pipe(len(cuts) + 1)
+        return [pipe.devices[stage] for stage in homes]
+
+    def _called(
+        self, params: PyTree, args: Sequence[PyTree], few: bool = False
+    ) -> _Call:
+        """Checks what is given."""
+        names = self._work.names or [f"argument {i + 1}" for i in range(len(args))]
         specs = _microbatch.specs(params, "params")
-        count = len(jax.tree.leaves(specs))
-        trained = self._trained(specs) or [False] * count
+        trained = self._trained(specs) or [False] * len(jax.tree.leaves(specs))
         given = tuple(map(_microbatch.specs, args, names))
         axes = self._axes(given, names)
-        size = _batch_size(given, axes, division.num_microbatches, names)
-        sizes = _microbatch.sizes(size, division.num_microbatches)
+        count = self._division.num_microbatches
+        size = _batch_size(given, axes, 1 if few else count, names)
+        sizes = _microbatch.sizes(size, min(size, count))
         flat = [axis for own in axes for axis in own]
-        programs = self._traced(specs, given, flat, sizes)
-        first = programs[sizes[0]]
-        shared = min(first.num_params, count if division.is_lasting else 1 << 62)
-        cuts = division.cuts(programs, shared)
+        return _Call(specs, trained, Batch(given, flat, (), [], None, sizes))
+
+    def _stages(self, call: _Call) -> tuple[Pipe, Stages]:
+        division, sizes = self._division, call.batch.sizes
+        programs = self._traced(call)
+        first, count = programs[sizes[0]], len(call.trained)
+        cuts = division.cuts(programs, count if division.is_lasting else None)
         pipe = division.pipe(len(cuts[sizes[0]]) + 1)
         homes = division.first[2] if division.first else ()
-        stages = Stages(programs, cuts, sizes, pipe.remat, trained, homes)
+        stages = Stages(programs, cuts, sizes, pipe.remat, call.trained, homes)
         if division.is_lasting and division.first is None:
             division.first = first, cuts[sizes[0]], stages.owner[:count]
-        batch = Batch(given, flat, (), [], None, sizes)
-        return self._lowered(pipe, stages, batch, specs)
+        return pipe, stages
 
-    def _traced(
-        self,
-        specs: PyTree,
-        given: Sequence[PyTree],
-        axes: Sequence[int | None],
-        sizes: Sequence[int],
-    ) -> dict[int, Traced]:
+    @paused
+    def _built(self, params: PyTree, args: Sequence[PyTree]) -> Built:
+        call = self._called(params, args)
+        return self._lowered(*self._stages(call), call.batch, call.specs)
+
+    def _traced(self, call: _Call) -> dict[int, Traced]:
         """The function on micro-batches of each size."""
-        work, size = self._work, sum(sizes)
-        leaves, tree = jax.tree.flatten(given)
-        split, share = [axis is not None for axis in axes], 1 / len(sizes)
+        work, batch, sizes = self._work, call.batch, call.batch.sizes
+        split, share = [axis is not None for axis in batch.x_axes], 1 / len(sizes)
         programs = {}
         for n in dict.fromkeys(sizes):
-            part = tree.unflatten(_microbatch.part_specs(leaves, axes, n))
-            how = work.has_aux, work.has_loss
-            traced = _program.traced(work.function, specs, part, *how)
+            is_weighted = work.reduction == "weighted"
+            part, how = batch.part(n)[0], (work.has_aux, work.has_loss, is_weighted)
+            traced = _program.traced(work.function, call.specs, part, *how)
             if work.has_loss:
-                scale = {"mean": n / size, "sum": 1.0}.get(work.reduction, share)
-                traced = _summands.apart(traced, split, scale, share)
-            programs[n] = traced
+                scale = {"mean": n / sum(sizes), "sum": 1.0, "weighted": 1.0}
+                by = scale.get(work.reduction, share)
+                traced = _summands.apart(traced, split, by, share)
+            programs[n] = _order.late(traced)
         return programs
 
     def _lowered(
@@ -254,7 +302,7 @@ class Sliced:
             loss = [total]
         else:
             lowering.forwards()
-        joins = self._work.joins(stages.first, batch.sizes)
+        joins = self._work.joins(stages.first, specs, batch.sizes)
         aux = joined(graph, joins, lowering.aux(), params) if joins else {}
         outputs = graph.own([*loss, *(aux[i] for i in sorted(aux)), *grads.values()])
         devices = [pipe.places[place] for place in places]
@@ -310,7 +358,9 @@ def _batch_size(
         raise
 
 
-def _check_in_place(params: PyTree, leaves: Sequence[Any], devices: Any) -> None:
+def _check_in_place(
+    params: PyTree, leaves: Sequence[Any], devices: Sequence[Any], advice: str
+) -> None:
     pairs = zip(leaves, devices, strict=True)
     lost = [
         i
@@ -321,6 +371,5 @@ def _check_in_place(params: PyTree, leaves: Sequence[Any], devices: Any) -> None
         path, _ = jax.tree_util.tree_leaves_with_path(params)[lost[0]]
         raise ValueError(
             f"params{jax.tree_util.keystr(path)} is not on {devices[lost[0]]}, where "
-            f"the first stage that reads it runs; type "
-            f"params = grad_fn.place(params, *args)"
+            f"the first stage that reads it runs; type {advice}"
         )

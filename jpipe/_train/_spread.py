@@ -398,3 +398,47 @@ def _of_update(arguments: PyTree, at: Sequence[Home]) -> Placement:
         for (number, _), home in zip(flat, at, strict=True)
     ]
     return Placement(settled, lambda result: homes(result, place))
+
+
+def step(tx: Any, devices: Sequence[Device], donate: bool) -> Spread:
+    """``(grads, opt_state, params) -> (params, opt_state)``, where these are.
+
+    Args:
+      tx: the optimizer.
+      devices: the places.
+      donate: whether state and parameters are overwritten, beside the gradients.
+    """
+    if isinstance(tx, optax.MultiSteps):
+        tx = tx.gradient_transformation()
+
+    def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        free = jax.tree.map(
+            lambda grad, own: None if grad is None else own,
+            grads,
+            params,
+            is_leaf=_is_none,
+        )
+        with explained("tx.update is given gradients, state and parameters"):
+            updates, state = tx.update(grads, state, free)
+        new = optax.apply_updates(free, updates)
+        return jax.tree.map(
+            lambda own, old: old if own is None else own, new, params, is_leaf=_is_none
+        ), state
+
+    return Spread(
+        update,
+        devices,
+        donate=(0, 1, 2) if donate else (0,),
+        find_placement=_of_update,
+        name="update",
+        blame="raised by tx.update",
+    )
+
+
+def chosen(params: PyTree, marks: PyTree) -> PyTree:
+    """Parameters with nothing in place of those that are not trained."""
+    return jax.tree.map(lambda leaf, yes: leaf if yes else None, params, marks)
+
+
+def _is_none(leaf: Any) -> bool:
+    return leaf is None

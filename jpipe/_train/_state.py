@@ -35,6 +35,8 @@ class Made(NamedTuple):
 class TrainState:
     """Everything that a training step changes; a pytree, keyed by layer.
 
+    Of a model as it is there are no entries: each tree is the model's own.
+
     Nothing in it depends on the number of stages, the devices or the schedule. Orbax
     and `flax.serialization` save and restore it; `Pipeline.place` puts what they
     restore in place.
@@ -48,9 +50,9 @@ class TrainState:
     """
 
     step: jax.Array
-    params: tuple[PyTree, ...]
+    params: Any
     opt_state: PyTree
-    model_state: tuple[PyTree, ...]
+    model_state: Any
     rng: jax.Array
     made: ClassVar[Made | None] = None
     # Of one that `init_train_state` made, whether each parameter is to be trained.
@@ -74,8 +76,10 @@ class TrainState:
         return new
 
     @property
-    def variables(self) -> tuple[PyTree, ...]:
+    def variables(self) -> Any:
         """The variables as `Pipeline.apply` takes them."""
+        if not isinstance(self.model_state, tuple):  # of a model, its own tree
+            return {"params": self.params, **self.model_state}
         return _variables.merge(self.params, self.model_state)
 
 

@@ -1,0 +1,83 @@
+"""Several inputs of a model as one."""
+
+from typing import Any
+
+import jax
+
+PyTree = Any
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Inputs:
+    """The arguments of a call: arrays are leaves, all else is fixed; see `inputs`.
+
+    Args:
+      leaves: the arrays.
+      fixed: the structure of ``(args, kwargs)``, the leaves that are no arrays by their
+        numbers, and the paths of the others.
+    """
+
+    def __init__(self, leaves: Any, fixed: Any) -> None:
+        self._leaves, self._fixed = tuple(leaves), fixed
+
+    @property
+    def call(self) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments by position and those by name."""
+        tree, others, _ = self._fixed
+        arrays, known = iter(self._leaves), dict(others)
+        count = tree.num_leaves
+        args, kwargs = jax.tree.unflatten(
+            tree, [known[i] if i in known else next(arrays) for i in range(count)]
+        )
+        return [*args], dict(kwargs)
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], Any]:
+        """For JAX: the arrays by their paths."""
+        paths = map(jax.tree_util.GetAttrKey, self._fixed[2])
+        return [*zip(paths, self._leaves, strict=True)], self._fixed
+
+    @classmethod
+    def tree_unflatten(cls, fixed: Any, leaves: Any) -> "Inputs":
+        """For JAX."""
+        return cls(leaves, fixed)
+
+
+def inputs(*args: PyTree, **kwargs: PyTree) -> Inputs:
+    """Packs the inputs of a model that takes several.
+
+    Args:
+      *args: what the model's call is given by position. Arrays belong to the
+        mini-batch; all else, such as ``None``, numbers and text, is fixed: another
+        value is another program.
+      **kwargs: what it is given by name.
+
+    Returns:
+      What is given as ``x`` to `Pipeline.init`, `Pipeline.apply` and a step.
+
+    Example:
+      >>> import jax.numpy as jnp, jpipe
+      >>> x = jpipe.inputs(jnp.ones((4, 8)), mask=None, causal=True)
+      >>> x.call[1]
+      {'causal': True, 'mask': None}
+    """
+    flat, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
+    is_array = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for _, leaf in flat]
+    others = tuple(
+        (i, leaf)
+        for i, ((_, leaf), yes) in enumerate(zip(flat, is_array, strict=True))
+        if not yes
+    )
+    pairs = [pair for pair, yes in zip(flat, is_array, strict=True) if yes]
+    names = tuple(_name(path) for path, _ in pairs)
+    return Inputs([leaf for _, leaf in pairs], (tree, others, names))
+
+
+def _name(path: Any) -> str:
+    _, first, *rest = path
+    name = getattr(first, "key", None) or f"arg{first.idx}"
+    return f"{name}{jax.tree_util.keystr(tuple(rest))}"
+
+
+def arguments(x: PyTree) -> tuple[list[Any], dict[str, Any]]:
+    """What a call is given by position and by name."""
+    return x.call if isinstance(x, Inputs) else ([x], {})

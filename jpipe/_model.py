@@ -1,0 +1,275 @@
+"""A pipeline of one model as it is: `pipeline` of a module or a function."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._cache import Axes
+from ._check._report import CheckReport
+from ._function_gradient import rows
+from ._functions._objective import Objective
+from ._functions._trainable import Trainable
+from ._instructions import _transfer
+from ._layers import _batchnorm, _rng
+from ._layers._layer import Layer, as_module, check_unchanged
+from ._loop import OwnLoop
+from ._model_step import ADVICE, ModelGradient, ModelStep
+from ._run import _variables
+from ._run._context import outside_of_meshes
+from ._slices import _join
+from ._slices._initial import Initial
+from ._slices._program import Traced
+from ._slices._sliced import Division, Sliced, Work, put
+from ._train import _spread
+from ._train._homes import homes, places
+from ._train._state import TrainState
+from ._train._step import check_optimizer
+
+PyTree = Any
+LossFunction = Callable[[PyTree, PyTree], Any]
+
+
+class ModelPipeline(OwnLoop):
+    """One model spread over devices; made by `pipeline`. It holds no arrays.
+
+    It has the methods of a `Pipeline`; variables, gradients and states are trees of the
+    model's own. A model of several inputs is given `inputs`.
+
+    Args:
+      layer: the model.
+      division: in which stages it is divided.
+      axes: where the examples are.
+      unpipelined: the same model as a list of one layer, which `check` runs.
+    """
+
+    def __init__(
+        self,
+        layer: Layer,
+        division: Division,
+        axes: Axes,
+        unpipelined: Callable[[], Any],
+    ) -> None:
+        self._layer, self._division, self._axes = layer, division, axes
+        self._unpipelined = unpipelined
+        self._forwards = {train: self._forward(train) for train in (False, True)}
+        self._last: Sliced = self._forwards[False]
+
+    @property
+    def num_microbatches(self) -> int:
+        """The number of micro-batches of a mini-batch."""
+        return self._division.num_microbatches
+
+    @property
+    def _places(self) -> tuple[Any, ...]:
+        return tuple(dict.fromkeys(self._division.devices))
+
+    def __str__(self) -> str:
+        head = f"jpipe.pipeline({self._layer.name}), {self.num_microbatches} "
+        head += "micro-batches"
+        built = self._last.last
+        if built is None:
+            return f"{head}; the stages are known once it is initialized or called"
+        return "\n".join([f"{head}, {built.pipe.schedule.name}", *rows(built)])
+
+    def _forward(self, train: bool) -> Sliced:
+        def call(variables: PyTree, x: PyTree, rngs: _rng.Rngs) -> PyTree:
+            return self._applied(variables, x, rngs, train)[0]
+
+        def joins(traced: Traced, specs: Any, sizes: Sequence[int]) -> list[_join.Join]:
+            shares = [size / sum(sizes) for size in sizes]
+            return _join.by_axes(self._axes.out_axes, traced.aux, shares)
+
+        axes, names = (self._axes.in_axes, None), ("x", "rngs")
+        work = Work(call, joins, axes, has_loss=False, names=names, advice=ADVICE)
+        return Sliced(work, self._division)
+
+    def _applied(
+        self, variables: PyTree, x: PyTree, rngs: _rng.Rngs, train: bool
+    ) -> tuple[PyTree, PyTree]:
+        """What the model makes of a micro-batch, and what it changes."""
+        check_unchanged([self._layer])
+        with (
+            _batchnorm.merging(self.num_microbatches > 1),
+            _batchnorm.recording(),
+        ):
+            return self._layer.apply(variables, x, _rng.streams(rngs), train)
+
+    # --------------------------------------------------------------------- variables
+
+    @outside_of_meshes
+    def init(self, key: chex.PRNGKey, x: PyTree) -> PyTree:
+        """Makes the variables of the model, each on its stage's device.
+
+        Args:
+          key: a JAX random key.
+          x: an input, or its `jax.ShapeDtypeStruct` leaves, of which shapes and dtypes
+            are used: the model is divided by them, and made for a micro-batch.
+
+        Returns:
+          What ``model.init(key, x)`` gives; of an nnx module its values, by collection.
+        """
+        if key is not None:
+            _rng.check_key(key)
+        key = jax.random.key(0) if key is None else key
+        initial = Initial(self._layer, key, self._forwards[False].part((x, None))[0])
+        devices = self._forwards[False].locate(initial.specs, (x, None))
+        made = initial.leaves(key, self._places[0])
+        leaves = [put(*pair) for pair in zip(made, devices, strict=True)]
+        return jax.tree.unflatten(jax.tree.structure(initial.specs), leaves)
+
+    @outside_of_meshes
+    def place(self, tree: Any, x: PyTree = None) -> Any:
+        """Puts variables, or a train state, on the devices of their stages.
+
+        Args:
+          tree: variables or a `TrainState`, on the host or any devices.
+          x: an input, or specs of one; where `init` or a step was called before, it is
+            not needed.
+
+        Returns:
+          The same values in place.
+        """
+        is_state = isinstance(tree, TrainState)
+        variables = tree.variables if is_state else tree
+        if x is None and self._division.first is None:
+            raise ValueError(
+                "where the variables of a model stay is known once it is divided, "
+                "which takes an input: type pipe.place(variables, x)"
+            )
+        devices = self._forwards[False].locate(variables, (x, None))
+        leaves, structure = jax.tree.flatten(variables)
+        pairs = zip(leaves, devices, strict=True)
+        placed = jax.tree.unflatten(structure, [put(*pair) for pair in pairs])
+        if not is_state:
+            return placed
+        params, model_state = _apart(placed)
+        first = self._places[0]
+        step, rng = _transfer.put([tree.step, tree.rng], first)
+        opt_state = _beside(tree.opt_state, params, self._places)
+        return TrainState(step, params, opt_state, model_state, rng)
+
+    @outside_of_meshes
+    def apply(
+        self,
+        variables: PyTree,
+        x: PyTree,
+        *,
+        rngs: _rng.Rngs = None,
+        train: bool = False,
+    ) -> PyTree:
+        """Applies the model, forward only: see `Pipeline.apply`."""
+        return self._forwards[train](variables, x, rngs).aux
+
+    def _inference(
+        self, variables: Any, x: PyTree, *, rngs: _rng.Rngs = None, train: bool = False
+    ) -> Any:
+        return self._forwards[train].build(variables, (x, rngs))
+
+    def modules(self, variables: PyTree) -> Any:
+        """The model with values: see `Pipeline.modules`."""
+        return as_module(self._layer, variables)
+
+    # ---------------------------------------------------------------------- training
+
+    def value_and_grad(
+        self,
+        loss_fn: LossFunction,
+        *,
+        has_aux: bool = False,
+        has_state: bool = False,
+        aux_axes: Any = None,
+        reduction: str = "mean",
+        trainable: Any = None,
+    ) -> ModelGradient:
+        """The loss of a mini-batch and its gradients: see `Pipeline.value_and_grad`.
+
+        Paths that ``trainable`` is asked about are those of the model's parameters.
+        """
+        objective = Objective(loss_fn, has_aux, reduction, aux_axes)
+        made = ModelGradient(
+            self._layer,
+            self._division,
+            self._axes,
+            self._applied,
+            objective,
+            Trainable(trainable, by_layer=False),
+            has_state=has_state,
+        )
+        self._last = made.sliced
+        return made
+
+    @outside_of_meshes
+    def init_train_state(
+        self,
+        key: chex.PRNGKey,
+        x: PyTree,
+        tx: Any,
+        *,
+        variables: PyTree = None,
+        trainable: Any = None,
+    ) -> TrainState:
+        """Makes everything that training changes: see `Pipeline.init_train_state`."""
+        tx = check_optimizer(tx)
+        chosen = Trainable(trainable, by_layer=False)
+        if variables is None:
+            variables = self.init(key, x)
+        else:  # a step overwrites them
+            variables = jax.tree.map(jnp.copy, self.place(variables, x))
+        marks = chosen.marks([self._layer], (variables,))[0]
+        params, model_state = _apart(variables)
+        free = _spread.chosen(params, marks.get("params", {}))
+        opt_state = self.optimizer(tx).init(free)
+        rng, step = _transfer.put([key, np.int32(0)], self._places[0])
+        rng = _rng.training_key(rng)
+        return TrainState(step, params, opt_state, model_state, rng)
+
+    def train_step(
+        self,
+        loss_fn: LossFunction,
+        tx: Any,
+        *,
+        has_aux: bool = False,
+        aux_axes: Any = None,
+        reduction: str = "mean",
+        trainable: Any = None,
+        donate: bool = True,
+    ) -> ModelStep:
+        """One training step: see `Pipeline.train_step`."""
+        gradient = self.value_and_grad(
+            loss_fn,
+            has_aux=has_aux,
+            has_state=True,
+            aux_axes=aux_axes,
+            reduction=reduction,
+            trainable=trainable,
+        )
+        return ModelStep(gradient, check_optimizer(tx), self._places, donate)
+
+    def check(self, variables: PyTree, *args: Any, **kwargs: Any) -> CheckReport:
+        """Runs the model and the loss at once and in micro-batches, and compares.
+
+        It is as `Pipeline.check` of a list of one layer, on the first device.
+        """
+        return self._unpipelined().check((variables,), *args, **kwargs)
+
+
+def _beside(tree: PyTree, params: PyTree, devices: Sequence[Any]) -> PyTree:
+    """The state of an optimizer, each leaf where its parameter is."""
+    flat = jax.tree_util.tree_leaves_with_path(params)
+    at = places((path, devices.index(leaf.device)) for path, leaf in flat)
+    leaves, structure = jax.tree.flatten(tree)
+    pairs = zip(leaves, homes(tree, at), strict=True)
+    return structure.unflatten([put(leaf, devices[home or 0]) for leaf, home in pairs])
+
+
+def _apart(variables: PyTree) -> tuple[PyTree, PyTree]:
+    """The parameters, and the other collections."""
+    (params,), (state,) = (
+        _variables.params([variables]),
+        _variables.model_state([variables]),
+    )
+    return params, state

@@ -1,0 +1,213 @@
+"""Gradients and training steps of one model."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from ._cache import Axes
+from ._functions import _batch, _microbatch, _probe
+from ._functions._objective import Objective
+from ._functions._trainable import Trainable
+from ._instructions._interrupts import Interrupts
+from ._instructions._program import Program
+from ._jaxprs import _jaxpr
+from ._layers import _rng
+from ._layers._layer import Layer
+from ._run._context import outside_of_meshes
+from ._slices import _join, _state
+from ._slices._program import Traced
+from ._slices._sliced import Division, Sliced, Work
+from ._train import _spread
+from ._train._state import TrainState, become
+
+PyTree = Any
+ADVICE = "variables = pipe.place(variables, x)"
+Apply = Callable[[PyTree, PyTree, _rng.Rngs, bool], tuple[PyTree, PyTree]]
+
+
+class ModelGradient:
+    """``f(variables, x, targets)``: see `ModelPipeline.value_and_grad`.
+
+    Args:
+      layer: the model.
+      division: in which stages it is divided.
+      axes: where the examples are.
+      apply: ``(variables, x, rngs, train) -> (y, changed)``.
+      objective: the loss.
+      trainable: what has a gradient.
+      has_state: whether what training changes is returned.
+    """
+
+    def __init__(
+        self,
+        layer: Layer,
+        division: Division,
+        axes: Axes,
+        apply: Apply,
+        objective: Objective,
+        trainable: Trainable,
+        *,
+        has_state: bool,
+    ) -> None:
+        self._layer, self._division, self._axes = layer, division, axes
+        self._apply, self._objective, self._trainable = apply, objective, trainable
+        self._has_state = has_state
+        self._by_mode = {train: self._sliced(train) for train in (False, True)}
+        self.sliced = self._by_mode[True]
+        # Specs of the outputs that the loss was given in traces since it was checked.
+        self._outputs: list[PyTree] = []
+        # By the structures of variables and what a call writes, which leaves these are.
+        self._written: dict[Any, list[tuple[int, Any]]] = {}
+        self.unchecked = ""
+
+    def _sliced(self, train: bool) -> Sliced:
+        objective = self._objective
+
+        def loss(variables: PyTree, x: PyTree, targets: PyTree, rngs: Any) -> Any:
+            y, changed = self._apply(variables, x, rngs, train)
+            self._outputs.append(jax.tree.map(lambda leaf: _jaxpr.spec(leaf.aval), y))
+            value, aux = objective.of_part(y, targets)
+            return value, (aux, changed)
+
+        def joins(traced: Traced, specs: Any, sizes: Sequence[int]) -> list[_join.Join]:
+            shares, (aux, changed) = [size / sum(sizes) for size in sizes], traced.aux
+            found = _join.by_axes(objective.aux_axes, aux, shares)
+            if train:
+                written = self._leaves_of(specs, changed)
+                count = len(jax.tree.leaves(aux))
+                found += _state.joins(traced, count, written, sizes)
+            return found
+
+        work = Work(
+            loss,
+            joins,
+            (self._axes.in_axes, self._axes.target_axes, None),
+            has_aux=True,
+            reduction=objective.reduction,
+            names=("x", "targets", "rngs"),
+            advice=ADVICE,
+        )
+        return Sliced(work, self._division, self.marks)
+
+    def marks(self, variables: PyTree) -> list[bool]:
+        """Whether each leaf of the variables has a gradient."""
+        return jax.tree.leaves(self._trainable.marks([self._layer], (variables,)))
+
+    @outside_of_meshes
+    def __call__(
+        self,
+        variables: PyTree,
+        x: PyTree,
+        targets: PyTree,
+        *,
+        rngs: _rng.Rngs = None,
+        train: bool = True,
+    ) -> Any:
+        """Returns as soon as the work is dispatched: see `Pipeline.value_and_grad`."""
+        sliced = self._by_mode[train]
+        found = sliced(variables, x, targets, rngs)
+        if self._outputs:
+            self._check_loss(x, targets)
+        aux, changed = found.aux
+        leaves, tree = jax.tree.flatten(variables)
+        grads = jax.tree.unflatten(tree, found.grads).get("params", {})
+        beside = [aux] if self._objective.has_aux else []
+        if self._has_state:
+            new = jax.tree.leaves(changed, is_leaf=lambda leaf: leaf is None)
+            written = self._leaves_of(variables, changed)
+            for (at, _), leaf in zip(written, new, strict=True):
+                leaves[at] = leaves[at] if leaf is None else leaf
+            state = jax.tree.unflatten(tree, leaves)
+            beside.append({k: v for k, v in state.items() if k != "params"})
+        return ((found.loss, *beside) if beside else found.loss), grads
+
+    def program(
+        self,
+        variables: PyTree,
+        x: PyTree,
+        targets: PyTree,
+        *,
+        rngs: _rng.Rngs = None,
+        train: bool = True,
+    ) -> Program:
+        """What a call with such arguments runs."""
+        return self._by_mode[train].build(variables, (x, targets, rngs)).program
+
+    def _leaves_of(self, variables: PyTree, changed: PyTree) -> list[tuple[int, Any]]:
+        """Of what a call writes which leaves of the variables these are, and paths."""
+        structures = jax.tree.structure(variables), jax.tree.structure(changed)
+        if structures not in self._written:
+            flat = jax.tree_util.tree_leaves_with_path(variables)
+            number = {path: i for i, (path, _) in enumerate(flat)}
+            own = jax.tree_util.tree_leaves_with_path(
+                changed, is_leaf=lambda leaf: leaf is None
+            )
+            self._written[structures] = [(number[path], path) for path, _ in own]
+        return self._written[structures]
+
+    def _check_loss(self, x: PyTree, targets: PyTree) -> None:
+        """Runs the loss alone, at once and in parts: see `_probe`."""
+        count = self._division.num_microbatches
+        if count == 1:
+            self._outputs.clear()
+            return
+        specs = _microbatch.specs(targets, "targets")
+        axes = _microbatch.flat_axes(
+            self._axes.target_axes, specs, "targets", "target_axes"
+        )
+        x_specs = _microbatch.specs(x, "x")
+        x_axes = _microbatch.flat_axes(self._axes.in_axes, x_specs, "x", "in_axes")
+        size = _microbatch.batch_size([("x", x_specs, x_axes)], count)
+        sizes = _microbatch.sizes(size, count)
+        batch = _batch.Batch(x_specs, x_axes, specs, axes, None, sizes)
+        axis = self._axes.out_axes
+        axis = axis if isinstance(axis, int) else 0
+        outputs = self._outputs[0]
+        self._outputs.clear()
+        self.unchecked = _probe.check(self._objective, outputs, targets, batch, axis)
+
+
+class ModelStep:
+    """``step(state, x, targets) -> (state, metrics)``: see `ModelPipeline.train_step`.
+
+    Args:
+      gradient: of the loss.
+      tx: the optimizer.
+      devices: the places.
+      donate: whether the given state is overwritten.
+    """
+
+    def __init__(
+        self, gradient: ModelGradient, tx: Any, devices: Sequence[Any], donate: bool
+    ) -> None:
+        self._gradient = gradient
+        self._update = _spread.step(tx, devices, donate)
+        self._advance = jax.jit(lambda rng, step: (_rng.step_key(rng, step), step + 1))
+
+    @outside_of_meshes
+    def __call__(
+        self, state: TrainState, x: PyTree, targets: PyTree
+    ) -> tuple[TrainState, dict[str, Any]]:
+        """Takes one step. Returns as soon as the work is dispatched."""
+        key, step = self._advance(state.rng, state.step)
+        (loss, *aux, model_state), grads = self._gradient(
+            state.variables, x, targets, rngs=key
+        )
+        new = None
+        try:
+            with Interrupts() as interrupts:
+                interrupts.hold()
+                params, opt_state = self._update(grads, state.opt_state, state.params)
+                new = TrainState(step, params, opt_state, model_state, state.rng)
+            metrics = {"loss": loss} | ({"aux": aux[0]} if aux else {})
+            return new, metrics
+        except BaseException:
+            if new is not None:  # what was given is overwritten
+                become(state, new)
+            raise
+
+    def program(self, state: TrainState, x: PyTree, targets: PyTree) -> Program:
+        """The gradients that a call with such arguments runs."""
+        key = jax.eval_shape(_rng.step_key, state.rng, state.step)
+        return self._gradient.program(state.variables, x, targets, rngs=key)

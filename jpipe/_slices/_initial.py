@@ -1,0 +1,102 @@
+"""Initial variables of a model, leaf by leaf: each needs room for itself alone."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import chex
+import jax
+import numpy as np
+from jax.extend import core
+
+from .._instructions import _transfer
+from .._instructions._compile import Executable, compiling, drawing_options, is_ahead
+from .._jaxprs import _jaxpr
+from .._layers import _nnx
+from .._layers._initialize import strong
+from .._layers._layer import Layer
+
+PyTree = Any
+
+
+class Initial:
+    """What makes the variables of a model.
+
+    Args:
+      layer: the model.
+      key: a key, or one like it.
+      spec: its inputs, of a micro-batch.
+
+    Attributes:
+      specs: the variables, as specs.
+    """
+
+    def __init__(self, layer: Layer, key: chex.PRNGKey, spec: PyTree) -> None:
+        self._held: PyTree = None
+        if _nnx.is_module(layer.owner):  # which has its values already
+            self._held = jax.tree.map(strong, layer.init(key, spec))
+            self.specs = jax.tree.map(lambda x: _jaxpr.spec(jax.typeof(x)), self._held)
+            return
+
+        def make(key: chex.PRNGKey) -> PyTree:
+            return jax.tree.map(strong, layer.init(key, spec))
+
+        self._closed, self.specs = _jaxpr.trace(make, _jaxpr.spec(jax.typeof(key)))
+
+    def leaves(self, key: chex.PRNGKey, device: Any) -> Iterator[jax.Array]:
+        """Makes them one after the other, on a device."""
+        if self._held is not None:
+            yield from jax.tree.leaves(self._held)
+            return
+        known: dict[Any, Executable] = {}
+        key, runs = _transfer.put_tree(key, device), []
+        with compiling() as add:
+            for var in self._closed.jaxpr.outvars:
+                closed, numbers = _lifted(_jaxpr.prune(self._closed, [var]))
+                # Of the text of a program its constants are no part.
+                kind = str(closed.jaxpr), *map(id, closed.consts)
+                if kind not in known:
+                    run = jax.jit(_named(core.jaxpr_as_fun(closed)))
+                    known[kind] = (
+                        add(run.trace(key, *numbers), device, drawing_options(device))
+                        if is_ahead()
+                        else Executable(run)
+                    )
+                runs.append((known[kind], numbers))
+        for executable, numbers in runs:
+            yield executable.run(key, *_transfer.put(numbers, device))[0]
+
+
+def _named(function: Callable[..., Any]) -> Callable[..., Any]:
+    def draw(*args: Any) -> Any:
+        return function(*args)
+
+    return draw
+
+
+def _lifted(closed: core.ClosedJaxpr) -> tuple[core.ClosedJaxpr, list[np.ndarray]]:
+    """The numbers that are folded into keys as inputs: so equal draws are one program.
+
+    Flax folds a number into the key for each variable.
+    """
+    folds = [
+        eqn
+        for eqn in closed.jaxpr.eqns
+        if eqn.primitive.name == "random_fold_in"
+        and isinstance(eqn.invars[1], core.Literal)
+    ]
+    numbers: list[Any] = [
+        np.asarray(eqn.invars[1].val, eqn.invars[1].aval.dtype) for eqn in folds
+    ]
+    place = {id(eqn): i for i, eqn in enumerate(folds)}
+
+    def run(key: Any, *given: Any) -> list[Any]:
+        def rule(eqn: core.JaxprEqn) -> _jaxpr.Rule | None:
+            if id(eqn) not in place:
+                return None
+            number = given[place[id(eqn)]]
+            return lambda operands: [jax.random.fold_in(operands[0], number)]
+
+        return _jaxpr.evaluate(closed, [key], rule)
+
+    (key,) = closed.in_avals
+    return jax.make_jaxpr(run)(_jaxpr.spec(key), *numbers), numbers
