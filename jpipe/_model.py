@@ -10,7 +10,6 @@ import numpy as np
 
 from ._cache import Axes
 from ._check._report import CheckReport
-from ._function_gradient import rows
 from ._functions._objective import Objective
 from ._functions._trainable import Trainable
 from ._instructions import _transfer
@@ -21,6 +20,7 @@ from ._model_step import ADVICE, ModelGradient, ModelStep
 from ._run import _variables
 from ._run._context import outside_of_meshes
 from ._slices import _join
+from ._slices._describe import rows
 from ._slices._initial import Initial
 from ._slices._program import Traced
 from ._slices._sliced import Division, Sliced, Work, put

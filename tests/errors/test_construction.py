@@ -63,8 +63,12 @@ OPTIONS = {
         "devices=1 is a ... devices=jax.devices()[:2]": {"devices": 1},
         f"schedule=3 ... int ... {KNOWN}": {"schedule": 3},
         "schedule ... NoneType ... Schedule": {"schedule": lambda *_: None},
-        "needs a sequence of layers ... [nn.Dense": {"stages": jnp.sin},
-        "stages is a Dense; needs ... List a model": {"stages": nn.Dense(2)},
+        "stages is a int; needs a Flax module ... [nn.Dense": {"stages": 3},
+        "Dense is a class; write Dense(...)": {"stages": nn.Dense},
+        "balance: of a list ... give num_stages=": {
+            "stages": nn.Dense(2),
+            "balance": [1],
+        },
         "layer 1 ... a function that calls a Dense ... become constants": {
             "stages": [nn.relu, BOUND.__call__]
         },
@@ -90,11 +94,8 @@ def test_arguments_are_refused(options, error, match):
         jpipe.pipeline(**given)
 
 
-def test_sequential_and_profile_refuse_the_same():
-    for make in (lambda layers: jpipe.sequential(layers, 2), jpipe.sequential):
-        with pytest.raises(TypeError, match="stages is a Dense; needs a sequence"):
-            make(nn.Dense(2))
-    with pytest.raises(TypeError, match="stages is a Dense; needs a sequence"):
+def test_profile_refuses_what_is_no_list():
+    with pytest.raises(TypeError, match="stages is a Dense; needs a Flax module"):
         jpipe.profile(nn.Dense(2), X)
 
 
