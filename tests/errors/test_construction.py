@@ -52,6 +52,11 @@ OPTIONS = {
         f"unknown remat 'half' ... {REMATS}": {"remat": "half"},
         "remat has 2 entries for 3 stages": {"remat": ["full", "none"]},
         "stages=[] ... at least one layer": {"stages": []},
+        "balance: of a list ... give num_stages=": {
+            "stages": nn.Dense(2),
+            "balance": [1],
+        },
+        "num_stages=2 is for one model ... type balance=": {"num_stages": 2},
     },
     TypeError: {
         "num_microbatches=True is a bool": {"num_microbatches": True},
@@ -65,10 +70,6 @@ OPTIONS = {
         "schedule ... NoneType ... Schedule": {"schedule": lambda *_: None},
         "stages is a int; needs a Flax module ... [nn.Dense": {"stages": 3},
         "Dense is a class; write Dense(...)": {"stages": nn.Dense},
-        "balance: of a list ... give num_stages=": {
-            "stages": nn.Dense(2),
-            "balance": [1],
-        },
         "layer 1 ... a function that calls a Dense ... become constants": {
             "stages": [nn.relu, BOUND.__call__]
         },
