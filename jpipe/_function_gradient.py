@@ -6,12 +6,12 @@ from typing import Any
 
 import jax
 
+from ._describe import rows
 from ._functions._weights import is_inexact
 from ._instructions._program import Program
 from ._report import Report, report
 from ._run._context import outside_of_meshes
 from ._slices import _join
-from ._slices._describe import rows
 from ._slices._program import Traced
 from ._slices._sliced import Division, Sliced, Work
 from ._train import _spread

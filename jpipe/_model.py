@@ -10,6 +10,7 @@ import numpy as np
 
 from ._cache import Axes
 from ._check._report import CheckReport
+from ._describe import rows
 from ._functions._objective import Objective
 from ._functions._trainable import Trainable
 from ._instructions import _transfer
@@ -20,7 +21,6 @@ from ._model_step import ADVICE, ModelGradient, ModelStep
 from ._run import _variables
 from ._run._context import outside_of_meshes
 from ._slices import _join
-from ._slices._describe import rows
 from ._slices._initial import Initial
 from ._slices._program import Traced
 from ._slices._sliced import Division, Sliced, Work, put
@@ -28,6 +28,7 @@ from ._train import _spread
 from ._train._homes import homes, places
 from ._train._state import TrainState
 from ._train._step import check_optimizer
+from .schedules import Schedule
 
 PyTree = Any
 LossFunction = Callable[[PyTree, PyTree], Any]
@@ -64,6 +65,23 @@ class ModelPipeline(OwnLoop):
         return self._division.num_microbatches
 
     @property
+    def num_stages(self) -> int | None:
+        """The number of stages, once it is known."""
+        first = self._division.first
+        return len(first[1]) + 1 if first else self._division.num_stages
+
+    @property
+    def schedule(self) -> Schedule:
+        """Who runs which action, in which order.
+
+        Raises:
+          ValueError: before it is known in how many stages the model is divided.
+        """
+        if self.num_stages is None:
+            raise ValueError("the stages are known once the model is initialized")
+        return self._division.pipe(self.num_stages).schedule
+
+    @property
     def _places(self) -> tuple[Any, ...]:
         return tuple(dict.fromkeys(self._division.devices))
 
@@ -73,7 +91,7 @@ class ModelPipeline(OwnLoop):
         built = self._last.last
         if built is None:
             return f"{head}; the stages are known once it is initialized or called"
-        return "\n".join([f"{head}, {built.pipe.schedule.name}", *rows(built)])
+        return "\n".join([head, *rows(built)])
 
     def _forward(self, train: bool) -> Sliced:
         def call(variables: PyTree, x: PyTree, rngs: _rng.Rngs) -> PyTree:
