@@ -92,6 +92,10 @@ OWNED = {
     ),
     "bound": ([BOUND, BOUND.dense], [["dense"], []]),
     "methods": (ends(), [["encoder", "scale"], [], ["decoder"]]),
+    "beside an equal module": (
+        [*ends(), jpipe.layer(Ends(), "decode")],
+        [["encoder", "scale"], [], ["decoder"], ["decoder", "scale"]],
+    ),
 }
 
 
