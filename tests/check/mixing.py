@@ -132,17 +132,6 @@ def attended(x):
     )[:, :, 0]
 
 
-def padded(x):
-    whole = jnp.pad(x, ((0, -len(x) % 8), (0, 0), (0, 0)))
-    return jnp.sin(whole)[: len(x)]
-
-
-def marked(x):
-    """Writes at a place that each example says."""
-    rows, place = jnp.arange(len(x)), jnp.argmax(x[..., 0], 1)
-    return x.at[rows, place].set(0).at[rows, place - 1].multiply(2)
-
-
 def softmax_beside_the_largest(x):
     powers = jnp.exp(x - x.max())
     return powers / powers.sum(-1, keepdims=True)
@@ -165,13 +154,6 @@ def to_experts(x):
     return y[jnp.argsort(order)].reshape(x.shape)
 
 
-def example_by_example(x):
-    def write(i, y):
-        return y.at[i].set(jnp.sin(x[i]))
-
-    return jax.lax.fori_loop(0, len(x), write, jnp.zeros_like(x))
-
-
 APART = {
     "printed": lambda x: (jax.debug.print(""), jnp.sin(x))[1],
     "if it is finite": lambda x: jnp.where(
@@ -185,7 +167,6 @@ APART = {
     "routed": routed,
     "recurrent": lambda x: along_the_first_axis(x.swapaxes(0, 1)).swapaxes(0, 1),
     "one at a time": lambda x: jax.lax.map(lambda row: row / row.max(), x),
-    "padded": padded,
     "convolved": lambda x: jax.lax.conv_general_dilated(
         x,
         jnp.ones((3, WIDTH, WIDTH)),
@@ -193,11 +174,9 @@ APART = {
         "SAME",
         dimension_numbers=("NWC", "WIO", "NWC"),
     ),
-    "marked": marked,
     "softmax beside the largest": softmax_beside_the_largest,
     "sorted and back": sorted_for_a_while,
     "to experts": to_experts,
-    "example by example": example_by_example,
     "shifted and back": lambda x: jnp.roll(jnp.tanh(jnp.roll(x, 1, 0)), -1, 0),
     # What follows one another stays in one micro-batch, if it has any number of pairs.
     "in pairs": lambda x: jnp.stack([x[::2] - x[1::2]] * 2, 1).reshape(x.shape),

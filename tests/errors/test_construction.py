@@ -52,6 +52,14 @@ OPTIONS = {
         f"unknown remat 'half' ... {REMATS}": {"remat": "half"},
         "remat has 2 entries for 3 stages": {"remat": ["full", "none"]},
         "stages=[] ... at least one layer": {"stages": []},
+        "with schedule='gpipe': choose '1f1b' or": {
+            "schedule": "gpipe",
+            "replicas": [2, 1, 1],
+        },
+        "10 ranks need 10 devices, there are 8": {
+            "num_microbatches": 16,
+            "replicas": [8, 1, 1],
+        },
     },
     TypeError: {
         "num_microbatches=True is a bool": {"num_microbatches": True},
