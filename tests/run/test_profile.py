@@ -17,7 +17,9 @@ from jpipe.schedules import Schedule
 from .. import reference as ref
 
 # They need a few of the devices that there are.
-pytestmark = pytest.mark.filterwarnings("ignore:.* runs \\d+ stages per rank:UserWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.* runs \\d+ stages per rank:UserWarning"
+)
 
 TX = optax.sgd(0.1)
 X = jnp.ones((10, 6))
