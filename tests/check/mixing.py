@@ -31,14 +31,6 @@ def deviation(x):
     return jnp.concatenate([x, jnp.full((*x.shape[:-1], 1), spread)], axis=-1)
 
 
-def whitened(x):
-    rows = x.reshape(-1, WIDTH)
-    root = jnp.linalg.cholesky(rows.T @ rows / len(rows) + jnp.eye(WIDTH))
-    return jax.scipy.linalg.solve_triangular(root, rows.T, lower=True).T.reshape(
-        x.shape
-    )
-
-
 def by_class(x):
     """Each example less the mean of its class."""
     classes = (x[:, 0, 0] > 0).astype(jnp.int32)
@@ -110,7 +102,6 @@ MIXED = {
     "softmax over examples": lambda x: jax.nn.softmax(x, axis=0),
     "room for some": placed,
     "deviation": deviation,
-    "whitened": whitened,
     "by class": by_class,
     "in the order of one feature": lambda x: x[jnp.argsort(x[:, 0, 0])],
     "of the best": of_the_best,

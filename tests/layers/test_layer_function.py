@@ -114,14 +114,6 @@ def test_what_is_no_method_of_a_module_is_refused(module, method, error, says):
         jpipe.layer(module, method)
 
 
-class Two(nn.Module):
-    """Takes two inputs."""
-
-    @nn.compact
-    def __call__(self, hidden, mask, deterministic=True):
-        return nn.Dropout(0.5)(hidden, deterministic) * mask
-
-
 class TwoNnx(nnx.Module):
     def __call__(self, hidden, mask):
         return hidden * mask
@@ -138,7 +130,7 @@ LISTED = "list jpipe.layer(module, lambda module, x"
 @pytest.mark.parametrize(
     ("module", "x", "says"),
     [
-        (Two(), DICT, r"Two takes \(.*\), and was given a dict; .*\(x\['name'\], "),
+        (Block(), DICT, r"Block takes \(.*\), and was given a dict; .*\(x\['name'\], "),
         (TwoNnx(), DICT, r"TwoNnx takes \(.*\), and was given a dict"),
         (TwoNnx(), TUPLE, r"given a tuple; .*, x: module\(x\[0\], \.\.\.\)\)$"),
         (TwoNnx(), ONE, r"takes \(self, hidden, mask\), and was given one array"),

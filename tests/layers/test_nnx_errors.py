@@ -6,7 +6,8 @@ from flax import nnx
 
 import jpipe
 
-from .nnx_modules import KEY, Noisy, says
+from ..errors.model import says
+from .nnx_modules import KEY, Noisy
 
 
 def test_missing_key_names_the_stream():
