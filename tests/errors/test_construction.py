@@ -57,6 +57,14 @@ OPTIONS = {
             "balance": [1],
         },
         "num_stages=2 is for one model ... type balance=": {"num_stages": 2},
+        "with schedule='gpipe': choose '1f1b' or": {
+            "schedule": "gpipe",
+            "replicas": [2, 1, 1],
+        },
+        "10 ranks need 10 devices, there are 8": {
+            "num_microbatches": 16,
+            "replicas": [8, 1, 1],
+        },
     },
     TypeError: {
         "num_microbatches=True is a bool": {"num_microbatches": True},
