@@ -9,12 +9,12 @@ from ._functions import _remat
 from ._functions._weights import is_params
 from ._instructions import _bytes
 from ._instructions._bytes import most_residuals, nbytes
+from ._instructions._program import Program
 from ._instructions._sharding import SubMesh
 from ._layers._skip import label
 from ._layers._stage import abbreviate
 from ._run._pipe import Pipe
 from ._slices._slice import specs
-from ._slices._sliced import Built
 from ._slices._stages import Stages
 from .planning._plan import Forecast, Plan, StagePlan, folded
 from .schedules import Action, Costs
@@ -99,26 +99,26 @@ def _stage(
     )
 
 
-def rows(built: Built) -> list[str]:
+def rows(pipe: Pipe, stages: Stages, program: Program | None) -> list[str]:
     """A function that is divided, in words.
 
     A line for each stage: where it runs, what is in it, and what crosses from it; the
     schedule; and the bytes of each device.
     """
-    stages, found = built.stages, []
+    found = []
     for s in range(stages.num_stages):
         first = stages.first
         params = [i for i in stages.weights(s) if i < first.num_params]
         count = sum(spec.size for spec in specs([first.params[i] for i in params]))
         inside = abbreviate(_modules(stages, s))
-        line = f"stage {s} on {built.pipe.devices[s]}: {count:,} parameters"
+        line = f"stage {s} on {pipe.devices[s]}: {count:,} parameters"
         line += f", {inside}" if inside else ""
         if s < stages.num_stages - 1:
             line += f"; {_sent(stages, s):,} bytes of a micro-batch leave it"
         found.append(line)
-    found.append(folded(built.pipe.schedule.drawn(Costs())))
-    if stages.first.has_loss:
-        pairs = zip(built.pipe.places, _bytes.peaks(built.program), strict=True)
+    found.append(folded(pipe.schedule.drawn(Costs())))
+    if stages.first.has_loss and program:
+        pairs = zip(pipe.places, _bytes.peaks(program), strict=True)
         listed = ", ".join(f"{place} {size(n)}" for place, n in pairs)
         found.append(f"peak of the gradients: {listed}")
     return found

@@ -134,7 +134,7 @@ class FunctionGradient:
         )
         if self._sliced.last is None:
             return head + "; the stages are known once it is called or placed"
-        return "\n".join([head, *rows(self._sliced.last)])
+        return "\n".join([head, *rows(*self._sliced.last)])
 
     def _trained(self, specs: PyTree) -> list[bool]:
         _check_params(specs)
