@@ -1,6 +1,8 @@
 """A command, run in this process."""
 
+import shutil
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -19,11 +21,11 @@ def command(capsys):
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch, request):
+def folder(tmp_path, monkeypatch):
     """A folder of the user's with a ``model.py``, in which the command is typed."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "model.py").write_text(request.module.MODEL)
+    shutil.copy(Path(__file__).with_name("model.py"), tmp_path)
     yield tmp_path
     for name in [n for n, m in sys.modules.items() if _is_in(m, tmp_path)]:
         del sys.modules[name]

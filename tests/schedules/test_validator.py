@@ -32,12 +32,6 @@ Action.parse('2F0')""",
         by_hand("0F0 0I0\n1F0 1W0", 1),
         "  * E5 0W0 never runs, 0I0 does\n  * E5 1I0 never runs, 1W0 does",
     ),
-    "E5 of more than anybody would read": (
-        by_hand("0F0 0B0\n1F0 1B1", 10**11),
-        """\
-  * E5 stages 0 to 1 and micro-batches 0 to 99999999999 are 200000000000 pairs, there \
-are 4 cells: if that is more than was meant, a number is too large""",
-    ),
     "E7 of a whole backward beside its halves": (
         by_hand("0F0 0B0 0I0 0W0\n1F0 1B0 1W0", 1),
         "  * E7 0B0 and 0I0 and 0W0 both run\n  * E7 1B0 and 1W0 both run",
@@ -58,12 +52,6 @@ are 4 cells: if that is more than was meant, a number is too large""",
   * E8 0W0 runs after 0B2: {ASCENDING} (rank 0, position 8)
       rank 0: ... 0F4 0I0 0I1 0B2 0W0 0W1 0B3 0B4
                                   ^^^""",
-    ),
-    "E9 of two ranks": (
-        by_hand("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1", 2),
-        "  * E9 the schedule deadlocks: "
-        "rank 0: 0B0 waits for 1B0, which rank 1 runs after 1F1; "
-        "rank 1: 1F1 waits for 0F1, which rank 0 runs after 0B0",
     ),
     "E9 without the rank that only waits for the cycle": (
         by_hand(
