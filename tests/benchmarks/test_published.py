@@ -2,10 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from benchmarks.experiment import scaled_balance
 from benchmarks.published import BY_NAME
 from benchmarks.result import SCALES
 from benchmarks.tables.report import published_speed_up
@@ -46,12 +43,3 @@ def test_every_row_can_be_cut_at_every_scale(name, scale):
         if scale == "full" and row.group != "transformer":
             assert setting.balance == row.balance
             assert abs(setting.batch - row.batch) <= setting.microbatches / 2
-
-
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=8), st.integers(0, 200))
-def test_scaled_balances_keep_shares(balance, extra):
-    layers = len(balance) + extra
-    scaled = scaled_balance(tuple(balance), layers)
-    assert sum(scaled) == layers
-    assert min(scaled) >= 1
-    assert scaled_balance(tuple(balance), sum(balance)) == tuple(balance)
