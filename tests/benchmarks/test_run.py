@@ -37,11 +37,7 @@ def run_tiny(module, *words, cache=None):
         text=True,
         check=False,
     )
-    try:
-        done.check_returncode()
-    except subprocess.CalledProcessError as error:
-        error.add_note(done.stderr)
-        raise
+    assert done.returncode == 0, done.stderr
     return done.stdout
 
 

@@ -231,15 +231,16 @@ def _note_skip(choice: Choice, skips: list[tuple[str, bool]], number: int) -> No
         skips[:] = [(name, how) for name, how in skips if repr(name) not in choice.text]
 
 
-POLICIES = [
-    "dots_saveable",
-    "dots_with_no_batch_dims_saveable",
-    "everything_saveable",
-    "nothing_saveable",
-    "offload_dot_with_no_batch_dims('device', 'pinned_host')",
-]
 REMATS = [repr(name) for name in ("full", "none", "except_last", "dots", "min_cut")]
-REMATS += [f"jax.checkpoint_policies.{name}" for name in POLICIES]
+REMATS += [
+    f"jax.checkpoint_policies.{policy}"
+    for policy in (
+        "dots_with_no_batch_dims_saveable",
+        "everything_saveable",
+        "nothing_saveable",
+        "offload_dot_with_no_batch_dims('device', 'pinned_host')",
+    )
+]
 
 
 def fitting(num_stages: int, num_microbatches: int) -> list[str]:

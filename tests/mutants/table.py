@@ -31,7 +31,7 @@ REACHED_BY = {
     "_instructions": "instructions matrix run train mesh",
     "_jaxprs": "matrix functions run",
     "_layers": "matrix layers",
-    "_layers/_rng": "layers train",
+    "_layers/_rng": "matrix layers train",
     "_run": "matrix run train mesh",
     "_train": "matrix train mesh",
     "checkpoint": "train",
@@ -100,6 +100,11 @@ PLANNING = [
         "(num_microbatches - 1) * self.slowest",
         "num_microbatches * self.slowest",
     ),
+    ("_forecast", "max(inputs[0] + weights[0] -", "max(weights[0] -"),
+    ("_forecast", "    inputs[0] = 0.0\n", ""),
+    ("_forecast", "[other if m in joined else numbers[last] for", "[other for"),
+    ("_forecast", "workspace[i] += profile.", "workspace[i] += 0 * profile."),
+    ("_forecast", " - first] += skip.bytes", " - first] -= skip.bytes"),
     ("_net", "hops = 2 * (replicas - 1)", "hops = 2 * replicas"),
 ]
 RUN = [

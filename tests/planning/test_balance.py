@@ -21,17 +21,11 @@ SAMPLE = jax.ShapeDtypeStruct((16, 8), float)
 
 @pytest.mark.parametrize("kind", ["time", "flops", "params", "memory"])
 def test_a_balance_by_name(kind):
+    own = {"kept_bytes": {"min_cut": 0}}
     profile = Profile(
         tuple(
-            LayerProfile(
-                f"layer{i}",
-                t,
-                t,
-                param_bytes=int(t),
-                flops=t,
-                kept_bytes={"min_cut": 0},
-            )
-            for i, t in enumerate([1.0, 1.0, 1.0, 3.0])
+            LayerProfile("a", t, t, param_bytes=int(t), flops=t, **own)
+            for t in (1.0, 1.0, 1.0, 3.0)
         )
     )
     pipe = jpipe.pipeline(

@@ -140,12 +140,13 @@ def test_no_cut_of_a_small_model_is_simulated_to_be_faster(name):
         assert max(loads(given, found, schedule)) == pytest.approx(best), seed
 
 
+def alike(count, **fields):
+    """Layers of one second, forward and backward."""
+    return Profile(tuple(LayerProfile("a", 1.0, 1.0, **fields) for _ in range(count)))
+
+
 def test_full_remat_is_time_but_not_in_the_last_stage():
-    layers = tuple(
-        LayerProfile(f"layer{i}", 1.0, 1.0, output_bytes=1, kept_bytes={"none": 9})
-        for i in range(10)
-    )
-    given = Profile(layers)
+    given = alike(10, output_bytes=1, kept_bytes={"none": 9})
     assert partition(given, 2, remat="none") == [5, 5]
     # Two thirds each of the first and of the last.
     assert partition(given, 2, remat="full") == [4, 6]
@@ -195,11 +196,7 @@ def test_a_question_that_makes_no_sense(question, fault):
 
 
 def test_a_limit_that_nothing_meets():
-    layers = tuple(
-        LayerProfile(f"layer{i}", 1.0, 1.0, param_bytes=1000, kept_bytes={"none": 100})
-        for i in range(4)
-    )
-    given = Profile(layers)
+    given = alike(4, param_bytes=1000, kept_bytes={"none": 100})
     with pytest.raises(ValueError, match="partition") as refusal:
         partition(given, 2, remat="none", max_bytes=4000)
     assert str(refusal.value) == (

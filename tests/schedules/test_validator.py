@@ -61,6 +61,27 @@ Action.parse('2F0')""",
         "rank 1: 1B0 waits for 2B0, which rank 2 runs after 2F1; "
         "rank 2: 2F1 waits for 1F1, which rank 1 runs after 1B0",
     ),
+    # A stage that is nowhere, two on the wrong rank, one missing, two twice.
+    "all faults in one message": (
+        by_hand("0F0 0B0 7F0\n0F0 0B0 1F0", 1),
+        """\
+  * E2 7F0: the stages are 0 to 1 (rank 0, position 2)
+      rank 0: 0F0 0B0 7F0
+                      ^^^
+  * E4 0F0: stage 0 is placed on rank 0 (rank 1, position 0)
+      rank 1: 0F0 0B0 1F0
+              ^^^
+  * E10 0B0: stage 0 is placed on rank 0, where its forward runs (rank 1, position 1)
+      rank 1: 0F0 0B0 1F0
+                  ^^^
+  * E5 1B0 never runs, nor do 1I0 and 1W0
+  * E6 0F0 runs 2 times (rank 1, position 0)
+      rank 1: 0F0 0B0 1F0
+              ^^^
+  * E6 0B0 runs 2 times (rank 1, position 1)
+      rank 1: 0F0 0B0 1F0
+                  ^^^""",
+    ),
 }
 
 
@@ -85,28 +106,3 @@ def test_e12_warns_of_a_rank_with_nothing_to_do():
     schedule = by_hand("0F0 0B0\n", 1, placement=(0,))
     with pytest.warns(UserWarning, match="^E12 rank 1 runs nothing$"):
         assert schedule.validate() is schedule
-
-
-def test_all_faults_are_in_one_message():
-    # A stage that is nowhere, two on the wrong rank, one missing, two twice.
-    schedule = by_hand("0F0 0B0 7F0\n0F0 0B0 1F0", 1)
-    assert (
-        refusal_of(schedule)
-        == """\
-  * E2 7F0: the stages are 0 to 1 (rank 0, position 2)
-      rank 0: 0F0 0B0 7F0
-                      ^^^
-  * E4 0F0: stage 0 is placed on rank 0 (rank 1, position 0)
-      rank 1: 0F0 0B0 1F0
-              ^^^
-  * E10 0B0: stage 0 is placed on rank 0, where its forward runs (rank 1, position 1)
-      rank 1: 0F0 0B0 1F0
-                  ^^^
-  * E5 1B0 never runs, nor do 1I0 and 1W0
-  * E6 0F0 runs 2 times (rank 1, position 0)
-      rank 1: 0F0 0B0 1F0
-              ^^^
-  * E6 0B0 runs 2 times (rank 1, position 1)
-      rank 1: 0F0 0B0 1F0
-                  ^^^"""
-    )
