@@ -242,8 +242,6 @@ def _train(
     """The losses, the variables and the optimizer's state after some steps."""
     chosen = {"trainable": options["trainable"]} if "trainable" in options else {}
     state = pipe.init_train_state(KEY(0), batch.x, tx, **chosen)
-    taken = [jax.random.fold_in(KEY(0), i) for i in range(len(state.params))]
-    assert not any(key == state.rng for key in taken), "layers were drawn from it"
     step = pipe.train_step(loss, tx, **options)
     losses = []
     for number in range(STEPS):

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def folders_for(file: str) -> list[str]:
-    """The folders of tests that reach a file."""
+    """The tests that reach a file: folders, or single files of them."""
     start = max((start for start in REACHED_BY if file.startswith(start)), key=len)
     return [f"tests/{folder}" for folder in REACHED_BY[start].split()]
 

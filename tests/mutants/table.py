@@ -21,8 +21,8 @@ class Mutant(NamedTuple):
     new: str
 
 
-# Which folders of tests reach a file, by the start of its name: first those that find
-# most.
+# Which folders or files of tests reach a file, by the start of its name: first those
+# that find most.
 REACHED_BY = {
     "_cache": "matrix layers errors train",
     "_check": "check",
@@ -31,7 +31,8 @@ REACHED_BY = {
     "_instructions": "instructions matrix run train mesh",
     "_jaxprs": "matrix functions run",
     "_layers": "matrix layers",
-    "_layers/_rng": "matrix layers train",
+    "_layers/_skip": "layers/test_skip.py matrix",
+    "_layers/_rng": "test_transparency.py layers/test_nnx_rngs.py",
     "_run": "matrix run train mesh",
     "_train": "matrix train mesh",
     "checkpoint": "train",
