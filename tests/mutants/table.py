@@ -24,10 +24,9 @@ class Mutant(NamedTuple):
 # Which folders or files of tests reach a file, by the start of its name: first those
 # that find most.
 REACHED_BY = {
-    "_cache": "matrix layers errors train",
-    "_check": "check",
     "_functions/_probe": "functions check",
     "_functions": "matrix functions train",
+    "_functions/_task": "matrix train",
     "_instructions": "instructions matrix run train mesh",
     "_jaxprs": "matrix functions run",
     "_layers": "matrix layers",
@@ -35,7 +34,6 @@ REACHED_BY = {
     "_layers/_rng": "test_transparency.py layers/test_nnx_rngs.py",
     "_run": "matrix run train mesh",
     "_train": "matrix train mesh",
-    "checkpoint": "train",
     "planning": "planning",
     "schedules": "schedules",
 }
