@@ -53,7 +53,7 @@ def first_failure(copy: Path, folders: list[str], workers: str) -> str:
         return "none ends"
     if run.returncode == 0:
         return ""
-    found = re.search(r"^(?:FAILED|ERROR) (\S+)", run.stdout, re.MULTILINE)
+    found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", run.stdout, re.MULTILINE)
     return found[1] if found else (run.stdout + run.stderr)[-2000:]
 
 

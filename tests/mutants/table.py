@@ -26,6 +26,7 @@ class Mutant(NamedTuple):
 REACHED_BY = {
     "_functions/_probe": "functions check",
     "_functions": "matrix functions train",
+    "_functions/_objective": "train/test_reductions.py matrix",
     "_functions/_task": "matrix train",
     "_instructions": "instructions matrix run train mesh",
     "_jaxprs": "matrix functions run",
