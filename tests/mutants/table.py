@@ -24,15 +24,18 @@ class Mutant(NamedTuple):
 # Which folders or files of tests reach a file, by the start of its name: first those
 # that find most.
 REACHED_BY = {
-    "_functions/_probe": "functions check",
     "_functions": "matrix functions train",
     "_functions/_objective": "train/test_reductions.py matrix",
-    "_functions/_task": "matrix train",
+    "_functions/_probe": "functions check",
+    "_functions/_task": "train/test_model_state.py mesh/test_data.py matrix",
+    "_functions/_trainable": "train/test_trainable.py matrix",
+    "_functions/_vjp": "functions/test_split.py matrix",
     "_instructions": "instructions matrix run train mesh",
-    "_jaxprs": "matrix functions run",
+    "_jaxprs": "functions matrix run",
     "_layers": "matrix layers",
-    "_layers/_skip": "layers/test_skip.py matrix",
+    "_layers/_batchnorm": "layers/test_batchnorm.py matrix",
     "_layers/_rng": "test_transparency.py layers/test_nnx_rngs.py",
+    "_layers/_skip": "layers/test_skip.py matrix",
     "_run": "matrix run train mesh",
     "_train": "matrix train mesh",
     "planning": "planning",
