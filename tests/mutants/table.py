@@ -29,7 +29,7 @@ REACHED_BY = {
     "_functions/_probe": "functions check",
     "_functions/_task": "train/test_model_state.py mesh/test_data.py matrix",
     "_functions/_trainable": "train/test_trainable.py matrix",
-    "_functions/_vjp": "functions/test_split.py matrix",
+    "_functions/_vjp": "test_plan.py matrix",
     "_instructions": "instructions matrix run train mesh",
     "_jaxprs": "functions matrix run",
     "_layers": "matrix layers",
