@@ -24,8 +24,7 @@ class Mutant(NamedTuple):
 # Which folders or files of tests reach a file, by the start of its name: first those
 # that find most.
 REACHED_BY = {
-    "_functions": "matrix functions train",
-    "_functions/_objective": "train/test_reductions.py matrix",
+    "_functions": "train/test_reductions.py matrix functions train",
     "_functions/_probe": "functions check",
     "_functions/_task": "train/test_model_state.py mesh/test_data.py matrix",
     "_functions/_trainable": "train/test_trainable.py matrix",
@@ -36,7 +35,7 @@ REACHED_BY = {
     "_layers/_batchnorm": "layers/test_batchnorm.py matrix",
     "_layers/_rng": "test_transparency.py layers/test_nnx_rngs.py",
     "_layers/_skip": "layers/test_skip.py matrix",
-    "_run": "matrix run train mesh",
+    "_run": "train/test_reductions.py matrix run mesh",
     "_train": "matrix train mesh",
     "planning": "planning",
     "schedules": "schedules",
