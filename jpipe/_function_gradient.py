@@ -13,9 +13,10 @@ from ._instructions._program import Program
 from ._report import Report, report
 from ._run._context import outside_of_meshes
 from ._slices import _checked, _join
+from ._slices._division import Division
 from ._slices._program import Traced
-from ._slices._sliced import Division, Sliced, Work
-from ._train import _spread
+from ._slices._sliced import Sliced, Work
+from ._train import _spread, _updates
 
 PyTree = Any
 
@@ -155,7 +156,7 @@ class FunctionGradient:
 
     def optimizer(self, tx: Any) -> Any:
         """The optax transformation that works in place: see `Pipeline.optimizer`."""
-        return _spread.optimizer(tx, self._division.devices)
+        return _updates.optimizer(tx, self._division.devices)
 
     def __str__(self) -> str:
         name = getattr(self._function, "__name__", type(self._function).__name__)

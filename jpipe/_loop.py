@@ -7,16 +7,13 @@ from typing import Any
 import optax
 
 from ._report import Report, report
-from ._train import _spread
+from ._train import _spread, _updates
 
 
 class OwnLoop:
     """The methods of a pipeline for trees that are spread over its devices."""
 
-    @property
-    def _places(self) -> Sequence[Any]:
-        """The devices, each once."""
-        raise NotImplementedError
+    _places: Sequence[Any]  # the devices, each once
 
     def compile(self, function: Any, *args: Any, **kwargs: Any) -> Report:
         """Compiles now what the first call would compile, side by side.
@@ -142,4 +139,4 @@ class OwnLoop:
           >>> optax.apply_updates(params, updates)[0]["w"]
           Array([0.5, 0.5], dtype=float32)
         """
-        return _spread.optimizer(tx, self._places)
+        return _updates.optimizer(tx, self._places)

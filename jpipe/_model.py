@@ -21,10 +21,11 @@ from ._model_step import ADVICE, ModelGradient, ModelStep
 from ._run import _variables
 from ._run._context import outside_of_meshes
 from ._slices import _join
+from ._slices._division import Division
 from ._slices._initial import Initial
 from ._slices._program import Traced
-from ._slices._sliced import Division, Sliced, Work, put
-from ._train import _spread
+from ._slices._sliced import Sliced, Work, put
+from ._train import _updates
 from ._train._homes import homes, places
 from ._train._state import TrainState
 from ._train._step import check_optimizer
@@ -56,6 +57,7 @@ class ModelPipeline(OwnLoop):
     ) -> None:
         self._layer, self._division, self._axes = layer, division, axes
         self._unpipelined = unpipelined
+        self._places = tuple(dict.fromkeys(division.devices))
         self._forwards = {train: self._forward(train) for train in (False, True)}
         self._trained: ModelGradient | None = None
 
@@ -80,10 +82,6 @@ class ModelPipeline(OwnLoop):
         if self.num_stages is None:
             raise ValueError("the stages are known once the model is initialized")
         return self._division.pipe(self.num_stages).schedule
-
-    @property
-    def _places(self) -> tuple[Any, ...]:
-        return tuple(dict.fromkeys(self._division.devices))
 
     def __str__(self) -> str:
         head = f"jpipe.pipeline({self._layer.name}), {self.num_microbatches} "
@@ -246,7 +244,7 @@ class ModelPipeline(OwnLoop):
             variables = jax.tree.map(jnp.copy, self.place(variables, x))
         marks = chosen.marks([self._layer], (variables,))[0]
         params, model_state = _apart(variables)
-        free = _spread.chosen(params, marks.get("params", {}))
+        free = _updates.chosen(params, marks.get("params", {}))
         opt_state = self.optimizer(tx).init(free)
         rng, step = _transfer.put([key, np.int32(0)], self._places[0])
         rng = _rng.training_key(rng)

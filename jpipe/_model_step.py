@@ -16,9 +16,10 @@ from ._layers import _rng
 from ._layers._layer import Layer
 from ._run._context import outside_of_meshes
 from ._slices import _join, _state
+from ._slices._division import Division
 from ._slices._program import Traced
-from ._slices._sliced import Division, Sliced, Work
-from ._train import _spread
+from ._slices._sliced import Sliced, Work
+from ._train import _updates
 from ._train._state import TrainState, become
 
 PyTree = Any
@@ -186,7 +187,7 @@ class ModelStep:
         self, gradient: ModelGradient, tx: Any, devices: Sequence[Any], donate: bool
     ) -> None:
         self._gradient = gradient
-        self._update = _spread.step(tx, devices, donate)
+        self._update = _updates.step(tx, devices, donate)
         self._advance = jax.jit(lambda rng, step: (_rng.step_key(rng, step), step + 1))
 
     @outside_of_meshes

@@ -50,11 +50,7 @@ class Pipeline(Checkable, OwnLoop):
         self._axes = axes
         self._cache = ProgramCache(pipe, axes)
         self._cache.check_first = self._check_first if check else None
-        self._feed = Feed(pipe)
-
-    @property
-    def _places(self) -> tuple[_transfer.Device, ...]:
-        return self._pipe.places
+        self._feed, self._places = Feed(pipe), pipe.places
 
     @property
     def num_stages(self) -> int:

@@ -18,7 +18,7 @@ from ._pipeline import Pipeline
 from ._processes._start import check_joined, check_threads
 from ._run import _resting
 from ._run._pipe import Pipe
-from ._slices._sliced import Division
+from ._slices._division import Division
 from .planning._plan import Plan
 from .schedules import Schedule, ScheduleBuilder
 from .schedules._choose import choose_schedule, turns

@@ -9,7 +9,7 @@ from . import _setup
 from ._function_gradient import FunctionGradient
 from ._functions._objective import REDUCTIONS
 from ._processes._start import check_joined
-from ._slices._sliced import Division
+from ._slices._division import Division
 
 
 def value_and_grad(

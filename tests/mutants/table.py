@@ -139,7 +139,7 @@ TRAIN = [
         "at[home or 0] for home in params_at",
         "at[0] for home in params_at",
     ),
-    ("_spread", "else jnp.zeros_like(leaf)", "else jnp.ones_like(leaf)"),
+    ("_updates", "else jnp.zeros_like(leaf)", "else jnp.ones_like(leaf)"),
     ("_step", "_rng.step_key(rng, step), step + 1", "_rng.step_key(rng, step), step"),
     (
         "_step",
