@@ -128,7 +128,7 @@ class Mixer(nn.Module):
     @nn.compact
     def __call__(self, images):
         x = Conv(WIDTH, (2, 2), strides=(2, 2))(images).reshape(len(images), -1, WIDTH)
-        for _ in range(3):
+        for _ in range(2):
             h = LayerNorm()(x).swapaxes(1, 2)
             h = Dense(h.shape[-1])(nn.gelu(Dense(6)(h)))
             x = Feedforward()(x + h.swapaxes(1, 2))
@@ -168,7 +168,7 @@ class ResNet(nn.Module):
     def __call__(self, x, train: bool = True):
         x = Conv(4, (3, 3), use_bias=False, name="stem")(x)
         x = nn.relu(BatchNorm(use_running_average=not train)(x))
-        for features, stride in ((4, 1), (8, 2), (8, 1)):
+        for features, stride in ((4, 1), (8, 2)):
             x = Residual(features, stride)(x, train)
         return Dense(3)(x.mean((1, 2)))
 
@@ -209,8 +209,7 @@ class UNet(nn.Module):
         def block(x, features):
             h = Conv(features, (3, 3))(nn.swish(GroupNorm()(x)))
             h = h + Dense(features)(embedded)[:, None, None]
-            h = Conv(features, (3, 3))(nn.swish(GroupNorm()(h)))
-            return h + Conv(features, (1, 1))(x)
+            return nn.swish(GroupNorm()(h)) + Conv(features, (1, 1))(x)
 
         x, skips = Conv(4, (3, 3))(x), []
         for features in (4, 8):

@@ -70,7 +70,8 @@ def test_inputs_are_given_as_in_a_call_of_the_model(double, name):
     pipe = jpipe.pipeline(GPT, 3, num_stages=2)
     variables = pipe.init(KEY, x)
     args, kwargs = x.call
-    expected = GPT.apply(ref.on_host(variables), *args, **kwargs)
+    apply = jax.jit(lambda variables: GPT.apply(variables, *args, **kwargs))
+    expected = apply(ref.on_host(variables))
     ref.assert_close(pipe.apply(variables, x), expected, ref.FLOAT64)
 
 
@@ -116,11 +117,10 @@ def test_check_and_compile_know_the_model(double):
 
 
 def test_sequential_draws_what_a_pipeline_draws(double):
-    model, found = models.GPT(), []
+    model, x, found = models.Feedforward(rate=0.5), RNG.normal(size=(8, WIDTH)), []
     for pipe in (jpipe.pipeline(model, 3, num_stages=2), jpipe.sequential(model, 3)):
-        variables = pipe.init(KEY, TOKENS)
-        find = pipe.value_and_grad(lambda y, t: squares(y[..., 0], t))
-        found.append(find(variables, TOKENS, X, rngs=KEY))
+        variables = pipe.init(KEY, x)
+        found.append(pipe.value_and_grad(squares)(variables, x, x, rngs=KEY))
     assert len({leaf.device for leaf in jax.tree.leaves(variables)}) == 1
     ref.assert_close(*found, ref.FLOAT64, 1.0)
 
@@ -164,10 +164,12 @@ def test_aux_is_joined_on_axes_stacked_or_averaged(double):
 
 def test_a_loop_that_is_most_of_a_model_is_not_divided():
     x = jpipe.inputs(TOKENS, TOKENS)
-    pipe = jpipe.pipeline(models.Seq2Seq(), 3, num_stages=4)
+    pipe = jpipe.pipeline(models.Seq2Seq(), 3, num_stages=8)
     with (
         jax.enable_x64(True),
-        pytest.raises(ValueError, match="num_stages=4: one operation, scan, is .* few"),
+        pytest.raises(
+            ValueError, match=r"num_stages=8: one operation, scan, is .* few"
+        ),
     ):
         pipe.init(KEY, x)
 
@@ -218,14 +220,14 @@ def crossing(text):
     return [int(number.replace(",", "")) for number in found]
 
 
-# Of a micro-batch of two, in single precision.
+# Of a micro-batch of two, in single precision; half of that in bfloat16.
 ACTIVATIONS = 2 * 6 * WIDTH * 4
 
 
 def test_masks_targets_and_casts_do_not_cross(double):
     """They are made by each stage that reads them, of tokens and parameters."""
-    model = models.GPT(layers=3, rate=0.0)
-    wide = model.init(KEY, TOKENS)
+    model = models.GPT(rate=0.0)
+    wide = jax.jit(model.init)(KEY, TOKENS)
 
     def loss(params, tokens, mask):
         low = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
@@ -234,11 +236,11 @@ def test_masks_targets_and_casts_do_not_cross(double):
         targets = jax.nn.one_hot(jnp.roll(tokens, -1, 1), VOCAB)
         return -(targets * jax.nn.log_softmax(logits) * mask[..., None]).mean()
 
-    grad_fn = jpipe.value_and_grad(loss, 4, num_stages=3)
+    grad_fn = jpipe.value_and_grad(loss, 4, num_stages=2)
     params = grad_fn.place(wide, TOKENS, MASK)
-    assert crossing(str(grad_fn)) == [ACTIVATIONS // 2] * 2
+    assert crossing(str(grad_fn)) == [ACTIVATIONS // 2]
     found, grads = grad_fn(params, TOKENS, MASK)
-    expected, wanted = jax.value_and_grad(loss)(wide, TOKENS, MASK)
+    expected, wanted = jax.jit(jax.value_and_grad(loss))(wide, TOKENS, MASK)
     ref.assert_close(found, expected, 1e-2)
     ref.assert_close(grads, wanted, 5e-2, 1.0)
 
@@ -247,7 +249,6 @@ def test_a_decoder_is_embedded_where_it_runs():
     x = jpipe.inputs(TOKENS, TOKENS)
     with jax.enable_x64(True):
         pipe = jpipe.pipeline(models.Translator(), 4, num_stages=3)
-        pipe.place(pipe.init(KEY, x), x)
-    # The encoder's activations; then the memory, and the decoder's beside it.
-    print(pipe)
-    assert crossing(str(pipe)) == [2 * ACTIVATIONS, 2 * ACTIVATIONS]
+        pipe.compile(pipe.apply, pipe.init(KEY, x), x)
+    # Those of the encoder; then the memory, and those of the decoder beside it.
+    assert crossing(str(pipe)) == [2 * ACTIVATIONS, 4 * ACTIVATIONS]
