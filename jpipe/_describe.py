@@ -1,17 +1,24 @@
-"""The plan of a pipeline, from what is known of it so far."""
+"""What a pipeline is in words, from what is known of it so far."""
 
 from collections.abc import Sequence
+
+from jax.extend import core
 
 from ._cache import ProgramCache
 from ._functions import _remat
 from ._functions._weights import is_params
 from ._instructions import _bytes
 from ._instructions._bytes import most_residuals, nbytes
+from ._instructions._program import Program
 from ._instructions._sharding import SubMesh
 from ._layers._skip import label
+from ._layers._stage import abbreviate
 from ._run._pipe import Pipe
-from .planning._plan import Forecast, Plan, StagePlan
-from .schedules import Action
+from ._slices._slice import specs
+from ._slices._stages import Stages
+from .planning._plan import Forecast, Plan, StagePlan, folded
+from .schedules import Action, Costs
+from .schedules._units import size
 
 
 def describe(
@@ -90,3 +97,46 @@ def _stage(
         again=kept.again if kept else None,
         cut=cut,
     )
+
+
+def rows(pipe: Pipe, stages: Stages, program: Program | None) -> list[str]:
+    """A function that is divided, in words.
+
+    A line for each stage: where it runs, what is in it, and what crosses from it; the
+    schedule; and the bytes of each device.
+    """
+    found = []
+    for s in range(stages.num_stages):
+        first = stages.first
+        params = [i for i in stages.weights(s) if i < first.num_params]
+        count = sum(spec.size for spec in specs([first.params[i] for i in params]))
+        inside = abbreviate(_modules(stages, s))
+        line = f"stage {s} on {pipe.devices[s]}: {count:,} parameters"
+        line += f", {inside}" if inside else ""
+        if s < stages.num_stages - 1:
+            line += f"; {_sent(stages, s):,} bytes of a micro-batch leave it"
+        found.append(line)
+    found.append(folded(pipe.schedule.drawn(Costs())))
+    if stages.first.has_loss and program:
+        pairs = zip(pipe.places, _bytes.peaks(program), strict=True)
+        listed = ", ".join(f"{place} {size(n)}" for place, n in pairs)
+        found.append(f"peak of the gradients: {listed}")
+    return found
+
+
+def _sent(stages: Stages, stage: int) -> int:
+    """The bytes of what other stages read of one."""
+    part = stages.part(stage)
+    others = [stages.part(s) for s in range(stages.num_stages) if s != stage]
+    read = {var for other in others for var in other.arrives}
+    sent: list[core.Var] = [v for v in [*part.leaves, *part.beside] if v in read]
+    return sum(spec.size * spec.dtype.itemsize for spec in specs(sent))
+
+
+def _modules(stages: Stages, stage: int) -> list[str]:
+    """The modules of a model, as Flax names what is traced, that are in a stage."""
+    names = [
+        str(eqn.source_info.name_stack).split("/")
+        for eqn in stages.part(stage).closed.jaxpr.eqns
+    ]
+    return list(dict.fromkeys(name[1] for name in names if len(name) > 1))

@@ -6,14 +6,14 @@ from typing import Any
 
 import jax
 
+from ._describe import rows
 from ._functions._weights import is_inexact
 from ._instructions._program import Program
 from ._report import Report, report
 from ._run._context import outside_of_meshes
 from ._slices import _join
 from ._slices._program import Traced
-from ._slices._slice import specs as specs_of
-from ._slices._sliced import Built, Division, Sliced, Work
+from ._slices._sliced import Division, Sliced, Work
 from ._train import _spread
 
 PyTree = Any
@@ -134,7 +134,7 @@ class FunctionGradient:
         )
         if self._sliced.last is None:
             return head + "; the stages are known once it is called or placed"
-        return "\n".join([head, *rows(self._sliced.last)])
+        return "\n".join([head, *rows(*self._sliced.last)])
 
     def _trained(self, specs: PyTree) -> list[bool]:
         _check_params(specs)
@@ -171,21 +171,3 @@ def _check_params(specs: PyTree) -> None:
             f"parameters need a floating dtype: {'; '.join(others[:8])}; give the "
             f"others as an argument of their own, with in_axes=None"
         )
-
-
-def rows(built: Built) -> list[str]:
-    """A line for each stage: where it runs, and what crosses from it."""
-    rows = []
-    for s in range(built.stages.num_stages):
-        part, first = built.stages.part(s), built.stages.first
-        params = [i for i in built.stages.weights(s) if i < first.num_params]
-        count = sum(spec.size for spec in specs_of([first.params[i] for i in params]))
-        sent = specs_of([*part.leaves, *part.beside])
-        nbytes = sum(spec.size * spec.dtype.itemsize for spec in sent if spec.shape)
-        last = s == built.stages.num_stages - 1
-        rows.append(
-            f"stage {s} on {built.pipe.devices[s]}: {count:,} parameters, "
-            f"{len(part.closed.jaxpr.eqns)} operations"
-            + ("" if last else f", {nbytes:,} bytes of a micro-batch leave it")
-        )
-    return rows

@@ -47,8 +47,8 @@ class OwnLoop:
         start = time.monotonic()
         if getattr(function, "__func__", None) is getattr(type(self), "apply", self):
             program = function.__self__._inference(*args, **kwargs).program
-        elif callable(find := getattr(function, "program", None)):
-            program = find(*args, **kwargs)
+        elif hasattr(function, "program"):
+            program = function.program(*args, **kwargs)
         else:
             raise TypeError(
                 f"pipe.compile takes what pipe.train_step or pipe.value_and_grad "

@@ -10,7 +10,7 @@ import numpy as np
 
 from ._cache import Axes
 from ._check._report import CheckReport
-from ._function_gradient import rows
+from ._describe import rows
 from ._functions._objective import Objective
 from ._functions._trainable import Trainable
 from ._instructions import _transfer
@@ -28,6 +28,7 @@ from ._train import _spread
 from ._train._homes import homes, places
 from ._train._state import TrainState
 from ._train._step import check_optimizer
+from .schedules import Schedule
 
 PyTree = Any
 LossFunction = Callable[[PyTree, PyTree], Any]
@@ -56,12 +57,29 @@ class ModelPipeline(OwnLoop):
         self._layer, self._division, self._axes = layer, division, axes
         self._unpipelined = unpipelined
         self._forwards = {train: self._forward(train) for train in (False, True)}
-        self._last: Sliced = self._forwards[False]
+        self._trained: Sliced | None = None
 
     @property
     def num_microbatches(self) -> int:
         """The number of micro-batches of a mini-batch."""
         return self._division.num_microbatches
+
+    @property
+    def num_stages(self) -> int | None:
+        """The number of stages, once it is known."""
+        first = self._division.first
+        return len(first[1]) + 1 if first else self._division.num_stages
+
+    @property
+    def schedule(self) -> Schedule:
+        """Who runs which action, in which order.
+
+        Raises:
+          ValueError: before it is known in how many stages the model is divided.
+        """
+        if self.num_stages is None:
+            raise ValueError("the stages are known once the model is initialized")
+        return self._division.pipe(self.num_stages).schedule
 
     @property
     def _places(self) -> tuple[Any, ...]:
@@ -70,10 +88,11 @@ class ModelPipeline(OwnLoop):
     def __str__(self) -> str:
         head = f"jpipe.pipeline({self._layer.name}), {self.num_microbatches} "
         head += "micro-batches"
-        built = self._last.last
-        if built is None:
+        known = [self._trained, *self._forwards.values()]
+        last = next((one.last for one in known if one and one.last), None)
+        if last is None:
             return f"{head}; the stages are known once it is initialized or called"
-        return "\n".join([f"{head}, {built.pipe.schedule.name}", *rows(built)])
+        return "\n".join([head, *rows(*last)])
 
     def _forward(self, train: bool) -> Sliced:
         def call(variables: PyTree, x: PyTree, rngs: _rng.Rngs) -> PyTree:
@@ -81,7 +100,7 @@ class ModelPipeline(OwnLoop):
 
         def joins(traced: Traced, specs: Any, sizes: Sequence[int]) -> list[_join.Join]:
             shares = [size / sum(sizes) for size in sizes]
-            return _join.by_axes(self._axes.out_axes, traced.aux, shares)
+            return _join.by_axes(self._axes.out_axes, traced.aux, shares, "out")
 
         axes, names = (self._axes.in_axes, None), ("x", "rngs")
         work = Work(call, joins, axes, has_loss=False, names=names, advice=ADVICE)
@@ -115,11 +134,17 @@ class ModelPipeline(OwnLoop):
         if key is not None:
             _rng.check_key(key)
         key = jax.random.key(0) if key is None else key
-        initial = Initial(self._layer, key, self._forwards[False].part((x, None))[0])
-        devices = self._forwards[False].locate(initial.specs, (x, None))
+        forward = self._forwards[False]
+        initial = Initial(self._layer, key, forward.part((x, None))[0])
+        devices = self._locate(initial.specs, x)
         made = initial.leaves(key, self._places[0])
         leaves = [put(*pair) for pair in zip(made, devices, strict=True)]
         return jax.tree.unflatten(jax.tree.structure(initial.specs), leaves)
+
+    def _locate(self, variables: PyTree, x: PyTree) -> list[Any]:
+        """The device of each leaf of the variables."""
+        args = x, _rng.key_spec()  # there are models that draw in evaluation
+        return self._forwards[False].locate(variables, args)
 
     @outside_of_meshes
     def place(self, tree: Any, x: PyTree = None) -> Any:
@@ -140,7 +165,7 @@ class ModelPipeline(OwnLoop):
                 "where the variables of a model stay is known once it is divided, "
                 "which takes an input: type pipe.place(variables, x)"
             )
-        devices = self._forwards[False].locate(variables, (x, None))
+        devices = self._locate(variables, x)
         leaves, structure = jax.tree.flatten(variables)
         pairs = zip(leaves, devices, strict=True)
         placed = jax.tree.unflatten(structure, [put(*pair) for pair in pairs])
@@ -199,7 +224,7 @@ class ModelPipeline(OwnLoop):
             Trainable(trainable, by_layer=False),
             has_state=has_state,
         )
-        self._last = made.sliced
+        self._trained = made.sliced
         return made
 
     @outside_of_meshes

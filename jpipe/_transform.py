@@ -1,7 +1,7 @@
 """`jpipe.pipeline`: a sequence of layers as one program over many devices."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 from jax.sharding import Mesh
@@ -27,18 +27,6 @@ if TYPE_CHECKING:
     from .planning._replicated import Replicated
 
 
-@overload
-def pipeline(
-    stages: Sequence[Any], num_microbatches: int | None = None, **options: Any
-) -> Pipeline: ...
-
-
-@overload
-def pipeline(
-    stages: Any, num_microbatches: int | None = None, **options: Any
-) -> ModelPipeline: ...
-
-
 def pipeline(
     stages: Any,
     num_microbatches: int | None = None,
@@ -58,7 +46,7 @@ def pipeline(
     target_axes: Any = 0,
     out_axes: Any = 0,
     check: bool = False,
-) -> Pipeline | ModelPipeline:
+) -> Pipeline:
     """Turns a model, or a sequence of layers, into one program over many devices.
 
     The program gives the numbers of the same layers on one device. Each stage, a
@@ -159,7 +147,7 @@ def pipeline(
             "sharding": sharding,
             "replicas": replicas,
         }
-        return _of_model(
+        made = _of_model(
             as_layers([stages])[0],
             num_microbatches,
             num_stages,
@@ -167,6 +155,8 @@ def pipeline(
             (devices, schedule, remat),
             [name for name, value in given.items() if value is not None],
         )
+        # It has the methods of a Pipeline, with trees of the model's own.
+        return cast(Pipeline, made)
     if num_stages is not None:
         raise ValueError(
             f"num_stages={num_stages} is for one model that is divided by itself; of "
@@ -259,7 +249,7 @@ def sequential(
     in_axes: Any = 0,
     target_axes: Any = 0,
     out_axes: Any = 0,
-) -> Pipeline | ModelPipeline:
+) -> Pipeline:
     """The unpipelined twin of `pipeline`: the same layers as one stage on one device.
 
     With the same number of micro-batches it draws the same dropout. Each micro-batch

@@ -3,6 +3,9 @@
 And what makes it quick: two thirds of the time would go to compiling what another test
 has compiled already. XLA compiles with flags that users do not set; with
 ``JPIPE_TESTS_FLAGS=`` it compiles as it does for them.
+
+`_compat.copier` is imported because a move by it calls no function of JAX that can be
+counted instead.
 """
 
 import gc

@@ -262,7 +262,7 @@ def _norms(
     """
     paths = [task.weights.paths[at] for at in task.changed]
     found = _batchnorm.norms(paths, [origins[at] for at in task.changed])
-    if lost := _flow.names(task.closed, _batchnorm.MARK) - set(found):
+    if lost := _flow.names(task.closed, _batchnorm.MARK) - {mark for *_, mark in found}:
         listed = ", ".join(mark.split()[-1] for mark in sorted(lost))
         raise ValueError(
             f"{task.stage}: what batch norm {listed} leaves as its running statistics "
@@ -270,7 +270,7 @@ def _norms(
             f"no variable of its layer; here it is that of one micro-batch. For a rule "
             f"of your own write a norm of your own, or take num_microbatches=1"
         )
-    return tuple(found.values())
+    return tuple((mean, var, _batchnorm.momentum_of(mark)) for mean, var, mark in found)
 
 
 def _prune(task: Task, num_losses: int, same: set[int]) -> Task:

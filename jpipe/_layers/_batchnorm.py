@@ -240,9 +240,7 @@ def _nnx_call(_: Any, call: Any, norm: Any, args: Any, keywords: Any) -> Any:
     return _returned(y, *args[:1] or [keywords["x"]])
 
 
-def norms(
-    paths: Sequence[Path], marks: Sequence[Any]
-) -> dict[str, tuple[int, int, float]]:
+def norms(paths: Sequence[Path], marks: Sequence[Any]) -> list[tuple[int, int, str]]:
     """Where the statistics of batch norms stand among leaves.
 
     Args:
@@ -250,11 +248,11 @@ def norms(
       marks: what each is: see `_flow.origins`.
 
     Returns:
-      By its mark, of each norm the numbers of its mean and its variance, and its
-      momentum.
+      Of each norm the numbers of its mean and its variance, and its mark: equal blocks
+      that `flax.linen.jit` traces once have one.
     """
     place = {path: i for i, path in enumerate(paths)}
-    found = {}
+    found = []
     for i, (*path, _) in enumerate(paths):
         mean, var = (
             place.get((*path, jax.tree_util.DictKey(name))) for name in STATISTICS
@@ -262,7 +260,7 @@ def norms(
         if i != mean or var is None or not isinstance(mark := marks[i], str):
             continue
         if mark == marks[var]:
-            found[mark] = mean, var, momentum_of(mark)
+            found.append((mean, var, mark))
     return found
 
 
@@ -279,7 +277,7 @@ class Merged(NamedTuple):
 
 
 def merge(
-    so_far: Merged, mean: jax.Array, var: jax.Array, seen: jax.Array, share: jax.Array
+    so_far: Merged, mean: jax.Array, var: jax.Array, seen: Any, share: Any
 ) -> Merged:
     """Adds the statistics of a micro-batch.
 

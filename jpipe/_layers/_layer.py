@@ -98,10 +98,8 @@ def as_layers(listed: Sequence[Any]) -> tuple[Layer, ...]:
         objects = list(listed)
     except TypeError:
         raise TypeError(
-            f"stages is a {type(listed).__name__}; needs a sequence of layers, such as "
-            f"[nn.Dense(8), nn.relu]. List a model by the blocks that its __call__ "
-            f"applies, in that order, with a function for what it does between them: "
-            f"[Embed(), *(Block() for _ in range(12)), lambda x: x.mean(1), Head()]"
+            f"stages is a {type(listed).__name__}; needs a Flax module, a function, or "
+            f"a sequence of layers, such as [nn.Dense(8), nn.relu]"
         ) from None
     if not objects:
         raise ValueError("stages=[]: a pipeline needs at least one layer")
@@ -130,7 +128,7 @@ def is_model(source: Any) -> bool:
     """Whether something is one model, and no list of layers."""
     if isinstance(source, Stage | Method | _skip.Isolated) or _is_module(source):
         return True
-    return callable(source) and not isinstance(source, type)
+    return callable(source)
 
 
 def _why_not(source: Any) -> str:

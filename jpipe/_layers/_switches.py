@@ -68,7 +68,11 @@ def parameters(
     inner = inspect.unwrap(call)
     chosen = inner.keywords if isinstance(inner, functools.partial) else {}
     found = listed[before + len(data) :]
-    return [p for p in found if p.name not in chosen and p.name not in named]
+    found = [p for p in found if p.name not in chosen and p.name not in named]
+    if named:  # what stands behind one that is given by name cannot go by position
+        by_name = inspect.Parameter.KEYWORD_ONLY
+        return [p if p.kind in VARIOUS else p.replace(kind=by_name) for p in found]
+    return found
 
 
 def is_set(module: Any, name: str) -> bool:

@@ -40,13 +40,17 @@ class Join:
     old: tuple[int, ...] = ()
 
 
-def by_axes(axes: Any, aux: PyTree, shares: Sequence[float]) -> list[Join]:
-    """Each leaf on its own, as ``aux_axes`` says.
+def by_axes(
+    axes: Any, aux: PyTree, shares: Sequence[float], name: str = "aux"
+) -> list[Join]:
+    """Each leaf on its own, as ``aux_axes`` or ``out_axes`` says.
 
     Args:
-      axes: a prefix of ``aux``: an axis, `MEAN`, or ``None`` for a new axis.
+      axes: a prefix of ``aux``: an axis, `MEAN`, or ``None``: of aux for a new axis, of
+        outputs for what is the same for all.
       aux: specs of what a micro-batch returns.
       shares: the part of the examples that each micro-batch has.
+      name: ``"aux"`` or ``"out"``.
     """
     means = jax.tree.map(
         lambda axis: axis is MEAN, axes, is_leaf=lambda node: node is None
@@ -56,15 +60,17 @@ def by_axes(axes: Any, aux: PyTree, shares: Sequence[float]) -> list[Join]:
         axes,
         is_leaf=lambda node: node is None,
     )
-    flat = _microbatch.flat_axes(plain, aux, "aux", "aux_axes")
+    flat = _microbatch.flat_axes(plain, aux, name, f"{name}_axes")
     is_mean = jax.tree.leaves(jax.tree.broadcast(means, aux)) if flat else []
     return [
-        Join((i,), _mean(shares) if mean else _on(axis))
+        Join((i,), _mean(shares) if mean else _on(axis, name == "aux"))
         for i, (axis, mean) in enumerate(zip(flat, is_mean, strict=True))
     ]
 
 
-def _on(axis: int | None) -> Any:
+def _on(axis: int | None, stacks: bool) -> Any:
+    if axis is None and not stacks:
+        return lambda columns, old: [columns[0][0]]
     join = _microbatch.joiner([axis])
     return lambda columns, old: join(*columns[0])
 

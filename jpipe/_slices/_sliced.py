@@ -180,7 +180,8 @@ class Sliced:
     ) -> None:
         self._work, self._division, self._trained = work, division, trained
         self._known: dict[Any, Built] = {}
-        self.last: Built | None = None
+        # What was divided last, and its program if it was written.
+        self.last: tuple[Pipe, Stages, Program | None] | None = None
 
     def __call__(self, params: PyTree, *args: PyTree) -> Results:
         """Returns as soon as the work is dispatched."""
@@ -214,8 +215,9 @@ class Sliced:
             self._known[key] = self._built(params, args)
             if len(self._known) > _MOST:
                 del self._known[next(iter(self._known))]
-        self.last = self._known[key]
-        return self.last
+        built = self._known[key]
+        self.last = built.pipe, built.stages, built.program
+        return built
 
     def part(self, args: Sequence[PyTree]) -> Sequence[PyTree]:
         """Specs of the first micro-batch; there may be few examples."""
@@ -231,8 +233,8 @@ class Sliced:
         """
         division = self._division
         if division.first is None:
-            call = self._called(params, args, True)
-            self._stages(call)
+            pipe, stages = self._stages(self._called(params, args, True))
+            self.last = pipe, stages, None
         assert division.first is not None
         cuts, homes = division.first[1:]
         pipe = division.pipe(len(cuts) + 1)

@@ -55,7 +55,7 @@ def joins(
         ],
     )
     norms = _batchnorm.norms(paths, [origins[i] for i in new])
-    if lost := _flow.names(closed, _batchnorm.MARK) - set(norms):
+    if lost := _flow.names(closed, _batchnorm.MARK) - {mark for *_, mark in norms}:
         listed = ", ".join(mark.split()[-1] for mark in sorted(lost))
         raise ValueError(
             f"what batch norm {listed} leaves as its running statistics is copied or "
@@ -64,11 +64,12 @@ def joins(
         )
     shares = [size / sum(sizes) for size in sizes]
     found, taken = list[Join](), set[int]()
-    for *pair, momentum in norms.values():
-        at = [new[i] for i in pair]
+    for mean_at, var_at, mark in norms:
+        at = new[mean_at], new[var_at]
         taken.update(at)
         old = tuple(written[i][0] for i in at)
-        found.append(Join((first + at[0], first + at[1]), _norm(momentum, shares), old))
+        pair = first + at[0], first + at[1]
+        found.append(Join(pair, _norm(_batchnorm.momentum_of(mark), shares), old))
     for i in new:
         if i not in taken:
             run = _mean(shares) if is_inexact(leaves[i].aval) else _last
@@ -81,8 +82,8 @@ def _norm(momentum: float, shares: Sequence[float]) -> Any:
 
     def run(columns: Sequence[Sequence[Any]], old: Sequence[Any]) -> list[Any]:
         so_far, seen = _batchnorm.Merged(*map(jnp.zeros_like, old)), 0.0
-        for *one, share in zip(*columns, shares, strict=True):
-            so_far = _batchnorm.merge(so_far, *one, seen, share)
+        for new_mean, new_var, share in zip(*columns, shares, strict=True):
+            so_far = _batchnorm.merge(so_far, new_mean, new_var, seen, share)
             seen += share
         pairs = zip(old, so_far, strict=True)
         return [

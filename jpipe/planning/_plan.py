@@ -229,7 +229,7 @@ class Plan:
                 for row, cell in zip(rows, ["cut along", *cells], strict=True)
             ]
         parts = [named(self.schedule, self.data)] if self.data > 1 else []
-        parts += [columns(rows, left=range(4)), _folded(self._grid())]
+        parts += [columns(rows, left=range(4)), folded(self._grid())]
         parts += _kept(self.stages)
         if self.skips:
             parts.append(f"skip connections: {_listed(self.skips)}")
@@ -334,7 +334,7 @@ def _row(stage: StagePlan) -> list[str]:
     ]
 
 
-def _folded(grid: str) -> str:
+def folded(grid: str) -> str:
     """A grid without its middle, where it is too wide to be read."""
     title, *rows = grid.split("\n")
     width = max(map(len, rows))

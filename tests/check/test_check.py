@@ -191,6 +191,10 @@ def test_custom_backward_is_compared():
     (layer,) = checked([clipped]).layers
     (difference,) = layer.differences
     assert str(difference).startswith("gradients by input differ, most in example ")
+    options = {"targets": batch(), "reduction": "sum"}
+    report = checked([jnp.sin], loss_fn=lambda y, t: clipped(y).sum(), **options)
+    (difference,) = report.loss.differences
+    assert str(difference).startswith("gradients differ, most in example ")
 
 
 def test_layer_without_gradient_is_compared_by_its_values():
@@ -204,18 +208,21 @@ def test_layer_without_gradient_is_compared_by_its_values():
 
 def test_values_that_are_not_finite_equal_themselves():
     assert checked([lambda x: jnp.where(x > 1, jnp.nan, x)])
-    report = checked([lambda x: jnp.where((x > 1) & (len(x) == BATCH), jnp.inf, x)])
-    assert report.layers[0].differences[0].size == np.inf
+    for other in (jnp.inf, jnp.nan):
+        report = checked([lambda x, y=other: jnp.where((x > 1) & (len(x) == 12), y, x)])
+        assert report.layers[0].differences[0].size == np.inf
 
 
 def test_one_element_that_differs_is_reported():
-    def changed(x):
-        return x.at[7, 1, 2].add(jnp.where(len(x) == BATCH, 0.01, 0.0))
+    """Relative to the numbers of its example, which are smaller than all others."""
+    x = batch().at[7].multiply(0.01)
 
-    (difference,) = checked([changed]).layers[0].differences
+    def changed(x):
+        return x.at[7, 1, 2].add(jnp.where(len(x) == BATCH, 1e-5, 0.0))
+
+    (difference,) = checked([changed], x).layers[0].differences
     assert difference.example == 7
-    x = batch()
-    np.testing.assert_allclose(difference.whole, x[7, 1, 2] + 0.01, rtol=1e-6)
+    np.testing.assert_allclose(difference.whole, x[7, 1, 2] + 1e-5, rtol=1e-6)
     np.testing.assert_allclose(difference.parts, x[7, 1, 2], rtol=1e-6)
 
 
@@ -237,7 +244,8 @@ def test_layers_behind_a_difference_receive_the_outputs_of_the_whole_batch():
 
 def test_examples_are_taken_from_the_axes_given():
     def mixed(x):
-        return {"y": jnp.tanh(x["time"]) + x["table"], "mean": x["time"].mean()}
+        of_none = {"mean": x["time"].mean(), "sum": x["time"].sum()}
+        return {"y": jnp.tanh(x["time"]) + x["table"], **of_none}
 
     axes = {"time": 1, "table": None}
     x = {"time": batch().swapaxes(0, 1), "table": jnp.ones(WIDTH)}

@@ -1,4 +1,7 @@
-"""A command, run in this process."""
+"""A command, run in this process.
+
+`jpipe.__main__` is imported because a process for each command would take seconds.
+"""
 
 import sys
 

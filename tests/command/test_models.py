@@ -7,7 +7,6 @@ import pytest
 from flax import linen as nn
 
 import jpipe
-from jpipe.planning._profile import Profile
 
 from .outcome import works
 
@@ -99,7 +98,7 @@ def test_choices_are_those_of_the_library(command):
 
 def test_a_plan_takes_a_saved_profile(command):
     made = works(command("profile model:with_loss --microbatches 4 --json costs.json"))
-    profile = Profile.load("costs.json")
+    profile = jpipe.Profile.load("costs.json")
     assert made == f"{profile}\nwrote costs.json\n"
     assert profile.microbatch_size == 4
     assert profile.layers[-1].output_bytes == 0  # it has the loss in it

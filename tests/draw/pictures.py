@@ -1,4 +1,7 @@
-"""Timelines to draw, and what is read off a picture."""
+"""Timelines to draw, and what is read off a picture.
+
+`text_width` is imported because a picture does not say how wide its fonts are.
+"""
 
 import dataclasses
 import re

@@ -1,4 +1,8 @@
-"""Pictures show what the timeline says: each box, gap, number and curve is measured."""
+"""Pictures show what the timeline says: each box, gap, number and curve is measured.
+
+Private names are imported because no public one has the scale or the colour by which a
+curve of bytes is found in a picture.
+"""
 
 import itertools
 import xml.etree.ElementTree as ET

@@ -1,4 +1,8 @@
-"""Plans and profiles: bars of time and of bytes, the limit, the timeline below."""
+"""Plans and profiles: bars of time and of bytes, the limit, the timeline below.
+
+Private names are imported because a profile with times by hand, and the text of a
+duration, have no public one.
+"""
 
 import functools
 

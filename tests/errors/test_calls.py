@@ -166,15 +166,6 @@ def test_stream_without_a_key_is_named():
     assert not any("jpipe.layer(" in note for note in notes)
 
 
-def test_placed_variables_are_taken(pipe, variables):
-    expected = pipe.apply(variables, X)
-    for elsewhere in (
-        jax.device_put(variables, jax.devices()[7]),
-        jax.tree.map(np.asarray, variables),
-    ):
-        np.testing.assert_array_equal(pipe.apply(pipe.place(elsewhere), X), expected)
-
-
 def test_variables_of_another_model_are_compared_leaf_by_leaf(pipe):
     other = jpipe.pipeline(
         [nn.Dense(6), nn.LayerNorm(use_scale=False), nn.Dense(2, use_bias=False)], 2

@@ -52,6 +52,19 @@ OPTIONS = {
         f"unknown remat 'half' ... {REMATS}": {"remat": "half"},
         "remat has 2 entries for 3 stages": {"remat": ["full", "none"]},
         "stages=[] ... at least one layer": {"stages": []},
+        "balance: of a list ... give num_stages=": {
+            "stages": nn.Dense(2),
+            "balance": [1],
+        },
+        "num_stages=2 is for one model ... type balance=": {"num_stages": 2},
+        "with schedule='gpipe': choose '1f1b' or": {
+            "schedule": "gpipe",
+            "replicas": [2, 1, 1],
+        },
+        "10 ranks need 10 devices, there are 8": {
+            "num_microbatches": 16,
+            "replicas": [8, 1, 1],
+        },
     },
     TypeError: {
         "num_microbatches=True is a bool": {"num_microbatches": True},
@@ -63,8 +76,8 @@ OPTIONS = {
         "devices=1 is a ... devices=jax.devices()[:2]": {"devices": 1},
         f"schedule=3 ... int ... {KNOWN}": {"schedule": 3},
         "schedule ... NoneType ... Schedule": {"schedule": lambda *_: None},
-        "needs a sequence of layers ... [nn.Dense": {"stages": jnp.sin},
-        "stages is a Dense; needs ... List a model": {"stages": nn.Dense(2)},
+        "stages is a int; needs a Flax module ... [nn.Dense": {"stages": 3},
+        "Dense is a class; write Dense(...)": {"stages": nn.Dense},
         "layer 1 ... a function that calls a Dense ... become constants": {
             "stages": [nn.relu, BOUND.__call__]
         },
@@ -90,11 +103,8 @@ def test_arguments_are_refused(options, error, match):
         jpipe.pipeline(**given)
 
 
-def test_sequential_and_profile_refuse_the_same():
-    for make in (lambda layers: jpipe.sequential(layers, 2), jpipe.sequential):
-        with pytest.raises(TypeError, match="stages is a Dense; needs a sequence"):
-            make(nn.Dense(2))
-    with pytest.raises(TypeError, match="stages is a Dense; needs a sequence"):
+def test_profile_refuses_what_is_no_list():
+    with pytest.raises(TypeError, match="stages is a Dense; needs a Flax module"):
         jpipe.profile(nn.Dense(2), X)
 
 

@@ -4,6 +4,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import errors
@@ -11,7 +12,7 @@ from flax import linen as nn
 
 import jpipe
 
-from .model import KEY, TARGETS, Unlucky, X, fragile, mse, rows
+from .model import KEY, TARGETS, Unlucky, X, fragile, mse, on_host, rows
 
 SGD = optax.sgd(0.1)
 
@@ -174,18 +175,25 @@ def test_layers_that_cannot_be_trained_are_answered(layers, error, match):
     assert re.search(match, "\n".join([str(raised.value), *notes]))
 
 
-def test_layer_that_writes_in_evaluation_raises_there_alone():
-    pipe = jpipe.pipeline([Counting(), nn.Dense(2)], 2)
+@pytest.mark.parametrize(
+    ("layer", "says"),
+    [
+        (Counting(), "let its __call__ take train"),
+        (nn.BatchNorm(use_running_average=False), "use_running_average=not train"),
+    ],
+)
+def test_layer_that_writes_in_evaluation_raises_there_alone(layer, says):
+    pipe = jpipe.pipeline([layer, nn.Dense(2)], 2)
     state = pipe.init_train_state(KEY, X, SGD)
-    step = pipe.train_step(mse, SGD)
-    for _ in range(2):
-        state, _ = step(state, X, TARGETS)
-    assert state.model_state[0]["counts"]["calls"] == 2
+    before = on_host(state).model_state
+    state, _ = pipe.train_step(mse, SGD)(state, X, TARGETS)
+    changed = zip(*map(jax.tree.leaves, (before, state.model_state)), strict=True)
+    assert all(np.any(old != new) for old, new in changed)
     with pytest.raises(errors.ModifyScopeVariableError) as raised:
         pipe.apply(state.variables, X)
-    notes = raised.value.__notes__
-    assert any("let its __call__ take train" in note for note in notes)
-    assert any("raised by layer 0 (Counting) of stage 0" in note for note in notes)
+    notes = "".join(raised.value.__notes__)
+    assert says in notes
+    assert f"raised by layer 0 ({type(layer).__name__}) of stage 0" in notes
 
 
 def test_constraint_on_activations_in_the_mesh_of_the_caller_is_explained():

@@ -1,4 +1,8 @@
-"""The fewest bytes from which the rest follows cheaply, against all other choices."""
+"""The fewest bytes from which the rest follows cheaply, against all other choices.
+
+Private names are imported because a choice is of equations, which a pipeline does not
+show: only how many bytes they are.
+"""
 
 import itertools
 

@@ -139,7 +139,10 @@ def shape(text: str) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    ["batch_norm_and_state", "loss_functions", "memory", "planning", "schedules"],
+    [
+        *("batch_norm_and_state", "loss_functions", "memory", "models", "planning"),
+        "schedules",
+    ],
 )
 def test_pages_run(name, tmp_path):
     run("-c", blocks(f"docs/{name}.md"), devices=2, folder=tmp_path)

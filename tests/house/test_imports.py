@@ -1,4 +1,7 @@
-"""What may be loaded without JAX."""
+"""What may be loaded without JAX.
+
+`jpipe._HOME` is read because there is no other list of what is loaded late.
+"""
 
 import importlib
 import subprocess

@@ -1,4 +1,7 @@
-"""Small graphs: leaves of three floats, in two places."""
+"""Small graphs: leaves of three floats, in two places.
+
+Private names are imported because a pipeline builds no graph as small as these.
+"""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,7 @@
-"""The collector of cycles rests while a list is written, and no longer."""
+"""The collector of cycles rests while a list is written, and no longer.
+
+`paused` is imported because after a call of a pipeline nothing shows that it was used.
+"""
 
 import gc
 

@@ -1,4 +1,7 @@
-"""What is known of a function before it is compiled."""
+"""What is known of a function before it is compiled.
+
+`composed` is imported because a pipeline shows nothing of its functions but programs.
+"""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,7 @@
-"""What becomes of calls and values: copies, constants, what nobody needs."""
+"""What becomes of calls and values: copies, constants, what nobody needs.
+
+Private names are imported because a pipeline shows what it runs, not what it left out.
+"""
 
 import jax
 import jax.numpy as jnp

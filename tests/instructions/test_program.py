@@ -1,4 +1,8 @@
-"""The list of instructions: what is donated, freed, made, and said of an error."""
+"""The list of instructions: what is donated, freed, made, and said of an error.
+
+Private names are imported because a list by hand has as few instructions as a fact
+needs.
+"""
 
 import jax
 import jax.numpy as jnp

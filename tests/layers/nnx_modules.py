@@ -1,6 +1,5 @@
 """Modules of nnx that several tests use."""
 
-import re
 from typing import Any
 
 import jax
@@ -27,7 +26,3 @@ def batch_norm(width: int, dtype: Any = jnp.float32) -> nnx.BatchNorm:
     module.mean = nnx.BatchStat(jnp.zeros(width, dtype))
     module.var = nnx.BatchStat(jnp.ones(width, dtype))
     return module
-
-
-def says(*parts):
-    return "(?s)" + ".*".join(map(re.escape, parts))

@@ -50,24 +50,21 @@ def stats_after_a_step(layer):
     return {path[-1].key: np.asarray(leaf) for path, leaf in found}, x
 
 
-@pytest.mark.parametrize("layer", [Linen(Open), Linen(Open, wrap=nn.jit)])
-def test_statistics_of_nnx_in_linen_are_those_of_the_mini_batch(layer):
+class Frozen(Open):
+    def __init__(self, rngs):
+        super().__init__(rngs, frozen=True)
+
+
+@pytest.mark.parametrize(
+    ("layer", "rate"),
+    [(Linen(Open), 0.1), (Linen(Open, wrap=nn.jit), 0.1), (Linen(Frozen), 0.0)],
+)
+def test_statistics_of_nnx_in_linen_are_those_of_the_mini_batch(layer, rate):
     stats, x = stats_after_a_step(layer)
-    expected = {
-        "mean": 0.9 * MEAN + 0.1 * x.mean(0),
-        "var": 0.9 * VAR + 0.1 * x.var(0),
-    }
-    ref.assert_close(stats, jax.device_get(expected), ref.FLOAT32)
-
-
-def test_frozen_norm_of_nnx_in_linen_stays_frozen():
-    class Frozen(Open):
-        def __init__(self, rngs):
-            super().__init__(rngs, frozen=True)
-
-    stats, _ = stats_after_a_step(Linen(Frozen))
-    assert (stats["mean"] == np.float32(MEAN)).all()
-    assert (stats["var"] == np.float32(VAR)).all()
+    batch = {"mean": x.mean(0), "var": x.var(0)}
+    for name, first in (("mean", MEAN), ("var", VAR)):
+        expected = (1 - rate) * first + rate * np.asarray(batch[name])
+        ref.assert_close(stats[name], expected, ref.FLOAT32)
 
 
 class LinenNorm(nn.Module):
@@ -103,15 +100,6 @@ def test_norm_of_linen_in_nnx_without_a_switch_warns():
         stats_after_a_step(Nnx(lambda call, own, x: own(x)))
 
 
-class Dropped(nnx.Module):
-    def __init__(self, rngs):
-        self.dense = nnx.Linear(5, 4, rngs=rngs)
-        self.dropout = nnx.Dropout(0.5, rngs=rngs)
-
-    def __call__(self, x):
-        return self.dropout(self.dense(x))
-
-
 class Noisy(nnx.Module):
     """Draws from a stream of its own name, which no key is given for."""
 
@@ -125,7 +113,7 @@ class Noisy(nnx.Module):
 class Inside(nn.Module):
     @nn.compact
     def __call__(self, x):
-        return nnx.bridge.to_linen(Dropped)(nn.Dense(5)(x))
+        return nnx.bridge.to_linen(nnx.Linear, 5, 4)(nn.Dense(5)(x))
 
 
 def bridged(module):
@@ -135,19 +123,10 @@ def bridged(module):
 def test_initial_values_of_nnx_in_linen_are_those_of_flax():
     module = Inside()
     layer = jpipe.layer(module, lambda module, x: module(x))
-    pipe = jpipe.pipeline([layer, jnp.tanh], 2)
-    x, targets = ref.regression(4)
-    variables = pipe.init(KEY, x)
-    keys = {"params": jax.random.fold_in(KEY, 0), "dropout": jax.random.key(7)}
-    expected = jax.jit(module.init)(keys, x)
+    x, _ = ref.regression(4)
+    variables = jpipe.pipeline([layer, jnp.tanh], 2).init(KEY, x)
+    expected = jax.jit(module.init)(jax.random.fold_in(KEY, 0), x)
     ref.assert_equal(variables[0]["params"], expected["params"])
-
-    loss_and_grad = pipe.value_and_grad(ref.mse)
-    losses = {
-        float(loss_and_grad(variables, x, targets, rngs=jax.random.key(k))[0])
-        for k in (1, 2, 1)
-    }
-    assert len(losses) == 2
 
 
 def test_one_key_serves_streams_of_any_name():

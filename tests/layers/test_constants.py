@@ -18,36 +18,40 @@ def linear():
     return nnx.Linear(3, 3, rngs=nnx.Rngs(0))
 
 
-def gradient(layers, loss_fn=ref.mse, variables=None):
+def gradient(layers, loss_of=lambda variables: ref.mse):
     pipe = jpipe.pipeline(layers, 2)
-    variables = variables or pipe.init(KEY, X)
-    return pipe.value_and_grad(loss_fn)(variables, X, TARGETS)
-
-
-def test_function_that_reads_a_listed_module_raises():
-    module = linear()
-    with pytest.raises(
-        TypeError, match=r"(?s)bias of layer 0 .Linear.*kernel of layer 0"
-    ):
-        gradient([module, lambda x: module(jnp.sin(x))])
-
-
-def test_loss_that_reads_a_listed_module_raises():
-    module = linear()
-    with pytest.raises(TypeError, match=r"(?s)would be constants.*kernel of layer 0"):
-        gradient([module], lambda y, t: ref.mse(y, t) + (module.kernel[...] ** 2).sum())
-
-
-def test_loss_that_reads_the_variables_of_the_call_raises():
-    pipe = jpipe.pipeline([nn.Dense(3), nn.relu], 2)
     variables = pipe.init(KEY, X)
-    kernel = variables[0]["params"]["kernel"]
-    with pytest.raises(TypeError, match=r"variables\[0\]\['params'\]\['kernel'\]"):
-        gradient(
-            [nn.Dense(3), nn.relu],
-            lambda y, t: ref.mse(y, t) + (kernel**2).sum(),
-            variables,
-        )
+    return pipe.value_and_grad(loss_of(variables))(variables, X, TARGETS)
+
+
+def penalized(kernel):
+    return lambda y, t: ref.mse(y, t) + (kernel() ** 2).sum()
+
+
+MODULE = linear()
+CONSTANT = {
+    "module in a function": (
+        [MODULE, lambda x: MODULE(jnp.sin(x))],
+        lambda variables: ref.mse,
+        r"(?s)bias of layer 0 .Linear.*kernel of layer 0",
+    ),
+    "module in a loss": (
+        [MODULE],
+        lambda variables: penalized(lambda: MODULE.kernel[...]),
+        r"(?s)would be constants.*kernel of layer 0",
+    ),
+    "variables in a loss": (
+        [nn.Dense(3), nn.relu],
+        lambda variables: penalized(lambda: variables[0]["params"]["kernel"]),
+        r"variables\[0\]\['params'\]\['kernel'\]",
+    ),
+}
+
+
+@pytest.mark.parametrize(("layers", "loss_of", "says"), CONSTANT.values(), ids=CONSTANT)
+def test_what_is_trained_and_read_as_a_constant_raises(layers, loss_of, says):
+    with pytest.raises(TypeError, match=says):
+        gradient(layers, loss_of)
 
 
 def test_module_that_is_listed_nowhere_is_a_constant_as_under_jit():

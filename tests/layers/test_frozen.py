@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from flax import linen as nn
@@ -131,22 +130,6 @@ def test_open_parts_beside_frozen_ones_are_trained(double):
     ):
         actual, expected = (own["mean"], own["var"]), (layer.mean[...], layer.var[...])
         ref.assert_close(actual, expected, ref.FLOAT64)
-
-
-def test_constant_switch_overrules_a_frozen_attribute(double):
-    class Sampled(Block):
-        """Drops in evaluation too, as it says."""
-
-        def __call__(self, x):
-            return self.dropout(x, deterministic=False)
-
-    x = jnp.ones((8, 4))
-    rngs = jax.random.key(1)
-    pipe = jpipe.sequential([frozen(Sampled())], 2)
-    variables = pipe.init(KEY, x)
-    for train in (False, True):
-        y = np.asarray(pipe.apply(variables, x, rngs=rngs, train=train))
-        assert set(np.unique(y)) == {0, 2}
 
 
 class Backbone(nn.Module):

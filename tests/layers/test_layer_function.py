@@ -101,21 +101,17 @@ def test_switch_that_the_function_does_not_pass_on_warns(double):
 
 
 @pytest.mark.parametrize(
-    "method",
-    [lambda x: x, nn.Dense(4).__call__],
-    ids=["one argument", "bound method"],
+    ("module", "method", "error", "says"),
+    [
+        (nn.Dense(4), lambda x: x, ValueError, "lambda module, x: module"),
+        (nn.Dense(4), nn.Dense(4).__call__, ValueError, "lambda module, x: module"),
+        (nn.Dense(4), "attend", ValueError, "Dense has no method 'attend'"),
+        (jnp.tanh, "__call__", TypeError, "needs a flax module"),
+    ],
 )
-def test_function_without_module_and_input_is_refused(method):
-    with pytest.raises(ValueError, match="lambda module, x: module"):
-        jpipe.layer(nn.Dense(4), method)
-
-
-class Two(nn.Module):
-    """Takes two inputs."""
-
-    @nn.compact
-    def __call__(self, hidden, mask, deterministic=True):
-        return nn.Dropout(0.5)(hidden, deterministic) * mask
+def test_what_is_no_method_of_a_module_is_refused(module, method, error, says):
+    with pytest.raises(error, match=says):
+        jpipe.layer(module, method)
 
 
 class TwoNnx(nnx.Module):
@@ -134,7 +130,7 @@ LISTED = "list jpipe.layer(module, lambda module, x"
 @pytest.mark.parametrize(
     ("module", "x", "says"),
     [
-        (Two(), DICT, r"Two takes \(.*\), and was given a dict; .*\(x\['name'\], "),
+        (Block(), DICT, r"Block takes \(.*\), and was given a dict; .*\(x\['name'\], "),
         (TwoNnx(), DICT, r"TwoNnx takes \(.*\), and was given a dict"),
         (TwoNnx(), TUPLE, r"given a tuple; .*, x: module\(x\[0\], \.\.\.\)\)$"),
         (TwoNnx(), ONE, r"takes \(self, hidden, mask\), and was given one array"),
@@ -149,10 +145,3 @@ def test_input_that_does_not_fit_is_answered_with_what_to_type(module, x, says):
         jpipe.sequential([module], 2).init(KEY, x)
     (note,) = [note for note in error.value.__notes__ if LISTED in note]
     assert re.search(says, note)
-
-
-def test_what_has_no_such_method_is_refused():
-    with pytest.raises(ValueError, match="Dense has no method 'attend'"):
-        jpipe.layer(nn.Dense(3), method="attend")
-    with pytest.raises(TypeError, match="needs a flax module"):
-        jpipe.layer(jnp.tanh)

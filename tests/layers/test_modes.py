@@ -170,3 +170,17 @@ def test_what_the_user_set_stays_without_a_word(listed):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert not drops(listed, True)
+
+
+class Always(NamedNnx):
+    """Drops in evaluation too, though it is frozen."""
+
+    def __call__(self, x):
+        return self.dropout(x, deterministic=False)
+
+
+def test_constant_switch_overrules_a_frozen_attribute():
+    layer = Always()
+    layer.eval()
+    assert drops(layer, False)
+    assert drops(layer, True)

@@ -75,16 +75,6 @@ def assert_untouched(modules, before):
         ref.assert_equal(values, old)
 
 
-def test_a_module_of_one_device_trains_without_losing_its_arrays():
-    layer = nnx.Linear(5, 4, rngs=nnx.Rngs(0))
-    before = snapshot([layer])
-    x, targets = ref.regression(8)
-    pipe = jpipe.sequential([layer], 2)
-    step = pipe.train_step(ref.mse, optax.sgd(0.1))
-    step(pipe.init_train_state(KEY, x, optax.sgd(0.1)), x, targets)
-    assert_untouched([layer], before)
-
-
 def test_variables_are_grouped_by_type():
     class Special(nnx.Param):
         pass

@@ -11,35 +11,37 @@ from .. import reference as ref
 from .nnx_modules import KEY, Noisy
 
 
-def test_dropout_depends_on_step_micro_batch_and_layer_only():
-    x = jnp.ones((8, 16))
+def test_dropout_depends_on_key_micro_batch_layer_and_stream_only():
+    """That the cut does not matter is in the rows of `tests.matrix`."""
+    x, key = jnp.ones((8, 16)), jax.random.key(9)
 
-    def run(balance, key=9, rngs=None):
-        layers = [Noisy(nnx.Rngs(0)), Noisy(nnx.Rngs(0)), jnp.sin]
-        pipe = jpipe.pipeline(layers, 4, balance=balance)
-        rngs = jax.random.key(key) if rngs is None else rngs
-        return np.asarray(pipe.apply((({},) * 3), x, rngs=rngs, train=True))
-
-    first = run([3])
-    for balance in ([1, 2], [1, 1, 1]):
-        np.testing.assert_array_equal(first, run(balance))
-    assert (first != run([3], key=10)).any()
-    # One key given for dropout serves the stream that nnx.Rngs(0) makes.
-    np.testing.assert_array_equal(first, run([3], rngs={"dropout": jax.random.key(9)}))
-
-    def masks(layers):
-        pipe = jpipe.pipeline(layers, 4, balance=[len(layers)])
-        rngs = jax.random.key(9)
+    def masks(*layers, rngs=key):
+        pipe = jpipe.pipeline(layers, 4)
         return np.asarray(pipe.apply(({},) * len(layers), x, rngs=rngs, train=True))
 
-    one = masks([Noisy(nnx.Rngs(0))])
-    # The two streams of a module, the micro-batches, and the layers.
+    one = masks(Noisy(nnx.Rngs(0)))
+    assert set(np.unique(one)) == {0.0, 2.0}
     assert (one[:, 0] != one[:, 1]).any()
     assert (one[:2] != one[2:4]).any()
-    assert (one != masks([jnp.abs, Noisy(nnx.Rngs(0))])).any()
-    assert set(np.unique(one)) == {0.0, 2.0}
+    assert (one != masks(jnp.abs, Noisy(nnx.Rngs(0)))).any()
+    assert (one != masks(Noisy(nnx.Rngs(0)), rngs=jax.random.key(10))).any()
     # The seed of the module is for its initialization.
-    np.testing.assert_array_equal(one, masks([Noisy(nnx.Rngs(5))]))
+    np.testing.assert_array_equal(one, masks(Noisy(nnx.Rngs(5))))
+    # One key given for dropout serves the stream that nnx.Rngs(0) makes.
+    again = masks(Noisy(nnx.Rngs(0)), rngs={"dropout": key})
+    np.testing.assert_array_equal(one, again)
+
+
+def test_recurrent_layer_needs_no_key():
+    """From zeros, for which none is needed."""
+    x = jax.random.normal(KEY, (4, 3, 5))
+    layer = nnx.RNN(nnx.LSTMCell(5, 5, rngs=nnx.Rngs(0)))
+    pipe = jpipe.sequential([layer], 2)
+    variables = pipe.init(KEY, x)
+    loss, _ = pipe.value_and_grad(ref.mse)(variables, x, x)
+    expected = layer(x)
+    ref.assert_close(pipe.apply(variables, x), expected, ref.FLOAT32)
+    ref.assert_close(loss, ref.mse(expected, x), ref.FLOAT32)
 
 
 def test_call_that_names_rngs_receives_them():
@@ -71,19 +73,3 @@ def test_call_that_names_rngs_receives_them():
     pipe = jpipe.pipeline([Both()], 1)
     y = pipe.apply(({},), x, rngs={"dropout": KEY}, train=True)
     assert (y[:, 0] != y[:, 1]).any()
-
-
-def test_recurrent_layer_needs_no_key():
-    """From zeros, for which none is needed."""
-    x = jax.random.normal(KEY, (4, 3, 5))
-
-    def found(cell):
-        pipe = jpipe.sequential([nnx.RNN(cell)], 2)
-        variables = pipe.init(KEY, x)
-        loss, _ = pipe.value_and_grad(ref.mse)(variables, x, x)
-        return loss, nnx.RNN(cell)(x), pipe.apply(variables, x)
-
-    cell = nnx.LSTMCell(5, 5, rngs=nnx.Rngs(0))
-    loss, expected, y = found(cell)
-    ref.assert_close(y, expected, ref.FLOAT32)
-    ref.assert_close(loss, ref.mse(expected, x), ref.FLOAT32)

@@ -1,9 +1,11 @@
-"""Random chains of layers, and the best of all cuts of them, one by one."""
+"""Random chains of layers, and the best of all cuts of them, one by one.
+
+Private names are imported because profiles by hand have no public one.
+"""
 
 import itertools
 import random
 
-# Profiles by hand, as a profile of a model would be: these have no public name.
 from jpipe.planning._profile import LayerProfile, Profile, SkipProfile
 from jpipe.planning._replicated import Replicated, ReplicatedStage, costs_of
 

@@ -11,6 +11,8 @@ from .. import reference as ref
 from .models import MODELS, X, profile
 
 
+# What becomes of the statistics is not its subject.
+@pytest.mark.filterwarnings("ignore:value_and_grad leaves:UserWarning")
 @pytest.mark.parametrize(("name", "mode"), [("norms", "min_cut"), ("skips", "full")])
 def test_bytes_are_those_of_a_pipeline_with_a_stage_for_each_layer(name, mode):
     made, model = profile(name, measure=False), MODELS[name]

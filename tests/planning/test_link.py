@@ -1,4 +1,8 @@
-"""What a transfer takes is measured where nobody says it and two devices are there."""
+"""What a transfer takes is measured where nobody says it and two devices are there.
+
+Private names are imported because what is measured differs from run to run: only by
+replacing it is it seen where it goes.
+"""
 
 import jax
 import jax.numpy as jnp

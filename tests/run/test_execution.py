@@ -1,12 +1,15 @@
 """How a step runs: nothing twice, nothing kept, nothing waited for."""
 
+import gc
 import time
+import weakref
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
 from flax import linen as nn
+from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 import jpipe
@@ -104,24 +107,6 @@ def test_offloaded_residuals_are_in_host_memory():
     assert kinds == {"pinned_host"}
 
 
-# What becomes of the statistics is not its subject.
-@pytest.mark.filterwarnings("ignore:value_and_grad leaves:UserWarning")
-def test_offloaded_residuals_of_the_shape_of_sums_are_not_overwritten():
-    """Sums of statistics are donated, on the device; what is offloaded is not there."""
-    layers = [ref.dense(3), nn.BatchNorm()]
-    x, targets = ref.regression(6)
-
-    def loss_fn(y, t):
-        return jnp.mean((y @ jnp.arange(3, dtype=y.dtype) - t[:, 0]) ** 2)
-
-    def run(remat):
-        pipe = jpipe.pipeline(layers, 2, schedule="gpipe", remat=remat)
-        variables = pipe.init(jax.random.key(0), x)
-        return pipe.value_and_grad(loss_fn)(variables, x, targets)
-
-    ref.assert_close(run(OFFLOAD), run("full"), ref.FLOAT32)
-
-
 def test_dispatch_returns_before_the_work_is_done():
     width = 1024
     pipe = jpipe.pipeline([ref.dense(width), ref.dense(width)], 2)
@@ -158,3 +143,37 @@ def test_not_a_number_is_found_where_memory_is_given_away():
         gradient(variables, x, targets)
     note = "raised in action 1B0 on cpu:1: layers 1 to 1 (Dense)"
     assert caught.value.__notes__[-1] == note
+
+
+def of_each_kind():
+    norm = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
+    return [nn.Dense(4), nn.LayerNorm(), nnx.Linear(4, 4, rngs=nnx.Rngs(0)), norm]
+
+
+def used():
+    """Makes a pipeline, does with it all that there is, and drops it."""
+    pipe, tx, x = jpipe.pipeline(of_each_kind(), 2), optax.adam(0.1), jnp.ones((4, 4))
+    state = pipe.init_train_state(jax.random.key(0), x, tx)
+    step = pipe.train_step(ref.mse, tx)
+    for _ in range(2):
+        state, _ = step(state, x, x)
+    pipe.value_and_grad(ref.mse)(state.variables, x, x)
+    pipe.apply(state.variables, x)
+    pipe.optimizer(tx).init(state.params)
+    pipe.jit(lambda params: jax.tree.map(jnp.sin, params))(state.params)
+    str(pipe)
+    leaf = jax.tree.leaves(state.params)[0]
+    held = {"pipe": pipe, "step": step, "leaf": leaf}
+    return {name: weakref.ref(value) for name, value in held.items()}
+
+
+# What becomes of the statistics is not its subject.
+@pytest.mark.filterwarnings("ignore:value_and_grad leaves:UserWarning")
+def test_a_pipeline_that_is_dropped_is_gone_at_once():
+    gc.collect()
+    gc.disable()
+    try:
+        found = used()
+        assert [name for name, held in found.items() if held() is not None] == []
+    finally:
+        gc.enable()

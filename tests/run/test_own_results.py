@@ -22,14 +22,6 @@ class Through(nn.Module):
         return {"one": found, "two": dict(found)}
 
 
-def total(y, t):
-    return jnp.sum(y["one"]["made"] * t)
-
-
-def with_aux(y, t):
-    return total(y, t), {"outputs": y, "targets": t}
-
-
 PIPELINES = {
     "on two devices": lambda layers: jpipe.pipeline(layers, 1),
     "on a mesh": lambda layers: jpipe.pipeline(
@@ -38,40 +30,32 @@ PIPELINES = {
 }
 
 
-def given(pipe):
-    """Variables, input and targets, as they are and on the host."""
-    x, t = jax.device_put((jnp.arange(4.0), jnp.ones(4)), jax.devices()[0])
-    variables = pipe.init(jax.random.key(0), x)
-    return (variables, x, t), ref.on_host((variables, x, t))
-
-
-def delete(tree):
-    for leaf in jax.tree.leaves(tree):
-        leaf.delete()
-
-
-def check(found, expected, args):
-    """Asserts that results outlive the arguments and each other."""
-    delete(args)
-    ref.assert_equal(found, expected)
-    leaves = jax.tree.leaves(found)
-    assert len(set(map(id, leaves))) == len(leaves)
-    for i, leaf in enumerate(leaves):
-        leaf.delete()
-        assert not any(other.is_deleted() for other in leaves[i + 1 :])
+def loss_fn(y, t):
+    return jnp.sum(y["one"]["made"] * t), {"outputs": y, "targets": t}
 
 
 @pytest.mark.parametrize("make", PIPELINES.values(), ids=PIPELINES)
 def test_results_of_gradients_and_of_apply_are_arrays_of_their_own(make):
     layer = Through()
     pipe = make([lambda x: x, layer])
-    args, (variables, x, t) = given(pipe)
-    value_and_grad = pipe.value_and_grad(
-        with_aux, reduction="sum", has_aux=True, aux_axes=0, has_state=True
-    )
+    x, t = jax.device_put((jnp.arange(4.0), jnp.ones(4)), jax.devices()[0])
+    args = pipe.init(jax.random.key(0), x), x, t
+    variables, x, t = ref.on_host(args)
     y = layer.apply(variables[1], x)
-    aux = {"outputs": y, "targets": t}
     state = {}, {"constants": variables[1]["constants"]}
-    grads = {}, {"w": x}
-    found = (value_and_grad(*args), pipe.apply(*args[:2]))
-    check(found, (((y["one"]["made"].sum(), aux, state), grads), y), args)
+    aux = {"outputs": y, "targets": t}
+    expected = ((y["one"]["made"].sum(), aux, state), ({}, {"w": x})), y
+
+    find = pipe.value_and_grad(
+        loss_fn, reduction="sum", has_aux=True, aux_axes=0, has_state=True
+    )
+    found = find(*args), pipe.apply(*args[:2])
+    # They outlive the arguments, and each other.
+    for leaf in jax.tree.leaves(args):
+        leaf.delete()
+    ref.assert_equal(found, expected)
+    leaves = jax.tree.leaves(found)
+    assert len(set(map(id, leaves))) == len(leaves)
+    for i, leaf in enumerate(leaves):
+        leaf.delete()
+        assert not any(other.is_deleted() for other in leaves[i + 1 :])

@@ -16,6 +16,11 @@ from jpipe.schedules import Schedule
 
 from .. import reference as ref
 
+# They need a few of the devices that there are.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.* runs \\d+ stages per rank:UserWarning"
+)
+
 TX = optax.sgd(0.1)
 X = jnp.ones((10, 6))
 RUNS = [("1f1b", "none"), ("zb_v", "full")]

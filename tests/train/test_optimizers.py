@@ -242,81 +242,61 @@ def test_the_catalogue_names_all_transformations_of_optax():
 def model():
     """One pipeline, its parameters, and gradients for some steps: compiled once."""
     wide = [ref.dense(size, jnp.float64) for size in (12, 10)]
-    layers = [wide[0], Scale(), jnp.tanh, wide[1]]
-    pipe = jpipe.pipeline(layers, 2, balance=[1, 2, 1])
+    pipe = jpipe.pipeline([wide[0], Scale(), jnp.tanh, wide[1]], 2, balance=[1, 2, 1])
     rng = np.random.default_rng(0)
-    x, targets = np.split(rng.normal(size=(8, 21)), [11], axis=1)
+    x = rng.normal(size=(8, 11))
     params = ref.params_of(pipe.init(jax.random.key(0), x))
     grads = [
         jax.tree.map(lambda leaf: 0.1 * rng.normal(size=leaf.shape), params)
         for _ in range(STEPS)
     ]
-    return SimpleNamespace(
-        pipe=pipe,
-        params=params,
-        x=x,
-        targets=targets,
-        grads=grads,
-        gradient=ref.gradient(layers),
-    )
+    return SimpleNamespace(pipe=pipe, params=params, x=x, grads=grads)
 
 
-def apart(tx, params, grads):
+def updated(update, state, params, grads):
     """Parameters and state after an update for each gradient."""
-    state, update = tx.init(params), jax.jit(tx.update)
     for own in grads:
         updates, state = update(own, state, params)
         params = optax.apply_updates(params, updates)
     return params, state
 
 
+def on_one_device(tx, grads):
+    params = model().params
+    return updated(jax.jit(tx.update), tx.init(params), params, grads)
+
+
+def in_the_pipeline(tx, grads, moved):
+    pipe = model().pipe
+    tx, params, grads = (
+        pipe.optimizer(tx),
+        pipe.place(model().params),
+        [*map(pipe.place, grads)],
+    )
+    state = tx.init(params)
+    moved.clear()
+    return updated(tx.update, state, params, grads)
+
+
 @pytest.mark.parametrize("name", CATALOGUE)
 def test_updates_equal_those_on_one_device_and_move_no_parameter(double, name, moved):
-    tx, pipe = CATALOGUE[name](), model().pipe
-    in_place = pipe.optimizer(tx)
-    params, grads = pipe.place(model().params), [*map(pipe.place, model().grads)]
-    state = in_place.init(params)
-    moved.clear()
-    for own in grads:
-        updates, state = in_place.update(own, state, params)
-        params = optax.apply_updates(params, updates)
+    found = in_the_pipeline(CATALOGUE[name](), model().grads, moved)
     # Ten is the smallest vector of parameters; some optimizers have shorter ones.
     largest = max((size for size, *_ in moved), default=0)
     assert (largest >= 10) == (name in MOVING)
-    expected = apart(tx, model().params, model().grads)
-    ref.assert_close((params, state), expected, ref.FLOAT64)
+    expected = on_one_device(CATALOGUE[name](), model().grads)
+    ref.assert_close(found, expected, ref.FLOAT64)
 
 
-def on_one_device(tx, batches):
-    """Parameters and state after a step per batch, with plain optax."""
-    params, state, update = model().params, tx.init(model().params), jax.jit(tx.update)
-    for x in batches:
-        _, grads = model().gradient(params, x, model().targets)
-        updates, state = update(grads, state, params)
-        params = optax.apply_updates(params, updates)
-    return params, state
-
-
-def in_the_pipeline(tx, batches):
-    """The same from train steps."""
-    pipe = model().pipe
-    state = pipe.init_train_state(jax.random.key(0), model().x, tx)
-    step = pipe.train_step(ref.mse, tx)
-    for x in batches:
-        state, _ = step(state, x, model().targets)
-    return state.params, state.opt_state
-
-
-def test_a_batch_without_a_finite_loss_does_what_it_does_on_one_device(double):
-    tx, x = CATALOGUE["apply_if_finite"](), model().x
-    batches = [x, np.where(x == x[0, 0], np.nan, x), x]
-    actual = in_the_pipeline(tx, batches)
-    expected = on_one_device(tx, batches)
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(expected[0]))
-    ref.assert_close(actual, expected, ref.FLOAT64)
-    assert int(actual[1].total_notfinite) == 1
-    # As if there had been no such batch.
-    ref.assert_close(actual[0], on_one_device(tx, [x, x])[0], ref.FLOAT64)
+def test_gradients_that_are_not_finite_are_left_out_as_on_one_device(double, moved):
+    tx, (first, second, third) = CATALOGUE["apply_if_finite"](), model().grads
+    nan = jax.tree.map(
+        lambda leaf: leaf * np.where(leaf == leaf.max(), np.nan, 1), second
+    )
+    found = in_the_pipeline(tx, [first, nan, third], moved)
+    ref.assert_close(found, on_one_device(tx, [first, nan, third]), ref.FLOAT64)
+    assert int(found[1].total_notfinite) == 1
+    ref.assert_close(found[0], on_one_device(tx, [first, third])[0], ref.FLOAT64)
 
 
 @pytest.mark.parametrize("name", REFUSED)

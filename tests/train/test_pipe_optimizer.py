@@ -115,19 +115,6 @@ def test_the_second_update_traces_and_overwrites_nothing(three):
     assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves)
 
 
-def test_inside_of_a_function_it_overwrites_what_is_donated(three):
-    def update(params, state, grads):
-        updates, state = three.tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    copies = jax.tree.map(jnp.copy, (three.params, three.tx.init(three.params)))
-    expected = update(*copies, three.grads)
-    actual = three.pipe.jit(update, donate_argnums=(0, 1))(*copies, three.grads)
-    ref.assert_close(actual, expected, 2e-7)
-    assert devices_of(actual) == devices_of(expected)
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(copies))
-
-
 def test_errors_name_what_to_type(three):
     tx = three.pipe.optimizer(optax.polyak_sgd())
     with pytest.raises(TypeError, match="'value'") as error:

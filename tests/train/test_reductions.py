@@ -139,15 +139,6 @@ def test_so_they_are_with_a_split_backward_and_on_several_devices(
     compare(pipe, loss_fn, "weighted", expected)
 
 
-def test_a_mean_over_the_tokens_of_each_micro_batch_is_refused(double):
-    """Padding is not spread evenly: it is another loss than that of the batch."""
-    pipe = jpipe.sequential(LAYERS, 2)
-    variables = pipe.init(jax.random.key(0), X)
-    says = r"return .total, weight. and type reduction='weighted'"
-    with pytest.raises(ValueError, match=says):
-        pipe.value_and_grad(quotient(masked))(variables, X, TARGETS)
-
-
 @pytest.mark.parametrize("selects", [False, True])
 def test_a_batch_without_weight_has_the_gradients_of_one_device(double, selects):
     """None that is finite where a mask multiplies; zeros by zero where it selects."""

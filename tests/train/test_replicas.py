@@ -46,15 +46,3 @@ def test_a_plan_runs_as_it_is_or_is_refused():
     ref.compare(pipe, layers, x, targets, ref.FLOAT32)
     with pytest.raises(ValueError, match="does not say num_microbatches; give it too"):
         jpipe.pipeline(layers, plan=plan)
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"schedule": "gpipe"}, "with schedule='gpipe': choose '1f1b' or"),
-        ({"replicas": [8, 8]}, "16 ranks need 16 devices, there are 8"),
-    ],
-)
-def test_replicas_that_do_not_fit_are_refused(options, says):
-    with pytest.raises(ValueError, match=says):
-        jpipe.pipeline([ref.dense(8)] * 2, 16, **{"replicas": [2, 1], **options})
