@@ -254,7 +254,7 @@ class LoRA(nn.Module):
     @nn.compact
     def __call__(self, x):
         x = Dense(WIDTH)(x)
-        for _ in range(3):
+        for _ in range(2):
             x = x + nn.tanh(LoRADense(WIDTH)(LayerNorm()(x)))
         return LoRADense(3)(x)
 

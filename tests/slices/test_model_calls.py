@@ -53,18 +53,9 @@ CALLS = {
     "a static bool": lambda: jpipe.inputs(TOKENS, None, return_hidden=True),
     "a mask by name": lambda: jpipe.inputs(TOKENS, mask=MASK[:, None, None]),
 }
-BY_NAME = "a switch is passed by position where an input before it is given by name"
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *list(CALLS)[:-1],
-        pytest.param(
-            "a mask by name", marks=pytest.mark.xfail(strict=True, reason=BY_NAME)
-        ),
-    ],
-)
+@pytest.mark.parametrize("name", CALLS)
 def test_inputs_are_given_as_in_a_call_of_the_model(double, name):
     x = CALLS[name]()
     pipe = jpipe.pipeline(GPT, 3, num_stages=2)
@@ -94,7 +85,7 @@ def test_a_batch_of_another_size_is_divided_alike(double):
     variables = pipe.init(KEY, X[:1])
     ref.assert_equal(variables, small().init(KEY, X))
     find, rows = pipe.value_and_grad(squares), []
-    for size in (8, 5, 3):
+    for size in (8, 7):
         loss, grads = find(variables, X[:size], TARGETS[:size])
         expected = plain(variables, X[:size], TARGETS[:size])
         ref.assert_close((loss, grads), expected, ref.FLOAT64)
@@ -102,9 +93,9 @@ def test_a_batch_of_another_size_is_divided_alike(double):
             jax.tree.leaves(variables), jax.tree.leaves(grads), strict=True
         ):
             assert leaf.device == grad.device
-        rows.append(re.sub(r", [\d,]+ bytes.*", "", str(pipe)))
-    assert len(set(rows)) == 1
-    assert rows[0].count("\nstage ") == 2
+        rows.append(re.findall(r"^stage [^;\n]*", str(pipe), re.MULTILINE))
+    assert len(rows[0]) == 2
+    assert rows[0] == rows[1]
 
 
 def test_check_and_compile_know_the_model(double):
