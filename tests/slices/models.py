@@ -142,7 +142,7 @@ class Albert(nn.Module):
     def __call__(self, tokens):
         x = Dense(WIDTH)(Embed(VOCAB, features=3)(tokens))
         block = Block()
-        for _ in range(4):
+        for _ in range(3):
             x = block(x)
         return Dense(VOCAB)(x)
 
@@ -216,7 +216,7 @@ class UNet(nn.Module):
             x = block(x, features)
             skips.append(x)
             x = nn.avg_pool(x, (2, 2), (2, 2))
-        x = block(x, 8)
+        x = Conv(8, (3, 3))(x)
         for features in (8, 4):
             x = x.repeat(2, 1).repeat(2, 2)
             x = block(jnp.concatenate([x, skips.pop()], -1), features)

@@ -80,6 +80,20 @@ def test_a_function_is_a_model_too(double):
     ref.assert_close(pipe.apply({}, inputs), expected, ref.FLOAT64)
 
 
+def test_streams_have_keys_by_name(double):
+    model, key = models.VAE(), jax.random.key(7)
+    pipe = jpipe.pipeline(model, 3, num_stages=2)
+    variables = pipe.init(KEY, X)
+    found = pipe.apply(variables, X, rngs={"noise": key})
+    apply = jax.jit(lambda v, x, key: model.apply(v, x, rngs={"noise": key}))
+    parts = [
+        apply(ref.on_host(variables), x, jpipe.microbatch_key(key, m))
+        for m, x in enumerate(np.array_split(X, 3))
+    ]
+    expected = jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
+    ref.assert_close(found, expected, ref.FLOAT64)
+
+
 def test_a_batch_of_another_size_is_divided_alike(double):
     pipe = jpipe.pipeline(models.LoRA(), 3, num_stages=2)
     variables = pipe.init(KEY, X[:1])

@@ -109,9 +109,7 @@ CASES = {
     "bert": lambda: Case(
         models.Bert(), BERT, of_both, (TOKENS, LABELS % 2), by_parts=True
     ),
-    "translator": lambda: Case(
-        models.Translator(), PADDED, of_labels, TOKENS, stages=3
-    ),
+    "translator": lambda: Case(models.Translator(), PADDED, of_labels, TOKENS),
     "vit": lambda: Case(models.ViT(), IMAGES, of_labels, LABELS),
     "mixer": lambda: Case(models.Mixer(), IMAGES, of_labels, LABELS),
     "albert": lambda: Case(models.Albert(), TOKENS, of_labels, SOURCE),
