@@ -76,7 +76,7 @@ class Bert(nn.Module):
         x = Embed(VOCAB)(tokens) + Embed(2)(token_types) + Embed(16)(positions)
         x = nn.Dropout(0.1)(LayerNorm()(x), deterministic)
         for _ in range(2):
-            x = Block(0.1)(x, mask, train=not deterministic)
+            x = Block()(x, mask)
         return Dense(VOCAB)(x), Dense(2)(jnp.tanh(Dense(WIDTH)(x[:, 0])))
 
 
