@@ -1,8 +1,8 @@
 """GPT-2, as its users write it in Flax, trained through a pipeline.
 
 The model is one module, with positions, a padding mask that every block takes,
-dropout and a head tied to the embedding. What a pipeline needs to know of it stands
-below it. The program compares a step with the module itself on one device.
+dropout and a head tied to the embedding; nothing in it knows of a pipeline. The
+program compares a step with the module itself on one device.
 
     python examples/gpt2.py
 """
@@ -33,9 +33,6 @@ class Config:
     heads: int = 4
     blocks: int = 6
     dropout: float = 0.1
-
-
-# ------------------------------------------------------- the model, as it always was
 
 
 class Attention(nn.Module):
@@ -113,41 +110,11 @@ def mask_of(tokens):
     return nn.combine_masks(nn.make_causal_mask(tokens), (tokens != PAD)[:, None, None])
 
 
-# ------------------------------------------------------------- what a pipeline needs
-
-
-def embed(model, tokens, deterministic):
-    """Tokens to what the blocks pass on."""
-    return {"h": model.embed(tokens, deterministic), "mask": mask_of(tokens)}
-
-
-def call(block, x, deterministic):
-    """One block."""
-    return {**x, "h": block(x["h"], x["mask"], deterministic=deterministic)[0]}
-
-
-def layers_of(config):
-    """The layers: what the two ends share, the table, is one."""
-    ends = GPT2(config)
-    return [
-        jpipe.layer(ends, embed),
-        *(jpipe.layer(Block(config), call) for _ in range(config.blocks)),
-        jpipe.layer(ends, lambda model, x: model.head(x["h"])),
-    ]
-
-
-def variables_of(config, params):
-    """Parameters of the whole model, as of a checkpoint, one entry per layer."""
-    blocks = [params[f"h_{i}"] for i in range(config.blocks)]
-    first = {name: params[name] for name in ("wte", "wpe")}
-    return [{"params": own} for own in (first, *blocks, {"ln_f": params["ln_f"]})]
-
-
 # --------------------------------------------------------------------------- training
 
 
 def loss_fn(logits, targets):
-    """The mean cross-entropy of the tokens that are there."""
+    """The total over the tokens that are there, and their number."""
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
     return (losses * (targets != PAD)).sum(), (targets != PAD).sum()
 
@@ -162,30 +129,30 @@ def main() -> None:
     config = Config()
     batches = random_batches(read_corpus().training, 32, config.positions, seed=0)
     x, targets = next(batches)
-    params = GPT2(config).init(jax.random.key(0), x)["params"]
+    model = GPT2(config)
+    variables = model.init(jax.random.key(0), x)  # or pretrained ones
 
     pipe = jpipe.pipeline(
-        layers_of(config),
+        model,
         num_microbatches=8,
-        balance=[2, 2, 2, config.blocks - 4],
+        num_stages=STAGES,
         devices=(STAGES * jax.devices())[:STAGES],  # with fewer, stages share them
     )
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-3))
-    given = variables_of(config, params)
-    state = pipe.init_train_state(jax.random.key(1), x, tx, variables=given)
+    state = pipe.init_train_state(jax.random.key(1), x, tx, variables=variables)
     step = pipe.train_step(loss_fn, tx, reduction="weighted")
 
     def whole(params):
-        total, weight = loss_fn(GPT2(config).apply({"params": params}, x), targets)
+        total, weight = loss_fn(model.apply({"params": params}, x), targets)
         return total / weight
 
-    loss, grads = jax.value_and_grad(whole)(params)
-    ours, split = pipe.value_and_grad(loss_fn, reduction="weighted")(
+    loss, expected = jax.value_and_grad(whole)(variables["params"])
+    ours, grads = pipe.value_and_grad(loss_fn, reduction="weighted")(
         state.variables, x, targets, train=False
     )
-    expected = [entry["params"] for entry in variables_of(config, grads)]
+    print(pipe)
     print(f"loss {ours:.6f}, of the module on one device {loss:.6f}")
-    print(f"gradients differ by at most {largest_difference(split, expected):.1e}")
+    print(f"gradients differ by at most {largest_difference(grads, expected):.1e}")
 
     for number in range(steps):
         state, metrics = step(state, *next(batches))

@@ -1,8 +1,10 @@
-"""An encoder-decoder in the manner of T5, trained through a pipeline.
+"""An encoder-decoder in the manner of T5, and its loss function, through a pipeline.
 
-What makes it hard to cut: one table of embeddings serves the encoder, the decoder and
-the head; one table of relative positions serves all blocks of a side, wherever they
-run; every decoder block reads what the encoder made, and masks. It learns to sort.
+What makes it hard to divide: one table of embeddings serves the encoder, the decoder
+and the head; one table of relative positions serves all blocks of a side, wherever they
+run; every decoder block reads what the encoder made, and masks. Nothing in the model or
+in the loss knows of it: `jpipe.value_and_grad` stands in the place of
+`jax.value_and_grad`. It learns to sort.
 
     python examples/t5.py
 """
@@ -20,9 +22,6 @@ from flax import linen as nn
 import jpipe
 
 STAGES, PAD, VOCAB, WIDTH, HEADS, BLOCKS, LENGTH = 4, 0, 32, 48, 4, 2, 12
-
-
-# ------------------------------------------------------- the model, as it always was
 
 
 class RelativeBias(nn.Module):
@@ -82,51 +81,8 @@ def masks_of(tokens, shifted):
     return {"encoder": there, "decoder": nn.make_causal_mask(shifted), "across": there}
 
 
-# ------------------------------------------------------------- what a pipeline needs
-
-
-def begin(embed, x):
-    """Source and shifted target to what the encoder passes on."""
-    masks = masks_of(x["source"], x["shifted"])
-    return {"h": embed(x["source"]), "shifted": x["shifted"], "masks": masks}
-
-
-def encode(block, x, deterministic):
-    """A block of the encoder."""
-    h = block(x["h"], x["masks"]["encoder"], deterministic=deterministic)
-    return {**x, "h": h}
-
-
-def turn(embed, x):
-    """From the encoder to the decoder."""
-    return {"h": embed(x["shifted"]), "memory": x["h"], "masks": x["masks"]}
-
-
-def decode(block, x, deterministic):
-    """A block of the decoder."""
-    masks, rest = x["masks"], {"deterministic": deterministic}
-    h = block(x["h"], masks["decoder"], x["memory"], masks["across"], **rest)
-    return {**x, "h": h}
-
-
-def layers():
-    """All layers: the table of embeddings three times, each bias in all its blocks."""
-    embed = nn.Embed(VOCAB, WIDTH, embedding_init=nn.initializers.normal(0.3))
-    left, right = RelativeBias(), RelativeBias()
-    return [
-        jpipe.layer(embed, begin),
-        *(jpipe.layer(Block(left), encode) for _ in range(BLOCKS)),
-        jpipe.layer(embed, turn),
-        *(jpipe.layer(Block(right), decode) for _ in range(BLOCKS)),
-        jpipe.layer(embed, lambda embed, x: embed.attend(nn.standardize(x["h"]))),
-    ]
-
-
-# ------------------------------------------------- the same model, as one Flax module
-
-
-class Whole(nn.Module):
-    """The program as it was, for comparison."""
+class T5(nn.Module):
+    """The model: source and shifted target to logits."""
 
     def setup(self):
         """Makes the parts."""
@@ -147,20 +103,6 @@ class Whole(nn.Module):
         return self.embed.attend(nn.standardize(h))
 
 
-def variables_of(params):
-    """Parameters of the whole model, one entry per layer.
-
-    A table stands in the entry of the first layer that uses it.
-    """
-    left, right = (
-        [dict(params[f"{side}_{i}"]) for i in range(BLOCKS)]
-        for side in ("encoder", "decoder")
-    )
-    left[0]["bias"], right[0]["bias"] = params["left"], params["right"]
-    entries = [params["embed"], *left, {}, *right, {}]
-    return [{"params": own} for own in entries]
-
-
 # --------------------------------------------------------------------------- training
 
 
@@ -175,8 +117,10 @@ def batch_of(rng, size):
     return {"source": source, "shifted": shifted}, target
 
 
-def loss_fn(logits, targets):
+def loss_fn(variables, x, targets, key=None):
     """The total over the tokens that are there, and their number."""
+    rngs = None if key is None else {"dropout": key}
+    logits: Any = T5().apply(variables, x, deterministic=key is None, rngs=rngs)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
     return (losses * (targets != PAD)).sum(), (targets != PAD).sum()
 
@@ -190,37 +134,39 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", STAGES)
     rng = np.random.default_rng(0)
     x, targets = batch_of(rng, 32)
-    params = Whole().init(jax.random.key(0), x)["params"]
-    pipe = jpipe.pipeline(
-        layers(),
+    variables = T5().init(jax.random.key(0), x)
+    grad_fn = jpipe.value_and_grad(
+        loss_fn,
         num_microbatches=8,
-        balance=[2, 1, 2, 2],
+        num_stages=STAGES,
+        reduction="weighted",
         devices=(STAGES * jax.devices())[:STAGES],  # with fewer, stages share them
     )
-    tx = optax.adam(3e-3)
-    state = pipe.init_train_state(
-        jax.random.key(1), x, tx, variables=variables_of(params)
-    )
 
-    def whole(params):
-        total, weight = loss_fn(Whole().apply({"params": params}, x), targets)
+    def whole(variables):
+        total, weight = loss_fn(variables, x, targets)
         return total / weight
 
-    loss, grads = jax.value_and_grad(whole)(params)
-    ours, split = pipe.value_and_grad(loss_fn, reduction="weighted")(
-        state.variables, x, targets, train=False
-    )
-    expected = [entry["params"] for entry in variables_of(grads)]
+    loss, expected = jax.value_and_grad(whole)(variables)
+    variables = grad_fn.place(variables, x, targets)
+    ours, grads = grad_fn(variables, x, targets)
+    print(grad_fn)
     print(f"loss {ours:.6f}, of the module on one device {loss:.6f}")
-    print(f"gradients differ by at most {largest_difference(split, expected):.1e}")
+    print(f"gradients differ by at most {largest_difference(grads, expected):.1e}")
 
-    step = pipe.train_step(loss_fn, tx, reduction="weighted")
+    tx = grad_fn.optimizer(optax.adam(3e-3))
+    apply_updates = grad_fn.jit(optax.apply_updates)
+    opt_state, key = tx.init(variables), jax.random.key(1)
     for number in range(steps):
-        state, metrics = step(state, *batch_of(rng, 32))
+        batch = *batch_of(rng, 32), jax.random.fold_in(key, number)
+        loss, grads = grad_fn(variables, *batch)
+        updates, opt_state = tx.update(grads, opt_state, variables)
+        variables = apply_updates(variables, updates)
         if number % 50 == 0:
-            print(f"step {number}: loss {metrics['loss']:.3f}")
+            print(f"step {number}: loss {loss:.3f}")
     x, targets = batch_of(rng, 128)
-    right = np.asarray(pipe.apply(state.variables, x).argmax(-1) == targets)
+    logits: Any = T5().apply(jax.device_put(variables, jax.devices()[0]), x)
+    right = np.asarray(logits.argmax(-1) == targets)
     print(f"{right[targets != PAD].mean():.1%} of the letters are right")
 
 

@@ -6,12 +6,13 @@ from typing import Any
 
 import jax
 
+from ._check._report import CheckReport
 from ._describe import rows
 from ._functions._weights import is_inexact
 from ._instructions._program import Program
 from ._report import Report, report
 from ._run._context import outside_of_meshes
-from ._slices import _join
+from ._slices import _checked, _join
 from ._slices._program import Traced
 from ._slices._sliced import Division, Sliced, Work
 from ._train import _spread
@@ -110,6 +111,37 @@ class FunctionGradient:
         program.compile()
         return report(program, time.perf_counter() - begin)
 
+    @outside_of_meshes
+    def check(
+        self,
+        params: PyTree,
+        *args: PyTree,
+        parts: Sequence[int] | None = None,
+        tolerance: float | None = None,
+    ) -> CheckReport:
+        """Runs the function at once and in micro-batches, and compares.
+
+        Compared are the loss and its gradient by ``params``, on the first device, which
+        needs room for all of them: a few examples will do. Of keys all random numbers
+        are the middle one: a dropout leaves out nothing.
+
+        Args:
+          params: the parameters, anywhere.
+          *args: the rest of a mini-batch, of two examples at least.
+          parts: how many examples each micro-batch has, such as ``(4, 8)``; default:
+            two of different sizes.
+          tolerance: how far numbers may be apart, relative to the largest beside them;
+            default: as far as rounding explains.
+
+        Returns:
+          What was found: prints as a table, is true where nothing differs, and has
+          ``raise_if_different()``.
+
+        Raises:
+          ValueError: if the batch or ``parts`` do not fit.
+        """
+        return _checked.check(self._sliced, params, args, parts, tolerance)
+
     def jit(
         self,
         function: Callable[..., Any],
@@ -130,7 +162,7 @@ class FunctionGradient:
         head = (
             f"jpipe.value_and_grad({name}), {self._division.num_microbatches} "
             f"micro-batches, "
-            f"reduction {self._reduction!r}: not checked"
+            f"reduction {self._reduction!r}, not checked: grad_fn.check tries it"
         )
         if self._sliced.last is None:
             return head + "; the stages are known once it is called or placed"

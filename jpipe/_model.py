@@ -57,7 +57,7 @@ class ModelPipeline(OwnLoop):
         self._layer, self._division, self._axes = layer, division, axes
         self._unpipelined = unpipelined
         self._forwards = {train: self._forward(train) for train in (False, True)}
-        self._trained: Sliced | None = None
+        self._trained: ModelGradient | None = None
 
     @property
     def num_microbatches(self) -> int:
@@ -224,7 +224,7 @@ class ModelPipeline(OwnLoop):
             Trainable(trainable, by_layer=False),
             has_state=has_state,
         )
-        self._trained = made.sliced
+        self._trained = made
         return made
 
     @outside_of_meshes

@@ -54,12 +54,16 @@ class ModelGradient:
         self._apply, self._objective, self._trainable = apply, objective, trainable
         self._has_state = has_state
         self._by_mode = {train: self._sliced(train) for train in (False, True)}
-        self.sliced = self._by_mode[True]
         # Specs of the outputs that the loss was given in traces since it was checked.
         self._outputs: list[PyTree] = []
         # By the structures of variables and what a call writes, which leaves these are.
         self._written: dict[Any, list[tuple[int, Any]]] = {}
         self.unchecked = ""
+
+    @property
+    def last(self) -> Any:
+        """What was divided last: see `Sliced`."""
+        return self._by_mode[True].last or self._by_mode[False].last
 
     def _sliced(self, train: bool) -> Sliced:
         objective = self._objective

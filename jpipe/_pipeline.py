@@ -251,7 +251,7 @@ class Pipeline(Checkable, OwnLoop):
         x: PyTree,
         tx: optax.GradientTransformation,
         *,
-        variables: Sequence[PyTree] | None = None,
+        variables: PyTree = None,
         trainable: Any = None,
     ) -> TrainState:
         """Makes everything that training changes, each part where it is used.

@@ -3,6 +3,7 @@
 import re
 
 import jax
+import jax.numpy as jnp
 import pytest
 from flax import linen as nn
 
@@ -63,3 +64,15 @@ def test_print_says_who_runs_what_and_the_peaks_of_a_step():
     pipe.value_and_grad(ref.mse)(variables, x, targets)
     assert "peak of a step" in str(pipe)
     assert repr(pipe) == "<jpipe.Pipeline: 6 layers in 3 stages, 4 micro-batches, 1f1b>"
+
+
+def test_min_cut_keeps_a_few_numbers_that_follow_from_a_wide_input():
+    def narrow(x):
+        return jnp.sin(x.mean(-1, keepdims=True))
+
+    pipe = jpipe.pipeline([ref.dense(64), narrow], 2, balance=[1, 1], schedule="gpipe")
+    x, targets = ref.regression(8)
+    pipe.value_and_grad(ref.mse)(pipe.init(jax.random.key(0), x), x, targets[:, :1])
+    # Of four examples each: a mean, or their 64 numbers.
+    kept = pipe.plan.stages[1].kept
+    assert (kept["min_cut"], kept["full"]) == (4 * 4, 4 * 64 * 4)

@@ -3,6 +3,8 @@
 import functools
 
 import jax
+import optax
+from flax import linen as nn
 
 import jpipe
 from jpipe.schedules import Schedule
@@ -46,3 +48,16 @@ class TestSameBits:
     def test_devices_do_not_change_a_bit(self):
         for numbers in ((5, 2, 7), (0, 0, 0), (1, 0, 1)):
             ref.assert_equal(self.grads(numbers=numbers), self.grads())
+
+
+def test_a_step_draws_with_a_key_that_no_layer_and_no_other_step_has():
+    layers = [ref.dense(4), nn.Dropout(0.5, deterministic=False)]
+    pipe, tx = jpipe.pipeline(layers, 2, balance=[1, 1]), optax.sgd(0.0)
+    x, targets = ref.regression(8)
+    state = pipe.init_train_state(jax.random.key(3), x, tx)
+    of_layers = [jax.random.fold_in(jax.random.key(3), layer) for layer in (0, 1)]
+    assert not any(key == state.rng for key in of_layers)
+    step = pipe.train_step(ref.mse, tx)
+    state, first = step(state, x, targets)
+    _, second = step(state, x, targets)
+    assert first["loss"] != second["loss"]  # of the same parameters

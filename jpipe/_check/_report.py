@@ -73,9 +73,11 @@ class CheckReport:
         rows = [["", *_COMPARED, ""], *(one.row() for one in found)]
         alone = [i for i, one in enumerate(self.layers) if one.is_same and one.compared]
         mixed = [i for i, one in enumerate(self.layers) if not one.is_same]
+        table = f"{self._title()}:\n{columns(rows, left=range(5))}"
+        if not self.layers:
+            return table
         return (
-            f"{self._title()}:\n{columns(rows, left=range(5))}\n"
-            f"each example by itself: layers {alone}; not so: layers {mixed}"
+            f"{table}\neach example by itself: layers {alone}; not so: layers {mixed}"
         )
 
     def raise_if_different(self, accept: Container[int] = ()) -> None:

@@ -34,5 +34,9 @@ def _implementation() -> Any:
 def like(rngs: _rng.Rngs) -> _rng.Rngs:
     """Such keys for the streams of given ones."""
     keys = _rng.layer_rngs(rngs, 0, 0)
-    key = jax.random.key(0, impl=_implementation())
-    return None if keys is None else dict.fromkeys(keys, key)
+    return None if keys is None else dict.fromkeys(keys, half_key())
+
+
+def half_key() -> jax.Array:
+    """Such a key."""
+    return jax.random.key(0, impl=_implementation())

@@ -127,8 +127,12 @@ def joined(
         ]
         run = _in_one(own, len(rows))
         function = Function.like("join_aux", run, *(graph.specs[v] for v in reads))
-        numbers = [i for join in own for i in join.leaves]
-        found |= zip(numbers, graph.call(function, place, reads), strict=True)
+        made = iter(graph.call(function, place, reads))
+        for join in own:
+            # Two statistics of a norm may stay in two places.
+            at = [graph.places[weights[k]] for k in join.old] or [place]
+            for i, (leaf, value) in enumerate(zip(join.leaves, made, strict=False)):
+                found[leaf] = graph.at(value, at[i])
     return found
 
 

@@ -1,7 +1,7 @@
 """A function of parameters and a mini-batch as a program over many devices."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +18,7 @@ from .._layers._stage import StageFunction
 from .._run import _signature, _variables
 from .._run._pipe import Pipe
 from ..schedules._choose import choose_schedule
-from . import _cut, _order, _program, _summands
+from . import _composed, _cut, _order, _program, _summands
 from ._join import Join, joined
 from ._lower import Lowering
 from ._program import Traced
@@ -239,6 +239,33 @@ class Sliced:
         cuts, homes = division.first[1:]
         pipe = division.pipe(len(cuts) + 1)
         return [pipe.devices[stage] for stage in homes]
+
+    @property
+    def devices(self) -> Sequence[Any]:
+        """One for each rank."""
+        return self._division.devices
+
+    @property
+    def reduction(self) -> str:
+        """What the loss is."""
+        return self._work.reduction
+
+    def num_examples(self, params: PyTree, args: Sequence[PyTree]) -> int:
+        """How many there are in a mini-batch."""
+        return sum(self._called(params, args, True).batch.sizes)
+
+    def composed(
+        self, params: PyTree, args: Sequence[PyTree], sizes: Sequence[int]
+    ) -> Callable[[PyTree, Sequence[PyTree]], jax.Array]:
+        """``(params, args) -> loss``, on one device, of micro-batches of such sizes."""
+        specs, trained, batch = self._called(params, args, True)
+        batch = replace(batch, sizes=tuple(sizes))
+        programs = self._traced(_Call(specs, trained, batch))
+
+        def loss(params: PyTree, args: Sequence[PyTree]) -> jax.Array:
+            return _composed.loss(programs, batch, jax.tree.leaves(params), args)
+
+        return loss
 
     def _called(
         self, params: PyTree, args: Sequence[PyTree], few: bool = False

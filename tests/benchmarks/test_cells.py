@@ -1,20 +1,28 @@
 """How cells of the tables are filled: compiled, predicted, measured, searched."""
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import linen as nn
 from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.cells import largest
 from benchmarks.cells.compiled import Way, peak
 from benchmarks.cells.measure import prepare
-from benchmarks.experiment import Setting
+from benchmarks.experiment import Setting, Work
 
-from .work import work
+from .. import reference as ref
+
+
+def work(**options):
+    """A stack of small dense layers."""
+    spec = jax.ShapeDtypeStruct((8,), jnp.float32)
+    options = {"tx": optax.sgd(0.1), **options}
+    return Work([nn.Dense(8) for _ in range(6)], spec, spec, ref.mse, **options)
 
 
 @given(st.integers(1, 60), st.integers(1, 9), st.integers(0, 500), st.integers(1, 80))
@@ -32,7 +40,7 @@ def test_search_finds_the_largest(slope, power, offset, guess):
 
 
 def test_model_bytes_are_parameters_gradients_and_slots():
-    setting = Setting(replace(work(), tx=optax.adam(1e-3)), (3, 3), 2, 2)
+    setting = Setting(work(tx=optax.adam(1e-3)), (3, 3), 2, 2)
     found = peak(setting, Way("gpipe", "full"))
     parameters = 6 * (8 * 8 + 8)
     assert found.parameters == parameters

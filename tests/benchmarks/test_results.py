@@ -10,50 +10,36 @@ from benchmarks.tables.page import PAGE, written
 from benchmarks.tables.report import table
 
 
-class TestResults:
-    def result(self, rows, date="2020-01-01"):
-        where = {
-            "jpipe": "0",
-            "jax": "0",
-            "flax": "0",
-            "python": "3",
-            "devices": "1 x",
-            "cores": 2,
-            "processor": "p",
-            "date": date,
-            "commit": None,
-        }
-        return Result("unet-speed", "tiny", dict.fromkeys(rows, where), rows)
+def made(rows, date="2020-01-01"):
+    where = dict.fromkeys(("jpipe", "jax", "flax", "python", "devices"), "0")
+    where |= {"cores": 2, "processor": "p", "date": date, "commit": None}
+    return Result("unet-speed", "tiny", dict.fromkeys(rows, where), rows)
 
-    def test_they_come_back_from_json(self, tmp_path):
-        cells = {"samples/s": Cell(2.5, MEASURED, "samples/s", 0.1, {"steps": [1, 2]})}
-        result = self.result({"baseline": cells})
-        assert Result.load(result.save(tmp_path)) == result
 
-    def test_an_earlier_row_stays_with_where_it_was_made(self):
-        old = self.result({"baseline": {"samples/s": Cell(1.0, MEASURED)}})
-        new = self.result({"pipeline-2": {}}, date="2021-01-01")
-        merged = new.merged(old)
-        assert set(merged.rows) == {"baseline", "pipeline-2"}
-        text = table(BY_NAME["unet-speed"], merged)
-        assert "baseline: made with" in text
-        assert "2021-01-01" in text
-        with pytest.raises(ValueError, match="two benchmarks or scales"):
-            replace(new, scale="full").merged(old)
+def test_an_earlier_row_stays_with_where_it_was_made(tmp_path):
+    cells = {"samples/s": Cell(2.5, MEASURED, "samples/s", 0.1, {"steps": [1, 2]})}
+    old = made({"baseline": cells})
+    assert Result.load(old.save(tmp_path)) == old
+    new = made({"pipeline-2": {}}, date="2021-01-01")
+    merged = new.merged(old)
+    assert set(merged.rows) == {"baseline", "pipeline-2"}
+    text = table(BY_NAME["unet-speed"], merged)
+    assert "baseline: made with" in text
+    assert "2021-01-01" in text
+    with pytest.raises(ValueError, match="two benchmarks or scales"):
+        replace(new, scale="full").merged(old)
 
-    def test_speed_ups_are_of_cells_of_one_kind(self):
-        measured, predicted = Cell(2.0, MEASURED), Cell(3.0, PREDICTED)
-        rows = {
-            "baseline": {"samples/s": measured, "predicted samples/s": predicted},
-            "pipeline-2": {"predicted samples/s": Cell(6.0, PREDICTED)},
-        }
-        line = next(
-            line
-            for line in table(BY_NAME["unet-speed"], self.result(rows)).splitlines()
-            if line.startswith("| pipeline-2")
-        )
-        assert "| 2.000 ᵖ |" in line
-        assert "3.000" not in line
+
+def test_speed_ups_are_of_cells_of_one_kind():
+    measured, predicted = Cell(2.0, MEASURED), Cell(3.0, PREDICTED)
+    rows = {
+        "baseline": {"samples/s": measured, "predicted samples/s": predicted},
+        "pipeline-2": {"predicted samples/s": Cell(6.0, PREDICTED)},
+    }
+    lines = table(BY_NAME["unet-speed"], made(rows)).splitlines()
+    (line,) = (line for line in lines if line.startswith("| pipeline-2"))
+    assert "| 2.000 ᵖ |" in line
+    assert "3.000" not in line
 
 
 def test_the_page_shows_what_was_saved():

@@ -3,7 +3,9 @@
 `jpipe.__main__` is imported because a process for each command would take seconds.
 """
 
+import shutil
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -22,11 +24,11 @@ def command(capsys):
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch, request):
+def folder(tmp_path, monkeypatch):
     """A folder of the user's with a ``model.py``, in which the command is typed."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "model.py").write_text(request.module.MODEL)
+    shutil.copy(Path(__file__).with_name("model.py"), tmp_path)
     yield tmp_path
     for name in [n for n, m in sys.modules.items() if _is_in(m, tmp_path)]:
         del sys.modules[name]

@@ -1,50 +1,27 @@
 """Commands about models: what they print, what they write."""
 
-import jax
-import jax.numpy as jnp
+from pathlib import Path
+
 import optax
 import pytest
-from flax import linen as nn
 
 import jpipe
 
+from .model import make, with_loss
 from .outcome import works
 
-MODEL = """
-import jax, jax.numpy as jnp, optax
-from flax import linen as nn
-
-def make():
-    layers = [nn.Dense(8), nn.tanh, nn.Dense(8), nn.tanh, nn.Dense(2)]
-    return layers, jax.ShapeDtypeStruct((16, 4), jnp.float32)
-
-def with_loss():
-    layers, sample = make()
-    return {
-        "layers": layers,
-        "sample": sample,
-        "optimizer": optax.sgd(0.1),
-        "loss": lambda y, targets: jnp.mean((y - targets) ** 2),
-        "targets": jax.ShapeDtypeStruct((16, 2), jnp.float32),
-    }
-"""
 ESTIMATE = "--devices 2 --estimate"
 
 
 pytestmark = pytest.mark.usefixtures("folder")
 
 
-def model():
-    """What `make` in `MODEL` gives."""
-    layers = [nn.Dense(8), nn.tanh, nn.Dense(8), nn.tanh, nn.Dense(2)]
-    return layers, jax.ShapeDtypeStruct((16, 4), jnp.float32)
-
-
-def test_a_plan_is_that_of_the_library(command):
+def test_a_plan_and_its_picture_are_those_of_the_library(command):
     options = "--memory 1MiB --bandwidth 2GB --latency 3us --microbatches 4,8"
-    out = works(command(f"plan model:make {ESTIMATE} {options} --json plan.json"))
+    files = "--json plan.json --svg plan.svg"
+    out = works(command(f"plan model:make {ESTIMATE} {options} {files}"))
     plan = jpipe.plan(
-        *model(),
+        *make(),
         optax.adam(1e-3),
         num_devices=2,
         memory_limit=1 << 20,
@@ -57,23 +34,10 @@ def test_a_plan_is_that_of_the_library(command):
         f"{plan}\n"
         "estimate: --flops, --memory-bandwidth and --action describe your device\n"
         "optimizer: none was given; planned for the state of optax.adam\n"
-        "wrote plan.json\n"
+        "wrote plan.json\nwrote plan.svg\n"
     )
-    with open("plan.json") as file:
-        assert jpipe.Plan.from_json(file.read()) == plan
-
-
-def planned(**options):
-    """What the library plans for ``with_loss``, estimated for two devices."""
-    return jpipe.plan(
-        *model(),
-        optax.sgd(0.1),
-        num_devices=2,
-        loss=lambda y, targets: jnp.mean((y - targets) ** 2),
-        targets=jax.ShapeDtypeStruct((16, 2), jnp.float32),
-        measure=False,
-        **options,
-    )
+    assert jpipe.Plan.from_json(Path("plan.json").read_text()) == plan
+    assert Path("plan.svg").read_text() == jpipe.draw.svg(plan)
 
 
 def test_choices_are_those_of_the_library(command):
@@ -81,7 +45,12 @@ def test_choices_are_those_of_the_library(command):
     choices = "--schedule one_f_one_b,gpipe --remat full,none --data 1,2"
     choices += " --batch-size 64"
     out = works(command(f"plan model:with_loss {ESTIMATE} {options} {choices}"))
-    plan = planned(
+    given = with_loss()
+    plan = jpipe.plan(
+        *[given.pop(name) for name in ("layers", "sample", "optimizer")],
+        **given,
+        num_devices=2,
+        measure=False,
         num_microbatches=4,
         batch_size=64,
         data=(1, 2),
@@ -107,9 +76,3 @@ def test_a_plan_takes_a_saved_profile(command):
     how, *_ = made.splitlines()
     assert how.startswith("measured on cpu")
     assert out.endswith(f"\nlayers: as in costs.json, {how}\n")
-
-
-def test_pictures_are_those_of_the_library(command):
-    works(command(f"plan model:make {ESTIMATE} --svg plan.svg --json plan.json"))
-    with open("plan.svg") as svg, open("plan.json") as file:
-        assert svg.read() == jpipe.draw.svg(jpipe.Plan.from_json(file.read()))

@@ -12,6 +12,8 @@ from jpipe.schedules import BY_NAME
 
 from .outcome import refused, works
 
+SIZES = "--ranks 4 --microbatches 8"
+
 # --------------------------------------------------------------------------- draw
 
 
@@ -25,32 +27,30 @@ def test_draw_prints_a_summary_and_the_grid(command):
     ]
 
 
-def test_draw_cuts_the_costs_of_a_rank_in_its_stages_and_columns_come_out_whole(
-    command,
-):
-    summary, *grid = works(command("draw zb_v --ranks 4 --microbatches 8")).split("\n")
-    assert summary.startswith("zb_v: time 25.5 (")
-    assert summary.endswith("bubble 5.9 %, peak bytes per rank 4, 4, 4, 4")
-    assert grid[0].startswith("rank 0 |0F0 0F1 0F2 0F3 0F4 0F5 0F6 7F0 7I0 7W0 7F1")
-    # Each action has a column of its own: none is rounded away.
-    assert all(line.count("F") == 16 for line in grid if line)
-
-
 @pytest.mark.parametrize(
-    ("options", "time"),
+    ("line", "time"),
     [
-        ("1f1b --costs 1,2", "33"),
         ("1f1b --costs 1,2,3", "66"),
         ("zb_h1 --costs 1,1.5,0.5", "30"),
-        ("1f1b --latency 0.5", "41"),
         ("zb_v --latency 0.5", "32.5"),
+        # Costs are those of a rank, and are cut in its stages.
+        ("zb_v", "25.5"),
         ("interleaved", "28.5"),
     ],
 )
-def test_draw_takes_costs_latency_and_chunks(command, options, time):
-    name, *rest = options.split()
-    out = works(command(f"draw {name} --ranks 4 --microbatches 8", *rest))
-    assert f": time {time} (" in out.splitlines()[0]
+def test_draw_and_compare_take_costs_latency_and_chunks(command, line, time):
+    name, *options = line.split()
+    options += SIZES.split()
+    summary, *grid = works(command("draw", name, *options)).splitlines()
+    assert summary.startswith(f"{name}: time {time} (")
+    # Each action has columns of its own: none is rounded away.
+    for row in grid:
+        forwards = {cell for cell in row.split("|")[1].split() if "F" in cell}
+        assert len(forwards) == (16 if name in ("zb_v", "interleaved") else 8)
+    table = works(command("compare", *options)).splitlines()[2:]
+    times = dict([cell.strip() for cell in row.split("|")[1:4:2]] for row in table)
+    assert [*times] == [name for name in BY_NAME if name != "forward_only"]
+    assert times[name] == time
 
 
 def test_draw_writes_what_was_asked_for(command, tmp_path):
@@ -68,17 +68,7 @@ def test_draw_writes_what_was_asked_for(command, tmp_path):
     assert len(slices) == sum(map(len, BY_NAME["dualpipe_v"](2, 4).rows))
 
 
-def test_a_file_that_cannot_be_written(command, tmp_path):
-    path = tmp_path / "nowhere" / "a.svg"
-    status, _, err = command("draw gpipe --ranks 2 --microbatches 2 --svg", str(path))
-    assert status == 2
-    assert err == f"error: {path}: No such file or directory\n"
-
-
 # ---------------------------------------------------------------- what it refuses
-
-
-SIZES = "--ranks 4 --microbatches 8"
 
 
 @pytest.mark.parametrize(
@@ -89,13 +79,8 @@ SIZES = "--ranks 4 --microbatches 8"
         (f"compare gpipe 2f2b {SIZES}", ["unknown schedule '2f2b'", *BY_NAME]),
         ("compare --ranks 2.5 --microbatches 8", ["--ranks", "'2.5'", "whole number"]),
         (f"draw gpipe {SIZES} --costs 1", ["--costs: '1':", "1,1,1", "1,2"]),
-        (f"draw gpipe {SIZES} --costs 1,b", ["--costs: 'b':", "such as 0.25"]),
         (f"draw gpipe {SIZES} --latency soon", ["--latency: 'soon':", "such as 0.25"]),
-        (f"draw gpipe {SIZES} --png a.gif", ["'a.gif'", ".png or .pdf"]),
-        (
-            f"draw zb_v {SIZES} --chunks 3",
-            ["--chunks 3: zb_v has no such choice"],
-        ),
+        (f"draw zb_v {SIZES} --chunks 3", ["--chunks 3: zb_v has no such choice"]),
         (
             "draw dualpipe_v --ranks 4 --microbatches 4",
             ["num_microbatches=4: needs at least 2 * num_ranks = 8"],
@@ -125,56 +110,26 @@ def test_help_names_every_option(command, line):
     assert all(name in words for name in named)
 
 
-# ------------------------------------------------------------------------ compare
-
-
-def column(table: str, index: int) -> list[str]:
-    rows = [line.split("|")[1:-1] for line in table.splitlines()[2:] if "|" in line]
-    return [row[index].strip() for row in rows]
-
-
-def test_compare_lists_all_schedules_that_train(command):
-    out = works(command("compare --ranks 4 --microbatches 8"))
-    assert column(out, 0) == [name for name in BY_NAME if name != "forward_only"]
-    times = dict(zip(column(out, 0), column(out, 2), strict=True))
-    assert times["gpipe"] == "33"
-    assert times["zb_v"] == "25.5"
-
-
-def test_compare_and_draw_agree(command):
-    table = works(command("compare --ranks 3 --microbatches 6 --costs 2,3,1"))
-    for name, time in zip(column(table, 0), column(table, 2), strict=True):
-        line = f"draw {name} --ranks 3 --microbatches 6 --costs 2,3,1"
-        assert f": time {time} (" in works(command(line))
-
-
 # -------------------------------------------------------------------------- check
 
 
 MINE = "0F0 0F1 0B0 0B1  # a comment\n1F0 1B0 1F1 1B1\n"
 
 
-def test_check_prints_the_grid_and_the_peaks(command, tmp_path):
-    path = tmp_path / "mine.txt"
-    path.write_text(MINE)
-    assert works(command("check", str(path))).splitlines() == [
-        "mine: time 9 (28.6 % above the bound), bubble 33.3 %, "
+def test_check_prints_the_grid_and_the_peaks(command, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(MINE))
+    assert works(command("check -")).splitlines() == [
+        "stdin: time 9 (28.6 % above the bound), bubble 33.3 %, "
         "peak bytes per rank 2, 1",
         "rank 0 |F0 F1 .  .  B0 B0 .  B1 B1|",
         "rank 1 |.  F0 B0 B0 F1 B1 B1 .  . |",
     ]
 
 
-def test_check_reads_standard_input(command, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO(MINE))
-    assert works(command("check -")).startswith("stdin: time 9 ")
-
-
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
         ("0F0 0B0\n1F0", ["mine", "E5 1B0 never runs"]),
-        ("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1", ["E9", "waits"]),
         ("", ["empty"]),
         ("{}", ["Schedule.to_json"]),
     ],
@@ -191,10 +146,9 @@ def test_check_prints_the_faults_on_stderr(command, tmp_path, text, parts):
 
 def test_the_module_is_a_program():
     run = [sys.executable, "-m", "jpipe", "check", "-"]
-    for text, status in ((MINE, 0), ("0F0", 0), ("0F0 0B1", 1)):
-        result = subprocess.run(
-            run, input=text, capture_output=True, text=True, check=False
-        )
+    for text, status in ((MINE, 0), ("0F0 0B1", 1)):
+        piped = {"input": text, "capture_output": True, "text": True}
+        result = subprocess.run(run, check=False, **piped)
         assert result.returncode == status, result.stderr
 
 

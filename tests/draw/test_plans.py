@@ -6,36 +6,19 @@ duration, have no public one.
 
 import functools
 
-import jax
-import jax.numpy as jnp
-import optax
 import pytest
-from flax import linen as nn
 
-import jpipe
 from jpipe.planning._profile import LayerProfile, Profile
 from jpipe.schedules._units import duration
 
+from ..planning.models import planned
 from .pictures import SVG, actions, boxes, parsed, texts
 
 CLOSE = functools.partial(pytest.approx, abs=0.02)  # what the file is rounded to
 
 
-@functools.cache
-def planned(tx=None, **options):
-    return jpipe.plan(
-        [nn.Dense(32), nn.tanh, nn.Dense(32), nn.tanh, nn.Dense(4)],
-        jax.ShapeDtypeStruct((16, 8), jnp.float32),
-        tx or optax.adam(1e-3),
-        num_devices=2,
-        num_microbatches=4,
-        measure=False,
-        **{"action_seconds": 0.0, **options},
-    )
-
-
 def test_bars_are_as_long_as_what_they_say():
-    plan = planned(schedules="1f1b", memory_limit=1 << 17)
+    plan = planned(2, schedules="1f1b", memory_limit=1 << 17)
     root = parsed(plan)
     kinds = "parameters|gradients|optimizer|held|workspace"
     parts = [box for _, box in boxes(root, kinds)]
@@ -54,7 +37,7 @@ def test_bars_are_as_long_as_what_they_say():
 
 
 def test_below_the_bars_is_the_timeline_of_the_step_in_seconds():
-    plan = planned(schedules="zb_h1", bandwidth=1e9)
+    plan = planned(2, schedules="zb_h1")
     root = parsed(plan)
     found = actions(root)
     assert len(found) == sum(map(len, plan.schedule.rows))

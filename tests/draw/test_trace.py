@@ -17,10 +17,12 @@ def events(timelines, phase: str, **options) -> list[dict]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_trace_has_a_slice_for_each_action(name):
+def test_trace_has_a_slice_for_each_action_and_an_arrow_for_each_transfer(name):
     timeline = predicted(name)
-    found = {event["name"]: event for event in events(timeline, "X", unit=1000)}
+    slices = events(timeline, "X", unit=1000)
+    found = {event["name"]: event for event in slices}
     assert set(found) == set(map(str, timeline.start))
+    assert len(slices) == len(timeline.start)
     for rank, row in enumerate(timeline.rows):
         for action in row:
             event = found[str(action)]
@@ -30,20 +32,6 @@ def test_trace_has_a_slice_for_each_action(name):
             assert (event["pid"], event["tid"]) == (0, rank)
             where = {"stage": action.stage, "micro-batch": action.microbatch}
             assert event["args"] == where
-    assert len(events(timeline, "X")) == len(timeline.start)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_trace_has_an_arrow_for_each_transfer_from_slice_to_slice(name):
-    timeline = predicted(name)
-    needs, placement = timeline.needs(), timeline.placement
-    expected = Counter(
-        (str(need), str(action))
-        for action in timeline.start
-        for need in needs(action)
-        if placement[need.stage] != placement[action.stage]
-    )
-    slices = events(timeline, "X")
 
     def around(event) -> str:
         (name,) = [
@@ -53,15 +41,19 @@ def test_trace_has_an_arrow_for_each_transfer_from_slice_to_slice(name):
         ]
         return name
 
-    begins, ends = ({e["id"]: e for e in events(timeline, phase)} for phase in "sf")
+    needs, placement = timeline.needs(), timeline.placement
+    expected = Counter(
+        (str(need), str(action))
+        for action in timeline.start
+        for need in needs(action)
+        if placement[need.stage] != placement[action.stage]
+    )
+    begins, ends = (
+        {event["id"]: event for event in events(timeline, phase, unit=1000)}
+        for phase in "sf"
+    )
     assert begins.keys() == ends.keys()
     assert Counter((around(begins[i]), around(ends[i])) for i in begins) == expected
-
-
-def test_trace_counts_memory():
-    timeline = predicted("1f1b")
-    counters = events(timeline, "C")
-    assert [e["args"]["bytes"] for e in counters] == [e.bytes for e in timeline.memory]
 
 
 def test_measured_seconds_become_microseconds_from_zero():
@@ -70,7 +62,9 @@ def test_measured_seconds_become_microseconds_from_zero():
     assert found["0F0"]["ts"] == 0
     assert found["0F1"]["ts"] == CLOSE(500_000)
     assert found["0B0"]["dur"] == CLOSE(1_000_000)
-    assert min(event["ts"] for event in events(timeline, "C")) == 0
+    counters = events(timeline, "C")
+    assert min(event["ts"] for event in counters) == 0
+    assert [e["args"]["bytes"] for e in counters] == [e.bytes for e in timeline.memory]
 
 
 def test_ranks_that_share_a_stage_exchange_gradients_at_its_end():

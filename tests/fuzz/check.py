@@ -18,6 +18,7 @@ from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 
 import jpipe
+from jpipe.schedules import BY_NAME, Schedule
 
 from .. import listing
 from .. import reference as ref
@@ -134,19 +135,17 @@ def check(
     if shards * len(devices) > jax.device_count():  # as on one accelerator
         shards, gather = 1, None
     parts_of_all = num_microbatches * shards
-    settings = {
-        "balance": balance,
-        "devices": devices,
-        "schedule": schedule,
-        "remat": remat,
-        "in_axes": batch.in_axes,
-        "shards": shards,
-        "gather": gather,
-    }
-    pipe = _pipeline(layers, num_microbatches, settings)
-    in_place = functools.partial(
-        _assert_in_place, _ranks(devices, shards), pipe, balance
+    ranks = _ranks(devices, shards)
+    pipe = jpipe.pipeline(
+        layers,
+        num_microbatches,
+        balance=balance,
+        schedule=schedule if schedule in BY_NAME else Schedule.from_text(schedule),
+        remat=remat,
+        in_axes=batch.in_axes,
+        **_where(ranks, gather),
     )
+    in_place = functools.partial(_assert_in_place, ranks, pipe, balance)
     twin = jpipe.sequential(layers, parts_of_all, in_axes=batch.in_axes)
     variables = pipe.init(KEY(0), batch.x)
     alone = twin.init(KEY(0), batch.x)
@@ -297,22 +296,6 @@ def _state(variables: Sequence[PyTree]) -> tuple[PyTree, ...]:
     )
 
 
-def _pipeline(layers: Sequence[Any], number: int, settings: Any) -> jpipe.Pipeline:
-    schedule, gather = settings["schedule"], settings["gather"]
-    if schedule not in jpipe.schedules.BY_NAME:
-        schedule = jpipe.schedules.Schedule.from_text(schedule)
-    shards = settings["shards"]
-    ranks = _ranks(settings["devices"], shards)
-    options = {k: settings[k] for k in ("balance", "remat", "in_axes")}
-    if shards == 1:
-        options["devices"] = [device for (device,) in ranks]
-    else:
-        options["mesh"] = jax.sharding.Mesh(np.array(ranks), ("stage", "data"))
-    if shards > 1 and gather is not None:
-        options |= {"gather": gather, "sharding": functools.partial(_cut, shards)}
-    return jpipe.pipeline(layers, number, schedule=schedule, **options)
-
-
 def _ranks(numbers: Sequence[int], shards: int) -> list[list[jax.Device]]:
     """The devices of each rank."""
     places = jax.devices()
@@ -320,6 +303,17 @@ def _ranks(numbers: Sequence[int], shards: int) -> list[list[jax.Device]]:
         return [[places[number % len(places)]] for number in numbers]
     firsts = range(0, len(numbers) * shards, shards)
     return [places[first : first + shards] for first in firsts]
+
+
+def _where(ranks: list[list[jax.Device]], gather: str | None) -> dict[str, Any]:
+    """How a pipeline is told its devices, and that parameters are cut over them."""
+    shards = len(ranks[0])
+    if shards == 1:
+        return {"devices": [device for (device,) in ranks]}
+    mesh = {"mesh": jax.sharding.Mesh(np.array(ranks), ("stage", "data"))}
+    if gather is None:
+        return mesh
+    return mesh | {"gather": gather, "sharding": functools.partial(_cut, shards)}
 
 
 def _cut(shards: int, _: Any, leaf: Any) -> P | None:

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 import hypothesis.strategies as st
 
-from jpipe.schedules import BY_NAME, Action, Schedule, ScheduleError
+from jpipe.schedules import BY_NAME, Schedule, ScheduleError
 
+from ..schedules.orders import any_rows
 from . import check
 
 # Which parameters are trained, where the library lets one choose.
@@ -230,15 +231,16 @@ def _note_skip(choice: Choice, skips: list[tuple[str, bool]], number: int) -> No
         skips[:] = [(name, how) for name, how in skips if repr(name) not in choice.text]
 
 
-POLICIES = [
-    "dots_saveable",
-    "dots_with_no_batch_dims_saveable",
-    "everything_saveable",
-    "nothing_saveable",
-    "offload_dot_with_no_batch_dims('device', 'pinned_host')",
-]
 REMATS = [repr(name) for name in ("full", "none", "except_last", "dots", "min_cut")]
-REMATS += [f"jax.checkpoint_policies.{name}" for name in POLICIES]
+REMATS += [
+    f"jax.checkpoint_policies.{policy}"
+    for policy in (
+        "dots_with_no_batch_dims_saveable",
+        "everything_saveable",
+        "nothing_saveable",
+        "offload_dot_with_no_batch_dims('device', 'pinned_host')",
+    )
+]
 
 
 def fitting(num_stages: int, num_microbatches: int) -> list[str]:
@@ -264,37 +266,8 @@ def orders(draw: st.DrawFn, num_stages: int, num_microbatches: int) -> str:
     placement = [*range(num_ranks), *chance.choices(range(num_ranks), k=num_stages)]
     placement = placement[:num_stages]
     chance.shuffle(placement)
-    split = {
-        (s, i): chance.random() < chance.choice([0, 0.5, 1])
-        for s in range(num_stages)
-        for i in range(num_microbatches)
-    }
-    waits: dict[Action, list[Action]] = {}
-    for (s, i), halves in split.items():
-        first = Action("I" if halves else "B", s, i)
-        last = Action("W" if halves else "B", s, i)
-        waits.setdefault(Action("F", s, i), [])
-        waits.setdefault(first, []).append(Action("F", s, i))
-        if halves:
-            waits.setdefault(last, []).append(first)
-        if s:
-            waits[Action("F", s, i)].append(Action("F", s - 1, i))
-        if s + 1 < num_stages:
-            above = Action("I" if split[s + 1, i] else "B", s + 1, i)
-            waits[first].append(above)
-        if i:  # losses and gradients are summed in this order
-            waits[Action("F", s, i)].append(Action("F", s, i - 1))
-            before = Action("W" if split[s, i - 1] else "B", s, i - 1)
-            waits[last].append(before)
-    rows: list[list[str]] = [[] for _ in range(num_ranks)]
-    done: set[Action] = set()
-    while waits:
-        ready = [action for action, reads in waits.items() if done.issuperset(reads)]
-        action = chance.choice(ready)
-        del waits[action]
-        done.add(action)
-        rows[placement[action.stage]].append(str(action))
-    return "\n".join(" ".join(row) for row in rows)
+    rows = any_rows(chance, placement, num_microbatches)
+    return "\n".join(" ".join(map(str, row)) for row in rows)
 
 
 @st.composite

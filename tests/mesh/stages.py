@@ -30,6 +30,10 @@ class Normed(nn.Module):
         return nn.Dropout(0.5, deterministic=not train)(jnp.tanh(x))
 
 
+def normed():
+    return [Normed(), Normed(), dense(8), dense(4)]
+
+
 def mesh(*shape, names=("stage", "data", "model"), explicit=()):
     names = names[: len(shape)]
     kinds = [AxisType.Explicit if name in explicit else AxisType.Auto for name in names]

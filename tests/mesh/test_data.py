@@ -10,13 +10,9 @@ from jax.sharding import PartitionSpec as P
 import jpipe
 
 from .. import reference as ref
-from .stages import TX, Normed, all_of, batch, close, compare, dense, mesh
+from .stages import TX, all_of, batch, close, compare, dense, mesh, normed
 
 pytestmark = pytest.mark.usefixtures("double")
-
-
-def normed():
-    return [Normed(), Normed(), dense(8), dense(4)]
 
 
 def plain():

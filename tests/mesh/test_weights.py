@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import jpipe
 
 from .. import reference as ref
-from .stages import Normed, batch, close, compare, dense, mesh
+from .stages import batch, close, compare, dense, mesh, normed
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -46,10 +46,6 @@ def wide(**options):
 
 def spec(leaf):
     return leaf.sharding.spec
-
-
-def normed():
-    return [Normed(), Normed(), dense(8), dense(4)]
 
 
 def last_axis(path, leaf):

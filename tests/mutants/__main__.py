@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def folders_for(file: str) -> list[str]:
-    """The folders of tests that reach a file."""
+    """The tests that reach a file: folders, or single files of them."""
     start = max((start for start in REACHED_BY if file.startswith(start)), key=len)
     return [f"tests/{folder}" for folder in REACHED_BY[start].split()]
 
@@ -53,7 +53,7 @@ def first_failure(copy: Path, folders: list[str], workers: str) -> str:
         return "none ends"
     if run.returncode == 0:
         return ""
-    found = re.search(r"^(?:FAILED|ERROR) (\S+)", run.stdout, re.MULTILINE)
+    found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", run.stdout, re.MULTILINE)
     return found[1] if found else (run.stdout + run.stderr)[-2000:]
 
 

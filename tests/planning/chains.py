@@ -7,18 +7,8 @@ import itertools
 import random
 
 from jpipe.planning._profile import LayerProfile, Profile, SkipProfile
-from jpipe.planning._replicated import Replicated, ReplicatedStage, costs_of
 
-__all__ = [
-    "LayerProfile",
-    "Profile",
-    "Replicated",
-    "ReplicatedStage",
-    "SkipProfile",
-    "costs_of",
-    "every_cut",
-    "profile",
-]
+__all__ = ["LayerProfile", "Profile", "SkipProfile", "every_cut", "profile"]
 
 MODES = ("none", "min_cut", "full")
 

@@ -1,10 +1,12 @@
-"""Small models in which layers share, stash, draw, loop and change."""
+"""Small models in which layers share, stash, draw, loop and change; and plans."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import linen as nn
 
 import jpipe
@@ -69,3 +71,20 @@ def profile(name: str, **options: Any) -> jpipe.Profile:
     model = MODELS[name]
     given = {"num_microbatches": 2, "loss": model.loss, "targets": model.targets}
     return jpipe.profile(model.layers(), model.x, **(given | options))
+
+
+SAMPLE = jax.ShapeDtypeStruct((16, 8), float)
+
+
+def dense(blocks: int) -> list[Any]:
+    """As many dense layers of one width, each with a tanh, and a last one."""
+    each = [layer for _ in range(blocks) for layer in (nn.Dense(32), nn.tanh)]
+    return [*each, nn.Dense(4)]
+
+
+@functools.cache
+def planned(blocks: int, **options: Any) -> jpipe.Plan:
+    """A plan of `dense`, estimated: nothing is measured."""
+    given = {"num_devices": 2, "num_microbatches": 4, "measure": False}
+    given |= {"action_seconds": 0.0, "bandwidth": 1e9}
+    return jpipe.plan(dense(blocks), SAMPLE, optax.adam(1e-3), **given | options)

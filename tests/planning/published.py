@@ -1,6 +1,5 @@
 """Profiles in the text of PipeDream, and the plans that were published for them."""
 
-import heapq
 import re
 from pathlib import Path
 
@@ -33,14 +32,11 @@ def read(name):
             readers[parts[0]].append(parts[1])
         else:
             readers[parts[0]] = []
-            nodes[parts[0]] = (
-                parts[1],
-                {
-                    key: float(value)
-                    for key, value in re.findall(r"(\w+_\w+)=([\d.]+)", parts[2])
-                },
-            )
-    names = [n for n in in_order(readers) if not nodes[n][0].startswith("Input")]
+            numbers = re.findall(r"(\w+_\w+)=([\d.]+)", parts[2])
+            nodes[parts[0]] = parts[1], {key: float(n) for key, n in numbers}
+    # The number of a node is larger than those of all that it reads.
+    in_order = sorted(readers, key=lambda name: int(name.removeprefix("node")))
+    names = [name for name in in_order if not nodes[name][0].startswith("Input")]
     place = {name: i for i, name in enumerate(names)}
     layers, skips = [], []
     for i, name in enumerate(names):
@@ -64,23 +60,3 @@ def read(name):
             )
         )
     return Profile(tuple(layers), skips=tuple(skips))
-
-
-def in_order(readers):
-    """Nodes after all that they read; of several, that with the smallest number."""
-    waits = dict.fromkeys(readers, 0)
-    for reader in (reader for each in readers.values() for reader in each):
-        waits[reader] += 1
-
-    def key(name):
-        return int(name.removeprefix("node")), name
-
-    ready = [key(name) for name, count in waits.items() if not count]
-    heapq.heapify(ready)
-    while ready:
-        _, name = heapq.heappop(ready)
-        yield name
-        for reader in readers[name]:
-            waits[reader] -= 1
-            if not waits[reader]:
-                heapq.heappush(ready, key(reader))

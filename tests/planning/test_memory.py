@@ -9,11 +9,11 @@ from flax import linen as nn
 import jpipe
 
 from .. import reference as ref
-from .models import MODELS, X
-from .test_plan import KIB, SAMPLE, model
+from .models import MODELS, SAMPLE, X, dense
 
+KIB = 1 << 10
 KEEPING = [
-    (model, SAMPLE, "zb_v", "full", 1),
+    (lambda: dense(5), SAMPLE, "zb_v", "full", 1),
     (MODELS["skips"].layers, X, "1f1b", "dots", 2),
 ]
 

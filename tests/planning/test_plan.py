@@ -15,29 +15,12 @@ import jpipe
 from jpipe import schedules
 
 from .. import reference as ref
+from . import models
 from .chains import every_cut
+from .models import SAMPLE
 
-KIB = 1 << 10
-SAMPLE = jax.ShapeDtypeStruct((16, 8), float)
-
-
-def model():
-    return [layer for _ in range(5) for layer in (nn.Dense(32), nn.tanh)] + [
-        nn.Dense(4)
-    ]
-
-
-@functools.cache
-def planned(**options):
-    given = {
-        "num_devices": 2,
-        "data": 1,
-        "num_microbatches": 4,
-        "measure": False,
-        "action_seconds": 0.0,
-        "bandwidth": 1e9,
-    }
-    return jpipe.plan(model(), SAMPLE, optax.adam(1e-3), **given | options)
+model = functools.partial(models.dense, 5)
+planned = functools.partial(models.planned, 5, data=1)
 
 
 def test_a_plan_is_built_and_gives_the_numbers_of_one_device():
@@ -153,10 +136,56 @@ def test_tiny_layers_are_not_spread_over_devices():
     says = "3 of 4 devices are left idle: with all 4"
     assert any(says in line for line in real.forecast.reasons)
     # One thread has all programs run: forwards of the last stage are in its backwards.
-    two = tiny(num_devices=2, num_microbatches=4, balance=[8, 8])
+    halves = {"num_microbatches": 4, "balance": [8, 8]}
+    two = tiny(num_devices=2, **halves)
     assert two.forecast.seconds == 2e-5 * (3 * 4 + 2 * 4)
+    # Each stage has its shards add up their gradients.
+    assert tiny(data=2, **halves).forecast.seconds == 2e-5 * (3 * 4 + 2 * 4 + 2)
     says = "host: one thread has all programs and transfers run, which takes "
     assert any(line.startswith(says) for line in two.forecast.reasons)
+
+
+def keep(x):
+    jpipe.stash("x", x)
+    return 2 * x
+
+
+def add(x):
+    return x + jpipe.pop("x")
+
+
+@pytest.mark.parametrize(
+    ("remat", "schedule", "first", "last", "kept", "workspace"),
+    [
+        # The last stage runs its forwards in its backwards, and keeps its input.
+        ("min_cut", "zb_h1", (4.0, 8.0), (0.0, 3.0), (200, 128), (0, 50)),
+        # Here no backward follows its forward.
+        ("none", "gpipe", (4.0, 8.0), (1.0, 2.0), (280, 70), (0, 0)),
+        ("full", "gpipe", (4.0, 12.0), (0.0, 3.0), (32 * 4, 128), (200, 50)),
+    ],
+)
+def test_a_forecast_by_hand(remat, schedule, first, last, kept, workspace):
+    """Layers of 1 s and 2 s, which need 1000 bytes; arrays are of 128 bytes."""
+    layers = [nn.Dense(8), keep, nn.tanh, add, nn.Dense(4)]
+    own = jpipe.profile(layers, SAMPLE, num_microbatches=4, measure=False)
+    known = {"kept_bytes": {"min_cut": 50, "none": 70}, "workspace_bytes": 1000}
+    known |= {"forward": 1.0, "backward": 2.0, "input_grad": None, "weight_grad": None}
+    each = tuple(dataclasses.replace(layer, **known) for layer in own.layers)
+    given = {"num_devices": 2, "balance": [4, 1], "data": 1, "num_microbatches": 4}
+    given |= {"profile": dataclasses.replace(own, layers=each, action_seconds=0.0)}
+    given |= {"measure": False, "bandwidth": 1e3, "latency": 0.0}
+    plan = jpipe.plan(
+        layers, SAMPLE, optax.sgd(0.1), remat=remat, schedules=schedule, **given
+    )
+    costs = plan.forecast.costs
+    # Nobody needs the gradient of the input: W does all of the first stage's backward.
+    assert (costs.forward[0], costs.backward[0]) == first
+    assert (costs.input_grad[0], costs.weight_grad[0]) == (0.0, first[1])
+    assert (costs.forward[1][0], costs.backward[1][0]) == last
+    assert (costs.residual_bytes[0], costs.residual_bytes[1][0]) == kept
+    # Beside its own, a layer of the first has two arrays, and what skips it.
+    needs = [memory.workspace for memory in plan.forecast.memory]
+    assert needs == [1000 + 3 * 128 + workspace[0], 1000 + workspace[1]]
 
 
 NAMES = ("1f1b", "zb_h1", "zb_v")
@@ -201,17 +230,29 @@ def test_no_cut_under_any_schedule_has_a_shorter_step(seed):
         made(3, schedules=NAMES, memory_limit=limit - 1)
 
 
-@pytest.mark.slow
 def test_what_nobody_says_of_the_link_is_measured():
     layers, x = [nn.Dense(4), nn.relu, nn.Dense(4)], jnp.ones((8, 4))
-    given = {"num_microbatches": 2, "schedules": "1f1b", "num_devices": 2}
-    plan = jpipe.plan(layers, x, optax.sgd(0.1), balance=[2, 1], data=1, **given)
-    says = f"as measured from {jax.devices()[0]} to {jax.devices()[1]}"
+    profile = jpipe.profile(layers, x, num_microbatches=2, rounds=1)
+
+    def made(**options):
+        given = {"num_devices": 2, "data": 1, "balance": [2, 1], "schedules": "1f1b"}
+        given |= {"num_microbatches": 2, **options}
+        return jpipe.plan(layers, x, optax.sgd(0.1), **given)
+
+    plan, says = made(), f"measured from {jax.devices()[0]} to {jax.devices()[1]}"
     assert says in str(plan)
+    assert jpipe.Plan.from_json(plan.to_json()) == plan
     # A byte per second, or all of memory in a microsecond, is no link.
     assert 0 <= plan.forecast.costs.latency < 1
     assert 1e6 < plan.forecast.costs.bandwidth < 1e14
-    profile = jpipe.profile(layers, x, num_microbatches=2, rounds=1)
-    # It may be of another machine.
-    known = jpipe.plan(layers, x, optax.sgd(0.1), profile=profile, **given)
-    assert "as measured from" not in str(known)
+    slow = made(latency=0.25)
+    assert slow.forecast.costs.latency == 0.25
+    assert slow.forecast.seconds > 2 * 0.25  # there and back
+    assert "between devices; 250 ms for each and " in str(slow)
+    assert says in str(slow)
+    for options in (
+        {"profile": profile, "latency": 0.0, "bandwidth": 1e9},
+        {"measure": False},
+        {"profile": profile},  # it may be of another machine
+    ):
+        assert "measured from" not in str(made(**options))

@@ -5,34 +5,23 @@ import re
 
 import jax
 import numpy as np
-import optax
 import pytest
-from flax import linen as nn
 from jax.sharding import Mesh
 
 import jpipe
 from jpipe import draw
 
-SAMPLE = jax.ShapeDtypeStruct((16, 8), float)
+from . import models
 
-
-def model():
-    return [layer for _ in range(3) for layer in (nn.Dense(32), nn.tanh)] + [
-        nn.Dense(4)
-    ]
-
-
-@functools.cache
-def planned(**options):
-    given = {
-        "num_devices": 4,
-        "num_microbatches": (2, 4),
-        "schedules": "1f1b",
-        "measure": False,
-        "action_seconds": 0.0,
-        "bandwidth": 1e11,
-    }
-    return jpipe.plan(model(), SAMPLE, optax.adam(1e-3), **given | options)
+model = functools.partial(models.dense, 3)
+planned = functools.partial(
+    models.planned,
+    3,
+    num_devices=4,
+    num_microbatches=(2, 4),
+    schedules="1f1b",
+    bandwidth=1e11,
+)
 
 
 def reason(plan, name):

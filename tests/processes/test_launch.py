@@ -7,15 +7,19 @@ import sys
 import pytest
 
 
-def launched(*words, **environment):
+def run(*command, **environment):
     return subprocess.run(
-        [sys.executable, "-m", "jpipe", "launch", *words],
+        [sys.executable, *command],
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
         check=False,
         timeout=120,
     )
+
+
+def launched(processes, *words):
+    return run("-m", "jpipe", "launch", "--processes", processes, *words)
 
 
 @pytest.mark.parametrize("is_module", [False, True])
@@ -27,7 +31,7 @@ def test_a_script_or_a_module_is_started_so_many_times(
     )
     monkeypatch.chdir(tmp_path)
     script = ["-m", "three"] if is_module else ["three.py"]
-    done = launched("--processes", "3", *script, "-m", "--steps=2")
+    done = launched("3", *script, "-m", "--steps=2")
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [
         f"[{number}] {number} -m --steps=2" for number in range(3)
@@ -37,11 +41,11 @@ def test_a_script_or_a_module_is_started_so_many_times(
 def test_a_program_that_forgets_to_join_is_told(tmp_path):
     script = tmp_path / "alone.py"
     script.write_text("import jpipe, math\njpipe.pipeline([math.sin], 1)\n")
-    done = launched("--processes", "2", str(script))
+    done = launched("2", str(script))
     assert done.returncode == 1
     for number in range(2):
         assert f"this is process {number} of 2, says JPIPE_PROCESSES" in done.stderr
-    assert launched("--processes", "1", str(script)).returncode == 0
+    assert launched("1", str(script)).returncode == 0
 
 
 @pytest.mark.slow
@@ -56,13 +60,6 @@ def test_a_program_that_forgets_to_join_is_told(tmp_path):
     ],
 )
 def test_what_does_not_tell_processes_apart_is_refused(said, words):
-    done = subprocess.run(
-        [sys.executable, "-c", "import jpipe; jpipe.distributed()"],
-        env={**os.environ, **said},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    done = run("-c", "import jpipe; jpipe.distributed()", **said)
     assert done.returncode == 1
     assert words in done.stderr

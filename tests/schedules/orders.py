@@ -1,7 +1,9 @@
 """Orders of actions: of which sizes, what each action reads, how one is refused."""
 
+import itertools
+import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -51,6 +53,40 @@ def reads(action: Action, num_stages: int, split: set[Action]) -> list[Action]:
         half = Action("I", stage + 1, i)
         found.append(half if half in split else Action("B", stage + 1, i))
     return found
+
+
+def comes_before(one: Action, other: Action) -> bool:
+    """Whether both are terms of one sum, and one is the earlier."""
+    same = any(one.op in ops and other.op in ops for ops in ("F", "BW"))
+    return same and one.stage == other.stage and one.microbatch < other.microbatch
+
+
+def any_rows(
+    chance: random.Random, placement: Sequence[int], num_microbatches: int
+) -> list[list[Action]]:
+    """Rows that can run: backwards are whole or split, actions in any order."""
+    pairs = list(itertools.product(range(len(placement)), range(num_microbatches)))
+    share = chance.choice([0, 0.5, 1])
+    split = {Action("I", *pair) for pair in pairs if chance.random() < share}
+    todo = [
+        Action(op, *pair)
+        for pair in pairs
+        for op in ("FIW" if Action("I", *pair) in split else "FB")
+    ]
+    rows: list[list[Action]] = [[] for _ in range(max(placement) + 1)]
+    done: set[Action] = set()
+    while todo:
+        ready = [
+            action
+            for action in todo
+            if done.issuperset(reads(action, len(placement), split))
+            and not any(comes_before(other, action) for other in todo)
+        ]
+        action = chance.choice(ready)
+        todo.remove(action)
+        done.add(action)
+        rows[placement[action.stage]].append(action)
+    return rows
 
 
 def halves(schedule: Schedule) -> set[Action]:

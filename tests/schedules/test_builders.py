@@ -35,14 +35,9 @@ def test_interleaved_with_one_chunk_is_1f1b():
 
 
 def test_a_group_with_fewer_microbatches_than_ranks_is_refused_with_the_cycle():
-    with pytest.raises(ScheduleError) as refusal:
+    says = r"E9 the schedule deadlocks: rank 0: 4F3 waits for 3F3, which .*; rank 3: "
+    with pytest.raises(ScheduleError, match=says):
         interleaved(4, 8, group=2)
-    assert str(refusal.value) == (
-        "schedule 'interleaved' cannot run:\n"
-        "  * E9 the schedule deadlocks: "
-        "rank 0: 4F3 waits for 3F3, which rank 3 runs after 3B0; "
-        "rank 3: 3B0 waits for 4B0, which rank 0 runs after 4F3"
-    )
 
 
 def test_a_schedule_is_found_by_its_name_and_by_that_of_its_function():

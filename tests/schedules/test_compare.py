@@ -24,12 +24,9 @@ def test_a_comparison_prints_as_a_table():
     )
 
 
-def test_costs_per_stage_compare_schedules_of_that_many_stages():
-    costs = Costs(forward=[1.0] * 8, backward=[2.0] * 7 + [3.0])
-    both = [BY_NAME["interleaved"](4, 8), BY_NAME["zb_v"](4, 8)]
-    compared = compare(both, costs).timelines
-    assert compared == tuple(schedule.simulate(costs) for schedule in both)
-    with pytest.raises(
-        ValueError, match="costs are for 8 stages, gpipe has 4; give one"
-    ):
-        compare([*both, BY_NAME["gpipe"](4, 8)], costs)
+def test_costs_of_stages_are_for_schedules_of_as_many():
+    costs = Costs(forward=[1.0] * 8)
+    both = [BY_NAME["interleaved"](4, 8), BY_NAME["gpipe"](4, 8)]
+    assert compare(both[:1], costs).timelines == (both[0].simulate(costs),)
+    with pytest.raises(ValueError, match="are for 8 stages, gpipe has 4; give one"):
+        compare(both, costs)

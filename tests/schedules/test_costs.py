@@ -58,7 +58,6 @@ def test_actions_wait_for_what_skips_the_ranks_between():
     ("costs", "says"),
     [
         (Costs([1, 1, 1]), ["they are for 3 stages, there are 2"]),
-        (Costs([1]), ["they are for 1 stages, there are 2"]),
         (
             Costs([1, -1], [1, 2, 3], exchange=[[1, 1], 2]),
             [

@@ -1,6 +1,7 @@
 """Orders at random: the validator, the simulator and graph theory agree."""
 
 import itertools
+import random
 from graphlib import CycleError, TopologicalSorter
 
 import hypothesis.strategies as st
@@ -9,48 +10,22 @@ from hypothesis import given
 
 from jpipe.schedules import Action, Costs, Schedule, ScheduleError
 
-from .orders import by_hand, halves, reads, refusal_of, sums
+from .orders import any_rows, by_hand, halves, reads, refusal_of, sums
 
 
 @st.composite
 def any_orders(draw):
     """Complete schedules of up to two stages per rank; most of them can run."""
+    chance = random.Random(draw(st.integers(0, 2**32)))
     num_ranks, m = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     more = draw(st.lists(st.integers(0, num_ranks - 1), max_size=num_ranks))
     placement = tuple(draw(st.permutations([*range(num_ranks), *more])))
-    num_stages = len(placement)
-    pairs = list(itertools.product(range(num_stages), range(m)))
-    split = {Action("I", *pair) for pair in pairs if draw(st.booleans())}
-    todo = [
-        Action(op, *pair)
-        for pair in pairs
-        for op in ("FIW" if Action("I", *pair) in split else "FB")
-    ]
-    rows: list[list[Action]] = [[] for _ in range(num_ranks)]
-    done: set[Action] = set()
-    while todo:
-        ready = [
-            action
-            for action in todo
-            if done.issuperset(reads(action, num_stages, split))
-            and not any(comes_before(other, action) for other in todo)
-        ]
-        action = draw(st.sampled_from(ready))
-        todo.remove(action)
-        done.add(action)
-        rows[placement[action.stage]].append(action)
+    rows = any_rows(chance, placement, m)
     for row in rows:
-        if draw(st.integers(0, 3)) == 0:
-            at = st.integers(0, len(row) - 1)
-            one, other = draw(at), draw(at)
+        if chance.randrange(4) == 0:
+            one, other = chance.choices(range(len(row)), k=2)
             row[one], row[other] = row[other], row[one]
-    return Schedule("any", num_stages, m, placement, tuple(map(tuple, rows)))
-
-
-def comes_before(one: Action, other: Action) -> bool:
-    """Whether both are terms of one sum, and one is the earlier."""
-    same = any(one.op in ops and other.op in ops for ops in ("F", "BW"))
-    return same and one.stage == other.stage and one.microbatch < other.microbatch
+    return Schedule("any", len(placement), m, placement, tuple(map(tuple, rows)))
 
 
 COST = {"F": "forward", "B": "backward", "I": "input_grad", "W": "weight_grad"}

@@ -111,16 +111,6 @@ def test_faster_than_the_best_of_the_catalogue_by_a_margin(costs, m, cap, margin
     assert timeline.makespan <= best * (1 - margin)
 
 
-def test_something_fits_where_nothing_of_the_catalogue_does():
-    costs = Costs([1] * 4)
-    assert min(max(s.simulate(costs).peak_bytes) for s in catalogue(4, 16, 4)) == 4
-    times = [fit(costs, 4, 16, cap).simulate(costs).makespan for cap in (1, 2, 3, 4)]
-    # One at a time: four F, four I and, before the next can begin, the W of rank 0.
-    assert times[0] == 16 * 9
-    assert times == sorted(set(times), reverse=True)
-    assert times[3] == 51
-
-
 def test_what_cannot_fit_says_what_is_short_and_what_would_do():
     costs = Costs([1, 1], residual_bytes=[3, 5], parameter_bytes=[10, 20])
     assert fit(costs, 2, 4, [13, 25]).simulate(costs).peak_bytes == (13, 25)

@@ -147,9 +147,7 @@ def test_the_slowest_of_uneven_stages_rules():
             costs = Costs(forward, backward)
             timeline = gpipe(len(forward), m).simulate(costs)
             assert (timeline.makespan, timeline.bottleneck) == (bound, slowest)
-            # 1F1B takes as long if the last stage is the slowest; a slow one before
-            # it works on while the first gradients are on their way.
+            # A slow stage of 1F1B works on while the first gradients are on their way.
             makespan = one_f_one_b(len(forward), m).simulate(costs).makespan
             assert makespan <= bound
-            if slowest == len(forward) - 1:
-                assert makespan == bound
+            assert makespan == bound or slowest < len(forward) - 1

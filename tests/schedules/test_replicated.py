@@ -15,36 +15,9 @@ from jpipe.schedules import (
     replicated,
 )
 
-# PipeDream's figure with a flush: stages of 3, 2, 2 and 1 units on 3, 2, 2 and 1 ranks.
-FIGURE = """
-F0 F0 F0 F3 F3 F3 F6 F6 F6 . . . . B0 B0 B0 F9 F9 F9 B3 B3 B3 . . . B6 B6 B6 . . . \
-B9 B9 B9 . . . .
-F1 F1 F1 F4 F4 F4 F7 F7 F7 . . . . . . B1 B1 B1 F10 F10 F10 B4 B4 B4 . . . B7 B7 B7 \
-. . . B10 B10 B10 . .
-F2 F2 F2 F5 F5 F5 F8 F8 F8 . . . . . . . . B2 B2 B2 F11 F11 F11 B5 B5 B5 . . . B8 B8 \
-B8 . . . B11 B11 B11
-. . . F0 F0 F2 F2 F4 F4 . . B0 B0 F6 F6 B2 B2 F8 F8 B4 B4 F10 F10 B6 B6 . . B8 B8 . . \
-B10 B10 . . . . .
-. . . F1 F1 . F3 F3 F5 F5 . . . B1 B1 F7 F7 B3 B3 F9 F9 B5 B5 F11 F11 B7 B7 . . B9 B9 \
-. . B11 B11 . . .
-. . . . . F0 F0 F2 F2 B0 B0 F4 F4 B2 B2 F6 F6 B4 B4 F8 F8 B6 B6 F10 F10 B8 B8 . . B10 \
-B10 . . . . . . .
-. . . . . F1 F1 . F3 F3 . B1 B1 F5 F5 B3 B3 F7 F7 B5 B5 F9 F9 B7 B7 F11 F11 B9 B9 . . \
-B11 B11 . . . . .
-. . . . . . . F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7 F8 B8 F9 B9 F10 B10 F11 \
-B11 . . . . . . .
-"""
-
 
 def costs_of(times, back=1.0):
     return Costs(forward=list(times), backward=[back * time for time in times])
-
-
-def test_the_figure_of_pipedream():
-    timeline = replicated([3, 2, 2, 1], 12).simulate(costs_of([3, 2, 2, 1]))
-    rows = [row.split("|")[1].split() for row in timeline.to_text().splitlines()]
-    assert rows == [line.split() for line in FIGURE.split("\n") if line]
-    assert timeline.peak_bytes == (3, 3, 3, 3, 3, 2, 2, 1)
 
 
 def between(timeline, replicas):

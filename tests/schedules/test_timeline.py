@@ -29,25 +29,9 @@ def test_the_order_is_by_end_and_respects_every_dependency(prediction):
 def test_median_costs_of_a_prediction_are_what_it_was_made_of(prediction):
     schedule, costs = prediction
     timeline = schedule.simulate(costs)
-    medians = timeline.median_costs()
-    ran = {(action.op, action.stage) for action in timeline.end}
-    fields = {
-        "F": "forward",
-        "B": "backward",
-        "I": "input_grad",
-        "W": "weight_grad",
-    }
-    for op, field in fields.items():
-        given_ = getattr(costs, field)
-        stages = [stage for stage in range(schedule.num_stages) if (op, stage) in ran]
-        if not stages:
-            assert getattr(medians, field) == given_
-        else:
-            assert [getattr(medians, field)[s] for s in stages] == [
-                given_[s] for s in stages
-            ]
-    assert schedule.simulate(medians).start == timeline.start
-    assert schedule.simulate(medians).memory == timeline.memory
+    again = schedule.simulate(timeline.median_costs())
+    assert (again.start, again.end) == (timeline.start, timeline.end)
+    assert again.memory == timeline.memory
 
 
 def test_a_measured_timeline_counts_from_its_first_start():
