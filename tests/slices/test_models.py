@@ -324,17 +324,7 @@ def test_loss_gradients_and_what_is_written(double, name):
     )
 
 
-BETWEEN = "where a cut falls into a batch norm, its variance is written elsewhere"
-BETWEEN_MARK = pytest.mark.xfail(strict=True, reason=BETWEEN)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=BETWEEN_MARK if name == "resnet" else ())
-        for name in CASES
-    ],
-)
+@pytest.mark.parametrize("name", CASES)
 def test_two_steps_are_those_of_a_plain_loop(double, name):
     """Of the optimizer's state the first moment tells the gradients."""
     case, pipe, variables = made(name)
