@@ -42,7 +42,7 @@ def loss(
         jaxpr = traced.closed.jaxpr.replace(outvars=outvars)
         run = _jaxpr.as_traced(core.ClosedJaxpr(jaxpr, traced.closed.consts))
         constants = map(jnp.asarray, traced.constants)
-        one, *more = run(*params, *constants, *own, np.int32(number))
+        one, *more = run(*params, *constants, *own, np.int32(number), *traced.numbers)
         total.append(one)
         weight += more[: len(traced.weight)]
         rest = more[len(traced.weight) :]

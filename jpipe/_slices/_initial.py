@@ -5,7 +5,6 @@ from typing import Any
 
 import chex
 import jax
-import numpy as np
 from jax.extend import core
 
 from .._instructions import _transfer
@@ -14,6 +13,7 @@ from .._jaxprs import _jaxpr
 from .._layers import _nnx
 from .._layers._initialize import strong
 from .._layers._layer import Layer
+from ._folds import lifted
 
 PyTree = Any
 
@@ -51,7 +51,7 @@ class Initial:
         key, runs = _transfer.put_tree(key, device), []
         with compiling() as add:
             for var in self._closed.jaxpr.outvars:
-                closed, numbers = _lifted(_jaxpr.prune(self._closed, [var]))
+                closed, numbers = lifted(_jaxpr.prune(self._closed, [var]))
                 # Of the text of a program its constants are no part.
                 kind = str(closed.jaxpr), *map(id, closed.consts)
                 if kind not in known:
@@ -71,32 +71,3 @@ def _named(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*args)
 
     return draw
-
-
-def _lifted(closed: core.ClosedJaxpr) -> tuple[core.ClosedJaxpr, list[np.ndarray]]:
-    """The numbers that are folded into keys as inputs: so equal draws are one program.
-
-    Flax folds a number into the key for each variable.
-    """
-    folds = [
-        eqn
-        for eqn in closed.jaxpr.eqns
-        if eqn.primitive.name == "random_fold_in"
-        and isinstance(eqn.invars[1], core.Literal)
-    ]
-    numbers: list[Any] = [
-        np.asarray(eqn.invars[1].val, eqn.invars[1].aval.dtype) for eqn in folds
-    ]
-    place = {id(eqn): i for i, eqn in enumerate(folds)}
-
-    def run(key: Any, *given: Any) -> list[Any]:
-        def rule(eqn: core.JaxprEqn) -> _jaxpr.Rule | None:
-            if id(eqn) not in place:
-                return None
-            number = given[place[id(eqn)]]
-            return lambda operands: [jax.random.fold_in(operands[0], number)]
-
-        return _jaxpr.evaluate(closed, [key], rule)
-
-    (key,) = closed.in_avals
-    return jax.make_jaxpr(run)(_jaxpr.spec(key), *numbers), numbers

@@ -131,8 +131,12 @@ class Lowering:
         found = []
         for m, row in enumerate(rows):
             own = dict(zip(leaves, row, strict=True))
-            if len(given) in wanted:
-                own[len(given)] = self._graph.constant(np.array(m, np.int32), place)
+            # Its number, and those that are folded into keys.
+            numbers = [np.array(m, np.int32), *self._stages.program(m).numbers]
+            for i in wanted:
+                if i not in own:
+                    number = numbers[i - len(given)]
+                    own[i] = self._graph.constant(number, place)
             found.append([own[i] for i in wanted])
         return found
 

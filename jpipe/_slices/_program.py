@@ -19,6 +19,7 @@ from .._functions._objective import as_weight
 from .._jaxprs import _cheapest, _jaxpr
 from .._jaxprs._primitives import REDUCTIONS
 from .._layers._stage import shapes
+from ._folds import lifted
 
 PyTree = Any
 
@@ -32,7 +33,7 @@ class Traced:
     """A function on micro-batches of one size.
 
     Attributes:
-      closed: its jaxpr: ``(*params, *batch, number) -> (*loss, *weight, *aux,
+      closed: its jaxpr: ``(*params, *batch, number, *numbers) -> (*loss, *weight, *aux,
         *rest)``. The loss is that of examples; the rest are summands that depend on
         none, if there are.
       num_params: how many of its inputs are the same for all micro-batches: the
@@ -41,6 +42,7 @@ class Traced:
       constants: those arrays.
       has_loss: whether its first result is a loss.
       is_weighted: whether the next is the weight by whose sum the loss is divided.
+      numbers: those that are folded into keys: see `_folds`.
     """
 
     closed: core.ClosedJaxpr
@@ -49,6 +51,7 @@ class Traced:
     constants: Sequence[Any] = ()
     has_loss: bool = True
     is_weighted: bool = False
+    numbers: Sequence[Any] = ()
 
     @property
     def loss(self) -> list[Any]:
@@ -197,13 +200,13 @@ def traced(
     number = jax.ShapeDtypeStruct((), jnp.int32)
     with _user_context(object()):
         closed, (_, _, aux) = _jaxpr.trace(whole, params, tuple(args), number)
-    closed = _with_raw_keys_folded(closed)
+    closed, numbers = lifted(_with_raw_keys_folded(closed))
     count, constants = len(jax.tree.leaves(params)), closed.consts
     jaxpr = closed.jaxpr
     invars = [*jaxpr.invars[:count], *jaxpr.constvars, *jaxpr.invars[count:]]
     closed = core.ClosedJaxpr(jaxpr.replace(constvars=[], invars=invars), [])
     kind = has_loss, is_weighted
-    return Traced(closed, count + len(constants), aux, constants, *kind)
+    return Traced(closed, count + len(constants), aux, constants, *kind, numbers)
 
 
 def _with_raw_keys_folded(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:

@@ -96,7 +96,7 @@ def trained():
     equal = [ref.dense(17), *[nn.Dense(17) for _ in range(3)], ref.dense(4)]
     pipe = jpipe.pipeline(equal, 2)
     tx = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
-    x = jax.random.normal(jax.random.key(1), (4, 17))
+    x = jax.random.normal(jax.random.key(1), (4, 5))
     given = pipe.init_train_state(jax.random.key(0), x, tx), x, jnp.ones((4, 4))
     step = pipe.train_step(ref.mse, tx)
     report = pipe.compile(step, *given)
@@ -120,6 +120,28 @@ def test_equal_programs_are_compiled_once_and_loaded_on_each_device(
         compiled.clear()
         ref.assert_equal(trained()[0], found)
         assert collections.Counter(compiled)["jit_stage1_2_3_forward"] == 3
+
+
+def test_equal_stages_of_a_model_are_compiled_once_whatever_they_draw(
+    compiled, unsaved
+):
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x, train):
+            for _ in range(4):
+                x = nn.Dropout(0.1, deterministic=not train)(nn.Dense(19)(x))
+                x = jpipe.boundary(jnp.tanh(x))
+            return nn.Dense(4)(x)
+
+    pipe, (x, targets) = jpipe.pipeline(Model(), 2), ref.regression(4)
+    state = pipe.init_train_state(jax.random.key(0), x, TX)
+    compiled.clear()
+    pipe.compile(pipe.train_step(ref.mse, TX), state, x, targets)
+    stages = [name.removeprefix("jit_stage") for name in compiled]
+    assert sorted(name[1:] for name in stages if name[0] in "123") == [
+        "_backward_add_grads",
+        "_forward",
+    ]
 
 
 @pytest.mark.parametrize("error", [MemoryError("too large"), KeyboardInterrupt()])

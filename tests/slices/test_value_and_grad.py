@@ -271,3 +271,50 @@ def test_there_is_a_stage_for_each_device_by_default():
     grad_fn.place(params, X, TARGETS)
     assert "stage 1 on" in str(grad_fn)
     assert "stage 2 on" not in str(grad_fn)
+
+
+def test_weighted_totals_are_divided_by_the_sum_of_weights(double):
+    mask = RNG.integers(0, 2, 10).astype(float)
+
+    def masked(params, x, targets, mask):
+        errors = ((perceptron(params, x) - targets) ** 2).sum(1)
+        penalty = sum(jnp.sum(w**2) for w in params)
+        return (errors * mask).sum() + penalty, mask.sum()
+
+    def quotient(params, *args):
+        total, weight = masked(params, *args)
+        return total / weight
+
+    params, args = matrices(6, 8, 8, 3), (X, TARGETS, mask)
+    expected = jax.value_and_grad(quotient)(params, *args)
+    options = {"num_stages": 3, "reduction": "weighted"}
+    grad_fn = jpipe.value_and_grad(masked, 4, **options)
+    ref.assert_close(run(grad_fn, params, *args), expected, ref.FLOAT64)
+    assert grad_fn.check(params, *args)
+
+
+def squared_sum(params, x, targets):
+    return 10 * plain(params, x, targets)
+
+
+@pytest.mark.parametrize(
+    ("function", "reduction", "is_same"),
+    [
+        (plain, "mean", True),
+        (plain, "sum", False),
+        (contrastive, "mean", False),
+        (contrastive, "microbatch_mean", False),
+        (squared_sum, "mean", True),
+    ],
+)
+def test_check_tries_a_reduction(double, function, reduction, is_same):
+    params = matrices(6, 8, 3)
+    grad_fn = jpipe.value_and_grad(function, 4, num_stages=2, reduction=reduction)
+    report = grad_fn.check(params, X, TARGETS, parts=(4, 6))
+    assert bool(report) == is_same
+    assert "not checked: grad_fn.check tries it" in str(grad_fn)
+    if not is_same:
+        with pytest.raises(ValueError, match=r"outputs differ: .* at once, .* 'sum'"):
+            report.raise_if_different()
+    with pytest.raises(ValueError, match=r"parts=\(4, 5\): .* the 10 of the batch"):
+        grad_fn.check(params, X, TARGETS, parts=(4, 5))
