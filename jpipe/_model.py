@@ -27,7 +27,7 @@ from ._slices._program import Traced
 from ._slices._sliced import Sliced, Work, put
 from ._train import _updates
 from ._train._homes import homes, places
-from ._train._state import TrainState
+from ._train._state import TrainState, note_chosen
 from ._train._step import check_optimizer
 from .schedules import Schedule
 
@@ -173,7 +173,9 @@ class ModelPipeline(OwnLoop):
         first = self._places[0]
         step, rng = _transfer.put([tree.step, tree.rng], first)
         opt_state = _beside(tree.opt_state, params, self._places)
-        return TrainState(step, params, opt_state, model_state, rng)
+        state = TrainState(step, params, opt_state, model_state, rng)
+        note_chosen(state, tree.chosen)
+        return state
 
     @outside_of_meshes
     def apply(
@@ -248,7 +250,10 @@ class ModelPipeline(OwnLoop):
         opt_state = self.optimizer(tx).init(free)
         rng, step = _transfer.put([key, np.int32(0)], self._places[0])
         rng = _rng.training_key(rng)
-        return TrainState(step, params, opt_state, model_state, rng)
+        state = TrainState(step, params, opt_state, model_state, rng)
+        if not chosen.selects_all:
+            note_chosen(state, jax.tree.leaves(marks.get("params", {})))
+        return state
 
     def train_step(
         self,

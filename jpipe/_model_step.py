@@ -20,7 +20,7 @@ from ._slices._division import Division
 from ._slices._program import Traced
 from ._slices._sliced import Sliced, Work
 from ._train import _updates
-from ._train._state import TrainState, become
+from ._train._state import TrainState, become, check_chosen, note_chosen
 
 PyTree = Any
 ADVICE = "variables = pipe.place(variables, x)"
@@ -99,6 +99,11 @@ class ModelGradient:
         """Whether each leaf of the variables has a gradient."""
         return jax.tree.leaves(self._trainable.marks([self._layer], (variables,)))
 
+    def trained(self, variables: PyTree) -> list[bool]:
+        """Whether each leaf of the parameters has a gradient."""
+        marks = self._trainable.marks([self._layer], (variables,))[0]
+        return jax.tree.leaves(marks.get("params", {}))
+
     @outside_of_meshes
     def __call__(
         self,
@@ -169,8 +174,8 @@ class ModelGradient:
         axis = self._axes.out_axes
         axis = axis if isinstance(axis, int) else 0
         outputs = self._outputs[0]
-        self._outputs.clear()
         self.unchecked = _probe.check(self._objective, outputs, targets, batch, axis)
+        self._outputs.clear()  # one that raised is checked again
 
 
 class ModelStep:
@@ -195,6 +200,8 @@ class ModelStep:
         self, state: TrainState, x: PyTree, targets: PyTree
     ) -> tuple[TrainState, dict[str, Any]]:
         """Takes one step. Returns as soon as the work is dispatched."""
+        if state.chosen is not None:
+            check_chosen(state, self._gradient.trained(state.variables))
         key, step = self._advance(state.rng, state.step)
         (loss, *aux, model_state), grads = self._gradient(
             state.variables, x, targets, rngs=key
@@ -205,6 +212,7 @@ class ModelStep:
                 interrupts.hold()
                 params, opt_state = self._update(grads, state.opt_state, state.params)
                 new = TrainState(step, params, opt_state, model_state, state.rng)
+                note_chosen(new, state.chosen)
             metrics = {"loss": loss} | ({"aux": aux[0]} if aux else {})
             return new, metrics
         except BaseException:

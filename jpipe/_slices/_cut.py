@@ -107,8 +107,8 @@ def _balanced(program: Traced, num_stages: int) -> list[int]:
     places = _candidates(crossing, total, kinds, num_stages)
     if len(places) < num_stages - 1:
         raise ValueError(
-            f"num_stages={num_stages}: there are only {len(places)} places at which "
-            f"this function can be divided; take fewer stages"
+            f"num_stages={num_stages}: the program can be divided in {len(places) + 1} "
+            f"at most; take fewer stages"
         )
     # For each end, of so many stages before it: the largest cost, bytes, and the cuts.
     ends = [*places, len(eqns)]

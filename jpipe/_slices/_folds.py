@@ -24,9 +24,8 @@ def lifted(closed: core.ClosedJaxpr) -> tuple[core.ClosedJaxpr, list[np.ndarray]
                 folds.append(eqn)
     if not folds:
         return closed, []
-    numbers: list[Any] = [
-        np.asarray(eqn.invars[1].val, eqn.invars[1].aval.dtype) for eqn in folds
-    ]
+    literals: list[Any] = [eqn.invars[1] for eqn in folds]
+    numbers: list[Any] = [np.asarray(x.val, x.aval.dtype) for x in literals]
     place = {id(eqn): i for i, eqn in enumerate(folds)}
     count = len(closed.jaxpr.invars)
 

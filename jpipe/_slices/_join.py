@@ -7,7 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._faults import refuse
 from .._functions import _microbatch
+from .._functions._weights import is_inexact
 from .._instructions._graph import Graph, Place, Value
 from .._jaxprs._function import Function
 
@@ -62,6 +64,15 @@ def by_axes(
     )
     flat = _microbatch.flat_axes(plain, aux, name, f"{name}_axes")
     is_mean = jax.tree.leaves(jax.tree.broadcast(means, aux)) if flat else []
+    leaves = jax.tree_util.tree_leaves_with_path(aux)
+    refuse(
+        "jpipe.MEAN is for floating dtypes; type x.astype(float)",
+        [
+            f"aux{jax.tree_util.keystr(path)} is {leaf.dtype}"
+            for (path, leaf), mean in zip(leaves, is_mean, strict=True)
+            if mean and not is_inexact(leaf)
+        ],
+    )
     return [
         Join((i,), _mean(shares) if mean else _on(axis, name == "aux"))
         for i, (axis, mean) in enumerate(zip(flat, is_mean, strict=True))

@@ -125,10 +125,10 @@ class Sliced:
         """Returns as soon as the work is dispatched."""
         built = self.build(params, args)
         leaves = jax.tree.leaves(params)
-        _variables.check_alive(leaves)
-        _check_in_place(params, leaves, built.devices, self._work.advice)
         batch = jax.tree.leaves(args)
         _variables.check_concrete([*leaves, *batch])
+        _variables.check_alive(leaves)
+        _check_in_place(params, leaves, built.devices, self._work.advice)
         found = iter(built.program([*leaves, *built.constants, *batch]))
         loss = next(found) if self._work.has_loss else None
         spec = built.stages.first.aux
@@ -317,6 +317,8 @@ def _batch_size(
     try:
         return _microbatch.batch_size([*zip(names, given, axes, strict=True)], count)
     except ValueError as error:
+        if names[0] != "argument 1":
+            raise
         error.add_note(
             "in_axes is a value for all arguments after params, or a tuple with one "
             "for each: None for what each micro-batch is given whole, such as a "

@@ -4,9 +4,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend import core
 
 from .._functions import _remat
+from .._functions._weights import is_inexact
 from .._jaxprs import _jaxpr
 from .._jaxprs._function import Function
 from ._functions import StageFunctions
@@ -169,7 +171,7 @@ def _reads(closed: core.ClosedJaxpr) -> list[Any]:
 def _same_arrays(one: Traced, other: Traced) -> bool:
     """Whether two programs close over equal arrays, in the same order."""
     pairs = zip(one.constants, other.constants, strict=False)
-    same = (a is b or (a.shape == b.shape and bool((a == b).all())) for a, b in pairs)
+    same = (a is b or np.array_equal(a, b, equal_nan=is_inexact(a)) for a, b in pairs)
     return len(one.constants) == len(other.constants) and all(same)
 
 

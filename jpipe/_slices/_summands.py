@@ -4,8 +4,7 @@ A penalty on weights counts once in a step, whatever the reduction, and not once
 each micro-batch.
 """
 
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,18 +15,13 @@ from jax.extend import core
 from .._jaxprs import _jaxpr
 from ._program import Traced
 
-# What is linear in all of its operands, and in the one that follows from examples.
-_SUMS: dict[str, Callable[..., Any]] = {
-    "add": operator.add,
-    "add_any": operator.add,
-    "sub": operator.sub,
-    "neg": operator.neg,
-    "convert_element_type": lambda x: x,
+# What is linear in all of its operands; of one number all of these.
+_SUMS = {
+    *("add", "add_any", "sub", "neg", "convert_element_type", "copy", "copy_p"),
+    *("name", "reduce_sum", "squeeze", "reshape", "broadcast_in_dim"),
 }
-_SCALES: dict[str, Callable[..., Any]] = {
-    "mul": operator.mul,
-    "div": operator.truediv,
-}
+# What is linear in the operand that follows from examples.
+_SCALES = {"mul", "div"}
 Values = dict[Any, Any]
 
 
@@ -77,7 +71,7 @@ class _Sum:
     """
 
     def __init__(self, program: Traced, split: Sequence[bool]) -> None:
-        self._eqns, self._producer = program.closed.jaxpr.eqns, program.producer
+        self._jaxpr, self._producer = program.closed.jaxpr, program.producer
         examples = zip(program.given, split, strict=False)  # the last is a number
         self.of_examples = program.reached([v for v, yes in examples if yes])
         self.root: Any = program.closed.jaxpr.outvars[0]
@@ -87,13 +81,16 @@ class _Sum:
         return not isinstance(atom, core.Literal) and atom in self.of_examples
 
     def _equation(self, atom: Any) -> core.JaxprEqn:
-        return self._eqns[self._producer[atom]]
+        return self._jaxpr.eqns[self._producer[atom]]
 
     def _summands(self, atom: Any) -> list[Any]:
         """The operands whose sum, perhaps scaled, a value is; none if it is no sum."""
-        if not self._follows(atom) or atom not in self._producer or atom.aval.shape:
+        if not self._follows(atom) or atom not in self._producer:
             return []
         eqn = self._equation(atom)
+        kinds: list[Any] = [a.aval for a in (atom, *eqn.invars)]
+        if any(kind.size != 1 for kind in kinds):
+            return []
         name, read = eqn.primitive.name, eqn.invars
         if name in _SUMS:
             return list(read)
@@ -129,7 +126,8 @@ class _Sum:
         inner = self._summands(atom)
         if not inner:
             is_own = self._follows(atom) == of_examples
-            return self.read(atom, values) if is_own else jnp.zeros((), atom.aval.dtype)
+            zero = jnp.zeros(atom.aval.shape, atom.aval.dtype)
+            return self.read(atom, values) if is_own else zero
         eqn = self._equation(atom)
         operands = [
             self.part(a, values, of_examples)
@@ -137,5 +135,4 @@ class _Sum:
             else self.read(a, values)
             for a in eqn.invars
         ]
-        made = (_SUMS | _SCALES)[eqn.primitive.name](*operands)
-        return made.astype(atom.aval.dtype)
+        return eqn.primitive.bind(*operands, **eqn.params)
