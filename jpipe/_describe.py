@@ -120,7 +120,7 @@ def rows(pipe: Pipe, stages: Stages, program: Program | None) -> list[str]:
     if stages.first.has_loss and program:
         pairs = zip(pipe.places, _bytes.peaks(program), strict=True)
         listed = ", ".join(f"{place} {size(n)}" for place, n in pairs)
-        found.append(f"peak of the gradients: {listed}")
+        found.append(f"peak bytes while gradients are computed: {listed}")
     return found
 
 
@@ -135,8 +135,12 @@ def _sent(stages: Stages, stage: int) -> int:
 
 def _modules(stages: Stages, stage: int) -> list[str]:
     """The modules of a model, as Flax names what is traced, that are in a stage."""
-    names = [
-        str(eqn.source_info.name_stack).split("/")
-        for eqn in stages.part(stage).closed.jaxpr.eqns
-    ]
-    return list(dict.fromkeys(name[1] for name in names if len(name) > 1))
+    names = [_names(stages, s) for s in range(stages.num_stages)]
+    elsewhere = {name for s, own in enumerate(names) if s != stage for name in own}
+    return [f"{n} (part)" if n in elsewhere else n for n in names[stage]]
+
+
+def _names(stages: Stages, stage: int) -> list[str]:
+    eqns = stages.part(stage).closed.jaxpr.eqns
+    parts = [str(eqn.source_info.name_stack).split("/") for eqn in eqns]
+    return list(dict.fromkeys(part[1] for part in parts if len(part) > 1))

@@ -8,6 +8,7 @@ import jax
 
 from ._check._report import CheckReport
 from ._describe import rows
+from ._functions._trainable import Trainable
 from ._functions._weights import is_inexact
 from ._instructions._program import Program
 from ._report import Report, report
@@ -31,7 +32,7 @@ class FunctionGradient:
       aux_axes: on which axes that is joined.
       in_axes: where the examples are.
       reduction: what the loss is.
-      trainable: ``(path, leaf) -> bool``, or ``None``.
+      trainable: what has a gradient.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class FunctionGradient:
         aux_axes: Any,
         in_axes: Any,
         reduction: str,
-        trainable: Callable[[str, Any], bool] | None,
+        trainable: Trainable,
     ) -> None:
         self._function, self._division, self._reduction = function, division, reduction
         self._has_aux, self._trainable = has_aux, trainable
@@ -171,17 +172,8 @@ class FunctionGradient:
 
     def _trained(self, specs: PyTree) -> list[bool]:
         _check_params(specs)
-        flat = jax.tree_util.tree_leaves_with_path(specs)
-        if self._trainable is None:
-            return [is_inexact(leaf) for _, leaf in flat]
-        return [
-            is_inexact(leaf) and bool(self._trainable(_name(path), leaf))
-            for path, leaf in flat
-        ]
-
-
-def _name(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/")
+        (marks,) = self._trainable.marks([], ({"params": specs},))
+        return jax.tree.leaves(marks)
 
 
 def _check_params(specs: PyTree) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from ._cache import Axes
 from ._check._report import CheckReport
 from ._describe import rows
+from ._functions import _microbatch
 from ._functions._objective import Objective
 from ._functions._trainable import Trainable
 from ._instructions import _transfer
@@ -97,7 +98,10 @@ class ModelPipeline(OwnLoop):
             return self._applied(variables, x, rngs, train)[0]
 
         def joins(traced: Traced, specs: Any, sizes: Sequence[int]) -> list[_join.Join]:
-            shares = [size / sum(sizes) for size in sizes]
+            shares, axes = [size / sum(sizes) for size in sizes], self._axes.out_axes
+            if len(sizes) > 1:
+                flat = _microbatch.flat_axes(axes, traced.aux, "outputs", "out_axes")
+                _microbatch.check_joinable(traced.aux, flat, sizes[0], axes)
             return _join.by_axes(self._axes.out_axes, traced.aux, shares, "out")
 
         axes, names = (self._axes.in_axes, None), ("x", "rngs")

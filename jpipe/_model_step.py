@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from ._cache import Axes
-from ._functions import _batch, _microbatch, _probe
+from ._functions import _batch, _probe
 from ._functions._objective import Objective
 from ._functions._trainable import Trainable
 from ._instructions._interrupts import Interrupts
@@ -118,7 +118,8 @@ class ModelGradient:
         sliced = self._by_mode[train]
         found = sliced(variables, x, targets, rngs)
         if self._outputs:
-            self._check_loss(x, targets)
+            batch = sliced.batch(variables, (x, targets, rngs))
+            self._check_loss(batch, targets)
         aux, changed = found.aux
         leaves, tree = jax.tree.flatten(variables)
         grads = jax.tree.unflatten(tree, found.grads).get("params", {})
@@ -156,25 +157,18 @@ class ModelGradient:
             self._written[structures] = [(number[path], path) for path, _ in own]
         return self._written[structures]
 
-    def _check_loss(self, x: PyTree, targets: PyTree) -> None:
+    def _check_loss(self, batch: _batch.Batch, targets: PyTree) -> None:
         """Runs the loss alone, at once and in parts: see `_probe`."""
-        count = self._division.num_microbatches
-        if count == 1:
-            self._outputs.clear()
-            return
-        specs = _microbatch.specs(targets, "targets")
-        axes = _microbatch.flat_axes(
-            self._axes.target_axes, specs, "targets", "target_axes"
-        )
-        x_specs = _microbatch.specs(x, "x")
-        x_axes = _microbatch.flat_axes(self._axes.in_axes, x_specs, "x", "in_axes")
-        size = _microbatch.batch_size([("x", x_specs, x_axes)], count)
-        sizes = _microbatch.sizes(size, count)
-        batch = _batch.Batch(x_specs, x_axes, specs, axes, None, sizes)
-        axis = self._axes.out_axes
-        axis = axis if isinstance(axis, int) else 0
-        outputs = self._outputs[0]
-        self.unchecked = _probe.check(self._objective, outputs, targets, batch, axis)
+        if self._division.num_microbatches > 1:
+            x, specs, _ = batch.x
+            first = len(jax.tree.leaves(x))
+            end = first + len(jax.tree.leaves(specs))
+            x_axes, axes = batch.x_axes[:first], batch.x_axes[first:end]
+            batch = _batch.Batch(x, x_axes, specs, axes, None, batch.sizes)
+            axis = self._axes.out_axes
+            axis = axis if isinstance(axis, int) else 0
+            given = self._outputs[0], targets, batch, axis
+            self.unchecked = _probe.check(self._objective, *given)
         self._outputs.clear()  # one that raised is checked again
 
 

@@ -8,6 +8,7 @@ import jax
 from . import _setup
 from ._function_gradient import FunctionGradient
 from ._functions._objective import REDUCTIONS
+from ._functions._trainable import Trainable
 from ._processes._start import check_joined
 from ._slices._division import Division
 
@@ -24,7 +25,7 @@ def value_and_grad(
     devices: Sequence[Any] | None = None,
     schedule: Any = "1f1b",
     remat: Any = "min_cut",
-    trainable: Callable[[str, Any], bool] | None = None,
+    trainable: Any = None,
 ) -> FunctionGradient:
     """`jax.value_and_grad` of a whole training loss, through a pipeline.
 
@@ -53,8 +54,9 @@ def value_and_grad(
       devices: one for each rank, default `jax.devices`.
       schedule: as for `jpipe.pipeline`.
       remat: as for `jpipe.pipeline`.
-      trainable: ``(path, leaf) -> bool``, by paths such as ``"block_0/kernel"``; others
-        have no gradient, ``None``. Default: all.
+      trainable: which parameters have a gradient, others have ``None``; as for
+        `Pipeline.value_and_grad`: by text such as ``"*/lora_*"``, or by
+        ``(path, leaf) -> bool`` of paths such as ``("block_0", "kernel")``.
 
     Returns:
       ``grad_fn(params, *args) -> (loss, grads)``; ``((loss, aux), grads)`` with
@@ -105,5 +107,5 @@ def value_and_grad(
         aux_axes=aux_axes,
         in_axes=in_axes,
         reduction=reduction,
-        trainable=trainable,
+        trainable=Trainable(trainable, by_layer=False),
     )

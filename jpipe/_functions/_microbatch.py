@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from .._faults import refuse
 from .._jaxprs import _jaxpr
+from .._layers._inputs import Inputs
 
 PyTree = Any
 Axes = Any
@@ -80,6 +81,8 @@ def flat_axes(axes: Axes, tree: PyTree, what: str, name: str) -> list[int | None
     Raises:
       ValueError: if ``axes`` does not fit the tree.
     """
+    if isinstance(axes, Inputs) and isinstance(tree, Inputs):
+        axes, tree = axes.beside(tree)
     try:
         full = jax.tree.broadcast(axes, tree, is_leaf=lambda node: node is None)
     except ValueError as error:
@@ -90,7 +93,8 @@ def flat_axes(axes: Axes, tree: PyTree, what: str, name: str) -> list[int | None
     # `None` in the tree is not a leaf and has no axis; in the axes it is one.
     nodes = jax.tree.leaves(tree, is_leaf=lambda node: node is None)
     found = jax.tree.leaves(full, is_leaf=lambda node: node is None)
-    flat = [axis for axis, node in zip(found, nodes, strict=True) if node is not None]
+    pairs = zip(found, nodes, strict=True)
+    flat = [axis for axis, node in pairs if hasattr(node, "shape")]
     for axis in flat:
         if isinstance(axis, bool) or not (axis is None or hasattr(axis, "__index__")):
             raise ValueError(f"{name}: {axis!r} is neither an axis nor None")

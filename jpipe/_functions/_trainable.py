@@ -95,7 +95,7 @@ class Trainable:
             leaves = {}
             for i, at in floating.items():
                 path = (at[0], *at[2:])[self._first :]
-                leaves[i] = _Leaf(path, _as_given(at, flat[i][1], kinds[at[0]]))
+                leaves[i] = _Leaf(path, _as_given(at, flat[i][1], kinds.get(at[0], {})))
             chosen = self._chosen(leaves)
         return jax.tree.unflatten(tree, [i in chosen for i in range(len(flat))])
 

@@ -24,12 +24,22 @@ class Inputs:
     def call(self) -> tuple[list[Any], dict[str, Any]]:
         """The arguments by position and those by name."""
         tree, others, _ = self._fixed
-        arrays, known = iter(self._leaves), dict(others)
+        arrays, known = iter(self._leaves), {i: leaf for i, _, leaf in others}
         count = tree.num_leaves
         args, kwargs = jax.tree.unflatten(
             tree, [known[i] if i in known else next(arrays) for i in range(count)]
         )
         return [*args], dict(kwargs)
+
+    def beside(self, other: "Inputs") -> tuple[Any, Any]:
+        """What is said of the inputs, such as their axes, in the form of the inputs.
+
+        Args:
+          other: the inputs. Of what nothing is said it is zero.
+        """
+        (args, kwargs), (data, named) = self.call, other.call
+        args = [*args, *[0] * (len(data) - len(args))]
+        return (args, {**dict.fromkeys(named, 0), **kwargs}), (data, named)
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], Any]:
         """For JAX: the arrays by their paths."""
@@ -63,7 +73,7 @@ def inputs(*args: PyTree, **kwargs: PyTree) -> Inputs:
     flat, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
     is_array = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for _, leaf in flat]
     others = tuple(
-        (i, leaf)
+        (i, type(leaf), leaf)  # 1 and 1.0 are equal
         for i, ((_, leaf), yes) in enumerate(zip(flat, is_array, strict=True))
         if not yes
     )

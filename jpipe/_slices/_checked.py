@@ -16,6 +16,8 @@ from ._program import is_single_key
 from ._sliced import Sliced
 
 PyTree = Any
+# So much of the largest gradient counts at least.
+_OF_ALL = 1e-2
 _ADVICE = (
     "Type the reduction that fits: 'sum', or 'weighted', with (total, weight) in place "
     "of a quotient of two sums, or 'microbatch_mean'; num_microbatches=1 takes any loss"
@@ -52,9 +54,13 @@ def check(
         closed = jax.make_jaxpr(loss)(tree.unflatten(leaves), args)
     limit = tolerance or _compare.tolerance(_flow.dtypes(closed))
     (whole, gradient), (value, gradients) = found
+    # Some gradients are zero but for rounding.
+    least = _OF_ALL * _compare.size(gradient)
     differences = [
         _compare.compare("outputs", whole, [value], [count], limit),
-        _compare.compare("gradients", gradient, [gradients], [count], limit),
+        _compare.compare(
+            "gradients", gradient, [gradients], [count], limit, least=least
+        ),
     ]
     name = f"the loss with reduction={sliced.reduction!r}"
     compared, notes = ("outputs", "gradients"), (f"{whole:.6g}",)

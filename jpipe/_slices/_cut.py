@@ -179,6 +179,8 @@ def _candidates(
     """
     stage = [i for i, kind in enumerate(kinds) if kind == "stage"]
     window, found = total[-1] / num_stages / 2, []
+    if not stage:
+        return []
     for i in range(stage[0] + 1, stage[-1] + 1):
         begin = max(bisect_left(total, total[i] - window / 2), stage[0] + 1)
         end = min(bisect_left(total, total[i] + window / 2), stage[-1])

@@ -20,7 +20,9 @@ def lifted(closed: core.ClosedJaxpr) -> tuple[core.ClosedJaxpr, list[np.ndarray]
         if not reached.isdisjoint(_jaxpr.variables(eqn.invars)):
             reached.update(eqn.outvars)
             is_fold = eqn.primitive.name == "random_fold_in"
-            if is_fold and isinstance(eqn.invars[1], core.Literal):
+            kind: Any = eqn.invars[0].aval
+            # `jax.random.fold_in` takes one key, not those of a `nn.vmap`.
+            if is_fold and not kind.shape and isinstance(eqn.invars[1], core.Literal):
                 folds.append(eqn)
     if not folds:
         return closed, []

@@ -157,6 +157,10 @@ class Sliced:
         self.last = built.pipe, built.stages, built.program
         return built
 
+    def batch(self, params: PyTree, args: Sequence[PyTree]) -> Batch:
+        """The arguments as a mini-batch."""
+        return self._called(params, args).batch
+
     def part(self, args: Sequence[PyTree]) -> Sequence[PyTree]:
         """Specs of the first micro-batch; there may be few examples."""
         batch = self._called((), args, True).batch

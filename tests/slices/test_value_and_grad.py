@@ -163,7 +163,7 @@ def test_frozen_parameters_have_no_gradient(double):
 
     expected = jax.value_and_grad(loss)(params, X, TARGETS)
     grad_fn = jpipe.value_and_grad(
-        loss, 2, num_stages=3, trainable=lambda path, leaf: path != "layer_0"
+        loss, 2, num_stages=3, trainable=lambda path, leaf: path[0] != "layer_0"
     )
     placed = grad_fn.place(params, X, TARGETS)
     value, grads = grad_fn(placed, X, TARGETS)
