@@ -30,7 +30,7 @@ REACHED_BY = {
     "_functions/_trainable": "train/test_trainable.py matrix",
     "_functions/_vjp": "test_plan.py matrix",
     "_instructions": "instructions matrix run train mesh",
-    "_jaxprs": "functions matrix run",
+    "_jaxprs": "test_plan.py functions matrix run",
     "_layers": "matrix layers",
     "_layers/_batchnorm": "layers/test_batchnorm.py matrix",
     "_layers/_rng": "test_transparency.py layers/test_nnx_rngs.py",
