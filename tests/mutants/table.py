@@ -31,6 +31,7 @@ REACHED_BY = {
     "_functions/_vjp": "test_plan.py matrix",
     "_instructions": "instructions matrix run train mesh",
     "_jaxprs": "test_plan.py functions matrix run",
+    "_jaxprs/_loops": "matrix",
     "_layers": "matrix layers",
     "_layers/_batchnorm": "layers/test_batchnorm.py matrix",
     "_layers/_rng": "test_transparency.py layers/test_nnx_rngs.py",
