@@ -30,6 +30,8 @@ REACHED_BY = {
     "_functions/_trainable": "train/test_trainable.py matrix",
     "_functions/_vjp": "test_plan.py matrix",
     "_instructions": "instructions matrix run train mesh",
+    "_instructions/_graph": "run/test_own_results.py matrix instructions",
+    "_instructions/_program": "train/test_interrupts.py instructions matrix",
     "_jaxprs": "test_plan.py functions matrix run",
     "_jaxprs/_loops": "matrix",
     "_layers": "matrix layers",
