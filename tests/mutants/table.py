@@ -37,9 +37,11 @@ REACHED_BY = {
     "_layers": "matrix layers",
     "_layers/_batchnorm": "layers/test_batchnorm.py matrix",
     "_layers/_rng": "test_transparency.py layers/test_nnx_rngs.py",
+    "_layers/_sharing": "layers/test_shared_modules.py matrix",
     "_layers/_skip": "layers/test_skip.py matrix",
     "_run": "train/test_reductions.py matrix run mesh",
-    "_train": "matrix train mesh",
+    "_run/_incoming": "test_batches.py train/test_replicas.py matrix",
+    "_train": "test_transparency.py test_batches.py matrix train mesh",
     "planning": "planning",
     "schedules": "schedules",
 }
