@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import linen as nn
 
 import jpipe
@@ -45,3 +46,31 @@ def test_outputs_without_an_axis_are_given_once_by_shards_too():
     ref.assert_close(pipe.apply(variables, x), expected, ref.FLOAT32)
     # Which of the outputs are joined is no matter of a loss.
     ref.compare(pipe, layers, x, x[:, :3], ref.FLOAT32, lambda y, t: ref.mse(y["z"], t))
+
+
+def test_more_micro_batches_than_one_call_cuts():
+    layers, devices = [ref.dense(6), jnp.tanh, ref.dense(4)], jax.devices()[:2]
+    pipe = jpipe.pipeline(layers, 19, balance=[1, 2], devices=devices)
+    ref.compare(pipe, layers, *ref.regression(40), ref.FLOAT32)
+
+
+class Shifted(nn.Module):
+    """A parameter of integers beside those of a dense layer."""
+
+    @nn.compact
+    def __call__(self, x):
+        return ref.dense(4)(x) + self.param("shift", lambda _: jnp.arange(4))
+
+
+def test_an_optimizer_of_ones_own_loop_leaves_integers_as_they_are():
+    pipe, (x, targets) = jpipe.pipeline([Shifted(), Shifted()], 2), ref.regression(8)
+    variables = pipe.init(jax.random.key(0), x)
+    params = tuple(entry["params"] for entry in variables)
+    tx = pipe.optimizer(optax.sgd(0.5))
+    _, grads = pipe.value_and_grad(ref.mse)(variables, x, targets)
+    updates, _ = tx.update(grads, tx.init(params), params)
+    for own, update, grad in zip(params, updates, grads, strict=True):
+        np.testing.assert_array_equal(own["shift"] + update["shift"], np.arange(4))
+        ref.assert_close(
+            update["Dense_0"], jax.tree.map(lambda g: -g / 2, grad["Dense_0"]), 1e-6
+        )

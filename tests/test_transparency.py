@@ -61,3 +61,32 @@ def test_a_step_draws_with_a_key_that_no_layer_and_no_other_step_has():
     state, first = step(state, x, targets)
     _, second = step(state, x, targets)
     assert first["loss"] != second["loss"]  # of the same parameters
+
+
+def test_an_optimizer_that_begins_with_copies_of_the_parameters():
+    pipe = jpipe.pipeline(ref.mlp(), 2, balance=[2, 2, 2])
+    x, targets = ref.regression(8)
+    tx = optax.contrib.schedule_free_sgd(0.1)
+    state = pipe.init_train_state(jax.random.key(0), x, tx)
+    params = ref.params_of(state.variables)
+    step = pipe.train_step(ref.mse, tx)
+    for _ in range(2):  # which overwrite what they are given
+        state, _ = step(state, x, targets)
+    *expected, _ = ref.optax_steps(ref.mlp(), params, x, targets, tx, 2)
+    ref.assert_close([state.params, state.opt_state], expected, ref.FLOAT32)
+
+
+def test_a_hyperparameter_with_the_name_of_a_parameter_is_on_the_first_device():
+    class Scaled(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return x * self.param("learning_rate", nn.initializers.ones, ())
+
+    pipe = jpipe.pipeline([ref.dense(4), Scaled()], 2, balance=[1, 1])
+    tx = optax.inject_hyperparams(optax.adam)(0.1)
+    state = pipe.init_train_state(jax.random.key(0), ref.regression(8)[0], tx)
+    own = [
+        state.opt_state.hyperparams["learning_rate"],
+        state.opt_state.inner_state[0].mu[1]["learning_rate"],
+    ]
+    assert [leaf.devices() for leaf in own] == [{each} for each in jax.devices()[:2]]

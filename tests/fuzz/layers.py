@@ -205,7 +205,7 @@ class Block(nn.Module):
 
 
 class Scanned(nn.Module):
-    """The same block over and over, with weights of its own each time."""
+    """The same block over and over, with weights of its own each time, last first."""
 
     dtype: Any
 
@@ -214,9 +214,8 @@ class Scanned(nn.Module):
         def body(module, x, _):
             return jnp.tanh(module(x)), None
 
-        scan = nn.scan(
-            body, variable_axes={"params": 0}, split_rngs={"params": True}, length=2
-        )
+        options = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+        scan = nn.scan(body, **options, length=2, reverse=True)
         return scan(dense(x.shape[-1], self.dtype), x, None)[0]
 
 
