@@ -187,12 +187,15 @@ def traced(
         result = function(params, *args)
         if not has_loss:
             return (), (), jax.tree.map(jnp.asarray, result)
-        loss, aux = result if has_aux else (result, ())
-        loss, *weight = loss if is_weighted else (loss,)
+        loss, aux = _pair(result, "(loss, aux)") if has_aux else (result, ())
+        weight = []
+        if is_weighted:
+            loss, *weight = _pair(loss, "(total, weight) in place of a loss")
         if not hasattr(loss, "dtype") or loss.shape or not _is_floating(loss):
             raise TypeError(
                 f"the function must return a scalar loss of a floating dtype; it "
-                f"returned {shapes(loss)}"
+                f"returned {shapes(loss)}; for (loss, aux) type has_aux=True, for "
+                f"(total, weight) reduction='weighted'"
             )
         weight = [as_weight(x, loss) for x in weight]
         return loss, weight, jax.tree.map(jnp.asarray, aux)
@@ -231,6 +234,14 @@ def _with_raw_keys_folded(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
         return _jaxpr.evaluate(closed, args, rule)
 
     return jax.make_jaxpr(run)(*map(_jaxpr.spec, closed.in_avals))
+
+
+def _pair(result: Any, needed: str) -> Any:
+    if not isinstance(result, tuple | list) or len(result) != 2:
+        raise TypeError(
+            f"the function must return {needed}; it returned {shapes(result)}"
+        )
+    return result
 
 
 def _is_floating(x: Any) -> bool:

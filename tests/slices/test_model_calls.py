@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 
 import jpipe
 
@@ -257,3 +258,44 @@ def test_a_decoder_is_embedded_where_it_runs():
         pipe.compile(pipe.apply, pipe.init(KEY, x), x)
     # Those of the encoder; then the memory, and those of the decoder beside it.
     assert crossing(str(pipe)) == [2 * ACTIVATIONS, 4 * ACTIVATIONS]
+
+
+class Ensemble(nn.Module):
+    """Two equal parts by `nn.vmap`, a number given whole, and a fixed one."""
+
+    @nn.compact
+    def __call__(self, x, scale=1.0, power=1):
+        parts = nn.vmap(
+            nn.Dense,
+            in_axes=None,
+            out_axes=0,
+            axis_size=2,
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+        )
+        return nn.Dense(3)(scale * parts(8)(x).mean(0)) ** power
+
+
+def test_inputs_have_axes_of_their_own_and_fixed_numbers_their_types(double):
+    x, scale = np.ones((8, 6)), np.array(0.5)
+    pipe = jpipe.pipeline(
+        Ensemble(), 4, num_stages=2, in_axes=jpipe.inputs(0, scale=None)
+    )
+    given = [jpipe.inputs(x, scale=scale, power=power) for power in (2, 2.0)]
+    variables = pipe.init(jax.random.key(0), given[0])
+    whole = jax.device_get(variables)
+    ref.assert_equal(whole, jax.jit(Ensemble().init)(jax.random.key(0), x))
+    for one, power in zip(given, (2, 2.0), strict=True):
+        expected = Ensemble().apply(whole, x, scale, power)
+        ref.assert_close(pipe.apply(variables, one), expected, 1e-6)
+    assert jax.tree.structure(given[0]) != jax.tree.structure(given[1])
+
+
+def test_a_loss_that_was_refused_is_refused_again():
+    pipe = jpipe.pipeline(nn.Dense(3), 4, num_stages=1)
+    x = np.ones((8, 6), np.float32)
+    variables = pipe.init(jax.random.key(0), x)
+    gradient = pipe.value_and_grad(lambda y, t: ((y - t) ** 2).sum())
+    for _ in range(2):
+        with pytest.raises(ValueError, match="for a sum over examples type reduction"):
+            gradient(variables, x, np.ones((8, 3), np.float32))

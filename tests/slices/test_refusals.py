@@ -43,6 +43,24 @@ REFUSED = {
         (2.0 * np.ones(()), X, TARGETS),
         {},
     ),
+    r"must return \(loss, aux\); it returned": lambda: (
+        plain,
+        matrices(6, 3),
+        (X, TARGETS),
+        {"has_aux": True},
+    ),
+    r"must return \(total, weight\) in place": lambda: (
+        plain,
+        matrices(6, 3),
+        (X, TARGETS),
+        {"reduction": "weighted"},
+    ),
+    r"MEAN is for floating dtypes; type x.astype\(float\):\n  \* aux is int": lambda: (
+        lambda p, x, t: (plain(p, x, t), jnp.argmax(x)),
+        matrices(6, 3),
+        (X, TARGETS),
+        {"has_aux": True, "aux_axes": jpipe.MEAN},
+    ),
     "must return a scalar loss": lambda: (perceptron, matrices(6, 3), (X,), {}),
     "scan, is .* and cannot be divided": lambda: (
         scanned,

@@ -66,10 +66,15 @@ def test_every_schedule_and_remat_gives_them(double, options):
     ref.assert_close(run(grad_fn, params, *args), expected, ref.FLOAT64)
 
 
-def test_sum_counts_a_penalty_once(double):
+@pytest.mark.parametrize(
+    "around",
+    [lambda x: x, jnp.sum, jnp.array, lambda x: 2 * x.reshape(1).mean()],
+)
+def test_sum_counts_a_penalty_once(double, around):
     def total(params, x, targets):
         errors = (perceptron(params, x) - targets) ** 2
-        return jnp.sum(errors) + 0.5 * sum(jnp.sum(w**2) for w in params)
+        penalty = 0.5 * sum(jnp.sum(w**2) for w in params)
+        return around(jnp.sum(errors) + penalty)
 
     params = matrices(6, 8, 8, 3)
     expected = jax.value_and_grad(total)(params, X, TARGETS)
