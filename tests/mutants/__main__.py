@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from .table import MUTANTS, REACHED_BY, Mutant
@@ -82,7 +83,7 @@ def main() -> int:
             alive += not found
             seconds = f"{time.monotonic() - begin:.0f}"
             row = mutant.file, mutant.old.strip(), mutant.new.strip(), found or "NONE"
-            table.add_row(*row, seconds)
+            table.add_row(*map(escape, row), seconds)
             print(f"{seconds:>4} s  {mutant.file}: {found or 'NO TEST'}", flush=True)
     Console(width=160).print(table)
     print(f"{table.row_count} mutants, {alive} of them alive")

@@ -27,7 +27,7 @@ REACHED_BY = {
     "_functions": "train/test_reductions.py matrix functions train",
     "_functions/_probe": "functions check",
     "_functions/_task": "train/test_model_state.py mesh/test_data.py matrix",
-    "_functions/_trainable": "train/test_trainable.py matrix",
+    "_functions/_trainable": "matrix train",
     "_functions/_vjp": "test_plan.py matrix",
     "_instructions": "instructions matrix run train mesh",
     "_instructions/_graph": "run/test_own_results.py matrix instructions",
