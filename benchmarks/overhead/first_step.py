@@ -151,6 +151,28 @@ def pipelined(model: Model, stages: int) -> tuple[Step, PyTree]:
     return lambda state: step(state, model.x, model.targets)[0], state
 
 
+class Whole(nn.Module):
+    """The layers as one module."""
+
+    layers: Sequence[Any]
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
+        """The input of the first layer to the output of the last."""
+        for layer in self.layers:
+            x = layer(x, train) if isinstance(layer, Block) else layer(x)
+        return x
+
+
+def as_it_is(model: Model, stages: int) -> tuple[Step, PyTree]:
+    """The same of the layers as one module, which is divided by itself."""
+    pipe = jpipe.pipeline(Whole(model.layers), MICROBATCHES, num_stages=stages)
+    tx = optax.adamw(1e-3)
+    state = pipe.init_train_state(jax.random.key(0), model.x, tx)
+    step = pipe.train_step(mean_cross_entropy, tx)
+    return lambda state: step(state, model.x, model.targets)[0], state
+
+
 def _balance(model: Model, stages: int) -> list[int]:
     """As many blocks in each; the first and the last have a layer more."""
     blocks = len(model.layers) - 2
@@ -247,6 +269,7 @@ SIDES: dict[str, Callable[[Model], tuple[Step, PyTree]]] = {
     "plain": plain,
     "hand": by_hand,
     **{f"{stages}": partial(pipelined, stages=stages) for stages in (1, 2, 4)},
+    **{f"model-{stages}": partial(as_it_is, stages=stages) for stages in (2, 4)},
 }
 
 
