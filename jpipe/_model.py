@@ -136,8 +136,8 @@ class ModelPipeline(OwnLoop):
         if key is not None:
             _rng.check_key(key)
         key = jax.random.key(0) if key is None else key
-        forward = self._forwards[False]
-        initial = Initial(self._layer, key, forward.part((x, None))[0])
+        part, _ = self._forwards[False].part((x, None))
+        initial = Initial(self._layer, key, part)
         devices = self._locate(initial.specs, x)
         made = initial.leaves(key, self._places[0])
         leaves = [put(*pair) for pair in zip(made, devices, strict=True)]

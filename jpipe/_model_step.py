@@ -55,8 +55,10 @@ class ModelGradient:
         self._apply, self._objective, self._trainable = apply, objective, trainable
         self._has_state = has_state
         self._by_mode = {train: self._sliced(train) for train in (False, True)}
-        # Specs of the outputs that the loss was given in traces since it was checked.
+        # Specs of what the loss was given in traces; and, by sizes of micro-batches,
+        # those with which it was not checked yet.
         self._outputs: list[PyTree] = []
+        self._unchecked: dict[tuple[int, ...], PyTree] = {}
         # By the structures of variables and what a call writes, which leaves these are.
         self._written: dict[Any, list[tuple[int, Any]]] = {}
         self.unchecked = ""
@@ -71,7 +73,9 @@ class ModelGradient:
 
         def loss(variables: PyTree, x: PyTree, targets: PyTree, rngs: Any) -> Any:
             y, changed = self._apply(variables, x, rngs, train)
-            self._outputs.append(jax.tree.map(lambda leaf: _jaxpr.spec(leaf.aval), y))
+            self._outputs.append(
+                jax.tree.map(lambda leaf: _jaxpr.spec(jax.typeof(leaf)), y)
+            )
             value, aux = objective.of_part(y, targets)
             return value, (aux, changed)
 
@@ -117,9 +121,10 @@ class ModelGradient:
         """Returns as soon as the work is dispatched: see `Pipeline.value_and_grad`."""
         sliced = self._by_mode[train]
         found = sliced(variables, x, targets, rngs)
-        if self._outputs:
-            batch = sliced.batch(variables, (x, targets, rngs))
-            self._check_loss(batch, targets)
+        if self._outputs or self._unchecked:
+            self._check_loss(
+                self._noted(sliced, variables, (x, targets, rngs)), targets
+            )
         aux, changed = found.aux
         leaves, tree = jax.tree.flatten(variables)
         grads = jax.tree.unflatten(tree, found.grads).get("params", {})
@@ -143,7 +148,10 @@ class ModelGradient:
         train: bool = True,
     ) -> Program:
         """What a call with such arguments runs."""
-        return self._by_mode[train].build(variables, (x, targets, rngs)).program
+        sliced, args = self._by_mode[train], (x, targets, rngs)
+        program = sliced.build(variables, args).program
+        self._noted(sliced, variables, args)
+        return program
 
     def _leaves_of(self, variables: PyTree, changed: PyTree) -> list[tuple[int, Any]]:
         """Of what a call writes which leaves of the variables these are, and paths."""
@@ -157,9 +165,18 @@ class ModelGradient:
             self._written[structures] = [(number[path], path) for path, _ in own]
         return self._written[structures]
 
+    def _noted(self, sliced: Sliced, variables: PyTree, args: Any) -> _batch.Batch:
+        """The mini-batch; of a new kind the loss is to be checked."""
+        batch = sliced.batch(variables, args)
+        if self._outputs:
+            self._unchecked[batch.sizes] = self._outputs[0]
+            self._outputs.clear()
+        return batch
+
     def _check_loss(self, batch: _batch.Batch, targets: PyTree) -> None:
         """Runs the loss alone, at once and in parts: see `_probe`."""
-        if self._division.num_microbatches > 1:
+        sizes = batch.sizes
+        if self._division.num_microbatches > 1 and sizes in self._unchecked:
             x, specs, _ = batch.x
             first = len(jax.tree.leaves(x))
             end = first + len(jax.tree.leaves(specs))
@@ -167,9 +184,9 @@ class ModelGradient:
             batch = _batch.Batch(x, x_axes, specs, axes, None, batch.sizes)
             axis = self._axes.out_axes
             axis = axis if isinstance(axis, int) else 0
-            given = self._outputs[0], targets, batch, axis
+            given = self._unchecked[sizes], targets, batch, axis
             self.unchecked = _probe.check(self._objective, *given)
-        self._outputs.clear()  # one that raised is checked again
+        self._unchecked.pop(sizes, None)  # one that raised is checked again
 
 
 class ModelStep:
@@ -187,6 +204,8 @@ class ModelStep:
     ) -> None:
         self._gradient = gradient
         self._update = _updates.step(tx, devices, donate)
+        # What a state was made to train, once that is checked.
+        self._chosen: Sequence[bool] | None = None
         self._advance = jax.jit(lambda rng, step: (_rng.step_key(rng, step), step + 1))
 
     @outside_of_meshes
@@ -194,8 +213,9 @@ class ModelStep:
         self, state: TrainState, x: PyTree, targets: PyTree
     ) -> tuple[TrainState, dict[str, Any]]:
         """Takes one step. Returns as soon as the work is dispatched."""
-        if state.chosen is not None:
+        if state.chosen is not self._chosen:
             check_chosen(state, self._gradient.trained(state.variables))
+            self._chosen = state.chosen
         key, step = self._advance(state.rng, state.step)
         (loss, *aux, model_state), grads = self._gradient(
             state.variables, x, targets, rngs=key

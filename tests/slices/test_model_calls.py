@@ -299,3 +299,15 @@ def test_a_loss_that_was_refused_is_refused_again():
     for _ in range(2):
         with pytest.raises(ValueError, match="for a sum over examples type reduction"):
             gradient(variables, x, np.ones((8, 3), np.float32))
+
+
+def test_a_loss_is_checked_on_the_batch_that_is_given():
+    pipe = jpipe.pipeline(nn.Dense(3), 4, num_stages=1)
+    x, targets = np.ones((20, 6), np.float32), np.ones((20, 3), np.float32)
+    variables = pipe.init(jax.random.key(0), x)
+    gradient = pipe.value_and_grad(lambda y, t: ((y - t) ** 2).mean())
+    pipe.compile(gradient, variables, x, targets)
+    for size in (8, 20):
+        loss, _ = gradient(variables, x[:size], targets[:size])
+    y = nn.Dense(3).apply(jax.device_get(variables), x)
+    ref.assert_close(loss, ((y - targets) ** 2).mean(), 1e-6)
