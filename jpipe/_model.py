@@ -91,7 +91,9 @@ class ModelPipeline(OwnLoop):
         last = next((one.last for one in known if one and one.last), None)
         if last is None:
             return f"{head}; the stages are known once it is initialized or called"
-        return "\n".join([head, *rows(*last)])
+        why = self._trained.unchecked if self._trained else ""
+        told = [f"the loss was not checked: {why}"] * bool(why)
+        return "\n".join([head, *rows(*last), *told])
 
     def _forward(self, train: bool) -> Sliced:
         def call(variables: PyTree, x: PyTree, rngs: _rng.Rngs) -> PyTree:

@@ -97,16 +97,15 @@ class ModelGradient:
             names=("x", "targets", "rngs"),
             advice=ADVICE,
         )
-        return Sliced(work, self._division, self.marks)
+        return Sliced(work, self._division, lambda v: jax.tree.leaves(self._marks(v)))
 
-    def marks(self, variables: PyTree) -> list[bool]:
+    def _marks(self, variables: PyTree) -> PyTree:
         """Whether each leaf of the variables has a gradient."""
-        return jax.tree.leaves(self._trainable.marks([self._layer], (variables,)))
+        return self._trainable.marks([self._layer], (variables,))[0]
 
     def trained(self, variables: PyTree) -> list[bool]:
         """Whether each leaf of the parameters has a gradient."""
-        marks = self._trainable.marks([self._layer], (variables,))[0]
-        return jax.tree.leaves(marks.get("params", {}))
+        return jax.tree.leaves(self._marks(variables).get("params", {}))
 
     @outside_of_meshes
     def __call__(

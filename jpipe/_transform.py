@@ -11,7 +11,7 @@ from ._cache import Axes
 from ._functions import _remat
 from ._instructions._sharding import SubMesh
 from ._instructions._transfer import Device
-from ._layers._layer import Layer, as_layers, is_model
+from ._layers._layer import as_layers, is_model
 from ._layers._stage import check_balance, fuse
 from ._model import ModelPipeline
 from ._pipeline import Pipeline
@@ -139,22 +139,19 @@ def pipeline(
     """
     check_joined()
     if is_model(stages):
-        given = {
-            "balance": balance,
-            "sample": sample,
-            "plan": plan,
-            "mesh": mesh,
-            "sharding": sharding,
-            "replicas": replicas,
+        for_lists = {
+            "balance": balance is not None,
+            "sample": sample is not None,
+            "plan": plan is not None,
+            "mesh": mesh is not None,
+            "sharding": sharding is not None,
+            "replicas": replicas is not None,
+            "gather": gather != "step",
+            "check": check,
         }
-        made = _of_model(
-            as_layers([stages])[0],
-            num_microbatches,
-            num_stages,
-            Axes(in_axes, target_axes, out_axes),
-            (devices, schedule, remat),
-            [name for name, value in given.items() if value is not None],
-        )
+        refused = [name for name, is_given in for_lists.items() if is_given]
+        axes, how = Axes(in_axes, target_axes, out_axes), (devices, schedule, remat)
+        made = _of_model(stages, num_microbatches, num_stages, axes, how, refused)
         # It has the methods of a Pipeline, with trees of the model's own.
         return cast(Pipeline, made)
     if num_stages is not None:
@@ -211,7 +208,7 @@ def pipeline(
 
 
 def _of_model(
-    layer: Layer,
+    model: Any,
     num_microbatches: int | None,
     num_stages: int | None,
     axes: Axes,
@@ -219,11 +216,11 @@ def _of_model(
     too_much: Sequence[str],
 ) -> ModelPipeline:
     """The pipeline of one model."""
-    devices, schedule, remat = how
+    (layer,), (devices, schedule, remat) = as_layers([model]), how
     if too_much:
         raise ValueError(
             f"{', '.join(too_much)}: of a list of layers; one model is divided by "
-            f"itself: give num_stages=, or list its layers"
+            f"itself: give num_stages=, or list its layers; to check it call pipe.check"
         )
     if num_stages is not None and num_stages < 1:
         raise ValueError(f"num_stages={num_stages}: needs at least 1")

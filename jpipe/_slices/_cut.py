@@ -26,8 +26,8 @@ _PER_BYTE = 10
 def boundary(x: PyTree) -> PyTree:
     """Marks the place between two stages; gives back what it is given.
 
-    Call it in a model or loss function that `jpipe.value_and_grad` divides. Where there
-    are marks, the stages are what lies between them.
+    Call it in a loss function that `jpipe.value_and_grad` divides, or in a model that
+    `jpipe.pipeline` does. Where there are marks, the stages are what lies between them.
 
     Args:
       x: any pytree of arrays, such as the output of a block.

@@ -74,7 +74,8 @@ class Built(NamedTuple):
       pipe: the schedule and the devices.
       stages: the slices.
       program: ``(*params, *constants, *args) -> (*loss, *aux, *grads)``.
-      joined: the numbers of the leaves of aux that it returns.
+      aux: the structure of what is returned beside the loss.
+      joined: the numbers of the leaves of that which the program returns.
       devices: the device of each parameter.
       constants: the arrays that the function closes over, in place.
     """
@@ -82,6 +83,7 @@ class Built(NamedTuple):
     pipe: Pipe
     stages: Stages
     program: Program
+    aux: Any
     joined: list[int]
     devices: list[Any]
     constants: list[Any]
@@ -131,13 +133,12 @@ class Sliced:
         _check_in_place(params, leaves, built.devices, self._work.advice)
         found = iter(built.program([*leaves, *built.constants, *batch]))
         loss = next(found) if self._work.has_loss else None
-        spec = built.stages.first.aux
-        aux: list[Any] = [None] * len(jax.tree.leaves(spec))
+        aux: list[Any] = [None] * built.aux.num_leaves
         for i in built.joined:
             aux[i] = next(found)
         trained = built.stages.trained[: len(leaves)]
         grads = [next(found) if yes else None for yes in trained]
-        return Results(loss, jax.tree.unflatten(jax.tree.structure(spec), aux), grads)
+        return Results(loss, jax.tree.unflatten(built.aux, aux), grads)
 
     def place(self, params: PyTree, *args: PyTree) -> PyTree:
         """Puts each parameter onto the device of the stage where it stays."""
@@ -281,7 +282,8 @@ class Sliced:
         pairs = zip(constants, devices[count:], strict=True)
         constants = [put(*pair) for pair in pairs]
         program = Program(graph, outputs, pipe.places)
-        return Built(pipe, stages, program, sorted(aux), devices[:count], constants)
+        tree, devices = jax.tree.structure(stages.first.aux), devices[:count]
+        return Built(pipe, stages, program, tree, sorted(aux), devices, constants)
 
     def _axes(
         self, given: Sequence[PyTree], names: Sequence[str]

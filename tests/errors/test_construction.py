@@ -52,9 +52,10 @@ OPTIONS = {
         f"unknown remat 'half' ... {REMATS}": {"remat": "half"},
         "remat has 2 entries for 3 stages": {"remat": ["full", "none"]},
         "stages=[] ... at least one layer": {"stages": []},
-        "balance: of a list ... give num_stages=": {
+        "balance, check: of a list ... give num_stages=": {
             "stages": nn.Dense(2),
             "balance": [1],
+            "check": True,
         },
         "num_stages=2 is for one model ... type balance=": {"num_stages": 2},
         "with schedule='gpipe': choose '1f1b' or": {
