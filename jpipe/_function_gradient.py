@@ -59,6 +59,7 @@ class FunctionGradient:
             in_axes=in_axes,
             has_aux=has_aux,
             reduction=reduction,
+            inside=("params",),
         )
         self._sliced = Sliced(work, division, self._trained)
 

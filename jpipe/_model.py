@@ -15,6 +15,7 @@ from ._functions import _microbatch
 from ._functions._objective import Objective
 from ._functions._trainable import Trainable
 from ._instructions import _transfer
+from ._instructions._sharding import Sharding
 from ._layers import _batchnorm, _rng
 from ._layers._layer import Layer, as_module, check_unchanged
 from ._loop import OwnLoop
@@ -27,7 +28,7 @@ from ._slices._initial import Initial
 from ._slices._program import Traced
 from ._slices._sliced import Sliced, Work, put
 from ._train import _updates
-from ._train._homes import homes, places
+from ._train._homes import homes, places, shardings
 from ._train._state import TrainState, note_chosen
 from ._train._step import check_optimizer
 from .schedules import Schedule
@@ -59,6 +60,7 @@ class ModelPipeline(OwnLoop):
         self._layer, self._division, self._axes = layer, division, axes
         self._unpipelined = unpipelined
         self._places = tuple(dict.fromkeys(division.devices))
+        self._first = _transfer.one_of(self._places[0])
         self._forwards = {train: self._forward(train) for train in (False, True)}
         self._trained: ModelGradient | None = None
 
@@ -107,7 +109,8 @@ class ModelPipeline(OwnLoop):
             return _join.by_axes(self._axes.out_axes, traced.aux, shares, "out")
 
         axes, names = (self._axes.in_axes, None), ("x", "rngs")
-        work = Work(call, joins, axes, has_loss=False, names=names, advice=ADVICE)
+        known = {"owner": self._layer.owner, "names": names, "advice": ADVICE}
+        work = Work(call, joins, axes, has_loss=False, **known)
         return Sliced(work, self._division)
 
     def _applied(
@@ -140,13 +143,13 @@ class ModelPipeline(OwnLoop):
         key = jax.random.key(0) if key is None else key
         part, _ = self._forwards[False].part((x, None))
         initial = Initial(self._layer, key, part)
-        devices = self._locate(initial.specs, x)
-        made = initial.leaves(key, self._places[0])
-        leaves = [put(*pair) for pair in zip(made, devices, strict=True)]
+        homes = self._locate(initial.specs, x)
+        made = initial.leaves(key, self._first)
+        leaves = [put(leaf, *home) for leaf, home in zip(made, homes, strict=True)]
         return jax.tree.unflatten(jax.tree.structure(initial.specs), leaves)
 
-    def _locate(self, variables: PyTree, x: PyTree) -> list[Any]:
-        """The device of each leaf of the variables."""
+    def _locate(self, variables: PyTree, x: PyTree) -> list[tuple[Any, Sharding]]:
+        """The device of each leaf of the variables, and how it lies there."""
         args = x, _rng.key_spec()  # there are models that draw in evaluation
         return self._forwards[False].locate(variables, args)
 
@@ -169,16 +172,17 @@ class ModelPipeline(OwnLoop):
                 "where the variables of a model stay is known once it is divided, "
                 "which takes an input: type pipe.place(variables, x)"
             )
-        devices = self._locate(variables, x)
+        homes = self._locate(variables, x)
         leaves, structure = jax.tree.flatten(variables)
-        pairs = zip(leaves, devices, strict=True)
-        placed = jax.tree.unflatten(structure, [put(*pair) for pair in pairs])
+        pairs = zip(leaves, homes, strict=True)
+        placed = structure.unflatten([put(leaf, *home) for leaf, home in pairs])
         if not is_state:
             return placed
         params, model_state = _apart(placed)
-        first = self._places[0]
-        step, rng = _transfer.put([tree.step, tree.rng], first)
-        opt_state = _beside(tree.opt_state, params, self._places)
+        step, rng = _transfer.put([tree.step, tree.rng], self._places[0])
+        of_params, _ = _apart(structure.unflatten(range(len(homes))))
+        own = [homes[i] for i in jax.tree.leaves(of_params)]
+        opt_state = _beside(tree.opt_state, params, own)
         state = TrainState(step, params, opt_state, model_state, rng)
         note_chosen(state, tree.chosen)
         return state
@@ -291,13 +295,16 @@ class ModelPipeline(OwnLoop):
         return self._unpipelined().check((variables,), *args, **kwargs)
 
 
-def _beside(tree: PyTree, params: PyTree, devices: Sequence[Any]) -> PyTree:
-    """The state of an optimizer, each leaf where its parameter is."""
+def _beside(tree: PyTree, params: PyTree, at: Sequence[tuple[Any, Sharding]]) -> PyTree:
+    """The state of an optimizer, each leaf where its parameter is, and as that lies."""
     flat = jax.tree_util.tree_leaves_with_path(params)
-    at = places((path, devices.index(leaf.device)) for path, leaf in flat)
+    numbers = places((path, i) for i, (path, _) in enumerate(flat))
+    how = shardings(tree, flat, [each for _, each in at])
     leaves, structure = jax.tree.flatten(tree)
-    pairs = zip(leaves, homes(tree, at), strict=True)
-    return structure.unflatten([put(leaf, devices[home or 0]) for leaf, home in pairs])
+    found = zip(leaves, homes(tree, numbers), how, strict=True)
+    return structure.unflatten(
+        [put(leaf, at[home or 0][0], each) for leaf, home, each in found]
+    )
 
 
 def _apart(variables: PyTree) -> tuple[PyTree, PyTree]:

@@ -94,6 +94,7 @@ class ModelGradient:
             (self._axes.in_axes, self._axes.target_axes, None),
             has_aux=True,
             reduction=objective.reduction,
+            owner=self._layer.owner,
             names=("x", "targets", "rngs"),
             advice=ADVICE,
         )

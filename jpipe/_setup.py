@@ -296,20 +296,18 @@ def warn_of_idle(devices: Any, schedule: Schedule) -> None:
         )
 
 
-def choose_devices(devices: Any, schedule: Schedule) -> tuple[Device, ...]:
-    """Returns the device of each rank.
+def ranks(devices: Any) -> Sequence[Device]:
+    """Returns the devices of all ranks that there could be.
 
     Args:
-      devices: one device per rank; surplus ones are left idle; ``None`` means
-        `jax.devices`. Or a mesh: see `choose_mesh`.
-      schedule: who runs which stage.
+      devices: as for `choose_devices`.
 
     Raises:
-      ValueError: if there are fewer devices than ranks.
+      ValueError: if meshes of ranks do not go together.
       TypeError: if an entry is not a device.
     """
     if isinstance(devices, Mesh):
-        return choose_mesh(devices, schedule)
+        return _ranks(devices)
     if isinstance(devices, str) or not hasattr(devices or [], "__iter__"):
         one = isinstance(devices, jax.Device)
         example = f"[{devices!r}]" if one else "jax.devices()[:2]"
@@ -324,13 +322,32 @@ def choose_devices(devices: Any, schedule: Schedule) -> tuple[Device, ...]:
     not_devices = [d for d in given if not isinstance(d, jax.Device | SubMesh)]
     if not_devices:
         raise TypeError(f"devices: {not_devices!r} are not jax.Device objects")
+    return given
+
+
+def choose_devices(devices: Any, schedule: Schedule) -> tuple[Device, ...]:
+    """Returns the device of each rank.
+
+    Args:
+      devices: one device per rank; surplus ones are left idle; ``None`` means
+        `jax.devices`. Or a mesh: see `choose_mesh`.
+      schedule: who runs which stage.
+
+    Raises:
+      ValueError: if there are fewer devices than ranks.
+      TypeError: if an entry is not a device.
+    """
+    if isinstance(devices, Mesh):
+        return choose_mesh(devices, schedule)
+    given = ranks(devices)
     needed = schedule.num_ranks
     if len(given) < needed:
         what = "stages" if schedule.num_stages == needed else "ranks"
         raise ValueError(
             f"{needed} {what} need {needed} devices, there are {len(given)}; repeat "
             f"devices, as in devices=[jax.devices()[i % {max(len(given), 1)}] for i in "
-            f"range({needed})], group layers with balance=, or, on CPU, make more "
+            f"range({needed})], take fewer stages (balance= of layers, num_stages= of "
+            f"a model), or, on CPU, make more "
             f"devices at the start of the program with "
             f"jax.config.update('jax_num_cpu_devices', {needed})"
         )

@@ -8,7 +8,9 @@ from jax.sharding import Mesh
 
 from . import _setup
 from ._cache import Axes
+from ._divide import divide
 from ._functions import _remat
+from ._instructions import _transfer
 from ._instructions._sharding import SubMesh
 from ._instructions._transfer import Device
 from ._layers._layer import as_layers, is_model
@@ -143,15 +145,28 @@ def pipeline(
             "balance": balance is not None,
             "sample": sample is not None,
             "plan": plan is not None,
-            "mesh": mesh is not None,
-            "sharding": sharding is not None,
-            "replicas": replicas is not None,
-            "gather": gather != "step",
             "check": check,
         }
-        refused = [name for name, is_given in for_lists.items() if is_given]
-        axes, how = Axes(in_axes, target_axes, out_axes), (devices, schedule, remat)
-        made = _of_model(stages, num_microbatches, num_stages, axes, how, refused)
+        if refused := [name for name, is_given in for_lists.items() if is_given]:
+            raise ValueError(
+                f"{', '.join(refused)}: of a list of layers; one model is divided by "
+                f"itself: give num_stages=, or list its layers; to check it call "
+                f"pipe.check"
+            )
+        number = _setup.check_num_microbatches(num_microbatches)
+        devices = _setup.check_mesh(mesh, devices, sharding, gather)
+        division = divide(
+            number,
+            num_stages,
+            devices,
+            schedule=schedule,
+            remat=remat,
+            replicas=replicas,
+            rule=sharding,
+            gather=gather,
+            is_lasting=True,
+        )
+        made = _of_model(stages, division, Axes(in_axes, target_axes, out_axes))
         # It has the methods of a Pipeline, with trees of the model's own.
         return cast(Pipeline, made)
     if num_stages is not None:
@@ -207,33 +222,13 @@ def pipeline(
     return Pipeline(pipe, Axes(in_axes, target_axes, out_axes), forecast, check)
 
 
-def _of_model(
-    model: Any,
-    num_microbatches: int | None,
-    num_stages: int | None,
-    axes: Axes,
-    how: tuple[Any, Any, Any],
-    too_much: Sequence[str],
-) -> ModelPipeline:
+def _of_model(model: Any, division: Division, axes: Axes) -> ModelPipeline:
     """The pipeline of one model."""
-    (layer,), (devices, schedule, remat) = as_layers([model]), how
-    if too_much:
-        raise ValueError(
-            f"{', '.join(too_much)}: of a list of layers; one model is divided by "
-            f"itself: give num_stages=, or list its layers; to check it call pipe.check"
-        )
-    if num_stages is not None and num_stages < 1:
-        raise ValueError(f"num_stages={num_stages}: needs at least 1")
-    if jax.process_count() > 1:
-        raise ValueError(
-            "a model is divided in one process; for several list its layers"
-        )
-    number = _setup.check_num_microbatches(num_microbatches)
-    listed = jax.devices() if devices is None else list(devices)
-    division = Division(number, num_stages, listed, schedule, remat, is_lasting=True)
+    (layer,) = as_layers([model])
+    first, number = _transfer.one_of(division.devices[0]), division.num_microbatches
 
     def unpipelined() -> Pipeline:
-        return pipeline([layer.source], number, balance=[1], devices=listed[:1])
+        return pipeline([layer.source], number, balance=[1], devices=[first])
 
     return ModelPipeline(layer, division, axes, unpipelined)
 

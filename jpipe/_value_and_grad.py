@@ -3,14 +3,15 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
+from jax.sharding import Mesh
 
 from . import _setup
+from ._divide import divide
 from ._function_gradient import FunctionGradient
 from ._functions._objective import REDUCTIONS
 from ._functions._trainable import Trainable
 from ._processes._start import check_joined
-from ._slices._division import Division
+from ._run._resting import Rule
 
 
 def value_and_grad(
@@ -23,6 +24,10 @@ def value_and_grad(
     in_axes: Any = 0,
     reduction: str = "mean",
     devices: Sequence[Any] | None = None,
+    mesh: Mesh | None = None,
+    sharding: Rule | None = None,
+    gather: str = "step",
+    replicas: Sequence[int] | None = None,
     schedule: Any = "1f1b",
     remat: Any = "min_cut",
     trainable: Any = None,
@@ -52,6 +57,10 @@ def value_and_grad(
         what each micro-batch gives by itself.
         Summands that depend on no example, such as a penalty on weights, count once.
       devices: one for each rank, default `jax.devices`.
+      mesh: several devices per stage, as for `jpipe.pipeline`.
+      sharding: as for `jpipe.pipeline`, of paths such as ``("block_0", "kernel")``.
+      gather: as for `jpipe.pipeline`.
+      replicas: as for `jpipe.pipeline`.
       schedule: as for `jpipe.pipeline`.
       remat: as for `jpipe.pipeline`.
       trainable: which parameters have a gradient, others have ``None``; as for
@@ -83,22 +92,19 @@ def value_and_grad(
     check_joined()
     if not callable(fun):
         raise TypeError(f"fun={fun!r}: needs a function (params, *args) -> loss")
-    if num_stages is not None and num_stages < 1:
-        raise ValueError(f"num_stages={num_stages}: needs at least 1")
     if reduction not in REDUCTIONS:
         raise ValueError(
             f"reduction={reduction!r}: choose {', '.join(map(repr, REDUCTIONS))}"
         )
-    if jax.process_count() > 1:
-        raise ValueError(
-            "jpipe.value_and_grad runs in one process; for several type jpipe.pipeline"
-        )
-    division = Division(
+    division = divide(
         _setup.check_num_microbatches(num_microbatches),
         num_stages,
-        jax.devices() if devices is None else list(devices),
-        schedule,
-        remat,
+        _setup.check_mesh(mesh, devices, sharding, gather),
+        schedule=schedule,
+        remat=remat,
+        replicas=replicas,
+        rule=sharding,
+        gather=gather,
     )
     return FunctionGradient(
         fun,

@@ -22,7 +22,8 @@ from .._layers._linen import is_box
 from ._pipe import Pipe
 
 PyTree = Any
-# `(path, spec) -> PartitionSpec`: the path from the layer's number on.
+# `(path, spec) -> PartitionSpec`: the path of a parameter, in a list of layers from the
+# layer's number on.
 Rule = Callable[[tuple[Any, ...], jax.ShapeDtypeStruct], P | None]
 
 
@@ -48,40 +49,69 @@ def of_layer(
     pipe: Pipe, layer: int, entry: PyTree, inside: tuple[str, ...] = ()
 ) -> list[Sharding]:
     """The same of what one layer has."""
-    device = pipe.devices[pipe.stage_of_layer[layer]]
-    if not isinstance(device, SubMesh):
-        return [WHOLE] * len(jax.tree.leaves(entry))
+    stage = pipe.stages[pipe.stage_of_layer[layer]]
+    owner = stage.layers[layer - stage.first].owner
+    devices = [pipe.devices[stage.index]] * len(jax.tree.leaves(entry))
+    return of_tree(pipe, entry, devices, owner, (layer,), inside)
+
+
+def of_tree(
+    pipe: Pipe,
+    tree: PyTree,
+    devices: Sequence[Device],
+    owner: Any = None,
+    layer: tuple[int, ...] = (),
+    inside: tuple[str, ...] = (),
+) -> list[Sharding]:
+    """How each leaf of a tree of variables lies.
+
+    Args:
+      pipe: says which rule there is, and which axes.
+      tree: in arrays or specs.
+      devices: where each leaf is.
+      owner: the module that holds them.
+      layer: its number, in a list of layers.
+      inside: see `shardings`.
+    """
+    if not any(isinstance(device, SubMesh) for device in devices):
+        return [WHOLE] * len(devices)
     found, faults = [], list[str]()
-    for path, leaf, said in _said(pipe, layer, entry, inside):
-        spec = _spec(said, device, pipe.axes if pipe.rule else None, path)
+    said = _said(pipe.rule, tree, owner, layer, inside)
+    for (names, leaf, axes), device in zip(said, devices, strict=True):
+        path = *layer, *names
+        spec = _spec(axes, device, pipe.axes if pipe.rule else None, path)
         if not math.prod(leaf.shape):  # of nothing there are no parts
             spec = P()
         faults += _faults(path, leaf, spec, device)
         found.append(Sharding(spec=spec))
-    refuse(f"parameters of layer {layer} cannot be cut as they are to be", faults)
+    whose = f" of layer {layer[0]}" if layer else ""
+    refuse(f"parameters{whose} cannot be cut as they are to be", faults)
     return found
 
 
 def _said(
-    pipe: Pipe, layer: int, entry: PyTree, inside: tuple[str, ...]
+    rule: Rule | None,
+    tree: PyTree,
+    owner: Any,
+    layer: tuple[int, ...],
+    inside: tuple[str, ...],
 ) -> Iterable[tuple[Any, Any, Any]]:
     """The path of each leaf, the leaf, and what is said of its axes."""
-    stage = pipe.stages[pipe.stage_of_layer[layer]]
-    metadata = _nnx_values.parameters(stage.layers[layer - stage.first].owner)
-    nodes = jax.tree_util.tree_leaves_with_path(entry, is_leaf=is_box)
+    metadata = _nnx_values.parameters(owner)
+    nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_box)
     for at, node in nodes:
         names = (getattr(key, "key", getattr(key, "idx", key)) for key in at)
-        path = layer, *inside, *names
-        is_param = path[1:2] == ("params",)
+        path = *inside, *names
+        is_param = path[:1] == ("params",)
         for leaf in jax.tree.leaves(node):
             said: Any = None
-            if is_param and pipe.rule is not None:
+            if is_param and rule is not None:
                 spec = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-                said = pipe.rule((layer, *path[2:]), spec)
+                said = rule((*layer, *path[1:]), spec)
             elif is_box(node):
                 said = _of_box(node)
             elif is_param and metadata:
-                said = _of_variable(metadata.get(path[2:]))
+                said = _of_variable(metadata.get(path[1:]))
             yield path, leaf, said
 
 
@@ -129,7 +159,7 @@ def _spec(said: Any, device: Device, known_axes: Any, path: Any) -> P:
     return narrowed(spec, device.mesh.shape.__contains__)
 
 
-def _faults(path: Any, leaf: Any, spec: P, device: Device) -> Iterable[str]:
+def _faults(path: Any, leaf: Any, spec: P, device: Any) -> Iterable[str]:
     if len(spec) > len(leaf.shape):
         yield f"{_told(path)} of shape {leaf.shape} has fewer axes than {spec}"
         return
@@ -148,5 +178,4 @@ def _faults(path: Any, leaf: Any, spec: P, device: Device) -> Iterable[str]:
 
 
 def _told(path: Any) -> str:
-    layer, *names = path
-    return f"variables[{layer}]" + "".join(f"[{name!r}]" for name in names)
+    return "variables" + "".join(f"[{name!r}]" for name in path)

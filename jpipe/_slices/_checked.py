@@ -10,6 +10,7 @@ import numpy as np
 from .._check import _compare
 from .._check._report import Checked, CheckReport
 from .._functions._weights import is_inexact
+from .._instructions._transfer import one_of
 from .._jaxprs import _flow
 from .._layers._half import half_key
 from ._program import is_single_key
@@ -41,7 +42,7 @@ def check(
             f"parts={tuple(parts)}: needs the numbers of examples in two micro-batches "
             f"or more, together the {count} of the batch"
         )
-    device = sliced.devices[0]
+    device = one_of(sliced.devices[0])
     args = jax.tree.map(_without_chance, tuple(args))
     leaves, tree = jax.tree.flatten(jax.tree.map(_on_host, params))
     free = [is_inexact(leaf) for leaf in leaves]

@@ -1,13 +1,15 @@
 """In how many stages functions are divided, and where and when these run."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from .._functions import _remat
 from .._layers._stage import StageFunction
 from .._run._pipe import Pipe
-from ..schedules._choose import choose_schedule
+from .._run._resting import Rule
+from ..schedules import Schedule
+from ..schedules._choose import choose_schedule, turns
 from . import _cut
 from ._program import Traced
 
@@ -19,9 +21,13 @@ class Division:
     Attributes:
       num_microbatches: how many there are.
       num_stages: how many stages; ``None``: as many as marks say, or devices are.
-      devices: one for each rank.
+      devices: those that there are, one for each rank.
+      choose: gives those that a schedule takes.
       schedule: as for `jpipe.pipeline`.
       remat: as for `jpipe.pipeline`.
+      replicas: as for `jpipe.pipeline`.
+      rule: how parameters lie where stages have several devices: see `_resting`.
+      gather: as for `jpipe.pipeline`.
       is_lasting: whether all functions are divided as the first one is, so that their
         parameters stay where they are.
       first: that one, where it is divided, and the stage of each of its parameters.
@@ -30,8 +36,12 @@ class Division:
     num_microbatches: int
     num_stages: int | None
     devices: Sequence[Any]
+    choose: Callable[[Schedule], tuple[Any, ...]]
     schedule: Any
     remat: Any
+    replicas: Sequence[int] | None = None
+    rule: Rule | None = None
+    gather: str = "step"
     is_lasting: bool = False
     first: tuple[Traced, list[int], list[int]] | None = field(default=None, init=False)
 
@@ -46,7 +56,8 @@ class Division:
         """
         if self.first is None:
             program = next(iter(programs.values()))
-            cuts = _cut.positions(program, self.num_stages, len(self.devices))
+            default = len(self.replicas or self.devices)
+            cuts = _cut.positions(program, self.num_stages, default)
         else:
             program, cuts, _ = self.first
         num_shared = program.num_params if num_shared is None else num_shared
@@ -59,15 +70,15 @@ class Division:
 
     def pipe(self, count: int) -> Pipe:
         """The schedule and the devices of so many stages."""
-        schedule = choose_schedule(self.schedule, count, self.num_microbatches)
+        schedule, number = self.schedule, self.num_microbatches
+        if self.replicas is not None:
+            schedule = turns(self.replicas, schedule, count, number)
+        schedule = choose_schedule(schedule, count, number)
         functions = tuple(StageFunction(s, s, ()) for s in range(count))
-        ranks = schedule.num_ranks
-        if len(self.devices) < ranks:
-            have = len(self.devices)
-            raise ValueError(
-                f"{ranks} ranks need {ranks} devices, there are {have}; give "
-                f"num_stages={have}, or let a device serve several stages: "
-                f"devices=({ranks} * jax.devices())[:{ranks}]"
-            )
-        used = tuple(self.devices[:ranks])
-        return Pipe(functions, used, schedule, _remat.per_stage(self.remat, count))
+        ranks, remat = self.choose(schedule), _remat.per_stage(self.remat, count)
+        return Pipe(functions, ranks, schedule, remat, self.rule, self.gather)
+
+    @property
+    def num_shards(self) -> int:
+        """Over how many devices the examples of a micro-batch are spread."""
+        return getattr(self.devices[0], "num_shards", 1)

@@ -9,9 +9,12 @@ import jax.numpy as jnp
 
 from .._faults import refuse
 from .._functions import _microbatch
+from .._functions._batch import Batch
 from .._functions._weights import is_inexact
 from .._instructions._graph import Graph, Place, Value
+from .._instructions._sharding import WHOLE
 from .._jaxprs._function import Function
+from .._run._totals import apart
 
 PyTree = Any
 
@@ -107,6 +110,7 @@ def mean(values: Sequence[jax.Array], shares: Sequence[float]) -> jax.Array:
 
 def joined(
     graph: Graph,
+    batch: Batch,
     joins: Sequence[Join],
     rows: Sequence[Sequence[Value]],
     weights: Sequence[Value],
@@ -115,30 +119,35 @@ def joined(
 
     Args:
       graph: the graph.
+      batch: the mini-batch.
       joins: what is joined how.
-      rows: what each micro-batch returns.
+      rows: what each micro-batch returns; its shards give a row each.
       weights: the parameters.
 
     Returns:
       By the number of a leaf what becomes of it.
     """
     by_place: dict[Place, list[Join]] = {}
+    shardings = graph.shardings
     for join in joins:
         first = weights[join.old[0]] if join.old else rows[0][join.leaves[0]]
         by_place.setdefault(graph.places[first], []).append(join)
     found: dict[int, Value] = {}
     for place, own in by_place.items():
-        reads = [
-            value
+        old = [weights[k] for join in own for k in join.old]
+        leaves = [i for join in own for i in join.leaves]
+        given = [[row[i] for i in leaves] for row in rows]
+        run = _in_one(own, len(old), apart(graph, batch, given))
+        reads = [*old, *(value for row in given for value in row)]
+        specs = [_spec(graph, batch, value) for value in reads]
+        function = Function.like("join_aux", run, *specs)
+        # New values of parameters lie as the old ones.
+        how = [
+            shardings[weights[join.old[i]]] if join.old else WHOLE
             for join in own
-            for value in (
-                *(row[i] for i in join.leaves for row in rows),
-                *(weights[k] for k in join.old),
-            )
+            for i in range(len(join.leaves))
         ]
-        run = _in_one(own, len(rows))
-        function = Function.like("join_aux", run, *(graph.specs[v] for v in reads))
-        made = iter(graph.call(function, place, reads))
+        made = iter(graph.call(function, place, reads, how=how))
         for join in own:
             # Two statistics of a norm may stay in two places.
             at = [graph.places[weights[k]] for k in join.old] or [place]
@@ -147,14 +156,30 @@ def joined(
     return found
 
 
-def _in_one(joins: Sequence[Join], count: int) -> Callable[..., list[Any]]:
-    """Several joins of so many micro-batches as a function of flat leaves."""
+def _spec(graph: Graph, batch: Batch, value: Value) -> Any:
+    """What a function sees of a value: of what is stacked, all shards."""
+    spec = graph.specs[value]
+    if not graph.shardings[value].stacked:
+        return spec
+    return spec.update(shape=(batch.num_shards, *spec.shape))
+
+
+def _in_one(
+    joins: Sequence[Join], num_old: int, apart: Callable[..., list[list[Any]]]
+) -> Callable[..., list[Any]]:
+    """Several joins as a function of flat leaves: the old values, then all rows."""
 
     def run(*leaves: Any) -> list[Any]:
-        given, results = iter(leaves), list[Any]()
-        for join in joins:
-            columns = [[next(given) for _ in range(count)] for _ in join.leaves]
-            results += join.run(columns, [next(given) for _ in join.old])
-        return results
+        old, columns = (
+            iter(leaves[:num_old]),
+            zip(*apart(leaves[num_old:]), strict=True),
+        )
+        return [
+            result
+            for join in joins
+            for result in join.run(
+                [next(columns) for _ in join.leaves], [next(old) for _ in join.old]
+            )
+        ]
 
     return run

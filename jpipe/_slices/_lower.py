@@ -15,16 +15,16 @@ from .._functions import _remat
 from .._functions._batch import Batch
 from .._functions._weights import accumulate, sum_spec
 from .._instructions._graph import Graph, Place, Value
-from .._instructions._sharding import WHOLE
-from .._jaxprs import _jaxpr
+from .._instructions._sharding import Sharding, SubMesh
 from .._jaxprs._function import Function
 from .._run import _sums
 from .._run._incoming import Incoming
 from .._run._pipe import Pipe
-from .._train._placed import Placed, Placement
 from ..schedules import Action
 from ..schedules._action import BACKWARD, FORWARD, INPUT, WEIGHT
-from ._stages import Stages, pull_once
+from ._once import Once
+from ._stages import Stages
+from ._totals import Totals, adding_loss
 
 Values = list[Value]
 Cell = tuple[int, int]
@@ -52,9 +52,13 @@ class Lowering:
         given: Values,
     ) -> None:
         self._graph, self._pipe, self._stages = graph, pipe, stages
-        self._count, self._params = len(batch.sizes), params
-        self._weights = [*params, *self._once(params)]
+        self._batch, self._count, self._params = batch, len(batch.sizes), params
+        # Whether each shard of a stage runs its actions by itself.
+        self._is_mapped = batch.num_shards > 1
+        self._is_spread = any(isinstance(device, SubMesh) for device in pipe.places)
         incoming = Incoming(graph, pipe, batch, [])
+        self._once = Once(graph, pipe, stages, params)
+        self._weights = [*incoming.weights(params), *self._once.values()]
         # By stage, of each micro-batch what it reads of what that is given.
         self._given = [
             self._rows(incoming, batch, given, s) for s in range(stages.num_stages)
@@ -63,8 +67,11 @@ class Lowering:
         self._made: dict[tuple[core.Var, int], Value] = {}
         self._cotangents: dict[tuple[core.Var, int], dict[int, Value]] = {}
         self._residuals: dict[Cell, Values] = {}
+        # By stage and place, the sums of what runs there: of gradients, and the loss.
         self._sums: dict[tuple[int, Place], Values] = {}
+        self._losses: dict[Place, Value] = {}
         self._known: dict[Any, Function] = {}
+        self._add_loss = adding_loss(self._loss_spec)
 
     @property
     def _last(self) -> Place:
@@ -74,48 +81,6 @@ class Lowering:
     def _loss_spec(self) -> Any:
         return sum_spec(self._stages.first.closed.out_avals[0])
 
-    # ------------------------------------------------------- what runs once in a step
-
-    def _place_of(self, weight: int) -> Place:
-        return self._pipe.place(self._stages.owner[weight])
-
-    def _once(self, params: Values) -> Values:
-        closed = self._stages.once
-        if not closed.jaxpr.outvars:
-            return []
-        at = [self._place_of(i) for i in range(len(params))]
-        ends = [self._place_of(len(at) + k) for k in range(len(closed.jaxpr.outvars))]
-        function = core.jaxpr_as_fun(closed)
-        specs = [self._graph.specs[value] for value in params]
-        placed = Placed(function, specs, Placement(at, lambda _: ends), "once")
-        return placed.into(self._graph, params, [WHOLE] * len(ends))
-
-    def _pull_once(self, cotangents: dict[int, Value]) -> dict[int, Value]:
-        """What the gradients of values that were computed once add to parameters."""
-        stages, count = self._stages, len(self._params)
-        if not cotangents:
-            return {}
-        live = _jaxpr.live_inputs(stages.once)
-        pairs = zip(stages.trained[:count], live, strict=True)
-        trained = [yes and read for yes, read in pairs]
-        wanted = [
-            count + k in cotangents for k in range(len(stages.once.jaxpr.outvars))
-        ]
-        pull = pull_once(stages.once, trained, wanted)
-        given = [*cotangents.values()]
-        at = [
-            [self._place_of(i) for i in range(count)],
-            [self._place_of(weight) for weight in cotangents],
-        ]
-        ends = [at[0][i] for i, yes in enumerate(trained) if yes]
-        specs = [[self._graph.specs[v] for v in part] for part in (self._params, given)]
-        placement = Placement([*at[0], *at[1]], lambda _: ends)
-        placed = Placed(pull, specs, placement, "once_backward")
-        reads = [*self._params, *given]
-        grads = placed.into(self._graph, reads, [WHOLE] * len(ends))
-        numbers = [i for i, yes in enumerate(trained) if yes]
-        return dict(zip(numbers, grads, strict=True))
-
     # --------------------------------------------------------------- what comes with m
 
     def _rows(
@@ -123,6 +88,7 @@ class Lowering:
     ) -> list[Values]:
         """Of each micro-batch what a stage reads of its leaves and its number."""
         position = {v: i for i, v in enumerate(self._stages.first.given)}
+        shards = self._batch.num_shards
         wanted = [position[v] for v in self._stages.part(stage).batch]
         leaves = [i for i in wanted if i < len(given)]
         axes = [batch.x_axes[i] for i in leaves]
@@ -131,12 +97,16 @@ class Lowering:
         found = []
         for m, row in enumerate(rows):
             own = dict(zip(leaves, row, strict=True))
-            # Its number, and those that are folded into keys.
-            numbers = [np.array(m, np.int32), *self._stages.program(m).numbers]
+            # Its number, of shards those of each; and those that are folded into keys.
+            first = m * shards
+            number = np.arange(first, first + shards, dtype=np.int32)
+            number = number if self._is_mapped else number[0]
+            numbers = [number, *self._stages.program(m).numbers]
             for i in wanted:
                 if i not in own:
-                    number = numbers[i - len(given)]
-                    own[i] = self._graph.constant(number, place)
+                    stacked = self._is_mapped and i == len(given)
+                    array = np.asarray(numbers[i - len(given)])
+                    own[i] = self._graph.constant(array, place, stacked)
             found.append([own[i] for i in wanted])
         return found
 
@@ -144,8 +114,6 @@ class Lowering:
 
     def run(self) -> tuple[Value, dict[int, Value]]:
         """The whole schedule: the loss, and the gradient of each trained parameter."""
-        zero = np.zeros((), self._loss_spec.dtype)
-        self._loss = self._graph.constant(zero, self._last)
         self._start_sums()
         deferred = self._deferred()
         for action in self._pipe.schedule.order():
@@ -160,7 +128,17 @@ class Lowering:
             if follows:
                 self._forward(action, mode)
             self._backward(action, mode, follows)
-        return self._finished()
+        sums = [
+            [self._sums[s, place] for place in self._pipe.places_of(s)]
+            for s in range(self._stages.num_stages)
+        ]
+        programs = map(self._stages.program, range(self._count))
+        weights = [
+            [self._returned(w, m) for w in program.weight]
+            for m, program in enumerate(programs)
+        ]
+        totals = Totals(self._once, self._batch, self._weights)
+        return totals.finished(sums, [*self._losses.values()], weights)
 
     def forwards(self) -> None:
         """The forwards of the schedule alone."""
@@ -214,24 +192,47 @@ class Lowering:
         for s in range(self._stages.num_stages):
             for place in self._pipe.places_of(s):
                 by_place.setdefault(place, []).append(s)
+        last, one = self._stages.num_stages - 1, Sharding(self._is_mapped)
         for place, own in by_place.items():
             specs = [self._sum_specs(s) for s in own]
             flat = [spec for part in specs for spec in part]
-            zeros = Function("zeros", _sums.zeros(flat), flat)
-            values = iter(self._graph.call(zeros, place, []) if flat else [])
+            how = [each for s in own for each in self._sums_lie(s)]
+            if last in own:
+                flat, how = [*flat, self._loss_spec], [*how, one]
+            if not flat:
+                self._sums |= {(s, place): [] for s in own}
+                continue
+            zeros, mapped = Function("zeros", _sums.zeros(flat), flat), self._is_mapped
+            values = self._graph.call(zeros, place, [], mapped=mapped, how=how)
+            rest = iter(values)
             for s, part in zip(own, specs, strict=True):
-                self._sums[s, place] = [next(values) for _ in part]
-
-    def _trained(self, stage: int) -> list[int]:
-        return [i for i in self._stages.weights(stage) if self._stages.trained[i]]
+                self._sums[s, place] = [next(rest) for _ in part]
+            if last in own:
+                self._losses[place] = values[-1]
 
     def _sum_specs(self, stage: int) -> list[jax.ShapeDtypeStruct]:
-        own = self._trained(stage)
+        own = self._stages.trained_by(stage)
         return [sum_spec(self._graph.specs[self._weights[i]]) for i in own]
 
-    def _call(self, function: Function, action: Action, reads: Values) -> Values:
-        place = self._pipe.place(*action[1:])
-        return self._graph.call(function, place, reads, action, f"stage {action.stage}")
+    def _sums_lie(self, stage: int) -> list[Sharding]:
+        """How the sums of gradients of a stage lie: cut as their weights are."""
+        shardings = self._graph.shardings
+        how = [
+            shardings[self._weights[i]].gathered()
+            for i in self._stages.trained_by(stage)
+        ]
+        return [each._replace(stacked=self._is_mapped) for each in how]
+
+    def _call(
+        self,
+        function: Function,
+        action: Action,
+        reads: Values,
+        how: Sequence[Sharding] | None = None,
+    ) -> Values:
+        place, name = self._pipe.place(*action[1:]), f"stage {action.stage}"
+        given = function, place, reads, action, name
+        return self._graph.call(*given, mapped=self._is_mapped, how=how)
 
     def _forward_of(self, action: Action, function: Function) -> tuple[Values, Values]:
         """What a stage reads, and what it makes of that."""
@@ -252,15 +253,10 @@ class Lowering:
         count = len(part.leaves) + len(part.beside)
         self._residuals[cell] = [*reads, *results[count:]]
         if action.stage == self._stages.num_stages - 1:
-            reads = [self._loss, results[0]]
-            (self._loss,) = self._call(self._add_loss(), action, reads)
+            place = self._pipe.place(*cell)
+            reads = [self._losses[place], results[0]]
+            (self._losses[place],) = self._call(self._add_loss, action, reads)
             self._graph.fuse()
-
-    def _add_loss(self) -> Function:
-        def add(old: jax.Array, new: jax.Array) -> list[jax.Array]:
-            return accumulate([old], [new])
-
-        return self._function("add_loss", add, [self._loss_spec])
 
     def _function(self, name: str, run: Any, specs: Sequence[Any]) -> Function:
         """A function of which there is one for each kind of results."""
@@ -296,7 +292,8 @@ class Lowering:
 
             reads = [*self._sums[at], *results[:count]]
             function = self._function("add_grads", add, specs)
-            self._sums[at] = self._call(function, action, reads)
+            lie = self._sums_lie(stage) if self._is_spread else None
+            self._sums[at] = self._call(function, action, reads, lie)
             self._graph.fuse()
         if follows:
             self._graph.fuse()
@@ -316,85 +313,7 @@ class Lowering:
                 count = len(terms)
                 name = f"add_{count}_cotangents"
                 add = self._function(name, _sums.adding([count]), [spec])
-                terms = self._graph.call(add, self._pipe.place(*action[1:]), terms)
+                place, mapped = self._pipe.place(*action[1:]), self._is_mapped
+                terms = self._graph.call(add, place, terms, mapped=mapped)
             found.append(terms[0])
         return found
-
-    # ------------------------------------------------------------------------- the end
-
-    def _finished(self) -> tuple[Value, dict[int, Value]]:
-        terms: dict[int, Values] = {}
-        for s in range(self._stages.num_stages):
-            for place in self._pipe.places_of(s):
-                pairs = zip(self._trained(s), self._sums[s, place], strict=True)
-                for weight, value in pairs:
-                    terms.setdefault(weight, []).append(value)
-        stages, count = self._stages, len(self._params)
-        totals = {i: self._total(i, values) for i, values in terms.items()}
-        cotangents = {i: value for i, value in totals.items() if i >= count}
-        if stages.first.rest:
-            weight = len(self._weights) - 1
-            (self._loss,) = self._graph.call(
-                self._add_loss(), self._last, [self._loss, self._weights[weight]]
-            )
-            if stages.trained[weight]:
-                one = np.ones((), self._graph.specs[self._weights[weight]].dtype)
-                cotangents[weight] = self._graph.constant(one, self._last)
-        once = self._pull_once(cotangents)
-        grads = {
-            i: self._total(i, [part[i] for part in (totals, once) if i in part])
-            for i in range(count)
-            if stages.trained[i]
-        }
-        if stages.first.is_weighted:
-            grads = self._divided(grads)
-        dtype = stages.first.closed.out_avals[0].dtype
-        (loss,) = self._cast([self._loss], dtype, self._last)
-        return loss, grads
-
-    def _divided(self, grads: dict[int, Value]) -> dict[int, Value]:
-        """The loss, which is replaced, and gradients by the sum of all weights."""
-        last, specs, weights = self._last, self._graph.specs, Values()
-        for m in range(self._count):
-            weights += [self._returned(w, m) for w in self._stages.program(m).weight]
-        add = _sums.adding([len(weights)])
-        function = Function("add_weights", add, [specs[weights[0]]])
-        (total,) = self._graph.call(function, last, weights)
-
-        def divide(total: jax.Array, *leaves: jax.Array) -> list[jax.Array]:
-            return [leaf / total.astype(leaf.dtype) for leaf in leaves]
-
-        found = dict(grads)
-        by_place: dict[Place, list[int]] = {}
-        for i in grads:
-            by_place.setdefault(self._place_of(i), []).append(i)
-        for place, own in by_place.items():
-            reads = [grads[i] for i in own]
-            function = Function("divide", divide, [specs[v] for v in reads])
-            made = self._graph.call(function, place, [total, *reads])
-            found |= zip(own, made, strict=True)
-        function = Function("divide", divide, [specs[self._loss]])
-        (self._loss,) = self._graph.call(function, last, [total, self._loss])
-        return found
-
-    def _total(self, weight: int, values: Values) -> Value:
-        """The sum of gradients of a weight, of its dtype, where it is."""
-        place, spec = self._place_of(weight), self._graph.specs[self._weights[weight]]
-        if not values:
-            zeros = self._function("zeros", _sums.zeros([spec]), [spec])
-            return self._graph.call(zeros, place, [])[0]
-        if len(values) > 1:
-            own = self._graph.specs[values[0]]
-            add = self._function(
-                f"add_{len(values)}", _sums.adding([len(values)]), [own]
-            )
-            values = self._graph.call(add, place, values)
-        return self._cast(values, spec.dtype, place)[0]
-
-    def _cast(self, values: Values, dtype: Any, place: Place) -> Values:
-        spec = self._graph.specs[values[0]]
-        if spec.dtype == dtype:
-            return values
-        result = jax.ShapeDtypeStruct(spec.shape, dtype)
-        cast = self._function("cast", lambda x: [x.astype(dtype)], [result])
-        return self._graph.call(cast, place, values)

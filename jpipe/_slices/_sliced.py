@@ -13,8 +13,9 @@ from .._instructions import _transfer
 from .._instructions._collector import paused
 from .._instructions._graph import OUTSIDE
 from .._instructions._program import Program
+from .._instructions._sharding import WHOLE, Sharding
 from .._jaxprs import _jaxpr
-from .._run import _signature, _variables
+from .._run import _resting, _signature, _variables
 from .._run._pipe import Pipe
 from . import _composed, _order, _program, _summands
 from ._division import Division
@@ -39,6 +40,8 @@ class Work:
       has_loss: whether it returns a loss, which is differentiated.
       has_aux: whether it returns something beside the loss.
       reduction: what the loss is: see `jpipe.value_and_grad`.
+      owner: the module that holds the parameters, if one does.
+      inside: of what they are a part: ``("params",)`` of parameters alone.
       names: how errors call the arguments.
       advice: what to type where parameters are not in place.
     """
@@ -49,6 +52,8 @@ class Work:
     has_loss: bool = True
     has_aux: bool = False
     reduction: str = "mean"
+    owner: Any = None
+    inside: tuple[str, ...] = ()
     names: Sequence[str] = ()
     advice: str = "params = grad_fn.place(params, *args)"
 
@@ -76,7 +81,7 @@ class Built(NamedTuple):
       program: ``(*params, *constants, *args) -> (*loss, *aux, *grads)``.
       aux: the structure of what is returned beside the loss.
       joined: the numbers of the leaves of that which the program returns.
-      devices: the device of each parameter.
+      homes: the device of each parameter, and how it lies there.
       constants: the arrays that the function closes over, in place.
     """
 
@@ -85,7 +90,7 @@ class Built(NamedTuple):
     program: Program
     aux: Any
     joined: list[int]
-    devices: list[Any]
+    homes: list[tuple[Any, Sharding]]
     constants: list[Any]
 
 
@@ -130,7 +135,7 @@ class Sliced:
         batch = jax.tree.leaves(args)
         _variables.check_concrete([*leaves, *batch])
         _variables.check_alive(leaves)
-        _check_in_place(params, leaves, built.devices, self._work.advice)
+        _check_in_place(params, leaves, built.homes, self._work.advice)
         found = iter(built.program([*leaves, *built.constants, *batch]))
         loss = next(found) if self._work.has_loss else None
         aux: list[Any] = [None] * built.aux.num_leaves
@@ -142,10 +147,11 @@ class Sliced:
 
     def place(self, params: PyTree, *args: PyTree) -> PyTree:
         """Puts each parameter onto the device of the stage where it stays."""
-        devices = self.build(params, args).devices
+        homes = self.build(params, args).homes
         leaves, tree = jax.tree.flatten(params)
-        pairs = zip(leaves, devices, strict=True)
-        return tree.unflatten([put(*pair) for pair in pairs])
+        return tree.unflatten(
+            [put(leaf, *home) for leaf, home in zip(leaves, homes, strict=True)]
+        )
 
     def build(self, params: PyTree, args: Sequence[PyTree]) -> Built:
         """What runs for such arguments."""
@@ -167,8 +173,10 @@ class Sliced:
         batch = self._called((), args, True).batch
         return batch.part(batch.sizes[0])[0]
 
-    def locate(self, params: PyTree, args: Sequence[PyTree]) -> list[Any]:
-        """The device of each parameter, where all functions are divided alike.
+    def locate(
+        self, params: PyTree, args: Sequence[PyTree]
+    ) -> list[tuple[Any, Sharding]]:
+        """The home of each parameter, where all functions are divided alike.
 
         Args:
           params: the parameters, or specs of them.
@@ -181,7 +189,16 @@ class Sliced:
         assert division.first is not None
         cuts, homes = division.first[1:]
         pipe = division.pipe(len(cuts) + 1)
-        return [pipe.devices[stage] for stage in homes]
+        return self._homes(pipe, params, homes)
+
+    def _homes(
+        self, pipe: Pipe, params: PyTree, stages: Sequence[int]
+    ) -> list[tuple[Any, Sharding]]:
+        """The device of each parameter, and how it lies there."""
+        devices, work = [pipe.devices[stage] for stage in stages], self._work
+        known = work.owner, (), work.inside
+        how = _resting.of_tree(pipe, params, devices, *known)
+        return [*zip(devices, how, strict=True)]
 
     @property
     def devices(self) -> Sequence[Any]:
@@ -195,14 +212,15 @@ class Sliced:
 
     def num_examples(self, params: PyTree, args: Sequence[PyTree]) -> int:
         """How many there are in a mini-batch."""
-        return sum(self._called(params, args, True).batch.sizes)
+        batch = self._called(params, args, True).batch
+        return sum(batch.sizes) * batch.num_shards
 
     def composed(
         self, params: PyTree, args: Sequence[PyTree], sizes: Sequence[int]
     ) -> Callable[[PyTree, Sequence[PyTree]], jax.Array]:
         """``(params, args) -> loss``, on one device, of micro-batches of such sizes."""
         specs, trained, batch = self._called(params, args, True)
-        batch = replace(batch, sizes=tuple(sizes))
+        batch = replace(batch, sizes=tuple(sizes), num_shards=1)
         programs = self._traced(_Call(specs, trained, batch))
 
         def loss(params: PyTree, args: Sequence[PyTree]) -> jax.Array:
@@ -220,10 +238,13 @@ class Sliced:
         given = tuple(map(_microbatch.specs, args, names))
         axes = self._axes(given, names)
         count = self._division.num_microbatches
-        size = _batch_size(given, axes, 1 if few else count, names)
+        size, shards = _batch_size(given, axes, 1 if few else count, names), 1
+        if not few or size >= count * self._division.num_shards:
+            shards = self._division.num_shards
+            size = _microbatch.shard(size, count, shards)
         sizes = _microbatch.sizes(size, min(size, count))
         flat = [axis for own in axes for axis in own]
-        return _Call(specs, trained, Batch(given, flat, (), [], None, sizes))
+        return _Call(specs, trained, Batch(given, flat, (), [], None, sizes, shards))
 
     def _stages(self, call: _Call) -> tuple[Pipe, Stages]:
         division, sizes = self._division, call.batch.sizes
@@ -245,14 +266,15 @@ class Sliced:
     def _traced(self, call: _Call) -> dict[int, Traced]:
         """The function on micro-batches of each size."""
         work, batch, sizes = self._work, call.batch, call.batch.sizes
-        split, share = [axis is not None for axis in batch.x_axes], 1 / len(sizes)
+        split, share = [axis is not None for axis in batch.x_axes], 1 / batch.num_parts
+        whole = sum(sizes) * batch.num_shards
         programs = {}
         for n in dict.fromkeys(sizes):
             is_weighted = work.reduction == "weighted"
             part, how = batch.part(n)[0], (work.has_aux, work.has_loss, is_weighted)
             traced = _program.traced(work.function, call.specs, part, *how)
             if work.has_loss:
-                scale = {"mean": n / sum(sizes), "sum": 1.0, "weighted": 1.0}
+                scale = {"mean": n / whole, "sum": 1.0, "weighted": 1.0}
                 by = scale.get(work.reduction, share)
                 traced = _summands.apart(traced, split, by, share)
             programs[n] = _order.late(traced)
@@ -264,8 +286,16 @@ class Sliced:
         constants = [jnp.asarray(array) for array in stages.first.constants]
         leaves = [*jax.tree.leaves(specs), *map(_jaxpr.spec, constants)]
         graph = pipe.graph()
-        places = [pipe.place(stages.owner[i]) for i in range(len(leaves))]
-        params = [graph.argument(*pair) for pair in zip(leaves, places, strict=True)]
+        count = len(leaves) - len(constants)
+        homes = self._homes(pipe, specs, stages.owner[:count])
+        others = [(pipe.devices[s], WHOLE) for s in stages.owner[count : len(leaves)]]
+        places = map(pipe.place, stages.owner)
+        params = [
+            graph.argument(leaf, place, how=how)
+            for leaf, place, (_, how) in zip(
+                leaves, places, [*homes, *others], strict=False
+            )
+        ]
         given = [graph.argument(leaf, OUTSIDE) for leaf in jax.tree.leaves(batch.x)]
         lowering = Lowering(graph, pipe, stages, batch, params, given)
         loss, grads = [], dict[int, Any]()
@@ -274,16 +304,16 @@ class Sliced:
             loss = [total]
         else:
             lowering.forwards()
-        joins = self._work.joins(stages.first, specs, batch.sizes)
-        aux = joined(graph, joins, lowering.aux(), params) if joins else {}
+        sizes = [size for size in batch.sizes for _ in range(batch.num_shards)]
+        joins = self._work.joins(stages.first, specs, sizes)
+        aux = joined(graph, batch, joins, lowering.aux(), params) if joins else {}
         outputs = graph.own([*loss, *(aux[i] for i in sorted(aux)), *grads.values()])
-        devices = [pipe.places[place] for place in places]
-        count = len(devices) - len(constants)
-        pairs = zip(constants, devices[count:], strict=True)
-        constants = [put(*pair) for pair in pairs]
+        constants = [
+            put(leaf, *home) for leaf, home in zip(constants, others, strict=True)
+        ]
         program = Program(graph, outputs, pipe.places)
-        tree, devices = jax.tree.structure(stages.first.aux), devices[:count]
-        return Built(pipe, stages, program, tree, sorted(aux), devices, constants)
+        tree = jax.tree.structure(stages.first.aux)
+        return Built(pipe, stages, program, tree, sorted(aux), homes, constants)
 
     def _axes(
         self, given: Sequence[PyTree], names: Sequence[str]
@@ -309,9 +339,9 @@ class Sliced:
         return found
 
 
-def put(leaf: Any, device: Any) -> jax.Array:
-    """An array on a device."""
-    return _transfer.put([leaf], device)[0]
+def put(leaf: Any, device: Any, how: Sharding = WHOLE) -> jax.Array:
+    """An array on a device, or on those of a stage."""
+    return _transfer.put([leaf], device, [how])[0]
 
 
 def _batch_size(
@@ -334,17 +364,21 @@ def _batch_size(
 
 
 def _check_in_place(
-    params: PyTree, leaves: Sequence[Any], devices: Sequence[Any], advice: str
+    params: PyTree,
+    leaves: Sequence[Any],
+    homes: Sequence[tuple[Any, Sharding]],
+    advice: str,
 ) -> None:
-    pairs = zip(leaves, devices, strict=True)
+    pairs = zip(leaves, homes, strict=True)
     lost = [
         i
-        for i, (leaf, device) in enumerate(pairs)
-        if not isinstance(leaf, jax.Array) or not _transfer.is_at(leaf, device)
+        for i, (leaf, home) in enumerate(pairs)
+        if not isinstance(leaf, jax.Array) or not _transfer.is_at(leaf, *home)
     ]
     if lost:
         path, _ = jax.tree_util.tree_leaves_with_path(params)[lost[0]]
         raise ValueError(
-            f"params{jax.tree_util.keystr(path)} is not on {devices[lost[0]]}, where "
-            f"the first stage that reads it runs; type {advice}"
+            f"params{jax.tree_util.keystr(path)} is not on {homes[lost[0]][0]}, where "
+            f"the first stage that reads it runs, or lies there in another way; type "
+            f"{advice}"
         )

@@ -98,6 +98,10 @@ class Stages:
         number = self._number[self._sizes[microbatch]]
         return [number[var] for var in self.part(stage, microbatch).weights]
 
+    def trained_by(self, stage: int) -> list[Weight]:
+        """What it reads that has a gradient."""
+        return [i for i in self.weights(stage) if self.trained[i]]
+
     def _all_reads(self, size: int) -> list[Any]:
         """Of each stage which weights it reads, and which leaves of a micro-batch."""
         number, given = self._number[size], self._programs[size].given

@@ -241,10 +241,10 @@ def free(params, trainable):
     )
 
 
-def by_hand(name, variables, key):
+def by_hand(name, variables, key, parts=COUNT):
     """The loss of a mini-batch, what is written, and its gradients, without jpipe."""
     case, variables = case_of(name), ref.on_host(variables)
-    count = COUNT if case.by_parts else 1
+    count = parts if case.by_parts else 1
     losses, news, grads, sizes = [], [], [], []
     for m, (x, targets) in enumerate(split((case.x, case.targets), count)):
         one = of_part(name)(variables, x, targets, jpipe.microbatch_key(key, m))
@@ -327,8 +327,14 @@ def test_loss_gradients_and_what_is_written(double, name):
 @pytest.mark.parametrize("name", CASES)
 def test_two_steps_are_those_of_a_plain_loop(double, name):
     """Of the optimizer's state the first moment tells the gradients."""
-    case, pipe, variables = made(name)
-    trainable = case.options.get("trainable")
+    _, pipe, variables = made(name)
+    two_steps(name, pipe, variables)
+
+
+def two_steps(name, pipe, variables, parts=COUNT, close=None):
+    """Asserts that steps are those of a plain loop; returns the last state."""
+    case, trainable = case_of(name), case_of(name).options.get("trainable")
+    close = close or case.close
     own = {"variables": variables, "trainable": trainable}
     state = pipe.init_train_state(KEY, case.x, TX, **own)
     step = pipe.train_step(case.loss, TX, **case.options)
@@ -336,13 +342,14 @@ def test_two_steps_are_those_of_a_plain_loop(double, name):
     opt_state = TX.init(free(variables["params"], trainable))
     for number in range(2):
         key = jax.random.fold_in(state.rng, number)
-        loss, new, grads = by_hand(name, variables, key)
+        loss, new, grads = by_hand(name, variables, key, parts)
         updates, opt_state = update(grads, opt_state)
         params = optax.apply_updates(free(variables["params"], trainable), updates)
         variables = {"params": whole(params, variables["params"]), **new}
         state, metrics = step(state, case.x, case.targets)
-        ref.assert_close(metrics["loss"], loss, case.close)
-        ref.assert_close(state.opt_state, opt_state, case.close, 1.0)
-    ref.assert_close(state.params, variables["params"], case.close, 1.0)
+        ref.assert_close(metrics["loss"], loss, close)
+        ref.assert_close(state.opt_state, opt_state, close, 1.0)
+    ref.assert_close(state.params, variables["params"], close, 1.0)
     written = {k: v for k, v in variables.items() if k != "params"}
-    ref.assert_close(state.model_state, written, case.close)
+    ref.assert_close(state.model_state, written, close)
+    return state

@@ -1,0 +1,126 @@
+"""Models and loss functions over meshes and replicas, against plain JAX."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jpipe
+
+from .. import reference as ref
+from ..mesh.stages import mesh
+from .test_models import KEY, TX, case_of, two_steps
+
+pytestmark = [
+    pytest.mark.usefixtures("double"),
+    # Flax's own norm of nnx writes statistics of double precision into single ones.
+    pytest.mark.filterwarnings("ignore:scatter inputs have incompatible"),
+]
+
+
+def fully_sharded(path, leaf):
+    """The first axis that two devices divide, over those of the examples."""
+    even = [axis for axis, size in enumerate(leaf.shape) if size % 2 == 0]
+    return P(*[None] * even[0], "data") if even else None
+
+
+def megatron(path, leaf):
+    """Products in the blocks, cut across their inner axis."""
+    across = {"Dense_0": P(None, "model"), "Dense_1": P("model")}
+    is_inner = len(path) > 2 and path[-1] == "kernel"
+    return across.get(path[-2]) if is_inner else None
+
+
+ROWS = {
+    "examples are spread": ("resnet", {"mesh": (2, 2)}),
+    "parameters are spread too": ("gpt", {"mesh": (2, 2), "sharding": fully_sharded}),
+    "parameters are gathered each time": (
+        "gpt with a mask",
+        {"mesh": (2, 2), "sharding": fully_sharded, "gather": "microbatch"},
+    ),
+    "products are spread": ("vit", {"mesh": (2, 2, 2), "sharding": megatron}),
+    "of nnx": ("nnx cnn", {"mesh": (2, 2), "sharding": fully_sharded}),
+    "ranks take turns": ("resnet", {"replicas": [1, 2]}),
+    "ranks take turns at the first": ("albert", {"replicas": [2, 1]}),
+    "ranks with meshes take turns": ("bert", {"replicas": [1, 2], "mesh": (3, 2)}),
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_two_steps_of_a_model(row):
+    name, options = ROWS[row]
+    case, count, parts = case_of(name), 2, 2
+    if "mesh" in options:
+        options = options | {"mesh": mesh(*options["mesh"])}
+        parts *= 2
+    pipe = jpipe.pipeline(case.model, count, num_stages=2, **options, **case.axes)
+    variables = pipe.init(KEY, case.x)
+    alone = jpipe.pipeline(case.model, count, num_stages=2, **case.axes)
+    ref.assert_equal(variables, alone.init(KEY, case.x))
+    state = two_steps(name, pipe, variables, parts)
+    if "sharding" in options:
+        cut = [not x.is_fully_replicated for x in jax.tree.leaves(state.params)]
+        momenta = [not x.is_fully_replicated for x in jax.tree.leaves(state.opt_state)]
+        assert sum(cut) > 1
+        assert sum(momenta) == 2 * sum(cut)
+    ref.assert_close(
+        pipe.apply(state.variables, case.x),
+        alone.apply(alone.place(state.variables, case.x), case.x),
+        case.close,
+    )
+    placed = pipe.place(jax.device_get(state))
+    for one, other in zip(*map(jax.tree.leaves, (placed, state)), strict=True):
+        assert one.sharding.is_equivalent_to(other.sharding, one.ndim)
+
+
+def loss_fn(params, x, targets, key):
+    """With a penalty, a product of parameters alone, a mean in aux, and a dropout."""
+    kept = jax.random.bernoulli(key, 0.5, (len(x), 8))
+    h = jnp.tanh(x @ (params["a"] @ params["b"])) * kept
+    total = jnp.sum((h @ params["c"] - targets) ** 2)
+    return total + 0.1 * jnp.sum(params["c"] ** 2), {"mean": h.mean(), "h": h}
+
+
+def quarters(x):
+    return x.reshape(4, 2, -1)
+
+
+@pytest.mark.parametrize("sharding", [None, fully_sharded])
+def test_gradients_of_a_loss_function(sharding):
+    rng = np.random.default_rng(0)
+    shapes = {"a": (6, 2), "b": (2, 8), "c": (8, 4)}
+    params = {name: rng.normal(size=shape) for name, shape in shapes.items()}
+    x, targets, key = rng.normal(size=(8, 6)), rng.normal(size=(8, 4)), KEY
+    grad_fn = jpipe.value_and_grad(
+        loss_fn,
+        2,
+        num_stages=2,
+        mesh=mesh(2, 2),
+        sharding=sharding,
+        has_aux=True,
+        aux_axes={"mean": jpipe.MEAN, "h": 0},
+        in_axes=(0, 0, None),
+        reduction="sum",
+    )
+    placed = grad_fn.place(params, x, targets, key)
+    (loss, aux), grads = grad_fn(placed, x, targets, key)
+
+    def by_hand(params):
+        parts = [
+            loss_fn(params, *part, jpipe.microbatch_key(key, m))
+            for m, part in enumerate(zip(*map(quarters, (x, targets)), strict=True))
+        ]
+        penalty = 0.1 * jnp.sum(params["c"] ** 2)
+        loss = sum(loss for loss, _ in parts) - 3 * penalty
+        h = jnp.concatenate([aux["h"] for _, aux in parts])
+        return loss, {"mean": h.mean(), "h": h}
+
+    expected = jax.jit(jax.value_and_grad(by_hand, has_aux=True))(params)
+    ref.assert_close(((loss, aux), grads), expected, ref.FLOAT64)
+    cut = {name for name in params if not grads[name].is_fully_replicated}
+    assert cut == ({"a", "b", "c"} if sharding else set())
+    optimizer = grad_fn.optimizer(TX)
+    updates, _ = optimizer.update(grads, optimizer.init(placed), placed)
+    for name, update in updates.items():
+        assert update.sharding.is_equivalent_to(placed[name].sharding, 2)
