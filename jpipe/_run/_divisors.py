@@ -15,9 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._functions._batch import Batch
-from .._instructions._graph import Graph, Value
+from .._instructions._graph import Graph, Place, Value
 from .._jaxprs._function import Function
-from ._pipe import Pipe
 from ._totals import apart
 from ._work import Works
 
@@ -27,34 +26,33 @@ _AT_ONCE = 16
 
 
 def known(
-    graph: Graph, pipe: Pipe, batch: Batch, works: Works, targets: Sequence[Values]
+    graph: Graph,
+    place: Place,
+    batch: Batch,
+    found: Sequence[Function | None],
+    given: Sequence[Values],
 ) -> Values:
-    """The sum of all weights, where targets alone tell it; else nothing.
+    """The sum of all weights, where what is given alone tells it; else nothing.
 
     Args:
       graph: where it is computed.
-      pipe: the stages.
+      place: that of the last stage.
       batch: the mini-batch.
-      works: what each stage does on each micro-batch.
-      targets: the leaves of each micro-batch, on the last stage.
+      found: what gives the weight of each micro-batch; ``None`` where it reads more.
+      given: what that reads, of each micro-batch.
     """
-    last, sizes = len(pipe.stages) - 1, batch.sizes
-    divisors = works.task(last).divisors
-    if not divisors or batch.num_parts == 1:
-        return []
-    found = [works.derivatives(last, m).weight for m in range(len(sizes))]
     weights = [weight for weight in found if weight]
-    if len(weights) < len(found):
+    if len(weights) < len(found) or not weights:
         return []
-    place, functions = pipe.place(last), dict[Any, Function]()
-    total = [graph.constant(np.zeros((), divisors[0].dtype), place)]
+    functions, specs, sizes = dict[Any, Function](), weights[0].results, batch.sizes
+    total = [graph.constant(np.zeros((), specs[0].dtype), place)]
     for begin in range(0, len(sizes), _AT_ONCE):
         part = slice(begin, begin + _AT_ONCE)
-        pairs = list(zip(targets[part], weights[part], strict=True))
+        pairs = list(zip(given[part], weights[part], strict=True))
         rows = [[leaves[i] for i in weight.reads or ()] for leaves, weight in pairs]
         if sizes[part] not in functions:
             add = _adding(weights[part], apart(graph, batch, rows), batch.num_shards)
-            functions[sizes[part]] = Function("weights", add, divisors)
+            functions[sizes[part]] = Function("weights", add, specs)
         reads = [*total, *(value for row in rows for value in row)]
         total = graph.call(functions[sizes[part]], place, reads)
     return total

@@ -83,8 +83,11 @@ class Lowering:
         self._targets = incoming.split(targets, batch.target_axes, last) * has_loss
         # By what backwards of a weighted loss divide: the sum of weights, if known;
         # else, by micro-batch, a guess, and gradients are multiplied by it.
-        given = graph, pipe, batch, works, self._targets
-        self._divisor = _divisors.known(*given) if has_loss else []
+        self._divisor = Values()
+        if has_loss and works.task(last).divisors and batch.num_parts > 1:
+            found = [works.derivatives(last, m).weight for m in range(len(batch.sizes))]
+            given = graph, pipe.place(last), batch, found, self._targets
+            self._divisor = _divisors.known(*given)
         self._guess = _divisors.guess(works, batch)
         self._guesses: dict[int, Values] = {}
         # By stage and place, the sums of what runs there.

@@ -16,7 +16,8 @@ class StageFunctions(Programs):
     Args:
       part: the slice.
       mode: what is stored between forward and backward: see `_remat`.
-      has_loss: whether it makes the loss, whose cotangent is one.
+      divisors: where it makes the loss, specs of what that is divided by, if it is;
+        else ``None``.
       trained: which of its weights have a gradient.
       arrives: which of what it reads of other stages has one.
     """
@@ -25,7 +26,7 @@ class StageFunctions(Programs):
         self,
         part: Slice,
         mode: Any,
-        has_loss: bool,
+        divisors: Sequence[Any] | None,
         trained: Sequence[bool],
         arrives: Sequence[bool],
     ) -> None:
@@ -41,7 +42,7 @@ class StageFunctions(Programs):
                 _vjp.Differentiable(tuple(trained), tuple(arrives)),
                 _remat.wrapper(mode),
                 fewest,
-                [] if has_loss else None,
+                divisors,
             )
 
         super().__init__(cut, mode, len(part.weights), sum(trained))

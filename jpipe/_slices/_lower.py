@@ -17,7 +17,7 @@ from .._functions._weights import accumulate, sum_spec
 from .._instructions._graph import Graph, Place, Value
 from .._instructions._sharding import Sharding, SubMesh
 from .._jaxprs._function import Function
-from .._run import _sums
+from .._run import _divisors, _sums
 from .._run._incoming import Incoming
 from .._run._pipe import Pipe
 from ..schedules import Action
@@ -115,6 +115,7 @@ class Lowering:
     def run(self) -> tuple[Value, dict[int, Value]]:
         """The whole schedule: the loss, and the gradient of each trained parameter."""
         self._start_sums()
+        self._divisor = self._known_divisor() if self._stages.divides else []
         deferred = self._deferred()
         for action in self._pipe.schedule.order():
             cell, mode = action[1:], self._stages.mode(*action[1:])
@@ -138,7 +139,14 @@ class Lowering:
             for m, program in enumerate(programs)
         ]
         totals = Totals(self._once, self._batch, self._weights)
-        return totals.finished(sums, [*self._losses.values()], weights)
+        losses = [*self._losses.values()]
+        return totals.finished(sums, losses, weights, self._divisor)
+
+    def _known_divisor(self) -> Values:
+        """The sum of all weights, where what micro-batches are given tells it."""
+        found = [self._stages.weight(m) for m in range(self._count)]
+        given = self._given[self._stages.num_stages - 1]
+        return _divisors.known(self._graph, self._last, self._batch, found, given)
 
     def forwards(self) -> None:
         """The forwards of the schedule alone."""
@@ -301,11 +309,14 @@ class Lowering:
             self._cotangents.setdefault((var, m), {})[stage] = value
 
     def _received(self, part: Any, m: int, action: Action) -> Values:
-        """The cotangents of what a stage made: of each the sum over its readers."""
+        """The cotangents of what a stage made: of each the sum over its readers.
+
+        Of the loss what it is divided by.
+        """
+        if action.stage == self._stages.num_stages - 1:
+            return self._divisor
         found = []
         for var in part.leaves:
-            if action.stage == self._stages.num_stages - 1:
-                continue  # the loss
             own = self._cotangents.pop((var, m))
             terms = [own[s] for s in sorted(own, reverse=True)]
             if len(terms) > 1:

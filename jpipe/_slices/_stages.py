@@ -13,7 +13,7 @@ from .._jaxprs import _jaxpr
 from .._jaxprs._function import Function
 from ._functions import StageFunctions
 from ._program import Traced
-from ._slice import Slice, once, slices, with_gradient
+from ._slice import Slice, once, slices, specs, with_gradient
 
 # A parameter by its number, or what follows from parameters once in a step, after them.
 Weight = int
@@ -39,6 +39,7 @@ class Stages:
       first: the program of the first micro-batch.
       once: ``params -> values`` that stages read and that are computed once in a step.
       owner: of each weight the first stage that reads it.
+      divides: whether backwards of a weighted loss divide by the sum of all weights.
     """
 
     def __init__(
@@ -79,6 +80,12 @@ class Stages:
         self.owner = [*homes, *self._owners()[len(homes) :]]
         self._functions: dict[Any, StageFunctions] = {}
         self._forwards: dict[Any, Function] = {}
+        # By the sizes of micro-batches, what gives the weight of a weighted loss.
+        self._weight = {
+            n: self._weight_of(n) for n in programs if self.first.is_weighted
+        }
+        # Whether backwards divide by the sum of all weights, which is known before.
+        self.divides = bool(self._weight) and None not in self._weight.values()
 
     @property
     def num_stages(self) -> int:
@@ -122,11 +129,12 @@ class Stages:
         """The programs of a stage."""
         key = stage, self._sizes[microbatch], mode
         if key not in self._functions:
-            part = self.part(stage, microbatch)
+            part, has_loss = self.part(stage, microbatch), stage == self.num_stages - 1
+            weight = specs(_jaxpr.variables(self.first.weight)) if self.divides else []
             self._functions[key] = StageFunctions(
                 part,
                 mode,
-                stage == self.num_stages - 1,
+                weight if has_loss else None,
                 [self.trained[i] for i in self.weights(stage, microbatch)],
                 [self.has_gradient(var, microbatch) for var in part.arrives],
             )
@@ -147,6 +155,22 @@ class Stages:
             return found
         arrives = self.part(stage, microbatch).arrives
         return any(self.has_gradient(var, microbatch) for var in arrives)
+
+    def weight(self, microbatch: int) -> Function | None:
+        """``what the last stage is given -> weight`` of a weighted loss.
+
+        ``None`` where it follows from more than that.
+        """
+        return self._weight[self._sizes[microbatch]]
+
+    def _weight_of(self, size: int) -> Function | None:
+        program, given = self._programs[size], self._slices[size][-1].batch
+        closed = _jaxpr.prune(program.closed, program.weight)
+        live = zip(closed.jaxpr.invars, _jaxpr.live_inputs(closed), strict=True)
+        if not {var for var, is_read in live if is_read} <= set(given):
+            return None
+        jaxpr = closed.jaxpr.replace(invars=given)
+        return Function.of("weight", core.ClosedJaxpr(jaxpr, closed.consts))
 
     def _owners(self) -> list[int]:
         """Of what is read by way of a value of `once` its first reader."""

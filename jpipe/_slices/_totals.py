@@ -53,6 +53,7 @@ class Totals:
         sums: Sequence[Sequence[Values]],
         losses: Values,
         weights: Sequence[Values],
+        divisor: Values,
     ) -> tuple[Value, dict[int, Value]]:
         """The loss of a mini-batch, and the gradient of each trained parameter.
 
@@ -60,6 +61,7 @@ class Totals:
           sums: of gradients, of each stage and each place that runs it.
           losses: of each place that runs the last stage.
           weights: of a weighted loss, of each micro-batch.
+          divisor: their sum, where backwards have divided by it.
         """
         terms: dict[int, Values] = {}
         for s, each in enumerate(sums):
@@ -77,8 +79,7 @@ class Totals:
                 adding_loss(self._graph.specs[loss]), self._last, reads
             )
             if stages.trained[weight]:
-                one = np.ones((), self._graph.specs[self._weights[weight]].dtype)
-                cotangents[weight] = self._graph.constant(one, self._last)
+                cotangents[weight] = self._one(weight, divisor)
         once = self._once.pull(cotangents)
         grads = {
             i: self._total(i, [part[i] for part in (totals, once) if i in part])
@@ -86,7 +87,9 @@ class Totals:
             if stages.trained[i]
         }
         if stages.first.is_weighted:
-            loss, grads = self._divided(loss, grads, weights)
+            total = divisor or [self._summed("add_weights", weights)]
+            (loss,) = self._divided(total, [loss], self._last)
+            grads = grads if divisor else self._all_divided(total, grads)
         dtype = stages.first.closed.out_avals[0].dtype
         (loss,) = self._cast([loss], dtype, self._last, WHOLE)
         return loss, grads
@@ -121,28 +124,30 @@ class Totals:
         reads = [value for part in each for value in part]
         return [self._graph.call(function, self._pipe.place(stage), reads, how=how)]
 
-    def _divided(
-        self, loss: Value, grads: dict[int, Value], weights: Sequence[Values]
-    ) -> tuple[Value, dict[int, Value]]:
-        """The loss and gradients by the sum of all weights."""
-        total = self._summed("add_weights", weights)
+    def _one(self, weight: int, divisor: Values) -> Value:
+        """The cotangent of the summands of the loss that depend on no example."""
+        spec = self._graph.specs[self._weights[weight]]
+        one = self._graph.constant(np.ones((), spec.dtype), self._last)
+        return self._divided(divisor, [one], self._last)[0] if divisor else one
+
+    def _all_divided(self, total: Values, grads: dict[int, Value]) -> dict[int, Value]:
+        found, by_place = dict(grads), dict[Place, list[int]]()
+        for i in grads:
+            by_place.setdefault(self._once.place(i), []).append(i)
+        for place, own in by_place.items():
+            made = self._divided(total, [grads[i] for i in own], place)
+            found |= zip(own, made, strict=True)
+        return found
+
+    def _divided(self, total: Values, values: Values, place: Place) -> Values:
+        """Values by one number."""
 
         def divide(total: jax.Array, *leaves: jax.Array) -> list[jax.Array]:
             return [leaf / total.astype(leaf.dtype) for leaf in leaves]
 
-        found, specs = dict(grads), self._graph.specs
-        by_place: dict[Place, list[int]] = {}
-        for i in grads:
-            by_place.setdefault(self._once.place(i), []).append(i)
-        for place, own in by_place.items():
-            reads = [grads[i] for i in own]
-            function = Function("divide", divide, [specs[v] for v in reads])
-            how = list(map(self._once.lies, own))
-            made = self._graph.call(function, place, [total, *reads], how=how)
-            found |= zip(own, made, strict=True)
-        function = Function("divide", divide, [specs[loss]])
-        (loss,) = self._graph.call(function, self._last, [total, loss])
-        return loss, found
+        how = [self._graph.shardings[value] for value in values]
+        function = Function("divide", divide, [self._graph.specs[v] for v in values])
+        return self._graph.call(function, place, [*total, *values], how=how)
 
     def _total(self, weight: int, values: Values) -> Value:
         """The sum of gradients of a weight, of its dtype, where it is."""

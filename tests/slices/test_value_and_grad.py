@@ -278,13 +278,29 @@ def test_there_is_a_stage_for_each_device_by_default():
     assert "stage 2 on" not in str(grad_fn)
 
 
-def test_weighted_totals_are_divided_by_the_sum_of_weights(double):
+@jax.custom_vjp
+def clipped(x):
+    """Its gradients are clipped, so that their size tells."""
+    return x
+
+
+clipped.defvjp(lambda x: (x, None), lambda _, grads: (jnp.clip(grads, -0.1, 0.1),))
+
+
+@pytest.mark.parametrize("weight_reads", ["targets", "outputs"])
+def test_weighted_totals_are_divided_by_the_sum_of_weights(double, weight_reads):
+    """Where targets alone tell the weight, cotangents are as large as on one device."""
     mask = RNG.integers(0, 2, 10).astype(float)
 
     def masked(params, x, targets, mask):
-        errors = ((perceptron(params, x) - targets) ** 2).sum(1)
+        y = perceptron(params, x)
+        if weight_reads == "targets":
+            errors, weight = ((clipped(y) - targets) ** 2).sum(1), mask.sum()
+        else:
+            errors = ((y - targets) ** 2).sum(1)
+            weight = jax.lax.stop_gradient(jnp.sum(mask + jnp.abs(y).sum(1)))
         penalty = sum(jnp.sum(w**2) for w in params)
-        return (errors * mask).sum() + penalty, mask.sum()
+        return (errors * mask).sum() + penalty, weight
 
     def quotient(params, *args):
         total, weight = masked(params, *args)
