@@ -112,7 +112,7 @@ class FunctionGradient:
         begin = time.perf_counter()
         program = self.program(params, *args)
         program.compile()
-        return report(program, time.perf_counter() - begin)
+        return report([program], time.perf_counter() - begin)
 
     @outside_of_meshes
     def check(

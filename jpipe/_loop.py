@@ -43,16 +43,19 @@ class OwnLoop:
         """
         start = time.monotonic()
         if getattr(function, "__func__", None) is getattr(type(self), "apply", self):
-            program = function.__self__._inference(*args, **kwargs).program
+            programs = [function.__self__._inference(*args, **kwargs).program]
+        elif hasattr(function, "programs"):
+            programs = function.programs(*args, **kwargs)
         elif hasattr(function, "program"):
-            program = function.program(*args, **kwargs)
+            programs = [function.program(*args, **kwargs)]
         else:
             raise TypeError(
                 f"pipe.compile takes what pipe.train_step or pipe.value_and_grad "
                 f"returned, or pipe.apply, and its arguments; not {function!r}"
             )
-        program.compile()
-        return report(program, time.monotonic() - start)
+        for program in programs:
+            program.compile()
+        return report(programs, time.monotonic() - start)
 
     def jit(
         self,

@@ -206,7 +206,6 @@ class ModelStep:
         self._update = _updates.step(tx, devices, donate)
         # What a state was made to train, once that is checked.
         self._chosen: Sequence[bool] | None = None
-        self._advance = jax.jit(lambda rng, step: (_rng.step_key(rng, step), step + 1))
 
     @outside_of_meshes
     def __call__(
@@ -216,7 +215,7 @@ class ModelStep:
         if state.chosen is not self._chosen:
             check_chosen(state, self._gradient.trained(state.variables))
             self._chosen = state.chosen
-        key, step = self._advance(state.rng, state.step)
+        key, step = _advance(state.rng, state.step)
         (loss, *aux, model_state), grads = self._gradient(
             state.variables, x, targets, rngs=key
         )
@@ -234,7 +233,21 @@ class ModelStep:
                 become(state, new)
             raise
 
-    def program(self, state: TrainState, x: PyTree, targets: PyTree) -> Program:
-        """The gradients that a call with such arguments runs."""
+    def programs(self, state: TrainState, x: PyTree, targets: PyTree) -> list[Program]:
+        """What a call with such arguments runs; of specs without the update."""
         key = jax.eval_shape(_rng.step_key, state.rng, state.step)
-        return self._gradient.program(state.variables, x, targets, rngs=key)
+        gradient, variables = self._gradient, state.variables
+        found = [gradient.program(variables, x, targets, rngs=key)]
+        held = jax.tree.leaves((state.params, state.opt_state))
+        if all(isinstance(leaf, jax.Array) for leaf in held):
+            marks = iter(gradient.trained(variables))
+            grads = jax.tree.map(lambda x: x if next(marks) else None, state.params)
+            given = grads, state.opt_state, state.params
+            found.append(self._update.program(*given))
+        return found
+
+
+@jax.jit
+def _advance(rng: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The key of a step, and the number of the next."""
+    return _rng.step_key(rng, step), step + 1

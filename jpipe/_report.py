@@ -1,5 +1,7 @@
 """What is known of programs once they are compiled."""
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ._instructions._bytes import peaks
@@ -68,22 +70,22 @@ class Report:
         )
 
 
-def report(program: Program, seconds: float) -> Report:
-    """What is known of a program that is compiled."""
-    calls: dict[int, int] = {}
-    for instruction in program.instructions:
-        calls[id(instruction.run)] = calls.get(id(instruction.run), 0) + 1
-    found = [
-        CompiledProgram(
-            compiled.name,
-            str(compiled.device),
-            calls[id(compiled)],
-            compiled.flops,
-            compiled.workspace_bytes,
-            compiled.seconds,
-        )
-        for compiled in program.programs.values()
-    ]
-    names = map(str, program.devices)
-    held = tuple(zip(names, peaks(program), strict=True))
-    return Report(tuple(found), held, seconds)
+def report(programs: Sequence[Program], seconds: float) -> Report:
+    """What is known of programs that are compiled, and run one after the other."""
+    found, held = list[CompiledProgram](), dict[str, int]()
+    for program in programs:
+        calls = Counter(id(instruction.run) for instruction in program.instructions)
+        found += [
+            CompiledProgram(
+                compiled.name,
+                str(compiled.device),
+                calls[id(compiled)],
+                compiled.flops,
+                compiled.workspace_bytes,
+                compiled.seconds,
+            )
+            for compiled in program.programs.values()
+        ]
+        for device, peak in zip(program.devices, peaks(program), strict=True):
+            held[str(device)] = max(held.get(str(device), 0), peak)
+    return Report(tuple(found), tuple(held.items()), seconds)

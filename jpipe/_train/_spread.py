@@ -81,17 +81,27 @@ class Spread:
         traced, statics = self._split(args) if self._static else (args, ())
         leaves, tree = jax.tree.flatten((traced, kwargs))
         _variables.check_alive(leaves)
-        kind = _signature.call(tree, leaves, [value for _, value in statics])
-        program = self._programs.get(kind)
-        if program is None:
-            program = self._compile(traced, kwargs, statics)
-            self._programs[kind] = program
-            if len(self._programs) > _MOST:  # a function made anew at each call, say
-                del self._programs[next(iter(self._programs))]
+        tree, program = self._found(traced, kwargs, statics, leaves, tree)
         if self._donate:
             self._check_donated(leaves, (_whole(traced, statics), kwargs))
-        tree, program = program
         return jax.tree.unflatten(tree, program(leaves))
+
+    @outside_of_meshes
+    def program(self, *args: Any) -> Program:
+        """What a call with such arrays runs."""
+        return self._found(args, {}, (), *jax.tree.flatten((args, {})))[1]
+
+    def _found(
+        self, args: Any, kwargs: Any, statics: Any, leaves: Sequence[Any], tree: Any
+    ) -> tuple[Any, Program]:
+        """The structure of the result, and the program."""
+        kind = _signature.call(tree, leaves, [value for _, value in statics])
+        known = self._programs
+        if kind not in known:
+            known[kind] = self._compile(args, kwargs, statics)
+            if len(known) > _MOST:  # a function made anew at each call, say
+                del known[next(iter(known))]
+        return known[kind]
 
     def _split(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
         """The arguments without the static ones, and these with their positions."""

@@ -122,6 +122,19 @@ def test_check_and_compile_know_the_model(double):
     assert any("backward" in program.name for program in report.programs)
 
 
+def test_after_compile_the_first_step_compiles_nothing(double, caplog):
+    pipe, tx = small(), optax.adam(1e-2)
+    state = pipe.init_train_state(KEY, X, tx)
+    step = pipe.train_step(squares, tx)
+    report = pipe.compile(step, state, X, TARGETS)
+    assert any("update" in program.name for program in report.programs)
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        step(state, X, TARGETS)
+    compiled = re.findall(r"Compiling jit\((\w+)\)", caplog.text)
+    # The key and the number of the next step; the loss, which is tried by itself.
+    assert set(compiled) <= {"_advance", "run"}
+
+
 def test_sequential_draws_what_a_pipeline_draws(double):
     model, x, found = models.Feedforward(rate=0.5), RNG.normal(size=(8, WIDTH)), []
     for pipe in (jpipe.pipeline(model, 3, num_stages=2), jpipe.sequential(model, 3)):
