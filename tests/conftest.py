@@ -29,7 +29,8 @@ _FLAGS = ["--xla_cpu_parallel_codegen_split_count=1"]
 if jaxlib.version.__version_info__ < (0, 11):
     _FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 flags = os.environ.get("JPIPE_TESTS_FLAGS", " ".join(_FLAGS))
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
+# A blank alone would be the name of a file.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
 
 # Random examples of one test; `make test-all` takes the profile "all".
 settings.register_profile("default", max_examples=25, deadline=None)

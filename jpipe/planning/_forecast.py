@@ -283,14 +283,16 @@ def _memory(
             for at in layers
         )
         sums = [costs.accumulator_bytes[i] for i in own]
-        # What shards add up stands beside their sums, stage by stage.
-        added = max(sums, default=0) if data > 1 else 0
+        held = int(peak) - parameters - sum(sums)
+        # When nothing is held any more, what shards add up stands beside their sums,
+        # stage by stage.
+        added = max(sums, default=0) - held if data > 1 else 0
         each = Memory(
             parameters=parameters,
             gradients=sum(sums),
             optimizer=sum(optimizer_bytes[at] for at in layers),
-            held=max(int(peak) - parameters - sum(sums), added),
-            workspace=max((workspace[i] for i in own), default=0),
+            held=held,
+            workspace=max(added, *(workspace[i] for i in own)),
         )
         memory.append(each)
     return tuple(memory)

@@ -65,7 +65,8 @@ class Memory:
       gradients: their sums over micro-batches.
       optimizer: its state.
       held: activations: what waits between actions.
-      workspace: what the largest program needs while it runs.
+      workspace: what the largest program needs while it runs, beside all that; also the
+        one that adds up the gradients of devices that share a stage.
     """
 
     parameters: int

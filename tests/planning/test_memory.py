@@ -60,6 +60,21 @@ def test_what_a_plan_would_hold_is_what_the_list_of_instructions_says(
         assert held == pytest.approx(peak, abs=512)
 
 
+def test_gradients_that_devices_add_up_stand_beside_their_sums():
+    given = dense(5), SAMPLE, optax.sgd(0.1)
+    options = {"num_devices": 4, "data": 2, "schedules": "1f1b", "remat": "full"}
+    options |= {"num_microbatches": 4, "measure": False, "action_seconds": 0.0}
+    plan = jpipe.plan(*given, **options)
+    for memory in plan.forecast.memory:
+        # That little is gone at the end, when the totals are there.
+        assert memory.held < memory.gradients / 4
+        assert memory.total >= memory.parameters + 2 * memory.gradients - 64
+    # Half of the parameters three times, which no partition makes less.
+    limit = 3 * sum(memory.parameters for memory in plan.forecast.memory) // 2 - 256
+    with pytest.raises(ValueError, match="no plan fits"):
+        jpipe.plan(*given, memory_limit=limit, **options)
+
+
 def labels(params):
     """By depth: the first layer's parameters, and those of the others."""
     return tuple(

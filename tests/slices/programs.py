@@ -107,6 +107,13 @@ def skipping(params, x, targets):
     return squares(perceptron(params[1:], first) + first[:, :3], targets)
 
 
+def read_twice(params, x, targets):
+    """What the first stage makes, both others read."""
+    memory = jpipe.boundary(jnp.tanh(x @ params[0]))
+    h = jpipe.boundary(jnp.tanh(memory @ params[1]))
+    return squares((h * memory) @ params[2], targets)
+
+
 def late(params, x, targets):
     """What the last stage reads is computed first."""
     second = targets @ params["second"]
@@ -147,6 +154,7 @@ PROGRAMS = {
     "closed over": lambda: (distilled, matrices(6, 8, 3), (X, TARGETS), 2),
     "marked": lambda: (marked, matrices(6, 4, 9, 8, 3), (X, TARGETS), None),
     "skip": lambda: (skipping, matrices(6, 8, 8, 8, 3), (X, TARGETS), 4),
+    "read twice": lambda: (read_twice, matrices(6, 8, 8, 3), (X, TARGETS), None),
     "late": lambda: (
         late,
         {"first": matrices(6, 8, 8, 3), "second": RNG.normal(size=(3, 3))},

@@ -163,7 +163,7 @@ def with_aux(y, targets):
     errors = jnp.mean((y - targets) ** 2, axis=1)
     return errors.mean(), {
         "errors": errors,
-        "near": jnp.mean(errors < 1),
+        "near": jnp.exp(-errors).mean(),
         "most": errors.max(),
     }
 
@@ -179,6 +179,27 @@ def test_aux_is_joined_on_axes_stacked_or_averaged(double):
     parts = [errors[a:b].max() for a, b in itertools.pairwise(ends)]
     ref.assert_close(aux, {**expected, "most": jnp.stack(parts)}, ref.FLOAT64)
     ref.assert_close((loss, grads), plain(variables, X, TARGETS), ref.FLOAT64)
+
+
+class Watched(nn.Module):
+    """Two layers that leave what they have seen."""
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        level = self.variable("seen", "level", jnp.zeros, (), x.dtype)
+        first = self.variable("seen", "first", jnp.zeros, (), jnp.int32)
+        if train:
+            level.value, first.value = x.mean(), (100 * x[0, 0]).astype(jnp.int32)
+        return models.Dense(3)(jnp.tanh(models.Dense(8)(x)))
+
+
+def test_floats_that_are_written_are_averaged_and_integers_are_the_last(double):
+    pipe = jpipe.pipeline(Watched(), 3, num_stages=2)
+    variables = pipe.init(KEY, X)
+    find = pipe.value_and_grad(squares, has_state=True)
+    (_, new), _ = find(variables, X, TARGETS)
+    expected = {"level": X.mean(), "first": np.int32(100 * X[6, 0])}
+    ref.assert_close(new, {"seen": expected}, ref.FLOAT64)
 
 
 def test_a_loop_that_is_most_of_a_model_is_not_divided():

@@ -1,5 +1,6 @@
 """`jpipe.value_and_grad`: any loss function, unchanged, against plain JAX."""
 
+import functools
 import itertools
 
 import jax
@@ -89,15 +90,27 @@ def contrastive(params, x, targets):
     ).mean()
 
 
-def test_microbatch_mean_is_the_mean_of_the_losses_of_micro_batches(double):
+def product(params, x, targets):
+    penalty = sum(jnp.sum(w**2) for w in params)
+    errors = (perceptron(params, x) - targets) ** 2
+    return (errors.mean() + penalty) * errors.max()
+
+
+def reciprocal(params, x, targets):
+    penalty = sum(jnp.sum(w**2) for w in params)
+    return 2 / (plain(params, x, targets) + penalty)
+
+
+@pytest.mark.parametrize("function", [contrastive, product, reciprocal])
+def test_microbatch_mean_is_the_mean_of_the_losses_of_micro_batches(double, function):
     params = matrices(6, 8, 3)
     parts = [
-        jax.value_and_grad(contrastive)(params, x, t)
+        jax.value_and_grad(function)(params, x, t)
         for x, t in zip(np.split(X, 5), np.split(TARGETS, 5), strict=True)
     ]
     expected = jax.tree.map(lambda *leaves: sum(leaves) / 5, *parts)
     options = {"num_stages": 2, "reduction": "microbatch_mean"}
-    grad_fn = jpipe.value_and_grad(contrastive, 5, **options)
+    grad_fn = jpipe.value_and_grad(function, 5, **options)
     ref.assert_close(run(grad_fn, params, X, TARGETS), expected, ref.FLOAT64)
 
 
@@ -131,6 +144,31 @@ def test_keys_are_folded_and_aux_is_joined(double):
     (loss, aux), grads = run(grad_fn, params, batch, key)
     aux["size"] = aux["size"].astype(int)
     ref.assert_close(((loss, aux), grads), expected, ref.FLOAT64)
+
+
+def test_the_mean_of_equal_values_is_that_value_to_the_bit(double):
+    rates = jnp.linspace(0.1, 1, 9, dtype=jnp.float32)
+
+    def loss(params, x, targets):
+        return plain(params, x, targets), rates
+
+    params, options = matrices(6, 8, 3), {"has_aux": True, "aux_axes": jpipe.MEAN}
+    grad_fn = jpipe.value_and_grad(loss, 5, num_stages=2, **options)
+    (_, aux), _ = run(grad_fn, params, X, TARGETS)
+    ref.assert_equal(aux, rates)
+
+
+def test_what_is_for_aux_alone_has_no_gradient(double):
+    def loss(params, x, targets):
+        y = perceptron(params[:1], x)
+        roots = jnp.sqrt(0 * y).sum(1)  # of which the gradient is no number
+        y = perceptron(params[1:], jpipe.boundary(y))
+        return squares(y, targets), roots[:, None] + y
+
+    params = matrices(6, 8, 3)
+    expected = jax.value_and_grad(loss, has_aux=True)(params, X, TARGETS)
+    grad_fn = jpipe.value_and_grad(loss, 5, has_aux=True, aux_axes=0)
+    ref.assert_close(run(grad_fn, params, X, TARGETS), expected, ref.FLOAT64)
 
 
 def test_raw_keys_are_folded_as_typed_ones(double):
@@ -311,7 +349,32 @@ def test_weighted_totals_are_divided_by_the_sum_of_weights(double, weight_reads)
     options = {"num_stages": 3, "reduction": "weighted"}
     grad_fn = jpipe.value_and_grad(masked, 4, **options)
     ref.assert_close(run(grad_fn, params, *args), expected, ref.FLOAT64)
-    assert grad_fn.check(params, *args)
+    report = grad_fn.check(params, *args)
+    assert report
+    assert f"{expected[0]:.6g}" in str(report)
+
+
+def test_a_weight_of_parameters_is_held_constant_or_refused(double):
+    def total(hold, params, x, targets):
+        y = perceptron(params, x)
+        return jnp.sum((y - targets) ** 2), hold(jnp.sum(y**2))
+
+    def quotient(params, *args):
+        value, weight = total(jax.lax.stop_gradient, params, *args)
+        return value / weight
+
+    params, args = matrices(6, 8, 3), (X, TARGETS)
+    options = {"num_stages": 2, "reduction": "weighted"}
+    held, free = (
+        jpipe.value_and_grad(functools.partial(total, hold), 4, **options)
+        for hold in (jax.lax.stop_gradient, jnp.array)
+    )
+    expected = jax.value_and_grad(quotient)(params, *args)
+    ref.assert_close(run(held, params, *args), expected, ref.FLOAT64)
+    with pytest.raises(
+        TypeError, match=r"\(total, jax\.lax\.stop_gradient\(weight\)\)"
+    ):
+        free.place(params, *args)
 
 
 @pytest.mark.parametrize(
