@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import jax
-
 from . import _setup
 from ._instructions._sharding import SubMesh
 from ._processes._start import check_threads
@@ -39,7 +37,7 @@ def divide(
       is_lasting: see `Division`.
 
     Raises:
-      ValueError: if a number does not fit, or there are several processes.
+      ValueError: if a number does not fit.
     """
     if num_stages is not None and num_stages < 1:
         raise ValueError(f"num_stages={num_stages}: needs at least 1")
@@ -47,11 +45,6 @@ def divide(
         raise ValueError(
             f"replicas={list(replicas)} is for {len(replicas)} stages, "
             f"num_stages={num_stages}"
-        )
-    if jax.process_count() > 1:
-        raise ValueError(
-            "a model or a function is divided in one process; for several give "
-            "jpipe.pipeline a list of layers"
         )
     ranks = _setup.ranks(devices)
     if any(isinstance(rank, SubMesh) for rank in ranks):

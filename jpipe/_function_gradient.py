@@ -153,12 +153,12 @@ class FunctionGradient:
     ) -> Callable[..., Any]:
         """A function of trees that are spread over the devices: see `Pipeline.jit`."""
         return _spread.jit(
-            function, self._division.devices, donate_argnums, static_argnums
+            function, self._division.places, donate_argnums, static_argnums
         )
 
     def optimizer(self, tx: Any) -> Any:
         """The optax transformation that works in place: see `Pipeline.optimizer`."""
-        return _updates.optimizer(tx, self._division.devices)
+        return _updates.optimizer(tx, self._division.places)
 
     def __str__(self) -> str:
         name = getattr(self._function, "__name__", type(self._function).__name__)

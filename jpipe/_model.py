@@ -1,6 +1,7 @@
 """A pipeline of one model as it is: `pipeline` of a module or a function."""
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import chex
@@ -20,8 +21,10 @@ from ._layers import _batchnorm, _rng
 from ._layers._layer import Layer, as_module, check_unchanged
 from ._loop import OwnLoop
 from ._model_step import ADVICE, ModelGradient, ModelStep
+from ._processes._elsewhere import is_here, of_copies, own_copy
 from ._run import _variables
 from ._run._context import outside_of_meshes
+from ._run._pipe import Pipe
 from ._slices import _join
 from ._slices._division import Division
 from ._slices._initial import Initial
@@ -31,6 +34,7 @@ from ._train import _updates
 from ._train._homes import homes, places, shardings
 from ._train._state import TrainState, note_chosen
 from ._train._step import check_optimizer
+from ._values import agree_on_key
 from .schedules import Schedule
 
 PyTree = Any
@@ -59,8 +63,10 @@ class ModelPipeline(OwnLoop):
     ) -> None:
         self._layer, self._division, self._axes = layer, division, axes
         self._unpipelined = unpipelined
-        self._places = tuple(dict.fromkeys(division.devices))
-        self._first = _transfer.one_of(self._places[0])
+        self._places = division.places
+        # One of this process.
+        own = next(filter(is_here, self._places), self._places[0])
+        self._first = _transfer.one_of(own)
         self._forwards = {train: self._forward(train) for train in (False, True)}
         self._trained: ModelGradient | None = None
 
@@ -144,9 +150,24 @@ class ModelPipeline(OwnLoop):
         part, _ = self._forwards[False].part((x, None))
         initial = Initial(self._layer, key, part)
         homes = self._locate(initial.specs, x)
+        agree_on_key(self._pipe, key)
         made = initial.leaves(key, self._first)
         leaves = [put(leaf, *home) for leaf, home in zip(made, homes, strict=True)]
         return jax.tree.unflatten(jax.tree.structure(initial.specs), leaves)
+
+    @cached_property
+    def _pipe(self) -> Pipe:
+        """The stages, once they are known."""
+        assert self.num_stages
+        return self._division.pipe(self.num_stages)
+
+    def _everywhere(self, *leaves: Any) -> list[jax.Array]:
+        """Leaves on the first device, of several processes in each."""
+        pipe = self._pipe
+        here = _transfer.put(leaves, pipe.own_places[0])
+        return (
+            here if pipe.copies is None else [of_copies(x, pipe.copies) for x in here]
+        )
 
     def _locate(self, variables: PyTree, x: PyTree) -> list[tuple[Any, Sharding]]:
         """The device of each leaf of the variables, and how it lies there."""
@@ -179,7 +200,7 @@ class ModelPipeline(OwnLoop):
         if not is_state:
             return placed
         params, model_state = _apart(placed)
-        step, rng = _transfer.put([tree.step, tree.rng], self._places[0])
+        step, rng = self._everywhere(tree.step, tree.rng)
         of_params, _ = _apart(structure.unflatten(range(len(homes))))
         own = [homes[i] for i in jax.tree.leaves(of_params)]
         opt_state = _beside(tree.opt_state, params, own)
@@ -258,8 +279,8 @@ class ModelPipeline(OwnLoop):
         params, model_state = _apart(variables)
         free = _updates.chosen(params, marks.get("params", {}))
         opt_state = self.optimizer(tx).init(free)
-        rng, step = _transfer.put([key, np.int32(0)], self._places[0])
-        rng = _rng.training_key(rng)
+        agree_on_key(self._pipe, key)
+        step, rng = self._everywhere(np.int32(0), _rng.training_key(own_copy(key)))
         state = TrainState(step, params, opt_state, model_state, rng)
         if not chosen.selects_all:
             note_chosen(state, jax.tree.leaves(marks.get("params", {})))
@@ -285,7 +306,8 @@ class ModelPipeline(OwnLoop):
             reduction=reduction,
             trainable=trainable,
         )
-        return ModelStep(gradient, check_optimizer(tx), self._places, donate)
+        tx = check_optimizer(tx)
+        return ModelStep(gradient, tx, self._places, donate, self._everywhere)
 
     def check(self, variables: PyTree, *args: Any, **kwargs: Any) -> CheckReport:
         """Runs the model and the loss at once and in micro-batches, and compares.

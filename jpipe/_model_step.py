@@ -14,6 +14,7 @@ from ._instructions._program import Program
 from ._jaxprs import _jaxpr
 from ._layers import _rng
 from ._layers._layer import Layer
+from ._processes._elsewhere import own_copy
 from ._run._context import outside_of_meshes
 from ._slices import _join, _state
 from ._slices._division import Division
@@ -197,12 +198,18 @@ class ModelStep:
       tx: the optimizer.
       devices: the places.
       donate: whether the given state is overwritten.
+      everywhere: gives numbers as a state has them, in each process.
     """
 
     def __init__(
-        self, gradient: ModelGradient, tx: Any, devices: Sequence[Any], donate: bool
+        self,
+        gradient: ModelGradient,
+        tx: Any,
+        devices: Sequence[Any],
+        donate: bool,
+        everywhere: Callable[..., list[Any]],
     ) -> None:
-        self._gradient = gradient
+        self._gradient, self._everywhere = gradient, everywhere
         self._update = _updates.step(tx, devices, donate)
         # What a state was made to train, once that is checked.
         self._chosen: Sequence[bool] | None = None
@@ -215,7 +222,8 @@ class ModelStep:
         if state.chosen is not self._chosen:
             check_chosen(state, self._gradient.trained(state.variables))
             self._chosen = state.chosen
-        key, step = _advance(state.rng, state.step)
+        key, step = _advance(own_copy(state.rng), own_copy(state.step))
+        (step,) = self._everywhere(step)
         (loss, *aux, model_state), grads = self._gradient(
             state.variables, x, targets, rngs=key
         )

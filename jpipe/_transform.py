@@ -17,6 +17,7 @@ from ._layers._layer import as_layers, is_model
 from ._layers._stage import check_balance, fuse
 from ._model import ModelPipeline
 from ._pipeline import Pipeline
+from ._processes._elsewhere import is_here
 from ._processes._start import check_joined, check_threads
 from ._run import _resting
 from ._run._pipe import Pipe
@@ -225,7 +226,8 @@ def pipeline(
 def _of_model(model: Any, division: Division, axes: Axes) -> ModelPipeline:
     """The pipeline of one model."""
     (layer,) = as_layers([model])
-    first, number = _transfer.one_of(division.devices[0]), division.num_microbatches
+    own = next(filter(is_here, division.devices), division.devices[0])
+    first, number = _transfer.one_of(own), division.num_microbatches
 
     def unpipelined() -> Pipeline:
         return pipeline([layer.source], number, balance=[1], devices=[first])

@@ -43,7 +43,7 @@ def make(
     programs.note([visit.variables for visit in visits], batch)
 
     _resting.shardings(pipe, [visit.variables for visit in visits])  # or refused
-    _agree_on_key(pipe, key)
+    agree_on_key(pipe, key)
     # Made on the first device of this process, where equal layers share a compiled
     # program; what is in another process is made there.
     first = _transfer.one_of(pipe.own_places[0])
@@ -110,7 +110,7 @@ def _entries(pipe: Pipe, tree: Any, inside: tuple[str, ...] = ()) -> tuple[PyTre
     return tuple(_placed(pipe, i, entry, inside) for i, entry in enumerate(tree))
 
 
-def _agree_on_key(pipe: Pipe, key: chex.PRNGKey) -> None:
+def agree_on_key(pipe: Pipe, key: chex.PRNGKey) -> None:
     """Checks that all processes have the same key: each makes layers of its own."""
     if pipe.copies is not None:
         is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
@@ -167,7 +167,7 @@ def train_state(
     _rng.check_key(key)
     params = _variables.params(variables)
     trained = jax.tree.leaves(_variables.params(programs.marks(variables, trainable)))
-    _agree_on_key(pipe, key)
+    agree_on_key(pipe, key)
     rng, step = _first(pipe, key, np.int32(0))
     step, rng = _everywhere(pipe, step, _rng.training_key(rng))
     init = optimizer(pipe, tx, params, trained).init

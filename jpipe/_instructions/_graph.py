@@ -80,6 +80,7 @@ class Graph:
     operations: list[Operation] = field(default_factory=list)
     _copies: dict[tuple[Value, Place, Cut | None], Value] = field(default_factory=dict)
     _source: dict[Value, Value] = field(default_factory=dict)
+    _sent: dict[Value, Value] = field(default_factory=dict)
     _alike: dict[Value, dict[int, Value]] = field(default_factory=dict)
     _constants: dict[Any, Value] = field(default_factory=dict)
     _composed: dict[Any, Function] = field(default_factory=dict)
@@ -195,7 +196,23 @@ class Graph:
         value = self._source.get(value, value)
         if self.places[value] in (place, NOWHERE):
             return value
+        value = self._lasting(value, place)
         return self._copy(value, place, self.specs[value], self.shardings[value])
+
+    def _lasting(self, value: Value, place: Place) -> Value:
+        """What is sent to another process: of an argument a copy.
+
+        The next program may overwrite the argument before it has left.
+        """
+        source = self.places[value]
+        is_sent = source >= 0 and self.heads and value in self.arguments
+        if not is_sent or self.processes[source] == self.processes[place]:
+            return value
+        if value not in self._sent:
+            how = [self.shardings[value]]
+            copy = Function("copy", lambda x: [x], [self.specs[value]])
+            (self._sent[value],) = self.call(copy, source, [value], how=how)
+        return self._sent[value]
 
     def cut(self, value: Value, place: Place, cut: Cut) -> Value:
         """Micro-batches of a leaf of the mini-batch, spread over the shards of a place.

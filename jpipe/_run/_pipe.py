@@ -66,7 +66,7 @@ class Pipe:
         """
         own = (self.ranks[rank] for rank in self.schedule.running)
         found = dict.fromkeys([*self.devices, *own])
-        return (*found, *_idle(found))
+        return (*found, *idle(found))
 
     @cached_property
     def processes(self) -> tuple[int, ...]:
@@ -162,7 +162,7 @@ class Pipe:
         return tuple(stage.index for stage in self.stages for _ in stage.layers)
 
 
-def _idle(devices: Collection[Device]) -> Iterator[Device]:
+def idle(devices: Collection[Device]) -> Iterator[Device]:
     """A device of each process that has none of these, where they are of several."""
     taken = {device.process_index for device in devices}
     if len(taken) < 2:

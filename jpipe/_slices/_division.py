@@ -6,7 +6,7 @@ from typing import Any
 
 from .._functions import _remat
 from .._layers._stage import StageFunction
-from .._run._pipe import Pipe
+from .._run._pipe import Pipe, idle
 from .._run._resting import Rule
 from ..schedules import Schedule
 from ..schedules._choose import choose_schedule, turns
@@ -77,6 +77,12 @@ class Division:
         functions = tuple(StageFunction(s, s, ()) for s in range(count))
         ranks, remat = self.choose(schedule), _remat.per_stage(self.remat, count)
         return Pipe(functions, ranks, schedule, remat, self.rule, self.gather)
+
+    @property
+    def places(self) -> tuple[Any, ...]:
+        """Each once; of several processes with one of each."""
+        found = dict.fromkeys(self.devices)
+        return (*found, *idle(found))
 
     @property
     def num_shards(self) -> int:

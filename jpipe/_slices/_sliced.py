@@ -15,7 +15,7 @@ from .._instructions._graph import OUTSIDE
 from .._instructions._program import Program
 from .._instructions._sharding import WHOLE, Sharding
 from .._jaxprs import _jaxpr
-from .._run import _resting, _signature, _variables
+from .._run import _facts, _resting, _signature, _variables
 from .._run._pipe import Pipe
 from . import _composed, _order, _program, _summands
 from ._division import Division
@@ -307,13 +307,19 @@ class Sliced:
         sizes = [size for size in batch.sizes for _ in range(batch.num_shards)]
         joins = self._work.joins(stages.first, specs, sizes)
         aux = joined(graph, batch, joins, lowering.aux(), params) if joins else {}
-        outputs = graph.own([*loss, *(aux[i] for i in sorted(aux)), *grads.values()])
+        graph.facts |= _facts.of_batch(batch)
+        # Metrics are in each process; new values of parameters stay where these are.
+        stays = {leaf for join in joins if join.old for leaf in join.leaves}
+        kept = sorted(aux, key=lambda i: (i in stays, i))
+        own = graph.own([*loss, *(aux[i] for i in kept), *grads.values()])
+        number = len(loss) + len(aux) - len(stays) if loss else 0
+        outputs = [*map(graph.everywhere, own[:number]), *own[number:]]
         constants = [
             put(leaf, *home) for leaf, home in zip(constants, others, strict=True)
         ]
         program = Program(graph, outputs, pipe.places)
         tree = jax.tree.structure(stages.first.aux)
-        return Built(pipe, stages, program, tree, sorted(aux), homes, constants)
+        return Built(pipe, stages, program, tree, kept, homes, constants)
 
     def _axes(
         self, given: Sequence[PyTree], names: Sequence[str]

@@ -1,5 +1,6 @@
 """What is trained in one process, and in several, to the same bits."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ import jpipe
 PyTree = Any
 M = 4
 # The pipelines of which more is looked at than a step: programs take long to compile.
-WHOLE = "1f1b", "mesh"
+WHOLE = "1f1b", "mesh", "model"
 
 
 class Ends(nn.Module):
@@ -54,6 +55,19 @@ def layers():
     ]
 
 
+class Model(nn.Module):
+    """The same kinds of layers as one model, with a tie, a skip and statistics."""
+
+    @nn.compact
+    def __call__(self, x, train):
+        ends = Ends()
+        skip = ends(x)
+        h = nn.Dense(6)(jnp.sin(skip))
+        h = nn.Dropout(0.3, deterministic=not train)(h)
+        h = nn.BatchNorm(not train)(h) + skip
+        return ends.decode(nn.Dense(6)(jnp.tanh(h)))
+
+
 def loss(y, targets):
     return jnp.mean((y - targets) ** 2), {"worst": jnp.abs(y - targets).max(1)}
 
@@ -87,6 +101,8 @@ def pipelines() -> dict[str, Callable[[], Any]]:
         "zb_h1": made(balance=[2, 2, 2, 2], schedule="zb_h1"),
         "zb_v": made(balance=[1] * 8, schedule="zb_v"),
         "mesh": made(balance=[4, 4], mesh=mesh, devices=None),
+        "model": lambda: jpipe.pipeline(Model(), M, num_stages=4, devices=devices),
+        "model on a mesh": lambda: jpipe.pipeline(Model(), M, mesh=mesh),
         "replicas": made(balance=[2, 4, 2], replicas=[1, 2, 1]),
     }
 
@@ -148,3 +164,44 @@ def results(
     found |= {"loss": np.asarray(value), "norm": np.asarray(norm)}
     y = pipe.apply(state.variables, fed(x, targets)[0])
     return found | here({"gradients": grads, "changed": new, "output": y})
+
+
+def of_function() -> dict[str, np.ndarray]:
+    """What a loss function, and a step that overwrites its parameters, come to."""
+    rng, (x, targets) = np.random.default_rng(0), batch(0)
+    params = {str(i): rng.normal(size=(8, 8)) for i in range(4)}
+
+    def loss_fn(params, x, targets):
+        table = params["0"]  # read in the first stage, and in the last
+        h = jnp.sin(x @ table)
+        for i in range(1, 4):
+            h = jpipe.boundary(jnp.sin(h @ params[str(i)]))
+        return jnp.mean((h @ table.T - targets) ** 2) + jnp.sum(table**2)
+
+    grad_fn = jpipe.value_and_grad(loss_fn, M, num_stages=4, devices=jax.devices()[:4])
+    params, told = grad_fn.place(params, x, targets), []
+
+    def step(params, grads):
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+    update = grad_fn.jit(step, donate_argnums=(0, 1))
+    for _ in range(2):
+        loss, grads = grad_fn(params, x, targets)
+        params = update(params, grads)
+        told.append(loss)
+    metrics = {f"metric {i}": np.asarray(value) for i, value in enumerate(told)}
+    return here(params) | metrics
+
+
+def run(name: str, fed: Callable[..., Any] | None = None) -> dict[str, np.ndarray]:
+    """What one of the pipelines, or the function, comes to in this process.
+
+    Args:
+      name: its name.
+      fed: of a pipeline, what a process is given of a mini-batch.
+    """
+    if name == "function":
+        return of_function()
+    pipe = pipelines()[name]()
+    given = {} if fed is None else {"fed": functools.partial(fed, pipe)}
+    return results(pipe, name in WHOLE, **given)

@@ -2,7 +2,6 @@
 
 import socket
 import sys
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -46,7 +45,9 @@ def main(
     me = jax.process_index()
 
     def fed(pipe, x, targets):
-        if feeds == "all":
+        if feeds == "all" or not hasattr(
+            pipe, "devices"
+        ):  # of a model all are given all
             return x, targets
         ends = (
             getattr(pipe.devices[at], "devices", pipe.devices[at]) for at in (0, -1)
@@ -55,8 +56,7 @@ def main(
         return x if first else None, targets if last else None
 
     for name in names.split(","):
-        pipe = work.pipelines()[name]()
-        found = work.results(pipe, name in work.WHOLE, partial(fed, pipe))
+        found = work.run(name, fed)
         np.savez(Path(folder) / f"{name}-{me}.npz", **found)
     if "mesh" not in names:
         return
