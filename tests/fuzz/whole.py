@@ -79,8 +79,8 @@ def by_number(trainable: hand.Trainable | None) -> tuple[Any, Any]:
 
 
 def in_list(variables: PyTree) -> tuple[PyTree]:
-    """The variables of a list of the whole."""
-    return (variables,)
+    """The variables of a list of the whole; those of a train state name parameters."""
+    return ({"params": {}, **variables},)
 
 
 def out_of_list(tree: PyTree) -> PyTree:
