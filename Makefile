@@ -10,7 +10,8 @@ EXAMPLES ?= 2000
 WORKERS ?= auto
 BITS := tests/matrix tests/test_transparency.py tests/test_batches.py
 
-.PHONY: demo test test-all bits mutants fuzz lint format bench tables bench-gpu clean
+.PHONY: demo test test-all bits hugging-face mutants fuzz lint format bench tables \
+	bench-gpu clean
 
 demo: $(VENV)/examples  ## train a Transformer through a four-stage pipeline
 	$(RUN) examples/train_text.py $(ARGS)
@@ -19,17 +20,21 @@ test: $(VENV)/dev  ## what a change needs to be trusted, in eight minutes on two
 	$(RUN) -m pytest -n $(WORKERS) -m "not slow and not gpu" $(ARGS)
 
 # The slow tests too, longer searches, the programs that XLA makes without the flags of
-# tests/conftest.py, and the newest JAX.
+# tests/conftest.py, the models of Hugging Face, and the newest JAX.
 test-all: $(VENV)/dev
 	JPIPE_FUZZ_EXAMPLES=200 $(RUN) -m pytest -n $(WORKERS) -m "not gpu" \
 		--hypothesis-profile=all $(ARGS)
 	JPIPE_TESTS_FLAGS= $(RUN) -m pytest -n $(WORKERS) $(BITS) $(ARGS)
+	$(MAKE) hugging-face VENV=$(VENV)-hugging-face
 	@newest=$$($(RUN) tests/newest_python.py $(VERSION)); \
 	if [ -n "$$newest" ]; then $(MAKE) bits PYTHON="$$newest"; \
 	else echo "no Python after $(VERSION) here: the newest JAX was not tested"; fi
 
 bits: $(VENV)/dev
 	$(RUN) -m pytest -n $(WORKERS) $(BITS) $(ARGS)
+
+hugging-face: $(VENV)/dev,hugging-face
+	$(RUN) -m pytest -n $(WORKERS) tests/slices/test_hugging_face.py $(ARGS)
 
 mutants: $(VENV)/dev  ## faults that some test must notice, in two hours at most
 	$(RUN) -m tests.mutants $(ARGS)

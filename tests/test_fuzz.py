@@ -5,10 +5,11 @@ many as one likes. What fails is shown as a program to paste: see `tests.fuzz`.
 """
 
 import os
+import re
 
 import jax
 import pytest
-from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import HealthCheck, Phase, given, reject, seed, settings
 
 from .fuzz.programs import Program, programs
 
@@ -81,7 +82,12 @@ def test_random_programs_give_the_numbers_of_one_device(double, shard):
     )
     @given(programs())
     def run(program: Program) -> None:
-        program.run()
+        try:
+            program.run()
+        except ValueError as error:  # one model of fewer operations than stages
+            if re.search("can be divided in|cannot be divided", str(error)):
+                reject()
+            raise
 
     try:
         run()

@@ -43,6 +43,7 @@ class Traced:
       has_loss: whether its first result is a loss.
       is_weighted: whether the next is the weight by whose sum the loss is divided.
       numbers: those that are folded into keys: see `_folds`.
+      known_kinds: what each equation is, where that is known: see `kinds`.
     """
 
     closed: core.ClosedJaxpr
@@ -52,6 +53,7 @@ class Traced:
     has_loss: bool = True
     is_weighted: bool = False
     numbers: Sequence[Any] = ()
+    known_kinds: Sequence[str] | None = None
 
     @property
     def loss(self) -> list[Any]:
@@ -118,14 +120,14 @@ class Traced:
         return {var: i for i, eqn in eqns for var in eqn.outvars}
 
     @cached_property
-    def kinds(self) -> list[str]:
+    def kinds(self) -> Sequence[str]:
         """Of each equation what it is.
 
         ``"stage"``: one stage computes it. ``"copy"``: each stage that reads it does.
         ``"once"``: it follows from parameters and is dear, or a reduction, and is
         computed once in a step, where they are.
         """
-        return [*map(self._kind, self.closed.jaxpr.eqns)]
+        return self.known_kinds or [*map(self._kind, self.closed.jaxpr.eqns)]
 
     def _kind(self, eqn: core.JaxprEqn) -> str:
         read = _jaxpr.variables(eqn.invars)

@@ -277,8 +277,8 @@ class Sliced:
                 scale = {"mean": n / whole, "sum": 1.0, "weighted": 1.0}
                 by = scale.get(work.reduction, share)
                 traced = _summands.apart(traced, split, by, share)
-            programs[n] = _order.late(traced)
-        return programs
+            programs[n] = traced
+        return _order.late(programs)
 
     def _lowered(
         self, pipe: Pipe, stages: Stages, batch: Batch, specs: PyTree

@@ -29,26 +29,49 @@ Trainable = Callable[[tuple[Any, ...], Any], bool]
 
 
 def compose(
-    layers: Sequence[Any], variables: Sequence[PyTree], x: PyTree, train: bool = False
+    layers: Sequence[Any],
+    variables: Sequence[PyTree],
+    x: PyTree,
+    train: bool = False,
+    key: Any = None,
 ) -> tuple[PyTree, tuple[PyTree, ...]]:
-    """The output of the layers, and their variables after the call."""
+    """The output of the layers, and their variables after the call.
+
+    With a key each linen module draws from it.
+    """
     x = jax.tree.map(jnp.asarray, x)
     owned: dict[int, int] = {}
     held: dict[int, PyTree] = {}
     after = list(variables)
     shelf: vocabulary.Shelf = {}
     for number, listed in enumerate(layers):
-        namespace: Any = None
-        while hasattr(listed, "namespace"):  # by jpipe.isolate
-            namespace, listed = (namespace, listed.namespace), listed.layer
-        module, method = listed, "__call__"
-        if hasattr(listed, "method"):  # by jpipe.layer
-            module, method = listed.module, listed.method
+        namespace, module, method = opened(listed)
         own = owned.setdefault(id(module), number)
         after[own] = _with_held(module, after[own], held)
         with vocabulary.by_hand(shelf, namespace):
-            x, after[own] = _call(module, method, after[own], x, train)
+            x, after[own] = _call(module, method, after[own], x, train, key)
     return x, tuple(after)
+
+
+def opened(listed: Any) -> tuple[Any, Any, str]:
+    """The namespace of the skips of a layer, what is called, and its method."""
+    namespace: Any = None
+    while hasattr(listed, "namespace"):  # by jpipe.isolate
+        namespace, listed = (namespace, listed.namespace), listed.layer
+    if hasattr(listed, "method"):  # by jpipe.layer
+        return namespace, listed.module, listed.method
+    return namespace, listed, "__call__"
+
+
+def switched(module: Any, method: str, train: bool) -> list[bool]:
+    """What a method is given after its input."""
+    switches = {
+        "train": train,
+        "deterministic": not train,
+        "use_running_average": not train,
+    }
+    _, _, *after_x = inspect.signature(getattr(type(module), method)).parameters
+    return [switches[name] for name in after_x[:1] if name in switches]
 
 
 def _with_held(module: Any, entry: PyTree, held: dict[int, PyTree]) -> PyTree:
@@ -63,22 +86,19 @@ def _with_held(module: Any, entry: PyTree, held: dict[int, PyTree]) -> PyTree:
     return entry
 
 
-def _call(module: Any, method: str, variables: PyTree, x: PyTree, train: bool) -> Any:
+def _call(
+    module: Any, method: str, variables: PyTree, x: PyTree, train: bool, key: Any = None
+) -> Any:
     if isinstance(module, nnx.Module):
         return _call_nnx(module, method, variables, x, train)
     if isinstance(module, jpipe.Stage):
         return module.apply(variables, x), variables
     if not isinstance(module, nn.Module):
         return module(x), variables
-    switches = {
-        "train": train,
-        "deterministic": not train,
-        "use_running_average": not train,
-    }
-    _, _, *after_x = inspect.signature(getattr(type(module), method)).parameters
-    args = [switches[name] for name in after_x[:1] if name in switches]
+    args = switched(module, method, train)
+    options = {"method": method, "rngs": {} if key is None else {"dropout": key}}
     mutable = [name for name in variables if name != "params"] if train else []
-    y, changed = module.apply(variables, x, *args, method=method, mutable=mutable)
+    y, changed = module.apply(variables, x, *args, mutable=mutable, **options)
     return y, {**variables, **changed}
 
 
@@ -97,7 +117,10 @@ def _call_nnx(
 
 
 def value_and_grad(
-    layers: Sequence[Any], loss_fn: Loss, trainable: Trainable | None = None
+    layers: Sequence[Any],
+    loss_fn: Loss,
+    trainable: Trainable | None = None,
+    keys: Sequence[Any] | None = None,
 ) -> Callable[[Sequence[PyTree], Sequence[Part]], tuple[Any, PyTree]]:
     """The loss and its gradients of a mini-batch, compiled as one program.
 
@@ -105,6 +128,7 @@ def value_and_grad(
       layers: the layers.
       loss_fn: ``(outputs of all parts, their targets) -> (loss, aux)``, each joined.
       trainable: which parameters have a gradient; ``None`` stands for the others.
+      keys: what each part draws from, where there is one layer.
 
     Returns:
       A function of the variables and of the mini-batch, as one part or as
@@ -113,7 +137,11 @@ def value_and_grad(
 
     def loss(free: PyTree, variables: Sequence[PyTree], parts: Sequence[Part]) -> Any:
         new = _restored(free, _params(variables))
-        results = [compose(layers, _merged(variables, new), x, True) for x, _ in parts]
+        merged = _merged(variables, new)
+        results = [
+            compose(layers, merged, x, True, key)
+            for (x, _), key in zip(parts, keys or [None] * len(parts), strict=True)
+        ]
         targets = [targets for _, targets in parts]
         value, aux = loss_fn(_joined([y for y, _ in results]), _joined(targets))
         sizes = [len(jax.tree.leaves(own)[0]) for own in targets]

@@ -5,9 +5,8 @@ Its names, and those of `layers`, are all that the text of a program needs.
 
 import functools
 import itertools
-import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -23,6 +22,14 @@ from jpipe.schedules import BY_NAME, Schedule
 from .. import listing
 from .. import reference as ref
 from . import by_hand as hand
+from .asserting import (
+    assert_beside,
+    assert_close,
+    assert_in_place,
+    asserting,
+    compiling_nothing,
+    largest_entry,
+)
 from .batches import (
     Batch,
     floats,
@@ -35,6 +42,7 @@ from .batches import (
 )
 from .layers import *  # noqa: F403
 from .layers import __all__ as vocabulary
+from .whole import by_number, check_loss, in_list, out_of_list, whole
 
 __all__ = [
     "check",
@@ -53,13 +61,6 @@ __all__ = [
 PyTree = Any
 KEY = jax.random.key
 STEPS = 3
-
-# Where two orders of the same sums may differ, as a part of the largest entry.
-CLOSE = {
-    jnp.dtype(jnp.float64): ref.FLOAT64,
-    jnp.dtype(jnp.float32): 1e-4,
-    jnp.dtype(jnp.bfloat16): 2**-4,
-}
 
 # Smooth where gradients are rounding errors, but for the last ones.
 OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
@@ -102,6 +103,7 @@ def check(
     trainable: hand.Trainable | None = None,
     shards: int = 1,
     gather: str | None = None,
+    door: str = "list",
 ) -> None:
     """Asserts that a pipeline of these layers gives the results of one device.
 
@@ -131,34 +133,46 @@ def check(
       shards: over how many devices of each rank, one after the other, examples are
         spread; if one, ranks are on ``devices``.
       gather: as for `jpipe.pipeline`, of parameters that are cut over these.
+      door: how the layers are given: as a "list"; as one "model", which is divided in
+        as many stages as the list; or in a "loss" function of `jpipe.value_and_grad`.
     """
     if shards * len(devices) > jax.device_count():  # as on one accelerator
         shards, gather = 1, None
     parts_of_all = num_microbatches * shards
+    sizes = [len(part) for part in np.array_split(range(batch.size), parts_of_all)]
     ranks = _ranks(devices, shards)
-    pipe = jpipe.pipeline(
-        layers,
-        num_microbatches,
-        balance=balance,
-        schedule=schedule if schedule in BY_NAME else Schedule.from_text(schedule),
-        remat=remat,
-        in_axes=batch.in_axes,
+    where: dict[str, Any] = {
+        "schedule": schedule if schedule in BY_NAME else Schedule.from_text(schedule),
+        "remat": remat,
         **_where(ranks, gather),
-    )
-    in_place = functools.partial(_assert_in_place, ranks, pipe, balance)
-    twin = jpipe.sequential(layers, parts_of_all, in_axes=batch.in_axes)
+    }
+    where |= {"balance": balance} if door == "list" else {"num_stages": len(balance)}
+    if door == "loss":
+        options = {"reduction": reduction, "has_aux": has_aux}
+        check_loss(layers, batch, sizes, where, options, trainable, rough)
+        return
+    model = layers if door == "list" else whole(layers)
+    pipe = jpipe.pipeline(model, num_microbatches, in_axes=batch.in_axes, **where)
+    twin = jpipe.sequential(model, parts_of_all, in_axes=batch.in_axes)
     variables = pipe.init(KEY(0), batch.x)
     alone = twin.init(KEY(0), batch.x)
+    in_place = functools.partial(assert_in_place, ranks, pipe, balance)
+    own, as_list, as_model = trainable, tuple, tuple
+    if door == "model":  # by hand it is a list of one
+        layers, as_list, as_model = [model], in_list, out_of_list
+        own, trainable = by_number(trainable)
+        params = variables.get("params", {})
+        in_place = functools.partial(assert_beside, {**params, **variables})
     with asserting("variables are those of one device"):
         ref.assert_equal(variables, alone)
     with asserting("variables are on the devices of their stages"):
         in_place(variables)
 
-    if not _largest(hand.selected(ref.params_of(variables), trainable)):
+    if not largest_entry(hand.selected(ref.params_of(as_list(variables)), trainable)):
         trainable = None
     options: dict[str, Any] = {"reduction": reduction, "has_aux": has_aux}
     if trainable is not None:
-        options["trainable"] = trainable
+        options["trainable"] = own
     loss = loss_of(reduction, has_aux)
 
     find = pipe.value_and_grad(loss, has_state=True, **options)
@@ -182,7 +196,7 @@ def check(
     # or 1e-6: each that follows on one makes the errors larger. Of 2,000 programs one
     # was more than 16 times as far off as others may be: 1,300 times, with three norms.
     more = 30 ** max(rough - 1, 0)
-    on_host = hand.on_host(variables)
+    on_host = hand.on_host(as_list(variables))
     if by_hand == "nothing":
         alone = twin.value_and_grad(loss, has_state=True, **options)(
             alone, *given[1:], rngs=KEY(3)
@@ -193,42 +207,23 @@ def check(
         # a parameter the loss by 6e-12.
         grown = (16 * more, 100 * more) if rough else (1, 1)
     else:
-        sizes = [len(part) for part in np.array_split(range(batch.size), parts_of_all)]
         cut = sizes if by_hand == "microbatches" else [batch.size]
         ends = [0, *itertools.accumulate(cut)]
         parts = [batch.part(a, b) for a, b in itertools.pairwise(ends)]
-        whole = whole_loss(reduction, sizes)
-        by_flax = hand.value_and_grad(layers, whole, trainable)
+        by_flax = hand.value_and_grad(layers, whole_loss(reduction, sizes), trainable)
         (value, aux, after), grads = by_flax(on_host, parts)
         beside = (aux, _state(after)) if has_aux else (_state(after),)
         steps = hand.steps(by_flax, on_host, parts, tx, STEPS, trainable)
-        expected = ((value, *beside), grads), steps
+        expected = as_model((((value, *beside), grads), steps))
         # By other operations: examples that are almost equal are so by other errors,
         # and each step starts from the errors of the one before.
         grown = (1000 * more, 1000 * more) if rough else (1, 2**STEPS)
 
-    def close(what: str, actual: PyTree, expected: PyTree, grown: int = 1) -> None:
-        # Of a tanh near one, 1 - tanh**2 has lost as many bits as it is small.
-        largest = _largest(expected)
-        # What a norm makes of a constant is rounding errors of terms of one.
-        scale = max(largest, float(what == "output")) if rough else largest / 1000
-        with asserting(f"{what} is that of one device"):
-            ref.assert_close(actual, expected, grown * CLOSE[batch.dtype], scale)
-
+    close = functools.partial(assert_close, batch.dtype, rough)
     composed = jax.jit(functools.partial(hand.compose, layers))
     close("output", y, composed(on_host, batch.x)[0])
     close("gradient", found, expected[0], grown[0])
     close("training", trained, expected[1], grown[1])
-
-
-@contextmanager
-def asserting(what: str) -> Iterator[None]:
-    """Names the property in what is raised inside."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(f"where it is asserted that {what}")
-        raise
 
 
 def _train(
@@ -245,48 +240,11 @@ def _train(
     step = pipe.train_step(loss, tx, **options)
     losses = []
     for number in range(STEPS):
-        with _compiling_nothing(remat) if number else nullcontext():
+        with compiling_nothing(remat) if number else nullcontext():
             state, metrics = step(state, batch.x, batch.targets)
         losses.append(metrics["loss"])
     assert int(state.step) == STEPS
     return losses, state.variables, state.opt_state
-
-
-@contextmanager
-def _compiling_nothing(remat: Any) -> Iterator[None]:
-    """Raises where something is traced or compiled inside.
-
-    What offloads is called as `jax.jit` calls it, which looks for its trace again in
-    this scope.
-    """
-    each = remat if isinstance(remat, list) else [remat]
-    offloads = any("offload" in getattr(one, "__qualname__", "") for one in each)
-    records: list[logging.LogRecord] = []
-    handler = logging.Handler()
-    handler.emit = records.append
-    logging.getLogger("jax").addHandler(handler)
-    try:
-        with jax.log_compiles(), nullcontext() if offloads else jax.no_tracing():
-            yield
-    finally:
-        logging.getLogger("jax").removeHandler(handler)
-    assert not records, f"a second step compiles nothing: {records}"
-
-
-def _assert_in_place(
-    ranks: Sequence[Sequence[jax.Device]],
-    pipe: jpipe.Pipeline,
-    balance: Sequence[int],
-    entries: Sequence[PyTree],
-) -> None:
-    """Each leaf of the entry of a layer is where the stage of the layer runs."""
-    placement = pipe.schedule.placement
-    stages = [stage for stage, count in enumerate(balance) for _ in range(count)]
-    for number, (stage, entry) in enumerate(zip(stages, entries, strict=True)):
-        for leaf in jax.tree.leaves(entry):
-            if leaf.dtype != jax.dtypes.float0:
-                devices = leaf.devices()
-                assert devices == {*ranks[placement[stage]]}, (number, devices)
 
 
 def _state(variables: Sequence[PyTree]) -> tuple[PyTree, ...]:
@@ -322,13 +280,3 @@ def _cut(shards: int, _: Any, leaf: Any) -> P | None:
         if leaf.shape[axis] % shards == 0:
             return P(*[None] * axis, "data")
     return None
-
-
-def _largest(tree: PyTree) -> float:
-    """The largest of all entries."""
-    floating = [
-        np.abs(leaf.astype(np.float64)).max(initial=0.0)
-        for leaf in jax.tree.leaves(ref.on_host(tree))
-        if jnp.issubdtype(leaf.dtype, jnp.floating)
-    ]
-    return float(max(floating, default=0.0))

@@ -397,3 +397,48 @@ def test_check_tries_a_reduction(double, function, reduction, is_same):
             report.raise_if_different()
     with pytest.raises(ValueError, match=r"parts=\(4, 5\): .* the 10 of the batch"):
         grad_fn.check(params, X, TARGETS, parts=(4, 5))
+
+
+def with_worst(params, x, targets):
+    """Of one example the errors are as few bytes as the worst of them."""
+    h = x @ params[0]
+    for _ in range(3):
+        h = h + h.mean(1, keepdims=True)
+    errors = jnp.sqrt(1 + ((h[:, :3] - targets) ** 2).sum(1))
+    return errors.mean(), errors.max()
+
+
+def with_table(params, x, targets):
+    """Of one example the product is of less than a KiB, of two of more."""
+    read = x @ jnp.sin(jnp.arange(96.0)).reshape(6, 16)
+    h = perceptron(params[:2], read)
+    return squares((h + read)[:, :3], targets), h.max()
+
+
+def with_latents(params, x, targets):
+    """What follows from parameters alone has a row for each example."""
+    latents, w, v = params
+    h = jnp.tile(latents, (len(x), 1))
+    h = jnp.tanh((h - h.mean(1, keepdims=True)) @ w)
+    return squares((h * x) @ v, targets), h.max()
+
+
+UNEVEN = {
+    with_worst: matrices(6, 6),
+    with_table: matrices(16, 16, 16),
+    with_latents: matrices(1, 6, 6, 3),
+}
+
+
+@pytest.mark.parametrize("function", UNEVEN)
+@pytest.mark.parametrize("stages", [2, 3])
+def test_micro_batches_of_other_sizes_are_divided_alike(double, function, stages):
+    params, args = UNEVEN[function], (X[:5], TARGETS[:5])
+    grad_fn = jpipe.value_and_grad(function, 3, num_stages=stages, has_aux=True)
+    (loss, aux), grads = run(grad_fn, params, *args)
+    plain_grad = jax.value_and_grad(function, has_aux=True)
+    (value, _), expected = plain_grad(params, *args)
+    ref.assert_close((loss, grads), (value, expected), ref.FLOAT64, 1.0)
+    parts = [[leaf[a:b] for leaf in args] for a, b in ((0, 2), (2, 4), (4, 5))]
+    worst = jnp.stack([function(params, *part)[1] for part in parts])
+    ref.assert_close(aux, worst, ref.FLOAT64, 1.0)
