@@ -4,6 +4,7 @@ A program is compiled for structures, shapes and dtypes; every check of what the
 caller gave is made on abstract values, before anything is compiled or moved.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -96,6 +97,7 @@ class ProgramCache:
             batch = self._batch(x, (), rngs)
             layout, routes = self._check(variables, batch)
             works = self._works(layout, routes, batch, train, None)
+            _check_changes(works, layout, variables)
             if train and (changed := works.changed(layout)):
                 _say_what_is_dropped(_variables.collections(variables, changed))
             made = Inference(self._pipe, layout, batch, works, self._axes.out_axes)
@@ -139,6 +141,7 @@ class ProgramCache:
             objective = replace(objective, num_microbatches=batch.num_parts)
             works = self._works(layout, routes, batch, train, objective)
             self._check_constants(works, layout, variables)
+            _check_changes(works, layout, variables)
             if batch.num_parts > 1:
                 if self.check_first is not None:
                     self.check_first(variables, x, targets, objective, rngs, train)
@@ -349,6 +352,22 @@ class ProgramCache:
     ) -> tuple[Layout, Sequence[Route]]:
         visits, routes = self.fitting(variables, batch)
         return self.note(variables, visits, batch.x, trainable), routes
+
+
+def _check_changes(works: Works, layout: Layout, variables: Sequence[PyTree]) -> None:
+    """Checks that what training changes is used by one layer.
+
+    Raises:
+      ValueError: with the collections that another uses too.
+    """
+    uses = Counter(leaf for order in layout.order for leaf in order)
+    several = [leaf for leaf in works.changed(layout) if uses[leaf] > 1]
+    if several:
+        raise ValueError(
+            f"training changes {_variables.collections(variables, several)}, which "
+            f"several layers use: these cannot be shared; wrap all uses in one layer, "
+            f"list two modules, or freeze it (use_running_average=True)"
+        )
 
 
 def _say_what_is_dropped(collections: str) -> None:

@@ -113,8 +113,8 @@ class Pipeline(Checkable, OwnLoop):
 
         Raises:
           TypeError: if a leaf of ``x`` is not an array.
-          ValueError: if a module stands twice in the list and has more than parameters,
-            or if the dtype of an output hangs on whether a variable is weakly typed.
+          ValueError: if the dtype of an output hangs on whether a variable is weakly
+            typed.
         """
         return _values.make(self._pipe, self._cache, key, x)
 

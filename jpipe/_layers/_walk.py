@@ -18,7 +18,7 @@ from ._initialize import init_with, strong
 from ._layer import Layer
 from ._sharing import Key, Sharing
 from ._stage import StageFunction, applied, naming
-from ._tree import Names, dotted, flat, merged, nested
+from ._tree import Names, flat, merged, nested
 
 PyTree = Any
 
@@ -149,7 +149,6 @@ class _Walk:
                 _skip.routes(self.uses, complete=False)
             raise
         self._note(stage, number, layer, frames[-1:])
-        _check_shareable(number, layer, outcome.borrowed)
         own, borrowed = outcome.variables, outcome.borrowed
         self.visits.append(Visit(stage, layer, self.spec, before, own, borrowed))
         for names, value in flat(own).items():
@@ -355,14 +354,3 @@ def _check_output(number: int, layer: Layer, y: PyTree) -> None:
         faults,
         TypeError,
     )
-
-
-def _check_shareable(number: int, layer: Layer, borrowed: PyTree) -> None:
-    others = [names for names in flat(borrowed) if names[0] != "params"]
-    if others:
-        listed = ", ".join(dotted(number, names) for names in others)
-        raise ValueError(
-            f"{layer.name} shares a module with an earlier layer, and of it not only "
-            f"parameters ({listed}): these cannot be shared; list the modules that it "
-            f"holds one by one, wrap both uses in one layer, or list two modules"
-        )
