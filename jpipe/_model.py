@@ -1,6 +1,7 @@
 """A pipeline of one model as it is: `pipeline` of a module or a function."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import chex
@@ -114,7 +115,7 @@ class ModelPipeline(OwnLoop):
         self, variables: PyTree, x: PyTree, rngs: _rng.Rngs, train: bool
     ) -> tuple[PyTree, PyTree]:
         """What the model makes of a micro-batch, and what it changes."""
-        check_unchanged([self._layer])
+        check_unchanged([self._layer], "the model")
         with (
             _batchnorm.merging(self.num_microbatches > 1),
             _batchnorm.recording(),
@@ -288,7 +289,9 @@ class ModelPipeline(OwnLoop):
 
         It is as `Pipeline.check` of a list of one layer, on the first device.
         """
-        return self._unpipelined().check((variables,), *args, **kwargs)
+        report = self._unpipelined().check((variables,), *args, **kwargs)
+        found = replace(report.layers[0], name=f"the model ({self._layer.name})")
+        return replace(report, layers=(found,))
 
 
 def _beside(tree: PyTree, params: PyTree, devices: Sequence[Any]) -> PyTree:

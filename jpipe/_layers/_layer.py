@@ -238,8 +238,12 @@ def _from_module(source: Any, module: Any, method: Any) -> Layer:
     return Layer(name, source, init, apply, extend, owner, structure=structure)
 
 
-def check_unchanged(layers: Sequence[Layer]) -> None:
+def check_unchanged(layers: Sequence[Layer], called: str = "layer {}") -> None:
     """Checks that nnx modules are what they were when they were listed.
+
+    Args:
+      layers: all layers.
+      called: what to call one, by its number.
 
     Raises:
       ValueError: with the first whose structure or attributes are others.
@@ -248,9 +252,10 @@ def check_unchanged(layers: Sequence[Layer]) -> None:
         owner = layer.owner
         if _nnx.is_module(owner) and nnx.graphdef(owner) != layer.structure:
             raise ValueError(
-                f"layer {number} ({layer.name}) was changed after the pipeline was "
-                f"made of it; make a new pipeline, which takes the same variables and "
-                f"states; to evaluate change nothing: pipe.apply evaluates all"
+                f"{called.format(number)} ({layer.name}) was changed after the "
+                f"pipeline was made of it; make a new pipeline, which takes the same "
+                f"variables and states; to evaluate change nothing: pipe.apply "
+                f"evaluates all"
             )
 
 
