@@ -18,6 +18,7 @@ from ._functions._trainable import Trainable
 from ._instructions import _transfer
 from ._layers import _batchnorm, _rng
 from ._layers._layer import Layer, as_module, check_unchanged
+from ._layers._stage import shapes
 from ._loop import OwnLoop
 from ._model_step import ADVICE, ModelGradient, ModelStep
 from ._run import _variables
@@ -120,7 +121,14 @@ class ModelPipeline(OwnLoop):
             _batchnorm.merging(self.num_microbatches > 1),
             _batchnorm.recording(),
         ):
-            return self._layer.apply(variables, x, _rng.streams(rngs), train)
+            try:
+                return self._layer.apply(variables, x, _rng.streams(rngs), train)
+            except Exception as error:
+                error.add_note(
+                    f"raised by the model ({self._layer.name}), whose input was "
+                    f"{shapes(x)}; x comes before the targets"
+                )
+                raise
 
     # --------------------------------------------------------------------- variables
 

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import errors, nnx
 from flax import linen as nn
-from flax import nnx
 
 import jpipe
 
@@ -134,6 +134,20 @@ def test_a_model_that_was_changed_is_called_the_model():
     model.added = 3
     with pytest.raises(ValueError, match=r"^the model .Linear. was changed after"):
         pipe.apply(variables, X)
+
+
+def test_an_input_that_does_not_fit_is_named(double):
+    variables = small().init(KEY, X)
+    for call in (
+        lambda: small().apply(variables, TARGETS),
+        lambda: small().value_and_grad(squares)(variables, TARGETS, X),
+    ):
+        with pytest.raises(errors.ScopeParamShapeError) as caught:
+            call()
+        notes = "\n".join(caught.value.__notes__)
+        assert re.search(
+            r"by the model .LoRA., whose input was float\d+\[\d,3\]", notes
+        )
 
 
 class Normed(nn.Module):
