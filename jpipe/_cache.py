@@ -4,7 +4,9 @@ A program is compiled for structures, shapes and dtypes; every check of what the
 caller gave is made on abstract values, before anything is compiled or moved.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -19,6 +21,7 @@ from ._layers import _nnx_values, _rng
 from ._layers._layer import check_unchanged
 from ._layers._rng import Rngs
 from ._layers._skip import Route
+from ._layers._stage import shapes
 from ._layers._walk import Visit, walk
 from ._run import _layout, _signature, _variables
 from ._run._inference import Inference
@@ -65,6 +68,8 @@ class ProgramCache:
         self.routes: tuple[Route, ...] = ()
         self.check_first: Callable[..., None] | None = None
         self._expected: dict[Any, Expected] = {}
+        # By the shapes of variables, an input that they fit, in words.
+        self._inputs: dict[Any, str] = {}
         self.unchecked = ""
 
     def look_again(self) -> None:
@@ -90,8 +95,9 @@ class ProgramCache:
         if signature not in self._inference:
             self._check_order(variables)
             batch = self._batch(x, (), rngs)
-            layout = self._check(variables, batch)
-            works = self._works(layout, batch, train, None)
+            layout, routes = self._check(variables, batch)
+            works = self._works(layout, routes, batch, train, None)
+            _check_changes(works, layout, variables)
             if train and (changed := works.changed(layout)):
                 _say_what_is_dropped(_variables.collections(variables, changed))
             made = Inference(self._pipe, layout, batch, works, self._axes.out_axes)
@@ -131,10 +137,11 @@ class ProgramCache:
         if signature not in known:
             self._check_order(variables)
             batch = self._batch(x, targets, rngs)
-            layout = self._check(variables, batch, build.trainable)
+            layout, routes = self._check(variables, batch, build.trainable)
             objective = replace(objective, num_microbatches=batch.num_parts)
-            works = self._works(layout, batch, train, objective)
+            works = self._works(layout, routes, batch, train, objective)
             self._check_constants(works, layout, variables)
+            _check_changes(works, layout, variables)
             if batch.num_parts > 1:
                 if self.check_first is not None:
                     self.check_first(variables, x, targets, objective, rngs, train)
@@ -147,10 +154,14 @@ class ProgramCache:
         return known[signature]
 
     def _works(
-        self, layout: Layout, batch: Batch, train: bool, objective: Objective | None
+        self,
+        layout: Layout,
+        routes: Sequence[Route],
+        batch: Batch,
+        train: bool,
+        objective: Objective | None,
     ) -> Works:
         """What the stages do on each micro-batch; traced here."""
-        routes = self.expected(batch)[1]
         with _batch.explained(batch):
             return Works(
                 self._pipe,
@@ -255,11 +266,12 @@ class ProgramCache:
         number = self._pipe.schedule.num_microbatches
         return _batch.of_input(x, axes, number, self._pipe.num_shards)
 
-    def expected(self, batch: Batch) -> Expected:
+    def expected(self, batch: Batch, given: Any = None) -> Expected:
         """What the layers are given and would make, for the first micro-batch.
 
         Args:
           batch: the mini-batch.
+          given: variables that they take as they are: see `walk`.
 
         Returns:
           What is met at each layer, and the routes of the skip connections.
@@ -267,20 +279,59 @@ class ProgramCache:
         Raises:
           ValueError: if skip connections do not fit, or a layer was changed.
         """
-        signature = _signature.settings(), _signature.of(batch.first)
+        signature = _signature.settings(), _signature.of(batch.first, given)
         if signature not in self._expected:
             stages, key = self._pipe.stages, _rng.key_spec()
             with _batch.explained(batch):
-                visits, routes = walk(stages, key, batch.first)
+                visits, routes = walk(stages, key, batch.first, given)
             self._expected[signature] = visits, routes
             self.routes = routes
         return self._expected[signature]
 
+    def fitting(self, variables: Any, batch: Batch) -> Expected:
+        """What the layers are given with variables of the caller, which are checked.
+
+        Layers that cannot make such variables are given them as they are.
+
+        Raises:
+          ValueError: if they are not those of the model.
+        """
+
+        def checked(known: Expected) -> Expected:
+            told = self._misfit(variables, batch.x)
+            _layout.check(self._pipe.sharing, known[0], variables, told)
+            return known
+
+        try:
+            return checked(self.expected(batch))
+        except Exception:
+            with suppress(Exception):  # the first one says what is wrong
+                return checked(self.expected(batch, variables))
+            raise
+
+    def _misfit(self, variables: Any, x: PyTree) -> str:
+        """What an error says of variables and an input that do not fit."""
+        before = self._inputs.get(_signature.shapes(jax.tree.leaves(variables)))
+        if before in (None, shapes(x)):
+            return (
+                f"the variables are not those of this model for x of {shapes(x)}; one "
+                f"of the two is wrong"
+            )
+        return (
+            f"x is {shapes(x)}, and the variables fit {before}, with which they were "
+            f"made or used before; give such an x, and x before the targets"
+        )
+
     def note(
-        self, variables: Sequence[PyTree], batch: Batch, trainable: Trainable = ALL
+        self,
+        variables: Sequence[PyTree],
+        visits: Sequence[Visit],
+        x: PyTree,
+        trainable: Trainable = ALL,
     ) -> Layout:
-        """How such variables lie, for such a mini-batch; kept for print."""
-        visits, marks = self.expected(batch)[0], self.marks(variables, trainable)
+        """How such variables, which fit an input, lie; kept for print."""
+        marks = self.marks(variables, trainable)
+        self._inputs[_signature.shapes(jax.tree.leaves(variables))] = shapes(x)
         self.layout = Layout(self._pipe, visits, variables, marks)
         return self.layout
 
@@ -291,16 +342,32 @@ class ProgramCache:
 
     def by_owner(self, variables: Any, batch: Batch) -> Sequence[PyTree]:
         """Checks variables, and gives each to the entry that `init` gives it to."""
-        known = self._pipe.sharing, self.expected(batch)[0], variables
-        _layout.check(*known, batch.x)
-        return _layout.by_owner(*known)
+        visits = self.fitting(variables, batch)[0]
+        own = _layout.by_owner(self._pipe.sharing, visits, variables)
+        self.note(own, visits, batch.x)
+        return own
 
     def _check(
         self, variables: Any, batch: Batch, trainable: Trainable = ALL
-    ) -> Layout:
-        visits = self.expected(batch)[0]
-        _layout.check(self._pipe.sharing, visits, variables, batch.x)
-        return self.note(variables, batch, trainable)
+    ) -> tuple[Layout, Sequence[Route]]:
+        visits, routes = self.fitting(variables, batch)
+        return self.note(variables, visits, batch.x, trainable), routes
+
+
+def _check_changes(works: Works, layout: Layout, variables: Sequence[PyTree]) -> None:
+    """Checks that what training changes is used by one layer.
+
+    Raises:
+      ValueError: with the collections that another uses too.
+    """
+    uses = Counter(leaf for order in layout.order for leaf in order)
+    several = [leaf for leaf in works.changed(layout) if uses[leaf] > 1]
+    if several:
+        raise ValueError(
+            f"training changes {_variables.collections(variables, several)}, which "
+            f"several layers use: these cannot be shared; wrap all uses in one layer, "
+            f"list two modules, or freeze it (use_running_average=True)"
+        )
 
 
 def _say_what_is_dropped(collections: str) -> None:

@@ -1,6 +1,7 @@
 """A pipeline of one model as it is: `pipeline` of a module or a function."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -19,6 +20,7 @@ from ._instructions import _transfer
 from ._instructions._sharding import Sharding
 from ._layers import _batchnorm, _rng
 from ._layers._layer import Layer, as_module, check_unchanged
+from ._layers._stage import shapes
 from ._loop import OwnLoop
 from ._model_step import ADVICE, ModelGradient, ModelStep
 from ._processes._elsewhere import is_here, of_copies, own_copy
@@ -123,12 +125,19 @@ class ModelPipeline(OwnLoop):
         self, variables: PyTree, x: PyTree, rngs: _rng.Rngs, train: bool
     ) -> tuple[PyTree, PyTree]:
         """What the model makes of a micro-batch, and what it changes."""
-        check_unchanged([self._layer])
+        check_unchanged([self._layer], "the model")
         with (
             _batchnorm.merging(self.num_microbatches > 1),
             _batchnorm.recording(),
         ):
-            return self._layer.apply(variables, x, _rng.streams(rngs), train)
+            try:
+                return self._layer.apply(variables, x, _rng.streams(rngs), train)
+            except Exception as error:
+                error.add_note(
+                    f"raised by the model ({self._layer.name}), whose input was "
+                    f"{shapes(x)}; x comes before the targets"
+                )
+                raise
 
     # --------------------------------------------------------------------- variables
 
@@ -314,7 +323,9 @@ class ModelPipeline(OwnLoop):
 
         It is as `Pipeline.check` of a list of one layer, on the first device.
         """
-        return self._unpipelined().check((variables,), *args, **kwargs)
+        report = self._unpipelined().check((variables,), *args, **kwargs)
+        found = replace(report.layers[0], name=f"the model ({self._layer.name})")
+        return replace(report, layers=(found,))
 
 
 def _beside(tree: PyTree, params: PyTree, at: Sequence[tuple[Any, Sharding]]) -> PyTree:

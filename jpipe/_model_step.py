@@ -22,6 +22,7 @@ from ._slices._program import Traced
 from ._slices._sliced import Sliced, Work
 from ._train import _updates
 from ._train._state import TrainState, become, check_chosen, note_chosen
+from ._train._value_and_grad import say_what_is_left
 
 PyTree = Any
 ADVICE = "variables = pipe.place(variables, x)"
@@ -55,6 +56,7 @@ class ModelGradient:
         self._layer, self._division, self._axes = layer, division, axes
         self._apply, self._objective, self._trainable = apply, objective, trainable
         self._has_state = has_state
+        self._was_told = False
         self._by_mode = {train: self._sliced(train) for train in (False, True)}
         # Specs of what the loss was given in traces; and, by sizes of micro-batches,
         # those with which it was not checked yet.
@@ -130,6 +132,10 @@ class ModelGradient:
         leaves, tree = jax.tree.flatten(variables)
         grads = jax.tree.unflatten(tree, found.grads).get("params", {})
         beside = [aux] if self._objective.has_aux else []
+        if not self._has_state and not self._was_told and jax.tree.leaves(changed):
+            self._was_told = True
+            names = [name for name in changed if jax.tree.leaves(changed[name])]
+            say_what_is_left(", ".join(f"variables[{name!r}]" for name in names))
         if self._has_state:
             new = jax.tree.leaves(changed, is_leaf=lambda leaf: leaf is None)
             written = self._leaves_of(variables, changed)

@@ -113,8 +113,8 @@ class Pipeline(Checkable, OwnLoop):
 
         Raises:
           TypeError: if a leaf of ``x`` is not an array.
-          ValueError: if a module stands twice in the list and has more than parameters,
-            or if the dtype of an output hangs on whether a variable is weakly typed.
+          ValueError: if the dtype of an output hangs on whether a variable is weakly
+            typed.
         """
         return _values.make(self._pipe, self._cache, key, x)
 
@@ -257,7 +257,8 @@ class Pipeline(Checkable, OwnLoop):
           x: an input, or its `jax.ShapeDtypeStruct` leaves.
           tx: the optax optimizer.
           variables: what to start from instead of `init`, such as pretrained ones, on
-            the host or any devices: one entry per layer. They are copied.
+            the host or any devices: one entry per layer, ``None`` for a layer that is
+            initialized. They are copied.
           trainable: as for `value_and_grad`; ``tx`` sees ``None`` for the rest.
 
         Returns:
@@ -272,7 +273,7 @@ class Pipeline(Checkable, OwnLoop):
         if variables is None:
             variables = self.init(key, x)
         else:
-            variables = _values.take(self._pipe, self._cache, variables, x)
+            variables = _values.take(self._pipe, self._cache, key, variables, x)
         return _values.train_state(self._pipe, self._cache, key, variables, tx, chosen)
 
     def train_step(

@@ -27,21 +27,24 @@ PyTree = Any
 
 
 def make(
-    pipe: Pipe, programs: ProgramCache, key: chex.PRNGKey | None, x: PyTree
+    pipe: Pipe,
+    programs: ProgramCache,
+    key: chex.PRNGKey | None,
+    x: PyTree,
+    given: Sequence[PyTree] | None = None,
 ) -> tuple[PyTree, ...]:
-    """Makes the variables of all layers: see `Pipeline.init`."""
+    """Makes the variables of all layers, or of those where ``None`` is given."""
     _variables.check_concrete(jax.tree.leaves((key, x)))
     if key is not None:
         _rng.check_key(key)
     batch = programs.sample(x)
     programs.look_again()
-    visits, _ = programs.expected(batch)
+    visits, _ = programs.expected(batch, given)
     if key is None:
         if any(map(draws, visits)):
             _rng.check_key(key)
         key = jax.random.key(0)  # which nobody reads
-    programs.note([visit.variables for visit in visits], batch)
-
+    programs.note([visit.variables for visit in visits], visits, batch.x)
     _resting.shardings(pipe, [visit.variables for visit in visits])  # or refused
     agree_on_key(pipe, key)
     # Made on the first device of this process, where equal layers share a compiled
@@ -52,14 +55,17 @@ def make(
     own = {
         number: visit
         for number, visit in enumerate(visits)
-        if jax.tree.leaves(visit.variables)
+        if (given is None or given[number] is None)
+        and jax.tree.leaves(visit.variables)
         and is_here(pipe.devices[pipe.stage_of_layer[number]])
     }
     made_by = dict(zip(own, initializers([*own.values()], local, first), strict=True))
     variables = []
     for number, visit in enumerate(visits):
         made = visit.variables
-        if number in own:
+        if given is not None and given[number] is not None:
+            made = given[number]
+        elif number in own:
             made = made_by[number](_rng.layer_key(local, numbers[number]))
         # Moved at once: the first device has room for one layer more, not for all.
         variables.append(_placed(pipe, number, made))
@@ -67,18 +73,24 @@ def make(
 
 
 def take(
-    pipe: Pipe, programs: ProgramCache, variables: Sequence[PyTree], x: PyTree
+    pipe: Pipe,
+    programs: ProgramCache,
+    key: chex.PRNGKey,
+    variables: Sequence[PyTree],
+    x: PyTree,
 ) -> tuple[PyTree, ...]:
     """Copies of variables, in place, each in the entry that `make` gives it to.
 
     Raises:
       ValueError: if they are not those of the model, or overwritten.
     """
+    _variables.check_length(variables, len(pipe.layers))
+    if any(entry is None for entry in variables):
+        variables = make(pipe, programs, key, x, variables)
     batch = programs.sample(x)
     programs.look_again()
     variables = programs.by_owner(variables, batch)
     _variables.check_alive(jax.tree.leaves(variables))
-    programs.note(variables, batch)
     copies = tuple(
         _placed(pipe, i, entry, may_alias=False) for i, entry in enumerate(variables)
     )

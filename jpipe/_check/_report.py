@@ -74,7 +74,7 @@ class CheckReport:
         alone = [i for i, one in enumerate(self.layers) if one.is_same and one.compared]
         mixed = [i for i, one in enumerate(self.layers) if not one.is_same]
         table = f"{self._title()}:\n{columns(rows, left=range(5))}"
-        if not self.layers:
+        if len(self.layers) < 2:
             return table
         return (
             f"{table}\neach example by itself: layers {alone}; not so: layers {mixed}"

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 
 from .. import _compat
+from .._jaxprs import _invalid
 from .._jaxprs._function import Function
 from ._graph import NOWHERE, Place
 from ._progress import Progress
@@ -130,6 +131,12 @@ class Compiled:
         """What it needs while it runs, likewise."""
         analysis = getattr(self.run, "memory_analysis", lambda: None)()
         return getattr(analysis, "temp_size_in_bytes", None)
+
+    def invalid(self, read: Any, donated: Any) -> FloatingPointError | None:
+        """What says which operation makes a value that is no number."""
+        pairs = zip(self._order, (*read, *donated), strict=True)
+        leaves = [leaf for _, leaf in sorted(pairs, key=lambda pair: pair[0])]
+        return _invalid.find(self.function.run, leaves)
 
     def __call__(self, read: Any, donated: Any) -> Any:
         """Calls it, compiled or not."""

@@ -7,6 +7,7 @@ programs to compile.
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import groupby
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -189,11 +190,14 @@ class Program:
                     observe(self.own[number], slots)
         except Exception as error:
             failed = self.own[number]
-            error.add_note(
+            explained = _explained(error, failed, self.steps[number], slots)
+            explained.add_note(
                 f"raised in {called(failed.label)} on {self.devices[failed.place]}"
                 + (f": {failed.layers}" if failed.layers else "")
             )
-            raise
+            if explained is error:
+                raise
+            raise explained from None
         outputs = self._read_outputs(slots)
         return self._as_copies(outputs) if self._copied else outputs
 
@@ -203,6 +207,18 @@ class Program:
         for i in self._copied:
             found[i] = of_copies(found[i], self._copies)
         return tuple(found)
+
+
+def _explained(
+    error: Exception, failed: Instruction, step: Step, slots: list[Any]
+) -> Exception:
+    """The error of an instruction; of a value that is no number, with who made it."""
+    run = failed.run
+    if not (isinstance(error, FloatingPointError) and isinstance(run, Compiled)):
+        return error
+    with suppress(Exception):  # such as one shard of several, which has no such run
+        return run.invalid(step.reads(slots), step.donates(slots)) or error
+    return error
 
 
 def _elsewhere(graph: Graph, value: Value, devices: Sequence[Device]) -> Any:

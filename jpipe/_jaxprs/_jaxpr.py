@@ -220,8 +220,12 @@ def values(closed: core.ClosedJaxpr, outvars: Sequence[Any]) -> core.ClosedJaxpr
     Calls are inlined, and rules for derivatives left out; of a loop or of branches only
     what these results need is there.
     """
-    part = _retrace(rest(closed, outvars, []), (*_CALLS, *CHECKPOINTS, *_RULES))
-    return _compat.pruned(part)
+    return _compat.pruned(inlined(rest(closed, outvars, [])))
+
+
+def inlined(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    """The same values by operations in the open, without rules for derivatives."""
+    return _retrace(closed, (*_CALLS, *CHECKPOINTS, *_RULES))
 
 
 def depending_on(closed: core.ClosedJaxpr, inputs: Sequence[bool]) -> set[core.Var]:

@@ -74,9 +74,10 @@ class Record:
             )
         if (self.layer, path) in self.seen:
             raise ValueError(
-                f"batch norm {name} is called twice in one layer: the second time "
-                f"it would start from the statistics of the micro-batch; make two "
-                f"norms, or take num_microbatches=1"
+                f"batch norm {name} is called twice in one layer, or in a loop such as "
+                f"nn.scan: a second call would start from the statistics of the "
+                f"micro-batch, and those of a loop cannot be merged; make a norm for "
+                f"each call, or take num_microbatches=1"
             )
         self.seen.add((self.layer, path))
         text = f"{MARK}{float(momentum)!r} {self.layer} {name}"

@@ -92,7 +92,7 @@ def as_layers(listed: Sequence[Any]) -> tuple[Layer, ...]:
 
     Raises:
       TypeError: with every object that is none of these.
-      ValueError: if the list is empty, or two nnx modules share a Variable.
+      ValueError: if the list is empty.
     """
     try:
         objects = list(listed)
@@ -114,14 +114,7 @@ def as_layers(listed: Sequence[Any]) -> tuple[Layer, ...]:
         faults,
         TypeError,
     )
-    layers = tuple(as_layer(source) for source in objects)
-    owners = {number: layer.owner for number, layer in enumerate(layers)}
-    refuse(
-        "each layer has variables of its own; list one module object twice to tie all "
-        "that it holds, or write a module that calls both",
-        _nnx.shared({i: m for i, m in owners.items() if _nnx.is_module(m)}),
-    )
-    return layers
+    return tuple(as_layer(source) for source in objects)
 
 
 def is_model(source: Any) -> bool:
@@ -231,9 +224,10 @@ def as_module(layer: Layer, variables: Mapping[str, PyTree]) -> Any:
 
 def _from_module(source: Any, module: Any, method: Any) -> Layer:
     called = method if isinstance(method, str) else getattr(method, "__name__", "")
-    extend, structure = None, None
+    structure = None
     if _nnx.is_module(module):
-        name, init = _nnx.name(module), _nnx.init(module)
+        name = _nnx.name(module)
+        init, extend = _nnx.init(module), _nnx.extend(module)
         apply, structure = _nnx.apply(module, method), nnx.graphdef(module)
     else:
         name, init = _linen.name(module), _linen.init(module, method)
@@ -244,8 +238,12 @@ def _from_module(source: Any, module: Any, method: Any) -> Layer:
     return Layer(name, source, init, apply, extend, owner, structure=structure)
 
 
-def check_unchanged(layers: Sequence[Layer]) -> None:
+def check_unchanged(layers: Sequence[Layer], called: str = "layer {}") -> None:
     """Checks that nnx modules are what they were when they were listed.
+
+    Args:
+      layers: all layers.
+      called: what to call one, by its number.
 
     Raises:
       ValueError: with the first whose structure or attributes are others.
@@ -254,9 +252,10 @@ def check_unchanged(layers: Sequence[Layer]) -> None:
         owner = layer.owner
         if _nnx.is_module(owner) and nnx.graphdef(owner) != layer.structure:
             raise ValueError(
-                f"layer {number} ({layer.name}) was changed after the pipeline was "
-                f"made of it; make a new pipeline, which takes the same variables and "
-                f"states; to evaluate change nothing: pipe.apply evaluates all"
+                f"{called.format(number)} ({layer.name}) was changed after the "
+                f"pipeline was made of it; make a new pipeline, which takes the same "
+                f"variables and states; to evaluate change nothing: pipe.apply "
+                f"evaluates all"
             )
 
 

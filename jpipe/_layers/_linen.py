@@ -24,9 +24,10 @@ Method = str | Callable[..., PyTree]
 
 _OF_DATA = (
     "write them where the layer is trained alone (if not self.is_initializing()), and "
-    "what is made in nn.cond, nn.switch or nn.custom_vjp outside of these first; make "
-    "parameters of data before: made = module.init(key, data), and "
-    "jpipe.Stage(lambda key, x: made, module.apply) in the place of the module"
+    "what is made in nn.cond, nn.switch or nn.custom_vjp outside of these first; give "
+    "parameters that are made of data: pipe.init_train_state(key, x, tx, variables="
+    "[None, module.init(key, data), None]), where None is initialized as ever; of one "
+    "model variables=model.init(key, data)"
 )
 _NOT_SOWN = "what it computes leaves it as a part of its output, not by sow"
 

@@ -5,7 +5,7 @@ path, and makes a new module of them inside of each trace: the user's is only re
 """
 
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,8 @@ import jax
 from flax import nnx
 
 from . import _batchnorm, _inputs, _modes, _nnx_rngs, _nnx_values, _switches
-from ._nnx_rngs import Path, dotted
+from ._nnx_rngs import dotted
+from ._tree import flat, nested
 
 PyTree = Any
 _ATTRIBUTES = ("deterministic", "use_running_average")
@@ -78,6 +79,19 @@ def init(module: nnx.Module) -> Callable[[chex.PRNGKey, PyTree], dict[str, PyTre
     def run(key: chex.PRNGKey, spec: PyTree) -> dict[str, PyTree]:
         del key, spec
         return _nnx_values.variables(module)
+
+    return run
+
+
+def extend(
+    module: nnx.Module,
+) -> Callable[[chex.PRNGKey, PyTree, PyTree], dict[str, PyTree]]:
+    """``(key, spec, borrowed) -> variables``: what a module holds beside given ones."""
+
+    def run(key: chex.PRNGKey, spec: PyTree, borrowed: PyTree) -> dict[str, PyTree]:
+        del key, spec
+        held, given = flat(_nnx_values.variables(module)), flat(borrowed)
+        return nested({names: held[names] for names in held if names not in given})
 
     return run
 
@@ -221,31 +235,3 @@ def static(module: nnx.Module) -> tuple[Any, bool]:
         for path, leaf in leaves.items()
     ]
     return (graphdef, variables, streams), all(known)
-
-
-def shared(modules: Mapping[int, nnx.Module]) -> list[str]:
-    """What two modules both hold, where they are two objects.
-
-    Args:
-      modules: modules, by the numbers of their layers.
-
-    Returns:
-      One sentence for each pair of layers, with what they share.
-    """
-    owners: dict[int, tuple[int, nnx.Module, Path]] = {}
-    faults: dict[tuple[int, int], str] = {}
-    for number, module in modules.items():
-        for path, leaf in nnx.iter_graph(module, graph=True):
-            if (
-                not isinstance(leaf, nnx.Variable)
-                or _nnx_values.collection(leaf) is None
-            ):
-                continue
-            first, owner, there = owners.setdefault(id(leaf), (number, module, path))
-            if owner is not module and (first, number) not in faults:
-                faults[first, number] = (
-                    f"layers {first} ({name(owner)}) and {number} ({name(module)}) "
-                    f"share a {type(leaf).__name__}: {dotted(there)} of the one is "
-                    f"{dotted(path)} of the other"
-                )
-    return list(faults.values())

@@ -27,6 +27,14 @@ def leaves(source: Any) -> dict[Path, tuple[str | None, Any]]:
     return {path: (collection(leaf), leaf) for path, leaf in found.items()}
 
 
+def identities(source: Any) -> dict[Path, int]:
+    """What tells the Variables of a module apart from others, by their paths."""
+    if not isinstance(source, nnx.Module):
+        return {}
+    nodes = nnx.iter_graph(source, graph=True)
+    return {path: id(node) for path, node in nodes if isinstance(node, nnx.Variable)}
+
+
 def parameters(source: Any) -> dict[Path, nnx.Variable]:
     """The Variables that hold the parameters of a module, by their paths."""
     return {

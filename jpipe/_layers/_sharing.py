@@ -3,7 +3,8 @@
 A module may stand in several layers: listed twice, as an attribute of two modules, as
 a part of a bound module that is listed too. As under one Flax parent, what it makes is
 one value. It stands in the entry of the first layer that needs it, by the names that
-it has there; a later layer borrows it, and owns what its own use adds.
+it has there; a later layer borrows it, and owns what its own use adds. A Variable of
+nnx is known by itself, in whatever modules it is held.
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ import jax
 from flax import linen
 
 from .. import _compat
-from . import _linen
+from . import _linen, _nnx_values
 from ._layer import Layer
 from ._tree import Names
 
@@ -35,7 +36,7 @@ class Key(NamedTuple):
 
 
 class _Made(NamedTuple):
-    """A module that the user made.
+    """A module that the user made, or a Variable of nnx.
 
     Attributes:
       root: see `Key`.
@@ -96,6 +97,8 @@ class Sharing:
 def _modules(layer: Layer) -> dict[Names, _Made]:
     owner = layer.owner
     found = {(): _identity(owner)}
+    for path, identity in _nnx_values.identities(owner).items():
+        found[path] = _Made(identity, (), identity)
     if _linen.is_module(owner) and any(True for _ in _held(owner)):
         # Flax itself says what it calls those that it finds in attributes.
         _find(owner, owner.bind({}), found)

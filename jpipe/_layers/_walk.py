@@ -18,7 +18,7 @@ from ._initialize import init_with, strong
 from ._layer import Layer
 from ._sharing import Key, Sharing
 from ._stage import StageFunction, applied, naming
-from ._tree import Names, dotted, flat, merged, nested
+from ._tree import Names, flat, merged, nested
 
 PyTree = Any
 
@@ -44,7 +44,10 @@ class Visit(NamedTuple):
 
 
 def walk(
-    stages: Sequence[StageFunction], key: chex.PRNGKey, spec: PyTree
+    stages: Sequence[StageFunction],
+    key: chex.PRNGKey,
+    spec: PyTree,
+    given: Sequence[PyTree] | None = None,
 ) -> tuple[list[Visit], tuple[_skip.Route, ...]]:
     """Walks the model on abstract values only.
 
@@ -52,6 +55,8 @@ def walk(
       stages: all stages, in order.
       key: any key.
       spec: the input of the model, as `jax.ShapeDtypeStruct` leaves.
+      given: variables that the layers are to take as they are, where they cannot make
+        such: one entry per layer, ``None`` for one that makes its own.
 
     Returns:
       What was met at each layer, and the routes of the skip connections.
@@ -59,7 +64,8 @@ def walk(
     Raises:
       ValueError: if the skip connections do not fit, with every fault.
     """
-    so_far = _Walk(key, spec, Sharing([x for stage in stages for x in stage.layers]))
+    sharing = Sharing([layer for stage in stages for layer in stage.layers])
+    so_far = _Walk(key, spec, sharing, given)
     so_far.through(stages)
     return so_far.visits, _skip.routes(so_far.uses)
 
@@ -88,6 +94,7 @@ class _Walk:
       key: any key.
       spec: the input of the model.
       sharing: which variables of the layers are one.
+      given: variables of the caller.
 
     Attributes:
       spec: the input of the next layer.
@@ -95,12 +102,19 @@ class _Walk:
       uses: what they did with the skip connections.
     """
 
-    def __init__(self, key: chex.PRNGKey, spec: PyTree, sharing: Sharing) -> None:
+    def __init__(
+        self,
+        key: chex.PRNGKey,
+        spec: PyTree,
+        sharing: Sharing,
+        given: Sequence[PyTree] | None,
+    ) -> None:
         self.spec = spec
         self.visits: list[Visit] = []
         self.uses: list[_skip.Use] = []
         self._key = key
         self._sharing = sharing
+        self._given = given
         self._number = 0  # of the layer that is visited
         self._skips: dict[_skip.Key, PyTree] = {}
         # By the root of their module, the variables of the layers so far.
@@ -135,7 +149,6 @@ class _Walk:
                 _skip.routes(self.uses, complete=False)
             raise
         self._note(stage, number, layer, frames[-1:])
-        _check_shareable(number, layer, outcome.borrowed)
         own, borrowed = outcome.variables, outcome.borrowed
         self.visits.append(Visit(stage, layer, self.spec, before, own, borrowed))
         for names, value in flat(own).items():
@@ -171,8 +184,8 @@ class _Walk:
     def _outcome(
         self, layer: Layer, lent: Mapping[Names, PyTree], frames: list[_skip.Frame]
     ) -> _Outcome:
-        # Tied layers go their own way.
-        alike = None if lent else origin(layer.source)
+        # Tied layers go their own way, and those with given variables.
+        alike = None if lent or self._given else origin(layer.source)
         if alike is None:
             return self._traced(layer, lent, frames)
         leaves, tree = jax.tree.flatten(self.spec)
@@ -209,8 +222,14 @@ class _Walk:
             left[:] = popped
             return y, list(popped.values())
 
+        entry = self._given[number] if self._given else None
         with _linen.adopting() as adopted:
-            made = jax.eval_shape(init, self._key)
+            try:
+                made = _with_state(jax.eval_shape(init, self._key), entry)
+            except Exception:
+                if entry is None:
+                    raise
+                made = entry
         self._check_adopted(layer, adopted)
         given = self._sharing.made(number)
         self._took = {m for m, path in adopted.modules.items() if path not in given}
@@ -264,6 +283,20 @@ class _Walk:
             return set(flat(jax.eval_shape(init, self._key)))
         except Exception:  # it only looks up what other methods made
             return {names for names in lent if names[0] == "params"}
+
+
+def _with_state(made: PyTree, given: PyTree) -> PyTree:
+    """What a layer makes, with what is given in the place of what is no parameter.
+
+    A layer is not held to the shapes that its state has at the start: a cache has room
+    for more tokens than the input has.
+    """
+    structure = jax.tree.structure
+    return made | {
+        name: given[name]
+        for name, own in made.items()
+        if given and name != "params" and structure(given.get(name)) == structure(own)
+    }
 
 
 def _output(
@@ -321,14 +354,3 @@ def _check_output(number: int, layer: Layer, y: PyTree) -> None:
         faults,
         TypeError,
     )
-
-
-def _check_shareable(number: int, layer: Layer, borrowed: PyTree) -> None:
-    others = [names for names in flat(borrowed) if names[0] != "params"]
-    if others:
-        listed = ", ".join(dotted(number, names) for names in others)
-        raise ValueError(
-            f"{layer.name} shares a module with an earlier layer, and of it not only "
-            f"parameters ({listed}): these cannot be shared; list the modules that it "
-            f"holds one by one, wrap both uses in one layer, or list two modules"
-        )

@@ -83,7 +83,9 @@ def initializers(
                 return lambda _: visit.variables
             if _nnx.is_module(layer.owner):
                 # A compiled program would keep the values that the module has now.
-                return lambda key: jax.tree.map(strong, layer.init(key, visit.x))
+                return lambda key: jax.tree.map(
+                    strong, init_with(layer, key, visit.x, skips, borrowed)
+                )
             alike = origin(layer.source)
             if alike is None:
                 return compiled(visit)

@@ -116,14 +116,14 @@ class Layout:
         _variables.check_placed(own, self._pipe.stages, self._pipe.devices, tree)
 
 
-def check(sharing: Sharing, visits: Sequence[Visit], given: Any, x: PyTree) -> None:
+def check(sharing: Sharing, visits: Sequence[Visit], given: Any, told: str) -> None:
     """Checks that variables are those of this model.
 
     Args:
       sharing: which variables of the layers are one.
       visits: what is met at each layer.
       given: what the caller passed.
-      x: the input of the model.
+      told: what the error says first.
 
     Raises:
       ValueError: with every leaf that is missing, surplus, given twice or of another
@@ -152,7 +152,7 @@ def check(sharing: Sharing, visits: Sequence[Visit], given: Any, x: PyTree) -> N
         for other, first in twice.items()
     ]
     own = rest if twice else given
-    _variables.check(list(map(nested, expected)), own, x, faults)
+    _variables.check(list(map(nested, expected)), own, told, faults)
 
 
 def by_owner(

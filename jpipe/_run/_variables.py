@@ -14,7 +14,7 @@ from .._functions._weights import is_inexact
 from .._instructions._sharding import Sharding
 from .._instructions._transfer import Device, devices_of, is_at
 from .._layers._linen import is_box
-from .._layers._stage import StageFunction, shapes
+from .._layers._stage import StageFunction
 from .._layers._tree import dotted, flat
 
 PyTree = Any
@@ -39,14 +39,14 @@ def check_entries(given: Any, num_layers: int) -> None:
 
 
 def check(
-    expected: Sequence[PyTree], given: Any, x: PyTree, faults: Sequence[str] = ()
+    expected: Sequence[PyTree], given: Any, told: str, faults: Sequence[str] = ()
 ) -> None:
     """Checks that variables are those of this model.
 
     Args:
       expected: what the layers would hold, as specs, one entry per layer.
       given: what the caller passed: a mapping for each layer.
-      x: the input of the model, on which that depends.
+      told: what the error says first.
       faults: what was found before.
 
     Raises:
@@ -70,11 +70,7 @@ def check(
         faults = _other_containers(expected, given)
     if any(map(_is_of_nnx, jax.tree.leaves(given, is_leaf=_is_of_nnx))):
         faults = ["they are Variables of nnx: give nnx.to_pure_dict(state)", *faults]
-    refuse(
-        f"the variables are not those of this model for x of {shapes(x)}; one of the "
-        f"two is wrong",
-        faults,
-    )
+    refuse(told, faults)
 
 
 def differences(

@@ -100,12 +100,7 @@ class ValueAndGrad:
             return gradient.program_with_state
         if gradient.changed and not self._was_told:
             self._was_told = True
-            listed = _variables.collections(variables, gradient.changed)
-            warn(
-                f"value_and_grad leaves {listed} as given, which training "
-                f"changes; type value_and_grad(..., has_state=True), which returns "
-                f"((loss, state), grads), or take a train_step, which keeps them"
-            )
+            say_what_is_left(_variables.collections(variables, gradient.changed))
         return gradient.program
 
     @outside_of_meshes
@@ -125,3 +120,12 @@ class ValueAndGrad:
     def _without(self, leaf: Any) -> Any:
         """What stands for the gradient of a leaf that has none."""
         return None if self._selected else np.zeros(leaf.shape, jax.dtypes.float0)
+
+
+def say_what_is_left(collections: str) -> None:
+    """Says that a call without ``has_state`` does not return what training changes."""
+    warn(
+        f"value_and_grad leaves {collections} as given, which training changes; type "
+        f"value_and_grad(..., has_state=True), which returns ((loss, state), grads), "
+        f"or take a train_step, which keeps them"
+    )

@@ -82,7 +82,9 @@ CALLS = {
         "dict ... 3 layers ... Pipeline.init": given(lambda v: v[0]),
         "2 entries ... 3 layers ... one entry per layer": given(lambda v: v[:2]),
         "variables[0] is ... [2] is a list": given(lambda v: (3, {}, [])),
-        "x of float32[4,2]; one of the two ... (3, 5) ... (2, 5)": gradient(TARGETS, X),
+        "x is float32[4,2] ... fit float32[4,3] ... x before the targets": gradient(
+            TARGETS, X
+        ),
         "pipe.place(variables) ... are on cpu:7 ... stage 1 (layers 2 to 2)": given(
             lambda v: jax.device_put(v, jax.devices()[7])
         ),

@@ -115,7 +115,7 @@ BAD_CALLS = {
         "jnp.asarray ... x is": call("x"),
     },
     ValueError: {
-        "for x of float32[4,2]; one of the two": call(TARGETS, X),
+        "x is float32[4,2] ... fit float32[4,3] ... x before": call(TARGETS, X),
         "['bias'] has shape (4,)": changed(lambda s: with_bias(s, jnp.zeros(4))),
         "pipe.place(": changed(lambda s: with_bias(s, np.zeros(5, np.float32))),
         "not in place ... pipe.place(": changed(moved),

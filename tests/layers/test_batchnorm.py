@@ -72,7 +72,7 @@ def test_statistics_may_be_in_a_frozen_dictionary():
 
 # ------------------------------------------ how a layer calls them
 
-TWICE = "is called twice in one layer: the second time it would start from"
+TWICE = "is called twice in one layer, or in a loop such as nn.scan: a second call"
 CHANGED = "is copied or changed in the same step"
 MASK = "is given a mask: statistics"
 KEY = jax.random.key(0)
@@ -115,6 +115,23 @@ class SideBySide(nn.Module):
         options = {"split_rngs": {"params": True}, "axis_size": 2}
         kind = nn.vmap(Norm, in_axes=(None, None), variable_axes=axes, **options)
         return kind(name="inner")(x, train).sum(0)
+
+
+class InScan(nn.Module):
+    """A loop over norms, each with statistics of its own."""
+
+    @nn.compact
+    def __call__(self, x, train):
+        axes = {"batch_stats": 0, "params": 0}
+        options = {"split_rngs": {"params": True}, "length": 2, "in_axes": nn.broadcast}
+        kind = nn.scan(Loop, variable_axes=axes, **options)
+        return kind(name="loop")(x, train)[0]
+
+
+class Loop(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        return nn.Dense(5)(Norm(name="inner")(x, train)), None
 
 
 class ChangesAgain(nn.BatchNorm):
@@ -161,6 +178,7 @@ def clipped(norm, x):
 # What needs one micro-batch, and what is said of several.
 REFUSED = {
     "twice": (Again(("a", "a")), TWICE),
+    "scan": (InScan(), TWICE),
     "mask": (Masked(), MASK),
     "nnx, twice": (LayerNnx(lambda own, x: own.a(nnx.remat(call)(own.a, x))), TWICE),
     "nnx, mask": (LayerNnx(lambda own, x: own.a(x), MasksItself), MASK),

@@ -25,33 +25,6 @@ def test_missing_key_names_the_stream():
     pipe.apply(({},), x, train=True)
 
 
-def test_modules_that_share_a_variable_are_refused():
-    class Tied(nnx.Module):
-        def __init__(self, embed):
-            self.inner = embed
-
-        def __call__(self, x):
-            return self.inner.attend(x)
-
-    embed = nnx.Embed(4, 3, rngs=nnx.Rngs(0))
-    other = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
-    with pytest.raises(
-        ValueError,
-        match=says(
-            "list one module object twice",
-            "layers 0 (Embed) and 2 (Tied) share a Param",
-            "embedding of the one is inner.embedding of the other",
-        ),
-    ):
-        jpipe.pipeline([embed, other, Tied(embed)], 2)
-    # Random streams are seeded anew for each layer: they may be shared.
-    rngs = nnx.Rngs(0)
-    shared = [Noisy(rngs), Noisy(rngs)]
-    for layer in shared:
-        layer.rngs = rngs
-    jpipe.pipeline(shared, 2)
-
-
 def test_modules_that_cannot_be_layers_are_all_listed():
     class Params(nnx.Variable):
         pass

@@ -172,11 +172,37 @@ def test_a_step_does_not_depend_on_what_the_pipeline_saw_last():
 
 
 @pytest.mark.parametrize("made", [lambda norm: norm, Holder], ids=["itself", "below"])
-def test_module_with_statistics_cannot_be_shared(made):
-    norm = nn.BatchNorm(use_running_average=True)
+def test_statistics_are_shared_as_long_as_training_leaves_them(made):
+    x = jax.random.normal(jax.random.key(0), (4, WIDTH))
+    frozen = nn.BatchNorm(use_running_average=True)
+    pipe = jpipe.pipeline([made(frozen), nn.Dense(WIDTH), made(frozen)], 2)
+    variables = pipe.init(jax.random.key(1), x)
+    assert variables[2] == {}
+    inner = ("inner",) if made is Holder else ()
+    for name in inner:
+        variables[0]["batch_stats"][name]["mean"] += 0.5
+    owner, dense = made(frozen), nn.Dense(WIDTH)
+
+    def loss(params):
+        own = {"batch_stats": stats, "params": params[0]}
+        h = dense.apply({"params": params[1]}, owner.apply(own, x))
+        return ref.mse(owner.apply(own, h), x)
+
+    stats = ref.on_host(variables[0]["batch_stats"])
+    wanted = jax.value_and_grad(loss)(list(ref.params_of(variables[:2])))
+    value, grads = pipe.value_and_grad(ref.mse)(variables, x, x)
+    ref.assert_close((value, list(grads[:2])), wanted, 1e-5)
+    norm = nn.BatchNorm(use_running_average=False)
     pipe = jpipe.pipeline([made(norm), made(norm)], 2)
-    with pytest.raises(ValueError, match=r"of it not only parameters .variables\[1\]"):
-        pipe.init(jax.random.key(0), jnp.ones((4, WIDTH)))
+    variables = pipe.init(jax.random.key(1), x)
+    for run in (
+        lambda: pipe.value_and_grad(ref.mse)(variables, x, x),
+        lambda: pipe.apply(variables, x, train=True),
+    ):
+        with pytest.raises(
+            ValueError, match=r"variables\[0\].'batch_stats'.*several lay"
+        ):
+            run()
 
 
 # ------------------------------------- what layers take from elsewhere, by no attribute

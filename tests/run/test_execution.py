@@ -1,6 +1,7 @@
 """How a step runs: nothing twice, nothing kept, nothing waited for."""
 
 import gc
+import re
 import time
 import weakref
 
@@ -143,6 +144,54 @@ def test_not_a_number_is_found_where_memory_is_given_away():
         gradient(variables, x, targets)
     note = "raised in action 1B0 on cpu:1: layers 1 to 1 (Dense)"
     assert caught.value.__notes__[-1] == note
+
+
+def root(x):
+    return jnp.sqrt(x * 0)
+
+
+# Where a NaN is made: the layer in the middle, the loss, and the action that fails.
+INVALID = {
+    "layer": (lambda x: jnp.log(x * 0 - 1), ref.mse, "1F0"),
+    "loss": (jnp.tanh, lambda y, t: jnp.log(ref.mse(y, t) * 0 - 1), "2B0"),
+    "backward": (root, ref.mse, "1B0"),
+}
+
+
+@pytest.mark.parametrize("name", INVALID)
+def test_operation_that_makes_no_number_is_named_as_by_jit(name):
+    middle, loss_fn, action = INVALID[name]
+    layers = [ref.dense(4), middle, ref.dense(4)]
+    x, targets = ref.regression(4)
+    pipe = jpipe.pipeline(layers, 2)
+    variables = pipe.init(jax.random.key(0), x)
+    params = ref.params_of(variables)
+    tx = optax.sgd(0.1)
+    state = pipe.init_train_state(jax.random.key(0), x, tx)
+    step = pipe.train_step(loss_fn, tx)
+
+    def whole(params, x, targets):
+        return loss_fn(ref.compose(layers, params, x), targets)
+
+    grad_fn = jpipe.value_and_grad(whole, 2, num_stages=2)
+    placed = grad_fn.place(params, x, targets)
+    with jax.debug_nans(True):
+        with pytest.raises(FloatingPointError) as plain:
+            jax.jit(jax.value_and_grad(whole))(params, x, targets)
+        for call in (
+            lambda: pipe.value_and_grad(loss_fn)(variables, x, targets),
+            lambda: step(state, x, targets),
+            lambda: grad_fn(placed, x, targets),
+        ):
+            with pytest.raises(FloatingPointError) as caught:
+                call()
+            line = r", at .*test_execution\.py:\d+.*"
+            assert re.fullmatch(re.escape(str(plain.value)) + line, str(caught.value))
+            assert "raised in action" in caught.value.__notes__[-1]
+        with pytest.raises(FloatingPointError) as caught:
+            step(state, x, targets)
+        assert f"action {action} " in caught.value.__notes__[-1]
+    pipe.apply(state.variables, x)  # nothing of it was overwritten
 
 
 def of_each_kind():

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import re
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import errors, nnx
 from flax import linen as nn
 
 import jpipe
@@ -117,6 +119,9 @@ def test_check_and_compile_know_the_model(double):
     pipe = small()
     variables = pipe.init(KEY, X)
     assert pipe.check(variables, X, TARGETS, squares)
+    table = str(pipe.check(variables, X, TARGETS, squares))
+    assert "the model (LoRA)" in table
+    assert "layer" not in table
     assert not pipe.check(variables, X, TARGETS, lambda y, t: jnp.max((y - t) ** 2))
     report = pipe.compile(pipe.value_and_grad(squares), variables, X, TARGETS)
     assert any("backward" in program.name for program in report.programs)
@@ -133,6 +138,56 @@ def test_after_compile_the_first_step_compiles_nothing(double, caplog):
     compiled = re.findall(r"Compiling jit\((\w+)\)", caplog.text)
     # The key and the number of the next step; the loss, which is tried by itself.
     assert set(compiled) <= {"_advance", "run"}
+
+
+def test_a_model_that_was_changed_is_called_the_model():
+    model = nnx.Linear(6, 3, rngs=nnx.Rngs(0))
+    pipe = jpipe.pipeline(model, 2, num_stages=1)
+    variables = pipe.init(None, X)
+    model.added = 3
+    with pytest.raises(ValueError, match=r"^the model .Linear. was changed after"):
+        pipe.apply(variables, X)
+
+
+def test_an_input_that_does_not_fit_is_named(double):
+    variables = small().init(KEY, X)
+    for call in (
+        lambda: small().apply(variables, TARGETS),
+        lambda: small().value_and_grad(squares)(variables, TARGETS, X),
+    ):
+        with pytest.raises(errors.ScopeParamShapeError) as caught:
+            call()
+        notes = "\n".join(caught.value.__notes__)
+        assert re.search(
+            r"by the model .LoRA., whose input was float\d+\[\d,3\]", notes
+        )
+
+
+class Normed(nn.Module):
+    """It has statistics of two norms, one of them frozen."""
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        x = nn.BatchNorm(use_running_average=not train)(nn.Dense(4)(x))
+        return nn.Dense(3)(nn.BatchNorm(use_running_average=True)(x))
+
+
+def test_statistics_that_a_call_does_not_return_are_warned_of_once():
+    pipe = jpipe.pipeline(Normed(), 2, num_stages=2)
+    x, targets = X.astype(np.float32), TARGETS.astype(np.float32)
+    variables = pipe.init(KEY, x)
+    find = pipe.value_and_grad(squares)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        find(variables, x, targets, train=False)
+        pipe.value_and_grad(squares, has_state=True)(variables, x, targets)
+    says = r"value_and_grad leaves variables\['batch_stats'\] as given.*has_state=True"
+    with pytest.warns(UserWarning, match=says) as caught:
+        find(variables, x, targets)
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        find(variables, x, targets)
 
 
 def test_sequential_draws_what_a_pipeline_draws(double):

@@ -1,0 +1,169 @@
+"""Variables that the user gives, of layers that would not make such by themselves."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+
+import jpipe
+
+from .. import reference as ref
+
+CLOSE = 1e-5
+KEY = jax.random.key(0)
+X, TARGETS = ref.regression(8)
+TOKENS = jax.random.normal(KEY, (4, 6, 8))
+
+
+class Standardized(nn.Module):
+    """What it holds at the start is made of the values of its input."""
+
+    @nn.compact
+    def __call__(self, x):
+        mean = self.variable("data", "mean", lambda: x.mean(0))
+        scale = self.param("scale", lambda _: 1 / (x.std(0) + 1e-3))
+        return (x - mean.value) * scale
+
+
+def kernel_of(module, x):
+    """A function that reads what an initialization does not have yet."""
+    return x @ module.variables["params"]["kernel"]
+
+
+def layer_by_layer(layers, x):
+    """The variables that Flax makes of each layer, on the values of its input."""
+    variables = []
+    for layer in layers:
+        variables.append(layer.init(KEY, x))
+        x = layer.apply(variables[-1], x)
+    return variables
+
+
+def plain(apply, variables, x, targets):
+    """The loss of what a function of parameters gives, and its gradients."""
+
+    def loss(params):
+        given = [{**v, "params": p} for v, p in zip(variables, params, strict=True)]
+        return ref.mse(apply(given, x), targets)
+
+    return jax.value_and_grad(loss)([v["params"] for v in variables])
+
+
+def test_parameters_made_of_data_are_taken_as_they_are():
+    layers = [Standardized(), nn.Dense(4), Standardized()]
+    variables = layer_by_layer(layers, X)
+    pipe = jpipe.pipeline(layers, 2)
+
+    def apply(variables, x):
+        for layer, own in zip(layers, variables, strict=True):
+            x = layer.apply(own, x)
+        return x
+
+    with pytest.raises(ValueError, match="follows from the shapes"):
+        pipe.init(KEY, X)
+    placed = pipe.place(variables)
+    ref.assert_close(pipe.apply(placed, X), apply(variables, X), CLOSE)
+    loss, grads = pipe.value_and_grad(ref.mse)(placed, X, TARGETS)
+    wanted = plain(apply, variables, X, TARGETS)
+    ref.assert_close((loss, list(grads)), wanted, CLOSE)
+    # They are copied: a step overwrites what is in the state.
+    sgd = optax.sgd(0.1)
+    state = pipe.init_train_state(KEY, X, sgd, variables=variables)
+    state, metrics = pipe.train_step(ref.mse, sgd)(state, X, TARGETS)
+    ref.assert_close(metrics["loss"], wanted[0], CLOSE)
+    moved = jax.tree.map(
+        lambda p, g: p - 0.1 * g, [v["params"] for v in variables], wanted[1]
+    )
+    ref.assert_close(list(state.params), moved, CLOSE)
+
+
+def test_function_that_reads_variables_directly_is_given_them():
+    first, last = nn.Dense(6), nn.Dense(4)
+    pipe = jpipe.pipeline([first, jpipe.layer(last, kernel_of)], 2)
+    variables = layer_by_layer([first, last], X)
+
+    def apply(variables, x):
+        h = first.apply(variables[0], x)
+        return h @ variables[1]["params"]["kernel"]
+
+    loss, grads = pipe.value_and_grad(ref.mse)(pipe.place(variables), X, TARGETS)
+    ref.assert_close((loss, list(grads)), plain(apply, variables, X, TARGETS), CLOSE)
+
+
+def test_cache_of_another_length_is_the_users():
+    attention = nn.MultiHeadDotProductAttention(num_heads=2, decode=True)
+    dense = nn.Dense(8)
+    variables = [dense.init(KEY, TOKENS), attention.init(KEY, TOKENS)]
+    layers = [dense, jpipe.layer(attention, lambda module, x: module(x, x))]
+    pipe = jpipe.pipeline(layers, 1)
+    run = pipe.value_and_grad(ref.mse, has_state=True)
+    token = TOKENS[:, :1]
+
+    def loss(params, cache):
+        h = dense.apply({"params": params[0]}, token)
+        given = {"params": params[1], "cache": cache}
+        y, changed = attention.apply(given, h, h, mutable=["cache"])
+        return ref.mse(y, token), changed["cache"]
+
+    for _ in range(2):  # what the first token leaves, the second reads
+        params, cache = [v["params"] for v in variables], variables[1]["cache"]
+        wanted = jax.value_and_grad(loss, has_aux=True)(params, cache)
+        (value, state), grads = run(pipe.place(variables), token, token)
+        ref.assert_close(((value, state[1]["cache"]), list(grads)), wanted, CLOSE)
+        variables = [variables[0], {**variables[1], **state[1]}]
+    assert int(variables[1]["cache"]["cache_index"]) == 2
+
+
+def test_what_layers_cannot_take_is_refused_as_before():
+    layers = [nn.Dense(4), Standardized()]
+    pipe = jpipe.pipeline(layers, 2)
+    variables = layer_by_layer(layers, X)
+    del variables[1]["params"]
+    with pytest.raises(ValueError, match="data/mean") as e:
+        pipe.apply(pipe.place(variables), X)
+    assert any("layer 1 (Standardized)" in note for note in e.value.__notes__)
+    norm = jpipe.pipeline([nn.Dense(4), nn.BatchNorm(use_running_average=True)], 2)
+    variables = norm.init(KEY, X)
+    variables[1]["batch_stats"]["mean"] = jnp.zeros(3)
+    with pytest.raises(ValueError, match=r"mean'\] has shape \(3,\).* needs \(4,\)"):
+        norm.apply(norm.place(variables), X)
+
+
+def test_none_stands_for_a_layer_that_is_initialized():
+    body, norm, head = nn.Dense(6), nn.BatchNorm(use_running_average=False), nn.Dense(4)
+    layers = [body, norm, nn.relu, head]
+    pipe = jpipe.pipeline(layers, 2, balance=[1, 1, 2])
+    pretrained = body.init(jax.random.key(7), X)
+    fresh = ref.on_host(pipe.init(KEY, X))
+    sgd = optax.sgd(0.1)
+    given = [pretrained, None, {}, None]
+    state = pipe.init_train_state(KEY, X, sgd, variables=given)
+    wanted = (ref.on_host(pretrained), *fresh[1:])
+    ref.assert_equal(ref.on_host(state.variables), wanted)
+    # The same as from all of them.
+    whole = pipe.init_train_state(KEY, X, sgd, variables=wanted)
+    step = pipe.train_step(ref.mse, sgd)
+    ref.assert_equal(
+        *(ref.on_host(step(s, X, TARGETS)[0].params) for s in (state, whole))
+    )
+    assert not pretrained["params"]["kernel"].is_deleted()
+
+
+def test_none_beside_parameters_made_of_data_and_beside_tied_ones():
+    layers = [nn.Dense(4), Standardized()]
+    pipe, sgd = jpipe.pipeline(layers, 2), optax.sgd(0.1)
+    of_data = layers[1].init(KEY, TARGETS)
+    state = pipe.init_train_state(KEY, X, sgd, variables=[None, of_data])
+    made = jpipe.pipeline([nn.Dense(4), nn.relu], 2).init(KEY, X)[0]
+    wanted = ref.on_host((made, of_data))
+    ref.assert_equal(ref.on_host(state.variables), wanted)
+    embed = nn.Embed(5, 4)
+    tied = jpipe.pipeline([embed, nn.Dense(4), jpipe.layer(embed, "attend")], 2)
+    tokens, own = np.zeros(4, int), embed.init(KEY, np.zeros(4, int))
+    state = tied.init_train_state(KEY, tokens, sgd, variables=[own, None, None])
+    assert state.variables[2] == {}
+    ref.assert_equal(ref.on_host(state.variables[0]), ref.on_host(own))
+    with pytest.raises(ValueError, match=r"the model has 3 layers; give a tuple"):
+        tied.init_train_state(KEY, tokens, sgd, variables=[own, None])
