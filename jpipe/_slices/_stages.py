@@ -130,11 +130,11 @@ class Stages:
         key = stage, self._sizes[microbatch], mode
         if key not in self._functions:
             part, has_loss = self.part(stage, microbatch), stage == self.num_stages - 1
-            weight = specs(_jaxpr.variables(self.first.weight)) if self.divides else []
+            weight = self.first.weight if self.divides else []
             self._functions[key] = StageFunctions(
                 part,
                 mode,
-                weight if has_loss else None,
+                specs(weight) if has_loss else None,
                 [self.trained[i] for i in self.weights(stage, microbatch)],
                 [self.has_gradient(var, microbatch) for var in part.arrives],
             )
