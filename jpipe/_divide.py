@@ -47,6 +47,8 @@ def divide(
             f"num_stages={num_stages}"
         )
     ranks = _setup.ranks(devices)
+    if not ranks:
+        raise ValueError("devices=[]: needs at least one")
     if any(isinstance(rank, SubMesh) for rank in ranks):
         check_threads()
     return Division(

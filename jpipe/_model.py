@@ -127,7 +127,7 @@ class ModelPipeline(OwnLoop):
         """What the model makes of a micro-batch, and what it changes."""
         check_unchanged([self._layer], "the model")
         with (
-            _batchnorm.merging(self.num_microbatches > 1),
+            _batchnorm.merging(self._division.num_parts > 1),
             _batchnorm.recording(),
         ):
             try:

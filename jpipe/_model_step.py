@@ -183,12 +183,13 @@ class ModelGradient:
     def _check_loss(self, batch: _batch.Batch, targets: PyTree) -> None:
         """Runs the loss alone, at once and in parts: see `_probe`."""
         sizes = batch.sizes
-        if self._division.num_microbatches > 1 and sizes in self._unchecked:
+        if batch.num_parts > 1 and sizes in self._unchecked:
             x, specs, _ = batch.x
             first = len(jax.tree.leaves(x))
             end = first + len(jax.tree.leaves(specs))
             x_axes, axes = batch.x_axes[:first], batch.x_axes[first:end]
-            batch = _batch.Batch(x, x_axes, specs, axes, None, batch.sizes)
+            own = None, sizes, batch.num_shards
+            batch = _batch.Batch(x, x_axes, specs, axes, *own)
             axis = self._axes.out_axes
             axis = axis if isinstance(axis, int) else 0
             given = self._unchecked[sizes], targets, batch, axis

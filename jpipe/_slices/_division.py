@@ -85,6 +85,11 @@ class Division:
         return (*found, *idle(found))
 
     @property
+    def num_parts(self) -> int:
+        """How many micro-batches there are, of all shards together."""
+        return self.num_microbatches * self.num_shards
+
+    @property
     def num_shards(self) -> int:
         """Over how many devices the examples of a micro-batch are spread."""
         return getattr(self.devices[0], "num_shards", 1)

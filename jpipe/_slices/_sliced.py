@@ -16,6 +16,7 @@ from .._instructions._program import Program
 from .._instructions._sharding import WHOLE, Sharding
 from .._jaxprs import _jaxpr
 from .._run import _facts, _resting, _signature, _variables
+from .._run._feed import Feed
 from .._run._pipe import Pipe
 from . import _composed, _order, _program, _summands
 from ._division import Division
@@ -125,6 +126,8 @@ class Sliced:
     ) -> None:
         self._work, self._division, self._trained = work, division, trained
         self._known: dict[Any, Built] = {}
+        # Compares what several processes are given.
+        self._feed: Feed | None = None
         # What was divided last, and its program if it was written.
         self.last: tuple[Pipe, Stages, Program | None] | None = None
 
@@ -135,6 +138,9 @@ class Sliced:
         batch = jax.tree.leaves(args)
         _variables.check_concrete([*leaves, *batch])
         _variables.check_alive(leaves)
+        if self._feed is None:
+            self._feed = Feed(built.pipe)
+        self._feed(args)
         _check_in_place(params, leaves, built.homes, self._work.advice)
         found = iter(built.program([*leaves, *built.constants, *batch]))
         loss = next(found) if self._work.has_loss else None

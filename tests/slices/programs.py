@@ -10,6 +10,8 @@ from flax import linen as nn
 
 import jpipe
 
+from .. import reference as ref
+
 RNG = np.random.default_rng(0)
 X, TARGETS = RNG.normal(size=(10, 6)), RNG.normal(size=(10, 3))
 TOKENS = RNG.integers(0, 11, (10, 8), np.int32)
@@ -163,3 +165,15 @@ PROGRAMS = {
     ),
     "inner jit": lambda: (jax.jit(plain), matrices(6, 8, 3), (X, TARGETS), 2),
 }
+
+
+def run(grad_fn, params, *args):
+    """What a gradient gives twice alike, each leaf where its parameter is."""
+    placed = grad_fn.place(params, *args)
+    found = grad_fn(placed, *args)
+    ref.assert_equal(grad_fn(placed, *args), found)
+    for leaf, grad in zip(
+        jax.tree.leaves(placed), jax.tree.leaves(found[1]), strict=True
+    ):
+        assert leaf.devices() == grad.devices()
+    return found

@@ -34,6 +34,7 @@ def megatron(path, leaf):
 
 ROWS = {
     "examples are spread": ("resnet", {"mesh": (2, 2)}),
+    "one micro-batch": ("resnet", {"mesh": (2, 2), "num_microbatches": 1}),
     "parameters are spread too": ("gpt", {"mesh": (2, 2), "sharding": fully_sharded}),
     "parameters are gathered each time": (
         "gpt with a mask",
@@ -50,13 +51,14 @@ ROWS = {
 @pytest.mark.parametrize("row", ROWS)
 def test_two_steps_of_a_model(row):
     name, options = ROWS[row]
-    case, count, parts = case_of(name), 2, 2
+    case, options = case_of(name), {"num_microbatches": 2} | options
+    parts = options["num_microbatches"]
     if "mesh" in options:
-        options = options | {"mesh": mesh(*options["mesh"])}
+        options |= {"mesh": mesh(*options["mesh"])}
         parts *= 2
-    pipe = jpipe.pipeline(case.model, count, num_stages=2, **options, **case.axes)
+    pipe = jpipe.pipeline(case.model, num_stages=2, **options, **case.axes)
     variables = pipe.init(KEY, case.x)
-    alone = jpipe.pipeline(case.model, count, num_stages=2, **case.axes)
+    alone = jpipe.pipeline(case.model, 2, num_stages=2, **case.axes)
     ref.assert_equal(variables, alone.init(KEY, case.x))
     state = two_steps(name, pipe, variables, parts)
     if "sharding" in options:
@@ -72,6 +74,15 @@ def test_two_steps_of_a_model(row):
     placed = pipe.place(jax.device_get(state))
     for one, other in zip(*map(jax.tree.leaves, (placed, state)), strict=True):
         assert one.sharding.is_equivalent_to(other.sharding, one.ndim)
+
+
+def test_a_loss_of_one_micro_batch_is_checked_in_shards():
+    x, targets = np.ones((8, 6)), np.ones((8, 3))
+    pipe = jpipe.pipeline(ref.dense(3, float), 1, mesh=mesh(1, 2))
+    variables = pipe.init(KEY, x)
+    assert pipe.value_and_grad(ref.mse)(variables, x, targets)
+    with pytest.raises(ValueError, match="for a sum over examples type reduction"):
+        pipe.value_and_grad(lambda y, t: ((y - t) ** 2).sum())(variables, x, targets)
 
 
 def loss_fn(params, x, targets, key):

@@ -378,25 +378,3 @@ def test_inputs_have_axes_of_their_own_and_fixed_numbers_their_types(double):
         expected = Ensemble().apply(whole, x, scale, power)
         ref.assert_close(pipe.apply(variables, one), expected, 1e-6)
     assert jax.tree.structure(given[0]) != jax.tree.structure(given[1])
-
-
-def test_a_loss_that_was_refused_is_refused_again():
-    pipe = jpipe.pipeline(nn.Dense(3), 4, num_stages=1)
-    x = np.ones((8, 6), np.float32)
-    variables = pipe.init(jax.random.key(0), x)
-    gradient = pipe.value_and_grad(lambda y, t: ((y - t) ** 2).sum())
-    for _ in range(2):
-        with pytest.raises(ValueError, match="for a sum over examples type reduction"):
-            gradient(variables, x, np.ones((8, 3), np.float32))
-
-
-def test_a_loss_is_checked_on_the_batch_that_is_given():
-    pipe = jpipe.pipeline(nn.Dense(3), 4, num_stages=1)
-    x, targets = np.ones((20, 6), np.float32), np.ones((20, 3), np.float32)
-    variables = pipe.init(jax.random.key(0), x)
-    gradient = pipe.value_and_grad(lambda y, t: ((y - t) ** 2).mean())
-    pipe.compile(gradient, variables, x, targets)
-    for size in (8, 20):
-        loss, _ = gradient(variables, x[:size], targets[:size])
-    y = nn.Dense(3).apply(jax.device_get(variables), x)
-    ref.assert_close(loss, ((y - targets) ** 2).mean(), 1e-6)

@@ -115,6 +115,8 @@ def test_options_that_do_not_exist_are_refused():
     value_and_grad = functools.partial(jpipe.value_and_grad, plain, 2)
     with pytest.raises(ValueError, match="reduction='median': choose 'mean'"):
         value_and_grad(reduction="median")
+    with pytest.raises(ValueError, match=r"devices=\[\]: needs at least one"):
+        value_and_grad(devices=[])
     with pytest.raises(ValueError, match="2 stages need 2 devices, there are 1"):
         value_and_grad(num_stages=2, devices=jax.devices()[:1]).place(
             matrices(6, 8, 3), X, TARGETS
