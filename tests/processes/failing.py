@@ -12,7 +12,7 @@ def main(how: str, _job: str) -> None:
 
     Args:
       how: ``"model"``, ``"shuffle"``: it runs another, or on other examples;
-        ``"epoch"``: only later.
+        ``"epoch"``: only later; ``"whole"``: on others, of one model.
         ``"kill"``, ``"stop"``, ``"raise"``: it ends in the middle.
       _job: by which its processes are known.
     """
@@ -31,10 +31,13 @@ def main(how: str, _job: str) -> None:
         return fails and how == name
 
     layers = [nn.Dense(5), jnp.sin, nn.Dense(4 if other("model") else 3)]
-    pipe = jpipe.pipeline(layers, 2, balance=[1, 2])
+    if how == "whole":
+        pipe = jpipe.pipeline(nn.Sequential(layers), 2, num_stages=2)
+    else:
+        pipe = jpipe.pipeline(layers, 2, balance=[1, 2])
     tx = optax.adam(1e-3)
     x, size = np.ones((8, 5), np.float32), 4 if other("model") else 3
-    if other("shuffle"):
+    if other("shuffle") or other("whole"):
         x = x * np.arange(8.0, dtype=np.float32)[:, None]
     state = pipe.init_train_state(jax.random.key(0), x, tx)
     step = pipe.train_step(lambda y, t: jnp.mean((y - t) ** 2), tx)
