@@ -230,7 +230,8 @@ class ModelStep:
             check_chosen(state, self._gradient.trained(state.variables))
             self._chosen = state.chosen
         key, step = _advance(own_copy(state.rng), own_copy(state.step))
-        (step,) = self._everywhere(step)
+        if not state.step.is_fully_addressable:  # of several processes
+            (step,) = self._everywhere(step)
         (loss, *aux, model_state), grads = self._gradient(
             state.variables, x, targets, rngs=key
         )
