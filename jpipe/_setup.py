@@ -167,7 +167,8 @@ def choose_mesh(mesh: Mesh, schedule: Schedule) -> tuple[Device, ...]:
         what = "stages" if schedule.num_stages == needed else "ranks"
         raise ValueError(
             f"{needed} {what} need a mesh of at least as many along {_STAGE!r}, which "
-            f"has {length}; group layers with balance=, or give a longer mesh"
+            f"has {length}; take fewer stages (balance= of layers, num_stages= of a "
+            f"model), or give a longer mesh"
         )
     return tuple(ranks[:needed])
 

@@ -65,7 +65,8 @@ def value_and_grad(
       remat: as for `jpipe.pipeline`.
       trainable: which parameters have a gradient, others have ``None``; as for
         `Pipeline.value_and_grad`: by text such as ``"*/lora_*"``, or by
-        ``(path, leaf) -> bool`` of paths such as ``("block_0", "kernel")``.
+        ``(path, leaf) -> bool`` of paths such as ``("block_0", "kernel")``. Optimizers
+        are given parameters with the same gaps.
 
     Returns:
       ``grad_fn(params, *args) -> (loss, grads)``; ``((loss, aux), grads)`` with

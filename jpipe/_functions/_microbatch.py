@@ -143,8 +143,8 @@ def batch_size(
         raise ValueError(
             f"{next(iter(found))} has {size} examples, fewer than "
             f"num_microbatches={num_microbatches}; give at least one example per "
-            f"micro-batch, or build a pipeline of these layers with fewer: it takes "
-            f"the same variables"
+            f"micro-batch and device along 'data', or take fewer micro-batches: with "
+            f"another num_microbatches= parameters are the same"
         )
     return size
 

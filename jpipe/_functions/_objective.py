@@ -1,6 +1,7 @@
 """The loss of a mini-batch, composed of its micro-batches."""
 
 import functools
+import reprlib
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,7 +53,7 @@ class Objective:
     def __post_init__(self) -> None:
         if not callable(self.loss_fn):
             raise TypeError(
-                f"loss_fn={self.loss_fn!r}: needs a function "
+                f"loss_fn={reprlib.repr(self.loss_fn)}: needs a function "
                 f"(outputs, targets) -> scalar"
             )
         if self.reduction not in REDUCTIONS:

@@ -67,7 +67,9 @@ CALLS = {
         "outside of jax.jit": under_jit,
     },
     ValueError: {
-        "x has 1 examples ... of these layers with": gradient(X[:1], TARGETS[:1]),
+        "x has 1 examples ... or take fewer micro-batches": gradient(
+            X[:1], TARGETS[:1]
+        ),
         "x has 0 examples": apply(X[:0]),
         "targets: 3, along axis 0 ... target_axes": gradient(targets=TARGETS[:3]),
         "x['a']: 4 ... x['b'][0]: 2": axes({"a": X, "b": [X[:2]]}),
