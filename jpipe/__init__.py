@@ -20,8 +20,8 @@ if _TYPE_CHECKING:
     from ._pipeline import Pipeline as Pipeline
     from ._processes._start import distributed as distributed
     from ._report import Report as Report
-    from ._slices._cut import boundary as boundary
     from ._slices._join import MEAN as MEAN
+    from ._slices._marks import boundary as boundary
     from ._slices._program import microbatch_key as microbatch_key
     from ._train._state import TrainState as TrainState
     from ._train._step import TrainStep as TrainStep
@@ -49,7 +49,7 @@ _HOME = {
     "Stage": "._layers._layer",
     "TrainState": "._train._state",
     "TrainStep": "._train._step",
-    "boundary": "._slices._cut",
+    "boundary": "._slices._marks",
     "distributed": "._processes._start",
     "inputs": "._layers._inputs",
     "isolate": "._layers._skip",

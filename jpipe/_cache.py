@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import jax
 
 from ._faults import refuse
-from ._functions import _batch, _microbatch, _probe
-from ._functions._batch import Batch
+from ._functions import _microbatch, _probe
+from ._functions._batch import Batch, explained, of_input
 from ._functions._objective import Objective
 from ._functions._trainable import Trainable
 from ._layers import _nnx_values, _rng
@@ -24,10 +24,10 @@ from ._layers._skip import Route
 from ._layers._stage import shapes
 from ._layers._walk import Visit, walk
 from ._run import _layout, _signature, _variables
-from ._run._inference import Inference
 from ._run._layout import Layout
 from ._run._pipe import Pipe
-from ._run._work import Works
+from ._slices._inference import Inference
+from ._slices._listed import Listed, listed
 from ._train._build import Build, Gradients
 from ._train._gradient import Gradient
 from ._warn import warn
@@ -96,12 +96,12 @@ class ProgramCache:
             self._check_order(variables)
             batch = self._batch(x, (), rngs)
             layout, routes = self._check(variables, batch)
-            works = self._works(layout, routes, batch, train, None)
-            _check_changes(works, layout, variables)
-            if train and (changed := works.changed(layout)):
+            given = self._pipe, layout, batch, routes
+            layers = listed(*given, train=train, objective=None)
+            _check_changes(layers, variables)
+            if changed := layers.state.at:
                 _say_what_is_dropped(_variables.collections(variables, changed))
-            made = Inference(self._pipe, layout, batch, works, self._axes.out_axes)
-            self._inference[signature] = made
+            self._inference[signature] = Inference(layers, self._axes.out_axes)
         return self._inference[signature]
 
     def gradients(self, objective: Objective, trainable: Trainable = ALL) -> Gradients:
@@ -139,53 +139,31 @@ class ProgramCache:
             batch = self._batch(x, targets, rngs)
             layout, routes = self._check(variables, batch, build.trainable)
             objective = replace(objective, num_microbatches=batch.num_parts)
-            works = self._works(layout, routes, batch, train, objective)
-            self._check_constants(works, layout, variables)
-            _check_changes(works, layout, variables)
+            given = self._pipe, layout, batch, routes
+            layers = listed(*given, train=train, objective=objective)
+            self._check_constants(layers, variables)
+            _check_changes(layers, variables)
             if batch.num_parts > 1:
                 if self.check_first is not None:
                     self.check_first(variables, x, targets, objective, rngs, train)
-                outputs = works.task(works.num_stages - 1).outputs
                 axis = self._axes.out_axes
                 axis = axis if isinstance(axis, int) else 0
-                self.unchecked = _probe.check(objective, outputs, targets, batch, axis)
-            made = Gradient(self._pipe, layout, batch, works, objective)
+                self.unchecked = _probe.check(objective, layers.y, targets, batch, axis)
+            made = Gradient(layers, objective)
             known[signature] = self.training = made
         return known[signature]
 
-    def _works(
-        self,
-        layout: Layout,
-        routes: Sequence[Route],
-        batch: Batch,
-        train: bool,
-        objective: Objective | None,
-    ) -> Works:
-        """What the stages do on each micro-batch; traced here."""
-        with _batch.explained(batch):
-            return Works(
-                self._pipe,
-                layout.weights,
-                batch,
-                train=train,
-                objective=objective,
-                routes=routes,
-            )
-
-    def _check_constants(
-        self, works: Works, layout: Layout, variables: Sequence[PyTree]
-    ) -> None:
+    def _check_constants(self, layers: Listed, variables: Sequence[PyTree]) -> None:
         """Checks that what is trained is not closed over by a layer or the loss too.
 
         Raises:
           TypeError: with the variables that are.
         """
-        tasks = map(works.task, range(len(layout.order)))
-        constants = {id(array) for task in tasks for array in task.closed.consts}
+        constants = set(map(id, layers.stages.first.closed.consts))
         paths = jax.tree_util.tree_leaves_with_path(tuple(variables))
         found = [
             f"variables{jax.tree_util.keystr(path)}"
-            for (path, leaf), trained in zip(paths, layout.marks, strict=True)
+            for (path, leaf), trained in zip(paths, layers.layout.marks, strict=True)
             if trained and id(leaf) in constants
         ]
         for number, layer in enumerate(self._pipe.layers):
@@ -264,7 +242,7 @@ class ProgramCache:
         """An input from which variables are made: see `_batch.of_input`."""
         (_, x, axes), _ = self.examples(x)
         number = self._pipe.schedule.num_microbatches
-        return _batch.of_input(x, axes, number, self._pipe.num_shards)
+        return of_input(x, axes, number, self._pipe.num_shards)
 
     def expected(self, batch: Batch, given: Any = None) -> Expected:
         """What the layers are given and would make, for the first micro-batch.
@@ -282,7 +260,7 @@ class ProgramCache:
         signature = _signature.settings(), _signature.of(batch.first, given)
         if signature not in self._expected:
             stages, key = self._pipe.stages, _rng.key_spec()
-            with _batch.explained(batch):
+            with explained(batch):
                 visits, routes = walk(stages, key, batch.first, given)
             self._expected[signature] = visits, routes
             self.routes = routes
@@ -354,14 +332,14 @@ class ProgramCache:
         return self.note(variables, visits, batch.x, trainable), routes
 
 
-def _check_changes(works: Works, layout: Layout, variables: Sequence[PyTree]) -> None:
+def _check_changes(layers: Listed, variables: Sequence[PyTree]) -> None:
     """Checks that what training changes is used by one layer.
 
     Raises:
       ValueError: with the collections that another uses too.
     """
-    uses = Counter(leaf for order in layout.order for leaf in order)
-    several = [leaf for leaf in works.changed(layout) if uses[leaf] > 1]
+    uses = Counter(leaf for order in layers.layout.order for leaf in order)
+    several = [leaf for leaf in sorted(layers.state.at) if uses[leaf] > 1]
     if several:
         raise ValueError(
             f"training changes {_variables.collections(variables, several)}, which "

@@ -26,6 +26,7 @@ from ._model_step import ADVICE, ModelGradient, ModelStep
 from ._processes._elsewhere import is_here, of_copies, own_copy
 from ._run import _variables
 from ._run._context import outside_of_meshes
+from ._run._homes import homes, places, shardings
 from ._run._pipe import Pipe
 from ._slices import _join
 from ._slices._division import Division
@@ -33,7 +34,6 @@ from ._slices._initial import Initial
 from ._slices._program import Traced
 from ._slices._sliced import Sliced, Work, put
 from ._train import _updates
-from ._train._homes import homes, places, shardings
 from ._train._state import TrainState, note_chosen
 from ._train._step import check_optimizer
 from ._values import agree_on_key
@@ -109,7 +109,7 @@ class ModelPipeline(OwnLoop):
         def call(variables: PyTree, x: PyTree, rngs: _rng.Rngs) -> PyTree:
             return self._applied(variables, x, rngs, train)[0]
 
-        def joins(traced: Traced, specs: Any, sizes: Sequence[int]) -> list[_join.Join]:
+        def joins(traced: Traced, sizes: Sequence[int]) -> list[_join.Join]:
             shares, axes = [size / sum(sizes) for size in sizes], self._axes.out_axes
             if len(sizes) > 1:
                 flat = _microbatch.flat_axes(axes, traced.aux, "outputs", "out_axes")

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.tree_util import keystr
 
 from ._cache import Axes
 from ._functions import _batch, _probe
@@ -16,10 +17,11 @@ from ._layers import _rng
 from ._layers._layer import Layer
 from ._processes._elsewhere import own_copy
 from ._run._context import outside_of_meshes
-from ._slices import _join, _state
+from ._slices import _join
 from ._slices._division import Division
 from ._slices._program import Traced
 from ._slices._sliced import Sliced, Work
+from ._slices._state import Written
 from ._train import _updates
 from ._train._state import TrainState, become, check_chosen, note_chosen
 from ._train._value_and_grad import say_what_is_left
@@ -82,18 +84,22 @@ class ModelGradient:
             value, aux = objective.of_part(y, targets)
             return value, (aux, changed)
 
-        def joins(traced: Traced, specs: Any, sizes: Sequence[int]) -> list[_join.Join]:
-            shares, (aux, changed) = [size / sum(sizes) for size in sizes], traced.aux
-            found = _join.by_axes(objective.aux_axes, aux, shares)
-            if train:
-                written = self._leaves_of(specs, changed)
-                count = len(jax.tree.leaves(aux))
-                found += _state.joins(traced, count, written, sizes)
-            return found
+        def joins(traced: Traced, sizes: Sequence[int]) -> list[_join.Join]:
+            shares, (aux, _) = [size / sum(sizes) for size in sizes], traced.aux
+            return _join.by_axes(objective.aux_axes, aux, shares)
+
+        def writes(traced: Traced, specs: PyTree) -> tuple[int, list[Written]]:
+            aux, changed = traced.aux
+            found = [
+                Written(at, path, keystr(path, simple=True, separator="/"), path[0].key)
+                for at, path in self._leaves_of(specs, changed)
+            ]
+            return len(jax.tree.leaves(aux)), found
 
         work = Work(
             loss,
             joins,
+            writes if train else None,
             (self._axes.in_axes, self._axes.target_axes, None),
             has_aux=True,
             reduction=objective.reduction,

@@ -23,8 +23,8 @@ from ._profile import as_pair, profile
 from ._run import _layout, _variables
 from ._run._context import outside_of_meshes
 from ._run._feed import Feed
-from ._run._inference import Inference
 from ._run._pipe import Pipe
+from ._slices._inference import Inference
 from ._train._state import TrainState, check_state
 from ._train._step import TrainStep, check_optimizer
 from ._train._value_and_grad import ValueAndGrad

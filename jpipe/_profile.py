@@ -20,7 +20,7 @@ import jax
 from ._instructions._bytes import live
 from ._instructions._instruction import Instruction
 from ._instructions._program import Step
-from ._run._costs import costs_of
+from ._slices._costs import costs_of
 from ._train._gradient import Gradient
 from .schedules import Action, Timeline
 from .schedules._timeline import MemoryEvent
@@ -139,8 +139,7 @@ def _timeline(gradient: Gradient, clock: _Clock) -> Timeline:
         end,
         replicas=schedule.replicas,
     )
-    works, batch = gradient.works, gradient.batch
-    known = costs_of(program, works, batch, schedule.placement)
+    known = costs_of(program, gradient.listed, schedule.placement)
     latency = statistics.median(clock.moves) if clock.moves else 0.0
     return replace(
         timeline,

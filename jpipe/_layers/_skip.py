@@ -208,32 +208,6 @@ class Route(NamedTuple):
     target: int
 
 
-@dataclass(frozen=True)
-class Ports:
-    """What enters and leaves a stage beside its input and its output.
-
-    Attributes:
-      incoming: in the order in which it arrives: by source.
-      outgoing: in the order in which its gradients arrive: the farthest target first.
-    """
-
-    incoming: tuple[Route, ...] = ()
-    outgoing: tuple[Route, ...] = ()
-
-    @classmethod
-    def of(cls, routes: Sequence[Route], stage: int) -> "Ports":
-        """Those of one stage."""
-        incoming = [route for route in routes if route.target == stage]
-        outgoing = [route for route in routes if route.source == stage]
-        return cls(
-            tuple(sorted(incoming, key=lambda route: route.source)),
-            tuple(sorted(outgoing, key=lambda route: -route.target)),
-        )
-
-
-NO_PORTS = Ports()
-
-
 class Use(NamedTuple):
     """What one layer does with the skip connections.
 
@@ -308,14 +282,16 @@ def _by(*uses: Use) -> str:
     return " and ".join(f"layer {use.layer} ({use.name})" for use in uses)
 
 
-def check_left(values: Mapping[Key, PyTree], ports: Ports) -> None:
-    """Checks that what a stage leaves is what its routes say.
+def check_left(
+    values: Mapping[Key, PyTree], routes: Sequence[Route], stage: int
+) -> None:
+    """Checks that what is stashed at the end of a stage is what the routes say.
 
     Raises:
       ValueError: if its layers stash or pop otherwise in training than in evaluation,
         in which the routes were found.
     """
-    expected = {route.key for route in ports.outgoing}
+    expected = {route.key for route in routes if route.source <= stage < route.target}
     wrong = [label(key) for key in expected ^ set(values)]
     if wrong:
         raise ValueError(

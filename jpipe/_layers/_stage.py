@@ -55,8 +55,7 @@ class StageFunction:
           variables: one entry per layer of the stage.
           x: the input of its first layer.
           rngs: the keys of the step, or ``None``.
-          numbers: of the micro-batch and of the first layer; traced, so that equal
-            stages draw from other keys in one program.
+          numbers: of the micro-batch and of the first layer.
           train: whether this is training.
           skips: what its layers may pop; in the end what they stashed for later stages.
 
@@ -71,13 +70,15 @@ class StageFunction:
         ):
             number = self.first + offset
             numbers = microbatch, first + offset
-            _batchnorm.enter_layer(offset)
+            _batchnorm.enter_layer(number)
             with naming(self.index, number, layer, x), jax.named_scope(layer.name):
                 x, change = applied(layer, entry, x, rngs, numbers, train, skips)
             changed.append(change)
         return x, tuple(changed)
 
     def __str__(self) -> str:
+        if not self.layers:  # of a model that is divided by itself
+            return f"stage {self.index}"
         names = abbreviate([layer.name for layer in self.layers])
         return f"layers {self.first} to {self.span.stop - 1} ({names})"
 

@@ -2,23 +2,19 @@
 
 On one device total / weight is differentiated, and cotangents are as small as that
 makes them. So each backward divides by the sum of all weights, where targets alone tell
-it. Else it divides by a guess of that sum, its own weight times the number of
-micro-batches; what it adds to the gradients is multiplied by the guess, and the
-gradients are divided by the sum at the end.
+it. Else the gradients are divided at the end.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from .._functions._batch import Batch
 from .._instructions._graph import Graph, Place, Value
 from .._jaxprs._function import Function
-from ._totals import apart
-from ._work import Works
+from ._sums import apart
 
 Values = list[Value]
 # The weights of so many micro-batches are added by one call.
@@ -71,18 +67,3 @@ def _adding(
         return [sum((run(*part)[0] for run, part in parts), total)]
 
     return add
-
-
-def guess(works: Works, batch: Batch) -> Function | None:
-    """``weight -> guess`` of the sum of weights; never zero, as one divides by it.
-
-    ``None`` where the weight is the sum.
-    """
-    count = batch.num_parts
-    if count == 1:
-        return None
-
-    def run(weight: jax.Array) -> list[jax.Array]:
-        return [count * jnp.where(weight == 0, 1, weight)]
-
-    return Function("guess", run, works.task(works.num_stages - 1).divisors)

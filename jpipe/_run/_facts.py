@@ -5,8 +5,8 @@ from typing import Any
 
 from .._functions._batch import Batch
 from .._layers._stage import shapes
+from ._layout import Layout
 from ._pipe import Pipe
-from ._work import Works
 
 PyTree = Any
 
@@ -20,12 +20,12 @@ def of_layers(pipe: Pipe, params: Sequence[PyTree]) -> dict[str, str]:
     return {f"layer {i}": f"{layer.name} {shapes(own)}" for i, (layer, own) in pairs}
 
 
-def of_stages(pipe: Pipe, works: Works) -> dict[str, str]:
+def of_stages(pipe: Pipe, layout: Layout) -> dict[str, str]:
     """What each stage has."""
     if pipe.copies is None:
         return {}
     return {
-        f"stage {s}": f"{stage}, {shapes(works.task(s).weights.specs)}"
+        f"stage {s}": f"{stage}, {shapes(layout.weights[s].specs)}"
         for s, stage in enumerate(pipe.stages)
     }
 

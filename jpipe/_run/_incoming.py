@@ -2,12 +2,10 @@
 
 from collections.abc import Sequence
 
-import jax.numpy as jnp
 import numpy as np
 
 from .._functions import _microbatch
 from .._functions._batch import Batch
-from .._functions._task import Task
 from .._instructions._graph import Graph, Place, Value
 from .._instructions._sharding import Cut
 from .._jaxprs._function import Function
@@ -25,16 +23,12 @@ class Incoming:
       graph: where it is written.
       pipe: the stages.
       batch: the mini-batch.
-      rngs: the keys of the step.
     """
 
-    def __init__(
-        self, graph: Graph, pipe: Pipe, batch: Batch, rngs: Sequence[Value]
-    ) -> None:
+    def __init__(self, graph: Graph, pipe: Pipe, batch: Batch) -> None:
         self._graph = graph
         self._pipe = pipe
         self._batch = batch
-        self._rngs = rngs
         self._is_mapped = batch.num_shards > 1
 
     def weights(self, variables: Sequence[Value]) -> list[Value]:
@@ -121,28 +115,3 @@ class Incoming:
                 functions[number] = Function.like("split", split, *specs)
             parts += graph.call(functions[number], place, reads, mapped=stacked)
         return parts
-
-    def extra(self, task: Task, m: int, targets: Values) -> Values:
-        """What a micro-batch brings to a stage beside its input: see `_task.EXTRA`."""
-        place, sizes = self._pipe.place(task.index, m), self._batch.sizes
-        found: Values = []
-        for name in task.extra:
-            if name == "targets":
-                found += targets
-            elif name == "rngs":
-                found += self._rngs
-            elif name == "numbers":
-                found.append(self._numbers(m, task.stage.first, place))
-            else:
-                part = sizes[m] / sum(sizes) / self._batch.num_shards
-                share = np.asarray(part, jnp.result_type(float))
-                found.append(self._graph.constant(share, place))
-        return found
-
-    def _numbers(self, m: int, first: int, place: Place) -> Value:
-        """The number of a micro-batch, of shards those of each, and of a layer."""
-        if not self._is_mapped:
-            return self._graph.constant(np.array([m, first], np.int32), place)
-        shards = self._batch.num_shards
-        each = [[m * shards + d, first] for d in range(shards)]
-        return self._graph.constant(np.array(each, np.int32), place, stacked=True)

@@ -40,7 +40,8 @@ class Layout:
       state: the positions of leaves that are no parameters.
       own: for each stage whether each of its leaves stands in the entry of its layer;
         others it borrows.
-      specs: of each leaf of all variables what it is like, and its place.
+      homes: of each leaf of all variables the stage in which it stays.
+      specs: what it is like, and its place.
       shardings: how each of them lies there between steps.
     """
 
@@ -81,9 +82,10 @@ class Layout:
                 pipe.stages, self.order, self.weights, strict=True
             )
         ]
+        self.homes = [pipe.stage_of_layer[layer] for layer in layer_of]
         self.specs = [
-            (_jaxpr.spec(leaf), pipe.place(pipe.stage_of_layer[layer]))
-            for leaf, layer in zip(leaves, layer_of, strict=True)
+            (_jaxpr.spec(leaf), pipe.place(home))
+            for leaf, home in zip(leaves, self.homes, strict=True)
         ]
         self.shardings = _resting.shardings(pipe, variables)
         self._pipe = pipe

@@ -1,10 +1,13 @@
-"""Sums over micro-batches, from zero to what they stand for, of flat leaves."""
+"""Sums over micro-batches, of flat leaves."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from .._functions._batch import Batch
+from .._instructions._graph import Graph, Value
 
 Leaves = list[jax.Array]
 
@@ -14,23 +17,23 @@ def zeros(specs: Sequence[Any]) -> Callable[[], Leaves]:
     return lambda: [jnp.zeros(spec.shape, spec.dtype) for spec in specs]
 
 
-def adding(counts: Sequence[int]) -> Callable[..., Leaves]:
-    """Adds leaves, one after the other, each to those of its own."""
+def apart(
+    graph: Graph, batch: Batch, rows: Sequence[Sequence[Value]]
+) -> Callable[[Sequence[jax.Array]], list[list[jax.Array]]]:
+    """``leaves of rows -> those of each shard of each``.
 
-    def add(*leaves: jax.Array) -> list[jax.Array]:
+    A row that holds what a stage was given, such as one of its weights, may have
+    leaves that do not lie stacked: they are the same for all shards.
+    """
+    stacked = [[graph.shardings[value].stacked for value in row] for row in rows]
+
+    def taken(leaves: Sequence[jax.Array]) -> list[list[jax.Array]]:
         rest = iter(leaves)
-        return [sum((next(rest) for _ in range(n - 1)), next(rest)) for n in counts]
+        each = [[(next(rest), yes) for yes in row] for row in stacked]
+        return [
+            [leaf[d] if yes else leaf for leaf, yes in row]
+            for row in each
+            for d in range(batch.num_shards)
+        ]
 
-    return add
-
-
-def finishing(count: int, dtypes: Sequence[Any]) -> Callable[..., Leaves]:
-    """``(*sums, *divisor) -> sums``, divided if there is a divisor, and cast."""
-
-    def finish(*leaves: jax.Array) -> list[jax.Array]:
-        sums, divisor = list(leaves[:count]), leaves[count:]
-        if divisor:
-            sums = [x / divisor[0].astype(x.dtype) for x in sums]
-        return [x.astype(dtype) for x, dtype in zip(sums, dtypes, strict=True)]
-
-    return finish
+    return taken

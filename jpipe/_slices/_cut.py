@@ -9,41 +9,15 @@ from collections.abc import Collection, Sequence
 from itertools import accumulate
 from typing import Any
 
-import jax
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
 from .._jaxprs import _cheapest, _flops, _jaxpr
+from . import _marks
 from ._program import Traced
 
-PyTree = Any
-_MARK = "jpipe boundary "
 # So many operations take as long as to move a byte.
 _PER_BYTE = 10
-
-
-def boundary(x: PyTree) -> PyTree:
-    """Marks the place between two stages; gives back what it is given.
-
-    Call it in a loss function that `jpipe.value_and_grad` divides, or in a model that
-    `jpipe.pipeline` does. Where there are marks, the stages are what lies between them.
-
-    Args:
-      x: any pytree of arrays, such as the output of a block.
-
-    Returns:
-      ``x``.
-
-    Raises:
-      ValueError: when the function is traced, if a mark is in a loop or a branch.
-
-    Example:
-      >>> import jax.numpy as jnp, jpipe
-      >>> jpipe.boundary(jnp.ones(3)).shape
-      (3,)
-    """
-    return jax.tree.map(lambda leaf: checkpoint_name(leaf, _MARK), x)
 
 
 def positions(program: Traced, num_stages: int | None, default: int) -> list[int]:
@@ -57,7 +31,7 @@ def positions(program: Traced, num_stages: int | None, default: int) -> list[int
     Raises:
       ValueError: if it cannot be divided so.
     """
-    marks = _marks(program)
+    marks = _marks.positions(program.closed)
     if marks:
         if num_stages not in (None, len(marks) + 1):
             raise ValueError(
@@ -66,29 +40,6 @@ def positions(program: Traced, num_stages: int | None, default: int) -> list[int
             )
         return marks
     return _balanced(program, default if num_stages is None else num_stages)
-
-
-def _marks(program: Traced) -> list[int]:
-    """Right behind each group of marks."""
-    eqns = program.closed.jaxpr.eqns
-    inner = [i for i, eqn in enumerate(eqns) if _has_mark(eqn)]
-    if inner:
-        raise ValueError(
-            f"jpipe.boundary is called inside {eqns[inner[0]].primitive.name}; a stage "
-            f"ends between two operations of the whole function: call it outside of "
-            f"loops, branches and jax.checkpoint"
-        )
-    at = [i for i, eqn in enumerate(eqns) if _is_mark(eqn)]
-    return [i + 1 for i in at if i + 1 not in at and i + 1 < len(eqns)]
-
-
-def _is_mark(eqn: core.JaxprEqn) -> bool:
-    return eqn.primitive.name == "name" and eqn.params["name"] == _MARK
-
-
-def _has_mark(eqn: core.JaxprEqn) -> bool:
-    inner = (e for closed in _jaxpr.inside(eqn) for e in closed.jaxpr.eqns)
-    return any(_is_mark(e) or _has_mark(e) for e in inner)
 
 
 def _balanced(program: Traced, num_stages: int) -> list[int]:
@@ -226,7 +177,7 @@ def same_cuts(
       other: the other trace.
       num_shared: how many of the first parameters both have.
     """
-    if (marks := _marks(other)) and len(marks) == len(cuts):
+    if (marks := _marks.positions(other.closed)) and len(marks) == len(cuts):
         return marks
     names = [
         [eqn.primitive.name for eqn in one.closed.jaxpr.eqns]

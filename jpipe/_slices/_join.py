@@ -12,9 +12,8 @@ from .._functions import _microbatch
 from .._functions._batch import Batch
 from .._functions._weights import is_inexact
 from .._instructions._graph import Graph, Place, Value
-from .._instructions._sharding import WHOLE
 from .._jaxprs._function import Function
-from .._run._totals import apart
+from .._run._sums import apart
 
 PyTree = Any
 
@@ -31,18 +30,15 @@ MEAN: Any = _Mean()
 
 @dataclass(frozen=True)
 class Join:
-    """Some of what micro-batches return, as one.
+    """A leaf of what micro-batches return, as one.
 
     Attributes:
-      leaves: which of what is returned it takes.
-      run: of each leaf the values of all micro-batches, then the old values, to a
-        result for each leaf.
-      old: the parameters of which they are new values; where these are, it runs.
+      leaf: which of what is returned it is.
+      run: of the values of all micro-batches one.
     """
 
-    leaves: tuple[int, ...]
-    run: Callable[[Sequence[Sequence[Any]], Sequence[Any]], Sequence[Any]]
-    old: tuple[int, ...] = ()
+    leaf: int
+    run: Callable[[Sequence[Any]], Any]
 
 
 def by_axes(
@@ -77,23 +73,20 @@ def by_axes(
         ],
     )
     return [
-        Join((i,), _mean(shares) if mean else _on(axis, name == "aux"))
+        Join(i, _mean(shares) if mean else _on(axis, name == "aux"))
         for i, (axis, mean) in enumerate(zip(flat, is_mean, strict=True))
     ]
 
 
 def _on(axis: int | None, stacks: bool) -> Any:
     if axis is None and not stacks:
-        return lambda columns, old: [columns[0][0]]
+        return lambda values: values[0]
     join = _microbatch.joiner([axis])
-    return lambda columns, old: join(*columns[0])
+    return lambda values: join(*values)[0]
 
 
 def _mean(shares: Sequence[float]) -> Any:
-    def run(columns: Sequence[Sequence[Any]], old: Any) -> list[Any]:
-        return [mean(columns[0], shares)]
-
-    return run
+    return lambda values: mean(values, shares)
 
 
 def mean(values: Sequence[jax.Array], shares: Sequence[float]) -> jax.Array:
@@ -109,11 +102,7 @@ def mean(values: Sequence[jax.Array], shares: Sequence[float]) -> jax.Array:
 
 
 def joined(
-    graph: Graph,
-    batch: Batch,
-    joins: Sequence[Join],
-    rows: Sequence[Sequence[Value]],
-    weights: Sequence[Value],
+    graph: Graph, batch: Batch, joins: Sequence[Join], rows: Sequence[Sequence[Value]]
 ) -> dict[int, Value]:
     """Writes the joins into a graph.
 
@@ -122,38 +111,28 @@ def joined(
       batch: the mini-batch.
       joins: what is joined how.
       rows: what each micro-batch returns; its shards give a row each.
-      weights: the parameters.
 
     Returns:
       By the number of a leaf what becomes of it.
     """
     by_place: dict[Place, list[Join]] = {}
-    shardings = graph.shardings
     for join in joins:
-        first = weights[join.old[0]] if join.old else rows[0][join.leaves[0]]
-        by_place.setdefault(graph.places[first], []).append(join)
+        by_place.setdefault(graph.places[rows[0][join.leaf]], []).append(join)
     found: dict[int, Value] = {}
     for place, own in by_place.items():
-        old = [weights[k] for join in own for k in join.old]
-        leaves = [i for join in own for i in join.leaves]
-        given = [[row[i] for i in leaves] for row in rows]
-        run = _in_one(own, len(old), apart(graph, batch, given))
-        reads = [*old, *(value for row in given for value in row)]
+        given = [[row[join.leaf] for join in own] for row in rows]
+        parts, runs = apart(graph, batch, given), [join.run for join in own]
+
+        def run(*leaves: Any, parts: Any = parts, runs: Any = runs) -> list[Any]:
+            columns = zip(*parts(leaves), strict=True)
+            return [run(column) for run, column in zip(runs, columns, strict=True)]
+
+        reads = [value for row in given for value in row]
         specs = [_spec(graph, batch, value) for value in reads]
         function = Function.like("join_aux", run, *specs)
-        # New values of parameters lie as the old ones.
-        how = [
-            shardings[weights[join.old[i]]] if join.old else WHOLE
-            for join in own
-            for i in range(len(join.leaves))
-        ]
-        made = iter(graph.call(function, place, reads, how=how))
-        for join in own:
-            # Two statistics of a norm may stay in two places.
-            at = [graph.places[weights[k]] for k in join.old] or [place]
-            for i, (leaf, value) in enumerate(zip(join.leaves, made, strict=False)):
-                found[leaf] = graph.at(value, at[i])
-    return found
+        made = graph.call(function, place, reads)
+        found |= {join.leaf: value for join, value in zip(own, made, strict=True)}
+    return {join.leaf: found[join.leaf] for join in joins}
 
 
 def _spec(graph: Graph, batch: Batch, value: Value) -> Any:
@@ -162,24 +141,3 @@ def _spec(graph: Graph, batch: Batch, value: Value) -> Any:
     if not graph.shardings[value].stacked:
         return spec
     return spec.update(shape=(batch.num_shards, *spec.shape))
-
-
-def _in_one(
-    joins: Sequence[Join], num_old: int, apart: Callable[..., list[list[Any]]]
-) -> Callable[..., list[Any]]:
-    """Several joins as a function of flat leaves: the old values, then all rows."""
-
-    def run(*leaves: Any) -> list[Any]:
-        old, columns = (
-            iter(leaves[:num_old]),
-            zip(*apart(leaves[num_old:]), strict=True),
-        )
-        return [
-            result
-            for join in joins
-            for result in join.run(
-                [next(columns) for _ in join.leaves], [next(old) for _ in join.old]
-            )
-        ]
-
-    return run

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
@@ -23,8 +23,9 @@ from .._run._pipe import Pipe
 from ..schedules import Action
 from ..schedules._action import BACKWARD, FORWARD, INPUT, WEIGHT
 from ._once import Once
+from ._slice import Slice
 from ._stages import Stages
-from ._totals import Totals, adding_loss
+from ._totals import Totals
 
 Values = list[Value]
 Cell = tuple[int, int]
@@ -56,7 +57,7 @@ class Lowering:
         # Whether each shard of a stage runs its actions by itself.
         self._is_mapped = batch.num_shards > 1
         self._is_spread = any(isinstance(device, SubMesh) for device in pipe.places)
-        incoming = Incoming(graph, pipe, batch, [])
+        incoming = Incoming(graph, pipe, batch)
         self._once = Once(graph, pipe, stages, params)
         self._weights = [*incoming.weights(params), *self._once.values()]
         # By stage, of each micro-batch what it reads of what that is given.
@@ -67,19 +68,15 @@ class Lowering:
         self._made: dict[tuple[core.Var, int], Value] = {}
         self._cotangents: dict[tuple[core.Var, int], dict[int, Value]] = {}
         self._residuals: dict[Cell, Values] = {}
-        # By stage and place, the sums of what runs there: of gradients, and the loss.
+        # By stage and place, the sums of what runs there: of gradients; of the loss and
+        # of what micro-batches write.
+        self._grads: dict[tuple[int, Place], Values] = {}
         self._sums: dict[tuple[int, Place], Values] = {}
-        self._losses: dict[Place, Value] = {}
         self._known: dict[Any, Function] = {}
-        self._add_loss = adding_loss(self._loss_spec)
 
     @property
     def _last(self) -> Place:
         return self._pipe.place(self._stages.num_stages - 1)
-
-    @property
-    def _loss_spec(self) -> Any:
-        return sum_spec(self._stages.first.closed.out_avals[0])
 
     # --------------------------------------------------------------- what comes with m
 
@@ -89,7 +86,7 @@ class Lowering:
         """Of each micro-batch what a stage reads of its leaves and its number."""
         position = {v: i for i, v in enumerate(self._stages.first.given)}
         shards = self._batch.num_shards
-        wanted = [position[v] for v in self._stages.part(stage).batch]
+        wanted = [position[v] for v in self._stages.part(stage).given]
         leaves = [i for i in wanted if i < len(given)]
         axes = [batch.x_axes[i] for i in leaves]
         rows = incoming.split([given[i] for i in leaves], axes, stage)
@@ -112,8 +109,13 @@ class Lowering:
 
     # --------------------------------------------------------------------- the schedule
 
-    def run(self) -> tuple[Value, dict[int, Value]]:
-        """The whole schedule: the loss, and the gradient of each trained parameter."""
+    def run(self) -> tuple[Value, dict[int, Value], dict[int, Value]]:
+        """The whole schedule.
+
+        Returns:
+          The loss; by the number of a parameter the gradient of each that is trained,
+          and the new value of each that micro-batches write.
+        """
         self._start_sums()
         self._divisor = self._known_divisor() if self._stages.divides else []
         deferred = self._deferred()
@@ -129,18 +131,24 @@ class Lowering:
             if follows:
                 self._forward(action, mode)
             self._backward(action, mode, follows)
-        sums = [
-            [self._sums[s, place] for place in self._pipe.places_of(s)]
-            for s in range(self._stages.num_stages)
-        ]
+        grads, sums = (
+            [
+                [known[s, place] for place in self._pipe.places_of(s)]
+                for s in range(self._stages.num_stages)
+            ]
+            for known in (self._grads, self._sums)
+        )
         programs = map(self._stages.program, range(self._count))
         weights = [
             [self._returned(w, m) for w in program.weight]
             for m, program in enumerate(programs)
         ]
         totals = Totals(self._once, self._batch, self._weights)
-        losses = [*self._losses.values()]
-        return totals.finished(sums, losses, weights, self._divisor)
+        losses = [own[0] for own in sums[-1]]
+        sums[-1] = [own[1:] for own in sums[-1]]
+        states = self._stages.states
+        loss, found = totals.loss_and_grads(grads, losses, weights, self._divisor)
+        return loss, found, totals.written(states, sums)
 
     def _known_divisor(self) -> Values:
         """The sum of all weights, where what micro-batches are given tells it."""
@@ -155,11 +163,11 @@ class Lowering:
                 cell = action[1:]
                 self._forward_of(action, self._stages.forward(*cell))
 
-    def aux(self) -> list[Values]:
-        """What each micro-batch returned beside the loss."""
+    def aux(self, count: int) -> list[Values]:
+        """What each micro-batch returned beside the loss, the first so many leaves."""
         programs = map(self._stages.program, range(self._count))
         return [
-            [self._returned(atom, m) for atom in program.beside]
+            [self._returned(atom, m) for atom in program.beside[:count]]
             for m, program in enumerate(programs)
         ]
 
@@ -179,6 +187,9 @@ class Lowering:
             for m in range(self._count)
             if _remat.keeps_nothing(self._stages.mode(last, m))
         }
+        if full and self._stages.states[last].has_integers:
+            # All of them, or one that is not would run before those that are.
+            full = {(last, m) for m in range(self._count)}
         rows = [
             [action for action in schedule.rows[rank] if self._does(action)]
             for rank in schedule.homes.ranks(last)
@@ -200,29 +211,35 @@ class Lowering:
         for s in range(self._stages.num_stages):
             for place in self._pipe.places_of(s):
                 by_place.setdefault(place, []).append(s)
-        last, one = self._stages.num_stages - 1, Sharding(self._is_mapped)
+        one, mapped = Sharding(self._is_mapped), self._is_mapped
         for place, own in by_place.items():
-            specs = [self._sum_specs(s) for s in own]
-            flat = [spec for part in specs for spec in part]
-            how = [each for s in own for each in self._sums_lie(s)]
-            if last in own:
-                flat, how = [*flat, self._loss_spec], [*how, one]
-            if not flat:
-                self._sums |= {(s, place): [] for s in own}
-                continue
-            zeros, mapped = Function("zeros", _sums.zeros(flat), flat), self._is_mapped
-            values = self._graph.call(zeros, place, [], mapped=mapped, how=how)
-            rest = iter(values)
-            for s, part in zip(own, specs, strict=True):
-                self._sums[s, place] = [next(rest) for _ in part]
-            if last in own:
-                self._losses[place] = values[-1]
+            parts: list[tuple[Any, int, list[Any]]] = []
+            how = list[Sharding]()
+            for s in own:
+                sums = self._specs_of_sums(s)
+                parts += [(self._grads, s, self._specs_of_grads(s))]
+                parts += [(self._sums, s, sums)]
+                how += [*self._grads_lie(s), *[one] * len(sums)]
+            flat = [spec for *_, specs in parts for spec in specs]
+            values = iter(())
+            if flat:
+                zeros, lie = Function("zeros", _sums.zeros(flat), flat), how
+                given = zeros, place, []
+                values = iter(self._graph.call(*given, mapped=mapped, how=lie))
+            for known, s, specs in parts:
+                known[s, place] = [next(values) for _ in specs]
 
-    def _sum_specs(self, stage: int) -> list[jax.ShapeDtypeStruct]:
+    def _specs_of_grads(self, stage: int) -> list[Any]:
         own = self._stages.trained_by(stage)
         return [sum_spec(self._graph.specs[self._weights[i]]) for i in own]
 
-    def _sums_lie(self, stage: int) -> list[Sharding]:
+    def _specs_of_sums(self, stage: int) -> list[Any]:
+        """Of the loss, where it is, and of what micro-batches write."""
+        is_last = stage == self._stages.num_stages - 1
+        loss = [sum_spec(self._stages.first.closed.out_avals[0])] * is_last
+        return [*loss, *self._stages.states[stage].sum_specs]
+
+    def _grads_lie(self, stage: int) -> list[Sharding]:
         """How the sums of gradients of a stage lie: cut as their weights are."""
         shardings = self._graph.shardings
         how = [
@@ -238,7 +255,8 @@ class Lowering:
         reads: Values,
         how: Sequence[Sharding] | None = None,
     ) -> Values:
-        place, name = self._pipe.place(*action[1:]), f"stage {action.stage}"
+        place = self._pipe.place(*action[1:])
+        name = str(self._pipe.stages[action.stage])
         given = function, place, reads, action, name
         return self._graph.call(*given, mapped=self._is_mapped, how=how)
 
@@ -260,11 +278,33 @@ class Lowering:
         reads, results = self._forward_of(action, function)
         count = len(part.leaves) + len(part.beside)
         self._residuals[cell] = [*reads, *results[count:]]
-        if action.stage == self._stages.num_stages - 1:
-            place = self._pipe.place(*cell)
-            reads = [self._losses[place], results[0]]
-            (self._losses[place],) = self._call(self._add_loss, action, reads)
+        if self._specs_of_sums(action.stage):
+            self._add_results(action, results[:1])
             self._graph.fuse()
+
+    def _add_results(self, action: Action, loss: Values) -> None:
+        """Adds the loss of a micro-batch, where it is, and what it writes."""
+        stage, m = action[1:]
+        state, place = self._stages.states[stage], self._pipe.place(stage, m)
+        losses = loss * (stage == self._stages.num_stages - 1)
+        beside = self._stages.program(m).beside
+        new = [self._returned(beside[i], m) for i in state.leaves]
+        sizes = self._batch.sizes
+        part = sizes[m] / sum(sizes) / self._batch.num_shards
+        share = self._graph.constant(np.asarray(part, jnp.result_type(float)), place)
+        count, first = len(losses), len(self._sums[stage, place])
+
+        def add(*leaves: Any) -> list[Any]:
+            sums, (*made, share) = leaves[:first], leaves[first:]
+            total = accumulate(sums[:count], made[:count])
+            return [*total, *state.add(sums[count:], made[count:], share)]
+
+        reads = [*self._sums[stage, place], *losses, *new, share]
+        key = "add_results", stage
+        if key not in self._known:
+            specs = [self._graph.specs[value] for value in reads]
+            self._known[key] = Function.like("add_results", add, *specs)
+        self._sums[stage, place] = self._call(self._known[key], action, reads)
 
     def _function(self, name: str, run: Any, specs: Sequence[Any]) -> Function:
         """A function of which there is one for each kind of results."""
@@ -293,22 +333,22 @@ class Lowering:
             self._residuals[cell] = [*given, *results[count + len(arrives) :]]
         elif count:
             at = stage, self._pipe.place(stage, m)
-            specs = self._sum_specs(stage)
+            specs = self._specs_of_grads(stage)
 
             def add(*leaves: Any) -> list[Any]:
                 return accumulate(leaves[:count], leaves[count:])
 
-            reads = [*self._sums[at], *results[:count]]
+            reads = [*self._grads[at], *results[:count]]
             function = self._function("add_grads", add, specs)
-            lie = self._sums_lie(stage) if self._is_spread else None
-            self._sums[at] = self._call(function, action, reads, lie)
+            lie = self._grads_lie(stage) if self._is_spread else None
+            self._grads[at] = self._call(function, action, reads, lie)
             self._graph.fuse()
         if follows:
             self._graph.fuse()
         for var, value in zip(arrives, back, strict=False):
             self._cotangents.setdefault((var, m), {})[stage] = value
 
-    def _received(self, part: Any, m: int, action: Action) -> Values:
+    def _received(self, part: Slice, m: int, action: Action) -> Values:
         """The cotangents of what a stage made: of each the sum over its readers.
 
         Of the loss what it is divided by.
@@ -323,7 +363,7 @@ class Lowering:
                 spec = self._graph.specs[terms[0]]
                 count = len(terms)
                 name = f"add_{count}_cotangents"
-                add = self._function(name, _sums.adding([count]), [spec])
+                add = self._function(name, lambda *x: [sum(x[1:], x[0])], [spec])
                 place, mapped = self._pipe.place(*action[1:]), self._is_mapped
                 terms = self._graph.call(add, place, terms, mapped=mapped)
             found.append(terms[0])

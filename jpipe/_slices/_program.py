@@ -44,6 +44,7 @@ class Traced:
       is_weighted: whether the next is the weight by whose sum the loss is divided.
       numbers: those that are folded into keys: see `_folds`.
       known_kinds: what each equation is, where that is known: see `kinds`.
+      num_inputs: how many of the inputs after the parameters are those of a model.
     """
 
     closed: core.ClosedJaxpr
@@ -54,6 +55,7 @@ class Traced:
     is_weighted: bool = False
     numbers: Sequence[Any] = ()
     known_kinds: Sequence[str] | None = None
+    num_inputs: int = 0
 
     @property
     def loss(self) -> list[Any]:
@@ -94,6 +96,11 @@ class Traced:
     def given(self) -> list[core.Var]:
         """The inputs that a micro-batch brings."""
         return self.closed.jaxpr.invars[self.num_params :]
+
+    @cached_property
+    def inputs(self) -> set[core.Var]:
+        """Those of them that are the input of a model."""
+        return set(self.given[: self.num_inputs])
 
     @cached_property
     def of_batch(self) -> set[core.Var]:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from .._jaxprs import _jaxpr
+from ._marks import is_mark
 from ._program import Traced
 
 
@@ -19,19 +20,27 @@ class Slice:
     Attributes:
       weights: what it reads that is the same for all micro-batches: parameters, and
         what follows from them once in a step.
-      batch: what it reads of what a micro-batch is given.
       arrives: what it reads that other stages make.
+      inputs: what it reads of the input of the model.
+      batch: what it reads of what else a micro-batch is given.
       leaves: what it makes that has a cotangent: what others read, or the loss.
       beside: what else it makes that is read.
-      closed: its jaxpr: ``(*weights, *arrives, *batch) -> (*leaves, *beside)``.
+      closed: its jaxpr: ``(*weights, *arrives, *inputs, *batch) -> (*leaves,
+        *beside)``.
     """
 
     weights: list[core.Var]
-    batch: list[core.Var]
     arrives: list[core.Var]
+    inputs: list[core.Var]
+    batch: list[core.Var]
     leaves: list[core.Var]
     beside: list[core.Var]
     closed: core.ClosedJaxpr
+
+    @property
+    def given(self) -> list[core.Var]:
+        """What it reads of what a micro-batch is given."""
+        return [*self.inputs, *self.batch]
 
     def run(self, weights: Any, x: Any, extra: Any) -> tuple[list[Any], list[Any]]:
         """``(leaves, beside)`` of flat leaves."""
@@ -60,7 +69,8 @@ def slices(program: Traced, cuts: Sequence[int], trained: set[core.Var]) -> list
         sum(cut <= i for cut in cuts) if kind == "stage" else None
         for i, kind in enumerate(program.kinds)
     ]
-    outputs = _variables(program.outputs)
+    params = set(program.params)
+    outputs = [v for v in _variables(program.outputs) if v not in params]
     home = {v: stage[i] for v, i in program.producer.items() if stage[i] is not None}
     # The equations of each stage, with those that it computes for itself.
     own: list[list[int]] = [[] for _ in range(count)]
@@ -77,6 +87,7 @@ def slices(program: Traced, cuts: Sequence[int], trained: set[core.Var]) -> list
         reads[s] = {var: None for var in needed if var not in made}
     _check_references(program, reads, home)
     given = set(program.given)
+    consts = dict(zip(jaxpr.constvars, program.closed.consts, strict=True))
     found = []
     for s in range(count):
         read_later = {var for t in range(count) if t != s for var in reads[t]}
@@ -85,21 +96,54 @@ def slices(program: Traced, cuts: Sequence[int], trained: set[core.Var]) -> list
         loss = [v for v in _variables(program.loss) if home.get(v, count - 1) == s]
         leaves = [*loss, *(v for v in crossing if v in trained and v not in loss)]
         beside = [v for v in crossing if v not in trained]
-        returned = _variables([*program.weight, *program.beside])
-        aux = [v for v in returned if home.get(v, count - 1) == s]
-        beside += [v for v in dict.fromkeys(aux) if v not in beside]
+        returned = [v for v in outputs if home.get(v, count - 1) == s]
+        beside += [v for v in dict.fromkeys(returned) if v not in {*leaves, *beside}]
         arrives = [v for v in reads[s] if v in home]
-        batch = [v for v in program.given if v in reads[s]]
-        weights = [v for v in reads[s] if v not in home and v not in given]
-        part = jaxpr.replace(
-            invars=[*weights, *arrives, *batch],
-            outvars=[*leaves, *beside],
-            eqns=[eqns[i] for i in own[s]],
-            effects={effect for i in own[s] for effect in eqns[i].effects},
+        of_batch = [v for v in program.given if v in reads[s]]
+        inputs = [v for v in of_batch if v in program.inputs]
+        batch = of_batch[len(inputs) :]
+        known = {*home, *given, *consts}
+        weights = [v for v in reads[s] if v not in known]
+        closed = _closed(
+            program,
+            [*weights, *arrives, *inputs, *batch],
+            [*leaves, *beside],
+            [eqns[i] for i in own[s]],
+            {var: const for var, const in consts.items() if var in reads[s]},
         )
-        closed = core.ClosedJaxpr(part, program.closed.consts)
-        found.append(Slice(weights, batch, arrives, leaves, beside, closed))
+        found.append(Slice(weights, arrives, inputs, batch, leaves, beside, closed))
     return found
+
+
+def _closed(
+    program: Traced,
+    invars: list[core.Var],
+    outvars: list[core.Var],
+    eqns: Sequence[core.JaxprEqn],
+    consts: dict[core.Var, Any],
+) -> core.ClosedJaxpr:
+    """Some equations as a jaxpr, in which what is marked is what it was."""
+    was: dict[core.Var, Any] = {}
+
+    def before(atom: Any) -> Any:
+        return atom if isinstance(atom, core.Literal) else was.get(atom, atom)
+
+    kept = []
+    for eqn in eqns:
+        if is_mark(eqn):
+            was[eqn.outvars[0]] = before(eqn.invars[0])
+        elif was.keys() & _jaxpr.variables(eqn.invars):
+            kept.append(eqn.replace(invars=[*map(before, eqn.invars)]))
+        else:
+            kept.append(eqn)
+    jaxpr = program.closed.jaxpr.replace(
+        constvars=[*consts],
+        invars=invars,
+        outvars=[*map(before, outvars)],
+        eqns=kept,
+        effects={effect for eqn in kept for effect in eqn.effects},
+    )
+    return core.ClosedJaxpr(jaxpr, [*consts.values()])
 
 
 def _check_references(

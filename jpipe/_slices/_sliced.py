@@ -24,6 +24,7 @@ from ._join import Join, joined
 from ._lower import Lowering
 from ._program import Traced
 from ._stages import Stages
+from ._state import State, Written, without_the_rest, written_by
 
 PyTree = Any
 _MOST = 64
@@ -35,8 +36,9 @@ class Work:
 
     Attributes:
       function: ``(params, *args) -> loss``, ``(loss, aux)`` or ``aux``.
-      joins: of a trace, specs of the parameters and the sizes of micro-batches, how
-        aux is joined.
+      joins: of a trace and the sizes of micro-batches, how aux is joined.
+      writes: of a trace and specs of the parameters, the number of the first leaf of
+        aux that is written to one of these, and which they are; ``None``: none is.
       in_axes: where the examples are in the arguments after ``params``.
       has_loss: whether it returns a loss, which is differentiated.
       has_aux: whether it returns something beside the loss.
@@ -48,7 +50,8 @@ class Work:
     """
 
     function: Callable[..., Any]
-    joins: Callable[[Traced, PyTree, Sequence[int]], list[Join]]
+    joins: Callable[[Traced, Sequence[int]], list[Join]]
+    writes: Callable[[Traced, PyTree], tuple[int, list[Written]]] | None = None
     in_axes: Any = 0
     has_loss: bool = True
     has_aux: bool = False
@@ -64,7 +67,7 @@ class Results(NamedTuple):
 
     Attributes:
       loss: the loss, if there is one.
-      aux: what is returned beside it; ``None`` for leaves that no join takes.
+      aux: what is returned beside it; ``None`` for what is not written.
       grads: of each leaf of the parameters its gradient, or ``None``.
     """
 
@@ -255,11 +258,19 @@ class Sliced:
     def _stages(self, call: _Call) -> tuple[Pipe, Stages]:
         division, sizes = self._division, call.batch.sizes
         programs = self._traced(call)
+        state = State()
+        if writes := self._work.writes:
+            state = written_by(
+                programs[sizes[0]], *writes(programs[sizes[0]], call.specs)
+            )
+            for n, one in programs.items():
+                programs[n] = without_the_rest(one, *writes(one, call.specs), state)
         first, count = programs[sizes[0]], len(call.trained)
         cuts = division.cuts(programs, count if division.is_lasting else None)
         pipe = division.pipe(len(cuts[sizes[0]]) + 1)
         homes = division.first[2] if division.first else ()
-        stages = Stages(programs, cuts, sizes, pipe.remat, call.trained, homes)
+        known = call.trained, homes, state
+        stages = Stages(programs, cuts, sizes, pipe.remat, *known)
         if division.is_lasting and division.first is None:
             division.first = first, cuts[sizes[0]], stages.owner[:count]
         return pipe, stages
@@ -304,21 +315,22 @@ class Sliced:
         ]
         given = [graph.argument(leaf, OUTSIDE) for leaf in jax.tree.leaves(batch.x)]
         lowering = Lowering(graph, pipe, stages, batch, params, given)
-        loss, grads = [], dict[int, Any]()
+        loss, grads, written = [], dict[int, Any](), dict[int, Any]()
         if self._work.has_loss:
-            total, grads = lowering.run()
+            total, grads, written = lowering.run()
             loss = [total]
         else:
             lowering.forwards()
         sizes = [size for size in batch.sizes for _ in range(batch.num_shards)]
-        joins = self._work.joins(stages.first, specs, sizes)
-        aux = joined(graph, batch, joins, lowering.aux(), params) if joins else {}
+        joins = self._work.joins(stages.first, sizes)
+        aux = joined(graph, batch, joins, lowering.aux(len(joins))) if joins else {}
+        number = len(loss) + len(aux) if loss else 0
+        for state in stages.states:
+            aux |= {i: written[k] for i, k in zip(state.leaves, state.at, strict=True)}
         graph.facts |= _facts.of_batch(batch)
+        kept = [*aux]
+        own = graph.own([*loss, *aux.values(), *grads.values()])
         # Metrics are in each process; new values of parameters stay where these are.
-        stays = {leaf for join in joins if join.old for leaf in join.leaves}
-        kept = sorted(aux, key=lambda i: (i in stays, i))
-        own = graph.own([*loss, *(aux[i] for i in kept), *grads.values()])
-        number = len(loss) + len(aux) - len(stays) if loss else 0
         outputs = [*map(graph.everywhere, own[:number]), *own[number:]]
         constants = [
             put(leaf, *home) for leaf, home in zip(constants, others, strict=True)

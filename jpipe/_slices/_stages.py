@@ -1,6 +1,6 @@
 """All stages of a program on micro-batches of all sizes, and what they share."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -8,12 +8,14 @@ import numpy as np
 from jax.extend import core
 
 from .._functions import _remat
+from .._functions._kept import Kept
 from .._functions._weights import is_inexact
 from .._jaxprs import _jaxpr
 from .._jaxprs._function import Function
 from ._functions import StageFunctions
 from ._program import Traced
 from ._slice import Slice, once, slices, specs, with_gradient
+from ._state import State
 
 # A parameter by its number, or what follows from parameters once in a step, after them.
 Weight = int
@@ -34,9 +36,12 @@ class Stages:
       remat: what each stage stores.
       trained: whether each parameter has a gradient.
       homes: the stages of the first parameters, where these are known.
+      state: what the program writes.
+      alike: of each stage what is equal for those that do the same, if it is known.
 
     Attributes:
       first: the program of the first micro-batch.
+      states: what each stage writes.
       once: ``params -> values`` that stages read and that are computed once in a step.
       owner: of each weight the first stage that reads it.
       divides: whether backwards of a weighted loss divide by the sum of all weights.
@@ -50,6 +55,8 @@ class Stages:
         remat: Sequence[Any],
         trained: Sequence[bool],
         homes: Sequence[int] = (),
+        state: State | None = None,
+        alike: Sequence[Hashable] = (),
     ) -> None:
         self._programs, self._sizes, self._remat = programs, sizes, remat
         self.first = next(iter(programs.values()))
@@ -78,6 +85,8 @@ class Stages:
         of_loss = self._gradient[sizes[0]]
         self.trained += [_is_in(v, of_loss) for v in self.once.jaxpr.outvars]
         self.owner = [*homes, *self._owners()[len(homes) :]]
+        self.states = self._states(state or State())
+        self._alike, self._known_forms = alike, dict[tuple[int, int], Hashable]()
         self._functions: dict[Any, StageFunctions] = {}
         self._forwards: dict[Any, Function] = {}
         # By the sizes of micro-batches, what gives the weight of a weighted loss.
@@ -113,9 +122,29 @@ class Stages:
         """Of each stage which weights it reads, and which leaves of a micro-batch."""
         number, given = self._number[size], self._programs[size].given
         return [
-            ([number[v] for v in part.weights], [given.index(v) for v in part.batch])
+            ([number[v] for v in part.weights], [given.index(v) for v in part.given])
             for part in self._slices[size]
         ]
+
+    def _states(self, state: State) -> list[State]:
+        """What each stage writes; what none makes belongs to the last."""
+        parts, last = self._slices[self._sizes[0]], self.num_stages - 1
+        made = {v: s for s, own in enumerate(parts) for v in [*own.leaves, *own.beside]}
+        beside = [self.first.beside[i] for i in state.leaves]
+        homes = [
+            last if isinstance(v, core.Literal) else made.get(v, last) for v in beside
+        ]
+        return state.of_stages(homes, self.num_stages)
+
+    def _form(self, stage: int, size: int) -> Hashable:
+        """What is equal for stages that are one program."""
+        if not self._alike:
+            return stage, size
+        if (stage, size) not in self._known_forms:
+            part = self._slices[size][stage]
+            found = self._alike[stage], size, _form_of(part)
+            self._known_forms[stage, size] = found
+        return self._known_forms[stage, size]
 
     def has_gradient(self, var: core.Var, microbatch: int) -> bool:
         """Whether what crosses has a cotangent."""
@@ -127,26 +156,30 @@ class Stages:
 
     def functions(self, stage: int, microbatch: int, mode: Any) -> StageFunctions:
         """The programs of a stage."""
-        key = stage, self._sizes[microbatch], mode
+        part = self.part(stage, microbatch)
+        has_loss = self.first.has_loss and stage == self.num_stages - 1
+        trained = [self.trained[i] for i in self.weights(stage, microbatch)]
+        arrives = [self.has_gradient(var, microbatch) for var in part.arrives]
+        form = self._form(stage, self._sizes[microbatch])
+        key = form, mode, has_loss, tuple(trained), tuple(arrives)
         if key not in self._functions:
-            part, has_loss = self.part(stage, microbatch), stage == self.num_stages - 1
-            weight = self.first.weight if self.divides else []
+            divisors = specs(self.first.weight if self.divides else [])
             self._functions[key] = StageFunctions(
-                part,
-                mode,
-                specs(weight) if has_loss else None,
-                [self.trained[i] for i in self.weights(stage, microbatch)],
-                [self.has_gradient(var, microbatch) for var in part.arrives],
+                part, mode, divisors if has_loss else None, trained, arrives
             )
         return self._functions[key]
 
     def forward(self, stage: int, microbatch: int) -> Function:
         """The program of a stage of which nothing is kept for a backward."""
-        key = stage, self._sizes[microbatch]
+        key = self._form(stage, self._sizes[microbatch])
         if key not in self._forwards:
             closed = self.part(stage, microbatch).closed
             self._forwards[key] = Function.of("forward", closed)
         return self._forwards[key]
+
+    def kept(self, stage: int) -> Kept:
+        """What a stage keeps of the first micro-batch."""
+        return self.functions(stage, 0, self.mode(stage, 0)).kept
 
     def does(self, stage: int, microbatch: int, weights_only: bool) -> bool:
         """Whether a backward has anything to compute."""
@@ -164,7 +197,7 @@ class Stages:
         return self._weight[self._sizes[microbatch]]
 
     def _weight_of(self, size: int) -> Function | None:
-        program, given = self._programs[size], self._slices[size][-1].batch
+        program, given = self._programs[size], self._slices[size][-1].given
         closed = _jaxpr.prune(program.closed, program.weight)
         live = zip(closed.jaxpr.invars, _jaxpr.live_inputs(closed), strict=True)
         if not {var for var, is_read in live if is_read} <= set(given):
@@ -188,6 +221,26 @@ class Stages:
         if self.first.rest:  # it is added to the loss
             owner[count - 1] = last
         return [owner.get(weight, 0) for weight in range(count)]
+
+
+def _form_of(part: Slice) -> Hashable:
+    """The wiring of a slice, without the parameters of its equations."""
+    jaxpr, consts = part.closed.jaxpr, part.closed.consts
+    made = [*jaxpr.constvars, *jaxpr.invars]
+    made += [var for eqn in jaxpr.eqns for var in eqn.outvars]
+    number = {var: i for i, var in enumerate(made)}
+
+    def text(atom: Any) -> Hashable:
+        is_literal = isinstance(atom, core.Literal)
+        return str(atom.val) if is_literal else number[atom], atom.aval
+
+    eqns = [
+        (eqn.primitive.name, *map(text, eqn.invars), *map(text, eqn.outvars))
+        for eqn in jaxpr.eqns
+    ]
+    groups = part.weights, part.arrives, part.inputs, part.batch, part.leaves
+    ends = *map(len, groups), *map(text, jaxpr.invars), *map(text, jaxpr.outvars)
+    return tuple(map(id, consts)), tuple(eqns), ends
 
 
 def _reads(closed: core.ClosedJaxpr) -> list[Any]:

@@ -1,102 +1,265 @@
-"""What a call of a model writes beside its output, of all micro-batches."""
+"""What a call writes beside its output, as running sums over micro-batches.
 
-from collections.abc import Sequence
-from typing import Any
+Statistics of Flax's batch norms become those of all micro-batches, and move once; other
+floating leaves the mean over the examples; those of integers are what the last
+micro-batch makes of them.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core
 
 from .._faults import refuse
-from .._functions._weights import is_inexact
-from .._jaxprs import _flow
+from .._functions._weights import is_inexact, sum_spec
+from .._jaxprs import _flow, _jaxpr
 from .._layers import _batchnorm
-from ._join import Join, mean
 from ._program import Traced
 
 Path = tuple[Any, ...]
+Leaves = Sequence[Any]
+_SINGLE = jnp.dtype(jnp.float32).itemsize
 
 
-def joins(
-    traced: Traced, first: int, written: Sequence[tuple[int, Path]], sizes: Any
-) -> list[Join]:
-    """How what is written becomes what it is after the mini-batch.
+class Written(NamedTuple):
+    """A leaf that a call may write.
 
-    Statistics of Flax's batch norms become those of all micro-batches, and move once;
-    other floating leaves the mean over the examples; those of integers are what the
-    last micro-batch makes of them.
+    Attributes:
+      at: which of the parameters of the program it is.
+      path: where it stands among the variables; the last two names of a statistic are
+        those of its norm and its own.
+      text: how errors call it: ``"layer 1 (BatchNorm) writes batch_stats/mean"``.
+      collection: what it is in, such as ``"batch_stats"``.
+    """
+
+    at: int
+    path: Path
+    text: str
+    collection: str
+
+
+@dataclass(frozen=True)
+class State:
+    """What one stage, or a whole program, writes.
+
+    Attributes:
+      leaves: which of what is returned beside the loss.
+      at: of each which of the parameters it is.
+      specs: of these.
+      norms: of each batch norm where its mean and its variance stand among the leaves,
+        and its momentum.
+    """
+
+    leaves: tuple[int, ...] = ()
+    at: tuple[int, ...] = ()
+    specs: tuple[jax.ShapeDtypeStruct, ...] = ()
+    norms: tuple[tuple[int, int, float], ...] = ()
+
+    @property
+    def has_integers(self) -> bool:
+        """Whether a leaf of integers is written: what the last micro-batch makes."""
+        return not all(map(is_inexact, self.specs))
+
+    @property
+    def has_means(self) -> bool:
+        """Whether a leaf is a mean over the examples."""
+        return any(map(is_inexact, self.specs))
+
+    @property
+    def sum_specs(self) -> list[jax.ShapeDtypeStruct]:
+        """Specs of the running sums: of each leaf, and the share that was seen."""
+        share = jax.ShapeDtypeStruct((), jnp.result_type(float))
+        return [*map(sum_spec, self.specs), *[share] * self.has_means]
+
+    def of_stages(self, stages: Sequence[int], count: int) -> list["State"]:
+        """What each of so many stages writes, given the stage of each leaf."""
+        stage = list(stages)
+        for mean, var, _ in self.norms:  # those of one norm may be made in two
+            stage[mean] = stage[var] = max(stage[mean], stage[var])
+        found = []
+        for s in range(count):
+            own = [i for i, of in enumerate(stage) if of == s]
+            place = {i: k for k, i in enumerate(own)}
+            norms = [
+                (place[mean], place[var], momentum)
+                for mean, var, momentum in self.norms
+                if mean in place
+            ]
+            columns = self.leaves, self.at, self.specs
+            found.append(State(*(tuple(c[i] for i in own) for c in columns), (*norms,)))
+        return found
+
+    def add(self, sums: Leaves, new: Leaves, share: Any) -> list[Any]:
+        """Adds what one micro-batch wrote, with its share of the examples."""
+        if not self.has_means:
+            return list(new)
+        seen = sums[-1]
+        after = self._means(sums, new, seen, share)
+        for mean, var, _ in self.norms:
+            so_far = _batchnorm.Merged(sums[mean], sums[var])
+            merged = _batchnorm.merge(so_far, new[mean], new[var], seen, share)
+            # The share may be of a wider dtype than the statistics.
+            after[mean] = merged.mean.astype(so_far.mean.dtype)
+            after[var] = merged.m2.astype(so_far.m2.dtype)
+        return [*after, seen + share]
+
+    def merge(self, sums: Leaves, others: Leaves) -> list[Any]:
+        """The running sums of some micro-batches and of others as those of all."""
+        if not self.has_means:
+            return list(others)
+        (*before, seen), (*new, share) = sums, others
+        after = self._means(before, new, seen, share)
+        for mean, var, _ in self.norms:
+            so_far = _batchnorm.Merged(before[mean], before[var])
+            merged = _batchnorm.merge(so_far, new[mean], new[var] / share, seen, share)
+            after[mean] = merged.mean.astype(so_far.mean.dtype)
+            after[var] = merged.m2.astype(so_far.m2.dtype)
+        return [*after, seen + share]
+
+    def _means(self, so_far: Leaves, new: Leaves, seen: Any, share: Any) -> list[Any]:
+        weight = share / (seen + share)
+        return [
+            _mean(old, x, weight) if is_inexact(old) else x
+            for old, x in zip(so_far, new, strict=False)
+        ]
+
+    def commit(self, old: Leaves, sums: Leaves) -> list[Any]:
+        """The new values of the leaves, given the old ones and the running sums."""
+        new = list(sums[: len(old)])
+        for mean, var, momentum in self.norms:
+            for at in (mean, var):
+                new[at] = _batchnorm.commit(old[at], new[at], momentum)
+        return [x.astype(leaf.dtype) for x, leaf in zip(new, old, strict=True)]
+
+
+def _mean(so_far: jax.Array, new: jax.Array, weight: jax.Array) -> jax.Array:
+    """A mean with one more value; the mean of equal ones is that value to the bit."""
+    new, weight = new.astype(so_far.dtype), weight.astype(so_far.dtype)
+    # Not by their difference, which may overflow, or be none of two infinities.
+    return jnp.where(new == so_far, so_far, so_far * (1 - weight) + new * weight)
+
+
+def written_by(program: Traced, first: int, written: Sequence[Written]) -> State:
+    """What a program writes of what it returns beside the loss.
 
     Args:
-      traced: the program.
+      program: the program, in training.
       first: the number of the first such leaf in what it returns.
-      written: of each the number of the variable that it is, and its path.
-      sizes: of the micro-batches.
+      written: of each what it is.
 
     Returns:
-      Of the leaves that are not given back as they were.
+      The leaves that are not given back as they were.
 
     Raises:
-      ValueError: if a call writes parameters, or batch norms cannot be merged.
+      ValueError: if a call writes what the step does not take from it, or batch norms
+        cannot be merged.
     """
-    jaxpr, consts = traced.closed.jaxpr, traced.closed.consts
-    leaves = traced.beside[first:]
-    closed = core.ClosedJaxpr(jaxpr.replace(outvars=leaves), consts)
+    leaves = program.beside[first:]
+    closed = _returning(program, leaves)
     origins = _flow.origins(closed, _batchnorm.MARK)
-    new = [i for i, (at, _) in enumerate(written) if origins[i] != at]
-    paths = [written[i][1] for i in new]
-    refuse(
-        "parameters are changed by the optimizer alone; what a call writes to them "
-        "would be lost when it ends. Keep what it changes in an nnx.BatchStat, or in a "
-        "subclass of nnx.Variable of your own",
-        [
-            jax.tree_util.keystr(path, simple=True, separator="/")
-            for path in paths
-            if path[0].key == "params"
-        ],
-    )
+    # A transformation such as nn.remat returns all it was given as if it had made it.
+    new = [i for i, leaf in enumerate(written) if origins[i] != leaf.at]
+    own = [written[i] for i in new]
+    specs = [_jaxpr.spec(program.params[leaf.at].aval) for leaf in own]
+    _check_lasting(own, specs)
+    paths = [leaf.path for leaf in own]
     norms = _batchnorm.norms(paths, [origins[i] for i in new])
-    if lost := _flow.names(closed, _batchnorm.MARK) - {mark for *_, mark in norms}:
-        listed = ", ".join(mark.split()[-1] for mark in sorted(lost))
-        raise ValueError(
-            f"what batch norm {listed} leaves as its running statistics is copied or "
-            f"changed in the same step by code that is not Flax's; for a rule of your "
-            f"own write a norm of your own, or take num_microbatches=1"
-        )
-    shares = [size / sum(sizes) for size in sizes]
-    found, taken = list[Join](), set[int]()
-    for mean_at, var_at, mark in norms:
-        at = new[mean_at], new[var_at]
-        taken.update(at)
-        old = tuple(written[i][0] for i in at)
-        pair = first + at[0], first + at[1]
-        found.append(Join(pair, _norm(_batchnorm.momentum_of(mark), shares), old))
-    for i in new:
-        if i not in taken:
-            run = _mean(shares) if is_inexact(leaves[i].aval) else _last
-            found.append(Join((first + i,), run, (written[i][0],)))
+    _check_norms(closed, {mark for *_, mark in norms})
+    found = State(
+        tuple(first + i for i in new),
+        tuple(leaf.at for leaf in own),
+        tuple(specs),
+        tuple((mean, var, _batchnorm.momentum_of(mark)) for mean, var, mark in norms),
+    )
+    _check_dtypes(found, own, [_jaxpr.spec(leaves[i].aval) for i in new])
     return found
 
 
-def _norm(momentum: float, shares: Sequence[float]) -> Any:
-    """Statistics of micro-batches as those of the mini-batch, committed once."""
-
-    def run(columns: Sequence[Sequence[Any]], old: Sequence[Any]) -> list[Any]:
-        so_far, seen = _batchnorm.Merged(*map(jnp.zeros_like, old)), 0.0
-        for new_mean, new_var, share in zip(*columns, shares, strict=True):
-            so_far = _batchnorm.merge(so_far, new_mean, new_var, seen, share)
-            seen += share
-        pairs = zip(old, so_far, strict=True)
-        return [
-            _batchnorm.commit(was, new, momentum).astype(was.dtype)
-            for was, new in pairs
-        ]
-
-    return run
+def without_the_rest(
+    program: Traced, first: int, written: Sequence[Written], state: State
+) -> Traced:
+    """A program that gives back as it came what of such leaves is not written."""
+    outvars = list(program.closed.jaxpr.outvars)
+    begin = len(outvars) - len(program.rest) - len(written)
+    for i, leaf in enumerate(written):
+        if first + i not in state.leaves:
+            outvars[begin + i] = program.params[leaf.at]
+    jaxpr = program.closed.jaxpr.replace(outvars=outvars)
+    return replace(program, closed=core.ClosedJaxpr(jaxpr, program.closed.consts))
 
 
-def _mean(shares: Sequence[float]) -> Any:
-    return lambda columns, old: [mean(columns[0], shares).astype(old[0].dtype)]
+def changes(program: Traced, first: int, written: Sequence[Written]) -> list[Written]:
+    """Those of the leaves that a program, in evaluation, changes all the same."""
+    origins = _flow.origins(_returning(program, program.beside[first:]))
+    pairs = zip(written, origins, strict=True)
+    return [leaf for leaf, origin in pairs if origin != leaf.at]
 
 
-def _last(columns: Sequence[Sequence[Any]], old: Sequence[Any]) -> list[Any]:
-    return [columns[0][-1].astype(old[0].dtype)]
+def _returning(program: Traced, leaves: Sequence[Any]) -> core.ClosedJaxpr:
+    jaxpr = program.closed.jaxpr.replace(outvars=list(leaves))
+    return core.ClosedJaxpr(jaxpr, program.closed.consts)
+
+
+def _check_lasting(own: Sequence[Written], specs: Sequence[Any]) -> None:
+    """Refuses a call that writes what the step does not take from it."""
+
+    def where(chosen: Callable[[Written, Any], bool]) -> list[str]:
+        return [x.text for x, s in zip(own, specs, strict=True) if chosen(x, s)]
+
+    refuse(
+        "parameters are changed by the optimizer alone; what a call writes to them "
+        "would be lost when it ends. Keep what it changes in an nnx.BatchStat, or in a "
+        "subclass of nnx.Variable of your own; where a weight is normalized, compute "
+        "it in the call and do not write it back",
+        where(lambda leaf, spec: leaf.collection == "params"),
+    )
+    refuse(
+        "a call changes a random key that is no random stream, from which all "
+        "micro-batches would draw the same; draw from streams: rngs() of an "
+        "nnx.Rngs(0) that the module holds in its place; self.make_rng in flax.linen",
+        where(lambda leaf, spec: jnp.issubdtype(spec.dtype, jax.dtypes.prng_key)),
+    )
+    if _batchnorm.are_merged():
+        refuse(
+            "a call updates a metric, of which a pipeline would keep the mean over "
+            "micro-batches; return what it counts with has_aux=True, and update the "
+            "metric after the step",
+            where(lambda leaf, spec: leaf.collection == "metric_state"),
+        )
+
+
+def _check_norms(closed: core.ClosedJaxpr, found: set[str]) -> None:
+    """Refuses batch norms whose statistics are none of the written leaves."""
+    if lost := _flow.names(closed, _batchnorm.MARK) - found:
+        listed = ", ".join(mark.split()[-1] for mark in sorted(lost))
+        raise ValueError(
+            f"what batch norm {listed} leaves as its running statistics is copied or "
+            f"changed in the same step by code that is not Flax's, or is no variable "
+            f"of its layer; here it is that of one micro-batch. For a rule of your own "
+            f"write a norm of your own, or take num_microbatches=1"
+        )
+
+
+def _check_dtypes(state: State, own: Sequence[Written], new: Sequence[Any]) -> None:
+    """A leaf keeps its dtype, in which all that is written to it must have a place.
+
+    A mean over micro-batches has none in integers. Running statistics of batch norms
+    may stay in single precision, in which Flax makes them.
+    """
+    norms = {place for mean, var, _ in state.norms for place in (mean, var)}
+    triples = zip(own, state.specs, new, strict=True)
+    for place, (leaf, spec, made) in enumerate(triples):
+        is_real = not jnp.issubdtype(made.dtype, jnp.complexfloating)
+        fits = place in norms and is_real and spec.dtype.itemsize >= _SINGLE
+        if not is_inexact(made) or fits:
+            continue
+        if jnp.result_type(made, spec.dtype) != spec.dtype:
+            raise ValueError(
+                f"{leaf.text} of {made.dtype}, which is {spec.dtype}, and a pipeline "
+                f"keeps dtypes: where you cast variables, cast the parameters alone; "
+                f"else let the layer make it of {made.dtype}, or write what is cast to "
+                f"{spec.dtype}"
+            )

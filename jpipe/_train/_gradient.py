@@ -1,4 +1,4 @@
-"""The loss and its gradients through a pipeline."""
+"""The loss and its gradients through a list of layers."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -7,18 +7,15 @@ from typing import Any, NamedTuple
 import jax
 
 from .._functions import _microbatch
-from .._functions._batch import Batch
 from .._functions._kept import Kept
 from .._functions._objective import Objective
 from .._instructions._collector import paused
 from .._instructions._graph import OUTSIDE, Graph, Value
 from .._instructions._program import Program
-from .._run import _variables
-from .._run._layout import Layout
-from .._run._lower import Lowering
-from .._run._pipe import Pipe
-from .._run._totals import joined
-from .._run._work import Works
+from .._run import _facts, _variables
+from .._slices import _join
+from .._slices._listed import Listed
+from .._slices._lower import Lowering
 from ..schedules import Action
 from ..schedules._action import FORWARD
 
@@ -45,10 +42,7 @@ class Gradient:
     """A mini-batch with a loss: traced, and written into a graph when asked.
 
     Args:
-      pipe: the stages.
-      layout: which variables each uses.
-      batch: the mini-batch.
-      works: what each stage does on each micro-batch.
+      listed: the layers and the loss on it.
       objective: the loss.
 
     Attributes:
@@ -57,57 +51,43 @@ class Gradient:
       aux_tree: the structure of what the loss function returns beside the loss.
     """
 
-    def __init__(
-        self,
-        pipe: Pipe,
-        layout: Layout,
-        batch: Batch,
-        works: Works,
-        objective: Objective,
-    ) -> None:
-        self.pipe = pipe
-        self.layout = layout
-        self.batch = batch
-        self.works = works
-        self.objective = objective
-        last = len(pipe.stages) - 1
-        aux = works.task(last).y
+    def __init__(self, listed: Listed, objective: Objective) -> None:
+        self.listed, self.objective = listed, objective
+        self.pipe, self.layout, self.batch = listed.pipe, listed.layout, listed.batch
+        sizes = self.batch.sizes
+        aux, last = listed.aux[sizes[0]], listed.aux[sizes[-1]]
         axes = _microbatch.flat_axes(objective.aux_axes, aux, "aux", "aux_axes")
-        _check_aux(aux, works.task(last, len(batch.sizes) - 1).y, axes, batch.sizes)
+        _check_aux(aux, last, axes, sizes)
         self.aux_tree = jax.tree.structure(aux)
-        self._aux_axes = axes
+        self._joins = _join.by_axes(objective.aux_axes, aux, [])
 
     def into(
-        self,
-        graph: Graph,
-        variables: Sequence[Value],
-        x: Sequence[Value],
-        targets: Sequence[Value],
-        rngs: Sequence[Value],
+        self, graph: Graph, variables: Sequence[Value], given: Sequence[Value]
     ) -> Outcome:
         """Writes the mini-batch into a graph.
 
         Args:
           graph: the graph.
           variables: the leaves of all variables, in place.
-          x: the leaves of the input, anywhere.
-          targets: the leaves of the targets, anywhere.
-          rngs: the leaves of the keys of the step, anywhere.
+          given: the leaves of the input, the targets and the keys, anywhere.
         """
-        given = variables, x, targets, rngs
-        lowering = Lowering(
-            graph, self.pipe, self.layout, self.batch, self.works, *given
-        )
-        loss, rows, grads, changed = lowering.training()
-        aux = []
-        if self._aux_axes:
-            aux = joined(graph, self.pipe, self.batch, "join_aux", rows, self._aux_axes)
-        return Outcome(loss, aux, [grads[i] for i in sorted(grads)], changed)
+        listed = self.listed
+        graph.facts |= _facts.of_batch(listed.batch)
+        graph.facts |= _facts.of_stages(listed.pipe, listed.layout)
+        parts = graph, listed.pipe, listed.stages, listed.batch, variables, given
+        lowering = Lowering(*parts)
+        loss, grads, changed = lowering.run()
+        aux = {}
+        if self._joins:
+            rows = lowering.aux(len(self._joins))
+            aux = _join.joined(graph, listed.batch, self._joins, rows)
+        found = [aux[i] for i in range(len(self._joins))]
+        return Outcome(loss, found, [grads[i] for i in sorted(grads)], changed)
 
     @cached_property
     def changed(self) -> list[int]:
         """The positions among the variables of the leaves that training changes."""
-        return self.works.changed(self.layout)
+        return sorted(self.listed.state.at)
 
     @cached_property
     def program(self) -> Program:
@@ -128,17 +108,15 @@ class Gradient:
     def kept(self, stage: int) -> Kept | None:
         """What a stage keeps of a micro-batch, if it has forwards of their own."""
         by_itself = any(a.op == FORWARD and a.stage == stage for a in self.ran)
-        return self.works.kept(stage) if by_itself else None
+        return self.listed.stages.kept(stage) if by_itself else None
 
     @paused
     def _lowered(self, with_state: bool) -> Program:
-        graph, batch = self.pipe.graph(), self.batch
+        graph = self.pipe.graph()
         variables = self.layout.arguments(graph)
-        given = [
-            [graph.argument(spec, OUTSIDE) for spec in jax.tree.leaves(tree)]
-            for tree in (batch.x, batch.targets, batch.rngs)
-        ]
-        loss, aux, grads, changed = self.into(graph, variables, *given)
+        specs = jax.tree.leaves(self.batch.x)
+        given = [graph.argument(spec, OUTSIDE) for spec in specs]
+        loss, aux, grads, changed = self.into(graph, variables, given)
         state = self.layout.state if with_state else []
         new = [changed.get(i, variables[i]) for i in state]
         own = graph.own([loss, *aux, *grads, *new])

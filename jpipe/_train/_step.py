@@ -233,14 +233,13 @@ class _Compiled:
         key, number = (_jaxpr.spec(jax.typeof(leaf)) for leaf in (rng, step))
         first = gradient.pipe.place(0)
         given = [graph.argument(spec, OUTSIDE) for spec in (key, number)]
-        x, targets = (
-            [graph.argument(spec, OUTSIDE) for spec in jax.tree.leaves(tree)]
-            for tree in (gradient.batch.x, gradient.batch.targets)
-        )
+        x, targets, _ = gradient.batch.x
+        specs = jax.tree.leaves((x, targets))
+        batch = [graph.argument(spec, OUTSIDE) for spec in specs]
         advance = Function("advance", _advance, [key, number])
         rngs, after = graph.call_everywhere(advance, first, given)
         variables = [pool[i] for i in self.order]
-        loss, aux, grads, changed = gradient.into(graph, variables, x, targets, [rngs])
+        loss, aux, grads, changed = gradient.into(graph, variables, [*batch, rngs])
         count = self._num_params
         params, opt_state = optimizer.update(graph, grads, opt_state, pool[:count])
         new = [*params, *pool[count:]]

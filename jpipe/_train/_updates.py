@@ -9,9 +9,9 @@ import optax
 
 from .._functions._weights import is_inexact
 from .._instructions._transfer import Device
-from ._homes import Home, homes, paths, places
+from .._run._homes import Home, homes, paths, places
+from .._run._placed import Placement
 from ._optimizer import explained
-from ._placed import Placement
 from ._spread import Spread
 from ._step import check_optimizer
 

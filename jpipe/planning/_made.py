@@ -79,18 +79,21 @@ def kind_of(device: Device) -> str:
 
 
 def _layer(model: Traced, number: int) -> str:
-    task = model.works.task(number)
-    weights = task.weights
+    listed, functions = model.listed, model.functions(number)
+    weights, part = listed.layout.weights[number], listed.stages.part(number)
     parts = [
         str(weights.specs),
         str([jax.tree_util.keystr(path) for path in weights.paths]),
-        str(task.wanted),
-        str(task.extra),
-        *_operations(task.closed),
+        str((functions.trained, functions.arrives)),
+        str([str(var.aval) for var in part.given]),
+        *_operations(part.closed),
     ]
     digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
-    x = shapes(jax.tree.unflatten(task.x_tree, task.x))
-    y = "loss" if task.has_loss else shapes(task.y)
+    following = model.visits[number + 1 :]
+    y = shapes(following[0].x if following else listed.y)
+    if listed.stages.first.has_loss and not following:
+        y = "loss"
+    x = shapes(model.visits[number].x)
     return f"{model.layers[number].name}: {x} -> {y}, {digest[:12]}"
 
 

@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._functions._derivatives import Derivatives
 from .._instructions import _transfer
 from .._instructions._compile import Compiled, compile_all
 from .._instructions._progress import Progress
@@ -25,7 +24,9 @@ from .._jaxprs import _jaxpr
 from .._jaxprs._function import Function
 from .._layers import _rng
 from .._run._initialize import Initializer, initializers
-from ._traced import Sample, Traced, has_backward
+from .._slices._functions import StageFunctions
+from .._slices._slice import specs
+from ._traced import Sample, Traced
 
 # In a round a program is called for about so many seconds, at most so many times.
 _LONG_ENOUGH = 0.05
@@ -58,7 +59,7 @@ class Times(NamedTuple):
 
 def measure(
     model: Traced, sample: Sample, device: Device, rounds: int
-) -> tuple[dict[Derivatives, Times], float]:
+) -> tuple[dict[StageFunctions, Times], float]:
     """Measures the programs of all layers; of equal layers once.
 
     Args:
@@ -183,17 +184,17 @@ class _Measured:
         self,
         model: Traced,
         number: int,
-        functions: Derivatives,
+        functions: StageFunctions,
         sample: Sample,
         device: Device,
     ) -> None:
         self._model = model
-        self._task = model.works.task(number)
+        self._part = model.listed.stages.part(number)
         self._sample = sample
         self._device = device
         self.number = number
         self.functions = functions
-        names = _TIMED if has_backward(self._task) else _TIMED[:1]
+        names = _TIMED if functions.has_backward else _TIMED[:1]
         found = {name: getattr(functions, name) for name in names}
         self.programs = {
             name: _Program(function, device)
@@ -203,18 +204,17 @@ class _Measured:
 
     def visit(self, initialize: Initializer) -> None:
         """Makes what the layer needs, and runs each of its programs for a while."""
-        task = self._task
+        part, functions = self._part, self.functions
         try:
             given = [*self._weights(initialize), *self._batch()]
             results = self._run("forward", given)
-            if has_backward(task):
-                outputs = task.closed.out_avals[: task.num_outputs]
-                cotangents = task.divisors if task.has_loss else outputs
-                drawn = self._drawn(list(map(_jaxpr.spec, cotangents)))
-                given += [*results[task.num_results :], *drawn]
+            if functions.has_backward:
+                count = len(part.leaves) + len(part.beside)
+                drawn = self._drawn(functions.cotangents)
+                given += [*results[count:], *drawn]
                 self._run("backward", given)
                 halves = self._run("input_grad", given)
-                self._run("weight_grad", [*given, *halves[sum(task.wanted.x) :]])
+                self._run("weight_grad", [*given, *halves[sum(functions.arrives) :]])
         except Exception as error:
             name = self._model.layers[self.number].name
             error.add_note(f"raised when layer {self.number} ({name}) was measured")
@@ -243,41 +243,34 @@ class _Measured:
 
     def _weights(self, initialize: Initializer) -> list[Any]:
         """Its variables: its own as `Pipeline.init` makes them, borrowed ones drawn."""
-        layout = self._model.layout
+        listed = self._model.listed
         key = _transfer.put_tree(jax.random.key(0), self._device)
         made = initialize(_rng.layer_key(key, self.number))
         leaves = jax.tree.leaves(_transfer.put_tree(made, self._device))
         before = self._model.visits[: self.number]
         first = sum(len(jax.tree.leaves(each.variables)) for each in before)
+        numbers = listed.stages.weights(self.number)
         return [
-            leaves[at - first] if own else self._drawn([spec])[0]
-            for at, own, spec in zip(
-                layout.order[self.number],
-                layout.own[self.number],
-                self._task.weights.specs,
-                strict=True,
-            )
+            leaves[at - first]
+            if listed.layout.homes[at] == self.number
+            else self._drawn([spec])[0]
+            for at, spec in zip(numbers, specs(self._part.weights), strict=True)
         ]
 
     def _batch(self) -> list[Any]:
-        """Its input, and what a micro-batch brings beside it: see `_task.EXTRA`."""
-        task, batch, sample = self._task, self._model.batch, self._sample
-        x: Sequence[Any] = task.x
-        if self.number == 0:
-            x = _part(sample.x, batch.x_axes, task.x)
-        found = self._drawn(x)
-        for name, specs in task.extra.items():
-            values: Sequence[Any] = specs
-            if name == "targets":
-                values = _part(sample.targets, batch.target_axes, specs)
-            elif name == "rngs":
-                values = jax.tree.leaves(sample.rngs)
-            elif name == "numbers":
-                values = [np.array([0, self.number], np.int32)]
-            elif name == "share":
-                values = [np.ones((), specs[0].dtype)]
-            found += self._drawn(values)
-        return found
+        """What it reads of other layers, of the mini-batch, and the number of it."""
+        part, batch, sample = self._part, self._model.batch, self._sample
+        program = self._model.listed.stages.first
+        x, targets, _ = self._model.listed.batch.part(batch.sizes[0])[0]
+        values = [
+            *_part(sample.x, batch.x_axes, jax.tree.leaves(x)),
+            *_part(sample.targets, batch.target_axes, jax.tree.leaves(targets)),
+            *jax.tree.leaves(sample.rngs),
+            *(np.int32(0), *program.numbers),
+        ]
+        known = dict(zip(program.given, values, strict=True))
+        given = [known[var] for var in part.given]
+        return self._drawn([*specs(part.arrives), *given])
 
     def _drawn(self, leaves: Sequence[Any]) -> list[jax.Array]:
         """On the device: arrays as they are, for specs values of their dtype."""

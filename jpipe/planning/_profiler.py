@@ -5,25 +5,24 @@ from typing import Any
 
 import jax
 
-from .._functions._derivatives import Derivatives
-from .._functions._task import Task
 from .._functions._weights import is_inexact
 from .._instructions._bytes import nbytes
 from .._instructions._progress import counted
 from .._instructions._transfer import Device
 from .._jaxprs._flops import flops
 from .._layers import _rng
-from .._layers._skip import Route, label
+from .._layers._skip import label
 from .._run import _variables
 from .._run._context import outside_of_meshes
-from .._run._costs import entering, skips_into, total
+from .._slices._costs import skips_into, total
+from .._slices._functions import StageFunctions
 from ._estimate import Rates, seconds
 from ._layer import MODES
 from ._measure import Times
 from ._measure import measure as measured
 from ._profile import LayerProfile, Profile, SkipProfile
 from ._request import Request
-from ._traced import Traced, has_backward
+from ._traced import Traced
 from ._workspace import workspace_bytes
 
 PyTree = Any
@@ -131,7 +130,7 @@ def answer(request: Request) -> Profile:
         times, action = measured(model, request.batch, where, request.rounds)
     return Profile(
         layers=tuple(_layers(model, times)),
-        input_bytes=total(entering(model.tasks[0])[-1]),
+        input_bytes=total(model.listed.entering(0)),
         skips=tuple(_skips(model)),
         ties=tuple(model.ties()),
         microbatch_size=model.batch.sizes[0],
@@ -140,10 +139,10 @@ def answer(request: Request) -> Profile:
     )
 
 
-def _estimated(functions: Derivatives, rates: Rates) -> Times:
+def _estimated(functions: StageFunctions, rates: Rates) -> Times:
     """The times of a layer on paper."""
     names = ["forward"]
-    if has_backward(functions.task):
+    if functions.has_backward:
         names += ["backward", "input_grad", "weight_grad"]
     found = [getattr(functions, name) for name in names]
     times = [*(seconds(each, rates) for each in found), 0.0, 0.0, 0.0]
@@ -151,16 +150,15 @@ def _estimated(functions: Derivatives, rates: Rates) -> Times:
 
 
 def _layers(
-    model: Traced, times: Mapping[Derivatives, Times]
+    model: Traced, times: Mapping[StageFunctions, Times]
 ) -> Iterator[LayerProfile]:
-    tasks = model.tasks
     alike = counted("layers traced", list(model.alike().items()))
     kept = {functions: _kept(model, numbers[0]) for functions, numbers in alike}
     for i, (layer, visit) in enumerate(zip(model.layers, model.visits, strict=True)):
-        functions, own = model.works.derivatives(i, 0), [visit.variables]
+        functions, own = model.functions(i), [visit.variables]
         params = jax.tree.leaves(_variables.params(own))
         forward = functions.forward.closed
-        output, cotangent = _given(tasks[i], tasks[i + 1 :])
+        output, cotangent = _given(model, i)
         yield LayerProfile(
             name=layer.name,
             **times[functions]._asdict(),
@@ -174,33 +172,38 @@ def _layers(
         )
 
 
-def _given(task: Task, after: Sequence[Task]) -> tuple[int, int]:
+def _given(model: Traced, layer: int) -> tuple[int, int]:
     """The bytes that a layer gives to the next one, and of the gradient of these."""
-    if after:
-        following = after[0]
-        cotangents = entering(following, wanted=True)
-        return total(entering(following)[-1]), total(cotangents[-1])
-    leaves = jax.tree.leaves(task.y)
-    wanted = not task.has_loss and has_backward(task)
-    return total(leaves), total(filter(is_inexact, leaves)) if wanted else 0
+    listed, following = model.listed, layer + 1
+    if following < len(model.layers):
+        found = listed.entering(following)
+        return total(found), total(listed.wanted(found))
+    leaves = jax.tree.leaves(listed.aux[listed.batch.sizes[0]])
+    has_loss = listed.stages.first.has_loss
+    wanted = not has_loss and model.functions(layer).has_backward
+    output = sum(map(nbytes, leaves))
+    return output, sum(map(nbytes, filter(is_inexact, leaves))) if wanted else 0
 
 
 def _kept(model: Traced, number: int) -> dict[str, int]:
     """What a layer keeps by remat mode, as a stage of a pipeline of that mode."""
-    if not has_backward(model.works.task(number)):
+    if not model.functions(number).has_backward:
         return dict.fromkeys(MODES, 0)
 
     def by(mode: str) -> Mapping[str, int]:
-        return model.works.derivatives(number, 0, mode).kept.nbytes
+        return model.functions(number, mode).kept.nbytes
 
     # What follows from no more than the input needs no trace of its own.
     return {mode: by("none" if mode == "full" else mode)[mode] for mode in MODES}
 
 
 def _skips(model: Traced) -> Iterator[SkipProfile]:
-    for task in model.tasks:
-        routes = task.ports.incoming
-        for route, skip in zip(routes, skips_into([task]), strict=True):
+    listed = model.listed
+    for stage in range(len(model.layers)):
+        found = listed.skips_into(stage)
+        for (route, own), skip in zip(
+            found, skips_into(listed, stage, [0]), strict=True
+        ):
             (size,), (cotangent,) = skip.bytes, skip.cotangent_bytes
             yield SkipProfile(
                 label(route.key),
@@ -208,14 +211,14 @@ def _skips(model: Traced) -> Iterator[SkipProfile]:
                 skip.target,
                 size,
                 cotangent,
-                is_output=_is_output(model.tasks[skip.source], route),
+                is_output=_is_output(model, route.source, own),
             )
 
 
-def _is_output(task: Task, route: Route) -> bool:
+def _is_output(model: Traced, source: int, skip: Sequence[Any]) -> bool:
     """Whether what a layer stashes is what it gives to the next one too."""
-    made = task.sent(task.closed.jaxpr.outvars)
-    skips, output = jax.tree.unflatten(jax.tree.structure(task.y), made)
-    own = jax.tree.leaves(skips[task.ports.outgoing.index(route)])
-    given = set(map(id, jax.tree.leaves(output)))
-    return all(id(var) in given for var in own)
+    part = model.listed.stages.part(source)
+    ends = zip([*part.leaves, *part.beside], part.closed.jaxpr.outvars, strict=True)
+    made = {var: id(end) for var, end in ends}
+    given = {made[var] for var in model.listed.entering(source + 1)}
+    return all(made[var] in given for var in skip)

@@ -27,7 +27,7 @@ from ..schedules import Schedule, gpipe
 from ._estimate import Rates
 from ._layer import misfit
 from ._made import made
-from ._traced import Sample, Traced, has_backward
+from ._traced import Sample, Traced
 
 PyTree = Any
 _NO_TARGETS = (
@@ -133,11 +133,10 @@ class Request:
         """What stages store of a micro-batch: their layers are traced together."""
         own, stages = as_layers(self.layers), len(balance)
         traced = self._traced(own, balance, gpipe(stages, 1), mode, self._objective)
-        works = traced.works
-        return [
-            works.kept(stage).nbytes[mode] if has_backward(works.task(stage)) else 0
-            for stage in counted("stages traced", range(stages))
-        ]
+        found = counted(
+            "stages traced", [traced.functions(s, mode) for s in range(stages)]
+        )
+        return [own.kept.nbytes[mode] if own.has_backward else 0 for own in found]
 
     @outside_of_meshes
     def lowered(
@@ -150,8 +149,7 @@ class Request:
         """The loss and its gradients of a mini-batch, on devices that are not there."""
         own, loss = as_layers(self.layers), self._objective or Objective(_any)
         traced = self._traced(own, balance, schedule, remat, loss, data)
-        parts = traced.pipe, traced.layout, traced.batch, traced.works
-        return Gradient(*parts, loss)
+        return Gradient(traced.listed, loss)
 
     def _traced(
         self,

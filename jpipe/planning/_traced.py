@@ -11,9 +11,7 @@ import jax
 
 from .._functions import _microbatch
 from .._functions._batch import Batch
-from .._functions._derivatives import Derivatives
 from .._functions._objective import Objective
-from .._functions._task import Task
 from .._functions._trainable import Trainable
 from .._functions._weights import is_params
 from .._layers import _rng
@@ -21,7 +19,8 @@ from .._layers._layer import Layer
 from .._layers._walk import Visit, walk
 from .._run._layout import Layout
 from .._run._pipe import Pipe
-from .._run._work import Works
+from .._slices._functions import StageFunctions
+from .._slices._listed import Listed, listed
 
 PyTree = Any
 
@@ -78,17 +77,13 @@ class Traced:
       layers: all layers, in order.
       visits: what was met at each.
       batch: the mini-batch.
-      pipe: the stages.
-      layout: which variables each layer uses.
-      works: what each layer does.
+      listed: what each layer does.
     """
 
     layers: tuple[Layer, ...]
     visits: Sequence[Visit]
     batch: Batch
-    pipe: Pipe
-    layout: Layout
-    works: Works
+    listed: Listed
 
     @classmethod
     def of(
@@ -117,32 +112,25 @@ class Traced:
         variables = [visit.variables for visit in visits]
         marks = trainable.marks(own, variables)
         layout = Layout(pipe, visits, variables, marks)
-        works = Works(
-            pipe,
-            layout.weights,
-            batch,
-            train=train,
-            objective=objective,
-            routes=routes,
-        )
-        return cls(own, visits, batch, pipe, layout, works)
+        given = pipe, layout, batch, routes
+        found = listed(*given, train=train, objective=objective)
+        return cls(own, visits, batch, found)
 
-    @property
-    def tasks(self) -> list[Task]:
-        """What each layer computes."""
-        return [self.works.task(i) for i in range(len(self.layers))]
+    def functions(self, layer: int, mode: str = "none") -> StageFunctions:
+        """What a layer computes; of equal layers one."""
+        return self.listed.stages.functions(layer, 0, mode)
 
-    def alike(self) -> Mapping[Derivatives, list[int]]:
+    def alike(self) -> Mapping[StageFunctions, list[int]]:
         """The numbers of the layers that have the same functions."""
-        found: dict[Derivatives, list[int]] = {}
+        found: dict[StageFunctions, list[int]] = {}
         for i in range(len(self.layers)):
-            found.setdefault(self.works.derivatives(i, 0), []).append(i)
+            found.setdefault(self.functions(i), []).append(i)
         return found
 
     def ties(self) -> Iterator[tuple[int, ...]]:
         """The layers that use parameters of the same layer, that one first."""
         users: dict[int, set[int]] = {}
-        layout = self.layout
+        layout = self.listed.layout
         for i, (order, weights) in enumerate(
             zip(layout.order, layout.weights, strict=True)
         ):
@@ -155,8 +143,3 @@ class Traced:
                 groups.setdefault(min(found), set()).update(found)
         for i in sorted(groups):
             yield i, *sorted(groups[i] - {i})
-
-
-def has_backward(task: Task) -> bool:
-    """Whether anything of a layer, or of one before it, is trained."""
-    return any(task.wanted.x) or any(task.wanted.weights)

@@ -3,28 +3,23 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
-
-from .._functions._batch import Batch
-from .._functions._task import Task
 from .._functions._weights import sum_spec
 from .._instructions._bytes import nbytes, residuals
 from .._instructions._program import Program
+from .._jaxprs import _cheapest
 from ..schedules import Action, Costs
 from ..schedules._action import FORWARD, INPUT, WEIGHT
 from ..schedules._costs import Skip
-from ._work import Works
+from ._listed import Listed
+from ._slice import specs
 
 
-def costs_of(
-    program: Program, works: Works, batch: Batch, placement: Sequence[int]
-) -> Costs:
+def costs_of(program: Program, listed: Listed, placement: Sequence[int]) -> Costs:
     """The bytes that a mini-batch with a loss moves and keeps; times are left at one.
 
     Args:
       program: its instructions.
-      works: what each stage does on each micro-batch.
-      batch: the mini-batch.
+      listed: the layers on it.
       placement: the rank of each stage.
 
     Returns:
@@ -33,26 +28,26 @@ def costs_of(
       an output that its stage keeps too, a leaf of the input without a batch axis, the
       keys of a step.
     """
-    num_stages = len(placement)
-    stages, count = range(num_stages), range(len(batch.sizes))
+    num_stages, own = len(placement), listed.stages
+    stages, count = range(num_stages), range(len(listed.batch.sizes))
     ran = {i.label for i in program.instructions if not i.is_move}
     between, constants = residuals(program), _constants(program, placement)
-    tasks = [[works.task(s, m) for m in count] for s in stages]
 
     def table(number: Any) -> list[list[int]]:
         return [[number(s, m) for m in count] for s in stages]
 
     def boundary(s: int, m: int) -> int:
-        return total(entering(tasks[s][m])[-1])
+        return total(listed.entering(s, m))
 
     def cotangent(s: int, m: int) -> int:
-        return total(entering(tasks[s][m], wanted=True)[-1])
+        return total(listed.wanted(listed.entering(s, m), m))
 
     def residual(s: int, m: int) -> int:
         if Action(FORWARD, s, m) in ran:
             # What came with the batch counts as extra until the backward.
             return max(between.get((s, m), 0) - extra(s, m), 0)
-        return total(tasks[s][m].x)  # it waits for the backward, which does all
+        part = own.part(s, m)  # what it reads waits for the backward, which does all
+        return total([*part.arrives, *part.inputs])
 
     def pending(s: int, m: int) -> int:
         if Action(WEIGHT, s, m) not in ran:
@@ -63,30 +58,31 @@ def costs_of(
         return residual(s, m) + after
 
     def extra(s: int, m: int) -> int:
-        return total(tasks[s][m].extra.get("targets", ()))
+        return total(listed.given(s, 1, m))
 
-    sums = [
-        [*map(sum_spec, row[0].weights.trainable_specs), *row[0].sum_specs]
-        for row in tasks
-    ]
+    def emitted(s: int, m: int) -> int:
+        return total(own.program(m).beside[: listed.num_aux]) * (s == stages[-1])
+
+    def sums(s: int) -> list[Any]:
+        trained = specs([own.first.params[i] for i in own.trained_by(s)])
+        loss = specs(own.first.loss) * (s == stages[-1])
+        return [*map(sum_spec, [*trained, *loss]), *own.states[s].sum_specs]
+
     return Costs(
         boundary_bytes=table(boundary),
         cotangent_bytes=table(cotangent),
         residual_bytes=table(residual),
         pending_bytes=table(pending),
         extra_bytes=table(extra),
-        emitted_bytes=table(
-            lambda s, m: (
-                total(jax.tree.leaves(tasks[s][m].y)) if tasks[s][m].has_loss else 0
-            )
-        ),
+        emitted_bytes=table(emitted),
         parameter_bytes=[
-            total(row[0].weights.specs) + constants.get(s, 0)
-            for s, row in enumerate(tasks)
+            sum(map(nbytes, {id(x): x for x in weights.specs}.values()))
+            + constants.get(s, 0)
+            for s, weights in enumerate(listed.layout.weights)
         ],
-        accumulator_bytes=list(map(total, sums)),
-        shared_bytes=[total(row[0].extra.get("rngs", ())) for row in tasks],
-        skips=tuple(skip for row in tasks for skip in skips_into(row)),
+        accumulator_bytes=[sum(map(nbytes, sums(s))) for s in stages],
+        shared_bytes=[total(listed.given(s, 2)) for s in stages],
+        skips=tuple(skip for s in stages for skip in skips_into(listed, s, count)),
     )
 
 
@@ -118,34 +114,20 @@ def _constants(program: Program, placement: Sequence[int]) -> dict[int, int]:
     return most
 
 
-def skips_into(row: Sequence[Task]) -> Iterator[Skip]:
-    """The skip connections that end in a stage, given its tasks by micro-batch."""
-    for number, route in enumerate(row[0].ports.incoming):
-        sizes = [total(entering(task)[number]) for task in row]
-        cotangents = [total(entering(task, wanted=True)[number]) for task in row]
-        yield Skip(route.source, row[0].index, sizes, cotangents)
+def skips_into(listed: Listed, stage: int, count: Sequence[int]) -> Iterator[Skip]:
+    """The skip connections that end in a stage, with the bytes of micro-batches."""
+    each = [listed.skips_into(stage, m) for m in count]
+    for row in zip(*each, strict=True):
+        route = row[0][0]
+        sizes = [total(found) for _, found in row]
+        pairs = zip(row, count, strict=True)
+        cotangents = [total(listed.wanted(found, m)) for (_, found), m in pairs]
+        yield Skip(route.source, stage, sizes, cotangents)
 
 
-def total(specs: Any) -> int:
-    """The bytes of arrays; one object stands for one array."""
-    return sum(map(nbytes, {id(spec): spec for spec in specs}.values()))
-
-
-def entering(task: Task, wanted: bool = False) -> list[list[Any]]:
-    """The leaves of each skip connection that enters a stage, and of its input.
-
-    Args:
-      task: the stage.
-      wanted: whether only those are meant that have a gradient.
-    """
-    pairs = list(zip(task.x, task.wanted.x, strict=True))
-    arrived, x = (), jax.tree.unflatten(task.x_tree, range(len(pairs)))
-    if task.ports.incoming:
-        arrived, x = x
-    return [
-        [pairs[i][0] for i in jax.tree.leaves(part) if pairs[i][1] or not wanted]
-        for part in [*arrived, x]
-    ]
+def total(variables: Sequence[Any]) -> int:
+    """The bytes of variables."""
+    return sum(map(_cheapest.nbytes, dict.fromkeys(variables)))
 
 
 def _pending(program: Program, s: int, m: int) -> int:

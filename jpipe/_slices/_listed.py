@@ -1,0 +1,279 @@
+"""A list of layers as one program: a mark stands between two stages."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._functions._batch import Batch, explained
+from .._functions._objective import Objective
+from .._jaxprs import _jaxpr
+from .._layers import _alike, _batchnorm, _skip
+from .._layers._stage import StageFunction
+from .._run._layout import Layout
+from .._run._pipe import Pipe
+from .._warn import warn
+from . import _folds, _marks, _state
+from ._program import Traced
+from ._stages import Stages
+from ._state import State, Written
+
+PyTree = Any
+# What Flax's own TrainState overwrites with its gradient.
+_BY_GRADIENT = "_overwrite_with_gradient"
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A list of layers on a mini-batch: traced, not yet compiled.
+
+    Attributes:
+      pipe: the stages.
+      layout: which variables each uses.
+      batch: the mini-batch, its input, targets and keys as one tree.
+      stages: what each computes.
+      state: what they write.
+      y: specs of the output of the last layer for the first micro-batch.
+      aux: by the sizes of micro-batches, specs of what the loss function returns beside
+        the loss.
+      routes: where skip connections between stages go.
+    """
+
+    pipe: Pipe
+    layout: Layout
+    batch: Batch
+    stages: Stages
+    state: State
+    y: PyTree
+    aux: dict[int, PyTree]
+    routes: Sequence[_skip.Route]
+
+    @property
+    def num_aux(self) -> int:
+        """How many leaves a micro-batch returns beside the loss and what it writes."""
+        return len(jax.tree.leaves(self.aux[self.batch.sizes[0]]))
+
+    def skips_into(self, stage: int, m: int = 0) -> list[tuple[_skip.Route, list[Any]]]:
+        """The skip connections that end in a stage, and which variables they are."""
+        return [
+            (route, self._arriving(stage, (route.source, i), m))
+            for i, route in enumerate(self.routes, start=1)
+            if route.target == stage
+        ]
+
+    def entering(self, stage: int, m: int = 0) -> list[Any]:
+        """What a stage reads of the output of the one before it, or of the input."""
+        if not stage:
+            return self.stages.part(0, m).inputs
+        return self._arriving(stage, (stage - 1, 0), m)
+
+    def _arriving(self, stage: int, origin: tuple[int, int], m: int) -> list[Any]:
+        marked = self._marked[self.batch.sizes[m]]
+        arrives = self.stages.part(stage, m).arrives
+        return [var for var in arrives if marked[var] == origin]
+
+    @cached_property
+    def _marked(self) -> dict[int, Any]:
+        programs = map(self.stages.program, range(len(self.batch.sizes)))
+        pairs = zip(self.batch.sizes, programs, strict=True)
+        return {size: _marks.marked(one.closed) for size, one in dict(pairs).items()}
+
+    def wanted(self, variables: Sequence[Any], m: int = 0) -> list[Any]:
+        """Those that have a cotangent."""
+        return [var for var in variables if self.stages.has_gradient(var, m)]
+
+    def given(self, stage: int, which: int, m: int = 0) -> list[Any]:
+        """What a stage reads of the input, the targets or the keys."""
+        counts = [len(jax.tree.leaves(tree)) for tree in self.batch.x]
+        first = sum(counts[:which])
+        own = self.stages.program(m).given[first : first + counts[which]]
+        return [var for var in self.stages.part(stage, m).given if var in own]
+
+
+def listed(
+    pipe: Pipe,
+    layout: Layout,
+    batch: Batch,
+    routes: Sequence[_skip.Route],
+    *,
+    train: bool,
+    objective: Objective | None,
+) -> Listed:
+    """Traces a list of layers on micro-batches of each size.
+
+    Args:
+      pipe: the stages.
+      layout: which variables each uses.
+      batch: the mini-batch.
+      routes: the skip connections between stages.
+      train: whether this is training; evaluation keeps nothing that a call writes.
+      objective: the loss; ``None`` for a forward pass.
+
+    Raises:
+      ValueError: if a layer writes what a step does not take from it.
+    """
+    axes = [*batch.x_axes, *batch.target_axes]
+    axes += [None] * len(jax.tree.leaves(batch.rngs))
+    given = batch.x, batch.targets, batch.rngs
+    whole = Batch(given, axes, (), [], None, batch.sizes, batch.num_shards)
+    programs, ends, aux = {}, {}, {}
+    traces = list[_Trace]()
+    with explained(batch), _batchnorm.merging(batch.num_parts > 1):
+        for size in dict.fromkeys(batch.sizes):
+            one = _Trace(pipe.stages, layout, whole, routes, train, objective, size)
+            programs[size], ends[size] = one.program, one.cuts
+            aux[size], _ = one.program.aux
+            traces.append(one)
+        first = traces[0]
+        given = first.program, len(jax.tree.leaves(aux[batch.sizes[0]])), first.written
+        state = _state.written_by(*given) if train else State()
+        if not train:
+            _say_what_is_left(_state.changes(*given))
+    for size, one in zip(programs, traces, strict=True):
+        given = one.program, len(jax.tree.leaves(aux[size])), one.written
+        programs[size] = _state.without_the_rest(*given, state)
+    stages = Stages(
+        programs,
+        ends,
+        batch.sizes,
+        pipe.remat,
+        layout.marks,
+        layout.homes,
+        state,
+        [_behaviour(stage) for stage in pipe.stages],
+    )
+    return Listed(pipe, layout, whole, stages, state, first.y, aux, routes)
+
+
+def _behaviour(stage: StageFunction) -> Any:
+    return tuple(map(_alike.behaviour, stage.layers))
+
+
+class _Trace:
+    """The layers on micro-batches of one size.
+
+    Attributes:
+      program: the trace.
+      cuts: where its stages but the first begin.
+      written: the leaves that the layers may write.
+      y: specs of the output of the last layer.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[StageFunction],
+        layout: Layout,
+        batch: Batch,
+        routes: Sequence[_skip.Route],
+        train: bool,
+        objective: Objective | None,
+        size: int,
+    ) -> None:
+        self._stages, self._layout, self._routes = stages, layout, routes
+        self._train, self._objective = train, objective
+        part = size / sum(batch.sizes) / batch.num_shards
+        self._share = np.asarray(part, jnp.result_type(float))
+        self.written: list[Written] = []
+        self.y: PyTree = None
+        number = jax.ShapeDtypeStruct((), jnp.int32)
+        specs = [spec for spec, _ in layout.specs]
+        with _batchnorm.recording():
+            given = specs, batch.part(size)[0], number
+            closed, (_, _, aux) = _jaxpr.trace(self._whole, *given)
+        closed, numbers = _folds.lifted(closed)
+        ends = _marks.ends(closed)
+        self.cuts = [ends[stage.index] for stage in stages[:-1]]
+        has_loss = objective is not None
+        self.program = Traced(
+            closed,
+            len(specs),
+            aux,
+            has_loss=has_loss,
+            is_weighted=has_loss and objective.reduction == "weighted",
+            numbers=numbers,
+            known_kinds=["stage"] * len(closed.jaxpr.eqns),
+            num_inputs=len(jax.tree.leaves(batch.x[0])),
+        )
+
+    def _whole(self, leaves: Sequence[Any], given: PyTree, number: jax.Array) -> Any:
+        """``(loss, weight, (aux, written))``; without a loss the output is the aux."""
+        x, targets, rngs = given
+        skips: dict[_skip.Key, PyTree] = {}
+        self.written, new = [], []
+        for stage in self._stages:
+            own = self._layout.weights[stage.index]
+            order = self._layout.order[stage.index]
+            entries = jax.tree.unflatten(own.tree, [leaves[i] for i in order])
+            if self._train:
+                _check_collections(stage, entries)
+            numbers = number, stage.first
+            x, changed = stage(entries, x, rngs, numbers, self._train, skips)
+            x = jax.tree.map(jnp.asarray, x)
+            new += self._changes(stage, changed)
+            _skip.check_left(skips, self._routes, stage.index)
+            if stage is not self._stages[-1]:
+                x = self._leaves(stage.index, x, skips)
+        self.y = jax.tree.map(lambda leaf: _jaxpr.spec(jax.typeof(leaf)), x)
+        if self._objective is None:
+            return (), (), (x, new)
+        loss, weight, aux = self._objective(x, targets, self._share)
+        return loss, weight, (jax.tree.map(jnp.asarray, aux), new)
+
+    def _leaves(self, stage: int, x: PyTree, skips: dict[_skip.Key, PyTree]) -> PyTree:
+        """Marks what leaves a stage: its output, and what it stashed for later ones."""
+        numbered = enumerate(self._routes, start=1)
+        own = {i: route.key for i, route in numbered if route.source == stage}
+        marked = _marks.numbered(stage, {0: x} | {i: skips[k] for i, k in own.items()})
+        skips |= {key: marked[i] for i, key in own.items()}
+        return marked[0]
+
+    def _changes(self, stage: StageFunction, changed: PyTree) -> list[Any]:
+        """What the layers of a stage changed of their variables."""
+        weights, order = self._layout.weights[stage.index], self._layout.order
+        position = {path: i for i, path in enumerate(weights.paths)}
+        found = []
+        for path, leaf in jax.tree_util.tree_leaves_with_path(changed):
+            if path not in position:
+                continue
+            layer, collection, *names = path
+            number = stage.first + layer.idx
+            tail = jax.tree_util.keystr(
+                (collection, *names), simple=True, separator="/"
+            )
+            text = f"layer {number} ({stage.layers[layer.idx].name}) writes {tail}"
+            at = order[stage.index][position[path]]
+            full = (number, collection, *names)
+            self.written.append(Written(at, full, text, collection.key))
+            found.append(leaf)
+        return found
+
+
+def _check_collections(stage: StageFunction, entries: PyTree) -> None:
+    """Refuses what Flax changes in a way that a pipeline does not know."""
+    for layer, entry in zip(stage.layers, entries, strict=True):
+        if _BY_GRADIENT in entry:
+            raise ValueError(
+                f"layer {layer.name} holds the collection {_BY_GRADIENT}, as the fp8 "
+                f"operations of flax.linen do, whose values a step replaces by their "
+                f"gradients; a pipeline does not, and would leave them as they are: "
+                f"train without dot_general_cls; evaluation works"
+            )
+
+
+def _say_what_is_left(changed: Sequence[Written]) -> None:
+    """Says what a call writes in evaluation, as no call of linen may.
+
+    Parameters that a call normalizes are written anew by each.
+    """
+    if where := [leaf.text for leaf in changed if leaf.collection != "params"]:
+        warn(
+            "evaluation gives outputs alone, and leaves the variables as they were "
+            "given, where a call of nnx goes on from what it wrote. To go on, as from "
+            "a cache of attention, call pipe.modules(variables); where this is what "
+            "training writes, evaluation should not: let __call__ take train\n"
+            + "\n".join(f"  * {text}" for text in where)
+        )
