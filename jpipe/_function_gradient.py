@@ -49,7 +49,7 @@ class FunctionGradient:
         self._function, self._division, self._reduction = function, division, reduction
         self._has_aux, self._trainable = has_aux, trainable
 
-        def joins(traced: Traced, specs: Any, sizes: Sequence[int]) -> list[_join.Join]:
+        def joins(traced: Traced, sizes: Sequence[int]) -> list[_join.Join]:
             shares = [size / sum(sizes) for size in sizes]
             return _join.by_axes(aux_axes, traced.aux, shares)
 

@@ -99,13 +99,13 @@ class ModelGradient:
         work = Work(
             loss,
             joins,
-            writes if train else None,
             (self._axes.in_axes, self._axes.target_axes, None),
             has_aux=True,
             reduction=objective.reduction,
             owner=self._layer.owner,
             names=("x", "targets", "rngs"),
             advice=ADVICE,
+            writes=writes if train else None,
         )
         return Sliced(work, self._division, lambda v: jax.tree.leaves(self._marks(v)))
 

@@ -133,7 +133,7 @@ class Predictor:
             span = gradient.pipe.stages[s].span
             if Action("F", s, m) not in calls.of:  # the backward does its work too
                 return sum(sum(tables["none"][op][span]) for op in "FB")
-            return sum(tables[str(gradient.works.mode(s, m))][op][span])
+            return sum(tables[str(gradient.listed.stages.mode(s, m))][op][span])
 
         return seconds
 

@@ -19,7 +19,7 @@ from jpipe._functions._objective import Objective
 from jpipe._instructions._compile import Compiled
 from jpipe._instructions._program import Instruction
 from jpipe._jaxprs import _jaxpr
-from jpipe._run._costs import costs_of
+from jpipe._slices._costs import costs_of
 from jpipe._run._pipe import Pipe
 from jpipe._train._gradient import Gradient
 from jpipe.schedules import Action, Costs
@@ -106,8 +106,7 @@ class Calls:
 
     def __init__(self, gradient: Gradient) -> None:
         program, placement = gradient.program, gradient.pipe.schedule.placement
-        works, batch = gradient.works, gradient.batch
-        self.costs: Costs = costs_of(program, works, batch, placement)
+        self.costs: Costs = costs_of(program, gradient.listed, placement)
         self.distinct: list[Call] = []
         self.of: dict[Action, int] = {}
         self._specs = list(map(_jaxpr.spec, program.specs))

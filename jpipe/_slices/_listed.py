@@ -220,7 +220,8 @@ class _Trace:
         self.y = jax.tree.map(lambda leaf: _jaxpr.spec(jax.typeof(leaf)), x)
         if self._objective is None:
             return (), (), (x, new)
-        loss, weight, aux = self._objective(x, targets, self._share)
+        share = jnp.asarray(self._share)
+        loss, weight, aux = self._objective(x, targets, share)
         return loss, weight, (jax.tree.map(jnp.asarray, aux), new)
 
     def _leaves(self, stage: int, x: PyTree, skips: dict[_skip.Key, PyTree]) -> PyTree:

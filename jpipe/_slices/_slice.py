@@ -1,5 +1,6 @@
 """The stages of a program: slices of its equations, by who reads which variable."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,8 @@ class Slice:
       arrives: what it reads that other stages make.
       inputs: what it reads of the input of the model.
       batch: what it reads of what else a micro-batch is given.
-      leaves: what it makes that has a cotangent: what others read, or the loss.
+      leaves: what it makes that has a cotangent: what others read, or the loss; without
+        a loss the results.
       beside: what else it makes that is read.
       closed: its jaxpr: ``(*weights, *arrives, *inputs, *batch) -> (*leaves,
         *beside)``.
@@ -65,10 +67,12 @@ def slices(program: Traced, cuts: Sequence[int], trained: set[core.Var]) -> list
     """
     jaxpr, count = program.closed.jaxpr, len(cuts) + 1
     eqns = jaxpr.eqns
+    needed = {id(eqn) for eqn in _jaxpr.prune(program.closed, jaxpr.outvars).jaxpr.eqns}
     stage = [
-        sum(cut <= i for cut in cuts) if kind == "stage" else None
-        for i, kind in enumerate(program.kinds)
+        bisect_right(cuts, i) if kind == "stage" and id(eqn) in needed else None
+        for i, (eqn, kind) in enumerate(zip(eqns, program.kinds, strict=True))
     ]
+    consts = dict(zip(jaxpr.constvars, program.closed.consts, strict=True))
     params = set(program.params)
     outputs = [v for v in _variables(program.outputs) if v not in params]
     home = {v: stage[i] for v, i in program.producer.items() if stage[i] is not None}
@@ -85,16 +89,18 @@ def slices(program: Traced, cuts: Sequence[int], trained: set[core.Var]) -> list
         own[s].reverse()
         made = {var for i in own[s] for var in eqns[i].outvars}
         reads[s] = {var: None for var in needed if var not in made}
-    _check_references(program, reads, home)
+    _check_references(
+        [{v: None for v in own if v not in consts} for own in reads], home
+    )
     given = set(program.given)
-    consts = dict(zip(jaxpr.constvars, program.closed.consts, strict=True))
     found = []
     for s in range(count):
         read_later = {var for t in range(count) if t != s for var in reads[t]}
         made = [var for i in own[s] for var in eqns[i].outvars]
         crossing = [v for v in made if home.get(v) == s and v in read_later]
-        loss = [v for v in _variables(program.loss) if home.get(v, count - 1) == s]
-        leaves = [*loss, *(v for v in crossing if v in trained and v not in loss)]
+        ends = program.loss or [v for v in program.beside if _is_in(v, trained)]
+        ends = [v for v in _variables(ends) if home.get(v, count - 1) == s]
+        leaves = [*ends, *(v for v in crossing if v in trained and v not in ends)]
         beside = [v for v in crossing if v not in trained]
         returned = [v for v in outputs if home.get(v, count - 1) == s]
         beside += [v for v in dict.fromkeys(returned) if v not in {*leaves, *beside}]
@@ -146,9 +152,7 @@ def _closed(
     return core.ClosedJaxpr(jaxpr, [*consts.values()])
 
 
-def _check_references(
-    program: Traced, reads: Sequence[dict[core.Var, None]], home: Any
-) -> None:
+def _check_references(reads: Sequence[Any], home: Any) -> None:
     for s, variables in enumerate(reads):
         for var in variables:
             if not hasattr(var.aval, "dtype") or "Ref" in type(var.aval).__name__:
@@ -158,8 +162,15 @@ def _check_references(
                 )
 
 
+def _is_in(atom: Any, variables: set[core.Var]) -> bool:
+    return not isinstance(atom, core.Literal) and atom in variables
+
+
 def with_gradient(program: Traced, trained: Sequence[bool]) -> set[core.Var]:
-    """What has a tangent, as it follows from what is trained, and reaches the loss."""
+    """What has a tangent, as it follows from what is trained, and reaches the loss.
+
+    Without a loss what reaches a result.
+    """
     jaxpr = program.closed.jaxpr
     tangent = {v for v, yes in zip(program.params, trained, strict=True) if yes}
     for eqn in jaxpr.eqns:
@@ -174,7 +185,8 @@ def with_gradient(program: Traced, trained: Sequence[bool]) -> set[core.Var]:
             "needs both sums. Compute the weight of targets alone; to take it for a "
             "constant return (total, jax.lax.stop_gradient(weight))"
         )
-    to_loss = _jaxpr.variables([*program.loss, *program.rest])
+    ends = [*program.loss, *program.rest] if program.has_loss else program.beside
+    to_loss = _jaxpr.variables(ends)
     for eqn in reversed(jaxpr.eqns):
         if not to_loss.isdisjoint(eqn.outvars):
             to_loss |= _jaxpr.variables(eqn.invars)

@@ -37,8 +37,6 @@ class Work:
     Attributes:
       function: ``(params, *args) -> loss``, ``(loss, aux)`` or ``aux``.
       joins: of a trace and the sizes of micro-batches, how aux is joined.
-      writes: of a trace and specs of the parameters, the number of the first leaf of
-        aux that is written to one of these, and which they are; ``None``: none is.
       in_axes: where the examples are in the arguments after ``params``.
       has_loss: whether it returns a loss, which is differentiated.
       has_aux: whether it returns something beside the loss.
@@ -47,11 +45,12 @@ class Work:
       inside: of what they are a part: ``("params",)`` of parameters alone.
       names: how errors call the arguments.
       advice: what to type where parameters are not in place.
+      writes: of a trace and specs of the parameters, the number of the first leaf of
+        aux that is written to one of these, and which they are; ``None``: none is.
     """
 
     function: Callable[..., Any]
     joins: Callable[[Traced, Sequence[int]], list[Join]]
-    writes: Callable[[Traced, PyTree], tuple[int, list[Written]]] | None = None
     in_axes: Any = 0
     has_loss: bool = True
     has_aux: bool = False
@@ -60,6 +59,7 @@ class Work:
     inside: tuple[str, ...] = ()
     names: Sequence[str] = ()
     advice: str = "params = grad_fn.place(params, *args)"
+    writes: Callable[[Traced, PyTree], tuple[int, list[Written]]] | None = None
 
 
 class Results(NamedTuple):

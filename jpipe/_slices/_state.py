@@ -49,6 +49,7 @@ class State:
       leaves: which of what is returned beside the loss.
       at: of each which of the parameters it is.
       specs: of these.
+      made: of what a micro-batch makes of them.
       norms: of each batch norm where its mean and its variance stand among the leaves,
         and its momentum.
     """
@@ -56,6 +57,7 @@ class State:
     leaves: tuple[int, ...] = ()
     at: tuple[int, ...] = ()
     specs: tuple[jax.ShapeDtypeStruct, ...] = ()
+    made: tuple[jax.ShapeDtypeStruct, ...] = ()
     norms: tuple[tuple[int, int, float], ...] = ()
 
     @property
@@ -72,7 +74,11 @@ class State:
     def sum_specs(self) -> list[jax.ShapeDtypeStruct]:
         """Specs of the running sums: of each leaf, and the share that was seen."""
         share = jax.ShapeDtypeStruct((), jnp.result_type(float))
-        return [*map(sum_spec, self.specs), *[share] * self.has_means]
+        sums = [
+            sum_spec(new if is_inexact(old) and _is_wider(new, old) else old)
+            for old, new in zip(self.specs, self.made, strict=True)
+        ]
+        return [*sums, *[share] * self.has_means]
 
     def of_stages(self, stages: Sequence[int], count: int) -> list["State"]:
         """What each of so many stages writes, given the stage of each leaf."""
@@ -88,8 +94,10 @@ class State:
                 for mean, var, momentum in self.norms
                 if mean in place
             ]
-            columns = self.leaves, self.at, self.specs
-            found.append(State(*(tuple(c[i] for i in own) for c in columns), (*norms,)))
+            leaves = tuple(self.leaves[i] for i in own)
+            columns = self.at, self.specs, self.made
+            at, specs, made = (tuple(column[i] for i in own) for column in columns)
+            found.append(State(leaves, at, specs, made, tuple(norms)))
         return found
 
     def add(self, sums: Leaves, new: Leaves, share: Any) -> list[Any]:
@@ -142,6 +150,10 @@ def _mean(so_far: jax.Array, new: jax.Array, weight: jax.Array) -> jax.Array:
     return jnp.where(new == so_far, so_far, so_far * (1 - weight) + new * weight)
 
 
+def _is_wider(new: Any, old: Any) -> bool:
+    return jnp.promote_types(old.dtype, new.dtype) != old.dtype
+
+
 def written_by(program: Traced, first: int, written: Sequence[Written]) -> State:
     """What a program writes of what it returns beside the loss.
 
@@ -172,9 +184,10 @@ def written_by(program: Traced, first: int, written: Sequence[Written]) -> State
         tuple(first + i for i in new),
         tuple(leaf.at for leaf in own),
         tuple(specs),
+        tuple(_jaxpr.spec(leaves[i].aval) for i in new),
         tuple((mean, var, _batchnorm.momentum_of(mark)) for mean, var, mark in norms),
     )
-    _check_dtypes(found, own, [_jaxpr.spec(leaves[i].aval) for i in new])
+    _check_dtypes(found, own)
     return found
 
 
@@ -243,14 +256,14 @@ def _check_norms(closed: core.ClosedJaxpr, found: set[str]) -> None:
         )
 
 
-def _check_dtypes(state: State, own: Sequence[Written], new: Sequence[Any]) -> None:
+def _check_dtypes(state: State, own: Sequence[Written]) -> None:
     """A leaf keeps its dtype, in which all that is written to it must have a place.
 
     A mean over micro-batches has none in integers. Running statistics of batch norms
     may stay in single precision, in which Flax makes them.
     """
     norms = {place for mean, var, _ in state.norms for place in (mean, var)}
-    triples = zip(own, state.specs, new, strict=True)
+    triples = zip(own, state.specs, state.made, strict=True)
     for place, (leaf, spec, made) in enumerate(triples):
         is_real = not jnp.issubdtype(made.dtype, jnp.complexfloating)
         fits = place in norms and is_real and spec.dtype.itemsize >= _SINGLE

@@ -74,8 +74,8 @@ class Gradient:
         listed = self.listed
         graph.facts |= _facts.of_batch(listed.batch)
         graph.facts |= _facts.of_stages(listed.pipe, listed.layout)
-        parts = graph, listed.pipe, listed.stages, listed.batch, variables, given
-        lowering = Lowering(*parts)
+        parts = graph, listed.pipe, listed.stages, listed.batch
+        lowering = Lowering(*parts, list(variables), list(given))
         loss, grads, changed = lowering.run()
         aux = {}
         if self._joins:

@@ -256,7 +256,7 @@ def _linked(
 def _optimizer_bytes(tx: optax.GradientTransformation, model: Traced) -> list[int]:
     """The optimizer's state of each layer."""
     variables = [visit.variables for visit in model.visits]
-    return state_bytes(tx, _variables.params(variables), model.layout.trained)
+    return state_bytes(tx, _variables.params(variables), model.listed.layout.trained)
 
 
 def _check_layers(
@@ -267,7 +267,11 @@ def _check_layers(
     Raises:
       ValueError: with all that do not, and what they need.
     """
-    limit, trained, too_large = hardware.memory_limit, iter(model.layout.trained), []
+    limit, trained, too_large = (
+        hardware.memory_limit,
+        iter(model.listed.layout.trained),
+        [],
+    )
     for number, (layer, visit, optimizer) in enumerate(
         zip(model.layers, model.visits, optimizer_bytes, strict=True)
     ):

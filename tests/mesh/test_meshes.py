@@ -27,8 +27,8 @@ def reductions(found):
 def test_gradients_are_reduced_once_in_a_mini_batch():
     """One for each stage with weights, and nothing else in any micro-batch."""
     found = exchanges(None, 4)
-    assert reductions(found) == {"reduce_gradients": 2, "merge_sums": 1}
-    assert {name for name, _ in found} == {"reduce_gradients", "merge_sums"}
+    assert reductions(found) == {"reduce_gradients": 2, "add_losses": 1}
+    assert {name for name, _ in found} == {"reduce_gradients", "add_losses"}
 
 
 def test_sharded_weights_are_gathered_once_in_a_step_or_for_each_use():
