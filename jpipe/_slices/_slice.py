@@ -98,8 +98,8 @@ def slices(program: Traced, cuts: Sequence[int], trained: set[core.Var]) -> list
         read_later = {var for t in range(count) if t != s for var in reads[t]}
         made = [var for i in own[s] for var in eqns[i].outvars]
         crossing = [v for v in made if home.get(v) == s and v in read_later]
-        ends = program.loss or [v for v in program.beside if _is_in(v, trained)]
-        ends = [v for v in _variables(ends) if home.get(v, count - 1) == s]
+        ends = _variables(program.loss) or [v for v in outputs if v in trained]
+        ends = [v for v in dict.fromkeys(ends) if home.get(v, count - 1) == s]
         leaves = [*ends, *(v for v in crossing if v in trained and v not in ends)]
         beside = [v for v in crossing if v not in trained]
         returned = [v for v in outputs if home.get(v, count - 1) == s]
@@ -160,10 +160,6 @@ def _check_references(reads: Sequence[Any], home: Any) -> None:
                     f"a jax.Ref is used in stages {home.get(var)} and {s}; use it in "
                     f"one, between two places that jpipe.boundary marks"
                 )
-
-
-def _is_in(atom: Any, variables: set[core.Var]) -> bool:
-    return not isinstance(atom, core.Literal) and atom in variables
 
 
 def with_gradient(program: Traced, trained: Sequence[bool]) -> set[core.Var]:
