@@ -17,7 +17,8 @@ from ._slices import _checked, _join
 from ._slices._division import Division
 from ._slices._program import Traced
 from ._slices._sliced import Sliced, Work
-from ._train import _spread, _updates
+from ._spread import _spread
+from ._train import _updates
 
 PyTree = Any
 

@@ -7,7 +7,8 @@ from typing import Any
 import optax
 
 from ._report import Report, report
-from ._train import _spread, _updates
+from ._spread import _spread
+from ._train import _updates
 
 
 class OwnLoop:

@@ -18,6 +18,7 @@ from ._functions._objective import Objective
 from ._functions._trainable import Trainable
 from ._instructions import _transfer
 from ._instructions._sharding import Sharding
+from ._instructions._transfer import put_one
 from ._layers import _batchnorm, _rng
 from ._layers._layer import Layer, as_module, check_unchanged
 from ._layers._stage import shapes
@@ -26,13 +27,13 @@ from ._model_step import ADVICE, ModelGradient, ModelStep
 from ._processes._elsewhere import is_here, of_copies, own_copy
 from ._run import _variables
 from ._run._context import outside_of_meshes
-from ._run._homes import homes, places, shardings
 from ._run._pipe import Pipe
 from ._slices import _join
 from ._slices._division import Division
 from ._slices._initial import Initial
 from ._slices._program import Traced
-from ._slices._sliced import Sliced, Work, put
+from ._slices._sliced import Sliced, Work
+from ._spread._homes import homes, places, shardings
 from ._train import _updates
 from ._train._state import TrainState, note_chosen
 from ._train._step import check_optimizer
@@ -161,7 +162,7 @@ class ModelPipeline(OwnLoop):
         homes = self._locate(initial.specs, x)
         agree_on_key(self._pipe, key)
         made = initial.leaves(key, self._first)
-        leaves = [put(leaf, *home) for leaf, home in zip(made, homes, strict=True)]
+        leaves = [put_one(leaf, *home) for leaf, home in zip(made, homes, strict=True)]
         return jax.tree.unflatten(jax.tree.structure(initial.specs), leaves)
 
     @cached_property
@@ -205,7 +206,7 @@ class ModelPipeline(OwnLoop):
         homes = self._locate(variables, x)
         leaves, structure = jax.tree.flatten(variables)
         pairs = zip(leaves, homes, strict=True)
-        placed = structure.unflatten([put(leaf, *home) for leaf, home in pairs])
+        placed = structure.unflatten([put_one(leaf, *home) for leaf, home in pairs])
         if not is_state:
             return placed
         params, model_state = _apart(placed)
@@ -336,7 +337,7 @@ def _beside(tree: PyTree, params: PyTree, at: Sequence[tuple[Any, Sharding]]) ->
     leaves, structure = jax.tree.flatten(tree)
     found = zip(leaves, homes(tree, numbers), how, strict=True)
     return structure.unflatten(
-        [put(leaf, at[home or 0][0], each) for leaf, home, each in found]
+        [put_one(leaf, at[home or 0][0], each) for leaf, home, each in found]
     )
 
 

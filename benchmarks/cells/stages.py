@@ -19,8 +19,8 @@ from jpipe._functions._objective import Objective
 from jpipe._instructions._compile import Compiled
 from jpipe._instructions._program import Instruction
 from jpipe._jaxprs import _jaxpr
-from jpipe._slices._costs import costs_of
 from jpipe._run._pipe import Pipe
+from jpipe._slices._costs import costs_of
 from jpipe._train._gradient import Gradient
 from jpipe.schedules import Action, Costs
 

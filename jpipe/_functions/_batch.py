@@ -1,13 +1,11 @@
 """A mini-batch as abstract values, and what of it each micro-batch brings."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from . import _microbatch
 
@@ -39,23 +37,18 @@ class Batch:
     @property
     def first(self) -> PyTree:
         """Specs of the input of the first micro-batch; no other has more examples."""
-        return self.part(self.sizes[0])[0]
+        return self.part(self.sizes[0])
 
     @property
     def num_parts(self) -> int:
         """How many micro-batches there are, of all shards together."""
         return len(self.sizes) * self.num_shards
 
-    def part(self, size: int) -> tuple[PyTree, dict[str, PyTree]]:
-        """Specs of the input and of the rest of a micro-batch: see `_task.EXTRA`."""
-        extra = {
-            "targets": _part(self.targets, self.target_axes, size),
-            "share": jax.ShapeDtypeStruct((), jnp.result_type(float)),
-        }
-        if self.rngs is not None:
-            extra["rngs"] = self.rngs
-            extra["numbers"] = jax.ShapeDtypeStruct((2,), np.dtype(np.int32))
-        return _part(self.x, self.x_axes, size), extra
+    def part(self, size: int) -> PyTree:
+        """Specs of the input of a micro-batch."""
+        leaves, structure = jax.tree.flatten(self.x)
+        parts = _microbatch.part_specs(leaves, self.x_axes, size)
+        return jax.tree.unflatten(structure, parts)
 
 
 def of_input(
@@ -96,8 +89,3 @@ def explained(batch: Batch) -> Iterator[None]:
                 f"few, give a larger batch or a smaller num_microbatches="
             )
         raise
-
-
-def _part(tree: PyTree, axes: Sequence[int | None], size: int) -> PyTree:
-    leaves, structure = jax.tree.flatten(tree)
-    return jax.tree.unflatten(structure, _microbatch.part_specs(leaves, axes, size))

@@ -74,9 +74,6 @@ def sum_spec(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, dtype)
 
 
-def accumulate(sums: Leaves, new: Leaves, factor: Any = None) -> list[Any]:
-    """Adds leaves, or a multiple of them, to sums, in the precision of the sums."""
-    pairs = [(old, x.astype(old.dtype)) for old, x in zip(sums, new, strict=True)]
-    if factor is None:
-        return [old + x for old, x in pairs]
-    return [old + x * factor.astype(old.dtype) for old, x in pairs]
+def accumulate(sums: Leaves, new: Leaves) -> list[Any]:
+    """Adds leaves to sums, in the precision of the sums."""
+    return [old + x.astype(old.dtype) for old, x in zip(sums, new, strict=True)]

@@ -145,6 +145,11 @@ def put(
     return jax.device_put(parts, [on(device, each._replace(cut=None)) for each in how])
 
 
+def put_one(leaf: Any, device: Device, how: Sharding = WHOLE) -> jax.Array:
+    """An array on a device, or on those of a stage."""
+    return put([leaf], device, [how])[0]
+
+
 def put_tree(
     tree: Any,
     device: Device,

@@ -182,7 +182,7 @@ class _Trace:
         number = jax.ShapeDtypeStruct((), jnp.int32)
         specs = [spec for spec, _ in layout.specs]
         with _batchnorm.recording():
-            given = specs, batch.part(size)[0], number
+            given = specs, batch.part(size), number
             closed, (_, _, aux) = _jaxpr.trace(self._whole, *given)
         closed, numbers = _folds.lifted(closed)
         ends = _marks.ends(closed)

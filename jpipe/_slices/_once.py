@@ -6,7 +6,7 @@ from .._instructions._graph import Graph, Place, Value
 from .._instructions._sharding import WHOLE, Sharding
 from .._jaxprs import _jaxpr
 from .._run._pipe import Pipe
-from .._run._placed import Placed, Placement
+from .._spread._placed import Placed, Placement
 from ._stages import Stages, pull_once
 
 Values = list[Value]

@@ -18,7 +18,7 @@ from .._jaxprs import _jaxpr
 from .._run import _facts, _resting, _signature, _variables
 from .._run._feed import Feed
 from .._run._pipe import Pipe
-from . import _composed, _order, _program, _summands
+from . import _arguments, _composed, _order, _program, _summands
 from ._division import Division
 from ._join import Join, joined
 from ._lower import Lowering
@@ -144,7 +144,7 @@ class Sliced:
         if self._feed is None:
             self._feed = Feed(built.pipe)
         self._feed(args)
-        _check_in_place(params, leaves, built.homes, self._work.advice)
+        _arguments.check_in_place(params, leaves, built.homes, self._work.advice)
         found = iter(built.program([*leaves, *built.constants, *batch]))
         loss = next(found) if self._work.has_loss else None
         aux: list[Any] = [None] * built.aux.num_leaves
@@ -159,7 +159,10 @@ class Sliced:
         homes = self.build(params, args).homes
         leaves, tree = jax.tree.flatten(params)
         return tree.unflatten(
-            [put(leaf, *home) for leaf, home in zip(leaves, homes, strict=True)]
+            [
+                _transfer.put_one(leaf, *home)
+                for leaf, home in zip(leaves, homes, strict=True)
+            ]
         )
 
     def build(self, params: PyTree, args: Sequence[PyTree]) -> Built:
@@ -180,7 +183,7 @@ class Sliced:
     def part(self, args: Sequence[PyTree]) -> Sequence[PyTree]:
         """Specs of the first micro-batch; there may be few examples."""
         batch = self._called((), args, True).batch
-        return batch.part(batch.sizes[0])[0]
+        return batch.first
 
     def locate(
         self, params: PyTree, args: Sequence[PyTree]
@@ -245,9 +248,9 @@ class Sliced:
         specs = _microbatch.specs(params, "params")
         trained = self._trained(specs) or [False] * len(jax.tree.leaves(specs))
         given = tuple(map(_microbatch.specs, args, names))
-        axes = self._axes(given, names)
+        axes = _arguments.axes_of(self._work.in_axes, given, names)
         count = self._division.num_microbatches
-        size, shards = _batch_size(given, axes, 1 if few else count, names), 1
+        size, shards = _arguments.batch_size(given, axes, 1 if few else count, names), 1
         if not few or size >= count * self._division.num_shards:
             shards = self._division.num_shards
             size = _microbatch.shard(size, count, shards)
@@ -288,7 +291,7 @@ class Sliced:
         programs = {}
         for n in dict.fromkeys(sizes):
             is_weighted = work.reduction == "weighted"
-            part, how = batch.part(n)[0], (work.has_aux, work.has_loss, is_weighted)
+            part, how = batch.part(n), (work.has_aux, work.has_loss, is_weighted)
             traced = _program.traced(work.function, call.specs, part, *how)
             if work.has_loss:
                 scale = {"mean": n / whole, "sum": 1.0, "weighted": 1.0}
@@ -333,76 +336,9 @@ class Sliced:
         # Metrics are in each process; new values of parameters stay where these are.
         outputs = [*map(graph.everywhere, own[:number]), *own[number:]]
         constants = [
-            put(leaf, *home) for leaf, home in zip(constants, others, strict=True)
+            _transfer.put_one(leaf, *home)
+            for leaf, home in zip(constants, others, strict=True)
         ]
         program = Program(graph, outputs, pipe.places)
         tree = jax.tree.structure(stages.first.aux)
         return Built(pipe, stages, program, tree, kept, homes, constants)
-
-    def _axes(
-        self, given: Sequence[PyTree], names: Sequence[str]
-    ) -> list[list[int | None]]:
-        """Where the examples are in each leaf of each argument; keys have none."""
-        in_axes = self._work.in_axes
-        each = list(in_axes) if isinstance(in_axes, tuple) else [in_axes] * len(given)
-        if len(each) != len(given):
-            raise ValueError(
-                f"in_axes={in_axes!r} has {len(each)} entries for {len(given)} "
-                f"arguments after params; give one for each, or one for all"
-            )
-        found = []
-        for name, axes, tree in zip(names, each, given, strict=True):
-            own = _microbatch.flat_axes(axes, tree, name, "in_axes")
-            leaves = jax.tree.leaves(tree)
-            found.append(
-                [
-                    None if _program.is_single_key(leaf) else axis
-                    for leaf, axis in zip(leaves, own, strict=True)
-                ]
-            )
-        return found
-
-
-def put(leaf: Any, device: Any, how: Sharding = WHOLE) -> jax.Array:
-    """An array on a device, or on those of a stage."""
-    return _transfer.put([leaf], device, [how])[0]
-
-
-def _batch_size(
-    given: Sequence[PyTree],
-    axes: Sequence[Sequence[int | None]],
-    count: int,
-    names: Sequence[str],
-) -> int:
-    try:
-        return _microbatch.batch_size([*zip(names, given, axes, strict=True)], count)
-    except ValueError as error:
-        if names[0] != "argument 1":
-            raise
-        error.add_note(
-            "in_axes is a value for all arguments after params, or a tuple with one "
-            "for each: None for what each micro-batch is given whole, such as a "
-            "number, a table or running statistics"
-        )
-        raise
-
-
-def _check_in_place(
-    params: PyTree,
-    leaves: Sequence[Any],
-    homes: Sequence[tuple[Any, Sharding]],
-    advice: str,
-) -> None:
-    pairs = zip(leaves, homes, strict=True)
-    lost = [
-        i
-        for i, (leaf, home) in enumerate(pairs)
-        if not isinstance(leaf, jax.Array) or not _transfer.is_at(leaf, *home)
-    ]
-    if lost:
-        path, _ = jax.tree_util.tree_leaves_with_path(params)[lost[0]]
-        raise ValueError(
-            f"params{jax.tree_util.keystr(path)} is not on {homes[lost[0]][0]}, where "
-            f"the first stage that reads it runs, or lies there in another way; type "
-            f"{advice}"
-        )

@@ -95,8 +95,9 @@ class State:
                 if mean in place
             ]
             leaves = tuple(self.leaves[i] for i in own)
-            columns = self.at, self.specs, self.made
-            at, specs, made = (tuple(column[i] for i in own) for column in columns)
+            at = tuple(self.at[i] for i in own)
+            kinds = self.specs, self.made
+            specs, made = (tuple(column[i] for i in own) for column in kinds)
             found.append(State(leaves, at, specs, made, tuple(norms)))
         return found
 

@@ -14,9 +14,9 @@ from .._instructions._program import Program
 from .._layers._stage import shapes
 from .._run import _resting, _signature
 from .._run._facts import of_layers
-from .._run._homes import Path, homes, paths, places, shardings
 from .._run._pipe import Pipe
-from .._run._placed import Placed, Placement
+from .._spread._homes import Path, homes, paths, places, shardings
+from .._spread._placed import Placed, Placement
 from ._state import SHOWN
 
 PyTree = Any

@@ -9,10 +9,10 @@ import optax
 
 from .._functions._weights import is_inexact
 from .._instructions._transfer import Device
-from .._run._homes import Home, homes, paths, places
-from .._run._placed import Placement
+from .._spread._homes import Home, homes, paths, places
+from .._spread._placed import Placement
+from .._spread._spread import Spread
 from ._optimizer import explained
-from ._spread import Spread
 from ._step import check_optimizer
 
 PyTree = Any

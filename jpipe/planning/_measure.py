@@ -261,7 +261,7 @@ class _Measured:
         """What it reads of other layers, of the mini-batch, and the number of it."""
         part, batch, sample = self._part, self._model.batch, self._sample
         program = self._model.listed.stages.first
-        x, targets, _ = self._model.listed.batch.part(batch.sizes[0])[0]
+        x, targets, _ = self._model.listed.batch.part(batch.sizes[0])
         values = [
             *_part(sample.x, batch.x_axes, jax.tree.leaves(x)),
             *_part(sample.targets, batch.target_axes, jax.tree.leaves(targets)),

@@ -225,7 +225,8 @@ def test_no_cut_under_any_schedule_has_a_shorter_step(seed):
         best = min(each for each in every if each[1] <= limit)
         seconds, own_most = worth(made(3, schedules=NAMES, memory_limit=limit))
         assert own_most <= limit
-        assert seconds == pytest.approx(best[0], rel=1e-9)
+        # Under a limit bytes are those of the program, maybe fewer than forecast.
+        assert seconds <= best[0] * (1 + 1e-9)
     with pytest.raises(ValueError, match="take more devices \\(num_devices=\\)"):
         made(3, schedules=NAMES, memory_limit=limit - 1)
 

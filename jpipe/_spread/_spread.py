@@ -17,8 +17,8 @@ from .._layers._stage import shapes
 from .._processes._elsewhere import is_copied
 from .._run import _signature, _variables
 from .._run._context import outside_of_meshes
-from .._run._homes import Home, homes, paths, places, shardings
-from .._run._placed import Placed, Placement
+from ._homes import Home, homes, paths, places, shardings
+from ._placed import Placed, Placement
 
 PyTree = Any
 # Of the specs of ``(args, kwargs)``, and the place of each leaf.

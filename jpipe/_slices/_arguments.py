@@ -1,0 +1,78 @@
+"""What a function that is divided is given, checked."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from .._functions import _microbatch
+from .._instructions import _transfer
+from .._instructions._sharding import Sharding
+from . import _program
+
+PyTree = Any
+
+
+def axes_of(
+    in_axes: Any, given: Sequence[PyTree], names: Sequence[str]
+) -> list[list[int | None]]:
+    """Where the examples are in each leaf of each argument; keys have none."""
+    each = list(in_axes) if isinstance(in_axes, tuple) else [in_axes] * len(given)
+    if len(each) != len(given):
+        raise ValueError(
+            f"in_axes={in_axes!r} has {len(each)} entries for {len(given)} "
+            f"arguments after params; give one for each, or one for all"
+        )
+    found = []
+    for name, axes, tree in zip(names, each, given, strict=True):
+        own = _microbatch.flat_axes(axes, tree, name, "in_axes")
+        leaves = jax.tree.leaves(tree)
+        found.append(
+            [
+                None if _program.is_single_key(leaf) else axis
+                for leaf, axis in zip(leaves, own, strict=True)
+            ]
+        )
+    return found
+
+
+def batch_size(
+    given: Sequence[PyTree],
+    axes: Sequence[Sequence[int | None]],
+    count: int,
+    names: Sequence[str],
+) -> int:
+    """How many examples there are, at least as many as micro-batches."""
+    try:
+        return _microbatch.batch_size([*zip(names, given, axes, strict=True)], count)
+    except ValueError as error:
+        if names[0] != "argument 1":
+            raise
+        error.add_note(
+            "in_axes is a value for all arguments after params, or a tuple with one "
+            "for each: None for what each micro-batch is given whole, such as a "
+            "number, a table or running statistics"
+        )
+        raise
+
+
+def check_in_place(
+    params: PyTree,
+    leaves: Sequence[Any],
+    homes: Sequence[tuple[Any, Sharding]],
+    advice: str,
+) -> None:
+    """Raises if a parameter is not where it is read."""
+    pairs = zip(leaves, homes, strict=True)
+    lost = [
+        i
+        for i, (leaf, home) in enumerate(pairs)
+        if not isinstance(leaf, jax.Array) or not _transfer.is_at(leaf, *home)
+    ]
+    if lost:
+        path, _ = jax.tree_util.tree_leaves_with_path(params)[lost[0]]
+        raise ValueError(
+            f"params{jax.tree_util.keystr(path)} is not on {homes[lost[0]][0]}, where "
+            f"the first stage that reads it runs, or lies there in another way; type "
+            f"{advice}"
+        )
