@@ -110,17 +110,19 @@ def moved(monkeypatch):
     def counting_put(tree, device=None, **options):
         # A Python number is not of a pipeline: it finds out how devices copy.
         leaves = [leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "size")]
-        target = getattr(device, "device_set", {device})
-        moved.extend((leaf.size, *target) for leaf in leaves)
+        targets = device if isinstance(device, list) else [device] * len(leaves)
+        for leaf, target in zip(leaves, targets, strict=True):
+            moved.append((leaf.size, *getattr(target, "device_set", {target})))
         return put(tree, device, **options)
 
-    def counting_copier(source, target):
-        copy = copier(source, target)
+    def counting_copier(source, targets):
+        copy = copier(source, targets)
         assert copy is not None
 
-        def counting(leaves):
-            moved.extend((leaf.size, target) for leaf in leaves)
-            return copy(leaves)
+        def counting(leaves, donated):
+            for leaf, target in zip(leaves, targets, strict=True):
+                moved.append((leaf.size, *target.device_set))
+            return copy(leaves, donated)
 
         return counting
 

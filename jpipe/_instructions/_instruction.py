@@ -111,8 +111,8 @@ def _mover(
     if graph.crosses(operation):
         return _crossing(graph, operation, devices, how)
     keys = any(is_key(graph.specs[value]) for value in values)
-    send = _transfer.sender(devices[source], target, keys, how)
-    return lambda leaves, _: send(leaves)
+    source_how = [graph.shardings[value] for value in values]
+    return _transfer.sender(devices[source], target, keys, how, source_how)
 
 
 def _crossing(

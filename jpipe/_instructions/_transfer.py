@@ -49,7 +49,7 @@ class OnPaper:
         return f"rank {self.rank}{several}"
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def on(device: Device, how: Sharding = WHOLE, on_host: bool = False) -> Any:
     """What JAX calls an array in a place; ``None`` in one that is not there.
 
@@ -231,8 +231,12 @@ def _off_numpy(tree: Any) -> Any:
 
 
 def sender(
-    source: Device, target: Device, has_keys: bool, how: Sequence[Sharding]
-) -> Callable[[Leaves], Sequence[jax.Array]]:
+    source: Device,
+    target: Device,
+    has_keys: bool,
+    how: Sequence[Sharding],
+    source_how: Sequence[Sharding],
+) -> Callable[[Leaves, Leaves], Sequence[jax.Array]]:
     """A function that copies leaves, each time from one place to one other.
 
     Each shard goes straight to its counterpart.
@@ -242,12 +246,21 @@ def sender(
       target: the place where they go.
       has_keys: whether typed keys of `jax.random` are among them.
       how: how they lie where they go.
+      source_how: how they lie where they are.
+
+    Returns:
+      ``(leaves, nothing) -> leaves``.
     """
-    if isinstance(source, SubMesh) or isinstance(target, SubMesh):
-        where = [on(target, each) for each in how]
-        return lambda leaves: jax.device_put(list(leaves), where)
+    where = [on(target, each) for each in how]
+    is_alike = list(how) == list(source_how) and _mesh(source) == _mesh(target)
     on_paper = isinstance(source, OnPaper) or isinstance(target, OnPaper)
-    copy = None if has_keys or on_paper else _compat.copier(source, target)
-    # It takes a device in less time than a sharding; a type that names a mesh stays,
-    # as with `copier`.
-    return copy or (lambda leaves: jax.device_put(leaves, target))
+    if is_alike and not (has_keys or on_paper):
+        copy = _compat.copier(one_of(source), where)
+        if copy is not None:
+            return copy
+    return lambda leaves, _: jax.device_put(list(leaves), where)
+
+
+def _mesh(device: Device) -> Any:
+    """The axes of a place; ``None`` if it is one device."""
+    return device.mesh.shape if isinstance(device, SubMesh) else None
