@@ -110,9 +110,8 @@ def moved(monkeypatch):
     def counting_put(tree, device=None, **options):
         # A Python number is not of a pipeline: it finds out how devices copy.
         leaves = [leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "size")]
-        targets = device if isinstance(device, list) else [device] * len(leaves)
-        for leaf, target in zip(leaves, targets, strict=True):
-            moved.append((leaf.size, *getattr(target, "device_set", {target})))
+        target = getattr(device, "device_set", {device})
+        moved.extend((leaf.size, *target) for leaf in leaves)
         return put(tree, device, **options)
 
     def counting_copier(source, targets):
