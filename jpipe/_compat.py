@@ -48,6 +48,20 @@ def settings_reader() -> Callable[[], Hashable]:
     return read if tells and read() == before else _settings_of_jit
 
 
+def settings() -> dict[str, Any]:
+    """All settings of JAX, by name.
+
+    Uses ``jax.config.values``, which has those that are no attributes of `jax.config`
+    too, such as ``jax_disable_most_optimizations``.
+    Free when JAX lists its settings; it does not up to JAX 0.12.
+    """
+    try:
+        return dict(_config.values)
+    except (AttributeError, TypeError):
+        names = (name for name in dir(_config) if name.startswith("jax_"))
+        return {name: getattr(_config, name) for name in names}
+
+
 def quick_to_compile() -> dict[str, Any] | None:
     """Options of XLA for a program that runs once or twice.
 
