@@ -67,6 +67,7 @@ class Program:
         self.devices = devices
         self._facts = graph.facts
         self.is_shared = bool(graph.heads)
+        outputs = graph.lasting(outputs)
         wanted: list[Value] = []
         for each in outputs:
             wanted += each if isinstance(each, tuple) else [each]
