@@ -62,6 +62,7 @@ class Compiled:
 
     Attributes:
       name: how profiles call it.
+      read: the positions of the arguments that it only reads.
       device: where it runs.
       seconds: how long XLA took; zero if it is not compiled, or was before.
     """
@@ -83,8 +84,9 @@ class Compiled:
         self.donated = donated
         self._given = spread.given or [WHOLE] * len(arguments)
         run, out = _on(device, function, kept, spread, set(places))
-        count, given = len(arguments), list(donated)
-        order = [i for i in range(count) if i not in set(donated)] + given
+        count = len(arguments)
+        self.read = sorted(set(range(count)) - set(donated))
+        order = [*self.read, *donated]
 
         def program(read: Sequence[Any], donated: Sequence[Any]) -> tuple[Any, ...]:
             leaves: list[Any] = [None] * count

@@ -61,7 +61,7 @@ class Graph:
       specs: the shape and dtype of each value; of what is stacked, of one shard.
       places: where each value is made.
       shardings: how each value lies there.
-      arguments: the values that a run is given.
+      arguments: the values that a run is given, in order.
       donated: those of them that it may overwrite.
       constants: the values that stay from run to run.
       operations: the calls.
@@ -74,7 +74,7 @@ class Graph:
     specs: list[Any] = field(default_factory=list)
     places: list[Place] = field(default_factory=list)
     shardings: list[Sharding] = field(default_factory=list)
-    arguments: list[Value] = field(default_factory=list)
+    arguments: dict[Value, None] = field(default_factory=dict)
     donated: set[Value] = field(default_factory=set)
     constants: dict[Value, Any] = field(default_factory=dict)
     operations: list[Operation] = field(default_factory=list)
@@ -98,7 +98,7 @@ class Graph:
     ) -> Value:
         """A value that each run is given."""
         value = self._make(spec, place, how)
-        self.arguments.append(value)
+        self.arguments[value] = None
         if donated:
             self.donated.add(value)
         return value

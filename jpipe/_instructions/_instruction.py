@@ -75,7 +75,7 @@ def listed(
             run = programs[key(graph, operation, devices)]
             new = [operation.writes[i] for i in run.kept]
             donates = [reads[i] for i in run.donated]
-            reads = [v for i, v in enumerate(reads) if i not in run.donated]
+            reads = [reads[i] for i in run.read]
         start = len(slot)
         slot |= {v: start + i for i, v in enumerate(new)}
         ended = dict.fromkeys([*operation.reads, *new])

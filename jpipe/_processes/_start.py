@@ -58,9 +58,9 @@ def distributed(
         ``"device_put"``, through the links of the accelerators; default:
         ``JPIPE_TRANSPORT``, or the first on CPUs and the second elsewhere.
       hard_exit: whether a process that has failed, or awaits what does not come, ends
-        at once (`os._exit`), so that the others know it and nothing waits for ever. What
-        other libraries do at the end of a program is then not done. With ``False`` it
-        says why and ends as Python does: what awaits something is sent a
+        at once (`os._exit`), so that the others know it and nothing waits for ever;
+        what other libraries do at the end of a program is then not done. With ``False``
+        it says why and ends as Python does: what awaits something is sent a
         `KeyboardInterrupt`, which JAX notices when it returns, and JAX waits at the end
         for the others until it gives up.
       **options: for `jax.distributed.initialize`.
