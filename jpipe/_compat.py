@@ -132,7 +132,7 @@ def copier(source: Any, targets: Sequence[Sharding]) -> Copy | None:
 def _devices_of(sharding: Any) -> tuple[Any, ...]:
     """The devices of a sharding, in its order."""
     if isinstance(sharding, NamedSharding):
-        return tuple(sharding.mesh.devices.flat)
+        return tuple(np.asarray(sharding.mesh.devices).flat)
     return tuple(sharding.device_set)
 
 
