@@ -48,7 +48,7 @@ ALONE = Spread()
 
 
 class Compiled:
-    """A function compiled for one place: ``(leaves read, leaves donated) -> leaves``.
+    """A function compiled for one place.
 
     Args:
       function: what it computes.
@@ -64,6 +64,7 @@ class Compiled:
       name: how profiles call it.
       read: the positions of the arguments that it only reads.
       device: where it runs.
+      run: ``(leaves read, leaves donated) -> leaves``, compiled or not.
       seconds: how long XLA took; zero if it is not compiled, or was before.
     """
 

@@ -24,7 +24,7 @@ class Instruction:
     Attributes:
       place: where it runs; of a move, where it goes.
       source: of a move where it comes from; of a call ``None``.
-      run: ``(leaves read, leaves donated) -> leaves``.
+      run: what it calls; or, of a move, ``(leaves, ()) -> leaves``.
       reads: the slots that it reads.
       donates: the slots that it reads and whose memory its results take over.
       writes: the slots of its results, neighbours.

@@ -126,23 +126,34 @@ def _auto(leaf: Any) -> Any:
 
 
 def put(
-    leaves: Leaves, device: Device, how: Sequence[Sharding] | None = None
+    leaves: Leaves,
+    device: Device,
+    how: Sequence[Sharding] | None = None,
+    may_alias: bool | None = None,
 ) -> list[Any]:
-    """Flat leaves, from the host or any device, into one place. Never waits."""
+    """Flat leaves, from the host or any device, into one place. Never waits.
+
+    Args:
+      leaves: they.
+      device: the place.
+      how: how they lie there, where it is several devices; default: whole.
+      may_alias: whether what is there already need not be copied.
+    """
     if isinstance(device, OnPaper) or not leaves:
         return list(leaves)
     if not is_here(device):
         return _elsewhere(leaves, device, how)
     leaves = _own_copies(leaves)
     if not isinstance(device, SubMesh):
-        return jax.device_put(leaves, on(device))
+        return jax.device_put(leaves, on(device), may_alias=may_alias)
     how = how or [WHOLE] * len(leaves)
     parts = [
         _stack(leaf, each.cut, device.num_shards) if each.cut else leaf
         for leaf, each in zip(leaves, how, strict=True)
     ]
     # What was cut is stacked now.
-    return jax.device_put(parts, [on(device, each._replace(cut=None)) for each in how])
+    where = [on(device, each._replace(cut=None)) for each in how]
+    return jax.device_put(parts, where, may_alias=may_alias)
 
 
 def put_tree(
@@ -151,23 +162,9 @@ def put_tree(
     how: Sequence[Sharding] | None = None,
     may_alias: bool | None = None,
 ) -> Any:
-    """A pytree, from the host or any device, into one place. Never waits.
-
-    Args:
-      tree: the pytree.
-      device: the place.
-      how: how its leaves lie there, in order.
-      may_alias: whether what is there already need not be copied.
-    """
+    """A pytree, from the host or any device, into one place: see `put`."""
     leaves, structure = jax.tree.flatten(_off_numpy(tree))
-    if not is_here(device):
-        return jax.tree.unflatten(structure, _elsewhere(leaves, device, how))
-    leaves = _own_copies(leaves)
-    where = on(device)
-    if isinstance(device, SubMesh) and how:
-        where = [on(device, each) for each in how]
-    placed = jax.device_put(leaves, where, may_alias=may_alias) if leaves else []
-    return jax.tree.unflatten(structure, placed)
+    return jax.tree.unflatten(structure, put(leaves, device, how, may_alias))
 
 
 def put_as(value: Any, like: Any) -> Any:
