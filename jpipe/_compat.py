@@ -8,7 +8,8 @@ import functools
 import importlib
 import io
 import pickle
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -16,9 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import serialize_executable
 from jax.extend import core
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
-Copy = Callable[[Sequence[jax.Array]], list[jax.Array]]
+# Of arrays, and of none that are donated.
+Copy = Callable[[Sequence[jax.Array], Sequence[jax.Array]], list[jax.Array]]
 
 # To a type checker it has no attributes.
 _config: Any = jax.config
@@ -44,6 +46,20 @@ def settings_reader() -> Callable[[], Hashable]:
     except (ImportError, AttributeError, TypeError):
         return _settings_of_jit
     return read if tells and read() == before else _settings_of_jit
+
+
+def settings() -> dict[str, Any]:
+    """All settings of JAX, by name.
+
+    Uses ``jax.config.values``, which has those that are no attributes of `jax.config`
+    too, such as ``jax_disable_most_optimizations``.
+    Free when JAX lists its settings; it does not up to JAX 0.12.
+    """
+    try:
+        return dict(_config.values)
+    except (AttributeError, TypeError):
+        names = (name for name in dir(_config) if name.startswith("jax_"))
+        return {name: getattr(_config, name) for name in names}
 
 
 def quick_to_compile() -> dict[str, Any] | None:
@@ -77,55 +93,97 @@ def _settings_of_jit() -> Hashable:
         return disabled, _trace()
 
 
-@functools.cache
-def copier(source: Any, target: Any) -> Copy | None:
+def copier(source: Any, targets: Sequence[Sharding]) -> Copy | None:
     """A function that does what `jax.device_put` does with arrays, in less time.
 
-    Uses ``jaxlib._jax.batched_device_put``, where every `jax.device_put` of an array
-    onto one device ends, and the thread's transfer guard, to which these copies are
-    as explicit as that. Before it gets there `jax.device_put` spends on each array more
-    Python than the call of a compiled function takes, on questions that have one answer
-    for all arrays that one stage sends to another (benchmarks/overhead/dispatch.py
-    measures it).
+    Uses ``jaxlib._jax.batched_copy_array_to_devices_with_sharding``, where every
+    `jax.device_put` onto an equal sharding ends, with all arrays at once. Before it
+    gets there `jax.device_put` spends on each array more Python than the call of a
+    compiled function takes, on questions that have one answer for all arrays that one
+    stage sends to another (benchmarks/overhead/dispatch.py measures it). To a transfer
+    guard these copies are as explicit as that inside `explicit_transfers`.
     Free when `jax.device_put` has a fast path as `jax.jit` has; it has none up to JAX
     0.12.
 
     Args:
-      source: the device where the arrays are.
-      target: the device where they go.
+      source: a device where the arrays are.
+      targets: the shardings that they get: each has the partitions of the array, and
+        as many devices.
 
     Returns:
-      The function, for arrays that are each on one device, typed keys excepted;
-      ``None`` if this JAX does not offer it, or a device is of another process.
+      The function, for arrays other than typed keys; ``None`` if this JAX does not
+      offer it, or a device is of another process.
     """
-    mine = jax.process_index()
-    if source.process_index != mine or target.process_index != mine:
+    every = [_devices_of(target) for target in targets]
+    if not all(_can_copy(source, device) for devices in every for device in devices):
         return None
-    try:
-        jaxlib: Any = importlib.import_module("jaxlib._jax")
-        copy = _copy_to(target, jaxlib.batched_device_put, jaxlib.guard_lib)
-        # Whatever guard or trace the first step may be in is no business of this.
-        with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
-            (probe,) = copy([jax.device_put(0.0, source)])
-    except (ImportError, AttributeError, TypeError):
-        return None
-    same = probe.committed and probe.sharding == SingleDeviceSharding(target)
-    return copy if same else None
+    jaxlib: Any = importlib.import_module("jaxlib._jax")
+    put = jaxlib.batched_copy_array_to_devices_with_sharding
+    lists = [jaxlib.DeviceList(devices) for devices in every]
+    shardings = list(targets)
+    semantics = [jaxlib.ArrayCopySemantics.ALWAYS_COPY] * len(shardings)
 
-
-def _copy_to(device: Any, put: Any, guards: Any) -> Copy:
-    sharding, devices = SingleDeviceSharding(device), [device]
-
-    def copy(leaves: Sequence[jax.Array]) -> list[jax.Array]:
-        state: Any = guards.thread_local_state()
-        before = state.explicit_device_put
-        state.explicit_device_put = True
-        try:
-            return [put(leaf.aval, sharding, [leaf], devices) for leaf in leaves]
-        finally:
-            state.explicit_device_put = before
+    def copy(leaves: Sequence[jax.Array], _: Sequence[jax.Array] = ()) -> Any:
+        return put(leaves, lists, shardings, semantics)
 
     return copy
+
+
+def _devices_of(sharding: Any) -> tuple[Any, ...]:
+    """The devices of a sharding, in its order."""
+    if isinstance(sharding, NamedSharding):
+        return tuple(np.asarray(sharding.mesh.devices).flat)
+    return tuple(sharding.device_set)
+
+
+@functools.cache
+def _can_copy(source: Any, target: Any) -> bool:
+    """Whether `copier` makes the arrays that `jax.device_put` makes."""
+    mine, sharding = jax.process_index(), SingleDeviceSharding(target)
+    if source.process_index != mine or target.process_index != mine:
+        return False
+    try:
+        jaxlib: Any = importlib.import_module("jaxlib._jax")
+        # Whatever guard or trace the first step may be in is no business of this.
+        with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
+            (probe,) = jaxlib.batched_copy_array_to_devices_with_sharding(
+                (jax.device_put(1.0, source),),
+                [jaxlib.DeviceList((target,))],
+                [sharding],
+                [jaxlib.ArrayCopySemantics.ALWAYS_COPY],
+            )
+            same = probe.committed and probe.sharding == sharding and probe == 1
+        return same and _transfer_state() is not None
+    except (ImportError, AttributeError, TypeError, RuntimeError):
+        return False
+
+
+def _transfer_state() -> Any:
+    """What this thread's transfer guard knows; ``None`` if this JAX tells it not.
+
+    Uses ``jaxlib._jax.guard_lib``, by which `jax.device_put` says that its copies are
+    explicit. Free with `copier`.
+    """
+    try:
+        jaxlib: Any = importlib.import_module("jaxlib._jax")
+        state = jaxlib.guard_lib.thread_local_state()
+        return state if isinstance(state.explicit_device_put, bool) else None
+    except (ImportError, AttributeError):
+        return None
+
+
+@contextmanager
+def explicit_transfers() -> Iterator[None]:
+    """The scope in which a transfer guard takes all copies for explicit ones."""
+    state = _transfer_state()
+    before = state and state.explicit_device_put
+    if state:
+        state.explicit_device_put = True
+    try:
+        yield
+    finally:
+        if state:
+            state.explicit_device_put = before
 
 
 def pruned(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:

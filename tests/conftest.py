@@ -114,13 +114,14 @@ def moved(monkeypatch):
         moved.extend((leaf.size, *target) for leaf in leaves)
         return put(tree, device, **options)
 
-    def counting_copier(source, target):
-        copy = copier(source, target)
+    def counting_copier(source, targets):
+        copy = copier(source, targets)
         assert copy is not None
 
-        def counting(leaves):
-            moved.extend((leaf.size, target) for leaf in leaves)
-            return copy(leaves)
+        def counting(leaves, donated):
+            for leaf, target in zip(leaves, targets, strict=True):
+                moved.append((leaf.size, *target.device_set))
+            return copy(leaves, donated)
 
         return counting
 

@@ -21,7 +21,7 @@ from .. import allocator
 from ..cells.stages import Calls, gradient_of
 from ..models.block import Block
 from ..provenance import line, provenance
-from . import by_hand, first_step, one_stage
+from . import by_hand, dispatch, first_step, one_stage
 from .dispatch import interleaved, square
 from .processes import medians, one_process
 
@@ -268,7 +268,15 @@ def _dispatch_table(cost: dict[str, float]) -> str:
         f"| Python beside them | {cost['python_us']:.1f} |",
         f"| the whole step if every move were a `jax.device_put` | "
         f"{cost['device_put_step_us']:.1f} |",
+        "",
+        "| a move of tiny arrays, µs | one | two | four |",
+        "| --- | --: | --: | --: |",
     ]
+    for name, told in (("devices", "a device to another"), ("meshes", "two to two")):
+        for side, by in (("", ""), ("_device_put", ", by `jax.device_put`")):
+            figures = (cost[f"{name}_{count}{side}_us"] for count in dispatch.MOVED)
+            listed = " | ".join(f"{figure:.1f}" for figure in figures)
+            lines.append(f"| {told}{by} | {listed} |")
     return "\n".join(lines)
 
 

@@ -14,15 +14,21 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import linen as nn
+from jax.sharding import PartitionSpec as P
 
 import jpipe
 from jpipe import _compat
 from jpipe._functions._objective import Objective
+from jpipe._instructions import _transfer
 from jpipe._instructions._program import Program
+from jpipe._instructions._sharding import Sharding, SubMesh
 
 WIDTH, STAGES, NUMBER = 8, 4, 32
+# How many arrays a move has, and how many moves are timed at once.
+MOVED, MOVES = (1, 2, 4), 200
 ACTIONS = 2 * STAGES * NUMBER
 
 
@@ -44,7 +50,7 @@ def dispatch_cost(rounds: int, one_device: bool = False) -> dict[str, float]:
     Returns:
       Microseconds per action of the schedule: of the whole step, of the executor's
       loop, of the bare calls and moves, of the difference of these two; and of the
-      whole step if every move were a `jax.device_put`.
+      whole step if every move were a `jax.device_put`. And `move_costs`.
     """
     pipe, x = _pipe(one_device), jnp.ones((NUMBER, WIDTH))
     seconds = interleaved(
@@ -62,7 +68,56 @@ def dispatch_cost(rounds: int, one_device: bool = False) -> dict[str, float]:
         "bare_us": micro(bare),
         "python_us": micro([a - b for a, b in zip(loop, bare, strict=True)]),
         "device_put_step_us": micro(seconds["device_put"]),
+        **move_costs(rounds),
     }
+
+
+def move_costs(rounds: int) -> dict[str, float]:
+    """Microseconds of a move of one, two and four arrays of eight numbers.
+
+    Args:
+      rounds: how many times each side is timed.
+
+    Returns:
+      By what moves where, ``"devices_1_us"`` for one, as an executor's loop moves it
+      and, ``"devices_1_device_put_us"``, as `jax.device_put` does; ``"meshes"`` are of
+      two devices each.
+    """
+    devices = jax.devices()[:STAGES]
+    pairs = {"devices": devices[:2]}
+    if len(devices) == STAGES:
+        halves = np.array(devices).reshape(2, -1)
+        pairs["meshes"] = [SubMesh.of(half, ["data"]) for half in halves]
+    found = {}
+    for name, (source, target) in pairs.items() if len(devices) > 1 else ():
+        for count in MOVED:
+            sides = _moves(source, target, count)
+            for side, seconds in interleaved(sides, rounds).items():
+                micro = 1e6 / MOVES * statistics.median(seconds)
+                found[f"{name}_{count}{side}_us"] = micro
+    return found
+
+
+def _moves(source: Any, target: Any, count: int) -> dict[str, Callable[[], None]]:
+    """Many moves of so many arrays by the loop and by `jax.device_put`."""
+    how = [Sharding(spec=P("data"))] * count
+    arrays = _transfer.put([np.ones(WIDTH)] * count, source, how)
+
+    def side() -> Callable[[], None]:
+        send = _transfer.sender(source, target, False, how, how)
+
+        def run() -> None:
+            made: Any = ()
+            with _compat.explicit_transfers():
+                for _ in range(MOVES):
+                    made = send(arrays, ())
+            jax.block_until_ready(made)
+
+        return run
+
+    with mock.patch.object(_compat, "copier", return_value=None):
+        device_put = side()
+    return {"": side(), "_device_put": device_put}
 
 
 def interleaved(sides: dict[str, Callable[[], None]], rounds: int) -> dict[str, list]:

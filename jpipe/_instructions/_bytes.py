@@ -1,6 +1,6 @@
 """How many bytes each place holds, read off a list of instructions."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ._program import Program
@@ -18,28 +18,36 @@ def live(program: Program) -> list[list[int]]:
     they are donated, and all that instructions make; not what a program needs while it
     runs.
     """
-    places = range(len(program.devices))
-    sizes = program.nbytes
-    now = [0 for _ in places]
-    given = len(program.specs) - sum(len(i.writes) for i in program.instructions)
-    for slot in range(given):
-        if program.places[slot] >= 0:
-            now[program.places[slot]] += sizes[slot]
-    counts = [list(now)]
-    for instruction in program.instructions:
-        own = set(instruction.donates)
-        ended = [slot for slot in instruction.frees if slot >= given or slot in own]
-        for slots, sign in ((instruction.writes, 1), (ended, -1)):
-            for slot in slots:
-                if program.places[slot] >= 0:
-                    now[program.places[slot]] += sign * sizes[slot]
-        counts.append(list(now))
-    return counts
+    return [list(now) for now in _counts(program)]
 
 
 def peaks(program: Program) -> list[int]:
     """The most that each place holds."""
-    return [max(column) for column in zip(*live(program), strict=True)]
+    counts = _counts(program)
+    most = list(next(counts))
+    for instruction, now in zip(program.instructions, counts, strict=True):
+        place = instruction.place  # no other holds more after it than before
+        most[place] = max(most[place], now[place])
+    return most
+
+
+def _counts(program: Program) -> Iterator[list[int]]:
+    """The rows of `live`, as one list that changes: there may be a great many."""
+    now = [0 for _ in program.devices]
+
+    def count(slots: Iterable[int], sign: int) -> None:
+        for slot in slots:
+            if program.places[slot] >= 0:
+                now[program.places[slot]] += sign * program.nbytes[slot]
+
+    given = len(program.specs) - sum(len(i.writes) for i in program.instructions)
+    count(range(given), 1)
+    yield now
+    for instruction in program.instructions:
+        own = set(instruction.donates)
+        count(instruction.writes, 1)
+        count((x for x in instruction.frees if x >= given or x in own), -1)
+        yield now
 
 
 Cells = dict[tuple[int, int], int]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 
 from .. import _compat
-from .._jaxprs import _invalid
+from .._jaxprs import _invalid, _jaxpr
 from .._jaxprs._function import Function
 from ._graph import NOWHERE, Place
 from ._progress import Progress
@@ -24,6 +24,8 @@ from ._transfer import Device, on
 _config: Any = jax.config
 
 _NAME = re.compile(r"module @\S+")
+# A call of Python in the text of a program.
+_CALLBACK = re.compile(r"custom_call @\w*callback")
 # How many of the stages that share a program its name lists.
 _NAMED = 4
 
@@ -46,7 +48,7 @@ ALONE = Spread()
 
 
 class Compiled:
-    """A function compiled for one place: ``(leaves read, leaves donated) -> leaves``.
+    """A function compiled for one place.
 
     Args:
       function: what it computes.
@@ -60,7 +62,9 @@ class Compiled:
 
     Attributes:
       name: how profiles call it.
+      read: the positions of the arguments that it only reads.
       device: where it runs.
+      run: ``(leaves read, leaves donated) -> leaves``, compiled or not.
       seconds: how long XLA took; zero if it is not compiled, or was before.
     """
 
@@ -81,8 +85,9 @@ class Compiled:
         self.donated = donated
         self._given = spread.given or [WHOLE] * len(arguments)
         run, out = _on(device, function, kept, spread, set(places))
-        count, given = len(arguments), list(donated)
-        order = [i for i in range(count) if i not in set(donated)] + given
+        count = len(arguments)
+        self.read = sorted(set(range(count)) - set(donated))
+        order = [*self.read, *donated]
 
         def program(read: Sequence[Any], donated: Sequence[Any]) -> tuple[Any, ...]:
             leaves: list[Any] = [None] * count
@@ -181,11 +186,14 @@ def _key(traced: Any, lowered: Any, options: Any) -> Any:
     """
     # But for its name: equal stages have names of their own.
     text = _NAME.sub("module", lowered.as_text(), count=1)
-    if "callback" in text or traced.jaxpr.effects:
+    calls_python = _CALLBACK.search(text) or _jaxpr.contains(
+        traced.jaxpr, "pure_callback"
+    )
+    if calls_python or traced.jaxpr.effects:
         return object()
     text = hashlib.sha256(text.encode()).digest()
     avals = *traced.jaxpr.in_avals, *traced.jaxpr.out_avals
-    settings = tuple(sorted(_config.values.items(), key=lambda item: item[0]))
+    settings = sorted(_compat.settings().items())
     kinds = tuple((x.shape, x.dtype, x.weak_type) for x in avals)
     return text, kinds, lowered.in_tree, repr(settings), repr(options)
 
@@ -312,7 +320,7 @@ def drawing_options(device: Device) -> dict[str, Any] | None:
     `jax.nn.initializers` have the same bits, and most take no longer; a sum of some may
     be an ulp off.
     """
-    is_quick = _config.values.get("jax_disable_most_optimizations")
+    is_quick = _compat.settings().get("jax_disable_most_optimizations")
     if device.platform != "cpu" or is_quick:
         return None
     return {"xla_backend_optimization_level": 1}

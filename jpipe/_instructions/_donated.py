@@ -114,6 +114,7 @@ def _donated(
         for i in kept
         if i not in function.offloaded
     )
+    free_after = [_read_last(*call, last) & owned for call in calls]
     # First what only an overwriting frees; then from the last, as sums are, which are
     # added to in place.
     reads = list(enumerate(first.reads))
@@ -121,17 +122,21 @@ def _donated(
     donated = []
     for i, value in reads:
         kind = _kind(graph.specs[value]), graph.shardings[value]
-        if free[kind] and all(
-            operation.reads[i] in owned
-            and last[operation.reads[i]] == number
-            and operation.reads.count(operation.reads[i]) == 1
-            and not is_key(graph.specs[value])
-            and not on_host(graph.specs[value])
-            for number, operation in calls
+        if not free[kind] or is_key(graph.specs[value]) or on_host(graph.specs[value]):
+            continue
+        if all(
+            operation.reads[i] in own
+            for (_, operation), own in zip(calls, free_after, strict=True)
         ):
             free[kind] -= 1
             donated.append(i)
     return sorted(donated)
+
+
+def _read_last(number: int, operation: Operation, last: dict[Value, int]) -> set[Value]:
+    """What a call reads once, and nobody after it."""
+    times = Counter(operation.reads)
+    return {v for v, count in times.items() if count == 1 and last[v] == number}
 
 
 def key(graph: Graph, operation: Operation, devices: Sequence[Device]) -> Key:

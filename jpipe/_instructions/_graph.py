@@ -61,7 +61,7 @@ class Graph:
       specs: the shape and dtype of each value; of what is stacked, of one shard.
       places: where each value is made.
       shardings: how each value lies there.
-      arguments: the values that a run is given.
+      arguments: the values that a run is given, in order.
       donated: those of them that it may overwrite.
       constants: the values that stay from run to run.
       operations: the calls.
@@ -74,7 +74,7 @@ class Graph:
     specs: list[Any] = field(default_factory=list)
     places: list[Place] = field(default_factory=list)
     shardings: list[Sharding] = field(default_factory=list)
-    arguments: list[Value] = field(default_factory=list)
+    arguments: dict[Value, None] = field(default_factory=dict)
     donated: set[Value] = field(default_factory=set)
     constants: dict[Value, Any] = field(default_factory=dict)
     operations: list[Operation] = field(default_factory=list)
@@ -98,7 +98,7 @@ class Graph:
     ) -> Value:
         """A value that each run is given."""
         value = self._make(spec, place, how)
-        self.arguments.append(value)
+        self.arguments[value] = None
         if donated:
             self.donated.add(value)
         return value
@@ -204,10 +204,9 @@ class Graph:
 
         The next program may overwrite the argument before it has left.
         """
-        source = self.places[value]
-        is_sent = source >= 0 and self.heads and value in self.arguments
-        if not is_sent or self.processes[source] == self.processes[place]:
+        if value not in self.arguments or not self._is_far(value, place):
             return value
+        source = self.places[value]
         if value not in self._sent:
             how = [self.shardings[value]]
             copy = Function("copy", lambda x: [x], [self.specs[value]])
@@ -242,18 +241,32 @@ class Graph:
         """
         taken = set(self.arguments) - self.donated
         taken |= {v for v, own in self._source.items() if self.places[own] == OUTSIDE}
-        by_place: dict[Place, list[int]] = {}
+        shared = []
         for i, value in enumerate(outputs):
             if value in taken:
-                by_place.setdefault(self.places[value], []).append(i)
+                shared.append(i)
             taken.add(value)
+        return self._with_copies_of(outputs, shared)
+
+    def lasting(self, outputs: Sequence[Value | Copies]) -> list[Any]:
+        """Outputs of which none is sent to another process: see `_lasting`."""
+        sent = {value for value, place, _ in self._copies if self._is_far(value, place)}
+        return self._with_copies_of(
+            outputs, [i for i, value in enumerate(outputs) if value in sent]
+        )
+
+    def _with_copies_of(self, outputs: Sequence[Any], at: Sequence[int]) -> list[Any]:
+        """Outputs, with a copy in place of those at some positions."""
+        by_place: dict[Place, list[int]] = {}
+        for i in at:
+            by_place.setdefault(self.places[outputs[i]], []).append(i)
         found = list(outputs)
-        for place, at in by_place.items():
-            reads = [outputs[i] for i in at]
+        for place, own in by_place.items():
+            reads = [outputs[i] for i in own]
             copy = Function("copy", lambda *x: x, [self.specs[v] for v in reads])
             how = [self.shardings[v] for v in reads]
             copies = self.call(copy, place, reads, how=how)
-            for i, value in zip(at, copies, strict=True):
+            for i, value in zip(own, copies, strict=True):
                 found[i] = value
         return found
 
@@ -292,11 +305,15 @@ class Graph:
 
     def crosses(self, operation: Operation) -> bool:
         """Whether a copy goes from one process to another."""
-        if operation.function or not self.heads:
+        is_move = operation.function is None
+        return is_move and self._is_far(operation.reads[0], operation.place)
+
+    def _is_far(self, value: Value, place: Place) -> bool:
+        """Whether a place is of another process than a value, which is somewhere."""
+        source = self.places[value]
+        if source < 0 or not self.heads:
             return False
-        source = self.places[operation.reads[0]]
-        ends = self.processes[source], self.processes[operation.place]
-        return source >= 0 and ends[0] != ends[1]
+        return self.processes[source] != self.processes[place]
 
     def with_copies(self, outputs: Sequence[Value]) -> list[Operation]:
         """The operations that the outputs need, or that have effects, with all copies.

@@ -24,7 +24,7 @@ class Instruction:
     Attributes:
       place: where it runs; of a move, where it goes.
       source: of a move where it comes from; of a call ``None``.
-      run: ``(leaves read, leaves donated) -> leaves``.
+      run: what it calls; or, of a move, ``(leaves, ()) -> leaves``.
       reads: the slots that it reads.
       donates: the slots that it reads and whose memory its results take over.
       writes: the slots of its results, neighbours.
@@ -75,7 +75,7 @@ def listed(
             run = programs[key(graph, operation, devices)]
             new = [operation.writes[i] for i in run.kept]
             donates = [reads[i] for i in run.donated]
-            reads = [v for i, v in enumerate(reads) if i not in run.donated]
+            reads = [reads[i] for i in run.read]
         start = len(slot)
         slot |= {v: start + i for i, v in enumerate(new)}
         ended = dict.fromkeys([*operation.reads, *new])
@@ -111,8 +111,8 @@ def _mover(
     if graph.crosses(operation):
         return _crossing(graph, operation, devices, how)
     keys = any(is_key(graph.specs[value]) for value in values)
-    send = _transfer.sender(devices[source], target, keys, how)
-    return lambda leaves, _: send(leaves)
+    source_how = [graph.shardings[value] for value in values]
+    return _transfer.sender(devices[source], target, keys, how, source_how)
 
 
 def _crossing(

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from .. import _compat
 from .._processes._elsewhere import copies, ghost, is_here, of_copies
 from .._processes._group import group
 from .._processes._transport import Crossing
@@ -66,6 +67,7 @@ class Program:
         self.devices = devices
         self._facts = graph.facts
         self.is_shared = bool(graph.heads)
+        outputs = graph.lasting(outputs)
         wanted: list[Value] = []
         for each in outputs:
             wanted += each if isinstance(each, tuple) else [each]
@@ -180,14 +182,17 @@ class Program:
         del leaves
         number = -1
         try:
-            for number, (run, reads, donates, writes, frees) in enumerate(self.steps):
-                if number == self._overwrites and overwriting is not None:
-                    overwriting()
-                slots[writes] = run(reads(slots), donates(slots))
-                for ended, nothing in frees:
-                    slots[ended] = nothing
-                if observe is not None:
-                    observe(self.own[number], slots)
+            with _compat.explicit_transfers():
+                for number, (run, reads, donates, writes, frees) in enumerate(
+                    self.steps
+                ):
+                    if number == self._overwrites and overwriting is not None:
+                        overwriting()
+                    slots[writes] = run(reads(slots), donates(slots))
+                    for ended, nothing in frees:
+                        slots[ended] = nothing
+                    if observe is not None:
+                        observe(self.own[number], slots)
         except Exception as error:
             failed = self.own[number]
             explained = _explained(error, failed, self.steps[number], slots)

@@ -49,7 +49,7 @@ class OnPaper:
         return f"rank {self.rank}{several}"
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def on(device: Device, how: Sharding = WHOLE, on_host: bool = False) -> Any:
     """What JAX calls an array in a place; ``None`` in one that is not there.
 
@@ -126,23 +126,34 @@ def _auto(leaf: Any) -> Any:
 
 
 def put(
-    leaves: Leaves, device: Device, how: Sequence[Sharding] | None = None
+    leaves: Leaves,
+    device: Device,
+    how: Sequence[Sharding] | None = None,
+    may_alias: bool | None = None,
 ) -> list[Any]:
-    """Flat leaves, from the host or any device, into one place. Never waits."""
+    """Flat leaves, from the host or any device, into one place. Never waits.
+
+    Args:
+      leaves: they.
+      device: the place.
+      how: how they lie there, where it is several devices; default: whole.
+      may_alias: whether what is there already need not be copied.
+    """
     if isinstance(device, OnPaper) or not leaves:
         return list(leaves)
     if not is_here(device):
         return _elsewhere(leaves, device, how)
     leaves = _own_copies(leaves)
     if not isinstance(device, SubMesh):
-        return jax.device_put(leaves, on(device))
+        return jax.device_put(leaves, on(device), may_alias=may_alias)
     how = how or [WHOLE] * len(leaves)
     parts = [
         _stack(leaf, each.cut, device.num_shards) if each.cut else leaf
         for leaf, each in zip(leaves, how, strict=True)
     ]
     # What was cut is stacked now.
-    return jax.device_put(parts, [on(device, each._replace(cut=None)) for each in how])
+    where = [on(device, each._replace(cut=None)) for each in how]
+    return jax.device_put(parts, where, may_alias=may_alias)
 
 
 def put_one(leaf: Any, device: Device, how: Sharding = WHOLE) -> jax.Array:
@@ -156,23 +167,9 @@ def put_tree(
     how: Sequence[Sharding] | None = None,
     may_alias: bool | None = None,
 ) -> Any:
-    """A pytree, from the host or any device, into one place. Never waits.
-
-    Args:
-      tree: the pytree.
-      device: the place.
-      how: how its leaves lie there, in order.
-      may_alias: whether what is there already need not be copied.
-    """
+    """A pytree, from the host or any device, into one place: see `put`."""
     leaves, structure = jax.tree.flatten(_off_numpy(tree))
-    if not is_here(device):
-        return jax.tree.unflatten(structure, _elsewhere(leaves, device, how))
-    leaves = _own_copies(leaves)
-    where = on(device)
-    if isinstance(device, SubMesh) and how:
-        where = [on(device, each) for each in how]
-    placed = jax.device_put(leaves, where, may_alias=may_alias) if leaves else []
-    return jax.tree.unflatten(structure, placed)
+    return jax.tree.unflatten(structure, put(leaves, device, how, may_alias))
 
 
 def put_as(value: Any, like: Any) -> Any:
@@ -236,8 +233,12 @@ def _off_numpy(tree: Any) -> Any:
 
 
 def sender(
-    source: Device, target: Device, has_keys: bool, how: Sequence[Sharding]
-) -> Callable[[Leaves], Sequence[jax.Array]]:
+    source: Device,
+    target: Device,
+    has_keys: bool,
+    how: Sequence[Sharding],
+    source_how: Sequence[Sharding],
+) -> Callable[[Leaves, Leaves], Sequence[jax.Array]]:
     """A function that copies leaves, each time from one place to one other.
 
     Each shard goes straight to its counterpart.
@@ -247,12 +248,25 @@ def sender(
       target: the place where they go.
       has_keys: whether typed keys of `jax.random` are among them.
       how: how they lie where they go.
+      source_how: how they lie where they are.
+
+    Returns:
+      ``(leaves, nothing) -> leaves``.
     """
-    if isinstance(source, SubMesh) or isinstance(target, SubMesh):
-        where = [on(target, each) for each in how]
-        return lambda leaves: jax.device_put(list(leaves), where)
+    where = [on(target, each) for each in how]
+    is_alike = list(how) == list(source_how) and _mesh(source) == _mesh(target)
     on_paper = isinstance(source, OnPaper) or isinstance(target, OnPaper)
-    copy = None if has_keys or on_paper else _compat.copier(source, target)
+    if is_alike and not (has_keys or on_paper):
+        copy = _compat.copier(one_of(source), where)
+        if copy is not None:
+            return copy
+    if isinstance(source, SubMesh) or isinstance(target, SubMesh):
+        return lambda leaves, _: jax.device_put(list(leaves), where)
     # It takes a device in less time than a sharding; a type that names a mesh stays,
     # as with `copier`.
-    return copy or (lambda leaves: jax.device_put(leaves, target))
+    return lambda leaves, _: jax.device_put(leaves, target)
+
+
+def _mesh(device: Device) -> Any:
+    """The axes of a place; ``None`` if it is one device."""
+    return device.mesh.shape if isinstance(device, SubMesh) else None

@@ -32,11 +32,13 @@ class Group:
     Attributes:
       timeout: for how many seconds one process waits for another.
       transport: how arrays pass between them: see `_transport`.
+      hard_exit: whether one ends at once when it has failed: see `distributed`.
       runs: how often this process has run what several share: as often as the others.
     """
 
     timeout: float = field(default_factory=lambda: seconds(_SECONDS))
     transport: str = field(default_factory=lambda: os.environ.get(TRANSPORT, ""))
+    hard_exit: bool = True
     runs: int = 0
     _numbers: Any = field(default_factory=itertools.count)
 

@@ -35,6 +35,7 @@ def distributed(
     *,
     timeout: float | None = None,
     transport: str | None = None,
+    hard_exit: bool = True,
     **options: Any,
 ) -> None:
     """Makes this program one of several processes that run the same pipeline.
@@ -56,6 +57,12 @@ def distributed(
       transport: how arrays pass between processes: ``"transfer"``, through sockets, or
         ``"device_put"``, through the links of the accelerators; default:
         ``JPIPE_TRANSPORT``, or the first on CPUs and the second elsewhere.
+      hard_exit: whether a process that has failed, or awaits what does not come, ends
+        at once (`os._exit`), so that the others know it and nothing waits for ever;
+        what other libraries do at the end of a program is then not done. With ``False``
+        it says why and ends as Python does: what awaits something is sent a
+        `KeyboardInterrupt`, which JAX notices when it returns, and JAX waits at the end
+        for the others until it gives up.
       **options: for `jax.distributed.initialize`.
 
     Raises:
@@ -76,6 +83,7 @@ def distributed(
             listed = ", ".join(map(repr, TRANSPORTS))
             raise ValueError(f"transport={transport!r}: choose from {listed}")
         own.transport = transport
+    own.hard_exit = hard_exit
     if jax.distributed.is_initialized():
         _leave_together()
         return
@@ -195,6 +203,8 @@ def _leave() -> None:
         sys.stderr.write(f"jpipe: {fault}\n" * (error is None))
     sys.stdout.flush()
     sys.stderr.flush()
+    if not own.hard_exit:
+        return
     if own.me == 0:
         time.sleep(_FAREWELL)
     os._exit(status)

@@ -5,6 +5,7 @@ wait for it without an end or fail without saying for what. A thread waits for a
 is on its way, in order; another looks how long that takes.
 """
 
+import _thread
 import contextlib
 import functools
 import os
@@ -111,13 +112,19 @@ class Watch:
             time.sleep(_SOON)
 
     def _end(self, why: str) -> None:
-        """Says why, and ends the process, which may be waiting for ever."""
+        """Says why, and ends the process, which may be waiting for ever.
+
+        Unless it is not to end so: then its program is interrupted.
+        """
         with self._saying, contextlib.suppress(OSError, ValueError):
             if self.said.is_set():
                 return
             self.said.set()
             sys.stderr.write(f"\njpipe: {why}\n")  # a traceback may be half told
             sys.stderr.flush()
+        if not group().hard_exit:
+            _thread.interrupt_main()
+            return
         time.sleep(_GRACE)
         os._exit(_STATUS)
 

@@ -1,8 +1,9 @@
 """The state of training."""
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 from flax import serialization
@@ -16,18 +17,24 @@ PyTree = Any
 SHOWN = 4
 
 
-class Made(NamedTuple):
+class Made:
     """What a step knows of a state that it returned, as long as nobody changes that.
 
-    Attributes:
-      by: the step.
+    Args:
+      by: the step, whose programs the state does not keep alive.
       form: what its leaves are like.
       leaves: the leaves.
     """
 
-    by: Any
-    form: int
-    leaves: Sequence[Any]
+    def __init__(self, by: Any, form: int, leaves: Sequence[Any]) -> None:
+        self._by = weakref.ref(by)
+        self.form = form
+        self.leaves = leaves
+
+    @property
+    def by(self) -> Any:
+        """The step; ``None`` if it is no longer there."""
+        return self._by()
 
 
 @jax.tree_util.register_dataclass

@@ -67,6 +67,21 @@ def test_batches_arrive_first_each_place_at_one_stroke():
     assert names(rest) == ["add", "double"]
 
 
+def test_what_is_sent_to_another_process_is_neither_argument_nor_output():
+    """The next program may overwrite these before they have left."""
+    graph = Graph(processes=[0, 1])
+    x = graph.argument(SPEC, 0, donated=True)
+    (y,) = graph.call(DOUBLE, 0, [x])
+    (there,) = graph.call(ADD, 1, [x, y])
+    made = program_of(graph, [x, y, there])
+    assert len(moves(made)) == 2
+    sent = {slot for move in moves(made) for slot in move.reads}
+    assert sent.isdisjoint({0, *made.outputs})
+    copies = [call for call in calls(made) if call.run.name == "copy"]
+    assert len(copies) == 2
+    assert not any(call.donates for call in copies)
+
+
 def test_equal_constants_are_one_in_a_place():
     graph = Graph()
     one = graph.constant(np.float32(1), 0)

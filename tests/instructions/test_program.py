@@ -4,12 +4,15 @@ Private names are imported because a list by hand has as few instructions as a f
 needs.
 """
 
+import gc
+import tracemalloc
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpipe._instructions._bytes import live
+from jpipe._instructions._bytes import live, peaks
 from jpipe._instructions._graph import NOWHERE, OUTSIDE, Graph
 from jpipe.schedules import Action
 
@@ -153,6 +156,19 @@ class TestTheList:
         # back, and added to the other.
         assert [i.source for i in made.instructions] == [None, 0, None, 1, None]
         assert after == [[36, 0], [24, 12], [24, 12], [36, 0], [24, 0]]
+
+    def test_the_most_bytes_take_no_row_for_each_instruction(self):
+        graph, (x,) = arguments(1)
+        for _ in range(2000):
+            (x,) = graph.call(DOUBLE, 0, [x])
+        made = program_of(graph, [x])
+        gc.collect()
+        tracemalloc.start()
+        try:
+            assert peaks(made) == [24, 0]
+            assert tracemalloc.get_traced_memory()[1] < 20_000
+        finally:
+            tracemalloc.stop()
 
     def test_a_second_run_is_given_nothing_of_the_first(self):
         made = self.made()

@@ -21,6 +21,7 @@ def ended(outcome):
     ("how", "fact"),
     [
         ("model", r"layer 2: process 0: Dense .*float32\[3\].*; process 1: .*\[4\]"),
+        ("model-soft", r"layer 2: process 0: Dense .*; process 1: .*\[4\]"),
         slow("shuffle", "x has other values in process 1 than in process 0"),
         slow("whole", "x has other values in process 1 than in process 0"),
     ],
@@ -33,6 +34,7 @@ def test_another_program_is_refused_before_anything_is_sent(how, fact):
         assert "the processes do not run the same program" in said
         assert re.search(rf"\* {fact}", said), said
         assert not re.search(r"^loss \d", said, re.M)
+        assert ("what others do at the end" in said) == ("soft" in how)
 
 
 @pytest.mark.slow

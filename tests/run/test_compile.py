@@ -8,6 +8,7 @@ import threading
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import linen as nn
@@ -158,6 +159,55 @@ def test_what_was_compiled_before_an_error_is_kept(error, compiled):
     assert len(pipe.init(jax.random.key(0), x)) == 3
     assert 2 <= len(begun) <= 3
     assert len(compiled) == 3 - (len(begun) - 1)
+
+
+def test_a_program_is_found_again_whatever_its_functions_are_called(compiled):
+    x, targets = ref.regression(8)
+
+    def gradients():
+        @jax.jit
+        def callback(x):
+            return jnp.tanh(x)
+
+        def thrice(x):
+            return jax.lax.fori_loop(0, 3, lambda _, y: callback(y), x)
+
+        pipe = jpipe.sequential([ref.dense(33), thrice, ref.dense(4)], 2)
+        return pipe.value_and_grad(ref.mse)(pipe.init(jax.random.key(0), x), x, targets)
+
+    first = gradients()
+    assert any("stage0" in name for name in compiled)
+    compiled.clear()
+    ref.assert_equal(gradients(), first)
+    assert compiled == []
+
+
+def test_a_program_is_compiled_anew_under_other_settings_by_either_way(
+    compiled, monkeypatch
+):
+    x = jnp.ones((2, 4))
+    pipe = jpipe.sequential([ref.dense(37)])
+    variables = pipe.init(jax.random.key(0), x)
+    for has_values, precision in ((True, "high"), (False, "highest")):
+        if not has_values:
+            monkeypatch.setattr(type(jax.config), "values", None)
+        for context in (precision, "default", precision):
+            with jax.default_matmul_precision(context):
+                jpipe.sequential([ref.dense(37)]).apply(variables, x)
+    stages = [name for name in compiled if "stage0" in name]
+    assert len(stages) == 4
+
+
+def test_programs_that_compute_in_python_are_never_taken_for_each_other():
+    x = ref.regression(8)[0]
+    for factor in (2, 3):
+
+        def times(x, factor=factor):
+            like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+            return jax.pure_callback(lambda x: factor * np.asarray(x), like, x)
+
+        pipe = jpipe.pipeline([times, jnp.abs], 2, balance=[2])
+        ref.assert_equal(pipe.apply(({}, {}), x), abs(factor * x))
 
 
 def test_programs_that_call_python_are_never_taken_for_each_other(capfd):

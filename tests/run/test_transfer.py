@@ -6,7 +6,11 @@
 import sys
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from flax import linen as nn
+from jax.sharding import SingleDeviceSharding
 
 import jpipe
 from jpipe import _compat
@@ -16,10 +20,10 @@ from .. import reference as ref
 
 @pytest.fixture
 def fresh():
-    """`copier` without what it found out before, and after."""
-    _compat.copier.cache_clear()
+    """What `copier` found out is forgotten before, and after."""
+    _compat._can_copy.cache_clear()
     yield
-    _compat.copier.cache_clear()
+    _compat._can_copy.cache_clear()
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +71,66 @@ class Missing:
 def test_a_jaxlib_without_the_names_gives_the_same_bits(built, fresh, monkeypatch):
     _, given, expected = built
     monkeypatch.setitem(sys.modules, "jaxlib._jax", Missing)
-    assert _compat.copier(*jax.devices()[:2]) is None
+    source, target = jax.devices()[:2]
+    assert _compat.copier(source, [SingleDeviceSharding(target)]) is None
     pipe = jpipe.pipeline(ref.mlp(), 2, balance=[2, 2, 2])
     ref.assert_equal(pipe.value_and_grad(ref.mse)(*given), expected)
+
+
+def test_stages_of_several_devices_hand_their_arrays_over_in_bulk(monkeypatch):
+    """What a step puts in place does not grow with its moves."""
+    x, targets = ref.regression(16)
+    counts, put = [], jax.device_put
+
+    def counting(*args, **options):
+        counts[-1] += 1
+        return put(*args, **options)
+
+    monkeypatch.setattr(jax, "device_put", counting)
+    for num_microbatches in (2, 4):
+        pipe = jpipe.pipeline(
+            ref.mlp(),
+            num_microbatches,
+            balance=[3, 3],
+            mesh=jax.make_mesh((2, 2), ("stage", "data")),
+        )
+        counts.append(0)
+        variables = pipe.init(jax.random.key(0), x)
+        gradient = pipe.value_and_grad(ref.mse)
+        gradient(variables, x, targets)
+        counts[-1] = 0
+        gradient(variables, x, targets)
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("axes", [("stage", "data"), ("stage", "model")])
+def test_moves_between_meshes_are_those_of_device_put(axes, fresh, monkeypatch):
+    x, targets = ref.regression(16)
+
+    def gradients():
+        mesh = jax.make_mesh((2, 2), axes)
+        pipe = jpipe.pipeline(ref.mlp(), 2, balance=[3, 3], mesh=mesh)
+        variables = pipe.init(jax.random.key(0), x)
+        with jax.transfer_guard_device_to_device("disallow"):
+            return pipe.value_and_grad(ref.mse)(variables, x, targets)
+
+    found = gradients()
+    monkeypatch.setattr(_compat, "copier", lambda *_: None)
+    ref.assert_equal(found, gradients())
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_weights_that_are_not_committed_are_sent_too(ahead):
+    """A copy of such an array is committed no more than the array."""
+    tied = nn.Dense(5)
+    pipe = jpipe.pipeline([tied, ref.dense(5), tied, ref.dense(4)], 2, balance=[1] * 4)
+    x, targets = ref.regression(8)
+    first, *rest = pipe.init(jax.random.key(0), x)
+    loose = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), first)
+    assert not any(leaf.committed for leaf in jax.tree.leaves(loose))
+    gradient = pipe.value_and_grad(ref.mse)
+    expected = gradient((first, *rest), x, targets)
+    with jax.debug_nans(not ahead):
+        found = gradient((loose, *rest), x, targets)
+    ref.assert_close(found, expected, ref.FLOAT32)
+    assert found[0].devices() == expected[0].devices()

@@ -4,6 +4,9 @@ That steps are those of optax on one device, for each schedule, remat and reduct
 in the rows of `tests.matrix`.
 """
 
+import gc
+import weakref
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -141,6 +144,22 @@ class TestGivenVariables:
             step(state, X, TARGETS)
         state.opt_state.hyperparams["learning_rate"] = jnp.asarray(0.05)
         step(state, X, TARGETS)
+
+
+def test_a_state_keeps_neither_the_step_nor_its_programs():
+    def trained():
+        pipe = jpipe.pipeline([ref.dense(8), ref.dense(4)], 2)
+        tx = optax.sgd(1e-2)
+        step = pipe.train_step(ref.mse, tx)
+        state, _ = step(pipe.init_train_state(KEY, X, tx), X, TARGETS)
+        return state, weakref.ref(step), weakref.ref(pipe)
+
+    state, step, pipe = trained()
+    gc.collect()
+    assert (step(), pipe()) == (None, None)
+    other = jpipe.pipeline([ref.dense(8), ref.dense(4)], 2)
+    state, _ = other.train_step(ref.mse, optax.sgd(1e-2))(state, X, TARGETS)
+    assert int(state.step) == 2
 
 
 def test_leaves_of_a_state_that_are_one_array_are_donated_as_two():
