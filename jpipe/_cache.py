@@ -36,6 +36,7 @@ PyTree = Any
 Expected = tuple[list[Visit], tuple[Route, ...]]
 Marks = tuple[PyTree, ...]
 ALL = Trainable()
+NO_LOSS = "no step was built yet whose loss could be profiled; give loss_fn="
 
 
 class Axes(NamedTuple):
@@ -194,9 +195,7 @@ class ProgramCache:
         """
         last = self.built
         if objective is None and last is None:
-            raise ValueError(
-                "no step was built yet whose loss could be profiled; give loss_fn="
-            )
+            raise ValueError(NO_LOSS)
         if last is not None:
             whole = trainable.selects_all and last.trainable.selects_all
             if objective is None or (whole and objective == last.objective):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._cache import Axes
+from ._cache import NO_LOSS, Axes
 from ._check._report import CheckReport
 from ._describe import rows
 from ._functions import _microbatch
@@ -25,6 +25,7 @@ from ._layers._stage import shapes
 from ._loop import OwnLoop
 from ._model_step import ADVICE, ModelGradient, ModelStep
 from ._processes._elsewhere import is_here, of_copies, own_copy
+from ._profile import as_pair, profile
 from ._run import _variables
 from ._run._context import outside_of_meshes
 from ._run._pipe import Pipe
@@ -38,7 +39,7 @@ from ._train import _updates
 from ._train._state import TrainState, note_chosen
 from ._train._step import check_optimizer
 from ._values import agree_on_key
-from .schedules import Schedule
+from .schedules import Schedule, Timeline
 
 PyTree = Any
 LossFunction = Callable[[PyTree, PyTree], Any]
@@ -318,6 +319,28 @@ class ModelPipeline(OwnLoop):
         )
         tx = check_optimizer(tx)
         return ModelStep(gradient, tx, self._places, donate, self._everywhere)
+
+    @outside_of_meshes
+    def profile_step(
+        self,
+        state: TrainState,
+        batch: tuple[PyTree, PyTree],
+        loss_fn: LossFunction | None = None,
+        *,
+        has_aux: bool = False,
+        reduction: str = "mean",
+        trainable: Any = None,
+    ) -> Timeline:
+        """Runs the gradients with each action timed: see `Pipeline.profile_step`."""
+        x, targets = as_pair(batch)
+        gradient = self._trained
+        if loss_fn is not None:
+            given = {"has_aux": has_aux, "reduction": reduction, "trainable": trainable}
+            gradient = self.value_and_grad(loss_fn, **given)
+        if gradient is None:
+            raise ValueError(NO_LOSS)
+        key = _rng.step_key(state.rng, state.step)
+        return profile(*gradient.profiled(state.variables, x, targets, key))
 
     def check(self, variables: PyTree, *args: Any, **kwargs: Any) -> CheckReport:
         """Runs the model and the loss at once and in micro-batches, and compares.

@@ -16,6 +16,7 @@ from ._jaxprs import _jaxpr
 from ._layers import _rng
 from ._layers._layer import Layer
 from ._processes._elsewhere import own_copy
+from ._profile import Profiled
 from ._run._context import outside_of_meshes
 from ._slices import _join
 from ._slices._division import Division
@@ -165,6 +166,15 @@ class ModelGradient:
         program = sliced.build(variables, args).program
         self._noted(sliced, variables, args)
         return program
+
+    def profiled(
+        self, variables: PyTree, x: PyTree, targets: PyTree, rngs: _rng.Rngs
+    ) -> tuple[Profiled, list[Any]]:
+        """A mini-batch to be timed, and what its program is given."""
+        sliced, args = self._by_mode[True], (x, targets, rngs)
+        built = sliced.build(variables, args)
+        own = Profiled(built.pipe, built.stages, built.batch, built.program)
+        return own, sliced.arguments(built, variables, args)
 
     def _leaves_of(self, variables: PyTree, changed: PyTree) -> list[tuple[int, Any]]:
         """Of what a call writes which leaves of the variables these are, and paths."""

@@ -19,7 +19,7 @@ from ._instructions._sharding import SubMesh
 from ._layers import _rng
 from ._layers._layer import as_module, check_unchanged
 from ._loop import OwnLoop
-from ._profile import as_pair, profile
+from ._profile import Profiled, as_pair, profile
 from ._run import _layout, _variables
 from ._run._context import outside_of_meshes
 from ._run._feed import Feed
@@ -397,4 +397,5 @@ class Pipeline(Checkable, OwnLoop):
         key = _rng.step_key(state.rng, state.step)
         gradient = find(state.variables, x, targets, state.rng, True)
         leaves = gradient.arguments(state.variables, x, targets, key, "state")
-        return profile(gradient, leaves)
+        parts = self._pipe, gradient.listed.stages, gradient.batch, gradient.program
+        return profile(Profiled(*parts), leaves)

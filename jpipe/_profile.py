@@ -13,15 +13,17 @@ import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
+from ._functions._batch import Batch
 from ._instructions._bytes import live
 from ._instructions._instruction import Instruction
-from ._instructions._program import Step
+from ._instructions._program import Program, Step
+from ._run._pipe import Pipe
 from ._slices._costs import costs_of
-from ._train._gradient import Gradient
+from ._slices._stages import Stages
 from .schedules import Action, Timeline
 from .schedules._timeline import MemoryEvent
 
@@ -39,11 +41,27 @@ class _Clock:
         return time.perf_counter() - self.origin
 
 
-def profile(gradient: Gradient, leaves: Sequence[Any]) -> Timeline:
+class Profiled(NamedTuple):
+    """A mini-batch with a loss.
+
+    Attributes:
+      pipe: the schedule and the devices.
+      stages: what runs.
+      batch: the mini-batch.
+      program: its instructions.
+    """
+
+    pipe: Pipe
+    stages: Stages
+    batch: Batch
+    program: Program
+
+
+def profile(own: Profiled, leaves: Sequence[Any]) -> Timeline:
     """Runs a mini-batch with each action timed.
 
     Args:
-      gradient: a mini-batch with a loss.
+      own: a mini-batch with a loss.
       leaves: what its program is given.
 
     Returns:
@@ -51,7 +69,7 @@ def profile(gradient: Gradient, leaves: Sequence[Any]) -> Timeline:
       times; and as ``costs``, for predictions, the median time of each op of each
       stage, with the median time of a transfer as latency.
     """
-    program = gradient.program
+    program = own.program
     if program.is_shared:
         raise ValueError(
             "profile_step times what one process runs, and this pipeline is in "
@@ -85,7 +103,7 @@ def profile(gradient: Gradient, leaves: Sequence[Any]) -> Timeline:
     with ThreadPoolExecutor(len(rows)) as pool:
         for future in [pool.submit(work, row) for row in rows.values()]:
             future.result()
-    return _timeline(gradient, clock)
+    return _timeline(own, clock)
 
 
 def as_pair(batch: Any) -> tuple[Any, Any]:
@@ -116,10 +134,9 @@ def _timed_run(
         clock.moves.append(end - begin)
 
 
-def _timeline(gradient: Gradient, clock: _Clock) -> Timeline:
+def _timeline(own: Profiled, clock: _Clock) -> Timeline:
     """The timeline of the schedule; what was not run by itself takes no time."""
-    pipe, program = gradient.pipe, gradient.program
-    schedule = pipe.schedule
+    schedule = own.pipe.schedule
     start, end = {}, {}
     order = schedule.order()
     first = min(clock.start[action] for action in order if action in clock.start)
@@ -139,21 +156,21 @@ def _timeline(gradient: Gradient, clock: _Clock) -> Timeline:
         end,
         replicas=schedule.replicas,
     )
-    known = costs_of(program, gradient.listed, schedule.placement)
+    known = costs_of(own.program, own.stages, own.batch, schedule.placement)
     latency = statistics.median(clock.moves) if clock.moves else 0.0
     return replace(
         timeline,
         costs=replace(timeline.median_costs(known), latency=latency, in_seconds=True),
-        memory=tuple(_memory(gradient, timeline)),
+        memory=tuple(_memory(own, timeline)),
     )
 
 
-def _memory(gradient: Gradient, timeline: Timeline) -> Iterable[MemoryEvent]:
+def _memory(own: Profiled, timeline: Timeline) -> Iterable[MemoryEvent]:
     """The bytes of each rank when its actions end.
 
     Of a device that serves several ranks all is counted as that of the first.
     """
-    pipe, program = gradient.pipe, gradient.program
+    pipe, program = own.pipe, own.program
     rank_of: dict[int, int] = {}
     for rank in sorted(pipe.schedule.running):
         rank_of.setdefault(pipe.places.index(pipe.ranks[rank]), rank)

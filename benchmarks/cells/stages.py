@@ -106,7 +106,9 @@ class Calls:
 
     def __init__(self, gradient: Gradient) -> None:
         program, placement = gradient.program, gradient.pipe.schedule.placement
-        self.costs: Costs = costs_of(program, gradient.listed, placement)
+        self.costs: Costs = costs_of(
+            program, gradient.listed.stages, gradient.batch, placement
+        )
         self.distinct: list[Call] = []
         self.of: dict[Action, int] = {}
         self._specs = list(map(_jaxpr.spec, program.specs))

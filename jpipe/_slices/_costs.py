@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from .._functions._batch import Batch
 from .._functions._weights import sum_spec
 from .._instructions._bytes import nbytes, residuals
 from .._instructions._program import Program
@@ -10,16 +11,19 @@ from .._jaxprs import _cheapest
 from ..schedules import Action, Costs
 from ..schedules._action import FORWARD, INPUT, WEIGHT
 from ..schedules._costs import Skip
-from ._listed import Listed
 from ._slice import specs
+from ._stages import Stages
 
 
-def costs_of(program: Program, listed: Listed, placement: Sequence[int]) -> Costs:
+def costs_of(
+    program: Program, stages: Stages, batch: Batch, placement: Sequence[int]
+) -> Costs:
     """The bytes that a mini-batch with a loss moves and keeps; times are left at one.
 
     Args:
       program: its instructions.
-      listed: the layers on it.
+      stages: what runs.
+      batch: the mini-batch.
       placement: the rank of each stage.
 
     Returns:
@@ -28,25 +32,38 @@ def costs_of(program: Program, listed: Listed, placement: Sequence[int]) -> Cost
       an output that its stage keeps too, a leaf of the input without a batch axis, the
       keys of a step.
     """
-    num_stages, own = len(placement), listed.stages
-    stages, count = range(num_stages), range(len(listed.batch.sizes))
+    numbers, count = range(len(placement)), range(len(batch.sizes))
+    last = numbers[-1]
     ran = {i.label for i in program.instructions if not i.is_move}
     between, constants = residuals(program), _constants(program, placement)
+    made = [_makers(stages, m) for m in count]
 
     def table(number: Any) -> list[list[int]]:
-        return [[number(s, m) for m in count] for s in stages]
+        return [[number(s, m) for m in count] for s in numbers]
+
+    def arriving(source: int, s: int, m: int) -> list[Any]:
+        return [v for v in stages.part(s, m).arrives if made[m][v] == source]
 
     def boundary(s: int, m: int) -> int:
-        return total(listed.entering(s, m))
+        return total(arriving(s - 1, s, m) if s else stages.part(0, m).inputs)
+
+    def wanted(variables: Sequence[Any], m: int) -> int:
+        return total([v for v in variables if stages.has_gradient(v, m)])
 
     def cotangent(s: int, m: int) -> int:
-        return total(listed.wanted(listed.entering(s, m), m))
+        return wanted(arriving(s - 1, s, m), m)
+
+    def given(s: int, m: int, of_examples: bool) -> int:
+        axes = dict(zip(stages.program(m).given, batch.x_axes, strict=False))
+        own = [v for v in stages.part(s, m).given if v in axes]
+        rest = own if s else [v for v in own if v not in stages.part(0, m).inputs]
+        return total([v for v in rest if (axes[v] is not None) == of_examples])
 
     def residual(s: int, m: int) -> int:
         if Action(FORWARD, s, m) in ran:
             # What came with the batch counts as extra until the backward.
-            return max(between.get((s, m), 0) - extra(s, m), 0)
-        part = own.part(s, m)  # what it reads waits for the backward, which does all
+            return max(between.get((s, m), 0) - given(s, m, True), 0)
+        part = stages.part(s, m)  # what it reads waits for the backward, which does all
         return total([*part.arrives, *part.inputs])
 
     def pending(s: int, m: int) -> int:
@@ -54,36 +71,48 @@ def costs_of(program: Program, listed: Listed, placement: Sequence[int]) -> Cost
             return 0
         if Action(INPUT, s, m) in ran:
             return _pending(program, s, m)
-        after = cotangent(s + 1, m) if s + 1 < num_stages else 0
-        return residual(s, m) + after
-
-    def extra(s: int, m: int) -> int:
-        return total(listed.given(s, 1, m))
+        return residual(s, m) + (cotangent(s + 1, m) if s < last else 0)
 
     def emitted(s: int, m: int) -> int:
-        return total(own.program(m).beside[: listed.num_aux]) * (s == stages[-1])
+        own, state = stages.program(m), {i for x in stages.states for i in x.leaves}
+        leaves = [v for i, v in enumerate(own.beside) if i not in state]
+        return total([v for v in leaves if v not in own.params]) * (s == last)
 
     def sums(s: int) -> list[Any]:
-        trained = specs([own.first.params[i] for i in own.trained_by(s)])
-        loss = specs(own.first.loss) * (s == stages[-1])
-        return [*map(sum_spec, [*trained, *loss]), *own.states[s].sum_specs]
+        trained = [stages.spec_of(weight) for weight in stages.trained_by(s)]
+        loss = specs(stages.first.loss) * (s == last)
+        return [*map(sum_spec, [*trained, *loss]), *stages.states[s].sum_specs]
+
+    def skips() -> Iterator[Skip]:
+        for s in numbers:
+            for source in range(s - 1):
+                found = [arriving(source, s, m) for m in count]
+                if any(found):
+                    cotangents = [wanted(own, m) for m, own in enumerate(found)]
+                    yield Skip(source, s, list(map(total, found)), cotangents)
 
     return Costs(
         boundary_bytes=table(boundary),
         cotangent_bytes=table(cotangent),
         residual_bytes=table(residual),
         pending_bytes=table(pending),
-        extra_bytes=table(extra),
+        extra_bytes=table(lambda s, m: given(s, m, True)),
         emitted_bytes=table(emitted),
         parameter_bytes=[
-            sum(map(nbytes, {id(x): x for x in weights.specs}.values()))
+            sum(map(nbytes, map(stages.spec_of, stages.held_by(s))))
             + constants.get(s, 0)
-            for s, weights in enumerate(listed.layout.weights)
+            for s in numbers
         ],
-        accumulator_bytes=[sum(map(nbytes, sums(s))) for s in stages],
-        shared_bytes=[total(listed.given(s, 2)) for s in stages],
-        skips=tuple(skip for s in stages for skip in skips_into(listed, s, count)),
+        accumulator_bytes=[sum(map(nbytes, sums(s))) for s in numbers],
+        shared_bytes=[given(s, 0, False) for s in numbers],
+        skips=tuple(skips()),
     )
+
+
+def _makers(stages: Stages, m: int) -> dict[Any, int]:
+    """The stage that makes what others read."""
+    parts = [stages.part(s, m) for s in range(stages.num_stages)]
+    return {v: s for s, part in enumerate(parts) for v in [*part.leaves, *part.beside]}
 
 
 def _constants(program: Program, placement: Sequence[int]) -> dict[int, int]:
@@ -112,17 +141,6 @@ def _constants(program: Program, placement: Sequence[int]) -> dict[int, int]:
         counted.update((placement[stage], slot) for slot in new)
         most[stage] = max(most.get(stage, 0), sum(new.values()))
     return most
-
-
-def skips_into(listed: Listed, stage: int, count: Sequence[int]) -> Iterator[Skip]:
-    """The skip connections that end in a stage, with the bytes of micro-batches."""
-    each = [listed.skips_into(stage, m) for m in count]
-    for row in zip(*each, strict=True):
-        route = row[0][0]
-        sizes = [total(found) for _, found in row]
-        pairs = zip(row, count, strict=True)
-        cotangents = [total(listed.wanted(found, m)) for (_, found), m in pairs]
-        yield Skip(route.source, stage, sizes, cotangents)
 
 
 def total(variables: Sequence[Any]) -> int:

@@ -57,41 +57,31 @@ class Listed:
         """How many leaves a micro-batch returns beside the loss and what it writes."""
         return len(jax.tree.leaves(self.aux[self.batch.sizes[0]]))
 
-    def skips_into(self, stage: int, m: int = 0) -> list[tuple[_skip.Route, list[Any]]]:
+    def skips_into(self, stage: int) -> list[tuple[_skip.Route, list[Any]]]:
         """The skip connections that end in a stage, and which variables they are."""
         return [
-            (route, self._arriving(stage, (route.source, i), m))
+            (route, self._arriving(stage, (route.source, i)))
             for i, route in enumerate(self.routes, start=1)
             if route.target == stage
         ]
 
-    def entering(self, stage: int, m: int = 0) -> list[Any]:
+    def entering(self, stage: int) -> list[Any]:
         """What a stage reads of the output of the one before it, or of the input."""
         if not stage:
-            return self.stages.part(0, m).inputs
-        return self._arriving(stage, (stage - 1, 0), m)
+            return self.stages.part(0).inputs
+        return self._arriving(stage, (stage - 1, 0))
 
-    def _arriving(self, stage: int, origin: tuple[int, int], m: int) -> list[Any]:
-        marked = self._marked[self.batch.sizes[m]]
-        arrives = self.stages.part(stage, m).arrives
-        return [var for var in arrives if marked[var] == origin]
+    def _arriving(self, stage: int, origin: tuple[int, int]) -> list[Any]:
+        arrives = self.stages.part(stage).arrives
+        return [var for var in arrives if self._marked[var] == origin]
 
     @cached_property
-    def _marked(self) -> dict[int, Any]:
-        programs = map(self.stages.program, range(len(self.batch.sizes)))
-        pairs = zip(self.batch.sizes, programs, strict=True)
-        return {size: _marks.marked(one.closed) for size, one in dict(pairs).items()}
+    def _marked(self) -> dict[Any, tuple[int, int]]:
+        return _marks.marked(self.stages.first.closed)
 
-    def wanted(self, variables: Sequence[Any], m: int = 0) -> list[Any]:
+    def wanted(self, variables: Sequence[Any]) -> list[Any]:
         """Those that have a cotangent."""
-        return [var for var in variables if self.stages.has_gradient(var, m)]
-
-    def given(self, stage: int, which: int, m: int = 0) -> list[Any]:
-        """What a stage reads of the input, the targets or the keys."""
-        counts = [len(jax.tree.leaves(tree)) for tree in self.batch.x]
-        first = sum(counts[:which])
-        own = self.stages.program(m).given[first : first + counts[which]]
-        return [var for var in self.stages.part(stage, m).given if var in own]
+        return [var for var in variables if self.stages.has_gradient(var, 0)]
 
 
 def listed(

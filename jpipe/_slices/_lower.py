@@ -289,22 +289,27 @@ class Lowering:
         losses = loss * (stage == self._stages.num_stages - 1)
         beside = self._stages.program(m).beside
         new = [self._returned(beside[i], m) for i in state.leaves]
-        sizes = self._batch.sizes
-        part = sizes[m] / sum(sizes) / self._batch.num_shards
-        share = self._graph.constant(np.asarray(part, jnp.result_type(float)), place)
+        share = [self._share(m, place)] if state.has_means else []
         count, first = len(losses), len(self._sums[stage, place])
+        end = first + count + len(new)
 
         def add(*leaves: Any) -> list[Any]:
-            sums, (*made, share) = leaves[:first], leaves[first:]
+            sums, made = leaves[:first], leaves[first:end]
             total = accumulate(sums[:count], made[:count])
-            return [*total, *state.add(sums[count:], made[count:], share)]
+            return [*total, *state.add(sums[count:], made[count:], *leaves[end:])]
 
-        reads = [*self._sums[stage, place], *losses, *new, share]
+        reads = [*self._sums[stage, place], *losses, *new, *share]
         key = "add_results", stage
         if key not in self._known:
             specs = [self._graph.specs[value] for value in reads]
             self._known[key] = Function.like("add_results", add, *specs)
         self._sums[stage, place] = self._call(self._known[key], action, reads)
+
+    def _share(self, m: int, place: Place) -> Value:
+        """The part of the examples that a micro-batch has, of one shard."""
+        sizes = self._batch.sizes
+        part = sizes[m] / sum(sizes) / self._batch.num_shards
+        return self._graph.constant(np.asarray(part, jnp.result_type(float)), place)
 
     def _function(self, name: str, run: Any, specs: Sequence[Any]) -> Function:
         """A function of which there is one for each kind of results."""

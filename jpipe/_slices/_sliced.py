@@ -87,6 +87,7 @@ class Built(NamedTuple):
       joined: the numbers of the leaves of that which the program returns.
       homes: the device of each parameter, and how it lies there.
       constants: the arrays that the function closes over, in place.
+      batch: the mini-batch.
     """
 
     pipe: Pipe
@@ -96,6 +97,7 @@ class Built(NamedTuple):
     joined: list[int]
     homes: list[tuple[Any, Sharding]]
     constants: list[Any]
+    batch: Batch
 
 
 class _Call(NamedTuple):
@@ -137,22 +139,28 @@ class Sliced:
     def __call__(self, params: PyTree, *args: PyTree) -> Results:
         """Returns as soon as the work is dispatched."""
         built = self.build(params, args)
-        leaves = jax.tree.leaves(params)
-        batch = jax.tree.leaves(args)
-        _variables.check_concrete([*leaves, *batch])
-        _variables.check_alive(leaves)
+        given = self.arguments(built, params, args)
         if self._feed is None:
             self._feed = Feed(built.pipe)
         self._feed(args)
-        _arguments.check_in_place(params, leaves, built.homes, self._work.advice)
-        found = iter(built.program([*leaves, *built.constants, *batch]))
+        found = iter(built.program(given))
         loss = next(found) if self._work.has_loss else None
         aux: list[Any] = [None] * built.aux.num_leaves
         for i in built.joined:
             aux[i] = next(found)
-        trained = built.stages.trained[: len(leaves)]
+        trained = built.stages.trained[: len(built.homes)]
         grads = [next(found) if yes else None for yes in trained]
         return Results(loss, jax.tree.unflatten(built.aux, aux), grads)
+
+    def arguments(
+        self, built: Built, params: PyTree, args: Sequence[PyTree]
+    ) -> list[Any]:
+        """What a program is given, checked."""
+        leaves, batch = jax.tree.leaves(params), jax.tree.leaves(args)
+        _variables.check_concrete([*leaves, *batch])
+        _variables.check_alive(leaves)
+        _arguments.check_in_place(params, leaves, built.homes, self._work.advice)
+        return [*leaves, *built.constants, *batch]
 
     def place(self, params: PyTree, *args: PyTree) -> PyTree:
         """Puts each parameter onto the device of the stage where it stays."""
@@ -341,4 +349,4 @@ class Sliced:
         ]
         program = Program(graph, outputs, pipe.places)
         tree = jax.tree.structure(stages.first.aux)
-        return Built(pipe, stages, program, tree, kept, homes, constants)
+        return Built(pipe, stages, program, tree, kept, homes, constants, batch)

@@ -114,6 +114,16 @@ class Stages:
         number = self._number[self._sizes[microbatch]]
         return [number[var] for var in self.part(stage, microbatch).weights]
 
+    def held_by(self, stage: int) -> list[Weight]:
+        """What it reads, and what stays there though nobody reads it."""
+        own = [i for i, home in enumerate(self.owner) if home == stage]
+        return [*dict.fromkeys([*self.weights(stage), *own])]
+
+    def spec_of(self, weight: Weight) -> Any:
+        """What such a value is like."""
+        made = [*self.first.params, *self.once.jaxpr.outvars]
+        return _jaxpr.spec(made[weight].aval)
+
     def trained_by(self, stage: int) -> list[Weight]:
         """What it reads that has a gradient."""
         return [i for i in self.weights(stage) if self.trained[i]]

@@ -101,8 +101,8 @@ class State:
             found.append(State(leaves, at, specs, made, tuple(norms)))
         return found
 
-    def add(self, sums: Leaves, new: Leaves, share: Any) -> list[Any]:
-        """Adds what one micro-batch wrote, with its share of the examples."""
+    def add(self, sums: Leaves, new: Leaves, share: Any = None) -> list[Any]:
+        """Adds what one micro-batch wrote, with its share of the examples for means."""
         if not self.has_means:
             return list(new)
         seen = sums[-1]

@@ -14,7 +14,7 @@ from .._layers import _rng
 from .._layers._skip import label
 from .._run import _variables
 from .._run._context import outside_of_meshes
-from .._slices._costs import skips_into, total
+from .._slices._costs import total
 from .._slices._functions import StageFunctions
 from ._estimate import Rates, seconds
 from ._layer import MODES
@@ -200,17 +200,13 @@ def _kept(model: Traced, number: int) -> dict[str, int]:
 def _skips(model: Traced) -> Iterator[SkipProfile]:
     listed = model.listed
     for stage in range(len(model.layers)):
-        found = listed.skips_into(stage)
-        for (route, own), skip in zip(
-            found, skips_into(listed, stage, [0]), strict=True
-        ):
-            (size,), (cotangent,) = skip.bytes, skip.cotangent_bytes
+        for route, own in listed.skips_into(stage):
             yield SkipProfile(
                 label(route.key),
-                skip.source,
-                skip.target,
-                size,
-                cotangent,
+                route.source,
+                stage,
+                total(own),
+                total(listed.wanted(own)),
                 is_output=_is_output(model, route.source, own),
             )
 

@@ -118,3 +118,29 @@ def test_a_profile_does_not_wait_for_what_it_does_not_read():
     x, targets = ref.regression(6)
     state = pipe.init_train_state(jax.random.key(0), x, TX)
     assert pipe.profile_step(state, (x, targets), ref.mse).makespan > 0
+
+
+class Long(nn.Module):
+    """A model with a long skip connection."""
+
+    @nn.compact
+    def __call__(self, x):
+        first = h = nn.tanh(nn.Dense(6)(x))
+        for _ in range(4):
+            h = nn.tanh(nn.Dense(6)(h))
+        return nn.Dense(6)(h + first)
+
+
+def test_a_model_as_it_is_is_profiled_too():
+    pipe = jpipe.pipeline(Long(), 4, num_stages=3, schedule="gpipe")
+    state = pipe.init_train_state(jax.random.key(0), X, TX)
+    with pytest.raises(ValueError, match="no step was built yet whose loss could be"):
+        pipe.profile_step(state, (X, X))
+    measured = pipe.profile_step(state, (X, X), ref.mse)
+    assert measured.rows == pipe.schedule.rows
+    assert {a for row in measured.rows for a in row} == set(measured.start)
+    (skip,) = measured.costs.skips
+    assert (skip.source, skip.target) == (0, 2)
+    # But for the loss itself, which is not kept.
+    predicted = pipe.schedule.simulate(measured.costs).peak_bytes
+    assert predicted == pytest.approx(measured.peak_bytes, abs=8)
