@@ -200,8 +200,7 @@ class Pipeline(Checkable, OwnLoop):
             weights, taken as constants. ``"microbatch_mean"``: the mean of what each
             micro-batch gives by itself. A loss that is not what this says raises.
             Cotangents are as large as on one device; where a weight follows from more
-            than targets, they are those of the total, and gradients are divided at the
-            end.
+            than targets, they are those of the total.
           trainable: which parameters have gradients; default: all. By path, from the
             layer's number on: text with wildcards, such as ``"*/lora_*"``, that matches
             a leaf or all below; by ``(path, leaf) -> bool``, where a path is
