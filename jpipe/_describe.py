@@ -9,11 +9,11 @@ from ._functions import _remat
 from ._functions._weights import is_params
 from ._instructions import _bytes
 from ._instructions._bytes import most_residuals, nbytes
-from ._instructions._program import Program
 from ._instructions._sharding import SubMesh
 from ._layers._skip import label
 from ._layers._stage import abbreviate
 from ._run._pipe import Pipe
+from ._slices._built import Built
 from ._slices._slice import specs
 from ._slices._stages import Stages
 from .planning._plan import Forecast, Plan, StagePlan, folded
@@ -99,7 +99,7 @@ def _stage(
     )
 
 
-def rows(pipe: Pipe, stages: Stages, program: Program | None) -> list[str]:
+def rows(pipe: Pipe, stages: Stages, built: Built | None) -> list[str]:
     """A function that is divided, in words.
 
     A line for each stage: where it runs, what is in it, and what crosses from it; the
@@ -117,8 +117,8 @@ def rows(pipe: Pipe, stages: Stages, program: Program | None) -> list[str]:
             line += f"; {_sent(stages, s):,} bytes of a micro-batch leave it"
         found.append(line)
     found.append(folded(pipe.schedule.drawn(Costs())))
-    if stages.first.has_loss and program:
-        pairs = zip(pipe.places, _bytes.peaks(program), strict=True)
+    if stages.first.has_loss and built:
+        pairs = zip(pipe.places, _bytes.peaks(built.program), strict=True)
         listed = ", ".join(f"{place} {size(n)}" for place, n in pairs)
         found.append(f"peak bytes while gradients are computed: {listed}")
     return found

@@ -23,21 +23,21 @@ from ._layers import _batchnorm, _rng
 from ._layers._layer import Layer, as_module, check_unchanged
 from ._layers._stage import shapes
 from ._loop import OwnLoop
-from ._model_step import ADVICE, ModelGradient, ModelStep
+from ._model_step import ADVICE, ModelGradient
 from ._processes._elsewhere import is_here, of_copies, own_copy
 from ._profile import as_pair, profile
 from ._run import _variables
 from ._run._context import outside_of_meshes
+from ._run._feed import Feed
 from ._run._pipe import Pipe
 from ._slices import _join
 from ._slices._division import Division
 from ._slices._initial import Initial
 from ._slices._program import Traced
 from ._slices._sliced import Sliced, Work
-from ._spread._homes import homes, places, shardings
-from ._train import _updates
+from ._train._optimizer import Optimizer, place_state
 from ._train._state import TrainState, note_chosen
-from ._train._step import check_optimizer
+from ._train._step import TrainStep, check_optimizer
 from ._values import agree_on_key
 from .schedules import Schedule, Timeline
 
@@ -73,6 +73,7 @@ class ModelPipeline(OwnLoop):
         self._first = _transfer.one_of(own)
         self._forwards = {train: self._forward(train) for train in (False, True)}
         self._trained: ModelGradient | None = None
+        self._compared: Feed | None = None
 
     @property
     def num_microbatches(self) -> int:
@@ -185,6 +186,17 @@ class ModelPipeline(OwnLoop):
         args = x, _rng.key_spec()  # there are models that draw in evaluation
         return self._forwards[False].locate(variables, args)
 
+    def _resting_of(
+        self, params: PyTree, variables: PyTree, x: PyTree
+    ) -> tuple[list[int], list[Sharding]]:
+        """The stage of each leaf of the parameters, and how it lies there."""
+        homes, structure = self._locate(variables, x), jax.tree.structure(variables)
+        assert self._division.first
+        numbered, _ = _apart(structure.unflatten(range(len(homes))))
+        own = jax.tree.leaves(numbered)
+        stages = self._division.first[2]
+        return [stages[i] for i in own], [homes[i][1] for i in own]
+
     @outside_of_meshes
     def place(self, tree: Any, x: PyTree = None) -> Any:
         """Puts variables, or a train state, on the devices of their stages.
@@ -212,9 +224,8 @@ class ModelPipeline(OwnLoop):
             return placed
         params, model_state = _apart(placed)
         step, rng = self._everywhere(tree.step, tree.rng)
-        of_params, _ = _apart(structure.unflatten(range(len(homes))))
-        own = [homes[i] for i in jax.tree.leaves(of_params)]
-        opt_state = _beside(tree.opt_state, params, own)
+        own = self._resting_of(params, variables, x)
+        opt_state = place_state(tree.opt_state, params, self._pipe, *own)
         state = TrainState(step, params, opt_state, model_state, rng)
         note_chosen(state, tree.chosen)
         return state
@@ -288,13 +299,17 @@ class ModelPipeline(OwnLoop):
             variables = jax.tree.map(jnp.copy, self.place(variables, x))
         marks = chosen.marks([self._layer], (variables,))[0]
         params, model_state = _apart(variables)
-        free = _updates.chosen(params, marks.get("params", {}))
-        opt_state = self.optimizer(tx).init(free)
+        trained = jax.tree.leaves(marks.get("params", {}))
+        specs = _microbatch.specs(params, "params")
+        places = self._resting_of(params, variables, x)
+        own = Optimizer(tx, specs, trained, self._pipe, *places)
+        with jax.disable_jit(False):  # zeros made by hand are on the default device
+            opt_state = own.init(params)
         agree_on_key(self._pipe, key)
         step, rng = self._everywhere(np.int32(0), _rng.training_key(own_copy(key)))
         state = TrainState(step, params, opt_state, model_state, rng)
         if not chosen.selects_all:
-            note_chosen(state, jax.tree.leaves(marks.get("params", {})))
+            note_chosen(state, trained)
         return state
 
     def train_step(
@@ -307,18 +322,31 @@ class ModelPipeline(OwnLoop):
         reduction: str = "mean",
         trainable: Any = None,
         donate: bool = True,
-    ) -> ModelStep:
+    ) -> TrainStep:
         """One training step: see `Pipeline.train_step`."""
         gradient = self.value_and_grad(
             loss_fn,
             has_aux=has_aux,
-            has_state=True,
             aux_axes=aux_axes,
             reduction=reduction,
             trainable=trainable,
         )
-        tx = check_optimizer(tx)
-        return ModelStep(gradient, tx, self._places, donate, self._everywhere)
+        return TrainStep(
+            gradient.built,
+            tx,
+            has_aux=has_aux,
+            feed=self._feed,
+            donate=donate,
+            by_layer=False,
+        )
+
+    def _feed(self, x: PyTree, targets: PyTree) -> tuple[PyTree, PyTree]:
+        """The mini-batch, which all processes are given alike."""
+        if self._compared is None and self._division.first:
+            self._compared = Feed(self._pipe)
+        if self._compared:
+            self._compared((x, targets))
+        return x, targets
 
     @outside_of_meshes
     def profile_step(
@@ -350,18 +378,6 @@ class ModelPipeline(OwnLoop):
         report = self._unpipelined().check((variables,), *args, **kwargs)
         found = replace(report.layers[0], name=f"the model ({self._layer.name})")
         return replace(report, layers=(found,))
-
-
-def _beside(tree: PyTree, params: PyTree, at: Sequence[tuple[Any, Sharding]]) -> PyTree:
-    """The state of an optimizer, each leaf where its parameter is, and as that lies."""
-    flat = jax.tree_util.tree_leaves_with_path(params)
-    numbers = places((path, i) for i, (path, _) in enumerate(flat))
-    how = shardings(tree, flat, [each for _, each in at])
-    leaves, structure = jax.tree.flatten(tree)
-    found = zip(leaves, homes(tree, numbers), how, strict=True)
-    return structure.unflatten(
-        [put_one(leaf, at[home or 0][0], each) for leaf, home, each in found]
-    )
 
 
 def _apart(variables: PyTree) -> tuple[PyTree, PyTree]:

@@ -1,4 +1,4 @@
-"""Gradients and training steps of one model."""
+"""Gradients of one model."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,24 +7,22 @@ import jax
 from jax.tree_util import keystr
 
 from ._cache import Axes
-from ._functions import _batch, _probe
+from ._functions import _probe
+from ._functions._batch import Batch
 from ._functions._objective import Objective
 from ._functions._trainable import Trainable
-from ._instructions._interrupts import Interrupts
 from ._instructions._program import Program
 from ._jaxprs import _jaxpr
 from ._layers import _rng
 from ._layers._layer import Layer
-from ._processes._elsewhere import own_copy
 from ._profile import Profiled
 from ._run._context import outside_of_meshes
 from ._slices import _join
+from ._slices._built import Built
 from ._slices._division import Division
 from ._slices._program import Traced
 from ._slices._sliced import Sliced, Work
 from ._slices._state import Written
-from ._train import _updates
-from ._train._state import TrainState, become, check_chosen, note_chosen
 from ._train._value_and_grad import say_what_is_left
 
 PyTree = Any
@@ -61,10 +59,8 @@ class ModelGradient:
         self._has_state = has_state
         self._was_told = False
         self._by_mode = {train: self._sliced(train) for train in (False, True)}
-        # Specs of what the loss was given in traces; and, by sizes of micro-batches,
-        # those with which it was not checked yet.
+        # Specs of what the loss was given in traces whose loss was not checked yet.
         self._outputs: list[PyTree] = []
-        self._unchecked: dict[tuple[int, ...], PyTree] = {}
         # By the structures of variables and what a call writes, which leaves these are.
         self._written: dict[Any, list[tuple[int, Any]]] = {}
         self.unchecked = ""
@@ -129,12 +125,8 @@ class ModelGradient:
         train: bool = True,
     ) -> Any:
         """Returns as soon as the work is dispatched: see `Pipeline.value_and_grad`."""
-        sliced = self._by_mode[train]
-        found = sliced(variables, x, targets, rngs)
-        if self._outputs or self._unchecked:
-            self._check_loss(
-                self._noted(sliced, variables, (x, targets, rngs)), targets
-            )
+        self.built(variables, x, targets, rngs, train)
+        found = self._by_mode[train](variables, x, targets, rngs)
         aux, changed = found.aux
         leaves, tree = jax.tree.flatten(variables)
         grads = jax.tree.unflatten(tree, found.grads).get("params", {})
@@ -162,17 +154,24 @@ class ModelGradient:
         train: bool = True,
     ) -> Program:
         """What a call with such arguments runs."""
-        sliced, args = self._by_mode[train], (x, targets, rngs)
-        program = sliced.build(variables, args).program
-        self._noted(sliced, variables, args)
-        return program
+        return self.built(variables, x, targets, rngs, train).program
+
+    def built(
+        self, variables: PyTree, x: PyTree, targets: PyTree, rngs: Any, train: bool
+    ) -> Built:
+        """What such arguments are for; of a new kind the loss is checked."""
+        built = self._by_mode[train].build(variables, (x, targets, rngs))
+        if self._outputs:
+            self._check_loss(built.batch, self._outputs[0], targets)
+            self._outputs.clear()
+        return built
 
     def profiled(
         self, variables: PyTree, x: PyTree, targets: PyTree, rngs: _rng.Rngs
     ) -> tuple[Profiled, list[Any]]:
         """A mini-batch to be timed, and what its program is given."""
         sliced, args = self._by_mode[True], (x, targets, rngs)
-        built = sliced.build(variables, args)
+        built = self.built(variables, *args, True)
         own = Profiled(built.pipe, built.stages, built.batch, built.program)
         return own, sliced.arguments(built, variables, args)
 
@@ -188,98 +187,15 @@ class ModelGradient:
             self._written[structures] = [(number[path], path) for path, _ in own]
         return self._written[structures]
 
-    def _noted(self, sliced: Sliced, variables: PyTree, args: Any) -> _batch.Batch:
-        """The mini-batch; of a new kind the loss is to be checked."""
-        batch = sliced.batch(variables, args)
-        if self._outputs:
-            self._unchecked[batch.sizes] = self._outputs[0]
-            self._outputs.clear()
-        return batch
-
-    def _check_loss(self, batch: _batch.Batch, targets: PyTree) -> None:
+    def _check_loss(self, batch: Batch, outputs: PyTree, targets: PyTree) -> None:
         """Runs the loss alone, at once and in parts: see `_probe`."""
-        sizes = batch.sizes
-        if batch.num_parts > 1 and sizes in self._unchecked:
-            x, specs, _ = batch.x
-            first = len(jax.tree.leaves(x))
-            end = first + len(jax.tree.leaves(specs))
-            x_axes, axes = batch.x_axes[:first], batch.x_axes[first:end]
-            own = None, sizes, batch.num_shards
-            batch = _batch.Batch(x, x_axes, specs, axes, *own)
-            axis = self._axes.out_axes
-            axis = axis if isinstance(axis, int) else 0
-            given = self._unchecked[sizes], targets, batch, axis
-            self.unchecked = _probe.check(self._objective, *given)
-        self._unchecked.pop(sizes, None)  # one that raised is checked again
-
-
-class ModelStep:
-    """``step(state, x, targets) -> (state, metrics)``: see `ModelPipeline.train_step`.
-
-    Args:
-      gradient: of the loss.
-      tx: the optimizer.
-      devices: the places.
-      donate: whether the given state is overwritten.
-      everywhere: gives numbers as a state has them, in each process.
-    """
-
-    def __init__(
-        self,
-        gradient: ModelGradient,
-        tx: Any,
-        devices: Sequence[Any],
-        donate: bool,
-        everywhere: Callable[..., list[Any]],
-    ) -> None:
-        self._gradient, self._everywhere = gradient, everywhere
-        self._update = _updates.step(tx, devices, donate)
-        # What a state was made to train, once that is checked.
-        self._chosen: Sequence[bool] | None = None
-
-    @outside_of_meshes
-    def __call__(
-        self, state: TrainState, x: PyTree, targets: PyTree
-    ) -> tuple[TrainState, dict[str, Any]]:
-        """Takes one step. Returns as soon as the work is dispatched."""
-        if state.chosen is not self._chosen:
-            check_chosen(state, self._gradient.trained(state.variables))
-            self._chosen = state.chosen
-        key, step = _advance(own_copy(state.rng), own_copy(state.step))
-        if not state.step.is_fully_addressable:  # of several processes
-            (step,) = self._everywhere(step)
-        (loss, *aux, model_state), grads = self._gradient(
-            state.variables, x, targets, rngs=key
-        )
-        new = None
-        try:
-            with Interrupts() as interrupts:
-                interrupts.hold()
-                params, opt_state = self._update(grads, state.opt_state, state.params)
-                new = TrainState(step, params, opt_state, model_state, state.rng)
-                note_chosen(new, state.chosen)
-            metrics = {"loss": loss} | ({"aux": aux[0]} if aux else {})
-            return new, metrics
-        except BaseException:
-            if new is not None:  # what was given is overwritten
-                become(state, new)
-            raise
-
-    def programs(self, state: TrainState, x: PyTree, targets: PyTree) -> list[Program]:
-        """What a call with such arguments runs; of specs without the update."""
-        key = jax.eval_shape(_rng.step_key, state.rng, state.step)
-        gradient, variables = self._gradient, state.variables
-        found = [gradient.program(variables, x, targets, rngs=key)]
-        held = jax.tree.leaves((state.params, state.opt_state))
-        if all(isinstance(leaf, jax.Array) for leaf in held):
-            marks = iter(gradient.trained(variables))
-            grads = jax.tree.map(lambda x: x if next(marks) else None, state.params)
-            given = grads, state.opt_state, state.params
-            found.append(self._update.program(*given))
-        return found
-
-
-@jax.jit
-def _advance(rng: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The key of a step, and the number of the next."""
-    return _rng.step_key(rng, step), step + 1
+        if batch.num_parts == 1:
+            return
+        x, specs, _ = batch.x
+        first = len(jax.tree.leaves(x))
+        end = first + len(jax.tree.leaves(specs))
+        x_axes, axes = batch.x_axes[:first], batch.x_axes[first:end]
+        own = Batch(x, x_axes, specs, axes, None, batch.sizes, batch.num_shards)
+        axis = self._axes.out_axes
+        axis = axis if isinstance(axis, int) else 0
+        self.unchecked = _probe.check(self._objective, outputs, targets, own, axis)

@@ -311,8 +311,8 @@ class Pipeline(Checkable, OwnLoop):
         objective = Objective(loss_fn, has_aux, reduction, aux_axes)
         return TrainStep(
             self._cache.gradients(objective, Trainable(trainable)),
-            lambda *params: _values.optimizer(self._pipe, tx, *params),
-            objective=objective,
+            tx,
+            has_aux=has_aux,
             feed=Feed(self._pipe),
             donate=donate,
         )
@@ -395,6 +395,6 @@ class Pipeline(Checkable, OwnLoop):
         find = self._cache.profiled(objective, Trainable(trainable))
         key = _rng.step_key(state.rng, state.step)
         gradient = find(state.variables, x, targets, state.rng, True)
-        leaves = gradient.arguments(state.variables, x, targets, key, "state")
-        parts = self._pipe, gradient.listed.stages, gradient.batch, gradient.program
+        leaves = gradient.given(state.variables, x, targets, key, "state")
+        parts = self._pipe, gradient.stages, gradient.batch, gradient.program
         return profile(Profiled(*parts), leaves)

@@ -13,6 +13,7 @@ from ._cache import ProgramCache
 from ._functions import _microbatch
 from ._functions._trainable import Trainable
 from ._instructions import _transfer
+from ._instructions._sharding import Sharding
 from ._layers import _rng
 from ._layers._initialize import strong
 from ._processes._elsewhere import is_here, of_copies, own_copy
@@ -20,6 +21,7 @@ from ._processes._group import group
 from ._run import _resting, _variables
 from ._run._initialize import draws, initializers
 from ._run._pipe import Pipe
+from ._spread._homes import paths
 from ._train._optimizer import Optimizer, place_state
 from ._train._state import TrainState, note_chosen
 
@@ -106,7 +108,9 @@ def place(pipe: Pipe, tree: Any) -> Any:
         placed = TrainState(
             step=step,
             params=params,
-            opt_state=place_state(tree.opt_state, tree.params, pipe),
+            opt_state=place_state(
+                tree.opt_state, tree.params, pipe, *_resting_of(pipe, tree.params)
+            ),
             model_state=_entries(pipe, tree.model_state),
             rng=rng,
         )
@@ -164,7 +168,13 @@ def optimizer(
 ) -> Optimizer:
     """The optimizer of such parameters, applied where they are."""
     specs = _microbatch.specs(params, "params")
-    return Optimizer(tx, specs, trained, pipe)
+    return Optimizer(tx, specs, trained, pipe, *_resting_of(pipe, params))
+
+
+def _resting_of(pipe: Pipe, params: PyTree) -> tuple[list[int], list[Sharding]]:
+    """The stage of each leaf of the parameters, and how it lies there."""
+    homes = [pipe.stage_of_layer[path[0].idx] for path in paths(params)]
+    return homes, _resting.shardings(pipe, params, inside=("params",))
 
 
 def train_state(

@@ -167,7 +167,7 @@ def _loops(
     variables = pipe.init(jax.random.key(0), x)
     find = pipe._cache.gradients(Objective(square))
     gradient = find(variables, x, x, None, True)
-    program, leaves = gradient.program, gradient.arguments(variables, x, x, None)
+    program, leaves = gradient.program, gradient.given(variables, x, x, None)
     loop, bare = [], []
     for _ in range(rounds + 1):
         start = time.perf_counter()

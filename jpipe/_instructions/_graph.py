@@ -104,8 +104,13 @@ class Graph:
         return value
 
     def constant(self, array: Any, place: Place, stacked: bool = False) -> Value:
-        """A value that is the same in each run: a NumPy array, maybe of all shards."""
-        key = array.dtype, array.shape, array.tobytes(), place, stacked
+        """A value that is the same in each run: an array, maybe of all shards.
+
+        Of arrays of NumPy equal ones are one.
+        """
+        is_on_device = isinstance(array, jax.Array)
+        text = id(array) if is_on_device else array.tobytes()
+        key = array.dtype, array.shape, text, place, stacked
         if key not in self._constants:
             shape = array.shape[1:] if stacked else array.shape
             spec = jax.ShapeDtypeStruct(

@@ -10,12 +10,11 @@ from typing import Any
 import jax
 
 from .._functions._weights import Weights
-from .._instructions._graph import Graph, Value
 from .._jaxprs import _jaxpr
 from .._layers._sharing import Key, Sharing
 from .._layers._tree import Names, dotted, flat, merged, nested
 from .._layers._walk import Visit
-from . import _resting, _variables
+from . import _facts, _resting, _variables
 from ._pipe import Pipe
 
 PyTree = Any
@@ -38,8 +37,6 @@ class Layout:
       marks: whether each leaf of all variables is trained.
       trained: the same of the parameters alone.
       state: the positions of leaves that are no parameters.
-      own: for each stage whether each of its leaves stands in the entry of its layer;
-        others it borrows.
       homes: of each leaf of all variables the stage in which it stays.
       specs: what it is like, and its place.
       shardings: how each of them lies there between steps.
@@ -73,15 +70,6 @@ class Layout:
         layer_of = [
             i for i, entry in enumerate(numbered) for _ in jax.tree.leaves(entry)
         ]
-        self.own = [
-            [
-                stage.first + path[0].idx == layer_of[leaf]
-                for leaf, path in zip(order, weights.paths, strict=True)
-            ]
-            for stage, order, weights in zip(
-                pipe.stages, self.order, self.weights, strict=True
-            )
-        ]
         self.homes = [pipe.stage_of_layer[layer] for layer in layer_of]
         self.specs = [
             (_jaxpr.spec(leaf), pipe.place(home))
@@ -90,10 +78,10 @@ class Layout:
         self.shardings = _resting.shardings(pipe, variables)
         self._pipe = pipe
 
-    def arguments(self, graph: Graph) -> list[Value]:
-        """All leaves of the variables as arguments of a graph, each in its place."""
-        pairs = zip(self.specs, self.shardings, strict=True)
-        return [graph.argument(*spec, how=how) for spec, how in pairs]
+    @property
+    def facts(self) -> dict[str, str]:
+        """What processes compare of the variables, in words."""
+        return _facts.of_stages(self._pipe, self.weights)
 
     def check(self, leaves: Sequence[Any], tree: str = "variables") -> None:
         """Checks what a run is given: see `_variables`.
@@ -107,13 +95,10 @@ class Layout:
           TypeError: if one belongs to a trace.
         """
         _variables.check_alive(leaves)
+        triples = list(zip(self.homes, leaves, self.shardings, strict=True))
         own = [
-            [
-                (leaves[i], self.shardings[i])
-                for i, yes in zip(order, marks, strict=True)
-                if yes
-            ]
-            for order, marks in zip(self.order, self.own, strict=True)
+            [(leaf, how) for home, leaf, how in triples if home == stage.index]
+            for stage in self._pipe.stages
         ]
         _variables.check_placed(own, self._pipe.stages, self._pipe.devices, tree)
 

@@ -6,8 +6,6 @@ from typing import Any
 import jax
 
 from .._functions import _microbatch
-from .._instructions import _transfer
-from .._instructions._sharding import Sharding
 from . import _program
 
 PyTree = Any
@@ -54,25 +52,3 @@ def batch_size(
             "number, a table or running statistics"
         )
         raise
-
-
-def check_in_place(
-    params: PyTree,
-    leaves: Sequence[Any],
-    homes: Sequence[tuple[Any, Sharding]],
-    advice: str,
-) -> None:
-    """Raises if a parameter is not where it is read."""
-    pairs = zip(leaves, homes, strict=True)
-    lost = [
-        i
-        for i, (leaf, home) in enumerate(pairs)
-        if not isinstance(leaf, jax.Array) or not _transfer.is_at(leaf, *home)
-    ]
-    if lost:
-        path, _ = jax.tree_util.tree_leaves_with_path(params)[lost[0]]
-        raise ValueError(
-            f"params{jax.tree_util.keystr(path)} is not on {homes[lost[0]][0]}, where "
-            f"the first stage that reads it runs, or lies there in another way; type "
-            f"{advice}"
-        )

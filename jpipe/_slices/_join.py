@@ -82,7 +82,11 @@ def _on(axis: int | None, stacks: bool) -> Any:
     if axis is None and not stacks:
         return lambda values: values[0]
     join = _microbatch.joiner([axis])
-    return lambda values: join(*values)[0]
+
+    def run(values: Sequence[Any]) -> Any:
+        return join(*values)[0] if stacks or len(values) > 1 else values[0]
+
+    return run
 
 
 def _mean(shares: Sequence[float]) -> Any:

@@ -5,23 +5,19 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from .._functions import _microbatch
 from .._functions._batch import Batch
 from .._instructions import _transfer
 from .._instructions._collector import paused
-from .._instructions._graph import OUTSIDE
-from .._instructions._program import Program
-from .._instructions._sharding import WHOLE, Sharding
-from .._jaxprs import _jaxpr
-from .._run import _facts, _resting, _signature, _variables
+from .._instructions._sharding import Sharding
+from .._run import _resting, _signature, _variables
 from .._run._feed import Feed
 from .._run._pipe import Pipe
 from . import _arguments, _composed, _order, _program, _summands
+from ._built import Built, TreeLayout
 from ._division import Division
-from ._join import Join, joined
-from ._lower import Lowering
+from ._join import Join
 from ._program import Traced
 from ._stages import Stages
 from ._state import State, Written, without_the_rest, written_by
@@ -76,30 +72,6 @@ class Results(NamedTuple):
     grads: list[Any]
 
 
-class Built(NamedTuple):
-    """What runs for arguments of one kind.
-
-    Attributes:
-      pipe: the schedule and the devices.
-      stages: the slices.
-      program: ``(*params, *constants, *args) -> (*loss, *aux, *grads)``.
-      aux: the structure of what is returned beside the loss.
-      joined: the numbers of the leaves of that which the program returns.
-      homes: the device of each parameter, and how it lies there.
-      constants: the arrays that the function closes over, in place.
-      batch: the mini-batch.
-    """
-
-    pipe: Pipe
-    stages: Stages
-    program: Program
-    aux: Any
-    joined: list[int]
-    homes: list[tuple[Any, Sharding]]
-    constants: list[Any]
-    batch: Batch
-
-
 class _Call(NamedTuple):
     """Arguments of one kind.
 
@@ -133,8 +105,8 @@ class Sliced:
         self._known: dict[Any, Built] = {}
         # Compares what several processes are given.
         self._feed: Feed | None = None
-        # What was divided last, and its program if it was written.
-        self.last: tuple[Pipe, Stages, Program | None] | None = None
+        # What was divided last; without arguments of a call it is not built.
+        self.last: tuple[Pipe, Stages, Built | None] | None = None
 
     def __call__(self, params: PyTree, *args: PyTree) -> Results:
         """Returns as soon as the work is dispatched."""
@@ -145,12 +117,14 @@ class Sliced:
         self._feed(args)
         found = iter(built.program(given))
         loss = next(found) if self._work.has_loss else None
-        aux: list[Any] = [None] * built.aux.num_leaves
-        for i in built.joined:
-            aux[i] = next(found)
-        trained = built.stages.trained[: len(built.homes)]
+        # What is written comes last in the order of parameters.
+        aux: list[Any] = [next(found) for _ in range(built.num_joined)]
+        aux += [None] * (built.aux_tree.num_leaves - len(aux))
+        for _, leaf in built.written:
+            aux[leaf] = next(found)
+        trained = built.stages.trained[: len(built.layout.specs)]
         grads = [next(found) if yes else None for yes in trained]
-        return Results(loss, jax.tree.unflatten(built.aux, aux), grads)
+        return Results(loss, jax.tree.unflatten(built.aux_tree, aux), grads)
 
     def arguments(
         self, built: Built, params: PyTree, args: Sequence[PyTree]
@@ -158,13 +132,13 @@ class Sliced:
         """What a program is given, checked."""
         leaves, batch = jax.tree.leaves(params), jax.tree.leaves(args)
         _variables.check_concrete([*leaves, *batch])
-        _variables.check_alive(leaves)
-        _arguments.check_in_place(params, leaves, built.homes, self._work.advice)
-        return [*leaves, *built.constants, *batch]
+        built.layout.check(leaves)
+        return [*leaves, *batch]
 
     def place(self, params: PyTree, *args: PyTree) -> PyTree:
         """Puts each parameter onto the device of the stage where it stays."""
-        homes = self.build(params, args).homes
+        built = self.build(params, args)
+        homes = self._homes(built.pipe, params, built.layout.homes)
         leaves, tree = jax.tree.flatten(params)
         return tree.unflatten(
             [
@@ -181,7 +155,7 @@ class Sliced:
             if len(self._known) > _MOST:
                 del self._known[next(iter(self._known))]
         built = self._known[key]
-        self.last = built.pipe, built.stages, built.program
+        self.last = built.pipe, built.stages, built
         return built
 
     def batch(self, params: PyTree, args: Sequence[PyTree]) -> Batch:
@@ -288,8 +262,7 @@ class Sliced:
 
     @paused
     def _built(self, params: PyTree, args: Sequence[PyTree]) -> Built:
-        call = self._called(params, args)
-        return self._lowered(*self._stages(call), call.batch, call.specs)
+        return self._divided(self._called(params, args))
 
     def _traced(self, call: _Call) -> dict[int, Traced]:
         """The function on micro-batches of each size."""
@@ -308,45 +281,16 @@ class Sliced:
             programs[n] = traced
         return _order.late(programs)
 
-    def _lowered(
-        self, pipe: Pipe, stages: Stages, batch: Batch, specs: PyTree
-    ) -> Built:
-        constants = [jnp.asarray(array) for array in stages.first.constants]
-        leaves = [*jax.tree.leaves(specs), *map(_jaxpr.spec, constants)]
-        graph = pipe.graph()
-        count = len(leaves) - len(constants)
-        homes = self._homes(pipe, specs, stages.owner[:count])
-        others = [(pipe.devices[s], WHOLE) for s in stages.owner[count : len(leaves)]]
-        places = map(pipe.place, stages.owner)
-        params = [
-            graph.argument(leaf, place, how=how)
-            for leaf, place, (_, how) in zip(
-                leaves, places, [*homes, *others], strict=False
-            )
-        ]
-        given = [graph.argument(leaf, OUTSIDE) for leaf in jax.tree.leaves(batch.x)]
-        lowering = Lowering(graph, pipe, stages, batch, params, given)
-        loss, grads, written = [], dict[int, Any](), dict[int, Any]()
-        if self._work.has_loss:
-            total, grads, written = lowering.run()
-            loss = [total]
-        else:
-            lowering.forwards()
+    def _divided(self, call: _Call) -> Built:
+        pipe, stages = self._stages(call)
+        batch, work = call.batch, self._work
         sizes = [size for size in batch.sizes for _ in range(batch.num_shards)]
-        joins = self._work.joins(stages.first, sizes)
-        aux = joined(graph, batch, joins, lowering.aux(len(joins))) if joins else {}
-        number = len(loss) + len(aux) if loss else 0
-        for state in stages.states:
-            aux |= {i: written[k] for i, k in zip(state.leaves, state.at, strict=True)}
-        graph.facts |= _facts.of_batch(batch)
-        kept = [*aux]
-        own = graph.own([*loss, *aux.values(), *grads.values()])
-        # Metrics are in each process; new values of parameters stay where these are.
-        outputs = [*map(graph.everywhere, own[:number]), *own[number:]]
-        constants = [
-            _transfer.put_one(leaf, *home)
-            for leaf, home in zip(constants, others, strict=True)
-        ]
-        program = Program(graph, outputs, pipe.places)
-        tree = jax.tree.structure(stages.first.aux)
-        return Built(pipe, stages, program, tree, kept, homes, constants, batch)
+        joins = work.joins(stages.first, sizes)
+        homes = stages.owner[: len(call.trained)]
+        how = [each for _, each in self._homes(pipe, call.specs, homes)]
+        trained = call.trained
+        if not work.inside:  # variables, of which parameters are a part
+            marks = jax.tree.unflatten(jax.tree.structure(call.specs), trained)
+            trained = jax.tree.leaves(marks.get("params", {}))
+        layout = TreeLayout(pipe, call.specs, homes, how, trained, work.advice)
+        return Built(pipe, stages, batch, layout, joins, stages.first.aux)

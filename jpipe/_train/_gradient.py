@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -10,79 +10,36 @@ from .._functions import _microbatch
 from .._functions._kept import Kept
 from .._functions._objective import Objective
 from .._instructions._collector import paused
-from .._instructions._graph import OUTSIDE, Graph, Value
 from .._instructions._program import Program
-from .._run import _facts, _variables
+from .._run import _variables
+from .._run._layout import Layout
 from .._slices import _join
+from .._slices._built import Built
 from .._slices._listed import Listed
-from .._slices._lower import Lowering
 from ..schedules import Action
 from ..schedules._action import FORWARD
 
 PyTree = Any
 
 
-class Outcome(NamedTuple):
-    """What a mini-batch gives.
-
-    Attributes:
-      loss: the loss of the whole mini-batch.
-      aux: what the loss function returned beside it, of all micro-batches.
-      grads: the gradient of each trained leaf, in the order of the variables.
-      changed: the new value of each leaf that training changes, by its position.
-    """
-
-    loss: Value
-    aux: list[Value]
-    grads: list[Value]
-    changed: dict[int, Value]
-
-
-class Gradient:
+class Gradient(Built):
     """A mini-batch with a loss: traced, and written into a graph when asked.
 
     Args:
       listed: the layers and the loss on it.
       objective: the loss.
-
-    Attributes:
-      layout: which variables each stage uses.
-      objective: the loss, as it was traced.
-      aux_tree: the structure of what the loss function returns beside the loss.
     """
 
+    layout: Layout
+
     def __init__(self, listed: Listed, objective: Objective) -> None:
-        self.listed, self.objective = listed, objective
-        self.pipe, self.layout, self.batch = listed.pipe, listed.layout, listed.batch
-        sizes = self.batch.sizes
+        self.listed, sizes = listed, listed.batch.sizes
         aux, last = listed.aux[sizes[0]], listed.aux[sizes[-1]]
         axes = _microbatch.flat_axes(objective.aux_axes, aux, "aux", "aux_axes")
         _check_aux(aux, last, axes, sizes)
-        self.aux_tree = jax.tree.structure(aux)
-        self._joins = _join.by_axes(objective.aux_axes, aux, [])
-
-    def into(
-        self, graph: Graph, variables: Sequence[Value], given: Sequence[Value]
-    ) -> Outcome:
-        """Writes the mini-batch into a graph.
-
-        Args:
-          graph: the graph.
-          variables: the leaves of all variables, in place.
-          given: the leaves of the input, the targets and the keys, anywhere.
-        """
-        listed = self.listed
-        graph.facts |= _facts.of_batch(listed.batch)
-        graph.facts |= _facts.of_stages(listed.pipe, listed.layout)
-        parts = graph, listed.pipe, listed.stages, listed.batch
-        lowering = Lowering(*parts, list(variables), list(given))
-        loss, grads, changed = lowering.run()
-        aux = {}
-        if self._joins:
-            rows = lowering.aux(len(self._joins))
-            aux = _join.joined(graph, listed.batch, self._joins, rows)
-        found = [aux[i] for i in range(len(self._joins))]
-        return Outcome(loss, found, [grads[i] for i in sorted(grads)], changed)
+        joins = _join.by_axes(objective.aux_axes, aux, [])
+        parts = listed.pipe, listed.stages, listed.batch, listed.layout
+        super().__init__(*parts, joins, aux)
 
     @cached_property
     def changed(self) -> list[int]:
@@ -92,12 +49,12 @@ class Gradient:
     @cached_property
     def program(self) -> Program:
         """``(*variables, *x, *targets, *rngs) -> (loss, *aux, *grads)``."""
-        return self._lowered(with_state=False)
+        return self._with_state([])
 
     @cached_property
     def program_with_state(self) -> Program:
         """The same, which gives what is no parameter too, as it is after training."""
-        return self._lowered(with_state=True)
+        return self._with_state(self.layout.state)
 
     @cached_property
     def ran(self) -> tuple[Action, ...]:
@@ -108,23 +65,20 @@ class Gradient:
     def kept(self, stage: int) -> Kept | None:
         """What a stage keeps of a micro-batch, if it has forwards of their own."""
         by_itself = any(a.op == FORWARD and a.stage == stage for a in self.ran)
-        return self.listed.stages.kept(stage) if by_itself else None
+        return self.stages.kept(stage) if by_itself else None
 
     @paused
-    def _lowered(self, with_state: bool) -> Program:
+    def _with_state(self, state: Sequence[int]) -> Program:
         graph = self.pipe.graph()
-        variables = self.layout.arguments(graph)
-        specs = jax.tree.leaves(self.batch.x)
-        given = [graph.argument(spec, OUTSIDE) for spec in specs]
+        variables, given = self.arguments(graph)
         loss, aux, grads, changed = self.into(graph, variables, given)
-        state = self.layout.state if with_state else []
         new = [changed.get(i, variables[i]) for i in state]
-        own = graph.own([loss, *aux, *grads, *new])
+        own = graph.own([*loss, *aux, *(grads[i] for i in sorted(grads)), *new])
         count = 1 + len(aux)
         metrics = map(graph.everywhere, own[:count])
         return Program(graph, [*metrics, *own[count:]], self.pipe.places)
 
-    def arguments(
+    def given(
         self,
         variables: PyTree,
         x: PyTree,

@@ -11,9 +11,9 @@ from .._instructions import _transfer
 from .._instructions._bytes import nbytes
 from .._instructions._graph import Graph, Value
 from .._instructions._program import Program
+from .._instructions._sharding import Sharding
 from .._layers._stage import shapes
-from .._run import _resting, _signature
-from .._run._facts import of_layers
+from .._run import _signature
 from .._run._pipe import Pipe
 from .._spread._homes import Path, homes, paths, places, shardings
 from .._spread._placed import Placed, Placement
@@ -36,9 +36,11 @@ class Optimizer:
 
     Args:
       tx: the optax transformation.
-      params: specs of the parameters, one entry per layer.
+      params: specs of the parameters.
       trained: whether each of their leaves is trained.
       pipe: the stages, and where they run.
+      homes_of: the stage of each leaf.
+      lie: how each lies there.
     """
 
     def __init__(
@@ -47,11 +49,14 @@ class Optimizer:
         params: PyTree,
         trained: Sequence[bool],
         pipe: Pipe,
+        homes_of: Sequence[int],
+        lie: Sequence[Sharding],
     ) -> None:
         self._trained = trained
         self._params_tree = jax.tree.structure(params)
         free = self._hide_frozen(params)
-        place = _places(free, pipe.stage_of_layer)
+        at_home = [home for home, yes in zip(homes_of, trained, strict=True) if yes]
+        place = places(zip(paths(free), at_home, strict=True))
         at = [pipe.place(s) for s in range(len(pipe.stages))]
         params_at = homes(free, place)
         placement = Placement(params_at, lambda state: homes(state, place), at)
@@ -64,7 +69,7 @@ class Optimizer:
         state_at = homes(self.state, place)
         self._state_shapes = _signature.shapes(jax.tree.leaves(self.state))
         self.state_places = [at[home or 0] for home in state_at]
-        self._params_lie = _resting.shardings(pipe, free, inside=("params",))
+        self._params_lie = [x for x, yes in zip(lie, trained, strict=True) if yes]
         self.state_shardings = shardings(self.state, _flat(free), self._params_lie)
         self._state_at = [
             (pipe.places[place], how)
@@ -79,7 +84,7 @@ class Optimizer:
     def init(self, params: PyTree) -> PyTree:
         """The optimizer's state for parameters that are in place."""
         graph = self._pipe.graph()
-        graph.facts |= of_layers(self._pipe, self._free)
+        graph.facts |= {"parameters": shapes(self._free)}
         leaves = jax.tree.leaves(self._hide_frozen(params))
         own = jax.tree.leaves(self._free), self._params_places, self._params_lie
         arguments = [
@@ -272,23 +277,30 @@ def _form(state: PyTree) -> Any:
     return tree, _signature.shapes(leaves)
 
 
-def place_state(state: PyTree, params: PyTree, pipe: Pipe) -> PyTree:
+def place_state(
+    state: PyTree,
+    params: PyTree,
+    pipe: Pipe,
+    at: Sequence[int],
+    lie: Sequence[Sharding],
+) -> PyTree:
     """Puts an optimizer's state where its parameters belong.
 
     Args:
       state: the state, on the host or any devices.
       params: the parameters.
       pipe: the stages, and where they run.
+      at: the stage of each leaf of the parameters.
+      lie: how it lies there.
 
     Returns:
       The same values; what belongs to no parameter is on the first device.
     """
     leaves, tree = jax.tree.flatten(state)
-    wanted = homes(state, _places(params, pipe.stage_of_layer))
-    lie = _resting.shardings(pipe, params, inside=("params",))
+    wanted = homes(state, places(zip(paths(params), at, strict=True)))
     found = shardings(state, _flat(params), lie)
     placed = [
-        _transfer.put([leaf], pipe.devices[home or 0], [how])[0]
+        _transfer.put_one(leaf, pipe.devices[home or 0], how)
         for leaf, home, how in zip(leaves, wanted, found, strict=True)
     ]
     return jax.tree.unflatten(tree, placed)

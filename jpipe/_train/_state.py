@@ -200,8 +200,12 @@ def check_chosen(state: TrainState, trained: Sequence[bool]) -> None:
         )
 
 
-def check_state(state: Any) -> None:
+def check_state(state: Any, by_layer: bool = True) -> None:
     """Checks that something is a state that a step can change.
+
+    Args:
+      state: what was given.
+      by_layer: whether it has an entry for each layer.
 
     Raises:
       TypeError: if it is none, or belongs to a trace.
@@ -215,9 +219,9 @@ def check_state(state: Any) -> None:
     faults = [
         f"state.{name} is a {type(entries).__name__}"
         for name in ("params", "model_state")
-        if not isinstance(entries := getattr(state, name), tuple)
+        if by_layer and not isinstance(entries := getattr(state, name), tuple)
     ]
-    if not faults and len(state.params) != len(state.model_state):
+    if by_layer and not faults and len(state.params) != len(state.model_state):
         faults.append(
             f"state.params has {len(state.params)} entries, state.model_state "
             f"{len(state.model_state)}"

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import optax
 
-from .._functions._objective import Objective
+from .._functions import _microbatch
 from .._instructions._collector import paused
 from .._instructions._graph import OUTSIDE
 from .._instructions._interrupts import Interrupts
@@ -18,9 +18,7 @@ from .._jaxprs._function import Function
 from .._layers import _rng
 from .._run import _signature, _variables
 from .._run._context import outside_of_meshes
-from .._run._feed import Feed
-from ._build import Gradients
-from ._gradient import Gradient
+from .._slices._built import Built
 from ._optimizer import Optimizer
 from ._state import (
     Made,
@@ -42,26 +40,29 @@ class TrainStep:
     """``step(state, x, targets) -> (state, metrics)``; made by `Pipeline.train_step`.
 
     Args:
-      gradients: of its loss.
-      make_optimizer: gives the optimizer for parameters, given which are trained.
-      objective: the loss.
-      feed: what it is given, where there are several processes.
+      gradients: of its loss: what is built for variables, an input, targets, a key, and
+        whether to train.
+      tx: the optimizer.
+      has_aux: whether the loss function returns something beside the loss.
+      feed: gives what this process has to know of an input and targets.
       donate: whether the given state is overwritten.
+      by_layer: whether states have an entry for each layer.
     """
 
     def __init__(
         self,
-        gradients: Gradients,
-        make_optimizer: Callable[[PyTree, Sequence[bool]], Optimizer],
+        gradients: Callable[..., Built],
+        tx: optax.GradientTransformation,
         *,
-        objective: Objective,
-        feed: Feed,
+        has_aux: bool,
+        feed: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
         donate: bool,
+        by_layer: bool = True,
     ) -> None:
         self._gradients = gradients
-        self._feed = feed
-        self._make_optimizer = make_optimizer
-        self._objective = objective
+        self._feed, self._by_layer = feed, by_layer
+        self._tx = check_optimizer(tx)
+        self._has_aux = has_aux
         self._donate = donate
         self._optimizers: dict[Any, Optimizer] = {}
         self._compiled: dict[Any, _Compiled] = {}
@@ -89,7 +90,7 @@ class TrainStep:
           ValueError: if the state or the batch does not fit; nothing is changed.
           TypeError: if a leaf of the batch is not an array; nothing is changed.
         """
-        check_state(state)
+        check_state(state, self._by_layer)
         x, targets = self._feed(x, targets)
         trees = state.params, state.model_state, state.opt_state
         leaves, tree = jax.tree.flatten((trees, state.rng, state.step))
@@ -125,7 +126,7 @@ class TrainStep:
     @outside_of_meshes
     def program(self, state: TrainState, x: PyTree, targets: PyTree) -> Program:
         """What a call with such arguments runs."""
-        check_state(state)
+        check_state(state, self._by_layer)
         trees = state.params, state.model_state, state.opt_state
         leaves, tree = jax.tree.flatten((trees, state.rng, state.step))
         return self._compile(self.form(tree, leaves), state, x, targets).program
@@ -161,11 +162,10 @@ class TrainStep:
             gradient = self._gradients(state.variables, x, targets, state.rng, True)
             # A batch of another size needs another gradient, not another optimizer.
             if kind not in self._optimizers:
-                made = self._make_optimizer(state.params, gradient.layout.trained)
-                self._optimizers[kind] = made
+                self._optimizers[kind] = _optimizer(self._tx, state, gradient)
             optimizer = self._optimizers[kind]
             known[signature] = _Compiled(
-                gradient, optimizer, state, self._objective.has_aux, self._may_donate()
+                gradient, optimizer, state, self._has_aux, self._may_donate()
             )
         return known[signature]
 
@@ -187,7 +187,7 @@ class _Compiled:
 
     def __init__(
         self,
-        gradient: Gradient,
+        gradient: Built,
         optimizer: Optimizer,
         state: TrainState,
         has_aux: bool,
@@ -196,9 +196,7 @@ class _Compiled:
         self.gradient = gradient
         self.optimizer = optimizer
         self._has_aux = has_aux
-        leaves, tree = jax.tree.flatten((state.params, state.model_state))
-        numbered = _variables.merge(*jax.tree.unflatten(tree, range(len(leaves))))
-        self.order = jax.tree.leaves(numbered)
+        self.order = _order(state)
         trees = state.params, state.model_state, state.opt_state
         self._tree = jax.tree.structure((trees, state.rng, state.step))
         self._form: int | None = None
@@ -241,11 +239,12 @@ class _Compiled:
         variables = [pool[i] for i in self.order]
         loss, aux, grads, changed = gradient.into(graph, variables, [*batch, rngs])
         count = self._num_params
-        params, opt_state = optimizer.update(graph, grads, opt_state, pool[:count])
+        free = [grads[position[i]] for i in range(count) if position[i] in grads]
+        params, opt_state = optimizer.update(graph, free, opt_state, pool[:count])
         new = [*params, *pool[count:]]
         for leaf, value in changed.items():
             new[self.order[leaf]] = value
-        metrics = map(graph.everywhere, [after, *graph.own([loss, *aux])])
+        metrics = map(graph.everywhere, [after, *graph.own([*loss, *aux])])
         outputs = [*new, *opt_state, given[0], *metrics]
         return Program(graph, outputs, gradient.pipe.places)
 
@@ -267,6 +266,27 @@ class _Compiled:
             aux = leaves[count + 1 :]
             metrics["aux"] = jax.tree.unflatten(self.gradient.aux_tree, aux)
         return state, metrics
+
+
+def _order(state: TrainState) -> list[int]:
+    """Where the leaves of the variables are, among parameters and then the rest."""
+    leaves, tree = jax.tree.flatten((state.params, state.model_state))
+    params, rest = jax.tree.unflatten(tree, range(len(leaves)))
+    numbered = TrainState(state.step, params, (), rest, state.rng)
+    return jax.tree.leaves(numbered.variables)
+
+
+def _optimizer(
+    tx: optax.GradientTransformation, state: TrainState, gradient: Built
+) -> Optimizer:
+    """The optimizer of the parameters of a state."""
+    specs, layout = _microbatch.specs(state.params, "params"), gradient.layout
+    count = len(jax.tree.leaves(specs))
+    at = {leaf: i for i, leaf in enumerate(_order(state))}
+    own = [at[leaf] for leaf in range(count)]
+    homes, lie = layout.homes, layout.shardings
+    where = [homes[i] for i in own], [lie[i] for i in own]
+    return Optimizer(tx, specs, layout.trained, gradient.pipe, *where)
 
 
 def _are(leaves: Sequence[Any], others: Sequence[Any]) -> bool:

@@ -76,7 +76,7 @@ class ValueAndGrad:
         """
         x, targets = self._feed(x, targets, rngs)
         gradient = self._gradients(variables, x, targets, rngs, train)
-        given = gradient.arguments(variables, x, targets, rngs)
+        given = gradient.given(variables, x, targets, rngs)
         loss, *rest = self._program(gradient, variables)(given)
         found = iter(rest)
         aux = [next(found) for _ in range(gradient.aux_tree.num_leaves)]

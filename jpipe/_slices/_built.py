@@ -1,0 +1,193 @@
+"""A function on mini-batches of one kind: divided, and written into a graph."""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from .._functions._batch import Batch
+from .._instructions import _transfer
+from .._instructions._collector import paused
+from .._instructions._graph import OUTSIDE, Graph, Place, Value
+from .._instructions._program import Program
+from .._instructions._sharding import Sharding
+from .._run import _facts, _variables
+from .._run._pipe import Pipe
+from ._join import Join, joined
+from ._lower import Lowering
+from ._stages import Stages
+
+PyTree = Any
+
+
+class Outcome(NamedTuple):
+    """What a mini-batch gives.
+
+    Attributes:
+      loss: the loss of the whole mini-batch, if there is one.
+      aux: what is returned beside it.
+      grads: the gradient of each trained parameter, by its number.
+      changed: the new value of each parameter that micro-batches write, likewise.
+    """
+
+    loss: list[Value]
+    aux: list[Value]
+    grads: dict[int, Value]
+    changed: dict[int, Value]
+
+
+class Lies(Protocol):
+    """Where the parameters of a function are between steps.
+
+    Attributes:
+      specs: of each leaf what it is like, and its place.
+      homes: its stage.
+      shardings: how it lies there.
+      trained: of those in ``"params"`` whether each is trained.
+      facts: what processes compare of them, in words.
+    """
+
+    specs: list[tuple[Any, Place]]
+    homes: list[int]
+    shardings: list[Sharding]
+    trained: list[bool]
+
+    @property
+    def facts(self) -> dict[str, str]: ...
+
+    def check(self, leaves: Sequence[Any], tree: str = ...) -> None:
+        """Raises if a leaf is not there."""
+        ...
+
+
+class TreeLayout:
+    """Where the leaves of a tree of parameters are.
+
+    Args:
+      pipe: the schedule and the devices.
+      specs: the tree.
+      homes: of each leaf its stage.
+      shardings: how it lies there.
+      trained: of those in ``"params"`` whether each is trained.
+      advice: what to type where one is not in place.
+    """
+
+    def __init__(
+        self,
+        pipe: Pipe,
+        specs: PyTree,
+        homes: list[int],
+        shardings: list[Sharding],
+        trained: list[bool],
+        advice: str,
+    ) -> None:
+        flat = jax.tree_util.tree_leaves_with_path(specs)
+        self._paths = [path for path, _ in flat]
+        pairs = zip(flat, homes, strict=True)
+        self.specs = [(leaf, pipe.place(home)) for (_, leaf), home in pairs]
+        self.homes, self.shardings, self.trained = homes, shardings, trained
+        self._devices = [pipe.devices[home] for home in homes]
+        self._advice = advice
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What processes compare of them, in words."""
+        return {"parameters": ", ".join(str(spec) for spec, _ in self.specs)}
+
+    def check(self, leaves: Sequence[Any], tree: str = "params") -> None:
+        """Raises if a leaf was overwritten, or is not where it is read."""
+        _variables.check_alive(leaves)
+        at = zip(self._devices, self.shardings, strict=True)
+        for path, leaf, where in zip(self._paths, leaves, at, strict=True):
+            if not isinstance(leaf, jax.Array) or not _transfer.is_at(leaf, *where):
+                place = "state = pipe.place(state)"
+                raise ValueError(
+                    f"{tree}{jax.tree_util.keystr(path)} is not on {where[0]}, where "
+                    f"the first stage that reads it runs, or lies there in another "
+                    f"way; type {place if tree == 'state' else self._advice}"
+                )
+
+
+class Built:
+    """A function on a mini-batch.
+
+    Args:
+      pipe: the schedule and the devices.
+      stages: the slices.
+      batch: the mini-batch, all that is given of it as one tree.
+      layout: where the parameters are.
+      joins: how what is returned beside the loss is joined.
+      aux: specs of that.
+    """
+
+    def __init__(
+        self,
+        pipe: Pipe,
+        stages: Stages,
+        batch: Batch,
+        layout: Lies,
+        joins: Sequence[Join],
+        aux: PyTree,
+    ) -> None:
+        self.pipe, self.stages, self.batch = pipe, stages, batch
+        self.layout, self._joins = layout, joins
+        self.aux_tree, self.num_joined = jax.tree.structure(aux), len(joins)
+        # Of what is written, by its number, which leaf of what is returned it is.
+        leaves = (zip(own.at, own.leaves, strict=True) for own in stages.states)
+        self.written = sorted(pair for own in leaves for pair in own)
+
+    def into(
+        self, graph: Graph, params: Sequence[Value], given: Sequence[Value]
+    ) -> Outcome:
+        """Writes the mini-batch into a graph.
+
+        Args:
+          graph: the graph.
+          params: the leaves of the parameters, in place.
+          given: those of the mini-batch, anywhere.
+        """
+        pipe, stages, batch = self.pipe, self.stages, self.batch
+        graph.facts |= _facts.of_batch(batch) | self.layout.facts
+        count = len(params)
+        constants = [
+            graph.constant(jnp.asarray(array), pipe.place(home))
+            for array, home in zip(
+                stages.first.constants, stages.owner[count:], strict=False
+            )
+        ]
+        own = [*params, *constants], list(given)
+        lowering = Lowering(graph, pipe, stages, batch, *own)
+        loss, grads, changed = [], dict[int, Value](), dict[int, Value]()
+        if stages.first.has_loss:
+            total, grads, changed = lowering.run()
+            loss = [total]
+        else:
+            lowering.forwards()
+        rows = lowering.aux(len(self._joins))
+        aux = joined(graph, batch, self._joins, rows) if self._joins else {}
+        return Outcome(loss, [*aux.values()], grads, changed)
+
+    def arguments(self, graph: Graph) -> tuple[list[Value], list[Value]]:
+        """The parameters and the mini-batch as arguments of a graph."""
+        pairs = zip(self.layout.specs, self.layout.shardings, strict=True)
+        params = [graph.argument(*spec, how=how) for spec, how in pairs]
+        specs = jax.tree.leaves(self.batch.x)
+        return params, [graph.argument(spec, OUTSIDE) for spec in specs]
+
+    @cached_property
+    def program(self) -> Program:
+        """``(*params, *mini-batch) -> (*loss, *aux, *changed, *grads)``."""
+        return self._lowered()
+
+    @paused
+    def _lowered(self) -> Program:
+        graph = self.pipe.graph()
+        loss, aux, grads, changed = self.into(graph, *self.arguments(graph))
+        metrics, new = [*loss, *aux], [changed[i] for i in sorted(changed)]
+        own = graph.own([*metrics, *new, *(grads[i] for i in sorted(grads))])
+        # Metrics are in each process; new values of parameters stay where these are.
+        count = len(metrics) if loss else 0
+        outputs = [*map(graph.everywhere, own[:count]), *own[count:]]
+        return Program(graph, outputs, self.pipe.places)
