@@ -144,7 +144,7 @@ def _initial(model: Model) -> list[PyTree]:
 
 def pipelined(model: Model, stages: int) -> tuple[Step, PyTree]:
     """A train step in so many stages, and its state."""
-    pipe = jpipe.pipeline(model.layers, MICROBATCHES, balance=_balance(model, stages))
+    pipe = jpipe.pipeline(model.layers, MICROBATCHES, balance=balanced(model, stages))
     tx = optax.adamw(1e-3)
     state = pipe.init_train_state(jax.random.key(0), model.x, tx)
     step = pipe.train_step(mean_cross_entropy, tx)
@@ -173,7 +173,7 @@ def as_it_is(model: Model, stages: int) -> tuple[Step, PyTree]:
     return lambda state: step(state, model.x, model.targets)[0], state
 
 
-def _balance(model: Model, stages: int) -> list[int]:
+def balanced(model: Model, stages: int) -> list[int]:
     """As many blocks in each; the first and the last have a layer more."""
     blocks = len(model.layers) - 2
     balance = [blocks * (i + 1) // stages - blocks * i // stages for i in range(stages)]
@@ -207,7 +207,7 @@ def by_hand(model: Model) -> tuple[Step, PyTree]:
     Nothing is computed again, checked or scheduled: what is left is what XLA takes for
     a forward, a backward, a last stage and two updates, as programs of their own.
     """
-    tx, count = optax.adamw(1e-3), _balance(model, 2)[0]
+    tx, count = optax.adamw(1e-3), balanced(model, 2)[0]
     devices = jax.devices()[:2]
     add = partial(jax.tree.map, jnp.add)
 

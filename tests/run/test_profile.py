@@ -144,3 +144,15 @@ def test_a_model_as_it_is_is_profiled_too():
     # But for the loss itself, which is not kept.
     predicted = pipe.schedule.simulate(measured.costs).peak_bytes
     assert predicted == pytest.approx(measured.peak_bytes, abs=8)
+
+
+def test_a_model_holds_what_its_list_of_layers_holds():
+    layers = [nn.Dense(6), nn.tanh, nn.Dense(6), nn.tanh, nn.Dense(6), nn.tanh]
+    peaks = []
+    for pipe in (
+        jpipe.pipeline(layers, 4, balance=[2, 2, 2]),
+        jpipe.pipeline(nn.Sequential(layers), 4, num_stages=3),
+    ):
+        state = pipe.init_train_state(jax.random.key(0), X, TX)
+        peaks.append(pipe.profile_step(state, (X, X), ref.mse).peak_bytes)
+    assert peaks[0] == peaks[1]
