@@ -73,6 +73,7 @@ class Lowering:
         self._grads: dict[tuple[int, Place], Values] = {}
         self._sums: dict[tuple[int, Place], Values] = {}
         self._known: dict[Any, Function] = {}
+        self._names = [str(stage) for stage in pipe.stages]
 
     @property
     def _last(self) -> Place:
@@ -256,7 +257,7 @@ class Lowering:
         how: Sequence[Sharding] | None = None,
     ) -> Values:
         place = self._pipe.place(*action[1:])
-        name = str(self._pipe.stages[action.stage])
+        name = self._names[action.stage]
         given = function, place, reads, action, name
         return self._graph.call(*given, mapped=self._is_mapped, how=how)
 
@@ -332,26 +333,33 @@ class Lowering:
             results = [None] * count + self._call(functions.input_grad, action, given)
         else:
             results = self._call(functions.weight_grad, action, given)
-        arrives = [v for v in part.arrives if self._stages.has_gradient(v, m)]
+        pairs = zip(part.arrives, functions.arrives, strict=True)
+        arrives = [var for var, yes in pairs if yes]
         back = results[count : count + len(arrives)]
         if op == INPUT:
             self._residuals[cell] = [*given, *results[count + len(arrives) :]]
         elif count:
             at = stage, self._pipe.place(stage, m)
-            specs = self._specs_of_grads(stage)
-
-            def add(*leaves: Any) -> list[Any]:
-                return accumulate(leaves[:count], leaves[count:])
-
             reads = [*self._grads[at], *results[:count]]
-            function = self._function("add_grads", add, specs)
             lie = self._grads_lie(stage) if self._is_spread else None
-            self._grads[at] = self._call(function, action, reads, lie)
+            self._grads[at] = self._call(self._adding(stage), action, reads, lie)
             self._graph.fuse()
         if follows:
             self._graph.fuse()
         for var, value in zip(arrives, back, strict=False):
             self._cotangents.setdefault((var, m), {})[stage] = value
+
+    def _adding(self, stage: int) -> Function:
+        """``(sums, gradients) -> sums`` of what a stage trains."""
+        if ("add_grads", stage) not in self._known:
+            specs = self._specs_of_grads(stage)
+            count = len(specs)
+
+            def add(*leaves: Any) -> list[Any]:
+                return accumulate(leaves[:count], leaves[count:])
+
+            self._known["add_grads", stage] = self._function("add_grads", add, specs)
+        return self._known["add_grads", stage]
 
     def _received(self, part: Slice, m: int, action: Action) -> Values:
         """The cotangents of what a stage made: of each the sum over its readers.

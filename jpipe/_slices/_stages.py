@@ -73,12 +73,18 @@ class Stages:
         all_of_them = {n: once(one, self._slices[n]) for n, one in programs.items()}
         self.once = all_of_them[sizes[0]]
         self._number: dict[int, dict[core.Var, Weight]] = {}
+        # By size and stage, what each reads that is the same for all micro-batches.
+        self._weights: dict[int, list[list[Weight]]] = {}
         for size, program in programs.items():
             made = all_of_them[size]
             known = enumerate([*program.params, *made.jaxpr.outvars])
             self._number[size] = {
                 var: i for i, var in known if not isinstance(var, core.Literal)
             }
+            number = self._number[size]
+            self._weights[size] = [
+                [number[var] for var in part.weights] for part in self._slices[size]
+            ]
             same = _reads(made) == _reads(self.once)
             if not same or self._all_reads(size) != self._all_reads(sizes[0]):
                 raise ValueError(_DIFFERS)
@@ -87,7 +93,9 @@ class Stages:
         self.owner = [*homes, *self._owners()[len(homes) :]]
         self.states = self._states(state or State())
         self._alike, self._known_forms = alike, dict[tuple[int, int], Hashable]()
+        # By stage, size and mode; and by what equal ones have in common.
         self._functions: dict[Any, StageFunctions] = {}
+        self._distinct: dict[Any, StageFunctions] = {}
         self._forwards: dict[Any, Function] = {}
         # By the sizes of micro-batches, what gives the weight of a weighted loss.
         self._weight = {
@@ -111,8 +119,7 @@ class Stages:
 
     def weights(self, stage: int, microbatch: int = 0) -> list[Weight]:
         """What a stage reads that is the same for all micro-batches."""
-        number = self._number[self._sizes[microbatch]]
-        return [number[var] for var in self.part(stage, microbatch).weights]
+        return self._weights[self._sizes[microbatch]][stage]
 
     def held_by(self, stage: int) -> list[Weight]:
         """What it reads, and what stays there though nobody reads it."""
@@ -130,11 +137,9 @@ class Stages:
 
     def _all_reads(self, size: int) -> list[Any]:
         """Of each stage which weights it reads, and which leaves of a micro-batch."""
-        number, given = self._number[size], self._programs[size].given
-        return [
-            ([number[v] for v in part.weights], [given.index(v) for v in part.given])
-            for part in self._slices[size]
-        ]
+        given, parts = self._programs[size].given, self._slices[size]
+        leaves = [[given.index(v) for v in part.given] for part in parts]
+        return [*zip(self._weights[size], leaves, strict=True)]
 
     def _states(self, state: State) -> list[State]:
         """What each stage writes; what none makes belongs to the last."""
@@ -166,18 +171,25 @@ class Stages:
 
     def functions(self, stage: int, microbatch: int, mode: Any) -> StageFunctions:
         """The programs of a stage."""
+        key = stage, self._sizes[microbatch], mode
+        if key not in self._functions:
+            self._functions[key] = self._made(stage, microbatch, mode)
+        return self._functions[key]
+
+    def _made(self, stage: int, microbatch: int, mode: Any) -> StageFunctions:
+        """Those of a stage, or of one that is equal."""
         part = self.part(stage, microbatch)
         has_loss = self.first.has_loss and stage == self.num_stages - 1
         trained = [self.trained[i] for i in self.weights(stage, microbatch)]
         arrives = [self.has_gradient(var, microbatch) for var in part.arrives]
         form = self._form(stage, self._sizes[microbatch])
         key = form, mode, has_loss, tuple(trained), tuple(arrives)
-        if key not in self._functions:
+        if key not in self._distinct:
             divisors = specs(self.first.weight if self.divides else [])
-            self._functions[key] = StageFunctions(
+            self._distinct[key] = StageFunctions(
                 part, mode, divisors if has_loss else None, trained, arrives
             )
-        return self._functions[key]
+        return self._distinct[key]
 
     def forward(self, stage: int, microbatch: int) -> Function:
         """The program of a stage of which nothing is kept for a backward."""
@@ -193,11 +205,10 @@ class Stages:
 
     def does(self, stage: int, microbatch: int, weights_only: bool) -> bool:
         """Whether a backward has anything to compute."""
-        found = any(self.trained[i] for i in self.weights(stage, microbatch))
-        if found or weights_only:
-            return found
-        arrives = self.part(stage, microbatch).arrives
-        return any(self.has_gradient(var, microbatch) for var in arrives)
+        functions = self.functions(stage, microbatch, self.mode(stage, microbatch))
+        return bool(functions.num_grads) or (
+            not weights_only and any(functions.arrives)
+        )
 
     def weight(self, microbatch: int) -> Function | None:
         """``what the last stage is given -> weight`` of a weighted loss.
