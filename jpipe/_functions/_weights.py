@@ -29,12 +29,6 @@ class Weights:
     paths: tuple[Any, ...]
     trainable: tuple[bool, ...]
 
-    @property
-    def trainable_specs(self) -> list[jax.ShapeDtypeStruct]:
-        """Those of the leaves that have a gradient."""
-        pairs = zip(self.specs, self.trainable, strict=True)
-        return [spec for spec, yes in pairs if yes]
-
     @classmethod
     def of(cls, variables: Sequence[PyTree], marks: Sequence[PyTree]) -> "Weights":
         """Reads the structure of the variables of a stage's layers.

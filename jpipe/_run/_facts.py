@@ -11,15 +11,6 @@ from ._pipe import Pipe
 PyTree = Any
 
 
-def of_layers(pipe: Pipe, params: Sequence[PyTree]) -> dict[str, str]:
-    """What is trained of each layer."""
-    if pipe.copies is None:
-        return {}
-    layers = [layer for stage in pipe.stages for layer in stage.layers]
-    pairs = enumerate(zip(layers, params, strict=True))
-    return {f"layer {i}": f"{layer.name} {shapes(own)}" for i, (layer, own) in pairs}
-
-
 def of_stages(pipe: Pipe, weights: Sequence[Weights]) -> dict[str, str]:
     """What each stage has."""
     if pipe.copies is None:

@@ -52,11 +52,6 @@ class Listed:
     aux: dict[int, PyTree]
     routes: Sequence[_skip.Route]
 
-    @property
-    def num_aux(self) -> int:
-        """How many leaves a micro-batch returns beside the loss and what it writes."""
-        return len(jax.tree.leaves(self.aux[self.batch.sizes[0]]))
-
     def skips_into(self, stage: int) -> list[tuple[_skip.Route, list[Any]]]:
         """The skip connections that end in a stage, and which variables they are."""
         return [
