@@ -41,7 +41,9 @@ def written(function, first=0.0, num_microbatches=2, steps=1):
     x = jnp.arange(8.0)[:, None] * jnp.ones(4)
     pipe = jpipe.pipeline([Writes(function, first), ref.dense(4)], num_microbatches)
     state = pipe.init_train_state(jax.random.key(0), x, SGD)
-    step = pipe.train_step(lambda y, t: 0.01 * ref.mse(y, t), SGD)
+    # What the loss returns beside it stands before what layers write.
+    loss_and_aux = lambda y, t: (0.01 * ref.mse(y, t), (y.sum(), t.sum()))  # noqa: E731
+    step = pipe.train_step(loss_and_aux, SGD, has_aux=True)
     for _ in range(steps):
         state, _ = step(state, x, x)
     return state.model_state[0]["state"]["held"]
