@@ -79,6 +79,26 @@ def test_floats_are_averaged_and_integers_are_of_the_last(function, first, expec
     assert jax.tree.leaves(found) == jax.tree.leaves(expected)
 
 
+class Last(nn.Module):
+    """Writes the first number that it is given."""
+
+    @nn.compact
+    def __call__(self, x, train):
+        held = self.variable("state", "held", lambda: jnp.int32(0))
+        if train:
+            held.value = x[0, 0].astype(jnp.int32)
+        return nn.Dense(4)(x)
+
+
+@pytest.mark.parametrize("remat", ["full", "none", "except_last"])
+def test_integers_are_of_the_last_whichever_forwards_wait_for_backwards(remat):
+    x = jnp.arange(8.0)[:, None] * jnp.ones(4)
+    pipe = jpipe.pipeline([jnp.abs, Last()], 4, schedule="gpipe", remat=remat)
+    find = pipe.value_and_grad(ref.mse, has_state=True)
+    (_, new), _ = find(pipe.init(jax.random.key(0), x), x, x)
+    assert new[1]["state"]["held"] == 6
+
+
 @pytest.mark.parametrize(
     ("function", "first", "says"),
     [
