@@ -49,13 +49,20 @@ def test_statistics_equal_one_full_batch_step_of_flax(shape, microbatches):
 
 
 def test_statistics_of_single_precision_keep_it(double):
-    x, targets = ref.regression(8)
+    """Also where a call computes them in double precision, in which they are summed."""
     norm = nnx.BatchNorm(5, momentum=0.5, rngs=nnx.Rngs(0))
-    for layer in (norm, nn.BatchNorm(momentum=0.5)):
-        state = committed(jpipe.pipeline([layer, ref.dense(4)], 2), x, targets)
-        mean = state.model_state[0]["batch_stats"]["mean"]
-        assert mean.dtype == jnp.float32
-        np.testing.assert_allclose(mean, 0.5 * x.mean(0), rtol=1e-5, atol=1e-6)
+    for layer, dtype, offset, relative in (
+        (norm, jnp.float32, 0, 1e-5),
+        # Sums in single precision would lose the variance.
+        (nn.BatchNorm(momentum=0.5), jnp.float64, 1e6, 1e-4),
+    ):
+        x, targets = ref.regression(8, dtype)
+        x = x * 5 + offset
+        state = committed(jpipe.pipeline([layer, ref.dense(4)], 4), x, targets)
+        stats = state.model_state[0]["batch_stats"]
+        expected = {"mean": 0.5 * x.mean(0), "var": 0.5 + 0.5 * x.var(0)}
+        expected = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), expected)
+        ref.assert_close(stats, expected, relative)
 
 
 # What becomes of the statistics is not its subject.

@@ -5,9 +5,10 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import linen as nn
-from flax import nnx
+from flax import nnx, struct
 
 import jpipe
 
@@ -156,6 +157,25 @@ def test_layers_that_only_look_equal_compute_what_they_say():
         is_linen = isinstance(layer, nn.Module)
         expected = layer.apply(own, expected) if is_linen else layer(expected)
     ref.assert_close(y, expected, 1e-4)
+
+
+@struct.dataclass
+class Numbered:
+    """An array, and a number that JAX takes for a part of the structure."""
+
+    x: jax.Array
+    number: int = struct.field(pytree_node=False, default=2)
+
+
+@pytest.mark.parametrize("made_of", [lambda n: n, lambda n: np.full(5, n, np.float32)])
+def test_equal_layers_that_are_given_other_numbers_compute_with_these(made_of):
+    def scaled(given):
+        return Numbered(made_of(given.number) * given.x, given.number + 1)
+
+    layers = [lambda x: Numbered(x), scaled, scaled, lambda given: given.x]
+    pipe = jpipe.pipeline(layers, 2, balance=[1] * 4)
+    y = pipe.apply(pipe.init(KEY, X), X)
+    ref.assert_equal(y, 3 * (2 * X))
 
 
 def test_error_names_the_layer_though_an_equal_one_passed():

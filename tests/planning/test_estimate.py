@@ -96,6 +96,19 @@ def test_what_every_micro_batch_gets_whole_is_not_cut():
     assert made.input_bytes == 4 * (3 * 5 + 5)
 
 
+def test_what_is_read_for_nothing_is_not_counted_as_sent():
+    def summed(x):
+        return x, x.sum(1, keepdims=True)
+
+    def last(given):
+        x, total = given
+        jnp.sin(x)
+        return 2 * total
+
+    made = jpipe.profile([summed, last], jnp.ones((4, 3)), measure=False)
+    assert [layer.output_bytes for layer in made.layers] == [4 * 4, 4 * 4]
+
+
 def test_a_profile_is_printed_as_a_table():
     made = profile("skips", measure=False)
     first, skip, header, *rows, last = str(made).splitlines()

@@ -86,6 +86,23 @@ def test_what_a_minimum_cut_keeps_is_counted_by_hand():
     assert stage.held_bytes == 2 * stage.kept["min_cut"]  # of two micro-batches
 
 
+def test_equal_stages_keep_what_the_mode_of_each_says():
+    x = jnp.ones((6, WIDTH))
+
+    def held(*remat):
+        layers = [ref.dense(WIDTH), *(ref.Residual(WIDTH) for _ in remat), ref.dense(4)]
+        pipe = jpipe.pipeline(
+            layers, 4, balance=[1] * 4, remat=("none", *remat, "none")
+        )
+        pipe.value_and_grad(ref.mse)(pipe.init(KEY, x), x, jnp.ones((6, 4)))
+        return [stage.held_bytes for stage in pipe.plan.stages[1:3]]
+
+    most, least = held("none", "none"), held("full", "full")
+    assert all(a > b for a, b in zip(most, least, strict=True))
+    assert held("none", "full") == [most[0], least[1]]
+    assert held("full", "none") == [least[0], most[1]]
+
+
 class Noisy(nn.Module):
     """A product, and a mask."""
 

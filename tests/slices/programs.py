@@ -113,6 +113,7 @@ def read_twice(params, x, targets):
     """What the first stage makes, both others read."""
     memory = jpipe.boundary(jnp.tanh(x @ params[0]))
     h = jpipe.boundary(jnp.tanh(memory @ params[1]))
+    memory, h = jpipe.boundary((memory, h))  # the same place: nothing is between
     return squares((h * memory) @ params[2], targets)
 
 
@@ -156,7 +157,7 @@ PROGRAMS = {
     "closed over": lambda: (distilled, matrices(6, 8, 3), (X, TARGETS), 2),
     "marked": lambda: (marked, matrices(6, 4, 9, 8, 3), (X, TARGETS), None),
     "skip": lambda: (skipping, matrices(6, 8, 8, 8, 3), (X, TARGETS), 4),
-    "read twice": lambda: (read_twice, matrices(6, 8, 8, 3), (X, TARGETS), None),
+    "read twice": lambda: (read_twice, matrices(6, 8, 8, 3), (X, TARGETS), 3),
     "late": lambda: (
         late,
         {"first": matrices(6, 8, 8, 3), "second": RNG.normal(size=(3, 3))},
