@@ -10,7 +10,7 @@ from jax.extend import core
 from .._functions import _remat
 from .._functions._kept import Kept
 from .._functions._weights import is_inexact
-from .._jaxprs import _jaxpr
+from .._jaxprs import _alike, _jaxpr
 from .._jaxprs._function import Function
 from ._functions import StageFunctions
 from ._program import Traced
@@ -157,7 +157,9 @@ class Stages:
             return stage, size
         if (stage, size) not in self._known_forms:
             part = self._slices[size][stage]
-            found = self._alike[stage], size, _form_of(part)
+            groups = part.weights, part.arrives, part.inputs, part.batch, part.leaves
+            form = *map(len, groups), *_alike.form(part.closed)
+            found = self._alike[stage], size, form
             self._known_forms[stage, size] = found
         return self._known_forms[stage, size]
 
@@ -242,26 +244,6 @@ class Stages:
         if self.first.rest:  # it is added to the loss
             owner[count - 1] = last
         return [owner.get(weight, 0) for weight in range(count)]
-
-
-def _form_of(part: Slice) -> Hashable:
-    """The wiring of a slice, without the parameters of its equations."""
-    jaxpr, consts = part.closed.jaxpr, part.closed.consts
-    made = [*jaxpr.constvars, *jaxpr.invars]
-    made += [var for eqn in jaxpr.eqns for var in eqn.outvars]
-    number = {var: i for i, var in enumerate(made)}
-
-    def text(atom: Any) -> Hashable:
-        is_literal = isinstance(atom, core.Literal)
-        return str(atom.val) if is_literal else number[atom], atom.aval
-
-    eqns = [
-        (eqn.primitive.name, *map(text, eqn.invars), *map(text, eqn.outvars))
-        for eqn in jaxpr.eqns
-    ]
-    groups = part.weights, part.arrives, part.inputs, part.batch, part.leaves
-    ends = *map(len, groups), *map(text, jaxpr.invars), *map(text, jaxpr.outvars)
-    return tuple(map(id, consts)), tuple(eqns), ends
 
 
 def _reads(closed: core.ClosedJaxpr) -> list[Any]:

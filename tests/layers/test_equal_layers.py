@@ -167,15 +167,24 @@ class Numbered:
     number: int = struct.field(pytree_node=False, default=2)
 
 
-@pytest.mark.parametrize("made_of", [lambda n: n, lambda n: np.full(5, n, np.float32)])
-def test_equal_layers_that_are_given_other_numbers_compute_with_these(made_of):
-    def scaled(given):
-        return Numbered(made_of(given.number) * given.x, given.number + 1)
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda x, n: n * x,
+        lambda x, n: np.full(5, n, np.float32) * x,
+        lambda x, n: x**n,
+        lambda x, n: x + jax.lax.slice_in_dim(x, n, n + 1, axis=1),
+    ],
+    ids=["a literal", "an array", "a parameter", "parameters"],
+)
+def test_equal_layers_that_are_given_other_numbers_compute_with_these(compute):
+    def layer(given):
+        return Numbered(compute(given.x, given.number), given.number + 1)
 
-    layers = [lambda x: Numbered(x), scaled, scaled, lambda given: given.x]
+    layers = [lambda x: Numbered(x), layer, layer, lambda given: given.x]
     pipe = jpipe.pipeline(layers, 2, balance=[1] * 4)
     y = pipe.apply(pipe.init(KEY, X), X)
-    ref.assert_equal(y, 3 * (2 * X))
+    ref.assert_close(y, compute(compute(X, 2), 3), 1e-6)
 
 
 def test_error_names_the_layer_though_an_equal_one_passed():

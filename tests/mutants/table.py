@@ -32,6 +32,7 @@ REACHED_BY = {
     "_instructions/_graph": "run/test_own_results.py matrix instructions",
     "_instructions/_program": "train/test_interrupts.py instructions matrix",
     "_jaxprs": "test_plan.py functions matrix run",
+    "_jaxprs/_alike": "layers/test_equal_layers.py",
     "_jaxprs/_loops": "matrix",
     "_layers": "matrix layers",
     "_layers/_batchnorm": "layers/test_batchnorm.py matrix",
@@ -70,6 +71,9 @@ FUNCTIONS = [
     ("_weights", "dtype.itemsize < 4", "dtype.itemsize < 2"),
 ]
 JAXPRS = [
+    ("_alike", "_value(one.val) if is_literal", "0 if is_literal"),
+    ("_alike", "tuple(map(id, closed.consts)), tuple(eqns)", "tuple(eqns)"),
+    ("_alike", "(name, _value(x)) for", "(name,) for"),
     ("_cheapest", "0 if v in at_hand else nbytes(v)", "nbytes(v)"),
     ("_cheapest", "if size(found) > size(", "if size(found) < size("),
     ("_loops", 'params["reverse"],', "False,"),
@@ -139,7 +143,7 @@ SCHEDULES = [
 SLICES = [
     ("_composed", "        start += size\n", ""),
     ("_composed", " + sum(rest)", ""),
-    ("_costs", "0) - extra(s, m), 0)", "0), 0)"),
+    ("_costs", "0) - given(s, m, True), 0)", "0), 0)"),
     ("_cut", "readings = sum(", "readings = 0 * sum("),
     ("_cut", "change[end + 1] -=", "change[end] -="),
     ("_cut", "max(most, cost), moved", "most + cost, moved"),
@@ -174,8 +178,6 @@ SLICES = [
     ("_slice", 'if kind == "stage" and id(eqn) in needed', 'if kind == "stage"'),
     ("_slice", "]] = before(eqn.invars[0])", "]] = eqn.invars[0]"),
     ("_sliced", "whole = sum(sizes) * batch.num_shards", "whole = sum(sizes)"),
-    ("_stages", "str(atom.val) if is_literal", "0 if is_literal"),
-    ("_stages", "tuple(map(id, consts)), tuple(eqns), ends", "tuple(eqns), ends"),
     ("_stages", "key = form, mode, has_loss,", "key = form, has_loss,"),
     ("_state", "weight = share / (seen + share)", "weight = share"),
     ("_state", "new[var] / share, seen, share", "new[var], seen, share"),
