@@ -103,9 +103,10 @@ class Predictor:
             latency=link.latency,
         )
         per_parameter = self._update_seconds(setting.work.tx)
+        stages = gradient.stages
         parameters = [
-            sum(s.size for s in weights.trainable_specs)
-            for weights in gradient.layout.weights
+            sum(stages.spec_of(weight).size for weight in stages.trained_by(s))
+            for s in range(stages.num_stages)
         ]
         return Prediction(
             pipe.schedule.simulate(costs),
@@ -133,7 +134,7 @@ class Predictor:
             span = gradient.pipe.stages[s].span
             if Action("F", s, m) not in calls.of:  # the backward does its work too
                 return sum(sum(tables["none"][op][span]) for op in "FB")
-            return sum(tables[str(gradient.listed.stages.mode(s, m))][op][span])
+            return sum(tables[str(gradient.stages.mode(s, m))][op][span])
 
         return seconds
 
