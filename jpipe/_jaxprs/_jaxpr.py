@@ -79,6 +79,21 @@ def open_checkpoints(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
     return _retrace(closed, (*_CALLS, *CHECKPOINTS))
 
 
+def inline(closed: core.ClosedJaxpr, chosen: Container[int]) -> core.ClosedJaxpr:
+    """The same computation with some calls, by the ids of their equations, inlined."""
+
+    def rule(eqn: core.JaxprEqn) -> Rule | None:
+        if id(eqn) not in chosen:
+            return None
+        (inner,) = inside(eqn)
+        return lambda operands: evaluate(inner, operands, lambda eqn: None)
+
+    def inlined(*args: Any) -> Sequence[Any]:
+        return evaluate(closed, args, rule)
+
+    return jax.make_jaxpr(inlined)(*map(spec, closed.in_avals))
+
+
 def _retrace(
     closed: core.ClosedJaxpr,
     calls: Container[str],

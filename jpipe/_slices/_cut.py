@@ -91,8 +91,7 @@ def _check_atoms(program: Traced, cost: Sequence[float], num_stages: int) -> Non
         raise ValueError(
             f"num_stages={num_stages}: one operation, {eqn.primitive.name}, is "
             f"{share:.0%} of the work and cannot be divided; write the loop over "
-            f"layers in Python, put jax.checkpoint around each layer and not around "
-            f"all of them, or take fewer stages"
+            f"layers in Python, or take fewer stages"
         )
 
 

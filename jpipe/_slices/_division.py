@@ -45,6 +45,11 @@ class Division:
     is_lasting: bool = False
     first: tuple[Traced, list[int], list[int]] | None = field(default=None, init=False)
 
+    @property
+    def about(self) -> int:
+        """In how many stages, where no marks say it."""
+        return self.num_stages or len(self.replicas or self.devices)
+
     def cuts(
         self, programs: Mapping[int, Traced], num_shared: int | None
     ) -> dict[int, Any]:
@@ -56,8 +61,7 @@ class Division:
         """
         if self.first is None:
             program = next(iter(programs.values()))
-            default = len(self.replicas or self.devices)
-            cuts = _cut.positions(program, self.num_stages, default)
+            cuts = _cut.positions(program, self.num_stages, self.about)
         else:
             program, cuts, _ = self.first
         num_shared = program.num_params if num_shared is None else num_shared

@@ -60,20 +60,21 @@ def is_mark(eqn: core.JaxprEqn) -> bool:
 def positions(closed: core.ClosedJaxpr) -> list[int]:
     """The numbers of the equations right behind each group of a user's marks."""
     eqns = closed.jaxpr.eqns
-    inner = [i for i, eqn in enumerate(eqns) if _has_mark(eqn)]
+    inner = [i for i, eqn in enumerate(eqns) if are_inside(eqn)]
     if inner:
         raise ValueError(
             f"jpipe.boundary is called inside {eqns[inner[0]].primitive.name}; a stage "
             f"ends between two operations of the whole function: call it outside of "
-            f"loops, branches and jax.checkpoint"
+            f"loops and branches"
         )
     at = [i for i, eqn in enumerate(eqns) if is_mark(eqn)]
     return [i + 1 for i in at if i + 1 not in at and i + 1 < len(eqns)]
 
 
-def _has_mark(eqn: core.JaxprEqn) -> bool:
+def are_inside(eqn: core.JaxprEqn) -> bool:
+    """Whether there are marks in the jaxprs of an equation."""
     inner = (e for closed in _jaxpr.inside(eqn) for e in closed.jaxpr.eqns)
-    return any(is_mark(e) or _has_mark(e) for e in inner)
+    return any(is_mark(e) or are_inside(e) for e in inner)
 
 
 def ends(closed: core.ClosedJaxpr) -> dict[int, int]:

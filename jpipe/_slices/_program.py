@@ -19,6 +19,7 @@ from .._functions._objective import as_weight
 from .._jaxprs import _cheapest, _jaxpr
 from .._jaxprs._primitives import REDUCTIONS
 from .._layers._stage import shapes
+from . import _checkpoints
 from ._folds import lifted
 
 PyTree = Any
@@ -169,6 +170,7 @@ def traced(
     function: Callable[..., Any],
     params: PyTree,
     args: Sequence[PyTree],
+    num_stages: int,
     has_aux: bool,
     has_loss: bool = True,
     is_weighted: bool = False,
@@ -179,6 +181,7 @@ def traced(
       function: ``(params, *args) -> loss``, or ``(loss, aux)``.
       params: specs of its first argument.
       args: specs of the others, of a micro-batch.
+      num_stages: in about how many stages it is to be divided.
       has_aux: whether it returns something beside the loss.
       has_loss: whether it returns a loss; else what it returns is aux.
       is_weighted: whether this is a pair, of a total and a weight.
@@ -212,6 +215,7 @@ def traced(
     number = jax.ShapeDtypeStruct((), jnp.int32)
     with _user_context(object()):
         closed, (_, _, aux) = _jaxpr.trace(whole, params, tuple(args), number)
+    closed = _checkpoints.opened(closed, num_stages)
     closed, numbers = lifted(_with_raw_keys_folded(closed))
     count, constants = len(jax.tree.leaves(params)), closed.consts
     jaxpr = closed.jaxpr

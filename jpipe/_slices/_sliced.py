@@ -273,7 +273,8 @@ class Sliced:
         for n in dict.fromkeys(sizes):
             is_weighted = work.reduction == "weighted"
             part, how = batch.part(n), (work.has_aux, work.has_loss, is_weighted)
-            traced = _program.traced(work.function, call.specs, part, *how)
+            about = self._division.about
+            traced = _program.traced(work.function, call.specs, part, about, *how)
             if work.has_loss:
                 scale = {"mean": n / whole, "sum": 1.0, "weighted": 1.0}
                 by = scale.get(work.reduction, share)

@@ -142,6 +142,18 @@ PROGRAMS = {
         (X, TARGETS),
         3,
     ),
+    "one checkpoint": lambda: (
+        jax.checkpoint(lambda p, x, t: squares(nn.remat(Repeated)().apply(p, x), t)),
+        flax(Repeated(), X),
+        (X, TARGETS),
+        3,
+    ),
+    "a mark in a checkpoint": lambda: (
+        jax.checkpoint(marked),
+        matrices(6, 8, 8, 3),
+        (X, TARGETS),
+        None,
+    ),
     "penalty": lambda: (penalized, matrices(6, 8, 8, 3), (X, TARGETS), 3),
     "low rank": lambda: (
         low_rank,
