@@ -5,9 +5,10 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from .._functions import _kept, _remat, _split, _vjp
+from .._functions import _remat, _split, _vjp
 from .._jaxprs import _loops
 from .._jaxprs._function import Function
+from . import _kept
 from ._slice import Slice, specs
 
 

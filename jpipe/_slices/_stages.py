@@ -8,11 +8,11 @@ import numpy as np
 from jax.extend import core
 
 from .._functions import _remat
-from .._functions._kept import Kept
 from .._functions._weights import is_inexact
 from .._jaxprs import _alike, _jaxpr
 from .._jaxprs._function import Function
 from ._functions import StageFunctions
+from ._kept import Kept
 from ._program import Traced
 from ._slice import Slice, once, slices, specs, with_gradient
 from ._state import State

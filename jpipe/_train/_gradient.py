@@ -7,7 +7,6 @@ from typing import Any
 import jax
 
 from .._functions import _microbatch
-from .._functions._kept import Kept
 from .._functions._objective import Objective
 from .._instructions._collector import paused
 from .._instructions._program import Program
@@ -15,6 +14,7 @@ from .._run import _variables
 from .._run._layout import Layout
 from .._slices import _join
 from .._slices._built import Built
+from .._slices._kept import Kept
 from .._slices._listed import Listed
 from ..schedules import Action
 from ..schedules._action import FORWARD
