@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.tree_util import keystr
 
 from ._cache import Axes
@@ -129,7 +130,14 @@ class ModelGradient:
         found = self._by_mode[train](variables, x, targets, rngs)
         aux, changed = found.aux
         leaves, tree = jax.tree.flatten(variables)
-        grads = jax.tree.unflatten(tree, found.grads).get("params", {})
+        if self._trainable.selects_all:  # integers have that of `jax.grad`
+            found_grads = [
+                np.zeros(leaf.shape, jax.dtypes.float0) if grad is None else grad
+                for leaf, grad in zip(leaves, found.grads, strict=True)
+            ]
+        else:
+            found_grads = found.grads
+        grads = jax.tree.unflatten(tree, found_grads).get("params", {})
         beside = [aux] if self._objective.has_aux else []
         if not self._has_state and not self._was_told and jax.tree.leaves(changed):
             self._was_told = True

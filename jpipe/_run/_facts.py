@@ -11,6 +11,14 @@ from ._pipe import Pipe
 PyTree = Any
 
 
+def of_layers(pipe: Pipe, params: Sequence[PyTree]) -> dict[str, str]:
+    """What is trained of each layer."""
+    if pipe.copies is None:
+        return {}
+    pairs = enumerate(zip(pipe.layers, params, strict=True))
+    return {f"layer {i}": f"{layer.name} {shapes(own)}" for i, (layer, own) in pairs}
+
+
 def of_stages(pipe: Pipe, weights: Sequence[Weights]) -> dict[str, str]:
     """What each stage has."""
     if pipe.copies is None:

@@ -89,11 +89,13 @@ class TreeLayout:
         self.specs = [(leaf, pipe.place(home)) for (_, leaf), home in pairs]
         self.homes, self.shardings, self.trained = homes, shardings, trained
         self._devices = [pipe.devices[home] for home in homes]
-        self._advice = advice
+        self._pipe, self._advice = pipe, advice
 
     @property
     def facts(self) -> dict[str, str]:
         """What processes compare of them, in words."""
+        if self._pipe.copies is None:
+            return {}
         return {"parameters": ", ".join(str(spec) for spec, _ in self.specs)}
 
     def check(self, leaves: Sequence[Any], tree: str = "params") -> None:
@@ -134,6 +136,9 @@ class Built:
         self.pipe, self.stages, self.batch = pipe, stages, batch
         self.layout, self._joins = layout, joins
         self.aux_tree, self.num_joined = jax.tree.structure(aux), len(joins)
+        # Of a model what the loss function returns stands before what is written.
+        is_all = self.aux_tree.num_leaves == len(joins)
+        self.joined_tree = jax.tree.structure(aux if is_all else aux[0])
         # Of what is written, by its number, which leaf of what is returned it is.
         leaves = (zip(own.at, own.leaves, strict=True) for own in stages.states)
         self.written = sorted(pair for own in leaves for pair in own)

@@ -14,6 +14,7 @@ from .._instructions._program import Program
 from .._instructions._sharding import Sharding
 from .._layers._stage import shapes
 from .._run import _signature
+from .._run._facts import of_layers
 from .._run._pipe import Pipe
 from .._spread._homes import Path, homes, paths, places, shardings
 from .._spread._placed import Placed, Placement
@@ -84,7 +85,10 @@ class Optimizer:
     def init(self, params: PyTree) -> PyTree:
         """The optimizer's state for parameters that are in place."""
         graph = self._pipe.graph()
-        graph.facts |= {"parameters": shapes(self._free)}
+        if self._pipe.layers:
+            graph.facts |= of_layers(self._pipe, self._free)
+        elif self._pipe.copies is not None:
+            graph.facts |= {"parameters": shapes(self._free)}
         leaves = jax.tree.leaves(self._hide_frozen(params))
         own = jax.tree.leaves(self._free), self._params_places, self._params_lie
         arguments = [
