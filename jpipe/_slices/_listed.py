@@ -1,6 +1,6 @@
 """A list of layers as one program: a mark stands between two stages."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -129,13 +129,22 @@ def listed(
         layout.marks,
         layout.homes,
         state,
-        [_behaviour(stage) for stage in pipe.stages],
+        first.alike,
     )
     return Listed(pipe, layout, whole, stages, state, first.y, aux, routes)
 
 
-def _behaviour(stage: StageFunction) -> Any:
-    return tuple(map(_alike.behaviour, stage.layers))
+def _behaviour(stage: StageFunction, given: PyTree) -> Hashable:
+    """What is equal for stages that do the same.
+
+    What a layer does may hang on what a tree that it is given holds beside arrays.
+    """
+    tree: Any = jax.tree.structure(given)
+    try:
+        hash(tree)
+    except TypeError:
+        tree = _alike.Same(tree)
+    return tuple(map(_alike.behaviour, stage.layers)), tree
 
 
 class _Trace:
@@ -145,6 +154,7 @@ class _Trace:
       program: the trace.
       cuts: where its stages but the first begin.
       written: the leaves that the layers may write.
+      alike: of each stage what is equal for those that do the same.
       y: specs of the output of the last layer.
     """
 
@@ -163,6 +173,7 @@ class _Trace:
         part = size / sum(batch.sizes) / batch.num_shards
         self._share = np.asarray(part, jnp.result_type(float))
         self.written: list[Written] = []
+        self.alike: list[Hashable] = []
         self.y: PyTree = None
         number = jax.ShapeDtypeStruct((), jnp.int32)
         specs = [spec for spec, _ in layout.specs]
@@ -188,13 +199,15 @@ class _Trace:
         """``(loss, weight, (aux, written))``; without a loss the output is the aux."""
         x, targets, rngs = given
         skips: dict[_skip.Key, PyTree] = {}
-        self.written, new = [], []
+        self.written, self.alike, new = [], [], []
         for stage in self._stages:
             own = self._layout.weights[stage.index]
             order = self._layout.order[stage.index]
             entries = jax.tree.unflatten(own.tree, [leaves[i] for i in order])
             if self._train:
                 _check_collections(stage, entries)
+            popped = [skips[r.key] for r in self._routes if r.target == stage.index]
+            self.alike.append(_behaviour(stage, (entries, x, popped)))
             numbers = number, stage.first
             x, changed = stage(entries, x, rngs, numbers, self._train, skips)
             x = jax.tree.map(jnp.asarray, x)

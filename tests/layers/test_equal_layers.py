@@ -1,6 +1,7 @@
 """Equal layers are traced and compiled once; those that only look equal are not."""
 
 import dataclasses
+import functools
 from typing import Any, ClassVar
 
 import jax
@@ -185,6 +186,33 @@ def test_equal_layers_that_are_given_other_numbers_compute_with_these(compute):
     pipe = jpipe.pipeline(layers, 2, balance=[1] * 4)
     y = pipe.apply(pipe.init(KEY, X), X)
     ref.assert_close(y, compute(compute(X, 2), 3), 1e-6)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def times_in_the_backward(x, number):
+    return x
+
+
+times_in_the_backward.defvjp(
+    lambda x, number: (x, None), lambda number, _, cotangent: (number * cotangent,)
+)
+
+
+def test_equal_layers_that_are_given_other_numbers_are_differentiated_with_these():
+    def layer(given):
+        x = times_in_the_backward(given.x, given.number)
+        return Numbered(x, given.number + 1)
+
+    layers = [nn.Dense(5), lambda x: Numbered(x), layer, layer, lambda given: given.x]
+    pipe = jpipe.pipeline(layers, 2, balance=[1] * 5, devices=jax.devices()[:1] * 5)
+    variables = pipe.init(KEY, X)
+    _, grads = pipe.value_and_grad(ref.mse)(variables, X, X)
+
+    def loss(params):
+        return ref.mse(layers[0].apply({"params": params}, X), X)
+
+    expected = jax.grad(loss)(ref.on_host(variables)[0]["params"])
+    ref.assert_close(grads[0], jax.tree.map(lambda g: 2 * 3 * g, expected), 1e-6)
 
 
 def test_error_names_the_layer_though_an_equal_one_passed():
