@@ -79,29 +79,19 @@ def open_checkpoints(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
     return _retrace(closed, (*_CALLS, *CHECKPOINTS))
 
 
-def inline(closed: core.ClosedJaxpr, chosen: Container[int]) -> core.ClosedJaxpr:
+def inline(closed: core.ClosedJaxpr, chosen: Container[str | int]) -> core.ClosedJaxpr:
     """The same computation with some calls, by the ids of their equations, inlined."""
-
-    def rule(eqn: core.JaxprEqn) -> Rule | None:
-        if id(eqn) not in chosen:
-            return None
-        (inner,) = inside(eqn)
-        return lambda operands: evaluate(inner, operands, lambda eqn: None)
-
-    def inlined(*args: Any) -> Sequence[Any]:
-        return evaluate(closed, args, rule)
-
-    return jax.make_jaxpr(inlined)(*map(spec, closed.in_avals))
+    return _retrace(closed, chosen)
 
 
 def _retrace(
     closed: core.ClosedJaxpr,
-    calls: Container[str],
+    calls: Container[str | int],
     opened: Mapping[int, Groups] = MappingProxyType({}),
     ending: Ending | None = None,
 ) -> core.ClosedJaxpr:
     def rule(eqn: core.JaxprEqn) -> Rule | None:
-        if eqn.primitive.name in calls:
+        if eqn.primitive.name in calls or id(eqn) in calls:
             (inner,) = inside(eqn)
             return lambda operands: evaluate(inner, operands, rule)
         if id(eqn) in opened:
