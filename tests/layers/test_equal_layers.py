@@ -215,6 +215,81 @@ def test_equal_layers_that_are_given_other_numbers_are_differentiated_with_these
     ref.assert_close(grads[0], jax.tree.map(lambda g: 2 * 3 * g, expected), 1e-6)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Along:
+    """An array, and what a layer reads of it beside: an axis."""
+
+    value: jax.Array
+    axis: int = dataclasses.field(metadata={"static": True})
+
+
+class Unhashable:
+    """What a pytree may hold that has no hash; equal ones are equal to no other."""
+
+    __hash__ = None
+
+    def __init__(self, axis):
+        self.axis = axis
+
+    def __eq__(self, other):
+        return self is other
+
+
+def cumulated(module, value, axis):
+    return jnp.cumsum(module(value), axis)
+
+
+def by_field(module, x):
+    return Along(cumulated(module, x.value, x.axis), 3 - x.axis)
+
+
+def by_name(module, x):
+    ((name, value),) = x.items()
+    axis = {"rows": 1, "columns": 2}[name]
+    return {{1: "columns", 2: "rows"}[axis]: cumulated(module, value, axis)}
+
+
+def by_shape(module, x):
+    value, unread = x
+    axis = unread.shape[1]
+    return cumulated(module, value, axis), jnp.zeros((len(value), 3 - axis))
+
+
+def by_unhashable(module, x):
+    return Along(cumulated(module, x.value, x.axis.axis), Unhashable(3 - x.axis.axis))
+
+
+BY_STRUCTURE = {
+    by_field: (lambda x: Along(x, 1), lambda x: x.value),
+    by_name: (lambda x: {"rows": x}, lambda x: x["rows"]),
+    by_shape: (lambda x: (x, jnp.zeros((len(x), 1))), lambda x: x[0]),
+    by_unhashable: (lambda x: Along(x, Unhashable(1)), lambda x: x.value),
+}
+
+
+@pytest.mark.parametrize("does", BY_STRUCTURE)
+def test_equal_layers_that_are_given_other_structures_do_what_these_say(does):
+    first, last = BY_STRUCTURE[does]
+    modules = [nn.Dense(WIDTH) for _ in range(4)]
+    layers = [first, *(jpipe.layer(module, does) for module in modules), last]
+    x = jax.random.normal(KEY, (8, WIDTH, WIDTH))
+    pipe = jpipe.pipeline(layers, 2, devices=jax.devices()[:1] * len(layers))
+    variables = pipe.init(KEY, x)
+
+    def apply(params, x):
+        x = first(x)
+        for module, own in zip(modules, params[1:-1], strict=True):
+            x = does(lambda value, m=module, p=own: m.apply({"params": p}, value), x)
+        return last(x)
+
+    params = ref.params_of(variables)
+    ref.assert_close(pipe.apply(variables, x), apply(params, x), 1e-5)
+    found = pipe.value_and_grad(ref.mse)(variables, x, jnp.zeros_like(x))
+    loss = jax.value_and_grad(lambda params: ref.mse(apply(params, x), 0.0))
+    ref.assert_close(found, loss(params), 1e-5)
+
+
 def test_error_names_the_layer_though_an_equal_one_passed():
     class Fails(nn.Module):
         @nn.compact
