@@ -14,6 +14,7 @@ from .._functions._objective import Objective
 from .._jaxprs import _jaxpr
 from .._layers import _alike, _batchnorm, _skip
 from .._layers._stage import StageFunction
+from .._run import _signature
 from .._run._layout import Layout
 from .._run._pipe import Pipe
 from .._warn import warn
@@ -129,7 +130,7 @@ def listed(
         layout.marks,
         layout.homes,
         state,
-        first.alike,
+        {size: one.alike for size, one in zip(programs, traces, strict=True)},
     )
     return Listed(pipe, layout, whole, stages, state, first.y, aux, routes)
 
@@ -137,14 +138,15 @@ def listed(
 def _behaviour(stage: StageFunction, given: PyTree) -> Hashable:
     """What is equal for stages that do the same.
 
-    What a layer does may hang on what a tree that it is given holds beside arrays.
+    What a layer does may hang on what a tree that it is given holds beside arrays, and
+    on the shapes of arrays that it does not read.
     """
-    tree: Any = jax.tree.structure(given)
+    tree, kinds = _signature.of(given)
     try:
         hash(tree)
     except TypeError:
         tree = _alike.Same(tree)
-    return tuple(map(_alike.behaviour, stage.layers)), tree
+    return tuple(map(_alike.behaviour, stage.layers)), tree, kinds
 
 
 class _Trace:
