@@ -130,7 +130,7 @@ def listed(
         layout.marks,
         layout.homes,
         state,
-        first.alike,
+        {size: one.alike for size, one in zip(programs, traces, strict=True)},
     )
     return Listed(pipe, layout, whole, stages, state, first.y, aux, routes)
 

@@ -1,6 +1,7 @@
 """All stages of a program on micro-batches of all sizes, and what they share."""
 
 from collections.abc import Hashable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -37,7 +38,8 @@ class Stages:
       trained: whether each parameter has a gradient.
       homes: the stages of the first parameters, where these are known.
       state: what the program writes.
-      alike: of each stage what is equal for those that do the same, if it is known.
+      alike: by the sizes of micro-batches, of each stage what is equal for those that
+        do the same, if it is known.
 
     Attributes:
       first: the program of the first micro-batch.
@@ -56,7 +58,7 @@ class Stages:
         trained: Sequence[bool],
         homes: Sequence[int] = (),
         state: State | None = None,
-        alike: Sequence[Hashable] = (),
+        alike: Mapping[int, Sequence[Hashable]] = MappingProxyType({}),
     ) -> None:
         self._programs, self._sizes, self._remat = programs, sizes, remat
         self.first = next(iter(programs.values()))
@@ -159,7 +161,7 @@ class Stages:
             part = self._slices[size][stage]
             groups = part.weights, part.arrives, part.inputs, part.batch, part.leaves
             form = *map(len, groups), *_alike.form(part.closed)
-            found = self._alike[stage], size, form
+            found = self._alike[size][stage], size, form
             self._known_forms[stage, size] = found
         return self._known_forms[stage, size]
 

@@ -290,6 +290,46 @@ def test_equal_layers_that_are_given_other_structures_do_what_these_say(does):
     ref.assert_close(found, loss(params), 1e-5)
 
 
+def test_equal_layers_are_differentiated_by_shapes_that_they_do_not_read():
+    def layer(given):
+        x, unread = given
+        (number,) = unread.shape[1:]
+        x = times_in_the_backward(x, number)
+        return x, jnp.zeros((len(x), number + 1))
+
+    layers = [nn.Dense(5), lambda x: (x, jnp.zeros((len(x), 2))), layer, layer]
+    layers.append(lambda given: given[0])
+    pipe = jpipe.pipeline(layers, 2, devices=jax.devices()[:1] * 5)
+    variables = pipe.init(KEY, X)
+    _, grads = pipe.value_and_grad(ref.mse)(variables, X, X)
+
+    def loss(params):
+        return ref.mse(layers[0].apply({"params": params}, X), X)
+
+    expected = jax.grad(loss)(ref.on_host(variables)[0]["params"])
+    ref.assert_close(grads[0], jax.tree.map(lambda g: 2 * 3 * g, expected), 1e-6)
+
+
+def test_equal_layers_that_differ_in_the_smaller_micro_batches_alone():
+    def layer(given):
+        x = times_in_the_backward(given.x, given.number)
+        return Numbered(x, given.number + (len(x) == 2))
+
+    layers = [nn.Dense(5), lambda x: Numbered(x), layer, layer, lambda given: given.x]
+    pipe = jpipe.pipeline(layers, 4, devices=jax.devices()[:1] * 5)
+    x = jax.random.normal(KEY, (10, 5))  # of 3, 3, 2 and 2
+    variables = pipe.init(KEY, x)
+    _, grads = pipe.value_and_grad(ref.mse)(variables, x, x)
+    scale = jnp.repeat(jnp.array([2 * 2, 2 * 3]), jnp.array([6, 4]))[:, None]
+
+    def loss(params):
+        squares = (layers[0].apply({"params": params}, x) - x) ** 2
+        return jnp.mean(scale * squares)
+
+    expected = jax.grad(loss)(ref.on_host(variables)[0]["params"])
+    ref.assert_close(grads[0], expected, 1e-5)
+
+
 def test_error_names_the_layer_though_an_equal_one_passed():
     class Fails(nn.Module):
         @nn.compact
