@@ -32,81 +32,118 @@ def costs_of(
       an output that its stage keeps too, a leaf of the input without a batch axis, the
       keys of a step.
     """
+    own, constants = _Bytes(program, stages, batch), _constants(program, placement)
     numbers, count = range(len(placement)), range(len(batch.sizes))
-    last = numbers[-1]
-    ran = {i.label for i in program.instructions if not i.is_move}
-    between, constants = residuals(program), _constants(program, placement)
-    made = [_makers(stages, m) for m in count]
 
     def table(number: Any) -> list[list[int]]:
         return [[number(s, m) for m in count] for s in numbers]
 
-    def arriving(source: int, s: int, m: int) -> list[Any]:
-        return [v for v in stages.part(s, m).arrives if made[m][v] == source]
+    return Costs(
+        boundary_bytes=table(own.boundary),
+        cotangent_bytes=table(own.cotangent),
+        residual_bytes=table(own.residual),
+        pending_bytes=table(own.pending),
+        extra_bytes=table(own.extra),
+        emitted_bytes=table(own.emitted),
+        parameter_bytes=[own.parameters(s) + constants.get(s, 0) for s in numbers],
+        accumulator_bytes=[own.sums(s) for s in numbers],
+        shared_bytes=[own.shared(s) for s in numbers],
+        skips=tuple(own.skips()),
+    )
 
-    def boundary(s: int, m: int) -> int:
-        return total(arriving(s - 1, s, m) if s else stages.part(0, m).inputs)
 
-    def wanted(variables: Sequence[Any], m: int) -> int:
-        return total([v for v in variables if stages.has_gradient(v, m)])
+class _Bytes:
+    """What a stage moves and keeps of a micro-batch.
 
-    def cotangent(s: int, m: int) -> int:
-        return wanted(arriving(s - 1, s, m), m)
+    Args:
+      program: the instructions of a mini-batch.
+      stages: what runs.
+      batch: the mini-batch.
+    """
 
-    def given(s: int, m: int, of_examples: bool) -> int:
-        axes = dict(zip(stages.program(m).given, batch.x_axes, strict=False))
-        own = [v for v in stages.part(s, m).given if v in axes]
-        rest = own if s else [v for v in own if v not in stages.part(0, m).inputs]
-        return total([v for v in rest if (axes[v] is not None) == of_examples])
+    def __init__(self, program: Program, stages: Stages, batch: Batch) -> None:
+        self._program, self._stages, self._axes = program, stages, batch.x_axes
+        self._count, self._last = range(len(batch.sizes)), stages.num_stages - 1
+        self._ran = {i.label for i in program.instructions if not i.is_move}
+        self._between = residuals(program)
+        self._made = [_makers(stages, m) for m in self._count]
 
-    def residual(s: int, m: int) -> int:
-        if Action(FORWARD, s, m) in ran:
-            # What came with the batch counts as extra until the backward.
-            return max(between.get((s, m), 0) - given(s, m, True), 0)
-        part = stages.part(s, m)  # what it reads waits for the backward, which does all
-        return total([*part.arrives, *part.inputs])
+    def _arriving(self, source: int, s: int, m: int) -> list[Any]:
+        arrives = self._stages.part(s, m).arrives
+        return [var for var in arrives if self._made[m][var] == source]
 
-    def pending(s: int, m: int) -> int:
-        if Action(WEIGHT, s, m) not in ran:
-            return 0
-        if Action(INPUT, s, m) in ran:
-            return _pending(program, s, m)
-        return residual(s, m) + (cotangent(s + 1, m) if s < last else 0)
+    def _wanted(self, variables: Sequence[Any], m: int) -> int:
+        return total([v for v in variables if self._stages.has_gradient(v, m)])
 
-    def emitted(s: int, m: int) -> int:
-        own, state = stages.program(m), {i for x in stages.states for i in x.leaves}
-        leaves = [v for i, v in enumerate(own.beside) if i not in state]
-        return total([v for v in leaves if v not in own.params]) * (s == last)
+    def boundary(self, s: int, m: int) -> int:
+        """What it reads of the stage before it, or of the input."""
+        inputs = self._stages.part(0, m).inputs
+        return total(self._arriving(s - 1, s, m) if s else inputs)
 
-    def sums(s: int) -> list[Any]:
-        trained = [stages.spec_of(weight) for weight in stages.trained_by(s)]
-        loss = specs(stages.first.loss) * (s == last)
-        return [*map(sum_spec, [*trained, *loss]), *stages.states[s].sum_specs]
+    def cotangent(self, s: int, m: int) -> int:
+        """What it sends back of that."""
+        return self._wanted(self._arriving(s - 1, s, m), m)
 
-    def skips() -> Iterator[Skip]:
-        for s in numbers:
+    def skips(self) -> Iterator[Skip]:
+        """What stages read of those farther before them."""
+        for s in range(self._last + 1):
             for source in range(s - 1):
-                found = [arriving(source, s, m) for m in count]
+                found = [self._arriving(source, s, m) for m in self._count]
                 if any(found):
-                    cotangents = [wanted(own, m) for m, own in enumerate(found)]
+                    cotangents = [self._wanted(own, m) for m, own in enumerate(found)]
                     yield Skip(source, s, list(map(total, found)), cotangents)
 
-    return Costs(
-        boundary_bytes=table(boundary),
-        cotangent_bytes=table(cotangent),
-        residual_bytes=table(residual),
-        pending_bytes=table(pending),
-        extra_bytes=table(lambda s, m: given(s, m, True)),
-        emitted_bytes=table(emitted),
-        parameter_bytes=[
-            sum(map(nbytes, map(stages.spec_of, stages.held_by(s))))
-            + constants.get(s, 0)
-            for s in numbers
-        ],
-        accumulator_bytes=[sum(map(nbytes, sums(s))) for s in numbers],
-        shared_bytes=[given(s, 0, False) for s in numbers],
-        skips=tuple(skips()),
-    )
+    def _given(self, s: int, m: int, of_examples: bool) -> int:
+        """What it is given beside the input, of examples or the same for all."""
+        axes = dict(zip(self._stages.program(m).given, self._axes, strict=False))
+        own = [v for v in self._stages.part(s, m).given if v in axes]
+        rest = own if s else [v for v in own if v not in self._stages.part(0, m).inputs]
+        return total([v for v in rest if (axes[v] is not None) == of_examples])
+
+    def extra(self, s: int, m: int) -> int:
+        """What a micro-batch brings to it beside the input."""
+        return self._given(s, m, True)
+
+    def shared(self, s: int) -> int:
+        """What is the same for all micro-batches, such as keys."""
+        return self._given(s, 0, False)
+
+    def residual(self, s: int, m: int) -> int:
+        """What it keeps between its forward and its backward."""
+        if Action(FORWARD, s, m) in self._ran:
+            # What came with the batch counts as extra until the backward.
+            return max(self._between.get((s, m), 0) - self.extra(s, m), 0)
+        part = self._stages.part(s, m)  # it waits for the backward, which does all
+        return total([*part.arrives, *part.inputs])
+
+    def pending(self, s: int, m: int) -> int:
+        """What it keeps between the two halves of its backward."""
+        if Action(WEIGHT, s, m) not in self._ran:
+            return 0
+        if Action(INPUT, s, m) in self._ran:
+            return _pending(self._program, s, m)
+        after = self.cotangent(s + 1, m) if s < self._last else 0
+        return self.residual(s, m) + after
+
+    def emitted(self, s: int, m: int) -> int:
+        """What it returns beside the loss, but for what it writes."""
+        own, states = self._stages.program(m), self._stages.states
+        written = {i for state in states for i in state.leaves}
+        leaves = [v for i, v in enumerate(own.beside) if i not in written]
+        return total([v for v in leaves if v not in own.params]) * (s == self._last)
+
+    def parameters(self, s: int) -> int:
+        """What it reads in each micro-batch, and what stays there."""
+        held = self._stages.held_by(s)
+        return sum(nbytes(self._stages.spec_of(weight)) for weight in held)
+
+    def sums(self, s: int) -> int:
+        """Its sums of gradients, of the loss and of what micro-batches write."""
+        stages = self._stages
+        trained = [stages.spec_of(weight) for weight in stages.trained_by(s)]
+        loss = specs(stages.first.loss) * (s == self._last)
+        found = [*map(sum_spec, [*trained, *loss]), *stages.states[s].sum_specs]
+        return sum(map(nbytes, found))
 
 
 def _makers(stages: Stages, m: int) -> dict[Any, int]:

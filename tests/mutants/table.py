@@ -143,7 +143,7 @@ SCHEDULES = [
 SLICES = [
     ("_composed", "        start += size\n", ""),
     ("_composed", " + sum(rest)", ""),
-    ("_costs", "0) - given(s, m, True), 0)", "0), 0)"),
+    ("_costs", "0) - self.extra(s, m), 0)", "0), 0)"),
     ("_cut", "readings = sum(", "readings = 0 * sum("),
     ("_cut", "change[end + 1] -=", "change[end] -="),
     ("_cut", "max(most, cost), moved", "most + cost, moved"),
