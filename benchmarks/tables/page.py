@@ -39,8 +39,9 @@ def section(benchmark: Benchmark, folder: Path) -> str:
                     f"run it again from a commit, or delete it"
                 )
         lines += [table(benchmark, result)]
-        picture = path.with_suffix(".png").name
-        lines += [f"![{benchmark.name}]({folder.name}/{picture})", ""]
+        picture = path.with_suffix(".png")
+        if picture.exists():
+            lines += [f"![{benchmark.name}]({folder.name}/{picture.name})", ""]
     if not kept:
         lines += ["Ours was not run yet.", ""]
         lines += [table(benchmark, Result(benchmark.name, "full", {}, {}))]

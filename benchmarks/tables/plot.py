@@ -23,8 +23,17 @@ Maker = Callable[[Benchmark, Result, list[str]], tuple[str, Bars]]
 
 
 def plot(benchmark: Benchmark, result: Result, path: Path) -> None:
-    """Writes the picture of a result to a file that ends in ``.png``."""
-    drawn(benchmark, result).savefig(path, dpi=120)
+    """Writes the picture of a result to a file that ends in ``.png``.
+
+    There is none of a result without a bar of ours, such as speed-ups without the row
+    that they are of.
+    """
+    figure = drawn(benchmark, result)
+    _, titles = figure.axes[0].get_legend_handles_labels()
+    if any("jpipe" in title for title in titles):
+        figure.savefig(path, dpi=120)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def drawn(benchmark: Benchmark, result: Result) -> Figure:

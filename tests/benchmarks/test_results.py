@@ -7,6 +7,7 @@ import pytest
 from benchmarks.published import BY_NAME
 from benchmarks.result import FOLDER, MEASURED, PREDICTED, Cell, Result
 from benchmarks.tables.page import PAGE, written
+from benchmarks.tables.plot import plot
 from benchmarks.tables.report import table
 
 
@@ -68,3 +69,13 @@ def test_results_of_the_page_are_of_real_sizes_and_marked():
         for row, cells in result.rows.items():
             if scale == "full" and "cpu" in result.provenance[row]["devices"]:
                 assert all(cell.kind != MEASURED for cell in cells.values()), row
+
+
+@pytest.mark.parametrize(("variant", "is_drawn"), [("", False), ("-bfloat16", True)])
+def test_a_result_without_bars_of_ours_has_no_picture(tmp_path, variant, is_drawn):
+    """Speed-ups are of the baseline, which the float32 rows lack."""
+    kept = FOLDER / f"resnet101-speed-full-measured{variant}.json"
+    result, path = Result.load(kept), tmp_path / "picture.png"
+    path.touch()
+    plot(BY_NAME[result.benchmark], result, path)
+    assert path.exists() == is_drawn
