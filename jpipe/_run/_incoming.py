@@ -1,4 +1,4 @@
-"""What comes into a mini-batch: weights at hand, micro-batches, numbers for draws."""
+"""What comes into a mini-batch: weights at hand, and its micro-batches."""
 
 from collections.abc import Sequence
 
