@@ -1,9 +1,9 @@
 """Long skip connections: values that go from one layer straight to a later one.
 
 A layer stashes a value under a name and a later layer pops it. In the one trace of all
-layers that is a dictionary: the stage that pops a value reads what another stage made, with
-nothing in between. The routes by name, found when shapes are inferred, are for errors, marks
-and plans.
+layers that is a dictionary: the stage that pops a value reads what another stage made,
+with nothing in between. The routes by name, found when shapes are inferred, are for
+errors, marks and plans.
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
