@@ -8,13 +8,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 from ._faults import refuse
 from ._functions import _microbatch, _probe
-from ._functions._batch import Batch, explained, of_input
+from ._functions._batch import Axes, Batch, explained, of_input
 from ._functions._objective import Objective
 from ._functions._trainable import Trainable
 from ._layers import _nnx_values, _rng
@@ -37,14 +37,6 @@ Expected = tuple[list[Visit], tuple[Route, ...]]
 Marks = tuple[PyTree, ...]
 ALL = Trainable()
 NO_LOSS = "no step was built yet whose loss could be profiled; give loss_fn="
-
-
-class Axes(NamedTuple):
-    """Where the examples are: the arguments of `jpipe.pipeline` of these names."""
-
-    in_axes: Any
-    target_axes: Any
-    out_axes: Any
 
 
 class ProgramCache:

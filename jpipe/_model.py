@@ -1,6 +1,6 @@
 """A pipeline of one model as it is: `pipeline` of a module or a function."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -10,31 +10,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._cache import NO_LOSS, Axes
+from ._cache import NO_LOSS
 from ._check._report import CheckReport
 from ._describe import rows
 from ._functions import _microbatch
+from ._functions._batch import Axes
 from ._functions._objective import Objective
 from ._functions._trainable import Trainable
 from ._instructions import _transfer
 from ._instructions._sharding import Sharding
 from ._instructions._transfer import put_one
-from ._layers import _batchnorm, _rng
-from ._layers._layer import Layer, as_module, check_unchanged
-from ._layers._stage import shapes
+from ._layers import _rng
+from ._layers._layer import Layer, as_module
 from ._loop import OwnLoop
-from ._model_step import ADVICE, ModelGradient
+from ._model_step import ModelGradient
 from ._processes._elsewhere import is_here, of_copies, own_copy
 from ._profile import as_pair, profile
 from ._run import _variables
 from ._run._context import outside_of_meshes
 from ._run._feed import Feed
 from ._run._pipe import Pipe
-from ._slices import _join
 from ._slices._division import Division
 from ._slices._initial import Initial
-from ._slices._program import Traced
-from ._slices._sliced import Sliced, Work
+from ._slices._model import Model
+from ._slices._sliced import Sliced
 from ._train._optimizer import Optimizer, place_state
 from ._train._state import TrainState, note_chosen
 from ._train._step import TrainStep, check_optimizer
@@ -65,13 +64,17 @@ class ModelPipeline(OwnLoop):
         axes: Axes,
         unpipelined: Callable[[], Any],
     ) -> None:
-        self._layer, self._division, self._axes = layer, division, axes
+        self._layer, self._division = layer, division
+        self._model = Model(layer, axes, division.num_parts)
         self._unpipelined = unpipelined
         self._places = division.places
         # One of this process.
         own = next(filter(is_here, self._places), self._places[0])
         self._first = _transfer.one_of(own)
-        self._forwards = {train: self._forward(train) for train in (False, True)}
+        self._forwards = {
+            train: Sliced(self._model.forward(train), division)
+            for train in (False, True)
+        }
         self._trained: ModelGradient | None = None
         self._compared: Feed | None = None
 
@@ -83,8 +86,8 @@ class ModelPipeline(OwnLoop):
     @property
     def num_stages(self) -> int | None:
         """The number of stages, once it is known."""
-        first = self._division.first
-        return len(first[1]) + 1 if first else self._division.num_stages
+        cuts = self._division.cuts
+        return len(cuts.positions) + 1 if cuts else self._division.num_stages
 
     @property
     def schedule(self) -> Schedule:
@@ -107,40 +110,6 @@ class ModelPipeline(OwnLoop):
         why = self._trained.unchecked if self._trained else ""
         told = [f"the loss was not checked: {why}"] * bool(why)
         return "\n".join([head, *rows(*last), *told])
-
-    def _forward(self, train: bool) -> Sliced:
-        def call(variables: PyTree, x: PyTree, rngs: _rng.Rngs) -> PyTree:
-            return self._applied(variables, x, rngs, train)[0]
-
-        def joins(traced: Traced, sizes: Sequence[int]) -> list[_join.Join]:
-            shares, axes = [size / sum(sizes) for size in sizes], self._axes.out_axes
-            if len(sizes) > 1:
-                flat = _microbatch.flat_axes(axes, traced.aux, "outputs", "out_axes")
-                _microbatch.check_joinable(traced.aux, flat, sizes[0], axes)
-            return _join.by_axes(self._axes.out_axes, traced.aux, shares, "out")
-
-        axes, names = (self._axes.in_axes, None), ("x", "rngs")
-        known = {"owner": self._layer.owner, "names": names, "advice": ADVICE}
-        work = Work(call, joins, axes, has_loss=False, **known)
-        return Sliced(work, self._division)
-
-    def _applied(
-        self, variables: PyTree, x: PyTree, rngs: _rng.Rngs, train: bool
-    ) -> tuple[PyTree, PyTree]:
-        """What the model makes of a micro-batch, and what it changes."""
-        check_unchanged([self._layer], "the model")
-        with (
-            _batchnorm.merging(self._division.num_parts > 1),
-            _batchnorm.recording(),
-        ):
-            try:
-                return self._layer.apply(variables, x, _rng.streams(rngs), train)
-            except Exception as error:
-                error.add_note(
-                    f"raised by the model ({self._layer.name}), whose input was "
-                    f"{shapes(x)}; x comes before the targets"
-                )
-                raise
 
     # --------------------------------------------------------------------- variables
 
@@ -191,10 +160,10 @@ class ModelPipeline(OwnLoop):
     ) -> tuple[list[int], list[Sharding]]:
         """The stage of each leaf of the parameters, and how it lies there."""
         homes, structure = self._locate(variables, x), jax.tree.structure(variables)
-        assert self._division.first
+        assert self._division.homes
         numbered, _ = _apart(structure.unflatten(range(len(homes))))
         own = jax.tree.leaves(numbered)
-        stages = self._division.first[2]
+        stages = self._division.homes
         return [stages[i] for i in own], [homes[i][1] for i in own]
 
     @outside_of_meshes
@@ -211,7 +180,7 @@ class ModelPipeline(OwnLoop):
         """
         is_state = isinstance(tree, TrainState)
         variables = tree.variables if is_state else tree
-        if x is None and self._division.first is None:
+        if x is None and self._division.homes is None:
             raise ValueError(
                 "where the variables of a model stay is known once it is divided, "
                 "which takes an input: type pipe.place(variables, x)"
@@ -268,15 +237,9 @@ class ModelPipeline(OwnLoop):
         Paths that ``trainable`` is asked about are those of the model's parameters.
         """
         objective = Objective(loss_fn, has_aux, reduction, aux_axes)
-        made = ModelGradient(
-            self._layer,
-            self._division,
-            self._axes,
-            self._applied,
-            objective,
-            Trainable(trainable, by_layer=False),
-            has_state=has_state,
-        )
+        chosen = Trainable(trainable, by_layer=False)
+        known = self._model, self._division, objective, chosen
+        made = ModelGradient(*known, has_state=has_state)
         self._trained = made
         return made
 
@@ -342,7 +305,7 @@ class ModelPipeline(OwnLoop):
 
     def _feed(self, x: PyTree, targets: PyTree) -> tuple[PyTree, PyTree]:
         """The mini-batch, which all processes are given alike."""
-        if self._compared is None and self._division.first:
+        if self._compared is None and self._division.cuts:
             self._compared = Feed(self._pipe)
         if self._compared:
             self._compared((x, targets))

@@ -1,44 +1,33 @@
 """Gradients of one model."""
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.tree_util import keystr
 
-from ._cache import Axes
 from ._functions import _probe
 from ._functions._batch import Batch
 from ._functions._objective import Objective
 from ._functions._trainable import Trainable
 from ._instructions._program import Program
-from ._jaxprs import _jaxpr
 from ._layers import _rng
-from ._layers._layer import Layer
 from ._profile import Profiled
 from ._run._context import outside_of_meshes
-from ._slices import _join
 from ._slices._built import Built
 from ._slices._division import Division
-from ._slices._program import Traced
-from ._slices._sliced import Sliced, Work
-from ._slices._state import Written
+from ._slices._model import Model
+from ._slices._sliced import Sliced
 from ._train._value_and_grad import say_what_is_left
 
 PyTree = Any
-ADVICE = "variables = pipe.place(variables, x)"
-Apply = Callable[[PyTree, PyTree, _rng.Rngs, bool], tuple[PyTree, PyTree]]
 
 
 class ModelGradient:
     """``f(variables, x, targets)``: see `ModelPipeline.value_and_grad`.
 
     Args:
-      layer: the model.
+      model: the model.
       division: in which stages it is divided.
-      axes: where the examples are.
-      apply: ``(variables, x, rngs, train) -> (y, changed)``.
       objective: the loss.
       trainable: what has a gradient.
       has_state: whether what training changes is returned.
@@ -46,24 +35,26 @@ class ModelGradient:
 
     def __init__(
         self,
-        layer: Layer,
+        model: Model,
         division: Division,
-        axes: Axes,
-        apply: Apply,
         objective: Objective,
         trainable: Trainable,
         *,
         has_state: bool,
     ) -> None:
-        self._layer, self._division, self._axes = layer, division, axes
-        self._apply, self._objective, self._trainable = apply, objective, trainable
+        self._model, self._objective, self._trainable = model, objective, trainable
         self._has_state = has_state
         self._was_told = False
-        self._by_mode = {train: self._sliced(train) for train in (False, True)}
         # Specs of what the loss was given in traces whose loss was not checked yet.
         self._outputs: list[PyTree] = []
-        # By the structures of variables and what a call writes, which leaves these are.
-        self._written: dict[Any, list[tuple[int, Any]]] = {}
+        works = {
+            train: model.loss(objective, train, self._outputs)
+            for train in (False, True)
+        }
+        self._by_mode = {
+            train: Sliced(work, division, self._all_marks)
+            for train, work in works.items()
+        }
         self.unchecked = ""
 
     @property
@@ -71,45 +62,12 @@ class ModelGradient:
         """What was divided last: see `Sliced`."""
         return self._by_mode[True].last or self._by_mode[False].last
 
-    def _sliced(self, train: bool) -> Sliced:
-        objective = self._objective
-
-        def loss(variables: PyTree, x: PyTree, targets: PyTree, rngs: Any) -> Any:
-            y, changed = self._apply(variables, x, rngs, train)
-            self._outputs.append(
-                jax.tree.map(lambda leaf: _jaxpr.spec(jax.typeof(leaf)), y)
-            )
-            value, aux = objective.of_part(y, targets)
-            return value, (aux, changed)
-
-        def joins(traced: Traced, sizes: Sequence[int]) -> list[_join.Join]:
-            shares, (aux, _) = [size / sum(sizes) for size in sizes], traced.aux
-            return _join.by_axes(objective.aux_axes, aux, shares)
-
-        def writes(traced: Traced, specs: PyTree) -> tuple[int, list[Written]]:
-            aux, changed = traced.aux
-            found = [
-                Written(at, path, keystr(path, simple=True, separator="/"), path[0].key)
-                for at, path in self._leaves_of(specs, changed)
-            ]
-            return len(jax.tree.leaves(aux)), found
-
-        work = Work(
-            loss,
-            joins,
-            (self._axes.in_axes, self._axes.target_axes, None),
-            has_aux=True,
-            reduction=objective.reduction,
-            owner=self._layer.owner,
-            names=("x", "targets", "rngs"),
-            advice=ADVICE,
-            writes=writes if train else None,
-        )
-        return Sliced(work, self._division, lambda v: jax.tree.leaves(self._marks(v)))
+    def _all_marks(self, variables: PyTree) -> list[bool]:
+        return jax.tree.leaves(self._marks(variables))
 
     def _marks(self, variables: PyTree) -> PyTree:
         """Whether each leaf of the variables has a gradient."""
-        return self._trainable.marks([self._layer], (variables,))[0]
+        return self._trainable.marks([self._model.layer], (variables,))[0]
 
     def trained(self, variables: PyTree) -> list[bool]:
         """Whether each leaf of the parameters has a gradient."""
@@ -145,7 +103,7 @@ class ModelGradient:
             say_what_is_left(", ".join(f"variables[{name!r}]" for name in names))
         if self._has_state:
             new = jax.tree.leaves(changed, is_leaf=lambda leaf: leaf is None)
-            written = self._leaves_of(variables, changed)
+            written = self._model.written(variables, changed)
             for (at, _), leaf in zip(written, new, strict=True):
                 leaves[at] = leaves[at] if leaf is None else leaf
             state = jax.tree.unflatten(tree, leaves)
@@ -183,18 +141,6 @@ class ModelGradient:
         own = Profiled(built.pipe, built.stages, built.batch, built.program)
         return own, sliced.arguments(built, variables, args)
 
-    def _leaves_of(self, variables: PyTree, changed: PyTree) -> list[tuple[int, Any]]:
-        """Of what a call writes which leaves of the variables these are, and paths."""
-        structures = jax.tree.structure(variables), jax.tree.structure(changed)
-        if structures not in self._written:
-            flat = jax.tree_util.tree_leaves_with_path(variables)
-            number = {path: i for i, (path, _) in enumerate(flat)}
-            own = jax.tree_util.tree_leaves_with_path(
-                changed, is_leaf=lambda leaf: leaf is None
-            )
-            self._written[structures] = [(number[path], path) for path, _ in own]
-        return self._written[structures]
-
     def _check_loss(self, batch: Batch, outputs: PyTree, targets: PyTree) -> None:
         """Runs the loss alone, at once and in parts: see `_probe`."""
         if batch.num_parts == 1:
@@ -204,6 +150,6 @@ class ModelGradient:
         end = first + len(jax.tree.leaves(specs))
         x_axes, axes = batch.x_axes[:first], batch.x_axes[first:end]
         own = Batch(x, x_axes, specs, axes, None, batch.sizes, batch.num_shards)
-        axis = self._axes.out_axes
+        axis = self._model.axes.out_axes
         axis = axis if isinstance(axis, int) else 0
         self.unchecked = _probe.check(self._objective, outputs, targets, own, axis)

@@ -9,9 +9,10 @@ import optax
 from jax.sharding import Mesh
 
 from . import _values
-from ._cache import Axes, ProgramCache
+from ._cache import ProgramCache
 from ._checkable import Checkable
 from ._describe import describe
+from ._functions._batch import Axes
 from ._functions._objective import Objective
 from ._functions._trainable import Trainable
 from ._instructions import _transfer

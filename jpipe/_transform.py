@@ -7,9 +7,9 @@ import jax
 from jax.sharding import Mesh
 
 from . import _setup
-from ._cache import Axes
 from ._divide import divide
 from ._functions import _remat
+from ._functions._batch import Axes
 from ._instructions import _transfer
 from ._instructions._sharding import SubMesh
 from ._instructions._transfer import Device

@@ -3,13 +3,21 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from . import _microbatch
 
 PyTree = Any
+
+
+class Axes(NamedTuple):
+    """Where the examples are: the arguments of `jpipe.pipeline` of these names."""
+
+    in_axes: Any
+    target_axes: Any
+    out_axes: Any
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,10 @@ A cut is kept as how often each parameter was read before it. So it means the sa
 the trace of another batch size, whose equations may be others.
 """
 
+import hashlib
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -141,8 +143,81 @@ def _candidates(
     return found
 
 
-def reads_before(program: Traced, cuts: Collection[int]) -> list[Sequence[int]]:
-    """Of each cut, in order, how often each parameter is read before it.
+@dataclass(frozen=True)
+class Cuts:
+    """Where a program is divided, in numbers that mean the same in another trace.
+
+    Attributes:
+      positions: the numbers of the equations with which the stages but the first begin.
+      size: how many equations there are.
+      names: a digest of their primitives.
+      reads: of each cut how often each parameter is read before it.
+      totals: how often each is read at all.
+    """
+
+    positions: tuple[int, ...]
+    size: int
+    names: str
+    reads: tuple[tuple[int, ...], ...]
+    totals: tuple[int, ...]
+
+    @classmethod
+    def of(cls, program: Traced, positions: Sequence[int], count: int) -> "Cuts":
+        """The cuts of a program.
+
+        Args:
+          program: what is divided.
+          positions: where.
+          count: how many of its parameters other traces have too.
+        """
+        size = len(program.closed.jaxpr.eqns)
+        reads = _reads_before(program, {*positions, size})
+        found = [reads[i][:count] for i in (*positions, size)]
+        names = _names(program)
+        return cls(tuple(positions), size, names, tuple(found[:-1]), found[-1])
+
+    def some(self, chosen: Sequence[int]) -> "Cuts":
+        """Those with some numbers."""
+        positions = tuple(self.positions[i] for i in chosen)
+        reads = tuple(self.reads[i] for i in chosen)
+        return replace(self, positions=positions, reads=reads)
+
+    def on(self, other: Traced) -> list[int]:
+        """The same cuts in another trace: of another batch size, or with a loss."""
+        marks = _marks.positions(other.closed)
+        if marks and len(marks) == len(self.positions):
+            return marks
+        if self.names == _names(other):
+            return list(self.positions)
+        places = range(len(other.closed.jaxpr.eqns) + 1)
+        reads = _reads_before(other, places)
+        totals = reads[places[-1]]
+        # What dropout or a penalty reads another number of times tells nothing.
+        alike = [i for i, total in enumerate(self.totals) if total == totals[i]]
+        crossing, found = crossing_bytes(other), list[int]()
+        for cut, own in zip(self.positions, self.reads, strict=True):
+
+            def apart(i: int, cut: int = cut, own: Sequence[int] = own) -> Any:
+                """By how many readings a place differs, by bytes, and by its share."""
+                readings = sum(abs(reads[i][k] - own[k]) for k in alike)
+                return readings, crossing[i], abs(i - cut / self.size * len(places))
+
+            begin = found[-1] + 1 if found else 1
+            end = len(places) - len(self.positions) + len(found)
+            found.append(min(range(begin, end), key=apart))
+        return found
+
+
+def _names(program: Traced) -> str:
+    """A digest of the primitives of a program."""
+    names = "\n".join(eqn.primitive.name for eqn in program.closed.jaxpr.eqns)
+    return hashlib.sha256(names.encode()).hexdigest()[:16]
+
+
+def _reads_before(
+    program: Traced, places: Collection[int]
+) -> dict[int, tuple[int, ...]]:
+    """Of some places how often each parameter is read before it.
 
     A reading is one by an equation of a stage, directly or through what each stage
     computes for itself.
@@ -151,10 +226,10 @@ def reads_before(program: Traced, cuts: Collection[int]) -> list[Sequence[int]]:
     through: dict[core.Var, tuple[int, ...]] = {
         var: (i,) for i, var in enumerate(program.params)
     }
-    found, eqns = list[Sequence[int]](), program.closed.jaxpr.eqns
+    found, eqns = dict[int, tuple[int, ...]](), program.closed.jaxpr.eqns
     for i, (eqn, kind) in enumerate(zip(eqns, program.kinds, strict=True)):
-        if i in cuts:
-            found.append(tuple(counts))
+        if i in places:
+            found[i] = tuple(counts)
         read = [a for a in eqn.invars if not isinstance(a, core.Literal)]
         params = tuple(dict.fromkeys(p for a in read for p in through.get(a, ())))
         if kind == "stage":
@@ -162,41 +237,4 @@ def reads_before(program: Traced, cuts: Collection[int]) -> list[Sequence[int]]:
                 counts[p] += 1
         else:
             through |= dict.fromkeys(eqn.outvars, params)
-    return [*found, tuple(counts)] if len(eqns) in cuts else found
-
-
-def same_cuts(
-    program: Traced, cuts: Sequence[int], other: Traced, num_shared: int
-) -> list[int]:
-    """The same cuts in another trace: of another batch size, or with a loss.
-
-    Args:
-      program: what is divided.
-      cuts: where.
-      other: the other trace.
-      num_shared: how many of the first parameters both have.
-    """
-    if (marks := _marks.positions(other.closed)) and len(marks) == len(cuts):
-        return marks
-    names = [
-        [eqn.primitive.name for eqn in one.closed.jaxpr.eqns]
-        for one in (program, other)
-    ]
-    if names[0] == names[1]:
-        return list(cuts)
-    size = len(program.closed.jaxpr.eqns)
-    *wanted, total = reads_before(program, [*cuts, size])
-    *known, all_of_them = reads_before(other, range(len(names[1]) + 1))
-    # What is read another number of times, as by dropout or a penalty, tells nothing.
-    alike = [i for i in range(num_shared) if total[i] == all_of_them[i]]
-    crossing, found = crossing_bytes(other), list[int]()
-    for cut, reads in zip(cuts, wanted, strict=True):
-
-        def apart(i: int, cut: int = cut, reads: Sequence[int] = reads) -> Any:
-            """By how many readings a place differs, then by bytes and by its share."""
-            readings = sum(abs(known[i][k] - reads[k]) for k in alike)
-            return readings, crossing[i], abs(i - cut / size * len(known))
-
-        begin = found[-1] + 1 if found else 1
-        found.append(min(range(begin, len(known) - len(cuts) + len(found)), key=apart))
-    return found
+    return found | {len(eqns): tuple(counts)}

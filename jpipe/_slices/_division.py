@@ -11,6 +11,7 @@ from .._run._resting import Rule
 from ..schedules import Schedule
 from ..schedules._choose import choose_schedule, turns
 from . import _cut
+from ._cut import Cuts
 from ._program import Traced
 
 
@@ -30,7 +31,8 @@ class Division:
       gather: as for `jpipe.pipeline`.
       is_lasting: whether all functions are divided as the first one is, so that their
         parameters stay where they are.
-      first: that one, where it is divided, and the stage of each of its parameters.
+      cuts: where that is, once it is known.
+      homes: the stage of each of their parameters, likewise.
     """
 
     num_microbatches: int
@@ -43,34 +45,31 @@ class Division:
     rule: Rule | None = None
     gather: str = "step"
     is_lasting: bool = False
-    first: tuple[Traced, list[int], list[int]] | None = field(default=None, init=False)
+    cuts: Cuts | None = None
+    homes: list[int] | None = field(default=None, init=False)
 
     @property
     def about(self) -> int:
         """In how many stages, where no marks say it."""
         return self.num_stages or len(self.replicas or self.devices)
 
-    def cuts(
-        self, programs: Mapping[int, Traced], num_shared: int | None
-    ) -> dict[int, Any]:
+    def positions(
+        self, programs: Mapping[int, Traced], num_params: int
+    ) -> dict[int, list[int]]:
         """Where programs are divided, by the sizes of their micro-batches.
 
         Args:
           programs: by these sizes.
-          num_shared: how many of their parameters the first one has; ``None``: all.
+          num_params: how many of their parameters all functions have.
         """
-        if self.first is None:
-            program = next(iter(programs.values()))
-            cuts = _cut.positions(program, self.num_stages, self.about)
-        else:
-            program, cuts, _ = self.first
-        num_shared = program.num_params if num_shared is None else num_shared
-        return {
-            n: cuts
-            if one is program
-            else _cut.same_cuts(program, cuts, one, num_shared)
-            for n, one in programs.items()
-        }
+        cuts = self.cuts
+        if cuts is None:
+            first = next(iter(programs.values()))
+            found = _cut.positions(first, self.num_stages, self.about)
+            cuts = Cuts.of(first, found, num_params)
+        if self.is_lasting:
+            self.cuts = cuts
+        return {n: cuts.on(one) for n, one in programs.items()}
 
     def pipe(self, count: int) -> Pipe:
         """The schedule and the devices of so many stages."""

@@ -177,13 +177,13 @@ class Sliced:
           args: a mini-batch, or specs; it may have few examples.
         """
         division = self._division
-        if division.first is None:
+        if division.homes is None:
             pipe, stages = self._stages(self._called(params, args, True))
             self.last = pipe, stages, None
-        assert division.first is not None
-        cuts, homes = division.first[1:]
-        pipe = division.pipe(len(cuts) + 1)
-        return self._homes(pipe, params, homes)
+        assert division.cuts is not None
+        assert division.homes is not None
+        pipe = division.pipe(len(division.cuts.positions) + 1)
+        return self._homes(pipe, params, division.homes)
 
     def _homes(
         self, pipe: Pipe, params: PyTree, stages: Sequence[int]
@@ -250,14 +250,13 @@ class Sliced:
             )
             for n, one in programs.items():
                 programs[n] = without_the_rest(one, *writes(one, call.specs), state)
-        first, count = programs[sizes[0]], len(call.trained)
-        cuts = division.cuts(programs, count if division.is_lasting else None)
+        count = len(call.trained)
+        cuts = division.positions(programs, count)
         pipe = division.pipe(len(cuts[sizes[0]]) + 1)
-        homes = division.first[2] if division.first else ()
-        known = call.trained, homes, state
+        known = call.trained, division.homes or (), state
         stages = Stages(programs, cuts, sizes, pipe.remat, *known)
-        if division.is_lasting and division.first is None:
-            division.first = first, cuts[sizes[0]], stages.owner[:count]
+        if division.is_lasting:
+            division.homes = stages.owner[:count]
         return pipe, stages
 
     @paused
