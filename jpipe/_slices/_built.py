@@ -15,7 +15,10 @@ from .._instructions._program import Program
 from .._instructions._sharding import Sharding
 from .._run import _facts, _variables
 from .._run._pipe import Pipe
+from ..schedules import Action
+from ..schedules._action import FORWARD
 from ._join import Join, joined
+from ._kept import Kept
 from ._lower import Lowering
 from ._stages import Stages
 
@@ -185,6 +188,17 @@ class Built:
     def program(self) -> Program:
         """``(*params, *mini-batch) -> (*loss, *aux, *changed, *grads)``."""
         return self._lowered()
+
+    @cached_property
+    def ran(self) -> tuple[Action, ...]:
+        """The actions that run, each as one program."""
+        labels = [i.label for i in self.program.instructions if not i.is_move]
+        return tuple(label for label in labels if not isinstance(label, str))
+
+    def kept(self, stage: int) -> Kept | None:
+        """What a stage keeps of a micro-batch, if it has forwards of their own."""
+        by_itself = any(a.op == FORWARD and a.stage == stage for a in self.ran)
+        return self.stages.kept(stage) if by_itself else None
 
     @paused
     def _lowered(self) -> Program:

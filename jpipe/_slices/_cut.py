@@ -6,7 +6,7 @@ the trace of another batch size, whose equations may be others.
 
 import hashlib
 from bisect import bisect_left
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -20,6 +20,8 @@ from ._program import Traced
 
 # So many operations take as long as to move a byte.
 _PER_BYTE = 10
+# A piece is at least one of so many parts of a stage.
+_PARTS = 8
 
 
 def positions(program: Traced, num_stages: int | None, default: int) -> list[int]:
@@ -49,11 +51,7 @@ def _balanced(program: Traced, num_stages: int) -> list[int]:
     if num_stages == 1:
         return []
     eqns, kinds = program.closed.jaxpr.eqns, program.kinds
-    cost = [
-        (_flops.of_equation(eqn) + _PER_BYTE * sum(map(_cheapest.nbytes, eqn.outvars)))
-        * (kind == "stage")
-        for eqn, kind in zip(eqns, kinds, strict=True)
-    ]
+    cost = _costs(program)
     _check_atoms(program, cost, num_stages)
     total = [0, *accumulate(cost)]
     crossing = crossing_bytes(program)
@@ -77,6 +75,30 @@ def _balanced(program: Traced, num_stages: int) -> list[int]:
             for number, end in enumerate(ends)
         ]
     return list(best[-1][2])
+
+
+def pieces(program: Traced, num_stages: int) -> list[int]:
+    """The places where few bytes cross, at marks or else as for so many stages.
+
+    Between two there is something to compute, at least a part of a stage.
+    """
+    if marks := _marks.positions(program.closed):
+        return marks
+    total = [0, *accumulate(_costs(program))]
+    least, found = total[-1] / num_stages / _PARTS, [0]
+    for at in _candidates(crossing_bytes(program), total, program.kinds, num_stages):
+        if total[at] - total[found[-1]] >= least <= total[-1] - total[at]:
+            found.append(at)
+    return found[1:]
+
+
+def _costs(program: Traced) -> list[float]:
+    """Of each equation what it costs a stage, in operations."""
+    return [
+        (_flops.of_equation(eqn) + _PER_BYTE * sum(map(_cheapest.nbytes, eqn.outvars)))
+        * (kind == "stage")
+        for eqn, kind in zip(program.closed.jaxpr.eqns, program.kinds, strict=True)
+    ]
 
 
 def _joined(before: Any, cost: float, at: int, crossing: Sequence[int]) -> Any:
@@ -176,6 +198,18 @@ class Cuts:
         names = _names(program)
         return cls(tuple(positions), size, names, tuple(found[:-1]), found[-1])
 
+    @classmethod
+    def none(cls) -> "Cuts":
+        """Those of one stage."""
+        return cls((), 0, "", (), ())
+
+    @classmethod
+    def of_fields(cls, fields: Mapping[str, Any]) -> "Cuts":
+        """The cuts of which `dataclasses.asdict` made these fields, and JSON lists."""
+        reads = tuple(map(tuple, fields["reads"]))
+        own = {name: tuple(fields[name]) for name in ("positions", "totals")}
+        return cls(**{**fields, **own, "reads": reads})
+
     def some(self, chosen: Sequence[int]) -> "Cuts":
         """Those with some numbers."""
         positions = tuple(self.positions[i] for i in chosen)
@@ -184,6 +218,8 @@ class Cuts:
 
     def on(self, other: Traced) -> list[int]:
         """The same cuts in another trace: of another batch size, or with a loss."""
+        if not self.positions:
+            return []
         marks = _marks.positions(other.closed)
         if marks and len(marks) == len(self.positions):
             return marks

@@ -2,7 +2,6 @@
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import jax
@@ -53,31 +52,15 @@ class Listed:
     aux: dict[int, PyTree]
     routes: Sequence[_skip.Route]
 
-    def skips_into(self, stage: int) -> list[tuple[_skip.Route, list[Any]]]:
-        """The skip connections that end in a stage, and which variables they are."""
-        return [
-            (route, self._arriving(stage, (route.source, i)))
-            for i, route in enumerate(self.routes, start=1)
-            if route.target == stage
-        ]
-
-    def entering(self, stage: int) -> list[Any]:
-        """What a stage reads of the output of the one before it, or of the input."""
-        if not stage:
-            return self.stages.part(0).inputs
-        return self._arriving(stage, (stage - 1, 0))
-
-    def _arriving(self, stage: int, origin: tuple[int, int]) -> list[Any]:
-        arrives = self.stages.part(stage).arrives
-        return [var for var in arrives if self._marked[var] == origin]
-
-    @cached_property
-    def _marked(self) -> dict[Any, tuple[int, int]]:
-        return _marks.marked(self.stages.first.closed)
-
-    def wanted(self, variables: Sequence[Any]) -> list[Any]:
-        """Those that have a cotangent."""
-        return [var for var in variables if self.stages.has_gradient(var, 0)]
+    @property
+    def skips(self) -> dict[Any, str]:
+        """By each value that a skip connection brings to a stage, its name."""
+        marked = _marks.marked(self.stages.first.closed)
+        return {
+            var: _skip.label(self.routes[number - 1].key)
+            for var, (_, number) in marked.items()
+            if number
+        }
 
 
 def listed(

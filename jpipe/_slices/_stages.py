@@ -153,17 +153,31 @@ class Stages:
         ]
         return state.of_stages(homes, self.num_stages)
 
+    def kind(self, stage: int, microbatch: int = 0) -> Hashable:
+        """What is equal for stages whose operations are the same.
+
+        Functions that differ in the rules of their derivatives alone may be equal.
+        """
+        weights = self.weights(stage, microbatch)
+        trained = [self.trained[i] for i in weights]
+        arrives = self.part(stage, microbatch).arrives
+        wanted = [self.has_gradient(var, microbatch) for var in arrives]
+        form = self._form(stage, self._sizes[microbatch])
+        return form, stage == self.num_stages - 1, tuple(trained), tuple(wanted)
+
     def _form(self, stage: int, size: int) -> Hashable:
-        """What is equal for stages that are one program."""
-        if not self._alike:
-            return stage, size
+        """The operations of a stage; and what else tells stages of a list apart."""
         if (stage, size) not in self._known_forms:
             part = self._slices[size][stage]
             groups = part.weights, part.arrives, part.inputs, part.batch, part.leaves
             form = *map(len, groups), *_alike.form(part.closed)
-            found = self._alike[size][stage], size, form
-            self._known_forms[stage, size] = found
+            alike = self._alike[size][stage] if self._alike else None
+            self._known_forms[stage, size] = alike, size, form
         return self._known_forms[stage, size]
+
+    def _program_of(self, stage: int, size: int) -> Hashable:
+        """What is equal for stages that are one program; of a model nothing is."""
+        return self._form(stage, size) if self._alike else (stage, size)
 
     def has_gradient(self, var: core.Var, microbatch: int) -> bool:
         """Whether what crosses has a cotangent."""
@@ -186,7 +200,7 @@ class Stages:
         has_loss = self.first.has_loss and stage == self.num_stages - 1
         trained = [self.trained[i] for i in self.weights(stage, microbatch)]
         arrives = [self.has_gradient(var, microbatch) for var in part.arrives]
-        form = self._form(stage, self._sizes[microbatch])
+        form = self._program_of(stage, self._sizes[microbatch])
         key = form, mode, has_loss, tuple(trained), tuple(arrives)
         if key not in self._distinct:
             divisors = specs(self.first.weight if self.divides else [])
@@ -197,7 +211,7 @@ class Stages:
 
     def forward(self, stage: int, microbatch: int) -> Function:
         """The program of a stage of which nothing is kept for a backward."""
-        key = self._form(stage, self._sizes[microbatch])
+        key = self._program_of(stage, self._sizes[microbatch])
         if key not in self._forwards:
             closed = self.part(stage, microbatch).closed
             self._forwards[key] = Function.of("forward", closed)

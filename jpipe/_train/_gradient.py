@@ -14,10 +14,7 @@ from .._run import _variables
 from .._run._layout import Layout
 from .._slices import _join
 from .._slices._built import Built
-from .._slices._kept import Kept
 from .._slices._listed import Listed
-from ..schedules import Action
-from ..schedules._action import FORWARD
 
 PyTree = Any
 
@@ -55,17 +52,6 @@ class Gradient(Built):
     def program_with_state(self) -> Program:
         """The same, which gives what is no parameter too, as it is after training."""
         return self._with_state(self.layout.state)
-
-    @cached_property
-    def ran(self) -> tuple[Action, ...]:
-        """The actions that run, each as one program."""
-        labels = [i.label for i in self.program.instructions if not i.is_move]
-        return tuple(label for label in labels if not isinstance(label, str))
-
-    def kept(self, stage: int) -> Kept | None:
-        """What a stage keeps of a micro-batch, if it has forwards of their own."""
-        by_itself = any(a.op == FORWARD and a.stage == stage for a in self.ran)
-        return self.stages.kept(stage) if by_itself else None
 
     @paused
     def _with_state(self, state: Sequence[int]) -> Program:

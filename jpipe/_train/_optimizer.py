@@ -188,21 +188,28 @@ class Optimizer:
 
 
 def state_bytes(
-    tx: optax.GradientTransformation, params: PyTree, trained: Sequence[bool]
+    tx: optax.GradientTransformation,
+    params: PyTree,
+    trained: Sequence[bool],
+    at: Sequence[int],
+    count: int,
 ) -> list[int]:
-    """The bytes of an optimizer's state that belong to each layer.
+    """The bytes of an optimizer's state that belong to each of some layers.
 
     Args:
       tx: the optax transformation.
-      params: specs of the parameters, one entry per layer.
+      params: specs of the parameters.
       trained: whether each of their leaves is trained.
+      at: the layer of each.
+      count: how many layers there are.
     """
     leaves, tree = jax.tree.flatten(params)
     free = jax.tree.unflatten(tree, _hidden(leaves, trained))
     state = jax.eval_shape(_making(tx), free)
-    found = [0] * len(params)
-    at = homes(state, _places(free, range(len(params))))
-    for leaf, home in zip(jax.tree.leaves(state), at, strict=True):
+    found = [0] * count
+    free_at = [home for home, yes in zip(at, trained, strict=True) if yes]
+    own = homes(state, places(zip(paths(free), free_at, strict=True)))
+    for leaf, home in zip(jax.tree.leaves(state), own, strict=True):
         found[home or 0] += nbytes(leaf)
     return found
 
@@ -312,10 +319,6 @@ def place_state(
 
 def _flat(params: PyTree) -> list[tuple[Path, Any]]:
     return jax.tree_util.tree_leaves_with_path(params)
-
-
-def _places(params: PyTree, stage_of_layer: Sequence[int]) -> dict[Path, int]:
-    return places((path, stage_of_layer[path[0].idx]) for path in paths(params))
 
 
 def _told(shape: tuple[int, ...] | None, dtype: Any) -> str:

@@ -11,9 +11,7 @@ from .._functions._weights import sum_spec
 from .._instructions._bytes import nbytes
 from .._instructions._progress import Progress
 from .._instructions._transfer import Device
-from .._layers._layer import as_layers
 from .._layers._stage import check_balance
-from .._run import _variables
 from .._run._context import outside_of_meshes
 from .._train._optimizer import state_bytes
 from .._train._step import check_optimizer
@@ -164,14 +162,14 @@ def plan(
     request = Request(layers, sample, **options)
     if batch_size is not None:
         request = request.resized(batch_size)
-    required = None
-    if balance is not None:
-        required = check_balance(balance, len(as_layers(request.layers)))
     examples = request.batch.batch().sizes[0]
     known = profile.microbatch_size if profile else None
     choice = shapes(spread, numbers, count, examples, known)
     parts = sorted({shape.parts for shape in choice})
     asked = dataclasses.replace(request, num_microbatches=parts[-1])
+    required = None
+    if balance is not None:
+        required = check_balance(balance, len(asked.model.names))
     # All that is said on a terminal meanwhile counts from here.
     with Progress("plans made"):
         optimizer = _optimizer_bytes(tx, asked.model)
@@ -196,7 +194,8 @@ def plan(
             f"layers on {count} devices in "
             f"{sorted({shape.microbatches for shape in choice})} micro-batches"
         )
-    return chosen(candidates, space, () if request.loss else (_NO_LOSS,))
+    made = chosen(candidates, space, () if request.loss else (_NO_LOSS,))
+    return dataclasses.replace(made, cuts=request.layers.cuts(made.balance))
 
 
 def _as_made(profile: Any) -> dict[str, Any]:
@@ -255,8 +254,11 @@ def _linked(
 
 def _optimizer_bytes(tx: optax.GradientTransformation, model: Traced) -> list[int]:
     """The optimizer's state of each layer."""
-    variables = [visit.variables for visit in model.visits]
-    return state_bytes(tx, _variables.params(variables), model.listed.layout.trained)
+    numbers, tree = jax.tree.flatten(model.params)
+    trained = [model.stages.trained[i] for i in numbers]
+    homes = [model.homes[i] for i in numbers]
+    params = tree.unflatten(model.specs(numbers))
+    return state_bytes(tx, params, trained, homes, len(model.names))
 
 
 def _check_layers(
@@ -267,21 +269,17 @@ def _check_layers(
     Raises:
       ValueError: with all that do not, and what they need.
     """
-    limit, trained, too_large = (
-        hardware.memory_limit,
-        iter(model.listed.layout.trained),
-        [],
-    )
-    for number, (layer, visit, optimizer) in enumerate(
-        zip(model.layers, model.visits, optimizer_bytes, strict=True)
+    limit, too_large = hardware.memory_limit, []
+    for i, (name, optimizer) in enumerate(
+        zip(model.names, optimizer_bytes, strict=True)
     ):
-        params = jax.tree.leaves(_variables.params([visit.variables]))
-        state = jax.tree.leaves(_variables.model_state([visit.variables]))
-        sums = [sum_spec(leaf) for leaf in params if next(trained)]
-        held, gradients = sum(map(nbytes, [*params, *state])), sum(map(nbytes, sums))
+        params, state = (model.variables(i, yes) for yes in (True, False))
+        trained = [number for number in params if model.stages.trained[number]]
+        held = sum(map(nbytes, model.specs([*params, *state])))
+        gradients = sum(nbytes(sum_spec(leaf)) for leaf in model.specs(trained))
         if limit is not None and held + gradients + optimizer > limit:
             own = Memory(held, gradients, optimizer, 0, 0)
-            too_large.append(f"layer {number} ({layer.name}) {own.short(limit)}")
+            too_large.append(f"layer {i} ({name}) {own.short(limit)}")
     if too_large:
         raise ValueError(
             f"memory_limit={limit:,} bytes on {hardware.num_devices} devices: no plan "

@@ -3,7 +3,7 @@
 import hashlib
 import os
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import flax
@@ -13,6 +13,7 @@ from jax.extend import core
 from .._instructions._transfer import Device
 from .._jaxprs import _jaxpr
 from .._layers._stage import shapes
+from .._slices._slice import specs
 from ._estimate import Rates
 from ._traced import Traced
 
@@ -43,9 +44,9 @@ def made(model: Traced, train: bool, where: Device | Rates) -> dict[str, str]:
         "jax": jax.__version__,
         "flax": flax.__version__,
         "matmul precision": str(_config.jax_default_matmul_precision),
-        "input": shapes(model.batch.first),
+        "input": _shapes(model.entering(0)),
         "train": str(train),
-        **{f"layer {i}": _layer(model, i) for i in range(len(model.layers))},
+        **{f"layer {i}": _layer(model, i) for i in range(len(model.names))},
     }
 
 
@@ -79,22 +80,32 @@ def kind_of(device: Device) -> str:
 
 
 def _layer(model: Traced, number: int) -> str:
-    listed, functions = model.listed, model.functions(number)
-    weights, part = listed.layout.weights[number], listed.stages.part(number)
+    stages, part = model.stages, model.stages.part(number)
+    weights = stages.weights(number)
     parts = [
-        str(weights.specs),
-        str([jax.tree_util.keystr(path) for path in weights.paths]),
-        str((functions.trained, functions.arrives)),
+        str(model.specs(weights)),
+        str([model.paths[i] for i in weights if i < len(model.paths)]),
+        str([stages.trained[i] for i in weights]),
+        str([var.aval for var in model.wanted(part.arrives)]),
         str([str(var.aval) for var in part.given]),
         *_operations(part.closed),
     ]
     digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
-    following = model.visits[number + 1 :]
-    y = shapes(following[0].x if following else listed.y)
-    if listed.stages.first.has_loss and not following:
-        y = "loss"
-    x = shapes(model.visits[number].x)
-    return f"{model.layers[number].name}: {x} -> {y}, {digest[:12]}"
+    following = number + 1
+    if following < len(model.names):
+        y = _shapes(model.entering(following))
+    else:
+        y = "loss" if stages.first.has_loss else _listed(model.outputs)
+    x = _shapes(model.entering(number))
+    return f"{model.names[number]}: {x} -> {y}, {digest[:12]}"
+
+
+def _shapes(variables: Sequence[core.Var]) -> str:
+    return _listed(specs(variables))
+
+
+def _listed(leaves: Sequence[Any]) -> str:
+    return shapes(leaves[0] if len(leaves) == 1 else tuple(leaves))
 
 
 def _operations(closed: core.ClosedJaxpr) -> Iterator[str]:

@@ -22,8 +22,6 @@ from .._instructions._progress import Progress
 from .._instructions._transfer import Device
 from .._jaxprs import _jaxpr
 from .._jaxprs._function import Function
-from .._layers import _rng
-from .._run._initialize import Initializer, initializers
 from .._slices._functions import StageFunctions
 from .._slices._slice import specs
 from ._traced import Sample, Traced
@@ -81,16 +79,13 @@ def measure(
     compile_all(program.compiled for program in programs)
     zeros = _transfer.put([np.float32(0)] * _LEAVES, device)
     in_a_row = []
-    key = _transfer.put_tree(jax.random.key(0), device)
-    visits = [model.visits[layer.number] for layer in layers]
-    made_by = initializers(visits, key, device)
     done, total = 0, rounds * len(layers)
     with Progress("visits of layers measured") as progress:
         for _ in range(rounds):
             nothing(zeros)
             in_a_row.append(nothing.in_a_row(zeros))
-            for layer, initialize in zip(layers, made_by, strict=True):
-                layer.visit(initialize)
+            for layer in layers:
+                layer.visit()
                 done += 1
                 progress.say(done, total)
     times = {layer.functions: layer.times(nothing.seconds) for layer in layers}
@@ -189,7 +184,7 @@ class _Measured:
         device: Device,
     ) -> None:
         self._model = model
-        self._part = model.listed.stages.part(number)
+        self._part = model.stages.part(number)
         self._sample = sample
         self._device = device
         self.number = number
@@ -202,11 +197,11 @@ class _Measured:
             if function.closed is not None and function.closed.jaxpr.eqns
         }
 
-    def visit(self, initialize: Initializer) -> None:
+    def visit(self) -> None:
         """Makes what the layer needs, and runs each of its programs for a while."""
         part, functions = self._part, self.functions
         try:
-            given = [*self._weights(initialize), *self._batch()]
+            given = [*self._drawn(specs(part.weights)), *self._batch()]
             results = self._run("forward", given)
             if functions.has_backward:
                 count = len(part.leaves) + len(part.beside)
@@ -216,7 +211,7 @@ class _Measured:
                 halves = self._run("input_grad", given)
                 self._run("weight_grad", [*given, *halves[sum(functions.arrives) :]])
         except Exception as error:
-            name = self._model.layers[self.number].name
+            name = self._model.names[self.number]
             error.add_note(f"raised when layer {self.number} ({name}) was measured")
             raise
 
@@ -241,31 +236,14 @@ class _Measured:
         function: Function = getattr(self.functions, name)
         return list(function.run(*[given[i] for i in function.reads or ()]))
 
-    def _weights(self, initialize: Initializer) -> list[Any]:
-        """Its variables: its own as `Pipeline.init` makes them, borrowed ones drawn."""
-        listed = self._model.listed
-        key = _transfer.put_tree(jax.random.key(0), self._device)
-        made = initialize(_rng.layer_key(key, self.number))
-        leaves = jax.tree.leaves(_transfer.put_tree(made, self._device))
-        before = self._model.visits[: self.number]
-        first = sum(len(jax.tree.leaves(each.variables)) for each in before)
-        numbers = listed.stages.weights(self.number)
-        return [
-            leaves[at - first]
-            if listed.layout.homes[at] == self.number
-            else self._drawn([spec])[0]
-            for at, spec in zip(numbers, specs(self._part.weights), strict=True)
-        ]
-
     def _batch(self) -> list[Any]:
         """What it reads of other layers, of the mini-batch, and the number of it."""
         part, batch, sample = self._part, self._model.batch, self._sample
-        program = self._model.listed.stages.first
-        x, targets, _ = self._model.listed.batch.part(batch.sizes[0])
+        program = self._model.stages.first
+        own = jax.tree.leaves(batch.part(batch.sizes[0]))
+        given = [sample.x, sample.targets, sample.rngs]
         values = [
-            *_part(sample.x, batch.x_axes, jax.tree.leaves(x)),
-            *_part(sample.targets, batch.target_axes, jax.tree.leaves(targets)),
-            *jax.tree.leaves(sample.rngs),
+            *_part(jax.tree.leaves(given), batch.x_axes, own),
             *(np.int32(0), *program.numbers),
         ]
         known = dict(zip(program.given, values, strict=True))
@@ -278,11 +256,13 @@ class _Measured:
 
 
 def _part(
-    tree: Any, axes: Sequence[int | None], specs: Sequence[jax.ShapeDtypeStruct]
+    leaves: Sequence[Any],
+    axes: Sequence[int | None],
+    specs: Sequence[jax.ShapeDtypeStruct],
 ) -> list[Any]:
     """The first micro-batch of what has values; of the rest its specs."""
     parts = []
-    for leaf, axis, spec in zip(jax.tree.leaves(tree), axes, specs, strict=True):
+    for leaf, axis, spec in zip(leaves, axes, specs, strict=True):
         if isinstance(leaf, jax.ShapeDtypeStruct):
             parts.append(spec)
         elif axis is None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .._layers._stage import abbreviate
+from .._slices._cut import Cuts
 from ..schedules import Action, Costs, Schedule, Skip
 from ..schedules._action import BACKWARD, FORWARD, INPUT, WEIGHT
 from ..schedules._costs import faults_of
@@ -142,6 +143,7 @@ class Plan:
       data: on how many devices of each rank the examples of a micro-batch are spread:
         along the axis ``"data"`` of a mesh. What is said of a device is of each of
         them.
+      cuts: where one model is divided; ``None`` of a list of layers.
     """
 
     stages: tuple[StagePlan, ...]
@@ -151,10 +153,11 @@ class Plan:
     skips: tuple[tuple[str, int, int], ...] = ()
     forecast: Forecast | None = None
     data: int = 1
+    cuts: Cuts | None = None
 
     @property
     def balance(self) -> list[int]:
-        """The number of layers of each stage."""
+        """The number of layers of each stage, or of pieces of a model."""
         return [len(stage.layers) for stage in self.stages]
 
     @property
@@ -192,6 +195,7 @@ class Plan:
                 forecast |= {k: tuple(forecast[k]) for k in ("busy", "reasons")}
                 forecast["costs"] = _costs(forecast["costs"], schedule)
                 forecast = Forecast(**forecast)
+            cuts = fields.pop("cuts")
             plan = cls(
                 stages=tuple(
                     StagePlan(**own | {"layers": tuple(own["layers"])})
@@ -199,6 +203,7 @@ class Plan:
                 ),
                 schedule=schedule,
                 forecast=forecast,
+                cuts=cuts and Cuts.of_fields(cuts),
                 ran=tuple(map(Action.parse, fields.pop("ran"))),
                 peak_bytes=tuple(map(tuple, fields.pop("peak_bytes"))),
                 skips=tuple(map(tuple, fields.pop("skips"))),

@@ -1,9 +1,7 @@
 """`jpipe.profile`: what each layer of a model costs."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
-
-import jax
 
 from .._functions._weights import is_inexact
 from .._instructions._bytes import nbytes
@@ -11,8 +9,6 @@ from .._instructions._progress import counted
 from .._instructions._transfer import Device
 from .._jaxprs._flops import flops
 from .._layers import _rng
-from .._layers._skip import label
-from .._run import _variables
 from .._run._context import outside_of_meshes
 from .._slices._costs import total
 from .._slices._functions import StageFunctions
@@ -49,13 +45,13 @@ def profile(
     memory_bandwidth: float | None = None,
     action_seconds: float | None = None,
 ) -> Profile:
-    """Finds what each layer of a model costs, on one micro-batch.
+    """Finds what each layer, or piece of a model, costs on one micro-batch.
 
     Measured are the programs of each layer by itself: its forward, its backward from
     residuals, and the halves of that; and what a program takes that computes nothing,
-    which is taken off. Equal layers are measured once. The device holds the variables
-    of one layer at a time; what layers before it would give to it is not computed, but
-    drawn: normal numbers, and zeros of other dtypes.
+    which is taken off. Equal layers are measured once. The device holds one layer at a
+    time; its parameters, and what layers before it would give to it, are drawn: normal
+    numbers, and zeros of other dtypes.
 
     Estimated times are those of a roofline, of all that XLA does not fuse: the longer
     of the time for floating-point operations and the time for bytes read and written.
@@ -64,7 +60,8 @@ def profile(
     they are given and return: more than what is left of that where XLA fuses.
 
     Args:
-      layers: as `jpipe.pipeline` takes them.
+      layers: as `jpipe.pipeline` takes them; of one model its pieces are profiled, at
+        whose ends few bytes cross.
       sample: an input of a mini-batch, or its `jax.ShapeDtypeStruct` leaves.
       num_microbatches: into how many micro-batches it is cut; the first is used.
       loss: ``(outputs, targets) -> scalar``, which is then a part of the last layer;
@@ -130,7 +127,7 @@ def answer(request: Request) -> Profile:
         times, action = measured(model, request.batch, where, request.rounds)
     return Profile(
         layers=tuple(_layers(model, times)),
-        input_bytes=total(model.listed.entering(0)),
+        input_bytes=total(model.entering(0)),
         skips=tuple(_skips(model)),
         ties=tuple(model.ties()),
         microbatch_size=model.batch.sizes[0],
@@ -154,17 +151,17 @@ def _layers(
 ) -> Iterator[LayerProfile]:
     alike = counted("layers traced", list(model.alike().items()))
     kept = {functions: _kept(model, numbers[0]) for functions, numbers in alike}
-    for i, (layer, visit) in enumerate(zip(model.layers, model.visits, strict=True)):
-        functions, own = model.functions(i), [visit.variables]
-        params = jax.tree.leaves(_variables.params(own))
+    for i, name in enumerate(model.names):
+        functions = model.functions(i)
+        params, state = (model.specs(model.variables(i, yes)) for yes in (True, False))
         forward = functions.forward.closed
         output, cotangent = _given(model, i)
         yield LayerProfile(
-            name=layer.name,
+            name=name,
             **times[functions]._asdict(),
             num_params=sum(leaf.size for leaf in params),
             param_bytes=sum(map(nbytes, params)),
-            state_bytes=sum(map(nbytes, jax.tree.leaves(_variables.model_state(own)))),
+            state_bytes=sum(map(nbytes, state)),
             output_bytes=output,
             cotangent_bytes=cotangent,
             kept_bytes=kept[functions],
@@ -174,15 +171,15 @@ def _layers(
 
 def _given(model: Traced, layer: int) -> tuple[int, int]:
     """The bytes that a layer gives to the next one, and of the gradient of these."""
-    listed, following = model.listed, layer + 1
-    if following < len(model.layers):
-        found = listed.entering(following)
-        return total(found), total(listed.wanted(found))
-    leaves = jax.tree.leaves(listed.aux[listed.batch.sizes[0]])
-    has_loss = listed.stages.first.has_loss
+    following = layer + 1
+    if following < len(model.names):
+        found = model.entering(following)
+        return total(found), total(model.wanted(found))
+    has_loss = model.stages.first.has_loss
     wanted = not has_loss and model.functions(layer).has_backward
-    output = sum(map(nbytes, leaves))
-    return output, sum(map(nbytes, filter(is_inexact, leaves))) if wanted else 0
+    output = sum(map(nbytes, model.outputs))
+    cotangents = sum(map(nbytes, filter(is_inexact, model.outputs)))
+    return output, cotangents if wanted else 0
 
 
 def _kept(model: Traced, number: int) -> dict[str, int]:
@@ -198,23 +195,8 @@ def _kept(model: Traced, number: int) -> dict[str, int]:
 
 
 def _skips(model: Traced) -> Iterator[SkipProfile]:
-    listed = model.listed
-    for stage in range(len(model.layers)):
-        for route, own in listed.skips_into(stage):
-            yield SkipProfile(
-                label(route.key),
-                route.source,
-                stage,
-                total(own),
-                total(listed.wanted(own)),
-                is_output=_is_output(model, route.source, own),
-            )
-
-
-def _is_output(model: Traced, source: int, skip: Sequence[Any]) -> bool:
-    """Whether what a layer stashes is what it gives to the next one too."""
-    part = model.listed.stages.part(source)
-    ends = zip([*part.leaves, *part.beside], part.closed.jaxpr.outvars, strict=True)
-    made = {var: id(end) for var, end in ends}
-    given = {made[var] for var in model.listed.entering(source + 1)}
-    return all(made[var] in given for var in skip)
+    for layer in range(len(model.names)):
+        for (source, name), own in model.skipping(layer).items():
+            sizes = total(own), total(model.wanted(own))
+            is_output = model.is_output(source, own)
+            yield SkipProfile(name, source, layer, *sizes, is_output=is_output)

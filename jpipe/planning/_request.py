@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -10,23 +11,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._functions import _remat
 from .._functions._objective import Objective
-from .._functions._trainable import Trainable
 from .._functions._weights import is_inexact
 from .._instructions._progress import counted
-from .._instructions._transfer import Device, OnPaper
+from .._instructions._transfer import Device
 from .._layers import _rng
-from .._layers._layer import Layer, as_layers
-from .._layers._stage import fuse
 from .._run import _variables
 from .._run._context import outside_of_meshes
-from .._run._pipe import Pipe
-from .._train._gradient import Gradient
-from ..schedules import Schedule, gpipe
+from .._slices._built import Built
+from ..schedules import Schedule
 from ._estimate import Rates
 from ._layer import misfit
 from ._made import made
+from ._subject import subject
 from ._traced import Sample, Traced
 
 PyTree = Any
@@ -64,8 +61,7 @@ class Request:
     action_seconds: float | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.layers, Iterator):  # of which there is one look
-            object.__setattr__(self, "layers", [*self.layers])
+        object.__setattr__(self, "layers", subject(self.layers))
         if faults := list(self._faults()):
             raise ValueError(f"profile: {'; '.join(faults)}")
         if self.device is not None and not isinstance(self.device, jax.Device):
@@ -107,6 +103,9 @@ class Request:
             self.in_axes,
             self.target_axes,
             self.num_microbatches,
+            self._objective,
+            self.trainable,
+            self.train,
         )
 
     @cached_property
@@ -123,19 +122,17 @@ class Request:
 
     @cached_property
     def model(self) -> Traced:
-        """The layers, each traced by itself."""
-        own = as_layers(self.layers)
-        one_each = gpipe(len(own), 1)
-        return self._traced(own, [1] * len(own), one_each, "none", self._objective)
+        """The layers, or pieces of a model, each by itself."""
+        with self._explained():
+            return self.layers.traced(self.batch, None, "none")
 
     @outside_of_meshes
     def kept(self, balance: Sequence[int], mode: str) -> list[int]:
         """What stages store of a micro-batch: their layers are traced together."""
-        own, stages = as_layers(self.layers), len(balance)
-        traced = self._traced(own, balance, gpipe(stages, 1), mode, self._objective)
-        found = counted(
-            "stages traced", [traced.functions(s, mode) for s in range(stages)]
-        )
+        with self._explained():
+            traced = self.layers.traced(self.batch, balance, mode)
+        stages = range(len(balance))
+        found = counted("stages traced", [traced.functions(s, mode) for s in stages])
         return [own.kept.nbytes[mode] if own.has_backward else 0 for own in found]
 
     @outside_of_meshes
@@ -145,33 +142,18 @@ class Request:
         remat: Sequence[str],
         schedule: Schedule,
         data: int = 1,
-    ) -> Gradient:
+    ) -> Built:
         """The loss and its gradients of a mini-batch, on devices that are not there."""
-        own, loss = as_layers(self.layers), self._objective or Objective(_any)
-        traced = self._traced(own, balance, schedule, remat, loss, data)
-        return Gradient(traced.listed, loss)
+        loss = self._objective or Objective(_any)
+        sample = self.batch._replace(objective=loss)
+        with self._explained():
+            return self.layers.lowered(sample, balance, remat, schedule, data)
 
-    def _traced(
-        self,
-        layers: Sequence[Layer],
-        balance: Sequence[int],
-        schedule: Schedule,
-        remat: str | Sequence[str],
-        objective: Objective | None,
-        data: int = 1,
-    ) -> Traced:
-        """Stages on the first micro-batch, or on as many as a schedule has."""
-        pipe = Pipe(
-            fuse(layers, tuple(balance)),
-            tuple(OnPaper(rank, data) for rank in range(schedule.num_ranks)),
-            schedule,
-            _remat.per_stage(remat, len(balance)),
-        )
-        whole = schedule.num_microbatches > 1
-        batch = self.batch.batch(whole, data)
-        trainable = Trainable(self.trainable)
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Adds to an error of a loss that it was given no targets."""
         try:
-            return Traced.of(pipe, batch, objective, trainable, self.train)
+            yield
         except Exception as error:
             if self.loss is not None and not jax.tree.leaves(self.targets):
                 error.add_note(_NO_TARGETS)
@@ -186,22 +168,8 @@ class Request:
 
     def resized(self, batch_size: int) -> "Request":
         """The same for a mini-batch of another size, of which nothing has values."""
-        batch = self.batch._replace(num_microbatches=1).batch()
-
-        def resized(tree: PyTree, axes: Sequence[int | None]) -> PyTree:
-            specs, structure = jax.tree.flatten(tree)
-            for i, axis in enumerate(axes):
-                if axis is not None:
-                    shape = list(specs[i].shape)
-                    shape[axis] = batch_size
-                    specs[i] = specs[i].update(shape=tuple(shape))
-            return jax.tree.unflatten(structure, specs)
-
-        return dataclasses.replace(
-            self,
-            sample=resized(batch.x, batch.x_axes),
-            targets=resized(batch.targets, batch.target_axes),
-        )
+        own = self.batch.resized(batch_size)
+        return dataclasses.replace(self, sample=own.x, targets=own.targets)
 
     @property
     def made(self) -> dict[str, str]:

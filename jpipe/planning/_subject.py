@@ -1,0 +1,226 @@
+"""What is planned: a list of layers, or one model that is divided into pieces."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from .._functions import _remat
+from .._functions._batch import Axes
+from .._functions._trainable import Trainable
+from .._instructions._transfer import OnPaper
+from .._layers import _rng
+from .._layers._layer import as_layers, is_model
+from .._layers._stage import abbreviate, fuse
+from .._layers._walk import walk
+from .._run import _variables
+from .._run._layout import Layout
+from .._run._pipe import Pipe
+from .._slices import _cut
+from .._slices._built import Built
+from .._slices._cut import Cuts
+from .._slices._division import Division
+from .._slices._initial import Initial
+from .._slices._listed import Listed, listed
+from .._slices._model import Model
+from .._slices._names import modules
+from .._slices._sliced import Sliced
+from .._train._gradient import Gradient
+from ..schedules import Schedule, gpipe
+from ._traced import Sample, Traced
+
+PyTree = Any
+# Of each stage how many layers it has; none: one.
+Balance = Sequence[int] | None
+# A model is divided as finely as for about so many stages.
+_PIECES = 16
+
+
+def subject(given: Any) -> "Layers | OneModel":
+    """What is given as ``layers`` to `jpipe.profile` and `jpipe.plan`."""
+    if isinstance(given, Layers | OneModel):
+        return given
+    return OneModel(given) if is_model(given) else Layers(given)
+
+
+class Layers:
+    """A list of layers.
+
+    Args:
+      given: as `jpipe.pipeline` takes them.
+    """
+
+    def __init__(self, given: Any) -> None:
+        self._given = [*given] if hasattr(given, "__iter__") else given
+
+    def traced(
+        self, sample: Sample, balance: Sequence[int] | None, mode: str
+    ) -> Traced:
+        """The layers as stages on the first micro-batch.
+
+        Args:
+          sample: the mini-batch.
+          balance: how many layers each stage has; ``None``: one.
+          mode: what stages keep.
+
+        Raises:
+          ValueError: as a pipeline of these layers.
+          TypeError: likewise.
+        """
+        own = as_layers(self._given)
+        sizes = [1] * len(own) if balance is None else balance
+        schedule = gpipe(len(sizes), 1)
+        found, variables = self._listed(sample, sizes, mode, schedule, 1)
+        numbers, paths = _numbered(variables)
+        return Traced(
+            tuple(abbreviate([x.name for x in s.layers]) for s in found.pipe.stages),
+            found.batch,
+            found.stages,
+            found.layout.homes,
+            paths,
+            _variables.params(numbers),
+            jax.tree.leaves(found.stages.first.aux[0]),
+            found.skips,
+        )
+
+    def lowered(
+        self,
+        sample: Sample,
+        balance: Sequence[int],
+        remat: Sequence[str],
+        schedule: Schedule,
+        data: int,
+    ) -> Built:
+        """The loss and its gradients of a mini-batch, on devices that are not there."""
+        assert sample.objective is not None
+        found, _ = self._listed(sample, balance, remat, schedule, data)
+        return Gradient(found, sample.objective)
+
+    def cuts(self, balance: Sequence[int]) -> Cuts | None:
+        """Where a model is divided; nothing of a list of layers."""
+        del balance
+
+    def _listed(
+        self,
+        sample: Sample,
+        balance: Sequence[int],
+        remat: str | Sequence[str],
+        schedule: Schedule,
+        data: int,
+    ) -> tuple[Listed, list[PyTree]]:
+        """Stages on the first micro-batch, or on as many as a schedule has.
+
+        And specs of the variables.
+        """
+        own = as_layers(self._given)
+        pipe = Pipe(
+            fuse(own, tuple(balance)),
+            _ranks(schedule, data),
+            schedule,
+            _remat.per_stage(remat, len(balance)),
+        )
+        batch = sample.batch(schedule.num_microbatches > 1, data)
+        visits, routes = walk(pipe.stages, _rng.key_spec(), batch.first)
+        variables = [visit.variables for visit in visits]
+        marks = Trainable(sample.trainable).marks(own, variables)
+        given = pipe, Layout(pipe, visits, variables, marks), batch, routes
+        how = {"train": sample.train, "objective": sample.objective}
+        return listed(*given, **how), variables
+
+
+class OneModel:
+    """One model, as pieces between which few bytes cross.
+
+    The pieces are those of the first micro-batch that it is traced on.
+
+    Args:
+      given: a module or a function.
+    """
+
+    def __init__(self, given: Any) -> None:
+        (self._layer,) = as_layers([given])
+        self._pieces: Cuts | None = None
+
+    def traced(
+        self, sample: Sample, balance: Sequence[int] | None, mode: str
+    ) -> Traced:
+        """The pieces as stages on the first micro-batch: see `Layers.traced`."""
+        own = sample.resized(sample.batch().sizes[0])
+        if self._pieces is None:
+            whole, variables = self._built(own, Cuts.none(), gpipe(1, 1), mode)
+            program, count = whole.stages.first, len(jax.tree.leaves(variables))
+            self._pieces = Cuts.of(program, _cut.pieces(program, _PIECES), count)
+        cuts = self._pieces if balance is None else self.cuts(balance)
+        stages = len(cuts.positions) + 1
+        built, variables = self._built(own, cuts, gpipe(stages, 1), mode)
+        numbers, paths = _numbered(variables)
+        (params,) = _variables.params([numbers])
+        aux = built.stages.first.aux
+        return Traced(
+            tuple(map(abbreviate, modules(built.stages))),
+            built.batch,
+            built.stages,
+            built.layout.homes,
+            paths,
+            params,
+            jax.tree.leaves(aux if sample.objective is None else aux[0]),
+            {},
+        )
+
+    def lowered(
+        self,
+        sample: Sample,
+        balance: Sequence[int],
+        remat: Sequence[str],
+        schedule: Schedule,
+        data: int,
+    ) -> Built:
+        """The loss and its gradients of a mini-batch: see `Layers.lowered`."""
+        return self._built(sample, self.cuts(balance), schedule, remat, data)[0]
+
+    def cuts(self, balance: Sequence[int]) -> Cuts:
+        """Where the model is divided."""
+        assert self._pieces is not None
+        ends = itertools.accumulate(balance[:-1])
+        return self._pieces.some([end - 1 for end in ends])
+
+    def _built(
+        self,
+        sample: Sample,
+        cuts: Cuts,
+        schedule: Schedule,
+        remat: str | Sequence[str],
+        data: int = 1,
+    ) -> tuple[Built, PyTree]:
+        """The model divided at some cuts; and specs of its variables."""
+        ranks, number = _ranks(schedule, data), schedule.num_microbatches
+        about = len(cuts.positions) + 1 if cuts.positions else _PIECES
+        given = number, about, ranks, lambda _: ranks, schedule, remat
+        division = Division(*given, cuts=cuts)
+        axes = Axes(sample.in_axes, sample.target_axes, 0)
+        model = Model(self._layer, axes, division.num_parts)
+        args: tuple[PyTree, ...] = sample.x, sample.rngs
+        work = model.forward(sample.train)
+        if sample.objective is not None:
+            args = sample.x, sample.targets, sample.rngs
+            work = model.loss(sample.objective, sample.train, [])
+        trainable = Trainable(sample.trainable, by_layer=False)
+
+        def trained(variables: PyTree) -> list[bool]:
+            return jax.tree.leaves(trainable.marks([self._layer], (variables,)))
+
+        sliced = Sliced(work, division, trained)
+        initial = Initial(self._layer, _rng.key_spec(), sliced.part(args)[0])
+        return sliced.build(initial.specs, args), initial.specs
+
+
+def _numbered(variables: PyTree) -> tuple[PyTree, list[str]]:
+    """A tree with numbers in place of its leaves, and where each leaf stands."""
+    flat, tree = jax.tree_util.tree_flatten_with_path(variables)
+    paths = [jax.tree_util.keystr(path) for path, _ in flat]
+    return tree.unflatten(range(len(flat))), paths
+
+
+def _ranks(schedule: Schedule, data: int) -> tuple[OnPaper, ...]:
+    return tuple(OnPaper(rank, data) for rank in range(schedule.num_ranks))
