@@ -1,93 +1,127 @@
 """What a pipeline is in words, from what is known of it so far."""
 
 from collections.abc import Sequence
-
-from jax.extend import core
+from typing import NamedTuple
 
 from ._cache import ProgramCache
 from ._functions import _remat
-from ._functions._weights import is_params
 from ._instructions import _bytes
 from ._instructions._bytes import most_residuals, nbytes
 from ._instructions._sharding import SubMesh
 from ._layers._skip import label
-from ._layers._stage import abbreviate
 from ._run._pipe import Pipe
-from ._slices._built import Built
+from ._slices._built import Built, Lies
+from ._slices._cut import Cuts
+from ._slices._names import modules_by_part
 from ._slices._slice import specs
+from ._slices._sliced import Divided
 from ._slices._stages import Stages
-from .planning._plan import Forecast, Plan, StagePlan, folded
-from .schedules import Action, Costs
-from .schedules._units import size
+from .planning._plan import Forecast, Plan, StagePlan
+from .schedules import Action
 
 
-def describe(
-    pipe: Pipe, programs: ProgramCache, forecast: Forecast | None = None
-) -> Plan:
-    """Says who runs what, and more the more is known.
+class Known(NamedTuple):
+    """What is known of a pipeline.
 
-    Args:
+    Attributes:
       pipe: what is fixed for all batches.
-      programs: what was compiled: parameters are known once variables were seen, bytes
-        once there is a program with a loss.
+      names: of each stage its layers, or the modules in it.
+      layout: where its variables are, once they were seen.
+      reads: of each stage the numbers of the leaves that it reads, likewise.
+      stages: what each computes, once it was traced.
+      built: the last mini-batch with a loss.
+      skips: the name, source and target of each long skip connection.
       forecast: of the plan that it was built by, if any.
-
-    Returns:
-      The plan.
+      cuts: where one model is divided.
     """
+
+    pipe: Pipe
+    names: Sequence[Sequence[str]]
+    layout: Lies | None = None
+    reads: Sequence[Sequence[int]] = ()
+    stages: Stages | None = None
+    built: Built | None = None
+    skips: Sequence[tuple[str, int, int]] = ()
+    forecast: Forecast | None = None
+    cuts: Cuts | None = None
+
+
+def of_layers(pipe: Pipe, programs: ProgramCache, forecast: Forecast | None) -> Known:
+    """What is known of a list of layers."""
+    built, layout = programs.training, programs.layout
+    if built is not None:
+        layout = built.layout
+    return Known(
+        pipe,
+        [[layer.name for layer in stage.layers] for stage in pipe.stages],
+        layout,
+        layout.order if layout else (),
+        built.stages if built else None,
+        built,
+        [(label(r.key), r.source, r.target) for r in programs.routes],
+        forecast,
+    )
+
+
+def of_function(divided: Divided, forecast: Forecast | None = None) -> Known:
+    """What is known of a model or a loss function that is divided."""
+    pipe, stages, layout, cuts, built = divided
+    built = built if stages.first.has_loss else None
+    reads = [stages.weights(s) for s in range(stages.num_stages)]
+    names = modules_by_part(stages)
+    own = {"built": built, "forecast": forecast, "cuts": cuts}
+    return Known(pipe, names, layout, reads, stages, **own)
+
+
+def describe(known: Known) -> Plan:
+    """Says who runs what, and more the more is known."""
+    pipe, built = known.pipe, known.built
     held: Sequence[int | None] = [None] * len(pipe.stages)
     peaks: tuple[tuple[str, int], ...] = ()
     ran: tuple[Action, ...] = ()
-    if programs.training is not None:
-        program, ran = programs.training.program, programs.training.ran
+    if built is not None:
+        program, ran = built.program, built.ran
         held = most_residuals(program, len(pipe.stages))
         names = map(pipe.called, program.devices)
         peaks = tuple(zip(names, _bytes.peaks(program), strict=True))
     return Plan(
-        tuple(_stage(pipe, programs, s, size) for s, size in enumerate(held)),
+        tuple(_stage(known, s, size) for s, size in enumerate(held)),
         pipe.schedule,
         ran,
         peaks,
-        tuple((label(r.key), r.source, r.target) for r in programs.routes),
-        forecast,
+        tuple(known.skips),
+        known.forecast,
         pipe.num_shards,
+        known.cuts,
     )
 
 
-def _stage(
-    pipe: Pipe,
-    programs: ProgramCache,
-    s: int,
-    held_bytes: int | None,
-) -> StagePlan:
-    stage, training = pipe.stages[s], programs.training
-    layout = training.layout if training else programs.layout
-    device = pipe.devices[s]
-    params = trained = local = None
+def _stage(known: Known, s: int, held_bytes: int | None) -> StagePlan:
+    pipe, built, layout = known.pipe, known.built, known.layout
+    device, params, trained, local = pipe.devices[s], None, None, None
     cut: dict[str, int] = {}
     if layout is not None:
-        own = layout.weights[s]
-        pairs = zip(own.specs, own.trainable, strict=True)
-        leaves = zip(layout.order[s], own.paths, pairs, strict=True)
-        # By leaf: what is tied within the stage is counted once.
-        found = {leaf: pair for leaf, path, pair in leaves if is_params(path)}
-        params = [spec for spec, _ in found.values()]
+        # What is tied within the stage is counted once.
+        own = [i for i in layout.params if i in set(known.reads[s])]
+        params = [layout.specs[i][0] for i in own]
         local = list(map(nbytes, params))
         if isinstance(device, SubMesh):
-            pairs = zip(found, params, strict=True)
+            pairs = zip(own, params, strict=True)
             lie = [device.fitting(layout.shardings[i], x.shape) for i, x in pairs]
             local = [device.local_bytes(*pair) for pair in zip(local, lie, strict=True)]
             for spec, how in zip(params, lie, strict=True):
                 for name in how.axes:
                     cut[name] = cut.get(name, 0) + spec.size
-        if training:
-            trained = sum(spec.size for spec, yes in found.values() if yes)
-    kept = training.kept(s) if training else None
+        if built:
+            trained = sum(
+                layout.specs[i][0].size for i in own if built.stages.trained[i]
+            )
+    kept = built.kept(s) if built else None
     return StagePlan(
         index=s,
         rank=pipe.schedule.placement[s],
         device=", ".join(map(pipe.called, dict.fromkeys(pipe.replicas(s)))),
-        layers=tuple(layer.name for layer in stage.layers),
+        layers=tuple(known.names[s]),
         remat=_remat.name(pipe.remat[s]),
         num_params=None if params is None else sum(spec.size for spec in params),
         param_bytes=None if local is None else sum(local),
@@ -96,51 +130,14 @@ def _stage(
         kept=kept.nbytes if kept else {},
         again=kept.again if kept else None,
         cut=cut,
+        sent_bytes=_sent(known.stages, s) if known.stages else None,
     )
 
 
-def rows(pipe: Pipe, stages: Stages, built: Built | None) -> list[str]:
-    """A function that is divided, in words.
-
-    A line for each stage: where it runs, what is in it, and what crosses from it; the
-    schedule; and the bytes of each device.
-    """
-    found = []
-    for s in range(stages.num_stages):
-        first = stages.first
-        params = [i for i in stages.weights(s) if i < first.num_params]
-        count = sum(spec.size for spec in specs([first.params[i] for i in params]))
-        inside = abbreviate(_modules(stages, s))
-        line = f"stage {s} on {pipe.devices[s]}: {count:,} parameters"
-        line += f", {inside}" if inside else ""
-        if s < stages.num_stages - 1:
-            line += f"; {_sent(stages, s):,} bytes of a micro-batch leave it"
-        found.append(line)
-    found.append(folded(pipe.schedule.drawn(Costs())))
-    if stages.first.has_loss and built:
-        pairs = zip(pipe.places, _bytes.peaks(built.program), strict=True)
-        listed = ", ".join(f"{place} {size(n)}" for place, n in pairs)
-        found.append(f"peak bytes while gradients are computed: {listed}")
-    return found
-
-
 def _sent(stages: Stages, stage: int) -> int:
-    """The bytes of what other stages read of one."""
+    """The bytes of what later stages read of one, of the first micro-batch."""
     part = stages.part(stage)
     others = [stages.part(s) for s in range(stages.num_stages) if s != stage]
     read = {var for other in others for var in other.arrives}
-    sent: list[core.Var] = [v for v in [*part.leaves, *part.beside] if v in read]
-    return sum(spec.size * spec.dtype.itemsize for spec in specs(sent))
-
-
-def _modules(stages: Stages, stage: int) -> list[str]:
-    """The modules of a model, as Flax names what is traced, that are in a stage."""
-    names = [_names(stages, s) for s in range(stages.num_stages)]
-    elsewhere = {name for s, own in enumerate(names) if s != stage for name in own}
-    return [f"{n} (part)" if n in elsewhere else n for n in names[stage]]
-
-
-def _names(stages: Stages, stage: int) -> list[str]:
-    eqns = stages.part(stage).closed.jaxpr.eqns
-    parts = [str(eqn.source_info.name_stack).split("/") for eqn in eqns]
-    return list(dict.fromkeys(part[1] for part in parts if len(part) > 1))
+    sent = [v for v in [*part.leaves, *part.beside] if v in read]
+    return sum(map(nbytes, specs(sent)))

@@ -8,6 +8,7 @@ from . import _setup
 from ._instructions._sharding import SubMesh
 from ._processes._start import check_threads
 from ._run import _resting
+from ._slices._cut import Cuts
 from ._slices._division import Division
 
 
@@ -22,6 +23,7 @@ def divide(
     rule: _resting.Rule | None,
     gather: str,
     is_lasting: bool = False,
+    cuts: Cuts | None = None,
 ) -> Division:
     """A division, checked.
 
@@ -35,10 +37,13 @@ def divide(
       rule: its ``sharding``.
       gather: likewise.
       is_lasting: see `Division`.
+      cuts: of a plan.
 
     Raises:
       ValueError: if a number does not fit.
     """
+    if cuts is not None:
+        num_stages = len(cuts.positions) + 1
     if num_stages is not None and num_stages < 1:
         raise ValueError(f"num_stages={num_stages}: needs at least 1")
     if replicas is not None and num_stages not in (None, len(replicas)):
@@ -62,4 +67,5 @@ def divide(
         rule,
         gather,
         is_lasting,
+        cuts,
     )

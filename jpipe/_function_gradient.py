@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from ._check._report import CheckReport
-from ._describe import rows
+from ._describe import describe, of_function
 from ._functions._trainable import Trainable
 from ._functions._weights import is_inexact
 from ._instructions._program import Program
@@ -19,6 +19,7 @@ from ._slices._program import Traced
 from ._slices._sliced import Sliced, Work
 from ._spread import _spread
 from ._train import _updates
+from .planning._plan import Plan
 
 PyTree = Any
 
@@ -161,16 +162,32 @@ class FunctionGradient:
         """The optax transformation that works in place: see `Pipeline.optimizer`."""
         return _updates.optimizer(tx, self._division.places)
 
-    def __str__(self) -> str:
-        name = getattr(self._function, "__name__", type(self._function).__name__)
-        head = (
-            f"jpipe.value_and_grad({name}), {self._division.num_microbatches} "
-            f"micro-batches, "
-            f"reduction {self._reduction!r}, not checked: grad_fn.check tries it"
-        )
+    @property
+    def plan(self) -> Plan:
+        """Who runs what, in names and numbers; says more the more is known.
+
+        Raises:
+          ValueError: before it is known in how many stages the function is divided.
+        """
         if self._sliced.last is None:
-            return head + "; the stages are known once it is called or placed"
-        return "\n".join([head, *rows(*self._sliced.last)])
+            raise ValueError(
+                "the stages of a function are known once it was placed or called"
+            )
+        return describe(of_function(self._sliced.last))
+
+    def __repr__(self) -> str:
+        name = getattr(self._function, "__name__", type(self._function).__name__)
+        return (
+            f"<jpipe.value_and_grad: {name}, {self._division.num_microbatches} "
+            f"micro-batches, reduction {self._reduction!r}>"
+        )
+
+    @outside_of_meshes
+    def __str__(self) -> str:
+        known = f"{self!r}\nthe stages are known once it is called or placed"
+        if self._sliced.last is not None:
+            known = str(self.plan)
+        return f"{known}\nthe loss was not checked; grad_fn.check runs it both ways"
 
     def _trained(self, specs: PyTree) -> list[bool]:
         _check_params(specs)

@@ -12,7 +12,7 @@ import numpy as np
 
 from ._cache import NO_LOSS
 from ._check._report import CheckReport
-from ._describe import rows
+from ._describe import describe, of_function
 from ._functions import _microbatch
 from ._functions._batch import Axes
 from ._functions._objective import Objective
@@ -33,11 +33,12 @@ from ._run._pipe import Pipe
 from ._slices._division import Division
 from ._slices._initial import Initial
 from ._slices._model import Model
-from ._slices._sliced import Sliced
+from ._slices._sliced import Divided, Sliced
 from ._train._optimizer import Optimizer, place_state
 from ._train._state import TrainState, note_chosen
 from ._train._step import TrainStep, check_optimizer
 from ._values import agree_on_key
+from .planning._plan import Forecast, Plan
 from .schedules import Schedule, Timeline
 
 PyTree = Any
@@ -55,6 +56,7 @@ class ModelPipeline(OwnLoop):
       division: in which stages it is divided.
       axes: where the examples are.
       unpipelined: the same model as a list of one layer, which `check` runs.
+      forecast: of the plan that it was built by, if any.
     """
 
     def __init__(
@@ -63,10 +65,11 @@ class ModelPipeline(OwnLoop):
         division: Division,
         axes: Axes,
         unpipelined: Callable[[], Any],
+        forecast: Forecast | None = None,
     ) -> None:
         self._layer, self._division = layer, division
         self._model = Model(layer, axes, division.num_parts)
-        self._unpipelined = unpipelined
+        self._unpipelined, self._forecast = unpipelined, forecast
         self._places = division.places
         # One of this process.
         own = next(filter(is_here, self._places), self._places[0])
@@ -100,16 +103,42 @@ class ModelPipeline(OwnLoop):
             raise ValueError("the stages are known once the model is initialized")
         return self._division.pipe(self.num_stages).schedule
 
-    def __str__(self) -> str:
-        head = f"jpipe.pipeline({self._layer.name}), {self.num_microbatches} "
-        head += "micro-batches"
+    @property
+    def plan(self) -> Plan:
+        """Who runs what, in names and numbers; says more the more is known.
+
+        Raises:
+          ValueError: before it is known in how many stages the model is divided.
+        """
+        divided = self._divided
+        if divided is None:
+            raise ValueError(
+                "the stages of a model are known once it was initialized or called; "
+                "jpipe.plan decides them before"
+            )
+        return describe(of_function(divided, self._forecast))
+
+    @property
+    def _divided(self) -> Divided | None:
+        """What was divided last, of training if that was."""
         known = [self._trained, *self._forwards.values()]
-        last = next((one.last for one in known if one and one.last), None)
-        if last is None:
-            return f"{head}; the stages are known once it is initialized or called"
+        return next((one.last for one in known if one and one.last), None)
+
+    def __repr__(self) -> str:
+        stages = (
+            f"{self.num_stages} stages" if self.num_stages else "stages unknown yet"
+        )
+        return (
+            f"<jpipe.ModelPipeline: {self._layer.name} in {stages}, "
+            f"{self.num_microbatches} micro-batches>"
+        )
+
+    @outside_of_meshes
+    def __str__(self) -> str:
+        if self._divided is None:
+            return f"{self!r}\nthe stages are known once it is initialized or called"
         why = self._trained.unchecked if self._trained else ""
-        told = [f"the loss was not checked: {why}"] * bool(why)
-        return "\n".join([head, *rows(*last), *told])
+        return str(self.plan) + (f"\nthe loss was not checked: {why}" if why else "")
 
     # --------------------------------------------------------------------- variables
 

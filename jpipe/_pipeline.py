@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from . import _values
 from ._cache import ProgramCache
 from ._checkable import Checkable
-from ._describe import describe
+from ._describe import describe, of_layers
 from ._functions._batch import Axes
 from ._functions._objective import Objective
 from ._functions._trainable import Trainable
@@ -79,7 +79,7 @@ class Pipeline(Checkable, OwnLoop):
     @property
     def plan(self) -> Plan:
         """Who runs what, in names and numbers; says more the more is known."""
-        return describe(self._pipe, self._cache, self._forecast)
+        return describe(of_layers(self._pipe, self._cache, self._forecast))
 
     def __repr__(self) -> str:
         return (

@@ -41,12 +41,28 @@ def check_num_microbatches(number: Any) -> int:
     return number
 
 
-def check_plan(plan: Any, layers: Sequence[Layer], given: Sequence[str]) -> Plan:
+def check_for_one(balance: Any, sample: Any, check: bool) -> None:
+    """Raises if what is for a list of layers is given for one model."""
+    given = {"balance": balance, "sample": sample, "check": check or None}
+    if refused := [name for name, value in given.items() if value is not None]:
+        raise ValueError(
+            f"{', '.join(refused)}: of a list of layers; one model is divided by "
+            f"itself: give num_stages=, or list its layers; to check it call pipe.check"
+        )
+
+
+def given_beside(**given: Any) -> list[str]:
+    """The names of arguments that were given, of those that a plan decides."""
+    defaults = {"schedule": "1f1b", "remat": "min_cut"}
+    return [name for name, value in given.items() if value != defaults.get(name)]
+
+
+def check_plan(plan: Any, layers: Sequence[Layer] | None, given: Sequence[str]) -> Plan:
     """Returns a plan if it is one, is for these layers, and decides alone.
 
     Args:
       plan: what was given as one.
-      layers: of the pipeline.
+      layers: of the pipeline; ``None``: of one model or function that is divided.
       given: the names of arguments that were given beside it and that it decides.
 
     Raises:
@@ -59,6 +75,12 @@ def check_plan(plan: Any, layers: Sequence[Layer], given: Sequence[str]) -> Plan
             f"returned, or Plan.from_json(text)"
         )
     faults = [f"it decides {name}, which was given too" for name in given]
+    if (plan.cuts is None) != (layers is not None):
+        what = "a list of layers" if plan.cuts is None else "one model or function"
+        faults.append(f"it is of {what}; make one of what is given here")
+    if faults or layers is None:
+        refuse("plan", faults)
+        return plan
     names = [name for stage in plan.stages for name in stage.layers]
     own = [layer.name for layer in layers]
     pairs = itertools.zip_longest(own, names, fillvalue="missing")

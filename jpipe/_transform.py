@@ -13,7 +13,7 @@ from ._functions._batch import Axes
 from ._instructions import _transfer
 from ._instructions._sharding import SubMesh
 from ._instructions._transfer import Device
-from ._layers._layer import as_layers, is_model
+from ._layers._layer import Layer, as_layers, is_model
 from ._layers._stage import check_balance, fuse
 from ._model import ModelPipeline
 from ._pipeline import Pipeline
@@ -22,7 +22,7 @@ from ._processes._start import check_joined, check_threads
 from ._run import _resting
 from ._run._pipe import Pipe
 from ._slices._division import Division
-from .planning._plan import Plan
+from .planning._plan import Forecast, Plan
 from .schedules import Schedule, ScheduleBuilder
 from .schedules._choose import choose_schedule, turns
 
@@ -141,21 +141,40 @@ def pipeline(
       Models <https://arxiv.org/abs/2004.09910>`_ (2020).
     """
     check_joined()
-    if is_model(stages):
-        for_lists = {
-            "balance": balance is not None,
-            "sample": sample is not None,
-            "plan": plan is not None,
-            "check": check,
-        }
-        if refused := [name for name, is_given in for_lists.items() if is_given]:
-            raise ValueError(
-                f"{', '.join(refused)}: of a list of layers; one model is divided by "
-                f"itself: give num_stages=, or list its layers; to check it call "
-                f"pipe.check"
-            )
-        number = _setup.check_num_microbatches(num_microbatches)
-        devices = _setup.check_mesh(mesh, devices, sharding, gather)
+    is_one = is_model(stages)
+    layers = as_layers([stages] if is_one else stages)
+    if is_one:
+        _setup.check_for_one(balance, sample, check)
+    elif num_stages is not None:
+        raise ValueError(
+            f"num_stages={num_stages} is for one model that is divided by itself; of "
+            f"a list of layers type balance=, how many layers each stage takes"
+        )
+    cuts = None
+    if plan is not None:
+        names = _setup.given_beside(
+            num_microbatches=num_microbatches,
+            balance=balance,
+            num_stages=num_stages,
+            schedule=schedule,
+            remat=remat,
+            replicas=replicas,
+        )
+        if isinstance(plan, Plan) or not hasattr(plan, "replicas"):
+            own = _setup.check_plan(plan, None if is_one else layers, names)
+            num_microbatches, schedule = own.schedule.num_microbatches, own.schedule
+            balance, remat, cuts = own.balance, own.remat, own.cuts
+            mesh, devices = _setup.planned_mesh(own, mesh, devices)
+        else:
+            planned = _setup.replicated_plan(plan, layers, names, num_microbatches)
+            num_microbatches, balance, schedule = planned
+    number = _setup.check_num_microbatches(num_microbatches)
+    devices = _setup.check_mesh(mesh, devices, sharding, gather)
+    axes, forecast = (
+        Axes(in_axes, target_axes, out_axes),
+        getattr(plan, "forecast", None),
+    )
+    if is_one:
         division = divide(
             number,
             num_stages,
@@ -166,35 +185,10 @@ def pipeline(
             rule=sharding,
             gather=gather,
             is_lasting=True,
+            cuts=cuts,
         )
-        made = _of_model(stages, division, Axes(in_axes, target_axes, out_axes))
         # It has the methods of a Pipeline, with trees of the model's own.
-        return cast(Pipeline, made)
-    if num_stages is not None:
-        raise ValueError(
-            f"num_stages={num_stages} is for one model that is divided by itself; of "
-            f"a list of layers type balance=, how many layers each stage takes"
-        )
-    layers = as_layers(stages)
-    if plan is not None:
-        given = {
-            "num_microbatches": num_microbatches is not None,
-            "balance": balance is not None,
-            "schedule": schedule != "1f1b",
-            "remat": remat != "min_cut",
-            "replicas": replicas is not None,
-        }
-        names = [name for name, yes in given.items() if yes]
-        if isinstance(plan, Plan) or not hasattr(plan, "replicas"):
-            own = _setup.check_plan(plan, layers, names)
-            num_microbatches, schedule = own.schedule.num_microbatches, own.schedule
-            balance, remat = own.balance, own.remat
-            mesh, devices = _setup.planned_mesh(own, mesh, devices)
-        else:
-            planned = _setup.replicated_plan(plan, layers, names, num_microbatches)
-            num_microbatches, balance, schedule = planned
-    number = _setup.check_num_microbatches(num_microbatches)
-    devices = _setup.check_mesh(mesh, devices, sharding, gather)
+        return cast(Pipeline, _of_model(layers[0], division, axes, forecast))
     if isinstance(balance, str):
         from .planning._balance import balanced  # measures, which a step does not
 
@@ -219,20 +213,20 @@ def pipeline(
     if any(isinstance(device, SubMesh) for device in placed):
         check_threads()
     pipe = Pipe(groups, placed, chosen, settings, sharding, gather)
-    forecast = getattr(plan, "forecast", None)
-    return Pipeline(pipe, Axes(in_axes, target_axes, out_axes), forecast, check)
+    return Pipeline(pipe, axes, forecast, check)
 
 
-def _of_model(model: Any, division: Division, axes: Axes) -> ModelPipeline:
+def _of_model(
+    layer: Layer, division: Division, axes: Axes, forecast: Forecast | None
+) -> ModelPipeline:
     """The pipeline of one model."""
-    (layer,) = as_layers([model])
     own = next(filter(is_here, division.devices), division.devices[0])
     first, number = _transfer.one_of(own), division.num_microbatches
 
     def unpipelined() -> Pipeline:
         return pipeline([layer.source], number, balance=[1], devices=[first])
 
-    return ModelPipeline(layer, division, axes, unpipelined)
+    return ModelPipeline(layer, division, axes, unpipelined, forecast)
 
 
 def sequential(

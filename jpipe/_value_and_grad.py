@@ -12,11 +12,12 @@ from ._functions._objective import REDUCTIONS
 from ._functions._trainable import Trainable
 from ._processes._start import check_joined
 from ._run._resting import Rule
+from .planning._plan import Plan
 
 
 def value_and_grad(
     fun: Callable[..., Any],
-    num_microbatches: int,
+    num_microbatches: int | None = None,
     *,
     num_stages: int | None = None,
     has_aux: bool = False,
@@ -31,6 +32,7 @@ def value_and_grad(
     schedule: Any = "1f1b",
     remat: Any = "min_cut",
     trainable: Any = None,
+    plan: Plan | None = None,
 ) -> FunctionGradient:
     """`jax.value_and_grad` of a whole training loss, through a pipeline.
 
@@ -67,6 +69,9 @@ def value_and_grad(
         `Pipeline.value_and_grad`: by text such as ``"*/lora_*"``, or by
         ``(path, leaf) -> bool`` of paths such as ``("block_0", "kernel")``. Optimizers
         are given parameters with the same gaps.
+      plan: the ``plan`` of such a ``grad_fn``, maybe from JSON, in place of
+        ``num_microbatches``, ``num_stages``, ``schedule`` and ``remat``: the function
+        is divided at the same places.
 
     Returns:
       ``grad_fn(params, *args) -> (loss, grads)``; ``((loss, aux), grads)`` with
@@ -97,6 +102,18 @@ def value_and_grad(
         raise ValueError(
             f"reduction={reduction!r}: choose {', '.join(map(repr, REDUCTIONS))}"
         )
+    cuts = None
+    if plan is not None:
+        names = _setup.given_beside(
+            num_microbatches=num_microbatches,
+            num_stages=num_stages,
+            schedule=schedule,
+            remat=remat,
+        )
+        own = _setup.check_plan(plan, None, names)
+        num_microbatches, schedule = own.schedule.num_microbatches, own.schedule
+        remat, cuts = own.remat, own.cuts
+        mesh, devices = _setup.planned_mesh(own, mesh, devices)
     division = divide(
         _setup.check_num_microbatches(num_microbatches),
         num_stages,
@@ -106,6 +123,7 @@ def value_and_grad(
         replicas=replicas,
         rule=sharding,
         gather=gather,
+        cuts=cuts,
     )
     return FunctionGradient(
         fun,

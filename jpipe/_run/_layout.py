@@ -35,7 +35,8 @@ class Layout:
       order: for each stage the positions of its leaves among those of all variables.
       weights: the variables of each stage.
       marks: whether each leaf of all variables is trained.
-      trained: the same of the parameters alone.
+      params: the positions of leaves that are parameters.
+      trained: of these whether each is trained.
       state: the positions of leaves that are no parameters.
       homes: of each leaf of all variables the stage in which it stays.
       specs: what it is like, and its place.
@@ -58,8 +59,9 @@ class Layout:
         ]
         self.order = [jax.tree.leaves(entries[stage.span]) for stage in pipe.stages]
         self.state: list[int] = jax.tree.leaves(_variables.model_state(numbered))
+        self.params: list[int] = jax.tree.leaves(_variables.params(numbered))
         self.marks: list[bool] = jax.tree.leaves(tuple(marks))
-        self.trained: list[bool] = jax.tree.leaves(_variables.params(marks))
+        self.trained = [self.marks[i] for i in self.params]
         self.weights = [
             Weights.of(
                 jax.tree.map(leaves.__getitem__, entries[stage.span]),

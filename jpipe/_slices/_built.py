@@ -48,13 +48,15 @@ class Lies(Protocol):
       specs: of each leaf what it is like, and its place.
       homes: its stage.
       shardings: how it lies there.
-      trained: of those in ``"params"`` whether each is trained.
+      params: the numbers of those that are in ``"params"``.
+      trained: of these whether each is trained.
       facts: what processes compare of them, in words.
     """
 
     specs: list[tuple[Any, Place]]
     homes: list[int]
     shardings: list[Sharding]
+    params: list[int]
     trained: list[bool]
 
     @property
@@ -73,7 +75,8 @@ class TreeLayout:
       specs: the tree.
       homes: of each leaf its stage.
       shardings: how it lies there.
-      trained: of those in ``"params"`` whether each is trained.
+      marks: whether it is trained.
+      has_collections: whether the tree has parameters in ``"params"``, and others.
       advice: what to type where one is not in place.
     """
 
@@ -83,14 +86,21 @@ class TreeLayout:
         specs: PyTree,
         homes: list[int],
         shardings: list[Sharding],
-        trained: list[bool],
+        marks: Sequence[bool],
+        has_collections: bool,
         advice: str,
     ) -> None:
         flat = jax.tree_util.tree_leaves_with_path(specs)
         self._paths = [path for path, _ in flat]
         pairs = zip(flat, homes, strict=True)
         self.specs = [(leaf, pipe.place(home)) for (_, leaf), home in pairs]
-        self.homes, self.shardings, self.trained = homes, shardings, trained
+        self.homes, self.shardings = homes, shardings
+        self.params = [
+            i
+            for i, (first, *_) in enumerate(self._paths)
+            if not has_collections or first.key == "params"
+        ]
+        self.trained = [marks[i] for i in self.params]
         self._devices = [pipe.devices[home] for home in homes]
         self._pipe, self._advice = pipe, advice
 

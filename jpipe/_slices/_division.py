@@ -55,8 +55,8 @@ class Division:
 
     def positions(
         self, programs: Mapping[int, Traced], num_params: int
-    ) -> dict[int, list[int]]:
-        """Where programs are divided, by the sizes of their micro-batches.
+    ) -> tuple[Cuts, dict[int, list[int]]]:
+        """Where programs are divided; and by the sizes of their micro-batches.
 
         Args:
           programs: by these sizes.
@@ -69,7 +69,7 @@ class Division:
             cuts = Cuts.of(first, found, num_params)
         if self.is_lasting:
             self.cuts = cuts
-        return {n: cuts.on(one) for n, one in programs.items()}
+        return cuts, {n: cuts.on(one) for n, one in programs.items()}
 
     def pipe(self, count: int) -> Pipe:
         """The schedule and the devices of so many stages."""

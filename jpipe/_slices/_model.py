@@ -66,7 +66,7 @@ class Model:
 
         axes, names = (self.axes.in_axes, None), ("x", "rngs")
         known = {"owner": self.layer.owner, "names": names, "advice": ADVICE}
-        return Work(call, joins, axes, has_loss=False, **known)
+        return Work(call, joins, axes, has_loss=False, has_input=True, **known)
 
     def loss(self, objective: Objective, train: bool, outputs: list[PyTree]) -> Work:
         """``(variables, x, targets, rngs) -> (loss, (aux, what is written))``.
@@ -101,6 +101,7 @@ class Model:
             (self.axes.in_axes, self.axes.target_axes, None),
             has_aux=True,
             reduction=objective.reduction,
+            has_input=True,
             owner=self.layer.owner,
             names=("x", "targets", "rngs"),
             advice=ADVICE,

@@ -15,7 +15,8 @@ from .._run import _resting, _signature, _variables
 from .._run._feed import Feed
 from .._run._pipe import Pipe
 from . import _arguments, _composed, _order, _program, _summands
-from ._built import Built, TreeLayout
+from ._built import Built, Lies, TreeLayout
+from ._cut import Cuts
 from ._division import Division
 from ._join import Join
 from ._program import Traced
@@ -37,6 +38,7 @@ class Work:
       has_loss: whether it returns a loss, which is differentiated.
       has_aux: whether it returns something beside the loss.
       reduction: what the loss is: see `jpipe.value_and_grad`.
+      has_input: whether the first argument after ``params`` is the input of a model.
       owner: the module that holds the parameters, if one does.
       inside: of what they are a part: ``("params",)`` of parameters alone.
       names: how errors call the arguments.
@@ -51,6 +53,7 @@ class Work:
     has_loss: bool = True
     has_aux: bool = False
     reduction: str = "mean"
+    has_input: bool = False
     owner: Any = None
     inside: tuple[str, ...] = ()
     names: Sequence[str] = ()
@@ -86,6 +89,24 @@ class _Call(NamedTuple):
     batch: Batch
 
 
+class Divided(NamedTuple):
+    """A function that is divided.
+
+    Attributes:
+      pipe: the schedule and the devices.
+      stages: the slices.
+      layout: where the parameters are.
+      cuts: where it is divided.
+      built: the function on a mini-batch, if one was given.
+    """
+
+    pipe: Pipe
+    stages: Stages
+    layout: Lies
+    cuts: Cuts
+    built: Built | None = None
+
+
 class Sliced:
     """``(params, *args) -> Results``, compiled once for each kind of arguments.
 
@@ -102,11 +123,11 @@ class Sliced:
         trained: Callable[[PyTree], list[bool]] = lambda specs: [],
     ) -> None:
         self._work, self._division, self._trained = work, division, trained
-        self._known: dict[Any, Built] = {}
+        self._known: dict[Any, Divided] = {}
         # Compares what several processes are given.
         self._feed: Feed | None = None
         # What was divided last; without arguments of a call it is not built.
-        self.last: tuple[Pipe, Stages, Built | None] | None = None
+        self.last: Divided | None = None
 
     def __call__(self, params: PyTree, *args: PyTree) -> Results:
         """Returns as soon as the work is dispatched."""
@@ -154,9 +175,9 @@ class Sliced:
             self._known[key] = self._built(params, args)
             if len(self._known) > _MOST:
                 del self._known[next(iter(self._known))]
-        built = self._known[key]
-        self.last = built.pipe, built.stages, built
-        return built
+        self.last = self._known[key]
+        assert self.last.built
+        return self.last.built
 
     def batch(self, params: PyTree, args: Sequence[PyTree]) -> Batch:
         """The arguments as a mini-batch."""
@@ -178,8 +199,7 @@ class Sliced:
         """
         division = self._division
         if division.homes is None:
-            pipe, stages = self._stages(self._called(params, args, True))
-            self.last = pipe, stages, None
+            self.last = self._divided(self._called(params, args, True))
         assert division.cuts is not None
         assert division.homes is not None
         pipe = division.pipe(len(division.cuts.positions) + 1)
@@ -240,7 +260,7 @@ class Sliced:
         flat = [axis for own in axes for axis in own]
         return _Call(specs, trained, Batch(given, flat, (), [], None, sizes, shards))
 
-    def _stages(self, call: _Call) -> tuple[Pipe, Stages]:
+    def _divided(self, call: _Call) -> Divided:
         division, sizes = self._division, call.batch.sizes
         programs = self._traced(call)
         state = State()
@@ -251,17 +271,27 @@ class Sliced:
             for n, one in programs.items():
                 programs[n] = without_the_rest(one, *writes(one, call.specs), state)
         count = len(call.trained)
-        cuts = division.positions(programs, count)
-        pipe = division.pipe(len(cuts[sizes[0]]) + 1)
+        cuts, positions = division.positions(programs, count)
+        pipe = division.pipe(len(positions[sizes[0]]) + 1)
         known = call.trained, division.homes or (), state
-        stages = Stages(programs, cuts, sizes, pipe.remat, *known)
+        stages = Stages(programs, positions, sizes, pipe.remat, *known)
         if division.is_lasting:
             division.homes = stages.owner[:count]
-        return pipe, stages
+        homes, work = stages.owner[:count], self._work
+        how = [each for _, each in self._homes(pipe, call.specs, homes)]
+        known = call.trained, not work.inside, work.advice
+        layout = TreeLayout(pipe, call.specs, homes, how, *known)
+        return Divided(pipe, stages, layout, cuts)
 
     @paused
-    def _built(self, params: PyTree, args: Sequence[PyTree]) -> Built:
-        return self._divided(self._called(params, args))
+    def _built(self, params: PyTree, args: Sequence[PyTree]) -> Divided:
+        call = self._called(params, args)
+        divided, batch = self._divided(call), call.batch
+        pipe, stages, layout, *_ = divided
+        sizes = [size for size in batch.sizes for _ in range(batch.num_shards)]
+        joins = self._work.joins(stages.first, sizes)
+        built = Built(pipe, stages, batch, layout, joins, stages.first.aux)
+        return divided._replace(built=built)
 
     def _traced(self, call: _Call) -> dict[int, Traced]:
         """The function on micro-batches of each size."""
@@ -274,23 +304,12 @@ class Sliced:
             part, how = batch.part(n), (work.has_aux, work.has_loss, is_weighted)
             about = self._division.about
             traced = _program.traced(work.function, call.specs, part, about, *how)
+            if work.has_input:
+                count = len(jax.tree.leaves(part[0]))
+                traced = replace(traced, num_inputs=count)
             if work.has_loss:
                 scale = {"mean": n / whole, "sum": 1.0, "weighted": 1.0}
                 by = scale.get(work.reduction, share)
                 traced = _summands.apart(traced, split, by, share)
             programs[n] = traced
         return _order.late(programs)
-
-    def _divided(self, call: _Call) -> Built:
-        pipe, stages = self._stages(call)
-        batch, work = call.batch, self._work
-        sizes = [size for size in batch.sizes for _ in range(batch.num_shards)]
-        joins = work.joins(stages.first, sizes)
-        homes = stages.owner[: len(call.trained)]
-        how = [each for _, each in self._homes(pipe, call.specs, homes)]
-        trained = call.trained
-        if not work.inside:  # variables, of which parameters are a part
-            marks = jax.tree.unflatten(jax.tree.structure(call.specs), trained)
-            trained = jax.tree.leaves(marks.get("params", {}))
-        layout = TreeLayout(pipe, call.specs, homes, how, trained, work.advice)
-        return Built(pipe, stages, batch, layout, joins, stages.first.aux)

@@ -41,6 +41,8 @@ class StagePlan:
       again: the floating-point operations that its backward takes for computing again
         what was not kept; ``None`` if it is not known.
       cut: how many of the parameters are cut along each axis of the stage's own mesh.
+      sent_bytes: what of a micro-batch other stages read of it; ``None`` if it is not
+        known.
     """
 
     index: int
@@ -55,6 +57,7 @@ class StagePlan:
     kept: Mapping[str, int] = field(default_factory=dict)
     again: int | None = None
     cut: Mapping[str, int] = field(default_factory=dict)
+    sent_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -225,6 +228,10 @@ class Plan:
             rows = [row[:4] for row in rows]
         elif all(stage.held_bytes is None for stage in self.stages):
             rows = [row[:6] for row in rows]
+        if all(stage.sent_bytes is not None for stage in self.stages):
+            cells = (size(stage.sent_bytes or 0) for stage in self.stages)
+            pairs = zip(rows, ["sent", *cells], strict=True)
+            rows = [[*row, cell] for row, cell in pairs]
         if any(stage.cut for stage in self.stages):
             cells = (
                 ", ".join(f"{name} {n:,}" for name, n in stage.cut.items())

@@ -14,7 +14,7 @@ from .._layers import _rng
 from .._layers._layer import as_layers, is_model
 from .._layers._stage import abbreviate, fuse
 from .._layers._walk import walk
-from .._run import _variables
+from .._run import _signature, _variables
 from .._run._layout import Layout
 from .._run._pipe import Pipe
 from .._slices import _cut
@@ -141,6 +141,8 @@ class OneModel:
     def __init__(self, given: Any) -> None:
         (self._layer,) = as_layers([given])
         self._pieces: Cuts | None = None
+        # Specs of its variables, by the inputs that they are made for.
+        self._variables: dict[Any, PyTree] = {}
 
     def traced(
         self, sample: Sample, balance: Sequence[int] | None, mode: str
@@ -158,7 +160,10 @@ class OneModel:
         (params,) = _variables.params([numbers])
         aux = built.stages.first.aux
         return Traced(
-            tuple(map(abbreviate, modules(built.stages))),
+            tuple(
+                abbreviate(names) or f"piece {i}"
+                for i, names in enumerate(modules(built.stages))
+            ),
             built.batch,
             built.stages,
             built.layout.homes,
@@ -211,8 +216,13 @@ class OneModel:
             return jax.tree.leaves(trainable.marks([self._layer], (variables,)))
 
         sliced = Sliced(work, division, trained)
-        initial = Initial(self._layer, _rng.key_spec(), sliced.part(args)[0])
-        return sliced.build(initial.specs, args), initial.specs
+        part = sliced.part(args)[0]
+        kind = _signature.of(part)
+        if kind not in self._variables:
+            initial = Initial(self._layer, _rng.key_spec(), part)
+            self._variables[kind] = initial.specs
+        variables = self._variables[kind]
+        return sliced.build(variables, args), variables
 
 
 def _numbered(variables: PyTree) -> tuple[PyTree, list[str]]:

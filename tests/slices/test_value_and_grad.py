@@ -153,7 +153,8 @@ def test_frozen_parameters_have_no_gradient(double):
     placed = grad_fn.place(params, X, TARGETS)
     value, grads = grad_fn(placed, X, TARGETS)
     assert grads["layer_0"] is None
-    assert "stage" in str(grad_fn)
+    trained = [stage.num_trained for stage in grad_fn.plan.stages]
+    assert trained == [0, *(s.num_params for s in grad_fn.plan.stages[1:])]
     expected[1]["layer_0"] = None
     ref.assert_close((value, grads), expected, ref.FLOAT64)
 
@@ -233,16 +234,15 @@ def test_masks_and_targets_do_not_cross(double):
     grad_fn = jpipe.value_and_grad(function, 5, num_stages=3)
     grad_fn.place(params, *args)
     activations = 2 * 8 * 8 * 8
-    assert f"{2 * activations:,} bytes" in str(grad_fn)  # with the skip
-    assert str(grad_fn).count(f" {activations:,} bytes of a micro-batch") == 1
+    sent = sorted(stage.sent_bytes for stage in grad_fn.plan.stages)
+    assert sent == [0, activations, 2 * activations]  # with the skip
 
 
 def test_there_is_a_stage_for_each_device_by_default():
     params, devices = matrices(6, 8, 8, 3), (2 * jax.devices())[:2]
     grad_fn = jpipe.value_and_grad(plain, 2, devices=devices)
     grad_fn.place(params, X, TARGETS)
-    assert "stage 1 on" in str(grad_fn)
-    assert "stage 2 on" not in str(grad_fn)
+    assert len(grad_fn.plan.stages) == 2
 
 
 def with_worst(params, x, targets):
