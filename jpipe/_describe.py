@@ -11,7 +11,7 @@ from ._instructions._sharding import SubMesh
 from ._layers._skip import label
 from ._run._pipe import Pipe
 from ._slices._built import Built, Lies
-from ._slices._cut import Cuts
+from ._slices._cuts import Cuts
 from ._slices._names import modules_by_part
 from ._slices._slice import specs
 from ._slices._sliced import Divided

@@ -8,7 +8,7 @@ from . import _setup
 from ._instructions._sharding import SubMesh
 from ._processes._start import check_threads
 from ._run import _resting
-from ._slices._cut import Cuts
+from ._slices._cuts import Cuts
 from ._slices._division import Division
 
 

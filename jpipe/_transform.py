@@ -165,6 +165,11 @@ def pipeline(
             num_microbatches, schedule = own.schedule.num_microbatches, own.schedule
             balance, remat, cuts = own.balance, own.remat, own.cuts
             mesh, devices = _setup.planned_mesh(own, mesh, devices)
+        elif is_one:
+            raise ValueError(
+                "plan: what jpipe.replicate makes is of a list of layers; type "
+                "replicas= for one model"
+            )
         else:
             planned = _setup.replicated_plan(plan, layers, names, num_microbatches)
             num_microbatches, balance, schedule = planned

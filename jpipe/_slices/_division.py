@@ -11,7 +11,7 @@ from .._run._resting import Rule
 from ..schedules import Schedule
 from ..schedules._choose import choose_schedule, turns
 from . import _cut
-from ._cut import Cuts
+from ._cuts import Cuts
 from ._program import Traced
 
 

@@ -16,7 +16,7 @@ from .._run._feed import Feed
 from .._run._pipe import Pipe
 from . import _arguments, _composed, _order, _program, _summands
 from ._built import Built, Lies, TreeLayout
-from ._cut import Cuts
+from ._cuts import Cuts
 from ._division import Division
 from ._join import Join
 from ._program import Traced

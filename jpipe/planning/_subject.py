@@ -19,7 +19,7 @@ from .._run._layout import Layout
 from .._run._pipe import Pipe
 from .._slices import _cut
 from .._slices._built import Built
-from .._slices._cut import Cuts
+from .._slices._cuts import Cuts
 from .._slices._division import Division
 from .._slices._initial import Initial
 from .._slices._listed import Listed, listed

@@ -1,0 +1,152 @@
+"""Cuts as numbers that mean the same in another trace of the same function.
+
+A trace of another batch size, of evaluation, or with a loss has other equations. A cut
+is known there by how often each parameter is read before it.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+from jax.extend import core
+
+from . import _marks
+from ._cut import crossing_bytes
+from ._program import Traced
+
+Reads = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """Where a program is divided.
+
+    Attributes:
+      positions: the numbers of the equations with which the stages but the first begin.
+      size: how many equations there are.
+      names: a digest of their primitives.
+      reads: of each cut how often each parameter is read before it.
+      around: how many equations of stages lie between it and the last such reading, and
+        between it and the next.
+      totals: how often each parameter is read at all.
+    """
+
+    positions: tuple[int, ...]
+    size: int
+    names: str
+    reads: tuple[Reads, ...]
+    around: tuple[tuple[int, int], ...]
+    totals: Reads
+
+    @classmethod
+    def of(cls, program: Traced, positions: Sequence[int], count: int) -> "Cuts":
+        """The cuts of a program.
+
+        Args:
+          program: what is divided.
+          positions: where.
+          count: how many of its parameters other traces have too.
+        """
+        if not positions:
+            return cls.none()
+        reads = _reads_before(program, count)
+        around = _around(program, reads)
+        return cls(
+            tuple(positions),
+            len(program.closed.jaxpr.eqns),
+            _names(program),
+            tuple(reads[i] for i in positions),
+            tuple(around[i] for i in positions),
+            reads[-1],
+        )
+
+    @classmethod
+    def none(cls) -> "Cuts":
+        """Those of one stage."""
+        return cls((), 0, "", (), (), ())
+
+    @classmethod
+    def of_fields(cls, fields: Mapping[str, Any]) -> "Cuts":
+        """The cuts of which `dataclasses.asdict` made these fields, and JSON lists."""
+        own = {name: tuple(fields[name]) for name in ("positions", "totals")}
+        own |= {name: tuple(map(tuple, fields[name])) for name in ("reads", "around")}
+        return cls(**{**fields, **own})
+
+    def some(self, chosen: Sequence[int]) -> "Cuts":
+        """Those with some numbers."""
+        names = "positions", "reads", "around"
+        own = {name: tuple(getattr(self, name)[i] for i in chosen) for name in names}
+        return replace(self, **own)
+
+    def on(self, other: Traced) -> list[int]:
+        """The same cuts in another trace."""
+        if not self.positions:
+            return []
+        marks = _marks.positions(other.closed)
+        if marks and len(marks) == len(self.positions):
+            return marks
+        if self.names == _names(other):
+            return list(self.positions)
+        reads = _reads_before(other, len(self.totals))
+        # What dropout or a penalty reads another number of times tells nothing.
+        pairs = enumerate(zip(self.totals, reads[-1], strict=True))
+        alike = [i for i, (total, now) in pairs if total == now]
+        crossing, around = crossing_bytes(other), _around(other, reads)
+        found = list[int]()
+        for cut, own, beside in zip(
+            self.positions, self.reads, self.around, strict=True
+        ):
+
+            def apart(
+                i: int, cut: int = cut, own: Reads = own, beside: Any = beside
+            ) -> Any:
+                """By how many readings a place differs, and what lies around it."""
+                readings = sum(abs(reads[i][k] - own[k]) for k in alike)
+                share = abs(i - cut / self.size * len(reads))
+                return readings, around[i] != beside, crossing[i], share
+
+            begin = found[-1] + 1 if found else 1
+            end = len(reads) - len(self.positions) + len(found)
+            found.append(min(range(begin, end), key=apart))
+        return found
+
+
+def _names(program: Traced) -> str:
+    """A digest of the primitives of a program."""
+    names = "\n".join(eqn.primitive.name for eqn in program.closed.jaxpr.eqns)
+    return hashlib.sha256(names.encode()).hexdigest()[:16]
+
+
+def _reads_before(program: Traced, count: int) -> list[Reads]:
+    """How often each parameter is read before each equation, and before the end.
+
+    A reading is one by an equation of a stage, directly or through what each stage
+    computes for itself.
+    """
+    counts = [0] * count
+    through: dict[core.Var, Reads] = {
+        var: (i,) for i, var in enumerate(program.params[:count])
+    }
+    found, eqns = list[Reads](), program.closed.jaxpr.eqns
+    for eqn, kind in zip(eqns, program.kinds, strict=True):
+        found.append(tuple(counts))
+        read = [a for a in eqn.invars if not isinstance(a, core.Literal)]
+        params = tuple(dict.fromkeys(p for a in read for p in through.get(a, ())))
+        if kind == "stage":
+            for p in params:
+                counts[p] += 1
+        else:
+            through |= dict.fromkeys(eqn.outvars, params)
+    return [*found, tuple(counts)]
+
+
+def _around(program: Traced, reads: Sequence[Reads]) -> list[tuple[int, int]]:
+    """The equations of stages since the last reading, and until the next."""
+    before = [0, *accumulate(kind == "stage" for kind in program.kinds)]
+    first = {own: before[i] for i, own in reversed([*enumerate(reads)])}
+    last = {own: before[i] for i, own in enumerate(reads)}
+    return [
+        (at - first[own], last[own] - at) for at, own in zip(before, reads, strict=True)
+    ]

@@ -1,0 +1,189 @@
+"""Plans and profiles of one model, which is taken in pieces."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import jpipe
+
+from .. import reference as ref
+from ..slices import models
+
+TOKENS = np.random.default_rng(0).integers(0, models.VOCAB, (8, 6))
+TX = optax.adam(1e-2)
+MODEL = models.GPT(layers=4, rate=0.0)
+
+
+def loss_fn(logits, targets):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+
+
+def planned(model=MODEL, x=TOKENS, **options):
+    given = {"loss": loss_fn, "targets": TOKENS, "measure": False, **options}
+    return jpipe.plan(model, x, TX, data=1, **given)
+
+
+@functools.cache
+def plan():
+    """A plan in three stages."""
+    with jax.enable_x64(True):
+        # Without time for actions, in which so small a model would stay on one device.
+        given = {"num_microbatches": 4, "schedules": "1f1b", "action_seconds": 0.0}
+        return planned(num_devices=3, **given)
+
+
+def plain(variables):
+    """The loss and the gradients of the model without jpipe."""
+
+    def loss(params):
+        return loss_fn(MODEL.apply({"params": params}, TOKENS), TOKENS)
+
+    return jax.jit(jax.value_and_grad(loss))(ref.on_host(variables)["params"])
+
+
+def test_a_plan_of_a_model_is_built_and_gives_the_numbers_of_one_device(double):
+    read = jpipe.Plan.from_json(plan().to_json())
+    assert read == plan()
+    assert len(read.stages) == 3
+    pipe = jpipe.pipeline(MODEL, plan=read)
+    assert (pipe.num_stages, pipe.schedule) == (3, read.schedule)
+    variables = pipe.init(jax.random.key(0), TOKENS)
+    ref.assert_equal(variables, jax.jit(MODEL.init)(jax.random.key(0), TOKENS))
+    found = pipe.value_and_grad(loss_fn)(variables, TOKENS, TOKENS)
+    ref.assert_close(found, plain(variables), ref.FLOAT64, 1.0)
+    assert pipe.plan.cuts == read.cuts
+    # What runs holds what the plan says that it does.
+    assert [held for _, held in pipe.plan.peak_bytes] == [
+        memory.lasting + memory.held for memory in read.forecast.memory
+    ]
+    assert [stage.held_bytes for stage in pipe.plan.stages] == [
+        stage.held_bytes for stage in read.stages
+    ]
+    assert "bottleneck: " in str(pipe)
+
+
+def test_a_pipeline_says_where_it_is_cut_to_one_of_another_batch(double):
+    first = jpipe.pipeline(MODEL, 2, num_stages=3)
+    variables = first.init(jax.random.key(0), TOKENS[:4])
+    again = jpipe.pipeline(MODEL, plan=jpipe.Plan.from_json(first.plan.to_json()))
+    ref.assert_equal(again.place(variables, TOKENS), variables)
+    for one, other in zip(
+        jax.tree.leaves(again.place(variables, TOKENS)),
+        jax.tree.leaves(variables),
+        strict=True,
+    ):
+        assert one.device == other.device
+    found = again.value_and_grad(loss_fn)(variables, TOKENS, TOKENS)
+    ref.assert_close(found, plain(variables), ref.FLOAT64, 1.0)
+
+
+def test_a_loss_function_is_divided_as_before(double):
+    def loss(params, tokens):
+        return loss_fn(MODEL.apply(params, tokens), tokens)
+
+    first = jpipe.value_and_grad(loss, 4, num_stages=3, schedule="gpipe")
+    params = jax.jit(MODEL.init)(jax.random.key(0), TOKENS)
+    with pytest.raises(ValueError, match="known once it was placed or called"):
+        _ = first.plan
+    placed = first.place(params, TOKENS)
+    again = jpipe.value_and_grad(loss, plan=first.plan)
+    assert [x.device for x in jax.tree.leaves(again.place(params, TOKENS))] == [
+        x.device for x in jax.tree.leaves(placed)
+    ]
+    assert again.plan == first.plan
+    value, grads = again(placed, TOKENS)
+    ref.assert_close((value, grads["params"]), plain(params), ref.FLOAT64, 1.0)
+
+
+def test_pieces_have_all_parameters_and_the_times_of_their_equals(double):
+    options = {"loss": loss_fn, "targets": TOKENS, "num_microbatches": 4}
+    profile = jpipe.profile(MODEL, TOKENS, measure=False, **options)
+    shapes = jax.eval_shape(MODEL.init, jax.random.key(0), TOKENS)
+    size = sum(leaf.size for leaf in jax.tree.leaves(shapes))
+    assert sum(piece.num_params for piece in profile.layers) == size
+    blocks = [piece for piece in profile.layers if piece.name == "Block_2"]
+    others = [piece for piece in profile.layers if piece.name == "Block_1"]
+    assert blocks
+    assert [piece.forward for piece in blocks] == [x.forward for x in others]
+    # The table is read by the first piece and by the last one that has parameters.
+    (tie,) = profile.ties
+    assert (tie[0], len(tie)) == (0, 2)
+    measured = jpipe.profile(MODEL, TOKENS, rounds=1, **options)
+    assert measured.ties == profile.ties
+    assert sum(piece.backward for piece in measured.layers) > 0
+
+
+def test_marks_are_the_ends_of_pieces():
+    def model(x):
+        for _ in range(3):
+            x = jpipe.boundary(jnp.tanh(x @ jnp.ones((4, 4))))
+        return jnp.sin(x)
+
+    profile = jpipe.profile(model, jnp.ones((8, 4)), measure=False)
+    assert [piece.name for piece in profile.layers] == [f"piece {i}" for i in range(4)]
+
+
+def test_nnx_modules_and_several_inputs_are_planned(double):
+    class Net(nnx.Module):
+        def __init__(self):
+            rngs = nnx.Rngs(0)
+            self.layers = nnx.List([nnx.Linear(6, 6, rngs=rngs) for _ in range(6)])
+
+        def __call__(self, x, scale):
+            for layer in self.layers:
+                x = jnp.tanh(layer(x)) * scale
+            return x
+
+    x = jpipe.inputs(np.ones((8, 6)), np.float64(0.5))
+    axes = jpipe.inputs(0, None)
+    options = {"loss": ref.mse, "targets": np.ones((8, 6)), "in_axes": axes}
+    made = planned(Net(), x, num_devices=2, **options)
+    pipe = jpipe.pipeline(Net(), plan=made, in_axes=axes)
+    variables = pipe.init(None, x)
+    loss, _ = pipe.value_and_grad(ref.mse)(variables, x, np.ones((8, 6)))
+    expected = ref.mse(Net()(np.ones((8, 6)), 0.5), np.ones((8, 6)))
+    ref.assert_close(loss, expected, ref.FLOAT64)
+
+
+@pytest.mark.parametrize(
+    ("build", "says"),
+    [
+        (
+            lambda: jpipe.pipeline(MODEL, 4, num_stages=2, plan=plan()),
+            "it decides num_microbatches, .*it decides num_stages, which was given",
+        ),
+        (
+            lambda: jpipe.pipeline([nn.Dense(2)], plan=plan()),
+            "it is of one model or function; make one of what is given here",
+        ),
+        (
+            lambda: jpipe.pipeline(
+                MODEL, plan=jpipe.pipeline([nn.Dense(2)], num_microbatches=1).plan
+            ),
+            "it is of a list of layers; make one of what is given here",
+        ),
+        (
+            lambda: jpipe.pipeline(MODEL, 2).plan,
+            "known once it was initialized or called; jpipe.plan decides them before",
+        ),
+        (
+            lambda: jpipe.pipeline(
+                MODEL,
+                2,
+                plan=jpipe.replicate(
+                    jpipe.profile(MODEL, TOKENS, measure=False), num_devices=2
+                ),
+            ),
+            "jpipe.replicate makes is of a list of layers",
+        ),
+    ],
+)
+def test_a_plan_of_something_else_is_refused(double, build, says):
+    with pytest.raises(ValueError, match=f"(?s){says}"):
+        build()
