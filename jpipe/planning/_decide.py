@@ -90,7 +90,7 @@ def plan(
     while it runs is not counted.
 
     Args:
-      layers: as `jpipe.pipeline` takes them.
+      layers: as `jpipe.pipeline` takes them; one model is cut where few bytes cross.
       sample: an input of a mini-batch, or its `jax.ShapeDtypeStruct` leaves.
       tx: the optax optimizer, whose state takes memory.
       num_devices: how many devices there are; default: as many as `jax.devices`.
@@ -110,7 +110,8 @@ def plan(
       schedules: one of the catalogue, or several to choose from, by names or builders;
         default: the catalogue and what is made to measure.
       remat: a mode, or several that stages may have.
-      balance: a cut, if it is known already: what would it take?
+      balance: a cut, if it is known already: what would it take? Of one model it counts
+        the pieces that its profile lists.
       batch_size: examples of the mini-batch, if ``sample`` has another number: of its
         leaves only the shapes are used then.
       profile: of ``layers`` on one micro-batch of ``sample``, in place of measuring.
