@@ -16,7 +16,6 @@ if _TYPE_CHECKING:
     from ._layers._skip import isolate as isolate
     from ._layers._skip import pop as pop
     from ._layers._skip import stash as stash
-    from ._model import ModelPipeline as ModelPipeline
     from ._pipeline import Pipeline as Pipeline
     from ._processes._start import distributed as distributed
     from ._report import Report as Report
@@ -40,7 +39,6 @@ if _TYPE_CHECKING:
 # step draws nothing and plans nothing.
 _HOME = {
     "MEAN": "._slices._join",
-    "ModelPipeline": "._model",
     "Pipeline": "._pipeline",
     "Plan": ".planning._plan",
     "Profile": ".planning._profile",
@@ -68,7 +66,6 @@ _HOME = {
 __version__ = _version("jpipe")
 __all__ = [
     "MEAN",
-    "ModelPipeline",
     "Pipeline",
     "Plan",
     "Profile",

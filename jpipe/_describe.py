@@ -3,18 +3,15 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ._cache import ProgramCache
 from ._functions import _remat
 from ._instructions import _bytes
 from ._instructions._bytes import most_residuals, nbytes
 from ._instructions._sharding import SubMesh
-from ._layers._skip import label
 from ._run._pipe import Pipe
-from ._slices._built import Built, Lies
+from ._slices._built import Built, Divided, Lies
 from ._slices._cuts import Cuts
 from ._slices._names import modules_by_part
 from ._slices._slice import specs
-from ._slices._sliced import Divided
 from ._slices._stages import Stages
 from .planning._plan import Forecast, Plan, StagePlan
 from .schedules import Action
@@ -46,31 +43,13 @@ class Known(NamedTuple):
     cuts: Cuts | None = None
 
 
-def of_layers(pipe: Pipe, programs: ProgramCache, forecast: Forecast | None) -> Known:
-    """What is known of a list of layers."""
-    built, layout = programs.training, programs.layout
-    if built is not None:
-        layout = built.layout
-    return Known(
-        pipe,
-        [[layer.name for layer in stage.layers] for stage in pipe.stages],
-        layout,
-        layout.order if layout else (),
-        built.stages if built else None,
-        built,
-        [(label(r.key), r.source, r.target) for r in programs.routes],
-        forecast,
-    )
-
-
-def of_function(divided: Divided, forecast: Forecast | None = None) -> Known:
+def of_function(divided: Divided) -> Known:
     """What is known of a model or a loss function that is divided."""
     pipe, stages, layout, cuts, built = divided
     built = built if stages.first.has_loss else None
     reads = [stages.weights(s) for s in range(stages.num_stages)]
     names = modules_by_part(stages)
-    own = {"built": built, "forecast": forecast, "cuts": cuts}
-    return Known(pipe, names, layout, reads, stages, **own)
+    return Known(pipe, names, layout, reads, stages, built, cuts=cuts)
 
 
 def describe(known: Known) -> Plan:

@@ -13,6 +13,7 @@ from ._functions._weights import is_inexact
 from ._instructions._program import Program
 from ._report import Report, report
 from ._run._context import outside_of_meshes
+from ._run._feed import Feed
 from ._slices import _checked, _join
 from ._slices._division import Division
 from ._slices._program import Traced
@@ -64,6 +65,8 @@ class FunctionGradient:
             inside=("params",),
         )
         self._sliced = Sliced(work, division, self._trained)
+        # Compares what several processes are given.
+        self._feed: Feed | None = None
 
     @outside_of_meshes
     def __call__(self, params: PyTree, *args: PyTree) -> Any:
@@ -81,10 +84,17 @@ class FunctionGradient:
           ValueError: if parameters are not in place, or the batch does not fit.
           TypeError: if a leaf is not an array.
         """
-        found = self._sliced(params, *args)
-        tree = jax.tree.structure(params)
-        value = (found.loss, found.aux) if self._has_aux else found.loss
-        return value, jax.tree.unflatten(tree, found.grads)
+        built = self._sliced.build(params, *args)
+        given = built.given(params, args, "params")
+        if self._feed is None:
+            self._feed = Feed(built.pipe)
+        self._feed(args)
+        loss, *rest = built.program(given)
+        found, tree = iter(rest), jax.tree.structure(params)
+        aux = [next(found) for _ in range(built.aux_tree.num_leaves)]
+        grads = [next(found) if yes else None for yes in built.layout.trained]
+        value = (loss, built.aux_tree.unflatten(aux)) if self._has_aux else loss
+        return value, tree.unflatten(grads)
 
     def place(self, params: PyTree, *args: PyTree) -> PyTree:
         """Puts each parameter onto the device of the first stage that reads it.
@@ -101,7 +111,7 @@ class FunctionGradient:
     @outside_of_meshes
     def program(self, params: PyTree, *args: PyTree) -> Program:
         """What a call with such arguments runs."""
-        return self._sliced.build(params, args).program
+        return self._sliced.build(params, *args).program
 
     @outside_of_meshes
     def compile(self, params: PyTree, *args: PyTree) -> Report:

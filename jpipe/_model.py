@@ -1,4 +1,4 @@
-"""A pipeline of one model as it is: `pipeline` of a module or a function."""
+"""One model as it is: what a pipeline of it computes, and where its variables are."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,56 +8,46 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from ._cache import NO_LOSS
 from ._check._report import CheckReport
-from ._describe import describe, of_function
-from ._functions import _microbatch
+from ._describe import Known, of_function
 from ._functions._batch import Axes
 from ._functions._objective import Objective
 from ._functions._trainable import Trainable
 from ._instructions import _transfer
 from ._instructions._sharding import Sharding
-from ._instructions._transfer import put_one
 from ._layers import _rng
 from ._layers._layer import Layer, as_module
-from ._loop import OwnLoop
-from ._model_step import ModelGradient
-from ._processes._elsewhere import is_here, of_copies, own_copy
-from ._profile import as_pair, profile
-from ._run import _variables
-from ._run._context import outside_of_meshes
+from ._processes._elsewhere import is_here
+from ._run import _resting
 from ._run._feed import Feed
+from ._run._initialize import agree_on_key
 from ._run._pipe import Pipe
+from ._slices._built import Built, Divided
 from ._slices._division import Division
 from ._slices._initial import Initial
 from ._slices._model import Model
-from ._slices._sliced import Divided, Sliced
-from ._train._optimizer import Optimizer, place_state
-from ._train._state import TrainState, note_chosen
-from ._train._step import TrainStep, check_optimizer
-from ._values import agree_on_key
-from .planning._plan import Forecast, Plan
-from .schedules import Schedule, Timeline
+from ._slices._sliced import Sliced
+from ._train._gradients import Gradients
 
 PyTree = Any
-LossFunction = Callable[[PyTree, PyTree], Any]
+UNKNOWN = (
+    "the stages of a model are known once it was initialized or called; jpipe.plan "
+    "decides them before"
+)
 
 
-class ModelPipeline(OwnLoop):
-    """One model spread over devices; made by `pipeline`. It holds no arrays.
-
-    It has the methods of a `Pipeline`; variables, gradients and states are trees of the
-    model's own. A model of several inputs is given `inputs`.
+class OneModel:
+    """One model.
 
     Args:
       layer: the model.
       division: in which stages it is divided.
       axes: where the examples are.
-      unpipelined: the same model as a list of one layer, which `check` runs.
-      forecast: of the plan that it was built by, if any.
+      unpipelined: makes a list of it as one layer, which `check` runs.
     """
+
+    by_layer = False
 
     def __init__(
         self,
@@ -65,21 +55,14 @@ class ModelPipeline(OwnLoop):
         division: Division,
         axes: Axes,
         unpipelined: Callable[[], Any],
-        forecast: Forecast | None = None,
     ) -> None:
-        self._layer, self._division = layer, division
+        self._layer, self._division, self._axes = layer, division, axes
         self._model = Model(layer, axes, division.num_parts)
-        self._unpipelined, self._forecast = unpipelined, forecast
-        self._places = division.places
-        # One of this process.
-        own = next(filter(is_here, self._places), self._places[0])
-        self._first = _transfer.one_of(own)
-        self._forwards = {
-            train: Sliced(self._model.forward(train), division)
-            for train in (False, True)
-        }
-        self._trained: ModelGradient | None = None
-        self._compared: Feed | None = None
+        self._unpipelined, self.places = unpipelined, division.places
+        self.look_again()
+
+    def __str__(self) -> str:
+        return self._layer.name
 
     @property
     def num_microbatches(self) -> int:
@@ -92,290 +75,134 @@ class ModelPipeline(OwnLoop):
         cuts = self._division.cuts
         return len(cuts.positions) + 1 if cuts else self._division.num_stages
 
-    @property
-    def schedule(self) -> Schedule:
-        """Who runs which action, in which order.
+    @cached_property
+    def pipe(self) -> Pipe:
+        """The stages.
 
         Raises:
-          ValueError: before it is known in how many stages the model is divided.
+          ValueError: before they are known.
         """
         if self.num_stages is None:
-            raise ValueError("the stages are known once the model is initialized")
-        return self._division.pipe(self.num_stages).schedule
+            raise ValueError(UNKNOWN)
+        return self._division.pipe(self.num_stages)
 
-    @property
-    def plan(self) -> Plan:
-        """Who runs what, in names and numbers; says more the more is known.
+    def feed(self) -> Callable[..., tuple[PyTree, PyTree]]:
+        """Compares mini-batches, which all processes are given whole."""
+        compared: list[Feed] = []
 
-        Raises:
-          ValueError: before it is known in how many stages the model is divided.
+        def feed(
+            x: PyTree, targets: PyTree = (), rngs: PyTree = ()
+        ) -> tuple[PyTree, PyTree]:
+            if not compared and self._division.cuts:
+                compared.append(Feed(self.pipe))
+            for own in compared:
+                own((x, targets), rngs=rngs)
+            return x, targets
+
+        return feed
+
+    def known(self, divided: Divided | None) -> Known | None:
+        """What is known of the pipeline; ``None`` before it is divided.
+
+        Args:
+          divided: the last mini-batch with a loss.
         """
-        divided = self._divided
-        if divided is None:
-            raise ValueError(
-                "the stages of a model are known once it was initialized or called; "
-                "jpipe.plan decides them before"
-            )
-        return describe(of_function(divided, self._forecast))
+        last = (programs.last for programs in self._forwards.values())
+        found = divided or next(filter(None, last), None)
+        return of_function(found) if found else None
 
-    @property
-    def _divided(self) -> Divided | None:
-        """What was divided last, of training if that was."""
-        known = [self._trained, *self._forwards.values()]
-        return next((one.last for one in known if one and one.last), None)
+    # ---------------------------------------------------------------------- programs
 
-    def __repr__(self) -> str:
-        stages = (
-            f"{self.num_stages} stages" if self.num_stages else "stages unknown yet"
-        )
-        return (
-            f"<jpipe.ModelPipeline: {self._layer.name} in {stages}, "
-            f"{self.num_microbatches} micro-batches>"
-        )
+    def look_again(self) -> None:
+        """Traces the model anew from now on: see `LayerList.look_again`."""
+        self._forwards = {
+            train: Sliced(self._model.forward(train), self._division)
+            for train in (False, True)
+        }
 
-    @outside_of_meshes
-    def __str__(self) -> str:
-        if self._divided is None:
-            return f"{self!r}\nthe stages are known once it is initialized or called"
-        why = self._trained.unchecked if self._trained else ""
-        return str(self.plan) + (f"\nthe loss was not checked: {why}" if why else "")
+    def forward(
+        self, variables: PyTree, x: PyTree, rngs: _rng.Rngs, train: bool
+    ) -> Built:
+        """The forward pass for such variables and such an input."""
+        return self._forwards[train].build(variables, x, rngs)
+
+    def gradients(self, objective: Objective, trainable: Trainable) -> Gradients:
+        """The gradients of one objective."""
+        self.look_again()
+        outputs: list[PyTree] = []
+
+        def marks(variables: PyTree) -> list[bool]:
+            return jax.tree.leaves(self.marks(variables, trainable))
+
+        works = {
+            train: self._model.loss(objective, train, outputs)
+            for train in (False, True)
+        }
+        programs = {
+            train: Sliced(work, self._division, marks).build
+            for train, work in works.items()
+        }
+        axis = self._axes.out_axes
+        return Gradients(objective, trainable, programs, outputs, axis)
 
     # --------------------------------------------------------------------- variables
 
-    @outside_of_meshes
-    def init(self, key: chex.PRNGKey, x: PyTree) -> PyTree:
-        """Makes the variables of the model, each on its stage's device.
-
-        Args:
-          key: a JAX random key.
-          x: an input, or its `jax.ShapeDtypeStruct` leaves, of which shapes and dtypes
-            are used: the model is divided by them, and made for a micro-batch.
-
-        Returns:
-          What ``model.init(key, x)`` gives; of an nnx module its values, by collection.
-        """
+    def init(self, key: chex.PRNGKey | None, x: PyTree) -> PyTree:
+        """Makes the variables, leaf by leaf."""
         if key is not None:
             _rng.check_key(key)
         key = jax.random.key(0) if key is None else key
-        part, _ = self._forwards[False].part((x, None))
+        part, *_ = self._forwards[False].part((x, None))
         initial = Initial(self._layer, key, part)
-        homes = self._locate(initial.specs, x)
-        agree_on_key(self._pipe, key)
+        homes = self.homes(initial.specs, x)
+        agree_on_key(self.pipe, key)
         made = initial.leaves(key, self._first)
-        leaves = [put_one(leaf, *home) for leaf, home in zip(made, homes, strict=True)]
+        leaves = [
+            _transfer.put_one(leaf, self.pipe.devices[stage], sharding)
+            for leaf, (stage, sharding) in zip(made, homes, strict=True)
+        ]
         return jax.tree.unflatten(jax.tree.structure(initial.specs), leaves)
 
     @cached_property
-    def _pipe(self) -> Pipe:
-        """The stages, once they are known."""
-        assert self.num_stages
-        return self._division.pipe(self.num_stages)
+    def _first(self) -> Any:
+        """A device of this process."""
+        own = next(filter(is_here, self.places), self.places[0])
+        return _transfer.one_of(own)
 
-    def _everywhere(self, *leaves: Any) -> list[jax.Array]:
-        """Leaves on the first device, of several processes in each."""
-        pipe = self._pipe
-        here = _transfer.put(leaves, pipe.own_places[0])
-        return (
-            here if pipe.copies is None else [of_copies(x, pipe.copies) for x in here]
-        )
+    def take(self, key: chex.PRNGKey, variables: PyTree, x: PyTree) -> PyTree:
+        """Copies of variables, in place."""
+        del key
+        return jax.tree.map(jnp.copy, self.place(variables, x))
 
-    def _locate(self, variables: PyTree, x: PyTree) -> list[tuple[Any, Sharding]]:
-        """The device of each leaf of the variables, and how it lies there."""
-        args = x, _rng.key_spec()  # there are models that draw in evaluation
-        return self._forwards[False].locate(variables, args)
+    def place(self, variables: PyTree, x: PyTree = None) -> PyTree:
+        """Variables in place."""
+        homes = self.homes(variables, x)
+        return _resting.placed(self.pipe, variables, homes)
 
-    def _resting_of(
-        self, params: PyTree, variables: PyTree, x: PyTree
-    ) -> tuple[list[int], list[Sharding]]:
-        """The stage of each leaf of the parameters, and how it lies there."""
-        homes, structure = self._locate(variables, x), jax.tree.structure(variables)
-        assert self._division.homes
-        numbered, _ = _apart(structure.unflatten(range(len(homes))))
-        own = jax.tree.leaves(numbered)
-        stages = self._division.homes
-        return [stages[i] for i in own], [homes[i][1] for i in own]
+    def homes(self, variables: PyTree, x: PyTree = None) -> list[tuple[int, Sharding]]:
+        """Of each leaf of the variables its stage, and how it lies there.
 
-    @outside_of_meshes
-    def place(self, tree: Any, x: PyTree = None) -> Any:
-        """Puts variables, or a train state, on the devices of their stages.
-
-        Args:
-          tree: variables or a `TrainState`, on the host or any devices.
-          x: an input, or specs of one; where `init` or a step was called before, it is
-            not needed.
-
-        Returns:
-          The same values in place.
+        Raises:
+          ValueError: if it is not known, and there is no input.
         """
-        is_state = isinstance(tree, TrainState)
-        variables = tree.variables if is_state else tree
         if x is None and self._division.homes is None:
             raise ValueError(
                 "where the variables of a model stay is known once it is divided, "
                 "which takes an input: type pipe.place(variables, x)"
             )
-        homes = self._locate(variables, x)
-        leaves, structure = jax.tree.flatten(variables)
-        pairs = zip(leaves, homes, strict=True)
-        placed = structure.unflatten([put_one(leaf, *home) for leaf, home in pairs])
-        if not is_state:
-            return placed
-        params, model_state = _apart(placed)
-        step, rng = self._everywhere(tree.step, tree.rng)
-        own = self._resting_of(params, variables, x)
-        opt_state = place_state(tree.opt_state, params, self._pipe, *own)
-        state = TrainState(step, params, opt_state, model_state, rng)
-        note_chosen(state, tree.chosen)
-        return state
+        # There are models that draw in evaluation.
+        return self._forwards[False].locate(variables, (x, _rng.key_spec()))
 
-    @outside_of_meshes
-    def apply(
-        self,
-        variables: PyTree,
-        x: PyTree,
-        *,
-        rngs: _rng.Rngs = None,
-        train: bool = False,
-    ) -> PyTree:
-        """Applies the model, forward only: see `Pipeline.apply`."""
-        return self._forwards[train](variables, x, rngs).aux
-
-    def _inference(
-        self, variables: Any, x: PyTree, *, rngs: _rng.Rngs = None, train: bool = False
-    ) -> Any:
-        return self._forwards[train].build(variables, (x, rngs))
+    def marks(self, variables: PyTree, trainable: Trainable) -> PyTree:
+        """Whether each leaf of the variables, or of their specs, is trained."""
+        return trainable.marks([self._layer], (variables,))[0]
 
     def modules(self, variables: PyTree) -> Any:
         """The model with values: see `Pipeline.modules`."""
         return as_module(self._layer, variables)
 
-    # ---------------------------------------------------------------------- training
-
-    def value_and_grad(
-        self,
-        loss_fn: LossFunction,
-        *,
-        has_aux: bool = False,
-        has_state: bool = False,
-        aux_axes: Any = None,
-        reduction: str = "mean",
-        trainable: Any = None,
-    ) -> ModelGradient:
-        """The loss of a mini-batch and its gradients: see `Pipeline.value_and_grad`.
-
-        Paths that ``trainable`` is asked about are those of the model's parameters.
-        """
-        objective = Objective(loss_fn, has_aux, reduction, aux_axes)
-        chosen = Trainable(trainable, by_layer=False)
-        known = self._model, self._division, objective, chosen
-        made = ModelGradient(*known, has_state=has_state)
-        self._trained = made
-        return made
-
-    @outside_of_meshes
-    def init_train_state(
-        self,
-        key: chex.PRNGKey,
-        x: PyTree,
-        tx: Any,
-        *,
-        variables: PyTree = None,
-        trainable: Any = None,
-    ) -> TrainState:
-        """Makes everything that training changes: see `Pipeline.init_train_state`."""
-        tx = check_optimizer(tx)
-        chosen = Trainable(trainable, by_layer=False)
-        if variables is None:
-            variables = self.init(key, x)
-        else:  # a step overwrites them
-            variables = jax.tree.map(jnp.copy, self.place(variables, x))
-        marks = chosen.marks([self._layer], (variables,))[0]
-        params, model_state = _apart(variables)
-        trained = jax.tree.leaves(marks.get("params", {}))
-        specs = _microbatch.specs(params, "params")
-        places = self._resting_of(params, variables, x)
-        own = Optimizer(tx, specs, trained, self._pipe, *places)
-        with jax.disable_jit(False):  # zeros made by hand are on the default device
-            opt_state = own.init(params)
-        agree_on_key(self._pipe, key)
-        step, rng = self._everywhere(np.int32(0), _rng.training_key(own_copy(key)))
-        state = TrainState(step, params, opt_state, model_state, rng)
-        if not chosen.selects_all:
-            note_chosen(state, trained)
-        return state
-
-    def train_step(
-        self,
-        loss_fn: LossFunction,
-        tx: Any,
-        *,
-        has_aux: bool = False,
-        aux_axes: Any = None,
-        reduction: str = "mean",
-        trainable: Any = None,
-        donate: bool = True,
-    ) -> TrainStep:
-        """One training step: see `Pipeline.train_step`."""
-        gradient = self.value_and_grad(
-            loss_fn,
-            has_aux=has_aux,
-            aux_axes=aux_axes,
-            reduction=reduction,
-            trainable=trainable,
-        )
-        return TrainStep(
-            gradient.built,
-            tx,
-            has_aux=has_aux,
-            feed=self._feed,
-            donate=donate,
-            by_layer=False,
-        )
-
-    def _feed(self, x: PyTree, targets: PyTree) -> tuple[PyTree, PyTree]:
-        """The mini-batch, which all processes are given alike."""
-        if self._compared is None and self._division.cuts:
-            self._compared = Feed(self._pipe)
-        if self._compared:
-            self._compared((x, targets))
-        return x, targets
-
-    @outside_of_meshes
-    def profile_step(
-        self,
-        state: TrainState,
-        batch: tuple[PyTree, PyTree],
-        loss_fn: LossFunction | None = None,
-        *,
-        has_aux: bool = False,
-        reduction: str = "mean",
-        trainable: Any = None,
-    ) -> Timeline:
-        """Runs the gradients with each action timed: see `Pipeline.profile_step`."""
-        x, targets = as_pair(batch)
-        gradient = self._trained
-        if loss_fn is not None:
-            given = {"has_aux": has_aux, "reduction": reduction, "trainable": trainable}
-            gradient = self.value_and_grad(loss_fn, **given)
-        if gradient is None:
-            raise ValueError(NO_LOSS)
-        key = _rng.step_key(state.rng, state.step)
-        return profile(*gradient.profiled(state.variables, x, targets, key))
-
-    def check(self, variables: PyTree, *args: Any, **kwargs: Any) -> CheckReport:
-        """Runs the model and the loss at once and in micro-batches, and compares.
-
-        It is as `Pipeline.check` of a list of one layer, on the first device.
-        """
-        report = self._unpipelined().check((variables,), *args, **kwargs)
+    def check(self, variables: PyTree, *given: Any) -> CheckReport:
+        """Checks the model as a list of one layer, on the first device."""
+        report = self._unpipelined().check((variables,), *given)
         found = replace(report.layers[0], name=f"the model ({self._layer.name})")
         return replace(report, layers=(found,))
-
-
-def _apart(variables: PyTree) -> tuple[PyTree, PyTree]:
-    """The parameters, and the other collections."""
-    (params,), (state,) = (
-        _variables.params([variables]),
-        _variables.model_state([variables]),
-    )
-    return params, state

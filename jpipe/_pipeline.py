@@ -1,100 +1,48 @@
 """A pipeline: what its user can do with it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import chex
 import jax
 import optax
-from jax.sharding import Mesh
 
-from . import _values
-from ._cache import ProgramCache
-from ._checkable import Checkable
-from ._describe import describe, of_layers
-from ._functions._batch import Axes
+from . import _states
 from ._functions._objective import Objective
 from ._functions._trainable import Trainable
-from ._instructions import _transfer
-from ._instructions._sharding import SubMesh
+from ._inspectable import Inspectable
 from ._layers import _rng
-from ._layers._layer import as_module, check_unchanged
+from ._list import LayerList
 from ._loop import OwnLoop
-from ._profile import Profiled, as_pair, profile
-from ._run import _layout, _variables
+from ._model import OneModel
+from ._run import _variables
 from ._run._context import outside_of_meshes
-from ._run._feed import Feed
-from ._run._pipe import Pipe
-from ._slices._inference import Inference
-from ._train._state import TrainState, check_state
+from ._slices._built import Built
+from ._train._gradients import Gradients
+from ._train._state import TrainState
 from ._train._step import TrainStep, check_optimizer
 from ._train._value_and_grad import ValueAndGrad
-from .planning._plan import Forecast, Plan
-from .schedules import Schedule, Timeline
+from .planning._plan import Forecast
 
 PyTree = Any
 LossFunction = Callable[[PyTree, PyTree], Any]
 
 
-class Pipeline(Checkable, OwnLoop):
-    """Layers spread over devices; made by `pipeline`. It holds no arrays."""
+class Pipeline(Inspectable, OwnLoop):
+    """A model spread over devices; made by `pipeline`. It holds no arrays.
+
+    Of a list of layers, variables, gradients and states have one entry per layer; of
+    one model they are trees of the model's own.
+    """
 
     def __init__(
-        self,
-        pipe: Pipe,
-        axes: Axes,
-        forecast: Forecast | None = None,
-        check: bool = False,
+        self, subject: LayerList | OneModel, forecast: Forecast | None = None
     ) -> None:
-        self._pipe = pipe
-        self._forecast = forecast
-        self._axes = axes
-        self._cache = ProgramCache(pipe, axes)
-        self._cache.check_first = self._check_first if check else None
-        self._feed, self._places = Feed(pipe), pipe.places
-
-    @property
-    def num_stages(self) -> int:
-        """The number of stages."""
-        return len(self._pipe.stages)
-
-    @property
-    def num_microbatches(self) -> int:
-        """The number of micro-batches of a mini-batch."""
-        return self._pipe.schedule.num_microbatches
-
-    @property
-    def schedule(self) -> Schedule:
-        """Who runs which action, in which order."""
-        return self._pipe.schedule
-
-    @property
-    def devices(self) -> tuple[_transfer.Device | Mesh, ...]:
-        """The device of each stage, or its mesh."""
-        return tuple(
-            device.mesh if isinstance(device, SubMesh) else device
-            for device in self._pipe.devices
-        )
-
-    @property
-    def plan(self) -> Plan:
-        """Who runs what, in names and numbers; says more the more is known."""
-        return describe(of_layers(self._pipe, self._cache, self._forecast))
-
-    def __repr__(self) -> str:
-        return (
-            f"<jpipe.Pipeline: {len(self._pipe.stage_of_layer)} layers in "
-            f"{self.num_stages} stages, {self.num_microbatches} micro-batches, "
-            f"{self.schedule.name}>"
-        )
+        self._subject, self._forecast = subject, forecast
+        self._places = subject.places
 
     @outside_of_meshes
-    def __str__(self) -> str:
-        why = self._cache.unchecked
-        return str(self.plan) + (f"\nthe loss was not checked: {why}" if why else "")
-
-    @outside_of_meshes
-    def init(self, key: chex.PRNGKey | None, x: PyTree) -> tuple[PyTree, ...]:
+    def init(self, key: chex.PRNGKey | None, x: PyTree) -> Any:
         """Makes the variables of all layers, each on its layer's device.
 
         The values depend on the key, the layer's number and shapes only, not on
@@ -110,22 +58,24 @@ class Pipeline(Checkable, OwnLoop):
             first micro-batch, as they run; for all of it if it has fewer examples.
 
         Returns:
-          One entry per layer: its Flax variables, ``{}`` where it has none.
+          One entry per layer: its Flax variables, ``{}`` where it has none. Of a model
+          what ``model.init(key, x)`` gives; of an nnx module its values, by collection.
 
         Raises:
           TypeError: if a leaf of ``x`` is not an array.
           ValueError: if the dtype of an output hangs on whether a variable is weakly
             typed.
         """
-        return _values.make(self._pipe, self._cache, key, x)
+        return self._subject.init(key, x)
 
     @outside_of_meshes
-    def place(self, tree: Any) -> Any:
+    def place(self, tree: Any, x: PyTree = None) -> Any:
         """Puts variables, or a train state, on the devices of their layers.
 
         Args:
           tree: variables, one entry per layer, or a `TrainState`; on the host or any
             devices: from a pipeline of another balance, or from a checkpoint.
+          x: of a model that was not divided yet an input, or specs of one.
 
         Returns:
           The same values in place. What was there already is not copied: a step that
@@ -134,12 +84,15 @@ class Pipeline(Checkable, OwnLoop):
         Raises:
           ValueError: if there is not one entry per layer, or a step overwrote it.
         """
-        return _values.place(self._pipe, tree)
+        _variables.check_alive(jax.tree.leaves(tree))
+        if isinstance(tree, TrainState):
+            return _states.place_train_state(self._subject, tree, x)
+        return self._subject.place(tree, x)
 
     @outside_of_meshes
     def apply(
         self,
-        variables: Sequence[PyTree],
+        variables: PyTree,
         x: PyTree,
         *,
         rngs: _rng.Rngs = None,
@@ -162,15 +115,16 @@ class Pipeline(Checkable, OwnLoop):
           ValueError: if the batch or the variables do not fit the model.
           TypeError: if a leaf of ``x`` is not an array.
         """
-        x, _ = self._feed(x, rngs=rngs)
-        run = self._inference(variables, x, rngs=rngs, train=train)
-        return run(variables, x, rngs)
+        x, _ = self._subject.feed()(x, rngs=rngs)
+        built = self._subject.forward(variables, x, rngs, train)
+        found = built.program(built.given(variables, (x, rngs)))
+        return jax.tree.unflatten(built.aux_tree, found)
 
     @outside_of_meshes
     def _inference(
         self, variables: Any, x: PyTree, *, rngs: _rng.Rngs = None, train: bool = False
-    ) -> Inference:
-        return self._cache.inference(variables, x, rngs, train)
+    ) -> Built:
+        return self._subject.forward(variables, x, rngs, train)
 
     def value_and_grad(
         self,
@@ -234,12 +188,28 @@ class Pipeline(Checkable, OwnLoop):
         """
         objective = Objective(loss_fn, has_aux, reduction, aux_axes)
         return ValueAndGrad(
-            self._cache.gradients(objective, Trainable(trainable)),
+            self._gradients(objective, trainable),
             has_aux=has_aux,
             has_state=has_state,
-            selected=trainable is not None,
-            feed=Feed(self._pipe),
+            feed=self._subject.feed(),
         )
+
+    def _gradients(self, objective: Objective, trainable: Any) -> Gradients:
+        """The gradients of an objective, which are remembered.
+
+        Raises:
+          ValueError: if the schedule cannot train.
+        """
+        if self._subject.num_stages and self.schedule.forward_only:
+            raise ValueError(
+                f"schedule {self.schedule.name!r} has forwards only: it can apply, not "
+                f"train; build the pipeline with another, such as schedule='1f1b'"
+            )
+        if self._made and self._made.last:
+            self._used = self._made
+        chosen = Trainable(trainable, self._subject.by_layer)
+        self._made = made = self._subject.gradients(objective, chosen)
+        return made
 
     @outside_of_meshes
     def init_train_state(
@@ -270,12 +240,12 @@ class Pipeline(Checkable, OwnLoop):
           ValueError: if the variables are not those of the model.
         """
         check_optimizer(tx)
-        chosen = Trainable(trainable)
+        chosen = Trainable(trainable, self._subject.by_layer)
         if variables is None:
             variables = self.init(key, x)
         else:
-            variables = _values.take(self._pipe, self._cache, key, variables, x)
-        return _values.train_state(self._pipe, self._cache, key, variables, tx, chosen)
+            variables = self._subject.take(key, variables, x)
+        return _states.train_state(self._subject, key, variables, x, tx, chosen)
 
     def train_step(
         self,
@@ -311,15 +281,16 @@ class Pipeline(Checkable, OwnLoop):
         check_optimizer(tx)
         objective = Objective(loss_fn, has_aux, reduction, aux_axes)
         return TrainStep(
-            self._cache.gradients(objective, Trainable(trainable)),
+            self._gradients(objective, trainable),
             tx,
             has_aux=has_aux,
-            feed=Feed(self._pipe),
+            feed=self._subject.feed(),
             donate=donate,
+            by_layer=self._subject.by_layer,
         )
 
     @outside_of_meshes
-    def modules(self, variables: Sequence[PyTree]) -> list[Any]:
+    def modules(self, variables: PyTree) -> Any:
         """What was listed as layers, with values: the way back to Flax.
 
         Args:
@@ -335,65 +306,4 @@ class Pipeline(Checkable, OwnLoop):
           ValueError: if the variables are not those of the layers, or a layer was
             changed.
         """
-        layers = self._pipe.layers
-        check_unchanged(layers)
-        _variables.check_entries(variables, len(layers))
-        _variables.check_alive(jax.tree.leaves(variables))
-        entries = _layout.complete(self._pipe.sharing, variables)
-        made: dict[int, Any] = {}
-        for layer, entry in zip(layers, entries, strict=True):
-            if id(layer.owner) not in made:
-                made[id(layer.owner)] = as_module(layer, entry)
-        return [made[id(layer.owner)] for layer in layers]
-
-    @outside_of_meshes
-    def profile_step(
-        self,
-        state: TrainState,
-        batch: tuple[PyTree, PyTree],
-        loss_fn: LossFunction | None = None,
-        *,
-        has_aux: bool = False,
-        reduction: str = "mean",
-        trainable: Any = None,
-    ) -> Timeline:
-        """Runs the gradients of a mini-batch with each action timed.
-
-        Each action is waited for, so the whole takes somewhat longer than a step.
-
-        Args:
-          state: a train state, in place.
-          batch: the input and the targets.
-          loss_fn: as for `train_step`; default: all is as in the step built last.
-          has_aux: as for `train_step`.
-          reduction: as for `train_step`.
-          trainable: as for `train_step`.
-
-        Returns:
-          What was measured, in seconds and bytes. Its ``costs``, the median times and
-          the bytes of each stage, are what `Schedule.simulate` predicts from.
-
-        Raises:
-          ValueError: if there is no loss yet, or the state or the batch does not fit.
-          TypeError: if ``batch`` is not a pair.
-
-        Example:
-          >>> import jax, jax.numpy as jnp, jpipe, optax
-          >>> from flax import linen as nn
-          >>> pipe = jpipe.pipeline([nn.Dense(3)], num_microbatches=2)
-          >>> x = jnp.ones((4, 3))
-          >>> state = pipe.init_train_state(jax.random.key(0), x, optax.sgd(0.1))
-          >>> square = lambda y, t: jnp.mean((y - t) ** 2)
-          >>> measured = pipe.profile_step(state, (x, x), square)
-          >>> pipe.schedule.simulate(measured.costs).makespan > 0
-          True
-        """
-        check_state(state)
-        x, targets = as_pair(batch)
-        objective = None if loss_fn is None else Objective(loss_fn, has_aux, reduction)
-        find = self._cache.profiled(objective, Trainable(trainable))
-        key = _rng.step_key(state.rng, state.step)
-        gradient = find(state.variables, x, targets, state.rng, True)
-        leaves = gradient.given(state.variables, x, targets, key, "state")
-        parts = self._pipe, gradient.stages, gradient.batch, gradient.program
-        return profile(Profiled(*parts), leaves)
+        return self._subject.modules(variables)

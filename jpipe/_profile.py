@@ -13,17 +13,15 @@ import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
-from ._functions._batch import Batch
 from ._instructions._bytes import live
 from ._instructions._instruction import Instruction
-from ._instructions._program import Program, Step
-from ._run._pipe import Pipe
+from ._instructions._program import Step
+from ._slices._built import Built
 from ._slices._costs import costs_of
-from ._slices._stages import Stages
 from .schedules import Action, Timeline
 from .schedules._timeline import MemoryEvent
 
@@ -41,23 +39,7 @@ class _Clock:
         return time.perf_counter() - self.origin
 
 
-class Profiled(NamedTuple):
-    """A mini-batch with a loss.
-
-    Attributes:
-      pipe: the schedule and the devices.
-      stages: what runs.
-      batch: the mini-batch.
-      program: its instructions.
-    """
-
-    pipe: Pipe
-    stages: Stages
-    batch: Batch
-    program: Program
-
-
-def profile(own: Profiled, leaves: Sequence[Any]) -> Timeline:
+def profile(own: Built, leaves: Sequence[Any]) -> Timeline:
     """Runs a mini-batch with each action timed.
 
     Args:
@@ -134,7 +116,7 @@ def _timed_run(
         clock.moves.append(end - begin)
 
 
-def _timeline(own: Profiled, clock: _Clock) -> Timeline:
+def _timeline(own: Built, clock: _Clock) -> Timeline:
     """The timeline of the schedule; what was not run by itself takes no time."""
     schedule = own.pipe.schedule
     start, end = {}, {}
@@ -165,7 +147,7 @@ def _timeline(own: Profiled, clock: _Clock) -> Timeline:
     )
 
 
-def _memory(own: Profiled, timeline: Timeline) -> Iterable[MemoryEvent]:
+def _memory(own: Built, timeline: Timeline) -> Iterable[MemoryEvent]:
     """The bytes of each rank when its actions end.
 
     Of a device that serves several ranks all is counted as that of the first.

@@ -1,7 +1,7 @@
 """`jpipe.pipeline`: a sequence of layers as one program over many devices."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import Mesh
@@ -15,14 +15,15 @@ from ._instructions._sharding import SubMesh
 from ._instructions._transfer import Device
 from ._layers._layer import Layer, as_layers, is_model
 from ._layers._stage import check_balance, fuse
-from ._model import ModelPipeline
+from ._list import LayerList
+from ._model import OneModel
 from ._pipeline import Pipeline
 from ._processes._elsewhere import is_here
 from ._processes._start import check_joined, check_threads
 from ._run import _resting
 from ._run._pipe import Pipe
 from ._slices._division import Division
-from .planning._plan import Forecast, Plan
+from .planning._plan import Plan
 from .schedules import Schedule, ScheduleBuilder
 from .schedules._choose import choose_schedule, turns
 
@@ -109,8 +110,8 @@ def pipeline(
         that differ are warned of; a loss that differs is a ``ValueError``.
 
     Returns:
-      The pipeline; of a model a `ModelPipeline`, whose variables, gradients and states
-      are trees of the model's own. Nothing is compiled yet.
+      The pipeline; of a model its variables, gradients and states are trees of the
+      model's own. Nothing is compiled yet.
 
     Warns:
       UserWarning: if a schedule that runs several stages per rank leaves devices idle,
@@ -192,8 +193,7 @@ def pipeline(
             is_lasting=True,
             cuts=cuts,
         )
-        # It has the methods of a Pipeline, with trees of the model's own.
-        return cast(Pipeline, _of_model(layers[0], division, axes, forecast))
+        return Pipeline(_of_model(layers[0], division, axes), forecast)
     if isinstance(balance, str):
         from .planning._balance import balanced  # measures, which a step does not
 
@@ -218,20 +218,20 @@ def pipeline(
     if any(isinstance(device, SubMesh) for device in placed):
         check_threads()
     pipe = Pipe(groups, placed, chosen, settings, sharding, gather)
-    return Pipeline(pipe, axes, forecast, check)
+    return Pipeline(LayerList(pipe, axes, check), forecast)
 
 
-def _of_model(
-    layer: Layer, division: Division, axes: Axes, forecast: Forecast | None
-) -> ModelPipeline:
-    """The pipeline of one model."""
+def _of_model(layer: Layer, division: Division, axes: Axes) -> OneModel:
+    """One model, which is divided."""
     own = next(filter(is_here, division.devices), division.devices[0])
     first, number = _transfer.one_of(own), division.num_microbatches
 
-    def unpipelined() -> Pipeline:
-        return pipeline([layer.source], number, balance=[1], devices=[first])
+    def unpipelined() -> LayerList:
+        schedule = choose_schedule("1f1b", 1, number)
+        pipe = Pipe(fuse([layer], (1,)), (first,), schedule, ("min_cut",))
+        return LayerList(pipe, axes)
 
-    return ModelPipeline(layer, division, axes, unpipelined, forecast)
+    return OneModel(layer, division, axes, unpipelined)
 
 
 def sequential(

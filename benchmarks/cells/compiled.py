@@ -93,9 +93,10 @@ def peak(setting: Setting, way: Way) -> Peak:
     calls = Calls(gradient)
     timeline = pipe.schedule.simulate(calls.costs)
     extra = {action: workspace(calls.distinct[n]) for action, n in calls.of.items()}
+    stages = gradient.stages
     params = [
-        [spec for spec, yes in zip(w.specs, w.trainable, strict=True) if yes]
-        for w in gradient.layout.weights
+        [stages.spec_of(weight) for weight in stages.trained_by(s)]
+        for s in range(stages.num_stages)
     ]
     slots = [_slot_bytes(setting.work.tx, specs) for specs in params]
     devices = [

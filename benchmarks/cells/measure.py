@@ -189,7 +189,7 @@ def _plain(
 ) -> "Future[Compiled]":
     work, batch = setting.work, setting.work.specs(setting.batch)
     pipe = jpipe.sequential(work.layers, devices=devices)
-    (stage,) = pipe._pipe.stages
+    (stage,) = pipe._subject.pipe.stages
     variables = initial(work)
 
     def step(carry: Any, x: Any, targets: Any) -> Any:

@@ -21,7 +21,7 @@ import numpy as np
 import optax
 
 import jpipe
-from jpipe._train._gradient import Gradient
+from jpipe._slices._built import Built
 from jpipe.schedules import Action, Costs, Timeline
 
 from ..experiment import Setting, fill
@@ -119,7 +119,7 @@ class Predictor:
         return lambda action: times[calls.of[action]]
 
     def _by_layer(
-        self, setting: Setting, gradient: Gradient, calls: Calls
+        self, setting: Setting, gradient: Built, calls: Calls
     ) -> Callable[[Action], float]:
         """Sums of times of single layers; each layer is a stage of its own here."""
         # Rows of one table mostly have the same layers.

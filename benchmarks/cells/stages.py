@@ -14,14 +14,15 @@ from typing import Any
 import jax
 
 import jpipe
-from jpipe._cache import ProgramCache
 from jpipe._functions._objective import Objective
+from jpipe._functions._trainable import Trainable
 from jpipe._instructions._compile import Compiled
 from jpipe._instructions._program import Instruction
 from jpipe._jaxprs import _jaxpr
+from jpipe._list import LayerList
 from jpipe._run._pipe import Pipe
+from jpipe._slices._built import Built
 from jpipe._slices._costs import costs_of
-from jpipe._train._gradient import Gradient
 from jpipe.schedules import Action, Costs
 
 from ..experiment import random_key
@@ -42,7 +43,7 @@ class _Apart(Pipe):
 
 def gradient_of(
     pipe: jpipe.Pipeline, loss: Callable[..., Any], x: PyTree, targets: PyTree
-) -> Gradient:
+) -> Built:
     """The mini-batch of a pipeline that a train step would compile; compiles nothing.
 
     Args:
@@ -54,14 +55,15 @@ def gradient_of(
     Returns:
       The mini-batch, with the rngs of a train step.
     """
-    known = pipe._pipe
+    known = pipe._subject.pipe
     apart = _Apart(*(getattr(known, field.name) for field in fields(Pipe)))
-    library = ProgramCache(apart, pipe._cache._axes)
-    variables = tuple(
-        visit.variables for visit in library.expected(library.sample(x))[0]
-    )
+    layers = LayerList(apart, pipe._subject._axes)
+    visits, _ = layers.fitting.expected(layers.fitting.sample(x))
+    variables = tuple(visit.variables for visit in visits)
     key = jax.eval_shape(random_key)
-    return library.gradients(Objective(loss))(variables, x, targets, key, True)
+    return layers.gradients(Objective(loss), Trainable())(
+        variables, x, targets, key, True
+    )
 
 
 @dataclass(frozen=True)
@@ -104,10 +106,10 @@ class Calls:
       costs: the bytes that the mini-batch moves and keeps.
     """
 
-    def __init__(self, gradient: Gradient) -> None:
+    def __init__(self, gradient: Built) -> None:
         program, placement = gradient.program, gradient.pipe.schedule.placement
         self.costs: Costs = costs_of(
-            program, gradient.listed.stages, gradient.batch, placement
+            program, gradient.stages, gradient.batch, placement
         )
         self.distinct: list[Call] = []
         self.of: dict[Action, int] = {}

@@ -24,6 +24,7 @@ from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 
 import jpipe
+from jpipe._functions._objective import Objective
 from jpipe.schedules import Schedule, one_f_one_b
 
 WIDTH = 8
@@ -92,10 +93,9 @@ def dispatched(stages: int, microbatches: int) -> dict[str, float]:
     )
     x = jnp.ones((microbatches, WIDTH))
     variables = pipe.init(jax.random.key(0), x)
-    pipe.value_and_grad(square)(variables, x, x)
-    gradient: Any = pipe._cache.training
+    gradient = pipe._gradients(Objective(square), None)(variables, x, x, None, True)
     program = gradient.program
-    leaves = gradient.arguments(variables, x, x, None)
+    leaves = gradient.given(variables, (x, x))
     rounds: list[dict[str, float]] = []
     for _ in range(5):
         slots, clock = program.start(leaves), time.perf_counter

@@ -248,31 +248,32 @@ def twice(flat: Sequence[tuple[str, Any]], overwritten: Sequence[bool]) -> list[
     return [" and ".join(n) for at, n in names.items() if at in ids and len(n) > 1]
 
 
-def collections(variables: Sequence[Any], positions: Sequence[int]) -> str:
+def collections(variables: Any, positions: Sequence[int]) -> str:
     """The collections of some leaves, as a user would type them."""
-    flat = jax.tree_util.tree_leaves_with_path(tuple(variables))
-    paths = [flat[i][0][:2] for i in positions]  # layer and collection
-    found = dict.fromkeys(f"variables{jax.tree_util.keystr(p)}" for p in paths)
-    return ", ".join(found)
+    flat = jax.tree_util.tree_leaves_with_path(variables)
+    depth = 1 if isinstance(variables, Mapping) else 2  # layer and collection
+    found = dict.fromkeys(flat[i][0][:depth] for i in positions)
+    return ", ".join(f"variables{jax.tree_util.keystr(path)}" for path in found)
 
 
-def params(variables: Sequence[Any]) -> tuple[PyTree, ...]:
-    """The parameters of each layer, ``{}`` where there are none."""
-    return tuple(entry.get("params", {}) for entry in variables)
+def params(variables: Any) -> PyTree:
+    """The parameters of a model, or of each layer; ``{}`` where there are none."""
+    if isinstance(variables, Mapping):
+        return variables.get("params", {})
+    return tuple(map(params, variables))
 
 
-def model_state(variables: Sequence[Any]) -> tuple[PyTree, ...]:
-    """The other collections of each layer, ``{}`` where there are none."""
-    return tuple(
-        {name: value for name, value in entry.items() if name != "params"}
-        for entry in variables
-    )
+def model_state(variables: Any) -> PyTree:
+    """The other collections of a model, or of each layer."""
+    if isinstance(variables, Mapping):
+        return {name: own for name, own in variables.items() if name != "params"}
+    return tuple(map(model_state, variables))
 
 
-def merge(
-    params: Sequence[PyTree], model_state: Sequence[PyTree]
-) -> tuple[PyTree, ...]:
+def merge(params: PyTree, model_state: PyTree) -> PyTree:
     """The inverse of `params` and `model_state`."""
+    if isinstance(model_state, Mapping):
+        return {"params": params, **model_state}
     return tuple(
         {**state, "params": own} if jax.tree.leaves(own) else dict(state)
         for own, state in zip(params, model_state, strict=True)

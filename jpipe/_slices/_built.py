@@ -17,6 +17,7 @@ from .._run import _facts, _variables
 from .._run._pipe import Pipe
 from ..schedules import Action
 from ..schedules._action import FORWARD
+from ._cuts import Cuts
 from ._join import Join, joined
 from ._kept import Kept
 from ._lower import Lowering
@@ -125,6 +126,24 @@ class TreeLayout:
                 )
 
 
+class Divided(NamedTuple):
+    """A function that is divided.
+
+    Attributes:
+      pipe: the schedule and the devices.
+      stages: the slices.
+      layout: where the parameters are.
+      cuts: where it is divided; ``None`` of a list of layers.
+      built: the function on a mini-batch, if one was given.
+    """
+
+    pipe: Pipe
+    stages: Stages
+    layout: Lies
+    cuts: Cuts | None = None
+    built: "Built | None" = None
+
+
 class Built:
     """A function on a mini-batch.
 
@@ -134,7 +153,7 @@ class Built:
       batch: the mini-batch, all that is given of it as one tree.
       layout: where the parameters are.
       joins: how what is returned beside the loss is joined.
-      aux: specs of that.
+      aux: specs of that, without what is written.
     """
 
     def __init__(
@@ -148,10 +167,7 @@ class Built:
     ) -> None:
         self.pipe, self.stages, self.batch = pipe, stages, batch
         self.layout, self._joins = layout, joins
-        self.aux_tree, self.num_joined = jax.tree.structure(aux), len(joins)
-        # Of a model what the loss function returns stands before what is written.
-        is_all = self.aux_tree.num_leaves == len(joins)
-        self.joined_tree = jax.tree.structure(aux if is_all else aux[0])
+        self.aux_tree = jax.tree.structure(aux)
         # Of what is written, by its number, which leaf of what is returned it is.
         leaves = (zip(own.at, own.leaves, strict=True) for own in stages.states)
         self.written = sorted(pair for own in leaves for pair in own)
@@ -187,6 +203,18 @@ class Built:
         aux = joined(graph, batch, self._joins, rows) if self._joins else {}
         return Outcome(loss, [*aux.values()], grads, changed)
 
+    def given(self, params: PyTree, args: PyTree, tree: str = "variables") -> list[Any]:
+        """What the program is given; ``tree`` is what errors call the parameters.
+
+        Raises:
+          ValueError: if parameters were overwritten or are not in place.
+          TypeError: if a leaf belongs to a trace.
+        """
+        leaves, batch = jax.tree.leaves(params), jax.tree.leaves(args)
+        _variables.check_concrete([*leaves, *batch])
+        self.layout.check(leaves, tree)
+        return [*leaves, *batch]
+
     def arguments(self, graph: Graph) -> tuple[list[Value], list[Value]]:
         """The parameters and the mini-batch as arguments of a graph."""
         pairs = zip(self.layout.specs, self.layout.shardings, strict=True)
@@ -196,8 +224,19 @@ class Built:
 
     @cached_property
     def program(self) -> Program:
-        """``(*params, *mini-batch) -> (*loss, *aux, *changed, *grads)``."""
-        return self._lowered()
+        """``(*params, *mini-batch) -> (*loss, *aux, *grads)``."""
+        return self._lowered([])
+
+    @cached_property
+    def program_with_state(self) -> Program:
+        """The same, which gives what is no parameter too, as it is after training."""
+        return self._lowered(self.state)
+
+    @property
+    def state(self) -> list[int]:
+        """The numbers of the leaves that are no parameters."""
+        params = set(self.layout.params)
+        return [i for i in range(len(self.layout.specs)) if i not in params]
 
     @cached_property
     def ran(self) -> tuple[Action, ...]:
@@ -211,11 +250,12 @@ class Built:
         return self.stages.kept(stage) if by_itself else None
 
     @paused
-    def _lowered(self) -> Program:
+    def _lowered(self, state: Sequence[int]) -> Program:
         graph = self.pipe.graph()
-        loss, aux, grads, changed = self.into(graph, *self.arguments(graph))
-        metrics, new = [*loss, *aux], [changed[i] for i in sorted(changed)]
-        own = graph.own([*metrics, *new, *(grads[i] for i in sorted(grads))])
+        params, given = self.arguments(graph)
+        loss, aux, grads, changed = self.into(graph, params, given)
+        metrics, new = [*loss, *aux], [changed.get(i, params[i]) for i in state]
+        own = graph.own([*metrics, *(grads[i] for i in sorted(grads)), *new])
         # Metrics are in each process; new values of parameters stay where these are.
         count = len(metrics) if loss else 0
         outputs = [*map(graph.everywhere, own[:count]), *own[count:]]

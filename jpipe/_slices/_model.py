@@ -102,6 +102,7 @@ class Model:
             has_aux=True,
             reduction=objective.reduction,
             has_input=True,
+            is_of_model=True,
             owner=self.layer.owner,
             names=("x", "targets", "rngs"),
             advice=ADVICE,

@@ -11,20 +11,18 @@ from .._functions._batch import Batch
 from .._instructions import _transfer
 from .._instructions._collector import paused
 from .._instructions._sharding import Sharding
-from .._run import _resting, _signature, _variables
-from .._run._feed import Feed
+from .._run import _resting
 from .._run._pipe import Pipe
 from . import _arguments, _composed, _order, _program, _summands
-from ._built import Built, Lies, TreeLayout
-from ._cuts import Cuts
+from ._built import Built, Divided, TreeLayout
 from ._division import Division
 from ._join import Join
 from ._program import Traced
+from ._programs import Programs
 from ._stages import Stages
 from ._state import State, Written, without_the_rest, written_by
 
 PyTree = Any
-_MOST = 64
 
 
 @dataclass(frozen=True)
@@ -39,6 +37,7 @@ class Work:
       has_aux: whether it returns something beside the loss.
       reduction: what the loss is: see `jpipe.value_and_grad`.
       has_input: whether the first argument after ``params`` is the input of a model.
+      is_of_model: whether its aux is a pair, of aux and of what a model writes.
       owner: the module that holds the parameters, if one does.
       inside: of what they are a part: ``("params",)`` of parameters alone.
       names: how errors call the arguments.
@@ -54,25 +53,12 @@ class Work:
     has_aux: bool = False
     reduction: str = "mean"
     has_input: bool = False
+    is_of_model: bool = False
     owner: Any = None
     inside: tuple[str, ...] = ()
     names: Sequence[str] = ()
     advice: str = "params = grad_fn.place(params, *args)"
     writes: Callable[[Traced, PyTree], tuple[int, list[Written]]] | None = None
-
-
-class Results(NamedTuple):
-    """What a call gives.
-
-    Attributes:
-      loss: the loss, if there is one.
-      aux: what is returned beside it; ``None`` for what is not written.
-      grads: of each leaf of the parameters its gradient, or ``None``.
-    """
-
-    loss: Any
-    aux: PyTree
-    grads: list[Any]
 
 
 class _Call(NamedTuple):
@@ -89,26 +75,8 @@ class _Call(NamedTuple):
     batch: Batch
 
 
-class Divided(NamedTuple):
-    """A function that is divided.
-
-    Attributes:
-      pipe: the schedule and the devices.
-      stages: the slices.
-      layout: where the parameters are.
-      cuts: where it is divided.
-      built: the function on a mini-batch, if one was given.
-    """
-
-    pipe: Pipe
-    stages: Stages
-    layout: Lies
-    cuts: Cuts
-    built: Built | None = None
-
-
 class Sliced:
-    """``(params, *args) -> Results``, compiled once for each kind of arguments.
+    """``(params, *args)``, divided in stages; compiled once for each kind of arguments.
 
     Args:
       work: what is computed.
@@ -123,65 +91,24 @@ class Sliced:
         trained: Callable[[PyTree], list[bool]] = lambda specs: [],
     ) -> None:
         self._work, self._division, self._trained = work, division, trained
-        self._known: dict[Any, Divided] = {}
-        # Compares what several processes are given.
-        self._feed: Feed | None = None
-        # What was divided last; without arguments of a call it is not built.
-        self.last: Divided | None = None
+        self.build = Programs(self._built)
+        # How it was divided without a whole mini-batch.
+        self._located: Divided | None = None
 
-    def __call__(self, params: PyTree, *args: PyTree) -> Results:
-        """Returns as soon as the work is dispatched."""
-        built = self.build(params, args)
-        given = self.arguments(built, params, args)
-        if self._feed is None:
-            self._feed = Feed(built.pipe)
-        self._feed(args)
-        found = iter(built.program(given))
-        loss = next(found) if self._work.has_loss else None
-        # What is written comes last in the order of parameters.
-        aux: list[Any] = [next(found) for _ in range(built.num_joined)]
-        aux += [None] * (built.aux_tree.num_leaves - len(aux))
-        for _, leaf in built.written:
-            aux[leaf] = next(found)
-        trained = built.stages.trained[: len(built.layout.specs)]
-        grads = [next(found) if yes else None for yes in trained]
-        return Results(loss, jax.tree.unflatten(built.aux_tree, aux), grads)
-
-    def arguments(
-        self, built: Built, params: PyTree, args: Sequence[PyTree]
-    ) -> list[Any]:
-        """What a program is given, checked."""
-        leaves, batch = jax.tree.leaves(params), jax.tree.leaves(args)
-        _variables.check_concrete([*leaves, *batch])
-        built.layout.check(leaves)
-        return [*leaves, *batch]
+    @property
+    def last(self) -> Divided | None:
+        """What was divided last; without arguments of a call it is not built."""
+        return self.build.last or self._located
 
     def place(self, params: PyTree, *args: PyTree) -> PyTree:
         """Puts each parameter onto the device of the stage where it stays."""
-        built = self.build(params, args)
-        homes = self._homes(built.pipe, params, built.layout.homes)
+        built = self.build(params, *args)
+        layout, devices = built.layout, built.pipe.devices
         leaves, tree = jax.tree.flatten(params)
+        at = zip(leaves, layout.homes, layout.shardings, strict=True)
         return tree.unflatten(
-            [
-                _transfer.put_one(leaf, *home)
-                for leaf, home in zip(leaves, homes, strict=True)
-            ]
+            [_transfer.put_one(leaf, devices[home], how) for leaf, home, how in at]
         )
-
-    def build(self, params: PyTree, args: Sequence[PyTree]) -> Built:
-        """What runs for such arguments."""
-        key = _signature.settings(), _signature.of(params, args)
-        if key not in self._known:
-            self._known[key] = self._built(params, args)
-            if len(self._known) > _MOST:
-                del self._known[next(iter(self._known))]
-        self.last = self._known[key]
-        assert self.last.built
-        return self.last.built
-
-    def batch(self, params: PyTree, args: Sequence[PyTree]) -> Batch:
-        """The arguments as a mini-batch."""
-        return self._called(params, args).batch
 
     def part(self, args: Sequence[PyTree]) -> Sequence[PyTree]:
         """Specs of the first micro-batch; there may be few examples."""
@@ -190,8 +117,8 @@ class Sliced:
 
     def locate(
         self, params: PyTree, args: Sequence[PyTree]
-    ) -> list[tuple[Any, Sharding]]:
-        """The home of each parameter, where all functions are divided alike.
+    ) -> list[tuple[int, Sharding]]:
+        """The stage of each parameter and how it lies; all functions are divided alike.
 
         Args:
           params: the parameters, or specs of them.
@@ -199,20 +126,20 @@ class Sliced:
         """
         division = self._division
         if division.homes is None:
-            self.last = self._divided(self._called(params, args, True))
+            self._located = self._divided(self._called(params, args, True))
         assert division.cuts is not None
         assert division.homes is not None
         pipe = division.pipe(len(division.cuts.positions) + 1)
-        return self._homes(pipe, params, division.homes)
+        how = self._shardings(pipe, params, division.homes)
+        return [*zip(division.homes, how, strict=True)]
 
-    def _homes(
+    def _shardings(
         self, pipe: Pipe, params: PyTree, stages: Sequence[int]
-    ) -> list[tuple[Any, Sharding]]:
-        """The device of each parameter, and how it lies there."""
+    ) -> list[Sharding]:
+        """How each parameter lies in its stage."""
         devices, work = [pipe.devices[stage] for stage in stages], self._work
         known = work.owner, (), work.inside
-        how = _resting.of_tree(pipe, params, devices, *known)
-        return [*zip(devices, how, strict=True)]
+        return _resting.of_tree(pipe, params, devices, *known)
 
     @property
     def devices(self) -> Sequence[Any]:
@@ -278,19 +205,22 @@ class Sliced:
         if division.is_lasting:
             division.homes = stages.owner[:count]
         homes, work = stages.owner[:count], self._work
-        how = [each for _, each in self._homes(pipe, call.specs, homes)]
+        how = self._shardings(pipe, call.specs, homes)
         known = call.trained, not work.inside, work.advice
         layout = TreeLayout(pipe, call.specs, homes, how, *known)
         return Divided(pipe, stages, layout, cuts)
 
     @paused
-    def _built(self, params: PyTree, args: Sequence[PyTree]) -> Divided:
+    def _built(self, params: PyTree, *args: PyTree) -> Divided:
         call = self._called(params, args)
         divided, batch = self._divided(call), call.batch
         pipe, stages, layout, *_ = divided
         sizes = [size for size in batch.sizes for _ in range(batch.num_shards)]
         joins = self._work.joins(stages.first, sizes)
-        built = Built(pipe, stages, batch, layout, joins, stages.first.aux)
+        aux = stages.first.aux
+        if self._work.is_of_model:
+            aux, _ = aux
+        built = Built(pipe, stages, batch, layout, joins, aux)
         return divided._replace(built=built)
 
     def _traced(self, call: _Call) -> dict[int, Traced]:

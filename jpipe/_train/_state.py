@@ -85,8 +85,6 @@ class TrainState:
     @property
     def variables(self) -> Any:
         """The variables as `Pipeline.apply` takes them."""
-        if not isinstance(self.model_state, tuple):  # of a model, its own tree
-            return {"params": self.params, **self.model_state}
         return _variables.merge(self.params, self.model_state)
 
 

@@ -264,7 +264,7 @@ class _Compiled:
         metrics = {"loss": leaves[count]}
         if self._has_aux:
             aux = leaves[count + 1 :]
-            metrics["aux"] = jax.tree.unflatten(self.gradient.joined_tree, aux)
+            metrics["aux"] = jax.tree.unflatten(self.gradient.aux_tree, aux)
         return state, metrics
 
 

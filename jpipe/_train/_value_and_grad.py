@@ -1,6 +1,6 @@
 """The loss of a mini-batch and its gradients, in the structures that users hold."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,10 +10,8 @@ from .._instructions._program import Program
 from .._layers._rng import Rngs
 from .._run import _variables
 from .._run._context import outside_of_meshes
-from .._run._feed import Feed
 from .._warn import warn
-from ._build import Gradients
-from ._gradient import Gradient
+from ._gradients import Gradients
 
 PyTree = Any
 
@@ -25,9 +23,7 @@ class ValueAndGrad:
       gradients: of its loss.
       has_aux: whether the loss function returns something beside the loss.
       has_state: whether what training changes beside parameters is returned too.
-      selected: whether it was said which leaves are trained. Others have no gradient,
-        ``None``; else leaves of integers have that of `jax.grad` with ``allow_int``.
-      feed: what it is given, where there are several processes.
+      feed: gives what this process has to know of an input, targets and keys.
     """
 
     def __init__(
@@ -36,20 +32,16 @@ class ValueAndGrad:
         *,
         has_aux: bool,
         has_state: bool,
-        selected: bool,
-        feed: Feed,
+        feed: Callable[..., tuple[PyTree, PyTree]],
     ) -> None:
-        self._gradients = gradients
-        self._feed = feed
-        self._has_aux = has_aux
-        self._has_state = has_state
-        self._was_told = False
-        self._selected = selected
+        self._gradients, self._feed = gradients, feed
+        self._has_aux, self._has_state = has_aux, has_state
+        self._has_warned = False
 
     @outside_of_meshes
     def __call__(
         self,
-        variables: Sequence[PyTree],
+        variables: PyTree,
         x: PyTree,
         targets: PyTree,
         *,
@@ -59,7 +51,7 @@ class ValueAndGrad:
         """Returns as soon as the work is dispatched.
 
         Args:
-          variables: one entry per layer, in place.
+          variables: one entry per layer, or the model's own tree, in place.
           x: the input of the mini-batch, on the host or any device; of several
             processes those that do not run the first stage may give ``None``.
           targets: its targets, likewise, for the last stage.
@@ -75,38 +67,34 @@ class ValueAndGrad:
           TypeError: if the loss function does not return what was agreed.
         """
         x, targets = self._feed(x, targets, rngs)
-        gradient = self._gradients(variables, x, targets, rngs, train)
-        given = gradient.given(variables, x, targets, rngs)
-        loss, *rest = self._program(gradient, variables)(given)
+        built = self._gradients(variables, x, targets, rngs, train)
+        program = built.program_with_state if self._has_state else built.program
+        loss, *rest = program(built.given(variables, (x, targets, rngs)))
         found = iter(rest)
-        aux = [next(found) for _ in range(gradient.aux_tree.num_leaves)]
-        leaves, tree = jax.tree.flatten(_variables.params(variables))
+        aux = [next(found) for _ in range(built.aux_tree.num_leaves)]
+        leaves, tree = jax.tree.flatten(variables)
+        layout = built.layout
         grads = [
-            next(found) if trained else self._without(leaf)
-            for leaf, trained in zip(leaves, gradient.layout.trained, strict=True)
+            next(found) if trained else self._without(leaves[at])
+            for at, trained in zip(layout.params, layout.trained, strict=True)
         ]
-        beside = [jax.tree.unflatten(gradient.aux_tree, aux)] if self._has_aux else []
+        beside = [built.aux_tree.unflatten(aux)] if self._has_aux else []
         if self._has_state:
-            leaves, whole = jax.tree.flatten(tuple(variables))
-            for i, new in zip(gradient.layout.state, found, strict=True):
-                leaves[i] = new
-            beside.append(_variables.model_state(jax.tree.unflatten(whole, leaves)))
+            for at in built.state:
+                leaves[at] = next(found)
+            beside.append(_variables.model_state(tree.unflatten(leaves)))
+        elif built.written and not self._has_warned:
+            self._has_warned = True
+            at = [at for at, _ in built.written]
+            _warn_of_state(_variables.collections(variables, at))
         value = (loss, *beside) if beside else loss
-        return value, jax.tree.unflatten(tree, grads)
-
-    def _program(self, gradient: Gradient, variables: Sequence[PyTree]) -> Program:
-        """What runs; that it leaves something out is said once."""
-        if self._has_state:
-            return gradient.program_with_state
-        if gradient.changed and not self._was_told:
-            self._was_told = True
-            say_what_is_left(_variables.collections(variables, gradient.changed))
-        return gradient.program
+        params = jax.tree.structure(_variables.params(variables))
+        return value, params.unflatten(grads)
 
     @outside_of_meshes
     def program(
         self,
-        variables: Sequence[PyTree],
+        variables: PyTree,
         x: PyTree,
         targets: PyTree,
         *,
@@ -114,16 +102,21 @@ class ValueAndGrad:
         train: bool = True,
     ) -> Program:
         """What a call with such arguments runs."""
-        gradient = self._gradients(variables, x, targets, rngs, train)
-        return self._program(gradient, variables)
+        built = self._gradients(variables, x, targets, rngs, train)
+        return built.program_with_state if self._has_state else built.program
 
     def _without(self, leaf: Any) -> Any:
-        """What stands for the gradient of a leaf that has none."""
-        return None if self._selected else np.zeros(leaf.shape, jax.dtypes.float0)
+        """What stands for the gradient of a leaf that has none.
+
+        Where it was not said what is trained, that of `jax.grad` for integers.
+        """
+        if not self._gradients.trainable.selects_all:
+            return None
+        return np.zeros(leaf.shape, jax.dtypes.float0)
 
 
-def say_what_is_left(collections: str) -> None:
-    """Says that a call without ``has_state`` does not return what training changes."""
+def _warn_of_state(collections: str) -> None:
+    """Warns that a call without ``has_state`` does not return what training changes."""
     warn(
         f"value_and_grad leaves {collections} as given, which training changes; type "
         f"value_and_grad(..., has_state=True), which returns ((loss, state), grads), "

@@ -25,8 +25,8 @@ from .._slices._initial import Initial
 from .._slices._listed import Listed, listed
 from .._slices._model import Model
 from .._slices._names import modules
+from .._slices._results import gradient
 from .._slices._sliced import Sliced
-from .._train._gradient import Gradient
 from ..schedules import Schedule, gpipe
 from ._traced import Sample, Traced
 
@@ -95,7 +95,7 @@ class Layers:
         """The loss and its gradients of a mini-batch, on devices that are not there."""
         assert sample.objective is not None
         found, _ = self._listed(sample, balance, remat, schedule, data)
-        return Gradient(found, sample.objective)
+        return gradient(found, sample.objective)
 
     def cuts(self, balance: Sequence[int]) -> Cuts | None:
         """Where a model is divided; nothing of a list of layers."""
@@ -222,7 +222,7 @@ class OneModel:
             initial = Initial(self._layer, _rng.key_spec(), part)
             self._variables[kind] = initial.specs
         variables = self._variables[kind]
-        return sliced.build(variables, args), variables
+        return sliced.build(variables, *args), variables
 
 
 def _numbered(variables: PyTree) -> tuple[PyTree, list[str]]:

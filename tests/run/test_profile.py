@@ -147,11 +147,14 @@ def test_a_model_as_it_is_is_profiled_too():
 
 
 def test_a_model_holds_what_its_list_of_layers_holds():
-    layers = [nn.Dense(6), nn.tanh, nn.Dense(6), nn.tanh, nn.Dense(6), nn.tanh]
+    pairs = [[nn.Dense(6), nn.tanh] for _ in range(3)]
+    layers = [layer for pair in pairs for layer in pair]
+    ends = [[*pair, jpipe.boundary] for pair in pairs[:2]]
+    model = nn.Sequential([*ends[0], *ends[1], *pairs[2]])
     peaks = []
     for pipe in (
         jpipe.pipeline(layers, 4, balance=[2, 2, 2]),
-        jpipe.pipeline(nn.Sequential(layers), 4, num_stages=3),
+        jpipe.pipeline(model, 4),
     ):
         state = pipe.init_train_state(jax.random.key(0), X, TX)
         peaks.append(pipe.profile_step(state, (X, X), ref.mse).peak_bytes)

@@ -1,0 +1,111 @@
+"""Layers are run at once and in micro-batches: what `Pipeline.check` does."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from ._check._layers import Checking
+from ._check._report import CheckReport
+from ._fitting import Fitting
+from ._functions import _microbatch
+from ._functions._objective import Objective
+from ._instructions import _transfer
+from ._layers import _rng
+from ._run import _layout, _variables
+from ._run._pipe import Pipe
+from ._warn import warn
+
+PyTree = Any
+# So many examples a micro-batch has at most where the first mini-batch is checked.
+_FEW = 8
+
+
+def checked(
+    pipe: Pipe,
+    fitting: Fitting,
+    variables: Sequence[PyTree],
+    x: PyTree,
+    targets: PyTree,
+    objective: Objective | None,
+    rngs: _rng.Rngs,
+    train: bool,
+    tolerance: float | None = None,
+    parts: Sequence[int] | None = None,
+    few: bool = False,
+) -> CheckReport:
+    """Checks layers: see `Pipeline.check`.
+
+    Args:
+      pipe: their stages.
+      fitting: checks variables and inputs.
+      variables: one entry per layer.
+      x: an input.
+      targets: its targets.
+      objective: the loss; ``None``: layers only.
+      rngs: keys.
+      train: whether layers are run as in training.
+      tolerance: how far numbers may be apart.
+      parts: how many examples each micro-batch has.
+      few: whether the first few examples will do.
+    """
+    if pipe.copies is not None:
+        raise ValueError(
+            "what several processes have cannot be checked in one of them; check "
+            "jpipe.sequential of the same layers, in one process"
+        )
+    if rngs is not None:
+        _rng.check_rngs(rngs)
+    _variables.check_concrete(jax.tree.leaves((x, targets, rngs)))
+    examples = fitting.examples(x, targets)
+    count = _microbatch.batch_size(examples, 2)
+    if parts is None:
+        number = pipe.schedule.num_microbatches * pipe.num_shards
+        parts = _sizes(count, -(-count // number), _FEW if few else count)
+    elif len(parts) < 2 or min(parts) < 1 or sum(parts) != count:
+        raise ValueError(
+            f"parts={parts}: needs the numbers of examples in two micro-batches or "
+            f"more, together the {count} of the batch"
+        )
+    fitting.by_owner(variables, fitting.sample(x))
+    _variables.check_alive(jax.tree.leaves(variables))
+    entries = _layout.complete(pipe.sharing, variables)
+    sizes, layers = tuple(parts), pipe.layers
+    (_, _, x_axes), (_, _, target_axes) = examples
+    with jax.default_device(_transfer.one_of(pipe.devices[0])):
+        checking = Checking(x, x_axes, sizes, rngs, train, tolerance)
+        found = tuple(map(checking.layer, range(len(layers)), layers, entries))
+        loss = None
+        if objective is not None:
+            loss = checking.loss(objective, targets, target_axes)
+    return CheckReport(sizes, found, loss)
+
+
+def check_first(pipe: Pipe, fitting: Fitting, *given: Any) -> None:
+    """Checks a few examples of the first mini-batch that is trained on.
+
+    Raises:
+      ValueError: if the loss is another in micro-batches.
+    """
+    report = checked(pipe, fitting, *given, few=True)
+    mixed = [i for i, layer in enumerate(report.layers) if not layer.is_same]
+    report.raise_if_different(accept=mixed)
+    if mixed:
+        warn(f"layers give something else in micro-batches:\n{report}")
+
+
+def _sizes(batch_size: int, microbatch: int, most: int) -> tuple[int, int]:
+    """Two micro-batches of different sizes, if they can be.
+
+    Layers may take examples in groups: the first is as large as a micro-batch of the
+    pipeline, or else even, and the second twice that at least.
+
+    Args:
+      batch_size: how many examples there are, two at least.
+      microbatch: how many a micro-batch of the pipeline has.
+      most: how many the first may have; with more, all examples are taken.
+    """
+    first = max(min(microbatch, batch_size // 3, most), min(2, batch_size // 2))
+    first -= first % 2 if 2 < first != microbatch else 0
+    rest = batch_size - first
+    return first, rest if most >= batch_size else min(2 * first, rest)

@@ -1,0 +1,96 @@
+"""Train states: made, and put where each part is used."""
+
+from typing import Any
+
+import chex
+import jax
+import numpy as np
+
+from ._functions import _microbatch
+from ._functions._trainable import Trainable
+from ._instructions import _transfer
+from ._instructions._sharding import Sharding
+from ._layers import _rng
+from ._list import LayerList
+from ._model import OneModel
+from ._processes._elsewhere import of_copies
+from ._run import _resting, _variables
+from ._run._initialize import agree_on_key
+from ._run._pipe import Pipe
+from ._train._optimizer import Optimizer, place_state
+from ._train._state import TrainState, note_chosen
+
+PyTree = Any
+Owner = LayerList | OneModel
+Homes = list[tuple[int, Sharding]]
+
+
+def place_train_state(owner: Owner, state: TrainState, x: PyTree) -> TrainState:
+    """A train state in place: see `Pipeline.place`."""
+    pipe, variables = owner.pipe, state.variables
+    homes, (of_params, of_rest) = _parts(owner, variables, x)
+    step, rng = _everywhere(pipe, *_first(pipe, state.step, state.rng))
+    at, rest = [homes[i] for i in of_params], [homes[i] for i in of_rest]
+    placed = TrainState(
+        step=step,
+        params=_resting.placed(pipe, state.params, at),
+        opt_state=place_state(state.opt_state, state.params, pipe, *_columns(at)),
+        model_state=_resting.placed(pipe, state.model_state, rest),
+        rng=rng,
+    )
+    note_chosen(placed, state.chosen)
+    return placed
+
+
+def train_state(
+    owner: Owner,
+    key: chex.PRNGKey,
+    variables: PyTree,
+    x: PyTree,
+    tx: Any,
+    trainable: Trainable,
+) -> TrainState:
+    """The state at step 0, of variables in place that it may overwrite."""
+    _rng.check_key(key)
+    pipe, params = owner.pipe, _variables.params(variables)
+    trained = jax.tree.leaves(_variables.params(owner.marks(variables, trainable)))
+    agree_on_key(pipe, key)
+    rng, step = _first(pipe, key, np.int32(0))
+    step, rng = _everywhere(pipe, step, _rng.training_key(rng))
+    homes, (of_params, _) = _parts(owner, variables, x)
+    specs = _microbatch.specs(params, "params")
+    at = _columns([homes[i] for i in of_params])
+    init = Optimizer(tx, specs, trained, pipe, *at).init
+    with jax.disable_jit(False):  # zeros made by hand are on the default device
+        opt_state = init(params)
+    rest = _variables.model_state(variables)
+    state = TrainState(step, params, opt_state, rest, rng)
+    if not trainable.selects_all:
+        note_chosen(state, trained)
+    return state
+
+
+def _parts(
+    owner: Owner, variables: PyTree, x: PyTree
+) -> tuple[Homes, tuple[list[int], list[int]]]:
+    """Where variables are; the numbers of the parameters, and of the other leaves."""
+    homes, tree = owner.homes(variables, x), jax.tree.structure(variables)
+    numbers = tree.unflatten(range(len(homes)))
+    parts = _variables.params(numbers), _variables.model_state(numbers)
+    return homes, (jax.tree.leaves(parts[0]), jax.tree.leaves(parts[1]))
+
+
+def _columns(homes: Homes) -> tuple[list[int], list[Sharding]]:
+    return [stage for stage, _ in homes], [sharding for _, sharding in homes]
+
+
+def _first(pipe: Pipe, *leaves: Any) -> list[Any]:
+    """Leaves on the first device of the pipeline that this process has."""
+    return _transfer.put(leaves, pipe.own_places[0])
+
+
+def _everywhere(pipe: Pipe, *leaves: Any) -> Any:
+    """What each process has, as arrays of all copies; as it is where there is one."""
+    if pipe.copies is None:
+        return leaves
+    return [of_copies(leaf, pipe.copies) for leaf in leaves]
