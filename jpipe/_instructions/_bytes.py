@@ -61,15 +61,14 @@ def residuals(program: Program) -> Cells:
     """
     readers: dict[int, list[Any]] = {}
     for instruction in program.instructions:
-        for slot in {*instruction.reads, *instruction.donates}:
+        for slot in {*instruction.reads}:
             readers.setdefault(slot, []).append(instruction.label)
     found: Cells = {}
     for instruction in program.instructions:
         label = instruction.label
         if getattr(label, "op", None) != "F" or instruction.is_move:
             continue
-        touched = {*instruction.reads, *instruction.donates, *instruction.writes}
-        for slot in touched:
+        for slot in {*instruction.reads, *instruction.writes}:
             if slot < program.constants.stop:
                 continue
             labels = readers.get(slot, [])

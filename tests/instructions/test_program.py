@@ -130,7 +130,7 @@ class TestTheList:
         made = self.made()
         last = {}
         for number, instruction in enumerate(made.instructions):
-            for slot in (*instruction.reads, *instruction.donates):
+            for slot in instruction.reads:
                 last[slot] = number
         freed = {
             slot: number
