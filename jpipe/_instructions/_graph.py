@@ -5,7 +5,7 @@ gets a copy, which leaves as soon as the value is made; so transfers are written
 nobody.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -148,11 +148,11 @@ class Graph:
 
         Whoever reads a result has the one of its process: nothing is sent.
         """
-        every = [
-            self.call(function, head, reads) for head in self.heads.values() or [place]
-        ]
+        if not self.heads:
+            return self.call(function, place, reads)
+        every = [self.call(function, head, reads) for head in self.heads.values()]
         for alike in zip(*every, strict=True):
-            of_process = dict(zip(self.heads, alike, strict=False))
+            of_process = dict(zip(self.heads, alike, strict=True))
             self._alike |= dict.fromkeys(alike, of_process)
         return every[0]
 
@@ -163,12 +163,10 @@ class Graph:
 
     def at(self, value: Value, place: Place) -> Value:
         """The value in a place: itself, or a copy."""
+        if value in self._alike:
+            value = self._alike[value].get(self.processes[place], value)
         if self.places[value] == place:
             return value
-        if value in self._alike and self.heads:
-            value = self._alike[value].get(self.processes[place], value)
-            if self.places[value] == place:
-                return value
         value = self._source.get(value, value)
         if self.places[value] in (place, NOWHERE):
             return value
@@ -182,11 +180,8 @@ class Graph:
         """
         if value not in self.arguments or not self._is_far(value, place):
             return value
-        source = self.places[value]
         if value not in self._sent:
-            how = [self.shardings[value]]
-            copy = Function("copy", lambda x: [x], [self.specs[value]])
-            (self._sent[value],) = self.call(copy, source, [value], how=how)
+            (self._sent[value],) = self._with_copies_of([value], [0])
         return self._sent[value]
 
     def cut(self, value: Value, place: Place, cut: Cut) -> Value:
@@ -284,41 +279,38 @@ class Graph:
 
         A move comes right after what makes its values.
         """
-        needed = set(outputs)
-        needed |= {self._source.get(value, value) for value in outputs}
+        needed: set[Value] = set()
+
+        def need(values: Sequence[Value]) -> None:
+            needed.update(values)
+            needed.update(self._source.get(value, value) for value in values)
+
+        need(outputs)
         kept = []
         for call in reversed(self.calls):
             assert call.function
             made = set(call.writes) - set(call.reads)
             if call.function.has_effects or not needed.isdisjoint(made):
                 kept.append(call)
-                needed.update(call.reads)
-                needed.update(self._source.get(v, v) for v in call.reads)
+                need(call.reads)
         copies: dict[Value, list[tuple[Place, Value]]] = {}
         for (value, place, _), copy in self._copies.items():
             if copy in needed:
                 copies.setdefault(value, []).append((place, copy))
-        done = [*self._copying([*self.arguments, *self.constants], copies)]
-        seen = {*self.arguments, *self.constants}
-        for call in reversed(kept):
-            done.append(call)
-            new = [v for v in dict.fromkeys(call.writes) if v not in seen]
-            seen.update(new)
-            done += self._copying(new, copies, call.label)
-        return done
 
-    def _copying(
-        self,
-        values: Sequence[Value],
-        copies: dict[Value, list[tuple[Place, Value]]],
-        label: Any = "arguments",
-    ) -> list[Instruction]:
-        """One move from each place to each where some of the values are wanted."""
-        ways: dict[tuple[Place, Place], list[tuple[Value, Value]]] = {}
-        for value in values:
-            for place, copy in copies.get(value, ()):
-                ways.setdefault((self.places[value], place), []).append((value, copy))
-        return [
-            Instruction(target, source, None, *zip(*pairs, strict=True), label=label)
-            for (source, target), pairs in ways.items()
-        ]
+        def moves(values: Iterable[Value], label: Any) -> list[Instruction]:
+            """One from each place to each where some of the values are wanted."""
+            ways: dict[tuple[Place, Place], list[tuple[Value, Value]]] = {}
+            for value in values:
+                for place, copy in copies.pop(value, ()):
+                    way = self.places[value], place
+                    ways.setdefault(way, []).append((value, copy))
+            return [
+                Instruction(place, source, None, *zip(*pairs, strict=True), label)
+                for (source, place), pairs in ways.items()
+            ]
+
+        done = moves([*self.arguments, *self.constants], "arguments")
+        for call in reversed(kept):
+            done += [call, *moves(call.writes, call.label)]
+        return done

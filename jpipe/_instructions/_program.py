@@ -16,7 +16,7 @@ import jax
 
 from .. import _compat
 from .._jaxprs import _invalid
-from .._processes._elsewhere import copies, ghost, is_here, of_copies
+from .._processes._elsewhere import copies, is_here, of_copies
 from .._processes._group import group
 from .._processes._keys import is_key
 from .._processes._transport import Crossing
@@ -63,9 +63,8 @@ class Program:
         self._facts = graph.facts
         self.is_shared = bool(graph.heads)
         outputs = graph.lasting(outputs)
-        wanted: list[Value] = []
-        for each in outputs:
-            wanted += each if isinstance(each, tuple) else [each]
+        as_lists = (each if isinstance(each, tuple) else [each] for each in outputs)
+        wanted = [value for values in as_lists for value in values]
         listed = graph.with_copies(wanted)
         last = last_uses(listed, wanted)
         programs = compiled(graph, listed, last, devices)
@@ -87,16 +86,18 @@ class Program:
         if self._copied:
             at = [_transfer.devices_of(devices[p]) for p in graph.heads.values()]
             self._copies = copies([device for own in at for device in own])
-        # The slots behind the arguments, before the first instruction.
-        self._rest = [
-            _transfer.put_one(array, devices[graph.places[v]], graph.shardings[v])
-            for v, array in graph.constants.items()
-        ] + [None] * (len(slot) - given)
+        # The slots behind the arguments, before the first instruction: constants, and
+        # what stands for outputs of other processes.
+        first = self._num_arguments
+        self._rest: list[Any] = [None] * (len(slot) - first)
+        for value, array in graph.constants.items():
+            where = devices[graph.places[value]], graph.shardings[value]
+            self._rest[slot[value] - first] = _transfer.put_one(array, *where)
         for value in wanted:
-            place = graph.places[value]
-            if slot[value] >= given and place >= 0 and not is_here(devices[place]):
-                at_rest = slot[value] - self._num_arguments
-                self._rest[at_rest] = _elsewhere(graph, value, devices[place])
+            if slot[value] >= given and not is_here(devices[graph.places[value]]):
+                where = devices[graph.places[value]], graph.shardings[value]
+                like = _transfer.located(graph.specs[value], *where)
+                self._rest[slot[value] - first] = _transfer.put_one(like, *where)
         self.own = [each for each in self.instructions if self._is_own(each)]
         self._first_overwriting = next(
             (
@@ -289,12 +290,6 @@ def _explained(error: Exception, failed: Instruction, slots: list[Any]) -> Excep
             found = _invalid.find(failed.function.run, failed.take(slots))
             return found or error
     return error
-
-
-def _elsewhere(graph: Graph, value: Value, device: Device) -> Any:
-    """What stands for a value of another process."""
-    spec = _transfer.located(graph.specs[value], device, graph.shardings[value])
-    return ghost(spec.shape, spec.dtype, spec.sharding)
 
 
 def _nbytes(graph: Graph, value: Value, devices: Sequence[Device]) -> int:
