@@ -43,8 +43,8 @@ class Compiled:
       places: where the arguments are; of one that is nowhere yet less than zero.
       name: how profiles call it.
       mapped: whether each shard of the place calls it by itself.
-      given: how its arguments lie, where the place is several devices.
-      made: how its results lie, likewise.
+      argument_shardings: how its arguments lie, where the place is several devices.
+      result_shardings: how its results lie, likewise.
       run: ``(*leaves) -> leaves``, compiled or not.
       seconds: how long XLA took; zero if it is not compiled, or was before.
     """
@@ -57,22 +57,22 @@ class Compiled:
     places: Sequence[int]
     name: str
     mapped: bool = False
-    given: Sequence[Sharding] = ()
-    made: Sequence[Sharding] = ()
+    argument_shardings: Sequence[Sharding] = ()
+    result_shardings: Sequence[Sharding] = ()
 
     def __post_init__(self) -> None:
         function, kept, device = self.function, self.kept, self.device
 
-        def run(*leaves: Any) -> tuple[Any, ...]:
+        def run(*leaves: Any) -> Any:
             results = function.run(*leaves)
             return tuple([results[i] for i in kept])
 
         out: Any = None
         if isinstance(device, SubMesh):
-            run = device.mapped(run, self.given) if self.mapped else run
-            out = tuple(
-                on(device, self.made[i], on_host(function.results[i])) for i in kept
-            )
+            if self.mapped:
+                run = device.mapped(run, self.argument_shardings)
+            pairs = [(self.result_shardings[i], function.results[i]) for i in kept]
+            out = tuple(on(device, how, on_host(spec)) for how, spec in pairs)
         elif all(place < 0 for place in self.places):
             # What has no arguments in a place would land on the default device.
             out = on(device)
@@ -96,8 +96,8 @@ class Compiled:
         is_placed = all(place >= 0 for place in self.places)
         if not is_placed or any(map(on_host, kinds)) or not is_ahead():
             return None
-        given = self.given or [WHOLE] * len(self.arguments)
-        pairs = zip(self.arguments, given, strict=True)
+        shardings = self.argument_shardings or [WHOLE] * len(self.arguments)
+        pairs = zip(self.arguments, shardings, strict=True)
         return self.run.trace(*[located(spec, self.device, how) for spec, how in pairs])
 
     @property

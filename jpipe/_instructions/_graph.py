@@ -254,7 +254,7 @@ class Graph:
                 number[value] = len(reads)
                 reads.append(value)
         wires = tuple(number[value] for value in second.reads)
-        parts = first.function, second.function, len(first.reads), wires
+        parts: Any = first.function, second.function, len(first.reads), wires
         if parts not in self._composed:
             self._composed[parts] = composed(*parts)
         function, writes = self._composed[parts], [*first.writes, *second.writes]
@@ -293,21 +293,23 @@ class Graph:
             if call.function.has_effects or not needed.isdisjoint(made):
                 kept.append(call)
                 need(call.reads)
-        copies: dict[Value, list[tuple[Place, Value]]] = {}
-        for (value, place, _), copy in self._copies.items():
+        copies: dict[Value, list[Value]] = {}
+        for copy, value in self._source.items():
             if copy in needed:
-                copies.setdefault(value, []).append((place, copy))
+                copies.setdefault(value, []).append(copy)
 
         def moves(values: Iterable[Value], label: Any) -> list[Instruction]:
             """One from each place to each where some of the values are wanted."""
-            ways: dict[tuple[Place, Place], list[tuple[Value, Value]]] = {}
+            ways: dict[tuple[Place, Place], list[Value]] = {}
             for value in values:
-                for place, copy in copies.pop(value, ()):
-                    way = self.places[value], place
-                    ways.setdefault(way, []).append((value, copy))
+                for copy in copies.pop(value, ()):
+                    way = self.places[value], self.places[copy]
+                    ways.setdefault(way, []).append(copy)
             return [
-                Instruction(place, source, None, *zip(*pairs, strict=True), label)
-                for (source, place), pairs in ways.items()
+                Instruction(
+                    place, source, None, [self._source[v] for v in own], own, label
+                )
+                for (source, place), own in ways.items()
             ]
 
         done = moves([*self.arguments, *self.constants], "arguments")

@@ -5,7 +5,6 @@ From the list alone follow the frees, what is donated, the bytes of each place, 
 programs to compile.
 """
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -130,9 +129,7 @@ class Program:
             return
         own = [program for program in self.programs if is_here(program.device)]
         if self.is_shared:
-            functions = (program.function for program in self.programs)
-            compile_own = functools.partial(compile_all, own)
-            agree(self.instructions, functions, self._facts, compile_own)
+            agree(self.instructions, self._facts, lambda: compile_all(own))
         else:
             compile_all(own)
         for instruction in self.own:
@@ -170,11 +167,10 @@ class Program:
             group().runs += 1
         slots = self.start(leaves)
         del leaves
-        overwrites = self._first_overwriting if overwriting else None
         with _compat.explicit_transfers():
             for instruction in self.own:
                 try:
-                    if instruction is overwrites:
+                    if overwriting and instruction is self._first_overwriting:
                         overwriting()
                     slots[instruction.into] = instruction.run(*instruction.take(slots))
                     for slot in instruction.frees:

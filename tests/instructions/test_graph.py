@@ -46,9 +46,9 @@ def test_a_copy_is_made_once_right_after_its_source():
     done = graph.with_copies(outputs)
     assert names(done) == ["both", None, "double", None, "add", "add"]
     # All that goes one way leaves at once.
-    assert done[1].reads == (sine, cosine)
+    assert done[1].reads == [sine, cosine]
     assert (done[1].place, done[1].label) == (1, "both")
-    assert done[3].reads == (double,)
+    assert done[3].reads == [double]
 
 
 def test_what_is_in_no_place_is_read_where_it_is():
@@ -62,8 +62,8 @@ def test_batches_arrive_first_each_place_at_one_stroke():
     graph, (x, y) = arguments(2, OUTSIDE)
     outputs = [*graph.call(ADD, 0, [x, y]), *graph.call(DOUBLE, 1, [y])]
     first, second, *rest = graph.with_copies(outputs)
-    assert (first.place, first.reads, first.label) == (0, (x, y), "arguments")
-    assert (second.place, second.reads, second.label) == (1, (y,), "arguments")
+    assert (first.place, first.reads, first.label) == (0, [x, y], "arguments")
+    assert (second.place, second.reads, second.label) == (1, [y], "arguments")
     assert names(rest) == ["add", "double"]
 
 
