@@ -149,6 +149,7 @@ _executables: "OrderedDict[Any, Any]" = OrderedDict()
 _MOST = 256
 
 
+@dataclass
 class Executable:
     """A compiled program, or a function that computes the same.
 
@@ -157,9 +158,8 @@ class Executable:
       seconds: how long XLA took; zero if it was compiled before.
     """
 
-    def __init__(self, run: Callable[..., Any] | None = None) -> None:
-        self.run: Any = run
-        self.seconds = 0.0
+    run: Any = None
+    seconds: float = 0.0
 
 
 @contextmanager
