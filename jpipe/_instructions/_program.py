@@ -98,14 +98,12 @@ class Program:
                 like = _transfer.located(graph.specs[value], *where)
                 self._rest[slot[value] - first] = _transfer.put_one(like, *where)
         self.own = [each for each in self.instructions if self._is_own(each)]
-        self._first_overwriting = next(
-            (
-                instruction
-                for instruction in self.own
-                if any(slot < self._num_arguments for slot in instruction.donates)
-            ),
-            None,
+        overwriting = (
+            each
+            for each in self.own
+            if any(slot < self._num_arguments for slot in each.donates)
         )
+        self._first_overwriting = next(overwriting, None)
         self._is_compiled = False
 
     def _is_own(self, instruction: Instruction) -> bool:
