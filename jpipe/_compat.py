@@ -19,8 +19,7 @@ from jax.experimental import serialize_executable
 from jax.extend import core
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
-# Of arrays, and of none that are donated.
-Copy = Callable[[Sequence[jax.Array], Sequence[jax.Array]], list[jax.Array]]
+Copy = Callable[..., list[jax.Array]]
 
 # To a type checker it has no attributes.
 _config: Any = jax.config
@@ -123,7 +122,7 @@ def copier(source: Any, targets: Sequence[Sharding]) -> Copy | None:
     shardings = list(targets)
     semantics = [jaxlib.ArrayCopySemantics.ALWAYS_COPY] * len(shardings)
 
-    def copy(leaves: Sequence[jax.Array], _: Sequence[jax.Array] = ()) -> Any:
+    def copy(*leaves: jax.Array) -> Any:
         return put(leaves, lists, shardings, semantics)
 
     return copy

@@ -19,7 +19,6 @@ import jax
 
 from ._instructions._bytes import live
 from ._instructions._instruction import Instruction
-from ._instructions._program import Step
 from ._slices._built import Built
 from ._slices._costs import costs_of
 from .schedules import Action, Timeline
@@ -67,11 +66,11 @@ def profile(own: Built, leaves: Sequence[Any]) -> Timeline:
         try:
             for number in numbers:
                 instruction = program.instructions[number]
-                for slot in (*instruction.reads, *instruction.donates):
+                for slot in instruction.reads:
                     while slot in maker and not done[maker[slot]].wait(0.1):
                         if failed.is_set():
                             return
-                _timed_run(program.steps[number], instruction, slots, clock)
+                _timed_run(instruction, slots, clock)
                 done[number].set()
         except BaseException:
             failed.set()
@@ -101,13 +100,11 @@ def as_pair(batch: Any) -> tuple[Any, Any]:
     return batch
 
 
-def _timed_run(
-    step: Step, instruction: Instruction, slots: list[Any], clock: _Clock
-) -> None:
-    given = step.reads(slots), step.donates(slots)
-    jax.block_until_ready(given)
+def _timed_run(instruction: Instruction, slots: list[Any], clock: _Clock) -> None:
+    given = jax.block_until_ready(instruction.take(slots))
     begin = clock.now()
-    slots[step.writes] = results = jax.block_until_ready(step.run(*given))
+    results = jax.block_until_ready(instruction.run(*given))
+    slots[instruction.into] = results
     del results
     end = clock.now()
     if instruction.source is None:

@@ -74,7 +74,7 @@ def report(programs: Sequence[Program], seconds: float) -> Report:
     """What is known of programs that are compiled, and run one after the other."""
     found, held = list[CompiledProgram](), dict[str, int]()
     for program in programs:
-        calls = Counter(id(instruction.run) for instruction in program.instructions)
+        calls = Counter(id(each.compiled) for each in program.instructions)
         found += [
             CompiledProgram(
                 compiled.name,
@@ -84,7 +84,7 @@ def report(programs: Sequence[Program], seconds: float) -> Report:
                 compiled.workspace_bytes,
                 compiled.seconds,
             )
-            for compiled in program.programs.values()
+            for compiled in program.programs
         ]
         for device, peak in zip(program.devices, peaks(program), strict=True):
             held[str(device)] = max(held.get(str(device), 0), peak)

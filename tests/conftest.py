@@ -118,10 +118,10 @@ def moved(monkeypatch):
         copy = copier(source, targets)
         assert copy is not None
 
-        def counting(leaves, donated):
+        def counting(*leaves):
             for leaf, target in zip(leaves, targets, strict=True):
                 moved.append((leaf.size, *target.device_set))
-            return copy(leaves, donated)
+            return copy(*leaves)
 
         return counting
 

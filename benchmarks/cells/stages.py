@@ -6,7 +6,7 @@ numbers and timed.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -17,7 +17,6 @@ import jpipe
 from jpipe._functions._objective import Objective
 from jpipe._functions._trainable import Trainable
 from jpipe._instructions._compile import Compiled
-from jpipe._instructions._program import Instruction
 from jpipe._jaxprs import _jaxpr
 from jpipe._list import LayerList
 from jpipe._run._pipe import Pipe
@@ -118,15 +117,14 @@ class Calls:
         self._by_function: dict[Any, int] = {}
         self._by_shapes: dict[Any, list[int]] = {}
         for instruction in program.instructions:
-            run, label = instruction.run, instruction.label
-            if isinstance(run, Compiled) and not isinstance(label, str):
-                self.of[label] = self._number(instruction, run)
+            compiled, label = instruction.compiled, instruction.label
+            if compiled and not isinstance(label, str):
+                self.of[label] = self._number(instruction.reads, compiled)
 
-    def _number(self, instruction: Instruction, compiled: Compiled) -> int:
+    def _number(self, reads: Sequence[int], compiled: Compiled) -> int:
         key = compiled.function, tuple(compiled.kept), tuple(compiled.donated)
         if key not in self._by_function:
-            slots = instruction.reads, instruction.donates
-            args = tuple(tuple(self._specs[slot] for slot in part) for part in slots)
+            args = tuple(self._specs[slot] for slot in reads)
             self._by_function[key] = self._find(Call(compiled.run, args))
         return self._by_function[key]
 

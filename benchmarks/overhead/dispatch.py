@@ -5,6 +5,7 @@ it in several processes, since processes differ by more than what is measured.
 """
 
 import argparse
+import dataclasses
 import json
 import statistics
 import time
@@ -110,7 +111,7 @@ def _moves(source: Any, target: Any, count: int) -> dict[str, Callable[[], None]
             made: Any = ()
             with _compat.explicit_transfers():
                 for _ in range(MOVES):
-                    made = send(arrays, ())
+                    made = send(*arrays)
             jax.block_until_ready(made)
 
         return run
@@ -183,17 +184,17 @@ def _bare(program: Program, leaves: Sequence[Any]) -> float:
     seconds = 0.0
 
     def timed(call: Callable[..., Any]) -> Callable[..., Any]:
-        def run(read: Any, donated: Any) -> Any:
+        def run(*leaves: Any) -> Any:
             nonlocal seconds
             start = time.perf_counter()
-            result = call(read, donated)
+            result = call(*leaves)
             seconds += time.perf_counter() - start
             return result
 
         return run
 
-    steps = [step._replace(run=timed(step.run)) for step in program.steps]
-    with mock.patch.object(program, "steps", steps):
+    own = [dataclasses.replace(each, run=timed(each.run)) for each in program.own]
+    with mock.patch.object(program, "own", own):
         jax.block_until_ready(program(leaves))
     return seconds
 

@@ -100,14 +100,14 @@ def dispatched(stages: int, microbatches: int) -> dict[str, float]:
     for _ in range(5):
         slots, clock = program.start(leaves), time.perf_counter
         inside, start = [0.0, 0.0], clock()
-        for step, instruction in zip(program.steps, program.instructions, strict=True):
-            given = step.reads(slots), step.donates(slots)
+        for instruction in program.instructions:
+            given = instruction.take(slots)
             before = clock()
-            slots[step.writes] = step.run(*given)
+            slots[instruction.into] = instruction.run(*given)
             inside[instruction.is_move] += clock() - before
             del given
-            for ended, nothing in step.frees:
-                slots[ended] = nothing
+            for slot in instruction.frees:
+                slots[slot] = None
         whole = clock() - start
         jax.block_until_ready([x for x in slots if x is not None])
         rounds.append({"calls": inside[0], "moves": inside[1], "all": whole})
@@ -152,11 +152,11 @@ def exchanges(gather: str | None, microbatches: int) -> Counter[tuple[str, str]]
     program.compile()
     found: Counter[tuple[str, str]] = Counter()
     for instruction in program.instructions:
-        run: Any = instruction.run
-        if instruction.is_move:
+        function, run = instruction.function, instruction.run
+        if function is None:
             continue
-        ops = re.findall(rf" ({_KINDS})(?:-start)?\(", run.run.as_text())
-        found.update((run.function.name, op) for op in ops)
+        ops = re.findall(rf" ({_KINDS})(?:-start)?\(", run.as_text())
+        found.update((function.name, op) for op in ops)
     return found
 
 

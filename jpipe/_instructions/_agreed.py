@@ -15,6 +15,7 @@ from .._jaxprs._function import Function
 from .._processes import _transport
 from .._processes._group import group
 from .._processes._keys import as_numbers
+from ._instruction import Instruction
 
 # In the text of a jaxpr, where something is in the memory of one process.
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
@@ -29,8 +30,7 @@ _SETTINGS = (
 
 
 def agree(
-    instructions: Sequence[Any],
-    functions: Iterable[Function],
+    instructions: Sequence[Instruction],
     facts: Mapping[str, str],
     compile_own: Callable[[], None],
 ) -> None:
@@ -38,7 +38,6 @@ def agree(
 
     Args:
       instructions: what they are about to run, all of them.
-      functions: what these call.
       facts: what they were made of, in words.
       compile_own: compiles what this process runs.
 
@@ -51,7 +50,7 @@ def agree(
     _transport.start()
     own.agree(
         f"program/{number}",
-        {**versions(), **_settings(), **facts, **_digests(instructions, functions)},
+        {**versions(), **_settings(), **facts, **_digests(instructions)},
         f"program {number}",
     )
     compile_own()
@@ -74,16 +73,15 @@ def _settings() -> dict[str, str]:
     return {name: str(value) for name, value in found.items()}
 
 
-def _digests(
-    instructions: Sequence[Any], functions: Iterable[Function]
-) -> dict[str, str]:
+def _digests(instructions: Sequence[Instruction]) -> dict[str, str]:
     """The list of instructions, and what each calls, in a few letters."""
     listed = (
         f"{i.label} {i.place} {i.source} {i.reads} {i.donates} {i.writes}"
         for i in instructions
     )
     code: dict[str, list[str]] = {}
-    for function in dict.fromkeys(functions):
+    functions = dict.fromkeys(each.function for each in instructions)
+    for function in filter(None, functions):
         code.setdefault(f"operations of {function.name}", []).extend(_text(function))
     return {
         **{name: digest(lines) for name, lines in code.items()},

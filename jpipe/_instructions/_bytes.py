@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from ..schedules._action import FORWARD, Action
 from ._program import Program
 
 
@@ -40,7 +41,7 @@ def _counts(program: Program) -> Iterator[list[int]]:
             if program.places[slot] >= 0:
                 now[program.places[slot]] += sign * program.nbytes[slot]
 
-    given = len(program.specs) - sum(len(i.writes) for i in program.instructions)
+    given = program.constants.stop
     count(range(given), 1)
     yield now
     for instruction in program.instructions:
@@ -61,50 +62,39 @@ def residuals(program: Program) -> Cells:
     """
     readers: dict[int, list[Any]] = {}
     for instruction in program.instructions:
-        for slot in {*instruction.reads, *instruction.donates}:
+        for slot in instruction.reads:
             readers.setdefault(slot, []).append(instruction.label)
     found: Cells = {}
     for instruction in program.instructions:
         label = instruction.label
-        if getattr(label, "op", None) != "F" or instruction.is_move:
+        if instruction.is_move or not isinstance(label, Action) or label.op != FORWARD:
             continue
-        touched = {*instruction.reads, *instruction.donates, *instruction.writes}
-        for slot in touched:
-            if slot < program.constants.stop:
-                continue
+        cell = stage, microbatch = label.stage, label.microbatch
+        for slot in {*instruction.reads, *instruction.writes}:
             labels = readers.get(slot, [])
-            alone = all(_is_of(x, label.microbatch) for x in labels)
-            if alone and any(_same_cell(label, x) for x in labels):
-                cell = label.stage, label.microbatch
+            if slot < program.constants.stop or not _are_of(microbatch, labels):
+                continue
+            if any(x.stage == stage and x.op != FORWARD for x in labels):
                 found[cell] = found.get(cell, 0) + program.nbytes[slot]
     return found
 
 
-def _is_of(label: Any, microbatch: int) -> bool:
-    return not isinstance(label, str) and label.microbatch == microbatch
-
-
-def _same_cell(label: Any, other: Any) -> bool:
-    return getattr(other, "op", None) in ("B", "I", "W") and label[1:] == other[1:]
+def _are_of(microbatch: int, labels: Sequence[Any]) -> bool:
+    return all(isinstance(x, Action) and x.microbatch == microbatch for x in labels)
 
 
 def most_residuals(program: Program, num_stages: int) -> Sequence[int]:
     """The most that each stage keeps of all micro-batches at once."""
     sizes = residuals(program)
     now, most = [0] * num_stages, [0] * num_stages
-    last = {
-        i.label[1:]: n
-        for n, i in enumerate(program.instructions)
-        if getattr(i.label, "op", None) in ("B", "I", "W") and not i.is_move
-    }
-    for number, instruction in enumerate(program.instructions):
-        label = instruction.label
-        if instruction.is_move or isinstance(label, str):
-            continue
-        cell = label[1:]
-        if label.op == "F":
-            now[label.stage] += sizes.get(cell, 0)
-            most[label.stage] = max(most[label.stage], now[label.stage])
+    labels = [i.label for i in program.instructions if not i.is_move]
+    actions = [label for label in labels if isinstance(label, Action)]
+    last = {action[1:]: number for number, action in enumerate(actions)}
+    for number, action in enumerate(actions):
+        stage, cell = action.stage, action[1:]
+        if action.op == FORWARD:
+            now[stage] += sizes.get(cell, 0)
+            most[stage] = max(most[stage], now[stage])
         elif last[cell] == number:
-            now[label.stage] -= sizes.get(cell, 0)
+            now[stage] -= sizes.get(cell, 0)
     return most

@@ -8,17 +8,17 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 
 from .. import _compat
-from .._jaxprs import _invalid, _jaxpr
+from .._jaxprs import _jaxpr
 from .._jaxprs._function import Function
-from ._graph import NOWHERE, Place
 from ._progress import Progress
 from ._sharding import WHOLE, Sharding, SubMesh
-from ._transfer import Device, on
+from ._transfer import Device, located, on
 
 # To a type checker it has no attributes.
 _config: Any = jax.config
@@ -30,84 +30,61 @@ _CALLBACK = re.compile(r"custom_call @\w*callback")
 _NAMED = 4
 
 
-class Spread(NamedTuple):
-    """How a function lies on a place of several devices.
-
-    Attributes:
-      mapped: whether each shard calls it by itself.
-      given: how its arguments lie.
-      made: how its results lie.
-    """
-
-    mapped: bool = False
-    given: Sequence[Sharding] = ()
-    made: Sequence[Sharding] = ()
-
-
-ALONE = Spread()
-
-
+@dataclass(eq=False)
 class Compiled:
     """A function compiled for one place.
 
-    Args:
+    Attributes:
       function: what it computes.
       arguments: the specs of its arguments.
       kept: the positions of the results that somebody reads.
       donated: those of the arguments whose memory these take over.
       device: where it runs.
-      places: where the arguments are.
+      places: where the arguments are; of one that is nowhere yet less than zero.
       name: how profiles call it.
-      spread: how it lies, where the place is several devices.
-
-    Attributes:
-      name: how profiles call it.
-      read: the positions of the arguments that it only reads.
-      device: where it runs.
-      run: ``(leaves read, leaves donated) -> leaves``, compiled or not.
+      mapped: whether each shard of the place calls it by itself.
+      argument_shardings: how its arguments lie, where the place is several devices.
+      result_shardings: how its results lie, likewise.
+      run: ``(*leaves) -> leaves``, compiled or not.
       seconds: how long XLA took; zero if it is not compiled, or was before.
     """
 
-    def __init__(
-        self,
-        function: Function,
-        arguments: Sequence[Any],
-        kept: Sequence[int],
-        donated: Sequence[int],
-        device: Device,
-        places: Sequence[Place],
-        name: str,
-        spread: Spread = ALONE,
-    ) -> None:
-        self.function = function
-        self.arguments = arguments
-        self.kept = kept
-        self.donated = donated
-        self._given = spread.given or [WHOLE] * len(arguments)
-        run, out = _on(device, function, kept, spread, set(places))
-        count = len(arguments)
-        self.read = sorted(set(range(count)) - set(donated))
-        order = [*self.read, *donated]
+    function: Function
+    arguments: Sequence[Any]
+    kept: Sequence[int]
+    donated: Sequence[int]
+    device: Device
+    places: Sequence[int]
+    name: str
+    mapped: bool = False
+    argument_shardings: Sequence[Sharding] = ()
+    result_shardings: Sequence[Sharding] = ()
 
-        def program(read: Sequence[Any], donated: Sequence[Any]) -> tuple[Any, ...]:
-            leaves: list[Any] = [None] * count
-            for i, leaf in zip(order, (*read, *donated), strict=True):
-                leaves[i] = leaf
-            return tuple(run(*leaves))
+    def __post_init__(self) -> None:
+        function, kept, device = self.function, self.kept, self.device
 
-        program.__name__ = self.name = name
-        self.run = jax.jit(
-            program,
-            donate_argnums=1 if donated else (),
+        def run(*leaves: Any) -> Any:
+            results = function.run(*leaves)
+            return tuple([results[i] for i in kept])
+
+        out: Any = None
+        if isinstance(device, SubMesh):
+            if self.mapped:
+                run = device.mapped(run, self.argument_shardings)
+            pairs = [(self.result_shardings[i], function.results[i]) for i in kept]
+            out = tuple(on(device, how, on_host(spec)) for how, spec in pairs)
+        elif all(place < 0 for place in self.places):
+            # What has no arguments in a place would land on the default device.
+            out = on(device)
+        run.__name__ = self.name
+        self.run: Any = jax.jit(
+            run,
+            donate_argnums=tuple(self.donated),
             # What is given is then a part of the text by which executables are found.
             keep_unused=True,
             out_shardings=out,
         )
-
         self.seconds = 0.0
-        self.device = device
-        self._order = order
-        self._is_placed = NOWHERE not in places
 
     def trace(self) -> Any:
         """Traced for XLA; ``None`` if what it is given may be of other kinds each time.
@@ -116,14 +93,12 @@ class Compiled:
         under `jax.disable_jit`; and where NaNs are looked for, `jax.jit` says where.
         """
         kinds = *self.arguments, *self.function.results
-        if not self._is_placed or any(map(on_host, kinds)) or not is_ahead():
+        is_placed = all(place >= 0 for place in self.places)
+        if not is_placed or any(map(on_host, kinds)) or not is_ahead():
             return None
-        specs = [
-            _located(self.arguments[i], self.device, self._given[i])
-            for i in self._order
-        ]
-        end = len(specs) - len(self.donated)
-        return self.run.trace(tuple(specs[:end]), tuple(specs[end:]))
+        shardings = self.argument_shardings or [WHOLE] * len(self.arguments)
+        pairs = zip(self.arguments, shardings, strict=True)
+        return self.run.trace(*[located(spec, self.device, how) for spec, how in pairs])
 
     @property
     def flops(self) -> float | None:
@@ -136,38 +111,6 @@ class Compiled:
         """What it needs while it runs, likewise."""
         analysis = getattr(self.run, "memory_analysis", lambda: None)()
         return getattr(analysis, "temp_size_in_bytes", None)
-
-    def invalid(self, read: Any, donated: Any) -> FloatingPointError | None:
-        """What says which operation makes a value that is no number."""
-        pairs = zip(self._order, (*read, *donated), strict=True)
-        leaves = [leaf for _, leaf in sorted(pairs, key=lambda pair: pair[0])]
-        return _invalid.find(self.function.run, leaves)
-
-    def __call__(self, read: Any, donated: Any) -> Any:
-        """Calls it, compiled or not."""
-        return self.run(read, donated)
-
-
-def _on(
-    device: Device,
-    function: Function,
-    kept: Sequence[int],
-    spread: Spread,
-    places: set[Place],
-) -> tuple[Callable[..., Sequence[Any]], Any]:
-    """A function as a place runs it, giving what is kept, and where its results are."""
-
-    def run(*leaves: Any) -> list[Any]:
-        results = function.run(*leaves)
-        return [results[i] for i in kept]
-
-    if not isinstance(device, SubMesh):
-        # What has no arguments in a place would land on the default device.
-        return run, None if places - {NOWHERE} else on(device)
-    made = (on(device, spread.made[i], on_host(function.results[i])) for i in kept)
-    if not spread.mapped:
-        return run, tuple(made)
-    return device.mapped(function.run, spread.given, kept), tuple(made)
 
 
 def is_ahead() -> bool:
@@ -206,6 +149,7 @@ _executables: "OrderedDict[Any, Any]" = OrderedDict()
 _MOST = 256
 
 
+@dataclass
 class Executable:
     """A compiled program, or a function that computes the same.
 
@@ -214,9 +158,8 @@ class Executable:
       seconds: how long XLA took; zero if it was compiled before.
     """
 
-    def __init__(self, run: Callable[..., Any] | None = None) -> None:
-        self.run: Any = run
-        self.seconds = 0.0
+    run: Any = None
+    seconds: float = 0.0
 
 
 @contextmanager
@@ -244,8 +187,8 @@ def compiling() -> Iterator[Callable[..., Executable]]:
         if key not in found:
             found[key] = Executable(_executables.get(key))
             if key in _executables:
-                pass
-            elif program in first and _is_again(first[program][0], device):
+                return found[key]
+            if program in first and _is_again(first[program][0], device):
                 equal[key] = lowered, options
             else:
                 future = pool.submit(_timed, lowered, options)
@@ -301,16 +244,16 @@ def _again(
 
 def compile_all(programs: Iterable[Compiled]) -> None:
     """Compiles programs side by side."""
-    found: dict[Executable, list[Compiled]] = {}
+    found: list[tuple[Compiled, Executable]] = []
     with compiling() as add:
         for program in programs:
             traced = program.trace()
             if traced is not None:
-                found.setdefault(add(traced, program.device), []).append(program)
-    for executable, alike in found.items():
-        alike[0].seconds = executable.seconds
-        for program in alike:
-            program.run = executable.run
+                found.append((program, add(traced, program.device)))
+    for program, executable in found:
+        program.run = executable.run
+        # Of programs that share an executable the first took the time.
+        program.seconds, executable.seconds = executable.seconds, 0.0
 
 
 def drawing_options(device: Device) -> dict[str, Any] | None:
@@ -344,17 +287,6 @@ def _timed(lowered: Any, options: Any = None) -> tuple[Any, float]:
 def on_host(spec: Any) -> bool:
     """Whether a policy keeps an array in the memory of the host."""
     return getattr(spec, "memory_space", None) == jax.memory.Space.Host
-
-
-def _located(spec: Any, device: Device, how: Sharding) -> jax.ShapeDtypeStruct:
-    weak, shape = getattr(spec, "weak_type", False), spec.shape
-    # What was cut on its way is stacked now.
-    how = how._replace(cut=None)
-    if isinstance(device, SubMesh):
-        shape = device.global_shape(shape, how)
-    return jax.ShapeDtypeStruct(
-        shape, spec.dtype, sharding=on(device, how), weak_type=weak
-    )
 
 
 def named(name: str, labels: Sequence[Any]) -> str:

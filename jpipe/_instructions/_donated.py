@@ -10,73 +10,85 @@ from typing import Any
 
 from .._jaxprs._function import Function
 from .._processes._keys import is_key
-from ._compile import Compiled, Spread, named, on_host
-from ._graph import OUTSIDE, Graph, Operation, Value
+from ._compile import Compiled, named, on_host
+from ._graph import Graph, Value
+from ._instruction import OUTSIDE, Instruction
 from ._sharding import SubMesh
 from ._transfer import Device
 
-Key = tuple[Any, ...]
-# Calls of one function, each with the number of its operation.
-Calls = Sequence[tuple[int, Operation]]
+# Calls of one function, each with its number in the list.
+Calls = Sequence[tuple[int, Instruction]]
 
 
 def last_uses(
-    operations: Sequence[Operation], outputs: Sequence[Value]
+    instructions: Sequence[Instruction], outputs: Sequence[Value]
 ) -> dict[Value, int]:
-    """The number of the last operation that reads each value."""
-    last = {v: i for i, operation in enumerate(operations) for v in operation.reads}
-    return last | dict.fromkeys(outputs, len(operations))
+    """The number of the last instruction that reads each value."""
+    last = {v: i for i, each in enumerate(instructions) for v in each.reads}
+    return last | dict.fromkeys(outputs, len(instructions))
 
 
 def compiled(
     graph: Graph,
-    operations: Sequence[Operation],
+    instructions: Sequence[Instruction],
     last: dict[Value, int],
     devices: Sequence[Device],
-) -> dict[Key, Compiled]:
-    """What is compiled: of the calls of a function in a place, what suits them all."""
-    calls: dict[Key, list[tuple[int, Operation]]] = {}
-    for number, operation in enumerate(operations):
-        if operation.function:
-            own = key(graph, operation, devices)
-            calls.setdefault(own, []).append((number, operation))
+) -> dict[int, Compiled]:
+    """What each call runs, by its number: of a function in a place, what suits all."""
+    calls: dict[Any, list[tuple[int, Instruction]]] = {}
     # A name for all places: JAX's persistent cache finds it for any, on a GPU.
     labels: dict[Any, list[Any]] = {}
+    for number, each in enumerate(instructions):
+        if not each.is_move:
+            key = _key(graph, each, devices)
+            calls.setdefault(key, []).append((number, each))
+            labels.setdefault(each.function, []).append(each.label)
+    owned = _owned(graph, instructions)
+    found = {}
     for (function, *_), own in calls.items():
-        known = labels.setdefault(function, [])
-        known += [operation.label for _, operation in own]
-    names = {f: named(f.name, own) for f, own in labels.items()}
-    owned = _owned(graph, operations)
-    programs = {}
-    for known, own in calls.items():
-        function, place, *_ = known
-        first = own[0][1]
-        kept = _kept(function, own, last)
-        programs[known] = Compiled(
+        first, kept = own[0][1], _kept(function, own, last)
+        program = Compiled(
             function,
             [graph.specs[v] for v in first.reads],
             kept,
             _donated(graph, own, last, owned, kept),
-            devices[place],
+            devices[first.place],
             [graph.places[v] for v in first.reads],
-            names[function],
-            Spread(
-                first.mapped,
-                tuple(graph.shardings[v] for v in first.reads),
-                tuple(graph.shardings[v] for v in first.writes),
-            ),
+            named(function.name, labels[function]),
+            first.mapped,
+            [graph.shardings[v] for v in first.reads],
+            [graph.shardings[v] for v in first.writes],
         )
-    return programs
+        found |= {number: program for number, _ in own}
+    return found
 
 
-def _owned(graph: Graph, operations: Sequence[Operation]) -> set[Value]:
+def _key(graph: Graph, call: Instruction, devices: Sequence[Device]) -> Any:
+    """What calls have in common that share a program.
+
+    On several devices that is how their arguments and results lie too.
+    """
+    if not isinstance(devices[call.place], SubMesh):
+        return call.function, call.place
+    lie = tuple(graph.shardings[v] for v in (*call.reads, *call.writes))
+    return call.function, call.place, lie
+
+
+def _owned(graph: Graph, instructions: Sequence[Instruction]) -> set[Value]:
     """The values whose memory a program may take."""
-    owned = {v for operation in operations for v in _made(graph, operation)}
-    owned |= graph.donated
+    owned = {v for each in instructions for v in _made(each)} | graph.donated
     # What was sent to another process may not have left yet; what comes is watched.
-    for operation in filter(graph.crosses, operations):
-        owned -= {*operation.reads, *operation.writes}
+    for move in filter(graph.crosses, instructions):
+        owned -= {*move.reads, *move.writes}
     return owned
+
+
+def _made(instruction: Instruction) -> Sequence[Value]:
+    """The arrays that are new: what comes from outside may share the user's memory."""
+    if instruction.source == OUTSIDE:
+        return ()
+    same = instruction.function.same if instruction.function else ()
+    return [v for i, v in enumerate(instruction.writes) if i not in same]
 
 
 def _kept(function: Function, calls: Calls, last: dict[Value, int]) -> list[int]:
@@ -84,10 +96,9 @@ def _kept(function: Function, calls: Calls, last: dict[Value, int]) -> list[int]
     kept = [
         i
         for i in range(len(function.results))
-        if i not in function.same
-        and any(operation.writes[i] in last for _, operation in calls)
+        if i not in function.same and any(call.writes[i] in last for _, call in calls)
     ]
-    return sorted(kept, key=lambda i: i in function.offloaded)
+    return sorted(kept, key=lambda i: on_host(function.results[i]))
 
 
 def _donated(
@@ -102,18 +113,18 @@ def _donated(
     Args:
       graph: what is computed where.
       calls: the calls of a function in a place, numbered.
-      last: the number of the operation that reads each value last.
+      last: the number of the instruction that reads each value last.
       owned: the values whose memory may be taken.
       kept: the results. Memory goes to the first that fit, never to those on the host.
     """
+
+    def kind(value: Value) -> Any:
+        spec = graph.specs[value]
+        return spec.shape, spec.dtype, graph.shardings[value]
+
     first = calls[0][1]
-    function = first.function
-    assert function
-    free = Counter(
-        (_kind(function.results[i]), graph.shardings[first.writes[i]])
-        for i in kept
-        if i not in function.offloaded
-    )
+    made = [first.writes[i] for i in kept]
+    free = Counter(kind(v) for v in made if not on_host(graph.specs[v]))
     free_after = [_read_last(*call, last) & owned for call in calls]
     # First what only an overwriting frees; then from the last, as sums are, which are
     # added to in place.
@@ -121,43 +132,17 @@ def _donated(
     reads.sort(key=lambda pair: (pair[1] not in graph.donated, -pair[0]))
     donated = []
     for i, value in reads:
-        kind = _kind(graph.specs[value]), graph.shardings[value]
-        if not free[kind] or is_key(graph.specs[value]) or on_host(graph.specs[value]):
+        spec = graph.specs[value]
+        if not free[kind(value)] or is_key(spec) or on_host(spec):
             continue
-        if all(
-            operation.reads[i] in own
-            for (_, operation), own in zip(calls, free_after, strict=True)
-        ):
-            free[kind] -= 1
+        pairs = zip(calls, free_after, strict=True)
+        if all(call.reads[i] in own for (_, call), own in pairs):
+            free[kind(value)] -= 1
             donated.append(i)
     return sorted(donated)
 
 
-def _read_last(number: int, operation: Operation, last: dict[Value, int]) -> set[Value]:
+def _read_last(number: int, call: Instruction, last: dict[Value, int]) -> set[Value]:
     """What a call reads once, and nobody after it."""
-    times = Counter(operation.reads)
+    times = Counter(call.reads)
     return {v for v, count in times.items() if count == 1 and last[v] == number}
-
-
-def key(graph: Graph, operation: Operation, devices: Sequence[Device]) -> Key:
-    """What calls have in common that share a program.
-
-    On several devices that is how their arguments and results lie too.
-    """
-    if not isinstance(devices[operation.place], SubMesh):
-        return operation.function, operation.place
-    lie = tuple(graph.shardings[v] for v in (*operation.reads, *operation.writes))
-    return operation.function, operation.place, lie
-
-
-def _made(graph: Graph, operation: Operation) -> Sequence[Value]:
-    """The arrays that are new: what comes from outside may share the user's memory."""
-    if operation.function is None:
-        outside = graph.places[operation.reads[0]] == OUTSIDE
-        return () if outside else operation.writes
-    same = operation.function.same
-    return [v for i, v in enumerate(operation.writes) if i not in same]
-
-
-def _kind(spec: Any) -> Any:
-    return spec.shape, spec.dtype

@@ -5,48 +5,20 @@ gets a copy, which leaves as soon as the value is made; so transfers are written
 nobody.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import jax
 
 from .._jaxprs._function import Function, composed
+from ._instruction import NOWHERE, OUTSIDE, Instruction, Place
 from ._sharding import STACKED, WHOLE, Cut, Sharding, SubMesh
 
 Value = int
 # What is wanted in each process: its copy there.
 Copies = tuple[Value, ...]
-# A place by its number; what is nowhere yet, such as an uncommitted array, is taken by
-# JAX wherever it is read.
-Place = int
-NOWHERE: Place = -1
-# Where a batch comes from: the host, or any device. Whoever reads it gets a copy.
-OUTSIDE: Place = -2
-
-
-@dataclass
-class Operation:
-    """A call of a function, or a copy to another place.
-
-    Attributes:
-      place: where it runs; of a copy, where it goes.
-      function: what it computes; ``None`` for a copy.
-      reads: its arguments.
-      writes: its results.
-      label: what it is: an action of the schedule, or words.
-      layers: what runs, for messages.
-      mapped: whether each shard of the place calls it by itself.
-    """
-
-    place: Place
-    function: Function | None
-    reads: list[Value]
-    writes: list[Value]
-    label: Any = ""
-    layers: str = ""
-    mapped: bool = False
 
 
 @dataclass
@@ -64,7 +36,7 @@ class Graph:
       arguments: the values that a run is given, in order.
       donated: those of them that it may overwrite.
       constants: the values that stay from run to run.
-      operations: the calls.
+      calls: the calls.
     """
 
     processes: Sequence[int] = ()
@@ -77,7 +49,7 @@ class Graph:
     arguments: dict[Value, None] = field(default_factory=dict)
     donated: set[Value] = field(default_factory=set)
     constants: dict[Value, Any] = field(default_factory=dict)
-    operations: list[Operation] = field(default_factory=list)
+    calls: list[Instruction] = field(default_factory=list)
     _copies: dict[tuple[Value, Place, Cut | None], Value] = field(default_factory=dict)
     _source: dict[Value, Value] = field(default_factory=dict)
     _sent: dict[Value, Value] = field(default_factory=dict)
@@ -156,10 +128,9 @@ class Graph:
                 writes.append(self._make(spec, place, how[i]))
             else:
                 writes.append(here[at] if at >= 0 else writes[~at])
-        self.operations.append(
-            Operation(
-                place, function, here, writes, label or function.name, layers, mapped
-            )
+        label = label or function.name
+        self.calls.append(
+            Instruction(place, None, function, here, writes, label, layers, mapped)
         )
         return writes
 
@@ -177,11 +148,11 @@ class Graph:
 
         Whoever reads a result has the one of its process: nothing is sent.
         """
-        every = [
-            self.call(function, head, reads) for head in self.heads.values() or [place]
-        ]
+        if not self.heads:
+            return self.call(function, place, reads)
+        every = [self.call(function, head, reads) for head in self.heads.values()]
         for alike in zip(*every, strict=True):
-            of_process = dict(zip(self.heads, alike, strict=False))
+            of_process = dict(zip(self.heads, alike, strict=True))
             self._alike |= dict.fromkeys(alike, of_process)
         return every[0]
 
@@ -192,12 +163,10 @@ class Graph:
 
     def at(self, value: Value, place: Place) -> Value:
         """The value in a place: itself, or a copy."""
+        if value in self._alike:
+            value = self._alike[value].get(self.processes[place], value)
         if self.places[value] == place:
             return value
-        if value in self._alike and self.heads:
-            value = self._alike[value].get(self.processes[place], value)
-            if self.places[value] == place:
-                return value
         value = self._source.get(value, value)
         if self.places[value] in (place, NOWHERE):
             return value
@@ -211,11 +180,8 @@ class Graph:
         """
         if value not in self.arguments or not self._is_far(value, place):
             return value
-        source = self.places[value]
         if value not in self._sent:
-            how = [self.shardings[value]]
-            copy = Function("copy", lambda x: [x], [self.specs[value]])
-            (self._sent[value],) = self.call(copy, source, [value], how=how)
+            (self._sent[value],) = self._with_copies_of([value], [0])
         return self._sent[value]
 
     def cut(self, value: Value, place: Place, cut: Cut) -> Value:
@@ -276,42 +242,30 @@ class Graph:
         return found
 
     def fuse(self) -> None:
-        """Makes one operation of the last two, which run in one place."""
-        second, first = self.operations.pop(), self.operations.pop()
-        assert first.function
-        assert second.function
+        """Makes one call of the last two, which run in one place."""
+        second, first = self.calls.pop(), self.calls.pop()
         assert (first.place, first.mapped) == (second.place, second.mapped)
-        made = {value: ~i for i, value in reversed(list(enumerate(first.writes)))}
-        reads, own = list(first.reads), set(first.reads)
-        at = {value: i for i, value in reversed(list(enumerate(reads)))}
-        for value in second.reads:
-            if value not in made and value not in own:
-                own.add(value)
-                at[value] = len(reads)
-                reads.append(value)
         # What the first hands on as it came is an argument of both.
-        wires = tuple(at.get(value, made.get(value, 0)) for value in second.reads)
-        parts = first.function, second.function, len(first.reads), wires
+        number = {value: ~i for i, value in enumerate(first.writes)}
+        number |= {value: i for i, value in enumerate(first.reads)}
+        reads = list(first.reads)
+        for value in second.reads:
+            if value not in number:
+                number[value] = len(reads)
+                reads.append(value)
+        wires = tuple(number[value] for value in second.reads)
+        parts: Any = first.function, second.function, len(first.reads), wires
         if parts not in self._composed:
             self._composed[parts] = composed(*parts)
-        function = self._composed[parts]
-        writes = [*first.writes, *second.writes]
-        self.operations.append(
-            Operation(
-                first.place,
-                function,
-                reads,
-                writes,
-                second.label,
-                second.layers,
-                second.mapped,
-            )
+        function, writes = self._composed[parts], [*first.writes, *second.writes]
+        self.calls.append(
+            replace(second, function=function, reads=reads, writes=writes)
         )
 
-    def crosses(self, operation: Operation) -> bool:
-        """Whether a copy goes from one process to another."""
-        is_move = operation.function is None
-        return is_move and self._is_far(operation.reads[0], operation.place)
+    def crosses(self, instruction: Instruction) -> bool:
+        """Whether it is a move from one process to another."""
+        place, reads = instruction.place, instruction.reads
+        return instruction.is_move and self._is_far(reads[0], place)
 
     def _is_far(self, value: Value, place: Place) -> bool:
         """Whether a place is of another process than a value, which is somewhere."""
@@ -320,47 +274,45 @@ class Graph:
             return False
         return self.processes[source] != self.processes[place]
 
-    def with_copies(self, outputs: Sequence[Value]) -> list[Operation]:
-        """The operations that the outputs need, or that have effects, with all copies.
+    def with_copies(self, outputs: Sequence[Value]) -> list[Instruction]:
+        """The calls that the outputs need, or that have effects, and all moves.
 
-        A copy comes right after what it is a copy of.
+        A move comes right after what makes its values.
         """
-        needed = set(outputs)
-        needed |= {self._source.get(value, value) for value in outputs}
-        kept = []
-        for operation in reversed(self.operations):
-            assert operation.function
-            if operation.function.has_effects or not needed.isdisjoint(
-                set(operation.writes) - set(operation.reads)
-            ):
-                kept.append(operation)
-                needed.update(operation.reads)
-                needed.update(self._source.get(v, v) for v in operation.reads)
-        copies: dict[Value, list[tuple[Place, Value]]] = {}
-        for (value, place, _), copy in self._copies.items():
-            if copy in needed:
-                copies.setdefault(value, []).append((place, copy))
-        done = [*self._copying([*self.arguments, *self.constants], copies)]
-        seen = {*self.arguments, *self.constants}
-        for operation in reversed(kept):
-            done.append(operation)
-            new = [v for v in dict.fromkeys(operation.writes) if v not in seen]
-            seen.update(new)
-            done += self._copying(new, copies, operation.label)
-        return done
+        needed: set[Value] = set()
 
-    def _copying(
-        self,
-        values: Sequence[Value],
-        copies: dict[Value, list[tuple[Place, Value]]],
-        label: Any = "arguments",
-    ) -> list[Operation]:
-        """One copy from each place to each where some of the values are wanted."""
-        found: dict[tuple[Place, Place], Operation] = {}
-        for value in values:
-            for place, copy in copies.get(value, ()):
-                way = self.places[value], place
-                move = found.setdefault(way, Operation(place, None, [], [], label))
-                move.reads.append(value)
-                move.writes.append(copy)
-        return list(found.values())
+        def need(values: Sequence[Value]) -> None:
+            needed.update(values)
+            needed.update(self._source.get(value, value) for value in values)
+
+        need(outputs)
+        kept = []
+        for call in reversed(self.calls):
+            assert call.function
+            made = set(call.writes) - set(call.reads)
+            if call.function.has_effects or not needed.isdisjoint(made):
+                kept.append(call)
+                need(call.reads)
+        copies: dict[Value, list[Value]] = {}
+        for copy, value in self._source.items():
+            if copy in needed:
+                copies.setdefault(value, []).append(copy)
+
+        def moves(values: Iterable[Value], label: Any) -> list[Instruction]:
+            """One from each place to each where some of the values are wanted."""
+            ways: dict[tuple[Place, Place], list[Value]] = {}
+            for value in values:
+                for copy in copies.pop(value, ()):
+                    way = self.places[value], self.places[copy]
+                    ways.setdefault(way, []).append(copy)
+            return [
+                Instruction(
+                    place, source, None, [self._source[v] for v in own], own, label
+                )
+                for (source, place), own in ways.items()
+            ]
+
+        done = moves([*self.arguments, *self.constants], "arguments")
+        for call in reversed(kept):
+            done += [call, *moves(call.writes, call.label)]
+        return done

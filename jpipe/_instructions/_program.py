@@ -5,37 +5,30 @@ From the list alone follow the frees, what is donated, the bytes of each place, 
 programs to compile.
 """
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from itertools import groupby
+from dataclasses import replace
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 from .. import _compat
-from .._processes._elsewhere import copies, ghost, is_here, of_copies
+from .._jaxprs import _invalid
+from .._processes._elsewhere import copies, is_here, of_copies
 from .._processes._group import group
+from .._processes._keys import is_key
 from .._processes._transport import Crossing
 from . import _transfer
 from ._agreed import agree
 from ._compile import Compiled, compile_all
 from ._donated import compiled, last_uses
-from ._graph import Copies, Graph, Place, Value
-from ._instruction import Instruction, Slot, called, listed
-from ._sharding import Sharding, SubMesh
+from ._graph import Copies, Graph, Value
+from ._instruction import OUTSIDE, Instruction, called
+from ._sharding import SubMesh
 from ._transfer import Device
 
-
-class Step(NamedTuple):
-    """An instruction, as the loop reads it."""
-
-    run: Callable[[Any, Any], Sequence[Any]]
-    reads: Callable[[list[Any]], tuple[Any, ...]]
-    donates: Callable[[list[Any]], tuple[Any, ...]]
-    writes: slice
-    frees: Sequence[tuple[slice, tuple[None, ...]]]
+Slot = int
 
 
 class Program:
@@ -53,6 +46,7 @@ class Program:
       nbytes: the bytes of each slot, on each device of its place.
       places: where.
       constants: the slots of what stays from run to run.
+      outputs: the slots of what a run returns.
       programs: all that is compiled.
       own: the instructions of this process.
       is_shared: whether there are others.
@@ -68,58 +62,49 @@ class Program:
         self._facts = graph.facts
         self.is_shared = bool(graph.heads)
         outputs = graph.lasting(outputs)
-        wanted: list[Value] = []
-        for each in outputs:
-            wanted += each if isinstance(each, tuple) else [each]
-        operations = graph.with_copies(wanted)
-        self._num_arguments = len(graph.arguments)
-        last = last_uses(operations, wanted)
-        self.programs = compiled(graph, operations, last, devices)
+        as_lists = (each if isinstance(each, tuple) else [each] for each in outputs)
+        wanted = [value for values in as_lists for value in values]
+        listed = graph.with_copies(wanted)
+        last = last_uses(listed, wanted)
+        programs = compiled(graph, listed, last, devices)
+        self.programs = list(dict.fromkeys(programs.values()))
         slot = {v: i for i, v in enumerate([*graph.arguments, *graph.constants])}
-        self.instructions = listed(
-            graph, operations, last, self.programs, devices, slot
-        )
-        by_slot = sorted(slot, key=slot.__getitem__)
-        self.specs = [graph.specs[v] for v in by_slot]
-        self.places = [graph.places[v] for v in by_slot]
-        self.nbytes = [_nbytes(graph, v, devices) for v in by_slot]
+        self._num_arguments, given = len(graph.arguments), len(slot)
+        self.constants = range(self._num_arguments, given)
+        self.instructions = _over_slots(graph, listed, last, programs, devices, slot)
+        self.specs = [graph.specs[v] for v in slot]
+        self.places = [graph.places[v] for v in slot]
+        self.nbytes = [_nbytes(graph, v, devices) for v in slot]
         heads = {process: i for i, process in enumerate(graph.heads)}
         mine = heads.get(jax.process_index(), 0)
         self.outputs = tuple(
             slot[each[mine] if isinstance(each, tuple) else each] for each in outputs
         )
-        self._read_outputs = _getter(self.outputs)
+        self._take_outputs = _taking(self.outputs)
         self._copied = [i for i, each in enumerate(outputs) if isinstance(each, tuple)]
         if self._copied:
             at = [_transfer.devices_of(devices[p]) for p in graph.heads.values()]
             self._copies = copies([device for own in at for device in own])
-        self._constants = [
-            self._constant(array, graph.places[v], graph.shardings[v])
-            for v, array in graph.constants.items()
-        ]
-        self._blank = [None] * (len(slot) - self._num_arguments - len(self._constants))
-        given = len(slot) - len(self._blank)
-        self.constants = range(self._num_arguments, given)
+        # The slots behind the arguments, before the first instruction: constants, and
+        # what stands for outputs of other processes.
+        first = self._num_arguments
+        self._rest: list[Any] = [None] * (len(slot) - first)
+        for value, array in graph.constants.items():
+            where = devices[graph.places[value]], graph.shardings[value]
+            self._rest[slot[value] - first] = _transfer.put_one(array, *where)
         for value in wanted:
-            place = graph.places[value]
-            if slot[value] >= given and place >= 0 and not is_here(devices[place]):
-                self._blank[slot[value] - given] = _elsewhere(graph, value, devices)
-        # Those of this process.
-        self.own = [i for i in self.instructions if self._is_own(i)]
-        self.steps = [_step(instruction) for instruction in self.own]
-        self._overwrites = next(
-            (
-                number
-                for number, instruction in enumerate(self.own)
-                if any(slot < self._num_arguments for slot in instruction.donates)
-            ),
-            -1,
+            if slot[value] >= given and not is_here(devices[graph.places[value]]):
+                where = devices[graph.places[value]], graph.shardings[value]
+                like = _transfer.located(graph.specs[value], *where)
+                self._rest[slot[value] - first] = _transfer.put_one(like, *where)
+        self.own = [each for each in self.instructions if self._is_own(each)]
+        overwriting = (
+            each
+            for each in self.own
+            if any(slot < self._num_arguments for slot in each.donates)
         )
+        self._first_overwriting = next(overwriting, None)
         self._is_compiled = False
-
-    def _constant(self, array: Any, place: Place, how: Sharding) -> Any:
-        device = self.devices[place]
-        return _transfer.put([array], device, [how])[0] if is_here(device) else None
 
     def _is_own(self, instruction: Instruction) -> bool:
         """Whether this process has a part in it."""
@@ -140,20 +125,20 @@ class Program:
         """
         if self._is_compiled:
             return
-        own = [p for p in self.programs.values() if is_here(p.device)]
+        own = [program for program in self.programs if is_here(program.device)]
         if self.is_shared:
-            functions = (program.function for program in self.programs.values())
-            compile_own = functools.partial(compile_all, own)
-            agree(self.instructions, functions, self._facts, compile_own)
+            agree(self.instructions, self._facts, lambda: compile_all(own))
         else:
             compile_all(own)
-        # The loop calls what was compiled, with nothing in between.
-        self.steps = [_step(instruction) for instruction in self.own]
+        for instruction in self.own:
+            if instruction.compiled:
+                # The loop calls what was compiled, with nothing in between.
+                instruction.run = instruction.compiled.run
         self._is_compiled = True
 
     def start(self, leaves: Sequence[Any]) -> list[Any]:
         """The slots before the first instruction, given the arguments of a run."""
-        return [*leaves, *self._constants, *self._blank]
+        return [*leaves, *self._rest]
 
     def __call__(
         self,
@@ -180,31 +165,29 @@ class Program:
             group().runs += 1
         slots = self.start(leaves)
         del leaves
-        number = -1
-        try:
-            with _compat.explicit_transfers():
-                for number, (run, reads, donates, writes, frees) in enumerate(
-                    self.steps
-                ):
-                    if number == self._overwrites and overwriting is not None:
+        with _compat.explicit_transfers():
+            for instruction in self.own:
+                try:
+                    if overwriting and instruction is self._first_overwriting:
                         overwriting()
-                    slots[writes] = run(reads(slots), donates(slots))
-                    for ended, nothing in frees:
-                        slots[ended] = nothing
+                    slots[instruction.into] = instruction.run(*instruction.take(slots))
+                    for slot in instruction.frees:
+                        slots[slot] = None
                     if observe is not None:
-                        observe(self.own[number], slots)
-        except Exception as error:
-            failed = self.own[number]
-            explained = _explained(error, failed, self.steps[number], slots)
-            explained.add_note(
-                f"raised in {called(failed.label)} on {self.devices[failed.place]}"
-                + (f": {failed.layers}" if failed.layers else "")
-            )
-            if explained is error:
-                raise
-            raise explained from None
-        outputs = self._read_outputs(slots)
+                        observe(instruction, slots)
+                except Exception as error:
+                    explained = _explained(error, instruction, slots)
+                    explained.add_note(self._note(instruction))
+                    if explained is error:
+                        raise
+                    raise explained from None
+        outputs = tuple(self._take_outputs(slots))
         return self._as_copies(outputs) if self._copied else outputs
+
+    def _note(self, failed: Instruction) -> str:
+        layers = f": {failed.layers}" if failed.layers else ""
+        device = self.devices[failed.place]
+        return f"raised in {called(failed.label)} on {device}{layers}"
 
     def _as_copies(self, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """The outputs, what is wanted in each process as one array of all of them."""
@@ -214,53 +197,93 @@ class Program:
         return tuple(found)
 
 
-def _explained(
-    error: Exception, failed: Instruction, step: Step, slots: list[Any]
-) -> Exception:
-    """The error of an instruction; of a value that is no number, with who made it."""
-    run = failed.run
-    if not (isinstance(error, FloatingPointError) and isinstance(run, Compiled)):
-        return error
-    with suppress(Exception):  # such as one shard of several, which has no such run
-        return run.invalid(step.reads(slots), step.donates(slots)) or error
-    return error
+def _over_slots(
+    graph: Graph,
+    instructions: Sequence[Instruction],
+    last: Mapping[Value, int],
+    programs: Mapping[int, Compiled],
+    devices: Sequence[Device],
+    slot: dict[Value, Slot],
+) -> list[Instruction]:
+    """Instructions over values as those over slots that a program runs.
+
+    Args:
+      graph: what is computed where.
+      instructions: all of it.
+      last: the number of the instruction that reads each value last.
+      programs: what each call runs, by its number.
+      devices: the device of each place.
+      slot: the slots of arguments and constants; those of results are added.
+    """
+    found = []
+    for number, each in enumerate(instructions):
+        program, new = programs.get(number), each.writes
+        if program:
+            new = [each.writes[i] for i in program.kept]
+        start = len(slot)
+        slot |= {v: start + i for i, v in enumerate(new)}
+        reads = tuple([slot[v] for v in each.reads])
+        ended = {slot[v] for v in (*each.reads, *new) if last.get(v, -1) <= number}
+        run = program.run if program else _move(graph, each, devices)
+        # What leaves for another process is written there.
+        is_written = not isinstance(run, Crossing) or run.is_received
+        found.append(
+            replace(
+                each,
+                reads=reads,
+                writes=range(start, len(slot)),
+                donates=tuple([reads[i] for i in program.donated]) if program else (),
+                frees=tuple(sorted(ended)),
+                compiled=program,
+                run=run,
+                take=_taking(reads),
+                into=slice(start, len(slot)) if is_written else slice(0),
+            )
+        )
+    return found
 
 
-def _elsewhere(graph: Graph, value: Value, devices: Sequence[Device]) -> Any:
-    """What stands for a value of another process."""
-    device, how = devices[graph.places[value]], graph.shardings[value]
-    shape = _transfer.global_shape(graph.specs[value].shape, device, how)
-    return ghost(shape, graph.specs[value].dtype, _transfer.on(device, how))
+def _taking(slots: Sequence[Slot]) -> Callable[[list[Any]], Sequence[Any]]:
+    """What takes the leaves of some slots out of all."""
+    if len(slots) > 1:
+        return itemgetter(*slots)
+    start = slots[0] if slots else 0
+    return itemgetter(slice(start, start + len(slots)))
 
 
-def _step(instruction: Instruction) -> Step:
-    writes = instruction.writes
-    runs = groupby(
-        enumerate(instruction.frees), key=lambda pair: pair[1] - pair[0]
-    )  # neighbours are freed at one stroke
-    frees = []
-    for _, pairs in runs:
-        ended = [slot for _, slot in pairs]
-        frees.append((slice(ended[0], ended[-1] + 1), (None,) * len(ended)))
-    run = instruction.run
-    # What leaves for another process is written there.
-    is_written = not isinstance(run, Crossing) or run.is_received
-    return Step(
-        run.run if isinstance(run, Compiled) else run,
-        _getter(instruction.reads),
-        _getter(instruction.donates),
-        slice(writes.start, writes.stop) if is_written else slice(0, 0),
-        frees,
+def _move(
+    graph: Graph, move: Instruction, devices: Sequence[Device]
+) -> Callable[..., Sequence[Any]]:
+    """What a move runs."""
+    target, how = devices[move.place], [graph.shardings[v] for v in move.writes]
+    assert move.source is not None
+    if move.source == OUTSIDE:
+        return lambda *leaves: _transfer.put(leaves, target, how)
+    source, specs = devices[move.source], [graph.specs[v] for v in move.writes]
+    if not graph.crosses(move):
+        source_how = [graph.shardings[v] for v in move.reads]
+        has_keys = any(map(is_key, specs))
+        return _transfer.sender(source, target, has_keys, how, source_how)
+    of = f" of {graph.ranks[move.source]}" if graph.ranks else ""
+    pairs = list(zip(specs, how, strict=True))
+    return Crossing(
+        source=source,
+        target=target,
+        specs=[_transfer.located(spec, target, each) for spec, each in pairs],
+        source_lies=[_transfer.on(source, each) for each in how],
+        target_lies=[_transfer.on(target, each) for each in how],
+        index=move.writes[0],
+        label=called(move.label) + of,
     )
 
 
-def _getter(slots: Sequence[Slot]) -> Callable[[list[Any]], tuple[Any, ...]]:
-    if len(slots) > 1:
-        return itemgetter(*slots)
-    if not slots:
-        return lambda _: ()
-    (only,) = slots
-    return lambda values: (values[only],)
+def _explained(error: Exception, failed: Instruction, slots: list[Any]) -> Exception:
+    """The error of an instruction; of a value that is no number, with who made it."""
+    if failed.function and isinstance(error, FloatingPointError):
+        with suppress(Exception):  # such as one shard of several, which has no such run
+            found = _invalid.find(failed.function.run, failed.take(slots))
+            return found or error
+    return error
 
 
 def _nbytes(graph: Graph, value: Value, devices: Sequence[Device]) -> int:

@@ -131,19 +131,12 @@ class SubMesh:
         parts = [part if fits(part, size) else None for part, size in pairs]
         return how._replace(spec=narrowed(P(*parts)))
 
-    def global_shape(self, shape: Sequence[int], how: Sharding) -> tuple[int, ...]:
-        """The shape of the array of which each shard sees ``shape``."""
-        return (self.num_shards, *shape) if how.stacked else tuple(shape)
-
     def local_bytes(self, nbytes: int, how: Sharding) -> int:
         """What each device holds of what is ``nbytes`` for a shard."""
         return nbytes // math.prod(self.mesh.shape[name] for name in how.axes)
 
     def mapped(
-        self,
-        run: Callable[..., Leaves],
-        given: Sequence[Sharding],
-        kept: Sequence[int],
+        self, run: Callable[..., Leaves], given: Sequence[Sharding]
     ) -> Callable[..., Leaves]:
         """A function of one shard as one of all, whose results lie stacked.
 
@@ -153,13 +146,11 @@ class SubMesh:
         Args:
           run: ``run(*leaves) -> leaves``.
           given: how its arguments lie.
-          kept: the positions of the results that are wanted.
         """
 
         def local(*leaves: Any) -> tuple[Any, ...]:
-            pairs = zip(leaves, given, strict=True)
-            results = run(*[_local(leaf, how) for leaf, how in pairs])
-            return tuple([jnp.expand_dims(results[i], 0) for i in kept])
+            results = run(*map(_local, leaves, given))
+            return tuple([jnp.expand_dims(result, 0) for result in results])
 
         return jax.shard_map(
             local,
@@ -167,7 +158,7 @@ class SubMesh:
             in_specs=tuple(
                 P(DATA) if how.stacked else _only_data(how) for how in given
             ),
-            out_specs=(P(DATA),) * len(kept),
+            out_specs=P(DATA),
             axis_names={DATA},
             # What a shard differentiates is its own; nobody differentiates this.
             check_vma=False,

@@ -92,9 +92,15 @@ def lies(leaf: Any, device: Device) -> Sharding | None:
     return how if is_own and is_at(leaf, device, how) else None
 
 
-def global_shape(shape: Sequence[int], device: Device, how: Sharding) -> Sequence[int]:
-    """The shape of the array of which each shard of a place sees ``shape``."""
-    return device.global_shape(shape, how) if isinstance(device, SubMesh) else shape
+def located(spec: Any, device: Device, how: Sharding) -> jax.ShapeDtypeStruct:
+    """An array in a place as JAX calls it, of which each shard sees a spec."""
+    is_stacked = how.stacked and isinstance(device, SubMesh)
+    return jax.ShapeDtypeStruct(
+        (device.num_shards, *spec.shape) if is_stacked else spec.shape,
+        spec.dtype,
+        sharding=on(device, how),
+        weak_type=getattr(spec, "weak_type", False),
+    )
 
 
 def one_of(device: Device) -> Device:
@@ -238,7 +244,7 @@ def sender(
     has_keys: bool,
     how: Sequence[Sharding],
     source_how: Sequence[Sharding],
-) -> Callable[[Leaves, Leaves], Sequence[jax.Array]]:
+) -> Callable[..., Sequence[jax.Array]]:
     """A function that copies leaves, each time from one place to one other.
 
     Each shard goes straight to its counterpart.
@@ -251,7 +257,7 @@ def sender(
       source_how: how they lie where they are.
 
     Returns:
-      ``(leaves, nothing) -> leaves``.
+      ``(*leaves) -> leaves``.
     """
     where = [on(target, each) for each in how]
     is_alike = list(how) == list(source_how) and _mesh(source) == _mesh(target)
@@ -261,10 +267,10 @@ def sender(
         if copy is not None:
             return copy
     if isinstance(source, SubMesh) or isinstance(target, SubMesh):
-        return lambda leaves, _: jax.device_put(list(leaves), where)
+        return lambda *leaves: jax.device_put(list(leaves), where)
     # It takes a device in less time than a sharding; a type that names a mesh stays,
     # as with `copier`.
-    return lambda leaves, _: jax.device_put(leaves, target)
+    return lambda *leaves: jax.device_put(leaves, target)
 
 
 def _mesh(device: Device) -> Any:

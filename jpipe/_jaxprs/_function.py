@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
 from jax.extend import core
 
 from . import _jaxpr
@@ -23,7 +22,6 @@ class Function:
       same: results for which no array is made, by position: as argument ``i`` came;
         or, as ``~i``, what result ``i`` is. Two names of one array could both be
         donated.
-      offloaded: the positions of results that are in the memory of the host.
       has_effects: whether it is to run though nobody reads its results.
       reads: which of the arguments that it is offered it reads, and ``run`` is given;
         ``None``: all.
@@ -35,7 +33,6 @@ class Function:
     run: Callable[..., Leaves]
     results: Sequence[Any]
     same: dict[int, int] = field(default_factory=dict)
-    offloaded: frozenset[int] = frozenset()
     has_effects: bool = False
     reads: Sequence[int] | None = None
     closed: core.ClosedJaxpr | None = None
@@ -50,21 +47,18 @@ class Function:
         invars = [closed.jaxpr.invars[i] for i in reads]
         closed = core.ClosedJaxpr(closed.jaxpr.replace(invars=invars), closed.consts)
         at = {var: i for i, var in enumerate(invars)}
-        same, offloaded = {}, set()
+        same = {}
         for i, var in enumerate(closed.jaxpr.outvars):
             if isinstance(var, core.Literal):
                 continue
             if var in at:
                 same[i] = at[var]
             at.setdefault(var, ~i)
-            if var.aval.memory_space == jax.memory.Space.Host:
-                offloaded.add(i)
         return cls(
             name,
             core.jaxpr_as_fun(closed),
             closed.out_avals,
             same,
-            frozenset(offloaded),
             bool(closed.effects),
             reads,
             closed,
@@ -109,7 +103,6 @@ def composed(
         run,
         [*first.results, *second.results],
         same,
-        first.offloaded | {before + i for i in second.offloaded},
         first.has_effects or second.has_effects,
         parts=(*first.parts, *second.parts),
     )

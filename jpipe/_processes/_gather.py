@@ -71,7 +71,7 @@ def _brought(number: int, index: int, name: str, leaf: Any) -> Any:
     if not crossing.concerns:
         return None
     crossing.open(number)
-    found = crossing([] if is_elsewhere(leaf) else [on_one(leaf, source)])
+    found = crossing(*([] if is_elsewhere(leaf) else [on_one(leaf, source)]))
     return _as_numpy(found[0]) if crossing.is_received else None
 
 

@@ -85,7 +85,7 @@ class Crossing:
         else:
             self._run = self._pull() if self.is_received else self._offer()
 
-    def __call__(self, leaves: Leaves, _: Leaves = ()) -> Leaves:
+    def __call__(self, *leaves: Any) -> Leaves:
         """Sends, or gives what comes. Never waits."""
         assert self._run is not None
         made = self._run(leaves)

@@ -161,7 +161,7 @@ def _constants(program: Program, placement: Sequence[int]) -> dict[int, int]:
     stages: dict[int, int] = {}  # of each slot, the stage that it is read for
     found: dict[tuple[int, int], dict[int, int]] = {}
     for instruction in reversed(program.instructions):
-        label, reads = instruction.label, (*instruction.reads, *instruction.donates)
+        label, reads = instruction.label, instruction.reads
         if isinstance(label, str):
             known = (stages[slot] for slot in instruction.writes if slot in stages)
             stage = next(known, None)
@@ -202,7 +202,7 @@ def _pending(program: Program, s: int, m: int) -> int:
         slot
         for i in program.instructions
         if not isinstance(i.label, str) and i.label[1:] != (s, m)
-        for slot in i.reads
+        for slot in {*i.reads} - {*i.donates}
         if not i.is_move
     }
     return sum(nbytes(program.specs[slot]) for slot in read & made - ended - others)

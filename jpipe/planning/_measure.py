@@ -147,13 +147,13 @@ class _Program:
     def in_a_row(self, given: Sequence[Any]) -> float:
         """The seconds of a call among many that are not waited for one by one."""
         start = time.perf_counter()
-        made = [self.compiled(tuple(given), ()) for _ in range(_MOST_CALLS)]
+        made = [self.compiled.run(*given) for _ in range(_MOST_CALLS)]
         jax.block_until_ready(made)
         return (time.perf_counter() - start) / _MOST_CALLS
 
     def _timed(self, given: tuple[Any, ...]) -> tuple[float, Sequence[Any]]:
         start = time.perf_counter()
-        made = jax.block_until_ready(self.compiled(given, ()))
+        made = jax.block_until_ready(self.compiled.run(*given))
         return time.perf_counter() - start, made
 
     def _results(self, given: Sequence[Any], made: Sequence[Any]) -> list[Any]:

@@ -13,8 +13,8 @@ from .graphs import ADD, BOTH, DOUBLE, SPEC, arguments, calls, function, leaf, m
 from .graphs import program as program_of
 
 
-def names(operations):
-    return [operation.function and operation.function.name for operation in operations]
+def names(instructions):
+    return [each.function and each.function.name for each in instructions]
 
 
 def test_what_nobody_needs_is_not_done():
@@ -77,7 +77,7 @@ def test_what_is_sent_to_another_process_is_neither_argument_nor_output():
     assert len(moves(made)) == 2
     sent = {slot for move in moves(made) for slot in move.reads}
     assert sent.isdisjoint({0, *made.outputs})
-    copies = [call for call in calls(made) if call.run.name == "copy"]
+    copies = [call for call in calls(made) if call.function.name == "copy"]
     assert len(copies) == 2
     assert not any(call.donates for call in copies)
 
@@ -113,7 +113,7 @@ class TestFuse:
     def test_is_what_the_second_was_and_makes_no_more_than_is_read(self):
         (call,) = calls(self.graphs(True))
         assert (call.label, call.layers) == ("second", "b")
-        assert call.run.function.name == "both_add"
+        assert call.function.name == "both_add"
         assert len(call.writes) == 2  # the cosine passes within
 
     def test_equal_pairs_are_one_function(self):

@@ -53,6 +53,18 @@ class TestDonation:
         np.testing.assert_array_equal(made([given])[0], [2] * 3)
         assert given.is_deleted()
 
+    @pytest.mark.parametrize("number", [0, 1])
+    def test_leaves_the_arguments_in_their_order(self, number):
+        graph, values = arguments(2)
+        graph.donated = {values[number]}
+        minus = function(lambda x, y: [x - y], SPEC, SPEC, name="minus")
+        made = program_of(graph, graph.call(minus, 0, values))
+        (call,) = calls(made)
+        assert (list(call.reads), list(call.donates)) == ([0, 1], [number])
+        given = [leaf(5), leaf(3)]
+        np.testing.assert_array_equal(made(given)[0], [2] * 3)
+        assert [x.is_deleted() for x in given] == [number == 0, number == 1]
+
     def test_never_of_what_is_returned(self):
         graph, (x,) = arguments(1, donated=True)
         (a,) = graph.call(DOUBLE, 0, [x])
@@ -130,7 +142,7 @@ class TestTheList:
         made = self.made()
         last = {}
         for number, instruction in enumerate(made.instructions):
-            for slot in (*instruction.reads, *instruction.donates):
+            for slot in instruction.reads:
                 last[slot] = number
         freed = {
             slot: number

@@ -1,5 +1,7 @@
 """Bytes that a step holds: what is read off the list is what is there."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import pytest
 from flax import linen as nn
@@ -44,6 +46,6 @@ def test_the_count_sees_an_array_that_is_kept_too_long():
     pipe = jpipe.pipeline([ref.dense(4), ref.dense(4)], 3)
     program, leaves = gradient_of(pipe, jnp.ones((6, 4)), jnp.ones((6, 4)))
     assert counted(program, leaves) == live(program)[1:]
-    program.steps = [step._replace(frees=()) for step in program.steps]
+    program.own = [dataclasses.replace(each, frees=()) for each in program.own]
     kept = counted(program, leaves, ahead=False)
     assert kept[-1][0] > live(program)[-1][0]
