@@ -16,12 +16,12 @@ from ._instructions import _transfer
 from ._instructions._sharding import Sharding
 from ._layers import _rng
 from ._layers._initialize import strong
+from ._placed._by_path import paths
 from ._processes._elsewhere import is_here, of_copies, own_copy
 from ._processes._group import group
 from ._run import _resting, _variables
 from ._run._initialize import draws, initializers
 from ._run._pipe import Pipe
-from ._spread._homes import paths
 from ._train._optimizer import Optimizer, place_state
 from ._train._state import TrainState, note_chosen
 

@@ -1,133 +1,45 @@
-"""Optimizers as functions of trees that are spread over devices."""
+"""`pipe.optimizer`: an optax optimizer for parameters on several devices."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
-from .._functions._weights import is_inexact
 from .._instructions._transfer import Device
-from .._spread._homes import Home, homes, paths, places
-from .._spread._placed import Placement
-from .._spread._spread import Spread
-from ._optimizer import explained
-from ._step import check_optimizer
+from .._placed._jit import Jitted, Static
+from ._transformation import Transformation, of_init, of_update
 
 PyTree = Any
+
+_BY_NAME = (
+    "what an optimizer needs beside gradients, state and parameters is given by name: "
+    "tx.update(grads, state, params, value=loss)"
+)
 
 
 def optimizer(
     tx: Any, devices: Sequence[Device]
 ) -> optax.GradientTransformationExtraArgs:
     """See `Pipeline.optimizer`."""
-    tx = check_optimizer(tx)
-    if isinstance(tx, optax.MultiSteps):
-        tx = tx.gradient_transformation()
-    full = optax.with_extra_args_support(tx)
-
-    def init_free(params: PyTree) -> PyTree:
-        with explained("tx.init is given the parameters alone"):
-            return full.init(_floating(params))
-
-    def update_free(
-        functions: Sequence[tuple[str, Any]],
-        grads: PyTree,
-        state: PyTree,
-        params: PyTree,
-        extra: dict[str, Any],
-    ) -> tuple[PyTree, PyTree]:
-        free = None if params is None else _floating(params)
-        with explained(
-            "what an optimizer needs beside gradients, state and parameters is given "
-            "by name: tx.update(grads, state, params, value=loss)"
-        ):
-            updates, state = full.update(
-                _floating(grads), state, free, **extra, **dict(functions)
-            )
-        return _with_integers(updates, grads, params), state
-
-    spread_init = Spread(
-        init_free,
-        devices,
-        find_placement=_of_init,
-        name="optimizer_init",
-        blame="raised by tx.init",
-    )
-    spread_update = Spread(
-        update_free,
-        devices,
-        static=(0,),
-        find_placement=_of_update,
-        name="optimizer_update",
-        blame="raised by tx.update",
-    )
-
-    def init(params: PyTree) -> PyTree:
-        return spread_init(params)
+    own = Transformation(tx, _BY_NAME)
+    names = {"name": "optimizer_init", "blame": "raised by tx.init"}
+    init = Jitted(own.init, devices, rule=of_init, **names)
+    names = {"name": "optimizer_update", "blame": "raised by tx.update"}
+    jitted = Jitted(own.update, devices, rule=of_update, **names)
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, PyTree]:
-        functions = {name: value for name, value in extra.items() if _is_static(value)}
-        given = {name: value for name, value in extra.items() if name not in functions}
-        return spread_update(tuple(functions.items()), updates, state, params, given)
+        given = {
+            name: Static.of(value) if _is_static(value) else value
+            for name, value in extra.items()
+        }
+        return jitted(updates, state, params, **given)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(lambda params: init(params), update)
 
 
 def _is_static(value: Any) -> bool:
     """Whether something is a function, not a pytree that can be called."""
     return callable(value) and jax.tree.leaves(value) == [value]
-
-
-def _floating(tree: PyTree) -> PyTree:
-    """The tree with nothing in place of integers, which are not parameters."""
-    return jax.tree.map(lambda leaf: leaf if is_inexact(leaf) else None, tree)
-
-
-def _with_integers(updates: PyTree, grads: PyTree, params: PyTree) -> PyTree:
-    """Updates with zeros in place of what `_floating` left out."""
-    if all(map(is_inexact, jax.tree.leaves((grads, params)))):
-        return updates
-    if params is None:
-        raise ValueError(
-            "a gradient of integers says neither their dtype nor their device; give "
-            "the parameters too: tx.update(grads, state, params)"
-        )
-    return jax.tree.map(
-        lambda own, leaf: (
-            own if leaf is None or is_inexact(leaf) else jnp.zeros_like(leaf)
-        ),
-        updates,
-        params,
-        is_leaf=lambda leaf: leaf is None,
-    )
-
-
-def _of_init(arguments: PyTree, at: Sequence[Home]) -> Placement:
-    """The state of an optimizer is where its parameters are."""
-    found = [path[2:] for path in paths(arguments)]
-    place = places(zip(found, at, strict=True))
-    return Placement(at, lambda state: homes(state, place))
-
-
-def _of_update(arguments: PyTree, at: Sequence[Home]) -> Placement:
-    """Updates and state are where the parameters are, or the gradients.
-
-    A leaf of the state that belongs to none of them, such as a count, belongs to all.
-    """
-    grads, state, params, _ = range(4)
-    flat = [(path[1].idx, path[2:]) for path in paths(arguments)]
-    place = places(
-        (path, home)
-        for (number, path), home in zip(flat, at, strict=True)
-        if number in (grads, params)
-    )
-    own = iter(homes(arguments[0][state], place))
-    settled = [
-        None if number == state and next(own) is None else home
-        for (number, _), home in zip(flat, at, strict=True)
-    ]
-    return Placement(settled, lambda result: homes(result, place))

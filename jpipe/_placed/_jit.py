@@ -1,0 +1,267 @@
+"""`pipe.jit`: functions of trees whose leaves are on several devices, compiled."""
+
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from .._instructions._graph import NOWHERE, OUTSIDE, Graph, Place
+from .._instructions._program import Program
+from .._instructions._sharding import WHOLE, Sharding
+from .._instructions._transfer import Device, devices_of, lies
+from .._jaxprs import _jaxpr
+from .._layers._stage import shapes
+from .._processes._elsewhere import is_copied
+from .._run import _signature, _variables
+from .._run._context import outside_of_meshes
+from ._function import Argument, PlacedFunction, Rule, arguments, where_computed
+
+PyTree = Any
+
+# How many programs a function keeps.
+_MOST = 64
+# Whether such a function is being traced: another one inside is a part of it.
+_tracing = ContextVar("tracing", default=False)
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Static:
+    """An argument that is compared by type and value; in a tree it has no leaves."""
+
+    kind: type
+    value: Any
+
+    @classmethod
+    def of(cls, value: Any) -> "Static":
+        """A hashable value."""
+        return cls(type(value), value)
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+
+def _without_statics(tree: PyTree) -> PyTree:
+    """The tree with the values of static arguments."""
+    return jax.tree.map(
+        lambda leaf: leaf.value if isinstance(leaf, Static) else leaf,
+        tree,
+        is_leaf=lambda leaf: isinstance(leaf, Static),
+    )
+
+
+class Jitted:
+    """A function evaluated where its arguments are, compiled once for each kind.
+
+    Args:
+      function: of any pytrees.
+      devices: the places.
+      donate: the positions of arguments that may be overwritten.
+      rule: where leaves and results belong.
+      name: how profiles and errors call it.
+      blame: what to say of an error that the function raises.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        devices: Sequence[Device],
+        *,
+        donate: Sequence[int] = (),
+        rule: Rule = where_computed,
+        name: str,
+        blame: str,
+    ) -> None:
+        self._function = function
+        self._devices = tuple(dict.fromkeys(devices))
+        self._number = {devices_of(own): i for i, own in enumerate(self._devices)}
+        self._donate, self._rule = donate, rule
+        self._name, self._blame = name, blame
+        # The structure of the result, and the program, for each kind of arguments.
+        self._programs: dict[Any, tuple[Any, Program]] = {}
+
+    @outside_of_meshes
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Evaluates the function. Never waits."""
+        if _tracing.get():
+            args, kwargs = _without_statics((args, kwargs))
+            return self._function(*args, **kwargs)
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        _variables.check_alive(leaves)
+        kind, known = _signature.call(tree, leaves), self._programs
+        if kind not in known:
+            known[kind] = self._compile(args, kwargs)
+            if len(known) > _MOST:  # a function made anew at each call, say
+                del known[next(iter(known))]
+        tree, program = known[kind]
+        if self._donate and len(set(map(id, leaves))) < len(leaves):
+            self._check_donated(args, kwargs)
+        return jax.tree.unflatten(tree, program(leaves))
+
+    def _compile(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Any, Program]:
+        """The structure of the result, and the program; all checks are here."""
+        leaves = arguments(args, kwargs)
+        _variables.check_concrete([each.leaf for each in leaves])
+        stored, shardings = self._located(leaves)
+        flat = [_jaxpr.spec(jax.typeof(each.leaf)) for each in leaves]
+        specs = jax.tree.unflatten(jax.tree.structure((args, kwargs)), flat)
+        places = [place if place >= 0 else None for place in stored]
+        placement = self._rule(arguments(*specs), places, shardings)
+        function = PlacedFunction(self._traced, specs, placement, self._name)
+        processes = [device.process_index for device in self._devices]
+        graph = Graph(processes, devices=self._devices)
+        donated = self._donated(leaves, len(args))
+        given = zip(flat, stored, donated, shardings, strict=True)
+        outputs: list[Any] = function.into(graph, [graph.argument(*x) for x in given])
+        results = jax.tree.leaves(function.result)
+        for i, (leaf, place) in enumerate(zip(results, function.places, strict=True)):
+            # What is logged is wanted in each process.
+            if place is None and not leaf.shape and graph.places[outputs[i]] >= 0:
+                outputs[i] = graph.everywhere(outputs[i])
+        tree = jax.tree.structure(function.result)
+        return tree, Program(graph, outputs, self._devices)
+
+    def _traced(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The function as the trace sees it."""
+        token = _tracing.set(True)
+        try:
+            given, named = _without_statics((args, kwargs))
+            return self._function(*given, **named)
+        except Exception as error:
+            told = shapes((*args, kwargs) if kwargs else args)
+            error.add_note(f"{self._blame}; its arguments were {told}")
+            raise
+        finally:
+            _tracing.reset(token)
+
+    def _donated(self, leaves: Sequence[Argument], count: int) -> list[bool]:
+        """Whether each leaf may be overwritten; ``count`` arguments have positions."""
+        donated = {i % count for i in self._donate if -count <= i < count}
+        return [each.of in donated for each in leaves]
+
+    def _check_donated(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Checks that no array is given twice of which a program may overwrite one."""
+        leaves = arguments(args, kwargs)
+        flat = [(each.name, each.leaf) for each in leaves]
+        twice = _variables.twice(flat, self._donated(leaves, len(args)))
+        if twice:
+            raise ValueError(
+                f"{'; '.join(twice)}: one array, which donate_argnums lets "
+                f"{self._name} overwrite; give it a copy (jnp.copy), or do not donate"
+            )
+
+    def _located(
+        self, leaves: Sequence[Argument]
+    ) -> tuple[list[Place], list[Sharding]]:
+        """The place of each leaf, and its sharding there.
+
+        Raises:
+          TypeError: if one is neither an array nor a number.
+          ValueError: if one is on several devices that are not those of a place.
+        """
+        strange = [
+            f"{each.name} is a {type(each.leaf).__name__}"
+            for each in leaves
+            if not _is_array(each.leaf)
+        ]
+        if strange:
+            raise TypeError(
+                f"{self._name} takes pytrees of arrays and numbers; name what is none "
+                f"in static_argnums: {'; '.join(strange)}"
+            )
+        found = [self._place(each.leaf) for each in leaves]
+        sharded = [
+            f"{each.name} is on {len(each.leaf.devices())} devices"
+            for each, (_, sharding) in zip(leaves, found, strict=True)
+            if sharding is None
+        ]
+        if sharded:
+            raise ValueError(
+                f"{self._name} takes arrays that are each on one device, or on those "
+                f"of one stage, in its mesh; type pipe.place(variables) or "
+                f"jax.device_put(array, device): "
+                f"{'; '.join(sharded)}"
+            )
+        return [place for place, _ in found], [how or WHOLE for _, how in found]
+
+    def _place(self, leaf: Any) -> tuple[Place, Sharding | None]:
+        """The place of a leaf, and its sharding there; ``None`` where it has none.
+
+        What is elsewhere is brought to whoever reads it.
+        """
+        if not getattr(leaf, "committed", False):
+            return NOWHERE, WHOLE
+        devices = frozenset(leaf.devices())
+        place = self._number.get(devices, OUTSIDE)
+        is_one = len(devices) == 1 or is_copied(leaf)
+        sharding = WHOLE if is_one else None
+        if place >= 0:
+            sharding = lies(leaf, self._devices[place]) or sharding
+        return place, sharding
+
+
+def _is_array(leaf: Any) -> bool:
+    """Whether something is an array, or a number."""
+    try:
+        jax.typeof(leaf)
+    except TypeError:
+        return False
+    return True
+
+
+def jit(
+    function: Callable[..., Any],
+    devices: Sequence[Device],
+    donate_argnums: int | Sequence[int],
+    static_argnums: int | Sequence[int],
+) -> Callable[..., Any]:
+    """See `Pipeline.jit`."""
+    if not callable(function):
+        raise TypeError(
+            f"pipe.jit takes a function, not a {type(function).__name__}; type "
+            f"pipe.jit(f) or @pipe.jit"
+        )
+    donate, static = _numbers(donate_argnums), _numbers(static_argnums)
+    if both := set(donate) & set(static):
+        raise ValueError(
+            f"donate_argnums and static_argnums both name {sorted(both)}; a static "
+            f"argument has no memory to give"
+        )
+    name = getattr(function, "__name__", type(function).__name__)
+    blame = f"raised by {name}, which pipe.jit traces as jax.jit does"
+    jitted = Jitted(function, devices, donate=donate, name=name, blame=blame)
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return jitted(*_with_statics(args, static, name), **kwargs)
+
+    return run
+
+
+def _with_statics(
+    args: Sequence[Any], static: Sequence[int], name: str
+) -> Sequence[Any]:
+    """The arguments, of which some are static: their positions are given."""
+    given = list(args)
+    for i in static:
+        if -len(args) <= i < len(args):
+            try:
+                hash(args[i])
+            except TypeError as error:
+                at = i % len(args)
+                error.add_note(f"argument {at} of {name} is in static_argnums")
+                raise
+            given[i] = Static.of(args[i])
+    return given
+
+
+def _numbers(argnums: int | Sequence[int]) -> tuple[int, ...]:
+    if isinstance(argnums, Sequence):
+        return tuple(map(operator.index, argnums))
+    return (operator.index(argnums),)
