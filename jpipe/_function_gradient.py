@@ -18,7 +18,7 @@ from ._slices import _checked, _join
 from ._slices._division import Division
 from ._slices._program import Traced
 from ._slices._sliced import Sliced, Work
-from ._train import _updates
+from ._train import _transformation
 
 PyTree = Any
 
@@ -157,7 +157,7 @@ class FunctionGradient:
 
     def optimizer(self, tx: Any) -> Any:
         """The optax transformation that works in place: see `Pipeline.optimizer`."""
-        return _updates.optimizer(tx, self._division.places)
+        return _transformation.optimizer(tx, self._division.places)
 
     def __str__(self) -> str:
         name = getattr(self._function, "__name__", type(self._function).__name__)

@@ -8,7 +8,7 @@ import optax
 
 from ._placed import _jit
 from ._report import Report, report
-from ._train import _updates
+from ._train import _transformation
 
 
 class OwnLoop:
@@ -143,4 +143,4 @@ class OwnLoop:
           >>> optax.apply_updates(params, updates)[0]["w"]
           Array([0.5, 0.5], dtype=float32)
         """
-        return _updates.optimizer(tx, self._places)
+        return _transformation.optimizer(tx, self._places)

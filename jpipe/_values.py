@@ -16,7 +16,6 @@ from ._instructions import _transfer
 from ._instructions._sharding import Sharding
 from ._layers import _rng
 from ._layers._initialize import strong
-from ._placed._by_path import paths
 from ._processes._elsewhere import is_here, of_copies, own_copy
 from ._processes._group import group
 from ._run import _resting, _variables
@@ -173,7 +172,8 @@ def optimizer(
 
 def _resting_of(pipe: Pipe, params: PyTree) -> tuple[list[int], list[Sharding]]:
     """The stage of each leaf of the parameters, and how it lies there."""
-    homes = [pipe.stage_of_layer[path[0].idx] for path in paths(params)]
+    flat = jax.tree_util.tree_leaves_with_path(params)
+    homes = [pipe.stage_of_layer[path[0].idx] for path, _ in flat]
     return homes, _resting.shardings(pipe, params, inside=("params",))
 
 

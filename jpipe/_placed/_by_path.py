@@ -1,22 +1,50 @@
 """Where leaves belong that are like others: their paths tell."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
-from .._instructions._graph import Place
+from .._instructions._graph import NOWHERE, Graph, Place, Value
 from .._instructions._sharding import WHOLE, Sharding
 
-# The place of a leaf; None for what every place may have: constants, counters, and what
-# follows from them alone. Such values are computed wherever they are needed.
-Where = Place | None
 Path = tuple[Any, ...]
 
 
-def paths(tree: Any) -> list[Path]:
-    """The path of each leaf."""
-    return [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+class Leaf(NamedTuple):
+    """A leaf of the arguments of a function.
+
+    Attributes:
+      of: the argument that it is a leaf of: its position, or its name.
+      path: where it stands there.
+      value: the leaf, or its spec.
+      place: where it is; less than 0 where it is in no place.
+      sharding: its sharding there.
+    """
+
+    of: int | str
+    path: Path
+    value: Any
+    place: Place = NOWHERE
+    sharding: Sharding = WHOLE
+
+    @property
+    def name(self) -> str:
+        """What errors call it."""
+        return f"argument {self.of!r}{jax.tree_util.keystr(self.path)}"
+
+    def argument(self, graph: Graph, donated: bool = False) -> Value:
+        """The leaf as an argument of a graph; its value is its spec."""
+        return graph.argument(self.value, self.place, donated, self.sharding)
+
+
+def located(
+    of: int, tree: Any, places: Sequence[Place], shardings: Sequence[Sharding]
+) -> list[Leaf]:
+    """The leaves of an argument, where they are."""
+    flat = jax.tree_util.tree_leaves_with_path(tree)
+    triples = zip(flat, places, shardings, strict=True)
+    return [Leaf(of, *leaf, place, how) for leaf, place, how in triples]
 
 
 class ByPath:
@@ -27,56 +55,46 @@ class ByPath:
     has it further in. There a path of one key would be found by accident.
 
     Args:
-      leaves: the paths of the others, and these.
-      places: the place of each.
-      shardings: its sharding there.
+      leaves: the others; those that are in no place tell nothing.
     """
 
-    def __init__(
-        self,
-        leaves: Sequence[tuple[Path, Any]],
-        places: Sequence[Where],
-        shardings: Sequence[Sharding],
-    ) -> None:
-        known = [
-            (path, tuple(leaf.shape), place, sharding)
-            for (path, leaf), place, sharding in zip(
-                leaves, places, shardings, strict=True
-            )
-            if place is not None
-        ]
-        self._places: dict[Path, Where] = {}
+    def __init__(self, leaves: Sequence[Leaf]) -> None:
+        known = [leaf for leaf in leaves if leaf.place >= 0]
+        self._places: dict[Path, Place] = {}
         # The end of a path will do, if leaves of one place alone have it. An end of one
         # key, such as the name of a bias, says nothing.
-        for path, _, place, _ in known:
-            for start in range(1, len(path) - 1):
-                is_one = self._places.get(path[start:], place) == place
-                self._places[path[start:]] = place if is_one else None
-        self._places |= {path: place for path, _, place, _ in known}
+        for leaf in known:
+            for start in range(1, len(leaf.path) - 1):
+                end = leaf.path[start:]
+                is_one = self._places.get(end, leaf.place) == leaf.place
+                self._places[end] = leaf.place if is_one else NOWHERE
+        self._places |= {leaf.path: leaf.place for leaf in known}
         self._shardings = {
-            (path, shape): sharding
-            for path, shape, _, sharding in known
-            if sharding != WHOLE
+            (leaf.path, tuple(leaf.value.shape)): leaf.sharding
+            for leaf in known
+            if leaf.sharding != WHOLE
         }
 
-    def place(self, path: Path) -> Where:
-        """The place of a leaf, found by its path."""
-        found = (self._places.get(part) for part in _parts(path))
-        return next((place for place in found if place is not None), None)
+    def place(self, path: Path) -> Place:
+        """The place of a leaf with such a path; `NOWHERE` if it is like no other."""
+        found = (self._places.get(part, NOWHERE) for part in _parts(path))
+        return next((place for place in found if place >= 0), NOWHERE)
 
     def sharding(self, path: Path, leaf: Any) -> Sharding:
         """The sharding of a leaf: of one whose path its own ends with, of its shape."""
-        ends = ((path[i:], tuple(leaf.shape)) for i in range(len(path)))
+        ends = ((path[start:], tuple(leaf.shape)) for start in range(len(path)))
         found = (self._shardings[end] for end in ends if end in self._shardings)
         return next(found, WHOLE)
 
-    def of(self, *trees: Any) -> tuple[list[Where], list[Sharding]]:
+    def located(self, of: int, tree: Any) -> list[Leaf]:
+        """The leaves of an argument, where they belong; at first what is like none."""
+        places, shardings = self.of(tree)
+        return located(of, tree, [max(place, 0) for place in places], shardings)
+
+    def of(self, *trees: Any) -> tuple[list[Place], list[Sharding]]:
         """The places and the shardings of the leaves of some trees."""
-        leaves = [
-            leaf for tree in trees for leaf in jax.tree_util.tree_leaves_with_path(tree)
-        ]
-        places = [self.place(path) for path, _ in leaves]
-        return places, [self.sharding(*leaf) for leaf in leaves]
+        flat = [x for tree in trees for x in jax.tree_util.tree_leaves_with_path(tree)]
+        return [self.place(x[0]) for x in flat], [self.sharding(*x) for x in flat]
 
 
 def _parts(path: Path) -> Iterator[Path]:

@@ -7,11 +7,10 @@ Leaf-by-leaf rules fall apart in one program per place with nothing to exchange;
 global norm moves one scalar per place.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,70 +21,36 @@ from .._instructions._sharding import WHOLE, Sharding
 from .._jaxprs import _jaxpr
 from .._jaxprs._function import Function
 from . import _segments
-from ._by_path import ByPath, Path, Where
+from ._by_path import ByPath, Leaf
 
 PyTree = Any
-
-
-class Argument(NamedTuple):
-    """A leaf of the arguments of a function.
-
-    Attributes:
-      of: the argument that it is a leaf of: its position, or its name.
-      path: where it stands there.
-      leaf: the leaf.
-    """
-
-    of: int | str
-    path: Path
-    leaf: Any
-
-    @property
-    def name(self) -> str:
-        """What errors call it."""
-        return f"argument {self.of!r}{jax.tree_util.keystr(self.path)}"
-
-
-def arguments(
-    args: Sequence[PyTree], kwargs: Mapping[str, PyTree] = MappingProxyType({})
-) -> list[Argument]:
-    """The leaves of arguments, in order."""
-    flat = jax.tree_util.tree_leaves_with_path((tuple(args), dict(kwargs)))
-    return [
-        Argument(getattr(key, "idx", getattr(key, "key", "")), tuple(path), leaf)
-        for (_, key, *path), leaf in flat
-    ]
 
 
 @dataclass(frozen=True)
 class Placement:
     """Where the leaves of a function belong.
 
+    A constant, a counter, and what follows from such values alone is in no place: it is
+    computed wherever it is needed.
+
     Attributes:
-      arguments: the place of each leaf of its arguments.
-      results: of the specs of its result the place of each leaf, ``None`` being the
-        first, and its sharding there.
+      arguments: the place of each leaf of its arguments; less than 0: none.
+      results: of the specs of its result the place of each leaf, where less than 0
+        is the first, and its sharding there.
       stay: whether a result that follows from something placed stays where that is.
     """
 
-    arguments: Sequence[Where]
-    results: Callable[[PyTree], tuple[Sequence[Where], Sequence[Sharding]]]
+    arguments: Sequence[Place]
+    results: Callable[[PyTree], tuple[Sequence[Place], Sequence[Sharding]]]
     stay: bool = False
 
 
-# Of the leaves of the arguments, the place of each, and its sharding there.
-Rule = Callable[[Sequence[Argument], Sequence[Where], Sequence[Sharding]], Placement]
-
-
-def where_computed(
-    leaves: Sequence[Argument], places: Sequence[Where], shardings: Sequence[Sharding]
-) -> Placement:
+def where_computed(leaves: Sequence[Leaf]) -> Placement:
     """Results stay where they are computed.
 
     What follows from nothing placed belongs where an argument of its path is.
     """
-    like = ByPath([(path, leaf) for _, path, leaf in leaves], places, shardings)
-    return Placement(places, like.of, stay=True)
+    return Placement([leaf.place for leaf in leaves], ByPath(leaves).of, stay=True)
 
 
 def own_results(args: Sequence[Any], results: Sequence[Any]) -> list[Any]:
@@ -129,7 +94,7 @@ class PlacedFunction:
         self.places, self.shardings = placement.results(self.result)
         self._placed = _segments.open_branches(closed, placement.arguments)
         _segments.check_order(self._placed)
-        self._wanted = [place or 0 for place in self.places]
+        self._wanted = [max(place, 0) for place in self.places]
         self._stay, self._name = placement.stay, name
 
     @cached_property
@@ -171,7 +136,7 @@ class PlacedFunction:
         for atom, wanted in ends:
             place = self._placed[atom] if self._stay else wanted
             own = value[_key(atom, wanted)]
-            outputs.append(graph.at(own, wanted if place is None else place))
+            outputs.append(graph.at(own, place if place >= 0 else wanted))
         return outputs
 
 

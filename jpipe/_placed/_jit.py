@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from .._faults import refuse
 from .._instructions._graph import NOWHERE, OUTSIDE, Graph, Place
 from .._instructions._program import Program
 from .._instructions._sharding import WHOLE, Sharding
@@ -18,9 +19,12 @@ from .._layers._stage import shapes
 from .._processes._elsewhere import is_copied
 from .._run import _signature, _variables
 from .._run._context import outside_of_meshes
-from ._function import Argument, PlacedFunction, Rule, arguments, where_computed
+from ._by_path import Leaf
+from ._function import PlacedFunction, Placement, where_computed
 
 PyTree = Any
+# Of the leaves of the arguments, where they and the results belong.
+Rule = Callable[[Sequence[Leaf]], Placement]
 
 # How many programs a function keeps.
 _MOST = 64
@@ -60,21 +64,20 @@ class Jitted:
     Args:
       function: of any pytrees.
       devices: the places.
-      donate: the positions of arguments that may be overwritten.
-      rule: where leaves and results belong.
       name: how profiles and errors call it.
       blame: what to say of an error that the function raises.
+      donate: the positions of arguments that may be overwritten.
+      rule: where leaves and results belong.
     """
 
     def __init__(
         self,
         function: Callable[..., Any],
         devices: Sequence[Device],
-        *,
-        donate: Sequence[int] = (),
-        rule: Rule = where_computed,
         name: str,
         blame: str,
+        donate: Sequence[int] = (),
+        rule: Rule = where_computed,
     ) -> None:
         self._function = function
         self._devices = tuple(dict.fromkeys(devices))
@@ -106,25 +109,21 @@ class Jitted:
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Any, Program]:
         """The structure of the result, and the program; all checks are here."""
-        leaves = arguments(args, kwargs)
-        _variables.check_concrete([each.leaf for each in leaves])
-        stored, shardings = self._located(leaves)
-        flat = [_jaxpr.spec(jax.typeof(each.leaf)) for each in leaves]
-        specs = jax.tree.unflatten(jax.tree.structure((args, kwargs)), flat)
-        places = [place if place >= 0 else None for place in stored]
-        placement = self._rule(arguments(*specs), places, shardings)
-        function = PlacedFunction(self._traced, specs, placement, self._name)
+        _variables.check_concrete(jax.tree.leaves((args, kwargs)))
+        leaves = self._located(args, kwargs)
+        tree = jax.tree.structure((args, kwargs))
+        specs = jax.tree.unflatten(tree, [leaf.value for leaf in leaves])
+        function = PlacedFunction(self._traced, specs, self._rule(leaves), self._name)
         processes = [device.process_index for device in self._devices]
         graph = Graph(processes, devices=self._devices)
-        donated = self._donated(leaves, len(args))
-        given = zip(flat, stored, donated, shardings, strict=True)
-        outputs: list[Any] = function.into(graph, [graph.argument(*x) for x in given])
-        results = jax.tree.leaves(function.result)
+        pairs = zip(leaves, self._donated(leaves, len(args)), strict=True)
+        given = [leaf.argument(graph, donated) for leaf, donated in pairs]
+        outputs: list[Any] = function.into(graph, given)
+        results, tree = jax.tree.flatten(function.result)
         for i, (leaf, place) in enumerate(zip(results, function.places, strict=True)):
             # What is logged is wanted in each process.
-            if place is None and not leaf.shape and graph.places[outputs[i]] >= 0:
+            if place < 0 and not leaf.shape and graph.places[outputs[i]] >= 0:
                 outputs[i] = graph.everywhere(outputs[i])
-        tree = jax.tree.structure(function.result)
         return tree, Program(graph, outputs, self._devices)
 
     def _traced(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -140,15 +139,15 @@ class Jitted:
         finally:
             _tracing.reset(token)
 
-    def _donated(self, leaves: Sequence[Argument], count: int) -> list[bool]:
+    def _donated(self, leaves: Sequence[Leaf], count: int) -> list[bool]:
         """Whether each leaf may be overwritten; ``count`` arguments have positions."""
         donated = {i % count for i in self._donate if -count <= i < count}
-        return [each.of in donated for each in leaves]
+        return [leaf.of in donated for leaf in leaves]
 
     def _check_donated(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Checks that no array is given twice of which a program may overwrite one."""
-        leaves = arguments(args, kwargs)
-        flat = [(each.name, each.leaf) for each in leaves]
+        leaves = _leaves(args, kwargs)
+        flat = [(leaf.name, leaf.value) for leaf in leaves]
         twice = _variables.twice(flat, self._donated(leaves, len(args)))
         if twice:
             raise ValueError(
@@ -156,42 +155,44 @@ class Jitted:
                 f"{self._name} overwrite; give it a copy (jnp.copy), or do not donate"
             )
 
-    def _located(
-        self, leaves: Sequence[Argument]
-    ) -> tuple[list[Place], list[Sharding]]:
-        """The place of each leaf, and its sharding there.
+    def _located(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Leaf]:
+        """Specs of the leaves of the arguments, where they are.
 
         Raises:
           TypeError: if one is neither an array nor a number.
           ValueError: if one is on several devices that are not those of a place.
         """
-        strange = [
-            f"{each.name} is a {type(each.leaf).__name__}"
-            for each in leaves
-            if not _is_array(each.leaf)
+        leaves = _leaves(args, kwargs)
+        refuse(
+            f"{self._name} takes pytrees of arrays and numbers; name what is none in "
+            f"static_argnums",
+            (
+                f"{leaf.name} is a {type(leaf.value).__name__}"
+                for leaf in leaves
+                if not _is_array(leaf.value)
+            ),
+            TypeError,
+        )
+        at = [self._place(leaf.value) for leaf in leaves]
+        pairs = list(zip(leaves, at, strict=True))
+        refuse(
+            f"{self._name} takes arrays that are each on one device, or on those of "
+            f"one stage, in its mesh; type pipe.place(variables) or "
+            f"jax.device_put(array, device)",
+            (
+                f"{leaf.name} is on {len(leaf.value.devices())} devices"
+                for leaf, (_, sharding) in pairs
+                if sharding is None
+            ),
+        )
+        return [
+            Leaf(leaf.of, leaf.path, _jaxpr.spec(jax.typeof(leaf.value)), place, how)
+            for leaf, (place, how) in pairs
+            if how is not None
         ]
-        if strange:
-            raise TypeError(
-                f"{self._name} takes pytrees of arrays and numbers; name what is none "
-                f"in static_argnums: {'; '.join(strange)}"
-            )
-        found = [self._place(each.leaf) for each in leaves]
-        sharded = [
-            f"{each.name} is on {len(each.leaf.devices())} devices"
-            for each, (_, sharding) in zip(leaves, found, strict=True)
-            if sharding is None
-        ]
-        if sharded:
-            raise ValueError(
-                f"{self._name} takes arrays that are each on one device, or on those "
-                f"of one stage, in its mesh; type pipe.place(variables) or "
-                f"jax.device_put(array, device): "
-                f"{'; '.join(sharded)}"
-            )
-        return [place for place, _ in found], [how or WHOLE for _, how in found]
 
     def _place(self, leaf: Any) -> tuple[Place, Sharding | None]:
-        """The place of a leaf, and its sharding there; ``None`` where it has none.
+        """The place of a leaf, and its sharding there; ``None`` if it has none.
 
         What is elsewhere is brought to whoever reads it.
         """
@@ -199,11 +200,18 @@ class Jitted:
             return NOWHERE, WHOLE
         devices = frozenset(leaf.devices())
         place = self._number.get(devices, OUTSIDE)
-        is_one = len(devices) == 1 or is_copied(leaf)
-        sharding = WHOLE if is_one else None
-        if place >= 0:
-            sharding = lies(leaf, self._devices[place]) or sharding
-        return place, sharding
+        sharding = lies(leaf, self._devices[place]) if place >= 0 else None
+        is_whole = len(devices) == 1 or is_copied(leaf)
+        return place, sharding or (WHOLE if is_whole else None)
+
+
+def _leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Leaf]:
+    """The leaves of arguments, in order."""
+    flat = jax.tree_util.tree_leaves_with_path((tuple(args), dict(kwargs)))
+    return [
+        Leaf(getattr(key, "idx", getattr(key, "key", "")), tuple(path), leaf)
+        for (_, key, *path), leaf in flat
+    ]
 
 
 def _is_array(leaf: Any) -> bool:
@@ -235,7 +243,7 @@ def jit(
         )
     name = getattr(function, "__name__", type(function).__name__)
     blame = f"raised by {name}, which pipe.jit traces as jax.jit does"
-    jitted = Jitted(function, devices, donate=donate, name=name, blame=blame)
+    jitted = Jitted(function, devices, name, blame, donate)
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:

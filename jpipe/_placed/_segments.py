@@ -11,34 +11,36 @@ from typing import Any
 from jax.extend import core
 
 from .._instructions._bytes import nbytes
-from .._instructions._graph import Place
+from .._instructions._graph import NOWHERE, Place
 from .._jaxprs import _jaxpr
-from ._by_path import Where
 
 
 class PlacedJaxpr:
     """A jaxpr with a place for each equation and each variable.
 
+    What follows from nothing placed is in `NOWHERE`.
+
     Args:
       closed: the jaxpr.
-      places: those of its arguments.
+      places: those of its arguments; less than 0: none.
 
     Attributes:
       closed: the jaxpr.
       chosen: where each equation runs.
     """
 
-    def __init__(self, closed: core.ClosedJaxpr, places: Sequence[Where]) -> None:
+    def __init__(self, closed: core.ClosedJaxpr, places: Sequence[Place]) -> None:
         self.closed = closed
-        self._places: dict[Any, Where] = dict.fromkeys(closed.jaxpr.constvars)
-        self._places |= zip(closed.jaxpr.invars, places, strict=True)
+        self._places = dict.fromkeys(closed.jaxpr.constvars, NOWHERE)
+        pairs = zip(closed.jaxpr.invars, places, strict=True)
+        self._places |= {var: max(place, NOWHERE) for var, place in pairs}
         self.chosen = [self._choose(eqn) for eqn in closed.jaxpr.eqns]
 
-    def __getitem__(self, atom: Any) -> Where:
+    def __getitem__(self, atom: Any) -> Place:
         """The place of a variable or a constant."""
-        return None if isinstance(atom, core.Literal) else self._places[atom]
+        return NOWHERE if isinstance(atom, core.Literal) else self._places[atom]
 
-    def _choose(self, eqn: core.JaxprEqn) -> Where:
+    def _choose(self, eqn: core.JaxprEqn) -> Place:
         """Where an equation runs; its results are there.
 
         Of places with as many bytes of operands it is the last, so that a sum of
@@ -46,16 +48,16 @@ class PlacedJaxpr:
         """
         weight: dict[Place, int] = {}
         for atom in eqn.invars:
-            if (place := self[atom]) is not None:
+            if (place := self[atom]) >= 0:
                 weight[place] = weight.get(place, 0) + nbytes(atom.aval)
-        chosen = max(weight, key=lambda place: (weight[place], place), default=None)
-        if chosen is None and eqn.effects:
+        chosen = max(weight, key=lambda p: (weight[p], p), default=NOWHERE)
+        if chosen < 0 and eqn.effects:
             chosen = 0  # what nobody needs would be left out
         self._places |= dict.fromkeys(eqn.outvars, chosen)
         carry = eqn.invars[_jaxpr.carry(eqn)]
         for var, start in zip(eqn.outvars, carry, strict=False):
             # What a loop carries belongs where it was before, for all who read it.
-            if self[start] is not None:
+            if self[start] >= 0:
                 self._places[var] = self[start]
         return chosen
 
@@ -75,7 +77,7 @@ class Segment:
     results: dict[int, Any] = field(default_factory=dict)
 
 
-def open_branches(closed: core.ClosedJaxpr, places: Sequence[Where]) -> PlacedJaxpr:
+def open_branches(closed: core.ClosedJaxpr, places: Sequence[Place]) -> PlacedJaxpr:
     """The same computation without a `jax.lax.cond` over operands of several places.
 
     Where each result needs operands of one place alone, each place gets a cond of its
@@ -102,8 +104,12 @@ def _spans_places(eqn: core.JaxprEqn, placed: PlacedJaxpr) -> bool:
     if eqn.primitive.name != "cond" or eqn.effects:
         return False
     # A number may come from elsewhere.
-    over = {placed[atom] for atom in eqn.invars[1:] if atom.aval.size > 1} - {None}
+    over = {placed[atom] for atom in eqn.invars[1:] if _size(atom) > 1} - {NOWHERE}
     return len(over) > 1 and not _contains(eqn, "pure_callback")
+
+
+def _size(atom: Any) -> int:
+    return atom.aval.size
 
 
 def _contains(eqn: core.JaxprEqn, name: str) -> bool:
@@ -114,21 +120,20 @@ def _by_place(eqn: core.JaxprEqn, placed: PlacedJaxpr) -> _jaxpr.Groups:
     """The results of a `jax.lax.cond` by place; nothing if they need other places."""
     _, *operands = eqn.invars
     places = [placed[atom] for atom in operands]
-    wanted: list[Where] = [None] * len(eqn.outvars)
+    wanted = [NOWHERE] * len(eqn.outvars)
     for branch in eqn.params["branches"]:
         inner = PlacedJaxpr(branch, places)
         for i, atom in enumerate(branch.jaxpr.outvars):
-            own = inner[atom]
-            if own is not None and wanted[i] not in (None, own):
+            if len({wanted[i], inner[atom]} - {NOWHERE}) > 1:
                 return ()
-            wanted[i] = own if wanted[i] is None else wanted[i]
-    groups: dict[Where, list[int]] = {}
+            wanted[i] = max(wanted[i], inner[atom])
+    groups: dict[Place, list[int]] = {}
     for i, place in enumerate(wanted):
         groups.setdefault(place, []).append(i)
     for place, group in groups.items():
         _, needed = _jaxpr.branches_of(eqn, group)
         for i in needed:
-            if places[i] not in (place, None) and operands[i].aval.size > 1:
+            if places[i] not in (place, NOWHERE) and _size(operands[i]) > 1:
                 return ()
     return tuple(groups.values()) if len(groups) > 1 else ()
 
@@ -167,9 +172,9 @@ def segments(placed: PlacedJaxpr, wanted: Sequence[Place]) -> list[Segment]:
     wave_of: dict[Any, int] = dict.fromkeys(jaxpr.invars, 0)
     producer: dict[Any, Segment] = {}
     for number, (eqn, place) in enumerate(zip(jaxpr.eqns, placed.chosen, strict=True)):
-        if place is None:
+        if place < 0:
             continue
-        reads = [atom for atom in eqn.invars if placed[atom] is not None]
+        reads = [atom for atom in eqn.invars if placed[atom] >= 0]
         waves = (wave_of[var] + (placed[var] != place) for var in reads)
         wave = max(waves, default=0)
         # A result that belongs elsewhere is a wave further on: its readers wait.
@@ -180,7 +185,7 @@ def segments(placed: PlacedJaxpr, wanted: Sequence[Place]) -> list[Segment]:
 
     ordered = [found[key] for key in sorted(found)]
     for atom, place in zip(jaxpr.outvars, wanted, strict=True):
-        if placed[atom] is not None:
+        if placed[atom] >= 0:
             if atom in producer:
                 producer[atom].results[id(atom)] = atom
         elif isinstance(atom, core.Literal) or atom not in wave_of:
@@ -205,7 +210,7 @@ def as_jaxprs(
     """Each segment with the shared equations that it needs, as a jaxpr of its own."""
     closed = placed.closed
     eqns, constants = closed.jaxpr.eqns, set(closed.jaxpr.constvars)
-    shared = [number for number, place in enumerate(placed.chosen) if place is None]
+    shared = [number for number, place in enumerate(placed.chosen) if place < 0]
     made = [var for eqn in eqns for var in eqn.outvars]
     order = {var: i for i, var in enumerate([*closed.jaxpr.invars, *made])}
     parts = []

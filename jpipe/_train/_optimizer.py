@@ -11,10 +11,10 @@ from .._instructions import _transfer
 from .._instructions._bytes import nbytes
 from .._instructions._graph import Graph, Value
 from .._instructions._program import Program
-from .._instructions._sharding import WHOLE, Sharding
+from .._instructions._sharding import Sharding
 from .._layers._stage import shapes
-from .._placed._by_path import ByPath
-from .._placed._function import PlacedFunction, arguments
+from .._placed._by_path import ByPath, Leaf, located
+from .._placed._function import PlacedFunction
 from .._run import _signature, _variables
 from .._run._facts import of_layers
 from .._run._pipe import Pipe
@@ -48,9 +48,7 @@ class Optimizer:
       shardings: its sharding there.
 
     Attributes:
-      state: specs of the state.
-      state_places: the place of each of its leaves.
-      state_shardings: its sharding there.
+      state: the leaves of the state, as specs, where they belong.
     """
 
     def __init__(
@@ -62,7 +60,7 @@ class Optimizer:
         stages: Sequence[int],
         shardings: Sequence[Sharding],
     ) -> None:
-        own = Transformation(tx, _ADVICE)
+        self._own = own = Transformation(tx, _ADVICE)
 
         def update(params: PyTree, state: PyTree, grads: PyTree) -> Any:
             # Parameters come first: of what may be overwritten, they are.
@@ -76,21 +74,16 @@ class Optimizer:
             return optax.apply_updates(params, updates), new
 
         self._trained, self._pipe = trained, pipe
-        free = self._free = _hide_frozen(params, trained)
+        self._free = free = _hide_frozen(params, trained)
         places = [pipe.place(stage) for stage in _selected(stages, trained)]
-        how = _selected(shardings, trained)
-        self._at = places, how
-        placement = of_init(arguments([free]), places, how)
-        self._init = PlacedFunction(own.init, [free], placement, "optimizer_init")
-        self.state, self.state_shardings = self._init.result, self._init.shardings
-        self.state_places = [place or 0 for place in self._init.places]
-        self._state_form = _form(self.state)
-
-        specs = [free, self.state, free]
-        places = [*places, *self.state_places, *places]
-        placement = of_update(
-            arguments(specs), places, [*how, *self.state_shardings, *how]
-        )
+        leaves = located(0, free, places, _selected(shardings, trained))
+        state = jax.eval_shape(own.init, free)
+        self.state = ByPath(leaves).located(1, state)
+        self._params, self._form = leaves, _form(state)
+        self._state_at = [(pipe.places[x.place], x.sharding) for x in self.state]
+        grads = [leaf._replace(of=2) for leaf in leaves]
+        placement = of_update([*leaves, *self.state, *grads])
+        specs = [free, state, free]
         self._update = PlacedFunction(update, specs, placement, "optimizer_update")
 
     def init(self, params: PyTree) -> PyTree:
@@ -100,12 +93,13 @@ class Optimizer:
             graph.facts |= of_layers(self._pipe, self._free)
         elif self._pipe.copies is not None:
             graph.facts |= {"parameters": shapes(self._free)}
-        given = zip(jax.tree.leaves(self._free), *self._at, strict=True)
-        leaves = [graph.argument(spec, place, how=how) for spec, place, how in given]
-        outputs = self._init.into(graph, leaves)
+        function = PlacedFunction(
+            self._own.init, [self._free], of_init(self._params), "optimizer_init"
+        )
+        outputs = function.into(graph, [leaf.argument(graph) for leaf in self._params])
         program = Program(graph, outputs, self._pipe.places)
         own = _selected(jax.tree.leaves(params), self._trained)
-        return jax.tree.unflatten(self._state_form[0], program(own))
+        return jax.tree.unflatten(self._form[0], program(own))
 
     def check(self, state: PyTree) -> None:
         """Checks that a state is one of this optimizer, in place.
@@ -113,12 +107,10 @@ class Optimizer:
         Raises:
           ValueError: if it is not.
         """
-        if _form(state) != self._state_form:
+        if _form(state) != self._form:
             self._refuse(state)
-        leaves = jax.tree.leaves(state)
-        at = zip(leaves, self.state_places, self.state_shardings, strict=True)
-        devices = self._pipe.places
-        if not all(_transfer.is_at(leaf, devices[i], how) for leaf, i, how in at):
+        pairs = zip(jax.tree.leaves(state), self._state_at, strict=True)
+        if not all(_transfer.is_at(leaf, *where) for leaf, where in pairs):
             raise ValueError(
                 "state.opt_state is not in place; type state = pipe.place(state)"
             )
@@ -126,14 +118,15 @@ class Optimizer:
     def _refuse(self, state: PyTree) -> None:
         """Raises with what is different in the state of another optimizer."""
         other = "{path}: given {found}, needs {wanted}"
-        faults = _variables.differences(_kinds(self.state), _kinds(state), other)
-        if jax.tree.structure(state) == self._state_form[0]:
+        own = jax.tree.unflatten(self._form[0], [leaf.value for leaf in self.state])
+        faults = _variables.differences(_kinds(own), _kinds(state), other)
+        if jax.tree.structure(state) == self._form[0]:
             title = (
                 "state.opt_state does not fit the optimizer of this step; write "
                 "hyperparameters as jnp.asarray(value, dtype)"
             )
         else:
-            is_selected = _with_gaps(state) == _with_gaps(self.state)
+            is_selected = _with_gaps(state) == _with_gaps(own)
             title = (
                 "state.opt_state is not that of the optimizer of this step; give the "
                 "same tx and the same trainable= to Pipeline.init_train_state and "
@@ -182,10 +175,10 @@ def state_bytes(
     free = _hide_frozen(params, trained)
     state = jax.eval_shape(Transformation(tx, _ADVICE).init, free)
     flat = jax.tree_util.tree_leaves_with_path(free)
-    like = ByPath(flat, [path[0].idx for path, _ in flat], [WHOLE] * len(flat))
+    like = ByPath([Leaf(0, path, leaf, path[0].idx) for path, leaf in flat])
     found = [0] * len(params)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
-        found[like.place(path) or 0] += nbytes(leaf)
+    for leaf in like.located(1, state):
+        found[leaf.place] += nbytes(leaf.value)
     return found
 
 
@@ -208,14 +201,12 @@ def place_state(
     Returns:
       The same values; what belongs to no parameter is on the first device.
     """
-    flat = jax.tree_util.tree_leaves_with_path(params)
-    places, how = ByPath(flat, [*map(pipe.place, stages)], shardings).of(state)
-    leaves, tree = jax.tree.flatten(state)
+    like = ByPath(located(0, params, [*map(pipe.place, stages)], shardings))
     placed = [
-        _transfer.put_one(leaf, pipe.places[place or 0], each)
-        for leaf, place, each in zip(leaves, places, how, strict=True)
+        _transfer.put_one(leaf.value, pipe.places[leaf.place], leaf.sharding)
+        for leaf in like.located(1, state)
     ]
-    return jax.tree.unflatten(tree, placed)
+    return jax.tree.unflatten(jax.tree.structure(state), placed)
 
 
 def _selected(leaves: Sequence[Any], trained: Sequence[bool]) -> list[Any]:

@@ -219,15 +219,7 @@ class _Compiled:
             graph.argument(*own[position[at]], donate, lie[position[at]])
             for at in range(len(self.order))
         ]
-        slots = zip(
-            jax.tree.leaves(optimizer.state),
-            optimizer.state_places,
-            optimizer.state_shardings,
-            strict=True,
-        )
-        opt_state = [
-            graph.argument(spec, place, donate, how) for spec, place, how in slots
-        ]
+        opt_state = [leaf.argument(graph, donate) for leaf in optimizer.state]
         key, number = (_jaxpr.spec(jax.typeof(leaf)) for leaf in (rng, step))
         first = gradient.pipe.place(0)
         given = [graph.argument(spec, OUTSIDE) for spec in (key, number)]

@@ -11,9 +11,11 @@ import jax.numpy as jnp
 import optax
 
 from .._functions._weights import is_inexact
-from .._instructions._sharding import Sharding
-from .._placed._by_path import ByPath, Where
-from .._placed._function import Argument, Placement, where_computed
+from .._instructions._graph import NOWHERE
+from .._instructions._transfer import Device
+from .._placed._by_path import ByPath, Leaf
+from .._placed._function import Placement, where_computed
+from .._placed._jit import Jitted, Rule, Static
 
 PyTree = Any
 
@@ -67,30 +69,56 @@ class Transformation:
         return _with_integers(updates, grads, params), state
 
 
-def of_init(
-    leaves: Sequence[Argument], places: Sequence[Where], shardings: Sequence[Sharding]
-) -> Placement:
+def optimizer(
+    tx: Any, devices: Sequence[Device]
+) -> optax.GradientTransformationExtraArgs:
+    """See `Pipeline.optimizer`."""
+    own = Transformation(
+        tx,
+        "what an optimizer needs beside gradients, state and parameters is given by "
+        "name: tx.update(grads, state, params, value=loss)",
+    )
+
+    def jitted(name: str, rule: Rule) -> Jitted:
+        names = f"optimizer_{name}", f"raised by tx.{name}"
+        return Jitted(getattr(own, name), devices, *names, rule=rule)
+
+    init, update_all = jitted("init", of_init), jitted("update", of_update)
+
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
+    ) -> tuple[PyTree, PyTree]:
+        given = {
+            name: Static.of(value) if _is_function(value) else value
+            for name, value in extra.items()
+        }
+        return update_all(updates, state, params, **given)
+
+    return optax.GradientTransformationExtraArgs(lambda params: init(params), update)
+
+
+def _is_function(value: Any) -> bool:
+    """Whether something is a function, not a pytree that can be called."""
+    return callable(value) and jax.tree.leaves(value) == [value]
+
+
+def of_init(leaves: Sequence[Leaf]) -> Placement:
     """The state of an optimizer is where its parameters are."""
-    placement = where_computed(leaves, places, shardings)
-    return dataclasses.replace(placement, stay=False)
+    return dataclasses.replace(where_computed(leaves), stay=False)
 
 
-def of_update(
-    leaves: Sequence[Argument], places: Sequence[Where], shardings: Sequence[Sharding]
-) -> Placement:
+def of_update(leaves: Sequence[Leaf]) -> Placement:
     """Updates and a new state are where parameters and gradients are.
 
     These are the first and the third argument, the second is the state. A leaf of the
-    state that belongs to none of them, such as a count, belongs to all.
+    state that belongs to none of them, such as a count, is computed in each place.
     """
-    pairs = list(zip(leaves, places, strict=True))
-    own = [place if each.of in (0, 2) else None for each, place in pairs]
-    like = ByPath([(path, leaf) for _, path, leaf in leaves], own, shardings)
-    settled = [
-        None if each.of == 1 and like.place(each.path) is None else place
-        for each, place in pairs
+    like = ByPath([leaf for leaf in leaves if leaf.of in (0, 2)])
+    places = [
+        NOWHERE if leaf.of == 1 and like.place(leaf.path) < 0 else leaf.place
+        for leaf in leaves
     ]
-    return Placement(settled, lambda result: like.of(*result))
+    return Placement(places, lambda result: like.of(*result))
 
 
 def _floating(tree: PyTree) -> PyTree:

@@ -129,12 +129,8 @@ PLANNING = [
     ("_net", "hops = 2 * (replicas - 1)", "hops = 2 * replicas"),
 ]
 PLACED = [
-    (
-        "_by_path",
-        "for start in range(1, len(path) - 1)",
-        "for start in range(len(path))",
-    ),
-    ("_segments", "(weight[place], place)", "(-weight[place], place)"),
+    ("_by_path", "in range(1, len(leaf.path) - 1)", "in range(len(leaf.path))"),
+    ("_segments", "(weight[p], p)", "(-weight[p], p)"),
 ]
 RUN = [
     ("_divisors", "parts), total)]", "parts), 0 * total)]"),
