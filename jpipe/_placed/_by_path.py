@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from .._instructions._graph import NOWHERE, Graph, Place, Value
 from .._instructions._sharding import WHOLE, Sharding
@@ -70,7 +71,7 @@ class ByPath:
                 self._places[end] = leaf.place if is_one else NOWHERE
         self._places |= {leaf.path: leaf.place for leaf in known}
         self._shardings = {
-            (leaf.path, tuple(leaf.value.shape)): leaf.sharding
+            (leaf.path, np.shape(leaf.value)): leaf.sharding
             for leaf in known
             if leaf.sharding != WHOLE
         }
@@ -82,7 +83,7 @@ class ByPath:
 
     def sharding(self, path: Path, leaf: Any) -> Sharding:
         """The sharding of a leaf: of one whose path its own ends with, of its shape."""
-        ends = ((path[start:], tuple(leaf.shape)) for start in range(len(path)))
+        ends = ((path[start:], np.shape(leaf)) for start in range(len(path)))
         found = (self._shardings[end] for end in ends if end in self._shardings)
         return next(found, WHOLE)
 

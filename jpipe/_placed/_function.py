@@ -9,7 +9,6 @@ global norm moves one scalar per place.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import jax
@@ -45,12 +44,12 @@ class Placement:
     stay: bool = False
 
 
-def where_computed(leaves: Sequence[Leaf]) -> Placement:
-    """Results stay where they are computed.
+def where_computed(leaves: Sequence[Leaf], stay: bool = True) -> Placement:
+    """Results stay where they are computed, or go where arguments of their paths are.
 
-    What follows from nothing placed belongs where an argument of its path is.
+    What follows from nothing placed goes there in any case.
     """
-    return Placement([leaf.place for leaf in leaves], ByPath(leaves).of, stay=True)
+    return Placement([leaf.place for leaf in leaves], ByPath(leaves).of, stay)
 
 
 def own_results(args: Sequence[Any], results: Sequence[Any]) -> list[Any]:
@@ -92,20 +91,16 @@ class PlacedFunction:
     ) -> None:
         closed, self.result = _jaxpr.trace(function, *specs, ending=own_results)
         self.places, self.shardings = placement.results(self.result)
-        self._placed = _segments.open_branches(closed, placement.arguments)
-        _segments.check_order(self._placed)
+        self._placed = placed = _segments.open_branches(closed, placement.arguments)
+        _segments.check_order(placed)
         self._wanted = [max(place, 0) for place in self.places]
         self._stay, self._name = placement.stay, name
-
-    @cached_property
-    def _calls(self) -> list[tuple[_segments.Segment, Sequence[Any], Function]]:
-        """The segments, in order, what each reads, and the function that it is."""
-        ordered = _segments.segments(self._placed, self._wanted)
-        parts = _segments.as_jaxprs(self._placed, ordered)
-        return [
-            (segment, part.jaxpr.invars, Function.of(self._name, part))
-            for segment, part in zip(ordered, parts, strict=True)
-        ]
+        ordered = _segments.segments(placed, self._wanted)
+        parts = _segments.as_jaxprs(placed, ordered)
+        functions = [Function.of(name, part) for part in parts]
+        # The segments, in order, what each reads, and the function that it is.
+        reads = [part.jaxpr.invars for part in parts]
+        self._calls = list(zip(ordered, reads, functions, strict=True))
 
     def into(self, graph: Graph, arguments: Sequence[Value]) -> list[Value]:
         """Writes the calls into a graph.

@@ -79,11 +79,10 @@ class Jitted:
         donate: Sequence[int] = (),
         rule: Rule = where_computed,
     ) -> None:
-        self._function = function
+        self._function, self._name, self._blame = function, name, blame
         self._devices = tuple(dict.fromkeys(devices))
         self._number = {devices_of(own): i for i, own in enumerate(self._devices)}
         self._donate, self._rule = donate, rule
-        self._name, self._blame = name, blame
         # The structure of the result, and the program, for each kind of arguments.
         self._programs: dict[Any, tuple[Any, Program]] = {}
 

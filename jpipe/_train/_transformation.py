@@ -1,6 +1,5 @@
 """An optax optimizer as two functions of trees, evaluated where the parameters are."""
 
-import dataclasses
 import reprlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -94,7 +93,7 @@ def optimizer(
         }
         return update_all(updates, state, params, **given)
 
-    return optax.GradientTransformationExtraArgs(lambda params: init(params), update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _is_function(value: Any) -> bool:
@@ -104,7 +103,7 @@ def _is_function(value: Any) -> bool:
 
 def of_init(leaves: Sequence[Leaf]) -> Placement:
     """The state of an optimizer is where its parameters are."""
-    return dataclasses.replace(where_computed(leaves), stay=False)
+    return where_computed(leaves, stay=False)
 
 
 def of_update(leaves: Sequence[Leaf]) -> Placement:
