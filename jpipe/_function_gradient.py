@@ -11,6 +11,7 @@ from ._describe import describe, of_function
 from ._functions._trainable import Trainable
 from ._functions._weights import is_inexact
 from ._instructions._program import Program
+from ._placed import _jit
 from ._report import Report, report
 from ._run._context import outside_of_meshes
 from ._run._feed import Feed
@@ -18,8 +19,7 @@ from ._slices import _checked, _join
 from ._slices._division import Division
 from ._slices._program import Traced
 from ._slices._sliced import Sliced, Work
-from ._spread import _spread
-from ._train import _updates
+from ._train import _transformation
 from .planning._plan import Plan
 
 PyTree = Any
@@ -164,13 +164,11 @@ class FunctionGradient:
         static_argnums: int | Sequence[int] = (),
     ) -> Callable[..., Any]:
         """A function of trees that are spread over the devices: see `Pipeline.jit`."""
-        return _spread.jit(
-            function, self._division.places, donate_argnums, static_argnums
-        )
+        return _jit.jit(function, self._division.places, donate_argnums, static_argnums)
 
     def optimizer(self, tx: Any) -> Any:
         """The optax transformation that works in place: see `Pipeline.optimizer`."""
-        return _updates.optimizer(tx, self._division.places)
+        return _transformation.optimizer(tx, self._division.places)
 
     @property
     def plan(self) -> Plan:

@@ -6,9 +6,9 @@ from typing import Any
 
 import optax
 
+from ._placed import _jit
 from ._report import Report, report
-from ._spread import _spread
-from ._train import _updates
+from ._train import _transformation
 
 
 class OwnLoop:
@@ -109,7 +109,7 @@ class OwnLoop:
           >>> float(accuracy(logits, jnp.array([0, 1, 2, 0])))
           0.75
         """
-        return _spread.jit(f, self._places, donate_argnums, static_argnums)
+        return _jit.jit(f, self._places, donate_argnums, static_argnums)
 
     def optimizer(
         self, tx: optax.GradientTransformation
@@ -143,4 +143,4 @@ class OwnLoop:
           >>> optax.apply_updates(params, updates)[0]["w"]
           Array([0.5, 0.5], dtype=float32)
         """
-        return _updates.optimizer(tx, self._places)
+        return _transformation.optimizer(tx, self._places)

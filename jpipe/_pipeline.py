@@ -20,7 +20,8 @@ from ._run._context import outside_of_meshes
 from ._slices._built import Built
 from ._train._gradients import Gradients
 from ._train._state import TrainState
-from ._train._step import TrainStep, check_optimizer
+from ._train._step import TrainStep
+from ._train._transformation import check_optimizer
 from ._train._value_and_grad import ValueAndGrad
 from .planning._plan import Forecast
 

@@ -47,16 +47,14 @@ def of(*trees: Any) -> Any:
     return tree, kinds(leaves)
 
 
-def call(tree: Any, leaves: Iterable[Any], statics: Iterable[Any]) -> Any:
+def call(tree: Any, leaves: Iterable[Any]) -> Any:
     """What the programs of a call depend on: all that `jax.jit` tells apart.
 
     Args:
       tree: the structure of the arguments.
       leaves: their leaves, of which it matters where they are and whether bound to it.
-      statics: arguments that are compared by type and value.
     """
-    values = tuple([(type(value), value) for value in statics])
-    return settings(), tree, tuple([_located(leaf) for leaf in leaves]), values
+    return settings(), tree, tuple([_located(leaf) for leaf in leaves])
 
 
 def _located(leaf: Any) -> tuple[Any, ...]:

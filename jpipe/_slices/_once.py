@@ -5,8 +5,8 @@ from jax.extend import core
 from .._instructions._graph import Graph, Place, Value
 from .._instructions._sharding import WHOLE, Sharding
 from .._jaxprs import _jaxpr
+from .._placed._function import PlacedFunction, Placement
 from .._run._pipe import Pipe
-from .._spread._placed import Placed, Placement
 from ._stages import Stages, pull_once
 
 Values = list[Value]
@@ -42,8 +42,9 @@ class Once:
         ends = [self.place(len(at) + k) for k in range(len(closed.jaxpr.outvars))]
         function = core.jaxpr_as_fun(closed)
         specs = [self.graph.specs[value] for value in params]
-        placed = Placed(function, specs, Placement(at, lambda _: ends), "once")
-        return placed.into(self.graph, params, [WHOLE] * len(ends))
+        placement = Placement(at, lambda _: (ends, [WHOLE] * len(ends)))
+        placed = PlacedFunction(function, specs, placement, "once")
+        return placed.into(self.graph, params)
 
     def pull(self, cotangents: dict[int, Value]) -> dict[int, Value]:
         """What the gradients of values that were computed once add to parameters."""
@@ -62,13 +63,12 @@ class Once:
             [self.place(i) for i in range(count)],
             [self.place(weight) for weight in cotangents],
         ]
-        ends = [at[0][i] for i, yes in enumerate(trained) if yes]
+        numbers = [i for i, yes in enumerate(trained) if yes]
+        ends = [at[0][i] for i in numbers], [*map(self.lies, numbers)]
         specs = [[self.graph.specs[v] for v in part] for part in (self.params, given)]
         placement = Placement([*at[0], *at[1]], lambda _: ends)
-        placed = Placed(pull, specs, placement, "once_backward")
-        numbers = [i for i, yes in enumerate(trained) if yes]
-        reads = [*self.params, *given]
-        grads = placed.into(self.graph, reads, list(map(self.lies, numbers)))
+        placed = PlacedFunction(pull, specs, placement, "once_backward")
+        grads = placed.into(self.graph, [*self.params, *given])
         return dict(zip(numbers, grads, strict=True))
 
     def lies(self, weight: int) -> Sharding:

@@ -1,7 +1,6 @@
 """The training step: gradients of a mini-batch, then one update."""
 
 import operator
-import reprlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,6 +29,7 @@ from ._state import (
     note_chosen,
     note_made,
 )
+from ._transformation import check_optimizer
 
 PyTree = Any
 # To a type checker it has no attributes.
@@ -119,7 +119,7 @@ class TrainStep:
             return new, metrics
         except BaseException:
             # What was given is overwritten, and what is returned arrives nowhere.
-            if new is not None:
+            if new is not None and self._may_donate():
                 become(state, new)
             raise
 
@@ -219,15 +219,7 @@ class _Compiled:
             graph.argument(*own[position[at]], donate, lie[position[at]])
             for at in range(len(self.order))
         ]
-        slots = zip(
-            jax.tree.leaves(optimizer.state),
-            optimizer.state_places,
-            optimizer.state_shardings,
-            strict=True,
-        )
-        opt_state = [
-            graph.argument(spec, place, donate, how) for spec, place, how in slots
-        ]
+        opt_state = [leaf.argument(graph, donate) for leaf in optimizer.state]
         key, number = (_jaxpr.spec(jax.typeof(leaf)) for leaf in (rng, step))
         first = gradient.pipe.place(0)
         given = [graph.argument(spec, OUTSIDE) for spec in (key, number)]
@@ -284,8 +276,7 @@ def _optimizer(
     count = len(jax.tree.leaves(specs))
     at = {leaf: i for i, leaf in enumerate(_order(state))}
     own = [at[leaf] for leaf in range(count)]
-    homes, lie = layout.homes, layout.shardings
-    where = [homes[i] for i in own], [lie[i] for i in own]
+    where = [layout.homes[i] for i in own], [layout.shardings[i] for i in own]
     return Optimizer(tx, specs, layout.trained, gradient.pipe, *where)
 
 
@@ -296,17 +287,3 @@ def _are(leaves: Sequence[Any], others: Sequence[Any]) -> bool:
 
 def _advance(rng: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
     return _rng.step_key(rng, step), step + 1
-
-
-def check_optimizer(tx: Any) -> optax.GradientTransformation:
-    """Returns ``tx`` if it is an optax transformation.
-
-    Raises:
-      TypeError: if it is not.
-    """
-    if not (hasattr(tx, "init") and hasattr(tx, "update")):
-        raise TypeError(
-            f"tx={reprlib.repr(tx)} is a {type(tx).__name__}; needs an optax "
-            f"optimizer, such as optax.adamw(1e-3)"
-        )
-    return tx

@@ -14,7 +14,7 @@ from .._instructions._transfer import Device
 from .._layers._stage import check_balance
 from .._run._context import outside_of_meshes
 from .._train._optimizer import state_bytes
-from .._train._step import check_optimizer
+from .._train._transformation import check_optimizer
 from ..schedules import BY_NAME, ScheduleBuilder
 from ..schedules._catalogue import key_of
 from ..schedules._choose import called

@@ -17,7 +17,7 @@ PURE = ("schedules", "draw")
 FOLDERS = (
     *PURE,
     *("_compat", "_warn", "_faults", "_processes", "_jaxprs", "_layers", "_functions"),
-    *("_instructions", "_run", "_spread", "_check", "_slices", "_train", "planning"),
+    *("_instructions", "_run", "_placed", "_check", "_slices", "_train", "planning"),
     *("_command", ""),
 )
 # `device_put` anywhere else would be a transfer that the memory count and a later

@@ -102,6 +102,17 @@ def test_both_and_a_loop_of_ones_own():
     assert spec(found[0][1][0].mu[1]["Dense_0"]["kernel"].value) == P("data", "model")
 
 
+def test_a_number_in_the_state_of_an_optimizer_is_placed():
+    """As one has who sets a rate, or reads a file; its parameters are cut."""
+    pipe = jpipe.pipeline([dense(8), dense(4)], 2, sharding=last_axis, mesh=mesh(2, 2))
+    tx = optax.inject_hyperparams(optax.sgd)(0.1, momentum=0.9)
+    state = pipe.init_train_state(jax.random.key(0), batch()[0], tx)
+    state.opt_state.hyperparams["learning_rate"] = 0.5
+    placed = pipe.place(state).opt_state
+    assert placed.hyperparams["learning_rate"] == 0.5
+    assert spec(placed.inner_state[0].trace[0]["kernel"]) == P(None, "data")
+
+
 def test_arrays_of_another_mesh_of_the_same_devices_are_refused():
     pipe = jpipe.pipeline([dense(8), dense(4)], 2, mesh=mesh(2, 2))
     own = jax.make_mesh((2,), ("other",), devices=jax.devices()[:2])

@@ -39,6 +39,7 @@ REACHED_BY = {
     "_layers/_rng": "test_transparency.py layers/test_nnx_rngs.py",
     "_layers/_sharing": "layers/test_shared_modules.py matrix",
     "_layers/_skip": "layers/test_skip.py matrix",
+    "_placed": "test_transparency.py train",
     "_run": "train/test_reductions.py matrix run mesh",
     "_run/_incoming": "test_batches.py train/test_replicas.py matrix",
     "_run/_sums": "slices/test_meshes.py mesh",
@@ -53,7 +54,6 @@ REACHED_BY = {
     "_slices/_stages": "layers/test_equal_layers.py run/test_remat.py slices matrix",
     "_slices/_state": "train/test_model_state.py mesh/test_data.py layers slices",
     "_slices/_totals": "slices/test_value_and_grad.py train mesh layers",
-    "_spread": "test_transparency.py train",
     "_train": "test_transparency.py test_batches.py matrix train mesh",
     "planning": "planning",
     "schedules": "schedules",
@@ -127,6 +127,10 @@ PLANNING = [
     ("_forecast", "workspace[i] += profile.", "workspace[i] += 0 * profile."),
     ("_forecast", " - first] += skip.bytes", " - first] -= skip.bytes"),
     ("_net", "hops = 2 * (replicas - 1)", "hops = 2 * replicas"),
+]
+PLACED = [
+    ("_by_path", "in range(1, len(leaf.path) - 1)", "in range(len(leaf.path))"),
+    ("_segments", "(weight[p], p)", "(-weight[p], p)"),
 ]
 RUN = [
     ("_divisors", "parts), total)]", "parts), 0 * total)]"),
@@ -204,16 +208,13 @@ SLICES = [
     ("_totals", "            [] if divisor else total,\n", "            total,\n"),
     ("_totals", "terms[weight].append(value)", "terms[weight] = [value]"),
 ]
-SPREAD = [
-    ("_homes", "for start in range(1, len(path) - 1)", "for start in range(len(path))"),
-]
 TRAIN = [
     (
         "_optimizer",
-        "at[home or 0] for home in params_at",
-        "at[0] for home in params_at",
+        "pipe.place(stage) for stage in _selected",
+        "pipe.place(0) for stage in _selected",
     ),
-    ("_updates", "else jnp.zeros_like(leaf)", "else jnp.ones_like(leaf)"),
+    ("_transformation", "else jnp.zeros_like(leaf)", "else jnp.ones_like(leaf)"),
     ("_step", "_rng.step_key(rng, step), step + 1", "_rng.step_key(rng, step), step"),
     (
         "_step",
@@ -229,9 +230,9 @@ MUTANTS = [
         "_jaxprs": JAXPRS,
         "_instructions": INSTRUCTIONS,
         "_layers": LAYERS,
+        "_placed": PLACED,
         "_run": RUN,
         "_slices": SLICES,
-        "_spread": SPREAD,
         "_train": TRAIN,
         "planning": PLANNING,
         "schedules": SCHEDULES,

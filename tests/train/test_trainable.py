@@ -174,8 +174,8 @@ class TestAStateMadeToTrainOtherParameters:
             step(state, X, X)
         for says in (
             "the same trainable= to Pipeline.init_train_state",
-            "opt_state[0].mu[0]['lora']['lora_b'] is surplus",
-            "opt_state[0].mu[2]['bias'] is missing",
+            "surplus: opt_state[0].mu[0]['lora']['lora_b']",
+            "missing: opt_state[0].mu[2]['bias']",
         ):
             assert says in str(error.value)
         ref.assert_equal(state, before)

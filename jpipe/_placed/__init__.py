@@ -1,0 +1,1 @@
+"""Functions of trees whose leaves are on several devices."""

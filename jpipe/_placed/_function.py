@@ -1,0 +1,140 @@
+"""One function of leaves on several devices, evaluated where they are.
+
+An optimizer is written for all parameters at once, and so is much of what a training
+loop computes. Here the jaxpr of such a function is cut by the places of its operands:
+see `_segments`. Each segment becomes one call, and only what crosses a cut is moved.
+Leaf-by-leaf rules fall apart in one program per place with nothing to exchange; a
+global norm moves one scalar per place.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from .._instructions._graph import Graph, Place, Value
+from .._instructions._sharding import WHOLE, Sharding
+from .._jaxprs import _jaxpr
+from .._jaxprs._function import Function
+from . import _segments
+from ._by_path import ByPath, Leaf
+
+PyTree = Any
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the leaves of a function belong.
+
+    A constant, a counter, and what follows from such values alone is in no place: it is
+    computed wherever it is needed.
+
+    Attributes:
+      arguments: the place of each leaf of its arguments; less than 0: none.
+      results: of the specs of its result the place of each leaf, where less than 0
+        is the first, and its sharding there.
+      stay: whether a result that follows from something placed stays where that is.
+    """
+
+    arguments: Sequence[Place]
+    results: Callable[[PyTree], tuple[Sequence[Place], Sequence[Sharding]]]
+    stay: bool = False
+
+
+def where_computed(leaves: Sequence[Leaf], stay: bool = True) -> Placement:
+    """Results stay where they are computed, or go where arguments of their paths are.
+
+    What follows from nothing placed goes there in any case.
+    """
+    return Placement([leaf.place for leaf in leaves], ByPath(leaves).of, stay)
+
+
+def own_results(args: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+    """The results, each an array of its own: none twice, none of the arguments.
+
+    One array in two places of a state could be overwritten only once.
+    """
+    taken = set(map(id, args))
+    own = []
+    for leaf in results:
+        if isinstance(leaf, jax.Array) and id(leaf) in taken:
+            leaf = jnp.array(leaf, copy=True)
+        taken.add(id(leaf))
+        own.append(leaf)
+    return own
+
+
+class PlacedFunction:
+    """A function that is evaluated over several places.
+
+    Args:
+      function: of any pytrees.
+      specs: its arguments as `jax.ShapeDtypeStruct` pytrees.
+      placement: where their leaves belong, and those of the result.
+      name: how profiles call its programs.
+
+    Attributes:
+      result: the specs of its result.
+      places: where each leaf of the result belongs.
+      shardings: its sharding there; what is not a result is whole.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        specs: Sequence[Any],
+        placement: Placement,
+        name: str,
+    ) -> None:
+        closed, self.result = _jaxpr.trace(function, *specs, ending=own_results)
+        self.places, self.shardings = placement.results(self.result)
+        self._placed = placed = _segments.open_branches(closed, placement.arguments)
+        _segments.check_order(placed)
+        self._wanted = [max(place, 0) for place in self.places]
+        self._stay, self._name = placement.stay, name
+        ordered = _segments.segments(placed, self._wanted)
+        parts = _segments.as_jaxprs(placed, ordered)
+        functions = [Function.of(name, part) for part in parts]
+        # The segments, in order, what each reads, and the function that it is.
+        reads = [part.jaxpr.invars for part in parts]
+        self._calls = list(zip(ordered, reads, functions, strict=True))
+
+    def into(self, graph: Graph, arguments: Sequence[Value]) -> list[Value]:
+        """Writes the calls into a graph.
+
+        Args:
+          graph: the graph.
+          arguments: the flat argument leaves.
+
+        Returns:
+          The flat result leaves.
+        """
+        jaxpr = self._placed.closed.jaxpr
+        value = dict(zip(jaxpr.invars, arguments, strict=True))
+        ends = list(zip(jaxpr.outvars, self._wanted, strict=True))
+        pairs = zip(ends, self.shardings, strict=True)
+        shardings = {_key(*end): each for end, each in pairs if each != WHOLE}
+        for segment, invars, function in self._calls:
+            keys = [_key(atom, segment.place) for atom in segment.results.values()]
+            results = graph.call(
+                function,
+                segment.place,
+                [value[var] for var in invars],
+                self._name,
+                how=[shardings.get(key, WHOLE) for key in keys],
+            )
+            value |= zip(keys, results, strict=True)
+        outputs = []
+        for atom, wanted in ends:
+            place = self._placed[atom] if self._stay else wanted
+            own = value[_key(atom, wanted)]
+            outputs.append(graph.at(own, place if place >= 0 else wanted))
+        return outputs
+
+
+def _key(atom: Any, place: Place) -> Any:
+    # A constant result has no variable; equal ones are not one array.
+    return (place, id(atom)) if isinstance(atom, core.Literal) else atom

@@ -1,0 +1,274 @@
+"""`pipe.jit`: functions of trees whose leaves are on several devices, compiled."""
+
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from .._faults import refuse
+from .._instructions._graph import NOWHERE, OUTSIDE, Graph, Place
+from .._instructions._program import Program
+from .._instructions._sharding import WHOLE, Sharding
+from .._instructions._transfer import Device, devices_of, lies
+from .._jaxprs import _jaxpr
+from .._layers._stage import shapes
+from .._processes._elsewhere import is_copied
+from .._run import _signature, _variables
+from .._run._context import outside_of_meshes
+from ._by_path import Leaf
+from ._function import PlacedFunction, Placement, where_computed
+
+PyTree = Any
+# Of the leaves of the arguments, where they and the results belong.
+Rule = Callable[[Sequence[Leaf]], Placement]
+
+# How many programs a function keeps.
+_MOST = 64
+# Whether such a function is being traced: another one inside is a part of it.
+_tracing = ContextVar("tracing", default=False)
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Static:
+    """An argument that is compared by type and value; in a tree it has no leaves."""
+
+    kind: type
+    value: Any
+
+    @classmethod
+    def of(cls, value: Any) -> "Static":
+        """A hashable value."""
+        return cls(type(value), value)
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+
+def _without_statics(tree: PyTree) -> PyTree:
+    """The tree with the values of static arguments."""
+    return jax.tree.map(
+        lambda leaf: leaf.value if isinstance(leaf, Static) else leaf,
+        tree,
+        is_leaf=lambda leaf: isinstance(leaf, Static),
+    )
+
+
+class Jitted:
+    """A function evaluated where its arguments are, compiled once for each kind.
+
+    Args:
+      function: of any pytrees.
+      devices: the places.
+      name: how profiles and errors call it.
+      blame: what to say of an error that the function raises.
+      donate: the positions of arguments that may be overwritten.
+      rule: where leaves and results belong.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        devices: Sequence[Device],
+        name: str,
+        blame: str,
+        donate: Sequence[int] = (),
+        rule: Rule = where_computed,
+    ) -> None:
+        self._function, self._name, self._blame = function, name, blame
+        self._devices = tuple(dict.fromkeys(devices))
+        self._number = {devices_of(own): i for i, own in enumerate(self._devices)}
+        self._donate, self._rule = donate, rule
+        # The structure of the result, and the program, for each kind of arguments.
+        self._programs: dict[Any, tuple[Any, Program]] = {}
+
+    @outside_of_meshes
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Evaluates the function. Never waits."""
+        if _tracing.get():
+            args, kwargs = _without_statics((args, kwargs))
+            return self._function(*args, **kwargs)
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        _variables.check_alive(leaves)
+        kind, known = _signature.call(tree, leaves), self._programs
+        if kind not in known:
+            known[kind] = self._compile(args, kwargs)
+            if len(known) > _MOST:  # a function made anew at each call, say
+                del known[next(iter(known))]
+        tree, program = known[kind]
+        if self._donate and len(set(map(id, leaves))) < len(leaves):
+            self._check_donated(args, kwargs)
+        return jax.tree.unflatten(tree, program(leaves))
+
+    def _compile(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Any, Program]:
+        """The structure of the result, and the program; all checks are here."""
+        _variables.check_concrete(jax.tree.leaves((args, kwargs)))
+        leaves = self._located(args, kwargs)
+        tree = jax.tree.structure((args, kwargs))
+        specs = jax.tree.unflatten(tree, [leaf.value for leaf in leaves])
+        function = PlacedFunction(self._traced, specs, self._rule(leaves), self._name)
+        processes = [device.process_index for device in self._devices]
+        graph = Graph(processes, devices=self._devices)
+        pairs = zip(leaves, self._donated(leaves, len(args)), strict=True)
+        given = [leaf.argument(graph, donated) for leaf, donated in pairs]
+        outputs: list[Any] = function.into(graph, given)
+        results, tree = jax.tree.flatten(function.result)
+        for i, (leaf, place) in enumerate(zip(results, function.places, strict=True)):
+            # What is logged is wanted in each process.
+            if place < 0 and not leaf.shape and graph.places[outputs[i]] >= 0:
+                outputs[i] = graph.everywhere(outputs[i])
+        return tree, Program(graph, outputs, self._devices)
+
+    def _traced(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The function as the trace sees it."""
+        token = _tracing.set(True)
+        try:
+            given, named = _without_statics((args, kwargs))
+            return self._function(*given, **named)
+        except Exception as error:
+            told = shapes((*args, kwargs) if kwargs else args)
+            error.add_note(f"{self._blame}; its arguments were {told}")
+            raise
+        finally:
+            _tracing.reset(token)
+
+    def _donated(self, leaves: Sequence[Leaf], count: int) -> list[bool]:
+        """Whether each leaf may be overwritten; ``count`` arguments have positions."""
+        donated = {i % count for i in self._donate if -count <= i < count}
+        return [leaf.of in donated for leaf in leaves]
+
+    def _check_donated(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Checks that no array is given twice of which a program may overwrite one."""
+        leaves = _leaves(args, kwargs)
+        flat = [(leaf.name, leaf.value) for leaf in leaves]
+        twice = _variables.twice(flat, self._donated(leaves, len(args)))
+        if twice:
+            raise ValueError(
+                f"{'; '.join(twice)}: one array, which donate_argnums lets "
+                f"{self._name} overwrite; give it a copy (jnp.copy), or do not donate"
+            )
+
+    def _located(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Leaf]:
+        """Specs of the leaves of the arguments, where they are.
+
+        Raises:
+          TypeError: if one is neither an array nor a number.
+          ValueError: if one is on several devices that are not those of a place.
+        """
+        leaves = _leaves(args, kwargs)
+        refuse(
+            f"{self._name} takes pytrees of arrays and numbers; name what is none in "
+            f"static_argnums",
+            (
+                f"{leaf.name} is a {type(leaf.value).__name__}"
+                for leaf in leaves
+                if not _is_array(leaf.value)
+            ),
+            TypeError,
+        )
+        at = [self._place(leaf.value) for leaf in leaves]
+        pairs = list(zip(leaves, at, strict=True))
+        refuse(
+            f"{self._name} takes arrays that are each on one device, or on those of "
+            f"one stage, in its mesh; type pipe.place(variables) or "
+            f"jax.device_put(array, device)",
+            (
+                f"{leaf.name} is on {len(leaf.value.devices())} devices"
+                for leaf, (_, sharding) in pairs
+                if sharding is None
+            ),
+        )
+        return [
+            Leaf(leaf.of, leaf.path, _jaxpr.spec(jax.typeof(leaf.value)), place, how)
+            for leaf, (place, how) in pairs
+            if how is not None
+        ]
+
+    def _place(self, leaf: Any) -> tuple[Place, Sharding | None]:
+        """The place of a leaf, and its sharding there; ``None`` if it has none.
+
+        What is elsewhere is brought to whoever reads it.
+        """
+        if not getattr(leaf, "committed", False):
+            return NOWHERE, WHOLE
+        devices = frozenset(leaf.devices())
+        place = self._number.get(devices, OUTSIDE)
+        sharding = lies(leaf, self._devices[place]) if place >= 0 else None
+        is_whole = len(devices) == 1 or is_copied(leaf)
+        return place, sharding or (WHOLE if is_whole else None)
+
+
+def _leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Leaf]:
+    """The leaves of arguments, in order."""
+    flat = jax.tree_util.tree_leaves_with_path((tuple(args), dict(kwargs)))
+    return [
+        Leaf(getattr(key, "idx", getattr(key, "key", "")), tuple(path), leaf)
+        for (_, key, *path), leaf in flat
+    ]
+
+
+def _is_array(leaf: Any) -> bool:
+    """Whether something is an array, or a number."""
+    try:
+        jax.typeof(leaf)
+    except TypeError:
+        return False
+    return True
+
+
+def jit(
+    function: Callable[..., Any],
+    devices: Sequence[Device],
+    donate_argnums: int | Sequence[int],
+    static_argnums: int | Sequence[int],
+) -> Callable[..., Any]:
+    """See `Pipeline.jit`."""
+    if not callable(function):
+        raise TypeError(
+            f"pipe.jit takes a function, not a {type(function).__name__}; type "
+            f"pipe.jit(f) or @pipe.jit"
+        )
+    donate, static = _numbers(donate_argnums), _numbers(static_argnums)
+    if both := set(donate) & set(static):
+        raise ValueError(
+            f"donate_argnums and static_argnums both name {sorted(both)}; a static "
+            f"argument has no memory to give"
+        )
+    name = getattr(function, "__name__", type(function).__name__)
+    blame = f"raised by {name}, which pipe.jit traces as jax.jit does"
+    jitted = Jitted(function, devices, name, blame, donate)
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return jitted(*_with_statics(args, static, name), **kwargs)
+
+    return run
+
+
+def _with_statics(
+    args: Sequence[Any], static: Sequence[int], name: str
+) -> Sequence[Any]:
+    """The arguments, of which some are static: their positions are given."""
+    given = list(args)
+    for i in static:
+        if -len(args) <= i < len(args):
+            try:
+                hash(args[i])
+            except TypeError as error:
+                at = i % len(args)
+                error.add_note(f"argument {at} of {name} is in static_argnums")
+                raise
+            given[i] = Static.of(args[i])
+    return given
+
+
+def _numbers(argnums: int | Sequence[int]) -> tuple[int, ...]:
+    if isinstance(argnums, Sequence):
+        return tuple(map(operator.index, argnums))
+    return (operator.index(argnums),)

@@ -1,0 +1,232 @@
+"""A jaxpr cut by the places of its operands.
+
+Every equation runs where most of its operands' bytes are; neighbouring equations of
+one place become one segment, which is compiled as one program.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jax.extend import core
+
+from .._instructions._bytes import nbytes
+from .._instructions._graph import NOWHERE, Place
+from .._jaxprs import _jaxpr
+
+
+class PlacedJaxpr:
+    """A jaxpr with a place for each equation and each variable.
+
+    What follows from nothing placed is in `NOWHERE`.
+
+    Args:
+      closed: the jaxpr.
+      places: those of its arguments; less than 0: none.
+
+    Attributes:
+      closed: the jaxpr.
+      chosen: where each equation runs.
+    """
+
+    def __init__(self, closed: core.ClosedJaxpr, places: Sequence[Place]) -> None:
+        self.closed = closed
+        self._places = dict.fromkeys(closed.jaxpr.constvars, NOWHERE)
+        pairs = zip(closed.jaxpr.invars, places, strict=True)
+        self._places |= {var: max(place, NOWHERE) for var, place in pairs}
+        self.chosen = [self._choose(eqn) for eqn in closed.jaxpr.eqns]
+
+    def __getitem__(self, atom: Any) -> Place:
+        """The place of a variable or a constant."""
+        return NOWHERE if isinstance(atom, core.Literal) else self._places[atom]
+
+    def _choose(self, eqn: core.JaxprEqn) -> Place:
+        """Where an equation runs; its results are there.
+
+        Of places with as many bytes of operands it is the last, so that a sum of
+        scalars passes from place to place instead of gathering all its terms in one.
+        """
+        weight: dict[Place, int] = {}
+        for atom in eqn.invars:
+            if (place := self[atom]) >= 0:
+                weight[place] = weight.get(place, 0) + nbytes(atom.aval)
+        chosen = max(weight, key=lambda p: (weight[p], p), default=NOWHERE)
+        if chosen < 0 and eqn.effects:
+            chosen = 0  # what nobody needs would be left out
+        self._places |= dict.fromkeys(eqn.outvars, chosen)
+        carry = eqn.invars[_jaxpr.carry(eqn)]
+        for var, start in zip(eqn.outvars, carry, strict=False):
+            # What a loop carries belongs where it was before, for all who read it.
+            if self[start] >= 0:
+                self._places[var] = self[start]
+        return chosen
+
+
+@dataclass
+class Segment:
+    """Equations that run in one place without waiting for another in between.
+
+    Attributes:
+      place: where they run.
+      numbers: those of the equations.
+      results: what others read of their results, by identity.
+    """
+
+    place: Place
+    numbers: list[int] = field(default_factory=list)
+    results: dict[int, Any] = field(default_factory=dict)
+
+
+def open_branches(closed: core.ClosedJaxpr, places: Sequence[Place]) -> PlacedJaxpr:
+    """The same computation without a `jax.lax.cond` over operands of several places.
+
+    Where each result needs operands of one place alone, each place gets a cond of its
+    own. Otherwise all branches are computed, leaf by leaf, and their results selected:
+    each leaf may then stay where it is. One with a `jax.lax.while_loop` in a branch,
+    which may end only where it is asked for, or with a callback, is left: it runs in
+    one place.
+    """
+    while True:
+        closed = _jaxpr.prune(closed, closed.jaxpr.outvars)
+        placed = PlacedJaxpr(closed, places)
+        found: dict[int, _jaxpr.Groups] = {}
+        for eqn in closed.jaxpr.eqns:
+            if _spans_places(eqn, placed):
+                groups = _by_place(eqn, placed)
+                if groups or not _contains(eqn, "while"):
+                    found[id(eqn)] = groups
+        if not found:
+            return placed
+        closed = _jaxpr.open_branches(closed, found)
+
+
+def _spans_places(eqn: core.JaxprEqn, placed: PlacedJaxpr) -> bool:
+    if eqn.primitive.name != "cond" or eqn.effects:
+        return False
+    # A number may come from elsewhere.
+    over = {placed[atom] for atom in eqn.invars[1:] if _size(atom) > 1} - {NOWHERE}
+    return len(over) > 1 and not _contains(eqn, "pure_callback")
+
+
+def _size(atom: Any) -> int:
+    return atom.aval.size
+
+
+def _contains(eqn: core.JaxprEqn, name: str) -> bool:
+    return any(_jaxpr.contains(branch, name) for branch in eqn.params["branches"])
+
+
+def _by_place(eqn: core.JaxprEqn, placed: PlacedJaxpr) -> _jaxpr.Groups:
+    """The results of a `jax.lax.cond` by place; nothing if they need other places."""
+    _, *operands = eqn.invars
+    places = [placed[atom] for atom in operands]
+    wanted = [NOWHERE] * len(eqn.outvars)
+    for branch in eqn.params["branches"]:
+        inner = PlacedJaxpr(branch, places)
+        for i, atom in enumerate(branch.jaxpr.outvars):
+            if len({wanted[i], inner[atom]} - {NOWHERE}) > 1:
+                return ()
+            wanted[i] = max(wanted[i], inner[atom])
+    groups: dict[Place, list[int]] = {}
+    for i, place in enumerate(wanted):
+        groups.setdefault(place, []).append(i)
+    for place, group in groups.items():
+        _, needed = _jaxpr.branches_of(eqn, group)
+        for i in needed:
+            if places[i] not in (place, NOWHERE) and _size(operands[i]) > 1:
+                return ()
+    return tuple(groups.values()) if len(groups) > 1 else ()
+
+
+def check_order(placed: PlacedJaxpr) -> None:
+    """Checks that effects whose order counts are in one place: places run side by side.
+
+    Raises:
+      ValueError: if they are in several.
+    """
+    ordered = {
+        (eqn.primitive.name, place)
+        for eqn, place in zip(placed.closed.jaxpr.eqns, placed.chosen, strict=True)
+        if any(type(effect).__name__.startswith("Ordered") for effect in eqn.effects)
+    }
+    if len({place for _, place in ordered}) > 1:
+        names = ", ".join(sorted({name for name, _ in ordered}))
+        raise ValueError(
+            f"effects with ordered=True ({names}) on values of several devices, which "
+            f"run side by side; write ordered=False, or call them on the results"
+        )
+
+
+def segments(placed: PlacedJaxpr, wanted: Sequence[Place]) -> list[Segment]:
+    """Cuts a jaxpr.
+
+    Args:
+      placed: the jaxpr.
+      wanted: where those of its results are wanted that follow from nothing placed.
+
+    Returns:
+      The segments, in an order in which they can run.
+    """
+    jaxpr = placed.closed.jaxpr
+    found: dict[tuple[int, Place], Segment] = {}
+    wave_of: dict[Any, int] = dict.fromkeys(jaxpr.invars, 0)
+    producer: dict[Any, Segment] = {}
+    for number, (eqn, place) in enumerate(zip(jaxpr.eqns, placed.chosen, strict=True)):
+        if place < 0:
+            continue
+        reads = [atom for atom in eqn.invars if placed[atom] >= 0]
+        waves = (wave_of[var] + (placed[var] != place) for var in reads)
+        wave = max(waves, default=0)
+        # A result that belongs elsewhere is a wave further on: its readers wait.
+        wave_of |= {var: wave + (placed[var] != place) for var in eqn.outvars}
+        segment = found.setdefault((wave, place), Segment(place))
+        segment.numbers.append(number)
+        producer |= dict.fromkeys(eqn.outvars, segment)
+
+    ordered = [found[key] for key in sorted(found)]
+    for atom, place in zip(jaxpr.outvars, wanted, strict=True):
+        if placed[atom] >= 0:
+            if atom in producer:
+                producer[atom].results[id(atom)] = atom
+        elif isinstance(atom, core.Literal) or atom not in wave_of:
+            # A shared result: computed where it is wanted, with whatever runs there.
+            first = next((s for s in ordered if s.place == place), None)
+            if first is None:
+                first = Segment(place)
+                ordered.append(first)
+            first.results[id(atom)] = atom
+    for segment in ordered:
+        for number in segment.numbers:
+            for atom in jaxpr.eqns[number].invars:
+                maker = None if isinstance(atom, core.Literal) else producer.get(atom)
+                if maker is not None and maker is not segment:
+                    maker.results[id(atom)] = atom
+    return ordered
+
+
+def as_jaxprs(
+    placed: PlacedJaxpr, ordered: Sequence[Segment]
+) -> list[core.ClosedJaxpr]:
+    """Each segment with the shared equations that it needs, as a jaxpr of its own."""
+    closed = placed.closed
+    eqns, constants = closed.jaxpr.eqns, set(closed.jaxpr.constvars)
+    shared = [number for number, place in enumerate(placed.chosen) if place < 0]
+    made = [var for eqn in eqns for var in eqn.outvars]
+    order = {var: i for i, var in enumerate([*closed.jaxpr.invars, *made])}
+    parts = []
+    for segment in ordered:
+        results = list(segment.results.values())
+        needed, own = set(_jaxpr.variables(results)), set(segment.numbers)
+        chosen = []
+        for number in sorted([*shared, *own], reverse=True):
+            eqn = eqns[number]
+            if number in own or not needed.isdisjoint(eqn.outvars):
+                chosen.append(eqn)
+                needed.update(_jaxpr.variables(eqn.invars))
+        needed -= constants.union(*(eqn.outvars for eqn in chosen))
+        arguments = sorted(needed, key=order.__getitem__)
+        part = closed.jaxpr.replace(
+            invars=arguments, outvars=results, eqns=chosen[::-1]
+        )
+        parts.append(core.ClosedJaxpr(part, closed.consts))
+    return parts

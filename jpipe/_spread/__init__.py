@@ -1,1 +1,0 @@
-"""Functions of trees whose leaves are spread over places."""

@@ -1,0 +1,167 @@
+"""An optax optimizer as two functions of trees, evaluated where the parameters are."""
+
+import reprlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from .._functions._weights import is_inexact
+from .._instructions._graph import NOWHERE
+from .._instructions._transfer import Device
+from .._placed._by_path import ByPath, Leaf
+from .._placed._function import Placement, where_computed
+from .._placed._jit import Jitted, Rule, Static
+
+PyTree = Any
+
+
+def check_optimizer(tx: Any) -> optax.GradientTransformation:
+    """Returns ``tx`` if it is an optax transformation.
+
+    Raises:
+      TypeError: if it is not.
+    """
+    if not (hasattr(tx, "init") and hasattr(tx, "update")):
+        raise TypeError(
+            f"tx={reprlib.repr(tx)} is a {type(tx).__name__}; needs an optax "
+            f"optimizer, such as optax.adamw(1e-3)"
+        )
+    return tx
+
+
+class Transformation:
+    """``init`` and ``update`` of an optimizer, with errors that say what to type.
+
+    Leaves of integers are not parameters: the optimizer does not see them, and their
+    updates are zeros. What is not trained is ``None``, as for optax.
+
+    Args:
+      tx: the optax transformation.
+      advice: what to type if it needs more than gradients, state and parameters.
+
+    Raises:
+      TypeError: if ``tx`` is not an optax transformation.
+    """
+
+    def __init__(self, tx: Any, advice: str) -> None:
+        tx = check_optimizer(tx)
+        if isinstance(tx, optax.MultiSteps):
+            tx = tx.gradient_transformation()
+        self._tx, self._advice = optax.with_extra_args_support(tx), advice
+
+    def init(self, params: PyTree) -> PyTree:
+        """The state for parameters."""
+        with _explained("tx.init is given the parameters alone"):
+            return self._tx.init(_floating(params))
+
+    def update(
+        self, grads: PyTree, state: PyTree, params: PyTree, /, **extra: Any
+    ) -> tuple[PyTree, PyTree]:
+        """The updates of the parameters, and the new state."""
+        free = None if params is None else _floating(params)
+        with _explained(self._advice):
+            updates, state = self._tx.update(_floating(grads), state, free, **extra)
+        return _with_integers(updates, grads, params), state
+
+
+def optimizer(
+    tx: Any, devices: Sequence[Device]
+) -> optax.GradientTransformationExtraArgs:
+    """See `Pipeline.optimizer`."""
+    own = Transformation(
+        tx,
+        "what an optimizer needs beside gradients, state and parameters is given by "
+        "name: tx.update(grads, state, params, value=loss)",
+    )
+
+    def jitted(name: str, rule: Rule) -> Jitted:
+        names = f"optimizer_{name}", f"raised by tx.{name}"
+        return Jitted(getattr(own, name), devices, *names, rule=rule)
+
+    init, update_all = jitted("init", of_init), jitted("update", of_update)
+
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
+    ) -> tuple[PyTree, PyTree]:
+        given = {
+            name: Static.of(value) if _is_function(value) else value
+            for name, value in extra.items()
+        }
+        return update_all(updates, state, params, **given)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _is_function(value: Any) -> bool:
+    """Whether something is a function, not a pytree that can be called."""
+    return callable(value) and jax.tree.leaves(value) == [value]
+
+
+def of_init(leaves: Sequence[Leaf]) -> Placement:
+    """The state of an optimizer is where its parameters are."""
+    return where_computed(leaves, stay=False)
+
+
+def of_update(leaves: Sequence[Leaf]) -> Placement:
+    """Updates and a new state are where parameters and gradients are.
+
+    These are the first and the third argument, the second is the state. A leaf of the
+    state that belongs to none of them, such as a count, is computed in each place.
+    """
+    like = ByPath([leaf for leaf in leaves if leaf.of in (0, 2)])
+    places = [
+        NOWHERE if leaf.of == 1 and like.place(leaf.path) < 0 else leaf.place
+        for leaf in leaves
+    ]
+    return Placement(places, lambda result: like.of(*result))
+
+
+def _floating(tree: PyTree) -> PyTree:
+    """The tree with nothing in place of integers."""
+    return jax.tree.map(lambda leaf: leaf if is_inexact(leaf) else None, tree)
+
+
+def _with_integers(updates: PyTree, grads: PyTree, params: PyTree) -> PyTree:
+    """Updates with zeros in place of what `_floating` left out."""
+    if all(map(is_inexact, jax.tree.leaves((grads, params)))):
+        return updates
+    if params is None:
+        raise ValueError(
+            "a gradient of integers says neither their dtype nor their device; give "
+            "the parameters too: tx.update(grads, state, params)"
+        )
+    return jax.tree.map(
+        lambda own, leaf: (
+            own if leaf is None or is_inexact(leaf) else jnp.zeros_like(leaf)
+        ),
+        updates,
+        params,
+        is_leaf=lambda leaf: leaf is None,
+    )
+
+
+@contextmanager
+def _explained(missing: str) -> Iterator[None]:
+    """Adds to an error of an optimizer what to type.
+
+    Args:
+      missing: the same, where it needs more arguments.
+    """
+    try:
+        yield
+    except Exception as error:
+        text = str(error)
+        is_missing = isinstance(error, TypeError) and "missing" in text
+        if is_missing or "must be provided" in text:  # as optax says it
+            error.add_note(missing)
+        if "tuple" in text and any(w in text for w in ("dict", "indices", "'items'")):
+            error.add_note(
+                "parameters and gradients are a tuple with one entry per layer; what "
+                "needs a dict, such as flatten_dict in a mask, takes each entry: "
+                "mask=lambda params: tuple(map(mask_of_entry, params))"
+            )
+        raise
