@@ -1,11 +1,13 @@
 """Optimizers as functions of trees that are spread over devices."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.tree_util import keystr
 
 from .._functions._weights import is_inexact
 from .._instructions._transfer import Device
@@ -39,9 +41,12 @@ def optimizer(
         extra: dict[str, Any],
     ) -> tuple[PyTree, PyTree]:
         free = None if params is None else _floating(params)
-        with explained(
-            "what an optimizer needs beside gradients, state and parameters is given "
-            "by name: tx.update(grads, state, params, value=loss)"
+        with (
+            _gaps_explained(grads),
+            explained(
+                "what an optimizer needs beside gradients, state and parameters is "
+                "given by name: tx.update(grads, state, params, value=loss)"
+            ),
         ):
             updates, state = full.update(
                 _floating(grads), state, free, **extra, **dict(functions)
@@ -85,6 +90,25 @@ def _is_static(value: Any) -> bool:
 def _floating(tree: PyTree) -> PyTree:
     """The tree with nothing in place of integers, which are not parameters."""
     return jax.tree.map(lambda leaf: leaf if is_inexact(leaf) else None, tree)
+
+
+@contextmanager
+def _gaps_explained(grads: PyTree) -> Iterator[None]:
+    """Says what to give beside gradients that are None, where an optimizer fails."""
+    try:
+        yield
+    except ValueError as error:
+        flat = jax.tree_util.tree_leaves_with_path(grads, is_leaf=lambda g: g is None)
+        gaps = [f"grads{keystr(path)}" for path, leaf in flat if leaf is None]
+        if not gaps or "structure" not in str(error):  # as `jax.tree.map` says it
+            raise
+        raise ValueError(
+            f"{len(gaps)} gradients are None, as trainable= leaves them: {gaps[0]} is "
+            f"the first; give parameters and a state with the same gaps: free = "
+            f"jax.tree.map(lambda g, p: None if g is None else p, grads, params, "
+            f"is_leaf=lambda g: g is None), opt_state = tx.init(free), and "
+            f"tx.update(grads, opt_state, free)"
+        ) from error
 
 
 def _with_integers(updates: PyTree, grads: PyTree, params: PyTree) -> PyTree:
