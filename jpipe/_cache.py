@@ -26,11 +26,11 @@ from ._layers._walk import Visit, walk
 from ._run import _layout, _signature, _variables
 from ._run._layout import Layout
 from ._run._pipe import Pipe
+from ._slices import _left
 from ._slices._inference import Inference
 from ._slices._listed import Listed, listed
 from ._train._build import Build, Gradients
 from ._train._gradient import Gradient
-from ._warn import warn
 
 PyTree = Any
 Expected = tuple[list[Visit], tuple[Route, ...]]
@@ -101,7 +101,7 @@ class ProgramCache:
             layers = listed(*given, train=train, objective=None)
             _check_changes(layers, variables)
             if changed := layers.state.at:
-                _say_what_is_dropped(_variables.collections(variables, changed))
+                _left.in_training(_variables.collections(variables, changed))
             self._inference[signature] = Inference(layers, self._axes.out_axes)
         return self._inference[signature]
 
@@ -345,12 +345,3 @@ def _check_changes(layers: Listed, variables: Sequence[PyTree]) -> None:
             f"several layers use: these cannot be shared; wrap all uses in one layer, "
             f"list two modules, or freeze it (use_running_average=True)"
         )
-
-
-def _say_what_is_dropped(collections: str) -> None:
-    """Says that a forward pass gives outputs alone, where linen asks for `mutable`."""
-    warn(
-        f"apply leaves {collections} as given, which training changes; to go on from "
-        f"what it makes of them take value_and_grad(..., has_state=True), or a "
-        f"train_step"
-    )

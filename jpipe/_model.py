@@ -1,6 +1,6 @@
 """A pipeline of one model as it is: `pipeline` of a module or a function."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -23,18 +23,16 @@ from ._layers import _batchnorm, _rng
 from ._layers._layer import Layer, as_module, check_unchanged
 from ._layers._stage import shapes
 from ._loop import OwnLoop
-from ._model_step import ADVICE, ModelGradient
+from ._model_forward import forward, refuse_writes
+from ._model_step import ModelGradient
 from ._processes._elsewhere import is_here, of_copies, own_copy
 from ._profile import as_pair, profile
 from ._run import _variables
 from ._run._context import outside_of_meshes
 from ._run._feed import Feed
 from ._run._pipe import Pipe
-from ._slices import _join
 from ._slices._division import Division
-from ._slices._initial import Initial
-from ._slices._program import Traced
-from ._slices._sliced import Sliced, Work
+from ._slices._initial import Initial, check_given
 from ._train._optimizer import Optimizer, place_state
 from ._train._state import TrainState, note_chosen
 from ._train._step import TrainStep, check_optimizer
@@ -71,7 +69,10 @@ class ModelPipeline(OwnLoop):
         # One of this process.
         own = next(filter(is_here, self._places), self._places[0])
         self._first = _transfer.one_of(own)
-        self._forwards = {train: self._forward(train) for train in (False, True)}
+        self._forwards = {
+            train: forward(layer, division, axes, self._applied, train)
+            for train in (False, True)
+        }
         self._trained: ModelGradient | None = None
         self._compared: Feed | None = None
 
@@ -108,22 +109,6 @@ class ModelPipeline(OwnLoop):
         told = [f"the loss was not checked: {why}"] * bool(why)
         return "\n".join([head, *rows(*last), *told])
 
-    def _forward(self, train: bool) -> Sliced:
-        def call(variables: PyTree, x: PyTree, rngs: _rng.Rngs) -> PyTree:
-            return self._applied(variables, x, rngs, train)[0]
-
-        def joins(traced: Traced, sizes: Sequence[int]) -> list[_join.Join]:
-            shares, axes = [size / sum(sizes) for size in sizes], self._axes.out_axes
-            if len(sizes) > 1:
-                flat = _microbatch.flat_axes(axes, traced.aux, "outputs", "out_axes")
-                _microbatch.check_joinable(traced.aux, flat, sizes[0], axes)
-            return _join.by_axes(self._axes.out_axes, traced.aux, shares, "out")
-
-        axes, names = (self._axes.in_axes, None), ("x", "rngs")
-        known = {"owner": self._layer.owner, "names": names, "advice": ADVICE}
-        work = Work(call, joins, axes, has_loss=False, **known)
-        return Sliced(work, self._division)
-
     def _applied(
         self, variables: PyTree, x: PyTree, rngs: _rng.Rngs, train: bool
     ) -> tuple[PyTree, PyTree]:
@@ -136,6 +121,7 @@ class ModelPipeline(OwnLoop):
             try:
                 return self._layer.apply(variables, x, _rng.streams(rngs), train)
             except Exception as error:
+                refuse_writes(error, self._layer.owner, variables, train)
                 error.add_note(
                     f"raised by the model ({self._layer.name}), whose input was "
                     f"{shapes(x)}; x comes before the targets"
@@ -159,13 +145,16 @@ class ModelPipeline(OwnLoop):
         if key is not None:
             _rng.check_key(key)
         key = jax.random.key(0) if key is None else key
-        part, _ = self._forwards[False].part((x, None))
-        initial = Initial(self._layer, key, part)
+        initial = Initial(self._layer, key, self._part(x))
         homes = self._locate(initial.specs, x)
         agree_on_key(self._pipe, key)
         made = initial.leaves(key, self._first)
         leaves = [put_one(leaf, *home) for leaf, home in zip(made, homes, strict=True)]
         return jax.tree.unflatten(jax.tree.structure(initial.specs), leaves)
+
+    def _part(self, x: PyTree) -> PyTree:
+        """The input of the first micro-batch, as specs."""
+        return self._forwards[False].part((x, None))[0]
 
     @cached_property
     def _pipe(self) -> Pipe:
@@ -240,7 +229,7 @@ class ModelPipeline(OwnLoop):
         train: bool = False,
     ) -> PyTree:
         """Applies the model, forward only: see `Pipeline.apply`."""
-        return self._forwards[train](variables, x, rngs).aux
+        return self._forwards[train](variables, x, rngs).aux[0]
 
     def _inference(
         self, variables: Any, x: PyTree, *, rngs: _rng.Rngs = None, train: bool = False
@@ -296,6 +285,7 @@ class ModelPipeline(OwnLoop):
         if variables is None:
             variables = self.init(key, x)
         else:  # a step overwrites them
+            check_given(self._layer, self._part(x), variables)
             variables = jax.tree.map(jnp.copy, self.place(variables, x))
         marks = chosen.marks([self._layer], (variables,))[0]
         params, model_state = _apart(variables)

@@ -63,7 +63,7 @@ class ModelGradient:
         # Specs of what the loss was given in traces whose loss was not checked yet.
         self._outputs: list[PyTree] = []
         # By the structures of variables and what a call writes, which leaves these are.
-        self._written: dict[Any, list[tuple[int, Any]]] = {}
+        self._written: dict[Any, list[int]] = {}
         self.unchecked = ""
 
     @property
@@ -88,11 +88,7 @@ class ModelGradient:
 
         def writes(traced: Traced, specs: PyTree) -> tuple[int, list[Written]]:
             aux, changed = traced.aux
-            found = [
-                Written(at, path, keystr(path, simple=True, separator="/"), path[0].key)
-                for at, path in self._leaves_of(specs, changed)
-            ]
-            return len(jax.tree.leaves(aux)), found
+            return len(jax.tree.leaves(aux)), written(specs, changed)
 
         work = Work(
             loss,
@@ -145,8 +141,8 @@ class ModelGradient:
             say_what_is_left(", ".join(f"variables[{name!r}]" for name in names))
         if self._has_state:
             new = jax.tree.leaves(changed, is_leaf=lambda leaf: leaf is None)
-            written = self._leaves_of(variables, changed)
-            for (at, _), leaf in zip(written, new, strict=True):
+            own = self._leaves_of(variables, changed)
+            for at, leaf in zip(own, new, strict=True):
                 leaves[at] = leaves[at] if leaf is None else leaf
             state = jax.tree.unflatten(tree, leaves)
             beside.append({k: v for k, v in state.items() if k != "params"})
@@ -183,16 +179,13 @@ class ModelGradient:
         own = Profiled(built.pipe, built.stages, built.batch, built.program)
         return own, sliced.arguments(built, variables, args)
 
-    def _leaves_of(self, variables: PyTree, changed: PyTree) -> list[tuple[int, Any]]:
-        """Of what a call writes which leaves of the variables these are, and paths."""
+    def _leaves_of(self, variables: PyTree, changed: PyTree) -> list[int]:
+        """Of what a call writes which leaves of the variables these are."""
         structures = jax.tree.structure(variables), jax.tree.structure(changed)
         if structures not in self._written:
-            flat = jax.tree_util.tree_leaves_with_path(variables)
-            number = {path: i for i, (path, _) in enumerate(flat)}
-            own = jax.tree_util.tree_leaves_with_path(
-                changed, is_leaf=lambda leaf: leaf is None
-            )
-            self._written[structures] = [(number[path], path) for path, _ in own]
+            self._written[structures] = [
+                leaf.at for leaf in written(variables, changed)
+            ]
         return self._written[structures]
 
     def _check_loss(self, batch: Batch, outputs: PyTree, targets: PyTree) -> None:
@@ -207,3 +200,16 @@ class ModelGradient:
         axis = self._axes.out_axes
         axis = axis if isinstance(axis, int) else 0
         self.unchecked = _probe.check(self._objective, outputs, targets, own, axis)
+
+
+def written(variables: PyTree, changed: PyTree) -> list[Written]:
+    """What a call writes, by what it returns beside its output."""
+    flat = jax.tree_util.tree_leaves_with_path(variables)
+    number = {path: i for i, (path, _) in enumerate(flat)}
+    own = jax.tree_util.tree_leaves_with_path(changed, is_leaf=lambda x: x is None)
+    return [
+        Written(
+            number[path], path, keystr(path, simple=True, separator="/"), path[0].key
+        )
+        for path, _ in own
+    ]

@@ -43,6 +43,7 @@ class Work:
       advice: what to type where parameters are not in place.
       writes: of a trace and specs of the parameters, the number of the first leaf of
         aux that is written to one of these, and which they are; ``None``: none is.
+      left: is given the trace and these, where they are left as they were given.
     """
 
     function: Callable[..., Any]
@@ -56,6 +57,7 @@ class Work:
     names: Sequence[str] = ()
     advice: str = "params = grad_fn.place(params, *args)"
     writes: Callable[[Traced, PyTree], tuple[int, list[Written]]] | None = None
+    left: Callable[[Traced, int, list[Written]], None] | None = None
 
 
 class Results(NamedTuple):
@@ -178,7 +180,9 @@ class Sliced:
         """
         division = self._division
         if division.first is None:
-            pipe, stages = self._stages(self._called(params, args, True))
+            pipe, stages = self._stages(
+                self._called(params, args, True), is_called=False
+            )
             self.last = pipe, stages, None
         assert division.first is not None
         cuts, homes = division.first[1:]
@@ -240,14 +244,16 @@ class Sliced:
         flat = [axis for own in axes for axis in own]
         return _Call(specs, trained, Batch(given, flat, (), [], None, sizes, shards))
 
-    def _stages(self, call: _Call) -> tuple[Pipe, Stages]:
+    def _stages(self, call: _Call, *, is_called: bool) -> tuple[Pipe, Stages]:
         division, sizes = self._division, call.batch.sizes
         programs = self._traced(call)
         state = State()
         if writes := self._work.writes:
-            state = written_by(
-                programs[sizes[0]], *writes(programs[sizes[0]], call.specs)
-            )
+            own = programs[sizes[0]], *writes(programs[sizes[0]], call.specs)
+            if self._work.left is None:
+                state = written_by(*own)
+            elif is_called:
+                self._work.left(*own)
             for n, one in programs.items():
                 programs[n] = without_the_rest(one, *writes(one, call.specs), state)
         first, count = programs[sizes[0]], len(call.trained)
@@ -283,7 +289,7 @@ class Sliced:
         return _order.late(programs)
 
     def _divided(self, call: _Call) -> Built:
-        pipe, stages = self._stages(call)
+        pipe, stages = self._stages(call, is_called=True)
         batch, work = call.batch, self._work
         sizes = [size for size in batch.sizes for _ in range(batch.num_shards)]
         joins = work.joins(stages.first, sizes)

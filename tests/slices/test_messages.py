@@ -1,13 +1,15 @@
 """What errors and warnings of a pipeline of one model say."""
 
 import re
+import warnings
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 import jpipe
 
@@ -69,11 +71,10 @@ def test_gaps_of_gradients_are_explained(is_whole):
     find = pipe.value_and_grad(ref.mse, **chosen)
     _, grads = find(variables, X, TARGETS)
     adam = pipe.optimizer(optax.adamw(1e-2))
+    given = [params] if is_whole == "params" else []
+    opt_state = adam.init(params)
     with pytest.raises(ValueError, match="gradients are None") as caught:
-        if is_whole == "params":
-            adam.update(grads, adam.init(params), params)
-        else:
-            adam.update(grads, adam.init(params))
+        adam.update(grads, opt_state, *given)
     says = str(caught.value)
     assert says.startswith("4 gradients are None")
     assert "grads['BatchNorm_0']['bias'] is the first" in says
@@ -85,3 +86,136 @@ def test_gaps_of_gradients_are_explained(is_whole):
     plain, host = optax.adamw(1e-2), ref.on_host((grads, free))
     expected, _ = plain.update(host[0], plain.init(host[1]), host[1])
     ref.assert_close(found, expected, ref.FLOAT32)
+
+
+BIAS = "variables['params']['Dense_1']['bias']"
+# A name in the last layer, what it is given, and what is said of that.
+MISFITS = {
+    "missing": ("bias", None, f"missing: {BIAS} (3,)"),
+    "surplus": (
+        "scale",
+        np.ones(3, np.float32),
+        f"surplus: {BIAS.replace('bias', 'scale')} (3,)",
+    ),
+    "another shape": (
+        "bias",
+        np.ones(4, np.float32),
+        f"{BIAS} has shape (4,), the model needs (3,)",
+    ),
+    "integers": (
+        "bias",
+        np.ones(3, np.int32),
+        f"{BIAS} has shape (3,) of int32, the model needs (3,)",
+    ),
+}
+
+
+@pytest.mark.parametrize("row", MISFITS)
+def test_given_variables_that_do_not_fit_are_named(row):
+    name, value, says = MISFITS[row]
+    flat = flatten_dict(Normed().init(KEY, X))
+    flat["params", "Dense_1", name] = value
+    given = unflatten_dict({k: leaf for k, leaf in flat.items() if leaf is not None})
+    pipe = jpipe.pipeline(Normed(), 2, num_stages=2)
+    says = f"for micro-batches of float32[4,6]; one of the two is wrong:\n  * {says}"
+    with pytest.raises(ValueError, match=f"{re.escape(says)}$"):
+        pipe.init_train_state(KEY, X, optax.sgd(0.1), variables=given)
+
+
+class Standardized(nn.Module):
+    """It holds the mean of the data that it was made with."""
+
+    @nn.compact
+    def __call__(self, x):
+        mean = self.param("mean", lambda _: x.mean(0))
+        return nn.Dense(3)(nn.Dense(8)(x - mean))
+
+
+def test_given_variables_that_are_made_of_data_are_taken():
+    given = Standardized().init(KEY, X)
+    pipe = jpipe.pipeline(Standardized(), 2, num_stages=2)
+    state = pipe.init_train_state(KEY, X, optax.sgd(0.1), variables=given)
+    ref.assert_equal(ref.on_host(state.variables), ref.on_host(given))
+
+
+def test_what_apply_leaves_is_warned_of():
+    pipe = jpipe.pipeline(Normed(), 2, num_stages=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        variables = pipe.init(KEY, X)
+        pipe.apply(variables, X)
+    says = r"apply leaves variables\['batch_stats'\] as given.*has_state=True"
+    with pytest.warns(UserWarning, match=says) as caught:
+        found = pipe.apply(variables, X, train=True)
+    assert caught[0].filename == __file__
+    parts = [
+        Normed().apply(ref.on_host(variables), x, train=True, mutable=["batch_stats"])
+        for x in np.split(X, 2)
+    ]
+    ref.assert_close(found, np.concatenate([y for y, _ in parts]), ref.FLOAT32)
+
+
+TOKENS = RNG.normal(size=(4, 5, 4)).astype(np.float32)
+
+
+class NnxDecoder(nnx.Module):
+    """Attention with a cache, between two layers."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.first, self.last = (nnx.Linear(4, 4, rngs=rngs) for _ in range(2))
+        self.attention = nnx.MultiHeadAttention(2, 4, 4, rngs=rngs, decode=True)
+        self.attention.init_cache(TOKENS.shape)
+
+    def __call__(self, x):
+        return self.last(self.attention(self.first(x)))
+
+
+def test_a_cache_of_nnx_is_left_as_given_and_read_by_the_module():
+    alone, (token, following, *_) = NnxDecoder(), np.split(TOKENS, 5, axis=1)
+    alone.eval()
+    pipe = jpipe.pipeline(NnxDecoder(), 1, num_stages=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        variables = pipe.init(None, token)
+    with pytest.warns(UserWarning, match="evaluation gives outputs alone") as caught:
+        found = pipe.apply(variables, token)
+    says = str(caught[0].message)
+    assert "\n  * cache/attention/cache_index" in says
+    # What the warning tells to type is what runs.
+    call = re.search(r"pipe\.modules\(.*, device\)\)", says)[0]
+    known = {"pipe": pipe, "jax": jax, "variables": variables}
+    decoding = eval(call, known | {"device": jax.devices()[0]})
+    decoding.eval()
+    expected = alone(token)
+    ref.assert_close((found, decoding(token)), (expected, expected), ref.FLOAT32)
+    ref.assert_close(decoding(following), alone(following), ref.FLOAT32)
+
+
+class Decoder(nn.Module):
+    """Attention with a cache or without, between two layers."""
+
+    decode: bool
+
+    @nn.compact
+    def __call__(self, x):
+        attend = nn.MultiHeadDotProductAttention(2, decode=self.decode)
+        mask = None if self.decode else nn.make_causal_mask(x[..., 0])
+        return nn.Dense(3)(attend(nn.Dense(4)(x), mask=mask))
+
+
+@pytest.mark.parametrize("length", [1, 5])
+def test_a_cache_of_linen_is_refused_with_what_to_type(length):
+    pipe = jpipe.pipeline(Decoder(True), 1, num_stages=2)
+    with pytest.raises(ValueError, match=r"decode=True.*decode=False") as caught:
+        pipe.init(KEY, TOKENS[:, :length])
+    pipe = jpipe.pipeline(Decoder(False), 1, num_stages=2)
+    variables = pipe.init(KEY, TOKENS)
+    whole, model = pipe.apply(variables, TOKENS), Decoder(True)
+    call = re.search(r"model\.apply\(.*mutable=\['cache'\]\)", str(caught.value))[0]
+    cache = {"cache": model.init(KEY, TOKENS)["cache"]}
+    known = {"jax": jax, "model": model, "variables": variables}
+    for at in range(5):
+        known |= {"cache": cache, "token": TOKENS[:, at : at + 1]}
+        y, cache = eval(call, known | {"device": jax.devices()[0]})
+        ref.assert_close(y, whole[:, at : at + 1], ref.FLOAT32)
