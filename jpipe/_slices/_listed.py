@@ -17,7 +17,7 @@ from .._layers._stage import StageFunction
 from .._run import _signature
 from .._run._layout import Layout
 from .._run._pipe import Pipe
-from . import _folds, _left, _marks, _state
+from . import _folds, _left, _marks, _meshes, _state
 from ._program import Traced
 from ._stages import Stages
 from ._state import State, Written
@@ -110,6 +110,7 @@ def listed(
     with explained(batch), _batchnorm.merging(batch.num_parts > 1):
         for size in dict.fromkeys(batch.sizes):
             one = _Trace(pipe.stages, layout, whole, routes, train, objective, size)
+            _meshes.check(one.program.closed, pipe.places)
             programs[size], ends[size] = one.program, one.cuts
             aux[size], _ = one.program.aux
             traces.append(one)

@@ -14,7 +14,7 @@ from .._instructions._sharding import Sharding
 from .._run import _resting, _signature, _variables
 from .._run._feed import Feed
 from .._run._pipe import Pipe
-from . import _arguments, _composed, _order, _program, _summands
+from . import _arguments, _composed, _meshes, _order, _program, _summands
 from ._built import Built, TreeLayout
 from ._division import Division
 from ._join import Join
@@ -281,6 +281,7 @@ class Sliced:
             part, how = batch.part(n), (work.has_aux, work.has_loss, is_weighted)
             about = self._division.about
             traced = _program.traced(work.function, call.specs, part, about, *how)
+            _meshes.check(traced.closed, self._division.places)
             if work.has_loss:
                 scale = {"mean": n / whole, "sum": 1.0, "weighted": 1.0}
                 by = scale.get(work.reduction, share)

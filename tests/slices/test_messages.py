@@ -2,14 +2,18 @@
 
 import re
 import warnings
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jpipe
 
@@ -219,3 +223,63 @@ def test_a_cache_of_linen_is_refused_with_what_to_type(length):
         known |= {"cache": cache, "token": TOKENS[:, at : at + 1]}
         y, cache = eval(call, known | {"device": jax.devices()[0]})
         ref.assert_close(y, whole[:, at : at + 1], ref.FLOAT32)
+
+
+MESH = Mesh(np.array(jax.devices()[:2]), "rows")
+ROWS = NamedSharding(MESH, P("rows"))
+OVER = {
+    "sharding_constraint": lambda x: jax.lax.with_sharding_constraint(x, ROWS),
+    "shard_map": lambda x: jax.shard_map(
+        jnp.tanh, mesh=MESH, in_specs=P("rows"), out_specs=P("rows")
+    )(x),
+    "device_put": lambda x: jax.device_put(x, ROWS),
+    "sharding_constraint in a loop": lambda x: jax.lax.fori_loop(
+        0, 2, lambda _, y: jax.lax.with_sharding_constraint(y, ROWS), x
+    ),
+}
+
+
+class Over(nn.Module):
+    """Two layers, and an operation over devices of its own between them."""
+
+    operation: Any
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(3)(self.operation(nn.Dense(8)(x)))
+
+
+@pytest.mark.parametrize("name", OVER)
+def test_a_mesh_of_devices_in_a_program_is_refused(name):
+    operation, model = OVER[name], Over(OVER[name])
+    says = rf"{name.split()[0]} over 2 devices, {{'rows': 2}}"
+    with pytest.raises(ValueError, match=says):
+        jpipe.pipeline(model, 2, num_stages=2).init(KEY, X)
+    pipe = jpipe.pipeline([nn.Dense(8), operation, nn.Dense(3)], 2)
+    with pytest.raises(ValueError, match=says):
+        pipe.apply(pipe.init(KEY, X), X)
+
+    def loss(y, targets):
+        return ref.mse(operation(y), targets)
+
+    params = nn.Dense(3).init(KEY, X)
+    grad_fn = jpipe.value_and_grad(
+        lambda params, x, t: loss(nn.Dense(3).apply(params, x), t), 2, num_stages=1
+    )
+    with pytest.raises(ValueError, match=f"mesh of devices.*(\n.*)*{says}"):
+        grad_fn.place(params, X, TARGETS)
+    pipe = jpipe.pipeline(Over(jnp.tanh), 2, num_stages=2)
+    find, variables = pipe.value_and_grad(loss), pipe.init(KEY, X)
+    with pytest.raises(ValueError, match=says):
+        find(variables, X, TARGETS)
+
+
+def test_a_mesh_of_the_one_device_of_all_stages_is_no_fault():
+    mesh = Mesh(np.array(jax.devices()[:1]), "rows")
+    model = Over(
+        lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P()))
+    )
+    pipe = jpipe.sequential(model, 2)
+    variables = pipe.init(KEY, X)
+    expected = Over(lambda x: x).apply(variables, X)
+    ref.assert_close(pipe.apply(variables, X), expected, ref.FLOAT32)
