@@ -32,6 +32,10 @@ NOTES = """\
 - remat "default" is each library as it comes: jpipe keeps the fewest bytes, PyTorch
   all that autograd reads, torchgpipe the inputs of all micro-batches but the last.
   "compiled" is the same with the stages of PyTorch under `torch.compile`.
+- SpectraX computes the forward of a stage again in its backward, whatever is asked: it
+  stands beside remat "full", and "default" as it comes. Its function is the one that
+  "no pipeline" differentiates, with a mark between the halves; the update is a program
+  for each stage. What it prints of its first steps is off.
 - torchgpipe was made for GPUs. PyTorch has one CPU device: torchgpipe runs the forwards
   of both stages in one worker thread, and autograd runs all backwards on CPU in the
   thread that called it. Its stages cannot overlap here."""
