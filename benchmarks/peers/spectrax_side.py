@@ -42,10 +42,10 @@ def pipeline(case: Case) -> tuple[int, Callable[[], float]]:
             second(weights[1], sxstage_iter(first(weights[0], x))), targets
         )
 
-    @jax.jit
-    def update(weights: PyTree, grads: PyTree) -> PyTree:
+    def new(weights: PyTree, grads: PyTree) -> PyTree:
         return jax.tree.map(lambda w, g: w - LEARNING_RATE * g, weights, grads)
 
+    update = jax.jit(new, donate_argnums=0)
     find, end = sxvalue_and_grad(loss), case.balance()[0]
     loaded = [ours.params(layer, size) for layer in layers]
     pairs = zip((loaded[:end], loaded[end:]), devices, strict=True)

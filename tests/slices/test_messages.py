@@ -24,6 +24,13 @@ RNG = np.random.default_rng(2)
 X, TARGETS = (RNG.normal(size=(8, n)).astype(np.float32) for n in (6, 3))
 
 
+def told(pattern: str, says: str) -> str:
+    """What an error or a warning tells to type."""
+    found = re.search(pattern, says)
+    assert found
+    return found[1]
+
+
 class Normed(nn.Module):
     """Two layers, and a norm with running statistics."""
 
@@ -70,9 +77,9 @@ def test_inputs_are_named_as_in_the_call(name):
 def test_gaps_of_gradients_are_explained(is_whole):
     """Parameters, or the state, are of all leaves, the gradients of a few."""
     pipe = jpipe.pipeline(Normed(), 2, num_stages=2)
-    variables = pipe.init(KEY, X)
-    params, chosen = variables["params"], {"trainable": "*Dense_1*", "has_state": True}
-    find = pipe.value_and_grad(ref.mse, **chosen)
+    variables: Any = pipe.init(KEY, X)
+    params, chosen = variables["params"], {"trainable": "*Dense_1*"}
+    find = pipe.value_and_grad(ref.mse, has_state=True, **chosen)
     _, grads = find(variables, X, TARGETS)
     adam = pipe.optimizer(optax.adamw(1e-2))
     given = [params] if is_whole == "params" else []
@@ -83,9 +90,9 @@ def test_gaps_of_gradients_are_explained(is_whole):
     assert says.startswith("4 gradients are None")
     assert "grads['BatchNorm_0']['bias'] is the first" in says
     # What the error tells to type is what runs.
-    make = re.search(r"free = (jax\.tree\.map\(.*\)), opt_state", says)
+    make = told(r"free = (jax\.tree\.map\(.*\)), opt_state", says)
     names = {"jax": jax, "grads": grads, "params": params}
-    free = eval(make[1], names)
+    free = eval(make, names)
     found, _ = adam.update(grads, adam.init(free), free)
     plain, host = optax.adamw(1e-2), ref.on_host((grads, free))
     expected, _ = plain.update(host[0], plain.init(host[1]), host[1])
@@ -187,7 +194,7 @@ def test_a_cache_of_nnx_is_left_as_given_and_read_by_the_module():
     says = str(caught[0].message)
     assert "\n  * cache/attention/cache_index" in says
     # What the warning tells to type is what runs.
-    call = re.search(r"pipe\.modules\(.*, device\)\)", says)[0]
+    call = told(r"(pipe\.modules\(.*, device\)\))", says)
     known = {"pipe": pipe, "jax": jax, "variables": variables}
     decoding = eval(call, known | {"device": jax.devices()[0]})
     decoding.eval()
@@ -216,7 +223,7 @@ def test_a_cache_of_linen_is_refused_with_what_to_type(length):
     pipe = jpipe.pipeline(Decoder(False), 1, num_stages=2)
     variables = pipe.init(KEY, TOKENS)
     whole, model = pipe.apply(variables, TOKENS), Decoder(True)
-    call = re.search(r"model\.apply\(.*mutable=\['cache'\]\)", str(caught.value))[0]
+    call = told(r"(model\.apply\(.*mutable=\['cache'\]\))", str(caught.value))
     cache = {"cache": model.init(KEY, TOKENS)["cache"]}
     known = {"jax": jax, "model": model, "variables": variables}
     for at in range(5):
@@ -280,6 +287,6 @@ def test_a_mesh_of_the_one_device_of_all_stages_is_no_fault():
         lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P()))
     )
     pipe = jpipe.sequential(model, 2)
-    variables = pipe.init(KEY, X)
+    variables: Any = pipe.init(KEY, X)
     expected = Over(lambda x: x).apply(variables, X)
     ref.assert_close(pipe.apply(variables, X), expected, ref.FLOAT32)
