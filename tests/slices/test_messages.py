@@ -78,8 +78,8 @@ def test_gaps_of_gradients_are_explained(is_whole):
     """Parameters, or the state, are of all leaves, the gradients of a few."""
     pipe = jpipe.pipeline(Normed(), 2, num_stages=2)
     variables: Any = pipe.init(KEY, X)
-    params, chosen = variables["params"], {"trainable": "*Dense_1*"}
-    find = pipe.value_and_grad(ref.mse, has_state=True, **chosen)
+    params = variables["params"]
+    find = pipe.value_and_grad(ref.mse, has_state=True, trainable="*Dense_1*")
     _, grads = find(variables, X, TARGETS)
     adam = pipe.optimizer(optax.adamw(1e-2))
     given = [params] if is_whole == "params" else []
