@@ -29,12 +29,11 @@ from ._run import _layout, _resting, _variables
 from ._run._feed import Feed
 from ._run._initialize import agree_on_key, draws, initializers
 from ._run._pipe import Pipe
-from ._slices import _results
+from ._slices import _left, _results
 from ._slices._built import Built, Divided
 from ._slices._listed import Listed, listed
 from ._slices._programs import Programs
 from ._train._gradients import Gradients
-from ._warn import warn
 
 PyTree = Any
 
@@ -124,7 +123,7 @@ class LayerList:
         found = self._listed(variables, args, train, None, Trainable())
         _check_changes(found, variables)
         if changed := found.state.at:
-            _warn_of_dropped(_variables.collections(variables, changed))
+            _left.in_training(_variables.collections(variables, changed))
         built = _results.forward(found, self._axes.out_axes)
         return Divided(built.pipe, built.stages, built.layout, built=built)
 
@@ -336,12 +335,3 @@ def _check_changes(layers: Listed, variables: Sequence[PyTree]) -> None:
             f"several layers use: these cannot be shared; wrap all uses in one layer, "
             f"list two modules, or freeze it (use_running_average=True)"
         )
-
-
-def _warn_of_dropped(collections: str) -> None:
-    """Warns that a forward pass gives outputs alone, where linen asks for `mutable`."""
-    warn(
-        f"apply leaves {collections} as given, which training changes; to go on from "
-        f"what it makes of them take value_and_grad(..., has_state=True), or a "
-        f"train_step"
-    )

@@ -25,7 +25,7 @@ from ._run._initialize import agree_on_key
 from ._run._pipe import Pipe
 from ._slices._built import Built, Divided
 from ._slices._division import Division
-from ._slices._initial import Initial
+from ._slices._initial import Initial, check_given
 from ._slices._model import Model
 from ._slices._sliced import Sliced
 from ._train._gradients import Gradients
@@ -152,8 +152,7 @@ class OneModel:
         if key is not None:
             _rng.check_key(key)
         key = jax.random.key(0) if key is None else key
-        part, *_ = self._forwards[False].part((x, None))
-        initial = Initial(self._layer, key, part)
+        initial = Initial(self._layer, key, self._part(x))
         homes = self.homes(initial.specs, x)
         agree_on_key(self.pipe, key)
         made = initial.leaves(key, self._first)
@@ -163,6 +162,10 @@ class OneModel:
         ]
         return jax.tree.unflatten(jax.tree.structure(initial.specs), leaves)
 
+    def _part(self, x: PyTree) -> PyTree:
+        """The input of the first micro-batch, as specs."""
+        return self._forwards[False].part((x, None))[0]
+
     @cached_property
     def _first(self) -> Any:
         """A device of this process."""
@@ -170,8 +173,9 @@ class OneModel:
         return _transfer.one_of(own)
 
     def take(self, key: chex.PRNGKey, variables: PyTree, x: PyTree) -> PyTree:
-        """Copies of variables, in place."""
+        """Copies of variables, which are checked, in place."""
         del key
+        check_given(self._layer, self._part(x), variables)
         return jax.tree.map(jnp.copy, self.place(variables, x))
 
     def place(self, variables: PyTree, x: PyTree = None) -> PyTree:

@@ -12,12 +12,11 @@ from typing import Any
 
 from ..provenance import commit, processor
 from . import report
-from .launch import SIDES, Run, versions
+from .launch import REMATS, SIDES, Run, versions
 from .measure import separate_cores
 from .workload import SIZES, Case
 
 SCALES = ("full", "small", "tiny")
-REMATS = ("none", "full", "default", "compiled")
 
 # Where things are on one machine: nothing that a result should tell.
 _PATHS = ("json", "torch_python")
@@ -163,7 +162,7 @@ def _pipelines(options: argparse.Namespace, sides: Sequence[str]) -> Iterator[Ru
     for model in options.models:
         for remat in options.remat:
             case = Case(model, options.scale, options.microbatches, remat=remat)
-            for name in sides:
+            for name in (side for side in sides if remat in SIDES[side].remats):
                 for schedule in SIDES[name].schedules:
                     if schedule in options.schedules:
                         own = replace(case, schedule=schedule)

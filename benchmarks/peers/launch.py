@@ -17,6 +17,7 @@ from .workload import Case
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 600  # seconds for one run
+REMATS = ("none", "full", "default", "compiled")
 
 # The same for all sides: malloc keeps what it has, arithmetic has one thread per stage.
 ENVIRONMENT = KEEP_MEMORY | {
@@ -26,6 +27,7 @@ ENVIRONMENT = KEEP_MEMORY | {
     "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
     "JAX_PLATFORMS": "cpu",
     "CUDA_VISIBLE_DEVICES": "",
+    "LOGGING_LEVEL_ED": "WARNING",  # SpectraX else prints all it did in a step
 }
 if sys.platform == "linux":
     # Gloo else asks for the address of the host's name, which need not have one.
@@ -46,6 +48,7 @@ class Side:
       processes: of a pipeline.
       stages: what a stage is, for the table.
       recomputed: the stages whose forward it computes twice with remat ``"full"``.
+      remats: that it has.
     """
 
     title: str
@@ -57,6 +60,7 @@ class Side:
     processes: int
     stages: str
     recomputed: tuple[int, ...]
+    remats: tuple[str, ...] = REMATS
 
 
 SIDES = {
@@ -81,6 +85,18 @@ SIDES = {
         processes=2,
         stages="two processes, sockets",
         recomputed=(0,),
+    ),
+    "spectrax": Side(
+        title="SpectraX",
+        framework="JAX",
+        module="spectrax_side",
+        packages=("jax", "jaxlib", "flax", "jpipe", "spectrax"),
+        install="pip install spectrax-lib",
+        schedules=("gpipe", "1f1b"),
+        processes=1,
+        stages="two CPU devices, 1 process",
+        recomputed=(0,),
+        remats=("full", "default"),
     ),
     "torchgpipe": Side(
         title="torchgpipe",

@@ -118,14 +118,14 @@ def training(case: Case, devices: Any = None) -> Training:
 def pipeline(case: Case) -> tuple[int, Callable[[], float]]:
     """Two stages of jpipe: how many parameters, and what takes a step."""
     made = training(case)
-    return _count(made.state.params), made.step
+    return total(made.state.params), made.step
 
 
 def baseline(case: Case) -> tuple[int, Callable[[], float]]:
     """The same of the plain step: in one `jax.jit`, a scan over micro-batches."""
     layers, size = case.layers(), case.size
     x, targets = jax.device_put(case.data())
-    stages = _stages([module(layer, size) for layer in layers], case)
+    stages = halves([module(layer, size) for layer in layers], case)
     weights = [jax.device_put(params(layer, size)) for layer in layers]
 
     def loss(weights: PyTree, x: Any, targets: Any) -> Any:
@@ -148,7 +148,7 @@ def baseline(case: Case) -> tuple[int, Callable[[], float]]:
         return new, value / case.microbatches
 
     take = jax.jit(update, donate_argnums=0)
-    count, box = _count(weights), [weights]
+    count, box = total(weights), [weights]
 
     def step() -> float:
         weights, value = take(box.pop(), x, targets)
@@ -158,11 +158,12 @@ def baseline(case: Case) -> tuple[int, Callable[[], float]]:
     return count, step
 
 
-def _count(params: PyTree) -> int:
+def total(params: PyTree) -> int:
+    """How many numbers there are."""
     return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
-def _stages(modules: list[Any], case: Case) -> list[tuple[int, Callable[..., Any]]]:
+def halves(modules: list[Any], case: Case) -> list[tuple[int, Callable[..., Any]]]:
     """Both halves of the model: the number of the first layer, and a function."""
 
     def half(own: list[Any]) -> Callable[..., Any]:

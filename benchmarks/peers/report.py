@@ -19,19 +19,24 @@ NOTES = """\
   as many micro-batches of the same size. Medians over rounds of fresh processes.
 - *Of the ideal*: by 2M / (M + 1), which two equal stages reach with GPipe and 1F1B if
   nothing but their arithmetic takes time.
-- *Cores busy* is the processor time of all threads and processes by the time of a step.
+- *Cores busy* is the processor time of all threads and processes by the time of a step,
+  *processor ms* that time itself, which other work beside it hardly changes.
 - *Peak* is the sum over processes of the most that each had resident while it trained,
   interpreter and libraries included; a page that two processes share counts twice.
   *Above start* is the same less what was resident before there was a model: when all
-  was imported, and the framework had taken a step on one number. *A step* is the same
-  less what is resident between two steps, once what nobody uses is given back: what
-  training needs beside weights, compiled programs and what compiling has left behind.
+  was imported, and the framework had taken a step on one number. *Between steps* is
+  what is resident then above start, once what nobody uses is given back: weights,
+  compiled programs and what compiling has left behind. *A step* is what comes to it.
 - jpipe's stages are two CPU devices of one process, with one thread each for
   arithmetic; Python drives both. In two processes, as torch.distributed.pipelining, it
   has a process and a core per stage.
 - remat "default" is each library as it comes: jpipe keeps the fewest bytes, PyTorch
   all that autograd reads, torchgpipe the inputs of all micro-batches but the last.
   "compiled" is the same with the stages of PyTorch under `torch.compile`.
+- SpectraX computes the forward of a stage again in its backward, whatever is asked: it
+  stands beside remat "full", and "default" as it comes. Its function is the one that
+  "no pipeline" differentiates, with a mark between the halves; the update is a program
+  for each stage. What it prints of its first steps is off.
 - torchgpipe was made for GPUs. PyTorch has one CPU device: torchgpipe runs the forwards
   of both stages in one worker thread, and autograd runs all backwards on CPU in the
   thread that called it. Its stages cannot overlap here."""
@@ -62,9 +67,15 @@ def _row(run: Run, rounds: Rounds) -> dict[str, Any]:
         "cores_busy": statistics.median(
             result["busy_seconds"] / sum(result["seconds"]) for result in results
         ),
+        "processor_ms": statistics.median(
+            1000 * r["busy_seconds"] / len(r["seconds"]) for r in results
+        ),
         "peak_mib": statistics.median(r["peak_bytes"] / MIB for r in results),
         "above_start_mib": statistics.median(
             (r["peak_bytes"] - r["start_bytes"]) / MIB for r in results
+        ),
+        "between_mib": statistics.median(
+            (r["idle_bytes"] - r["start_bytes"]) / MIB for r in results
         ),
         "step_mib": statistics.median(
             (r["peak_bytes"] - r["idle_bytes"]) / MIB for r in results
@@ -170,9 +181,9 @@ def _table(
     lines = [
         f'| {model}, M = {number}, remat "{remat}" | stages | samples/s '
         "| least to most | speed-up | least to most "
-        f"| of the ideal {ideal(number):.2f} | cores busy | peak, MiB "
-        "| above start | a step |",
-        "| --- | --- | --: | --: | --: | --: | --: | --: | --: | --: | --: |",
+        f"| of the ideal {ideal(number):.2f} | cores busy | processor ms "
+        "| peak, MiB | above start | between steps | a step |",
+        "| --- | --- |" + 11 * " --: |",
     ]
     for row in own:
         if "speed_up" in row:
@@ -185,8 +196,9 @@ def _table(
         lines.append(
             f"| {row['title']} | {row['stages']} | {row['samples_per_s']:.1f} | "
             f"{row['samples_per_s_least']:.1f} to {row['samples_per_s_most']:.1f} | "
-            f"{ratio} | {row['cores_busy']:.2f} | {row['peak_mib']:.0f} | "
-            f"{row['above_start_mib']:.0f} | {row['step_mib']:.0f} |"
+            f"{ratio} | {row['cores_busy']:.2f} | {row['processor_ms']:.0f} | "
+            f"{row['peak_mib']:.0f} | {row['above_start_mib']:.0f} | "
+            f"{row['between_mib']:.0f} | {row['step_mib']:.0f} |"
         )
     return lines
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from .._faults import refuse
 from .._jaxprs import _jaxpr
-from .._layers._inputs import Inputs
+from .._layers._inputs import Inputs, called
 
 PyTree = Any
 Axes = Any
@@ -52,7 +52,7 @@ def specs(tree: PyTree, what: str) -> PyTree:
                 return jax.ShapeDtypeStruct(leaf.shape, dtype, weak_type=weak)
             return _jaxpr.spec(jax.typeof(leaf))
         except TypeError:
-            faults.append(f"{what}{jax.tree_util.keystr(path)} is {_describe(leaf)}")
+            faults.append(f"{called(what, path)} is {_describe(leaf)}")
             return None
 
     result = jax.tree_util.tree_map_with_path(spec, tree)
@@ -124,7 +124,7 @@ def batch_size(
         for (path, leaf), axis in zip(flat, axes, strict=True):
             if axis is None:
                 continue
-            label = f"{what}{jax.tree_util.keystr(path)}"
+            label = called(what, path)
             if not -leaf.ndim <= axis < leaf.ndim:
                 faults.append(f"{label} of shape {leaf.shape} has no axis {axis}")
             else:

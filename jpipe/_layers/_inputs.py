@@ -7,6 +7,10 @@ import jax
 PyTree = Any
 
 
+class Name(str):
+    """How errors call one of several inputs: by its keyword, or ``input 0``."""
+
+
 @jax.tree_util.register_pytree_with_keys_class
 class Inputs:
     """The arguments of a call: arrays are leaves, all else is fixed; see `inputs`.
@@ -43,8 +47,7 @@ class Inputs:
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], Any]:
         """For JAX: the arrays by their paths."""
-        paths = map(jax.tree_util.GetAttrKey, self._fixed[2])
-        return [*zip(paths, self._leaves, strict=True)], self._fixed
+        return [*zip(self._fixed[2], self._leaves, strict=True)], self._fixed
 
     @classmethod
     def tree_unflatten(cls, fixed: Any, leaves: Any) -> "Inputs":
@@ -82,10 +85,16 @@ def inputs(*args: PyTree, **kwargs: PyTree) -> Inputs:
     return Inputs([leaf for _, leaf in pairs], (tree, others, names))
 
 
-def _name(path: Any) -> str:
+def _name(path: Any) -> Name:
     _, first, *rest = path
-    name = getattr(first, "key", None) or f"arg{first.idx}"
-    return f"{name}{jax.tree_util.keystr(tuple(rest))}"
+    name = getattr(first, "key", None) or f"input {first.idx}"
+    return Name(f"{name}{jax.tree_util.keystr(tuple(rest))}")
+
+
+def called(what: str, path: Any) -> str:
+    """How errors call a leaf of a tree; one of several inputs has a name of its own."""
+    tree = "" if path and isinstance(path[0], Name) else what
+    return f"{tree}{jax.tree_util.keystr(path)}"
 
 
 def arguments(x: PyTree) -> tuple[list[Any], dict[str, Any]]:

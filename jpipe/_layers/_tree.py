@@ -40,6 +40,6 @@ def merged(
     return nested(flat(entry) | dict(borrowed)) if borrowed else entry
 
 
-def dotted(layer: int, names: Names) -> str:
+def dotted(entry: str, names: Names) -> str:
     """A variable as Python finds it: ``variables[0]['params']['kernel']``."""
-    return f"variables[{layer}]" + "".join(f"[{name!r}]" for name in names)
+    return entry + "".join(f"[{name!r}]" for name in names)

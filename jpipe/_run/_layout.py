@@ -136,12 +136,15 @@ def check(sharing: Sharing, visits: Sequence[Visit], given: Any, told: str) -> N
         )
         for i, entry in enumerate(given)
     ]
+    called = [f"variables[{i}]" for i in range(len(visits))]
     faults = [
-        f"tied: {dotted(*other)} is {dotted(*first)}; give {{}} in its place"
-        for other, first in twice.items()
+        f"tied: {dotted(called[i], names)} is {dotted(called[k], own)}; give {{}} in "
+        f"its place"
+        for (i, names), (k, own) in twice.items()
     ]
-    own = rest if twice else given
-    _variables.check(list(map(nested, expected)), own, told, faults)
+    wanted = dict(zip(called, map(nested, expected), strict=True))
+    found = dict(zip(called, rest if twice else given, strict=True))
+    _variables.check(wanted, found, told, faults)
 
 
 def by_owner(

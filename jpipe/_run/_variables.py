@@ -39,13 +39,16 @@ def check_entries(given: Any, num_layers: int) -> None:
 
 
 def check(
-    expected: Sequence[PyTree], given: Any, told: str, faults: Sequence[str] = ()
+    expected: Mapping[str, PyTree],
+    given: Mapping[str, PyTree],
+    told: str,
+    faults: Sequence[str] = (),
 ) -> None:
     """Checks that variables are those of this model.
 
     Args:
-      expected: what the layers would hold, as specs, one entry per layer.
-      given: what the caller passed: a mapping for each layer.
+      expected: what is needed, as specs: entries by what errors call them.
+      given: what the caller passed, likewise: mappings.
       told: what the error says first.
       faults: what was found before.
 
@@ -54,8 +57,8 @@ def check(
         shape.
     """
     not_arrays = [
-        f"variables{jax.tree_util.keystr(path)} is a {type(leaf).__name__}"
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tuple(given))
+        f"{path} is a {type(leaf).__name__}"
+        for path, leaf in _leaves(given)
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype")
     ]
     refuse(
@@ -94,7 +97,7 @@ def differences(
     ]
 
 
-def unboxed(variables: Sequence[PyTree]) -> tuple[PyTree, ...]:
+def unboxed(entries: Mapping[str, PyTree]) -> dict[str, PyTree]:
     """Variables without the boxes that tell how Flax would partition them.
 
     Flax takes boxed values for plain ones and plain ones for boxed, and so do we: what
@@ -105,7 +108,7 @@ def unboxed(variables: Sequence[PyTree]) -> tuple[PyTree, ...]:
         leaves = jax.tree.leaves(node) if is_box(node) else ()
         return leaves[0] if len(leaves) == 1 else node
 
-    return jax.tree.map(inner, tuple(variables), is_leaf=is_box)
+    return {k: jax.tree.map(inner, v, is_leaf=is_box) for k, v in entries.items()}
 
 
 def check_length(given: Any, num_layers: int) -> None:
@@ -125,14 +128,20 @@ def check_length(given: Any, num_layers: int) -> None:
         )
 
 
-def _shapes(variables: Sequence[PyTree]) -> dict[str, str]:
+def _leaves(entries: Mapping[str, PyTree]) -> list[tuple[str, Any]]:
+    """The leaves of entries with what errors call them."""
+    return [
+        (f"{entry}{jax.tree_util.keystr(path)}", leaf)
+        for entry, tree in entries.items()
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    ]
+
+
+def _shapes(entries: Mapping[str, PyTree]) -> dict[str, str]:
     """Shapes by path; integers in place of floats would not be trained."""
-    flat = jax.tree_util.tree_leaves_with_path(tuple(variables))
     return {
-        f"variables{jax.tree_util.keystr(path)}": (
-            f"{tuple(leaf.shape)}" + ("" if is_inexact(leaf) else f" of {leaf.dtype}")
-        )
-        for path, leaf in flat
+        path: f"{tuple(leaf.shape)}" + ("" if is_inexact(leaf) else f" of {leaf.dtype}")
+        for path, leaf in _leaves(entries)
     }
 
 
@@ -140,13 +149,15 @@ def _is_of_nnx(node: Any) -> bool:
     return isinstance(node, nnx.Variable)
 
 
-def _other_containers(expected: Sequence[PyTree], given: Sequence[PyTree]) -> list[str]:
+def _other_containers(
+    expected: Mapping[str, PyTree], given: Mapping[str, PyTree]
+) -> list[str]:
     """Lists in place of mappings by number, as those of nnx.List."""
     return [
-        f"{dotted(layer, names)} is a {type(value).__name__}, the model needs a mapping"
-        for layer, (wanted, entry) in enumerate(zip(expected, given, strict=True))
+        f"{dotted(name, names)} is a {type(value).__name__}, the model needs a mapping"
+        for name, entry in given.items()
         for names, value in flat(entry).items()
-        if names not in flat(wanted)
+        if names not in flat(expected[name])
     ]
 
 

@@ -7,12 +7,15 @@ import chex
 import jax
 from jax.extend import core
 
+from .._functions import _microbatch
 from .._instructions import _transfer
 from .._instructions._compile import Executable, compiling, drawing_options, is_ahead
 from .._jaxprs import _jaxpr
 from .._layers import _nnx
 from .._layers._initialize import strong
 from .._layers._layer import Layer
+from .._layers._stage import shapes
+from .._run import _variables
 from ._folds import lifted
 
 PyTree = Any
@@ -64,6 +67,29 @@ class Initial:
                 runs.append((known[kind], numbers))
         for executable, numbers in runs:
             yield executable.run(key, *_transfer.put(numbers, device))[0]
+
+
+def check_given(layer: Layer, x: PyTree, variables: PyTree) -> None:
+    """Checks that given variables are those of a model, where it can make such.
+
+    Args:
+      layer: the model.
+      x: its inputs, of a micro-batch, as specs.
+      variables: what the caller gave.
+
+    Raises:
+      ValueError: with every leaf that is missing, surplus or of another shape.
+    """
+    given = _microbatch.specs(variables, "variables")
+    try:
+        specs = Initial(layer, jax.random.key(0), x).specs
+    except Exception:  # such as parameters that are made of data
+        return
+    told = (
+        f"the variables are not those of this model for micro-batches of {shapes(x)}; "
+        f"one of the two is wrong"
+    )
+    _variables.check({"variables": specs}, {"variables": given}, told)
 
 
 def _named(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,8 +16,7 @@ from .._layers._stage import StageFunction
 from .._run import _signature
 from .._run._layout import Layout
 from .._run._pipe import Pipe
-from .._warn import warn
-from . import _folds, _marks, _state
+from . import _folds, _left, _marks, _meshes, _state
 from ._program import Traced
 from ._stages import Stages
 from ._state import State, Written
@@ -94,6 +93,7 @@ def listed(
     with explained(batch), _batchnorm.merging(batch.num_parts > 1):
         for size in dict.fromkeys(batch.sizes):
             one = _Trace(pipe.stages, layout, whole, routes, train, objective, size)
+            _meshes.check(one.program.closed, pipe.places)
             programs[size], ends[size] = one.program, one.cuts
             aux[size], _ = one.program.aux
             traces.append(one)
@@ -101,7 +101,7 @@ def listed(
         given = first.program, len(jax.tree.leaves(aux[batch.sizes[0]])), first.written
         state = _state.written_by(*given) if train else State()
         if not train:
-            _say_what_is_left(_state.changes(*given))
+            _left.in_evaluation(_state.changes(*given))
     for size, one in zip(programs, traces, strict=True):
         given = one.program, len(jax.tree.leaves(aux[size])), one.written
         programs[size] = _state.without_the_rest(*given, state)
@@ -246,18 +246,3 @@ def _check_collections(stage: StageFunction, entries: PyTree) -> None:
                 f"gradients; a pipeline does not, and would leave them as they are: "
                 f"train without dot_general_cls; evaluation works"
             )
-
-
-def _say_what_is_left(changed: Sequence[Written]) -> None:
-    """Says what a call writes in evaluation, as no call of linen may.
-
-    Parameters that a call normalizes are written anew by each.
-    """
-    if where := [leaf.text for leaf in changed if leaf.collection != "params"]:
-        warn(
-            "evaluation gives outputs alone, and leaves the variables as they were "
-            "given, where a call of nnx goes on from what it wrote. To go on, as from "
-            "a cache of attention, call pipe.modules(variables); where this is what "
-            "training writes, evaluation should not: let __call__ take train\n"
-            + "\n".join(f"  * {text}" for text in where)
-        )

@@ -1,19 +1,21 @@
 """One model as a function of its variables and a mini-batch."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+from flax import errors
 from jax.tree_util import keystr
 
 from .._functions import _microbatch
 from .._functions._batch import Axes
 from .._functions._objective import Objective
 from .._jaxprs import _jaxpr
-from .._layers import _batchnorm, _rng
+from .._layers import _batchnorm, _linen, _rng
 from .._layers._layer import Layer, check_unchanged
 from .._layers._stage import shapes
-from . import _join
+from . import _join, _left
 from ._program import Traced
 from ._sliced import Work
 from ._state import Written
@@ -33,8 +35,6 @@ class Model:
 
     def __init__(self, layer: Layer, axes: Axes, num_parts: int) -> None:
         self.layer, self.axes, self._num_parts = layer, axes, num_parts
-        # By the structures of variables and what a call writes, which leaves these are.
-        self._written: dict[Any, list[tuple[int, Any]]] = {}
 
     def _applied(
         self, variables: PyTree, x: PyTree, rngs: _rng.Rngs, train: bool
@@ -45,6 +45,7 @@ class Model:
             try:
                 return self.layer.apply(variables, x, _rng.streams(rngs), train)
             except Exception as error:
+                _refuse_writes(error, self.layer.owner, variables, train)
                 error.add_note(
                     f"raised by the model ({self.layer.name}), whose input was "
                     f"{shapes(x)}; x comes before the targets"
@@ -52,21 +53,31 @@ class Model:
                 raise
 
     def forward(self, train: bool) -> Work:
-        """``(variables, x, rngs) -> outputs``."""
+        """``(variables, x, rngs) -> (outputs, changed)``; nobody keeps what changed."""
 
-        def call(variables: PyTree, x: PyTree, rngs: _rng.Rngs) -> PyTree:
-            return self._applied(variables, x, rngs, train)[0]
+        def call(variables: PyTree, x: PyTree, rngs: _rng.Rngs) -> Any:
+            return self._applied(variables, x, rngs, train)
 
         def joins(traced: Traced, sizes: Sequence[int]) -> list[_join.Join]:
-            shares, axes = [size / sum(sizes) for size in sizes], self.axes.out_axes
+            (y, _), axes = traced.aux, self.axes.out_axes
             if len(sizes) > 1:
-                flat = _microbatch.flat_axes(axes, traced.aux, "outputs", "out_axes")
-                _microbatch.check_joinable(traced.aux, flat, sizes[0], axes)
-            return _join.by_axes(axes, traced.aux, shares, "out")
+                flat = _microbatch.flat_axes(axes, y, "outputs", "out_axes")
+                _microbatch.check_joinable(y, flat, sizes[0], axes)
+            return _join.by_axes(axes, y, [size / sum(sizes) for size in sizes], "out")
 
-        axes, names = (self.axes.in_axes, None), ("x", "rngs")
-        known = {"owner": self.layer.owner, "names": names, "advice": ADVICE}
-        return Work(call, joins, axes, has_loss=False, has_input=True, **known)
+        return Work(
+            call,
+            joins,
+            (self.axes.in_axes, None),
+            has_loss=False,
+            has_input=True,
+            is_of_model=True,
+            owner=self.layer.owner,
+            names=("x", "rngs"),
+            advice=ADVICE,
+            writes=_writes,
+            left=functools.partial(_left.say, train=train),
+        )
 
     def loss(self, objective: Objective, train: bool, outputs: list[PyTree]) -> Work:
         """``(variables, x, targets, rngs) -> (loss, (aux, what is written))``.
@@ -87,14 +98,6 @@ class Model:
             shares, (aux, _) = [size / sum(sizes) for size in sizes], traced.aux
             return _join.by_axes(objective.aux_axes, aux, shares)
 
-        def writes(traced: Traced, specs: PyTree) -> tuple[int, list[Written]]:
-            aux, changed = traced.aux
-            found = [
-                Written(at, path, keystr(path, simple=True, separator="/"), path[0].key)
-                for at, path in self.written(specs, changed)
-            ]
-            return len(jax.tree.leaves(aux)), found
-
         return Work(
             loss,
             joins,
@@ -106,17 +109,46 @@ class Model:
             owner=self.layer.owner,
             names=("x", "targets", "rngs"),
             advice=ADVICE,
-            writes=writes if train else None,
+            writes=_writes if train else None,
         )
 
-    def written(self, variables: PyTree, changed: PyTree) -> list[tuple[int, Any]]:
-        """Of what a call writes which leaves of the variables these are, and paths."""
-        structures = jax.tree.structure(variables), jax.tree.structure(changed)
-        if structures not in self._written:
-            flat = jax.tree_util.tree_leaves_with_path(variables)
-            number = {path: i for i, (path, _) in enumerate(flat)}
-            own = jax.tree_util.tree_leaves_with_path(
-                changed, is_leaf=lambda leaf: leaf is None
-            )
-            self._written[structures] = [(number[path], path) for path, _ in own]
-        return self._written[structures]
+
+def _writes(traced: Traced, variables: PyTree) -> tuple[int, list[Written]]:
+    """What a call writes, by what it returns beside its output or the loss."""
+    aux, changed = traced.aux
+    flat = jax.tree_util.tree_leaves_with_path(variables)
+    number = {path: i for i, (path, _) in enumerate(flat)}
+    own = jax.tree_util.tree_leaves_with_path(changed, is_leaf=lambda x: x is None)
+    return len(jax.tree.leaves(aux)), [
+        Written(
+            number[path], path, keystr(path, simple=True, separator="/"), path[0].key
+        )
+        for path, _ in own
+    ]
+
+
+def _refuse_writes(
+    error: Exception, owner: Any, variables: PyTree, train: bool
+) -> None:
+    """Says what to type where a model of linen writes in evaluation, as caches do.
+
+    Args:
+      error: what a call of it raised.
+      owner: the model.
+      variables: what it was given.
+      train: whether this is training.
+
+    Raises:
+      ValueError: if the error is one of these.
+    """
+    if train or not _linen.is_module(owner):
+        return
+    if "cache" in variables or isinstance(error, errors.ModifyScopeVariableError):
+        raise ValueError(
+            "a model of linen writes its variables in evaluation, as attention with a "
+            "cache does (decode=True); a pipeline finds in evaluation where they stay, "
+            "and gives outputs alone. Give it the model with decode=False, which has "
+            "the same parameters; decode by model.apply({**cache, "
+            "**jax.device_put(variables, device)}, token, mutable=['cache']), or list "
+            "its layers. A batch norm needs use_running_average=not train"
+        ) from error

@@ -13,7 +13,7 @@ from .._instructions._collector import paused
 from .._instructions._sharding import Sharding
 from .._run import _resting
 from .._run._pipe import Pipe
-from . import _arguments, _composed, _order, _program, _summands
+from . import _arguments, _composed, _meshes, _order, _program, _summands
 from ._built import Built, Divided, TreeLayout
 from ._division import Division
 from ._join import Join
@@ -44,6 +44,7 @@ class Work:
       advice: what to type where parameters are not in place.
       writes: of a trace and specs of the parameters, the number of the first leaf of
         aux that is written to one of these, and which they are; ``None``: none is.
+      left: is given the trace and these, where they are left as they were given.
     """
 
     function: Callable[..., Any]
@@ -59,6 +60,7 @@ class Work:
     names: Sequence[str] = ()
     advice: str = "params = grad_fn.place(params, *args)"
     writes: Callable[[Traced, PyTree], tuple[int, list[Written]]] | None = None
+    left: Callable[[Traced, int, list[Written]], None] | None = None
 
 
 class _Call(NamedTuple):
@@ -126,7 +128,8 @@ class Sliced:
         """
         division = self._division
         if division.homes is None:
-            self._located = self._divided(self._called(params, args, True))
+            call = self._called(params, args, True)
+            self._located = self._divided(call, is_called=False)
         assert division.cuts is not None
         assert division.homes is not None
         pipe = division.pipe(len(division.cuts.positions) + 1)
@@ -187,14 +190,16 @@ class Sliced:
         flat = [axis for own in axes for axis in own]
         return _Call(specs, trained, Batch(given, flat, (), [], None, sizes, shards))
 
-    def _divided(self, call: _Call) -> Divided:
+    def _divided(self, call: _Call, is_called: bool = True) -> Divided:
         division, sizes = self._division, call.batch.sizes
         programs = self._traced(call)
         state = State()
         if writes := self._work.writes:
-            state = written_by(
-                programs[sizes[0]], *writes(programs[sizes[0]], call.specs)
-            )
+            own = programs[sizes[0]], *writes(programs[sizes[0]], call.specs)
+            if self._work.left is None:
+                state = written_by(*own)
+            elif is_called:
+                self._work.left(*own)
             for n, one in programs.items():
                 programs[n] = without_the_rest(one, *writes(one, call.specs), state)
         count = len(call.trained)
@@ -234,6 +239,7 @@ class Sliced:
             part, how = batch.part(n), (work.has_aux, work.has_loss, is_weighted)
             about = self._division.about
             traced = _program.traced(work.function, call.specs, part, about, *how)
+            _meshes.check(traced.closed, self._division.places)
             if work.has_input:
                 count = len(jax.tree.leaves(part[0]))
                 traced = replace(traced, num_inputs=count)

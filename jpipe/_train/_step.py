@@ -69,7 +69,6 @@ class TrainStep:
         # The structure and the kinds of the leaves of states that were checked.
         self._forms: dict[Any, int] = {}
 
-    @outside_of_meshes
     def __call__(
         self, state: TrainState, x: PyTree, targets: PyTree
     ) -> tuple[TrainState, dict[str, Any]]:
@@ -90,6 +89,20 @@ class TrainStep:
           ValueError: if the state or the batch does not fit; nothing is changed.
           TypeError: if a leaf of the batch is not an array; nothing is changed.
         """
+        taken: list[TrainState] = []
+        try:
+            return self._take(taken, state, x, targets)
+        except BaseException:
+            # What was given is overwritten, and what is returned arrives nowhere.
+            if taken and self._may_donate():
+                become(state, taken[0])
+            raise
+
+    @outside_of_meshes
+    def _take(
+        self, taken: list[TrainState], state: TrainState, x: PyTree, targets: PyTree
+    ) -> tuple[TrainState, dict[str, Any]]:
+        """Takes one step; ``taken`` receives the new state before it is returned."""
         check_state(state, self._by_layer)
         x, targets = self._feed(x, targets)
         trees = state.params, state.model_state, state.opt_state
@@ -110,18 +123,12 @@ class TrainStep:
             check_apart(state, compiled.donated)
         batch = jax.tree.leaves((x, targets))
         _variables.check_concrete(batch)
-        new = None
-        try:
-            with Interrupts() as interrupts:
-                outputs = compiled.program(leaves + batch, overwriting=interrupts.hold)
-                new, metrics = compiled.result(outputs, self)
-                note_chosen(new, state.chosen)
-            return new, metrics
-        except BaseException:
-            # What was given is overwritten, and what is returned arrives nowhere.
-            if new is not None and self._may_donate():
-                become(state, new)
-            raise
+        with Interrupts() as interrupts:
+            outputs = compiled.program(leaves + batch, overwriting=interrupts.hold)
+            new, metrics = compiled.result(outputs, self)
+            note_chosen(new, state.chosen)
+            taken.append(new)
+        return new, metrics
 
     @outside_of_meshes
     def program(self, state: TrainState, x: PyTree, targets: PyTree) -> Program:

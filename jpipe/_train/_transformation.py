@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.tree_util import keystr
 
 from .._functions._weights import is_inexact
 from .._instructions._graph import NOWHERE
@@ -63,7 +64,7 @@ class Transformation:
     ) -> tuple[PyTree, PyTree]:
         """The updates of the parameters, and the new state."""
         free = None if params is None else _floating(params)
-        with _explained(self._advice):
+        with _gaps_explained(grads), _explained(self._advice):
             updates, state = self._tx.update(_floating(grads), state, free, **extra)
         return _with_integers(updates, grads, params), state
 
@@ -142,6 +143,25 @@ def _with_integers(updates: PyTree, grads: PyTree, params: PyTree) -> PyTree:
         params,
         is_leaf=lambda leaf: leaf is None,
     )
+
+
+@contextmanager
+def _gaps_explained(grads: PyTree) -> Iterator[None]:
+    """Says what to give beside gradients that are None, where an optimizer fails."""
+    try:
+        yield
+    except ValueError as error:
+        flat = jax.tree_util.tree_leaves_with_path(grads, is_leaf=lambda g: g is None)
+        gaps = [f"grads{keystr(path)}" for path, leaf in flat if leaf is None]
+        if not gaps or "structure" not in str(error):  # as `jax.tree.map` says it
+            raise
+        raise ValueError(
+            f"{len(gaps)} gradients are None, as trainable= leaves them: {gaps[0]} is "
+            f"the first; give parameters and a state with the same gaps: free = "
+            f"jax.tree.map(lambda g, p: None if g is None else p, grads, params, "
+            f"is_leaf=lambda g: g is None), opt_state = tx.init(free), and "
+            f"tx.update(grads, opt_state, free)"
+        ) from error
 
 
 @contextmanager

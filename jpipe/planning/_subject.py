@@ -158,7 +158,7 @@ class OneModel:
         built, variables = self._built(own, cuts, gpipe(stages, 1), mode)
         numbers, paths = _numbered(variables)
         (params,) = _variables.params([numbers])
-        aux = built.stages.first.aux
+        outputs, _ = built.stages.first.aux
         return Traced(
             tuple(
                 abbreviate(names) or f"piece {i}"
@@ -169,7 +169,7 @@ class OneModel:
             built.layout.homes,
             paths,
             params,
-            jax.tree.leaves(aux if sample.objective is None else aux[0]),
+            jax.tree.leaves(outputs),
             {},
         )
 

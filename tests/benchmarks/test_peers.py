@@ -3,13 +3,14 @@
 Nothing is said here about which side is faster.
 """
 
+import importlib.util
 import json
 import sys
 
 import pytest
 
 from benchmarks.peers import report
-from benchmarks.peers.command import main
+from benchmarks.peers.command import main, parse, planned
 
 TINY = ["--scale", "tiny", "--rounds", "1", "--microbatches", "4"]
 
@@ -47,3 +48,20 @@ def test_our_side_alone(capsys, tmp_path):
     # Training went on: the losses would else agree without a gradient.
     assert work["losses"][0] - work["losses"][-1] > 100 * report.TOLERANCE
     assert all(run["rounds"][0]["processes"] == 1 for run in result["runs"])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(importlib.util.find_spec("spectrax")), reason="it is there")
+def test_a_side_that_is_missing_is_left_out_with_what_to_type(capsys):
+    with pytest.raises(SystemExit, match="nothing to run"):
+        main([*TINY, "--sides", "spectrax", "--remat", "full"])
+    says = capsys.readouterr().err
+    assert "left out: SpectraX (" in says
+    assert "to have it: pip install spectrax-lib" in says
+
+
+def test_a_side_has_rows_of_what_it_can_keep_alone():
+    options = parse([*TINY, "--remat", "none,full", "--sides", "jpipe,spectrax"])
+    runs = planned(options, options.sides)
+    kinds = {(run.side, run.case.remat) for run in runs}
+    assert kinds == {("jpipe", "none"), ("jpipe", "full"), ("spectrax", "full")}

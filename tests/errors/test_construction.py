@@ -104,9 +104,9 @@ def test_arguments_are_refused(options, error, match):
         jpipe.pipeline(**given)
 
 
-def test_profile_refuses_what_is_no_list():
-    with pytest.raises(TypeError, match="stages is a Dense; needs a Flax module"):
-        jpipe.profile(nn.Dense(2), X)
+def test_profile_refuses_what_is_no_model():
+    with pytest.raises(TypeError, match=r"stages is .* int; needs a Flax module"):
+        jpipe.profile(3, X)
 
 
 def test_layers_that_are_no_layers_are_all_listed():

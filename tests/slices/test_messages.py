@@ -1,0 +1,292 @@
+"""What errors and warnings of a pipeline of one model say."""
+
+import re
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jpipe
+
+from .. import reference as ref
+
+KEY = jax.random.key(0)
+RNG = np.random.default_rng(2)
+X, TARGETS = (RNG.normal(size=(8, n)).astype(np.float32) for n in (6, 3))
+
+
+def told(pattern: str, says: str) -> str:
+    """What an error or a warning tells to type."""
+    found = re.search(pattern, says)
+    assert found
+    return found[1]
+
+
+class Normed(nn.Module):
+    """Two layers, and a norm with running statistics."""
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        x = nn.BatchNorm(use_running_average=not train)(nn.Dense(8)(x))
+        return nn.Dense(3)(nn.relu(x))
+
+
+class Sum(nn.Module):
+    """A model of several inputs."""
+
+    @nn.compact
+    def __call__(self, first, second, *, mask=None):
+        x = first["x"] + second
+        return nn.Dense(3)(nn.Dense(8)(x if mask is None else x * mask))
+
+
+# What does not fit, and what is said of it.
+INPUTS = {
+    "too few": (
+        lambda: jpipe.inputs({"x": X}, X[:4], mask=X),
+        r"batch size:\n  \* input 0\['x'\]: 8, .*\n  \* input 1: 4, .*\n  \* mask: 8,",
+    ),
+    "a scalar": (
+        lambda: jpipe.inputs({"x": X}, X, mask=np.ones(())),
+        r"\n  \* mask of shape \(\) has no axis 0",
+    ),
+    "text": (
+        lambda: jpipe.inputs({"x": np.array(["a"])}, X),
+        r"\n  \* input 0\['x'\] is a ndarray of dtype <U1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_inputs_are_named_as_in_the_call(name):
+    make, says = INPUTS[name]
+    with pytest.raises((TypeError, ValueError), match=says):
+        jpipe.pipeline(Sum(), 2, num_stages=2).init(KEY, make())
+
+
+@pytest.mark.parametrize("is_whole", ["params", "state"])
+def test_gaps_of_gradients_are_explained(is_whole):
+    """Parameters, or the state, are of all leaves, the gradients of a few."""
+    pipe = jpipe.pipeline(Normed(), 2, num_stages=2)
+    variables: Any = pipe.init(KEY, X)
+    params = variables["params"]
+    find = pipe.value_and_grad(ref.mse, has_state=True, trainable="*Dense_1*")
+    _, grads = find(variables, X, TARGETS)
+    adam = pipe.optimizer(optax.adamw(1e-2))
+    given = [params] if is_whole == "params" else []
+    opt_state = adam.init(params)
+    with pytest.raises(ValueError, match="gradients are None") as caught:
+        adam.update(grads, opt_state, *given)
+    says = str(caught.value)
+    assert says.startswith("4 gradients are None")
+    assert "grads['BatchNorm_0']['bias'] is the first" in says
+    # What the error tells to type is what runs.
+    make = told(r"free = (jax\.tree\.map\(.*\)), opt_state", says)
+    names = {"jax": jax, "grads": grads, "params": params}
+    free = eval(make, names)
+    found, _ = adam.update(grads, adam.init(free), free)
+    plain, host = optax.adamw(1e-2), ref.on_host((grads, free))
+    expected, _ = plain.update(host[0], plain.init(host[1]), host[1])
+    ref.assert_close(found, expected, ref.FLOAT32)
+
+
+BIAS = "variables['params']['Dense_1']['bias']"
+# A name in the last layer, what it is given, and what is said of that.
+MISFITS = {
+    "missing": ("bias", None, f"missing: {BIAS} (3,)"),
+    "surplus": (
+        "scale",
+        np.ones(3, np.float32),
+        f"surplus: {BIAS.replace('bias', 'scale')} (3,)",
+    ),
+    "another shape": (
+        "bias",
+        np.ones(4, np.float32),
+        f"{BIAS} has shape (4,), the model needs (3,)",
+    ),
+    "integers": (
+        "bias",
+        np.ones(3, np.int32),
+        f"{BIAS} has shape (3,) of int32, the model needs (3,)",
+    ),
+}
+
+
+@pytest.mark.parametrize("row", MISFITS)
+def test_given_variables_that_do_not_fit_are_named(row):
+    name, value, says = MISFITS[row]
+    flat = flatten_dict(Normed().init(KEY, X))
+    flat["params", "Dense_1", name] = value
+    given = unflatten_dict({k: leaf for k, leaf in flat.items() if leaf is not None})
+    pipe = jpipe.pipeline(Normed(), 2, num_stages=2)
+    says = f"for micro-batches of float32[4,6]; one of the two is wrong:\n  * {says}"
+    with pytest.raises(ValueError, match=f"{re.escape(says)}$"):
+        pipe.init_train_state(KEY, X, optax.sgd(0.1), variables=given)
+
+
+class Standardized(nn.Module):
+    """It holds the mean of the data that it was made with."""
+
+    @nn.compact
+    def __call__(self, x):
+        mean = self.param("mean", lambda _: x.mean(0))
+        return nn.Dense(3)(nn.Dense(8)(x - mean))
+
+
+def test_given_variables_that_are_made_of_data_are_taken():
+    given = Standardized().init(KEY, X)
+    pipe = jpipe.pipeline(Standardized(), 2, num_stages=2)
+    state = pipe.init_train_state(KEY, X, optax.sgd(0.1), variables=given)
+    ref.assert_equal(ref.on_host(state.variables), ref.on_host(given))
+
+
+def test_what_apply_leaves_is_warned_of():
+    pipe = jpipe.pipeline(Normed(), 2, num_stages=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        variables = pipe.init(KEY, X)
+        pipe.apply(variables, X)
+    says = r"apply leaves variables\['batch_stats'\] as given.*has_state=True"
+    with pytest.warns(UserWarning, match=says) as caught:
+        found = pipe.apply(variables, X, train=True)
+    assert caught[0].filename == __file__
+    parts = [
+        Normed().apply(ref.on_host(variables), x, train=True, mutable=["batch_stats"])
+        for x in np.split(X, 2)
+    ]
+    ref.assert_close(found, np.concatenate([y for y, _ in parts]), ref.FLOAT32)
+
+
+TOKENS = RNG.normal(size=(4, 5, 4)).astype(np.float32)
+
+
+class NnxDecoder(nnx.Module):
+    """Attention with a cache, between two layers."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.first, self.last = (nnx.Linear(4, 4, rngs=rngs) for _ in range(2))
+        self.attention = nnx.MultiHeadAttention(2, 4, 4, rngs=rngs, decode=True)
+        self.attention.init_cache(TOKENS.shape)
+
+    def __call__(self, x):
+        return self.last(self.attention(self.first(x)))
+
+
+def test_a_cache_of_nnx_is_left_as_given_and_read_by_the_module():
+    alone, (token, following, *_) = NnxDecoder(), np.split(TOKENS, 5, axis=1)
+    alone.eval()
+    pipe = jpipe.pipeline(NnxDecoder(), 1, num_stages=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        variables = pipe.init(None, token)
+    with pytest.warns(UserWarning, match="evaluation gives outputs alone") as caught:
+        found = pipe.apply(variables, token)
+    says = str(caught[0].message)
+    assert "\n  * cache/attention/cache_index" in says
+    # What the warning tells to type is what runs.
+    call = told(r"(pipe\.modules\(.*, device\)\))", says)
+    known = {"pipe": pipe, "jax": jax, "variables": variables}
+    decoding = eval(call, known | {"device": jax.devices()[0]})
+    decoding.eval()
+    expected = alone(token)
+    ref.assert_close((found, decoding(token)), (expected, expected), ref.FLOAT32)
+    ref.assert_close(decoding(following), alone(following), ref.FLOAT32)
+
+
+class Decoder(nn.Module):
+    """Attention with a cache or without, between two layers."""
+
+    decode: bool
+
+    @nn.compact
+    def __call__(self, x):
+        attend = nn.MultiHeadDotProductAttention(2, decode=self.decode)
+        mask = None if self.decode else nn.make_causal_mask(x[..., 0])
+        return nn.Dense(3)(attend(nn.Dense(4)(x), mask=mask))
+
+
+@pytest.mark.parametrize("length", [1, 5])
+def test_a_cache_of_linen_is_refused_with_what_to_type(length):
+    pipe = jpipe.pipeline(Decoder(True), 1, num_stages=2)
+    with pytest.raises(ValueError, match=r"decode=True.*decode=False") as caught:
+        pipe.init(KEY, TOKENS[:, :length])
+    pipe = jpipe.pipeline(Decoder(False), 1, num_stages=2)
+    variables = pipe.init(KEY, TOKENS)
+    whole, model = pipe.apply(variables, TOKENS), Decoder(True)
+    call = told(r"(model\.apply\(.*mutable=\['cache'\]\))", str(caught.value))
+    cache = {"cache": model.init(KEY, TOKENS)["cache"]}
+    known = {"jax": jax, "model": model, "variables": variables}
+    for at in range(5):
+        known |= {"cache": cache, "token": TOKENS[:, at : at + 1]}
+        y, cache = eval(call, known | {"device": jax.devices()[0]})
+        ref.assert_close(y, whole[:, at : at + 1], ref.FLOAT32)
+
+
+MESH = Mesh(np.array(jax.devices()[:2]), "rows")
+ROWS = NamedSharding(MESH, P("rows"))
+OVER = {
+    "sharding_constraint": lambda x: jax.lax.with_sharding_constraint(x, ROWS),
+    "shard_map": lambda x: jax.shard_map(
+        jnp.tanh, mesh=MESH, in_specs=P("rows"), out_specs=P("rows")
+    )(x),
+    "device_put": lambda x: jax.device_put(x, ROWS),
+    "sharding_constraint in a loop": lambda x: jax.lax.fori_loop(
+        0, 2, lambda _, y: jax.lax.with_sharding_constraint(y, ROWS), x
+    ),
+}
+
+
+class Over(nn.Module):
+    """Two layers, and an operation over devices of its own between them."""
+
+    operation: Any
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(3)(self.operation(nn.Dense(8)(x)))
+
+
+@pytest.mark.parametrize("name", OVER)
+def test_a_mesh_of_devices_in_a_program_is_refused(name):
+    operation, model = OVER[name], Over(OVER[name])
+    says = rf"{name.split()[0]} over 2 devices, {{'rows': 2}}"
+    with pytest.raises(ValueError, match=says):
+        jpipe.pipeline(model, 2, num_stages=2).init(KEY, X)
+    pipe = jpipe.pipeline([nn.Dense(8), operation, nn.Dense(3)], 2)
+    with pytest.raises(ValueError, match=says):
+        pipe.apply(pipe.init(KEY, X), X)
+
+    def loss(y, targets):
+        return ref.mse(operation(y), targets)
+
+    params = nn.Dense(3).init(KEY, X)
+    grad_fn = jpipe.value_and_grad(
+        lambda params, x, t: loss(nn.Dense(3).apply(params, x), t), 2, num_stages=1
+    )
+    with pytest.raises(ValueError, match=f"mesh of devices.*(\n.*)*{says}"):
+        grad_fn.place(params, X, TARGETS)
+    pipe = jpipe.pipeline(Over(jnp.tanh), 2, num_stages=2)
+    find, variables = pipe.value_and_grad(loss), pipe.init(KEY, X)
+    with pytest.raises(ValueError, match=says):
+        find(variables, X, TARGETS)
+
+
+def test_a_mesh_of_the_one_device_of_all_stages_is_no_fault():
+    mesh = Mesh(np.array(jax.devices()[:1]), "rows")
+    model = Over(
+        lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P()))
+    )
+    pipe = jpipe.sequential(model, 2)
+    variables: Any = pipe.init(KEY, X)
+    expected = Over(lambda x: x).apply(variables, X)
+    ref.assert_close(pipe.apply(variables, X), expected, ref.FLOAT32)
