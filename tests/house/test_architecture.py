@@ -80,6 +80,6 @@ def test_a_broken_rule_is_noticed(tmp_path, rule, module, source, says):
 def test_the_rules_read_the_whole_library():
     found = modules(LIBRARY)
     assert {"_pipeline", ROOT, "schedules", "draw._svg"} <= set(found)
-    assert "schedules" in graph(LIBRARY)["_pipeline"]
+    assert "schedules" in graph(LIBRARY)["_transform"]
     assert "jax.device_put" in words(LIBRARY / "_instructions" / "_transfer.py")
     assert set(FOLDERS) == set(map(folder_of, found))

@@ -203,5 +203,7 @@ def run(name: str, fed: Callable[..., Any] | None = None) -> dict[str, np.ndarra
     if name == "function":
         return of_function()
     pipe = pipelines()[name]()
-    given = {} if fed is None else {"fed": functools.partial(fed, pipe)}
+    given = {"fed": functools.partial(fed, pipe)} if fed else {}
+    if name.startswith("model"):  # all are given all
+        given = {}
     return results(pipe, name in WHOLE, **given)

@@ -45,9 +45,7 @@ def main(
     me = jax.process_index()
 
     def fed(pipe, x, targets):
-        if feeds == "all" or not hasattr(
-            pipe, "devices"
-        ):  # of a model all are given all
+        if feeds == "all":
             return x, targets
         ends = (
             getattr(pipe.devices[at], "devices", pipe.devices[at]) for at in (0, -1)
