@@ -25,9 +25,10 @@ from ._layers._initialize import strong
 from ._layers._layer import as_module, check_unchanged
 from ._layers._skip import label
 from ._processes._elsewhere import is_here
+from ._processes._group import agree_on_key
 from ._run import _layout, _resting, _variables
 from ._run._feed import Feed
-from ._run._initialize import agree_on_key, draws, initializers
+from ._run._initialize import draws, initializers
 from ._run._pipe import Pipe
 from ._slices import _left, _results
 from ._slices._built import Built, Divided
@@ -223,7 +224,8 @@ class LayerList:
                 _rng.check_key(key)
             key = jax.random.key(0)  # which nobody reads
         fitting.note([visit.variables for visit in visits], visits, batch.x)
-        agree_on_key(pipe, key)
+        if pipe.copies is not None:
+            agree_on_key(key)
         # Made on the first device of this process, where equal layers share a compiled
         # program; what is in another process is made there.
         first = _transfer.one_of(pipe.own_places[0])

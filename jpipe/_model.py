@@ -19,9 +19,9 @@ from ._instructions._sharding import Sharding
 from ._layers import _rng
 from ._layers._layer import Layer, as_module
 from ._processes._elsewhere import is_here
+from ._processes._group import agree_on_key
 from ._run import _resting
 from ._run._feed import Feed
-from ._run._initialize import agree_on_key
 from ._run._pipe import Pipe
 from ._slices._built import Built, Divided
 from ._slices._division import Division
@@ -154,7 +154,8 @@ class OneModel:
         key = jax.random.key(0) if key is None else key
         initial = Initial(self._layer, key, self._part(x))
         homes = self.homes(initial.specs, x)
-        agree_on_key(self.pipe, key)
+        if self.pipe.copies is not None:
+            agree_on_key(key)
         made = initial.leaves(key, self._first)
         leaves = [
             _transfer.put_one(leaf, self.pipe.devices[stage], sharding)

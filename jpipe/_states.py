@@ -14,8 +14,8 @@ from ._layers import _rng
 from ._list import LayerList
 from ._model import OneModel
 from ._processes._elsewhere import of_copies
+from ._processes._group import agree_on_key
 from ._run import _resting, _variables
-from ._run._initialize import agree_on_key
 from ._run._pipe import Pipe
 from ._train._optimizer import Optimizer, place_state
 from ._train._state import TrainState, note_chosen
@@ -54,7 +54,8 @@ def train_state(
     _rng.check_key(key)
     pipe, params = owner.pipe, _variables.params(variables)
     trained = jax.tree.leaves(_variables.params(owner.marks(variables, trainable)))
-    agree_on_key(pipe, key)
+    if pipe.copies is not None:
+        agree_on_key(key)
     rng, step = _first(pipe, key, np.int32(0))
     step, rng = _everywhere(pipe, step, _rng.training_key(rng))
     homes, (of_params, _) = _parts(owner, variables, x)

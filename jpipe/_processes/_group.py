@@ -15,10 +15,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import numpy as np
 
 from .. import _compat
 from .._faults import refuse
+from ._elsewhere import own_copy
 from ._environment import TRANSPORT, seconds
+from ._keys import as_numbers
 
 _SECONDS = 600.0  # how long one process waits for another, unless told
 RUNS = "calls of the pipelines so far"
@@ -221,3 +224,9 @@ def _who(processes: list[int]) -> str:
 def group() -> Group:
     """The processes of this job."""
     return Group()
+
+
+def agree_on_key(key: jax.Array) -> None:
+    """Checks that all processes have the same key: each makes layers of its own."""
+    words = str(np.asarray(own_copy(as_numbers(key))).tolist())
+    group().agree(f"init/{group().next_number()}", {"key": words}, "init")

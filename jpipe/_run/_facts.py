@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from .._functions._batch import Batch
-from .._functions._weights import Weights
 from .._layers._stage import shapes
 from ._pipe import Pipe
 
@@ -19,12 +18,12 @@ def of_layers(pipe: Pipe, params: Sequence[PyTree]) -> dict[str, str]:
     return {f"layer {i}": f"{layer.name} {shapes(own)}" for i, (layer, own) in pairs}
 
 
-def of_stages(pipe: Pipe, weights: Sequence[Weights]) -> dict[str, str]:
+def of_stages(pipe: Pipe, specs: Sequence[PyTree]) -> dict[str, str]:
     """What each stage has."""
     if pipe.copies is None:
         return {}
     return {
-        f"stage {s}": f"{stage}, {shapes(weights[s].specs)}"
+        f"stage {s}": f"{stage}, {shapes(specs[s])}"
         for s, stage in enumerate(pipe.stages)
     }
 

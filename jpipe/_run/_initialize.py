@@ -5,8 +5,6 @@ from typing import Any, NamedTuple
 
 import chex
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from .._instructions._compile import (
     Executable,
@@ -19,9 +17,6 @@ from .._layers import _nnx
 from .._layers._alike import origin
 from .._layers._initialize import init_with, strong
 from .._layers._walk import Visit
-from .._processes._elsewhere import own_copy
-from .._processes._group import group
-from ._pipe import Pipe
 
 PyTree = Any
 Initializer = Callable[[chex.PRNGKey], PyTree]
@@ -102,12 +97,3 @@ def initializers(
             return same[-1]
 
         return [*map(of, visits)]
-
-
-def agree_on_key(pipe: Pipe, key: chex.PRNGKey) -> None:
-    """Checks that all processes have the same key: each makes layers of its own."""
-    if pipe.copies is not None:
-        is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-        numbers = jax.random.key_data(key) if is_typed else key
-        words = str(np.asarray(own_copy(numbers)).tolist())
-        group().agree(f"init/{group().next_number()}", {"key": words}, "init")

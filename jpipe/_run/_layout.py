@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 
-from .._functions._weights import Weights
 from .._jaxprs import _jaxpr
 from .._layers._sharing import Key, Sharing
 from .._layers._tree import Names, dotted, flat, merged, nested
@@ -32,12 +31,12 @@ class Layout:
       marks: whether each of their leaves is trained.
 
     Attributes:
-      order: for each stage the positions of its leaves among those of all variables.
-      weights: the variables of each stage.
+      numbers: for each stage its variables, with the positions of its leaves among
+        those of all variables in their place.
+      order: for each stage these positions.
       marks: whether each leaf of all variables is trained.
       params: the positions of leaves that are parameters.
       trained: of these whether each is trained.
-      state: the positions of leaves that are no parameters.
       homes: of each leaf of all variables the stage in which it stays.
       specs: what it is like, and its place.
       shardings: how each of them lies there between steps.
@@ -57,18 +56,11 @@ class Layout:
             merged(numbered[i], _borrowed(pipe.sharing, i, visit, numbered, places))
             for i, visit in enumerate(visits)
         ]
-        self.order = [jax.tree.leaves(entries[stage.span]) for stage in pipe.stages]
-        self.state: list[int] = jax.tree.leaves(_variables.model_state(numbered))
+        self.numbers = [tuple(entries[stage.span]) for stage in pipe.stages]
+        self.order = [jax.tree.leaves(own) for own in self.numbers]
         self.params: list[int] = jax.tree.leaves(_variables.params(numbered))
         self.marks: list[bool] = jax.tree.leaves(tuple(marks))
         self.trained = [self.marks[i] for i in self.params]
-        self.weights = [
-            Weights.of(
-                jax.tree.map(leaves.__getitem__, entries[stage.span]),
-                jax.tree.map(self.marks.__getitem__, entries[stage.span]),
-            )
-            for stage in pipe.stages
-        ]
         layer_of = [
             i for i, entry in enumerate(numbered) for _ in jax.tree.leaves(entry)
         ]
@@ -83,7 +75,8 @@ class Layout:
     @property
     def facts(self) -> dict[str, str]:
         """What processes compare of the variables, in words."""
-        return _facts.of_stages(self._pipe, self.weights)
+        specs = [[self.specs[i][0] for i in own] for own in self.order]
+        return _facts.of_stages(self._pipe, specs)
 
     def check(self, leaves: Sequence[Any], tree: str = "variables") -> None:
         """Checks what a run is given: see `_variables`.

@@ -186,9 +186,8 @@ class _Trace:
         skips: dict[_skip.Key, PyTree] = {}
         self.written, self.alike, new = [], [], []
         for stage in self._stages:
-            own = self._layout.weights[stage.index]
-            order = self._layout.order[stage.index]
-            entries = jax.tree.unflatten(own.tree, [leaves[i] for i in order])
+            own = self._layout.numbers[stage.index]
+            entries = jax.tree.map(leaves.__getitem__, own)
             if self._train:
                 _check_collections(stage, entries)
             popped = [skips[r.key] for r in self._routes if r.target == stage.index]
@@ -217,9 +216,8 @@ class _Trace:
 
     def _changes(self, stage: StageFunction, changed: PyTree) -> list[Any]:
         """What the layers of a stage changed of their variables."""
-        weights, order = self._layout.weights[stage.index], self._layout.order
-        position = {path: i for i, path in enumerate(weights.paths)}
-        found = []
+        numbers = jax.tree_util.tree_leaves_with_path(self._layout.numbers[stage.index])
+        position, found = dict(numbers), []
         for path, leaf in jax.tree_util.tree_leaves_with_path(changed):
             if path not in position:
                 continue
@@ -229,9 +227,8 @@ class _Trace:
                 (collection, *names), simple=True, separator="/"
             )
             text = f"layer {number} ({stage.layers[layer.idx].name}) writes {tail}"
-            at = order[stage.index][position[path]]
             full = (number, collection, *names)
-            self.written.append(Written(at, full, text, collection.key))
+            self.written.append(Written(position[path], full, text, collection.key))
             found.append(leaf)
         return found
 
