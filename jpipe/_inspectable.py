@@ -6,7 +6,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from ._check._report import CheckReport
-from ._describe import describe
+from ._describe import Known, describe
 from ._functions._objective import Objective
 from ._instructions import _transfer
 from ._instructions._sharding import SubMesh
@@ -15,7 +15,6 @@ from ._list import LayerList
 from ._model import UNKNOWN, OneModel
 from ._profile import as_pair, profile
 from ._run._context import outside_of_meshes
-from ._slices._built import Divided
 from ._train._gradients import Gradients
 from ._train._state import TrainState, check_state
 from .planning._plan import Forecast, Plan
@@ -72,16 +71,19 @@ class Inspectable:
         Raises:
           ValueError: before it is known in how many stages a model is divided.
         """
-        known = self._subject.known(self._last)
+        known = self._known
         if known is None:
             raise ValueError(UNKNOWN)
         return describe(known._replace(forecast=self._forecast))
 
     @property
-    def _last(self) -> Divided | None:
-        """The last mini-batch with a loss."""
-        each = (own.last for own in (self._made, self._used) if own)
-        return next(filter(None, each), None)
+    def _last(self) -> Gradients | None:
+        """The gradients that a mini-batch was given last, or that were made last."""
+        return self._made if self._made and self._made.last else self._used
+
+    @property
+    def _known(self) -> Known | None:
+        return self._subject.known(self._last.last if self._last else None)
 
     def __repr__(self) -> str:
         known = self._subject.num_stages is not None
@@ -94,10 +96,9 @@ class Inspectable:
 
     @outside_of_meshes
     def __str__(self) -> str:
-        if self._subject.known(self._last) is None:
+        if self._known is None:
             return f"{self!r}\n{UNKNOWN}"
-        each = (own.unchecked for own in (self._made, self._used) if own)
-        why = next(filter(None, each), "")
+        why = self._last.unchecked if self._last else ""
         return str(self.plan) + (f"\nthe loss was not checked: {why}" if why else "")
 
     @outside_of_meshes

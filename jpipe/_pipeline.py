@@ -40,7 +40,7 @@ class Pipeline(Inspectable, OwnLoop):
         self, subject: LayerList | OneModel, forecast: Forecast | None = None
     ) -> None:
         self._subject, self._forecast = subject, forecast
-        self._places = subject.places
+        self._places, self._feed = subject.places, subject.feed()
 
     @outside_of_meshes
     def init(self, key: chex.PRNGKey | None, x: PyTree) -> Any:
@@ -116,7 +116,7 @@ class Pipeline(Inspectable, OwnLoop):
           ValueError: if the batch or the variables do not fit the model.
           TypeError: if a leaf of ``x`` is not an array.
         """
-        x, _ = self._subject.feed()(x, rngs=rngs)
+        x, _ = self._feed(x, rngs=rngs)
         built = self._subject.forward(variables, x, rngs, train)
         found = built.program(built.given(variables, (x, rngs)))
         return jax.tree.unflatten(built.aux_tree, found)
