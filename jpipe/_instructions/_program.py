@@ -7,7 +7,6 @@ programs to compile.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
@@ -215,7 +214,7 @@ def _over_slots(
       devices: the device of each place.
       slot: the slots of arguments and constants; those of results are added.
     """
-    found = []
+    found, senders = [], dict[Any, Any]()
     for number, each in enumerate(instructions):
         program, new = programs.get(number), each.writes
         if program:
@@ -224,14 +223,19 @@ def _over_slots(
         slot |= {v: start + i for i, v in enumerate(new)}
         reads = tuple([slot[v] for v in each.reads])
         ended = {slot[v] for v in (*each.reads, *new) if last.get(v, -1) <= number}
-        run = program.run if program else _move(graph, each, devices)
+        run = program.run if program else _move(graph, each, devices, senders)
         # What leaves for another process is written there.
         is_written = not isinstance(run, Crossing) or run.is_received
         found.append(
-            replace(
-                each,
-                reads=reads,
-                writes=range(start, len(slot)),
+            Instruction(
+                each.place,
+                each.source,
+                each.function,
+                reads,
+                range(start, len(slot)),
+                each.label,
+                each.layers,
+                each.mapped,
                 donates=tuple([reads[i] for i in program.donated]) if program else (),
                 frees=tuple(sorted(ended)),
                 compiled=program,
@@ -252,18 +256,21 @@ def _taking(slots: Sequence[Slot]) -> Callable[[list[Any]], Sequence[Any]]:
 
 
 def _move(
-    graph: Graph, move: Instruction, devices: Sequence[Device]
+    graph: Graph, move: Instruction, devices: Sequence[Device], senders: dict[Any, Any]
 ) -> Callable[..., Sequence[Any]]:
-    """What a move runs."""
+    """What a move runs; ``senders`` are those of moves that are alike."""
     target, how = devices[move.place], [graph.shardings[v] for v in move.writes]
     assert move.source is not None
     if move.source == OUTSIDE:
         return lambda *leaves: _transfer.put(leaves, target, how)
     source, specs = devices[move.source], [graph.specs[v] for v in move.writes]
     if not graph.crosses(move):
-        source_how = [graph.shardings[v] for v in move.reads]
+        source_how = tuple([graph.shardings[v] for v in move.reads])
         has_keys = any(map(is_key, specs))
-        return _transfer.sender(source, target, has_keys, how, source_how)
+        kind = source, target, has_keys, tuple(how), source_how
+        if kind not in senders:
+            senders[kind] = _transfer.sender(*kind)
+        return senders[kind]
     of = f" of {graph.ranks[move.source]}" if graph.ranks else ""
     pairs = list(zip(specs, how, strict=True))
     return Crossing(
