@@ -8,7 +8,7 @@ from ._instructions import _bytes
 from ._instructions._bytes import most_residuals, nbytes
 from ._instructions._sharding import SubMesh
 from ._run._pipe import Pipe
-from ._slices._built import Built, Divided, Lies
+from ._slices._built import AnyLayout, Built, Divided
 from ._slices._cuts import Cuts
 from ._slices._names import modules_by_part
 from ._slices._slice import specs
@@ -34,7 +34,7 @@ class Known(NamedTuple):
 
     pipe: Pipe
     names: Sequence[Sequence[str]]
-    layout: Lies | None = None
+    layout: AnyLayout | None = None
     reads: Sequence[Sequence[int]] = ()
     stages: Stages | None = None
     built: Built | None = None

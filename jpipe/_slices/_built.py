@@ -42,7 +42,7 @@ class Outcome(NamedTuple):
     changed: dict[int, Value]
 
 
-class Lies(Protocol):
+class AnyLayout(Protocol):
     """Where the parameters of a function are between steps.
 
     Attributes:
@@ -139,7 +139,7 @@ class Divided(NamedTuple):
 
     pipe: Pipe
     stages: Stages
-    layout: Lies
+    layout: AnyLayout
     cuts: Cuts | None = None
     built: "Built | None" = None
 
@@ -161,7 +161,7 @@ class Built:
         pipe: Pipe,
         stages: Stages,
         batch: Batch,
-        layout: Lies,
+        layout: AnyLayout,
         joins: Sequence[Join],
         aux: PyTree,
     ) -> None:

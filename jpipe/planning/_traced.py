@@ -10,7 +10,6 @@ import jax
 from .._functions import _microbatch
 from .._functions._batch import Batch
 from .._functions._objective import Objective
-from .._functions._trainable import Trainable
 from .._slices._functions import StageFunctions
 from .._slices._stages import Stages
 
@@ -76,11 +75,6 @@ class Sample(NamedTuple):
 
         x, targets = part(batch.x, batch.x_axes), part(batch.targets, batch.target_axes)
         return self._replace(x=x, targets=targets, num_microbatches=1)
-
-    @property
-    def trained(self) -> Trainable:
-        """The selection of parameters, of a list of layers."""
-        return Trainable(self.trainable)
 
 
 @dataclass(frozen=True)
