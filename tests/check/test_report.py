@@ -55,7 +55,9 @@ def test_report_is_printed_as_a_table():
     ]
     assert "outputs differ, most in example " in rows[2]
     assert loss.startswith("loss_fn with reduction='mean'  same")
-    assert end == "each example by itself: layers [0, 1]; not so: layers [2]"
+    assert end == (
+        "layers that compute the same in micro-batches: [0, 1]; layers that do not: [2]"
+    )
     assert not report
     assert not report.is_same
     report = pipe.check(variables, x)

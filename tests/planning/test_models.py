@@ -68,6 +68,17 @@ def test_a_plan_of_a_model_is_built_and_gives_the_numbers_of_one_device(double):
     assert "bottleneck: " in str(pipe)
 
 
+def test_a_plan_names_each_module_once_in_a_stage_and_says_what_is_a_part():
+    pieces = [name for stage in plan().stages for name in stage.layers]
+    assert pieces.count("Block_1") > 1
+    names = plan().names
+    assert all(len(own) == len(set(own)) for own in names)
+    everywhere = [name for own in names for name in own]
+    assert all((everywhere.count(n) > 1) == n.endswith(" (part)") for n in everywhere)
+    assert "Block_1 (part)" in str(plan())
+    assert "Block_1 x" not in str(plan())
+
+
 def test_a_pipeline_says_where_it_is_cut_to_one_of_another_batch(double):
     first = jpipe.pipeline(MODEL, 2, num_stages=3)
     variables = first.init(jax.random.key(0), TOKENS[:4])
