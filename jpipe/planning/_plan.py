@@ -248,8 +248,11 @@ class Plan:
                 [*row, cell]
                 for row, cell in zip(rows, ["cut along", *cells], strict=True)
             ]
+        left = range(4)
+        if not any(self.names):  # a function without modules
+            rows, left = [[*row[:2], *row[3:]] for row in rows], range(3)
         parts = [named(self.schedule, self.data)] if self.data > 1 else []
-        parts += [columns(rows, left=range(4)), folded(self._grid())]
+        parts += [columns(rows, left=left), folded(self._grid())]
         parts += _kept(self.stages)
         if self.skips:
             parts.append(f"skip connections: {_listed(self.skips)}")

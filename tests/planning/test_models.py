@@ -130,6 +130,22 @@ def test_pieces_have_all_parameters_and_the_times_of_their_equals(double):
     assert sum(piece.backward for piece in measured.layers) > 0
 
 
+def test_a_function_without_modules_is_printed_without_a_column_for_them():
+    def model(x):
+        for _ in range(4):
+            x = jpipe.boundary(jnp.tanh(x @ jnp.ones((4, 4))))
+        return x
+
+    x, options = jnp.ones((8, 4)), {"measure": False, "num_devices": 2, "data": 1}
+    made = jpipe.plan(model, x, TX, **options, action_seconds=0.0)
+    pipe = jpipe.pipeline(model, plan=made, devices=2 * jax.devices()[:1])
+    pipe.apply(pipe.init(None, x), x)
+    assert not any(pipe.plan.names)
+    header, *_ = str(pipe).splitlines()
+    assert header.split()[:3] == ["stage", "device", "remat"]
+    assert "a part of the function" in jpipe.draw.svg(pipe.plan)
+
+
 def test_marks_are_the_ends_of_pieces():
     def model(x):
         for _ in range(3):
