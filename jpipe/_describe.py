@@ -10,7 +10,7 @@ from ._instructions._sharding import SubMesh
 from ._run._pipe import Pipe
 from ._slices._built import AnyLayout, Built, Divided
 from ._slices._cuts import Cuts
-from ._slices._names import modules_by_part
+from ._slices._names import modules
 from ._slices._slice import specs
 from ._slices._stages import Stages
 from .planning._plan import Forecast, Plan, StagePlan
@@ -48,7 +48,7 @@ def of_function(divided: Divided) -> Known:
     pipe, stages, layout, cuts, built = divided
     built = built if stages.first.has_loss else None
     reads = [stages.weights(s) for s in range(stages.num_stages)]
-    names = modules_by_part(stages)
+    names = modules(stages)
     return Known(pipe, names, layout, reads, stages, built, cuts=cuts)
 
 

@@ -195,7 +195,10 @@ class FunctionGradient:
         known = f"{self!r}\nthe stages are known once it is called or placed"
         if self._sliced.last is not None:
             known = str(self.plan)
-        return f"{known}\nthe loss was not checked; grad_fn.check runs it both ways"
+        return (
+            f"{known}\na call does not check the loss; grad_fn.check(params, *args) "
+            f"runs it at once and in micro-batches, and compares"
+        )
 
     def _trained(self, specs: PyTree) -> list[bool]:
         _check_params(specs)

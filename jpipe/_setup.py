@@ -2,6 +2,7 @@
 
 import itertools
 import operator
+import reprlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -71,10 +72,12 @@ def check_plan(plan: Any, layers: Sequence[Layer] | None, given: Sequence[str]) 
     """
     if not isinstance(plan, Plan):
         raise TypeError(
-            f"plan={plan!r} is a {type(plan).__name__}; needs what jpipe.plan "
-            f"returned, or Plan.from_json(text)"
+            f"plan={reprlib.repr(plan)} is a {type(plan).__name__}; needs what "
+            f"jpipe.plan returned, or jpipe.Plan.from_json(text)"
         )
-    faults = [f"it decides {name}, which was given too" for name in given]
+    faults = [
+        f"it decides {name}, which was given too: leave {name}= out" for name in given
+    ]
     if (plan.cuts is None) != (layers is not None):
         what = "a list of layers" if plan.cuts is None else "one model or function"
         faults.append(f"it is of {what}; make one of what is given here")
@@ -289,7 +292,9 @@ def replicated_plan(
       ValueError: with every fault.
     """
     decided = [name for name in given if name in ("balance", "schedule", "replicas")]
-    faults = [f"it decides {name}, which was given too" for name in decided]
+    faults = [
+        f"it decides {name}, which was given too: leave {name}= out" for name in decided
+    ]
     balance = [stage.end - stage.start for stage in plan.stages]
     if sum(balance) != len(layers):
         faults.append(f"it is for {sum(balance)} layers, there are {len(layers)}")

@@ -98,10 +98,13 @@ class Checking:
         # return what they are given.
         normed = self._train and "batch_stats" in entry
         given = [_given(entry, at, self._keys) for at in self._at]
-        stopped = f"not compared: {name} cannot be run in micro-batches of these sizes"
+        stopped = f"not compared, since {name} was not"
         try:
             traced = self._trace(stage, given, normed)
         except Exception as error:
+            # What is wrong with any batch, such as a missing key, is no difference.
+            if not any(self._can_trace(stage, [one], normed) for one in given):
+                raise
             self._stopped = stopped
             return Checked(name, notes=(f"not compared: {first_line(error)}",))
         function, notes = traced.function, []
@@ -130,6 +133,14 @@ class Checking:
             f"each micro-batch should, say so: report.raise_if_different("
             f"accept=[{number}])",
         )
+
+    def _can_trace(self, *what: Any) -> bool:
+        """Whether a layer can be traced on some examples: see `_trace`."""
+        try:
+            self._trace(*what)
+        except Exception:
+            return False
+        return True
 
     def _trace(self, stage: StageFunction, given: list[Given], apart: bool) -> _Traced:
         before, names = [*self._at[0].skips], []

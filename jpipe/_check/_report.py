@@ -77,7 +77,8 @@ class CheckReport:
         if len(self.layers) < 2:
             return table
         return (
-            f"{table}\neach example by itself: layers {alone}; not so: layers {mixed}"
+            f"{table}\nlayers that compute the same in micro-batches: {alone}; layers "
+            f"that do not: {mixed}"
         )
 
     def raise_if_different(self, accept: Container[int] = ()) -> None:

@@ -13,7 +13,8 @@ from .._layers._inputs import Inputs, called
 PyTree = Any
 Axes = Any
 _AXES = (
-    "in_axes says where the examples are in x, target_axes where they are in targets: "
+    "in_axes= says where the examples are in the inputs, target_axes= of a pipeline "
+    "where they are in the targets: "
     "one number or a tree of them, with None for what each micro-batch is given as it "
     "is, as in target_axes={'labels': 0, 'scale': None}"
 )
@@ -143,8 +144,8 @@ def batch_size(
         raise ValueError(
             f"{next(iter(found))} has {size} examples, fewer than "
             f"num_microbatches={num_microbatches}; give at least one example per "
-            f"micro-batch and device along 'data', or take fewer micro-batches: with "
-            f"another num_microbatches= parameters are the same"
+            f"micro-batch and device along 'data', or take fewer micro-batches: a "
+            f"pipeline with another num_microbatches= takes the same parameters"
         )
     return size
 

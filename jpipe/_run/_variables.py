@@ -124,7 +124,8 @@ def check_length(given: Any, num_layers: int) -> None:
         )
         raise ValueError(
             f"variables {told}, the model has {num_layers} layers; give a "
-            f"tuple with one entry per layer, as Pipeline.init returns it"
+            f"tuple with one entry per layer, as Pipeline.init returns it; "
+            f"of a train state give state.variables"
         )
 
 

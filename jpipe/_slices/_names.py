@@ -1,5 +1,8 @@
 """The modules of a model that are in its stages, as Flax names what is traced."""
 
+from collections import Counter
+from collections.abc import Sequence
+
 from ._stages import Stages
 
 
@@ -8,17 +11,13 @@ def modules(stages: Stages) -> list[list[str]]:
     return [_names(stages, s) for s in range(stages.num_stages)]
 
 
-def modules_by_part(stages: Stages) -> list[list[str]]:
-    """The same; what is in several stages is said to be a part in each."""
-    names = modules(stages)
+def in_parts(names: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Of each stage every name once; one of several stages is a part in each."""
+    stages = Counter(name for own in names for name in dict.fromkeys(own))
     return [
-        [f"{n} (part)" if _is_elsewhere(n, s, names) else n for n in own]
-        for s, own in enumerate(names)
+        [f"{name} (part)" if stages[name] > 1 else name for name in dict.fromkeys(own)]
+        for own in names
     ]
-
-
-def _is_elsewhere(name: str, stage: int, names: list[list[str]]) -> bool:
-    return any(name in own for s, own in enumerate(names) if s != stage)
 
 
 def _names(stages: Stages, stage: int) -> list[str]:

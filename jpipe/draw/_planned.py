@@ -35,7 +35,9 @@ def planned(plan: Any) -> tuple[Bars, Timeline]:
     """
     forecast = plan.forecast
     if forecast is None:
-        raise ValueError("a plan without a forecast: draw what jpipe.plan returns")
+        raise ValueError(
+            "a plan without a forecast: draw what jpipe.plan returns, or plan.schedule"
+        )
     count, ranks = plan.schedule.num_microbatches, len(forecast.memory)
     parts = [n for n in _PARTS if any(getattr(m, n) for m in forecast.memory)]
     shape = each = ""
@@ -62,7 +64,7 @@ def planned(plan: Any) -> tuple[Bars, Timeline]:
 
 def _row(plan: Any, rank: int) -> Row:
     forecast, own = plan.forecast, [x for x in plan.stages if x.rank == rank]
-    layers = " + ".join(_abridged(stage.layers) for stage in own)
+    layers = " + ".join(_abridged(plan.names[stage.index]) for stage in own)
     modes = " and ".join(dict.fromkeys(stage.remat for stage in own))
     busy, memory = forecast.busy[rank], forecast.memory[rank]
     return Row(
@@ -80,6 +82,8 @@ def _row(plan: Any, rank: int) -> Row:
 
 def _abridged(layers: Sequence[str]) -> str:
     """The layers of a stage in some words: ``Embed to Block (5)``, ``Block x 3``."""
+    if not layers:
+        return "a part of the function"
     first, last = layers[0], layers[-1]
     if len(layers) == 1:
         return first

@@ -9,6 +9,7 @@ from typing import Any
 
 from .._layers._stage import abbreviate
 from .._slices._cuts import Cuts
+from .._slices._names import in_parts
 from ..schedules import Action, Costs, Schedule, Skip
 from ..schedules._action import BACKWARD, FORWARD, INPUT, WEIGHT
 from ..schedules._costs import faults_of
@@ -29,7 +30,7 @@ class StagePlan:
       index: its number.
       rank: the rank that runs it.
       device: the name of the rank's device.
-      layers: the names of its layers.
+      layers: the names of its layers; of a model that of the module in each piece.
       remat: what it keeps between forward and backward.
       num_params: the number of parameters; ``None`` while shapes are unknown.
       param_bytes: their bytes, on each of its devices.
@@ -164,6 +165,12 @@ class Plan:
         return [len(stage.layers) for stage in self.stages]
 
     @property
+    def names(self) -> list[list[str]]:
+        """Of each stage its layers; of a model its modules, each once."""
+        names = [[*stage.layers] for stage in self.stages]
+        return names if self.cuts is None else in_parts(names)
+
+    @property
     def remat(self) -> list[str]:
         """What each stage keeps."""
         return [stage.remat for stage in self.stages]
@@ -223,7 +230,7 @@ class Plan:
 
     def __str__(self) -> str:
         header = ["stage", "device", "layers", "remat", "parameters", "bytes", "held"]
-        rows = [header, *(_row(stage) for stage in self.stages)]
+        rows = [header, *map(_row, self.stages, self.names)]
         if all(stage.num_params is None for stage in self.stages):
             rows = [row[:4] for row in rows]
         elif all(stage.held_bytes is None for stage in self.stages):
@@ -241,8 +248,11 @@ class Plan:
                 [*row, cell]
                 for row, cell in zip(rows, ["cut along", *cells], strict=True)
             ]
+        left = range(4)
+        if not any(self.names):  # a function without modules
+            rows, left = [[*row[:2], *row[3:]] for row in rows], range(3)
         parts = [named(self.schedule, self.data)] if self.data > 1 else []
-        parts += [columns(rows, left=range(4)), folded(self._grid())]
+        parts += [columns(rows, left=left), folded(self._grid())]
         parts += _kept(self.stages)
         if self.skips:
             parts.append(f"skip connections: {_listed(self.skips)}")
@@ -332,14 +342,14 @@ def _foretold(forecast: Forecast) -> str:
     return "\n".join(lines)
 
 
-def _row(stage: StagePlan) -> list[str]:
+def _row(stage: StagePlan, names: Sequence[str]) -> list[str]:
     params = "" if stage.num_params is None else f"{stage.num_params:,}"
     if stage.num_trained not in (None, stage.num_params):
         params += f" ({stage.num_trained:,} trained)"
     return [
         str(stage.index),
         stage.device,
-        abbreviate(stage.layers),
+        abbreviate(names),
         stage.remat,
         params,
         "" if stage.param_bytes is None else size(stage.param_bytes),

@@ -214,7 +214,7 @@ class Profile:
           Traceback (most recent call last):
           ValueError: the profile was made on something else:
             * device: 'a' in the profile, 'b' here
-          Measure again, or use the profile where it was made
+          Measure again, or use the profile where it was made; ...
         """
         differ = [
             f"{name}: {_quoted(self.made, name)} in the profile, "
@@ -226,7 +226,8 @@ class Profile:
             listed = "".join(f"\n  * {line}" for line in differ)
             raise ValueError(
                 f"the profile was made on something else:{listed}\nMeasure again, or "
-                f"use the profile where it was made"
+                f"use the profile where it was made; give jpipe.profile the same "
+                f"num_microbatches=, loss=, targets= and trainable= as jpipe.plan"
             )
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import errors
 from flax import linen as nn
 
 import jpipe
@@ -29,6 +30,12 @@ def mse(y, targets):
     return jnp.mean((y - targets) ** 2)
 
 
+class Dropped(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        return nn.Dropout(0.1, deterministic=not train)(x)
+
+
 def made(layers, make=jpipe.sequential, number=3, **options):
     x, targets = data()
     pipe = make(layers, number, **options)
@@ -48,7 +55,9 @@ def test_report_is_printed_as_a_table():
     ]
     assert "outputs differ, most in example " in rows[2]
     assert loss.startswith("loss_fn with reduction='mean'  same")
-    assert end == "each example by itself: layers [0, 1]; not so: layers [2]"
+    assert end == (
+        "layers that compute the same in micro-batches: [0, 1]; layers that do not: [2]"
+    )
     assert not report
     assert not report.is_same
     report = pipe.check(variables, x)
@@ -117,6 +126,19 @@ def test_loss_for_one_number_of_examples_is_not_compared():
     assert report.loss.notes[0].startswith("not compared: TypeError: cannot reshape")
     with pytest.raises(TypeError, match="must return a scalar loss"):
         pipe.check(variables, x, targets, lambda y, t: y)
+
+
+def test_a_layer_that_cannot_run_on_any_examples_raises_its_error():
+    pipe, _, x, targets = made([nn.Dense(2), Dropped()])
+    variables = pipe.init(KEY, x)
+    with pytest.raises(errors.InvalidRngError) as raised:
+        pipe.check(variables, x, targets, mse)
+    notes = "\n".join(raised.value.__notes__)
+    assert "raised by layer 1 (Dropped)" in notes
+    assert "rngs=jax.random.key(0)" in notes
+    report = pipe.check(variables, x, targets, mse, rngs=KEY)
+    assert report
+    assert report.layers[1].compared == ("outputs", "gradients")
 
 
 def test_parts_of_given_sizes_are_compared():

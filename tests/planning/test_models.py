@@ -68,6 +68,17 @@ def test_a_plan_of_a_model_is_built_and_gives_the_numbers_of_one_device(double):
     assert "bottleneck: " in str(pipe)
 
 
+def test_a_plan_names_each_module_once_in_a_stage_and_says_what_is_a_part():
+    pieces = [name for stage in plan().stages for name in stage.layers]
+    assert pieces.count("Block_1") > 1
+    names = plan().names
+    assert all(len(own) == len(set(own)) for own in names)
+    everywhere = [name for own in names for name in own]
+    assert all((everywhere.count(n) > 1) == n.endswith(" (part)") for n in everywhere)
+    assert "Block_1 (part)" in str(plan())
+    assert "Block_1 x" not in str(plan())
+
+
 def test_a_pipeline_says_where_it_is_cut_to_one_of_another_batch(double):
     first = jpipe.pipeline(MODEL, 2, num_stages=3)
     variables = first.init(jax.random.key(0), TOKENS[:4])
@@ -117,6 +128,22 @@ def test_pieces_have_all_parameters_and_the_times_of_their_equals(double):
     measured = jpipe.profile(MODEL, TOKENS, rounds=1, **options)
     assert measured.ties == profile.ties
     assert sum(piece.backward for piece in measured.layers) > 0
+
+
+def test_a_function_without_modules_is_printed_without_a_column_for_them():
+    def model(x):
+        for _ in range(4):
+            x = jpipe.boundary(jnp.tanh(x @ jnp.ones((4, 4))))
+        return x
+
+    x, options = jnp.ones((8, 4)), {"measure": False, "num_devices": 2, "data": 1}
+    made = jpipe.plan(model, x, TX, **options, action_seconds=0.0)
+    pipe = jpipe.pipeline(model, plan=made, devices=2 * jax.devices()[:1])
+    pipe.apply(pipe.init(None, x), x)
+    assert not any(pipe.plan.names)
+    header, *_ = str(pipe).splitlines()
+    assert header.split()[:3] == ["stage", "device", "remat"]
+    assert "a part of the function" in jpipe.draw.svg(pipe.plan)
 
 
 def test_marks_are_the_ends_of_pieces():
