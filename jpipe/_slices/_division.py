@@ -51,6 +51,8 @@ class Division:
     @property
     def about(self) -> int:
         """In how many stages, where no marks say it."""
+        if self.cuts is not None:
+            return self.cuts.about
         return self.num_stages or len(self.replicas or self.devices)
 
     def positions(
@@ -66,7 +68,7 @@ class Division:
         if cuts is None:
             first = next(iter(programs.values()))
             found = _cut.positions(first, self.num_stages, self.about)
-            cuts = Cuts.of(first, found, num_params)
+            cuts = Cuts.of(first, found, num_params, self.about)
         if self.is_lasting:
             self.cuts = cuts
         return cuts, {n: cuts.on(one) for n, one in programs.items()}
