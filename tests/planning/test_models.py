@@ -250,6 +250,12 @@ def test_nnx_modules_and_several_inputs_are_planned(double):
             "it is of a list of layers; make one of what is given here",
         ),
         (
+            lambda: jpipe.pipeline(models.GPT(layers=3, rate=0.0), plan=plan()).init(
+                jax.random.key(0), TOKENS
+            ),
+            "it is of a model or function of 68 arrays of .*this one has 52; make",
+        ),
+        (
             lambda: jpipe.pipeline(MODEL, 2).plan,
             "known once it was initialized or called; jpipe.plan decides them before",
         ),
