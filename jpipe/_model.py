@@ -59,7 +59,10 @@ class OneModel:
         self._layer, self._division, self._axes = layer, division, axes
         self._model = Model(layer, axes, division.num_parts)
         self._unpipelined, self.places = unpipelined, division.places
-        self.look_again()
+        self._forwards = {
+            train: Sliced(self._model.forward(train), division)
+            for train in (False, True)
+        }
 
     def __str__(self) -> str:
         return self._layer.name
@@ -115,10 +118,8 @@ class OneModel:
 
     def look_again(self) -> None:
         """Traces the model anew from now on: see `LayerList.look_again`."""
-        self._forwards = {
-            train: Sliced(self._model.forward(train), self._division)
-            for train in (False, True)
-        }
+        for forward in self._forwards.values():
+            forward.build.clear()
 
     def forward(
         self, variables: PyTree, x: PyTree, rngs: _rng.Rngs, train: bool

@@ -31,6 +31,8 @@ class Cuts:
       around: how many equations of stages lie between it and the last such reading, and
         between it and the next.
       totals: how often each parameter is read at all.
+      about: for how many stages calls of `jax.checkpoint` were opened in that trace, so
+        that they are in others: see `_checkpoints`.
     """
 
     positions: tuple[int, ...]
@@ -39,18 +41,22 @@ class Cuts:
     reads: tuple[Reads, ...]
     around: tuple[tuple[int, int], ...]
     totals: Reads
+    about: int
 
     @classmethod
-    def of(cls, program: Traced, positions: Sequence[int], count: int) -> "Cuts":
+    def of(
+        cls, program: Traced, positions: Sequence[int], count: int, about: int
+    ) -> "Cuts":
         """The cuts of a program.
 
         Args:
           program: what is divided.
           positions: where.
           count: how many of its parameters other traces have too.
+          about: for how many stages it was traced.
         """
         if not positions:
-            return cls.none()
+            return cls.none(about)
         reads = _reads_before(program, count)
         around = _around(program, reads)
         return cls(
@@ -60,12 +66,13 @@ class Cuts:
             tuple(reads[i] for i in positions),
             tuple(around[i] for i in positions),
             reads[-1],
+            about,
         )
 
     @classmethod
-    def none(cls) -> "Cuts":
+    def none(cls, about: int) -> "Cuts":
         """Those of one stage."""
-        return cls((), 0, "", (), (), ())
+        return cls((), 0, "", (), (), (), about)
 
     @classmethod
     def of_fields(cls, fields: Mapping[str, Any]) -> "Cuts":
@@ -94,7 +101,7 @@ class Cuts:
         pairs = enumerate(zip(self.totals, reads[-1], strict=True))
         alike = [i for i, (total, now) in pairs if total == now]
         crossing, around = crossing_bytes(other), _around(other, reads)
-        found = list[int]()
+        found, last = list[int](), len(other.closed.jaxpr.eqns)
         for cut, own, beside in zip(
             self.positions, self.reads, self.around, strict=True
         ):
@@ -107,9 +114,9 @@ class Cuts:
                 share = abs(i - cut / self.size * len(reads))
                 return readings, around[i] != beside, crossing[i], share
 
-            begin = found[-1] + 1 if found else 1
-            end = len(reads) - len(self.positions) + len(found)
-            found.append(min(range(begin, end), key=apart))
+            # Stages of the loss alone have nothing to compute in evaluation.
+            begin = min(found[-1] + 1 if found else 1, last)
+            found.append(min(range(begin, last + 1), key=apart))
         return found
 
 

@@ -51,6 +51,8 @@ class Division:
     @property
     def about(self) -> int:
         """In how many stages, where no marks say it."""
+        if self.cuts is not None:
+            return self.cuts.about
         return self.num_stages or len(self.replicas or self.devices)
 
     def positions(
@@ -61,12 +63,21 @@ class Division:
         Args:
           programs: by these sizes.
           num_params: how many of their parameters all functions have.
+
+        Raises:
+          ValueError: if a plan is of a function of other parameters.
         """
         cuts = self.cuts
         if cuts is None:
             first = next(iter(programs.values()))
             found = _cut.positions(first, self.num_stages, self.about)
-            cuts = Cuts.of(first, found, num_params)
+            cuts = Cuts.of(first, found, num_params, self.about)
+        if cuts.positions and len(cuts.totals) != num_params:
+            raise ValueError(
+                f"plan: it is of a model or function of {len(cuts.totals)} arrays of "
+                f"parameters and state, and this one has {num_params}; make a plan of "
+                f"this one, by jpipe.plan"
+            )
         if self.is_lasting:
             self.cuts = cuts
         return cuts, {n: cuts.on(one) for n, one in programs.items()}

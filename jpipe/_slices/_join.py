@@ -56,12 +56,7 @@ def by_axes(
     means = jax.tree.map(
         lambda axis: axis is MEAN, axes, is_leaf=lambda node: node is None
     )
-    plain = jax.tree.map(
-        lambda axis: None if axis is MEAN else axis,
-        axes,
-        is_leaf=lambda node: node is None,
-    )
-    flat = _microbatch.flat_axes(plain, aux, name, f"{name}_axes")
+    flat = flat_axes(axes, aux, name)
     is_mean = jax.tree.leaves(jax.tree.broadcast(means, aux)) if flat else []
     leaves = jax.tree_util.tree_leaves_with_path(aux)
     refuse(
@@ -76,6 +71,16 @@ def by_axes(
         Join(i, _mean(shares) if mean else _on(axis, name == "aux"))
         for i, (axis, mean) in enumerate(zip(flat, is_mean, strict=True))
     ]
+
+
+def flat_axes(axes: Any, aux: PyTree, name: str = "aux") -> list[int | None]:
+    """The axis of each leaf; of a mean ``None``."""
+    plain = jax.tree.map(
+        lambda axis: None if axis is MEAN else axis,
+        axes,
+        is_leaf=lambda node: node is None,
+    )
+    return _microbatch.flat_axes(plain, aux, name, f"{name}_axes")
 
 
 def _on(axis: int | None, stacks: bool) -> Any:

@@ -41,9 +41,10 @@ def gradient(listed: Listed, objective: Objective) -> Built:
     """
     sizes = listed.batch.sizes
     aux, last = listed.aux[sizes[0]], listed.aux[sizes[-1]]
-    axes = _microbatch.flat_axes(objective.aux_axes, aux, "aux", "aux_axes")
-    _check_aux(aux, last, axes, sizes)
-    joins = _join.by_axes(objective.aux_axes, aux, [])
+    _check_aux(aux, last, _join.flat_axes(objective.aux_axes, aux), sizes)
+    each = [size for size in sizes for _ in range(listed.batch.num_shards)]
+    shares = [size / sum(each) for size in each]
+    joins = _join.by_axes(objective.aux_axes, aux, shares)
     parts = listed.pipe, listed.stages, listed.batch, listed.layout
     return Built(*parts, joins, aux)
 

@@ -114,8 +114,7 @@ class Sliced:
 
     def part(self, args: Sequence[PyTree]) -> Sequence[PyTree]:
         """Specs of the first micro-batch; there may be few examples."""
-        batch = self._called((), args, True).batch
-        return batch.first
+        return self._batch(args, True).first
 
     def locate(
         self, params: PyTree, args: Sequence[PyTree]
@@ -176,9 +175,13 @@ class Sliced:
         self, params: PyTree, args: Sequence[PyTree], few: bool = False
     ) -> _Call:
         """Checks what is given."""
-        names = self._work.names or [f"argument {i + 1}" for i in range(len(args))]
         specs = _microbatch.specs(params, "params")
         trained = self._trained(specs) or [False] * len(jax.tree.leaves(specs))
+        return _Call(specs, trained, self._batch(args, few))
+
+    def _batch(self, args: Sequence[PyTree], few: bool) -> Batch:
+        """Checks the arguments after the parameters."""
+        names = self._work.names or [f"argument {i + 1}" for i in range(len(args))]
         given = tuple(map(_microbatch.specs, args, names))
         axes = _arguments.axes_of(self._work.in_axes, given, names)
         count = self._division.num_microbatches
@@ -188,7 +191,7 @@ class Sliced:
             size = _microbatch.shard(size, count, shards)
         sizes = _microbatch.sizes(size, min(size, count))
         flat = [axis for own in axes for axis in own]
-        return _Call(specs, trained, Batch(given, flat, (), [], None, sizes, shards))
+        return Batch(given, flat, (), [], None, sizes, shards)
 
     def _divided(self, call: _Call, is_called: bool = True) -> Divided:
         division, sizes = self._division, call.batch.sizes

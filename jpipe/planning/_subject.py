@@ -150,9 +150,11 @@ class OneModel:
         """The pieces as stages on the first micro-batch: see `Layers.traced`."""
         own = sample.resized(sample.batch().sizes[0])
         if self._pieces is None:
-            whole, variables = self._built(own, Cuts.none(), gpipe(1, 1), mode)
+            none = Cuts.none(_PIECES)
+            whole, variables = self._built(own, none, gpipe(1, 1), mode)
             program, count = whole.stages.first, len(jax.tree.leaves(variables))
-            self._pieces = Cuts.of(program, _cut.pieces(program, _PIECES), count)
+            places = _cut.pieces(program, _PIECES)
+            self._pieces = Cuts.of(program, places, count, _PIECES)
         cuts = self._pieces if balance is None else self.cuts(balance)
         stages = len(cuts.positions) + 1
         built, variables = self._built(own, cuts, gpipe(stages, 1), mode)
@@ -200,8 +202,7 @@ class OneModel:
     ) -> tuple[Built, PyTree]:
         """The model divided at some cuts; and specs of its variables."""
         ranks, number = _ranks(schedule, data), schedule.num_microbatches
-        about = len(cuts.positions) + 1 if cuts.positions else _PIECES
-        given = number, about, ranks, lambda _: ranks, schedule, remat
+        given = number, None, ranks, lambda _: ranks, schedule, remat
         division = Division(*given, cuts=cuts)
         axes = Axes(sample.in_axes, sample.target_axes, 0)
         model = Model(self._layer, axes, division.num_parts)

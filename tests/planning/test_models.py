@@ -146,6 +146,87 @@ def test_a_function_without_modules_is_printed_without_a_column_for_them():
     assert "a part of the function" in jpipe.draw.svg(pipe.plan)
 
 
+class Checkpointed(nn.Module):
+    """Blocks each of which the author put into a `jax.checkpoint`."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = models.Embed(models.VOCAB)(tokens)
+        for _ in range(4):
+            x = nn.remat(models.Feedforward)()(x)
+        return models.Dense(models.VOCAB)(x)
+
+
+class WideHead(nn.Module):
+    """A loss of so many classes costs more than the layers."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = models.Embed(models.VOCAB)(tokens)
+        for _ in range(3):
+            x = jnp.tanh(models.Dense(models.WIDTH)(x))
+        return models.Dense(400, use_bias=False)(x)
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        # Within a checkpointed block, which is one operation where stages are larger.
+        (Checkpointed(), {"num_devices": 2, "balance": [3, 23]}),
+        # Two stages of the loss alone, that have nothing to compute in evaluation.
+        (WideHead(), {"num_devices": 4, "balance": [3, 1, 2, 1]}),
+    ],
+)
+def test_what_runs_holds_what_was_planned(double, model, options):
+    given = {"num_microbatches": 4, "schedules": "1f1b", "action_seconds": 0.0}
+    made = planned(model, **given, **options)
+    pipe = jpipe.pipeline(model, plan=made)
+    variables = pipe.init(jax.random.key(0), TOKENS)
+    outputs = pipe.apply(variables, TOKENS)
+    found = pipe.value_and_grad(loss_fn)(variables, TOKENS, TOKENS)
+    assert [held for _, held in pipe.plan.peak_bytes] == [
+        memory.lasting + memory.held for memory in made.forecast.memory
+    ]
+
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def plain(params):
+        outputs = model.apply({"params": params}, TOKENS)
+        return loss_fn(outputs, TOKENS), outputs
+
+    (loss, expected), grads = plain(ref.on_host(variables)["params"])
+    ref.assert_close(outputs, expected, ref.FLOAT64)
+    ref.assert_close(found, (loss, grads), ref.FLOAT64, 1.0)
+
+
+def test_a_plan_of_some_parameters_is_of_those_that_are_trained(double):
+    options = {"num_devices": 2, "schedules": "1f1b", "action_seconds": 0.0}
+    made = planned(num_microbatches=4, trainable="*/Dense_*", **options)
+    pipe = jpipe.pipeline(MODEL, plan=made)
+    variables = pipe.init(jax.random.key(0), TOKENS)
+    grads = pipe.value_and_grad(loss_fn, trainable="*/Dense_*")
+    loss, found = grads(variables, TOKENS, TOKENS)
+    assert [held for _, held in pipe.plan.peak_bytes] == [
+        memory.lasting + memory.held for memory in made.forecast.memory
+    ]
+    expected, every = plain(variables)
+    is_dense = [
+        any(str(key.key).startswith("Dense_") for key in path)
+        for path, _ in jax.tree_util.tree_leaves_with_path(every)
+    ]
+    leaves, tree = jax.tree.flatten(every)
+    pairs = zip(leaves, is_dense, strict=True)
+    some = tree.unflatten([leaf if trained else None for leaf, trained in pairs])
+    ref.assert_close((loss, found), (expected, some), ref.FLOAT64, 1.0)
+
+
+def test_a_pipeline_has_a_plan_after_another_loss_was_named(double):
+    pipe = jpipe.pipeline(MODEL, 2, num_stages=2)
+    pipe.init(jax.random.key(0), TOKENS)
+    initialized, printed = pipe.plan, str(pipe)
+    pipe.train_step(loss_fn, TX)
+    assert (pipe.plan, str(pipe)) == (initialized, printed)
+
+
 def test_marks_are_the_ends_of_pieces():
     def model(x):
         for _ in range(3):
@@ -194,6 +275,12 @@ def test_nnx_modules_and_several_inputs_are_planned(double):
                 MODEL, plan=jpipe.pipeline([nn.Dense(2)], num_microbatches=1).plan
             ),
             "it is of a list of layers; make one of what is given here",
+        ),
+        (
+            lambda: jpipe.pipeline(models.GPT(layers=3, rate=0.0), plan=plan()).init(
+                jax.random.key(0), TOKENS
+            ),
+            "it is of a model or function of 68 arrays of .*this one has 52; make",
         ),
         (
             lambda: jpipe.pipeline(MODEL, 2).plan,

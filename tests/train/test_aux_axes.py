@@ -18,6 +18,7 @@ pytestmark = pytest.mark.usefixtures("quick")
 LAYERS = [ref.dense(6), jnp.tanh, ref.dense(4)]
 X, TARGETS = ref.regression(7)  # in parts of three, two and two
 AXES = {"logits": 0, "outer": {"turned": -1, "each": 0}, "worst": None}
+AXES["mean"] = jpipe.MEAN
 
 
 def loss_fn(y, targets):
@@ -27,6 +28,7 @@ def loss_fn(y, targets):
         "logits": y,
         "outer": {"turned": jnp.moveaxis(y[None], 1, 2), "each": errors.mean(-1)},
         "worst": errors.max(),
+        "mean": errors.mean(),
     }
     return errors.mean(), aux
 
