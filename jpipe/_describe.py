@@ -86,10 +86,12 @@ def _stage(known: Known, s: int, held_bytes: int | None) -> StagePlan:
         local = list(map(nbytes, params))
         if isinstance(device, SubMesh):
             pairs = zip(own, params, strict=True)
-            lie = [device.fitting(layout.shardings[i], x.shape) for i, x in pairs]
-            local = [device.local_bytes(*pair) for pair in zip(local, lie, strict=True)]
-            for spec, how in zip(params, lie, strict=True):
-                for name in how.axes:
+            shardings = [device.fitting(layout.shardings[i], x.shape) for i, x in pairs]
+            local = [
+                device.local_bytes(*pair) for pair in zip(local, shardings, strict=True)
+            ]
+            for spec, sharding in zip(params, shardings, strict=True):
+                for name in sharding.axes:
                     cut[name] = cut.get(name, 0) + spec.size
         if built:
             trained = sum(

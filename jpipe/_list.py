@@ -318,9 +318,9 @@ class LayerList:
         self, layer: int, entry: PyTree, may_alias: bool | None = None
     ) -> PyTree:
         """What a layer has, in its place."""
-        how = _resting.of_layer(self.pipe, layer, entry)
+        shardings = _resting.of_layer(self.pipe, layer, entry)
         device = self.pipe.devices[self.pipe.stage_of_layer[layer]]
-        return _transfer.put_tree(entry, device, how, may_alias)
+        return _transfer.put_tree(entry, device, shardings, may_alias)
 
 
 def _check_changes(layers: Listed, variables: Sequence[PyTree]) -> None:

@@ -72,7 +72,7 @@ class Compiled:
             if self.mapped:
                 run = device.mapped(run, self.argument_shardings)
             pairs = [(self.result_shardings[i], function.results[i]) for i in kept]
-            out = tuple(on(device, how, on_host(spec)) for how, spec in pairs)
+            out = tuple(on(device, sharding, on_host(spec)) for sharding, spec in pairs)
         elif all(place < 0 for place in self.places):
             # What has no arguments in a place would land on the default device.
             out = on(device)
@@ -98,7 +98,9 @@ class Compiled:
             return None
         shardings = self.argument_shardings or [WHOLE] * len(self.arguments)
         pairs = zip(self.arguments, shardings, strict=True)
-        return self.run.trace(*[located(spec, self.device, how) for spec, how in pairs])
+        return self.run.trace(
+            *[located(spec, self.device, sharding) for spec, sharding in pairs]
+        )
 
     @property
     def flops(self) -> float | None:

@@ -70,8 +70,8 @@ def _key(graph: Graph, call: Instruction, devices: Sequence[Device]) -> Any:
     """
     if not isinstance(devices[call.place], SubMesh):
         return call.function, call.place
-    lie = tuple(graph.shardings[v] for v in (*call.reads, *call.writes))
-    return call.function, call.place, lie
+    shardings = tuple(graph.shardings[v] for v in (*call.reads, *call.writes))
+    return call.function, call.place, shardings
 
 
 def _owned(graph: Graph, instructions: Sequence[Instruction]) -> set[Value]:

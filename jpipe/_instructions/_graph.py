@@ -57,19 +57,19 @@ class Graph:
     _constants: dict[Any, Value] = field(default_factory=dict)
     _composed: dict[Any, Function] = field(default_factory=dict)
 
-    def _make(self, spec: Any, place: Place, how: Sharding = WHOLE) -> Value:
-        if len(how.spec) and isinstance(device := self.devices[place], SubMesh):
-            how = device.fitting(how, spec.shape)
+    def _make(self, spec: Any, place: Place, sharding: Sharding = WHOLE) -> Value:
+        if len(sharding.spec) and isinstance(device := self.devices[place], SubMesh):
+            sharding = device.fitting(sharding, spec.shape)
         self.specs.append(spec)
         self.places.append(place)
-        self.shardings.append(how)
+        self.shardings.append(sharding)
         return len(self.specs) - 1
 
     def argument(
-        self, spec: Any, place: Place, donated: bool = False, how: Sharding = WHOLE
+        self, spec: Any, place: Place, donated: bool = False, sharding: Sharding = WHOLE
     ) -> Value:
         """A value that each run is given."""
-        value = self._make(spec, place, how)
+        value = self._make(spec, place, sharding)
         self.arguments[value] = None
         if donated:
             self.donated.add(value)
@@ -101,7 +101,7 @@ class Graph:
         label: Any = "",
         layers: str = "",
         mapped: bool = False,
-        how: Sequence[Sharding] | None = None,
+        shardings: Sequence[Sharding] | None = None,
     ) -> list[Value]:
         """Calls a function in a place, on values from anywhere.
 
@@ -112,12 +112,12 @@ class Graph:
           label: what the call is: an action of the schedule, or words.
           layers: what runs, for messages.
           mapped: whether each shard of the place calls it by itself.
-          how: how its results lie; default: stacked if it is mapped, else whole.
+          shardings: how its results lie; default: stacked if it is mapped, else whole.
 
         Returns:
           Its results.
         """
-        how = how or [STACKED if mapped else WHOLE] * len(function.results)
+        shardings = shardings or [STACKED if mapped else WHOLE] * len(function.results)
         if function.reads is not None:
             reads = [reads[i] for i in function.reads]
         here = [self.at(value, place) for value in reads]
@@ -125,7 +125,7 @@ class Graph:
         for i, spec in enumerate(function.results):
             at = function.same.get(i)
             if at is None:
-                writes.append(self._make(spec, place, how[i]))
+                writes.append(self._make(spec, place, shardings[i]))
             else:
                 writes.append(here[at] if at >= 0 else writes[~at])
         label = label or function.name
@@ -197,10 +197,10 @@ class Graph:
         )
         return self._copy(value, place, part, STACKED._replace(cut=cut))
 
-    def _copy(self, value: Value, place: Place, spec: Any, how: Sharding) -> Value:
-        key = value, place, how.cut
+    def _copy(self, value: Value, place: Place, spec: Any, sharding: Sharding) -> Value:
+        key = value, place, sharding.cut
         if key not in self._copies:
-            copy = self._make(spec, place, how)
+            copy = self._make(spec, place, sharding)
             self._copies[key], self._source[copy] = copy, value
         return self._copies[key]
 
@@ -235,8 +235,8 @@ class Graph:
         for place, own in by_place.items():
             reads = [outputs[i] for i in own]
             copy = Function("copy", lambda *x: x, [self.specs[v] for v in reads])
-            how = [self.shardings[v] for v in reads]
-            copies = self.call(copy, place, reads, how=how)
+            shardings = [self.shardings[v] for v in reads]
+            copies = self.call(copy, place, reads, shardings=shardings)
             for i, value in zip(own, copies, strict=True):
                 found[i] = value
         return found

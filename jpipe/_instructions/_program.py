@@ -259,26 +259,27 @@ def _move(
     graph: Graph, move: Instruction, devices: Sequence[Device], senders: dict[Any, Any]
 ) -> Callable[..., Sequence[Any]]:
     """What a move runs; ``senders`` are those of moves that are alike."""
-    target, how = devices[move.place], [graph.shardings[v] for v in move.writes]
+    target = devices[move.place]
+    shardings = [graph.shardings[v] for v in move.writes]
     assert move.source is not None
     if move.source == OUTSIDE:
-        return lambda *leaves: _transfer.put(leaves, target, how)
+        return lambda *leaves: _transfer.put(leaves, target, shardings)
     source, specs = devices[move.source], [graph.specs[v] for v in move.writes]
     if not graph.crosses(move):
-        source_how = tuple([graph.shardings[v] for v in move.reads])
+        source_shardings = tuple([graph.shardings[v] for v in move.reads])
         has_keys = any(map(is_key, specs))
-        kind = source, target, has_keys, tuple(how), source_how
+        kind = source, target, has_keys, tuple(shardings), source_shardings
         if kind not in senders:
             senders[kind] = _transfer.sender(*kind)
         return senders[kind]
     of = f" of {graph.ranks[move.source]}" if graph.ranks else ""
-    pairs = list(zip(specs, how, strict=True))
+    pairs = list(zip(specs, shardings, strict=True))
     return Crossing(
         source=source,
         target=target,
         specs=[_transfer.located(spec, target, each) for spec, each in pairs],
-        source_lies=[_transfer.on(source, each) for each in how],
-        target_lies=[_transfer.on(target, each) for each in how],
+        source_shardings=[_transfer.on(source, each) for each in shardings],
+        target_shardings=[_transfer.on(target, each) for each in shardings],
         index=move.writes[0],
         label=called(move.label) + of,
     )

@@ -110,13 +110,13 @@ class SubMesh:
         axes = ", ".join(f"{name}={size}" for name, size in self.mesh.shape.items())
         return f"{devices[0]} to {devices[-1]} ({axes})"
 
-    def sharding(self, how: Sharding, on_host: bool = False) -> NamedSharding:
+    def sharding(self, sharding: Sharding, on_host: bool = False) -> NamedSharding:
         """What JAX calls it."""
-        spec = P(DATA, *how.spec) if how.stacked else how.spec
+        spec = P(DATA, *sharding.spec) if sharding.stacked else sharding.spec
         kind = "pinned_host" if on_host else None
         return NamedSharding(self.mesh, spec, memory_kind=kind)
 
-    def fitting(self, how: Sharding, shape: Sequence[int]) -> Sharding:
+    def fitting(self, sharding: Sharding, shape: Sequence[int]) -> Sharding:
         """How what lies so elsewhere lies here: whole where it cannot be cut.
 
         That is along axes that other meshes have, and those that do not divide it.
@@ -126,14 +126,14 @@ class SubMesh:
         def fits(part: Any, size: int) -> bool:
             return size % math.prod(sizes[name] for name in _names(P(part))) == 0
 
-        spec = narrowed(how.spec, sizes.__contains__)
+        spec = narrowed(sharding.spec, sizes.__contains__)
         pairs = zip(spec, shape, strict=False)
         parts = [part if fits(part, size) else None for part, size in pairs]
-        return how._replace(spec=narrowed(P(*parts)))
+        return sharding._replace(spec=narrowed(P(*parts)))
 
-    def local_bytes(self, nbytes: int, how: Sharding) -> int:
+    def local_bytes(self, nbytes: int, sharding: Sharding) -> int:
         """What each device holds of what is ``nbytes`` for a shard."""
-        return nbytes // math.prod(self.mesh.shape[name] for name in how.axes)
+        return nbytes // math.prod(self.mesh.shape[name] for name in sharding.axes)
 
     def mapped(
         self, run: Callable[..., Leaves], given: Sequence[Sharding]
@@ -156,7 +156,8 @@ class SubMesh:
             local,
             mesh=self.mesh,
             in_specs=tuple(
-                P(DATA) if how.stacked else _only_data(how) for how in given
+                P(DATA) if sharding.stacked else _only_data(sharding)
+                for sharding in given
             ),
             out_specs=P(DATA),
             axis_names={DATA},
@@ -165,18 +166,18 @@ class SubMesh:
         )
 
 
-def _local(leaf: Any, how: Sharding) -> Any:
+def _local(leaf: Any, sharding: Sharding) -> Any:
     """What one shard sees of an argument."""
-    if how.stacked:
+    if sharding.stacked:
         return leaf[0]
-    for axis, part in enumerate(_only_data(how)):
+    for axis, part in enumerate(_only_data(sharding)):
         if part:
             leaf = jax.lax.all_gather(leaf, DATA, axis=axis, tiled=True)
     return leaf
 
 
-def _only_data(how: Sharding) -> P:
-    return P(*[DATA if DATA in _names(P(part)) else None for part in how.spec])
+def _only_data(sharding: Sharding) -> P:
+    return P(*[DATA if DATA in _names(P(part)) else None for part in sharding.spec])
 
 
 def narrowed(spec: P, keeps: Callable[[str], bool] = bool) -> P:

@@ -50,7 +50,7 @@ class OnPaper:
 
 
 @functools.lru_cache(maxsize=1024)
-def on(device: Device, how: Sharding = WHOLE, on_host: bool = False) -> Any:
+def on(device: Device, sharding: Sharding = WHOLE, on_host: bool = False) -> Any:
     """What JAX calls an array in a place; ``None`` in one that is not there.
 
     To `jax.device_put` a device alone says less: what was spread over a mesh of
@@ -58,19 +58,19 @@ def on(device: Device, how: Sharding = WHOLE, on_host: bool = False) -> Any:
 
     Args:
       device: the place.
-      how: how the array lies, where the place is several devices.
+      sharding: how the array lies, where the place is several devices.
       on_host: whether it is in the memory of their host.
     """
     if isinstance(device, SubMesh):
-        return device.sharding(how, on_host)
+        return device.sharding(sharding, on_host)
     return None if isinstance(device, OnPaper) else SingleDeviceSharding(device)
 
 
-def is_at(leaf: Any, device: Device, how: Sharding = WHOLE) -> bool:
+def is_at(leaf: Any, device: Device, sharding: Sharding = WHOLE) -> bool:
     """Whether an array is in a place, and lies as it should."""
     if isinstance(device, SubMesh):
         found = getattr(leaf, "sharding", None)
-        wanted = on(device, how)
+        wanted = on(device, sharding)
         return found == wanted or (
             found is not None and wanted.is_equivalent_to(found, leaf.ndim)
         )
@@ -83,22 +83,22 @@ def devices_of(device: Device) -> frozenset[Any]:
     return frozenset(device.mesh.devices.flat if several else [device])
 
 
-def lies(leaf: Any, device: Device) -> Sharding | None:
-    """How an array lies on the devices of a place; ``None`` if as in another mesh."""
+def sharding_of(leaf: Any, device: Device) -> Sharding | None:
+    """The sharding of an array in a place; ``None`` if it is one of another mesh."""
     if not isinstance(device, SubMesh):
         return WHOLE
-    how = Sharding(spec=getattr(leaf.sharding, "spec", P()))
-    is_own = set(how.axes) <= set(device.mesh.axis_names)
-    return how if is_own and is_at(leaf, device, how) else None
+    sharding = Sharding(spec=getattr(leaf.sharding, "spec", P()))
+    is_own = set(sharding.axes) <= set(device.mesh.axis_names)
+    return sharding if is_own and is_at(leaf, device, sharding) else None
 
 
-def located(spec: Any, device: Device, how: Sharding) -> jax.ShapeDtypeStruct:
+def located(spec: Any, device: Device, sharding: Sharding) -> jax.ShapeDtypeStruct:
     """An array in a place as JAX calls it, of which each shard sees a spec."""
-    is_stacked = how.stacked and isinstance(device, SubMesh)
+    is_stacked = sharding.stacked and isinstance(device, SubMesh)
     return jax.ShapeDtypeStruct(
         (device.num_shards, *spec.shape) if is_stacked else spec.shape,
         spec.dtype,
-        sharding=on(device, how),
+        sharding=on(device, sharding),
         weak_type=getattr(spec, "weak_type", False),
     )
 
@@ -134,7 +134,7 @@ def _auto(leaf: Any) -> Any:
 def put(
     leaves: Leaves,
     device: Device,
-    how: Sequence[Sharding] | None = None,
+    shardings: Sequence[Sharding] | None = None,
     may_alias: bool | None = None,
 ) -> list[Any]:
     """Flat leaves, from the host or any device, into one place. Never waits.
@@ -142,40 +142,40 @@ def put(
     Args:
       leaves: they.
       device: the place.
-      how: how they lie there, where it is several devices; default: whole.
+      shardings: how they lie there, where it is several devices; default: whole.
       may_alias: whether what is there already need not be copied.
     """
     if isinstance(device, OnPaper) or not leaves:
         return list(leaves)
     if not is_here(device):
-        return _elsewhere(leaves, device, how)
+        return _elsewhere(leaves, device, shardings)
     leaves = _own_copies(leaves)
     if not isinstance(device, SubMesh):
         return jax.device_put(leaves, on(device), may_alias=may_alias)
-    how = how or [WHOLE] * len(leaves)
+    shardings = shardings or [WHOLE] * len(leaves)
     parts = [
         _stack(leaf, each.cut, device.num_shards) if each.cut else leaf
-        for leaf, each in zip(leaves, how, strict=True)
+        for leaf, each in zip(leaves, shardings, strict=True)
     ]
     # What was cut is stacked now.
-    where = [on(device, each._replace(cut=None)) for each in how]
+    where = [on(device, each._replace(cut=None)) for each in shardings]
     return jax.device_put(parts, where, may_alias=may_alias)
 
 
-def put_one(leaf: Any, device: Device, how: Sharding = WHOLE) -> jax.Array:
+def put_one(leaf: Any, device: Device, sharding: Sharding = WHOLE) -> jax.Array:
     """An array on a device, or on those of a stage."""
-    return put([leaf], device, [how])[0]
+    return put([leaf], device, [sharding])[0]
 
 
 def put_tree(
     tree: Any,
     device: Device,
-    how: Sequence[Sharding] | None = None,
+    shardings: Sequence[Sharding] | None = None,
     may_alias: bool | None = None,
 ) -> Any:
     """A pytree, from the host or any device, into one place: see `put`."""
     leaves, structure = jax.tree.flatten(_off_numpy(tree))
-    return jax.tree.unflatten(structure, put(leaves, device, how, may_alias))
+    return jax.tree.unflatten(structure, put(leaves, device, shardings, may_alias))
 
 
 def put_as(value: Any, like: Any) -> Any:
@@ -196,13 +196,13 @@ def put_as(value: Any, like: Any) -> Any:
 
 
 def _elsewhere(
-    leaves: Leaves, device: Device, how: Sequence[Sharding] | None
+    leaves: Leaves, device: Device, shardings: Sequence[Sharding] | None
 ) -> list[Any]:
     """What stands here for leaves in a place of another process."""
-    lie = how or [WHOLE] * len(leaves)
+    found = shardings or [WHOLE] * len(leaves)
     return [
         ghost(leaf.shape, _kept_as(leaf), on(device, each))
-        for leaf, each in zip(leaves, lie, strict=True)
+        for leaf, each in zip(leaves, found, strict=True)
     ]
 
 
@@ -242,8 +242,8 @@ def sender(
     source: Device,
     target: Device,
     has_keys: bool,
-    how: Sequence[Sharding],
-    source_how: Sequence[Sharding],
+    shardings: Sequence[Sharding],
+    source_shardings: Sequence[Sharding],
 ) -> Callable[..., Sequence[jax.Array]]:
     """A function that copies leaves, each time from one place to one other.
 
@@ -253,14 +253,16 @@ def sender(
       source: the place where they are.
       target: the place where they go.
       has_keys: whether typed keys of `jax.random` are among them.
-      how: how they lie where they go.
-      source_how: how they lie where they are.
+      shardings: how they lie where they go.
+      source_shardings: those where they are.
 
     Returns:
       ``(*leaves) -> leaves``.
     """
-    where = [on(target, each) for each in how]
-    is_alike = list(how) == list(source_how) and _mesh(source) == _mesh(target)
+    where = [on(target, each) for each in shardings]
+    is_alike = list(shardings) == list(source_shardings) and _mesh(source) == _mesh(
+        target
+    )
     on_paper = isinstance(source, OnPaper) or isinstance(target, OnPaper)
     if is_alike and not (has_keys or on_paper):
         copy = _compat.copier(one_of(source), where)

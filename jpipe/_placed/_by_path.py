@@ -45,7 +45,7 @@ def located(
     """The leaves of an argument, where they are."""
     flat = jax.tree_util.tree_leaves_with_path(tree)
     triples = zip(flat, places, shardings, strict=True)
-    return [Leaf(of, *leaf, place, how) for leaf, place, how in triples]
+    return [Leaf(of, *leaf, place, sharding) for leaf, place, sharding in triples]
 
 
 class ByPath:

@@ -124,7 +124,7 @@ class PlacedFunction:
                 segment.place,
                 [value[var] for var in invars],
                 self._name,
-                how=[shardings.get(key, WHOLE) for key in keys],
+                shardings=[shardings.get(key, WHOLE) for key in keys],
             )
             value |= zip(keys, results, strict=True)
         outputs = []

@@ -13,7 +13,7 @@ from .._faults import refuse
 from .._instructions._graph import NOWHERE, OUTSIDE, Graph, Place
 from .._instructions._program import Program
 from .._instructions._sharding import WHOLE, Sharding
-from .._instructions._transfer import Device, devices_of, lies
+from .._instructions._transfer import Device, devices_of, sharding_of
 from .._jaxprs import _jaxpr
 from .._layers._stage import shapes
 from .._processes._elsewhere import is_copied
@@ -185,9 +185,11 @@ class Jitted:
             ),
         )
         return [
-            Leaf(leaf.of, leaf.path, _jaxpr.spec(jax.typeof(leaf.value)), place, how)
-            for leaf, (place, how) in pairs
-            if how is not None
+            Leaf(
+                leaf.of, leaf.path, _jaxpr.spec(jax.typeof(leaf.value)), place, sharding
+            )
+            for leaf, (place, sharding) in pairs
+            if sharding is not None
         ]
 
     def _place(self, leaf: Any) -> tuple[Place, Sharding | None]:
@@ -199,7 +201,7 @@ class Jitted:
             return NOWHERE, WHOLE
         devices = frozenset(leaf.devices())
         place = self._number.get(devices, OUTSIDE)
-        sharding = lies(leaf, self._devices[place]) if place >= 0 else None
+        sharding = sharding_of(leaf, self._devices[place]) if place >= 0 else None
         is_whole = len(devices) == 1 or is_copied(leaf)
         return place, sharding or (WHOLE if is_whole else None)
 

@@ -66,8 +66,10 @@ def _brought(number: int, index: int, name: str, leaf: Any) -> Any:
     if source.process_index == first.process_index:
         return None if is_elsewhere(leaf) else _as_numpy(leaf)
     spec = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-    lie = [SingleDeviceSharding(device) for device in (source, first)]
-    crossing = Crossing(source, first, [spec], lie[:1], lie[1:], index, f"saved {name}")
+    shardings = [SingleDeviceSharding(device) for device in (source, first)]
+    crossing = Crossing(
+        source, first, [spec], shardings[:1], shardings[1:], index, f"saved {name}"
+    )
     if not crossing.concerns:
         return None
     crossing.open(number)

@@ -49,8 +49,8 @@ class Crossing:
       source: a device of the one.
       target: a device of the other.
       specs: what moves: the shape of the whole and the dtype.
-      source_lies: how each array lies in the source, as JAX calls it.
-      target_lies: how it lies in the target.
+      source_shardings: of each array in the source, as JAX calls them.
+      target_shardings: of each in the target.
       index: its number among the moves of its program.
       label: what made what moves.
     """
@@ -58,8 +58,8 @@ class Crossing:
     source: Any
     target: Any
     specs: Sequence[Any]
-    source_lies: Sequence[Any]
-    target_lies: Sequence[Any]
+    source_shardings: Sequence[Any]
+    target_shardings: Sequence[Any]
     index: int
     label: str
 
@@ -98,12 +98,14 @@ class Crossing:
         return self._first | group().runs & (1 << _RUNS) - 1
 
     def _put(self) -> Callable[[Leaves], Leaves]:
-        lie = list(self.target_lies)
+        shardings = list(self.target_shardings)
         if is_here(self.source):
-            return lambda leaves: jax.device_put(list(leaves), lie)
-        triples = zip(self.specs, self.source_lies, strict=True)
-        nothing = [ghost(spec.shape, spec.dtype, how) for spec, how in triples]
-        return lambda _: jax.device_put(nothing, lie)
+            return lambda leaves: jax.device_put(list(leaves), shardings)
+        triples = zip(self.specs, self.source_shardings, strict=True)
+        nothing = [
+            ghost(spec.shape, spec.dtype, sharding) for spec, sharding in triples
+        ]
+        return lambda _: jax.device_put(nothing, shardings)
 
     def _offer(self) -> Callable[[Leaves], Leaves]:
         sent = [i for i, spec in enumerate(self.specs) if spec.size]
@@ -122,15 +124,19 @@ class Crossing:
 
     def _pull(self) -> Callable[[Leaves], Leaves]:
         specs, wanted, empty = self.specs, [], {}
-        for i, (spec, how) in enumerate(zip(specs, self.target_lies, strict=True)):
+        for i, (spec, sharding) in enumerate(
+            zip(specs, self.target_shardings, strict=True)
+        ):
             if not spec.size:
-                empty[i] = jax.device_put(np.zeros(spec.shape, spec.dtype), how)
+                empty[i] = jax.device_put(np.zeros(spec.shape, spec.dtype), sharding)
                 continue
             spec = jax.eval_shape(as_numbers, spec)
-            wanted.append(jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=how))
+            wanted.append(
+                jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=sharding)
+            )
         # Only an array of keys says of which kind they are.
         keys = {
-            i: ghost(spec.shape, spec.dtype, self.source_lies[i])
+            i: ghost(spec.shape, spec.dtype, self.source_shardings[i])
             for i, spec in enumerate(specs)
             if is_key(spec)
         }

@@ -49,7 +49,7 @@ class Incoming:
             whole = [shardings[v].gathered() for v in reads]
             gather = Function("gather", lambda *leaves: leaves, specs)
             for i, value in zip(
-                own, graph.call(gather, place, reads, how=whole), strict=True
+                own, graph.call(gather, place, reads, shardings=whole), strict=True
             ):
                 found[i] = value
         return found

@@ -92,7 +92,11 @@ class Layout:
         _variables.check_alive(leaves)
         triples = list(zip(self.homes, leaves, self.shardings, strict=True))
         own = [
-            [(leaf, how) for home, leaf, how in triples if home == stage.index]
+            [
+                (leaf, sharding)
+                for home, leaf, sharding in triples
+                if home == stage.index
+            ]
             for stage in self._pipe.stages
         ]
         _variables.check_placed(own, self._pipe.stages, self._pipe.devices, tree)

@@ -44,7 +44,7 @@ def shardings(
       TypeError: if the rule returns something else.
     """
     each = (of_layer(pipe, i, entry, inside) for i, entry in enumerate(variables))
-    return [how for own in each for how in own]
+    return [sharding for own in each for sharding in own]
 
 
 def of_layer(

@@ -184,9 +184,9 @@ def check_placed(
     faults = []
     for leaves, stage, device in zip(weights, stages, devices, strict=True):
         found = {
-            _lying(leaf, device, how)
-            for leaf, how in leaves
-            if not is_at(leaf, device, how)
+            _lying(leaf, device, sharding)
+            for leaf, sharding in leaves
+            if not is_at(leaf, device, sharding)
         }
         if found:
             layers = f"layers {stage.first} to {stage.span.stop - 1}"
@@ -197,12 +197,12 @@ def check_placed(
     refuse(f"{tree}: not in place; type {tree} = pipe.place({tree})", faults)
 
 
-def _lying(leaf: Any, device: Device, how: Sharding) -> str:
+def _lying(leaf: Any, device: Device, sharding: Sharding) -> str:
     """Where a variable is, or, if it is in its place, how it lies there."""
     there = getattr(leaf, "sharding", None)
     if isinstance(there, NamedSharding) and there.device_set == devices_of(device):
-        unsaid = " (under other nn.logical_axis_rules?)" if not how.axes else ""
-        return f"there as {there.spec}, needed as {how.spec}{unsaid}"
+        unsaid = " (under other nn.logical_axis_rules?)" if not sharding.axes else ""
+        return f"there as {there.spec}, needed as {sharding.spec}{unsaid}"
     # A leaf of NumPy answers "cpu", a sharded one its sharding.
     return f"on {leaf.device}"
 

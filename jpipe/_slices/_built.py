@@ -218,7 +218,7 @@ class Built:
     def arguments(self, graph: Graph) -> tuple[list[Value], list[Value]]:
         """The parameters and the mini-batch as arguments of a graph."""
         pairs = zip(self.layout.specs, self.layout.shardings, strict=True)
-        params = [graph.argument(*spec, how=how) for spec, how in pairs]
+        params = [graph.argument(*spec, sharding=sharding) for spec, sharding in pairs]
         specs = jax.tree.leaves(self.batch.x)
         return params, [graph.argument(spec, OUTSIDE) for spec in specs]
 

@@ -215,18 +215,18 @@ class Lowering:
         one, mapped = Sharding(self._is_mapped), self._is_mapped
         for place, own in by_place.items():
             parts: list[tuple[Any, int, list[Any]]] = []
-            how = list[Sharding]()
+            shardings = list[Sharding]()
             for s in own:
                 sums = self._specs_of_sums(s)
                 parts += [(self._grads, s, self._specs_of_grads(s))]
                 parts += [(self._sums, s, sums)]
-                how += [*self._grads_lie(s), *[one] * len(sums)]
+                shardings += [*self._grads_shardings(s), *[one] * len(sums)]
             flat = [spec for *_, specs in parts for spec in specs]
             values = iter(())
             if flat:
-                zeros, lie = Function("zeros", _sums.zeros(flat), flat), how
-                given = zeros, place, []
-                values = iter(self._graph.call(*given, mapped=mapped, how=lie))
+                given = Function("zeros", _sums.zeros(flat), flat), place, []
+                made = self._graph.call(*given, mapped=mapped, shardings=shardings)
+                values = iter(made)
             for known, s, specs in parts:
                 known[s, place] = [next(values) for _ in specs]
 
@@ -240,26 +240,25 @@ class Lowering:
         loss = [sum_spec(self._stages.first.closed.out_avals[0])] * is_last
         return [*loss, *self._stages.states[stage].sum_specs]
 
-    def _grads_lie(self, stage: int) -> list[Sharding]:
-        """How the sums of gradients of a stage lie: cut as their weights are."""
-        shardings = self._graph.shardings
-        how = [
-            shardings[self._weights[i]].gathered()
-            for i in self._stages.trained_by(stage)
+    def _grads_shardings(self, stage: int) -> list[Sharding]:
+        """The shardings of the sums of gradients of a stage: those of their weights."""
+        known = self._graph.shardings
+        found = [
+            known[self._weights[i]].gathered() for i in self._stages.trained_by(stage)
         ]
-        return [each._replace(stacked=self._is_mapped) for each in how]
+        return [each._replace(stacked=self._is_mapped) for each in found]
 
     def _call(
         self,
         function: Function,
         action: Action,
         reads: Values,
-        how: Sequence[Sharding] | None = None,
+        shardings: Sequence[Sharding] | None = None,
     ) -> Values:
         place = self._pipe.place(*action[1:])
         name = self._names[action.stage]
         given = function, place, reads, action, name
-        return self._graph.call(*given, mapped=self._is_mapped, how=how)
+        return self._graph.call(*given, mapped=self._is_mapped, shardings=shardings)
 
     def _forward_of(self, action: Action, function: Function) -> tuple[Values, Values]:
         """What a stage reads, and what it makes of that."""
@@ -341,8 +340,8 @@ class Lowering:
         elif count:
             at = stage, self._pipe.place(stage, m)
             reads = [*self._grads[at], *results[:count]]
-            lie = self._grads_lie(stage) if self._is_spread else None
-            self._grads[at] = self._call(self._adding(stage), action, reads, lie)
+            shardings = self._grads_shardings(stage) if self._is_spread else None
+            self._grads[at] = self._call(self._adding(stage), action, reads, shardings)
             self._graph.fuse()
         if follows:
             self._graph.fuse()

@@ -64,14 +64,14 @@ class Once:
             [self.place(weight) for weight in cotangents],
         ]
         numbers = [i for i, yes in enumerate(trained) if yes]
-        ends = [at[0][i] for i in numbers], [*map(self.lies, numbers)]
+        ends = [at[0][i] for i in numbers], [*map(self.sharding, numbers)]
         specs = [[self.graph.specs[v] for v in part] for part in (self.params, given)]
         placement = Placement([*at[0], *at[1]], lambda _: ends)
         placed = PlacedFunction(pull, specs, placement, "once_backward")
         grads = placed.into(self.graph, [*self.params, *given])
         return dict(zip(numbers, grads, strict=True))
 
-    def lies(self, weight: int) -> Sharding:
-        """How the gradient of a weight lies: as the weight between steps."""
+    def sharding(self, weight: int) -> Sharding:
+        """The sharding of the gradient of a weight: that between steps."""
         at_rest = weight < len(self.params)
         return self.graph.shardings[self.params[weight]] if at_rest else WHOLE

@@ -109,7 +109,10 @@ class Sliced:
         leaves, tree = jax.tree.flatten(params)
         at = zip(leaves, layout.homes, layout.shardings, strict=True)
         return tree.unflatten(
-            [_transfer.put_one(leaf, devices[home], how) for leaf, home, how in at]
+            [
+                _transfer.put_one(leaf, devices[home], sharding)
+                for leaf, home, sharding in at
+            ]
         )
 
     def part(self, args: Sequence[PyTree]) -> Sequence[PyTree]:
@@ -132,8 +135,8 @@ class Sliced:
         assert division.cuts is not None
         assert division.homes is not None
         pipe = division.pipe(len(division.cuts.positions) + 1)
-        how = self._shardings(pipe, params, division.homes)
-        return [*zip(division.homes, how, strict=True)]
+        shardings = self._shardings(pipe, params, division.homes)
+        return [*zip(division.homes, shardings, strict=True)]
 
     def _shardings(
         self, pipe: Pipe, params: PyTree, stages: Sequence[int]
@@ -213,9 +216,9 @@ class Sliced:
         if division.is_lasting:
             division.homes = stages.owner[:count]
         homes, work = stages.owner[:count], self._work
-        how = self._shardings(pipe, call.specs, homes)
+        shardings = self._shardings(pipe, call.specs, homes)
         known = call.trained, not work.inside, work.advice
-        layout = TreeLayout(pipe, call.specs, homes, how, *known)
+        layout = TreeLayout(pipe, call.specs, homes, shardings, *known)
         return Divided(pipe, stages, layout, cuts)
 
     @paused
@@ -239,9 +242,9 @@ class Sliced:
         programs = {}
         for n in dict.fromkeys(sizes):
             is_weighted = work.reduction == "weighted"
-            part, how = batch.part(n), (work.has_aux, work.has_loss, is_weighted)
+            part, kind = batch.part(n), (work.has_aux, work.has_loss, is_weighted)
             about = self._division.about
-            traced = _program.traced(work.function, call.specs, part, about, *how)
+            traced = _program.traced(work.function, call.specs, part, about, *kind)
             _meshes.check(traced.closed, self._division.places)
             if work.has_input:
                 count = len(jax.tree.leaves(part[0]))

@@ -87,7 +87,7 @@ class Totals:
                 continue
             merge = functools.partial(functools.reduce, state.merge)
             totals = self._merged("merge_sums", s, each, merge)
-            old, shardings = [self._weights[i] for i in state.at], self._graph.shardings
+            old = [self._weights[i] for i in state.at]
             count = len(old)
 
             def commit(
@@ -96,9 +96,11 @@ class Totals:
                 return state.commit(leaves[:count], leaves[count:])
 
             function = Function("commit", commit, state.specs)
-            how = [shardings[self._once.params[i]] for i in state.at]
+            shardings = [self._once.sharding(i) for i in state.at]
             place = self._pipe.place(s)
-            new = self._graph.call(function, place, [*old, *totals], how=how)
+            new = self._graph.call(
+                function, place, [*old, *totals], shardings=shardings
+            )
             # Where they are read first may be elsewhere than where they are made.
             pairs = zip(state.at, new, strict=True)
             found |= {i: self._graph.at(v, self._once.place(i)) for i, v in pairs}
@@ -124,7 +126,7 @@ class Totals:
         stage: int,
         each: Sequence[Values],
         merge: Callable[[Sequence[Any]], Any],
-        how: Sequence[Sharding] | None = None,
+        shardings: Sequence[Sharding] | None = None,
     ) -> Values:
         """The sums of the shards of a stage, and of its places, made one."""
         if not each[0] or not (self._is_mapped or len(each) > 1):
@@ -133,7 +135,9 @@ class Totals:
         specs = [self._graph.specs[value] for value in each[0]]
         function = Function(name, lambda *leaves: merge(parts(leaves)), specs)
         reads = [value for part in each for value in part]
-        return self._graph.call(function, self._pipe.place(stage), reads, how=how)
+        return self._graph.call(
+            function, self._pipe.place(stage), reads, shardings=shardings
+        )
 
     def _reduced(self, stage: int, each: Sequence[Values]) -> Sequence[Values]:
         """The sums of gradients of a stage; those of its shards and places as one."""
@@ -146,10 +150,16 @@ class Totals:
             return [x.sum(0) if self._is_mapped else x for x in totals]
 
         specs = [self._graph.specs[value] for value in each[0]]
-        how = [self._once.lies(weight) for weight in self._stages.trained_by(stage)]
+        shardings = [
+            self._once.sharding(weight) for weight in self._stages.trained_by(stage)
+        ]
         function = Function("reduce_gradients", reduce, specs)
         reads = [value for part in each for value in part]
-        return [self._graph.call(function, self._pipe.place(stage), reads, how=how)]
+        return [
+            self._graph.call(
+                function, self._pipe.place(stage), reads, shardings=shardings
+            )
+        ]
 
     def _one(self, weight: int, divisor: Values) -> Value:
         """The cotangent of the summands of the loss that depend on no example."""
@@ -189,10 +199,12 @@ class Totals:
             specs = [self._graph.specs[self._weights[i]] for i in own]
             finish = _finishing([len(terms[i]) for i in own], specs)
             reads = [*(total or []), *(v for i in own for v in terms[i])]
-            how = [self._once.lies(i) for i in own]
+            shardings = [self._once.sharding(i) for i in own]
             function = Function("finish", finish, specs)
             found |= zip(
-                own, self._graph.call(function, place, reads, how=how), strict=True
+                own,
+                self._graph.call(function, place, reads, shardings=shardings),
+                strict=True,
             )
         return {i: found[i] for i in terms}
 

@@ -221,9 +221,9 @@ class _Compiled:
         graph = gradient.pipe.graph()
         own = gradient.layout.specs
         position = {at: i for i, at in enumerate(self.order)}
-        lie = gradient.layout.shardings
+        shardings = gradient.layout.shardings
         pool = [
-            graph.argument(*own[position[at]], donate, lie[position[at]])
+            graph.argument(*own[position[at]], donate, shardings[position[at]])
             for at in range(len(self.order))
         ]
         opt_state = [leaf.argument(graph, donate) for leaf in optimizer.state]

@@ -83,7 +83,7 @@ INSTRUCTIONS = [
     ("_bytes", "+= sign *", "+= abs(sign) *"),
     ("_donated", "last[v] == number", "True"),
     ("_graph", "            taken.add(value)\n", ""),
-    ("_graph", "key = value, place, how.cut", "key = value, place, None"),
+    ("_graph", "key = value, place, sharding.cut", "key = value, place, None"),
     ("_program", "slot < self._num_arguments for", "slot < 0 for"),
 ]
 LAYERS = [
