@@ -20,7 +20,6 @@ from ._layers import _rng
 from ._layers._layer import Layer, as_module
 from ._processes._elsewhere import is_here
 from ._processes._group import agree_on_key
-from ._run import _resting
 from ._run._feed import Feed
 from ._run._pipe import Pipe
 from ._slices._built import Built, Divided
@@ -183,7 +182,7 @@ class OneModel:
     def place(self, variables: PyTree, x: PyTree = None) -> PyTree:
         """Variables in place."""
         homes = self.homes(variables, x)
-        return _resting.placed(self.pipe, variables, homes)
+        return _transfer.put_each(variables, self.pipe.devices, homes)
 
     def homes(self, variables: PyTree, x: PyTree = None) -> list[tuple[int, Sharding]]:
         """Of each leaf of the variables its stage, and how it lies there.

@@ -15,7 +15,7 @@ from ._list import LayerList
 from ._model import OneModel
 from ._processes._elsewhere import of_copies
 from ._processes._group import agree_on_key
-from ._run import _resting, _variables
+from ._run import _variables
 from ._run._pipe import Pipe
 from ._train._optimizer import Optimizer, place_state
 from ._train._state import TrainState, note_chosen
@@ -33,9 +33,9 @@ def place_train_state(owner: Owner, state: TrainState, x: PyTree) -> TrainState:
     at, rest = [homes[i] for i in of_params], [homes[i] for i in of_rest]
     placed = TrainState(
         step=step,
-        params=_resting.placed(pipe, state.params, at),
+        params=_transfer.put_each(state.params, pipe.devices, at),
         opt_state=place_state(state.opt_state, state.params, pipe, *_columns(at)),
-        model_state=_resting.placed(pipe, state.model_state, rest),
+        model_state=_transfer.put_each(state.model_state, pipe.devices, rest),
         rng=rng,
     )
     note_chosen(placed, state.chosen)

@@ -167,6 +167,17 @@ def put_one(leaf: Any, device: Device, sharding: Sharding = WHOLE) -> jax.Array:
     return put([leaf], device, [sharding])[0]
 
 
+def put_each(
+    tree: Any, devices: Sequence[Device], homes: Sequence[tuple[int, Sharding]]
+) -> Any:
+    """A pytree, each leaf onto the device of a number, with its sharding there."""
+    leaves, structure = jax.tree.flatten(tree)
+    pairs = zip(leaves, homes, strict=True)
+    return structure.unflatten(
+        [put_one(leaf, devices[at], sharding) for leaf, (at, sharding) in pairs]
+    )
+
+
 def put_tree(
     tree: Any,
     device: Device,

@@ -12,13 +12,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from .._instructions._agreed import digest, in_letters
-from .._jaxprs import _jaxpr
 from .._layers._stage import shapes
 from .._processes._elsewhere import is_elsewhere
 from .._processes._group import RUNS, differing, group
+from .._processes._specs import read, written
 from ._pipe import Pipe
 
 PyTree = Any
@@ -121,7 +120,7 @@ class Feed:
             _check_values(name, self._at[name], tree)
         key, lacking = f"{self._name}/{name}", self._lacking[name]
         if is_reader and lacking:
-            group().tell(f"{key}/{call}", json.dumps(_written(tree, name)))
+            group().tell(f"{key}/{call}", json.dumps(written(tree, name)))
             if call >= _BEHIND:
                 self._let_come(key, call - _BEHIND, lacking)
         if group().me in lacking and call % _SAYS == 0:
@@ -136,7 +135,7 @@ class Feed:
         words = group().ask(
             f"{key}/{call}", reader, f"call {call}, of which it has {name}"
         )
-        return _read(json.loads(words))
+        return read(json.loads(words))
 
     def _let_come(self, key: str, call: int, lacking: Sequence[int]) -> None:
         """Waits until all have been told of a call, which is then forgotten."""
@@ -209,39 +208,3 @@ def _check_values(name: str, stage: int, tree: PyTree) -> None:
 
 def _has_no_values(leaf: Any) -> bool:
     return isinstance(leaf, jax.ShapeDtypeStruct) or is_elsewhere(leaf)
-
-
-def _written(tree: PyTree, name: str) -> Any:
-    """Shapes and dtypes for JSON, in which mappings and sequences are told apart.
-
-    Raises:
-      ValueError: if something else holds leaves.
-    """
-    if tree is None:
-        return None
-    if type(tree) is dict:
-        return {"dict": [[key, _written(own, name)] for key, own in tree.items()]}
-    if type(tree) in (list, tuple):
-        return {type(tree).__name__: [_written(own, name) for own in tree]}
-    try:
-        spec = _jaxpr.spec(jax.typeof(tree))
-        return {"leaf": [spec.shape, jnp.dtype(spec.dtype).name, spec.weak_type]}
-    except TypeError:
-        raise ValueError(
-            f"{name} holds a {type(tree).__name__}, of which processes that are given "
-            f"None cannot be told; give {name} in dicts, lists and tuples, or give "
-            f"those its jax.ShapeDtypeStruct leaves"
-        ) from None
-
-
-def _read(written: Any) -> PyTree:
-    """The inverse of `_written`, as specs."""
-    if written is None:
-        return None
-    ((kind, own),) = written.items()
-    if kind == "leaf":
-        shape, dtype, weak = own
-        return jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype), weak_type=weak)
-    if kind == "dict":
-        return {key: _read(inner) for key, inner in own}
-    return {"list": list, "tuple": tuple}[kind](map(_read, own))

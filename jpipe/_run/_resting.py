@@ -15,12 +15,10 @@ from flax.linen import spmd
 from jax.sharding import PartitionSpec as P
 
 from .._faults import refuse
-from .._instructions import _transfer
 from .._instructions._sharding import WHOLE, Sharding, SubMesh, narrowed
 from .._instructions._transfer import Device
 from .._layers import _nnx_values
 from .._layers._linen import is_box
-from . import _variables
 from ._pipe import Pipe
 
 PyTree = Any
@@ -181,15 +179,3 @@ def _faults(path: Any, leaf: Any, spec: P, device: Any) -> Iterable[str]:
 
 def _told(path: Any) -> str:
     return "variables" + "".join(f"[{name!r}]" for name in path)
-
-
-def placed(pipe: Pipe, tree: PyTree, homes: Sequence[tuple[int, Sharding]]) -> PyTree:
-    """Puts each leaf of a tree into its stage."""
-    leaves, structure = jax.tree.flatten(tree)
-    _variables.check_alive(leaves)
-    return structure.unflatten(
-        [
-            _transfer.put_one(leaf, pipe.devices[stage], sharding)
-            for leaf, (stage, sharding) in zip(leaves, homes, strict=True)
-        ]
-    )

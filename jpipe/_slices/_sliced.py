@@ -105,15 +105,8 @@ class Sliced:
     def place(self, params: PyTree, *args: PyTree) -> PyTree:
         """Puts each parameter onto the device of the stage where it stays."""
         built = self.build(params, *args)
-        layout, devices = built.layout, built.pipe.devices
-        leaves, tree = jax.tree.flatten(params)
-        at = zip(leaves, layout.homes, layout.shardings, strict=True)
-        return tree.unflatten(
-            [
-                _transfer.put_one(leaf, devices[home], sharding)
-                for leaf, home, sharding in at
-            ]
-        )
+        homes = zip(built.layout.homes, built.layout.shardings, strict=True)
+        return _transfer.put_each(params, built.pipe.devices, [*homes])
 
     def part(self, args: Sequence[PyTree]) -> Sequence[PyTree]:
         """Specs of the first micro-batch; there may be few examples."""
