@@ -114,9 +114,11 @@ class Cuts:
                 share = abs(i - cut / self.size * len(reads))
                 return readings, around[i] != beside, crossing[i], share
 
-            # Stages of the loss alone have nothing to compute in evaluation.
-            begin = min(found[-1] + 1 if found else 1, last)
-            found.append(min(range(begin, last + 1), key=apart))
+            # Stages of the loss alone have nothing to compute in evaluation; with a
+            # loss each has something.
+            after = (len(self.positions) - len(found)) * other.has_loss
+            begin = min(found[-1] + 1 if found else 1, last - after)
+            found.append(min(range(begin, last - after + 1), key=apart))
         return found
 
 
