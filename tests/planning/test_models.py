@@ -301,3 +301,25 @@ def test_nnx_modules_and_several_inputs_are_planned(double):
 def test_a_plan_of_something_else_is_refused(double, build, says):
     with pytest.raises(ValueError, match=f"(?s){says}"):
         build()
+
+
+class Skipping(nn.Module):
+    """After its last parameter there is little to compute."""
+
+    @nn.compact
+    def __call__(self, x):
+        y = models.Dense(3)(models.Dense(3)(jnp.tanh(x)))
+        return y + x[:, :3]
+
+
+def test_a_loss_is_a_part_of_the_last_stage(double):
+    model, x = Skipping(), np.ones((1, 6))
+    pipe = jpipe.pipeline(model, 1, num_stages=3, devices=jax.devices()[:1] * 3)
+    variables = pipe.init(jax.random.key(0), x)
+    found = pipe.value_and_grad(ref.mse)(variables, x, np.ones((1, 3)))
+
+    def loss(params):
+        return ref.mse(model.apply({"params": params}, x), np.ones((1, 3)))
+
+    expected = jax.value_and_grad(loss)(ref.on_host(variables)["params"])
+    ref.assert_close(found, expected, ref.FLOAT64)

@@ -115,28 +115,6 @@ def test_a_batch_of_another_size_is_divided_alike(double):
     assert rows[0] == rows[1]
 
 
-class Skipping(nn.Module):
-    """After its last parameter there is little to compute."""
-
-    @nn.compact
-    def __call__(self, x):
-        y = models.Dense(3)(models.Dense(3)(jnp.tanh(x)))
-        return y + x[:, :3]
-
-
-def test_a_loss_is_a_part_of_the_last_stage(double):
-    model, x = Skipping(), X[:1]
-    pipe = jpipe.pipeline(model, 1, num_stages=3, devices=jax.devices()[:1] * 3)
-    variables = pipe.init(KEY, x)
-    found = pipe.value_and_grad(squares)(variables, x, TARGETS[:1])
-
-    def loss(params):
-        return squares(model.apply({"params": params}, x), TARGETS[:1])
-
-    expected = jax.value_and_grad(loss)(ref.on_host(variables)["params"])
-    ref.assert_close(found, expected, ref.FLOAT64)
-
-
 def test_check_and_compile_know_the_model(double):
     pipe = small()
     variables = pipe.init(KEY, X)
