@@ -96,6 +96,22 @@ def check_plan(plan: Any, layers: Sequence[Layer] | None, given: Sequence[str]) 
     return plan
 
 
+def decided(
+    plan: Any, layers: Sequence[Layer] | None, given: Sequence[str], *where: Any
+) -> tuple[Any, ...]:
+    """What a plan decides, checked: see `check_plan` and `planned_mesh`.
+
+    Returns:
+      The number of micro-batches, the balance, the schedule, what stages keep, the
+      cuts, the mesh and the devices.
+    """
+    own = check_plan(plan, layers, given)
+    mesh, devices = planned_mesh(own, *where)
+    schedule = own.schedule
+    known = schedule.num_microbatches, own.balance, schedule, own.remat, own.cuts
+    return *known, mesh, devices
+
+
 def planned_mesh(plan: Plan, mesh: Any, devices: Any) -> tuple[Any, Any]:
     """The mesh and the devices of a plan; given ones have to have its shape.
 

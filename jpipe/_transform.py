@@ -162,10 +162,8 @@ def pipeline(
             replicas=replicas,
         )
         if isinstance(plan, Plan) or not hasattr(plan, "replicas"):
-            own = _setup.check_plan(plan, None if is_one else layers, names)
-            num_microbatches, schedule = own.schedule.num_microbatches, own.schedule
-            balance, remat, cuts = own.balance, own.remat, own.cuts
-            mesh, devices = _setup.planned_mesh(own, mesh, devices)
+            own = _setup.decided(plan, None if is_one else layers, names, mesh, devices)
+            num_microbatches, balance, schedule, remat, cuts, mesh, devices = own
         elif is_one:
             raise ValueError(
                 "plan: what jpipe.replicate makes is of a list of layers; type "
@@ -176,10 +174,8 @@ def pipeline(
             num_microbatches, balance, schedule = planned
     number = _setup.check_num_microbatches(num_microbatches)
     devices = _setup.check_mesh(mesh, devices, sharding, gather)
-    axes, forecast = (
-        Axes(in_axes, target_axes, out_axes),
-        getattr(plan, "forecast", None),
-    )
+    axes = Axes(in_axes, target_axes, out_axes)
+    forecast = getattr(plan, "forecast", None)
     if is_one:
         division = divide(
             number,
@@ -208,17 +204,25 @@ def pipeline(
             in_axes,
         )
     groups = fuse(layers, check_balance(balance, len(layers)))
-    settings = _remat.per_stage(remat, len(groups))
     if replicas is not None:
         schedule = turns(replicas, schedule, len(groups), number)
-    chosen = choose_schedule(schedule, len(groups), number)
-    placed = _setup.choose_devices(devices, chosen)
+    ranks, chosen = _ranks(devices, schedule, len(groups), number)
+    settings = _remat.per_stage(remat, len(groups))
+    pipe = Pipe(groups, ranks, chosen, settings, sharding, gather)
+    return Pipeline(LayerList(pipe, axes, check), forecast)
+
+
+def _ranks(
+    devices: Any, schedule: Any, num_stages: int, num_microbatches: int
+) -> tuple[tuple[Device, ...], Schedule]:
+    """The device of each rank, and the schedule, of a list of layers."""
+    chosen = choose_schedule(schedule, num_stages, num_microbatches)
+    ranks = _setup.choose_devices(devices, chosen)
     if not isinstance(schedule, Schedule):
         _setup.warn_of_idle(devices, chosen)
-    if any(isinstance(device, SubMesh) for device in placed):
+    if any(isinstance(device, SubMesh) for device in ranks):
         check_threads()
-    pipe = Pipe(groups, placed, chosen, settings, sharding, gather)
-    return Pipeline(LayerList(pipe, axes, check), forecast)
+    return ranks, chosen
 
 
 def _of_model(layer: Layer, division: Division, axes: Axes) -> OneModel:

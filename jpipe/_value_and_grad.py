@@ -109,11 +109,10 @@ def value_and_grad(
             num_stages=num_stages,
             schedule=schedule,
             remat=remat,
+            replicas=replicas,
         )
-        own = _setup.check_plan(plan, None, names)
-        num_microbatches, schedule = own.schedule.num_microbatches, own.schedule
-        remat, cuts = own.remat, own.cuts
-        mesh, devices = _setup.planned_mesh(own, mesh, devices)
+        own = _setup.decided(plan, None, names, mesh, devices)
+        num_microbatches, _, schedule, remat, cuts, mesh, devices = own
     division = divide(
         _setup.check_num_microbatches(num_microbatches),
         num_stages,

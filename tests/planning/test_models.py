@@ -103,6 +103,8 @@ def test_a_loss_function_is_divided_as_before(double):
     with pytest.raises(ValueError, match="known once it was placed or called"):
         _ = first.plan
     placed = first.place(params, TOKENS)
+    with pytest.raises(ValueError, match="it decides replicas, which was given too"):
+        jpipe.value_and_grad(loss, plan=first.plan, replicas=[1, 1, 1])
     again = jpipe.value_and_grad(loss, plan=first.plan)
     assert [x.device for x in jax.tree.leaves(again.place(params, TOKENS))] == [
         x.device for x in jax.tree.leaves(placed)
