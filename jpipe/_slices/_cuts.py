@@ -152,10 +152,15 @@ def _reads_before(program: Traced, count: int) -> list[Reads]:
 
 
 def _around(program: Traced, reads: Sequence[Reads]) -> list[tuple[int, int]]:
-    """The equations of stages since the last reading, and until the next."""
+    """The equations of stages since the last reading, and until the next.
+
+    Behind the last reading there may be a loss or none: nothing is counted until then.
+    """
     before = [0, *accumulate(kind == "stage" for kind in program.kinds)]
     first = {own: before[i] for i, own in reversed([*enumerate(reads)])}
     last = {own: before[i] for i, own in enumerate(reads)}
+    end = reads[-1]
     return [
-        (at - first[own], last[own] - at) for at, own in zip(before, reads, strict=True)
+        (at - first[own], 0 if own == end else last[own] - at)
+        for at, own in zip(before, reads, strict=True)
     ]

@@ -67,9 +67,8 @@ class Division:
         Raises:
           ValueError: if a plan is of a function of other parameters.
         """
-        cuts = self.cuts
+        cuts, (size, first) = self.cuts, next(iter(programs.items()))
         if cuts is None:
-            first = next(iter(programs.values()))
             found = _cut.positions(first, self.num_stages, self.about)
             cuts = Cuts.of(first, found, num_params, self.about)
         if cuts.positions and len(cuts.totals) != num_params:
@@ -80,7 +79,10 @@ class Division:
             )
         if self.is_lasting:
             self.cuts = cuts
-        return cuts, {n: cuts.on(one) for n, one in programs.items()}
+        found = {size: cuts.on(first)}
+        # Programs of other sizes are more like the first one than what was cut before.
+        alike = Cuts.of(first, found[size], num_params, self.about)
+        return cuts, {n: found.get(n) or alike.on(one) for n, one in programs.items()}
 
     def pipe(self, count: int) -> Pipe:
         """The schedule and the devices of so many stages."""

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
@@ -353,3 +354,28 @@ def two_steps(name, pipe, variables, parts=COUNT, close=None):
     written = {k: v for k, v in variables.items() if k != "params"}
     ref.assert_close(state.model_state, written, close)
     return state
+
+
+def test_loss_is_behind_the_cut_for_micro_batches_of_any_size(double):
+    """Where few bytes cross there is a sum of one example, and of two another one."""
+    dense = functools.partial(nn.Dense, 3, dtype=jnp.float64, param_dtype=jnp.float64)
+
+    class Skip(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            means = jnp.mean(x.reshape(len(x), -1), 1).reshape(-1, 1, 1, 1)
+            return dense()(dense()(jnp.tanh(x))) + means
+
+    def loss(y, targets):
+        far = -targets + y.reshape(len(y), -1) @ jnp.cos(jnp.arange(18.0))
+        return jnp.mean(jnp.sqrt(1 + far**2))
+
+    x, targets = RNG.normal(size=(3, 2, 3, 3)), RNG.normal(size=3)
+    pipe = jpipe.pipeline(Skip(), 2, num_stages=3)
+    variables = pipe.init(KEY, x)
+    wanted = jax.value_and_grad(
+        lambda params: loss(Skip().apply({"params": params}, x), targets)
+    )(ref.on_host(variables["params"]))
+    found = pipe.value_and_grad(loss)(variables, x, targets)
+    ref.assert_close(found, wanted, ref.FLOAT64)
+    assert pipe.plan.stages[1].sent_bytes == 2 * x[0].nbytes
