@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from .._layers._alike import Same
+from .._jaxprs._alike import Same
 from .._layers._stage import shapes
 
 PyTree = Any

@@ -1,17 +1,36 @@
-"""What is equal for jaxprs that compute the same, as far as one can tell."""
+"""What is equal for jaxprs that compute the same, with the same derivative."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
+
+from . import _jaxpr
+
+# The names that jpipe gives to values say which they are, not what they are.
+_OWN = "jpipe "
+
+
+class Same:
+    """An object that is equal to itself only; it stays alive as long as this."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and self._value is other._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
 
 
 def form(closed: core.ClosedJaxpr) -> tuple[Hashable, ...]:
     """The equations of a jaxpr, without the names of its variables.
 
-    Functions among their parameters, such as rules for derivatives, say nothing: what
-    is to be told apart by these has to be so by other means.
+    Where a function has a derivative of its own, this is a part of the form.
     """
     jaxpr = closed.jaxpr
     made = [*jaxpr.constvars, *jaxpr.invars]
@@ -25,14 +44,51 @@ def form(closed: core.ClosedJaxpr) -> tuple[Hashable, ...]:
     eqns = [
         (
             eqn.primitive.name,
-            tuple((name, _value(x)) for name, x in sorted(eqn.params.items())),
+            _params(jaxpr, eqn),
             *map(atom, eqn.invars),
             *map(atom, eqn.outvars),
         )
         for eqn in jaxpr.eqns
     ]
     ends = *map(atom, jaxpr.invars), *map(atom, jaxpr.outvars)
-    return tuple(map(id, closed.consts)), tuple(eqns), ends
+    return tuple(map(Same, closed.consts)), tuple(eqns), ends
+
+
+def _params(jaxpr: Any, eqn: core.JaxprEqn) -> Hashable:
+    """The parameters of an equation; in place of rules what they make."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "name" and params["name"].startswith(_OWN):
+        return ()
+    if name not in _jaxpr.RULES:
+        return _value(params)
+    inner = [x for x in params.values() if isinstance(x, core.ClosedJaxpr)]
+    return _value((inner, _derivative(jaxpr, eqn)))
+
+
+def _derivative(jaxpr: Any, eqn: core.JaxprEqn) -> Any:
+    """The jaxpr of the value and the derivative of an equation."""
+    free = [i for i, a in enumerate(eqn.invars) if _is_inexact(a.aval)]
+    kept = [i for i, v in enumerate(eqn.outvars) if _is_inexact(v.aval)]
+
+    def derived(operands: list[Any], cotangents: list[Any]) -> Any:
+        def values(some: list[Any]) -> list[Any]:
+            given = dict(enumerate(operands)) | dict(zip(free, some, strict=True))
+            made = _jaxpr.bind(jaxpr, eqn, [*given.values()])
+            return [made[i] for i in kept]
+
+        made, pullback = jax.vjp(values, [operands[i] for i in free])
+        return made, pullback(cotangents)
+
+    operands = [_jaxpr.spec(a.aval) for a in eqn.invars]
+    cotangents = [_jaxpr.spec(eqn.outvars[i].aval) for i in kept]
+    try:
+        return jax.make_jaxpr(derived)(operands, cotangents)
+    except Exception:  # which is raised again where somebody differentiates it
+        return Same(eqn)
+
+
+def _is_inexact(aval: Any) -> bool:
+    return jnp.issubdtype(getattr(aval, "dtype", jnp.int32), jnp.inexact)
 
 
 def _value(value: Any) -> Hashable:
@@ -42,9 +98,15 @@ def _value(value: Any) -> Hashable:
     if isinstance(value, core.Jaxpr):
         return form(core.ClosedJaxpr(value, [None] * len(value.constvars)))
     if isinstance(value, tuple | list):
-        return tuple(map(_value, value))
+        return type(value), *map(_value, value)
+    if isinstance(value, Mapping):
+        return tuple((name, _value(x)) for name, x in sorted(value.items()))
     if isinstance(value, np.ndarray | np.generic):
         return str(value.dtype), value.shape, value.tobytes()
-    if callable(value) and not isinstance(value, type):
-        return type(value).__name__
-    return str(value)
+    if isinstance(value, int | float | complex):
+        return type(value), repr(value)  # which tells 0.0 from -0.0
+    try:
+        hash(value)
+    except TypeError:
+        return Same(value)
+    return value

@@ -23,7 +23,7 @@ Rule = Callable[[Sequence[Any]], Sequence[Any]]
 # `jax.checkpoint`.
 _CALLS = ("jit", "pjit")
 CHECKPOINTS = ("remat2", "checkpoint")
-_RULES = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
+RULES = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 
 
 def trace(
@@ -230,7 +230,7 @@ def values(closed: core.ClosedJaxpr, outvars: Sequence[Any]) -> core.ClosedJaxpr
 
 def inlined(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
     """The same values by operations in the open, without rules for derivatives."""
-    return _retrace(closed, (*_CALLS, *CHECKPOINTS, *_RULES))
+    return _retrace(closed, (*_CALLS, *CHECKPOINTS, *RULES))
 
 
 def depending_on(closed: core.ClosedJaxpr, inputs: Sequence[bool]) -> set[core.Var]:

@@ -1,6 +1,6 @@
 """A list of layers as one program: a mark stands between two stages."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +11,8 @@ import numpy as np
 from .._functions._batch import Batch, explained
 from .._functions._objective import Objective
 from .._jaxprs import _jaxpr
-from .._layers import _alike, _batchnorm, _skip
+from .._layers import _batchnorm, _skip
 from .._layers._stage import StageFunction
-from .._run import _signature
 from .._run._layout import Layout
 from .._run._pipe import Pipe
 from . import _folds, _left, _marks, _meshes, _state
@@ -113,23 +112,8 @@ def listed(
         layout.marks,
         layout.homes,
         state,
-        {size: one.alike for size, one in zip(programs, traces, strict=True)},
     )
     return Listed(pipe, layout, whole, stages, state, first.y, aux, routes)
-
-
-def _behaviour(stage: StageFunction, given: PyTree) -> Hashable:
-    """What is equal for stages that do the same.
-
-    What a layer does may hang on what a tree that it is given holds beside arrays, and
-    on the shapes of arrays that it does not read.
-    """
-    tree, kinds = _signature.of(given)
-    try:
-        hash(tree)
-    except TypeError:
-        tree = _alike.Same(tree)
-    return tuple(map(_alike.behaviour, stage.layers)), tree, kinds
 
 
 class _Trace:
@@ -139,7 +123,6 @@ class _Trace:
       program: the trace.
       cuts: where its stages but the first begin.
       written: the leaves that the layers may write.
-      alike: of each stage what is equal for those that do the same.
       y: specs of the output of the last layer.
     """
 
@@ -158,7 +141,6 @@ class _Trace:
         part = size / sum(batch.sizes) / batch.num_shards
         self._share = np.asarray(part, jnp.result_type(float))
         self.written: list[Written] = []
-        self.alike: list[Hashable] = []
         self.y: PyTree = None
         number = jax.ShapeDtypeStruct((), jnp.int32)
         specs = [spec for spec, _ in layout.specs]
@@ -184,14 +166,12 @@ class _Trace:
         """``(loss, weight, (aux, written))``; without a loss the output is the aux."""
         x, targets, rngs = given
         skips: dict[_skip.Key, PyTree] = {}
-        self.written, self.alike, new = [], [], []
+        self.written, new = [], []
         for stage in self._stages:
             own = self._layout.numbers[stage.index]
             entries = jax.tree.map(leaves.__getitem__, own)
             if self._train:
                 _check_collections(stage, entries)
-            popped = [skips[r.key] for r in self._routes if r.target == stage.index]
-            self.alike.append(_behaviour(stage, (entries, x, popped)))
             numbers = number, stage.first
             x, changed = stage(entries, x, rngs, numbers, self._train, skips)
             x = jax.tree.map(jnp.asarray, x)

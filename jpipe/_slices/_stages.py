@@ -1,7 +1,6 @@
 """All stages of a program on micro-batches of all sizes, and what they share."""
 
 from collections.abc import Hashable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -38,8 +37,6 @@ class Stages:
       trained: whether each parameter has a gradient.
       homes: the stages of the first parameters, where these are known.
       state: what the program writes.
-      alike: by the sizes of micro-batches, of each stage what is equal for those that
-        do the same, if it is known.
 
     Attributes:
       first: the program of the first micro-batch.
@@ -58,7 +55,6 @@ class Stages:
         trained: Sequence[bool],
         homes: Sequence[int] = (),
         state: State | None = None,
-        alike: Mapping[int, Sequence[Hashable]] = MappingProxyType({}),
     ) -> None:
         self._programs, self._sizes, self._remat = programs, sizes, remat
         self.first = next(iter(programs.values()))
@@ -94,7 +90,7 @@ class Stages:
         self.trained += [_is_in(v, of_loss) for v in self.once.jaxpr.outvars]
         self.owner = [*homes, *self._owners()[len(homes) :]]
         self.states = self._states(state or State())
-        self._alike, self._known_forms = alike, dict[tuple[int, int], Hashable]()
+        self._forms: dict[tuple[int, int], Hashable] = {}
         # By stage, size and mode; and by what equal ones have in common.
         self._functions: dict[Any, StageFunctions] = {}
         self._distinct: dict[Any, StageFunctions] = {}
@@ -154,10 +150,7 @@ class Stages:
         return state.of_stages(homes, self.num_stages)
 
     def kind(self, stage: int, microbatch: int = 0) -> Hashable:
-        """What is equal for stages whose operations are the same.
-
-        Functions that differ in the rules of their derivatives alone may be equal.
-        """
+        """What is equal for stages whose operations are the same."""
         weights = self.weights(stage, microbatch)
         trained = [self.trained[i] for i in weights]
         arrives = self.part(stage, microbatch).arrives
@@ -166,18 +159,12 @@ class Stages:
         return form, stage == self.num_stages - 1, tuple(trained), tuple(wanted)
 
     def _form(self, stage: int, size: int) -> Hashable:
-        """The operations of a stage; and what else tells stages of a list apart."""
-        if (stage, size) not in self._known_forms:
+        """What is equal for stages that are one program."""
+        if (stage, size) not in self._forms:
             part = self._slices[size][stage]
             groups = part.weights, part.arrives, part.inputs, part.batch, part.leaves
-            form = *map(len, groups), *_alike.form(part.closed)
-            alike = self._alike[size][stage] if self._alike else None
-            self._known_forms[stage, size] = alike, size, form
-        return self._known_forms[stage, size]
-
-    def _program_of(self, stage: int, size: int) -> Hashable:
-        """What is equal for stages that are one program; of a model nothing is."""
-        return self._form(stage, size) if self._alike else (stage, size)
+            self._forms[stage, size] = *map(len, groups), *_alike.form(part.closed)
+        return self._forms[stage, size]
 
     def has_gradient(self, var: core.Var, microbatch: int) -> bool:
         """Whether what crosses has a cotangent."""
@@ -200,7 +187,7 @@ class Stages:
         has_loss = self.first.has_loss and stage == self.num_stages - 1
         trained = [self.trained[i] for i in self.weights(stage, microbatch)]
         arrives = [self.has_gradient(var, microbatch) for var in part.arrives]
-        form = self._program_of(stage, self._sizes[microbatch])
+        form = self._form(stage, self._sizes[microbatch])
         key = form, mode, has_loss, tuple(trained), tuple(arrives)
         if key not in self._distinct:
             divisors = specs(self.first.weight if self.divides else [])
@@ -211,7 +198,7 @@ class Stages:
 
     def forward(self, stage: int, microbatch: int) -> Function:
         """The program of a stage of which nothing is kept for a backward."""
-        key = self._program_of(stage, self._sizes[microbatch])
+        key = self._form(stage, self._sizes[microbatch])
         if key not in self._forwards:
             closed = self.part(stage, microbatch).closed
             self._forwards[key] = Function.of("forward", closed)

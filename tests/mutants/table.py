@@ -73,7 +73,7 @@ FUNCTIONS = [
 ]
 JAXPRS = [
     ("_alike", "_value(one.val) if is_literal", "0 if is_literal"),
-    ("_alike", "tuple(map(id, closed.consts)), tuple(eqns)", "tuple(eqns)"),
+    ("_alike", "tuple(map(Same, closed.consts)), tuple(eqns)", "tuple(eqns)"),
     ("_alike", "(name, _value(x)) for", "(name,) for"),
     ("_cheapest", "0 if v in at_hand else nbytes(v)", "nbytes(v)"),
     ("_cheapest", "if size(found) > size(", "if size(found) < size("),
