@@ -1,20 +1,27 @@
 """Layers are run at once and in micro-batches: what `Pipeline.check` does."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 
 from ._check._layers import Checking
 from ._check._report import CheckReport
-from ._fitting import Fitting
-from ._functions import _microbatch
+from ._fitting import Fitting, layout_of
+from ._functions import _microbatch, _remat
 from ._functions._objective import Objective
+from ._functions._trainable import Trainable
 from ._instructions import _transfer
+from ._instructions._transfer import OnPaper
 from ._layers import _rng
-from ._run import _layout, _variables
+from ._layers._sequence import Sequential
+from ._layers._stage import fuse
+from ._run import _variables
 from ._run._pipe import Pipe
+from ._slices._listed import listed
 from ._warn import warn
+from .schedules import gpipe
 
 PyTree = Any
 # So many examples a micro-batch has at most where the first mini-batch is checked.
@@ -69,16 +76,46 @@ def checked(
         )
     fitting.by_owner(variables, fitting.sample(x))
     _variables.check_alive(jax.tree.leaves(variables))
-    entries = _layout.complete(pipe.sharing, variables)
-    sizes, layers = tuple(parts), pipe.layers
+    own = _apart(pipe, fitting, variables, x, rngs, train)
+    sizes = tuple(parts)
     (_, _, x_axes), (_, _, target_axes) = examples
     with jax.default_device(_transfer.one_of(pipe.devices[0])):
         checking = Checking(x, x_axes, sizes, rngs, train, tolerance)
-        found = tuple(map(checking.layer, range(len(layers)), layers, entries))
+        found = tuple(checking.layer(i, *given) for i, given in enumerate(own))
         loss = None
         if objective is not None:
             loss = checking.loss(objective, targets, target_axes)
     return CheckReport(sizes, found, loss)
+
+
+def _apart(
+    pipe: Pipe,
+    fitting: Fitting,
+    variables: Sequence[PyTree],
+    x: PyTree,
+    rngs: _rng.Rngs,
+    train: bool,
+) -> list[tuple[Sequential, list[PyTree]]]:
+    """Each layer behind those whose variables it reads, and the variables of these."""
+    layers, number = pipe.layers, len(pipe.layers)
+    schedule = gpipe(number, 1)
+    ranks = tuple(OnPaper(rank) for rank in range(number))
+    one_each = fuse(layers, [1] * number)
+    own = Pipe(one_each, ranks, schedule, _remat.per_stage("none", number))
+    keys = None if rngs is None else _microbatch.specs(rngs, "rngs")
+    batch = replace(fitting.sample(x), rngs=keys)
+    marks = fitting.marks(variables, Trainable())
+    given = own, fitting.layers, layout_of(own, variables, marks), variables, batch
+    stages = listed(*given, train=train, objective=None).stages
+    entry_of = [i for i, own in enumerate(variables) for _ in jax.tree.leaves(own)]
+    found = []
+    for i in range(number):
+        read = {entry_of[leaf] for leaf in stages.weights(i) if leaf < len(entry_of)}
+        needed = [*sorted(read - {i}), i]
+        some = [layers[k] for k in needed]
+        alone = Sequential(some, [pipe.stage_of_layer[k] for k in needed], needed)
+        found.append((alone, [variables[k] for k in needed]))
+    return found
 
 
 def check_first(pipe: Pipe, fitting: Fitting, *given: Any) -> None:

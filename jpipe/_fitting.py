@@ -1,6 +1,6 @@
 """Whether variables and an input fit a list of layers, on abstract values."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -9,20 +9,61 @@ import jax
 from ._functions import _microbatch
 from ._functions._batch import Axes, Batch, explained, of_input
 from ._functions._trainable import Trainable
+from ._jaxprs import _jaxpr
 from ._layers import _rng
 from ._layers._layer import check_unchanged
 from ._layers._rng import Rngs
+from ._layers._sequence import Sequential
 from ._layers._skip import Route
 from ._layers._stage import shapes
-from ._layers._walk import Visit, walk
-from ._run import _layout, _signature, _variables
-from ._run._layout import Layout
+from ._run import _resting, _signature, _variables
 from ._run._pipe import Pipe
+from ._slices._built import TreeLayout
+from ._slices._initial import Initial
 
 PyTree = Any
-Expected = tuple[list[Visit], tuple[Route, ...]]
 Marks = tuple[PyTree, ...]
 ALL = Trainable()
+_PLACE = "variables = pipe.place(variables)"
+
+
+def layout_of(pipe: Pipe, variables: Sequence[PyTree], marks: Marks) -> TreeLayout:
+    """Where the variables of layers are: each with its layer.
+
+    Args:
+      pipe: the stages.
+      variables: one entry per layer, or specs.
+      marks: whether each leaf is trained.
+    """
+    variables = tuple(variables)
+    specs = jax.tree.map(_jaxpr.spec, variables)
+    homes = [
+        stage
+        for stage, entry in zip(pipe.stage_of_layer, variables, strict=True)
+        for _ in jax.tree.leaves(entry)
+    ]
+    shardings = _resting.shardings(pipe, variables)
+    own = jax.tree.leaves(marks)
+    return TreeLayout(pipe, specs, homes, shardings, own, True, _PLACE)
+
+
+def _kind(variables: PyTree) -> Any:
+    leaves, tree = jax.tree.flatten(tuple(variables))
+    return tree, _signature.shapes(leaves)
+
+
+def _state_of(specs: Mapping[str, PyTree], given: Any) -> dict[str, PyTree]:
+    """What is given in place of what is no parameter.
+
+    A layer is not held to the shapes that its state has at the start: a cache has room
+    for more tokens than the input has.
+    """
+    structure = jax.tree.structure
+    return {
+        name: given[name]
+        for name, own in specs.items()
+        if name != "params" and structure(given.get(name)) == structure(own)
+    }
 
 
 class Fitting:
@@ -33,15 +74,17 @@ class Fitting:
       axes: where the examples are.
 
     Attributes:
-      layout: how the variables seen last lie, for print; ``None`` before the first.
+      layers: the layers, as one function.
+      layout: where the variables seen last are, for print; ``None`` before the first.
       routes: the skip connections between stages, for print.
     """
 
     def __init__(self, pipe: Pipe, axes: Axes) -> None:
         self._pipe, self._axes = pipe, axes
-        self.layout: Layout | None = None
+        self.layers = Sequential(pipe.layers, pipe.stage_of_layer)
+        self.layout: TreeLayout | None = None
         self.routes: tuple[Route, ...] = ()
-        self._expected: dict[Any, Expected] = {}
+        self._initial: dict[Any, Initial] = {}
         # By the shapes of variables, an input that they fit, in words.
         self._inputs: dict[Any, str] = {}
 
@@ -52,7 +95,7 @@ class Fitting:
           ValueError: if an nnx module was changed.
         """
         check_unchanged(self._pipe.layers)
-        self._expected.clear()
+        self._initial.clear()
 
     def check_order(self, variables: Any) -> None:
         """Tells arguments in another order, before a batch is made of variables."""
@@ -95,52 +138,65 @@ class Fitting:
         number = self._pipe.schedule.num_microbatches
         return of_input(x, axes, number, self._pipe.num_shards)
 
-    def expected(self, batch: Batch, given: Any = None) -> Expected:
-        """What the layers are given and would make, for the first micro-batch.
+    def initial(self, batch: Batch, given: Sequence[PyTree] | None = None) -> Initial:
+        """What the layers would make, for the first micro-batch.
 
         Args:
           batch: the mini-batch.
-          given: variables that they take as they are: see `walk`.
-
-        Returns:
-          What is met at each layer, and the routes of the skip connections.
+          given: variables that they take as they are: see `Initial`.
 
         Raises:
-          ValueError: if skip connections do not fit, or a layer was changed.
+          ValueError: if skip connections do not fit.
         """
         signature = _signature.settings(), _signature.of(batch.first, given)
-        if signature not in self._expected:
-            stages, key = self._pipe.stages, _rng.key_spec()
+        if signature not in self._initial:
+            key = _rng.key_spec()
             with explained(batch):
-                visits, routes = walk(stages, key, batch.first, given)
-            self._expected[signature] = visits, routes
-            self.routes = routes
-        return self._expected[signature]
+                found = Initial(self.layers, key, batch.first, given)
+            self._initial[signature] = found
+            self.routes = found.routes
+        return self._initial[signature]
 
-    def fitting(self, variables: Any, batch: Batch) -> Expected:
-        """What the layers are given with variables of the caller, which are checked.
+    def fitting(self, variables: Any, batch: Batch) -> Initial:
+        """What the layers would make, as which variables of the caller are.
 
         Layers that cannot make such variables are given them as they are.
 
         Raises:
           ValueError: if they are not those of the model.
         """
-
-        def checked(known: Expected) -> Expected:
-            told = self._misfit(variables, batch.x)
-            _layout.check(self._pipe.sharing, known[0], variables, told)
-            return known
-
+        given = variables
         try:
-            return checked(self.expected(batch))
+            initial = self.initial(batch)
+            given = [*map(_state_of, initial.specs, variables)]
+            return self._checked(initial, variables, batch)
         except Exception:
             with suppress(Exception):  # the first one says what is wrong
-                return checked(self.expected(batch, variables))
+                return self._checked(self.initial(batch, given), variables, batch)
             raise
+
+    def _checked(self, initial: Initial, variables: Any, batch: Batch) -> Initial:
+        """Checks that variables are like those which layers would make."""
+        told = self._misfit(variables, batch.x)
+        parent = self.layers.parent
+        _variables.check_layers(parent, initial.specs, variables, told)
+        return initial
+
+    def explain(self, variables: Any, batch: Batch) -> None:
+        """Says what is wrong with variables on which layers raised an error.
+
+        Raises:
+          ValueError: if they are not those of the model.
+        """
+        try:
+            initial = self.initial(batch)
+        except Exception:  # it is not for the variables
+            return
+        self._checked(initial, variables, batch)
 
     def _misfit(self, variables: Any, x: PyTree) -> str:
         """What an error says of variables and an input that do not fit."""
-        before = self._inputs.get(_signature.shapes(jax.tree.leaves(variables)))
+        before = self._inputs.get(_kind(variables))
         if before in (None, shapes(x)):
             return (
                 f"the variables are not those of this model for x of {shapes(x)}; one "
@@ -152,33 +208,29 @@ class Fitting:
         )
 
     def note(
-        self,
-        variables: Sequence[PyTree],
-        visits: Sequence[Visit],
-        x: PyTree,
-        trainable: Trainable = ALL,
-    ) -> Layout:
-        """How such variables, which fit an input, lie; kept for print."""
+        self, variables: Sequence[PyTree], x: PyTree, trainable: Trainable = ALL
+    ) -> TreeLayout:
+        """Where such variables, which fit an input, are; kept for print."""
         marks = self.marks(variables, trainable)
-        self._inputs[_signature.shapes(jax.tree.leaves(variables))] = shapes(x)
-        self.layout = Layout(self._pipe, visits, variables, marks)
+        self._inputs[_kind(variables)] = shapes(x)
+        self.layout = layout_of(self._pipe, variables, marks)
         return self.layout
 
     def marks(self, variables: Sequence[PyTree], trainable: Trainable) -> Marks:
         """Whether each leaf of the variables, or of their specs, is trained."""
-        stages = self._pipe.stages
-        return trainable.marks([a for s in stages for a in s.layers], variables)
+        return trainable.marks(self._pipe.layers, variables)
 
     def by_owner(self, variables: Any, batch: Batch) -> Sequence[PyTree]:
         """Checks variables, and gives each to the entry that `init` gives it to."""
-        visits = self.fitting(variables, batch)[0]
-        own = _layout.by_owner(self._pipe.sharing, visits, variables)
-        self.note(own, visits, batch.x)
+        initial = self.fitting(variables, batch)
+        own = self.layers.parent.like(initial.specs, variables)
+        self.note(own, batch.x)
         return own
 
     def check(
         self, variables: Any, batch: Batch, trainable: Trainable = ALL
-    ) -> tuple[Layout, Sequence[Route]]:
-        """How such variables lie, which are checked, and the skip connections."""
-        visits, routes = self.fitting(variables, batch)
-        return self.note(variables, visits, batch.x, trainable), routes
+    ) -> TreeLayout:
+        """Where such variables are; those of another kind than before are checked."""
+        if _kind(variables) not in self._inputs:
+            self.fitting(variables, batch)
+        return self.note(variables, batch.x, trainable)

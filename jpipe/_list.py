@@ -1,6 +1,6 @@
 """A list of layers: what a pipeline of it computes, and where its variables are."""
 
-from collections import Counter
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -8,7 +8,6 @@ from typing import Any
 
 import chex
 import jax
-import numpy as np
 
 from ._check._report import CheckReport
 from ._checking import check_first, checked
@@ -21,17 +20,16 @@ from ._functions._trainable import Trainable
 from ._instructions import _transfer
 from ._instructions._sharding import Sharding
 from ._layers import _nnx_values, _rng
-from ._layers._initialize import strong
-from ._layers._layer import as_module, check_unchanged
+from ._layers._layer import check_unchanged
 from ._layers._skip import label
 from ._processes._elsewhere import is_here
 from ._processes._group import agree_on_key
-from ._run import _layout, _resting, _variables
+from ._run import _resting, _variables
 from ._run._feed import Feed
-from ._run._initialize import draws, initializers
 from ._run._pipe import Pipe
 from ._slices import _left, _results
 from ._slices._built import Built, Divided
+from ._slices._initial import strong
 from ._slices._listed import Listed, listed
 from ._slices._programs import Programs
 from ._train._gradients import Gradients
@@ -91,11 +89,21 @@ class LayerList:
             self.pipe,
             [[layer.name for layer in stage.layers] for stage in self.pipe.stages],
             built.layout if built else layout,
-            layout.order if layout else (),
+            self._reads(built),
             built.stages if built else None,
             built,
             [(label(r.key), r.source, r.target) for r in self.fitting.routes],
         )
+
+    def _reads(self, built: Built | None) -> list[list[int]]:
+        """Of each stage the leaves that it reads, or before that is known, has."""
+        if built is not None:
+            return [built.stages.weights(s) for s in range(self.num_stages)]
+        homes = self.fitting.layout.homes if self.fitting.layout else []
+        return [
+            [i for i, home in enumerate(homes) if home == s]
+            for s in range(self.num_stages)
+        ]
 
     # ---------------------------------------------------------------------- programs
 
@@ -122,7 +130,6 @@ class LayerList:
 
     def _forward(self, train: bool, variables: PyTree, *args: PyTree) -> Divided:
         found = self._listed(variables, args, train, None, Trainable())
-        _check_changes(found, variables)
         if changed := found.state.at:
             _left.in_training(_variables.collections(variables, changed))
         built = _results.forward(found, self._axes.out_axes)
@@ -152,7 +159,6 @@ class LayerList:
     ) -> Divided:
         found = self._listed(variables, args, train, objective, trainable)
         self._check_constants(found, variables)
-        _check_changes(found, variables)
         outputs.append(found.y)
         built = _results.gradient(found, objective)
         return Divided(built.pipe, built.stages, built.layout, built=built)
@@ -168,11 +174,15 @@ class LayerList:
         """The layers on a mini-batch, traced."""
         self.fitting.check_order(variables)
         batch = self.fitting.batch(*args)
-        layout, routes = self.fitting.check(variables, batch, trainable)
+        layout = self.fitting.check(variables, batch, trainable)
         if objective is not None:
             objective = replace(objective, num_microbatches=batch.num_parts)
-        given = self.pipe, layout, batch, routes
-        return listed(*given, train=train, objective=objective)
+        given = self.pipe, self.fitting.layers, layout, variables, batch
+        try:
+            return listed(*given, train=train, objective=objective)
+        except Exception:
+            self.fitting.explain(variables, batch)
+            raise
 
     def _check_constants(self, layers: Listed, variables: Sequence[PyTree]) -> None:
         """Checks that what is trained is not closed over by a layer or the loss too.
@@ -218,37 +228,34 @@ class LayerList:
             _rng.check_key(key)
         batch = fitting.sample(x)
         self.look_again()
-        visits, _ = fitting.expected(batch, given)
+        taken = given or [None] * len(pipe.layers)
+        initial = fitting.initial(batch, [own or {} for own in taken])
         if key is None:
-            if any(map(draws, visits)):
+            if initial.draws:
                 _rng.check_key(key)
             key = jax.random.key(0)  # which nobody reads
-        fitting.note([visit.variables for visit in visits], visits, batch.x)
         if pipe.copies is not None:
             agree_on_key(key)
-        # Made on the first device of this process, where equal layers share a compiled
-        # program; what is in another process is made there.
+        fitting.note(initial.specs, batch.x)
+        wanted = [
+            own is None and is_here(pipe.devices[stage])
+            for own, stage, entry in zip(
+                taken, pipe.stage_of_layer, initial.specs, strict=True
+            )
+            for _ in jax.tree.leaves(entry)
+        ]
+        # Made on one device, where equal draws share a compiled program, and moved at
+        # once: it has room for one array more, not for all.
         first = _transfer.one_of(pipe.own_places[0])
-        local = _transfer.put_tree(key, first)
-        numbers = _transfer.put([*map(np.uint32, range(len(visits)))], first)
-        own = {
-            number: visit
-            for number, visit in enumerate(visits)
-            if (given is None or given[number] is None)
-            and jax.tree.leaves(visit.variables)
-            and is_here(pipe.devices[pipe.stage_of_layer[number]])
-        }
-        makers = initializers([*own.values()], local, first)
-        made_by = dict(zip(own, makers, strict=True))
+        made = initial.leaves(key, first, wanted)
         variables = []
-        for number, visit in enumerate(visits):
-            made = visit.variables
-            if given is not None and given[number] is not None:
-                made = given[number]
-            elif number in own:
-                made = made_by[number](_rng.layer_key(local, numbers[number]))
-            # Moved at once: the first device has room for one layer more, not for all.
-            variables.append(self._placed(number, made))
+        for number, specs in enumerate(initial.specs):
+            leaves, tree = jax.tree.flatten(specs)
+            own = itertools.islice(made, len(leaves))
+            leaves = [a if x is None else x for a, x in zip(leaves, own, strict=True)]
+            entry = taken[number]
+            entry = tree.unflatten(leaves) if entry is None else entry
+            variables.append(self._placed(number, entry))
         return tuple(variables)
 
     def take(
@@ -295,14 +302,9 @@ class LayerList:
         """The layers with values: see `Pipeline.modules`."""
         layers = self.pipe.layers
         check_unchanged(layers)
-        _variables.check_entries(variables, len(layers))
+        _variables.check_length(variables, len(layers))
         _variables.check_alive(jax.tree.leaves(variables))
-        entries = _layout.complete(self.pipe.sharing, variables)
-        made: dict[int, Any] = {}
-        for layer, entry in zip(layers, entries, strict=True):
-            if id(layer.owner) not in made:
-                made[id(layer.owner)] = as_module(layer, entry)
-        return [made[id(layer.owner)] for layer in layers]
+        return self.fitting.layers.parent.modules(variables)
 
     def check(self, *given: Any) -> CheckReport:
         """Runs each layer and the loss at once and in micro-batches."""
@@ -321,19 +323,3 @@ class LayerList:
         shardings = _resting.of_layer(self.pipe, layer, entry)
         device = self.pipe.devices[self.pipe.stage_of_layer[layer]]
         return _transfer.put_tree(entry, device, shardings, may_alias)
-
-
-def _check_changes(layers: Listed, variables: Sequence[PyTree]) -> None:
-    """Checks that what training changes is used by one layer.
-
-    Raises:
-      ValueError: with the collections that another uses too.
-    """
-    uses = Counter(leaf for order in layers.layout.order for leaf in order)
-    several = [leaf for leaf in sorted(layers.state.at) if uses[leaf] > 1]
-    if several:
-        raise ValueError(
-            f"training changes {_variables.collections(variables, several)}, which "
-            f"several layers use: these cannot be shared; wrap all uses in one layer, "
-            f"list two modules, or freeze it (use_running_average=True)"
-        )

@@ -11,20 +11,23 @@ import jax.numpy as jnp
 
 from ._check._report import CheckReport
 from ._describe import Known, of_function
+from ._functions import _microbatch
 from ._functions._batch import Axes
 from ._functions._objective import Objective
 from ._functions._trainable import Trainable
 from ._instructions import _transfer
 from ._instructions._sharding import Sharding
 from ._layers import _rng
-from ._layers._layer import Layer, as_module
+from ._layers._layer import Layer
+from ._layers._stage import shapes
 from ._processes._elsewhere import is_here
 from ._processes._group import agree_on_key
+from ._run import _variables
 from ._run._feed import Feed
 from ._run._pipe import Pipe
 from ._slices._built import Built, Divided
 from ._slices._division import Division
-from ._slices._initial import Initial, check_given
+from ._slices._initial import Initial
 from ._slices._model import Model
 from ._slices._sliced import Sliced
 from ._train._gradients import Gradients
@@ -152,16 +155,20 @@ class OneModel:
         if key is not None:
             _rng.check_key(key)
         key = jax.random.key(0) if key is None else key
-        initial = Initial(self._layer, key, self._part(x))
-        homes = self.homes(initial.specs, x)
+        initial = Initial(self._model, key, self._part(x))
+        specs, tree = jax.tree.flatten(initial.specs[0])
+        homes = self.homes(initial.specs[0], x)
+        devices = [self.pipe.devices[stage] for stage, _ in homes]
         if self.pipe.copies is not None:
             agree_on_key(key)
-        made = initial.leaves(key, self._first)
+        made = initial.leaves(key, self._first, [*map(is_here, devices)])
         leaves = [
-            _transfer.put_one(leaf, self.pipe.devices[stage], sharding)
-            for leaf, (stage, sharding) in zip(made, homes, strict=True)
+            _transfer.put_one(spec if leaf is None else leaf, device, sharding)
+            for leaf, spec, device, (_, sharding) in zip(
+                made, specs, devices, homes, strict=True
+            )
         ]
-        return jax.tree.unflatten(jax.tree.structure(initial.specs), leaves)
+        return tree.unflatten(leaves)
 
     def _part(self, x: PyTree) -> PyTree:
         """The input of the first micro-batch, as specs."""
@@ -176,8 +183,25 @@ class OneModel:
     def take(self, key: chex.PRNGKey, variables: PyTree, x: PyTree) -> PyTree:
         """Copies of variables, which are checked, in place."""
         del key
-        check_given(self._layer, self._part(x), variables)
+        self._check_given(variables, self._part(x))
         return jax.tree.map(jnp.copy, self.place(variables, x))
+
+    def _check_given(self, variables: PyTree, x: PyTree) -> None:
+        """Checks that given variables are those of the model, where it can make such.
+
+        Raises:
+          ValueError: with every leaf that is missing, surplus or of another shape.
+        """
+        given = _microbatch.specs(variables, "variables")
+        try:
+            (specs,) = Initial(self._model, _rng.key_spec(), x).specs
+        except Exception:  # such as parameters that are made of data
+            return
+        told = (
+            f"the variables are not those of this model for micro-batches of "
+            f"{shapes(x)}; one of the two is wrong"
+        )
+        _variables.check({"variables": specs}, {"variables": given}, told)
 
     def place(self, variables: PyTree, x: PyTree = None) -> PyTree:
         """Variables in place."""
@@ -204,7 +228,7 @@ class OneModel:
 
     def modules(self, variables: PyTree) -> Any:
         """The model with values: see `Pipeline.modules`."""
-        return as_module(self._layer, variables)
+        return self._model.parent.modules([variables])[0]
 
     def check(self, variables: PyTree, *given: Any) -> CheckReport:
         """Checks the model as a list of one layer, on the first device."""

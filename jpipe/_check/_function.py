@@ -9,7 +9,7 @@ import numpy as np
 
 from .. import _compat
 from .._functions._weights import is_inexact
-from .._jaxprs import _flow, _jaxpr
+from .._jaxprs import _alike, _flow, _jaxpr
 from . import _compare
 
 PyTree = Any
@@ -43,11 +43,14 @@ class Function:
       made: for each of the arguments the specs of what it makes.
       limit: the tolerance for the narrowest dtype in which anything is computed.
       error: why it cannot be differentiated; empty if it can.
+      form: what is equal for functions that compute the same.
     """
 
     def __init__(self, function: Callable[..., Any], given: Sequence[Given]) -> None:
         traced = [_jaxpr.trace(function, *one) for one in given]
         self._whole, _ = traced[0]
+        trees = jax.tree.structure((tuple(given), [result for _, result in traced]))
+        self.form = trees, *(_alike.form(closed) for closed, _ in traced)
         self.made = [made for _, (made, _) in traced]
         self.limit = _compare.tolerance(
             dtype for closed, _ in traced for dtype in _flow.dtypes(closed)

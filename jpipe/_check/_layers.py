@@ -16,9 +16,8 @@ import numpy as np
 
 from .._functions._objective import Objective
 from .._layers import _batchnorm, _half, _rng, _skip
-from .._layers._alike import behaviour
-from .._layers._layer import Layer
-from .._layers._stage import StageFunction
+from .._layers._parent import Entries
+from .._layers._sequence import Sequential
 from . import _compare
 from ._compare import Difference
 from ._function import (
@@ -82,28 +81,33 @@ class Checking:
         self._keys = _half.like(rngs)
         # All examples, then each micro-batch.
         self._at = [_At(one, {}) for one in split(x, x_axes, sizes)]
-        # Equal layers on equal shapes are traced and compiled once.
-        self._known: dict[Any, _Traced] = {}
+        # Equal layers on equal shapes are compiled once.
+        self._known: dict[Any, Function] = {}
         # Why no later layer can be compared; empty if they can.
         self._stopped = ""
 
-    def layer(self, number: int, layer: Layer, variables: PyTree) -> Checked:
-        """What is found of the next layer."""
-        name = f"layer {number} ({layer.name})"
+    def layer(self, number: int, layers: Sequential, entries: Entries) -> Checked:
+        """What is found of the next layer.
+
+        Args:
+          number: that of the layer.
+          layers: it, behind those whose variables it reads.
+          entries: the variables of these.
+        """
+        name = f"layer {number} ({layers.layers[-1].name})"
         if self._stopped:
             return Checked(name, notes=(self._stopped,))
-        stage = StageFunction(number, number, (layer,))
-        entry = jax.tree.map(host, variables)
+        entries = jax.tree.map(host, entries)
         # Those of Flax normalize each micro-batch by itself, which is known: here they
         # return what they are given.
-        normed = self._train and "batch_stats" in entry
-        given = [_given(entry, at, self._keys) for at in self._at]
+        normed = self._train and any("batch_stats" in entry for entry in entries)
+        given = [_given(entries, at, self._keys) for at in self._at]
         stopped = f"not compared, since {name} was not"
         try:
-            traced = self._trace(stage, given, normed)
+            traced = self._trace(layers, given, normed)
         except Exception as error:
             # What is wrong with any batch, such as a missing key, is no difference.
-            if not any(self._can_trace(stage, [one], normed) for one in given):
+            if not any(self._can_trace(layers, [one], normed) for one in given):
                 raise
             self._stopped = stopped
             return Checked(name, notes=(f"not compared: {first_line(error)}",))
@@ -115,7 +119,7 @@ class Checking:
             compared, differences, results = self._differences(function, given)
             whole, *parts = results
             if normed:
-                plain = self._trace(stage, given[:1], apart=False)
+                plain = self._trace(layers, given[:1], apart=False)
                 (whole,) = plain.function(given[:1])
                 if _compare.compare("", whole.made, [results[0].made], [1], 0.0):
                     notes.append("batch norms normalize each micro-batch by itself")
@@ -142,7 +146,7 @@ class Checking:
             return False
         return True
 
-    def _trace(self, stage: StageFunction, given: list[Given], apart: bool) -> _Traced:
+    def _trace(self, layers: Sequential, given: list[Given], apart: bool) -> _Traced:
         before, names = [*self._at[0].skips], []
 
         def applied(free: PyTree, fixed: PyTree) -> Any:
@@ -154,17 +158,15 @@ class Checking:
                 _batchnorm.recording(),
                 _batchnorm.apart() if apart else nullcontext(),
             ):
-                entry = {**params, **state}
-                y, (changed,) = stage((entry,), x, keys, None, self._train, after)
+                entries = [{**a, **b} for a, b in zip(params, state, strict=True)]
+                y, changed = layers.last(entries, x, keys, self._train, after)
             names[:] = after
-            return (y, [*after.values()]), changed
+            (state,) = changed if len(changed) == 1 else [dict(enumerate(changed))]
+            return (y, [*after.values()]), state
 
-        shapes = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tuple(given))
-        leaves, structure = jax.tree.flatten(shapes)
-        key = behaviour(stage.layers[0]), apart, tuple(before), tuple(leaves), structure
-        if key not in self._known:
-            self._known[key] = _Traced(Function(applied, given), names)
-        return self._known[key]
+        function = Function(applied, given)
+        known = self._known.setdefault(function.form, function)
+        return _Traced(known, names)
 
     def _differences(
         self, function: Function, given: list[Given]
@@ -282,7 +284,7 @@ def _terms(results: Sequence[Result], shares: Any) -> tuple[list[Any], list[PyTr
     return [*map(times, shares, values)], [*map(times, shares, gradients)]
 
 
-def _given(entry: PyTree, at: _At, keys: PyTree) -> Given:
-    params = {name: value for name, value in entry.items() if name == "params"}
-    state = {name: value for name, value in entry.items() if name != "params"}
+def _given(entries: Entries, at: _At, keys: PyTree) -> Given:
+    params = [{n: value for n, value in x.items() if n == "params"} for x in entries]
+    state = [{n: value for n, value in x.items() if n != "params"} for x in entries]
     return (params, at.x, list(at.skips.values())), (state, keys)

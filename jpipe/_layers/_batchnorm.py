@@ -28,6 +28,7 @@ from flax import linen, nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from ._patched import patched
+from ._slots import inner
 
 # How the names of the statistics that batch norms leave begin.
 MARK = "jpipe batch norm "
@@ -45,11 +46,11 @@ class Record:
 
     Attributes:
       layer: the number of the layer that is being applied.
-      seen: the norms that left statistics, by their layers and their paths in them.
+      seen: the paths of the norms that left statistics.
     """
 
     layer: int = 0
-    seen: set[tuple[int, Path]] = field(default_factory=set)
+    seen: set[Path] = field(default_factory=set)
 
     def mark(
         self, path: Path, momentum: Any, masked: bool
@@ -59,7 +60,7 @@ class Record:
         Raises:
           ValueError: if they cannot be merged.
         """
-        name = "/".join(map(str, path)) or "BatchNorm"
+        name = "/".join(map(str, inner(path))) or "BatchNorm"
         if isinstance(momentum, jax.Array):
             raise ValueError(
                 f"the momentum of batch norm {name} is an array; give a Python number, "
@@ -72,14 +73,14 @@ class Record:
                 f"out; normalize all, or freeze it (use_running_average=True), or take "
                 f"num_microbatches=1"
             )
-        if (self.layer, path) in self.seen:
+        if path in self.seen:
             raise ValueError(
-                f"batch norm {name} is called twice in one layer, or in a loop such as "
+                f"batch norm {name} is called twice, or in a loop such as "
                 f"nn.scan: a second call would start from the statistics of the "
                 f"micro-batch, and those of a loop cannot be merged; make a norm for "
                 f"each call, or take num_microbatches=1"
             )
-        self.seen.add((self.layer, path))
+        self.seen.add(path)
         text = f"{MARK}{float(momentum)!r} {self.layer} {name}"
         return lambda x: checkpoint_name(x, text)
 

@@ -1,4 +1,4 @@
-"""What a user may list as a layer, brought to one form: explicit init and apply."""
+"""What a user may list as a layer, brought to one form: a call."""
 
 import functools
 import reprlib
@@ -13,7 +13,7 @@ from flax import nnx
 
 from .._faults import refuse
 from .._jaxprs._jaxpr import zeros
-from . import _inputs, _linen, _nnx, _nnx_values, _skip, _switches
+from . import _inputs, _linen, _nnx, _skip, _switches
 from ._method import Method
 
 PyTree = Any
@@ -50,17 +50,15 @@ class Stage:
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """A layer of any origin, as two pure functions.
+    """A layer of any origin.
 
     Attributes:
       name: how pictures and errors call it.
       source: the object that the user listed.
-      init: ``(key, spec) -> variables``, where ``spec`` is the input as a pytree of
-        `jax.ShapeDtypeStruct`.
-      apply: ``(variables, x, rngs, train) -> (y, changed)``: ``changed`` holds the
-        collections that training changes, ``{}`` where there are none.
-      extend: ``(key, spec, borrowed) -> variables``: what it makes beside variables
-        that it has of earlier layers; ``None``: nothing.
+      call: ``(handle, x, rngs, train) -> y``: the handle is a bound module of linen, a
+        module of nnx, or else the variables.
+      init: ``(key, x) -> variables`` of a layer that is no module; ``None`` where it
+        has none.
       module: the object whose parameters it uses, if it is not the source.
       namespace: that of the names which it stashes and pops.
       structure: of an nnx module its `flax.nnx.graphdef` when it was listed.
@@ -68,9 +66,8 @@ class Layer:
 
     name: str
     source: Any
-    init: Callable[[chex.PRNGKey, PyTree], dict[str, PyTree]]
-    apply: Callable[..., tuple[PyTree, dict[str, PyTree]]]
-    extend: Callable[[chex.PRNGKey, PyTree, PyTree], dict[str, PyTree]] | None = None
+    call: Callable[..., PyTree]
+    init: Callable[[chex.PRNGKey, PyTree], dict[str, PyTree]] | None = None
     module: Any = None
     namespace: Hashable = None
     structure: Any = None
@@ -201,41 +198,18 @@ def split(source: Any) -> tuple[Any, str | Callable[..., PyTree]]:
     return source, "__call__"
 
 
-def as_module(layer: Layer, variables: Mapping[str, PyTree]) -> Any:
-    """What the user listed, with values.
-
-    Args:
-      layer: the layer.
-      variables: its variables.
-
-    Returns:
-      A bound linen module, or a new nnx module; it holds the arrays themselves. A
-      function or a `Stage` as it is.
-
-    Raises:
-      ValueError: if the variables of an nnx module are not those of the layer.
-    """
-    if _nnx.is_module(layer.owner):
-        return _nnx_values.merge(layer.owner, variables)
-    if _linen.is_module(layer.owner):
-        return layer.owner.bind(variables)
-    return layer.owner
-
-
 def _from_module(source: Any, module: Any, method: Any) -> Layer:
     called = method if isinstance(method, str) else getattr(method, "__name__", "")
     structure = None
     if _nnx.is_module(module):
-        name = _nnx.name(module)
-        init, extend = _nnx.init(module), _nnx.extend(module)
-        apply, structure = _nnx.apply(module, method), nnx.graphdef(module)
+        name, call = _nnx.name(module), _nnx.call(method)
+        structure = nnx.graphdef(module)
     else:
-        name, init = _linen.name(module), _linen.init(module, method)
-        apply, extend = _linen.apply(module, method), _linen.extend(module, method)
+        name, call = _linen.name(module), _linen.call(method)
     if isinstance(source, Method) and called not in ("", "<lambda>"):
         name = f"{name}.{called}"
     owner = module if isinstance(source, Method) else None
-    return Layer(name, source, init, apply, extend, owner, structure=structure)
+    return Layer(name, source, call, None, owner, structure=structure)
 
 
 def check_unchanged(layers: Sequence[Layer], called: str = "layer {}") -> None:
@@ -261,8 +235,8 @@ def check_unchanged(layers: Sequence[Layer], called: str = "layer {}") -> None:
 
 def _from_stage(stage: Stage) -> Layer:
 
-    def init(key: chex.PRNGKey, spec: PyTree) -> dict[str, PyTree]:
-        data, named = _inputs.arguments(zeros(spec))
+    def init(key: chex.PRNGKey, x: PyTree) -> dict[str, PyTree]:
+        data, named = _inputs.arguments(zeros(x))
         made = stage.init(key, *data, **named)
         if not isinstance(made, Mapping):
             kind = "array" if isinstance(made, jax.Array) else type(made).__name__
@@ -272,25 +246,25 @@ def _from_stage(stage: Stage) -> Layer:
             )
         return dict(made)
 
-    def apply(variables, x, rngs, train):
+    def call(variables, x, rngs, train):
         asking = _switches.parameters(stage.apply, 1, x)
         offered = _switches.offered(asking, train, rngs)
         data, named = _inputs.arguments(x)
-        return stage.apply(variables, *data, **named, **offered), {}
+        return stage.apply(variables, *data, **named, **offered)
 
-    return Layer(stage.name, stage, init, apply)
+    return Layer(stage.name, stage, call, init)
 
 
 def _from_function(function: Callable[..., PyTree]) -> Layer:
 
-    def apply(variables, x, rngs, train):
+    def call(variables, x, rngs, train):
         del variables
         asking = _switches.parameters(function, 0, x)
         offered = _switches.offered(asking, train, rngs)
         data, named = _inputs.arguments(x)
-        return function(*data, **named, **offered), {}
+        return function(*data, **named, **offered)
 
-    return Layer(_name(function), function, lambda key, spec: {}, apply)
+    return Layer(_name(function), function, call)
 
 
 def _name(function: Callable[..., PyTree]) -> str:

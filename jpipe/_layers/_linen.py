@@ -1,35 +1,27 @@
 """Flax linen modules as layers."""
 
 import inspect
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import chex
 import jax
 from flax import linen
-from flax.core import DenyList
-from jax.extend import core
 
-from .. import _compat
-from .._jaxprs import _flow, _jaxpr
-from .._jaxprs._jaxpr import zeros
 from . import _batchnorm, _inputs, _modes, _switches
-from ._tree import flat, nested
 
 PyTree = Any
 # The name of a method, or a function of a module and its input.
 Method = str | Callable[..., PyTree]
 
-_OF_DATA = (
+OF_DATA = (
     "write them where the layer is trained alone (if not self.is_initializing()), and "
     "what is made in nn.cond, nn.switch or nn.custom_vjp outside of these first; give "
     "parameters that are made of data: pipe.init_train_state(key, x, tx, variables="
     "[None, module.init(key, data), None]), where None is initialized as ever; of one "
     "model variables=model.init(key, data)"
 )
-_NOT_SOWN = "what it computes leaves it as a part of its output, not by sow"
+NOT_SOWN = "what it computes leaves it as a part of its output, not by sow"
 
 
 def is_module(source: Any) -> bool:
@@ -47,61 +39,7 @@ def name(module: linen.Module) -> str:
     return module.name or type(module).__name__
 
 
-def init(
-    module: linen.Module, method: Method = "__call__"
-) -> Callable[[chex.PRNGKey, PyTree], dict[str, PyTree]]:
-    """``(key, spec) -> variables`` of a module, from the shapes of its input alone.
-
-    The values are those of ``module.init(key, x)``. A module whose parameters depend on
-    the values of ``x`` is refused.
-    """
-
-    def run(key: chex.PRNGKey, spec: PyTree) -> dict[str, PyTree]:
-        rngs = _streams(key)
-        called, args, keywords = _called(module, method, spec, rngs, train=False)
-
-        def make(rngs: PyTree, x: PyTree) -> PyTree:
-            data, named = _inputs.arguments(x)
-            named |= keywords
-            return module.init(rngs, *data, *args, method=called, **named)
-
-        return dict(_made(make, rngs, spec))
-
-    return run
-
-
-def extend(
-    module: linen.Module, method: Method = "__call__"
-) -> Callable[[chex.PRNGKey, PyTree, PyTree], dict[str, PyTree]]:
-    """``(key, spec, borrowed) -> variables``: what a method makes beside given ones."""
-
-    def run(key: chex.PRNGKey, spec: PyTree, borrowed: PyTree) -> dict[str, PyTree]:
-        rngs = _streams(key)
-        called, args, keywords = _called(module, method, spec, rngs, train=False)
-        given = flat(borrowed)
-
-        def added(known: tuple[PyTree, PyTree], x: PyTree) -> PyTree:
-            borrowed, rngs = known
-            data, named = _inputs.arguments(x)
-            _, made = module.apply(
-                borrowed,
-                *data,
-                *args,
-                rngs=rngs,
-                method=called,
-                mutable=DenyList("intermediates"),
-                **named,
-                **keywords,
-            )
-            made = flat(made)
-            return nested({name: made[name] for name in made if name not in given})
-
-        return _made(added, (borrowed, rngs), spec)
-
-    return run
-
-
-def _streams(key: chex.PRNGKey) -> dict[str, chex.PRNGKey]:
+def streams(key: chex.PRNGKey) -> dict[str, chex.PRNGKey]:
     """The keys of an initialization, by stream name.
 
     Flax takes what linen asks for by another name from ``"params"``, and what an nnx
@@ -110,118 +48,22 @@ def _streams(key: chex.PRNGKey) -> dict[str, chex.PRNGKey]:
     return {"params": key, "default": jax.random.fold_in(key, 1)}
 
 
-def _made(
-    make: Callable[[PyTree, PyTree], PyTree], known: PyTree, spec: PyTree
-) -> PyTree:
-    """What an initialization makes for an input of which only the shapes are known.
+def call(method: Method) -> Callable[..., PyTree]:
+    """``(module, x, rngs, train) -> y`` of a bound module."""
 
-    Args:
-      make: ``(known, x) -> variables``.
-      known: what it may read.
-      spec: the input.
-
-    Raises:
-      ValueError: with what would depend on the values of the input.
-    """
-    closed, made = _jaxpr.trace(make, known, spec)
-    given = jax.tree.leaves(known)
-    paths = jax.tree_util.tree_leaves_with_path(made)
-    of_input = [number >= len(given) for number in range(len(closed.jaxpr.invars))]
-    reached = _flow.reached(closed, of_input)
-    faults = [
-        jax.tree_util.keystr(path, simple=True, separator="/")
-        for (path, _), is_reached in zip(paths, reached, strict=True)
-        if is_reached
-    ]
-    if faults:
-        raise ValueError(
-            f"what a layer holds at the start follows from the shapes of its input "
-            f"alone, and not from its values, as {', '.join(faults)} would; "
-            f"{_OF_DATA}; {_NOT_SOWN}"
-        )
-    values = _jaxpr.rest(closed, closed.jaxpr.outvars, [])
-    leaves = core.jaxpr_as_fun(values)(*given, *jax.tree.leaves(zeros(spec)))
-    return jax.tree.unflatten(jax.tree.structure(made), leaves)
-
-
-@dataclass
-class Adopted:
-    """What modules took in from outside.
-
-    Attributes:
-      modules: by their identities, the paths of what they became.
-      in_place: whether one took the place of what it is in: `flax.linen.share_scope`.
-    """
-
-    modules: dict[Hashable, tuple[str, ...]] = field(default_factory=dict)
-    in_place: bool = False
-
-
-@contextmanager
-def adopting() -> Iterator[Adopted]:
-    """The scope in which it is noted what modules take in."""
-    found = Adopted()
-
-    def note(call: Any, args: Any, keywords: Any, context: Any) -> Any:
-        y = call(*args, **keywords)
-        module = context.module
-        found.modules.update(_compat.adopted(module.scope.root))
-        outer = module.parent
-        found.in_place |= is_module(outer) and outer.scope is module.scope
-        return y
-
-    with linen.intercept_methods(note):
-        yield found
-
-
-def apply(
-    module: linen.Module, method: Method = "__call__"
-) -> Callable[..., tuple[PyTree, dict[str, PyTree]]]:
-    """``(variables, x, rngs, train) -> (y, changed)`` of a module."""
-
-    def run(variables, x, rngs, train):
+    def run(module: Any, x: PyTree, rngs: PyTree, train: bool) -> PyTree:
         called, args, keywords = _called(module, method, x, rngs, train)
         data, named = _inputs.arguments(x)
-        args = [*data, *args]
-        mutable = [key for key in variables if key != "params"] if train else []
-        keywords |= {**named, "rngs": rngs, "method": called}
         asking = _asking(module, method, x)
         known = [p.name for p in asking if _switches.is_switch(p)]
-        with _modes.watching("", known, [], train):
-            if not mutable:
-                return module.apply(variables, *args, **keywords), {}
-            with _batchnorm.meeting(mutable):
-                y, changed = module.apply(variables, *args, mutable=mutable, **keywords)
-        _check_none_made(module, variables, changed)
-        return y, dict(changed)
+        changes = train and module.is_mutable_collection("batch_stats")
+        with (
+            _modes.watching("", known, [], train),
+            _batchnorm.meeting(["batch_stats"] if changes else []),
+        ):
+            return called(module, *data, *args, **named, **keywords)
 
     return run
-
-
-def _check_none_made(
-    module: linen.Module, before: Mapping[str, PyTree], after: Mapping[str, PyTree]
-) -> None:
-    """Checks that a call only changed what there was, and there only arrays.
-
-    Raises:
-      ValueError: with what it made, or what it made something else of.
-    """
-    old = flat({name: before[name] for name in after})
-    was, now = (
-        {n: jax.tree.structure(x) for n, x in t.items()} for t in (old, flat(after))
-    )
-    faults = [
-        f"{'/'.join(map(str, names))} was {was.get(names, 'not there')} and became "
-        f"{now.get(names, 'nothing')}"
-        for names in {**was, **now}
-        if was.get(names) != now.get(names)
-    ]
-    if faults:
-        raise ValueError(
-            f"a call of this {type(module).__name__} changes which variables there "
-            f"are, or their structure: {'; '.join(faults)}. A pipeline keeps arrays in "
-            f"the structure that they were made in; {_NOT_SOWN}"
-        )
 
 
 def _called(

@@ -19,6 +19,7 @@ from flax import linen, nnx
 from .._warn import warn
 from . import _switches
 from ._patched import patched
+from ._slots import inner
 
 # Of each class how it is called, its switch, and the attribute that holds its rate.
 _LINEN: dict[type, tuple[str, str, str]] = {
@@ -131,7 +132,7 @@ def _intercept(call: Callable[..., Any], args: Any, keywords: Any, context: Any)
     if context.method_name == "__call__":
         for kind, known in _LINEN.items():
             if isinstance(module, kind) and _is_off(module, known, bound):
-                watch.note(known[0], module.path if module.scope else ())
+                watch.note(known[0], inner(module.path) if module.scope else ())
     chosen = _chosen(module, bound)
     own = inspect.unwrap(getattr(context.orig_method, "func", context.orig_method))
     left = []

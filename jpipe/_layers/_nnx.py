@@ -9,13 +9,11 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
-import chex
 import jax
 from flax import nnx
 
 from . import _batchnorm, _inputs, _modes, _nnx_rngs, _nnx_values, _switches
 from ._nnx_rngs import dotted
-from ._tree import flat, nested
 
 PyTree = Any
 _ATTRIBUTES = ("deterministic", "use_running_average")
@@ -70,69 +68,44 @@ def _is_abstract(variable: nnx.Variable) -> bool:
     return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
 
 
-def init(module: nnx.Module) -> Callable[[chex.PRNGKey, PyTree], dict[str, PyTree]]:
-    """``(key, spec) -> variables`` of a module: the values that it holds.
-
-    They are copies: a training step overwrites what it is given.
-    """
-
-    def run(key: chex.PRNGKey, spec: PyTree) -> dict[str, PyTree]:
-        del key, spec
-        return _nnx_values.variables(module)
-
-    return run
-
-
-def extend(
-    module: nnx.Module,
-) -> Callable[[chex.PRNGKey, PyTree, PyTree], dict[str, PyTree]]:
-    """``(key, spec, borrowed) -> variables``: what a module holds beside given ones."""
-
-    def run(key: chex.PRNGKey, spec: PyTree, borrowed: PyTree) -> dict[str, PyTree]:
-        del key, spec
-        held, given = flat(_nnx_values.variables(module)), flat(borrowed)
-        return nested({names: held[names] for names in held if names not in given})
-
-    return run
-
-
-def apply(
-    module: nnx.Module, method: str | Callable[..., PyTree] = "__call__"
-) -> Callable[..., tuple[PyTree, dict[str, PyTree]]]:
-    """``(variables, x, rngs, train) -> (y, changed)`` of a method of a module.
+def call(method: str | Callable[..., PyTree]) -> Callable[..., PyTree]:
+    """``(module, x, rngs, train) -> y`` of a method of a module, which may change it.
 
     What the user set on the module, as by its ``eval``, stays in training; what is left
     open is trained. In evaluation it is evaluated. The call is passed what it names of
     ``train``, ``deterministic``, ``use_running_average`` and ``rngs``.
     """
 
-    def run(variables, x, rngs, train):
-        own = _set_mode(_nnx_values.merge(module, variables), train)
+    def run(module: nnx.Module, x: PyTree, rngs: Any, train: bool) -> PyTree:
+        own = _set_mode(module, train)
         lacking = _nnx_rngs.seed(own, rngs)
         keys = None if rngs is None else _nnx_rngs.as_rngs(rngs, own)
         asking = _asking(own, method, x, frozen=train)
         offered = _switches.offered(asking, train, keys)
         args, keywords = _switches.arguments(asking, offered)
         known = [given for given in offered if given != "rngs"]
-        _batchnorm.set_paths(own)
-        before = nnx.graphdef(own)
+        graphdef, leaves = _nnx_values.structure(own)
+        nodes = (node for _, node in nnx.iter_graph(own, graph=True))
+        has_norms = train and any(isinstance(x, nnx.BatchStat) for x in nodes)
         with (
-            _modes.watching(name(module), known, asking, train),
-            _batchnorm.meeting(variables if train else ()),
+            _modes.watching(name(own), known, asking, train),
+            _batchnorm.meeting(["batch_stats"] if has_norms else []),
             _nnx_rngs.needed(lacking),
         ):
             data, named = _inputs.arguments(x)
             y = _method(own, method)(*data, *args, **named, **keywords)
-        changed = _nnx_values.changed(own, variables)
-        if train and _lasting(own) != before:
+        nnx.pop(own, nnx.Intermediate)  # results that the call has sown
+        after, new = _nnx_values.structure(own)
+        _nnx_values.check_same(own, leaves, new)
+        if train and after != graphdef:
             raise ValueError(
-                f"a call of this {name(module)} changes its structure or attributes in "
+                f"a call of this {name(own)} changes its structure or attributes in "
                 f"training, which is lost when the call ends: every step would start "
                 f"as the first one did; keep what a call changes in an nnx.Variable "
                 f"that __init__ makes, and choose by its value with jnp.where or "
                 f"jax.lax.cond"
             )
-        return y, changed
+        return y
 
     return run
 
@@ -154,12 +127,6 @@ def _set_mode(own: nnx.Module, train: bool) -> nnx.Module:
                 if getattr(node, attribute, True) is None:
                     setattr(node, attribute, False)
     return own
-
-
-def _lasting(module: nnx.Module) -> Any:
-    """What of a module is static, without results that a call has sown."""
-    nnx.pop(module, nnx.Intermediate)
-    return nnx.graphdef(module)
 
 
 def _asking(
@@ -210,28 +177,3 @@ def _is_frozen(
         return parameter.name in {*vars(own), *held}
     has_default = parameter.default is not inspect.Parameter.empty
     return has_default and getattr(own, parameter.name, None) is True
-
-
-def static(module: nnx.Module) -> tuple[Any, bool]:
-    """What of a module a pipeline does not carry as variables.
-
-    Args:
-      module: the module.
-
-    Returns:
-      Its structure, its static attributes, the metadata of its variables and the
-      shapes of its random streams, in tuples, lists, mappings and dataclasses; and
-      whether that is all: other values that are not carried are not in it.
-    """
-    graphdef, leaves = _nnx_values.flat(module)
-    streams = _nnx_rngs.shapes(module)
-    variables = [
-        (path, type(leaf), leaf.get_metadata())
-        for path, leaf in leaves.items()
-        if isinstance(leaf, nnx.Variable)
-    ]
-    known = [
-        leaf is None or isinstance(leaf, nnx.RngState) or _nnx_values.collection(leaf)
-        for path, leaf in leaves.items()
-    ]
-    return (graphdef, variables, streams), all(known)

@@ -12,6 +12,7 @@ from flax import nnx
 from .._faults import refuse
 from . import _linen
 from ._nnx_rngs import Path, dotted
+from ._slots import inner
 from ._tree import nested
 
 PyTree = Any
@@ -25,14 +26,6 @@ def leaves(source: Any) -> dict[Path, tuple[str | None, Any]]:
     """
     found = flat(source)[1] if isinstance(source, nnx.Module) else {}
     return {path: (collection(leaf), leaf) for path, leaf in found.items()}
-
-
-def identities(source: Any) -> dict[Path, int]:
-    """What tells the Variables of a module apart from others, by their paths."""
-    if not isinstance(source, nnx.Module):
-        return {}
-    nodes = nnx.iter_graph(source, graph=True)
-    return {path: id(node) for path, node in nodes if isinstance(node, nnx.Variable)}
 
 
 def parameters(source: Any) -> dict[Path, nnx.Variable]:
@@ -100,15 +93,20 @@ def _value(leaf: Any) -> PyTree:
     return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
 
 
-def variables(module: nnx.Module) -> dict[str, PyTree]:
-    """The values of a module: by collection, then nested as its attributes are."""
+def values(module: nnx.Module) -> dict[str, PyTree]:
+    """What a module holds: by collection, then nested as its attributes are."""
     return nested(
         {
-            (kept, *path): jax.tree.map(jnp.copy, _value(leaf))
+            (kept, *path): _value(leaf)
             for path, leaf in flat(module)[1].items()
             if (kept := collection(leaf)) is not None
         }
     )
+
+
+def variables(module: nnx.Module) -> dict[str, PyTree]:
+    """Copies of them: a training step overwrites what it is given."""
+    return jax.tree.map(jnp.copy, values(module))
 
 
 def _get(tree: Any, path: Path) -> PyTree:
@@ -128,47 +126,53 @@ def merge(module: nnx.Module, variables: Mapping[str, PyTree]) -> nnx.Module:
             try:
                 value = _get(variables, (kept, *path))
             except (KeyError, TypeError, IndexError):
-                missing.append(f"{kept}/{dotted(path)}")
+                missing.append(f"{kept}/{dotted(inner(path))}")
         state[path] = leaf.replace(value) if isinstance(leaf, nnx.Variable) else value
     refuse(
         f"an nnx module keeps how a value is partitioned beside it: give this "
         f"{type(module).__name__} plain arrays, as flax.linen.unbox(variables) makes",
-        [dotted(path) for path, leaf in state.items() if _linen.is_box(_value(leaf))],
+        [
+            dotted(inner(path))
+            for path, leaf in state.items()
+            if _linen.is_box(_value(leaf))
+        ],
     )
-    refuse(
-        f"the variables are not those of this {type(module).__name__}: missing", missing
-    )
+    refuse(f"the variables are not those of {_called(module)}: missing", missing)
     merged = nnx.merge(graphdef, nnx.from_flat_state(state))
     nnx.pop(merged, nnx.Intermediate)  # results of a call before
     return merged
 
 
-def changed(module: nnx.Module, before: Mapping[str, PyTree]) -> dict[str, PyTree]:
-    """The collections after a call, whether it changed them or not.
+def _called(module: nnx.Module) -> str:
+    """A module, or a list of them, in words."""
+    several = module if isinstance(module, nnx.List) else [module]
+    return ", ".join(f"this {type(one).__name__}" for one in several)
+
+
+def structure(module: nnx.Module) -> tuple[Any, dict[Path, tuple[Any, ...]]]:
+    """What of a module is static; and its leaves: types, collections, shapes."""
+    graphdef, leaves = flat(module)
+    return graphdef, {
+        path: (type(leaf).__name__, kept, jax.tree.map(np.shape, _value(leaf)))
+        for path, leaf in leaves.items()
+        if (kept := collection(leaf)) is not None
+    }
+
+
+def check_same(module: nnx.Module, before: Any, after: Any) -> None:
+    """Checks that a call left the `structure` of a module as it was.
 
     Raises:
-      ValueError: if the call made or deleted variables, or gave one another shape.
+      ValueError: if it made Variables, or gave one another shape.
     """
-    after: dict[Path, PyTree] = {}
     faults = []
-    for path, leaf in flat(module)[1].items():
-        kept = collection(leaf)
-        if kept is None:
-            continue
-        value = _value(leaf)
-        try:
-            old = _get(before, (kept, *path))
-        except (KeyError, TypeError, IndexError):
-            if isinstance(leaf, nnx.Variable):
-                faults.append(f"it made the {type(leaf).__name__} {dotted(path)}")
-            continue
-        was, now = (jax.tree.map(np.shape, tree) for tree in (old, value))
-        if was != now:
+    for path, (kind, kept, now) in after.items():
+        if path not in before:
+            faults.append(f"it made the {kind} {dotted(path)}")
+        elif (was := before[path][-1]) != now:
             faults.append(f"{kept}/{dotted(path)} was {was} and became {now}")
-        after[kept, *path] = value
     refuse(
         f"a call of this {type(module).__name__} changes which variables there are, or "
         f"their shapes; make them in __init__, in their final shape",
         faults,
     )
-    return nested(after)

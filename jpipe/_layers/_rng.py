@@ -89,12 +89,19 @@ def layer_rngs(
       a key of its own, linen takes ``"params"`` for a name that is missing, and nnx
       ``"default"``.
     """
+    keys = microbatch_rngs(rngs, microbatch)
+    if keys is None:
+        return None
+    return {name: jax.random.fold_in(key, layer) for name, key in keys.items()}
+
+
+def microbatch_rngs(
+    rngs: Rngs, microbatch: jax.Array | int
+) -> dict[str, chex.PRNGKey] | None:
+    """The keys of one micro-batch, from which Flax draws those of its modules."""
     if rngs is None:
         return None
-    keys = {
-        name: jax.random.fold_in(jax.random.fold_in(key, microbatch), layer)
-        for name, key in named(rngs).items()
-    }
+    keys = {n: jax.random.fold_in(key, microbatch) for n, key in named(rngs).items()}
     return keys if isinstance(rngs, Mapping) else {**keys, "default": keys["params"]}
 
 

@@ -13,8 +13,7 @@ from .._instructions._graph import Graph
 from .._instructions._sharding import SubMesh
 from .._instructions._transfer import Device, OnPaper, devices_of
 from .._layers._layer import Layer
-from .._layers._sharing import Sharing
-from .._layers._stage import StageFunction, abbreviate
+from .._layers._stage import StageLayers, abbreviate
 from .._processes._elsewhere import copies, is_here
 from ..schedules import Schedule
 
@@ -33,7 +32,7 @@ class Pipe:
         each ``"microbatch"``.
     """
 
-    stages: tuple[StageFunction, ...]
+    stages: tuple[StageLayers, ...]
     ranks: tuple[Device, ...]
     schedule: Schedule
     remat: tuple[Any, ...]
@@ -44,11 +43,6 @@ class Pipe:
     def layers(self) -> list[Layer]:
         """All layers, in order."""
         return [layer for stage in self.stages for layer in stage.layers]
-
-    @cached_property
-    def sharing(self) -> Sharing:
-        """Which variables of the layers are one."""
-        return Sharing(self.layers)
 
     @cached_property
     def devices(self) -> tuple[Device, ...]:

@@ -7,26 +7,32 @@ from typing import Any
 import jax
 from flax import nnx
 from jax import core
-from jax.sharding import NamedSharding
 
 from .._faults import refuse
 from .._functions._weights import is_inexact
-from .._instructions._sharding import Sharding
-from .._instructions._transfer import Device, devices_of, is_at
 from .._layers._linen import is_box
-from .._layers._stage import StageFunction
-from .._layers._tree import dotted, flat
+from .._layers._parent import Parent
+from .._layers._tree import Names, dotted, flat, nested
 
 PyTree = Any
 
 
-def check_entries(given: Any, num_layers: int) -> None:
-    """Checks that there is a mapping for each layer.
+def check_layers(
+    parent: Parent, expected: Sequence[PyTree], given: Any, told: str
+) -> None:
+    """Checks that variables are those of a list of layers.
+
+    Args:
+      parent: the modules of the layers.
+      expected: what is needed, as specs, by layer.
+      given: what the caller passed.
+      told: what the error says first.
 
     Raises:
-      ValueError: if there is not.
+      ValueError: with every leaf that is missing, surplus, given twice or of another
+        shape.
     """
-    check_length(given, num_layers)
+    check_length(given, len(expected))
     not_mappings = [
         f"variables[{i}] is a {type(entry).__name__}"
         for i, entry in enumerate(given)
@@ -35,6 +41,37 @@ def check_entries(given: Any, num_layers: int) -> None:
     refuse(
         "variables must have a mapping such as {'params': ...} for each layer",
         not_mappings,
+    )
+    # What belongs to a module may be given in the entry of any layer of it.
+    places: dict[Names, list[tuple[int, Names]]] = {}
+    for i, entry in enumerate(given):
+        for names in flat(entry):
+            places.setdefault(parent.same(i, names), []).append((i, names))
+    wanted: list[dict[Names, PyTree]] = [{} for _ in expected]
+    twice = {}
+    for i, entry in enumerate(expected):
+        for names, spec in flat(entry).items():
+            (at, there), *others = places.get(parent.same(i, names), [(i, names)])
+            wanted[at][there] = spec
+            twice |= dict.fromkeys(others, (at, there))
+    found = [
+        {names: x for names, x in flat(entry).items() if (i, names) not in twice}
+        for i, entry in enumerate(given)
+    ]
+    called = [f"variables[{i}]" for i in range(len(expected))]
+    faults = [
+        f"tied: {dotted(called[i], names)} is {dotted(called[k], own)}; give {{}} in "
+        f"its place"
+        for (i, names), (k, own) in twice.items()
+    ]
+    pairs = [
+        dict(zip(called, map(nested, trees), strict=True)) for trees in (wanted, found)
+    ]
+    check(
+        pairs[0],
+        pairs[1] if twice else dict(zip(called, given, strict=True)),
+        told,
+        faults,
     )
 
 
@@ -160,51 +197,6 @@ def _other_containers(
         for names, value in flat(entry).items()
         if names not in flat(expected[name])
     ]
-
-
-def check_placed(
-    weights: Sequence[Sequence[tuple[Any, Sharding]]],
-    stages: Sequence[StageFunction],
-    devices: Sequence[Device],
-    tree: str,
-) -> None:
-    """Checks that every leaf is where its stage runs, and lies there as it should.
-
-    Args:
-      weights: the leaves of each stage, and how each lies.
-      stages: the stages.
-      devices: where each runs.
-      tree: what the caller gave: variables or a state.
-
-    Raises:
-      ValueError: with each stage whose leaves are elsewhere.
-      TypeError: if a leaf belongs to a trace.
-    """
-    check_concrete([leaf for leaves in weights for leaf, _ in leaves])
-    faults = []
-    for leaves, stage, device in zip(weights, stages, devices, strict=True):
-        found = {
-            _lying(leaf, device, sharding)
-            for leaf, sharding in leaves
-            if not is_at(leaf, device, sharding)
-        }
-        if found:
-            layers = f"layers {stage.first} to {stage.span.stop - 1}"
-            faults.append(
-                f"stage {stage.index} ({layers}) runs on {device}, its "
-                f"variables are {', '.join(sorted(found))}"
-            )
-    refuse(f"{tree}: not in place; type {tree} = pipe.place({tree})", faults)
-
-
-def _lying(leaf: Any, device: Device, sharding: Sharding) -> str:
-    """Where a variable is, or, if it is in its place, how it lies there."""
-    there = getattr(leaf, "sharding", None)
-    if isinstance(there, NamedSharding) and there.device_set == devices_of(device):
-        unsaid = " (under other nn.logical_axis_rules?)" if not sharding.axes else ""
-        return f"there as {there.spec}, needed as {sharding.spec}{unsaid}"
-    # A leaf of NumPy answers "cpu", a sharded one its sharding.
-    return f"on {leaf.device}"
 
 
 def check_concrete(leaves: Sequence[Any]) -> None:

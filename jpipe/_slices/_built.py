@@ -77,7 +77,8 @@ class TreeLayout:
       homes: of each leaf its stage.
       shardings: how it lies there.
       marks: whether it is trained.
-      has_collections: whether the tree has parameters in ``"params"``, and others.
+      has_collections: whether it has parameters in ``"params"`` and others, of a model
+        or of each layer of a list.
       advice: what to type where one is not in place.
     """
 
@@ -96,11 +97,10 @@ class TreeLayout:
         pairs = zip(flat, homes, strict=True)
         self.specs = [(leaf, pipe.place(home)) for (_, leaf), home in pairs]
         self.homes, self.shardings = homes, shardings
-        self.params = [
-            i
-            for i, (first, *_) in enumerate(self._paths)
-            if not has_collections or first.key == "params"
-        ]
+        numbers = jax.tree.unflatten(jax.tree.structure(specs), range(len(flat)))
+        own = _variables.params(numbers) if has_collections else numbers
+        self.params = jax.tree.leaves(own)
+        self.marks = [*marks]
         self.trained = [marks[i] for i in self.params]
         self._devices = [pipe.devices[home] for home in homes]
         self._pipe, self._advice = pipe, advice

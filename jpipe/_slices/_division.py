@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .._functions import _remat
-from .._layers._stage import StageFunction
+from .._layers._stage import StageLayers
 from .._run._pipe import Pipe, idle
 from .._run._resting import Rule
 from ..schedules import Schedule
@@ -90,7 +90,7 @@ class Division:
         if self.replicas is not None:
             schedule = turns(self.replicas, schedule, count, number)
         schedule = choose_schedule(schedule, count, number)
-        functions = tuple(StageFunction(s, s, ()) for s in range(count))
+        functions = tuple(StageLayers(s, s, ()) for s in range(count))
         ranks, remat = self.choose(schedule), _remat.per_stage(self.remat, count)
         return Pipe(functions, ranks, schedule, remat, self.rule, self.gather)
 

@@ -1,60 +1,109 @@
-"""Initial variables of a model, leaf by leaf: each needs room for itself alone."""
+"""Initial variables, leaf by leaf: each needs room for itself alone."""
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
 import chex
 import jax
+import jax.numpy as jnp
 from jax.extend import core
 
-from .._functions import _microbatch
 from .._instructions import _transfer
 from .._instructions._compile import Executable, compiling, drawing_options, is_ahead
-from .._jaxprs import _jaxpr
-from .._layers import _nnx
-from .._layers._initialize import strong
-from .._layers._layer import Layer
-from .._layers._stage import shapes
-from .._run import _variables
+from .._jaxprs import _flow, _jaxpr
+from .._jaxprs._jaxpr import zeros
+from .._layers._linen import NOT_SOWN, OF_DATA
+from .._layers._parent import Parent
+from .._layers._sequence import Made
 from ._folds import lifted
 
 PyTree = Any
 
 
+class Makes(Protocol):
+    """What makes variables: a list of layers, or one model."""
+
+    parent: Parent
+
+    def init(self, key: chex.PRNGKey, x: PyTree, given: Sequence[PyTree]) -> Made: ...
+
+
 class Initial:
-    """What makes the variables of a model.
+    """The variables of layers before any step.
 
     Args:
-      layer: the model.
+      layers: what makes them.
       key: a key, or one like it.
-      spec: its inputs, of a micro-batch.
+      spec: the input of a micro-batch.
+      given: by layer variables that it takes as they are, in place of its own.
 
     Attributes:
-      specs: the variables, as specs.
+      specs: the variables, by layer, as specs.
+      draws: whether any of them follows from the key.
+      routes: the skip connections between stages.
+
+    Raises:
+      ValueError: with what would follow from the values of the input.
     """
 
-    def __init__(self, layer: Layer, key: chex.PRNGKey, spec: PyTree) -> None:
-        self._held: PyTree = None
-        if _nnx.is_module(layer.owner):  # which has its values already
-            self._held = jax.tree.map(strong, layer.init(key, spec))
-            self.specs = jax.tree.map(lambda x: _jaxpr.spec(jax.typeof(x)), self._held)
-            return
+    def __init__(
+        self,
+        layers: Makes,
+        key: chex.PRNGKey,
+        spec: PyTree,
+        given: Sequence[PyTree] | None = None,
+    ) -> None:
+        routes: list[Any] = []
 
-        def make(key: chex.PRNGKey) -> PyTree:
-            return jax.tree.map(strong, layer.init(key, spec))
+        def make(key: chex.PRNGKey, x: PyTree, given: PyTree) -> Any:
+            made = layers.init(key, x, given)
+            routes[:] = made.routes
+            return tuple(jax.tree.map(strong, tuple(made.entries)))
 
-        self._closed, self.specs = _jaxpr.trace(make, _jaxpr.spec(jax.typeof(key)))
+        key = _jaxpr.spec(jax.typeof(key))
+        given = _specs([{}] * len(layers.parent) if given is None else given)
+        closed, specs = _jaxpr.trace(make, key, spec, given)
+        _check_made(closed, specs, given, layers.parent.is_list)
+        # Some equations have the input among their operands, as a jax.checkpoint has.
+        others = [zeros(_jaxpr.spec(aval)) for aval in closed.in_avals[1:]]
+        values = _jaxpr.rest(closed, closed.jaxpr.outvars, [])
+        run = core.jaxpr_as_fun(values)
+        self._closed = jax.make_jaxpr(lambda key: run(key, *others))(key)
+        held = [jax.tree.map(strong, own) for own in layers.parent.held()]
+        pairs = zip(_specs(held), given, specs, strict=True)
+        self.specs: tuple[PyTree, ...] = tuple(
+            {name: own.get(name, x) for name, x in of_nnx.items()} or made
+            for of_nnx, own, made in pairs
+        )
+        self.routes = tuple(routes)
+        # Of each leaf its value, or the variable of the jaxpr that is its value.
+        results = iter(self._closed.jaxpr.outvars)
+        self._sources = [
+            source
+            for own, made in zip(held, specs, strict=True)
+            for source in jax.tree.leaves(own)
+            or [next(results) for _ in jax.tree.leaves(made)]
+        ]
+        self.draws = bool(_jaxpr.live_inputs(self._closed)[0])
 
-    def leaves(self, key: chex.PRNGKey, device: Any) -> Iterator[jax.Array]:
-        """Makes them one after the other, on a device."""
-        if self._held is not None:
-            yield from jax.tree.leaves(self._held)
-            return
+    def leaves(
+        self, key: chex.PRNGKey, device: Any, wanted: Sequence[bool]
+    ) -> Iterator[jax.Array | None]:
+        """Makes them one after the other, on a device.
+
+        Args:
+          key: the key.
+          device: the device.
+          wanted: whether each is to be made; ``None`` is given for one that is not.
+        """
         known: dict[Any, Executable] = {}
-        key, runs = _transfer.put_tree(key, device), []
+        key, runs = _transfer.put_tree(key, device), list[Any]()
         with compiling() as add:
-            for var in self._closed.jaxpr.outvars:
-                closed, numbers = lifted(_jaxpr.prune(self._closed, [var]))
+            for source, is_wanted in zip(self._sources, wanted, strict=True):
+                if not is_wanted or isinstance(source, jax.Array):
+                    runs.append(source if is_wanted else None)
+                    continue
+                closed, numbers = self._drawn(source)
                 # Of the text of a program its constants are no part.
                 kind = str(closed.jaxpr), *map(id, closed.consts)
                 if kind not in known:
@@ -65,34 +114,55 @@ class Initial:
                         else Executable(run)
                     )
                 runs.append((known[kind], numbers))
-        for executable, numbers in runs:
-            yield executable.run(key, *_transfer.put(numbers, device))[0]
+        for one in runs:
+            if isinstance(one, tuple):
+                executable, numbers = one
+                yield executable.run(key, *_transfer.put(numbers, device))[0]
+            else:
+                yield one
+
+    def _drawn(self, var: Any) -> tuple[core.ClosedJaxpr, list[Any]]:
+        """``(key, *numbers) -> variable``, and numbers that are folded into the key."""
+        return lifted(_jaxpr.prune(self._closed, [var]))
 
 
-def check_given(layer: Layer, x: PyTree, variables: PyTree) -> None:
-    """Checks that given variables are those of a model, where it can make such.
-
-    Args:
-      layer: the model.
-      x: its inputs, of a micro-batch, as specs.
-      variables: what the caller gave.
-
-    Raises:
-      ValueError: with every leaf that is missing, surplus or of another shape.
-    """
-    given = _microbatch.specs(variables, "variables")
-    try:
-        specs = Initial(layer, jax.random.key(0), x).specs
-    except Exception:  # such as parameters that are made of data
-        return
-    told = (
-        f"the variables are not those of this model for micro-batches of {shapes(x)}; "
-        f"one of the two is wrong"
-    )
-    _variables.check({"variables": specs}, {"variables": given}, told)
+def _specs(trees: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: _jaxpr.spec(jax.typeof(x)), tuple(trees))
 
 
-def _named(function: Callable[..., Any]) -> Callable[..., Any]:
+def _check_made(
+    closed: core.ClosedJaxpr,
+    specs: Sequence[PyTree],
+    given: Sequence[PyTree],
+    is_list: bool,
+) -> None:
+    """Checks that what is made follows from the shapes of the input alone."""
+    inputs = [n > 0 for n in range(len(closed.jaxpr.invars))]
+    taken = {path for path, _ in jax.tree_util.tree_leaves_with_path(given)}
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(specs)]
+    found = zip(paths, _flow.reached(closed, inputs), strict=True)
+    faults = [
+        jax.tree_util.keystr(path[1:], simple=True, separator="/")
+        + f" of layer {path[0].idx}" * is_list
+        for path, is_reached in found
+        if is_reached and path not in taken
+    ]
+    if faults:
+        raise ValueError(
+            f"what a layer holds at the start follows from the shapes of its input "
+            f"alone, and not from its values, as {', '.join(faults)} would; {OF_DATA}; "
+            f"{NOT_SOWN}"
+        )
+
+
+def strong(leaf: Any) -> Any:
+    """An array that is not weakly typed, as after a step, so that programs fit both."""
+    dtype = jnp.result_type(leaf)
+    is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    return leaf if is_key else jnp.asarray(leaf, dtype)
+
+
+def _named(function: Any) -> Any:
     def draw(*args: Any) -> Any:
         return function(*args)
 

@@ -12,10 +12,11 @@ from .._functions._batch import Batch, explained
 from .._functions._objective import Objective
 from .._jaxprs import _jaxpr
 from .._layers import _batchnorm, _skip
-from .._layers._stage import StageFunction
-from .._run._layout import Layout
+from .._layers._layer import Layer
+from .._layers._sequence import Sequential
 from .._run._pipe import Pipe
 from . import _folds, _left, _marks, _meshes, _state
+from ._built import TreeLayout
 from ._program import Traced
 from ._stages import Stages
 from ._state import State, Written
@@ -31,7 +32,7 @@ class Listed:
 
     Attributes:
       pipe: the stages.
-      layout: which variables each uses.
+      layout: where the variables are.
       batch: the mini-batch, its input, targets and keys as one tree.
       stages: what each computes.
       state: what they write.
@@ -42,7 +43,7 @@ class Listed:
     """
 
     pipe: Pipe
-    layout: Layout
+    layout: TreeLayout
     batch: Batch
     stages: Stages
     state: State
@@ -63,9 +64,10 @@ class Listed:
 
 def listed(
     pipe: Pipe,
-    layout: Layout,
+    layers: Sequential,
+    layout: TreeLayout,
+    variables: PyTree,
     batch: Batch,
-    routes: Sequence[_skip.Route],
     *,
     train: bool,
     objective: Objective | None,
@@ -74,9 +76,10 @@ def listed(
 
     Args:
       pipe: the stages.
-      layout: which variables each uses.
+      layers: the layers.
+      layout: where the variables are.
+      variables: the variables, or specs of them.
       batch: the mini-batch.
-      routes: the skip connections between stages.
       train: whether this is training; evaluation keeps nothing that a call writes.
       objective: the loss; ``None`` for a forward pass.
 
@@ -91,7 +94,7 @@ def listed(
     traces = list[_Trace]()
     with explained(batch), _batchnorm.merging(batch.num_parts > 1):
         for size in dict.fromkeys(batch.sizes):
-            one = _Trace(pipe.stages, layout, whole, routes, train, objective, size)
+            one = _Trace(pipe, layers, variables, whole, train, objective, size)
             _meshes.check(one.program.closed, pipe.places)
             programs[size], ends[size] = one.program, one.cuts
             aux[size], _ = one.program.aux
@@ -104,16 +107,9 @@ def listed(
     for size, one in zip(programs, traces, strict=True):
         given = one.program, len(jax.tree.leaves(aux[size])), one.written
         programs[size] = _state.without_the_rest(*given, state)
-    stages = Stages(
-        programs,
-        ends,
-        batch.sizes,
-        pipe.remat,
-        layout.marks,
-        layout.homes,
-        state,
-    )
-    return Listed(pipe, layout, whole, stages, state, first.y, aux, routes)
+    known = layout.marks, layout.homes, state
+    stages = Stages(programs, ends, batch.sizes, pipe.remat, *known)
+    return Listed(pipe, layout, whole, stages, state, first.y, aux, first.routes)
 
 
 class _Trace:
@@ -124,36 +120,40 @@ class _Trace:
       cuts: where its stages but the first begin.
       written: the leaves that the layers may write.
       y: specs of the output of the last layer.
+      routes: the skip connections between stages.
     """
 
     def __init__(
         self,
-        stages: Sequence[StageFunction],
-        layout: Layout,
+        pipe: Pipe,
+        layers: Sequential,
+        variables: PyTree,
         batch: Batch,
-        routes: Sequence[_skip.Route],
         train: bool,
         objective: Objective | None,
         size: int,
     ) -> None:
-        self._stages, self._layout, self._routes = stages, layout, routes
+        self._pipe, self._layers = pipe, layers
         self._train, self._objective = train, objective
         part = size / sum(batch.sizes) / batch.num_shards
         self._share = np.asarray(part, jnp.result_type(float))
         self.written: list[Written] = []
         self.y: PyTree = None
+        self.routes: Sequence[_skip.Route] = ()
+        # Of what was stashed in an earlier stage, its number in the marks.
+        self._stashed: dict[_skip.Key, int] = {}
         number = jax.ShapeDtypeStruct((), jnp.int32)
-        specs = [spec for spec, _ in layout.specs]
+        specs = jax.tree.map(lambda x: _jaxpr.spec(jax.typeof(x)), tuple(variables))
         with _batchnorm.recording():
             given = specs, batch.part(size), number
             closed, (_, _, aux) = _jaxpr.trace(self._whole, *given)
         closed, numbers = _folds.lifted(closed)
         ends = _marks.ends(closed)
-        self.cuts = [ends[stage.index] for stage in stages[:-1]]
+        self.cuts = [ends[stage.index] for stage in pipe.stages[:-1]]
         has_loss = objective is not None
         self.program = Traced(
             closed,
-            len(specs),
+            len(jax.tree.leaves(specs)),
             aux,
             has_loss=has_loss,
             is_weighted=has_loss and objective.reduction == "weighted",
@@ -162,60 +162,58 @@ class _Trace:
             num_inputs=len(jax.tree.leaves(batch.x[0])),
         )
 
-    def _whole(self, leaves: Sequence[Any], given: PyTree, number: jax.Array) -> Any:
+    def _whole(self, variables: PyTree, given: PyTree, number: jax.Array) -> Any:
         """``(loss, weight, (aux, written))``; without a loss the output is the aux."""
         x, targets, rngs = given
-        skips: dict[_skip.Key, PyTree] = {}
-        self.written, new = [], []
-        for stage in self._stages:
-            own = self._layout.numbers[stage.index]
-            entries = jax.tree.map(leaves.__getitem__, own)
-            if self._train:
-                _check_collections(stage, entries)
-            numbers = number, stage.first
-            x, changed = stage(entries, x, rngs, numbers, self._train, skips)
-            x = jax.tree.map(jnp.asarray, x)
-            new += self._changes(stage, changed)
-            _skip.check_left(skips, self._routes, stage.index)
-            if stage is not self._stages[-1]:
-                x = self._leaves(stage.index, x, skips)
-        self.y = jax.tree.map(lambda leaf: _jaxpr.spec(jax.typeof(leaf)), x)
+        if self._train:
+            _check_collections(self._pipe.layers, variables)
+        made = self._layers(variables, x, rngs, number, self._train, self._ending)
+        self.routes, y = made.routes, jax.tree.map(jnp.asarray, made.y)
+        new = self._changes(variables, made.entries)
+        self.y = jax.tree.map(lambda leaf: _jaxpr.spec(jax.typeof(leaf)), y)
         if self._objective is None:
-            return (), (), (x, new)
+            return (), (), (y, new)
         share = jnp.asarray(self._share)
-        loss, weight, aux = self._objective(x, targets, share)
+        loss, weight, aux = self._objective(y, targets, share)
         return loss, weight, (jax.tree.map(jnp.asarray, aux), new)
 
-    def _leaves(self, stage: int, x: PyTree, skips: dict[_skip.Key, PyTree]) -> PyTree:
+    def _ending(self, layer: int, x: PyTree, skips: dict[_skip.Key, PyTree]) -> PyTree:
         """Marks what leaves a stage: its output, and what it stashed for later ones."""
-        numbered = enumerate(self._routes, start=1)
-        own = {i: route.key for i, route in numbered if route.source == stage}
-        marked = _marks.numbered(stage, {0: x} | {i: skips[k] for i, k in own.items()})
+        stage = self._pipe.stages[self._pipe.stage_of_layer[layer]]
+        if layer + 1 < stage.span.stop or stage is self._pipe.stages[-1]:
+            return x
+        new = [key for key in skips if key not in self._stashed]
+        self._stashed |= {key: len(self._stashed) + i for i, key in enumerate(new, 1)}
+        own = {self._stashed[key]: key for key in new}
+        x = jax.tree.map(jnp.asarray, x)
+        trees = {0: x} | {i: skips[key] for i, key in own.items()}
+        marked = _marks.numbered(stage.index, trees)
         skips |= {key: marked[i] for i, key in own.items()}
         return marked[0]
 
-    def _changes(self, stage: StageFunction, changed: PyTree) -> list[Any]:
-        """What the layers of a stage changed of their variables."""
-        numbers = jax.tree_util.tree_leaves_with_path(self._layout.numbers[stage.index])
-        position, found = dict(numbers), []
-        for path, leaf in jax.tree_util.tree_leaves_with_path(changed):
+    def _changes(self, variables: PyTree, changed: Sequence[PyTree]) -> list[Any]:
+        """What the layers changed of their variables."""
+        flat = jax.tree_util.tree_leaves_with_path(variables)
+        position = {path: i for i, (path, _) in enumerate(flat)}
+        self.written, found = [], []
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tuple(changed)):
             if path not in position:
                 continue
             layer, collection, *names = path
-            number = stage.first + layer.idx
             tail = jax.tree_util.keystr(
                 (collection, *names), simple=True, separator="/"
             )
-            text = f"layer {number} ({stage.layers[layer.idx].name}) writes {tail}"
-            full = (number, collection, *names)
-            self.written.append(Written(position[path], full, text, collection.key))
+            name = self._pipe.layers[layer.idx].name
+            text = f"layer {layer.idx} ({name}) writes {tail}"
+            own = position[path], path, text, collection.key
+            self.written.append(Written(*own))
             found.append(leaf)
         return found
 
 
-def _check_collections(stage: StageFunction, entries: PyTree) -> None:
+def _check_collections(layers: Sequence[Layer], entries: PyTree) -> None:
     """Refuses what Flax changes in a way that a pipeline does not know."""
-    for layer, entry in zip(stage.layers, entries, strict=True):
+    for layer, entry in zip(layers, entries, strict=True):
         if _BY_GRADIENT in entry:
             raise ValueError(
                 f"layer {layer.name} holds the collection {_BY_GRADIENT}, as the fp8 "

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import chex
 import jax
 from flax import errors
 from jax.tree_util import keystr
@@ -14,6 +15,8 @@ from .._functions._objective import Objective
 from .._jaxprs import _jaxpr
 from .._layers import _batchnorm, _linen, _rng
 from .._layers._layer import Layer, check_unchanged
+from .._layers._parent import Parent
+from .._layers._sequence import Made, called
 from .._layers._stage import shapes
 from . import _join, _left
 from ._program import Traced
@@ -35,6 +38,17 @@ class Model:
 
     def __init__(self, layer: Layer, axes: Axes, num_parts: int) -> None:
         self.layer, self.axes, self._num_parts = layer, axes, num_parts
+        self.parent = Parent([layer], is_list=False)
+
+    def init(self, key: chex.PRNGKey, x: PyTree, given: Sequence[PyTree]) -> Made:
+        """Makes the variables: see `Sequential.init`."""
+        (entry,) = given
+
+        def run(handles: Sequence[Any], _: Any) -> Any:
+            return called(self.layer, handles[0], entry, key, x)
+
+        (y, own), (made,) = self.parent.init(key, given, run)
+        return Made(y, [made or own], ())
 
     def _applied(
         self, variables: PyTree, x: PyTree, rngs: _rng.Rngs, train: bool
@@ -43,7 +57,10 @@ class Model:
         check_unchanged([self.layer], "the model")
         with _batchnorm.merging(self._num_parts > 1), _batchnorm.recording():
             try:
-                return self.layer.apply(variables, x, _rng.streams(rngs), train)
+                keys = _rng.streams(rngs)
+                run = functools.partial(self._call, x, keys, train)
+                y, (changed,) = self.parent((variables,), keys, train, run)
+                return y, changed
             except Exception as error:
                 _refuse_writes(error, self.layer.owner, variables, train)
                 error.add_note(
@@ -51,6 +68,9 @@ class Model:
                     f"{shapes(x)}; x comes before the targets"
                 )
                 raise
+
+    def _call(self, x: PyTree, keys: Any, train: bool, handles: Sequence[Any]) -> Any:
+        return self.layer.call(handles[0], x, keys, train)
 
     def forward(self, train: bool) -> Work:
         """``(variables, x, rngs) -> (outputs, changed)``; nobody keeps what changed."""

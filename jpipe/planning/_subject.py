@@ -6,16 +6,16 @@ from typing import Any
 
 import jax
 
+from .._fitting import layout_of
 from .._functions import _remat
 from .._functions._batch import Axes
 from .._functions._trainable import Trainable
 from .._instructions._transfer import OnPaper
 from .._layers import _rng
 from .._layers._layer import as_layers, is_model
+from .._layers._sequence import Sequential
 from .._layers._stage import abbreviate, fuse
-from .._layers._walk import walk
 from .._run import _signature, _variables
-from .._run._layout import Layout
 from .._run._pipe import Pipe
 from .._slices import _cut
 from .._slices._built import Built
@@ -108,7 +108,7 @@ class Layers:
         remat: str | Sequence[str],
         schedule: Schedule,
         data: int,
-    ) -> tuple[Listed, list[PyTree]]:
+    ) -> tuple[Listed, tuple[PyTree, ...]]:
         """Stages on the first micro-batch, or on as many as a schedule has.
 
         And specs of the variables.
@@ -121,12 +121,12 @@ class Layers:
             _remat.per_stage(remat, len(balance)),
         )
         batch = sample.batch(schedule.num_microbatches > 1, data)
-        visits, routes = walk(pipe.stages, _rng.key_spec(), batch.first)
-        variables = [visit.variables for visit in visits]
+        layers = Sequential(own, pipe.stage_of_layer)
+        variables = Initial(layers, _rng.key_spec(), batch.first).specs
         marks = Trainable(sample.trainable).marks(own, variables)
-        given = pipe, Layout(pipe, visits, variables, marks), batch, routes
+        layout = layout_of(pipe, variables, marks)
         how = {"train": sample.train, "objective": sample.objective}
-        return listed(*given, **how), variables
+        return listed(pipe, layers, layout, variables, batch, **how), variables
 
 
 class OneModel:
@@ -220,8 +220,7 @@ class OneModel:
         part = sliced.part(args)[0]
         kind = _signature.of(part)
         if kind not in self._variables:
-            initial = Initial(self._layer, _rng.key_spec(), part)
-            self._variables[kind] = initial.specs
+            (self._variables[kind],) = Initial(model, _rng.key_spec(), part).specs
         variables = self._variables[kind]
         return sliced.build(variables, *args), variables
 

@@ -79,7 +79,7 @@ def test_statistics_may_be_in_a_frozen_dictionary():
 
 # ------------------------------------------ how a layer calls them
 
-TWICE = "is called twice in one layer, or in a loop such as nn.scan: a second call"
+TWICE = "is called twice, or in a loop such as nn.scan: a second call"
 CHANGED = "is copied or changed in the same step"
 MASK = "is given a mask: statistics"
 KEY = jax.random.key(0)

@@ -121,9 +121,8 @@ def test_what_layers_cannot_take_is_refused_as_before():
     pipe = jpipe.pipeline(layers, 2)
     variables = layer_by_layer(layers, X)
     del variables[1]["params"]
-    with pytest.raises(ValueError, match="data/mean") as e:
+    with pytest.raises(ValueError, match="data/mean of layer 1"):
         pipe.apply(pipe.place(variables), X)
-    assert any("layer 1 (Standardized)" in note for note in e.value.__notes__)
     norm = jpipe.pipeline([nn.Dense(4), nn.BatchNorm(use_running_average=True)], 2)
     variables = norm.init(KEY, X)
     variables[1]["batch_stats"]["mean"] = jnp.zeros(3)

@@ -1,7 +1,4 @@
-"""Modules that stand in several layers: one value, as in one parent; or refused.
-
-What layers take from elsewhere, which no attribute names, is not shared.
-"""
+"""Modules that stand in several layers: one value, as in one parent."""
 
 from typing import Any
 
@@ -93,7 +90,7 @@ OWNED = {
         [Named({"norm": NORM, 1: 2.0}, DENSE), Named({"norm": NORM}, DENSE)],
         [["Dense_0", "before_norm", "part"], ["Dense_0"]],
     ),
-    "bound": ([BOUND, BOUND.dense], [["dense"], []]),
+    "bound": ([BOUND.first, BOUND.dense], [["inner"], []]),
     "methods": (ends(), [["encoder", "scale"], [], ["decoder"]]),
     "beside an equal module": (
         [*ends(), jpipe.layer(Ends(), "decode")],
@@ -137,27 +134,32 @@ def test_complete_variables_may_stand_in_any_one_of_the_entries(double):
 
 def test_what_is_given_in_two_entries_is_refused(double):
     x, d = batch()[0], ref.dense(WIDTH, jnp.float64)
-    pipe = jpipe.pipeline([Holder(d), jnp.sin, Holder(d)], 3)
+    pipe = jpipe.pipeline([Holder(d), jnp.sin, Holder(d), d, d], 3)
     given = list(pipe.init(jax.random.key(0), x))
     given[2] = {"params": {**given[0]["params"], "more": jnp.ones(2)}}
-    there = "variables[{}]['params']['inner']['{}']"
     with pytest.raises(ValueError, match="not those of this model") as no:
         pipe.apply(given, x)
     assert str(no.value).split("\n")[1:] == [
-        *(
-            f"  * tied: {there.format(2, leaf)} is {there.format(0, leaf)}; "
-            f"give {{}} in its place"
-            for leaf in ("bias", "kernel")
-        ),
+        "  * surplus: variables[2]['params']['inner']['bias'] (4,)",
+        "  * surplus: variables[2]['params']['inner']['kernel'] (4, 4)",
         "  * surplus: variables[2]['params']['more'] (2,)",
     ]
     with pytest.raises(ValueError, match=r"missing: variables\[0\]\['params'\]\['inn"):
-        pipe.apply([{}, {}, {}], x)
+        pipe.apply([{}] * 5, x)
+    pipe = jpipe.pipeline([d, jnp.sin, d], 3)
+    given = list(pipe.init(jax.random.key(0), x))
+    given[2] = {"params": {"bias": given[0]["params"]["bias"]}}
+    there = "variables[{}]['params']['bias']"
+    with pytest.raises(ValueError, match="not those of this model") as no:
+        pipe.apply(given, x)
+    assert str(no.value).split("\n")[1:] == [
+        f"  * tied: {there.format(2)} is {there.format(0)}; give {{}} in its place"
+    ]
 
 
 def test_a_step_does_not_depend_on_what_the_pipeline_saw_last():
     d = nn.Dense(WIDTH)
-    pipe = jpipe.pipeline([d, Holder(d), nn.Dense(2)], 2)
+    pipe = jpipe.pipeline([d, jpipe.layer(d, lambda d, x: d(x)), nn.Dense(2)], 2)
     tx = optax.sgd(0.1)
     x, t = jnp.ones((4, WIDTH)), jnp.ones((4, 2))
     state = pipe.init_train_state(jax.random.key(0), x, tx)
@@ -165,7 +167,7 @@ def test_a_step_does_not_depend_on_what_the_pipeline_saw_last():
     state, _ = step(state, x, t)
     pipe.init(jax.random.key(0), jnp.ones((4, 3, WIDTH)))
     own, _, last = jax.tree.map(jnp.copy, state.params)
-    moved = ({}, {"params": {"inner": own}}, {"params": last})
+    moved = ({}, {"params": own}, {"params": last})
     pipe.apply(pipe.place(moved), x)  # the same values, in other entries
     state, metrics = step(state, x, t)
     assert jnp.isfinite(metrics["loss"])
@@ -192,16 +194,14 @@ def test_statistics_are_shared_as_long_as_training_leaves_them(made):
     wanted = jax.value_and_grad(loss)(list(ref.params_of(variables[:2])))
     value, grads = pipe.value_and_grad(ref.mse)(variables, x, x)
     ref.assert_close((value, list(grads[:2])), wanted, 1e-5)
-    norm = nn.BatchNorm(use_running_average=False)
+    norm, where = nn.BatchNorm(use_running_average=False), "inner" if inner else "Batch"
     pipe = jpipe.pipeline([made(norm), made(norm)], 2)
     variables = pipe.init(jax.random.key(1), x)
     for run in (
         lambda: pipe.value_and_grad(ref.mse)(variables, x, x),
         lambda: pipe.apply(variables, x, train=True),
     ):
-        with pytest.raises(
-            ValueError, match=r"variables\[0\].'batch_stats'.*several lay"
-        ):
+        with pytest.raises(ValueError, match=f"{where}.* is called twice"):
             run()
 
 
@@ -220,16 +220,9 @@ class Takes(nn.Module):
         return self.part(x)
 
 
-def test_module_taken_from_elsewhere_by_two_layers_is_refused():
-    x = jnp.ones((4, WIDTH))
-    alone = jpipe.pipeline([Takes(), Holder(nn.Dense(WIDTH)), nn.Dense(2)], 2)
-    assert sorted(alone.init(jax.random.key(0), x)[0]["params"]) == ["part"]
-    for layers in ([Takes(), Takes()], [Takes(), nn.relu, Holder(Takes())]):
-        with pytest.raises(ValueError, match=r"layers 0 .*Takes. and . .*take one mod"):
-            jpipe.pipeline(layers, 2).init(jax.random.key(0), x)
-
-
 class Given(nn.Module):
+    """It puts a module in its own place."""
+
     part: Any
 
     def setup(self):
@@ -239,17 +232,63 @@ class Given(nn.Module):
         return self.part(x)
 
 
-def test_module_that_is_taken_and_listed_is_refused():
-    x, d = jnp.ones((4, WIDTH)), nn.Dense(WIDTH)
-    with pytest.raises(ValueError, match=r"0 .Dense. and 1 .Takes. take one mod"):
-        jpipe.pipeline([OUTSIDE, Takes()], 2).init(jax.random.key(0), x)
-    with pytest.raises(ValueError, match="puts a module in its own place"):
-        jpipe.pipeline([d, Given(d)], 2).init(jax.random.key(0), x)
+D, TAKES = nn.Dense(WIDTH), Takes()
+# Of each layer the names of its parameters; all layers compute the same.
+TAKEN = {
+    "by two": ([Takes(), Takes()], [["part"], []]),
+    "below": ([Takes(), jnp.copy, Holder(Takes())], [["part"], [], []]),
+    "by one listed twice": ([TAKES, TAKES], [["part"], []]),
+    "by a method": (
+        [TAKES, jpipe.layer(TAKES, lambda module, x: module.part(x))],
+        [["part"], []],
+    ),
+    "by share_scope": ([Given(D), jnp.copy], [["bias", "kernel"], []]),
+    "listed and by share_scope": ([D, Given(D)], [["bias", "kernel"], []]),
+}
 
 
-def test_module_taken_by_one_listed_twice_is_one_value():
-    takes, x = Takes(), jnp.ones((4, WIDTH))
-    for again in (takes, jpipe.layer(takes, lambda module, x: module.part(x))):
-        variables = jpipe.pipeline([takes, again], 2).init(jax.random.key(0), x)
-        assert [sorted(entry) for entry in variables] == [["params"], []]
-    jpipe.pipeline([Given(nn.Dense(WIDTH)), takes], 2).init(jax.random.key(0), x)
+@pytest.mark.parametrize(("layers", "owned"), TAKEN.values(), ids=TAKEN)
+def test_module_that_several_layers_take_is_one_value(layers, owned):
+    """As under one parent in Flax."""
+    x, t = ref.regression(4)
+    x = x[:, :WIDTH]
+    t = jnp.zeros_like(x)
+    pipe = jpipe.pipeline(layers, 2)
+    variables = pipe.init(jax.random.key(0), x)
+    assert [sorted(entry) for entry in ref.params_of(variables)] == owned
+    (own,) = (p for p in ref.on_host(ref.params_of(variables)) if p)
+
+    def loss(params):
+        inner = params.get("part", params)
+        h = x
+        for layer in layers:
+            if layer is not jnp.copy:
+                h = OUTSIDE.apply({"params": inner}, h)
+            h = jnp.tanh(h) if isinstance(layer, Holder) else h
+        return ref.mse(h, t)
+
+    value, grads = pipe.value_and_grad(ref.mse)(variables, x, t)
+    wanted = jax.value_and_grad(loss)(own)
+    ref.assert_close((value, grads[0]), wanted, 1e-5)
+
+
+def test_part_of_a_bound_module_that_is_listed_is_refused():
+    x = jnp.ones((4, WIDTH))
+    with pytest.raises(ValueError, match=r"layer 1 .dense. is a part of layer 0 .Whol"):
+        jpipe.pipeline([BOUND, BOUND.dense], 2)
+    variables = jpipe.pipeline([BOUND, jnp.sin], 2).init(jax.random.key(0), x)
+    assert sorted(variables[0]["params"]) == ["dense"]
+
+
+def test_module_that_is_listed_and_taken_from_elsewhere_is_two_as_in_flax():
+    class Parent(nn.Module):
+        layers: Any
+
+        def __call__(self, x):
+            return self.layers[1](self.layers[0](x))
+
+    x, layers = jnp.ones((4, WIDTH)), [OUTSIDE, Takes()]
+    made = Parent(tuple(layers)).init(jax.random.key(0), x)["params"]
+    variables = jpipe.pipeline(layers, 2).init(jax.random.key(0), x)
+    for i, entry in enumerate(ref.params_of(variables)):
+        assert jax.tree.structure(entry) == jax.tree.structure(made[f"layers_{i}"])

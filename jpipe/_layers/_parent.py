@@ -1,0 +1,307 @@
+"""Modules of Flax bound to their variables together: what they share is one value.
+
+Those of linen stand in one parent, those of nnx in one `flax.nnx.split`, so that it is
+Flax that finds what several layers hold. The variables are given by layer: a variable
+is in the entry of the first layer that has its module; of a module that is listed
+several times, in that of the first which makes it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import chex
+import jax
+from flax import linen, nnx
+from flax.core import DenyList
+
+from .._faults import refuse
+from . import _batchnorm, _linen, _nnx, _nnx_values
+from ._layer import Layer
+from ._slots import Slot, Slots, slot
+from ._tree import Names, flat, nested
+
+PyTree = Any
+Entries = Sequence[Mapping[str, PyTree]]
+# Of each layer what is called: a bound module of linen, a module of nnx, or what else
+# has variables its entry.
+Handles = Sequence[Any]
+
+
+class Parent:
+    """The modules of layers.
+
+    Args:
+      layers: all of them.
+      is_list: whether they are a list; else one layer, with its module's own names.
+
+    Attributes:
+      is_list: likewise.
+
+    Raises:
+      ValueError: if a bound module is a part of another.
+    """
+
+    def __init__(self, layers: Sequence[Layer], is_list: bool = True) -> None:
+        self._layers, self.is_list = layers, is_list
+        owners = [layer.owner for layer in layers]
+        _check_bound(layers)
+        ids = [*map(id, owners)]
+        # Of each layer the first one with the same module.
+        self._first = [ids.index(own) for own in ids]
+        self._linen = [i for i, own in enumerate(owners) if _linen.is_module(own)]
+        self._nnx = [i for i, own in enumerate(owners) if _nnx.is_module(own)]
+        slots = [
+            Slot(own) if i in self._linen else None for i, own in enumerate(owners)
+        ]
+        firsts = dict.fromkeys(self._first[i] for i in self._nnx)
+        # Where the module of a layer stands among those of nnx.
+        self._place = {first: place for place, first in enumerate(firsts)}
+        if is_list:
+            self._root, self._tree = (
+                Slots(tuple(slots)),
+                nnx.List(map(owners.__getitem__, firsts)),
+            )
+        else:
+            self._root = self._tree = owners[0]
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    # ---------------------------------------------------------------------- variables
+
+    def _names(self, layer: int, names: Names) -> Names:
+        """Where a variable of a layer stands under the parent."""
+        if not self.is_list:
+            return names
+        collection, *inner = names
+        first = self._first[layer]
+        own = (self._place[first],) if layer in self._nnx else slot(first)
+        return collection, *own, *inner
+
+    def _under(self, layers: Sequence[int], entries: Entries) -> dict[str, PyTree]:
+        """The variables of some layers, under the parent."""
+        if not self.is_list:
+            return dict(entries[0]) if layers else {}
+        return nested(
+            {
+                self._names(i, names): value
+                for i in layers
+                for names, value in flat(entries[i]).items()
+            }
+        )
+
+    def _by_layer(
+        self, layers: Sequence[int], tree: Mapping[str, PyTree], entries: Entries
+    ) -> dict[int, dict[str, PyTree]]:
+        """The inverse: what of the variables of layers is in such a tree."""
+        if not self.is_list:
+            return {0: dict(tree)} if layers else {}
+        values, found = flat(tree), dict[int, dict[str, PyTree]]()
+        for i in layers:
+            places = ((names, self._names(i, names)) for names in flat(entries[i]))
+            found[i] = nested({n: values[at] for n, at in places if at in values})
+        return found
+
+    def like(self, specs: Entries, entries: Entries) -> list[Mapping[str, PyTree]]:
+        """Checked variables, each in the entry in which it is among some specs."""
+        known = {
+            self._names(i, names): value
+            for i in (*self._linen, *self._nnx)
+            for names, value in flat(entries[i]).items()
+        }
+        return [
+            nested({n: known[self._names(i, n)] for n in flat(own)})
+            if i in self._linen
+            else entries[i]
+            for i, own in enumerate(specs)
+        ]
+
+    def same(self, layer: int, names: Names) -> Names:
+        """What is equal for one variable in the entries of several layers."""
+        has_modules = layer in self._linen or layer in self._nnx
+        return self._names(layer, names) if has_modules else (layer, *names)
+
+    def held(self) -> list[dict[str, PyTree]]:
+        """The variables that modules of nnx hold, as copies, by layer."""
+        if not self._nnx:
+            return [{} for _ in self._layers]
+        tree = _nnx_values.variables(self._tree)
+        if not self.is_list:
+            return [tree]
+        return [
+            {
+                name: own[self._place[i]]
+                for name, own in tree.items()
+                if self._place.get(i) in own
+            }
+            for i in range(len(self._layers))
+        ]
+
+    def modules(self, entries: Entries) -> list[Any]:
+        """Modules with values; what is none as it was listed."""
+        bound = None
+        if self._linen:
+            bound = self._root.bind(self._under(self._linen, entries))
+        merged = self._merged(entries)
+        owners = [layer.owner for layer in self._layers]
+        return [
+            self._handle(i, bound, merged, owners) for i in range(len(self._layers))
+        ]
+
+    # -------------------------------------------------------------------------- calls
+
+    def _merged(self, entries: Entries) -> Any:
+        if not self._nnx:
+            return None
+        merged = _nnx_values.merge(self._tree, self._under(self._nnx, entries))
+        _batchnorm.set_paths(merged)
+        return merged
+
+    def _handle(
+        self, layer: int, bound: Any, merged: Any, others: Sequence[Any]
+    ) -> Any:
+        if layer in self._linen:
+            return bound.layer[layer].module if self.is_list else bound
+        if layer in self._nnx:
+            first = self._first[layer]
+            return merged[self._place[first]] if self.is_list else merged
+        return others[layer]
+
+    def __call__(
+        self, entries: Entries, rngs: Any, train: bool, run: Callable[[Handles], Any]
+    ) -> tuple[Any, list[dict[str, PyTree]]]:
+        """Runs what calls the modules.
+
+        Args:
+          entries: the variables.
+          rngs: the keys of linen by stream name, or ``None``.
+          train: whether this is training; else nothing that linen holds changes.
+          run: is given the handles.
+
+        Returns:
+          What this returns, and by layer the collections that may have changed.
+        """
+        merged = self._merged(entries)
+        before = self._under(self._linen, entries)
+        mutable = [name for name in before if name != "params"] if train else []
+
+        def whole(bound: Any) -> Any:
+            layers = range(len(self._layers))
+            return run([self._handle(i, bound, merged, entries) for i in layers])
+
+        after: Mapping[str, PyTree] = {}
+        if not self._linen:
+            result = whole(None)
+        elif not mutable:
+            result = linen.apply(whole, self._root)(before, rngs=rngs)
+        else:
+            given = linen.apply(whole, self._root, mutable=mutable)
+            result, after = given(before, rngs=rngs)
+            _check_none_made(before, after)
+        changed = self._by_layer(self._linen, after, entries)
+        if merged is not None:
+            values = _nnx_values.values(merged)
+            changed |= self._by_layer(self._nnx, values, entries)
+        return result, [changed.get(i, {}) for i in range(len(self._layers))]
+
+    def init(
+        self,
+        key: chex.PRNGKey,
+        given: Entries,
+        run: Callable[[Handles, Callable[[int], None]], Any],
+    ) -> tuple[Any, list[dict[str, PyTree]]]:
+        """Runs what makes the variables.
+
+        Args:
+          key: the key.
+          given: by layer variables that are there already.
+          run: is given the handles, and what to call after each layer.
+
+        Returns:
+          What this returns, and by layer the variables of linen.
+        """
+        count = range(len(self._layers))
+        merged = self._merged(
+            [{**a, **b} for a, b in zip(self.held(), given, strict=True)]
+        )
+        # By the first layer of a module and the names of a variable, who made it.
+        maker: dict[tuple[int, Names], int] = {}
+        several = {first for i, first in enumerate(self._first) if i != first}
+
+        def whole(bound: Any) -> Any:
+            for collection, own in self._under(self._linen, given).items():
+                for name, value in own.items():
+                    bound.scope.put_variable(collection, name, value)
+            handles = [self._handle(i, bound, merged, given) for i in count]
+
+            def made(layer: int) -> None:
+                first = self._first[layer]
+                if layer in self._linen and first in several:
+                    for names in flat(handles[layer].variables):
+                        maker.setdefault((first, names), layer)
+
+            return run(handles, made)
+
+        if not self._linen:
+            return whole(None), [{} for _ in count]
+        make = linen.init_with_output(
+            whole, self._root, mutable=DenyList("intermediates")
+        )
+        result, variables = make(_linen.streams(key))
+        if not self.is_list:
+            return result, [dict(variables)]
+        found: list[dict[Names, PyTree]] = [{} for _ in count]
+        for first in dict.fromkeys(self._first[i] for i in self._linen):
+            name, module = slot(first)
+            own = {
+                collection: tree[name].get(module, {})
+                for collection, tree in variables.items()
+                if name in tree
+            }
+            for names, value in flat(own).items():
+                found[maker.get((first, names), first)][names] = value
+        return result, [*map(nested, found)]
+
+
+def _check_bound(layers: Sequence[Layer]) -> None:
+    """Checks that no module that is bound is a part of another one that is listed."""
+    bound = [
+        (number, layer, layer.owner.scope.root, layer.owner.path)
+        for number, layer in enumerate(layers)
+        if _linen.is_module(layer.owner) and layer.owner.scope is not None
+    ]
+    refuse(
+        "modules that are bound are listed apart, so that what they share would not be "
+        "shared; list methods or functions of the whole one: "
+        "jpipe.layer(module, lambda module, x: module.part(x))",
+        [
+            f"layer {i} ({part.name}) is a part of layer {k} ({whole.name})"
+            for i, part, root, path in bound
+            for k, whole, other, start in bound
+            if root is other and path != start and path[: len(start)] == start
+        ],
+    )
+
+
+def _check_none_made(before: Mapping[str, PyTree], after: Mapping[str, PyTree]) -> None:
+    """Checks that a call only changed what there was, and there only arrays.
+
+    Raises:
+      ValueError: with what it made, or what it made something else of.
+    """
+    old = flat({name: before[name] for name in after})
+    was, now = (
+        {n: jax.tree.structure(x) for n, x in t.items()} for t in (old, flat(after))
+    )
+    faults = [
+        f"{'/'.join(map(str, names))} was {was.get(names, 'not there')} and became "
+        f"{now.get(names, 'nothing')}"
+        for names in {**was, **now}
+        if was.get(names) != now.get(names)
+    ]
+    if faults:
+        raise ValueError(
+            f"a call changes which variables there are, or their structure: "
+            f"{'; '.join(faults)}. A pipeline keeps arrays in the structure that they "
+            f"were made in; {_linen.NOT_SOWN}"
+        )

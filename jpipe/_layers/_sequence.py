@@ -1,0 +1,221 @@
+"""A list of layers, one after the other, as one function of their variables."""
+
+import reprlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import chex
+import jax
+
+from .._faults import refuse
+from .._jaxprs import _jaxpr
+from . import _batchnorm, _rng, _skip
+from ._advice import advice
+from ._layer import Layer
+from ._linen import streams
+from ._parent import Entries, Parent
+from ._stage import shapes
+
+PyTree = Any
+# Is given the number of a layer, its output and what may be popped after it; gives
+# these, or others in their place.
+After = Callable[[int, PyTree, dict[_skip.Key, PyTree]], PyTree]
+
+
+class Made(NamedTuple):
+    """What layers make.
+
+    Attributes:
+      y: the output of the last one.
+      entries: by layer the variables: all that it makes, or the collections that it
+        may have changed.
+      routes: the skip connections between stages.
+    """
+
+    y: PyTree
+    entries: Sequence[PyTree]
+    routes: tuple[_skip.Route, ...]
+
+
+class Sequential:
+    """Layers, each given what the one before returned.
+
+    Args:
+      layers: the layers.
+      stages: of each the number of its stage, for errors and skip connections.
+      numbers: what errors call them, if they are not all.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        stages: Sequence[int],
+        numbers: Sequence[int] | None = None,
+    ) -> None:
+        self.layers, self._stages, self.parent = layers, stages, Parent(layers)
+        self._numbers = range(len(layers)) if numbers is None else numbers
+
+    def init(
+        self, key: chex.PRNGKey, x: PyTree, given: Sequence[Mapping[str, PyTree]]
+    ) -> Made:
+        """Makes variables.
+
+        Args:
+          key: the key.
+          x: an input.
+          given: by layer variables that are there already, and stay as they are.
+        """
+        entries = [*given]
+
+        def run(handles: Sequence[Any], made: Callable[[int], None]) -> Any:
+            def call(i: int, x: PyTree) -> PyTree:
+                own = _rng.layer_key(key, i)
+                y, entries[i] = called(self.layers[i], handles[i], entries[i], own, x)
+                made(i)
+                return y
+
+            return self._through(x, call)
+
+        (y, routes), of_linen = self.parent.init(key, given, run)
+        pairs = zip(of_linen, entries, strict=True)
+        return Made(y, [made or own for made, own in pairs], routes)
+
+    def __call__(
+        self,
+        entries: Entries,
+        x: PyTree,
+        rngs: _rng.Rngs = None,
+        number: jax.Array | int = 0,
+        train: bool = False,
+        after: After | None = None,
+    ) -> Made:
+        """Applies the layers.
+
+        Args:
+          entries: the variables, by layer.
+          x: the input.
+          rngs: the keys of the step, or ``None``.
+          number: that of the micro-batch.
+          train: whether this is training.
+          after: is called after each layer.
+        """
+
+        def run(handles: Sequence[Any]) -> Any:
+            def call(i: int, x: PyTree) -> PyTree:
+                keys = _rng.layer_rngs(rngs, number, i)
+                return self.layers[i].call(handles[i], x, keys, train)
+
+            return self._through(x, call, after)
+
+        keys = _rng.microbatch_rngs(rngs, number)
+        (y, routes), changed = self.parent(entries, keys, train, run)
+        return Made(y, changed, routes)
+
+    def last(
+        self,
+        entries: Entries,
+        x: PyTree,
+        rngs: _rng.Rngs,
+        train: bool,
+        skips: dict[_skip.Key, PyTree],
+    ) -> tuple[PyTree, Sequence[PyTree]]:
+        """Applies the last layer alone.
+
+        Args:
+          entries: the variables, by layer.
+          x: its input.
+          rngs: the keys of the step, or ``None``.
+          train: whether this is training.
+          skips: what it may pop; in the end what may be popped after it.
+
+        Returns:
+          Its output, and by layer the collections that may have changed.
+        """
+        layer, at = self.layers[-1], len(self.layers) - 1
+        keys = _rng.microbatch_rngs(rngs, 0)
+
+        def run(handles: Sequence[Any]) -> Any:
+            own = _rng.layer_rngs(rngs, 0, at)
+            with self._naming(at, x), _skip.applying(skips, layer.namespace):
+                return layer.call(handles[-1], x, own, train)
+
+        return self.parent(entries, keys, train, run)
+
+    def _through(
+        self,
+        x: PyTree,
+        call: Callable[[int, PyTree], PyTree],
+        after: After | None = None,
+    ) -> tuple[PyTree, tuple[_skip.Route, ...]]:
+        """Goes through the layers.
+
+        Raises:
+          ValueError: if the skip connections do not fit, with every fault.
+        """
+        skips: dict[_skip.Key, PyTree] = {}
+        uses: list[_skip.Use] = []
+        for i, layer in enumerate(self.layers):
+            _batchnorm.enter_layer(i)
+            with self._naming(i, x), jax.named_scope(layer.name):
+                # An unknown name pops something to go on with, to find other faults.
+                with _skip.applying(skips, layer.namespace, guess=x) as frame:
+                    uses.append(_skip.Use(i, layer.name, self._stages[i], frame))
+                    try:
+                        x = call(i, x)
+                    except Exception:
+                        # After a guess an error says nothing.
+                        if any(use.frame.unknown for use in uses):
+                            _skip.routes(uses, complete=False)
+                        raise
+                _check_output(i, layer, x)
+            if after is not None:
+                x = after(i, x, skips)
+        return x, _skip.routes(uses)
+
+    @contextmanager
+    def _naming(self, number: int, x: PyTree) -> Iterator[None]:
+        """Adds to any exception which layer raised it, where, and on what input."""
+        layer = self.layers[number]
+        try:
+            yield
+        except Exception as error:
+            error.add_note(
+                f"raised by layer {self._numbers[number]} ({layer.name}) of stage "
+                f"{self._stages[number]}, whose input was {shapes(x)}"
+            )
+            if text := advice(error, layer, x):
+                error.add_note(text)
+            raise
+
+
+def called(
+    layer: Layer, handle: Any, entry: PyTree, key: chex.PRNGKey, x: PyTree
+) -> tuple[PyTree, PyTree]:
+    """What a layer returns as its variables are made, and its entry."""
+    if layer.init is not None and not entry:
+        specs = jax.tree.map(lambda a: _jaxpr.spec(jax.typeof(a)), x)
+        handle = entry = layer.init(key, specs)
+    return layer.call(handle, x, streams(key), False), entry
+
+
+def _check_output(number: int, layer: Layer, y: PyTree) -> None:
+    """Checks that a layer returned arrays: nothing else goes from stage to stage."""
+    faults = []
+    # JAX warns of a generator among leaves, which says less than we do.
+    found = jax.tree_util.tree_leaves_with_path(
+        y, is_leaf=lambda node: isinstance(node, Iterator)
+    )
+    for path, leaf in found:
+        try:
+            jax.typeof(leaf)
+        except TypeError:
+            kind = f"{reprlib.repr(leaf)}, a {type(leaf).__name__}"
+            faults.append(f"output{jax.tree_util.keystr(path)} is {kind}")
+    refuse(
+        f"layer {number} ({layer.name}) must return a pytree of arrays; list a "
+        f"function after it that returns arrays in tuples, lists or dicts, or register "
+        f"the class of what it returns with jax.tree_util.register_dataclass",
+        faults,
+        TypeError,
+    )
