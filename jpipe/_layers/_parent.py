@@ -17,7 +17,7 @@ from flax.core import DenyList
 from .._faults import refuse
 from . import _batchnorm, _linen, _nnx, _nnx_values
 from ._layer import Layer
-from ._slots import Slot, Slots, slot
+from ._slots import Slot, Slots, inner, slot
 from ._tree import Names, flat, nested
 
 PyTree = Any
@@ -294,8 +294,8 @@ def _check_none_made(before: Mapping[str, PyTree], after: Mapping[str, PyTree]) 
         {n: jax.tree.structure(x) for n, x in t.items()} for t in (old, flat(after))
     )
     faults = [
-        f"{'/'.join(map(str, names))} was {was.get(names, 'not there')} and became "
-        f"{now.get(names, 'nothing')}"
+        f"{'/'.join(map(str, (names[0], *inner(names[1:]))))} was "
+        f"{was.get(names, 'not there')} and became {now.get(names, 'nothing')}"
         for names in {**was, **now}
         if was.get(names) != now.get(names)
     ]

@@ -13,7 +13,6 @@ from .._jaxprs import _jaxpr
 from . import _batchnorm, _rng, _skip
 from ._advice import advice
 from ._layer import Layer
-from ._linen import streams
 from ._parent import Entries, Parent
 from ._stage import shapes
 
@@ -196,7 +195,7 @@ def called(
     if layer.init is not None and not entry:
         specs = jax.tree.map(lambda a: _jaxpr.spec(jax.typeof(a)), x)
         handle = entry = layer.init(key, specs)
-    return layer.call(handle, x, streams(key), False), entry
+    return layer.call(handle, x, _rng.streams(key), False), entry
 
 
 def _check_output(number: int, layer: Layer, y: PyTree) -> None:

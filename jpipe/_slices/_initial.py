@@ -65,10 +65,9 @@ class Initial:
         closed, specs = _jaxpr.trace(make, key, spec, given)
         _check_made(closed, specs, given, layers.parent.is_list)
         # Some equations have the input among their operands, as a jax.checkpoint has.
-        others = [zeros(_jaxpr.spec(aval)) for aval in closed.in_avals[1:]]
-        values = _jaxpr.rest(closed, closed.jaxpr.outvars, [])
-        run = core.jaxpr_as_fun(values)
-        self._closed = jax.make_jaxpr(lambda key: run(key, *others))(key)
+        others = [*map(_jaxpr.spec, closed.in_avals[1:])]
+        run = core.jaxpr_as_fun(_jaxpr.rest(closed, closed.jaxpr.outvars, []))
+        self._closed = jax.make_jaxpr(lambda key: run(key, *zeros(others)))(key)
         held = [jax.tree.map(strong, own) for own in layers.parent.held()]
         pairs = zip(_specs(held), given, specs, strict=True)
         self.specs: tuple[PyTree, ...] = tuple(

@@ -143,10 +143,10 @@ class Traced:
             return "stage"
         if not read.isdisjoint(self.of_batch):
             # A copy must follow from the batch through copies.
-            return "copy" if _is_cheap(eqn) and read <= self._copied else "stage"
+            return "copy" if is_cheap(eqn) and read <= self._copied else "stage"
         if read.isdisjoint(self.of_params):
             return "copy"
-        is_copied = _is_cheap(eqn) and eqn.primitive.name not in REDUCTIONS
+        is_copied = is_cheap(eqn) and eqn.primitive.name not in REDUCTIONS
         return "copy" if is_copied else "once"
 
     @cached_property
@@ -156,12 +156,13 @@ class Traced:
         for eqn in self.closed.jaxpr.eqns:
             read = _jaxpr.variables(eqn.invars)
             is_constant = read.isdisjoint(self.of_batch | self.of_params)
-            if not eqn.effects and (is_constant or (_is_cheap(eqn) and read <= found)):
+            if not eqn.effects and (is_constant or (is_cheap(eqn) and read <= found)):
                 found.update(eqn.outvars)
         return found
 
 
-def _is_cheap(eqn: core.JaxprEqn) -> bool:
+def is_cheap(eqn: core.JaxprEqn) -> bool:
+    """Whether each stage may compute it for itself."""
     atoms = [*eqn.invars, *eqn.outvars]
     return _cheapest.is_cheap(eqn) or sum(map(_cheapest.nbytes, atoms)) <= _FEW
 
