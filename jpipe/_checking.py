@@ -8,7 +8,7 @@ import jax
 
 from ._check._layers import Checking
 from ._check._report import CheckReport
-from ._fitting import Fitting, layout_of
+from ._fitting import Fitting
 from ._functions import _microbatch, _remat
 from ._functions._objective import Objective
 from ._functions._trainable import Trainable
@@ -19,7 +19,7 @@ from ._layers._sequence import Sequential
 from ._layers._stage import fuse
 from ._run import _variables
 from ._run._pipe import Pipe
-from ._slices._listed import listed
+from ._slices._listed import layout_of, listed
 from ._warn import warn
 from .schedules import gpipe
 

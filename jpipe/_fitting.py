@@ -9,42 +9,21 @@ import jax
 from ._functions import _microbatch
 from ._functions._batch import Axes, Batch, explained, of_input
 from ._functions._trainable import Trainable
-from ._jaxprs import _jaxpr
 from ._layers import _rng
 from ._layers._layer import check_unchanged
 from ._layers._rng import Rngs
 from ._layers._sequence import Sequential
 from ._layers._skip import Route
 from ._layers._stage import shapes
-from ._run import _resting, _signature, _variables
+from ._run import _signature, _variables
 from ._run._pipe import Pipe
 from ._slices._built import TreeLayout
 from ._slices._initial import Initial
+from ._slices._listed import layout_of
 
 PyTree = Any
 Marks = tuple[PyTree, ...]
 ALL = Trainable()
-_PLACE = "variables = pipe.place(variables)"
-
-
-def layout_of(pipe: Pipe, variables: Sequence[PyTree], marks: Marks) -> TreeLayout:
-    """Where the variables of layers are: each with its layer.
-
-    Args:
-      pipe: the stages.
-      variables: one entry per layer, or specs.
-      marks: whether each leaf is trained.
-    """
-    variables = tuple(variables)
-    specs = jax.tree.map(_jaxpr.spec, variables)
-    homes = [
-        stage
-        for stage, entry in zip(pipe.stage_of_layer, variables, strict=True)
-        for _ in jax.tree.leaves(entry)
-    ]
-    shardings = _resting.shardings(pipe, variables)
-    own = jax.tree.leaves(marks)
-    return TreeLayout(pipe, specs, homes, shardings, own, True, _PLACE)
 
 
 def _kind(variables: PyTree) -> Any:
@@ -212,7 +191,7 @@ class Fitting:
     ) -> TreeLayout:
         """Where such variables, which fit an input, are; kept for print."""
         marks = self.marks(variables, trainable)
-        self._inputs[_kind(variables)] = shapes(x)
+        self._inputs.setdefault(_kind(variables), shapes(x))
         self.layout = layout_of(self._pipe, variables, marks)
         return self.layout
 

@@ -64,6 +64,11 @@ class Parent:
         else:
             self._root = self._tree = owners[0]
 
+    def first(self, layer: int) -> int:
+        """The first layer with the same module, if it has one."""
+        has_module = layer in self._linen or layer in self._nnx
+        return self._first[layer] if has_module else layer
+
     def __len__(self) -> int:
         return len(self._layers)
 

@@ -185,6 +185,14 @@ class Sequential:
             )
             if text := advice(error, layer, x):
                 error.add_note(text)
+            if (first := self.parent.first(number)) < number:
+                error.add_note(
+                    f"its parameters are those of layer {self._numbers[first]} "
+                    f"({self.layers[first].name}), as both hold one module; where each "
+                    f"is to have its own, make a module for each, as "
+                    f"[nn.Dense(8) for _ in range(2)] does, and [nn.Dense(8)] * 2 does "
+                    f"not"
+                )
             raise
 
 

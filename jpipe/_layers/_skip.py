@@ -2,11 +2,10 @@
 
 A layer stashes a value under a name and a later layer pops it. In the one trace of all
 layers that is a dictionary: the stage that pops a value reads what another stage made,
-with nothing in between. The routes by name, found when shapes are inferred, are for
-errors, marks and plans.
+with nothing in between. The routes by name are for errors, marks and plans.
 """
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -280,21 +279,3 @@ def label(key: Key) -> str:
 
 def _by(*uses: Use) -> str:
     return " and ".join(f"layer {use.layer} ({use.name})" for use in uses)
-
-
-def check_left(
-    values: Mapping[Key, PyTree], routes: Sequence[Route], stage: int
-) -> None:
-    """Checks that what is stashed at the end of a stage is what the routes say.
-
-    Raises:
-      ValueError: if its layers stash or pop otherwise in training than in evaluation,
-        in which the routes were found.
-    """
-    expected = {route.key for route in routes if route.source <= stage < route.target}
-    wrong = [label(key) for key in expected ^ set(values)]
-    if wrong:
-        raise ValueError(
-            f"{', '.join(sorted(wrong))}: stashed or popped in training and not in "
-            f"evaluation, or the other way round; do both whatever train is"
-        )

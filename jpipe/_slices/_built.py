@@ -6,13 +6,16 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
+from .._faults import refuse
 from .._functions._batch import Batch
 from .._instructions import _transfer
 from .._instructions._collector import paused
 from .._instructions._graph import OUTSIDE, Graph, Place, Value
 from .._instructions._program import Program
 from .._instructions._sharding import Sharding
+from .._instructions._transfer import Device, devices_of
 from .._run import _facts, _variables
 from .._run._pipe import Pipe
 from ..schedules import Action
@@ -102,28 +105,43 @@ class TreeLayout:
         self.params = jax.tree.leaves(own)
         self.marks = [*marks]
         self.trained = [marks[i] for i in self.params]
-        self._devices = [pipe.devices[home] for home in homes]
         self._pipe, self._advice = pipe, advice
 
     @property
     def facts(self) -> dict[str, str]:
         """What processes compare of them, in words."""
-        if self._pipe.copies is None:
-            return {}
-        return {"parameters": ", ".join(str(spec) for spec, _ in self.specs)}
+        own: list[list[Any]] = [[] for _ in self._pipe.stages]
+        for (spec, _), home in zip(self.specs, self.homes, strict=True):
+            own[home].append(spec)
+        return _facts.of_stages(self._pipe, own)
 
     def check(self, leaves: Sequence[Any], tree: str = "params") -> None:
         """Raises if a leaf was overwritten, or is not where it is read."""
         _variables.check_alive(leaves)
-        at = zip(self._devices, self.shardings, strict=True)
-        for path, leaf, where in zip(self._paths, leaves, at, strict=True):
-            if not isinstance(leaf, jax.Array) or not _transfer.is_at(leaf, *where):
-                place = "state = pipe.place(state)"
-                raise ValueError(
-                    f"{tree}{jax.tree_util.keystr(path)} is not on {where[0]}, where "
-                    f"the first stage that reads it runs, or lies there in another "
-                    f"way; type {place if tree == 'state' else self._advice}"
-                )
+        faults: dict[int, str] = {}  # one of each stage
+        for path, leaf, stage, sharding in zip(
+            self._paths, leaves, self.homes, self.shardings, strict=True
+        ):
+            device, own = self._pipe.devices[stage], self._pipe.stages[stage]
+            if isinstance(leaf, jax.Array) and _transfer.is_at(leaf, device, sharding):
+                continue
+            faults[stage] = faults.get(stage) or (
+                f"stage {stage}{f' ({own})' * bool(own.layers)} runs on {device}, and "
+                f"{tree}{jax.tree_util.keystr(path)} is "
+                f"{_place(leaf, device, sharding)}"
+            )
+        place = "state = pipe.place(state)" if tree == "state" else self._advice
+        refuse(f"{tree}: not in place; type {place}", [*faults.values()])
+
+
+def _place(leaf: Any, device: Device, sharding: Sharding) -> str:
+    """Where a parameter is; on its own device how it lies there."""
+    there = getattr(leaf, "sharding", None)
+    if isinstance(there, NamedSharding) and there.device_set == devices_of(device):
+        unsaid = " (under other nn.logical_axis_rules?)" if not sharding.axes else ""
+        return f"there as {there.spec}, needed as {sharding.spec}{unsaid}"
+    # A leaf of NumPy answers "cpu", a sharded one its sharding.
+    return f"on {leaf.device}"
 
 
 class Divided(NamedTuple):

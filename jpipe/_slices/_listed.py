@@ -15,6 +15,7 @@ from .._jaxprs import _jaxpr
 from .._layers import _batchnorm, _skip
 from .._layers._layer import Layer
 from .._layers._sequence import Sequential
+from .._run import _resting
 from .._run._pipe import Pipe
 from . import _folds, _left, _marks, _meshes, _state
 from ._built import TreeLayout
@@ -111,6 +112,28 @@ def listed(
     known = layout.marks, layout.homes, state
     stages = Stages(programs, ends, batch.sizes, pipe.remat, *known)
     return Listed(pipe, layout, whole, stages, state, first.y, aux, first.routes)
+
+
+def layout_of(pipe: Pipe, variables: Sequence[PyTree], marks: PyTree) -> TreeLayout:
+    """Where the variables of layers are: each with its layer.
+
+    Args:
+      pipe: the stages.
+      variables: one entry per layer, or specs.
+      marks: whether each leaf is trained.
+    """
+    variables = tuple(variables)
+    specs = jax.tree.map(_jaxpr.spec, variables)
+    homes = [
+        stage
+        for stage, entry in zip(pipe.stage_of_layer, variables, strict=True)
+        for _ in jax.tree.leaves(entry)
+    ]
+    shardings = _resting.shardings(pipe, variables)
+    own = jax.tree.leaves(marks)
+    return TreeLayout(
+        pipe, specs, homes, shardings, own, True, "variables = pipe.place(variables)"
+    )
 
 
 class _Trace:

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 
-from .._fitting import layout_of
 from .._functions import _remat
 from .._functions._batch import Axes
 from .._functions._trainable import Trainable
@@ -22,7 +21,7 @@ from .._slices._built import Built
 from .._slices._cuts import Cuts
 from .._slices._division import Division
 from .._slices._initial import Initial
-from .._slices._listed import Listed, listed
+from .._slices._listed import Listed, layout_of, listed
 from .._slices._model import Model
 from .._slices._names import modules
 from .._slices._results import gradient

@@ -87,7 +87,7 @@ CALLS = {
         "x is float32[4,2] ... fit float32[4,3] ... x before the targets": gradient(
             TARGETS, X
         ),
-        "pipe.place(variables) ... are on cpu:7 ... stage 1 (layers 2 to 2)": given(
+        "pipe.place(variables) ... stage 1 (layers 2 to 2 ... is on cpu:7": given(
             lambda v: jax.device_put(v, jax.devices()[7])
         ),
     },

@@ -154,7 +154,7 @@ LAYERS = {
     },
     ValueError: {
         "from its values, as ... a part of its output, not by sow": [Sowing()],
-        "params/shift would; ... variables=[None, module.init": [ActNorm()],
+        "params/shift of layer 0 would; ... variables=[None, module.init": [ActNorm()],
     },
     NameError: {
         NO_AXIS: [NORM],
