@@ -62,11 +62,11 @@ def _params(jaxpr: Any, eqn: core.JaxprEqn) -> Hashable:
     if name not in _jaxpr.RULES:
         return _value(params)
     inner = [x for x in params.values() if isinstance(x, core.ClosedJaxpr)]
-    return _value((inner, _derivative(jaxpr, eqn)))
+    return _value(inner), _derivative(jaxpr, eqn)
 
 
-def _derivative(jaxpr: Any, eqn: core.JaxprEqn) -> Any:
-    """The jaxpr of the value and the derivative of an equation."""
+def _derivative(jaxpr: Any, eqn: core.JaxprEqn) -> Hashable:
+    """The value and the derivative of an equation, by operations alone."""
     free = [i for i, a in enumerate(eqn.invars) if _is_inexact(a.aval)]
     kept = [i for i, v in enumerate(eqn.outvars) if _is_inexact(v.aval)]
 
@@ -82,9 +82,10 @@ def _derivative(jaxpr: Any, eqn: core.JaxprEqn) -> Any:
     operands = [_jaxpr.spec(a.aval) for a in eqn.invars]
     cotangents = [_jaxpr.spec(eqn.outvars[i].aval) for i in kept]
     try:
-        return jax.make_jaxpr(derived)(operands, cotangents)
+        made = jax.make_jaxpr(derived)(operands, cotangents)
     except Exception:  # which is raised again where somebody differentiates it
         return Same(eqn)
+    return form(_jaxpr.inlined(made))
 
 
 def _is_inexact(aval: Any) -> bool:

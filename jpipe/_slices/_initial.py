@@ -62,12 +62,18 @@ class Initial:
 
         key = _jaxpr.spec(jax.typeof(key))
         given = _specs([{}] * len(layers.parent) if given is None else given)
-        closed, specs = _jaxpr.trace(make, key, spec, given)
+        closed, specs = jax.make_jaxpr(make, return_shape=True)(key, spec, given)
         _check_made(closed, specs, given, layers.parent.is_list)
         # Some equations have the input among their operands, as a jax.checkpoint has.
         others = [*map(_jaxpr.spec, closed.in_avals[1:])]
         run = core.jaxpr_as_fun(_jaxpr.rest(closed, closed.jaxpr.outvars, []))
-        self._closed = jax.make_jaxpr(lambda key: run(key, *zeros(others)))(key)
+        on_zeros, _ = _jaxpr.trace(lambda key: run(key, *zeros(others)), key)
+        self._closed, self._numbers = lifted(on_zeros)
+        jaxpr = self._closed.jaxpr
+        self._consts = dict(zip(jaxpr.constvars, self._closed.consts, strict=True))
+        # The number of the equation that makes each variable.
+        eqns = enumerate(jaxpr.eqns)
+        self._producer = {var: i for i, eqn in eqns for var in eqn.outvars}
         held = [jax.tree.map(strong, own) for own in layers.parent.held()]
         pairs = zip(_specs(held), given, specs, strict=True)
         self.specs: tuple[PyTree, ...] = tuple(
@@ -122,7 +128,28 @@ class Initial:
 
     def _drawn(self, var: Any) -> tuple[core.ClosedJaxpr, list[Any]]:
         """``(key, *numbers) -> variable``, and numbers that are folded into the key."""
-        return lifted(_jaxpr.prune(self._closed, [var]))
+        jaxpr, consts = self._closed.jaxpr, self._consts
+        needed, numbers = _jaxpr.variables([var]), set[int]()
+        found = [*needed]
+        while found:
+            number = self._producer.get(found.pop())
+            if number is not None and number not in numbers:
+                numbers.add(number)
+                read = _jaxpr.variables(jaxpr.eqns[number].invars)
+                found += read
+                needed |= read
+        key, *folded = jaxpr.invars
+        own = [i for i, v in enumerate(folded) if v in needed]
+        read = [v for v in jaxpr.constvars if v in needed]
+        single = jaxpr.replace(
+            constvars=read,
+            invars=[key, *(folded[i] for i in own)],
+            outvars=[var],
+            eqns=[jaxpr.eqns[number] for number in sorted(numbers)],
+            effects=set(),
+        )
+        closed = core.ClosedJaxpr(single, [consts[v] for v in read])
+        return closed, [self._numbers[i] for i in own]
 
 
 def _specs(trees: PyTree) -> PyTree:
