@@ -11,7 +11,7 @@ What was sent is nobody's to overwrite: it may not have left yet.
 import functools
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -19,14 +19,14 @@ import numpy as np
 
 from .. import _compat
 from ._elsewhere import ghost, is_here
+from ._environment import DEVICE_PUT, TRANSFER
 from ._group import group
 from ._keys import as_key, as_numbers, is_key
 from ._watch import Awaited, watch
 
-TRANSFER, DEVICE_PUT = TRANSPORTS = "transfer", "device_put"
-# A number tells a program, one of its moves and the run of pipelines that it is in:
-# where one process has run something that another has not, nothing is taken for what
-# it is not.
+# A number names a program, one of its moves and the run of pipelines that it is in:
+# where one process has run something that another has not, nothing is mistaken for
+# something else.
 _RUNS, _MOVES = 24, 20
 # Bytes of a piece of an array on its way, and how many are on their way at once.
 _PIECE, _AT_ONCE = 4 << 20, 8
@@ -35,10 +35,8 @@ Leaves = Sequence[Any]
 
 def chosen() -> str:
     """How arrays pass in this job."""
-    own = group().transport
-    if own and own not in TRANSPORTS:
-        raise ValueError(f"transport={own!r}: choose from {', '.join(TRANSPORTS)}")
-    return own or (TRANSFER if jax.default_backend() == "cpu" else DEVICE_PUT)
+    default = TRANSFER if jax.default_backend() == "cpu" else DEVICE_PUT
+    return group().transport or default
 
 
 @dataclass
@@ -62,10 +60,8 @@ class Crossing:
     target_shardings: Sequence[Any]
     index: int
     label: str
-
-    def __post_init__(self) -> None:
-        self._first = 0
-        self._run: Callable[[Leaves], Leaves] | None = None
+    _first: int = field(default=0, init=False)
+    _run: Callable[[Leaves], Leaves] | None = field(default=None, init=False)
 
     @property
     def concerns(self) -> bool:
@@ -86,71 +82,74 @@ class Crossing:
             self._run = self._pull() if self.is_received else self._offer()
 
     def __call__(self, *leaves: Any) -> Leaves:
-        """Sends, or gives what comes. Never waits."""
+        """Sends, or returns what comes. Never waits."""
         assert self._run is not None
-        made = self._run(leaves)
+        arrays = self._run(leaves)
         if not self.is_received:
             return ()
-        watch().add(Awaited(made, self.label, self.source, self.target, group().runs))
-        return made
+        watch().add(Awaited(arrays, self, group().runs))
+        return arrays
+
+    def __str__(self) -> str:
+        return (
+            f"process {self.target.process_index} awaited {self.label} for "
+            f"{self.target}, which process {self.source.process_index} sends from "
+            f"{self.source}"
+        )
 
     def _number(self) -> int:
         return self._first | group().runs & (1 << _RUNS) - 1
+
+    def _ghosts(self) -> list[jax.Array]:
+        """What stands in this process for the arrays of the source."""
+        return [
+            ghost(spec.shape, spec.dtype, sharding)
+            for spec, sharding in zip(self.specs, self.source_shardings, strict=True)
+        ]
 
     def _put(self) -> Callable[[Leaves], Leaves]:
         shardings = list(self.target_shardings)
         if is_here(self.source):
             return lambda leaves: jax.device_put(list(leaves), shardings)
-        triples = zip(self.specs, self.source_shardings, strict=True)
-        nothing = [
-            ghost(spec.shape, spec.dtype, sharding) for spec, sharding in triples
-        ]
-        return lambda _: jax.device_put(nothing, shardings)
+        ghosts = self._ghosts()
+        return lambda _: jax.device_put(ghosts, shardings)
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether all moves as it is: empty arrays do not, and of keys the numbers."""
+        return all(spec.size and not is_key(spec) for spec in self.specs)
 
     def _offer(self) -> Callable[[Leaves], Leaves]:
-        sent = [i for i, spec in enumerate(self.specs) if spec.size]
-        has_keys = any(map(is_key, self.specs))
-        server = _server()
+        server, is_plain = _server(), self._is_plain
 
         def offer(leaves: Leaves) -> Leaves:
-            parts = [leaves[i] for i in sent]
-            if has_keys:
-                parts = [*map(as_numbers, parts)]
-            if parts:
-                server.await_pull(self._number(), parts)
+            if not is_plain:
+                leaves = [as_numbers(leaf) if leaf.size else None for leaf in leaves]
+            server.await_pull(self._number(), leaves)
             return ()
 
         return offer
 
     def _pull(self) -> Callable[[Leaves], Leaves]:
-        specs, wanted, empty = self.specs, [], {}
-        for i, (spec, sharding) in enumerate(
-            zip(specs, self.target_shardings, strict=True)
-        ):
-            if not spec.size:
-                empty[i] = jax.device_put(np.zeros(spec.shape, spec.dtype), sharding)
-                continue
-            spec = jax.eval_shape(as_numbers, spec)
-            wanted.append(
-                jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=sharding)
-            )
-        # Only an array of keys says of which kind they are.
-        keys = {
-            i: ghost(spec.shape, spec.dtype, self.source_shardings[i])
-            for i, spec in enumerate(specs)
-            if is_key(spec)
-        }
-        link = _link(self.source.process_index)
+        link, is_plain = _link(self.source.process_index), self._is_plain
+        kinds = self._ghosts()  # only an array of keys has their kind
+        wanted: list[Any] = [None] * len(kinds)
+        for i, sharding in enumerate(self.target_shardings):
+            if kinds[i].size:
+                spec = jax.eval_shape(as_numbers, self.specs[i])
+                wanted[i] = jax.ShapeDtypeStruct(
+                    spec.shape, spec.dtype, sharding=sharding
+                )
+            else:
+                empty = np.zeros(kinds[i].shape, kinds[i].dtype)
+                kinds[i] = jax.device_put(empty, sharding)
 
         def pull(_: Leaves) -> Leaves:
-            found = link.pull(self._number(), wanted) if wanted else []
-            if not keys and not empty:
-                return found
-            rest = iter(found)
-            found = [empty[i] if i in empty else next(rest) for i in range(len(specs))]
-            for i, like in keys.items():
-                found[i] = as_key(found[i], like)
-            return found
+            arrays = link.pull(self._number(), wanted)
+            if is_plain:
+                return arrays
+            pairs = zip(arrays, kinds, strict=True)
+            return [kind if x is None else as_key(x, kind) for x, kind in pairs]
 
         return pull
 
@@ -163,7 +162,7 @@ def on_one(leaf: jax.Array, device: Any) -> jax.Array:
 @functools.cache
 def _server() -> Any:
     """What others pull from, one for a process."""
-    from jax.experimental import transfer  # which one process has no use for
+    from jax.experimental import transfer  # one process alone does not need it
 
     host = _own_address(_compat.coordinator_address())
     server = transfer.start_transfer_server(
@@ -173,22 +172,16 @@ def _server() -> Any:
         max_num_parallel_copies=_AT_ONCE,
         transfer_size=_PIECE,
     )
-    group().tell(f"address/{jax.process_index()}", server.address())
+    group().publish(f"address/{jax.process_index()}", server.address())
     return server
 
 
 @functools.cache
 def _link(process: int) -> Any:
-    """To pull from a process."""
+    """What pulls from a process."""
     server = _server()
-    address = group().ask(f"address/{process}", process, "its first transfer")
+    (address,) = group().receive({process: f"address/{process}"}, "its first transfer")
     return server.connect(address)
-
-
-def start() -> None:
-    """Lets other processes pull from this one, where that is how arrays pass."""
-    if chosen() == TRANSFER:
-        _server()
 
 
 def _own_address(coordinator: str) -> str:

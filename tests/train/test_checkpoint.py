@@ -108,7 +108,7 @@ def test_what_cannot_be_saved_leaves_nothing_behind(state, tmp_path):
     for path, tree, kind, says in (
         ("state", {"w": donated}, ValueError, "this state was donated"),
         ("state", {"name": "a"}, TypeError, r"\['name'\] is 'a', a str"),
-        ("file/state", {}, NotADirectoryError, "file is not a folder"),
+        ("file/state", {}, NotADirectoryError, "Not a directory: .*file"),
     ):
         with pytest.raises(kind, match=says):
             checkpoint.save(tmp_path / path, tree)
