@@ -47,13 +47,11 @@ class Watch:
 
     Attributes:
       add: adds arrays that are on their way.
-      has_failed: set once the process was found to wait in vain.
     """
 
     def __init__(self) -> None:
         self._awaited: queue.SimpleQueue[Awaited | None] = queue.SimpleQueue()
         self.add = self._awaited.put
-        self.has_failed = threading.Event()
         self._thread = threading.Thread(
             target=self._work, name="jpipe-watch", daemon=True
         )
@@ -71,25 +69,24 @@ class Watch:
     def _work(self) -> None:
         while awaited := self._awaited.get():
             if why := _failure(awaited):
-                self._end(f"{awaited.crossing}{why}")
+                _end(f"{awaited.crossing}{why}")
+                return
             del awaited  # and with it the arrays
 
-    def _end(self, why: str) -> None:
-        """Prints why, and ends the process, which may be waiting for ever.
 
-        Without `hard_exit` its program is interrupted instead.
-        """
-        if self.has_failed.is_set():
-            return
-        with contextlib.suppress(OSError, ValueError):
-            sys.stderr.write(f"\njpipe: {why}\n")  # after the half of a traceback
-            sys.stderr.flush()
-        self.has_failed.set()
-        if not group().hard_exit:
-            _thread.interrupt_main()
-            return
-        time.sleep(_GRACE)
-        os._exit(FAILED)
+def _end(why: str) -> None:
+    """Prints why, and ends the process, which may be waiting for ever.
+
+    Without `hard_exit` its program is interrupted instead.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(f"\njpipe: {why}\n")  # after the half of a traceback
+        sys.stderr.flush()
+    if not group().hard_exit:
+        _thread.interrupt_main()
+        return
+    time.sleep(_GRACE)
+    os._exit(FAILED)
 
 
 def _failure(awaited: Awaited) -> str:

@@ -7,7 +7,6 @@ instructions: it is told them, in each call, by who reads them.
 
 import functools
 import itertools
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from .._layers._stage import shapes
 from .._processes._digest import digest, fingerprint
 from .._processes._elsewhere import is_elsewhere
 from .._processes._group import RUNS, differing, group, refuse_differences
-from .._processes._specs import read, written
+from .._processes._specs import from_text, to_text
 from ._pipe import Pipe
 
 PyTree = Any
@@ -120,7 +119,7 @@ class Feed:
             _check_values(name, self._at[name], tree)
         key, lacking = f"{self._name}/{name}", self._lacking[name]
         if is_reader and lacking:
-            group().publish(f"{key}/{call}", json.dumps(written(tree, name)))
+            group().publish(f"{key}/{call}", to_text(tree, name))
             if call >= _BEHIND:
                 self._let_come(key, call - _BEHIND, lacking)
         if group().me in lacking and call % _SAYS == 0:
@@ -134,7 +133,7 @@ class Feed:
             )
         why = f"call {call}, of which it has {name}"
         (message,) = group().receive({reader: f"{key}/{call}"}, why)
-        return read(json.loads(message))
+        return from_text(message)
 
     def _let_come(self, key: str, call: int, lacking: Sequence[int]) -> None:
         """Waits until all have been told of a call, which is then forgotten."""
