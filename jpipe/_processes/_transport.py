@@ -12,6 +12,7 @@ import functools
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any
 
 import jax
@@ -61,6 +62,8 @@ class Crossing:
     index: int
     label: str
     _first: int = field(default=0, init=False)
+    _has_keys: bool = field(default=False, init=False)
+    _kinds: list[jax.Array] = field(default_factory=list, init=False)
     _run: Callable[[Leaves], Leaves] | None = field(default=None, init=False)
 
     @property
@@ -76,19 +79,27 @@ class Crossing:
     def open(self, program: int) -> None:
         """Readies it, once all processes know the number of its program."""
         self._first = (program << _MOVES | self.index & (1 << _MOVES) - 1) << _RUNS
+        self._has_keys = any(map(is_key, self.specs))
+        if self._has_keys and self.is_received:
+            # Only an array has the kind of its keys.
+            self._kinds = _ghosts(self.specs, self.source_shardings)
+        # Keys pass as the numbers that they are made of.
+        passing = [jax.eval_shape(as_numbers, spec) for spec in self.specs]
         if chosen() == DEVICE_PUT:
-            self._run = self._put()
+            self._run = self._put(passing)
+        elif self.is_received:
+            self._run = self._pull(passing)
         else:
-            self._run = self._pull() if self.is_received else self._offer()
+            self._run = self._offer(passing)
 
     def __call__(self, *leaves: Any) -> Leaves:
         """Sends, or returns what comes. Never waits."""
         assert self._run is not None
-        arrays = self._run(leaves)
+        arrays = self._run([*map(as_numbers, leaves)] if self._has_keys else leaves)
         if not self.is_received:
             return ()
         watch().add(Awaited(arrays, self, group().runs))
-        return arrays
+        return [*map(as_key, arrays, self._kinds)] if self._kinds else arrays
 
     def __str__(self) -> str:
         return (
@@ -100,58 +111,47 @@ class Crossing:
     def _number(self) -> int:
         return self._first | group().runs & (1 << _RUNS) - 1
 
-    def _ghosts(self) -> list[jax.Array]:
-        """What stands in this process for the arrays of the source."""
-        return [
-            ghost(spec.shape, spec.dtype, sharding)
-            for spec, sharding in zip(self.specs, self.source_shardings, strict=True)
-        ]
-
-    def _put(self) -> Callable[[Leaves], Leaves]:
+    def _put(self, passing: Leaves) -> Callable[[Leaves], Leaves]:
         shardings = list(self.target_shardings)
         if is_here(self.source):
             return lambda leaves: jax.device_put(list(leaves), shardings)
-        ghosts = self._ghosts()
+        ghosts = _ghosts(passing, self.source_shardings)
         return lambda _: jax.device_put(ghosts, shardings)
 
-    @property
-    def _is_plain(self) -> bool:
-        """Whether all moves as it is: empty arrays do not, and of keys the numbers."""
-        return all(spec.size and not is_key(spec) for spec in self.specs)
-
-    def _offer(self) -> Callable[[Leaves], Leaves]:
-        server, is_plain = _server(), self._is_plain
+    def _offer(self, passing: Leaves) -> Callable[[Leaves], Leaves]:
+        server, has_values = _server(), [spec.size > 0 for spec in passing]
 
         def offer(leaves: Leaves) -> Leaves:
-            if not is_plain:
-                leaves = [as_numbers(leaf) if leaf.size else None for leaf in leaves]
-            server.await_pull(self._number(), leaves)
+            server.await_pull(self._number(), [*compress(leaves, has_values)])
             return ()
 
         return offer
 
-    def _pull(self) -> Callable[[Leaves], Leaves]:
-        link, is_plain = _link(self.source.process_index), self._is_plain
-        kinds = self._ghosts()  # only an array of keys has their kind
-        wanted: list[Any] = [None] * len(kinds)
-        for i, sharding in enumerate(self.target_shardings):
-            if kinds[i].size:
-                spec = jax.eval_shape(as_numbers, self.specs[i])
-                wanted[i] = jax.ShapeDtypeStruct(
-                    spec.shape, spec.dtype, sharding=sharding
-                )
+    def _pull(self, passing: Leaves) -> Callable[[Leaves], Leaves]:
+        link = _link(self.source.process_index)
+        wanted: list[Any] = []
+        empty: list[Any] = []  # would be awaited for ever
+        for spec, sharding in zip(passing, self.target_shardings, strict=True):
+            if spec.size:
+                where = {"sharding": sharding}
+                wanted.append(jax.ShapeDtypeStruct(spec.shape, spec.dtype, **where))
+                empty.append(None)
             else:
-                empty = np.zeros(kinds[i].shape, kinds[i].dtype)
-                kinds[i] = jax.device_put(empty, sharding)
+                wanted.append(None)
+                empty.append(jax.device_put(np.zeros(spec.shape, spec.dtype), sharding))
 
         def pull(_: Leaves) -> Leaves:
             arrays = link.pull(self._number(), wanted)
-            if is_plain:
-                return arrays
-            pairs = zip(arrays, kinds, strict=True)
-            return [kind if x is None else as_key(x, kind) for x, kind in pairs]
+            pairs = zip(arrays, empty, strict=True)
+            return [array if none is None else none for array, none in pairs]
 
         return pull
+
+
+def _ghosts(specs: Leaves, shardings: Sequence[Any]) -> list[jax.Array]:
+    """What stands in this process for arrays of another."""
+    pairs = zip(specs, shardings, strict=True)
+    return [ghost(spec.shape, spec.dtype, sharding) for spec, sharding in pairs]
 
 
 def on_one(leaf: jax.Array, device: Any) -> jax.Array:

@@ -55,6 +55,15 @@ def layers():
     ]
 
 
+def with_keys(x):
+    return x, jax.random.split(jax.random.key(1), len(x))
+
+
+def noisy(inputs):
+    x, keys = inputs
+    return x * jax.vmap(jax.random.uniform)(keys)[:, None]
+
+
 class Model(nn.Module):
     """The same kinds of layers as one model, with a tie, a skip and statistics."""
 
@@ -103,6 +112,12 @@ def pipelines() -> dict[str, Callable[[], Any]]:
         "mesh": made(balance=[4, 4], mesh=mesh, devices=None),
         "model": lambda: jpipe.pipeline(Model(), M, num_stages=4, devices=devices),
         "model on a mesh": lambda: jpipe.pipeline(Model(), M, mesh=mesh),
+        "keys": lambda: jpipe.pipeline(
+            [nn.Dense(8), with_keys, noisy, nn.Dense(8)],
+            M,
+            balance=[1] * 4,
+            devices=devices,
+        ),
         "replicas": made(balance=[2, 4, 2], replicas=[1, 2, 1]),
     }
 
