@@ -58,11 +58,9 @@ def _brought(number: int, index: int, name: str, leaf: Any) -> Any:
     if source.process_index == 0:
         return None if is_elsewhere(leaf) else _as_numpy(leaf)
     first = jax.local_devices(process_index=0)[0]
-    spec = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-    shardings = [SingleDeviceSharding(device) for device in (source, first)]
-    crossing = Crossing(
-        source, first, [spec], shardings[:1], shardings[1:], index, f"saved {name}"
-    )
+    before, after = map(SingleDeviceSharding, (source, first))
+    spec = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=after)
+    crossing = Crossing(source, first, [spec], [before], index, f"saved {name}")
     if not crossing.concerns:
         return None
     crossing.open(number)

@@ -16,7 +16,7 @@ from itertools import compress
 from typing import Any
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 
 from .. import _compat
 from ._elsewhere import ghost, is_here
@@ -47,9 +47,8 @@ class Crossing:
     Attributes:
       source: a device of the one.
       target: a device of the other.
-      specs: what moves: the shape of the whole and the dtype.
-      source_shardings: of each array in the source, as JAX calls them.
-      target_shardings: of each in the target.
+      specs: what moves: the shape of the whole, the dtype, the sharding in the target.
+      source_shardings: of each array in the source.
       index: its number among the moves of its program.
       label: what made what moves.
     """
@@ -58,7 +57,6 @@ class Crossing:
     target: Any
     specs: Sequence[Any]
     source_shardings: Sequence[Any]
-    target_shardings: Sequence[Any]
     index: int
     label: str
     _first: int = field(default=0, init=False)
@@ -83,8 +81,7 @@ class Crossing:
         if self._has_keys and self.is_received:
             # Only an array has the kind of its keys.
             self._kinds = _ghosts(self.specs, self.source_shardings)
-        # Keys pass as the numbers that they are made of.
-        passing = [jax.eval_shape(as_numbers, spec) for spec in self.specs]
+        passing = [*map(_as_passing, self.specs)]
         if chosen() == DEVICE_PUT:
             self._run = self._put(passing)
         elif self.is_received:
@@ -112,7 +109,7 @@ class Crossing:
         return self._first | group().runs & (1 << _RUNS) - 1
 
     def _put(self, passing: Leaves) -> Callable[[Leaves], Leaves]:
-        shardings = list(self.target_shardings)
+        shardings = [spec.sharding for spec in passing]
         if is_here(self.source):
             return lambda leaves: jax.device_put(list(leaves), shardings)
         ghosts = _ghosts(passing, self.source_shardings)
@@ -129,16 +126,12 @@ class Crossing:
 
     def _pull(self, passing: Leaves) -> Callable[[Leaves], Leaves]:
         link = _link(self.source.process_index)
-        wanted: list[Any] = []
-        empty: list[Any] = []  # would be awaited for ever
-        for spec, sharding in zip(passing, self.target_shardings, strict=True):
-            if spec.size:
-                where = {"sharding": sharding}
-                wanted.append(jax.ShapeDtypeStruct(spec.shape, spec.dtype, **where))
-                empty.append(None)
-            else:
-                wanted.append(None)
-                empty.append(jax.device_put(np.zeros(spec.shape, spec.dtype), sharding))
+        wanted = [spec if spec.size else None for spec in passing]
+        # What is empty would be awaited for ever.
+        empty = [
+            None if spec.size else jax.device_put(jnp.zeros_like(spec), spec.sharding)
+            for spec in passing
+        ]
 
         def pull(_: Leaves) -> Leaves:
             arrays = link.pull(self._number(), wanted)
@@ -146,6 +139,12 @@ class Crossing:
             return [array if none is None else none for array, none in pairs]
 
         return pull
+
+
+def _as_passing(spec: Any) -> jax.ShapeDtypeStruct:
+    """As what an array passes: of keys the numbers that they are made of."""
+    numbers = jax.eval_shape(as_numbers, spec)
+    return jax.ShapeDtypeStruct(numbers.shape, numbers.dtype, sharding=spec.sharding)
 
 
 def _ghosts(specs: Leaves, shardings: Sequence[Any]) -> list[jax.Array]:
