@@ -25,8 +25,8 @@ def own_job() -> tuple[str, int, int] | tuple[None, None, None]:
     if address is None:
         return None, None, None
     try:
-        processes, process = map(int, numbers)
-    except (TypeError, ValueError):
+        processes, process = (int(str(number)) for number in numbers)
+    except ValueError:
         raise ValueError(
             f"{COORDINATOR} is {address!r}, {PROCESSES} is {numbers[0]!r}, and "
             f"{PROCESS} is {numbers[1]!r}: set {COORDINATOR}=host:port, {PROCESSES}, "

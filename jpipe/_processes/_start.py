@@ -158,7 +158,7 @@ def check_threads() -> None:
 
 def _threads() -> int:
     """How many XLA may use for CPU devices: more than its cores make it slow."""
-    devices = jax.config.jax_num_cpu_devices
+    devices = getattr(jax.config, "jax_num_cpu_devices", 1)  # made at run time
     own = max(_cores() // int(os.environ.get(LOCAL_PROCESSES, "1")), 1)
     return max(own, _WAITING * devices) if devices > 1 else own
 
