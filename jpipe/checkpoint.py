@@ -64,7 +64,8 @@ def save(
       0
     """
     _variables.check_alive(jax.tree.leaves(state))
-    state, folder = _as_arrays(state), _absolute(path)
+    state = _as_arrays(state)
+    folder = pathlib.Path(path).expanduser().absolute()
     several, exists = jax.process_count() > 1, folder.exists()
     if several:  # the first one writes
         exists = group().gather({"exists": exists}, "jpipe.checkpoint")[0]["exists"]
@@ -100,17 +101,15 @@ def _together(what: str, work: Callable[[], Any], limit: float = 0.0) -> Any:
     """
     if jax.process_count() == 1:
         return work()
-
-    def faults_of_all(own: str) -> list[str]:
-        every = group().gather({"fault": own}, f"jpipe.checkpoint, {what}", limit)
-        return [facts["fault"] for facts in every]
-
+    fault = ""
     try:
         found = work()
     except BaseException as error:
-        faults_of_all(f"{type(error).__name__}: {error}")
+        fault = f"{type(error).__name__}: {error}"
         raise
-    faults = [f"process {i}: {x}" for i, x in enumerate(faults_of_all("")) if x]
+    finally:
+        every = group().gather({"fault": fault}, f"jpipe.checkpoint, {what}", limit)
+    faults = [f"process {i}: {x['fault']}" for i, x in enumerate(every) if x["fault"]]
     refuse(f"this could not be {what}", faults, RuntimeError)
     return found
 
@@ -146,7 +145,8 @@ def restore(path: str | os.PathLike[str], like: PyTree) -> PyTree:
       ValueError: if it holds another kind of state: with every difference.
       RuntimeError: of several processes, if one cannot do its part.
     """
-    folder, arrays = _absolute(path), _as_arrays(like)
+    folder = pathlib.Path(path).expanduser().absolute()
+    arrays = _as_arrays(like)
     found = _together("restored", lambda: _read(folder, arrays))
     restored = jax.tree.map(_as_given, found, like)
     jax.tree.map(
@@ -186,10 +186,6 @@ def _read(folder: pathlib.Path, like: PyTree) -> PyTree:
         how = ocp.checkpoint_utils.construct_restore_args(here)
         found = checkpointer.restore(folder, ocp.args.PyTreeRestore(here, how))
         return jax.tree.map(put_as, found, like)
-
-
-def _absolute(path: str | os.PathLike[str]) -> pathlib.Path:
-    return pathlib.Path(path).expanduser().absolute()
 
 
 def _as_arrays(tree: PyTree) -> PyTree:
