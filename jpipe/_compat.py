@@ -299,6 +299,16 @@ def own_process() -> tuple[int, int]:
         return jax.process_index(), jax.process_count()
 
 
+def is_ready(array: Any) -> bool:
+    """Whether an array is there, or failed, so that nothing waits for it.
+
+    Uses ``is_ready`` of arrays, which `jax.Array` does not declare. Without it arrays
+    that never come are awaited without an end.
+    Free when `jax.Array` declares it; it does not up to JAX 0.12.
+    """
+    return getattr(array, "is_ready", lambda: True)()
+
+
 def identity(module: Any) -> Hashable:
     """By what `adopted` knows a module: ``flax.linen.Module._id``; see there."""
     return getattr(module, "_id", id(module))

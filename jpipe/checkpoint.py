@@ -15,10 +15,10 @@ import numpy as np
 
 from ._faults import refuse
 from ._instructions._transfer import put_as
-from ._processes._elsewhere import is_elsewhere
+from ._processes._elsewhere import is_elsewhere, own_copy
 from ._processes._gather import agree_on, at_first
 from ._processes._group import group
-from ._processes._keys import as_key, as_numbers, is_key
+from ._processes._keys import as_numbers, is_key
 from ._run import _variables
 from ._train._state import TrainState, note_chosen
 
@@ -65,90 +65,67 @@ def save(
     """
     _variables.check_alive(jax.tree.leaves(state))
     state = _as_arrays(state)
-    folder = _absolute(path)
-    is_there = folder.exists()
-    if jax.process_count() > 1:
-        said = _meet("save", {"path": str(folder), "is there": str(is_there)})
-        is_there = said[0]["is there"] == str(True)
-    if is_there and not overwrite:
+    folder = pathlib.Path(path).expanduser().absolute()
+    several, exists = jax.process_count() > 1, folder.exists()
+    if several:  # the first one writes
+        exists = group().gather({"exists": exists}, "jpipe.checkpoint")[0]["exists"]
+    if exists and not overwrite:
         raise FileExistsError(
             f"{folder} is there already; give another path, or overwrite=True"
         )
-    if jax.process_count() == 1:
-        _write(folder, state, overwrite)
-        return
-    flat, tree = jax.tree_util.tree_flatten_with_path(state)
-    leaves = [(jax.tree_util.keystr(path), leaf) for path, leaf in flat]
-    number = agree_on(leaves)
-
-    def work() -> None:
-        whole = jax.tree.unflatten(tree, at_first(leaves, number))
-        if jax.process_index() == 0:
-            _write(folder, whole, overwrite)
-
-    _together("saved", work, _LONG)
+    if several:
+        agree_on(state)
+    _together("saved", lambda: _write(folder, state, overwrite), _LONG)
 
 
 def _write(folder: pathlib.Path, state: PyTree, overwrite: bool) -> None:
-    # Orbax, which would make it too, keeps threads for minutes that wait for what has
-    # failed, and the program could not end.
-    parent = folder.parent
-    if parent.exists() and not parent.is_dir():
-        raise NotADirectoryError(f"{parent} is not a folder")
-    parent.mkdir(parents=True, exist_ok=True)
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise PermissionError(f"{parent} may not be written to")
-    with _checkpointer() as checkpointer:
-        checkpointer.save(folder, state, force=overwrite)
-        checkpointer.wait_until_finished()
+    import orbax.checkpoint as ocp  # takes a second, which a step does not need
+
+    if jax.process_count() > 1:
+        state = at_first(state)
+    if jax.process_index() == 0:
+        with _checkpointer() as checkpointer:
+            checkpointer.save(folder, ocp.args.PyTreeSave(state), force=overwrite)
 
 
-def _together(what: str, work: Callable[[], Any], seconds: float = 0.0) -> Any:
-    """What a process does of something that fails in all if it fails in one.
+def _together(what: str, work: Callable[[], Any], limit: float = 0.0) -> Any:
+    """Does the part of this process of what fails in all if it fails in one.
 
     Args:
       what: it is called.
-      work: what this process does.
-      seconds: how long others may take; default: the timeout.
+      work: the part of this process.
+      limit: how many seconds others may take; default: the timeout.
 
     Raises:
       RuntimeError: with what failed in another process.
     """
+    if jax.process_count() == 1:
+        return work()
+    fault = ""
     try:
         found = work()
     except BaseException as error:
-        _meet(what, {"fault": f"{type(error).__name__}: {error}"}, seconds)
+        fault = f"{type(error).__name__}: {error}"
         raise
-    said = _meet(what, {"fault": ""}, seconds)
-    faults = (f"process {p}: {x['fault']}" for p, x in enumerate(said) if x["fault"])
+    finally:
+        every = group().gather({"fault": fault}, f"jpipe.checkpoint, {what}", limit)
+    faults = [f"process {i}: {x['fault']}" for i, x in enumerate(every) if x["fault"]]
     refuse(f"this could not be {what}", faults, RuntimeError)
     return found
 
 
-def _meet(what: str, words: dict[str, str], seconds: float = 0.0) -> list[Any]:
-    """Waits for all processes, and gives what they say."""
-    name = f"{what}/{group().next_number()}"
-    return group().meet(name, words, f"jpipe.checkpoint, {what}", seconds)
-
-
 def _checkpointer() -> Any:
-    """That of Orbax, which waits for no other process."""
-    import orbax.checkpoint as ocp  # takes a second, which a step has no use for
-
-    return ocp.StandardCheckpointer(**_alone())
-
-
-def _alone() -> dict[str, Any]:
-    """What tells Orbax to leave other processes alone."""
+    """That of Orbax, which in several processes waits for no other one."""
     import orbax.checkpoint as ocp
 
-    if jax.process_count() == 1:
-        return {}
-    me = jax.process_index()
+    own = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(
-        primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"process{me}"
+        primary_host=own,
+        active_processes={own},
+        barrier_sync_key_prefix=f"process{own}",
     )
-    return {"multiprocessing_options": alone}
+    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
+    return ocp.Checkpointer(handler, multiprocessing_options=alone)
 
 
 def restore(path: str | os.PathLike[str], like: PyTree) -> PyTree:
@@ -168,33 +145,28 @@ def restore(path: str | os.PathLike[str], like: PyTree) -> PyTree:
       ValueError: if it holds another kind of state: with every difference.
       RuntimeError: of several processes, if one cannot do its part.
     """
-    folder = _absolute(path)
+    folder = pathlib.Path(path).expanduser().absolute()
     arrays = _as_arrays(like)
-    if jax.process_count() == 1:
-        found = _read(folder, arrays)
-    else:
-        found = _together("restored", lambda: _read(folder, arrays))
+    found = _together("restored", lambda: _read(folder, arrays))
     restored = jax.tree.map(_as_given, found, like)
-    _note_chosen(restored, like)
+    jax.tree.map(
+        _keep_chosen, restored, like, is_leaf=lambda x: isinstance(x, TrainState)
+    )
     return restored
 
 
-def _note_chosen(restored: PyTree, like: PyTree) -> None:
-    """States were made to train what those are made to train that they go on as."""
-
-    def of_states(tree: PyTree) -> list[TrainState]:
-        leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, TrainState))
-        return [leaf for leaf in leaves if isinstance(leaf, TrainState)]
-
-    for state, given in zip(of_states(restored), of_states(like), strict=True):
-        note_chosen(state, given.chosen)
+def _keep_chosen(restored: Any, like: Any) -> None:
+    """Notes of a state that it trains what the one trains as which it goes on."""
+    if isinstance(restored, TrainState):
+        note_chosen(restored, like.chosen)
 
 
 def _read(folder: pathlib.Path, like: PyTree) -> PyTree:
+    """What this process has of a state; of the rest what stands for it."""
+    import orbax.checkpoint as ocp
+
     if not folder.exists():
-        here = f" in process {jax.process_index()}" * (jax.process_count() > 1)
-        raise FileNotFoundError(f"{folder} is not there{here}")
-    wanted = _kinds(jax.tree.map(_as_saved, like))
+        raise FileNotFoundError(f"{folder} is not there")
     with _checkpointer() as checkpointer:
         try:
             tree = checkpointer.metadata(folder).item_metadata.tree
@@ -205,35 +177,15 @@ def _read(folder: pathlib.Path, like: PyTree) -> PyTree:
         other = "{path} is {found}, like= has {wanted}"
         refuse(
             f"{folder} holds another state than like=",
-            _variables.differences(wanted, _kinds(tree), other),
+            _variables.differences(_kinds(like), _kinds(tree), other),
         )
-        if jax.process_count() > 1:
-            return _own_part(folder, like)
-        # Several processes save a key as its numbers.
-        return jax.tree.map(as_key, checkpointer.restore(folder, like), like)
-
-
-def _own_part(folder: pathlib.Path, like: PyTree) -> PyTree:
-    """What this process has of a state; of the rest what stands for it."""
-    import orbax.checkpoint as ocp
-
-    wanted = jax.tree.map(
-        lambda leaf: ocp.PLACEHOLDER if is_elsewhere(leaf) else _as_saved(leaf), like
-    )
-    handler = ocp.PyTreeCheckpointHandler(**_alone())
-    with ocp.Checkpointer(handler, **_alone()) as checkpointer:
-        arguments = ocp.args.PyTreeRestore(
-            item=wanted,
-            restore_args=jax.tree.map(
-                lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray), wanted
-            ),
+        here = jax.tree.map(
+            lambda leaf: ocp.PLACEHOLDER if is_elsewhere(leaf) else own_copy(leaf),
+            like,
         )
-        found = checkpointer.restore(folder, args=arguments)
-    return jax.tree.map(put_as, found, like)
-
-
-def _absolute(path: str | os.PathLike[str]) -> pathlib.Path:
-    return pathlib.Path(path).expanduser().absolute()
+        how = ocp.checkpoint_utils.construct_restore_args(here)
+        found = checkpointer.restore(folder, ocp.args.PyTreeRestore(here, how))
+        return jax.tree.map(put_as, found, like)
 
 
 def _as_arrays(tree: PyTree) -> PyTree:
@@ -254,26 +206,19 @@ def _as_arrays(tree: PyTree) -> PyTree:
 
 
 def _as_given(found: Any, like: Any) -> Any:
-    """What was read, as a number where a number is meant."""
-    if isinstance(like, np.generic):
-        return found[()]
+    """A leaf that was read, as a number where a number is meant."""
     return type(like)(found.item()) if isinstance(like, _NUMBERS) else found
 
 
-def _as_saved(leaf: Any) -> Any:
-    """A spec of what is written of a leaf: of a key the numbers that it is made of."""
-    spec = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-    return jax.eval_shape(as_numbers, spec) if is_key(leaf) else spec
-
-
 def _kinds(tree: PyTree) -> dict[str, str]:
-    """The shape and dtype of each leaf, by its path, whatever containers it is in."""
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): (
-            f"{leaf.dtype}{list(leaf.shape)}"
-        )
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }
+    """The shape and dtype of each leaf as it is saved, whatever containers it is in."""
+    kinds = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        # The numbers are saved of which a key is made.
+        saved = jax.eval_shape(as_numbers, leaf) if is_key(leaf) else leaf
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        kinds[name] = f"{saved.dtype}{list(saved.shape)}"
+    return kinds
 
 
 def __dir__() -> list[str]:

@@ -1,10 +1,8 @@
 """Several processes about to run a list of instructions: they compare it first."""
 
-import hashlib
 import platform
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import flax
 import jax
@@ -12,9 +10,9 @@ import numpy as np
 import optax
 
 from .._jaxprs._function import Function
-from .._processes import _transport
+from .._processes._digest import digest, fingerprint
 from .._processes._group import group
-from .._processes._keys import as_numbers
+from .._processes._transport import Crossing
 from ._instruction import Instruction
 
 # In the text of a jaxpr, where something is in the memory of one process.
@@ -47,17 +45,15 @@ def agree(
     """
     own = group()
     number = own.next_number()
-    _transport.start()
     own.agree(
-        f"program/{number}",
         {**versions(), **_settings(), **facts, **_digests(instructions)},
         f"program {number}",
     )
     compile_own()
-    own.meet(f"compiled/{number}", {}, f"the first run of program {number}, compiled")
+    own.gather({}, f"the first run of program {number}, compiled")
     for instruction in instructions:
         crossing = instruction.run
-        if isinstance(crossing, _transport.Crossing) and crossing.concerns:
+        if isinstance(crossing, Crossing) and crossing.concerns:
             crossing.open(number)
 
 
@@ -95,23 +91,4 @@ def _text(function: Function) -> Iterator[str]:
     for closed in function.parts:
         yield _ADDRESS.sub("", str(closed.jaxpr))
         for const in closed.consts:
-            yield in_letters(const)
-
-
-def in_letters(const: Any) -> str:
-    """An array in a few letters; of what is elsewhere, what it is like."""
-    try:
-        array = np.asarray(as_numbers(const))
-        return (
-            f"{array.dtype}{array.shape}{hashlib.sha256(array.tobytes()).hexdigest()}"
-        )
-    except (TypeError, RuntimeError, ValueError):
-        return str(getattr(const, "aval", type(const)))
-
-
-def digest(lines: Iterable[str]) -> str:
-    """Words in a few letters."""
-    found = hashlib.sha256()
-    for line in lines:
-        found.update(line.encode())
-    return found.hexdigest()[:12]
+            yield fingerprint(const)

@@ -279,7 +279,6 @@ def _move(
         target=target,
         specs=[_transfer.located(spec, target, each) for spec, each in pairs],
         source_shardings=[_transfer.on(source, each) for each in shardings],
-        target_shardings=[_transfer.on(target, each) for each in shardings],
         index=move.writes[0],
         label=called(move.label) + of,
     )

@@ -1,30 +1,29 @@
-"""Arrays that live in other processes, and those of which each process has a copy."""
+"""Arrays in other processes, and arrays of which each process has a copy."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 
 def is_here(device: Any) -> bool:
-    """Whether a device, or a mesh of them, is one of this process."""
+    """Whether a device, or a mesh of them, belongs to this process."""
     return device.process_index == jax.process_index()
 
 
 def ghost(shape: Sequence[int], dtype: Any, sharding: Any) -> jax.Array:
-    """An array that lives wholly in another process: all but its values is known."""
+    """An array of another process: all but its values is known here."""
     return jax.make_array_from_single_device_arrays(
         tuple(shape), sharding, [], dtype=dtype
     )
 
 
 def copies(devices: Sequence[Any]) -> NamedSharding:
-    """How an array lies of which each of some devices has a copy."""
-    listed = sorted(devices, key=lambda device: device.id)
-    return NamedSharding(Mesh(np.asarray(listed), ("copy",)), P())
+    """The sharding of an array of which each of some devices has a copy."""
+    mesh = Mesh(sorted(devices, key=lambda device: device.id), ("copy",))
+    return NamedSharding(mesh, P())
 
 
 def of_copies(here: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
@@ -47,7 +46,7 @@ def is_copied(leaf: jax.Array) -> bool:
 
 
 def own_copy(leaf: Any) -> Any:
-    """A leaf as this process has it: of an array that lies in several, its own copy."""
-    if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
-        return leaf
-    return leaf.addressable_data(0) if is_copied(leaf) else leaf
+    """The copy of this process, of an array that several have; any other leaf as is."""
+    if isinstance(leaf, jax.Array) and is_copied(leaf):
+        return leaf.addressable_data(0)
+    return leaf

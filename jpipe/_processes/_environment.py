@@ -1,6 +1,10 @@
-"""The variables by which `python -m jpipe launch` tells processes who they are."""
+"""What a process takes from its environment: its number, timeout and transport.
+
+`python -m jpipe launch` sets these variables.
+"""
 
 import os
+from typing import Any
 
 COORDINATOR = "JPIPE_COORDINATOR"
 PROCESSES = "JPIPE_PROCESSES"
@@ -8,36 +12,51 @@ PROCESS = "JPIPE_PROCESS"
 LOCAL_PROCESSES = "JPIPE_LOCAL_PROCESSES"  # those that share the cores of this host
 TIMEOUT = "JPIPE_TIMEOUT"
 TRANSPORT = "JPIPE_TRANSPORT"
+TRANSFER, DEVICE_PUT = TRANSPORTS = "transfer", "device_put"
 
 
-def whole(name: str) -> int:
-    """The whole number that a variable must say.
-
-    Raises:
-      ValueError: if it does not.
-    """
-    text = os.environ.get(name)
-    if text is None or not text.strip().isdecimal():
-        says = "is not set" if text is None else f"is {text!r}"
-        raise ValueError(
-            f"{name} {says}, and {COORDINATOR} is {os.environ.get(COORDINATOR)!r}: set "
-            f"{COORDINATOR}=host:port, {PROCESSES}, how many there are, and {PROCESS}, "
-            f"which of them this is, from 0 on"
-        )
-    return int(text)
-
-
-def seconds(default: float) -> float:
-    """For how long a process waits for another one.
+def own_job() -> tuple[str, int, int] | tuple[None, None, None]:
+    """The address of the first process, how many there are, and the number of this one.
 
     Raises:
-      ValueError: if the variable that says so does not say seconds.
+      ValueError: if only some of the variables are set, or not to whole numbers.
     """
-    text = os.environ.get(TIMEOUT)
+    address, *numbers = map(os.environ.get, (COORDINATOR, PROCESSES, PROCESS))
+    if address is None:
+        return None, None, None
     try:
-        found = default if text is None else float(text)
+        processes, process = (int(str(number)) for number in numbers)
     except ValueError:
+        raise ValueError(
+            f"{COORDINATOR} is {address!r}, {PROCESSES} is {numbers[0]!r}, and "
+            f"{PROCESS} is {numbers[1]!r}: set {COORDINATOR}=host:port, {PROCESSES}, "
+            f"how many there are, and {PROCESS}, which of them this is, from 0 on"
+        ) from None
+    return address, processes, process
+
+
+def seconds(name: str, given: Any) -> float:
+    """The seconds in an argument or a variable, by its name.
+
+    Raises:
+      ValueError: if they are not a number above 0.
+    """
+    try:
+        found = float(given)
+    except (TypeError, ValueError):
         found = 0.0
     if not found > 0:
-        raise ValueError(f"{TIMEOUT}={text!r}: needs seconds, more than 0")
+        raise ValueError(f"{name}={given!r}: needs seconds, more than 0")
     return found
+
+
+def known_transport(name: str, given: str) -> str:
+    """The transport in an argument or a variable, by its name; empty for the default.
+
+    Raises:
+      ValueError: if there is no such transport.
+    """
+    if given and given not in TRANSPORTS:
+        listed = ", ".join(map(repr, TRANSPORTS))
+        raise ValueError(f"{name}={given!r}: choose from {listed}")
+    return given

@@ -1,84 +1,71 @@
-"""Arrays of all processes brought to the first, where they are written to a file."""
+"""The arrays of all processes brought to the first, which writes them to a file."""
 
-import hashlib
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from ._digest import fingerprint
 from ._elsewhere import is_copied, is_elsewhere, own_copy
 from ._group import group
 from ._keys import as_numbers
-from ._transport import Crossing, on_one, start
+from ._transport import Crossing, on_one
 
-# Of an array of more numbers a digest is compared.
-_FEW = 8
+PyTree = Any
 
 
-def agree_on(leaves: Sequence[tuple[str, Any]]) -> int:
+def agree_on(tree: PyTree) -> None:
     """Checks that all processes have the same tree, of which each has a part.
 
-    Args:
-      leaves: those of the tree, with what to call them.
-
-    Returns:
-      The number by which `at_first` brings them.
-
     Raises:
-      ValueError: with what differs: what a leaf is like, or the value of one of which
-        each process has a copy, such as the number of the step.
-      TimeoutError: with the processes that do not come.
+      ValueError: with each leaf that differs in shape, dtype or, where each process
+        has a copy, such as of the number of the step, in value.
+      TimeoutError: with the processes that are late.
     """
+    flat = jax.tree_util.tree_leaves_with_path(tree)
+    facts = {
+        jax.tree_util.keystr(path): fingerprint(leaf)
+        if _is_everywhere(leaf)
+        else f"{leaf.dtype}{list(leaf.shape)}"
+        for path, leaf in flat
+    }
+    group().agree(facts, "what is saved")
+
+
+def at_first(tree: PyTree) -> PyTree:
+    """A tree on which all agree, as arrays of NumPy in the first process."""
     number = group().next_number()
-    start()
-    facts = {name: _told(leaf) for name, leaf in leaves}
-    group().agree(f"gather/{number}", facts, "what is saved")
-    return number
+    flat, structure = jax.tree_util.tree_flatten_with_path(tree)
+    return structure.unflatten(
+        [
+            _brought(number, i, jax.tree_util.keystr(path), leaf)
+            for i, (path, leaf) in enumerate(flat)
+        ]
+    )
 
 
-def at_first(leaves: Sequence[tuple[str, Any]], number: int) -> list[Any]:
-    """The leaves of a tree on which all agree.
-
-    Returns:
-      In the first process arrays of NumPy; in others what is no matter.
-    """
-    return [_brought(number, i, *leaf) for i, leaf in enumerate(leaves)]
-
-
-def _told(leaf: Any) -> str:
-    """What a leaf is like, and what each process has a copy of."""
-    like = f"{leaf.dtype}{list(leaf.shape)}"
-    if isinstance(leaf, jax.Array) and not is_copied(leaf):
-        return like
-    value = _as_numpy(own_copy(leaf))
-    if value.size <= _FEW:
-        return f"{like} {value.tolist()}"
-    return f"{like} {hashlib.sha256(value.tobytes()).hexdigest()[:12]}"
+def _is_everywhere(leaf: Any) -> bool:
+    """Whether each process has its values."""
+    return not isinstance(leaf, jax.Array) or is_copied(leaf)
 
 
 def _brought(number: int, index: int, name: str, leaf: Any) -> Any:
-    first = _head(jax.devices())
-    if not isinstance(leaf, jax.Array) or is_copied(leaf):
+    """A leaf in the first process; in the others anything."""
+    if _is_everywhere(leaf):
         return _as_numpy(own_copy(leaf))
-    source = _head(leaf.sharding.device_set)
-    if source.process_index == first.process_index:
+    source = min(leaf.sharding.device_set, key=lambda device: device.id)
+    if source.process_index == 0:
         return None if is_elsewhere(leaf) else _as_numpy(leaf)
-    spec = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-    shardings = [SingleDeviceSharding(device) for device in (source, first)]
-    crossing = Crossing(
-        source, first, [spec], shardings[:1], shardings[1:], index, f"saved {name}"
-    )
+    first = jax.local_devices(process_index=0)[0]
+    before, after = map(SingleDeviceSharding, (source, first))
+    spec = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=after)
+    crossing = Crossing(source, first, [spec], [before], index, f"saved {name}")
     if not crossing.concerns:
         return None
     crossing.open(number)
     found = crossing(*([] if is_elsewhere(leaf) else [on_one(leaf, source)]))
     return _as_numpy(found[0]) if crossing.is_received else None
-
-
-def _head(devices: Any) -> Any:
-    return min(devices, key=lambda device: device.id)
 
 
 def _as_numpy(leaf: Any) -> Any:

@@ -1,5 +1,7 @@
-"""What arrays are like, as JSON: for processes that are not given them."""
+"""Shapes and dtypes as text: for processes that are not given the arrays."""
 
+import ast
+import json
 from typing import Any
 
 import jax
@@ -8,37 +10,34 @@ import jax.numpy as jnp
 PyTree = Any
 
 
-def written(tree: PyTree, name: str) -> Any:
-    """Shapes and dtypes for JSON, in which mappings and sequences are told apart.
+def to_text(tree: PyTree, name: str) -> str:
+    """The specs of a tree, as a literal of Python with a text for each leaf.
 
     Raises:
-      ValueError: if something else holds leaves.
+      ValueError: if something but dicts, lists and tuples holds the leaves.
     """
-    if tree is None:
-        return None
-    if type(tree) is dict:
-        return {"dict": [[key, written(own, name)] for key, own in tree.items()]}
-    if type(tree) in (list, tuple):
-        return {type(tree).__name__: [written(own, name) for own in tree]}
     try:
-        kind: Any = jax.typeof(tree)
-        return {"leaf": [kind.shape, jnp.dtype(kind.dtype).name, kind.weak_type]}
-    except TypeError:
+        text = repr(jax.tree.map(_to_json, tree))
+        ast.literal_eval(text)
+    except (TypeError, ValueError, SyntaxError):
         raise ValueError(
-            f"{name} holds a {type(tree).__name__}, of which processes that are given "
-            f"None cannot be told; give {name} in dicts, lists and tuples, or give "
-            f"those its jax.ShapeDtypeStruct leaves"
+            f"processes that are given {name}=None cannot learn the shapes in "
+            f"{jax.tree.structure(tree)}; give {name} as arrays in dicts, lists and "
+            f"tuples, or give those processes its jax.ShapeDtypeStruct leaves"
         ) from None
+    return text
 
 
-def read(written: Any) -> PyTree:
-    """The inverse of `written`, as specs."""
-    if written is None:
-        return None
-    ((kind, own),) = written.items()
-    if kind == "leaf":
-        shape, dtype, weak = own
-        return jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype), weak_type=weak)
-    if kind == "dict":
-        return {key: read(inner) for key, inner in own}
-    return {"list": list, "tuple": tuple}[kind](map(read, own))
+def from_text(text: str) -> PyTree:
+    """The inverse of `to_text`, as specs."""
+    return jax.tree.map(_from_json, ast.literal_eval(text))
+
+
+def _to_json(leaf: Any) -> str:
+    kind: Any = jax.typeof(leaf)
+    return json.dumps([kind.shape, jnp.dtype(kind.dtype).name, kind.weak_type])
+
+
+def _from_json(text: str) -> jax.ShapeDtypeStruct:
+    shape, dtype, weak = json.loads(text)
+    return jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype), weak_type=weak)

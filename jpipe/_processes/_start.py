@@ -3,29 +3,33 @@
 import atexit
 import functools
 import os
-import re
 import sys
 import time
 from typing import Any
 
 import jax
 
-from ._environment import COORDINATOR, LOCAL_PROCESSES, PROCESS, PROCESSES, whole
+from ._environment import (
+    COORDINATOR,
+    LOCAL_PROCESSES,
+    PROCESS,
+    PROCESSES,
+    known_transport,
+    own_job,
+    seconds,
+)
 from ._group import group
-from ._transport import TRANSPORTS
-from ._watch import finish, watch
+from ._watch import FAILED, watch
 
 # Threads of XLA for each CPU device of several: programs of a stage's devices wait in
 # them for each other. With as many threads as devices, or one more, they wait for ever
 # where parameters are cut (jax 0.10.2); with twice as many they did not.
 _WAITING, _FEWEST = 4, 2
-_LATER = 30
-_TO_START = 300
-_TO_SAY = 2.0
-# So long the first process, without which JAX ends the others, lets them say why.
+# Seconds: beyond our timeout for JAX, to start, and until the watch has explained.
+_LATER, _TO_START, _TO_EXPLAIN = 30, 300, 2.0
+# So long the first process, without which JAX ends the others, lets them explain.
 _FAREWELL = 5.0
-_STATUS = 70
-_WORDS = 200  # letters of what failed, for others
+_LONGEST = 200  # letters of an error that others print
 
 
 def distributed(
@@ -75,45 +79,43 @@ def distributed(
     """
     own = group()
     if timeout is not None:
-        if isinstance(timeout, bool) or not timeout > 0:
-            raise ValueError(f"timeout={timeout!r}: needs seconds, more than 0")
-        own.timeout = float(timeout)
+        own.timeout = seconds("timeout", timeout)
     if transport is not None:
-        if transport not in TRANSPORTS:
-            listed = ", ".join(map(repr, TRANSPORTS))
-            raise ValueError(f"transport={transport!r}: choose from {listed}")
-        own.transport = transport
+        own.transport = known_transport("transport", transport)
     own.hard_exit = hard_exit
-    if jax.distributed.is_initialized():
-        _leave_together()
-        return
-    if (coordinator_address, num_processes, process_id) == (None, None, None):
-        coordinator_address = os.environ.get(COORDINATOR)
-        if coordinator_address is not None:
-            num_processes, process_id = whole(PROCESSES), whole(PROCESS)
+    if not jax.distributed.is_initialized():
+        _initialize(coordinator_address, num_processes, process_id, options)
+    _leave_together()
+
+
+def _initialize(
+    address: str | None, num_processes: int | None, process_id: int | None, options: Any
+) -> None:
+    """Starts `jax.distributed`, with our timeouts: see `distributed`."""
+    if (address, num_processes, process_id) == (None, None, None):
+        address, num_processes, process_id = own_job()
     # Read when the devices are made.
     os.environ.setdefault("PJRT_NPROC", str(_threads()))
-    seconds = max(int(own.timeout), 1)
+    timeout = max(int(group().timeout), 1)
     waits = {
         # Some come later than others, as schedulers start them.
-        "initialization_timeout": max(seconds, _TO_START),
-        # Later than our own, which tell what was awaited.
-        "heartbeat_timeout_seconds": seconds + _LATER,
-        "shutdown_timeout_seconds": seconds + _LATER,
+        "initialization_timeout": max(timeout, _TO_START),
+        # Later than our own, whose errors name what was awaited.
+        "heartbeat_timeout_seconds": timeout + _LATER,
+        "shutdown_timeout_seconds": timeout + _LATER,
     }
     try:
         jax.distributed.initialize(
-            coordinator_address, num_processes, process_id, **{**waits, **options}
+            address, num_processes, process_id, **{**waits, **options}
         )
     except ValueError as error:
-        if coordinator_address is not None:
+        if address is not None:
             raise
         raise RuntimeError(
-            f"nothing says which processes there are ({error}): type python -m jpipe "
-            f"launch --processes 2 script.py, or set {COORDINATOR}, {PROCESSES} and "
+            f"the processes are unknown ({error}): type python -m jpipe launch "
+            f"--processes 2 script.py, or set {COORDINATOR}, {PROCESSES} and "
             f"{PROCESS}, or leave jpipe.distributed() out where there is one"
         ) from error
-    _leave_together()
 
 
 def check_joined() -> None:
@@ -122,11 +124,10 @@ def check_joined() -> None:
     Raises:
       RuntimeError: if `distributed` has not been called.
     """
+    count = os.environ.get(PROCESSES, "1")
     if jax.distributed.is_initialized():
         _leave_together()
-        return
-    count = os.environ.get(PROCESSES, "1")
-    if count != "1":
+    elif count != "1":
         raise RuntimeError(
             f"this is process {os.environ.get(PROCESS)} of {count}, says {PROCESSES}, "
             f"and each would train a model of its own: call jpipe.distributed() "
@@ -142,28 +143,24 @@ def check_threads() -> None:
     """
     if jax.process_count() == 1 or jax.default_backend() != "cpu":
         return
-    own = jax.local_device_count()
-    told = os.environ.get("PJRT_NPROC") or os.environ.get("NPROC")
-    threads = max(int(told) if told else _cores(), own)
-    if threads < _FEWEST * own:
+    devices = jax.local_device_count()
+    limit = os.environ.get("PJRT_NPROC") or os.environ.get("NPROC") or _cores()
+    threads = max(int(limit), devices)
+    if threads < _FEWEST * devices:
         raise RuntimeError(
-            f"process {jax.process_index()} has {own} CPU devices and {threads} "
+            f"process {jax.process_index()} has {devices} CPU devices and {threads} "
             f"threads for their programs, which would wait for each other for ever: "
-            f"call jax.config.update('jax_num_cpu_devices', {own}) before "
-            f"jpipe.distributed(), or set PJRT_NPROC={_WAITING * own} before Python "
-            f"starts"
+            f"call jax.config.update('jax_num_cpu_devices', {devices}) before "
+            f"jpipe.distributed(), or set PJRT_NPROC={_WAITING * devices} before "
+            f"Python starts"
         )
 
 
 def _threads() -> int:
     """How many XLA may use for CPU devices: more than its cores make it slow."""
-    forced = re.search(
-        r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", "")
-    )
-    told = getattr(jax.config, "jax_num_cpu_devices", 1)
-    devices = max(told, int(forced[1]) if forced else 1)
+    devices = getattr(jax.config, "jax_num_cpu_devices", 1)  # made at run time
     own = max(_cores() // int(os.environ.get(LOCAL_PROCESSES, "1")), 1)
-    return own if devices == 1 else max(own, _WAITING * devices)
+    return max(own, _WAITING * devices) if devices > 1 else own
 
 
 def _cores() -> int:
@@ -175,7 +172,8 @@ def _cores() -> int:
 
 @functools.cache
 def _leave_together() -> None:
-    """Has this process end as the others know, however it ends."""
+    """Lets the other processes know when and why this one ends."""
+    watch()  # no thread can be started at the end
     # What is registered last is called first: before JAX leaves them.
     atexit.register(_leave)
 
@@ -190,21 +188,21 @@ def _leave() -> None:
     if own.size == 1:
         return
     if isinstance(error, jax.errors.JaxRuntimeError):
-        watch().said.wait(_TO_SAY)  # of which process it is
+        time.sleep(_TO_EXPLAIN)  # the watch may name a process that has failed
     try:
-        own.leave("" if error is None else f"{type(error).__name__}: {error}"[:_WORDS])
         if error is None:
+            own.leave("")
             own.check_runs()
-            finish()
+            watch().finish()
             return
-        status = 1
+        own.leave(f"{type(error).__name__}: {error}"[:_LONGEST])
     except (RuntimeError, TimeoutError, ValueError) as fault:
-        status = 1 if error is not None else _STATUS
-        sys.stderr.write(f"jpipe: {fault}\n" * (error is None))
-    sys.stdout.flush()
-    sys.stderr.flush()
+        if error is None:
+            sys.stderr.write(f"jpipe: {fault}\n")
     if not own.hard_exit:
         return
+    sys.stdout.flush()
+    sys.stderr.flush()
     if own.me == 0:
         time.sleep(_FAREWELL)
-    os._exit(status)
+    os._exit(FAILED if error is None else 1)

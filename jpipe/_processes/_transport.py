@@ -11,22 +11,23 @@ What was sent is nobody's to overwrite: it may not have left yet.
 import functools
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 
 from .. import _compat
 from ._elsewhere import ghost, is_here
+from ._environment import DEVICE_PUT, TRANSFER
 from ._group import group
 from ._keys import as_key, as_numbers, is_key
 from ._watch import Awaited, watch
 
-TRANSFER, DEVICE_PUT = TRANSPORTS = "transfer", "device_put"
-# A number tells a program, one of its moves and the run of pipelines that it is in:
-# where one process has run something that another has not, nothing is taken for what
-# it is not.
+# A number names a program, one of its moves and the run of pipelines that it is in:
+# where one process has run something that another has not, nothing is mistaken for
+# something else.
 _RUNS, _MOVES = 24, 20
 # Bytes of a piece of an array on its way, and how many are on their way at once.
 _PIECE, _AT_ONCE = 4 << 20, 8
@@ -35,10 +36,8 @@ Leaves = Sequence[Any]
 
 def chosen() -> str:
     """How arrays pass in this job."""
-    own = group().transport
-    if own and own not in TRANSPORTS:
-        raise ValueError(f"transport={own!r}: choose from {', '.join(TRANSPORTS)}")
-    return own or (TRANSFER if jax.default_backend() == "cpu" else DEVICE_PUT)
+    default = TRANSFER if jax.default_backend() == "cpu" else DEVICE_PUT
+    return group().transport or default
 
 
 @dataclass
@@ -48,9 +47,8 @@ class Crossing:
     Attributes:
       source: a device of the one.
       target: a device of the other.
-      specs: what moves: the shape of the whole and the dtype.
-      source_shardings: of each array in the source, as JAX calls them.
-      target_shardings: of each in the target.
+      specs: what moves: the shape of the whole, the dtype, the sharding in the target.
+      source_shardings: of each array in the source.
       index: its number among the moves of its program.
       label: what made what moves.
     """
@@ -59,13 +57,12 @@ class Crossing:
     target: Any
     specs: Sequence[Any]
     source_shardings: Sequence[Any]
-    target_shardings: Sequence[Any]
     index: int
     label: str
-
-    def __post_init__(self) -> None:
-        self._first = 0
-        self._run: Callable[[Leaves], Leaves] | None = None
+    _first: int = field(default=0, init=False)
+    _has_keys: bool = field(default=False, init=False)
+    _kinds: list[jax.Array] = field(default_factory=list, init=False)
+    _run: Callable[[Leaves], Leaves] | None = field(default=None, init=False)
 
     @property
     def concerns(self) -> bool:
@@ -80,79 +77,80 @@ class Crossing:
     def open(self, program: int) -> None:
         """Readies it, once all processes know the number of its program."""
         self._first = (program << _MOVES | self.index & (1 << _MOVES) - 1) << _RUNS
+        self._has_keys = any(map(is_key, self.specs))
+        if self._has_keys and self.is_received:
+            # Only an array has the kind of its keys.
+            self._kinds = _ghosts(self.specs, self.source_shardings)
+        passing = [*map(_as_passing, self.specs)]
         if chosen() == DEVICE_PUT:
-            self._run = self._put()
+            self._run = self._put(passing)
+        elif self.is_received:
+            self._run = self._pull(passing)
         else:
-            self._run = self._pull() if self.is_received else self._offer()
+            self._run = self._offer(passing)
 
     def __call__(self, *leaves: Any) -> Leaves:
-        """Sends, or gives what comes. Never waits."""
+        """Sends, or returns what comes. Never waits."""
         assert self._run is not None
-        made = self._run(leaves)
+        arrays = self._run([*map(as_numbers, leaves)] if self._has_keys else leaves)
         if not self.is_received:
             return ()
-        watch().add(Awaited(made, self.label, self.source, self.target, group().runs))
-        return made
+        watch().add(Awaited(arrays, self, group().runs))
+        return [*map(as_key, arrays, self._kinds)] if self._kinds else arrays
+
+    def __str__(self) -> str:
+        return (
+            f"process {self.target.process_index} awaited {self.label} for "
+            f"{self.target}, which process {self.source.process_index} sends from "
+            f"{self.source}"
+        )
 
     def _number(self) -> int:
         return self._first | group().runs & (1 << _RUNS) - 1
 
-    def _put(self) -> Callable[[Leaves], Leaves]:
-        shardings = list(self.target_shardings)
+    def _put(self, passing: Leaves) -> Callable[[Leaves], Leaves]:
+        shardings = [spec.sharding for spec in passing]
         if is_here(self.source):
             return lambda leaves: jax.device_put(list(leaves), shardings)
-        triples = zip(self.specs, self.source_shardings, strict=True)
-        nothing = [
-            ghost(spec.shape, spec.dtype, sharding) for spec, sharding in triples
-        ]
-        return lambda _: jax.device_put(nothing, shardings)
+        ghosts = _ghosts(passing, self.source_shardings)
+        return lambda _: jax.device_put(ghosts, shardings)
 
-    def _offer(self) -> Callable[[Leaves], Leaves]:
-        sent = [i for i, spec in enumerate(self.specs) if spec.size]
-        has_keys = any(map(is_key, self.specs))
-        server = _server()
+    def _offer(self, passing: Leaves) -> Callable[[Leaves], Leaves]:
+        server, has_values = _server(), [spec.size > 0 for spec in passing]
 
         def offer(leaves: Leaves) -> Leaves:
-            parts = [leaves[i] for i in sent]
-            if has_keys:
-                parts = [*map(as_numbers, parts)]
-            if parts:
-                server.await_pull(self._number(), parts)
+            server.await_pull(self._number(), [*compress(leaves, has_values)])
             return ()
 
         return offer
 
-    def _pull(self) -> Callable[[Leaves], Leaves]:
-        specs, wanted, empty = self.specs, [], {}
-        for i, (spec, sharding) in enumerate(
-            zip(specs, self.target_shardings, strict=True)
-        ):
-            if not spec.size:
-                empty[i] = jax.device_put(np.zeros(spec.shape, spec.dtype), sharding)
-                continue
-            spec = jax.eval_shape(as_numbers, spec)
-            wanted.append(
-                jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=sharding)
-            )
-        # Only an array of keys says of which kind they are.
-        keys = {
-            i: ghost(spec.shape, spec.dtype, self.source_shardings[i])
-            for i, spec in enumerate(specs)
-            if is_key(spec)
-        }
+    def _pull(self, passing: Leaves) -> Callable[[Leaves], Leaves]:
         link = _link(self.source.process_index)
+        wanted = [spec if spec.size else None for spec in passing]
+        # What is empty would be awaited for ever.
+        empty = [
+            None if spec.size else jax.device_put(jnp.zeros_like(spec), spec.sharding)
+            for spec in passing
+        ]
 
         def pull(_: Leaves) -> Leaves:
-            found = link.pull(self._number(), wanted) if wanted else []
-            if not keys and not empty:
-                return found
-            rest = iter(found)
-            found = [empty[i] if i in empty else next(rest) for i in range(len(specs))]
-            for i, like in keys.items():
-                found[i] = as_key(found[i], like)
-            return found
+            arrays = link.pull(self._number(), wanted)
+            pairs = zip(arrays, empty, strict=True)
+            return [array if none is None else none for array, none in pairs]
 
         return pull
+
+
+def _as_passing(spec: Any) -> jax.ShapeDtypeStruct:
+    """As what an array passes: of keys the numbers that they are made of."""
+    numbers = jax.eval_shape(as_numbers, spec)
+    return jax.ShapeDtypeStruct(numbers.shape, numbers.dtype, sharding=spec.sharding)
+
+
+def _ghosts(specs: Leaves, shardings: Sequence[Any]) -> list[jax.Array]:
+    """What stands in this process for arrays of another."""
+    pairs = zip(specs, shardings, strict=True)
+    return [ghost(spec.shape, spec.dtype, sharding) for spec, sharding in pairs]
 
 
 def on_one(leaf: jax.Array, device: Any) -> jax.Array:
@@ -163,7 +161,7 @@ def on_one(leaf: jax.Array, device: Any) -> jax.Array:
 @functools.cache
 def _server() -> Any:
     """What others pull from, one for a process."""
-    from jax.experimental import transfer  # which one process has no use for
+    from jax.experimental import transfer  # one process alone does not need it
 
     host = _own_address(_compat.coordinator_address())
     server = transfer.start_transfer_server(
@@ -173,22 +171,16 @@ def _server() -> Any:
         max_num_parallel_copies=_AT_ONCE,
         transfer_size=_PIECE,
     )
-    group().tell(f"address/{jax.process_index()}", server.address())
+    group().publish(f"address/{jax.process_index()}", server.address())
     return server
 
 
 @functools.cache
 def _link(process: int) -> Any:
-    """To pull from a process."""
+    """What pulls from a process."""
     server = _server()
-    address = group().ask(f"address/{process}", process, "its first transfer")
+    (address,) = group().receive({process: f"address/{process}"}, "its first transfer")
     return server.connect(address)
-
-
-def start() -> None:
-    """Lets other processes pull from this one, where that is how arrays pass."""
-    if chosen() == TRANSFER:
-        _server()
 
 
 def _own_address(coordinator: str) -> str:

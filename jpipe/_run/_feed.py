@@ -7,17 +7,16 @@ instructions: it is told them, in each call, by who reads them.
 
 import functools
 import itertools
-import json
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
-from .._instructions._agreed import digest, in_letters
 from .._layers._stage import shapes
+from .._processes._digest import digest, fingerprint
 from .._processes._elsewhere import is_elsewhere
-from .._processes._group import RUNS, differing, group
-from .._processes._specs import read, written
+from .._processes._group import RUNS, differing, group, refuse_differences
+from .._processes._specs import from_text, to_text
 from ._pipe import Pipe
 
 PyTree = Any
@@ -79,7 +78,7 @@ class Feed:
         """Who is not given what; each says so in its first call."""
         own = group()
         self._name, why = f"feed/{own.next_number()}", "the first call of a step"
-        said = own.meet(self._name, _words(given, rngs), why)
+        said = own.gather(_words(given, rngs), why)
         faults = []
         for name, reader in self._readers.items():
             if _OF_VALUES not in said[reader][name]:
@@ -88,7 +87,7 @@ class Feed:
                     f"{name} {is_none} in process {reader}, which runs stage "
                     f"{self._at[name]} and reads it; give it there, and None elsewhere"
                 )
-        own.refuse([*faults, *_others(said, self._readers)], why)
+        refuse_differences([*faults, *_others(said, self._readers)], why)
         return {
             name: [process for process, own in enumerate(said) if not own[name]]
             for name in given
@@ -100,17 +99,17 @@ class Feed:
         So nobody waits for who is a little behind.
         """
         own, last = group(), call // 2
-        own.say(f"{self._name}/values/{call}", _words(given, rngs))
+        own.post(f"{self._name}/values/{call}", _words(given, rngs))
         if last == 0:
             return
         why = f"call {last} of a step"
-        said = own.hear(f"{self._name}/values/{last}", why)
+        said = own.collect(f"{self._name}/values/{last}", why)
         so = f"what this function has returned since call {last // 2} is wrong"
-        own.refuse(_others(said, self._readers), why, so)
+        refuse_differences(_others(said, self._readers), why, so)
         # All have come to that call, where some may yet ask for the one half as many
         # calls ago: of the one before it nobody does any more.
         if old := last // 4:
-            own.forget(f"{self._name}/values/{old}/{own.me}")
+            own.remove(f"{self._name}/values/{old}/{own.me}")
 
     def _known(self, name: str, tree: PyTree, call: int) -> PyTree:
         reader = self._readers[name]
@@ -120,11 +119,11 @@ class Feed:
             _check_values(name, self._at[name], tree)
         key, lacking = f"{self._name}/{name}", self._lacking[name]
         if is_reader and lacking:
-            group().tell(f"{key}/{call}", json.dumps(written(tree, name)))
+            group().publish(f"{key}/{call}", to_text(tree, name))
             if call >= _BEHIND:
                 self._let_come(key, call - _BEHIND, lacking)
         if group().me in lacking and call % _SAYS == 0:
-            group().tell(f"{key}/{call} came to/{group().me}", "yes")
+            group().publish(f"{key}/{call} came to/{group().me}", "yes")
         if tree is not None:
             return tree
         if group().me not in lacking:
@@ -132,20 +131,19 @@ class Feed:
                 f"{name}=None, which was given in the first call; give it, or its "
                 f"jax.ShapeDtypeStruct leaves"
             )
-        words = group().ask(
-            f"{key}/{call}", reader, f"call {call}, of which it has {name}"
-        )
-        return read(json.loads(words))
+        why = f"call {call}, of which it has {name}"
+        (message,) = group().receive({reader: f"{key}/{call}"}, why)
+        return from_text(message)
 
     def _let_come(self, key: str, call: int, lacking: Sequence[int]) -> None:
         """Waits until all have been told of a call, which is then forgotten."""
         if call % _SAYS == 0:
-            for process in lacking:
-                came = f"{key}/{call} came to/{process}"
-                group().ask(came, process, f"call {call}")
-                group().forget(came)
+            came = {process: f"{key}/{call} came to/{process}" for process in lacking}
+            group().receive(came, f"call {call}")
+            for each in came.values():
+                group().remove(each)
             for old in range(max(call - _SAYS, 0), call):
-                group().forget(f"{key}/{old}")
+                group().remove(f"{key}/{old}")
 
 
 def _words(given: dict[str, PyTree], rngs: PyTree) -> dict[str, str]:
@@ -181,7 +179,7 @@ def _in_letters(tree: PyTree) -> str:
     like = shapes(tree)
     if any(map(_has_no_values, leaves)):
         return like
-    return f"{like}{_OF_VALUES}{digest(map(in_letters, leaves))}"
+    return f"{like}{_OF_VALUES}{digest(map(fingerprint, leaves))}"
 
 
 def _differ(

@@ -8,12 +8,12 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from .._instructions._agreed import digest
 from .._instructions._graph import Graph
 from .._instructions._sharding import SubMesh
 from .._instructions._transfer import Device, OnPaper, devices_of
 from .._layers._layer import Layer
 from .._layers._stage import StageLayers, abbreviate
+from .._processes._digest import digest
 from .._processes._elsewhere import copies, is_here
 from ..schedules import Schedule
 

@@ -1,6 +1,5 @@
 """A balance by name: equal times, operations, parameters or bytes."""
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -89,12 +88,8 @@ def _of_first(balance: list[int], devices: Sequence[Any]) -> list[int]:
     """Of several processes, each of which has measured, what the first has found."""
     if len({device.process_index for device in devices}) == 1:
         return balance
-    every = group().meet(
-        f"balance/{group().next_number()}",
-        {"balance": json.dumps(balance)},
-        "jpipe.pipeline, balance='time'",
-    )
-    return json.loads(every[0]["balance"])
+    every = group().gather({"balance": balance}, "jpipe.pipeline, balance='time'")
+    return every[0]["balance"]
 
 
 def _weight(layer: LayerProfile, kind: str) -> float:

@@ -1,4 +1,4 @@
-"""One of several processes, of which one fails, in the way that its argument says."""
+"""One of several processes, of which one fails, in the way that its argument names."""
 
 import atexit
 import os

@@ -1,4 +1,4 @@
-"""A process that fails, or runs something else: the others say so, and end."""
+"""A process that fails, or runs something else: the others print so, and end."""
 
 import re
 
@@ -30,11 +30,11 @@ def test_another_program_is_refused_before_anything_is_sent(how, fact):
     outcome = jobs.run(2, "failing", how)
     ended(outcome)
     for process in range(2):
-        said = outcome.of(process)
-        assert "the processes do not run the same program" in said
-        assert re.search(rf"\* {fact}", said), said
-        assert not re.search(r"^loss \d", said, re.M)
-        assert ("what others do at the end" in said) == ("soft" in how)
+        text = outcome.of(process)
+        assert "the processes do not run the same program" in text
+        assert re.search(rf"\* {fact}", text), text
+        assert not re.search(r"^loss \d", text, re.M)
+        assert ("what others do at the end" in text) == ("soft" in how)
 
 
 @pytest.mark.slow
@@ -42,11 +42,11 @@ def test_other_examples_in_a_later_call_are_found():
     outcome = jobs.run(2, "failing", "epoch")
     ended(outcome)
     for process in range(2):
-        said = outcome.of(process)
-        assert "call 4 of a step differs, and what this function has returned" in said
-        assert "* x has other values in process 1 than in process 0" in said
-        # One that is behind is told why the other has failed, in the call before.
-        assert len(re.findall(r"^loss \d", said, re.M)) in (7, 8)
+        text = outcome.of(process)
+        assert "call 4 of a step differs, and what this function has returned" in text
+        assert "* x has other values in process 1 than in process 0" in text
+        # One that is behind prints why the other has failed, in the call before.
+        assert len(re.findall(r"^loss \d", text, re.M)) in (7, 8)
 
 
 @pytest.mark.parametrize(
@@ -60,11 +60,27 @@ def test_other_examples_in_a_later_call_are_found():
 def test_what_was_awaited_of_one_that_ends_is_named(how, why):
     outcome = jobs.run(2, "failing", how, timeout=15 if how == "stop" else 60)
     ended(outcome)
-    said = outcome.of(0)
+    text = outcome.of(0)
     assert re.search(
         r"jpipe: process 0 awaited action 1B\d of rank 1 for .*cpu:0, which process 1 "
         rf"sends from .*cpu:\d+.*{why}",
-        said,
-    ), said
-    assert len(re.findall(r"^loss \d", said, re.M)) in (5, 6)
+        text,
+    ), text
+    assert len(re.findall(r"^loss \d", text, re.M)) in (5, 6)
     assert ("ZeroDivisionError" in outcome.of(1)) == (how == "raise")
+
+
+@pytest.mark.slow
+def test_what_one_process_cannot_save_fails_in_all(tmp_path):
+    (tmp_path / "file").touch()
+    outcome = jobs.run(2, "saving", str(tmp_path))
+    assert (outcome.status, outcome.left) == (0, []), str(outcome)
+    first, other = outcome.of(0), outcome.of(1)
+    for text in (first, other):
+        assert "state: ValueError: the processes do not run the same program" in text
+        assert "['position']: process 0: int32[] 0; process 1: int32[] 1" in text
+        assert "file: FileExistsError: " in text
+    assert "file/state: NotADirectoryError: " in first
+    assert "file/state: RuntimeError: this could not be saved:" in other
+    assert "* process 0: NotADirectoryError: " in other
+    assert [*tmp_path.iterdir()] == [tmp_path / "file"]

@@ -38,7 +38,7 @@ def test_a_script_or_a_module_is_started_so_many_times(
     ]
 
 
-def test_a_program_that_forgets_to_join_is_told(tmp_path):
+def test_a_program_that_forgets_to_join_is_refused(tmp_path):
     script = tmp_path / "alone.py"
     script.write_text("import jpipe, math\njpipe.pipeline([math.sin], 1)\n")
     done = launched("2", str(script))
@@ -50,7 +50,7 @@ def test_a_program_that_forgets_to_join_is_told(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("said", "words"),
+    ("variables", "message"),
     [
         (
             {"JPIPE_COORDINATOR": "127.0.0.1:1", "JPIPE_PROCESSES": "two"},
@@ -59,7 +59,7 @@ def test_a_program_that_forgets_to_join_is_told(tmp_path):
         ({"JPIPE_TIMEOUT": "60s"}, "JPIPE_TIMEOUT='60s': needs seconds, more than 0"),
     ],
 )
-def test_what_does_not_tell_processes_apart_is_refused(said, words):
-    done = run("-c", "import jpipe; jpipe.distributed()", **said)
+def test_what_does_not_tell_processes_apart_is_refused(variables, message):
+    done = run("-c", "import jpipe; jpipe.distributed()", **variables)
     assert done.returncode == 1
-    assert words in done.stderr
+    assert message in done.stderr

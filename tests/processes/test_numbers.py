@@ -13,9 +13,9 @@ from . import jobs, work
 # As many processes, the pipelines that they run, who is given the mini-batch, how many
 # devices each has, and how arrays pass. The last of three has no stage.
 PARTS = {
-    2: ("1f1b,zb_h1,mesh,model,model on a mesh,function", "own", 2, "transfer"),
+    2: ("1f1b,zb_h1,mesh,model,model on a mesh,function,keys", "own", 2, "transfer"),
     4: ("1f1b,zb_v,replicas", "all", 1, "transfer"),
-    3: ("1f1b,zb_v,model", "own", 2, "device_put"),
+    3: ("1f1b,zb_v,model,keys", "own", 2, "device_put"),
 }
 COUNTS = [2, *(pytest.param(count, marks=pytest.mark.slow) for count in (3, 4))]
 

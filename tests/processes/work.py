@@ -55,6 +55,15 @@ def layers():
     ]
 
 
+def with_keys(x):
+    return x, jax.random.split(jax.random.key(1), len(x))
+
+
+def noisy(inputs):
+    x, keys = inputs
+    return x * jax.vmap(jax.random.uniform)(keys)[:, None]
+
+
 class Model(nn.Module):
     """The same kinds of layers as one model, with a tie, a skip and statistics."""
 
@@ -103,6 +112,12 @@ def pipelines() -> dict[str, Callable[[], Any]]:
         "mesh": made(balance=[4, 4], mesh=mesh, devices=None),
         "model": lambda: jpipe.pipeline(Model(), M, num_stages=4, devices=devices),
         "model on a mesh": lambda: jpipe.pipeline(Model(), M, mesh=mesh),
+        "keys": lambda: jpipe.pipeline(
+            [nn.Dense(8), with_keys, noisy, nn.Dense(8)],
+            M,
+            balance=[1] * 4,
+            devices=devices,
+        ),
         "replicas": made(balance=[2, 4, 2], replicas=[1, 2, 1]),
     }
 
@@ -121,11 +136,11 @@ def go_on(
 ) -> tuple[jpipe.TrainState, list[np.ndarray]]:
     """Trains; gives the state, and the metrics of all steps."""
     step = pipe.train_step(loss, TX, has_aux=True, aux_axes=0)
-    told = []
+    every = []
     while int(state.step) < until:
         state, metrics = step(state, *fed(*batch(int(state.step))))
-        told += map(np.asarray, jax.tree.leaves(metrics))
-    return state, told
+        every += map(np.asarray, jax.tree.leaves(metrics))
+    return state, every
 
 
 def here(tree: PyTree) -> dict[str, np.ndarray]:
@@ -149,9 +164,9 @@ def results(
       whole: whether it is three steps, and what else a loop calls.
       fed: what a process is given of a mini-batch.
     """
-    state, told = go_on(pipe, start(pipe), 3 if whole else 1, fed)
+    state, metrics = go_on(pipe, start(pipe), 3 if whole else 1, fed)
     found = here((state.params, state.opt_state, state.model_state))
-    found |= {f"metric {i}": value for i, value in enumerate(told)}
+    found |= {f"metric {i}": value for i, value in enumerate(metrics)}
     if not whole:
         return found
     x, targets = batch(7)
@@ -179,7 +194,7 @@ def of_function() -> dict[str, np.ndarray]:
         return jnp.mean((h @ table.T - targets) ** 2) + jnp.sum(table**2)
 
     grad_fn = jpipe.value_and_grad(loss_fn, M, num_stages=4, devices=jax.devices()[:4])
-    params, told = grad_fn.place(params, x, targets), []
+    params, losses = grad_fn.place(params, x, targets), []
 
     def step(params, grads):
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
@@ -188,8 +203,8 @@ def of_function() -> dict[str, np.ndarray]:
     for _ in range(2):
         loss, grads = grad_fn(params, x, targets)
         params = update(params, grads)
-        told.append(loss)
-    metrics = {f"metric {i}": np.asarray(value) for i, value in enumerate(told)}
+        losses.append(loss)
+    metrics = {f"metric {i}": np.asarray(value) for i, value in enumerate(losses)}
     return here(params) | metrics
 
 

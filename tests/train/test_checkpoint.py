@@ -1,6 +1,7 @@
 """States on disk: saved by one pipeline, gone on with by another, or refused."""
 
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -108,10 +109,13 @@ def test_what_cannot_be_saved_leaves_nothing_behind(state, tmp_path):
     for path, tree, kind, says in (
         ("state", {"w": donated}, ValueError, "this state was donated"),
         ("state", {"name": "a"}, TypeError, r"\['name'\] is 'a', a str"),
-        ("file/state", {}, NotADirectoryError, "file is not a folder"),
+        ("file/state", {}, NotADirectoryError, "Not a directory: .*file"),
     ):
         with pytest.raises(kind, match=says):
             checkpoint.save(tmp_path / path, tree)
     assert not (tmp_path / "state").exists()
-    # Orbax would leave some that wait, and hold up the end of the program.
-    assert threading.active_count() <= threads
+    # Those of Orbax end soon: some that wait would hold up the end of the program.
+    until = time.monotonic() + 10
+    while threading.active_count() > threads and time.monotonic() < until:
+        time.sleep(0.05)
+    assert threading.active_count() <= threads, threading.enumerate()
