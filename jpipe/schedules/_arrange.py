@@ -1,12 +1,11 @@
 """List scheduling: each rank, once free, takes the first of what it could run."""
 
 import heapq
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ._action import BACKWARD, FORWARD, INPUT, WEIGHT
-from ._tables import Numbered, Tables
+from ._tables import NEVER, Numbered, Tables
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,11 @@ def arrange(
 
 
 class _Arrangement:
-    """The ranks at some time."""
+    """The ranks at some time.
+
+    What a stage has begun is told by three numbers: of forwards, of backwards, whole or
+    their first halves, and of second halves. Each follows the one before it.
+    """
 
     def __init__(
         self,
@@ -61,122 +64,97 @@ class _Arrangement:
     ) -> None:
         self._tables, self._priority = tables, priority
         self._limits, self._patience = limits, patience
-        stages, ranks = tables.num_stages, tables.num_ranks
+        stages, ranks = range(tables.num_stages), tables.num_ranks
+        self._ops = (FORWARD, BACKWARD) if whole else (FORWARD, INPUT, WEIGHT)
+        self._first = [
+            [tables.first(op, stage) for stage in stages] for op in self._ops
+        ]
+        self._begun = [[0] * len(stages) for _ in self._ops]
         self._rows: Numbered = [[] for _ in range(ranks)]
-        self._end: list[float | None] = [None] * len(tables.seconds)
+        self._end = [NEVER] * len(tables.seconds)
         self._busy = [0.0] * ranks
-        self._used = tables.at_start
+        self._used = [*tables.at_start]
         self._held = [0] * ranks
         self._later, self._keep = _reserves(tables, limits.careful)
-        back = BACKWARD if whole else INPUT
-        self._forward = [tables.first(FORWARD, stage) for stage in range(stages)]
-        self._back = [tables.first(back, stage) for stage in range(stages)]
-        self._ends = [start + tables.num_microbatches for start in self._forward]
-        self._first_of, self._back_of = [*self._forward], [*self._back]
-        self._to_forward = self._forward[0] - self._back[0]
-        # When what an action reads of another stage is there.
-        self._arrives: list[float | None] = [None] * len(tables.seconds)
-        for first in (self._forward[0], self._back[-1]):
-            here = [0.0] * tables.num_microbatches
-            self._arrives[first : first + tables.num_microbatches] = here
-        # From the number of an I to that of its W.
-        self._to_rest = 0 if whole else tables.first(WEIGHT, 0) - tables.first(INPUT, 0)
-        self._rest: list[deque[int]] = [deque() for _ in range(stages)]
-        self._first_rest = tables.first(WEIGHT, 0)
-        self._first_back = tables.first(BACKWARD, 0)
-        self._events: list[tuple[float, int, int]] = [
-            (0.0, _WAKE, rank) for rank in range(ranks)
-        ]
+        self._events = [(0.0, _WAKE, rank) for rank in range(ranks)]
         self._blocked: set[int] = set()
 
     def rows_at_the_end(self) -> Numbered | None:
         """All rows, unless somebody still waits when nothing happens any more."""
-        events, busy = self._events, self._busy
-        while events:
-            now, kind, what = heapq.heappop(events)
+        while self._events:
+            now, kind, what = heapq.heappop(self._events)
             if kind == _FREE:
                 self._free(now, what)
-            elif busy[what] <= now:
+            elif self._busy[what] <= now:
                 found = self._choice(what, now)
                 if found is not None:
                     self._start(*found, what, now)
-        tables = self._tables
-        per_microbatch = 3 if self._to_rest else 2
-        total = tables.num_stages * tables.num_microbatches * per_microbatch
-        return self._rows if sum(map(len, self._rows)) == total else None
+        count = self._tables.num_microbatches
+        is_done = all(number == count for begun in self._begun for number in begun)
+        return self._rows if is_done else None
 
-    def _choice(self, rank: int, now: float) -> tuple[int, int] | None:
-        """What a rank does now, and of which stage."""
-        priority, arrives = self._priority, self._arrives
-        skips = self._tables.skips
-        best: tuple[float, int, int] | None = None
-        soon: list[tuple[float, float, int, int]] = []
-        for stage in self._tables.stages_of[rank]:
-            forward, back = self._forward[stage], self._back[stage]
-            for number in (
-                forward if forward < self._ends[stage] else -1,
-                # Only of what has been forward; that is of this rank, and has ended.
-                back if back + self._to_forward < forward else -1,
-            ):
-                arrival = arrives[number] if number >= 0 else None
-                if arrival is None:
+    def _choice(self, rank: int, now: float) -> tuple[int, int, int] | None:
+        """What a rank does now: a number, which of the ops, and of which stage."""
+        tables, priority = self._tables, self._priority
+        best: tuple[int, int, int] | None = None
+        soon: list[tuple[float, int, int, int]] = []
+        for stage in tables.stages_of[rank]:
+            most = tables.num_microbatches
+            for kind, begun in enumerate(self._begun):
+                number = self._first[kind][stage] + begun[stage]
+                is_left, most = begun[stage] < most, begun[stage]
+                if not is_left or (arrival := self._arrival(number)) is None:
                     continue
-                if skips and number in skips:
-                    arrival = self._with_skips(number, arrival)
                 if arrival > now:
-                    soon.append((arrival, priority[number], number, stage))
-                    if skips:
+                    soon.append((arrival, number, kind, stage))
+                    if tables.skips:
                         heapq.heappush(self._events, (arrival, _WAKE, rank))
-                elif (best is None or priority[number] < best[0]) and self._fits(
-                    number, stage, rank
-                ):
-                    best = priority[number], number, stage
-            if rest := self._rest[stage]:
-                number = rest[0]
-                if best is None or priority[number] < best[0]:
-                    best = priority[number], number, stage
+                elif (
+                    best is None or priority[number] < priority[best[0]]
+                ) and self._fits(number, kind, stage, rank):
+                    best = number, kind, stage
         if best is None:
             return None
-        until = now + self._patience * self._tables.seconds[best[1]]
-        for arrival, preference, number, stage in soon:
+        until = now + self._patience * tables.seconds[best[0]]
+        for arrival, number, kind, stage in soon:
             if (
                 arrival < until
-                and preference < best[0]
-                and self._fits(number, stage, rank)
+                and priority[number] < priority[best[0]]
+                and self._fits(number, kind, stage, rank)
             ):
                 return None
-        return best[1:]
+        return best
 
-    def _with_skips(self, number: int, arrival: float) -> float:
-        """When the skip connections of an action have arrived too."""
-        for read, seconds in self._tables.skips[number]:
-            ended = self._end[read]
-            assert ended is not None  # its sender is what the neighbour had to read
-            arrival = max(arrival, ended + seconds)
+    def _arrival(self, number: int) -> float | None:
+        """When all is there that an action reads of other stages, if that is known."""
+        tables, end = self._tables, self._end
+        far, arrival = tables.far[number], 0.0
+        if far >= 0:
+            if end[far] == NEVER:
+                return None
+            arrival = end[far] + tables.delay[number]
+        for read, seconds in tables.skips.get(number, ()):
+            arrival = max(arrival, end[read] + seconds)
         return arrival
 
-    def _fits(self, number: int, stage: int, rank: int) -> bool:
+    def _fits(self, number: int, kind: int, stage: int, rank: int) -> bool:
         """Whether an action may begin; if not, its rank is asked again later."""
-        limits, forward = self._limits, number < self._first_back
-        if forward and limits.most_held is not None:
+        limits, is_forward = self._limits, kind == 0
+        if is_forward and limits.most_held is not None:
             more = self._held[rank] + 1 + self._later[stage]
             if more > limits.most_held[rank]:
                 self._blocked.add(rank)
                 return False
         if limits.most_bytes is not None:
-            used, keep = self._used, self._keep[stage]
+            keep = self._keep[stage] if is_forward else {}
             for where, change in self._tables.changes[number]:
-                if change <= 0:
-                    continue
-                more = used[where] + change
-                if forward:
-                    more += keep.get(where, 0)
-                if more > limits.most_bytes[where]:
+                more = self._used[where] + change + keep.get(where, 0)
+                if change > 0 and more > limits.most_bytes[where]:
                     self._blocked.add(rank)
                     return False
         return True
 
-    def _start(self, number: int, stage: int, rank: int, now: float) -> None:
+    def _start(self, number: int, kind: int, stage: int, rank: int, now: float) -> None:
         tables, events = self._tables, self._events
         stop = now + tables.seconds[number]
         self._end[tables.slot[number]] = stop
@@ -187,24 +165,14 @@ class _Arrangement:
                 self._used[where] += change
         heapq.heappush(events, (stop, _FREE, number))
         heapq.heappush(events, (stop, _WAKE, rank))
-        if number < self._first_back:
-            self._forward[stage] += 1
+        microbatch = self._begun[kind][stage]
+        self._begun[kind][stage] += 1
+        if kind == 0:
             self._held[rank] += 1
-            reader = stage + 1
-        elif number < self._first_rest:
-            self._back[stage] += 1
-            if self._to_rest:
-                self._rest[stage].append(number + self._to_rest)
-            reader = stage - 1
-        else:
-            self._rest[stage].popleft()
-            return
-        if 0 <= reader < tables.num_stages:
-            first = (self._first_of if reader > stage else self._back_of)[reader]
-            reading = first + number % tables.num_microbatches
-            arrival = self._arrives[reading] = stop + tables.delay[reading]
-            if tables.placement[reader] != rank:
-                heapq.heappush(events, (arrival, _WAKE, tables.placement[reader]))
+        reader = (stage + 1, stage - 1, -1)[kind]
+        if 0 <= reader < tables.num_stages and tables.placement[reader] != rank:
+            arrival = stop + tables.delay[self._first[kind][reader] + microbatch]
+            heapq.heappush(events, (arrival, _WAKE, tables.placement[reader]))
 
     def _free(self, now: float, number: int) -> None:
         """Gives back what an action frees when it ends."""
@@ -212,11 +180,9 @@ class _Arrangement:
         for where, change in tables.changes[number]:
             if change < 0:
                 self._used[where] += change
-        if number >= self._first_rest or (
-            not self._to_rest and number >= self._first_back
-        ):
-            rank = tables.placement[number // tables.num_microbatches % len(self._rest)]
-            self._held[rank] -= 1
+        op, stage, _ = tables.action(number)
+        if op == self._ops[-1]:
+            self._held[tables.placement[stage]] -= 1
         for rank in self._blocked:
             heapq.heappush(self._events, (now, _WAKE, rank))
         self._blocked.clear()
@@ -244,14 +210,10 @@ def _reserves(
                 for rank, change in tables.changes[number]:
                     key = op, stage, rank
                     most[key] = max(most.get(key, 0), change)
-    after = [
-        [other for other in stages if other > stage]
-        for stage, stages in enumerate(
-            tables.stages_of[rank] for rank in tables.placement
-        )
-    ]
+    after: list[int] = []
     keep: list[dict[int, float]] = []
     for stage, rank in enumerate(tables.placement):
+        after.append(sum(other > stage for other in tables.stages_of[rank]))
         kept = {rank: 0.0}
         if stage + 1 < tables.num_stages:
             follower = tables.placement[stage + 1]
@@ -263,12 +225,9 @@ def _reserves(
                 kept[where] += most.get((FORWARD, other - 1, where), 0)
             if careful:
                 kept[where] += max(
-                    (
-                        most.get((INPUT, s, where), 0)
-                        for s in range(tables.num_stages)
-                        if where in (tables.placement[s], tables.placement[s - 1])
-                    ),
-                    default=0,
+                    most.get((INPUT, s, where), 0)
+                    for s, own in enumerate(tables.placement)
+                    if where in (own, tables.placement[s - 1])
                 )
         keep.append(kept)
-    return list(map(len, after)), keep
+    return after, keep

@@ -1,14 +1,11 @@
-"""Orders made better: pushed late, then early again; then changed where it counts."""
+"""Orders made better: pushed late; changed on the longest chain."""
 
 import math
 from bisect import bisect_left
 from collections.abc import Callable
 
 from ._action import BACKWARD, INPUT, OPS, WEIGHT
-from ._arrange import Limits, arrange
-from ._tables import Numbered, Run, Tables
-
-Allowed = Callable[[Run], bool]
+from ._tables import Run, Tables
 
 
 def latest_starts(run: Run) -> list[float]:
@@ -57,19 +54,6 @@ def _take(gaps: list[tuple[float, ...]], latest: float, seconds: float) -> float
                 gaps[at : at + 1] = [gap for gap in rest if gap[0] < gap[1]]
             return start
     raise AssertionError("the first gap has no beginning")
-
-
-def justify(
-    run: Run, limits: Limits, allowed: Allowed, whole: bool = False, rounds: int = 3
-) -> Run:
-    """Everything late, then early in that order, as long as that makes it shorter."""
-    for _ in range(rounds):
-        rows = arrange(run.tables, latest_starts(run), limits, whole)
-        new = run.tables.run(rows) if rows else None
-        if new is None or new.makespan >= run.makespan or not allowed(new):
-            break
-        run = new
-    return run
 
 
 def tails(run: Run) -> list[float]:
@@ -135,7 +119,7 @@ def _may_swap(tables: Tables, first: int, second: int) -> bool:
     return len(ops) == 2 and not (BACKWARD in ops and ops & {INPUT, WEIGHT})
 
 
-def climb(run: Run, allowed: Allowed, budget: int) -> Run:
+def climb(run: Run, allowed: Callable[[Run], bool], budget: int) -> Run:
     """Swaps neighbours on a longest chain while that makes the step shorter.
 
     Args:
@@ -143,36 +127,14 @@ def climb(run: Run, allowed: Allowed, budget: int) -> Run:
       allowed: whether an order may be kept.
       budget: how many orders are tried.
     """
-    tried = True
-    while tried and budget > 0:
-        tried = False
-        for rank, at in swaps(run):
-            if budget <= 0:
-                break
-            budget -= 1
-            rows = list(run.rows)
-            row = list(rows[rank])
-            row[at], row[at + 1] = row[at + 1], row[at]
-            rows[rank] = row
-            new = run.tables.run(rows)
-            if new is not None and new.makespan < run.makespan and allowed(new):
-                run, tried = new, True
-                break
+    left = swaps(run)
+    for _ in range(budget):
+        if not left:
+            break
+        rank, at = left.pop(0)
+        rows = [list(row) for row in run.rows]
+        rows[rank][at : at + 2] = reversed(rows[rank][at : at + 2])
+        new = run.tables.run(rows)
+        if new is not None and new.makespan < run.makespan and allowed(new):
+            run, left = new, swaps(new)
     return run
-
-
-def most_held(tables: Tables, rows: Numbered) -> list[int]:
-    """The most stages of micro-batches that each rank has begun and not ended."""
-    whole, half = tables.first(BACKWARD, 0), tables.first(INPUT, 0)
-    rest = tables.first(WEIGHT, 0)
-    found = []
-    for row in rows:
-        now = most = 0
-        for number in row:
-            if number < whole:
-                now += 1
-                most = max(most, now)
-            elif number < half or number >= rest:
-                now -= 1
-        found.append(most)
-    return found

@@ -15,6 +15,7 @@ from ._homes import Homes
 from ._simulate import TOO_LONG, ScheduleError, check_costs, deadlock, predicted
 from ._tables import Run, Tables
 from ._timeline import Timeline
+from ._units import share
 
 
 @dataclass(frozen=True)
@@ -255,7 +256,7 @@ class Schedule:
     def drawn(self, costs: Costs, has_bubble: bool = True) -> str:
         """The schedule as text, with other costs; what takes no time is not there."""
         timeline = self.simulate(costs)
-        bubble = f", bubble {timeline.bubble_fraction:.1%}".replace("%", " %")
+        bubble = f", bubble {share(timeline.bubble_fraction)}"
         return (
             f"{self.name}: {_count(self.num_ranks, 'rank')}, "
             f"{_count(self.num_stages, 'stage')}, "

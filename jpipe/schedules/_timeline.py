@@ -14,7 +14,7 @@ from ._action import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Needs
 from ._alone import least
 from ._costs import Costs, at
 from ._homes import Homes
-from ._units import duration, size
+from ._units import duration, share, size
 
 _FIELD = {
     FORWARD: "forward",
@@ -145,9 +145,9 @@ class Timeline:
         return max(self.makespan / bound - 1, 0.0) if bound else 0.0
 
     def __str__(self) -> str:
-        gap = "" if self.costs is None else f" ({_share(self.gap)} above the bound)"
+        gap = "" if self.costs is None else f" ({share(self.gap)} above the bound)"
         time, peaks = in_words(self)
-        says = f"{self.name}: time {time}{gap}, bubble {_share(self.bubble_fraction)}"
+        says = f"{self.name}: time {time}{gap}, bubble {share(self.bubble_fraction)}"
         return says + f", peak bytes per rank {peaks}" * bool(self.memory)
 
     @property
@@ -185,10 +185,6 @@ class Timeline:
 
     def order(self) -> tuple[Action, ...]:
         """All actions in one order that respects every dependency: by end."""
-        return self._order
-
-    @functools.cached_property
-    def _order(self) -> tuple[Action, ...]:
         # A dependency ends first, or with it if it takes no time; the mapping holds
         # the actions in an order of execution already, and the sort is stable.
         return tuple(sorted(self.end, key=self.end.__getitem__))
@@ -270,7 +266,3 @@ def in_words(timeline: Timeline) -> tuple[str, str]:
     known, peaks = timeline.in_seconds, timeline.peak_bytes
     time = duration(timeline.makespan) if known else f"{timeline.makespan:.4g}"
     return time, ", ".join(size(int(x)) if known else f"{x:.4g}" for x in peaks)
-
-
-def _share(fraction: float) -> str:
-    return f"{fraction:.1%}".replace("%", " %")

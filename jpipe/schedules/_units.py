@@ -23,6 +23,11 @@ def duration(seconds: float) -> str:
     return f"{seconds * 1e9:.3g} ns" if seconds else "0 s"
 
 
+def share(fraction: float) -> str:
+    """A part of a whole: ``12.5 %``."""
+    return f"{fraction:.1%}".replace("%", " %")
+
+
 def size(num_bytes: int) -> str:
     """Bytes in powers of 1024: ``1.5 MiB``."""
     value = float(num_bytes)

@@ -141,8 +141,8 @@ RUN = [
 SCHEDULES = [
     ("_alone", "first.append(min(whole, half))", "first.append(half)"),
     ("_costs", "in (BACKWARD, INPUT) and skip.source", "in (INPUT,) and skip.source"),
-    ("_simulate", "end, end + seconds[stage])", "end, end + 2 * seconds[stage])"),
-    ("_tables", "_known(end[s]) + t for", "_known(end[s]) + 0 * t for"),
+    ("_simulate", "end, end + seconds)", "end, end + 2 * seconds)"),
+    ("_tables", "(end[s] + t for", "(end[s] + 0 * t for"),
     ("_tables", "held[rank] += 0 if stage else at(", "held[rank] += at("),
 ]
 SLICES = [
