@@ -8,7 +8,8 @@ from .._instructions._progress import counted
 from .._instructions._transfer import OnPaper
 from ._forecast import Candidate
 from ._request import Request
-from ._search import Space, preferred, search
+from ._search import preferred, search
+from ._space import Space
 
 # So many of the best candidates are lowered, until one fits.
 _BEST = 4
@@ -97,6 +98,6 @@ def _lowered(candidate: Candidate, request: Request) -> Candidate:
             dataclasses.replace(own, held=peaks[OnPaper(rank, data)] - own.lasting)
             for rank, own in enumerate(candidate.memory)
         ),
-        held=tuple(_bytes.most_residuals(program, schedule.num_stages)),
+        residual_bytes=tuple(_bytes.most_residuals(program, schedule.num_stages)),
         kept=tuple(map(gradient.kept, range(schedule.num_stages))),
     )

@@ -21,7 +21,6 @@ from ..schedules._choose import called
 from ..schedules._units import duration, size
 from ._confirm import decided
 from ._estimate import Rates
-from ._forecast import Hardware
 from ._interpolate import interpolated
 from ._layer import MODES, unknown_mode
 from ._link import link
@@ -31,8 +30,9 @@ from ._profile import Profile, speed_faults
 from ._profiler import answer
 from ._reasons import chosen
 from ._request import Request
-from ._search import REMATS, Space
+from ._search import REMATS
 from ._shapes import shapes
+from ._space import Hardware, Space
 from ._together import beside_neighbours
 from ._traced import Traced
 
@@ -186,7 +186,7 @@ def plan(
             tuple(sorted(set(modes), key=MODES.index, reverse=True)),
             made=schedules is None,
             balance=required,
-            given=choice,
+            shapes=choice,
         )
         candidates = decided(space, request)
     if not candidates:

@@ -13,25 +13,7 @@ from ..schedules._action import BACKWARD, FORWARD, INPUT, WEIGHT
 from ._net import ring
 from ._plan import Memory, named
 from ._profile import Profile
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """The devices that a plan is for.
-
-    Attributes:
-      num_devices: how many there are.
-      memory_limit: bytes of each; ``None`` if it is no matter.
-      bandwidth: bytes per second between two of them; ``None``: transfers take no time.
-      latency: seconds of a transfer of nothing.
-      measured: what of the two was measured and between whom, in words.
-    """
-
-    num_devices: int
-    memory_limit: int | None = None
-    bandwidth: float | None = None
-    latency: float = 0.0
-    measured: str = ""
+from ._space import Hardware, Space
 
 
 @dataclass(frozen=True)
@@ -45,11 +27,12 @@ class Candidate:
       timeline: the schedule with the costs of these stages.
       memory: of each rank at its peak.
       host: seconds in which one thread has all programs and transfers of a step run.
-      profile: of its layers, by which that was told.
-      held: the most that each stage keeps between forward and backward.
+      profile: of its layers, from which that was predicted.
       data: on how many devices of each rank the examples of a micro-batch are spread.
-      kept: what each stage keeps of a micro-batch, once it was lowered; ``None`` where
-        its forward is a part of its backward.
+      residual_bytes: the most that each stage stores between forward and backward, once
+        it was lowered.
+      kept: what each stage keeps of a micro-batch, likewise; ``None`` where its forward
+        is a part of its backward.
     """
 
     balance: tuple[int, ...]
@@ -59,8 +42,8 @@ class Candidate:
     memory: tuple[Memory, ...]
     host: float
     profile: Profile
-    held: tuple[int, ...]
-    data: int = 1
+    data: int
+    residual_bytes: tuple[int, ...] = ()
     kept: tuple[Kept | None, ...] = ()
 
     @property
@@ -108,28 +91,21 @@ class Candidate:
 
 
 def stage_costs(
-    profile: Profile,
+    space: Space,
     balance: Sequence[int],
     remat: Sequence[str],
     schedule: Schedule,
-    hardware: Hardware,
-    data: int = 1,
+    data: int,
 ) -> Costs:
     """What stages cost, with the exchange of their gradients where shards make some.
 
     A rank exchanges those of all its stages, one after the other, when it has run all:
     that is put down to the stage that it runs last.
-
-    Args:
-      profile: of one micro-batch, of one shard.
-      balance: layers of each stage.
-      remat: what each stage keeps.
-      schedule: for as many stages.
-      hardware: what it runs on.
-      data: over how many devices each micro-batch is spread.
     """
-    bandwidth, latency = hardware.bandwidth, hardware.latency
-    costs = profile.costs(balance, remat=remat, bandwidth=bandwidth, latency=latency)
+    bandwidth, latency = space.hardware.bandwidth, space.hardware.latency
+    costs = space.profile(schedule, data).costs(
+        balance, remat=remat, bandwidth=bandwidth, latency=latency
+    )
     if data == 1:
         return costs
     exchange = [0.0 for _ in balance]
@@ -140,29 +116,23 @@ def stage_costs(
 
 
 def evaluate(
-    profile: Profile,
-    optimizer_bytes: Sequence[int],
+    space: Space,
     balance: Sequence[int],
     remat: Sequence[str],
     schedule: Schedule,
-    hardware: Hardware,
-    data: int = 1,
+    data: int,
 ) -> Candidate:
     """Runs a candidate on paper.
 
     Args:
-      profile: of one micro-batch, of one shard.
-      optimizer_bytes: the optimizer's state of each layer.
+      space: what it is chosen from.
       balance: layers of each stage.
       remat: what each stage keeps.
       schedule: for as many stages.
-      hardware: what it runs on.
       data: over how many devices each micro-batch is spread.
-
-    Returns:
-      The candidate.
     """
-    costs = stage_costs(profile, balance, remat, schedule, hardware, data)
+    profile = space.profile(schedule, data)
+    costs = stage_costs(space, balance, remat, schedule, data)
     action, exchanged = profile.action_seconds, len(balance) if data > 1 else 0
     costs = as_run(costs, schedule, remat[-1] == "full", action)
     timeline = schedule.simulate(costs)
@@ -171,10 +141,9 @@ def evaluate(
         remat=tuple(remat),
         schedule=schedule,
         timeline=timeline,
-        memory=_memory(profile, optimizer_bytes, balance, remat, timeline, data),
+        memory=_memory(space, profile, balance, remat, timeline, data),
         host=action * (_dispatched(timeline) + exchanged),
         profile=profile,
-        held=tuple(int(timeline.peak_kept(i)) for i in range(len(balance))),
         data=data,
     )
 
@@ -257,8 +226,8 @@ def as_run(
 
 
 def _memory(
+    space: Space,
     profile: Profile,
-    optimizer_bytes: Sequence[int],
     balance: Sequence[int],
     remat: Sequence[str],
     timeline: Timeline,
@@ -290,7 +259,7 @@ def _memory(
         each = Memory(
             parameters=parameters,
             gradients=sum(sums),
-            optimizer=sum(optimizer_bytes[at] for at in layers),
+            optimizer=sum(space.optimizer_bytes[at] for at in layers),
             held=held,
             workspace=max(added, *(workspace[i] for i in own)),
         )

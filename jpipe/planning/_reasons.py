@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from .._instructions._transfer import OnPaper
 from ..schedules import lower_bound
 from ..schedules._units import duration, size
-from ._forecast import Candidate, Hardware, transfers
+from ._forecast import Candidate, transfers
 from ._made import estimated, measured_on_cpu
 from ._plan import Forecast, Plan, StagePlan, named
-from ._search import Space
+from ._space import Hardware, Space
 
 
 def chosen(
@@ -208,7 +208,7 @@ def _stages(best: Candidate) -> Iterable[StagePlan]:
             remat=best.remat[index],
             num_params=sum(layer.num_params for layer in own),
             param_bytes=sum(layer.param_bytes for layer in own),
-            held_bytes=best.held[index],
+            held_bytes=best.residual_bytes[index],
             kept=kept.nbytes if kept else {},
             again=kept.again if kept else None,
         )

@@ -1,22 +1,20 @@
 """Cuts, micro-batches, schedules, what stages keep: all tried on paper."""
 
-import dataclasses
-import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 
 from .. import schedules
 from .._instructions._progress import Progress, counted
 from ..schedules import BY_NAME, Schedule, ScheduleError
 from ..schedules._action import WEIGHT
 from ._climb import Cuts, climb
-from ._forecast import Candidate, Hardware, evaluate, stage_costs
+from ._forecast import Candidate, evaluate, stage_costs
 from ._made import measured_on_cpu
 from ._partition import NoCut, partition
 from ._profile import Profile
 from ._shapes import Shape
+from ._space import Hardware, Space
 
 # From fast and large to slow and small. What "none" keeps more saves no time.
 REMATS = ("min_cut", "full")
@@ -28,70 +26,6 @@ _CUTS = 6
 # Where devices share cores, halves of backwards have to be faster by so much.
 _GAIN = 0.05
 _ROUNDING = 1e-12
-
-
-@dataclass(frozen=True)
-class Space:
-    """What a plan may choose from.
-
-    Attributes:
-      profiles: of a micro-batch of one shard, by the number of such parts.
-      optimizer_bytes: the optimizer's state of each layer.
-      hardware: the devices.
-      names: of schedules; see `jpipe.schedules.BY_NAME`.
-      remats: modes that a stage may have, the one that keeps most first.
-      made: whether schedules are made to measure too.
-      balance: the only cut that is meant, if any.
-      given: the numbers of micro-batches, each with the number of devices that share
-        one; default: a profile for each, on one device.
-    """
-
-    profiles: Mapping[int, Profile]
-    optimizer_bytes: Sequence[int]
-    hardware: Hardware
-    names: tuple[str, ...]
-    remats: tuple[str, ...]
-    made: bool = True
-    balance: tuple[int, ...] | None = None
-    given: tuple[Shape, ...] = ()
-
-    @property
-    def shapes(self) -> tuple[Shape, ...]:
-        """Into how many micro-batches, on how many devices each."""
-        return self.given or tuple(map(Shape, self.profiles))
-
-    @property
-    def num_layers(self) -> int:
-        """The number of layers."""
-        return len(self.optimizer_bytes)
-
-    @functools.cached_property
-    def whole(self) -> dict[int, Profile]:
-        """The profiles with the optimizer's state as a part of that of the layers."""
-        return {
-            number: dataclasses.replace(
-                profile,
-                layers=tuple(
-                    dataclasses.replace(layer, state_bytes=layer.state_bytes + own)
-                    for layer, own in zip(
-                        profile.layers, self.optimizer_bytes, strict=True
-                    )
-                ),
-            )
-            for number, profile in self.profiles.items()
-        }
-
-    def evaluate(
-        self,
-        balance: Sequence[int],
-        remat: Sequence[str],
-        schedule: Schedule,
-        data: int,
-    ) -> Candidate:
-        """What it takes to run so many layers per stage under a schedule."""
-        profile = self.profiles[schedule.num_microbatches * data]
-        own = self.optimizer_bytes
-        return evaluate(profile, own, balance, remat, schedule, self.hardware, data)
 
 
 def search(space: Space) -> list[Candidate]:
@@ -214,7 +148,7 @@ def _of_branch(
             if (balance := cuts[key]) is None:
                 continue
             modes = [mode] * len(balance)
-            candidate = space.evaluate(balance, modes, schedule, shape.data)
+            candidate = evaluate(space, balance, modes, schedule, shape.data)
             yield candidate
             if candidate.fits(space.hardware) or candidate.seconds >= to_beat:
                 # As a rule other modes and other cuts take longer.
@@ -243,7 +177,7 @@ def _under_limit(candidate: Candidate, mode: str, space: Space) -> Iterator[Cand
         balance = _cut(schedule, data, mode, space, room) if min(room) > 0 else None
         if balance is None:
             return
-        other = space.evaluate(balance, [mode] * len(balance), schedule, data)
+        other = evaluate(space, balance, [mode] * len(balance), schedule, data)
         yield other
         if other.fits(space.hardware):
             return
@@ -264,7 +198,7 @@ def _keeping_less(candidate: Candidate, space: Space) -> Iterator[Candidate]:
         ]
         if tuple(remat) == candidate.remat:
             return
-        candidate = space.evaluate(candidate.balance, remat, schedule, candidate.data)
+        candidate = evaluate(space, candidate.balance, remat, schedule, candidate.data)
         yield candidate
 
 
@@ -329,7 +263,7 @@ def _moved(candidate: Candidate, space: Space) -> Candidate:
         each = list(map(tuple, cuts.tolist()))
         for ends in each:
             balance = [b - a for a, b in itertools.pairwise(ends)]
-            own = space.evaluate(balance, candidate.remat, schedule, candidate.data)
+            own = evaluate(space, balance, candidate.remat, schedule, candidate.data)
             seen[ends] = own
         return [seen[ends].worth(space.hardware) for ends in each]
 
@@ -340,8 +274,8 @@ def _moved(candidate: Candidate, space: Space) -> Candidate:
 def _made_to_measure(candidate: Candidate, space: Space) -> Iterator[Candidate]:
     """The same stages under a schedule made to measure, if there is one that fits."""
     hardware, schedule = space.hardware, candidate.schedule
-    stages = candidate.profile, candidate.balance, candidate.remat
-    costs = stage_costs(*stages, schedule, hardware, candidate.data)
+    stages = candidate.balance, candidate.remat
+    costs = stage_costs(space, *stages, schedule, candidate.data)
     room = None
     if hardware.memory_limit is not None:
         room = [
@@ -353,4 +287,4 @@ def _made_to_measure(candidate: Candidate, space: Space) -> Iterator[Candidate]:
         fitted = schedules.fit(costs, *sizes, max_bytes=room)
     except ScheduleError:
         return
-    yield space.evaluate(candidate.balance, candidate.remat, fitted, candidate.data)
+    yield evaluate(space, *stages, fitted, candidate.data)
