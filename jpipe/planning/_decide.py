@@ -33,6 +33,7 @@ from ._request import Request
 from ._search import REMATS
 from ._shapes import shapes
 from ._space import Hardware, Space
+from ._subject import subject
 from ._together import beside_neighbours
 from ._traced import Traced
 
@@ -160,10 +161,10 @@ def plan(
     if faults:
         raise ValueError(f"plan: {'; '.join(faults)}")
     hardware = Hardware(count, memory_limit, bandwidth, latency or 0.0)
-    request = Request(layers, sample, **options)
+    request = Request(subject(layers), sample, **options)
     if batch_size is not None:
         request = request.resized(batch_size)
-    examples = request.batch.batch().sizes[0]
+    examples = request.batch().sizes[0]
     known = profile.microbatch_size if profile else None
     choice = shapes(spread, numbers, count, examples, known)
     parts = sorted({shape.parts for shape in choice})

@@ -24,7 +24,8 @@ from .._jaxprs import _jaxpr
 from .._jaxprs._function import Function
 from .._slices._functions import StageFunctions
 from .._slices._slice import specs
-from ._traced import Sample, Traced
+from ._request import Request
+from ._traced import Traced
 
 # In a round a program is called for about so many seconds, at most so many times.
 _LONG_ENOUGH = 0.05
@@ -56,22 +57,22 @@ class Times(NamedTuple):
 
 
 def measure(
-    model: Traced, sample: Sample, device: Device, rounds: int
+    model: Traced, request: Request, device: Device
 ) -> tuple[dict[StageFunctions, Times], float]:
     """Measures the programs of all layers; of equal layers once.
 
     Args:
       model: the layers.
-      sample: a mini-batch, whose values the first layer is given if it has any.
+      request: has the mini-batch, whose values the first layer is given if it has any,
+        and says how often each layer is visited.
       device: where they run.
-      rounds: how often each layer is visited.
 
     Returns:
       The times of the layers, by their functions, and that of a call of a program that
       computes nothing, in a row of them.
     """
     layers = [
-        _Measured(model, numbers[0], functions, sample, device)
+        _Measured(model, numbers[0], functions, request, device)
         for functions, numbers in model.alike().items()
     ]
     nothing = _Program(_nothing(), device)
@@ -79,9 +80,9 @@ def measure(
     compile_all(program.compiled for program in programs)
     zeros = _transfer.put([np.float32(0)] * _LEAVES, device)
     in_a_row = []
-    done, total = 0, rounds * len(layers)
+    done, total = 0, request.rounds * len(layers)
     with Progress("visits of layers measured") as progress:
-        for _ in range(rounds):
+        for _ in range(request.rounds):
             nothing(zeros)
             in_a_row.append(nothing.in_a_row(zeros))
             for layer in layers:
@@ -180,12 +181,12 @@ class _Measured:
         model: Traced,
         number: int,
         functions: StageFunctions,
-        sample: Sample,
+        request: Request,
         device: Device,
     ) -> None:
         self._model = model
         self._part = model.stages.part(number)
-        self._sample = sample
+        self._request = request
         self._device = device
         self.number = number
         self.functions = functions
@@ -238,10 +239,10 @@ class _Measured:
 
     def _batch(self) -> list[Any]:
         """What it reads of other layers, of the mini-batch, and the number of it."""
-        part, batch, sample = self._part, self._model.batch, self._sample
+        part, batch, request = self._part, self._model.batch, self._request
         program = self._model.stages.first
         own = jax.tree.leaves(batch.part(batch.sizes[0]))
-        given = [sample.x, sample.targets, sample.rngs]
+        given = [request.sample, request.targets, request.rngs]
         values = [
             *_part(jax.tree.leaves(given), batch.x_axes, own),
             *(np.int32(0), *program.numbers),

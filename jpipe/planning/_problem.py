@@ -48,6 +48,11 @@ class PartitionProblem:
         """The number of ranks."""
         return self.schedule.num_ranks if self.schedule else self.chain.num_stages
 
+    @property
+    def has_one_each(self) -> bool:
+        """Whether each rank has one stage."""
+        return self.num_ranks == self.chain.num_stages
+
     @functools.cached_property
     def in_flight(self) -> tuple[InFlight, ...]:
         """What each rank has in flight under the schedule, or else under 1F1B."""

@@ -18,6 +18,7 @@ from ._measure import Times
 from ._measure import measure as measured
 from ._profile import LayerProfile, Profile, SkipProfile
 from ._request import Request
+from ._subject import subject
 from ._traced import Traced
 from ._workspace import workspace_bytes
 
@@ -108,7 +109,7 @@ def profile(
     """
     # In the order of its fields.
     request = Request(
-        *(layers, sample, num_microbatches, loss, targets, has_aux, reduction),
+        *(subject(layers), sample, num_microbatches, loss, targets, has_aux, reduction),
         *(trainable, in_axes, target_axes, rngs, train, measure, rounds, device),
         *(peak_flops, memory_bandwidth, action_seconds),
     )
@@ -124,7 +125,7 @@ def answer(request: Request) -> Profile:
         times = {functions: _estimated(functions, where) for functions in layers}
         action = where.action
     else:
-        times, action = measured(model, request.batch, where, request.rounds)
+        times, action = measured(model, request, where)
     return Profile(
         layers=tuple(_layers(model, times)),
         input_bytes=total(model.entering(0)),
