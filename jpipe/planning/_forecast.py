@@ -10,9 +10,9 @@ from typing import Any
 from .._slices._kept import Kept
 from ..schedules import Action, Costs, Schedule, Timeline
 from ..schedules._action import BACKWARD, FORWARD, INPUT, WEIGHT
-from ._net import ring
 from ._plan import Memory, named
 from ._profile import Profile
+from ._replicated import ring
 from ._space import Hardware, Space
 
 
