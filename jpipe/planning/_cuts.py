@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ._chain import Matrix
+from ._sums import Matrix
 
 
 class Cut(NamedTuple):

@@ -242,7 +242,8 @@ def _memory(
     for i, mode in enumerate(remat):
         # One program computes such a stage both ways: what it keeps, it keeps itself.
         if mode == "full" or (i == len(stages) - 1 and 0.0 in costs.forward[-1]):
-            workspace[i] += profile.pending_bytes(*stages[i], mode)
+            kept = profile.kept_of[profile.pending_mode(mode)]
+            workspace[i] += int(kept[stages[i]])
     memory = []
     for rank, peak in enumerate(timeline.peak_bytes):
         own = [i for i, at in enumerate(timeline.placement) if at == rank]

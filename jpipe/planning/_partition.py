@@ -9,12 +9,12 @@ import numpy as np
 from ..schedules import Schedule, ScheduleBuilder, gpipe
 from ..schedules._tables import Numbered, Tables
 from . import _several
-from ._chain import Matrix
 from ._climb import Cuts, Ends, Key, climb, every
 from ._cuts import Problem, best_max, best_step, smallest_max
 from ._problem import PartitionProblem
 from ._problem import problem as checked
 from ._profile import Profile
+from ._sums import Matrix
 
 # How many actions may be simulated for one answer, and how many cuts at least.
 _ACTIONS = 40_000

@@ -7,9 +7,9 @@ import numpy as np
 
 from ..schedules import Costs
 from ..schedules._simulate import TOO_LONG
-from ._chain import Matrix, between
 from ._profile import Profile, speed_faults
 from ._replicated import Replicated, ReplicatedStage, ring
+from ._sums import Matrix, sums
 
 
 def replicate(
@@ -91,8 +91,8 @@ class _Chain:
     def __init__(self, profile: Profile, bandwidth: float, transfers: bool) -> None:
         self._layers, self._bandwidth = profile.layers, bandwidth
         layers = profile.layers
-        self._times = between(np.array([x.forward + x.backward for x in layers]))
-        self._params = between(np.array([float(x.param_bytes) for x in layers]), 0.0)
+        self._times = sums([x.forward + x.backward for x in layers], np.inf)
+        self._params = sums([x.param_bytes for x in layers])
         # Bytes that cross a cut before each layer, and those of their gradients.
         self._there, self._back = np.zeros((2, len(layers) + 1))
         for cut in range(1, len(layers) if transfers else 0):

@@ -47,7 +47,7 @@ def beside_neighbours(
     for mode in dict.fromkeys(mode for mode in remats if mode != "full"):
         pairs = zip(stages, asked.kept(balance, mode), strict=True)
         shares[mode] = [
-            (kept, profile.kept_bytes(*stage, mode))
+            (kept, int(profile.kept_of[mode][stage]))
             for stage, kept in pairs
             for _ in range(*stage)
         ]

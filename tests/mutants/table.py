@@ -110,7 +110,7 @@ LAYERS = [
     ("_skip", "name\n    frame.popped", "name\n    key = None, name\n    frame.popped"),
 ]
 PLANNING = [
-    ("_chain", "own = [2 * layer.param_bytes", "own = [layer.param_bytes"),
+    ("_chain", "2 * self.profile.params_of +", "self.profile.params_of +"),
     ("_chain", "= layer.output_bytes + layer.cotangent_bytes", "= layer.output_bytes"),
     (
         "_cuts",
@@ -125,7 +125,7 @@ PLANNING = [
     ("_forecast", "max(inputs[0] + weights[0] -", "max(weights[0] -"),
     ("_forecast", "    inputs[0] = 0.0\n", ""),
     ("_forecast", "[other if m in joined else numbers[last] for", "[other for"),
-    ("_forecast", "workspace[i] += profile.", "workspace[i] += 0 * profile."),
+    ("_forecast", "workspace[i] += int(", "workspace[i] += 0 * int("),
     ("_forecast", " - first] += skip.bytes", " - first] -= skip.bytes"),
     ("_replicated", "hops = 2 * (replicas - 1)", "hops = 2 * replicas"),
 ]
