@@ -1,7 +1,7 @@
 """The best contiguous cuts of a chain, exactly: one stage after another."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -117,58 +117,31 @@ def within(problem: Problem, limit: float) -> Cut | None:
 
     Of several the most even one: with the smallest sum of squares.
     """
-    windows = list(_windows(problem, limit))
-    if len(windows) <= len(problem.times):
-        return None
-    passing = squares = np.zeros(1)
+    size = problem.num_layers + 1
+    passing, squares = np.full(size, np.inf), np.zeros(size)
+    passing[0] = 0.0
     came = []
     for stage, matrix in enumerate(problem.times):
-        (low, high), (left, right) = windows[stage : stage + 2]
-        times = matrix[low : high + 1, left : right + 1]
-        times = np.where(times <= limit, times, np.inf)
-        starts = passing + problem.cuts[low : high + 1] if stage else passing
-        each = starts[:, None] + times
+        reached = np.flatnonzero(np.isfinite(passing))
+        if not len(reached):
+            return None
+        begins = slice(reached[0], reached[-1] + 1)
+        times = np.where(matrix[begins] <= limit, matrix[begins], np.inf)
+        starts = passing + problem.cuts if stage else passing
+        each = starts[begins, None] + times
         passing = each.min(axis=0)
-        even = squares[:, None] + np.square(times)
+        even = squares[begins, None] + np.square(times)
         even[each > passing] = np.inf
         arrived = even.argmin(axis=0)
-        squares = even[arrived, np.arange(right - left + 1)]
-        came.append((low, left, arrived))
+        squares = even[arrived, np.arange(size)]
+        came.append(reached[0] + arrived)
     if not np.isfinite(passing[-1]):
         return None
-    ends = [problem.num_layers]
-    for low, left, arrived in reversed(came):
-        ends.append(low + int(arrived[ends[-1] - left]))
-    ends.reverse()
+    ends = _ends(came, problem.num_layers)
     slowest = max(
         float(matrix[ends[s], ends[s + 1]]) for s, matrix in enumerate(problem.times)
     )
-    return Cut(slowest, float(passing[-1]), tuple(ends))
-
-
-def _windows(problem: Problem, limit: float) -> Iterator[tuple[int, int]]:
-    """Where each stage can begin, and the last end, if stages keep within a limit.
-
-    Ends early if they cannot.
-    """
-    count, size = len(problem.times), problem.num_layers
-    last = [0]
-    for stage, matrix in enumerate(problem.times):
-        row = np.flatnonzero((matrix <= limit)[: last[-1] + 1].any(axis=0))
-        if not len(row):
-            return
-        last.append(min(int(row[-1]), size - (count - 1 - stage)))
-    first = [size]
-    for stage, matrix in reversed(list(enumerate(problem.times))):
-        column = np.flatnonzero((matrix <= limit)[:, first[-1] :].any(axis=1))
-        if not len(column):
-            return
-        first.append(max(int(column[0]), stage))
-    first.reverse()
-    for low, high in zip(first, last, strict=True):
-        if low > high:
-            return
-        yield low, high
+    return Cut(slowest, float(passing[-1]), ends)
 
 
 def _limits(problem: Problem, low: float, high: float) -> list[float]:

@@ -114,7 +114,7 @@ PLANNING = [
     ("_chain", "= layer.output_bytes + layer.cotangent_bytes", "= layer.output_bytes"),
     (
         "_cuts",
-        "starts = passing + problem.cuts[low : high + 1] if stage else passing",
+        "starts = passing + problem.cuts if stage else passing",
         "starts = passing",
     ),
     (
