@@ -241,12 +241,10 @@ class _Measured:
         """What it reads of other layers, of the mini-batch, and the number of it."""
         part, batch, request = self._part, self._model.batch, self._request
         program = self._model.stages.first
+        leaves = jax.tree.leaves([request.sample, request.targets, request.rngs])
         own = jax.tree.leaves(batch.part(batch.sizes[0]))
-        given = [request.sample, request.targets, request.rngs]
-        values = [
-            *_part(jax.tree.leaves(given), batch.x_axes, own),
-            *(np.int32(0), *program.numbers),
-        ]
+        values = [_first_part(*each) for each in zip(leaves, own, strict=True)]
+        values += np.int32(0), *program.numbers
         known = dict(zip(program.given, values, strict=True))
         given = [known[var] for var in part.given]
         return self._drawn([*specs(part.arrives), *given])
@@ -256,22 +254,11 @@ class _Measured:
         return _transfer.put(list(map(_value, leaves)), self._device)
 
 
-def _part(
-    leaves: Sequence[Any],
-    axes: Sequence[int | None],
-    specs: Sequence[jax.ShapeDtypeStruct],
-) -> list[Any]:
-    """The first micro-batch of what has values; of the rest its specs."""
-    parts = []
-    for leaf, axis, spec in zip(leaves, axes, specs, strict=True):
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            parts.append(spec)
-        elif axis is None:
-            parts.append(leaf)
-        else:
-            before = (slice(None),) * (axis % leaf.ndim)
-            parts.append(leaf[(*before, slice(spec.shape[axis]))])
-    return parts
+def _first_part(leaf: Any, spec: jax.ShapeDtypeStruct) -> Any:
+    """The first micro-batch of what has values; else its spec."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return spec
+    return leaf[tuple(map(slice, spec.shape))]
 
 
 def _value(leaf: Any) -> Any:
