@@ -4,13 +4,14 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ..schedules import Costs
+from ..schedules import Costs, Schedule
+from ..schedules._action import FORWARD, INPUT, WEIGHT
 from ._climb import Cuts
-from ._in_flight import InFlight
 from ._profile import Profile
 from ._sums import Matrix, sums
 
@@ -18,6 +19,38 @@ from ._sums import Matrix, sums
 # two to the power of this: sums and differences of whole numbers below 2 ** 53 are
 # exact, so that equal layers make equal stages wherever they stand.
 _UNITS = 46
+
+
+class InFlight(NamedTuple):
+    """What one rank has in flight.
+
+    Attributes:
+      stages: those that it runs.
+      counts: each a moment: of how many micro-batches each stage waits for a backward,
+        then of how many each waits for the weight gradient.
+    """
+
+    stages: tuple[int, ...]
+    counts: tuple[tuple[int, ...], ...]
+
+
+def in_flight(schedule: Schedule) -> tuple[InFlight, ...]:
+    """What each rank of a schedule has in flight, at all moments that differ."""
+    return tuple(_of_rank(schedule, rank) for rank in range(schedule.num_ranks))
+
+
+def _of_rank(schedule: Schedule, rank: int) -> InFlight:
+    stages = [s for s, own in enumerate(schedule.placement) if own == rank]
+    place = {stage: i for i, stage in enumerate(stages)}
+    now = [0] * (2 * len(stages))
+    moments = {tuple(now)}
+    for op, stage, _ in schedule.rows[rank]:
+        i, after = place[stage], place[stage] + len(stages)
+        now[after if op == WEIGHT else i] += 1 if op == FORWARD else -1
+        if op == INPUT:
+            now[after] += 1
+        moments.add(tuple(now))
+    return InFlight(tuple(stages), tuple(sorted(moments)))
 
 
 @dataclass(frozen=True, eq=False)

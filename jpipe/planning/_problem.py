@@ -10,8 +10,7 @@ from typing import Any
 from ..schedules import Schedule, one_f_one_b
 from ..schedules._choose import choose_schedule
 from ..schedules._simulate import TOO_LONG
-from ._chain import Chain
-from ._in_flight import InFlight, in_flight
+from ._chain import Chain, InFlight, in_flight
 from ._layer import MODES, LayerProfile, misfit, unknown_mode
 from ._profile import Profile, mode_faults, speed_faults
 

@@ -12,7 +12,7 @@ from .._layers import _rng
 from .._run._context import outside_of_meshes
 from .._slices._costs import total
 from .._slices._functions import StageFunctions
-from ._estimate import Rates, seconds
+from ._estimate import Rates, seconds, workspace_bytes
 from ._layer import MODES
 from ._measure import Times
 from ._measure import measure as measured
@@ -20,7 +20,6 @@ from ._profile import LayerProfile, Profile, SkipProfile
 from ._request import Request
 from ._subject import subject
 from ._traced import Traced
-from ._workspace import workspace_bytes
 
 PyTree = Any
 

@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 
 from ._alone import least
-from ._build import check
+from ._build import check, placements
 from ._costs import Costs
 from ._homes import Homes
-from ._placements import placements
 from ._simulate import ScheduleError, check_costs
 
 
