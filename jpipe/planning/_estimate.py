@@ -1,9 +1,9 @@
 """What programs would take by their jaxprs: nothing is compiled or run.
 
-Time: a roofline: what an equation takes is the time of its floating-point operations or
-that of the bytes that it reads and writes, whichever is longer. XLA fuses what is cheap,
-such as sums, masks and reductions: all of that in a program is taken as one, which
-touches only what others read of it or write for it.
+Time is that of a roofline: what an equation takes is the time of its floating-point
+operations or that of the bytes that it reads and writes, whichever is longer. XLA fuses
+what is cheap, such as sums, masks and reductions: all of that in a program is taken as
+one, which touches only what others read of it or write for it.
 
 Memory beside arguments and results: at most what is alive at once of what equations
 make, each as an array of its own: no fusion, no view. XLA needs less, but for what a

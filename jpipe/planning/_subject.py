@@ -32,8 +32,6 @@ from ._request import Request
 from ._traced import Traced
 
 PyTree = Any
-# Of each stage how many layers it has; none: one.
-Balance = Sequence[int] | None
 # A model is divided as finely as for about so many stages.
 _PIECES = 16
 
