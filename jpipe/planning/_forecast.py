@@ -10,6 +10,7 @@ from typing import Any
 from .._slices._kept import Kept
 from ..schedules import Action, Costs, Schedule, Timeline
 from ..schedules._action import BACKWARD, FORWARD, INPUT, WEIGHT
+from ..schedules._units import many
 from ._plan import Memory, named
 from ._profile import Profile
 from ._replicated import ring
@@ -83,8 +84,7 @@ class Candidate:
         modes = dict.fromkeys(self.remat)
         return (
             f"{self.schedule.name}, balance {list(self.balance)}, "
-            f"{self.schedule.num_microbatches} "
-            f"micro-batch{'es' * (self.schedule.num_microbatches > 1)}, "
+            f"{many(self.schedule.num_microbatches, 'micro-batch')}, "
             f"remat {' and '.join(modes)}"
             + (f", {named(self.schedule, self.data)}" if self.data > 1 else "")
         )

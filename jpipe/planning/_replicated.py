@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from ..schedules import Costs, Schedule, Timeline, replicated
 from ..schedules._costs import at
-from ..schedules._units import columns, duration
+from ..schedules._units import columns, duration, many
 
 
 class ReplicatedStage(NamedTuple):
@@ -146,7 +146,7 @@ class Replicated:
         used, seconds = sum(self.replicas), self.seconds
         faster = self.alone / seconds if seconds else 1.0
         lines = [
-            f"{seconds:.6g} s a micro-batch on {used} device{'s' * (used > 1)}, "
+            f"{seconds:.6g} s a micro-batch on {many(used, 'device')}, "
             f"{faster:.3f} times as fast as one"
         ]
         if max(self.replicas) > 1 and seconds:
