@@ -22,7 +22,7 @@ from .._processes._environment import (
     TIMEOUT,
 )
 from ._arguments import count, duration
-from ._refusal import Unfit
+from ._refusal import CommandError
 
 # When one has failed, or Ctrl-C was pressed, the others have so many seconds to end by
 # themselves.
@@ -61,7 +61,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.is_module:
         script = ["-m", *script]
     elif not Path(arguments.script).is_file():
-        raise Unfit(
+        raise CommandError(
             f"{arguments.script} is not a file; give a Python program, or -m and the "
             f"name of a module"
         )

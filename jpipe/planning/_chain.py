@@ -101,14 +101,14 @@ class Chain:
         return computed + sum(self._transfers)
 
     @functools.cached_property
-    def unit(self) -> float:
+    def quantum(self) -> float:
         """Seconds in which times are counted."""
         return max(2.0 ** (math.frexp(self.total)[1] - _UNITS), math.ulp(0.0))
 
     @functools.cached_property
-    def cuts(self) -> Matrix:
+    def transfers(self) -> Matrix:
         """The time of the transfers, there and back, of a cut before each layer."""
-        return np.rint(np.array(self._transfers) / self.unit)
+        return np.rint(np.array(self._transfers) / self.quantum)
 
     @functools.cached_property
     def times(self) -> tuple[Matrix, ...]:
@@ -146,7 +146,7 @@ class Chain:
         return each.max(axis=0) + sum(self._static[stage] for stage in stages)
 
     def _whole(self, seconds: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        return np.rint(seconds / self.unit)
+        return np.rint(seconds / self.quantum)
 
     @functools.cached_property
     def _transfers(self) -> list[float]:

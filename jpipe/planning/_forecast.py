@@ -73,7 +73,7 @@ class Candidate:
         limit = hardware.memory_limit
         return limit is None or self.most_bytes <= limit
 
-    def worth(self, hardware: Hardware) -> tuple[float, ...]:
+    def objective(self, hardware: Hardware) -> tuple[float, ...]:
         """What is less is better."""
         if not self.fits(hardware):
             return 1, self.most_bytes, self.seconds
@@ -134,7 +134,7 @@ def evaluate(
     profile = space.profile(schedule, data)
     costs = stage_costs(space, balance, remat, schedule, data)
     action, exchanged = profile.action_seconds, len(balance) if data > 1 else 0
-    costs = as_run(costs, schedule, remat[-1] == "full", action)
+    costs = fused_costs(costs, schedule, remat[-1] == "full", action)
     timeline = schedule.simulate(costs)
     return Candidate(
         balance=tuple(balance),
@@ -172,7 +172,7 @@ def _dispatched(timeline: Timeline) -> int:
     return count + moved * len({action.microbatch for action in timeline.rows[0]})
 
 
-def as_run(
+def fused_costs(
     costs: Costs, schedule: Schedule, keeps_nothing: bool, action_seconds: float = 0.0
 ) -> Costs:
     """The costs of what a step runs, where that is not action by action.

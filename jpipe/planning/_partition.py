@@ -100,15 +100,15 @@ def _one_each(problem: PartitionProblem) -> list[Ends]:
         if short > 0:
             raise NoCut(_too_small(problem, ends, short))
         times = [np.where(o <= 0, t, np.inf) for o, t in zip(over, times, strict=True)]
-    matrices = Problem(times, chain.cuts)
-    tight = best_max(matrices)
-    assert tight is not None, "the limit was looked at"
+    matrices = Problem(times, chain.transfers)
+    min_max = best_max(matrices)
+    assert min_max is not None, "the limit was looked at"
     if problem.objective == "max":
-        return [tight.ends]
+        return [min_max.ends]
     assert problem.num_microbatches is not None
     found = [cut.ends for cut in best_step(matrices, problem.num_microbatches)]
     others = every(chain.num_layers, chain.num_stages, _TRIED)
-    return [*found[: _several.BEST], tight.ends, *others]
+    return [*found[: _several.BEST], min_max.ends, *others]
 
 
 def _excess(problem: PartitionProblem) -> list[Matrix]:
@@ -176,7 +176,7 @@ def _simulated_step(problem: PartitionProblem) -> Callable[[Cuts], list[Key]]:
         return time, 0.0
 
     def keys(cuts: Cuts) -> list[Key]:
-        slowest = _several.loads(problem, cuts).max(axis=0) * chain.unit
+        slowest = _several.loads(problem, cuts).max(axis=0) * chain.quantum
         fits = _several.over(problem, cuts) == 0
         each = zip(cuts.tolist(), slowest.tolist(), fits, strict=True)
         return [seconds(ends, own) if ok else (np.inf,) for ends, own, ok in each]

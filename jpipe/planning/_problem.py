@@ -11,7 +11,7 @@ from ..schedules import Schedule, one_f_one_b
 from ..schedules._choose import choose_schedule
 from ..schedules._simulate import TOO_LONG
 from ._chain import Chain, InFlight, in_flight
-from ._layer import MODES, LayerProfile, misfit, unknown_mode
+from ._layer import MODES, LayerProfile, number_faults, unknown_mode
 from ._profile import Profile, mode_faults, speed_faults
 
 OBJECTIVES = ("max", "step")
@@ -129,7 +129,9 @@ def _profile(costs: Sequence[float] | Profile) -> Profile:
     profile, faults = costs, []
     if not isinstance(profile, Profile):
         times = [getattr(time, "item", lambda own=time: own)() for time in profile]
-        faults = [f for i, t in enumerate(times) for f in misfit(f"costs[{i}]", t)]
+        faults = [
+            f for i, t in enumerate(times) for f in number_faults(f"costs[{i}]", t)
+        ]
         layers = [] if faults else [(t / 3, t - t / 3) for t in times]
         profile = Profile(
             tuple(LayerProfile(str(i), *halves) for i, halves in enumerate(layers))

@@ -57,7 +57,7 @@ class Profile:
         fields = (self.layers, self.input_bytes, self.skips, self.ties)
         return [
             *_layer.faults(*fields, self.microbatch_size),
-            *_layer.misfit("action_seconds", self.action_seconds),
+            *_layer.number_faults("action_seconds", self.action_seconds),
         ]
 
     def costs(
@@ -323,7 +323,7 @@ def mode_faults(modes: Sequence[str], num_stages: int) -> Iterator[str]:
 
 def speed_faults(bandwidth: float | None, latency: float) -> Iterator[str]:
     """Why links of such speed there are not, a line for each fault."""
-    yield from _layer.misfit("latency", latency)
+    yield from _layer.number_faults("latency", latency)
     if bandwidth is not None and (
         isinstance(bandwidth, bool)
         or not isinstance(bandwidth, Real)

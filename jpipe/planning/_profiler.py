@@ -131,7 +131,7 @@ def answer(request: Request) -> Profile:
         skips=tuple(_skips(model)),
         ties=tuple(model.ties()),
         microbatch_size=model.batch.sizes[0],
-        made=request.made,
+        made=request.fingerprint,
         action_seconds=action,
     )
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from .._instructions._transfer import OnPaper
 from ..schedules import lower_bound
 from ..schedules._units import duration, size
+from ._fingerprint import estimated, measured_on_cpu
 from ._forecast import Candidate, transfers
-from ._made import estimated, measured_on_cpu
 from ._plan import Forecast, Plan, StagePlan, named
 from ._space import Hardware, Space
 

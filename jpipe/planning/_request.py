@@ -23,8 +23,8 @@ from .._run._context import outside_of_meshes
 from .._slices._built import Built
 from ..schedules import Schedule
 from ._estimate import Rates
-from ._layer import misfit
-from ._made import made
+from ._fingerprint import fingerprint
+from ._layer import number_faults
 from ._traced import Traced
 
 PyTree = Any
@@ -89,7 +89,7 @@ class Request:
             if self.measure:
                 yield f"{name}={rate!r} is for an estimate; give measure=False too"
             elif name == "action_seconds":
-                yield from misfit(name, rate)
+                yield from number_faults(name, rate)
             elif not isinstance(rate, int | float) or not 0 < rate < math.inf:
                 yield f"{name}={rate!r}: needs a number above 0, per second"
         if self.loss is None and jax.tree.leaves(self.targets):
@@ -192,9 +192,9 @@ class Request:
         return dataclasses.replace(whole, sample=x, targets=targets)
 
     @property
-    def made(self) -> dict[str, str]:
+    def fingerprint(self) -> dict[str, str]:
         """What a profile is made on that answers this."""
-        return made(self.model, self.train, self.where)
+        return fingerprint(self.model, self.train, self.where)
 
 
 def _any(outputs: PyTree, _: PyTree) -> jax.Array:

@@ -9,8 +9,8 @@ from .._instructions._progress import Progress, counted
 from ..schedules import BY_NAME, Schedule, ScheduleError
 from ..schedules._action import WEIGHT
 from ._climb import Cuts, climb
+from ._fingerprint import measured_on_cpu
 from ._forecast import Candidate, evaluate, stage_costs
-from ._made import measured_on_cpu
 from ._partition import NoCut, partition
 from ._profile import Profile
 from ._shapes import Shape
@@ -40,20 +40,20 @@ def search(space: Space) -> list[Candidate]:
       The candidates; several may be the same.
     """
     found = ranked(_candidates(space), space.hardware)
-    for candidate in counted("candidates improved", list(_promising(found))):
-        better = candidate if space.balance else _moved(candidate, space)
+    for candidate in counted("candidates improved", list(_top(found))):
+        better = candidate if space.balance else _local_search(candidate, space)
         found.append(better)
-        if space.made:
-            found += _made_to_measure(better, space)
+        if space.fits_schedules:
+            found += _with_fitted_schedule(better, space)
     return ranked(found, space.hardware)
 
 
 def ranked(found: Iterable[Candidate], hardware: Hardware) -> list[Candidate]:
     """Candidates, those that fit first, the fastest of them first."""
-    return sorted(found, key=lambda candidate: candidate.worth(hardware))
+    return sorted(found, key=lambda candidate: candidate.objective(hardware))
 
 
-def preferred(found: Sequence[Candidate], hardware: Hardware) -> list[Candidate]:
+def picked(found: Sequence[Candidate], hardware: Hardware) -> list[Candidate]:
     """The candidates, the one first that is to be taken: as a rule the fastest.
 
     Devices that share cores have them to themselves while others wait, and what fills a
@@ -67,20 +67,20 @@ def preferred(found: Sequence[Candidate], hardware: Hardware) -> list[Candidate]
     if not (found and found[0].fits(hardware)):
         return list(found)
     taken = best = found[0]
-    if measured_on_cpu(best.profile.made) and _has_halves(best.schedule):
+    if measured_on_cpu(best.profile.made) and _splits_backwards(best.schedule):
         as_fast = (
             each
             for each in found
             if each.fits(hardware)
             and each.num_devices == best.num_devices
             and each.seconds <= (1 + _GAIN) * best.seconds
-            and not _has_halves(each.schedule)
+            and not _splits_backwards(each.schedule)
         )
         taken = next(as_fast, best)
     return [taken, *(each for each in found if each is not taken)]
 
 
-def _has_halves(schedule: Schedule) -> bool:
+def _splits_backwards(schedule: Schedule) -> bool:
     """Whether backwards run in two halves."""
     return any(action.op == WEIGHT for row in schedule.rows for action in row)
 
@@ -98,13 +98,13 @@ def _candidates(space: Space) -> list[Candidate]:
     with Progress("numbers of devices and micro-batches planned") as progress:
         for done, (least, ranks, shape) in enumerate(sorted(branches)):
             progress.say(done, len(branches))
-            to_beat = _to_beat(found, -ranks, shape.data, space.hardware)
+            to_beat = _incumbent(found, -ranks, shape.data, space.hardware)
             if least < to_beat:
                 found += _of_branch(-ranks, shape, space, to_beat)
     return found
 
 
-def _to_beat(
+def _incumbent(
     found: Sequence[Candidate], num_ranks: int, data: int, hardware: Hardware
 ) -> float:
     """What takes longer is the best of no kind that the reasons name."""
@@ -167,7 +167,7 @@ def _under_limit(candidate: Candidate, mode: str, space: Space) -> Iterator[Cand
     schedule, memory = candidate.schedule, candidate.memory
     if sum(m.lasting + m.optimizer for m in memory) > limit * len(memory):
         return  # what stages keep is no matter
-    less = list(_keeping_less(candidate, space))
+    less = list(_reduced_remat(candidate, space))
     yield from less
     several = schedule.num_ranks < schedule.num_stages
     if several and any(each.fits(space.hardware) for each in less):
@@ -185,7 +185,7 @@ def _under_limit(candidate: Candidate, mode: str, space: Space) -> Iterator[Cand
         room = [own - more for own, more in zip(room, over, strict=True)]
 
 
-def _keeping_less(candidate: Candidate, space: Space) -> Iterator[Candidate]:
+def _reduced_remat(candidate: Candidate, space: Space) -> Iterator[Candidate]:
     """Keeps less and less in the stages of ranks that need more than they have."""
     limit = space.hardware.memory_limit
     assert limit is not None
@@ -241,7 +241,7 @@ def _cut(
         return None
 
 
-def _promising(found: Sequence[Candidate]) -> Iterator[Candidate]:
+def _top(found: Sequence[Candidate]) -> Iterator[Candidate]:
     """The best, one of each schedule, for each number of devices per stage."""
     for data in sorted({each.data for each in found}):
         best: dict[Schedule, Candidate] = {}
@@ -251,7 +251,7 @@ def _promising(found: Sequence[Candidate]) -> Iterator[Candidate]:
         yield from itertools.islice(best.values(), _IMPROVED)
 
 
-def _moved(candidate: Candidate, space: Space) -> Candidate:
+def _local_search(candidate: Candidate, space: Space) -> Candidate:
     """The best of a candidate's cut and those around it, by their simulated steps.
 
     A cut is made by what stages take, one after another: not by where its schedule
@@ -265,13 +265,13 @@ def _moved(candidate: Candidate, space: Space) -> Candidate:
             balance = [b - a for a, b in itertools.pairwise(ends)]
             own = evaluate(space, balance, candidate.remat, schedule, candidate.data)
             seen[ends] = own
-        return [seen[ends].worth(space.hardware) for ends in each]
+        return [seen[ends].objective(space.hardware) for ends in each]
 
     most = max(_ACTIONS // sum(map(len, schedule.rows)), 1)
     return seen[climb([(0, *itertools.accumulate(candidate.balance))], keys, most)[0]]
 
 
-def _made_to_measure(candidate: Candidate, space: Space) -> Iterator[Candidate]:
+def _with_fitted_schedule(candidate: Candidate, space: Space) -> Iterator[Candidate]:
     """The same stages under a schedule made to measure, if there is one that fits."""
     hardware, schedule = space.hardware, candidate.schedule
     stages = candidate.balance, candidate.remat

@@ -83,7 +83,7 @@ def _on_paper(problem: PartitionProblem, cuts: Cuts) -> list[Key]:
     each = loads(problem, cuts)
     pairs = enumerate(itertools.pairwise(problem.placement), start=1)
     crossed = [stage for stage, (one, other) in pairs if one != other]
-    moved = problem.chain.cuts[cuts[:, crossed]].sum(axis=1)
+    moved = problem.chain.transfers[cuts[:, crossed]].sum(axis=1)
     slowest, passing = each.max(axis=0), each.sum(axis=0) + moved
     even, more = np.square(each).sum(axis=0), over(problem, cuts)
     if problem.objective == "max":
@@ -100,7 +100,7 @@ def _listed(*columns: Numbers) -> list[Key]:
 def _starts(problem: PartitionProblem) -> Iterator[Ends]:
     """Equal loads for all stages, and as many layers for each."""
     chain, count = problem.chain, problem.chain.num_stages
-    if cut := best_max(Problem(chain.times, chain.cuts)):
+    if cut := best_max(Problem(chain.times, chain.transfers)):
         yield cut.ends
     yield from every(chain.num_layers, count, _FEW)
     yield tuple(chain.num_layers * s // count for s in range(count + 1))

@@ -39,7 +39,7 @@ class Space:
       hardware: the devices.
       names: of schedules; see `jpipe.schedules.BY_NAME`.
       remats: modes that a stage may have, the one that keeps most first.
-      made: whether schedules are made to measure too.
+      fits_schedules: whether schedules are made to measure too.
       balance: the only cut that is meant, if any.
       shapes: the numbers of micro-batches, each with the number of devices that share
         one.
@@ -50,7 +50,7 @@ class Space:
     hardware: Hardware
     names: tuple[str, ...]
     remats: tuple[str, ...]
-    made: bool
+    fits_schedules: bool
     balance: tuple[int, ...] | None
     shapes: tuple[Shape, ...]
 

@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 
 from ._action import BACKWARD, FORWARD, INPUT, WEIGHT
-from ._arrange import Limits, arrange
 from ._build import check, placed, v_shape
 from ._costs import Costs
 from ._improve import latest_starts
+from ._list_schedule import Limits, list_schedule
 from ._schedule import Schedule
 from ._simulate import ScheduleError, check_costs, deadlock
 from ._tables import Numbered, Run, Tables
@@ -97,7 +97,7 @@ def build_v(
         run = tables.run(rows)
         assert run is not None
         for _ in range(_ROUNDS):
-            new = arrange(tables, latest_starts(run), limits, whole)
+            new = list_schedule(tables, latest_starts(run), limits, whole)
             new = tables.run(new) if new else None
             if new is None or new.makespan >= run.makespan:
                 break

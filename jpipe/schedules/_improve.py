@@ -15,7 +15,12 @@ def latest_starts(run: Run) -> list[float]:
     enough for all who read it.
     """
     tables = run.tables
-    own, far, delay, slot = tables.own, tables.far, tables.delay, tables.slot
+    local, remote, delay, result = (
+        tables.local,
+        tables.remote,
+        tables.delay,
+        tables.result,
+    )
     latest = [run.makespan - more for more in tables.exchange]
     starts = [0.0] * len(tables.seconds)
     gaps: list[list[tuple[float, ...]]] = [
@@ -25,12 +30,12 @@ def latest_starts(run: Run) -> list[float]:
     for number in reversed(list(run.by_end())):
         seconds = tables.seconds[number]
         rank = tables.placement[number // count % stages]
-        start = _take(gaps[rank], latest[slot[number]], seconds)
+        start = _take(gaps[rank], latest[result[number]], seconds)
         starts[number] = start
-        reads = [(own[number], 0.0), (far[number], delay[number])]
+        reads = [(local[number], 0.0), (remote[number], delay[number])]
         if number % count:
             # Each stage runs its micro-batches in order.
-            reads.append((slot[number - 1], 0.0))
+            reads.append((result[number - 1], 0.0))
         for read, later in [*reads, *tables.skips.get(number, ())]:
             if read >= 0:
                 latest[read] = min(latest[read], start - later)
@@ -59,23 +64,28 @@ def _take(gaps: list[tuple[float, ...]], latest: float, seconds: float) -> float
 def tails(run: Run) -> list[float]:
     """How long it takes from the start of each action to the end of the step.
 
-    By slot; with the orders as they are.
+    By result; with the orders as they are.
     """
     tables = run.tables
-    own, far, delay, slot = tables.own, tables.far, tables.delay, tables.slot
+    local, remote, delay, result = (
+        tables.local,
+        tables.remote,
+        tables.delay,
+        tables.result,
+    )
     after = [*tables.exchange]
     tail = [0.0] * len(tables.seconds)
     row_of = {number: (row, at) for row in run.rows for at, number in enumerate(row)}
     for number in reversed(run.order):
-        at = slot[number]
+        at = result[number]
         long = tail[at] = after[at] + tables.seconds[number]
         row, place = row_of[number]
         if place:
-            before = slot[row[place - 1]]
+            before = result[row[place - 1]]
             after[before] = max(after[before], long)
-        if (read := own[number]) >= 0:
+        if (read := local[number]) >= 0:
             after[read] = max(after[read], long)
-        if (read := far[number]) >= 0:
+        if (read := remote[number]) >= 0:
             after[read] = max(after[read], long + delay[number])
         for read, later in tables.skips.get(number, ()):
             after[read] = max(after[read], long + later)
@@ -100,7 +110,7 @@ def swaps(run: Run) -> list[tuple[int, int]]:
             start = end[second] - tables.seconds[second]
             if (
                 start - end[first] <= close
-                and start + tail[tables.slot[second]] >= run.makespan - close
+                and start + tail[tables.result[second]] >= run.makespan - close
                 and _may_swap(tables, first, second)
             ):
                 found.append((rank, at))
@@ -110,7 +120,7 @@ def swaps(run: Run) -> list[tuple[int, int]]:
 def _may_swap(tables: Tables, first: int, second: int) -> bool:
     """Whether the second does not read the first, nor follows it in its stage."""
     count, stages = tables.num_microbatches, tables.num_stages
-    if tables.own[second] == tables.slot[first]:
+    if tables.local[second] == tables.result[first]:
         return False
     if first // count % stages != second // count % stages:
         return True
@@ -119,7 +129,7 @@ def _may_swap(tables: Tables, first: int, second: int) -> bool:
     return len(ops) == 2 and not (BACKWARD in ops and ops & {INPUT, WEIGHT})
 
 
-def climb(run: Run, allowed: Callable[[Run], bool], budget: int) -> Run:
+def local_search(run: Run, allowed: Callable[[Run], bool], budget: int) -> Run:
     """Swaps neighbours on a longest chain while that makes the step shorter.
 
     Args:

@@ -5,12 +5,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ._action import BACKWARD, FORWARD
-from ._alone import least
-from ._arrange import Limits, arrange
 from ._catalogue import BY_NAME
 from ._homes import Homes
-from ._improve import climb, latest_starts
+from ._improve import latest_starts, local_search
+from ._list_schedule import Limits, list_schedule
 from ._looped import interleaved, interleaved_zb, looped_bfs
+from ._one_machine import one_machine_bound
 from ._schedule import Schedule
 from ._simulate import ScheduleError
 from ._tables import Numbered, Run, Tables
@@ -79,7 +79,9 @@ def orders(
       most: the most bytes of each rank; ``None``: any.
       known: schedules to begin with, of which those of the placement are tried.
     """
-    bound = least(tables.costs, Homes(tables.placement), tables.num_microbatches)
+    bound = one_machine_bound(
+        tables.costs, Homes(tables.placement), tables.num_microbatches
+    )
     found: list[Order] = []
 
     def add(name: str, rows: Numbered | None, whole: bool) -> None:
@@ -109,7 +111,7 @@ def orders(
 def _listed(
     tables: Tables, most: Sequence[float] | None, found: list[Order]
 ) -> Iterator[Attempt]:
-    """By simple rules of who goes first: see `arrange`.
+    """By simple rules of who goes first: see `list_schedule`.
 
     These come within 0.2 % of the best of thirty-six on random costs.
     """
@@ -120,7 +122,7 @@ def _listed(
     forward_first = _by_stage(tables, forward=first, backward=second)
     # In flight: as much as hides transfers, and the chunks after the first.
     held = [stages - ranks + 1 + 2 * (ranks - 1 - rank) for rank in range(ranks)]
-    for priority, most_held, whole, patience in (
+    for priority, most_held, whole, lookahead in (
         (backward_first, None, False, 0.0),
         (backward_first, None, False, 1.0),
         (forward_first, None, False, 0.0),
@@ -128,7 +130,7 @@ def _listed(
         (forward_first, None, True, 0.0),
     ):
         limits = Limits(most, most_held)
-        yield arrange(tables, priority, limits, whole, patience), whole
+        yield list_schedule(tables, priority, limits, whole, lookahead), whole
 
 
 def _shifted(
@@ -139,9 +141,9 @@ def _shifted(
     some = [*_distinct(found, _SHIFTED), *fitting[:_SHIFTED]]
     for order in {id(order): order for order in some}.values():
         priority = latest_starts(order.run)
-        for careful in (True, False) if most else (True,):
-            limits = Limits(most, careful=careful)
-            yield arrange(tables, priority, limits, order.whole), order.whole
+        for reserves in (True, False) if most else (True,):
+            limits = Limits(most, reserves=reserves)
+            yield list_schedule(tables, priority, limits, order.whole), order.whole
 
 
 def _swapped(
@@ -154,7 +156,7 @@ def _swapped(
 
     for order in _distinct([order for order in found if order.fits], _SWAPPED):
         budget = _TIMED // len(order.run.order) + 1
-        yield climb(order.run, allowed, budget).rows, order.whole
+        yield local_search(order.run, allowed, budget).rows, order.whole
 
 
 def _one_at_a_time(tables: Tables) -> Numbered:

@@ -36,11 +36,11 @@ class Tables:
 
     Attributes:
       seconds: the time of each action.
-      own: the action of its own rank that it reads; -1 if there is none.
-      far: the action of the stage before or after that it reads, likewise.
-      delay: how long after its end what is read from `far` arrives.
+      local: the action of its own rank that it reads; -1 if there is none.
+      remote: the action of the stage before or after that it reads, likewise.
+      delay: how long after its end what is read from `remote` arrives.
       exchange: for how long the step goes on after the last of its stage.
-      slot: itself; of a whole backward the first half, as which it is read.
+      result: itself; of a whole backward the first half, as which it is read.
       changes: the bytes that it adds to ranks, one after the other.
       skips: the actions that skip connections of it come from, and how long they take.
       at_start: the bytes of each rank before the first action.
@@ -64,11 +64,11 @@ class Tables:
         for stage, rank in enumerate(self.placement):
             self.stages_of[rank].append(stage)
         self.seconds: list[float] = []
-        self.own: list[int] = []
-        self.far: list[int] = []
+        self.local: list[int] = []
+        self.remote: list[int] = []
         self.delay: list[float] = []
         self.exchange: list[float] = []
-        self.slot: list[int] = []
+        self.result: list[int] = []
         self.changes: list[Changes] = []
         self.skips: dict[int, list[tuple[int, float]]] = {}
         count = num_microbatches
@@ -80,14 +80,14 @@ class Tables:
                 copies = count // len(some)
                 self.seconds += [costs.of(action) for action in some] * copies
                 self.changes += [self._changes(action) for action in some] * copies
-                own, far, delay = self._reads(op, stage, some)
-                self.own += _numbers(own, count)
-                self.far += _numbers(far, count)
+                local, remote, delay = self._reads(op, stage, some)
+                self.local += _numbers(local, count)
+                self.remote += _numbers(remote, count)
                 self.delay += delay * copies
                 exchange = 0.0 if op == FORWARD else at(costs.exchange, stage)
                 self.exchange += [exchange] * count
                 to = INPUT if op == BACKWARD else op
-                self.slot += _numbers(self.first(to, stage), count)
+                self.result += _numbers(self.first(to, stage), count)
                 self._add_skips(op, stage)
         self.at_start = self._at_start()
 
@@ -128,18 +128,18 @@ class Tables:
         self, op: str, stage: int, some: list[Action]
     ) -> tuple[int, int, list[float]]:
         """What an op of a stage reads of its own rank and of another, and the delay."""
-        own, far, other = -1, -1, stage
+        local, remote, other = -1, -1, stage
         if op == FORWARD:
             if stage:
                 other = stage - 1
-                far = self.first(FORWARD, other)
+                remote = self.first(FORWARD, other)
         elif op == WEIGHT:
-            own = self.first(INPUT, stage)
+            local = self.first(INPUT, stage)
         else:
-            own = self.first(FORWARD, stage)
+            local = self.first(FORWARD, stage)
             if stage + 1 < self.num_stages:
                 other = stage + 1
-                far = self.first(INPUT, other)
+                remote = self.first(INPUT, other)
         sent = FORWARD if op == FORWARD else INPUT
         delays = [
             self.costs.transfer(Action(sent, other, i))
@@ -147,7 +147,7 @@ class Tables:
             else 0.0
             for _, _, i in some
         ]
-        return own, far, delays
+        return local, remote, delays
 
     def _add_skips(self, op: str, stage: int) -> None:
         for i in range(self.num_microbatches if self.costs.skips else 0):
@@ -216,7 +216,7 @@ class Tables:
 
     def run(self, rows: Numbered) -> "Run | None":
         """Runs each rank in its order; ``None`` if ranks wait for each other."""
-        own, far, delay, slot = self.own, self.far, self.delay, self.slot
+        local, remote, delay, result = self.local, self.remote, self.delay, self.result
         seconds, skips = self.seconds, self.skips
         end = [NEVER] * len(seconds)
         free, position = [0.0] * len(rows), [0] * len(rows)
@@ -236,7 +236,7 @@ class Tables:
                 for at in range(at, len(row)):  # noqa: B020
                     number = row[at]
                     start = now
-                    if (read := far[number]) >= 0:
+                    if (read := remote[number]) >= 0:
                         arrival = end[read]
                         if arrival < 0:
                             waiting.setdefault(read, []).append(rank)
@@ -244,7 +244,7 @@ class Tables:
                         arrival += delay[number]
                         if arrival > start:
                             start = arrival
-                    if (read := own[number]) >= 0:
+                    if (read := local[number]) >= 0:
                         arrival = end[read]
                         if arrival < 0:
                             return None
@@ -252,15 +252,15 @@ class Tables:
                             start = arrival
                     if skips and number in skips:
                         start = max(start, *(end[s] + t for s, t in skips[number]))
-                    number_slot = slot[number]
-                    end[number_slot] = stop = start + seconds[number]
+                    result_of = result[number]
+                    end[result_of] = stop = start + seconds[number]
                     # What takes no time, such as a forward that its backward does on
                     # the way, holds nobody up.
                     if stop > start:
                         now = stop
                     order.append(number)
                     starts.append(start)
-                    for other in waiting.pop(number_slot, ()):
+                    for other in waiting.pop(result_of, ()):
                         heapq.heappush(turns if other > rank else later, other)
                 else:
                     at = len(row)
@@ -280,7 +280,7 @@ class Run:
       rows: the order of each rank.
       order: all actions in an order of execution.
       starts: when each of them starts.
-      end: when each slot ends; below 0 for what did not run.
+      end: when each result ends; below 0 for what did not run.
     """
 
     tables: Tables
@@ -290,8 +290,8 @@ class Run:
     end: list[float]
 
     def __post_init__(self) -> None:
-        slot, end, more = self.tables.slot, self.end, self.tables.exchange
-        self.ends = [end[slot[number]] for number in self.order]
+        result, end, more = self.tables.result, self.end, self.tables.exchange
+        self.ends = [end[result[number]] for number in self.order]
         later = map(more.__getitem__, self.order)
         self.makespan = max(map(operator.add, self.ends, later), default=0.0)
 

@@ -11,9 +11,9 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from ._action import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Needs
-from ._alone import least
 from ._costs import Costs, at
 from ._homes import Homes
+from ._one_machine import one_machine_bound
 from ._units import duration, share, size
 
 _FIELD = {
@@ -135,7 +135,7 @@ class Timeline:
             )
         count = max((action.microbatch for action in self.end), default=-1) + 1
         forward_only = all(action.op == FORWARD for action in self.end)
-        return least(self.costs, self.homes, count, forward_only)
+        return one_machine_bound(self.costs, self.homes, count, forward_only)
 
     @property
     def gap(self) -> float:

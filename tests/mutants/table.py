@@ -114,13 +114,13 @@ PLANNING = [
     ("_chain", "= layer.output_bytes + layer.cotangent_bytes", "= layer.output_bytes"),
     (
         "_cuts",
-        "starts = passing + problem.cuts if stage else passing",
-        "starts = passing",
+        "starts = latency + problem.transfers if stage else latency",
+        "starts = latency",
     ),
     (
         "_cuts",
-        "(num_microbatches - 1) * self.slowest",
-        "num_microbatches * self.slowest",
+        "(num_microbatches - 1) * self.bottleneck",
+        "num_microbatches * self.bottleneck",
     ),
     ("_forecast", "max(inputs[0] + weights[0] -", "max(weights[0] -"),
     ("_forecast", "    inputs[0] = 0.0\n", ""),
@@ -139,7 +139,7 @@ RUN = [
     ("_sums", "leaf[d] if yes", "leaf[0] if yes"),
 ]
 SCHEDULES = [
-    ("_alone", "first.append(min(whole, half))", "first.append(half)"),
+    ("_one_machine", "first.append(min(whole, half))", "first.append(half)"),
     ("_costs", "in (BACKWARD, INPUT) and skip.source", "in (INPUT,) and skip.source"),
     ("_simulate", "end, end + seconds)", "end, end + 2 * seconds)"),
     ("_tables", "(end[s] + t for", "(end[s] + 0 * t for"),

@@ -15,21 +15,21 @@ class Limits:
     Attributes:
       most_bytes: that a rank may hold, one number for each.
       most_held: of the micro-batches' stages that it may have begun and not ended.
-      careful: whether a rank keeps room for gradients that are on their way. Without,
-        more fits, but ranks may come to wait for each other.
+      reserves: whether a rank reserves room for gradients that are on their way.
+        Without, more fits, but ranks may come to wait for each other.
     """
 
     most_bytes: Sequence[float] | None = None
     most_held: Sequence[int] | None = None
-    careful: bool = True
+    reserves: bool = True
 
 
-def arrange(
+def list_schedule(
     tables: Tables,
     priority: Sequence[float],
     limits: Limits,
     whole: bool = False,
-    patience: float = 0.0,
+    lookahead: float = 0.0,
 ) -> Numbered | None:
     """Orders all actions of a training step.
 
@@ -38,16 +38,16 @@ def arrange(
       priority: of each number; a rank takes the lowest of what it could run.
       limits: what it may take on.
       whole: whether backwards stay whole.
-      patience: which share of an action a rank would rather wait than run it, if one
+      lookahead: which share of an action a rank would rather wait than run it, if one
         that it prefers is on its way.
 
     Returns:
       The order of each rank; ``None`` if the limits let nobody go on.
     """
-    return _Arrangement(tables, priority, limits, whole, patience).rows_at_the_end()
+    return _Scheduler(tables, priority, limits, whole, lookahead).rows_at_the_end()
 
 
-class _Arrangement:
+class _Scheduler:
     """The ranks at some time.
 
     What a stage has begun is told by three numbers: of forwards, of backwards, whole or
@@ -60,10 +60,10 @@ class _Arrangement:
         priority: Sequence[float],
         limits: Limits,
         whole: bool,
-        patience: float,
+        lookahead: float,
     ) -> None:
         self._tables, self._priority = tables, priority
-        self._limits, self._patience = limits, patience
+        self._limits, self._lookahead = limits, lookahead
         stages, ranks = range(tables.num_stages), tables.num_ranks
         self._ops = (FORWARD, BACKWARD) if whole else (FORWARD, INPUT, WEIGHT)
         self._first = [
@@ -75,7 +75,7 @@ class _Arrangement:
         self._busy = [0.0] * ranks
         self._used = [*tables.at_start]
         self._held = [0] * ranks
-        self._later, self._keep = _reserves(tables, limits.careful)
+        self._later, self._reserved = _reserves(tables, limits.reserves)
         self._events = [(0.0, _WAKE, rank) for rank in range(ranks)]
         self._blocked: set[int] = set()
 
@@ -115,7 +115,7 @@ class _Arrangement:
                     best = number, kind, stage
         if best is None:
             return None
-        until = now + self._patience * tables.seconds[best[0]]
+        until = now + self._lookahead * tables.seconds[best[0]]
         for arrival, number, kind, stage in soon:
             if (
                 arrival < until
@@ -128,11 +128,11 @@ class _Arrangement:
     def _arrival(self, number: int) -> float | None:
         """When all is there that an action reads of other stages, if that is known."""
         tables, end = self._tables, self._end
-        far, arrival = tables.far[number], 0.0
-        if far >= 0:
-            if end[far] == NEVER:
+        remote, arrival = tables.remote[number], 0.0
+        if remote >= 0:
+            if end[remote] == NEVER:
                 return None
-            arrival = end[far] + tables.delay[number]
+            arrival = end[remote] + tables.delay[number]
         for read, seconds in tables.skips.get(number, ()):
             arrival = max(arrival, end[read] + seconds)
         return arrival
@@ -146,7 +146,7 @@ class _Arrangement:
                 self._blocked.add(rank)
                 return False
         if limits.most_bytes is not None:
-            keep = self._keep[stage] if is_forward else {}
+            keep = self._reserved[stage] if is_forward else {}
             for where, change in self._tables.changes[number]:
                 more = self._used[where] + change + keep.get(where, 0)
                 if change > 0 and more > limits.most_bytes[where]:
@@ -157,7 +157,7 @@ class _Arrangement:
     def _start(self, number: int, kind: int, stage: int, rank: int, now: float) -> None:
         tables, events = self._tables, self._events
         stop = now + tables.seconds[number]
-        self._end[tables.slot[number]] = stop
+        self._end[tables.result[number]] = stop
         self._busy[rank] = stop
         self._rows[rank].append(number)
         for where, change in tables.changes[number]:
@@ -193,14 +193,14 @@ _FREE, _WAKE = 0, 1
 
 
 def _reserves(
-    tables: Tables, careful: bool
+    tables: Tables, reserves: bool
 ) -> tuple[list[int], list[dict[int, float]]]:
     """What a forward has to leave for others, so that what has begun can end.
 
     Returns:
       For each stage how many later stages its rank runs; and the bytes of each rank
-      that it may not use: those of one micro-batch in the later stages and, if careful,
-      of the gradients and second halves to come.
+      that it may not use: those of one micro-batch in the later stages and, if it
+      reserves them, of the gradients and second halves to come.
     """
     most: dict[tuple[str, int, int], float] = {}
     for op in (FORWARD, INPUT):
@@ -223,7 +223,7 @@ def _reserves(
             for other in later:
                 kept[where] += most.get((FORWARD, other, where), 0)
                 kept[where] += most.get((FORWARD, other - 1, where), 0)
-            if careful:
+            if reserves:
                 kept[where] += max(
                     most.get((INPUT, s, where), 0)
                     for s, own in enumerate(tables.placement)

@@ -14,7 +14,7 @@ from ._profile import Profile
 from ._request import Request
 
 
-def beside_neighbours(
+def fused_residuals(
     profiles: Mapping[int, Profile],
     request: Request,
     num_stages: int,
