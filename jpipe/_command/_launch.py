@@ -106,15 +106,11 @@ def launch(
                 start_new_session=True,
             )
             running.append(process)
-        for number, process in enumerate(running):
-            for source, target in (
-                (process.stdout, sys.stdout),
-                (process.stderr, sys.stderr),
-            ):
-                given = number, source, target
-                thread = threading.Thread(target=_print, args=given, daemon=True)
-                thread.start()
-                printers.append(thread)
+            outputs = (process.stdout, sys.stdout), (process.stderr, sys.stderr)
+            for given in outputs:
+                own = (number, *given)
+                printers.append(threading.Thread(target=_print, args=own, daemon=True))
+                printers[-1].start()
         return _first_failure(running)
     except KeyboardInterrupt:
         for process in running:

@@ -7,7 +7,16 @@ import operator
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
-from ._action import BACKWARD, FORWARD, INPUT, OPS, WEIGHT, Action
+from ._action import (
+    BACKWARD,
+    FORWARD,
+    INPUT,
+    LOCAL_READS,
+    OPS,
+    WEIGHT,
+    Action,
+    remote_read,
+)
 from ._costs import Costs, at
 from ._homes import Homes
 
@@ -128,26 +137,17 @@ class Tables:
         self, op: str, stage: int, some: list[Action]
     ) -> tuple[int, int, list[float]]:
         """What an op of a stage reads of its own rank and of another, and the delay."""
-        local, remote, other = -1, -1, stage
-        if op == FORWARD:
-            if stage:
-                other = stage - 1
-                remote = self.first(FORWARD, other)
-        elif op == WEIGHT:
-            local = self.first(INPUT, stage)
-        else:
-            local = self.first(FORWARD, stage)
-            if stage + 1 < self.num_stages:
-                other = stage + 1
-                remote = self.first(INPUT, other)
-        sent = FORWARD if op == FORWARD else INPUT
+        local = self.first(LOCAL_READS[op], stage) if op in LOCAL_READS else -1
+        read = remote_read(op, stage, self.num_stages)
+        if read is None:
+            return local, -1, [0.0] * len(some)
         delays = [
-            self.costs.transfer(Action(sent, other, i))
-            if self.homes[i][other] != self.homes[i][stage]
+            self.costs.transfer(Action(*read, i))
+            if self.homes[i][read[1]] != self.homes[i][stage]
             else 0.0
             for _, _, i in some
         ]
-        return local, remote, delays
+        return local, self.first(*read), delays
 
     def _add_skips(self, op: str, stage: int) -> None:
         for i in range(self.num_microbatches if self.costs.skips else 0):

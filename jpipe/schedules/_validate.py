@@ -6,14 +6,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from ._action import BACKWARD, FORWARD, INPUT, OPS, WEIGHT, Action
+from ._action import BACKWARD, FORWARD, INPUT, LOCAL_READS, OPS, Action
 
 Rows = tuple[tuple[Action, ...], ...]
 
 # How many cells of a row are shown on each side of the one at fault.
 _AROUND = 4
-# What a backward, and each half of it, reads of its own rank.
-_READS = {BACKWARD: FORWARD, INPUT: FORWARD, WEIGHT: INPUT}
 # So many faults are read; a text that is not a schedule at all has one for each word.
 _MOST = 50
 
@@ -190,7 +188,7 @@ def _misordered(rows: Rows) -> Iterator[str]:
         position = {action: i for i, action in enumerate(row)}
         last: dict[tuple[str, int], Action] = {}
         for at, action in enumerate(row):
-            first = action._replace(op=_READS.get(action.op, action.op))
+            first = action._replace(op=LOCAL_READS.get(action.op, action.op))
             if position[first] > at:
                 yield _shown(f"E8 {action} runs before {first}", row, rank, at)
             if action.op == INPUT:
