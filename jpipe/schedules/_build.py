@@ -1,6 +1,6 @@
 """From the order of every rank, as a builder states it, to a schedule."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ._action import BACKWARD, FORWARD, INPUT, WEIGHT, Action
@@ -101,19 +101,29 @@ def warmed_up(
     backwards = [(num_chunks - 1 - chunk, i) for chunk, i in forwards]
 
     def row(rank: int) -> Iterator[Cell]:
-        first = min(len(forwards), warmup(rank))
-        yield from ((FORWARD, *cell) for cell in forwards[:first])
-        for turn, cell in enumerate(backwards):
-            if first + turn < len(forwards):
-                yield FORWARD, *forwards[first + turn]
-            yield (BACKWARD if lag is None else INPUT), *cell
-            if lag is not None and turn >= lag(rank):
-                yield WEIGHT, *backwards[turn - lag(rank)]
-        if lag is not None:
-            left = max(len(backwards) - lag(rank), 0)
-            yield from ((WEIGHT, *cell) for cell in backwards[left:])
+        own_lag = None if lag is None else lag(rank)
+        return in_turns(forwards, backwards, warmup(rank), own_lag)
 
     return build(name, num_ranks, num_microbatches, row, loop(num_ranks), num_chunks)
+
+
+def in_turns(
+    forwards: Sequence[tuple[int, int]],
+    backwards: Sequence[tuple[int, int]],
+    warmup: int,
+    lag: int | None = None,
+) -> Iterator[Cell]:
+    """The row of one rank: see `warmed_up`."""
+    yield from ((FORWARD, *cell) for cell in forwards[:warmup])
+    for turn, cell in enumerate(backwards):
+        if warmup + turn < len(forwards):
+            yield FORWARD, *forwards[warmup + turn]
+        yield (BACKWARD if lag is None else INPUT), *cell
+        if lag is not None and turn >= lag:
+            yield WEIGHT, *backwards[turn - lag]
+    if lag is not None:
+        left = max(len(backwards) - lag, 0)
+        yield from ((WEIGHT, *cell) for cell in backwards[left:])
 
 
 def placed(
