@@ -18,7 +18,7 @@ import numpy as np
 
 from .._instructions import _transfer
 from .._instructions._compile import Compiled, compile_all
-from .._instructions._progress import Progress
+from .._instructions._progress import counted
 from .._instructions._transfer import Device
 from .._jaxprs import _jaxpr
 from .._jaxprs._function import Function
@@ -80,15 +80,11 @@ def measure(
     compile_all(program.compiled for program in programs)
     zeros = _transfer.put([np.float32(0)] * _LEAVES, device)
     in_a_row = []
-    done, total = 0, request.rounds * len(layers)
-    with Progress("visits of layers measured") as progress:
-        for _ in range(request.rounds):
+    for layer in counted("visits of layers measured", layers * request.rounds):
+        if layer is layers[0]:  # in each round
             nothing(zeros)
             in_a_row.append(nothing.in_a_row(zeros))
-            for layer in layers:
-                layer.visit()
-                done += 1
-                progress.say(done, total)
+        layer.visit()
     times = {layer.functions: layer.times(nothing.seconds) for layer in layers}
     return times, statistics.median(in_a_row)
 

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from .. import schedules
-from .._instructions._progress import Progress, counted
+from .._instructions._progress import counted
 from ..schedules import BY_NAME, Schedule, ScheduleError
 from ..schedules._action import WEIGHT
 from ._climb import Cuts, climb
@@ -95,12 +95,11 @@ def _candidates(space: Space) -> list[Candidate]:
     ]
     found: list[Candidate] = []
     # The most hopeful first: beside them others need not be tried.
-    with Progress("numbers of devices and micro-batches planned") as progress:
-        for done, (least, ranks, shape) in enumerate(sorted(branches)):
-            progress.say(done, len(branches))
-            to_beat = _incumbent(found, -ranks, shape.data, space.hardware)
-            if least < to_beat:
-                found += _of_branch(-ranks, shape, space, to_beat)
+    in_order = counted("numbers of devices and micro-batches planned", sorted(branches))
+    for least, ranks, shape in in_order:
+        to_beat = _incumbent(found, -ranks, shape.data, space.hardware)
+        if least < to_beat:
+            found += _of_branch(-ranks, shape, space, to_beat)
     return found
 
 
