@@ -84,7 +84,7 @@ def partition(
     limits = {"objective": objective, "max_bytes": max_bytes}
     problem = checked(costs, num_stages, **speed, **run, **limits)
     found = _one_each(problem) if problem.has_one_each else _several_each(problem)
-    is_exact = problem.schedule is None and not problem.chain.has_late_skips
+    is_exact = not (problem.has_schedule or problem.chain.has_late_skips)
     if objective == "step" and not is_exact:
         found = climb(found, _simulated_step(problem), _TRIED)
     return [b - a for a, b in itertools.pairwise(found[0])]
@@ -153,7 +153,7 @@ def _simulated_step(problem: PartitionProblem) -> Callable[[Cuts], list[Key]]:
     """The time of a step, simulated, as long as there is time for that."""
     chain, count = problem.chain, problem.num_microbatches
     assert count is not None
-    schedule = problem.schedule or gpipe(chain.num_stages, 1)
+    schedule = problem.schedule if problem.has_schedule else gpipe(chain.num_stages, 1)
     left = max(_ACTIONS // sum(map(len, schedule.rows)), _FEWEST)
     best = np.inf
     where = schedule.placement, schedule.num_ranks, schedule.num_microbatches
@@ -170,7 +170,7 @@ def _simulated_step(problem: PartitionProblem) -> Callable[[Cuts], list[Key]]:
         run = tables.run(rows)
         assert run is not None, "schedules were validated"
         time = run.makespan
-        if problem.schedule is None:
+        if not problem.has_schedule:
             time += (count - 1) * slowest
         best = min(best, time)
         return time, 0.0

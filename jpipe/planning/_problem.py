@@ -25,40 +25,27 @@ class PartitionProblem:
       chain: the layers.
       objective: ``"max"`` or ``"step"``.
       num_microbatches: of one step; ``None`` if it was not given.
-      schedule: what runs the stages; ``None`` if it was not given.
+      schedule: what runs the stages; 1F1B if none was given.
+      has_schedule: whether one was given.
       max_bytes: of each rank; ``None``: no limit.
     """
 
     chain: Chain
     objective: str
     num_microbatches: int | None
-    schedule: Schedule | None
+    schedule: Schedule
+    has_schedule: bool
     max_bytes: tuple[float, ...] | None
-
-    @functools.cached_property
-    def placement(self) -> tuple[int, ...]:
-        """The rank of each stage."""
-        if self.schedule is not None:
-            return self.schedule.placement
-        return tuple(range(self.chain.num_stages))
-
-    @property
-    def num_ranks(self) -> int:
-        """The number of ranks."""
-        return self.schedule.num_ranks if self.schedule else self.chain.num_stages
 
     @property
     def has_one_each(self) -> bool:
         """Whether each rank has one stage."""
-        return self.num_ranks == self.chain.num_stages
+        return self.schedule.num_ranks == self.chain.num_stages
 
     @functools.cached_property
     def in_flight(self) -> tuple[InFlight, ...]:
-        """What each rank has in flight under the schedule, or else under 1F1B."""
-        if self.schedule is not None:
-            return in_flight(self.schedule)
-        count = self.chain.num_stages
-        return in_flight(one_f_one_b(count, min(self.num_microbatches or count, count)))
+        """What each rank has in flight."""
+        return in_flight(self.schedule)
 
 
 def problem(
@@ -110,18 +97,18 @@ def problem(
         )
     if faults:
         raise ValueError(f"partition: {'; '.join(faults)}")
-    if num_microbatches is None or schedule is None:
-        chosen = None
-    else:
+    chosen = one_f_one_b(count, min(num_microbatches or count, count))
+    if schedule is not None:
+        assert num_microbatches is not None
         chosen = choose_schedule(schedule, count, num_microbatches)
         if chosen.forward_only:
             raise ValueError(f"partition: schedule {chosen.name!r} has no backward")
     chain = Chain(profile, modes, bandwidth, latency)
     if not math.isfinite(chain.total * (num_microbatches or 1)):
         raise ValueError(f"partition: {TOO_LONG}")
-    num_ranks = chosen.num_ranks if chosen else count
-    limits = None if max_bytes is None else _limits(max_bytes, num_ranks)
-    return PartitionProblem(chain, objective, num_microbatches, chosen, limits)
+    limits = None if max_bytes is None else _limits(max_bytes, chosen.num_ranks)
+    run = num_microbatches, chosen, schedule is not None
+    return PartitionProblem(chain, objective, *run, limits)
 
 
 def _profile(costs: Sequence[float] | Profile) -> Profile:
