@@ -49,7 +49,8 @@ def png(
             "pip install 'jpipe[plot]', or write SVG, which needs nothing"
         ) from error
     # What is set for other figures, such as a font without these letters, stays out.
-    with matplotlib.rc_context(matplotlib.rcParamsDefault | {"hatch.linewidth": 1.0}):
+    default: Any = matplotlib.rcParamsDefault
+    with matplotlib.rc_context(default | {"hatch.linewidth": 1.0}):
         # Without pyplot: no window, no figure that somebody would have to close.
         size = drawn.width / _PIXELS_PER_INCH, drawn.height / _PIXELS_PER_INCH
         figure = Figure(figsize=size, facecolor="white")
@@ -72,13 +73,10 @@ def _draw(drawn: Picture, axes: Any) -> None:
 def _rectangle(shape: Rect, order: int) -> Any:
     from matplotlib.patches import Rectangle
 
+    edge = "white" if shape.edge else "none"
+    style: dict[str, Any] = {"facecolor": shape.fill, "edgecolor": edge}
     if shape.hatched:
         style = {"fill": False, "hatch": "//////", "edgecolor": shape.fill}
-    else:
-        style = {
-            "facecolor": shape.fill,
-            "edgecolor": "white" if shape.edge else "none",
-        }
     line = shape.edge * _POINT
     where, width, height = (shape.x, shape.y), shape.width, shape.height
     return Rectangle(where, width, height, linewidth=line, zorder=order, **style)

@@ -100,10 +100,10 @@ class _Process:
                 where = {"stage": action.stage, "micro-batch": action.microbatch}
                 times = timeline.start[action], timeline.end[action]
                 yield self._slice(rank, str(action), action.op, *times, where)
-            for stage, ranks, *times in timeline.exchanges:
+            for stage, ranks, start, end in timeline.exchanges:
                 if rank in ranks:
                     names = "exchange of gradients", "exchange"
-                    yield self._slice(rank, *names, *times, {"stage": stage})
+                    yield self._slice(rank, *names, start, end, {"stage": stage})
 
     def _slice(
         self, rank: int, name: str, kind: str, start: float, end: float, args: Event

@@ -46,8 +46,8 @@ def predicted(
       replicas: the ranks of each stage, where several take turns.
     """
     tables = run.tables
-    numbers, named = map(chain.from_iterable, (run.rows, rows))
-    actions = dict(zip(numbers, named, strict=True))
+    cells = chain.from_iterable(rows)
+    actions = dict(zip(chain.from_iterable(run.rows), cells, strict=True))
     ran = [actions[number] for number in run.order]
     end = dict(zip(ran, run.ends, strict=True))
     memory = [MemoryEvent(0.0, *each) for each in enumerate(tables.at_start)]
