@@ -24,6 +24,7 @@ from .._jaxprs import _jaxpr
 from .._jaxprs._function import Function
 from .._slices._functions import StageFunctions
 from .._slices._slice import specs
+from ..schedules._costs import FIELDS
 from ._request import Request
 from ._traced import Traced
 
@@ -33,7 +34,6 @@ _MOST_CALLS = 30
 # So many leaves a program of a small layer reads and writes: its input, two weights,
 # their sums of gradients, and what it keeps.
 _LEAVES = 8
-_TIMED = "forward", "backward", "input_grad", "weight_grad"
 # Random numbers that are repeated: to draw as many as an activation has takes long.
 _DRAWN = np.random.default_rng(0).standard_normal(1 << 16, np.float32)
 
@@ -186,7 +186,7 @@ class _Measured:
         self._device = device
         self.number = number
         self.functions = functions
-        names = _TIMED if functions.has_backward else _TIMED[:1]
+        names = [*FIELDS.values()] if functions.has_backward else ["forward"]
         found = {name: getattr(functions, name) for name in names}
         self.programs = {
             name: _Program(function, device)
@@ -222,7 +222,7 @@ class _Measured:
         sizes = [p.compiled.workspace_bytes for p in self.programs.values()]
         known = [size for size in sizes if size is not None]
         return Times(
-            *(max(found.get(name, 0.0), 0.0) for name in _TIMED),
+            *(max(found.get(name, 0.0), 0.0) for name in FIELDS.values()),
             workspace_bytes=max(known, default=0) if len(known) == len(sizes) else None,
         )
 

@@ -11,8 +11,8 @@ from .._layers._stage import abbreviate
 from .._slices._cuts import Cuts
 from .._slices._names import in_parts
 from ..schedules import Action, Costs, Schedule, Skip
-from ..schedules._action import BACKWARD, FORWARD, INPUT, WEIGHT
-from ..schedules._costs import faults_of
+from ..schedules._action import BACKWARD, FORWARD, INPUT
+from ..schedules._costs import FIELDS, faults_of
 from ..schedules._units import columns, duration, size
 from ._json import reading
 
@@ -275,22 +275,15 @@ class Plan:
             joined = action.op in (BACKWARD, INPUT) and forward not in ran
             return default.of(action) + joined * default.of(forward)
 
-        def lasts(op: str) -> list[list[float]]:
-            microbatches = range(self.schedule.num_microbatches)
-            return [
-                [last(Action(op, s, m)) for m in microbatches]
-                for s in range(len(self.stages))
+        microbatches = range(self.schedule.num_microbatches)
+        times = {
+            name: [
+                [last(Action(op, stage.index, m)) for m in microbatches]
+                for stage in self.stages
             ]
-
-        return self.schedule.drawn(
-            Costs(
-                forward=lasts(FORWARD),
-                backward=lasts(BACKWARD),
-                input_grad=lasts(INPUT),
-                weight_grad=lasts(WEIGHT),
-            ),
-            has_bubble=self.forecast is None,
-        )
+            for op, name in FIELDS.items()
+        }
+        return self.schedule.drawn(Costs(**times), has_bubble=self.forecast is None)
 
 
 def named(schedule: Schedule, data: int) -> str:

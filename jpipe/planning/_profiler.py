@@ -12,6 +12,7 @@ from .._layers import _rng
 from .._run._context import outside_of_meshes
 from .._slices._costs import total
 from .._slices._functions import StageFunctions
+from ..schedules._costs import FIELDS
 from ._estimate import Rates, seconds, workspace_bytes
 from ._layer import MODES
 from ._measure import Times
@@ -138,12 +139,11 @@ def answer(request: Request) -> Profile:
 
 def _estimated(functions: StageFunctions, rates: Rates) -> Times:
     """The times of a layer on paper."""
-    names = ["forward"]
-    if functions.has_backward:
-        names += ["backward", "input_grad", "weight_grad"]
-    found = [getattr(functions, name) for name in names]
-    times = [*(seconds(each, rates) for each in found), 0.0, 0.0, 0.0]
-    return Times(*times[:4], workspace_bytes=max(map(workspace_bytes, found)))
+    names = [*FIELDS.values()] if functions.has_backward else ["forward"]
+    found = {name: getattr(functions, name) for name in names}
+    times = dict.fromkeys(FIELDS.values(), 0.0)
+    times |= {name: seconds(each, rates) for name, each in found.items()}
+    return Times(**times, workspace_bytes=max(map(workspace_bytes, found.values())))
 
 
 def _layers(

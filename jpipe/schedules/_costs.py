@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, NamedTuple
 
-from ._action import BACKWARD, FORWARD, INPUT, WEIGHT, Action
+from ._action import BACKWARD, FORWARD, INPUT, OPS, WEIGHT, Action
 
 # One number for all stages, one per stage, or one per stage and micro-batch.
 Numbers = Any
@@ -15,9 +15,12 @@ _PLAIN = (int, float)
 
 _OF_ALL = ("latency", "bandwidth")
 _OF_STAGES = ("parameter_bytes", "accumulator_bytes", "shared_bytes", "exchange")
-_TIMES = ("forward", "backward", "input_grad", "weight_grad")
+# The field with the time of each op.
+FIELDS = dict(
+    zip(OPS, ("forward", "backward", "input_grad", "weight_grad"), strict=True)
+)
 _CHUNKED = (
-    *_TIMES,
+    *FIELDS.values(),
     "residual_bytes",
     "pending_bytes",
     "parameter_bytes",

@@ -11,18 +11,10 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from ._action import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Needs
-from ._costs import Costs, at
+from ._costs import FIELDS, Costs, at
 from ._homes import Homes
 from ._one_machine import one_machine_bound
 from ._units import duration, share, size
-
-_FIELD = {
-    FORWARD: "forward",
-    BACKWARD: "backward",
-    INPUT: "input_grad",
-    WEIGHT: "weight_grad",
-}
-
 
 # Into so many columns the text picture cuts the shortest action at most.
 _FINEST = 8
@@ -208,7 +200,7 @@ class Timeline:
             lambda: defaultdict(list)
         )
         for action, start in self.start.items():
-            times[_FIELD[action.op]][action.stage].append(self.end[action] - start)
+            times[FIELDS[action.op]][action.stage].append(self.end[action] - start)
         fields = {
             name: [
                 statistics.median(by_stage.get(stage, [0.0]))
