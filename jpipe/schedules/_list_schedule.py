@@ -101,9 +101,13 @@ class _Scheduler:
         for stage in tables.stages_of[rank]:
             most = tables.num_microbatches
             for kind, begun in enumerate(self._begun):
-                number = self._first[kind][stage] + begun[stage]
-                is_left, most = begun[stage] < most, begun[stage]
-                if not is_left or (arrival := self._arrival(number)) is None:
+                count, before = begun[stage], most
+                most = count  # of the op that follows
+                if count == before:
+                    continue
+                number = self._first[kind][stage] + count
+                arrival = self._arrival(number)
+                if arrival is None:
                     continue
                 if arrival > now:
                     soon.append((arrival, number, kind, stage))
@@ -133,7 +137,7 @@ class _Scheduler:
             if end[remote] == NEVER:
                 return None
             arrival = end[remote] + tables.delay[number]
-        for read, seconds in tables.skips.get(number, ()):
+        for read, seconds in tables.skips.get(number, ()) if tables.skips else ():
             arrival = max(arrival, end[read] + seconds)
         return arrival
 
