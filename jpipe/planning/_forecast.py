@@ -48,6 +48,12 @@ class Candidate:
     kept: tuple[Kept | None, ...] = ()
 
     @property
+    def costs(self) -> Costs:
+        """Those of its stages, as they run."""
+        assert self.timeline.costs is not None
+        return self.timeline.costs
+
+    @property
     def num_devices(self) -> int:
         """On how many devices it runs."""
         return self.schedule.num_ranks * self.data
@@ -141,17 +147,15 @@ def evaluate(
         remat=tuple(remat),
         schedule=schedule,
         timeline=timeline,
-        memory=_memory(space, profile, balance, remat, timeline, data),
-        host=action * (_dispatched(timeline) + exchanged),
+        memory=_memory(space, profile, balance, remat, timeline, costs, data),
+        host=action * (_dispatched(schedule, costs) + exchanged),
         profile=profile,
         data=data,
     )
 
 
-def transfers(timeline: Timeline) -> list[float]:
+def transfers(costs: Costs, placement: Sequence[int]) -> list[float]:
     """The bytes of each transfer of one micro-batch between ranks, there and back."""
-    costs, placement = timeline.costs, timeline.placement
-    assert costs is not None
     sizes: list[float] = []
     for stage in range(1, len(placement)):
         if placement[stage] != placement[stage - 1]:
@@ -162,14 +166,12 @@ def transfers(timeline: Timeline) -> list[float]:
     return sizes
 
 
-def _dispatched(timeline: Timeline) -> int:
+def _dispatched(schedule: Schedule, costs: Costs) -> int:
     """How many programs and transfers a step has."""
-    costs = timeline.costs
-    assert costs is not None
-    count = sum(costs.of(action) > 0 for row in timeline.rows for action in row)
-    there, back = transfers(timeline)[::2], transfers(timeline)[1::2]
-    moved = len(there) + sum(size > 0 for size in back)
-    return count + moved * len({action.microbatch for action in timeline.rows[0]})
+    count = sum(costs.of(action) > 0 for row in schedule.rows for action in row)
+    sizes = transfers(costs, schedule.placement)
+    moved = len(sizes[::2]) + sum(size > 0 for size in sizes[1::2])
+    return count + moved * schedule.num_microbatches
 
 
 def fused_costs(
@@ -231,11 +233,10 @@ def _memory(
     balance: Sequence[int],
     remat: Sequence[str],
     timeline: Timeline,
+    costs: Costs,
     data: int,
 ) -> tuple[Memory, ...]:
     """The parts of the peak of each rank, on each of its devices."""
-    costs = timeline.costs
-    assert costs is not None
     ends = [0, *itertools.accumulate(balance)]
     stages = list(itertools.pairwise(ends))
     workspace = [_workspace(profile, *stage) for stage in stages]
