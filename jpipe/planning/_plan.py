@@ -276,7 +276,7 @@ class Plan:
             return default.of(action) + joined * default.of(forward)
 
         microbatches = range(self.schedule.num_microbatches)
-        times = {
+        times: dict[str, Any] = {
             name: [
                 [last(Action(op, stage.index, m)) for m in microbatches]
                 for stage in self.stages

@@ -152,11 +152,12 @@ class Profile:
 
     def unknown(self, modes: Sequence[str]) -> list[str]:
         """Which modes keep nobody knows what, a line for each."""
-        listed = ", ".join(map(repr, sorted(self.kept_of)))
+        named = sorted(self.kept_of)
+        listed = ", ".join(map(repr, named))
         faults = (
             f"what remat={called(mode)} keeps is not in the profile: choose {listed}"
             for mode in modes
-            if mode not in self.kept_of
+            if mode not in named
         )
         return list(dict.fromkeys(faults))
 

@@ -15,12 +15,11 @@ _PLAIN = (int, float)
 
 _OF_ALL = ("latency", "bandwidth")
 _OF_STAGES = ("parameter_bytes", "accumulator_bytes", "shared_bytes", "exchange")
+_TIMES = ("forward", "backward", "input_grad", "weight_grad")
 # The field with the time of each op.
-FIELDS = dict(
-    zip(OPS, ("forward", "backward", "input_grad", "weight_grad"), strict=True)
-)
+FIELDS: dict[str, str] = dict(zip(OPS, _TIMES, strict=True))
 _CHUNKED = (
-    *FIELDS.values(),
+    *_TIMES,
     "residual_bytes",
     "pending_bytes",
     "parameter_bytes",
