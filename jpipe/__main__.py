@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from ._command import _launch, _models, _schedules
-from ._command._refusal import Unfit
+from ._command._refusal import CommandError
 from .schedules import ScheduleError
 
 
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return arguments.run(arguments)
     except SystemExit as end:  # argparse has printed help, or what was wrong
         return int(end.code or 0)
-    except (Unfit, ScheduleError) as error:
+    except (CommandError, ScheduleError) as error:
         print(f"error: {error}", file=sys.stderr)
     except BrokenPipeError:  # who read the output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ._refusal import Unfit
+from ._refusal import CommandError
 
 _RETURNS = (
     "(layers, sample), (layers, sample, optimizer), or a dict of layers and sample "
@@ -47,12 +47,12 @@ def load(name: str) -> Model:
       What it gives.
 
     Raises:
-      Unfit: if there is no such factory, or it gives something else. What the user's
-        own code raises is left as it is.
+      CommandError: if there is no such factory, or it gives something else. What the
+        user's own code raises is left as it is.
     """
     where, _, attribute = name.rpartition(":")
     if not (where and attribute):
-        raise Unfit(
+        raise CommandError(
             f"{name!r}: write module:factory, such as my_model:make, or "
             f"file.py:factory; the factory returns {_RETURNS}"
         )
@@ -60,9 +60,9 @@ def load(name: str) -> Model:
     try:
         factory = functools.reduce(getattr, attribute.split("."), module)
     except AttributeError:
-        raise Unfit(f"{where} has no {attribute!r}") from None
+        raise CommandError(f"{where} has no {attribute!r}") from None
     if not callable(factory):
-        raise Unfit(f"{name} is a {type(factory).__name__}; needs a function")
+        raise CommandError(f"{name} is a {type(factory).__name__}; needs a function")
     made: Any = factory()
     fields: Any = made
     if isinstance(made, tuple) and len(made) in (2, 3):
@@ -71,14 +71,14 @@ def load(name: str) -> Model:
         return Model(**{k: v for k, v in fields.items() if v is not None})
     except (TypeError, AttributeError):
         says = list(fields) if isinstance(fields, dict) else f"a {type(made).__name__}"
-        raise Unfit(f"{name} returned {says}; needs {_RETURNS}") from None
+        raise CommandError(f"{name} returned {says}; needs {_RETURNS}") from None
 
 
 def _module(where: str) -> ModuleType:
     """A module by its name or its file, which finds its neighbours."""
     path, is_file = Path(where), where.endswith(".py")
     if is_file and not path.is_file():
-        raise Unfit(f"{path}: No such file")
+        raise CommandError(f"{path}: No such file")
     folder = str(path.resolve().parent) if is_file else os.getcwd()
     if folder not in sys.path:
         sys.path.insert(0, folder)
@@ -88,7 +88,7 @@ def _module(where: str) -> ModuleType:
         return importlib.import_module(where)
     except ModuleNotFoundError as error:
         if f"{where}.".startswith(f"{error.name}."):
-            raise Unfit(
+            raise CommandError(
                 f"no module {error.name!r} in {folder}, and none is installed; a file "
                 f"is named path/to/file.py:factory"
             ) from None

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from ._refusal import Unfit
+from ._refusal import CommandError
 
 _WRITTEN = {
     "json": "all of it as JSON",
@@ -38,20 +38,20 @@ def read(file: str) -> tuple[str, str]:
             return sys.stdin.read(), "stdin"
         return Path(file).read_text("utf-8"), Path(file).stem
     except UnicodeDecodeError:
-        raise Unfit(f"{file}: is not a text in UTF-8") from None
+        raise CommandError(f"{file}: is not a text in UTF-8") from None
     except OSError as error:
-        raise Unfit(f"{error.filename}: {error.strerror}") from None
+        raise CommandError(f"{error.filename}: {error.strerror}") from None
 
 
 def check(arguments: argparse.Namespace) -> None:
     """Refuses what cannot be written, before work is done for it."""
     for path in filter(None, (getattr(arguments, name, None) for name in _WRITTEN)):
         if path.is_dir():
-            raise Unfit(f"{path}: Is a directory")
+            raise CommandError(f"{path}: Is a directory")
         if not path.parent.is_dir():
-            raise Unfit(f"{path}: No such file or directory")
+            raise CommandError(f"{path}: No such file or directory")
         if not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise Unfit(f"{path}: Permission denied")
+            raise CommandError(f"{path}: Permission denied")
 
 
 def write(
@@ -65,9 +65,9 @@ def write(
         try:
             writers[name](path)
         except OSError as error:
-            raise Unfit(f"{path}: {error.strerror}") from None
+            raise CommandError(f"{path}: {error.strerror}") from None
         except ImportError as error:  # what draws it is not installed
-            raise Unfit(str(error)) from None
+            raise CommandError(str(error)) from None
         print(f"wrote {path}")
     return any(paths.values())
 

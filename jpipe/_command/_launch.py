@@ -22,7 +22,7 @@ from .._processes._environment import (
     TIMEOUT,
 )
 from ._arguments import count, duration
-from ._refusal import Unfit
+from ._refusal import CommandError
 
 # When one has failed, or Ctrl-C was pressed, the others have so many seconds to end by
 # themselves.
@@ -61,7 +61,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.is_module:
         script = ["-m", *script]
     elif not Path(arguments.script).is_file():
-        raise Unfit(
+        raise CommandError(
             f"{arguments.script} is not a file; give a Python program, or -m and the "
             f"name of a module"
         )
@@ -106,15 +106,11 @@ def launch(
                 start_new_session=True,
             )
             running.append(process)
-        for number, process in enumerate(running):
-            for source, target in (
-                (process.stdout, sys.stdout),
-                (process.stderr, sys.stderr),
-            ):
-                given = number, source, target
-                thread = threading.Thread(target=_print, args=given, daemon=True)
-                thread.start()
-                printers.append(thread)
+            outputs = (process.stdout, sys.stdout), (process.stderr, sys.stderr)
+            for given in outputs:
+                own = (number, *given)
+                printers.append(threading.Thread(target=_print, args=own, daemon=True))
+                printers[-1].start()
         return _first_failure(running)
     except KeyboardInterrupt:
         for process in running:

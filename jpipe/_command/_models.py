@@ -10,7 +10,7 @@ from typing import Any
 from .. import draw
 from . import _factory, _files
 from ._arguments import count, duration, rate, several, size, speed
-from ._refusal import Unfit
+from ._refusal import CommandError
 
 # Options: how they are read, the keyword of the library, and what is explained.
 _PLAN = {
@@ -82,7 +82,7 @@ def _given(arguments: argparse.Namespace, options: Any) -> dict[str, Any]:
         if (value := getattr(arguments, keyword)) is not None:
             found[keyword] = value
             if option in _RATES and not arguments.estimate:
-                raise Unfit(f"{option} is for an estimate: give --estimate too")
+                raise CommandError(f"{option} is for an estimate: give --estimate too")
     return found | {"measure": False} if arguments.estimate else found
 
 
@@ -97,11 +97,13 @@ def _plan(arguments: argparse.Namespace) -> int:
 
     if arguments.profile is not None:
         if arguments.estimate:
-            raise Unfit("--profile takes the place of --estimate: give one of them")
+            raise CommandError(
+                "--profile takes the place of --estimate: give one of them"
+            )
         try:
             options["profile"] = Profile.load(arguments.profile)
         except (OSError, ValueError) as error:
-            raise Unfit(f"{error}") from None
+            raise CommandError(f"{error}") from None
     model = _factory.load(arguments.factory)
     tx = optax.adam(1e-3) if model.optimizer is None else model.optimizer
     with _refused():
@@ -155,4 +157,4 @@ def _refused() -> Iterator[None]:
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)
         if frame.f_globals.get("__name__", "").partition(".")[0] != "jpipe":
             raise
-        raise Unfit(str(error)) from None
+        raise CommandError(str(error)) from None

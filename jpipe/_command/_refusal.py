@@ -1,5 +1,5 @@
 """How a command refuses: in an error without a traceback."""
 
 
-class Unfit(ValueError):
+class CommandError(ValueError):
     """Arguments that are well formed and still do not fit."""

@@ -12,7 +12,7 @@ from ..schedules import Costs, Schedule, ScheduleError
 from ..schedules._compare import fitting
 from . import _files
 from ._arguments import count, known, schedule_name, several, time
-from ._refusal import Unfit
+from ._refusal import CommandError
 
 # A text grid of more cells than that is not printed: nobody would look at it.
 _LARGEST = 1_000_000
@@ -65,7 +65,7 @@ def _draw(arguments: argparse.Namespace) -> int:
     builder, chunks = schedules.named(arguments.name), arguments.chunks
     options = {} if chunks is None else {"num_chunks": chunks}
     if not options.keys() <= inspect.signature(builder).parameters.keys():
-        raise Unfit(f"--chunks {chunks}: {arguments.name} has no such choice")
+        raise CommandError(f"--chunks {chunks}: {arguments.name} has no such choice")
     schedule = builder(arguments.ranks, arguments.microbatches, **options)
     timeline = schedule.simulate(fitting(_costs(arguments), schedule))
     print(timeline)
@@ -89,7 +89,7 @@ def _compare(arguments: argparse.Namespace) -> int:
         except ScheduleError as error:
             refused.append(f"no order of {error}")
     if not found:
-        raise Unfit("\n".join(refused))
+        raise CommandError("\n".join(refused))
     table = schedules.compare(found, _costs(arguments))
     print("\n".join([str(table), *refused]))
     return 0

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from ..schedules import Timeline
+from ..schedules._units import share
 from . import _palette as palette
 from ._frame import LABEL, Frame, peak_label, since_start
 from ._shapes import Path, Rect, Shape, Text, centred, shortened, text_width
@@ -32,7 +33,7 @@ def panel(timeline: Timeline, title: str, frame: Frame, top: float) -> Iterator[
 
 def summary(timeline: Timeline, frame: Frame) -> str:
     """The makespan and the bubble in words."""
-    bubble = f"{timeline.bubble_fraction:.1%}".replace("%", " %")
+    bubble = share(timeline.bubble_fraction)
     return f"makespan {frame.says(timeline.makespan)}, bubble {bubble}"
 
 

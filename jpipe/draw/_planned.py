@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..schedules import Timeline
-from ..schedules._units import duration, size
+from ..schedules._units import duration, many, size
 from . import _palette as palette
 from ._bars import Bars, Part, Row
 
@@ -45,7 +45,7 @@ def planned(plan: Any) -> tuple[Bars, Timeline]:
         shape = f"{ranks} x {plan.data} devices, "
         each = "of each device "
     bars = Bars(
-        title=f"{plan.schedule.name}, {count} micro-batch{'' if count == 1 else 'es'}, "
+        title=f"{plan.schedule.name}, {many(count, 'micro-batch')}, "
         f"{shape}{duration(forecast.seconds)} a step predicted",
         heads=("busy in a step", f"memory {each}at the peak"),
         rows=tuple(_row(plan, rank) for rank in range(ranks)),

@@ -40,32 +40,25 @@ def png(
     if suffix not in _SUFFIXES:
         raise ValueError(f"{os.fspath(path)}: the name must end in .png or .pdf")
     drawn = picture(timelines, titles, width)
-    matplotlib = _matplotlib()
-    # What is set for other figures, such as a font without these letters, stays out.
-    with matplotlib.rc_context(matplotlib.rcParamsDefault | {"hatch.linewidth": 1.0}):
-        figure = _figure(drawn)
-        figure.savefig(path, format=suffix[1:], dpi=2 * _PIXELS_PER_INCH)
-
-
-def _matplotlib() -> Any:
     try:
         import matplotlib
-        import matplotlib.figure
-        import matplotlib.patches
+        from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
             "PNG and PDF are drawn by matplotlib, which is not installed: "
             "pip install 'jpipe[plot]', or write SVG, which needs nothing"
         ) from error
-    return matplotlib
+    # What is set for other figures, such as a font without these letters, stays out.
+    default: Any = matplotlib.rcParamsDefault
+    with matplotlib.rc_context(default | {"hatch.linewidth": 1.0}):
+        # Without pyplot: no window, no figure that somebody would have to close.
+        size = drawn.width / _PIXELS_PER_INCH, drawn.height / _PIXELS_PER_INCH
+        figure = Figure(figsize=size, facecolor="white")
+        _draw(drawn, figure.add_axes((0, 0, 1, 1)))
+        figure.savefig(path, format=suffix[1:], dpi=2 * _PIXELS_PER_INCH)
 
 
-def _figure(drawn: Picture) -> Any:
-    # Without pyplot: no window, no figure that somebody would have to close.
-    matplotlib = _matplotlib()
-    size = drawn.width / _PIXELS_PER_INCH, drawn.height / _PIXELS_PER_INCH
-    figure = matplotlib.figure.Figure(figsize=size, facecolor="white")
-    axes = figure.add_axes((0, 0, 1, 1))
+def _draw(drawn: Picture, axes: Any) -> None:
     axes.set(xlim=(0, drawn.width), ylim=(drawn.height, 0))
     axes.set_axis_off()
     for order, shape in enumerate(drawn.shapes):
@@ -75,18 +68,18 @@ def _figure(drawn: Picture) -> Any:
             _draw_path(axes, shape, order)
         else:
             _write(axes, shape, order)
-    return figure
 
 
 def _rectangle(shape: Rect, order: int) -> Any:
-    patch = _matplotlib().patches.Rectangle
-    where, width, height = (shape.x, shape.y), shape.width, shape.height
+    from matplotlib.patches import Rectangle
+
+    edge = "white" if shape.edge else "none"
+    style: dict[str, Any] = {"facecolor": shape.fill, "edgecolor": edge}
     if shape.hatched:
         style = {"fill": False, "hatch": "//////", "edgecolor": shape.fill}
-        return patch(where, width, height, linewidth=0, zorder=order, **style)
-    line, edge = shape.edge * _POINT, "white" if shape.edge else "none"
-    style = {"facecolor": shape.fill, "edgecolor": edge, "linewidth": line}
-    return patch(where, width, height, zorder=order, **style)
+    line = shape.edge * _POINT
+    where, width, height = (shape.x, shape.y), shape.width, shape.height
+    return Rectangle(where, width, height, linewidth=line, zorder=order, **style)
 
 
 def _draw_path(axes: Any, shape: Path, order: int) -> None:

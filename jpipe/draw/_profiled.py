@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..schedules._units import duration, size
+from ..schedules._units import duration, many, size
 from . import _palette as palette
 from ._bars import Bars, Part, Row
 
@@ -33,8 +33,8 @@ def profiled(profile: Any) -> Bars:
     modes = [mode for mode, fill in _KEPT.items() if fill in drawn]
     kept = {f"{'more ' * (m != modes[0])}kept by {m}": _KEPT[m] for m in modes}
     return Bars(
-        title=f"{_many(len(layers), 'layer')}, a micro-batch of "
-        f"{_many(examples, 'example')}: {total}{how}",
+        title=f"{many(len(layers), 'layer')}, a micro-batch of "
+        f"{many(examples, 'example')}: {total}{how}",
         heads=("forward and backward", "kept between them"),
         rows=rows,
         legend={says: fill for says, fill in (ops | kept).items() if fill in drawn},
@@ -64,7 +64,3 @@ def _above(kept: Sequence[tuple[str, int]]) -> Iterator[Part]:
     for mode, held in kept:
         yield Part(max(held - before, 0), _KEPT[mode], f"by {mode}: {size(held)}")
         before = held
-
-
-def _many(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"

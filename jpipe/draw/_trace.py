@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..schedules import Timeline
+from ..schedules import Action, Timeline
 from ._layout import Times, listed, named
 
 Event = dict[str, Any]
@@ -42,108 +42,92 @@ def trace(
       ['0F0', '0B0', '1F0', '1B0']
     """
     shown = listed(timelines)
-    events: list[Event] = []
     numbers = itertools.count(1)  # of arrows, in the whole file
-    for pid, (timeline, name) in enumerate(
-        zip(shown, named(shown, titles), strict=True)
-    ):
-        clock = _Clock(timeline, unit)
-        events += _names(timeline, name, pid)
-        events += _slices(timeline, clock, pid)
-        events += _arrows(timeline, clock, pid, numbers)
-        events += _counters(timeline, clock, pid)
+    names = named(shown, titles)
+    events = [
+        event
+        for pid, (timeline, name) in enumerate(zip(shown, names, strict=True))
+        for event in _Process(timeline, pid, unit).events(name, numbers)
+    ]
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events})
 
 
-class _Clock:
-    """Microseconds since the first start, in whole nanoseconds.
+class _Process:
+    """One timeline as a process.
 
-    Rounded ends meet the starts that follow them, so that no slice overlaps its
-    neighbour by the error of a division.
+    Args:
+      timeline: what it shows.
+      pid: the number of the process.
+      unit: microseconds per unit of time.
     """
 
-    def __init__(self, timeline: Timeline, unit: float) -> None:
-        self._first, self._unit = timeline.begin, unit
+    def __init__(self, timeline: Timeline, pid: int, unit: float) -> None:
+        self._timeline, self._pid, self._unit = timeline, pid, unit
 
-    def __call__(self, time: float) -> float:
-        return round((time - self._first) * self._unit * 1000) / 1000
+    def events(self, name: str, numbers: Iterator[int]) -> Iterator[Event]:
+        """All of them.
 
+        Args:
+          name: of the process.
+          numbers: of arrows.
+        """
+        yield self._event("M", "process_name", 0, args={"name": name})
+        yield self._event("M", "process_sort_index", 0, args={"sort_index": self._pid})
+        for rank in range(len(self._timeline.rows)):
+            yield self._event("M", "thread_name", rank, args={"name": f"rank {rank}"})
+            yield self._event("M", "thread_sort_index", rank, args={"sort_index": rank})
+        yield from self._slices()
+        yield from self._arrows(numbers)
+        for time, rank, size in self._timeline.memory:
+            at = {"ts": max(self._clock(time), 0.0), "args": {"bytes": size}}
+            yield self._event("C", f"memory of rank {rank}", **at)
 
-def _names(timeline: Timeline, name: str, pid: int) -> Iterator[Event]:
-    def says(key: str, tid: int, **args: Any) -> Event:
-        return {"ph": "M", "name": key, "pid": pid, "tid": tid, "args": args}
+    def _event(self, phase: str, name: str, tid: int = 0, **fields: Any) -> Event:
+        return {"ph": phase, "name": name, "pid": self._pid, "tid": tid, **fields}
 
-    yield says("process_name", 0, name=name)
-    yield says("process_sort_index", 0, sort_index=pid)
-    for rank in range(len(timeline.rows)):
-        yield says("thread_name", rank, name=f"rank {rank}")
-        yield says("thread_sort_index", rank, sort_index=rank)
+    def _clock(self, time: float) -> float:
+        """Microseconds since the first start, in whole nanoseconds.
 
+        Rounded ends meet the starts that follow them, so that no slice overlaps its
+        neighbour by the error of a division.
+        """
+        return round((time - self._timeline.begin) * self._unit * 1000) / 1000
 
-def _slices(timeline: Timeline, clock: _Clock, pid: int) -> Iterator[Event]:
-    for rank, row in enumerate(timeline.rows):
-        for action in row:
-            start, end = clock(timeline.start[action]), clock(timeline.end[action])
-            yield {
-                "ph": "X",
-                "name": str(action),
-                "cat": action.op,
-                "pid": pid,
-                "tid": rank,
-                "ts": start,
-                "dur": round(end - start, 3),
-                "args": {"stage": action.stage, "micro-batch": action.microbatch},
-            }
-        for exchange in timeline.exchanges:
-            if rank in exchange.ranks:
-                start, end = clock(exchange.start), clock(exchange.end)
-                yield {
-                    "ph": "X",
-                    "name": "exchange of gradients",
-                    "cat": "exchange",
-                    "pid": pid,
-                    "tid": rank,
-                    "ts": start,
-                    "dur": round(end - start, 3),
-                    "args": {"stage": exchange.stage},
-                }
+    def _slices(self) -> Iterator[Event]:
+        timeline = self._timeline
+        for rank, row in enumerate(timeline.rows):
+            for action in row:
+                where = {"stage": action.stage, "micro-batch": action.microbatch}
+                times = timeline.start[action], timeline.end[action]
+                yield self._slice(rank, str(action), action.op, *times, where)
+            for stage, ranks, start, end in timeline.exchanges:
+                if rank in ranks:
+                    names = "exchange of gradients", "exchange"
+                    yield self._slice(rank, *names, start, end, {"stage": stage})
 
+    def _slice(
+        self, rank: int, name: str, kind: str, start: float, end: float, args: Event
+    ) -> Event:
+        first, last = self._clock(start), self._clock(end)
+        fields = {"cat": kind, "ts": first, "dur": round(last - first, 3), "args": args}
+        return self._event("X", name, rank, **fields)
 
-def _arrows(
-    timeline: Timeline, clock: _Clock, pid: int, numbers: Iterator[int]
-) -> Iterator[Event]:
-    needs = timeline.needs()
-    for rank, row in enumerate(timeline.rows):
-        for action in row:
-            for need in needs(action):
-                source = timeline.homes[need.microbatch][need.stage]
-                if source == rank:
-                    continue
-                number = next(numbers)
-                ends = (("s", source, need), ("f", rank, action))
-                for phase, tid, at in ends:
-                    # An arrow belongs to the slice around its time, so both ends
-                    # stay inside: at an edge two slices meet.
-                    start, end = timeline.start[at], timeline.end[at]
-                    part = 0.99 if phase == "s" else 0.01
-                    yield {
-                        "ph": phase,
-                        "name": "transfer",
-                        "cat": "transfer",
-                        "id": number,
-                        "pid": pid,
-                        "tid": tid,
-                        "ts": clock(start + part * (end - start)),
-                        **({"bp": "e"} if phase == "f" else {}),
-                    }
+    def _arrows(self, numbers: Iterator[int]) -> Iterator[Event]:
+        timeline, needs = self._timeline, self._timeline.needs()
+        for rank, row in enumerate(timeline.rows):
+            for action in row:
+                for need in needs(action):
+                    source = timeline.homes[need.microbatch][need.stage]
+                    if source != rank:
+                        own = {"id": next(numbers), "cat": "transfer"}
+                        # An arrow belongs to the slice around its time, so both ends
+                        # stay inside: at an edge two slices meet.
+                        own["ts"] = self._inside(need, 0.99)
+                        yield self._event("s", "transfer", source, **own)
+                        own |= {"ts": self._inside(action, 0.01), "bp": "e"}
+                        yield self._event("f", "transfer", rank, **own)
 
-
-def _counters(timeline: Timeline, clock: _Clock, pid: int) -> Iterator[Event]:
-    for time, rank, size in timeline.memory:
-        yield {
-            "ph": "C",
-            "name": f"memory of rank {rank}",
-            "pid": pid,
-            "ts": max(clock(time), 0.0),
-            "args": {"bytes": size},
-        }
+    def _inside(self, action: Action, part: float) -> float:
+        """When so much of an action has run."""
+        start, end = self._timeline.start[action], self._timeline.end[action]
+        return self._clock(start + part * (end - start))

@@ -1,25 +1,56 @@
 """A chain of layers as matrices: entry (i, j) is of the stage of layers i to j - 1."""
 
 import functools
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ..schedules import Costs
+from ..schedules import Costs, Schedule
+from ..schedules._action import FORWARD, INPUT, WEIGHT
 from ._climb import Cuts
-from ._in_flight import InFlight
 from ._profile import Profile
-
-Matrix = npt.NDArray[np.float64]
+from ._sums import Matrix, sums
 
 # Times are counted in units, a power of two, of which the whole model takes less than
 # two to the power of this: sums and differences of whole numbers below 2 ** 53 are
 # exact, so that equal layers make equal stages wherever they stand.
 _UNITS = 46
+
+
+class InFlight(NamedTuple):
+    """What one rank has in flight.
+
+    Attributes:
+      stages: those that it runs.
+      counts: each a moment: of how many micro-batches each stage waits for a backward,
+        then of how many each waits for the weight gradient.
+    """
+
+    stages: tuple[int, ...]
+    counts: tuple[tuple[int, ...], ...]
+
+
+def in_flight(schedule: Schedule) -> tuple[InFlight, ...]:
+    """What each rank of a schedule has in flight, at all moments that differ."""
+    return tuple(_of_rank(schedule, rank) for rank in range(schedule.num_ranks))
+
+
+def _of_rank(schedule: Schedule, rank: int) -> InFlight:
+    stages = [s for s, own in enumerate(schedule.placement) if own == rank]
+    place = {stage: i for i, stage in enumerate(stages)}
+    now = [0] * (2 * len(stages))
+    moments = {tuple(now)}
+    for op, stage, _ in schedule.rows[rank]:
+        i, after = place[stage], place[stage] + len(stages)
+        now[after if op == WEIGHT else i] += 1 if op == FORWARD else -1
+        if op == INPUT:
+            now[after] += 1
+        moments.add(tuple(now))
+    return InFlight(tuple(stages), tuple(sorted(moments)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,14 +101,14 @@ class Chain:
         return computed + sum(self._transfers)
 
     @functools.cached_property
-    def unit(self) -> float:
+    def quantum(self) -> float:
         """Seconds in which times are counted."""
         return max(2.0 ** (math.frexp(self.total)[1] - _UNITS), math.ulp(0.0))
 
     @functools.cached_property
-    def cuts(self) -> Matrix:
+    def transfers(self) -> Matrix:
         """The time of the transfers, there and back, of a cut before each layer."""
-        return np.rint(np.array(self._transfers) / self.unit)
+        return np.rint(np.array(self._transfers) / self.quantum)
 
     @functools.cached_property
     def times(self) -> tuple[Matrix, ...]:
@@ -85,8 +116,10 @@ class Chain:
         layers = self.profile.layers
         forward = self._whole(np.array([layer.forward for layer in layers]))
         backward = self._whole(np.array([layer.backward for layer in layers]))
-        once = between(forward + backward)
-        twice = between(2 * forward + backward) if "full" in self.modes[:-1] else once
+        once = sums(forward + backward, np.inf)
+        twice = once
+        if "full" in self.modes[:-1]:
+            twice = sums(2 * forward + backward, np.inf)
         return tuple(
             twice if mode == "full" and stage < self.num_stages - 1 else once
             for stage, mode in enumerate(self.modes)
@@ -95,8 +128,9 @@ class Chain:
     def stage_bytes(self, rank: InFlight) -> Matrix:
         """What a rank with one stage needs, for each stage that it may have."""
         (stage,), counts = rank
-        mode = self.modes[stage]
-        kept, pending = self._kept[mode], self._kept[self._pending[mode]]
+        profile, mode = self.profile, self.modes[stage]
+        kept = profile.kept_of[mode]
+        pending = profile.kept_of[profile.pending_mode(mode)]
         moments = [before * kept + after * pending for before, after in counts]
         return functools.reduce(np.maximum, moments) + self._static
 
@@ -104,20 +138,15 @@ class Chain:
         """What a rank needs in each of some cuts."""
         stages = [(cuts[:, s], cuts[:, s + 1]) for s in rank.stages]
         modes = [self.modes[s] for s in rank.stages]
-        modes += [self._pending[mode] for mode in modes]
+        modes += [*map(self.profile.pending_mode, modes)]
         pairs = zip(modes, [*stages, *stages], strict=True)
-        kept = [self._kept[mode][stage] for mode, stage in pairs]
+        kept = [self.profile.kept_of[mode][stage] for mode, stage in pairs]
         # (moments, stages) @ (stages, cuts)
         each = np.array(rank.counts, float) @ np.reshape(kept, (-1, len(cuts)))
         return each.max(axis=0) + sum(self._static[stage] for stage in stages)
 
-    @functools.cached_property
-    def _pending(self) -> dict[str, str]:
-        """What stages keep between the halves of a backward, by their modes."""
-        return {mode: self.profile.pending_mode(mode) for mode in set(self.modes)}
-
     def _whole(self, seconds: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        return np.rint(seconds / self.unit)
+        return np.rint(seconds / self.quantum)
 
     @functools.cached_property
     def _transfers(self) -> list[float]:
@@ -130,48 +159,10 @@ class Chain:
 
     @functools.cached_property
     def _static(self) -> Matrix:
-        """Parameters, their sums of gradients, and other state of each stage."""
-        layers = self.profile.layers
-        own = [2 * layer.param_bytes + layer.state_bytes for layer in layers]
-        total = between(np.array(own, float))
-        for group in self.profile.ties:
-            owner, *others = sorted(set(group))
-            for before, tied in itertools.pairwise([owner, *others]):
-                # Stages that begin behind the owner and have this one first of them.
-                copies = 2 * layers[owner].param_bytes
-                total[before + 1 : tied + 1, tied + 1 :] += copies
+        """Parameters, their sums of gradients, and other state of each stage.
+
+        Infinite where a stage would have no layer.
+        """
+        total = 2 * self.profile.params_of + self.profile.state_of
+        total[np.tril_indices(len(total))] = np.inf
         return total
-
-    @functools.cached_property
-    def _kept(self) -> dict[str, Matrix]:
-        """What each stage keeps of a micro-batch, by mode."""
-        modes = {*self.modes, *self._pending.values()}
-        return {mode: self._kept_by(mode) for mode in modes}
-
-    def _kept_by(self, mode: str) -> Matrix:
-        layers, skips = self.profile.layers, self.profile.skips
-        if mode != "full":
-            kept = [layer.kept_bytes[mode] for layer in layers]
-            return between(np.array(kept, float), none=0.0)
-        given = [self.profile.boundary_bytes(i) for i in range(self.num_layers)]
-        kept = np.triu(
-            np.outer([*map(float, given), 0.0], np.ones(self.num_layers + 1)), 1
-        )
-        readers: dict[tuple[int, str, int, bool], list[int]] = {}
-        for skip in skips:
-            key = skip.source, skip.name, skip.bytes, skip.is_output
-            readers.setdefault(key, []).append(skip.target)
-        for (source, _, size, is_output), targets in readers.items():
-            # Of several readers in a stage the first brings it.
-            first = source + 1 + is_output
-            for before, target in itertools.pairwise([first - 1, *sorted(targets)]):
-                kept[max(first, before + 1) : target + 1, target + 1 :] += size
-        return kept
-
-
-def between(numbers: npt.NDArray[np.float64], none: float = np.inf) -> Matrix:
-    """Sums of numbers i to j - 1, and something else where there are none."""
-    ends = np.concatenate([[0.0], np.cumsum(numbers)])
-    sums = ends[None, :] - ends[:, None]
-    sums[np.tril_indices(len(ends))] = none
-    return sums

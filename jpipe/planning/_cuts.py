@@ -1,32 +1,32 @@
 """The best contiguous cuts of a chain, exactly: one stage after another."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ._chain import Matrix
+from ._sums import Matrix
 
 
 class Cut(NamedTuple):
     """One way to cut.
 
     Attributes:
-      slowest: the time of the slowest stage.
-      passing: the time of all stages one after another, transfers between.
+      bottleneck: the time of the slowest stage.
+      latency: the time of all stages one after another, transfers between.
       ends: where stages begin and end, 0 and the number of layers included.
     """
 
-    slowest: float
-    passing: float
+    bottleneck: float
+    latency: float
     ends: tuple[int, ...]
 
     def step(self, num_microbatches: int) -> float:
         """The time of a step: all pass the slowest stage, one of them the others."""
-        return self.passing + (num_microbatches - 1) * self.slowest
+        return self.latency + (num_microbatches - 1) * self.bottleneck
 
 
 @dataclass(frozen=True)
@@ -35,16 +35,16 @@ class Problem:
 
     Attributes:
       times: of each stage, by where it begins and ends; infinite where it may not.
-      cuts: the time of the transfers of a cut before each layer.
+      transfers: the time of the transfers of a cut before each layer.
     """
 
     times: Sequence[Matrix]
-    cuts: npt.NDArray[np.float64]
+    transfers: npt.NDArray[np.float64]
 
     @property
     def num_layers(self) -> int:
         """The number of layers."""
-        return len(self.cuts) - 1
+        return len(self.transfers) - 1
 
 
 def smallest_max(matrices: Sequence[Matrix]) -> tuple[float, tuple[int, ...]]:
@@ -66,11 +66,11 @@ def best_max(problem: Problem) -> Cut | None:
     Of several the one whose stages and transfers take the least time together, then
     the most even one.
     """
-    slowest, _ = smallest_max(problem.times)
+    bottleneck, _ = smallest_max(problem.times)
     # Each layer was rounded to a whole number: of two stages that take as long one may
     # be this much slower.
-    same = slowest + problem.num_layers
-    return within(problem, same) if math.isfinite(slowest) else None
+    same = bottleneck + problem.num_layers
+    return within(problem, same) if math.isfinite(bottleneck) else None
 
 
 def best_step(problem: Problem, num_microbatches: int) -> list[Cut]:
@@ -79,22 +79,22 @@ def best_step(problem: Problem, num_microbatches: int) -> list[Cut]:
     Of as many as there are from the fastest slowest stage to the least transfers those
     are tried that can be better than the best so far.
     """
-    tight = best_max(problem)
-    if tight is None:
+    min_max = best_max(problem)
+    if min_max is None:
         return []
-    loose = within(problem, np.inf)
-    assert loose is not None
-    found = {tight.ends: tight, loose.ends: loose}
+    min_latency = within(problem, np.inf)
+    assert min_latency is not None
+    found = {min_max.ends: min_max, min_latency.ends: min_latency}
     count = num_microbatches - 1
 
     def best() -> float:
         return min(cut.step(num_microbatches) for cut in found.values())
 
-    most = (best() - loose.passing) / count if count else -np.inf
-    limits = _limits(problem, tight.slowest, min(most, loose.slowest))
+    most = (best() - min_latency.latency) / count if count else -np.inf
+    limits = _limits(problem, min_max.bottleneck, min(most, min_latency.bottleneck))
     # Between two limits: slowest stages from limits[low] on, up to limits[high], which
     # allow stages and transfers of no less than `least`.
-    intervals = [(0, len(limits) - 1, tight.passing, loose.passing)]
+    intervals = [(0, len(limits) - 1, min_max.latency, min_latency.latency)]
     while intervals:
         low, high, before, least = intervals.pop()
         if low >= high or least >= before:
@@ -106,9 +106,9 @@ def best_step(problem: Problem, num_microbatches: int) -> list[Cut]:
         assert cut is not None
         found[cut.ends] = cut
         if middle < high:
-            intervals.append((middle, high, cut.passing, least))
+            intervals.append((middle, high, cut.latency, least))
         if middle - 1 > low:
-            intervals.append((low, middle - 1, before, cut.passing))
+            intervals.append((low, middle - 1, before, cut.latency))
     return sorted(found.values(), key=lambda cut: (cut.step(num_microbatches), cut))
 
 
@@ -117,58 +117,31 @@ def within(problem: Problem, limit: float) -> Cut | None:
 
     Of several the most even one: with the smallest sum of squares.
     """
-    windows = list(_windows(problem, limit))
-    if len(windows) <= len(problem.times):
-        return None
-    passing = squares = np.zeros(1)
+    size = problem.num_layers + 1
+    latency, squares = np.full(size, np.inf), np.zeros(size)
+    latency[0] = 0.0
     came = []
     for stage, matrix in enumerate(problem.times):
-        (low, high), (left, right) = windows[stage : stage + 2]
-        times = matrix[low : high + 1, left : right + 1]
-        times = np.where(times <= limit, times, np.inf)
-        starts = passing + problem.cuts[low : high + 1] if stage else passing
-        each = starts[:, None] + times
-        passing = each.min(axis=0)
-        even = squares[:, None] + np.square(times)
-        even[each > passing] = np.inf
+        reached = np.flatnonzero(np.isfinite(latency))
+        if not len(reached):
+            return None
+        begins = slice(reached[0], reached[-1] + 1)
+        times = np.where(matrix[begins] <= limit, matrix[begins], np.inf)
+        starts = latency + problem.transfers if stage else latency
+        each = starts[begins, None] + times
+        latency = each.min(axis=0)
+        even = squares[begins, None] + np.square(times)
+        even[each > latency] = np.inf
         arrived = even.argmin(axis=0)
-        squares = even[arrived, np.arange(right - left + 1)]
-        came.append((low, left, arrived))
-    if not np.isfinite(passing[-1]):
+        squares = even[arrived, np.arange(size)]
+        came.append(reached[0] + arrived)
+    if not np.isfinite(latency[-1]):
         return None
-    ends = [problem.num_layers]
-    for low, left, arrived in reversed(came):
-        ends.append(low + int(arrived[ends[-1] - left]))
-    ends.reverse()
-    slowest = max(
+    ends = _ends(came, problem.num_layers)
+    bottleneck = max(
         float(matrix[ends[s], ends[s + 1]]) for s, matrix in enumerate(problem.times)
     )
-    return Cut(slowest, float(passing[-1]), tuple(ends))
-
-
-def _windows(problem: Problem, limit: float) -> Iterator[tuple[int, int]]:
-    """Where each stage can begin, and the last end, if stages keep within a limit.
-
-    Ends early if they cannot.
-    """
-    count, size = len(problem.times), problem.num_layers
-    last = [0]
-    for stage, matrix in enumerate(problem.times):
-        row = np.flatnonzero((matrix <= limit)[: last[-1] + 1].any(axis=0))
-        if not len(row):
-            return
-        last.append(min(int(row[-1]), size - (count - 1 - stage)))
-    first = [size]
-    for stage, matrix in reversed(list(enumerate(problem.times))):
-        column = np.flatnonzero((matrix <= limit)[:, first[-1] :].any(axis=1))
-        if not len(column):
-            return
-        first.append(max(int(column[0]), stage))
-    first.reverse()
-    for low, high in zip(first, last, strict=True):
-        if low > high:
-            return
-        yield low, high
+    return Cut(bottleneck, float(latency[-1]), ends)
 
 
 def _limits(problem: Problem, low: float, high: float) -> list[float]:

@@ -19,22 +19,23 @@ from ..schedules import BY_NAME, ScheduleBuilder
 from ..schedules._catalogue import key_of
 from ..schedules._choose import called
 from ..schedules._units import duration, size
-from ._confirm import decided
 from ._estimate import Rates
-from ._forecast import Hardware
+from ._fingerprint import estimated
+from ._fused import fused_residuals
 from ._interpolate import interpolated
 from ._layer import MODES, unknown_mode
 from ._link import link
-from ._made import estimated
 from ._plan import Memory, Plan
 from ._profile import Profile, speed_faults
 from ._profiler import answer
 from ._reasons import chosen
 from ._request import Request
-from ._search import REMATS, Space
+from ._search import REMATS
 from ._shapes import shapes
-from ._together import beside_neighbours
+from ._space import Hardware, Space
+from ._subject import subject
 from ._traced import Traced
+from ._verify import choose
 
 PyTree = Any
 _FORWARD_ONLY = "forward_only"
@@ -160,35 +161,35 @@ def plan(
     if faults:
         raise ValueError(f"plan: {'; '.join(faults)}")
     hardware = Hardware(count, memory_limit, bandwidth, latency or 0.0)
-    request = Request(layers, sample, **options)
+    request = Request(subject(layers), sample, **options)
     if batch_size is not None:
         request = request.resized(batch_size)
-    examples = request.batch.batch().sizes[0]
+    examples = request.batch().sizes[0]
     known = profile.microbatch_size if profile else None
     choice = shapes(spread, numbers, count, examples, known)
     parts = sorted({shape.parts for shape in choice})
-    asked = dataclasses.replace(request, num_microbatches=parts[-1])
+    finest = dataclasses.replace(request, num_microbatches=parts[-1])
     required = None
     if balance is not None:
-        required = check_balance(balance, len(asked.model.names))
+        required = check_balance(balance, len(finest.model.names))
     # All that is said on a terminal meanwhile counts from here.
     with Progress("plans made"):
-        optimizer = _optimizer_bytes(tx, asked.model)
-        _check_layers(asked.model, optimizer, hardware)
-        profiles = _profiles(asked, parts, examples, profile)
+        optimizer = _optimizer_bytes(tx, finest.model)
+        _check_layers(finest.model, optimizer, hardware)
+        profiles = _profiles(finest, parts, examples, profile)
         if memory_limit is not None:
-            profiles = beside_neighbours(profiles, request, count, modes)
+            profiles = fused_residuals(profiles, request, count, modes)
         space = Space(
             profiles,
             optimizer,
-            hardware if profile else _linked(hardware, latency, asked.where),
+            hardware if profile else _linked(hardware, latency, finest.where),
             names,
             tuple(sorted(set(modes), key=MODES.index, reverse=True)),
-            made=schedules is None,
+            fits_schedules=schedules is None,
             balance=required,
-            given=choice,
+            shapes=choice,
         )
-        candidates = decided(space, request)
+        candidates = choose(space, request)
     if not candidates:
         raise ValueError(
             f"plan: schedules={list(names)} have no order for {space.num_layers} "
@@ -216,17 +217,20 @@ def _as_made(profile: Any) -> dict[str, Any]:
 
 
 def _profiles(
-    asked: Request, numbers: Sequence[int], examples: int, given: Profile | None
+    finest: Request,
+    numbers: Sequence[int],
+    examples: int,
+    given: Profile | None,
 ) -> Mapping[int, Profile]:
     """By the number of parts: of the most, of the fewest, and in between."""
     if given is not None:
-        given.check(asked.made)
+        given.check(finest.fingerprint)
         return {numbers[0]: given}
     # A whole mini-batch at once may be more than a device holds.
     few = next((number for number in numbers[:-1] if number > 1), numbers[0])
-    small = large = answer(asked)
-    if few != asked.num_microbatches:
-        large = answer(dataclasses.replace(asked, num_microbatches=few))
+    small = large = answer(finest)
+    if few != finest.num_microbatches:
+        large = answer(dataclasses.replace(finest, num_microbatches=few))
     return {
         number: interpolated(small, large, -(-examples // number)) for number in numbers
     }

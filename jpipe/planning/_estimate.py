@@ -1,9 +1,13 @@
-"""How long programs would take by their jaxprs: nothing is compiled or run.
+"""What programs would take by their jaxprs: nothing is compiled or run.
 
-A roofline: what an equation takes is the time of its floating-point operations or that
-of the bytes that it reads and writes, whichever is longer. XLA fuses what is cheap,
-such as sums, masks and reductions: all of that in a program is taken as one, which
-touches only what others read of it or write for it.
+Time is that of a roofline: what an equation takes is the time of its floating-point
+operations or that of the bytes that it reads and writes, whichever is longer. XLA fuses
+what is cheap, such as sums, masks and reductions: all of that in a program is taken as
+one, which touches only what others read of it or write for it.
+
+Memory beside arguments and results: at most what is alive at once of what equations
+make, each as an array of its own: no fusion, no view. XLA needs less, but for what a
+product or a convolution takes for itself, which no jaxpr shows.
 
 References:
   Williams et al., `Roofline: An Insightful Visual Performance Model for Multicore
@@ -80,3 +84,37 @@ def _of_dear(eqn: core.JaxprEqn, rates: Rates) -> float:
     if eqn.primitive.name == "scan":
         return eqn.params["length"] * sum(inside)
     return max(inside) if eqn.primitive.name == "cond" else sum(inside)
+
+
+def workspace_bytes(function: Function) -> int:
+    """The most that is alive at once in a function that was made of a jaxpr."""
+    assert function.closed is not None
+    return _most(function.closed.jaxpr)
+
+
+def _most(jaxpr: core.Jaxpr) -> int:
+    """The most beside inputs and results, at the equation that needs most."""
+    outside = _jaxpr.variables([*jaxpr.outvars, *jaxpr.invars, *jaxpr.constvars])
+    last: dict[core.Var, int] = {}
+    for number, eqn in enumerate(jaxpr.eqns):
+        for var in _jaxpr.variables([*eqn.invars, *eqn.outvars]) - outside:
+            last[var] = number
+    ending: dict[int, list[core.Var]] = {}
+    for var, number in last.items():
+        ending.setdefault(number, []).append(var)
+    alive = most = 0
+    for number, eqn in enumerate(jaxpr.eqns):
+        alive += sum(_cheapest.nbytes(var) for var in eqn.outvars if var in last)
+        most = max(most, alive + _inside(eqn))
+        alive -= sum(map(_cheapest.nbytes, ending.get(number, ())))
+    return most
+
+
+def _inside(eqn: core.JaxprEqn) -> int:
+    """What a call, a branch or a turn of a loop needs."""
+    inner = [closed.jaxpr for closed in _jaxpr.inside(eqn)]
+    most = max(map(_most, inner), default=0)
+    if eqn.primitive.name in ("scan", "while"):
+        # What a turn gives is written beside what it was given.
+        most += sum(_cheapest.nbytes(var) for jaxpr in inner for var in jaxpr.outvars)
+    return most

@@ -10,28 +10,11 @@ from typing import Any
 from .._slices._kept import Kept
 from ..schedules import Action, Costs, Schedule, Timeline
 from ..schedules._action import BACKWARD, FORWARD, INPUT, WEIGHT
-from ._net import ring
+from ..schedules._units import many
 from ._plan import Memory, named
 from ._profile import Profile
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """The devices that a plan is for.
-
-    Attributes:
-      num_devices: how many there are.
-      memory_limit: bytes of each; ``None`` if it is no matter.
-      bandwidth: bytes per second between two of them; ``None``: transfers take no time.
-      latency: seconds of a transfer of nothing.
-      measured: what of the two was measured and between whom, in words.
-    """
-
-    num_devices: int
-    memory_limit: int | None = None
-    bandwidth: float | None = None
-    latency: float = 0.0
-    measured: str = ""
+from ._replicated import ring
+from ._space import Hardware, Space
 
 
 @dataclass(frozen=True)
@@ -45,11 +28,12 @@ class Candidate:
       timeline: the schedule with the costs of these stages.
       memory: of each rank at its peak.
       host: seconds in which one thread has all programs and transfers of a step run.
-      profile: of its layers, by which that was told.
-      held: the most that each stage keeps between forward and backward.
+      profile: of its layers, from which that was predicted.
       data: on how many devices of each rank the examples of a micro-batch are spread.
-      kept: what each stage keeps of a micro-batch, once it was lowered; ``None`` where
-        its forward is a part of its backward.
+      residual_bytes: the most that each stage stores between forward and backward, once
+        it was lowered.
+      kept: what each stage keeps of a micro-batch, likewise; ``None`` where its forward
+        is a part of its backward.
     """
 
     balance: tuple[int, ...]
@@ -59,9 +43,15 @@ class Candidate:
     memory: tuple[Memory, ...]
     host: float
     profile: Profile
-    held: tuple[int, ...]
-    data: int = 1
+    data: int
+    residual_bytes: tuple[int, ...] = ()
     kept: tuple[Kept | None, ...] = ()
+
+    @property
+    def costs(self) -> Costs:
+        """Those of its stages, as they run."""
+        assert self.timeline.costs is not None
+        return self.timeline.costs
 
     @property
     def num_devices(self) -> int:
@@ -89,7 +79,7 @@ class Candidate:
         limit = hardware.memory_limit
         return limit is None or self.most_bytes <= limit
 
-    def worth(self, hardware: Hardware) -> tuple[float, ...]:
+    def objective(self, hardware: Hardware) -> tuple[float, ...]:
         """What is less is better."""
         if not self.fits(hardware):
             return 1, self.most_bytes, self.seconds
@@ -100,36 +90,28 @@ class Candidate:
         modes = dict.fromkeys(self.remat)
         return (
             f"{self.schedule.name}, balance {list(self.balance)}, "
-            f"{self.schedule.num_microbatches} "
-            f"micro-batch{'es' * (self.schedule.num_microbatches > 1)}, "
+            f"{many(self.schedule.num_microbatches, 'micro-batch')}, "
             f"remat {' and '.join(modes)}"
             + (f", {named(self.schedule, self.data)}" if self.data > 1 else "")
         )
 
 
 def stage_costs(
-    profile: Profile,
+    space: Space,
     balance: Sequence[int],
     remat: Sequence[str],
     schedule: Schedule,
-    hardware: Hardware,
-    data: int = 1,
+    data: int,
 ) -> Costs:
     """What stages cost, with the exchange of their gradients where shards make some.
 
     A rank exchanges those of all its stages, one after the other, when it has run all:
     that is put down to the stage that it runs last.
-
-    Args:
-      profile: of one micro-batch, of one shard.
-      balance: layers of each stage.
-      remat: what each stage keeps.
-      schedule: for as many stages.
-      hardware: what it runs on.
-      data: over how many devices each micro-batch is spread.
     """
-    bandwidth, latency = hardware.bandwidth, hardware.latency
-    costs = profile.costs(balance, remat=remat, bandwidth=bandwidth, latency=latency)
+    bandwidth, latency = space.hardware.bandwidth, space.hardware.latency
+    costs = space.profile(schedule, data).costs(
+        balance, remat=remat, bandwidth=bandwidth, latency=latency
+    )
     if data == 1:
         return costs
     exchange = [0.0 for _ in balance]
@@ -140,49 +122,40 @@ def stage_costs(
 
 
 def evaluate(
-    profile: Profile,
-    optimizer_bytes: Sequence[int],
+    space: Space,
     balance: Sequence[int],
     remat: Sequence[str],
     schedule: Schedule,
-    hardware: Hardware,
-    data: int = 1,
+    data: int,
 ) -> Candidate:
     """Runs a candidate on paper.
 
     Args:
-      profile: of one micro-batch, of one shard.
-      optimizer_bytes: the optimizer's state of each layer.
+      space: what it is chosen from.
       balance: layers of each stage.
       remat: what each stage keeps.
       schedule: for as many stages.
-      hardware: what it runs on.
       data: over how many devices each micro-batch is spread.
-
-    Returns:
-      The candidate.
     """
-    costs = stage_costs(profile, balance, remat, schedule, hardware, data)
+    profile = space.profile(schedule, data)
+    costs = stage_costs(space, balance, remat, schedule, data)
     action, exchanged = profile.action_seconds, len(balance) if data > 1 else 0
-    costs = as_run(costs, schedule, remat[-1] == "full", action)
+    costs = fused_costs(costs, schedule, remat[-1] == "full", action)
     timeline = schedule.simulate(costs)
     return Candidate(
         balance=tuple(balance),
         remat=tuple(remat),
         schedule=schedule,
         timeline=timeline,
-        memory=_memory(profile, optimizer_bytes, balance, remat, timeline, data),
-        host=action * (_dispatched(timeline) + exchanged),
+        memory=_memory(space, profile, balance, remat, timeline, costs, data),
+        host=action * (_dispatched(schedule, costs) + exchanged),
         profile=profile,
-        held=tuple(int(timeline.peak_kept(i)) for i in range(len(balance))),
         data=data,
     )
 
 
-def transfers(timeline: Timeline) -> list[float]:
+def transfers(costs: Costs, placement: Sequence[int]) -> list[float]:
     """The bytes of each transfer of one micro-batch between ranks, there and back."""
-    costs, placement = timeline.costs, timeline.placement
-    assert costs is not None
     sizes: list[float] = []
     for stage in range(1, len(placement)):
         if placement[stage] != placement[stage - 1]:
@@ -193,17 +166,15 @@ def transfers(timeline: Timeline) -> list[float]:
     return sizes
 
 
-def _dispatched(timeline: Timeline) -> int:
+def _dispatched(schedule: Schedule, costs: Costs) -> int:
     """How many programs and transfers a step has."""
-    costs = timeline.costs
-    assert costs is not None
-    count = sum(costs.of(action) > 0 for row in timeline.rows for action in row)
-    there, back = transfers(timeline)[::2], transfers(timeline)[1::2]
-    moved = len(there) + sum(size > 0 for size in back)
-    return count + moved * len({action.microbatch for action in timeline.rows[0]})
+    count = sum(costs.of(action) > 0 for row in schedule.rows for action in row)
+    sizes = transfers(costs, schedule.placement)
+    moved = len(sizes[::2]) + sum(size > 0 for size in sizes[1::2])
+    return count + moved * schedule.num_microbatches
 
 
-def as_run(
+def fused_costs(
     costs: Costs, schedule: Schedule, keeps_nothing: bool, action_seconds: float = 0.0
 ) -> Costs:
     """The costs of what a step runs, where that is not action by action.
@@ -257,23 +228,23 @@ def as_run(
 
 
 def _memory(
+    space: Space,
     profile: Profile,
-    optimizer_bytes: Sequence[int],
     balance: Sequence[int],
     remat: Sequence[str],
     timeline: Timeline,
+    costs: Costs,
     data: int,
 ) -> tuple[Memory, ...]:
     """The parts of the peak of each rank, on each of its devices."""
-    costs = timeline.costs
-    assert costs is not None
     ends = [0, *itertools.accumulate(balance)]
     stages = list(itertools.pairwise(ends))
     workspace = [_workspace(profile, *stage) for stage in stages]
     for i, mode in enumerate(remat):
         # One program computes such a stage both ways: what it keeps, it keeps itself.
         if mode == "full" or (i == len(stages) - 1 and 0.0 in costs.forward[-1]):
-            workspace[i] += profile.pending_bytes(*stages[i], mode)
+            kept = profile.kept_of[profile.pending_mode(mode)]
+            workspace[i] += int(kept[stages[i]])
     memory = []
     for rank, peak in enumerate(timeline.peak_bytes):
         own = [i for i, at in enumerate(timeline.placement) if at == rank]
@@ -290,7 +261,7 @@ def _memory(
         each = Memory(
             parameters=parameters,
             gradients=sum(sums),
-            optimizer=sum(optimizer_bytes[at] for at in layers),
+            optimizer=sum(space.optimizer_bytes[at] for at in layers),
             held=held,
             workspace=max(added, *(workspace[i] for i in own)),
         )

@@ -6,6 +6,9 @@ import reprlib
 from collections.abc import Iterator
 from typing import Any
 
+# What a text of other fields leads to.
+_MISFITS = AttributeError, TypeError, LookupError, ArithmeticError, RecursionError
+
 
 @contextlib.contextmanager
 def reading(refusal: str, text: str | bytes) -> Iterator[Any]:
@@ -26,13 +29,7 @@ def reading(refusal: str, text: str | bytes) -> Iterator[Any]:
             f"which pathlib.Path(path).read_text() reads from a file"
         ) from None
     # A number of thousands of digits is a ValueError.
-    except (
-        AttributeError,
-        TypeError,
-        LookupError,
-        ArithmeticError,
-        RecursionError,
-    ) as error:
-        raise ValueError(f"{refusal}: {error!r}") from None
     except ValueError as error:
         raise ValueError(f"{refusal}: {error}") from None
+    except _MISFITS as error:
+        raise ValueError(f"{refusal}: {error!r}") from None

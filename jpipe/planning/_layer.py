@@ -106,10 +106,10 @@ def faults(
             value = getattr(layer, own.name)
             if own.name != "kept_bytes" and not (value is own.default is None):
                 is_whole = own.type in (int, int | None)
-                yield from _misfit(f"{where}: {own.name}", value, is_whole)
+                yield from _number_faults(f"{where}: {own.name}", value, is_whole)
         for mode, value in layer.kept_bytes.items():
-            yield from _misfit(f"{where}: kept_bytes[{mode!r}]", value, True)
-    yield from _misfit("input_bytes", input_bytes, True)
+            yield from _number_faults(f"{where}: kept_bytes[{mode!r}]", value, True)
+    yield from _number_faults("input_bytes", input_bytes, True)
     if not _is_int(microbatch_size) or microbatch_size < 1:
         yield f"microbatch_size={microbatch_size!r}; needs an int of at least 1"
     for skip in skips:
@@ -117,8 +117,10 @@ def faults(
         ends = skip.source, skip.target
         if not all(map(_is_int, ends)) or not 0 <= ends[0] < ends[1] < len(layers):
             yield f"{where}; needs 0 <= source < target < {len(layers)}"
-        yield from _misfit(f"{where}: bytes", skip.bytes, True)
-        yield from _misfit(f"{where}: cotangent_bytes", skip.cotangent_bytes, True)
+        yield from _number_faults(f"{where}: bytes", skip.bytes, True)
+        yield from _number_faults(
+            f"{where}: cotangent_bytes", skip.cotangent_bytes, True
+        )
     for group in ties:
         inside = all(_is_int(i) and 0 <= i < len(layers) for i in group)
         if not inside or len(set(group)) < 2:
@@ -133,12 +135,12 @@ def unknown_mode(mode: object) -> str:
     return f"remat: {called(mode)} is unknown: choose {', '.join(map(repr, MODES))}"
 
 
-def misfit(what: str, value: object) -> Iterator[str]:
+def number_faults(what: str, value: object) -> Iterator[str]:
     """Why something is no time: a finite number, not negative."""
-    yield from _misfit(what, value, whole=False)
+    yield from _number_faults(what, value, whole=False)
 
 
-def _misfit(what: str, value: object, whole: bool) -> Iterator[str]:
+def _number_faults(what: str, value: object, whole: bool) -> Iterator[str]:
     kind = "an int" if whole else "a number"
     fits = _is_int(value) if whole else isinstance(value, numbers.Real)
     if not fits or isinstance(value, bool):

@@ -18,13 +18,15 @@ import numpy as np
 
 from .._instructions import _transfer
 from .._instructions._compile import Compiled, compile_all
-from .._instructions._progress import Progress
+from .._instructions._progress import counted
 from .._instructions._transfer import Device
 from .._jaxprs import _jaxpr
 from .._jaxprs._function import Function
 from .._slices._functions import StageFunctions
 from .._slices._slice import specs
-from ._traced import Sample, Traced
+from ..schedules._costs import FIELDS
+from ._request import Request
+from ._traced import Traced
 
 # In a round a program is called for about so many seconds, at most so many times.
 _LONG_ENOUGH = 0.05
@@ -32,7 +34,6 @@ _MOST_CALLS = 30
 # So many leaves a program of a small layer reads and writes: its input, two weights,
 # their sums of gradients, and what it keeps.
 _LEAVES = 8
-_TIMED = "forward", "backward", "input_grad", "weight_grad"
 # Random numbers that are repeated: to draw as many as an activation has takes long.
 _DRAWN = np.random.default_rng(0).standard_normal(1 << 16, np.float32)
 
@@ -56,22 +57,22 @@ class Times(NamedTuple):
 
 
 def measure(
-    model: Traced, sample: Sample, device: Device, rounds: int
+    model: Traced, request: Request, device: Device
 ) -> tuple[dict[StageFunctions, Times], float]:
     """Measures the programs of all layers; of equal layers once.
 
     Args:
       model: the layers.
-      sample: a mini-batch, whose values the first layer is given if it has any.
+      request: has the mini-batch, whose values the first layer is given if it has any,
+        and says how often each layer is visited.
       device: where they run.
-      rounds: how often each layer is visited.
 
     Returns:
       The times of the layers, by their functions, and that of a call of a program that
       computes nothing, in a row of them.
     """
     layers = [
-        _Measured(model, numbers[0], functions, sample, device)
+        _Measured(model, numbers[0], functions, request, device)
         for functions, numbers in model.alike().items()
     ]
     nothing = _Program(_nothing(), device)
@@ -79,15 +80,11 @@ def measure(
     compile_all(program.compiled for program in programs)
     zeros = _transfer.put([np.float32(0)] * _LEAVES, device)
     in_a_row = []
-    done, total = 0, rounds * len(layers)
-    with Progress("visits of layers measured") as progress:
-        for _ in range(rounds):
+    for layer in counted("visits of layers measured", layers * request.rounds):
+        if layer is layers[0]:  # in each round
             nothing(zeros)
             in_a_row.append(nothing.in_a_row(zeros))
-            for layer in layers:
-                layer.visit()
-                done += 1
-                progress.say(done, total)
+        layer.visit()
     times = {layer.functions: layer.times(nothing.seconds) for layer in layers}
     return times, statistics.median(in_a_row)
 
@@ -180,16 +177,16 @@ class _Measured:
         model: Traced,
         number: int,
         functions: StageFunctions,
-        sample: Sample,
+        request: Request,
         device: Device,
     ) -> None:
         self._model = model
         self._part = model.stages.part(number)
-        self._sample = sample
+        self._request = request
         self._device = device
         self.number = number
         self.functions = functions
-        names = _TIMED if functions.has_backward else _TIMED[:1]
+        names = [*FIELDS.values()] if functions.has_backward else ["forward"]
         found = {name: getattr(functions, name) for name in names}
         self.programs = {
             name: _Program(function, device)
@@ -225,7 +222,7 @@ class _Measured:
         sizes = [p.compiled.workspace_bytes for p in self.programs.values()]
         known = [size for size in sizes if size is not None]
         return Times(
-            *(max(found.get(name, 0.0), 0.0) for name in _TIMED),
+            *(max(found.get(name, 0.0), 0.0) for name in FIELDS.values()),
             workspace_bytes=max(known, default=0) if len(known) == len(sizes) else None,
         )
 
@@ -238,14 +235,12 @@ class _Measured:
 
     def _batch(self) -> list[Any]:
         """What it reads of other layers, of the mini-batch, and the number of it."""
-        part, batch, sample = self._part, self._model.batch, self._sample
+        part, batch, request = self._part, self._model.batch, self._request
         program = self._model.stages.first
+        leaves = jax.tree.leaves([request.sample, request.targets, request.rngs])
         own = jax.tree.leaves(batch.part(batch.sizes[0]))
-        given = [sample.x, sample.targets, sample.rngs]
-        values = [
-            *_part(jax.tree.leaves(given), batch.x_axes, own),
-            *(np.int32(0), *program.numbers),
-        ]
+        values = [_first_part(*each) for each in zip(leaves, own, strict=True)]
+        values += np.int32(0), *program.numbers
         known = dict(zip(program.given, values, strict=True))
         given = [known[var] for var in part.given]
         return self._drawn([*specs(part.arrives), *given])
@@ -255,22 +250,11 @@ class _Measured:
         return _transfer.put(list(map(_value, leaves)), self._device)
 
 
-def _part(
-    leaves: Sequence[Any],
-    axes: Sequence[int | None],
-    specs: Sequence[jax.ShapeDtypeStruct],
-) -> list[Any]:
-    """The first micro-batch of what has values; of the rest its specs."""
-    parts = []
-    for leaf, axis, spec in zip(leaves, axes, specs, strict=True):
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            parts.append(spec)
-        elif axis is None:
-            parts.append(leaf)
-        else:
-            before = (slice(None),) * (axis % leaf.ndim)
-            parts.append(leaf[(*before, slice(spec.shape[axis]))])
-    return parts
+def _first_part(leaf: Any, spec: jax.ShapeDtypeStruct) -> Any:
+    """The first micro-batch of what has values; else its spec."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return spec
+    return leaf[tuple(map(slice, spec.shape))]
 
 
 def _value(leaf: Any) -> Any:

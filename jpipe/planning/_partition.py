@@ -5,17 +5,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ..schedules import Schedule, ScheduleBuilder, gpipe
 from ..schedules._tables import Numbered, Tables
 from . import _several
-from ._chain import Matrix
 from ._climb import Cuts, Ends, Key, climb, every
 from ._cuts import Problem, best_max, best_step, smallest_max
 from ._problem import PartitionProblem
 from ._problem import problem as checked
 from ._profile import Profile
+from ._sums import Matrix
 
 # How many actions may be simulated for one answer, and how many cuts at least.
 _ACTIONS = 40_000
@@ -84,13 +83,15 @@ def partition(
     run = {"num_microbatches": num_microbatches, "schedule": schedule, "remat": remat}
     limits = {"objective": objective, "max_bytes": max_bytes}
     problem = checked(costs, num_stages, **speed, **run, **limits)
-    one_each = problem.num_ranks == problem.chain.num_stages
-    ends = _one_each(problem) if one_each else _several_each(problem)
-    return [b - a for a, b in itertools.pairwise(ends)]
+    found = _one_each(problem) if problem.has_one_each else _several_each(problem)
+    is_exact = not (problem.has_schedule or problem.chain.has_late_skips)
+    if objective == "step" and not is_exact:
+        found = climb(found, _simulated_step(problem), _TRIED)
+    return [b - a for a, b in itertools.pairwise(found[0])]
 
 
-def _one_each(problem: PartitionProblem) -> Ends:
-    """The best cut for one stage per rank."""
+def _one_each(problem: PartitionProblem) -> list[Ends]:
+    """The best cut for one stage per rank, and others around it."""
     chain = problem.chain
     times: Sequence[Matrix] = chain.times
     if problem.max_bytes is not None:
@@ -99,23 +100,15 @@ def _one_each(problem: PartitionProblem) -> Ends:
         if short > 0:
             raise NoCut(_too_small(problem, ends, short))
         times = [np.where(o <= 0, t, np.inf) for o, t in zip(over, times, strict=True)]
-    matrices = Problem(times, chain.cuts)
-    tight = best_max(matrices)
-    assert tight is not None, "the limit was looked at"
+    matrices = Problem(times, chain.transfers)
+    min_max = best_max(matrices)
+    assert min_max is not None, "the limit was looked at"
     if problem.objective == "max":
-        return tight.ends
+        return [min_max.ends]
     assert problem.num_microbatches is not None
     found = [cut.ends for cut in best_step(matrices, problem.num_microbatches)]
-    if problem.schedule is None and not chain.has_late_skips:
-        return found[0]
-
-    def fits(cuts: Cuts) -> npt.NDArray[np.bool_]:
-        stages = [m[cuts[:, s], cuts[:, s + 1]] for s, m in enumerate(times)]
-        return np.max(stages, axis=0) < np.inf
-
     others = every(chain.num_layers, chain.num_stages, _TRIED)
-    starts = [*found[: _several.BEST], tight.ends, *others]
-    return climb(starts, _simulated_step(problem, fits), _TRIED)[0]
+    return [*found[: _several.BEST], min_max.ends, *others]
 
 
 def _excess(problem: PartitionProblem) -> list[Matrix]:
@@ -139,42 +132,28 @@ def least_bytes(costs: Profile, num_stages: int, **arguments: Any) -> float:
       ValueError: as `partition` does.
     """
     problem = checked(costs, num_stages, max_bytes=1, **arguments)
-    if problem.num_ranks == problem.chain.num_stages:
+    if problem.has_one_each:
         return smallest_max(_excess(problem))[0] + 1
     return _several.least(problem)[1] + 1
 
 
-def _several_each(problem: PartitionProblem) -> Ends:
-    """A good cut for several stages per rank."""
+def _several_each(problem: PartitionProblem) -> list[Ends]:
+    """A good cut for several stages per rank, and others."""
     found = _several.candidates(problem)
     if _several.over(problem, np.array(found[:1])).any():
         ends, short = _several.least(problem)
         if short > 0:
             raise NoCut(_too_small(problem, ends, short))
         found = [ends]
-    if problem.objective == "max":
-        return found[0]
-
-    def fits(cuts: Cuts) -> npt.NDArray[np.bool_]:
-        return _several.over(problem, cuts) == 0
-
     # With few cuts all of them are there.
-    starts = found if len(found) <= _TRIED else found[: _several.BEST]
-    return climb(starts, _simulated_step(problem, fits), _TRIED)[0]
+    return found if len(found) <= _TRIED else found[: _several.BEST]
 
 
-def _simulated_step(
-    problem: PartitionProblem, fits: Callable[[Cuts], npt.NDArray[np.bool_]]
-) -> Callable[[Cuts], list[Key]]:
-    """The time of a step, simulated, as long as there is time for that.
-
-    Args:
-      problem: what is to be cut.
-      fits: which of some cuts meet its limit.
-    """
+def _simulated_step(problem: PartitionProblem) -> Callable[[Cuts], list[Key]]:
+    """The time of a step, simulated, as long as there is time for that."""
     chain, count = problem.chain, problem.num_microbatches
     assert count is not None
-    schedule = problem.schedule or gpipe(chain.num_stages, 1)
+    schedule = problem.schedule if problem.has_schedule else gpipe(chain.num_stages, 1)
     left = max(_ACTIONS // sum(map(len, schedule.rows)), _FEWEST)
     best = np.inf
     where = schedule.placement, schedule.num_ranks, schedule.num_microbatches
@@ -191,14 +170,15 @@ def _simulated_step(
         run = tables.run(rows)
         assert run is not None, "schedules were validated"
         time = run.makespan
-        if problem.schedule is None:
+        if not problem.has_schedule:
             time += (count - 1) * slowest
         best = min(best, time)
         return time, 0.0
 
     def keys(cuts: Cuts) -> list[Key]:
-        slowest = _several.loads(problem, cuts).max(axis=0) * chain.unit
-        each = zip(cuts.tolist(), slowest.tolist(), fits(cuts), strict=True)
+        slowest = _several.loads(problem, cuts).max(axis=0) * chain.quantum
+        fits = _several.over(problem, cuts) == 0
+        each = zip(cuts.tolist(), slowest.tolist(), fits, strict=True)
         return [seconds(ends, own) if ok else (np.inf,) for ends, own, ok in each]
 
     return keys

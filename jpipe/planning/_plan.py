@@ -11,8 +11,8 @@ from .._layers._stage import abbreviate
 from .._slices._cuts import Cuts
 from .._slices._names import in_parts
 from ..schedules import Action, Costs, Schedule, Skip
-from ..schedules._action import BACKWARD, FORWARD, INPUT, WEIGHT
-from ..schedules._costs import faults_of
+from ..schedules._action import BACKWARD, FORWARD, INPUT
+from ..schedules._costs import FIELDS, faults_of
 from ..schedules._units import columns, duration, size
 from ._json import reading
 
@@ -229,30 +229,8 @@ class Plan:
         return plan
 
     def __str__(self) -> str:
-        header = ["stage", "device", "layers", "remat", "parameters", "bytes", "held"]
-        rows = [header, *map(_row, self.stages, self.names)]
-        if all(stage.num_params is None for stage in self.stages):
-            rows = [row[:4] for row in rows]
-        elif all(stage.held_bytes is None for stage in self.stages):
-            rows = [row[:6] for row in rows]
-        if all(stage.sent_bytes is not None for stage in self.stages):
-            cells = (size(stage.sent_bytes or 0) for stage in self.stages)
-            pairs = zip(rows, ["sent", *cells], strict=True)
-            rows = [[*row, cell] for row, cell in pairs]
-        if any(stage.cut for stage in self.stages):
-            cells = (
-                ", ".join(f"{name} {n:,}" for name, n in stage.cut.items())
-                for stage in self.stages
-            )
-            rows = [
-                [*row, cell]
-                for row, cell in zip(rows, ["cut along", *cells], strict=True)
-            ]
-        left = range(4)
-        if not any(self.names):  # a function without modules
-            rows, left = [[*row[:2], *row[3:]] for row in rows], range(3)
         parts = [named(self.schedule, self.data)] if self.data > 1 else []
-        parts += [columns(rows, left=left), folded(self._grid())]
+        parts += [self._table(), folded(self._grid())]
         parts += _kept(self.stages)
         if self.skips:
             parts.append(f"skip connections: {_listed(self.skips)}")
@@ -262,6 +240,27 @@ class Plan:
         if self.forecast:
             parts.append(_foretold(self.forecast))
         return "\n".join(parts)
+
+    def _table(self) -> str:
+        """A row for each stage, of what is known."""
+        stages = self.stages
+        found = {"stage": [str(stage.index) for stage in stages]}
+        found["device"] = [stage.device for stage in stages]
+        if any(self.names):  # a function may have no modules
+            found["layers"] = [*map(abbreviate, self.names)]
+        found["remat"] = self.remat
+        left = range(len(found))
+        if any(stage.num_params is not None for stage in stages):
+            found["parameters"] = [*map(_params, stages)]
+            found["bytes"] = [_size(stage.param_bytes) for stage in stages]
+            if any(stage.held_bytes is not None for stage in stages):
+                found["held"] = [_size(stage.held_bytes) for stage in stages]
+        if all(stage.sent_bytes is not None for stage in stages):
+            found["sent"] = [_size(stage.sent_bytes) for stage in stages]
+        if any(stage.cut for stage in stages):
+            pairs = (stage.cut.items() for stage in stages)
+            found["cut along"] = [", ".join(f"{k} {n:,}" for k, n in p) for p in pairs]
+        return columns([[*found], *zip(*found.values(), strict=True)], left)
 
     def _grid(self) -> str:
         """The schedule as it runs; its bubble is told below where it is predicted."""
@@ -276,22 +275,15 @@ class Plan:
             joined = action.op in (BACKWARD, INPUT) and forward not in ran
             return default.of(action) + joined * default.of(forward)
 
-        def lasts(op: str) -> list[list[float]]:
-            microbatches = range(self.schedule.num_microbatches)
-            return [
-                [last(Action(op, s, m)) for m in microbatches]
-                for s in range(len(self.stages))
+        microbatches = range(self.schedule.num_microbatches)
+        times: dict[str, Any] = {
+            name: [
+                [last(Action(op, stage.index, m)) for m in microbatches]
+                for stage in self.stages
             ]
-
-        return self.schedule.drawn(
-            Costs(
-                forward=lasts(FORWARD),
-                backward=lasts(BACKWARD),
-                input_grad=lasts(INPUT),
-                weight_grad=lasts(WEIGHT),
-            ),
-            has_bubble=self.forecast is None,
-        )
+            for op, name in FIELDS.items()
+        }
+        return self.schedule.drawn(Costs(**times), has_bubble=self.forecast is None)
 
 
 def named(schedule: Schedule, data: int) -> str:
@@ -342,19 +334,17 @@ def _foretold(forecast: Forecast) -> str:
     return "\n".join(lines)
 
 
-def _row(stage: StagePlan, names: Sequence[str]) -> list[str]:
-    params = "" if stage.num_params is None else f"{stage.num_params:,}"
-    if stage.num_trained not in (None, stage.num_params):
-        params += f" ({stage.num_trained:,} trained)"
-    return [
-        str(stage.index),
-        stage.device,
-        abbreviate(names),
-        stage.remat,
-        params,
-        "" if stage.param_bytes is None else size(stage.param_bytes),
-        "" if stage.held_bytes is None else size(stage.held_bytes),
-    ]
+def _params(stage: StagePlan) -> str:
+    """The number of its parameters, and of those that are trained if others are not."""
+    if stage.num_params is None:
+        return ""
+    is_trained = stage.num_trained in (None, stage.num_params)
+    trained = "" if is_trained else f" ({stage.num_trained:,} trained)"
+    return f"{stage.num_params:,}{trained}"
+
+
+def _size(num_bytes: int | None) -> str:
+    return "" if num_bytes is None else size(num_bytes)
 
 
 def folded(grid: str) -> str:

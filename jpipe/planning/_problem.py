@@ -10,9 +10,8 @@ from typing import Any
 from ..schedules import Schedule, one_f_one_b
 from ..schedules._choose import choose_schedule
 from ..schedules._simulate import TOO_LONG
-from ._chain import Chain
-from ._in_flight import InFlight, in_flight
-from ._layer import MODES, LayerProfile, misfit, unknown_mode
+from ._chain import Chain, InFlight, in_flight
+from ._layer import MODES, LayerProfile, number_faults, unknown_mode
 from ._profile import Profile, mode_faults, speed_faults
 
 OBJECTIVES = ("max", "step")
@@ -26,35 +25,27 @@ class PartitionProblem:
       chain: the layers.
       objective: ``"max"`` or ``"step"``.
       num_microbatches: of one step; ``None`` if it was not given.
-      schedule: what runs the stages; ``None`` if it was not given.
+      schedule: what runs the stages; 1F1B if none was given.
+      has_schedule: whether one was given.
       max_bytes: of each rank; ``None``: no limit.
     """
 
     chain: Chain
     objective: str
     num_microbatches: int | None
-    schedule: Schedule | None
+    schedule: Schedule
+    has_schedule: bool
     max_bytes: tuple[float, ...] | None
 
-    @functools.cached_property
-    def placement(self) -> tuple[int, ...]:
-        """The rank of each stage."""
-        if self.schedule is not None:
-            return self.schedule.placement
-        return tuple(range(self.chain.num_stages))
-
     @property
-    def num_ranks(self) -> int:
-        """The number of ranks."""
-        return self.schedule.num_ranks if self.schedule else self.chain.num_stages
+    def has_one_each(self) -> bool:
+        """Whether each rank has one stage."""
+        return self.schedule.num_ranks == self.chain.num_stages
 
     @functools.cached_property
     def in_flight(self) -> tuple[InFlight, ...]:
-        """What each rank has in flight under the schedule, or else under 1F1B."""
-        if self.schedule is not None:
-            return in_flight(self.schedule)
-        count = self.chain.num_stages
-        return in_flight(one_f_one_b(count, min(self.num_microbatches or count, count)))
+        """What each rank has in flight."""
+        return in_flight(self.schedule)
 
 
 def problem(
@@ -106,18 +97,18 @@ def problem(
         )
     if faults:
         raise ValueError(f"partition: {'; '.join(faults)}")
-    if num_microbatches is None or schedule is None:
-        chosen = None
-    else:
+    chosen = one_f_one_b(count, min(num_microbatches or count, count))
+    if schedule is not None:
+        assert num_microbatches is not None
         chosen = choose_schedule(schedule, count, num_microbatches)
         if chosen.forward_only:
             raise ValueError(f"partition: schedule {chosen.name!r} has no backward")
     chain = Chain(profile, modes, bandwidth, latency)
     if not math.isfinite(chain.total * (num_microbatches or 1)):
         raise ValueError(f"partition: {TOO_LONG}")
-    num_ranks = chosen.num_ranks if chosen else count
-    limits = None if max_bytes is None else _limits(max_bytes, num_ranks)
-    return PartitionProblem(chain, objective, num_microbatches, chosen, limits)
+    limits = None if max_bytes is None else _limits(max_bytes, chosen.num_ranks)
+    run = num_microbatches, chosen, schedule is not None
+    return PartitionProblem(chain, objective, *run, limits)
 
 
 def _profile(costs: Sequence[float] | Profile) -> Profile:
@@ -125,7 +116,9 @@ def _profile(costs: Sequence[float] | Profile) -> Profile:
     profile, faults = costs, []
     if not isinstance(profile, Profile):
         times = [getattr(time, "item", lambda own=time: own)() for time in profile]
-        faults = [f for i, t in enumerate(times) for f in misfit(f"costs[{i}]", t)]
+        faults = [
+            f for i, t in enumerate(times) for f in number_faults(f"costs[{i}]", t)
+        ]
         layers = [] if faults else [(t / 3, t - t / 3) for t in times]
         profile = Profile(
             tuple(LayerProfile(str(i), *halves) for i, halves in enumerate(layers))

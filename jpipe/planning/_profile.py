@@ -1,6 +1,7 @@
 """What each layer of a model costs: times and bytes of one micro-batch."""
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -11,12 +12,15 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ..schedules import Costs, Skip
 from ..schedules._choose import called
 from . import _layer
 from ._json import reading
 from ._layer import LayerProfile as LayerProfile
 from ._layer import SkipProfile as SkipProfile
+from ._sums import Matrix, copied, sums
 from ._table import table
 
 _HEADER = {"format": "jpipe profile", "version": 1}
@@ -53,7 +57,7 @@ class Profile:
         fields = (self.layers, self.input_bytes, self.skips, self.ties)
         return [
             *_layer.faults(*fields, self.microbatch_size),
-            *_layer.misfit("action_seconds", self.action_seconds),
+            *_layer.number_faults("action_seconds", self.action_seconds),
         ]
 
     def costs(
@@ -99,14 +103,16 @@ class Profile:
             raise ValueError(f"profile: {'; '.join(faults)}")
         ends = [0, *itertools.accumulate(sizes)]
         stages = list(itertools.pairwise(ends))
-        held = [self.static_bytes(*stage) for stage in stages]
-        pairs = list(zip(stages, modes, strict=True))
+        params = [int(self.params_of[stage]) for stage in stages]
+        state = [int(self.state_of[stage]) for stage in stages]
+        kept = [self.kept_of[mode] for mode in modes]
+        pending = [self.kept_of[self.pending_mode(mode)] for mode in modes]
         return dataclasses.replace(
             self.times(ends, modes, bandwidth, latency),
-            residual_bytes=[self.kept_bytes(*stage, mode) for stage, mode in pairs],
-            pending_bytes=[self.pending_bytes(*stage, mode) for stage, mode in pairs],
-            parameter_bytes=[sum(each) for each in held],
-            accumulator_bytes=[params for params, _ in held],
+            residual_bytes=[int(own[s]) for own, s in zip(kept, stages, strict=True)],
+            pending_bytes=[int(own[s]) for own, s in zip(pending, stages, strict=True)],
+            parameter_bytes=[a + b for a, b in zip(params, state, strict=True)],
+            accumulator_bytes=params,
         )
 
     def times(
@@ -146,8 +152,7 @@ class Profile:
 
     def unknown(self, modes: Sequence[str]) -> list[str]:
         """Which modes keep nobody knows what, a line for each."""
-        known = [set(layer.kept_bytes) for layer in self.layers]
-        named = sorted({"full"}.union(*known[:1]).intersection(*known) | {"full"})
+        named = sorted(self.kept_of)
         listed = ", ".join(map(repr, named))
         faults = (
             f"what remat={called(mode)} keeps is not in the profile: choose {listed}"
@@ -160,45 +165,44 @@ class Profile:
         """What a stage that begins at a layer is given."""
         return self.layers[first - 1].output_bytes if first else self.input_bytes
 
-    def static_bytes(self, first: int, stop: int) -> tuple[int, int]:
-        """Bytes of parameters and of other state of a stage.
+    @functools.cached_property
+    def params_of(self) -> Matrix:
+        """Bytes of the parameters of each stage.
 
         A stage without the first of some tied layers has a copy of its parameters.
         """
-        own = self.layers[first:stop]
-        params = sum(layer.param_bytes for layer in own)
+        found = sums([layer.param_bytes for layer in self.layers])
         for group in self.ties:
-            owner = min(group)
-            if owner < first and any(first <= i < stop for i in group):
-                params += self.layers[owner].param_bytes
-        return params, sum(layer.state_bytes for layer in own)
+            owner, *others = sorted(set(group))
+            copied(found, owner + 1, others, self.layers[owner].param_bytes)
+        return found
 
-    def kept_bytes(self, first: int, stop: int, mode: str) -> int:
-        """What a stage keeps between forward and backward."""
-        if mode == "full":
-            arrived = {
-                (skip.source, skip.name): skip.bytes
-                for skip in self.skips
-                if skip.source < first <= skip.target < stop
-                and not (skip.is_output and skip.source == first - 1)
-            }
-            return self.boundary_bytes(first) + sum(arrived.values())
-        return sum(layer.kept_bytes[mode] for layer in self.layers[first:stop])
+    @functools.cached_property
+    def state_of(self) -> Matrix:
+        """Bytes of the other state of each stage."""
+        return sums([layer.state_bytes for layer in self.layers])
 
-    def pending_bytes(self, first: int, stop: int, mode: str) -> int:
-        """What a stage keeps between the halves of a backward, as well as is known."""
-        return self.kept_bytes(first, stop, self.pending_mode(mode))
+    @functools.cached_property
+    def kept_of(self) -> dict[str, Matrix]:
+        """By mode, what each stage stores between forward and backward."""
+        count, modes = len(self.layers), [layer.kept_bytes for layer in self.layers]
+        known = set[str]().union(*modes[:1]).intersection(*modes)
+        found = {mode: sums([own[mode] for own in modes]) for mode in sorted(known)}
+        given = [*map(self.boundary_bytes, range(count)), 0]
+        kept = np.triu(np.repeat(np.array(given, float)[:, None], count + 1, 1), 1)
+        readers: dict[tuple[int, str, int, bool], list[int]] = {}
+        for skip in self.skips:
+            key = skip.source, skip.name, skip.bytes, skip.is_output
+            readers.setdefault(key, []).append(skip.target)
+        for (source, _, size, is_output), targets in readers.items():
+            copied(kept, source + 1 + is_output, sorted(targets), size)
+        return {**found, "full": kept}
 
     def pending_mode(self, mode: str) -> str:
         """The mode that keeps about what the first half of a backward leaves."""
         if mode == "none":
             return mode
-        known = (
-            m
-            for m in ("min_cut", "none")
-            if all(m in x.kept_bytes for x in self.layers)
-        )
-        return next(known, mode)
+        return next((m for m in ("min_cut", "none") if m in self.kept_of), mode)
 
     def check(self, made: Mapping[str, str]) -> None:
         """Refuses a profile that was made on something else.
@@ -320,7 +324,7 @@ def mode_faults(modes: Sequence[str], num_stages: int) -> Iterator[str]:
 
 def speed_faults(bandwidth: float | None, latency: float) -> Iterator[str]:
     """Why links of such speed there are not, a line for each fault."""
-    yield from _layer.misfit("latency", latency)
+    yield from _layer.number_faults("latency", latency)
     if bandwidth is not None and (
         isinstance(bandwidth, bool)
         or not isinstance(bandwidth, Real)

@@ -12,14 +12,15 @@ from .._layers import _rng
 from .._run._context import outside_of_meshes
 from .._slices._costs import total
 from .._slices._functions import StageFunctions
-from ._estimate import Rates, seconds
+from ..schedules._costs import FIELDS
+from ._estimate import Rates, seconds, workspace_bytes
 from ._layer import MODES
 from ._measure import Times
 from ._measure import measure as measured
 from ._profile import LayerProfile, Profile, SkipProfile
 from ._request import Request
+from ._subject import subject
 from ._traced import Traced
-from ._workspace import workspace_bytes
 
 PyTree = Any
 
@@ -108,7 +109,7 @@ def profile(
     """
     # In the order of its fields.
     request = Request(
-        *(layers, sample, num_microbatches, loss, targets, has_aux, reduction),
+        *(subject(layers), sample, num_microbatches, loss, targets, has_aux, reduction),
         *(trainable, in_axes, target_axes, rngs, train, measure, rounds, device),
         *(peak_flops, memory_bandwidth, action_seconds),
     )
@@ -124,26 +125,25 @@ def answer(request: Request) -> Profile:
         times = {functions: _estimated(functions, where) for functions in layers}
         action = where.action
     else:
-        times, action = measured(model, request.batch, where, request.rounds)
+        times, action = measured(model, request, where)
     return Profile(
         layers=tuple(_layers(model, times)),
         input_bytes=total(model.entering(0)),
         skips=tuple(_skips(model)),
         ties=tuple(model.ties()),
         microbatch_size=model.batch.sizes[0],
-        made=request.made,
+        made=request.fingerprint,
         action_seconds=action,
     )
 
 
 def _estimated(functions: StageFunctions, rates: Rates) -> Times:
     """The times of a layer on paper."""
-    names = ["forward"]
-    if functions.has_backward:
-        names += ["backward", "input_grad", "weight_grad"]
-    found = [getattr(functions, name) for name in names]
-    times = [*(seconds(each, rates) for each in found), 0.0, 0.0, 0.0]
-    return Times(*times[:4], workspace_bytes=max(map(workspace_bytes, found)))
+    names = [*FIELDS.values()] if functions.has_backward else ["forward"]
+    found = {name: getattr(functions, name) for name in names}
+    times = dict.fromkeys(FIELDS.values(), 0.0)
+    times |= {name: seconds(each, rates) for name, each in found.items()}
+    return Times(**times, workspace_bytes=max(map(workspace_bytes, found.values())))
 
 
 def _layers(

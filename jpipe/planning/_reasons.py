@@ -4,12 +4,11 @@ import os
 from collections.abc import Iterable, Sequence
 
 from .._instructions._transfer import OnPaper
-from ..schedules import lower_bound
 from ..schedules._units import duration, size
-from ._forecast import Candidate, Hardware, transfers
-from ._made import estimated, measured_on_cpu
+from ._fingerprint import estimated, measured_on_cpu
+from ._forecast import Candidate, transfers
 from ._plan import Forecast, Plan, StagePlan, named
-from ._search import Space
+from ._space import Hardware, Space
 
 
 def chosen(
@@ -31,8 +30,6 @@ def chosen(
     best = candidates[0]
     if not best.fits(space.hardware):
         raise ValueError(_nothing_fits(best, space))
-    costs = best.timeline.costs
-    assert costs is not None
     sent = _sent(best)
     return Plan(
         stages=tuple(_stages(best)),
@@ -41,16 +38,11 @@ def chosen(
         data=best.data,
         forecast=Forecast(
             seconds=best.seconds,
-            bound=lower_bound(
-                costs,
-                best.schedule.num_ranks,
-                best.schedule.num_microbatches,
-                placement=best.schedule.placement,
-            ),
+            bound=best.timeline.lower_bound,
             bubble=best.bubble,
             busy=best.timeline.busy,
             memory=best.memory,
-            costs=costs,
+            costs=best.costs,
             memory_limit=space.hardware.memory_limit,
             sent_bytes=sent,
             reasons=(
@@ -187,10 +179,9 @@ def _nothing_fits(nearest: Candidate, space: Space) -> str:
 
 def _sent(best: Candidate) -> int:
     """The bytes that cross between devices in a step."""
-    costs = best.timeline.costs
-    assert costs is not None
-    moved = sum(transfers(best.timeline)) * best.schedule.num_microbatches
-    exchanged = 2 * (best.data - 1) * sum(costs.accumulator_bytes)
+    sizes = transfers(best.costs, best.schedule.placement)
+    moved = sum(sizes) * best.schedule.num_microbatches
+    exchanged = 2 * (best.data - 1) * sum(best.costs.accumulator_bytes)
     return int(moved * best.data + exchanged)
 
 
@@ -208,7 +199,7 @@ def _stages(best: Candidate) -> Iterable[StagePlan]:
             remat=best.remat[index],
             num_params=sum(layer.num_params for layer in own),
             param_bytes=sum(layer.param_bytes for layer in own),
-            held_bytes=best.held[index],
+            held_bytes=best.residual_bytes[index],
             kept=kept.nbytes if kept else {},
             again=kept.again if kept else None,
         )

@@ -1,14 +1,15 @@
 """Stages with several devices each: how many stages, of which layers, on how many."""
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
 from ..schedules import Costs
 from ..schedules._simulate import TOO_LONG
-from ._net import Net, ReplicatedStage
 from ._profile import Profile, speed_faults
-from ._replicated import Replicated, costs_of
+from ._replicated import Replicated, ReplicatedStage, ring
+from ._sums import Matrix, sums
 
 
 def replicate(
@@ -69,51 +70,101 @@ def replicate(
     if faults:
         raise ValueError(f"replicate cannot plan this: {'; '.join(faults)}")
     with np.errstate(over="ignore", invalid="ignore"):
-        net = Net(profile, bandwidth or math.inf, transfers)
-        moved = (net.sent / net.bandwidth).sum() + net.exchange(num_devices)[0, -1]
-        if not math.isfinite((net.total + 4 * moved) * (num_microbatches or 1)):
+        chain = _Chain(profile, bandwidth or math.inf, transfers)
+        if not math.isfinite(chain.longest(num_devices) * (num_microbatches or 1)):
             raise ValueError(f"replicate cannot plan this: {TOO_LONG}")
-    single, stages = _steady(net, min(num_devices, count), 1)
+    single, stages = chain.cut(min(num_devices, count), 1)
     if not straight:
-        _, stages = _steady(net, num_devices, num_devices)
-    return Replicated(stages, _costs(profile, net, stages), single, num_microbatches)
+        _, stages = chain.cut(num_devices, num_devices)
+    return Replicated(stages, chain.costs(stages), single, num_microbatches)
 
 
-def _costs(profile: Profile, net: Net, stages: tuple[ReplicatedStage, ...]) -> Costs:
-    """What each stage takes on one device."""
-    own = [profile.layers[start:end] for start, end, _ in stages]
-    return costs_of(
-        forward=tuple(float(sum(x.forward for x in layers)) for layers in own),
-        backward=tuple(float(sum(x.backward for x in layers)) for layers in own),
-        boundary_bytes=tuple(net.there.item(start) for start, _, _ in stages),
-        cotangent_bytes=tuple(net.back.item(start) for start, _, _ in stages),
-        bandwidth=net.bandwidth,
-        exchange=tuple(net.exchange(r).item(start, end) for start, end, r in stages),
-    )
+class _Chain:
+    """Layers whose stages may have several devices.
 
+    Args:
+      profile: of the layers.
+      bandwidth: bytes per second.
+      transfers: whether those between stages take time.
+    """
 
-def _steady(
-    net: Net, num_devices: int, most: int
-) -> tuple[float, tuple[ReplicatedStage, ...]]:
-    """The least bottleneck: stages, with the exchange of gradients, and transfers."""
-    best = {0: np.full(net.size, np.inf)}
-    best[0][0] = 0.0
-    came: dict[tuple[int, int], tuple[int, int]] = {}
-    for used in range(1, num_devices + 1):
-        best[used] = np.full(net.size, np.inf)
-        for replicas in range(1, min(most, used) + 1):
-            moved = net.sent / (net.bandwidth * replicas)
-            ends = np.maximum(moved[:, None], moved[None, :])
-            times = np.maximum(net.turns(replicas), ends)
-            each = np.maximum(best[used - replicas][:, None], times)
-            starts = each.argmin(axis=0)
-            values = each[starts, np.arange(net.size)]
-            for end in np.flatnonzero(values < best[used]):
-                best[used][end] = values[end]
-                came[used, int(end)] = int(starts[end]), replicas
-    stages, used, end = [], num_devices, net.size - 1
-    while end:
-        start, replicas = came[used, end]
-        stages.append(ReplicatedStage(start, end, replicas))
-        used, end = used - replicas, start
-    return float(best[num_devices][-1]), tuple(reversed(stages))
+    def __init__(self, profile: Profile, bandwidth: float, transfers: bool) -> None:
+        self._layers, self._bandwidth = profile.layers, bandwidth
+        layers = profile.layers
+        self._times = sums([x.forward + x.backward for x in layers], np.inf)
+        self._params = sums([x.param_bytes for x in layers])
+        # Bytes that cross a cut before each layer, and those of their gradients.
+        self._there, self._back = np.zeros((2, len(layers) + 1))
+        for cut in range(1, len(layers) if transfers else 0):
+            behind = layers[cut - 1]
+            crossing = {
+                (skip.source, skip.name): (skip.bytes, skip.cotangent_bytes)
+                for skip in profile.skips
+                if skip.source < cut <= skip.target
+                and not (skip.is_output and skip.source == cut - 1)
+            }
+            sizes = (behind.output_bytes, behind.cotangent_bytes), *crossing.values()
+            self._there[cut], self._back[cut] = map(sum, zip(*sizes, strict=True))
+        self._sent = self._there + self._back
+
+    def longest(self, num_devices: int) -> float:
+        """Longer than anything that is counted takes."""
+        moved = (self._sent / self._bandwidth).sum()
+        moved += self._exchange(num_devices)[0, -1]
+        return float(self._times[0, -1] + 4 * moved)
+
+    def _exchange(self, replicas: int) -> Matrix:
+        """The time in which a ring of replicas adds up the gradients of a stage."""
+        return ring(self._params, replicas, self._bandwidth)
+
+    def cut(
+        self, num_devices: int, most: int
+    ) -> tuple[float, tuple[ReplicatedStage, ...]]:
+        """The stages whose slowest, or slowest transfer, takes least per micro-batch.
+
+        Args:
+          num_devices: how many there are; all are used.
+          most: how many a stage may have.
+
+        Returns:
+          That time, and the stages.
+        """
+        size = len(self._sent)
+        best = {0: np.full(size, np.inf)}
+        best[0][0] = 0.0
+        came: dict[tuple[int, int], tuple[int, int]] = {}
+        for used in range(1, num_devices + 1):
+            best[used] = np.full(size, np.inf)
+            for replicas in range(1, min(most, used) + 1):
+                moved = self._sent / (self._bandwidth * replicas)
+                ends = np.maximum(moved[:, None], moved[None, :])
+                own = (self._times + 2 * self._exchange(replicas)) / replicas
+                before = best[used - replicas][:, None]
+                each = np.maximum(before, np.maximum(own, ends))
+                starts = each.argmin(axis=0)
+                values = each[starts, np.arange(size)]
+                for end in np.flatnonzero(values < best[used]):
+                    best[used][end] = values[end]
+                    came[used, int(end)] = int(starts[end]), replicas
+        stages, used, end = [], num_devices, size - 1
+        while end:
+            start, replicas = came[used, end]
+            stages.append(ReplicatedStage(start, end, replicas))
+            used, end = used - replicas, start
+        return float(best[num_devices][-1]), tuple(reversed(stages))
+
+    def costs(self, stages: Sequence[ReplicatedStage]) -> Costs:
+        """What each stage takes on one device; what it keeps is not known."""
+        own = [self._layers[start:end] for start, end, _ in stages]
+        rings = [self._exchange(r).item(start, end) for start, end, r in stages]
+        return Costs(
+            forward=tuple(float(sum(x.forward for x in layers)) for layers in own),
+            backward=tuple(float(sum(x.backward for x in layers)) for layers in own),
+            boundary_bytes=tuple(self._there.item(start) for start, *_ in stages),
+            cotangent_bytes=tuple(self._back.item(start) for start, *_ in stages),
+            bandwidth=self._bandwidth,
+            exchange=tuple(rings),
+            residual_bytes=0,
+            pending_bytes=0,
+            in_seconds=True,
+        )

@@ -3,17 +3,25 @@
 import dataclasses
 import itertools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..schedules import Costs, Schedule, Timeline, replicated
 from ..schedules._costs import at
-from ..schedules._units import columns, duration
-from ._net import ReplicatedStage
+from ..schedules._units import columns, duration, many
 
 
-def costs_of(**fields: Any) -> Costs:
-    """Costs in time alone: what stages keep is not known."""
-    return Costs(**fields, residual_bytes=0, pending_bytes=0, in_seconds=True)
+class ReplicatedStage(NamedTuple):
+    """Layers ``start`` to ``end - 1``, on as many devices as there are ``replicas``."""
+
+    start: int
+    end: int
+    replicas: int
+
+
+def ring(num_bytes: Any, replicas: int, bandwidth: float, latency: float = 0.0) -> Any:
+    """The time in which a ring of devices adds up gradients of so many bytes."""
+    hops = 2 * (replicas - 1)
+    return hops * num_bytes / (bandwidth * replicas) + hops * latency
 
 
 @dataclass(frozen=True)
@@ -138,7 +146,7 @@ class Replicated:
         used, seconds = sum(self.replicas), self.seconds
         faster = self.alone / seconds if seconds else 1.0
         lines = [
-            f"{seconds:.6g} s a micro-batch on {used} device{'s' * (used > 1)}, "
+            f"{seconds:.6g} s a micro-batch on {many(used, 'device')}, "
             f"{faster:.3f} times as fast as one"
         ]
         if max(self.replicas) > 1 and seconds:

@@ -1,4 +1,4 @@
-"""What `jpipe.profile` is asked: its arguments checked, and what follows from them."""
+"""The arguments of `jpipe.profile`, checked, and what follows from them."""
 
 import dataclasses
 import math
@@ -11,6 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._functions import _microbatch
+from .._functions._batch import Batch
 from .._functions._objective import Objective
 from .._functions._weights import is_inexact
 from .._instructions._progress import counted
@@ -21,10 +23,9 @@ from .._run._context import outside_of_meshes
 from .._slices._built import Built
 from ..schedules import Schedule
 from ._estimate import Rates
-from ._layer import misfit
-from ._made import made
-from ._subject import subject
-from ._traced import Sample, Traced
+from ._fingerprint import fingerprint
+from ._layer import number_faults
+from ._traced import Traced
 
 PyTree = Any
 _NO_TARGETS = (
@@ -35,6 +36,8 @@ _NO_TARGETS = (
 @dataclass(frozen=True)
 class Request:
     """The arguments of `jpipe.profile` of these names.
+
+    The layers are those of `subject`. Without keys of its own, training has any.
 
     Raises:
       ValueError: with every fault.
@@ -61,7 +64,6 @@ class Request:
     action_seconds: float | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "layers", subject(self.layers))
         if faults := list(self._faults()):
             raise ValueError(f"profile: {'; '.join(faults)}")
         if self.device is not None and not isinstance(self.device, jax.Device):
@@ -71,6 +73,9 @@ class Request:
             )
         leaves = jax.tree.leaves((self.sample, self.targets, self.rngs))
         _variables.check_concrete(leaves)
+        if self.rngs is None and self.train:
+            keys: Any = jax.random.key(0) if self.measure else _rng.key_spec()
+            object.__setattr__(self, "rngs", keys)
 
     def _faults(self) -> Iterator[str]:
         for name in ("num_microbatches", "rounds"):
@@ -84,29 +89,35 @@ class Request:
             if self.measure:
                 yield f"{name}={rate!r} is for an estimate; give measure=False too"
             elif name == "action_seconds":
-                yield from misfit(name, rate)
+                yield from number_faults(name, rate)
             elif not isinstance(rate, int | float) or not 0 < rate < math.inf:
                 yield f"{name}={rate!r}: needs a number above 0, per second"
         if self.loss is None and jax.tree.leaves(self.targets):
             yield "targets are for a loss; give loss= too"
 
-    @cached_property
-    def batch(self) -> Sample:
-        """The mini-batch; without keys of its own in training, with any."""
-        rngs: Any = self.rngs
-        if rngs is None and self.train:
-            rngs = jax.random.key(0) if self.measure else _rng.key_spec()
-        return Sample(
-            self.sample,
-            self.targets,
-            rngs,
-            self.in_axes,
-            self.target_axes,
-            self.num_microbatches,
-            self._objective,
-            self.trainable,
-            self.train,
-        )
+    def batch(self, whole: bool = False, num_shards: int = 1) -> Batch:
+        """Specs of the mini-batch, with the first micro-batch only: no other is larger.
+
+        Args:
+          whole: whether all micro-batches are meant.
+          num_shards: over how many shards each is spread.
+
+        Raises:
+          TypeError: if a leaf is not an array.
+          ValueError: if it cannot be cut.
+        """
+        x = _microbatch.specs(self.sample, "sample")
+        targets = _microbatch.specs(self.targets, "targets")
+        x_axes = _microbatch.flat_axes(self.in_axes, x, "sample", "in_axes")
+        axes = self.target_axes if jax.tree.leaves(targets) else 0
+        target_axes = _microbatch.flat_axes(axes, targets, "targets", "target_axes")
+        parts = [("sample", x, x_axes), ("targets", targets, target_axes)]
+        number = self.num_microbatches
+        size = _microbatch.batch_size(parts, number)
+        sizes = _microbatch.sizes(_microbatch.shard(size, number, num_shards), number)
+        keys = None if self.rngs is None else _microbatch.specs(self.rngs, "rngs")
+        own = sizes if whole else sizes[:1]
+        return Batch(x, x_axes, targets, target_axes, keys, own, num_shards)
 
     @cached_property
     def where(self) -> Device | Rates:
@@ -124,13 +135,13 @@ class Request:
     def model(self) -> Traced:
         """The layers, or pieces of a model, each by itself."""
         with self._explained():
-            return self.layers.traced(self.batch, None, "none")
+            return self.layers.traced(self, None, "none")
 
     @outside_of_meshes
     def kept(self, balance: Sequence[int], mode: str) -> list[int]:
         """What stages store of a micro-batch: their layers are traced together."""
         with self._explained():
-            traced = self.layers.traced(self.batch, balance, mode)
+            traced = self.layers.traced(self, balance, mode)
         stages = range(len(balance))
         found = counted("stages traced", [traced.functions(s, mode) for s in stages])
         return [own.kept.nbytes[mode] if own.has_backward else 0 for own in found]
@@ -144,10 +155,12 @@ class Request:
         data: int = 1,
     ) -> Built:
         """The loss and its gradients of a mini-batch, on devices that are not there."""
-        loss = self._objective or Objective(_any)
-        sample = self.batch._replace(objective=loss)
+        request = self
+        if self.loss is None:
+            plain = {"has_aux": False, "reduction": "mean"}
+            request = dataclasses.replace(self, loss=_any, **plain)
         with self._explained():
-            return self.layers.lowered(sample, balance, remat, schedule, data)
+            return self.layers.lowered(request, balance, remat, schedule, data)
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -160,21 +173,28 @@ class Request:
             raise
 
     @property
-    def _objective(self) -> Objective | None:
+    def objective(self) -> Objective | None:
         """The loss, a part of the last layer."""
         if self.loss is None:
             return None
         return Objective(self.loss, self.has_aux, self.reduction)
 
     def resized(self, batch_size: int) -> "Request":
-        """The same for a mini-batch of another size, of which nothing has values."""
-        own = self.batch.resized(batch_size)
-        return dataclasses.replace(self, sample=own.x, targets=own.targets)
+        """The same in one micro-batch of another size, of which nothing has values."""
+        whole = dataclasses.replace(self, num_microbatches=1)
+        batch = whole.batch()
+
+        def part(tree: PyTree, axes: Sequence[int | None]) -> PyTree:
+            specs, structure = jax.tree.flatten(tree)
+            return structure.unflatten(_microbatch.part_specs(specs, axes, batch_size))
+
+        x, targets = part(batch.x, batch.x_axes), part(batch.targets, batch.target_axes)
+        return dataclasses.replace(whole, sample=x, targets=targets)
 
     @property
-    def made(self) -> dict[str, str]:
+    def fingerprint(self) -> dict[str, str]:
         """What a profile is made on that answers this."""
-        return made(self.model, self.train, self.where)
+        return fingerprint(self.model, self.train, self.where)
 
 
 def _any(outputs: PyTree, _: PyTree) -> jax.Array:

@@ -1,22 +1,20 @@
 """Cuts, micro-batches, schedules, what stages keep: all tried on paper."""
 
-import dataclasses
-import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 
 from .. import schedules
-from .._instructions._progress import Progress, counted
+from .._instructions._progress import counted
 from ..schedules import BY_NAME, Schedule, ScheduleError
 from ..schedules._action import WEIGHT
 from ._climb import Cuts, climb
-from ._forecast import Candidate, Hardware, evaluate, stage_costs
-from ._made import measured_on_cpu
+from ._fingerprint import measured_on_cpu
+from ._forecast import Candidate, evaluate, stage_costs
 from ._partition import NoCut, partition
 from ._profile import Profile
 from ._shapes import Shape
+from ._space import Hardware, Space
 
 # From fast and large to slow and small. What "none" keeps more saves no time.
 REMATS = ("min_cut", "full")
@@ -28,70 +26,6 @@ _CUTS = 6
 # Where devices share cores, halves of backwards have to be faster by so much.
 _GAIN = 0.05
 _ROUNDING = 1e-12
-
-
-@dataclass(frozen=True)
-class Space:
-    """What a plan may choose from.
-
-    Attributes:
-      profiles: of a micro-batch of one shard, by the number of such parts.
-      optimizer_bytes: the optimizer's state of each layer.
-      hardware: the devices.
-      names: of schedules; see `jpipe.schedules.BY_NAME`.
-      remats: modes that a stage may have, the one that keeps most first.
-      made: whether schedules are made to measure too.
-      balance: the only cut that is meant, if any.
-      given: the numbers of micro-batches, each with the number of devices that share
-        one; default: a profile for each, on one device.
-    """
-
-    profiles: Mapping[int, Profile]
-    optimizer_bytes: Sequence[int]
-    hardware: Hardware
-    names: tuple[str, ...]
-    remats: tuple[str, ...]
-    made: bool = True
-    balance: tuple[int, ...] | None = None
-    given: tuple[Shape, ...] = ()
-
-    @property
-    def shapes(self) -> tuple[Shape, ...]:
-        """Into how many micro-batches, on how many devices each."""
-        return self.given or tuple(map(Shape, self.profiles))
-
-    @property
-    def num_layers(self) -> int:
-        """The number of layers."""
-        return len(self.optimizer_bytes)
-
-    @functools.cached_property
-    def whole(self) -> dict[int, Profile]:
-        """The profiles with the optimizer's state as a part of that of the layers."""
-        return {
-            number: dataclasses.replace(
-                profile,
-                layers=tuple(
-                    dataclasses.replace(layer, state_bytes=layer.state_bytes + own)
-                    for layer, own in zip(
-                        profile.layers, self.optimizer_bytes, strict=True
-                    )
-                ),
-            )
-            for number, profile in self.profiles.items()
-        }
-
-    def evaluate(
-        self,
-        balance: Sequence[int],
-        remat: Sequence[str],
-        schedule: Schedule,
-        data: int,
-    ) -> Candidate:
-        """What it takes to run so many layers per stage under a schedule."""
-        profile = self.profiles[schedule.num_microbatches * data]
-        own = self.optimizer_bytes
-        return evaluate(profile, own, balance, remat, schedule, self.hardware, data)
 
 
 def search(space: Space) -> list[Candidate]:
@@ -106,20 +40,20 @@ def search(space: Space) -> list[Candidate]:
       The candidates; several may be the same.
     """
     found = ranked(_candidates(space), space.hardware)
-    for candidate in counted("candidates improved", list(_promising(found))):
-        better = candidate if space.balance else _moved(candidate, space)
+    for candidate in counted("candidates improved", list(_top(found))):
+        better = candidate if space.balance else _local_search(candidate, space)
         found.append(better)
-        if space.made:
-            found += _made_to_measure(better, space)
+        if space.fits_schedules:
+            found += _with_fitted_schedule(better, space)
     return ranked(found, space.hardware)
 
 
 def ranked(found: Iterable[Candidate], hardware: Hardware) -> list[Candidate]:
     """Candidates, those that fit first, the fastest of them first."""
-    return sorted(found, key=lambda candidate: candidate.worth(hardware))
+    return sorted(found, key=lambda candidate: candidate.objective(hardware))
 
 
-def preferred(found: Sequence[Candidate], hardware: Hardware) -> list[Candidate]:
+def picked(found: Sequence[Candidate], hardware: Hardware) -> list[Candidate]:
     """The candidates, the one first that is to be taken: as a rule the fastest.
 
     Devices that share cores have them to themselves while others wait, and what fills a
@@ -133,20 +67,20 @@ def preferred(found: Sequence[Candidate], hardware: Hardware) -> list[Candidate]
     if not (found and found[0].fits(hardware)):
         return list(found)
     taken = best = found[0]
-    if measured_on_cpu(best.profile.made) and _has_halves(best.schedule):
+    if measured_on_cpu(best.profile.made) and _splits_backwards(best.schedule):
         as_fast = (
             each
             for each in found
             if each.fits(hardware)
             and each.num_devices == best.num_devices
             and each.seconds <= (1 + _GAIN) * best.seconds
-            and not _has_halves(each.schedule)
+            and not _splits_backwards(each.schedule)
         )
         taken = next(as_fast, best)
     return [taken, *(each for each in found if each is not taken)]
 
 
-def _has_halves(schedule: Schedule) -> bool:
+def _splits_backwards(schedule: Schedule) -> bool:
     """Whether backwards run in two halves."""
     return any(action.op == WEIGHT for row in schedule.rows for action in row)
 
@@ -161,16 +95,15 @@ def _candidates(space: Space) -> list[Candidate]:
     ]
     found: list[Candidate] = []
     # The most hopeful first: beside them others need not be tried.
-    with Progress("numbers of devices and micro-batches planned") as progress:
-        for done, (least, ranks, shape) in enumerate(sorted(branches)):
-            progress.say(done, len(branches))
-            to_beat = _to_beat(found, -ranks, shape.data, space.hardware)
-            if least < to_beat:
-                found += _of_branch(-ranks, shape, space, to_beat)
+    in_order = counted("numbers of devices and micro-batches planned", sorted(branches))
+    for least, ranks, shape in in_order:
+        to_beat = _incumbent(found, -ranks, shape.data, space.hardware)
+        if least < to_beat:
+            found += _of_branch(-ranks, shape, space, to_beat)
     return found
 
 
-def _to_beat(
+def _incumbent(
     found: Sequence[Candidate], num_ranks: int, data: int, hardware: Hardware
 ) -> float:
     """What takes longer is the best of no kind that the reasons name."""
@@ -214,7 +147,7 @@ def _of_branch(
             if (balance := cuts[key]) is None:
                 continue
             modes = [mode] * len(balance)
-            candidate = space.evaluate(balance, modes, schedule, shape.data)
+            candidate = evaluate(space, balance, modes, schedule, shape.data)
             yield candidate
             if candidate.fits(space.hardware) or candidate.seconds >= to_beat:
                 # As a rule other modes and other cuts take longer.
@@ -233,7 +166,7 @@ def _under_limit(candidate: Candidate, mode: str, space: Space) -> Iterator[Cand
     schedule, memory = candidate.schedule, candidate.memory
     if sum(m.lasting + m.optimizer for m in memory) > limit * len(memory):
         return  # what stages keep is no matter
-    less = list(_keeping_less(candidate, space))
+    less = list(_reduced_remat(candidate, space))
     yield from less
     several = schedule.num_ranks < schedule.num_stages
     if several and any(each.fits(space.hardware) for each in less):
@@ -243,7 +176,7 @@ def _under_limit(candidate: Candidate, mode: str, space: Space) -> Iterator[Cand
         balance = _cut(schedule, data, mode, space, room) if min(room) > 0 else None
         if balance is None:
             return
-        other = space.evaluate(balance, [mode] * len(balance), schedule, data)
+        other = evaluate(space, balance, [mode] * len(balance), schedule, data)
         yield other
         if other.fits(space.hardware):
             return
@@ -251,7 +184,7 @@ def _under_limit(candidate: Candidate, mode: str, space: Space) -> Iterator[Cand
         room = [own - more for own, more in zip(room, over, strict=True)]
 
 
-def _keeping_less(candidate: Candidate, space: Space) -> Iterator[Candidate]:
+def _reduced_remat(candidate: Candidate, space: Space) -> Iterator[Candidate]:
     """Keeps less and less in the stages of ranks that need more than they have."""
     limit = space.hardware.memory_limit
     assert limit is not None
@@ -264,7 +197,7 @@ def _keeping_less(candidate: Candidate, space: Space) -> Iterator[Candidate]:
         ]
         if tuple(remat) == candidate.remat:
             return
-        candidate = space.evaluate(candidate.balance, remat, schedule, candidate.data)
+        candidate = evaluate(space, candidate.balance, remat, schedule, candidate.data)
         yield candidate
 
 
@@ -307,7 +240,7 @@ def _cut(
         return None
 
 
-def _promising(found: Sequence[Candidate]) -> Iterator[Candidate]:
+def _top(found: Sequence[Candidate]) -> Iterator[Candidate]:
     """The best, one of each schedule, for each number of devices per stage."""
     for data in sorted({each.data for each in found}):
         best: dict[Schedule, Candidate] = {}
@@ -317,7 +250,7 @@ def _promising(found: Sequence[Candidate]) -> Iterator[Candidate]:
         yield from itertools.islice(best.values(), _IMPROVED)
 
 
-def _moved(candidate: Candidate, space: Space) -> Candidate:
+def _local_search(candidate: Candidate, space: Space) -> Candidate:
     """The best of a candidate's cut and those around it, by their simulated steps.
 
     A cut is made by what stages take, one after another: not by where its schedule
@@ -329,19 +262,19 @@ def _moved(candidate: Candidate, space: Space) -> Candidate:
         each = list(map(tuple, cuts.tolist()))
         for ends in each:
             balance = [b - a for a, b in itertools.pairwise(ends)]
-            own = space.evaluate(balance, candidate.remat, schedule, candidate.data)
+            own = evaluate(space, balance, candidate.remat, schedule, candidate.data)
             seen[ends] = own
-        return [seen[ends].worth(space.hardware) for ends in each]
+        return [seen[ends].objective(space.hardware) for ends in each]
 
     most = max(_ACTIONS // sum(map(len, schedule.rows)), 1)
     return seen[climb([(0, *itertools.accumulate(candidate.balance))], keys, most)[0]]
 
 
-def _made_to_measure(candidate: Candidate, space: Space) -> Iterator[Candidate]:
+def _with_fitted_schedule(candidate: Candidate, space: Space) -> Iterator[Candidate]:
     """The same stages under a schedule made to measure, if there is one that fits."""
     hardware, schedule = space.hardware, candidate.schedule
-    stages = candidate.profile, candidate.balance, candidate.remat
-    costs = stage_costs(*stages, schedule, hardware, candidate.data)
+    stages = candidate.balance, candidate.remat
+    costs = stage_costs(space, *stages, schedule, candidate.data)
     room = None
     if hardware.memory_limit is not None:
         room = [
@@ -353,4 +286,4 @@ def _made_to_measure(candidate: Candidate, space: Space) -> Iterator[Candidate]:
         fitted = schedules.fit(costs, *sizes, max_bytes=room)
     except ScheduleError:
         return
-    yield space.evaluate(candidate.balance, candidate.remat, fitted, candidate.data)
+    yield evaluate(space, *stages, fitted, candidate.data)

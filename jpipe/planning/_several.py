@@ -42,7 +42,7 @@ def least(problem: PartitionProblem) -> tuple[Ends, float]:
         return _listed(excess(problem, cuts).max(axis=0))
 
     # Cuts that need little, whatever the limit is: it says one number to all who ask.
-    nothing = dataclasses.replace(problem, max_bytes=(1,) * problem.num_ranks)
+    nothing = dataclasses.replace(problem, max_bytes=(1,) * problem.schedule.num_ranks)
     ends = climb(candidates(nothing)[:BEST], keys, _TRIED)[0]
     return ends, float(excess(problem, np.array([ends])).max())
 
@@ -71,8 +71,8 @@ def loads(problem: PartitionProblem, cuts: Cuts) -> Numbers:
     Returns:
       Of shape (ranks, cuts).
     """
-    each = np.zeros((problem.num_ranks, len(cuts)))
-    pairs = zip(problem.placement, problem.chain.times, strict=True)
+    each = np.zeros((problem.schedule.num_ranks, len(cuts)))
+    pairs = zip(problem.schedule.placement, problem.chain.times, strict=True)
     for stage, (rank, matrix) in enumerate(pairs):
         each[rank] += matrix[cuts[:, stage], cuts[:, stage + 1]]
     return each
@@ -81,9 +81,9 @@ def loads(problem: PartitionProblem, cuts: Cuts) -> Numbers:
 def _on_paper(problem: PartitionProblem, cuts: Cuts) -> list[Key]:
     """What some cuts are worth, without running them."""
     each = loads(problem, cuts)
-    pairs = enumerate(itertools.pairwise(problem.placement), start=1)
+    pairs = enumerate(itertools.pairwise(problem.schedule.placement), start=1)
     crossed = [stage for stage, (one, other) in pairs if one != other]
-    moved = problem.chain.cuts[cuts[:, crossed]].sum(axis=1)
+    moved = problem.chain.transfers[cuts[:, crossed]].sum(axis=1)
     slowest, passing = each.max(axis=0), each.sum(axis=0) + moved
     even, more = np.square(each).sum(axis=0), over(problem, cuts)
     if problem.objective == "max":
@@ -100,7 +100,7 @@ def _listed(*columns: Numbers) -> list[Key]:
 def _starts(problem: PartitionProblem) -> Iterator[Ends]:
     """Equal loads for all stages, and as many layers for each."""
     chain, count = problem.chain, problem.chain.num_stages
-    if cut := best_max(Problem(chain.times, chain.cuts)):
+    if cut := best_max(Problem(chain.times, chain.transfers)):
         yield cut.ends
     yield from every(chain.num_layers, count, _FEW)
     yield tuple(chain.num_layers * s // count for s in range(count + 1))

@@ -14,7 +14,7 @@ from .._layers import _rng
 from .._layers._layer import as_layers, is_model
 from .._layers._sequence import Sequential
 from .._layers._stage import abbreviate, fuse
-from .._run import _signature, _variables
+from .._run import _signature
 from .._run._pipe import Pipe
 from .._slices import _cut
 from .._slices._built import Built
@@ -27,11 +27,10 @@ from .._slices._names import modules
 from .._slices._results import gradient
 from .._slices._sliced import Sliced
 from ..schedules import Schedule, gpipe
-from ._traced import Sample, Traced
+from ._request import Request
+from ._traced import Traced
 
 PyTree = Any
-# Of each stage how many layers it has; none: one.
-Balance = Sequence[int] | None
 # A model is divided as finely as for about so many stages.
 _PIECES = 16
 
@@ -54,12 +53,12 @@ class Layers:
         self._given = [*given] if hasattr(given, "__iter__") else given
 
     def traced(
-        self, sample: Sample, balance: Sequence[int] | None, mode: str
+        self, request: Request, balance: Sequence[int] | None, mode: str
     ) -> Traced:
         """The layers as stages on the first micro-batch.
 
         Args:
-          sample: the mini-batch.
+          request: what is profiled.
           balance: how many layers each stage has; ``None``: one.
           mode: what stages keep.
 
@@ -70,31 +69,28 @@ class Layers:
         own = as_layers(self._given)
         sizes = [1] * len(own) if balance is None else balance
         schedule = gpipe(len(sizes), 1)
-        found, variables = self._listed(sample, sizes, mode, schedule, 1)
-        numbers, paths = _numbered(variables)
+        found, variables = self._listed(request, sizes, mode, schedule, 1)
         return Traced(
             tuple(abbreviate([x.name for x in s.layers]) for s in found.pipe.stages),
             found.batch,
             found.stages,
             found.layout.homes,
-            paths,
-            _variables.params(numbers),
-            jax.tree.leaves(found.stages.first.aux[0]),
+            variables,
             found.skips,
         )
 
     def lowered(
         self,
-        sample: Sample,
+        request: Request,
         balance: Sequence[int],
         remat: Sequence[str],
         schedule: Schedule,
         data: int,
     ) -> Built:
         """The loss and its gradients of a mini-batch, on devices that are not there."""
-        assert sample.objective is not None
-        found, _ = self._listed(sample, balance, remat, schedule, data)
-        return gradient(found, sample.objective)
+        assert request.objective is not None
+        found, _ = self._listed(request, balance, remat, schedule, data)
+        return gradient(found, request.objective)
 
     def cuts(self, balance: Sequence[int]) -> Cuts | None:
         """Where a model is divided; nothing of a list of layers."""
@@ -102,7 +98,7 @@ class Layers:
 
     def _listed(
         self,
-        sample: Sample,
+        request: Request,
         balance: Sequence[int],
         remat: str | Sequence[str],
         schedule: Schedule,
@@ -119,12 +115,12 @@ class Layers:
             schedule,
             _remat.per_stage(remat, len(balance)),
         )
-        batch = sample.batch(schedule.num_microbatches > 1, data)
+        batch = request.batch(schedule.num_microbatches > 1, data)
         layers = Sequential(own, pipe.stage_of_layer)
         variables = Initial(layers, _rng.key_spec(), batch.first).specs
-        marks = Trainable(sample.trainable).marks(own, variables)
+        marks = Trainable(request.trainable).marks(own, variables)
         layout = layout_of(pipe, variables, marks)
-        how = {"train": sample.train, "objective": sample.objective}
+        how = {"train": request.train, "objective": request.objective}
         return listed(pipe, layers, layout, variables, batch, **how), variables
 
 
@@ -144,10 +140,10 @@ class OneModel:
         self._variables: dict[Any, PyTree] = {}
 
     def traced(
-        self, sample: Sample, balance: Sequence[int] | None, mode: str
+        self, request: Request, balance: Sequence[int] | None, mode: str
     ) -> Traced:
         """The pieces as stages on the first micro-batch: see `Layers.traced`."""
-        own = sample.resized(sample.batch().sizes[0])
+        own = request.resized(request.batch().sizes[0])
         if self._pieces is None:
             none = Cuts.none(_PIECES)
             whole, variables = self._built(own, none, gpipe(1, 1), mode)
@@ -157,9 +153,6 @@ class OneModel:
         cuts = self._pieces if balance is None else self.cuts(balance)
         stages = len(cuts.positions) + 1
         built, variables = self._built(own, cuts, gpipe(stages, 1), mode)
-        numbers, paths = _numbered(variables)
-        (params,) = _variables.params([numbers])
-        outputs, _ = built.stages.first.aux
         return Traced(
             tuple(
                 abbreviate(names) or f"piece {i}"
@@ -168,22 +161,20 @@ class OneModel:
             built.batch,
             built.stages,
             built.layout.homes,
-            paths,
-            params,
-            jax.tree.leaves(outputs),
+            variables,
             {},
         )
 
     def lowered(
         self,
-        sample: Sample,
+        request: Request,
         balance: Sequence[int],
         remat: Sequence[str],
         schedule: Schedule,
         data: int,
     ) -> Built:
         """The loss and its gradients of a mini-batch: see `Layers.lowered`."""
-        return self._built(sample, self.cuts(balance), schedule, remat, data)[0]
+        return self._built(request, self.cuts(balance), schedule, remat, data)[0]
 
     def cuts(self, balance: Sequence[int]) -> Cuts:
         """Where the model is divided."""
@@ -193,7 +184,7 @@ class OneModel:
 
     def _built(
         self,
-        sample: Sample,
+        request: Request,
         cuts: Cuts,
         schedule: Schedule,
         remat: str | Sequence[str],
@@ -203,14 +194,14 @@ class OneModel:
         ranks, number = _ranks(schedule, data), schedule.num_microbatches
         given = number, None, ranks, lambda _: ranks, schedule, remat
         division = Division(*given, cuts=cuts)
-        axes = Axes(sample.in_axes, sample.target_axes, 0)
+        axes = Axes(request.in_axes, request.target_axes, 0)
         model = Model(self._layer, axes, division.num_parts)
-        args: tuple[PyTree, ...] = sample.x, sample.rngs
-        work = model.forward(sample.train)
-        if sample.objective is not None:
-            args = sample.x, sample.targets, sample.rngs
-            work = model.loss(sample.objective, sample.train, [])
-        trainable = Trainable(sample.trainable, by_layer=False)
+        args: tuple[PyTree, ...] = request.sample, request.rngs
+        work = model.forward(request.train)
+        if request.objective is not None:
+            args = request.sample, request.targets, request.rngs
+            work = model.loss(request.objective, request.train, [])
+        trainable = Trainable(request.trainable, by_layer=False)
 
         def trained(variables: PyTree) -> list[bool]:
             return jax.tree.leaves(trainable.marks([self._layer], (variables,)))
@@ -222,13 +213,6 @@ class OneModel:
             (self._variables[kind],) = Initial(model, _rng.key_spec(), part).specs
         variables = self._variables[kind]
         return sliced.build(variables, *args), variables
-
-
-def _numbered(variables: PyTree) -> tuple[PyTree, list[str]]:
-    """A tree with numbers in place of its leaves, and where each leaf stands."""
-    flat, tree = jax.tree_util.tree_flatten_with_path(variables)
-    paths = [jax.tree_util.keystr(path) for path, _ in flat]
-    return tree.unflatten(range(len(flat))), paths
 
 
 def _ranks(schedule: Schedule, data: int) -> tuple[OnPaper, ...]:

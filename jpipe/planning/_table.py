@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from typing import Any
 
-from ..schedules._units import columns, duration, size
+from ..schedules._costs import FIELDS
+from ..schedules._units import columns, duration, many, size
 
-_TIMES = ("forward", "backward", "input_grad", "weight_grad")
 _SHORT = {"input_grad": "I", "weight_grad": "W"}
 
 
@@ -17,7 +17,7 @@ def table(profile: Any) -> str:
     numbers = {
         **{
             _SHORT.get(n, n): (duration, [getattr(x, n) for x in layers])
-            for n in _TIMES
+            for n in FIELDS.values()
         },
         "parameters": ("{:,}".format, [layer.num_params for layer in layers]),
         "output": (size, [layer.output_bytes for layer in layers]),
@@ -42,7 +42,7 @@ def table(profile: Any) -> str:
 def _origin(profile: Any) -> str:
     """What the profile was made on."""
     made, count = profile.made, profile.microbatch_size
-    examples = f"a micro-batch of {count} example{'s' * (count != 1)}"
+    examples = f"a micro-batch of {many(count, 'example')}"
     given = f" ({made['input']})" if "input" in made else ""
     if made.get("how") == "estimated":
         rates = (

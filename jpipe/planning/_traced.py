@@ -3,78 +3,16 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
-from .._functions import _microbatch
 from .._functions._batch import Batch
-from .._functions._objective import Objective
+from .._run import _variables
 from .._slices._functions import StageFunctions
 from .._slices._stages import Stages
 
 PyTree = Any
-
-
-class Sample(NamedTuple):
-    """A mini-batch, in arrays or specs, and what is done with it.
-
-    Attributes:
-      x: its input.
-      targets: its targets, ``()`` without a loss.
-      rngs: the keys of a step, or ``None``.
-      in_axes: the batch axis of the input, as `jpipe.pipeline` takes it.
-      target_axes: that of the targets.
-      num_microbatches: into how many micro-batches it is cut.
-      objective: the loss, a part of the last layer; ``None``: without.
-      trainable: which parameters have gradients: see `Trainable`.
-      train: whether this is training.
-    """
-
-    x: PyTree
-    targets: PyTree
-    rngs: PyTree
-    in_axes: Any
-    target_axes: Any
-    num_microbatches: int
-    objective: Objective | None
-    trainable: Any
-    train: bool
-
-    def batch(self, whole: bool = False, num_shards: int = 1) -> Batch:
-        """Its specs, with the first micro-batch only: no other is larger.
-
-        Args:
-          whole: whether all micro-batches are meant.
-          num_shards: over how many shards each is spread.
-
-        Raises:
-          TypeError: if a leaf is not an array.
-          ValueError: if it cannot be cut.
-        """
-        x = _microbatch.specs(self.x, "sample")
-        targets = _microbatch.specs(self.targets, "targets")
-        x_axes = _microbatch.flat_axes(self.in_axes, x, "sample", "in_axes")
-        axes = self.target_axes if jax.tree.leaves(targets) else 0
-        target_axes = _microbatch.flat_axes(axes, targets, "targets", "target_axes")
-        parts = [("sample", x, x_axes), ("targets", targets, target_axes)]
-        number = self.num_microbatches
-        size = _microbatch.batch_size(parts, number)
-        sizes = _microbatch.sizes(_microbatch.shard(size, number, num_shards), number)
-        keys = None if self.rngs is None else _microbatch.specs(self.rngs, "rngs")
-        own = sizes if whole else sizes[:1]
-        return Batch(x, x_axes, targets, target_axes, keys, own, num_shards)
-
-    def resized(self, batch_size: int) -> "Sample":
-        """The same in one micro-batch of another size, of which nothing has values."""
-        batch = self._replace(num_microbatches=1).batch()
-
-        def part(tree: PyTree, axes: Sequence[int | None]) -> PyTree:
-            specs, structure = jax.tree.flatten(tree)
-            return structure.unflatten(_microbatch.part_specs(specs, axes, batch_size))
-
-        x, targets = part(batch.x, batch.x_axes), part(batch.targets, batch.target_axes)
-        return self._replace(x=x, targets=targets, num_microbatches=1)
 
 
 @dataclass(frozen=True)
@@ -86,10 +24,7 @@ class Traced:
       batch: the mini-batch, all that is given of it as one tree.
       stages: what each computes.
       homes: of each leaf of the variables the layer that owns it.
-      paths: where it stands among them.
-      params: the numbers of the parameters among these leaves, in the tree of which an
-        optimizer is given the parameters.
-      outputs: specs of what the last returns, beside the loss if it makes one.
+      specs_of_variables: the variables, as specs.
       skips: by what a layer makes for a later one than the next, what that is called.
     """
 
@@ -97,10 +32,25 @@ class Traced:
     batch: Batch
     stages: Stages
     homes: Sequence[int]
-    paths: Sequence[str]
-    params: PyTree
-    outputs: Sequence[Any]
+    specs_of_variables: PyTree
     skips: Mapping[Any, str]
+
+    @cached_property
+    def paths(self) -> list[str]:
+        """Where each leaf of the variables stands among them."""
+        flat = jax.tree_util.tree_leaves_with_path(self.specs_of_variables)
+        return [jax.tree_util.keystr(path) for path, _ in flat]
+
+    @cached_property
+    def params(self) -> PyTree:
+        """The numbers of the parameters among these leaves, as `tx.init` takes them."""
+        tree = jax.tree.structure(self.specs_of_variables)
+        return _variables.params(tree.unflatten(range(tree.num_leaves)))
+
+    @property
+    def outputs(self) -> list[Any]:
+        """Specs of what the last returns, beside the loss if it makes one."""
+        return jax.tree.leaves(self.stages.first.aux[0])
 
     def functions(self, layer: int, mode: str = "none") -> StageFunctions:
         """What a layer computes; of equal layers one."""

@@ -12,6 +12,8 @@ BACKWARD = "B"
 INPUT = "I"
 WEIGHT = "W"
 OPS = (FORWARD, BACKWARD, INPUT, WEIGHT)
+# What a backward, and each half of it, reads of its own stage.
+LOCAL_READS = {BACKWARD: FORWARD, INPUT: FORWARD, WEIGHT: INPUT}
 
 _PATTERN = re.compile(rf"([0-9]+)([{''.join(OPS)}])([0-9]+)")
 # Stages and micro-batches are counted, one cell or more for each: no schedule that
@@ -71,6 +73,15 @@ class Action(NamedTuple):
         return cls(op, int(stage), int(microbatch))
 
 
+def remote_read(op: str, stage: int, num_stages: int) -> tuple[str, int] | None:
+    """What an op reads of the stage next to it; of a whole backward, its first half."""
+    if op == FORWARD and stage:
+        return FORWARD, stage - 1
+    if op in (BACKWARD, INPUT) and stage + 1 < num_stages:
+        return INPUT, stage + 1
+    return None
+
+
 class Needs:
     """Which results each action reads: the whole meaning of a schedule.
 
@@ -92,18 +103,15 @@ class Needs:
     """
 
     def __init__(self, rows: Iterable[Iterable[Action]], num_stages: int) -> None:
-        self._last = num_stages - 1
+        self._num_stages = num_stages
         self._split = {a for row in rows for a in row if a.op == INPUT}
 
     def __call__(self, action: Action) -> tuple[Action, ...]:
         """The actions that must have run before this one; at most two."""
         op, stage, i = action
-        if op == FORWARD:
-            return (Action(FORWARD, stage - 1, i),) if stage else ()
-        if op == WEIGHT:
-            return (Action(INPUT, stage, i),)
-        own = Action(FORWARD, stage, i)
-        if stage == self._last:
-            return (own,)
-        after = Action(INPUT, stage + 1, i)
-        return own, after if after in self._split else Action(BACKWARD, stage + 1, i)
+        found = [Action(LOCAL_READS[op], stage, i)] if op in LOCAL_READS else []
+        if read := remote_read(op, stage, self._num_stages):
+            other = Action(*read, i)
+            is_whole = other.op == INPUT and other not in self._split
+            found.append(other._replace(op=BACKWARD) if is_whole else other)
+        return tuple(found)

@@ -3,16 +3,18 @@
 from collections.abc import Mapping, Sequence
 
 from ._action import BACKWARD, FORWARD, INPUT, WEIGHT
-from ._arrange import Limits
 from ._build import check, placed, v_shape
 from ._costs import Costs
-from ._improve import justify, most_held
+from ._improve import latest_starts
+from ._list_schedule import Limits, list_schedule
 from ._schedule import Schedule
 from ._simulate import ScheduleError, check_costs, deadlock
 from ._tables import Numbered, Run, Tables
 
 # Six actions of one slot for each micro-batch: F, I and W of two chunks.
 _PERIOD = 6
+# How often an order is pushed late and early again, at most.
+_ROUNDS = 3
 # The slots of one micro-batch on one rank: of an op of a chunk, the first of its own.
 _Slots = Mapping[tuple[str, int], int]
 
@@ -76,10 +78,10 @@ def build_v(
         check_costs(name, costs, num_microbatches, len(placement))
     tables = Tables(Costs(), placement, num_ranks, num_microbatches)
     rows = _repeated(tables, slots)
-    if tables.run(rows) is None:
+    if (run := tables.run(rows)) is None:
         says = deadlock(tables.actions(rows), len(placement))
         raise ScheduleError(f"{name}: its block cannot be repeated: {says}")
-    needs = most_held(tables, rows)
+    needs = [*map(int, run.peaks())]  # by default a stage of a micro-batch is a unit
     most = max(needs) if max_in_flight is None else max_in_flight
     if most < max(needs):
         raise ScheduleError(
@@ -91,11 +93,16 @@ def build_v(
     limits = Limits(most_held=[most] * num_ranks)
 
     def bettered(tables: Tables, rows: Numbered) -> Run:
+        """Everything late, then early in that order, while that makes it shorter."""
         run = tables.run(rows)
         assert run is not None
-        return justify(
-            run, limits, lambda new: max(most_held(tables, new.rows)) <= most, whole
-        )
+        for _ in range(_ROUNDS):
+            new = list_schedule(tables, latest_starts(run), limits, whole)
+            new = tables.run(new) if new else None
+            if new is None or new.makespan >= run.makespan:
+                break
+            run = new
+        return run
 
     found = bettered(tables, rows)
     if costs is not None:

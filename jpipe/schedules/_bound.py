@@ -2,11 +2,10 @@
 
 from collections.abc import Sequence
 
-from ._alone import least
-from ._build import check
+from ._build import check, placements
 from ._costs import Costs
 from ._homes import Homes
-from ._placements import placements
+from ._one_machine import one_machine_bound
 from ._simulate import ScheduleError, check_costs
 
 
@@ -63,5 +62,6 @@ def lower_bound(
                 f"{num_ranks} for each stage"
             )
     return min(
-        least(costs, Homes(where), num_microbatches, forward_only) for where in some
+        one_machine_bound(costs, Homes(where), num_microbatches, forward_only)
+        for where in some
     )

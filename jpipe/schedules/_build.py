@@ -1,11 +1,12 @@
 """From the order of every rank, as a builder states it, to a schedule."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ._action import BACKWARD, FORWARD, INPUT, WEIGHT, Action
+from ._costs import Costs
 from ._schedule import Schedule
-from ._simulate import ScheduleError
+from ._simulate import ScheduleError, check_costs
 
 # An op, the chunk of the rank's layers that it is of, and a micro-batch.
 Cell = tuple[str, int, int]
@@ -100,19 +101,29 @@ def warmed_up(
     backwards = [(num_chunks - 1 - chunk, i) for chunk, i in forwards]
 
     def row(rank: int) -> Iterator[Cell]:
-        first = min(len(forwards), warmup(rank))
-        yield from ((FORWARD, *cell) for cell in forwards[:first])
-        for turn, cell in enumerate(backwards):
-            if first + turn < len(forwards):
-                yield FORWARD, *forwards[first + turn]
-            yield (BACKWARD if lag is None else INPUT), *cell
-            if lag is not None and turn >= lag(rank):
-                yield WEIGHT, *backwards[turn - lag(rank)]
-        if lag is not None:
-            left = max(len(backwards) - lag(rank), 0)
-            yield from ((WEIGHT, *cell) for cell in backwards[left:])
+        own_lag = None if lag is None else lag(rank)
+        return in_turns(forwards, backwards, warmup(rank), own_lag)
 
     return build(name, num_ranks, num_microbatches, row, loop(num_ranks), num_chunks)
+
+
+def in_turns(
+    forwards: Sequence[tuple[int, int]],
+    backwards: Sequence[tuple[int, int]],
+    warmup: int,
+    lag: int | None = None,
+) -> Iterator[Cell]:
+    """The row of one rank: see `warmed_up`."""
+    yield from ((FORWARD, *cell) for cell in forwards[:warmup])
+    for turn, cell in enumerate(backwards):
+        if warmup + turn < len(forwards):
+            yield FORWARD, *forwards[warmup + turn]
+        yield (BACKWARD if lag is None else INPUT), *cell
+        if lag is not None and turn >= lag:
+            yield WEIGHT, *backwards[turn - lag]
+    if lag is not None:
+        left = max(len(backwards) - lag, 0)
+        yield from ((WEIGHT, *cell) for cell in backwards[left:])
 
 
 def placed(
@@ -135,3 +146,33 @@ def v_shape(num_ranks: int) -> Callable[[int, int], int]:
 def loop(num_ranks: int) -> Callable[[int, int], int]:
     """Chunks round the ranks: the last hands on to the first."""
     return lambda rank, chunk: chunk * num_ranks + rank
+
+
+def placements(
+    name: str, costs: Costs, num_ranks: int, num_microbatches: int
+) -> list[tuple[int, ...]]:
+    """The placements of as many stages as costs are given for.
+
+    Args:
+      name: who asks, for messages.
+      costs: what each stage costs; numbers for all: one stage per rank.
+      num_ranks: the number of ranks.
+      num_microbatches: the number of micro-batches.
+
+    Raises:
+      ScheduleError: if a number is less than 1, the stages do not divide, or costs are
+        negative or not finite.
+    """
+    check(name, {"num_ranks": num_ranks, "num_microbatches": num_microbatches})
+    check_costs(name, costs, num_microbatches)
+    stages = num_ranks if costs.num_stages is None else costs.num_stages
+    if stages < 1 or stages % num_ranks:
+        raise ScheduleError(
+            f"{name}: costs are for {stages} stages, num_ranks={num_ranks}: give costs "
+            f"for {num_ranks} stages, or for a multiple of it"
+        )
+    check_costs(name, costs, num_microbatches, stages)  # where skips end
+    chunks = stages // num_ranks
+    shapes = [v_shape(num_ranks)] if chunks == 2 else []
+    found = [placed(num_ranks, chunks, shape) for shape in [*shapes, loop(num_ranks)]]
+    return list(dict.fromkeys(found))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from ._costs import Costs
 from ._schedule import Schedule
 from ._timeline import Timeline, in_words
+from ._units import share
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,6 @@ def _row(timeline: Timeline) -> list[str]:
         timeline.name,
         str(timeline.num_stages),
         time,
-        f"{timeline.bubble_fraction:.1%}".replace("%", " %"),
+        share(timeline.bubble_fraction),
         peaks,
     ]

@@ -1,14 +1,13 @@
 """What the actions of a schedule cost: time, transfers, bytes."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, NamedTuple
 
-from ._action import BACKWARD, FORWARD, INPUT, WEIGHT, Action
+from ._action import BACKWARD, FORWARD, INPUT, OPS, WEIGHT, Action
 
 # One number for all stages, one per stage, or one per stage and micro-batch.
 Numbers = Any
@@ -17,6 +16,8 @@ _PLAIN = (int, float)
 _OF_ALL = ("latency", "bandwidth")
 _OF_STAGES = ("parameter_bytes", "accumulator_bytes", "shared_bytes", "exchange")
 _TIMES = ("forward", "backward", "input_grad", "weight_grad")
+# The field with the time of each op.
+FIELDS: dict[str, str] = dict(zip(OPS, _TIMES, strict=True))
 _CHUNKED = (
     *_TIMES,
     "residual_bytes",
@@ -124,12 +125,11 @@ class Costs:
             size = self.cotangent(stage, microbatch)
         return self.latency + size / self.bandwidth
 
-    @functools.cached_property
+    @property
     def is_uniform(self) -> bool:
         """Whether all micro-batches cost the same."""
-        names = (field.name for field in dataclasses.fields(self))
-        own = [getattr(self, name) for name in names if name != "skips"]
-        of_stages = [x for v in own if isinstance(v, Sequence) for x in v]
+        listed = [value for _, value in self._listed]
+        of_stages = [x for value in listed for x in value]
         of_skips = [x for s in self.skips for x in (s.bytes, s.cotangent_bytes)]
         return not any(isinstance(x, Sequence) for x in of_stages + of_skips)
 
@@ -164,15 +164,19 @@ class Costs:
         return at(self.boundary_bytes if given is None else given, stage, microbatch)
 
     @property
+    def _listed(self) -> list[tuple[str, Sequence[Any]]]:
+        """The fields that are given by stages, by name."""
+        fields = vars(self).items()
+        return [(n, v) for n, v in fields if n != "skips" and isinstance(v, Sequence)]
+
+    @property
     def num_stages(self) -> int | None:
         """For how many stages costs are given; ``None`` if one number serves all.
 
         Raises:
           ValueError: if the fields disagree.
         """
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        values.pop("skips")
-        given = {n: len(v) for n, v in values.items() if isinstance(v, Sequence)}
+        given = {name: len(value) for name, value in self._listed}
         if len(set(given.values())) > 1:
             listed = ", ".join(f"{name}: {count}" for name, count in given.items())
             raise ValueError(f"costs are for different numbers of stages: {listed}")
@@ -195,22 +199,15 @@ class Costs:
         """
         if num_chunks == 1:
             return self
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        listed = [
-            name
-            for name, value in values.items()
-            if isinstance(value, Sequence) and value
-        ]
-        if listed:
+        if listed := [name for name, value in self._listed if value]:
             raise ValueError(
                 f"costs per stage ({', '.join(listed)}) do not say what the stages of "
                 f"a schedule with {num_chunks} stages per rank cost: give one number "
                 f"per field, for the layers of one rank"
             )
-        given = [name for name in _CHUNKED if values[name] is not None]
-        return dataclasses.replace(
-            self, **{name: values[name] / num_chunks for name in given}
-        )
+        whole = {name: getattr(self, name) for name in _CHUNKED}
+        parts = {n: v / num_chunks for n, v in whole.items() if v is not None}
+        return dataclasses.replace(self, **parts)
 
 
 def at(value: Numbers, *where: int) -> float:
@@ -255,8 +252,7 @@ def faults_of(
         elif name == "bandwidth" and not value:
             found.append("bandwidth=0 moves nothing")
 
-    for field in dataclasses.fields(costs):
-        name, value = field.name, getattr(costs, field.name)
+    for name, value in vars(costs).items():
         if name != "skips" and value is not None:
             each = () if name in _OF_STAGES else (num_microbatches,)
             look(name, value, () if name in _OF_ALL else (0, *each))

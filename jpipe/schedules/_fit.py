@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 from numbers import Real
 from typing import Any
 
+from ._build import placements
 from ._costs import Costs
-from ._placements import placements
 from ._schedule import Schedule
 from ._search import Order, catalogue, orders
 from ._simulate import TOO_LONG, ScheduleError

@@ -1,14 +1,11 @@
-"""Orders made better: pushed late, then early again; then changed where it counts."""
+"""Orders made better: pushed late; changed on the longest chain."""
 
 import math
 from bisect import bisect_left
 from collections.abc import Callable
 
 from ._action import BACKWARD, INPUT, OPS, WEIGHT
-from ._arrange import Limits, arrange
-from ._tables import Numbered, Run, Tables
-
-Allowed = Callable[[Run], bool]
+from ._tables import Run, Tables
 
 
 def latest_starts(run: Run) -> list[float]:
@@ -18,7 +15,12 @@ def latest_starts(run: Run) -> list[float]:
     enough for all who read it.
     """
     tables = run.tables
-    own, far, delay, slot = tables.own, tables.far, tables.delay, tables.slot
+    local, remote, delay, result = (
+        tables.local,
+        tables.remote,
+        tables.delay,
+        tables.result,
+    )
     latest = [run.makespan - more for more in tables.exchange]
     starts = [0.0] * len(tables.seconds)
     gaps: list[list[tuple[float, ...]]] = [
@@ -28,12 +30,12 @@ def latest_starts(run: Run) -> list[float]:
     for number in reversed(list(run.by_end())):
         seconds = tables.seconds[number]
         rank = tables.placement[number // count % stages]
-        start = _take(gaps[rank], latest[slot[number]], seconds)
+        start = _take(gaps[rank], latest[result[number]], seconds)
         starts[number] = start
-        reads = [(own[number], 0.0), (far[number], delay[number])]
+        reads = [(local[number], 0.0), (remote[number], delay[number])]
         if number % count:
             # Each stage runs its micro-batches in order.
-            reads.append((slot[number - 1], 0.0))
+            reads.append((result[number - 1], 0.0))
         for read, later in [*reads, *tables.skips.get(number, ())]:
             if read >= 0:
                 latest[read] = min(latest[read], start - later)
@@ -59,39 +61,31 @@ def _take(gaps: list[tuple[float, ...]], latest: float, seconds: float) -> float
     raise AssertionError("the first gap has no beginning")
 
 
-def justify(
-    run: Run, limits: Limits, allowed: Allowed, whole: bool = False, rounds: int = 3
-) -> Run:
-    """Everything late, then early in that order, as long as that makes it shorter."""
-    for _ in range(rounds):
-        rows = arrange(run.tables, latest_starts(run), limits, whole)
-        new = run.tables.run(rows) if rows else None
-        if new is None or new.makespan >= run.makespan or not allowed(new):
-            break
-        run = new
-    return run
-
-
 def tails(run: Run) -> list[float]:
     """How long it takes from the start of each action to the end of the step.
 
-    By slot; with the orders as they are.
+    By result; with the orders as they are.
     """
     tables = run.tables
-    own, far, delay, slot = tables.own, tables.far, tables.delay, tables.slot
+    local, remote, delay, result = (
+        tables.local,
+        tables.remote,
+        tables.delay,
+        tables.result,
+    )
     after = [*tables.exchange]
     tail = [0.0] * len(tables.seconds)
     row_of = {number: (row, at) for row in run.rows for at, number in enumerate(row)}
     for number in reversed(run.order):
-        at = slot[number]
+        at = result[number]
         long = tail[at] = after[at] + tables.seconds[number]
         row, place = row_of[number]
         if place:
-            before = slot[row[place - 1]]
+            before = result[row[place - 1]]
             after[before] = max(after[before], long)
-        if (read := own[number]) >= 0:
+        if (read := local[number]) >= 0:
             after[read] = max(after[read], long)
-        if (read := far[number]) >= 0:
+        if (read := remote[number]) >= 0:
             after[read] = max(after[read], long + delay[number])
         for read, later in tables.skips.get(number, ()):
             after[read] = max(after[read], long + later)
@@ -116,7 +110,7 @@ def swaps(run: Run) -> list[tuple[int, int]]:
             start = end[second] - tables.seconds[second]
             if (
                 start - end[first] <= close
-                and start + tail[tables.slot[second]] >= run.makespan - close
+                and start + tail[tables.result[second]] >= run.makespan - close
                 and _may_swap(tables, first, second)
             ):
                 found.append((rank, at))
@@ -126,7 +120,7 @@ def swaps(run: Run) -> list[tuple[int, int]]:
 def _may_swap(tables: Tables, first: int, second: int) -> bool:
     """Whether the second does not read the first, nor follows it in its stage."""
     count, stages = tables.num_microbatches, tables.num_stages
-    if tables.own[second] == tables.slot[first]:
+    if tables.local[second] == tables.result[first]:
         return False
     if first // count % stages != second // count % stages:
         return True
@@ -135,7 +129,7 @@ def _may_swap(tables: Tables, first: int, second: int) -> bool:
     return len(ops) == 2 and not (BACKWARD in ops and ops & {INPUT, WEIGHT})
 
 
-def climb(run: Run, allowed: Allowed, budget: int) -> Run:
+def local_search(run: Run, allowed: Callable[[Run], bool], budget: int) -> Run:
     """Swaps neighbours on a longest chain while that makes the step shorter.
 
     Args:
@@ -143,36 +137,14 @@ def climb(run: Run, allowed: Allowed, budget: int) -> Run:
       allowed: whether an order may be kept.
       budget: how many orders are tried.
     """
-    tried = True
-    while tried and budget > 0:
-        tried = False
-        for rank, at in swaps(run):
-            if budget <= 0:
-                break
-            budget -= 1
-            rows = list(run.rows)
-            row = list(rows[rank])
-            row[at], row[at + 1] = row[at + 1], row[at]
-            rows[rank] = row
-            new = run.tables.run(rows)
-            if new is not None and new.makespan < run.makespan and allowed(new):
-                run, tried = new, True
-                break
+    left = swaps(run)
+    for _ in range(budget):
+        if not left:
+            break
+        rank, at = left.pop(0)
+        rows = [list(row) for row in run.rows]
+        rows[rank][at : at + 2] = reversed(rows[rank][at : at + 2])
+        new = run.tables.run(rows)
+        if new is not None and new.makespan < run.makespan and allowed(new):
+            run, left = new, swaps(new)
     return run
-
-
-def most_held(tables: Tables, rows: Numbered) -> list[int]:
-    """The most stages of micro-batches that each rank has begun and not ended."""
-    whole, half = tables.first(BACKWARD, 0), tables.first(INPUT, 0)
-    rest = tables.first(WEIGHT, 0)
-    found = []
-    for row in rows:
-        now = most = 0
-        for number in row:
-            if number < whole:
-                now += 1
-                most = max(most, now)
-            elif number < half or number >= rest:
-                now -= 1
-        found.append(most)
-    return found

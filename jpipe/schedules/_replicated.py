@@ -4,8 +4,8 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from ._action import BACKWARD, FORWARD, Action
-from ._build import check
+from ._action import Action
+from ._build import check, in_turns
 from ._schedule import Schedule
 from ._simulate import ScheduleError
 
@@ -56,17 +56,16 @@ def replicated(
     ranks = tuple(
         tuple(range(end - r, end)) for end, r in zip(ends, replicas, strict=True)
     )
-    rows = tuple(
-        _row(stage, range(first, num_microbatches, r), counts[stage])
-        for stage, r in enumerate(replicas)
-        for first in range(r)
-    )
+    rows: list[tuple[Action, ...]] = []
+    for stage, r in enumerate(replicas):
+        for first in range(r):
+            own = [(stage, i) for i in range(first, num_microbatches, r)]
+            rows.append(tuple(map(Action._make, in_turns(own, own, counts[stage]))))
     name = f"{'eager ' * eager}1f1b, replicas {'-'.join(map(str, replicas))}"
     placement = tuple(own[0] for own in ranks)
     several = ranks if max(replicas) > 1 else ()
-    return Schedule(
-        name, len(replicas), num_microbatches, placement, rows, replicas=several
-    )
+    sizes = len(replicas), num_microbatches
+    return Schedule(name, *sizes, placement, tuple(rows), replicas=several)
 
 
 def with_links(replicas: Sequence[int]) -> list[int]:
@@ -83,12 +82,3 @@ def _warmups(replicas: Sequence[int]) -> list[int]:
     for after, own in zip(replicas[:0:-1], replicas[-2::-1], strict=True):
         counts.append(math.ceil((counts[-1] + 1) * after / own))
     return counts[::-1]
-
-
-def _row(stage: int, own: range, warmup: int) -> tuple[Action, ...]:
-    """So many forwards, then one and one, then the backwards that are left."""
-    cells = [Action(FORWARD, stage, i) for i in own[:warmup]]
-    for k, i in enumerate(own):
-        cells += [Action(FORWARD, stage, j) for j in own[k + warmup :][:1]]
-        cells.append(Action(BACKWARD, stage, i))
-    return tuple(cells)

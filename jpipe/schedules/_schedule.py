@@ -15,6 +15,7 @@ from ._homes import Homes
 from ._simulate import TOO_LONG, ScheduleError, check_costs, deadlock, predicted
 from ._tables import Run, Tables
 from ._timeline import Timeline
+from ._units import many, share
 
 
 @dataclass(frozen=True)
@@ -255,11 +256,11 @@ class Schedule:
     def drawn(self, costs: Costs, has_bubble: bool = True) -> str:
         """The schedule as text, with other costs; what takes no time is not there."""
         timeline = self.simulate(costs)
-        bubble = f", bubble {timeline.bubble_fraction:.1%}".replace("%", " %")
+        bubble = f", bubble {share(timeline.bubble_fraction)}"
         return (
-            f"{self.name}: {_count(self.num_ranks, 'rank')}, "
-            f"{_count(self.num_stages, 'stage')}, "
-            f"{_count(self.num_microbatches, 'micro-batch', 'es')}"
+            f"{self.name}: {many(self.num_ranks, 'rank')}, "
+            f"{many(self.num_stages, 'stage')}, "
+            f"{many(self.num_microbatches, 'micro-batch')}"
             + has_bubble * bubble
             + "\n"
             + timeline.to_text()
@@ -282,7 +283,3 @@ def _parse(name: str, lines: Sequence[Sequence[Any]]) -> tuple[tuple[Action, ...
     if faults:
         raise ScheduleError(_validate.refusal(name, faults))
     return tuple(rows)
-
-
-def _count(number: int, noun: str, plural: str = "s") -> str:
-    return f"{number} {noun}{plural if number != 1 else ''}"

@@ -1,19 +1,19 @@
 """Orders tried for one placement: the catalogue's, list schedules, both shifted."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ._action import BACKWARD, FORWARD, OPS, WEIGHT, Action
-from ._alone import least
-from ._arrange import Limits, arrange
+from ._action import BACKWARD, FORWARD
 from ._catalogue import BY_NAME
 from ._homes import Homes
-from ._improve import climb, latest_starts
+from ._improve import latest_starts, local_search
+from ._list_schedule import Limits, list_schedule
 from ._looped import interleaved, interleaved_zb, looped_bfs
+from ._one_machine import one_machine_bound
 from ._schedule import Schedule
 from ._simulate import ScheduleError
-from ._tables import Numbered, Rows, Run, Tables
+from ._tables import Numbered, Run, Tables
 
 # The name of what is none of the catalogue's.
 _MADE = "fit"
@@ -79,7 +79,9 @@ def orders(
       most: the most bytes of each rank; ``None``: any.
       known: schedules to begin with, of which those of the placement are tried.
     """
-    bound = least(tables.costs, Homes(tables.placement), tables.num_microbatches)
+    bound = one_machine_bound(
+        tables.costs, Homes(tables.placement), tables.num_microbatches
+    )
     found: list[Order] = []
 
     def add(name: str, rows: Numbered | None, whole: bool) -> None:
@@ -98,7 +100,7 @@ def orders(
             cells = (action for row in schedule.rows for action in row)
             whole = any(action.op == BACKWARD for action in cells)
             add(schedule.name, tables.numbered(schedule.rows), whole)
-    add(_MADE, tables.numbered(_one_at_a_time(tables)), True)
+    add(_MADE, _one_at_a_time(tables), True)
     for attempts in (_listed, _shifted, _swapped):
         if not is_done():
             for rows, whole in [*attempts(tables, most, found)]:
@@ -109,20 +111,18 @@ def orders(
 def _listed(
     tables: Tables, most: Sequence[float] | None, found: list[Order]
 ) -> Iterator[Attempt]:
-    """By simple rules of who goes first: see `arrange`.
+    """By simple rules of who goes first: see `list_schedule`.
 
     These come within 0.2 % of the best of thirty-six on random costs.
     """
-    ranks, last = tables.num_ranks, tables.num_stages
-    backward_first = _by_stage(
-        tables, lambda stage: 2 * last - stage, lambda stage: last - stage
-    )
-    forward_first = _by_stage(
-        tables, lambda stage: last - stage, lambda stage: 2 * last - stage
-    )
+    ranks, stages = tables.num_ranks, tables.num_stages
+    first = [stages - stage for stage in range(stages)]
+    second = [stages + place for place in first]
+    backward_first = _by_stage(tables, forward=second, backward=first)
+    forward_first = _by_stage(tables, forward=first, backward=second)
     # In flight: as much as hides transfers, and the chunks after the first.
-    held = [last - ranks + 1 + 2 * (ranks - 1 - rank) for rank in range(ranks)]
-    for priority, most_held, whole, patience in (
+    held = [stages - ranks + 1 + 2 * (ranks - 1 - rank) for rank in range(ranks)]
+    for priority, most_held, whole, lookahead in (
         (backward_first, None, False, 0.0),
         (backward_first, None, False, 1.0),
         (forward_first, None, False, 0.0),
@@ -130,7 +130,7 @@ def _listed(
         (forward_first, None, True, 0.0),
     ):
         limits = Limits(most, most_held)
-        yield arrange(tables, priority, limits, whole, patience), whole
+        yield list_schedule(tables, priority, limits, whole, lookahead), whole
 
 
 def _shifted(
@@ -141,9 +141,9 @@ def _shifted(
     some = [*_distinct(found, _SHIFTED), *fitting[:_SHIFTED]]
     for order in {id(order): order for order in some}.values():
         priority = latest_starts(order.run)
-        for careful in (True, False) if most else (True,):
-            limits = Limits(most, careful=careful)
-            yield arrange(tables, priority, limits, order.whole), order.whole
+        for reserves in (True, False) if most else (True,):
+            limits = Limits(most, reserves=reserves)
+            yield list_schedule(tables, priority, limits, order.whole), order.whole
 
 
 def _swapped(
@@ -156,10 +156,10 @@ def _swapped(
 
     for order in _distinct([order for order in found if order.fits], _SWAPPED):
         budget = _TIMED // len(order.run.order) + 1
-        yield climb(order.run, allowed, budget).rows, order.whole
+        yield local_search(order.run, allowed, budget).rows, order.whole
 
 
-def _one_at_a_time(tables: Tables) -> Rows:
+def _one_at_a_time(tables: Tables) -> Numbered:
     """Each micro-batch forward and backward before the next begins.
 
     With one stage per rank no schedule holds less, on any rank: what is held of a
@@ -167,13 +167,13 @@ def _one_at_a_time(tables: Tables) -> Rows:
     waits for nobody, so it may be more than one at a time; and where the first stage
     keeps less than its input, forwards make room.
     """
-    rows: list[list[Action]] = [[] for _ in range(tables.num_ranks)]
+    rows: Numbered = [[] for _ in range(tables.num_ranks)]
     stages = range(tables.num_stages)
     for i in range(tables.num_microbatches):
         for op, order in ((FORWARD, stages), (BACKWARD, reversed(stages))):
             for stage in order:
-                rows[tables.placement[stage]].append(Action(op, stage, i))
-    return tuple(map(tuple, rows))
+                rows[tables.placement[stage]].append(tables.first(op, stage) + i)
+    return rows
 
 
 def _distinct(found: list[Order], most: int) -> list[Order]:
@@ -185,17 +185,12 @@ def _distinct(found: list[Order], most: int) -> list[Order]:
 
 
 def _by_stage(
-    tables: Tables, forward: Callable[[int], int], backward: Callable[[int], int]
+    tables: Tables, forward: Sequence[int], backward: Sequence[int]
 ) -> list[float]:
-    """Priorities that tell stages and ops apart, by number; W comes last."""
+    """Priorities by stage, of forwards and of backwards; W comes last."""
     count, stages = tables.num_microbatches, tables.num_stages
-    last = {WEIGHT: lambda stage: 3 * stages, FORWARD: forward}
-    return [
-        float(last.get(op, backward)(stage) * count + i)
-        for op in OPS
-        for stage in range(stages)
-        for i in range(count)
-    ]
+    each = [*forward, *backward, *backward, *[3 * stages] * stages]
+    return [float(own * count + i) for own in each for i in range(count)]
 
 
 def catalogue(num_ranks: int, num_microbatches: int, num_chunks: int) -> list[Schedule]:

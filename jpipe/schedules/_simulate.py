@@ -1,11 +1,11 @@
 """From an order that was timed to a timeline, and why one that cannot be is refused."""
 
-import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 
 from ._action import FORWARD, Action, Needs
 from ._costs import Costs, at, faults_of
-from ._tables import Rows, Run
+from ._tables import Rows, Run, Tables
 from ._timeline import Exchange, MemoryEvent, Timeline
 
 # Of costs each of which is finite.
@@ -46,11 +46,8 @@ def predicted(
       replicas: the ranks of each stage, where several take turns.
     """
     tables = run.tables
-    actions = {
-        number: action
-        for numbers, row in zip(run.rows, rows, strict=True)
-        for number, action in zip(numbers, row, strict=True)
-    }
+    cells = chain.from_iterable(rows)
+    actions = dict(zip(chain.from_iterable(run.rows), cells, strict=True))
     ran = [actions[number] for number in run.order]
     end = dict(zip(ran, run.ends, strict=True))
     memory = [MemoryEvent(0.0, *each) for each in enumerate(tables.at_start)]
@@ -58,7 +55,7 @@ def predicted(
     for number, rank, held in tables.memory(map(tables.number, order)):
         now[rank] = max(now[rank], end[actions[number]])
         memory.append(MemoryEvent(now[rank], rank, held))
-    timeline = Timeline(
+    return Timeline(
         name,
         tables.placement,
         rows,
@@ -67,22 +64,19 @@ def predicted(
         tuple(memory),
         tables.costs,
         replicas,
+        tuple(_exchanges(tables, end)),
     )
-    exchanged = tuple(exchanges(timeline, tables.costs))
-    return dataclasses.replace(timeline, exchanges=exchanged)
 
 
-def exchanges(timeline: Timeline, costs: Costs) -> Iterable[Exchange]:
-    """The replicas of a stage add up their gradients after the last of them."""
-    seconds = [at(costs.exchange, stage) for stage in range(timeline.num_stages)]
+def _exchanges(tables: Tables, ends: Mapping[Action, float]) -> Iterator[Exchange]:
+    """The ranks of a stage add up its gradients after the last of them."""
     last: dict[int, float] = {}
-    for (op, stage, _), end in timeline.end.items() if any(seconds) else ():
+    for (op, stage, _), end in ends.items():
         if op != FORWARD:
             last[stage] = max(last.get(stage, end), end)
     for stage, end in sorted(last.items()):
-        if seconds[stage]:
-            ranks = tuple(timeline.homes.ranks(stage))
-            yield Exchange(stage, ranks, end, end + seconds[stage])
+        if seconds := at(tables.costs.exchange, stage):
+            yield Exchange(stage, tuple(tables.homes.ranks(stage)), end, end + seconds)
 
 
 def deadlock(rows: Rows, num_stages: int) -> str:
@@ -106,7 +100,7 @@ def deadlock(rows: Rows, num_stages: int) -> str:
         ]
     if absent:
         return "the schedule deadlocks: " + "; ".join(absent)
-    chain: list[int] = []
+    path: list[int] = []
     wait: dict[int, str] = {}
     rank = next(iter(stuck))
     while rank not in wait:
@@ -117,7 +111,7 @@ def deadlock(rows: Rows, num_stages: int) -> str:
         wait[rank] = (
             f"rank {rank}: {action} waits for {need}, which rank {owner} runs{after}"
         )
-        chain.append(rank)
+        path.append(rank)
         rank = owner
-    cycle = chain[chain.index(rank) :]
+    cycle = path[path.index(rank) :]
     return "the schedule deadlocks: " + "; ".join(wait[r] for r in cycle)

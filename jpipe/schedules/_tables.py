@@ -7,7 +7,16 @@ import operator
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
-from ._action import BACKWARD, FORWARD, INPUT, OPS, WEIGHT, Action
+from ._action import (
+    BACKWARD,
+    FORWARD,
+    INPUT,
+    LOCAL_READS,
+    OPS,
+    WEIGHT,
+    Action,
+    remote_read,
+)
 from ._costs import Costs, at
 from ._homes import Homes
 
@@ -16,6 +25,8 @@ Rows = tuple[tuple[Action, ...], ...]
 Numbered = list[list[int]]
 # Ranks, and the bytes by which what each holds changes.
 Changes = list[tuple[int, float]]
+# The end of what did not run.
+NEVER = -1.0
 
 
 class Tables:
@@ -34,12 +45,14 @@ class Tables:
 
     Attributes:
       seconds: the time of each action.
-      own: the action of its own rank that it reads; -1 if there is none.
-      far: the action of the stage before or after that it reads, likewise.
-      delay: how long after its end what is read from `far` arrives.
+      local: the action of its own rank that it reads; -1 if there is none.
+      remote: the action of the stage before or after that it reads, likewise.
+      delay: how long after its end what is read from `remote` arrives.
       exchange: for how long the step goes on after the last of its stage.
-      slot: itself; of a whole backward the first half, as which it is read.
+      result: itself; of a whole backward the first half, as which it is read.
       changes: the bytes that it adds to ranks, one after the other.
+      skips: the actions that skip connections of it come from, and how long they take.
+      at_start: the bytes of each rank before the first action.
     """
 
     def __init__(
@@ -60,11 +73,11 @@ class Tables:
         for stage, rank in enumerate(self.placement):
             self.stages_of[rank].append(stage)
         self.seconds: list[float] = []
-        self.own: list[int] = []
-        self.far: list[int] = []
+        self.local: list[int] = []
+        self.remote: list[int] = []
         self.delay: list[float] = []
         self.exchange: list[float] = []
-        self.slot: list[int] = []
+        self.result: list[int] = []
         self.changes: list[Changes] = []
         self.skips: dict[int, list[tuple[int, float]]] = {}
         count = num_microbatches
@@ -76,16 +89,16 @@ class Tables:
                 copies = count // len(some)
                 self.seconds += [costs.of(action) for action in some] * copies
                 self.changes += [self._changes(action) for action in some] * copies
-                own, far, delay = self._reads(op, stage, some)
-                self.own += _numbers(own, count)
-                self.far += _numbers(far, count)
+                local, remote, delay = self._reads(op, stage, some)
+                self.local += _numbers(local, count)
+                self.remote += _numbers(remote, count)
                 self.delay += delay * copies
                 exchange = 0.0 if op == FORWARD else at(costs.exchange, stage)
                 self.exchange += [exchange] * count
                 to = INPUT if op == BACKWARD else op
-                self.slot += _numbers(self.first(to, stage), count)
+                self.result += _numbers(self.first(to, stage), count)
                 self._add_skips(op, stage)
-        self._held = self._at_start()
+        self.at_start = self._at_start()
 
     def first(self, op: str, stage: int) -> int:
         """The number of an op of a stage on micro-batch 0; the others follow."""
@@ -124,37 +137,25 @@ class Tables:
         self, op: str, stage: int, some: list[Action]
     ) -> tuple[int, int, list[float]]:
         """What an op of a stage reads of its own rank and of another, and the delay."""
-        own, far, other = -1, -1, stage
-        if op == FORWARD:
-            if stage:
-                other = stage - 1
-                far = self.first(FORWARD, other)
-        elif op == WEIGHT:
-            own = self.first(INPUT, stage)
-        else:
-            own = self.first(FORWARD, stage)
-            if stage + 1 < self.num_stages:
-                other = stage + 1
-                far = self.first(INPUT, other)
-        sent = FORWARD if op == FORWARD else INPUT
+        local = self.first(LOCAL_READS[op], stage) if op in LOCAL_READS else -1
+        read = remote_read(op, stage, self.num_stages)
+        if read is None:
+            return local, -1, [0.0] * len(some)
         delays = [
-            self.costs.transfer(Action(sent, other, i))
-            if self.homes[i][other] != self.homes[i][stage]
+            self.costs.transfer(Action(*read, i))
+            if self.homes[i][read[1]] != self.homes[i][stage]
             else 0.0
             for _, _, i in some
         ]
-        return own, far, delays
+        return local, self.first(*read), delays
 
     def _add_skips(self, op: str, stage: int) -> None:
         for i in range(self.num_microbatches if self.costs.skips else 0):
-            action = Action(op, stage, i)
-            found = [
-                (self.number(sender), seconds)
-                for sender, seconds in self.costs.skip_transfers(action)
-                if self.homes[i][sender.stage] != self.homes[i][stage]
-            ]
-            if found:
-                self.skips[self.number(action)] = found
+            action, rank_of = Action(op, stage, i), self.homes[i]
+            for sender, seconds in self.costs.skip_transfers(action):
+                if rank_of[sender.stage] != rank_of[stage]:
+                    found = self.skips.setdefault(self.number(action), [])
+                    found.append((self.number(sender), seconds))
 
     def _at_start(self) -> list[float]:
         """The bytes of each rank before the first action."""
@@ -186,7 +187,7 @@ class Tables:
         Yields:
           An action, a rank whose bytes it changes, and how many it then holds.
         """
-        held, shared = self.at_start, self.costs.shared_bytes
+        held, shared = [*self.at_start], self.costs.shared_bytes
         count = self.num_microbatches
         # Of what the micro-batches of a stage share on a rank.
         readers = Counter(
@@ -213,16 +214,11 @@ class Tables:
         """The same actions with the times that tell the order of dispatch."""
         return Tables(Costs(), self.placement, self.num_ranks, self.num_microbatches)
 
-    @property
-    def at_start(self) -> list[float]:
-        """The bytes of each rank before the first action."""
-        return list(self._held)
-
     def run(self, rows: Numbered) -> "Run | None":
         """Runs each rank in its order; ``None`` if ranks wait for each other."""
-        own, far, delay, slot = self.own, self.far, self.delay, self.slot
+        local, remote, delay, result = self.local, self.remote, self.delay, self.result
         seconds, skips = self.seconds, self.skips
-        end: list[float | None] = [None] * len(seconds)
+        end = [NEVER] * len(seconds)
         free, position = [0.0] * len(rows), [0] * len(rows)
         order: list[int] = []
         starts: list[float] = []
@@ -240,33 +236,31 @@ class Tables:
                 for at in range(at, len(row)):  # noqa: B020
                     number = row[at]
                     start = now
-                    if (read := far[number]) >= 0:
+                    if (read := remote[number]) >= 0:
                         arrival = end[read]
-                        if arrival is None:
+                        if arrival < 0:
                             waiting.setdefault(read, []).append(rank)
                             break
                         arrival += delay[number]
                         if arrival > start:
                             start = arrival
-                    if (read := own[number]) >= 0:
+                    if (read := local[number]) >= 0:
                         arrival = end[read]
-                        if arrival is None:
+                        if arrival < 0:
                             return None
                         if arrival > start:
                             start = arrival
                     if skips and number in skips:
-                        start = max(
-                            start, *(_known(end[s]) + t for s, t in skips[number])
-                        )
-                    number_slot = slot[number]
-                    end[number_slot] = stop = start + seconds[number]
+                        start = max(start, *(end[s] + t for s, t in skips[number]))
+                    result_of = result[number]
+                    end[result_of] = stop = start + seconds[number]
                     # What takes no time, such as a forward that its backward does on
                     # the way, holds nobody up.
                     if stop > start:
                         now = stop
                     order.append(number)
                     starts.append(start)
-                    for other in waiting.pop(number_slot, ()):
+                    for other in waiting.pop(result_of, ()):
                         heapq.heappush(turns if other > rank else later, other)
                 else:
                     at = len(row)
@@ -286,24 +280,24 @@ class Run:
       rows: the order of each rank.
       order: all actions in an order of execution.
       starts: when each of them starts.
-      end: when each slot ends; ``None`` for what did not run.
+      end: when each result ends; below 0 for what did not run.
     """
 
     tables: Tables
     rows: Numbered
     order: list[int]
     starts: list[float]
-    end: list[float | None]
+    end: list[float]
 
     def __post_init__(self) -> None:
-        slot, end, more = self.tables.slot, self.end, self.tables.exchange
-        self.ends = [_known(end[slot[number]]) for number in self.order]
+        result, end, more = self.tables.result, self.end, self.tables.exchange
+        self.ends = [end[result[number]] for number in self.order]
         later = map(more.__getitem__, self.order)
         self.makespan = max(map(operator.add, self.ends, later), default=0.0)
 
     def peaks(self) -> list[float]:
         """The most bytes that each rank holds, as `Timeline.peak_bytes`."""
-        tables, peaks = self.tables, self.tables.at_start
+        tables, peaks = self.tables, [*self.tables.at_start]
         dispatched = tables.dispatch.run(self.rows)
         assert dispatched
         for _, rank, held in tables.memory(dispatched.by_end()):
@@ -315,11 +309,6 @@ class Run:
         """All actions in the order in which they end."""
         at = sorted(range(len(self.order)), key=self.ends.__getitem__)
         return map(self.order.__getitem__, at)
-
-
-def _known(end: float | None) -> float:
-    assert end is not None
-    return end
 
 
 def _numbers(first: int, count: int) -> Iterable[int]:

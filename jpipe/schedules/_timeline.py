@@ -11,18 +11,10 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from ._action import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Needs
-from ._alone import least
-from ._costs import Costs, at
+from ._costs import FIELDS, Costs, at
 from ._homes import Homes
-from ._units import duration, size
-
-_FIELD = {
-    FORWARD: "forward",
-    BACKWARD: "backward",
-    INPUT: "input_grad",
-    WEIGHT: "weight_grad",
-}
-
+from ._one_machine import one_machine_bound
+from ._units import duration, share, size
 
 # Into so many columns the text picture cuts the shortest action at most.
 _FINEST = 8
@@ -135,7 +127,7 @@ class Timeline:
             )
         count = max((action.microbatch for action in self.end), default=-1) + 1
         forward_only = all(action.op == FORWARD for action in self.end)
-        return least(self.costs, self.homes, count, forward_only)
+        return one_machine_bound(self.costs, self.homes, count, forward_only)
 
     @property
     def gap(self) -> float:
@@ -145,9 +137,9 @@ class Timeline:
         return max(self.makespan / bound - 1, 0.0) if bound else 0.0
 
     def __str__(self) -> str:
-        gap = "" if self.costs is None else f" ({_share(self.gap)} above the bound)"
+        gap = "" if self.costs is None else f" ({share(self.gap)} above the bound)"
         time, peaks = in_words(self)
-        says = f"{self.name}: time {time}{gap}, bubble {_share(self.bubble_fraction)}"
+        says = f"{self.name}: time {time}{gap}, bubble {share(self.bubble_fraction)}"
         return says + f", peak bytes per rank {peaks}" * bool(self.memory)
 
     @property
@@ -185,10 +177,6 @@ class Timeline:
 
     def order(self) -> tuple[Action, ...]:
         """All actions in one order that respects every dependency: by end."""
-        return self._order
-
-    @functools.cached_property
-    def _order(self) -> tuple[Action, ...]:
         # A dependency ends first, or with it if it takes no time; the mapping holds
         # the actions in an order of execution already, and the sort is stable.
         return tuple(sorted(self.end, key=self.end.__getitem__))
@@ -212,7 +200,7 @@ class Timeline:
             lambda: defaultdict(list)
         )
         for action, start in self.start.items():
-            times[_FIELD[action.op]][action.stage].append(self.end[action] - start)
+            times[FIELDS[action.op]][action.stage].append(self.end[action] - start)
         fields = {
             name: [
                 statistics.median(by_stage.get(stage, [0.0]))
@@ -270,7 +258,3 @@ def in_words(timeline: Timeline) -> tuple[str, str]:
     known, peaks = timeline.in_seconds, timeline.peak_bytes
     time = duration(timeline.makespan) if known else f"{timeline.makespan:.4g}"
     return time, ", ".join(size(int(x)) if known else f"{x:.4g}" for x in peaks)
-
-
-def _share(fraction: float) -> str:
-    return f"{fraction:.1%}".replace("%", " %")

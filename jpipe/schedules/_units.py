@@ -23,6 +23,17 @@ def duration(seconds: float) -> str:
     return f"{seconds * 1e9:.3g} ns" if seconds else "0 s"
 
 
+def many(number: int, noun: str) -> str:
+    """So many of something: ``1 rank``, ``2 micro-batches``."""
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{number} {noun}{plural if number != 1 else ''}"
+
+
+def share(fraction: float) -> str:
+    """A part of a whole: ``12.5 %``."""
+    return f"{fraction:.1%}".replace("%", " %")
+
+
 def size(num_bytes: int) -> str:
     """Bytes in powers of 1024: ``1.5 MiB``."""
     value = float(num_bytes)

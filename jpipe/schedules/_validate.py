@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from ._action import BACKWARD, FORWARD, INPUT, OPS, WEIGHT, Action
+from ._action import BACKWARD, FORWARD, INPUT, LOCAL_READS, OPS, Action
 
 Rows = tuple[tuple[Action, ...], ...]
 
@@ -17,16 +17,12 @@ _MOST = 50
 
 
 def refusal(name: Any, faults: Iterable[str]) -> str:
-    """The message of all faults of a schedule; empty if there are none."""
-    lines, more = [], 0
-    for fault in faults:
-        if len(lines) < _MOST:
-            lines.append(f"  * {fault}")
-        else:
-            more += 1
-    if more:
+    """The message of all faults of a schedule."""
+    every = list(faults)
+    lines = [f"  * {fault}" for fault in every[:_MOST]]
+    if more := len(every) - len(lines):
         lines.append(f"  * and {more} more")
-    return "\n".join([f"schedule {name!r} cannot run:", *lines]) if lines else ""
+    return "\n".join([f"schedule {name!r} cannot run:", *lines])
 
 
 def malformed(
@@ -44,13 +40,12 @@ def malformed(
         )
     elif len(placement) != num_stages:
         yield f"E4 placement has {len(placement)} entries for {num_stages} stages"
-    for rank, row in enumerate(rows):
-        for position, cell in enumerate(row):
-            if not isinstance(cell, Action):
-                yield (
-                    f"E0 rows[{rank}][{position}] is a {type(cell).__name__}, needs a "
-                    f"jpipe.schedules.Action, such as Action.parse('2F0')"
-                )
+    for rank, position, cell in _cells(rows):
+        if not isinstance(cell, Action):
+            yield (
+                f"E0 rows[{rank}][{position}] is a {type(cell).__name__}, needs a "
+                f"jpipe.schedules.Action, such as Action.parse('2F0')"
+            )
 
 
 def too_large(num_stages: int, num_microbatches: int, num_cells: int) -> str:
@@ -123,38 +118,33 @@ def _out_of_place(
     """Actions that name something that does not exist or run in the wrong place."""
     last = len(placement) - 1
     ranks_of = replicas or [(rank,) for rank in placement]
-    wrong = [
-        s
-        for s, ranks in enumerate(ranks_of)
-        if not all(0 <= rank < len(rows) for rank in ranks)
-    ]
+    there = range(len(rows))
+    wrong = [s for s, own in enumerate(ranks_of) if not set(own) <= set(there)]
     if wrong:
         yield f"E4 stages {wrong} are placed on ranks that are not 0 to {len(rows) - 1}"
     home = {
         action: rank
-        for rank, row in enumerate(rows)
-        for action in row
+        for rank, _, action in _cells(rows)
         if 0 <= action.stage <= last and rank in ranks_of[action.stage]
     }
-    for rank, row in enumerate(rows):
-        for position, action in enumerate(row):
-            op, stage, microbatch = action
-            says = None
-            if op not in OPS:
-                says = f"E1 {action}: the ops are {', '.join(OPS)}"
-            elif not 0 <= stage <= last:
-                says = f"E2 {action}: the stages are 0 to {last}"
-            elif not 0 <= microbatch < num_microbatches:
-                says = f"E3 {action}: the micro-batches are 0 to {num_microbatches - 1}"
-            elif rank not in ranks_of[stage]:
-                listed = " or ".join(map(str, ranks_of[stage]))
-                says = f"E4 {action}: stage {stage} is placed on rank {listed}"
-                if op != FORWARD and action._replace(op=FORWARD) in home:
-                    says = says.replace("E4", "E10") + ", where its forward runs"
-            elif home.get(forward := action._replace(op=FORWARD), rank) != rank:
-                says = f"E10 {action}: its forward runs on rank {home[forward]}"
-            if says is not None:
-                yield _shown(says, row, rank, position)
+    for rank, position, action in _cells(rows):
+        op, stage, microbatch = action
+        forward, says = action._replace(op=FORWARD), None
+        if op not in OPS:
+            says = f"E1 {action}: the ops are {', '.join(OPS)}"
+        elif not 0 <= stage <= last:
+            says = f"E2 {action}: the stages are 0 to {last}"
+        elif not 0 <= microbatch < num_microbatches:
+            says = f"E3 {action}: the micro-batches are 0 to {num_microbatches - 1}"
+        elif rank not in ranks_of[stage]:
+            listed = " or ".join(map(str, ranks_of[stage]))
+            says = f"E4 {action}: stage {stage} is placed on rank {listed}"
+            if op != FORWARD and forward in home:
+                says = says.replace("E4", "E10") + ", where its forward runs"
+        elif home.get(forward, rank) != rank:
+            says = f"E10 {action}: its forward runs on rank {home[forward]}"
+        if says is not None:
+            yield _shown(says, rows[rank], rank, position)
 
 
 def _miscounted(
@@ -185,12 +175,11 @@ def _miscounted(
             f"E7 {action} in a schedule that is forward_only" for action in extra
         )
     seen: set[Action] = set()
-    for rank, row in enumerate(rows):
-        for position, action in enumerate(row):
-            if action in seen:
-                says = f"E6 {action} runs {count[action]} times"
-                yield _shown(says, row, rank, position)
-            seen.add(action)
+    for rank, position, action in _cells(rows):
+        if action in seen:
+            says = f"E6 {action} runs {count[action]} times"
+            yield _shown(says, rows[rank], rank, position)
+        seen.add(action)
 
 
 def _misordered(rows: Rows) -> Iterator[str]:
@@ -199,17 +188,12 @@ def _misordered(rows: Rows) -> Iterator[str]:
         position = {action: i for i, action in enumerate(row)}
         last: dict[tuple[str, int], Action] = {}
         for at, action in enumerate(row):
-            if action.op == FORWARD:
-                reads, kind = [], FORWARD
-            else:
-                reads = [FORWARD] if action.op != WEIGHT else [INPUT]
-                kind = "" if action.op == INPUT else BACKWARD
-            for op in reads:
-                first = action._replace(op=op)
-                if position[first] > at:
-                    yield _shown(f"E8 {action} runs before {first}", row, rank, at)
-            if not kind:
+            first = action._replace(op=LOCAL_READS.get(action.op, action.op))
+            if position[first] > at:
+                yield _shown(f"E8 {action} runs before {first}", row, rank, at)
+            if action.op == INPUT:
                 continue
+            kind = FORWARD if action.op == FORWARD else BACKWARD
             before = last.get((kind, action.stage))
             if before is not None and before.microbatch > action.microbatch:
                 says = (
@@ -218,6 +202,13 @@ def _misordered(rows: Rows) -> Iterator[str]:
                 )
                 yield _shown(says, row, rank, at)
             last[kind, action.stage] = action
+
+
+def _cells(rows: Rows) -> Iterator[tuple[int, int, Action]]:
+    """The rank and the position of each action."""
+    for rank, row in enumerate(rows):
+        for position, action in enumerate(row):
+            yield rank, position, action
 
 
 def _shown(says: str, row: tuple[Action, ...], rank: int, position: int) -> str:

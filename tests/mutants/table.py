@@ -110,24 +110,24 @@ LAYERS = [
     ("_skip", "name\n    frame.popped", "name\n    key = None, name\n    frame.popped"),
 ]
 PLANNING = [
-    ("_chain", "own = [2 * layer.param_bytes", "own = [layer.param_bytes"),
+    ("_chain", "2 * self.profile.params_of +", "self.profile.params_of +"),
     ("_chain", "= layer.output_bytes + layer.cotangent_bytes", "= layer.output_bytes"),
     (
         "_cuts",
-        "starts = passing + problem.cuts[low : high + 1] if stage else passing",
-        "starts = passing",
+        "starts = latency + problem.transfers if stage else latency",
+        "starts = latency",
     ),
     (
         "_cuts",
-        "(num_microbatches - 1) * self.slowest",
-        "num_microbatches * self.slowest",
+        "(num_microbatches - 1) * self.bottleneck",
+        "num_microbatches * self.bottleneck",
     ),
     ("_forecast", "max(inputs[0] + weights[0] -", "max(weights[0] -"),
     ("_forecast", "    inputs[0] = 0.0\n", ""),
     ("_forecast", "[other if m in joined else numbers[last] for", "[other for"),
-    ("_forecast", "workspace[i] += profile.", "workspace[i] += 0 * profile."),
+    ("_forecast", "workspace[i] += int(", "workspace[i] += 0 * int("),
     ("_forecast", " - first] += skip.bytes", " - first] -= skip.bytes"),
-    ("_net", "hops = 2 * (replicas - 1)", "hops = 2 * replicas"),
+    ("_replicated", "hops = 2 * (replicas - 1)", "hops = 2 * replicas"),
 ]
 PLACED = [
     ("_by_path", "in range(1, len(leaf.path) - 1)", "in range(len(leaf.path))"),
@@ -139,10 +139,10 @@ RUN = [
     ("_sums", "leaf[d] if yes", "leaf[0] if yes"),
 ]
 SCHEDULES = [
-    ("_alone", "first.append(min(whole, half))", "first.append(half)"),
+    ("_one_machine", "first.append(min(whole, half))", "first.append(half)"),
     ("_costs", "in (BACKWARD, INPUT) and skip.source", "in (INPUT,) and skip.source"),
-    ("_simulate", "end, end + seconds[stage])", "end, end + 2 * seconds[stage])"),
-    ("_tables", "_known(end[s]) + t for", "_known(end[s]) + 0 * t for"),
+    ("_simulate", "end, end + seconds)", "end, end + 2 * seconds)"),
+    ("_tables", "(end[s] + t for", "(end[s] + 0 * t for"),
     ("_tables", "held[rank] += 0 if stage else at(", "held[rank] += at("),
 ]
 SLICES = [

@@ -11,7 +11,7 @@ from ._homes import Homes
 _Part = tuple[float, float, float]
 
 
-def least(
+def one_machine_bound(
     costs: Costs,
     homes: Homes,
     num_microbatches: int,

@@ -8,13 +8,14 @@ from .._instructions._progress import counted
 from .._instructions._transfer import OnPaper
 from ._forecast import Candidate
 from ._request import Request
-from ._search import Space, preferred, search
+from ._search import picked, search
+from ._space import Space
 
 # So many of the best candidates are lowered, until one fits.
 _BEST = 4
 
 
-def decided(space: Space, request: Request) -> list[Candidate]:
+def choose(space: Space, request: Request) -> list[Candidate]:
     """Candidates, the first with the bytes that its list of instructions holds.
 
     Where the best needs more than was thought, others are looked for once more, under a
@@ -30,8 +31,8 @@ def decided(space: Space, request: Request) -> list[Candidate]:
       of those that were lowered which needs least.
     """
     hardware = space.hardware
-    found = preferred(search(space), hardware)
-    candidates, ratio = confirmed(found, space, request)
+    found = picked(search(space), hardware)
+    candidates, ratio = verified(found, space, request)
     if not candidates or hardware.memory_limit is None:
         return candidates
     taken = candidates[0]
@@ -44,14 +45,14 @@ def decided(space: Space, request: Request) -> list[Candidate]:
     if (found[0].fits(hardware) and ratio > 1) or (faster and ratio < 1):
         limit = int(hardware.memory_limit / ratio)
         under = dataclasses.replace(hardware, memory_limit=limit)
-        found = preferred(search(dataclasses.replace(space, hardware=under)), under)
-        others, _ = confirmed(found, space, request)
+        found = picked(search(dataclasses.replace(space, hardware=under)), under)
+        others, _ = verified(found, space, request)
         each = candidates, others
-        candidates = min(each, key=lambda own: own[0].worth(hardware))
+        candidates = min(each, key=lambda own: own[0].objective(hardware))
     return candidates
 
 
-def confirmed(
+def verified(
     candidates: Sequence[Candidate], space: Space, request: Request
 ) -> tuple[list[Candidate], float]:
     """The candidates, the first with the bytes that its instructions hold.
@@ -80,7 +81,7 @@ def confirmed(
         ratios.append(lowered[-1].most_bytes / guess.most_bytes)
         if lowered[-1].fits(space.hardware):
             break
-    lowered.sort(key=lambda each: each.worth(space.hardware))
+    lowered.sort(key=lambda each: each.objective(space.hardware))
     return [*lowered, *left], min(ratios, default=1.0)
 
 
@@ -97,6 +98,6 @@ def _lowered(candidate: Candidate, request: Request) -> Candidate:
             dataclasses.replace(own, held=peaks[OnPaper(rank, data)] - own.lasting)
             for rank, own in enumerate(candidate.memory)
         ),
-        held=tuple(_bytes.most_residuals(program, schedule.num_stages)),
+        residual_bytes=tuple(_bytes.most_residuals(program, schedule.num_stages)),
         kept=tuple(map(gradient.kept, range(schedule.num_stages))),
     )

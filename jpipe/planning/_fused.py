@@ -14,7 +14,7 @@ from ._profile import Profile
 from ._request import Request
 
 
-def beside_neighbours(
+def fused_residuals(
     profiles: Mapping[int, Profile],
     request: Request,
     num_stages: int,
@@ -47,7 +47,7 @@ def beside_neighbours(
     for mode in dict.fromkeys(mode for mode in remats if mode != "full"):
         pairs = zip(stages, asked.kept(balance, mode), strict=True)
         shares[mode] = [
-            (kept, profile.kept_bytes(*stage, mode))
+            (kept, int(profile.kept_of[mode][stage]))
             for stage, kept in pairs
             for _ in range(*stage)
         ]

@@ -21,7 +21,7 @@ from ._traced import Traced
 _config: Any = jax.config
 
 
-def made(model: Traced, train: bool, where: Device | Rates) -> dict[str, str]:
+def fingerprint(model: Traced, train: bool, where: Device | Rates) -> dict[str, str]:
     """What a profile of layers is made on, by name.
 
     A layer is told by its name, the shapes and dtypes of what it is given, holds and

@@ -1,0 +1,80 @@
+"""What a plan may choose from, and for which devices."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ..schedules import Schedule
+from ._profile import Profile
+from ._shapes import Shape
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The devices that a plan is for.
+
+    Attributes:
+      num_devices: how many there are.
+      memory_limit: bytes of each; ``None`` if it is no matter.
+      bandwidth: bytes per second between two of them; ``None``: transfers take no time.
+      latency: seconds of a transfer of nothing.
+      measured: what of the two was measured and between whom, in words.
+    """
+
+    num_devices: int
+    memory_limit: int | None = None
+    bandwidth: float | None = None
+    latency: float = 0.0
+    measured: str = ""
+
+
+@dataclass(frozen=True)
+class Space:
+    """What a plan may choose from.
+
+    Attributes:
+      profiles: of a micro-batch of one shard, by the number of such parts.
+      optimizer_bytes: the optimizer's state of each layer.
+      hardware: the devices.
+      names: of schedules; see `jpipe.schedules.BY_NAME`.
+      remats: modes that a stage may have, the one that keeps most first.
+      fits_schedules: whether schedules are made to measure too.
+      balance: the only cut that is meant, if any.
+      shapes: the numbers of micro-batches, each with the number of devices that share
+        one.
+    """
+
+    profiles: Mapping[int, Profile]
+    optimizer_bytes: Sequence[int]
+    hardware: Hardware
+    names: tuple[str, ...]
+    remats: tuple[str, ...]
+    fits_schedules: bool
+    balance: tuple[int, ...] | None
+    shapes: tuple[Shape, ...]
+
+    @property
+    def num_layers(self) -> int:
+        """The number of layers."""
+        return len(self.optimizer_bytes)
+
+    def profile(self, schedule: Schedule, data: int) -> Profile:
+        """That of a micro-batch of a schedule, on one of the devices that share it."""
+        return self.profiles[schedule.num_microbatches * data]
+
+    @functools.cached_property
+    def whole(self) -> dict[int, Profile]:
+        """The profiles with the optimizer's state as a part of that of the layers."""
+        return {
+            number: dataclasses.replace(
+                profile,
+                layers=tuple(
+                    dataclasses.replace(layer, state_bytes=layer.state_bytes + own)
+                    for layer, own in zip(
+                        profile.layers, self.optimizer_bytes, strict=True
+                    )
+                ),
+            )
+            for number, profile in self.profiles.items()
+        }
