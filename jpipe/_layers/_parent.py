@@ -43,31 +43,33 @@ class Parent:
 
     def __init__(self, layers: Sequence[Layer], is_list: bool = True) -> None:
         self._layers, self.is_list = layers, is_list
-        owners = [layer.owner for layer in layers]
         _check_bound(layers)
+        owners = [layer.owner for layer in layers]
         ids = [*map(id, owners)]
         # Of each layer the first one with the same module.
         self._first = [ids.index(own) for own in ids]
         self._linen = [i for i, own in enumerate(owners) if _linen.is_module(own)]
         self._nnx = [i for i, own in enumerate(owners) if _nnx.is_module(own)]
-        slots = [
-            Slot(own) if i in self._linen else None for i, own in enumerate(owners)
-        ]
-        firsts = dict.fromkeys(self._first[i] for i in self._nnx)
+        self._root = self._tree = owners[0]
         # Where the module of a layer stands among those of nnx.
-        self._place = {first: place for place, first in enumerate(firsts)}
+        self._place: dict[int, int] = {}
         if is_list:
-            self._root, self._tree = (
-                Slots(tuple(slots)),
-                nnx.List(map(owners.__getitem__, firsts)),
+            is_linen = map(_linen.is_module, owners)
+            slots = (
+                Slot(own) if yes else None
+                for own, yes in zip(owners, is_linen, strict=True)
             )
-        else:
-            self._root = self._tree = owners[0]
+            self._root = Slots(tuple(slots))
+            firsts = dict.fromkeys(self._first[i] for i in self._nnx)
+            self._tree = nnx.List(owners[i] for i in firsts)
+            self._place = {first: place for place, first in enumerate(firsts)}
+
+    def _is_module(self, layer: int) -> bool:
+        return layer in self._linen or layer in self._nnx
 
     def first(self, layer: int) -> int:
         """The first layer with the same module, if it has one."""
-        has_module = layer in self._linen or layer in self._nnx
-        return self._first[layer] if has_module else layer
+        return self._first[layer] if self._is_module(layer) else layer
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -109,22 +111,17 @@ class Parent:
 
     def like(self, specs: Entries, entries: Entries) -> list[Mapping[str, PyTree]]:
         """Checked variables, each in the entry in which it is among some specs."""
-        known = {
-            self._names(i, names): value
-            for i in (*self._linen, *self._nnx)
-            for names, value in flat(entries[i]).items()
-        }
+        known = flat(self._under([*self._linen, *self._nnx], entries))
         return [
             nested({n: known[self._names(i, n)] for n in flat(own)})
-            if i in self._linen
+            if self._is_module(i)
             else entries[i]
             for i, own in enumerate(specs)
         ]
 
     def same(self, layer: int, names: Names) -> Names:
         """What is equal for one variable in the entries of several layers."""
-        has_modules = layer in self._linen or layer in self._nnx
-        return self._names(layer, names) if has_modules else (layer, *names)
+        return self._names(layer, names) if self._is_module(layer) else (layer, *names)
 
     def held(self) -> list[dict[str, PyTree]]:
         """The variables that modules of nnx hold, as copies, by layer."""
