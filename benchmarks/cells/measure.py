@@ -189,8 +189,7 @@ def _plain(
 ) -> "Future[Compiled]":
     work, batch = setting.work, setting.work.specs(setting.batch)
     pipe = jpipe.sequential(work.layers, devices=devices)
-    (stage,) = pipe._subject.pipe.stages
-    variables = initial(work)
+    layers, variables = pipe._subject.fitting.layers, initial(work)
 
     def step(carry: Any, x: Any, targets: Any) -> Any:
         params, rest, opt_state, key = carry
@@ -198,8 +197,8 @@ def _plain(
 
         def loss(params: Any) -> Any:
             given = _variables.merge(params, rest)
-            y, changed = stage(given, x, now, None, True)
-            return work.loss(y, targets), changed
+            made = layers(given, x, now, train=True)
+            return work.loss(made.y, targets), made.entries
 
         (value, changed), grads = jax.value_and_grad(loss, has_aux=True)(params)
         updates, opt_state = work.tx.update(grads, opt_state, params)

@@ -57,8 +57,7 @@ def gradient_of(
     known = pipe._subject.pipe
     apart = _Apart(*(getattr(known, field.name) for field in fields(Pipe)))
     layers = LayerList(apart, pipe._subject._axes)
-    visits, _ = layers.fitting.expected(layers.fitting.sample(x))
-    variables = tuple(visit.variables for visit in visits)
+    variables = layers.fitting.initial(layers.fitting.sample(x)).specs
     key = jax.eval_shape(random_key)
     return layers.gradients(Objective(loss), Trainable())(
         variables, x, targets, key, True
