@@ -47,7 +47,7 @@ def of_function(divided: Divided) -> Known:
     """What is known of a model or a loss function that is divided."""
     pipe, stages, layout, cuts, built = divided
     built = built if stages.first.has_loss else None
-    reads = [stages.weights(s) for s in range(stages.num_stages)]
+    reads = [stages.held_by(s) for s in range(stages.num_stages)]
     names = modules(stages)
     return Known(pipe, names, layout, reads, stages, built, cuts=cuts)
 

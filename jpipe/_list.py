@@ -98,7 +98,7 @@ class LayerList:
     def _reads(self, built: Built | None) -> list[list[int]]:
         """Of each stage the leaves that it reads, or before that is known, has."""
         if built is not None:
-            return [built.stages.weights(s) for s in range(self.num_stages)]
+            return [built.stages.held_by(s) for s in range(self.num_stages)]
         homes = self.fitting.layout.homes if self.fitting.layout else []
         return [
             [i for i, home in enumerate(homes) if home == s]

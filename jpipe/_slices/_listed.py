@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
 
 from .._functions._batch import Batch, explained
 from .._functions._objective import Objective
@@ -17,9 +16,9 @@ from .._layers._layer import Layer
 from .._layers._sequence import Sequential
 from .._run import _resting
 from .._run._pipe import Pipe
-from . import _folds, _left, _marks, _meshes, _state
+from . import _folds, _left, _marks, _meshes, _order, _state
 from ._built import TreeLayout
-from ._program import Traced, is_cheap
+from ._program import Traced
 from ._stages import Stages
 from ._state import State, Written
 
@@ -109,6 +108,7 @@ def listed(
     for size, one in zip(programs, traces, strict=True):
         given = one.program, len(jax.tree.leaves(aux[size])), one.written
         programs[size] = _state.without_the_rest(*given, state)
+    programs = _order.late(programs, moves=False)
     known = layout.marks, layout.homes, state
     stages = Stages(programs, ends, batch.sizes, pipe.remat, *known)
     return Listed(pipe, layout, whole, stages, state, first.y, aux, first.routes)
@@ -172,7 +172,6 @@ class _Trace:
             given = specs, batch.part(size), number
             closed, (_, _, aux) = _jaxpr.trace(self._whole, *given)
         closed, numbers = _folds.lifted(closed)
-        _, _, rngs = batch.x
         ends = _marks.ends(closed)
         self.cuts = [ends[stage.index] for stage in pipe.stages[:-1]]
         has_loss = objective is not None
@@ -183,8 +182,8 @@ class _Trace:
             has_loss=has_loss,
             is_weighted=has_loss and objective.reduction == "weighted",
             numbers=numbers,
-            known_kinds=_kinds(closed, len(jax.tree.leaves(rngs)) + 1 + len(numbers)),
             num_inputs=len(jax.tree.leaves(batch.x[0])),
+            num_local=len(jax.tree.leaves(batch.x[:2])),
         )
 
     def _whole(self, variables: PyTree, given: PyTree, number: jax.Array) -> Any:
@@ -234,22 +233,6 @@ class _Trace:
             self.written.append(Written(*own))
             found.append(leaf)
         return found
-
-
-def _kinds(closed: core.ClosedJaxpr, count: int) -> list[str]:
-    """Each equation belongs to the stage in which it is; keys are folded in each.
-
-    Args:
-      closed: the trace.
-      count: how many of its last inputs are keys, and what is folded into these.
-    """
-    known, kinds = set(closed.jaxpr.invars[-count:]), []
-    for eqn in closed.jaxpr.eqns:
-        read = _jaxpr.variables(eqn.invars)
-        is_key = bool(read) and read <= known and not eqn.effects and is_cheap(eqn)
-        kinds.append("copy" if is_key else "stage")
-        known.update(eqn.outvars if is_key else ())
-    return kinds
 
 
 def _check_collections(layers: Sequence[Layer], entries: PyTree) -> None:

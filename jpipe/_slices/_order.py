@@ -10,7 +10,7 @@ from .._jaxprs import _cheapest, _jaxpr
 from ._program import Traced
 
 
-def late(programs: Mapping[int, Traced]) -> dict[int, Traced]:
+def late(programs: Mapping[int, Traced], moves: bool = True) -> dict[int, Traced]:
     """The same programs, where equations stand right before what first reads them.
 
     As of a decoder's embedding that is computed before the encoder: less crosses the
@@ -23,15 +23,17 @@ def late(programs: Mapping[int, Traced]) -> dict[int, Traced]:
 
     Args:
       programs: by the sizes of their micro-batches, the first first.
+      moves: whether equations move; those of a list stay in their layers.
     """
     first, *_ = programs.values()
-    order, form = _order(first), _form(first)
+    find = _order if moves else _as_they_are
+    order, form = find(first), _form(first)
     alike = {n: one for n, one in programs.items() if _form(one) == form}
     kinds = _kinds(list(alike.values()))
     return {
         n: _ordered(one, order, kinds)
         if n in alike
-        else _ordered(one, _order(one), one.kinds)
+        else _ordered(one, find(one), one.kinds)
         for n, one in programs.items()
     }
 
@@ -73,6 +75,10 @@ def _ordered(program: Traced, order: list[int], kinds: Sequence[str]) -> Traced:
     jaxpr, consts = program.closed.jaxpr, program.closed.consts
     jaxpr = jaxpr.replace(eqns=[jaxpr.eqns[i] for i in order])
     return replace(program, closed=core.ClosedJaxpr(jaxpr, consts), known_kinds=kinds)
+
+
+def _as_they_are(program: Traced) -> list[int]:
+    return [*range(len(program.closed.jaxpr.eqns))]
 
 
 def _order(program: Traced) -> list[int]:

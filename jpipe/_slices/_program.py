@@ -46,6 +46,8 @@ class Traced:
       numbers: those that are folded into keys: see `_folds`.
       known_kinds: what each equation is, where that is known: see `kinds`.
       num_inputs: how many of the inputs after the parameters are those of a model.
+      num_local: how many of these inputs are not given to all stages: the first reads
+        the input of a list, the last the targets.
     """
 
     closed: core.ClosedJaxpr
@@ -57,6 +59,7 @@ class Traced:
     numbers: Sequence[Any] = ()
     known_kinds: Sequence[str] | None = None
     num_inputs: int = 0
+    num_local: int = 0
 
     @property
     def loss(self) -> list[Any]:
@@ -152,7 +155,7 @@ class Traced:
     @cached_property
     def _copied(self) -> set[core.Var]:
         """What follows from the batch by cheap equations, without parameters."""
-        found = set(self.closed.jaxpr.constvars) | set(self.given)
+        found = set(self.closed.jaxpr.constvars) | set(self.given[self.num_local :])
         for eqn in self.closed.jaxpr.eqns:
             read = _jaxpr.variables(eqn.invars)
             is_constant = read.isdisjoint(self.of_batch | self.of_params)
