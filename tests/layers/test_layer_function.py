@@ -145,3 +145,35 @@ def test_input_that_does_not_fit_is_answered_with_what_to_type(module, x, says):
         jpipe.sequential([module], 2).init(KEY, x)
     (note,) = [note for note in error.value.__notes__ if LISTED in note]
     assert re.search(says, note)
+
+
+class Merged(nn.Module):
+    """A dense layer whose kernel is a sum with a product of two parameters."""
+
+    @nn.compact
+    def __call__(self, x):
+        normal = nn.initializers.normal(0.3)
+        kernel = self.param("kernel", normal, (64, 64), x.dtype)
+        down = self.param("down", normal, (64, 4), x.dtype)
+        up = self.param("up", normal, (4, 64), x.dtype)
+        return jnp.tanh(x @ (kernel + down @ up))
+
+
+def test_what_follows_from_parameters_is_computed_once_in_a_step(double):
+    layers = [ref.dense(64, jnp.float64), Merged(), Merged(), ref.dense(4, jnp.float64)]
+    x, targets = ref.regression(8, jnp.float64)
+    pipe = jpipe.pipeline(layers, 4)
+    variables = pipe.init(jax.random.key(0), x)
+    find = pipe.value_and_grad(ref.mse)
+    names = [p.name for p in pipe.compile(find, variables, x, targets).programs]
+    assert [names.count(name) for name in ("once", "once_backward")] == [2, 2]
+
+    def loss(params):
+        h = x
+        for layer, own in zip(layers, params, strict=True):
+            h = layer.apply({"params": own}, h)
+        return ref.mse(h, targets)
+
+    wanted = jax.value_and_grad(loss)(ref.params_of(ref.on_host(variables)))
+    loss_and_grads = find(variables, x, targets)
+    ref.assert_close(loss_and_grads, wanted, ref.FLOAT64)
