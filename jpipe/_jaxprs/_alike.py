@@ -45,6 +45,7 @@ def form(closed: core.ClosedJaxpr) -> tuple[Hashable, ...]:
         (
             eqn.primitive.name,
             _params(jaxpr, eqn),
+            str(eqn.ctx),  # such as how random bits are made
             *map(atom, eqn.invars),
             *map(atom, eqn.outvars),
         )

@@ -115,12 +115,18 @@ def _method(own: nnx.Module, method: str | Callable[..., PyTree]) -> Callable[..
     return getattr(own, method) if isinstance(method, str) else partial(method, own)
 
 
+def _has_mode(path: Any, node: Any) -> bool:
+    """Whether a node can be viewed; of an nnx.Rngs, that would draw a key."""
+    del path
+    return not isinstance(node, nnx.Rngs)
+
+
 def _set_mode(own: nnx.Module, train: bool) -> nnx.Module:
     """Sets a module to training, where the user left it open, or to evaluation."""
     if not train:
         nnx.Module.eval(own)
         modes = dict.fromkeys(_ATTRIBUTES, True)
-        return nnx.view(own, raise_if_not_found=False, **modes)
+        return nnx.view(own, only=_has_mode, raise_if_not_found=False, **modes)
     for _, node in nnx.iter_graph(own, graph=True):
         if isinstance(node, nnx.Module):
             for attribute in _ATTRIBUTES:

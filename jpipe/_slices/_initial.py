@@ -10,7 +10,7 @@ from jax.extend import core
 
 from .._instructions import _transfer
 from .._instructions._compile import Executable, compiling, drawing_options, is_ahead
-from .._jaxprs import _flow, _jaxpr
+from .._jaxprs import _alike, _flow, _jaxpr
 from .._jaxprs._jaxpr import zeros
 from .._layers._linen import NOT_SOWN, OF_DATA
 from .._layers._parent import Parent
@@ -83,12 +83,10 @@ class Initial:
         self.routes = tuple(routes)
         # Of each leaf its value, or the variable of the jaxpr that is its value.
         results = iter(self._closed.jaxpr.outvars)
-        self._sources = [
-            source
-            for own, made in zip(held, specs, strict=True)
-            for source in jax.tree.leaves(own)
-            or [next(results) for _ in jax.tree.leaves(made)]
-        ]
+        self._sources = list[Any]()
+        for own, made in zip(held, specs, strict=True):
+            drawn = [next(results) for _ in jax.tree.leaves(made)]
+            self._sources += jax.tree.leaves(own) or drawn
         self.draws = bool(_jaxpr.live_inputs(self._closed)[0])
 
     def leaves(
@@ -109,8 +107,7 @@ class Initial:
                     runs.append(source if is_wanted else None)
                     continue
                 closed, numbers = self._drawn(source)
-                # Of the text of a program its constants are no part.
-                kind = str(closed.jaxpr), *map(id, closed.consts)
+                kind = _alike.form(closed)
                 if kind not in known:
                     run = jax.jit(_named(core.jaxpr_as_fun(closed)))
                     known[kind] = (

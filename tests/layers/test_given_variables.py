@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from flax import nnx
 
 import jpipe
 
@@ -166,3 +167,12 @@ def test_none_beside_parameters_made_of_data_and_beside_tied_ones():
     ref.assert_equal(ref.on_host(state.variables[0]), ref.on_host(own))
     with pytest.raises(ValueError, match=r"the model has 3 layers; give a tuple"):
         tied.init_train_state(KEY, tokens, sgd, variables=[own, None])
+
+
+def test_what_is_given_of_an_nnx_module_leaves_the_draws_of_others_as_they_are():
+    layers = [nnx.Linear(5, 4, rngs=nnx.Rngs(0)), nn.Dense(4), nn.Dense(4)]
+    pipe = jpipe.pipeline(layers, 2)
+    made = pipe.init(KEY, X)
+    given = jax.tree.map(lambda leaf: leaf + 1, made[0])
+    state = pipe.init_train_state(KEY, X, optax.sgd(0.1), variables=[given, None, None])
+    ref.assert_equal(ref.on_host(state.variables), ref.on_host((given, *made[1:])))

@@ -73,3 +73,18 @@ def test_call_that_names_rngs_receives_them():
     pipe = jpipe.pipeline([Both()], 1)
     y = pipe.apply(({},), x, rngs={"dropout": KEY}, train=True)
     assert (y[:, 0] != y[:, 1]).any()
+
+
+def test_streams_that_two_layers_keep_need_no_key_in_evaluation():
+    class Keeps(nnx.Module):
+        def __init__(self, rngs):
+            self.linear, self.rngs = nnx.Linear(4, 4, rngs=rngs), rngs
+
+        def __call__(self, x):
+            return self.linear(x)
+
+    rngs, x = nnx.Rngs(0), jax.random.normal(KEY, (4, 4))
+    layers = [Keeps(rngs), Keeps(rngs)]
+    pipe = jpipe.pipeline(layers, 2)
+    y = pipe.apply(pipe.init(None, x), x)
+    np.testing.assert_allclose(y, layers[1](layers[0](x)), rtol=1e-5)
