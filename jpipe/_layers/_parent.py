@@ -123,8 +123,16 @@ class Parent:
         """What is equal for one variable in the entries of several layers."""
         return self._names(layer, names) if self._is_module(layer) else (layer, *names)
 
-    def held(self) -> list[dict[str, PyTree]]:
-        """The variables that modules of nnx hold, as copies, by layer."""
+    def held(self, given: Entries) -> list[dict[str, PyTree]]:
+        """The variables that modules of nnx hold, as copies, by layer.
+
+        Args:
+          given: by layer variables that are there already; where those of a module are
+            in the entry of a later layer, the first has none.
+        """
+        later = {self._first[i] for i, own in enumerate(given) if own} - {
+            i for i, own in enumerate(given) if own
+        }
         if not self._nnx:
             return [{} for _ in self._layers]
         tree = _nnx_values.variables(self._tree)
@@ -134,7 +142,7 @@ class Parent:
             {
                 name: own[self._place[i]]
                 for name, own in tree.items()
-                if self._place.get(i) in own
+                if i not in later and self._place.get(i) in own
             }
             for i in range(len(self._layers))
         ]
@@ -224,10 +232,12 @@ class Parent:
         """
         count = range(len(self._layers))
         merged = self._merged(
-            [{**a, **b} for a, b in zip(self.held(), given, strict=True)]
+            [{**a, **b} for a, b in zip(self.held(given), given, strict=True)]
         )
-        # By the first layer of a module and the names of a variable, who made it.
-        maker: dict[tuple[int, Names], int] = {}
+        # By the first layer of a module and the names of a variable, who has it.
+        maker = {
+            (self._first[i], names): i for i in self._linen for names in flat(given[i])
+        }
         several = {first for i, first in enumerate(self._first) if i != first}
 
         def whole(bound: Any) -> Any:

@@ -74,10 +74,10 @@ class Initial:
         # The number of the equation that makes each variable.
         eqns = enumerate(jaxpr.eqns)
         self._producer = {var: i for i, eqn in eqns for var in eqn.outvars}
-        held = [jax.tree.map(strong, own) for own in layers.parent.held()]
+        held = [jax.tree.map(strong, own) for own in layers.parent.held(given)]
         pairs = zip(_specs(held), given, specs, strict=True)
         self.specs: tuple[PyTree, ...] = tuple(
-            {name: own.get(name, x) for name, x in of_nnx.items()} or made
+            {name: _like(x, own.get(name)) for name, x in of_nnx.items()} or made
             for of_nnx, own, made in pairs
         )
         self.routes = tuple(routes)
@@ -147,6 +147,12 @@ class Initial:
         )
         closed = core.ClosedJaxpr(single, [consts[v] for v in read])
         return closed, [self._numbers[i] for i in own]
+
+
+def _like(specs: PyTree, given: PyTree) -> PyTree:
+    """What is given of a collection, if it has the same leaves."""
+    is_like = jax.tree.structure(given) == jax.tree.structure(specs)
+    return given if is_like else specs
 
 
 def _specs(trees: PyTree) -> PyTree:

@@ -423,3 +423,26 @@ def test_layers_of_other_settings_of_random_bits_are_no_equal_layers():
     layers += [ref.dense(4)]
     pipe = jpipe.pipeline(layers, 1, balance=[2, 2, 2, 1])
     ref.compare(pipe, layers, X, TARGETS, 1e-5)
+
+
+def perturbed(scale):
+    """A function whose derivative is another where its second operand has none."""
+
+    @jax.custom_vjp
+    def product(x, y):
+        return x * y
+
+    def forward(x, y):
+        return x.value * y.value, (y.value, y.perturbed)
+
+    def backward(kept, g):
+        y, has_tangent = kept
+        return g * y * (1.0 if has_tangent else scale), jnp.zeros_like(y)
+
+    product.defvjp(forward, backward, symbolic_zeros=True)
+    return lambda x: product(x, 2 * jnp.ones_like(x))
+
+
+def test_rules_that_ask_what_is_perturbed_are_no_equal_layers():
+    parts = [ref.dense(WIDTH), perturbed(1.0), perturbed(3.0), ref.dense(4)]
+    ref.compare(jpipe.pipeline(parts, 2), parts, X, TARGETS, 1e-5)

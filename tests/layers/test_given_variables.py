@@ -176,3 +176,23 @@ def test_what_is_given_of_an_nnx_module_leaves_the_draws_of_others_as_they_are()
     given = jax.tree.map(lambda leaf: leaf + 1, made[0])
     state = pipe.init_train_state(KEY, X, optax.sgd(0.1), variables=[given, None, None])
     ref.assert_equal(ref.on_host(state.variables), ref.on_host((given, *made[1:])))
+
+
+def test_what_is_shared_may_be_given_in_any_entry_beside_none():
+    dense, linear = nn.Dense(5), nnx.Linear(5, 5, rngs=nnx.Rngs(0))
+    for module in (dense, linear):
+        pipe = jpipe.pipeline([module, jnp.tanh, module, nn.Dense(4)], 2)
+        made = pipe.init(KEY, X)
+        own = jax.tree.map(lambda leaf: leaf + 1, made[0])
+        given = [None, {}, own, None]
+        state = pipe.init_train_state(KEY, X, optax.sgd(0.1), variables=given)
+        wanted = ref.on_host((own, {}, {}, made[3]))
+        ref.assert_equal(ref.on_host(state.variables), wanted)
+
+
+def test_surplus_leaf_of_an_nnx_module_beside_none_is_refused():
+    layers = [nnx.Linear(5, 4, rngs=nnx.Rngs(0)), nn.Dense(4)]
+    pipe = jpipe.pipeline(layers, 2)
+    own = dict(pipe.init(KEY, X)[0]["params"], more=jnp.ones(3))
+    with pytest.raises(ValueError, match=r"surplus: variables\[0\]\['params'\]\['mor"):
+        pipe.init_train_state(KEY, X, optax.sgd(0.1), variables=[{"params": own}, None])
