@@ -15,6 +15,7 @@ import jax
 import optax
 
 import jpipe
+from jpipe._list import LayerList
 from jpipe._run import _variables
 
 from ..experiment import PyTree, Setting, Work, arrays, random_key
@@ -189,7 +190,9 @@ def _plain(
 ) -> "Future[Compiled]":
     work, batch = setting.work, setting.work.specs(setting.batch)
     pipe = jpipe.sequential(work.layers, devices=devices)
-    layers, variables = pipe._subject.fitting.layers, initial(work)
+    subject, variables = pipe._subject, initial(work)
+    assert isinstance(subject, LayerList)
+    layers = subject.fitting.layers
 
     def step(carry: Any, x: Any, targets: Any) -> Any:
         params, rest, opt_state, key = carry

@@ -1,6 +1,7 @@
 """Initial variables, leaf by leaf: each needs room for itself alone."""
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 import chex
@@ -60,34 +61,34 @@ class Initial:
             routes[:] = made.routes
             return tuple(jax.tree.map(strong, tuple(made.entries)))
 
-        key = _jaxpr.spec(jax.typeof(key))
-        given = _specs([{}] * len(layers.parent) if given is None else given)
-        closed, specs = jax.make_jaxpr(make, return_shape=True)(key, spec, given)
-        _check_made(closed, specs, given, layers.parent.is_list)
+        known = _specs([{}] * len(layers.parent) if given is None else given)
+        like = _jaxpr.spec(jax.typeof(key))
+        closed, specs = jax.make_jaxpr(make, return_shape=True)(like, spec, known)
+        _check_made(closed, specs, known, layers.parent.is_list)
         # Some equations have the input among their operands, as a jax.checkpoint has.
         others = [*map(_jaxpr.spec, closed.in_avals[1:])]
         run = core.jaxpr_as_fun(_jaxpr.rest(closed, closed.jaxpr.outvars, []))
-        on_zeros, _ = _jaxpr.trace(lambda key: run(key, *zeros(others)), key)
+        on_zeros, _ = _jaxpr.trace(lambda key: run(key, *zeros(others)), like)
         self._closed, self._numbers = lifted(on_zeros)
-        jaxpr = self._closed.jaxpr
-        self._consts = dict(zip(jaxpr.constvars, self._closed.consts, strict=True))
-        # The number of the equation that makes each variable.
-        eqns = enumerate(jaxpr.eqns)
-        self._producer = {var: i for i, eqn in eqns for var in eqn.outvars}
-        held = [jax.tree.map(strong, own) for own in layers.parent.held(given)]
-        pairs = zip(_specs(held), given, specs, strict=True)
+        self.routes = tuple(routes)
+        self.draws = bool(_jaxpr.live_inputs(self._closed)[0])
+        held = [jax.tree.map(strong, own) for own in layers.parent.held(known)]
         self.specs: tuple[PyTree, ...] = tuple(
             {name: _like(x, own.get(name)) for name, x in of_nnx.items()} or made
-            for of_nnx, own, made in pairs
+            for of_nnx, own, made in zip(_specs(held), known, specs, strict=True)
         )
-        self.routes = tuple(routes)
         # Of each leaf its value, or the variable of the jaxpr that is its value.
+        self._sources: list[Any] = []
         results = iter(self._closed.jaxpr.outvars)
-        self._sources = list[Any]()
         for own, made in zip(held, specs, strict=True):
             drawn = [next(results) for _ in jax.tree.leaves(made)]
             self._sources += jax.tree.leaves(own) or drawn
-        self.draws = bool(_jaxpr.live_inputs(self._closed)[0])
+
+    @cached_property
+    def _producer(self) -> dict[core.Var, int]:
+        """The number of the equation that makes each variable."""
+        eqns = enumerate(self._closed.jaxpr.eqns)
+        return {var: i for i, eqn in eqns for var in eqn.outvars}
 
     def leaves(
         self, key: chex.PRNGKey, device: Any, wanted: Sequence[bool]
@@ -125,7 +126,8 @@ class Initial:
 
     def _drawn(self, var: Any) -> tuple[core.ClosedJaxpr, list[Any]]:
         """``(key, *numbers) -> variable``, and numbers that are folded into the key."""
-        jaxpr, consts = self._closed.jaxpr, self._consts
+        jaxpr = self._closed.jaxpr
+        consts = dict(zip(jaxpr.constvars, self._closed.consts, strict=True))
         needed, numbers = _jaxpr.variables([var]), set[int]()
         found = [*needed]
         while found:
