@@ -52,7 +52,7 @@ def check_for_one(balance: Any, sample: Any, check: bool) -> None:
         )
 
 
-def given_beside(**given: Any) -> list[str]:
+def given_with_plan(**given: Any) -> list[str]:
     """The names of arguments that were given, of those that a plan decides."""
     defaults = {"schedule": "1f1b", "remat": "min_cut"}
     return [name for name, value in given.items() if value != defaults.get(name)]
@@ -64,7 +64,7 @@ def check_plan(plan: Any, layers: Sequence[Layer] | None, given: Sequence[str]) 
     Args:
       plan: what was given as one.
       layers: of the pipeline; ``None``: of one model or function that is divided.
-      given: the names of arguments that were given beside it and that it decides.
+      given: the names of arguments that were given with it and that it decides.
 
     Raises:
       TypeError: if it is not a plan.
@@ -298,7 +298,7 @@ def replicated_plan(
     Args:
       plan: the plan.
       layers: of the pipeline.
-      given: the names of arguments that were given beside it.
+      given: the names of arguments that were given with it.
       num_microbatches: as given, which such a plan need not say.
 
     Returns:

@@ -153,7 +153,7 @@ def pipeline(
         )
     cuts = None
     if plan is not None:
-        names = _setup.given_beside(
+        names = _setup.given_with_plan(
             num_microbatches=num_microbatches,
             balance=balance,
             num_stages=num_stages,

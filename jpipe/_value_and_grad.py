@@ -104,7 +104,7 @@ def value_and_grad(
         )
     cuts = None
     if plan is not None:
-        names = _setup.given_beside(
+        names = _setup.given_with_plan(
             num_microbatches=num_microbatches,
             num_stages=num_stages,
             schedule=schedule,

@@ -202,9 +202,9 @@ def _apart(one: Any, two: Any, axis: int | None, limit: float, least: float) -> 
         values = np.maximum(np.abs(one), np.abs(two))
         values = np.where(np.isfinite(values), values, 0.0)
         others = tuple(i for i in range(values.ndim) if i != axis)
-        beside = np.max(values, axis=others, keepdims=True, initial=0.0)
-        beside = np.maximum(beside, max(least, _SMALL * np.max(values, initial=0.0)))
-        gap = np.where(gap == 0, 0.0, gap / (limit * beside))
+        scale = np.max(values, axis=others, keepdims=True, initial=0.0)
+        scale = np.maximum(scale, max(least, _SMALL * np.max(values, initial=0.0)))
+        gap = np.where(gap == 0, 0.0, gap / (limit * scale))
     return np.where(np.isnan(gap), np.inf, gap)
 
 

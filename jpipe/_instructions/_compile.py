@@ -201,7 +201,7 @@ def compiling() -> Iterator[Callable[..., Executable]]:
     def wait() -> None:
         for done, future in enumerate(as_completed(running), start=1):
             future.result()
-            progress.say(done, len(found))
+            progress.show(done, len(found))
 
     progress = Progress("programs compiled")
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool, progress:

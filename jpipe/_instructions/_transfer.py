@@ -168,11 +168,11 @@ def put_one(leaf: Any, device: Device, sharding: Sharding = WHOLE) -> jax.Array:
 
 
 def put_each(
-    tree: Any, devices: Sequence[Device], homes: Sequence[tuple[int, Sharding]]
+    tree: Any, devices: Sequence[Device], locations: Sequence[tuple[int, Sharding]]
 ) -> Any:
     """A pytree, each leaf onto the device of a number, with its sharding there."""
     leaves, structure = jax.tree.flatten(tree)
-    pairs = zip(leaves, homes, strict=True)
+    pairs = zip(leaves, locations, strict=True)
     return structure.unflatten(
         [put_one(leaf, devices[at], sharding) for leaf, (at, sharding) in pairs]
     )

@@ -127,8 +127,8 @@ def evaluate(
         return atom.val if isinstance(atom, core.Literal) else values[atom]
 
     def bind_all(eqns: list[core.JaxprEqn]) -> None:
-        asked = variables(atom for eqn in eqns for atom in eqn.invars)
-        given = [var for var in asked if var in values]
+        operands = variables(atom for eqn in eqns for atom in eqn.invars)
+        given = [var for var in operands if var in values]
         made = [var for eqn in eqns for var in eqn.outvars]
         part = closed.jaxpr.replace(constvars=[], invars=given, outvars=made, eqns=eqns)
         results = core.jaxpr_as_fun(core.ClosedJaxpr(part, []))(*map(read, given))

@@ -2,7 +2,7 @@
 
 What a `jax.lax.scan` hands from its forward to its backward is decided where JAX
 differentiates it, iteration by iteration. So its body is given to `jax.checkpoint`,
-with a name on the values that are to be kept.
+with a name on each value that may be a residual.
 """
 
 from collections.abc import Callable, Container, Sequence
@@ -15,7 +15,7 @@ from jax.extend import core
 
 from . import _cheapest, _jaxpr
 
-_KEPT = "jpipe kept"
+_RESIDUAL = "jpipe residual"
 Body = Callable[..., Sequence[Any]]
 
 
@@ -80,16 +80,16 @@ def _keeping(body: core.ClosedJaxpr, carried: slice) -> Body:
     if any(map(_is_complex, differentiated.jaxpr.eqns)):
         return plain
     numbers = {
-        var: int(eqn.params["name"].removeprefix(_KEPT))
+        var: int(eqn.params["name"].removeprefix(_RESIDUAL))
         for eqn in differentiated.jaxpr.eqns
-        if eqn.primitive.name == "name" and eqn.params["name"].startswith(_KEPT)
+        if eqn.primitive.name == "name" and eqn.params["name"].startswith(_RESIDUAL)
         for var in eqn.outvars
     }
     count = len(body.in_avals)
     # What it goes along, and what is the same each time, it has as a whole.
     held = [i not in range(count)[carried] for i in range(count)]
     try:
-        kept = _cheapest.cheapest(
+        residuals = _cheapest.cheapest(
             differentiated,
             differentiated.jaxpr.outvars,
             [False] * count,
@@ -99,9 +99,9 @@ def _keeping(body: core.ClosedJaxpr, carried: slice) -> Body:
     except _cheapest.NoWayError:
         policy = jax.checkpoint_policies.dots_saveable
         return jax.checkpoint(plain, policy=policy, prevent_cse=False)
-    chosen = {numbers[var] for var in kept}
+    chosen = {numbers[var] for var in residuals}
     policy = jax.checkpoint_policies.save_only_these_names(
-        *(f"{_KEPT}{number}" for number in chosen)
+        *(f"{_RESIDUAL}{number}" for number in chosen)
     )
     return jax.checkpoint(_named(body, chosen), policy=policy, prevent_cse=False)
 
@@ -115,7 +115,7 @@ def _named(body: core.ClosedJaxpr, numbers: Container[int]) -> Body:
         if i not in numbers:
             return None
         return lambda operands: [
-            checkpoint_name(made, f"{_KEPT}{i}")
+            checkpoint_name(made, f"{_RESIDUAL}{i}")
             for made in _jaxpr.bind(body.jaxpr, eqn, operands)
         ]
 

@@ -132,8 +132,8 @@ class Jitted:
             given, named = _without_statics((args, kwargs))
             return self._function(*given, **named)
         except Exception as error:
-            told = shapes((*args, kwargs) if kwargs else args)
-            error.add_note(f"{self._blame}; its arguments were {told}")
+            listed = shapes((*args, kwargs) if kwargs else args)
+            error.add_note(f"{self._blame}; its arguments were {listed}")
             raise
         finally:
             _tracing.reset(token)

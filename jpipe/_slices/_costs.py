@@ -127,10 +127,10 @@ class _Bytes:
 
     def emitted(self, s: int, m: int) -> int:
         """What it returns beside the loss, but for what it writes."""
-        own, states = self._stages.program(m), self._stages.states
+        program, states = self._stages.program(m), self._stages.states
         written = {i for state in states for i in state.leaves}
-        leaves = [v for i, v in enumerate(own.beside) if i not in written]
-        return total([v for v in leaves if v not in own.params]) * (s == self._last)
+        leaves = [v for i, v in enumerate(program.aux_vars) if i not in written]
+        return total([v for v in leaves if v not in program.params]) * (s == self._last)
 
     def parameters(self, s: int) -> int:
         """What it reads in each micro-batch, and what stays there."""
@@ -149,7 +149,7 @@ class _Bytes:
 def _makers(stages: Stages, m: int) -> dict[Any, int]:
     """The stage that makes what others read."""
     parts = [stages.part(s, m) for s in range(stages.num_stages)]
-    return {v: s for s, part in enumerate(parts) for v in [*part.leaves, *part.beside]}
+    return {v: s for s, part in enumerate(parts) for v in [*part.leaves, *part.aux]}
 
 
 def _constants(program: Program, placement: Sequence[int]) -> dict[int, int]:

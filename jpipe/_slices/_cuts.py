@@ -102,17 +102,17 @@ class Cuts:
         alike = [i for i, (total, now) in pairs if total == now]
         crossing, around = crossing_bytes(other), _around(other, reads)
         found, last = list[int](), len(other.closed.jaxpr.eqns)
-        for cut, own, beside in zip(
+        for cut, counts, distance in zip(
             self.positions, self.reads, self.around, strict=True
         ):
 
             def apart(
-                i: int, cut: int = cut, own: Reads = own, beside: Any = beside
+                i: int, cut: int = cut, counts: Reads = counts, distance: Any = distance
             ) -> Any:
-                """By how many readings a place differs, and what lies around it."""
-                readings = sum(abs(reads[i][k] - own[k]) for k in alike)
+                """How much a place differs: in readings, distance, bytes, position."""
+                readings = sum(abs(reads[i][k] - counts[k]) for k in alike)
                 share = abs(i - cut / self.size * len(reads))
-                return readings, around[i] != beside, crossing[i], share
+                return readings, around[i] != distance, crossing[i], share
 
             # Stages of the loss alone have nothing to compute in evaluation; with a
             # loss each has something.

@@ -27,12 +27,12 @@ class Division:
       schedule: as for `jpipe.pipeline`.
       remat: as for `jpipe.pipeline`.
       replicas: as for `jpipe.pipeline`.
-      rule: how parameters lie where stages have several devices: see `_resting`.
+      rule: of parameters' sharding where stages have several devices: see `_resting`.
       gather: as for `jpipe.pipeline`.
       is_lasting: whether all functions are divided as the first one is, so that their
         parameters stay where they are.
       cuts: where that is, once it is known.
-      homes: the stage of each of their parameters, likewise.
+      owner_stages: of each of their parameters, likewise.
     """
 
     num_microbatches: int
@@ -46,7 +46,7 @@ class Division:
     gather: str = "step"
     is_lasting: bool = False
     cuts: Cuts | None = None
-    homes: list[int] | None = field(default=None, init=False)
+    owner_stages: list[int] | None = field(default=None, init=False)
 
     @property
     def about(self) -> int:

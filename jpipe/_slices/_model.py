@@ -96,7 +96,7 @@ class Model:
             names=("x", "rngs"),
             advice=ADVICE,
             writes=_writes,
-            left=functools.partial(_left.say, train=train),
+            left=functools.partial(_left.check, train=train),
         )
 
     def loss(self, objective: Objective, train: bool, outputs: list[PyTree]) -> Work:

@@ -170,7 +170,7 @@ def written_by(program: Traced, first: int, written: Sequence[Written]) -> State
       ValueError: if a call writes what the step does not take from it, or batch norms
         cannot be merged.
     """
-    leaves = program.beside[first:]
+    leaves = program.aux_vars[first:]
     closed = _returning(program, leaves)
     origins = _flow.origins(closed, _batchnorm.MARK)
     # A transformation such as nn.remat returns all it was given as if it had made it.
@@ -207,7 +207,7 @@ def without_the_rest(
 
 def changes(program: Traced, first: int, written: Sequence[Written]) -> list[Written]:
     """Those of the leaves that a program, in evaluation, changes all the same."""
-    origins = _flow.origins(_returning(program, program.beside[first:]))
+    origins = _flow.origins(_returning(program, program.aux_vars[first:]))
     pairs = zip(written, origins, strict=True)
     return [leaf for leaf, origin in pairs if origin != leaf.at]
 

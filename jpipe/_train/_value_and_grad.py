@@ -78,16 +78,16 @@ class ValueAndGrad:
             next(found) if trained else self._without(leaves[at])
             for at, trained in zip(layout.params, layout.trained, strict=True)
         ]
-        beside = [built.aux_tree.unflatten(aux)] if self._has_aux else []
+        extra = [built.aux_tree.unflatten(aux)] if self._has_aux else []
         if self._has_state:
             for at in built.state:
                 leaves[at] = next(found)
-            beside.append(_variables.model_state(tree.unflatten(leaves)))
+            extra.append(_variables.model_state(tree.unflatten(leaves)))
         elif built.written and not self._has_warned:
             self._has_warned = True
             at = [at for at, _ in built.written]
             _warn_of_state(_variables.collections(variables, at))
-        value = (loss, *beside) if beside else loss
+        value = (loss, *extra) if extra else loss
         params = jax.tree.structure(_variables.params(variables))
         return value, params.unflatten(grads)
 

@@ -48,7 +48,7 @@ class Frame:
         part = time / self.span if self.span else 0.0
         return self.left + part * (self.right - self.left)
 
-    def says(self, time: float) -> str:
+    def text(self, time: float) -> str:
         """A time as it is written."""
         return f"{number(time * self.factor)}{self.unit and ' ' + self.unit}"
 

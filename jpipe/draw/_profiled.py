@@ -37,7 +37,7 @@ def profiled(profile: Any) -> Bars:
         f"{many(examples, 'example')}: {total}{how}",
         heads=("forward and backward", "kept between them"),
         rows=rows,
-        legend={says: fill for says, fill in (ops | kept).items() if fill in drawn},
+        legend={name: fill for name, fill in (ops | kept).items() if fill in drawn},
     )
 
 

@@ -261,9 +261,9 @@ def _optimizer_bytes(tx: optax.GradientTransformation, model: Traced) -> list[in
     """The optimizer's state of each layer."""
     numbers, tree = jax.tree.flatten(model.params)
     trained = [model.stages.trained[i] for i in numbers]
-    homes = [model.homes[i] for i in numbers]
+    owners = [model.owner_layers[i] for i in numbers]
     params = tree.unflatten(model.specs(numbers))
-    return state_bytes(tx, params, trained, homes, len(model.names))
+    return state_bytes(tx, params, trained, owners, len(model.names))
 
 
 def _check_layers(

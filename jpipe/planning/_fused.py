@@ -22,13 +22,13 @@ def fused_residuals(
 ) -> dict[int, Profile]:
     """Profiles whose layers keep about what they do in stages.
 
-    How much less that is than what they keep by themselves is told by one number of
+    How much less that is than what they keep by themselves is traced for one number of
     micro-batches, and taken to be the same for all.
 
     Args:
       profiles: of layers by themselves, by the number of micro-batches.
       request: what they answer.
-      num_stages: of the cut, an even one, by which that is told.
+      num_stages: of the cut, an even one, that is traced.
       remats: the modes that stages may have.
 
     Returns:
@@ -40,15 +40,15 @@ def fused_residuals(
         return dict(profiles)
     balance = partition(profile, num_stages)
     stages = list(itertools.pairwise([0, *itertools.accumulate(balance)]))
-    asked = dataclasses.replace(request, num_microbatches=number)
+    adjusted = dataclasses.replace(request, num_microbatches=number)
     # By mode, for each layer: what its stage keeps, and its layers by themselves. What
     # "full" keeps, the input of a stage, is no sum.
     shares: dict[str, list[tuple[int, int]]] = {}
     for mode in dict.fromkeys(mode for mode in remats if mode != "full"):
-        pairs = zip(stages, asked.kept(balance, mode), strict=True)
+        pairs = zip(stages, adjusted.residual_bytes(balance, mode), strict=True)
         shares[mode] = [
-            (kept, int(profile.kept_of[mode][stage]))
-            for stage, kept in pairs
+            (stored, int(profile.kept_of[mode][stage]))
+            for stage, stored in pairs
             for _ in range(*stage)
         ]
     return {number: _shared(own, shares) for number, own in profiles.items()}

@@ -231,7 +231,7 @@ class Plan:
     def __str__(self) -> str:
         parts = [named(self.schedule, self.data)] if self.data > 1 else []
         parts += [self._table(), folded(self._grid())]
-        parts += _kept(self.stages)
+        parts += _residuals(self.stages)
         if self.skips:
             parts.append(f"skip connections: {_listed(self.skips)}")
         if self.peak_bytes:
@@ -357,12 +357,12 @@ def folded(grid: str) -> str:
     gaps = [i for i in range(width) if all(row[i : i + 1] == " " for row in rows)]
     start = max(i for i in gaps if i < 2 * _WIDEST // 3)
     end = min(i for i in gaps if i > width - _WIDEST // 4)
-    says = f"({end - start} columns left out; print(pipe.schedule) shows all)"
-    return "\n".join([title, *(f"{r[:start]} ...{r[end:]}" for r in rows), says])
+    note = f"({end - start} columns left out; print(pipe.schedule) shows all)"
+    return "\n".join([title, *(f"{r[:start]} ...{r[end:]}" for r in rows), note])
 
 
-def _kept(stages: Sequence[StagePlan]) -> list[str]:
-    """What each stage keeps under each mode, where that is known."""
+def _residuals(stages: Sequence[StagePlan]) -> list[str]:
+    """The residuals of each stage under each mode, where they are known."""
     known = [stage for stage in stages if stage.kept]
     modes = list(dict.fromkeys(mode for stage in known for mode in stage.kept))
     rows = [["kept of a micro-batch by", *modes, "flops for the rest"]]

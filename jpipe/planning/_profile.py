@@ -105,11 +105,11 @@ class Profile:
         stages = list(itertools.pairwise(ends))
         params = [int(self.params_of[stage]) for stage in stages]
         state = [int(self.state_of[stage]) for stage in stages]
-        kept = [self.kept_of[mode] for mode in modes]
+        stored = [self.kept_of[mode] for mode in modes]
         pending = [self.kept_of[self.pending_mode(mode)] for mode in modes]
         return dataclasses.replace(
             self.times(ends, modes, bandwidth, latency),
-            residual_bytes=[int(own[s]) for own, s in zip(kept, stages, strict=True)],
+            residual_bytes=[int(own[s]) for own, s in zip(stored, stages, strict=True)],
             pending_bytes=[int(own[s]) for own, s in zip(pending, stages, strict=True)],
             parameter_bytes=[a + b for a, b in zip(params, state, strict=True)],
             accumulator_bytes=params,

@@ -150,7 +150,7 @@ def _layers(
     model: Traced, times: Mapping[StageFunctions, Times]
 ) -> Iterator[LayerProfile]:
     alike = counted("layers traced", list(model.alike().items()))
-    kept = {functions: _kept(model, numbers[0]) for functions, numbers in alike}
+    stored = {functions: _stored(model, numbers[0]) for functions, numbers in alike}
     for i, name in enumerate(model.names):
         functions = model.functions(i)
         params, state = (model.specs(model.variables(i, yes)) for yes in (True, False))
@@ -164,7 +164,7 @@ def _layers(
             state_bytes=sum(map(nbytes, state)),
             output_bytes=output,
             cotangent_bytes=cotangent,
-            kept_bytes=kept[functions],
+            kept_bytes=stored[functions],
             flops=None if forward is None else float(flops(forward)),
         )
 
@@ -182,8 +182,8 @@ def _given(model: Traced, layer: int) -> tuple[int, int]:
     return output, cotangents if wanted else 0
 
 
-def _kept(model: Traced, number: int) -> dict[str, int]:
-    """What a layer keeps by remat mode, as a stage of a pipeline of that mode."""
+def _stored(model: Traced, number: int) -> dict[str, int]:
+    """What a layer stores by remat mode, as a stage of a pipeline of that mode."""
     if not model.functions(number).has_backward:
         return dict.fromkeys(MODES, 0)
 

@@ -138,13 +138,13 @@ class Request:
             return self.layers.traced(self, None, "none")
 
     @outside_of_meshes
-    def kept(self, balance: Sequence[int], mode: str) -> list[int]:
+    def residual_bytes(self, balance: Sequence[int], mode: str) -> list[int]:
         """What stages store of a micro-batch: their layers are traced together."""
         with self._explained():
             traced = self.layers.traced(self, balance, mode)
         stages = range(len(balance))
         found = counted("stages traced", [traced.functions(s, mode) for s in stages])
-        return [own.kept.nbytes[mode] if own.has_backward else 0 for own in found]
+        return [stage.kept.nbytes[mode] if stage.has_backward else 0 for stage in found]
 
     @outside_of_meshes
     def lowered(

@@ -88,8 +88,8 @@ def verified(
 def _lowered(candidate: Candidate, request: Request) -> Candidate:
     """A candidate with the bytes that its list of instructions holds."""
     schedule, data = candidate.schedule, candidate.data
-    asked = dataclasses.replace(request, num_microbatches=schedule.num_microbatches)
-    gradient = asked.lowered(candidate.balance, candidate.remat, schedule, data)
+    adjusted = dataclasses.replace(request, num_microbatches=schedule.num_microbatches)
+    gradient = adjusted.lowered(candidate.balance, candidate.remat, schedule, data)
     program = gradient.program
     peaks = dict(zip(program.devices, _bytes.peaks(program), strict=True))
     return dataclasses.replace(
@@ -99,5 +99,5 @@ def _lowered(candidate: Candidate, request: Request) -> Candidate:
             for rank, own in enumerate(candidate.memory)
         ),
         residual_bytes=tuple(_bytes.most_residuals(program, schedule.num_stages)),
-        kept=tuple(map(gradient.kept, range(schedule.num_stages))),
+        stored=tuple(map(gradient.kept, range(schedule.num_stages))),
     )

@@ -79,8 +79,8 @@ def build_v(
     tables = Tables(Costs(), placement, num_ranks, num_microbatches)
     rows = _repeated(tables, slots)
     if (run := tables.run(rows)) is None:
-        says = deadlock(tables.actions(rows), len(placement))
-        raise ScheduleError(f"{name}: its block cannot be repeated: {says}")
+        reason = deadlock(tables.actions(rows), len(placement))
+        raise ScheduleError(f"{name}: its block cannot be repeated: {reason}")
     needs = [*map(int, run.peaks())]  # by default a stage of a micro-batch is a unit
     most = max(needs) if max_in_flight is None else max_in_flight
     if most < max(needs):

@@ -102,9 +102,9 @@ class Schedule:
         num_stages = max(rank_of) + 1
         num_microbatches = max(action.microbatch for action, _ in cells) + 1
         sizes = num_stages, num_microbatches
-        if says := _validate.too_large(*sizes, len(cells)):
+        if fault := _validate.too_large(*sizes, len(cells)):
             # Said before anything is as long as a number is large.
-            raise ScheduleError(_validate.refusal(name, [says]))
+            raise ScheduleError(_validate.refusal(name, [fault]))
         return cls(
             name,
             num_stages,

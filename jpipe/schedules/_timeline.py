@@ -139,8 +139,8 @@ class Timeline:
     def __str__(self) -> str:
         gap = "" if self.costs is None else f" ({share(self.gap)} above the bound)"
         time, peaks = in_words(self)
-        says = f"{self.name}: time {time}{gap}, bubble {share(self.bubble_fraction)}"
-        return says + f", peak bytes per rank {peaks}" * bool(self.memory)
+        text = f"{self.name}: time {time}{gap}, bubble {share(self.bubble_fraction)}"
+        return text + f", peak bytes per rank {peaks}" * bool(self.memory)
 
     @property
     def bottleneck(self) -> int:
