@@ -4,7 +4,7 @@ One thread per rank walks its row. It waits for what an action reads, runs it, w
 for what it makes and notes both times; then it sends. The programs are those of an
 ordinary step, which never waits and is therefore a little faster. They are compiled
 before, in the thread of the caller: a `with` block around it, such as
-`jax.default_matmul_precision`, says nothing to other threads.
+`jax.default_matmul_precision`, does not reach other threads.
 """
 
 import statistics

@@ -84,7 +84,7 @@ def _are_of(microbatch: int, labels: Sequence[Any]) -> bool:
 
 
 def most_residuals(program: Program, num_stages: int) -> Sequence[int]:
-    """The most that each stage keeps of all micro-batches at once."""
+    """The most residuals of each stage, of all micro-batches at once."""
     sizes = residuals(program)
     now, most = [0] * num_stages, [0] * num_stages
     labels = [i.label for i in program.instructions if not i.is_move]

@@ -1,4 +1,4 @@
-"""Loops whose iterations keep the fewest bytes for their backward.
+"""Loops whose iterations store the fewest bytes for their backward.
 
 What a `jax.lax.scan` hands from its forward to its backward is decided where JAX
 differentiates it, iteration by iteration. So its body is given to `jax.checkpoint`,
@@ -20,7 +20,7 @@ Body = Callable[..., Sequence[Any]]
 
 
 def keep_fewest(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
-    """The same computation, whose loops keep the fewest bytes where differentiated.
+    """The same computation, whose loops store the fewest bytes where differentiated.
 
     The body of a loop that calls `jax.checkpoint` itself stays as it is.
     """
@@ -37,7 +37,7 @@ def keep_fewest(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
 
 
 def _scan(eqn: core.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
-    """A loop along arrays, with a body that keeps what is chosen."""
+    """A loop along arrays, with a body that stores what is chosen."""
     params: Any = eqn.params
     carried = _jaxpr.carry(eqn)
     body = _keeping(params["jaxpr"], carried)
@@ -63,9 +63,9 @@ def _keeping(body: core.ClosedJaxpr, carried: slice) -> Body:
     """The body of a loop under `jax.checkpoint`, with the fewest bytes for residuals.
 
     As it is, if it calls `jax.checkpoint` itself, has effects, which would come twice,
-    cannot be differentiated, where JAX says so, or computes with complex numbers, which
+    cannot be differentiated, where JAX raises, or computes with complex numbers, which
     no policy of JAX can save. If its backward reads what has no name in its forward,
-    such as residuals of a loop inside, it keeps products.
+    such as residuals of a loop inside, it stores products.
     """
     eqns = body.jaxpr.eqns
     plain = core.jaxpr_as_fun(body)

@@ -65,7 +65,7 @@ class Jitted:
       function: of any pytrees.
       devices: the places.
       name: how profiles and errors call it.
-      blame: what to say of an error that the function raises.
+      blame: a note for an error that the function raises.
       donate: the positions of arguments that may be overwritten.
       rule: where leaves and results belong.
     """

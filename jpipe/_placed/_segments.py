@@ -83,7 +83,7 @@ def open_branches(closed: core.ClosedJaxpr, places: Sequence[Place]) -> PlacedJa
     Where each result needs operands of one place alone, each place gets a cond of its
     own. Otherwise all branches are computed, leaf by leaf, and their results selected:
     each leaf may then stay where it is. One with a `jax.lax.while_loop` in a branch,
-    which may end only where it is asked for, or with a callback, is left: it runs in
+    which may end only where it is needed, or with a callback, is left: it runs in
     one place.
     """
     while True:

@@ -45,7 +45,7 @@ def distributed(
     """Makes this program one of several processes that run the same pipeline.
 
     The same script is started once per host, or several times on one. Call this first,
-    before anything asks JAX for its devices: then `jax.devices` are those of all of
+    before anything gets the devices of JAX: then `jax.devices` are those of all of
     them. It is `jax.distributed.initialize`, which finds Slurm, Open MPI, Kubernetes
     and TPU pods by itself, with waits that end. Under ``python -m jpipe launch`` it
     needs no arguments.
@@ -64,7 +64,7 @@ def distributed(
       hard_exit: whether a process that has failed, or awaits what does not come, ends
         at once (`os._exit`), so that the others know it and nothing waits for ever;
         what other libraries do at the end of a program is then not done. With ``False``
-        it says why and ends as Python does: what awaits something is sent a
+        it prints why and ends as Python does: what awaits something is sent a
         `KeyboardInterrupt`, which JAX notices when it returns, and JAX waits at the end
         for the others until it gives up.
       **options: for `jax.distributed.initialize`.

@@ -26,8 +26,8 @@ class Pipe:
       stages: all stages, in order.
       ranks: the device of each rank.
       schedule: who runs which action when.
-      remat: what each stage keeps: see `_remat`.
-      rule: how variables lie where stages have several devices: see `_resting`.
+      remat: which residuals each stage stores: see `_remat`.
+      rule: of variables' sharding where stages have several devices: see `_resting`.
       gather: when what shards have a part of is gathered: once in a ``"step"`` or for
         each ``"microbatch"``.
     """
@@ -86,7 +86,7 @@ class Pipe:
 
     @cached_property
     def copies(self) -> NamedSharding | None:
-        """How what each process has lies; ``None`` where there is one process."""
+        """The sharding of what each process has; ``None`` where there is only one."""
         heads = {p: self.processes.index(p) for p in sorted(set(self.processes))}
         if len(heads) == 1:
             return None

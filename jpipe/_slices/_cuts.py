@@ -28,7 +28,7 @@ class Cuts:
       size: how many equations there are.
       names: a digest of their primitives.
       reads: of each cut how often each parameter is read before it.
-      around: how many equations of stages lie between it and the last such reading, and
+      around: how many equations of stages are between it and the last such reading, and
         between it and the next.
       totals: how often each parameter is read at all.
       about: for how many stages calls of `jax.checkpoint` were opened in that trace, so

@@ -21,7 +21,7 @@ class Division:
 
     Attributes:
       num_microbatches: how many there are.
-      num_stages: how many stages; ``None``: as many as marks say, or devices are.
+      num_stages: how many stages; ``None``: as many as marks make, or devices are.
       devices: those that there are, one for each rank.
       choose: gives those that a schedule takes.
       schedule: as for `jpipe.pipeline`.
@@ -50,7 +50,7 @@ class Division:
 
     @property
     def about(self) -> int:
-        """In how many stages, where no marks say it."""
+        """In how many stages, where no marks decide it."""
         if self.cuts is not None:
             return self.cuts.about
         return self.num_stages or len(self.replicas or self.devices)

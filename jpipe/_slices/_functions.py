@@ -1,4 +1,4 @@
-"""A slice as forwards and backwards, differentiated when first asked."""
+"""A slice as forwards and backwards, differentiated when first needed."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -98,7 +98,7 @@ class StageFunctions:
 
     @cached_property
     def kept(self) -> _kept.Kept:
-        """What is kept of a micro-batch, and what is computed again."""
+        """The residuals of a micro-batch, and what is computed again."""
         part = self.part
         num_x = len(part.arrives) + len(part.inputs)
         sizes = len(part.weights), num_x, len(part.batch)

@@ -165,7 +165,7 @@ class Lowering:
                 self._forward_of(action, self._stages.forward(*cell))
 
     def aux(self, count: int) -> list[Values]:
-        """What each micro-batch returned beside the loss, the first so many leaves."""
+        """What each micro-batch returned besides the loss, the first so many leaves."""
         programs = map(self._stages.program, range(self._count))
         return [
             [self._returned(atom, m) for atom in program.aux_vars[:count]]

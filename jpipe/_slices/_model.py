@@ -134,7 +134,7 @@ class Model:
 
 
 def _writes(traced: Traced, variables: PyTree) -> tuple[int, list[Written]]:
-    """What a call writes, by what it returns beside its output or the loss."""
+    """What a call writes, by what it returns besides its output or the loss."""
     aux, changed = traced.aux
     flat = jax.tree_util.tree_leaves_with_path(variables)
     number = {path: i for i, (path, _) in enumerate(flat)}

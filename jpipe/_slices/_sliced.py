@@ -34,7 +34,7 @@ class Work:
       joins: of a trace and the sizes of micro-batches, how aux is joined.
       in_axes: where the examples are in the arguments after ``params``.
       has_loss: whether it returns a loss, which is differentiated.
-      has_aux: whether it returns something beside the loss.
+      has_aux: whether it returns something besides the loss.
       reduction: what the loss is: see `jpipe.value_and_grad`.
       has_input: whether the first argument after ``params`` is the input of a model.
       is_of_model: whether its aux is a pair, of aux and of what a model writes.

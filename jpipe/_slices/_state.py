@@ -1,4 +1,4 @@
-"""What a call writes beside its output, as running sums over micro-batches.
+"""What a call writes besides its output, as running sums over micro-batches.
 
 Statistics of Flax's batch norms become those of all micro-batches, and move once; other
 floating leaves the mean over the examples; those of integers are what the last
@@ -46,7 +46,7 @@ class State:
     """What one stage, or a whole program, writes.
 
     Attributes:
-      leaves: which of what is returned beside the loss.
+      leaves: which of what is returned besides the loss.
       at: of each which of the parameters it is.
       specs: of these.
       made: of what a micro-batch makes of them.
@@ -156,7 +156,7 @@ def _is_wider(new: Any, old: Any) -> bool:
 
 
 def written_by(program: Traced, first: int, written: Sequence[Written]) -> State:
-    """What a program writes of what it returns beside the loss.
+    """What a program writes of what it returns besides the loss.
 
     Args:
       program: the program, in training.

@@ -43,7 +43,7 @@ class TrainStep:
       gradients: of its loss: what is built for variables, an input, targets, a key, and
         whether to train.
       tx: the optimizer.
-      has_aux: whether the loss function returns something beside the loss.
+      has_aux: whether the loss function returns something besides the loss.
       feed: gives what this process has to know of an input and targets.
       donate: whether the given state is overwritten.
       by_layer: whether states have an entry for each layer.

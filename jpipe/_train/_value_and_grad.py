@@ -21,8 +21,8 @@ class ValueAndGrad:
 
     Args:
       gradients: of its loss.
-      has_aux: whether the loss function returns something beside the loss.
-      has_state: whether what training changes beside parameters is returned too.
+      has_aux: whether the loss function returns something besides the loss.
+      has_state: whether what training changes besides parameters is returned too.
       feed: gives what this process has to know of an input, targets and keys.
     """
 
@@ -108,7 +108,7 @@ class ValueAndGrad:
     def _without(self, leaf: Any) -> Any:
         """What stands for the gradient of a leaf that has none.
 
-        Where it was not said what is trained, that of `jax.grad` for integers.
+        Where ``trainable`` was left out, that of `jax.grad` for integers.
         """
         if not self._gradients.trainable.selects_all:
             return None

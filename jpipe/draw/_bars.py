@@ -40,7 +40,7 @@ class Bars(NamedTuple):
       title: above all.
       heads: above the bars of time, and above those of bytes.
       rows: from top to bottom.
-      legend: the colours, by what they say.
+      legend: the colours, by what they mean.
       seconds: of which the bars of time are parts, the rest hatched; ``None`` if of
         nothing.
       limit: bytes at which a line is drawn; ``None`` for no line.

@@ -92,7 +92,7 @@ def frame_of(
     after = _MARGIN + 8 + max(text_width(label, LABEL - 1) for label in labels)
     shortest = _ordinary(timelines) / span if span else 1.0
     if width is None:
-        # Where no action takes any time, none asks for room.
+        # Where no action takes any time, none needs room.
         natural = left + after + _ACTION / max(shortest, _ACTION / _WIDEST)
         width = min(max(natural, at_least), _WIDEST)
     width = checked(width)

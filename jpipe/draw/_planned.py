@@ -57,7 +57,7 @@ def planned(plan: Any) -> tuple[Bars, Timeline]:
     if timeline.makespan < forecast.seconds:
         name = f"{timeline.name}: the devices alone, which wait for the host"
         timeline = dataclasses.replace(timeline, name=name)
-    # What a rank holds beside the optimizer's state and workspace would contradict the
+    # What a rank holds besides the optimizer's state and workspace would contradict the
     # bars above, which have all of it.
     return bars, dataclasses.replace(timeline, memory=())
 

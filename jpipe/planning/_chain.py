@@ -59,7 +59,7 @@ class Chain:
 
     Attributes:
       profile: of the layers.
-      modes: what each stage keeps; see `Profile.costs`.
+      modes: which residuals each stage stores; see `Profile.costs`.
       bandwidth: bytes per second between two ranks; ``None``: as many as there are.
       latency: seconds that a transfer takes whatever its size.
     """
@@ -87,7 +87,7 @@ class Chain:
     def costs(self, ends: Sequence[int]) -> Costs:
         """Times and transfers of the stages between two ends each.
 
-        The forward of a last stage that keeps its input only is a part of its backward.
+        The forward of a last stage that stores only its input is part of its backward.
         """
         times = self.profile.times(ends, self.modes, self.bandwidth, self.latency)
         if self.modes[-1] == "full":

@@ -23,7 +23,7 @@ class Candidate:
 
     Attributes:
       balance: layers of each stage.
-      remat: what each stage keeps.
+      remat: which residuals each stage stores.
       schedule: who runs what when.
       timeline: the schedule with the costs of these stages.
       memory: of each rank at its peak.
@@ -133,7 +133,7 @@ def evaluate(
     Args:
       space: what it is chosen from.
       balance: layers of each stage.
-      remat: what each stage keeps.
+      remat: which residuals each stage stores.
       schedule: for as many stages.
       data: over how many devices each micro-batch is spread.
     """
@@ -180,7 +180,7 @@ def fused_costs(
     """The costs of what a step runs, where that is not action by action.
 
     A forward of the last stage that its own backward follows is a part of it: nothing
-    is kept in between or computed twice. The first stage has no gradient of its input:
+    is stored between or computed twice. The first stage has no gradient of its input:
     its W does all that a backward does.
 
     Args:
@@ -241,7 +241,7 @@ def _memory(
     stages = list(itertools.pairwise(ends))
     workspace = [_workspace(profile, *stage) for stage in stages]
     for i, mode in enumerate(remat):
-        # One program computes such a stage both ways: what it keeps, it keeps itself.
+        # One program computes such a stage both ways: what it stores, it stores itself.
         if mode == "full" or (i == len(stages) - 1 and 0.0 in costs.forward[-1]):
             residuals = profile.kept_of[profile.pending_mode(mode)]
             workspace[i] += int(residuals[stages[i]])

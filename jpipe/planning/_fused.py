@@ -1,7 +1,7 @@
-"""What stages keep, by their layers together: less than each of them by itself.
+"""What stages store, by their layers together: less than each of them by itself.
 
-What one layer gives to the next is kept once, or not at all where it follows by cheap
-operations from what is kept before it.
+What one layer gives to the next is stored once, or not at all where it follows by cheap
+operations from what is stored before it.
 """
 
 import dataclasses
@@ -20,9 +20,9 @@ def fused_residuals(
     num_stages: int,
     remats: Sequence[str],
 ) -> dict[int, Profile]:
-    """Profiles whose layers keep about what they do in stages.
+    """Profiles whose layers store about what they do in stages.
 
-    How much less that is than what they keep by themselves is traced for one number of
+    How much less that is than what they store by themselves is traced for one number of
     micro-batches, and taken to be the same for all.
 
     Args:
@@ -41,8 +41,8 @@ def fused_residuals(
     balance = partition(profile, num_stages)
     stages = list(itertools.pairwise([0, *itertools.accumulate(balance)]))
     adjusted = dataclasses.replace(request, num_microbatches=number)
-    # By mode, for each layer: what its stage keeps, and its layers by themselves. What
-    # "full" keeps, the input of a stage, is no sum.
+    # By mode, for each layer: what its stage stores, and its layers by themselves. What
+    # "full" stores, the input of a stage, is no sum.
     shares: dict[str, list[tuple[int, int]]] = {}
     for mode in dict.fromkeys(mode for mode in remats if mode != "full"):
         pairs = zip(stages, adjusted.residual_bytes(balance, mode), strict=True)
@@ -57,9 +57,9 @@ def fused_residuals(
 def _shared(
     profile: Profile, shares: Mapping[str, Sequence[tuple[int, int]]]
 ) -> Profile:
-    """A profile whose layers keep a share of what they keep by themselves."""
+    """A profile whose layers store a share of what they store by themselves."""
 
-    def kept(at: int, layer: LayerProfile) -> dict[str, int]:
+    def stored(at: int, layer: LayerProfile) -> dict[str, int]:
         parts = {mode: own[at] for mode, own in shares.items()}
         return dict(layer.kept_bytes) | {
             mode: layer.kept_bytes[mode] * part // whole if whole else 0
@@ -69,7 +69,7 @@ def _shared(
     return dataclasses.replace(
         profile,
         layers=tuple(
-            dataclasses.replace(layer, kept_bytes=kept(at, layer))
+            dataclasses.replace(layer, kept_bytes=stored(at, layer))
             for at, layer in enumerate(profile.layers)
         ),
     )

@@ -64,7 +64,7 @@ def measure(
     Args:
       model: the layers.
       request: has the mini-batch, whose values the first layer is given if it has any,
-        and says how often each layer is visited.
+        and has how often each layer is visited.
       device: where they run.
 
     Returns:

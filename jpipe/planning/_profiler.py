@@ -57,7 +57,7 @@ def profile(
     Estimated times are those of a roofline, of all that XLA does not fuse: the longer
     of the time for floating-point operations and the time for bytes read and written.
     They need no device, compile nothing, and are the same each time. The estimated
-    workspace of a layer is the most that is alive at once in its programs beside what
+    workspace of a layer is the most that is alive at once in its programs besides what
     they are given and return: more than what is left of that where XLA fuses.
 
     Args:
@@ -118,7 +118,7 @@ def profile(
 
 @outside_of_meshes
 def answer(request: Request) -> Profile:
-    """The profile that is asked for."""
+    """The requested profile."""
     model, where = request.model, request.where
     if isinstance(where, Rates):
         layers = counted("layers estimated", list(model.alike()))

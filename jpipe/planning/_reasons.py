@@ -154,7 +154,7 @@ def _imagined(best: Candidate) -> Iterable[str]:
 
 
 def _same(one: Candidate, other: Candidate) -> bool:
-    """Whether two differ in nothing but what they keep and how they are called."""
+    """Whether two differ in nothing but their residuals and names."""
     parts = ((x.schedule.rows, x.balance, x.data) for x in (one, other))
     return next(parts) == next(parts)
 

@@ -60,7 +60,7 @@ class Layers:
         Args:
           request: what is profiled.
           balance: how many layers each stage has; ``None``: one.
-          mode: what stages keep.
+          mode: which residuals stages store.
 
         Raises:
           ValueError: as a pipeline of these layers.

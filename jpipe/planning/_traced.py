@@ -49,7 +49,7 @@ class Traced:
 
     @property
     def outputs(self) -> list[Any]:
-        """Specs of what the last returns, beside the loss if it makes one."""
+        """Specs of what the last returns, besides the loss if it makes one."""
         return jax.tree.leaves(self.stages.first.aux[0])
 
     def functions(self, layer: int, mode: str = "none") -> StageFunctions:

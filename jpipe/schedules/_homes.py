@@ -12,7 +12,7 @@ class Homes:
       placement: the rank of each stage.
       rows: the actions of each rank.
       replicas: the ranks of each stage, where some have several; else empty. Which of
-        them runs a micro-batch is what the rows say.
+        them runs a micro-batch follows from the rows.
 
     Example:
       >>> rows = [[Action.parse(cell)] for cell in ("0F0", "0F1", "1F0", "1F1")]

@@ -142,7 +142,7 @@ class _Scheduler:
         return arrival
 
     def _fits(self, number: int, kind: int, stage: int, rank: int) -> bool:
-        """Whether an action may begin; if not, its rank is asked again later."""
+        """Whether an action may begin; if not, its rank is tried again later."""
         limits, is_forward = self._limits, kind == 0
         if is_forward and limits.most_held is not None:
             more = self._held[rank] + 1 + self._later[stage]

@@ -329,13 +329,13 @@ def changes_of(
     arrived = [skip for skip in costs.skips if skip.target == stage]
     left = [skip for skip in costs.skips if skip.source == stage]
     if op == FORWARD:
-        kept = residual if training else -extra
-        kept += at(costs.emitted_bytes, stage, i) - at(costs.boundary_bytes, stage, i)
-        kept -= sum(at(skip.bytes, i) for skip in arrived)
+        stored = residual if training else -extra
+        stored += at(costs.emitted_bytes, stage, i) - at(costs.boundary_bytes, stage, i)
+        stored -= sum(at(skip.bytes, i) for skip in arrived)
         sent = [(skip.target, at(skip.bytes, i)) for skip in left]
         if stage < last:
             sent.append((stage + 1, at(costs.boundary_bytes, stage + 1, i)))
-        return kept, sent
+        return stored, sent
     if op not in (BACKWARD, INPUT):
         return -pending, []
     freed = residual + extra + (costs.cotangent(stage + 1, i) if stage < last else 0)
