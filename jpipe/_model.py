@@ -177,8 +177,8 @@ class OneModel:
     @cached_property
     def _first(self) -> Any:
         """A device of this process."""
-        own = next(filter(is_here, self.places), self.places[0])
-        return _transfer.one_of(own)
+        place = next(filter(is_here, self.places), self.places[0])
+        return _transfer.one_of(place)
 
     def take(self, key: chex.PRNGKey, variables: PyTree, x: PyTree) -> PyTree:
         """Copies of variables, which are checked, in place."""

@@ -85,8 +85,8 @@ def check_plan(plan: Any, layers: Sequence[Layer] | None, given: Sequence[str]) 
         refuse("plan", faults)
         return plan
     names = [name for stage in plan.stages for name in stage.layers]
-    own = [layer.name for layer in layers]
-    pairs = itertools.zip_longest(own, names, fillvalue="missing")
+    listed = [layer.name for layer in layers]
+    pairs = itertools.zip_longest(listed, names, fillvalue="missing")
     faults += [
         f"layer {i} is {has}, in the plan {name}"
         for i, (has, name) in enumerate(pairs)
@@ -105,10 +105,10 @@ def decided(
       The number of micro-batches, the balance, the schedule, what stages store, the
       cuts, the mesh and the devices.
     """
-    own = check_plan(plan, layers, given)
-    mesh, devices = planned_mesh(own, *where)
-    schedule = own.schedule
-    known = schedule.num_microbatches, own.balance, schedule, own.remat, own.cuts
+    plan = check_plan(plan, layers, given)
+    mesh, devices = planned_mesh(plan, *where)
+    schedule = plan.schedule
+    known = schedule.num_microbatches, plan.balance, schedule, plan.remat, plan.cuts
     return *known, mesh, devices
 
 

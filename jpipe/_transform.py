@@ -227,8 +227,8 @@ def _ranks(
 
 def _of_model(layer: Layer, division: Division, axes: Axes) -> OneModel:
     """One model, which is divided."""
-    own = next(filter(is_here, division.devices), division.devices[0])
-    first, number = _transfer.one_of(own), division.num_microbatches
+    place = next(filter(is_here, division.devices), division.devices[0])
+    first, number = _transfer.one_of(place), division.num_microbatches
 
     def unpipelined() -> LayerList:
         schedule = choose_schedule("1f1b", 1, number)

@@ -111,8 +111,8 @@ def value_and_grad(
             remat=remat,
             replicas=replicas,
         )
-        own = _setup.decided(plan, None, names, mesh, devices)
-        num_microbatches, _, schedule, remat, cuts, mesh, devices = own
+        decided = _setup.decided(plan, None, names, mesh, devices)
+        num_microbatches, _, schedule, remat, cuts, mesh, devices = decided
     division = divide(
         _setup.check_num_microbatches(num_microbatches),
         num_stages,

@@ -108,8 +108,8 @@ def launch(
             running.append(process)
             outputs = (process.stdout, sys.stdout), (process.stderr, sys.stderr)
             for given in outputs:
-                own = (number, *given)
-                printers.append(threading.Thread(target=_print, args=own, daemon=True))
+                args = (number, *given)
+                printers.append(threading.Thread(target=_print, args=args, daemon=True))
                 printers[-1].start()
         return _first_failure(running)
     except KeyboardInterrupt:

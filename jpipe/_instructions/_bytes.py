@@ -45,9 +45,9 @@ def _counts(program: Program) -> Iterator[list[int]]:
     count(range(given), 1)
     yield now
     for instruction in program.instructions:
-        own = set(instruction.donates)
+        donated = set(instruction.donates)
         count(instruction.writes, 1)
-        count((x for x in instruction.frees if x >= given or x in own), -1)
+        count((x for x in instruction.frees if x >= given or x in donated), -1)
         yield now
 
 

@@ -69,8 +69,8 @@ def _keeping(body: core.ClosedJaxpr, carried: slice) -> Body:
     """
     eqns = body.jaxpr.eqns
     plain = core.jaxpr_as_fun(body)
-    own = any(eqn.primitive.name in _jaxpr.CHECKPOINTS for eqn in eqns)
-    if own or body.effects:
+    has_checkpoint = any(eqn.primitive.name in _jaxpr.CHECKPOINTS for eqn in eqns)
+    if has_checkpoint or body.effects:
         return plain
     named = _named(body, range(len(eqns)))
     try:
@@ -127,8 +127,8 @@ def _differentiated(body: Body, avals: Sequence[Any]) -> core.ClosedJaxpr:
 
     def forward(*args: Any) -> list[Any]:
         def of_the_free(*free: Any) -> list[Any]:
-            own = iter(free)
-            results = body(*(next(own) if _is_inexact(x) else x for x in args))
+            it = iter(free)
+            results = body(*(next(it) if _is_inexact(x) else x for x in args))
             return [y for y in results if _is_inexact(y)]
 
         _, pullback = jax.vjp(of_the_free, *filter(_is_inexact, args))

@@ -216,11 +216,11 @@ def as_jaxprs(
     parts = []
     for segment in ordered:
         results = list(segment.results.values())
-        needed, own = set(_jaxpr.variables(results)), set(segment.numbers)
+        needed, numbers = set(_jaxpr.variables(results)), set(segment.numbers)
         chosen = []
-        for number in sorted([*shared, *own], reverse=True):
+        for number in sorted([*shared, *numbers], reverse=True):
             eqn = eqns[number]
-            if number in own or not needed.isdisjoint(eqn.outvars):
+            if number in numbers or not needed.isdisjoint(eqn.outvars):
                 chosen.append(eqn)
                 needed.update(_jaxpr.variables(eqn.invars))
         needed -= constants.union(*(eqn.outvars for eqn in chosen))

@@ -58,8 +58,8 @@ class Pipe:
 
         Where they are of several processes, each process has one, if only for metrics.
         """
-        own = (self.ranks[rank] for rank in self.schedule.running)
-        found = dict.fromkeys([*self.devices, *own])
+        running = (self.ranks[rank] for rank in self.schedule.running)
+        found = dict.fromkeys([*self.devices, *running])
         return (*found, *idle(found))
 
     @cached_property
@@ -74,15 +74,15 @@ class Pipe:
         Raises:
           ValueError: if there are none.
         """
-        own = tuple(filter(is_here, self.places))
-        if not own:
+        local = tuple(filter(is_here, self.places))
+        if not local:
             (process,) = set(self.processes)
             raise ValueError(
                 f"all devices of this pipeline are in process {process}, and this is "
                 f"process {jax.process_index()} of {jax.process_count()}: call it "
                 f"there alone, or give devices=jax.local_devices() for one in each"
             )
-        return own
+        return local
 
     @cached_property
     def copies(self) -> NamedSharding | None:

@@ -77,15 +77,15 @@ class Cuts:
     @classmethod
     def of_fields(cls, fields: Mapping[str, Any]) -> "Cuts":
         """The cuts of which `dataclasses.asdict` made these fields, and JSON lists."""
-        own = {name: tuple(fields[name]) for name in ("positions", "totals")}
-        own |= {name: tuple(map(tuple, fields[name])) for name in ("reads", "around")}
-        return cls(**{**fields, **own})
+        new = {name: tuple(fields[name]) for name in ("positions", "totals")}
+        new |= {name: tuple(map(tuple, fields[name])) for name in ("reads", "around")}
+        return cls(**{**fields, **new})
 
     def some(self, chosen: Sequence[int]) -> "Cuts":
         """Those with some numbers."""
         names = "positions", "reads", "around"
-        own = {name: tuple(getattr(self, name)[i] for i in chosen) for name in names}
-        return replace(self, **own)
+        fields = {name: tuple(getattr(self, name)[i] for i in chosen) for name in names}
+        return replace(self, **fields)
 
     def on(self, other: Traced) -> list[int]:
         """The same cuts in another trace."""

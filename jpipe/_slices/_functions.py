@@ -42,10 +42,10 @@ class StageFunctions:
     @cached_property
     def _cut(self) -> _vjp.Cut:
         part, fewest = self.part, _remat.keeps_fewest(self._mode)
-        own = _loops.keep_fewest(part.closed) if fewest else part.closed
+        closed = _loops.keep_fewest(part.closed) if fewest else part.closed
         wanted = *self.arrives, *[False] * len(part.inputs)
         return _vjp.cut(
-            replace(part, closed=own).run,
+            replace(part, closed=closed).run,
             specs(part.weights),
             specs([*part.arrives, *part.inputs]),
             specs(part.batch),

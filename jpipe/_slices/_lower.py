@@ -231,8 +231,8 @@ class Lowering:
                 known[s, place] = [next(values) for _ in specs]
 
     def _specs_of_grads(self, stage: int) -> list[Any]:
-        own = self._stages.trained_by(stage)
-        return [sum_spec(self._graph.specs[self._weights[i]]) for i in own]
+        trained = self._stages.trained_by(stage)
+        return [sum_spec(self._graph.specs[self._weights[i]]) for i in trained]
 
     def _specs_of_sums(self, stage: int) -> list[Any]:
         """Of the loss, where it is, and of what micro-batches write."""

@@ -194,11 +194,11 @@ class Sliced:
         programs = self._traced(call)
         state = State()
         if writes := self._work.writes:
-            own = programs[sizes[0]], *writes(programs[sizes[0]], call.specs)
+            written = programs[sizes[0]], *writes(programs[sizes[0]], call.specs)
             if self._work.left is None:
-                state = written_by(*own)
+                state = written_by(*written)
             elif is_called:
-                self._work.left(*own)
+                self._work.left(*written)
             for n, one in programs.items():
                 programs[n] = without_the_rest(one, *writes(one, call.specs), state)
         count = len(call.trained)

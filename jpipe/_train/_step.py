@@ -282,8 +282,8 @@ def _optimizer(
     specs, layout = _microbatch.specs(state.params, "params"), gradient.layout
     count = len(jax.tree.leaves(specs))
     at = {leaf: i for i, leaf in enumerate(_order(state))}
-    own = [at[leaf] for leaf in range(count)]
-    where = [layout.homes[i] for i in own], [layout.shardings[i] for i in own]
+    leaves = [at[leaf] for leaf in range(count)]
+    where = [layout.homes[i] for i in leaves], [layout.shardings[i] for i in leaves]
     return Optimizer(tx, specs, layout.trained, gradient.pipe, *where)
 
 

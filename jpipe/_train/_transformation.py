@@ -73,7 +73,7 @@ def optimizer(
     tx: Any, devices: Sequence[Device]
 ) -> optax.GradientTransformationExtraArgs:
     """See `Pipeline.optimizer`."""
-    own = Transformation(
+    transformation = Transformation(
         tx,
         "what an optimizer needs besides gradients, state and parameters is given by "
         "name: tx.update(grads, state, params, value=loss)",
@@ -81,7 +81,7 @@ def optimizer(
 
     def jitted(name: str, rule: Rule) -> Jitted:
         names = f"optimizer_{name}", f"raised by tx.{name}"
-        return Jitted(getattr(own, name), devices, *names, rule=rule)
+        return Jitted(getattr(transformation, name), devices, *names, rule=rule)
 
     init, update_all = jitted("init", of_init), jitted("update", of_update)
 

@@ -52,8 +52,8 @@ def gaps(timeline: Timeline, rank: int) -> Iterator[tuple[float, float]]:
 def _exchanges(timeline: Timeline, rank: int) -> list[tuple[float, float]]:
     """When a rank adds up gradients with others, after the first start."""
     first = timeline.begin
-    own = (exchange for exchange in timeline.exchanges if rank in exchange.ranks)
-    return [(exchange.start - first, exchange.end - first) for exchange in own]
+    exchanges = (exchange for exchange in timeline.exchanges if rank in exchange.ranks)
+    return [(exchange.start - first, exchange.end - first) for exchange in exchanges]
 
 
 def _pitch(timeline: Timeline, frame: Frame) -> float:

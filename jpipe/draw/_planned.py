@@ -63,9 +63,9 @@ def planned(plan: Any) -> tuple[Bars, Timeline]:
 
 
 def _row(plan: Any, rank: int) -> Row:
-    forecast, own = plan.forecast, [x for x in plan.stages if x.rank == rank]
-    layers = " + ".join(_abridged(plan.names[stage.index]) for stage in own)
-    modes = " and ".join(dict.fromkeys(stage.remat for stage in own))
+    forecast, stages = plan.forecast, [x for x in plan.stages if x.rank == rank]
+    layers = " + ".join(_abridged(plan.names[stage.index]) for stage in stages)
+    modes = " and ".join(dict.fromkeys(stage.remat for stage in stages))
     busy, memory = forecast.busy[rank], forecast.memory[rank]
     return Row(
         name=f"rank {rank}, {modes}: {layers}",

@@ -283,8 +283,8 @@ def _check_layers(
         held = sum(map(nbytes, model.specs([*params, *state])))
         gradients = sum(nbytes(sum_spec(leaf)) for leaf in model.specs(trained))
         if limit is not None and held + gradients + optimizer > limit:
-            own = Memory(held, gradients, optimizer, 0, 0)
-            too_large.append(f"layer {i} ({name}) {own.short(limit)}")
+            memory = Memory(held, gradients, optimizer, 0, 0)
+            too_large.append(f"layer {i} ({name}) {memory.short(limit)}")
     if too_large:
         raise ValueError(
             f"memory_limit={limit:,} bytes on {hardware.num_devices} devices: no plan "

@@ -275,14 +275,14 @@ class Profile:
 
     def _seconds(self, first: int, stop: int, again: bool) -> tuple[float, ...]:
         """Of F, B, I and W of a stage; what is not known is half of a backward."""
-        own = self.layers[first:stop]
-        forward = sum(layer.forward for layer in own)
-        backward = sum(layer.backward for layer in own)
-        inputs, weights = map(sum, zip(*(x.halves for x in own), strict=True))
+        layers = self.layers[first:stop]
+        forward = sum(layer.forward for layer in layers)
+        backward = sum(layer.backward for layer in layers)
+        inputs, weights = map(sum, zip(*(x.halves for x in layers), strict=True))
         more = forward if again else 0.0
         call = self.action_seconds
         # Where nothing is trained there are no actions after the forward.
-        after = call if any(layer.has_backward for layer in own) else 0.0
+        after = call if any(layer.has_backward for layer in layers) else 0.0
         return (
             forward + call,
             backward + more + after,

@@ -189,16 +189,16 @@ def _stages(best: Candidate) -> Iterable[StagePlan]:
     first, profile = 0, best.profile
     for i, (count, stored) in enumerate(zip(best.balance, best.stored, strict=True)):
         stop = first + count
-        own = profile.layers[first:stop]
+        layers = profile.layers[first:stop]
         rank = best.schedule.placement[i]
         yield StagePlan(
             index=i,
             rank=rank,
             device=str(OnPaper(rank, best.data)),
-            layers=tuple(layer.name for layer in own),
+            layers=tuple(layer.name for layer in layers),
             remat=best.remat[i],
-            num_params=sum(layer.num_params for layer in own),
-            param_bytes=sum(layer.param_bytes for layer in own),
+            num_params=sum(layer.num_params for layer in layers),
+            param_bytes=sum(layer.param_bytes for layer in layers),
             held_bytes=best.residual_bytes[i],
             kept=stored.nbytes if stored else {},
             again=stored.again if stored else None,

@@ -138,9 +138,9 @@ class _Chain:
             for replicas in range(1, min(most, used) + 1):
                 moved = self._sent / (self._bandwidth * replicas)
                 ends = np.maximum(moved[:, None], moved[None, :])
-                own = (self._times + 2 * self._exchange(replicas)) / replicas
+                seconds = (self._times + 2 * self._exchange(replicas)) / replicas
                 before = best[used - replicas][:, None]
-                each = np.maximum(before, np.maximum(own, ends))
+                each = np.maximum(before, np.maximum(seconds, ends))
                 starts = each.argmin(axis=0)
                 values = each[starts, np.arange(size)]
                 for end in np.flatnonzero(values < best[used]):

@@ -116,8 +116,8 @@ class Request:
         size = _microbatch.batch_size(parts, number)
         sizes = _microbatch.sizes(_microbatch.shard(size, number, num_shards), number)
         keys = None if self.rngs is None else _microbatch.specs(self.rngs, "rngs")
-        own = sizes if whole else sizes[:1]
-        return Batch(x, x_axes, targets, target_axes, keys, own, num_shards)
+        traced = sizes if whole else sizes[:1]
+        return Batch(x, x_axes, targets, target_axes, keys, traced, num_shards)
 
     @cached_property
     def where(self) -> Device | Rates:

@@ -32,8 +32,8 @@ class Homes:
         self._each: dict[int, list[int]] = {}
         for rank, row in enumerate(rows if replicas else ()):
             for _, stage, microbatch in row:
-                own = self._each.setdefault(microbatch, list(placement))
-                own[stage] = rank
+                ranks = self._each.setdefault(microbatch, list(placement))
+                ranks[stage] = rank
 
     def __getitem__(self, microbatch: int) -> Sequence[int]:
         """The rank of each stage for a micro-batch."""
