@@ -35,7 +35,7 @@ if _TYPE_CHECKING:
     from .planning._replicate import replicate as replicate
     from .planning._replicated import Replicated as Replicated
 
-# Imported when they are asked for: the command line draws schedules without JAX, and a
+# Imported when they are first used: the command line draws schedules without JAX, and a
 # step draws nothing and plans nothing.
 _HOME = {
     "MEAN": "._slices._join",

@@ -1,7 +1,7 @@
 """Every private name of JAX and Flax in use here, with its reason and what frees it.
 
 Where one is there no more, or behaves otherwise, the public way is taken, which gives
-the same arrays and tells the same settings apart; or a question is not asked.
+the same arrays and distinguishes the same settings; or a check is left out.
 """
 
 import functools
@@ -160,7 +160,7 @@ def _can_copy(source: Any, target: Any) -> bool:
 def _transfer_state() -> Any:
     """What this thread's transfer guard knows; ``None`` if this JAX tells it not.
 
-    Uses ``jaxlib._jax.guard_lib``, by which `jax.device_put` says that its copies are
+    Uses ``jaxlib._jax.guard_lib``, by which `jax.device_put` marks that its copies are
     explicit. Free with `copier`.
     """
     try:
@@ -258,11 +258,11 @@ def coordination() -> Any:
 
     Uses ``jax._src.distributed.global_state.client``, the one that `jax.distributed`
     makes: its public barriers and broadcasts are computations of all devices, which
-    hang where a process is late and do not say which.
+    hang where a process is late and do not name it.
     Free when `jax.distributed` offers it; it does not up to JAX 0.12.
 
     Raises:
-      RuntimeError: if this JAX keeps it elsewhere, or the job was not started.
+      RuntimeError: if this JAX has it elsewhere, or the job was not started.
     """
     try:
         distributed: Any = importlib.import_module("jax._src.distributed")

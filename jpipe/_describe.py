@@ -120,5 +120,5 @@ def _sent(stages: Stages, stage: int) -> int:
     part = stages.part(stage)
     others = [stages.part(s) for s in range(stages.num_stages) if s != stage]
     read = {var for other in others for var in other.arrives}
-    sent = [v for v in [*part.leaves, *part.beside] if v in read]
+    sent = [v for v in [*part.leaves, *part.aux] if v in read]
     return sum(map(nbytes, specs(sent)))

@@ -29,7 +29,7 @@ def divide(
 
     Args:
       num_microbatches: how many there are.
-      num_stages: how many stages, if that is said.
+      num_stages: how many stages, if that is given.
       devices: as `_setup.check_mesh` gives them.
       schedule: as for `jpipe.pipeline`, and so on.
       remat: likewise.

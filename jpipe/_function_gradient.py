@@ -31,7 +31,7 @@ class FunctionGradient:
     Args:
       function: the loss function.
       division: in which stages it is divided.
-      has_aux: whether it returns something beside the loss.
+      has_aux: whether it returns something besides the loss.
       aux_axes: on which axes that is joined.
       in_axes: where the examples are.
       reduction: what the loss is.
@@ -172,7 +172,7 @@ class FunctionGradient:
 
     @property
     def plan(self) -> Plan:
-        """Who runs what, in names and numbers; says more the more is known.
+        """Who runs what, in names and numbers; with more details the more is known.
 
         Raises:
           ValueError: before it is known in how many stages the function is divided.

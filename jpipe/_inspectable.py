@@ -24,7 +24,7 @@ PyTree = Any
 
 
 class Inspectable:
-    """The methods of a pipeline that say what it is and does."""
+    """The methods of a pipeline that show what it is and does."""
 
     _subject: LayerList | OneModel
     _forecast: Forecast | None
@@ -66,7 +66,7 @@ class Inspectable:
 
     @property
     def plan(self) -> Plan:
-        """Who runs what, in names and numbers; says more the more is known.
+        """Who runs what, in names and numbers; with more details the more is known.
 
         Raises:
           ValueError: before it is known in how many stages a model is divided.

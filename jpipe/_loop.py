@@ -1,4 +1,4 @@
-"""What a training loop of one's own is made of, beside gradients."""
+"""What a custom training loop is made of, besides gradients."""
 
 import time
 from collections.abc import Callable, Sequence

@@ -157,15 +157,15 @@ class OneModel:
         key = jax.random.key(0) if key is None else key
         initial = Initial(self._model, key, self._part(x))
         specs, tree = jax.tree.flatten(initial.specs[0])
-        homes = self.homes(initial.specs[0], x)
-        devices = [self.pipe.devices[stage] for stage, _ in homes]
+        locations = self.homes(initial.specs[0], x)
+        devices = [self.pipe.devices[stage] for stage, _ in locations]
         if self.pipe.copies is not None:
             agree_on_key(key)
         made = initial.leaves(key, self._first, [*map(is_here, devices)])
         leaves = [
             _transfer.put_one(spec if leaf is None else leaf, device, sharding)
             for leaf, spec, device, (_, sharding) in zip(
-                made, specs, devices, homes, strict=True
+                made, specs, devices, locations, strict=True
             )
         ]
         return tree.unflatten(leaves)
@@ -177,8 +177,8 @@ class OneModel:
     @cached_property
     def _first(self) -> Any:
         """A device of this process."""
-        own = next(filter(is_here, self.places), self.places[0])
-        return _transfer.one_of(own)
+        place = next(filter(is_here, self.places), self.places[0])
+        return _transfer.one_of(place)
 
     def take(self, key: chex.PRNGKey, variables: PyTree, x: PyTree) -> PyTree:
         """Copies of variables, which are checked, in place."""
@@ -197,24 +197,24 @@ class OneModel:
             (specs,) = Initial(self._model, _rng.key_spec(), x).specs
         except Exception:  # such as parameters that are made of data
             return
-        told = (
+        message = (
             f"the variables are not those of this model for micro-batches of "
             f"{shapes(x)}; one of the two is wrong"
         )
-        _variables.check({"variables": specs}, {"variables": given}, told)
+        _variables.check({"variables": specs}, {"variables": given}, message)
 
     def place(self, variables: PyTree, x: PyTree = None) -> PyTree:
         """Variables in place."""
-        homes = self.homes(variables, x)
-        return _transfer.put_each(variables, self.pipe.devices, homes)
+        locations = self.homes(variables, x)
+        return _transfer.put_each(variables, self.pipe.devices, locations)
 
     def homes(self, variables: PyTree, x: PyTree = None) -> list[tuple[int, Sharding]]:
-        """Of each leaf of the variables its stage, and how it lies there.
+        """The owner stage of each leaf of the variables, and its sharding there.
 
         Raises:
           ValueError: if it is not known, and there is no input.
         """
-        if x is None and self._division.homes is None:
+        if x is None and self._division.owner_stages is None:
             raise ValueError(
                 "where the variables of a model stay is known once it is divided, "
                 "which takes an input: type pipe.place(variables, x)"

@@ -106,7 +106,7 @@ class Pipeline(Inspectable, OwnLoop):
           x: the input, on the host or any device.
           rngs: a key, or keys by stream name such as ``{"dropout": key}``.
           train: given to layers that take ``train``, ``deterministic`` or
-            ``use_running_average``. What training changes beside parameters is left
+            ``use_running_average``. What training changes besides parameters is left
             as given, which is warned of.
 
         Returns:
@@ -154,7 +154,7 @@ class Pipeline(Inspectable, OwnLoop):
             examples. ``"sum"``: it is a sum. ``"weighted"``: ``loss_fn`` returns
             ``(total, weight)`` and the loss is the sum of totals over the sum of
             weights, taken as constants. ``"microbatch_mean"``: the mean of what each
-            micro-batch gives by itself. A loss that is not what this says raises.
+            micro-batch gives by itself. A loss of another reduction raises.
             Cotangents are as large as on one device; where a weight follows from more
             than targets, they are those of the total.
           trainable: which parameters have gradients; default: all. By path, from the
@@ -174,7 +174,7 @@ class Pipeline(Inspectable, OwnLoop):
 
         Raises:
           ValueError: if the reduction is unknown; from ``f``, if batch, targets or
-            variables do not fit, the loss is not what ``reduction`` says, or
+            variables do not fit, the loss is not of this ``reduction``, or
             ``trainable`` selects nothing.
           TypeError: if ``loss_fn`` or ``trainable`` is nothing such; from ``f``, if
             ``loss_fn`` does not return what was agreed.

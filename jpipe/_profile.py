@@ -4,7 +4,7 @@ One thread per rank walks its row. It waits for what an action reads, runs it, w
 for what it makes and notes both times; then it sends. The programs are those of an
 ordinary step, which never waits and is therefore a little faster. They are compiled
 before, in the thread of the caller: a `with` block around it, such as
-`jax.default_matmul_precision`, says nothing to other threads.
+`jax.default_matmul_precision`, does not reach other threads.
 """
 
 import statistics
@@ -38,11 +38,11 @@ class _Clock:
         return time.perf_counter() - self.origin
 
 
-def profile(own: Built, leaves: Sequence[Any]) -> Timeline:
+def profile(built: Built, leaves: Sequence[Any]) -> Timeline:
     """Runs a mini-batch with each action timed.
 
     Args:
-      own: a mini-batch with a loss.
+      built: a mini-batch with a loss.
       leaves: what its program is given.
 
     Returns:
@@ -50,7 +50,7 @@ def profile(own: Built, leaves: Sequence[Any]) -> Timeline:
       times; and as ``costs``, for predictions, the median time of each op of each
       stage, with the median time of a transfer as latency.
     """
-    program = own.program
+    program = built.program
     if program.is_shared:
         raise ValueError(
             "profile_step times what one process runs, and this pipeline is in "
@@ -84,7 +84,7 @@ def profile(own: Built, leaves: Sequence[Any]) -> Timeline:
     with ThreadPoolExecutor(len(rows)) as pool:
         for future in [pool.submit(work, row) for row in rows.values()]:
             future.result()
-    return _timeline(own, clock)
+    return _timeline(built, clock)
 
 
 def as_pair(batch: Any) -> tuple[Any, Any]:
@@ -113,9 +113,9 @@ def _timed_run(instruction: Instruction, slots: list[Any], clock: _Clock) -> Non
         clock.moves.append(end - begin)
 
 
-def _timeline(own: Built, clock: _Clock) -> Timeline:
+def _timeline(built: Built, clock: _Clock) -> Timeline:
     """The timeline of the schedule; what was not run by itself takes no time."""
-    schedule = own.pipe.schedule
+    schedule = built.pipe.schedule
     start, end = {}, {}
     order = schedule.order()
     first = min(clock.start[action] for action in order if action in clock.start)
@@ -135,21 +135,21 @@ def _timeline(own: Built, clock: _Clock) -> Timeline:
         end,
         replicas=schedule.replicas,
     )
-    known = costs_of(own.program, own.stages, own.batch, schedule.placement)
+    known = costs_of(built.program, built.stages, built.batch, schedule.placement)
     latency = statistics.median(clock.moves) if clock.moves else 0.0
     return replace(
         timeline,
         costs=replace(timeline.median_costs(known), latency=latency, in_seconds=True),
-        memory=tuple(_memory(own, timeline)),
+        memory=tuple(_memory(built, timeline)),
     )
 
 
-def _memory(own: Built, timeline: Timeline) -> Iterable[MemoryEvent]:
+def _memory(built: Built, timeline: Timeline) -> Iterable[MemoryEvent]:
     """The bytes of each rank when its actions end.
 
     Of a device that serves several ranks all is counted as that of the first.
     """
-    pipe, program = own.pipe, own.program
+    pipe, program = built.pipe, built.program
     rank_of: dict[int, int] = {}
     for rank in sorted(pipe.schedule.running):
         rank_of.setdefault(pipe.places.index(pipe.ranks[rank]), rank)

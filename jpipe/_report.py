@@ -17,9 +17,9 @@ class CompiledProgram:
       name: how profiles call it.
       device: where it runs.
       calls: how often a call of the whole runs it.
-      flops: of one of these calls; ``None`` if XLA does not say.
-      workspace_bytes: what it needs while it runs, beside arguments and results;
-        ``None`` if XLA does not say.
+      flops: of one of these calls; ``None`` if XLA does not report it.
+      workspace_bytes: what it needs while it runs, besides arguments and results;
+        ``None`` if XLA does not report it.
       seconds: how long XLA took; zero if it was compiled before.
     """
 
@@ -47,7 +47,7 @@ class Report:
 
     @property
     def flops(self) -> float:
-        """Of all calls, as far as XLA says."""
+        """Of all calls, as far as XLA reports it."""
         return sum((p.flops or 0.0) * p.calls for p in self.programs)
 
     def __str__(self) -> str:

@@ -19,7 +19,7 @@ from ._warn import warn
 from .planning._plan import Plan
 from .schedules import Schedule
 
-# The axis of a mesh along which the stages lie.
+# The axis of a mesh along which the stages are placed.
 _STAGE = "stage"
 _A_MESH = 'jax.make_mesh((4, 2), ("stage", "data"))'
 
@@ -52,7 +52,7 @@ def check_for_one(balance: Any, sample: Any, check: bool) -> None:
         )
 
 
-def given_beside(**given: Any) -> list[str]:
+def given_with_plan(**given: Any) -> list[str]:
     """The names of arguments that were given, of those that a plan decides."""
     defaults = {"schedule": "1f1b", "remat": "min_cut"}
     return [name for name, value in given.items() if value != defaults.get(name)]
@@ -64,7 +64,7 @@ def check_plan(plan: Any, layers: Sequence[Layer] | None, given: Sequence[str]) 
     Args:
       plan: what was given as one.
       layers: of the pipeline; ``None``: of one model or function that is divided.
-      given: the names of arguments that were given beside it and that it decides.
+      given: the names of arguments that were given with it and that it decides.
 
     Raises:
       TypeError: if it is not a plan.
@@ -85,8 +85,8 @@ def check_plan(plan: Any, layers: Sequence[Layer] | None, given: Sequence[str]) 
         refuse("plan", faults)
         return plan
     names = [name for stage in plan.stages for name in stage.layers]
-    own = [layer.name for layer in layers]
-    pairs = itertools.zip_longest(own, names, fillvalue="missing")
+    listed = [layer.name for layer in layers]
+    pairs = itertools.zip_longest(listed, names, fillvalue="missing")
     faults += [
         f"layer {i} is {has}, in the plan {name}"
         for i, (has, name) in enumerate(pairs)
@@ -102,13 +102,13 @@ def decided(
     """What a plan decides, checked: see `check_plan` and `planned_mesh`.
 
     Returns:
-      The number of micro-batches, the balance, the schedule, what stages keep, the
+      The number of micro-batches, the balance, the schedule, what stages store, the
       cuts, the mesh and the devices.
     """
-    own = check_plan(plan, layers, given)
-    mesh, devices = planned_mesh(own, *where)
-    schedule = own.schedule
-    known = schedule.num_microbatches, own.balance, schedule, own.remat, own.cuts
+    plan = check_plan(plan, layers, given)
+    mesh, devices = planned_mesh(plan, *where)
+    schedule = plan.schedule
+    known = schedule.num_microbatches, plan.balance, schedule, plan.remat, plan.cuts
     return *known, mesh, devices
 
 
@@ -152,7 +152,7 @@ def planned_mesh(plan: Plan, mesh: Any, devices: Any) -> tuple[Any, Any]:
 
 
 def check_mesh(mesh: Any, devices: Any, sharding: Any, gather: Any) -> Any:
-    """What is given of a mesh and devices, which both say where stages run."""
+    """What is given of a mesh and devices, which both decide where stages run."""
     if gather not in ("step", "microbatch"):
         raise ValueError(f"gather={gather!r}: choose 'step' or 'microbatch'")
     if sharding is not None and not callable(sharding):
@@ -170,7 +170,7 @@ def check_mesh(mesh: Any, devices: Any, sharding: Any, gather: Any) -> Any:
     if mesh is None:
         return devices
     if devices is not None:
-        raise ValueError("mesh= says where stages run; leave out devices=")
+        raise ValueError("mesh= decides where stages run; leave out devices=")
     if not isinstance(mesh, Mesh):
         raise TypeError(
             f"mesh={mesh!r} is a {type(mesh).__name__}; needs a jax.sharding.Mesh, "
@@ -222,7 +222,7 @@ def _ranks(mesh: Mesh | Sequence[Any]) -> list[Device]:
     if _STAGE not in names:
         raise ValueError(
             f"mesh has the axes {names}, none is called {_STAGE!r}, along which the "
-            f"stages lie; type {_A_MESH}"
+            f"stages are placed; type {_A_MESH}"
         )
     at = names.index(_STAGE)
     rest = names[:at] + names[at + 1 :]
@@ -234,7 +234,7 @@ def _rank(mesh: Mesh) -> Device:
     if _STAGE in mesh.axis_names:
         raise ValueError(
             f"devices: the mesh of one rank has an axis {_STAGE!r}, along which ranks "
-            f"lie; type mesh={_A_MESH} for all of them"
+            f"are placed; type mesh={_A_MESH} for all of them"
         )
     return _place(np.asarray(mesh.devices), mesh.axis_names)
 
@@ -249,7 +249,7 @@ def _place(devices: np.ndarray, names: Sequence[str]) -> Device:
     if len(processes) > 1:
         raise ValueError(
             f"the devices of a stage are of processes {processes}: "
-            f"{', '.join(map(str, devices.flat))}; let stages lie along the processes, "
+            f"{', '.join(map(str, devices.flat))}; place stages along the processes, "
             f"and the other axes of the mesh inside of each"
         )
     return SubMesh.of(devices, names) if devices.size > 1 else devices.flat[0]
@@ -298,8 +298,8 @@ def replicated_plan(
     Args:
       plan: the plan.
       layers: of the pipeline.
-      given: the names of arguments that were given beside it.
-      num_microbatches: as given, which such a plan need not say.
+      given: the names of arguments that were given with it.
+      num_microbatches: as given, which such a plan need not have.
 
     Returns:
       The number of micro-batches, the balance, the schedule.
@@ -316,7 +316,7 @@ def replicated_plan(
         faults.append(f"it is for {sum(balance)} layers, there are {len(layers)}")
     number = num_microbatches or plan.num_microbatches or 0
     if not number:
-        faults.append("it does not say num_microbatches; give it too")
+        faults.append("it does not have num_microbatches; give it too")
     refuse("plan", faults)
     return number, balance, plan.schedule(number)
 

@@ -22,15 +22,15 @@ from ._train._state import TrainState, note_chosen
 
 PyTree = Any
 Owner = LayerList | OneModel
-Homes = list[tuple[int, Sharding]]
+Locations = list[tuple[int, Sharding]]
 
 
 def place_train_state(owner: Owner, state: TrainState, x: PyTree) -> TrainState:
     """A train state in place: see `Pipeline.place`."""
     pipe, variables = owner.pipe, state.variables
-    homes, (of_params, of_rest) = _parts(owner, variables, x)
+    locations, (of_params, of_rest) = _parts(owner, variables, x)
     step, rng = _everywhere(pipe, *_first(pipe, state.step, state.rng))
-    at, rest = [homes[i] for i in of_params], [homes[i] for i in of_rest]
+    at, rest = [locations[i] for i in of_params], [locations[i] for i in of_rest]
     placed = TrainState(
         step=step,
         params=_transfer.put_each(state.params, pipe.devices, at),
@@ -58,9 +58,9 @@ def train_state(
         agree_on_key(key)
     rng, step = _first(pipe, key, np.int32(0))
     step, rng = _everywhere(pipe, step, _rng.training_key(rng))
-    homes, (of_params, _) = _parts(owner, variables, x)
+    locations, (of_params, _) = _parts(owner, variables, x)
     specs = _microbatch.specs(params, "params")
-    at = _columns([homes[i] for i in of_params])
+    at = _columns([locations[i] for i in of_params])
     init = Optimizer(tx, specs, trained, pipe, *at).init
     with jax.disable_jit(False):  # zeros made by hand are on the default device
         opt_state = init(params)
@@ -73,16 +73,16 @@ def train_state(
 
 def _parts(
     owner: Owner, variables: PyTree, x: PyTree
-) -> tuple[Homes, tuple[list[int], list[int]]]:
+) -> tuple[Locations, tuple[list[int], list[int]]]:
     """Where variables are; the numbers of the parameters, and of the other leaves."""
-    homes, tree = owner.homes(variables, x), jax.tree.structure(variables)
-    numbers = tree.unflatten(range(len(homes)))
+    locations, tree = owner.homes(variables, x), jax.tree.structure(variables)
+    numbers = tree.unflatten(range(len(locations)))
     parts = _variables.params(numbers), _variables.model_state(numbers)
-    return homes, (jax.tree.leaves(parts[0]), jax.tree.leaves(parts[1]))
+    return locations, (jax.tree.leaves(parts[0]), jax.tree.leaves(parts[1]))
 
 
-def _columns(homes: Homes) -> tuple[list[int], list[Sharding]]:
-    return [stage for stage, _ in homes], [sharding for _, sharding in homes]
+def _columns(locations: Locations) -> tuple[list[int], list[Sharding]]:
+    return [stage for stage, _ in locations], [sharding for _, sharding in locations]
 
 
 def _first(pipe: Pipe, *leaves: Any) -> list[Any]:

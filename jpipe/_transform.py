@@ -65,11 +65,11 @@ def pipeline(
       num_microbatches: into how many micro-batches a mini-batch is cut, at least 1.
         Their sizes differ by at most one.
       num_stages: of a model in how many stages it is divided; default: one for each
-        device, or what marks say.
+        device, or as many as marks make.
       balance: how many layers each stage takes, such as ``[3, 2, 4]``; left out,
         each layer is a stage. Or what to make equal, as many stages as there are
         devices: ``"time"``, measured, ``"flops"``, ``"params"`` or ``"memory"``, what
-        a device holds at its peak beside the optimizer's state.
+        a device holds at its peak besides the optimizer's state.
       sample: for these, an input of a mini-batch, or a profile of the layers.
       plan: from `jpipe.plan`, in place of ``num_microbatches``, ``balance``,
         ``schedule`` and ``remat``, and of ``mesh`` where it has several devices per
@@ -77,12 +77,12 @@ def pipeline(
         `jpipe.replicate`, in place of ``balance``, ``replicas`` and ``schedule``.
       devices: one per rank, default `jax.devices`; repeat a device to let it serve
         several stages. A rank may have a mesh of its own in place of a device.
-      mesh: several devices per stage, in place of ``devices``: the stages lie along its
+      mesh: several devices per stage, in place of ``devices``: the stages are along its
         axis ``"stage"``, all other axes are each stage's own. Examples are spread over
-        ``"data"``; parameters lie as ``sharding`` says.
+        ``"data"``; parameters are sharded by ``sharding``.
       sharding: ``(path, spec) -> PartitionSpec`` of a parameter, or ``None``; the path
         starts with the layer's number. Left out, the boxes of Flax
-        (`flax.linen.with_partitioning`) and the metadata of nnx say it. A parameter
+        (`flax.linen.with_partitioning`) and the metadata of nnx decide. A parameter
         that is cut along ``"data"`` (FSDP) is gathered for use.
       gather: when that is: once in a ``"step"``, or for each ``"microbatch"``, which
         holds less.
@@ -91,7 +91,7 @@ def pipeline(
         ``"eager_1f1b"``. Variables stay on the first, whence the others get them once
         in a step; gradients are added up there.
       schedule: a name of `jpipe.schedules.BY_NAME`, a builder, or a `Schedule`.
-      remat: what is kept between forward and backward. ``"min_cut"``: the fewest
+      remat: what is stored between forward and backward. ``"min_cut"``: the fewest
         bytes from which all that the backward reads follows without a product, a
         convolution or a loop. ``"dots"``: the results of products and convolutions,
         and the stage's inputs. ``"full"``: its inputs; the rest is computed again.
@@ -153,7 +153,7 @@ def pipeline(
         )
     cuts = None
     if plan is not None:
-        names = _setup.given_beside(
+        names = _setup.given_with_plan(
             num_microbatches=num_microbatches,
             balance=balance,
             num_stages=num_stages,
@@ -227,8 +227,8 @@ def _ranks(
 
 def _of_model(layer: Layer, division: Division, axes: Axes) -> OneModel:
     """One model, which is divided."""
-    own = next(filter(is_here, division.devices), division.devices[0])
-    first, number = _transfer.one_of(own), division.num_microbatches
+    place = next(filter(is_here, division.devices), division.devices[0])
+    first, number = _transfer.one_of(place), division.num_microbatches
 
     def unpipelined() -> LayerList:
         schedule = choose_schedule("1f1b", 1, number)

@@ -45,8 +45,8 @@ def value_and_grad(
       fun: ``(params, *args) -> loss``, a scalar; or ``(loss, aux)`` with ``has_aux``.
       num_microbatches: into how many micro-batches a mini-batch is split.
       num_stages: into how many stages the function is divided; default: one for each
-        device, or what marks say.
-      has_aux: whether ``fun`` returns something beside the loss.
+        device, or as many as marks make.
+      has_aux: whether ``fun`` returns something besides the loss.
       aux_axes: on which axes aux of micro-batches is joined, a prefix of it; ``None``:
         on a new one; `jpipe.MEAN`: the mean over the examples.
       in_axes: where the examples are in the arguments after ``params``: a value for
@@ -104,15 +104,15 @@ def value_and_grad(
         )
     cuts = None
     if plan is not None:
-        names = _setup.given_beside(
+        names = _setup.given_with_plan(
             num_microbatches=num_microbatches,
             num_stages=num_stages,
             schedule=schedule,
             remat=remat,
             replicas=replicas,
         )
-        own = _setup.decided(plan, None, names, mesh, devices)
-        num_microbatches, _, schedule, remat, cuts, mesh, devices = own
+        decided = _setup.decided(plan, None, names, mesh, devices)
+        num_microbatches, _, schedule, remat, cuts, mesh, devices = decided
     division = divide(
         _setup.check_num_microbatches(num_microbatches),
         num_stages,

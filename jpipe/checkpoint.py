@@ -118,11 +118,11 @@ def _checkpointer() -> Any:
     """That of Orbax, which in several processes waits for no other one."""
     import orbax.checkpoint as ocp
 
-    own = jax.process_index()
+    process = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(
-        primary_host=own,
-        active_processes={own},
-        barrier_sync_key_prefix=f"process{own}",
+        primary_host=process,
+        active_processes={process},
+        barrier_sync_key_prefix=f"process{process}",
     )
     handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
     return ocp.Checkpointer(handler, multiprocessing_options=alone)

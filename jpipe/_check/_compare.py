@@ -108,9 +108,9 @@ def why_not(whole: PyTree, parts: Sequence[PyTree]) -> str:
 
 
 def named(state: PyTree) -> dict[str, Any]:
-    """What training keeps beside parameters, by names, to be compared as ``"state"``.
+    """What training changes besides parameters, by name, to be compared as ``"state"``.
 
-    In place of each variance beside a mean, as of a batch norm, is the mean square: of
+    In place of each variance next to a mean, as of a batch norm, is the mean square: of
     all examples that is the mean of those of its parts.
     """
     found = flat(state)
@@ -153,7 +153,7 @@ def compare(
       whole: that of all examples.
       parts: those of the micro-batches.
       sizes: how many examples each has.
-      limit: how far numbers may be apart, relative to the largest beside them.
+      limit: how far numbers may be apart, relative to the largest next to them.
       merge: what a leaf without an axis of examples may be for all of them.
       least: how large the largest is at least.
     """
@@ -202,9 +202,9 @@ def _apart(one: Any, two: Any, axis: int | None, limit: float, least: float) -> 
         values = np.maximum(np.abs(one), np.abs(two))
         values = np.where(np.isfinite(values), values, 0.0)
         others = tuple(i for i in range(values.ndim) if i != axis)
-        beside = np.max(values, axis=others, keepdims=True, initial=0.0)
-        beside = np.maximum(beside, max(least, _SMALL * np.max(values, initial=0.0)))
-        gap = np.where(gap == 0, 0.0, gap / (limit * beside))
+        scale = np.max(values, axis=others, keepdims=True, initial=0.0)
+        scale = np.maximum(scale, max(least, _SMALL * np.max(values, initial=0.0)))
+        gap = np.where(gap == 0, 0.0, gap / (limit * scale))
     return np.where(np.isnan(gap), np.inf, gap)
 
 

@@ -116,7 +116,7 @@ def floating(tree: PyTree) -> list[Any]:
 def noise(made: Sequence[PyTree]) -> list[list[Any]]:
     """Cotangents of random numbers, for all examples and for each micro-batch.
 
-    What is not of examples, a mean, say, is of other weight in each: it has none.
+    What is not of examples, such as a mean, is of other weight in each: it has none.
     """
     random = np.random.default_rng(0)
     whole, *parts = (

@@ -186,9 +186,9 @@ class Checking:
         if results[0].gradient is not None:
             least = _OF_LAYER * _compare.size(results[0].gradient[0])
             for at, what in enumerate(("parameters", "input", "what it pops")):
-                own = [one.gradient[at] for one in results]
+                gradients = [one.gradient[at] for one in results]
                 least = least if at == 0 else 0.0
-                found[f"gradients by {what}"] = own, _compare.total, least
+                found[f"gradients by {what}"] = gradients, _compare.total, least
         limit = function.limit if self._tolerance is None else self._tolerance
         compared, differences = {}, []
         for what, ((whole, *parts), *how) in found.items():
@@ -230,8 +230,8 @@ class Checking:
         def given(step: int) -> list[Given]:
             """All examples, and the micro-batches in one order or the other."""
             outputs = [y, *_compare.cut(y, ys[::step])]
-            own = split(targets, axes, self._sizes[::step])
-            return [*zip(outputs, own, strict=True)]
+            shares = split(targets, axes, self._sizes[::step])
+            return [*zip(outputs, shares, strict=True)]
 
         try:
             function = Function(loss, given(1))

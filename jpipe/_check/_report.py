@@ -17,7 +17,7 @@ class Checked:
       name: what to call it.
       differences: where it gives something else in micro-batches than at once.
       compared: which were, of ``"outputs"``, ``"state"`` and ``"gradients"``.
-      notes: what else is to be said of it.
+      notes: further remarks on it.
       advice: what to type where it differs.
     """
 

@@ -31,8 +31,8 @@ def size(text: str) -> int:
 
 def rate(text: str) -> float:
     """Bytes per second, likewise."""
-    says = "bytes per second, such as 50GB"
-    return _quantity(text.removesuffix("/s"), _BYTES, says)
+    expected = "bytes per second, such as 50GB"
+    return _quantity(text.removesuffix("/s"), _BYTES, expected)
 
 
 def speed(text: str) -> float:
@@ -50,7 +50,7 @@ def time(text: str) -> float:
     return _quantity(text, {"": 1.0}, "a time, such as 0.25")
 
 
-def _quantity(text: str, units: Mapping[str, float], says: str) -> float:
+def _quantity(text: str, units: Mapping[str, float], expected: str) -> float:
     """A number with a unit; 0 needs none."""
     match = re.fullmatch(r"(\d+\.?\d*(?:[eE][+-]?\d+)?)\s*([^\W\d]*)", text.strip())
     value = float(match[1]) * units.get(match[2], math.inf) if match else math.inf
@@ -58,7 +58,7 @@ def _quantity(text: str, units: Mapping[str, float], says: str) -> float:
         return 0.0
     if not math.isfinite(value):
         known = f"; units: {', '.join(units)}" if len(units) > 1 else ""
-        raise argparse.ArgumentTypeError(f"{text!r}: write {says}{known}")
+        raise argparse.ArgumentTypeError(f"{text!r}: write {expected}{known}")
     return value
 
 
@@ -67,8 +67,8 @@ def schedule_name(text: str) -> str:
     try:
         schedules.named(text)
     except ValueError:
-        says = f"unknown schedule {text!r}: choose {known()}"
-        raise argparse.ArgumentTypeError(says) from None
+        message = f"unknown schedule {text!r}: choose {known()}"
+        raise argparse.ArgumentTypeError(message) from None
     return text
 
 

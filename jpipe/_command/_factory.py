@@ -70,8 +70,8 @@ def load(name: str) -> Model:
     try:
         return Model(**{k: v for k, v in fields.items() if v is not None})
     except (TypeError, AttributeError):
-        says = list(fields) if isinstance(fields, dict) else f"a {type(made).__name__}"
-        raise CommandError(f"{name} returned {says}; needs {_RETURNS}") from None
+        text = list(fields) if isinstance(fields, dict) else f"a {type(made).__name__}"
+        raise CommandError(f"{name} returned {text}; needs {_RETURNS}") from None
 
 
 def _module(where: str) -> ModuleType:

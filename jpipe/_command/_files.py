@@ -57,7 +57,7 @@ def check(arguments: argparse.Namespace) -> None:
 def write(
     arguments: argparse.Namespace, writers: Mapping[str, Callable[[Path], object]]
 ) -> bool:
-    """Writes what was asked for and says so; returns whether anything was."""
+    """Writes the requested files and prints their paths; returns whether it did."""
     paths = {name: getattr(arguments, name) for name in writers}
     for name, path in paths.items():
         if path is None:

@@ -1,4 +1,4 @@
-"""One program as several processes on this machine: started, told apart, ended."""
+"""One program as several processes on this machine: started, labelled, ended."""
 
 import argparse
 import contextlib
@@ -108,8 +108,8 @@ def launch(
             running.append(process)
             outputs = (process.stdout, sys.stdout), (process.stderr, sys.stderr)
             for given in outputs:
-                own = (number, *given)
-                printers.append(threading.Thread(target=_print, args=own, daemon=True))
+                args = (number, *given)
+                printers.append(threading.Thread(target=_print, args=args, daemon=True))
                 printers[-1].start()
         return _first_failure(running)
     except KeyboardInterrupt:
@@ -155,11 +155,11 @@ def _kill(process: subprocess.Popen[str]) -> None:
 def _print(number: int, source: IO[str], target: IO[str]) -> None:
     """Prints what a process prints, line by line, with its number."""
     for line in source:
-        told = f"[{number}] {line}" + ("" if line.endswith("\n") else "\n")
+        text = f"[{number}] {line}" + ("" if line.endswith("\n") else "\n")
         alphabet = getattr(target, "encoding", None) or "utf-8"
         # Who is not read any more, or stops reading, would keep the process waiting.
         with contextlib.suppress(OSError, ValueError):
-            target.write(told.encode(alphabet, "replace").decode(alphabet))
+            target.write(text.encode(alphabet, "replace").decode(alphabet))
             target.flush()
 
 

@@ -37,21 +37,21 @@ _RATES = {
 
 def add_plan(commands: Any) -> None:
     """Adds ``plan`` to the commands."""
-    says = "say how to cut a model, how many micro-batches, which schedule, and why"
-    _add(commands, "plan", says, _PLAN, _plan)
+    text = "show how to cut a model, how many micro-batches, which schedule, and why"
+    _add(commands, "plan", text, _PLAN, _plan)
 
 
 def add_profile(commands: Any) -> None:
     """Adds ``profile`` to the commands."""
-    says = "say what each layer of a model takes and keeps"
-    _add(commands, "profile", says, _PROFILE, _profile)
+    text = "show what each layer of a model takes and keeps"
+    _add(commands, "profile", text, _PROFILE, _profile)
 
 
-def _add(commands: Any, name: str, says: str, options: Any, run: Any) -> None:
+def _add(commands: Any, name: str, text: str, options: Any, run: Any) -> None:
     command = commands.add_parser(
         name,
-        help=says,
-        description=f"{says.capitalize()}. Options are keywords of jpipe.{name}, which "
+        help=text,
+        description=f"{text.capitalize()}. Options are keywords of jpipe.{name}, which "
         f"python -c 'import jpipe; help(jpipe.{name})' explains.",
     )
     command.add_argument(

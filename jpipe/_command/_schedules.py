@@ -20,8 +20,8 @@ _LARGEST = 1_000_000
 
 def add_draw(commands: Any) -> None:
     """Adds ``draw`` to the commands."""
-    says = "draw a schedule, as text or into files"
-    command = commands.add_parser("draw", help=says, description=says.capitalize())
+    text = "draw a schedule, as text or into files"
+    command = commands.add_parser("draw", help=text, description=text.capitalize())
     command.add_argument("name", type=schedule_name, help=f"one of {known()}")
     _add_numbers(command)
     command.add_argument(
@@ -36,8 +36,8 @@ def add_draw(commands: Any) -> None:
 
 def add_compare(commands: Any) -> None:
     """Adds ``compare`` to the commands."""
-    says = "a table of schedules: time, bubble and memory for the same work"
-    command = commands.add_parser("compare", help=says, description=says.capitalize())
+    text = "a table of schedules: time, bubble and memory for the same work"
+    command = commands.add_parser("compare", help=text, description=text.capitalize())
     command.add_argument(
         "names",
         type=schedule_name,
@@ -51,8 +51,8 @@ def add_compare(commands: Any) -> None:
 
 def add_check(commands: Any) -> None:
     """Adds ``check`` to the commands."""
-    says = "say whether a schedule of your own can run, and if not, why"
-    command = commands.add_parser("check", help=says, description=says.capitalize())
+    text = "show whether a schedule of your own can run, and if not, why"
+    command = commands.add_parser("check", help=text, description=text.capitalize())
     command.add_argument(
         "file",
         help="one line of cells such as 2F0 for each rank, or what Schedule.to_json "
@@ -148,6 +148,6 @@ def _costs(arguments: argparse.Namespace) -> Costs:
 def _times(text: str) -> Costs:
     forward, *back = several(time)(text)
     if len(back) not in (1, 2):
-        says = f"{text!r}: write F, I and W, such as 1,1,1, or F and B: 1,2"
-        raise argparse.ArgumentTypeError(says)
+        message = f"{text!r}: write F, I and W, such as 1,1,1, or F and B: 1,2"
+        raise argparse.ArgumentTypeError(message)
     return Costs(forward, sum(back), *(back if len(back) == 2 else ()))

@@ -13,7 +13,7 @@ from .._layers._inputs import Inputs, called
 PyTree = Any
 Axes = Any
 _AXES = (
-    "in_axes= says where the examples are in the inputs, target_axes= of a pipeline "
+    "in_axes= gives where the examples are in the inputs, target_axes= of a pipeline "
     "where they are in the targets: "
     "one number or a tree of them, with None for what each micro-batch is given as it "
     "is, as in target_axes={'labels': 0, 'scale': None}"

@@ -55,7 +55,7 @@ def check(
       Why it was not checked; empty if it was.
 
     Raises:
-      ValueError: if it is not what its ``reduction`` says, with both numbers.
+      ValueError: if it is not of its ``reduction``, with both numbers.
     """
     if objective.reduction == "microbatch_mean":
         return "each micro-batch counts by itself"

@@ -1,4 +1,4 @@
-"""What a stage keeps between its forward and its backward."""
+"""Which residuals a stage stores between its forward and its backward."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -44,26 +44,26 @@ def per_stage(remat: Any, num_stages: int) -> tuple[Any, ...]:
 
 
 def mode(setting: Any, microbatch: int, num_microbatches: int) -> Mode:
-    """What one micro-batch does: ``"except_last"`` keeps residuals of the last only."""
+    """What one micro-batch does: ``"except_last"`` has residuals of the last only."""
     if setting == "except_last":
         return "none" if microbatch == num_microbatches - 1 else "full"
     return setting
 
 
 def keeps_nothing(mode: Mode) -> bool:
-    """Whether no residual is kept: a forward by itself makes only its output."""
+    """Whether no residual is stored: a forward by itself makes only its output."""
     return mode == "full"
 
 
 def keeps_fewest(mode: Mode) -> bool:
-    """Whether of what a backward reads the fewest bytes are kept that it needs."""
+    """Whether of what a backward reads the fewest bytes are stored that it needs."""
     return mode == "min_cut"
 
 
 def in_one(setting: Any, whole: bool) -> Mode:
-    """What a forward keeps that is one program with its backward, or with I of it.
+    """What a forward stores that is one program with its backward, or with I of it.
 
-    Nothing is kept between the two; W comes later, and reads what I leaves.
+    Nothing is stored between the two; W comes later, and reads what I leaves.
     """
     return "none" if whole or setting == "none" else "min_cut"
 
@@ -74,7 +74,7 @@ def halves_keep_fewest(mode: Mode) -> bool:
 
 
 def wrapper(mode: Mode) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """The transform that makes `jax.vjp` keep what the mode says.
+    """The transform that makes `jax.vjp` store the residuals of the mode.
 
     Forward and backward are different programs: XLA needs no barrier against finding
     common subexpressions.

@@ -26,7 +26,7 @@ _NEEDS = (
 
 
 class _Leaf(NamedTuple):
-    """A floating leaf of the parameters: what a rule is asked about.
+    """A floating leaf of the parameters: what a rule receives.
 
     Attributes:
       path: from the layer's number on, within "params".
@@ -106,7 +106,7 @@ class Trainable:
             found = {i for i, leaf in leaves.items() if rule(leaf)}
             chosen |= found
             if not found:
-                idle.append(f"{_told(given)}: {_instead(given, list(leaves.values()))}")
+                idle.append(f"{_text(given)}: {_instead(given, list(leaves.values()))}")
         refuse(
             "trainable= selects none of the floating parameters by",
             idle,
@@ -124,7 +124,7 @@ def _check_types(rules: Sequence[tuple[Any, Any]], layers: Sequence[Layer]) -> N
         "a pipeline trains what is an nnx.Param; derive the type from it, or name what "
         "is trained, such as trainable=nnx.Param",
         (
-            f"trainable={_told(given)} selects {(n, *path)}, a {type(leaf).__name__}"
+            f"trainable={_text(given)} selects {(n, *path)}, a {type(leaf).__name__}"
             for n, layer in enumerate(layers if filters else ())
             for path, leaf in _nnx_values.untrained(layer.owner).items()
             for given, rule in filters
@@ -149,23 +149,23 @@ def _rule(given: Any) -> Callable[[_Leaf], bool]:
     predicate = nnx.filterlib.to_predicate(cast(Any, given))
     of_types = _is_filter(given) and callable(given)
 
-    def ask(leaf: _Leaf) -> bool:
+    def selects(leaf: _Leaf) -> bool:
         value = leaf.value
         if of_types and not isinstance(value, nnx.Variable):
             value = nnx.Param(value)  # as nnx would hold it
         try:
             answer = predicate(leaf.path, value)
         except Exception as error:
-            error.add_note(f"raised by trainable={_told(given)} on {tuple(leaf)}")
+            error.add_note(f"raised by trainable={_text(given)} on {tuple(leaf)}")
             raise
         if not isinstance(answer, bool | np.bool_):
             raise TypeError(
-                f"trainable={_told(given)} answers {answer!r} for {leaf.path}; needs "
+                f"trainable={_text(given)} answers {answer!r} for {leaf.path}; needs "
                 f"True or False"
             )
         return bool(answer)
 
-    return ask
+    return selects
 
 
 def _names(path: Any) -> Path:
@@ -175,20 +175,20 @@ def _names(path: Any) -> Path:
 
 
 def _as_given(at: Path, leaf: Any, kinds: dict[Path, nnx.Variable]) -> Any:
-    """What a rule is told of a leaf; a Variable may hold a pytree."""
+    """What a rule receives of a leaf; a Variable may hold a pytree."""
     spec = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
     parts = (at[2:end] for end in range(len(at), 2, -1))
     variable = next((kinds[part] for part in parts if part in kinds), None)
     if variable is None:
         return spec
-    told = variable.replace(spec)
+    copy = variable.replace(spec)
     # Hooks compute with values.
-    metadata = told.get_metadata().items()
-    told.set_metadata({k: v for k, v in metadata if not k.startswith("on_")})
-    return told
+    metadata = copy.get_metadata().items()
+    copy.set_metadata({k: v for k, v in metadata if not k.startswith("on_")})
+    return copy
 
 
-def _told(given: Any) -> str:
+def _text(given: Any) -> str:
     return getattr(given, "__name__", None) or reprlib.repr(given)
 
 

@@ -8,7 +8,7 @@ that is read off the jaxpr of the forward:
   again;
 * what follows from the weights alone (a cast to bfloat16, a broadcast scale) is
   computed again from them;
-* of the rest all is kept, or the fewest bytes from which it follows cheaply: these are
+* all the rest is stored, or the fewest bytes from which it follows cheaply: these are
   the *residuals*, which the forward returns for the backward.
 
 Forward and backward are different programs, so XLA cannot undo what is computed again
@@ -73,7 +73,7 @@ def cut(
       extra: specs of further leaves of one micro-batch that are at hand for both
         halves and have no gradient: targets, keys.
       wanted: which leaves are differentiated.
-      remat: wraps the function, as `jax.checkpoint` does, to say what the backward
+      remat: wraps the function, as `jax.checkpoint` does, to decide what the backward
         reads.
       fewest: whether of that only the fewest bytes are residuals.
       divisors: of a loss, the only output, specs of what it is divided by, if it is;
@@ -174,6 +174,6 @@ def _residuals(
         held = [i == 2 for i, size in enumerate(sizes) for _ in range(size)]
         return _cheapest.cheapest(closed, variables, constant, held)
     data = _jaxpr.depending_on(closed, [not yes for yes in constant])
-    kept = data.difference(closed.jaxpr.invars)
+    stored = data.difference(closed.jaxpr.invars)
     read = [var for var in variables if not isinstance(var, core.Literal)]
-    return [var for var in dict.fromkeys(read) if var in kept]
+    return [var for var in dict.fromkeys(read) if var in stored]

@@ -1,4 +1,4 @@
-"""Leaves of variables, and the sums that are kept of their gradients."""
+"""Leaves of variables, and the sums of their gradients."""
 
 from typing import Any
 

@@ -43,14 +43,14 @@ def agree(
       ValueError: with what differs, and between whom.
       TimeoutError: with the processes that do not come.
     """
-    own = group()
-    number = own.next_number()
-    own.agree(
+    peers = group()
+    number = peers.next_number()
+    peers.agree(
         {**versions(), **_settings(), **facts, **_digests(instructions)},
         f"program {number}",
     )
     compile_own()
-    own.gather({}, f"the first run of program {number}, compiled")
+    peers.gather({}, f"the first run of program {number}, compiled")
     for instruction in instructions:
         crossing = instruction.run
         if isinstance(crossing, Crossing) and crossing.concerns:

@@ -45,9 +45,9 @@ def _counts(program: Program) -> Iterator[list[int]]:
     count(range(given), 1)
     yield now
     for instruction in program.instructions:
-        own = set(instruction.donates)
+        donated = set(instruction.donates)
         count(instruction.writes, 1)
-        count((x for x in instruction.frees if x >= given or x in own), -1)
+        count((x for x in instruction.frees if x >= given or x in donated), -1)
         yield now
 
 
@@ -84,7 +84,7 @@ def _are_of(microbatch: int, labels: Sequence[Any]) -> bool:
 
 
 def most_residuals(program: Program, num_stages: int) -> Sequence[int]:
-    """The most that each stage keeps of all micro-batches at once."""
+    """The most residuals of each stage, of all micro-batches at once."""
     sizes = residuals(program)
     now, most = [0] * num_stages, [0] * num_stages
     labels = [i.label for i in program.instructions if not i.is_move]

@@ -43,8 +43,8 @@ class Compiled:
       places: where the arguments are; of one that is nowhere yet less than zero.
       name: how profiles call it.
       mapped: whether each shard of the place calls it by itself.
-      argument_shardings: how its arguments lie, where the place is several devices.
-      result_shardings: how its results lie, likewise.
+      argument_shardings: of its arguments, where the place is several devices.
+      result_shardings: of its results, likewise.
       run: ``(*leaves) -> leaves``, compiled or not.
       seconds: how long XLA took; zero if it is not compiled, or was before.
     """
@@ -90,7 +90,7 @@ class Compiled:
         """Traced for XLA; ``None`` if what it is given may be of other kinds each time.
 
         So is what is in no place, or in the memory of the host. Nothing is compiled
-        under `jax.disable_jit`; and where NaNs are looked for, `jax.jit` says where.
+        under `jax.disable_jit`; and where NaNs are looked for, `jax.jit` finds where.
         """
         kinds = *self.arguments, *self.function.results
         is_placed = all(place >= 0 for place in self.places)
@@ -104,7 +104,7 @@ class Compiled:
 
     @property
     def flops(self) -> float | None:
-        """Of one call; ``None`` if it is not compiled or XLA does not say."""
+        """Of one call; ``None`` if it is not compiled or XLA does not report it."""
         analysis = getattr(self.run, "cost_analysis", dict)()
         return (analysis or {}).get("flops")
 
@@ -170,7 +170,7 @@ def compiling() -> Iterator[Callable[..., Executable]]:
 
     XLA compiles without the interpreter's lock: while some are compiled the next ones
     are traced, in the thread of the caller, as a `with` block around it, such as
-    `jax.default_matmul_precision`, says nothing to other threads.
+    `jax.default_matmul_precision`, does not reach other threads.
 
     Yields:
       A function ``(traced, device, options) -> executable`` that starts to compile what
@@ -201,7 +201,7 @@ def compiling() -> Iterator[Callable[..., Executable]]:
     def wait() -> None:
         for done, future in enumerate(as_completed(running), start=1):
             future.result()
-            progress.say(done, len(found))
+            progress.show(done, len(found))
 
     progress = Progress("programs compiled")
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool, progress:
@@ -213,8 +213,8 @@ def compiling() -> Iterator[Callable[..., Executable]]:
                 running[pool.submit(_again, compiled, device, *given)] = program, device
             wait()
         finally:
-            # Where something was raised, what has not begun is not compiled any more,
-            # and what has been is kept.
+            # Where something was raised, what has not started is not compiled any more,
+            # and what has been is stored.
             pool.shutdown(cancel_futures=True)
             for future, key in running.items():
                 if not (future.cancelled() or future.exception()):
@@ -272,7 +272,7 @@ def drawing_options(device: Device) -> dict[str, Any] | None:
 
 
 def _keep(found: Mapping[Any, Any]) -> None:
-    """Keeps executables that were asked for rather than those that long were not."""
+    """Keeps the executables that were used last."""
     _executables.update(found)
     for key in found:
         _executables.move_to_end(key)

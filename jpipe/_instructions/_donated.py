@@ -1,7 +1,7 @@
 """What is compiled of the calls in a graph: what they return, and what they overwrite.
 
-A program is compiled for all calls of a function in a place. It returns what any of
-them is asked for, and takes the memory of what all of them read last.
+A program is compiled for all calls of a function in a place. It returns what is
+read of any of them, and takes the memory of what all of them read last.
 """
 
 from collections import Counter
@@ -66,7 +66,7 @@ def compiled(
 def _key(graph: Graph, call: Instruction, devices: Sequence[Device]) -> Any:
     """What calls have in common that share a program.
 
-    On several devices that is how their arguments and results lie too.
+    On several devices that includes the shardings of their arguments and results.
     """
     if not isinstance(devices[call.place], SubMesh):
         return call.function, call.place
@@ -92,7 +92,7 @@ def _made(instruction: Instruction) -> Sequence[Value]:
 
 
 def _kept(function: Function, calls: Calls, last: dict[Value, int]) -> list[int]:
-    """The results that some call is asked for; those on the host come last."""
+    """The results that are read of some call; those on the host come last."""
     kept = [
         i
         for i in range(len(function.results))

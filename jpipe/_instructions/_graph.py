@@ -1,6 +1,6 @@
 """What a program computes and where, before anything is compiled.
 
-Values are leaves: each is made once, in one place. Whoever asks for a value elsewhere
+Values are leaves: each is made once, in one place. Whoever reads a value elsewhere
 gets a copy, which leaves as soon as the value is made; so transfers are written by
 nobody.
 """
@@ -32,7 +32,7 @@ class Graph:
       facts: what it was made of, in words, by which processes compare theirs.
       specs: the shape and dtype of each value; of what is stacked, of one shard.
       places: where each value is made.
-      shardings: how each value lies there.
+      shardings: of each value there.
       arguments: the values that a run is given, in order.
       donated: those of them that it may overwrite.
       constants: the values that stay from run to run.
@@ -112,7 +112,7 @@ class Graph:
           label: what the call is: an action of the schedule, or words.
           layers: what runs, for messages.
           mapped: whether each shard of the place calls it by itself.
-          shardings: how its results lie; default: stacked if it is mapped, else whole.
+          shardings: of its results; default: stacked if it is mapped, else whole.
 
         Returns:
           Its results.

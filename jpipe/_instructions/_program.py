@@ -124,11 +124,11 @@ class Program:
         """
         if self._is_compiled:
             return
-        own = [program for program in self.programs if is_here(program.device)]
+        local = [program for program in self.programs if is_here(program.device)]
         if self.is_shared:
-            agree(self.instructions, self._facts, lambda: compile_all(own))
+            agree(self.instructions, self._facts, lambda: compile_all(local))
         else:
-            compile_all(own)
+            compile_all(local)
         for instruction in self.own:
             if instruction.compiled:
                 # The loop calls what was compiled, with nothing in between.

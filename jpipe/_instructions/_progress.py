@@ -1,4 +1,4 @@
-"""A line on a terminal that says how far a long task has come."""
+"""A line on a terminal that shows how far a long task has come."""
 
 import sys
 import time
@@ -7,14 +7,14 @@ from contextvars import ContextVar
 from typing import TypeVar
 
 _T = TypeVar("_T")
-# After so many seconds it is said on a terminal how far a task has come.
+# After so many seconds a terminal shows how far a task has come.
 _LONG = 3.0
 # When the task began of which the one at hand is a part.
 _began: ContextVar[float | None] = ContextVar("began", default=None)
 
 
 class Progress:
-    """A line on a terminal that says how far a task has come, if it takes long.
+    """A line on a terminal that shows how far a task has come, if it takes long.
 
     Of a task within another one the time is that of the outer one.
 
@@ -40,8 +40,8 @@ class Progress:
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()
 
-    def say(self, done: int, total: int) -> None:
-        """Says how many are done."""
+    def show(self, done: int, total: int) -> None:
+        """Shows how many are done."""
         seconds = time.monotonic() - self._start
         if seconds > _LONG and sys.stderr.isatty():
             self._shown = True
@@ -55,5 +55,5 @@ def counted(what: str, items: Sequence[_T]) -> Iterator[_T]:
     """The items, one after the other, and on a terminal how many are done."""
     with Progress(what) as progress:
         for done, item in enumerate(items):
-            progress.say(done, len(items))
+            progress.show(done, len(items))
             yield item

@@ -1,7 +1,7 @@
-"""How arrays lie on a place that is several devices: whole, in parts, or by shards.
+"""Shardings of arrays on a place of several devices: replicated, sharded or stacked.
 
 A stage may have a mesh of its own. Along its axis ``data`` each device runs what one
-device would run, on examples of its own: what a shard has made lies stacked along a new
+device would run, on examples of its own: what a shard has made is stacked along a new
 first axis, and programs map over it. What is not stacked is one array for the whole
 place. All other axes are left to XLA, which partitions programs by their arguments.
 """
@@ -42,7 +42,7 @@ class Cut(NamedTuple):
 
 
 class Sharding(NamedTuple):
-    """How one array lies on a place of several devices; on one device it is no matter.
+    """The sharding of one array on a place of several devices; without effect on one.
 
     Attributes:
       stacked: whether it is what each shard has, along a new first axis.
@@ -78,7 +78,7 @@ class SubMesh:
     """The devices of a place, where they are several.
 
     Attributes:
-      mesh: all its axes are auto; the stages do not lie along any.
+      mesh: all its axes are auto; none is of stages.
     """
 
     mesh: Mesh
@@ -117,9 +117,9 @@ class SubMesh:
         return NamedSharding(self.mesh, spec, memory_kind=kind)
 
     def fitting(self, sharding: Sharding, shape: Sequence[int]) -> Sharding:
-        """How what lies so elsewhere lies here: whole where it cannot be cut.
+        """The same sharding on this place, without the axes that do not fit.
 
-        That is along axes that other meshes have, and those that do not divide it.
+        Those are axes that other meshes have, and axes that do not divide the shape.
         """
         sizes = self.mesh.shape
 
@@ -138,14 +138,14 @@ class SubMesh:
     def mapped(
         self, run: Callable[..., Leaves], given: Sequence[Sharding]
     ) -> Callable[..., Leaves]:
-        """A function of one shard as one of all, whose results lie stacked.
+        """A function of one shard as one of all, with stacked results.
 
         What is not stacked and not in each shard is gathered first. A shard's program
         is that of one device: nothing is summed over shards, as XLA would on its own.
 
         Args:
           run: ``run(*leaves) -> leaves``.
-          given: how its arguments lie.
+          given: of its arguments.
         """
 
         def local(*leaves: Any) -> tuple[Any, ...]:

@@ -53,12 +53,12 @@ class OnPaper:
 def on(device: Device, sharding: Sharding = WHOLE, on_host: bool = False) -> Any:
     """What JAX calls an array in a place; ``None`` in one that is not there.
 
-    To `jax.device_put` a device alone says less: what was spread over a mesh of
+    To `jax.device_put` a device alone means less: what was spread over a mesh of
     explicit axes would be on the device and still of a type that names the mesh.
 
     Args:
       device: the place.
-      sharding: how the array lies, where the place is several devices.
+      sharding: of the array, where the place is several devices.
       on_host: whether it is in the memory of their host.
     """
     if isinstance(device, SubMesh):
@@ -67,7 +67,7 @@ def on(device: Device, sharding: Sharding = WHOLE, on_host: bool = False) -> Any
 
 
 def is_at(leaf: Any, device: Device, sharding: Sharding = WHOLE) -> bool:
-    """Whether an array is in a place, and lies as it should."""
+    """Whether an array is in a place, with its sharding there."""
     if isinstance(device, SubMesh):
         found = getattr(leaf, "sharding", None)
         wanted = on(device, sharding)
@@ -122,7 +122,7 @@ def _stack(leaf: Any, cut: Cut, num_shards: int) -> Any:
 
 
 def _auto(leaf: Any) -> Any:
-    """An array whose type says nothing of how it lies: any part of it can be taken."""
+    """An array without sharding in its type: any part of it can be taken."""
     sharding = getattr(leaf, "sharding", None)
     if not isinstance(sharding, NamedSharding):
         return leaf
@@ -142,7 +142,7 @@ def put(
     Args:
       leaves: they.
       device: the place.
-      shardings: how they lie there, where it is several devices; default: whole.
+      shardings: theirs there, where it is several devices; default: replicated.
       may_alias: whether what is there already need not be copied.
     """
     if isinstance(device, OnPaper) or not leaves:
@@ -168,11 +168,11 @@ def put_one(leaf: Any, device: Device, sharding: Sharding = WHOLE) -> jax.Array:
 
 
 def put_each(
-    tree: Any, devices: Sequence[Device], homes: Sequence[tuple[int, Sharding]]
+    tree: Any, devices: Sequence[Device], locations: Sequence[tuple[int, Sharding]]
 ) -> Any:
     """A pytree, each leaf onto the device of a number, with its sharding there."""
     leaves, structure = jax.tree.flatten(tree)
-    pairs = zip(leaves, homes, strict=True)
+    pairs = zip(leaves, locations, strict=True)
     return structure.unflatten(
         [put_one(leaf, devices[at], sharding) for leaf, (at, sharding) in pairs]
     )
@@ -264,7 +264,7 @@ def sender(
       source: the place where they are.
       target: the place where they go.
       has_keys: whether typed keys of `jax.random` are among them.
-      shardings: how they lie where they go.
+      shardings: theirs where they go.
       source_shardings: those where they are.
 
     Returns:

@@ -10,7 +10,7 @@ from jax.extend import core
 
 from . import _jaxpr
 
-# The names that jpipe gives to values say which they are, not what they are.
+# The names that jpipe gives to values tell them apart, not what they are.
 _OWN = "jpipe "
 
 

@@ -41,7 +41,7 @@ def is_cheap(eqn: core.JaxprEqn, others: bool = False) -> bool:
 
 
 class NoWayError(Exception):
-    """Something that is wanted follows from nothing that may be kept."""
+    """Something that is wanted follows from nothing that may be stored."""
 
 
 def cheapest(
@@ -51,10 +51,10 @@ def cheapest(
     held: Sequence[bool],
     named: Container[core.Var] | None = None,
 ) -> list[core.Var]:
-    """The values to keep so that others follow from them by cheap equations.
+    """The values to store so that others follow from them by cheap equations.
 
-    Random bits are as dear as products: of a dropout its mask is kept, a byte for each
-    element. So are sorts and the like, unless more would be kept for them than
+    Random bits are as dear as products: of a dropout a mask is stored, a byte for each
+    element. So are sorts and the like, unless more would be stored for them than
     products, random bits and inputs are.
 
     Args:
@@ -62,8 +62,8 @@ def cheapest(
       wanted: variables of it that are needed again.
       constant: which of its inputs are such that what follows from them alone may be
         computed again, whatever computes it.
-      held: which of its other inputs are kept anyway.
-      named: the results that may be kept; default: all.
+      held: which of its other inputs are stored anyway.
+      named: the results that may be stored; default: all.
 
     Returns:
       The results of equations among those of the fewest bytes, which inputs may be too;
@@ -120,8 +120,8 @@ def _cut(
 
     Args:
       jaxpr: what computes all.
-      sizes: the bytes of each variable, ``None`` if it may not be kept; those that are
-        not in it are at hand.
+      sizes: the bytes of each variable, ``None`` if it must not be stored; those that
+        are not in it are at hand.
       wanted: what is needed again.
       others: see `is_cheap`.
     """

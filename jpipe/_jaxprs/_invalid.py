@@ -18,7 +18,7 @@ _config: Any = jax.config
 
 
 def find(function: Any, leaves: Sequence[Any]) -> FloatingPointError | None:
-    """What says which operation first makes a value that is looked for.
+    """An error that names the first operation that makes a value that is looked for.
 
     Args:
       function: ``(*leaves) -> leaves``, which JAX can trace.

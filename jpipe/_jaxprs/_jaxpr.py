@@ -1,4 +1,4 @@
-"""Questions that are asked of a jaxpr: what depends on what, and who needs it.
+"""Analyses of a jaxpr: what depends on what, and who needs it.
 
 `jax.extend.core` is JAX's public door to jaxprs.
 """
@@ -71,7 +71,7 @@ def open_branches(
 def open_checkpoints(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
     """The same computation with calls of `jax.checkpoint` inlined.
 
-    For programs that hold nothing but a backward: beside its forward, XLA would find
+    For programs that hold nothing but a backward: next to its forward, XLA would find
     what is computed again and keep it instead.
     """
     if all(eqn.primitive.name not in CHECKPOINTS for eqn in closed.jaxpr.eqns):
@@ -127,8 +127,8 @@ def evaluate(
         return atom.val if isinstance(atom, core.Literal) else values[atom]
 
     def bind_all(eqns: list[core.JaxprEqn]) -> None:
-        asked = variables(atom for eqn in eqns for atom in eqn.invars)
-        given = [var for var in asked if var in values]
+        operands = variables(atom for eqn in eqns for atom in eqn.invars)
+        given = [var for var in operands if var in values]
         made = [var for eqn in eqns for var in eqn.outvars]
         part = closed.jaxpr.replace(constvars=[], invars=given, outvars=made, eqns=eqns)
         results = core.jaxpr_as_fun(core.ClosedJaxpr(part, []))(*map(read, given))
@@ -274,7 +274,7 @@ def inside(eqn: core.JaxprEqn) -> list[core.ClosedJaxpr]:
 def bodies(eqn: core.JaxprEqn) -> list[core.ClosedJaxpr]:
     """The jaxprs of a call, of branches or of a loop whose results are those of it.
 
-    Each takes the last operands: the first say which branch it is, or are for the end
+    Each takes the last operands: the first choose the branch, or are for the end
     of a loop.
     """
     name = eqn.primitive.name
@@ -307,7 +307,7 @@ def carry(eqn: core.JaxprEqn) -> slice:
 
 
 def spec(value: Any) -> jax.ShapeDtypeStruct:
-    """What a value is like, as far as tracing asks; an array of NumPy is not weak."""
+    """What a value is like, as far as tracing needs; an array of NumPy is not weak."""
     weak = getattr(value, "weak_type", False)
     return jax.ShapeDtypeStruct(value.shape, value.dtype, weak_type=weak)
 

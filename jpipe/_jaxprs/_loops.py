@@ -1,8 +1,8 @@
-"""Loops whose iterations keep the fewest bytes for their backward.
+"""Loops whose iterations store the fewest bytes for their backward.
 
 What a `jax.lax.scan` hands from its forward to its backward is decided where JAX
 differentiates it, iteration by iteration. So its body is given to `jax.checkpoint`,
-with a name on the values that are to be kept.
+with a name on each value that may be a residual.
 """
 
 from collections.abc import Callable, Container, Sequence
@@ -15,12 +15,12 @@ from jax.extend import core
 
 from . import _cheapest, _jaxpr
 
-_KEPT = "jpipe kept"
+_RESIDUAL = "jpipe residual"
 Body = Callable[..., Sequence[Any]]
 
 
 def keep_fewest(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
-    """The same computation, whose loops keep the fewest bytes where differentiated.
+    """The same computation, whose loops store the fewest bytes where differentiated.
 
     The body of a loop that calls `jax.checkpoint` itself stays as it is.
     """
@@ -37,7 +37,7 @@ def keep_fewest(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
 
 
 def _scan(eqn: core.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
-    """A loop along arrays, with a body that keeps what is chosen."""
+    """A loop along arrays, with a body that stores what is chosen."""
     params: Any = eqn.params
     carried = _jaxpr.carry(eqn)
     body = _keeping(params["jaxpr"], carried)
@@ -63,14 +63,14 @@ def _keeping(body: core.ClosedJaxpr, carried: slice) -> Body:
     """The body of a loop under `jax.checkpoint`, with the fewest bytes for residuals.
 
     As it is, if it calls `jax.checkpoint` itself, has effects, which would come twice,
-    cannot be differentiated, where JAX says so, or computes with complex numbers, which
+    cannot be differentiated, where JAX raises, or computes with complex numbers, which
     no policy of JAX can save. If its backward reads what has no name in its forward,
-    such as residuals of a loop inside, it keeps products.
+    such as residuals of a loop inside, it stores products.
     """
     eqns = body.jaxpr.eqns
     plain = core.jaxpr_as_fun(body)
-    own = any(eqn.primitive.name in _jaxpr.CHECKPOINTS for eqn in eqns)
-    if own or body.effects:
+    has_checkpoint = any(eqn.primitive.name in _jaxpr.CHECKPOINTS for eqn in eqns)
+    if has_checkpoint or body.effects:
         return plain
     named = _named(body, range(len(eqns)))
     try:
@@ -80,16 +80,16 @@ def _keeping(body: core.ClosedJaxpr, carried: slice) -> Body:
     if any(map(_is_complex, differentiated.jaxpr.eqns)):
         return plain
     numbers = {
-        var: int(eqn.params["name"].removeprefix(_KEPT))
+        var: int(eqn.params["name"].removeprefix(_RESIDUAL))
         for eqn in differentiated.jaxpr.eqns
-        if eqn.primitive.name == "name" and eqn.params["name"].startswith(_KEPT)
+        if eqn.primitive.name == "name" and eqn.params["name"].startswith(_RESIDUAL)
         for var in eqn.outvars
     }
     count = len(body.in_avals)
     # What it goes along, and what is the same each time, it has as a whole.
     held = [i not in range(count)[carried] for i in range(count)]
     try:
-        kept = _cheapest.cheapest(
+        residuals = _cheapest.cheapest(
             differentiated,
             differentiated.jaxpr.outvars,
             [False] * count,
@@ -99,9 +99,9 @@ def _keeping(body: core.ClosedJaxpr, carried: slice) -> Body:
     except _cheapest.NoWayError:
         policy = jax.checkpoint_policies.dots_saveable
         return jax.checkpoint(plain, policy=policy, prevent_cse=False)
-    chosen = {numbers[var] for var in kept}
+    chosen = {numbers[var] for var in residuals}
     policy = jax.checkpoint_policies.save_only_these_names(
-        *(f"{_KEPT}{number}" for number in chosen)
+        *(f"{_RESIDUAL}{number}" for number in chosen)
     )
     return jax.checkpoint(_named(body, chosen), policy=policy, prevent_cse=False)
 
@@ -115,7 +115,7 @@ def _named(body: core.ClosedJaxpr, numbers: Container[int]) -> Body:
         if i not in numbers:
             return None
         return lambda operands: [
-            checkpoint_name(made, f"{_KEPT}{i}")
+            checkpoint_name(made, f"{_RESIDUAL}{i}")
             for made in _jaxpr.bind(body.jaxpr, eqn, operands)
         ]
 
@@ -127,8 +127,8 @@ def _differentiated(body: Body, avals: Sequence[Any]) -> core.ClosedJaxpr:
 
     def forward(*args: Any) -> list[Any]:
         def of_the_free(*free: Any) -> list[Any]:
-            own = iter(free)
-            results = body(*(next(own) if _is_inexact(x) else x for x in args))
+            it = iter(free)
+            results = body(*(next(it) if _is_inexact(x) else x for x in args))
             return [y for y in results if _is_inexact(y)]
 
         _, pullback = jax.vjp(of_the_free, *filter(_is_inexact, args))

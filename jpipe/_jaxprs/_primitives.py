@@ -31,12 +31,12 @@ ONE_BY_ONE = frozenset(_ONE_BY_ONE.split())
 MOVES = frozenset(_MOVES.split())
 # What computes one result of many elements.
 REDUCTIONS = frozenset(_REDUCTIONS.split())
-# What is computed again in less time than it takes to read what was kept.
+# What is computed again in less time than it takes to read what was stored.
 CHEAP = MOVES | REDUCTIONS | ONE_BY_ONE
 # What costs as much as what is inside.
 CALLS = frozenset(_CALLS.split())
 PRODUCTS = frozenset(["dot_general", "conv_general_dilated"])
 # What makes random bits: a hundred operations for each, and for XLA to compile.
 DRAWS = frozenset(_DRAWS.split())
-# Dear, unless what is kept for it is more than products are.
+# Dear, unless what is stored for it is more than products are.
 MIDDLING = frozenset(_MIDDLING.split())

@@ -63,7 +63,7 @@ class ByPath:
         known = [leaf for leaf in leaves if leaf.place >= 0]
         self._places: dict[Path, Place] = {}
         # The end of a path will do, if leaves of one place alone have it. An end of one
-        # key, such as the name of a bias, says nothing.
+        # key, such as the name of a bias, is ambiguous.
         for leaf in known:
             for start in range(1, len(leaf.path) - 1):
                 end = leaf.path[start:]

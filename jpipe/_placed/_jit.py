@@ -65,7 +65,7 @@ class Jitted:
       function: of any pytrees.
       devices: the places.
       name: how profiles and errors call it.
-      blame: what to say of an error that the function raises.
+      blame: a note for an error that the function raises.
       donate: the positions of arguments that may be overwritten.
       rule: where leaves and results belong.
     """
@@ -132,8 +132,8 @@ class Jitted:
             given, named = _without_statics((args, kwargs))
             return self._function(*given, **named)
         except Exception as error:
-            told = shapes((*args, kwargs) if kwargs else args)
-            error.add_note(f"{self._blame}; its arguments were {told}")
+            listed = shapes((*args, kwargs) if kwargs else args)
+            error.add_note(f"{self._blame}; its arguments were {listed}")
             raise
         finally:
             _tracing.reset(token)

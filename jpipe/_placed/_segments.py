@@ -83,7 +83,7 @@ def open_branches(closed: core.ClosedJaxpr, places: Sequence[Place]) -> PlacedJa
     Where each result needs operands of one place alone, each place gets a cond of its
     own. Otherwise all branches are computed, leaf by leaf, and their results selected:
     each leaf may then stay where it is. One with a `jax.lax.while_loop` in a branch,
-    which may end only where it is asked for, or with a callback, is left: it runs in
+    which may end only where it is needed, or with a callback, is left: it runs in
     one place.
     """
     while True:
@@ -216,11 +216,11 @@ def as_jaxprs(
     parts = []
     for segment in ordered:
         results = list(segment.results.values())
-        needed, own = set(_jaxpr.variables(results)), set(segment.numbers)
+        needed, numbers = set(_jaxpr.variables(results)), set(segment.numbers)
         chosen = []
-        for number in sorted([*shared, *own], reverse=True):
+        for number in sorted([*shared, *numbers], reverse=True):
             eqn = eqns[number]
-            if number in own or not needed.isdisjoint(eqn.outvars):
+            if number in numbers or not needed.isdisjoint(eqn.outvars):
                 chosen.append(eqn)
                 needed.update(_jaxpr.variables(eqn.invars))
         needed -= constants.union(*(eqn.outvars for eqn in chosen))

@@ -45,7 +45,7 @@ def distributed(
     """Makes this program one of several processes that run the same pipeline.
 
     The same script is started once per host, or several times on one. Call this first,
-    before anything asks JAX for its devices: then `jax.devices` are those of all of
+    before anything gets the devices of JAX: then `jax.devices` are those of all of
     them. It is `jax.distributed.initialize`, which finds Slurm, Open MPI, Kubernetes
     and TPU pods by itself, with waits that end. Under ``python -m jpipe launch`` it
     needs no arguments.
@@ -64,7 +64,7 @@ def distributed(
       hard_exit: whether a process that has failed, or awaits what does not come, ends
         at once (`os._exit`), so that the others know it and nothing waits for ever;
         what other libraries do at the end of a program is then not done. With ``False``
-        it says why and ends as Python does: what awaits something is sent a
+        it prints why and ends as Python does: what awaits something is sent a
         `KeyboardInterrupt`, which JAX notices when it returns, and JAX waits at the end
         for the others until it gives up.
       **options: for `jax.distributed.initialize`.
@@ -77,12 +77,12 @@ def distributed(
       >>> import jpipe
       >>> jpipe.distributed("127.0.0.1:1234", 2, 0)  # doctest: +SKIP
     """
-    own = group()
+    peers = group()
     if timeout is not None:
-        own.timeout = seconds("timeout", timeout)
+        peers.timeout = seconds("timeout", timeout)
     if transport is not None:
-        own.transport = known_transport("transport", transport)
-    own.hard_exit = hard_exit
+        peers.transport = known_transport("transport", transport)
+    peers.hard_exit = hard_exit
     if not jax.distributed.is_initialized():
         _initialize(coordinator_address, num_processes, process_id, options)
     _leave_together()
@@ -159,8 +159,8 @@ def check_threads() -> None:
 def _threads() -> int:
     """How many XLA may use for CPU devices: more than its cores make it slow."""
     devices = getattr(jax.config, "jax_num_cpu_devices", 1)  # made at run time
-    own = max(_cores() // int(os.environ.get(LOCAL_PROCESSES, "1")), 1)
-    return max(own, _WAITING * devices) if devices > 1 else own
+    cores = max(_cores() // int(os.environ.get(LOCAL_PROCESSES, "1")), 1)
+    return max(cores, _WAITING * devices) if devices > 1 else cores
 
 
 def _cores() -> int:
@@ -184,25 +184,25 @@ def _leave() -> None:
     JAX would have what failed wait for them, and they go on waiting for what it sends:
     where a connection ends they know at once.
     """
-    error, own = getattr(sys, "last_value", None), group()
-    if own.size == 1:
+    error, peers = getattr(sys, "last_value", None), group()
+    if peers.size == 1:
         return
     if isinstance(error, jax.errors.JaxRuntimeError):
         time.sleep(_TO_EXPLAIN)  # the watch may name a process that has failed
     try:
         if error is None:
-            own.leave("")
-            own.check_runs()
+            peers.leave("")
+            peers.check_runs()
             watch().finish()
             return
-        own.leave(f"{type(error).__name__}: {error}"[:_LONGEST])
+        peers.leave(f"{type(error).__name__}: {error}"[:_LONGEST])
     except (RuntimeError, TimeoutError, ValueError) as fault:
         if error is None:
             sys.stderr.write(f"jpipe: {fault}\n")
-    if not own.hard_exit:
+    if not peers.hard_exit:
         return
     sys.stdout.flush()
     sys.stderr.flush()
-    if own.me == 0:
+    if peers.me == 0:
         time.sleep(_FAREWELL)
     os._exit(FAILED if error is None else 1)

@@ -190,7 +190,7 @@ def _own_address(coordinator: str) -> str:
         family, *_, there = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(there)  # sends nothing
-            own = probe.getsockname()[0]
+            address = probe.getsockname()[0]
     except OSError:
         return "127.0.0.1"
-    return f"[{own}]" if ":" in own else own
+    return f"[{address}]" if ":" in address else address

@@ -2,7 +2,7 @@
 
 The processes of the first stage read the input, those of the last the targets. Who has
 neither has to know shapes and dtypes all the same, since all write the same list of
-instructions: it is told them, in each call, by who reads them.
+instructions: who reads them sends them, in each call.
 """
 
 import functools
@@ -20,9 +20,9 @@ from .._processes._specs import from_text, to_text
 from ._pipe import Pipe
 
 PyTree = Any
-# So many calls a process may be behind those that tell it what they were given, and
-# how often it says how far it is.
-_BEHIND, _SAYS = 64, 16
+# So many calls a process may be behind those that send it what they were given, and
+# how often it reports how far it is.
+_BEHIND, _REPORTS = 64, 16
 _OF_VALUES = " of "  # between shapes and a digest
 
 
@@ -75,41 +75,41 @@ class Feed:
         return {name: pipe.processes[pipe.place(at)] for name, at in self._at.items()}
 
     def _first(self, given: dict[str, PyTree], rngs: PyTree) -> dict[str, list[int]]:
-        """Who is not given what; each says so in its first call."""
-        own = group()
-        self._name, why = f"feed/{own.next_number()}", "the first call of a step"
-        said = own.gather(_words(given, rngs), why)
+        """Who is not given what; each reports this in its first call."""
+        peers = group()
+        self._name, why = f"feed/{peers.next_number()}", "the first call of a step"
+        texts = peers.gather(_texts(given, rngs), why)
         faults = []
         for name, reader in self._readers.items():
-            if _OF_VALUES not in said[reader][name]:
-                is_none = "has no values" if said[reader][name] else "is None"
+            if _OF_VALUES not in texts[reader][name]:
+                is_none = "has no values" if texts[reader][name] else "is None"
                 faults.append(
                     f"{name} {is_none} in process {reader}, which runs stage "
                     f"{self._at[name]} and reads it; give it there, and None elsewhere"
                 )
-        refuse_differences([*faults, *_others(said, self._readers)], why)
+        refuse_differences([*faults, *_others(texts, self._readers)], why)
         return {
-            name: [process for process, own in enumerate(said) if not own[name]]
+            name: [process for process, each in enumerate(texts) if not each[name]]
             for name in given
         }
 
     def _compare(self, given: dict[str, PyTree], rngs: PyTree, call: int) -> None:
-        """Says what this call is given, and compares half as many calls ago.
+        """Posts what this call is given, and compares the call half as many calls ago.
 
         So nobody waits for who is a little behind.
         """
-        own, last = group(), call // 2
-        own.post(f"{self._name}/values/{call}", _words(given, rngs))
+        peers, last = group(), call // 2
+        peers.post(f"{self._name}/values/{call}", _texts(given, rngs))
         if last == 0:
             return
         why = f"call {last} of a step"
-        said = own.collect(f"{self._name}/values/{last}", why)
+        texts = peers.collect(f"{self._name}/values/{last}", why)
         so = f"what this function has returned since call {last // 2} is wrong"
-        refuse_differences(_others(said, self._readers), why, so)
-        # All have come to that call, where some may yet ask for the one half as many
+        refuse_differences(_others(texts, self._readers), why, so)
+        # All have come to that call, where some may yet read the one half as many
         # calls ago: of the one before it nobody does any more.
         if old := last // 4:
-            own.remove(f"{self._name}/values/{old}/{own.me}")
+            peers.remove(f"{self._name}/values/{old}/{peers.me}")
 
     def _known(self, name: str, tree: PyTree, call: int) -> PyTree:
         reader = self._readers[name]
@@ -122,7 +122,7 @@ class Feed:
             group().publish(f"{key}/{call}", to_text(tree, name))
             if call >= _BEHIND:
                 self._let_come(key, call - _BEHIND, lacking)
-        if group().me in lacking and call % _SAYS == 0:
+        if group().me in lacking and call % _REPORTS == 0:
             group().publish(f"{key}/{call} came to/{group().me}", "yes")
         if tree is not None:
             return tree
@@ -136,42 +136,42 @@ class Feed:
         return from_text(message)
 
     def _let_come(self, key: str, call: int, lacking: Sequence[int]) -> None:
-        """Waits until all have been told of a call, which is then forgotten."""
-        if call % _SAYS == 0:
+        """Waits until all have received a call, which is then forgotten."""
+        if call % _REPORTS == 0:
             came = {process: f"{key}/{call} came to/{process}" for process in lacking}
             group().receive(came, f"call {call}")
             for each in came.values():
                 group().remove(each)
-            for old in range(max(call - _SAYS, 0), call):
+            for old in range(max(call - _REPORTS, 0), call):
                 group().remove(f"{key}/{old}")
 
 
-def _words(given: dict[str, PyTree], rngs: PyTree) -> dict[str, str]:
-    """What a process is given, to be compared."""
-    return {name: _in_letters(tree) for name, tree in [*given.items(), ("rngs", rngs)]}
+def _texts(given: dict[str, PyTree], rngs: PyTree) -> dict[str, str]:
+    """What a process is given, as texts to be compared."""
+    return {name: _text(tree) for name, tree in [*given.items(), ("rngs", rngs)]}
 
 
-def _others(said: Sequence[dict[str, str]], readers: dict[str, int]) -> list[str]:
+def _others(texts: Sequence[dict[str, str]], readers: dict[str, int]) -> list[str]:
     """What some processes are given that is not what others are given."""
-    faults = differing([{RUNS: own[RUNS]} for own in said])
+    faults = differing([{RUNS: each[RUNS]} for each in texts])
     faults += [
         f"rngs are others in process {process} than in process 0; give the same keys "
         f"in all"
-        for process, own in enumerate(said)
-        if own["rngs"] != said[0]["rngs"]
+        for process, each in enumerate(texts)
+        if each["rngs"] != texts[0]["rngs"]
     ]
     for name, reader in readers.items():
         faults += [
             f"{name} has other values in process {process} than in process {reader}, "
             f"which alone reads it. Let all read the same mini-batches, as from one "
             f"seed, or give {name}=None where it is not read"
-            for process in range(len(said))
-            if _differ(said, name, reader, process)
+            for process in range(len(texts))
+            if _differ(texts, name, reader, process)
         ]
     return faults
 
 
-def _in_letters(tree: PyTree) -> str:
+def _text(tree: PyTree) -> str:
     """Whether a process is given something, and which values."""
     leaves = jax.tree.leaves(tree)
     if tree is None:
@@ -183,15 +183,15 @@ def _in_letters(tree: PyTree) -> str:
 
 
 def _differ(
-    said: Sequence[dict[str, str]], name: str, reader: int, process: int
+    texts: Sequence[dict[str, str]], name: str, reader: int, process: int
 ) -> bool:
     """Whether two processes were given other values of one shape.
 
-    Other shapes are told when the program is compared.
+    Other shapes raise when the program is compared.
     """
-    like, own, values = said[process][name].partition(_OF_VALUES)
-    expected = said[reader][name].partition(_OF_VALUES)
-    return bool(own) and like == expected[0] and values != expected[2]
+    like, is_given, values = texts[process][name].partition(_OF_VALUES)
+    expected = texts[reader][name].partition(_OF_VALUES)
+    return bool(is_given) and like == expected[0] and values != expected[2]
 
 
 def _check_values(name: str, stage: int, tree: PyTree) -> None:

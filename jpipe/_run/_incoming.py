@@ -43,13 +43,13 @@ class Incoming:
         shardings = graph.shardings
         apart = [i for i, v in enumerate(variables) if not shardings[v].is_gathered]
         for place in dict.fromkeys(graph.places[variables[i]] for i in apart):
-            own = [i for i in apart if graph.places[variables[i]] == place]
-            reads = [variables[i] for i in own]
+            numbers = [i for i in apart if graph.places[variables[i]] == place]
+            reads = [variables[i] for i in numbers]
             specs = [graph.specs[v] for v in reads]
             whole = [shardings[v].gathered() for v in reads]
             gather = Function("gather", lambda *leaves: leaves, specs)
             for i, value in zip(
-                own, graph.call(gather, place, reads, shardings=whole), strict=True
+                numbers, graph.call(gather, place, reads, shardings=whole), strict=True
             ):
                 found[i] = value
         return found

@@ -26,8 +26,8 @@ class Pipe:
       stages: all stages, in order.
       ranks: the device of each rank.
       schedule: who runs which action when.
-      remat: what each stage keeps: see `_remat`.
-      rule: how variables lie where stages have several devices: see `_resting`.
+      remat: which residuals each stage stores: see `_remat`.
+      rule: of variables' sharding where stages have several devices: see `_resting`.
       gather: when what shards have a part of is gathered: once in a ``"step"`` or for
         each ``"microbatch"``.
     """
@@ -58,8 +58,8 @@ class Pipe:
 
         Where they are of several processes, each process has one, if only for metrics.
         """
-        own = (self.ranks[rank] for rank in self.schedule.running)
-        found = dict.fromkeys([*self.devices, *own])
+        running = (self.ranks[rank] for rank in self.schedule.running)
+        found = dict.fromkeys([*self.devices, *running])
         return (*found, *idle(found))
 
     @cached_property
@@ -74,19 +74,19 @@ class Pipe:
         Raises:
           ValueError: if there are none.
         """
-        own = tuple(filter(is_here, self.places))
-        if not own:
+        local = tuple(filter(is_here, self.places))
+        if not local:
             (process,) = set(self.processes)
             raise ValueError(
                 f"all devices of this pipeline are in process {process}, and this is "
                 f"process {jax.process_index()} of {jax.process_count()}: call it "
                 f"there alone, or give devices=jax.local_devices() for one in each"
             )
-        return own
+        return local
 
     @cached_property
     def copies(self) -> NamedSharding | None:
-        """How what each process has lies; ``None`` where there is one process."""
+        """The sharding of what each process has; ``None`` where there is only one."""
         heads = {p: self.processes.index(p) for p in sorted(set(self.processes))}
         if len(heads) == 1:
             return None

@@ -1,8 +1,8 @@
-"""How variables lie between steps, where stages have several devices.
+"""The sharding of variables between steps, where stages have several devices.
 
-What a user says of a parameter decides: the rule that the pipeline was given, else the
-box of Flax around it, or its metadata in nnx. What is said of axes that the mesh of a
-stage does not have says nothing; all else is whole on each device.
+The user requests the axes of a parameter: by the rule of the pipeline, else by the box
+of Flax around it or its metadata in nnx. Axes that the mesh of a stage does not have
+are ignored. All else is replicated on each device.
 """
 
 import math
@@ -30,7 +30,7 @@ Rule = Callable[[tuple[Any, ...], jax.ShapeDtypeStruct], P | None]
 def shardings(
     pipe: Pipe, variables: Sequence[PyTree], inside: tuple[str, ...] = ()
 ) -> list[Sharding]:
-    """How each leaf of variables lies.
+    """The sharding of each leaf of variables.
 
     Args:
       pipe: the stages, and where they run.
@@ -63,10 +63,10 @@ def of_tree(
     layer: tuple[int, ...] = (),
     inside: tuple[str, ...] = (),
 ) -> list[Sharding]:
-    """How each leaf of a tree of variables lies.
+    """The sharding of each leaf of a tree of variables.
 
     Args:
-      pipe: says which rule there is, and which axes.
+      pipe: has the rule and the axes.
       tree: in arrays or specs.
       devices: where each leaf is.
       owner: the module that holds them.
@@ -76,8 +76,8 @@ def of_tree(
     if not any(isinstance(device, SubMesh) for device in devices):
         return [WHOLE] * len(devices)
     found, faults = [], list[str]()
-    said = _said(pipe.rule, tree, owner, layer, inside)
-    for (names, leaf, axes), device in zip(said, devices, strict=True):
+    requested = _requested(pipe.rule, tree, owner, layer, inside)
+    for (names, leaf, axes), device in zip(requested, devices, strict=True):
         path = *layer, *names
         spec = _spec(axes, device, pipe.axes if pipe.rule else None, path)
         if not math.prod(leaf.shape):  # of nothing there are no parts
@@ -89,14 +89,14 @@ def of_tree(
     return found
 
 
-def _said(
+def _requested(
     rule: Rule | None,
     tree: PyTree,
     owner: Any,
     layer: tuple[int, ...],
     inside: tuple[str, ...],
 ) -> Iterable[tuple[Any, Any, Any]]:
-    """The path of each leaf, the leaf, and what is said of its axes."""
+    """The path of each leaf, the leaf, and the requested axes of its sharding."""
     metadata = _nnx_values.parameters(owner)
     nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_box)
     for at, node in nodes:
@@ -104,15 +104,15 @@ def _said(
         path = *inside, *names
         is_param = path[:1] == ("params",)
         for leaf in jax.tree.leaves(node):
-            said: Any = None
+            axes: Any = None
             if is_param and rule is not None:
                 spec = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-                said = rule((*layer, *path[1:]), spec)
+                axes = rule((*layer, *path[1:]), spec)
             elif is_box(node):
-                said = _of_box(node)
+                axes = _of_box(node)
             elif is_param and metadata:
-                said = _of_variable(metadata.get(path[1:]))
-            yield path, leaf, said
+                axes = _of_variable(metadata.get(path[1:]))
+            yield path, leaf, axes
 
 
 def _of_box(box: Any) -> Any:
@@ -124,36 +124,36 @@ def _of_box(box: Any) -> Any:
 
 def _of_variable(variable: Any) -> Any:
     known = {} if variable is None else variable.get_metadata()
-    said = known.get("out_sharding") or ()
+    axes = known.get("out_sharding") or ()
     rules = *linen.get_logical_axis_rules(), *(known.get("sharding_rules") or ())
     mesh_axes = dict(rules)
-    return [mesh_axes.get(name, name) for name in getattr(said, "spec", said)]
+    return [mesh_axes.get(name, name) for name in getattr(axes, "spec", axes)]
 
 
-def _spec(said: Any, device: Device, known_axes: Any, path: Any) -> P:
-    """What is said as a spec of the axes that the place has.
+def _spec(axes: Any, device: Device, known_axes: Any, path: Any) -> P:
+    """The requested axes as a spec, without those that the place does not have.
 
     Args:
-      said: the axes, by a rule or by a box.
+      axes: as requested by a rule or by a box.
       device: the place.
       known_axes: those of all places, which a rule may name; ``None``: any.
       path: of the parameter.
     """
-    if said is None or not isinstance(device, SubMesh):
+    if axes is None or not isinstance(device, SubMesh):
         return P()
-    if not isinstance(said, P | tuple | list):
-        kind = type(said).__name__
+    if not isinstance(axes, P | tuple | list):
+        kind = type(axes).__name__
         raise TypeError(
-            f"sharding= returned a {kind} for {_told(path)}; needs a "
+            f"sharding= returned a {kind} for {_text(path)}; needs a "
             f"jax.sharding.PartitionSpec, or None for what is whole on each device"
         )
-    spec = P(*[tuple(part) if isinstance(part, list) else part for part in said])
+    spec = P(*[tuple(part) if isinstance(part, list) else part for part in axes])
     if known_axes is not None:
         named = Sharding(spec=spec).axes
         missing = [name for name in named if name not in known_axes]
         if missing:
             raise ValueError(
-                f"sharding= names {missing} for {_told(path)}; the mesh of a stage "
+                f"sharding= names {missing} for {_text(path)}; the mesh of a stage "
                 f"has the axes {list(known_axes)}"
             )
     return narrowed(spec, device.mesh.shape.__contains__)
@@ -161,21 +161,21 @@ def _spec(said: Any, device: Device, known_axes: Any, path: Any) -> P:
 
 def _faults(path: Any, leaf: Any, spec: P, device: Any) -> Iterable[str]:
     if len(spec) > len(leaf.shape):
-        yield f"{_told(path)} of shape {leaf.shape} has fewer axes than {spec}"
+        yield f"{_text(path)} of shape {leaf.shape} has fewer axes than {spec}"
         return
     axes = Sharding(spec=spec).axes
     if len(set(axes)) < len(axes):
-        yield f"{_told(path)} of shape {leaf.shape} as {spec}: an axis stands twice"
+        yield f"{_text(path)} of shape {leaf.shape} as {spec}: an axis stands twice"
         return
     for size, part in zip(leaf.shape, spec, strict=False):
         names = part if isinstance(part, tuple) else (part,)
         count = math.prod(device.mesh.shape[name] for name in names if name)
         if size % count:
             yield (
-                f"{_told(path)} of shape {leaf.shape} as {spec}: {count} devices do "
+                f"{_text(path)} of shape {leaf.shape} as {spec}: {count} devices do "
                 f"not divide {size}"
             )
 
 
-def _told(path: Any) -> str:
+def _text(path: Any) -> str:
     return "variables" + "".join(f"[{name!r}]" for name in path)

@@ -7,8 +7,8 @@ import jax
 
 from .. import _compat
 
-# Under which settings of JAX it is called: what `jax.jit` tells apart beside arguments,
-# a program that was traced once must be told apart by.
+# Under which settings of JAX it is called: `jax.jit` distinguishes these besides
+# arguments, and so must a program that was traced once.
 _of_traces = _compat.settings_reader()
 # To a type checker it has no attributes.
 _config: Any = jax.config
@@ -29,7 +29,7 @@ def kinds(leaves: Iterable[Any]) -> tuple[Any, ...]:
 
 def _kind(leaf: Any) -> tuple[Any, ...]:
     try:
-        aval = leaf.aval  # each of the three, asked of the array, would look it up
+        aval = leaf.aval  # each of the three, as an attribute of the array, looks it up
         return aval.shape, aval.dtype, aval.weak_type
     except AttributeError:  # a spec, an array of NumPy, or none
         weak = getattr(leaf, "weak_type", False)

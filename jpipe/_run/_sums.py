@@ -23,7 +23,7 @@ def apart(
     """``leaves of rows -> those of each shard of each``.
 
     A row that holds what a stage was given, such as one of its weights, may have
-    leaves that do not lie stacked: they are the same for all shards.
+    leaves that are not stacked: they are the same for all shards.
     """
     stacked = [[graph.shardings[value].stacked for value in row] for row in rows]
 

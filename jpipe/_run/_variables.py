@@ -18,7 +18,7 @@ PyTree = Any
 
 
 def check_layers(
-    parent: Parent, expected: Sequence[PyTree], given: Any, told: str
+    parent: Parent, expected: Sequence[PyTree], given: Any, message: str
 ) -> None:
     """Checks that variables are those of a list of layers.
 
@@ -26,7 +26,7 @@ def check_layers(
       parent: the modules of the layers.
       expected: what is needed, as specs, by layer.
       given: what the caller passed.
-      told: what the error says first.
+      message: how the error begins.
 
     Raises:
       ValueError: with every leaf that is missing, surplus, given twice or of another
@@ -70,7 +70,7 @@ def check_layers(
     check(
         pairs[0],
         pairs[1] if twice else dict(zip(called, given, strict=True)),
-        told,
+        message,
         faults,
     )
 
@@ -78,7 +78,7 @@ def check_layers(
 def check(
     expected: Mapping[str, PyTree],
     given: Mapping[str, PyTree],
-    told: str,
+    message: str,
     faults: Sequence[str] = (),
 ) -> None:
     """Checks that variables are those of this model.
@@ -86,7 +86,7 @@ def check(
     Args:
       expected: what is needed, as specs: entries by what errors call them.
       given: what the caller passed, likewise: mappings.
-      told: what the error says first.
+      message: how the error begins.
       faults: what was found before.
 
     Raises:
@@ -110,7 +110,7 @@ def check(
         faults = _other_containers(expected, given)
     if any(map(_is_of_nnx, jax.tree.leaves(given, is_leaf=_is_of_nnx))):
         faults = ["they are Variables of nnx: give nnx.to_pure_dict(state)", *faults]
-    refuse(told, faults)
+    refuse(message, faults)
 
 
 def differences(
@@ -135,7 +135,7 @@ def differences(
 
 
 def unboxed(entries: Mapping[str, PyTree]) -> dict[str, PyTree]:
-    """Variables without the boxes that tell how Flax would partition them.
+    """Variables without the boxes that name how Flax would partition them.
 
     Flax takes boxed values for plain ones and plain ones for boxed, and so do we: what
     is compared is what is in the boxes. Results have those that were given.
@@ -156,11 +156,11 @@ def check_length(given: Any, num_layers: int) -> None:
     """
     if not isinstance(given, Sequence) or len(given) != num_layers:
         sequence = isinstance(given, Sequence)
-        told = (
+        problem = (
             f"has {len(given)} entries" if sequence else f"is a {type(given).__name__}"
         )
         raise ValueError(
-            f"variables {told}, the model has {num_layers} layers; give a "
+            f"variables {problem}, the model has {num_layers} layers; give a "
             f"tuple with one entry per layer, as Pipeline.init returns it; "
             f"of a train state give state.variables"
         )

@@ -23,12 +23,12 @@ def axes_of(
         )
     found = []
     for name, axes, tree in zip(names, each, given, strict=True):
-        own = _microbatch.flat_axes(axes, tree, name, "in_axes")
+        leaf_axes = _microbatch.flat_axes(axes, tree, name, "in_axes")
         leaves = jax.tree.leaves(tree)
         found.append(
             [
                 None if _program.is_single_key(leaf) else axis
-                for leaf, axis in zip(leaves, own, strict=True)
+                for leaf, axis in zip(leaves, leaf_axes, strict=True)
             ]
         )
     return found

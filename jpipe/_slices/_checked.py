@@ -72,13 +72,13 @@ def check(
 def _value_and_grad(
     loss: Any, tree: Any, leaves: Sequence[Any], free: Sequence[bool], args: Any
 ) -> tuple[Any, Any]:
-    def of_the_free(own: Sequence[Any], args: Any) -> Any:
-        given = iter(own)
+    def of_the_free(chosen: Sequence[Any], args: Any) -> Any:
+        given = iter(chosen)
         pairs = zip(leaves, free, strict=True)
         return loss(tree.unflatten([next(given) if y else x for x, y in pairs]), args)
 
-    own = [leaf for leaf, yes in zip(leaves, free, strict=True) if yes]
-    value, grads = jax.jit(jax.value_and_grad(of_the_free))(own, args)
+    chosen = [leaf for leaf, yes in zip(leaves, free, strict=True) if yes]
+    value, grads = jax.jit(jax.value_and_grad(of_the_free))(chosen, args)
     paths = jax.tree_util.tree_leaves_with_path(tree.unflatten(leaves))
     names = [path for (path, _), yes in zip(paths, free, strict=True) if yes]
     named = {

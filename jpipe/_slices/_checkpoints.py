@@ -1,7 +1,7 @@
 """Calls of `jax.checkpoint` that are more than a stage, in the open.
 
-What a stage stores is said by ``remat=``, and so it is for what was in such a call. One
-that is less than a stage stays, and says it itself.
+``remat=`` decides what a stage stores, and so it does for what was in such a call. One
+that is less than a stage stays, and decides for itself.
 """
 
 from jax.extend import core

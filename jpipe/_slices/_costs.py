@@ -1,4 +1,4 @@
-"""What a mini-batch moves and keeps, for predictions on paper."""
+"""What a mini-batch moves and stores, for predictions on paper."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -18,7 +18,7 @@ from ._stages import Stages
 def costs_of(
     program: Program, stages: Stages, batch: Batch, placement: Sequence[int]
 ) -> Costs:
-    """The bytes that a mini-batch with a loss moves and keeps; times are left at one.
+    """The bytes that a mini-batch with a loss moves and stores; times are left at one.
 
     Args:
       program: its instructions.
@@ -29,7 +29,7 @@ def costs_of(
     Returns:
       Costs with one number per stage and micro-batch. A schedule that is simulated with
       them has the peaks of its program, unless stages share what is counted for each:
-      an output that its stage keeps too, a leaf of the input without a batch axis, the
+      an output that its stage stores too, a leaf of the input without a batch axis, the
       keys of a step.
     """
     own, constants = _Bytes(program, stages, batch), _constants(program, placement)
@@ -53,7 +53,7 @@ def costs_of(
 
 
 class _Bytes:
-    """What a stage moves and keeps of a micro-batch.
+    """What a stage moves and stores of a micro-batch.
 
     Args:
       program: the instructions of a mini-batch.
@@ -94,14 +94,14 @@ class _Bytes:
                     yield Skip(source, s, list(map(total, found)), cotangents)
 
     def _given(self, s: int, m: int, of_examples: bool) -> int:
-        """What it is given beside the input, of examples or the same for all."""
+        """What it is given besides the input, of examples or the same for all."""
         axes = dict(zip(self._stages.program(m).given, self._axes, strict=False))
         own = [v for v in self._stages.part(s, m).given if v in axes]
         rest = own if s else [v for v in own if v not in self._stages.part(0, m).inputs]
         return total([v for v in rest if (axes[v] is not None) == of_examples])
 
     def extra(self, s: int, m: int) -> int:
-        """What a micro-batch brings to it beside the input."""
+        """What a micro-batch brings to it besides the input."""
         return self._given(s, m, True)
 
     def shared(self, s: int) -> int:
@@ -109,7 +109,7 @@ class _Bytes:
         return self._given(s, 0, False)
 
     def residual(self, s: int, m: int) -> int:
-        """What it keeps between its forward and its backward."""
+        """What it stores between its forward and its backward."""
         if Action(FORWARD, s, m) in self._ran:
             # What came with the batch counts as extra until the backward.
             return max(self._between.get((s, m), 0) - self.extra(s, m), 0)
@@ -117,7 +117,7 @@ class _Bytes:
         return total([*part.arrives, *part.inputs])
 
     def pending(self, s: int, m: int) -> int:
-        """What it keeps between the two halves of its backward."""
+        """What it stores between the two halves of its backward."""
         if Action(WEIGHT, s, m) not in self._ran:
             return 0
         if Action(INPUT, s, m) in self._ran:
@@ -126,11 +126,11 @@ class _Bytes:
         return self.residual(s, m) + after
 
     def emitted(self, s: int, m: int) -> int:
-        """What it returns beside the loss, but for what it writes."""
-        own, states = self._stages.program(m), self._stages.states
+        """What it returns besides the loss, but for what it writes."""
+        program, states = self._stages.program(m), self._stages.states
         written = {i for state in states for i in state.leaves}
-        leaves = [v for i, v in enumerate(own.beside) if i not in written]
-        return total([v for v in leaves if v not in own.params]) * (s == self._last)
+        leaves = [v for i, v in enumerate(program.aux_vars) if i not in written]
+        return total([v for v in leaves if v not in program.params]) * (s == self._last)
 
     def parameters(self, s: int) -> int:
         """What it reads in each micro-batch, and what stays there."""
@@ -149,7 +149,7 @@ class _Bytes:
 def _makers(stages: Stages, m: int) -> dict[Any, int]:
     """The stage that makes what others read."""
     parts = [stages.part(s, m) for s in range(stages.num_stages)]
-    return {v: s for s, part in enumerate(parts) for v in [*part.leaves, *part.beside]}
+    return {v: s for s, part in enumerate(parts) for v in [*part.leaves, *part.aux]}
 
 
 def _constants(program: Program, placement: Sequence[int]) -> dict[int, int]:

@@ -23,7 +23,7 @@ def positions(program: Traced, num_stages: int | None, default: int) -> list[int
 
     Args:
       program: what is divided.
-      num_stages: in how many stages; ``None``: as many as marks say.
+      num_stages: in how many stages; ``None``: as many as marks make.
       default: in how many where there are no marks either.
 
     Raises:

@@ -28,7 +28,7 @@ class Cuts:
       size: how many equations there are.
       names: a digest of their primitives.
       reads: of each cut how often each parameter is read before it.
-      around: how many equations of stages lie between it and the last such reading, and
+      around: how many equations of stages are between it and the last such reading, and
         between it and the next.
       totals: how often each parameter is read at all.
       about: for how many stages calls of `jax.checkpoint` were opened in that trace, so
@@ -77,15 +77,15 @@ class Cuts:
     @classmethod
     def of_fields(cls, fields: Mapping[str, Any]) -> "Cuts":
         """The cuts of which `dataclasses.asdict` made these fields, and JSON lists."""
-        own = {name: tuple(fields[name]) for name in ("positions", "totals")}
-        own |= {name: tuple(map(tuple, fields[name])) for name in ("reads", "around")}
-        return cls(**{**fields, **own})
+        new = {name: tuple(fields[name]) for name in ("positions", "totals")}
+        new |= {name: tuple(map(tuple, fields[name])) for name in ("reads", "around")}
+        return cls(**{**fields, **new})
 
     def some(self, chosen: Sequence[int]) -> "Cuts":
         """Those with some numbers."""
         names = "positions", "reads", "around"
-        own = {name: tuple(getattr(self, name)[i] for i in chosen) for name in names}
-        return replace(self, **own)
+        fields = {name: tuple(getattr(self, name)[i] for i in chosen) for name in names}
+        return replace(self, **fields)
 
     def on(self, other: Traced) -> list[int]:
         """The same cuts in another trace."""
@@ -102,17 +102,17 @@ class Cuts:
         alike = [i for i, (total, now) in pairs if total == now]
         crossing, around = crossing_bytes(other), _around(other, reads)
         found, last = list[int](), len(other.closed.jaxpr.eqns)
-        for cut, own, beside in zip(
+        for cut, counts, distance in zip(
             self.positions, self.reads, self.around, strict=True
         ):
 
             def apart(
-                i: int, cut: int = cut, own: Reads = own, beside: Any = beside
+                i: int, cut: int = cut, counts: Reads = counts, distance: Any = distance
             ) -> Any:
-                """By how many readings a place differs, and what lies around it."""
-                readings = sum(abs(reads[i][k] - own[k]) for k in alike)
+                """How much a place differs: in readings, distance, bytes, position."""
+                readings = sum(abs(reads[i][k] - counts[k]) for k in alike)
                 share = abs(i - cut / self.size * len(reads))
-                return readings, around[i] != beside, crossing[i], share
+                return readings, around[i] != distance, crossing[i], share
 
             # Stages of the loss alone have nothing to compute in evaluation; with a
             # loss each has something.

@@ -21,18 +21,18 @@ class Division:
 
     Attributes:
       num_microbatches: how many there are.
-      num_stages: how many stages; ``None``: as many as marks say, or devices are.
+      num_stages: how many stages; ``None``: as many as marks make, or devices are.
       devices: those that there are, one for each rank.
       choose: gives those that a schedule takes.
       schedule: as for `jpipe.pipeline`.
       remat: as for `jpipe.pipeline`.
       replicas: as for `jpipe.pipeline`.
-      rule: how parameters lie where stages have several devices: see `_resting`.
+      rule: of parameters' sharding where stages have several devices: see `_resting`.
       gather: as for `jpipe.pipeline`.
       is_lasting: whether all functions are divided as the first one is, so that their
         parameters stay where they are.
       cuts: where that is, once it is known.
-      homes: the stage of each of their parameters, likewise.
+      owner_stages: of each of their parameters, likewise.
     """
 
     num_microbatches: int
@@ -46,11 +46,11 @@ class Division:
     gather: str = "step"
     is_lasting: bool = False
     cuts: Cuts | None = None
-    homes: list[int] | None = field(default=None, init=False)
+    owner_stages: list[int] | None = field(default=None, init=False)
 
     @property
     def about(self) -> int:
-        """In how many stages, where no marks say it."""
+        """In how many stages, where no marks decide it."""
         if self.cuts is not None:
             return self.cuts.about
         return self.num_stages or len(self.replicas or self.devices)

@@ -1,4 +1,4 @@
-"""A slice as forwards and backwards, differentiated when first asked."""
+"""A slice as forwards and backwards, differentiated when first needed."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -42,10 +42,10 @@ class StageFunctions:
     @cached_property
     def _cut(self) -> _vjp.Cut:
         part, fewest = self.part, _remat.keeps_fewest(self._mode)
-        own = _loops.keep_fewest(part.closed) if fewest else part.closed
+        closed = _loops.keep_fewest(part.closed) if fewest else part.closed
         wanted = *self.arrives, *[False] * len(part.inputs)
         return _vjp.cut(
-            replace(part, closed=own).run,
+            replace(part, closed=closed).run,
             specs(part.weights),
             specs([*part.arrives, *part.inputs]),
             specs(part.batch),
@@ -98,7 +98,7 @@ class StageFunctions:
 
     @cached_property
     def kept(self) -> _kept.Kept:
-        """What is kept of a micro-batch, and what is computed again."""
+        """The residuals of a micro-batch, and what is computed again."""
         part = self.part
         num_x = len(part.arrives) + len(part.inputs)
         sizes = len(part.weights), num_x, len(part.batch)

@@ -44,7 +44,7 @@ class Join:
 def by_axes(
     axes: Any, aux: PyTree, shares: Sequence[float], name: str = "aux"
 ) -> list[Join]:
-    """Each leaf on its own, as ``aux_axes`` or ``out_axes`` says.
+    """Each leaf on its own, by ``aux_axes`` or ``out_axes``.
 
     Args:
       axes: a prefix of ``aux``: an axis, `MEAN`, or ``None``: of aux for a new axis, of

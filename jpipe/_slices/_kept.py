@@ -1,4 +1,4 @@
-"""What a stage would keep of a micro-batch under the remat modes, and compute again."""
+"""The residuals of a stage under the remat modes, and what it computes again."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ class Kept(NamedTuple):
     """Known of one stage on one micro-batch.
 
     Attributes:
-      nbytes: what is kept between forward and backward, by the names of remat modes:
+      nbytes: what is stored between forward and backward, by the names of remat modes:
         residuals, and the input where a backward reads it.
       again: the floating-point operations that the backward takes for computing the
         rest again; ``None`` if it is not known.
@@ -27,7 +27,7 @@ def kept(
     sizes: tuple[int, int, int],
     mode: str,
 ) -> Kept:
-    """What is kept under the mode; and under others, if nothing is computed again.
+    """What is stored under the mode; and under others, if nothing is computed again.
 
     Args:
       reads: ``(weights, x, extra) ->`` all that the backward reads.

@@ -1,4 +1,4 @@
-"""What a forward pass writes, and leaves as it was given: said, as nobody keeps it."""
+"""Warnings of what a forward pass writes, which its caller does not receive."""
 
 from collections.abc import Sequence
 
@@ -8,8 +8,8 @@ from ._program import Traced
 from ._state import Written
 
 
-def say(program: Traced, first: int, written: Sequence[Written], train: bool) -> None:
-    """Says what the forward pass of a model writes.
+def check(program: Traced, first: int, written: Sequence[Written], train: bool) -> None:
+    """Warns of what the forward pass of a model writes.
 
     Args:
       program: its trace.
@@ -33,7 +33,7 @@ def say(program: Traced, first: int, written: Sequence[Written], train: bool) ->
 def in_evaluation(
     changed: Sequence[Written], modules: str = "pipe.modules(variables)"
 ) -> None:
-    """Says what a call writes in evaluation, as no call of linen may.
+    """Warns of what a call writes in evaluation, as no call of linen may.
 
     Parameters that a call normalizes are written anew by each.
 
@@ -52,7 +52,7 @@ def in_evaluation(
 
 
 def in_training(collections: str) -> None:
-    """Says that a forward pass gives outputs alone, where linen asks for `mutable`."""
+    """Warns that a forward pass gives outputs alone, where linen needs `mutable`."""
     warn(
         f"apply leaves {collections} as given, which training changes; to go on from "
         f"what it makes of them take value_and_grad(..., has_state=True), or a "

@@ -165,10 +165,10 @@ class Lowering:
                 self._forward_of(action, self._stages.forward(*cell))
 
     def aux(self, count: int) -> list[Values]:
-        """What each micro-batch returned beside the loss, the first so many leaves."""
+        """What each micro-batch returned besides the loss, the first so many leaves."""
         programs = map(self._stages.program, range(self._count))
         return [
-            [self._returned(atom, m) for atom in program.beside[:count]]
+            [self._returned(atom, m) for atom in program.aux_vars[:count]]
             for m, program in enumerate(programs)
         ]
 
@@ -231,8 +231,8 @@ class Lowering:
                 known[s, place] = [next(values) for _ in specs]
 
     def _specs_of_grads(self, stage: int) -> list[Any]:
-        own = self._stages.trained_by(stage)
-        return [sum_spec(self._graph.specs[self._weights[i]]) for i in own]
+        trained = self._stages.trained_by(stage)
+        return [sum_spec(self._graph.specs[self._weights[i]]) for i in trained]
 
     def _specs_of_sums(self, stage: int) -> list[Any]:
         """Of the loss, where it is, and of what micro-batches write."""
@@ -268,7 +268,7 @@ class Lowering:
         reads += [self._made[var, m] for var in part.arrives]
         reads += self._given[stage][m]
         results = self._call(function, action, reads)
-        made = [*part.leaves, *part.beside]
+        made = [*part.leaves, *part.aux]
         self._made |= {(v, m): x for v, x in zip(made, results, strict=False)}
         return reads, results
 
@@ -276,7 +276,7 @@ class Lowering:
         cell, part = action[1:], self._stages.part(*action[1:])
         function = self._stages.functions(*cell, mode).forward
         reads, results = self._forward_of(action, function)
-        count = len(part.leaves) + len(part.beside)
+        count = len(part.leaves) + len(part.aux)
         self._residuals[cell] = [*reads, *results[count:]]
         if self._specs_of_sums(action.stage):
             self._add_results(action, results[:1])
@@ -287,8 +287,8 @@ class Lowering:
         stage, m = action[1:]
         state, place = self._stages.states[stage], self._pipe.place(stage, m)
         losses = loss * (stage == self._stages.num_stages - 1)
-        beside = self._stages.program(m).beside
-        new = [self._returned(beside[i], m) for i in state.leaves]
+        aux = self._stages.program(m).aux_vars
+        new = [self._returned(aux[i], m) for i in state.leaves]
         share = [self._share(m, place)] if state.has_means else []
         count, first = len(losses), len(self._sums[stage, place])
         end = first + count + len(new)

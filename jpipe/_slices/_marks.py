@@ -17,7 +17,7 @@ def boundary(x: PyTree) -> PyTree:
     """Marks the place between two stages; gives back what it is given.
 
     Call it in a loss function that `jpipe.value_and_grad` divides, or in a model that
-    `jpipe.pipeline` does. Where there are marks, the stages are what lies between them.
+    `jpipe.pipeline` does. Where there are marks, the stages are what is between them.
 
     Args:
       x: any pytree of arrays, such as the output of a block.

@@ -26,8 +26,8 @@ def check(closed: core.ClosedJaxpr, places: Sequence[Device]) -> None:
     refuse(
         "the program contains a mesh of devices, and each of its stages runs on "
         "devices of its own; leave the operation out, or type "
-        "nn.with_logical_constraint, and say by mesh= and sharding= of the pipeline "
-        "how parameters lie over the devices of a stage",
+        "nn.with_logical_constraint, and give mesh= and sharding= of the pipeline "
+        "to shard parameters over the devices of a stage",
         [
             f"{name} over {mesh.size} devices, {dict(mesh.shape)}"
             for name, mesh in _meshes(closed)

@@ -96,7 +96,7 @@ class Model:
             names=("x", "rngs"),
             advice=ADVICE,
             writes=_writes,
-            left=functools.partial(_left.say, train=train),
+            left=functools.partial(_left.check, train=train),
         )
 
     def loss(self, objective: Objective, train: bool, outputs: list[PyTree]) -> Work:
@@ -134,7 +134,7 @@ class Model:
 
 
 def _writes(traced: Traced, variables: PyTree) -> tuple[int, list[Written]]:
-    """What a call writes, by what it returns beside its output or the loss."""
+    """What a call writes, by what it returns besides its output or the loss."""
     aux, changed = traced.aux
     flat = jax.tree_util.tree_leaves_with_path(variables)
     number = {path: i for i, (path, _) in enumerate(flat)}

@@ -39,7 +39,7 @@ class Traced:
         none, if there are.
       num_params: how many of its inputs are the same for all micro-batches: the
         parameters, and then the arrays that the function closes over.
-      aux: specs of what it returns beside the loss.
+      aux: specs of what it returns besides the loss.
       constants: those arrays.
       has_loss: whether its first result is a loss.
       is_weighted: whether the next is the weight by whose sum the loss is divided.
@@ -72,8 +72,8 @@ class Traced:
         return self.closed.jaxpr.outvars[self.has_loss : self._num_first]
 
     @property
-    def beside(self) -> list[Any]:
-        """What is returned beside the loss and its weight."""
+    def aux_vars(self) -> list[Any]:
+        """What is returned besides the loss and its weight."""
         end = self._num_first + len(jax.tree.leaves(self.aux))
         return self.closed.jaxpr.outvars[self._num_first : end]
 
@@ -83,8 +83,8 @@ class Traced:
 
     @property
     def outputs(self) -> list[Any]:
-        """The loss, its weight and what is returned beside it, which stages make."""
-        return [*self.loss, *self.weight, *self.beside]
+        """The loss, its weight and what is returned besides it, which stages make."""
+        return [*self.loss, *self.weight, *self.aux_vars]
 
     @property
     def rest(self) -> list[core.Var]:
@@ -186,7 +186,7 @@ def traced(
       params: specs of its first argument.
       args: specs of the others, of a micro-batch.
       num_stages: in about how many stages it is to be divided.
-      has_aux: whether it returns something beside the loss.
+      has_aux: whether it returns something besides the loss.
       has_loss: whether it returns a loss; else what it returns is aux.
       is_weighted: whether this is a pair, of a total and a weight.
 

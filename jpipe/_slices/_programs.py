@@ -20,7 +20,7 @@ class Programs:
 
     def __init__(self, make: Callable[..., Divided]) -> None:
         self._make, self._known = make, dict[Any, Divided]()
-        # What was asked for last.
+        # The last one that was called.
         self.last: Divided | None = None
 
     def __call__(self, params: PyTree, *args: PyTree) -> Built:

@@ -68,7 +68,7 @@ def _check_aux(
         label = f"aux{jax.tree_util.keystr(path)}"
         if axis is not None and not -a.ndim <= axis < a.ndim:
             lacking.append(f"{label} of shape {a.shape} has no axis {axis}")
-        elif _beside(a.shape, axis) != _beside(b.shape, axis):
+        elif _without_axis(a.shape, axis) != _without_axis(b.shape, axis):
             on = "" if axis is None else f", joined on axis {axis}"
             ragged.append(f"{label}{on}: {a.shape} and {b.shape}")
     if lacking:
@@ -82,6 +82,6 @@ def _check_aux(
         )
 
 
-def _beside(shape: tuple[int, ...], axis: int | None) -> tuple[int, ...]:
+def _without_axis(shape: tuple[int, ...], axis: int | None) -> tuple[int, ...]:
     """A shape without one axis."""
     return shape if axis is None else (*shape[:axis], *shape[axis:][1:])

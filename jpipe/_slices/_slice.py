@@ -26,9 +26,9 @@ class Slice:
       batch: what it reads of what else a micro-batch is given.
       leaves: what it makes that has a cotangent: what others read, or the loss; without
         a loss the results.
-      beside: what else it makes that is read.
+      aux: what else it makes that is read, without cotangents.
       closed: its jaxpr: ``(*weights, *arrives, *inputs, *batch) -> (*leaves,
-        *beside)``.
+        *aux)``.
     """
 
     weights: list[core.Var]
@@ -36,7 +36,7 @@ class Slice:
     inputs: list[core.Var]
     batch: list[core.Var]
     leaves: list[core.Var]
-    beside: list[core.Var]
+    aux: list[core.Var]
     closed: core.ClosedJaxpr
 
     @property
@@ -45,7 +45,7 @@ class Slice:
         return [*self.inputs, *self.batch]
 
     def run(self, weights: Any, x: Any, extra: Any) -> tuple[list[Any], list[Any]]:
-        """``(leaves, beside)`` of flat leaves."""
+        """``(leaves, aux)`` of flat leaves."""
         results = _jaxpr.as_traced(self.closed)(*weights, *x, *extra)
         return results[: len(self.leaves)], results[len(self.leaves) :]
 
@@ -75,49 +75,49 @@ def slices(program: Traced, cuts: Sequence[int], trained: set[core.Var]) -> list
     consts = dict(zip(jaxpr.constvars, program.closed.consts, strict=True))
     params = set(program.params)
     outputs = [v for v in _variables(program.outputs) if v not in params]
-    home = {v: stage[i] for v, i in program.producer.items() if stage[i] is not None}
+    maker = {v: stage[i] for v, i in program.producer.items() if stage[i] is not None}
     # The equations of each stage, with those that it computes for itself.
-    own: list[list[int]] = [[] for _ in range(count)]
+    of_stage: list[list[int]] = [[] for _ in range(count)]
     reads: list[dict[core.Var, None]] = [{} for _ in range(count)]
     for s in range(count):
-        needed = dict.fromkeys(v for v in outputs if home.get(v, count - 1) == s)
+        needed = dict.fromkeys(v for v in outputs if maker.get(v, count - 1) == s)
         for i in reversed(range(len(eqns))):
             is_copy = program.kinds[i] == "copy"
             if stage[i] == s or (is_copy and any(v in needed for v in eqns[i].outvars)):
-                own[s].append(i)
+                of_stage[s].append(i)
                 needed |= dict.fromkeys(_variables(eqns[i].invars))
-        own[s].reverse()
-        made = {var for i in own[s] for var in eqns[i].outvars}
+        of_stage[s].reverse()
+        made = {var for i in of_stage[s] for var in eqns[i].outvars}
         reads[s] = {var: None for var in needed if var not in made}
     _check_references(
-        [{v: None for v in own if v not in consts} for own in reads], home
+        [{v: None for v in read if v not in consts} for read in reads], maker
     )
     given = set(program.given)
     found = []
     for s in range(count):
         read_later = {var for t in range(count) if t != s for var in reads[t]}
-        made = [var for i in own[s] for var in eqns[i].outvars]
-        crossing = [v for v in made if home.get(v) == s and v in read_later]
+        made = [var for i in of_stage[s] for var in eqns[i].outvars]
+        crossing = [v for v in made if maker.get(v) == s and v in read_later]
         ends = _variables(program.loss) or [v for v in outputs if v in trained]
-        ends = [v for v in dict.fromkeys(ends) if home.get(v, count - 1) == s]
+        ends = [v for v in dict.fromkeys(ends) if maker.get(v, count - 1) == s]
         leaves = [*ends, *(v for v in crossing if v in trained and v not in ends)]
-        beside = [v for v in crossing if v not in trained]
-        returned = [v for v in outputs if home.get(v, count - 1) == s]
-        beside += [v for v in dict.fromkeys(returned) if v not in {*leaves, *beside}]
-        arrives = [v for v in reads[s] if v in home]
+        aux = [v for v in crossing if v not in trained]
+        returned = [v for v in outputs if maker.get(v, count - 1) == s]
+        aux += [v for v in dict.fromkeys(returned) if v not in {*leaves, *aux}]
+        arrives = [v for v in reads[s] if v in maker]
         of_batch = [v for v in program.given if v in reads[s]]
         inputs = [v for v in of_batch if v in program.inputs]
         batch = of_batch[len(inputs) :]
-        known = {*home, *given, *consts}
+        known = {*maker, *given, *consts}
         weights = [v for v in reads[s] if v not in known]
         closed = _closed(
             program,
             [*weights, *arrives, *inputs, *batch],
-            [*leaves, *beside],
-            [eqns[i] for i in own[s]],
+            [*leaves, *aux],
+            [eqns[i] for i in of_stage[s]],
             {var: const for var, const in consts.items() if var in reads[s]},
         )
-        found.append(Slice(weights, arrives, inputs, batch, leaves, beside, closed))
+        found.append(Slice(weights, arrives, inputs, batch, leaves, aux, closed))
     return found
 
 
@@ -152,13 +152,13 @@ def _closed(
     return core.ClosedJaxpr(jaxpr, [*consts.values()])
 
 
-def _check_references(reads: Sequence[Any], home: Any) -> None:
+def _check_references(reads: Sequence[Any], maker: Any) -> None:
     for s, variables in enumerate(reads):
         for var in variables:
             if not hasattr(var.aval, "dtype") or "Ref" in type(var.aval).__name__:
                 raise ValueError(
-                    f"a jax.Ref is used in stages {home.get(var)} and {s}; use it in "
-                    f"one, between two places that jpipe.boundary marks"
+                    f"a jax.Ref is used in stages {maker.get(var)} and {s}; use it "
+                    f"in one, between two places that jpipe.boundary marks"
                 )
 
 
@@ -181,7 +181,7 @@ def with_gradient(program: Traced, trained: Sequence[bool]) -> set[core.Var]:
             "needs both sums. Compute the weight of targets alone; to take it for a "
             "constant return (total, jax.lax.stop_gradient(weight))"
         )
-    ends = [*program.loss, *program.rest] if program.has_loss else program.beside
+    ends = [*program.loss, *program.rest] if program.has_loss else program.aux_vars
     to_loss = _jaxpr.variables(ends)
     for eqn in reversed(jaxpr.eqns):
         if not to_loss.isdisjoint(eqn.outvars):

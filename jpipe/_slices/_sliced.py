@@ -34,7 +34,7 @@ class Work:
       joins: of a trace and the sizes of micro-batches, how aux is joined.
       in_axes: where the examples are in the arguments after ``params``.
       has_loss: whether it returns a loss, which is differentiated.
-      has_aux: whether it returns something beside the loss.
+      has_aux: whether it returns something besides the loss.
       reduction: what the loss is: see `jpipe.value_and_grad`.
       has_input: whether the first argument after ``params`` is the input of a model.
       is_of_model: whether its aux is a pair, of aux and of what a model writes.
@@ -105,8 +105,8 @@ class Sliced:
     def place(self, params: PyTree, *args: PyTree) -> PyTree:
         """Puts each parameter onto the device of the stage where it stays."""
         built = self.build(params, *args)
-        homes = zip(built.layout.homes, built.layout.shardings, strict=True)
-        return _transfer.put_each(params, built.pipe.devices, [*homes])
+        locations = zip(built.layout.homes, built.layout.shardings, strict=True)
+        return _transfer.put_each(params, built.pipe.devices, [*locations])
 
     def part(self, args: Sequence[PyTree]) -> Sequence[PyTree]:
         """Specs of the first micro-batch; there may be few examples."""
@@ -115,26 +115,26 @@ class Sliced:
     def locate(
         self, params: PyTree, args: Sequence[PyTree]
     ) -> list[tuple[int, Sharding]]:
-        """The stage of each parameter and how it lies; all functions are divided alike.
+        """The owner stage and sharding of each parameter, the same for all functions.
 
         Args:
           params: the parameters, or specs of them.
           args: a mini-batch, or specs; it may have few examples.
         """
         division = self._division
-        if division.homes is None:
+        if division.owner_stages is None:
             call = self._called(params, args, True)
             self._located = self._divided(call, is_called=False)
         assert division.cuts is not None
-        assert division.homes is not None
+        assert division.owner_stages is not None
         pipe = division.pipe(len(division.cuts.positions) + 1)
-        shardings = self._shardings(pipe, params, division.homes)
-        return [*zip(division.homes, shardings, strict=True)]
+        shardings = self._shardings(pipe, params, division.owner_stages)
+        return [*zip(division.owner_stages, shardings, strict=True)]
 
     def _shardings(
         self, pipe: Pipe, params: PyTree, stages: Sequence[int]
     ) -> list[Sharding]:
-        """How each parameter lies in its stage."""
+        """The sharding of each parameter in its stage."""
         devices, work = [pipe.devices[stage] for stage in stages], self._work
         known = work.owner, (), work.inside
         return _resting.of_tree(pipe, params, devices, *known)
@@ -194,24 +194,24 @@ class Sliced:
         programs = self._traced(call)
         state = State()
         if writes := self._work.writes:
-            own = programs[sizes[0]], *writes(programs[sizes[0]], call.specs)
+            written = programs[sizes[0]], *writes(programs[sizes[0]], call.specs)
             if self._work.left is None:
-                state = written_by(*own)
+                state = written_by(*written)
             elif is_called:
-                self._work.left(*own)
+                self._work.left(*written)
             for n, one in programs.items():
                 programs[n] = without_the_rest(one, *writes(one, call.specs), state)
         count = len(call.trained)
         cuts, positions = division.positions(programs, count)
         pipe = division.pipe(len(positions[sizes[0]]) + 1)
-        known = call.trained, division.homes or (), state
+        known = call.trained, division.owner_stages or (), state
         stages = Stages(programs, positions, sizes, pipe.remat, *known)
         if division.is_lasting:
-            division.homes = stages.owner[:count]
-        homes, work = stages.owner[:count], self._work
-        shardings = self._shardings(pipe, call.specs, homes)
+            division.owner_stages = stages.owner[:count]
+        owner_stages, work = stages.owner[:count], self._work
+        shardings = self._shardings(pipe, call.specs, owner_stages)
         known = call.trained, not work.inside, work.advice
-        layout = TreeLayout(pipe, call.specs, homes, shardings, *known)
+        layout = TreeLayout(pipe, call.specs, owner_stages, shardings, *known)
         return Divided(pipe, stages, layout, cuts)
 
     @paused

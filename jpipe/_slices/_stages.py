@@ -35,7 +35,7 @@ class Stages:
       sizes: of the micro-batches.
       remat: what each stage stores.
       trained: whether each parameter has a gradient.
-      homes: the stages of the first parameters, where these are known.
+      owner_stages: of the first parameters, where these are known.
       state: what the program writes.
 
     Attributes:
@@ -53,7 +53,7 @@ class Stages:
         sizes: Sequence[int],
         remat: Sequence[Any],
         trained: Sequence[bool],
-        homes: Sequence[int] = (),
+        owner_stages: Sequence[int] = (),
         state: State | None = None,
     ) -> None:
         self._programs, self._sizes, self._remat = programs, sizes, remat
@@ -88,7 +88,7 @@ class Stages:
                 raise ValueError(_DIFFERS)
         of_loss = self._gradient[sizes[0]]
         self.trained += [_is_in(v, of_loss) for v in self.once.jaxpr.outvars]
-        self.owner = [*homes, *self._owners()[len(homes) :]]
+        self.owner = [*owner_stages, *self._owners()[len(owner_stages) :]]
         self.states = self._states(state or State())
         self._forms: dict[tuple[int, int], Hashable] = {}
         # By stage, size and mode; and by what equal ones have in common.
@@ -121,8 +121,8 @@ class Stages:
 
     def held_by(self, stage: int) -> list[Weight]:
         """What it reads, and what stays there though nobody reads it."""
-        own = [i for i, home in enumerate(self.owner) if home == stage]
-        return [*dict.fromkeys([*self.weights(stage), *own])]
+        owned = [i for i, owner in enumerate(self.owner) if owner == stage]
+        return [*dict.fromkeys([*self.weights(stage), *owned])]
 
     def spec_of(self, weight: Weight) -> Any:
         """What such a value is like."""
@@ -142,12 +142,12 @@ class Stages:
     def _states(self, state: State) -> list[State]:
         """What each stage writes; what none makes belongs to the last."""
         parts, last = self._slices[self._sizes[0]], self.num_stages - 1
-        made = {v: s for s, own in enumerate(parts) for v in [*own.leaves, *own.beside]}
-        beside = [self.first.beside[i] for i in state.leaves]
-        homes = [
-            last if isinstance(v, core.Literal) else made.get(v, last) for v in beside
+        made = {v: s for s, part in enumerate(parts) for v in [*part.leaves, *part.aux]}
+        written = [self.first.aux_vars[i] for i in state.leaves]
+        writers = [
+            last if isinstance(v, core.Literal) else made.get(v, last) for v in written
         ]
-        return state.of_stages(homes, self.num_stages)
+        return state.of_stages(writers, self.num_stages)
 
     def kind(self, stage: int, microbatch: int = 0) -> Hashable:
         """What is equal for stages whose operations are the same."""
@@ -197,7 +197,7 @@ class Stages:
         return self._distinct[key]
 
     def forward(self, stage: int, microbatch: int) -> Function:
-        """The program of a stage of which nothing is kept for a backward."""
+        """The program of a stage of which no residuals are stored."""
         key = self._form(stage, self._sizes[microbatch])
         if key not in self._forwards:
             closed = self.part(stage, microbatch).closed
@@ -205,7 +205,7 @@ class Stages:
         return self._forwards[key]
 
     def kept(self, stage: int) -> Kept:
-        """What a stage keeps of the first micro-batch."""
+        """The residuals of the first micro-batch in a stage."""
         return self.functions(stage, 0, self.mode(stage, 0)).kept
 
     def does(self, stage: int, microbatch: int, weights_only: bool) -> bool:
@@ -279,9 +279,9 @@ def pull_once(
 
     def pull(params: Sequence[Any], cotangents: Sequence[Any]) -> Any:
         def values(free: Sequence[Any]) -> list[Any]:
-            own = iter(free)
+            it = iter(free)
             given = [
-                next(own) if yes else x for x, yes in zip(params, trained, strict=True)
+                next(it) if yes else x for x, yes in zip(params, trained, strict=True)
             ]
             made = core.jaxpr_as_fun(closed)(*given)
             return [y for y, yes in zip(made, wanted, strict=True) if yes]

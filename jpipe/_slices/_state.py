@@ -1,4 +1,4 @@
-"""What a call writes beside its output, as running sums over micro-batches.
+"""What a call writes besides its output, as running sums over micro-batches.
 
 Statistics of Flax's batch norms become those of all micro-batches, and move once; other
 floating leaves the mean over the examples; those of integers are what the last
@@ -46,7 +46,7 @@ class State:
     """What one stage, or a whole program, writes.
 
     Attributes:
-      leaves: which of what is returned beside the loss.
+      leaves: which of what is returned besides the loss.
       at: of each which of the parameters it is.
       specs: of these.
       made: of what a micro-batch makes of them.
@@ -87,17 +87,17 @@ class State:
             stage[mean] = stage[var] = max(stage[mean], stage[var])
         found = []
         for s in range(count):
-            own = [i for i, of in enumerate(stage) if of == s]
-            place = {i: k for k, i in enumerate(own)}
+            chosen = [i for i, of in enumerate(stage) if of == s]
+            place = {i: k for k, i in enumerate(chosen)}
             norms = [
                 (place[mean], place[var], momentum)
                 for mean, var, momentum in self.norms
                 if mean in place
             ]
-            leaves = tuple(self.leaves[i] for i in own)
-            at = tuple(self.at[i] for i in own)
+            leaves = tuple(self.leaves[i] for i in chosen)
+            at = tuple(self.at[i] for i in chosen)
             kinds = self.specs, self.made
-            specs, made = (tuple(column[i] for i in own) for column in kinds)
+            specs, made = (tuple(column[i] for i in chosen) for column in kinds)
             found.append(State(leaves, at, specs, made, tuple(norms)))
         return found
 
@@ -156,7 +156,7 @@ def _is_wider(new: Any, old: Any) -> bool:
 
 
 def written_by(program: Traced, first: int, written: Sequence[Written]) -> State:
-    """What a program writes of what it returns beside the loss.
+    """What a program writes of what it returns besides the loss.
 
     Args:
       program: the program, in training.
@@ -170,7 +170,7 @@ def written_by(program: Traced, first: int, written: Sequence[Written]) -> State
       ValueError: if a call writes what the step does not take from it, or batch norms
         cannot be merged.
     """
-    leaves = program.beside[first:]
+    leaves = program.aux_vars[first:]
     closed = _returning(program, leaves)
     origins = _flow.origins(closed, _batchnorm.MARK)
     # A transformation such as nn.remat returns all it was given as if it had made it.
@@ -207,7 +207,7 @@ def without_the_rest(
 
 def changes(program: Traced, first: int, written: Sequence[Written]) -> list[Written]:
     """Those of the leaves that a program, in evaluation, changes all the same."""
-    origins = _flow.origins(_returning(program, program.beside[first:]))
+    origins = _flow.origins(_returning(program, program.aux_vars[first:]))
     pairs = zip(written, origins, strict=True)
     return [leaf for leaf, origin in pairs if origin != leaf.at]
 
@@ -217,11 +217,11 @@ def _returning(program: Traced, leaves: Sequence[Any]) -> core.ClosedJaxpr:
     return core.ClosedJaxpr(jaxpr, program.closed.consts)
 
 
-def _check_lasting(own: Sequence[Written], specs: Sequence[Any]) -> None:
+def _check_lasting(written: Sequence[Written], specs: Sequence[Any]) -> None:
     """Refuses a call that writes what the step does not take from it."""
 
     def where(chosen: Callable[[Written, Any], bool]) -> list[str]:
-        return [x.text for x, s in zip(own, specs, strict=True) if chosen(x, s)]
+        return [x.text for x, s in zip(written, specs, strict=True) if chosen(x, s)]
 
     refuse(
         "parameters are changed by the optimizer alone; what a call writes to them "
@@ -257,14 +257,14 @@ def _check_norms(closed: core.ClosedJaxpr, found: set[str]) -> None:
         )
 
 
-def _check_dtypes(state: State, own: Sequence[Written]) -> None:
+def _check_dtypes(state: State, written: Sequence[Written]) -> None:
     """A leaf keeps its dtype, in which all that is written to it must have a place.
 
     A mean over micro-batches has none in integers. Running statistics of batch norms
     may stay in single precision, in which Flax makes them.
     """
     norms = {place for mean, var, _ in state.norms for place in (mean, var)}
-    triples = zip(own, state.specs, state.made, strict=True)
+    triples = zip(written, state.specs, state.made, strict=True)
     for place, (leaf, spec, made) in enumerate(triples):
         is_real = not jnp.issubdtype(made.dtype, jnp.complexfloating)
         fits = place in norms and is_real and spec.dtype.itemsize >= _SINGLE

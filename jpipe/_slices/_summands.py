@@ -37,11 +37,11 @@ def apart(program: Traced, split: Sequence[bool], scale: float, share: float) ->
     """
     closed, loss = program.closed, _Sum(program, split)
     inner = loss.inner()
-    own = closed.jaxpr.replace(outvars=[*inner, *closed.jaxpr.outvars[1:]])
+    jaxpr = closed.jaxpr.replace(outvars=[*inner, *closed.jaxpr.outvars[1:]])
     is_once = program.of_batch.isdisjoint(set(inner) - loss.of_examples)
 
     def run(*args: Any) -> list[Any]:
-        results = _jaxpr.as_traced(core.ClosedJaxpr(own, closed.consts))(*args)
+        results = _jaxpr.as_traced(core.ClosedJaxpr(jaxpr, closed.consts))(*args)
         values, aux = dict(zip(inner, results, strict=False)), results[len(inner) :]
         if loss.is_of_examples:
             data = loss.read(loss.root, values)

@@ -77,6 +77,6 @@ class Gradients:
         first = len(jax.tree.leaves(x))
         end = first + len(jax.tree.leaves(specs))
         x_axes, axes = batch.x_axes[:first], batch.x_axes[first:end]
-        own = Batch(x, x_axes, specs, axes, None, batch.sizes, batch.num_shards)
+        micro = Batch(x, x_axes, specs, axes, None, batch.sizes, batch.num_shards)
         outputs = self._outputs[0]
-        self.unchecked = _probe.check(objective, outputs, targets, own, self._axis)
+        self.unchecked = _probe.check(objective, outputs, targets, micro, self._axis)

@@ -43,7 +43,7 @@ class TrainStep:
       gradients: of its loss: what is built for variables, an input, targets, a key, and
         whether to train.
       tx: the optimizer.
-      has_aux: whether the loss function returns something beside the loss.
+      has_aux: whether the loss function returns something besides the loss.
       feed: gives what this process has to know of an input and targets.
       donate: whether the given state is overwritten.
       by_layer: whether states have an entry for each layer.
@@ -282,8 +282,8 @@ def _optimizer(
     specs, layout = _microbatch.specs(state.params, "params"), gradient.layout
     count = len(jax.tree.leaves(specs))
     at = {leaf: i for i, leaf in enumerate(_order(state))}
-    own = [at[leaf] for leaf in range(count)]
-    where = [layout.homes[i] for i in own], [layout.shardings[i] for i in own]
+    leaves = [at[leaf] for leaf in range(count)]
+    where = [layout.homes[i] for i in leaves], [layout.shardings[i] for i in leaves]
     return Optimizer(tx, specs, layout.trained, gradient.pipe, *where)
 
 

@@ -35,7 +35,7 @@ def check_optimizer(tx: Any) -> optax.GradientTransformation:
 
 
 class Transformation:
-    """``init`` and ``update`` of an optimizer, with errors that say what to type.
+    """``init`` and ``update`` of an optimizer, with errors that name what to type.
 
     Leaves of integers are not parameters: the optimizer does not see them, and their
     updates are zeros. What is not trained is ``None``, as for optax.
@@ -73,15 +73,15 @@ def optimizer(
     tx: Any, devices: Sequence[Device]
 ) -> optax.GradientTransformationExtraArgs:
     """See `Pipeline.optimizer`."""
-    own = Transformation(
+    transformation = Transformation(
         tx,
-        "what an optimizer needs beside gradients, state and parameters is given by "
+        "what an optimizer needs besides gradients, state and parameters is given by "
         "name: tx.update(grads, state, params, value=loss)",
     )
 
     def jitted(name: str, rule: Rule) -> Jitted:
         names = f"optimizer_{name}", f"raised by tx.{name}"
-        return Jitted(getattr(own, name), devices, *names, rule=rule)
+        return Jitted(getattr(transformation, name), devices, *names, rule=rule)
 
     init, update_all = jitted("init", of_init), jitted("update", of_update)
 
@@ -132,7 +132,7 @@ def _with_integers(updates: PyTree, grads: PyTree, params: PyTree) -> PyTree:
         return updates
     if params is None:
         raise ValueError(
-            "a gradient of integers says neither their dtype nor their device; give "
+            "a gradient of integers has neither their dtype nor their device; give "
             "the parameters too: tx.update(grads, state, params)"
         )
     return jax.tree.map(
@@ -147,13 +147,13 @@ def _with_integers(updates: PyTree, grads: PyTree, params: PyTree) -> PyTree:
 
 @contextmanager
 def _gaps_explained(grads: PyTree) -> Iterator[None]:
-    """Says what to give beside gradients that are None, where an optimizer fails."""
+    """Explains what to give with gradients that are None, where an optimizer fails."""
     try:
         yield
     except ValueError as error:
         flat = jax.tree_util.tree_leaves_with_path(grads, is_leaf=lambda g: g is None)
         gaps = [f"grads{keystr(path)}" for path, leaf in flat if leaf is None]
-        if not gaps or "structure" not in str(error):  # as `jax.tree.map` says it
+        if not gaps or "structure" not in str(error):  # as `jax.tree.map` words it
             raise
         raise ValueError(
             f"{len(gaps)} gradients are None, as trainable= leaves them: {gaps[0]} is "
@@ -176,7 +176,7 @@ def _explained(missing: str) -> Iterator[None]:
     except Exception as error:
         text = str(error)
         is_missing = isinstance(error, TypeError) and "missing" in text
-        if is_missing or "must be provided" in text:  # as optax says it
+        if is_missing or "must be provided" in text:  # as optax words it
             error.add_note(missing)
         if "tuple" in text and any(w in text for w in ("dict", "indices", "'items'")):
             error.add_note(

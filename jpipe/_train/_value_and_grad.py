@@ -21,8 +21,8 @@ class ValueAndGrad:
 
     Args:
       gradients: of its loss.
-      has_aux: whether the loss function returns something beside the loss.
-      has_state: whether what training changes beside parameters is returned too.
+      has_aux: whether the loss function returns something besides the loss.
+      has_state: whether what training changes besides parameters is returned too.
       feed: gives what this process has to know of an input, targets and keys.
     """
 
@@ -78,16 +78,16 @@ class ValueAndGrad:
             next(found) if trained else self._without(leaves[at])
             for at, trained in zip(layout.params, layout.trained, strict=True)
         ]
-        beside = [built.aux_tree.unflatten(aux)] if self._has_aux else []
+        extra = [built.aux_tree.unflatten(aux)] if self._has_aux else []
         if self._has_state:
             for at in built.state:
                 leaves[at] = next(found)
-            beside.append(_variables.model_state(tree.unflatten(leaves)))
+            extra.append(_variables.model_state(tree.unflatten(leaves)))
         elif built.written and not self._has_warned:
             self._has_warned = True
             at = [at for at, _ in built.written]
             _warn_of_state(_variables.collections(variables, at))
-        value = (loss, *beside) if beside else loss
+        value = (loss, *extra) if extra else loss
         params = jax.tree.structure(_variables.params(variables))
         return value, params.unflatten(grads)
 
@@ -108,7 +108,7 @@ class ValueAndGrad:
     def _without(self, leaf: Any) -> Any:
         """What stands for the gradient of a leaf that has none.
 
-        Where it was not said what is trained, that of `jax.grad` for integers.
+        Where ``trainable`` was left out, that of `jax.grad` for integers.
         """
         if not self._gradients.trainable.selects_all:
             return None

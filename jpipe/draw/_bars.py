@@ -20,7 +20,7 @@ class Part(NamedTuple):
 
     size: float
     fill: str
-    says: str
+    tooltip: str
 
 
 class Row(NamedTuple):
@@ -40,7 +40,7 @@ class Bars(NamedTuple):
       title: above all.
       heads: above the bars of time, and above those of bytes.
       rows: from top to bottom.
-      legend: the colours, by what they say.
+      legend: the colours, by what they mean.
       seconds: of which the bars of time are parts, the rest hatched; ``None`` if of
         nothing.
       limit: bytes at which a line is drawn; ``None`` for no line.
@@ -73,7 +73,7 @@ def picture(bars: Bars, width: float) -> Picture:
 
 def _shapes(bars: Bars, width: float) -> Iterator[Shape]:
     after = [
-        8 + max(text_width(says, LABEL) for says in column)
+        8 + max(text_width(text, LABEL) for text in column)
         for column in zip(*((row.time, row.size) for row in bars.rows), strict=True)
     ]
     part = (width - _LEFT - sum(after) - _BETWEEN - _MARGIN) / 2
@@ -90,11 +90,11 @@ def _shapes(bars: Bars, width: float) -> Iterator[Shape]:
     for head, side in zip(bars.heads, (time, room), strict=True):
         yield Text(side.left, _TOP - 10, head, LABEL - 1, palette.GREY)
     if bars.limit is not None:
-        x, says = room.right, f"limit {size(bars.limit)}"
+        x, text = room.right, f"limit {size(bars.limit)}"
         if not far:
             x = room.x(bars.limit)
             yield Path(((x, _TOP - 6), (x, bottom)), stroke=_LIMIT, width=1.5)
-        yield Text(x, _TOP - 10, says, LABEL - 1, _LIMIT, "middle")
+        yield Text(x, _TOP - 10, text, LABEL - 1, _LIMIT, "middle")
     for i, row in enumerate(bars.rows):
         yield from _row(row, time, room, _TOP + i * _PITCH, bars.seconds is not None)
     yield from _legend(bars.legend, bottom)
@@ -109,20 +109,20 @@ def _row(
     if of_a_whole:
         whole = time.right - time.left
         yield Rect(time.left, y, whole, _BAR, palette.HATCH, hatched=True)
-    for side, parts, says in ((time, row.times, row.time), (room, row.sizes, row.size)):
+    for side, parts, text in ((time, row.times, row.time), (room, row.sizes, row.size)):
         now = 0.0
         for part in parts:
             left, right = side.x(now), side.x(now + part.size)
-            yield Rect(left, y, right - left, _BAR, part.fill, part.says)
+            yield Rect(left, y, right - left, _BAR, part.fill, part.tooltip)
             now += part.size
         behind = side.right if side is room or of_a_whole else side.x(now)
-        if says:
-            yield Text(behind + 8, middle, says, LABEL, palette.INK)
+        if text:
+            yield Text(behind + 8, middle, text, LABEL, palette.INK)
 
 
 def _legend(legend: Mapping[str, str], y: float) -> Iterator[Shape]:
     x = _LEFT
-    for says, fill in legend.items():
+    for text, fill in legend.items():
         yield Rect(x, y + 3, 14.0, 10.0, fill)
-        yield Text(x + 19, y + 12, says, LABEL, palette.INK)
-        x += 19 + text_width(says, LABEL) + 14
+        yield Text(x + 19, y + 12, text, LABEL, palette.INK)
+        x += 19 + text_width(text, LABEL) + 14

@@ -48,7 +48,7 @@ class Frame:
         part = time / self.span if self.span else 0.0
         return self.left + part * (self.right - self.left)
 
-    def says(self, time: float) -> str:
+    def text(self, time: float) -> str:
         """A time as it is written."""
         return f"{number(time * self.factor)}{self.unit and ' ' + self.unit}"
 
@@ -92,7 +92,7 @@ def frame_of(
     after = _MARGIN + 8 + max(text_width(label, LABEL - 1) for label in labels)
     shortest = _ordinary(timelines) / span if span else 1.0
     if width is None:
-        # Where no action takes any time, none asks for room.
+        # Where no action takes any time, none needs room.
         natural = left + after + _ACTION / max(shortest, _ACTION / _WIDEST)
         width = min(max(natural, at_least), _WIDEST)
     width = checked(width)

@@ -57,8 +57,8 @@ def picture(
 def _joined(above: Picture, below: Picture) -> Picture:
     """One picture above another that is as wide."""
     shapes = *above.shapes, *(lowered(shape, above.height) for shape in below.shapes)
-    says = f"{above.description}; {below.description}"
-    return Picture(below.width, above.height + below.height, shapes, says)
+    description = f"{above.description}; {below.description}"
+    return Picture(below.width, above.height + below.height, shapes, description)
 
 
 def _stacked(
@@ -79,11 +79,11 @@ def _stacked(
     shapes += _axis(frame, y - _BETWEEN)
     y += _AXIS
     legend, y = _legend(shown, frame, y)
-    says = "; ".join(
+    description = "; ".join(
         f"{name}: {summary(timeline, frame)}"
         for timeline, name in zip(shown, names, strict=True)
     )
-    return Picture(frame.width, y + 6, (*grid, *shapes, *legend), says)
+    return Picture(frame.width, y + 6, (*grid, *shapes, *legend), description)
 
 
 def listed(timelines: Any) -> tuple[Timeline, ...]:
@@ -138,9 +138,9 @@ def _axis(frame: Frame, y: float) -> Iterator[Shape]:
     name = f"time, {frame.unit}" if frame.unit else "time"
     yield Text(frame.left - 8, base, name, _SMALL, palette.GREY, "end")
     for time in frame.ticks():
-        x, says = frame.x(time), number(time * frame.factor)
+        x, text = frame.x(time), number(time * frame.factor)
         yield Path(((x, y), (x, y + 4)), stroke=palette.GREY)
-        yield Text(x, base, says, _SMALL, palette.GREY, "middle")
+        yield Text(x, base, text, _SMALL, palette.GREY, "middle")
 
 
 def _legend(
@@ -149,13 +149,13 @@ def _legend(
     """The entries, from left to right in as many lines as they need."""
     shapes: list[Shape] = []
     x, y = frame.left, top
-    for kind, says in _entries(timelines, frame):
+    for kind, text in _entries(timelines, frame):
         swatch = _SWATCH + 6 if kind else 0.0
-        width = swatch + text_width(says, LABEL) + 12
+        width = swatch + text_width(text, LABEL) + 12
         if x > frame.left and x + width > frame.width:
             x, y = frame.left, y + _LEGEND_LINE
         shapes += _swatch(kind, timelines, x, y + 3)
-        shapes.append(Text(x + swatch, y + 12, says, LABEL, palette.INK))
+        shapes.append(Text(x + swatch, y + 12, text, LABEL, palette.INK))
         x += width
     return shapes, y + _LEGEND_LINE
 

@@ -34,7 +34,7 @@ def panel(timeline: Timeline, title: str, frame: Frame, top: float) -> Iterator[
 def summary(timeline: Timeline, frame: Frame) -> str:
     """The makespan and the bubble in words."""
     bubble = share(timeline.bubble_fraction)
-    return f"makespan {frame.says(timeline.makespan)}, bubble {bubble}"
+    return f"makespan {frame.text(timeline.makespan)}, bubble {bubble}"
 
 
 def gaps(timeline: Timeline, rank: int) -> Iterator[tuple[float, float]]:
@@ -52,8 +52,8 @@ def gaps(timeline: Timeline, rank: int) -> Iterator[tuple[float, float]]:
 def _exchanges(timeline: Timeline, rank: int) -> list[tuple[float, float]]:
     """When a rank adds up gradients with others, after the first start."""
     first = timeline.begin
-    own = (exchange for exchange in timeline.exchanges if rank in exchange.ranks)
-    return [(exchange.start - first, exchange.end - first) for exchange in own]
+    exchanges = (exchange for exchange in timeline.exchanges if rank in exchange.ranks)
+    return [(exchange.start - first, exchange.end - first) for exchange in exchanges]
 
 
 def _pitch(timeline: Timeline, frame: Frame) -> float:
@@ -67,19 +67,19 @@ def _has_memory(timeline: Timeline, frame: Frame) -> bool:
 
 
 def _heading(timeline: Timeline, title: str, frame: Frame, top: float):
-    says = summary(timeline, frame)
-    room = frame.right - frame.left - text_width(says, LABEL) - 20
+    text = summary(timeline, frame)
+    room = frame.right - frame.left - text_width(text, LABEL) - 20
     shown = shortened(title, TITLE * 1.1, room)  # bold letters are wider
     y = top + _TITLE_HEIGHT - 9
     yield Text(frame.left, y, shown, TITLE, palette.INK, bold=True)
-    yield Text(frame.right, y, says, LABEL, palette.GREY, "end")
+    yield Text(frame.right, y, text, LABEL, palette.GREY, "end")
 
 
 def _idle(timeline: Timeline, rank: int, frame: Frame, y: float) -> Iterator[Rect]:
     for start, end in gaps(timeline, rank):
         x, width = frame.x(start), frame.x(end) - frame.x(start)
-        says = f"idle: {frame.says(start)} to {frame.says(end)}"
-        yield Rect(x, y, width, _BAR, palette.HATCH, says, hatched=True)
+        text = f"idle: {frame.text(start)} to {frame.text(end)}"
+        yield Rect(x, y, width, _BAR, palette.HATCH, text, hatched=True)
 
 
 def _boxes(timeline: Timeline, rank: int, frame: Frame, y: float) -> Iterator[Shape]:
@@ -89,10 +89,10 @@ def _boxes(timeline: Timeline, rank: int, frame: Frame, y: float) -> Iterator[Sh
         start, end = since_start(timeline, action)
         x, width = frame.x(start), frame.x(end) - frame.x(start)
         fill = palette.shade(action.op, chunk_of[action.stage], count)
-        says = f"{action}: {frame.says(start)} to {frame.says(end)}"
+        text = f"{action}: {frame.text(start)} to {frame.text(end)}"
         # An outline as wide as the box would hide it.
         edge = min(0.8, width / 8)
-        boxes.append(Rect(x, y, width, _BAR, fill, says, edge=edge))
+        boxes.append(Rect(x, y, width, _BAR, fill, text, edge=edge))
         # The room that the longest number takes decides for all: else those of the
         # first ten micro-batches alone would be shown.
         if width >= frame.number_width - 1e-9:
@@ -102,8 +102,8 @@ def _boxes(timeline: Timeline, rank: int, frame: Frame, y: float) -> Iterator[Sh
             numbers.append(Text(x + width / 2, middle, label, size, ink, "middle"))
     for start, end in _exchanges(timeline, rank):
         x, width = frame.x(start), frame.x(end) - frame.x(start)
-        says = f"exchange of gradients: {frame.says(start)} to {frame.says(end)}"
-        boxes.append(Rect(x, y, width, _BAR, palette.EXCHANGE, says))
+        text = f"exchange of gradients: {frame.text(start)} to {frame.text(end)}"
+        boxes.append(Rect(x, y, width, _BAR, palette.EXCHANGE, text))
     # Equal colours one after the other make a shorter file.
     yield from sorted(boxes, key=lambda box: (box.fill, box.x))
     yield from sorted(numbers, key=lambda text: (text.fill, text.x))
@@ -124,8 +124,8 @@ def _memory(timeline: Timeline, rank: int, frame: Frame, top: float) -> Iterator
     (time, _), (x, y) = max(
         zip(steps, curve, strict=True), key=lambda corner: corner[0][1]
     )
-    says = f"{label}, first at {frame.says(time)}"
-    yield Rect(x - 1.5, y - 1.5, 3, 3, palette.MEMORY_LINE, says)
+    text = f"{label}, first at {frame.text(time)}"
+    yield Rect(x - 1.5, y - 1.5, 3, 3, palette.MEMORY_LINE, text)
 
 
 def _steps(timeline: Timeline, rank: int) -> list[tuple[float, float]]:

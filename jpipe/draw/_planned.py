@@ -57,15 +57,15 @@ def planned(plan: Any) -> tuple[Bars, Timeline]:
     if timeline.makespan < forecast.seconds:
         name = f"{timeline.name}: the devices alone, which wait for the host"
         timeline = dataclasses.replace(timeline, name=name)
-    # What a rank holds beside the optimizer's state and workspace would contradict the
+    # What a rank holds besides the optimizer's state and workspace would contradict the
     # bars above, which have all of it.
     return bars, dataclasses.replace(timeline, memory=())
 
 
 def _row(plan: Any, rank: int) -> Row:
-    forecast, own = plan.forecast, [x for x in plan.stages if x.rank == rank]
-    layers = " + ".join(_abridged(plan.names[stage.index]) for stage in own)
-    modes = " and ".join(dict.fromkeys(stage.remat for stage in own))
+    forecast, stages = plan.forecast, [x for x in plan.stages if x.rank == rank]
+    layers = " + ".join(_abridged(plan.names[stage.index]) for stage in stages)
+    modes = " and ".join(dict.fromkeys(stage.remat for stage in stages))
     busy, memory = forecast.busy[rank], forecast.memory[rank]
     return Row(
         name=f"rank {rank}, {modes}: {layers}",

@@ -27,12 +27,12 @@ def png(
       timelines: one or several, or schedules, with the default costs; or a plan: from
         `jpipe.plan`, drawn as bars of time and memory above its timeline, or from
         `jpipe.replicate`, as its timeline; or a profile, drawn as bars.
-      path: of the file to write; its ending, ``.png`` or ``.pdf``, says which.
+      path: of the file to write; its ending, ``.png`` or ``.pdf``, decides which.
       titles: one for each; default: their names.
       width: in pixels; default: as for `svg`. A PNG has twice as many dots.
 
     Raises:
-      ImportError: without matplotlib; the message says what to type.
+      ImportError: without matplotlib; the message names what to type.
       ValueError: if there is no timeline, another number of titles, or an ending that
         is neither.
     """

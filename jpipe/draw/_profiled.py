@@ -1,4 +1,4 @@
-"""A profile: what each layer takes and keeps of one micro-batch."""
+"""A profile: what each layer takes and stores of one micro-batch."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -7,12 +7,12 @@ from ..schedules._units import duration, many, size
 from . import _palette as palette
 from ._bars import Bars, Part, Row
 
-# What keeps little, and what more is kept where nothing is computed again.
+# What stores little, and what more is stored where nothing is computed again.
 _KEPT = {"min_cut": "#e69f00", "none": "#f6dca6"}
 
 
 def profiled(profile: Any) -> Bars:
-    """For each layer its times and the bytes that it keeps of a micro-batch.
+    """For each layer its times and the bytes of its residuals of a micro-batch.
 
     Args:
       profile: from `jpipe.profile`, or read from a file.
@@ -31,19 +31,19 @@ def profiled(profile: Any) -> Bars:
     drawn = {p.fill for row in rows for p in (*row.times, *row.sizes) if p.size}
     ops = {palette.NAMES[op]: palette.OPS[op] for op in "FB"}
     modes = [mode for mode, fill in _KEPT.items() if fill in drawn]
-    kept = {f"{'more ' * (m != modes[0])}kept by {m}": _KEPT[m] for m in modes}
+    stored = {f"{'more ' * (m != modes[0])}kept by {m}": _KEPT[m] for m in modes}
     return Bars(
         title=f"{many(len(layers), 'layer')}, a micro-batch of "
         f"{many(examples, 'example')}: {total}{how}",
         heads=("forward and backward", "kept between them"),
         rows=rows,
-        legend={says: fill for says, fill in (ops | kept).items() if fill in drawn},
+        legend={name: fill for name, fill in (ops | stored).items() if fill in drawn},
     )
 
 
 def _row(number: int, layer: Any) -> Row:
     times = {"F": layer.forward, "B": layer.backward}
-    kept = [
+    stored = [
         (mode, layer.kept_bytes[mode]) for mode in _KEPT if mode in layer.kept_bytes
     ]
     return Row(
@@ -53,14 +53,14 @@ def _row(number: int, layer: Any) -> Row:
             for op, time in times.items()
         ),
         time=duration(sum(times.values())),
-        sizes=tuple(_above(kept)),
-        size=" to ".join(dict.fromkeys(size(held) for _, held in kept)),
+        sizes=tuple(_above(stored)),
+        size=" to ".join(dict.fromkeys(size(held) for _, held in stored)),
     )
 
 
-def _above(kept: Sequence[tuple[str, int]]) -> Iterator[Part]:
-    """Each mode from where the one before it ends: what it keeps more."""
+def _above(stored: Sequence[tuple[str, int]]) -> Iterator[Part]:
+    """Each mode from where the one before it ends: what it stores more."""
     before = 0
-    for mode, held in kept:
+    for mode, held in stored:
         yield Part(max(held - before, 0), _KEPT[mode], f"by {mode}: {size(held)}")
         before = held

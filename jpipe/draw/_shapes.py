@@ -8,14 +8,14 @@ _NARROW, _DIGIT, _NORMAL, _UPPER, _WIDE = 0.42, 0.64, 0.65, 0.78, 1.0
 
 
 class Rect(NamedTuple):
-    """A filled or hatched rectangle; ``says`` is shown when a mouse rests on it."""
+    """A filled or hatched rectangle; a mouse that rests on it shows ``tooltip``."""
 
     x: float
     y: float
     width: float
     height: float
     fill: str
-    says: str = ""
+    tooltip: str = ""
     hatched: bool = False
     edge: float = 0.0  # the width of a white outline
 

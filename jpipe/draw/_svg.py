@@ -11,7 +11,7 @@ from ._shapes import Path, Rect, Shape, Text
 
 _HEAD = """\
 <svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" \
-viewBox="0 0 {width} {height}" role="img" aria-label="{says}" \
+viewBox="0 0 {width} {height}" role="img" aria-label="{description}" \
 font-family="Helvetica, Arial, sans-serif">
 <defs><pattern id="jpipe-idle" width="5" height="5" patternUnits="userSpaceOnUse" \
 patternTransform="rotate(45)"><path d="M0 0V5" stroke="{hatch}" stroke-width="1.6"/>\
@@ -56,7 +56,7 @@ def svg(
     head = _HEAD.format(
         width=_number(drawn.width),
         height=_number(drawn.height),
-        says=escape(drawn.description),
+        description=escape(drawn.description),
         hatch=palette.HATCH,
     )
     return "\n".join([head, *_groups(drawn.shapes), "</svg>\n"])
@@ -95,8 +95,8 @@ def _element(shape: Shape) -> str:
         return f'<polyline points="{points}"/>'
     x, y, width, height = map(_number, shape[:4])
     box = f'<rect x="{x}" y="{y}" width="{width}" height="{height}"'
-    says = escape(shape.says, quote=False)
-    return f"{box}><title>{says}</title></rect>" if says else f"{box}/>"
+    tooltip = escape(shape.tooltip, quote=False)
+    return f"{box}><title>{tooltip}</title></rect>" if tooltip else f"{box}/>"
 
 
 def _number(value: float) -> str:

@@ -119,13 +119,13 @@ class _Process:
                 for need in needs(action):
                     source = timeline.homes[need.microbatch][need.stage]
                     if source != rank:
-                        own = {"id": next(numbers), "cat": "transfer"}
+                        event = {"id": next(numbers), "cat": "transfer"}
                         # An arrow belongs to the slice around its time, so both ends
                         # stay inside: at an edge two slices meet.
-                        own["ts"] = self._inside(need, 0.99)
-                        yield self._event("s", "transfer", source, **own)
-                        own |= {"ts": self._inside(action, 0.01), "bp": "e"}
-                        yield self._event("f", "transfer", rank, **own)
+                        event["ts"] = self._inside(need, 0.99)
+                        yield self._event("s", "transfer", source, **event)
+                        event |= {"ts": self._inside(action, 0.01), "bp": "e"}
+                        yield self._event("f", "transfer", rank, **event)
 
     def _inside(self, action: Action, part: float) -> float:
         """When so much of an action has run."""

@@ -98,7 +98,7 @@ def _weight(layer: LayerProfile, kind: str) -> float:
 
 
 def _modes(remat: Any) -> Any:
-    """What stages keep, by the modes that a profile knows; of a policy a guess."""
+    """What stages store, by the modes that a profile knows; of a policy a guess."""
     if not isinstance(remat, str) and isinstance(remat, Sequence):
         return [_modes(each) for each in remat]
     if remat == "except_last":  # of all micro-batches but one

@@ -59,7 +59,7 @@ class Chain:
 
     Attributes:
       profile: of the layers.
-      modes: what each stage keeps; see `Profile.costs`.
+      modes: which residuals each stage stores; see `Profile.costs`.
       bandwidth: bytes per second between two ranks; ``None``: as many as there are.
       latency: seconds that a transfer takes whatever its size.
     """
@@ -87,7 +87,7 @@ class Chain:
     def costs(self, ends: Sequence[int]) -> Costs:
         """Times and transfers of the stages between two ends each.
 
-        The forward of a last stage that keeps its input only is a part of its backward.
+        The forward of a last stage that stores only its input is part of its backward.
         """
         times = self.profile.times(ends, self.modes, self.bandwidth, self.latency)
         if self.modes[-1] == "full":
@@ -129,9 +129,9 @@ class Chain:
         """What a rank with one stage needs, for each stage that it may have."""
         (stage,), counts = rank
         profile, mode = self.profile, self.modes[stage]
-        kept = profile.kept_of[mode]
+        residuals = profile.kept_of[mode]
         pending = profile.kept_of[profile.pending_mode(mode)]
-        moments = [before * kept + after * pending for before, after in counts]
+        moments = [before * residuals + after * pending for before, after in counts]
         return functools.reduce(np.maximum, moments) + self._static
 
     def rank_bytes(self, rank: InFlight, cuts: Cuts) -> npt.NDArray[np.float64]:
@@ -140,9 +140,9 @@ class Chain:
         modes = [self.modes[s] for s in rank.stages]
         modes += [*map(self.profile.pending_mode, modes)]
         pairs = zip(modes, [*stages, *stages], strict=True)
-        kept = [self.profile.kept_of[mode][stage] for mode, stage in pairs]
+        residuals = [self.profile.kept_of[mode][stage] for mode, stage in pairs]
         # (moments, stages) @ (stages, cuts)
-        each = np.array(rank.counts, float) @ np.reshape(kept, (-1, len(cuts)))
+        each = np.array(rank.counts, float) @ np.reshape(residuals, (-1, len(cuts)))
         return each.max(axis=0) + sum(self._static[stage] for stage in stages)
 
     def _whole(self, seconds: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

@@ -33,7 +33,7 @@ def climb(
     Args:
       starts: where to begin.
       keys: of some cuts, one or more.
-      most: how many cuts to look at, beside the starts.
+      most: how many cuts to look at, besides the starts.
       patience: around how many cuts to look for a better one before giving up.
 
     Returns:

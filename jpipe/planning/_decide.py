@@ -39,7 +39,7 @@ from ._verify import choose
 
 PyTree = Any
 _FORWARD_ONLY = "forward_only"
-# What `jpipe.profile` takes beside the layers and a sample.
+# What `jpipe.profile` takes besides the layers and a sample.
 _OPTIONS = {field.name for field in dataclasses.fields(Request)} - {
     *("layers", "sample", "num_microbatches"),
 }
@@ -77,15 +77,15 @@ def plan(
 
     A stage may have several devices, all stages as many, on which the examples of each
     micro-batch are spread: the axis ``"data"`` of a mesh. Each of them has all of the
-    stage's parameters, gradients and optimizer state, and what is kept of its own
+    stage's parameters, gradients and optimizer state, and the residuals of its own
     examples; they add up their gradients once in a step, in a ring. M micro-batches on
     D devices give the numbers of M * D micro-batches on one.
 
-    Each action takes the ``action_seconds`` of the profile beside what it computes, and
+    Each action takes the ``action_seconds`` of the profile and what it computes, and
     one thread has all programs and transfers of a step run, one after another: tiny
     layers are not spread over many devices.
 
-    What each part of the optimizer's state belongs to is told by its path, as in a
+    The path of each part of the optimizer's state decides what it belongs to, as in a
     train step. What belongs to no parameter, such as counters, is counted with the
     first layer; what tied layers share, with the first of them. What `tx.update` needs
     while it runs is not counted.
@@ -172,7 +172,7 @@ def plan(
     required = None
     if balance is not None:
         required = check_balance(balance, len(finest.model.names))
-    # All that is said on a terminal meanwhile counts from here.
+    # All that a terminal shows meanwhile counts from here.
     with Progress("plans made"):
         optimizer = _optimizer_bytes(tx, finest.model)
         _check_layers(finest.model, optimizer, hardware)
@@ -201,7 +201,7 @@ def plan(
 
 
 def _as_made(profile: Any) -> dict[str, Any]:
-    """The options by which a profile was made, as it says.
+    """The options by which a profile was made, as it stores them.
 
     Raises:
       TypeError: if it is no profile.
@@ -239,7 +239,7 @@ def _profiles(
 def _linked(
     hardware: Hardware, latency: float | None, where: Device | Rates
 ) -> Hardware:
-    """With what transfers take, where nobody says it and it can be measured."""
+    """With what transfers take, where it is not given and can be measured."""
     if isinstance(where, Rates) or hardware.num_devices == 1:
         return hardware
     others = [d for d in jax.local_devices(backend=where.platform) if d != where]
@@ -261,9 +261,9 @@ def _optimizer_bytes(tx: optax.GradientTransformation, model: Traced) -> list[in
     """The optimizer's state of each layer."""
     numbers, tree = jax.tree.flatten(model.params)
     trained = [model.stages.trained[i] for i in numbers]
-    homes = [model.homes[i] for i in numbers]
+    owners = [model.owner_layers[i] for i in numbers]
     params = tree.unflatten(model.specs(numbers))
-    return state_bytes(tx, params, trained, homes, len(model.names))
+    return state_bytes(tx, params, trained, owners, len(model.names))
 
 
 def _check_layers(
@@ -283,8 +283,8 @@ def _check_layers(
         held = sum(map(nbytes, model.specs([*params, *state])))
         gradients = sum(nbytes(sum_spec(leaf)) for leaf in model.specs(trained))
         if limit is not None and held + gradients + optimizer > limit:
-            own = Memory(held, gradients, optimizer, 0, 0)
-            too_large.append(f"layer {i} ({name}) {own.short(limit)}")
+            memory = Memory(held, gradients, optimizer, 0, 0)
+            too_large.append(f"layer {i} ({name}) {memory.short(limit)}")
     if too_large:
         raise ValueError(
             f"memory_limit={limit:,} bytes on {hardware.num_devices} devices: no plan "

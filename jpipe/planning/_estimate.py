@@ -5,7 +5,7 @@ operations or that of the bytes that it reads and writes, whichever is longer. X
 what is cheap, such as sums, masks and reductions: all of that in a program is taken as
 one, which touches only what others read of it or write for it.
 
-Memory beside arguments and results: at most what is alive at once of what equations
+Memory besides arguments and results: at most what is alive at once of what equations
 make, each as an array of its own: no fusion, no view. XLA needs less, but for what a
 product or a convolution takes for itself, which no jaxpr shows.
 
@@ -93,7 +93,7 @@ def workspace_bytes(function: Function) -> int:
 
 
 def _most(jaxpr: core.Jaxpr) -> int:
-    """The most beside inputs and results, at the equation that needs most."""
+    """The most besides inputs and results, at the equation that needs most."""
     outside = _jaxpr.variables([*jaxpr.outvars, *jaxpr.invars, *jaxpr.constvars])
     last: dict[core.Var, int] = {}
     for number, eqn in enumerate(jaxpr.eqns):

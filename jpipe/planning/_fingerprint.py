@@ -24,7 +24,7 @@ _config: Any = jax.config
 def fingerprint(model: Traced, train: bool, where: Device | Rates) -> dict[str, str]:
     """What a profile of layers is made on, by name.
 
-    A layer is told by its name, the shapes and dtypes of what it is given, holds and
+    A layer is known by its name, the shapes and dtypes of what it is given, holds and
     gives, and a digest of the operations that it traces to; not by the values that it
     holds.
 

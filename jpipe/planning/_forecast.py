@@ -23,7 +23,7 @@ class Candidate:
 
     Attributes:
       balance: layers of each stage.
-      remat: what each stage keeps.
+      remat: which residuals each stage stores.
       schedule: who runs what when.
       timeline: the schedule with the costs of these stages.
       memory: of each rank at its peak.
@@ -32,7 +32,7 @@ class Candidate:
       data: on how many devices of each rank the examples of a micro-batch are spread.
       residual_bytes: the most that each stage stores between forward and backward, once
         it was lowered.
-      kept: what each stage keeps of a micro-batch, likewise; ``None`` where its forward
+      stored: by each stage of a micro-batch, likewise; ``None`` where its forward
         is a part of its backward.
     """
 
@@ -45,7 +45,7 @@ class Candidate:
     profile: Profile
     data: int
     residual_bytes: tuple[int, ...] = ()
-    kept: tuple[Kept | None, ...] = ()
+    stored: tuple[Kept | None, ...] = ()
 
     @property
     def costs(self) -> Costs:
@@ -133,7 +133,7 @@ def evaluate(
     Args:
       space: what it is chosen from.
       balance: layers of each stage.
-      remat: what each stage keeps.
+      remat: which residuals each stage stores.
       schedule: for as many stages.
       data: over how many devices each micro-batch is spread.
     """
@@ -180,7 +180,7 @@ def fused_costs(
     """The costs of what a step runs, where that is not action by action.
 
     A forward of the last stage that its own backward follows is a part of it: nothing
-    is kept in between or computed twice. The first stage has no gradient of its input:
+    is stored between or computed twice. The first stage has no gradient of its input:
     its W does all that a backward does.
 
     Args:
@@ -241,10 +241,10 @@ def _memory(
     stages = list(itertools.pairwise(ends))
     workspace = [_workspace(profile, *stage) for stage in stages]
     for i, mode in enumerate(remat):
-        # One program computes such a stage both ways: what it keeps, it keeps itself.
+        # One program computes such a stage both ways: what it stores, it stores itself.
         if mode == "full" or (i == len(stages) - 1 and 0.0 in costs.forward[-1]):
-            kept = profile.kept_of[profile.pending_mode(mode)]
-            workspace[i] += int(kept[stages[i]])
+            residuals = profile.kept_of[profile.pending_mode(mode)]
+            workspace[i] += int(residuals[stages[i]])
     memory = []
     for rank, peak in enumerate(timeline.peak_bytes):
         own = [i for i, at in enumerate(timeline.placement) if at == rank]
@@ -272,20 +272,20 @@ def _memory(
 def _workspace(profile: Profile, first: int, stop: int) -> int:
     """What the largest program of a stage needs, at the layer that needs most.
 
-    Beside its own there is what passes into the layer and out of it within the stage,
-    and the skip connections within the stage that lie open there.
+    Besides its own there is what passes into the layer and out of it within the stage,
+    and the skip connections within the stage that are open there.
     """
-    lying = [0] * (stop - first + 1)
+    change = [0] * (stop - first + 1)
     for skip in profile.skips:
         if first <= skip.source and skip.target < stop:
-            lying[skip.source - first] += skip.bytes
-            lying[skip.target - first + 1] -= skip.bytes
+            change[skip.source - first] += skip.bytes
+            change[skip.target - first + 1] -= skip.bytes
     return max(
         (profile.layers[i].workspace_bytes or 0)
         + (profile.boundary_bytes(i) if i > first else 0)
         + (profile.boundary_bytes(i + 1) if i + 1 < stop else 0)
         + skips
         for i, skips in zip(
-            range(first, stop), itertools.accumulate(lying), strict=False
+            range(first, stop), itertools.accumulate(change), strict=False
         )
     )

@@ -1,7 +1,7 @@
-"""What stages keep, by their layers together: less than each of them by itself.
+"""What stages store, by their layers together: less than each of them by itself.
 
-What one layer gives to the next is kept once, or not at all where it follows by cheap
-operations from what is kept before it.
+What one layer gives to the next is stored once, or not at all where it follows by cheap
+operations from what is stored before it.
 """
 
 import dataclasses
@@ -20,15 +20,15 @@ def fused_residuals(
     num_stages: int,
     remats: Sequence[str],
 ) -> dict[int, Profile]:
-    """Profiles whose layers keep about what they do in stages.
+    """Profiles whose layers store about what they do in stages.
 
-    How much less that is than what they keep by themselves is told by one number of
+    How much less that is than what they store by themselves is traced for one number of
     micro-batches, and taken to be the same for all.
 
     Args:
       profiles: of layers by themselves, by the number of micro-batches.
       request: what they answer.
-      num_stages: of the cut, an even one, by which that is told.
+      num_stages: of the cut, an even one, that is traced.
       remats: the modes that stages may have.
 
     Returns:
@@ -40,15 +40,15 @@ def fused_residuals(
         return dict(profiles)
     balance = partition(profile, num_stages)
     stages = list(itertools.pairwise([0, *itertools.accumulate(balance)]))
-    asked = dataclasses.replace(request, num_microbatches=number)
-    # By mode, for each layer: what its stage keeps, and its layers by themselves. What
-    # "full" keeps, the input of a stage, is no sum.
+    adjusted = dataclasses.replace(request, num_microbatches=number)
+    # By mode, for each layer: what its stage stores, and its layers by themselves. What
+    # "full" stores, the input of a stage, is no sum.
     shares: dict[str, list[tuple[int, int]]] = {}
     for mode in dict.fromkeys(mode for mode in remats if mode != "full"):
-        pairs = zip(stages, asked.kept(balance, mode), strict=True)
+        pairs = zip(stages, adjusted.residual_bytes(balance, mode), strict=True)
         shares[mode] = [
-            (kept, int(profile.kept_of[mode][stage]))
-            for stage, kept in pairs
+            (stored, int(profile.kept_of[mode][stage]))
+            for stage, stored in pairs
             for _ in range(*stage)
         ]
     return {number: _shared(own, shares) for number, own in profiles.items()}
@@ -57,9 +57,9 @@ def fused_residuals(
 def _shared(
     profile: Profile, shares: Mapping[str, Sequence[tuple[int, int]]]
 ) -> Profile:
-    """A profile whose layers keep a share of what they keep by themselves."""
+    """A profile whose layers store a share of what they store by themselves."""
 
-    def kept(at: int, layer: LayerProfile) -> dict[str, int]:
+    def stored(at: int, layer: LayerProfile) -> dict[str, int]:
         parts = {mode: own[at] for mode, own in shares.items()}
         return dict(layer.kept_bytes) | {
             mode: layer.kept_bytes[mode] * part // whole if whole else 0
@@ -69,7 +69,7 @@ def _shared(
     return dataclasses.replace(
         profile,
         layers=tuple(
-            dataclasses.replace(layer, kept_bytes=kept(at, layer))
+            dataclasses.replace(layer, kept_bytes=stored(at, layer))
             for at, layer in enumerate(profile.layers)
         ),
     )

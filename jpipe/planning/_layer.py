@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ..schedules._choose import called
 
-# Remat modes that are told by name, from the fewest bytes on.
+# Remat modes that have a name, from the fewest bytes on.
 MODES = ("full", "min_cut", "dots", "none")
 
 
@@ -28,8 +28,8 @@ class LayerProfile:
       state_bytes: of its other collections, such as batch statistics.
       output_bytes: what it gives to the next layer.
       cotangent_bytes: the gradient of that, which comes back.
-      kept_bytes: what it keeps between forward and backward, by remat mode.
-      workspace_bytes: the most that one of its programs needs while it runs, beside
+      kept_bytes: of its residuals, by remat mode.
+      workspace_bytes: the most that one of its programs needs while it runs, besides
         arguments and results; ``None`` if it is not known.
       flops: of its forward; ``None`` if it is not known.
     """

@@ -1,4 +1,4 @@
-"""How long a transfer between two devices takes, which nobody else can say."""
+"""How long a transfer between two devices takes, by measuring it."""
 
 import time
 from collections.abc import Callable

@@ -64,7 +64,7 @@ def measure(
     Args:
       model: the layers.
       request: has the mini-batch, whose values the first layer is given if it has any,
-        and says how often each layer is visited.
+        and has how often each layer is visited.
       device: where they run.
 
     Returns:
@@ -111,9 +111,9 @@ class _Program:
         assert closed is not None
         self._function = function
         specs = list(map(_jaxpr.spec, closed.in_avals))
-        self._kept = [i for i in range(len(closed.out_avals)) if i not in function.same]
+        self._used = [i for i in range(len(closed.out_avals)) if i not in function.same]
         self.compiled = Compiled(
-            function, specs, self._kept, (), device, [0] * len(specs), function.name
+            function, specs, self._used, (), device, [0] * len(specs), function.name
         )
         self._rounds: list[float] = []
 
@@ -156,7 +156,7 @@ class _Program:
     def _results(self, given: Sequence[Any], made: Sequence[Any]) -> list[Any]:
         """All results: some are what the function was given, or other results."""
         results: list[Any] = [None] * len(self._function.results)
-        for i, value in zip(self._kept, made, strict=True):
+        for i, value in zip(self._used, made, strict=True):
             results[i] = value
         for i, at in self._function.same.items():
             results[i] = given[at] if at >= 0 else results[~at]
@@ -201,7 +201,7 @@ class _Measured:
             given = [*self._drawn(specs(part.weights)), *self._batch()]
             results = self._run("forward", given)
             if functions.has_backward:
-                count = len(part.leaves) + len(part.beside)
+                count = len(part.leaves) + len(part.aux)
                 drawn = self._drawn(functions.cotangents)
                 given += [*results[count:], *drawn]
                 self._run("backward", given)

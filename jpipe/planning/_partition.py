@@ -62,10 +62,10 @@ def partition(
         but ``latency``.
       latency: seconds that a transfer takes whatever its size.
       max_bytes: the most that a rank may hold of parameters, their sums of gradients,
-        other state, and what it keeps of the micro-batches that ``schedule``, or else
+        other state, and its residuals of the micro-batches that ``schedule``, or else
         1F1B, has in flight there; one number, or one per rank.
       schedule: what will run the stages, as for `jpipe.pipeline`.
-      remat: what stages keep; see `Profile.costs`. With ``"full"`` all stages but the
+      remat: what stages store; see `Profile.costs`. With ``"full"`` all stages but the
         last compute forwards twice.
 
     Returns:

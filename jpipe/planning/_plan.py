@@ -31,16 +31,16 @@ class StagePlan:
       rank: the rank that runs it.
       device: the name of the rank's device.
       layers: the names of its layers; of a model that of the module in each piece.
-      remat: what it keeps between forward and backward.
+      remat: which residuals it stores between forward and backward.
       num_params: the number of parameters; ``None`` while shapes are unknown.
       param_bytes: their bytes, on each of its devices.
-      held_bytes: the most that it keeps between forward and backward in a step;
+      held_bytes: the most that it stores between forward and backward in a step;
         ``None`` while no step is compiled.
       num_trained: how many of the parameters the step trains.
-      kept: the bytes that it keeps of one micro-batch, by remat modes, as far as they
+      kept: the bytes of the residuals of one micro-batch, by remat modes, where they
         are known: all where nothing is computed again by `jax.checkpoint`.
       again: the floating-point operations that its backward takes for computing again
-        what was not kept; ``None`` if it is not known.
+        what was not stored; ``None`` if it is not known.
       cut: how many of the parameters are cut along each axis of the stage's own mesh.
       sent_bytes: what of a micro-batch other stages read of it; ``None`` if it is not
         known.
@@ -70,7 +70,7 @@ class Memory:
       gradients: their sums over micro-batches.
       optimizer: its state.
       held: activations: what waits between actions.
-      workspace: what the largest program needs while it runs, beside all that; also the
+      workspace: what the largest program needs while it runs, besides that; also the
         one that adds up the gradients of devices that share a stage.
     """
 
@@ -139,14 +139,14 @@ class Plan:
       ran: the actions that a step runs, each as one program; empty while no step is
         compiled. A forward that is missing is a part of its backward; half of a
         backward that is missing has nothing to compute.
-      peak_bytes: the most that a step holds on each device, parameters included, beside
+      peak_bytes: the most that a step holds on each device, with parameters but without
         the optimizer's state; empty while no step is compiled.
       skips: the name, source and target stage of each long skip connection; empty while
         no input was seen.
       forecast: what it would take; ``None`` if the pipeline was not planned.
       data: on how many devices of each rank the examples of a micro-batch are spread:
-        along the axis ``"data"`` of a mesh. What is said of a device is of each of
-        them.
+        along the axis ``"data"`` of a mesh. Numbers of a device are those of each
+        of them.
       cuts: where one model is divided; ``None`` of a list of layers.
     """
 
@@ -231,7 +231,7 @@ class Plan:
     def __str__(self) -> str:
         parts = [named(self.schedule, self.data)] if self.data > 1 else []
         parts += [self._table(), folded(self._grid())]
-        parts += _kept(self.stages)
+        parts += _residuals(self.stages)
         if self.skips:
             parts.append(f"skip connections: {_listed(self.skips)}")
         if self.peak_bytes:
@@ -263,7 +263,7 @@ class Plan:
         return columns([[*found], *zip(*found.values(), strict=True)], left)
 
     def _grid(self) -> str:
-        """The schedule as it runs; its bubble is told below where it is predicted."""
+        """The schedule as it runs; its bubble follows where it is predicted."""
         if not self.ran:
             return self.schedule.drawn(Costs(), has_bubble=self.forecast is None)
         ran, default = set(self.ran), Costs()
@@ -357,12 +357,12 @@ def folded(grid: str) -> str:
     gaps = [i for i in range(width) if all(row[i : i + 1] == " " for row in rows)]
     start = max(i for i in gaps if i < 2 * _WIDEST // 3)
     end = min(i for i in gaps if i > width - _WIDEST // 4)
-    says = f"({end - start} columns left out; print(pipe.schedule) shows all)"
-    return "\n".join([title, *(f"{r[:start]} ...{r[end:]}" for r in rows), says])
+    note = f"({end - start} columns left out; print(pipe.schedule) shows all)"
+    return "\n".join([title, *(f"{r[:start]} ...{r[end:]}" for r in rows), note])
 
 
-def _kept(stages: Sequence[StagePlan]) -> list[str]:
-    """What each stage keeps under each mode, where that is known."""
+def _residuals(stages: Sequence[StagePlan]) -> list[str]:
+    """The residuals of each stage under each mode, where they are known."""
     known = [stage for stage in stages if stage.kept]
     modes = list(dict.fromkeys(mode for stage in known for mode in stage.kept))
     rows = [["kept of a micro-batch by", *modes, "flops for the rest"]]

@@ -93,7 +93,7 @@ def problem(
     elif "full" in modes or not bandwidth is max_bytes is None:
         faults.append(
             "bandwidth=, max_bytes= and remat='full' need a Profile: the costs are "
-            "numbers, which say no bytes and no forwards"
+            "numbers, without bytes and forwards"
         )
     if faults:
         raise ValueError(f"partition: {'; '.join(faults)}")

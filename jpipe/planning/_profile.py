@@ -71,15 +71,15 @@ class Profile:
         """What the stages of a cut cost, for the simulation of schedules.
 
         A stage takes the time of its layers and ``action_seconds``, in each of its
-        actions, and keeps what they keep. With
-        ``remat="full"`` it keeps its input and what skip connections bring to it, and
+        actions, and stores what they store. With
+        ``remat="full"`` it stores its input and what skip connections bring to it, and
         its backward computes the forward again; what other modes compute again is
-        taken to cost nothing. Between the halves of a backward a stage keeps what
-        ``"min_cut"`` keeps, if that is known: an estimate.
+        taken to cost nothing. Between the halves of a backward a stage stores what
+        ``"min_cut"`` stores, if that is known: an estimate.
 
         Args:
           balance: how many layers each stage has.
-          remat: what is kept between forward and backward, one mode or one per stage:
+          remat: what is stored between forward and backward, one mode or one per stage:
             ``"full"``, or one that ``kept_bytes`` of the layers names.
           bandwidth: bytes per second between two ranks; ``None``: as many as there are.
           latency: seconds that a transfer takes whatever its size.
@@ -105,11 +105,11 @@ class Profile:
         stages = list(itertools.pairwise(ends))
         params = [int(self.params_of[stage]) for stage in stages]
         state = [int(self.state_of[stage]) for stage in stages]
-        kept = [self.kept_of[mode] for mode in modes]
+        stored = [self.kept_of[mode] for mode in modes]
         pending = [self.kept_of[self.pending_mode(mode)] for mode in modes]
         return dataclasses.replace(
             self.times(ends, modes, bandwidth, latency),
-            residual_bytes=[int(own[s]) for own, s in zip(kept, stages, strict=True)],
+            residual_bytes=[int(own[s]) for own, s in zip(stored, stages, strict=True)],
             pending_bytes=[int(own[s]) for own, s in zip(pending, stages, strict=True)],
             parameter_bytes=[a + b for a, b in zip(params, state, strict=True)],
             accumulator_bytes=params,
@@ -151,7 +151,7 @@ class Profile:
         return tuple(remat) if several else (remat,) * num_stages
 
     def unknown(self, modes: Sequence[str]) -> list[str]:
-        """Which modes keep nobody knows what, a line for each."""
+        """The modes whose residuals are not known, a line for each."""
         named = sorted(self.kept_of)
         listed = ", ".join(map(repr, named))
         faults = (
@@ -199,7 +199,7 @@ class Profile:
         return {**found, "full": kept}
 
     def pending_mode(self, mode: str) -> str:
-        """The mode that keeps about what the first half of a backward leaves."""
+        """The mode that stores about what the first half of a backward leaves."""
         if mode == "none":
             return mode
         return next((m for m in ("min_cut", "none") if m in self.kept_of), mode)
@@ -275,14 +275,14 @@ class Profile:
 
     def _seconds(self, first: int, stop: int, again: bool) -> tuple[float, ...]:
         """Of F, B, I and W of a stage; what is not known is half of a backward."""
-        own = self.layers[first:stop]
-        forward = sum(layer.forward for layer in own)
-        backward = sum(layer.backward for layer in own)
-        inputs, weights = map(sum, zip(*(x.halves for x in own), strict=True))
+        layers = self.layers[first:stop]
+        forward = sum(layer.forward for layer in layers)
+        backward = sum(layer.backward for layer in layers)
+        inputs, weights = map(sum, zip(*(x.halves for x in layers), strict=True))
         more = forward if again else 0.0
         call = self.action_seconds
         # Where nothing is trained there are no actions after the forward.
-        after = call if any(layer.has_backward for layer in own) else 0.0
+        after = call if any(layer.has_backward for layer in layers) else 0.0
         return (
             forward + call,
             backward + more + after,

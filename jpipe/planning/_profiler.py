@@ -57,7 +57,7 @@ def profile(
     Estimated times are those of a roofline, of all that XLA does not fuse: the longer
     of the time for floating-point operations and the time for bytes read and written.
     They need no device, compile nothing, and are the same each time. The estimated
-    workspace of a layer is the most that is alive at once in its programs beside what
+    workspace of a layer is the most that is alive at once in its programs besides what
     they are given and return: more than what is left of that where XLA fuses.
 
     Args:
@@ -118,7 +118,7 @@ def profile(
 
 @outside_of_meshes
 def answer(request: Request) -> Profile:
-    """The profile that is asked for."""
+    """The requested profile."""
     model, where = request.model, request.where
     if isinstance(where, Rates):
         layers = counted("layers estimated", list(model.alike()))
@@ -150,7 +150,7 @@ def _layers(
     model: Traced, times: Mapping[StageFunctions, Times]
 ) -> Iterator[LayerProfile]:
     alike = counted("layers traced", list(model.alike().items()))
-    kept = {functions: _kept(model, numbers[0]) for functions, numbers in alike}
+    stored = {functions: _stored(model, numbers[0]) for functions, numbers in alike}
     for i, name in enumerate(model.names):
         functions = model.functions(i)
         params, state = (model.specs(model.variables(i, yes)) for yes in (True, False))
@@ -164,7 +164,7 @@ def _layers(
             state_bytes=sum(map(nbytes, state)),
             output_bytes=output,
             cotangent_bytes=cotangent,
-            kept_bytes=kept[functions],
+            kept_bytes=stored[functions],
             flops=None if forward is None else float(flops(forward)),
         )
 
@@ -182,8 +182,8 @@ def _given(model: Traced, layer: int) -> tuple[int, int]:
     return output, cotangents if wanted else 0
 
 
-def _kept(model: Traced, number: int) -> dict[str, int]:
-    """What a layer keeps by remat mode, as a stage of a pipeline of that mode."""
+def _stored(model: Traced, number: int) -> dict[str, int]:
+    """What a layer stores by remat mode, as a stage of a pipeline of that mode."""
     if not model.functions(number).has_backward:
         return dict.fromkeys(MODES, 0)
 

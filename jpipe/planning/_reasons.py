@@ -83,7 +83,7 @@ def _reasons(
     yield from _shape(best, candidates, hardware)
     others = [c for c in candidates[1:] if c.fits(hardware) and not _same(c, best)]
     if others:
-        yield f"runner-up: {others[0]}: {_beside(others[0], best)}"
+        yield f"runner-up: {others[0]}: {_compared(others[0], best)}"
     if idle := hardware.num_devices - best.num_devices:
         of_all = f"all {hardware.num_devices}"
         full = [c for c in candidates if c.num_devices == hardware.num_devices]
@@ -111,13 +111,13 @@ def _shape(
     if best.data > 1:
         names = named(best.schedule, best.data), one
     if fit := [c for c in others if c.fits(hardware)]:
-        takes = f"the best with {names[1]} takes {_beside(fit[0], best)}: {fit[0]}"
+        takes = f"the best with {names[1]} takes {_compared(fit[0], best)}: {fit[0]}"
         yield f"shape: {names[0]}; {takes}"
     elif others:
         yield f"shape: {names[0]}; nothing with {names[1]} fits"
 
 
-def _beside(other: Candidate, best: Candidate) -> str:
+def _compared(other: Candidate, best: Candidate) -> str:
     """What another takes, and how much more that is, or less."""
     more = other.seconds / best.seconds - 1 if best.seconds else 0.0
     word = "less" if more < 0 else "more"
@@ -154,7 +154,7 @@ def _imagined(best: Candidate) -> Iterable[str]:
 
 
 def _same(one: Candidate, other: Candidate) -> bool:
-    """Whether two differ in nothing but what they keep and how they are called."""
+    """Whether two differ in nothing but their residuals and names."""
     parts = ((x.schedule.rows, x.balance, x.data) for x in (one, other))
     return next(parts) == next(parts)
 
@@ -187,21 +187,21 @@ def _sent(best: Candidate) -> int:
 
 def _stages(best: Candidate) -> Iterable[StagePlan]:
     first, profile = 0, best.profile
-    for index, (count, kept) in enumerate(zip(best.balance, best.kept, strict=True)):
+    for i, (count, stored) in enumerate(zip(best.balance, best.stored, strict=True)):
         stop = first + count
-        own = profile.layers[first:stop]
-        rank = best.schedule.placement[index]
+        layers = profile.layers[first:stop]
+        rank = best.schedule.placement[i]
         yield StagePlan(
-            index=index,
+            index=i,
             rank=rank,
             device=str(OnPaper(rank, best.data)),
-            layers=tuple(layer.name for layer in own),
-            remat=best.remat[index],
-            num_params=sum(layer.num_params for layer in own),
-            param_bytes=sum(layer.param_bytes for layer in own),
-            held_bytes=best.residual_bytes[index],
-            kept=kept.nbytes if kept else {},
-            again=kept.again if kept else None,
+            layers=tuple(layer.name for layer in layers),
+            remat=best.remat[i],
+            num_params=sum(layer.num_params for layer in layers),
+            param_bytes=sum(layer.param_bytes for layer in layers),
+            held_bytes=best.residual_bytes[i],
+            kept=stored.nbytes if stored else {},
+            again=stored.again if stored else None,
         )
         first = stop
 

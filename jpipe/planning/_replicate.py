@@ -32,12 +32,12 @@ def replicate(
       profile: of the layers, on one micro-batch; from `jpipe.profile`.
       num_devices: how many there are.
       bandwidth: bytes per second between two of them; ``None``: nothing takes time.
-      num_microbatches: of one step, which the plan then says.
+      num_microbatches: of one step, which the plan then has.
       straight: whether each stage has one device.
       transfers: whether the transfers between stages take time.
 
     Returns:
-      The stages with the least time; no others are better. Printed, it says why;
+      The stages with the least time; no others are better. Printed, it shows why;
       `jpipe.draw.svg` draws it, with the timeline that its ``simulate`` returns;
       ``jpipe.pipeline(layers, M, plan=plan)`` runs it.
 
@@ -138,9 +138,9 @@ class _Chain:
             for replicas in range(1, min(most, used) + 1):
                 moved = self._sent / (self._bandwidth * replicas)
                 ends = np.maximum(moved[:, None], moved[None, :])
-                own = (self._times + 2 * self._exchange(replicas)) / replicas
+                seconds = (self._times + 2 * self._exchange(replicas)) / replicas
                 before = best[used - replicas][:, None]
-                each = np.maximum(before, np.maximum(own, ends))
+                each = np.maximum(before, np.maximum(seconds, ends))
                 starts = each.argmin(axis=0)
                 values = each[starts, np.arange(size)]
                 for end in np.flatnonzero(values < best[used]):
@@ -154,7 +154,7 @@ class _Chain:
         return float(best[num_devices][-1]), tuple(reversed(stages))
 
     def costs(self, stages: Sequence[ReplicatedStage]) -> Costs:
-        """What each stage takes on one device; what it keeps is not known."""
+        """What each stage takes on one device; its residuals are not known."""
         own = [self._layers[start:end] for start, end, _ in stages]
         rings = [self._exchange(r).item(start, end) for start, end, r in stages]
         return Costs(

@@ -116,8 +116,8 @@ class Request:
         size = _microbatch.batch_size(parts, number)
         sizes = _microbatch.sizes(_microbatch.shard(size, number, num_shards), number)
         keys = None if self.rngs is None else _microbatch.specs(self.rngs, "rngs")
-        own = sizes if whole else sizes[:1]
-        return Batch(x, x_axes, targets, target_axes, keys, own, num_shards)
+        traced = sizes if whole else sizes[:1]
+        return Batch(x, x_axes, targets, target_axes, keys, traced, num_shards)
 
     @cached_property
     def where(self) -> Device | Rates:
@@ -138,13 +138,13 @@ class Request:
             return self.layers.traced(self, None, "none")
 
     @outside_of_meshes
-    def kept(self, balance: Sequence[int], mode: str) -> list[int]:
+    def residual_bytes(self, balance: Sequence[int], mode: str) -> list[int]:
         """What stages store of a micro-batch: their layers are traced together."""
         with self._explained():
             traced = self.layers.traced(self, balance, mode)
         stages = range(len(balance))
         found = counted("stages traced", [traced.functions(s, mode) for s in stages])
-        return [own.kept.nbytes[mode] if own.has_backward else 0 for own in found]
+        return [stage.kept.nbytes[mode] if stage.has_backward else 0 for stage in found]
 
     @outside_of_meshes
     def lowered(

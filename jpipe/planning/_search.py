@@ -1,4 +1,4 @@
-"""Cuts, micro-batches, schedules, what stages keep: all tried on paper."""
+"""Cuts, micro-batches, schedules, residuals: all tried on paper."""
 
 import itertools
 import math
@@ -16,7 +16,7 @@ from ._profile import Profile
 from ._shapes import Shape
 from ._space import Hardware, Space
 
-# From fast and large to slow and small. What "none" keeps more saves no time.
+# From fast and large to slow and small. What "none" stores more saves no time.
 REMATS = ("min_cut", "full")
 # So many of the best, on as many devices per stage, get a better cut and a schedule
 # made to measure; so many actions are simulated for each cut.
@@ -156,16 +156,16 @@ def _of_branch(
 
 
 def _under_limit(candidate: Candidate, mode: str, space: Space) -> Iterator[Candidate]:
-    """What makes a candidate fit: stages that keep less, or another cut.
+    """What makes a candidate fit: stages that store less, or another cut.
 
-    A cut is made by what stages have and keep. What a rank needs beside that, such as
+    A cut is made by what stages have and store. What a rank needs besides that, such as
     workspace and what is on its way to it, is taken off its limit for the next one.
     """
     limit, data = space.hardware.memory_limit, candidate.data
     assert limit is not None
     schedule, memory = candidate.schedule, candidate.memory
     if sum(m.lasting + m.optimizer for m in memory) > limit * len(memory):
-        return  # what stages keep is no matter
+        return  # residuals are no matter
     less = list(_reduced_remat(candidate, space))
     yield from less
     several = schedule.num_ranks < schedule.num_stages
@@ -185,7 +185,7 @@ def _under_limit(candidate: Candidate, mode: str, space: Space) -> Iterator[Cand
 
 
 def _reduced_remat(candidate: Candidate, space: Space) -> Iterator[Candidate]:
-    """Keeps less and less in the stages of ranks that need more than they have."""
+    """Stores less and less in the stages of ranks that need more than they have."""
     limit = space.hardware.memory_limit
     assert limit is not None
     following = dict(itertools.pairwise(space.remats))
@@ -215,7 +215,7 @@ def _cut(
     Args:
       schedule: for as many stages.
       data: over how many devices each micro-batch is spread.
-      mode: what stages keep.
+      mode: which residuals stages store.
       space: what to choose from.
       room: the bytes of each rank, if they matter.
     """

@@ -41,7 +41,7 @@ def least(problem: PartitionProblem) -> tuple[Ends, float]:
     def keys(cuts: Cuts) -> list[Key]:
         return _listed(excess(problem, cuts).max(axis=0))
 
-    # Cuts that need little, whatever the limit is: it says one number to all who ask.
+    # Cuts that need little, whatever the limit is, so that all callers get one number.
     nothing = dataclasses.replace(problem, max_bytes=(1,) * problem.schedule.num_ranks)
     ends = climb(candidates(nothing)[:BEST], keys, _TRIED)[0]
     return ends, float(excess(problem, np.array([ends])).max())

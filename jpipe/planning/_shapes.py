@@ -64,12 +64,12 @@ def shapes(
             found += [Shape(number, count) for number in sorted(each)]
     found = [own for own in found if own.data == 1 or own.parts <= examples]
     if not found:
-        says = "" if size is None else f" in parts of {size}, as in the profile"
+        note = "" if size is None else f" in parts of {size}, as in the profile"
         raise ValueError(
             f"plan: data={data!r} and num_microbatches={numbers!r} leave nothing to "
-            f"choose for {examples} examples{says}"
+            f"choose for {examples} examples{note}"
         )
-    # Of a profile that is of other parts it is told what it should be of.
+    # Else the message shows what the profile should be of.
     known = [own for own in found if own.parts == parts]
     return tuple(found if parts is None else known or found[:1])
 

@@ -38,7 +38,7 @@ class Space:
       optimizer_bytes: the optimizer's state of each layer.
       hardware: the devices.
       names: of schedules; see `jpipe.schedules.BY_NAME`.
-      remats: modes that a stage may have, the one that keeps most first.
+      remats: modes that a stage may have, the one that stores most first.
       fits_schedules: whether schedules are made to measure too.
       balance: the only cut that is meant, if any.
       shapes: the numbers of micro-batches, each with the number of devices that share

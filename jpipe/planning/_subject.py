@@ -60,14 +60,14 @@ class Layers:
         Args:
           request: what is profiled.
           balance: how many layers each stage has; ``None``: one.
-          mode: what stages keep.
+          mode: which residuals stages store.
 
         Raises:
           ValueError: as a pipeline of these layers.
           TypeError: likewise.
         """
-        own = as_layers(self._given)
-        sizes = [1] * len(own) if balance is None else balance
+        layers = as_layers(self._given)
+        sizes = [1] * len(layers) if balance is None else balance
         schedule = gpipe(len(sizes), 1)
         found, variables = self._listed(request, sizes, mode, schedule, 1)
         return Traced(

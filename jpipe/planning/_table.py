@@ -36,7 +36,7 @@ def table(profile: Any) -> str:
         cells = ["" if value is None else write(value) for value in values]
         rows.append([name, *cells, write(sum(values)) if adds_up else ""])
     lines = list(map(list, zip(*rows, strict=True)))
-    return "\n".join([_origin(profile), *_beside(profile), columns(lines, left={1})])
+    return "\n".join([_origin(profile), *_links(profile), columns(lines, left={1})])
 
 
 def _origin(profile: Any) -> str:
@@ -58,7 +58,7 @@ def _origin(profile: Any) -> str:
     return "".join([how, examples, given, *(f", {each}" for each in versions)])
 
 
-def _beside(profile: Any) -> Iterator[str]:
+def _links(profile: Any) -> Iterator[str]:
     """What layers share, and what goes from one to a later one."""
     for group in profile.ties:
         first, *others = map(str, group)

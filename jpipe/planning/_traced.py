@@ -23,7 +23,7 @@ class Traced:
       names: what they are called.
       batch: the mini-batch, all that is given of it as one tree.
       stages: what each computes.
-      homes: of each leaf of the variables the layer that owns it.
+      owner_layers: of each leaf of the variables.
       specs_of_variables: the variables, as specs.
       skips: by what a layer makes for a later one than the next, what that is called.
     """
@@ -31,7 +31,7 @@ class Traced:
     names: tuple[str, ...]
     batch: Batch
     stages: Stages
-    homes: Sequence[int]
+    owner_layers: Sequence[int]
     specs_of_variables: PyTree
     skips: Mapping[Any, str]
 
@@ -49,7 +49,7 @@ class Traced:
 
     @property
     def outputs(self) -> list[Any]:
-        """Specs of what the last returns, beside the loss if it makes one."""
+        """Specs of what the last returns, besides the loss if it makes one."""
         return jax.tree.leaves(self.stages.first.aux[0])
 
     def functions(self, layer: int, mode: str = "none") -> StageFunctions:
@@ -73,8 +73,8 @@ class Traced:
     def variables(self, layer: int, are_params: bool) -> list[int]:
         """The numbers of the parameters that a layer owns, or of its other state."""
         params = set(jax.tree.leaves(self.params))
-        pairs = enumerate(self.homes)
-        return [i for i, own in pairs if own == layer and (i in params) == are_params]
+        pairs = enumerate(self.owner_layers)
+        return [i for i, at in pairs if at == layer and (i in params) == are_params]
 
     def specs(self, numbers: Sequence[int]) -> list[jax.ShapeDtypeStruct]:
         """What variables are like."""
@@ -124,7 +124,7 @@ class Traced:
         for i in range(len(self.names)):
             part = self.stages.part(i)
             ends = zip(
-                [*part.leaves, *part.beside], part.closed.jaxpr.outvars, strict=True
+                [*part.leaves, *part.aux], part.closed.jaxpr.outvars, strict=True
             )
             found.append({var: id(end) for var, end in ends})
         return found

@@ -1,4 +1,4 @@
-"""Candidates that fit as their lists of instructions say, not only as was thought."""
+"""Candidates that fit by their lists of instructions, not only by the forecast."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ _BEST = 4
 def choose(space: Space, request: Request) -> list[Candidate]:
     """Candidates, the first with the bytes that its list of instructions holds.
 
-    Where the best needs more than was thought, others are looked for once more, under a
+    Where the best needs more than predicted, others are looked for once more, under a
     limit that is smaller by as much; where it needs less, and faster ones seemed not to
     fit, under a larger one.
 
@@ -27,7 +27,7 @@ def choose(space: Space, request: Request) -> list[Candidate]:
       request: what the profiles answer.
 
     Returns:
-      First one that fits, as its instructions say; if none was found that does, the one
+      First one that fits by its instructions; if none was found that does, the one
       of those that were lowered which needs least.
     """
     hardware = space.hardware
@@ -88,8 +88,8 @@ def verified(
 def _lowered(candidate: Candidate, request: Request) -> Candidate:
     """A candidate with the bytes that its list of instructions holds."""
     schedule, data = candidate.schedule, candidate.data
-    asked = dataclasses.replace(request, num_microbatches=schedule.num_microbatches)
-    gradient = asked.lowered(candidate.balance, candidate.remat, schedule, data)
+    adjusted = dataclasses.replace(request, num_microbatches=schedule.num_microbatches)
+    gradient = adjusted.lowered(candidate.balance, candidate.remat, schedule, data)
     program = gradient.program
     peaks = dict(zip(program.devices, _bytes.peaks(program), strict=True))
     return dataclasses.replace(
@@ -99,5 +99,5 @@ def _lowered(candidate: Candidate, request: Request) -> Candidate:
             for rank, own in enumerate(candidate.memory)
         ),
         residual_bytes=tuple(_bytes.most_residuals(program, schedule.num_stages)),
-        kept=tuple(map(gradient.kept, range(schedule.num_stages))),
+        stored=tuple(map(gradient.kept, range(schedule.num_stages))),
     )

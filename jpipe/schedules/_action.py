@@ -86,8 +86,8 @@ class Needs:
     """Which results each action reads: the whole meaning of a schedule.
 
     A forward reads the output of the stage before. A backward, whole or its first
-    half, reads what its own forward kept and, except on the last stage where the loss
-    is, the gradient that the stage after it computed. The second half reads what the
+    half, reads the residuals of its forward and, except on the last stage (it has the
+    loss), the gradient that the stage after it computed. The second half reads what the
     first one left.
 
     Args:

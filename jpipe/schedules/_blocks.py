@@ -29,8 +29,8 @@ def build_v(
 ) -> Schedule:
     """A schedule in the shape of a V from the layout of one micro-batch.
 
-    The block says in which slot each rank starts what it does with micro-batch 0; the
-    others follow every six slots. How long a block keeps activations says how much a
+    The block gives the slot in which each rank starts its work on micro-batch 0; the
+    others follow every six slots. How long a block keeps activations decides how much a
     rank holds. Second halves go to the first free slots. Then every action runs as
     early as it can; where a rank still waits, before and after the steady phase, the
     order is changed as long as that makes the step shorter and no rank holds more.
@@ -79,8 +79,8 @@ def build_v(
     tables = Tables(Costs(), placement, num_ranks, num_microbatches)
     rows = _repeated(tables, slots)
     if (run := tables.run(rows)) is None:
-        says = deadlock(tables.actions(rows), len(placement))
-        raise ScheduleError(f"{name}: its block cannot be repeated: {says}")
+        reason = deadlock(tables.actions(rows), len(placement))
+        raise ScheduleError(f"{name}: its block cannot be repeated: {reason}")
     needs = [*map(int, run.peaks())]  # by default a stage of a micro-batch is a unit
     most = max(needs) if max_in_flight is None else max_in_flight
     if most < max(needs):

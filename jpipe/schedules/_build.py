@@ -154,7 +154,7 @@ def placements(
     """The placements of as many stages as costs are given for.
 
     Args:
-      name: who asks, for messages.
+      name: of the caller, for messages.
       costs: what each stage costs; numbers for all: one stage per rank.
       num_ranks: the number of ranks.
       num_microbatches: the number of micro-batches.

@@ -13,7 +13,7 @@ from ._simulate import ScheduleError
 def choose_schedule(schedule: Any, num_stages: int, num_microbatches: int) -> Schedule:
     """Returns a valid schedule for so many stages and micro-batches.
 
-    A builder is asked for every number of ranks that divides the number of stages,
+    A builder is called with every number of ranks that divides the number of stages,
     from one stage per rank on, so that builders with several stages per rank fit too.
 
     Args:
@@ -39,7 +39,7 @@ def choose_schedule(schedule: Any, num_stages: int, num_microbatches: int) -> Sc
 
 
 def called(given: Any) -> str:
-    """What was given as it is typed: the address of a function says nothing."""
+    """What was given as it is typed: the address of a function is no help."""
     return getattr(given, "__name__", None) or reprlib.repr(given)
 
 

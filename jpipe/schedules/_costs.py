@@ -52,7 +52,7 @@ class Costs:
     sequence with one per stage, or a sequence of sequences with one per stage and
     micro-batch; of ``parameter_bytes``, ``accumulator_bytes``, ``shared_bytes`` and
     ``exchange`` micro-batches have none of their own. By default times are in units of
-    a forward and bytes in units of what a stage keeps of one micro-batch.
+    a forward and bytes in units of what a stage stores of one micro-batch.
 
     Attributes:
       forward: time of F, in any unit; seconds where bandwidth is bytes per second.
@@ -64,11 +64,11 @@ class Costs:
       boundary_bytes: the input of a stage, of one micro-batch.
       cotangent_bytes: the gradient of that input; default: ``boundary_bytes``.
       residual_bytes: what a stage holds of one micro-batch between F and B, its input
-        included where it is kept.
+        included where it is stored.
       pending_bytes: what it holds between I and W.
       parameter_bytes: its parameters, and all else that stays.
       accumulator_bytes: its sums of gradients.
-      extra_bytes: what one micro-batch brings to it beside the input, such as targets.
+      extra_bytes: what one micro-batch brings to it besides the input, such as targets.
       shared_bytes: what all micro-batches bring to it together, such as keys.
       emitted_bytes: what one forward of it leaves until the end of the step.
       skips: the long skip connections.
@@ -134,7 +134,7 @@ class Costs:
         return not any(isinstance(x, Sequence) for x in of_stages + of_skips)
 
     def skip_transfers(self, action: Action) -> list[tuple[Action, float]]:
-        """What an action waits for beside the results of its neighbours.
+        """What an action waits for besides the results of its neighbours.
 
         Args:
           action: an F, which waits for skip connections that end at its stage; a B or
@@ -190,7 +190,7 @@ class Costs:
             stage.
 
         Returns:
-          Times, kept bytes, parameters and their sums of gradients divided by it; a
+          Times, residuals, parameters and their sums of gradients divided by it; a
           boundary is as large as before.
 
         Raises:
@@ -201,7 +201,7 @@ class Costs:
             return self
         if listed := [name for name, value in self._listed if value]:
             raise ValueError(
-                f"costs per stage ({', '.join(listed)}) do not say what the stages of "
+                f"costs per stage ({', '.join(listed)}) do not give what the stages of "
                 f"a schedule with {num_chunks} stages per rank cost: give one number "
                 f"per field, for the layers of one rank"
             )

@@ -43,10 +43,10 @@ def fit(
 
     Raises:
       ScheduleError: if a number is less than 1, the stages do not divide among the
-        ranks, costs are negative or not finite, or nothing fits: then the message says
+        ranks, costs are negative or not finite, or nothing fits: then the message shows
         what is short on which rank and what would do. With one stage per rank no
         schedule does with less than that, if all actions take time and the first
-        stage keeps no less than its input.
+        stage stores no less than its input.
 
     Example:
       >>> from jpipe.schedules import zb_h1

@@ -41,7 +41,7 @@ def gpipe_last_one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
     """GPipe, but the last rank runs each backward right after its forward.
 
     The last rank holds one micro-batch in place of all, and has nothing to compute
-    again where the others recompute; its gradients are there before the others ask.
+    again where the others recompute; its gradients are there before others need them.
 
     Args:
       num_ranks: the number of ranks, one stage on each.
@@ -134,7 +134,7 @@ def eager_one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def forward_only(num_ranks: int, num_microbatches: int) -> Schedule:
-    """Inference: every rank runs its forwards, and nothing is kept.
+    """Inference: every rank runs its forwards, and stores no residuals.
 
     Args:
       num_ranks: the number of ranks, one stage on each.

@@ -12,7 +12,7 @@ class Homes:
       placement: the rank of each stage.
       rows: the actions of each rank.
       replicas: the ranks of each stage, where some have several; else empty. Which of
-        them runs a micro-batch is what the rows say.
+        them runs a micro-batch follows from the rows.
 
     Example:
       >>> rows = [[Action.parse(cell)] for cell in ("0F0", "0F1", "1F0", "1F1")]
@@ -32,8 +32,8 @@ class Homes:
         self._each: dict[int, list[int]] = {}
         for rank, row in enumerate(rows if replicas else ()):
             for _, stage, microbatch in row:
-                own = self._each.setdefault(microbatch, list(placement))
-                own[stage] = rank
+                ranks = self._each.setdefault(microbatch, list(placement))
+                ranks[stage] = rank
 
     def __getitem__(self, microbatch: int) -> Sequence[int]:
         """The rank of each stage for a micro-batch."""

@@ -14,7 +14,7 @@ class Limits:
 
     Attributes:
       most_bytes: that a rank may hold, one number for each.
-      most_held: of the micro-batches' stages that it may have begun and not ended.
+      most_held: of the micro-batches' stages that it may have started and not ended.
       reserves: whether a rank reserves room for gradients that are on their way.
         Without, more fits, but ranks may come to wait for each other.
     """
@@ -50,7 +50,7 @@ def list_schedule(
 class _Scheduler:
     """The ranks at some time.
 
-    What a stage has begun is told by three numbers: of forwards, of backwards, whole or
+    Three numbers tell what a stage has started: of forwards, of backwards, whole or
     their first halves, and of second halves. Each follows the one before it.
     """
 
@@ -69,7 +69,7 @@ class _Scheduler:
         self._first = [
             [tables.first(op, stage) for stage in stages] for op in self._ops
         ]
-        self._begun = [[0] * len(stages) for _ in self._ops]
+        self._started = [[0] * len(stages) for _ in self._ops]
         self._rows: Numbered = [[] for _ in range(ranks)]
         self._end = [NEVER] * len(tables.seconds)
         self._busy = [0.0] * ranks
@@ -90,7 +90,7 @@ class _Scheduler:
                 if found is not None:
                     self._start(*found, what, now)
         count = self._tables.num_microbatches
-        is_done = all(number == count for begun in self._begun for number in begun)
+        is_done = all(n == count for started in self._started for n in started)
         return self._rows if is_done else None
 
     def _choice(self, rank: int, now: float) -> tuple[int, int, int] | None:
@@ -100,8 +100,8 @@ class _Scheduler:
         soon: list[tuple[float, int, int, int]] = []
         for stage in tables.stages_of[rank]:
             most = tables.num_microbatches
-            for kind, begun in enumerate(self._begun):
-                count, before = begun[stage], most
+            for kind, started in enumerate(self._started):
+                count, before = started[stage], most
                 most = count  # of the op that follows
                 if count == before:
                     continue
@@ -142,7 +142,7 @@ class _Scheduler:
         return arrival
 
     def _fits(self, number: int, kind: int, stage: int, rank: int) -> bool:
-        """Whether an action may begin; if not, its rank is asked again later."""
+        """Whether an action may begin; if not, its rank is tried again later."""
         limits, is_forward = self._limits, kind == 0
         if is_forward and limits.most_held is not None:
             more = self._held[rank] + 1 + self._later[stage]
@@ -150,9 +150,9 @@ class _Scheduler:
                 self._blocked.add(rank)
                 return False
         if limits.most_bytes is not None:
-            keep = self._reserved[stage] if is_forward else {}
+            reserved = self._reserved[stage] if is_forward else {}
             for where, change in self._tables.changes[number]:
-                more = self._used[where] + change + keep.get(where, 0)
+                more = self._used[where] + change + reserved.get(where, 0)
                 if change > 0 and more > limits.most_bytes[where]:
                     self._blocked.add(rank)
                     return False
@@ -169,8 +169,8 @@ class _Scheduler:
                 self._used[where] += change
         heapq.heappush(events, (stop, _FREE, number))
         heapq.heappush(events, (stop, _WAKE, rank))
-        microbatch = self._begun[kind][stage]
-        self._begun[kind][stage] += 1
+        microbatch = self._started[kind][stage]
+        self._started[kind][stage] += 1
         if kind == 0:
             self._held[rank] += 1
         reader = (stage + 1, stage - 1, -1)[kind]
@@ -199,7 +199,7 @@ _FREE, _WAKE = 0, 1
 def _reserves(
     tables: Tables, reserves: bool
 ) -> tuple[list[int], list[dict[int, float]]]:
-    """What a forward has to leave for others, so that what has begun can end.
+    """What a forward has to leave for others, so that what has started can end.
 
     Returns:
       For each stage how many later stages its rank runs; and the bytes of each rank
@@ -215,23 +215,23 @@ def _reserves(
                     key = op, stage, rank
                     most[key] = max(most.get(key, 0), change)
     after: list[int] = []
-    keep: list[dict[int, float]] = []
+    reserved: list[dict[int, float]] = []
     for stage, rank in enumerate(tables.placement):
         after.append(sum(other > stage for other in tables.stages_of[rank]))
-        kept = {rank: 0.0}
+        nbytes = {rank: 0.0}
         if stage + 1 < tables.num_stages:
             follower = tables.placement[stage + 1]
-            kept.setdefault(follower, most.get((FORWARD, stage + 1, follower), 0))
-        for where in kept:
+            nbytes.setdefault(follower, most.get((FORWARD, stage + 1, follower), 0))
+        for where in nbytes:
             later = [s for s in tables.stages_of[where] if s > stage + (where != rank)]
             for other in later:
-                kept[where] += most.get((FORWARD, other, where), 0)
-                kept[where] += most.get((FORWARD, other - 1, where), 0)
+                nbytes[where] += most.get((FORWARD, other, where), 0)
+                nbytes[where] += most.get((FORWARD, other - 1, where), 0)
             if reserves:
-                kept[where] += max(
+                nbytes[where] += max(
                     most.get((INPUT, s, where), 0)
                     for s, own in enumerate(tables.placement)
                     if where in (own, tables.placement[s - 1])
                 )
-        keep.append(kept)
-    return after, keep
+        reserved.append(nbytes)
+    return after, reserved

@@ -30,8 +30,8 @@ class Schedule:
       rows: the actions of each rank, in the order in which it runs them.
       forward_only: whether it is for inference: no backward at all.
       replicas: the ranks of each stage, where several take turns; else empty. Which of
-        them runs a micro-batch, all of it, is what the rows say; ``placement`` has the
-        first. `to_json` keeps it, a text does not say it.
+        them runs all of a micro-batch follows from the rows; ``placement`` has the
+        first. `to_json` keeps it, a text does not have it.
 
     Example:
       >>> from jpipe.schedules import one_f_one_b
@@ -102,9 +102,9 @@ class Schedule:
         num_stages = max(rank_of) + 1
         num_microbatches = max(action.microbatch for action, _ in cells) + 1
         sizes = num_stages, num_microbatches
-        if says := _validate.too_large(*sizes, len(cells)):
+        if fault := _validate.too_large(*sizes, len(cells)):
             # Said before anything is as long as a number is large.
-            raise ScheduleError(_validate.refusal(name, [says]))
+            raise ScheduleError(_validate.refusal(name, [fault]))
         return cls(
             name,
             num_stages,
@@ -202,7 +202,7 @@ class Schedule:
 
         Args:
           costs: what each action costs; default: a backward is two forwards, its
-            halves one each, and a stage keeps one unit of memory of a micro-batch.
+            halves one each, and a stage stores one unit of memory of a micro-batch.
 
         Returns:
           The timeline, in the unit of the costs.

@@ -165,7 +165,7 @@ def _one_at_a_time(tables: Tables) -> Numbered:
     With one stage per rank no schedule holds less, on any rank: what is held of a
     micro-batch, and what others bring or leave, is held in each. But what takes no time
     waits for nobody, so it may be more than one at a time; and where the first stage
-    keeps less than its input, forwards make room.
+    stores less than its input, forwards make room.
     """
     rows: Numbered = [[] for _ in range(tables.num_ranks)]
     stages = range(tables.num_stages)
@@ -195,7 +195,7 @@ def _by_stage(
 
 def catalogue(num_ranks: int, num_microbatches: int, num_chunks: int) -> list[Schedule]:
     """Its schedules of so many stages per rank."""
-    # A builder says how many stages per rank it makes when it makes some.
+    # A builder shows how many stages per rank it makes when it makes some.
     builders = [
         build
         for build in BY_NAME.values()

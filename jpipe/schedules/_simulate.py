@@ -9,7 +9,7 @@ from ._tables import Rows, Run, Tables
 from ._timeline import Exchange, MemoryEvent, Timeline
 
 # Of costs each of which is finite.
-TOO_LONG = "costs: a step takes longer than a float can say"
+TOO_LONG = "costs: a step takes longer than a float can hold"
 
 
 class ScheduleError(ValueError):

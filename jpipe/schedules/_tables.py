@@ -126,12 +126,12 @@ class Tables:
         """The bytes that an action adds to ranks, one after the other."""
         own, sent = changes_of(action, self.costs, self.num_stages - 1, self._training)
         rank_of = self.homes[action.microbatch]
-        home, away = rank_of[action.stage], defaultdict[int, float](float)
+        rank, away = rank_of[action.stage], defaultdict[int, float](float)
         for stage, size in sent:
-            if rank_of[stage] != home and size:
+            if rank_of[stage] != rank and size:
                 away[rank_of[stage]] += size
-        changes = [(home, own + sum(size for _, size in sent)), *away.items()]
-        return [*changes, (home, -sum(away.values()))] if away else changes
+        changes = [(rank, own + sum(size for _, size in sent)), *away.items()]
+        return [*changes, (rank, -sum(away.values()))] if away else changes
 
     def _reads(
         self, op: str, stage: int, some: list[Action]
@@ -200,10 +200,10 @@ class Tables:
             changes = self.changes[number]
             if shared and (first <= number < end or not self._training):
                 stage = number // count % self.num_stages
-                home, change = changes[0]
-                readers[stage, home] -= 1
-                if not readers[stage, home]:
-                    freed = home, change - at(shared, stage)
+                rank, change = changes[0]
+                readers[stage, rank] -= 1
+                if not readers[stage, rank]:
+                    freed = rank, change - at(shared, stage)
                     changes = [freed, *changes[1:]]
             for rank, change in changes:
                 held[rank] += change
@@ -329,13 +329,13 @@ def changes_of(
     arrived = [skip for skip in costs.skips if skip.target == stage]
     left = [skip for skip in costs.skips if skip.source == stage]
     if op == FORWARD:
-        kept = residual if training else -extra
-        kept += at(costs.emitted_bytes, stage, i) - at(costs.boundary_bytes, stage, i)
-        kept -= sum(at(skip.bytes, i) for skip in arrived)
+        stored = residual if training else -extra
+        stored += at(costs.emitted_bytes, stage, i) - at(costs.boundary_bytes, stage, i)
+        stored -= sum(at(skip.bytes, i) for skip in arrived)
         sent = [(skip.target, at(skip.bytes, i)) for skip in left]
         if stage < last:
             sent.append((stage + 1, at(costs.boundary_bytes, stage + 1, i)))
-        return kept, sent
+        return stored, sent
     if op not in (BACKWARD, INPUT):
         return -pending, []
     freed = residual + extra + (costs.cotangent(stage + 1, i) if stage < last else 0)

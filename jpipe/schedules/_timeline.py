@@ -139,8 +139,8 @@ class Timeline:
     def __str__(self) -> str:
         gap = "" if self.costs is None else f" ({share(self.gap)} above the bound)"
         time, peaks = in_words(self)
-        says = f"{self.name}: time {time}{gap}, bubble {share(self.bubble_fraction)}"
-        return says + f", peak bytes per rank {peaks}" * bool(self.memory)
+        text = f"{self.name}: time {time}{gap}, bubble {share(self.bubble_fraction)}"
+        return text + f", peak bytes per rank {peaks}" * bool(self.memory)
 
     @property
     def bottleneck(self) -> int:
@@ -157,7 +157,7 @@ class Timeline:
         return tuple(peaks)
 
     def peak_kept(self, stage: int) -> float:
-        """The most that a stage keeps between the actions of a micro-batch."""
+        """The most that a stage stores between the actions of a micro-batch."""
         costs = self.costs or Costs()
         now = peak = 0.0
         for action in self.order():
@@ -194,7 +194,7 @@ class Timeline:
         Returns:
           Costs with one time per stage, for predicting this or another schedule of
           the same stages. An op that did not run costs what it costs by default:
-          nothing, for those that were not asked for.
+          nothing, for those that were not requested.
         """
         times: dict[str, dict[int, list[float]]] = defaultdict(
             lambda: defaultdict(list)

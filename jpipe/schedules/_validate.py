@@ -122,29 +122,29 @@ def _out_of_place(
     wrong = [s for s, own in enumerate(ranks_of) if not set(own) <= set(there)]
     if wrong:
         yield f"E4 stages {wrong} are placed on ranks that are not 0 to {len(rows) - 1}"
-    home = {
+    forward_rank = {
         action: rank
         for rank, _, action in _cells(rows)
         if 0 <= action.stage <= last and rank in ranks_of[action.stage]
     }
     for rank, position, action in _cells(rows):
         op, stage, microbatch = action
-        forward, says = action._replace(op=FORWARD), None
+        forward, message = action._replace(op=FORWARD), None
         if op not in OPS:
-            says = f"E1 {action}: the ops are {', '.join(OPS)}"
+            message = f"E1 {action}: the ops are {', '.join(OPS)}"
         elif not 0 <= stage <= last:
-            says = f"E2 {action}: the stages are 0 to {last}"
+            message = f"E2 {action}: the stages are 0 to {last}"
         elif not 0 <= microbatch < num_microbatches:
-            says = f"E3 {action}: the micro-batches are 0 to {num_microbatches - 1}"
+            message = f"E3 {action}: the micro-batches are 0 to {num_microbatches - 1}"
         elif rank not in ranks_of[stage]:
             listed = " or ".join(map(str, ranks_of[stage]))
-            says = f"E4 {action}: stage {stage} is placed on rank {listed}"
-            if op != FORWARD and forward in home:
-                says = says.replace("E4", "E10") + ", where its forward runs"
-        elif home.get(forward, rank) != rank:
-            says = f"E10 {action}: its forward runs on rank {home[forward]}"
-        if says is not None:
-            yield _shown(says, rows[rank], rank, position)
+            message = f"E4 {action}: stage {stage} is placed on rank {listed}"
+            if op != FORWARD and forward in forward_rank:
+                message = message.replace("E4", "E10") + ", where its forward runs"
+        elif forward_rank.get(forward, rank) != rank:
+            message = f"E10 {action}: its forward runs on rank {forward_rank[forward]}"
+        if message is not None:
+            yield _shown(message, rows[rank], rank, position)
 
 
 def _miscounted(
@@ -152,8 +152,8 @@ def _miscounted(
 ) -> Iterator[str]:
     """Actions that are missing, appear twice, or do the same work twice."""
     count = Counter(action for row in rows for action in row)
-    if says := too_large(num_stages, num_microbatches, count.total()):
-        yield says
+    if message := too_large(num_stages, num_microbatches, count.total()):
+        yield message
         return
     for stage, i in itertools.product(range(num_stages), range(num_microbatches)):
         forward, whole, half, rest = (Action(op, stage, i) for op in OPS)
@@ -177,8 +177,8 @@ def _miscounted(
     seen: set[Action] = set()
     for rank, position, action in _cells(rows):
         if action in seen:
-            says = f"E6 {action} runs {count[action]} times"
-            yield _shown(says, rows[rank], rank, position)
+            message = f"E6 {action} runs {count[action]} times"
+            yield _shown(message, rows[rank], rank, position)
         seen.add(action)
 
 
@@ -196,11 +196,11 @@ def _misordered(rows: Rows) -> Iterator[str]:
             kind = FORWARD if action.op == FORWARD else BACKWARD
             before = last.get((kind, action.stage))
             if before is not None and before.microbatch > action.microbatch:
-                says = (
+                message = (
                     f"E8 {action} runs after {before}: losses and gradients are summed "
                     f"in ascending order of micro-batches"
                 )
-                yield _shown(says, row, rank, at)
+                yield _shown(message, row, rank, at)
             last[kind, action.stage] = action
 
 
@@ -211,7 +211,7 @@ def _cells(rows: Rows) -> Iterator[tuple[int, int, Action]]:
             yield rank, position, action
 
 
-def _shown(says: str, row: tuple[Action, ...], rank: int, position: int) -> str:
+def _shown(message: str, row: tuple[Action, ...], rank: int, position: int) -> str:
     """A fault with its place: the cells around it, and a mark below."""
     begin, end = max(position - _AROUND, 0), position + _AROUND + 1
     left = ["..."] if begin else []
@@ -220,7 +220,7 @@ def _shown(says: str, row: tuple[Action, ...], rank: int, position: int) -> str:
     indent = len(" ".join(cells[:at])) + (1 if at else 0)
     prefix = f"rank {rank}: "
     return (
-        f"{says} (rank {rank}, position {position})\n"
+        f"{message} (rank {rank}, position {position})\n"
         f"      {prefix}{' '.join(cells)}\n"
         f"      {' ' * (len(prefix) + indent)}{'^' * len(cells[at])}"
     )

@@ -55,10 +55,10 @@ def zb_h2(num_ranks: int, num_microbatches: int, latency: float = 0.0) -> Schedu
 
     Args:
       num_ranks: the number of ranks, one stage on each.
-      num_microbatches: the number of micro-batches, any positive number; what is said
-        here is for ``2 p - 1`` or more.
+      num_microbatches: the number of micro-batches, any positive number; this
+        text is for ``2 p - 1`` or more.
       latency: the time c that a transfer takes, in units of a forward. So much more is
-        begun first that ranks do not wait for transfers either.
+        started first that ranks do not wait for transfers either.
 
     Returns:
       A valid schedule; a rank holds at most ``2 p - 1 + 2 (p - 1) c`` micro-batches.
@@ -104,8 +104,8 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
 
     Args:
       num_ranks: the number of ranks, two stages on each.
-      num_microbatches: the number of micro-batches, any positive number; what is said
-        here is for ``2 p - 1`` or more.
+      num_microbatches: the number of micro-batches, any positive number; this
+        text is for ``2 p - 1`` or more.
 
     Returns:
       A valid schedule. With ``F = I = W`` no rank waits between its first action and

@@ -122,5 +122,5 @@ def test_what_cannot_be_planned_is_refused():
     with pytest.raises(ValueError, match="num_devices=2 is more than the 1 layers"):
         replicate(one, 2, straight=True)
     huge = Profile((LayerProfile("a", 1e308, 1e308),) * 3)
-    with pytest.raises(ValueError, match="longer than a float can say"):
+    with pytest.raises(ValueError, match="longer than a float can hold"):
         replicate(huge, 2)

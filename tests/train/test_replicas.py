@@ -44,5 +44,5 @@ def test_a_plan_runs_as_it_is_or_is_refused():
     pipe = jpipe.pipeline(layers, 4, plan=plan)
     assert pipe.schedule == plan.schedule(4)
     ref.compare(pipe, layers, x, targets, ref.FLOAT32)
-    with pytest.raises(ValueError, match="does not say num_microbatches; give it too"):
+    with pytest.raises(ValueError, match="does not have num_microbatches; give it too"):
         jpipe.pipeline(layers, plan=plan)
