@@ -156,9 +156,9 @@ class Fitting:
 
     def _checked(self, initial: Initial, variables: Any, batch: Batch) -> Initial:
         """Checks that variables are like those which layers would make."""
-        told = self._misfit(variables, batch.x)
+        message = self._misfit(variables, batch.x)
         parent = self.layers.parent
-        _variables.check_layers(parent, initial.specs, variables, told)
+        _variables.check_layers(parent, initial.specs, variables, message)
         return initial
 
     def explain(self, variables: Any, batch: Batch) -> None:

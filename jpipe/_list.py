@@ -99,9 +99,9 @@ class LayerList:
         """Of each stage the leaves that it reads, or before that is known, has."""
         if built is not None:
             return [built.stages.held_by(s) for s in range(self.num_stages)]
-        homes = self.fitting.layout.homes if self.fitting.layout else []
+        owners = self.fitting.layout.owner_stages if self.fitting.layout else []
         return [
-            [i for i, home in enumerate(homes) if home == s]
+            [i for i, owner in enumerate(owners) if owner == s]
             for s in range(self.num_stages)
         ]
 
@@ -283,7 +283,9 @@ class LayerList:
         _variables.check_length(variables, len(self.pipe.stage_of_layer))
         return tuple(self._placed(i, entry) for i, entry in enumerate(variables))
 
-    def homes(self, variables: PyTree, x: PyTree = None) -> list[tuple[int, Sharding]]:
+    def locations(
+        self, variables: PyTree, x: PyTree = None
+    ) -> list[tuple[int, Sharding]]:
         """Of each leaf of the variables its stage, and how it lies there."""
         del x
         _variables.check_length(variables, len(self.pipe.stage_of_layer))

@@ -157,7 +157,7 @@ class OneModel:
         key = jax.random.key(0) if key is None else key
         initial = Initial(self._model, key, self._part(x))
         specs, tree = jax.tree.flatten(initial.specs[0])
-        locations = self.homes(initial.specs[0], x)
+        locations = self.locations(initial.specs[0], x)
         devices = [self.pipe.devices[stage] for stage, _ in locations]
         if self.pipe.copies is not None:
             agree_on_key(key)
@@ -205,10 +205,12 @@ class OneModel:
 
     def place(self, variables: PyTree, x: PyTree = None) -> PyTree:
         """Variables in place."""
-        locations = self.homes(variables, x)
+        locations = self.locations(variables, x)
         return _transfer.put_each(variables, self.pipe.devices, locations)
 
-    def homes(self, variables: PyTree, x: PyTree = None) -> list[tuple[int, Sharding]]:
+    def locations(
+        self, variables: PyTree, x: PyTree = None
+    ) -> list[tuple[int, Sharding]]:
         """The owner stage of each leaf of the variables, and its sharding there.
 
         Raises:

@@ -75,7 +75,7 @@ def _parts(
     owner: Owner, variables: PyTree, x: PyTree
 ) -> tuple[Locations, tuple[list[int], list[int]]]:
     """Where variables are; the numbers of the parameters, and of the other leaves."""
-    locations, tree = owner.homes(variables, x), jax.tree.structure(variables)
+    locations, tree = owner.locations(variables, x), jax.tree.structure(variables)
     numbers = tree.unflatten(range(len(locations)))
     parts = _variables.params(numbers), _variables.model_state(numbers)
     return locations, (jax.tree.leaves(parts[0]), jax.tree.leaves(parts[1]))

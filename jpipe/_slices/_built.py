@@ -50,7 +50,7 @@ class AnyLayout(Protocol):
 
     Attributes:
       specs: of each leaf what it is like, and its place.
-      homes: its stage.
+      owner_stages: its stage.
       shardings: how it lies there.
       params: the numbers of those that are in ``"params"``.
       trained: of these whether each is trained.
@@ -58,7 +58,7 @@ class AnyLayout(Protocol):
     """
 
     specs: list[tuple[Any, Place]]
-    homes: list[int]
+    owner_stages: list[int]
     shardings: list[Sharding]
     params: list[int]
     trained: list[bool]
@@ -77,7 +77,7 @@ class TreeLayout:
     Args:
       pipe: the schedule and the devices.
       specs: the tree.
-      homes: of each leaf its stage.
+      owner_stages: of each leaf its stage.
       shardings: how it lies there.
       marks: whether it is trained.
       has_collections: whether it has parameters in ``"params"`` and others, of a model
@@ -89,7 +89,7 @@ class TreeLayout:
         self,
         pipe: Pipe,
         specs: PyTree,
-        homes: list[int],
+        owner_stages: list[int],
         shardings: list[Sharding],
         marks: Sequence[bool],
         has_collections: bool,
@@ -97,9 +97,9 @@ class TreeLayout:
     ) -> None:
         flat = jax.tree_util.tree_leaves_with_path(specs)
         self._paths = [path for path, _ in flat]
-        pairs = zip(flat, homes, strict=True)
-        self.specs = [(leaf, pipe.place(home)) for (_, leaf), home in pairs]
-        self.homes, self.shardings = homes, shardings
+        pairs = zip(flat, owner_stages, strict=True)
+        self.specs = [(leaf, pipe.place(stage)) for (_, leaf), stage in pairs]
+        self.owner_stages, self.shardings = owner_stages, shardings
         numbers = jax.tree.unflatten(jax.tree.structure(specs), range(len(flat)))
         own = _variables.params(numbers) if has_collections else numbers
         self.params = jax.tree.leaves(own)
@@ -111,8 +111,8 @@ class TreeLayout:
     def facts(self) -> dict[str, str]:
         """What processes compare of them, in words."""
         own: list[list[Any]] = [[] for _ in self._pipe.stages]
-        for (spec, _), home in zip(self.specs, self.homes, strict=True):
-            own[home].append(spec)
+        for (spec, _), stage in zip(self.specs, self.owner_stages, strict=True):
+            own[stage].append(spec)
         return _facts.of_stages(self._pipe, own)
 
     def check(self, leaves: Sequence[Any], tree: str = "params") -> None:
@@ -120,7 +120,7 @@ class TreeLayout:
         _variables.check_alive(leaves)
         faults: dict[int, str] = {}  # one of each stage
         for path, leaf, stage, sharding in zip(
-            self._paths, leaves, self.homes, self.shardings, strict=True
+            self._paths, leaves, self.owner_stages, self.shardings, strict=True
         ):
             device, own = self._pipe.devices[stage], self._pipe.stages[stage]
             if isinstance(leaf, jax.Array) and _transfer.is_at(leaf, device, sharding):
@@ -204,8 +204,8 @@ class Built:
         graph.facts |= _facts.of_batch(batch) | self.layout.facts
         count = len(params)
         constants = [
-            graph.constant(jnp.asarray(array), pipe.place(home))
-            for array, home in zip(
+            graph.constant(jnp.asarray(array), pipe.place(stage))
+            for array, stage in zip(
                 stages.first.constants, stages.owner[count:], strict=False
             )
         ]

@@ -109,7 +109,7 @@ def listed(
         given = one.program, len(jax.tree.leaves(aux[size])), one.written
         programs[size] = _state.without_the_rest(*given, state)
     programs = _order.late(programs, moves=False)
-    known = layout.marks, layout.homes, state
+    known = layout.marks, layout.owner_stages, state
     stages = Stages(programs, ends, batch.sizes, pipe.remat, *known)
     return Listed(pipe, layout, whole, stages, state, first.y, aux, first.routes)
 
@@ -124,7 +124,7 @@ def layout_of(pipe: Pipe, variables: Sequence[PyTree], marks: PyTree) -> TreeLay
     """
     variables = tuple(variables)
     specs = jax.tree.map(_jaxpr.spec, variables)
-    homes = [
+    owner_stages = [
         stage
         for stage, entry in zip(pipe.stage_of_layer, variables, strict=True)
         for _ in jax.tree.leaves(entry)
@@ -132,7 +132,13 @@ def layout_of(pipe: Pipe, variables: Sequence[PyTree], marks: PyTree) -> TreeLay
     shardings = _resting.shardings(pipe, variables)
     own = jax.tree.leaves(marks)
     return TreeLayout(
-        pipe, specs, homes, shardings, own, True, "variables = pipe.place(variables)"
+        pipe,
+        specs,
+        owner_stages,
+        shardings,
+        own,
+        True,
+        "variables = pipe.place(variables)",
     )
 
 

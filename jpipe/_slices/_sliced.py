@@ -105,7 +105,7 @@ class Sliced:
     def place(self, params: PyTree, *args: PyTree) -> PyTree:
         """Puts each parameter onto the device of the stage where it stays."""
         built = self.build(params, *args)
-        locations = zip(built.layout.homes, built.layout.shardings, strict=True)
+        locations = zip(built.layout.owner_stages, built.layout.shardings, strict=True)
         return _transfer.put_each(params, built.pipe.devices, [*locations])
 
     def part(self, args: Sequence[PyTree]) -> Sequence[PyTree]:

@@ -283,7 +283,10 @@ def _optimizer(
     count = len(jax.tree.leaves(specs))
     at = {leaf: i for i, leaf in enumerate(_order(state))}
     leaves = [at[leaf] for leaf in range(count)]
-    where = [layout.homes[i] for i in leaves], [layout.shardings[i] for i in leaves]
+    where = (
+        [layout.owner_stages[i] for i in leaves],
+        [layout.shardings[i] for i in leaves],
+    )
     return Optimizer(tx, specs, layout.trained, gradient.pipe, *where)
 
 

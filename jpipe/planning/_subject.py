@@ -74,7 +74,7 @@ class Layers:
             tuple(abbreviate([x.name for x in s.layers]) for s in found.pipe.stages),
             found.batch,
             found.stages,
-            found.layout.homes,
+            found.layout.owner_stages,
             variables,
             found.skips,
         )
@@ -160,7 +160,7 @@ class OneModel:
             ),
             built.batch,
             built.stages,
-            built.layout.homes,
+            built.layout.owner_stages,
             variables,
             {},
         )
