@@ -110,7 +110,7 @@ def _apart(
     entry_of = [i for i, own in enumerate(variables) for _ in jax.tree.leaves(own)]
     found = []
     for i in range(number):
-        read = {entry_of[leaf] for leaf in stages.weights(i) if leaf < len(entry_of)}
+        read = {entry_of[leaf] for leaf in stages.params_of(i)}
         needed = [*sorted(read - {i}), i]
         some = [layers[k] for k in needed]
         alone = Sequential(some, [pipe.stage_of_layer[k] for k in needed], needed)

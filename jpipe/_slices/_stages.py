@@ -124,6 +124,18 @@ class Stages:
         owned = [i for i, owner in enumerate(self.owner) if owner == stage]
         return [*dict.fromkeys([*self.weights(stage), *owned])]
 
+    def params_of(self, stage: int) -> set[int]:
+        """The parameters that it reads, itself or by what is made once in a step."""
+        found, count = set[int](), self.first.num_params
+        for weight in self.weights(stage):
+            if weight < count:
+                found.add(weight)
+                continue
+            made = [self.once.jaxpr.outvars[weight - count]]
+            live = _jaxpr.live_inputs(_jaxpr.prune(self.once, made))
+            found |= {param for param, is_read in enumerate(live) if is_read}
+        return found
+
     def spec_of(self, weight: Weight) -> Any:
         """What such a value is like."""
         made = [*self.first.params, *self.once.jaxpr.outvars]

@@ -152,7 +152,7 @@ class Merged(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        normal = nn.initializers.normal(0.3)
+        normal = nn.initializers.normal(0.1)
         kernel = self.param("kernel", normal, (64, 64), x.dtype)
         down = self.param("down", normal, (64, 4), x.dtype)
         up = self.param("up", normal, (4, 64), x.dtype)
@@ -177,3 +177,21 @@ def test_what_follows_from_parameters_is_computed_once_in_a_step(double):
     wanted = jax.value_and_grad(loss)(ref.params_of(ref.on_host(variables)))
     loss_and_grads = find(variables, x, targets)
     ref.assert_close(loss_and_grads, wanted, ref.FLOAT64)
+
+
+class Product(nn.Module):
+    """A dense layer whose kernel is a product of two parameters."""
+
+    @nn.compact
+    def __call__(self, x):
+        normal = nn.initializers.normal(0.3)
+        down = self.param("down", normal, (64, 4), x.dtype)
+        return jnp.tanh(x @ (down @ self.param("up", normal, (4, 64), x.dtype)))
+
+
+def test_shared_layer_whose_kernel_is_made_once_is_checked(double):
+    shared = Product()
+    layers = [ref.dense(64, jnp.float64), shared, shared, ref.dense(4, jnp.float64)]
+    x, targets = ref.regression(8, jnp.float64)
+    pipe = jpipe.pipeline(layers, 2)
+    assert pipe.check(pipe.init(KEY, x), x, targets, ref.mse)
