@@ -32,7 +32,7 @@ REACHED_BY = {
     "_instructions/_graph": "run/test_own_results.py matrix instructions",
     "_instructions/_program": "train/test_interrupts.py instructions matrix",
     "_jaxprs": "test_plan.py functions matrix run",
-    "_jaxprs/_alike": "layers/test_equal_layers.py",
+    "_jaxprs/_alike": "layers/test_equal_layers.py layers/test_unequal_layers.py",
     "_jaxprs/_loops": "matrix",
     "_layers": "matrix layers",
     "_layers/_batchnorm": "layers/test_batchnorm.py matrix",
