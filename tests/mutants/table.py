@@ -38,7 +38,7 @@ REACHED_BY = {
     "_layers/_batchnorm": "layers/test_batchnorm.py matrix",
     "_layers/_rng": "test_transparency.py layers/test_nnx_rngs.py",
     "_layers/_parent": "layers/test_shared_modules.py layers/test_nnx_shared.py matrix",
-    "_layers/_sequence": "layers/test_skip.py test_transparency.py matrix",
+    "_layers/_sequence": "layers/test_skip.py layers/test_nnx_rngs.py matrix",
     "_layers/_skip": "layers/test_skip.py matrix",
     "_placed": "test_transparency.py train",
     "_run": "train/test_reductions.py matrix run mesh",
