@@ -307,35 +307,3 @@ def is_ready(array: Any) -> bool:
     Free when `jax.Array` declares it; it does not up to JAX 0.12.
     """
     return getattr(array, "is_ready", lambda: True)()
-
-
-def identity(module: Any) -> Hashable:
-    """By what `adopted` knows a module: ``flax.linen.Module._id``; see there."""
-    return getattr(module, "_id", id(module))
-
-
-def adopted(scope: Any) -> dict[Hashable, tuple[str, ...]]:
-    """The modules that those of a Flax scope have taken for theirs.
-
-    Uses ``flax.linen.module._caches``, or from Flax 0.12.12 on
-    ``Scope._submodule_adoption_cache``, by which Flax finds a module again that was
-    made outside and is set as an attribute in several. Without it a module that two
-    layers take from a global variable is not noticed.
-    Free when Flax tells what a copy of a module was copied from; up to Flax 0.12 it
-    does not.
-
-    Args:
-      scope: the root of the modules that are being called.
-
-    Returns:
-      By the identity of the module that was taken, the path of what it became.
-    """
-    try:
-        module: Any = importlib.import_module("flax.linen.module")
-        if hasattr(module, "_caches"):
-            known = module._caches.get(scope, {})
-        else:
-            known = getattr(scope, "_submodule_adoption_cache", None) or {}
-        return {key: copy.path for key, copy in known.items()}
-    except (ImportError, AttributeError, TypeError, ValueError):
-        return {}

@@ -33,13 +33,6 @@ def nested(variables: Mapping[Names, PyTree]) -> dict[str, PyTree]:
     return entry
 
 
-def merged(
-    entry: Mapping[str, PyTree], borrowed: Mapping[Names, PyTree]
-) -> Mapping[str, PyTree]:
-    """The variables of a layer with those that it borrows; unchanged without."""
-    return nested(flat(entry) | dict(borrowed)) if borrowed else entry
-
-
 def dotted(entry: str, names: Names) -> str:
     """A variable as Python finds it: ``variables[0]['params']['kernel']``."""
     return entry + "".join(f"[{name!r}]" for name in names)
