@@ -104,11 +104,6 @@ def values(module: nnx.Module) -> dict[str, PyTree]:
     )
 
 
-def variables(module: nnx.Module) -> dict[str, PyTree]:
-    """Copies of them: a training step overwrites what it is given."""
-    return jax.tree.map(jnp.copy, values(module))
-
-
 def _get(tree: Any, path: Path) -> PyTree:
     for part in path:
         tree = tree[part]

@@ -124,7 +124,7 @@ class Parent:
         return self._names(layer, names) if self._is_module(layer) else (layer, *names)
 
     def held(self, given: Entries) -> list[dict[str, PyTree]]:
-        """The variables that modules of nnx hold, as copies, by layer.
+        """The variables that modules of nnx hold, the arrays themselves, by layer.
 
         Args:
           given: by layer variables that are there already; where those of a module are
@@ -135,7 +135,7 @@ class Parent:
         }
         if not self._nnx:
             return [{} for _ in self._layers]
-        tree = _nnx_values.variables(self._tree)
+        tree = _nnx_values.values(self._tree)
         if not self.is_list:
             return [tree]
         return [

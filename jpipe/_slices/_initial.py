@@ -72,10 +72,11 @@ class Initial:
         self._closed, self._numbers = lifted(on_zeros)
         self.routes = tuple(routes)
         self.draws = bool(_jaxpr.live_inputs(self._closed)[0])
-        held = [jax.tree.map(strong, own) for own in layers.parent.held(known)]
+        held = layers.parent.held(known)
+        held_specs = jax.eval_shape(lambda trees: jax.tree.map(strong, trees), held)
         self.specs: tuple[PyTree, ...] = tuple(
             {name: _like(x, own.get(name)) for name, x in of_nnx.items()} or made
-            for of_nnx, own, made in zip(_specs(held), known, specs, strict=True)
+            for of_nnx, own, made in zip(held_specs, known, specs, strict=True)
         )
         # Of each leaf its value, or the variable of the jaxpr that is its value.
         self._sources: list[Any] = []
@@ -104,7 +105,7 @@ class Initial:
         key, runs = _transfer.put_tree(key, device), list[Any]()
         with compiling() as add:
             for source, is_wanted in zip(self._sources, wanted, strict=True):
-                if not is_wanted or isinstance(source, jax.Array):
+                if not is_wanted or not isinstance(source, core.Var | core.Literal):
                     runs.append(source if is_wanted else None)
                     continue
                 closed, numbers = self._drawn(source)
@@ -121,8 +122,8 @@ class Initial:
             if isinstance(one, tuple):
                 executable, numbers = one
                 yield executable.run(key, *_transfer.put(numbers, device))[0]
-            else:
-                yield one
+            else:  # a copy: a step overwrites what it is given
+                yield None if one is None else jnp.copy(strong(one))
 
     def _drawn(self, var: Any) -> tuple[core.ClosedJaxpr, list[Any]]:
         """``(key, *numbers) -> variable``, and numbers that are folded into the key."""

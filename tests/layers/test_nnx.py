@@ -1,5 +1,7 @@
 """Flax nnx modules as layers: every leaf, against plain nnx on one device."""
 
+import gc
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -232,3 +234,15 @@ def test_what_is_listed_twice_is_one_module_again(double):
         grads = nnx.grad(lambda m: ref.mse(attend(m, jnp.tanh(m(x))), x))(own)
         nnx.update(own, jax.tree.map(lambda p, g: p - 0.1 * g, nnx.state(own), grads))
     ref.assert_close(again.kernel[...], own.kernel[...], ref.FLOAT64)
+
+
+def test_init_copies_the_values_of_a_module_once():
+    def live():
+        gc.collect()
+        return sum(array.nbytes for array in jax.live_arrays())
+
+    layers = [nnx.Linear(64, 64, rngs=nnx.Rngs(i)) for i in range(2)]
+    pipe, x, before = jpipe.pipeline(layers, 2), jnp.ones((4, 64)), live()
+    variables = pipe.init(None, x)
+    own = sum(leaf.nbytes for leaf in jax.tree.leaves(variables))
+    assert live() - before < 1.5 * own
