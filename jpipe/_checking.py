@@ -1,7 +1,6 @@
 """Layers are run at once and in micro-batches: what `Pipeline.check` does."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -11,7 +10,6 @@ from ._check._report import CheckReport
 from ._fitting import Fitting
 from ._functions import _microbatch, _remat
 from ._functions._objective import Objective
-from ._functions._trainable import Trainable
 from ._instructions import _transfer
 from ._instructions._transfer import OnPaper
 from ._layers import _rng
@@ -19,7 +17,10 @@ from ._layers._sequence import Sequential
 from ._layers._stage import fuse
 from ._run import _variables
 from ._run._pipe import Pipe
-from ._slices._listed import layout_of, listed
+from ._slices import _arguments
+from ._slices._division import ByLayer
+from ._slices._listed import Listed
+from ._slices._sliced import Sliced
 from ._warn import warn
 from .schedules import gpipe
 
@@ -64,8 +65,11 @@ def checked(
     if rngs is not None:
         _rng.check_rngs(rngs)
     _variables.check_concrete(jax.tree.leaves((x, targets, rngs)))
-    examples = fitting.examples(x, targets)
-    count = _microbatch.batch_size(examples, 2)
+    given = x, targets
+    names, axes = ("x", "targets"), fitting.listed.axes
+    specs = [*map(_microbatch.specs, given, names)]
+    x_axes, target_axes = _arguments.axes_of(axes[:2], specs, names)
+    count = _arguments.batch_size(specs, (x_axes, target_axes), 2, names)
     if parts is None:
         number = pipe.schedule.num_microbatches * pipe.num_shards
         parts = _sizes(count, -(-count // number), _FEW if few else count)
@@ -74,11 +78,10 @@ def checked(
             f"parts={parts}: needs the numbers of examples in two micro-batches or "
             f"more, together the {count} of the batch"
         )
-    fitting.by_owner(variables, fitting.sample(x))
+    fitting.by_owner(variables, x)
     _variables.check_alive(jax.tree.leaves(variables))
     own = _apart(pipe, fitting, variables, x, rngs, train)
     sizes = tuple(parts)
-    (_, _, x_axes), (_, _, target_axes) = examples
     with jax.default_device(_transfer.one_of(pipe.devices[0])):
         checking = Checking(x, x_axes, sizes, rngs, train, tolerance)
         found = tuple(checking.layer(i, *given) for i, given in enumerate(own))
@@ -102,11 +105,8 @@ def _apart(
     ranks = tuple(OnPaper(rank) for rank in range(number))
     one_each = fuse(layers, [1] * number)
     own = Pipe(one_each, ranks, schedule, _remat.per_stage("none", number))
-    keys = None if rngs is None else _microbatch.specs(rngs, "rngs")
-    batch = replace(fitting.sample(x), rngs=keys)
-    marks = fitting.marks(variables, Trainable())
-    given = own, fitting.layers, layout_of(own, variables, marks), variables, batch
-    stages = listed(*given, train=train, objective=None).stages
+    work = Listed(own, fitting.listed.axes).forward(train)
+    stages = Sliced(work, ByLayer(own)).divided(tuple(variables), (x, rngs)).stages
     entry_of = [i for i, own in enumerate(variables) for _ in jax.tree.leaves(own)]
     found = []
     for i in range(number):

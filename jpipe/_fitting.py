@@ -6,24 +6,20 @@ from typing import Any
 
 import jax
 
+from ._faults import refuse
 from ._functions import _microbatch
-from ._functions._batch import Axes, Batch, explained, of_input
 from ._functions._trainable import Trainable
-from ._layers import _rng
-from ._layers._layer import check_unchanged
-from ._layers._rng import Rngs
-from ._layers._sequence import Sequential
-from ._layers._skip import Route
+from ._layers import _nnx_values
 from ._layers._stage import shapes
 from ._run import _signature, _variables
 from ._run._pipe import Pipe
-from ._slices._built import TreeLayout
+from ._slices._built import Divided, TreeLayout
+from ._slices._division import ByLayer
 from ._slices._initial import Initial
-from ._slices._listed import layout_of
+from ._slices._listed import Listed
+from ._slices._sliced import Checks
 
 PyTree = Any
-Marks = tuple[PyTree, ...]
-ALL = Trainable()
 
 
 def _kind(variables: PyTree) -> Any:
@@ -45,98 +41,82 @@ def _state_of(specs: Mapping[str, PyTree], given: Any) -> dict[str, PyTree]:
     }
 
 
-class Fitting:
+class Fitting(Checks):
     """What layers are given and make; checks are made before anything is compiled.
 
     Args:
       pipe: the stages.
-      axes: where the examples are.
+      listed: the layers, as one function.
+      division: the stages of it.
 
     Attributes:
-      layers: the layers, as one function.
+      listed: likewise.
       layout: where the variables seen last are, for print; ``None`` before the first.
-      routes: the skip connections between stages, for print.
     """
 
-    def __init__(self, pipe: Pipe, axes: Axes) -> None:
-        self._pipe, self._axes = pipe, axes
-        self.layers = Sequential(pipe.layers, pipe.stage_of_layer)
+    def __init__(self, pipe: Pipe, listed: Listed, division: ByLayer) -> None:
+        self._pipe, self.listed, self._division = pipe, listed, division
         self.layout: TreeLayout | None = None
-        self.routes: tuple[Route, ...] = ()
-        self._initial: dict[Any, Initial] = {}
         # By the shapes of variables, an input that they fit, in words.
         self._inputs: dict[Any, str] = {}
 
-    def look_again(self) -> None:
-        """Traces layers anew from now on.
+    def order(self, params: PyTree) -> None:
+        """Notices arguments in another order."""
+        if not isinstance(params, Sequence):
+            self.listed.entries(params)
+
+    def before(self, params: PyTree, args: Sequence[PyTree]) -> None:
+        """Checks variables of another kind than before."""
+        if _kind(params) not in self._inputs:
+            self._fitting(params, args[0])
+        self.note(params, args[0])
+
+    def after(self, params: PyTree, divided: Divided) -> None:
+        """Checks that what is trained is not closed over by a layer or the loss too.
 
         Raises:
-          ValueError: if an nnx module was changed.
+          TypeError: with the variables that are.
         """
-        check_unchanged(self._pipe.layers)
-        self._initial.clear()
+        first = divided.stages.first
+        constants = set(map(id, first.constants)) if first.has_loss else set()
+        paths = jax.tree_util.tree_leaves_with_path(tuple(params))
+        found = [
+            f"variables{jax.tree_util.keystr(path)}"
+            for (path, leaf), trained in zip(paths, divided.layout.marks, strict=True)
+            if trained and id(leaf) in constants
+        ]
+        for number, layer in enumerate(self._pipe.layers):
+            found += [
+                f"{'.'.join(map(str, path))} of layer {number} ({layer.name})"
+                for path, (collection, leaf) in _nnx_values.leaves(layer.owner).items()
+                if collection == "params" and id(leaf.get_raw_value()) in constants
+            ]
+        refuse(
+            "the loss or a layer takes variables from outside, which would be "
+            "constants without a gradient and stay as they are now; compute it in a "
+            "layer that lists the module again, or add the gradient to that of the "
+            "loss: pipe.jit(jax.value_and_grad(penalty))(params), where penalty is a "
+            "function of them; for constants give copies",
+            found,
+            TypeError,
+        )
 
-    def check_order(self, variables: Any) -> None:
-        """Tells arguments in another order, before a batch is made of variables."""
-        if not isinstance(variables, Sequence):
-            _variables.check_length(variables, len(self._pipe.stage_of_layer))
-
-    def batch(self, x: PyTree, targets: PyTree, rngs: Rngs) -> Batch:
-        """A mini-batch as abstract values."""
-        _variables.check_concrete(jax.tree.leaves((x, targets, rngs)))
-        parts = self.examples(x, targets)
-        (_, x, x_axes), (_, targets, target_axes) = parts
-        number = self._pipe.schedule.num_microbatches
-        size = _microbatch.batch_size(parts, number)
-        shards = self._pipe.num_shards
-        sizes = _microbatch.sizes(_microbatch.shard(size, number, shards), number)
-        if rngs is not None:
-            _rng.check_rngs(rngs)
-        keys = None if rngs is None else _microbatch.specs(rngs, "rngs")
-        return Batch(x, x_axes, targets, target_axes, keys, sizes, shards)
-
-    def examples(
-        self, x: PyTree, targets: PyTree = ()
-    ) -> list[tuple[str, PyTree, list[int | None]]]:
-        """The input and the targets as specs, and where their examples are."""
-        found = []
-        for what, tree, name in (
-            ("x", x, "in_axes"),
-            ("targets", targets, "target_axes"),
-        ):
-            specs = _microbatch.specs(tree, what)
-            # Without a loss there are no targets, whatever their axes would be.
-            axes = getattr(self._axes, name) if jax.tree.leaves(specs) else 0
-            flat = _microbatch.flat_axes(axes, specs, what, name)
-            found.append((what, specs, flat))
-        return found
-
-    def sample(self, x: PyTree) -> Batch:
-        """An input from which variables are made: see `_batch.of_input`."""
-        (_, x, axes), _ = self.examples(x)
-        number = self._pipe.schedule.num_microbatches
-        return of_input(x, axes, number, self._pipe.num_shards)
-
-    def initial(self, batch: Batch, given: Sequence[PyTree] | None = None) -> Initial:
-        """What the layers would make, for the first micro-batch.
-
-        Args:
-          batch: the mini-batch.
-          given: variables that they take as they are: see `Initial`.
+    def explain(self, params: PyTree, args: Sequence[PyTree]) -> None:
+        """Says what is wrong with variables on which layers raised an error.
 
         Raises:
-          ValueError: if skip connections do not fit.
+          ValueError: if they are not those of the model.
         """
-        signature = _signature.settings(), _signature.of(batch.first, given)
-        if signature not in self._initial:
-            key = _rng.key_spec()
-            with explained(batch):
-                found = Initial(self.layers, key, batch.first, given)
-            self._initial[signature] = found
-            self.routes = found.routes
-        return self._initial[signature]
+        try:
+            initial = self._made(args[0])
+        except Exception:  # it is not for the variables
+            return
+        self._check(initial, params, args[0])
 
-    def fitting(self, variables: Any, batch: Batch) -> Initial:
+    def _made(self, x: PyTree, given: Sequence[PyTree] | None = None) -> Initial:
+        return self.listed.initial(self.listed.sample(x, self._division), given)
+
+    def _fitting(self, variables: Any, x: PyTree) -> Initial:
         """What the layers would make, as which variables of the caller are.
 
         Layers that cannot make such variables are given them as they are.
@@ -146,32 +126,20 @@ class Fitting:
         """
         given = variables
         try:
-            initial = self.initial(batch)
+            initial = self._made(x)
             given = [*map(_state_of, initial.specs, variables)]
-            return self._checked(initial, variables, batch)
+            return self._check(initial, variables, x)
         except Exception:
             with suppress(Exception):  # the first one says what is wrong
-                return self._checked(self.initial(batch, given), variables, batch)
+                return self._check(self._made(x, given), variables, x)
             raise
 
-    def _checked(self, initial: Initial, variables: Any, batch: Batch) -> Initial:
+    def _check(self, initial: Initial, variables: Any, x: PyTree) -> Initial:
         """Checks that variables are like those which layers would make."""
-        message = self._misfit(variables, batch.x)
-        parent = self.layers.parent
+        message = self._misfit(variables, x)
+        parent = self.listed.parent
         _variables.check_layers(parent, initial.specs, variables, message)
         return initial
-
-    def explain(self, variables: Any, batch: Batch) -> None:
-        """Says what is wrong with variables on which layers raised an error.
-
-        Raises:
-          ValueError: if they are not those of the model.
-        """
-        try:
-            initial = self.initial(batch)
-        except Exception:  # it is not for the variables
-            return
-        self._checked(initial, variables, batch)
 
     def _misfit(self, variables: Any, x: PyTree) -> str:
         """What an error says of variables and an input that do not fit."""
@@ -186,30 +154,19 @@ class Fitting:
             f"made or used before; give such an x, and x before the targets"
         )
 
-    def note(
-        self, variables: Sequence[PyTree], x: PyTree, trainable: Trainable = ALL
-    ) -> TreeLayout:
+    def note(self, variables: Sequence[PyTree], x: PyTree) -> None:
         """Where such variables, which fit an input, are; kept for print."""
-        marks = self.marks(variables, trainable)
         self._inputs.setdefault(_kind(variables), shapes(x))
-        self.layout = layout_of(self._pipe, variables, marks)
-        return self.layout
+        specs = _microbatch.specs(tuple(variables), "variables")
+        stages = self._division.owners(specs)
+        shardings = self.listed.shardings(self._pipe, specs, stages)
+        marks = jax.tree.leaves(Trainable().marks(self._pipe.layers, specs))
+        known = stages, shardings, marks, True, self.listed.advice
+        self.layout = TreeLayout(self._pipe, specs, *known)
 
-    def marks(self, variables: Sequence[PyTree], trainable: Trainable) -> Marks:
-        """Whether each leaf of the variables, or of their specs, is trained."""
-        return trainable.marks(self._pipe.layers, variables)
-
-    def by_owner(self, variables: Any, batch: Batch) -> Sequence[PyTree]:
+    def by_owner(self, variables: Any, x: PyTree) -> Sequence[PyTree]:
         """Checks variables, and gives each to the entry that `init` gives it to."""
-        initial = self.fitting(variables, batch)
-        own = self.layers.parent.like(initial.specs, variables)
-        self.note(own, batch.x)
+        initial = self._fitting(variables, x)
+        own = self.listed.parent.like(initial.specs, variables)
+        self.note(own, x)
         return own
-
-    def check(
-        self, variables: Any, batch: Batch, trainable: Trainable = ALL
-    ) -> TreeLayout:
-        """Where such variables are; those of another kind than before are checked."""
-        if _kind(variables) not in self._inputs:
-            self.fitting(variables, batch)
-        return self.note(variables, batch.x, trainable)

@@ -17,7 +17,6 @@ from ._run._context import outside_of_meshes
 from ._run._feed import Feed
 from ._slices import _checked, _join
 from ._slices._division import Division
-from ._slices._program import Traced
 from ._slices._sliced import Sliced, Work
 from ._train import _transformation
 from .planning._plan import Plan
@@ -52,9 +51,8 @@ class FunctionGradient:
         self._function, self._division, self._reduction = function, division, reduction
         self._has_aux, self._trainable = has_aux, trainable
 
-        def joins(traced: Traced, sizes: Sequence[int]) -> list[_join.Join]:
-            shares = [size / sum(sizes) for size in sizes]
-            return _join.by_axes(aux_axes, traced.aux, shares)
+        def joins(aux: PyTree, last: PyTree, sizes: Sequence[int]) -> list[_join.Join]:
+            return _join.by_axes(aux_axes, aux, last, sizes)
 
         work = Work(
             function,
@@ -62,7 +60,6 @@ class FunctionGradient:
             in_axes=in_axes,
             has_aux=has_aux,
             reduction=reduction,
-            inside=("params",),
         )
         self._sliced = Sliced(work, division, self._trained)
         # Compares what several processes are given.
@@ -84,7 +81,7 @@ class FunctionGradient:
           ValueError: if parameters are not in place, or the batch does not fit.
           TypeError: if a leaf is not an array.
         """
-        built = self._sliced.build(params, *args)
+        built = self._sliced(params, *args)
         given = built.given(params, args, "params")
         if self._feed is None:
             self._feed = Feed(built.pipe)
@@ -111,7 +108,7 @@ class FunctionGradient:
     @outside_of_meshes
     def program(self, params: PyTree, *args: PyTree) -> Program:
         """What a call with such arguments runs."""
-        return self._sliced.build(params, *args).program
+        return self._sliced(params, *args).program
 
     @outside_of_meshes
     def compile(self, params: PyTree, *args: PyTree) -> Report:

@@ -11,10 +11,9 @@ from ._functions._objective import Objective
 from ._instructions import _transfer
 from ._instructions._sharding import SubMesh
 from ._layers import _rng
-from ._list import LayerList
-from ._model import UNKNOWN, OneModel
 from ._profile import as_pair, profile
 from ._run._context import outside_of_meshes
+from ._subject import UNKNOWN, Subject
 from ._train._gradients import Gradients
 from ._train._state import TrainState, check_state
 from .planning._plan import Forecast, Plan
@@ -26,7 +25,7 @@ PyTree = Any
 class Inspectable:
     """The methods of a pipeline that show what it is and does."""
 
-    _subject: LayerList | OneModel
+    _subject: Subject
     _forecast: Forecast | None
     # The gradients that were made last, and those before that had a mini-batch.
     _made: Gradients | None = None

@@ -12,12 +12,11 @@ from ._functions._objective import Objective
 from ._functions._trainable import Trainable
 from ._inspectable import Inspectable
 from ._layers import _rng
-from ._list import LayerList
 from ._loop import OwnLoop
-from ._model import OneModel
 from ._run import _variables
 from ._run._context import outside_of_meshes
 from ._slices._built import Built
+from ._subject import Subject
 from ._train._gradients import Gradients
 from ._train._state import TrainState
 from ._train._step import TrainStep
@@ -36,9 +35,7 @@ class Pipeline(Inspectable, OwnLoop):
     one model they are trees of the model's own.
     """
 
-    def __init__(
-        self, subject: LayerList | OneModel, forecast: Forecast | None = None
-    ) -> None:
+    def __init__(self, subject: Subject, forecast: Forecast | None = None) -> None:
         self._subject, self._forecast = subject, forecast
         self._places, self._feed = subject.places, subject.feed()
 

@@ -11,21 +11,19 @@ from ._functions._trainable import Trainable
 from ._instructions import _transfer
 from ._instructions._sharding import Sharding
 from ._layers import _rng
-from ._list import LayerList
-from ._model import OneModel
 from ._processes._elsewhere import of_copies
 from ._processes._group import agree_on_key
 from ._run import _variables
 from ._run._pipe import Pipe
+from ._subject import Subject
 from ._train._optimizer import Optimizer, place_state
 from ._train._state import TrainState, note_chosen
 
 PyTree = Any
-Owner = LayerList | OneModel
 Locations = list[tuple[int, Sharding]]
 
 
-def place_train_state(owner: Owner, state: TrainState, x: PyTree) -> TrainState:
+def place_train_state(owner: Subject, state: TrainState, x: PyTree) -> TrainState:
     """A train state in place: see `Pipeline.place`."""
     pipe, variables = owner.pipe, state.variables
     locations, (of_params, of_rest) = _parts(owner, variables, x)
@@ -43,7 +41,7 @@ def place_train_state(owner: Owner, state: TrainState, x: PyTree) -> TrainState:
 
 
 def train_state(
-    owner: Owner,
+    owner: Subject,
     key: chex.PRNGKey,
     variables: PyTree,
     x: PyTree,
@@ -72,7 +70,7 @@ def train_state(
 
 
 def _parts(
-    owner: Owner, variables: PyTree, x: PyTree
+    owner: Subject, variables: PyTree, x: PyTree
 ) -> tuple[Locations, tuple[list[int], list[int]]]:
     """Where variables are; the numbers of the parameters, and of the other leaves."""
     locations, tree = owner.locations(variables, x), jax.tree.structure(variables)

@@ -11,10 +11,9 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from .._functions._objective import Objective
+from .._functions._objective import Objective, as_weight
 from .._layers import _batchnorm, _half, _rng, _skip
 from .._layers._parent import Entries
 from .._layers._sequence import Sequential
@@ -224,8 +223,11 @@ class Checking:
         def loss(outputs: PyTree, fixed: PyTree) -> Any:
             # Each as if it were all, so that any reduction can be tried.
             with jax.default_matmul_precision("highest"):
-                value, weights, _ = objective(outputs, fixed, jnp.ones(()))
-            return [value], weights
+                value, _ = objective.of_part(outputs, fixed)
+            if objective.reduction != "weighted":
+                return [value], []
+            total, weight = value
+            return [total], [as_weight(weight, total)]
 
         def given(step: int) -> list[Given]:
             """All examples, and the micro-batches in one order or the other."""

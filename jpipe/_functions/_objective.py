@@ -38,7 +38,6 @@ class Objective:
         add up, and the loss is their quotient.
       aux_axes: on which axes aux of micro-batches are joined, as a prefix of aux;
         ``None``: on a new one.
-      num_microbatches: of the mini-batch, for ``"microbatch_mean"``.
       identity: what tells ``loss_fn`` apart, as for `jax.jit`: its hash and equality,
         or which object it is.
     """
@@ -47,7 +46,6 @@ class Objective:
     has_aux: bool = False
     reduction: str = "mean"
     aux_axes: Any = None
-    num_microbatches: int = 1
     identity: Hashable = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -73,33 +71,6 @@ class Objective:
     def __hash__(self) -> int:
         return hash((self.identity, self.has_aux, self.reduction))
 
-    def __call__(
-        self, outputs: PyTree, targets: PyTree, share: jax.Array
-    ) -> tuple[jax.Array, list[jax.Array], PyTree]:
-        """The contribution of one micro-batch.
-
-        Args:
-          outputs: what the last layer returned.
-          targets: the targets of the micro-batch.
-          share: the micro-batch's part of the examples, a scalar.
-
-        Returns:
-          The scalar to differentiate, further sums to keep (the weight), and aux.
-
-        Raises:
-          TypeError: if ``loss_fn`` returns something else than was agreed.
-        """
-        value, aux = self.of_part(outputs, targets)
-        if self.reduction == "weighted":
-            total, weight = value
-            return total, [jax.lax.stop_gradient(_constant(weight))], aux
-        loss = value
-        if self.reduction == "mean":
-            loss = loss * share.astype(loss.dtype)
-        if self.reduction == "microbatch_mean":
-            loss = loss / self.num_microbatches
-        return loss, [], aux
-
     def of_part(self, outputs: PyTree, targets: PyTree) -> tuple[Any, PyTree]:
         """The loss of a micro-batch, or ``(total, weight)``, and aux; checked."""
         try:
@@ -116,7 +87,7 @@ class Objective:
         if self.reduction != "weighted":
             return _scalar(result, "loss_fn must return a scalar loss", outputs), aux
         total = _scalar(result[0], "the total must be a scalar", outputs)
-        return (total, as_weight(result[1], total)), aux
+        return (total, result[1]), aux
 
     def parts(self, outputs: PyTree, targets: PyTree) -> PyTree:
         """What ``loss_fn`` returns without aux: the loss, or its total and weight."""
@@ -151,16 +122,13 @@ def as_weight(weight: Any, total: jax.Array) -> jax.Array:
     """The weight of a weighted loss, in a dtype that sums of it fit.
 
     Raises:
-      TypeError: if it is no scalar.
+      TypeError: if it is no scalar, or where it has a gradient.
     """
     weight = jnp.asarray(weight)
     if weight.ndim:
         raise TypeError(f"the weight must be a scalar; it returned {shapes(weight)}")
-    return weight.astype(jnp.promote_types(jnp.float32, total.dtype))
-
-
-def _is_pair(value: Any) -> bool:
-    return isinstance(value, Sequence) and len(value) == 2
+    weight = weight.astype(jnp.promote_types(jnp.float32, total.dtype))
+    return jax.lax.stop_gradient(_constant(weight))
 
 
 @jax.custom_jvp
@@ -181,6 +149,10 @@ def _refuse_tangent(primals: Any, tangents: Any) -> Any:
             "jax.lax.stop_gradient(weight))"
         )
     return weight, tangent
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, Sequence) and len(value) == 2
 
 
 def _scalar(value: Any, needed: str, outputs: PyTree) -> jax.Array:

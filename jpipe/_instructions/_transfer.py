@@ -168,25 +168,27 @@ def put_one(leaf: Any, device: Device, sharding: Sharding = WHOLE) -> jax.Array:
 
 
 def put_each(
-    tree: Any, devices: Sequence[Device], locations: Sequence[tuple[int, Sharding]]
-) -> Any:
-    """A pytree, each leaf onto the device of a number, with its sharding there."""
-    leaves, structure = jax.tree.flatten(tree)
-    pairs = zip(leaves, locations, strict=True)
-    return structure.unflatten(
-        [put_one(leaf, devices[at], sharding) for leaf, (at, sharding) in pairs]
-    )
-
-
-def put_tree(
     tree: Any,
-    device: Device,
-    shardings: Sequence[Sharding] | None = None,
+    devices: Sequence[Device],
+    locations: Sequence[tuple[int, Sharding]],
     may_alias: bool | None = None,
 ) -> Any:
-    """A pytree, from the host or any device, into one place: see `put`."""
+    """A pytree, each leaf onto the device of a number, with its sharding there.
+
+    Args:
+      tree: from the host or any device.
+      devices: they.
+      locations: of each leaf.
+      may_alias: see `put`.
+    """
     leaves, structure = jax.tree.flatten(_off_numpy(tree))
-    return jax.tree.unflatten(structure, put(leaves, device, shardings, may_alias))
+    found: dict[int, Any] = {}
+    for device in dict.fromkeys(at for at, _ in locations):
+        own = [i for i, (at, _) in enumerate(locations) if at == device]
+        shardings = [locations[i][1] for i in own]
+        placed = put([leaves[i] for i in own], devices[device], shardings, may_alias)
+        found |= zip(own, placed, strict=True)
+    return structure.unflatten([found[i] for i in range(len(leaves))])
 
 
 def put_as(value: Any, like: Any) -> Any:

@@ -33,7 +33,7 @@ def _implementation() -> Any:
 
 def like(rngs: _rng.Rngs) -> _rng.Rngs:
     """Such keys for the streams of given ones."""
-    keys = _rng.layer_rngs(rngs, 0, 0)
+    keys = _rng.streams(rngs)
     return None if keys is None else dict.fromkeys(keys, half_key())
 
 

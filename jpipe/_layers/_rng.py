@@ -72,55 +72,35 @@ def training_key(key: chex.PRNGKey) -> chex.PRNGKey:
     return jax.random.fold_in(key, 2**31 - 1)
 
 
-def layer_rngs(
-    rngs: Rngs,
-    microbatch: jax.Array | int,
-    layer: jax.Array | int,
-) -> dict[str, chex.PRNGKey] | None:
-    """The keys of one layer on one micro-batch.
+def layer_rngs(rngs: Rngs, layer: jax.Array | int) -> dict[str, chex.PRNGKey] | None:
+    """The keys of one layer.
 
     Args:
-      rngs: the keys of the step: one, a dictionary of them, or ``None``.
-      microbatch: the number of the micro-batch, an int32 scalar.
-      layer: the number of the layer in the user's list, likewise.
+      rngs: those of the micro-batch: one key, a dictionary of them, or ``None``.
+      layer: the number of the layer in the user's list, an int32 scalar.
 
     Returns:
-      A dictionary of keys by stream name. A single key serves every stream: dropout has
-      a key of its own, linen takes ``"params"`` for a name that is missing, and nnx
-      ``"default"``.
+      A dictionary of keys by stream name: see `streams`.
     """
-    keys = microbatch_rngs(rngs, microbatch)
+    keys = streams(rngs)
     if keys is None:
         return None
     return {name: jax.random.fold_in(key, layer) for name, key in keys.items()}
 
 
-def microbatch_rngs(
-    rngs: Rngs, microbatch: jax.Array | int
-) -> dict[str, chex.PRNGKey] | None:
-    """The keys of one micro-batch, from which Flax draws those of its modules."""
-    if rngs is None:
-        return None
-    keys = {n: jax.random.fold_in(key, microbatch) for n, key in named(rngs).items()}
-    return keys if isinstance(rngs, Mapping) else {**keys, "default": keys["params"]}
-
-
 def streams(rngs: Rngs) -> dict[str, chex.PRNGKey] | None:
-    """The keys of a model whose keys are those of its micro-batch already.
+    """Keys by stream name.
+
+    A single key serves every stream: dropout has a key of its own, linen takes
+    ``"params"`` for a name that is missing, and nnx ``"default"``.
 
     Args:
       rngs: one key for all streams, a dictionary of them, or ``None``.
     """
     if rngs is None or isinstance(rngs, Mapping):
         return None if rngs is None else dict(rngs)
-    return {**named(rngs), "default": rngs}
-
-
-def named(rngs: chex.PRNGKey | Mapping[str, chex.PRNGKey]) -> dict[str, chex.PRNGKey]:
-    """Keys by stream name; dropout has a key of its own."""
-    if isinstance(rngs, Mapping):
-        return dict(rngs)
-    return {"params": rngs, "dropout": jax.random.fold_in(rngs, 1)}
+    dropout = jax.random.fold_in(rngs, 1)
+    return {"params": rngs, "dropout": dropout, "default": rngs}
 
 
 def step_key(rng: chex.PRNGKey, step: jax.Array) -> chex.PRNGKey:

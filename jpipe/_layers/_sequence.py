@@ -85,7 +85,6 @@ class Sequential:
         entries: Entries,
         x: PyTree,
         rngs: _rng.Rngs = None,
-        number: jax.Array | int = 0,
         train: bool = False,
         after: After | None = None,
     ) -> Made:
@@ -94,20 +93,19 @@ class Sequential:
         Args:
           entries: the variables, by layer.
           x: the input.
-          rngs: the keys of the step, or ``None``.
-          number: that of the micro-batch.
+          rngs: the keys of the micro-batch, or ``None``.
           train: whether this is training.
           after: is called after each layer.
         """
 
         def run(handles: Sequence[Any]) -> Any:
             def call(i: int, x: PyTree) -> PyTree:
-                keys = _rng.layer_rngs(rngs, number, i)
+                keys = _rng.layer_rngs(rngs, i)
                 return self.layers[i].call(handles[i], x, keys, train)
 
             return self._through(x, call, after)
 
-        keys = _rng.microbatch_rngs(rngs, number)
+        keys = _rng.streams(rngs)
         (y, routes), changed = self.parent(entries, keys, train, run)
         return Made(y, changed, routes)
 
@@ -124,7 +122,7 @@ class Sequential:
         Args:
           entries: the variables, by layer.
           x: its input.
-          rngs: the keys of the step, or ``None``.
+          rngs: the keys of the micro-batch, or ``None``.
           train: whether this is training.
           skips: what it may pop; in the end what may be popped after it.
 
@@ -132,10 +130,10 @@ class Sequential:
           Its output, and by layer the collections that may have changed.
         """
         layer, at = self.layers[-1], len(self.layers) - 1
-        keys = _rng.microbatch_rngs(rngs, 0)
+        keys = _rng.streams(rngs)
 
         def run(handles: Sequence[Any]) -> Any:
-            own = _rng.layer_rngs(rngs, 0, at)
+            own = _rng.layer_rngs(rngs, at)
             with self._naming(at, x), _skip.applying(skips, layer.namespace):
                 return layer.call(handles[-1], x, own, train)
 

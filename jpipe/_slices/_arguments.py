@@ -23,8 +23,10 @@ def axes_of(
         )
     found = []
     for name, axes, tree in zip(names, each, given, strict=True):
-        leaf_axes = _microbatch.flat_axes(axes, tree, name, "in_axes")
         leaves = jax.tree.leaves(tree)
+        option = "target_axes" if name == "targets" else "in_axes"
+        own = axes if leaves else 0  # of nothing, whatever they would be
+        leaf_axes = _microbatch.flat_axes(own, tree, name, option)
         found.append(
             [
                 None if _program.is_single_key(leaf) else axis

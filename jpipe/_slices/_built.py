@@ -54,6 +54,7 @@ class AnyLayout(Protocol):
       shardings: how it lies there.
       params: the numbers of those that are in ``"params"``.
       trained: of these whether each is trained.
+      marks: the same of all leaves.
       facts: what processes compare of them, in words.
     """
 
@@ -62,6 +63,7 @@ class AnyLayout(Protocol):
     shardings: list[Sharding]
     params: list[int]
     trained: list[bool]
+    marks: list[bool]
 
     @property
     def facts(self) -> dict[str, str]: ...

@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
+
+import jax
 
 from .._functions import _remat
 from .._layers._stage import StageLayers
@@ -10,9 +12,11 @@ from .._run._pipe import Pipe, idle
 from .._run._resting import Rule
 from ..schedules import Schedule
 from ..schedules._choose import choose_schedule, turns
-from . import _cut
+from . import _cut, _marks
 from ._cuts import Cuts
 from ._program import Traced
+
+PyTree = Any
 
 
 @dataclass
@@ -46,7 +50,24 @@ class Division:
     gather: str = "step"
     is_lasting: bool = False
     cuts: Cuts | None = None
-    owner_stages: list[int] | None = field(default=None, init=False)
+    owner_stages: Sequence[int] | None = field(default=None, init=False)
+    # Whether equations move to where they are first read.
+    moves: ClassVar[bool] = True
+
+    def owners(self, specs: PyTree) -> Sequence[int] | None:
+        """The owner stages of parameters, once these are known."""
+        del specs
+        return self.owner_stages
+
+    def note(self, owner_stages: Sequence[int]) -> None:
+        """Keeps the owner stages of one function for all others."""
+        if self.is_lasting:
+            self.owner_stages = owner_stages
+
+    @property
+    def count(self) -> int | None:
+        """In how many stages, once it is known."""
+        return len(self.cuts.positions) + 1 if self.cuts else self.num_stages
 
     @property
     def about(self) -> int:
@@ -109,3 +130,41 @@ class Division:
     def num_shards(self) -> int:
         """Over how many devices the examples of a micro-batch are spread."""
         return getattr(self.devices[0], "num_shards", 1)
+
+
+class ByLayer:
+    """The division of a list of layers, which its user decided.
+
+    Args:
+      pipe: the stages, and where they run.
+    """
+
+    moves, about, cuts = False, 1, None
+
+    def __init__(self, pipe: Pipe) -> None:
+        self._pipe, self.devices, self.places = pipe, pipe.devices, pipe.places
+        self.num_shards = pipe.num_shards
+        self.num_microbatches = pipe.schedule.num_microbatches
+        self.count = len(pipe.stages)
+
+    def owners(self, specs: PyTree) -> list[int]:
+        """The owner stages of variables, one entry per layer."""
+        pairs = zip(self._pipe.stage_of_layer, specs, strict=True)
+        return [stage for stage, entry in pairs for _ in jax.tree.leaves(entry)]
+
+    def note(self, owner_stages: Sequence[int]) -> None:
+        """Nothing: they are known."""
+
+    def positions(
+        self, programs: Mapping[int, Traced], num_params: int
+    ) -> tuple[None, dict[int, list[int]]]:
+        """Where programs are divided: see `Division.positions`."""
+        del num_params
+        ends = {size: _marks.ends(one.closed) for size, one in programs.items()}
+        inner = range(len(self._pipe.stages) - 1)
+        return None, {size: [at[s] for s in inner] for size, at in ends.items()}
+
+    def pipe(self, count: int) -> Pipe:
+        """The schedule and the devices of its stages."""
+        del count
+        return self._pipe

@@ -11,6 +11,7 @@ from jax.extend import core
 
 from .._instructions import _transfer
 from .._instructions._compile import Executable, compiling, drawing_options, is_ahead
+from .._instructions._sharding import WHOLE
 from .._jaxprs import _alike, _flow, _jaxpr
 from .._jaxprs._jaxpr import zeros
 from .._layers._linen import NOT_SOWN, OF_DATA
@@ -102,7 +103,7 @@ class Initial:
           wanted: whether each is to be made; ``None`` is given for one that is not.
         """
         known: dict[Any, Executable] = {}
-        key, runs = _transfer.put_tree(key, device), list[Any]()
+        key, runs = _transfer.put_each(key, [device], [(0, WHOLE)]), list[Any]()
         with compiling() as add:
             for source, is_wanted in zip(self._sources, wanted, strict=True):
                 if not is_wanted or not isinstance(source, core.Var | core.Literal):

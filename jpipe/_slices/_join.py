@@ -42,23 +42,30 @@ class Join:
 
 
 def by_axes(
-    axes: Any, aux: PyTree, shares: Sequence[float], name: str = "aux"
+    axes: Any, aux: PyTree, last: PyTree, sizes: Sequence[int], name: str = "aux"
 ) -> list[Join]:
     """Each leaf on its own, by ``aux_axes`` or ``out_axes``.
 
     Args:
       axes: a prefix of ``aux``: an axis, `MEAN`, or ``None``: of aux for a new axis, of
         outputs for what is the same for all.
-      aux: specs of what a micro-batch returns.
-      shares: the part of the examples that each micro-batch has.
+      aux: specs of what the first micro-batch returns.
+      last: specs of what the last one does.
+      sizes: of the micro-batches.
       name: ``"aux"`` or ``"out"``.
+
+    Raises:
+      ValueError: if aux of micro-batches cannot be joined.
     """
+    shares = [size / sum(sizes) for size in sizes]
     means = jax.tree.map(
         lambda axis: axis is MEAN, axes, is_leaf=lambda node: node is None
     )
     flat = flat_axes(axes, aux, name)
     is_mean = jax.tree.leaves(jax.tree.broadcast(means, aux)) if flat else []
     leaves = jax.tree_util.tree_leaves_with_path(aux)
+    if name == "aux":
+        _check_aux(leaves, jax.tree.leaves(last), flat, sizes)
     refuse(
         "jpipe.MEAN is for floating dtypes; type x.astype(float)",
         [
@@ -71,6 +78,40 @@ def by_axes(
         Join(i, _mean(shares) if mean else _on(axis, name == "aux"))
         for i, (axis, mean) in enumerate(zip(flat, is_mean, strict=True))
     ]
+
+
+def _check_aux(
+    leaves: Sequence[tuple[Any, Any]],
+    others: Sequence[Any],
+    axes: Sequence[int | None],
+    sizes: Sequence[int],
+) -> None:
+    """Checks that aux of all micro-batches, of two sizes maybe, can be joined.
+
+    Raises:
+      ValueError: with every leaf that lacks the axis or differs elsewhere.
+    """
+    lacking, ragged = [], []
+    for (path, a), b, axis in zip(leaves, others, axes, strict=True):
+        label = f"aux{jax.tree_util.keystr(path)}"
+        if axis is not None and not -a.ndim <= axis < a.ndim:
+            lacking.append(f"{label} of shape {a.shape} has no axis {axis}")
+        elif _without_axis(a.shape, axis) != _without_axis(b.shape, axis):
+            on = "" if axis is None else f", joined on axis {axis}"
+            ragged.append(f"{label}{on}: {a.shape} and {b.shape}")
+    if lacking:
+        raise ValueError("cannot join aux on aux_axes: " + "; ".join(lacking))
+    if ragged:
+        raise ValueError(
+            f"the sizes {tuple(sizes)} of micro-batches differ and so do the shapes of "
+            f"aux: {'; '.join(ragged)}; return sums or means, name in aux_axes= the "
+            f"axis of the examples, or give a batch that num_microbatches divides"
+        )
+
+
+def _without_axis(shape: tuple[int, ...], axis: int | None) -> tuple[int, ...]:
+    """A shape without one axis."""
+    return shape if axis is None else (*shape[:axis], *shape[axis:][1:])
 
 
 def flat_axes(axes: Any, aux: PyTree, name: str = "aux") -> list[int | None]:

@@ -1,60 +1,59 @@
 """Warnings of what a forward pass writes, which its caller does not receive."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from .._run import _variables
 from .._warn import warn
 from . import _state
 from ._program import Traced
 from ._state import Written
 
+PyTree = Any
 
-def check(program: Traced, first: int, written: Sequence[Written], train: bool) -> None:
-    """Warns of what the forward pass of a model writes.
+
+def check(
+    program: Traced,
+    first: int,
+    written: Sequence[Written],
+    variables: PyTree,
+    train: bool,
+) -> None:
+    """Warns of what the forward pass of modules writes.
 
     Args:
       program: its trace.
       first: the number of the first leaf that may be written in what it returns.
       written: of each such leaf what it is.
+      variables: specs of the variables.
       train: whether it is as in training.
 
     Raises:
       ValueError: if it writes, in training, what no step would take from it.
     """
     if not train:
-        whole = "pipe.modules(jax.device_put(variables, device))"
-        in_evaluation(_state.changes(program, first, written), whole)
-        return
-    state = _state.written_by(program, first, written)
-    names = dict.fromkeys(written[leaf - first].collection for leaf in state.leaves)
-    if names:
-        in_training(", ".join(f"variables[{name!r}]" for name in names))
-
-
-def in_evaluation(
-    changed: Sequence[Written], modules: str = "pipe.modules(variables)"
-) -> None:
-    """Warns of what a call writes in evaluation, as no call of linen may.
-
-    Parameters that a call normalizes are written anew by each.
-
-    Args:
-      changed: what it writes.
-      modules: what to type for modules that go on from it.
-    """
-    if where := [leaf.text for leaf in changed if leaf.collection != "params"]:
+        _in_evaluation(_state.changes(program, first, written), variables)
+    elif changed := _state.written_by(program, first, written).at:
         warn(
-            "evaluation gives outputs alone, and leaves the variables as they were "
-            "given, where a call of nnx goes on from what it wrote. To go on, as from "
-            f"a cache of attention, call {modules}; where this is what "
-            "training writes, evaluation should not: let __call__ take train\n"
-            + "\n".join(f"  * {text}" for text in where)
+            f"apply leaves {_variables.collections(variables, changed)} as given, "
+            f"which training changes; to go on from what it makes of them take "
+            f"value_and_grad(..., has_state=True), or a train_step"
         )
 
 
-def in_training(collections: str) -> None:
-    """Warns that a forward pass gives outputs alone, where linen needs `mutable`."""
-    warn(
-        f"apply leaves {collections} as given, which training changes; to go on from "
-        f"what it makes of them take value_and_grad(..., has_state=True), or a "
-        f"train_step"
-    )
+def _in_evaluation(changed: Sequence[Written], variables: PyTree) -> None:
+    """Warns of what a call writes in evaluation, as no call of linen may.
+
+    Parameters that a call normalizes are written anew by each.
+    """
+    where = [leaf.text for leaf in changed if leaf.collection != "params"]
+    is_model = isinstance(variables, Mapping)
+    given = "jax.device_put(variables, device)" if is_model else "variables"
+    if where:
+        warn(
+            f"evaluation gives outputs alone, and leaves the variables as they were "
+            f"given, where a call of nnx goes on from what it wrote. To go on, as from "
+            f"a cache of attention, call pipe.modules({given}); where this is what "
+            f"training writes, evaluation should not: let __call__ take train\n"
+            + "\n".join(f"  * {text}" for text in where)
+        )

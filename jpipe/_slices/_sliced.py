@@ -2,27 +2,32 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
 from .._functions import _microbatch
-from .._functions._batch import Batch
+from .._functions._batch import Batch, explained
 from .._instructions import _transfer
 from .._instructions._collector import paused
 from .._instructions._sharding import Sharding
-from .._run import _resting
+from .._layers import _batchnorm, _rng
+from .._run import _resting, _signature, _variables
 from .._run._pipe import Pipe
 from . import _arguments, _composed, _meshes, _order, _program, _summands
 from ._built import Built, Divided, TreeLayout
-from ._division import Division
+from ._division import ByLayer, Division
 from ._join import Join
 from ._program import Traced
-from ._programs import Programs
 from ._stages import Stages
 from ._state import State, Written, without_the_rest, written_by
 
+if TYPE_CHECKING:
+    from ._modules import Modules
+
 PyTree = Any
+# So many kinds of arguments are remembered, of each function.
+_MOST = 64
 
 
 @dataclass(frozen=True)
@@ -31,36 +36,65 @@ class Work:
 
     Attributes:
       function: ``(params, *args) -> loss``, ``(loss, aux)`` or ``aux``.
-      joins: of a trace and the sizes of micro-batches, how aux is joined.
+      joins: of specs of aux of the first micro-batch, of the last one, and the sizes of
+        all, how aux is joined.
       in_axes: where the examples are in the arguments after ``params``.
       has_loss: whether it returns a loss, which is differentiated.
       has_aux: whether it returns something besides the loss.
       reduction: what the loss is: see `jpipe.value_and_grad`.
-      has_input: whether the first argument after ``params`` is the input of a model.
-      is_of_model: whether its aux is a pair, of aux and of what a model writes.
-      owner: the module that holds the parameters, if one does.
-      inside: of what they are a part: ``("params",)`` of parameters alone.
+      modules: those of which it is a function: then its first argument after
+        ``params`` is their input, and its aux a pair, of aux and what they write.
       names: how errors call the arguments.
-      advice: what to type where parameters are not in place.
       writes: of a trace and specs of the parameters, the number of the first leaf of
         aux that is written to one of these, and which they are; ``None``: none is.
-      left: is given the trace and these, where they are left as they were given.
+      left: is given the same where what is written is left as it was given.
     """
 
     function: Callable[..., Any]
-    joins: Callable[[Traced, Sequence[int]], list[Join]]
+    joins: Callable[[PyTree, PyTree, Sequence[int]], list[Join]]
     in_axes: Any = 0
     has_loss: bool = True
     has_aux: bool = False
     reduction: str = "mean"
-    has_input: bool = False
-    is_of_model: bool = False
-    owner: Any = None
-    inside: tuple[str, ...] = ()
+    modules: "Modules | None" = None
     names: Sequence[str] = ()
-    advice: str = "params = grad_fn.place(params, *args)"
     writes: Callable[[Traced, PyTree], tuple[int, list[Written]]] | None = None
-    left: Callable[[Traced, int, list[Written]], None] | None = None
+    left: Callable[[Traced, PyTree], None] | None = None
+
+    @property
+    def advice(self) -> str:
+        """What to type where parameters are not in place."""
+        of_function = "params = grad_fn.place(params, *args)"
+        return self.modules.advice if self.modules else of_function
+
+    def shardings(
+        self, pipe: Pipe, params: PyTree, stages: Sequence[int]
+    ) -> list[Sharding]:
+        """Of each parameter, in its stage."""
+        if self.modules:
+            return self.modules.shardings(pipe, params, stages)
+        devices = [pipe.devices[stage] for stage in stages]
+        return _resting.of_tree(pipe, params, devices, inside=("params",))
+
+    def aux_of(self, traced: Traced) -> PyTree:
+        """Specs of what a trace returns besides the loss and what is written."""
+        return traced.aux[0] if self.modules else traced.aux
+
+
+class Checks:
+    """What is checked besides, where something new is built: here nothing."""
+
+    def order(self, params: PyTree) -> None:
+        """Notices arguments in another order."""
+
+    def before(self, params: PyTree, args: Sequence[PyTree]) -> None:
+        """Checks what is given; the mini-batch was checked."""
+
+    def explain(self, params: PyTree, args: Sequence[PyTree]) -> None:
+        """Raises a better error than one that was raised on such arguments."""
+
+    def after(self, params: PyTree, divided: Divided) -> None:
+        """Checks what was divided."""
 
 
 class _Call(NamedTuple):
@@ -84,33 +118,42 @@ class Sliced:
       work: what is computed.
       division: in which stages.
       trained: of specs of the parameters whether each leaf has a gradient.
+      checks: what is checked besides.
     """
 
     def __init__(
         self,
         work: Work,
-        division: Division,
+        division: Division | ByLayer,
         trained: Callable[[PyTree], list[bool]] = lambda specs: [],
+        checks: Checks | None = None,
     ) -> None:
         self._work, self._division, self._trained = work, division, trained
-        self.build = Programs(self._built)
-        # How it was divided without a whole mini-batch.
-        self._located: Divided | None = None
+        self._checks = checks or Checks()
+        self._known: dict[Any, Divided] = {}
+        # What was divided last, without a whole mini-batch if there was none yet.
+        self.last: Divided | None = None
 
-    @property
-    def last(self) -> Divided | None:
-        """What was divided last; without arguments of a call it is not built."""
-        return self.build.last or self._located
+    def __call__(self, params: PyTree, *args: PyTree) -> Built:
+        """What runs for such arguments; made once for each kind of these."""
+        key = _signature.settings(), _signature.of(params, args)
+        if key not in self._known:
+            self._known[key] = self._made(params, *args)
+            if len(self._known) > _MOST:
+                del self._known[next(iter(self._known))]
+        self.last = found = self._known[key]
+        assert found.built
+        return found.built
+
+    def clear(self) -> None:
+        """Forgets what was made."""
+        self._known.clear()
 
     def place(self, params: PyTree, *args: PyTree) -> PyTree:
         """Puts each parameter onto the device of the stage where it stays."""
-        built = self.build(params, *args)
+        built = self(params, *args)
         locations = zip(built.layout.owner_stages, built.layout.shardings, strict=True)
         return _transfer.put_each(params, built.pipe.devices, [*locations])
-
-    def part(self, args: Sequence[PyTree]) -> Sequence[PyTree]:
-        """Specs of the first micro-batch; there may be few examples."""
-        return self._batch(args, True).first
 
     def locate(
         self, params: PyTree, args: Sequence[PyTree]
@@ -122,22 +165,16 @@ class Sliced:
           args: a mini-batch, or specs; it may have few examples.
         """
         division = self._division
-        if division.owner_stages is None:
-            call = self._called(params, args, True)
-            self._located = self._divided(call, is_called=False)
-        assert division.cuts is not None
-        assert division.owner_stages is not None
-        pipe = division.pipe(len(division.cuts.positions) + 1)
-        shardings = self._shardings(pipe, params, division.owner_stages)
-        return [*zip(division.owner_stages, shardings, strict=True)]
+        if division.owners(params) is None:
+            self.last = self.last or self.divided(params, args)
+        owners = division.owners(params) or []
+        pipe = division.pipe(division.count or 1)
+        return [*zip(owners, self._work.shardings(pipe, params, owners), strict=True)]
 
-    def _shardings(
-        self, pipe: Pipe, params: PyTree, stages: Sequence[int]
-    ) -> list[Sharding]:
-        """The sharding of each parameter in its stage."""
-        devices, work = [pipe.devices[stage] for stage in stages], self._work
-        known = work.owner, (), work.inside
-        return _resting.of_tree(pipe, params, devices, *known)
+    def divided(self, params: PyTree, args: Sequence[PyTree]) -> Divided:
+        """What such arguments are for, of which there may be few examples."""
+        call = self._called(params, self._batch(args, True))
+        return self._divided(call, is_called=False)
 
     @property
     def devices(self) -> Sequence[Any]:
@@ -151,14 +188,15 @@ class Sliced:
 
     def num_examples(self, params: PyTree, args: Sequence[PyTree]) -> int:
         """How many there are in a mini-batch."""
-        batch = self._called(params, args, True).batch
+        del params
+        batch = self._batch(args, True)
         return sum(batch.sizes) * batch.num_shards
 
     def composed(
         self, params: PyTree, args: Sequence[PyTree], sizes: Sequence[int]
     ) -> Callable[[PyTree, Sequence[PyTree]], jax.Array]:
         """``(params, args) -> loss``, on one device, of micro-batches of such sizes."""
-        specs, trained, batch = self._called(params, args, True)
+        specs, trained, batch = self._called(params, self._batch(args, True))
         batch = replace(batch, sizes=tuple(sizes), num_shards=1)
         programs = self._traced(_Call(specs, trained, batch))
 
@@ -167,16 +205,16 @@ class Sliced:
 
         return loss
 
-    def _called(
-        self, params: PyTree, args: Sequence[PyTree], few: bool = False
-    ) -> _Call:
-        """Checks what is given."""
+    def _called(self, params: PyTree, batch: Batch) -> _Call:
+        """Checks the parameters."""
         specs = _microbatch.specs(params, "params")
         trained = self._trained(specs) or [False] * len(jax.tree.leaves(specs))
-        return _Call(specs, trained, self._batch(args, few))
+        return _Call(specs, trained, batch)
 
-    def _batch(self, args: Sequence[PyTree], few: bool) -> Batch:
+    def _batch(self, args: Sequence[PyTree], few: bool = False) -> Batch:
         """Checks the arguments after the parameters."""
+        if self._work.modules and args[-1] is not None:
+            _rng.check_rngs(args[-1])
         names = self._work.names or [f"argument {i + 1}" for i in range(len(args))]
         given = tuple(map(_microbatch.specs, args, names))
         axes = _arguments.axes_of(self._work.in_axes, given, names)
@@ -190,40 +228,50 @@ class Sliced:
         return Batch(given, flat, (), [], None, sizes, shards)
 
     def _divided(self, call: _Call, is_called: bool = True) -> Divided:
+        with explained(call.batch), _batchnorm.merging(call.batch.num_parts > 1):
+            return self._in_stages(call, is_called)
+
+    def _in_stages(self, call: _Call, is_called: bool) -> Divided:
         division, sizes = self._division, call.batch.sizes
         programs = self._traced(call)
         state = State()
         if writes := self._work.writes:
-            written = programs[sizes[0]], *writes(programs[sizes[0]], call.specs)
+            first, specs = programs[sizes[0]], call.specs
             if self._work.left is None:
-                state = written_by(*written)
+                state = written_by(first, *writes(first, specs))
             elif is_called:
-                self._work.left(*written)
+                self._work.left(first, specs)
             for n, one in programs.items():
-                programs[n] = without_the_rest(one, *writes(one, call.specs), state)
+                programs[n] = without_the_rest(one, *writes(one, specs), state)
         count = len(call.trained)
         cuts, positions = division.positions(programs, count)
         pipe = division.pipe(len(positions[sizes[0]]) + 1)
-        known = call.trained, division.owner_stages or (), state
+        known = call.trained, division.owners(call.specs) or (), state
         stages = Stages(programs, positions, sizes, pipe.remat, *known)
-        if division.is_lasting:
-            division.owner_stages = stages.owner[:count]
         owner_stages, work = stages.owner[:count], self._work
-        shardings = self._shardings(pipe, call.specs, owner_stages)
-        known = call.trained, not work.inside, work.advice
+        division.note(owner_stages)
+        shardings = work.shardings(pipe, call.specs, owner_stages)
+        known = call.trained, work.modules is not None, work.advice
         layout = TreeLayout(pipe, call.specs, owner_stages, shardings, *known)
         return Divided(pipe, stages, layout, cuts)
 
     @paused
-    def _built(self, params: PyTree, *args: PyTree) -> Divided:
-        call = self._called(params, args)
-        divided, batch = self._divided(call), call.batch
+    def _made(self, params: PyTree, *args: PyTree) -> Divided:
+        checks = self._checks
+        _variables.check_concrete(jax.tree.leaves((params, args)))
+        checks.order(params)
+        batch = self._batch(args)
+        checks.before(params, args)
+        try:
+            divided = self._divided(self._called(params, batch))
+        except Exception:
+            checks.explain(params, args)
+            raise
+        checks.after(params, divided)
         pipe, stages, layout, *_ = divided
         sizes = [size for size in batch.sizes for _ in range(batch.num_shards)]
-        joins = self._work.joins(stages.first, sizes)
-        aux = stages.first.aux
-        if self._work.is_of_model:
-            aux, _ = aux
+        aux, last = map(self._work.aux_of, (stages.first, stages.program(-1)))
+        joins = self._work.joins(aux, last, sizes)
         built = Built(pipe, stages, batch, layout, joins, aux)
         return divided._replace(built=built)
 
@@ -239,12 +287,14 @@ class Sliced:
             about = self._division.about
             traced = _program.traced(work.function, call.specs, part, about, *kind)
             _meshes.check(traced.closed, self._division.places)
-            if work.has_input:
-                count = len(jax.tree.leaves(part[0]))
-                traced = replace(traced, num_inputs=count)
+            if work.modules:
+                leaves = len(jax.tree.leaves(part[0]))
+                local = part[: 1 + work.has_loss] if work.modules.is_local else ()
+                count = len(jax.tree.leaves(local))
+                traced = replace(traced, num_inputs=leaves, num_local=count)
             if work.has_loss:
                 scale = {"mean": n / whole, "sum": 1.0, "weighted": 1.0}
                 by = scale.get(work.reduction, share)
                 traced = _summands.apart(traced, split, by, share)
             programs[n] = traced
-        return _order.late(programs)
+        return _order.late(programs, self._division.moves)

@@ -32,13 +32,16 @@ class Written(NamedTuple):
       path: where it stands among the variables; the last two names of a statistic are
         those of its norm and its own.
       text: how errors call it: ``"layer 1 (BatchNorm) writes batch_stats/mean"``.
-      collection: what it is in, such as ``"batch_stats"``.
     """
 
     at: int
     path: Path
     text: str
-    collection: str
+
+    @property
+    def collection(self) -> str:
+        """What it is in, such as ``"batch_stats"``; in a list behind the layer."""
+        return next(key.key for key in self.path if hasattr(key, "key"))
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """The loss of a mini-batch and its gradients, built for any arguments."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,7 +11,7 @@ from .._functions._objective import Objective
 from .._functions._trainable import Trainable
 from .._layers._rng import Rngs
 from .._slices._built import Built, Divided
-from .._slices._programs import Programs
+from .._slices._sliced import Sliced
 
 PyTree = Any
 
@@ -36,7 +35,7 @@ class Gradients:
         self,
         objective: Objective,
         trainable: Trainable,
-        programs: Mapping[bool, Programs],
+        programs: Mapping[bool, Sliced],
         outputs: list[PyTree],
         axis: Any,
         check_first: Callable[..., None] | None = None,
@@ -63,8 +62,7 @@ class Gradients:
         built = self._programs[train](variables, x, targets, rngs)
         if self._outputs:
             if built.batch.num_parts > 1:
-                number = built.batch.num_parts
-                objective = replace(self.objective, num_microbatches=number)
+                objective = self.objective
                 if self._check_first is not None:
                     self._check_first(variables, x, targets, objective, rngs, train)
                 self._check_loss(objective, built.batch, targets)

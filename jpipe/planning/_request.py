@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from .._functions import _microbatch
-from .._functions._batch import Batch
+from .._functions._batch import Axes, Batch
 from .._functions._objective import Objective
 from .._functions._weights import is_inexact
 from .._instructions._progress import counted
@@ -95,12 +95,8 @@ class Request:
         if self.loss is None and jax.tree.leaves(self.targets):
             yield "targets are for a loss; give loss= too"
 
-    def batch(self, whole: bool = False, num_shards: int = 1) -> Batch:
-        """Specs of the mini-batch, with the first micro-batch only: no other is larger.
-
-        Args:
-          whole: whether all micro-batches are meant.
-          num_shards: over how many shards each is spread.
+    def batch(self) -> Batch:
+        """Specs of the mini-batch.
 
         Raises:
           TypeError: if a leaf is not an array.
@@ -112,12 +108,9 @@ class Request:
         axes = self.target_axes if jax.tree.leaves(targets) else 0
         target_axes = _microbatch.flat_axes(axes, targets, "targets", "target_axes")
         parts = [("sample", x, x_axes), ("targets", targets, target_axes)]
-        number = self.num_microbatches
-        size = _microbatch.batch_size(parts, number)
-        sizes = _microbatch.sizes(_microbatch.shard(size, number, num_shards), number)
-        keys = None if self.rngs is None else _microbatch.specs(self.rngs, "rngs")
-        traced = sizes if whole else sizes[:1]
-        return Batch(x, x_axes, targets, target_axes, keys, traced, num_shards)
+        size = _microbatch.batch_size(parts, self.num_microbatches)
+        sizes = _microbatch.sizes(size, self.num_microbatches)
+        return Batch(x, x_axes, targets, target_axes, None, sizes)
 
     @cached_property
     def where(self) -> Device | Rates:
@@ -178,6 +171,11 @@ class Request:
         if self.loss is None:
             return None
         return Objective(self.loss, self.has_aux, self.reduction)
+
+    @property
+    def axes(self) -> Axes:
+        """Where the examples are."""
+        return Axes(self.in_axes, self.target_axes, 0)
 
     def resized(self, batch_size: int) -> "Request":
         """The same in one micro-batch of another size, of which nothing has values."""

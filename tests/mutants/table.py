@@ -49,6 +49,7 @@ REACHED_BY = {
     "_slices/_cut": "slices/test_model_calls.py slices",
     "_slices/_cuts": "slices/test_model_calls.py slices planning/test_models.py",
     "_slices/_listed": "layers planning/test_estimate.py matrix",
+    "_slices/_sliced": "layers slices matrix mesh",
     "_slices/_lower": "slices/test_value_and_grad.py mesh/test_data.py layers train",
     "_slices/_marks": "planning/test_estimate.py slices layers/test_skip.py matrix",
     "_slices/_order": "slices/test_model_calls.py slices",
@@ -63,8 +64,6 @@ REACHED_BY = {
 
 FUNCTIONS = [
     ("_microbatch", "(i < rest)", "(i >= num_microbatches - rest)"),
-    ("_objective", "loss = loss * share", "loss = loss + 0 * share"),
-    ("_objective", "loss / self.num_microbatches", "loss / 1"),
     ("_objective", "stop_gradient(_constant(weight))", "stop_gradient(weight)"),
     ("_probe", "np.asarray(sizes) / sum(sizes)", "np.ones(2) / 2"),
     ("_trainable", "if is_params(path) and is_inexact(leaf)", "if is_params(path)"),
@@ -97,11 +96,6 @@ LAYERS = [
     ),
     (
         "_rng",
-        "jax.random.fold_in(key, microbatch) for n",
-        "key for n",
-    ),
-    (
-        "_rng",
         "jax.random.fold_in(key, layer) for name",
         "key for name",
     ),
@@ -111,8 +105,7 @@ LAYERS = [
     ("_parent", "own = (self._place[first],) if", "own = (layer,) if"),
     ("_parent", "path[: len(start)] == start", "path == start"),
     ("_sequence", "if any(use.frame.unknown for use in uses):", "if False:"),
-    ("_sequence", "_rng.layer_rngs(rngs, number, i)", "_rng.layer_rngs(rngs, 0, i)"),
-    ("_sequence", "microbatch_rngs(rngs, number)", "microbatch_rngs(rngs, 0)"),
+    ("_sequence", "_rng.layer_rngs(rngs, i)", "_rng.layer_rngs(rngs, 0)"),
     ("_skip", "name\n    frame.popped", "name\n    key = None, name\n    frame.popped"),
 ]
 PLANNING = [
@@ -161,9 +154,6 @@ SLICES = [
     ("_folds", "np.asarray(x.val, x", "np.asarray(0 * x.val, x"),
     ("_join", "share / seen, jnp", "share, jnp"),
     ("_join", "jnp.where(value == so_far, so_far, both)", "both"),
-    ("_listed", "sum(batch.sizes) / batch.num_shards", "sum(batch.sizes)"),
-    ("_listed", "len(jax.tree.leaves(batch.x[:2]))", "0"),
-    ("_listed", "merging(batch.num_parts > 1)", "merging(True)"),
     ("_listed", "        skips |= {key: marked[i] for i, key in own.items()}\n", ""),
     ("_lower", "sorted(own, reverse=True)]", "sorted(own)[:1]]"),
     ("_lower", "accumulate(leaves[:count], leaves[count:])", "list(leaves[count:])"),
@@ -187,7 +177,10 @@ SLICES = [
     ),
     ("_slice", 'if kind == "stage" and id(eqn) in needed', 'if kind == "stage"'),
     ("_slice", "]] = before(eqn.invars[0])", "]] = eqn.invars[0]"),
+    ("_program", "microbatch_key(leaf, number) if", "leaf if"),
     ("_sliced", "whole = sum(sizes) * batch.num_shards", "whole = sum(sizes)"),
+    ("_sliced", "part[: 1 + work.has_loss] if", "part[:0] if"),
+    ("_sliced", "merging(call.batch.num_parts > 1)", "merging(True)"),
     ("_stages", "key = form, mode, has_loss,", "key = form, has_loss,"),
     ("_state", "weight = share / (seen + share)", "weight = share"),
     ("_state", "new[var] / share, seen, share", "new[var], seen, share"),
