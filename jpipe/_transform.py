@@ -8,10 +8,8 @@ from jax.sharding import Mesh
 
 from . import _setup
 from ._divide import divide
-from ._functions import _remat
 from ._functions._batch import Axes
 from ._instructions import _transfer
-from ._instructions._sharding import SubMesh
 from ._instructions._transfer import Device
 from ._layers._layer import Layer, as_layers, is_model
 from ._layers._stage import check_balance, fuse
@@ -19,13 +17,13 @@ from ._list import LayerList
 from ._model import OneModel
 from ._pipeline import Pipeline
 from ._processes._elsewhere import is_here
-from ._processes._start import check_joined, check_threads
+from ._processes._start import check_joined
 from ._run import _resting
 from ._run._pipe import Pipe
 from ._slices._division import Division
 from .planning._plan import Plan
 from .schedules import Schedule, ScheduleBuilder
-from .schedules._choose import choose_schedule, turns
+from .schedules._choose import choose_schedule
 
 if TYPE_CHECKING:
     from .planning._replicated import Replicated
@@ -176,20 +174,6 @@ def pipeline(
     devices = _setup.check_mesh(mesh, devices, sharding, gather)
     axes = Axes(in_axes, target_axes, out_axes)
     forecast = getattr(plan, "forecast", None)
-    if is_one:
-        division = divide(
-            number,
-            num_stages,
-            devices,
-            schedule=schedule,
-            remat=remat,
-            replicas=replicas,
-            rule=sharding,
-            gather=gather,
-            is_lasting=True,
-            cuts=cuts,
-        )
-        return Pipeline(_of_model(layers[0], division, axes), forecast)
     if isinstance(balance, str):
         from .planning._balance import balanced  # measures, which a step does not
 
@@ -203,26 +187,25 @@ def pipeline(
             remat,
             in_axes,
         )
-    groups = fuse(layers, check_balance(balance, len(layers)))
-    if replicas is not None:
-        schedule = turns(replicas, schedule, len(groups), number)
-    ranks, chosen = _ranks(devices, schedule, len(groups), number)
-    settings = _remat.per_stage(remat, len(groups))
-    pipe = Pipe(groups, ranks, chosen, settings, sharding, gather)
+    groups = () if is_one else fuse(layers, check_balance(balance, len(layers)))
+    division = divide(
+        number,
+        num_stages if is_one else len(groups),
+        devices,
+        schedule=schedule,
+        remat=remat,
+        replicas=replicas,
+        rule=sharding,
+        gather=gather,
+        is_lasting=is_one,
+        cuts=cuts,
+    )
+    if is_one:
+        return Pipeline(_of_model(layers[0], division, axes), forecast)
+    pipe = division.pipe(len(groups), groups)
+    if replicas is None and not isinstance(schedule, Schedule):
+        _setup.warn_of_idle(devices, pipe.schedule)
     return Pipeline(LayerList(pipe, axes, check), forecast)
-
-
-def _ranks(
-    devices: Any, schedule: Any, num_stages: int, num_microbatches: int
-) -> tuple[tuple[Device, ...], Schedule]:
-    """The device of each rank, and the schedule, of a list of layers."""
-    chosen = choose_schedule(schedule, num_stages, num_microbatches)
-    ranks = _setup.choose_devices(devices, chosen)
-    if not isinstance(schedule, Schedule):
-        _setup.warn_of_idle(devices, chosen)
-    if any(isinstance(device, SubMesh) for device in ranks):
-        check_threads()
-    return ranks, chosen
 
 
 def _of_model(layer: Layer, division: Division, axes: Axes) -> OneModel:

@@ -25,26 +25,20 @@ class Batch:
     """A mini-batch as abstract values: what a program is compiled for.
 
     Attributes:
-      x: specs of the whole input.
-      x_axes: the batch axis of each of its leaves.
-      targets: specs of the whole targets; ``()`` where there is no loss.
-      target_axes: the batch axis of each of their leaves.
-      rngs: specs of the keys of a step, or ``None``.
+      args: specs of all that is given of it: an input, or a tuple of it and others.
+      axes: the batch axis of each of its leaves; ``None`` of what is not split.
       sizes: the number of examples in each micro-batch; of one shard.
       num_shards: over how many shards they are spread.
     """
 
-    x: PyTree
-    x_axes: list[int | None]
-    targets: PyTree
-    target_axes: list[int | None]
-    rngs: PyTree
+    args: PyTree
+    axes: list[int | None]
     sizes: tuple[int, ...]
     num_shards: int = 1
 
     @property
     def first(self) -> PyTree:
-        """Specs of the input of the first micro-batch; no other has more examples."""
+        """Specs of the first micro-batch; no other has more examples."""
         return self.part(self.sizes[0])
 
     @property
@@ -53,16 +47,16 @@ class Batch:
         return len(self.sizes) * self.num_shards
 
     def part(self, size: int) -> PyTree:
-        """Specs of the input of a micro-batch."""
-        leaves, structure = jax.tree.flatten(self.x)
-        parts = _microbatch.part_specs(leaves, self.x_axes, size)
+        """Specs of a micro-batch."""
+        leaves, structure = jax.tree.flatten(self.args)
+        parts = _microbatch.part_specs(leaves, self.axes, size)
         return jax.tree.unflatten(structure, parts)
 
 
 def of_input(
     x: PyTree, axes: list[int | None], num_microbatches: int, num_shards: int
 ) -> Batch:
-    """The input from which variables are made, as a mini-batch without targets.
+    """The input from which variables are made, as a mini-batch.
 
     Args:
       x: specs of the input.
@@ -78,9 +72,9 @@ def of_input(
     found = {leaf.shape[a] for leaf, a in pairs if a is not None} if has_axis else ()
     number = num_microbatches * num_shards
     if len(found) != 1 or min(found) < number:
-        return Batch(x, [None] * len(axes), (), [], None, (1,))
+        return Batch(x, [None] * len(axes), (1,))
     sizes = _microbatch.sizes(min(found), number)
-    return Batch(x, axes, (), [], None, sizes[::num_shards], num_shards)
+    return Batch(x, axes, sizes[::num_shards], num_shards)
 
 
 @contextmanager

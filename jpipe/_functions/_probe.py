@@ -40,7 +40,12 @@ _PERIOD = 65521
 
 
 def check(
-    objective: Objective, outputs: PyTree, targets: PyTree, batch: Batch, axis: int
+    objective: Objective,
+    outputs: PyTree,
+    targets: PyTree,
+    target_axes: Sequence[int | None],
+    batch: Batch,
+    axis: int,
 ) -> str:
     """Checks a loss by running it.
 
@@ -48,6 +53,7 @@ def check(
       objective: the loss.
       outputs: specs of what it receives for the first micro-batch.
       targets: the targets of the mini-batch, as they were given.
+      target_axes: where the examples are in each of them.
       batch: the mini-batch.
       axis: where the examples are in an output of one array.
 
@@ -70,7 +76,7 @@ def check(
     count = sum(sizes)
     specs, axes = _whole(outputs, batch.sizes[0], count, axis)
     try:
-        losses = _losses(objective, axes, batch.target_axes, sizes)
+        losses = _losses(objective, axes, target_axes, sizes)
         traced = jax.jit(losses).trace(specs, targets)
         if traced.jaxpr.effects:
             return "it has effects"

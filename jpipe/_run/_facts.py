@@ -30,4 +30,4 @@ def of_stages(pipe: Pipe, specs: Sequence[PyTree]) -> dict[str, str]:
 
 def of_batch(batch: Batch) -> dict[str, str]:
     """A mini-batch."""
-    return {"input": shapes(batch.x), "targets": shapes(batch.targets)}
+    return {"mini-batch": shapes(batch.args)}

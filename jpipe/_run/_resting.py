@@ -27,32 +27,24 @@ PyTree = Any
 Rule = Callable[[tuple[Any, ...], jax.ShapeDtypeStruct], P | None]
 
 
-def shardings(
-    pipe: Pipe, variables: Sequence[PyTree], inside: tuple[str, ...] = ()
-) -> list[Sharding]:
-    """The sharding of each leaf of variables.
+def shardings(pipe: Pipe, variables: Sequence[PyTree]) -> list[Sharding]:
+    """The sharding of each leaf of variables, of which each layer has an entry.
 
     Args:
       pipe: the stages, and where they run.
-      variables: one entry per layer, in arrays or specs.
-      inside: of what the entries are a part: ``("params",)`` of parameters alone.
+      variables: arrays or specs.
 
     Raises:
       ValueError: with every parameter that its axes do not divide.
       TypeError: if the rule returns something else.
     """
-    each = (of_layer(pipe, i, entry, inside) for i, entry in enumerate(variables))
-    return [sharding for own in each for sharding in own]
-
-
-def of_layer(
-    pipe: Pipe, layer: int, entry: PyTree, inside: tuple[str, ...] = ()
-) -> list[Sharding]:
-    """The same of what one layer has."""
-    stage = pipe.stages[pipe.stage_of_layer[layer]]
-    owner = stage.layers[layer - stage.first].owner
-    devices = [pipe.devices[stage.index]] * len(jax.tree.leaves(entry))
-    return of_tree(pipe, entry, devices, owner, (layer,), inside)
+    found = []
+    for i, (layer, stage) in enumerate(
+        zip(pipe.layers, pipe.stage_of_layer, strict=True)
+    ):
+        devices = [pipe.devices[stage]] * len(jax.tree.leaves(variables[i]))
+        found += of_tree(pipe, variables[i], devices, layer.owner, (i,))
+    return found
 
 
 def of_tree(
@@ -71,7 +63,7 @@ def of_tree(
       devices: where each leaf is.
       owner: the module that holds them.
       layer: its number, in a list of layers.
-      inside: see `shardings`.
+      inside: of what it is a part: ``("params",)`` of parameters alone.
     """
     if not any(isinstance(device, SubMesh) for device in devices):
         return [WHOLE] * len(devices)

@@ -239,7 +239,7 @@ class Built:
         """The parameters and the mini-batch as arguments of a graph."""
         pairs = zip(self.layout.specs, self.layout.shardings, strict=True)
         params = [graph.argument(*spec, sharding=sharding) for spec, sharding in pairs]
-        specs = jax.tree.leaves(self.batch.x)
+        specs = jax.tree.leaves(self.batch.args)
         return params, [graph.argument(spec, OUTSIDE) for spec in specs]
 
     @cached_property

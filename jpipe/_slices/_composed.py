@@ -36,7 +36,7 @@ def loss(
             leaf
             if axis is None
             else jax.lax.slice_in_dim(leaf, start, start + size, axis=axis)
-            for leaf, axis in zip(jax.tree.leaves(args), batch.x_axes, strict=True)
+            for leaf, axis in zip(jax.tree.leaves(args), batch.axes, strict=True)
         ]
         outvars = [*traced.loss, *traced.weight, *traced.rest]
         jaxpr = traced.closed.jaxpr.replace(outvars=outvars)

@@ -62,7 +62,7 @@ class _Bytes:
     """
 
     def __init__(self, program: Program, stages: Stages, batch: Batch) -> None:
-        self._program, self._stages, self._axes = program, stages, batch.x_axes
+        self._program, self._stages, self._axes = program, stages, batch.axes
         self._count, self._last = range(len(batch.sizes)), stages.num_stages - 1
         self._ran = {i.label for i in program.instructions if not i.is_move}
         self._between = residuals(program)
@@ -133,9 +133,11 @@ class _Bytes:
         return total([v for v in leaves if v not in program.params]) * (s == self._last)
 
     def parameters(self, s: int) -> int:
-        """What it reads in each micro-batch, and what stays there."""
-        held = self._stages.held_by(s)
-        return sum(nbytes(self._stages.spec_of(weight)) for weight in held)
+        """What it reads in each micro-batch, and what stays there; no constants."""
+        stages, count = self._stages, self._stages.first.num_params
+        constants = range(count - len(stages.first.constants), count)
+        held = [weight for weight in stages.held_by(s) if weight not in constants]
+        return sum(nbytes(stages.spec_of(weight)) for weight in held)
 
     def sums(self, s: int) -> int:
         """Its sums of gradients, of the loss and of what micro-batches write."""

@@ -105,13 +105,18 @@ class Division:
         alike = Cuts.of(first, found[size], num_params, self.about)
         return cuts, {n: found.get(n) or alike.on(one) for n, one in programs.items()}
 
-    def pipe(self, count: int) -> Pipe:
-        """The schedule and the devices of so many stages."""
+    def pipe(self, count: int, stages: Sequence[StageLayers] = ()) -> Pipe:
+        """The schedule and the devices of so many stages.
+
+        Args:
+          count: how many.
+          stages: they, of a list of layers.
+        """
         schedule, number = self.schedule, self.num_microbatches
         if self.replicas is not None:
             schedule = turns(self.replicas, schedule, count, number)
         schedule = choose_schedule(schedule, count, number)
-        functions = tuple(StageLayers(s, s, ()) for s in range(count))
+        functions = tuple(stages or (StageLayers(s, s, ()) for s in range(count)))
         ranks, remat = self.choose(schedule), _remat.per_stage(self.remat, count)
         return Pipe(functions, ranks, schedule, remat, self.rule, self.gather)
 

@@ -89,7 +89,7 @@ class Lowering:
         shards = self._batch.num_shards
         wanted = [position[v] for v in self._stages.part(stage).given]
         leaves = [i for i in wanted if i < len(given)]
-        axes = [batch.x_axes[i] for i in leaves]
+        axes = [batch.axes[i] for i in leaves]
         rows = incoming.split([given[i] for i in leaves], axes, stage)
         place = self._pipe.place(stage)
         found = []

@@ -225,7 +225,7 @@ class Sliced:
             size = _microbatch.shard(size, count, shards)
         sizes = _microbatch.sizes(size, min(size, count))
         flat = [axis for own in axes for axis in own]
-        return Batch(given, flat, (), [], None, sizes, shards)
+        return Batch(given, flat, sizes, shards)
 
     def _divided(self, call: _Call, is_called: bool = True) -> Divided:
         with explained(call.batch), _batchnorm.merging(call.batch.num_parts > 1):
@@ -278,7 +278,7 @@ class Sliced:
     def _traced(self, call: _Call) -> dict[int, Traced]:
         """The function on micro-batches of each size."""
         work, batch, sizes = self._work, call.batch, call.batch.sizes
-        split, share = [axis is not None for axis in batch.x_axes], 1 / batch.num_parts
+        split, share = [axis is not None for axis in batch.axes], 1 / batch.num_parts
         whole = sum(sizes) * batch.num_shards
         programs = {}
         for n in dict.fromkeys(sizes):

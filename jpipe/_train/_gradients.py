@@ -71,10 +71,7 @@ class Gradients:
 
     def _check_loss(self, objective: Objective, batch: Batch, targets: PyTree) -> None:
         """Runs the loss alone, at once and in parts: see `_probe`."""
-        x, specs, _ = batch.x
-        first = len(jax.tree.leaves(x))
-        end = first + len(jax.tree.leaves(specs))
-        x_axes, axes = batch.x_axes[:first], batch.x_axes[first:end]
-        micro = Batch(x, x_axes, specs, axes, None, batch.sizes, batch.num_shards)
-        outputs = self._outputs[0]
-        self.unchecked = _probe.check(objective, outputs, targets, micro, self._axis)
+        first = len(jax.tree.leaves(batch.args[0]))
+        axes = batch.axes[first : first + len(jax.tree.leaves(targets))]
+        given = self._outputs[0], targets, axes, batch, self._axis
+        self.unchecked = _probe.check(objective, *given)

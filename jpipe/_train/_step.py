@@ -230,7 +230,7 @@ class _Compiled:
         key, number = (_jaxpr.spec(jax.typeof(leaf)) for leaf in (rng, step))
         first = gradient.pipe.place(0)
         given = [graph.argument(spec, OUTSIDE) for spec in (key, number)]
-        x, targets, _ = gradient.batch.x
+        x, targets, _ = gradient.batch.args
         specs = jax.tree.leaves((x, targets))
         batch = [graph.argument(spec, OUTSIDE) for spec in specs]
         advance = Function("advance", _advance, [key, number])

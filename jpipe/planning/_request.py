@@ -20,6 +20,7 @@ from .._instructions._transfer import Device
 from .._layers import _rng
 from .._run import _variables
 from .._run._context import outside_of_meshes
+from .._slices import _arguments
 from .._slices._built import Built
 from ..schedules import Schedule
 from ._estimate import Rates
@@ -102,15 +103,13 @@ class Request:
           TypeError: if a leaf is not an array.
           ValueError: if it cannot be cut.
         """
-        x = _microbatch.specs(self.sample, "sample")
-        targets = _microbatch.specs(self.targets, "targets")
-        x_axes = _microbatch.flat_axes(self.in_axes, x, "sample", "in_axes")
-        axes = self.target_axes if jax.tree.leaves(targets) else 0
-        target_axes = _microbatch.flat_axes(axes, targets, "targets", "target_axes")
-        parts = [("sample", x, x_axes), ("targets", targets, target_axes)]
-        size = _microbatch.batch_size(parts, self.num_microbatches)
-        sizes = _microbatch.sizes(size, self.num_microbatches)
-        return Batch(x, x_axes, targets, target_axes, None, sizes)
+        names = "sample", "targets"
+        given = tuple(map(_microbatch.specs, (self.sample, self.targets), names))
+        axes = _arguments.axes_of(self.axes[:2], given, names)
+        number = self.num_microbatches
+        size = _arguments.batch_size(given, axes, number, names)
+        flat = [axis for own in axes for axis in own]
+        return Batch(given, flat, _microbatch.sizes(size, number))
 
     @cached_property
     def where(self) -> Device | Rates:
@@ -180,13 +179,7 @@ class Request:
     def resized(self, batch_size: int) -> "Request":
         """The same in one micro-batch of another size, of which nothing has values."""
         whole = dataclasses.replace(self, num_microbatches=1)
-        batch = whole.batch()
-
-        def part(tree: PyTree, axes: Sequence[int | None]) -> PyTree:
-            specs, structure = jax.tree.flatten(tree)
-            return structure.unflatten(_microbatch.part_specs(specs, axes, batch_size))
-
-        x, targets = part(batch.x, batch.x_axes), part(batch.targets, batch.target_axes)
+        x, targets = whole.batch().part(batch_size)
         return dataclasses.replace(whole, sample=x, targets=targets)
 
     @property

@@ -24,12 +24,14 @@ pytestmark = pytest.mark.filterwarnings(
 TX = optax.sgd(0.1)
 X = jnp.ones((10, 6))
 RUNS = [("1f1b", "none"), ("zb_v", "full")]
+SCALES = np.arange(6, dtype=np.float32)  # a constant of all stages
 
 
 def profiled(name, remat):
     """A pipeline of stages with residuals, its state, and what is measured."""
     stages = schedules.BY_NAME[name](2, 4).num_stages
-    layers = [layer for _ in range(stages) for layer in (nn.relu, ref.dense(6))]
+    pairs = [(lambda x: nn.relu(x) * SCALES, ref.dense(6)) for _ in range(stages)]
+    layers = [layer for pair in pairs for layer in pair]
     pipe = jpipe.pipeline(layers, 4, balance=[2] * stages, schedule=name, remat=remat)
     state = pipe.init_train_state(jax.random.key(0), X, TX)
     return pipe, state, pipe.profile_step(state, (X, X), ref.mse)
