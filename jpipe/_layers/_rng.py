@@ -72,6 +72,13 @@ def training_key(key: chex.PRNGKey) -> chex.PRNGKey:
     return jax.random.fold_in(key, 2**31 - 1)
 
 
+def wrapped_once(key: chex.PRNGKey) -> chex.PRNGKey:
+    """The same key; a raw one from a typed one that was made of it."""
+    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        return key
+    return jax.random.key_data(jax.random.wrap_key_data(key))
+
+
 def layer_rngs(rngs: Rngs, layer: jax.Array | int) -> dict[str, chex.PRNGKey] | None:
     """The keys of one layer.
 

@@ -4,14 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from .._check import _compare
+from .._check._function import Function, Given, Result, host
 from .._check._report import Checked, CheckReport
-from .._functions._weights import is_inexact
 from .._instructions._transfer import one_of
-from .._jaxprs import _flow
 from .._layers._half import half_key
 from ._program import is_single_key
 from ._sliced import Sliced
@@ -42,19 +40,14 @@ def check(
             f"parts={tuple(parts)}: needs the numbers of examples in two micro-batches "
             f"or more, together the {count} of the batch"
         )
-    device = one_of(sliced.devices[0])
-    args = jax.tree.map(_without_chance, tuple(args))
-    leaves, tree = jax.tree.flatten(jax.tree.map(_on_host, params))
-    free = [is_inexact(leaf) for leaf in leaves]
-    found = []
-    with jax.default_device(device), jax.default_matmul_precision("highest"):
-        args = jax.tree.map(_on_host, args)
-        for sizes in ((count,), tuple(parts)):
-            loss = sliced.composed(tree.unflatten(leaves), args, sizes)
-            found.append(_value_and_grad(loss, tree, leaves, free, args))
-        closed = jax.make_jaxpr(loss)(tree.unflatten(leaves), args)
-    limit = tolerance or _compare.tolerance(_flow.dtypes(closed))
-    (whole, gradient), (value, gradients) = found
+    given = jax.tree.map(host, (params, jax.tree.map(_without_chance, tuple(args))))
+    with (
+        jax.default_device(one_of(sliced.devices[0])),
+        jax.default_matmul_precision("highest"),
+    ):
+        (whole, _, gradient), _ = _run(sliced, given, (count,))
+        (value, _, gradients), limit = _run(sliced, given, tuple(parts))
+    limit = tolerance or limit
     # Some gradients are zero but for rounding.
     least = _OF_ALL * _compare.size(gradient)
     differences = [
@@ -69,28 +62,20 @@ def check(
     return CheckReport(tuple(parts), (), one)
 
 
-def _value_and_grad(
-    loss: Any, tree: Any, leaves: Sequence[Any], free: Sequence[bool], args: Any
-) -> tuple[Any, Any]:
-    def of_the_free(chosen: Sequence[Any], args: Any) -> Any:
-        given = iter(chosen)
-        pairs = zip(leaves, free, strict=True)
-        return loss(tree.unflatten([next(given) if y else x for x, y in pairs]), args)
+def _run(sliced: Sliced, given: Given, sizes: Sequence[int]) -> tuple[Result, float]:
+    """The loss of such micro-batches and its gradient, and how far they may be apart.
 
-    chosen = [leaf for leaf, yes in zip(leaves, free, strict=True) if yes]
-    value, grads = jax.jit(jax.value_and_grad(of_the_free))(chosen, args)
-    paths = jax.tree_util.tree_leaves_with_path(tree.unflatten(leaves))
-    names = [path for (path, _), yes in zip(paths, free, strict=True) if yes]
-    named = {
-        jax.tree_util.keystr(path): g for path, g in zip(names, grads, strict=True)
-    }
-    return jax.tree.map(np.asarray, (value, named))
+    Raises:
+      ValueError: if there is no gradient.
+    """
+    params, args = given
+    loss = sliced.composed(params, args, sizes)
+    function = Function(lambda params, args: (loss(params, args), ()), [given])
+    (result,) = function([given], [[np.ones((), function.made[0].dtype)]])
+    if function.error:
+        raise ValueError(f"the loss cannot be differentiated: {function.error}")
+    return result, function.limit
 
 
 def _without_chance(leaf: Any) -> Any:
     return half_key() if hasattr(leaf, "dtype") and is_single_key(leaf) else leaf
-
-
-def _on_host(leaf: Any) -> Any:
-    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return leaf if is_key else np.asarray(leaf)

@@ -119,6 +119,8 @@ class Modules(ABC):
         """The output, and by the number of a leaf of the variables what it becomes."""
         if train:
             _check_collections(variables)
+        # A raw key is folded where it is wrapped, which is here and not in a loop.
+        rngs = jax.tree.map(_rng.wrapped_once, rngs)
         with _batchnorm.recording():
             y, changed = self.applied(variables, x, rngs, train)
         number = {path: i for i, (path, _) in enumerate(_flat(variables))}

@@ -235,7 +235,9 @@ def _with_raw_keys_folded(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
     raw = {
         id(eqn)
         for eqn in closed.jaxpr.eqns
-        if eqn.primitive.name == "random_wrap" and eqn.invars[0] in inputs
+        if eqn.primitive.name == "random_wrap"
+        and eqn.invars[0] in inputs
+        and is_single_key(eqn.outvars[0].aval)
     }
     if not raw:
         return closed
