@@ -110,7 +110,8 @@ def _apart(
     entry_of = [i for i, own in enumerate(variables) for _ in jax.tree.leaves(own)]
     found = []
     for i in range(number):
-        read = {entry_of[leaf] for leaf in stages.params_of(i)}
+        leaves = [leaf for leaf in stages.params_of(i) if leaf < len(entry_of)]
+        read = {entry_of[leaf] for leaf in leaves}  # and no constants
         needed = [*sorted(read - {i}), i]
         some = [layers[k] for k in needed]
         alone = Sequential(some, [pipe.stage_of_layer[k] for k in needed], needed)

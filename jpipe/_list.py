@@ -7,13 +7,13 @@ import chex
 
 from ._check._report import CheckReport
 from ._checking import check_first, checked
-from ._describe import Known
+from ._describe import Known, of_function
 from ._fitting import Fitting
 from ._functions._batch import Axes
 from ._layers._skip import label
 from ._run._feed import Feed
 from ._run._pipe import Pipe
-from ._slices._built import Built, Divided
+from ._slices._built import Divided
 from ._slices._division import ByLayer
 from ._slices._listed import Listed
 from ._subject import Subject
@@ -51,24 +51,17 @@ class LayerList(Subject):
         Args:
           divided: the last mini-batch with a loss.
         """
-        built, routes = divided.built if divided else None, self._listed.routes
-        return Known(
-            self._pipe,
-            [[layer.name for layer in stage.layers] for stage in self._pipe.stages],
-            built.layout if built else self._fits.layout,
-            self._reads(built),
-            built.stages if built else None,
-            built,
-            [(label(r.key), r.source, r.target) for r in routes],
-        )
-
-    def _reads(self, built: Built | None) -> list[list[int]]:
-        """Of each stage the leaves that it reads, or before that is known, has."""
-        stages = range(len(self._pipe.stages))
-        if built is not None:
-            return [built.stages.held_by(s) for s in stages]
-        owners = self._fits.layout.owner_stages if self._fits.layout else []
-        return [[i for i, owner in enumerate(owners) if owner == s] for s in stages]
+        names = [[layer.name for layer in stage.layers] for stage in self.pipe.stages]
+        skips = [(label(r.key), r.source, r.target) for r in self._listed.routes]
+        if divided is not None:
+            return of_function(divided)._replace(names=names, skips=skips)
+        layout = self._fits.layout
+        owners = layout.owner_stages if layout else []
+        reads = [
+            [i for i, owner in enumerate(owners) if owner == s]
+            for s in range(len(names))
+        ]
+        return Known(self._pipe, names, layout, reads, skips=skips)
 
     def init(
         self,

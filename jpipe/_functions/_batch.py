@@ -70,6 +70,8 @@ def of_input(
     pairs = list(zip(jax.tree.leaves(x), axes, strict=True))
     has_axis = all(a is None or -leaf.ndim <= a < leaf.ndim for leaf, a in pairs)
     found = {leaf.shape[a] for leaf, a in pairs if a is not None} if has_axis else ()
+    if len(found) > 1:  # says which
+        _microbatch.batch_size([("x", x, axes)], 1)
     number = num_microbatches * num_shards
     if len(found) != 1 or min(found) < number:
         return Batch(x, [None] * len(axes), (1,))

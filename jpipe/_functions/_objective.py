@@ -1,6 +1,5 @@
 """The loss of a mini-batch, composed of its micro-batches."""
 
-import functools
 import reprlib
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -8,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
 
 from .._jaxprs._alike import Same
 from .._layers._stage import shapes
@@ -122,33 +120,12 @@ def as_weight(weight: Any, total: jax.Array) -> jax.Array:
     """The weight of a weighted loss, in a dtype that sums of it fit.
 
     Raises:
-      TypeError: if it is no scalar, or where it has a gradient.
+      TypeError: if it is no scalar.
     """
     weight = jnp.asarray(weight)
     if weight.ndim:
         raise TypeError(f"the weight must be a scalar; it returned {shapes(weight)}")
-    weight = weight.astype(jnp.promote_types(jnp.float32, total.dtype))
-    return jax.lax.stop_gradient(_constant(weight))
-
-
-@jax.custom_jvp
-def _constant(weight: jax.Array) -> jax.Array:
-    """A weight, whose gradient would be lost."""
-    return weight
-
-
-@functools.partial(_constant.defjvp, symbolic_zeros=True)
-def _refuse_tangent(primals: Any, tangents: Any) -> Any:
-    (weight,), (tangent,) = primals, tangents
-    if not isinstance(tangent, SymbolicZero):
-        raise TypeError(
-            "reduction='weighted': the weight follows from outputs, or comes from a "
-            "jax.custom_vjp, so that it has a gradient, which a pipeline would leave "
-            "out: the gradient of a quotient needs both sums. Compute the weight of "
-            "targets alone; to take it for a constant return (total, "
-            "jax.lax.stop_gradient(weight))"
-        )
-    return weight, tangent
+    return weight.astype(jnp.promote_types(jnp.float32, total.dtype))
 
 
 def _is_pair(value: Any) -> bool:

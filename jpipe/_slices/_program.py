@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 
 from .._functions._objective import as_weight
@@ -221,12 +222,21 @@ def traced(
         closed, (_, _, aux) = _jaxpr.trace(whole, params, tuple(args), number)
     closed = _checkpoints.opened(closed, num_stages)
     closed, numbers = lifted(_with_raw_keys_folded(closed))
-    count, constants = len(jax.tree.leaves(params)), closed.consts
-    jaxpr = closed.jaxpr
-    invars = [*jaxpr.invars[:count], *jaxpr.constvars, *jaxpr.invars[count:]]
-    closed = core.ClosedJaxpr(jaxpr.replace(constvars=[], invars=invars), [])
+    count, jaxpr = len(jax.tree.leaves(params)), closed.jaxpr
+    # Keys and refs stay in the programs that read them.
+    pairs = [*zip(jaxpr.constvars, closed.consts, strict=True)]
+    arrays = {var: value for var, value in pairs if _is_array(value)}
+    others = {var: value for var, value in pairs if var not in arrays}
+    invars = [*jaxpr.invars[:count], *arrays, *jaxpr.invars[count:]]
+    jaxpr = jaxpr.replace(constvars=[*others], invars=invars)
+    closed, constants = core.ClosedJaxpr(jaxpr, [*others.values()]), [*arrays.values()]
     kind = has_loss, is_weighted
     return Traced(closed, count + len(constants), aux, constants, *kind, numbers)
+
+
+def _is_array(constant: Any) -> bool:
+    is_array = isinstance(constant, jax.Array | np.ndarray)
+    return is_array and not jnp.issubdtype(constant.dtype, jax.dtypes.extended)
 
 
 def _with_raw_keys_folded(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:

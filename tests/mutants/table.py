@@ -64,7 +64,6 @@ REACHED_BY = {
 
 FUNCTIONS = [
     ("_microbatch", "(i < rest)", "(i >= num_microbatches - rest)"),
-    ("_objective", "stop_gradient(_constant(weight))", "stop_gradient(weight)"),
     ("_probe", "np.asarray(sizes) / sum(sizes)", "np.ones(2) / 2"),
     ("_trainable", "if is_params(path) and is_inexact(leaf)", "if is_params(path)"),
     ("_vjp", "held = [i == 2 for", "held = [i >= 1 for"),
@@ -175,6 +174,7 @@ SLICES = [
         '        if eqn.primitive.name == "stop_gradient":\n            continue\n',
         "",
     ),
+    ("_slice", "if not tangent.isdisjoint(_jaxpr.variables(program.weight))", "if 0"),
     ("_slice", 'if kind == "stage" and id(eqn) in needed', 'if kind == "stage"'),
     ("_slice", "]] = before(eqn.invars[0])", "]] = eqn.invars[0]"),
     ("_program", "microbatch_key(leaf, number) if", "leaf if"),
