@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
@@ -22,12 +22,20 @@ from ._program import Traced
 from ._stages import Stages
 from ._state import State, Written, without_the_rest, written_by
 
-if TYPE_CHECKING:
-    from ._modules import Modules
-
 PyTree = Any
 # So many kinds of arguments are remembered, of each function.
 _MOST = 64
+
+
+class Holder(Protocol):
+    """What has variables: see `Modules`."""
+
+    advice: str
+    is_local: bool
+
+    def shardings(
+        self, pipe: Pipe, variables: PyTree, stages: Sequence[int]
+    ) -> list[Sharding]: ...
 
 
 @dataclass(frozen=True)
@@ -56,7 +64,7 @@ class Work:
     has_loss: bool = True
     has_aux: bool = False
     reduction: str = "mean"
-    modules: "Modules | None" = None
+    modules: Holder | None = None
     names: Sequence[str] = ()
     writes: Callable[[Traced, PyTree], tuple[int, list[Written]]] | None = None
     left: Callable[[Traced, PyTree], None] | None = None
