@@ -55,7 +55,7 @@ class OneModel(Subject):
         def feed(
             x: PyTree, targets: PyTree = (), rngs: PyTree = ()
         ) -> tuple[PyTree, PyTree]:
-            if not compared and self._division.cuts:
+            if not compared and self.division.cuts:
                 compared.append(Feed(self.pipe))
             for own in compared:
                 own((x, targets), rngs=rngs)
@@ -81,7 +81,7 @@ class OneModel(Subject):
         Raises:
           ValueError: if it is not known, and there is no input.
         """
-        if x is None and self._division.owners(variables) is None:
+        if x is None and self.division.owners(variables) is None:
             raise ValueError(
                 "where the variables of a model stay is known once it is divided, "
                 "which takes an input: type pipe.place(variables, x)"
@@ -92,9 +92,9 @@ class OneModel(Subject):
         """Variables, checked where the model can make such."""
         del key
         given = _microbatch.specs(variables, "variables")
-        batch = self._function.sample(x, self._division)
+        batch = self.function.sample(x, self.division)
         try:
-            (specs,) = self._function.initial(batch).specs
+            (specs,) = self.function.initial(batch).specs
         except Exception:  # such as parameters that are made of data
             return variables
         message = (

@@ -54,7 +54,7 @@ class Subject(ABC):
         checks: Checks | None = None,
         check_first: Callable[..., None] | None = None,
     ) -> None:
-        self._function, self._division, self._checks = function, division, checks
+        self.function, self.division, self._checks = function, division, checks
         self.places, self._check_first = division.places, check_first
         self._forwards = {
             train: self._sliced(function.forward(train)) for train in (False, True)
@@ -63,12 +63,12 @@ class Subject(ABC):
     @property
     def num_microbatches(self) -> int:
         """The number of micro-batches of a mini-batch."""
-        return self._division.num_microbatches
+        return self.division.num_microbatches
 
     @property
     def num_stages(self) -> int | None:
         """The number of stages, once it is known."""
-        return self._division.count
+        return self.division.count
 
     @cached_property
     def pipe(self) -> Pipe:
@@ -79,7 +79,7 @@ class Subject(ABC):
         """
         if self.num_stages is None:
             raise ValueError(UNKNOWN)
-        return self._division.pipe(self.num_stages)
+        return self.division.pipe(self.num_stages)
 
     @abstractmethod
     def feed(self) -> Callable[..., tuple[PyTree, PyTree]]:
@@ -110,7 +110,7 @@ class Subject(ABC):
         Raises:
           ValueError: if an nnx module was changed.
         """
-        self._function.look_again()
+        self.function.look_again()
         for forward in self._forwards.values():
             forward.clear()
 
@@ -133,15 +133,15 @@ class Subject(ABC):
             return jax.tree.leaves(self.marks(variables, trainable))
 
         works = {
-            train: self._function.loss(objective, train, outputs)
+            train: self.function.loss(objective, train, outputs)
             for train in (False, True)
         }
         programs = {train: self._sliced(work, marks) for train, work in works.items()}
-        given = objective, trainable, programs, outputs, self._function.axes.out_axes
+        given = objective, trainable, programs, outputs, self.function.axes.out_axes
         return Gradients(*given, self._check_first)
 
     def _sliced(self, work: Work, *marks: Any) -> Sliced:
-        return Sliced(work, self._division, *marks, checks=self._checks)
+        return Sliced(work, self.division, *marks, checks=self._checks)
 
     # --------------------------------------------------------------------- variables
 
@@ -160,14 +160,14 @@ class Subject(ABC):
         if key is not None:
             _rng.check_key(key)
         self.look_again()
-        taken = given or [None] * len(self._function.layers)
-        batch = self._function.sample(x, self._division)
-        initial = self._function.initial(batch, [own or {} for own in taken])
+        taken = given or [None] * len(self.function.layers)
+        batch = self.function.sample(x, self.division)
+        initial = self.function.initial(batch, [own or {} for own in taken])
         if key is None:
             if initial.draws:
                 _rng.check_key(key)
             key = jax.random.key(0)  # which nobody reads
-        specs = self._function.of_entries(initial.specs)
+        specs = self.function.of_entries(initial.specs)
         locations, pipe = self.locations(specs, x), self.pipe
         if pipe.copies is not None:
             agree_on_key(key)
@@ -187,9 +187,9 @@ class Subject(ABC):
                 for yes, leaf, spec, place, (_, sharding) in columns
             ]
         )
-        pairs = zip(taken, self._function.entries(variables), strict=True)
+        pairs = zip(taken, self.function.entries(variables), strict=True)
         entries = [own if entry is None else entry for entry, own in pairs]
-        return self.place(self._function.of_entries(entries)) if given else variables
+        return self.place(self.function.of_entries(entries)) if given else variables
 
     @abstractmethod
     def _fitting(self, key: chex.PRNGKey, variables: PyTree, x: PyTree) -> PyTree:
@@ -220,20 +220,18 @@ class Subject(ABC):
         self, variables: PyTree, x: PyTree = None
     ) -> list[tuple[int, Sharding]]:
         """The owner stage of each leaf of the variables, and its sharding there."""
-        self._function.entries(variables)
+        self.function.entries(variables)
         # There are models that draw in evaluation.
         return self._forwards[False].locate(variables, (x, _rng.key_spec()))
 
     def marks(self, variables: PyTree, trainable: Trainable) -> PyTree:
         """Whether each leaf of the variables, or of their specs, is trained."""
-        entries = self._function.entries(variables)
-        return self._function.of_entries(
-            trainable.marks(self._function.layers, entries)
-        )
+        entries = self.function.entries(variables)
+        return self.function.of_entries(trainable.marks(self.function.layers, entries))
 
     def modules(self, variables: PyTree) -> Any:
         """The layers with values: see `Pipeline.modules`."""
-        check_unchanged(self._function.layers, self._function.called)
-        entries = self._function.entries(variables)
+        check_unchanged(self.function.layers, self.function.called)
+        entries = self.function.entries(variables)
         _variables.check_alive(jax.tree.leaves(variables))
-        return self._function.of_entries(self._function.parent.modules(entries))
+        return self.function.of_entries(self.function.parent.modules(entries))

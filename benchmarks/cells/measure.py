@@ -15,7 +15,6 @@ import jax
 import optax
 
 import jpipe
-from jpipe._list import LayerList
 from jpipe._run import _variables
 
 from ..experiment import PyTree, Setting, Work, arrays, random_key
@@ -191,8 +190,6 @@ def _plain(
     work, batch = setting.work, setting.work.specs(setting.batch)
     pipe = jpipe.sequential(work.layers, devices=devices)
     subject, variables = pipe._subject, initial(work)
-    assert isinstance(subject, LayerList)
-    layers = subject.fitting.layers
 
     def step(carry: Any, x: Any, targets: Any) -> Any:
         params, rest, opt_state, key = carry
@@ -200,8 +197,8 @@ def _plain(
 
         def loss(params: Any) -> Any:
             given = _variables.merge(params, rest)
-            made = layers(given, x, now, train=True)
-            return work.loss(made.y, targets), made.entries
+            y, changed = subject.function.applied(given, x, now, True)
+            return work.loss(y, targets), changed
 
         (value, changed), grads = jax.value_and_grad(loss, has_aux=True)(params)
         updates, opt_state = work.tx.update(grads, opt_state, params)

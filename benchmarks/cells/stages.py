@@ -56,8 +56,9 @@ def gradient_of(
     """
     known = pipe._subject.pipe
     apart = _Apart(*(getattr(known, field.name) for field in fields(Pipe)))
-    layers = LayerList(apart, pipe._subject._axes)
-    variables = layers.fitting.initial(layers.fitting.sample(x)).specs
+    layers = LayerList(apart, pipe._subject.function.axes)
+    sample = layers.function.sample(x, layers.division)
+    variables = layers.function.initial(sample).specs
     key = jax.eval_shape(random_key)
     return layers.gradients(Objective(loss), Trainable())(
         variables, x, targets, key, True

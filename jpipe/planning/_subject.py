@@ -3,6 +3,7 @@
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -196,7 +197,7 @@ def _built(
 ) -> tuple[Built, PyTree]:
     """Modules that are divided; and specs of their variables."""
     args: tuple[PyTree, ...] = request.sample, request.rngs
-    work = own.forward(request.train)
+    work = replace(own.forward(request.train), left=_nothing)  # nobody is given it
     if request.objective is not None:
         args = request.sample, request.targets, request.rngs
         work = own.loss(request.objective, request.train, [])
@@ -208,6 +209,10 @@ def _built(
     initial = own.initial(own.sample(request.sample, division))
     variables = own.of_entries(initial.specs)
     return Sliced(work, division, trained)(variables, *args), variables
+
+
+def _nothing(*_: Any) -> None:
+    pass
 
 
 def _as_traced(
