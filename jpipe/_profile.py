@@ -1,17 +1,17 @@
 """A step whose actions are timed: ranks work side by side, each action is waited for.
 
-One thread per rank walks its row. It waits for what an action reads, runs it, waits
-for what it makes and notes both times; then it sends. The programs are those of an
+Each rank has a thread. It waits for what an action reads, runs it, waits for what it
+makes and notes both times; then it sends. The programs are those of an
 ordinary step, which never waits and is therefore a little faster. They are compiled
 before, in the thread of the caller: a `with` block around it, such as
 `jax.default_matmul_precision`, does not reach other threads.
 """
 
 import statistics
-import threading
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -58,32 +58,22 @@ def profile(built: Built, leaves: Sequence[Any]) -> Timeline:
         )
     jax.block_until_ready(program(leaves))
     slots, clock = program.start(leaves), _Clock()
-    maker = {s: n for n, i in enumerate(program.instructions) for s in i.writes}
-    done = [threading.Event() for _ in program.instructions]
-    failed = threading.Event()
-
-    def work(numbers: Sequence[int]) -> None:
-        try:
-            for number in numbers:
-                instruction = program.instructions[number]
-                for slot in instruction.reads:
-                    while slot in maker and not done[maker[slot]].wait(0.1):
-                        if failed.is_set():
-                            return
-                _timed_run(instruction, slots, clock)
-                done[number].set()
-        except BaseException:
-            failed.set()
-            raise
-
-    rows: dict[int, list[int]] = {}
-    for number, instruction in enumerate(program.instructions):
-        # The sender waits for a transfer.
-        source = instruction.place if instruction.source is None else instruction.source
-        rows.setdefault(source, []).append(number)
-    with ThreadPoolExecutor(len(rows)) as pool:
-        for future in [pool.submit(work, row) for row in rows.values()]:
-            future.result()
+    ranks, begun = dict[int, ThreadPoolExecutor](), Future[None]()
+    made, every = dict[int, Future[None]](), list[Future[None]]()
+    with ExitStack() as stack:
+        for instruction in program.instructions:
+            # The sender waits for a transfer.
+            move = instruction.source is not None
+            rank = instruction.source if move else instruction.place
+            if rank not in ranks:
+                ranks[rank] = stack.enter_context(ThreadPoolExecutor(1))
+            before = [begun, *(made[x] for x in instruction.reads if x in made)]
+            run = ranks[rank].submit(_timed_run, instruction, slots, clock, before)
+            made |= dict.fromkeys(instruction.writes, run)
+            every.append(run)
+        begun.set_result(None)
+        for run in every:
+            run.result()
     return _timeline(built, clock)
 
 
@@ -100,7 +90,15 @@ def as_pair(batch: Any) -> tuple[Any, Any]:
     return batch
 
 
-def _timed_run(instruction: Instruction, slots: list[Any], clock: _Clock) -> None:
+def _timed_run(
+    instruction: Instruction,
+    slots: list[Any],
+    clock: _Clock,
+    before: Sequence[Future[None]],
+) -> None:
+    """Runs an instruction after those that make what it reads, and waits for it."""
+    for run in before:
+        run.result()
     given = jax.block_until_ready(instruction.take(slots))
     begin = clock.now()
     results = jax.block_until_ready(instruction.run(*given))
@@ -154,10 +152,10 @@ def _memory(built: Built, timeline: Timeline) -> Iterable[MemoryEvent]:
     for rank in sorted(pipe.schedule.running):
         rank_of.setdefault(pipe.places.index(pipe.ranks[rank]), rank)
     counts = live(program)
-    now = dict.fromkeys(rank_of.values(), 0.0)
+    held, now = next(counts), dict.fromkeys(rank_of.values(), 0.0)
     for place, rank in rank_of.items():
-        yield MemoryEvent(0.0, rank, float(counts[0][place]))
-    for instruction, count in zip(program.instructions, counts[1:], strict=True):
+        yield MemoryEvent(0.0, rank, float(held[place]))
+    for instruction, count in zip(program.instructions, counts, strict=True):
         end = timeline.end.get(instruction.label, 0.0)
         ends = instruction.place, instruction.source
         for place, rank in rank_of.items():

@@ -40,7 +40,9 @@ def compiled(
     labels: dict[Any, list[Any]] = {}
     for number, each in enumerate(instructions):
         if not each.is_move:
-            key = _key(graph, each, devices)
+            key = each.function, each.place
+            if isinstance(devices[each.place], SubMesh):
+                key += tuple(graph.shardings[v] for v in (*each.reads, *each.writes))
             calls.setdefault(key, []).append((number, each))
             labels.setdefault(each.function, []).append(each.label)
     owned = _owned(graph, instructions)
@@ -63,32 +65,17 @@ def compiled(
     return found
 
 
-def _key(graph: Graph, call: Instruction, devices: Sequence[Device]) -> Any:
-    """What calls have in common that share a program.
-
-    On several devices that includes the shardings of their arguments and results.
-    """
-    if not isinstance(devices[call.place], SubMesh):
-        return call.function, call.place
-    shardings = tuple(graph.shardings[v] for v in (*call.reads, *call.writes))
-    return call.function, call.place, shardings
-
-
 def _owned(graph: Graph, instructions: Sequence[Instruction]) -> set[Value]:
     """The values whose memory a program may take."""
-    owned = {v for each in instructions for v in _made(each)} | graph.donated
+    owned = set(graph.donated)
+    for each in instructions:
+        if each.source != OUTSIDE:  # what comes from there may be the user's
+            same = each.function.same if each.function else ()
+            owned.update(v for i, v in enumerate(each.writes) if i not in same)
     # What was sent to another process may not have left yet; what comes is watched.
     for move in filter(graph.crosses, instructions):
         owned -= {*move.reads, *move.writes}
     return owned
-
-
-def _made(instruction: Instruction) -> Sequence[Value]:
-    """The arrays that are new: what comes from outside may share the user's memory."""
-    if instruction.source == OUTSIDE:
-        return ()
-    same = instruction.function.same if instruction.function else ()
-    return [v for i, v in enumerate(instruction.writes) if i not in same]
 
 
 def _kept(function: Function, calls: Calls, last: dict[Value, int]) -> list[int]:

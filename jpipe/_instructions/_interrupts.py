@@ -2,7 +2,6 @@
 
 import signal
 import threading
-from types import TracebackType
 from typing import Any
 
 # Those whose handlers often raise: Ctrl-C, what ends a job, a time limit, if there is.
@@ -37,12 +36,7 @@ class Interrupts:
     def __enter__(self) -> "Interrupts":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         try:
             self._end()
         except BaseException:  # another signal, whose handler is there again

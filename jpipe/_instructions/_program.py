@@ -7,6 +7,7 @@ programs to compile.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
@@ -88,14 +89,12 @@ class Program:
         # what stands for outputs of other processes.
         first = self._num_arguments
         self._rest: list[Any] = [None] * (len(slot) - first)
-        for value, array in graph.constants.items():
+        for value in [*graph.constants, *(v for v in wanted if slot[v] >= given)]:
             where = devices[graph.places[value]], graph.shardings[value]
-            self._rest[slot[value] - first] = _transfer.put_one(array, *where)
-        for value in wanted:
-            if slot[value] >= given and not is_here(devices[graph.places[value]]):
-                where = devices[graph.places[value]], graph.shardings[value]
+            if value in graph.constants or not is_here(where[0]):
                 like = _transfer.located(graph.specs[value], *where)
-                self._rest[slot[value] - first] = _transfer.put_one(like, *where)
+                array = graph.constants.get(value, like)
+                self._rest[slot[value] - first] = _transfer.put_one(array, *where)
         self.own = [each for each in self.instructions if self._is_own(each)]
         overwriting = (
             each
@@ -227,15 +226,10 @@ def _over_slots(
         # What leaves for another process is written there.
         is_written = not isinstance(run, Crossing) or run.is_received
         found.append(
-            Instruction(
-                each.place,
-                each.source,
-                each.function,
-                reads,
-                range(start, len(slot)),
-                each.label,
-                each.layers,
-                each.mapped,
+            replace(
+                each,
+                reads=reads,
+                writes=range(start, len(slot)),
                 donates=tuple([reads[i] for i in program.donated]) if program else (),
                 frees=tuple(sorted(ended)),
                 compiled=program,

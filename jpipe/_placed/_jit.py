@@ -40,11 +40,6 @@ class Static:
     kind: type
     value: Any
 
-    @classmethod
-    def of(cls, value: Any) -> "Static":
-        """A hashable value."""
-        return cls(type(value), value)
-
     def __repr__(self) -> str:
         return repr(self.value)
 
@@ -161,36 +156,31 @@ class Jitted:
           TypeError: if one is neither an array nor a number.
           ValueError: if one is on several devices that are not those of a place.
         """
-        leaves = _leaves(args, kwargs)
+        found, others, spread = list[Leaf](), list[str](), list[str]()
+        for leaf in _leaves(args, kwargs):
+            try:
+                spec = _jaxpr.spec(jax.typeof(leaf.value))
+            except TypeError:
+                others.append(f"{leaf.name} is a {type(leaf.value).__name__}")
+                continue
+            place, sharding = self._place(leaf.value)
+            if sharding is None:
+                spread.append(f"{leaf.name} is on {len(leaf.value.devices())} devices")
+            else:
+                found.append(Leaf(leaf.of, leaf.path, spec, place, sharding))
         refuse(
             f"{self._name} takes pytrees of arrays and numbers; name what is none in "
             f"static_argnums",
-            (
-                f"{leaf.name} is a {type(leaf.value).__name__}"
-                for leaf in leaves
-                if not _is_array(leaf.value)
-            ),
+            others,
             TypeError,
         )
-        at = [self._place(leaf.value) for leaf in leaves]
-        pairs = list(zip(leaves, at, strict=True))
         refuse(
             f"{self._name} takes arrays that are each on one device, or on those of "
             f"one stage, in its mesh; type pipe.place(variables) or "
             f"jax.device_put(array, device)",
-            (
-                f"{leaf.name} is on {len(leaf.value.devices())} devices"
-                for leaf, (_, sharding) in pairs
-                if sharding is None
-            ),
+            spread,
         )
-        return [
-            Leaf(
-                leaf.of, leaf.path, _jaxpr.spec(jax.typeof(leaf.value)), place, sharding
-            )
-            for leaf, (place, sharding) in pairs
-            if sharding is not None
-        ]
+        return found
 
     def _place(self, leaf: Any) -> tuple[Place, Sharding | None]:
         """The place of a leaf, and its sharding there; ``None`` if it has none.
@@ -213,15 +203,6 @@ def _leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Leaf]:
         Leaf(getattr(key, "idx", getattr(key, "key", "")), tuple(path), leaf)
         for (_, key, *path), leaf in flat
     ]
-
-
-def _is_array(leaf: Any) -> bool:
-    """Whether something is an array, or a number."""
-    try:
-        jax.typeof(leaf)
-    except TypeError:
-        return False
-    return True
 
 
 def jit(
@@ -266,7 +247,7 @@ def _with_statics(
                 at = i % len(args)
                 error.add_note(f"argument {at} of {name} is in static_argnums")
                 raise
-            given[i] = Static.of(args[i])
+            given[i] = Static(type(args[i]), args[i])
     return given
 
 

@@ -207,26 +207,17 @@ def segments(placed: PlacedJaxpr, wanted: Sequence[Place]) -> list[Segment]:
 def as_jaxprs(
     placed: PlacedJaxpr, ordered: Sequence[Segment]
 ) -> list[core.ClosedJaxpr]:
-    """Each segment with the shared equations that it needs, as a jaxpr of its own."""
-    closed = placed.closed
-    eqns, constants = closed.jaxpr.eqns, set(closed.jaxpr.constvars)
+    """Each segment as a jaxpr of its own, with all equations that segments share."""
+    closed, eqns = placed.closed, placed.closed.jaxpr.eqns
     shared = [number for number, place in enumerate(placed.chosen) if place < 0]
     made = [var for eqn in eqns for var in eqn.outvars]
-    order = {var: i for i, var in enumerate([*closed.jaxpr.invars, *made])}
     parts = []
     for segment in ordered:
         results = list(segment.results.values())
-        needed, numbers = set(_jaxpr.variables(results)), set(segment.numbers)
-        chosen = []
-        for number in sorted([*shared, *numbers], reverse=True):
-            eqn = eqns[number]
-            if number in numbers or not needed.isdisjoint(eqn.outvars):
-                chosen.append(eqn)
-                needed.update(_jaxpr.variables(eqn.invars))
-        needed -= constants.union(*(eqn.outvars for eqn in chosen))
-        arguments = sorted(needed, key=order.__getitem__)
-        part = closed.jaxpr.replace(
-            invars=arguments, outvars=results, eqns=chosen[::-1]
-        )
+        chosen = [eqns[number] for number in sorted([*shared, *segment.numbers])]
+        read = _jaxpr.variables([*results, *(x for eqn in chosen for x in eqn.invars)])
+        read -= {var for eqn in chosen for var in eqn.outvars}
+        arguments = [var for var in [*closed.jaxpr.invars, *made] if var in read]
+        part = closed.jaxpr.replace(invars=arguments, outvars=results, eqns=chosen)
         parts.append(core.ClosedJaxpr(part, closed.consts))
     return parts

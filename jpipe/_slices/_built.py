@@ -267,7 +267,7 @@ class Built:
         by_itself = any(a.op == FORWARD and a.stage == stage for a in self.ran)
         return self.stages.kept(stage) if by_itself else None
 
-    @paused
+    @paused()
     def _lowered(self, state: Sequence[int]) -> Program:
         graph = self.pipe.graph()
         params, given = self.arguments(graph)

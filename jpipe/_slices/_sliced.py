@@ -214,7 +214,7 @@ class Sliced:
         layout = TreeLayout(pipe, call.specs, owner_stages, shardings, *known)
         return Divided(pipe, stages, layout, cuts)
 
-    @paused
+    @paused()
     def _built(self, params: PyTree, *args: PyTree) -> Divided:
         call = self._called(params, args)
         divided, batch = self._divided(call), call.batch

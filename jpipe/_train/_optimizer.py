@@ -9,7 +9,6 @@ import optax
 from .._faults import refuse
 from .._instructions import _transfer
 from .._instructions._bytes import nbytes
-from .._instructions._graph import Graph, Value
 from .._instructions._program import Program
 from .._instructions._sharding import Sharding
 from .._layers._stage import shapes
@@ -49,6 +48,7 @@ class Optimizer:
 
     Attributes:
       state: the leaves of the state, as specs, where they belong.
+      update: ``(params, state, grads) -> (params, state)``, of what is trained.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Optimizer:
         grads = [leaf._replace(of=2) for leaf in leaves]
         placement = of_update([*leaves, *self.state, *grads])
         specs = [free, state, free]
-        self._update = PlacedFunction(update, specs, placement, "optimizer_update")
+        self.update = PlacedFunction(update, specs, placement, "optimizer_update")
 
     def init(self, params: PyTree) -> PyTree:
         """The optimizer's state for parameters that are in place."""
@@ -101,22 +101,26 @@ class Optimizer:
         own = _selected(jax.tree.leaves(params), self._trained)
         return jax.tree.unflatten(self._form[0], program(own))
 
-    def check(self, state: PyTree) -> None:
-        """Checks that a state is one of this optimizer, in place.
+    def check_places(self, state: PyTree) -> None:
+        """Checks that a state of this optimizer is in place.
 
         Raises:
           ValueError: if it is not.
         """
-        if _form(state) != self._form:
-            self._refuse(state)
         pairs = zip(jax.tree.leaves(state), self._state_at, strict=True)
         if not all(_transfer.is_at(leaf, *where) for leaf, where in pairs):
             raise ValueError(
                 "state.opt_state is not in place; type state = pipe.place(state)"
             )
 
-    def _refuse(self, state: PyTree) -> None:
-        """Raises with what is different in the state of another optimizer."""
+    def check(self, state: PyTree) -> None:
+        """Checks that a state is one of this optimizer.
+
+        Raises:
+          ValueError: with what is different, if it is that of another one.
+        """
+        if _form(state) == self._form:
+            return
         other = "{path}: given {found}, needs {wanted}"
         own = jax.tree.unflatten(self._form[0], [leaf.value for leaf in self.state])
         faults = _variables.differences(_kinds(own), _kinds(state), other)
@@ -135,31 +139,6 @@ class Optimizer:
                 * is_selected
             )
         refuse(title, faults or ["its leaves are in other containers"])
-
-    def update(
-        self,
-        graph: Graph,
-        grads: Sequence[Value],
-        state: Sequence[Value],
-        params: Sequence[Value],
-    ) -> tuple[list[Value], list[Value]]:
-        """Writes one update into a graph.
-
-        Args:
-          graph: the graph.
-          grads: the gradients of the trainable leaves, in order.
-          state: the leaves of the optimizer's state.
-          params: all leaves of the parameters, in order.
-
-        Returns:
-          All leaves of the new parameters, and those of the new state.
-        """
-        free = _selected(params, self._trained)
-        results = self._update.into(graph, [*free, *state, *grads])
-        new = iter(results)
-        pairs = zip(params, self._trained, strict=True)
-        leaves = [next(new) if yes else leaf for leaf, yes in pairs]
-        return leaves, [*new]
 
 
 def state_bytes(
@@ -240,13 +219,9 @@ def _with_gaps(tree: PyTree) -> Any:
 
 def _kinds(state: PyTree) -> dict[str, str]:
     """The shape and dtype of each leaf of a state, by its path."""
-    flat = jax.tree_util.tree_leaves_with_path(state)
-    kinds = _signature.shapes(leaf for _, leaf in flat)
     return {
-        f"opt_state{jax.tree_util.keystr(path)}": (
-            f"a Python {dtype.__name__}"
-            if shape is None
-            else f"{dtype}[{','.join(map(str, shape))}]"
-        )
-        for (path, _), (shape, dtype) in zip(flat, kinds, strict=True)
+        f"opt_state{jax.tree_util.keystr(path)}": shapes(leaf)
+        if hasattr(leaf, "shape")
+        else f"a Python {type(leaf).__name__}"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
     }

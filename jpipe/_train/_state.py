@@ -1,13 +1,15 @@
 """The state of training."""
 
+import operator
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 from flax import serialization
 
+from .._faults import refuse
 from .._processes._keys import as_key, as_numbers
 from .._run import _variables
 
@@ -17,24 +19,23 @@ PyTree = Any
 SHOWN = 4
 
 
-class Made:
+class Made(NamedTuple):
     """What a step knows of a state that it returned, as long as nobody changes that.
 
-    Args:
+    Attributes:
       by: the step, whose programs the state does not keep alive.
       form: what its leaves are like.
       leaves: the leaves.
     """
 
-    def __init__(self, by: Any, form: int, leaves: Sequence[Any]) -> None:
-        self._by = weakref.ref(by)
-        self.form = form
-        self.leaves = leaves
+    by: weakref.ref[Any]
+    form: int
+    leaves: Sequence[Any]
 
-    @property
-    def by(self) -> Any:
-        """The step; ``None`` if it is no longer there."""
-        return self._by()
+    def is_of(self, step: Any, leaves: Sequence[Any]) -> bool:
+        """Whether it is that of a step and of these arrays."""
+        same = self.by() is step and len(leaves) == len(self.leaves)
+        return same and all(map(operator.is_, leaves, self.leaves))
 
 
 @jax.tree_util.register_dataclass
@@ -100,10 +101,7 @@ def note_chosen(state: TrainState, chosen: Sequence[bool] | None) -> None:
 
 def become(state: TrainState, other: TrainState) -> None:
     """Makes one state what another is, as if its variable had been assigned."""
-    for field in fields(state):
-        object.__setattr__(state, field.name, getattr(other, field.name))
-    object.__setattr__(state, "made", other.made)
-    object.__setattr__(state, "chosen", other.chosen)
+    vars(state).update(vars(other))
 
 
 def _to_state_dict(state: TrainState) -> dict[str, Any]:
@@ -144,24 +142,16 @@ def check_apart(state: TrainState, donated: frozenset[int]) -> None:
     Raises:
       ValueError: with where it stands, if one does.
     """
-    trees = state.params, state.model_state, state.opt_state
-    leaves = jax.tree.leaves(trees)
+    leaves = jax.tree.leaves(state)
     if len(set(map(id, leaves))) == len(leaves):
         return
-    names = "params", "model_state", "opt_state"
-    flat = [
-        (f"state.{name}{jax.tree_util.keystr(path)}", leaf)
-        for name, tree in zip(names, trees, strict=True)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    ]
-    twice = _variables.twice(flat, [i in donated for i in range(len(flat))])
-    if not twice:
-        return
-    raise ValueError(
+    paths = jax.tree_util.tree_leaves_with_path(state)
+    flat = [(f"state{jax.tree_util.keystr(path)}", leaf) for path, leaf in paths]
+    refuse(
         "a step overwrites its state, in which an array stands twice; copy one, as in "
         "jax.tree.map(jnp.copy, tree), or build the step with "
-        "pipe.train_step(..., donate=False):\n"
-        + "\n".join(f"  * {each}" for each in twice)
+        "pipe.train_step(..., donate=False)",
+        _variables.twice(flat, [i in donated for i in range(len(flat))]),
     )
 
 

@@ -64,7 +64,7 @@ class Transformation:
     ) -> tuple[PyTree, PyTree]:
         """The updates of the parameters, and the new state."""
         free = None if params is None else _floating(params)
-        with _gaps_explained(grads), _explained(self._advice):
+        with _explained(self._advice, grads):
             updates, state = self._tx.update(_floating(grads), state, free, **extra)
         return _with_integers(updates, grads, params), state
 
@@ -89,7 +89,7 @@ def optimizer(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, PyTree]:
         given = {
-            name: Static.of(value) if _is_function(value) else value
+            name: Static(type(value), value) if _is_function(value) else value
             for name, value in extra.items()
         }
         return update_all(updates, state, params, **given)
@@ -146,35 +146,27 @@ def _with_integers(updates: PyTree, grads: PyTree, params: PyTree) -> PyTree:
 
 
 @contextmanager
-def _gaps_explained(grads: PyTree) -> Iterator[None]:
-    """Explains what to give with gradients that are None, where an optimizer fails."""
-    try:
-        yield
-    except ValueError as error:
-        flat = jax.tree_util.tree_leaves_with_path(grads, is_leaf=lambda g: g is None)
-        gaps = [f"grads{keystr(path)}" for path, leaf in flat if leaf is None]
-        if not gaps or "structure" not in str(error):  # as `jax.tree.map` words it
-            raise
-        raise ValueError(
-            f"{len(gaps)} gradients are None, as trainable= leaves them: {gaps[0]} is "
-            f"the first; give parameters and a state with the same gaps: free = "
-            f"jax.tree.map(lambda g, p: None if g is None else p, grads, params, "
-            f"is_leaf=lambda g: g is None), opt_state = tx.init(free), and "
-            f"tx.update(grads, opt_state, free)"
-        ) from error
-
-
-@contextmanager
-def _explained(missing: str) -> Iterator[None]:
+def _explained(missing: str, grads: PyTree = ()) -> Iterator[None]:
     """Adds to an error of an optimizer what to type.
 
     Args:
       missing: the same, where it needs more arguments.
+      grads: the gradients that it is given, some of which may be ``None``.
     """
     try:
         yield
     except Exception as error:
         text = str(error)
+        flat = jax.tree_util.tree_leaves_with_path(grads, is_leaf=lambda g: g is None)
+        gaps = [f"grads{keystr(path)}" for path, leaf in flat if leaf is None]
+        if gaps and "structure" in text:  # as `jax.tree.map` words it
+            raise ValueError(
+                f"{len(gaps)} gradients are None, as trainable= leaves them: {gaps[0]} "
+                f"is the first; give parameters and a state with the same gaps: free = "
+                f"jax.tree.map(lambda g, p: None if g is None else p, grads, params, "
+                f"is_leaf=lambda g: g is None), opt_state = tx.init(free), and "
+                f"tx.update(grads, opt_state, free)"
+            ) from error
         is_missing = isinstance(error, TypeError) and "missing" in text
         if is_missing or "must be provided" in text:  # as optax words it
             error.add_note(missing)
