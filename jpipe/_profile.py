@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -24,18 +24,8 @@ from ._slices._costs import costs_of
 from .schedules import Action, Timeline
 from .schedules._timeline import MemoryEvent
 
-
-@dataclass
-class _Clock:
-    """When actions ran, in seconds since the first began, and how long moves took."""
-
-    origin: float = field(default_factory=time.perf_counter)
-    start: dict[Action, float] = field(default_factory=dict)
-    end: dict[Action, float] = field(default_factory=dict)
-    moves: list[float] = field(default_factory=list)
-
-    def now(self) -> float:
-        return time.perf_counter() - self.origin
+# When each action began and ended, in seconds of any origin.
+Spans = dict[Action, tuple[float, float]]
 
 
 def profile(built: Built, leaves: Sequence[Any]) -> Timeline:
@@ -57,24 +47,25 @@ def profile(built: Built, leaves: Sequence[Any]) -> Timeline:
             "several; profile it in one, or look at each with jax.profiler.trace"
         )
     jax.block_until_ready(program(leaves))
-    slots, clock = program.start(leaves), _Clock()
-    ranks, begun = dict[int, ThreadPoolExecutor](), Future[None]()
-    made, every = dict[int, Future[None]](), list[Future[None]]()
+    slots, spans, moves = program.start(leaves), Spans(), list[float]()
+    begun, made, every = Future[Any](), dict[int, Future[Any]](), list[Future[Any]]()
+    # The sender waits for a transfer.
+    rows = [i.source if i.is_move else i.place for i in program.instructions]
     with ExitStack() as stack:
-        for instruction in program.instructions:
-            # The sender waits for a transfer.
-            move = instruction.source is not None
-            rank = instruction.source if move else instruction.place
-            if rank not in ranks:
-                ranks[rank] = stack.enter_context(ThreadPoolExecutor(1))
+        pools = {row: stack.enter_context(ThreadPoolExecutor(1)) for row in set(rows)}
+        stack.callback(begun.cancel)  # or they would wait, if this was interrupted
+        for row, instruction in zip(rows, program.instructions, strict=True):
             before = [begun, *(made[x] for x in instruction.reads if x in made)]
-            run = ranks[rank].submit(_timed_run, instruction, slots, clock, before)
-            made |= dict.fromkeys(instruction.writes, run)
-            every.append(run)
+            every.append(pools[row].submit(_timed, instruction, slots, before))
+            made |= dict.fromkeys(instruction.writes, every[-1])
         begun.set_result(None)
-        for run in every:
-            run.result()
-    return _timeline(built, clock)
+        for instruction, run in zip(program.instructions, every, strict=True):
+            begin, end = run.result()
+            if instruction.source is None:
+                spans[instruction.label] = begin, end
+            elif instruction.source >= 0:
+                moves.append(end - begin)
+    return _timeline(built, spans, moves)
 
 
 def as_pair(batch: Any) -> tuple[Any, Any]:
@@ -90,41 +81,31 @@ def as_pair(batch: Any) -> tuple[Any, Any]:
     return batch
 
 
-def _timed_run(
-    instruction: Instruction,
-    slots: list[Any],
-    clock: _Clock,
-    before: Sequence[Future[None]],
-) -> None:
-    """Runs an instruction after those that make what it reads, and waits for it."""
+def _timed(
+    instruction: Instruction, slots: list[Any], before: Sequence[Future[Any]]
+) -> tuple[float, float]:
+    """Runs an instruction after some others: when it began, and when it was done."""
     for run in before:
         run.result()
     given = jax.block_until_ready(instruction.take(slots))
-    begin = clock.now()
+    begin = time.perf_counter()
     results = jax.block_until_ready(instruction.run(*given))
     slots[instruction.into] = results
     del results
-    end = clock.now()
-    if instruction.source is None:
-        clock.start[instruction.label], clock.end[instruction.label] = begin, end
-    elif instruction.source >= 0:
-        clock.moves.append(end - begin)
+    return begin, time.perf_counter()
 
 
-def _timeline(built: Built, clock: _Clock) -> Timeline:
+def _timeline(built: Built, spans: Spans, moves: Sequence[float]) -> Timeline:
     """The timeline of the schedule; what was not run by itself takes no time."""
     schedule = built.pipe.schedule
     start, end = {}, {}
     order = schedule.order()
-    first = min(clock.start[action] for action in order if action in clock.start)
+    first = min(spans[action][0] for action in order if action in spans)
     free = [first] * schedule.num_ranks
     for action in order:
         rank = schedule.homes[action.microbatch][action.stage]
-        start[action] = clock.start.get(action, free[rank])
-        end[action] = clock.end.get(action, free[rank])
-        free[rank] = end[action]
-    start = {action: time - first for action, time in start.items()}
-    end = {action: time - first for action, time in end.items()}
+        begin, free[rank] = spans.get(action, (free[rank], free[rank]))
+        start[action], end[action] = begin - first, free[rank] - first
     timeline = Timeline(
         schedule.name,
         schedule.placement,
@@ -134,7 +115,7 @@ def _timeline(built: Built, clock: _Clock) -> Timeline:
         replicas=schedule.replicas,
     )
     known = costs_of(built.program, built.stages, built.batch, schedule.placement)
-    latency = statistics.median(clock.moves) if clock.moves else 0.0
+    latency = statistics.median(moves) if moves else 0.0
     return replace(
         timeline,
         costs=replace(timeline.median_costs(known), latency=latency, in_seconds=True),

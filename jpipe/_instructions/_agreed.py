@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import optax
 
+from .. import _compat
 from .._jaxprs._function import Function
 from .._processes._digest import digest, fingerprint
 from .._processes._group import group
@@ -43,30 +44,22 @@ def agree(
       ValueError: with what differs, and between whom.
       TimeoutError: with the processes that do not come.
     """
-    peers = group()
+    peers, settings = group(), _compat.settings()
     number = peers.next_number()
-    peers.agree(
-        {**versions(), **_settings(), **facts, **_digests(instructions)},
-        f"program {number}",
-    )
+    every = {
+        "Python": platform.python_version(),
+        **{module.__name__: module.__version__ for module in (jax, flax, optax, np)},
+        **{name: str(settings.get(name)) for name in _SETTINGS},
+        **facts,
+        **_digests(instructions),
+    }
+    peers.agree(every, f"program {number}")
     compile_own()
     peers.gather({}, f"the first run of program {number}, compiled")
     for instruction in instructions:
         crossing = instruction.run
         if isinstance(crossing, Crossing) and crossing.concerns:
-            crossing.open(number)
-
-
-def versions() -> dict[str, str]:
-    """Those of what a program is made with."""
-    modules = jax, flax, optax, np
-    found = {module.__name__: module.__version__ for module in modules}
-    return {"Python": platform.python_version(), **found}
-
-
-def _settings() -> dict[str, str]:
-    found = {name: getattr(jax.config, name, None) for name in _SETTINGS}
-    return {name: str(value) for name, value in found.items()}
+            instruction.run = crossing.opened(number)
 
 
 def _digests(instructions: Sequence[Instruction]) -> dict[str, str]:

@@ -174,25 +174,31 @@ class Program:
                     if observe is not None:
                         observe(instruction, slots)
                 except Exception as error:
-                    explained = _explained(error, instruction, slots)
-                    explained.add_note(self._note(instruction))
+                    explained = self._explained(error, instruction, slots)
                     if explained is error:
                         raise
                     raise explained from None
-        outputs = tuple(self._take_outputs(slots))
-        return self._as_copies(outputs) if self._copied else outputs
+        outputs = self._take_outputs(slots)
+        if self._copied:  # what is wanted in each process is one array of all of them
+            outputs = [*outputs]
+            for i in self._copied:
+                outputs[i] = of_copies(outputs[i], self._copies)
+        return tuple(outputs)
 
-    def _note(self, failed: Instruction) -> str:
+    def _explained(
+        self, error: Exception, failed: Instruction, slots: list[Any]
+    ) -> Exception:
+        """An error with its instruction; of what is no number, with its operation."""
+        if failed.function and isinstance(error, FloatingPointError):
+            with suppress(
+                Exception
+            ):  # such as one shard of several, without such a run
+                found = _invalid.find(failed.function.run, failed.take(slots))
+                error = found or error
         layers = f": {failed.layers}" if failed.layers else ""
         device = self.devices[failed.place]
-        return f"raised in {called(failed.label)} on {device}{layers}"
-
-    def _as_copies(self, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The outputs, what is wanted in each process as one array of all of them."""
-        found = list(outputs)
-        for i in self._copied:
-            found[i] = of_copies(found[i], self._copies)
-        return tuple(found)
+        error.add_note(f"raised in {called(failed.label)} on {device}{layers}")
+        return error
 
 
 def _over_slots(
@@ -276,15 +282,6 @@ def _move(
         index=move.writes[0],
         label=called(move.label) + of,
     )
-
-
-def _explained(error: Exception, failed: Instruction, slots: list[Any]) -> Exception:
-    """The error of an instruction; of a value that is no number, with who made it."""
-    if failed.function and isinstance(error, FloatingPointError):
-        with suppress(Exception):  # such as one shard of several, which has no such run
-            found = _invalid.find(failed.function.run, failed.take(slots))
-            return found or error
-    return error
 
 
 def _nbytes(graph: Graph, value: Value, devices: Sequence[Device]) -> int:

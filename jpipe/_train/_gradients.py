@@ -1,7 +1,7 @@
 """The loss of a mini-batch and its gradients, built for any arguments."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -17,10 +17,11 @@ from .._slices._programs import Programs
 PyTree = Any
 
 
+@dataclass(eq=False, repr=False)
 class Gradients:
     """What `value_and_grad` or `train_step` built, to be called many times.
 
-    Args:
+    Attributes:
       objective: the loss.
       trainable: what is trained by it.
       programs: of evaluation and of training.
@@ -28,28 +29,21 @@ class Gradients:
       axis: where the examples are in an output of one array.
       check_first: what checks the first mini-batch; ``None``: nothing does.
 
-    Attributes:
       unchecked: why the loss was not checked, for print; empty if it was.
     """
 
-    def __init__(
-        self,
-        objective: Objective,
-        trainable: Trainable,
-        programs: Mapping[bool, Programs],
-        outputs: list[PyTree],
-        axis: Any,
-        check_first: Callable[..., None] | None = None,
-    ) -> None:
-        self.objective, self.trainable = objective, trainable
-        self._programs, self._outputs = programs, outputs
-        self._axis = axis if isinstance(axis, int) else 0
-        self._check_first, self.unchecked = check_first, ""
+    objective: Objective
+    trainable: Trainable
+    programs: Mapping[bool, Programs]
+    outputs: list[PyTree]
+    axis: Any
+    check_first: Callable[..., None] | None = None
+    unchecked: str = ""
 
     @property
     def last(self) -> Divided | None:
         """What was divided last."""
-        return self._programs[True].last or self._programs[False].last
+        return self.programs[True].last or self.programs[False].last
 
     def is_of(self, objective: Objective, trainable: Any) -> bool:
         """Whether these are the gradients of an objective by all parameters."""
@@ -60,15 +54,15 @@ class Gradients:
         self, variables: PyTree, x: PyTree, targets: PyTree, rngs: Rngs, train: bool
     ) -> Built:
         """What such arguments are for; of a new kind the loss is checked."""
-        built = self._programs[train](variables, x, targets, rngs)
-        if self._outputs:
+        built = self.programs[train](variables, x, targets, rngs)
+        if self.outputs:
             if built.batch.num_parts > 1:
                 number = built.batch.num_parts
                 objective = replace(self.objective, num_microbatches=number)
-                if self._check_first is not None:
-                    self._check_first(variables, x, targets, objective, rngs, train)
+                if self.check_first is not None:
+                    self.check_first(variables, x, targets, objective, rngs, train)
                 self._check_loss(objective, built.batch, targets)
-            self._outputs.clear()
+            self.outputs.clear()
         return built
 
     def _check_loss(self, objective: Objective, batch: Batch, targets: PyTree) -> None:
@@ -78,5 +72,6 @@ class Gradients:
         end = first + len(jax.tree.leaves(specs))
         x_axes, axes = batch.x_axes[:first], batch.x_axes[first:end]
         micro = Batch(x, x_axes, specs, axes, None, batch.sizes, batch.num_shards)
-        outputs = self._outputs[0]
-        self.unchecked = _probe.check(objective, outputs, targets, micro, self._axis)
+        outputs = self.outputs[0]
+        axis = self.axis if isinstance(self.axis, int) else 0
+        self.unchecked = _probe.check(objective, outputs, targets, micro, axis)

@@ -10,9 +10,9 @@ from .._faults import refuse
 from .._instructions import _transfer
 from .._instructions._bytes import nbytes
 from .._instructions._program import Program
-from .._instructions._sharding import Sharding
+from .._instructions._sharding import WHOLE, Sharding
 from .._layers._stage import shapes
-from .._placed._by_path import ByPath, Leaf, located
+from .._placed._by_path import ByPath, located
 from .._placed._function import PlacedFunction
 from .._run import _signature, _variables
 from .._run._facts import of_layers
@@ -159,9 +159,8 @@ def state_bytes(
     """
     free = _hide_frozen(params, trained)
     state = jax.eval_shape(Transformation(tx, _ADVICE).init, free)
-    flat = jax.tree_util.tree_leaves_with_path(free)
-    pairs = zip(flat, _selected(layers, trained), strict=True)
-    like = ByPath([Leaf(0, path, leaf, layer) for (path, leaf), layer in pairs])
+    own = _selected(layers, trained)
+    like = ByPath(located(0, free, own, [WHOLE] * len(own)))
     found = [0] * count
     for leaf in like.located(1, state):
         found[leaf.place] += nbytes(leaf.value)

@@ -107,23 +107,17 @@ def become(state: TrainState, other: TrainState) -> None:
 def _to_state_dict(state: TrainState) -> dict[str, Any]:
     """What `flax.serialization` saves: keys as the numbers that they are made of."""
     plain = jax.tree.map(as_numbers, state)
-    return {
-        field.name: serialization.to_state_dict(getattr(plain, field.name))
-        for field in fields(state)
-    }
+    return serialization.to_state_dict(plain.__getstate__())
 
 
 def _from_state_dict(like: TrainState, saved: Mapping[str, Any]) -> TrainState:
-    names = [field.name for field in fields(like)]
-    if set(saved) != set(names):
+    own = like.__getstate__()
+    if set(saved) != set(own):
         raise ValueError(
-            f"no TrainState was saved here: its fields are {', '.join(names)}; these "
+            f"no TrainState was saved here: its fields are {', '.join(own)}; these "
             f"are {', '.join(saved) or 'none'}"
         )
-    restored: dict[str, Any] = {
-        name: serialization.from_state_dict(getattr(like, name), saved[name], name)
-        for name in names
-    }
+    restored: dict[str, Any] = serialization.from_state_dict(own, dict(saved))
     state = jax.tree.map(as_key, TrainState(**restored), like)
     note_chosen(state, like.chosen)
     return state

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -29,17 +30,17 @@ from ._state import (
     note_chosen,
     note_made,
 )
-from ._transformation import check_optimizer
 
 PyTree = Any
 # To a type checker it has no attributes.
 _config: Any = jax.config
 
 
+@dataclass(eq=False, repr=False)
 class TrainStep:
     """``step(state, x, targets) -> (state, metrics)``; made by `Pipeline.train_step`.
 
-    Args:
+    Attributes:
       gradients: of its loss: what is built for variables, an input, targets, a key, and
         whether to train.
       tx: the optimizer.
@@ -49,21 +50,14 @@ class TrainStep:
       by_layer: whether states have an entry for each layer.
     """
 
-    def __init__(
-        self,
-        gradients: Callable[..., Built],
-        tx: optax.GradientTransformation,
-        *,
-        has_aux: bool,
-        feed: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
-        donate: bool,
-        by_layer: bool = True,
-    ) -> None:
-        self._gradients = gradients
-        self._feed, self._by_layer = feed, by_layer
-        self._tx = check_optimizer(tx)
-        self._has_aux = has_aux
-        self._donate = donate
+    gradients: Callable[..., Built]
+    tx: optax.GradientTransformation
+    has_aux: bool
+    feed: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
+    donate: bool
+    by_layer: bool
+
+    def __post_init__(self) -> None:
         self._optimizers: dict[Any, Optimizer] = {}
         self._compiled: dict[Any, _Compiled] = {}
         # The structure and the kinds of the leaves of states that were checked.
@@ -103,8 +97,8 @@ class TrainStep:
         self, taken: list[TrainState], state: TrainState, x: PyTree, targets: PyTree
     ) -> tuple[TrainState, dict[str, Any]]:
         """Takes one step; ``taken`` receives the new state before it is returned."""
-        check_state(state, self._by_layer)
-        x, targets = self._feed(x, targets)
+        check_state(state, self.by_layer)
+        x, targets = self.feed(x, targets)
         leaves, tree = jax.tree.flatten(state)
         known = state.made
         if known and known.is_of(self, leaves):
@@ -132,7 +126,7 @@ class TrainStep:
     @outside_of_meshes
     def program(self, state: TrainState, x: PyTree, targets: PyTree) -> Program:
         """What a call with such arguments runs."""
-        check_state(state, self._by_layer)
+        check_state(state, self.by_layer)
         leaves, tree = jax.tree.flatten(state)
         return self._compile(self.form(tree, leaves), state, x, targets).program
 
@@ -147,7 +141,7 @@ class TrainStep:
 
         What was overwritten when it failed could not be given back.
         """
-        return self._donate and not (_config.jax_debug_nans or _config.jax_debug_infs)
+        return self.donate and not (_config.jax_debug_nans or _config.jax_debug_infs)
 
     def _compile(
         self, form: int, state: TrainState, x: PyTree, targets: PyTree
@@ -164,14 +158,14 @@ class TrainStep:
         signature = kind, _signature.of(x, targets)
         known = self._compiled
         if signature not in known:
-            gradient = self._gradients(state.variables, x, targets, state.rng, True)
+            gradient = self.gradients(state.variables, x, targets, state.rng, True)
             # A batch of another size needs another gradient, not another optimizer.
             if kind not in self._optimizers:
-                self._optimizers[kind] = _optimizer(self._tx, state, gradient)
+                self._optimizers[kind] = _optimizer(self.tx, state, gradient)
             optimizer = self._optimizers[kind]
             optimizer.check(state.opt_state)
             known[signature] = _Compiled(
-                gradient, optimizer, state, self._has_aux, self._may_donate()
+                gradient, optimizer, state, self.has_aux, self._may_donate()
             )
         return known[signature]
 
