@@ -18,7 +18,7 @@ from ._processes._group import agree_on_key
 from ._run import _variables
 from ._run._pipe import Pipe
 from ._train._optimizer import Optimizer, place_state
-from ._train._state import TrainState, note_chosen
+from ._train._state import TrainState, note
 
 PyTree = Any
 Owner = LayerList | OneModel
@@ -38,7 +38,7 @@ def place_train_state(owner: Owner, state: TrainState, x: PyTree) -> TrainState:
         model_state=_transfer.put_each(state.model_state, pipe.devices, rest),
         rng=rng,
     )
-    note_chosen(placed, state.chosen)
+    note(placed, chosen=state.chosen)
     return placed
 
 
@@ -67,7 +67,7 @@ def train_state(
     rest = _variables.model_state(variables)
     state = TrainState(step, params, opt_state, rest, rng)
     if not trainable.selects_all:
-        note_chosen(state, trained)
+        note(state, chosen=trained)
     return state
 
 

@@ -20,7 +20,7 @@ from ._processes._gather import agree_on, at_first
 from ._processes._group import group
 from ._processes._keys import as_key, as_numbers, is_key
 from ._run import _variables
-from ._train._state import TrainState, note_chosen
+from ._train._state import TrainState, note
 
 __all__ = ["restore", "save"]
 PyTree = Any
@@ -157,7 +157,7 @@ def restore(path: str | os.PathLike[str], like: PyTree) -> PyTree:
 def _keep_chosen(restored: Any, like: Any) -> None:
     """Notes of a state that it trains what the one trains as which it goes on."""
     if isinstance(restored, TrainState):
-        note_chosen(restored, like.chosen)
+        note(restored, chosen=like.chosen)
 
 
 def _read(folder: pathlib.Path, like: PyTree) -> PyTree:

@@ -53,10 +53,11 @@ def _without_statics(tree: PyTree) -> PyTree:
     )
 
 
+@dataclass(eq=False, repr=False)
 class Jitted:
     """A function evaluated where its arguments are, compiled once for each kind.
 
-    Args:
+    Attributes:
       function: of any pytrees.
       devices: the places.
       name: how profiles and errors call it.
@@ -65,19 +66,16 @@ class Jitted:
       rule: where leaves and results belong.
     """
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        devices: Sequence[Device],
-        name: str,
-        blame: str,
-        donate: Sequence[int] = (),
-        rule: Rule = where_computed,
-    ) -> None:
-        self._function, self._name, self._blame = function, name, blame
-        self._devices = tuple(dict.fromkeys(devices))
-        self._number = {devices_of(own): i for i, own in enumerate(self._devices)}
-        self._donate, self._rule = donate, rule
+    function: Callable[..., Any]
+    devices: Sequence[Device]
+    name: str
+    blame: str
+    donate: Sequence[int] = ()
+    rule: Rule = where_computed
+
+    def __post_init__(self) -> None:
+        self.devices = tuple(dict.fromkeys(self.devices))
+        self._number = {devices_of(own): i for i, own in enumerate(self.devices)}
         # The structure of the result, and the program, for each kind of arguments.
         self._programs: dict[Any, tuple[Any, Program]] = {}
 
@@ -86,7 +84,7 @@ class Jitted:
         """Evaluates the function. Never waits."""
         if _tracing.get():
             args, kwargs = _without_statics((args, kwargs))
-            return self._function(*args, **kwargs)
+            return self.function(*args, **kwargs)
         leaves, tree = jax.tree.flatten((args, kwargs))
         _variables.check_alive(leaves)
         kind, known = _signature.call(tree, leaves), self._programs
@@ -95,7 +93,7 @@ class Jitted:
             if len(known) > _MOST:  # a function made anew at each call, say
                 del known[next(iter(known))]
         tree, program = known[kind]
-        if self._donate and len(set(map(id, leaves))) < len(leaves):
+        if self.donate and len(set(map(id, leaves))) < len(leaves):
             self._check_donated(args, kwargs)
         return jax.tree.unflatten(tree, program(leaves))
 
@@ -107,9 +105,9 @@ class Jitted:
         leaves = self._located(args, kwargs)
         tree = jax.tree.structure((args, kwargs))
         specs = jax.tree.unflatten(tree, [leaf.value for leaf in leaves])
-        function = PlacedFunction(self._traced, specs, self._rule(leaves), self._name)
-        processes = [device.process_index for device in self._devices]
-        graph = Graph(processes, devices=self._devices)
+        function = PlacedFunction(self._traced, specs, self.rule(leaves), self.name)
+        processes = [device.process_index for device in self.devices]
+        graph = Graph(processes, devices=self.devices)
         pairs = zip(leaves, self._donated(leaves, len(args)), strict=True)
         given = [leaf.argument(graph, donated) for leaf, donated in pairs]
         outputs: list[Any] = function.into(graph, given)
@@ -118,24 +116,24 @@ class Jitted:
             # What is logged is wanted in each process.
             if place < 0 and not leaf.shape and graph.places[outputs[i]] >= 0:
                 outputs[i] = graph.everywhere(outputs[i])
-        return tree, Program(graph, outputs, self._devices)
+        return tree, Program(graph, outputs, self.devices)
 
     def _traced(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The function as the trace sees it."""
         token = _tracing.set(True)
         try:
             given, named = _without_statics((args, kwargs))
-            return self._function(*given, **named)
+            return self.function(*given, **named)
         except Exception as error:
             listed = shapes((*args, kwargs) if kwargs else args)
-            error.add_note(f"{self._blame}; its arguments were {listed}")
+            error.add_note(f"{self.blame}; its arguments were {listed}")
             raise
         finally:
             _tracing.reset(token)
 
     def _donated(self, leaves: Sequence[Leaf], count: int) -> list[bool]:
         """Whether each leaf may be overwritten; ``count`` arguments have positions."""
-        donated = {i % count for i in self._donate if -count <= i < count}
+        donated = {i % count for i in self.donate if -count <= i < count}
         return [leaf.of in donated for leaf in leaves]
 
     def _check_donated(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -146,7 +144,7 @@ class Jitted:
         if twice:
             raise ValueError(
                 f"{'; '.join(twice)}: one array, which donate_argnums lets "
-                f"{self._name} overwrite; give it a copy (jnp.copy), or do not donate"
+                f"{self.name} overwrite; give it a copy (jnp.copy), or do not donate"
             )
 
     def _located(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Leaf]:
@@ -169,13 +167,13 @@ class Jitted:
             else:
                 found.append(Leaf(leaf.of, leaf.path, spec, place, sharding))
         refuse(
-            f"{self._name} takes pytrees of arrays and numbers; name what is none in "
+            f"{self.name} takes pytrees of arrays and numbers; name what is none in "
             f"static_argnums",
             others,
             TypeError,
         )
         refuse(
-            f"{self._name} takes arrays that are each on one device, or on those of "
+            f"{self.name} takes arrays that are each on one device, or on those of "
             f"one stage, in its mesh; type pipe.place(variables) or "
             f"jax.device_put(array, device)",
             spread,
@@ -191,7 +189,7 @@ class Jitted:
             return NOWHERE, WHOLE
         devices = frozenset(leaf.devices())
         place = self._number.get(devices, OUTSIDE)
-        sharding = sharding_of(leaf, self._devices[place]) if place >= 0 else None
+        sharding = sharding_of(leaf, self.devices[place]) if place >= 0 else None
         is_whole = len(devices) == 1 or is_copied(leaf)
         return place, sharding or (WHOLE if is_whole else None)
 

@@ -80,7 +80,7 @@ class TrainState:
                 changes[name] = tuple(changes[name])
         new = replace(self, **changes)
         if "opt_state" not in changes:
-            note_chosen(new, self.chosen)
+            note(new, chosen=self.chosen)
         return new
 
     @property
@@ -89,14 +89,9 @@ class TrainState:
         return _variables.merge(self.params, self.model_state)
 
 
-def note_made(state: TrainState, made: Made) -> None:
-    """Notes what a step knows of a state that it returns; it is not a part of it."""
-    object.__setattr__(state, "made", made)
-
-
-def note_chosen(state: TrainState, chosen: Sequence[bool] | None) -> None:
-    """Notes which parameters a state was made to train; it is not a part of it."""
-    object.__setattr__(state, "chosen", chosen)
+def note(state: TrainState, **known: Any) -> None:
+    """Notes what is known of a state and no part of it: ``made``, ``chosen``."""
+    vars(state).update(known)
 
 
 def become(state: TrainState, other: TrainState) -> None:
@@ -119,7 +114,7 @@ def _from_state_dict(like: TrainState, saved: Mapping[str, Any]) -> TrainState:
         )
     restored: dict[str, Any] = serialization.from_state_dict(own, dict(saved))
     state = jax.tree.map(as_key, TrainState(**restored), like)
-    note_chosen(state, like.chosen)
+    note(state, chosen=like.chosen)
     return state
 
 

@@ -27,8 +27,7 @@ from ._state import (
     check_apart,
     check_chosen,
     check_state,
-    note_chosen,
-    note_made,
+    note,
 )
 
 PyTree = Any
@@ -118,8 +117,7 @@ class TrainStep:
         _variables.check_concrete(batch)
         with Interrupts() as interrupts:
             outputs = compiled.program(leaves + batch, overwriting=interrupts.hold)
-            new, metrics = compiled.result(outputs, self)
-            note_chosen(new, state.chosen)
+            new, metrics = compiled.result(outputs, self, state.chosen)
             taken.append(new)
         return new, metrics
 
@@ -236,7 +234,7 @@ class _Compiled:
         return Program(graph, [*new.values(), *metrics], gradient.pipe.places)
 
     def result(
-        self, leaves: Sequence[Any], by: "TrainStep"
+        self, leaves: Sequence[Any], by: "TrainStep", chosen: Sequence[bool] | None
     ) -> tuple[TrainState, dict[str, Any]]:
         """What a step returns, of the outputs of its program."""
         count = self._tree.num_leaves
@@ -244,7 +242,7 @@ class _Compiled:
         state = jax.tree.unflatten(self._tree, held)
         if self._form is None:  # that of what was given, but for weak types
             self._form = by.form(self._tree, held)
-        note_made(state, Made(weakref.ref(by), self._form, held))
+        note(state, made=Made(weakref.ref(by), self._form, held), chosen=chosen)
         metrics = {"loss": leaves[count]}
         if self._has_aux:
             aux = leaves[count + 1 :]
