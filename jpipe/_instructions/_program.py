@@ -21,7 +21,7 @@ from .._processes._keys import is_key
 from .._processes._transport import Crossing
 from . import _transfer
 from ._agreed import agree
-from ._compile import Compiled, compile_all
+from ._compile import compile_all
 from ._donated import compiled, last_uses
 from ._graph import Copies, Graph, Value
 from ._instruction import OUTSIDE, Instruction, called
@@ -66,12 +66,11 @@ class Program:
         wanted = [value for values in as_lists for value in values]
         listed = graph.with_copies(wanted)
         last = last_uses(listed, wanted)
-        programs = compiled(graph, listed, last, devices)
-        self.programs = list(dict.fromkeys(programs.values()))
+        self.programs = compiled(graph, listed, last, devices)
         slot = {v: i for i, v in enumerate([*graph.arguments, *graph.constants])}
         self._num_arguments, given = len(graph.arguments), len(slot)
         self.constants = range(self._num_arguments, given)
-        self.instructions = _over_slots(graph, listed, last, programs, devices, slot)
+        self.instructions = _over_slots(graph, listed, last, devices, slot)
         self.specs = [graph.specs[v] for v in slot]
         self.places = [graph.places[v] for v in slot]
         self.nbytes = [_nbytes(graph, v, devices) for v in slot]
@@ -205,7 +204,6 @@ def _over_slots(
     graph: Graph,
     instructions: Sequence[Instruction],
     last: Mapping[Value, int],
-    programs: Mapping[int, Compiled],
     devices: Sequence[Device],
     slot: dict[Value, Slot],
 ) -> list[Instruction]:
@@ -215,20 +213,19 @@ def _over_slots(
       graph: what is computed where.
       instructions: all of it.
       last: the number of the instruction that reads each value last.
-      programs: what each call runs, by its number.
       devices: the device of each place.
       slot: the slots of arguments and constants; those of results are added.
     """
-    found, senders = [], dict[Any, Any]()
+    found = []
     for number, each in enumerate(instructions):
-        program, new = programs.get(number), each.writes
+        program, new = each.compiled, each.writes
         if program:
             new = [each.writes[i] for i in program.kept]
         start = len(slot)
         slot |= {v: start + i for i, v in enumerate(new)}
         reads = tuple([slot[v] for v in each.reads])
         ended = {slot[v] for v in (*each.reads, *new) if last.get(v, -1) <= number}
-        run = program.run if program else _move(graph, each, devices, senders)
+        run = program.run if program else _move(graph, each, devices)
         # What leaves for another process is written there.
         is_written = not isinstance(run, Crossing) or run.is_received
         found.append(
@@ -238,7 +235,6 @@ def _over_slots(
                 writes=range(start, len(slot)),
                 donates=tuple([reads[i] for i in program.donated]) if program else (),
                 frees=tuple(sorted(ended)),
-                compiled=program,
                 run=run,
                 take=_taking(reads),
                 into=slice(start, len(slot)) if is_written else slice(0),
@@ -256,9 +252,9 @@ def _taking(slots: Sequence[Slot]) -> Callable[[list[Any]], Sequence[Any]]:
 
 
 def _move(
-    graph: Graph, move: Instruction, devices: Sequence[Device], senders: dict[Any, Any]
+    graph: Graph, move: Instruction, devices: Sequence[Device]
 ) -> Callable[..., Sequence[Any]]:
-    """What a move runs; ``senders`` are those of moves that are alike."""
+    """What a move runs."""
     target = devices[move.place]
     shardings = [graph.shardings[v] for v in move.writes]
     assert move.source is not None
@@ -266,12 +262,9 @@ def _move(
         return lambda *leaves: _transfer.put(leaves, target, shardings)
     source, specs = devices[move.source], [graph.specs[v] for v in move.writes]
     if not graph.crosses(move):
-        source_shardings = tuple([graph.shardings[v] for v in move.reads])
+        own = tuple(graph.shardings[v] for v in move.reads)
         has_keys = any(map(is_key, specs))
-        kind = source, target, has_keys, tuple(shardings), source_shardings
-        if kind not in senders:
-            senders[kind] = _transfer.sender(*kind)
-        return senders[kind]
+        return _transfer.sender(source, target, has_keys, tuple(shardings), own)
     of = f" of {graph.ranks[move.source]}" if graph.ranks else ""
     pairs = list(zip(specs, shardings, strict=True))
     return Crossing(

@@ -218,12 +218,13 @@ def _off_numpy(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, tree)
 
 
+@functools.lru_cache(maxsize=1024)
 def sender(
     source: Device,
     target: Device,
     has_keys: bool,
-    shardings: Sequence[Sharding],
-    source_shardings: Sequence[Sharding],
+    shardings: tuple[Sharding, ...],
+    source_shardings: tuple[Sharding, ...],
 ) -> Callable[..., Sequence[jax.Array]]:
     """A function that copies leaves, each time from one place to one other.
 
@@ -242,7 +243,7 @@ def sender(
     where = [on(target, each) for each in shardings]
     ends = source, target
     shapes = [x.mesh.shape if isinstance(x, SubMesh) else None for x in ends]
-    is_alike = list(shardings) == list(source_shardings) and shapes[0] == shapes[1]
+    is_alike = shardings == source_shardings and shapes[0] == shapes[1]
     on_paper = isinstance(source, OnPaper) or isinstance(target, OnPaper)
     if is_alike and not (has_keys or on_paper):
         copy = _compat.copier(one_of(source), where)

@@ -80,7 +80,6 @@ class Optimizer:
         state = jax.eval_shape(own.init, free)
         self.state = ByPath(leaves).located(1, state)
         self._params, self._form = leaves, _form(state)
-        self._state_at = [(pipe.places[x.place], x.sharding) for x in self.state]
         grads = [leaf._replace(of=2) for leaf in leaves]
         placement = of_update([*leaves, *self.state, *grads])
         specs = [free, state, free]
@@ -107,8 +106,9 @@ class Optimizer:
         Raises:
           ValueError: if it is not.
         """
-        pairs = zip(jax.tree.leaves(state), self._state_at, strict=True)
-        if not all(_transfer.is_at(leaf, *where) for leaf, where in pairs):
+        places = self._pipe.places
+        pairs = zip(jax.tree.leaves(state), self.state, strict=True)
+        if not all(_transfer.is_at(x, places[y.place], y.sharding) for x, y in pairs):
             raise ValueError(
                 "state.opt_state is not in place; type state = pipe.place(state)"
             )
