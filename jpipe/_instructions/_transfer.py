@@ -161,7 +161,7 @@ def put(
 
 def put_one(leaf: Any, device: Device, sharding: Sharding = WHOLE) -> jax.Array:
     """An array on a device, or on those of a stage."""
-    return put([leaf], device, [sharding])[0]
+    return put([_off_numpy(leaf)], device, [sharding])[0]
 
 
 def put_each(
