@@ -41,20 +41,19 @@ class Interrupts:
             self._end()
         except BaseException:  # another signal, whose handler is there again
             self._end()
-            self._deliver()
             raise
-        self._deliver()
+        finally:
+            self._deliver()
 
     def _deliver(self) -> None:
         """Calls the handlers of what came; each, even if one before it raises."""
-        while self._waiting:
+        if self._waiting:
             number = self._waiting.pop(0)
             try:
                 # The frame that it interrupted holds the batch.
                 self._before[number](number, None)
-            except BaseException:
+            finally:
                 self._deliver()
-                raise
 
     def _end(self) -> None:
         for number, handler in self._before.items():

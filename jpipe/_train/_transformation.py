@@ -15,7 +15,7 @@ from .._instructions._graph import NOWHERE
 from .._instructions._transfer import Device
 from .._placed._by_path import ByPath, Leaf
 from .._placed._function import Placement, where_computed
-from .._placed._jit import Jitted, Rule, Static
+from .._placed._jit import Jitted, Static
 
 PyTree = Any
 
@@ -79,11 +79,10 @@ def optimizer(
         "name: tx.update(grads, state, params, value=loss)",
     )
 
-    def jitted(name: str, rule: Rule) -> Jitted:
-        names = f"optimizer_{name}", f"raised by tx.{name}"
-        return Jitted(getattr(transformation, name), devices, *names, rule=rule)
-
-    init, update_all = jitted("init", of_init), jitted("update", of_update)
+    names = "optimizer_init", "raised by tx.init"
+    init = Jitted(transformation.init, devices, *names, rule=of_init)
+    names = "optimizer_update", "raised by tx.update"
+    update_all = Jitted(transformation.update, devices, *names, rule=of_update)
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
