@@ -34,7 +34,7 @@ def place_train_state(owner: Owner, state: TrainState, x: PyTree) -> TrainState:
     placed = TrainState(
         step=step,
         params=_transfer.put_each(state.params, pipe.devices, at),
-        opt_state=place_state(state.opt_state, state.params, pipe, *_columns(at)),
+        opt_state=place_state(state.opt_state, state.params, pipe, at),
         model_state=_transfer.put_each(state.model_state, pipe.devices, rest),
         rng=rng,
     )
@@ -60,8 +60,8 @@ def train_state(
     step, rng = _everywhere(pipe, step, _rng.training_key(rng))
     locations, (of_params, _) = _parts(owner, variables, x)
     specs = _microbatch.specs(params, "params")
-    at = _columns([locations[i] for i in of_params])
-    init = Optimizer(tx, specs, trained, pipe, *at).init
+    at = [locations[i] for i in of_params]
+    init = Optimizer(tx, specs, trained, pipe, at).init
     with jax.disable_jit(False):  # zeros made by hand are on the default device
         opt_state = init(params)
     rest = _variables.model_state(variables)
@@ -79,10 +79,6 @@ def _parts(
     numbers = tree.unflatten(range(len(locations)))
     parts = _variables.params(numbers), _variables.model_state(numbers)
     return locations, (jax.tree.leaves(parts[0]), jax.tree.leaves(parts[1]))
-
-
-def _columns(locations: Locations) -> tuple[list[int], list[Sharding]]:
-    return [stage for stage, _ in locations], [sharding for _, sharding in locations]
 
 
 def _first(pipe: Pipe, *leaves: Any) -> list[Any]:

@@ -14,7 +14,6 @@ from ._compile import Compiled, named, on_host
 from ._graph import Graph, Value
 from ._instruction import OUTSIDE, Instruction
 from ._sharding import SubMesh
-from ._transfer import Device
 
 # A call, with those of the values that it reads last whose memory may be taken.
 Call = tuple[Instruction, set[Value]]
@@ -29,10 +28,7 @@ def last_uses(
 
 
 def compiled(
-    graph: Graph,
-    instructions: Sequence[Instruction],
-    last: dict[Value, int],
-    devices: Sequence[Device],
+    graph: Graph, instructions: Sequence[Instruction], last: dict[Value, int]
 ) -> list[Compiled]:
     """Notes in each call what it runs, of a function in a place what suits all."""
     owned = _owned(graph, instructions)
@@ -43,7 +39,7 @@ def compiled(
         if each.is_move:
             continue
         key = each.function, each.place
-        if isinstance(devices[each.place], SubMesh):
+        if isinstance(graph.devices[each.place], SubMesh):
             key += tuple(graph.shardings[v] for v in (*each.reads, *each.writes))
         once = (v for v, count in Counter(each.reads).items() if count == 1)
         ended = {v for v in once if last[v] == number}
@@ -57,7 +53,7 @@ def compiled(
             [graph.specs[v] for v in first.reads],
             kept,
             _donated(graph, own, kept),
-            devices[first.place],
+            graph.devices[first.place],
             [graph.places[v] for v in first.reads],
             named(function.name, labels[function]),
             first.mapped,

@@ -15,6 +15,7 @@ import jax
 from .._jaxprs._function import Function, composed
 from ._instruction import NOWHERE, OUTSIDE, Instruction, Place
 from ._sharding import STACKED, WHOLE, Cut, Sharding, SubMesh
+from ._transfer import Device
 
 Value = int
 # What is wanted in each process: its copy there.
@@ -26,9 +27,8 @@ class Graph:
     """Calls of functions in the order in which they run, over values.
 
     Attributes:
-      processes: the process of each place; empty if there is one.
+      devices: the device of each place.
       ranks: those of each place, in words, where they are known.
-      devices: those of each place, likewise.
       facts: what it was made of, in words, by which processes compare theirs.
       specs: the shape and dtype of each value; of what is stacked, of one shard.
       places: where each value is made.
@@ -39,9 +39,8 @@ class Graph:
       calls: the calls.
     """
 
-    processes: Sequence[int] = ()
+    devices: Sequence[Device]
     ranks: Sequence[str] = ()
-    devices: Sequence[Any] = ()
     facts: dict[str, str] = field(default_factory=dict)
     specs: list[Any] = field(default_factory=list)
     places: list[Place] = field(default_factory=list)
@@ -133,6 +132,11 @@ class Graph:
             Instruction(place, None, function, here, writes, label, layers, mapped)
         )
         return writes
+
+    @cached_property
+    def processes(self) -> list[int]:
+        """The process of each place."""
+        return [device.process_index for device in self.devices]
 
     @cached_property
     def heads(self) -> dict[int, Place]:

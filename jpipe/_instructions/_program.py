@@ -5,6 +5,7 @@ From the list alone follow the frees, what is donated, the bytes of each place, 
 programs to compile.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -26,7 +27,6 @@ from ._donated import compiled, last_uses
 from ._graph import Copies, Graph, Value
 from ._instruction import OUTSIDE, Instruction, called
 from ._sharding import SubMesh
-from ._transfer import Device
 
 Slot = int
 
@@ -38,9 +38,9 @@ class Program:
       graph: what is computed where.
       outputs: the values that a run returns; of copies, that of this process, as one
         array of all of them.
-      devices: the device of each place.
 
     Attributes:
+      devices: the device of each place.
       instructions: what runs, in order, in all processes.
       specs: what each slot holds; where a place is several devices, one shard of it.
       nbytes: the bytes of each slot, on each device of its place.
@@ -52,28 +52,22 @@ class Program:
       is_shared: whether there are others.
     """
 
-    def __init__(
-        self,
-        graph: Graph,
-        outputs: Sequence[Value | Copies],
-        devices: Sequence[Device],
-    ) -> None:
-        self.devices = devices
+    def __init__(self, graph: Graph, outputs: Sequence[Value | Copies]) -> None:
+        self.devices = devices = graph.devices
         self._facts = graph.facts
         self.is_shared = bool(graph.heads)
         outputs = graph.lasting(outputs)
-        as_lists = (each if isinstance(each, tuple) else [each] for each in outputs)
-        wanted = [value for values in as_lists for value in values]
+        wanted = jax.tree.leaves(outputs)
         listed = graph.with_copies(wanted)
         last = last_uses(listed, wanted)
-        self.programs = compiled(graph, listed, last, devices)
+        self.programs = compiled(graph, listed, last)
         slot = {v: i for i, v in enumerate([*graph.arguments, *graph.constants])}
         self._num_arguments, given = len(graph.arguments), len(slot)
         self.constants = range(self._num_arguments, given)
-        self.instructions = _over_slots(graph, listed, last, devices, slot)
+        self.instructions = _over_slots(graph, listed, last, slot)
         self.specs = [graph.specs[v] for v in slot]
         self.places = [graph.places[v] for v in slot]
-        self.nbytes = [_nbytes(graph, v, devices) for v in slot]
+        self.nbytes = [_nbytes(graph, v) for v in slot]
         heads = {process: i for i, process in enumerate(graph.heads)}
         mine = heads.get(jax.process_index(), 0)
         self.outputs = tuple(
@@ -204,7 +198,6 @@ def _over_slots(
     graph: Graph,
     instructions: Sequence[Instruction],
     last: Mapping[Value, int],
-    devices: Sequence[Device],
     slot: dict[Value, Slot],
 ) -> list[Instruction]:
     """Instructions over values as those over slots that a program runs.
@@ -213,10 +206,9 @@ def _over_slots(
       graph: what is computed where.
       instructions: all of it.
       last: the number of the instruction that reads each value last.
-      devices: the device of each place.
       slot: the slots of arguments and constants; those of results are added.
     """
-    found = []
+    found, sender = [], functools.cache(_transfer.sender)
     for number, each in enumerate(instructions):
         program, new = each.compiled, each.writes
         if program:
@@ -225,7 +217,7 @@ def _over_slots(
         slot |= {v: start + i for i, v in enumerate(new)}
         reads = tuple([slot[v] for v in each.reads])
         ended = {slot[v] for v in (*each.reads, *new) if last.get(v, -1) <= number}
-        run = program.run if program else _move(graph, each, devices)
+        run = program.run if program else _move(graph, each, sender)
         # What leaves for another process is written there.
         is_written = not isinstance(run, Crossing) or run.is_received
         found.append(
@@ -252,10 +244,10 @@ def _taking(slots: Sequence[Slot]) -> Callable[[list[Any]], Sequence[Any]]:
 
 
 def _move(
-    graph: Graph, move: Instruction, devices: Sequence[Device]
+    graph: Graph, move: Instruction, sender: Callable[..., Any]
 ) -> Callable[..., Sequence[Any]]:
-    """What a move runs."""
-    target = devices[move.place]
+    """What a move runs; ``sender`` gives what those run that are alike."""
+    devices, target = graph.devices, graph.devices[move.place]
     shardings = [graph.shardings[v] for v in move.writes]
     assert move.source is not None
     if move.source == OUTSIDE:
@@ -264,7 +256,7 @@ def _move(
     if not graph.crosses(move):
         own = tuple(graph.shardings[v] for v in move.reads)
         has_keys = any(map(is_key, specs))
-        return _transfer.sender(source, target, has_keys, tuple(shardings), own)
+        return sender(source, target, has_keys, tuple(shardings), own)
     of = f" of {graph.ranks[move.source]}" if graph.ranks else ""
     pairs = list(zip(specs, shardings, strict=True))
     return Crossing(
@@ -277,10 +269,10 @@ def _move(
     )
 
 
-def _nbytes(graph: Graph, value: Value, devices: Sequence[Device]) -> int:
+def _nbytes(graph: Graph, value: Value) -> int:
     """What each device of its place holds of a value."""
     spec, place = graph.specs[value], graph.places[value]
     count = spec.size * spec.dtype.itemsize
-    if place >= 0 and isinstance(device := devices[place], SubMesh):
+    if place >= 0 and isinstance(device := graph.devices[place], SubMesh):
         return device.local_bytes(count, graph.shardings[value])
     return count

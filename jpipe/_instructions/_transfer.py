@@ -218,7 +218,6 @@ def _off_numpy(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, tree)
 
 
-@functools.lru_cache(maxsize=1024)
 def sender(
     source: Device,
     target: Device,

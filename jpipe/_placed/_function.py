@@ -94,13 +94,12 @@ class PlacedFunction:
         self._placed = placed = _segments.open_branches(closed, placement.arguments)
         _segments.check_order(placed)
         self._wanted = [max(place, 0) for place in self.places]
-        self._stay, self._name = placement.stay, name
-        ordered = _segments.segments(placed, self._wanted)
-        parts = _segments.as_jaxprs(placed, ordered)
-        functions = [Function.of(name, part) for part in parts]
+        self._stay = placement.stay
         # The segments, in order, what each reads, and the function that it is.
-        reads = [part.jaxpr.invars for part in parts]
-        self._calls = list(zip(ordered, reads, functions, strict=True))
+        self._calls = [
+            (segment, part.jaxpr.invars, Function.of(name, part))
+            for segment, part in _segments.parts(placed, self._wanted)
+        ]
 
     def into(self, graph: Graph, arguments: Sequence[Value]) -> list[Value]:
         """Writes the calls into a graph.
@@ -123,7 +122,6 @@ class PlacedFunction:
                 function,
                 segment.place,
                 [value[var] for var in invars],
-                self._name,
                 shardings=[shardings.get(key, WHOLE) for key in keys],
             )
             value |= zip(keys, results, strict=True)

@@ -106,8 +106,7 @@ class Jitted:
         tree = jax.tree.structure((args, kwargs))
         specs = jax.tree.unflatten(tree, [leaf.value for leaf in leaves])
         function = PlacedFunction(self._traced, specs, self.rule(leaves), self.name)
-        processes = [device.process_index for device in self.devices]
-        graph = Graph(processes, devices=self.devices)
+        graph = Graph(self.devices)
         pairs = zip(leaves, self._donated(leaves, len(args)), strict=True)
         given = [leaf.argument(graph, donated) for leaf, donated in pairs]
         outputs: list[Any] = function.into(graph, given)
@@ -116,7 +115,7 @@ class Jitted:
             # What is logged is wanted in each process.
             if place < 0 and not leaf.shape and graph.places[outputs[i]] >= 0:
                 outputs[i] = graph.everywhere(outputs[i])
-        return tree, Program(graph, outputs, self.devices)
+        return tree, Program(graph, outputs)
 
     def _traced(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The function as the trace sees it."""

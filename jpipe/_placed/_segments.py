@@ -4,7 +4,7 @@ Every equation runs where most of its operands' bytes are; neighbouring equation
 one place become one segment, which is compiled as one program.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -157,16 +157,8 @@ def check_order(placed: PlacedJaxpr) -> None:
         )
 
 
-def segments(placed: PlacedJaxpr, wanted: Sequence[Place]) -> list[Segment]:
-    """Cuts a jaxpr.
-
-    Args:
-      placed: the jaxpr.
-      wanted: where those of its results are wanted that follow from nothing placed.
-
-    Returns:
-      The segments, in an order in which they can run.
-    """
+def _segments(placed: PlacedJaxpr, wanted: Sequence[Place]) -> list[Segment]:
+    """The segments of a jaxpr, in an order in which they can run: see `parts`."""
     jaxpr = placed.closed.jaxpr
     found: dict[tuple[int, Place], Segment] = {}
     wave_of: dict[Any, int] = dict.fromkeys(jaxpr.invars, 0)
@@ -204,20 +196,27 @@ def segments(placed: PlacedJaxpr, wanted: Sequence[Place]) -> list[Segment]:
     return ordered
 
 
-def as_jaxprs(
-    placed: PlacedJaxpr, ordered: Sequence[Segment]
-) -> list[core.ClosedJaxpr]:
-    """Each segment as a jaxpr of its own, with all equations that segments share."""
+def parts(
+    placed: PlacedJaxpr, wanted: Sequence[Place]
+) -> Iterator[tuple[Segment, core.ClosedJaxpr]]:
+    """Cuts a jaxpr.
+
+    Args:
+      placed: the jaxpr.
+      wanted: where those of its results are wanted that follow from nothing placed.
+
+    Yields:
+      The segments, in an order in which they can run, each as a jaxpr of its own, with
+      all equations that segments share.
+    """
     closed, eqns = placed.closed, placed.closed.jaxpr.eqns
     shared = [number for number, place in enumerate(placed.chosen) if place < 0]
     made = [var for eqn in eqns for var in eqn.outvars]
-    parts = []
-    for segment in ordered:
+    for segment in _segments(placed, wanted):
         results = list(segment.results.values())
         chosen = [eqns[number] for number in sorted([*shared, *segment.numbers])]
         read = _jaxpr.variables([*results, *(x for eqn in chosen for x in eqn.invars)])
         read -= {var for eqn in chosen for var in eqn.outvars}
         arguments = [var for var in [*closed.jaxpr.invars, *made] if var in read]
         part = closed.jaxpr.replace(invars=arguments, outvars=results, eqns=chosen)
-        parts.append(core.ClosedJaxpr(part, closed.consts))
-    return parts
+        yield segment, core.ClosedJaxpr(part, closed.consts)

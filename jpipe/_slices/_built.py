@@ -277,4 +277,4 @@ class Built:
         # Metrics are in each process; new values of parameters stay where these are.
         count = len(metrics) if loss else 0
         outputs = [*map(graph.everywhere, own[:count]), *own[count:]]
-        return Program(graph, outputs, self.pipe.places)
+        return Program(graph, outputs)

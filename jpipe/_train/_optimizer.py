@@ -20,6 +20,8 @@ from .._run._pipe import Pipe
 from ._transformation import Transformation, of_init, of_update
 
 PyTree = Any
+# Stages, and shardings there.
+Locations = Sequence[tuple[int, Sharding]]
 
 _BY_HAND = (
     "type pipe.value_and_grad and tx = pipe.optimizer(tx), and call tx.update in a "
@@ -43,8 +45,7 @@ class Optimizer:
       params: specs of the parameters.
       trained: whether each of their leaves is trained.
       pipe: the stages, and where they run.
-      stages: the stage of each leaf.
-      shardings: its sharding there.
+      locations: the stage of each leaf, and its sharding there.
 
     Attributes:
       state: the leaves of the state, as specs, where they belong.
@@ -57,8 +58,7 @@ class Optimizer:
         params: PyTree,
         trained: Sequence[bool],
         pipe: Pipe,
-        stages: Sequence[int],
-        shardings: Sequence[Sharding],
+        locations: Locations,
     ) -> None:
         self._own = own = Transformation(tx, _ADVICE)
 
@@ -75,8 +75,9 @@ class Optimizer:
 
         self._trained, self._pipe = trained, pipe
         self._free = free = _hide_frozen(params, trained)
-        places = [pipe.place(stage) for stage in _selected(stages, trained)]
-        leaves = located(0, free, places, _selected(shardings, trained))
+        own_locations = _selected(locations, trained)
+        where = [(pipe.place(stage), sharding) for stage, sharding in own_locations]
+        leaves = located(0, free, where)
         state = jax.eval_shape(own.init, free)
         self.state = ByPath(leaves).located(1, state)
         self._params, self._form = leaves, _form(state)
@@ -88,15 +89,13 @@ class Optimizer:
     def init(self, params: PyTree) -> PyTree:
         """The optimizer's state for parameters that are in place."""
         graph = self._pipe.graph()
-        if self._pipe.layers:
-            graph.facts |= of_layers(self._pipe, self._free)
-        elif self._pipe.copies is not None:
-            graph.facts |= {"parameters": shapes(self._free)}
+        known = {"parameters": shapes(self._free)}
+        graph.facts |= of_layers(self._pipe, self._free) if self._pipe.layers else known
         function = PlacedFunction(
             self._own.init, [self._free], of_init(self._params), "optimizer_init"
         )
         outputs = function.into(graph, [leaf.argument(graph) for leaf in self._params])
-        program = Program(graph, outputs, self._pipe.places)
+        program = Program(graph, outputs)
         own = _selected(jax.tree.leaves(params), self._trained)
         return jax.tree.unflatten(self._form[0], program(own))
 
@@ -159,8 +158,8 @@ def state_bytes(
     """
     free = _hide_frozen(params, trained)
     state = jax.eval_shape(Transformation(tx, _ADVICE).init, free)
-    own = _selected(layers, trained)
-    like = ByPath(located(0, free, own, [WHOLE] * len(own)))
+    own = [(layer, WHOLE) for layer in _selected(layers, trained)]
+    like = ByPath(located(0, free, own))
     found = [0] * count
     for leaf in like.located(1, state):
         found[leaf.place] += nbytes(leaf.value)
@@ -168,11 +167,7 @@ def state_bytes(
 
 
 def place_state(
-    state: PyTree,
-    params: PyTree,
-    pipe: Pipe,
-    stages: Sequence[int],
-    shardings: Sequence[Sharding],
+    state: PyTree, params: PyTree, pipe: Pipe, locations: Locations
 ) -> PyTree:
     """Puts an optimizer's state where its parameters belong.
 
@@ -180,13 +175,13 @@ def place_state(
       state: the state, on the host or any devices.
       params: the parameters.
       pipe: the stages, and where they run.
-      stages: the stage of each leaf of the parameters.
-      shardings: its sharding there.
+      locations: the stage of each leaf of the parameters, and its sharding there.
 
     Returns:
       The same values; what belongs to no parameter is on the first device.
     """
-    like = ByPath(located(0, params, [*map(pipe.place, stages)], shardings))
+    where = [(pipe.place(stage), sharding) for stage, sharding in locations]
+    like = ByPath(located(0, params, where))
     placed = [
         _transfer.put_one(leaf.value, pipe.places[leaf.place], leaf.sharding)
         for leaf in like.located(1, state)

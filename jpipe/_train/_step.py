@@ -231,7 +231,7 @@ class _Compiled:
             new[self.order[leaf]] = value
         new[numbers.step] = graph.everywhere(after)
         metrics = map(graph.everywhere, graph.own([*loss, *aux]))
-        return Program(graph, [*new.values(), *metrics], gradient.pipe.places)
+        return Program(graph, [*new.values(), *metrics])
 
     def result(
         self, leaves: Sequence[Any], by: "TrainStep", chosen: Sequence[bool] | None
@@ -255,9 +255,8 @@ def _optimizer(
 ) -> Optimizer:
     """The optimizer of the parameters of a state."""
     specs, layout = _microbatch.specs(state.params, "params"), gradient.layout
-    stages = [layout.owner_stages[i] for i in layout.params]
-    shardings = [layout.shardings[i] for i in layout.params]
-    return Optimizer(tx, specs, layout.trained, gradient.pipe, stages, shardings)
+    where = [(layout.owner_stages[i], layout.shardings[i]) for i in layout.params]
+    return Optimizer(tx, specs, layout.trained, gradient.pipe, where)
 
 
 def _advance(rng: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
