@@ -2,7 +2,7 @@
 
 import platform
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import flax
 import jax
@@ -10,7 +10,6 @@ import numpy as np
 import optax
 
 from .. import _compat
-from .._jaxprs._function import Function
 from .._processes._digest import digest, fingerprint
 from .._processes._group import group
 from .._processes._transport import Crossing
@@ -71,17 +70,12 @@ def _digests(instructions: Sequence[Instruction]) -> dict[str, str]:
     code: dict[str, list[str]] = {}
     functions = dict.fromkeys(each.function for each in instructions)
     for function in filter(None, functions):
-        code.setdefault(f"operations of {function.name}", []).extend(_text(function))
+        lines = code.setdefault(f"operations of {function.name}", [])
+        lines += function.name, str(function.results)
+        for closed in function.parts:
+            lines.append(_ADDRESS.sub("", str(closed.jaxpr)))
+            lines += map(fingerprint, closed.consts)
     return {
         **{name: digest(lines) for name, lines in code.items()},
         "instructions": digest(listed),
     }
-
-
-def _text(function: Function) -> Iterator[str]:
-    yield function.name
-    yield str(function.results)
-    for closed in function.parts:
-        yield _ADDRESS.sub("", str(closed.jaxpr))
-        for const in closed.consts:
-            yield fingerprint(const)

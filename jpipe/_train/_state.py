@@ -15,9 +15,6 @@ from .._run import _variables
 
 PyTree = Any
 
-# Of the leaves that a state lacks or has too many, how many an error lists.
-SHOWN = 4
-
 
 class Made(NamedTuple):
     """What a step knows of a state that it returned, as long as nobody changes that.
@@ -164,17 +161,14 @@ def check_chosen(state: TrainState, trained: Sequence[bool]) -> None:
         for (path, _), chosen, yes in zip(flat, state.chosen, trained, strict=True)
         if yes and not chosen
     ]
-    if more:
-        rest = len(more) - SHOWN
-        raise ValueError(
-            "the state was made to train other parameters, and this step would train "
-            + ", ".join(more[:SHOWN])
-            + (f", and {rest} more" if rest > 0 else "")
-            + "; give the same trainable= to Pipeline.init_train_state and "
-            "Pipeline.train_step, or, to train them from here on, go on with a state "
-            "made for that: pipe.init_train_state(key, x, tx, variables="
-            "state.variables).replace(step=state.step, rng=state.rng)"
-        )
+    refuse(
+        "the state was made to train other parameters, and this step would train some "
+        "more; give the same trainable= to Pipeline.init_train_state and "
+        "Pipeline.train_step, or, to train them from here on, go on with a state made "
+        "for that: pipe.init_train_state(key, x, tx, variables=state.variables)"
+        ".replace(step=state.step, rng=state.rng)",
+        more,
+    )
 
 
 def check_state(state: Any, by_layer: bool = True) -> None:
@@ -194,7 +188,7 @@ def check_state(state: Any, by_layer: bool = True) -> None:
             f"Pipeline.init_train_state or an earlier step returned"
         )
     faults = [
-        f"state.{name} is a {type(entries).__name__}"
+        f"state.{name} is a {type(entries).__name__}, not a tuple"
         for name in ("params", "model_state")
         if by_layer and not isinstance(entries := getattr(state, name), tuple)
     ]
@@ -203,8 +197,8 @@ def check_state(state: Any, by_layer: bool = True) -> None:
             f"state.params has {len(state.params)} entries, state.model_state "
             f"{len(state.model_state)}"
         )
-    if faults:
-        raise ValueError(
-            f"{'; '.join(faults)}: each is a tuple with one entry per layer, {{}} "
-            f"where a layer has none; type state.replace(params=tuple(params))"
-        )
+    refuse(
+        "state.params and state.model_state are tuples with one entry per layer, {} "
+        "where a layer has none; type state.replace(params=tuple(params))",
+        faults,
+    )

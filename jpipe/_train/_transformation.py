@@ -63,9 +63,9 @@ class Transformation:
         self, grads: PyTree, state: PyTree, params: PyTree, /, **extra: Any
     ) -> tuple[PyTree, PyTree]:
         """The updates of the parameters, and the new state."""
-        free = None if params is None else _floating(params)
+        free = _floating(grads), state, _floating(params)
         with _explained(self._advice, grads):
-            updates, state = self._tx.update(_floating(grads), state, free, **extra)
+            updates, state = self._tx.update(*free, **extra)
         return _with_integers(updates, grads, params), state
 
 
@@ -121,7 +121,7 @@ def of_update(leaves: Sequence[Leaf]) -> Placement:
 
 
 def _floating(tree: PyTree) -> PyTree:
-    """The tree with nothing in place of integers."""
+    """The tree with nothing in place of integers; that of nothing is nothing."""
     return jax.tree.map(lambda leaf: leaf if is_inexact(leaf) else None, tree)
 
 
