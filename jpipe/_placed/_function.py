@@ -95,10 +95,10 @@ class PlacedFunction:
         _segments.check_order(placed)
         self._wanted = [max(place, 0) for place in self.places]
         self._stay = placement.stay
-        # The segments, in order, what each reads, and the function that it is.
+        # The segments, in order, and the functions that they are.
         self._calls = [
-            (segment, part.jaxpr.invars, Function.of(name, part))
-            for segment, part in _segments.parts(placed, self._wanted)
+            (place, part.jaxpr, Function.of(name, part))
+            for place, part in _segments.parts(placed, self._wanted)
         ]
 
     def into(self, graph: Graph, arguments: Sequence[Value]) -> list[Value]:
@@ -116,12 +116,12 @@ class PlacedFunction:
         ends = list(zip(jaxpr.outvars, self._wanted, strict=True))
         pairs = zip(ends, self.shardings, strict=True)
         shardings = {_key(*end): each for end, each in pairs if each != WHOLE}
-        for segment, invars, function in self._calls:
-            keys = [_key(atom, segment.place) for atom in segment.results.values()]
+        for place, part, function in self._calls:
+            keys = [_key(atom, place) for atom in part.outvars]
             results = graph.call(
                 function,
-                segment.place,
-                [value[var] for var in invars],
+                place,
+                [value[var] for var in part.invars],
                 shardings=[shardings.get(key, WHOLE) for key in keys],
             )
             value |= zip(keys, results, strict=True)

@@ -23,6 +23,8 @@ from ._by_path import Leaf
 from ._function import PlacedFunction, Placement, where_computed
 
 PyTree = Any
+# What a function is given: by position, and by name.
+Given = tuple[tuple[Any, ...], dict[str, Any]]
 # Of the leaves of the arguments, where they and the results belong.
 Rule = Callable[[Sequence[Leaf]], Placement]
 
@@ -85,31 +87,29 @@ class Jitted:
         if _tracing.get():
             args, kwargs = _without_statics((args, kwargs))
             return self.function(*args, **kwargs)
-        leaves, tree = jax.tree.flatten((args, kwargs))
+        given = args, kwargs
+        leaves, tree = jax.tree.flatten(given)
         _variables.check_alive(leaves)
         kind, known = _signature.call(tree, leaves), self._programs
         if kind not in known:
-            known[kind] = self._compile(args, kwargs)
+            known[kind] = self._compile(given)
             if len(known) > _MOST:  # a function made anew at each call, say
                 del known[next(iter(known))]
         tree, program = known[kind]
         if self.donate and len(set(map(id, leaves))) < len(leaves):
-            self._check_donated(args, kwargs)
+            self._check_donated(given)
         return jax.tree.unflatten(tree, program(leaves))
 
-    def _compile(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[Any, Program]:
+    def _compile(self, given: Given) -> tuple[Any, Program]:
         """The structure of the result, and the program; all checks are here."""
-        _variables.check_concrete(jax.tree.leaves((args, kwargs)))
-        leaves = self._located(args, kwargs)
-        tree = jax.tree.structure((args, kwargs))
+        _variables.check_concrete(jax.tree.leaves(given))
+        leaves, tree = self._located(given), jax.tree.structure(given)
         specs = jax.tree.unflatten(tree, [leaf.value for leaf in leaves])
         function = PlacedFunction(self._traced, specs, self.rule(leaves), self.name)
         graph = Graph(self.devices)
-        pairs = zip(leaves, self._donated(leaves, len(args)), strict=True)
-        given = [leaf.argument(graph, donated) for leaf, donated in pairs]
-        outputs: list[Any] = function.into(graph, given)
+        pairs = zip(leaves, self._donated(leaves, given), strict=True)
+        arguments = [leaf.argument(graph, donated) for leaf, donated in pairs]
+        outputs: list[Any] = function.into(graph, arguments)
         results, tree = jax.tree.flatten(function.result)
         for i, (leaf, place) in enumerate(zip(results, function.places, strict=True)):
             # What is logged is wanted in each process.
@@ -130,23 +130,24 @@ class Jitted:
         finally:
             _tracing.reset(token)
 
-    def _donated(self, leaves: Sequence[Leaf], count: int) -> list[bool]:
-        """Whether each leaf may be overwritten; ``count`` arguments have positions."""
+    def _donated(self, leaves: Sequence[Leaf], given: Given) -> list[bool]:
+        """Whether each leaf may be overwritten."""
+        count = len(given[0])
         donated = {i % count for i in self.donate if -count <= i < count}
         return [leaf.of in donated for leaf in leaves]
 
-    def _check_donated(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def _check_donated(self, given: Given) -> None:
         """Checks that no array is given twice of which a program may overwrite one."""
-        leaves = _leaves(args, kwargs)
+        leaves = _leaves(given)
         flat = [(leaf.name, leaf.value) for leaf in leaves]
-        twice = _variables.twice(flat, self._donated(leaves, len(args)))
+        twice = _variables.twice(flat, self._donated(leaves, given))
         if twice:
             raise ValueError(
                 f"{'; '.join(twice)}: one array, which donate_argnums lets "
                 f"{self.name} overwrite; give it a copy (jnp.copy), or do not donate"
             )
 
-    def _located(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Leaf]:
+    def _located(self, given: Given) -> list[Leaf]:
         """Specs of the leaves of the arguments, where they are.
 
         Raises:
@@ -154,7 +155,7 @@ class Jitted:
           ValueError: if one is on several devices that are not those of a place.
         """
         found, others, spread = list[Leaf](), list[str](), list[str]()
-        for leaf in _leaves(args, kwargs):
+        for leaf in _leaves(given):
             try:
                 spec = _jaxpr.spec(jax.typeof(leaf.value))
             except TypeError:
@@ -193,12 +194,11 @@ class Jitted:
         return place, sharding or (WHOLE if is_whole else None)
 
 
-def _leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Leaf]:
+def _leaves(given: Given) -> list[Leaf]:
     """The leaves of arguments, in order."""
-    flat = jax.tree_util.tree_leaves_with_path((tuple(args), dict(kwargs)))
     return [
         Leaf(getattr(key, "idx", getattr(key, "key", "")), tuple(path), leaf)
-        for (_, key, *path), leaf in flat
+        for (_, key, *path), leaf in jax.tree_util.tree_leaves_with_path(given)
     ]
 
 
