@@ -141,9 +141,8 @@ class Graph:
     @cached_property
     def heads(self) -> dict[int, Place]:
         """The first place of each process, in order; empty if there is one."""
-        if len(set(self.processes)) < 2:
-            return {}
-        return {p: self.processes.index(p) for p in sorted(set(self.processes))}
+        found = {p: self.processes.index(p) for p in sorted(set(self.processes))}
+        return found if len(found) > 1 else {}
 
     def call_everywhere(
         self, function: Function, place: Place, reads: Sequence[Value]

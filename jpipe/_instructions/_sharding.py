@@ -177,9 +177,7 @@ def _local(leaf: Any, sharding: Sharding) -> Any:
 
 
 def _only_data(sharding: Sharding) -> P:
-    return P(
-        *[DATA if DATA in jax.tree.leaves(part) else None for part in sharding.spec]
-    )
+    return narrowed(sharding.spec, lambda name: name == DATA)
 
 
 def narrowed(spec: P, keeps: Callable[[str], bool] = bool) -> P:
