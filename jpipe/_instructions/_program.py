@@ -183,9 +183,7 @@ class Program:
     ) -> Exception:
         """An error with its instruction; of what is no number, with its operation."""
         if failed.function and isinstance(error, FloatingPointError):
-            with suppress(
-                Exception
-            ):  # such as one shard of several, without such a run
+            with suppress(Exception):  # such as one shard of several
                 found = _invalid.find(failed.function.run, failed.take(slots))
                 error = found or error
         layers = f": {failed.layers}" if failed.layers else ""
@@ -243,9 +241,7 @@ def _taking(slots: Sequence[Slot]) -> Callable[[list[Any]], Sequence[Any]]:
     return itemgetter(slice(start, start + len(slots)))
 
 
-def _move(
-    graph: Graph, move: Instruction, sender: Callable[..., Any]
-) -> Callable[..., Sequence[Any]]:
+def _move(graph: Graph, move: Instruction, sender: Callable[..., Any]) -> Any:
     """What a move runs; ``sender`` gives what those run that are alike."""
     devices, target = graph.devices, graph.devices[move.place]
     shardings = [graph.shardings[v] for v in move.writes]

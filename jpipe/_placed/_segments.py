@@ -88,8 +88,12 @@ def _spans_places(eqn: core.JaxprEqn, placed: PlacedJaxpr) -> bool:
     if eqn.primitive.name != "cond" or eqn.effects:
         return False
     # A number may come from elsewhere.
-    over = {placed[atom] for atom in eqn.invars[1:] if atom.aval.size > 1} - {NOWHERE}
+    over = {placed[atom] for atom in eqn.invars[1:] if _size(atom) > 1} - {NOWHERE}
     return len(over) > 1 and not _contains(eqn, "pure_callback")
+
+
+def _size(atom: Any) -> int:
+    return atom.aval.size
 
 
 def _contains(eqn: core.JaxprEqn, name: str) -> bool:
@@ -113,7 +117,7 @@ def _by_place(eqn: core.JaxprEqn, placed: PlacedJaxpr) -> _jaxpr.Groups:
     for place, group in groups.items():
         _, needed = _jaxpr.branches_of(eqn, group)
         for i in needed:
-            if places[i] not in (place, NOWHERE) and operands[i].aval.size > 1:
+            if places[i] not in (place, NOWHERE) and _size(operands[i]) > 1:
                 return ()
     return tuple(groups.values()) if len(groups) > 1 else ()
 

@@ -28,7 +28,6 @@ class Gradients:
       outputs: specs of what the loss was given, of traces that were not checked yet.
       axis: where the examples are in an output of one array.
       check_first: what checks the first mini-batch; ``None``: nothing does.
-
       unchecked: why the loss was not checked, for print; empty if it was.
     """
 
