@@ -242,12 +242,11 @@ def _again(
 
 def compile_all(programs: Iterable[Compiled]) -> None:
     """Compiles programs side by side."""
-    found: list[tuple[Compiled, Executable]] = []
     with compiling() as add:
-        for program in programs:
-            traced = program.trace()
-            if traced is not None:
-                found.append((program, add(traced, program.device)))
+        traced = ((program, program.trace()) for program in programs)
+        found = [
+            (own, add(each, own.device)) for own, each in traced if each is not None
+        ]
     for program, executable in found:
         program.run = executable.run
         # Of programs that share an executable the first took the time.

@@ -79,14 +79,12 @@ class Graph:
 
         Of arrays of NumPy equal ones are one.
         """
-        is_on_device = isinstance(array, jax.Array)
-        text = id(array) if is_on_device else array.tobytes()
+        text = id(array) if isinstance(array, jax.Array) else array.tobytes()
         key = array.dtype, array.shape, text, place, stacked
         if key not in self._constants:
             shape = array.shape[1:] if stacked else array.shape
-            spec = jax.ShapeDtypeStruct(
-                shape, jax.dtypes.canonicalize_dtype(array.dtype)
-            )
+            dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+            spec = jax.ShapeDtypeStruct(shape, dtype)
             value = self._make(spec, place, STACKED if stacked else WHOLE)
             self._constants[key] = value
             self.constants[value] = array

@@ -10,6 +10,7 @@ import jax
 from flax import serialization
 
 from .._faults import refuse
+from .._instructions._program import Program
 from .._processes._keys import as_key, as_numbers
 from .._run import _variables
 
@@ -118,12 +119,12 @@ def _from_state_dict(like: TrainState, saved: Mapping[str, Any]) -> TrainState:
 serialization.register_serialization_state(TrainState, _to_state_dict, _from_state_dict)
 
 
-def check_apart(state: TrainState, donated: frozenset[int]) -> None:
+def check_apart(state: TrainState, program: Program) -> None:
     """Checks that no array that a step overwrites stands in a state twice.
 
     Args:
       state: the state.
-      donated: the numbers of the leaves that are overwritten.
+      program: what the step runs, whose first arguments are its leaves.
 
     Raises:
       ValueError: with where it stands, if one does.
@@ -133,6 +134,7 @@ def check_apart(state: TrainState, donated: frozenset[int]) -> None:
         return
     paths = jax.tree_util.tree_leaves_with_path(state)
     flat = [(f"state{jax.tree_util.keystr(path)}", leaf) for path, leaf in paths]
+    donated = {slot for each in program.instructions for slot in each.donates}
     refuse(
         "a step overwrites its state, in which an array stands twice; copy one, as in "
         "jax.tree.map(jnp.copy, tree), or build the step with "

@@ -112,7 +112,7 @@ class TrainStep:
             compiled.gradient.layout.check(own, "state")
             compiled.optimizer.check_places(state.opt_state)
             check_chosen(state, compiled.gradient.layout.trained)
-            check_apart(state, compiled.donated)
+            check_apart(state, compiled.program)
         batch = jax.tree.leaves((x, targets))
         _variables.check_concrete(batch)
         with Interrupts() as interrupts:
@@ -175,7 +175,6 @@ class _Compiled:
       gradient: of the mini-batch.
       optimizer: what makes an update of it.
       order: the numbers that the leaves of the variables have among those of a state.
-      donated: the numbers of the slots that are overwritten, arguments first.
       program: ``(*state, *x, *targets)`` to ``(*state, loss, *aux)``.
     """
 
@@ -193,11 +192,6 @@ class _Compiled:
         self.order = jax.tree.leaves(numbers.variables)
         self._form: int | None = None
         self.program = self._lowered(donate, numbers, state.rng, state.step)
-        self.donated = frozenset(
-            slot
-            for instruction in self.program.instructions
-            for slot in instruction.donates
-        )
 
     @paused()
     def _lowered(self, donate: bool, numbers: Any, rng: Any, step: Any) -> Program:
