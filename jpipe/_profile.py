@@ -1,18 +1,18 @@
 """A step whose actions are timed: ranks work side by side, each action is waited for.
 
-One thread per rank walks its row. It waits for what an action reads, runs it, waits
-for what it makes and notes both times; then it sends. The programs are those of an
+Each rank has a thread. It waits for what an action reads, runs it, waits for what it
+makes and notes both times; then it sends. The programs are those of an
 ordinary step, which never waits and is therefore a little faster. They are compiled
 before, in the thread of the caller: a `with` block around it, such as
 `jax.default_matmul_precision`, does not reach other threads.
 """
 
 import statistics
-import threading
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -24,18 +24,8 @@ from ._slices._costs import costs_of
 from .schedules import Action, Timeline
 from .schedules._timeline import MemoryEvent
 
-
-@dataclass
-class _Clock:
-    """When actions ran, in seconds since the first began, and how long moves took."""
-
-    origin: float = field(default_factory=time.perf_counter)
-    start: dict[Action, float] = field(default_factory=dict)
-    end: dict[Action, float] = field(default_factory=dict)
-    moves: list[float] = field(default_factory=list)
-
-    def now(self) -> float:
-        return time.perf_counter() - self.origin
+# When each action began and ended, in seconds of any origin.
+Spans = dict[Action, tuple[float, float]]
 
 
 def profile(built: Built, leaves: Sequence[Any]) -> Timeline:
@@ -57,34 +47,25 @@ def profile(built: Built, leaves: Sequence[Any]) -> Timeline:
             "several; profile it in one, or look at each with jax.profiler.trace"
         )
     jax.block_until_ready(program(leaves))
-    slots, clock = program.start(leaves), _Clock()
-    maker = {s: n for n, i in enumerate(program.instructions) for s in i.writes}
-    done = [threading.Event() for _ in program.instructions]
-    failed = threading.Event()
-
-    def work(numbers: Sequence[int]) -> None:
-        try:
-            for number in numbers:
-                instruction = program.instructions[number]
-                for slot in instruction.reads:
-                    while slot in maker and not done[maker[slot]].wait(0.1):
-                        if failed.is_set():
-                            return
-                _timed_run(instruction, slots, clock)
-                done[number].set()
-        except BaseException:
-            failed.set()
-            raise
-
-    rows: dict[int, list[int]] = {}
-    for number, instruction in enumerate(program.instructions):
-        # The sender waits for a transfer.
-        source = instruction.place if instruction.source is None else instruction.source
-        rows.setdefault(source, []).append(number)
-    with ThreadPoolExecutor(len(rows)) as pool:
-        for future in [pool.submit(work, row) for row in rows.values()]:
-            future.result()
-    return _timeline(built, clock)
+    slots, spans, moves = program.start(leaves), Spans(), list[float]()
+    begun, made, every = Future[Any](), dict[int, Future[Any]](), list[Future[Any]]()
+    # The sender waits for a transfer.
+    rows = [i.source if i.is_move else i.place for i in program.instructions]
+    with ExitStack() as stack:
+        pools = {row: stack.enter_context(ThreadPoolExecutor(1)) for row in set(rows)}
+        stack.callback(begun.cancel)  # or they would wait, if this was interrupted
+        for row, instruction in zip(rows, program.instructions, strict=True):
+            before = [begun, *(made[x] for x in instruction.reads if x in made)]
+            every.append(pools[row].submit(_timed, instruction, slots, before))
+            made |= dict.fromkeys(instruction.writes, every[-1])
+        begun.set_result(None)
+        for instruction, run in zip(program.instructions, every, strict=True):
+            begin, end = run.result()
+            if instruction.source is None:
+                spans[instruction.label] = begin, end
+            elif instruction.source >= 0:
+                moves.append(end - begin)
+    return _timeline(built, spans, moves)
 
 
 def as_pair(batch: Any) -> tuple[Any, Any]:
@@ -100,33 +81,31 @@ def as_pair(batch: Any) -> tuple[Any, Any]:
     return batch
 
 
-def _timed_run(instruction: Instruction, slots: list[Any], clock: _Clock) -> None:
+def _timed(
+    instruction: Instruction, slots: list[Any], before: Sequence[Future[Any]]
+) -> tuple[float, float]:
+    """Runs an instruction after some others: when it began, and when it was done."""
+    for run in before:
+        run.result()
     given = jax.block_until_ready(instruction.take(slots))
-    begin = clock.now()
+    begin = time.perf_counter()
     results = jax.block_until_ready(instruction.run(*given))
     slots[instruction.into] = results
     del results
-    end = clock.now()
-    if instruction.source is None:
-        clock.start[instruction.label], clock.end[instruction.label] = begin, end
-    elif instruction.source >= 0:
-        clock.moves.append(end - begin)
+    return begin, time.perf_counter()
 
 
-def _timeline(built: Built, clock: _Clock) -> Timeline:
+def _timeline(built: Built, spans: Spans, moves: Sequence[float]) -> Timeline:
     """The timeline of the schedule; what was not run by itself takes no time."""
     schedule = built.pipe.schedule
     start, end = {}, {}
     order = schedule.order()
-    first = min(clock.start[action] for action in order if action in clock.start)
+    first = min(spans[action][0] for action in order if action in spans)
     free = [first] * schedule.num_ranks
     for action in order:
         rank = schedule.homes[action.microbatch][action.stage]
-        start[action] = clock.start.get(action, free[rank])
-        end[action] = clock.end.get(action, free[rank])
-        free[rank] = end[action]
-    start = {action: time - first for action, time in start.items()}
-    end = {action: time - first for action, time in end.items()}
+        begin, free[rank] = spans.get(action, (free[rank], free[rank]))
+        start[action], end[action] = begin - first, free[rank] - first
     timeline = Timeline(
         schedule.name,
         schedule.placement,
@@ -136,7 +115,7 @@ def _timeline(built: Built, clock: _Clock) -> Timeline:
         replicas=schedule.replicas,
     )
     known = costs_of(built.program, built.stages, built.batch, schedule.placement)
-    latency = statistics.median(clock.moves) if clock.moves else 0.0
+    latency = statistics.median(moves) if moves else 0.0
     return replace(
         timeline,
         costs=replace(timeline.median_costs(known), latency=latency, in_seconds=True),
@@ -154,10 +133,10 @@ def _memory(built: Built, timeline: Timeline) -> Iterable[MemoryEvent]:
     for rank in sorted(pipe.schedule.running):
         rank_of.setdefault(pipe.places.index(pipe.ranks[rank]), rank)
     counts = live(program)
-    now = dict.fromkeys(rank_of.values(), 0.0)
+    held, now = next(counts), dict.fromkeys(rank_of.values(), 0.0)
     for place, rank in rank_of.items():
-        yield MemoryEvent(0.0, rank, float(counts[0][place]))
-    for instruction, count in zip(program.instructions, counts[1:], strict=True):
+        yield MemoryEvent(0.0, rank, float(held[place]))
+    for instruction, count in zip(program.instructions, counts, strict=True):
         end = timeline.end.get(instruction.label, 0.0)
         ends = instruction.place, instruction.source
         for place, rank in rank_of.items():

@@ -17,7 +17,7 @@ from ._run import _variables
 from ._run._pipe import Pipe
 from ._subject import Subject
 from ._train._optimizer import Optimizer, place_state
-from ._train._state import TrainState, note_chosen
+from ._train._state import TrainState, note
 
 PyTree = Any
 Locations = list[tuple[int, Sharding]]
@@ -32,11 +32,11 @@ def place_train_state(owner: Subject, state: TrainState, x: PyTree) -> TrainStat
     placed = TrainState(
         step=step,
         params=_transfer.put_each(state.params, pipe.devices, at),
-        opt_state=place_state(state.opt_state, state.params, pipe, *_columns(at)),
+        opt_state=place_state(state.opt_state, state.params, pipe, at),
         model_state=_transfer.put_each(state.model_state, pipe.devices, rest),
         rng=rng,
     )
-    note_chosen(placed, state.chosen)
+    note(placed, chosen=state.chosen)
     return placed
 
 
@@ -58,14 +58,14 @@ def train_state(
     step, rng = _everywhere(pipe, step, _rng.training_key(rng))
     locations, (of_params, _) = _parts(owner, variables, x)
     specs = _microbatch.specs(params, "params")
-    at = _columns([locations[i] for i in of_params])
-    init = Optimizer(tx, specs, trained, pipe, *at).init
+    at = [locations[i] for i in of_params]
+    init = Optimizer(tx, specs, trained, pipe, at).init
     with jax.disable_jit(False):  # zeros made by hand are on the default device
         opt_state = init(params)
     rest = _variables.model_state(variables)
     state = TrainState(step, params, opt_state, rest, rng)
     if not trainable.selects_all:
-        note_chosen(state, trained)
+        note(state, chosen=trained)
     return state
 
 
@@ -77,10 +77,6 @@ def _parts(
     numbers = tree.unflatten(range(len(locations)))
     parts = _variables.params(numbers), _variables.model_state(numbers)
     return locations, (jax.tree.leaves(parts[0]), jax.tree.leaves(parts[1]))
-
-
-def _columns(locations: Locations) -> tuple[list[int], list[Sharding]]:
-    return [stage for stage, _ in locations], [sharding for _, sharding in locations]
 
 
 def _first(pipe: Pipe, *leaves: Any) -> list[Any]:

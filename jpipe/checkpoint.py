@@ -14,13 +14,13 @@ import jax
 import numpy as np
 
 from ._faults import refuse
-from ._instructions._transfer import put_as
-from ._processes._elsewhere import is_elsewhere, own_copy
+from ._layers._stage import shapes
+from ._processes._elsewhere import is_elsewhere
 from ._processes._gather import agree_on, at_first
 from ._processes._group import group
-from ._processes._keys import as_numbers, is_key
+from ._processes._keys import as_key, as_numbers, is_key
 from ._run import _variables
-from ._train._state import TrainState, note_chosen
+from ._train._state import TrainState, note
 
 __all__ = ["restore", "save"]
 PyTree = Any
@@ -145,10 +145,9 @@ def restore(path: str | os.PathLike[str], like: PyTree) -> PyTree:
       ValueError: if it holds another kind of state: with every difference.
       RuntimeError: of several processes, if one cannot do its part.
     """
-    folder = pathlib.Path(path).expanduser().absolute()
-    arrays = _as_arrays(like)
+    folder, arrays = pathlib.Path(path).expanduser().absolute(), _as_arrays(like)
     found = _together("restored", lambda: _read(folder, arrays))
-    restored = jax.tree.map(_as_given, found, like)
+    restored = jax.tree.map(_as_like, found, like)
     jax.tree.map(
         _keep_chosen, restored, like, is_leaf=lambda x: isinstance(x, TrainState)
     )
@@ -158,7 +157,7 @@ def restore(path: str | os.PathLike[str], like: PyTree) -> PyTree:
 def _keep_chosen(restored: Any, like: Any) -> None:
     """Notes of a state that it trains what the one trains as which it goes on."""
     if isinstance(restored, TrainState):
-        note_chosen(restored, like.chosen)
+        note(restored, chosen=like.chosen)
 
 
 def _read(folder: pathlib.Path, like: PyTree) -> PyTree:
@@ -180,12 +179,10 @@ def _read(folder: pathlib.Path, like: PyTree) -> PyTree:
             _variables.differences(_kinds(like), _kinds(tree), other),
         )
         here = jax.tree.map(
-            lambda leaf: ocp.PLACEHOLDER if is_elsewhere(leaf) else own_copy(leaf),
-            like,
+            lambda leaf: ocp.PLACEHOLDER if is_elsewhere(leaf) else leaf, like
         )
         how = ocp.checkpoint_utils.construct_restore_args(here)
-        found = checkpointer.restore(folder, ocp.args.PyTreeRestore(here, how))
-        return jax.tree.map(put_as, found, like)
+        return checkpointer.restore(folder, ocp.args.PyTreeRestore(here, how))
 
 
 def _as_arrays(tree: PyTree) -> PyTree:
@@ -205,9 +202,13 @@ def _as_arrays(tree: PyTree) -> PyTree:
     )
 
 
-def _as_given(found: Any, like: Any) -> Any:
-    """A leaf that was read, as a number where a number is meant."""
-    return type(like)(found.item()) if isinstance(like, _NUMBERS) else found
+def _as_like(found: Any, like: Any) -> Any:
+    """A leaf that was read, where a number or a key is meant as such."""
+    if is_elsewhere(like):
+        return like
+    if isinstance(like, _NUMBERS):
+        return type(like)(found.item())
+    return as_key(found, like)
 
 
 def _kinds(tree: PyTree) -> dict[str, str]:
@@ -217,7 +218,7 @@ def _kinds(tree: PyTree) -> dict[str, str]:
         # The numbers are saved of which a key is made.
         saved = jax.eval_shape(as_numbers, leaf) if is_key(leaf) else leaf
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        kinds[name] = f"{saved.dtype}{list(saved.shape)}"
+        kinds[name] = shapes(saved)
     return kinds
 
 

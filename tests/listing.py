@@ -11,13 +11,19 @@ import math
 
 import jax
 
-from jpipe._instructions._bytes import live, peaks
+from jpipe._instructions import _bytes
+from jpipe._instructions._bytes import peaks
 from jpipe._instructions._transfer import devices_of
 from jpipe.schedules import Action
 
 from . import reference as ref
 
 __all__ = ["actions", "check_exact", "counted", "gradient_of", "live", "peaks"]
+
+
+def live(program):
+    """The bytes of each place before the first instruction, then after each."""
+    return [*_bytes.live(program)]
 
 
 def gradient_of(pipe, x, targets, rngs=None, loss=ref.mse, **options):

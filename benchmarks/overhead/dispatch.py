@@ -101,7 +101,7 @@ def move_costs(rounds: int) -> dict[str, float]:
 
 def _moves(source: Any, target: Any, count: int) -> dict[str, Callable[[], None]]:
     """Many moves of so many arrays by the loop and by `jax.device_put`."""
-    how = [Sharding(spec=P("data"))] * count
+    how = (Sharding(spec=P("data")),) * count
     arrays = _transfer.put([np.ones(WIDTH)] * count, source, how)
 
     def side() -> Callable[[], None]:

@@ -2,14 +2,14 @@
 
 import platform
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import flax
 import jax
 import numpy as np
 import optax
 
-from .._jaxprs._function import Function
+from .. import _compat
 from .._processes._digest import digest, fingerprint
 from .._processes._group import group
 from .._processes._transport import Crossing
@@ -43,30 +43,22 @@ def agree(
       ValueError: with what differs, and between whom.
       TimeoutError: with the processes that do not come.
     """
-    peers = group()
+    peers, settings = group(), _compat.settings()
     number = peers.next_number()
-    peers.agree(
-        {**versions(), **_settings(), **facts, **_digests(instructions)},
-        f"program {number}",
-    )
+    every = {
+        "Python": platform.python_version(),
+        **{module.__name__: module.__version__ for module in (jax, flax, optax, np)},
+        **{name: str(settings.get(name)) for name in _SETTINGS},
+        **facts,
+        **_digests(instructions),
+    }
+    peers.agree(every, f"program {number}")
     compile_own()
     peers.gather({}, f"the first run of program {number}, compiled")
     for instruction in instructions:
         crossing = instruction.run
         if isinstance(crossing, Crossing) and crossing.concerns:
-            crossing.open(number)
-
-
-def versions() -> dict[str, str]:
-    """Those of what a program is made with."""
-    modules = jax, flax, optax, np
-    found = {module.__name__: module.__version__ for module in modules}
-    return {"Python": platform.python_version(), **found}
-
-
-def _settings() -> dict[str, str]:
-    found = {name: getattr(jax.config, name, None) for name in _SETTINGS}
-    return {name: str(value) for name, value in found.items()}
+            instruction.run = crossing.opened(number)
 
 
 def _digests(instructions: Sequence[Instruction]) -> dict[str, str]:
@@ -78,17 +70,12 @@ def _digests(instructions: Sequence[Instruction]) -> dict[str, str]:
     code: dict[str, list[str]] = {}
     functions = dict.fromkeys(each.function for each in instructions)
     for function in filter(None, functions):
-        code.setdefault(f"operations of {function.name}", []).extend(_text(function))
+        lines = code.setdefault(f"operations of {function.name}", [])
+        lines += function.name, str(function.results)
+        for closed in function.parts:
+            lines.append(_ADDRESS.sub("", str(closed.jaxpr)))
+            lines += map(fingerprint, closed.consts)
     return {
         **{name: digest(lines) for name, lines in code.items()},
         "instructions": digest(listed),
     }
-
-
-def _text(function: Function) -> Iterator[str]:
-    yield function.name
-    yield str(function.results)
-    for closed in function.parts:
-        yield _ADDRESS.sub("", str(closed.jaxpr))
-        for const in closed.consts:
-            yield fingerprint(const)

@@ -12,28 +12,13 @@ def nbytes(spec: Any) -> int:
     return spec.size * spec.dtype.itemsize
 
 
-def live(program: Program) -> list[list[int]]:
+def live(program: Program) -> Iterator[list[int]]:
     """The bytes of each place before the first instruction, then after each.
 
     Counted are arguments that are in a place, which are the caller's and stay unless
     they are donated, and all that instructions make; not what a program needs while it
     runs.
     """
-    return [list(now) for now in _counts(program)]
-
-
-def peaks(program: Program) -> list[int]:
-    """The most that each place holds."""
-    counts = _counts(program)
-    most = list(next(counts))
-    for instruction, now in zip(program.instructions, counts, strict=True):
-        place = instruction.place  # no other holds more after it than before
-        most[place] = max(most[place], now[place])
-    return most
-
-
-def _counts(program: Program) -> Iterator[list[int]]:
-    """The rows of `live`, as one list that changes: there may be a great many."""
     now = [0 for _ in program.devices]
 
     def count(slots: Iterable[int], sign: int) -> None:
@@ -43,12 +28,22 @@ def _counts(program: Program) -> Iterator[list[int]]:
 
     given = program.constants.stop
     count(range(given), 1)
-    yield now
+    yield [*now]
     for instruction in program.instructions:
         donated = set(instruction.donates)
         count(instruction.writes, 1)
         count((x for x in instruction.frees if x >= given or x in donated), -1)
-        yield now
+        yield [*now]
+
+
+def peaks(program: Program) -> list[int]:
+    """The most that each place holds."""
+    counts = live(program)
+    most = next(counts)
+    for instruction, now in zip(program.instructions, counts, strict=True):
+        place = instruction.place  # no other holds more after it than before
+        most[place] = max(most[place], now[place])
+    return most
 
 
 Cells = dict[tuple[int, int], int]

@@ -177,10 +177,9 @@ def compiling() -> Iterator[Callable[..., Executable]]:
       was traced, unless that was compiled before.
     """
     found: dict[Any, Executable] = {}
-    running: dict[Future[tuple[Any, float]], Any] = {}
-    # Where each program is compiled first, and for which other devices it is wanted.
+    running: dict[Future[tuple[Any, float]], Executable] = {}
+    # Where each program is compiled first.
     first: dict[Any, tuple[Device, Future[tuple[Any, float]]]] = {}
-    equal: dict[Any, tuple[Any, Any]] = {}
 
     def add(traced: Any, device: Device, options: Any = None) -> Executable:
         lowered = traced.lower()
@@ -191,34 +190,30 @@ def compiling() -> Iterator[Callable[..., Executable]]:
             if key in _executables:
                 return found[key]
             if program in first and _is_again(first[program][0], device):
-                equal[key] = lowered, options
+                once = first[program][1]
+                future = loaders.submit(_again, once, device, lowered, options)
             else:
-                future = pool.submit(_timed, lowered, options)
-                running[future] = key
+                future = compilers.submit(_timed, lowered, options)
                 first.setdefault(program, (device, future))
+            running[future] = found[key]
         return found[key]
 
-    def wait() -> None:
-        for done, future in enumerate(as_completed(running), start=1):
-            future.result()
-            progress.show(done, len(found))
-
-    progress = Progress("programs compiled")
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool, progress:
+    # What is loaded waits for what is compiled, in threads of its own.
+    compilers, loaders = (ThreadPoolExecutor(os.cpu_count() or 1) for _ in range(2))
+    with Progress("programs compiled") as progress, compilers, loaders:
         try:
             yield add
-            wait()
-            for (program, device), given in equal.items():
-                compiled, _ = first[program][1].result()
-                running[pool.submit(_again, compiled, device, *given)] = program, device
-            wait()
+            for done, future in enumerate(as_completed(running), start=1):
+                future.result()
+                progress.show(done, len(found))
         finally:
             # Where something was raised, what has not started is not compiled any more,
             # and what has been is stored.
-            pool.shutdown(cancel_futures=True)
-            for future, key in running.items():
+            for pool in (compilers, loaders):
+                pool.shutdown(cancel_futures=True)
+            for future, made in running.items():
                 if not (future.cancelled() or future.exception()):
-                    found[key].run, found[key].seconds = future.result()
+                    made.run, made.seconds = future.result()
             _keep({key: made.run for key, made in found.items() if made.run})
 
 
@@ -234,9 +229,10 @@ def _is_again(source: Device, device: Device) -> bool:
 
 
 def _again(
-    compiled: Any, device: Device, lowered: Any, options: Any
+    once: Future[tuple[Any, float]], device: Device, lowered: Any, options: Any
 ) -> tuple[Any, float]:
-    """What was compiled for another device, for this one, and in how many seconds."""
+    """What is compiled for another device, for this one, and in how many seconds."""
+    compiled, _ = once.result()
     start = time.monotonic()
     if not _config.jax_compilation_cache_dir:
         with suppress(Exception):  # the public way does the same, in more time
@@ -246,12 +242,11 @@ def _again(
 
 def compile_all(programs: Iterable[Compiled]) -> None:
     """Compiles programs side by side."""
-    found: list[tuple[Compiled, Executable]] = []
     with compiling() as add:
-        for program in programs:
-            traced = program.trace()
-            if traced is not None:
-                found.append((program, add(traced, program.device)))
+        traced = ((program, program.trace()) for program in programs)
+        found = [
+            (own, add(each, own.device)) for own, each in traced if each is not None
+        ]
     for program, executable in found:
         program.run = executable.run
         # Of programs that share an executable the first took the time.

@@ -14,10 +14,9 @@ from ._compile import Compiled, named, on_host
 from ._graph import Graph, Value
 from ._instruction import OUTSIDE, Instruction
 from ._sharding import SubMesh
-from ._transfer import Device
 
-# Calls of one function, each with its number in the list.
-Calls = Sequence[tuple[int, Instruction]]
+# A call, with those of the values that it reads last whose memory may be taken.
+Call = tuple[Instruction, set[Value]]
 
 
 def last_uses(
@@ -29,92 +28,75 @@ def last_uses(
 
 
 def compiled(
-    graph: Graph,
-    instructions: Sequence[Instruction],
-    last: dict[Value, int],
-    devices: Sequence[Device],
-) -> dict[int, Compiled]:
-    """What each call runs, by its number: of a function in a place, what suits all."""
-    calls: dict[Any, list[tuple[int, Instruction]]] = {}
+    graph: Graph, instructions: Sequence[Instruction], last: dict[Value, int]
+) -> list[Compiled]:
+    """Notes in each call what it runs, of a function in a place what suits all."""
+    owned = _owned(graph, instructions)
+    calls: dict[Any, list[Call]] = {}
     # A name for all places: JAX's persistent cache finds it for any, on a GPU.
     labels: dict[Any, list[Any]] = {}
     for number, each in enumerate(instructions):
-        if not each.is_move:
-            key = _key(graph, each, devices)
-            calls.setdefault(key, []).append((number, each))
-            labels.setdefault(each.function, []).append(each.label)
-    owned = _owned(graph, instructions)
-    found = {}
+        if each.is_move:
+            continue
+        key = each.function, each.place
+        if isinstance(graph.devices[each.place], SubMesh):
+            key += tuple(graph.shardings[v] for v in (*each.reads, *each.writes))
+        once = (v for v, count in Counter(each.reads).items() if count == 1)
+        ended = {v for v in once if last[v] == number}
+        calls.setdefault(key, []).append((each, ended & owned))
+        labels.setdefault(each.function, []).append(each.label)
+    programs = []
     for (function, *_), own in calls.items():
-        first, kept = own[0][1], _kept(function, own, last)
+        first, kept = own[0][0], _kept(function, own, last)
         program = Compiled(
             function,
             [graph.specs[v] for v in first.reads],
             kept,
-            _donated(graph, own, last, owned, kept),
-            devices[first.place],
+            _donated(graph, own, kept),
+            graph.devices[first.place],
             [graph.places[v] for v in first.reads],
             named(function.name, labels[function]),
             first.mapped,
             [graph.shardings[v] for v in first.reads],
             [graph.shardings[v] for v in first.writes],
         )
-        found |= {number: program for number, _ in own}
-    return found
-
-
-def _key(graph: Graph, call: Instruction, devices: Sequence[Device]) -> Any:
-    """What calls have in common that share a program.
-
-    On several devices that includes the shardings of their arguments and results.
-    """
-    if not isinstance(devices[call.place], SubMesh):
-        return call.function, call.place
-    shardings = tuple(graph.shardings[v] for v in (*call.reads, *call.writes))
-    return call.function, call.place, shardings
+        for call, _ in own:
+            call.compiled = program
+        programs.append(program)
+    return programs
 
 
 def _owned(graph: Graph, instructions: Sequence[Instruction]) -> set[Value]:
     """The values whose memory a program may take."""
-    owned = {v for each in instructions for v in _made(each)} | graph.donated
+    owned = set(graph.donated)
+    for each in instructions:
+        if each.source != OUTSIDE:  # what comes from there may be the user's
+            same = each.function.same if each.function else ()
+            owned.update(v for i, v in enumerate(each.writes) if i not in same)
     # What was sent to another process may not have left yet; what comes is watched.
     for move in filter(graph.crosses, instructions):
         owned -= {*move.reads, *move.writes}
     return owned
 
 
-def _made(instruction: Instruction) -> Sequence[Value]:
-    """The arrays that are new: what comes from outside may share the user's memory."""
-    if instruction.source == OUTSIDE:
-        return ()
-    same = instruction.function.same if instruction.function else ()
-    return [v for i, v in enumerate(instruction.writes) if i not in same]
-
-
-def _kept(function: Function, calls: Calls, last: dict[Value, int]) -> list[int]:
+def _kept(
+    function: Function, calls: Sequence[Call], last: dict[Value, int]
+) -> list[int]:
     """The results that are read of some call; those on the host come last."""
     kept = [
         i
         for i in range(len(function.results))
-        if i not in function.same and any(call.writes[i] in last for _, call in calls)
+        if i not in function.same and any(call.writes[i] in last for call, _ in calls)
     ]
     return sorted(kept, key=lambda i: on_host(function.results[i]))
 
 
-def _donated(
-    graph: Graph,
-    calls: Calls,
-    last: dict[Value, int],
-    owned: set[Value],
-    kept: Sequence[int],
-) -> list[int]:
+def _donated(graph: Graph, calls: Sequence[Call], kept: Sequence[int]) -> list[int]:
     """The arguments whose memory results take: what all calls read last.
 
     Args:
       graph: what is computed where.
-      calls: the calls of a function in a place, numbered.
-      last: the number of the instruction that reads each value last.
-      owned: the values whose memory may be taken.
+      calls: the calls of a function in a place.
       kept: the results. Memory goes to the first that fit, never to those on the host.
     """
 
@@ -122,10 +104,9 @@ def _donated(
         spec = graph.specs[value]
         return spec.shape, spec.dtype, graph.shardings[value]
 
-    first = calls[0][1]
+    first, _ = calls[0]
     made = [first.writes[i] for i in kept]
     free = Counter(kind(v) for v in made if not on_host(graph.specs[v]))
-    free_after = [_read_last(*call, last) & owned for call in calls]
     # First what only an overwriting frees; then from the last, as sums are, which are
     # added to in place.
     reads = list(enumerate(first.reads))
@@ -135,14 +116,7 @@ def _donated(
         spec = graph.specs[value]
         if not free[kind(value)] or is_key(spec) or on_host(spec):
             continue
-        pairs = zip(calls, free_after, strict=True)
-        if all(call.reads[i] in own for (_, call), own in pairs):
+        if all(call.reads[i] in ended for call, ended in calls):
             free[kind(value)] -= 1
             donated.append(i)
     return sorted(donated)
-
-
-def _read_last(number: int, call: Instruction, last: dict[Value, int]) -> set[Value]:
-    """What a call reads once, and nobody after it."""
-    times = Counter(call.reads)
-    return {v for v, count in times.items() if count == 1 and last[v] == number}

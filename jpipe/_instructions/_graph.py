@@ -15,6 +15,7 @@ import jax
 from .._jaxprs._function import Function, composed
 from ._instruction import NOWHERE, OUTSIDE, Instruction, Place
 from ._sharding import STACKED, WHOLE, Cut, Sharding, SubMesh
+from ._transfer import Device
 
 Value = int
 # What is wanted in each process: its copy there.
@@ -26,9 +27,8 @@ class Graph:
     """Calls of functions in the order in which they run, over values.
 
     Attributes:
-      processes: the process of each place; empty if there is one.
+      devices: the device of each place.
       ranks: those of each place, in words, where they are known.
-      devices: those of each place, likewise.
       facts: what it was made of, in words, by which processes compare theirs.
       specs: the shape and dtype of each value; of what is stacked, of one shard.
       places: where each value is made.
@@ -39,9 +39,8 @@ class Graph:
       calls: the calls.
     """
 
-    processes: Sequence[int] = ()
+    devices: Sequence[Device]
     ranks: Sequence[str] = ()
-    devices: Sequence[Any] = ()
     facts: dict[str, str] = field(default_factory=dict)
     specs: list[Any] = field(default_factory=list)
     places: list[Place] = field(default_factory=list)
@@ -80,14 +79,12 @@ class Graph:
 
         Of arrays of NumPy equal ones are one.
         """
-        is_on_device = isinstance(array, jax.Array)
-        text = id(array) if is_on_device else array.tobytes()
+        text = id(array) if isinstance(array, jax.Array) else array.tobytes()
         key = array.dtype, array.shape, text, place, stacked
         if key not in self._constants:
             shape = array.shape[1:] if stacked else array.shape
-            spec = jax.ShapeDtypeStruct(
-                shape, jax.dtypes.canonicalize_dtype(array.dtype)
-            )
+            dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+            spec = jax.ShapeDtypeStruct(shape, dtype)
             value = self._make(spec, place, STACKED if stacked else WHOLE)
             self._constants[key] = value
             self.constants[value] = array
@@ -135,11 +132,15 @@ class Graph:
         return writes
 
     @cached_property
+    def processes(self) -> list[int]:
+        """The process of each place."""
+        return [device.process_index for device in self.devices]
+
+    @cached_property
     def heads(self) -> dict[int, Place]:
         """The first place of each process, in order; empty if there is one."""
-        if len(set(self.processes)) < 2:
-            return {}
-        return {p: self.processes.index(p) for p in sorted(set(self.processes))}
+        found = {p: self.processes.index(p) for p in sorted(set(self.processes))}
+        return found if len(found) > 1 else {}
 
     def call_everywhere(
         self, function: Function, place: Place, reads: Sequence[Value]

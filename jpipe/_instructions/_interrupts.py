@@ -2,7 +2,6 @@
 
 import signal
 import threading
-from types import TracebackType
 from typing import Any
 
 # Those whose handlers often raise: Ctrl-C, what ends a job, a time limit, if there is.
@@ -37,30 +36,24 @@ class Interrupts:
     def __enter__(self) -> "Interrupts":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         try:
             self._end()
         except BaseException:  # another signal, whose handler is there again
             self._end()
-            self._deliver()
             raise
-        self._deliver()
+        finally:
+            self._deliver()
 
     def _deliver(self) -> None:
         """Calls the handlers of what came; each, even if one before it raises."""
-        while self._waiting:
+        if self._waiting:
             number = self._waiting.pop(0)
             try:
                 # The frame that it interrupted holds the batch.
                 self._before[number](number, None)
-            except BaseException:
+            finally:
                 self._deliver()
-                raise
 
     def _end(self) -> None:
         for number, handler in self._before.items():

@@ -5,8 +5,10 @@ From the list alone follow the frees, what is donated, the bytes of each place, 
 programs to compile.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
@@ -20,12 +22,11 @@ from .._processes._keys import is_key
 from .._processes._transport import Crossing
 from . import _transfer
 from ._agreed import agree
-from ._compile import Compiled, compile_all
+from ._compile import compile_all
 from ._donated import compiled, last_uses
 from ._graph import Copies, Graph, Value
 from ._instruction import OUTSIDE, Instruction, called
 from ._sharding import SubMesh
-from ._transfer import Device
 
 Slot = int
 
@@ -37,9 +38,9 @@ class Program:
       graph: what is computed where.
       outputs: the values that a run returns; of copies, that of this process, as one
         array of all of them.
-      devices: the device of each place.
 
     Attributes:
+      devices: the device of each place.
       instructions: what runs, in order, in all processes.
       specs: what each slot holds; where a place is several devices, one shard of it.
       nbytes: the bytes of each slot, on each device of its place.
@@ -51,29 +52,22 @@ class Program:
       is_shared: whether there are others.
     """
 
-    def __init__(
-        self,
-        graph: Graph,
-        outputs: Sequence[Value | Copies],
-        devices: Sequence[Device],
-    ) -> None:
-        self.devices = devices
+    def __init__(self, graph: Graph, outputs: Sequence[Value | Copies]) -> None:
+        self.devices = devices = graph.devices
         self._facts = graph.facts
         self.is_shared = bool(graph.heads)
         outputs = graph.lasting(outputs)
-        as_lists = (each if isinstance(each, tuple) else [each] for each in outputs)
-        wanted = [value for values in as_lists for value in values]
+        wanted = jax.tree.leaves(outputs)
         listed = graph.with_copies(wanted)
         last = last_uses(listed, wanted)
-        programs = compiled(graph, listed, last, devices)
-        self.programs = list(dict.fromkeys(programs.values()))
+        self.programs = compiled(graph, listed, last)
         slot = {v: i for i, v in enumerate([*graph.arguments, *graph.constants])}
         self._num_arguments, given = len(graph.arguments), len(slot)
         self.constants = range(self._num_arguments, given)
-        self.instructions = _over_slots(graph, listed, last, programs, devices, slot)
+        self.instructions = _over_slots(graph, listed, last, slot)
         self.specs = [graph.specs[v] for v in slot]
         self.places = [graph.places[v] for v in slot]
-        self.nbytes = [_nbytes(graph, v, devices) for v in slot]
+        self.nbytes = [_nbytes(graph, v) for v in slot]
         heads = {process: i for i, process in enumerate(graph.heads)}
         mine = heads.get(jax.process_index(), 0)
         self.outputs = tuple(
@@ -88,14 +82,12 @@ class Program:
         # what stands for outputs of other processes.
         first = self._num_arguments
         self._rest: list[Any] = [None] * (len(slot) - first)
-        for value, array in graph.constants.items():
+        for value in [*graph.constants, *(v for v in wanted if slot[v] >= given)]:
             where = devices[graph.places[value]], graph.shardings[value]
-            self._rest[slot[value] - first] = _transfer.put_one(array, *where)
-        for value in wanted:
-            if slot[value] >= given and not is_here(devices[graph.places[value]]):
-                where = devices[graph.places[value]], graph.shardings[value]
+            if value in graph.constants or not is_here(where[0]):
                 like = _transfer.located(graph.specs[value], *where)
-                self._rest[slot[value] - first] = _transfer.put_one(like, *where)
+                array = graph.constants.get(value, like)
+                self._rest[slot[value] - first] = _transfer.put_one(array, *where)
         self.own = [each for each in self.instructions if self._is_own(each)]
         overwriting = (
             each
@@ -175,33 +167,35 @@ class Program:
                     if observe is not None:
                         observe(instruction, slots)
                 except Exception as error:
-                    explained = _explained(error, instruction, slots)
-                    explained.add_note(self._note(instruction))
+                    explained = self._explained(error, instruction, slots)
                     if explained is error:
                         raise
                     raise explained from None
-        outputs = tuple(self._take_outputs(slots))
-        return self._as_copies(outputs) if self._copied else outputs
+        outputs = self._take_outputs(slots)
+        if self._copied:  # what is wanted in each process is one array of all of them
+            outputs = [*outputs]
+            for i in self._copied:
+                outputs[i] = of_copies(outputs[i], self._copies)
+        return tuple(outputs)
 
-    def _note(self, failed: Instruction) -> str:
+    def _explained(
+        self, error: Exception, failed: Instruction, slots: list[Any]
+    ) -> Exception:
+        """An error with its instruction; of what is no number, with its operation."""
+        if failed.function and isinstance(error, FloatingPointError):
+            with suppress(Exception):  # such as one shard of several
+                found = _invalid.find(failed.function.run, failed.take(slots))
+                error = found or error
         layers = f": {failed.layers}" if failed.layers else ""
         device = self.devices[failed.place]
-        return f"raised in {called(failed.label)} on {device}{layers}"
-
-    def _as_copies(self, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The outputs, what is wanted in each process as one array of all of them."""
-        found = list(outputs)
-        for i in self._copied:
-            found[i] = of_copies(found[i], self._copies)
-        return tuple(found)
+        error.add_note(f"raised in {called(failed.label)} on {device}{layers}")
+        return error
 
 
 def _over_slots(
     graph: Graph,
     instructions: Sequence[Instruction],
     last: Mapping[Value, int],
-    programs: Mapping[int, Compiled],
-    devices: Sequence[Device],
     slot: dict[Value, Slot],
 ) -> list[Instruction]:
     """Instructions over values as those over slots that a program runs.
@@ -210,35 +204,27 @@ def _over_slots(
       graph: what is computed where.
       instructions: all of it.
       last: the number of the instruction that reads each value last.
-      programs: what each call runs, by its number.
-      devices: the device of each place.
       slot: the slots of arguments and constants; those of results are added.
     """
-    found, senders = [], dict[Any, Any]()
+    found, sender = [], functools.cache(_transfer.sender)
     for number, each in enumerate(instructions):
-        program, new = programs.get(number), each.writes
+        program, new = each.compiled, each.writes
         if program:
             new = [each.writes[i] for i in program.kept]
         start = len(slot)
         slot |= {v: start + i for i, v in enumerate(new)}
         reads = tuple([slot[v] for v in each.reads])
         ended = {slot[v] for v in (*each.reads, *new) if last.get(v, -1) <= number}
-        run = program.run if program else _move(graph, each, devices, senders)
+        run = program.run if program else _move(graph, each, sender)
         # What leaves for another process is written there.
         is_written = not isinstance(run, Crossing) or run.is_received
         found.append(
-            Instruction(
-                each.place,
-                each.source,
-                each.function,
-                reads,
-                range(start, len(slot)),
-                each.label,
-                each.layers,
-                each.mapped,
+            replace(
+                each,
+                reads=reads,
+                writes=range(start, len(slot)),
                 donates=tuple([reads[i] for i in program.donated]) if program else (),
                 frees=tuple(sorted(ended)),
-                compiled=program,
                 run=run,
                 take=_taking(reads),
                 into=slice(start, len(slot)) if is_written else slice(0),
@@ -255,23 +241,18 @@ def _taking(slots: Sequence[Slot]) -> Callable[[list[Any]], Sequence[Any]]:
     return itemgetter(slice(start, start + len(slots)))
 
 
-def _move(
-    graph: Graph, move: Instruction, devices: Sequence[Device], senders: dict[Any, Any]
-) -> Callable[..., Sequence[Any]]:
-    """What a move runs; ``senders`` are those of moves that are alike."""
-    target = devices[move.place]
+def _move(graph: Graph, move: Instruction, sender: Callable[..., Any]) -> Any:
+    """What a move runs; ``sender`` gives what those run that are alike."""
+    devices, target = graph.devices, graph.devices[move.place]
     shardings = [graph.shardings[v] for v in move.writes]
     assert move.source is not None
     if move.source == OUTSIDE:
         return lambda *leaves: _transfer.put(leaves, target, shardings)
     source, specs = devices[move.source], [graph.specs[v] for v in move.writes]
     if not graph.crosses(move):
-        source_shardings = tuple([graph.shardings[v] for v in move.reads])
+        own = tuple(graph.shardings[v] for v in move.reads)
         has_keys = any(map(is_key, specs))
-        kind = source, target, has_keys, tuple(shardings), source_shardings
-        if kind not in senders:
-            senders[kind] = _transfer.sender(*kind)
-        return senders[kind]
+        return sender(source, target, has_keys, tuple(shardings), own)
     of = f" of {graph.ranks[move.source]}" if graph.ranks else ""
     pairs = list(zip(specs, shardings, strict=True))
     return Crossing(
@@ -284,19 +265,10 @@ def _move(
     )
 
 
-def _explained(error: Exception, failed: Instruction, slots: list[Any]) -> Exception:
-    """The error of an instruction; of a value that is no number, with who made it."""
-    if failed.function and isinstance(error, FloatingPointError):
-        with suppress(Exception):  # such as one shard of several, which has no such run
-            found = _invalid.find(failed.function.run, failed.take(slots))
-            return found or error
-    return error
-
-
-def _nbytes(graph: Graph, value: Value, devices: Sequence[Device]) -> int:
+def _nbytes(graph: Graph, value: Value) -> int:
     """What each device of its place holds of a value."""
     spec, place = graph.specs[value], graph.places[value]
     count = spec.size * spec.dtype.itemsize
-    if place >= 0 and isinstance(device := devices[place], SubMesh):
+    if place >= 0 and isinstance(device := graph.devices[place], SubMesh):
         return device.local_bytes(count, graph.shardings[value])
     return count

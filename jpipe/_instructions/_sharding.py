@@ -62,7 +62,7 @@ class Sharding(NamedTuple):
     @property
     def axes(self) -> list[str]:
         """The axes of the mesh that it is cut along, but for what is stacked."""
-        return _names(self.spec)
+        return jax.tree.leaves(tuple(self.spec))
 
     def gathered(self) -> "Sharding":
         """The same with all of it in each shard."""
@@ -124,7 +124,7 @@ class SubMesh:
         sizes = self.mesh.shape
 
         def fits(part: Any, size: int) -> bool:
-            return size % math.prod(sizes[name] for name in _names(P(part))) == 0
+            return size % math.prod(sizes[name] for name in jax.tree.leaves(part)) == 0
 
         spec = narrowed(sharding.spec, sizes.__contains__)
         pairs = zip(spec, shape, strict=False)
@@ -177,21 +177,15 @@ def _local(leaf: Any, sharding: Sharding) -> Any:
 
 
 def _only_data(sharding: Sharding) -> P:
-    return P(*[DATA if DATA in _names(P(part)) else None for part in sharding.spec])
+    return narrowed(sharding.spec, lambda name: name == DATA)
 
 
 def narrowed(spec: P, keeps: Callable[[str], bool] = bool) -> P:
     """A spec with some of its axes alone, as short as it can be."""
     parts: list[Any] = []
     for part in spec:
-        names = [name for name in _names(P(part)) if keeps(name)]
+        names = [name for name in jax.tree.leaves(part) if keeps(name)]
         parts.append(tuple(names) if len(names) > 1 else (names or [None])[0])
     while parts and parts[-1] is None:
         parts.pop()
     return P(*parts)
-
-
-def _names(spec: P) -> list[str]:
-    """The axes of a mesh that a spec names."""
-    parts = [part if isinstance(part, tuple) else (part,) for part in spec]
-    return [name for part in parts for name in part if name is not None]

@@ -12,14 +12,8 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from .. import _compat
-from .._processes._elsewhere import (
-    ghost,
-    is_copied,
-    is_elsewhere,
-    is_here,
-    own_copy,
-)
-from .._processes._keys import as_key, is_key
+from .._processes._elsewhere import ghost, is_elsewhere, is_here, own_copy
+from .._processes._keys import is_key
 from ._sharding import WHOLE, Cut, Sharding, SubMesh
 
 Leaves = Sequence[Any]
@@ -147,12 +141,15 @@ def put(
     """
     if isinstance(device, OnPaper) or not leaves:
         return list(leaves)
+    shardings = shardings or [WHOLE] * len(leaves)
     if not is_here(device):
-        return _elsewhere(leaves, device, shardings)
+        return [
+            ghost(leaf.shape, _kept_as(leaf), on(device, each))
+            for leaf, each in zip(leaves, shardings, strict=True)
+        ]
     leaves = _own_copies(leaves)
     if not isinstance(device, SubMesh):
         return jax.device_put(leaves, on(device), may_alias=may_alias)
-    shardings = shardings or [WHOLE] * len(leaves)
     parts = [
         _stack(leaf, each.cut, device.num_shards) if each.cut else leaf
         for leaf, each in zip(leaves, shardings, strict=True)
@@ -164,7 +161,7 @@ def put(
 
 def put_one(leaf: Any, device: Device, sharding: Sharding = WHOLE) -> jax.Array:
     """An array on a device, or on those of a stage."""
-    return put([leaf], device, [sharding])[0]
+    return put([_off_numpy(leaf)], device, [sharding])[0]
 
 
 def put_each(
@@ -189,34 +186,6 @@ def put_each(
         placed = put([leaves[i] for i in own], devices[device], shardings, may_alias)
         found |= zip(own, placed, strict=True)
     return structure.unflatten([found[i] for i in range(len(leaves))])
-
-
-def put_as(value: Any, like: Any) -> Any:
-    """What was read of a file, where another array is; of a key its numbers."""
-    if not isinstance(like, jax.Array):
-        return value
-    if is_elsewhere(like):
-        return like
-    value = as_key(value, like)
-    if is_copied(like):
-        parts = [
-            jax.device_put(value, shard.device) for shard in like.addressable_shards
-        ]
-        return jax.make_array_from_single_device_arrays(
-            like.shape, like.sharding, parts
-        )
-    return jax.device_put(value, like.sharding)
-
-
-def _elsewhere(
-    leaves: Leaves, device: Device, shardings: Sequence[Sharding] | None
-) -> list[Any]:
-    """What stands here for leaves in a place of another process."""
-    found = shardings or [WHOLE] * len(leaves)
-    return [
-        ghost(leaf.shape, _kept_as(leaf), on(device, each))
-        for leaf, each in zip(leaves, found, strict=True)
-    ]
 
 
 def _kept_as(leaf: Any) -> Any:
@@ -255,8 +224,8 @@ def sender(
     source: Device,
     target: Device,
     has_keys: bool,
-    shardings: Sequence[Sharding],
-    source_shardings: Sequence[Sharding],
+    shardings: tuple[Sharding, ...],
+    source_shardings: tuple[Sharding, ...],
 ) -> Callable[..., Sequence[jax.Array]]:
     """A function that copies leaves, each time from one place to one other.
 
@@ -273,9 +242,9 @@ def sender(
       ``(*leaves) -> leaves``.
     """
     where = [on(target, each) for each in shardings]
-    is_alike = list(shardings) == list(source_shardings) and _mesh(source) == _mesh(
-        target
-    )
+    ends = source, target
+    shapes = [x.mesh.shape if isinstance(x, SubMesh) else None for x in ends]
+    is_alike = shardings == source_shardings and shapes[0] == shapes[1]
     on_paper = isinstance(source, OnPaper) or isinstance(target, OnPaper)
     if is_alike and not (has_keys or on_paper):
         copy = _compat.copier(one_of(source), where)
@@ -286,8 +255,3 @@ def sender(
     # It takes a device in less time than a sharding; a type that names a mesh stays,
     # as with `copier`.
     return lambda *leaves: jax.device_put(leaves, target)
-
-
-def _mesh(device: Device) -> Any:
-    """The axes of a place; ``None`` if it is one device."""
-    return device.mesh.shape if isinstance(device, SubMesh) else None

@@ -40,12 +40,11 @@ class Leaf(NamedTuple):
 
 
 def located(
-    of: int, tree: Any, places: Sequence[Place], shardings: Sequence[Sharding]
+    of: int, tree: Any, locations: Sequence[tuple[Place, Sharding]]
 ) -> list[Leaf]:
     """The leaves of an argument, where they are."""
-    flat = jax.tree_util.tree_leaves_with_path(tree)
-    triples = zip(flat, places, shardings, strict=True)
-    return [Leaf(of, *leaf, place, sharding) for leaf, place, sharding in triples]
+    pairs = zip(jax.tree_util.tree_leaves_with_path(tree), locations, strict=True)
+    return [Leaf(of, *leaf, *location) for leaf, location in pairs]
 
 
 class ByPath:
@@ -89,8 +88,10 @@ class ByPath:
 
     def located(self, of: int, tree: Any) -> list[Leaf]:
         """The leaves of an argument, where they belong; at first what is like none."""
-        places, shardings = self.of(tree)
-        return located(of, tree, [max(place, 0) for place in places], shardings)
+        return [
+            Leaf(of, path, leaf, max(self.place(path), 0), self.sharding(path, leaf))
+            for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        ]
 
     def of(self, *trees: Any) -> tuple[list[Place], list[Sharding]]:
         """The places and the shardings of the leaves of some trees."""

@@ -94,13 +94,12 @@ class PlacedFunction:
         self._placed = placed = _segments.open_branches(closed, placement.arguments)
         _segments.check_order(placed)
         self._wanted = [max(place, 0) for place in self.places]
-        self._stay, self._name = placement.stay, name
-        ordered = _segments.segments(placed, self._wanted)
-        parts = _segments.as_jaxprs(placed, ordered)
-        functions = [Function.of(name, part) for part in parts]
-        # The segments, in order, what each reads, and the function that it is.
-        reads = [part.jaxpr.invars for part in parts]
-        self._calls = list(zip(ordered, reads, functions, strict=True))
+        self._stay = placement.stay
+        # The segments, in order, and the functions that they are.
+        self._calls = [
+            (place, part.jaxpr, Function.of(name, part))
+            for place, part in _segments.parts(placed, self._wanted)
+        ]
 
     def into(self, graph: Graph, arguments: Sequence[Value]) -> list[Value]:
         """Writes the calls into a graph.
@@ -117,13 +116,12 @@ class PlacedFunction:
         ends = list(zip(jaxpr.outvars, self._wanted, strict=True))
         pairs = zip(ends, self.shardings, strict=True)
         shardings = {_key(*end): each for end, each in pairs if each != WHOLE}
-        for segment, invars, function in self._calls:
-            keys = [_key(atom, segment.place) for atom in segment.results.values()]
+        for place, part, function in self._calls:
+            keys = [_key(atom, place) for atom in part.outvars]
             results = graph.call(
                 function,
-                segment.place,
-                [value[var] for var in invars],
-                self._name,
+                place,
+                [value[var] for var in part.invars],
                 shardings=[shardings.get(key, WHOLE) for key in keys],
             )
             value |= zip(keys, results, strict=True)

@@ -23,6 +23,8 @@ from ._by_path import Leaf
 from ._function import PlacedFunction, Placement, where_computed
 
 PyTree = Any
+# What a function is given: by position, and by name.
+Given = tuple[tuple[Any, ...], dict[str, Any]]
 # Of the leaves of the arguments, where they and the results belong.
 Rule = Callable[[Sequence[Leaf]], Placement]
 
@@ -40,11 +42,6 @@ class Static:
     kind: type
     value: Any
 
-    @classmethod
-    def of(cls, value: Any) -> "Static":
-        """A hashable value."""
-        return cls(type(value), value)
-
     def __repr__(self) -> str:
         return repr(self.value)
 
@@ -58,10 +55,11 @@ def _without_statics(tree: PyTree) -> PyTree:
     )
 
 
+@dataclass(eq=False, repr=False)
 class Jitted:
     """A function evaluated where its arguments are, compiled once for each kind.
 
-    Args:
+    Attributes:
       function: of any pytrees.
       devices: the places.
       name: how profiles and errors call it.
@@ -70,19 +68,16 @@ class Jitted:
       rule: where leaves and results belong.
     """
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        devices: Sequence[Device],
-        name: str,
-        blame: str,
-        donate: Sequence[int] = (),
-        rule: Rule = where_computed,
-    ) -> None:
-        self._function, self._name, self._blame = function, name, blame
-        self._devices = tuple(dict.fromkeys(devices))
-        self._number = {devices_of(own): i for i, own in enumerate(self._devices)}
-        self._donate, self._rule = donate, rule
+    function: Callable[..., Any]
+    devices: Sequence[Device]
+    name: str
+    blame: str
+    donate: Sequence[int] = ()
+    rule: Rule = where_computed
+
+    def __post_init__(self) -> None:
+        self.devices = tuple(dict.fromkeys(self.devices))
+        self._number = {devices_of(own): i for i, own in enumerate(self.devices)}
         # The structure of the result, and the program, for each kind of arguments.
         self._programs: dict[Any, tuple[Any, Program]] = {}
 
@@ -91,106 +86,99 @@ class Jitted:
         """Evaluates the function. Never waits."""
         if _tracing.get():
             args, kwargs = _without_statics((args, kwargs))
-            return self._function(*args, **kwargs)
-        leaves, tree = jax.tree.flatten((args, kwargs))
+            return self.function(*args, **kwargs)
+        given = args, kwargs
+        leaves, tree = jax.tree.flatten(given)
         _variables.check_alive(leaves)
         kind, known = _signature.call(tree, leaves), self._programs
         if kind not in known:
-            known[kind] = self._compile(args, kwargs)
+            known[kind] = self._compile(given)
             if len(known) > _MOST:  # a function made anew at each call, say
                 del known[next(iter(known))]
         tree, program = known[kind]
-        if self._donate and len(set(map(id, leaves))) < len(leaves):
-            self._check_donated(args, kwargs)
+        if self.donate and len(set(map(id, leaves))) < len(leaves):
+            self._check_donated(given)
         return jax.tree.unflatten(tree, program(leaves))
 
-    def _compile(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[Any, Program]:
+    def _compile(self, given: Given) -> tuple[Any, Program]:
         """The structure of the result, and the program; all checks are here."""
-        _variables.check_concrete(jax.tree.leaves((args, kwargs)))
-        leaves = self._located(args, kwargs)
-        tree = jax.tree.structure((args, kwargs))
+        _variables.check_concrete(jax.tree.leaves(given))
+        leaves, tree = self._located(given), jax.tree.structure(given)
         specs = jax.tree.unflatten(tree, [leaf.value for leaf in leaves])
-        function = PlacedFunction(self._traced, specs, self._rule(leaves), self._name)
-        processes = [device.process_index for device in self._devices]
-        graph = Graph(processes, devices=self._devices)
-        pairs = zip(leaves, self._donated(leaves, len(args)), strict=True)
-        given = [leaf.argument(graph, donated) for leaf, donated in pairs]
-        outputs: list[Any] = function.into(graph, given)
+        function = PlacedFunction(self._traced, specs, self.rule(leaves), self.name)
+        graph = Graph(self.devices)
+        pairs = zip(leaves, self._donated(leaves, given), strict=True)
+        arguments = [leaf.argument(graph, donated) for leaf, donated in pairs]
+        outputs: list[Any] = function.into(graph, arguments)
         results, tree = jax.tree.flatten(function.result)
         for i, (leaf, place) in enumerate(zip(results, function.places, strict=True)):
             # What is logged is wanted in each process.
             if place < 0 and not leaf.shape and graph.places[outputs[i]] >= 0:
                 outputs[i] = graph.everywhere(outputs[i])
-        return tree, Program(graph, outputs, self._devices)
+        return tree, Program(graph, outputs)
 
     def _traced(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The function as the trace sees it."""
         token = _tracing.set(True)
         try:
             given, named = _without_statics((args, kwargs))
-            return self._function(*given, **named)
+            return self.function(*given, **named)
         except Exception as error:
             listed = shapes((*args, kwargs) if kwargs else args)
-            error.add_note(f"{self._blame}; its arguments were {listed}")
+            error.add_note(f"{self.blame}; its arguments were {listed}")
             raise
         finally:
             _tracing.reset(token)
 
-    def _donated(self, leaves: Sequence[Leaf], count: int) -> list[bool]:
-        """Whether each leaf may be overwritten; ``count`` arguments have positions."""
-        donated = {i % count for i in self._donate if -count <= i < count}
+    def _donated(self, leaves: Sequence[Leaf], given: Given) -> list[bool]:
+        """Whether each leaf may be overwritten."""
+        count = len(given[0])
+        donated = {i % count for i in self.donate if -count <= i < count}
         return [leaf.of in donated for leaf in leaves]
 
-    def _check_donated(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def _check_donated(self, given: Given) -> None:
         """Checks that no array is given twice of which a program may overwrite one."""
-        leaves = _leaves(args, kwargs)
+        leaves = _leaves(given)
         flat = [(leaf.name, leaf.value) for leaf in leaves]
-        twice = _variables.twice(flat, self._donated(leaves, len(args)))
+        twice = _variables.twice(flat, self._donated(leaves, given))
         if twice:
             raise ValueError(
                 f"{'; '.join(twice)}: one array, which donate_argnums lets "
-                f"{self._name} overwrite; give it a copy (jnp.copy), or do not donate"
+                f"{self.name} overwrite; give it a copy (jnp.copy), or do not donate"
             )
 
-    def _located(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Leaf]:
+    def _located(self, given: Given) -> list[Leaf]:
         """Specs of the leaves of the arguments, where they are.
 
         Raises:
           TypeError: if one is neither an array nor a number.
           ValueError: if one is on several devices that are not those of a place.
         """
-        leaves = _leaves(args, kwargs)
+        found, others, spread = list[Leaf](), list[str](), list[str]()
+        for leaf in _leaves(given):
+            try:
+                spec = _jaxpr.spec(jax.typeof(leaf.value))
+            except TypeError:
+                others.append(f"{leaf.name} is a {type(leaf.value).__name__}")
+                continue
+            place, sharding = self._place(leaf.value)
+            if sharding is None:
+                spread.append(f"{leaf.name} is on {len(leaf.value.devices())} devices")
+            else:
+                found.append(Leaf(leaf.of, leaf.path, spec, place, sharding))
         refuse(
-            f"{self._name} takes pytrees of arrays and numbers; name what is none in "
+            f"{self.name} takes pytrees of arrays and numbers; name what is none in "
             f"static_argnums",
-            (
-                f"{leaf.name} is a {type(leaf.value).__name__}"
-                for leaf in leaves
-                if not _is_array(leaf.value)
-            ),
+            others,
             TypeError,
         )
-        at = [self._place(leaf.value) for leaf in leaves]
-        pairs = list(zip(leaves, at, strict=True))
         refuse(
-            f"{self._name} takes arrays that are each on one device, or on those of "
+            f"{self.name} takes arrays that are each on one device, or on those of "
             f"one stage, in its mesh; type pipe.place(variables) or "
             f"jax.device_put(array, device)",
-            (
-                f"{leaf.name} is on {len(leaf.value.devices())} devices"
-                for leaf, (_, sharding) in pairs
-                if sharding is None
-            ),
+            spread,
         )
-        return [
-            Leaf(
-                leaf.of, leaf.path, _jaxpr.spec(jax.typeof(leaf.value)), place, sharding
-            )
-            for leaf, (place, sharding) in pairs
-            if sharding is not None
-        ]
+        return found
 
     def _place(self, leaf: Any) -> tuple[Place, Sharding | None]:
         """The place of a leaf, and its sharding there; ``None`` if it has none.
@@ -201,27 +189,17 @@ class Jitted:
             return NOWHERE, WHOLE
         devices = frozenset(leaf.devices())
         place = self._number.get(devices, OUTSIDE)
-        sharding = sharding_of(leaf, self._devices[place]) if place >= 0 else None
+        sharding = sharding_of(leaf, self.devices[place]) if place >= 0 else None
         is_whole = len(devices) == 1 or is_copied(leaf)
         return place, sharding or (WHOLE if is_whole else None)
 
 
-def _leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Leaf]:
+def _leaves(given: Given) -> list[Leaf]:
     """The leaves of arguments, in order."""
-    flat = jax.tree_util.tree_leaves_with_path((tuple(args), dict(kwargs)))
     return [
         Leaf(getattr(key, "idx", getattr(key, "key", "")), tuple(path), leaf)
-        for (_, key, *path), leaf in flat
+        for (_, key, *path), leaf in jax.tree_util.tree_leaves_with_path(given)
     ]
-
-
-def _is_array(leaf: Any) -> bool:
-    """Whether something is an array, or a number."""
-    try:
-        jax.typeof(leaf)
-    except TypeError:
-        return False
-    return True
 
 
 def jit(
@@ -266,7 +244,7 @@ def _with_statics(
                 at = i % len(args)
                 error.add_note(f"argument {at} of {name} is in static_argnums")
                 raise
-            given[i] = Static.of(args[i])
+            given[i] = Static(type(args[i]), args[i])
     return given
 
 

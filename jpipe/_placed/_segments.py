@@ -4,8 +4,7 @@ Every equation runs where most of its operands' bytes are; neighbouring equation
 one place become one segment, which is compiled as one program.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jax.extend import core
@@ -60,21 +59,6 @@ class PlacedJaxpr:
             if self[start] >= 0:
                 self._places[var] = self[start]
         return chosen
-
-
-@dataclass
-class Segment:
-    """Equations that run in one place without waiting for another in between.
-
-    Attributes:
-      place: where they run.
-      numbers: those of the equations.
-      results: what others read of their results, by identity.
-    """
-
-    place: Place
-    numbers: list[int] = field(default_factory=list)
-    results: dict[int, Any] = field(default_factory=dict)
 
 
 def open_branches(closed: core.ClosedJaxpr, places: Sequence[Place]) -> PlacedJaxpr:
@@ -157,20 +141,23 @@ def check_order(placed: PlacedJaxpr) -> None:
         )
 
 
-def segments(placed: PlacedJaxpr, wanted: Sequence[Place]) -> list[Segment]:
-    """Cuts a jaxpr.
+def parts(
+    placed: PlacedJaxpr, wanted: Sequence[Place]
+) -> Iterator[tuple[Place, core.ClosedJaxpr]]:
+    """Cuts a jaxpr in segments: equations of one place that wait for no other between.
 
     Args:
       placed: the jaxpr.
       wanted: where those of its results are wanted that follow from nothing placed.
 
-    Returns:
-      The segments, in an order in which they can run.
+    Yields:
+      The segments, in an order in which they can run: the place of each, and a jaxpr of
+      what others read of it, with all equations that are in no place.
     """
-    jaxpr = placed.closed.jaxpr
-    found: dict[tuple[int, Place], Segment] = {}
+    closed, jaxpr = placed.closed, placed.closed.jaxpr
+    numbers: dict[tuple[int, Place], list[int]] = {}
     wave_of: dict[Any, int] = dict.fromkeys(jaxpr.invars, 0)
-    producer: dict[Any, Segment] = {}
+    maker: dict[Any, tuple[int, Place]] = {}
     for number, (eqn, place) in enumerate(zip(jaxpr.eqns, placed.chosen, strict=True)):
         if place < 0:
             continue
@@ -179,54 +166,33 @@ def segments(placed: PlacedJaxpr, wanted: Sequence[Place]) -> list[Segment]:
         wave = max(waves, default=0)
         # A result that belongs elsewhere is a wave further on: its readers wait.
         wave_of |= {var: wave + (placed[var] != place) for var in eqn.outvars}
-        segment = found.setdefault((wave, place), Segment(place))
-        segment.numbers.append(number)
-        producer |= dict.fromkeys(eqn.outvars, segment)
+        numbers.setdefault((wave, place), []).append(number)
+        maker |= dict.fromkeys(eqn.outvars, (wave, place))
 
-    ordered = [found[key] for key in sorted(found)]
+    segments = {key: [jaxpr.eqns[i] for i in numbers[key]] for key in sorted(numbers)}
+    leaving = _jaxpr.variables(jaxpr.outvars)
+    for key, eqns in segments.items():
+        read = _jaxpr.variables(atom for eqn in eqns for atom in eqn.invars)
+        leaving |= {var for var in read if maker.get(var, key) != key}
+    results: dict[tuple[int, Place], list[Any]] = {
+        key: [var for eqn in eqns for var in eqn.outvars if var in leaving]
+        for key, eqns in segments.items()
+    }
     for atom, place in zip(jaxpr.outvars, wanted, strict=True):
-        if placed[atom] >= 0:
-            if atom in producer:
-                producer[atom].results[id(atom)] = atom
-        elif isinstance(atom, core.Literal) or atom not in wave_of:
-            # A shared result: computed where it is wanted, with whatever runs there.
-            first = next((s for s in ordered if s.place == place), None)
-            if first is None:
-                first = Segment(place)
-                ordered.append(first)
-            first.results[id(atom)] = atom
-    for segment in ordered:
-        for number in segment.numbers:
-            for atom in jaxpr.eqns[number].invars:
-                maker = None if isinstance(atom, core.Literal) else producer.get(atom)
-                if maker is not None and maker is not segment:
-                    maker.results[id(atom)] = atom
-    return ordered
+        is_constant = isinstance(atom, core.Literal)
+        if placed[atom] < 0 and (is_constant or atom not in wave_of):
+            # Computed where it is wanted, with whatever runs there.
+            last = len(jaxpr.eqns), place
+            first = next((key for key in results if key[1] == place), last)
+            results.setdefault(first, []).append(atom)
 
-
-def as_jaxprs(
-    placed: PlacedJaxpr, ordered: Sequence[Segment]
-) -> list[core.ClosedJaxpr]:
-    """Each segment with the shared equations that it needs, as a jaxpr of its own."""
-    closed = placed.closed
-    eqns, constants = closed.jaxpr.eqns, set(closed.jaxpr.constvars)
     shared = [number for number, place in enumerate(placed.chosen) if place < 0]
-    made = [var for eqn in eqns for var in eqn.outvars]
-    order = {var: i for i, var in enumerate([*closed.jaxpr.invars, *made])}
-    parts = []
-    for segment in ordered:
-        results = list(segment.results.values())
-        needed, numbers = set(_jaxpr.variables(results)), set(segment.numbers)
-        chosen = []
-        for number in sorted([*shared, *numbers], reverse=True):
-            eqn = eqns[number]
-            if number in numbers or not needed.isdisjoint(eqn.outvars):
-                chosen.append(eqn)
-                needed.update(_jaxpr.variables(eqn.invars))
-        needed -= constants.union(*(eqn.outvars for eqn in chosen))
-        arguments = sorted(needed, key=order.__getitem__)
-        part = closed.jaxpr.replace(
-            invars=arguments, outvars=results, eqns=chosen[::-1]
-        )
-        parts.append(core.ClosedJaxpr(part, closed.consts))
-    return parts
+    made = [var for eqn in jaxpr.eqns for var in eqn.outvars]
+    for key, outvars in results.items():
+        every = sorted([*shared, *numbers.get(key, ())])
+        eqns = [jaxpr.eqns[number] for number in every]
+        read = _jaxpr.variables([*outvars, *(x for eqn in eqns for x in eqn.invars)])
+        read -= {var for eqn in eqns for var in eqn.outvars}
+        invars = [var for var in [*jaxpr.invars, *made] if var in read]
+        part = jaxpr.replace(invars=invars, outvars=outvars, eqns=eqns)
+        yield key[1], core.ClosedJaxpr(part, closed.consts)

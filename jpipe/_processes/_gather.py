@@ -1,5 +1,6 @@
 """The arrays of all processes brought to the first, which writes them to a file."""
 
+import itertools
 from typing import Any
 
 import jax
@@ -35,13 +36,9 @@ def agree_on(tree: PyTree) -> None:
 
 def at_first(tree: PyTree) -> PyTree:
     """A tree on which all agree, as arrays of NumPy in the first process."""
-    number = group().next_number()
-    flat, structure = jax.tree_util.tree_flatten_with_path(tree)
-    return structure.unflatten(
-        [
-            _brought(number, i, jax.tree_util.keystr(path), leaf)
-            for i, (path, leaf) in enumerate(flat)
-        ]
+    number, moves = group().next_number(), itertools.count()
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: _brought(number, next(moves), path, leaf), tree
     )
 
 
@@ -50,7 +47,7 @@ def _is_everywhere(leaf: Any) -> bool:
     return not isinstance(leaf, jax.Array) or is_copied(leaf)
 
 
-def _brought(number: int, index: int, name: str, leaf: Any) -> Any:
+def _brought(number: int, index: int, path: Any, leaf: Any) -> Any:
     """A leaf in the first process; in the others anything."""
     if _is_everywhere(leaf):
         return _as_numpy(own_copy(leaf))
@@ -60,11 +57,12 @@ def _brought(number: int, index: int, name: str, leaf: Any) -> Any:
     first = jax.local_devices(process_index=0)[0]
     before, after = map(SingleDeviceSharding, (source, first))
     spec = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=after)
-    crossing = Crossing(source, first, [spec], [before], index, f"saved {name}")
+    name = f"saved {jax.tree_util.keystr(path)}"
+    crossing = Crossing(source, first, [spec], [before], index, name)
     if not crossing.concerns:
         return None
-    crossing.open(number)
-    found = crossing(*([] if is_elsewhere(leaf) else [on_one(leaf, source)]))
+    run = crossing.opened(number)
+    found = run(*([] if is_elsewhere(leaf) else [on_one(leaf, source)]))
     return _as_numpy(found[0]) if crossing.is_received else None
 
 

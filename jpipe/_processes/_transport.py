@@ -11,7 +11,7 @@ What was sent is nobody's to overwrite: it may not have left yet.
 import functools
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import compress
 from typing import Any
 
@@ -32,6 +32,8 @@ _RUNS, _MOVES = 24, 20
 # Bytes of a piece of an array on its way, and how many are on their way at once.
 _PIECE, _AT_ONCE = 4 << 20, 8
 Leaves = Sequence[Any]
+# What moves arrays, given the number of the move: ``(number, leaves) -> leaves``.
+Move = Callable[[int, Leaves], Leaves]
 
 
 def chosen() -> str:
@@ -40,7 +42,7 @@ def chosen() -> str:
     return group().transport or default
 
 
-@dataclass
+@dataclass(frozen=True)
 class Crossing:
     """A move between two processes, as one of them has it, or as a third sees it.
 
@@ -59,10 +61,6 @@ class Crossing:
     source_shardings: Sequence[Any]
     index: int
     label: str
-    _first: int = field(default=0, init=False)
-    _has_keys: bool = field(default=False, init=False)
-    _kinds: list[jax.Array] = field(default_factory=list, init=False)
-    _run: Callable[[Leaves], Leaves] | None = field(default=None, init=False)
 
     @property
     def concerns(self) -> bool:
@@ -74,30 +72,6 @@ class Crossing:
         """Whether it comes here."""
         return is_here(self.target)
 
-    def open(self, program: int) -> None:
-        """Readies it, once all processes know the number of its program."""
-        self._first = (program << _MOVES | self.index & (1 << _MOVES) - 1) << _RUNS
-        self._has_keys = any(map(is_key, self.specs))
-        if self._has_keys and self.is_received:
-            # Only an array has the kind of its keys.
-            self._kinds = _ghosts(self.specs, self.source_shardings)
-        passing = [*map(_as_passing, self.specs)]
-        if chosen() == DEVICE_PUT:
-            self._run = self._put(passing)
-        elif self.is_received:
-            self._run = self._pull(passing)
-        else:
-            self._run = self._offer(passing)
-
-    def __call__(self, *leaves: Any) -> Leaves:
-        """Sends, or returns what comes. Never waits."""
-        assert self._run is not None
-        arrays = self._run([*map(as_numbers, leaves)] if self._has_keys else leaves)
-        if not self.is_received:
-            return ()
-        watch().add(Awaited(arrays, self, group().runs))
-        return [*map(as_key, arrays, self._kinds)] if self._kinds else arrays
-
     def __str__(self) -> str:
         return (
             f"process {self.target.process_index} awaited {self.label} for "
@@ -105,40 +79,68 @@ class Crossing:
             f"{self.source}"
         )
 
-    def _number(self) -> int:
-        return self._first | group().runs & (1 << _RUNS) - 1
+    def opened(self, program: int) -> Callable[..., Leaves]:
+        """What sends, or returns what comes, and never waits.
 
-    def _put(self, passing: Leaves) -> Callable[[Leaves], Leaves]:
+        Args:
+          program: the number of its program, once all processes know it.
+        """
+        first = (program << _MOVES | self.index & (1 << _MOVES) - 1) << _RUNS
+        passing = [*map(_as_passing, self.specs)]
+        has_keys = any(map(is_key, self.specs))
+        kinds: list[jax.Array] = []
+        if has_keys and self.is_received:  # only an array has the kind of its keys
+            kinds = _ghosts(self.specs, self.source_shardings)
+        if chosen() == DEVICE_PUT:
+            move = self._put(passing)
+        elif self.is_received:
+            move = _pull(_link(self.source.process_index), passing)
+        else:
+            move = _offer(passing)
+
+        def run(*leaves: Any) -> Leaves:
+            number = first | group().runs & (1 << _RUNS) - 1
+            arrays = move(number, [*map(as_numbers, leaves)] if has_keys else leaves)
+            if not self.is_received:
+                return ()
+            watch().add(Awaited(arrays, self, group().runs))
+            return [*map(as_key, arrays, kinds)] if kinds else arrays
+
+        return run
+
+    def _put(self, passing: Leaves) -> Move:
         shardings = [spec.sharding for spec in passing]
         if is_here(self.source):
-            return lambda leaves: jax.device_put(list(leaves), shardings)
+            return lambda _, leaves: jax.device_put(list(leaves), shardings)
         ghosts = _ghosts(passing, self.source_shardings)
-        return lambda _: jax.device_put(ghosts, shardings)
+        return lambda *_: jax.device_put(ghosts, shardings)
 
-    def _offer(self, passing: Leaves) -> Callable[[Leaves], Leaves]:
-        server, has_values = _server(), [spec.size > 0 for spec in passing]
 
-        def offer(leaves: Leaves) -> Leaves:
-            server.await_pull(self._number(), [*compress(leaves, has_values)])
-            return ()
+def _offer(passing: Leaves) -> Move:
+    """What offers arrays to whoever pulls them."""
+    server, has_values = _server(), [spec.size > 0 for spec in passing]
 
-        return offer
+    def offer(number: int, leaves: Leaves) -> Leaves:
+        server.await_pull(number, [*compress(leaves, has_values)])
+        return ()
 
-    def _pull(self, passing: Leaves) -> Callable[[Leaves], Leaves]:
-        link = _link(self.source.process_index)
-        wanted = [spec if spec.size else None for spec in passing]
-        # What is empty would be awaited for ever.
-        empty = [
-            None if spec.size else jax.device_put(jnp.zeros_like(spec), spec.sharding)
-            for spec in passing
-        ]
+    return offer
 
-        def pull(_: Leaves) -> Leaves:
-            arrays = link.pull(self._number(), wanted)
-            pairs = zip(arrays, empty, strict=True)
-            return [array if none is None else none for array, none in pairs]
 
-        return pull
+def _pull(link: Any, passing: Leaves) -> Move:
+    """What pulls arrays over a link."""
+    wanted = [spec if spec.size else None for spec in passing]
+    # What is empty would be awaited for ever.
+    empty = [
+        None if spec.size else jax.device_put(jnp.zeros_like(spec), spec.sharding)
+        for spec in passing
+    ]
+
+    def pull(number: int, _: Leaves) -> Leaves:
+        pairs = zip(link.pull(number, wanted), empty, strict=True)
+        return [array if none is None else none for array, none in pairs]
+
+    return pull
 
 
 def _as_passing(spec: Any) -> jax.ShapeDtypeStruct:

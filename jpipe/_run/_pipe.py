@@ -109,7 +109,7 @@ class Pipe:
     def graph(self) -> Graph:
         """A graph over its places; with what processes compare of it, in words."""
         ranks = [*map(self._ranks_in_words, self.places)]
-        graph = Graph(self.processes, ranks, self.places)
+        graph = Graph(self.places, ranks)
         if self.copies is not None:
             layers = [layer.name for stage in self.stages for layer in stage.layers]
             text = self.schedule.to_text()

@@ -269,7 +269,7 @@ class Built:
         by_itself = any(a.op == FORWARD and a.stage == stage for a in self.ran)
         return self.stages.kept(stage) if by_itself else None
 
-    @paused
+    @paused()
     def _lowered(self, state: Sequence[int]) -> Program:
         graph = self.pipe.graph()
         params, given = self.arguments(graph)
@@ -279,4 +279,4 @@ class Built:
         # Metrics are in each process; new values of parameters stay where these are.
         count = len(metrics) if loss else 0
         outputs = [*map(graph.everywhere, own[:count]), *own[count:]]
-        return Program(graph, outputs, self.pipe.places)
+        return Program(graph, outputs)

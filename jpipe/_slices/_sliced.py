@@ -263,7 +263,7 @@ class Sliced:
         layout = TreeLayout(pipe, call.specs, owner_stages, shardings, *known)
         return Divided(pipe, stages, layout, cuts)
 
-    @paused
+    @paused()
     def _made(self, params: PyTree, *args: PyTree) -> Divided:
         checks = self._checks
         _variables.check_concrete(jax.tree.leaves((params, args)))

@@ -1,6 +1,7 @@
 """The loss of a mini-batch and its gradients, built for any arguments."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -16,39 +17,32 @@ from .._slices._sliced import Sliced
 PyTree = Any
 
 
+@dataclass(eq=False, repr=False)
 class Gradients:
     """What `value_and_grad` or `train_step` built, to be called many times.
 
-    Args:
+    Attributes:
       objective: the loss.
       trainable: what is trained by it.
       programs: of evaluation and of training.
       outputs: specs of what the loss was given, of traces that were not checked yet.
       axis: where the examples are in an output of one array.
       check_first: what checks the first mini-batch; ``None``: nothing does.
-
-    Attributes:
       unchecked: why the loss was not checked, for print; empty if it was.
     """
 
-    def __init__(
-        self,
-        objective: Objective,
-        trainable: Trainable,
-        programs: Mapping[bool, Sliced],
-        outputs: list[PyTree],
-        axis: Any,
-        check_first: Callable[..., None] | None = None,
-    ) -> None:
-        self.objective, self.trainable = objective, trainable
-        self._programs, self._outputs = programs, outputs
-        self._axis = axis if isinstance(axis, int) else 0
-        self._check_first, self.unchecked = check_first, ""
+    objective: Objective
+    trainable: Trainable
+    programs: Mapping[bool, Sliced]
+    outputs: list[PyTree]
+    axis: Any
+    check_first: Callable[..., None] | None = None
+    unchecked: str = ""
 
     @property
     def last(self) -> Divided | None:
         """What was divided last."""
-        return self._programs[True].last or self._programs[False].last
+        return self.programs[True].last or self.programs[False].last
 
     def is_of(self, objective: Objective, trainable: Any) -> bool:
         """Whether these are the gradients of an objective by all parameters."""
@@ -59,19 +53,20 @@ class Gradients:
         self, variables: PyTree, x: PyTree, targets: PyTree, rngs: Rngs, train: bool
     ) -> Built:
         """What such arguments are for; of a new kind the loss is checked."""
-        built = self._programs[train](variables, x, targets, rngs)
-        if self._outputs:
+        built = self.programs[train](variables, x, targets, rngs)
+        if self.outputs:
             if built.batch.num_parts > 1:
-                objective = self.objective
-                if self._check_first is not None:
-                    self._check_first(variables, x, targets, objective, rngs, train)
-                self._check_loss(objective, built.batch, targets)
-            self._outputs.clear()
+                if self.check_first is not None:
+                    given = variables, x, targets, self.objective, rngs, train
+                    self.check_first(*given)
+                self._check_loss(built.batch, targets)
+            self.outputs.clear()
         return built
 
-    def _check_loss(self, objective: Objective, batch: Batch, targets: PyTree) -> None:
+    def _check_loss(self, batch: Batch, targets: PyTree) -> None:
         """Runs the loss alone, at once and in parts: see `_probe`."""
         first = len(jax.tree.leaves(batch.args[0]))
         axes = batch.axes[first : first + len(jax.tree.leaves(targets))]
-        given = self._outputs[0], targets, axes, batch, self._axis
-        self.unchecked = _probe.check(objective, *given)
+        axis = self.axis if isinstance(self.axis, int) else 0
+        given = self.outputs[0], targets, axes, batch, axis
+        self.unchecked = _probe.check(self.objective, *given)

@@ -9,11 +9,10 @@ import optax
 from .._faults import refuse
 from .._instructions import _transfer
 from .._instructions._bytes import nbytes
-from .._instructions._graph import Graph, Value
 from .._instructions._program import Program
-from .._instructions._sharding import Sharding
+from .._instructions._sharding import WHOLE, Sharding
 from .._layers._stage import shapes
-from .._placed._by_path import ByPath, Leaf, located
+from .._placed._by_path import ByPath, located
 from .._placed._function import PlacedFunction
 from .._run import _signature, _variables
 from .._run._facts import of_layers
@@ -21,6 +20,8 @@ from .._run._pipe import Pipe
 from ._transformation import Transformation, of_init, of_update
 
 PyTree = Any
+# Stages, and shardings there.
+Locations = Sequence[tuple[int, Sharding]]
 
 _BY_HAND = (
     "type pipe.value_and_grad and tx = pipe.optimizer(tx), and call tx.update in a "
@@ -44,11 +45,11 @@ class Optimizer:
       params: specs of the parameters.
       trained: whether each of their leaves is trained.
       pipe: the stages, and where they run.
-      stages: the stage of each leaf.
-      shardings: its sharding there.
+      locations: the stage of each leaf, and its sharding there.
 
     Attributes:
       state: the leaves of the state, as specs, where they belong.
+      update: ``(params, state, grads) -> (params, state)``, of what is trained.
     """
 
     def __init__(
@@ -57,8 +58,7 @@ class Optimizer:
         params: PyTree,
         trained: Sequence[bool],
         pipe: Pipe,
-        stages: Sequence[int],
-        shardings: Sequence[Sharding],
+        locations: Locations,
     ) -> None:
         self._own = own = Transformation(tx, _ADVICE)
 
@@ -75,48 +75,51 @@ class Optimizer:
 
         self._trained, self._pipe = trained, pipe
         self._free = free = _hide_frozen(params, trained)
-        places = [pipe.place(stage) for stage in _selected(stages, trained)]
-        leaves = located(0, free, places, _selected(shardings, trained))
+        own_locations = _selected(locations, trained)
+        where = [(pipe.place(stage), sharding) for stage, sharding in own_locations]
+        leaves = located(0, free, where)
         state = jax.eval_shape(own.init, free)
         self.state = ByPath(leaves).located(1, state)
         self._params, self._form = leaves, _form(state)
-        self._state_at = [(pipe.places[x.place], x.sharding) for x in self.state]
         grads = [leaf._replace(of=2) for leaf in leaves]
         placement = of_update([*leaves, *self.state, *grads])
         specs = [free, state, free]
-        self._update = PlacedFunction(update, specs, placement, "optimizer_update")
+        self.update = PlacedFunction(update, specs, placement, "optimizer_update")
 
     def init(self, params: PyTree) -> PyTree:
         """The optimizer's state for parameters that are in place."""
         graph = self._pipe.graph()
-        if self._pipe.layers:
-            graph.facts |= of_layers(self._pipe, self._free)
-        elif self._pipe.copies is not None:
-            graph.facts |= {"parameters": shapes(self._free)}
+        known = {"parameters": shapes(self._free)}
+        graph.facts |= of_layers(self._pipe, self._free) if self._pipe.layers else known
         function = PlacedFunction(
             self._own.init, [self._free], of_init(self._params), "optimizer_init"
         )
         outputs = function.into(graph, [leaf.argument(graph) for leaf in self._params])
-        program = Program(graph, outputs, self._pipe.places)
+        program = Program(graph, outputs)
         own = _selected(jax.tree.leaves(params), self._trained)
         return jax.tree.unflatten(self._form[0], program(own))
 
-    def check(self, state: PyTree) -> None:
-        """Checks that a state is one of this optimizer, in place.
+    def check_places(self, state: PyTree) -> None:
+        """Checks that a state of this optimizer is in place.
 
         Raises:
           ValueError: if it is not.
         """
-        if _form(state) != self._form:
-            self._refuse(state)
-        pairs = zip(jax.tree.leaves(state), self._state_at, strict=True)
-        if not all(_transfer.is_at(leaf, *where) for leaf, where in pairs):
+        places = self._pipe.places
+        pairs = zip(jax.tree.leaves(state), self.state, strict=True)
+        if not all(_transfer.is_at(x, places[y.place], y.sharding) for x, y in pairs):
             raise ValueError(
                 "state.opt_state is not in place; type state = pipe.place(state)"
             )
 
-    def _refuse(self, state: PyTree) -> None:
-        """Raises with what is different in the state of another optimizer."""
+    def check(self, state: PyTree) -> None:
+        """Checks that a state is one of this optimizer.
+
+        Raises:
+          ValueError: with what is different, if it is that of another one.
+        """
+        if _form(state) == self._form:
+            return
         other = "{path}: given {found}, needs {wanted}"
         own = jax.tree.unflatten(self._form[0], [leaf.value for leaf in self.state])
         faults = _variables.differences(_kinds(own), _kinds(state), other)
@@ -135,31 +138,6 @@ class Optimizer:
                 * is_selected
             )
         refuse(title, faults or ["its leaves are in other containers"])
-
-    def update(
-        self,
-        graph: Graph,
-        grads: Sequence[Value],
-        state: Sequence[Value],
-        params: Sequence[Value],
-    ) -> tuple[list[Value], list[Value]]:
-        """Writes one update into a graph.
-
-        Args:
-          graph: the graph.
-          grads: the gradients of the trainable leaves, in order.
-          state: the leaves of the optimizer's state.
-          params: all leaves of the parameters, in order.
-
-        Returns:
-          All leaves of the new parameters, and those of the new state.
-        """
-        free = _selected(params, self._trained)
-        results = self._update.into(graph, [*free, *state, *grads])
-        new = iter(results)
-        pairs = zip(params, self._trained, strict=True)
-        leaves = [next(new) if yes else leaf for leaf, yes in pairs]
-        return leaves, [*new]
 
 
 def state_bytes(
@@ -180,9 +158,8 @@ def state_bytes(
     """
     free = _hide_frozen(params, trained)
     state = jax.eval_shape(Transformation(tx, _ADVICE).init, free)
-    flat = jax.tree_util.tree_leaves_with_path(free)
-    pairs = zip(flat, _selected(layers, trained), strict=True)
-    like = ByPath([Leaf(0, path, leaf, layer) for (path, leaf), layer in pairs])
+    own = [(layer, WHOLE) for layer in _selected(layers, trained)]
+    like = ByPath(located(0, free, own))
     found = [0] * count
     for leaf in like.located(1, state):
         found[leaf.place] += nbytes(leaf.value)
@@ -190,11 +167,7 @@ def state_bytes(
 
 
 def place_state(
-    state: PyTree,
-    params: PyTree,
-    pipe: Pipe,
-    stages: Sequence[int],
-    shardings: Sequence[Sharding],
+    state: PyTree, params: PyTree, pipe: Pipe, locations: Locations
 ) -> PyTree:
     """Puts an optimizer's state where its parameters belong.
 
@@ -202,13 +175,13 @@ def place_state(
       state: the state, on the host or any devices.
       params: the parameters.
       pipe: the stages, and where they run.
-      stages: the stage of each leaf of the parameters.
-      shardings: its sharding there.
+      locations: the stage of each leaf of the parameters, and its sharding there.
 
     Returns:
       The same values; what belongs to no parameter is on the first device.
     """
-    like = ByPath(located(0, params, [*map(pipe.place, stages)], shardings))
+    where = [(pipe.place(stage), sharding) for stage, sharding in locations]
+    like = ByPath(located(0, params, where))
     placed = [
         _transfer.put_one(leaf.value, pipe.places[leaf.place], leaf.sharding)
         for leaf in like.located(1, state)
@@ -240,13 +213,9 @@ def _with_gaps(tree: PyTree) -> Any:
 
 def _kinds(state: PyTree) -> dict[str, str]:
     """The shape and dtype of each leaf of a state, by its path."""
-    flat = jax.tree_util.tree_leaves_with_path(state)
-    kinds = _signature.shapes(leaf for _, leaf in flat)
     return {
-        f"opt_state{jax.tree_util.keystr(path)}": (
-            f"a Python {dtype.__name__}"
-            if shape is None
-            else f"{dtype}[{','.join(map(str, shape))}]"
-        )
-        for (path, _), (shape, dtype) in zip(flat, kinds, strict=True)
+        f"opt_state{jax.tree_util.keystr(path)}": shapes(leaf)
+        if hasattr(leaf, "shape")
+        else f"a Python {type(leaf).__name__}"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
     }

@@ -1,40 +1,39 @@
 """The state of training."""
 
+import operator
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 from flax import serialization
 
+from .._faults import refuse
+from .._instructions._program import Program
 from .._processes._keys import as_key, as_numbers
 from .._run import _variables
 
 PyTree = Any
 
-# Of the leaves that a state lacks or has too many, how many an error lists.
-SHOWN = 4
 
-
-class Made:
+class Made(NamedTuple):
     """What a step knows of a state that it returned, as long as nobody changes that.
 
-    Args:
+    Attributes:
       by: the step, whose programs the state does not keep alive.
       form: what its leaves are like.
       leaves: the leaves.
     """
 
-    def __init__(self, by: Any, form: int, leaves: Sequence[Any]) -> None:
-        self._by = weakref.ref(by)
-        self.form = form
-        self.leaves = leaves
+    by: weakref.ref[Any]
+    form: int
+    leaves: Sequence[Any]
 
-    @property
-    def by(self) -> Any:
-        """The step; ``None`` if it is no longer there."""
-        return self._by()
+    def is_of(self, step: Any, leaves: Sequence[Any]) -> bool:
+        """Whether it is that of a step and of these arrays."""
+        same = self.by() is step and len(leaves) == len(self.leaves)
+        return same and all(map(operator.is_, leaves, self.leaves))
 
 
 @jax.tree_util.register_dataclass
@@ -79,7 +78,7 @@ class TrainState:
                 changes[name] = tuple(changes[name])
         new = replace(self, **changes)
         if "opt_state" not in changes:
-            note_chosen(new, self.chosen)
+            note(new, chosen=self.chosen)
         return new
 
     @property
@@ -88,80 +87,59 @@ class TrainState:
         return _variables.merge(self.params, self.model_state)
 
 
-def note_made(state: TrainState, made: Made) -> None:
-    """Notes what a step knows of a state that it returns; it is not a part of it."""
-    object.__setattr__(state, "made", made)
-
-
-def note_chosen(state: TrainState, chosen: Sequence[bool] | None) -> None:
-    """Notes which parameters a state was made to train; it is not a part of it."""
-    object.__setattr__(state, "chosen", chosen)
+def note(state: TrainState, **known: Any) -> None:
+    """Notes what is known of a state and no part of it: ``made``, ``chosen``."""
+    vars(state).update(known)
 
 
 def become(state: TrainState, other: TrainState) -> None:
     """Makes one state what another is, as if its variable had been assigned."""
-    for field in fields(state):
-        object.__setattr__(state, field.name, getattr(other, field.name))
-    object.__setattr__(state, "made", other.made)
-    object.__setattr__(state, "chosen", other.chosen)
+    vars(state).update(vars(other))
 
 
 def _to_state_dict(state: TrainState) -> dict[str, Any]:
     """What `flax.serialization` saves: keys as the numbers that they are made of."""
     plain = jax.tree.map(as_numbers, state)
-    return {
-        field.name: serialization.to_state_dict(getattr(plain, field.name))
-        for field in fields(state)
-    }
+    return serialization.to_state_dict(plain.__getstate__())
 
 
 def _from_state_dict(like: TrainState, saved: Mapping[str, Any]) -> TrainState:
-    names = [field.name for field in fields(like)]
-    if set(saved) != set(names):
+    own = like.__getstate__()
+    if set(saved) != set(own):
         raise ValueError(
-            f"no TrainState was saved here: its fields are {', '.join(names)}; these "
+            f"no TrainState was saved here: its fields are {', '.join(own)}; these "
             f"are {', '.join(saved) or 'none'}"
         )
-    restored: dict[str, Any] = {
-        name: serialization.from_state_dict(getattr(like, name), saved[name], name)
-        for name in names
-    }
+    restored: dict[str, Any] = serialization.from_state_dict(own, dict(saved))
     state = jax.tree.map(as_key, TrainState(**restored), like)
-    note_chosen(state, like.chosen)
+    note(state, chosen=like.chosen)
     return state
 
 
 serialization.register_serialization_state(TrainState, _to_state_dict, _from_state_dict)
 
 
-def check_apart(state: TrainState, donated: frozenset[int]) -> None:
+def check_apart(state: TrainState, program: Program) -> None:
     """Checks that no array that a step overwrites stands in a state twice.
 
     Args:
       state: the state.
-      donated: the numbers of the leaves that are overwritten.
+      program: what the step runs, whose first arguments are its leaves.
 
     Raises:
       ValueError: with where it stands, if one does.
     """
-    trees = state.params, state.model_state, state.opt_state
-    leaves = jax.tree.leaves(trees)
+    leaves = jax.tree.leaves(state)
     if len(set(map(id, leaves))) == len(leaves):
         return
-    names = "params", "model_state", "opt_state"
-    flat = [
-        (f"state.{name}{jax.tree_util.keystr(path)}", leaf)
-        for name, tree in zip(names, trees, strict=True)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    ]
-    twice = _variables.twice(flat, [i in donated for i in range(len(flat))])
-    if not twice:
-        return
-    raise ValueError(
+    paths = jax.tree_util.tree_leaves_with_path(state)
+    flat = [(f"state{jax.tree_util.keystr(path)}", leaf) for path, leaf in paths]
+    donated = {slot for each in program.instructions for slot in each.donates}
+    refuse(
         "a step overwrites its state, in which an array stands twice; copy one, as in "
         "jax.tree.map(jnp.copy, tree), or build the step with "
-        "pipe.train_step(..., donate=False):\n"
-        + "\n".join(f"  * {each}" for each in twice)
+        "pipe.train_step(..., donate=False)",
+        _variables.twice(flat, [i in donated for i in range(len(flat))]),
     )
 
 
@@ -185,17 +163,14 @@ def check_chosen(state: TrainState, trained: Sequence[bool]) -> None:
         for (path, _), chosen, yes in zip(flat, state.chosen, trained, strict=True)
         if yes and not chosen
     ]
-    if more:
-        rest = len(more) - SHOWN
-        raise ValueError(
-            "the state was made to train other parameters, and this step would train "
-            + ", ".join(more[:SHOWN])
-            + (f", and {rest} more" if rest > 0 else "")
-            + "; give the same trainable= to Pipeline.init_train_state and "
-            "Pipeline.train_step, or, to train them from here on, go on with a state "
-            "made for that: pipe.init_train_state(key, x, tx, variables="
-            "state.variables).replace(step=state.step, rng=state.rng)"
-        )
+    refuse(
+        "the state was made to train other parameters, and this step would train some "
+        "more; give the same trainable= to Pipeline.init_train_state and "
+        "Pipeline.train_step, or, to train them from here on, go on with a state made "
+        "for that: pipe.init_train_state(key, x, tx, variables=state.variables)"
+        ".replace(step=state.step, rng=state.rng)",
+        more,
+    )
 
 
 def check_state(state: Any, by_layer: bool = True) -> None:
@@ -215,7 +190,7 @@ def check_state(state: Any, by_layer: bool = True) -> None:
             f"Pipeline.init_train_state or an earlier step returned"
         )
     faults = [
-        f"state.{name} is a {type(entries).__name__}"
+        f"state.{name} is a {type(entries).__name__}, not a tuple"
         for name in ("params", "model_state")
         if by_layer and not isinstance(entries := getattr(state, name), tuple)
     ]
@@ -224,8 +199,8 @@ def check_state(state: Any, by_layer: bool = True) -> None:
             f"state.params has {len(state.params)} entries, state.model_state "
             f"{len(state.model_state)}"
         )
-    if faults:
-        raise ValueError(
-            f"{'; '.join(faults)}: each is a tuple with one entry per layer, {{}} "
-            f"where a layer has none; type state.replace(params=tuple(params))"
-        )
+    refuse(
+        "state.params and state.model_state are tuples with one entry per layer, {} "
+        "where a layer has none; type state.replace(params=tuple(params))",
+        faults,
+    )

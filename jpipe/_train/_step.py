@@ -1,7 +1,8 @@
 """The training step: gradients of a mini-batch, then one update."""
 
-import operator
+import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -26,20 +27,19 @@ from ._state import (
     check_apart,
     check_chosen,
     check_state,
-    note_chosen,
-    note_made,
+    note,
 )
-from ._transformation import check_optimizer
 
 PyTree = Any
 # To a type checker it has no attributes.
 _config: Any = jax.config
 
 
+@dataclass(eq=False, repr=False)
 class TrainStep:
     """``step(state, x, targets) -> (state, metrics)``; made by `Pipeline.train_step`.
 
-    Args:
+    Attributes:
       gradients: of its loss: what is built for variables, an input, targets, a key, and
         whether to train.
       tx: the optimizer.
@@ -49,21 +49,14 @@ class TrainStep:
       by_layer: whether states have an entry for each layer.
     """
 
-    def __init__(
-        self,
-        gradients: Callable[..., Built],
-        tx: optax.GradientTransformation,
-        *,
-        has_aux: bool,
-        feed: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
-        donate: bool,
-        by_layer: bool = True,
-    ) -> None:
-        self._gradients = gradients
-        self._feed, self._by_layer = feed, by_layer
-        self._tx = check_optimizer(tx)
-        self._has_aux = has_aux
-        self._donate = donate
+    gradients: Callable[..., Built]
+    tx: optax.GradientTransformation
+    has_aux: bool
+    feed: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
+    donate: bool
+    by_layer: bool
+
+    def __post_init__(self) -> None:
         self._optimizers: dict[Any, Optimizer] = {}
         self._compiled: dict[Any, _Compiled] = {}
         # The structure and the kinds of the leaves of states that were checked.
@@ -103,12 +96,11 @@ class TrainStep:
         self, taken: list[TrainState], state: TrainState, x: PyTree, targets: PyTree
     ) -> tuple[TrainState, dict[str, Any]]:
         """Takes one step; ``taken`` receives the new state before it is returned."""
-        check_state(state, self._by_layer)
-        x, targets = self._feed(x, targets)
-        trees = state.params, state.model_state, state.opt_state
-        leaves, tree = jax.tree.flatten((trees, state.rng, state.step))
+        check_state(state, self.by_layer)
+        x, targets = self.feed(x, targets)
+        leaves, tree = jax.tree.flatten(state)
         known = state.made
-        if known and known.by is self and _are(leaves, known.leaves):
+        if known and known.is_of(self, leaves):
             form = known.form
         else:
             known, form = None, self.form(tree, leaves)
@@ -118,24 +110,22 @@ class TrainStep:
             _variables.check_concrete(leaves)
             own = [leaves[i] for i in compiled.order]
             compiled.gradient.layout.check(own, "state")
-            compiled.optimizer.check(state.opt_state)
+            compiled.optimizer.check_places(state.opt_state)
             check_chosen(state, compiled.gradient.layout.trained)
-            check_apart(state, compiled.donated)
+            check_apart(state, compiled.program)
         batch = jax.tree.leaves((x, targets))
         _variables.check_concrete(batch)
         with Interrupts() as interrupts:
             outputs = compiled.program(leaves + batch, overwriting=interrupts.hold)
-            new, metrics = compiled.result(outputs, self)
-            note_chosen(new, state.chosen)
+            new, metrics = compiled.result(outputs, self, state.chosen)
             taken.append(new)
         return new, metrics
 
     @outside_of_meshes
     def program(self, state: TrainState, x: PyTree, targets: PyTree) -> Program:
         """What a call with such arguments runs."""
-        check_state(state, self._by_layer)
-        trees = state.params, state.model_state, state.opt_state
-        leaves, tree = jax.tree.flatten((trees, state.rng, state.step))
+        check_state(state, self.by_layer)
+        leaves, tree = jax.tree.flatten(state)
         return self._compile(self.form(tree, leaves), state, x, targets).program
 
     def form(self, tree: Any, leaves: Sequence[Any]) -> int:
@@ -149,7 +139,7 @@ class TrainStep:
 
         What was overwritten when it failed could not be given back.
         """
-        return self._donate and not (_config.jax_debug_nans or _config.jax_debug_infs)
+        return self.donate and not (_config.jax_debug_nans or _config.jax_debug_infs)
 
     def _compile(
         self, form: int, state: TrainState, x: PyTree, targets: PyTree
@@ -166,13 +156,14 @@ class TrainStep:
         signature = kind, _signature.of(x, targets)
         known = self._compiled
         if signature not in known:
-            gradient = self._gradients(state.variables, x, targets, state.rng, True)
+            gradient = self.gradients(state.variables, x, targets, state.rng, True)
             # A batch of another size needs another gradient, not another optimizer.
             if kind not in self._optimizers:
-                self._optimizers[kind] = _optimizer(self._tx, state, gradient)
+                self._optimizers[kind] = _optimizer(self.tx, state, gradient)
             optimizer = self._optimizers[kind]
+            optimizer.check(state.opt_state)
             known[signature] = _Compiled(
-                gradient, optimizer, state, self._has_aux, self._may_donate()
+                gradient, optimizer, state, self.has_aux, self._may_donate()
             )
         return known[signature]
 
@@ -180,16 +171,11 @@ class TrainStep:
 class _Compiled:
     """A step for one kind of state and batch, as one program.
 
-    The leaves of a state count parameters first, then the other collections; those of
-    variables count layer by layer.
-
     Attributes:
       gradient: of the mini-batch.
       optimizer: what makes an update of it.
-      order: the positions of the leaves of the variables among those of a state.
-      donated: the numbers of the slots that are overwritten, arguments first.
-      program: ``(*params, *model_state, *opt_state, rng, step, *x, *targets)`` to
-        ``(*params, *model_state, *opt_state, rng, step, loss, *aux)``.
+      order: the numbers that the leaves of the variables have among those of a state.
+      program: ``(*state, *x, *targets)`` to ``(*state, loss, *aux)``.
     """
 
     def __init__(
@@ -200,66 +186,57 @@ class _Compiled:
         has_aux: bool,
         donate: bool,
     ) -> None:
-        self.gradient = gradient
-        self.optimizer = optimizer
-        self._has_aux = has_aux
-        self.order = _order(state)
-        trees = state.params, state.model_state, state.opt_state
-        self._tree = jax.tree.structure((trees, state.rng, state.step))
+        self.gradient, self.optimizer, self._has_aux = gradient, optimizer, has_aux
+        self._tree = jax.tree.structure(state)
+        numbers = jax.tree.unflatten(self._tree, range(self._tree.num_leaves))
+        self.order = jax.tree.leaves(numbers.variables)
         self._form: int | None = None
-        self._num_params = len(jax.tree.leaves(state.params))
-        self.program = self._lowered(donate, state.rng, state.step)
-        self.donated = frozenset(
-            slot
-            for instruction in self.program.instructions
-            for slot in instruction.donates
-        )
+        self.program = self._lowered(donate, numbers, state.rng, state.step)
 
-    @paused
-    def _lowered(self, donate: bool, rng: Any, step: Any) -> Program:
-        gradient, optimizer = self.gradient, self.optimizer
+    @paused()
+    def _lowered(self, donate: bool, numbers: Any, rng: Any, step: Any) -> Program:
+        gradient, layout = self.gradient, self.gradient.layout
         graph = gradient.pipe.graph()
-        own = gradient.layout.specs
-        position = {at: i for i, at in enumerate(self.order)}
-        shardings = gradient.layout.shardings
-        pool = [
-            graph.argument(*own[position[at]], donate, shardings[position[at]])
-            for at in range(len(self.order))
-        ]
-        opt_state = [leaf.argument(graph, donate) for leaf in optimizer.state]
+        params, opt_state = map(jax.tree.leaves, (numbers.params, numbers.opt_state))
         key, number = (_jaxpr.spec(jax.typeof(leaf)) for leaf in (rng, step))
-        first = gradient.pipe.place(0)
-        given = [graph.argument(spec, OUTSIDE) for spec in (key, number)]
+        # The arguments of `Graph.argument`, by the number of a leaf of the state.
+        leaves: dict[int, Any] = {numbers.rng: (key, OUTSIDE)}
+        leaves[numbers.step] = number, OUTSIDE
+        for i, spec, at in zip(self.order, layout.specs, layout.shardings, strict=True):
+            leaves[i] = *spec, donate, at
+        for i, leaf in zip(opt_state, self.optimizer.state, strict=True):
+            leaves[i] = leaf.value, leaf.place, donate, leaf.sharding
+        state = [graph.argument(*leaves[i]) for i in sorted(leaves)]
         x, targets, _ = gradient.batch.args
         specs = jax.tree.leaves((x, targets))
         batch = [graph.argument(spec, OUTSIDE) for spec in specs]
         advance = Function("advance", _advance, [key, number])
-        rngs, after = graph.call_everywhere(advance, first, given)
-        variables = [pool[i] for i in self.order]
+        given = [state[numbers.rng], state[numbers.step]]
+        rngs, after = graph.call_everywhere(advance, gradient.pipe.place(0), given)
+        variables = [state[i] for i in self.order]
         loss, aux, grads, changed = gradient.into(graph, variables, [*batch, rngs])
-        count = self._num_params
-        free = [grads[position[i]] for i in range(count) if position[i] in grads]
-        params, opt_state = optimizer.update(graph, free, opt_state, pool[:count])
-        new = [*params, *pool[count:]]
+        free = [i for i, yes in zip(params, layout.trained, strict=True) if yes]
+        reads = [state[i] for i in (*free, *opt_state)]
+        reads += [grads[i] for i in layout.params if i in grads]
+        new: dict[int, Any] = dict(enumerate(state))
+        updated = self.optimizer.update.into(graph, reads)
+        new |= zip([*free, *opt_state], updated, strict=True)
         for leaf, value in changed.items():
             new[self.order[leaf]] = value
-        metrics = map(graph.everywhere, [after, *graph.own([*loss, *aux])])
-        outputs = [*new, *opt_state, given[0], *metrics]
-        return Program(graph, outputs, gradient.pipe.places)
+        new[numbers.step] = graph.everywhere(after)
+        metrics = map(graph.everywhere, graph.own([*loss, *aux]))
+        return Program(graph, [*new.values(), *metrics])
 
     def result(
-        self, leaves: Sequence[Any], by: "TrainStep"
+        self, leaves: Sequence[Any], by: "TrainStep", chosen: Sequence[bool] | None
     ) -> tuple[TrainState, dict[str, Any]]:
         """What a step returns, of the outputs of its program."""
         count = self._tree.num_leaves
         held = leaves[:count]
-        (params, model_state, opt_state), rng, step = jax.tree.unflatten(
-            self._tree, held
-        )
-        state = TrainState(step, params, opt_state, model_state, rng)
+        state = jax.tree.unflatten(self._tree, held)
         if self._form is None:  # that of what was given, but for weak types
             self._form = by.form(self._tree, held)
-        note_made(state, Made(by, self._form, held))
+        note(state, made=Made(weakref.ref(by), self._form, held), chosen=chosen)
         metrics = {"loss": leaves[count]}
         if self._has_aux:
             aux = leaves[count + 1 :]
@@ -267,32 +244,13 @@ class _Compiled:
         return state, metrics
 
 
-def _order(state: TrainState) -> list[int]:
-    """Where the leaves of the variables are, among parameters and then the rest."""
-    leaves, tree = jax.tree.flatten((state.params, state.model_state))
-    params, rest = jax.tree.unflatten(tree, range(len(leaves)))
-    numbered = TrainState(state.step, params, (), rest, state.rng)
-    return jax.tree.leaves(numbered.variables)
-
-
 def _optimizer(
     tx: optax.GradientTransformation, state: TrainState, gradient: Built
 ) -> Optimizer:
     """The optimizer of the parameters of a state."""
     specs, layout = _microbatch.specs(state.params, "params"), gradient.layout
-    count = len(jax.tree.leaves(specs))
-    at = {leaf: i for i, leaf in enumerate(_order(state))}
-    leaves = [at[leaf] for leaf in range(count)]
-    where = (
-        [layout.owner_stages[i] for i in leaves],
-        [layout.shardings[i] for i in leaves],
-    )
-    return Optimizer(tx, specs, layout.trained, gradient.pipe, *where)
-
-
-def _are(leaves: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether these are those arrays."""
-    return len(leaves) == len(others) and all(map(operator.is_, leaves, others))
+    where = [(layout.owner_stages[i], layout.shardings[i]) for i in layout.params]
+    return Optimizer(tx, specs, layout.trained, gradient.pipe, where)
 
 
 def _advance(rng: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:

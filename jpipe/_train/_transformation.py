@@ -15,7 +15,7 @@ from .._instructions._graph import NOWHERE
 from .._instructions._transfer import Device
 from .._placed._by_path import ByPath, Leaf
 from .._placed._function import Placement, where_computed
-from .._placed._jit import Jitted, Rule, Static
+from .._placed._jit import Jitted, Static
 
 PyTree = Any
 
@@ -63,9 +63,9 @@ class Transformation:
         self, grads: PyTree, state: PyTree, params: PyTree, /, **extra: Any
     ) -> tuple[PyTree, PyTree]:
         """The updates of the parameters, and the new state."""
-        free = None if params is None else _floating(params)
-        with _gaps_explained(grads), _explained(self._advice):
-            updates, state = self._tx.update(_floating(grads), state, free, **extra)
+        free = _floating(grads), state, _floating(params)
+        with _explained(self._advice, grads):
+            updates, state = self._tx.update(*free, **extra)
         return _with_integers(updates, grads, params), state
 
 
@@ -79,17 +79,16 @@ def optimizer(
         "name: tx.update(grads, state, params, value=loss)",
     )
 
-    def jitted(name: str, rule: Rule) -> Jitted:
-        names = f"optimizer_{name}", f"raised by tx.{name}"
-        return Jitted(getattr(transformation, name), devices, *names, rule=rule)
-
-    init, update_all = jitted("init", of_init), jitted("update", of_update)
+    names = "optimizer_init", "raised by tx.init"
+    init = Jitted(transformation.init, devices, *names, rule=of_init)
+    names = "optimizer_update", "raised by tx.update"
+    update_all = Jitted(transformation.update, devices, *names, rule=of_update)
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, PyTree]:
         given = {
-            name: Static.of(value) if _is_function(value) else value
+            name: Static(type(value), value) if _is_function(value) else value
             for name, value in extra.items()
         }
         return update_all(updates, state, params, **given)
@@ -122,7 +121,7 @@ def of_update(leaves: Sequence[Leaf]) -> Placement:
 
 
 def _floating(tree: PyTree) -> PyTree:
-    """The tree with nothing in place of integers."""
+    """The tree with nothing in place of integers; that of nothing is nothing."""
     return jax.tree.map(lambda leaf: leaf if is_inexact(leaf) else None, tree)
 
 
@@ -146,35 +145,27 @@ def _with_integers(updates: PyTree, grads: PyTree, params: PyTree) -> PyTree:
 
 
 @contextmanager
-def _gaps_explained(grads: PyTree) -> Iterator[None]:
-    """Explains what to give with gradients that are None, where an optimizer fails."""
-    try:
-        yield
-    except ValueError as error:
-        flat = jax.tree_util.tree_leaves_with_path(grads, is_leaf=lambda g: g is None)
-        gaps = [f"grads{keystr(path)}" for path, leaf in flat if leaf is None]
-        if not gaps or "structure" not in str(error):  # as `jax.tree.map` words it
-            raise
-        raise ValueError(
-            f"{len(gaps)} gradients are None, as trainable= leaves them: {gaps[0]} is "
-            f"the first; give parameters and a state with the same gaps: free = "
-            f"jax.tree.map(lambda g, p: None if g is None else p, grads, params, "
-            f"is_leaf=lambda g: g is None), opt_state = tx.init(free), and "
-            f"tx.update(grads, opt_state, free)"
-        ) from error
-
-
-@contextmanager
-def _explained(missing: str) -> Iterator[None]:
+def _explained(missing: str, grads: PyTree = ()) -> Iterator[None]:
     """Adds to an error of an optimizer what to type.
 
     Args:
       missing: the same, where it needs more arguments.
+      grads: the gradients that it is given, some of which may be ``None``.
     """
     try:
         yield
     except Exception as error:
         text = str(error)
+        flat = jax.tree_util.tree_leaves_with_path(grads, is_leaf=lambda g: g is None)
+        gaps = [f"grads{keystr(path)}" for path, leaf in flat if leaf is None]
+        if gaps and "structure" in text:  # as `jax.tree.map` words it
+            raise ValueError(
+                f"{len(gaps)} gradients are None, as trainable= leaves them: {gaps[0]} "
+                f"is the first; give parameters and a state with the same gaps: free = "
+                f"jax.tree.map(lambda g, p: None if g is None else p, grads, params, "
+                f"is_leaf=lambda g: g is None), opt_state = tx.init(free), and "
+                f"tx.update(grads, opt_state, free)"
+            ) from error
         is_missing = isinstance(error, TypeError) and "missing" in text
         if is_missing or "must be provided" in text:  # as optax words it
             error.add_note(missing)

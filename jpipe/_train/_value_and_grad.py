@@ -1,6 +1,7 @@
 """The loss of a mini-batch and its gradients, in the structures that users hold."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -16,27 +17,23 @@ from ._gradients import Gradients
 PyTree = Any
 
 
+@dataclass(eq=False, repr=False)
 class ValueAndGrad:
     """``f(variables, x, targets)``: see `Pipeline.value_and_grad`, which makes it.
 
-    Args:
+    Attributes:
       gradients: of its loss.
       has_aux: whether the loss function returns something besides the loss.
       has_state: whether what training changes besides parameters is returned too.
       feed: gives what this process has to know of an input, targets and keys.
+      has_warned: whether it has warned of what it does not return.
     """
 
-    def __init__(
-        self,
-        gradients: Gradients,
-        *,
-        has_aux: bool,
-        has_state: bool,
-        feed: Callable[..., tuple[PyTree, PyTree]],
-    ) -> None:
-        self._gradients, self._feed = gradients, feed
-        self._has_aux, self._has_state = has_aux, has_state
-        self._has_warned = False
+    gradients: Gradients
+    has_aux: bool
+    has_state: bool
+    feed: Callable[..., tuple[PyTree, PyTree]]
+    has_warned: bool = False
 
     @outside_of_meshes
     def __call__(
@@ -66,9 +63,9 @@ class ValueAndGrad:
           ValueError: if batch, targets or variables do not fit.
           TypeError: if the loss function does not return what was agreed.
         """
-        x, targets = self._feed(x, targets, rngs)
-        built = self._gradients(variables, x, targets, rngs, train)
-        program = built.program_with_state if self._has_state else built.program
+        x, targets = self.feed(x, targets, rngs)
+        built = self.gradients(variables, x, targets, rngs, train)
+        program = built.program_with_state if self.has_state else built.program
         loss, *rest = program(built.given(variables, (x, targets, rngs)))
         found = iter(rest)
         aux = [next(found) for _ in range(built.aux_tree.num_leaves)]
@@ -78,13 +75,13 @@ class ValueAndGrad:
             next(found) if trained else self._without(leaves[at])
             for at, trained in zip(layout.params, layout.trained, strict=True)
         ]
-        extra = [built.aux_tree.unflatten(aux)] if self._has_aux else []
-        if self._has_state:
+        extra = [built.aux_tree.unflatten(aux)] if self.has_aux else []
+        if self.has_state:
             for at in built.state:
                 leaves[at] = next(found)
             extra.append(_variables.model_state(tree.unflatten(leaves)))
-        elif built.written and not self._has_warned:
-            self._has_warned = True
+        elif built.written and not self.has_warned:
+            self.has_warned = True
             at = [at for at, _ in built.written]
             _warn_of_state(_variables.collections(variables, at))
         value = (loss, *extra) if extra else loss
@@ -102,15 +99,15 @@ class ValueAndGrad:
         train: bool = True,
     ) -> Program:
         """What a call with such arguments runs."""
-        built = self._gradients(variables, x, targets, rngs, train)
-        return built.program_with_state if self._has_state else built.program
+        built = self.gradients(variables, x, targets, rngs, train)
+        return built.program_with_state if self.has_state else built.program
 
     def _without(self, leaf: Any) -> Any:
         """What stands for the gradient of a leaf that has none.
 
         Where ``trainable`` was left out, that of `jax.grad` for integers.
         """
-        if not self._gradients.trainable.selects_all:
+        if not self.gradients.trainable.selects_all:
             return None
         return np.zeros(leaf.shape, jax.dtypes.float0)
 

@@ -20,12 +20,12 @@ def function(run, *specs, name="function"):
 
 def arguments(count, place=0, donated=False):
     """A graph with so many arguments."""
-    graph = Graph()
+    graph = Graph(jax.devices()[:2])
     return graph, [graph.argument(SPEC, place, donated) for _ in range(count)]
 
 
 def program(graph, outputs):
-    return Program(graph, outputs, jax.devices()[:2])
+    return Program(graph, outputs)
 
 
 def leaf(number, place=0):

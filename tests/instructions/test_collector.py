@@ -10,12 +10,12 @@ import pytest
 from jpipe._instructions._collector import paused
 
 
-@paused
+@paused()
 def enabled():
     return gc.isenabled()
 
 
-@paused
+@paused()
 def fails():
     raise KeyError
 

@@ -69,7 +69,8 @@ def test_batches_arrive_first_each_place_at_one_stroke():
 
 def test_what_is_sent_to_another_process_is_neither_argument_nor_output():
     """The next program may overwrite these before they have left."""
-    graph = Graph(processes=[0, 1])
+    graph = Graph(jax.devices()[:2])
+    graph.processes = [0, 1]
     x = graph.argument(SPEC, 0, donated=True)
     (y,) = graph.call(DOUBLE, 0, [x])
     (there,) = graph.call(ADD, 1, [x, y])
@@ -83,7 +84,7 @@ def test_what_is_sent_to_another_process_is_neither_argument_nor_output():
 
 
 def test_equal_constants_are_one_in_a_place():
-    graph = Graph()
+    graph = Graph(jax.devices()[:2])
     one = graph.constant(np.float32(1), 0)
     assert graph.constant(np.float32(1), 0) == one
     others = [np.float32(2), np.int32(1), np.ones(1, np.float32)]

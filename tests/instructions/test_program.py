@@ -114,7 +114,7 @@ class TestDonation:
 
     def test_not_of_keys(self):
         key = jax.eval_shape(lambda: jax.random.key(0))
-        graph = Graph()
+        graph = Graph(jax.devices()[:2])
         x = graph.argument(key, 0, donated=True)
         split = function(lambda key: [jax.random.split(key)[0]], key)
         assert donated(graph, graph.call(split, 0, [x])) == [0]

@@ -210,8 +210,8 @@ SLICES = [
 TRAIN = [
     (
         "_optimizer",
-        "pipe.place(stage) for stage in _selected",
-        "pipe.place(0) for stage in _selected",
+        "(pipe.place(stage), sharding) for stage, sharding in own",
+        "(pipe.place(0), sharding) for stage, sharding in own",
     ),
     ("_transformation", "else jnp.zeros_like(leaf)", "else jnp.ones_like(leaf)"),
     ("_step", "_rng.step_key(rng, step), step + 1", "_rng.step_key(rng, step), step"),

@@ -8,6 +8,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import linen as nn
 from jax.sharding import SingleDeviceSharding
@@ -45,6 +46,42 @@ def test_a_guard_of_transfers_lets_explicit_moves_of_a_step_pass(built):
         pytest.raises(Exception, match="Disallowed device-to-device transfer"),
     ):
         gradient(*given)
+
+
+def in_numpy(shape):
+    """Ones in memory that JAX on CPU would take as it is: of 64 bytes each."""
+    size = int(np.prod(shape)) * 4
+    memory = np.zeros(size + 64, np.uint8)
+    first = -memory.ctypes.data % 64
+    leaf = memory[first : first + size].view(np.float32).reshape(shape)
+    leaf[...] = 1
+    return leaf
+
+
+@pytest.mark.parametrize("kind", ["layers", "model", "function"])
+def test_what_is_placed_does_not_change_with_memory_of_numpy(kind):
+    """Which its owner fills anew; a state of an optimizer neither."""
+    x, layers = jnp.ones((4, 8)), [nn.Dense(8), nn.Dense(8)]
+    if kind == "function":
+        tree = {"w": in_numpy((8, 8))}
+        grad_fn = jpipe.value_and_grad(
+            lambda p, x: jnp.mean(x @ p["w"]), 2, num_stages=1
+        )
+        placed = grad_fn.place(tree, x)
+    else:
+        pipe = jpipe.pipeline(layers, 2)
+        if kind == "model":
+            pipe = jpipe.pipeline(nn.Sequential(layers), 2, num_stages=2)
+        made = pipe.init_train_state(jax.random.key(0), x, optax.adam(0.1))
+        trees = made.params, made.opt_state
+        trees = jax.tree.map(lambda leaf: in_numpy(leaf.shape), trees)
+        tree = made.replace(params=trees[0], opt_state=trees[1])
+        placed = pipe.place(tree, x)
+    before = jax.tree.map(np.copy, ref.on_host(placed))
+    for leaf in jax.tree.leaves(tree):
+        if isinstance(leaf, np.ndarray):
+            leaf[...] = 7
+    ref.assert_equal(placed, before)
 
 
 def test_typed_keys_travel_between_stages():
