@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
-from ..schedules import Timeline
+from ..schedules import Action, Timeline
 from ..schedules._units import share
 from . import _palette as palette
-from ._frame import LABEL, Frame, peak_label, since_start
+from ._frame import LABEL, Frame, peak_label
 from ._shapes import Path, Rect, Shape, Text, centred, shortened, text_width
 
 TITLE = 13.0
@@ -40,13 +40,19 @@ def summary(timeline: Timeline, frame: Frame) -> str:
 def gaps(timeline: Timeline, rank: int) -> Iterator[tuple[float, float]]:
     """When a rank waits, from when to when after the first start."""
     now = 0.0
-    busy = [since_start(timeline, action) for action in timeline.rows[rank]]
+    busy = [_times(timeline, action) for action in timeline.rows[rank]]
     for start, end in sorted([*busy, *_exchanges(timeline, rank)]):
         if start > now:
             yield now, start
         now = max(now, end)
     if now < timeline.makespan:
         yield now, timeline.makespan
+
+
+def _times(timeline: Timeline, action: Action) -> tuple[float, float]:
+    """The start and end of an action, counted from the first start of all."""
+    first = timeline.begin
+    return timeline.start[action] - first, timeline.end[action] - first
 
 
 def _exchanges(timeline: Timeline, rank: int) -> list[tuple[float, float]]:
@@ -79,14 +85,14 @@ def _idle(timeline: Timeline, rank: int, frame: Frame, y: float) -> Iterator[Rec
     for start, end in gaps(timeline, rank):
         x, width = frame.x(start), frame.x(end) - frame.x(start)
         text = f"idle: {frame.text(start)} to {frame.text(end)}"
-        yield Rect(x, y, width, _BAR, palette.HATCH, text, hatched=True)
+        yield Rect(x, y, width, _BAR, palette.IDLE, text)
 
 
 def _boxes(timeline: Timeline, rank: int, frame: Frame, y: float) -> Iterator[Shape]:
     chunk_of, count = palette.chunks(timeline), palette.num_chunks(timeline)
     boxes, numbers = [], []
     for action in timeline.rows[rank]:
-        start, end = since_start(timeline, action)
+        start, end = _times(timeline, action)
         x, width = frame.x(start), frame.x(end) - frame.x(start)
         fill = palette.shade(action.op, chunk_of[action.stage], count)
         text = f"{action}: {frame.text(start)} to {frame.text(end)}"
@@ -118,7 +124,7 @@ def _memory(timeline: Timeline, rank: int, frame: Frame, top: float) -> Iterator
     yield Path((*curve, (curve[-1][0], bottom), (curve[0][0], bottom)), palette.MEMORY)
     yield Path(curve, stroke=palette.MEMORY_LINE)
 
-    label, size = peak_label(timeline.peak_bytes[rank], bool(frame.unit)), LABEL - 1
+    label, size = peak_label(timeline.peak_bytes[rank], frame.in_seconds), LABEL - 1
     middle = centred((top + bottom) / 2, size)
     yield Text(frame.right + 8, middle, label, size, palette.MEMORY_LINE)
     (time, _), (x, y) = max(

@@ -7,7 +7,7 @@ from typing import Any
 from ..schedules import Timeline
 from ..schedules._units import duration, many, size
 from . import _palette as palette
-from ._bars import Bars, Part, Row
+from ._bars import Bar, Bars, Part, Row
 
 # From what stays to what comes and goes.
 _PARTS = {
@@ -18,6 +18,9 @@ _PARTS = {
     "workspace": "#b4bcc6",
 }
 _BUSY = palette.OPS["W"]
+# Bars that are smaller parts of the limit than that have a scale of their own: nobody
+# would see them.
+_SMALLEST = 1 / 8
 
 
 def planned(plan: Any) -> tuple[Bars, Timeline]:
@@ -39,7 +42,7 @@ def planned(plan: Any) -> tuple[Bars, Timeline]:
             "a plan without a forecast: draw what jpipe.plan returns, or plan.schedule"
         )
     count, ranks = plan.schedule.num_microbatches, len(forecast.memory)
-    parts = [n for n in _PARTS if any(getattr(m, n) for m in forecast.memory)]
+    limit, most = forecast.memory_limit, max(own.total for own in forecast.memory)
     shape = each = ""
     if plan.data > 1:
         shape = f"{ranks} x {plan.data} devices, "
@@ -47,11 +50,16 @@ def planned(plan: Any) -> tuple[Bars, Timeline]:
     bars = Bars(
         title=f"{plan.schedule.name}, {many(count, 'micro-batch')}, "
         f"{shape}{duration(forecast.seconds)} a step predicted",
-        heads=("busy in a step", f"memory {each}at the peak"),
+        heads=(
+            "busy in a step",
+            f"memory {each}at the peak" + (f", limit {size(limit)}" if limit else ""),
+        ),
         rows=tuple(_row(plan, rank) for rank in range(ranks)),
-        legend={"busy": _BUSY} | {_named(name): _PARTS[name] for name in parts},
-        seconds=forecast.seconds,
-        limit=forecast.memory_limit,
+        legend={"busy": _BUSY, **_PARTS},
+        wholes=(
+            forecast.seconds,
+            limit if limit and most >= _SMALLEST * limit else None,
+        ),
     )
     timeline = plan.schedule.simulate(forecast.costs)
     if timeline.makespan < forecast.seconds:
@@ -67,17 +75,14 @@ def _row(plan: Any, rank: int) -> Row:
     layers = " + ".join(_abridged(plan.names[stage.index]) for stage in stages)
     modes = " and ".join(dict.fromkeys(stage.remat for stage in stages))
     busy, memory = forecast.busy[rank], forecast.memory[rank]
-    return Row(
-        name=f"rank {rank}, {modes}: {layers}",
-        times=(Part(busy, _BUSY, f"busy: {duration(busy)}, {layers}"),),
-        time=f"{busy / forecast.seconds:.0%}" if forecast.seconds else "",
-        sizes=tuple(
-            Part(held, fill, f"{name}: {size(held)}")
-            for name, fill in _PARTS.items()
-            for held in [getattr(memory, name)]
-        ),
-        size=size(memory.total),
-    )
+    computing = Part(busy, _BUSY, f"busy: {duration(busy)}, {layers}")
+    share = f"{busy / forecast.seconds:.0%}" if forecast.seconds else ""
+    parts = [
+        Part(getattr(memory, name), fill, f"{name}: {size(getattr(memory, name))}")
+        for name, fill in _PARTS.items()
+    ]
+    bars = Bar((computing,), share), Bar(tuple(parts), size(memory.total))
+    return Row(f"rank {rank}, {modes}: {layers}", bars)
 
 
 def _abridged(layers: Sequence[str]) -> str:
@@ -90,7 +95,3 @@ def _abridged(layers: Sequence[str]) -> str:
     if set(layers) == {first}:
         return f"{first} x {len(layers)}"
     return f"{first} to {last} ({len(layers)})"
-
-
-def _named(part: str) -> str:
-    return "activations held" if part == "held" else part
