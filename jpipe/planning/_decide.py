@@ -209,7 +209,7 @@ def _as_made(profile: Any) -> dict[str, Any]:
     if not isinstance(profile, Profile):
         raise TypeError(
             f"profile={profile!r} is a {type(profile).__name__}; needs what "
-            f"jpipe.profile returned, or jpipe.Profile.load(path)"
+            f"jpipe.profile returned, or jpipe.Profile.from_json(text)"
         )
     if (rates := estimated(profile.made)) is None:
         return {}

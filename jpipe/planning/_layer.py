@@ -92,12 +92,19 @@ class SkipProfile:
 
 def faults(
     layers: Sequence[LayerProfile],
-    input_bytes: int,
     skips: Sequence[SkipProfile],
     ties: Sequence[Sequence[int]],
-    microbatch_size: int,
+    **others: float,
 ) -> Iterator[str]:
-    """What is wrong with the fields of a profile, a line for each fault."""
+    """What is wrong with the fields of a profile, a line for each fault.
+
+    Args:
+      layers: of the profile.
+      skips: likewise.
+      ties: likewise.
+      **others: its other fields that are numbers.
+    """
+    count = len(layers)
     if not layers:
         yield "layers is empty; needs at least one"
     for i, layer in enumerate(layers):
@@ -105,28 +112,22 @@ def faults(
         for own in dataclasses.fields(layer)[1:]:
             value = getattr(layer, own.name)
             if own.name != "kept_bytes" and not (value is own.default is None):
-                is_whole = own.type in (int, int | None)
-                yield from _number_faults(f"{where}: {own.name}", value, is_whole)
+                yield from number_faults(f"{where}: {own.name}", value)
         for mode, value in layer.kept_bytes.items():
-            yield from _number_faults(f"{where}: kept_bytes[{mode!r}]", value, True)
-    yield from _number_faults("input_bytes", input_bytes, True)
-    if not _is_int(microbatch_size) or microbatch_size < 1:
-        yield f"microbatch_size={microbatch_size!r}; needs an int of at least 1"
+            yield from number_faults(f"{where}: kept_bytes[{mode!r}]", value)
+    for name, value in others.items():
+        yield from number_faults(name, value)
     for skip in skips:
         where = f"skip {skip.name!r} from layer {skip.source} to {skip.target}"
-        ends = skip.source, skip.target
-        if not all(map(_is_int, ends)) or not 0 <= ends[0] < ends[1] < len(layers):
-            yield f"{where}; needs 0 <= source < target < {len(layers)}"
-        yield from _number_faults(f"{where}: bytes", skip.bytes, True)
-        yield from _number_faults(
-            f"{where}: cotangent_bytes", skip.cotangent_bytes, True
-        )
+        if not 0 <= skip.source < skip.target < count:
+            yield f"{where}; needs 0 <= source < target < {count}"
+        yield from number_faults(f"{where}: bytes", skip.bytes)
+        yield from number_faults(f"{where}: cotangent_bytes", skip.cotangent_bytes)
     for group in ties:
-        inside = all(_is_int(i) and 0 <= i < len(layers) for i in group)
-        if not inside or len(set(group)) < 2:
+        if not {*group} <= {*range(count)} or len({*group}) < 2:
             yield (
                 f"ties: {tuple(group)}; needs numbers of two or more of the layers 0 "
-                f"to {len(layers) - 1}"
+                f"to {count - 1}"
             )
 
 
@@ -136,18 +137,7 @@ def unknown_mode(mode: object) -> str:
 
 
 def number_faults(what: str, value: object) -> Iterator[str]:
-    """Why something is no time: a finite number, not negative."""
-    yield from _number_faults(what, value, whole=False)
-
-
-def _number_faults(what: str, value: object, whole: bool) -> Iterator[str]:
-    kind = "an int" if whole else "a number"
-    fits = _is_int(value) if whole else isinstance(value, numbers.Real)
-    if not fits or isinstance(value, bool):
-        yield f"{what}={value!r} is a {type(value).__name__}; needs {kind}"
-    elif not 0 <= value < math.inf:  # pyright: ignore[reportOperatorIssue]
-        yield f"{what}={value!r}; needs {kind}, finite and not negative"
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    """Why something is neither a time nor a size."""
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not (is_number and 0 <= value < math.inf):
+        yield f"{what}={value!r}; needs a number, finite and not negative"
