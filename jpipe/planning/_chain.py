@@ -79,11 +79,6 @@ class Chain:
         """The number of stages."""
         return len(self.modes)
 
-    @property
-    def has_late_skips(self) -> bool:
-        """Whether skip connections may take longer than what they pass."""
-        return bool(self.profile.skips) and self.bandwidth is not None
-
     def costs(self, ends: Sequence[int]) -> Costs:
         """Times and transfers of the stages between two ends each.
 

@@ -11,10 +11,14 @@ from .._slices._kept import Kept
 from ..schedules import Action, Costs, Schedule, Timeline
 from ..schedules._action import BACKWARD, FORWARD, INPUT, WEIGHT
 from ..schedules._units import many
+from ._fingerprint import measured_on_cpu
 from ._plan import Memory, named
 from ._profile import Profile
 from ._replicated import ring
 from ._space import Hardware, Space
+
+# Where devices share cores, halves of backwards have to be faster by so much.
+_HALVES = 1.05
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,20 @@ class Candidate:
         if not self.fits(hardware):
             return 1, self.most_bytes, self.seconds
         # Of two as fast, the smaller.
-        return 0, self.seconds, self.most_bytes
+        return 0, self.seconds * self._handicap, self.most_bytes
+
+    @property
+    def _handicap(self) -> float:
+        """By how much a step that is predicted to be as fast as another one is slower.
+
+        Devices that share cores have them to themselves while others wait, and what
+        fills a bubble takes them away: with halves of backwards a step is not as fast
+        as predicted (`benchmarks/README.md`).
+        """
+        if not measured_on_cpu(self.profile.made):
+            return 1.0
+        actions = itertools.chain(*self.schedule.rows)
+        return _HALVES if any(action.op == WEIGHT for action in actions) else 1.0
 
     def __str__(self) -> str:
         modes = dict.fromkeys(self.remat)

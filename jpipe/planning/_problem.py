@@ -12,7 +12,7 @@ from ..schedules._choose import choose_schedule
 from ..schedules._simulate import TOO_LONG
 from ._chain import Chain, InFlight, in_flight
 from ._layer import MODES, LayerProfile, number_faults, unknown_mode
-from ._profile import Profile, mode_faults, speed_faults
+from ._profile import Profile, speed_faults
 
 OBJECTIVES = ("max", "step")
 
@@ -70,7 +70,7 @@ def problem(
     modes = profile.modes(remat, count)
     if num_microbatches is None and isinstance(schedule, Schedule):
         num_microbatches = schedule.num_microbatches
-    faults = [*speed_faults(bandwidth, latency), *mode_faults(modes, count)]
+    faults = [*speed_faults(bandwidth, latency)]
     if not 1 <= count <= len(profile.layers):
         faults.append(
             f"num_stages={count}; needs 1 to {len(profile.layers)}, a layer each"
@@ -83,10 +83,7 @@ def problem(
         faults.append("a step or a schedule needs num_microbatches=")
     elif num_microbatches is not None and num_microbatches < 1:
         faults.append(f"num_microbatches={num_microbatches}; needs at least 1")
-    known = {*MODES, *(mode for layer in profile.layers for mode in layer.kept_bytes)}
-    faults += dict.fromkeys(
-        unknown_mode(mode) for mode in modes if mode not in [*known]
-    )
+    faults += [unknown_mode(mode) for mode in dict.fromkeys(modes) if mode not in MODES]
     # Modes of which a profile has no bytes are of no matter without a limit.
     if isinstance(costs, Profile):
         faults += profile.unknown(modes) if max_bytes is not None else ()

@@ -7,9 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from .. import schedules
 from .._instructions._progress import counted
 from ..schedules import BY_NAME, Schedule, ScheduleError
-from ..schedules._action import WEIGHT
 from ._climb import Cuts, climb
-from ._fingerprint import measured_on_cpu
 from ._forecast import Candidate, evaluate, stage_costs
 from ._partition import NoCut, partition
 from ._profile import Profile
@@ -23,8 +21,6 @@ REMATS = ("min_cut", "full")
 _IMPROVED, _ACTIONS = 3, 20_000
 # How many cuts are made for a limit, until one fits.
 _CUTS = 6
-# Where devices share cores, halves of backwards have to be faster by so much.
-_GAIN = 0.05
 _ROUNDING = 1e-12
 
 
@@ -51,38 +47,6 @@ def search(space: Space) -> list[Candidate]:
 def ranked(found: Iterable[Candidate], hardware: Hardware) -> list[Candidate]:
     """Candidates, those that fit first, the fastest of them first."""
     return sorted(found, key=lambda candidate: candidate.objective(hardware))
-
-
-def picked(found: Sequence[Candidate], hardware: Hardware) -> list[Candidate]:
-    """The candidates, the one first that is to be taken: as a rule the fastest.
-
-    Devices that share cores have them to themselves while others wait, and what fills a
-    bubble takes them away: with halves of backwards a step is not as fast as predicted
-    (`benchmarks/README.md`).
-
-    Args:
-      found: the candidates, the best first.
-      hardware: what they run on.
-    """
-    if not (found and found[0].fits(hardware)):
-        return list(found)
-    taken = best = found[0]
-    if measured_on_cpu(best.profile.made) and _splits_backwards(best.schedule):
-        as_fast = (
-            each
-            for each in found
-            if each.fits(hardware)
-            and each.num_devices == best.num_devices
-            and each.seconds <= (1 + _GAIN) * best.seconds
-            and not _splits_backwards(each.schedule)
-        )
-        taken = next(as_fast, best)
-    return [taken, *(each for each in found if each is not taken)]
-
-
-def _splits_backwards(schedule: Schedule) -> bool:
-    """Whether backwards run in two halves."""
-    return any(action.op == WEIGHT for row in schedule.rows for action in row)
 
 
 def _candidates(space: Space) -> list[Candidate]:
