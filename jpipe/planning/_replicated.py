@@ -28,8 +28,8 @@ def ring(num_bytes: Any, replicas: int, bandwidth: float, latency: float = 0.0) 
 class Replicated:
     """Stages with several devices each, and what they would take.
 
-    Prints why: what is slowest, how much of it is the exchange of gradients, what one
-    device would take, and what stages of one device each would.
+    Prints why: what each stage takes, with the exchange of gradients and without, what
+    one device would take, and what stages of one device each would.
 
     Attributes:
       stages: in order.
@@ -91,20 +91,9 @@ class Replicated:
         return max(*self.turns, *self.links, 0.0)
 
     @property
-    def exposed(self) -> float:
-        """What the exchange of gradients adds to the slowest stage or link."""
-        return self.seconds - max(*self.busy, *self.links, 0.0)
-
-    @property
     def alone(self) -> float:
         """What one device would take for the same."""
         return sum(self.costs.forward) + sum(self.costs.backward)
-
-    @property
-    def bottleneck(self) -> int | None:
-        """The slowest stage; ``None`` if a link between two is slower."""
-        slowest = max(range(len(self.stages)), key=self.turns.__getitem__)
-        return None if max(self.links, default=0.0) > self.turns[slowest] else slowest
 
     def schedule(self, num_microbatches: int | None = None) -> Schedule:
         """Who runs which micro-batch when: 1F1B, transfers hidden if they take time.
@@ -154,16 +143,17 @@ class Replicated:
                 f"with one device per stage {self.straight:.6g} s, "
                 f"{self.straight / seconds:.3f} times as long"
             )
-        if (stage := self.bottleneck) is None:
-            link = max(range(len(self.links)), key=self.links.__getitem__)
-            lines.append(f"slowest: transfers between stages {link} and {link + 1}")
-        else:
-            exchanged = f"{duration(self.exposed)} of it exchange of gradients"
-            lines.append(f"slowest: stage {stage}, {exchanged}")
-        rows = [["stage", "layers", "devices", "computes", "exchange", "transfers"]]
-        links = ["", *map(duration, self.links)]
+        header = [
+            "stage",
+            "layers",
+            "devices",
+            "computes",
+            "with exchange",
+            "transfers",
+        ]
+        rows, links = [header], ["", *map(duration, self.links)]
         for i, stage in enumerate(self.stages):
             layers = f"{stage.start} to {stage.end - 1}"
-            times = duration(self.busy[i]), duration(self.costs.exchange[i]), links[i]
+            times = duration(self.busy[i]), duration(self.turns[i]), links[i]
             rows.append([str(i), layers, str(stage.replicas), *times])
         return "\n".join([*lines, columns(rows, left={1})])
