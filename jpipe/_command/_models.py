@@ -20,7 +20,6 @@ _PLAN = {
     "--latency": (duration, "latency", "TIME", "of a transfer, such as 5us"),
     "--microbatches": (several(count), "num_microbatches", "M,M", "such as 8,16"),
     "--data": (several(count), "data", "D,D", "devices of each stage, such as 1,2"),
-    "--batch-size": (count, "batch_size", "N", "default: that of the sample"),
     "--schedule": (several(str), "schedules", "NAME,NAME", "such as 1f1b,zb_h1"),
     "--remat": (several(str), "remat", "MODE,MODE", "default: min_cut,full"),
 }

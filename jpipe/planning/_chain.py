@@ -11,7 +11,6 @@ import numpy.typing as npt
 
 from ..schedules import Costs, Schedule
 from ..schedules._action import FORWARD, INPUT, WEIGHT
-from ._climb import Cuts
 from ._profile import Profile
 from ._sums import Matrix, sums
 
@@ -120,25 +119,26 @@ class Chain:
             for stage, mode in enumerate(self.modes)
         )
 
-    def stage_bytes(self, rank: InFlight) -> Matrix:
+    def every_stage_bytes(self, rank: InFlight) -> Matrix:
         """What a rank with one stage needs, for each stage that it may have."""
-        (stage,), counts = rank
-        profile, mode = self.profile, self.modes[stage]
-        residuals = profile.kept_of[mode]
-        pending = profile.kept_of[profile.pending_mode(mode)]
-        moments = [before * residuals + after * pending for before, after in counts]
-        return functools.reduce(np.maximum, moments) + self._static
+        size = self.num_layers + 1
+        return self.rank_bytes(rank, [tuple(np.indices((size, size)))])
 
-    def rank_bytes(self, rank: InFlight, cuts: Cuts) -> npt.NDArray[np.float64]:
-        """What a rank needs in each of some cuts."""
-        stages = [(cuts[:, s], cuts[:, s + 1]) for s in rank.stages]
+    def rank_bytes(
+        self, rank: InFlight, stages: Sequence[tuple[npt.NDArray[np.intp], ...]]
+    ) -> npt.NDArray[np.float64]:
+        """What a rank needs.
+
+        Args:
+          rank: what it has in flight.
+          stages: where each of its stages begins and ends, in one cut or several.
+        """
         modes = [self.modes[s] for s in rank.stages]
         modes += [*map(self.profile.pending_mode, modes)]
         pairs = zip(modes, [*stages, *stages], strict=True)
         residuals = [self.profile.kept_of[mode][stage] for mode, stage in pairs]
-        # (moments, stages) @ (stages, cuts)
-        each = np.array(rank.counts, float) @ np.reshape(residuals, (-1, len(cuts)))
-        return each.max(axis=0) + sum(self._static[stage] for stage in stages)
+        moments = np.tensordot(np.array(rank.counts, float), residuals, 1)
+        return moments.max(axis=0) + sum(self._static[stage] for stage in stages)
 
     def _whole(self, seconds: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         return np.rint(seconds / self.quantum)

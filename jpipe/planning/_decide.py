@@ -64,7 +64,6 @@ def plan(
     schedules: str | ScheduleBuilder | Sequence[str | ScheduleBuilder] | None = None,
     remat: str | Sequence[str] = REMATS,
     balance: Sequence[int] | None = None,
-    batch_size: int | None = None,
     profile: Profile | None = None,
     **options: Any,
 ) -> Plan:
@@ -113,8 +112,6 @@ def plan(
       remat: a mode, or several that stages may have.
       balance: a cut, if it is known already: what would it take? Of one model it counts
         the pieces that its profile lists.
-      batch_size: examples of the mini-batch, if ``sample`` has another number: of its
-        leaves only the shapes are used then.
       profile: of ``layers`` on one micro-batch of ``sample``, in place of measuring.
       **options: for `jpipe.profile`, such as ``loss`` and ``targets``, or
         ``measure=False``.
@@ -155,15 +152,12 @@ def plan(
         "memory_limit": [memory_limit],
         "num_microbatches": numbers or (),
         "data": spread or (),
-        "batch_size": [batch_size],
     }
     faults = [*_faults(counts, names, modes), *speed_faults(bandwidth, latency or 0.0)]
     if faults:
         raise ValueError(f"plan: {'; '.join(faults)}")
     hardware = Hardware(count, memory_limit, bandwidth, latency or 0.0)
     request = Request(subject(layers), sample, **options)
-    if batch_size is not None:
-        request = request.resized(batch_size)
     examples = request.batch().sizes[0]
     known = profile.microbatch_size if profile else None
     choice = shapes(spread, numbers, count, examples, known)

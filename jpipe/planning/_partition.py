@@ -114,7 +114,7 @@ def _found(problem: PartitionProblem) -> list[Ends]:
     if problem.max_bytes is not None:
         over = [np.empty(0)] * chain.num_stages
         for rank, most in zip(problem.in_flight, problem.max_bytes, strict=True):
-            over[rank.stages[0]] = chain.stage_bytes(rank) - most
+            over[rank.stages[0]] = chain.every_stage_bytes(rank) - most
         short, ends = smallest_max(over)
         if short > 0:
             return [ends]
@@ -165,8 +165,7 @@ def _by_simulation(problem: PartitionProblem, found: list[Ends]) -> list[Ends]:
 def _too_small(problem: PartitionProblem, ends: Ends, short: float) -> str:
     """That a limit is too small, of which rank and by how much, and what would do."""
     assert problem.max_bytes is not None
-    cut = np.array([ends])
-    needs = [problem.chain.rank_bytes(own, cut).item() for own in problem.in_flight]
+    needs = _several.needs(problem, np.array([ends]))[:, 0].tolist()
     over = [need - most for need, most in zip(needs, problem.max_bytes, strict=True)]
     rank = over.index(max(over))
     listed = " and ".join(

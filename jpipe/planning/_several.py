@@ -40,9 +40,23 @@ def excess(problem: PartitionProblem, cuts: Cuts) -> Numbers:
     """
     if problem.max_bytes is None:
         return np.zeros(len(cuts))
-    needs = [problem.chain.rank_bytes(rank, cuts) for rank in problem.in_flight]
-    over = np.array(needs) - np.array(problem.max_bytes, float)[:, None]
-    return over.max(axis=0)
+    return (needs(problem, cuts) - np.array(problem.max_bytes)[:, None]).max(axis=0)
+
+
+def needs(problem: PartitionProblem, cuts: Cuts) -> Numbers:
+    """The bytes of each rank.
+
+    Returns:
+      Of shape (ranks, cuts).
+    """
+    return np.array(
+        [
+            problem.chain.rank_bytes(
+                own, [(cuts[:, s], cuts[:, s + 1]) for s in own.stages]
+            )
+            for own in problem.in_flight
+        ]
+    )
 
 
 def loads(problem: PartitionProblem, cuts: Cuts) -> Numbers:

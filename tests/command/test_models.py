@@ -42,7 +42,6 @@ def test_a_plan_and_its_picture_are_those_of_the_library(command):
 def test_choices_are_those_of_the_library(command):
     options = "--flops 1e14 --memory-bandwidth 1TB --action 5us --microbatches 4"
     choices = "--schedule one_f_one_b,gpipe --remat full,none --data 1,2"
-    choices += " --batch-size 64"
     out = works(command(f"plan model:with_loss {ESTIMATE} {options} {choices}"))
     given = with_loss()
     plan = jpipe.plan(
@@ -51,7 +50,6 @@ def test_choices_are_those_of_the_library(command):
         num_devices=2,
         measure=False,
         num_microbatches=4,
-        batch_size=64,
         data=(1, 2),
         schedules=("1f1b", "gpipe"),
         remat=("none", "full"),  # what keeps most first, in whatever order it is typed
