@@ -16,7 +16,7 @@ from ..schedules._costs import FIELDS, faults_of
 from ..schedules._units import columns, duration, size
 from ._json import reading
 
-# Columns of a grid beyond which its middle is left out.
+# Columns of a grid beyond which its end is left out.
 _WIDEST = 160
 # So many skip connections are listed.
 _MOST_SKIPS = 8
@@ -230,7 +230,7 @@ class Plan:
 
     def __str__(self) -> str:
         parts = [named(self.schedule, self.data)] if self.data > 1 else []
-        parts += [self._table(), folded(self._grid())]
+        parts += [self._table(), shortened(self._grid())]
         parts += _residuals(self.stages)
         if self.skips:
             parts.append(f"skip connections: {_listed(self.skips)}")
@@ -347,18 +347,13 @@ def _size(num_bytes: int | None) -> str:
     return "" if num_bytes is None else size(num_bytes)
 
 
-def folded(grid: str) -> str:
-    """A grid without its middle, where it is too wide to be read."""
-    title, *rows = grid.split("\n")
-    width = max(map(len, rows))
-    if width <= _WIDEST:
+def shortened(grid: str) -> str:
+    """A grid without its end, where it is too wide to be read."""
+    rows = grid.split("\n")
+    if max(map(len, rows)) <= _WIDEST:
         return grid
-    # Between two cells every row has a blank.
-    gaps = [i for i in range(width) if all(row[i : i + 1] == " " for row in rows)]
-    start = max(i for i in gaps if i < 2 * _WIDEST // 3)
-    end = min(i for i in gaps if i > width - _WIDEST // 4)
-    note = f"({end - start} columns left out; print(pipe.schedule) shows all)"
-    return "\n".join([title, *(f"{r[:start]} ...{r[end:]}" for r in rows), note])
+    short = (r if len(r) <= _WIDEST else f"{r[:_WIDEST]} ..." for r in rows)
+    return "\n".join([*short, "(print(pipe.schedule) shows all)"])
 
 
 def _residuals(stages: Sequence[StagePlan]) -> list[str]:
