@@ -7,8 +7,6 @@ from typing import Any
 import jax
 import optax
 
-from .._functions._weights import sum_spec
-from .._instructions._bytes import nbytes
 from .._instructions._progress import Progress
 from .._instructions._transfer import Device
 from .._layers._stage import check_balance
@@ -25,7 +23,7 @@ from ._fused import fused_residuals
 from ._interpolate import interpolated
 from ._layer import MODES, unknown_mode
 from ._link import link
-from ._plan import Memory, Plan
+from ._plan import Plan
 from ._profile import Profile, speed_faults
 from ._profiler import answer
 from ._reasons import chosen
@@ -169,7 +167,6 @@ def plan(
     # All that a terminal shows meanwhile counts from here.
     with Progress("plans made"):
         optimizer = _optimizer_bytes(tx, finest.model)
-        _check_layers(finest.model, optimizer, hardware)
         profiles = _profiles(finest, parts, examples, profile)
         if memory_limit is not None:
             profiles = fused_residuals(profiles, request, count, modes)
@@ -258,35 +255,6 @@ def _optimizer_bytes(tx: optax.GradientTransformation, model: Traced) -> list[in
     owners = [model.owner_layers[i] for i in numbers]
     params = tree.unflatten(model.specs(numbers))
     return state_bytes(tx, params, trained, owners, len(model.names))
-
-
-def _check_layers(
-    model: Traced, optimizer_bytes: Sequence[int], hardware: Hardware
-) -> None:
-    """Checks that each layer fits a device: nothing is measured for those that cannot.
-
-    Raises:
-      ValueError: with all that do not, and what they need.
-    """
-    limit, too_large = hardware.memory_limit, []
-    for i, (name, optimizer) in enumerate(
-        zip(model.names, optimizer_bytes, strict=True)
-    ):
-        params, state = (model.variables(i, yes) for yes in (True, False))
-        trained = [number for number in params if model.stages.trained[number]]
-        held = sum(map(nbytes, model.specs([*params, *state])))
-        gradients = sum(nbytes(sum_spec(leaf)) for leaf in model.specs(trained))
-        if limit is not None and held + gradients + optimizer > limit:
-            memory = Memory(held, gradients, optimizer, 0, 0)
-            too_large.append(f"layer {i} ({name}) {memory.short(limit)}")
-    if too_large:
-        raise ValueError(
-            f"memory_limit={limit:,} bytes on {hardware.num_devices} devices: no plan "
-            f"fits, whatever the partition:\n  * "
-            + "\n  * ".join(too_large)
-            + "\nTake devices with more memory (memory_limit=), list the parts of "
-            "such a layer one by one, or take a smaller model"
-        )
 
 
 def _listed(given: Any) -> tuple[Any, ...]:

@@ -17,6 +17,8 @@ from .._slices._slice import specs
 from ._estimate import Rates
 from ._traced import Traced
 
+# What `jpipe.profile` calls the rates of an estimate.
+_RATES = "peak_flops", "memory_bandwidth", "action_seconds"
 # To a type checker it has no attributes.
 _config: Any = jax.config
 
@@ -33,10 +35,9 @@ def fingerprint(model: Traced, train: bool, where: Device | Rates) -> dict[str, 
       train: whether this is training.
       where: the device that they are measured on, or the rates of one on paper.
     """
+    how = {"how": "estimated"}
     if isinstance(where, Rates):
-        rates = where.flops, where.bandwidth, where.action
-        numbers = zip(_RATES.values(), map("{:g}".format, rates), strict=True)
-        how = {"how": "estimated", **dict(numbers)}
+        how |= zip(_RATES, map("{:g}".format, where), strict=True)
     else:
         how = {"how": "measured", "device": kind_of(where)}
     return {
@@ -50,19 +51,11 @@ def fingerprint(model: Traced, train: bool, where: Device | Rates) -> dict[str, 
     }
 
 
-# What `jpipe.profile` calls the rates of an estimate.
-_RATES = {
-    "peak_flops": "flops per second",
-    "memory_bandwidth": "bytes per second",
-    "action_seconds": "seconds per action",
-}
-
-
 def estimated(made: Mapping[str, str]) -> dict[str, float] | None:
     """The rates of an estimate, as arguments of `jpipe.profile`; else ``None``."""
     if made.get("how") != "estimated":
         return None
-    return {option: float(made[name]) for option, name in _RATES.items()}
+    return {name: float(made[name]) for name in _RATES}
 
 
 def measured_on_cpu(made: Mapping[str, str]) -> bool:

@@ -21,8 +21,8 @@ class LayerProfile:
       forward: seconds of its forward.
       backward: seconds of its backward from residuals, nothing computed again.
       input_grad: the part of ``backward`` that the gradient of its input takes;
-        ``None`` if it is not known.
-      weight_grad: the part for its parameters; ``None`` if it is not known.
+        ``None`` if the parts are not known.
+      weight_grad: the part for its parameters, likewise.
       num_params: how many parameters it owns; of tied layers the first owns them.
       param_bytes: their bytes.
       state_bytes: of its other collections, such as batch statistics.
@@ -55,12 +55,10 @@ class LayerProfile:
 
     @property
     def halves(self) -> tuple[float, float]:
-        """Seconds of I and W; what is not known is the rest of a backward, or half."""
-        first, second = self.input_grad, self.weight_grad
-        if first is None:
-            rest = self.backward / 2 if second is None else self.backward - second
-            first = max(rest, 0.0)
-        return first, max(self.backward - first, 0.0) if second is None else second
+        """Seconds of I and W; half of a backward each if they are not known."""
+        if self.input_grad is None or self.weight_grad is None:
+            return self.backward / 2, self.backward / 2
+        return self.input_grad, self.weight_grad
 
     @property
     def least(self) -> float:

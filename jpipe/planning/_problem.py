@@ -11,7 +11,7 @@ from ..schedules import Schedule, one_f_one_b
 from ..schedules._choose import choose_schedule
 from ..schedules._simulate import TOO_LONG
 from ._chain import Chain, InFlight, in_flight
-from ._layer import MODES, LayerProfile, number_faults, unknown_mode
+from ._layer import MODES, LayerProfile, unknown_mode
 from ._profile import Profile, speed_faults
 
 OBJECTIVES = ("max", "step")
@@ -110,19 +110,13 @@ def problem(
 
 def _profile(costs: Sequence[float] | Profile) -> Profile:
     """The layers; of a number, a third is taken to be forward."""
-    profile, faults = costs, []
-    if not isinstance(profile, Profile):
-        times = [getattr(time, "item", lambda own=time: own)() for time in profile]
-        faults = [
-            f for i, t in enumerate(times) for f in number_faults(f"costs[{i}]", t)
-        ]
-        layers = [] if faults else [(t / 3, t - t / 3) for t in times]
-        profile = Profile(
-            tuple(LayerProfile(str(i), *halves) for i, halves in enumerate(layers))
-        )
-    if faults := faults or profile.faults():
+    if not isinstance(costs, Profile):
+        times = [float(time) for time in costs]
+        halves = enumerate((time / 3, time - time / 3) for time in times)
+        costs = Profile(tuple(LayerProfile(str(i), *each) for i, each in halves))
+    if faults := costs.faults():
         raise ValueError(f"partition: {'; '.join(faults)}")
-    return profile
+    return costs
 
 
 def _limits(max_bytes: Any, num_ranks: int) -> tuple[float, ...]:

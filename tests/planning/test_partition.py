@@ -181,7 +181,10 @@ GIVEN = profile(random.Random(0), 6)
         ({"remat": "nope"}, "remat: 'nope' is unknown: choose 'full', 'min_cut'"),
         ({"max_bytes": [1, 2, 3]}, "max_bytes=[1, 2, 3]; needs bytes, more than 0"),
         ({"costs": [1, 2], "remat": "full"}, "max_bytes= and remat='full' need a Pro"),
-        ({"costs": [1.0, float("nan")]}, "costs[1]=nan; needs a number, finite"),
+        (
+            {"costs": [1.0, float("nan")]},
+            "layer 1 (1): forward=nan; needs a number, finite",
+        ),
         ({"costs": [1e308] * 4}, "a step takes longer than a float can hold"),
         (
             {"costs": Profile((LayerProfile("a", -1.0, 1.0),) * 2)},
