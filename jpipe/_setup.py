@@ -268,7 +268,7 @@ def replicated_plan(
       plan: the plan.
       layers: of the pipeline.
       given: the names of arguments that were given with it.
-      num_microbatches: as given, which such a plan need not have.
+      num_microbatches: as given.
 
     Returns:
       The number of micro-batches, the balance, the schedule.
@@ -283,10 +283,10 @@ def replicated_plan(
     balance = [stage.end - stage.start for stage in plan.stages]
     if sum(balance) != len(layers):
         faults.append(f"it is for {sum(balance)} layers, there are {len(layers)}")
-    number = num_microbatches or plan.num_microbatches or 0
-    if not number:
+    if num_microbatches is None:
         faults.append("it does not have num_microbatches; give it too")
     refuse("plan", faults)
+    number = check_num_microbatches(num_microbatches)
     return number, balance, plan.schedule(number)
 
 

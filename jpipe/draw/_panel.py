@@ -25,7 +25,10 @@ def panel(timeline: Timeline, title: str, frame: Frame, top: float) -> Iterator[
         y = top + _TITLE_HEIGHT + rank * _pitch(timeline, frame)
         middle = centred(y + _BAR / 2, LABEL)
         yield Text(frame.left - 8, middle, f"rank {rank}", LABEL, palette.INK, "end")
-        yield from _idle(timeline, rank, frame, y)
+        # What is hatched is idle: boxes hide the rest.
+        yield Rect(
+            frame.left, y, frame.x(timeline.makespan) - frame.left, _BAR, palette.IDLE
+        )
         yield from _boxes(timeline, rank, frame, y)
         if _has_memory(timeline, frame):
             yield from _memory(timeline, rank, frame, y + _BAR + _GAP)
@@ -35,18 +38,6 @@ def summary(timeline: Timeline, frame: Frame) -> str:
     """The makespan and the bubble in words."""
     bubble = share(timeline.bubble_fraction)
     return f"makespan {frame.text(timeline.makespan)}, bubble {bubble}"
-
-
-def gaps(timeline: Timeline, rank: int) -> Iterator[tuple[float, float]]:
-    """When a rank waits, from when to when after the first start."""
-    now = 0.0
-    busy = [_times(timeline, action) for action in timeline.rows[rank]]
-    for start, end in sorted([*busy, *_exchanges(timeline, rank)]):
-        if start > now:
-            yield now, start
-        now = max(now, end)
-    if now < timeline.makespan:
-        yield now, timeline.makespan
 
 
 def _times(timeline: Timeline, action: Action) -> tuple[float, float]:
@@ -79,13 +70,6 @@ def _heading(timeline: Timeline, title: str, frame: Frame, top: float):
     y = top + _TITLE_HEIGHT - 9
     yield Text(frame.left, y, shown, TITLE, palette.INK, bold=True)
     yield Text(frame.right, y, text, LABEL, palette.GREY, "end")
-
-
-def _idle(timeline: Timeline, rank: int, frame: Frame, y: float) -> Iterator[Rect]:
-    for start, end in gaps(timeline, rank):
-        x, width = frame.x(start), frame.x(end) - frame.x(start)
-        text = f"idle: {frame.text(start)} to {frame.text(end)}"
-        yield Rect(x, y, width, _BAR, palette.IDLE, text)
 
 
 def _boxes(timeline: Timeline, rank: int, frame: Frame, y: float) -> Iterator[Shape]:

@@ -9,7 +9,7 @@ import numpy as np
 from ..schedules import Schedule, ScheduleBuilder
 from . import _several
 from ._climb import Cuts, Ends, Key, climb, every
-from ._cuts import Problem, best_max, best_step, smallest_max
+from ._cuts import best_max, best_step, smallest_max
 from ._problem import PartitionProblem
 from ._problem import problem as checked
 from ._profile import Profile
@@ -120,11 +120,11 @@ def _found(problem: PartitionProblem) -> list[Ends]:
             return [ends]
         pairs = zip(over, times, strict=True)
         times = tuple(np.where(own <= 0, time, np.inf) for own, time in pairs)
-    matrices = Problem(times, chain.transfers)
     if problem.objective == "step":
         assert problem.num_microbatches is not None
-        return [cut.ends for cut in best_step(matrices, problem.num_microbatches)]
-    cut = best_max(matrices)
+        cuts = best_step(times, chain.transfers, problem.num_microbatches)
+        return [cut.ends for cut in cuts]
+    cut = best_max(times, chain.transfers)
     assert cut is not None, "the limit was looked at"
     return [cut.ends]
 
@@ -168,16 +168,10 @@ def _too_small(problem: PartitionProblem, ends: Ends, short: float) -> str:
     needs = _several.needs(problem, np.array([ends]))[:, 0].tolist()
     over = [need - most for need, most in zip(needs, problem.max_bytes, strict=True)]
     rank = over.index(max(over))
-    listed = " and ".join(
-        f"stage {s} (layers {ends[s]} to {ends[s + 1] - 1})"
-        for s in problem.in_flight[rank].stages
-    )
-    does = f"With {short:,.0f} more on every rank it works"
-    if len(set(problem.max_bytes)) == 1:
-        does = f"The least that works is max_bytes={problem.max_bytes[0] + short:,.0f}"
+    layers = [f"{ends[s]} to {ends[s + 1] - 1}" for s in problem.in_flight[rank].stages]
     return (
-        f"partition: no cut was found with max_bytes={problem.max_bytes[rank]:,.0f} on "
-        f"rank {rank}: in the one that needs least, {listed} needs {needs[rank]:,.0f} "
-        f"bytes, {over[rank]:,.0f} more. {does}; else take more stages, or a remat "
-        f"mode that keeps less"
+        f"partition: no cut was found that keeps to max_bytes: in the one that needs "
+        f"least, rank {rank} (layers {' and '.join(layers)}) needs {needs[rank]:,.0f} "
+        f"bytes, {short:,.0f} more than {problem.max_bytes[rank]:,.0f}; take more "
+        f"stages, a remat mode that keeps less, or max_bytes larger by as much"
     )

@@ -16,7 +16,6 @@ def replicate(
     num_devices: int,
     *,
     bandwidth: float | None = None,
-    num_microbatches: int | None = None,
 ) -> Replicated:
     """Cuts layers into stages and gives each a number of devices.
 
@@ -29,7 +28,6 @@ def replicate(
       profile: of the layers, on one micro-batch; from `jpipe.profile`.
       num_devices: how many there are.
       bandwidth: bytes per second between two of them; ``None``: nothing takes time.
-      num_microbatches: of one step, which the plan then has.
 
     Returns:
       The stages with the least time; no others are better. Printed, it shows why;
@@ -60,7 +58,7 @@ def replicate(
     chain = _Chain(profile, bandwidth or math.inf)
     _, stages = chain.cut(num_devices, num_devices)
     straight, _ = chain.cut(min(num_devices, len(profile.layers)), 1)
-    return Replicated(stages, chain.costs(stages), straight, num_microbatches)
+    return Replicated(stages, chain.costs(stages), straight)
 
 
 class _Chain:

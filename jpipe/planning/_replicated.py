@@ -37,7 +37,6 @@ class Replicated:
         crosses the cut before it, skip connections included; and ``exchange``, the time
         in which its replicas add up their gradients once.
       straight: what ``seconds`` would be with one device per stage.
-      num_microbatches: of one step; ``None`` if it was not given.
 
     Example:
       >>> import jpipe
@@ -50,7 +49,6 @@ class Replicated:
     stages: tuple[ReplicatedStage, ...]
     costs: Costs
     straight: float
-    num_microbatches: int | None = None
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -99,8 +97,7 @@ class Replicated:
         """Who runs which micro-batch when: 1F1B, transfers hidden if they take time.
 
         Args:
-          num_microbatches: of one step; default: those of the plan, or else twice as
-            many as there are devices.
+          num_microbatches: of one step; default: twice as many as there are devices.
 
         Returns:
           A rank for each device; micro-batch i runs on replica i mod r of r.
@@ -108,10 +105,9 @@ class Replicated:
         Raises:
           ScheduleError: if the number is less than 1.
         """
-        each, count = self.replicas, num_microbatches
-        if count is None:
-            count = self.num_microbatches or 2 * sum(each)
-        return replicated(each, count, eager=any(self.links))
+        default = 2 * sum(self.replicas)
+        count = default if num_microbatches is None else num_microbatches
+        return replicated(self.replicas, count, eager=any(self.links))
 
     def simulate(self, num_microbatches: int | None = None) -> Timeline:
         """`schedule` on paper, in seconds.

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ._climb import Cuts, Ends, Key, climb, every
-from ._cuts import Problem, best_max
+from ._cuts import best_max
 from ._problem import PartitionProblem
 
 # Of some cuts, one for each, or one for each rank and each of them.
@@ -90,7 +90,7 @@ def _on_paper(problem: PartitionProblem, cuts: Cuts) -> list[Key]:
 def _starts(problem: PartitionProblem) -> Iterator[Ends]:
     """Equal loads for all stages, and as many layers for each."""
     chain, count = problem.chain, problem.chain.num_stages
-    if cut := best_max(Problem(chain.times, chain.transfers)):
+    if cut := best_max(chain.times, chain.transfers):
         yield cut.ends
     yield from every(chain.num_layers, count, _FEW)
     yield tuple(chain.num_layers * s // count for s in range(count + 1))

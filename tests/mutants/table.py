@@ -120,7 +120,7 @@ PLANNING = [
     ("_chain", "= layer.output_bytes + layer.cotangent_bytes", "= layer.output_bytes"),
     (
         "_cuts",
-        "starts = latency + problem.transfers if stage else latency",
+        "starts = latency + transfers if stage else latency",
         "starts = latency",
     ),
     (

@@ -97,7 +97,7 @@ def test_the_figure_of_pipedream():
     timeline = plan.simulate(12)
     assert timeline.makespan == 38.0
     assert timeline.replicas == ((0, 1, 2), (3, 4), (5, 6), (7,))
-    assert figure(num_microbatches=12).schedule().validate().rows == timeline.rows
+    assert plan.schedule(12).validate().rows == timeline.rows
     # Twice as many as devices, where no number was given.
     assert plan.schedule().num_microbatches == 16
     with pytest.raises(ScheduleError, match="num_microbatches=0: "):
