@@ -25,14 +25,8 @@ def count(text: str) -> int:
 
 
 def size(text: str) -> int:
-    """Bytes with a unit, such as 16GiB."""
-    return round(_quantity(text, _BYTES, "bytes, such as 16GiB"))
-
-
-def rate(text: str) -> float:
-    """Bytes per second, likewise."""
-    expected = "bytes per second, such as 50GB"
-    return _quantity(text.removesuffix("/s"), _BYTES, expected)
+    """Bytes, or bytes per second, with a unit, such as 16GiB."""
+    return round(_quantity(text.removesuffix("/s"), _BYTES, "bytes, such as 16GiB"))
 
 
 def duration(text: str) -> float:

@@ -9,14 +9,14 @@ from typing import Any
 
 from .. import draw
 from . import _factory, _files
-from ._arguments import count, duration, rate, several, size
+from ._arguments import count, duration, several, size
 from ._refusal import CommandError
 
 # Options: how they are read, the keyword of the library, and what is explained.
 _PLAN = {
     "--devices": (count, "num_devices", "N", "default: those of this machine"),
     "--memory": (size, "memory_limit", "BYTES", "of each device, such as 16GiB"),
-    "--bandwidth": (rate, "bandwidth", "BYTES", "per second, such as 50GB"),
+    "--bandwidth": (size, "bandwidth", "BYTES", "per second, such as 50GB"),
     "--latency": (duration, "latency", "TIME", "of a transfer, such as 5us"),
     "--microbatches": (several(count), "num_microbatches", "M,M", "such as 8,16"),
     "--data": (several(count), "data", "D,D", "devices of each stage, such as 1,2"),
@@ -28,7 +28,7 @@ _PROFILE = {
 }
 _RATES = {
     "--flops": (float, "peak_flops", "RATE", "for --estimate, such as 1e14"),
-    "--memory-bandwidth": (rate, "memory_bandwidth", "BYTES", "likewise, such as 1TB"),
+    "--memory-bandwidth": (size, "memory_bandwidth", "BYTES", "likewise, such as 1TB"),
     "--action": (duration, "action_seconds", "TIME", "likewise, such as 20us"),
 }
 

@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import sys
-import warnings
 from typing import Any
 
 from .. import draw, schedules
@@ -88,18 +87,14 @@ def _compare(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> int:
     text, name = _files.read(arguments.file)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            if text.lstrip().startswith(("{", "[")):
-                schedule = Schedule.from_json(text)
-            else:
-                schedule = Schedule.from_text(text, name)
-        except ScheduleError as error:
-            print(error, file=sys.stderr)
-            return 1
-    for warning in caught:
-        print(f"warning: {warning.message}", file=sys.stderr)
+    try:
+        if text.lstrip().startswith(("{", "[")):
+            schedule = Schedule.from_json(text)
+        else:
+            schedule = Schedule.from_text(text, name)
+    except ScheduleError as error:
+        print(error, file=sys.stderr)
+        return 1
     timeline = schedule.simulate()
     print(timeline)
     if len(timeline.rows) * timeline.makespan <= _LARGEST:

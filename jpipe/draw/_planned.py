@@ -86,12 +86,10 @@ def _row(plan: Any, rank: int) -> Row:
 
 
 def _abridged(layers: Sequence[str]) -> str:
-    """The layers of a stage in some words: ``Embed to Block (5)``, ``Block x 3``."""
+    """The layers of a stage in some words: ``Embed to Block (5)``."""
     if not layers:
         return "a part of the function"
     first, last = layers[0], layers[-1]
     if len(layers) == 1:
         return first
-    if set(layers) == {first}:
-        return f"{first} x {len(layers)}"
     return f"{first} to {last} ({len(layers)})"

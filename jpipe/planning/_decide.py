@@ -171,7 +171,7 @@ def plan(
         if memory_limit is not None:
             profiles = fused_residuals(profiles, request, count, modes)
         space = Space(
-            profiles,
+            {number: _with_state(own, optimizer) for number, own in profiles.items()},
             optimizer,
             hardware if profile else _linked(hardware, latency, finest.where),
             names,
@@ -255,6 +255,16 @@ def _optimizer_bytes(tx: optax.GradientTransformation, model: Traced) -> list[in
     owners = [model.owner_layers[i] for i in numbers]
     params = tree.unflatten(model.specs(numbers))
     return state_bytes(tx, params, trained, owners, len(model.names))
+
+
+def _with_state(profile: Profile, optimizer_bytes: Sequence[int]) -> Profile:
+    """The optimizer's state as a part of that of the layers."""
+    pairs = zip(profile.layers, optimizer_bytes, strict=True)
+    layers = (
+        dataclasses.replace(layer, state_bytes=layer.state_bytes + more)
+        for layer, more in pairs
+    )
+    return dataclasses.replace(profile, layers=tuple(layers))
 
 
 def _listed(given: Any) -> tuple[Any, ...]:

@@ -266,19 +266,18 @@ def _memory(
     for rank, peak in enumerate(timeline.peak_bytes):
         own = [i for i, at in enumerate(timeline.placement) if at == rank]
         layers = [at for i in own for at in range(*stages[i])]
-        parameters = sum(
-            profile.layers[at].param_bytes + profile.layers[at].state_bytes
-            for at in layers
-        )
+        optimizer = sum(space.optimizer_bytes[at] for at in layers)
+        whole = (profile.layers[at] for at in layers)
+        lasting = sum(layer.param_bytes + layer.state_bytes for layer in whole)
         sums = [costs.accumulator_bytes[i] for i in own]
-        held = int(peak) - parameters - sum(sums)
+        held = int(peak) - lasting - sum(sums)
         # When nothing is held any more, what shards add up stands beside their sums,
         # stage by stage.
         added = max(sums, default=0) - held if data > 1 else 0
         each = Memory(
-            parameters=parameters,
+            parameters=lasting - optimizer,
             gradients=sum(sums),
-            optimizer=sum(space.optimizer_bytes[at] for at in layers),
+            optimizer=optimizer,
             held=held,
             workspace=max(added, *(workspace[i] for i in own)),
         )

@@ -190,7 +190,7 @@ def _cut(
     several = schedule.num_ranks < schedule.num_stages
     try:
         return partition(
-            space.whole[schedule.num_microbatches * data],
+            space.profile(schedule, data),
             schedule.num_stages,
             objective="max" if several else "step",
             num_microbatches=schedule.num_microbatches,
@@ -241,10 +241,8 @@ def _with_fitted_schedule(candidate: Candidate, space: Space) -> Iterator[Candid
     costs = stage_costs(space, *stages, schedule, candidate.data)
     room = None
     if hardware.memory_limit is not None:
-        room = [
-            hardware.memory_limit - memory.optimizer - memory.workspace
-            for memory in candidate.memory
-        ]
+        limit = hardware.memory_limit
+        room = [limit - memory.workspace for memory in candidate.memory]
     sizes = schedule.num_ranks, schedule.num_microbatches
     try:
         fitted = schedules.fit(costs, *sizes, max_bytes=room)

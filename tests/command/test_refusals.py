@@ -42,7 +42,7 @@ def test_what_is_no_factory_and_what_gives_no_model(command, factory, parts):
         ),
         (
             "--profile model.py",
-            ["--profile: no profile as Profile.to_json", "is not JSON"],
+            ["--profile: no profile as Profile.to_json", "JSONDecodeError"],
         ),
         ("--json .", ["--json: '.' cannot be written"]),
         ("--estimate --profile a.json", ["--profile: not allowed with argument"]),

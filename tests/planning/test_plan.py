@@ -74,7 +74,7 @@ def test_a_text_that_is_no_plan_is_refused():
     moved = json.loads(json.dumps(fields))
     moved["stages"][0]["rank"] = 7
     for text, says in (
-        ("plan.json", r"'plan.json' is not JSON: .*; give the text"),
+        ("plan.json", "JSONDecodeError.*; give its text, not its path"),
         ("[]", "TypeError"),
         ("{}", "KeyError"),
         (json.dumps(fields | {"more": 1}), "more"),
