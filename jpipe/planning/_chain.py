@@ -14,10 +14,10 @@ from ..schedules._action import FORWARD, INPUT, WEIGHT
 from ._profile import Profile
 from ._sums import Matrix, sums
 
-# Times are counted in units, a power of two, of which the whole model takes less than
-# two to the power of this: sums and differences of whole numbers below 2 ** 53 are
-# exact, so that equal layers make equal stages wherever they stand.
-_UNITS = 46
+# Times are counted in units, of which the whole model takes so many: sums and
+# differences of whole numbers below 2 ** 53 are exact, so that equal layers make equal
+# stages wherever they stand.
+_UNITS = 2**46
 
 
 class InFlight(NamedTuple):
@@ -30,7 +30,7 @@ class InFlight(NamedTuple):
     """
 
     stages: tuple[int, ...]
-    counts: tuple[tuple[int, ...], ...]
+    counts: npt.NDArray[np.intp]
 
 
 def in_flight(schedule: Schedule) -> tuple[InFlight, ...]:
@@ -40,16 +40,12 @@ def in_flight(schedule: Schedule) -> tuple[InFlight, ...]:
 
 def _of_rank(schedule: Schedule, rank: int) -> InFlight:
     stages = [s for s, own in enumerate(schedule.placement) if own == rank]
-    place = {stage: i for i, stage in enumerate(stages)}
-    now = [0] * (2 * len(stages))
-    moments = {tuple(now)}
-    for op, stage, _ in schedule.rows[rank]:
-        i, after = place[stage], place[stage] + len(stages)
-        now[after if op == WEIGHT else i] += 1 if op == FORWARD else -1
-        if op == INPUT:
-            now[after] += 1
-        moments.add(tuple(now))
-    return InFlight(tuple(stages), tuple(sorted(moments)))
+    changes = np.zeros((len(schedule.rows[rank]) + 1, 2, len(stages)), int)
+    for change, (op, stage, _) in zip(changes[1:], schedule.rows[rank], strict=True):
+        change[int(op == WEIGHT), stages.index(stage)] += 1 if op == FORWARD else -1
+        change[1, stages.index(stage)] += op == INPUT
+    counts = np.unique(changes.cumsum(axis=0), axis=0)
+    return InFlight(tuple(stages), counts.reshape(len(counts), -1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +93,7 @@ class Chain:
     @functools.cached_property
     def quantum(self) -> float:
         """Seconds in which times are counted."""
-        return max(2.0 ** (math.frexp(self.total)[1] - _UNITS), math.ulp(0.0))
+        return max(self.total / _UNITS, math.ulp(0.0))
 
     @functools.cached_property
     def transfers(self) -> Matrix:
@@ -137,7 +133,7 @@ class Chain:
         modes += [*map(self.profile.pending_mode, modes)]
         pairs = zip(modes, [*stages, *stages], strict=True)
         residuals = [self.profile.kept_of[mode][stage] for mode, stage in pairs]
-        moments = np.tensordot(np.array(rank.counts, float), residuals, 1)
+        moments = np.tensordot(rank.counts, residuals, 1)
         return moments.max(axis=0) + sum(self._static[stage] for stage in stages)
 
     def _whole(self, seconds: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

@@ -18,8 +18,6 @@ from ._json import reading
 
 # Columns of a grid beyond which its end is left out.
 _WIDEST = 160
-# So many skip connections are listed.
-_MOST_SKIPS = 8
 
 
 @dataclass(frozen=True)
@@ -233,7 +231,8 @@ class Plan:
         parts += [self._table(), shortened(self._grid())]
         parts += _residuals(self.stages)
         if self.skips:
-            parts.append(f"skip connections: {_listed(self.skips)}")
+            listed = (f"{name}: stage {s} to {t}" for name, s, t in self.skips)
+            parts.append(f"skip connections: {', '.join(listed)}")
         if self.peak_bytes:
             listed = ", ".join(f"{name} {size(n)}" for name, n in self.peak_bytes)
             parts.append(f"peak of a step beside the optimizer's state: {listed}")
@@ -304,13 +303,6 @@ def _costs(fields: dict[str, Any], schedule: Schedule) -> Costs:
         raise ValueError("; ".join(wrong))
     schedule.simulate(costs)
     return costs
-
-
-def _listed(skips: Sequence[tuple[str, int, int]]) -> str:
-    """Skip connections; of many the first."""
-    listed = [f"{name}: stage {s} to {t}" for name, s, t in skips[:_MOST_SKIPS]]
-    more = len(skips) - len(listed)
-    return ", ".join([*listed, f"{more} more"] if more else listed)
 
 
 def _foretold(forecast: Forecast) -> str:

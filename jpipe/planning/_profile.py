@@ -106,14 +106,17 @@ class Profile:
             raise ValueError(f"profile: {'; '.join(faults)}")
         ends = [0, *itertools.accumulate(sizes)]
         stages = list(itertools.pairwise(ends))
+
+        def of_stages(modes: Iterable[str]) -> list[int]:
+            pairs = zip(modes, stages, strict=True)
+            return [int(self.kept_of[mode][stage]) for mode, stage in pairs]
+
         params = [int(self.params_of[stage]) for stage in stages]
         state = [int(self.state_of[stage]) for stage in stages]
-        stored = [self.kept_of[mode] for mode in modes]
-        pending = [self.kept_of[self.pending_mode(mode)] for mode in modes]
         return dataclasses.replace(
             self.times(ends, modes, bandwidth, latency),
-            residual_bytes=[int(own[s]) for own, s in zip(stored, stages, strict=True)],
-            pending_bytes=[int(own[s]) for own, s in zip(pending, stages, strict=True)],
+            residual_bytes=of_stages(modes),
+            pending_bytes=of_stages(map(self.pending_mode, modes)),
             parameter_bytes=[a + b for a, b in zip(params, state, strict=True)],
             accumulator_bytes=params,
         )
