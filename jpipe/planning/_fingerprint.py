@@ -26,9 +26,9 @@ _config: Any = jax.config
 def fingerprint(model: Traced, train: bool, where: Device | Rates) -> dict[str, str]:
     """What a profile of layers is made on, by name.
 
-    A layer is known by its name, the shapes and dtypes of what it is given, holds and
-    gives, and a digest of the operations that it traces to; not by the values that it
-    holds.
+    A layer is known by its name, the shapes and dtypes of what it is given, and a
+    digest of what it holds and of the operations that it traces to; not by the values
+    that it holds.
 
     Args:
       model: the layers.
@@ -84,20 +84,12 @@ def _layer(model: Traced, number: int) -> str:
         *_operations(part.closed),
     ]
     digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
-    following = number + 1
-    if following < len(model.names):
-        y = _shapes(model.entering(following))
-    else:
-        y = "loss" if stages.first.has_loss else _listed(model.outputs)
     x = _shapes(model.entering(number))
-    return f"{model.names[number]}: {x} -> {y}, {digest[:12]}"
+    return f"{model.names[number]}: {x}, {digest[:12]}"
 
 
 def _shapes(variables: Sequence[core.Var]) -> str:
-    return _listed(specs(variables))
-
-
-def _listed(leaves: Sequence[Any]) -> str:
+    leaves = specs(variables)
     return shapes(leaves[0] if len(leaves) == 1 else tuple(leaves))
 
 

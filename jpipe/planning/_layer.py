@@ -88,21 +88,13 @@ class SkipProfile:
     is_output: bool = False
 
 
-def faults(
-    layers: Sequence[LayerProfile],
-    skips: Sequence[SkipProfile],
-    ties: Sequence[Sequence[int]],
-    **others: float,
-) -> Iterator[str]:
-    """What is wrong with the fields of a profile, a line for each fault.
+def faults(layers: Sequence[LayerProfile], **others: float) -> Iterator[str]:
+    """Which numbers of a profile are none, a line for each.
 
     Args:
       layers: of the profile.
-      skips: likewise.
-      ties: likewise.
       **others: its other fields that are numbers.
     """
-    count = len(layers)
     if not layers:
         yield "layers is empty; needs at least one"
     for i, layer in enumerate(layers):
@@ -115,18 +107,6 @@ def faults(
             yield from number_faults(f"{where}: kept_bytes[{mode!r}]", value)
     for name, value in others.items():
         yield from number_faults(name, value)
-    for skip in skips:
-        where = f"skip {skip.name!r} from layer {skip.source} to {skip.target}"
-        if not 0 <= skip.source < skip.target < count:
-            yield f"{where}; needs 0 <= source < target < {count}"
-        yield from number_faults(f"{where}: bytes", skip.bytes)
-        yield from number_faults(f"{where}: cotangent_bytes", skip.cotangent_bytes)
-    for group in ties:
-        if not {*group} <= {*range(count)} or len({*group}) < 2:
-            yield (
-                f"ties: {tuple(group)}; needs numbers of two or more of the layers 0 "
-                f"to {count - 1}"
-            )
 
 
 def unknown_mode(mode: object) -> str:

@@ -55,7 +55,7 @@ class Profile:
             "microbatch_size": self.microbatch_size,
             "action_seconds": self.action_seconds,
         }
-        return list(_layer.faults(self.layers, self.skips, self.ties, **sizes))
+        return list(_layer.faults(self.layers, **sizes))
 
     def costs(
         self,

@@ -79,7 +79,6 @@ def _reasons(
         yield (
             f"exchange: the {best.data} devices of a stage add up its gradients once "
             f"in a step, {duration(timeline.makespan - last)} of it"
-            + ("" if hardware.bandwidth else "; that was taken to cost no time")
         )
     fit = [c for c in candidates[1:] if c.fits(hardware)]
     one, other = "one device per stage", "several"

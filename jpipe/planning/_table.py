@@ -32,8 +32,6 @@ def table(profile: Any) -> str:
         },
         "workspace": (size, [layer.workspace_bytes for layer in layers]),
     }
-    if all(layer.workspace_bytes is None for layer in layers):
-        del numbers["workspace"]
     rows = [["", *map(str, range(len(layers))), ""]]
     rows.append(["layer", *(layer.name for layer in layers), "sum"])
     for name, (write, values) in numbers.items():

@@ -111,10 +111,6 @@ def test_what_is_written_is_read():
     [
         ({"layers": [{"name": "a"}]}, "missing 2 required .* 'forward' and 'backward'"),
         ({"colour": "red"}, "colour"),
-        (
-            {"ties": [[0, 9]]},
-            "ties: .* needs numbers of two or more of the layers 0 to",
-        ),
         ({"skips": [["a", 0, 9, 1, 1]]}, "TypeError"),
         ({"input_bytes": -1}, "input_bytes=-1; needs a number, finite and not neg"),
     ],
