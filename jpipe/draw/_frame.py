@@ -10,7 +10,7 @@ from ._shapes import text_width
 LABEL = 11.0  # the size of most texts
 _SMALLEST = 6.5  # that of a number that can be read
 _MARGIN = 14.0
-_LEAST, NARROWEST, _WIDEST = 400.0, 760.0, 2000.0
+_LEAST, NARROWEST, _WIDEST = 400.0, 890.0, 2000.0
 # An ordinary action gets that many pixels as long as the picture does not get too wide.
 _ACTION = 19.0
 
@@ -65,17 +65,12 @@ def checked(width: float) -> float:
     return width
 
 
-def frame_of(
-    timelines: tuple[Timeline, ...],
-    width: float | None,
-    at_least: float = NARROWEST,
-) -> Frame:
+def frame_of(timelines: tuple[Timeline, ...], width: float | None) -> Frame:
     """The frame in which timelines are drawn one below the other.
 
     Args:
       timelines: all of them.
       width: in pixels; ``None``: what they need.
-      at_least: what it is not narrower than if no width is given.
     """
     span = max(timeline.makespan for timeline in timelines)
     peaks = [peak for timeline in timelines for peak in timeline.peak_bytes]
@@ -88,7 +83,7 @@ def frame_of(
     part = _ordinary(timelines) / span if span else 1.0
     if width is None:
         natural = left + after + _ACTION / max(part, _ACTION / _WIDEST)
-        width = min(max(natural, at_least), _WIDEST)
+        width = min(max(natural, NARROWEST), _WIDEST)
     width = checked(width)
     widest = max(
         (str(action.microbatch) for t in timelines for action in t.start),

@@ -7,7 +7,7 @@ from ..schedules import Costs, Schedule, Timeline
 from ..schedules._compare import fitting
 from . import _bars
 from . import _palette as palette
-from ._frame import Frame, checked, frame_of
+from ._frame import NARROWEST, Frame, checked, frame_of
 from ._legend import legend
 from ._panel import height, panel, summary
 from ._planned import planned
@@ -15,7 +15,6 @@ from ._profiled import profiled
 from ._shapes import Path, Picture, Shape, Text
 
 _TOP, _BETWEEN = 8.0, 8.0
-_WIDE = 890.0  # what bars are given
 _AXIS = 26.0
 _SMALL = 10.0
 # What has times to draw.
@@ -42,12 +41,12 @@ def picture(
     if hasattr(drawn, "microbatch_size"):
         if titles is not None:
             raise ValueError("titles are for timelines, a profile has none")
-        return _bars.picture(profiled(drawn), checked(width or _WIDE))
+        return _bars.picture(profiled(drawn), checked(width or NARROWEST))
     if not hasattr(drawn, "forecast"):
         shown = listed(drawn)
         return _stacked(shown, titles, frame_of(shown, width), Picture(0, 0, (), ""))
     bars, timeline = planned(drawn)
-    frame = frame_of((timeline,), width, _WIDE)
+    frame = frame_of((timeline,), width)
     return _stacked((timeline,), titles, frame, _bars.picture(bars, frame.width))
 
 

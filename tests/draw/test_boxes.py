@@ -11,7 +11,7 @@ import pytest
 from jpipe.draw import _palette as palette
 from jpipe.draw._frame import frame_of
 
-from .pictures import CLOSE, NAMES, SVG, actions, boxes, parsed, predicted, texts
+from .pictures import CLOSE, NAMES, SVG, actions, parsed, predicted, texts
 
 
 def numbers_in(root: ET.Element) -> list[tuple[dict, str, dict[str, float]]]:
@@ -105,4 +105,3 @@ def test_memory_curves_have_one_scale_and_follow_the_events():
             assert any(corner == CLOSE(point, abs=0.03) for point in found[0])
     said = [t["text"] for t in texts(root) if t["text"].startswith("peak")]
     assert said[:4] == ["peak 4", "peak 3", "peak 2", "peak 1"]
-    assert boxes(root, "peak ")[0][0] == "peak 4, first at 4"
