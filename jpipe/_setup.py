@@ -129,9 +129,10 @@ def planned_mesh(plan: Plan, mesh: Any, devices: Any) -> tuple[Any, Any]:
             )
         return mesh, devices
     listed = jax.devices() if devices is None else devices
-    if data == 1 or mesh is not None or not isinstance(listed, Sequence):
-        return mesh, devices
-    if not all(isinstance(device, jax.Device) for device in listed):
+    are_devices = isinstance(listed, Sequence) and all(
+        isinstance(device, jax.Device) for device in listed
+    )
+    if data == 1 or mesh is not None or not are_devices:
         return mesh, devices
     count = ranks * data
     if len(dict.fromkeys(listed[:count])) < count:

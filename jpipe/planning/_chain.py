@@ -88,7 +88,7 @@ class Chain:
     def total(self) -> float:
         """Seconds of all layers, forward twice, and of all transfers."""
         computed = sum(2 * x.forward + x.backward for x in self.profile.layers)
-        return computed + sum(self._transfers)
+        return computed + self._transfers.sum().item()
 
     @functools.cached_property
     def quantum(self) -> float:
@@ -98,14 +98,13 @@ class Chain:
     @functools.cached_property
     def transfers(self) -> Matrix:
         """The time of the transfers, there and back, of a cut before each layer."""
-        return np.rint(np.array(self._transfers) / self.quantum)
+        return np.rint(self._transfers / self.quantum)
 
     @functools.cached_property
     def times(self) -> tuple[Matrix, ...]:
         """The time of each stage; infinite where it would have no layer."""
-        layers = self.profile.layers
-        forward = self._whole(np.array([layer.forward for layer in layers]))
-        backward = self._whole(np.array([layer.backward for layer in layers]))
+        seconds = np.array([(x.forward, x.backward) for x in self.profile.layers])
+        forward, backward = np.rint(seconds.T / self.quantum)
         once = sums(forward + backward, np.inf)
         twice = once
         if "full" in self.modes[:-1]:
@@ -136,17 +135,12 @@ class Chain:
         moments = np.tensordot(rank.counts, residuals, 1)
         return moments.max(axis=0) + sum(self._static[stage] for stage in stages)
 
-    def _whole(self, seconds: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        return np.rint(seconds / self.quantum)
-
     @functools.cached_property
-    def _transfers(self) -> list[float]:
-        seconds = [0.0] * (self.num_layers + 1)
-        for i, layer in enumerate(self.profile.layers[:-1]):
-            size = layer.output_bytes + layer.cotangent_bytes
-            moved = size / self.bandwidth if self.bandwidth else 0.0
-            seconds[i + 1] = 2 * self.latency + moved
-        return seconds
+    def _transfers(self) -> npt.NDArray[np.float64]:
+        layers = self.profile.layers[:-1]
+        sizes = np.array([x.output_bytes + x.cotangent_bytes for x in layers], float)
+        moved = sizes / self.bandwidth if self.bandwidth else 0.0 * sizes
+        return np.pad(2 * self.latency + moved, 1)
 
     @functools.cached_property
     def _static(self) -> Matrix:

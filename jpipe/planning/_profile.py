@@ -234,11 +234,13 @@ class Profile:
             * device: 'a' in the profile, 'b' here
           Measure again, or use the profile where it was made; ...
         """
+        both = {
+            name: (self.made.get(name), made.get(name)) for name in [*self.made, *made]
+        }
         differ = [
-            f"{name}: {_quoted(self.made, name)} in the profile, "
-            f"{_quoted(made, name)} here"
-            for name in dict.fromkeys([*self.made, *made])
-            if self.made.get(name) != made.get(name)
+            f"{name}: {then!r} in the profile, {now!r} here"
+            for name, (then, now) in both.items()
+            if then != now
         ]
         if differ:
             listed = "".join(f"\n  * {line}" for line in differ)
@@ -317,7 +319,3 @@ def speed_faults(bandwidth: float | None, latency: float) -> Iterator[str]:
     yield from _layer.number_faults("latency", latency)
     if bandwidth is not None and not (isinstance(bandwidth, Real) and bandwidth > 0):
         yield f"bandwidth={bandwidth!r}; needs bytes per second, more than 0"
-
-
-def _quoted(made: Mapping[str, str], name: str) -> str:
-    return repr(made[name]) if name in made else "nothing"

@@ -117,7 +117,7 @@ LAYERS = [
 ]
 PLANNING = [
     ("_chain", "2 * self.profile.params_of +", "self.profile.params_of +"),
-    ("_chain", "= layer.output_bytes + layer.cotangent_bytes", "= layer.output_bytes"),
+    ("_chain", "[x.output_bytes + x.cotangent_bytes for", "[x.output_bytes for"),
     (
         "_cuts",
         "starts = latency + transfers if stage else latency",

@@ -132,7 +132,7 @@ def test_a_profile_of_something_else_is_refused_with_all_that_differs():
     assert str(refusal.value) == (
         "the profile was made on something else:\n"
         "  * device: 'cpu' in the profile, 'gpu' here\n"
-        "  * shapes: nothing in the profile, 'f32[8]' here\n"
+        "  * shapes: None in the profile, 'f32[8]' here\n"
         "Measure again, or use the profile where it was made; give jpipe.profile the "
         "same num_microbatches=, loss=, targets= and trainable= as jpipe.plan"
     )
