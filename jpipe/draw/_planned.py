@@ -41,6 +41,7 @@ def planned(plan: Any) -> tuple[Bars, Timeline]:
         raise ValueError(
             "a plan without a forecast: draw what jpipe.plan returns, or plan.schedule"
         )
+    timeline = plan.schedule.simulate(forecast.costs)
     count, ranks = plan.schedule.num_microbatches, len(forecast.memory)
     limit, most = forecast.memory_limit, max(own.total for own in forecast.memory)
     shape = each = ""
@@ -54,14 +55,13 @@ def planned(plan: Any) -> tuple[Bars, Timeline]:
             "busy in a step",
             f"memory {each}at the peak" + (f", limit {size(limit)}" if limit else ""),
         ),
-        rows=tuple(_row(plan, rank) for rank in range(ranks)),
+        rows=tuple(_row(plan, rank, own) for rank, own in enumerate(timeline.busy)),
         legend={"busy": _BUSY, **_PARTS},
         wholes=(
             forecast.seconds,
             limit if limit and most >= _SMALLEST * limit else None,
         ),
     )
-    timeline = plan.schedule.simulate(forecast.costs)
     if timeline.makespan < forecast.seconds:
         name = f"{timeline.name}: the devices alone, which wait for the host"
         timeline = dataclasses.replace(timeline, name=name)
@@ -70,11 +70,11 @@ def planned(plan: Any) -> tuple[Bars, Timeline]:
     return bars, dataclasses.replace(timeline, memory=())
 
 
-def _row(plan: Any, rank: int) -> Row:
+def _row(plan: Any, rank: int, busy: float) -> Row:
     forecast, stages = plan.forecast, [x for x in plan.stages if x.rank == rank]
     layers = " + ".join(_abridged(plan.names[stage.index]) for stage in stages)
     modes = " and ".join(dict.fromkeys(stage.remat for stage in stages))
-    busy, memory = forecast.busy[rank], forecast.memory[rank]
+    memory = forecast.memory[rank]
     computing = Part(busy, _BUSY, f"busy: {duration(busy)}, {layers}")
     share = f"{busy / forecast.seconds:.0%}" if forecast.seconds else ""
     parts = [

@@ -137,9 +137,9 @@ class Chain:
 
     @functools.cached_property
     def _transfers(self) -> npt.NDArray[np.float64]:
-        layers = self.profile.layers[:-1]
-        sizes = np.array([x.output_bytes + x.cotangent_bytes for x in layers], float)
-        moved = sizes / self.bandwidth if self.bandwidth else 0.0 * sizes
+        layers, bandwidth = self.profile.layers[:-1], self.bandwidth or math.inf
+        sizes = [x.output_bytes + x.cotangent_bytes for x in layers]
+        moved = np.array([size / bandwidth for size in sizes], float)
         return np.pad(2 * self.latency + moved, 1)
 
     @functools.cached_property

@@ -86,12 +86,6 @@ class Candidate(Way):
         return max(self.timeline.makespan, self.host)
 
     @property
-    def bubble(self) -> float:
-        """The share of the ranks' time in which they wait."""
-        total = self.seconds * len(self.timeline.rows)
-        return 1 - sum(self.timeline.busy) / total if total else 0.0
-
-    @property
     def most_bytes(self) -> int:
         """Of the device that needs most."""
         return max(memory.total for memory in self.memory)

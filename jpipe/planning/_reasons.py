@@ -38,9 +38,6 @@ def chosen(
         data=best.data,
         forecast=Forecast(
             seconds=best.seconds,
-            bound=best.timeline.lower_bound,
-            bubble=best.bubble,
-            busy=best.timeline.busy,
             memory=best.memory,
             costs=best.costs,
             memory_limit=space.hardware.memory_limit,

@@ -42,7 +42,6 @@ def test_a_plan_is_built_and_gives_the_numbers_of_one_device():
 
 def test_a_plan_says_why():
     forecast = planned().forecast
-    assert forecast.seconds >= forecast.bound > 0
     assert [line.partition(":")[0] for line in forecast.reasons] == [
         "bottleneck",
         "memory",
