@@ -5,6 +5,7 @@ import math
 import numbers
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..schedules._choose import called
 
@@ -114,7 +115,7 @@ def unknown_mode(mode: object) -> str:
     return f"remat: {called(mode)} is unknown: choose {', '.join(map(repr, MODES))}"
 
 
-def number_faults(what: str, value: object) -> Iterator[str]:
+def number_faults(what: str, value: Any) -> Iterator[str]:
     """Why something is neither a time nor a size."""
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not (is_number and 0 <= value < math.inf):
