@@ -30,7 +30,7 @@ def replicate(
       bandwidth: bytes per second between two of them; ``None``: nothing takes time.
 
     Returns:
-      The stages with the least time; no others are better. Printed, it shows why;
+      The stages with the least time; no others are better. They are printed;
       `jpipe.draw.svg` draws it, with the timeline that its ``simulate`` returns;
       ``jpipe.pipeline(layers, M, plan=plan)`` runs it.
 
@@ -43,9 +43,9 @@ def replicate(
       >>> print(replicate(Profile(layers), 3, bandwidth=None))
       2 s a micro-batch on 3 devices, 3.000 times as fast as one
       with one device per stage 4 s, 2.000 times as long
-      stage  layers  devices  computes  with exchange  transfers
-          0  0 to 0        2       2 s            2 s
-          1  1 to 1        1       2 s            2 s        0 s
+      stage  layers  devices
+          0  0 to 0        2
+          1  1 to 1        1
 
     References:
       Narayanan et al., `PipeDream <https://doi.org/10.1145/3341301.3359646>`_ (2019).
@@ -56,9 +56,9 @@ def replicate(
     if faults:
         raise ValueError(f"replicate cannot plan this: {'; '.join(faults)}")
     chain = _Chain(profile, bandwidth or math.inf)
-    _, stages = chain.cut(num_devices, num_devices)
+    seconds, stages = chain.cut(num_devices, num_devices)
     straight, _ = chain.cut(min(num_devices, len(profile.layers)), 1)
-    return Replicated(stages, chain.costs(stages), straight)
+    return Replicated(stages, chain.costs(stages), seconds, straight)
 
 
 class _Chain:

@@ -1,13 +1,11 @@
 """Stages with several devices each, as a value: names and numbers only."""
 
 import dataclasses
-import itertools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..schedules import Costs, Schedule, Timeline, replicated
-from ..schedules._costs import at
-from ..schedules._units import columns, duration, many
+from ..schedules._units import columns, many
 
 
 class ReplicatedStage(NamedTuple):
@@ -28,14 +26,18 @@ def ring(num_bytes: Any, replicas: int, bandwidth: float, latency: float = 0.0) 
 class Replicated:
     """Stages with several devices each, and what they would take.
 
-    Prints why: what each stage takes, with the exchange of gradients and without, what
-    one device would take, and what stages of one device each would.
+    Prints its stages, what one device would take, and what stages of one device each
+    would.
 
     Attributes:
       stages: in order.
       costs: of each stage on one device, of one micro-batch: its times, and what
         crosses the cut before it, skip connections included; and ``exchange``, the time
         in which its replicas add up their gradients once.
+      seconds: from one micro-batch to the next, in the steady state. As PipeDream's
+        planner counts: each replica exchanges gradients after each of its
+        micro-batches, and an exchange counts twice; a transfer uses as many links as
+        the stage with fewer devices has.
       straight: what ``seconds`` would be with one device per stage.
 
     Example:
@@ -48,45 +50,13 @@ class Replicated:
 
     stages: tuple[ReplicatedStage, ...]
     costs: Costs
+    seconds: float
     straight: float
 
     @property
     def replicas(self) -> tuple[int, ...]:
         """The number of devices of each stage."""
         return tuple(stage.replicas for stage in self.stages)
-
-    @property
-    def busy(self) -> tuple[float, ...]:
-        """What each stage computes on one micro-batch, its replicas side by side."""
-        each = zip(self.costs.forward, self.costs.backward, self.replicas, strict=True)
-        return tuple((forward + backward) / r for forward, backward, r in each)
-
-    @property
-    def links(self) -> tuple[float, ...]:
-        """What the transfers of one micro-batch take between two stages each.
-
-        There and back, over as many links as the stage with fewer devices has.
-        """
-        costs = self.costs
-        return tuple(
-            (at(costs.boundary_bytes, s) + costs.cotangent(s, 0)) / costs.bandwidth / r
-            for s, r in enumerate(map(min, itertools.pairwise(self.replicas)), start=1)
-        )
-
-    @property
-    def turns(self) -> tuple[float, ...]:
-        """What each stage takes of a micro-batch with an exchange of gradients.
-
-        As PipeDream's planner counts: each replica exchanges after each of its
-        micro-batches, and an exchange counts twice.
-        """
-        each = zip(self.busy, self.costs.exchange, self.replicas, strict=True)
-        return tuple(busy + 2 * exchange / r for busy, exchange, r in each)
-
-    @property
-    def seconds(self) -> float:
-        """From one micro-batch to the next, in the steady state."""
-        return max(*self.turns, *self.links, 0.0)
 
     @property
     def alone(self) -> float:
@@ -107,7 +77,9 @@ class Replicated:
         """
         default = 2 * sum(self.replicas)
         count = default if num_microbatches is None else num_microbatches
-        return replicated(self.replicas, count, eager=any(self.links))
+        costs = self.costs
+        moved = sum(costs.boundary_bytes[1:]) + sum(costs.cotangent_bytes[1:])
+        return replicated(self.replicas, count, eager=moved / costs.bandwidth > 0)
 
     def simulate(self, num_microbatches: int | None = None) -> Timeline:
         """`schedule` on paper, in seconds.
@@ -139,17 +111,8 @@ class Replicated:
                 f"with one device per stage {self.straight:.6g} s, "
                 f"{self.straight / seconds:.3f} times as long"
             )
-        header = [
-            "stage",
-            "layers",
-            "devices",
-            "computes",
-            "with exchange",
-            "transfers",
-        ]
-        rows, links = [header], ["", *map(duration, self.links)]
+        rows = [["stage", "layers", "devices"]]
         for i, stage in enumerate(self.stages):
             layers = f"{stage.start} to {stage.end - 1}"
-            times = duration(self.busy[i]), duration(self.turns[i]), links[i]
-            rows.append([str(i), layers, str(stage.replicas), *times])
+            rows.append([str(i), layers, str(stage.replicas)])
         return "\n".join([*lines, columns(rows, left={1})])
