@@ -58,22 +58,16 @@ def balanced(
             f"a micro-batch"
         )
     given = jax.devices() if devices is None else list(devices)
-    ranks = len(given)
     if isinstance(schedule, str):
         schedule = named(schedule)
     if not isinstance(schedule, Schedule):
-        schedule = schedule(ranks, num_microbatches)
+        schedule = schedule(len(given), num_microbatches)
     if isinstance(sample, Profile):
         costs = sample
         _check(costs, layers)
     else:
-        costs = profile(
-            layers,
-            sample,
-            num_microbatches=num_microbatches,
-            in_axes=in_axes,
-            measure=kind == "time",
-        )
+        split = {"num_microbatches": num_microbatches, "in_axes": in_axes}
+        costs = profile(layers, sample, measure=kind == "time", **split)
     count = schedule.num_stages
     if kind in ("params", "flops"):
         sizes = [(layer.param_bytes, layer.flops or 0.0) for layer in costs.layers]

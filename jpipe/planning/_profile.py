@@ -50,12 +50,9 @@ class Profile:
 
     def faults(self) -> list[str]:
         """What is wrong with the numbers, a line for each fault."""
-        sizes = {
-            "input_bytes": self.input_bytes,
-            "microbatch_size": self.microbatch_size,
-            "action_seconds": self.action_seconds,
-        }
-        return list(_layer.faults(self.layers, **sizes))
+        names = "input_bytes", "microbatch_size", "action_seconds"
+        others = {name: getattr(self, name) for name in names}
+        return list(_layer.faults(self.layers, **others))
 
     def costs(
         self,
