@@ -118,5 +118,5 @@ def unknown_mode(mode: object) -> str:
 def number_faults(what: str, value: Any) -> Iterator[str]:
     """Why something is neither a time nor a size."""
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not (is_number and 0 <= value < math.inf):
+    if not (is_number and 0 <= float(value) < math.inf):
         yield f"{what}={value!r}; needs a number, finite and not negative"

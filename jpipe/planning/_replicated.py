@@ -78,7 +78,8 @@ class Replicated:
         default = 2 * sum(self.replicas)
         count = default if num_microbatches is None else num_microbatches
         costs = self.costs
-        moved = sum(costs.boundary_bytes[1:]) + sum(costs.cotangent_bytes[1:])
+        moved = sum(costs.boundary_bytes[1:])
+        moved += sum(costs.cotangent(s, 0) for s in range(1, len(self.stages)))
         return replicated(self.replicas, count, eager=moved / costs.bandwidth > 0)
 
     def simulate(self, num_microbatches: int | None = None) -> Timeline:
