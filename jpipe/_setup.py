@@ -26,15 +26,10 @@ _A_MESH = 'jax.make_mesh((4, 2), ("stage", "data"))'
 
 def check_num_microbatches(number: Any) -> int:
     """Returns the number of micro-batches if it is an int of at least 1."""
-    if number is None:
-        raise TypeError(
-            "num_microbatches=None: give num_microbatches=, an int of at least 1, or "
-            "plan="
-        )
     if isinstance(number, bool) or not hasattr(number, "__index__"):
         raise TypeError(
             f"num_microbatches={number!r} is a {type(number).__name__}; needs an int "
-            f"of at least 1"
+            f"of at least 1, or plan="
         )
     number = operator.index(number)
     if number < 1:
@@ -81,17 +76,15 @@ def check_plan(plan: Any, layers: Sequence[Layer] | None, given: Sequence[str]) 
     if (plan.cuts is None) != (layers is not None):
         what = "a list of layers" if plan.cuts is None else "one model or function"
         faults.append(f"it is of {what}; make one of what is given here")
-    if faults or layers is None:
-        refuse("plan", faults)
-        return plan
-    names = [name for stage in plan.stages for name in stage.layers]
-    listed = [layer.name for layer in layers]
-    pairs = itertools.zip_longest(listed, names, fillvalue="missing")
-    faults += [
-        f"layer {i} is {has}, in the plan {name}"
-        for i, (has, name) in enumerate(pairs)
-        if name != has
-    ]
+    if layers is not None and not faults:
+        names = [name for stage in plan.stages for name in stage.layers]
+        listed = [layer.name for layer in layers]
+        pairs = itertools.zip_longest(listed, names, fillvalue="missing")
+        faults = [
+            f"layer {i} is {has}, in the plan {name}"
+            for i, (has, name) in enumerate(pairs)
+            if name != has
+        ]
     refuse("plan", faults)
     return plan
 
@@ -136,9 +129,10 @@ def planned_mesh(plan: Plan, mesh: Any, devices: Any) -> tuple[Any, Any]:
             )
         return mesh, devices
     listed = jax.devices() if devices is None else devices
-    if data == 1 or mesh is not None or not isinstance(listed, Sequence):
-        return mesh, devices
-    if not all(isinstance(device, jax.Device) for device in listed):
+    are_devices = isinstance(listed, Sequence) and all(
+        isinstance(device, jax.Device) for device in listed
+    )
+    if data == 1 or mesh is not None or not are_devices:
         return mesh, devices
     count = ranks * data
     if len(dict.fromkeys(listed[:count])) < count:
@@ -160,14 +154,12 @@ def check_mesh(mesh: Any, devices: Any, sharding: Any, gather: Any) -> Any:
             f"sharding={sharding!r} is a {type(sharding).__name__}; needs a function "
             f"(path, spec) -> PartitionSpec, such as lambda path, spec: {sharding!r}"
         )
-    if mesh is None and not _has_mesh(devices):
-        if sharding is not None or gather != "step":
+    if mesh is None:
+        if (sharding is not None or gather != "step") and not _has_mesh(devices):
             raise ValueError(
                 f"sharding= and gather= are for stages of several devices; give mesh= "
                 f"too, such as mesh={_A_MESH}"
             )
-        return devices
-    if mesh is None:
         return devices
     if devices is not None:
         raise ValueError("mesh= decides where stages run; leave out devices=")
@@ -190,28 +182,6 @@ def one_of_each_rank(devices: Any) -> Any:
     if not _has_mesh(devices):
         return devices
     return [_transfer.one_of(rank) for rank in _ranks(devices)]
-
-
-def choose_mesh(mesh: Mesh, schedule: Schedule) -> tuple[Device, ...]:
-    """Returns the devices of each rank: those of its index along the axis ``stage``.
-
-    Args:
-      mesh: its devices along ``stage``, and along the axes that each stage has.
-      schedule: who runs which stage.
-
-    Raises:
-      ValueError: if it has no such axis, or a shorter one than there are ranks.
-    """
-    ranks = _ranks(mesh)
-    length, needed = len(ranks), schedule.num_ranks
-    if length < needed:
-        what = "stages" if schedule.num_stages == needed else "ranks"
-        raise ValueError(
-            f"{needed} {what} need a mesh of at least as many along {_STAGE!r}, which "
-            f"has {length}; take fewer stages (balance= of layers, num_stages= of a "
-            f"model), or give a longer mesh"
-        )
-    return tuple(ranks[:needed])
 
 
 def _ranks(mesh: Mesh | Sequence[Any]) -> list[Device]:
@@ -299,7 +269,7 @@ def replicated_plan(
       plan: the plan.
       layers: of the pipeline.
       given: the names of arguments that were given with it.
-      num_microbatches: as given, which such a plan need not have.
+      num_microbatches: as given.
 
     Returns:
       The number of micro-batches, the balance, the schedule.
@@ -314,10 +284,10 @@ def replicated_plan(
     balance = [stage.end - stage.start for stage in plan.stages]
     if sum(balance) != len(layers):
         faults.append(f"it is for {sum(balance)} layers, there are {len(layers)}")
-    number = num_microbatches or plan.num_microbatches or 0
-    if not number:
+    if num_microbatches is None:
         faults.append("it does not have num_microbatches; give it too")
     refuse("plan", faults)
+    number = check_num_microbatches(num_microbatches)
     return number, balance, plan.schedule(number)
 
 
@@ -373,26 +343,27 @@ def choose_devices(devices: Any, schedule: Schedule) -> tuple[Device, ...]:
     """Returns the device of each rank.
 
     Args:
-      devices: one device per rank; surplus ones are left idle; ``None`` means
-        `jax.devices`. Or a mesh: see `choose_mesh`.
+      devices: one device per rank, or a mesh with those of each rank along the axis
+        ``stage``; surplus ones are left idle; ``None`` means `jax.devices`.
       schedule: who runs which stage.
 
     Raises:
       ValueError: if there are fewer devices than ranks.
       TypeError: if an entry is not a device.
     """
+    given, needed = ranks(devices), schedule.num_ranks
+    if len(given) >= needed:
+        return tuple(given[:needed])
+    what = "stages" if schedule.num_stages == needed else "ranks"
+    fewer = "take fewer stages (balance= of layers, num_stages= of a model)"
     if isinstance(devices, Mesh):
-        return choose_mesh(devices, schedule)
-    given = ranks(devices)
-    needed = schedule.num_ranks
-    if len(given) < needed:
-        what = "stages" if schedule.num_stages == needed else "ranks"
         raise ValueError(
-            f"{needed} {what} need {needed} devices, there are {len(given)}; repeat "
-            f"devices, as in devices=[jax.devices()[i % {max(len(given), 1)}] for i in "
-            f"range({needed})], take fewer stages (balance= of layers, num_stages= of "
-            f"a model), or, on CPU, make more "
-            f"devices at the start of the program with "
-            f"jax.config.update('jax_num_cpu_devices', {needed})"
+            f"{needed} {what} need a mesh of at least as many along {_STAGE!r}, which "
+            f"has {len(given)}; {fewer}, or give a longer mesh"
         )
-    return tuple(given[:needed])
+    raise ValueError(
+        f"{needed} {what} need {needed} devices, there are {len(given)}; repeat "
+        f"devices, as in devices=[jax.devices()[i % {max(len(given), 1)}] for i in "
+        f"range({needed})], {fewer}, or, on CPU, make more devices at the start of the "
+        f"program with jax.config.update('jax_num_cpu_devices', {needed})"
+    )

@@ -24,18 +24,14 @@ def printed(stages, microbatches, schedule="1f1b"):
 @pytest.mark.parametrize(
     ("stages", "microbatches", "schedule"), [(1, 900, "gpipe"), (6, 30, "zb_v")]
 )
-def test_a_wide_grid_is_cut_in_the_middle(stages, microbatches, schedule):
+def test_the_end_of_a_wide_grid_is_left_out(stages, microbatches, schedule):
     lines, pipe = printed(stages, microbatches, schedule)
     whole = str(pipe.schedule).split("\n")[1:]
-    shown = lines[-1 - len(whole) : -1]
     assert all(len(line) <= 170 for line in lines)
-    ends = [line.split(" ...") for line in shown]
-    for row, (start, end) in zip(whole, ends, strict=True):
-        assert row.startswith(f"{start} ")
-        assert row.endswith(f" {end[1:]}")
-    columns = len(whole[0]) - len("".join(ends[0]))
-    says = f"({columns} columns left out; print(pipe.schedule) shows all)"
-    assert lines[-1] == says
+    for row, shown in zip(whole, lines[-1 - len(whole) : -1], strict=True):
+        assert row.startswith(shown.removesuffix(" ..."))
+        assert len(shown) > 160
+    assert lines[-1] == "(print(pipe.schedule) shows all)"
 
 
 @pytest.mark.parametrize("name", sorted({*schedules.BY_NAME} - {"forward_only"}))

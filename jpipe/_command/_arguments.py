@@ -25,29 +25,13 @@ def count(text: str) -> int:
 
 
 def size(text: str) -> int:
-    """Bytes with a unit, such as 16GiB."""
-    return round(_quantity(text, _BYTES, "bytes, such as 16GiB"))
-
-
-def rate(text: str) -> float:
-    """Bytes per second, likewise."""
-    expected = "bytes per second, such as 50GB"
-    return _quantity(text.removesuffix("/s"), _BYTES, expected)
-
-
-def speed(text: str) -> float:
-    """Floating-point operations per second."""
-    return _quantity(text, {"": 1.0}, "operations per second, such as 1e14")
+    """Bytes, or bytes per second, with a unit, such as 16GiB."""
+    return round(_quantity(text.removesuffix("/s"), _BYTES, "bytes, such as 16GiB"))
 
 
 def duration(text: str) -> float:
     """Seconds, from a number with a unit, such as 5us."""
     return _quantity(text, _SECONDS, "a time, such as 5us")
-
-
-def time(text: str) -> float:
-    """A time in whatever unit."""
-    return _quantity(text, {"": 1.0}, "a time, such as 0.25")
 
 
 def _quantity(text: str, units: Mapping[str, float], expected: str) -> float:
@@ -57,8 +41,8 @@ def _quantity(text: str, units: Mapping[str, float], expected: str) -> float:
     if match and not match[2] and not float(match[1]):
         return 0.0
     if not math.isfinite(value):
-        known = f"; units: {', '.join(units)}" if len(units) > 1 else ""
-        raise argparse.ArgumentTypeError(f"{text!r}: write {expected}{known}")
+        known = ", ".join(units)
+        raise argparse.ArgumentTypeError(f"{text!r}: write {expected}; units: {known}")
     return value
 
 
@@ -66,17 +50,11 @@ def schedule_name(text: str) -> str:
     """The name of a schedule of the catalogue."""
     try:
         schedules.named(text)
-    except ValueError:
-        message = f"unknown schedule {text!r}: choose {known()}"
-        raise argparse.ArgumentTypeError(message) from None
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
     return text
 
 
 def several(read: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
     """How several of what ``read`` reads are read, with commas between them."""
     return lambda text: tuple(read(part.strip()) for part in text.split(","))
-
-
-def known() -> str:
-    """The names of the catalogue."""
-    return ", ".join(schedules.BY_NAME)

@@ -1,6 +1,5 @@
 """A factory of the user's: where it is, and the model that it gives."""
 
-import functools
 import importlib
 import importlib.util
 import os
@@ -56,13 +55,9 @@ def load(name: str) -> Model:
             f"{name!r}: write module:factory, such as my_model:make, or "
             f"file.py:factory; the factory returns {_RETURNS}"
         )
-    module = _module(where)
-    try:
-        factory = functools.reduce(getattr, attribute.split("."), module)
-    except AttributeError:
-        raise CommandError(f"{where} has no {attribute!r}") from None
+    factory = getattr(_module(where), attribute, None)
     if not callable(factory):
-        raise CommandError(f"{name} is a {type(factory).__name__}; needs a function")
+        raise CommandError(f"{where} has no function {attribute!r}")
     made: Any = factory()
     fields: Any = made
     if isinstance(made, tuple) and len(made) in (2, 3):
@@ -80,8 +75,7 @@ def _module(where: str) -> ModuleType:
     if is_file and not path.is_file():
         raise CommandError(f"{path}: No such file")
     folder = str(path.resolve().parent) if is_file else os.getcwd()
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
+    sys.path.insert(0, folder)
     if is_file:
         return _of_file(path)
     try:
@@ -96,8 +90,8 @@ def _module(where: str) -> ModuleType:
 
 
 def _of_file(path: Path) -> ModuleType:
-    # Under its own name, as its neighbours would import it, unless that is taken.
-    name = path.stem if path.stem not in sys.modules else f"__{path.stem}__"
+    # Under a name that is not taken.
+    name = f"__{path.stem}__"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None  # as it ends in .py
     assert spec.loader is not None

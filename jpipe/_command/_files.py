@@ -20,15 +20,15 @@ def add(command: argparse.ArgumentParser, *names: str) -> None:
     """Adds options that name files to write, such as ``--svg``."""
     for name in names:
         what = f"write {_WRITTEN[name]}"
-        read = _picture if name == "png" else Path
-        command.add_argument(f"--{name}", type=read, metavar="FILE", help=what)
+        command.add_argument(f"--{name}", type=_output, metavar="FILE", help=what)
 
 
-def _picture(text: str) -> Path:
-    """Where to draw with matplotlib."""
-    if Path(text).suffix.lower() not in (".png", ".pdf"):
-        raise argparse.ArgumentTypeError(f"{text!r}: must end in .png or .pdf")
-    return Path(text)
+def _output(text: str) -> Path:
+    """A file that can be written: known before work is done for it."""
+    path = Path(text)
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written")
+    return path
 
 
 def read(file: str) -> tuple[str, str]:
@@ -43,17 +43,6 @@ def read(file: str) -> tuple[str, str]:
         raise CommandError(f"{error.filename}: {error.strerror}") from None
 
 
-def check(arguments: argparse.Namespace) -> None:
-    """Refuses what cannot be written, before work is done for it."""
-    for path in filter(None, (getattr(arguments, name, None) for name in _WRITTEN)):
-        if path.is_dir():
-            raise CommandError(f"{path}: Is a directory")
-        if not path.parent.is_dir():
-            raise CommandError(f"{path}: No such file or directory")
-        if not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise CommandError(f"{path}: Permission denied")
-
-
 def write(
     arguments: argparse.Namespace, writers: Mapping[str, Callable[[Path], object]]
 ) -> bool:
@@ -64,9 +53,7 @@ def write(
             continue
         try:
             writers[name](path)
-        except OSError as error:
-            raise CommandError(f"{path}: {error.strerror}") from None
-        except ImportError as error:  # what draws it is not installed
+        except (ImportError, ValueError) as error:  # of matplotlib
             raise CommandError(str(error)) from None
         print(f"wrote {path}")
     return any(paths.values())

@@ -92,7 +92,7 @@ def launch(
         shared[TIMEOUT] = str(timeout)
     running: list[subprocess.Popen[str]] = []
     printers: list[threading.Thread] = []
-    before = signal.signal(signal.SIGTERM, _interrupt)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         for number in range(num_processes):
             process = subprocess.Popen(
@@ -107,8 +107,8 @@ def launch(
             )
             running.append(process)
             outputs = (process.stdout, sys.stdout), (process.stderr, sys.stderr)
-            for given in outputs:
-                args = (number, *given)
+            for each in outputs:
+                args = (number, *each)
                 printers.append(threading.Thread(target=_print, args=args, daemon=True))
                 printers[-1].start()
         return _first_failure(running)
@@ -127,15 +127,13 @@ def launch(
 
 def _first_failure(running: Sequence[subprocess.Popen[str]]) -> int:
     """Waits until all have ended, or one has failed and the others had their time."""
-    while True:
-        ended = [process.poll() for process in running]
-        failed = next((status for status in ended if status), 0)
-        if failed:
+    while None in (ended := [process.poll() for process in running]):
+        if any(ended):
             _wait(running)
-            return failed if failed > 0 else 128 - failed
-        if None not in ended:
-            return 0
+            break
         time.sleep(_LOOKS)
+    failed = next(filter(None, ended), 0)
+    return failed if failed >= 0 else 128 - failed
 
 
 def _wait(running: Sequence[subprocess.Popen[str]]) -> None:
@@ -155,16 +153,9 @@ def _kill(process: subprocess.Popen[str]) -> None:
 def _print(number: int, source: IO[str], target: IO[str]) -> None:
     """Prints what a process prints, line by line, with its number."""
     for line in source:
-        text = f"[{number}] {line}" + ("" if line.endswith("\n") else "\n")
-        alphabet = getattr(target, "encoding", None) or "utf-8"
         # Who is not read any more, or stops reading, would keep the process waiting.
         with contextlib.suppress(OSError, ValueError):
-            target.write(text.encode(alphabet, "replace").decode(alphabet))
-            target.flush()
-
-
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
+            print(f"[{number}] {line.rstrip()}", file=target, flush=True)
 
 
 def _end_with_parent() -> None:

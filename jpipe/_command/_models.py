@@ -9,28 +9,26 @@ from typing import Any
 
 from .. import draw
 from . import _factory, _files
-from ._arguments import count, duration, rate, several, size, speed
+from ._arguments import count, duration, several, size
 from ._refusal import CommandError
 
 # Options: how they are read, the keyword of the library, and what is explained.
 _PLAN = {
     "--devices": (count, "num_devices", "N", "default: those of this machine"),
     "--memory": (size, "memory_limit", "BYTES", "of each device, such as 16GiB"),
-    "--bandwidth": (rate, "bandwidth", "BYTES", "per second, such as 50GB"),
+    "--bandwidth": (size, "bandwidth", "BYTES", "per second, such as 50GB"),
     "--latency": (duration, "latency", "TIME", "of a transfer, such as 5us"),
     "--microbatches": (several(count), "num_microbatches", "M,M", "such as 8,16"),
     "--data": (several(count), "data", "D,D", "devices of each stage, such as 1,2"),
-    "--batch-size": (count, "batch_size", "N", "default: that of the sample"),
     "--schedule": (several(str), "schedules", "NAME,NAME", "such as 1f1b,zb_h1"),
     "--remat": (several(str), "remat", "MODE,MODE", "default: min_cut,full"),
-    "--profile": (Path, "profile", "FILE", "what profile --json wrote"),
 }
 _PROFILE = {
     "--microbatches": (count, "num_microbatches", "M", "default: 1"),
 }
 _RATES = {
-    "--flops": (speed, "peak_flops", "RATE", "for --estimate, such as 1e14"),
-    "--memory-bandwidth": (rate, "memory_bandwidth", "BYTES", "likewise, such as 1TB"),
+    "--flops": (float, "peak_flops", "RATE", "for --estimate, such as 1e14"),
+    "--memory-bandwidth": (size, "memory_bandwidth", "BYTES", "likewise, such as 1TB"),
     "--action": (duration, "action_seconds", "TIME", "likewise, such as 20us"),
 }
 
@@ -38,7 +36,9 @@ _RATES = {
 def add_plan(commands: Any) -> None:
     """Adds ``plan`` to the commands."""
     text = "show how to cut a model, how many micro-batches, which schedule, and why"
-    _add(commands, "plan", text, _PLAN, _plan)
+    group = _add(commands, "plan", text, _PLAN, _plan)
+    what = "what profile --json wrote"
+    group.add_argument("--profile", type=Path, metavar="FILE", help=what)
 
 
 def add_profile(commands: Any) -> None:
@@ -47,7 +47,8 @@ def add_profile(commands: Any) -> None:
     _add(commands, "profile", text, _PROFILE, _profile)
 
 
-def _add(commands: Any, name: str, text: str, options: Any, run: Any) -> None:
+def _add(commands: Any, name: str, text: str, options: Any, run: Any) -> Any:
+    """Adds a command; returns the group of options that say where times are from."""
     command = commands.add_parser(
         name,
         help=text,
@@ -61,7 +62,8 @@ def _add(commands: Any, name: str, text: str, options: Any, run: Any) -> None:
         "sample), (layers, sample, optimizer), or a dict of layers, sample, optimizer, "
         "loss, targets; the sample is of a whole mini-batch",
     )
-    command.add_argument(
+    times = command.add_mutually_exclusive_group()
+    times.add_argument(
         "--estimate",
         action="store_true",
         help="take the times of layers from their operations: nothing is run",
@@ -72,11 +74,11 @@ def _add(commands: Any, name: str, text: str, options: Any, run: Any) -> None:
         )
     _files.add(command, "json", "svg", "png")
     command.set_defaults(run=run)
+    return times
 
 
 def _given(arguments: argparse.Namespace, options: Any) -> dict[str, Any]:
     """What was typed, as the library calls it."""
-    _files.check(arguments)  # before anything is measured, which may take minutes
     found: dict[str, Any] = {}
     for option, (_, keyword, *_) in (options | _RATES).items():
         if (value := getattr(arguments, keyword)) is not None:
@@ -89,21 +91,16 @@ def _given(arguments: argparse.Namespace, options: Any) -> dict[str, Any]:
 def _plan(arguments: argparse.Namespace) -> int:
     options = _given(arguments, _PLAN)
     # No other command needs JAX.
-    import jax
     import optax
 
     from ..planning._decide import plan
     from ..planning._profile import Profile
 
     if arguments.profile is not None:
-        if arguments.estimate:
-            raise CommandError(
-                "--profile takes the place of --estimate: give one of them"
-            )
         try:
-            options["profile"] = Profile.load(arguments.profile)
+            options["profile"] = Profile.from_json(arguments.profile.read_text("utf-8"))
         except (OSError, ValueError) as error:
-            raise CommandError(f"{error}") from None
+            raise CommandError(f"--profile: {error}") from None
     model = _factory.load(arguments.factory)
     tx = optax.adam(1e-3) if model.optimizer is None else model.optimizer
     with _refused():
@@ -113,13 +110,9 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.profile is not None:
         how, *_ = str(options["profile"]).splitlines()
         print(f"layers: as in {arguments.profile}, {how}")
-    elif not arguments.estimate:
-        print(f"layers: measured on {jax.devices()[0].device_kind}")
-    elif not options.keys() >= {keyword for _, keyword, *_ in _RATES.values()}:
-        print("estimate: --flops, --memory-bandwidth and --action describe your device")
     if model.optimizer is None:
         print("optimizer: none was given; planned for the state of optax.adam")
-    _write(arguments, made, _files.text(made.to_json))
+    _write(arguments, made)
     return 0
 
 
@@ -132,16 +125,16 @@ def _profile(arguments: argparse.Namespace) -> int:
         given = {"loss": model.loss, "targets": model.targets, **options}
         found = profile(model.layers, model.sample, **given)
     print(found)
-    _write(arguments, found, found.save)
+    _write(arguments, found)
     return 0
 
 
-def _write(arguments: argparse.Namespace, made: Any, save: Any) -> None:
+def _write(arguments: argparse.Namespace, made: Any) -> None:
     # What cannot be made again in no time is written first.
     _files.write(
         arguments,
         {
-            "json": save,
+            "json": _files.text(made.to_json),
             "svg": _files.text(lambda: draw.svg(made)),
             "png": lambda path: draw.png(made, path),
         },

@@ -2,16 +2,14 @@
 
 import argparse
 import dataclasses
-import inspect
 import sys
-import warnings
 from typing import Any
 
 from .. import draw, schedules
 from ..schedules import Costs, Schedule, ScheduleError
 from ..schedules._compare import fitting
 from . import _files
-from ._arguments import count, known, schedule_name, several, time
+from ._arguments import count, schedule_name, several
 from ._refusal import CommandError
 
 # A text grid of more cells than that is not printed: nobody would look at it.
@@ -22,14 +20,9 @@ def add_draw(commands: Any) -> None:
     """Adds ``draw`` to the commands."""
     text = "draw a schedule, as text or into files"
     command = commands.add_parser("draw", help=text, description=text.capitalize())
-    command.add_argument("name", type=schedule_name, help=f"one of {known()}")
+    names = ", ".join(schedules.BY_NAME)
+    command.add_argument("name", type=schedule_name, help=f"one of {names}")
     _add_numbers(command)
-    command.add_argument(
-        "--chunks",
-        type=count,
-        metavar="V",
-        help="stages per rank, where it is a choice",
-    )
     _files.add(command, "svg", "png", "trace")
     command.set_defaults(run=_draw)
 
@@ -43,7 +36,7 @@ def add_compare(commands: Any) -> None:
         type=schedule_name,
         nargs="*",
         metavar="NAME",
-        help=f"some of {known()}; default: all but forward_only",
+        help="some of those that draw takes; default: all but forward_only",
     )
     _add_numbers(command)
     command.set_defaults(run=_compare)
@@ -62,11 +55,8 @@ def add_check(commands: Any) -> None:
 
 
 def _draw(arguments: argparse.Namespace) -> int:
-    builder, chunks = schedules.named(arguments.name), arguments.chunks
-    options = {} if chunks is None else {"num_chunks": chunks}
-    if not options.keys() <= inspect.signature(builder).parameters.keys():
-        raise CommandError(f"--chunks {chunks}: {arguments.name} has no such choice")
-    schedule = builder(arguments.ranks, arguments.microbatches, **options)
+    builder = schedules.named(arguments.name)
+    schedule = builder(arguments.ranks, arguments.microbatches)
     timeline = schedule.simulate(fitting(_costs(arguments), schedule))
     print(timeline)
     writers = {
@@ -97,18 +87,14 @@ def _compare(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> int:
     text, name = _files.read(arguments.file)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            if text.lstrip().startswith(("{", "[")):
-                schedule = Schedule.from_json(text)
-            else:
-                schedule = Schedule.from_text(text, name)
-        except ScheduleError as error:
-            print(error, file=sys.stderr)
-            return 1
-    for warning in caught:
-        print(f"warning: {warning.message}", file=sys.stderr)
+    try:
+        if text.lstrip().startswith(("{", "[")):
+            schedule = Schedule.from_json(text)
+        else:
+            schedule = Schedule.from_text(text, name)
+    except ScheduleError as error:
+        print(error, file=sys.stderr)
+        return 1
     timeline = schedule.simulate()
     print(timeline)
     if len(timeline.rows) * timeline.makespan <= _LARGEST:
@@ -134,7 +120,7 @@ def _add_numbers(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--latency",
-        type=time,
+        type=float,
         default=0.0,
         metavar="C",
         help="time of a transfer between two ranks, in the same unit; default: 0",
@@ -146,7 +132,7 @@ def _costs(arguments: argparse.Namespace) -> Costs:
 
 
 def _times(text: str) -> Costs:
-    forward, *back = several(time)(text)
+    forward, *back = several(float)(text)
     if len(back) not in (1, 2):
         message = f"{text!r}: write F, I and W, such as 1,1,1, or F and B: 1,2"
         raise argparse.ArgumentTypeError(message)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from ..schedules import Timeline
 from ..schedules._units import share
 from . import _palette as palette
-from ._frame import LABEL, Frame, peak_label, since_start
+from ._frame import LABEL, Frame, peak_label
 from ._shapes import Path, Rect, Shape, Text, centred, shortened, text_width
 
 TITLE = 13.0
@@ -25,7 +25,10 @@ def panel(timeline: Timeline, title: str, frame: Frame, top: float) -> Iterator[
         y = top + _TITLE_HEIGHT + rank * _pitch(timeline, frame)
         middle = centred(y + _BAR / 2, LABEL)
         yield Text(frame.left - 8, middle, f"rank {rank}", LABEL, palette.INK, "end")
-        yield from _idle(timeline, rank, frame, y)
+        # What is hatched is idle: boxes hide the rest.
+        yield Rect(
+            frame.left, y, frame.x(timeline.makespan) - frame.left, _BAR, palette.IDLE
+        )
         yield from _boxes(timeline, rank, frame, y)
         if _has_memory(timeline, frame):
             yield from _memory(timeline, rank, frame, y + _BAR + _GAP)
@@ -35,25 +38,6 @@ def summary(timeline: Timeline, frame: Frame) -> str:
     """The makespan and the bubble in words."""
     bubble = share(timeline.bubble_fraction)
     return f"makespan {frame.text(timeline.makespan)}, bubble {bubble}"
-
-
-def gaps(timeline: Timeline, rank: int) -> Iterator[tuple[float, float]]:
-    """When a rank waits, from when to when after the first start."""
-    now = 0.0
-    busy = [since_start(timeline, action) for action in timeline.rows[rank]]
-    for start, end in sorted([*busy, *_exchanges(timeline, rank)]):
-        if start > now:
-            yield now, start
-        now = max(now, end)
-    if now < timeline.makespan:
-        yield now, timeline.makespan
-
-
-def _exchanges(timeline: Timeline, rank: int) -> list[tuple[float, float]]:
-    """When a rank adds up gradients with others, after the first start."""
-    first = timeline.begin
-    exchanges = (exchange for exchange in timeline.exchanges if rank in exchange.ranks)
-    return [(exchange.start - first, exchange.end - first) for exchange in exchanges]
 
 
 def _pitch(timeline: Timeline, frame: Frame) -> float:
@@ -75,35 +59,35 @@ def _heading(timeline: Timeline, title: str, frame: Frame, top: float):
     yield Text(frame.right, y, text, LABEL, palette.GREY, "end")
 
 
-def _idle(timeline: Timeline, rank: int, frame: Frame, y: float) -> Iterator[Rect]:
-    for start, end in gaps(timeline, rank):
-        x, width = frame.x(start), frame.x(end) - frame.x(start)
-        text = f"idle: {frame.text(start)} to {frame.text(end)}"
-        yield Rect(x, y, width, _BAR, palette.HATCH, text, hatched=True)
-
-
 def _boxes(timeline: Timeline, rank: int, frame: Frame, y: float) -> Iterator[Shape]:
+    first, row = timeline.begin, timeline.rows[rank]
     chunk_of, count = palette.chunks(timeline), palette.num_chunks(timeline)
-    boxes, numbers = [], []
-    for action in timeline.rows[rank]:
-        start, end = since_start(timeline, action)
-        x, width = frame.x(start), frame.x(end) - frame.x(start)
-        fill = palette.shade(action.op, chunk_of[action.stage], count)
-        text = f"{action}: {frame.text(start)} to {frame.text(end)}"
+
+    def box(name: str, start: float, end: float, fill: str) -> Rect:
+        x, right = frame.x(start - first), frame.x(end - first)
+        text = f"{name}: {frame.text(start - first)} to {frame.text(end - first)}"
         # An outline as wide as the box would hide it.
-        edge = min(0.8, width / 8)
-        boxes.append(Rect(x, y, width, _BAR, fill, text, edge=edge))
+        edge = min(0.8, (right - x) / 8)
+        return Rect(x, y, right - x, _BAR, fill, text, edge)
+
+    boxes = []
+    for action in row:
+        fill = palette.shade(action.op, chunk_of[action.stage], count)
+        times = timeline.start[action], timeline.end[action]
+        boxes.append(box(str(action), *times, fill))
+    size, middle = frame.number_size, centred(y + _BAR / 2, frame.number_size)
+    numbers = [
+        Text(x + width / 2, middle, str(action.microbatch), size, ink, "middle")
+        for (x, _, width, _, fill, *_), action in zip(boxes, row, strict=True)
+        for ink in [palette.ink_on(fill)]
         # The room that the longest number takes decides for all: else those of the
         # first ten micro-batches alone would be shown.
-        if width >= frame.number_width - 1e-9:
-            size, ink = frame.number_size, palette.ink_on(fill)
-            middle = centred(y + _BAR / 2, size)
-            label = str(action.microbatch)
-            numbers.append(Text(x + width / 2, middle, label, size, ink, "middle"))
-    for start, end in _exchanges(timeline, rank):
-        x, width = frame.x(start), frame.x(end) - frame.x(start)
-        text = f"exchange of gradients: {frame.text(start)} to {frame.text(end)}"
-        boxes.append(Rect(x, y, width, _BAR, palette.EXCHANGE, text))
+        if width >= frame.number_width - 1e-9
+    ]
+    for stage, ranks, start, end in timeline.exchanges:
+        if rank in ranks:
+            name = f"exchange of gradients of stage {stage}"
+            boxes.append(box(name, start, end, palette.EXCHANGE))
     # Equal colours one after the other make a shorter file.
     yield from sorted(boxes, key=lambda box: (box.fill, box.x))
     yield from sorted(numbers, key=lambda text: (text.fill, text.x))
@@ -117,15 +101,9 @@ def _memory(timeline: Timeline, rank: int, frame: Frame, top: float) -> Iterator
     curve = tuple((frame.x(time), bottom - held * scale) for time, held in steps)
     yield Path((*curve, (curve[-1][0], bottom), (curve[0][0], bottom)), palette.MEMORY)
     yield Path(curve, stroke=palette.MEMORY_LINE)
-
-    label, size = peak_label(timeline.peak_bytes[rank], bool(frame.unit)), LABEL - 1
+    label, size = peak_label(timeline.peak_bytes[rank], frame.in_seconds), LABEL - 1
     middle = centred((top + bottom) / 2, size)
     yield Text(frame.right + 8, middle, label, size, palette.MEMORY_LINE)
-    (time, _), (x, y) = max(
-        zip(steps, curve, strict=True), key=lambda corner: corner[0][1]
-    )
-    text = f"{label}, first at {frame.text(time)}"
-    yield Rect(x - 1.5, y - 1.5, 3, 3, palette.MEMORY_LINE, text)
 
 
 def _steps(timeline: Timeline, rank: int) -> list[tuple[float, float]]:

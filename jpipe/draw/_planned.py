@@ -7,7 +7,7 @@ from typing import Any
 from ..schedules import Timeline
 from ..schedules._units import duration, many, size
 from . import _palette as palette
-from ._bars import Bars, Part, Row
+from ._bars import Bar, Bars, Part, Row
 
 # From what stays to what comes and goes.
 _PARTS = {
@@ -18,6 +18,9 @@ _PARTS = {
     "workspace": "#b4bcc6",
 }
 _BUSY = palette.OPS["W"]
+# Bars that are smaller parts of the limit than that have a scale of their own: nobody
+# would see them.
+_SMALLEST = 1 / 8
 
 
 def planned(plan: Any) -> tuple[Bars, Timeline]:
@@ -38,8 +41,9 @@ def planned(plan: Any) -> tuple[Bars, Timeline]:
         raise ValueError(
             "a plan without a forecast: draw what jpipe.plan returns, or plan.schedule"
         )
+    timeline = plan.schedule.simulate(forecast.costs)
     count, ranks = plan.schedule.num_microbatches, len(forecast.memory)
-    parts = [n for n in _PARTS if any(getattr(m, n) for m in forecast.memory)]
+    limit, most = forecast.memory_limit, max(own.total for own in forecast.memory)
     shape = each = ""
     if plan.data > 1:
         shape = f"{ranks} x {plan.data} devices, "
@@ -47,13 +51,17 @@ def planned(plan: Any) -> tuple[Bars, Timeline]:
     bars = Bars(
         title=f"{plan.schedule.name}, {many(count, 'micro-batch')}, "
         f"{shape}{duration(forecast.seconds)} a step predicted",
-        heads=("busy in a step", f"memory {each}at the peak"),
-        rows=tuple(_row(plan, rank) for rank in range(ranks)),
-        legend={"busy": _BUSY} | {_named(name): _PARTS[name] for name in parts},
-        seconds=forecast.seconds,
-        limit=forecast.memory_limit,
+        heads=(
+            "busy in a step",
+            f"memory {each}at the peak" + (f", limit {size(limit)}" if limit else ""),
+        ),
+        rows=tuple(_row(plan, rank, own) for rank, own in enumerate(timeline.busy)),
+        legend={"busy": _BUSY, **_PARTS},
+        wholes=(
+            forecast.seconds,
+            limit if limit and most >= _SMALLEST * limit else None,
+        ),
     )
-    timeline = plan.schedule.simulate(forecast.costs)
     if timeline.makespan < forecast.seconds:
         name = f"{timeline.name}: the devices alone, which wait for the host"
         timeline = dataclasses.replace(timeline, name=name)
@@ -62,35 +70,26 @@ def planned(plan: Any) -> tuple[Bars, Timeline]:
     return bars, dataclasses.replace(timeline, memory=())
 
 
-def _row(plan: Any, rank: int) -> Row:
+def _row(plan: Any, rank: int, busy: float) -> Row:
     forecast, stages = plan.forecast, [x for x in plan.stages if x.rank == rank]
     layers = " + ".join(_abridged(plan.names[stage.index]) for stage in stages)
     modes = " and ".join(dict.fromkeys(stage.remat for stage in stages))
-    busy, memory = forecast.busy[rank], forecast.memory[rank]
-    return Row(
-        name=f"rank {rank}, {modes}: {layers}",
-        times=(Part(busy, _BUSY, f"busy: {duration(busy)}, {layers}"),),
-        time=f"{busy / forecast.seconds:.0%}" if forecast.seconds else "",
-        sizes=tuple(
-            Part(held, fill, f"{name}: {size(held)}")
-            for name, fill in _PARTS.items()
-            for held in [getattr(memory, name)]
-        ),
-        size=size(memory.total),
-    )
+    memory = forecast.memory[rank]
+    computing = Part(busy, _BUSY, f"busy: {duration(busy)}, {layers}")
+    share = f"{busy / forecast.seconds:.0%}" if forecast.seconds else ""
+    parts = [
+        Part(getattr(memory, name), fill, f"{name}: {size(getattr(memory, name))}")
+        for name, fill in _PARTS.items()
+    ]
+    bars = Bar((computing,), share), Bar(tuple(parts), size(memory.total))
+    return Row(f"rank {rank}, {modes}: {layers}", bars)
 
 
 def _abridged(layers: Sequence[str]) -> str:
-    """The layers of a stage in some words: ``Embed to Block (5)``, ``Block x 3``."""
+    """The layers of a stage in some words: ``Embed to Block (5)``."""
     if not layers:
         return "a part of the function"
     first, last = layers[0], layers[-1]
     if len(layers) == 1:
         return first
-    if set(layers) == {first}:
-        return f"{first} x {len(layers)}"
     return f"{first} to {last} ({len(layers)})"
-
-
-def _named(part: str) -> str:
-    return "activations held" if part == "held" else part

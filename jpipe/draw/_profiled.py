@@ -5,7 +5,7 @@ from typing import Any
 
 from ..schedules._units import duration, many, size
 from . import _palette as palette
-from ._bars import Bars, Part, Row
+from ._bars import Bar, Bars, Part, Row
 
 # What stores little, and what more is stored where nothing is computed again.
 _KEPT = {"min_cut": "#e69f00", "none": "#f6dca6"}
@@ -27,17 +27,13 @@ def profiled(profile: Any) -> Bars:
     made = profile.made
     how = f", {made['how']}" if "how" in made else ""
     how += f" on {made['device']}" if "device" in made else ""
-    rows = tuple(_row(i, layer) for i, layer in enumerate(layers))
-    drawn = {p.fill for row in rows for p in (*row.times, *row.sizes) if p.size}
-    ops = {palette.NAMES[op]: palette.OPS[op] for op in "FB"}
-    modes = [mode for mode, fill in _KEPT.items() if fill in drawn]
-    stored = {f"{'more ' * (m != modes[0])}kept by {m}": _KEPT[m] for m in modes}
     return Bars(
         title=f"{many(len(layers), 'layer')}, a micro-batch of "
         f"{many(examples, 'example')}: {total}{how}",
         heads=("forward and backward", "kept between them"),
-        rows=rows,
-        legend={name: fill for name, fill in (ops | stored).items() if fill in drawn},
+        rows=tuple(_row(i, layer) for i, layer in enumerate(layers)),
+        legend={palette.NAMES[op]: palette.OPS[op] for op in "FB"}
+        | {f"kept by {mode}": fill for mode, fill in _KEPT.items()},
     )
 
 
@@ -46,16 +42,16 @@ def _row(number: int, layer: Any) -> Row:
     stored = [
         (mode, layer.kept_bytes[mode]) for mode in _KEPT if mode in layer.kept_bytes
     ]
-    return Row(
-        name=f"{number} {layer.name}",
-        times=tuple(
-            Part(time, palette.OPS[op], f"{palette.NAMES[op]}: {duration(time)}")
-            for op, time in times.items()
-        ),
-        time=duration(sum(times.values())),
-        sizes=tuple(_above(stored)),
-        size=" to ".join(dict.fromkeys(size(held) for _, held in stored)),
+    parts = [
+        Part(time, palette.OPS[op], f"{palette.NAMES[op]}: {duration(time)}")
+        for op, time in times.items()
+    ]
+    sizes = " to ".join(dict.fromkeys(size(held) for _, held in stored))
+    bars = (
+        Bar(tuple(parts), duration(sum(times.values()))),
+        Bar(tuple(_above(stored)), sizes),
     )
+    return Row(f"{number} {layer.name}", bars)
 
 
 def _above(stored: Sequence[tuple[str, int]]) -> Iterator[Part]:

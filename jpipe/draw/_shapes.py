@@ -2,13 +2,13 @@
 
 from typing import NamedTuple
 
-# In parts of the font size, for the widest of the usual fonts (DejaVu Sans, Verdana):
-# what fits by this measure fits in any of them.
-_NARROW, _DIGIT, _NORMAL, _UPPER, _WIDE = 0.42, 0.64, 0.65, 0.78, 1.0
+# What a letter takes of a text, in parts of the font size, in the widest of the usual
+# fonts (DejaVu Sans, Verdana): what fits by this measure fits in any of them.
+_LETTER = 0.65
 
 
 class Rect(NamedTuple):
-    """A filled or hatched rectangle; a mouse that rests on it shows ``tooltip``."""
+    """A filled rectangle; a mouse that rests on it shows ``tooltip``."""
 
     x: float
     y: float
@@ -16,7 +16,6 @@ class Rect(NamedTuple):
     height: float
     fill: str
     tooltip: str = ""
-    hatched: bool = False
     edge: float = 0.0  # the width of a white outline
 
 
@@ -53,35 +52,17 @@ class Picture(NamedTuple):
     description: str
 
 
-def lowered(shape: Shape, by: float) -> Shape:
-    """The same further down."""
-    if isinstance(shape, Path):
-        return shape._replace(points=tuple((x, y + by) for x, y in shape.points))
-    return shape._replace(y=shape.y + by)
-
-
 def text_width(text: str, size: float) -> float:
     """How wide a text is at most, in pixels."""
-
-    def em(letter: str) -> float:
-        if letter in "mwMW%@":
-            return _WIDE
-        if letter.isdigit():
-            return _DIGIT
-        if letter.isupper():
-            return _UPPER
-        return _NARROW if letter in "fijlrt .,:;|!'()[]-" else _NORMAL
-
-    return size * sum(map(em, text))
+    return _LETTER * size * len(text)
 
 
 def shortened(text: str, size: float, width: float) -> str:
     """The text, or as much of it as fits with an ellipsis after it."""
-    if text_width(text, size) <= width:
+    fitting = int(width / text_width("0", size))
+    if len(text) <= fitting:
         return text
-    while text and text_width(text + "\N{HORIZONTAL ELLIPSIS}", size) > width:
-        text = text[:-1]
-    return text.rstrip() + "\N{HORIZONTAL ELLIPSIS}"
+    return text[: fitting - 1].rstrip() + "\N{HORIZONTAL ELLIPSIS}"
 
 
 def centred(y: float, size: float) -> float:

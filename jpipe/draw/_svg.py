@@ -72,8 +72,6 @@ def _groups(shapes: Iterable[Shape]) -> Iterator[str]:
 
 def _style(shape: Shape) -> str:
     if isinstance(shape, Rect):
-        if shape.hatched:
-            return 'fill="url(#jpipe-idle)"'
         outline = f' stroke="#fff" stroke-width="{_number(shape.edge)}"'
         return f'fill="{shape.fill}"' + (outline if shape.edge else "")
     if isinstance(shape, Path):

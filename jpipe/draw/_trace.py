@@ -3,7 +3,7 @@
 import itertools
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..schedules import Action, Timeline
 from ._layout import Times, listed, named
@@ -43,91 +43,85 @@ def trace(
     """
     shown = listed(timelines)
     numbers = itertools.count(1)  # of arrows, in the whole file
-    names = named(shown, titles)
-    events = [
-        event
-        for pid, (timeline, name) in enumerate(zip(shown, names, strict=True))
-        for event in _Process(timeline, pid, unit).events(name, numbers)
-    ]
+    events: list[Event] = []
+    for pid, (timeline, name) in enumerate(
+        zip(shown, named(shown, titles), strict=True)
+    ):
+        found = [_event("M", "process_name", args={"name": name})]
+        for rank in range(len(timeline.rows)):
+            args = {"name": f"rank {rank}"}
+            found.append(_event("M", "thread_name", rank, args=args))
+        clock = _Clock(timeline, unit)
+        found += [*_slices(clock), *_arrows(clock, numbers), *_counters(clock)]
+        events += [event | {"pid": pid} for event in found]
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events})
 
 
-class _Process:
-    """One timeline as a process.
+class _Clock(NamedTuple):
+    """The times of a timeline in microseconds since its first start.
 
-    Args:
-      timeline: what it shows.
-      pid: the number of the process.
+    Attributes:
+      timeline: of which.
       unit: microseconds per unit of time.
     """
 
-    def __init__(self, timeline: Timeline, pid: int, unit: float) -> None:
-        self._timeline, self._pid, self._unit = timeline, pid, unit
+    timeline: Timeline
+    unit: float
 
-    def events(self, name: str, numbers: Iterator[int]) -> Iterator[Event]:
-        """All of them.
-
-        Args:
-          name: of the process.
-          numbers: of arrows.
-        """
-        yield self._event("M", "process_name", 0, args={"name": name})
-        yield self._event("M", "process_sort_index", 0, args={"sort_index": self._pid})
-        for rank in range(len(self._timeline.rows)):
-            yield self._event("M", "thread_name", rank, args={"name": f"rank {rank}"})
-            yield self._event("M", "thread_sort_index", rank, args={"sort_index": rank})
-        yield from self._slices()
-        yield from self._arrows(numbers)
-        for time, rank, size in self._timeline.memory:
-            at = {"ts": max(self._clock(time), 0.0), "args": {"bytes": size}}
-            yield self._event("C", f"memory of rank {rank}", **at)
-
-    def _event(self, phase: str, name: str, tid: int = 0, **fields: Any) -> Event:
-        return {"ph": phase, "name": name, "pid": self._pid, "tid": tid, **fields}
-
-    def _clock(self, time: float) -> float:
-        """Microseconds since the first start, in whole nanoseconds.
+    def __call__(self, time: float) -> float:
+        """In whole nanoseconds.
 
         Rounded ends meet the starts that follow them, so that no slice overlaps its
         neighbour by the error of a division.
         """
-        return round((time - self._timeline.begin) * self._unit * 1000) / 1000
+        return round((time - self.timeline.begin) * self.unit * 1000) / 1000
 
-    def _slices(self) -> Iterator[Event]:
-        timeline = self._timeline
-        for rank, row in enumerate(timeline.rows):
-            for action in row:
-                where = {"stage": action.stage, "micro-batch": action.microbatch}
-                times = timeline.start[action], timeline.end[action]
-                yield self._slice(rank, str(action), action.op, *times, where)
-            for stage, ranks, start, end in timeline.exchanges:
-                if rank in ranks:
-                    names = "exchange of gradients", "exchange"
-                    yield self._slice(rank, *names, start, end, {"stage": stage})
-
-    def _slice(
-        self, rank: int, name: str, kind: str, start: float, end: float, args: Event
-    ) -> Event:
-        first, last = self._clock(start), self._clock(end)
-        fields = {"cat": kind, "ts": first, "dur": round(last - first, 3), "args": args}
-        return self._event("X", name, rank, **fields)
-
-    def _arrows(self, numbers: Iterator[int]) -> Iterator[Event]:
-        timeline, needs = self._timeline, self._timeline.needs()
-        for rank, row in enumerate(timeline.rows):
-            for action in row:
-                for need in needs(action):
-                    source = timeline.homes[need.microbatch][need.stage]
-                    if source != rank:
-                        event = {"id": next(numbers), "cat": "transfer"}
-                        # An arrow belongs to the slice around its time, so both ends
-                        # stay inside: at an edge two slices meet.
-                        event["ts"] = self._inside(need, 0.99)
-                        yield self._event("s", "transfer", source, **event)
-                        event |= {"ts": self._inside(action, 0.01), "bp": "e"}
-                        yield self._event("f", "transfer", rank, **event)
-
-    def _inside(self, action: Action, part: float) -> float:
+    def inside(self, action: Action, part: float) -> float:
         """When so much of an action has run."""
-        start, end = self._timeline.start[action], self._timeline.end[action]
-        return self._clock(start + part * (end - start))
+        start, end = self.timeline.start[action], self.timeline.end[action]
+        return self(start + part * (end - start))
+
+
+def _event(phase: str, name: str, tid: int = 0, **fields: Any) -> Event:
+    return {"ph": phase, "name": name, "tid": tid, **fields}
+
+
+def _slices(clock: _Clock) -> Iterator[Event]:
+    timeline = clock.timeline
+
+    def piece(rank: int, name: str, kind: str, start: float, end: float, **args: Any):
+        first, last = clock(start), clock(end)
+        fields = {"cat": kind, "ts": first, "dur": round(last - first, 3), "args": args}
+        return _event("X", name, rank, **fields)
+
+    for rank, row in enumerate(timeline.rows):
+        for action in row:
+            where = {"stage": action.stage, "micro-batch": action.microbatch}
+            times = timeline.start[action], timeline.end[action]
+            yield piece(rank, str(action), action.op, *times, **where)
+        for stage, ranks, start, end in timeline.exchanges:
+            if rank in ranks:
+                names = "exchange of gradients", "exchange"
+                yield piece(rank, *names, start, end, stage=stage)
+
+
+def _arrows(clock: _Clock, numbers: Iterator[int]) -> Iterator[Event]:
+    """From each action to those of other ranks that read its result."""
+    timeline, needs = clock.timeline, clock.timeline.needs()
+    for rank, row in enumerate(timeline.rows):
+        for action in row:
+            for need in needs(action):
+                source = timeline.homes[need.microbatch][need.stage]
+                if source != rank:
+                    arrow = {"id": next(numbers), "cat": "transfer"}
+                    # An arrow belongs to the slice around its time, so both ends
+                    # stay inside: at an edge two slices meet.
+                    begin, end = clock.inside(need, 0.99), clock.inside(action, 0.01)
+                    yield _event("s", "transfer", source, ts=begin, **arrow)
+                    yield _event("f", "transfer", rank, ts=end, bp="e", **arrow)
+
+
+def _counters(clock: _Clock) -> Iterator[Event]:
+    for time, rank, size in clock.timeline.memory:
+        at = max(clock(time), 0.0)
+        yield _event("C", f"memory of rank {rank}", ts=at, args={"bytes": size})

@@ -8,7 +8,7 @@ import jax
 from .._layers._layer import as_layers
 from .._processes._group import group
 from ..schedules import Schedule, named
-from ._layer import MODES, LayerProfile
+from ._layer import MODES
 from ._partition import least_bytes, partition
 from ._profile import Profile
 from ._profiler import profile
@@ -58,25 +58,20 @@ def balanced(
             f"a micro-batch"
         )
     given = jax.devices() if devices is None else list(devices)
-    ranks = len(given)
     if isinstance(schedule, str):
         schedule = named(schedule)
     if not isinstance(schedule, Schedule):
-        schedule = schedule(ranks, num_microbatches)
+        schedule = schedule(len(given), num_microbatches)
     if isinstance(sample, Profile):
         costs = sample
         _check(costs, layers)
     else:
-        costs = profile(
-            layers,
-            sample,
-            num_microbatches=num_microbatches,
-            in_axes=in_axes,
-            measure=kind == "time",
-        )
+        split = {"num_microbatches": num_microbatches, "in_axes": in_axes}
+        costs = profile(layers, sample, measure=kind == "time", **split)
     count = schedule.num_stages
     if kind in ("params", "flops"):
-        return partition([_weight(layer, kind) for layer in costs.layers], count)
+        sizes = [(layer.param_bytes, layer.flops or 0.0) for layer in costs.layers]
+        return partition([own[kind == "flops"] for own in sizes], count)
     run = {"schedule": schedule, "num_microbatches": num_microbatches}
     run["remat"] = _modes(remat)
     if kind == "time":
@@ -90,11 +85,6 @@ def _of_first(balance: list[int], devices: Sequence[Any]) -> list[int]:
         return balance
     every = group().gather({"balance": balance}, "jpipe.pipeline, balance='time'")
     return every[0]["balance"]
-
-
-def _weight(layer: LayerProfile, kind: str) -> float:
-    """What is to be equal, of one layer."""
-    return layer.param_bytes if kind == "params" else layer.flops or 0.0
 
 
 def _modes(remat: Any) -> Any:

@@ -11,14 +11,13 @@ import numpy.typing as npt
 
 from ..schedules import Costs, Schedule
 from ..schedules._action import FORWARD, INPUT, WEIGHT
-from ._climb import Cuts
 from ._profile import Profile
 from ._sums import Matrix, sums
 
-# Times are counted in units, a power of two, of which the whole model takes less than
-# two to the power of this: sums and differences of whole numbers below 2 ** 53 are
-# exact, so that equal layers make equal stages wherever they stand.
-_UNITS = 46
+# Times are counted in units, of which the whole model takes so many: sums and
+# differences of whole numbers below 2 ** 53 are exact, so that equal layers make equal
+# stages wherever they stand.
+_UNITS = 2**46
 
 
 class InFlight(NamedTuple):
@@ -31,7 +30,7 @@ class InFlight(NamedTuple):
     """
 
     stages: tuple[int, ...]
-    counts: tuple[tuple[int, ...], ...]
+    counts: npt.NDArray[np.intp]
 
 
 def in_flight(schedule: Schedule) -> tuple[InFlight, ...]:
@@ -41,16 +40,12 @@ def in_flight(schedule: Schedule) -> tuple[InFlight, ...]:
 
 def _of_rank(schedule: Schedule, rank: int) -> InFlight:
     stages = [s for s, own in enumerate(schedule.placement) if own == rank]
-    place = {stage: i for i, stage in enumerate(stages)}
-    now = [0] * (2 * len(stages))
-    moments = {tuple(now)}
-    for op, stage, _ in schedule.rows[rank]:
-        i, after = place[stage], place[stage] + len(stages)
-        now[after if op == WEIGHT else i] += 1 if op == FORWARD else -1
-        if op == INPUT:
-            now[after] += 1
-        moments.add(tuple(now))
-    return InFlight(tuple(stages), tuple(sorted(moments)))
+    changes = np.zeros((len(schedule.rows[rank]) + 1, 2, len(stages)), int)
+    for change, (op, stage, _) in zip(changes[1:], schedule.rows[rank], strict=True):
+        change[int(op == WEIGHT), stages.index(stage)] += 1 if op == FORWARD else -1
+        change[1, stages.index(stage)] += op == INPUT
+    counts = np.unique(changes.cumsum(axis=0), axis=0)
+    return InFlight(tuple(stages), counts.reshape(len(counts), -1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,11 +74,6 @@ class Chain:
         """The number of stages."""
         return len(self.modes)
 
-    @property
-    def has_late_skips(self) -> bool:
-        """Whether skip connections may take longer than what they pass."""
-        return bool(self.profile.skips) and self.bandwidth is not None
-
     def costs(self, ends: Sequence[int]) -> Costs:
         """Times and transfers of the stages between two ends each.
 
@@ -98,24 +88,23 @@ class Chain:
     def total(self) -> float:
         """Seconds of all layers, forward twice, and of all transfers."""
         computed = sum(2 * x.forward + x.backward for x in self.profile.layers)
-        return computed + sum(self._transfers)
+        return computed + self._transfers.sum().item()
 
     @functools.cached_property
     def quantum(self) -> float:
         """Seconds in which times are counted."""
-        return max(2.0 ** (math.frexp(self.total)[1] - _UNITS), math.ulp(0.0))
+        return max(self.total / _UNITS, math.ulp(0.0))
 
     @functools.cached_property
     def transfers(self) -> Matrix:
         """The time of the transfers, there and back, of a cut before each layer."""
-        return np.rint(np.array(self._transfers) / self.quantum)
+        return np.rint(self._transfers / self.quantum)
 
     @functools.cached_property
     def times(self) -> tuple[Matrix, ...]:
         """The time of each stage; infinite where it would have no layer."""
-        layers = self.profile.layers
-        forward = self._whole(np.array([layer.forward for layer in layers]))
-        backward = self._whole(np.array([layer.backward for layer in layers]))
+        seconds = np.array([(x.forward, x.backward) for x in self.profile.layers])
+        forward, backward = np.rint(seconds.T / self.quantum)
         once = sums(forward + backward, np.inf)
         twice = once
         if "full" in self.modes[:-1]:
@@ -125,37 +114,33 @@ class Chain:
             for stage, mode in enumerate(self.modes)
         )
 
-    def stage_bytes(self, rank: InFlight) -> Matrix:
+    def every_stage_bytes(self, rank: InFlight) -> Matrix:
         """What a rank with one stage needs, for each stage that it may have."""
-        (stage,), counts = rank
-        profile, mode = self.profile, self.modes[stage]
-        residuals = profile.kept_of[mode]
-        pending = profile.kept_of[profile.pending_mode(mode)]
-        moments = [before * residuals + after * pending for before, after in counts]
-        return functools.reduce(np.maximum, moments) + self._static
+        size = self.num_layers + 1
+        return self.rank_bytes(rank, [tuple(np.indices((size, size)))])
 
-    def rank_bytes(self, rank: InFlight, cuts: Cuts) -> npt.NDArray[np.float64]:
-        """What a rank needs in each of some cuts."""
-        stages = [(cuts[:, s], cuts[:, s + 1]) for s in rank.stages]
+    def rank_bytes(
+        self, rank: InFlight, stages: Sequence[tuple[npt.NDArray[np.intp], ...]]
+    ) -> npt.NDArray[np.float64]:
+        """What a rank needs.
+
+        Args:
+          rank: what it has in flight.
+          stages: where each of its stages begins and ends, in one cut or several.
+        """
         modes = [self.modes[s] for s in rank.stages]
         modes += [*map(self.profile.pending_mode, modes)]
         pairs = zip(modes, [*stages, *stages], strict=True)
         residuals = [self.profile.kept_of[mode][stage] for mode, stage in pairs]
-        # (moments, stages) @ (stages, cuts)
-        each = np.array(rank.counts, float) @ np.reshape(residuals, (-1, len(cuts)))
-        return each.max(axis=0) + sum(self._static[stage] for stage in stages)
-
-    def _whole(self, seconds: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        return np.rint(seconds / self.quantum)
+        moments = np.tensordot(rank.counts, residuals, 1)
+        return moments.max(axis=0) + sum(self._static[stage] for stage in stages)
 
     @functools.cached_property
-    def _transfers(self) -> list[float]:
-        seconds = [0.0] * (self.num_layers + 1)
-        for i, layer in enumerate(self.profile.layers[:-1]):
-            size = layer.output_bytes + layer.cotangent_bytes
-            moved = size / self.bandwidth if self.bandwidth else 0.0
-            seconds[i + 1] = 2 * self.latency + moved
-        return seconds
+    def _transfers(self) -> npt.NDArray[np.float64]:
+        layers, bandwidth = self.profile.layers[:-1], self.bandwidth or math.inf
+        sizes = [x.output_bytes + x.cotangent_bytes for x in layers]
+        moved = np.array([size / bandwidth for size in sizes], float)
+        return np.pad(2 * self.latency + moved, 1)
 
     @functools.cached_property
     def _static(self) -> Matrix:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -29,24 +28,6 @@ class Cut(NamedTuple):
         return self.latency + (num_microbatches - 1) * self.bottleneck
 
 
-@dataclass(frozen=True)
-class Problem:
-    """What is to be cut, and where it may be.
-
-    Attributes:
-      times: of each stage, by where it begins and ends; infinite where it may not.
-      transfers: the time of the transfers of a cut before each layer.
-    """
-
-    times: Sequence[Matrix]
-    transfers: npt.NDArray[np.float64]
-
-    @property
-    def num_layers(self) -> int:
-        """The number of layers."""
-        return len(self.transfers) - 1
-
-
 def smallest_max(matrices: Sequence[Matrix]) -> tuple[float, tuple[int, ...]]:
     """The cut whose largest entry is smallest; infinite if there is none."""
     size = len(matrices[0])
@@ -60,29 +41,35 @@ def smallest_max(matrices: Sequence[Matrix]) -> tuple[float, tuple[int, ...]]:
     return float(best[-1]), _ends(came, size - 1)
 
 
-def best_max(problem: Problem) -> Cut | None:
+def best_max(times: Sequence[Matrix], transfers: Matrix) -> Cut | None:
     """The cut with the fastest slowest stage.
 
     Of several the one whose stages and transfers take the least time together, then
     the most even one.
+
+    Args:
+      times: of each stage, by where it begins and ends; infinite where it may not.
+      transfers: the time of the transfers of a cut before each layer.
     """
-    bottleneck, _ = smallest_max(problem.times)
+    bottleneck, _ = smallest_max(times)
     # Each layer was rounded to a whole number: of two stages that take as long one may
     # be this much slower.
-    same = bottleneck + problem.num_layers
-    return within(problem, same) if math.isfinite(bottleneck) else None
+    same = bottleneck + len(transfers)
+    return within(times, transfers, same) if math.isfinite(bottleneck) else None
 
 
-def best_step(problem: Problem, num_microbatches: int) -> list[Cut]:
+def best_step(
+    times: Sequence[Matrix], transfers: Matrix, num_microbatches: int
+) -> list[Cut]:
     """Cuts of which none has a shorter step than the first.
 
     Of as many as there are from the fastest slowest stage to the least transfers those
     are tried that can be better than the best so far.
     """
-    min_max = best_max(problem)
+    min_max = best_max(times, transfers)
     if min_max is None:
         return []
-    min_latency = within(problem, np.inf)
+    min_latency = within(times, transfers, np.inf)
     assert min_latency is not None
     found = {min_max.ends: min_max, min_latency.ends: min_latency}
     count = num_microbatches - 1
@@ -91,7 +78,7 @@ def best_step(problem: Problem, num_microbatches: int) -> list[Cut]:
         return min(cut.step(num_microbatches) for cut in found.values())
 
     most = (best() - min_latency.latency) / count if count else -np.inf
-    limits = _limits(problem, min_max.bottleneck, min(most, min_latency.bottleneck))
+    limits = _limits(times, min_max.bottleneck, min(most, min_latency.bottleneck))
     # Between two limits: slowest stages from limits[low] on, up to limits[high], which
     # allow stages and transfers of no less than `least`.
     intervals = [(0, len(limits) - 1, min_max.latency, min_latency.latency)]
@@ -102,7 +89,7 @@ def best_step(problem: Problem, num_microbatches: int) -> list[Cut]:
         if least + count * limits[low + 1] >= best():
             continue
         middle = (low + high + 1) // 2
-        cut = within(problem, limits[middle])
+        cut = within(times, transfers, limits[middle])
         assert cut is not None
         found[cut.ends] = cut
         if middle < high:
@@ -112,41 +99,41 @@ def best_step(problem: Problem, num_microbatches: int) -> list[Cut]:
     return sorted(found.values(), key=lambda cut: (cut.step(num_microbatches), cut))
 
 
-def within(problem: Problem, limit: float) -> Cut | None:
+def within(times: Sequence[Matrix], transfers: Matrix, limit: float) -> Cut | None:
     """The cut with the least time altogether whose stages take no more than a limit.
 
     Of several the most even one: with the smallest sum of squares.
     """
-    size = problem.num_layers + 1
+    size = len(transfers)
     latency, squares = np.full(size, np.inf), np.zeros(size)
     latency[0] = 0.0
     came = []
-    for stage, matrix in enumerate(problem.times):
+    for stage, matrix in enumerate(times):
         reached = np.flatnonzero(np.isfinite(latency))
         if not len(reached):
             return None
         begins = slice(reached[0], reached[-1] + 1)
-        times = np.where(matrix[begins] <= limit, matrix[begins], np.inf)
-        starts = latency + problem.transfers if stage else latency
-        each = starts[begins, None] + times
+        own = np.where(matrix[begins] <= limit, matrix[begins], np.inf)
+        starts = latency + transfers if stage else latency
+        each = starts[begins, None] + own
         latency = each.min(axis=0)
-        even = squares[begins, None] + np.square(times)
+        even = squares[begins, None] + np.square(own)
         even[each > latency] = np.inf
         arrived = even.argmin(axis=0)
         squares = even[arrived, np.arange(size)]
         came.append(reached[0] + arrived)
     if not np.isfinite(latency[-1]):
         return None
-    ends = _ends(came, problem.num_layers)
+    ends = _ends(came, size - 1)
     bottleneck = max(
-        float(matrix[ends[s], ends[s + 1]]) for s, matrix in enumerate(problem.times)
+        float(matrix[ends[s], ends[s + 1]]) for s, matrix in enumerate(times)
     )
     return Cut(bottleneck, float(latency[-1]), ends)
 
 
-def _limits(problem: Problem, low: float, high: float) -> list[float]:
+def _limits(times: Sequence[Matrix], low: float, high: float) -> list[float]:
     """The times that a stage can take between two, these included."""
-    different = {id(matrix): matrix for matrix in problem.times}
+    different = {id(matrix): matrix for matrix in times}
     inside = [m[(m > low) & (m <= high)] for m in different.values()]
     return [low, *np.unique(np.concatenate(inside)).tolist()]
 

@@ -7,8 +7,6 @@ from typing import Any
 import jax
 import optax
 
-from .._functions._weights import sum_spec
-from .._instructions._bytes import nbytes
 from .._instructions._progress import Progress
 from .._instructions._transfer import Device
 from .._layers._stage import check_balance
@@ -25,7 +23,7 @@ from ._fused import fused_residuals
 from ._interpolate import interpolated
 from ._layer import MODES, unknown_mode
 from ._link import link
-from ._plan import Memory, Plan
+from ._plan import Plan
 from ._profile import Profile, speed_faults
 from ._profiler import answer
 from ._reasons import chosen
@@ -64,7 +62,6 @@ def plan(
     schedules: str | ScheduleBuilder | Sequence[str | ScheduleBuilder] | None = None,
     remat: str | Sequence[str] = REMATS,
     balance: Sequence[int] | None = None,
-    batch_size: int | None = None,
     profile: Profile | None = None,
     **options: Any,
 ) -> Plan:
@@ -113,8 +110,6 @@ def plan(
       remat: a mode, or several that stages may have.
       balance: a cut, if it is known already: what would it take? Of one model it counts
         the pieces that its profile lists.
-      batch_size: examples of the mini-batch, if ``sample`` has another number: of its
-        leaves only the shapes are used then.
       profile: of ``layers`` on one micro-batch of ``sample``, in place of measuring.
       **options: for `jpipe.profile`, such as ``loss`` and ``targets``, or
         ``measure=False``.
@@ -155,15 +150,12 @@ def plan(
         "memory_limit": [memory_limit],
         "num_microbatches": numbers or (),
         "data": spread or (),
-        "batch_size": [batch_size],
     }
     faults = [*_faults(counts, names, modes), *speed_faults(bandwidth, latency or 0.0)]
     if faults:
         raise ValueError(f"plan: {'; '.join(faults)}")
     hardware = Hardware(count, memory_limit, bandwidth, latency or 0.0)
     request = Request(subject(layers), sample, **options)
-    if batch_size is not None:
-        request = request.resized(batch_size)
     examples = request.batch().sizes[0]
     known = profile.microbatch_size if profile else None
     choice = shapes(spread, numbers, count, examples, known)
@@ -175,12 +167,11 @@ def plan(
     # All that a terminal shows meanwhile counts from here.
     with Progress("plans made"):
         optimizer = _optimizer_bytes(tx, finest.model)
-        _check_layers(finest.model, optimizer, hardware)
         profiles = _profiles(finest, parts, examples, profile)
         if memory_limit is not None:
             profiles = fused_residuals(profiles, request, count, modes)
         space = Space(
-            profiles,
+            {number: _with_state(own, optimizer) for number, own in profiles.items()},
             optimizer,
             hardware if profile else _linked(hardware, latency, finest.where),
             names,
@@ -209,7 +200,7 @@ def _as_made(profile: Any) -> dict[str, Any]:
     if not isinstance(profile, Profile):
         raise TypeError(
             f"profile={profile!r} is a {type(profile).__name__}; needs what "
-            f"jpipe.profile returned, or jpipe.Profile.load(path)"
+            f"jpipe.profile returned, or jpipe.Profile.from_json(text)"
         )
     if (rates := estimated(profile.made)) is None:
         return {}
@@ -266,33 +257,14 @@ def _optimizer_bytes(tx: optax.GradientTransformation, model: Traced) -> list[in
     return state_bytes(tx, params, trained, owners, len(model.names))
 
 
-def _check_layers(
-    model: Traced, optimizer_bytes: Sequence[int], hardware: Hardware
-) -> None:
-    """Checks that each layer fits a device: nothing is measured for those that cannot.
-
-    Raises:
-      ValueError: with all that do not, and what they need.
-    """
-    limit, too_large = hardware.memory_limit, []
-    for i, (name, optimizer) in enumerate(
-        zip(model.names, optimizer_bytes, strict=True)
-    ):
-        params, state = (model.variables(i, yes) for yes in (True, False))
-        trained = [number for number in params if model.stages.trained[number]]
-        held = sum(map(nbytes, model.specs([*params, *state])))
-        gradients = sum(nbytes(sum_spec(leaf)) for leaf in model.specs(trained))
-        if limit is not None and held + gradients + optimizer > limit:
-            memory = Memory(held, gradients, optimizer, 0, 0)
-            too_large.append(f"layer {i} ({name}) {memory.short(limit)}")
-    if too_large:
-        raise ValueError(
-            f"memory_limit={limit:,} bytes on {hardware.num_devices} devices: no plan "
-            f"fits, whatever the partition:\n  * "
-            + "\n  * ".join(too_large)
-            + "\nTake devices with more memory (memory_limit=), list the parts of "
-            "such a layer one by one, or take a smaller model"
-        )
+def _with_state(profile: Profile, optimizer_bytes: Sequence[int]) -> Profile:
+    """The optimizer's state as a part of that of the layers."""
+    pairs = zip(profile.layers, optimizer_bytes, strict=True)
+    layers = (
+        dataclasses.replace(layer, state_bytes=layer.state_bytes + more)
+        for layer, more in pairs
+    )
+    return dataclasses.replace(profile, layers=tuple(layers))
 
 
 def _listed(given: Any) -> tuple[Any, ...]:

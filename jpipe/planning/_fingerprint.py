@@ -17,6 +17,8 @@ from .._slices._slice import specs
 from ._estimate import Rates
 from ._traced import Traced
 
+# What `jpipe.profile` calls the rates of an estimate.
+_RATES = "peak_flops", "memory_bandwidth", "action_seconds"
 # To a type checker it has no attributes.
 _config: Any = jax.config
 
@@ -24,19 +26,18 @@ _config: Any = jax.config
 def fingerprint(model: Traced, train: bool, where: Device | Rates) -> dict[str, str]:
     """What a profile of layers is made on, by name.
 
-    A layer is known by its name, the shapes and dtypes of what it is given, holds and
-    gives, and a digest of the operations that it traces to; not by the values that it
-    holds.
+    A layer is known by its name, the shapes and dtypes of what it is given, and a
+    digest of what it holds and of the operations that it traces to; not by the values
+    that it holds.
 
     Args:
       model: the layers.
       train: whether this is training.
       where: the device that they are measured on, or the rates of one on paper.
     """
+    how = {"how": "estimated"}
     if isinstance(where, Rates):
-        rates = where.flops, where.bandwidth, where.action
-        numbers = zip(_RATES.values(), map("{:g}".format, rates), strict=True)
-        how = {"how": "estimated", **dict(numbers)}
+        how |= zip(_RATES, map("{:g}".format, where), strict=True)
     else:
         how = {"how": "measured", "device": kind_of(where)}
     return {
@@ -50,19 +51,11 @@ def fingerprint(model: Traced, train: bool, where: Device | Rates) -> dict[str, 
     }
 
 
-# What `jpipe.profile` calls the rates of an estimate.
-_RATES = {
-    "peak_flops": "flops per second",
-    "memory_bandwidth": "bytes per second",
-    "action_seconds": "seconds per action",
-}
-
-
 def estimated(made: Mapping[str, str]) -> dict[str, float] | None:
     """The rates of an estimate, as arguments of `jpipe.profile`; else ``None``."""
     if made.get("how") != "estimated":
         return None
-    return {option: float(made[name]) for option, name in _RATES.items()}
+    return {name: float(made[name]) for name in _RATES}
 
 
 def measured_on_cpu(made: Mapping[str, str]) -> bool:
@@ -91,20 +84,12 @@ def _layer(model: Traced, number: int) -> str:
         *_operations(part.closed),
     ]
     digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
-    following = number + 1
-    if following < len(model.names):
-        y = _shapes(model.entering(following))
-    else:
-        y = "loss" if stages.first.has_loss else _listed(model.outputs)
     x = _shapes(model.entering(number))
-    return f"{model.names[number]}: {x} -> {y}, {digest[:12]}"
+    return f"{model.names[number]}: {x}, {digest[:12]}"
 
 
 def _shapes(variables: Sequence[core.Var]) -> str:
-    return _listed(specs(variables))
-
-
-def _listed(leaves: Sequence[Any]) -> str:
+    leaves = specs(variables)
     return shapes(leaves[0] if len(leaves) == 1 else tuple(leaves))
 
 

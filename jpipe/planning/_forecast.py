@@ -11,39 +11,66 @@ from .._slices._kept import Kept
 from ..schedules import Action, Costs, Schedule, Timeline
 from ..schedules._action import BACKWARD, FORWARD, INPUT, WEIGHT
 from ..schedules._units import many
+from ._fingerprint import measured_on_cpu
 from ._plan import Memory, named
 from ._profile import Profile
 from ._replicated import ring
 from ._space import Hardware, Space
 
+# Where devices share cores, halves of backwards have to be faster by so much.
+_HALVES = 1.05
+
 
 @dataclass(frozen=True)
-class Candidate:
-    """One way to run a model, with what it would take.
+class Way:
+    """One way to run a model.
 
     Attributes:
       balance: layers of each stage.
       remat: which residuals each stage stores.
       schedule: who runs what when.
+      data: on how many devices of each rank the examples of a micro-batch are spread.
+    """
+
+    balance: tuple[int, ...]
+    remat: tuple[str, ...]
+    schedule: Schedule
+    data: int
+
+    @property
+    def num_devices(self) -> int:
+        """On how many devices it runs."""
+        return self.schedule.num_ranks * self.data
+
+    def __str__(self) -> str:
+        modes = dict.fromkeys(self.remat)
+        return (
+            f"{self.schedule.name}, balance {list(self.balance)}, "
+            f"{many(self.schedule.num_microbatches, 'micro-batch')}, "
+            f"remat {' and '.join(modes)}"
+            + (f", {named(self.schedule, self.data)}" if self.data > 1 else "")
+        )
+
+
+@dataclass(frozen=True)
+class Candidate(Way):
+    """One way to run a model, with what it would take.
+
+    Attributes:
+      profile: of its layers, from which that was predicted.
       timeline: the schedule with the costs of these stages.
       memory: of each rank at its peak.
       host: seconds in which one thread has all programs and transfers of a step run.
-      profile: of its layers, from which that was predicted.
-      data: on how many devices of each rank the examples of a micro-batch are spread.
       residual_bytes: the most that each stage stores between forward and backward, once
         it was lowered.
       stored: by each stage of a micro-batch, likewise; ``None`` where its forward
         is a part of its backward.
     """
 
-    balance: tuple[int, ...]
-    remat: tuple[str, ...]
-    schedule: Schedule
+    profile: Profile
     timeline: Timeline
     memory: tuple[Memory, ...]
     host: float
-    profile: Profile
-    data: int
     residual_bytes: tuple[int, ...] = ()
     stored: tuple[Kept | None, ...] = ()
 
@@ -54,20 +81,9 @@ class Candidate:
         return self.timeline.costs
 
     @property
-    def num_devices(self) -> int:
-        """On how many devices it runs."""
-        return self.schedule.num_ranks * self.data
-
-    @property
     def seconds(self) -> float:
         """Of a step: one thread has all of it run, on all devices."""
         return max(self.timeline.makespan, self.host)
-
-    @property
-    def bubble(self) -> float:
-        """The share of the ranks' time in which they wait."""
-        total = self.seconds * len(self.timeline.rows)
-        return 1 - sum(self.timeline.busy) / total if total else 0.0
 
     @property
     def most_bytes(self) -> int:
@@ -84,74 +100,57 @@ class Candidate:
         if not self.fits(hardware):
             return 1, self.most_bytes, self.seconds
         # Of two as fast, the smaller.
-        return 0, self.seconds, self.most_bytes
+        return 0, self.seconds * self._handicap, self.most_bytes
 
-    def __str__(self) -> str:
-        modes = dict.fromkeys(self.remat)
-        return (
-            f"{self.schedule.name}, balance {list(self.balance)}, "
-            f"{many(self.schedule.num_microbatches, 'micro-batch')}, "
-            f"remat {' and '.join(modes)}"
-            + (f", {named(self.schedule, self.data)}" if self.data > 1 else "")
-        )
+    @property
+    def _handicap(self) -> float:
+        """By how much a step that is predicted to be as fast as another one is slower.
+
+        Devices that share cores have them to themselves while others wait, and what
+        fills a bubble takes them away: with halves of backwards a step is not as fast
+        as predicted (`benchmarks/README.md`).
+        """
+        if not measured_on_cpu(self.profile.made):
+            return 1.0
+        actions = itertools.chain(*self.schedule.rows)
+        return _HALVES if any(action.op == WEIGHT for action in actions) else 1.0
 
 
-def stage_costs(
-    space: Space,
-    balance: Sequence[int],
-    remat: Sequence[str],
-    schedule: Schedule,
-    data: int,
-) -> Costs:
+def stage_costs(space: Space, way: Way) -> Costs:
     """What stages cost, with the exchange of their gradients where shards make some.
 
     A rank exchanges those of all its stages, one after the other, when it has run all:
     that is put down to the stage that it runs last.
     """
-    bandwidth, latency = space.hardware.bandwidth, space.hardware.latency
-    costs = space.profile(schedule, data).costs(
-        balance, remat=remat, bandwidth=bandwidth, latency=latency
-    )
+    hardware, schedule, data = space.hardware, way.schedule, way.data
+    bandwidth, latency = hardware.bandwidth, hardware.latency
+    link = {"bandwidth": bandwidth, "latency": latency}
+    costs = space.profile(schedule, data).costs(way.balance, remat=way.remat, **link)
     if data == 1:
         return costs
-    exchange = [0.0 for _ in balance]
+    exchange = [0.0 for _ in way.balance]
     last = [row[-1].stage for row in schedule.rows]
     for rank, size in zip(schedule.placement, costs.accumulator_bytes, strict=True):
         exchange[last[rank]] += ring(size, data, bandwidth or math.inf, latency)
     return dataclasses.replace(costs, exchange=exchange)
 
 
-def evaluate(
-    space: Space,
-    balance: Sequence[int],
-    remat: Sequence[str],
-    schedule: Schedule,
-    data: int,
-) -> Candidate:
+def evaluate(space: Space, way: Way) -> Candidate:
     """Runs a candidate on paper.
 
     Args:
       space: what it is chosen from.
-      balance: layers of each stage.
-      remat: which residuals each stage stores.
-      schedule: for as many stages.
-      data: over how many devices each micro-batch is spread.
+      way: how it runs.
     """
+    balance, remat, schedule, data = way.balance, way.remat, way.schedule, way.data
     profile = space.profile(schedule, data)
-    costs = stage_costs(space, balance, remat, schedule, data)
     action, exchanged = profile.action_seconds, len(balance) if data > 1 else 0
+    costs = stage_costs(space, way)
     costs = fused_costs(costs, schedule, remat[-1] == "full", action)
     timeline = schedule.simulate(costs)
-    return Candidate(
-        balance=tuple(balance),
-        remat=tuple(remat),
-        schedule=schedule,
-        timeline=timeline,
-        memory=_memory(space, profile, balance, remat, timeline, costs, data),
-        host=action * (_dispatched(schedule, costs) + exchanged),
-        profile=profile,
-        data=data,
-    )
+    memory = _memory(space, way, timeline, costs)
+    host = action * (_dispatched(schedule, costs) + exchanged)
+    return Candidate(balance, remat, schedule, data, profile, timeline, memory, host)
 
 
 def transfers(costs: Costs, placement: Sequence[int]) -> list[float]:
@@ -228,19 +227,13 @@ def fused_costs(
 
 
 def _memory(
-    space: Space,
-    profile: Profile,
-    balance: Sequence[int],
-    remat: Sequence[str],
-    timeline: Timeline,
-    costs: Costs,
-    data: int,
+    space: Space, way: Way, timeline: Timeline, costs: Costs
 ) -> tuple[Memory, ...]:
     """The parts of the peak of each rank, on each of its devices."""
-    ends = [0, *itertools.accumulate(balance)]
-    stages = list(itertools.pairwise(ends))
+    profile = space.profile(way.schedule, way.data)
+    stages = list(itertools.pairwise([0, *itertools.accumulate(way.balance)]))
     workspace = [_workspace(profile, *stage) for stage in stages]
-    for i, mode in enumerate(remat):
+    for i, mode in enumerate(way.remat):
         # One program computes such a stage both ways: what it stores, it stores itself.
         if mode == "full" or (i == len(stages) - 1 and 0.0 in costs.forward[-1]):
             residuals = profile.kept_of[profile.pending_mode(mode)]
@@ -249,19 +242,18 @@ def _memory(
     for rank, peak in enumerate(timeline.peak_bytes):
         own = [i for i, at in enumerate(timeline.placement) if at == rank]
         layers = [at for i in own for at in range(*stages[i])]
-        parameters = sum(
-            profile.layers[at].param_bytes + profile.layers[at].state_bytes
-            for at in layers
-        )
+        optimizer = sum(space.optimizer_bytes[at] for at in layers)
+        whole = (profile.layers[at] for at in layers)
+        lasting = sum(layer.param_bytes + layer.state_bytes for layer in whole)
         sums = [costs.accumulator_bytes[i] for i in own]
-        held = int(peak) - parameters - sum(sums)
+        held = int(peak) - lasting - sum(sums)
         # When nothing is held any more, what shards add up stands beside their sums,
         # stage by stage.
-        added = max(sums, default=0) - held if data > 1 else 0
+        added = max(sums, default=0) - held if way.data > 1 else 0
         each = Memory(
-            parameters=parameters,
+            parameters=lasting - optimizer,
             gradients=sum(sums),
-            optimizer=sum(space.optimizer_bytes[at] for at in layers),
+            optimizer=optimizer,
             held=held,
             workspace=max(added, *(workspace[i] for i in own)),
         )

@@ -36,40 +36,25 @@ def fused_residuals(
     """
     number = max(profiles)
     profile = profiles[number]
-    if num_stages >= len(profile.layers):
-        return dict(profiles)
-    balance = partition(profile, num_stages)
+    count = len(profile.layers)
+    balance = partition(profile, min(num_stages, count))
     stages = list(itertools.pairwise([0, *itertools.accumulate(balance)]))
     adjusted = dataclasses.replace(request, num_microbatches=number)
-    # By mode, for each layer: what its stage stores, and its layers by themselves. What
-    # "full" stores, the input of a stage, is no sum.
-    shares: dict[str, list[tuple[int, int]]] = {}
-    for mode in dict.fromkeys(mode for mode in remats if mode != "full"):
-        pairs = zip(stages, adjusted.residual_bytes(balance, mode), strict=True)
-        shares[mode] = [
-            (stored, int(profile.kept_of[mode][stage]))
-            for stage, stored in pairs
-            for _ in range(*stage)
-        ]
-    return {number: _shared(own, shares) for number, own in profiles.items()}
+    # What "full" stores, the input of a stage, is no sum.
+    shares = {mode: [1.0] * count for mode in remats if mode != "full"}
+    for mode, share in shares.items():
+        stored = adjusted.residual_bytes(balance, mode)
+        for (first, stop), size in zip(stages, stored, strict=True):
+            alone = profile.kept_of[mode][first, stop]
+            share[first:stop] = [size / alone if alone else 1.0] * (stop - first)
 
+    def fused(at: int, layer: LayerProfile) -> LayerProfile:
+        less = {m: int(layer.kept_bytes[m] * share[at]) for m, share in shares.items()}
+        return dataclasses.replace(layer, kept_bytes={**layer.kept_bytes, **less})
 
-def _shared(
-    profile: Profile, shares: Mapping[str, Sequence[tuple[int, int]]]
-) -> Profile:
-    """A profile whose layers store a share of what they store by themselves."""
-
-    def stored(at: int, layer: LayerProfile) -> dict[str, int]:
-        parts = {mode: own[at] for mode, own in shares.items()}
-        return dict(layer.kept_bytes) | {
-            mode: layer.kept_bytes[mode] * part // whole if whole else 0
-            for mode, (part, whole) in parts.items()
-        }
-
-    return dataclasses.replace(
-        profile,
-        layers=tuple(
-            dataclasses.replace(layer, kept_bytes=stored(at, layer))
-            for at, layer in enumerate(profile.layers)
-        ),
-    )
+    return {
+        number: dataclasses.replace(
+            own, layers=tuple(fused(*each) for each in enumerate(own.layers))
+        )
+        for number, own in profiles.items()
+    }

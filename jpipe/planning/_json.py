@@ -2,16 +2,18 @@
 
 import contextlib
 import json
-import reprlib
 from collections.abc import Iterator
 from typing import Any
 
-# What a text of other fields leads to.
-_MISFITS = AttributeError, TypeError, LookupError, ArithmeticError, RecursionError
+# What a text of other fields leads to; a number of thousands of digits is a ValueError.
+_MISFITS = (
+    *(AttributeError, TypeError, LookupError, ArithmeticError, RecursionError),
+    ValueError,
+)
 
 
 @contextlib.contextmanager
-def reading(refusal: str, text: str | bytes) -> Iterator[Any]:
+def reading(refusal: str, text: str) -> Iterator[Any]:
     """Yields what a JSON text holds, and reports what does not fit in its body.
 
     Args:
@@ -23,13 +25,5 @@ def reading(refusal: str, text: str | bytes) -> Iterator[Any]:
     """
     try:
         yield json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{refusal}: {reprlib.repr(text)} is not JSON: {error}; give the text, "
-            f"which pathlib.Path(path).read_text() reads from a file"
-        ) from None
-    # A number of thousands of digits is a ValueError.
-    except ValueError as error:
-        raise ValueError(f"{refusal}: {error}") from None
     except _MISFITS as error:
-        raise ValueError(f"{refusal}: {error!r}") from None
+        raise ValueError(f"{refusal}: {error!r}; give its text, not its path") from None

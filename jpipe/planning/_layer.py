@@ -5,6 +5,7 @@ import math
 import numbers
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..schedules._choose import called
 
@@ -21,8 +22,8 @@ class LayerProfile:
       forward: seconds of its forward.
       backward: seconds of its backward from residuals, nothing computed again.
       input_grad: the part of ``backward`` that the gradient of its input takes;
-        ``None`` if it is not known.
-      weight_grad: the part for its parameters; ``None`` if it is not known.
+        ``None`` if the parts are not known.
+      weight_grad: the part for its parameters, likewise.
       num_params: how many parameters it owns; of tied layers the first owns them.
       param_bytes: their bytes.
       state_bytes: of its other collections, such as batch statistics.
@@ -55,12 +56,10 @@ class LayerProfile:
 
     @property
     def halves(self) -> tuple[float, float]:
-        """Seconds of I and W; what is not known is the rest of a backward, or half."""
-        first, second = self.input_grad, self.weight_grad
-        if first is None:
-            rest = self.backward / 2 if second is None else self.backward - second
-            first = max(rest, 0.0)
-        return first, max(self.backward - first, 0.0) if second is None else second
+        """Seconds of I and W; half of a backward each if they are not known."""
+        if self.input_grad is None or self.weight_grad is None:
+            return self.backward / 2, self.backward / 2
+        return self.input_grad, self.weight_grad
 
     @property
     def least(self) -> float:
@@ -90,14 +89,13 @@ class SkipProfile:
     is_output: bool = False
 
 
-def faults(
-    layers: Sequence[LayerProfile],
-    input_bytes: int,
-    skips: Sequence[SkipProfile],
-    ties: Sequence[Sequence[int]],
-    microbatch_size: int,
-) -> Iterator[str]:
-    """What is wrong with the fields of a profile, a line for each fault."""
+def faults(layers: Sequence[LayerProfile], **others: float) -> Iterator[str]:
+    """Which numbers of a profile are none, a line for each.
+
+    Args:
+      layers: of the profile.
+      **others: its other fields that are numbers.
+    """
     if not layers:
         yield "layers is empty; needs at least one"
     for i, layer in enumerate(layers):
@@ -105,29 +103,11 @@ def faults(
         for own in dataclasses.fields(layer)[1:]:
             value = getattr(layer, own.name)
             if own.name != "kept_bytes" and not (value is own.default is None):
-                is_whole = own.type in (int, int | None)
-                yield from _number_faults(f"{where}: {own.name}", value, is_whole)
+                yield from number_faults(f"{where}: {own.name}", value)
         for mode, value in layer.kept_bytes.items():
-            yield from _number_faults(f"{where}: kept_bytes[{mode!r}]", value, True)
-    yield from _number_faults("input_bytes", input_bytes, True)
-    if not _is_int(microbatch_size) or microbatch_size < 1:
-        yield f"microbatch_size={microbatch_size!r}; needs an int of at least 1"
-    for skip in skips:
-        where = f"skip {skip.name!r} from layer {skip.source} to {skip.target}"
-        ends = skip.source, skip.target
-        if not all(map(_is_int, ends)) or not 0 <= ends[0] < ends[1] < len(layers):
-            yield f"{where}; needs 0 <= source < target < {len(layers)}"
-        yield from _number_faults(f"{where}: bytes", skip.bytes, True)
-        yield from _number_faults(
-            f"{where}: cotangent_bytes", skip.cotangent_bytes, True
-        )
-    for group in ties:
-        inside = all(_is_int(i) and 0 <= i < len(layers) for i in group)
-        if not inside or len(set(group)) < 2:
-            yield (
-                f"ties: {tuple(group)}; needs numbers of two or more of the layers 0 "
-                f"to {len(layers) - 1}"
-            )
+            yield from number_faults(f"{where}: kept_bytes[{mode!r}]", value)
+    for name, value in others.items():
+        yield from number_faults(name, value)
 
 
 def unknown_mode(mode: object) -> str:
@@ -135,19 +115,8 @@ def unknown_mode(mode: object) -> str:
     return f"remat: {called(mode)} is unknown: choose {', '.join(map(repr, MODES))}"
 
 
-def number_faults(what: str, value: object) -> Iterator[str]:
-    """Why something is no time: a finite number, not negative."""
-    yield from _number_faults(what, value, whole=False)
-
-
-def _number_faults(what: str, value: object, whole: bool) -> Iterator[str]:
-    kind = "an int" if whole else "a number"
-    fits = _is_int(value) if whole else isinstance(value, numbers.Real)
-    if not fits or isinstance(value, bool):
-        yield f"{what}={value!r} is a {type(value).__name__}; needs {kind}"
-    elif not 0 <= value < math.inf:  # pyright: ignore[reportOperatorIssue]
-        yield f"{what}={value!r}; needs {kind}, finite and not negative"
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def number_faults(what: str, value: Any) -> Iterator[str]:
+    """Why something is neither a time nor a size."""
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not (is_number and 0 <= float(value) < math.inf):
+        yield f"{what}={value!r}; needs a number, finite and not negative"

@@ -1,15 +1,15 @@
 """How long the programs of layers take on a device.
 
-The device holds what one layer needs, and only while it runs. Others may use the
+The device holds what one program needs, and only while it runs. Others may use the
 machine too, which makes calls longer, some for a moment and some for a while. So of a
-few calls in a row the shortest counts; the layers are measured one after the other in
+few calls in a row the shortest counts; the programs are measured one after the other in
 several rounds, and of these the median. What a call takes that computes nothing is
 taken off. What it takes in a row of calls, none of which is waited for, is known too.
 """
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +23,6 @@ from .._instructions._transfer import Device
 from .._jaxprs import _jaxpr
 from .._jaxprs._function import Function
 from .._slices._functions import StageFunctions
-from .._slices._slice import specs
 from ..schedules._costs import FIELDS
 from ._request import Request
 from ._traced import Traced
@@ -71,28 +70,70 @@ def measure(
       The times of the layers, by their functions, and that of a call of a program that
       computes nothing, in a row of them.
     """
-    layers = [
-        _Measured(model, numbers[0], functions, request, device)
+    programs = {
+        functions: _programs(model, numbers[0], functions, request, device)
         for functions, numbers in model.alike().items()
-    ]
-    nothing = _Program(_nothing(), device)
-    programs = [nothing, *(p for x in layers for p in x.programs.values())]
-    compile_all(program.compiled for program in programs)
-    zeros = _transfer.put([np.float32(0)] * _LEAVES, device)
+    }
+    scalars = [jax.ShapeDtypeStruct((), jnp.float32)] * _LEAVES
+    plus_one = Function.like(
+        "nothing", lambda *leaves: [x + 1 for x in leaves], *scalars
+    )
+    nothing = _Program(plus_one, scalars, device, "a program that computes nothing")
+    every = [nothing, *(p for own in programs.values() for p in own.values())]
+    compile_all(program.compiled for program in every)
     in_a_row = []
-    for layer in counted("visits of layers measured", layers * request.rounds):
-        if layer is layers[0]:  # in each round
-            nothing(zeros)
-            in_a_row.append(nothing.in_a_row(zeros))
-        layer.visit()
-    times = {layer.functions: layer.times(nothing.seconds) for layer in layers}
+    for program in counted("programs measured", every * request.rounds):
+        program.visit()
+        if program is nothing:  # in each round
+            in_a_row.append(nothing.in_a_row())
+    times = {f: _times(own, nothing.seconds) for f, own in programs.items()}
     return times, statistics.median(in_a_row)
 
 
-def _nothing() -> Function:
-    """Of some numbers as many others."""
-    specs = [jax.ShapeDtypeStruct((), jnp.float32)] * _LEAVES
-    return Function.like("nothing", lambda *leaves: [x + 1 for x in leaves], *specs)
+def _programs(
+    model: Traced,
+    number: int,
+    functions: StageFunctions,
+    request: Request,
+    device: Device,
+) -> dict[str, "_Program"]:
+    """The programs of a layer that compute anything, by name."""
+    batch = _batch(model, number, request)
+    label = f"layer {number} ({model.names[number]})"
+    programs = {}
+    for name in FIELDS.values() if functions.has_backward else ["forward"]:
+        function: Function = getattr(functions, name)
+        closed, reads = function.closed, function.reads
+        assert closed is not None
+        assert reads is not None
+        if closed.jaxpr.eqns:
+            pairs = zip(reads, map(_jaxpr.spec, closed.in_avals), strict=True)
+            arguments = [batch.get(at, spec) for at, spec in pairs]
+            programs[name] = _Program(function, arguments, device, label)
+    return programs
+
+
+def _batch(model: Traced, number: int, request: Request) -> dict[int, Any]:
+    """What a layer reads of the mini-batch and the number of it, by its position."""
+    part, batch, program = model.stages.part(number), model.batch, model.stages.first
+    leaves = jax.tree.leaves([request.sample, request.targets, request.rngs])
+    own = jax.tree.leaves(batch.part(batch.sizes[0]))
+    values = [_first_part(*each) for each in zip(leaves, own, strict=True)]
+    values += np.int32(0), *program.numbers
+    known = dict(zip(program.given, values, strict=True))
+    first = len(part.weights) + len(part.arrives)
+    return dict(enumerate((known[var] for var in part.given), start=first))
+
+
+def _times(programs: Mapping[str, "_Program"], idle: float) -> Times:
+    """The medians, less what a call takes that computes nothing."""
+    found = {name: program.seconds - idle for name, program in programs.items()}
+    sizes = [program.compiled.workspace_bytes for program in programs.values()]
+    known = [size for size in sizes if size is not None]
+    return Times(
+        *(max(found.get(name, 0.0), 0.0) for name in FIELDS.values()),
+        workspace_bytes=max(known, default=0) if len(known) == len(sizes) else None,
+    )
 
 
 class _Program:
@@ -100,21 +141,24 @@ class _Program:
 
     Args:
       function: it was made of a jaxpr.
+      arguments: arrays as they are, for specs values of their dtype.
       device: where it runs.
+      label: what is measured, for errors.
 
     Attributes:
       compiled: the program.
     """
 
-    def __init__(self, function: Function, device: Device) -> None:
-        closed = function.closed
-        assert closed is not None
-        self._function = function
-        specs = list(map(_jaxpr.spec, closed.in_avals))
-        self._used = [i for i in range(len(closed.out_avals)) if i not in function.same]
+    def __init__(
+        self, function: Function, arguments: Sequence[Any], device: Device, label: str
+    ) -> None:
+        assert function.closed is not None
+        specs = list(map(_jaxpr.spec, function.closed.in_avals))
+        used = [i for i in range(len(function.results)) if i not in function.same]
         self.compiled = Compiled(
-            function, specs, self._used, (), device, [0] * len(specs), function.name
+            function, specs, used, (), device, [0] * len(specs), function.name
         )
+        self._arguments, self._device, self._label = arguments, device, label
         self._rounds: list[float] = []
 
     @property
@@ -122,132 +166,32 @@ class _Program:
         """The median of the rounds."""
         return statistics.median(self._rounds)
 
-    def __call__(self, offered: Sequence[Any]) -> list[Any]:
-        """Runs it some times; all its results.
-
-        Args:
-          offered: of these it reads some.
-        """
-        reads = self._function.reads
-        given = tuple(offered if reads is None else [offered[i] for i in reads])
-        if not self._rounds:  # what is allocated or chosen at the first call
-            self._timed(given)
-        times: list[float] = []
-        made: Sequence[Any] = ()
-        while sum(times) < _LONG_ENOUGH and len(times) < _MOST_CALLS:
-            made = ()  # not two results at once
-            seconds, made = self._timed(given)
-            times.append(seconds)
-        self._rounds.append(min(times))
-        return self._results(given, made)
-
-    def in_a_row(self, given: Sequence[Any]) -> float:
-        """The seconds of a call among many that are not waited for one by one."""
-        start = time.perf_counter()
-        made = [self.compiled.run(*given) for _ in range(_MOST_CALLS)]
-        jax.block_until_ready(made)
-        return (time.perf_counter() - start) / _MOST_CALLS
-
-    def _timed(self, given: tuple[Any, ...]) -> tuple[float, Sequence[Any]]:
-        start = time.perf_counter()
-        made = jax.block_until_ready(self.compiled.run(*given))
-        return time.perf_counter() - start, made
-
-    def _results(self, given: Sequence[Any], made: Sequence[Any]) -> list[Any]:
-        """All results: some are what the function was given, or other results."""
-        results: list[Any] = [None] * len(self._function.results)
-        for i, value in zip(self._used, made, strict=True):
-            results[i] = value
-        for i, at in self._function.same.items():
-            results[i] = given[at] if at >= 0 else results[~at]
-        return results
-
-
-class _Measured:
-    """A layer that is measured.
-
-    Attributes:
-      number: which it is.
-      functions: what it does.
-      programs: those of them that compute anything, by name.
-    """
-
-    def __init__(
-        self,
-        model: Traced,
-        number: int,
-        functions: StageFunctions,
-        request: Request,
-        device: Device,
-    ) -> None:
-        self._model = model
-        self._part = model.stages.part(number)
-        self._request = request
-        self._device = device
-        self.number = number
-        self.functions = functions
-        names = [*FIELDS.values()] if functions.has_backward else ["forward"]
-        found = {name: getattr(functions, name) for name in names}
-        self.programs = {
-            name: _Program(function, device)
-            for name, function in found.items()
-            if function.closed is not None and function.closed.jaxpr.eqns
-        }
-
     def visit(self) -> None:
-        """Makes what the layer needs, and runs each of its programs for a while."""
-        part, functions = self._part, self.functions
+        """Runs it some times; the shortest counts."""
+        times: list[float] = []
         try:
-            given = [*self._drawn(specs(part.weights)), *self._batch()]
-            results = self._run("forward", given)
-            if functions.has_backward:
-                count = len(part.leaves) + len(part.aux)
-                drawn = self._drawn(functions.cotangents)
-                given += [*results[count:], *drawn]
-                self._run("backward", given)
-                halves = self._run("input_grad", given)
-                self._run("weight_grad", [*given, *halves[sum(functions.arrives) :]])
+            drawn = self._drawn()
+            if not self._rounds:  # what is allocated or chosen at the first call
+                self._timed(drawn, 1)
+            while sum(times) < _LONG_ENOUGH and len(times) < _MOST_CALLS:
+                times.append(self._timed(drawn, 1))
         except Exception as error:
-            name = self._model.names[self.number]
-            error.add_note(f"raised when layer {self.number} ({name}) was measured")
+            error.add_note(f"raised when {self._label} was measured")
             raise
+        self._rounds.append(min(times))
 
-    def times(self, idle: float) -> Times:
-        """The medians.
+    def in_a_row(self) -> float:
+        """The seconds of a call among many that are not waited for one by one."""
+        return self._timed(self._drawn(), _MOST_CALLS) / _MOST_CALLS
 
-        Args:
-          idle: what a call takes that computes nothing.
-        """
-        found = {name: p.seconds - idle for name, p in self.programs.items()}
-        sizes = [p.compiled.workspace_bytes for p in self.programs.values()]
-        known = [size for size in sizes if size is not None]
-        return Times(
-            *(max(found.get(name, 0.0), 0.0) for name in FIELDS.values()),
-            workspace_bytes=max(known, default=0) if len(known) == len(sizes) else None,
-        )
+    def _timed(self, drawn: Sequence[Any], calls: int) -> float:
+        start = time.perf_counter()
+        jax.block_until_ready([self.compiled.run(*drawn) for _ in range(calls)])
+        return time.perf_counter() - start
 
-    def _run(self, name: str, given: Sequence[Any]) -> list[Any]:
-        if name in self.programs:
-            return self.programs[name](given)
-        # What computes nothing gives of what it is given.
-        function: Function = getattr(self.functions, name)
-        return list(function.run(*[given[i] for i in function.reads or ()]))
-
-    def _batch(self) -> list[Any]:
-        """What it reads of other layers, of the mini-batch, and the number of it."""
-        part, batch, request = self._part, self._model.batch, self._request
-        program = self._model.stages.first
-        leaves = jax.tree.leaves([request.sample, request.targets, request.rngs])
-        own = jax.tree.leaves(batch.part(batch.sizes[0]))
-        values = [_first_part(*each) for each in zip(leaves, own, strict=True)]
-        values += np.int32(0), *program.numbers
-        known = dict(zip(program.given, values, strict=True))
-        given = [known[var] for var in part.given]
-        return self._drawn([*specs(part.arrives), *given])
-
-    def _drawn(self, leaves: Sequence[Any]) -> list[jax.Array]:
-        """On the device: arrays as they are, for specs values of their dtype."""
-        return _transfer.put(list(map(_value, leaves)), self._device)
+    def _drawn(self) -> list[jax.Array]:
+        """Its arguments, on the device."""
+        return _transfer.put(list(map(_value, self._arguments)), self._device)
 
 
 def _first_part(leaf: Any, spec: jax.ShapeDtypeStruct) -> Any:

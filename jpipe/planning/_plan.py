@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,14 +11,12 @@ from .._slices._cuts import Cuts
 from .._slices._names import in_parts
 from ..schedules import Action, Costs, Schedule, Skip
 from ..schedules._action import BACKWARD, FORWARD, INPUT
-from ..schedules._costs import FIELDS, faults_of
+from ..schedules._costs import FIELDS
 from ..schedules._units import columns, duration, size
 from ._json import reading
 
-# Columns of a grid beyond which its middle is left out.
+# Columns of a grid beyond which its end is left out.
 _WIDEST = 160
-# So many skip connections are listed.
-_MOST_SKIPS = 8
 
 
 @dataclass(frozen=True)
@@ -105,9 +102,6 @@ class Forecast:
 
     Attributes:
       seconds: of a step, predicted.
-      bound: seconds that no schedule of this balance can beat.
-      bubble: the share of the ranks' time in which they wait.
-      busy: seconds that each rank computes.
       memory: of each rank at its peak.
       costs: of the stages, from which all of that was predicted.
       memory_limit: bytes of a device; ``None`` if none was given.
@@ -116,9 +110,6 @@ class Forecast:
     """
 
     seconds: float
-    bound: float
-    bubble: float
-    busy: tuple[float, ...]
     memory: tuple[Memory, ...]
     costs: Costs
     memory_limit: int | None = None
@@ -179,8 +170,6 @@ class Plan:
         """All of it as a JSON object; `from_json` reads it."""
         fields = dataclasses.asdict(self)
         fields["schedule"] = json.loads(self.schedule.to_json())
-        if self.forecast and math.isinf(self.forecast.costs.bandwidth):
-            fields["forecast"]["costs"]["bandwidth"] = None  # JSON has no infinity
         fields["ran"] = list(map(str, self.ran))
         return json.dumps(fields, indent=1)
 
@@ -202,9 +191,12 @@ class Plan:
             forecast = fields.pop("forecast")
             if forecast is not None:
                 forecast["memory"] = tuple(Memory(**own) for own in forecast["memory"])
-                forecast |= {k: tuple(forecast[k]) for k in ("busy", "reasons")}
-                forecast["costs"] = _costs(forecast["costs"], schedule)
-                forecast = Forecast(**forecast)
+                costs = forecast["costs"]
+                costs["skips"] = tuple(Skip(*skip) for skip in costs["skips"])
+                forecast["costs"] = Costs(**costs)
+                forecast = Forecast(
+                    **forecast | {"reasons": tuple(forecast["reasons"])}
+                )
             cuts = fields.pop("cuts")
             plan = cls(
                 stages=tuple(
@@ -225,20 +217,21 @@ class Plan:
                     f"stages are on ranks {placement}, in the schedule on "
                     f"{schedule.placement}"
                 )
-            str(plan)  # numbers where it has numbers
+            str(plan)  # simulates it, with numbers where it has numbers
         return plan
 
     def __str__(self) -> str:
         parts = [named(self.schedule, self.data)] if self.data > 1 else []
-        parts += [self._table(), folded(self._grid())]
+        parts += [self._table(), shortened(self._grid())]
         parts += _residuals(self.stages)
         if self.skips:
-            parts.append(f"skip connections: {_listed(self.skips)}")
+            listed = (f"{name}: stage {s} to {t}" for name, s, t in self.skips)
+            parts.append(f"skip connections: {', '.join(listed)}")
         if self.peak_bytes:
             listed = ", ".join(f"{name} {size(n)}" for name, n in self.peak_bytes)
             parts.append(f"peak of a step beside the optimizer's state: {listed}")
         if self.forecast:
-            parts.append(_foretold(self.forecast))
+            parts.append(self._foretold(self.forecast))
         return "\n".join(parts)
 
     def _table(self) -> str:
@@ -285,53 +278,33 @@ class Plan:
         }
         return self.schedule.drawn(Costs(**times), has_bubble=self.forecast is None)
 
+    def _foretold(self, forecast: Forecast) -> str:
+        """What it would take, and why."""
+        timeline = self.schedule.simulate(forecast.costs)
+        names = (field.name for field in dataclasses.fields(Memory))
+        rows = [["predicted", "busy", *names, "all"]]
+        each = zip(timeline.busy, forecast.memory, strict=True)
+        for rank, (busy, memory) in enumerate(each):
+            sizes = map(size, (*dataclasses.astuple(memory), memory.total))
+            rows.append([f"rank {rank}", duration(busy), *sizes])
+        seconds, limit = forecast.seconds, forecast.memory_limit
+        part = sum(timeline.busy) / (seconds * len(timeline.rows)) if seconds else 1.0
+        times = seconds / timeline.lower_bound if seconds else 1.0
+        lines = [
+            columns(rows, left=range(1)),
+            f"predicted: {duration(seconds)} a step, bubble {1 - part:.1%}, "
+            f"{times:.2f} times the least that any order of these stages can take"
+            + (f"; {size(limit)} a device" if limit is not None else ""),
+            *forecast.reasons,
+        ]
+        return "\n".join(lines)
+
 
 def named(schedule: Schedule, data: int) -> str:
     """The shape of the mesh on which a schedule runs."""
     ranks = schedule.num_ranks
     what = "stages" if ranks == schedule.num_stages else "ranks"
     return f"{ranks} {what if ranks > 1 else what[:-1]} x {data} devices (data)"
-
-
-def _costs(fields: dict[str, Any], schedule: Schedule) -> Costs:
-    """Costs from JSON, if they are such and the schedule can be simulated."""
-    fields["skips"] = tuple(Skip(*skip) for skip in fields["skips"])
-    if fields["bandwidth"] is None:
-        fields["bandwidth"] = math.inf
-    costs = Costs(**fields)
-    counts = schedule.num_microbatches, schedule.num_stages
-    if wrong := faults_of(costs, *counts):
-        raise ValueError("; ".join(wrong))
-    schedule.simulate(costs)
-    return costs
-
-
-def _listed(skips: Sequence[tuple[str, int, int]]) -> str:
-    """Skip connections; of many the first."""
-    listed = [f"{name}: stage {s} to {t}" for name, s, t in skips[:_MOST_SKIPS]]
-    more = len(skips) - len(listed)
-    return ", ".join([*listed, f"{more} more"] if more else listed)
-
-
-def _foretold(forecast: Forecast) -> str:
-    """What a plan would take, and why."""
-    rows = [["predicted", "busy", *(f.name for f in dataclasses.fields(Memory)), "all"]]
-    for rank, (busy, memory) in enumerate(
-        zip(forecast.busy, forecast.memory, strict=True)
-    ):
-        sizes = map(size, (*dataclasses.astuple(memory), memory.total))
-        rows.append([f"rank {rank}", duration(busy), *sizes])
-    limit = forecast.memory_limit
-    times = forecast.seconds / forecast.bound if forecast.bound else 1.0
-    lines = [
-        columns(rows, left=range(1)),
-        f"predicted: {duration(forecast.seconds)} a step, bubble "
-        f"{forecast.bubble:.1%}, {times:.2f} times "
-        f"the least that any order of these stages can take"
-        + (f"; {size(limit)} a device" if limit is not None else ""),
-        *forecast.reasons,
-    ]
-    return "\n".join(lines)
 
 
 def _params(stage: StagePlan) -> str:
@@ -347,18 +320,13 @@ def _size(num_bytes: int | None) -> str:
     return "" if num_bytes is None else size(num_bytes)
 
 
-def folded(grid: str) -> str:
-    """A grid without its middle, where it is too wide to be read."""
-    title, *rows = grid.split("\n")
-    width = max(map(len, rows))
-    if width <= _WIDEST:
+def shortened(grid: str) -> str:
+    """A grid without its end, where it is too wide to be read."""
+    rows = grid.split("\n")
+    if max(map(len, rows)) <= _WIDEST:
         return grid
-    # Between two cells every row has a blank.
-    gaps = [i for i in range(width) if all(row[i : i + 1] == " " for row in rows)]
-    start = max(i for i in gaps if i < 2 * _WIDEST // 3)
-    end = min(i for i in gaps if i > width - _WIDEST // 4)
-    note = f"({end - start} columns left out; print(pipe.schedule) shows all)"
-    return "\n".join([title, *(f"{r[:start]} ...{r[end:]}" for r in rows), note])
+    short = (r if len(r) <= _WIDEST else f"{r[:_WIDEST]} ..." for r in rows)
+    return "\n".join([*short, "(print(pipe.schedule) shows all)"])
 
 
 def _residuals(stages: Sequence[StagePlan]) -> list[str]:

@@ -11,8 +11,8 @@ from ..schedules import Schedule, one_f_one_b
 from ..schedules._choose import choose_schedule
 from ..schedules._simulate import TOO_LONG
 from ._chain import Chain, InFlight, in_flight
-from ._layer import MODES, LayerProfile, number_faults, unknown_mode
-from ._profile import Profile, mode_faults, speed_faults
+from ._layer import MODES, LayerProfile, unknown_mode
+from ._profile import Profile, speed_faults
 
 OBJECTIVES = ("max", "step")
 
@@ -70,7 +70,7 @@ def problem(
     modes = profile.modes(remat, count)
     if num_microbatches is None and isinstance(schedule, Schedule):
         num_microbatches = schedule.num_microbatches
-    faults = [*speed_faults(bandwidth, latency), *mode_faults(modes, count)]
+    faults = [*speed_faults(bandwidth, latency)]
     if not 1 <= count <= len(profile.layers):
         faults.append(
             f"num_stages={count}; needs 1 to {len(profile.layers)}, a layer each"
@@ -83,10 +83,7 @@ def problem(
         faults.append("a step or a schedule needs num_microbatches=")
     elif num_microbatches is not None and num_microbatches < 1:
         faults.append(f"num_microbatches={num_microbatches}; needs at least 1")
-    known = {*MODES, *(mode for layer in profile.layers for mode in layer.kept_bytes)}
-    faults += dict.fromkeys(
-        unknown_mode(mode) for mode in modes if mode not in [*known]
-    )
+    faults += [unknown_mode(mode) for mode in dict.fromkeys(modes) if mode not in MODES]
     # Modes of which a profile has no bytes are of no matter without a limit.
     if isinstance(costs, Profile):
         faults += profile.unknown(modes) if max_bytes is not None else ()
@@ -113,19 +110,13 @@ def problem(
 
 def _profile(costs: Sequence[float] | Profile) -> Profile:
     """The layers; of a number, a third is taken to be forward."""
-    profile, faults = costs, []
-    if not isinstance(profile, Profile):
-        times = [getattr(time, "item", lambda own=time: own)() for time in profile]
-        faults = [
-            f for i, t in enumerate(times) for f in number_faults(f"costs[{i}]", t)
-        ]
-        layers = [] if faults else [(t / 3, t - t / 3) for t in times]
-        profile = Profile(
-            tuple(LayerProfile(str(i), *halves) for i, halves in enumerate(layers))
-        )
-    if faults := faults or profile.faults():
+    if not isinstance(costs, Profile):
+        times = [float(time) for time in costs]
+        halves = enumerate((time / 3, time - time / 3) for time in times)
+        costs = Profile(tuple(LayerProfile(str(i), *each) for i, each in halves))
+    if faults := costs.faults():
         raise ValueError(f"partition: {'; '.join(faults)}")
-    return profile
+    return costs
 
 
 def _limits(max_bytes: Any, num_ranks: int) -> tuple[float, ...]:

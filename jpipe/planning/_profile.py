@@ -5,11 +5,9 @@ import functools
 import itertools
 import json
 import math
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,12 +21,10 @@ from ._layer import SkipProfile as SkipProfile
 from ._sums import Matrix, copied, sums
 from ._table import table
 
-_HEADER = {"format": "jpipe profile", "version": 1}
-
 
 @dataclass(frozen=True)
 class Profile:
-    """What the layers of a model cost; made by `jpipe.profile`, or read from a file.
+    """What the layers of a model cost; made by `jpipe.profile`.
 
     Attributes:
       layers: one entry per layer, in order.
@@ -54,11 +50,9 @@ class Profile:
 
     def faults(self) -> list[str]:
         """What is wrong with the numbers, a line for each fault."""
-        fields = (self.layers, self.input_bytes, self.skips, self.ties)
-        return [
-            *_layer.faults(*fields, self.microbatch_size),
-            *_layer.number_faults("action_seconds", self.action_seconds),
-        ]
+        names = "input_bytes", "microbatch_size", "action_seconds"
+        others = {name: getattr(self, name) for name in names}
+        return list(_layer.faults(self.layers, **others))
 
     def costs(
         self,
@@ -97,20 +91,29 @@ class Profile:
         """
         sizes = list(balance)
         modes = self.modes(remat, len(sizes))
-        faults = [*speed_faults(bandwidth, latency), *self._unfit(sizes, modes)]
-        faults += self.unknown(modes)
+        faults = [*speed_faults(bandwidth, latency), *self.unknown(modes)]
+        count = len(self.layers)
+        if min(sizes, default=0) < 1:
+            faults.append(f"balance={sizes}: every stage needs at least one layer")
+        elif sum(sizes) != count:
+            faults.append(
+                f"balance={sizes}: its sum is {sum(sizes)}, there are {count} layers"
+            )
         if faults:
             raise ValueError(f"profile: {'; '.join(faults)}")
         ends = [0, *itertools.accumulate(sizes)]
         stages = list(itertools.pairwise(ends))
+
+        def of_stages(modes: Iterable[str]) -> list[int]:
+            pairs = zip(modes, stages, strict=True)
+            return [int(self.kept_of[mode][stage]) for mode, stage in pairs]
+
         params = [int(self.params_of[stage]) for stage in stages]
         state = [int(self.state_of[stage]) for stage in stages]
-        stored = [self.kept_of[mode] for mode in modes]
-        pending = [self.kept_of[self.pending_mode(mode)] for mode in modes]
         return dataclasses.replace(
             self.times(ends, modes, bandwidth, latency),
-            residual_bytes=[int(own[s]) for own, s in zip(stored, stages, strict=True)],
-            pending_bytes=[int(own[s]) for own, s in zip(pending, stages, strict=True)],
+            residual_bytes=of_stages(modes),
+            pending_bytes=of_stages(map(self.pending_mode, modes)),
             parameter_bytes=[a + b for a, b in zip(params, state, strict=True)],
             accumulator_bytes=params,
         )
@@ -146,20 +149,28 @@ class Profile:
         )
 
     def modes(self, remat: Any, num_stages: int) -> tuple[Any, ...]:
-        """One mode per stage, from one for all or a sequence of them."""
+        """One mode per stage, from one for all or a sequence of them.
+
+        Raises:
+          ValueError: if there are not as many.
+        """
         several = isinstance(remat, Iterable) and not isinstance(remat, str)
-        return tuple(remat) if several else (remat,) * num_stages
+        modes = tuple(remat) if several else (remat,) * num_stages
+        if len(modes) != num_stages:
+            raise ValueError(
+                f"remat has {len(modes)} entries for {num_stages} stages; give one for "
+                f"all or one per stage"
+            )
+        return modes
 
     def unknown(self, modes: Sequence[str]) -> list[str]:
         """The modes whose residuals are not known, a line for each."""
-        named = sorted(self.kept_of)
-        listed = ", ".join(map(repr, named))
-        faults = (
+        listed = ", ".join(map(repr, sorted(self.kept_of)))
+        return [
             f"what remat={called(mode)} keeps is not in the profile: choose {listed}"
-            for mode in modes
-            if mode not in named
-        )
-        return list(dict.fromkeys(faults))
+            for mode in dict.fromkeys(modes)
+            if mode not in self.kept_of
+        ]
 
     def boundary_bytes(self, first: int) -> int:
         """What a stage that begins at a layer is given."""
@@ -220,11 +231,13 @@ class Profile:
             * device: 'a' in the profile, 'b' here
           Measure again, or use the profile where it was made; ...
         """
+        both = {
+            name: (self.made.get(name), made.get(name)) for name in [*self.made, *made]
+        }
         differ = [
-            f"{name}: {_quoted(self.made, name)} in the profile, "
-            f"{_quoted(made, name)} here"
-            for name in dict.fromkeys([*self.made, *made])
-            if self.made.get(name) != made.get(name)
+            f"{name}: {then!r} in the profile, {now!r} here"
+            for name, (then, now) in both.items()
+            if then != now
         ]
         if differ:
             listed = "".join(f"\n  * {line}" for line in differ)
@@ -234,30 +247,23 @@ class Profile:
                 f"num_microbatches=, loss=, targets= and trainable= as jpipe.plan"
             )
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes a JSON file that `load` reads.
-
-        Raises:
-          ValueError: if a number is of no use; the message names all that are.
-        """
-        if faults := self.faults():
-            raise ValueError(f"the profile cannot be saved: {'; '.join(faults)}")
-        fields = _HEADER | dataclasses.asdict(self)
-        text = json.dumps(fields, indent=1, default=float)
-        Path(path).write_text(text + "\n", encoding="utf-8")
+    def to_json(self) -> str:
+        """All of it as a JSON object; `from_json` reads it."""
+        return json.dumps(dataclasses.asdict(self), indent=1, default=float)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> "Profile":
-        """Reads what `save` wrote.
+    def from_json(cls, text: str) -> "Profile":
+        """Reads what `to_json` wrote.
 
         Raises:
-          ValueError: if the file holds something else.
+          ValueError: if the text is something else.
+
+        Example:
+          >>> profile = Profile((LayerProfile("a", 1.0, 2.0),))
+          >>> Profile.from_json(profile.to_json()) == profile
+          True
         """
-        text = Path(path).read_bytes()
-        with reading(f"{os.fspath(path)} holds no profile", text) as fields:
-            header = {name: fields.pop(name) for name in _HEADER}
-            if header != _HEADER:
-                raise ValueError(f"it begins with {header}; needs {_HEADER}")
+        with reading("no profile as Profile.to_json writes it", text) as fields:
             profile = cls.of(fields)
             if faults := profile.faults():
                 raise ValueError("; ".join(faults))
@@ -304,34 +310,9 @@ class Profile:
                 sent[key] = Skip(source, target, skip.bytes, skip.cotangent_bytes)
         yield from sent.values()
 
-    def _unfit(self, sizes: Sequence[Any], modes: Sequence[str]) -> Iterator[str]:
-        count = len(self.layers)
-        if any(not isinstance(n, int) or n < 1 for n in sizes):
-            yield f"balance={sizes}: every stage needs at least one layer"
-        elif sum(sizes) != count:
-            yield f"balance={sizes}: its sum is {sum(sizes)}, there are {count} layers"
-        yield from mode_faults(modes, len(sizes))
-
-
-def mode_faults(modes: Sequence[str], num_stages: int) -> Iterator[str]:
-    """That there are not as many modes as stages, if so."""
-    if len(modes) != num_stages:
-        yield (
-            f"remat has {len(modes)} entries for {num_stages} stages; give one for all "
-            f"or one per stage"
-        )
-
 
 def speed_faults(bandwidth: float | None, latency: float) -> Iterator[str]:
     """Why links of such speed there are not, a line for each fault."""
     yield from _layer.number_faults("latency", latency)
-    if bandwidth is not None and (
-        isinstance(bandwidth, bool)
-        or not isinstance(bandwidth, Real)
-        or not bandwidth > 0
-    ):
+    if bandwidth is not None and not (isinstance(bandwidth, Real) and bandwidth > 0):
         yield f"bandwidth={bandwidth!r}; needs bytes per second, more than 0"
-
-
-def _quoted(made: Mapping[str, str], name: str) -> str:
-    return repr(made[name]) if name in made else "nothing"

@@ -8,7 +8,7 @@ from ..schedules._units import duration, size
 from ._fingerprint import estimated, measured_on_cpu
 from ._forecast import Candidate, transfers
 from ._plan import Forecast, Plan, StagePlan, named
-from ._space import Hardware, Space
+from ._space import Space
 
 
 def chosen(
@@ -38,19 +38,11 @@ def chosen(
         data=best.data,
         forecast=Forecast(
             seconds=best.seconds,
-            bound=best.timeline.lower_bound,
-            bubble=best.bubble,
-            busy=best.timeline.busy,
             memory=best.memory,
             costs=best.costs,
             memory_limit=space.hardware.memory_limit,
             sent_bytes=sent,
-            reasons=(
-                *_reasons(best, candidates, space, sent),
-                *_shared_cores(best),
-                *_imagined(best),
-                *missing,
-            ),
+            reasons=(*_reasons(best, candidates, space, sent), *missing),
         ),
     )
 
@@ -61,10 +53,9 @@ def _reasons(
     """Why this one, in sentences."""
     timeline, hardware = best.timeline, space.hardware
     rank = timeline.bottleneck
-    stages = [s for s, at in enumerate(timeline.placement) if at == rank]
-    named = " and ".join(map(str, stages))
+    stages = [str(s) for s, at in enumerate(timeline.placement) if at == rank]
     yield (
-        f"bottleneck: rank {rank} (stage {named}) computes "
+        f"bottleneck: rank {rank} (stage {' and '.join(stages)}) computes "
         f"{duration(timeline.busy[rank])} of {duration(best.seconds)}"
     )
     if best.host > timeline.makespan:
@@ -73,48 +64,47 @@ def _reasons(
             f"{duration(best.host)}, more than the devices need: "
             f"{duration(timeline.makespan)}"
         )
-    fullest = max(range(len(best.memory)), key=lambda r: best.memory[r].total)
-    room = ""
-    if hardware.memory_limit is not None:
-        left = hardware.memory_limit - best.memory[fullest].total
-        room = f", {size(left)} below the limit"
-    yield f"memory: rank {fullest} needs most, {size(best.memory[fullest].total)}{room}"
-    yield f"transfers: {size(sent)} a step between devices{_speed(hardware)}"
-    yield from _shape(best, candidates, hardware)
-    others = [c for c in candidates[1:] if c.fits(hardware) and not _same(c, best)]
-    if others:
-        yield f"runner-up: {others[0]}: {_compared(others[0], best)}"
-    if idle := hardware.num_devices - best.num_devices:
-        of_all = f"all {hardware.num_devices}"
-        full = [c for c in candidates if c.num_devices == hardware.num_devices]
-        instead = f"nothing that uses {of_all} was found"
-        if fit := [c for c in full if c.fits(hardware)]:
-            instead = f"with {of_all} it would take {duration(fit[0].seconds)}"
-        yield f"{idle} of {hardware.num_devices} devices are left idle: {instead}"
-
-
-def _shape(
-    best: Candidate, candidates: Sequence[Candidate], hardware: Hardware
-) -> Iterable[str]:
-    """Why a stage has one device or several, and what these have to exchange."""
-    one = "one device per stage"
+    most, limit = best.most_bytes, hardware.memory_limit
+    fullest = [memory.total for memory in best.memory].index(most)
+    room = "" if limit is None else f", {size(limit - most)} below the limit"
+    yield f"memory: rank {fullest} needs most, {size(most)}{room}"
+    free = "" if hardware.bandwidth else "they were taken to cost no time"
+    speed = hardware.measured or free
+    yield f"transfers: {size(sent)} a step between devices{speed and '; ' + speed}"
     if best.data > 1:
-        timeline = best.timeline
         last = max(timeline.end.values()) - min(timeline.start.values())
         yield (
             f"exchange: the {best.data} devices of a stage add up its gradients once "
             f"in a step, {duration(timeline.makespan - last)} of it"
-            + ("" if hardware.bandwidth else "; that was taken to cost no time")
         )
-    others = [c for c in candidates if (c.data > 1) != (best.data > 1)]
-    names = one, "several"
+    fit = [c for c in candidates[1:] if c.fits(hardware)]
+    one, other = "one device per stage", "several"
     if best.data > 1:
-        names = named(best.schedule, best.data), one
-    if fit := [c for c in others if c.fits(hardware)]:
-        takes = f"the best with {names[1]} takes {_compared(fit[0], best)}: {fit[0]}"
-        yield f"shape: {names[0]}; {takes}"
-    elif others:
-        yield f"shape: {names[0]}; nothing with {names[1]} fits"
+        one, other = named(best.schedule, best.data), one
+    if shaped := [c for c in fit if (c.data > 1) != (best.data > 1)]:
+        takes = f"{_compared(shaped[0], best)}: {shaped[0]}"
+        yield f"shape: {one}; the best with {other} takes {takes}"
+    if others := [c for c in fit if not _same(c, best)]:
+        yield f"runner-up: {others[0]}: {_compared(others[0], best)}"
+    if idle := hardware.num_devices - best.num_devices:
+        of_all = f"all {hardware.num_devices}"
+        instead = f"nothing that uses {of_all} was found"
+        if full := [c for c in fit if c.num_devices == hardware.num_devices]:
+            instead = f"with {of_all} it would take {duration(full[0].seconds)}"
+        yield f"{idle} of {hardware.num_devices} devices are left idle: {instead}"
+    if best.num_devices > 1 and measured_on_cpu(best.profile.made):
+        yield (
+            f"cores: {best.num_devices} devices share the {os.cpu_count() or 1} cores "
+            f"of this machine, each layer was measured with all of them to itself: a "
+            f"step will take longer than predicted, with halves of backwards above all"
+        )
+    if (rates := estimated(best.profile.made)) is not None:
+        yield (
+            f"layers: estimated for a device of {rates['peak_flops']:g} flops and "
+            f"{rates['memory_bandwidth']:g} bytes of memory per second, and "
+            f"{rates['action_seconds'] * 1e6:g} µs more for each action; peak_flops=, "
+            f"memory_bandwidth= and action_seconds= describe yours"
+        )
 
 
 def _compared(other: Candidate, best: Candidate) -> str:
@@ -122,35 +112,6 @@ def _compared(other: Candidate, best: Candidate) -> str:
     more = other.seconds / best.seconds - 1 if best.seconds else 0.0
     word = "less" if more < 0 else "more"
     return f"{duration(other.seconds)}, {abs(more):.1%} {word}"
-
-
-def _speed(hardware: Hardware) -> str:
-    if hardware.measured:
-        return f"; {hardware.measured}"
-    return "" if hardware.bandwidth else "; they were taken to cost no time"
-
-
-def _shared_cores(best: Candidate) -> Iterable[str]:
-    """That devices wait for each other's cores, if the profile was measured on some."""
-    devices, cores = best.num_devices, os.cpu_count() or 1
-    if devices > 1 and measured_on_cpu(best.profile.made):
-        yield (
-            f"cores: {devices} devices share the {cores} cores of this machine, each "
-            f"layer was measured with all of them to itself: a step will take longer "
-            f"than predicted, with halves of backwards above all"
-        )
-
-
-def _imagined(best: Candidate) -> Iterable[str]:
-    """For which device it was predicted, if nothing was measured on one."""
-    rates = estimated(best.profile.made)
-    if rates is not None:
-        yield (
-            f"layers: estimated for a device of {rates['peak_flops']:g} flops and "
-            f"{rates['memory_bandwidth']:g} bytes of memory per second, and "
-            f"{rates['action_seconds'] * 1e6:g} µs more for each action; peak_flops=, "
-            f"memory_bandwidth= and action_seconds= describe yours"
-        )
 
 
 def _same(one: Candidate, other: Candidate) -> bool:

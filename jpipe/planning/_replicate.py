@@ -6,7 +6,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..schedules import Costs
-from ..schedules._simulate import TOO_LONG
 from ._profile import Profile, speed_faults
 from ._replicated import Replicated, ReplicatedStage, ring
 from ._sums import Matrix, sums
@@ -17,9 +16,6 @@ def replicate(
     num_devices: int,
     *,
     bandwidth: float | None = None,
-    num_microbatches: int | None = None,
-    straight: bool = False,
-    transfers: bool = True,
 ) -> Replicated:
     """Cuts layers into stages and gives each a number of devices.
 
@@ -32,12 +28,9 @@ def replicate(
       profile: of the layers, on one micro-batch; from `jpipe.profile`.
       num_devices: how many there are.
       bandwidth: bytes per second between two of them; ``None``: nothing takes time.
-      num_microbatches: of one step, which the plan then has.
-      straight: whether each stage has one device.
-      transfers: whether the transfers between stages take time.
 
     Returns:
-      The stages with the least time; no others are better. Printed, it shows why;
+      The stages with the least time; no others are better. They are printed;
       `jpipe.draw.svg` draws it, with the timeline that its ``simulate`` returns;
       ``jpipe.pipeline(layers, M, plan=plan)`` runs it.
 
@@ -50,33 +43,22 @@ def replicate(
       >>> print(replicate(Profile(layers), 3, bandwidth=None))
       2 s a micro-batch on 3 devices, 3.000 times as fast as one
       with one device per stage 4 s, 2.000 times as long
-      slowest: stage 0, 0 s of it exchange of gradients
-      stage  layers  devices  computes  exchange  transfers
-          0  0 to 0        2       2 s       0 s
-          1  1 to 1        1       2 s       0 s        0 s
+      stage  layers  devices
+          0  0 to 0        2
+          1  1 to 1        1
 
     References:
       Narayanan et al., `PipeDream <https://doi.org/10.1145/3341301.3359646>`_ (2019).
     """
     faults = [*profile.faults(), *speed_faults(bandwidth, 0.0)]
-    count = len(profile.layers)
     if num_devices < 1:
         faults.append(f"num_devices={num_devices}; needs an int of at least 1")
-    elif straight and num_devices > count:
-        faults.append(
-            f"num_devices={num_devices} is more than the {count} layers; straight=True "
-            f"needs one for each"
-        )
     if faults:
         raise ValueError(f"replicate cannot plan this: {'; '.join(faults)}")
-    with np.errstate(over="ignore", invalid="ignore"):
-        chain = _Chain(profile, bandwidth or math.inf, transfers)
-        if not math.isfinite(chain.longest(num_devices) * (num_microbatches or 1)):
-            raise ValueError(f"replicate cannot plan this: {TOO_LONG}")
-    single, stages = chain.cut(min(num_devices, count), 1)
-    if not straight:
-        _, stages = chain.cut(num_devices, num_devices)
-    return Replicated(stages, chain.costs(stages), single, num_microbatches)
+    chain = _Chain(profile, bandwidth or math.inf)
+    seconds, stages = chain.cut(num_devices, num_devices)
+    straight, _ = chain.cut(min(num_devices, len(profile.layers)), 1)
+    return Replicated(stages, chain.costs(stages), seconds, straight)
 
 
 class _Chain:
@@ -85,17 +67,16 @@ class _Chain:
     Args:
       profile: of the layers.
       bandwidth: bytes per second.
-      transfers: whether those between stages take time.
     """
 
-    def __init__(self, profile: Profile, bandwidth: float, transfers: bool) -> None:
+    def __init__(self, profile: Profile, bandwidth: float) -> None:
         self._layers, self._bandwidth = profile.layers, bandwidth
         layers = profile.layers
         self._times = sums([x.forward + x.backward for x in layers], np.inf)
         self._params = sums([x.param_bytes for x in layers])
         # Bytes that cross a cut before each layer, and those of their gradients.
         self._there, self._back = np.zeros((2, len(layers) + 1))
-        for cut in range(1, len(layers) if transfers else 0):
+        for cut in range(1, len(layers)):
             behind = layers[cut - 1]
             crossing = {
                 (skip.source, skip.name): (skip.bytes, skip.cotangent_bytes)
@@ -106,12 +87,6 @@ class _Chain:
             sizes = (behind.output_bytes, behind.cotangent_bytes), *crossing.values()
             self._there[cut], self._back[cut] = map(sum, zip(*sizes, strict=True))
         self._sent = self._there + self._back
-
-    def longest(self, num_devices: int) -> float:
-        """Longer than anything that is counted takes."""
-        moved = (self._sent / self._bandwidth).sum()
-        moved += self._exchange(num_devices)[0, -1]
-        return float(self._times[0, -1] + 4 * moved)
 
     def _exchange(self, replicas: int) -> Matrix:
         """The time in which a ring of replicas adds up the gradients of a stage."""

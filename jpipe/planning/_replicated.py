@@ -1,13 +1,11 @@
 """Stages with several devices each, as a value: names and numbers only."""
 
 import dataclasses
-import itertools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..schedules import Costs, Schedule, Timeline, replicated
-from ..schedules._costs import at
-from ..schedules._units import columns, duration, many
+from ..schedules._units import columns, many
 
 
 class ReplicatedStage(NamedTuple):
@@ -28,16 +26,19 @@ def ring(num_bytes: Any, replicas: int, bandwidth: float, latency: float = 0.0) 
 class Replicated:
     """Stages with several devices each, and what they would take.
 
-    Prints why: what is slowest, how much of it is the exchange of gradients, what one
-    device would take, and what stages of one device each would.
+    Prints its stages, what one device would take, and what stages of one device each
+    would.
 
     Attributes:
       stages: in order.
       costs: of each stage on one device, of one micro-batch: its times, and what
         crosses the cut before it, skip connections included; and ``exchange``, the time
         in which its replicas add up their gradients once.
+      seconds: from one micro-batch to the next, in the steady state. As PipeDream's
+        planner counts: each replica exchanges gradients after each of its
+        micro-batches, and an exchange counts twice; a transfer uses as many links as
+        the stage with fewer devices has.
       straight: what ``seconds`` would be with one device per stage.
-      num_microbatches: of one step; ``None`` if it was not given.
 
     Example:
       >>> import jpipe
@@ -49,8 +50,8 @@ class Replicated:
 
     stages: tuple[ReplicatedStage, ...]
     costs: Costs
+    seconds: float
     straight: float
-    num_microbatches: int | None = None
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -58,60 +59,15 @@ class Replicated:
         return tuple(stage.replicas for stage in self.stages)
 
     @property
-    def busy(self) -> tuple[float, ...]:
-        """What each stage computes on one micro-batch, its replicas side by side."""
-        each = zip(self.costs.forward, self.costs.backward, self.replicas, strict=True)
-        return tuple((forward + backward) / r for forward, backward, r in each)
-
-    @property
-    def links(self) -> tuple[float, ...]:
-        """What the transfers of one micro-batch take between two stages each.
-
-        There and back, over as many links as the stage with fewer devices has.
-        """
-        costs = self.costs
-        return tuple(
-            (at(costs.boundary_bytes, s) + costs.cotangent(s, 0)) / costs.bandwidth / r
-            for s, r in enumerate(map(min, itertools.pairwise(self.replicas)), start=1)
-        )
-
-    @property
-    def turns(self) -> tuple[float, ...]:
-        """What each stage takes of a micro-batch with an exchange of gradients.
-
-        As PipeDream's planner counts: each replica exchanges after each of its
-        micro-batches, and an exchange counts twice.
-        """
-        each = zip(self.busy, self.costs.exchange, self.replicas, strict=True)
-        return tuple(busy + 2 * exchange / r for busy, exchange, r in each)
-
-    @property
-    def seconds(self) -> float:
-        """From one micro-batch to the next, in the steady state."""
-        return max(*self.turns, *self.links, 0.0)
-
-    @property
-    def exposed(self) -> float:
-        """What the exchange of gradients adds to the slowest stage or link."""
-        return self.seconds - max(*self.busy, *self.links, 0.0)
-
-    @property
     def alone(self) -> float:
         """What one device would take for the same."""
         return sum(self.costs.forward) + sum(self.costs.backward)
-
-    @property
-    def bottleneck(self) -> int | None:
-        """The slowest stage; ``None`` if a link between two is slower."""
-        slowest = max(range(len(self.stages)), key=self.turns.__getitem__)
-        return None if max(self.links, default=0.0) > self.turns[slowest] else slowest
 
     def schedule(self, num_microbatches: int | None = None) -> Schedule:
         """Who runs which micro-batch when: 1F1B, transfers hidden if they take time.
 
         Args:
-          num_microbatches: of one step; default: those of the plan, or else twice as
-            many as there are devices.
+          num_microbatches: of one step; default: twice as many as there are devices.
 
         Returns:
           A rank for each device; micro-batch i runs on replica i mod r of r.
@@ -119,10 +75,12 @@ class Replicated:
         Raises:
           ScheduleError: if the number is less than 1.
         """
-        each, count = self.replicas, num_microbatches
-        if count is None:
-            count = self.num_microbatches or 2 * sum(each)
-        return replicated(each, count, eager=any(self.links))
+        default = 2 * sum(self.replicas)
+        count = default if num_microbatches is None else num_microbatches
+        costs = self.costs
+        moved = sum(costs.boundary_bytes[1:])
+        moved += sum(costs.cotangent(s, 0) for s in range(1, len(self.stages)))
+        return replicated(self.replicas, count, eager=moved / costs.bandwidth > 0)
 
     def simulate(self, num_microbatches: int | None = None) -> Timeline:
         """`schedule` on paper, in seconds.
@@ -154,16 +112,8 @@ class Replicated:
                 f"with one device per stage {self.straight:.6g} s, "
                 f"{self.straight / seconds:.3f} times as long"
             )
-        if (stage := self.bottleneck) is None:
-            link = max(range(len(self.links)), key=self.links.__getitem__)
-            lines.append(f"slowest: transfers between stages {link} and {link + 1}")
-        else:
-            exchanged = f"{duration(self.exposed)} of it exchange of gradients"
-            lines.append(f"slowest: stage {stage}, {exchanged}")
-        rows = [["stage", "layers", "devices", "computes", "exchange", "transfers"]]
-        links = ["", *map(duration, self.links)]
+        rows = [["stage", "layers", "devices"]]
         for i, stage in enumerate(self.stages):
             layers = f"{stage.start} to {stage.end - 1}"
-            times = duration(self.busy[i]), duration(self.costs.exchange[i]), links[i]
-            rows.append([str(i), layers, str(stage.replicas), *times])
+            rows.append([str(i), layers, str(stage.replicas)])
         return "\n".join([*lines, columns(rows, left={1})])

@@ -7,10 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from .. import schedules
 from .._instructions._progress import counted
 from ..schedules import BY_NAME, Schedule, ScheduleError
-from ..schedules._action import WEIGHT
 from ._climb import Cuts, climb
-from ._fingerprint import measured_on_cpu
-from ._forecast import Candidate, evaluate, stage_costs
+from ._forecast import Candidate, Way, evaluate, stage_costs
 from ._partition import NoCut, partition
 from ._profile import Profile
 from ._shapes import Shape
@@ -23,8 +21,6 @@ REMATS = ("min_cut", "full")
 _IMPROVED, _ACTIONS = 3, 20_000
 # How many cuts are made for a limit, until one fits.
 _CUTS = 6
-# Where devices share cores, halves of backwards have to be faster by so much.
-_GAIN = 0.05
 _ROUNDING = 1e-12
 
 
@@ -51,38 +47,6 @@ def search(space: Space) -> list[Candidate]:
 def ranked(found: Iterable[Candidate], hardware: Hardware) -> list[Candidate]:
     """Candidates, those that fit first, the fastest of them first."""
     return sorted(found, key=lambda candidate: candidate.objective(hardware))
-
-
-def picked(found: Sequence[Candidate], hardware: Hardware) -> list[Candidate]:
-    """The candidates, the one first that is to be taken: as a rule the fastest.
-
-    Devices that share cores have them to themselves while others wait, and what fills a
-    bubble takes them away: with halves of backwards a step is not as fast as predicted
-    (`benchmarks/README.md`).
-
-    Args:
-      found: the candidates, the best first.
-      hardware: what they run on.
-    """
-    if not (found and found[0].fits(hardware)):
-        return list(found)
-    taken = best = found[0]
-    if measured_on_cpu(best.profile.made) and _splits_backwards(best.schedule):
-        as_fast = (
-            each
-            for each in found
-            if each.fits(hardware)
-            and each.num_devices == best.num_devices
-            and each.seconds <= (1 + _GAIN) * best.seconds
-            and not _splits_backwards(each.schedule)
-        )
-        taken = next(as_fast, best)
-    return [taken, *(each for each in found if each is not taken)]
-
-
-def _splits_backwards(schedule: Schedule) -> bool:
-    """Whether backwards run in two halves."""
-    return any(action.op == WEIGHT for row in schedule.rows for action in row)
 
 
 def _candidates(space: Space) -> list[Candidate]:
@@ -132,7 +96,7 @@ def _of_branch(
 ) -> Iterator[Candidate]:
     """Each schedule of the catalogue, with the cuts that suit it."""
     # By placement and mode: without a limit their schedules have the same cut.
-    cuts: dict[tuple[tuple[int, ...], str], list[int] | None] = {}
+    cuts: dict[tuple[tuple[int, ...], str], tuple[int, ...] | None] = {}
     for name in space.names:
         try:
             schedule = BY_NAME[name](num_ranks, shape.microbatches)
@@ -146,8 +110,8 @@ def _of_branch(
                 cuts[key] = _cut(schedule, shape.data, mode, space)
             if (balance := cuts[key]) is None:
                 continue
-            modes = [mode] * len(balance)
-            candidate = evaluate(space, balance, modes, schedule, shape.data)
+            modes = (mode,) * len(balance)
+            candidate = evaluate(space, Way(balance, modes, schedule, shape.data))
             yield candidate
             if candidate.fits(space.hardware) or candidate.seconds >= to_beat:
                 # As a rule other modes and other cuts take longer.
@@ -176,7 +140,8 @@ def _under_limit(candidate: Candidate, mode: str, space: Space) -> Iterator[Cand
         balance = _cut(schedule, data, mode, space, room) if min(room) > 0 else None
         if balance is None:
             return
-        other = evaluate(space, balance, [mode] * len(balance), schedule, data)
+        modes = (mode,) * len(balance)
+        other = evaluate(space, Way(balance, modes, schedule, data))
         yield other
         if other.fits(space.hardware):
             return
@@ -191,13 +156,14 @@ def _reduced_remat(candidate: Candidate, space: Space) -> Iterator[Candidate]:
     following = dict(itertools.pairwise(space.remats))
     while not candidate.fits(space.hardware):
         schedule = candidate.schedule
-        remat = [
+        remat = tuple(
             following.get(mode, mode) if candidate.memory[rank].total > limit else mode
             for mode, rank in zip(candidate.remat, schedule.placement, strict=True)
-        ]
-        if tuple(remat) == candidate.remat:
+        )
+        if remat == candidate.remat:
             return
-        candidate = evaluate(space, candidate.balance, remat, schedule, candidate.data)
+        way = Way(candidate.balance, remat, schedule, candidate.data)
+        candidate = evaluate(space, way)
         yield candidate
 
 
@@ -207,7 +173,7 @@ def _cut(
     mode: str,
     space: Space,
     room: Sequence[float] | None = None,
-) -> list[int] | None:
+) -> tuple[int, ...] | None:
     """The cut with the shortest step; none if no cut keeps within the memory.
 
     Where a rank has several stages, the one whose busiest rank has least to do.
@@ -220,13 +186,12 @@ def _cut(
       room: the bytes of each rank, if they matter.
     """
     if space.balance is not None:
-        own = len(space.balance) == schedule.num_stages
-        return list(space.balance) if own else None
+        return space.balance if len(space.balance) == schedule.num_stages else None
     hardware = space.hardware
     several = schedule.num_ranks < schedule.num_stages
     try:
-        return partition(
-            space.whole[schedule.num_microbatches * data],
+        cut = partition(
+            space.profile(schedule, data),
             schedule.num_stages,
             objective="max" if several else "step",
             num_microbatches=schedule.num_microbatches,
@@ -238,6 +203,7 @@ def _cut(
         )
     except NoCut:
         return None
+    return tuple(cut)
 
 
 def _top(found: Sequence[Candidate]) -> Iterator[Candidate]:
@@ -261,9 +227,9 @@ def _local_search(candidate: Candidate, space: Space) -> Candidate:
     def keys(cuts: Cuts) -> list[tuple[float, ...]]:
         each = list(map(tuple, cuts.tolist()))
         for ends in each:
-            balance = [b - a for a, b in itertools.pairwise(ends)]
-            own = evaluate(space, balance, candidate.remat, schedule, candidate.data)
-            seen[ends] = own
+            balance = tuple(b - a for a, b in itertools.pairwise(ends))
+            way = Way(balance, candidate.remat, schedule, candidate.data)
+            seen[ends] = evaluate(space, way)
         return [seen[ends].objective(space.hardware) for ends in each]
 
     most = max(_ACTIONS // sum(map(len, schedule.rows)), 1)
@@ -272,18 +238,14 @@ def _local_search(candidate: Candidate, space: Space) -> Candidate:
 
 def _with_fitted_schedule(candidate: Candidate, space: Space) -> Iterator[Candidate]:
     """The same stages under a schedule made to measure, if there is one that fits."""
-    hardware, schedule = space.hardware, candidate.schedule
-    stages = candidate.balance, candidate.remat
-    costs = stage_costs(space, *stages, schedule, candidate.data)
+    limit, schedule = space.hardware.memory_limit, candidate.schedule
     room = None
-    if hardware.memory_limit is not None:
-        room = [
-            hardware.memory_limit - memory.optimizer - memory.workspace
-            for memory in candidate.memory
-        ]
+    if limit is not None:
+        room = [limit - memory.workspace for memory in candidate.memory]
     sizes = schedule.num_ranks, schedule.num_microbatches
     try:
-        fitted = schedules.fit(costs, *sizes, max_bytes=room)
+        fitted = schedules.fit(stage_costs(space, candidate), *sizes, max_bytes=room)
     except ScheduleError:
         return
-    yield evaluate(space, *stages, fitted, candidate.data)
+    way = Way(candidate.balance, candidate.remat, fitted, candidate.data)
+    yield evaluate(space, way)

@@ -1,6 +1,5 @@
 """Cuts for schedules that run several stages on a rank, in a V or in a loop."""
 
-import dataclasses
 import itertools
 from collections.abc import Iterator
 
@@ -8,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ._climb import Cuts, Ends, Key, climb, every
-from ._cuts import Problem, best_max
+from ._cuts import best_max
 from ._problem import PartitionProblem
 
 # Of some cuts, one for each, or one for each rank and each of them.
@@ -17,52 +16,47 @@ Numbers = npt.NDArray[np.float64]
 # How many cuts are tried on paper, and around how many in vain.
 _TRIED = 10_000
 _PATIENCE = 40
-# How many of the best are where the search for fewer bytes begins.
-BEST = 8
 # So many cuts are all tried.
 _FEW = 1_000
 
 
 def candidates(problem: PartitionProblem) -> list[Ends]:
-    """Cuts with little to do for the rank that has most, the best first.
+    """Cuts that exceed the limit least, then with little to do for the busiest rank.
 
     Args:
-      problem: its limit of bytes comes before all else.
+      problem: what is cut.
 
     Returns:
-      Where stages begin and end, in all cuts that were looked at.
+      Where stages begin and end, in all cuts that were looked at, the best first.
     """
     return climb(_starts(problem), lambda c: _on_paper(problem, c), _TRIED, _PATIENCE)
 
 
-def least(problem: PartitionProblem) -> tuple[Ends, float]:
-    """The cut that exceeds the limit of bytes by the least that was found."""
+def excess(problem: PartitionProblem, cuts: Cuts) -> Numbers:
+    """The bytes by which the fullest rank exceeds its limit; negative with room left.
 
-    def keys(cuts: Cuts) -> list[Key]:
-        return _listed(excess(problem, cuts).max(axis=0))
-
-    # Cuts that need little, whatever the limit is, so that all callers get one number.
-    nothing = dataclasses.replace(problem, max_bytes=(1,) * problem.schedule.num_ranks)
-    ends = climb(candidates(nothing)[:BEST], keys, _TRIED)[0]
-    return ends, float(excess(problem, np.array([ends])).max())
-
-
-def over(problem: PartitionProblem, cuts: Cuts) -> Numbers:
-    """By how many bytes each of some cuts exceeds the limits, of all ranks together."""
+    Returns:
+      One number for each of the cuts.
+    """
     if problem.max_bytes is None:
         return np.zeros(len(cuts))
-    return np.maximum(excess(problem, cuts), 0.0).sum(axis=0)
+    return (needs(problem, cuts) - np.array(problem.max_bytes)[:, None]).max(axis=0)
 
 
-def excess(problem: PartitionProblem, cuts: Cuts) -> Numbers:
-    """The bytes by which each rank exceeds its limit; negative where it has room.
+def needs(problem: PartitionProblem, cuts: Cuts) -> Numbers:
+    """The bytes of each rank.
 
     Returns:
       Of shape (ranks, cuts).
     """
-    assert problem.max_bytes is not None
-    needs = [problem.chain.rank_bytes(rank, cuts) for rank in problem.in_flight]
-    return np.array(needs) - np.array(problem.max_bytes, float)[:, None]
+    return np.array(
+        [
+            problem.chain.rank_bytes(
+                own, [(cuts[:, s], cuts[:, s + 1]) for s in own.stages]
+            )
+            for own in problem.in_flight
+        ]
+    )
 
 
 def loads(problem: PartitionProblem, cuts: Cuts) -> Numbers:
@@ -84,23 +78,19 @@ def _on_paper(problem: PartitionProblem, cuts: Cuts) -> list[Key]:
     pairs = enumerate(itertools.pairwise(problem.schedule.placement), start=1)
     crossed = [stage for stage, (one, other) in pairs if one != other]
     moved = problem.chain.transfers[cuts[:, crossed]].sum(axis=1)
-    slowest, passing = each.max(axis=0), each.sum(axis=0) + moved
-    even, more = np.square(each).sum(axis=0), over(problem, cuts)
-    if problem.objective == "max":
-        return _listed(more, slowest, passing, even)
-    count = (problem.num_microbatches or 1) - 1
-    return _listed(more, passing + count * slowest, even)
-
-
-def _listed(*columns: Numbers) -> list[Key]:
-    """Keys of cuts, from what there is of each."""
+    slowest, latency = each.max(axis=0), each.sum(axis=0) + moved
+    worth = [slowest, latency]
+    if problem.objective == "step":
+        worth = [latency + ((problem.num_microbatches or 1) - 1) * slowest]
+    over = np.maximum(excess(problem, cuts), 0.0)
+    columns = over, *worth, np.square(each).sum(axis=0)
     return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
 def _starts(problem: PartitionProblem) -> Iterator[Ends]:
     """Equal loads for all stages, and as many layers for each."""
     chain, count = problem.chain, problem.chain.num_stages
-    if cut := best_max(Problem(chain.times, chain.transfers)):
+    if cut := best_max(chain.times, chain.transfers):
         yield cut.ends
     yield from every(chain.num_layers, count, _FEW)
     yield tuple(chain.num_layers * s // count for s in range(count + 1))

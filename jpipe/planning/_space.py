@@ -1,7 +1,5 @@
 """What a plan may choose from, and for which devices."""
 
-import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -34,7 +32,8 @@ class Space:
     """What a plan may choose from.
 
     Attributes:
-      profiles: of a micro-batch of one shard, by the number of such parts.
+      profiles: of a micro-batch of one shard, by the number of such parts; the
+        optimizer's state is a part of that of the layers.
       optimizer_bytes: the optimizer's state of each layer.
       hardware: the devices.
       names: of schedules; see `jpipe.schedules.BY_NAME`.
@@ -62,19 +61,3 @@ class Space:
     def profile(self, schedule: Schedule, data: int) -> Profile:
         """That of a micro-batch of a schedule, on one of the devices that share it."""
         return self.profiles[schedule.num_microbatches * data]
-
-    @functools.cached_property
-    def whole(self) -> dict[int, Profile]:
-        """The profiles with the optimizer's state as a part of that of the layers."""
-        return {
-            number: dataclasses.replace(
-                profile,
-                layers=tuple(
-                    dataclasses.replace(layer, state_bytes=layer.state_bytes + own)
-                    for layer, own in zip(
-                        profile.layers, self.optimizer_bytes, strict=True
-                    )
-                ),
-            )
-            for number, profile in self.profiles.items()
-        }

@@ -7,6 +7,11 @@ from ..schedules._costs import FIELDS
 from ..schedules._units import columns, duration, many, size
 
 _SHORT = {"input_grad": "I", "weight_grad": "W"}
+_HOW = {
+    "estimated": "estimated at {peak_flops} flops and {memory_bandwidth} bytes per "
+    "second for ",
+    "measured": "measured on {device} with ",
+}
 
 
 def table(profile: Any) -> str:
@@ -27,8 +32,6 @@ def table(profile: Any) -> str:
         },
         "workspace": (size, [layer.workspace_bytes for layer in layers]),
     }
-    if all(layer.workspace_bytes is None for layer in layers):
-        del numbers["workspace"]
     rows = [["", *map(str, range(len(layers))), ""]]
     rows.append(["layer", *(layer.name for layer in layers), "sum"])
     for name, (write, values) in numbers.items():
@@ -44,16 +47,7 @@ def _origin(profile: Any) -> str:
     made, count = profile.made, profile.microbatch_size
     examples = f"a micro-batch of {many(count, 'example')}"
     given = f" ({made['input']})" if "input" in made else ""
-    if made.get("how") == "estimated":
-        rates = (
-            f"{made['flops per second']} flops and {made['bytes per second']} bytes "
-            f"per second"
-        )
-        how = f"estimated at {rates} for "
-    elif "device" in made:
-        how = f"measured on {made['device']} with "
-    else:
-        how = ""
+    how = _HOW.get(made.get("how"), "").format(**made)
     versions = [f"{name} {made[name]}" for name in ("jax", "flax") if name in made]
     return "".join([how, examples, given, *(f", {each}" for each in versions)])
 

@@ -8,7 +8,7 @@ from .._instructions._progress import counted
 from .._instructions._transfer import OnPaper
 from ._forecast import Candidate
 from ._request import Request
-from ._search import picked, search
+from ._search import search
 from ._space import Space
 
 # So many of the best candidates are lowered, until one fits.
@@ -31,7 +31,7 @@ def choose(space: Space, request: Request) -> list[Candidate]:
       of those that were lowered which needs least.
     """
     hardware = space.hardware
-    found = picked(search(space), hardware)
+    found = search(space)
     candidates, ratio = verified(found, space, request)
     if not candidates or hardware.memory_limit is None:
         return candidates
@@ -45,7 +45,7 @@ def choose(space: Space, request: Request) -> list[Candidate]:
     if (found[0].fits(hardware) and ratio > 1) or (faster and ratio < 1):
         limit = int(hardware.memory_limit / ratio)
         under = dataclasses.replace(hardware, memory_limit=limit)
-        found = picked(search(dataclasses.replace(space, hardware=under)), under)
+        found = search(dataclasses.replace(space, hardware=under))
         others, _ = verified(found, space, request)
         each = candidates, others
         candidates = min(each, key=lambda own: own[0].objective(hardware))

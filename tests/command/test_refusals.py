@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("folder")
         ("model:only_layers", ["model:only_layers returned a list; ", RETURNS]),
         ("model:no_sample", ["returned ['layers', 'sample']; ", RETURNS]),
         ("model:no_optimizer", ["optax"]),
-        ("model:mak", ["model has no 'mak'"]),
+        ("model:mak", ["model has no function 'mak'"]),
         ("model", ["'model': write module:factory", "file.py:factory"]),
         ("modell:make", ["no module 'modell' in ", "path/to/file.py:factory"]),
         ("modell.py:make", ["modell.py: No such file"]),
@@ -34,12 +34,18 @@ def test_what_is_no_factory_and_what_gives_no_model(command, factory, parts):
     [
         ("--memory 16", ["--memory: '16': write bytes, such as 16GiB; units: B, kB"]),
         ("--latency 5m", ["'5m': write a time, such as 5us; units: s, ms, us"]),
-        ("--estimate --flops 1T", ["'1T': write operations per second, such as 1e14"]),
+        ("--estimate --flops 1T", ["--flops: invalid float value: '1T'"]),
         ("--flops 1e14", ["--flops is for an estimate: give --estimate too"]),
-        ("--png plan.gif", ["'plan.gif'", ".png or .pdf"]),
-        ("--profile none.json", ["error: ", "No such file or directory: 'none.json'"]),
-        ("--profile model.py", ["error: model.py holds no profile", "is not JSON"]),
-        ("--json .", ["error: .: Is a directory\n"]),
+        (
+            "--profile none.json",
+            ["--profile: ", "No such file or directory: 'none.json'"],
+        ),
+        (
+            "--profile model.py",
+            ["--profile: no profile as Profile.to_json", "JSONDecodeError"],
+        ),
+        ("--json .", ["--json: '.' cannot be written"]),
+        ("--estimate --profile a.json", ["--profile: not allowed with argument"]),
     ],
 )
 def test_options_that_do_not_fit(command, options, parts):

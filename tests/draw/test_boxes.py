@@ -4,7 +4,6 @@ Private names are imported because no public one has the scale or the colour by 
 curve of bytes is found in a picture.
 """
 
-import itertools
 import xml.etree.ElementTree as ET
 
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from jpipe.draw import _palette as palette
 from jpipe.draw._frame import frame_of
 
-from .pictures import CLOSE, NAMES, SVG, actions, boxes, parsed, predicted, texts
+from .pictures import CLOSE, NAMES, SVG, actions, parsed, predicted, texts
 
 
 def numbers_in(root: ET.Element) -> list[tuple[dict, str, dict[str, float]]]:
@@ -27,11 +26,18 @@ def numbers_in(root: ET.Element) -> list[tuple[dict, str, dict[str, float]]]:
     ]
 
 
+def hatched(root: ET.Element) -> dict[float, tuple[float, float]]:
+    """Of what is hatched in rows, where it begins and how wide it is, by its top."""
+    (*rows, _) = root.findall(f"{SVG}g[@fill='{palette.IDLE}']/{SVG}rect")
+    numbers = [[float(r.get(k, "nan")) for k in ("y", "x", "width")] for r in rows]
+    return {top: (x, width) for top, x, width in numbers}
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_boxes_are_where_actions_run_and_the_rest_is_hatched(name):
     timeline = predicted(name)
     root = parsed(timeline)
-    busy, idle = actions(root), [box for _, box in boxes(root, "idle: ")]
+    busy, idle = actions(root), hatched(root)
     assert set(busy) == set(map(str, timeline.start))
     frame = frame_of((timeline,), None)
     per_unit = (frame.right - frame.left) / timeline.makespan
@@ -45,18 +51,16 @@ def test_boxes_are_where_actions_run_and_the_rest_is_hatched(name):
         here = [busy[str(action)] for action in row]
         (top,) = {box["y"] for box in here}
         tops.append(top)
-        # One after the other, they fill the row from the first start to the last end.
-        both = here + [box for box in idle if box["y"] == top]
-        ordered = sorted((b["x"], b["x"] + b["width"]) for b in both)
-        assert ordered[0][0] == CLOSE(frame.left, abs=0.02)
-        assert ordered[-1][1] == CLOSE(frame.right, abs=0.02)
-        for (_, end), (start, _) in itertools.pairwise(ordered):
-            assert start == CLOSE(end, abs=0.03)
+        # What they leave free of a row is hatched.
+        (x, width) = idle[top]
+        assert x == CLOSE(frame.left, abs=0.02)
+        assert x + width == CLOSE(frame.right, abs=0.02)
     assert tops == sorted(set(tops))
-    for group in root.iter(f"{SVG}g"):
-        titles = [t.text or "" for t in group.iter(f"{SVG}title")]
-        hatched = group.get("fill") == "url(#jpipe-idle)"
-        assert all(title.startswith("idle") == hatched for title in titles)
+    # All of the boxes are above what is hatched.
+    drawn = [group.get("fill") for group in root.iter(f"{SVG}g")]
+    for i, fill in enumerate(drawn):
+        if fill == palette.IDLE and i + 1 < len(drawn):
+            assert drawn[i + 1] not in (None, "none", palette.IDLE)
 
 
 @pytest.mark.parametrize(("microbatches", "width"), [(8, None), (120, 500)])
@@ -80,7 +84,7 @@ def test_numbers_fit_in_their_boxes_and_texts_on_the_page(microbatches, width):
 def test_memory_curves_have_one_scale_and_follow_the_events():
     small, large = predicted("1f1b"), predicted("gpipe")
     root = parsed([small, large])
-    *found, _ = [  # the last is that of the legend
+    found = [
         [tuple(map(float, point.split(","))) for point in line.get("points").split()]
         for group in root.iter(f"{SVG}g")
         if group.get("stroke") == palette.MEMORY_LINE
@@ -101,4 +105,3 @@ def test_memory_curves_have_one_scale_and_follow_the_events():
             assert any(corner == CLOSE(point, abs=0.03) for point in found[0])
     said = [t["text"] for t in texts(root) if t["text"].startswith("peak")]
     assert said[:4] == ["peak 4", "peak 3", "peak 2", "peak 1"]
-    assert boxes(root, "peak ")[0][0] == "peak 4, first at 4"

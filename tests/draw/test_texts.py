@@ -46,14 +46,14 @@ def test_predicted_stands_above_measured_on_one_axis():
         assert box["width"] == CLOSE(1.5 * match["width"], abs=0.03)
         assert box["x"] - left == CLOSE(1.5 * (match["x"] - left), abs=0.03)
     said = [text["text"] for text in texts(root)]
-    assert said.count("time, ms") == 1
+    assert said.count("time") == 1
+    assert "100 ms" in said
     assert said.index("predicted") < said.index("measured")
 
 
-@pytest.mark.parametrize(("factor", "unit"), [(1.0, "time, s"), (1e-6, "time, µs")])
+@pytest.mark.parametrize(("factor", "unit"), [(1.0, "s"), (1e-6, "µs")])
 def test_measured_times_have_a_unit_and_predicted_ones_have_none(factor, unit):
     timeline = predicted("gpipe")
     said = [t["text"] for t in texts(parsed(measured(timeline, factor)))]
-    assert unit in said
-    assert f"makespan 33 {unit.split()[1]}, bubble 27.3 %" in said
-    assert "time" in [t["text"] for t in texts(parsed(timeline))]
+    assert {f"5 {unit}", f"makespan 33 {unit}, bubble 27.3 %"} <= {*said}
+    assert "5" in [t["text"] for t in texts(parsed(timeline))]

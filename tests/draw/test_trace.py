@@ -77,5 +77,5 @@ def test_ranks_that_share_a_stage_exchange_gradients_at_its_end():
         (1, end, 3.0),
     ]
     root = parsed(timeline)
-    assert len(boxes(root, "exchange of gradients: ")) == 2
+    assert len(boxes(root, "exchange of gradients of stage 0: ")) == 2
     assert "exchange of gradients" in [text["text"] for text in texts(root)]

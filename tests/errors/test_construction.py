@@ -70,7 +70,7 @@ OPTIONS = {
     TypeError: {
         "num_microbatches=True is a bool": {"num_microbatches": True},
         "num_microbatches=2.0 is a float": {"num_microbatches": 2.0},
-        "give num_microbatches= ... or plan=": {"num_microbatches": None},
+        "is a NoneType; needs ... or plan=": {"num_microbatches": None},
         "balance=3 ... a sequence of ints": {"balance": 3},
         "balance=[True, 2] ... a sequence of ints": {"balance": [True, 2]},
         "devices ... 'cpu:0' ... jax.Device": {"devices": ["cpu:0"]},

@@ -109,10 +109,10 @@ LAYERS = [
 ]
 PLANNING = [
     ("_chain", "2 * self.profile.params_of +", "self.profile.params_of +"),
-    ("_chain", "= layer.output_bytes + layer.cotangent_bytes", "= layer.output_bytes"),
+    ("_chain", "[x.output_bytes + x.cotangent_bytes for", "[x.output_bytes for"),
     (
         "_cuts",
-        "starts = latency + problem.transfers if stage else latency",
+        "starts = latency + transfers if stage else latency",
         "starts = latency",
     ),
     (

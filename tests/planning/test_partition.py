@@ -88,7 +88,8 @@ def test_no_cut_is_better(schedule):
                 partition(given, **question)
             if isinstance(limit, int):
                 least = int(min(over.values()) + limit)
-                assert f"works is max_bytes={least:,}" in str(refusal.value)
+                says = f"needs {least:,} bytes, {least - limit:,} more than {limit:,}"
+                assert says in str(refusal.value)
                 assert partition(given, **question | {"max_bytes": least})
             continue
         # The step of a schedule is simulated, and the load of a rank is of its stages.
@@ -181,7 +182,10 @@ GIVEN = profile(random.Random(0), 6)
         ({"remat": "nope"}, "remat: 'nope' is unknown: choose 'full', 'min_cut'"),
         ({"max_bytes": [1, 2, 3]}, "max_bytes=[1, 2, 3]; needs bytes, more than 0"),
         ({"costs": [1, 2], "remat": "full"}, "max_bytes= and remat='full' need a Pro"),
-        ({"costs": [1.0, float("nan")]}, "costs[1]=nan; needs a number, finite"),
+        (
+            {"costs": [1.0, float("nan")]},
+            "layer 1 (1): forward=nan; needs a number, finite",
+        ),
         ({"costs": [1e308] * 4}, "a step takes longer than a float can hold"),
         (
             {"costs": Profile((LayerProfile("a", -1.0, 1.0),) * 2)},
@@ -200,12 +204,11 @@ def test_a_limit_that_nothing_meets():
     with pytest.raises(ValueError, match="partition") as refusal:
         partition(given, 2, remat="none", max_bytes=4000)
     assert str(refusal.value) == (
-        "partition: no cut was found with max_bytes=4,000 on rank 0: in the one that "
-        "needs least, stage 0 (layers 0 to 1) needs 4,400 bytes, 400 more. The least "
-        "that works is max_bytes=4,400; else take more stages, or a remat mode that "
-        "keeps less"
+        "partition: no cut was found that keeps to max_bytes: in the one that needs "
+        "least, rank 0 (layers 0 to 1) needs 4,400 bytes, 400 more than 4,000; take "
+        "more stages, a remat mode that keeps less, or max_bytes larger by as much"
     )
     assert partition(given, 2, remat="none", max_bytes=4400) == [2, 2]
-    with pytest.raises(ValueError, match="With 300 more on every rank it works"):
+    with pytest.raises(ValueError, match="300 more than 1,900"):
         partition(given, 2, remat="none", max_bytes=[1900, 6100])
     assert partition(given, 2, remat="none", max_bytes=[2200, 6400]) == [1, 3]

@@ -42,7 +42,6 @@ def test_a_plan_is_built_and_gives_the_numbers_of_one_device():
 
 def test_a_plan_says_why():
     forecast = planned().forecast
-    assert forecast.seconds >= forecast.bound > 0
     assert [line.partition(":")[0] for line in forecast.reasons] == [
         "bottleneck",
         "memory",
@@ -74,7 +73,7 @@ def test_a_text_that_is_no_plan_is_refused():
     moved = json.loads(json.dumps(fields))
     moved["stages"][0]["rank"] = 7
     for text, says in (
-        ("plan.json", r"'plan.json' is not JSON: .*; give the text"),
+        ("plan.json", "JSONDecodeError.*; give its text, not its path"),
         ("[]", "TypeError"),
         ("{}", "KeyError"),
         (json.dumps(fields | {"more": 1}), "more"),
@@ -101,16 +100,16 @@ def test_a_plan_decides_alone_and_for_its_own_layers():
     ("options", "says"),
     [
         ({"num_devices": 0}, "num_devices=0: needs an int of at least 1"),
-        ({"batch_size": "8"}, "batch_size='8': needs an int of at least 1"),
-        ({"num_microbatches": 17}, "num_microbatches=17 for 16 examples"),
+        ({"num_microbatches": "8"}, "num_microbatches='8': needs an int of at least 1"),
+        ({"num_microbatches": 17}, r"=\(17,\) leave nothing to choose for 16 examples"),
         ({"bandwidth": 5e-324}, "longer than a float can hold"),
         ({"schedules": schedules.build_v}, "build_v is unknown: choose from"),
         ({"schedules": "dualpipe_v", "num_microbatches": 1}, "no order for 11 layers"),
         ({"remat": "most"}, "remat: 'most' is unknown: choose"),
-        ({"batch_size": 15, "data": 2}, "data=2 does not divide 15 examples"),
+        ({"data": 3, "num_devices": 3}, r"data=\(3,\) and .* data divides the 3 dev"),
         (
             {"data": 2, "num_microbatches": 9},
-            "data=2 with num_microbatches=9 needs 18 examples, there are 16",
+            "data times num_microbatches is no more than 16",
         ),
     ],
 )

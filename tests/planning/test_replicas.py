@@ -1,5 +1,6 @@
 """Stages with replicas: published plans, the best of all, and a plan as a value."""
 
+import dataclasses
 import itertools
 import random
 
@@ -19,11 +20,15 @@ from .published import PUBLISHED, read
 def test_plans_are_those_of_pipedream(
     name, devices, straight, transfers, seconds, faster
 ):
-    plan = replicate(
-        read(name), devices, bandwidth=1e9, straight=straight, transfers=transfers
-    )
-    assert plan.seconds == pytest.approx(seconds, abs=6e-10, rel=0)
-    assert plan.alone / plan.seconds == pytest.approx(faster, abs=6e-4, rel=0)
+    given = read(name)
+    if not transfers:
+        none = {"output_bytes": 0, "cotangent_bytes": 0}
+        layers = tuple(dataclasses.replace(layer, **none) for layer in given.layers)
+        given = dataclasses.replace(given, layers=layers, skips=())
+    plan = replicate(given, devices, bandwidth=1e9)
+    takes = plan.straight if straight else plan.seconds
+    assert takes == pytest.approx(seconds, abs=6e-10, rel=0)
+    assert plan.alone / takes == pytest.approx(faster, abs=6e-4, rel=0)
     assert sum(plan.replicas) == devices
 
 
@@ -55,17 +60,21 @@ def test_no_bottleneck_of_a_random_chain_is_smaller():
         rng = random.Random(seed)
         layers, devices = rng.randint(1, 5), rng.randint(1, 6)
         given = profile(rng, layers, skips=rng.randrange(3) if layers > 1 else 0)
-        bandwidth, straight = rng.choice([5.0, 50.0, 500.0]), rng.random() < 0.3
-        devices = min(devices, layers) if straight else devices
-        plan = replicate(given, devices, bandwidth=bandwidth, straight=straight)
-        best = min(
-            bottleneck(given, balance, each, bandwidth)
-            for count in range(1, min(layers, devices) + 1)
-            for balance in every_cut(layers, count)
-            for each in itertools.product(range(1, devices + 1), repeat=count)
-            if sum(each) == devices and (not straight or max(each) == 1)
-        )
-        assert plan.seconds == pytest.approx(best, rel=1e-9), seed
+        bandwidth = rng.choice([5.0, 50.0, 500.0])
+        plan = replicate(given, devices, bandwidth=bandwidth)
+
+        def best(devices, most, given=given, layers=layers, bandwidth=bandwidth):
+            return min(
+                bottleneck(given, balance, each, bandwidth)
+                for count in range(1, min(layers, devices) + 1)
+                for balance in every_cut(layers, count)
+                for each in itertools.product(range(1, most + 1), repeat=count)
+                if sum(each) == devices
+            )
+
+        assert plan.seconds == pytest.approx(best(devices, devices), rel=1e-9), seed
+        straight = best(min(devices, layers), 1)
+        assert plan.straight == pytest.approx(straight, rel=1e-9), seed
 
 
 def figure(**options):
@@ -88,7 +97,7 @@ def test_the_figure_of_pipedream():
     timeline = plan.simulate(12)
     assert timeline.makespan == 38.0
     assert timeline.replicas == ((0, 1, 2), (3, 4), (5, 6), (7,))
-    assert figure(num_microbatches=12).schedule().validate().rows == timeline.rows
+    assert plan.schedule(12).validate().rows == timeline.rows
     # Twice as many as devices, where no number was given.
     assert plan.schedule().num_microbatches == 16
     with pytest.raises(ScheduleError, match="num_microbatches=0: "):
@@ -100,10 +109,9 @@ def test_a_plan_says_why():
     assert str(figure(bandwidth=1e4)).splitlines() == [
         "2.10776 s a micro-batch on 8 devices, 7.591 times as fast as one",
         "with one device per stage 6 s, 2.847 times as long",
-        "slowest: stage 0, 108 ms of it exchange of gradients",
-        "stage  layers  devices  computes  exchange  transfers",
-        "    0  0 to 2        7       2 s    377 ms",
-        "    1  3 to 3        1       2 s       0 s       8 ms",
+        "stage  layers  devices",
+        "    0  0 to 2        7",
+        "    1  3 to 3        1",
     ]
 
 
@@ -119,8 +127,3 @@ def test_what_cannot_be_planned_is_refused():
         assert says in str(refusal.value)
     one = Profile((LayerProfile("a", 1.0, 1.0),))
     assert jpipe.replicate(one, 3).straight == 2.0
-    with pytest.raises(ValueError, match="num_devices=2 is more than the 1 layers"):
-        replicate(one, 2, straight=True)
-    huge = Profile((LayerProfile("a", 1e308, 1e308),) * 3)
-    with pytest.raises(ValueError, match="longer than a float can hold"):
-        replicate(huge, 2)
