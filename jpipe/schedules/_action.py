@@ -73,15 +73,6 @@ class Action(NamedTuple):
         return cls(op, int(stage), int(microbatch))
 
 
-def remote_read(op: str, stage: int, num_stages: int) -> tuple[str, int] | None:
-    """What an op reads of the stage next to it; of a whole backward, its first half."""
-    if op == FORWARD and stage:
-        return FORWARD, stage - 1
-    if op in (BACKWARD, INPUT) and stage + 1 < num_stages:
-        return INPUT, stage + 1
-    return None
-
-
 class Needs:
     """Which results each action reads: the whole meaning of a schedule.
 
@@ -110,8 +101,9 @@ class Needs:
         """The actions that must have run before this one; at most two."""
         op, stage, i = action
         found = [Action(LOCAL_READS[op], stage, i)] if op in LOCAL_READS else []
-        if read := remote_read(op, stage, self._num_stages):
-            other = Action(*read, i)
-            is_whole = other.op == INPUT and other not in self._split
-            found.append(other._replace(op=BACKWARD) if is_whole else other)
+        if op == FORWARD and stage:
+            found.append(Action(FORWARD, stage - 1, i))
+        elif op in (BACKWARD, INPUT) and stage + 1 < self._num_stages:
+            half = Action(INPUT, stage + 1, i)
+            found.append(half if half in self._split else half._replace(op=BACKWARD))
         return tuple(found)

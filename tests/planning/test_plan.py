@@ -104,7 +104,7 @@ def test_a_plan_decides_alone_and_for_its_own_layers():
         ({"batch_size": "8"}, "batch_size='8': needs an int of at least 1"),
         ({"num_microbatches": 17}, "num_microbatches=17 for 16 examples"),
         ({"bandwidth": 5e-324}, "longer than a float can hold"),
-        ({"schedules": schedules.build_v}, "build_v is unknown: choose from"),
+        ({"schedules": schedules.compare}, "compare is unknown: choose from"),
         ({"schedules": "dualpipe_v", "num_microbatches": 1}, "no order for 11 layers"),
         ({"remat": "most"}, "remat: 'most' is unknown: choose"),
         ({"batch_size": 15, "data": 2}, "data=2 does not divide 15 examples"),

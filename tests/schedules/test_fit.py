@@ -14,7 +14,6 @@ from jpipe.schedules import (
     ScheduleError,
     Skip,
     fit,
-    lower_bound,
 )
 
 from .predictions import any_time
@@ -81,7 +80,7 @@ def test_never_slower_than_the_best_of_the_catalogue_under_the_same_cap(data):
     fitting = [t for _, t in known if cap is None or max(t.peak_bytes) <= cap]
     for other in fitting:
         assert timeline.makespan <= other.makespan
-    assert lower_bound(costs, p, m) <= timeline.makespan * (1 + 1e-12)
+    assert timeline.lower_bound <= timeline.makespan * (1 + 1e-12)
     if found.name in BY_NAME:
         assert found == BY_NAME[found.name](p, m)
 
@@ -123,6 +122,12 @@ def test_what_cannot_fit_says_what_is_short_and_what_would_do():
     )
     with pytest.raises(ScheduleError, match=f"^{re.escape(says)}$"):
         fit(costs, 2, 4, 24)
+
+
+def test_stages_that_do_not_divide_among_the_ranks_are_refused():
+    says = "costs are for 3 stages, num_ranks=2: give costs for 2 stages, or for a mult"
+    with pytest.raises(ScheduleError, match=f"^fit: {says}"):
+        fit(Costs([1, 2, 3]), 2, 4)
 
 
 @given(st.data())
