@@ -15,7 +15,6 @@ def list_schedule(
     priority: Sequence[float],
     max_bytes: Sequence[float] | None = None,
     whole: bool = False,
-    lookahead: float = 0.0,
     reserves: bool = True,
 ) -> Numbered | None:
     """Orders all actions of a training step.
@@ -25,8 +24,6 @@ def list_schedule(
       priority: of each number; a rank takes the lowest of what it could run.
       max_bytes: the most that each rank may hold; ``None``: any.
       whole: whether backwards stay whole.
-      lookahead: which share of an action a rank would rather wait than run it, if one
-        that it prefers is on its way.
       reserves: whether a rank reserves room for gradients that are on their way.
         Without, more fits, but ranks may come to wait for each other.
 
@@ -34,7 +31,7 @@ def list_schedule(
       The order of each rank; ``None`` if the memory lets nobody go on.
     """
     ops = (FORWARD, BACKWARD) if whole else (FORWARD, INPUT, WEIGHT)
-    ranks = _Ranks(tables, priority, ops, lookahead)
+    ranks = _Ranks(tables, priority, ops)
     if max_bytes is not None:
         ranks.max_bytes, ranks.reserved = max_bytes, _reserved(tables, reserves)
     return ranks.run()
@@ -47,13 +44,9 @@ class _Ranks:
     reserved: Sequence[Sequence[float]] = ()
 
     def __init__(
-        self,
-        tables: Tables,
-        priority: Sequence[float],
-        ops: Sequence[str],
-        lookahead: float,
+        self, tables: Tables, priority: Sequence[float], ops: Sequence[str]
     ) -> None:
-        self._tables, self._priority, self._lookahead = tables, priority, lookahead
+        self._tables, self._priority = tables, priority
         self._kinds = {op: kind for kind, op in enumerate(ops)}
         # Of each stage the next action of each op: each follows the one before it.
         self._next = [
@@ -102,26 +95,15 @@ class _Ranks:
     def _choice(self, rank: int, now: float) -> int | None:
         """What a rank does now."""
         priority, best = self._priority, None
-        soon: list[int] = []
         for stage in self._tables.stages_of[rank]:
             for number in self._next[stage]:
-                arrival = self._arrival[number]
-                if arrival > now:
-                    soon.append(number)
-                elif (best is None or priority[number] < priority[best]) and self._fits(
-                    number, rank
+                if (
+                    self._arrival[number] <= now
+                    and (best is None or priority[number] < priority[best])
+                    and self._fits(number, rank)
                 ):
                     best = number
-        if best is None:
-            return None
-        until = now + self._lookahead * self._tables.seconds[best]
-        is_worth_waiting = any(
-            self._arrival[number] < until
-            and priority[number] < priority[best]
-            and self._fits(number, rank)
-            for number in soon
-        )
-        return None if is_worth_waiting else best
+        return best
 
     def _fits(self, number: int, rank: int) -> bool:
         """Whether an action may begin; if not, its rank is tried again later."""

@@ -111,13 +111,13 @@ def _listed(
     second = [stages + place for place in first]
     backward_first = _by_stage(tables, forward=second, backward=first)
     forward_first = _by_stage(tables, forward=first, backward=second)
-    for priority, whole, lookahead in (
-        (backward_first, False, 0.0),
-        (backward_first, False, 1.0),
-        (forward_first, False, 0.0),
-        (forward_first, True, 0.0),
+    for priority, whole, reserves in (
+        (backward_first, False, True),
+        (backward_first, False, False),
+        (forward_first, False, True),
+        (forward_first, True, True),
     ):
-        yield list_schedule(tables, priority, most, whole, lookahead)
+        yield list_schedule(tables, priority, most, whole, reserves)
 
 
 def _shifted(
@@ -126,9 +126,8 @@ def _shifted(
     """The fastest, whether they fit or not, pushed late, then early in that order."""
     fitting = [order for order in found if order.fits]
     for order in dict.fromkeys([*_distinct(found, _SHIFTED), *fitting[:_SHIFTED]]):
-        priority, whole = latest_starts(order.run), order.has_whole
-        for reserves in (True, False) if most else (True,):
-            yield list_schedule(tables, priority, most, whole, 0.0, reserves)
+        priority = latest_starts(order.run)
+        yield list_schedule(tables, priority, most, order.has_whole, reserves=False)
 
 
 def _swapped(
