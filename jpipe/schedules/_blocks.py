@@ -157,45 +157,33 @@ _STARTS = ((FORWARD, 0), (FORWARD, 1), (INPUT, 1), (INPUT, 0))
 
 
 def _with_rests(starts: Sequence[int]) -> _Slots:
-    """Each W in the first free slot after its I, whichever I chooses first."""
+    """Each W in the first free slot after its I."""
     slots = dict(zip(_STARTS, starts, strict=True))
-    best: dict[int, int] = {}
-    for order in ((1, 0), (0, 1)):
-        taken = {slot % _PERIOD for slot in starts}
-        rests = {}
-        for chunk in order:
-            slot = slots[INPUT, chunk] + 1
-            while slot % _PERIOD in taken:
-                slot += 1
-            taken.add(slot % _PERIOD)
-            rests[chunk] = slot
-        if not best or sum(rests.values()) < sum(best.values()):
-            best = rests
-    return {**slots, **{(WEIGHT, chunk): slot for chunk, slot in best.items()}}
+    taken = {slot % _PERIOD for slot in starts}
+    for chunk in (1, 0):
+        slot = slots[INPUT, chunk] + 1
+        while slot % _PERIOD in taken:
+            slot += 1
+        taken.add(slot % _PERIOD)
+        slots[WEIGHT, chunk] = slot
+    return slots
 
 
 def _whole(num_ranks: int) -> list[_Slots]:
     """1F1B in a V: forwards at once, each B in the first slots that let both fit."""
-    p, every = num_ranks, range(num_ranks)
-    slots: list[dict[tuple[str, int], int]] = [
-        {(FORWARD, 0): i, (FORWARD, 1): 2 * p - 1 - i} for i in every
+    p, late = num_ranks, 2 * (num_ranks % 3 == 0)
+    second = [2 * p + late // 2]
+    for k in reversed(range(p - 1)):
+        second.append(second[-1] + (2 if k % 3 else 5) + late * (k == p - 2))
+    first = [second[-1] + 2]
+    for k in range(p - 1):
+        first.append(first[-1] + (5 if k % 3 == 1 else 2) + late * (k == p - 2))
+    return [
+        {
+            (FORWARD, 0): rank,
+            (FORWARD, 1): 2 * p - 1 - rank,
+            (BACKWARD, 1): second[rank],
+            (BACKWARD, 0): first[p - 1 - rank],
+        }
+        for rank in range(p)
     ]
-    now = 2 * p
-    for chunk, ranks in ((1, every), (0, reversed(every))):
-        for rank in ranks:
-            while not _room(slots[rank], now):
-                now += 1
-            slots[rank][BACKWARD, chunk] = now
-            now += 2
-    return [*slots]
-
-
-def _room(slots: _Slots, at: int) -> bool:
-    """Whether two slots are free, and what is left of the period is even stretches."""
-    taken = {slot % _PERIOD for slot in slots.values()}
-    taken |= {(slot + 1) % _PERIOD for (op, _), slot in slots.items() if op == BACKWARD}
-    mine = {at % _PERIOD, (at + 1) % _PERIOD}
-    if mine & taken:
-        return False
-    free = set(range(_PERIOD)) - taken - mine
-    return not free or any({slot, (slot + 1) % _PERIOD} == free for slot in free)

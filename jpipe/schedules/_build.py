@@ -88,8 +88,7 @@ def warmed_up(
       The schedule, not validated.
     """
     numbers = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
-    numbers |= {"num_chunks": num_chunks} | ({} if group is None else {"group": group})
-    check(name, numbers)
+    check(name, numbers | {"num_chunks": num_chunks})
     size = group or num_microbatches
     forwards = [
         (chunk, i)
