@@ -164,13 +164,13 @@ class Schedule:
         Raises:
           ScheduleError: with every fault that was found, each with its rule: E0 a
             size or cell that is none, E1 unknown op, E2 stage, E3 micro-batch
-            out of range, E4 on a rank that is not its stage's, E5 missing, E6 twice,
-            E7 both whole and split, E8 order on the rank, E9 a cycle of waiting
-            ranks, E10 backward on another rank than its forward, E11 memory; or if
-            costs are not of its stages.
+            out of range, E4 on a rank that is not its stage's, E5 missing, twice, or
+            both whole and split, E6 order on the rank, E7 a cycle of waiting ranks,
+            E8 backward on another rank than its forward, E9 memory; or if costs are
+            not of its stages.
 
         Warns:
-          UserWarning: E12, if a rank runs nothing.
+          UserWarning: E10, if a rank runs nothing.
         """
         sizes = self.num_stages, self.num_microbatches
         faults = [*_validate.malformed(*sizes, self.placement, self.rows)]
@@ -185,11 +185,11 @@ class Schedule:
             try:
                 self.order()
             except ScheduleError as error:
-                faults.append(f"E9 {error}")
+                faults.append(f"E7 {error}")
         if not faults and (costs is not None or max_bytes is not None):
             most = math.inf if max_bytes is None else max_bytes
             faults = [
-                f"E11 rank {rank} holds {peak:g} bytes, more than {most:g}"
+                f"E9 rank {rank} holds {peak:g} bytes, more than {most:g}"
                 for rank, peak in enumerate(self.simulate(costs).peak_bytes)
                 if peak > most
             ]

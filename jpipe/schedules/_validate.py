@@ -2,7 +2,7 @@
 
 import itertools
 import warnings
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -90,7 +90,7 @@ def faults(
     found += [] if found else _misordered(rows)
     for rank, row in enumerate(rows):
         if not row and not found:
-            warnings.warn(f"E12 rank {rank} runs nothing", stacklevel=4)
+            warnings.warn(f"E10 rank {rank} runs nothing", stacklevel=4)
     return found
 
 
@@ -113,7 +113,7 @@ def _out_of_place(
     rows: Rows,
     placement: tuple[int, ...],
     num_microbatches: int,
-    replicas: tuple[tuple[int, ...], ...] = (),
+    replicas: tuple[tuple[int, ...], ...],
 ) -> Iterator[str]:
     """Actions that name something that does not exist or run in the wrong place."""
     last = len(placement) - 1
@@ -122,14 +122,9 @@ def _out_of_place(
     wrong = [s for s, own in enumerate(ranks_of) if not set(own) <= set(there)]
     if wrong:
         yield f"E4 stages {wrong} are placed on ranks that are not 0 to {len(rows) - 1}"
-    forward_rank = {
-        action: rank
-        for rank, _, action in _cells(rows)
-        if 0 <= action.stage <= last and rank in ranks_of[action.stage]
-    }
+    rank_of = {action: rank for rank, _, action in _cells(rows)} if replicas else {}
     for rank, position, action in _cells(rows):
         op, stage, microbatch = action
-        forward, message = action._replace(op=FORWARD), None
         if op not in OPS:
             message = f"E1 {action}: the ops are {', '.join(OPS)}"
         elif not 0 <= stage <= last:
@@ -139,47 +134,31 @@ def _out_of_place(
         elif rank not in ranks_of[stage]:
             listed = " or ".join(map(str, ranks_of[stage]))
             message = f"E4 {action}: stage {stage} is placed on rank {listed}"
-            if op != FORWARD and forward in forward_rank:
-                message = message.replace("E4", "E10") + ", where its forward runs"
-        elif forward_rank.get(forward, rank) != rank:
-            message = f"E10 {action}: its forward runs on rank {forward_rank[forward]}"
-        if message is not None:
-            yield _shown(message, rows[rank], rank, position)
+        elif (home := rank_of.get(action._replace(op=FORWARD), rank)) != rank:
+            message = f"E8 {action}: its forward runs on rank {home}"
+        else:
+            continue
+        yield _shown(message, rows[rank], rank, position)
 
 
 def _miscounted(
     rows: Rows, num_stages: int, num_microbatches: int, forward_only: bool
 ) -> Iterator[str]:
-    """Actions that are missing, appear twice, or do the same work twice."""
-    count = Counter(action for row in rows for action in row)
-    if message := too_large(num_stages, num_microbatches, count.total()):
+    """What is missing, appears twice, or does the same work twice."""
+    if message := too_large(num_stages, num_microbatches, sum(map(len, rows))):
         yield message
         return
+    ran: dict[tuple[int, int], list[str]] = defaultdict(list)
+    for _, _, action in _cells(rows):
+        ran[action.stage, action.microbatch].append(action.op)
+    complete = ["F"] if forward_only else ["F B", "F I W"]
     for stage, i in itertools.product(range(num_stages), range(num_microbatches)):
-        forward, whole, half, rest = (Action(op, stage, i) for op in OPS)
-        if not count[forward]:
-            yield f"E5 {forward} never runs"
-        if forward_only:
-            continue
-        halves = [action for action in (half, rest) if count[action]]
-        if count[whole] and halves:
-            yield f"E7 {whole} and {' and '.join(map(str, halves))} both run"
-        elif not count[whole] and not halves:
-            yield f"E5 {whole} never runs, nor do {half} and {rest}"
-        elif not count[whole] and len(halves) == 1:
-            missing = rest if halves == [half] else half
-            yield f"E5 {missing} never runs, {halves[0]} does"
-    if forward_only:
-        extra = [action for action in count if action.op != FORWARD]
-        yield from (
-            f"E7 {action} in a schedule that is forward_only" for action in extra
-        )
-    seen: set[Action] = set()
-    for rank, position, action in _cells(rows):
-        if action in seen:
-            message = f"E6 {action} runs {count[action]} times"
-            yield _shown(message, rows[rank], rank, position)
-        seen.add(action)
+        ops = " ".join(sorted(ran[stage, i], key="FBIW".find))
+        if ops not in complete:
+            yield (
+                f"E5 stage {stage} runs {ops or 'nothing'} on micro-batch {i}, needs "
+                f"{' or '.join(complete)}" + " alone: it is forward_only" * forward_only
+            )
 
 
 def _misordered(rows: Rows) -> Iterator[str]:
@@ -190,14 +169,14 @@ def _misordered(rows: Rows) -> Iterator[str]:
         for at, action in enumerate(row):
             first = action._replace(op=LOCAL_READS.get(action.op, action.op))
             if position[first] > at:
-                yield _shown(f"E8 {action} runs before {first}", row, rank, at)
+                yield _shown(f"E6 {action} runs before {first}", row, rank, at)
             if action.op == INPUT:
                 continue
             kind = FORWARD if action.op == FORWARD else BACKWARD
             before = last.get((kind, action.stage))
             if before is not None and before.microbatch > action.microbatch:
                 message = (
-                    f"E8 {action} runs after {before}: losses and gradients are summed "
+                    f"E6 {action} runs after {before}: losses and gradients are summed "
                     f"in ascending order of micro-batches"
                 )
                 yield _shown(message, row, rank, at)
