@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import heapq
+import itertools
 import operator
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,7 +17,7 @@ from ._action import (
     WEIGHT,
     Action,
 )
-from ._costs import Costs, Skip, at
+from ._costs import Costs, Numbers, at
 from ._homes import Homes
 
 Rows = tuple[tuple[Action, ...], ...]
@@ -24,6 +25,8 @@ Rows = tuple[tuple[Action, ...], ...]
 Numbered = list[list[int]]
 # Ranks, and the bytes by which what each holds changes.
 Changes = list[tuple[int, float]]
+# Stages, and the bytes that go from or to each: one number, or one per micro-batch.
+Sent = list[tuple[int, Numbers]]
 # The end of what did not run.
 NEVER = -1.0
 
@@ -49,8 +52,6 @@ class Tables:
       exchange: for how long the step goes on after the last of its stage.
       result: itself; of a whole backward the first half, as which it is read.
       changes: the bytes that it adds to ranks, one after the other.
-      arrives: what each stage gets from stages before it.
-      leaves: what it sends to stages after it.
       at_start: the bytes of each rank before the first action.
     """
 
@@ -71,11 +72,15 @@ class Tables:
         self.stages_of: list[list[int]] = [[] for _ in range(num_ranks)]
         for stage, rank in enumerate(self.placement):
             self.stages_of[rank].append(stage)
-        self.arrives: list[list[Skip]] = [[] for _ in placement]
-        self.leaves: list[list[Skip]] = [[] for _ in placement]
-        for link in costs.links(self.num_stages):
-            self.arrives[link.target].append(link)
-            self.leaves[link.source].append(link)
+        # What an op of a stage gets of other stages, and what it sends to them.
+        arrives: dict[tuple[str, int], Sent] = defaultdict(list)
+        leaves: dict[tuple[str, int], Sent] = defaultdict(list)
+        for source, target, size, cotangent in costs.links(self.num_stages):
+            arrives[FORWARD, target].append((source, size))
+            leaves[FORWARD, source].append((target, size))
+            for op in (BACKWARD, INPUT):
+                arrives[op, source].append((target, cotangent))
+                leaves[op, target].append((source, cotangent))
         self.seconds: list[float] = []
         self.exchange: list[float] = []
         self.result: list[int] = []
@@ -86,18 +91,16 @@ class Tables:
         is_uniform = costs.is_uniform and self.homes.are_fixed
         self._looked_up = range(1 if is_uniform else count)
         copies = count // len(self._looked_up)
-        for op in OPS:
-            for stage in range(self.num_stages):
-                some = [Action(op, stage, i) for i in self._looked_up]
-                self.seconds += [costs.of(action) for action in some] * copies
-                self.changes += [self._changes(*action) for action in some] * copies
-                exchange = 0.0 if op == FORWARD else at(costs.exchange, stage)
-                self.exchange += [exchange] * count
-                first = self.first(INPUT if op == BACKWARD else op, stage)
-                self.result += range(first, first + count)
-        for op in OPS:
-            for stage in range(self.num_stages):
-                self._add_reads(op, stage, copies)
+        for op, stage in itertools.product(OPS, range(self.num_stages)):
+            some = [Action(op, stage, i) for i in self._looked_up]
+            ends = arrives[op, stage], leaves[op, stage]
+            self.seconds += [costs.of(action) for action in some] * copies
+            self.changes += [self._changes(action, *ends) for action in some] * copies
+            exchange = 0.0 if op == FORWARD else at(costs.exchange, stage)
+            self.exchange += [exchange] * count
+            first = self.first(INPUT if op == BACKWARD else op, stage)
+            self.result += range(first, first + count)
+            self._add_reads(op, stage, arrives[op, stage], copies)
         self.at_start = self._at_start()
 
     def first(self, op: str, stage: int) -> int:
@@ -126,47 +129,41 @@ class Tables:
         """And back."""
         return tuple(tuple(map(self.action, row)) for row in rows)
 
-    def _changes(self, op: str, stage: int, i: int) -> Changes:
+    def _changes(self, action: Action, arrives: Sent, leaves: Sent) -> Changes:
         """The bytes that an action adds to ranks, one after the other."""
-        costs, arrives, leaves = self.costs, self.arrives[stage], self.leaves[stage]
-        residual = at(costs.residual_bytes, stage, i)
-        pending = at(costs.pending_bytes, stage, i)
-        extra = at(costs.extra_bytes, stage, i)
+        (op, stage, i), costs = action, self.costs
+        residual, pending, extra = (
+            at(field, stage, i)
+            for field in (costs.residual_bytes, costs.pending_bytes, costs.extra_bytes)
+        )
         if op == FORWARD:
             own = at(costs.emitted_bytes, stage, i)
             own += residual if self.training else -extra
             own -= 0 if stage else at(costs.boundary_bytes, stage, i)
-            own -= sum(at(link.bytes, i) for link in arrives)
-            sent = [(link.target, at(link.bytes, i)) for link in leaves]
         elif op == WEIGHT:
-            own, sent = -pending, []
+            own = -pending
         else:
             own = (pending if op == INPUT else 0) - residual - extra
-            own -= sum(at(link.cotangent_bytes, i) for link in leaves)
-            sent = [(link.source, at(link.cotangent_bytes, i)) for link in arrives]
+        own -= sum(at(size, i) for _, size in arrives)
+        own += sum(at(size, i) for _, size in leaves)
         rank_of = self.homes[i]
         rank, away = rank_of[stage], defaultdict[int, float](float)
-        for other, size in sent:
-            if rank_of[other] != rank and size:
-                away[rank_of[other]] += size
-        changes = [(rank, own + sum(size for _, size in sent)), *away.items()]
+        for other, size in leaves:
+            if rank_of[other] != rank and (sent := at(size, i)):
+                away[rank_of[other]] += sent
+        changes = [(rank, own), *away.items()]
         return [*changes, (rank, -sum(away.values()))] if away else changes
 
-    def _add_reads(self, op: str, stage: int, copies: int) -> None:
+    def _add_reads(self, op: str, stage: int, arrives: Sent, copies: int) -> None:
         """What an op of a stage reads: of its own stage, then of others."""
         costs, count = self.costs, self.num_microbatches
+        other_op = FORWARD if op == FORWARD else INPUT
         found = [(LOCAL_READS[op], stage, 0)] if op in LOCAL_READS else []
-        if op == FORWARD:
-            found += [
-                (FORWARD, link.source, link.bytes) for link in self.arrives[stage]
-            ]
-        elif op != WEIGHT:
-            leaves = self.leaves[stage]
-            found += [(INPUT, link.target, link.cotangent_bytes) for link in leaves]
+        found += [(other_op, other, size) for other, size in arrives]
         first = self.first(op, stage)
         for column, (read, other, size) in enumerate(found):
             if column == len(self.reads):
-                total = len(self.seconds)
+                total = len(OPS) * self.num_stages * count
                 self.reads.append(([-1] * total, [0.0] * total))
             numbers, delays = self.reads[column]
             start = self.first(read, other)

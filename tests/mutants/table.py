@@ -152,7 +152,7 @@ SCHEDULES = [
     ),
     ("_costs", "            *self.skips,\n", ""),
     ("_simulate", "end, end + seconds)", "end, end + 2 * seconds)"),
-    ("_tables", "        elif op != WEIGHT:", "        elif op == INPUT:"),
+    ("_tables", "own -= sum(at(", "own -= 0 * sum(at("),
     ("_tables", "held[rank] += 0 if stage else at(", "held[rank] += at("),
 ]
 SLICES = [
