@@ -15,10 +15,10 @@ OPS = (FORWARD, BACKWARD, INPUT, WEIGHT)
 # What a backward, and each half of it, reads of its own stage.
 LOCAL_READS = {BACKWARD: FORWARD, INPUT: FORWARD, WEIGHT: INPUT}
 
-_PATTERN = re.compile(rf"([0-9]+)([{''.join(OPS)}])([0-9]+)")
 # Stages and micro-batches are counted, one cell or more for each: no schedule that
 # fits into a memory has numbers of more digits, and Python does not read any number.
-MOST_DIGITS = 12
+_NUMBER = "([0-9]{1,12})"
+_PATTERN = re.compile(f"{_NUMBER}([{''.join(OPS)}]){_NUMBER}")
 
 
 class Action(NamedTuple):
@@ -65,11 +65,6 @@ class Action(NamedTuple):
                 f"({', '.join(OPS)}) and micro-batch without blanks, such as '2F0'"
             )
         stage, op, microbatch = match.groups()
-        if max(len(stage), len(microbatch)) > MOST_DIGITS:
-            raise ValueError(
-                f"{reprlib.repr(text)} is not an action: stages and micro-batches have "
-                f"at most {MOST_DIGITS} digits"
-            )
         return cls(op, int(stage), int(microbatch))
 
 

@@ -34,11 +34,6 @@ def latest_starts(run: Run) -> list[float]:
         for read, later in reads:
             if read >= 0:
                 latest[read] = min(latest[read], start - later)
-    # Who reads a whole backward reads it as a first half; both have one place in line.
-    whole, half = tables.first(BACKWARD, 0), tables.first(INPUT, 0)
-    for at in range(half - whole):
-        one = starts[whole + at] or starts[half + at]
-        starts[whole + at] = starts[half + at] = one
     return starts
 
 

@@ -31,22 +31,23 @@ def list_schedule(
       The order of each rank; ``None`` if the memory lets nobody go on.
     """
     ops = (FORWARD, BACKWARD) if whole else (FORWARD, INPUT, WEIGHT)
-    ranks = _Ranks(tables, priority, ops)
-    if max_bytes is not None:
-        ranks.max_bytes, ranks.reserved = max_bytes, _reserved(tables, reserves)
-    return ranks.run()
+    reserved = [] if max_bytes is None else _reserved(tables, reserves)
+    return _Ranks(tables, priority, ops, max_bytes, reserved).run()
 
 
 class _Ranks:
     """The ranks at some time."""
 
-    max_bytes: Sequence[float] | None = None
-    reserved: Sequence[Sequence[float]] = ()
-
     def __init__(
-        self, tables: Tables, priority: Sequence[float], ops: Sequence[str]
+        self,
+        tables: Tables,
+        priority: Sequence[float],
+        ops: Sequence[str],
+        max_bytes: Sequence[float] | None,
+        reserved: Sequence[Sequence[float]],
     ) -> None:
         self._tables, self._priority = tables, priority
+        self._max_bytes, self._reserved = max_bytes, reserved
         self._kinds = {op: kind for kind, op in enumerate(ops)}
         # Of each stage the next action of each op: each follows the one before it.
         self._next = [
@@ -107,14 +108,14 @@ class _Ranks:
 
     def _fits(self, number: int, rank: int) -> bool:
         """Whether an action may begin; if not, its rank is tried again later."""
-        if self.max_bytes is None:
+        if self._max_bytes is None:
             return True
         tables = self._tables
         is_forward = number < tables.first(BACKWARD, 0)
         for where, change in tables.changes[number]:
             more = self._used[where] + change
-            more += self.reserved[tables.stage(number)][where] if is_forward else 0
-            if change > 0 and more > self.max_bytes[where]:
+            more += self._reserved[tables.stage(number)][where] if is_forward else 0
+            if change > 0 and more > self._max_bytes[where]:
                 self._blocked.add(rank)
                 return False
         return True

@@ -149,14 +149,8 @@ class Schedule:
                 f"no schedule as Schedule.to_json writes it: {error!r}"
             ) from None
 
-    def validate(
-        self, *, max_bytes: float | None = None, costs: Costs | None = None
-    ) -> "Schedule":
+    def validate(self) -> "Schedule":
         """Checks that the schedule runs everything once, in an order that ends.
-
-        Args:
-          max_bytes: the most that a rank may hold at any time.
-          costs: what `max_bytes` is counted in; see `Costs`.
 
         Returns:
           The schedule itself.
@@ -166,11 +160,10 @@ class Schedule:
             size or cell that is none, E1 unknown op, E2 stage, E3 micro-batch
             out of range, E4 on a rank that is not its stage's, E5 missing, twice, or
             both whole and split, E6 order on the rank, E7 a cycle of waiting ranks,
-            E8 backward on another rank than its forward, E9 memory; or if costs are
-            not of its stages.
+            E8 backward on another rank than its forward.
 
         Warns:
-          UserWarning: E10, if a rank runs nothing.
+          UserWarning: E9, if a rank runs nothing.
         """
         sizes = self.num_stages, self.num_microbatches
         faults = [*_validate.malformed(*sizes, self.placement, self.rows)]
@@ -186,13 +179,6 @@ class Schedule:
                 self.order()
             except ScheduleError as error:
                 faults.append(f"E7 {error}")
-        if not faults and (costs is not None or max_bytes is not None):
-            most = math.inf if max_bytes is None else max_bytes
-            faults = [
-                f"E9 rank {rank} holds {peak:g} bytes, more than {most:g}"
-                for rank, peak in enumerate(self.simulate(costs).peak_bytes)
-                if peak > most
-            ]
         if faults:
             raise ScheduleError(_validate.refusal(self.name, faults))
         return self

@@ -90,7 +90,7 @@ def faults(
     found += [] if found else _misordered(rows)
     for rank, row in enumerate(rows):
         if not row and not found:
-            warnings.warn(f"E10 rank {rank} runs nothing", stacklevel=4)
+            warnings.warn(f"E9 rank {rank} runs nothing", stacklevel=4)
     return found
 
 
