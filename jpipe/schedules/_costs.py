@@ -126,20 +126,16 @@ class Costs:
 
     def links(self, num_stages: int) -> list[Skip]:
         """All that goes from stage to stage: from each to the next, and the skips."""
-        cotangent = self.cotangent_bytes
-        cotangent = self.boundary_bytes if cotangent is None else cotangent
-        return [
-            *(
-                Skip(s - 1, s, at(self.boundary_bytes, s), at(cotangent, s))
-                for s in range(1, num_stages)
-            ),
-            *self.skips,
-        ]
+        neighbours = (
+            Skip(s - 1, s, at(self.boundary_bytes, s), self.cotangent(s))
+            for s in range(1, num_stages)
+        )
+        return [*neighbours, *self.skips]
 
-    def cotangent(self, stage: int, microbatch: int) -> float:
-        """The bytes of the gradient of the input of a stage."""
+    def cotangent(self, *where: int) -> Numbers:
+        """The bytes of the gradient of the input of a stage, and of a micro-batch."""
         given = self.cotangent_bytes
-        return at(self.boundary_bytes if given is None else given, stage, microbatch)
+        return at(self.boundary_bytes if given is None else given, *where)
 
     @property
     def _listed(self) -> list[tuple[str, Sequence[Any]]]:

@@ -165,14 +165,10 @@ class Schedule:
         Warns:
           UserWarning: E9, if a rank runs nothing.
         """
-        sizes = self.num_stages, self.num_microbatches
-        faults = [*_validate.malformed(*sizes, self.placement, self.rows)]
+        counts, ranks = (self.num_stages, self.num_microbatches), self.placement
+        faults = [*_validate.malformed(*counts, ranks, self.rows, self.replicas)]
         faults = faults or _validate.faults(
-            self.rows,
-            self.placement,
-            self.num_microbatches,
-            self.forward_only,
-            self.replicas,
+            self.rows, ranks, counts[1], self.forward_only, self.replicas
         )
         if not faults:
             try:

@@ -4,13 +4,12 @@ import dataclasses
 import functools
 import math
 import statistics
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
-from ._action import FORWARD, Action, Needs
+from ._action import FORWARD, OPS, Action, Needs
 from ._bound import lower_bound
 from ._costs import FIELDS, Costs
 from ._homes import Homes
@@ -182,17 +181,13 @@ class Timeline:
           the same stages. An op that did not run costs what it costs by default:
           nothing, for those that were not requested.
         """
-        times: dict[str, dict[int, list[float]]] = defaultdict(
-            lambda: defaultdict(list)
-        )
+        times = {op: [list[float]() for _ in self.placement] for op in OPS}
         for action, start in self.start.items():
-            times[FIELDS[action.op]][action.stage].append(self.end[action] - start)
+            times[action.op][action.stage].append(self.end[action] - start)
         fields = {
-            name: [
-                statistics.median(by_stage.get(stage, [0.0]))
-                for stage in range(self.num_stages)
-            ]
-            for name, by_stage in times.items()
+            FIELDS[op]: [statistics.median(own or [0.0]) for own in by_stage]
+            for op, by_stage in times.items()
+            if any(by_stage)
         }
         return dataclasses.replace(costs or self.costs or Costs(), **fields)
 

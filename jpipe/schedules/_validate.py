@@ -30,16 +30,27 @@ def malformed(
     num_microbatches: int,
     placement: Sequence[int],
     rows: Rows,
+    replicas: Sequence[Sequence[int]],
 ) -> Iterator[str]:
-    """Sizes that are none, and cells that are no actions."""
+    """Sizes, cells and ranks of stages that are none."""
     sizes = num_stages, num_microbatches
     if not all(isinstance(size, int) and size >= 1 for size in sizes):
         yield (
             f"E0 num_stages={num_stages!r}, num_microbatches={num_microbatches!r}: "
             f"must be ints of at least 1"
         )
-    elif len(placement) != num_stages:
-        yield f"E4 placement has {len(placement)} entries for {num_stages} stages"
+    elif {len(placement), len(replicas or placement)} != {num_stages}:
+        yield (
+            f"E4 placement has {len(placement)} entries, replicas {len(replicas)}, for "
+            f"{num_stages} stages"
+        )
+    else:
+        for stage, ranks in enumerate(replicas):
+            if len({*ranks}) != len(ranks) or [*ranks[:1]] != [placement[stage]]:
+                yield (
+                    f"E4 replicas[{stage}]={tuple(ranks)}: needs different ranks, "
+                    f"placement[{stage}]={placement[stage]} first"
+                )
     for rank, position, cell in _cells(rows):
         if not isinstance(cell, Action):
             yield (
@@ -63,7 +74,7 @@ def faults(
     placement: tuple[int, ...],
     num_microbatches: int,
     forward_only: bool,
-    replicas: tuple[tuple[int, ...], ...] = (),
+    replicas: tuple[tuple[int, ...], ...],
 ) -> list[str]:
     """What is wrong with a schedule, apart from ranks that wait for each other.
 
@@ -81,8 +92,6 @@ def faults(
     Returns:
       A line or more for each fault, beginning with the number of its rule.
     """
-    if found := list(_misshared(placement, replicas)):
-        return found
     found = [
         *_out_of_place(rows, placement, num_microbatches, replicas),
         *_miscounted(rows, len(placement), num_microbatches, forward_only),
@@ -92,21 +101,6 @@ def faults(
         if not row and not found:
             warnings.warn(f"E9 rank {rank} runs nothing", stacklevel=4)
     return found
-
-
-def _misshared(
-    placement: tuple[int, ...], replicas: tuple[tuple[int, ...], ...]
-) -> Iterator[str]:
-    """Ranks of stages that are not those of one stage each, first of all its own."""
-    if replicas and len(replicas) != len(placement):
-        yield f"E4 replicas has {len(replicas)} entries for {len(placement)} stages"
-        return
-    for stage, ranks in enumerate(replicas):
-        if not ranks or ranks[0] != placement[stage] or len(set(ranks)) != len(ranks):
-            yield (
-                f"E4 replicas[{stage}]={tuple(ranks)}: needs different ranks, "
-                f"placement[{stage}]={placement[stage]} first"
-            )
 
 
 def _out_of_place(

@@ -150,7 +150,7 @@ SCHEDULES = [
         "= min(seconds[whole + at], seconds[half + at])",
         "= seconds[half + at]",
     ),
-    ("_costs", "            *self.skips,\n", ""),
+    ("_costs", "[*neighbours, *self.skips]", "[*neighbours]"),
     ("_simulate", "end, end + seconds)", "end, end + 2 * seconds)"),
     ("_tables", "own -= sum(at(", "own -= 0 * sum(at("),
     ("_tables", "held[rank] += 0 if stage else at(", "held[rank] += at("),
