@@ -1,6 +1,6 @@
 """What follows from what in a jaxpr, through its calls, branches and loops."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from jax.extend import core
@@ -85,9 +85,9 @@ def _stays(eqn: core.JaxprEqn, place: int, operand: Any) -> bool:
 
 def dtypes(closed: core.ClosedJaxpr) -> Iterator[Any]:
     """Of all that is computed."""
-    yield from (aval.dtype for aval in closed.in_avals)
-    for eqn in _jaxpr.equations(closed):
-        yield from (v.aval.dtype for v in eqn.outvars if hasattr(v.aval, "dtype"))
+    made = (var.aval for eqn in _jaxpr.equations(closed) for var in eqn.outvars)
+    avals: Iterable[Any] = (*closed.in_avals, *made)
+    yield from (aval.dtype for aval in avals if hasattr(aval, "dtype"))
 
 
 def names(closed: core.ClosedJaxpr, prefix: str) -> set[str]:

@@ -179,15 +179,19 @@ def _by_stage(
 
 def catalogue(num_ranks: int, num_microbatches: int, num_chunks: int) -> list[Schedule]:
     """Its schedules of so many stages per rank."""
-    of_any_number = interleaved, interleaved_zb, looped_bfs
+    # A builder shows how many stages per rank it makes when it makes some.
+    builders = [
+        build
+        for build in BY_NAME.values()
+        if (small := build(1, 2)).num_stages == num_chunks and not small.forward_only
+    ]
+    if num_chunks > 2:
+        builders = [
+            functools.partial(build, num_chunks=num_chunks)
+            for build in (interleaved, interleaved_zb, looped_bfs)
+        ]
     found = []
-    for build in BY_NAME.values():
-        # A builder shows how many stages per rank it makes when it makes some.
-        small = build(1, 2)
-        if num_chunks > 2 and build in of_any_number:
-            build = functools.partial(build, num_chunks=num_chunks)
-        elif small.num_stages != num_chunks or small.forward_only:
-            continue
+    for build in builders:
         with contextlib.suppress(ScheduleError):  # not for so few micro-batches
             found.append(build(num_ranks, num_microbatches))
     return found
