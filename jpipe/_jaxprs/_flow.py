@@ -1,6 +1,6 @@
 """What follows from what in a jaxpr, through its calls, branches and loops."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jax.extend import core
@@ -86,7 +86,7 @@ def _stays(eqn: core.JaxprEqn, place: int, operand: Any) -> bool:
 def dtypes(closed: core.ClosedJaxpr) -> Iterator[Any]:
     """Of all that is computed."""
     made = (var.aval for eqn in _jaxpr.equations(closed) for var in eqn.outvars)
-    avals: Iterable[Any] = (*closed.in_avals, *made)
+    avals = list[Any]([*closed.in_avals, *made])
     yield from (aval.dtype for aval in avals if hasattr(aval, "dtype"))
 
 
