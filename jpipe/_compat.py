@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import serialize_executable
-from jax.extend import core
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
 Copy = Callable[..., list[jax.Array]]
@@ -183,23 +182,6 @@ def explicit_transfers() -> Iterator[None]:
     finally:
         if state:
             state.explicit_device_put = before
-
-
-def pruned(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
-    """A jaxpr without what its results do not need, in loops and branches too.
-
-    Uses ``jax.interpreters.partial_eval.dce_jaxpr``, by which JAX itself leaves out
-    what nobody reads. Without it a count of targets that a `jax.lax.scan` makes beside
-    the sum of losses follows from all that the loop reads.
-    Free when `jax.extend` offers it; it does not up to JAX 0.12.
-    """
-    try:
-        module: Any = importlib.import_module("jax.interpreters.partial_eval")
-        every = [True] * len(closed.jaxpr.outvars)
-        jaxpr, _ = module.dce_jaxpr(closed.jaxpr, every, instantiate=True)
-    except (ImportError, AttributeError, TypeError):
-        return closed
-    return core.ClosedJaxpr(jaxpr, closed.consts)
 
 
 def loaded(compiled: jax.stages.Compiled, device: Any) -> jax.stages.Compiled:

@@ -4,7 +4,6 @@ from collections.abc import Hashable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
@@ -70,29 +69,19 @@ def _params(jaxpr: Any, eqn: core.JaxprEqn) -> Hashable:
 
 def _derivative(jaxpr: Any, eqn: core.JaxprEqn) -> Hashable:
     """The value and the derivative of an equation, by operations alone."""
-    free = [i for i, a in enumerate(eqn.invars) if _is_inexact(a.aval)]
-    kept = [i for i, v in enumerate(eqn.outvars) if _is_inexact(v.aval)]
 
     def derived(operands: list[Any], cotangents: list[Any]) -> Any:
-        def values(some: list[Any]) -> list[Any]:
-            given = dict(enumerate(operands)) | dict(zip(free, some, strict=True))
-            made = _jaxpr.bind(jaxpr, eqn, [*given.values()])
-            return [made[i] for i in kept]
-
-        made, pullback = jax.vjp(values, [operands[i] for i in free])
+        made, pullback = _jaxpr.vjp(lambda *x: _jaxpr.bind(jaxpr, eqn, x), operands)
         return made, pullback(cotangents)
 
-    operands = [_jaxpr.spec(a.aval) for a in eqn.invars]
-    cotangents = [_jaxpr.spec(eqn.outvars[i].aval) for i in kept]
+    operands = [_jaxpr.spec(atom.aval) for atom in eqn.invars]
+    results = [var.aval for var in eqn.outvars]
+    cotangents = [_jaxpr.spec(x) for x in results if _jaxpr.is_inexact(x)]
     try:
         made = jax.make_jaxpr(derived)(operands, cotangents)
     except Exception:  # which is raised again where somebody differentiates it
         return Same(eqn)
     return form(_jaxpr.inlined(made))
-
-
-def _is_inexact(aval: Any) -> bool:
-    return jnp.issubdtype(getattr(aval, "dtype", jnp.int32), jnp.inexact)
 
 
 def _value(value: Any) -> Hashable:

@@ -21,13 +21,13 @@ def flops(closed: core.ClosedJaxpr) -> int:
 def of_equation(eqn: core.JaxprEqn) -> int:
     """Those of one equation: see `flops`."""
     name, params = eqn.primitive.name, eqn.params
-    made = sum(_size(var) for var in eqn.outvars)
+    made, operands = sum(map(_size, eqn.outvars)), list[Any](eqn.invars)
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
-        shape = _aval(eqn.invars[0]).shape
+        shape = operands[0].aval.shape
         return 2 * made * math.prod(shape[axis] for axis in contracted)
     if name == "conv_general_dilated":
-        kernel = _aval(eqn.invars[1]).shape
+        kernel = operands[1].aval.shape
         channels = kernel[params["dimension_numbers"].rhs_spec[0]]
         terms = made * (math.prod(kernel) // max(channels, 1))
         # Of the zeros between inputs, in the gradient of strides, none is a term.
@@ -35,7 +35,7 @@ def of_equation(eqn: core.JaxprEqn) -> int:
     if name in MOVES:
         return 0
     if name in REDUCTIONS:
-        return sum(_size(atom) for atom in eqn.invars)
+        return sum(map(_size, operands))
     inside = [flops(closed) for closed in _jaxpr.inside(eqn)]
     if name == "scan":
         return params["length"] * sum(inside)
@@ -44,9 +44,5 @@ def of_equation(eqn: core.JaxprEqn) -> int:
     return sum(inside) if inside else made
 
 
-def _aval(atom: Any) -> Any:
-    return atom.aval
-
-
 def _size(atom: Any) -> int:
-    return math.prod(_aval(atom).shape)
+    return math.prod(atom.aval.shape)

@@ -11,8 +11,12 @@ from . import _jaxpr
 def reached(closed: core.ClosedJaxpr, inputs: Sequence[bool]) -> list[bool]:
     """Which results follow from some of the given inputs, through calls and loops."""
     known = {v for v, yes in zip(closed.jaxpr.invars, inputs, strict=True) if yes}
+
+    def follows(atom: Any) -> bool:
+        return not isinstance(atom, core.Literal) and atom in known
+
     for eqn in closed.jaxpr.eqns:
-        given = [not isinstance(a, core.Literal) and a in known for a in eqn.invars]
+        given = list(map(follows, eqn.invars))
         inner = [] if eqn.primitive.name == "while" else _jaxpr.bodies(eqn)
         found, before = [any(given)] * len(eqn.outvars), None
         while inner and given != before:
@@ -25,9 +29,7 @@ def reached(closed: core.ClosedJaxpr, inputs: Sequence[bool]) -> list[bool]:
             turns = _jaxpr.carry(eqn)
             given[turns] = [a or b for a, b in zip(given[turns], found, strict=False)]
         known.update(v for v, yes in zip(eqn.outvars, found, strict=True) if yes)
-    return [
-        not isinstance(a, core.Literal) and a in known for a in closed.jaxpr.outvars
-    ]
+    return list(map(follows, closed.jaxpr.outvars))
 
 
 def origins(closed: core.ClosedJaxpr, prefix: str = "\0") -> list[int | str | None]:
@@ -44,10 +46,13 @@ def origins(closed: core.ClosedJaxpr, prefix: str = "\0") -> list[int | str | No
     known: dict[Any, int | str | None] = {
         var: number for number, var in enumerate(closed.jaxpr.invars)
     }
+
+    def of(atom: Any) -> int | str | None:
+        return None if isinstance(atom, core.Literal) else known.get(atom)
+
     for eqn in closed.jaxpr.eqns:
-        text = eqn.params["name"] if eqn.primitive.name == "name" else ""
-        if text.startswith(prefix):
-            known[eqn.outvars[0]] = text
+        if name := _name(eqn, prefix):
+            known[eqn.outvars[0]] = name
         inner = _jaxpr.bodies(eqn)
         cases = zip(*(_operands(body, eqn, prefix) for body in inner), strict=True)
         for place, (var, found) in enumerate(zip(eqn.outvars, cases, strict=False)):
@@ -55,9 +60,8 @@ def origins(closed: core.ClosedJaxpr, prefix: str = "\0") -> list[int | str | No
             if names:  # of branches that leave it out it is what it was
                 known[var] = names[0]
             elif len(set(found)) == 1 and _stays(eqn, place, at := found[0]):
-                atom = eqn.invars[at]
-                known[var] = None if is_literal(atom) else known.get(atom)
-    return [None if is_literal(a) else known.get(a) for a in closed.jaxpr.outvars]
+                known[var] = of(eqn.invars[at])
+    return list(map(of, closed.jaxpr.outvars))
 
 
 def _operands(
@@ -79,25 +83,19 @@ def _stays(eqn: core.JaxprEqn, place: int, operand: Any) -> bool:
     return operand >= turns.stop
 
 
-def is_literal(atom: Any) -> bool:
-    """Whether an operand is a number that stands in the jaxpr."""
-    return isinstance(atom, core.Literal)
-
-
 def dtypes(closed: core.ClosedJaxpr) -> Iterator[Any]:
     """Of all that is computed."""
-    yield from (aval.dtype for aval in closed.in_avals)
-    for eqn in closed.jaxpr.eqns:
-        yield from (v.aval.dtype for v in eqn.outvars if hasattr(v.aval, "dtype"))
-        for inner in _jaxpr.inside(eqn):
-            yield from dtypes(inner)
+    made = (var.aval for eqn in _jaxpr.equations(closed) for var in eqn.outvars)
+    avals = list[Any]([*closed.in_avals, *made])
+    yield from (aval.dtype for aval in avals if hasattr(aval, "dtype"))
 
 
 def names(closed: core.ClosedJaxpr, prefix: str) -> set[str]:
     """The names that begin so in a jaxpr, and in those inside of it."""
-    found: set[str] = set()
-    for eqn in closed.jaxpr.eqns:
-        text = eqn.params["name"] if eqn.primitive.name == "name" else ""
-        found |= {text} if text.startswith(prefix) else set()
-        found |= set().union(*(names(inner, prefix) for inner in _jaxpr.inside(eqn)))
-    return found
+    return {name for eqn in _jaxpr.equations(closed) if (name := _name(eqn, prefix))}
+
+
+def _name(eqn: core.JaxprEqn, prefix: str) -> str:
+    """The name that an equation gives to its operand, if it begins so; else empty."""
+    text = eqn.params["name"] if eqn.primitive.name == "name" else ""
+    return text if text.startswith(prefix) else ""

@@ -3,7 +3,15 @@
 `jax.extend.core` is JAX's public door to jaxprs.
 """
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import (
+    Callable,
+    Container,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from types import MappingProxyType
 from typing import Any
 
@@ -11,8 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
-
-from .. import _compat
 
 PyTree = Any
 Ending = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
@@ -126,27 +132,16 @@ def evaluate(
     def read(atom: Any) -> Any:
         return atom.val if isinstance(atom, core.Literal) else values[atom]
 
-    def bind_all(eqns: list[core.JaxprEqn]) -> None:
-        operands = variables(atom for eqn in eqns for atom in eqn.invars)
-        given = [var for var in operands if var in values]
-        made = [var for eqn in eqns for var in eqn.outvars]
-        part = closed.jaxpr.replace(constvars=[], invars=given, outvars=made, eqns=eqns)
-        results = core.jaxpr_as_fun(core.ClosedJaxpr(part, []))(*map(read, given))
-        values.update(zip(made, results, strict=True))
-
-    # Those that stay are evaluated together: one by one takes half as long again.
-    stay = list[core.JaxprEqn]()
-    for eqn in closed.jaxpr.eqns:
-        if not (run := rule(eqn)):
-            stay.append(eqn)
+    for run, group in itertools.groupby(closed.jaxpr.eqns, rule):
+        eqns = list(group)
+        if run is None:
+            # Together: one by one takes half as long again.
+            made = [var for eqn in eqns for var in eqn.outvars]
+            values.update(zip(made, _bind(closed.jaxpr, eqns, values), strict=True))
             continue
-        if stay:
-            bind_all(stay)
-        stay = []
-        results = run([read(atom) for atom in eqn.invars])
-        values.update(zip(eqn.outvars, results, strict=True))
-    if stay:
-        bind_all(stay)
+        for eqn in eqns:
+            results = run([read(atom) for atom in eqn.invars])
+            values.update(zip(eqn.outvars, results, strict=True))
     return [read(atom) for atom in closed.jaxpr.outvars]
 
 
@@ -207,25 +202,21 @@ def branches_of(
 
 
 def bind(jaxpr: core.Jaxpr, eqn: core.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
-    """Evaluates one equation, as a jaxpr of its own: the public way to do so."""
-    value = {
-        atom: operand
-        for atom, operand in zip(eqn.invars, operands, strict=True)
-        if not isinstance(atom, core.Literal)
-    }
-    single = jaxpr.replace(
-        constvars=[], invars=list(value), outvars=eqn.outvars, eqns=[eqn]
-    )
-    return core.jaxpr_as_fun(core.ClosedJaxpr(single, []))(*value.values())
+    """Evaluates one equation."""
+    pairs = zip(eqn.invars, operands, strict=True)
+    given = {atom: x for atom, x in pairs if not isinstance(atom, core.Literal)}
+    return _bind(jaxpr, [eqn], given)
 
 
-def values(closed: core.ClosedJaxpr, outvars: Sequence[Any]) -> core.ClosedJaxpr:
-    """Some results as they are computed, not differentiated, of what they need alone.
-
-    Calls are inlined, and rules for derivatives left out; of a loop or of branches only
-    what these results need is there.
-    """
-    return _compat.pruned(inlined(rest(closed, outvars, [])))
+def _bind(
+    jaxpr: core.Jaxpr, eqns: list[core.JaxprEqn], values: Mapping[core.Var, Any]
+) -> list[Any]:
+    """Evaluates equations, as a jaxpr of their own: the public way to do so."""
+    read = [atom for eqn in eqns for atom in eqn.invars]
+    given = [var for var in variables(read) if var in values]
+    made = [var for eqn in eqns for var in eqn.outvars]
+    part = jaxpr.replace(constvars=[], invars=given, outvars=made, eqns=eqns)
+    return core.jaxpr_as_fun(core.ClosedJaxpr(part, []))(*map(values.get, given))
 
 
 def inlined(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
@@ -248,18 +239,68 @@ def prune(closed: core.ClosedJaxpr, outvars: Sequence[Any]) -> core.ClosedJaxpr:
 
     Equations with effects, such as a debug print, stay.
     """
-    eqns = _needed(closed.jaxpr.eqns, outvars)
+    eqns, _ = _needed(closed.jaxpr, outvars)
     jaxpr = closed.jaxpr.replace(eqns=eqns, outvars=list(outvars))
     return core.ClosedJaxpr(jaxpr, closed.consts)
 
 
+def live_inputs(closed: core.ClosedJaxpr) -> list[bool]:
+    """Which inputs the results need."""
+    _, needed = _needed(closed.jaxpr, closed.jaxpr.outvars)
+    return [var in needed for var in closed.jaxpr.invars]
+
+
+def rest(
+    closed: core.ClosedJaxpr, outvars: Sequence[Any], known: Sequence[core.Var]
+) -> core.ClosedJaxpr:
+    """What is left to compute of some variables where others are known.
+
+    Args:
+      closed: the jaxpr.
+      outvars: variables of it.
+      known: those which are given, after its inputs.
+
+    Returns:
+      ``(*inputs, *known) -> outvars``, without what they do not need, effects such as a
+      debug print too.
+    """
+    eqns, _ = _needed(closed.jaxpr, outvars, known, has_effects=False)
+    invars = [*closed.jaxpr.invars, *known]
+    jaxpr = closed.jaxpr.replace(invars=invars, eqns=eqns, outvars=list(outvars))
+    return core.ClosedJaxpr(jaxpr, closed.consts)
+
+
+def _needed(
+    jaxpr: core.Jaxpr,
+    outvars: Sequence[Any],
+    known: Sequence[core.Var] = (),
+    has_effects: bool = True,
+) -> tuple[list[core.JaxprEqn], set[core.Var]]:
+    """What some variables need where others are known.
+
+    Returns:
+      The equations, those with effects too if there are such, in order; and all
+      variables that are read.
+    """
+    live, eqns = variables(outvars).difference(known), []
+    for eqn in reversed(jaxpr.eqns):
+        if (has_effects and eqn.effects) or not live.isdisjoint(eqn.outvars):
+            live |= variables(eqn.invars).difference(known)
+            eqns.append(eqn)
+    return eqns[::-1], live
+
+
+def equations(closed: core.ClosedJaxpr) -> Iterator[core.JaxprEqn]:
+    """The equations of a jaxpr, and of those inside of it."""
+    for eqn in closed.jaxpr.eqns:
+        yield eqn
+        for inner in inside(eqn):
+            yield from equations(inner)
+
+
 def contains(closed: core.ClosedJaxpr, name: str) -> bool:
     """Whether a primitive of that name is in a jaxpr, or in one inside of it."""
-    return any(
-        eqn.primitive.name == name
-        or any(contains(inner, name) for inner in inside(eqn))
-        for eqn in closed.jaxpr.eqns
-    )
+    return any(eqn.primitive.name == name for eqn in equations(closed))
 
 
 def inside(eqn: core.JaxprEqn) -> list[core.ClosedJaxpr]:
@@ -306,6 +347,24 @@ def carry(eqn: core.JaxprEqn) -> slice:
     return slice(end - carry, end)
 
 
+def vjp(
+    run: Callable[..., Sequence[Any]], args: Sequence[Any]
+) -> tuple[list[Any], Callable[..., Any]]:
+    """`jax.vjp` by the arguments that have a derivative, of the results that have."""
+    free = [i for i, x in enumerate(args) if is_inexact(x)]
+
+    def of_the_free(some: list[Any]) -> list[Any]:
+        given = dict(enumerate(args)) | dict(zip(free, some, strict=True))
+        return [y for y in run(*given.values()) if is_inexact(y)]
+
+    return jax.vjp(of_the_free, [args[i] for i in free])
+
+
+def is_inexact(x: Any) -> bool:
+    """Whether an array or its spec is of floating-point or complex numbers."""
+    return jnp.issubdtype(getattr(x, "dtype", jnp.int32), jnp.inexact)
+
+
 def spec(value: Any) -> jax.ShapeDtypeStruct:
     """What a value is like, as far as tracing needs; an array of NumPy is not weak."""
     weak = getattr(value, "weak_type", False)
@@ -327,53 +386,6 @@ def zeros(specs: PyTree) -> PyTree:
     return jax.tree.map(zero, specs)
 
 
-def live_inputs(closed: core.ClosedJaxpr) -> list[bool]:
-    """Which inputs the results need."""
-    jaxpr = prune(closed, closed.jaxpr.outvars).jaxpr
-    live = variables(jaxpr.outvars)
-    for eqn in jaxpr.eqns:
-        live |= variables(eqn.invars)
-    return [var in live for var in jaxpr.invars]
-
-
 def variables(atoms: Iterable[Any]) -> set[core.Var]:
     """Those of the atoms that are not literals."""
     return {atom for atom in atoms if not isinstance(atom, core.Literal)}
-
-
-def rest(
-    closed: core.ClosedJaxpr, outvars: Sequence[Any], known: Sequence[core.Var]
-) -> core.ClosedJaxpr:
-    """What is left to compute of some variables where others are known.
-
-    Args:
-      closed: the jaxpr.
-      outvars: variables of it.
-      known: those which are given, after its inputs.
-
-    Returns:
-      ``(*inputs, *known) -> outvars``, without what they do not need, effects such as a
-      debug print too.
-    """
-    needed, have = variables(outvars), set(known)
-    eqns = []
-    for eqn in reversed(closed.jaxpr.eqns):
-        if not (needed - have).isdisjoint(eqn.outvars):
-            needed |= variables(eqn.invars)
-            eqns.append(eqn)
-    invars = [*closed.jaxpr.invars, *known]
-    jaxpr = closed.jaxpr.replace(invars=invars, eqns=eqns[::-1], outvars=list(outvars))
-    return core.ClosedJaxpr(jaxpr, closed.consts)
-
-
-def _needed(
-    equations: Sequence[core.JaxprEqn], outvars: Sequence[Any]
-) -> list[core.JaxprEqn]:
-    """The equations that the variables need, and those with effects, in order."""
-    live = variables(outvars)
-    eqns = []
-    for eqn in reversed(equations):
-        if eqn.effects or not live.isdisjoint(eqn.outvars):
-            live |= variables(eqn.invars)
-            eqns.append(eqn)
-    return eqns[::-1]

@@ -126,19 +126,10 @@ def _differentiated(body: Body, avals: Sequence[Any]) -> core.ClosedJaxpr:
     """What the forward of a body gives to its backward."""
 
     def forward(*args: Any) -> list[Any]:
-        def of_the_free(*free: Any) -> list[Any]:
-            it = iter(free)
-            results = body(*(next(it) if _is_inexact(x) else x for x in args))
-            return [y for y in results if _is_inexact(y)]
-
-        _, pullback = jax.vjp(of_the_free, *filter(_is_inexact, args))
+        _, pullback = _jaxpr.vjp(body, args)
         return jax.tree.leaves(pullback)
 
     return jax.make_jaxpr(forward)(*map(_jaxpr.spec, avals))
-
-
-def _is_inexact(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def _is_complex(eqn: core.JaxprEqn) -> bool:

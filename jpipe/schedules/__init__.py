@@ -9,11 +9,9 @@ in `BY_NAME`.
 """
 
 from ._action import Action as Action
-from ._blocks import build_v as build_v
 from ._blocks import one_f_one_b_v as one_f_one_b_v
 from ._blocks import v_half as v_half
 from ._blocks import v_min as v_min
-from ._bound import lower_bound as lower_bound
 from ._catalogue import BY_NAME as BY_NAME
 from ._catalogue import named as named
 from ._compare import Comparison as Comparison

@@ -15,10 +15,10 @@ OPS = (FORWARD, BACKWARD, INPUT, WEIGHT)
 # What a backward, and each half of it, reads of its own stage.
 LOCAL_READS = {BACKWARD: FORWARD, INPUT: FORWARD, WEIGHT: INPUT}
 
-_PATTERN = re.compile(rf"([0-9]+)([{''.join(OPS)}])([0-9]+)")
 # Stages and micro-batches are counted, one cell or more for each: no schedule that
 # fits into a memory has numbers of more digits, and Python does not read any number.
-MOST_DIGITS = 12
+_NUMBER = "([0-9]{1,12})"
+_PATTERN = re.compile(f"{_NUMBER}([{''.join(OPS)}]){_NUMBER}")
 
 
 class Action(NamedTuple):
@@ -65,21 +65,7 @@ class Action(NamedTuple):
                 f"({', '.join(OPS)}) and micro-batch without blanks, such as '2F0'"
             )
         stage, op, microbatch = match.groups()
-        if max(len(stage), len(microbatch)) > MOST_DIGITS:
-            raise ValueError(
-                f"{reprlib.repr(text)} is not an action: stages and micro-batches have "
-                f"at most {MOST_DIGITS} digits"
-            )
         return cls(op, int(stage), int(microbatch))
-
-
-def remote_read(op: str, stage: int, num_stages: int) -> tuple[str, int] | None:
-    """What an op reads of the stage next to it; of a whole backward, its first half."""
-    if op == FORWARD and stage:
-        return FORWARD, stage - 1
-    if op in (BACKWARD, INPUT) and stage + 1 < num_stages:
-        return INPUT, stage + 1
-    return None
 
 
 class Needs:
@@ -110,8 +96,9 @@ class Needs:
         """The actions that must have run before this one; at most two."""
         op, stage, i = action
         found = [Action(LOCAL_READS[op], stage, i)] if op in LOCAL_READS else []
-        if read := remote_read(op, stage, self._num_stages):
-            other = Action(*read, i)
-            is_whole = other.op == INPUT and other not in self._split
-            found.append(other._replace(op=BACKWARD) if is_whole else other)
+        if op == FORWARD and stage:
+            found.append(Action(FORWARD, stage - 1, i))
+        elif op in (BACKWARD, INPUT) and stage + 1 < self._num_stages:
+            half = Action(INPUT, stage + 1, i)
+            found.append(half if half in self._split else half._replace(op=BACKWARD))
         return tuple(found)

@@ -1,22 +1,15 @@
-"""What no order of the same actions can beat."""
+"""What no order of the same actions can beat: each rank alone."""
 
-from collections.abc import Sequence
+import heapq
 
-from ._build import check, placements
-from ._costs import Costs
-from ._homes import Homes
-from ._one_machine import one_machine_bound
-from ._simulate import ScheduleError, check_costs
+from ._action import BACKWARD, FORWARD, INPUT, WEIGHT
+from ._tables import Tables
+
+# When a part may begin, how long it takes, and what must still follow it.
+_Part = tuple[float, float, float]
 
 
-def lower_bound(
-    costs: Costs,
-    num_ranks: int,
-    num_microbatches: int,
-    placement: Sequence[int] | None = None,
-    *,
-    forward_only: bool = False,
-) -> float:
+def lower_bound(tables: Tables) -> float:
     """A time that no schedule of these stages beats, whatever it may hold.
 
     Each rank is looked at alone: everything it has to do, nothing before the stages
@@ -26,42 +19,64 @@ def lower_bound(
     micro-batch and the work of the busiest rank with its warm-up and drain are among
     what is counted.
 
-    Args:
-      costs: what each action costs; one entry per stage, or numbers for all.
-      num_ranks: the number of ranks.
-      num_microbatches: the number of micro-batches.
-      placement: the rank of each stage; default: of those that `fit` tries for this
-        number of stages, the one with the least bound.
-      forward_only: whether there is nothing but forwards.
-
-    Returns:
-      The bound, in the unit of the costs; exact but for the rounding of sums.
-
-    Raises:
-      ScheduleError: if a number is less than 1, stages do not divide among ranks, or
-        costs are negative or not finite.
-
-    Example:
-      >>> from jpipe.schedules import zb_h2
-      >>> lower_bound(Costs(), 4, 8), zb_h2(4, 8).simulate().makespan
-      (27.0, 27.0)
-
     References:
       Carlier, The one-machine sequencing problem (1982).
     """
-    name = "lower_bound"
-    if placement is None:
-        some = placements(name, costs, num_ranks, num_microbatches)
-    else:
-        check(name, {"num_ranks": num_ranks, "num_microbatches": num_microbatches})
-        check_costs(name, costs, num_microbatches, len(placement))
-        some = [placement]
-        if not placement or not all(0 <= rank < num_ranks for rank in placement):
-            raise ScheduleError(
-                f"{name}: placement={tuple(placement)} is not a rank below "
-                f"{num_ranks} for each stage"
-            )
-    return min(
-        one_machine_bound(costs, Homes(where), num_microbatches, forward_only)
-        for where in some
-    )
+    parts: list[list[_Part]] = [[] for _ in range(tables.num_ranks)]
+    count, stages = tables.num_microbatches, range(tables.num_stages)
+    seconds, tail = [*tables.seconds], [*tables.exchange]
+    whole, half, rest = (tables.first(op, 0) for op in (BACKWARD, INPUT, WEIGHT))
+    for at in range(count * tables.num_stages):
+        # Of a backward the least before its gradient goes on, and the least after that.
+        both = min(seconds[whole + at], seconds[half + at] + seconds[rest + at])
+        seconds[half + at] = min(seconds[whole + at], seconds[half + at])
+        seconds[rest + at] = max(both - seconds[half + at], 0.0)
+    order = [(FORWARD, stage) for stage in stages]
+    if tables.training:
+        order += [(op, stage) for stage in reversed(stages) for op in (INPUT, WEIGHT)]
+    cells = [
+        (tables.first(op, stage) + i, stage, i)
+        for op, stage in order
+        for i in range(count)
+    ]
+    for number, _, _ in reversed(cells):
+        long = seconds[number] + tail[number]
+        for read, delay in tables.reads:
+            if (before := read[number]) >= 0:
+                tail[before] = max(tail[before], delay[number] + long)
+    end = [0.0] * len(seconds)
+    for number, stage, i in cells:
+        arrivals = (
+            end[read[number]] + delay[number]
+            for read, delay in tables.reads
+            if read[number] >= 0
+        )
+        head = max(arrivals, default=0.0)
+        end[number] = head + seconds[number]
+        parts[tables.homes[i][stage]].append((head, seconds[number], tail[number]))
+    return max(map(_one_rank, parts), default=0.0)
+
+
+def _one_rank(parts: list[_Part]) -> float:
+    """The least time of one rank that may interrupt its work.
+
+    Of what has arrived it does what has the longest to follow.
+    """
+    waiting = sorted(parts, reverse=True)
+    ready: list[tuple[float, float]] = []
+    now = most = 0.0
+    while waiting or ready:
+        if not ready:
+            now = max(now, waiting[-1][0])
+        while waiting and waiting[-1][0] <= now:
+            _, seconds, follow = waiting.pop()
+            heapq.heappush(ready, (-follow, seconds))
+        follow, seconds = heapq.heappop(ready)
+        until = waiting[-1][0] if waiting else now + seconds
+        if now + seconds <= until:
+            now += seconds
+            most = max(most, now - follow)
+        else:
+            heapq.heappush(ready, (follow, seconds - (until - now)))
+            now = until
+    return most

@@ -4,9 +4,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ._action import BACKWARD, FORWARD, INPUT, WEIGHT, Action
-from ._costs import Costs
 from ._schedule import Schedule
-from ._simulate import ScheduleError, check_costs
+from ._simulate import ScheduleError
 
 # An op, the chunk of the rank's layers that it is of, and a micro-batch.
 Cell = tuple[str, int, int]
@@ -89,8 +88,7 @@ def warmed_up(
       The schedule, not validated.
     """
     numbers = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
-    numbers |= {"num_chunks": num_chunks} | ({} if group is None else {"group": group})
-    check(name, numbers)
+    check(name, numbers | {"num_chunks": num_chunks})
     size = group or num_microbatches
     forwards = [
         (chunk, i)
@@ -146,33 +144,3 @@ def v_shape(num_ranks: int) -> Callable[[int, int], int]:
 def loop(num_ranks: int) -> Callable[[int, int], int]:
     """Chunks round the ranks: the last hands on to the first."""
     return lambda rank, chunk: chunk * num_ranks + rank
-
-
-def placements(
-    name: str, costs: Costs, num_ranks: int, num_microbatches: int
-) -> list[tuple[int, ...]]:
-    """The placements of as many stages as costs are given for.
-
-    Args:
-      name: of the caller, for messages.
-      costs: what each stage costs; numbers for all: one stage per rank.
-      num_ranks: the number of ranks.
-      num_microbatches: the number of micro-batches.
-
-    Raises:
-      ScheduleError: if a number is less than 1, the stages do not divide, or costs are
-        negative or not finite.
-    """
-    check(name, {"num_ranks": num_ranks, "num_microbatches": num_microbatches})
-    check_costs(name, costs, num_microbatches)
-    stages = num_ranks if costs.num_stages is None else costs.num_stages
-    if stages < 1 or stages % num_ranks:
-        raise ScheduleError(
-            f"{name}: costs are for {stages} stages, num_ranks={num_ranks}: give costs "
-            f"for {num_ranks} stages, or for a multiple of it"
-        )
-    check_costs(name, costs, num_microbatches, stages)  # where skips end
-    chunks = stages // num_ranks
-    shapes = [v_shape(num_ranks)] if chunks == 2 else []
-    found = [placed(num_ranks, chunks, shape) for shape in [*shapes, loop(num_ranks)]]
-    return list(dict.fromkeys(found))

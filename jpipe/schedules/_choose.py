@@ -91,12 +91,7 @@ def turns(
     if not isinstance(replicas, Sequence) and hasattr(replicas, "tolist"):
         replicas = replicas.tolist()  # an array of NumPy
     made = replicated(replicas, num_microbatches, eager=names[schedule])
-    if len(replicas) != num_stages:
-        raise ValueError(
-            f"replicas={list(replicas)} are for {len(replicas)} stages, the pipeline "
-            f"has {num_stages}"
-        )
-    return made
+    return _check_fit(made, num_stages, num_microbatches)
 
 
 def _check_fit(schedule: Schedule, num_stages: int, num_microbatches: int) -> Schedule:

@@ -21,7 +21,11 @@ class Comparison:
 
     def __str__(self) -> str:
         header = ["schedule", "stages", "time", "bubble", "peak bytes per rank"]
-        rows = [header, *(_row(timeline) for timeline in self.timelines)]
+        rows = [header]
+        for timeline in self.timelines:
+            name, stages = timeline.name, str(timeline.num_stages)
+            time, peaks = in_words(timeline)
+            rows.append([name, stages, time, share(timeline.bubble_fraction), peaks])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         rows.insert(1, ["-" * width for width in widths])
         return "\n".join(
@@ -71,14 +75,3 @@ def fitting(costs: Costs, schedule: Schedule) -> Costs:
             f"rank, to compare schedules with different numbers of stages"
         )
     return costs
-
-
-def _row(timeline: Timeline) -> list[str]:
-    time, peaks = in_words(timeline)
-    return [
-        timeline.name,
-        str(timeline.num_stages),
-        time,
-        share(timeline.bubble_fraction),
-        peaks,
-    ]

@@ -116,15 +116,6 @@ class Costs:
         rest = max(backward - half, 0.0)
         return rest if self.weight_grad is None else at(self.weight_grad, *where)
 
-    def transfer(self, action: Action) -> float:
-        """The time in which the result of an action reaches the rank that reads it."""
-        op, stage, microbatch = action
-        if op == FORWARD:
-            size = at(self.boundary_bytes, stage + 1, microbatch)
-        else:
-            size = self.cotangent(stage, microbatch)
-        return self.latency + size / self.bandwidth
-
     @property
     def is_uniform(self) -> bool:
         """Whether all micro-batches cost the same."""
@@ -133,35 +124,18 @@ class Costs:
         of_skips = [x for s in self.skips for x in (s.bytes, s.cotangent_bytes)]
         return not any(isinstance(x, Sequence) for x in of_stages + of_skips)
 
-    def skip_transfers(self, action: Action) -> list[tuple[Action, float]]:
-        """What an action waits for besides the results of its neighbours.
+    def links(self, num_stages: int) -> list[Skip]:
+        """All that goes from stage to stage: from each to the next, and the skips."""
+        neighbours = (
+            Skip(s - 1, s, at(self.boundary_bytes, s), self.cotangent(s))
+            for s in range(1, num_stages)
+        )
+        return [*neighbours, *self.skips]
 
-        Args:
-          action: an F, which waits for skip connections that end at its stage; a B or
-            I, for the gradients of those that begin there.
-
-        Returns:
-          The actions that send, a whole backward as I, and the time of each transfer.
-        """
-        op, stage, microbatch = action
-        found = []
-        for skip in self.skips:
-            if op == FORWARD and skip.target == stage:
-                sender, size = Action(FORWARD, skip.source, microbatch), skip.bytes
-            elif op in (BACKWARD, INPUT) and skip.source == stage:
-                sender = Action(INPUT, skip.target, microbatch)
-                size = skip.cotangent_bytes
-            else:
-                continue
-            moved = at(size, microbatch)
-            if moved:
-                found.append((sender, self.latency + moved / self.bandwidth))
-        return found
-
-    def cotangent(self, stage: int, microbatch: int) -> float:
-        """The bytes of the gradient of the input of a stage."""
+    def cotangent(self, *where: int) -> Numbers:
+        """The bytes of the gradient of the input of a stage, and of a micro-batch."""
         given = self.cotangent_bytes
-        return at(self.boundary_bytes if given is None else given, stage, microbatch)
+        return at(self.boundary_bytes if given is None else given, *where)
 
     @property
     def _listed(self) -> list[tuple[str, Sequence[Any]]]:

@@ -5,11 +5,11 @@ from collections.abc import Iterable, Sequence
 from numbers import Real
 from typing import Any
 
-from ._build import placements
+from ._build import check, loop, placed, v_shape
 from ._costs import Costs
 from ._schedule import Schedule
 from ._search import Order, catalogue, orders
-from ._simulate import TOO_LONG, ScheduleError
+from ._simulate import TOO_LONG, ScheduleError, check_costs
 from ._tables import Tables
 
 
@@ -23,9 +23,8 @@ def fit(
 
     Tried are the schedules of the catalogue, so that none of them is faster, and others
     made for the costs: ranks that take what is ready by several rules, all of it again
-    with what is not urgent pushed out of the way, and swaps on the longest chain. What
-    no schedule can beat is `lower_bound`; the timeline of the result tells how far it
-    is from that.
+    with what is not urgent pushed out of the way, and swaps on the longest chain. The
+    timeline of the result tells how far it is from what no schedule can beat.
 
     Args:
       costs: what each action costs, one entry per stage. For as many stages as ranks
@@ -63,11 +62,22 @@ def fit(
       Qi et al., `Pipeline Parallelism with Controllable Memory
       <https://arxiv.org/abs/2405.15362>`_ (2024).
     """
-    where = placements("fit", costs, num_ranks, num_microbatches)
-    most = _limits(max_bytes, num_ranks)
-    options = [Tables(costs, some, num_ranks, num_microbatches) for some in where]
-    known = catalogue(num_ranks, num_microbatches, len(where[0]) // num_ranks)
-    found = [order for tables in options for order in orders(tables, most, known)]
+    check("fit", {"num_ranks": num_ranks, "num_microbatches": num_microbatches})
+    check_costs("fit", costs, num_microbatches)
+    stages = num_ranks if costs.num_stages is None else costs.num_stages
+    if stages < 1 or stages % num_ranks:
+        raise ScheduleError(
+            f"fit: costs are for {stages} stages, num_ranks={num_ranks}: give costs "
+            f"for {num_ranks} stages, or for a multiple of it"
+        )
+    check_costs("fit", costs, num_microbatches, stages)  # where skips end
+    chunks, most = stages // num_ranks, _limits(max_bytes, num_ranks)
+    shapes = [loop(num_ranks)] if chunks != 2 else [v_shape(num_ranks), loop(num_ranks)]
+    known = catalogue(num_ranks, num_microbatches, chunks)
+    found: list[Order] = []
+    for placement in {placed(num_ranks, chunks, shape): None for shape in shapes}:
+        tables = Tables(costs, placement, num_ranks, num_microbatches)
+        found += orders(tables, most, known)
     fitting = [order for order in found if order.fits and order.run.makespan < math.inf]
     if not fitting:
         raise ScheduleError(_short(found, most) if most else f"fit: {TOO_LONG}")

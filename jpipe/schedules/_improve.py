@@ -1,10 +1,11 @@
 """Orders made better: pushed late; changed on the longest chain."""
 
+import itertools
 import math
 from bisect import bisect_left
 from collections.abc import Callable
 
-from ._action import BACKWARD, INPUT, OPS, WEIGHT
+from ._action import BACKWARD, INPUT, WEIGHT
 from ._tables import Run, Tables
 
 
@@ -14,36 +15,25 @@ def latest_starts(run: Run) -> list[float]:
     The last goes first; each goes to the latest free time of its rank that is early
     enough for all who read it.
     """
-    tables = run.tables
-    local, remote, delay, result = (
-        tables.local,
-        tables.remote,
-        tables.delay,
-        tables.result,
-    )
+    tables, result = run.tables, run.tables.result
     latest = [run.makespan - more for more in tables.exchange]
     starts = [0.0] * len(tables.seconds)
     gaps: list[list[tuple[float, ...]]] = [
         [(-math.inf, run.makespan)] for _ in run.rows
     ]
-    count, stages = tables.num_microbatches, tables.num_stages
+    count = tables.num_microbatches
     for number in reversed(list(run.by_end())):
         seconds = tables.seconds[number]
-        rank = tables.placement[number // count % stages]
+        rank = tables.placement[tables.stage(number)]
         start = _take(gaps[rank], latest[result[number]], seconds)
         starts[number] = start
-        reads = [(local[number], 0.0), (remote[number], delay[number])]
+        reads = [(read[number], delay[number]) for read, delay in tables.reads]
         if number % count:
             # Each stage runs its micro-batches in order.
             reads.append((result[number - 1], 0.0))
-        for read, later in [*reads, *tables.skips.get(number, ())]:
+        for read, later in reads:
             if read >= 0:
                 latest[read] = min(latest[read], start - later)
-    # Who reads a whole backward reads it as a first half; both have one place in line.
-    whole, half = tables.first(BACKWARD, 0), tables.first(INPUT, 0)
-    for at in range(half - whole):
-        one = starts[whole + at] or starts[half + at]
-        starts[whole + at] = starts[half + at] = one
     return starts
 
 
@@ -61,70 +51,46 @@ def _take(gaps: list[tuple[float, ...]], latest: float, seconds: float) -> float
     raise AssertionError("the first gap has no beginning")
 
 
-def tails(run: Run) -> list[float]:
-    """How long it takes from the start of each action to the end of the step.
-
-    By result; with the orders as they are.
-    """
-    tables = run.tables
-    local, remote, delay, result = (
-        tables.local,
-        tables.remote,
-        tables.delay,
-        tables.result,
-    )
-    after = [*tables.exchange]
-    tail = [0.0] * len(tables.seconds)
-    row_of = {number: (row, at) for row in run.rows for at, number in enumerate(row)}
-    for number in reversed(run.order):
-        at = result[number]
-        long = tail[at] = after[at] + tables.seconds[number]
-        row, place = row_of[number]
-        if place:
-            before = result[row[place - 1]]
-            after[before] = max(after[before], long)
-        if (read := local[number]) >= 0:
-            after[read] = max(after[read], long)
-        if (read := remote[number]) >= 0:
-            after[read] = max(after[read], long + delay[number])
-        for read, later in tables.skips.get(number, ()):
-            after[read] = max(after[read], long + later)
-    return tail
-
-
-def swaps(run: Run) -> list[tuple[int, int]]:
+def _held_up(run: Run) -> list[tuple[int, int]]:
     """Neighbours of a rank, the second held up by the first, on a longest chain.
 
-    No other change of orders makes the step shorter.
+    No other change of neighbours makes the step shorter.
 
     Returns:
       Rank and place of the first of each.
     """
-    tables, tail = run.tables, tails(run)
+    tables = run.tables
+    start = dict(zip(run.order, run.starts, strict=True))
     end = dict(zip(run.order, run.ends, strict=True))
-    close = run.makespan * 1e-9
+    at = {
+        number: (r, i) for r, row in enumerate(run.rows) for i, number in enumerate(row)
+    }
+    action_of = {tables.result[number]: number for number in run.order}
     found = []
-    for rank, row in enumerate(run.rows):
-        for at in range(len(row) - 1):
-            first, second = row[at], row[at + 1]
-            start = end[second] - tables.seconds[second]
-            if (
-                start - end[first] <= close
-                and start + tail[tables.result[second]] >= run.makespan - close
-                and _may_swap(tables, first, second)
-            ):
-                found.append((rank, at))
-    return found
+    number = max(run.order, key=lambda number: end[number] + tables.exchange[number])
+    while start[number] > 0:
+        reads = (
+            action_of[read[number]]
+            for read, delay in tables.reads
+            if read[number] >= 0
+            and run.end[read[number]] + delay[number] == start[number]
+        )
+        (rank, place), last = at[number], number
+        earlier = reversed(run.rows[rank][:place])
+        earlier = (other for other in earlier if end[other] == start[number])
+        number = next(itertools.chain(reads, earlier))
+        if at[number] == (rank, place - 1) and _may_swap(tables, number, last):
+            found.append((rank, place - 1))
+    return sorted(found)
 
 
 def _may_swap(tables: Tables, first: int, second: int) -> bool:
     """Whether the second does not read the first, nor follows it in its stage."""
-    count, stages = tables.num_microbatches, tables.num_stages
-    if tables.local[second] == tables.result[first]:
+    if tables.result[first] in [read[second] for read, _ in tables.reads]:
         return False
-    if first // count % stages != second // count % stages:
+    if tables.stage(first) != tables.stage(second):
         return True
-    ops = {OPS[number // count // stages] for number in (first, second)}
+    ops = {tables.action(number).op for number in (first, second)}
     # Gradients are summed in order, and a whole backward is both of its halves.
     return len(ops) == 2 and not (BACKWARD in ops and ops & {INPUT, WEIGHT})
 
@@ -137,7 +103,7 @@ def local_search(run: Run, allowed: Callable[[Run], bool], budget: int) -> Run:
       allowed: whether an order may be kept.
       budget: how many orders are tried.
     """
-    left = swaps(run)
+    left = _held_up(run)
     for _ in range(budget):
         if not left:
             break
@@ -146,5 +112,5 @@ def local_search(run: Run, allowed: Callable[[Run], bool], budget: int) -> Run:
         rows[rank][at : at + 2] = reversed(rows[rank][at : at + 2])
         new = run.tables.run(rows)
         if new is not None and new.makespan < run.makespan and allowed(new):
-            run, left = new, swaps(new)
+            run, left = new, _held_up(new)
     return run

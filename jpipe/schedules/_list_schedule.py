@@ -1,237 +1,174 @@
 """List scheduling: each rank, once free, takes the first of what it could run."""
 
 import heapq
+import itertools
+import math
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from ._action import BACKWARD, FORWARD, INPUT, WEIGHT
-from ._tables import NEVER, Numbered, Tables
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a rank may take on; all of it ``None``: anything.
-
-    Attributes:
-      most_bytes: that a rank may hold, one number for each.
-      most_held: of the micro-batches' stages that it may have started and not ended.
-      reserves: whether a rank reserves room for gradients that are on their way.
-        Without, more fits, but ranks may come to wait for each other.
-    """
-
-    most_bytes: Sequence[float] | None = None
-    most_held: Sequence[int] | None = None
-    reserves: bool = True
+from ._tables import Numbered, Tables
 
 
 def list_schedule(
     tables: Tables,
     priority: Sequence[float],
-    limits: Limits,
+    max_bytes: Sequence[float] | None = None,
     whole: bool = False,
-    lookahead: float = 0.0,
+    reserves: bool = True,
 ) -> Numbered | None:
     """Orders all actions of a training step.
 
     Args:
       tables: what they cost.
       priority: of each number; a rank takes the lowest of what it could run.
-      limits: what it may take on.
+      max_bytes: the most that each rank may hold; ``None``: any.
       whole: whether backwards stay whole.
-      lookahead: which share of an action a rank would rather wait than run it, if one
-        that it prefers is on its way.
+      reserves: whether a rank reserves room for gradients that are on their way.
+        Without, more fits, but ranks may come to wait for each other.
 
     Returns:
-      The order of each rank; ``None`` if the limits let nobody go on.
+      The order of each rank; ``None`` if the memory lets nobody go on.
     """
-    return _Scheduler(tables, priority, limits, whole, lookahead).rows_at_the_end()
+    ops = (FORWARD, BACKWARD) if whole else (FORWARD, INPUT, WEIGHT)
+    reserved = [] if max_bytes is None else _reserved(tables, reserves)
+    return _Ranks(tables, priority, ops, max_bytes, reserved).run()
 
 
-class _Scheduler:
-    """The ranks at some time.
-
-    Three numbers tell what a stage has started: of forwards, of backwards, whole or
-    their first halves, and of second halves. Each follows the one before it.
-    """
+class _Ranks:
+    """The ranks at some time."""
 
     def __init__(
         self,
         tables: Tables,
         priority: Sequence[float],
-        limits: Limits,
-        whole: bool,
-        lookahead: float,
+        ops: Sequence[str],
+        max_bytes: Sequence[float] | None,
+        reserved: Sequence[Sequence[float]],
     ) -> None:
         self._tables, self._priority = tables, priority
-        self._limits, self._lookahead = limits, lookahead
-        stages, ranks = range(tables.num_stages), tables.num_ranks
-        self._ops = (FORWARD, BACKWARD) if whole else (FORWARD, INPUT, WEIGHT)
-        self._first = [
-            [tables.first(op, stage) for stage in stages] for op in self._ops
+        self._max_bytes, self._reserved = max_bytes, reserved
+        self._kinds = {op: kind for kind, op in enumerate(ops)}
+        # Of each stage the next action of each op: each follows the one before it.
+        self._next = [
+            [tables.first(op, stage) for op in ops]
+            for stage in range(tables.num_stages)
         ]
-        self._started = [[0] * len(stages) for _ in self._ops]
-        self._rows: Numbered = [[] for _ in range(ranks)]
-        self._end = [NEVER] * len(tables.seconds)
-        self._busy = [0.0] * ranks
+        # When all is there that an action reads; the last is of what does not exist.
+        self._arrival = [math.inf] * (len(tables.seconds) + 1)
+        self._end = [math.inf] * len(tables.seconds) + [0.0]
+        # Who reads a result, by the first of each op of each stage.
+        self._readers: dict[int, list[int]] = defaultdict(list)
+        for number in itertools.chain.from_iterable(self._next):
+            reads = [read[number] for read, _ in tables.reads if read[number] >= 0]
+            for read in reads:
+                self._readers[read].append(number)
+            if not reads:
+                for i in range(tables.num_microbatches):
+                    self._arrival[number + i] = 0.0
+        self._rows: Numbered = [[] for _ in range(tables.num_ranks)]
+        self._busy = [0.0] * tables.num_ranks
         self._used = [*tables.at_start]
-        self._held = [0] * ranks
-        self._later, self._reserved = _reserves(tables, limits.reserves)
-        self._events = [(0.0, _WAKE, rank) for rank in range(ranks)]
+        # When a rank looks for work, and the action that ended there, if it is one.
+        self._events = [(0.0, rank, -1) for rank in range(tables.num_ranks)]
         self._blocked: set[int] = set()
 
-    def rows_at_the_end(self) -> Numbered | None:
+    def run(self) -> Numbered | None:
         """All rows, unless somebody still waits when nothing happens any more."""
-        while self._events:
-            now, kind, what = heapq.heappop(self._events)
-            if kind == _FREE:
-                self._free(now, what)
-            elif self._busy[what] <= now:
-                found = self._choice(what, now)
-                if found is not None:
-                    self._start(*found, what, now)
-        count = self._tables.num_microbatches
-        is_done = all(n == count for started in self._started for n in started)
+        events = self._events
+        while events:
+            now, awake = events[0][0], set[int]()
+            while events and events[0][0] == now:
+                _, rank, ended = heapq.heappop(events)
+                awake.add(rank)
+                if ended >= 0:
+                    self._use(ended, -1)
+                    awake |= self._blocked
+                    self._blocked.clear()
+            for rank in sorted(awake):
+                if self._busy[rank] <= now:
+                    number = self._choice(rank, now)
+                    if number is not None:
+                        self._start(number, rank, now)
+        is_done = all(number < 0 for numbers in self._next for number in numbers)
         return self._rows if is_done else None
 
-    def _choice(self, rank: int, now: float) -> tuple[int, int, int] | None:
-        """What a rank does now: a number, which of the ops, and of which stage."""
-        tables, priority = self._tables, self._priority
-        best: tuple[int, int, int] | None = None
-        soon: list[tuple[float, int, int, int]] = []
-        for stage in tables.stages_of[rank]:
-            most = tables.num_microbatches
-            for kind, started in enumerate(self._started):
-                count, before = started[stage], most
-                most = count  # of the op that follows
-                if count == before:
-                    continue
-                number = self._first[kind][stage] + count
-                arrival = self._arrival(number)
-                if arrival is None:
-                    continue
-                if arrival > now:
-                    soon.append((arrival, number, kind, stage))
-                    if tables.skips:
-                        heapq.heappush(self._events, (arrival, _WAKE, rank))
-                elif (
-                    best is None or priority[number] < priority[best[0]]
-                ) and self._fits(number, kind, stage, rank):
-                    best = number, kind, stage
-        if best is None:
-            return None
-        until = now + self._lookahead * tables.seconds[best[0]]
-        for arrival, number, kind, stage in soon:
-            if (
-                arrival < until
-                and priority[number] < priority[best[0]]
-                and self._fits(number, kind, stage, rank)
-            ):
-                return None
+    def _choice(self, rank: int, now: float) -> int | None:
+        """What a rank does now."""
+        priority, best = self._priority, None
+        for stage in self._tables.stages_of[rank]:
+            for number in self._next[stage]:
+                if (
+                    self._arrival[number] <= now
+                    and (best is None or priority[number] < priority[best])
+                    and self._fits(number, rank)
+                ):
+                    best = number
         return best
 
-    def _arrival(self, number: int) -> float | None:
-        """When all is there that an action reads of other stages, if that is known."""
-        tables, end = self._tables, self._end
-        remote, arrival = tables.remote[number], 0.0
-        if remote >= 0:
-            if end[remote] == NEVER:
-                return None
-            arrival = end[remote] + tables.delay[number]
-        for read, seconds in tables.skips.get(number, ()) if tables.skips else ():
-            arrival = max(arrival, end[read] + seconds)
-        return arrival
-
-    def _fits(self, number: int, kind: int, stage: int, rank: int) -> bool:
+    def _fits(self, number: int, rank: int) -> bool:
         """Whether an action may begin; if not, its rank is tried again later."""
-        limits, is_forward = self._limits, kind == 0
-        if is_forward and limits.most_held is not None:
-            more = self._held[rank] + 1 + self._later[stage]
-            if more > limits.most_held[rank]:
+        if self._max_bytes is None:
+            return True
+        tables = self._tables
+        is_forward = number < tables.first(BACKWARD, 0)
+        for where, change in tables.changes[number]:
+            more = self._used[where] + change
+            more += self._reserved[tables.stage(number)][where] if is_forward else 0
+            if change > 0 and more > self._max_bytes[where]:
                 self._blocked.add(rank)
                 return False
-        if limits.most_bytes is not None:
-            reserved = self._reserved[stage] if is_forward else {}
-            for where, change in self._tables.changes[number]:
-                more = self._used[where] + change + reserved.get(where, 0)
-                if change > 0 and more > limits.most_bytes[where]:
-                    self._blocked.add(rank)
-                    return False
         return True
 
-    def _start(self, number: int, kind: int, stage: int, rank: int, now: float) -> None:
-        tables, events = self._tables, self._events
-        stop = now + tables.seconds[number]
-        self._end[tables.result[number]] = stop
+    def _start(self, number: int, rank: int, now: float) -> None:
+        tables, end = self._tables, self._end
+        end[tables.result[number]] = stop = now + tables.seconds[number]
         self._busy[rank] = stop
         self._rows[rank].append(number)
-        for where, change in tables.changes[number]:
-            if change > 0:
+        self._use(number, 1)
+        heapq.heappush(self._events, (stop, rank, number))
+        op, stage, i = tables.action(number)
+        is_last = i + 1 == tables.num_microbatches
+        self._next[stage][self._kinds[op]] = -1 if is_last else number + 1
+        for first in self._readers[tables.result[number] - i]:
+            reader, arrival = first + i, 0.0
+            for read, delay in tables.reads:
+                arrival = max(arrival, end[read[reader]] + delay[reader])
+            self._arrival[reader] = arrival
+            where = tables.placement[tables.stage(reader)]
+            if where != rank and arrival < math.inf:
+                heapq.heappush(self._events, (arrival, where, -1))
+
+    def _use(self, number: int, sign: int) -> None:
+        """Takes what an action adds when it starts, frees the rest when it ends."""
+        for where, change in self._tables.changes[number]:
+            if change * sign > 0:
                 self._used[where] += change
-        heapq.heappush(events, (stop, _FREE, number))
-        heapq.heappush(events, (stop, _WAKE, rank))
-        microbatch = self._started[kind][stage]
-        self._started[kind][stage] += 1
-        if kind == 0:
-            self._held[rank] += 1
-        reader = (stage + 1, stage - 1, -1)[kind]
-        if 0 <= reader < tables.num_stages and tables.placement[reader] != rank:
-            arrival = stop + tables.delay[self._first[kind][reader] + microbatch]
-            heapq.heappush(events, (arrival, _WAKE, tables.placement[reader]))
-
-    def _free(self, now: float, number: int) -> None:
-        """Gives back what an action frees when it ends."""
-        tables = self._tables
-        for where, change in tables.changes[number]:
-            if change < 0:
-                self._used[where] += change
-        op, stage, _ = tables.action(number)
-        if op == self._ops[-1]:
-            self._held[tables.placement[stage]] -= 1
-        for rank in self._blocked:
-            heapq.heappush(self._events, (now, _WAKE, rank))
-        self._blocked.clear()
 
 
-# At the same time, first what is freed.
-_FREE, _WAKE = 0, 1
-
-
-def _reserves(
-    tables: Tables, reserves: bool
-) -> tuple[list[int], list[dict[int, float]]]:
-    """What a forward has to leave for others, so that what has started can end.
+def _reserved(tables: Tables, reserves: bool) -> list[list[float]]:
+    """What a forward leaves for others, so that what has started can end.
 
     Returns:
-      For each stage how many later stages its rank runs; and the bytes of each rank
-      that it may not use: those of one micro-batch in the later stages and, if it
-      reserves them, of the gradients and second halves to come.
+      For each stage the bytes of each rank that its forward may not use: those that one
+      micro-batch needs in the stages after it and, if they are reserved, those of the
+      gradients and second halves to come.
     """
-    most: dict[tuple[str, int, int], float] = {}
-    for op in (FORWARD, INPUT):
-        for stage in range(tables.num_stages):
-            first = tables.first(op, stage)
-            for number in range(first, first + tables.num_microbatches):
-                for rank, change in tables.changes[number]:
-                    key = op, stage, rank
-                    most[key] = max(most.get(key, 0), change)
-    after: list[int] = []
-    reserved: list[dict[int, float]] = []
-    for stage, rank in enumerate(tables.placement):
-        after.append(sum(other > stage for other in tables.stages_of[rank]))
-        nbytes = {rank: 0.0}
-        if stage + 1 < tables.num_stages:
-            follower = tables.placement[stage + 1]
-            nbytes.setdefault(follower, most.get((FORWARD, stage + 1, follower), 0))
-        for where in nbytes:
-            later = [s for s in tables.stages_of[where] if s > stage + (where != rank)]
-            for other in later:
-                nbytes[where] += most.get((FORWARD, other, where), 0)
-                nbytes[where] += most.get((FORWARD, other - 1, where), 0)
-            if reserves:
-                nbytes[where] += max(
-                    most.get((INPUT, s, where), 0)
-                    for s, own in enumerate(tables.placement)
-                    if where in (own, tables.placement[s - 1])
-                )
-        reserved.append(nbytes)
-    return after, reserved
+    each = range(tables.num_ranks)
+
+    def most(op: str, stage: int) -> list[float]:
+        """What an action adds to each rank, at most."""
+        found = [0.0 for _ in each]
+        for i in range(tables.num_microbatches):
+            for rank, change in tables.changes[tables.first(op, stage) + i]:
+                found[rank] = max(found[rank], change)
+        return found
+
+    stages = range(tables.num_stages)
+    gradients = [most(INPUT, stage) for stage in stages]
+    later = [reserves * max(own[rank] for own in gradients) for rank in each]
+    reserved: list[list[float]] = []
+    for stage in reversed(stages):
+        reserved.append(later)
+        later = [a + b for a, b in zip(later, most(FORWARD, stage), strict=True)]
+    return reserved[::-1]

@@ -5,31 +5,24 @@ from ._flush import one_f_one_b
 from ._schedule import Schedule
 
 
-def interleaved(
-    num_ranks: int,
-    num_microbatches: int,
-    num_chunks: int = 2,
-    group: int | None = None,
-) -> Schedule:
+def interleaved(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
     """Interleaved 1F1B: each rank runs several stages, so the pipeline fills faster.
 
-    Stage ``c p + r`` is chunk c of rank r. Micro-batches pass in groups through all
-    chunks before the next group starts.
+    Stage ``c p + r`` is chunk c of rank r. Micro-batches pass in groups of p through
+    all chunks before the next group starts.
 
     Args:
       num_ranks: the number of ranks.
       num_microbatches: the number of micro-batches, any positive number; the idle time
         below is for multiples of ``num_ranks``.
       num_chunks: the stages per rank, v. With 1 it is `one_f_one_b`.
-      group: the micro-batches per group, from ``num_ranks`` on; default: ``num_ranks``.
 
     Returns:
       A valid schedule: with equal stages each rank idles ``(p - 1) (F + B) / v``,
       where F and B are the times of all the layers of a rank.
 
     Raises:
-      ScheduleError: if a number is less than 1, or the group so small that ranks
-        would wait for each other.
+      ScheduleError: if a number is less than 1.
 
     Example:
       >>> print(interleaved(2, 2))
@@ -41,23 +34,19 @@ def interleaved(
       Narayanan et al., `Efficient Large-Scale Language Model Training on GPU Clusters
       Using Megatron-LM <https://arxiv.org/abs/2104.04473>`_ (2021).
     """
-    size = num_ranks if group is None else group
     if num_chunks == 1:
         # The warm-up below would give the eager order.
         return one_f_one_b(num_ranks, num_microbatches)
 
     def warmup(rank: int) -> int:
-        return 2 * (num_ranks - 1 - rank) + (num_chunks - 1) * size
+        return 2 * (num_ranks - 1 - rank) + (num_chunks - 1) * num_ranks
 
     sizes = num_ranks, num_microbatches
-    return warmed_up("interleaved", *sizes, warmup, None, num_chunks, size).validate()
+    return warmed_up("interleaved", *sizes, warmup, None, num_chunks, num_ranks)
 
 
 def interleaved_zb(
-    num_ranks: int,
-    num_microbatches: int,
-    num_chunks: int = 2,
-    group: int | None = None,
+    num_ranks: int, num_microbatches: int, num_chunks: int = 2
 ) -> Schedule:
     """Interleaved with split backwards: the second halves fill the drain.
 
@@ -70,14 +59,12 @@ def interleaved_zb(
       num_microbatches: the number of micro-batches, any positive number; best are
         multiples of ``num_ranks``.
       num_chunks: the stages per rank, v. With 1 it is `zb_h1`.
-      group: the micro-batches per group, from ``num_ranks`` on; default: ``num_ranks``.
 
     Returns:
       A valid schedule; a rank holds at most ``v p`` of its stages' micro-batches.
 
     Raises:
-      ScheduleError: if a number is less than 1, or the group so small that ranks
-        would wait for each other.
+      ScheduleError: if a number is less than 1.
 
     Example:
       >>> from jpipe.schedules import compare
@@ -91,16 +78,12 @@ def interleaved_zb(
       Qi et al., `Zero Bubble Pipeline Parallelism
       <https://arxiv.org/abs/2401.10241>`_ (2024): the interleaved form.
     """
-    size = num_ranks if group is None else group
 
     def warmup(rank: int) -> int:
-        return num_ranks - 1 - rank + (num_chunks - 1) * size
+        return num_ranks - 1 - rank + (num_chunks - 1) * num_ranks
 
-    def lag(rank: int) -> int:
-        return rank
-
-    sizes = num_ranks, num_microbatches
-    return warmed_up("interleaved_zb", *sizes, warmup, lag, num_chunks, size).validate()
+    sizes = num_ranks, num_microbatches, warmup, lambda rank: rank
+    return warmed_up("interleaved_zb", *sizes, num_chunks, num_ranks)
 
 
 def looped_bfs(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:

@@ -149,14 +149,8 @@ class Schedule:
                 f"no schedule as Schedule.to_json writes it: {error!r}"
             ) from None
 
-    def validate(
-        self, *, max_bytes: float | None = None, costs: Costs | None = None
-    ) -> "Schedule":
+    def validate(self) -> "Schedule":
         """Checks that the schedule runs everything once, in an order that ends.
-
-        Args:
-          max_bytes: the most that a rank may hold at any time.
-          costs: what `max_bytes` is counted in; see `Costs`.
 
         Returns:
           The schedule itself.
@@ -164,35 +158,23 @@ class Schedule:
         Raises:
           ScheduleError: with every fault that was found, each with its rule: E0 a
             size or cell that is none, E1 unknown op, E2 stage, E3 micro-batch
-            out of range, E4 on a rank that is not its stage's, E5 missing, E6 twice,
-            E7 both whole and split, E8 order on the rank, E9 a cycle of waiting
-            ranks, E10 backward on another rank than its forward, E11 memory; or if
-            costs are not of its stages.
+            out of range, E4 on a rank that is not its stage's, E5 missing, twice, or
+            both whole and split, E6 order on the rank, E7 a cycle of waiting ranks,
+            E8 backward on another rank than its forward.
 
         Warns:
-          UserWarning: E12, if a rank runs nothing.
+          UserWarning: E9, if a rank runs nothing.
         """
-        sizes = self.num_stages, self.num_microbatches
-        faults = [*_validate.malformed(*sizes, self.placement, self.rows)]
+        counts, ranks = (self.num_stages, self.num_microbatches), self.placement
+        faults = [*_validate.malformed(*counts, ranks, self.rows, self.replicas)]
         faults = faults or _validate.faults(
-            self.rows,
-            self.placement,
-            self.num_microbatches,
-            self.forward_only,
-            self.replicas,
+            self.rows, ranks, counts[1], self.forward_only, self.replicas
         )
         if not faults:
             try:
                 self.order()
             except ScheduleError as error:
-                faults.append(f"E9 {error}")
-        if not faults and (costs is not None or max_bytes is not None):
-            most = math.inf if max_bytes is None else max_bytes
-            faults = [
-                f"E11 rank {rank} holds {peak:g} bytes, more than {most:g}"
-                for rank, peak in enumerate(self.simulate(costs).peak_bytes)
-                if peak > most
-            ]
+                faults.append(f"E7 {error}")
         if faults:
             raise ScheduleError(_validate.refusal(self.name, faults))
         return self

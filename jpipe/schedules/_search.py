@@ -1,16 +1,17 @@
 """Orders tried for one placement: the catalogue's, list schedules, both shifted."""
 
+import contextlib
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ._action import BACKWARD, FORWARD
+from ._action import BACKWARD, FORWARD, INPUT
+from ._bound import lower_bound
 from ._catalogue import BY_NAME
-from ._homes import Homes
 from ._improve import latest_starts, local_search
-from ._list_schedule import Limits, list_schedule
+from ._list_schedule import list_schedule
 from ._looped import interleaved, interleaved_zb, looped_bfs
-from ._one_machine import one_machine_bound
 from ._schedule import Schedule
 from ._simulate import ScheduleError
 from ._tables import Numbered, Run, Tables
@@ -25,10 +26,6 @@ _TIMED = 20_000
 _ROUNDING = 1e-12
 
 
-# The rows of an order, if there is one, and whether its backwards are whole.
-Attempt = tuple[Numbered | None, bool]
-
-
 @dataclass(eq=False)
 class Order:
     """An order that was tried.
@@ -36,13 +33,11 @@ class Order:
     Attributes:
       name: of the schedule of the catalogue that it is, or ``"fit"``.
       run: when it runs what.
-      whole: whether its backwards are whole.
       most: the most bytes of each rank; ``None``: any.
     """
 
     name: str
     run: Run
-    whole: bool
     most: Sequence[float] | None
 
     @functools.cached_property
@@ -56,6 +51,13 @@ class Order:
         if self.most is None:
             return True
         return all(x <= most for x, most in zip(self.peaks, self.most, strict=True))
+
+    @property
+    def has_whole(self) -> bool:
+        """Whether some of its backwards are whole."""
+        tables = self.run.tables
+        whole = range(tables.first(BACKWARD, 0), tables.first(INPUT, 0))
+        return any(number in whole for number in self.run.order)
 
     def schedule(self) -> Schedule:
         """It as a schedule."""
@@ -79,84 +81,66 @@ def orders(
       most: the most bytes of each rank; ``None``: any.
       known: schedules to begin with, of which those of the placement are tried.
     """
-    bound = one_machine_bound(
-        tables.costs, Homes(tables.placement), tables.num_microbatches
-    )
+    bound = lower_bound(tables) * (1 + _ROUNDING)
     found: list[Order] = []
 
-    def add(name: str, rows: Numbered | None, whole: bool) -> None:
+    def add(rows: Numbered | None, name: str = _MADE) -> None:
         run = tables.run(rows) if rows else None
         if run is not None:
-            found.append(Order(name, run, whole, most))
+            found.append(Order(name, run, most))
             found.sort(key=lambda order: order.run.makespan)  # of equals the first
-
-    def is_done() -> bool:
-        fastest = next((order for order in found if order.fits), None)
-        good = bound * (1 + _ROUNDING)
-        return fastest is not None and fastest.run.makespan <= good
 
     for schedule in known:
         if schedule.placement == tables.placement:
-            cells = (action for row in schedule.rows for action in row)
-            whole = any(action.op == BACKWARD for action in cells)
-            add(schedule.name, tables.numbered(schedule.rows), whole)
-    add(_MADE, _one_at_a_time(tables), True)
+            add(tables.numbered(schedule.rows), schedule.name)
+    add(_one_at_a_time(tables))
     for attempts in (_listed, _shifted, _swapped):
-        if not is_done():
-            for rows, whole in [*attempts(tables, most, found)]:
-                add(_MADE, rows, whole)
+        fitting = (order.run.makespan for order in found if order.fits)
+        if next(fitting, math.inf) > bound:
+            for rows in [*attempts(tables, most, found)]:
+                add(rows)
     return found
 
 
 def _listed(
     tables: Tables, most: Sequence[float] | None, found: list[Order]
-) -> Iterator[Attempt]:
-    """By simple rules of who goes first: see `list_schedule`.
-
-    These come within 0.2 % of the best of thirty-six on random costs.
-    """
-    ranks, stages = tables.num_ranks, tables.num_stages
+) -> Iterator[Numbered | None]:
+    """By simple rules of who goes first: see `list_schedule`."""
+    stages = tables.num_stages
     first = [stages - stage for stage in range(stages)]
     second = [stages + place for place in first]
     backward_first = _by_stage(tables, forward=second, backward=first)
     forward_first = _by_stage(tables, forward=first, backward=second)
-    # In flight: as much as hides transfers, and the chunks after the first.
-    held = [stages - ranks + 1 + 2 * (ranks - 1 - rank) for rank in range(ranks)]
-    for priority, most_held, whole, lookahead in (
-        (backward_first, None, False, 0.0),
-        (backward_first, None, False, 1.0),
-        (forward_first, None, False, 0.0),
-        (forward_first, held, False, 1.0),
-        (forward_first, None, True, 0.0),
+    for priority, whole, reserves in (
+        (backward_first, False, True),
+        (backward_first, False, False),
+        (forward_first, False, True),
+        (forward_first, True, True),
     ):
-        limits = Limits(most, most_held)
-        yield list_schedule(tables, priority, limits, whole, lookahead), whole
+        yield list_schedule(tables, priority, most, whole, reserves)
 
 
 def _shifted(
     tables: Tables, most: Sequence[float] | None, found: list[Order]
-) -> Iterator[Attempt]:
+) -> Iterator[Numbered | None]:
     """The fastest, whether they fit or not, pushed late, then early in that order."""
     fitting = [order for order in found if order.fits]
-    some = [*_distinct(found, _SHIFTED), *fitting[:_SHIFTED]]
-    for order in {id(order): order for order in some}.values():
+    for order in dict.fromkeys([*_distinct(found, _SHIFTED), *fitting[:_SHIFTED]]):
         priority = latest_starts(order.run)
-        for reserves in (True, False) if most else (True,):
-            limits = Limits(most, reserves=reserves)
-            yield list_schedule(tables, priority, limits, order.whole), order.whole
+        yield list_schedule(tables, priority, most, order.has_whole, reserves=False)
 
 
 def _swapped(
     tables: Tables, most: Sequence[float] | None, found: list[Order]
-) -> Iterator[Attempt]:
+) -> Iterator[Numbered]:
     """The fastest that fit, with neighbours swapped where that makes them shorter."""
 
     def allowed(run: Run) -> bool:
-        return Order(_MADE, run, False, most).fits
+        return Order(_MADE, run, most).fits
 
     for order in _distinct([order for order in found if order.fits], _SWAPPED):
         budget = _TIMED // len(order.run.order) + 1
-        yield local_search(order.run, allowed, budget).rows, order.whole
+        yield local_search(order.run, allowed, budget).rows
 
 
 def _one_at_a_time(tables: Tables) -> Numbered:
@@ -202,15 +186,12 @@ def catalogue(num_ranks: int, num_microbatches: int, num_chunks: int) -> list[Sc
         if (small := build(1, 2)).num_stages == num_chunks and not small.forward_only
     ]
     if num_chunks > 2:
-        # Of those that take any number.
-        builders += [
-            lambda p, m, build=build: build(p, m, num_chunks)
+        builders = [
+            functools.partial(build, num_chunks=num_chunks)
             for build in (interleaved, interleaved_zb, looped_bfs)
         ]
     found = []
     for build in builders:
-        try:
+        with contextlib.suppress(ScheduleError):  # not for so few micro-batches
             found.append(build(num_ranks, num_microbatches))
-        except ScheduleError:
-            continue  # not for so few micro-batches
     return found

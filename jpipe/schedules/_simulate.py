@@ -92,26 +92,19 @@ def deadlock(rows: Rows, num_stages: int) -> str:
                 moved = True
     stuck = {rank: row[-1] for rank, row in enumerate(left) if row}
     rank_of = {action: rank for rank, row in enumerate(rows) for action in row}
-    absent = []
-    for rank, action in stuck.items():
-        missing = [str(n) for n in needs(action) if n not in rank_of]
-        absent += [
-            f"rank {rank}: {action} waits for {n}, which nobody runs" for n in missing
-        ]
-    if absent:
-        return "the schedule deadlocks: " + "; ".join(absent)
     path: list[int] = []
-    wait: dict[int, str] = {}
+    waits: dict[int, str] = {}
     rank = next(iter(stuck))
-    while rank not in wait:
+    while rank not in waits:
         action = stuck[rank]
         need = next(n for n in needs(action) if n not in done)
+        path.append(rank)
+        waits[rank] = f"rank {rank}: {action} waits for {need}, "
+        if need not in rank_of:
+            return f"the schedule deadlocks: {waits[rank]}which nobody runs"
         owner = rank_of[need]
         after = "" if stuck[owner] == need else f" after {stuck[owner]}"
-        wait[rank] = (
-            f"rank {rank}: {action} waits for {need}, which rank {owner} runs{after}"
-        )
-        path.append(rank)
+        waits[rank] += f"which rank {owner} runs{after}"
         rank = owner
     cycle = path[path.index(rank) :]
-    return "the schedule deadlocks: " + "; ".join(wait[r] for r in cycle)
+    return "the schedule deadlocks: " + "; ".join(waits[rank] for rank in cycle)

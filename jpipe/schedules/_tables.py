@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import heapq
+import itertools
 import operator
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,9 +16,8 @@ from ._action import (
     OPS,
     WEIGHT,
     Action,
-    remote_read,
 )
-from ._costs import Costs, at
+from ._costs import Costs, Numbers, at
 from ._homes import Homes
 
 Rows = tuple[tuple[Action, ...], ...]
@@ -25,6 +25,8 @@ Rows = tuple[tuple[Action, ...], ...]
 Numbered = list[list[int]]
 # Ranks, and the bytes by which what each holds changes.
 Changes = list[tuple[int, float]]
+# Stages, and the bytes that go from or to each: one number, or one per micro-batch.
+Sent = list[tuple[int, Numbers]]
 # The end of what did not run.
 NEVER = -1.0
 
@@ -45,13 +47,11 @@ class Tables:
 
     Attributes:
       seconds: the time of each action.
-      local: the action of its own rank that it reads; -1 if there is none.
-      remote: the action of the stage before or after that it reads, likewise.
-      delay: how long after its end what is read from `remote` arrives.
+      reads: the actions that each action reads, -1 where it reads fewer than others,
+        and how long after their end that arrives: the first of each, the second, ...
       exchange: for how long the step goes on after the last of its stage.
       result: itself; of a whole backward the first half, as which it is read.
       changes: the bytes that it adds to ranks, one after the other.
-      skips: the actions that skip connections of it come from, and how long they take.
       at_start: the bytes of each rank before the first action.
     """
 
@@ -66,38 +66,41 @@ class Tables:
     ) -> None:
         self.costs, self.placement = costs, tuple(placement)
         self.homes = Homes(self.placement) if homes is None else homes
-        self._training = training
+        self.training = training
         self.num_ranks, self.num_microbatches = num_ranks, num_microbatches
         self.num_stages = len(self.placement)
         self.stages_of: list[list[int]] = [[] for _ in range(num_ranks)]
         for stage, rank in enumerate(self.placement):
             self.stages_of[rank].append(stage)
+        # What an op of a stage gets of other stages, and what it sends to them.
+        arrives: dict[tuple[str, int], Sent] = defaultdict(list)
+        leaves: dict[tuple[str, int], Sent] = defaultdict(list)
+        for source, target, size, cotangent in costs.links(self.num_stages):
+            arrives[FORWARD, target].append((source, size))
+            leaves[FORWARD, source].append((target, size))
+            for op in (BACKWARD, INPUT):
+                arrives[op, source].append((target, cotangent))
+                leaves[op, target].append((source, cotangent))
         self.seconds: list[float] = []
-        self.local: list[int] = []
-        self.remote: list[int] = []
-        self.delay: list[float] = []
         self.exchange: list[float] = []
         self.result: list[int] = []
         self.changes: list[Changes] = []
-        self.skips: dict[int, list[tuple[int, float]]] = {}
+        self.reads: list[tuple[list[int], list[float]]] = []
         count = num_microbatches
         # What does not differ between micro-batches is looked up for one of them.
-        every = range(1 if costs.is_uniform and self.homes.are_fixed else count)
-        for op in OPS:
-            for stage in range(self.num_stages):
-                some = [Action(op, stage, i) for i in every]
-                copies = count // len(some)
-                self.seconds += [costs.of(action) for action in some] * copies
-                self.changes += [self._changes(action) for action in some] * copies
-                local, remote, delay = self._reads(op, stage, some)
-                self.local += _numbers(local, count)
-                self.remote += _numbers(remote, count)
-                self.delay += delay * copies
-                exchange = 0.0 if op == FORWARD else at(costs.exchange, stage)
-                self.exchange += [exchange] * count
-                to = INPUT if op == BACKWARD else op
-                self.result += _numbers(self.first(to, stage), count)
-                self._add_skips(op, stage)
+        is_uniform = costs.is_uniform and self.homes.are_fixed
+        self._looked_up = range(1 if is_uniform else count)
+        copies = count // len(self._looked_up)
+        for op, stage in itertools.product(OPS, range(self.num_stages)):
+            some = [Action(op, stage, i) for i in self._looked_up]
+            ends = arrives[op, stage], leaves[op, stage]
+            self.seconds += [costs.of(action) for action in some] * copies
+            self.changes += [self._changes(action, *ends) for action in some] * copies
+            exchange = 0.0 if op == FORWARD else at(costs.exchange, stage)
+            self.exchange += [exchange] * count
+            first = self.first(INPUT if op == BACKWARD else op, stage)
+            self.result += range(first, first + count)
+            self._add_reads(op, stage, arrives[op, stage], copies)
         self.at_start = self._at_start()
 
     def first(self, op: str, stage: int) -> int:
@@ -114,6 +117,10 @@ class Tables:
         op, stage = divmod(rest, self.num_stages)
         return Action(OPS[op], stage, microbatch)
 
+    def stage(self, number: int) -> int:
+        """The stage of a number."""
+        return number // self.num_microbatches % self.num_stages
+
     def numbered(self, rows: Rows) -> Numbered:
         """Rows of actions as rows of numbers."""
         return [[self.number(action) for action in row] for row in rows]
@@ -122,40 +129,51 @@ class Tables:
         """And back."""
         return tuple(tuple(map(self.action, row)) for row in rows)
 
-    def _changes(self, action: Action) -> Changes:
+    def _changes(self, action: Action, arrives: Sent, leaves: Sent) -> Changes:
         """The bytes that an action adds to ranks, one after the other."""
-        own, sent = changes_of(action, self.costs, self.num_stages - 1, self._training)
-        rank_of = self.homes[action.microbatch]
-        rank, away = rank_of[action.stage], defaultdict[int, float](float)
-        for stage, size in sent:
-            if rank_of[stage] != rank and size:
-                away[rank_of[stage]] += size
-        changes = [(rank, own + sum(size for _, size in sent)), *away.items()]
+        (op, stage, i), costs = action, self.costs
+        residual, pending, extra = (
+            at(field, stage, i)
+            for field in (costs.residual_bytes, costs.pending_bytes, costs.extra_bytes)
+        )
+        if op == FORWARD:
+            own = at(costs.emitted_bytes, stage, i)
+            own += residual if self.training else -extra
+            own -= 0 if stage else at(costs.boundary_bytes, stage, i)
+        elif op == WEIGHT:
+            own = -pending
+        else:
+            own = (pending if op == INPUT else 0) - residual - extra
+        own -= sum(at(size, i) for _, size in arrives)
+        own += sum(at(size, i) for _, size in leaves)
+        rank_of = self.homes[i]
+        rank, away = rank_of[stage], defaultdict[int, float](float)
+        for other, size in leaves:
+            if rank_of[other] != rank and (sent := at(size, i)):
+                away[rank_of[other]] += sent
+        changes = [(rank, own), *away.items()]
         return [*changes, (rank, -sum(away.values()))] if away else changes
 
-    def _reads(
-        self, op: str, stage: int, some: list[Action]
-    ) -> tuple[int, int, list[float]]:
-        """What an op of a stage reads of its own rank and of another, and the delay."""
-        local = self.first(LOCAL_READS[op], stage) if op in LOCAL_READS else -1
-        read = remote_read(op, stage, self.num_stages)
-        if read is None:
-            return local, -1, [0.0] * len(some)
-        delays = [
-            self.costs.transfer(Action(*read, i))
-            if self.homes[i][read[1]] != self.homes[i][stage]
-            else 0.0
-            for _, _, i in some
-        ]
-        return local, self.first(*read), delays
-
-    def _add_skips(self, op: str, stage: int) -> None:
-        for i in range(self.num_microbatches if self.costs.skips else 0):
-            action, rank_of = Action(op, stage, i), self.homes[i]
-            for sender, seconds in self.costs.skip_transfers(action):
-                if rank_of[sender.stage] != rank_of[stage]:
-                    found = self.skips.setdefault(self.number(action), [])
-                    found.append((self.number(sender), seconds))
+    def _add_reads(self, op: str, stage: int, arrives: Sent, copies: int) -> None:
+        """What an op of a stage reads: of its own stage, then of others."""
+        costs, count = self.costs, self.num_microbatches
+        other_op = FORWARD if op == FORWARD else INPUT
+        found = [(LOCAL_READS[op], stage, 0)] if op in LOCAL_READS else []
+        found += [(other_op, other, size) for other, size in arrives]
+        first = self.first(op, stage)
+        for column, (read, other, size) in enumerate(found):
+            if column == len(self.reads):
+                total = len(OPS) * self.num_stages * count
+                self.reads.append(([-1] * total, [0.0] * total))
+            numbers, delays = self.reads[column]
+            start = self.first(read, other)
+            numbers[first : first + count] = range(start, start + count)
+            delays[first : first + count] = [
+                costs.latency + at(size, i) / costs.bandwidth
+                if self.homes[i][other] != self.homes[i][stage]
+                else 0.0
+                for i in self._looked_up
+            ] * copies
 
     def _at_start(self) -> list[float]:
         """The bytes of each rank before the first action."""
@@ -165,14 +183,10 @@ class Tables:
                 rank = self.homes[i][stage]
                 held[rank] += at(costs.extra_bytes, stage, i)
                 held[rank] += 0 if stage else at(costs.boundary_bytes, stage, i)
-        for stage in range(self.num_stages):
-            for size in (
-                costs.parameter_bytes,
-                costs.accumulator_bytes if self._training else 0,
-                costs.shared_bytes,
-            ):
-                for rank in self.homes.ranks(stage):
-                    held[rank] += at(size, stage)
+            lasting = at(costs.parameter_bytes, stage) + at(costs.shared_bytes, stage)
+            lasting += at(costs.accumulator_bytes, stage) if self.training else 0
+            for rank in self.homes.ranks(stage):
+                held[rank] += lasting
         return held
 
     def memory(self, order: Iterable[int]) -> Iterator[tuple[int, int, float]]:
@@ -198,8 +212,8 @@ class Tables:
         first, end = self.first(BACKWARD, 0), self.first(WEIGHT, 0)
         for number in order:
             changes = self.changes[number]
-            if shared and (first <= number < end or not self._training):
-                stage = number // count % self.num_stages
+            if shared and (first <= number < end or not self.training):
+                stage = self.stage(number)
                 rank, change = changes[0]
                 readers[stage, rank] -= 1
                 if not readers[stage, rank]:
@@ -216,9 +230,9 @@ class Tables:
 
     def run(self, rows: Numbered) -> "Run | None":
         """Runs each rank in its order; ``None`` if ranks wait for each other."""
-        local, remote, delay, result = self.local, self.remote, self.delay, self.result
-        seconds, skips = self.seconds, self.skips
-        end = [NEVER] * len(seconds)
+        reads, result, seconds = self.reads, self.result, self.seconds
+        # The last is of what reads nothing.
+        end = [NEVER] * len(seconds) + [0.0]
         free, position = [0.0] * len(rows), [0] * len(rows)
         order: list[int] = []
         starts: list[float] = []
@@ -232,39 +246,31 @@ class Tables:
             while turns:
                 rank = heapq.heappop(turns)
                 row, now = rows[rank], free[rank]
-                at = position[rank]
-                for at in range(at, len(row)):  # noqa: B020
-                    number = row[at]
-                    start = now
-                    if (read := remote[number]) >= 0:
-                        arrival = end[read]
+                for place in range(position[rank], len(row)):
+                    number, start = row[place], now
+                    for read, delay in reads:
+                        arrival = end[read[number]]
                         if arrival < 0:
-                            waiting.setdefault(read, []).append(rank)
+                            waiting.setdefault(read[number], []).append(rank)
                             break
                         arrival += delay[number]
                         if arrival > start:
                             start = arrival
-                    if (read := local[number]) >= 0:
-                        arrival = end[read]
-                        if arrival < 0:
-                            return None
-                        if arrival > start:
-                            start = arrival
-                    if skips and number in skips:
-                        start = max(start, *(end[s] + t for s, t in skips[number]))
-                    result_of = result[number]
-                    end[result_of] = stop = start + seconds[number]
-                    # What takes no time, such as a forward that its backward does on
-                    # the way, holds nobody up.
-                    if stop > start:
-                        now = stop
-                    order.append(number)
-                    starts.append(start)
-                    for other in waiting.pop(result_of, ()):
-                        heapq.heappush(turns if other > rank else later, other)
-                else:
-                    at = len(row)
-                position[rank], free[rank] = at, now
+                    else:
+                        result_of = result[number]
+                        end[result_of] = stop = start + seconds[number]
+                        # What takes no time, such as a forward that its backward does
+                        # on the way, holds nobody up.
+                        if stop > start:
+                            now = stop
+                        order.append(number)
+                        starts.append(start)
+                        position[rank] = place + 1
+                        for other in waiting.pop(result_of, ()):
+                            heapq.heappush(turns if other > rank else later, other)
+                        continue
+                    break
+                free[rank] = now
             turns = later
         if len(order) < sum(map(len, rows)):
             return None
@@ -309,38 +315,3 @@ class Run:
         """All actions in the order in which they end."""
         at = sorted(range(len(self.order)), key=self.ends.__getitem__)
         return map(self.order.__getitem__, at)
-
-
-def _numbers(first: int, count: int) -> Iterable[int]:
-    """Of all micro-batches, from that of the first; -1 stays."""
-    return range(first, first + count) if first >= 0 else [-1] * count
-
-
-def changes_of(
-    action: Action, costs: Costs, last: int, training: bool
-) -> tuple[float, list[tuple[int, float]]]:
-    """The bytes that an action adds to its stage, and those that it sends to others."""
-    op, stage, i = action
-    residual, extra = (
-        at(costs.residual_bytes, stage, i),
-        at(costs.extra_bytes, stage, i),
-    )
-    pending = at(costs.pending_bytes, stage, i)
-    arrived = [skip for skip in costs.skips if skip.target == stage]
-    left = [skip for skip in costs.skips if skip.source == stage]
-    if op == FORWARD:
-        stored = residual if training else -extra
-        stored += at(costs.emitted_bytes, stage, i) - at(costs.boundary_bytes, stage, i)
-        stored -= sum(at(skip.bytes, i) for skip in arrived)
-        sent = [(skip.target, at(skip.bytes, i)) for skip in left]
-        if stage < last:
-            sent.append((stage + 1, at(costs.boundary_bytes, stage + 1, i)))
-        return stored, sent
-    if op not in (BACKWARD, INPUT):
-        return -pending, []
-    freed = residual + extra + (costs.cotangent(stage + 1, i) if stage < last else 0)
-    freed += sum(at(skip.cotangent_bytes, i) for skip in left)
-    sent = [(skip.source, at(skip.cotangent_bytes, i)) for skip in arrived]
-    if stage:
-        sent.append((stage - 1, costs.cotangent(stage, i)))
-    return (pending if op == INPUT else 0) - freed, sent

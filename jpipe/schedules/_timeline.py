@@ -4,16 +4,16 @@ import dataclasses
 import functools
 import math
 import statistics
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
-from ._action import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Needs
-from ._costs import FIELDS, Costs, at
+from ._action import FORWARD, OPS, Action, Needs
+from ._bound import lower_bound
+from ._costs import FIELDS, Costs
 from ._homes import Homes
-from ._one_machine import one_machine_bound
+from ._tables import Tables
 from ._units import duration, share, size
 
 # Into so many columns the text picture cuts the shortest action at most.
@@ -111,11 +111,14 @@ class Timeline:
         total = self.makespan * len(self.rows)
         return sum(self.idle) / total if total else 0.0
 
-    @property
+    @functools.cached_property
     def lower_bound(self) -> float:
         """The time that no schedule of these stages beats, at these costs.
 
-        See `jpipe.schedules.lower_bound`.
+        Each rank is looked at alone: everything it has to do, nothing before what it
+        reads can be there, and after each action the stages that follow, and the
+        exchange of gradients. It may even interrupt its work, and its backwards are
+        whole or split, whichever is less.
 
         Raises:
           ValueError: if it was measured: then there are no costs to count with.
@@ -125,9 +128,10 @@ class Timeline:
                 f"{self.name} was measured: schedule.simulate(costs) has costs that a "
                 f"bound can be computed from"
             )
-        count = max((action.microbatch for action in self.end), default=-1) + 1
-        forward_only = all(action.op == FORWARD for action in self.end)
-        return one_machine_bound(self.costs, self.homes, count, forward_only)
+        sizes = len(self.rows), max((a.microbatch for a in self.end), default=-1) + 1
+        training = any(action.op != FORWARD for action in self.end)
+        tables = Tables(self.costs, self.placement, *sizes, self.homes, training)
+        return lower_bound(tables)
 
     @property
     def gap(self) -> float:
@@ -156,25 +160,6 @@ class Timeline:
             peaks[rank] = max(peaks[rank], held)
         return tuple(peaks)
 
-    def peak_kept(self, stage: int) -> float:
-        """The most that a stage stores between the actions of a micro-batch."""
-        costs = self.costs or Costs()
-        now = peak = 0.0
-        for action in self.order():
-            op, at_stage, i = action
-            if at_stage != stage:
-                continue
-            residual = at(costs.residual_bytes, stage, i)
-            pending = at(costs.pending_bytes, stage, i)
-            now += {
-                FORWARD: residual,
-                BACKWARD: -residual,
-                INPUT: pending - residual,
-                WEIGHT: -pending,
-            }[op]
-            peak = max(peak, now)
-        return peak
-
     def order(self) -> tuple[Action, ...]:
         """All actions in one order that respects every dependency: by end."""
         # A dependency ends first, or with it if it takes no time; the mapping holds
@@ -196,17 +181,13 @@ class Timeline:
           the same stages. An op that did not run costs what it costs by default:
           nothing, for those that were not requested.
         """
-        times: dict[str, dict[int, list[float]]] = defaultdict(
-            lambda: defaultdict(list)
-        )
+        times = {op: [list[float]() for _ in self.placement] for op in OPS}
         for action, start in self.start.items():
-            times[FIELDS[action.op]][action.stage].append(self.end[action] - start)
+            times[action.op][action.stage].append(self.end[action] - start)
         fields = {
-            name: [
-                statistics.median(by_stage.get(stage, [0.0]))
-                for stage in range(self.num_stages)
-            ]
-            for name, by_stage in times.items()
+            FIELDS[op]: [statistics.median(own or [0.0]) for own in by_stage]
+            for op, by_stage in times.items()
+            if any(by_stage)
         }
         return dataclasses.replace(costs or self.costs or Costs(), **fields)
 

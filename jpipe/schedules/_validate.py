@@ -2,7 +2,7 @@
 
 import itertools
 import warnings
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -30,16 +30,27 @@ def malformed(
     num_microbatches: int,
     placement: Sequence[int],
     rows: Rows,
+    replicas: Sequence[Sequence[int]],
 ) -> Iterator[str]:
-    """Sizes that are none, and cells that are no actions."""
+    """Sizes, cells and ranks of stages that are none."""
     sizes = num_stages, num_microbatches
     if not all(isinstance(size, int) and size >= 1 for size in sizes):
         yield (
             f"E0 num_stages={num_stages!r}, num_microbatches={num_microbatches!r}: "
             f"must be ints of at least 1"
         )
-    elif len(placement) != num_stages:
-        yield f"E4 placement has {len(placement)} entries for {num_stages} stages"
+    elif {len(placement), len(replicas or placement)} != {num_stages}:
+        yield (
+            f"E4 placement has {len(placement)} entries, replicas {len(replicas)}, for "
+            f"{num_stages} stages"
+        )
+    else:
+        for stage, ranks in enumerate(replicas):
+            if len({*ranks}) != len(ranks) or [*ranks[:1]] != [placement[stage]]:
+                yield (
+                    f"E4 replicas[{stage}]={tuple(ranks)}: needs different ranks, "
+                    f"placement[{stage}]={placement[stage]} first"
+                )
     for rank, position, cell in _cells(rows):
         if not isinstance(cell, Action):
             yield (
@@ -63,7 +74,7 @@ def faults(
     placement: tuple[int, ...],
     num_microbatches: int,
     forward_only: bool,
-    replicas: tuple[tuple[int, ...], ...] = (),
+    replicas: tuple[tuple[int, ...], ...],
 ) -> list[str]:
     """What is wrong with a schedule, apart from ranks that wait for each other.
 
@@ -81,8 +92,6 @@ def faults(
     Returns:
       A line or more for each fault, beginning with the number of its rule.
     """
-    if found := list(_misshared(placement, replicas)):
-        return found
     found = [
         *_out_of_place(rows, placement, num_microbatches, replicas),
         *_miscounted(rows, len(placement), num_microbatches, forward_only),
@@ -90,30 +99,15 @@ def faults(
     found += [] if found else _misordered(rows)
     for rank, row in enumerate(rows):
         if not row and not found:
-            warnings.warn(f"E12 rank {rank} runs nothing", stacklevel=4)
+            warnings.warn(f"E9 rank {rank} runs nothing", stacklevel=4)
     return found
-
-
-def _misshared(
-    placement: tuple[int, ...], replicas: tuple[tuple[int, ...], ...]
-) -> Iterator[str]:
-    """Ranks of stages that are not those of one stage each, first of all its own."""
-    if replicas and len(replicas) != len(placement):
-        yield f"E4 replicas has {len(replicas)} entries for {len(placement)} stages"
-        return
-    for stage, ranks in enumerate(replicas):
-        if not ranks or ranks[0] != placement[stage] or len(set(ranks)) != len(ranks):
-            yield (
-                f"E4 replicas[{stage}]={tuple(ranks)}: needs different ranks, "
-                f"placement[{stage}]={placement[stage]} first"
-            )
 
 
 def _out_of_place(
     rows: Rows,
     placement: tuple[int, ...],
     num_microbatches: int,
-    replicas: tuple[tuple[int, ...], ...] = (),
+    replicas: tuple[tuple[int, ...], ...],
 ) -> Iterator[str]:
     """Actions that name something that does not exist or run in the wrong place."""
     last = len(placement) - 1
@@ -122,14 +116,9 @@ def _out_of_place(
     wrong = [s for s, own in enumerate(ranks_of) if not set(own) <= set(there)]
     if wrong:
         yield f"E4 stages {wrong} are placed on ranks that are not 0 to {len(rows) - 1}"
-    forward_rank = {
-        action: rank
-        for rank, _, action in _cells(rows)
-        if 0 <= action.stage <= last and rank in ranks_of[action.stage]
-    }
+    rank_of = {action: rank for rank, _, action in _cells(rows)} if replicas else {}
     for rank, position, action in _cells(rows):
         op, stage, microbatch = action
-        forward, message = action._replace(op=FORWARD), None
         if op not in OPS:
             message = f"E1 {action}: the ops are {', '.join(OPS)}"
         elif not 0 <= stage <= last:
@@ -139,47 +128,31 @@ def _out_of_place(
         elif rank not in ranks_of[stage]:
             listed = " or ".join(map(str, ranks_of[stage]))
             message = f"E4 {action}: stage {stage} is placed on rank {listed}"
-            if op != FORWARD and forward in forward_rank:
-                message = message.replace("E4", "E10") + ", where its forward runs"
-        elif forward_rank.get(forward, rank) != rank:
-            message = f"E10 {action}: its forward runs on rank {forward_rank[forward]}"
-        if message is not None:
-            yield _shown(message, rows[rank], rank, position)
+        elif (home := rank_of.get(action._replace(op=FORWARD), rank)) != rank:
+            message = f"E8 {action}: its forward runs on rank {home}"
+        else:
+            continue
+        yield _shown(message, rows[rank], rank, position)
 
 
 def _miscounted(
     rows: Rows, num_stages: int, num_microbatches: int, forward_only: bool
 ) -> Iterator[str]:
-    """Actions that are missing, appear twice, or do the same work twice."""
-    count = Counter(action for row in rows for action in row)
-    if message := too_large(num_stages, num_microbatches, count.total()):
+    """What is missing, appears twice, or does the same work twice."""
+    if message := too_large(num_stages, num_microbatches, sum(map(len, rows))):
         yield message
         return
+    ran: dict[tuple[int, int], list[str]] = defaultdict(list)
+    for _, _, action in _cells(rows):
+        ran[action.stage, action.microbatch].append(action.op)
+    complete = ["F"] if forward_only else ["F B", "F I W"]
     for stage, i in itertools.product(range(num_stages), range(num_microbatches)):
-        forward, whole, half, rest = (Action(op, stage, i) for op in OPS)
-        if not count[forward]:
-            yield f"E5 {forward} never runs"
-        if forward_only:
-            continue
-        halves = [action for action in (half, rest) if count[action]]
-        if count[whole] and halves:
-            yield f"E7 {whole} and {' and '.join(map(str, halves))} both run"
-        elif not count[whole] and not halves:
-            yield f"E5 {whole} never runs, nor do {half} and {rest}"
-        elif not count[whole] and len(halves) == 1:
-            missing = rest if halves == [half] else half
-            yield f"E5 {missing} never runs, {halves[0]} does"
-    if forward_only:
-        extra = [action for action in count if action.op != FORWARD]
-        yield from (
-            f"E7 {action} in a schedule that is forward_only" for action in extra
-        )
-    seen: set[Action] = set()
-    for rank, position, action in _cells(rows):
-        if action in seen:
-            message = f"E6 {action} runs {count[action]} times"
-            yield _shown(message, rows[rank], rank, position)
-        seen.add(action)
+        ops = " ".join(sorted(ran[stage, i], key="FBIW".find))
+        if ops not in complete:
+            yield (
+                f"E5 stage {stage} runs {ops or 'nothing'} on micro-batch {i}, needs "
+                f"{' or '.join(complete)}" + " alone: it is forward_only" * forward_only
+            )
 
 
 def _misordered(rows: Rows) -> Iterator[str]:
@@ -190,14 +163,14 @@ def _misordered(rows: Rows) -> Iterator[str]:
         for at, action in enumerate(row):
             first = action._replace(op=LOCAL_READS.get(action.op, action.op))
             if position[first] > at:
-                yield _shown(f"E8 {action} runs before {first}", row, rank, at)
+                yield _shown(f"E6 {action} runs before {first}", row, rank, at)
             if action.op == INPUT:
                 continue
             kind = FORWARD if action.op == FORWARD else BACKWARD
             before = last.get((kind, action.stage))
             if before is not None and before.microbatch > action.microbatch:
                 message = (
-                    f"E8 {action} runs after {before}: losses and gradients are summed "
+                    f"E6 {action} runs after {before}: losses and gradients are summed "
                     f"in ascending order of micro-batches"
                 )
                 yield _shown(message, row, rank, at)

@@ -1,10 +1,8 @@
 """Backwards in two halves: the second fills the time in which a rank would wait."""
 
 import itertools
-import math
 from collections import deque
 from collections.abc import Iterator
-from numbers import Real
 
 from ._action import FORWARD, INPUT, WEIGHT
 from ._build import Cell, build, check, v_shape, warmed_up
@@ -46,7 +44,7 @@ def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
     return warmed_up("zb_h1", num_ranks, num_microbatches, warmup, lambda rank: rank)
 
 
-def zb_h2(num_ranks: int, num_microbatches: int, latency: float = 0.0) -> Schedule:
+def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
     """ZB-H2: more forwards first, so that no rank waits between its first and last.
 
     With ``F = I = W`` each rank works without a gap, but ranks begin and end one
@@ -57,22 +55,14 @@ def zb_h2(num_ranks: int, num_microbatches: int, latency: float = 0.0) -> Schedu
       num_ranks: the number of ranks, one stage on each.
       num_microbatches: the number of micro-batches, any positive number; this
         text is for ``2 p - 1`` or more.
-      latency: the time c that a transfer takes, in units of a forward. So much more is
-        started first that ranks do not wait for transfers either.
 
     Returns:
-      A valid schedule; a rank holds at most ``2 p - 1 + 2 (p - 1) c`` micro-batches.
+      A valid schedule; a rank holds at most ``2 p - 1`` micro-batches.
 
     Raises:
-      ScheduleError: if either number is less than 1, or the latency less than 0.
+      ScheduleError: if either number is less than 1.
 
     Example:
-      >>> from jpipe.schedules import Costs
-      >>> slow = Costs(latency=2.0)
-      >>> zb_h2(4, 24).simulate(slow).makespan
-      90.0
-      >>> zb_h2(4, 24, latency=2.0).simulate(slow).makespan
-      81.0
       >>> print(zb_h2(2, 3))
       zb_h2: 2 ranks, 2 stages, 3 micro-batches, bubble 10.0 %
       rank 0 |F0 F1 F2 I0 W0 I1 W1 I2 W2 . |
@@ -82,18 +72,13 @@ def zb_h2(num_ranks: int, num_microbatches: int, latency: float = 0.0) -> Schedu
       Qi et al., `Zero Bubble Pipeline Parallelism
       <https://arxiv.org/abs/2401.10241>`_ (2024).
     """
-    if not isinstance(latency, Real) or not 0 <= latency < math.inf:
-        raise ScheduleError(
-            f"zb_h2: latency={latency!r}: must be a number, at least 0 and finite"
-        )
 
     def warmup(rank: int) -> int:
-        return math.floor(2 * (num_ranks - 1 - rank) * (1 + latency))
+        return 2 * (num_ranks - 1 - rank)
 
-    def lag(rank: int) -> int:
-        return warmup(0) - warmup(rank)
-
-    return warmed_up("zb_h2", num_ranks, num_microbatches, warmup, lag)
+    return warmed_up(
+        "zb_h2", num_ranks, num_microbatches, warmup, lambda rank: 2 * rank
+    )
 
 
 def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:

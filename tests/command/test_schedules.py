@@ -131,7 +131,7 @@ def test_check_prints_the_grid_and_the_peaks(command, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        ("0F0 0B0\n1F0", ["mine", "E5 1B0 never runs"]),
+        ("0F0 0B0\n1F0", ["mine", "E5 stage 1 runs F on micro-batch 0, needs F B"]),
         ("", ["empty"]),
         ("{}", ["Schedule.to_json"]),
     ],

@@ -137,10 +137,14 @@ RUN = [
     ("_sums", "leaf[d] if yes", "leaf[0] if yes"),
 ]
 SCHEDULES = [
-    ("_one_machine", "first.append(min(whole, half))", "first.append(half)"),
-    ("_costs", "in (BACKWARD, INPUT) and skip.source", "in (INPUT,) and skip.source"),
+    (
+        "_bound",
+        "= min(seconds[whole + at], seconds[half + at])",
+        "= seconds[half + at]",
+    ),
+    ("_costs", "[*neighbours, *self.skips]", "[*neighbours]"),
     ("_simulate", "end, end + seconds)", "end, end + 2 * seconds)"),
-    ("_tables", "(end[s] + t for", "(end[s] + 0 * t for"),
+    ("_tables", "own -= sum(at(", "own -= 0 * sum(at("),
     ("_tables", "held[rank] += 0 if stage else at(", "held[rank] += at("),
 ]
 SLICES = [

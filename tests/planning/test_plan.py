@@ -103,7 +103,7 @@ def test_a_plan_decides_alone_and_for_its_own_layers():
         ({"num_microbatches": "8"}, "num_microbatches='8': needs an int of at least 1"),
         ({"num_microbatches": 17}, r"=\(17,\) leave nothing to choose for 16 examples"),
         ({"bandwidth": 5e-324}, "longer than a float can hold"),
-        ({"schedules": schedules.build_v}, "build_v is unknown: choose from"),
+        ({"schedules": schedules.compare}, "compare is unknown: choose from"),
         ({"schedules": "dualpipe_v", "num_microbatches": 1}, "no order for 11 layers"),
         ({"remat": "most"}, "remat: 'most' is unknown: choose"),
         ({"data": 3, "num_devices": 3}, r"data=\(3,\) and .* data divides the 3 dev"),

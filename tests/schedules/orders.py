@@ -106,9 +106,9 @@ def by_hand(text: str, num_microbatches: int, placement=None, **fields) -> Sched
     return Schedule("mine", len(placement), num_microbatches, placement, rows, **fields)
 
 
-def refusal_of(schedule: Schedule, **limits) -> str:
+def refusal_of(schedule: Schedule) -> str:
     with pytest.raises(ScheduleError) as refusal:
-        schedule.validate(**limits)
+        schedule.validate()
     first, _, faults = str(refusal.value).partition("\n")
     assert first == f"schedule {schedule.name!r} cannot run:"
     return faults

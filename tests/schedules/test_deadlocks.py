@@ -81,7 +81,7 @@ def test_validator_and_simulator_agree_with_graph_theory(schedule, costs):
         start = None
     if start is None or not ascending:
         faults = refusal_of(schedule)
-        assert ("E9" in faults) == ("E8" not in faults)
+        assert ("E7" in faults) == ("E6" not in faults)
     else:
         assert schedule.validate() is schedule
         timeline = schedule.simulate(costs)

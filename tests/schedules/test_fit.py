@@ -14,7 +14,6 @@ from jpipe.schedules import (
     ScheduleError,
     Skip,
     fit,
-    lower_bound,
 )
 
 from .predictions import any_time
@@ -74,14 +73,15 @@ def test_never_slower_than_the_best_of_the_catalogue_under_the_same_cap(data):
         assert cap is not None
         assert all(peak > cap for peak in caps)
         return
-    assert found.validate(max_bytes=cap, costs=costs) is found
+    assert found.validate() is found
     assert (found.num_ranks, found.num_stages) == (p, chunks * p)
     assert found.num_microbatches == m
     timeline = found.simulate(costs)
+    assert cap is None or max(timeline.peak_bytes) <= cap
     fitting = [t for _, t in known if cap is None or max(t.peak_bytes) <= cap]
     for other in fitting:
         assert timeline.makespan <= other.makespan
-    assert lower_bound(costs, p, m) <= timeline.makespan * (1 + 1e-12)
+    assert timeline.lower_bound <= timeline.makespan * (1 + 1e-12)
     if found.name in BY_NAME:
         assert found == BY_NAME[found.name](p, m)
 
@@ -107,7 +107,8 @@ def test_faster_than_the_best_of_the_catalogue_by_a_margin(costs, m, cap, margin
     best = min(t.makespan for t in timelines if cap is None or max(t.peak_bytes) <= cap)
     made = fit(costs, 4, m, cap)
     assert made.name == "fit"
-    timeline = made.validate(max_bytes=cap, costs=costs).simulate(costs)
+    timeline = made.validate().simulate(costs)
+    assert cap is None or max(timeline.peak_bytes) <= cap
     assert timeline.makespan <= best * (1 - margin)
 
 
@@ -125,6 +126,12 @@ def test_what_cannot_fit_says_what_is_short_and_what_would_do():
         fit(costs, 2, 4, 24)
 
 
+def test_stages_that_do_not_divide_among_the_ranks_are_refused():
+    says = "costs are for 3 stages, num_ranks=2: give costs for 2 stages, or for a mult"
+    with pytest.raises(ScheduleError, match=f"^fit: {says}"):
+        fit(Costs([1, 2, 3]), 2, 4)
+
+
 @given(st.data())
 def test_the_least_cap_that_is_named_does_and_no_schedule_does_with_less(data):
     p, chunks = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 2))
@@ -134,6 +141,7 @@ def test_the_least_cap_that_is_named_does_and_no_schedule_does_with_less(data):
         fit(costs, p, m, -1)
     said = re.search(r"or by rank \[(.*)\]", str(refusal.value))
     least = [float(number) for number in said.group(1).split(", ")]
-    assert fit(costs, p, m, least).validate(costs=costs)
+    peaks = fit(costs, p, m, least).simulate(costs).peak_bytes
+    assert all(x <= most for x, most in zip(peaks, least, strict=True))
     for schedule in catalogue(p, m, chunks * p):
         assert max(schedule.simulate(costs).peak_bytes) >= max(least)

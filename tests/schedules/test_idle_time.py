@@ -1,6 +1,5 @@
 """Idle time and memory in units of actions: closed forms of the literature."""
 
-import math
 from collections.abc import Callable
 
 import pytest
@@ -122,19 +121,6 @@ def test_zero_bubble_schedules_wait_only_for_longer_first_halves():
         for f, i, w in (THIRDS, SLOW_I, (1, 3, 1)):
             assert max(within(run(zb_v(p, m), times(f, i, w)))) == (p - 1) * (i - w)
         assert interleaved_zb(p, m, 1).rows == zb_h1(p, m).rows
-
-
-@pytest.mark.parametrize("latency", [0.0, 1.0, 1.5])
-def test_zb_h2_of_a_latency_waits_for_no_transfer_after_its_first(latency):
-    costs = times(1.0, 1.0, 1.0, latency=latency)
-    for p in (2, 3, 8):
-        timeline = run(zb_h2(p, 6 * p, latency), costs)
-        assert timeline.idle == ((p - 1) * (1 + latency),) * p
-        held = math.floor(2 * p - 1 + 2 * (p - 1) * latency)
-        assert max(timeline.peak_bytes) <= held
-    # Without, it waits for a gradient and an activation again and again.
-    plain = run(zb_h2(4, 24), costs).makespan
-    assert (plain > 24 * 3 + 3 * (1 + latency)) == (latency > 1)
 
 
 def test_the_slowest_of_uneven_stages_rules():

@@ -64,8 +64,6 @@ def test_every_byte_of_two_ranks_is_held_from_when_to_when():
         (7.0, "336000000"),
     ]
     assert timeline.peak_bytes == (112120230, 336330300)
-    # Of residuals and what is pending alone: two of 0F, and what 1I0 left.
-    assert (timeline.peak_kept(0), timeline.peak_kept(1)) == (200, 3000)
 
 
 @given(st.data())

@@ -40,10 +40,10 @@ def mutations(draw):
 # The rules of which one has to be named.
 RULES = {
     "drop": {"E5"},
-    "repeat": {"E4", "E6", "E10"},
-    "stage": {"E2", "E4", "E5", "E10"},
+    "repeat": {"E4", "E5"},
+    "stage": {"E2", "E4", "E5"},
     "microbatch": {"E3", "E5"},
-    "op": {"E1", "E5", "E6", "E7"},
+    "op": {"E1", "E5"},
 }
 
 

@@ -49,8 +49,14 @@ def json_with(**fields) -> str:
         (json_with(rows=[[1]]), "E1 1 is not an action: write stage, op"),
         (json_with(num_stages=0), "E0 num_stages=0, num_microbatches=1: must be ints"),
         (json_with(num_microbatches="1"), "E0 num_stages=2, num_microbatches='1'"),
-        (json_with(num_microbatches=2), "E5 0F1 never runs"),
-        (json_with(forward_only=True), "E7 0B0 in a schedule that is forward_only"),
+        (
+            json_with(num_microbatches=2),
+            "E5 stage 0 runs nothing on micro-batch 1",
+        ),
+        (
+            json_with(forward_only=True),
+            "E5 stage 0 runs F B on micro-batch 0, needs F alone",
+        ),
         (json_with(placement=[1, 0]), "E4 0F0: stage 0 is placed on rank 1"),
     ],
 )
