@@ -7,7 +7,7 @@ from typing import Any
 from . import _setup
 from ._instructions._sharding import SubMesh
 from ._processes._start import check_threads
-from ._run import _resting
+from ._run import _param_sharding
 from ._slices._cuts import Cuts
 from ._slices._division import Division
 
@@ -20,7 +20,7 @@ def divide(
     schedule: Any,
     remat: Any,
     replicas: Sequence[int] | None,
-    rule: _resting.Rule | None,
+    rule: _param_sharding.Rule | None,
     gather: str,
     is_lasting: bool = False,
     cuts: Cuts | None = None,

@@ -103,7 +103,7 @@ def _timeline(built: Built, spans: Spans, moves: Sequence[float]) -> Timeline:
     first = min(spans[action][0] for action in order if action in spans)
     free = [first] * schedule.num_ranks
     for action in order:
-        rank = schedule.homes[action.microbatch][action.stage]
+        rank = schedule.rank_of[action.microbatch][action.stage]
         begin, free[rank] = spans.get(action, (free[rank], free[rank]))
         start[action], end[action] = begin - first, free[rank] - first
     timeline = Timeline(

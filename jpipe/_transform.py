@@ -18,7 +18,7 @@ from ._model import OneModel
 from ._pipeline import Pipeline
 from ._processes._elsewhere import is_here
 from ._processes._start import check_joined
-from ._run import _resting
+from ._run import _param_sharding
 from ._run._pipe import Pipe
 from ._slices._division import Division
 from .planning._plan import Plan
@@ -39,7 +39,7 @@ def pipeline(
     plan: "Plan | Replicated | None" = None,
     devices: Sequence[Device] | Mesh | None = None,
     mesh: Mesh | None = None,
-    sharding: _resting.Rule | None = None,
+    sharding: _param_sharding.Rule | None = None,
     gather: str = "step",
     replicas: Sequence[int] | None = None,
     schedule: str | ScheduleBuilder | Schedule = "1f1b",

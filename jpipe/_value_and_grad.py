@@ -11,7 +11,7 @@ from ._function_gradient import FunctionGradient
 from ._functions._objective import REDUCTIONS
 from ._functions._trainable import Trainable
 from ._processes._start import check_joined
-from ._run._resting import Rule
+from ._run._param_sharding import Rule
 from .planning._plan import Plan
 
 

@@ -27,7 +27,7 @@ class Pipe:
       ranks: the device of each rank.
       schedule: who runs which action when.
       remat: which residuals each stage stores: see `_remat`.
-      rule: of variables' sharding where stages have several devices: see `_resting`.
+      rule: of parameters' sharding, where stages have several devices.
       gather: when what shards have a part of is gathered: once in a ``"step"`` or for
         each ``"microbatch"``.
     """
@@ -126,11 +126,11 @@ class Pipe:
         """The place of a stage, or where it runs a micro-batch."""
         if microbatch is None or not self.schedule.replicas:
             return self._number[self.devices[stage]]
-        return self._number[self.ranks[self.schedule.homes[microbatch][stage]]]
+        return self._number[self.ranks[self.schedule.rank_of[microbatch][stage]]]
 
     def replicas(self, stage: int) -> tuple[Device, ...]:
         """The devices that take turns at a stage."""
-        return tuple(self.ranks[rank] for rank in self.schedule.homes.ranks(stage))
+        return tuple(self.ranks[rank] for rank in self.schedule.rank_of.ranks(stage))
 
     def places_of(self, stage: int) -> list[int]:
         """The places that run a stage, in the order of their last micro-batches."""

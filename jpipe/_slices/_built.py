@@ -208,7 +208,7 @@ class Built:
         constants = [
             graph.constant(jnp.asarray(array), pipe.place(stage))
             for array, stage in zip(
-                stages.first.constants, stages.owner[count:], strict=False
+                stages.first.constants, stages.owner_stages[count:], strict=False
             )
         ]
         own = [*params, *constants], list(given)

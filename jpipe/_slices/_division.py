@@ -8,8 +8,8 @@ import jax
 
 from .._functions import _remat
 from .._layers._stage import StageLayers
+from .._run._param_sharding import Rule
 from .._run._pipe import Pipe, idle
-from .._run._resting import Rule
 from ..schedules import Schedule
 from ..schedules._choose import choose_schedule, turns
 from . import _cut, _marks
@@ -31,7 +31,7 @@ class Division:
       schedule: as for `jpipe.pipeline`.
       remat: as for `jpipe.pipeline`.
       replicas: as for `jpipe.pipeline`.
-      rule: of parameters' sharding where stages have several devices: see `_resting`.
+      rule: of parameters' sharding, where stages have several devices.
       gather: as for `jpipe.pipeline`.
       is_lasting: whether all functions are divided as the first one is, so that their
         parameters stay where they are.

@@ -11,7 +11,7 @@ from .._functions._batch import Axes
 from .._instructions._sharding import Sharding
 from .._layers import _rng, _skip
 from .._layers._sequence import Made, Sequential
-from .._run import _resting, _variables
+from .._run import _param_sharding, _variables
 from .._run._pipe import Pipe
 from . import _marks
 from ._modules import Modules
@@ -73,7 +73,7 @@ class Listed(Modules):
     ) -> list[Sharding]:
         """Of each leaf of the variables, in its stage."""
         del stages
-        return _resting.shardings(pipe, variables)
+        return _param_sharding.shardings(pipe, variables)
 
     def text(self, path: Any) -> str:
         """How errors call what is written to a variable."""

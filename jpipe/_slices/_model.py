@@ -15,7 +15,7 @@ from .._layers._layer import Layer, check_unchanged
 from .._layers._parent import Parent
 from .._layers._sequence import Made, called
 from .._layers._stage import shapes
-from .._run import _resting
+from .._run import _param_sharding
 from .._run._pipe import Pipe
 from ._modules import Modules
 
@@ -73,7 +73,7 @@ class Model(Modules):
     ) -> list[Sharding]:
         """Of each leaf of the variables, in its stage."""
         devices = [pipe.devices[stage] for stage in stages]
-        return _resting.of_tree(pipe, variables, devices, self._layer.owner)
+        return _param_sharding.of_tree(pipe, variables, devices, self._layer.owner)
 
     def text(self, path: Any) -> str:
         """How errors call what is written to a variable."""

@@ -20,7 +20,7 @@ from .._layers._parent import Parent
 from .._layers._sequence import Made
 from .._run import _signature
 from .._run._pipe import Pipe
-from . import _join, _left
+from . import _discarded, _join
 from ._division import ByLayer, Division
 from ._initial import Initial
 from ._program import Traced
@@ -149,7 +149,7 @@ class Modules(ABC):
             modules=self,
             names=("x", "rngs"),
             writes=self._writes,
-            left=functools.partial(self._left, train),
+            discards=functools.partial(self._warn, train),
         )
 
     def loss(self, objective: Objective, train: bool, outputs: list[PyTree]) -> Work:
@@ -179,12 +179,12 @@ class Modules(ABC):
             modules=self,
             names=("x", "targets", "rngs"),
             writes=self._writes,
-            left=None if train else functools.partial(self._left, train),
+            discards=None if train else functools.partial(self._warn, train),
         )
 
-    def _left(self, train: bool, traced: Traced, variables: PyTree) -> None:
+    def _warn(self, train: bool, traced: Traced, variables: PyTree) -> None:
         """Warns of what is written, where nobody is given it."""
-        _left.check(traced, *self._writes(traced, variables), variables, train)
+        _discarded.check(traced, *self._writes(traced, variables), variables, train)
 
     def _writes(self, traced: Traced, variables: PyTree) -> tuple[int, list[Written]]:
         """What a call writes, by what it returns besides its output or the loss."""

@@ -31,7 +31,7 @@ class Once:
 
     def place(self, weight: int) -> Place:
         """Where a weight is."""
-        return self.pipe.place(self.stages.owner[weight])
+        return self.pipe.place(self.stages.owner_stages[weight])
 
     def values(self) -> Values:
         """What follows from parameters once in a step, each where it is read first."""

@@ -12,7 +12,7 @@ from .._instructions import _transfer
 from .._instructions._collector import paused
 from .._instructions._sharding import Sharding
 from .._layers import _batchnorm, _rng
-from .._run import _resting, _signature, _variables
+from .._run import _param_sharding, _signature, _variables
 from .._run._pipe import Pipe
 from . import _arguments, _composed, _meshes, _order, _program, _summands
 from ._built import Built, Divided, TreeLayout
@@ -55,7 +55,7 @@ class Work:
       names: how errors call the arguments.
       writes: of a trace and specs of the parameters, the number of the first leaf of
         aux that is written to one of these, and which they are; ``None``: none is.
-      left: is given the same where what is written is left as it was given.
+      discards: is given the same where nobody is given what is written.
     """
 
     function: Callable[..., Any]
@@ -67,7 +67,7 @@ class Work:
     modules: Holder | None = None
     names: Sequence[str] = ()
     writes: Callable[[Traced, PyTree], tuple[int, list[Written]]] | None = None
-    left: Callable[[Traced, PyTree], None] | None = None
+    discards: Callable[[Traced, PyTree], None] | None = None
 
     @property
     def advice(self) -> str:
@@ -82,7 +82,7 @@ class Work:
         if self.modules:
             return self.modules.shardings(pipe, params, stages)
         devices = [pipe.devices[stage] for stage in stages]
-        return _resting.of_tree(pipe, params, devices, inside=("params",))
+        return _param_sharding.of_tree(pipe, params, devices, inside=("params",))
 
     def aux_of(self, traced: Traced) -> PyTree:
         """Specs of what a trace returns besides the loss and what is written."""
@@ -245,10 +245,10 @@ class Sliced:
         state = State()
         if writes := self._work.writes:
             first, specs = programs[sizes[0]], call.specs
-            if self._work.left is None:
+            if self._work.discards is None:
                 state = written_by(first, *writes(first, specs))
             elif is_called:
-                self._work.left(first, specs)
+                self._work.discards(first, specs)
             for n, one in programs.items():
                 programs[n] = without_the_rest(one, *writes(one, specs), state)
         count = len(call.trained)
@@ -256,7 +256,7 @@ class Sliced:
         pipe = division.pipe(len(positions[sizes[0]]) + 1)
         known = call.trained, division.owners(call.specs) or (), state
         stages = Stages(programs, positions, sizes, pipe.remat, *known)
-        owner_stages, work = stages.owner[:count], self._work
+        owner_stages, work = stages.owner_stages[:count], self._work
         division.note(owner_stages)
         shardings = work.shardings(pipe, call.specs, owner_stages)
         known = call.trained, work.modules is not None, work.advice

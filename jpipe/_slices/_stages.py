@@ -42,7 +42,7 @@ class Stages:
       first: the program of the first micro-batch.
       states: what each stage writes.
       once: ``params -> values`` that stages read and that are computed once in a step.
-      owner: of each weight the first stage that reads it.
+      owner_stages: of each weight the first stage that reads it.
       divides: whether backwards of a weighted loss divide by the sum of all weights.
     """
 
@@ -88,7 +88,7 @@ class Stages:
                 raise ValueError(_DIFFERS)
         of_loss = self._gradient[sizes[0]]
         self.trained += [_is_in(v, of_loss) for v in self.once.jaxpr.outvars]
-        self.owner = [*owner_stages, *self._owners()[len(owner_stages) :]]
+        self.owner_stages = [*owner_stages, *self._owners()[len(owner_stages) :]]
         self.states = self._states(state or State())
         self._forms: dict[tuple[int, int], Hashable] = {}
         # By stage, size and mode; and by what equal ones have in common.
@@ -121,7 +121,7 @@ class Stages:
 
     def held_by(self, stage: int) -> list[Weight]:
         """What it reads, and what stays there though nobody reads it."""
-        owned = [i for i, owner in enumerate(self.owner) if owner == stage]
+        owned = [i for i, owner in enumerate(self.owner_stages) if owner == stage]
         return [*dict.fromkeys([*self.weights(stage), *owned])]
 
     def params_of(self, stage: int) -> set[int]:

@@ -111,7 +111,7 @@ def _arrows(clock: _Clock, numbers: Iterator[int]) -> Iterator[Event]:
     for rank, row in enumerate(timeline.rows):
         for action in row:
             for need in needs(action):
-                source = timeline.homes[need.microbatch][need.stage]
+                source = timeline.rank_of[need.microbatch][need.stage]
                 if source != rank:
                     arrow = {"id": next(numbers), "cat": "transfer"}
                     # An arrow belongs to the slice around its time, so both ends

@@ -197,7 +197,8 @@ def _built(
 ) -> tuple[Built, PyTree]:
     """Modules that are divided; and specs of their variables."""
     args: tuple[PyTree, ...] = request.sample, request.rngs
-    work = replace(own.forward(request.train), left=_nothing)  # nobody is given it
+    # Nobody is given what is written, and nobody waits for it.
+    work = replace(own.forward(request.train), discards=_nothing)
     if request.objective is not None:
         args = request.sample, request.targets, request.rngs
         work = own.loss(request.objective, request.train, [])

@@ -53,7 +53,7 @@ def lower_bound(tables: Tables) -> float:
         )
         head = max(arrivals, default=0.0)
         end[number] = head + seconds[number]
-        parts[tables.homes[i][stage]].append((head, seconds[number], tail[number]))
+        parts[tables.rank_of[i][stage]].append((head, seconds[number], tail[number]))
     return max(map(_one_rank, parts), default=0.0)
 
 

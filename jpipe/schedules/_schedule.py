@@ -11,7 +11,7 @@ from typing import Any
 from . import _validate
 from ._action import FORWARD, Action
 from ._costs import Costs
-from ._homes import Homes
+from ._rank_of import RankOf
 from ._simulate import TOO_LONG, ScheduleError, check_costs, deadlock, predicted
 from ._tables import Run, Tables
 from ._timeline import Timeline
@@ -59,15 +59,15 @@ class Schedule:
         return len(self.rows)
 
     @cached_property
-    def homes(self) -> Homes:
+    def rank_of(self) -> RankOf:
         """The ranks that run each micro-batch."""
-        return Homes(self.placement, self.rows, self.replicas)
+        return RankOf(self.placement, self.rows, self.replicas)
 
     @property
     def running(self) -> list[int]:
         """The ranks that are those of stages, in their order."""
         stages = range(self.num_stages)
-        return [rank for stage in stages for rank in self.homes.ranks(stage)]
+        return [rank for stage in stages for rank in self.rank_of.ranks(stage)]
 
     def to_text(self) -> str:
         """One line per rank, cells separated by blanks; `from_text` reads it."""
@@ -214,7 +214,7 @@ class Schedule:
         """Times the rows."""
         sizes = self.num_ranks, self.num_microbatches
         training = not self.forward_only
-        tables = Tables(costs, self.placement, *sizes, self.homes, training)
+        tables = Tables(costs, self.placement, *sizes, self.rank_of, training)
         run = tables.run(tables.numbered(self.rows))
         if run is None:
             raise ScheduleError(deadlock(self.rows, self.num_stages))

@@ -18,7 +18,7 @@ from ._action import (
     Action,
 )
 from ._costs import Costs, Numbers, at
-from ._homes import Homes
+from ._rank_of import RankOf
 
 Rows = tuple[tuple[Action, ...], ...]
 # The actions of each rank, in order, as numbers.
@@ -42,7 +42,7 @@ class Tables:
       placement: the rank of each stage.
       num_ranks: the number of ranks.
       num_microbatches: the number of micro-batches.
-      homes: the ranks that run each micro-batch; default: those of the placement.
+      rank_of: the ranks that run each micro-batch; default: those of the placement.
       training: whether there are backwards.
 
     Attributes:
@@ -61,11 +61,11 @@ class Tables:
         placement: Sequence[int],
         num_ranks: int,
         num_microbatches: int,
-        homes: Homes | None = None,
+        rank_of: RankOf | None = None,
         training: bool = True,
     ) -> None:
         self.costs, self.placement = costs, tuple(placement)
-        self.homes = Homes(self.placement) if homes is None else homes
+        self.rank_of = RankOf(self.placement) if rank_of is None else rank_of
         self.training = training
         self.num_ranks, self.num_microbatches = num_ranks, num_microbatches
         self.num_stages = len(self.placement)
@@ -88,7 +88,7 @@ class Tables:
         self.reads: list[tuple[list[int], list[float]]] = []
         count = num_microbatches
         # What does not differ between micro-batches is looked up for one of them.
-        is_uniform = costs.is_uniform and self.homes.are_fixed
+        is_uniform = costs.is_uniform and self.rank_of.are_fixed
         self._looked_up = range(1 if is_uniform else count)
         copies = count // len(self._looked_up)
         for op, stage in itertools.product(OPS, range(self.num_stages)):
@@ -146,7 +146,7 @@ class Tables:
             own = (pending if op == INPUT else 0) - residual - extra
         own -= sum(at(size, i) for _, size in arrives)
         own += sum(at(size, i) for _, size in leaves)
-        rank_of = self.homes[i]
+        rank_of = self.rank_of[i]
         rank, away = rank_of[stage], defaultdict[int, float](float)
         for other, size in leaves:
             if rank_of[other] != rank and (sent := at(size, i)):
@@ -170,7 +170,7 @@ class Tables:
             numbers[first : first + count] = range(start, start + count)
             delays[first : first + count] = [
                 costs.latency + at(size, i) / costs.bandwidth
-                if self.homes[i][other] != self.homes[i][stage]
+                if self.rank_of[i][other] != self.rank_of[i][stage]
                 else 0.0
                 for i in self._looked_up
             ] * copies
@@ -180,12 +180,12 @@ class Tables:
         costs, held = self.costs, [0.0] * self.num_ranks
         for stage in range(self.num_stages):
             for i in range(self.num_microbatches):
-                rank = self.homes[i][stage]
+                rank = self.rank_of[i][stage]
                 held[rank] += at(costs.extra_bytes, stage, i)
                 held[rank] += 0 if stage else at(costs.boundary_bytes, stage, i)
             lasting = at(costs.parameter_bytes, stage) + at(costs.shared_bytes, stage)
             lasting += at(costs.accumulator_bytes, stage) if self.training else 0
-            for rank in self.homes.ranks(stage):
+            for rank in self.rank_of.ranks(stage):
                 held[rank] += lasting
         return held
 
@@ -205,7 +205,7 @@ class Tables:
         count = self.num_microbatches
         # Of what the micro-batches of a stage share on a rank.
         readers = Counter(
-            (stage, self.homes[i][stage])
+            (stage, self.rank_of[i][stage])
             for stage in range(self.num_stages if shared else 0)
             for i in range(count)
         )

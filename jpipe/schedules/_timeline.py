@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ._action import FORWARD, OPS, Action, Needs
 from ._bound import lower_bound
 from ._costs import FIELDS, Costs
-from ._homes import Homes
+from ._rank_of import RankOf
 from ._tables import Tables
 from ._units import duration, share, size
 
@@ -70,9 +70,9 @@ class Timeline:
     exchanges: tuple[Exchange, ...] = ()
 
     @functools.cached_property
-    def homes(self) -> Homes:
+    def rank_of(self) -> RankOf:
         """The placement of each micro-batch."""
-        return Homes(self.placement, self.rows, self.replicas)
+        return RankOf(self.placement, self.rows, self.replicas)
 
     @property
     def num_stages(self) -> int:
@@ -130,7 +130,7 @@ class Timeline:
             )
         sizes = len(self.rows), max((a.microbatch for a in self.end), default=-1) + 1
         training = any(action.op != FORWARD for action in self.end)
-        tables = Tables(self.costs, self.placement, *sizes, self.homes, training)
+        tables = Tables(self.costs, self.placement, *sizes, self.rank_of, training)
         return lower_bound(tables)
 
     @property

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from ._action import Action
 
 
-class Homes:
+class RankOf:
     """The placement of each micro-batch: the rank of each stage, by stages.
 
     Args:
@@ -16,8 +16,8 @@ class Homes:
 
     Example:
       >>> rows = [[Action.parse(cell)] for cell in ("0F0", "0F1", "1F0", "1F1")]
-      >>> homes = Homes((0, 2), rows, ((0, 1), (2, 3)))
-      >>> homes[1]
+      >>> rank_of = RankOf((0, 2), rows, ((0, 1), (2, 3)))
+      >>> rank_of[1]
       [1, 3]
     """
 
