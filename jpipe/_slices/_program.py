@@ -20,7 +20,7 @@ from .._functions._objective import as_weight
 from .._jaxprs import _cheapest, _jaxpr
 from .._jaxprs._primitives import REDUCTIONS
 from .._layers._stage import shapes
-from . import _checkpoints
+from . import _checkpoints, _marks
 from ._folds import lifted
 
 PyTree = Any
@@ -252,6 +252,9 @@ def _with_raw_keys_folded(closed: core.ClosedJaxpr, first: int) -> core.ClosedJa
       first: the number of the first such input.
     """
     inputs = set(closed.jaxpr.invars[first:])
+    for eqn in filter(_marks.is_mark, closed.jaxpr.eqns):  # for the next stage
+        if not inputs.isdisjoint(_jaxpr.variables(eqn.invars)):
+            inputs.update(eqn.outvars)
     raw = {
         id(eqn)
         for eqn in closed.jaxpr.eqns

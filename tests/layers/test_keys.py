@@ -46,3 +46,22 @@ def test_a_key_among_variables_is_the_same_in_each_micro_batch(key, is_list):
     value, grads = pipe.value_and_grad(ref.mse)(variables, X, targets)
     found = value, grads[0] if is_list else grads
     ref.assert_close(found, expected, ref.FLOAT32)
+
+
+@pytest.mark.parametrize("balance", [[2], [1, 1]])
+def test_a_raw_key_in_the_input_is_folded_in_each_stage_as_a_typed_one(balance):
+    def first(inputs):
+        x = jnp.sin(inputs["x"] + drawn(inputs["key"], inputs["x"]))
+        return {**inputs, "x": x}
+
+    def last(inputs):
+        return inputs["x"] + drawn(inputs["key"], inputs["x"])
+
+    pipe = jpipe.pipeline(
+        [first, last], 3, balance=balance, in_axes={"x": 0, "key": None}
+    )
+    keys = [jpipe.microbatch_key(KEY, m) for m in range(3)]
+    expected = jnp.concatenate([last(first({"x": X[:2], "key": key})) for key in keys])
+    for key in (KEY, RAW):
+        found = pipe.apply(({}, {}), {"x": X, "key": key})
+        ref.assert_close(found, expected, ref.FLOAT32)
