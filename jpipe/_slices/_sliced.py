@@ -305,6 +305,9 @@ class Sliced:
             if work.has_loss:
                 scale = {"mean": n / whole, "sum": 1.0, "weighted": 1.0}
                 by = scale.get(work.reduction, share)
-                traced = _summands.apart(traced, split, by, share)
+                if work.modules:
+                    traced = _summands.scaled(traced, by)
+                else:
+                    traced = _summands.apart(traced, split, by, share)
             programs[n] = traced
         return _order.late(programs, self._division.moves)
