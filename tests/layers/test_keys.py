@@ -65,3 +65,11 @@ def test_a_raw_key_in_the_input_is_folded_in_each_stage_as_a_typed_one(balance):
     for key in (KEY, RAW):
         found = pipe.apply(({}, {}), {"x": X, "key": key})
         ref.assert_close(found, expected, ref.FLOAT32)
+
+
+def test_a_raw_key_makes_the_variables_that_it_makes_in_flax():
+    module, x = nn.Sequential([nn.Dense(4), nn.LayerNorm(), nn.Dense(3)]), X[:, :2]
+    model = jpipe.pipeline(module, 3, num_stages=2)
+    ref.assert_close(model.init(RAW, x), module.init(RAW, x), ref.FLOAT32)
+    layers = jpipe.pipeline(module.layers, 3)
+    ref.assert_equal(layers.init(RAW, x), layers.init(KEY, x))
