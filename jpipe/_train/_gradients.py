@@ -23,7 +23,7 @@ class Gradients:
       objective: the loss.
       trainable: what is trained by it.
       programs: of evaluation and of training.
-      outputs: specs of what the loss was given, of traces that were not checked yet.
+      outputs: specs of what the loss was given, of each trace.
       axis: where the examples are in an output of one array.
       check_first: what checks the first mini-batch; ``None``: nothing does.
 
@@ -42,6 +42,8 @@ class Gradients:
     ) -> None:
         self.objective, self.trainable = objective, trainable
         self._programs, self._outputs = programs, outputs
+        # By what was built what its loss is given, until the loss was run.
+        self._unrun: dict[Built, PyTree] = {}
         self._axis = axis if isinstance(axis, int) else 0
         self._check_first, self.unchecked = check_first, ""
 
@@ -59,19 +61,27 @@ class Gradients:
         self, variables: PyTree, x: PyTree, targets: PyTree, rngs: Rngs, train: bool
     ) -> Built:
         """What such arguments are for; of a new kind the loss is checked."""
+        self._outputs.clear()  # of a trace that could not be built
         built = self._programs[train](variables, x, targets, rngs)
         if self._outputs:
+            self._unrun[built] = self._outputs[0]
+        if built in self._unrun:
             if built.batch.num_parts > 1:
                 objective = self.objective
                 if self._check_first is not None:
                     self._check_first(variables, x, targets, objective, rngs, train)
-                self._check_loss(objective, built.batch, targets)
-            self._outputs.clear()
+                self._check_loss(self._unrun[built], built.batch, targets)
+            if not any(map(_is_spec, jax.tree.leaves(targets))):  # as to compile
+                del self._unrun[built]
         return built
 
-    def _check_loss(self, objective: Objective, batch: Batch, targets: PyTree) -> None:
+    def _check_loss(self, outputs: PyTree, batch: Batch, targets: PyTree) -> None:
         """Runs the loss alone, at once and in parts: see `_probe`."""
         first = len(jax.tree.leaves(batch.args[0]))
         axes = batch.axes[first : first + len(jax.tree.leaves(targets))]
-        given = self._outputs[0], targets, axes, batch, self._axis
-        self.unchecked = _probe.check(objective, *given)
+        given = outputs, targets, axes, batch, self._axis
+        self.unchecked = _probe.check(self.objective, *given)
+
+
+def _is_spec(leaf: Any) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct)
