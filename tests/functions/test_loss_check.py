@@ -95,6 +95,10 @@ RIGHT = {
         lambda y, t: cross_entropy(y.astype(jnp.bfloat16), t).mean(),
         "mean",
     ),
+    "total in bfloat16, weight an integer": (
+        lambda y, t: (cross_entropy(y.astype(jnp.bfloat16), t).sum(), t.size),
+        "weighted",
+    ),
     "each micro-batch by itself": (contrastive, "microbatch_mean"),
 }
 
