@@ -48,8 +48,8 @@ def divide(
         raise ValueError(f"num_stages={num_stages}: needs at least 1")
     if replicas is not None and num_stages not in (None, len(replicas)):
         raise ValueError(
-            f"replicas={list(replicas)} is for {len(replicas)} stages, "
-            f"num_stages={num_stages}"
+            f"replicas={list(replicas)} is for {len(replicas)} stages, the pipeline "
+            f"has {num_stages}"
         )
     ranks = _setup.ranks(devices)
     if not ranks:

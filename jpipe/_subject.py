@@ -162,7 +162,7 @@ class Subject(ABC):
         self.look_again()
         taken = given or [None] * len(self.function.layers)
         batch = self.function.sample(x, self.division)
-        initial = self.function.initial(batch, [own or {} for own in taken])
+        initial = self.function.initial(batch, [own or {} for own in taken], key)
         if key is None:
             if initial.draws:
                 _rng.check_key(key)

@@ -13,6 +13,7 @@ from .._functions._batch import Batch
 from .._functions._weights import is_inexact
 from .._instructions._graph import Graph, Place, Value
 from .._jaxprs._function import Function
+from .._layers._stage import shapes
 from .._run._sums import apart
 
 PyTree = Any
@@ -65,6 +66,12 @@ def by_axes(
     is_mean = jax.tree.leaves(jax.tree.broadcast(means, aux)) if flat else []
     leaves = jax.tree_util.tree_leaves_with_path(aux)
     if name == "aux":
+        if jax.tree.structure(aux) != jax.tree.structure(last):
+            raise ValueError(
+                f"the sizes {tuple(sizes)} of micro-batches differ and so does what is "
+                f"in aux: {shapes(aux)} and {shapes(last)}; return the same for each, "
+                f"or give a batch that num_microbatches divides"
+            )
         _check_aux(leaves, jax.tree.leaves(last), flat, sizes)
     refuse(
         "jpipe.MEAN is for floating dtypes; type x.astype(float)",

@@ -96,21 +96,28 @@ class Modules(ABC):
         axes = _microbatch.flat_axes(self.axes.in_axes, specs, "x", "in_axes")
         return of_input(specs, axes, division.num_microbatches, division.num_shards)
 
-    def initial(self, batch: Batch, given: Sequence[PyTree] | None = None) -> Initial:
+    def initial(
+        self,
+        batch: Batch,
+        given: Sequence[PyTree] | None = None,
+        key: chex.PRNGKey | None = None,
+    ) -> Initial:
         """The variables before any step, for the first micro-batch.
 
         Args:
           batch: the mini-batch.
           given: variables that are taken as they are: see `Initial`.
+          key: such as they are drawn by, typed or raw; default: typed.
 
         Raises:
           ValueError: if skip connections do not fit.
         """
-        key, x = _rng.key_spec(), batch.first
-        signature = _signature.settings(), _signature.of(x, given)
+        like: Any = _rng.key_spec() if key is None else key
+        signature = _signature.settings(), _signature.of(like, batch.first, given)
         if signature not in self._initial:
             with explained(batch):
-                self._initial[signature] = Initial(self, key, x, given)
+                made = Initial(self, like, batch.first, given)
+            self._initial[signature] = made
         return self._initial[signature]
 
     def _changed(

@@ -20,7 +20,7 @@ from .._functions._objective import as_weight
 from .._jaxprs import _cheapest, _jaxpr
 from .._jaxprs._primitives import REDUCTIONS
 from .._layers._stage import shapes
-from . import _checkpoints
+from . import _checkpoints, _marks
 from ._folds import lifted
 
 PyTree = Any
@@ -179,6 +179,7 @@ def traced(
     has_aux: bool,
     has_loss: bool = True,
     is_weighted: bool = False,
+    folds_params: bool = True,
 ) -> Traced:
     """Traces a function on a micro-batch.
 
@@ -190,9 +191,10 @@ def traced(
       has_aux: whether it returns something besides the loss.
       has_loss: whether it returns a loss; else what it returns is aux.
       is_weighted: whether this is a pair, of a total and a weight.
+      folds_params: whether keys among the parameters are folded too.
 
     Returns:
-      The function, with all keys folded with the number of the micro-batch, and a loss
+      The function, with keys folded with the number of the micro-batch, and a loss
       that is not scaled yet: see `_summands`.
     """
 
@@ -200,7 +202,8 @@ def traced(
         def fold(leaf: Any) -> Any:
             return microbatch_key(leaf, number) if is_single_key(leaf) else leaf
 
-        params, args = jax.tree.map(fold, (params, tuple(args)))
+        args = jax.tree.map(fold, tuple(args))
+        params = jax.tree.map(fold, params) if folds_params else params
         result = function(params, *args)
         if not has_loss:
             return (), (), jax.tree.map(jnp.asarray, result)
@@ -221,8 +224,10 @@ def traced(
     with _user_context(object()):
         closed, (_, _, aux) = _jaxpr.trace(whole, params, tuple(args), number)
     closed = _checkpoints.opened(closed, num_stages)
-    closed, numbers = lifted(_with_raw_keys_folded(closed))
-    count, jaxpr = len(jax.tree.leaves(params)), closed.jaxpr
+    count = len(jax.tree.leaves(params))
+    closed = _with_raw_keys_folded(closed, 0 if folds_params else count)
+    closed, numbers = lifted(closed)
+    jaxpr = closed.jaxpr
     # Keys and refs stay in the programs that read them.
     pairs = [*zip(jaxpr.constvars, closed.consts, strict=True)]
     arrays = {var: value for var, value in pairs if _is_array(value)}
@@ -239,9 +244,17 @@ def _is_array(constant: Any) -> bool:
     return is_array and not jnp.issubdtype(constant.dtype, jax.dtypes.extended)
 
 
-def _with_raw_keys_folded(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
-    """The same, where an input that is wrapped as a key is folded as typed ones are."""
-    inputs = set(closed.jaxpr.invars)
+def _with_raw_keys_folded(closed: core.ClosedJaxpr, first: int) -> core.ClosedJaxpr:
+    """The same, where an input that is wrapped as a key is folded as typed ones are.
+
+    Args:
+      closed: the jaxpr.
+      first: the number of the first such input.
+    """
+    inputs = set(closed.jaxpr.invars[first:])
+    for eqn in filter(_marks.is_mark, closed.jaxpr.eqns):  # for the next stage
+        if not inputs.isdisjoint(_jaxpr.variables(eqn.invars)):
+            inputs.update(eqn.outvars)
     raw = {
         id(eqn)
         for eqn in closed.jaxpr.eqns

@@ -293,6 +293,8 @@ class Sliced:
             is_weighted = work.reduction == "weighted"
             part, kind = batch.part(n), (work.has_aux, work.has_loss, is_weighted)
             about = self._division.about
+            # Variables are the same for all micro-batches, a key among them too.
+            kind = *kind, work.modules is None
             traced = _program.traced(work.function, call.specs, part, about, *kind)
             _meshes.check(traced.closed, self._division.places)
             if work.modules:
@@ -303,6 +305,9 @@ class Sliced:
             if work.has_loss:
                 scale = {"mean": n / whole, "sum": 1.0, "weighted": 1.0}
                 by = scale.get(work.reduction, share)
-                traced = _summands.apart(traced, split, by, share)
+                if work.modules:
+                    traced = _summands.scaled(traced, by)
+                else:
+                    traced = _summands.apart(traced, split, by, share)
             programs[n] = traced
         return _order.late(programs, self._division.moves)

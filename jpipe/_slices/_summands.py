@@ -1,7 +1,7 @@
-"""The loss of examples, apart from what it adds that depends on none.
+"""The loss of a micro-batch as a part of that of the mini-batch.
 
-A penalty on weights counts once in a step, whatever the reduction, and not once for
-each micro-batch.
+A penalty on weights in a loss function counts once in a step, whatever the reduction,
+and not once for each micro-batch.
 """
 
 from collections.abc import Sequence
@@ -23,6 +23,26 @@ _SUMS = {
 # What is linear in the operand that follows from examples.
 _SCALES = {"mul", "div"}
 Values = dict[Any, Any]
+
+
+def scaled(program: Traced, scale: float) -> Traced:
+    """The program with a scaled loss, each of whose summands is one of examples.
+
+    So it is with the loss of modules, which was run at once and in parts: a summand
+    such as ``len(targets) * log_scale`` adds up, though it depends on no example.
+
+    Args:
+      program: with the loss that the user returned.
+      scale: by what it is multiplied.
+    """
+    closed = program.closed
+
+    def run(*args: Any) -> list[Any]:
+        loss, *others = _jaxpr.as_traced(closed)(*args)
+        return [loss * jnp.asarray(scale, loss.dtype), *others]
+
+    made = jax.make_jaxpr(run)(*map(_jaxpr.spec, closed.in_avals))
+    return replace(program, closed=made)
 
 
 def apart(program: Traced, split: Sequence[bool], scale: float, share: float) -> Traced:

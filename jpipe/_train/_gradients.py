@@ -1,7 +1,7 @@
 """The loss of a mini-batch and its gradients, built for any arguments."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -25,7 +25,7 @@ class Gradients:
       objective: the loss.
       trainable: what is trained by it.
       programs: of evaluation and of training.
-      outputs: specs of what the loss was given, of traces that were not checked yet.
+      outputs: specs of what the loss was given, of each trace.
       axis: where the examples are in an output of one array.
       check_first: what checks the first mini-batch; ``None``: nothing does.
       unchecked: why the loss was not checked, for print; empty if it was.
@@ -38,6 +38,8 @@ class Gradients:
     axis: Any
     check_first: Callable[..., None] | None = None
     unchecked: str = ""
+    # By what was built what its loss is given, until the loss was run.
+    _unrun: dict[Built, PyTree] = field(default_factory=dict, init=False)
 
     @property
     def last(self) -> Divided | None:
@@ -53,20 +55,28 @@ class Gradients:
         self, variables: PyTree, x: PyTree, targets: PyTree, rngs: Rngs, train: bool
     ) -> Built:
         """What such arguments are for; of a new kind the loss is checked."""
+        self.outputs.clear()  # of a trace that could not be built
         built = self.programs[train](variables, x, targets, rngs)
         if self.outputs:
+            self._unrun[built] = self.outputs[0]
+        if built in self._unrun:
             if built.batch.num_parts > 1:
                 if self.check_first is not None:
                     given = variables, x, targets, self.objective, rngs, train
                     self.check_first(*given)
-                self._check_loss(built.batch, targets)
-            self.outputs.clear()
+                self._check_loss(self._unrun[built], built.batch, targets)
+            if not any(map(_is_spec, jax.tree.leaves(targets))):  # as to compile
+                del self._unrun[built]
         return built
 
-    def _check_loss(self, batch: Batch, targets: PyTree) -> None:
+    def _check_loss(self, outputs: PyTree, batch: Batch, targets: PyTree) -> None:
         """Runs the loss alone, at once and in parts: see `_probe`."""
         first = len(jax.tree.leaves(batch.args[0]))
         axes = batch.axes[first : first + len(jax.tree.leaves(targets))]
         axis = self.axis if isinstance(self.axis, int) else 0
-        given = self.outputs[0], targets, axes, batch, axis
+        given = outputs, targets, axes, batch, axis
         self.unchecked = _probe.check(self.objective, *given)
+
+
+def _is_spec(leaf: Any) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct)

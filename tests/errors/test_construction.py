@@ -62,6 +62,7 @@ OPTIONS = {
             "schedule": "gpipe",
             "replicas": [2, 1, 1],
         },
+        "replicas=[2, 1] is for 2 stages, the pipeline has 3": {"replicas": [2, 1]},
         "10 ranks need 10 devices, there are 8": {
             "num_microbatches": 16,
             "replicas": [8, 1, 1],

@@ -95,6 +95,10 @@ RIGHT = {
         lambda y, t: cross_entropy(y.astype(jnp.bfloat16), t).mean(),
         "mean",
     ),
+    "total in bfloat16, weight an integer": (
+        lambda y, t: (cross_entropy(y.astype(jnp.bfloat16), t).sum(), t.size),
+        "weighted",
+    ),
     "each micro-batch by itself": (contrastive, "microbatch_mean"),
 }
 
@@ -129,6 +133,25 @@ def test_loss_with_effects_is_reported_as_unchecked():
 
     pipe.value_and_grad(loss_fn)(({},), X, TOKENS)
     assert "the loss was not checked: it has effects" in str(pipe)
+
+
+def test_a_wrong_loss_is_refused_whatever_came_before(model):
+    """What was compiled, was refused, or could not be built, was not checked."""
+    pipe, variables = model
+
+    def loss_fn(y, t):
+        return jnp.sqrt((y**2).mean()), y
+
+    step = pipe.value_and_grad(loss_fn, has_aux=True)
+    specs = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (variables, X)
+    )
+    pipe.compile(step, *specs, jax.ShapeDtypeStruct(TOKENS.shape, jnp.int32))
+    with pytest.raises(ValueError, match="so do the shapes of aux"):
+        step(variables, X[:5], TOKENS[:5])
+    for count in (12, 9, 12):
+        with pytest.raises(ValueError, match=f"for {count} examples but"):
+            step(variables, X[:count], TOKENS[:count].astype(np.int32))
 
 
 def test_loss_that_passed_is_compiled_once(model):

@@ -85,6 +85,17 @@ def test_axes_that_do_not_fit_are_refused(model, count, axes, says):
         find(variables, *ref.regression(count))
 
 
+def test_other_aux_of_smaller_micro_batches_is_refused(model):
+    pipe, variables = model
+
+    def each(y, targets):
+        return ref.mse(y, targets), [*y]
+
+    find = pipe.value_and_grad(each, has_aux=True)
+    with pytest.raises(ValueError, match=r"sizes \(3, 2, 2\).*what is in aux: "):
+        find(variables, X, TARGETS)
+
+
 def test_axes_without_aux_are_refused(model):
     pipe, _ = model
     with pytest.raises(ValueError, match="aux_axes=0 needs has_aux=True"):

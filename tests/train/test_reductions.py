@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 
 import jpipe
 
@@ -133,6 +134,45 @@ def test_so_they_are_with_a_split_backward_and_on_several_devices(
     num_parts = 5 * (1 + ("mesh" in options))
     expected = WHOLE if loss_fn is masked else by_microbatch(num_parts)
     compare(pipe, loss_fn, "weighted", expected)
+
+
+class Gaussian(nn.Module):
+    """A mean for each example, and one scale for all."""
+
+    @nn.compact
+    def __call__(self, x):
+        log_scale = self.param("log_scale", nn.initializers.constant(0.3), ())
+        return {"mean": ref.dense(4, jnp.float64)(x), "log_scale": log_scale}
+
+
+def log_likelihood(y, t):
+    squares = jnp.sum((y["mean"] - t) ** 2) * jnp.exp(-2 * y["log_scale"])
+    return squares / 2 + t.size * y["log_scale"]  # the last reads no example
+
+
+@pytest.mark.parametrize("is_list", [True, False])
+@pytest.mark.parametrize("reduction", ["sum", "weighted"])
+def test_a_summand_that_reads_no_example_counts_in_each_micro_batch(
+    double, reduction, is_list
+):
+    def loss_fn(y, t):
+        total = log_likelihood(y, t)
+        return total if reduction == "sum" else (total, t.size)
+
+    model, number = ([Gaussian()], None) if is_list else (Gaussian(), 1)
+    axes = {"mean": 0, "log_scale": None}
+    pipe = jpipe.pipeline(model, 5, num_stages=number, out_axes=axes)
+    variables, targets = pipe.init(jax.random.key(0), X), TARGETS["values"]
+
+    def expected(params):
+        own = {"params": params[0]} if is_list else {"params": params}
+        total = log_likelihood(Gaussian().apply(own, X), targets)
+        return total if reduction == "sum" else total / targets.size
+
+    params = ref.params_of(variables) if is_list else variables["params"]
+    value_and_grad = pipe.value_and_grad(loss_fn, reduction=reduction)
+    found = value_and_grad(variables, X, targets)
+    ref.assert_close(found, jax.value_and_grad(expected)(params), ref.FLOAT64)
 
 
 @pytest.mark.parametrize("selects", [False, True])
