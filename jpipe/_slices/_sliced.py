@@ -171,11 +171,19 @@ class Sliced:
         Args:
           params: the parameters, or specs of them.
           args: a mini-batch, or specs; it may have few examples.
+
+        Raises:
+          ValueError: if there are not as many parameters as there were.
         """
-        division = self._division
+        division, count = self._division, len(jax.tree.leaves(params))
         if division.owners(params) is None:
             self.last = self.last or self.divided(params, args)
         owners = division.owners(params) or []
+        if len(owners) != count:
+            raise ValueError(
+                f"the variables have {count} arrays, those of the model {len(owners)}; "
+                f"give a tree such as init makes"
+            )
         pipe = division.pipe(division.count or 1)
         return [*zip(owners, self._work.shardings(pipe, params, owners), strict=True)]
 
